@@ -1,0 +1,54 @@
+"""onnx-lowering: an ahead-of-time compiler for attention in ONNX models.
+
+    import lowering
+    module = lowering.compile("model.onnx", donate=("cache_k.*",))
+    outputs = module.run({"x": x})
+    module.save("out/")
+    module = lowering.load("out/")      # needs no compiler
+
+Names are loaded at first use, so that `load` and `run` never import the compiler.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .checking import check as check
+    from .compiler import compile as compile
+    from .errors import ArtifactError as ArtifactError
+    from .errors import InputError as InputError
+    from .errors import LoweringError as LoweringError
+    from .errors import ModelError as ModelError
+    from .errors import NodeError as NodeError
+    from .errors import TargetError as TargetError
+    from .runtime import Model as Model
+    from .runtime import load as load
+    from .verification import verify as verify
+
+_HOME = {
+    "compile": "compiler",
+    "load": "runtime",
+    "Model": "runtime",
+    "check": "checking",
+    "verify": "verification",
+    "LoweringError": "errors",
+    "ModelError": "errors",
+    "NodeError": "errors",
+    "TargetError": "errors",
+    "ArtifactError": "errors",
+    "InputError": "errors",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'lowering' has no attribute '{name}'")
+    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -1,0 +1,315 @@
+"""A problem bound to the buffers of the PrimFunc being built: all that a kernel asks, as TIR expressions.
+
+A kernel never reads `AttentionProblem.mask` or `.window` itself. It asks `Bound` where an element lies, which
+keys a query tile can see at all, which of those need no mask code, and for one (query, key) pair what the
+score is and whether it counts.
+
+Which keys a row sees before the mask tensor is an interval whose ends never decrease with the row: lengths,
+causal masks and windows all have this form. So the two ranges of a tile follow from its first and last row
+alone.
+
+Indices may have any integer type. In `visible` and `score` one of i, j may be a vector (`T.ramp`); in q, k,
+v and y, d may be one. Lanes outside [0, S) x [0, T) are legal: a mask is then read at the nearest element
+inside. Expressions are not bound to variables: `T.bind` those that are used twice (but no bool vector, TVM
+cannot).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from tvm import DataType, tirx
+from tvm.ir import Expr
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from .problem import ATTRIBUTE, AttentionProblem, Layout
+
+Size: TypeAlias = Any  # int | tirx.Var
+
+
+class Bound:
+    """`problem` with the parameters of the PrimFunc frame that is open in the IRBuilder.
+
+    The constructor declares the parameters `problem.parameters()`, in that order, and the function's
+    attributes. B, S and T are int where the problem's size is static, else the int64 variable that the shapes
+    bind.
+    """
+
+    def __init__(self, problem: AttentionProblem) -> None:
+        self.problem = problem
+        T.func_attr({"tirx.noalias": True, "op_pattern": 8, ATTRIBUTE: problem.to_json()})
+        arguments = {name: T.arg(name, T.int64() if name == "past" else T.handle()) for name in problem.parameters()}
+        self.B: Size = _size("B", problem.batch)
+        self.S: Size = _size("S", problem.q_len)
+        self.T: Size = _size("T", problem.kv_len)
+        self.past = arguments.get("past")
+        shapes = self._shapes()
+        self.buffers = {
+            name: _match(name, argument, *shapes[name]) for name, argument in arguments.items() if name in shapes
+        }
+
+    def _shapes(self) -> dict[str, tuple[list[Size], str]]:
+        """Shape and element type of every buffer the problem can have."""
+        p = self.problem
+
+        def rows(layout: Layout, heads: int, length: Size, dim: int) -> list[Size]:
+            return [self.B, heads, length, dim] if layout == "bhsd" else [self.B, length, heads * dim]
+
+        shapes = {
+            "q": (rows(p.q_layout, p.q_heads, self.S, p.head_dim), p.dtype),
+            "k": (rows(p.kv_layout, p.kv_heads, self.T, p.head_dim), p.dtype),
+            "v": (rows(p.kv_layout, p.kv_heads, self.T, p.v_head_dim), p.v_dtype),
+            "y": (rows(p.q_layout, p.q_heads, self.S, p.v_head_dim), p.dtype),
+            "qk": ([self.B, p.q_heads, self.S, self.T], p.dtype),
+            "lengths": ([self.B], "int64"),
+        }
+        if p.mask is not None:
+            full = (self.B, p.q_heads, self.S, _size("mask_len", None) if p.mask.pad else self.T)
+            dims = [f if d is None else d for f, d in zip(full, p.mask.dims, strict=True)]
+            shapes["mask"] = (dims, p.mask.dtype)
+        return shapes
+
+    # Where elements lie, and what they hold.
+
+    def at(self, name: str, b: Expr, h: Expr, row: Expr, d: Expr) -> tuple[tirx.Buffer, list[Expr]]:
+        """Buffer and indices of element d of that row of q, k, v or y; h is the query head for q and y."""
+        p = self.problem
+        layout = p.q_layout if name in ("q", "y") else p.kv_layout
+        dim = p.head_dim if name in ("q", "k") else p.v_head_dim
+        return self.buffers[name], [b, h, row, d] if layout == "bhsd" else [b, row, h * dim + d]
+
+    def q(self, b: Expr, h: Expr, i: Expr, d: Expr) -> Expr:
+        """Element d of query row i, query head h, in acc_dtype."""
+        return self._load("q", b, h, i, d)
+
+    def k(self, b: Expr, hk: Expr, j: Expr, d: Expr) -> Expr:
+        """Element d of key j, key/value head hk, in acc_dtype."""
+        return self._load("k", b, hk, j, d)
+
+    def v(self, b: Expr, hk: Expr, j: Expr, d: Expr) -> Expr:
+        """Element d of value j, key/value head hk, in acc_dtype."""
+        return self._load("v", b, hk, j, d)
+
+    def store_y(self, b: Expr, h: Expr, i: Expr, d: Expr, value: Expr) -> None:
+        """Y at (b, h, i, d) := value, rounded to the type of Y."""
+        buffer, indices = self.at("y", b, h, i, d)
+        T.buffer_store(buffer, _cast(value, buffer.dtype), indices)
+
+    def store_qk(self, b: Expr, h: Expr, i: Expr, j: Expr, value: Expr) -> None:
+        """The qk output at (b, h, i, j) := value, rounded to its type."""
+        buffer = self.buffers["qk"]
+        T.buffer_store(buffer, _cast(value, buffer.dtype), [b, h, i, j])
+
+    # Which keys count.
+
+    def visible_range(self, b: Expr, i0: Expr, i1: Expr) -> tuple[Expr, Expr]:
+        """The keys [lo, hi) that some query of [i0, min(i1, S)) may see; int64, 0 <= lo <= hi <= T."""
+        lo, _ = self.keys_of(b, i0)
+        _, hi = self.keys_of(b, tirx.min(_int64(i1), _int64(self.S)) - 1)
+        return tirx.min(lo, hi), hi
+
+    def full_range(self, b: Expr, i0: Expr, i1: Expr, *, before_mask: bool = False) -> tuple[Expr, Expr]:
+        """The keys [lo, hi), inside `visible_range`, that every query of [i0, min(i1, S)) sees; int64.
+
+        lo = hi where there is none, and with a mask tensor always, unless before_mask leaves it aside.
+        """
+        first, end = self.visible_range(b, i0, i1)
+        if self.problem.mask is not None and not before_mask:
+            return first, first
+        lo, _ = self.keys_of(b, tirx.min(_int64(i1), _int64(self.S)) - 1)
+        _, hi = self.keys_of(b, i0)
+        lo = tirx.max(tirx.min(lo, end), first)
+        return lo, tirx.max(tirx.min(hi, end), lo)
+
+    def keys_of(self, b: Expr, i: Expr) -> tuple[Expr, Expr]:
+        """The keys [lo, hi) that row i sees before the mask tensor; int64, 0 <= lo <= hi <= T."""
+        lo, hi = _int64(0), self._keys(b)
+        window = self.problem.window
+        if window is not None:
+            p = _int64(i) + self._offset(b)
+            if window.right is not None:
+                hi = _clamp(p + window.right + 1, hi)
+            if window.left is not None:
+                lo = _clamp(p - window.left, hi)
+        return lo, hi
+
+    def queries_of(self, b: Expr, j: Expr) -> tuple[Expr, Expr]:
+        """The rows [lo, hi) that see key j before the mask tensor; int64, 0 <= lo <= hi <= S."""
+        lo, hi = _int64(0), tirx.Select(_int64(j) < self._keys(b), _int64(self.S), _int64(0))
+        window = self.problem.window
+        if window is not None:
+            i = _int64(j) - self._offset(b)
+            if window.left is not None:
+                hi = _clamp(i + window.left + 1, hi)
+            if window.right is not None:
+                lo = _clamp(i - window.right, hi)
+        return lo, hi
+
+    def visible(self, b: Expr, h: Expr, i: Expr, j: Expr, *, inside: bool = False) -> Expr:
+        """Whether row i of query head h sees key j: bool, with the lanes of i or j; False where j >= T.
+
+        An additive mask of -inf hides a key. inside promises that every lane lies in [0, S) x
+        `visible_range`, so that a mask can be read without clamping.
+        """
+        over_rows = _lanes(i) > 1
+        lo, hi = self.queries_of(b, j) if over_rows else self.keys_of(b, i)
+        x = i if over_rows else j
+        conditions = [x >= _cast(lo, _scalar_type(x)), x < _cast(hi, _scalar_type(x))]
+        if self.problem.mask is not None:
+            conditions.append(self.unmasked(b, h, i, j, inside=inside))
+        return tirx.all(*(_broadcast(c, _lanes(x)) for c in conditions))
+
+    def unmasked(self, b: Expr, h: Expr, i: Expr, j: Expr, *, inside: bool = False) -> Expr:
+        """Whether the problem's mask tensor lets row i see key j: the part of `visible` that is no interval."""
+        value = self._mask(b, h, i, j, inside)
+        if value.ty.dtype.is_bool:
+            return value
+        return tirx.NE(value, _broadcast(self._constant(float("-inf")), _lanes(value)))
+
+    @property
+    def mask_per_row(self) -> bool:
+        """Whether the query rows of one key/value head, of all its query heads, may differ in their mask."""
+        mask = self.problem.mask
+        return mask is not None and (mask.dims[2] != 1 or (mask.dims[1] != 1 and self.problem.group > 1))
+
+    def score(
+        self,
+        s: Expr,
+        b: Expr,
+        h: Expr,
+        i: Expr,
+        j: Expr,
+        *,
+        inside: bool = False,
+        tanh: Callable[[Expr], Expr] | None = None,
+    ) -> Expr:
+        """The logit of a pair from its scaled dot product s: soft cap, then additive mask; acc_dtype.
+
+        Means nothing where the pair is not `visible`: select it away. inside is as in `visible`.
+        """
+        return self.biased(self.capped(s, tanh), b, h, i, j, inside=inside)
+
+    def capped(self, s: Expr, tanh: Callable[[Expr], Expr] | None = None) -> Expr:
+        """softcap * tanh(s / softcap), or s without a soft cap. A kernel can bring its own tanh."""
+        c = self.problem.softcap
+        return s if c == 0.0 else (tanh or _tanh)(s / self._constant(c)) * self._constant(c)
+
+    def biased(self, s: Expr, b: Expr, h: Expr, i: Expr, j: Expr, *, inside: bool = False) -> Expr:
+        """s plus the additive mask, if there is one."""
+        if self.problem.mask is None or self.problem.mask.dtype == "bool":
+            return s
+        return s + self._mask(b, h, i, j, inside)
+
+    def _keys(self, b: Expr) -> Expr:
+        """How many leading keys of batch b count: T, its valid length, or a shorter mask."""
+        end = _int64(self.T)
+        if self.problem.lengths:
+            end = _clamp(self.buffers["lengths"][b], end)
+        if self.problem.mask is not None and self.problem.mask.pad:
+            end = tirx.min(end, self.buffers["mask"].shape[3])
+        return end
+
+    def _offset(self, b: Expr) -> Expr:
+        """p - i, from the window's offset rule; never clamped."""
+        window = self.problem.window
+        assert window is not None
+        if window.offset == "past":
+            return self.past
+        if window.offset == "lengths":
+            return self.buffers["lengths"][b] - _int64(self.S)
+        return _int64(0)
+
+    def _mask(self, b: Expr, h: Expr, i: Expr, j: Expr, inside: bool) -> Expr:
+        """The mask's element for the pair: bool as it is, any other type in acc_dtype."""
+        mask, buffer = self.problem.mask, self.buffers["mask"]
+        assert mask is not None
+
+        def load(row: Expr) -> Expr:
+            indices = []
+            for axis, index in enumerate((b, h, row, j)):
+                if mask.dims[axis] == 1 and not (axis == 3 and mask.pad):
+                    index = 0
+                elif axis >= 2 and not inside:
+                    index = tirx.max(tirx.min(index, _cast(buffer.shape[axis], _scalar_type(index)) - 1), 0)
+                indices.append(index)
+            return buffer[tuple(indices)]
+
+        if mask.dims[2] == 1 or _lanes(i) == 1:
+            value = load(i)
+        else:  # TensorIR takes a vector index in the last axis only
+            lanes = range(_lanes(i))
+            value = tirx.Shuffle([load(tirx.Shuffle([i], [lane])) for lane in lanes], list(lanes))
+        return value if mask.dtype == "bool" else _widened(value, self.problem.acc_dtype)
+
+    def _load(self, name: str, b: Expr, h: Expr, row: Expr, d: Expr) -> Expr:
+        buffer, indices = self.at(name, b, h, row, d)
+        return _widened(buffer[tuple(indices)], self.problem.acc_dtype)
+
+    def _constant(self, value: float) -> Expr:
+        return tirx.const(value, self.problem.acc_dtype)
+
+
+def _size(name: str, size: int | None) -> Size:
+    if size is not None:
+        return size
+    return IRBuilder.name(name, T.int64())
+
+
+def _match(name: str, argument: tirx.Var, shape: list[Size], dtype: str) -> tirx.Buffer:
+    """The argument as a buffer aligned to its elements and no more, as callers' memory is."""
+    align = max(1, DataType(dtype).bits // 8)
+    return IRBuilder.name(name, T.match_buffer(argument, [_int64(n) for n in shape], dtype, align=align))
+
+
+def _int64(value: int | Expr) -> Expr:
+    return tirx.const(value, "int64") if isinstance(value, int) else _cast(value, "int64")
+
+
+def _cast(value: Expr, dtype: str) -> Expr:
+    """value with element type dtype, whatever its lanes."""
+    lanes = _lanes(value)
+    return value.astype(dtype if lanes == 1 else f"{dtype}x{lanes}")
+
+
+def _widened(value: Expr, dtype: str) -> Expr:
+    """value in the wider floating-point type dtype.
+
+    bfloat16 is widened by hand: TVM 0.27 forgets to do so in a T.bind and then takes the bits for an integer
+    (ComputeLegalizer::VisitStmt_(BindNode)).
+    """
+    if _scalar_type(value) == "bfloat16":
+        bits = _cast(T.reinterpret(value.ty.dtype.replace("bfloat", "uint"), value), "uint32")
+        value = T.reinterpret(bits.ty.dtype.replace("uint", "float"), bits << 16)
+    return _cast(value, dtype)
+
+
+def _tanh(x: Expr) -> Expr:
+    """tanh with a small relative error near 0, where the quotient of exponentials that TVM uses cancels.
+
+    A large soft cap makes arguments small and multiplies the error by the cap.
+    """
+    if _scalar_type(x) != "float32":
+        return T.tanh(x)
+    x2 = x * x
+    series = 62 / 2835
+    for coefficient in (-17 / 315, 2 / 15, -1 / 3, 1.0):
+        series = series * x2 + tirx.const(coefficient, "float32")
+    return tirx.Select(tirx.abs(x) < _broadcast(tirx.const(0.25, "float32"), _lanes(x)), x * series, T.tanh(x))
+
+
+def _clamp(value: Expr, end: Expr) -> Expr:
+    return tirx.max(tirx.min(value, end), 0)
+
+
+def _lanes(value: int | Expr) -> int:
+    return 1 if isinstance(value, int) else value.ty.dtype.lanes
+
+
+def _scalar_type(value: int | Expr) -> str:
+    return "int64" if isinstance(value, int) else str(value.ty.dtype.with_lanes(1))
+
+
+def _broadcast(value: Expr, lanes: int) -> Expr:
+    return value if _lanes(value) == lanes else T.broadcast(value, lanes)

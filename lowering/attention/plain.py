@@ -1,0 +1,158 @@
+"""The plain lowering: unscheduled TensorIR that is right for every problem.
+
+It is what the importer emits, the key under which kernels are chosen and tuned, the fallback on any target,
+and what fast kernels are tested against. One query row at a time, with the online softmax of Milakov and
+Gimelshein (arXiv:1805.02867): m is the running maximum, l the running sum and o the running output, both
+relative to m.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tvm import tirx
+from tvm.ir import Expr
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from .bound import Bound
+from .problem import AttentionProblem
+
+PARTIAL_SUMS = 8  # independent sums per dot product, so that it is not one long chain of additions
+
+
+def plain(problem: AttentionProblem) -> tirx.PrimFunc:
+    """The PrimFunc with parameters `problem.parameters()`, of the shapes and types that `Bound` declares.
+
+    Keys and values that a row does not see are never read for it, so that NaN there cannot leak; only qk_mode
+    0 and 1 ask for all scores. A row that sees no key, or only keys of score -inf, gives 0.
+    """
+    with IRBuilder() as builder, T.prim_func(s_tir=True):
+        T.func_name("attention")
+        bound = Bound(problem)
+        with T.sblock("attention"):
+            outputs = [bound.buffers[name] for name in ("y", "qk") if name in bound.buffers]
+            T.reads([_all(buffer) for name, buffer in bound.buffers.items() if name not in ("y", "qk")])
+            T.writes([_all(buffer) for buffer in outputs])
+            rows, heads = tirx.max(bound.S, T.int64(1)), problem.q_heads
+            with T.parallel(T.int64(1) * bound.B * heads * bound.S) as row:
+                b, h, i = row // (rows * heads), row // rows % heads, row % rows
+                _Row(bound, T.bind(b), T.bind(h), T.bind(i)).emit()
+    return builder.get()
+
+
+class _Row:
+    """The code for query row i of head h in batch b."""
+
+    def __init__(self, bound: Bound, b: Expr, h: Expr, i: Expr) -> None:
+        self.bound, self.problem = bound, bound.problem
+        self.b, self.h, self.i = b, h, i
+        self.hk = T.bind(h // self.problem.group)
+        acc = self.problem.acc_dtype
+        self.zero, self.minus_infinity = tirx.const(0.0, acc), tirx.const(float("-inf"), acc)
+        self.lo, self.hi = (T.bind(end) for end in bound.keys_of(b, i))
+        self.q = T.alloc_buffer((self.problem.head_dim,), acc)
+        self.o = T.alloc_buffer((self.problem.v_head_dim,), acc)
+        self.m, self.l = T.alloc_buffer((1,), acc), T.alloc_buffer((1,), acc)
+
+    def emit(self) -> None:
+        self.load_query()
+        self.online_softmax()
+        self.store_y()
+        if self.problem.qk_mode is not None:
+            self.store_qk(self.problem.qk_mode)
+
+    def load_query(self) -> None:
+        """q := scale * Q_i"""
+        with T.serial(self.problem.head_dim) as d:
+            q = self.bound.q(self.b, self.h, self.i, d)
+            _store(self.q, d, q * tirx.const(self.problem.scale, self.problem.acc_dtype))
+
+    def online_softmax(self) -> None:
+        """m := max_j s_j, l := sum_j exp(s_j - m), o := sum_j exp(s_j - m) V_j over the visible keys j."""
+        m, l, o = self.m, self.l, self.o
+        _store(m, 0, self.minus_infinity)
+        _store(l, 0, self.zero)
+        with T.serial(self.problem.v_head_dim) as d:
+            _store(o, d, self.zero)
+        with self.visible_keys() as j:
+            s = T.bind(self.logit(j))
+            m_new = T.bind(tirx.max(m[0], s))
+            shift = T.bind(self.shift(m_new))
+            alpha, p = T.bind(T.exp(m[0] - shift)), T.bind(T.exp(s - shift))
+            _store(m, 0, m_new)
+            _store(l, 0, l[0] * alpha + p)
+            with T.serial(self.problem.v_head_dim) as d:
+                _store(o, d, o[d] * alpha + p * self.bound.v(self.b, self.hk, j, d))
+
+    def store_y(self) -> None:
+        """Y_i := o / l, or 0 where l = 0. A NaN in l is no 0 and stays."""
+        with T.serial(self.problem.v_head_dim) as d:
+            self.bound.store_y(self.b, self.h, self.i, d, self.normalised(self.o[d]))
+
+    def store_qk(self, mode: int) -> None:
+        """The row of the qk output: scores and probabilities are computed again rather than kept."""
+        if mode in (0, 1):
+            with T.serial(self.bound.T) as j:
+                s = self.dot(j)
+                self.put_qk(j, s if mode == 0 else self.bound.capped(s))
+            return
+        with T.serial(self.bound.T) as j:
+            self.put_qk(j, self.minus_infinity if mode == 2 else self.zero)
+        with self.visible_keys() as j:
+            s = self.logit(j)
+            p = self.normalised(T.exp(s - self.shift(self.m[0])))
+            self.put_qk(j, s if mode == 2 else p)
+
+    @contextmanager
+    def visible_keys(self) -> Iterator[Expr]:
+        """A loop over the keys j that the row sees."""
+        with T.serial(self.lo, self.hi) as j:
+            if self.problem.mask is None:
+                yield j
+            else:
+                with T.If(self.bound.unmasked(self.b, self.h, self.i, j, inside=True)), T.Then():
+                    yield j
+
+    def logit(self, j: Expr) -> Expr:
+        return self.bound.score(self.dot(j), self.b, self.h, self.i, j, inside=True)
+
+    def dot(self, j: Expr) -> Expr:
+        """q . K_j"""
+        partial = T.alloc_buffer((PARTIAL_SUMS,), self.problem.acc_dtype)
+
+        def add(d: Expr, lane: Expr) -> None:
+            k = self.bound.k(self.b, self.hk, j, d)
+            _store(partial, lane, partial[lane] + self.q[d] * k)
+
+        with T.unroll(PARTIAL_SUMS) as lane:
+            _store(partial, lane, self.zero)
+        steps, rest = divmod(self.problem.head_dim, PARTIAL_SUMS)
+        with T.serial(steps) as step, T.unroll(PARTIAL_SUMS) as lane:
+            add(step * PARTIAL_SUMS + lane, lane)
+        with T.unroll(rest) as lane:
+            add(steps * PARTIAL_SUMS + lane, lane)
+        sums = [partial[lane] for lane in range(PARTIAL_SUMS)]
+        while len(sums) > 1:
+            sums = [x + y for x, y in zip(sums[::2], sums[1::2], strict=True)]
+        return T.bind(sums[0])
+
+    def shift(self, m: Expr) -> Expr:
+        """What the exponents are relative to: m, but 0 where m = -inf, so that -inf - m is no NaN."""
+        return tirx.Select(tirx.EQ(m, self.minus_infinity), self.zero, m)
+
+    def normalised(self, value: Expr) -> Expr:
+        return tirx.Select(tirx.EQ(self.l[0], self.zero), self.zero, value / self.l[0])
+
+    def put_qk(self, j: Expr, value: Expr) -> None:
+        self.bound.store_qk(self.b, self.h, self.i, j, value)
+
+
+def _store(buffer: tirx.Buffer, index: Expr | int, value: Expr) -> None:
+    T.buffer_store(buffer, value, [index])
+
+
+def _all(buffer: tirx.Buffer) -> tirx.BufferRegion:
+    """The whole buffer as a region."""
+    return buffer[tuple(slice(0, extent) for extent in buffer.shape)]

@@ -1,0 +1,53 @@
+"""`check`: which nodes of a model cannot be lowered, and why, before anything is compiled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onnx_ir.passes import common
+
+from .errors import NodeError
+from .importer import Importer
+from .model import ModelLike, load_model
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One node that cannot be lowered: where (domain, operator, version, node name), what blocks it, what to do."""
+
+    where: str
+    what: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """The findings of `check`, and its warnings: things that compile but may not mean what the user meant.
+
+    unexamined counts the nodes that depend on a blocked one through a value whose type nobody knows.
+    """
+
+    findings: tuple[Finding, ...]
+    warnings: tuple[str, ...]
+    nodes: int
+    unexamined: int
+
+    @property
+    def ok(self) -> bool:
+        return not self.findings
+
+
+def check(model: ModelLike) -> Report:
+    """Walks the whole model, bodies of If included, and collects every node that cannot be lowered.
+
+    A node behind a blocked one is still examined, with the type that ONNX shape inference gives its input. Raises
+    ModelError if the model cannot be read at all.
+    """
+    loaded = load_model(model)
+    loaded = common.ShapeInferencePass()(loaded).model
+    errors: list[NodeError] = []
+    importer = Importer(loaded, errors)
+    importer.run()
+    findings = tuple(Finding(e.where, e.what, e.remedy) for e in errors)
+    nodes = sum(1 for _ in loaded.graph.all_nodes())
+    return Report(findings, tuple(importer.warnings), nodes, importer.unexamined)

@@ -1,0 +1,113 @@
+"""`compile`: the whole way from an ONNX model to a module that runs."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tvm import tirx
+
+from . import artifact
+from .build import build
+from .donation import donated_pairs
+from .errors import InputError
+from .importer import Port, import_model
+from .manifest import Manifest, TensorSpec
+from .model import ModelLike, load_model
+from .pipeline import Dump, lower
+from .target import resolve
+from .values import Size, storage_dtype
+
+if TYPE_CHECKING:
+    from .runtime import Model
+
+
+def compile(
+    model: ModelLike,
+    target: str = "cpu",
+    donate: Sequence[str] = (),
+    threads: int | None = None,
+    cc: str | None = None,
+    ranges: Mapping[str, tuple[int, int]] | None = None,
+    dump: Dump | None = None,
+) -> Model:
+    """Compiles an ONNX model ahead of time; the result runs at once and can be saved.
+
+    model is a path, bytes, an `onnx.ModelProto` or an `onnx_ir.Model`; files with external data are read lazily. target
+    is `cpu` for this machine, or `cpu:x86-64-v3`, `cpu:x86-64-v4`, `cpu:aarch64` for others; cc names the compiler that
+    links. donate holds regular expressions that match whole names of inputs to be consumed: the matching output takes
+    over their memory. threads is the default number of workers; None means the CPUs the calling thread may use. dump is
+    called with (name of the pass, module) after each pass.
+
+    Raises ModelError, NodeError (a node that cannot be lowered), TargetError or InputError (a donate pattern that
+    matches no input, or an input without a matching output).
+    """
+    from .runtime import load
+
+    folder = Path(tempfile.mkdtemp(prefix="onnx-lowering-"))
+    compile_to(folder / "module", model, target, donate, threads, cc, ranges, dump)
+    return load(folder / "module", temporary=folder)
+
+
+def compile_to(
+    folder: str | Path,
+    model: ModelLike,
+    target: str = "cpu",
+    donate: Sequence[str] = (),
+    threads: int | None = None,
+    cc: str | None = None,
+    ranges: Mapping[str, tuple[int, int]] | None = None,
+    dump: Dump | None = None,
+) -> Manifest:
+    """Compiles straight into an artifact folder, also for machines that cannot run it.
+
+    Parameters as for `compile`.
+    """
+    resolved = resolve(target, cc)
+    loaded = load_model(model)
+    donated = donated_pairs(loaded.graph, donate)
+    imported = import_model(loaded)
+    inputs, outputs = [p.name for p in imported.inputs], [p.name for p in imported.outputs]
+    pairs = {inputs.index(i): outputs.index(o) for i, o in donated.items()}
+    notes = list(imported.warnings)
+    module, weights = lower(imported, resolved, pairs, notes, dump)
+    library = build(module, resolved)
+    manifest = Manifest(
+        inputs=tuple(_spec(p) for p in imported.inputs),
+        outputs=tuple(_spec(p) for p in imported.outputs),
+        donated=donated,
+        weights=(),
+        target=target,
+        cpu_features=resolved.cpu_features,
+        threads=threads,
+        ranges=_ranges(imported.inputs, ranges or {}),
+        strings=tuple(imported.strings),
+        versions={name: version(name) for name in ("apache-tvm", "apache-tvm-ffi", "onnx")},
+        notes=tuple(notes),
+    )
+    return artifact.write(Path(folder), library, manifest, weights)
+
+
+def _spec(port: Port) -> TensorSpec:
+    return TensorSpec(port.name, port.dtype, storage_dtype(port.dtype), tuple(_dim(d) for d in port.shape))
+
+
+def _dim(size: Size) -> int | str:
+    """A size as the manifest has it: a number, a name, or for the reader an expression of names."""
+    if isinstance(size, int):
+        return size
+    return size.name if isinstance(size, tirx.Var) else re.sub(r"T\.int64\((-?\d+)\)", r"\1", str(size))
+
+
+def _ranges(inputs: Sequence[Port], ranges: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+    known = sorted({d for port in inputs for d in _spec(port).dims if isinstance(d, str)})
+    for name, (smallest, largest) in ranges.items():
+        if name not in known:
+            raise InputError(f"no input has a symbolic dimension '{name}'. There are: {', '.join(known) or 'none'}.")
+        if not 0 <= smallest <= largest:
+            raise InputError(f"the range of dimension '{name}' is empty: {smallest} to {largest}.")
+    return dict(ranges)

@@ -1,0 +1,326 @@
+"""Walks an ONNX graph and emits Relax: an abstract interpreter over `Value`s.
+
+Each node goes to the newest registered lowering of its (domain, operator); failing that to its ONNX function body;
+failing that it is an error that names the node. Nodes whose inputs are all known numbers are folded with onnx's own
+evaluator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+import tvm
+from tvm import relax, tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from . import ops
+from .errors import LoweringError, ModelError, NodeError
+from .fold import fold
+from .function_body import function_body
+from .model import dtype_name
+from .node import Node
+from .tvm_frontend import convert
+from .values import Shape, Symbols, Value, storage_array, storage_dtype, storage_shape
+
+# Constants below this many bytes are embedded in the code, where TVM can fold them; larger ones are weights.
+_EMBED_BYTES = 256
+
+
+@dataclass(frozen=True)
+class Port:
+    """An input or output of the model: its ONNX name, element type and symbolic shape."""
+
+    name: str
+    dtype: str
+    shape: Shape
+
+
+@dataclass
+class Imported:
+    """A model in Relax, under the conventions of docs/architecture.md."""
+
+    module: tvm.IRModule
+    weights: dict[str, np.ndarray]
+    inputs: list[Port]
+    outputs: list[Port]
+    strings: list[str]
+    warnings: list[str]
+
+
+def import_model(model: ir.Model) -> Imported:
+    """Lowers the model's graph to Relax.
+
+    Raises NodeError at the first node that cannot be lowered.
+    """
+    return Importer(model).run()
+
+
+class Importer:
+    """The state of one import.
+
+    `errors`, when a list is given, collects what blocks each node instead of stopping.
+    """
+
+    def __init__(self, model: ir.Model, errors: list[NodeError] | None = None) -> None:
+        self.model = model
+        self.errors = errors
+        self.symbols = Symbols()
+        self._opsets = {_domain(d): v for d, v in model.opset_imports.items()}
+        self.builder = relax.BlockBuilder()
+        self.warnings: list[str] = []
+        self.unexamined = 0  # nodes that depend on a blocked node's output of unknown type
+        self._unknown: set[str] = set()
+        self.strings: list[str] = []
+        self._values: dict[str, Value | None] = {}
+        self._weights: dict[str, np.ndarray] = {}
+        self._weight_vars: list[relax.Var] = []
+        self._materialised: dict[int, tuple[Value, relax.Expr]] = {}
+
+    def run(self) -> Imported:
+        graph = self.model.graph
+        with_default = set(graph.initializers)
+        ports = [self._port(v) for v in graph.inputs if v.name not in with_default]
+        params = [
+            relax.Var(
+                f"input_{k}",
+                relax.TensorType(shape_expr(storage_shape(p.dtype, p.shape)), storage_dtype(p.dtype)),
+            )
+            for k, p in enumerate(ports)
+        ]
+        for port, param in zip(ports, params):
+            self._values[port.name] = Value(port.dtype, port.shape, param)
+        with self.builder.function("main", attrs={"num_input": len(params)}):
+            try:
+                results = self.graph(graph)
+            except LoweringError:
+                self.builder._end_block()  # else the builder's own warning follows our error
+                raise
+            output = relax.Tuple([self.tensor(v) for v in results])
+            self.builder.emit_func_output(output, params + self._weight_vars)
+        outputs = [Port(v.name or "", r.dtype, r.shape) for v, r in zip(graph.outputs, results)]
+        return Imported(self.builder.finalize(), self._weights, ports, outputs, self.strings, self.warnings)
+
+    def _port(self, value: ir.Value) -> Port:
+        name = value.name or ""
+        if not isinstance(value.type, ir.TensorType):
+            raise ModelError(f"Input '{name}' is a {value.type}; only tensors are supported.")
+        if value.shape is None:
+            raise ModelError(f"Input '{name}' has no shape. Give it one (dimensions may be symbolic names).")
+        shape = tuple(
+            dim if isinstance(dim, int) else self.symbols.named(dim.value or f"{name}_{axis}")
+            for axis, dim in enumerate(value.shape)
+        )
+        return Port(name, dtype_name(value.dtype), shape)
+
+    # -- the walk -----------------------------------------------------------------------------------------------------
+
+    def graph(self, graph: ir.Graph) -> list[Value]:
+        """Lowers a graph whose inputs are already known; returns the values of its outputs."""
+        for name, initializer in graph.initializers.items():
+            self._values[name] = self._initializer(initializer)
+        for node in graph:
+            self._lower(node)
+        return [self._read(v) for v in graph.outputs]
+
+    def branch(self, graph: ir.Graph) -> tuple[relax.SeqExpr, list[Value]]:
+        """Lowers a body graph to a scope of its own, whose result is the tuple of the graph's outputs. The values tell
+        their types; their tensors exist inside the scope only."""
+        known = dict(self._materialised)
+        self.builder._begin_binding_block()
+        values = self.graph(graph)
+        result = self.builder.emit(relax.Tuple([self.tensor(v) for v in values]))
+        scope = relax.SeqExpr([self.builder._end_block()], result)
+        self._materialised = known  # what the branch made cannot be read outside
+        return scope, values
+
+    def _initializer(self, value: ir.Value) -> Value:
+        tensor = value.const_value
+        if tensor is None:
+            raise ModelError(f"Initialiser '{value.name}' has no data.")
+        if tensor.dtype == ir.DataType.STRING:
+            texts = [text.decode() for text in tensor.string_data()]  # type: ignore[attr-defined]
+            return self.constant(np.array(texts, dtype=object).reshape(tensor.numpy().shape))
+        return self.constant(tensor.numpy())
+
+    def _read(self, value: ir.Value) -> Value:
+        known = self._values.get(value.name or "")
+        if known is None:
+            raise ModelError(f"Value '{value.name}' is used before any node computes it.")
+        return known
+
+    def _lower(self, node: ir.Node) -> None:
+        version = self._opsets.get(_domain(node.domain), 1)
+        inputs = [None if v is None or not v.name else self._read(v) for v in node.inputs]
+        if self._unknown and any(v is not None and v.name in self._unknown for v in node.inputs):
+            self.unexamined += 1
+            self._values.update({v.name: self._stand_in(v) for v in node.outputs if v.name})
+            return
+        try:
+            results = self._results(node, version, inputs)
+        except NodeError as error:
+            if self.errors is None:
+                raise
+            self.errors.append(error)
+            results = [self._stand_in(v) for v in node.outputs]
+        for output, result in zip(node.outputs, results):
+            if output.name and result is not None:
+                self._values[output.name] = result
+
+    def _results(self, node: ir.Node, version: int, inputs: list[Value | None]) -> list[Value | None]:
+        arrays = [None if v is None else v.constant for v in inputs]
+        if all(a is not None or v is None for a, v in zip(arrays, inputs)):
+            folded = fold(node, version, arrays)
+            if folded is not None:
+                return [None if a is None else self.constant(a) for a in folded]
+        lowering = ops.lookup(node.domain, node.op_type, version)
+        context = Node(self, node, version)
+        try:
+            if lowering is None:
+                return self._without_lowering(context, node, version, inputs)
+            result = lowering(context, *inputs)
+        except LoweringError:
+            raise
+        except Exception as error:
+            shapes = ", ".join("-" if v is None else f"{v.dtype}{list(v.shape)}" for v in inputs)
+            first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            raise context.error(f"cannot be lowered for inputs {shapes}: {first}") from error
+        return list(result) if isinstance(result, (tuple, list)) else [result]
+
+    def _stand_in(self, value: ir.Value) -> Value:
+        """Keeps `check` going behind a node that failed: a value of the type that the model declares or infers."""
+        if value.dtype is None or value.shape is None:
+            self._unknown.add(value.name or "")
+        dtype = dtype_name(value.dtype) if value.dtype is not None else "float32"
+        dims = value.shape if value.shape is not None else ()
+        shape = tuple(d if isinstance(d, int) else self.symbols.fresh(value.name or "n") for d in dims)
+        return Value(dtype, shape, relax.Var(value.name or "unknown", _tensor_type(dtype, shape)))
+
+    def _without_lowering(
+        self, context: Node, node: ir.Node, version: int, inputs: list[Value | None]
+    ) -> list[Value | None]:
+        """Lowers an operator that is not registered: by its ONNX function body, else by TVM's own converter."""
+        body = function_body(node, version, inputs)
+        if body is None:
+            converted = convert(node, version, inputs, self.tensor)
+            if converted is not None:
+                return [self.emit(e, None, output.name or "") for e, output in zip(converted, node.outputs)]
+            raise context.error(
+                "no lowering is registered for this operator, it has no ONNX function body, "
+                "and TVM has no converter that does it right.",
+                "See docs/operators.md for what is supported, docs/adding_an_operator.md to add it.",
+            )
+        outer = self._values, self._opsets, self.errors
+        self._values = {v.name or "": given for v, given in zip(body.inputs, inputs)}
+        self._opsets = {_domain(domain): version for domain, version in body.opset_imports.items()}
+        self.errors = None
+        try:
+            for inner in body:
+                self._lower(inner)
+            return [self._values.get(v.name or "") for v in body.outputs[: len(node.outputs)]]
+        except NodeError as error:
+            raise context.error(f"its ONNX function body cannot be lowered: {error}") from error
+        finally:
+            self._values, self._opsets, self.errors = outer
+
+    # -- values -------------------------------------------------------------------------------------------------------
+
+    def constant(self, array: np.ndarray) -> Value:
+        if array.dtype.kind in "OUS":
+            return Value("string", array.shape, contents=array.astype(object))
+        return Value(array.dtype.name, array.shape, contents=array)
+
+    def tensor(self, value: Value) -> relax.Expr:
+        if value.expr is not None:
+            return value.expr
+        assert value.contents is not None
+        known = self._materialised.get(id(value.contents))
+        if known is None:
+            # The value is kept with the result: an id is only unique while its object lives.
+            known = self._materialised[id(value.contents)] = (value, self._materialise(value))
+        return known[1]
+
+    def _materialise(self, value: Value) -> relax.Expr:
+        if value.dtype == "string":
+            codes = np.array([self._code(s) for s in value.contents.flat], "int32").reshape(value.shape)  # type: ignore[union-attr]
+            return self._number_tensor(codes)
+        numbers = value.constant
+        if numbers is not None:
+            return self._number_tensor(storage_array(numbers))
+        return self._size_tensor(value)
+
+    def _code(self, text: str) -> int:
+        if text not in self.strings:
+            self.strings.append(text)
+        return self.strings.index(text)
+
+    def _number_tensor(self, array: np.ndarray) -> relax.Expr:
+        # TVM cannot load a module that holds an empty constant.
+        if 0 < array.nbytes <= _EMBED_BYTES:
+            return relax.const(np.asarray(array, order="C"), array.dtype.name)
+        name = f"weight_{len(self._weights)}"
+        self._weights[name] = array
+        variable = relax.Var(name, relax.TensorType(array.shape, array.dtype.name))
+        self._weight_vars.append(variable)
+        return variable
+
+    def _size_tensor(self, value: Value) -> relax.Expr:
+        """A tensor of sizes computed at run time: a kernel that takes each symbol as a scalar and stores the
+        contents."""
+        contents = value.contents
+        assert contents is not None
+        symbolic = [c for c in contents.flat if not isinstance(c, (int, bool, np.integer, np.bool_))]
+        variables: list[tirx.Var] = []
+        for entry in symbolic:
+            variables += [v for v in tirx.analysis.undefined_vars(entry) if not any(v.same_as(w) for w in variables)]
+        with IRBuilder() as ib, T.prim_func(s_tir=True):
+            T.func_name("sizes")
+            T.func_attr({"op_pattern": 8, "tirx.noalias": True})
+            for variable in variables:
+                T.arg(variable.name, variable)
+            out = T.arg("out", T.Buffer((contents.size,), value.dtype))
+            for k, size in enumerate(contents.flat):
+                number = isinstance(size, (int, bool, np.integer, np.bool_))
+                T.buffer_store(out, tirx.const(int(size), value.dtype) if number else size.astype(value.dtype), [k])
+        flat = relax.TensorType((contents.size,), value.dtype)
+        result = self.builder.emit(
+            relax.op.call_tir(
+                self.builder.add_func(ib.get().without_attr("global_symbol"), "sizes"), variables, out_ty=flat
+            )
+        )
+        return self.builder.emit(relax.op.reshape(result, shape_expr(value.shape)))
+
+    def emit(self, expr: relax.Expr, dtype: str | None, hint: str) -> Value:
+        result = self.builder.emit(expr)
+        kind = result.ty
+        if not isinstance(kind, relax.TensorType):
+            raise ModelError(f"'{hint}' is no tensor.")
+        dtype = dtype or str(kind.dtype)
+        if kind.shape is None or not hasattr(kind.shape, "values"):
+            shape: Shape = tuple(self.symbols.fresh(f"{hint}_{k}") for k in range(kind.ndim))
+            result = self.builder.match_cast(result, relax.TensorType(shape_expr(shape), str(kind.dtype)))
+        else:
+            shape = tuple(self.symbols.simplify(d) for d in kind.shape.values)
+        return Value(dtype, shape[:-1] if dtype == "complex128" else shape, result)
+
+    def cast_shape(self, value: Value, shape: Shape) -> Value:
+        stored = _tensor_type(value.dtype, shape)
+        # Forgotten first: TVM's CanonicalizeBindings takes a cast between two known shapes as the proof that they are
+        # equal, and removes it.
+        rank = relax.TensorType(None, storage_dtype(value.dtype), ndim=len(storage_shape(value.dtype, shape)))
+        forgotten = self.builder.match_cast(self.tensor(value), rank)
+        return Value(value.dtype, shape, self.builder.match_cast(forgotten, stored), value.contents)
+
+
+def _domain(name: str) -> str:
+    return "" if name == "ai.onnx" else name
+
+
+def shape_expr(shape: Shape) -> relax.ShapeExpr:
+    return relax.ShapeExpr([tirx.IntImm("int64", d) if isinstance(d, int) else d for d in shape])
+
+
+def _tensor_type(dtype: str, shape: Shape) -> relax.TensorType:
+    return relax.TensorType(shape_expr(storage_shape(dtype, shape)), storage_dtype(dtype))

@@ -1,0 +1,125 @@
+"""The manifest: what a compiled module takes, gives and needs, as plain data (JSON on disk).
+
+Written by `lowering.artifact`, read by `lowering.runtime`. Everything the runtime checks before a call is in here, so
+that loading needs no compiler.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+FILE, CODE, WEIGHTS = "manifest.json", "model.so", "weights.bin"
+
+# Weights are digested whole up to _WHOLE bytes; of more, _SAMPLE bytes at every multiple of _STRIDE.
+_WHOLE, _STRIDE, _SAMPLE = 2**24, 2**20, 2**12
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One input or output.
+
+    dtype is the name users see (`float32`, `bfloat16`, `int4`, `complex64`, `string`); storage is the type the
+    compiled code sees (docs/architecture.md, Element types). Each entry of dims is a size, or the name of a symbolic
+    dimension shared with other tensors, or, for outputs, an expression of such names for the reader.
+    """
+
+    name: str
+    dtype: str
+    storage: str
+    dims: tuple[int | str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.dtype}[{', '.join(map(str, self.dims))}]"
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """One weight: its place in weights.bin.
+
+    offset is a multiple of 64 bytes.
+    """
+
+    name: str
+    storage: str
+    dims: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All there is to know about an artifact.
+
+    donated maps the name of a consumed input to the output that takes over its memory. cpu_features are Linux
+    /proc/cpuinfo names that the machine must have. ranges gives the smallest and largest legal size of symbolic
+    dimensions by name; any size is legal for those it does not mention. strings is the dictionary of a model's string
+    constants; code k is strings[k]. hashes are digests by file name (`file_digest`, `weights_digest`, and `digest` of
+    the manifest itself). threads is the default worker count, None for the caller's affinity.
+    """
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    donated: dict[str, str]
+    weights: tuple[WeightSpec, ...]
+    target: str
+    cpu_features: tuple[str, ...]
+    threads: int | None = None
+    ranges: dict[str, tuple[int, int]] = field(default_factory=dict)
+    strings: tuple[str, ...] = ()
+    versions: dict[str, str] = field(default_factory=dict)
+    hashes: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    format: int = FORMAT
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+
+    def digest(self) -> str:
+        """SHA-256 of the manifest without its own digest."""
+        others = {name: h for name, h in self.hashes.items() if name != FILE}
+        return hashlib.sha256(dataclasses.replace(self, hashes=others).to_json().encode()).hexdigest()
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Manifest:
+        """The manifest held in `data`; raises KeyError or TypeError when fields are missing or unknown."""
+        data = dict(data)
+        for key in ("inputs", "outputs"):
+            data[key] = tuple(TensorSpec(**{**t, "dims": tuple(t["dims"])}) for t in data[key])
+        data["weights"] = tuple(WeightSpec(**{**w, "dims": tuple(w["dims"])}) for w in data["weights"])
+        data["ranges"] = {name: (low, high) for name, (low, high) in data["ranges"].items()}
+        for key in ("cpu_features", "strings", "notes"):
+            data[key] = tuple(data[key])
+        return Manifest(**data)
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file."""
+    hasher = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(2**20):
+            hasher.update(chunk)
+    return hasher.hexdigest()
+
+
+def weights_digest(path: Path) -> str:
+    """SHA-256 of the file's size and contents; of more than 16 MiB, of its size and 4 KiB in every 1 MiB.
+
+    Reading gigabytes of weights at every load would undo mapping them. What goes wrong with weights in practice
+    (another model's file, an unfinished copy, a partly written one) changes the size or nearly every page.
+    """
+    size = path.stat().st_size
+    hasher = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        if size <= _WHOLE:
+            hasher.update(file.read())
+        else:
+            for position in range(0, size, _STRIDE):
+                file.seek(position)
+                hasher.update(file.read(_SAMPLE))
+    return hasher.hexdigest()

@@ -1,0 +1,60 @@
+"""Reads an ONNX model: path, bytes or protobuf in, a checked `onnx_ir.Model` with model-local functions inlined out."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+from onnx_ir.passes import common
+
+from .errors import ModelError
+
+ModelLike = str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model
+
+# Protobuf cannot serialise more, which the checker would need to do.
+_PROTOBUF_LIMIT = 2**31 - 1
+
+
+def load_model(model: ModelLike) -> ir.Model:
+    """The model, legal and with every model-local function inlined.
+
+    External data stays in its file until it is used.     Raises ModelError if there is no such file, if it is no ONNX
+    model, or if onnx's checker refuses it.
+    """
+    try:
+        loaded = _read(model)
+        return common.InlinePass()(loaded).model
+    except ModelError:
+        raise
+    except onnx.checker.ValidationError as error:
+        raise ModelError(f"{_name(model)} is no legal ONNX model: {error}") from error
+    except Exception as error:
+        raise ModelError(f"{_name(model)} cannot be read as an ONNX model: {error}") from error
+
+
+def _name(model: ModelLike) -> str:
+    return str(model) if isinstance(model, (str, os.PathLike)) else "The model"
+
+
+def _read(model: ModelLike) -> ir.Model:
+    if isinstance(model, ir.Model):
+        return model
+    if isinstance(model, (str, os.PathLike)):
+        path = Path(model)
+        if not path.is_file():
+            raise ModelError(f"There is no file {path}.")
+        onnx.checker.check_model(str(path))
+        return ir.load(path)
+    proto = onnx.load_model_from_string(model) if isinstance(model, bytes) else model
+    if proto.ByteSize() <= _PROTOBUF_LIMIT:
+        onnx.checker.check_model(proto)
+    return ir.from_proto(proto)
+
+
+def dtype_name(dtype: ir.DataType | None) -> str:
+    """NumPy's or ml_dtypes' name of an ONNX element type, or "string"."""
+    if dtype is None:
+        raise ModelError("A value of the model has no element type.")
+    return "string" if dtype == ir.DataType.STRING else dtype.numpy().name

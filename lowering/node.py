@@ -1,0 +1,172 @@
+"""`Node`: what a lowering function sees of the ONNX node it lowers - attributes, errors, and the Relax builder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx_ir as ir
+from tvm import relax, tirx
+
+from .errors import NodeError
+from .values import Shape, Size, Symbols, Value, storage_dtype, storage_shape
+
+if TYPE_CHECKING:
+    from .importer import Importer
+
+_REQUIRED: Any = object()
+
+
+class Node:
+    """One ONNX node, of opset version `version` of its domain, under lowering."""
+
+    def __init__(self, importer: Importer, node: ir.Node, version: int) -> None:
+        self._importer = importer
+        self._ir = node
+        self.version = version
+        self.op_type, self.domain, self.name = node.op_type, node.domain or "ai.onnx", node.name or ""
+        self.where = describe(node, version)
+        # Which outputs somebody reads: "" marks a hole.
+        self.outputs = tuple(v.name or "" for v in node.outputs)
+
+    # -- what the node says -------------------------------------------------------------------------------------------
+
+    def attr(self, name: str, default: Any = _REQUIRED) -> Any:
+        """The attribute as a Python value (tensors as NumPy arrays, graphs as onnx_ir graphs); NodeError if
+        required."""
+        attribute = self._ir.attributes.get(name)
+        if attribute is None:
+            if default is _REQUIRED:
+                raise self.error(f"attribute {name} is missing.", "Add it; the operator requires it.")
+            return default
+        if attribute.type == ir.AttributeType.TENSOR:
+            return attribute.as_tensor().numpy()
+        if attribute.type in (ir.AttributeType.INTS, ir.AttributeType.FLOATS, ir.AttributeType.STRINGS):
+            return list(attribute.value)
+        return attribute.value
+
+    def error(self, what: str, remedy: str = "") -> NodeError:
+        """The error to raise when this node cannot be lowered: `what` blocks it, `remedy` is what the user can do."""
+        return NodeError(self.where, what, remedy)
+
+    def wants(self, output: int) -> bool:
+        """Whether the node has that output, and it is no hole."""
+        return output < len(self.outputs) and self.outputs[output] != ""
+
+    def warn(self, message: str) -> None:
+        """Tells the user, once per node, about something that compiles but may not be what they meant."""
+        self._importer.warnings.append(f"{self.where}: {message}")
+
+    # -- sizes --------------------------------------------------------------------------------------------------------
+
+    @property
+    def symbols(self) -> Symbols:
+        return self._importer.symbols
+
+    def simplify(self, size: Size) -> Size:
+        return self.symbols.simplify(size)
+
+    # -- tensors ------------------------------------------------------------------------------------------------------
+
+    def constant(self, array: np.ndarray) -> Value:
+        """A value with known numbers; becomes a tensor only where one is needed."""
+        return self._importer.constant(np.asarray(array))
+
+    def sizes(self, contents: Any, dtype: str = "int64") -> Value:
+        """A value whose contents are sizes (ints and TensorIR expressions), given as a nested list or object array."""
+        array = np.empty(np.shape(contents), dtype=object)
+        array[...] = contents
+        simplified = np.frompyfunc(self.simplify, 1, 1)(array) if array.size else array
+        simplified = np.asarray(simplified, dtype=object).reshape(array.shape)
+        return Value(dtype, array.shape, contents=simplified)
+
+    def tensor(self, value: Value) -> relax.Expr:
+        """The value as a Relax tensor of its storage type; known contents are materialised here and only here."""
+        return self._importer.tensor(value)
+
+    def emit(self, expr: relax.Expr, dtype: str | None = None) -> Value:
+        """Emits a Relax expression and describes the result.
+
+        dtype is the ONNX type where the storage type hides it.         A result of known rank whose shape Relax cannot
+        tell gets fresh symbols, bound at run time.
+        """
+        return self._importer.emit(expr, dtype, hint=self.outputs[0] if self.outputs else self.op_type)
+
+    def emit_te(self, function: Callable[..., Any], *args: Any, dtype: str | None = None, **kwargs: Any) -> Value:
+        """Emits a call to the PrimFunc that a tensor-expression function (topi, te.compute) describes."""
+        return self.emit(self._importer.builder.call_te(function, *args, **kwargs), dtype)
+
+    def call_tir(
+        self, function: tirx.PrimFunc, args: Sequence[Any], outputs: Sequence[tuple[Shape, str]], name: str
+    ) -> tuple[Value, ...]:
+        """Emits a call of a destination-passing PrimFunc.
+
+        args are tensors (Relax) and then int64 scalars, in the order of its parameters; outputs give ONNX shape and
+        dtype of each result.
+        """
+        types = [relax.TensorType(self.shape_expr(storage_shape(d, s)), storage_dtype(d)) for s, d in outputs]
+        # Without the name it was built with: the module gives every function its own.
+        variable = self._importer.builder.add_func(function.without_attr("global_symbol"), name)
+        call = relax.op.call_tir(variable, list(args), out_ty=types[0] if len(types) == 1 else types)
+        result = self._importer.builder.emit(call)
+        if len(types) == 1:
+            return (Value(outputs[0][1], outputs[0][0], result),)
+        parts = [self._importer.builder.emit(relax.TupleGetItem(result, k)) for k in range(len(types))]
+        return tuple(Value(d, s, part) for part, (s, d) in zip(parts, outputs))
+
+    def shape_expr(self, shape: Sequence[Size]) -> relax.ShapeExpr:
+        """The sizes as a Relax shape."""
+        return relax.ShapeExpr([tirx.IntImm("int64", d) if isinstance(d, int) else d for d in shape])
+
+    def cast_shape(self, value: Value, shape: Shape) -> Value:
+        """The same tensor, asserted at run time to have `shape` (sizes, in which new symbols are defined by it)."""
+        return self._importer.cast_shape(value, shape)
+
+    def unify(self, *values: Value) -> tuple[Value, ...]:
+        """The values with the dimensions that must be equal for right-aligned broadcasting made so.
+
+        ONNX lets either of two unequal symbolic sizes be 1 at run time; that cannot be known here, so they are asserted
+        equal at run time: a violation is an error, never a wrong result. Raises NodeError for sizes known to differ.
+        """
+        rank = max(v.rank for v in values)
+        wanted: list[Size] = [1] * rank
+        for value in values:
+            for axis, size in enumerate(value.shape, start=rank - value.rank):
+                now = wanted[axis]
+                if isinstance(now, int) and now == 1:
+                    wanted[axis] = size
+                elif isinstance(size, int) and size != 1:
+                    if isinstance(now, int) and now != size:
+                        shapes = " and ".join(str(tuple(v.shape)) for v in values)
+                        raise self.error(f"shapes {shapes} do not broadcast.")
+                    wanted[axis] = size
+        result = []
+        for value in values:
+            target = tuple(
+                size if isinstance(size, int) and size == 1 else wanted[axis]
+                for axis, size in enumerate(value.shape, start=rank - value.rank)
+            )
+            same = all(self.symbols.equal(a, b) for a, b in zip(target, value.shape))
+            result.append(value if same else self.cast_shape(value, target))
+        return tuple(result)
+
+    # -- subgraphs ----------------------------------------------------------------------------------------------------
+
+    def subgraph(self, graph: ir.Graph) -> list[Value]:
+        """Lowers a body graph (attribute of If) in place; it sees the values around the node.
+
+        Returns its outputs.
+        """
+        return self._importer.graph(graph)
+
+    @property
+    def importer(self) -> Importer:
+        """For operators with control flow only."""
+        return self._importer
+
+
+def describe(node: ir.Node, version: int) -> str:
+    """How errors name a node: domain, operator, version, node name, and the first output for nodes without a name."""
+    label = f"'{node.name}'" if node.name else f"giving '{node.outputs[0].name if node.outputs else ''}'"
+    return f"{node.domain or 'ai.onnx'}.{node.op_type}-{version} {label}"

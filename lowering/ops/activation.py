@@ -1,0 +1,213 @@
+"""Activation functions: ONNX Sigmoid, Gelu, Swish, Relu, Softmax and their kin, and Dropout as inference sees it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tvm import relax, te, tirx
+
+from ..compute import Element, Reducer, largest, pointwise, read, reduced, require_numbers, total
+from ..node import Node
+from ..values import Value
+from . import op
+from .contents import static_axis
+
+# -- pointwise --------------------------------------------------------------------------------------------------------
+
+
+def _register(name: str, since: int, function: Callable[..., Element], **defaults: Any) -> None:
+    """An operator whose attributes, with these defaults, are arguments of the scalar function."""
+
+    @op(name, since=since)
+    def lower(node: Node, x: Value) -> Value:
+        attributes = {key: node.attr(key, default) for key, default in defaults.items()}
+        return pointwise(node, lambda element: function(element, **attributes), x, name=name.lower())
+
+
+def _where(condition: Element, a: Element | float, b: Element | float) -> Element:
+    """a where the condition holds, else b; one of them may be a number."""
+    dtype = a.ty.dtype if not isinstance(a, (int, float)) else b.ty.dtype  # type: ignore[union-attr]
+    a, b = (tirx.const(v, dtype) if isinstance(v, (int, float)) else v for v in (a, b))
+    return tirx.Select(condition, a, b)
+
+
+def _sigmoid(x: Element) -> Element:
+    return 1.0 / (1.0 + tirx.exp(-x))
+
+
+def _swish(x: Element, alpha: float) -> Element:
+    return x / (1.0 + tirx.exp(-x if alpha == 1.0 else x * -alpha))
+
+
+def _gelu(x: Element, approximate: str) -> Element:
+    if approximate == "tanh":
+        return 0.5 * x * (1.0 + tirx.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
+    return 0.5 * x * (1.0 + tirx.erf(x * math.sqrt(0.5)))
+
+
+def _relu(x: Element) -> Element:
+    return _where(x < 0, 0, x)
+
+
+def _leaky_relu(x: Element, alpha: float) -> Element:
+    return _where(x < 0.0, alpha * x, x)
+
+
+def _clipped_line(x: Element, slope: float, offset: float) -> Element:
+    """slope x + offset, within [0, 1]; NaN where x is."""
+    y = slope * x + offset
+    return _where(y < 0.0, 0.0, _where(y > 1.0, 1.0, y))
+
+
+def _elu(x: Element, alpha: float) -> Element:
+    return _where(x < 0.0, alpha * (tirx.exp(x) - 1.0), x)
+
+
+def _softplus(x: Element) -> Element:
+    """log(1 + e^x) without overflow, and without losing small e^x."""
+    return _where(x > 0.0, x, 0.0) + tirx.log1p(tirx.exp(-tirx.abs(x)))
+
+
+def _mish(x: Element) -> Element:
+    """x tanh(softplus(x)) = x n / (n + 2) with n = e^x (e^x + 2); 1 - n / (n + 2) is below rounding from x = 20 on."""
+    e = tirx.exp(x)
+    n = e * (e + 2.0)
+    return _where(x > 20.0, x, x * n / (n + 2.0))
+
+
+def _shrink(x: Element, lambd: float, bias: float) -> Element:
+    x = x if str(x.ty.dtype).startswith("float") else x.astype("float64")
+    return _where(x < -lambd, x + bias, _where(x > lambd, x - bias, 0.0))
+
+
+_register("Sigmoid", 6, _sigmoid)
+_register("Swish", 24, _swish, alpha=1.0)
+_register("Gelu", 20, _gelu, approximate="none")
+_register("Relu", 6, _relu)
+_register("LeakyRelu", 6, _leaky_relu, alpha=0.01)
+_register("ThresholdedRelu", 10, lambda x, alpha: _where(x > alpha, x, 0.0), alpha=1.0)
+_register("HardSigmoid", 6, lambda x, alpha, beta: _clipped_line(x, alpha, beta), alpha=0.2, beta=0.5)
+_register("HardSwish", 14, lambda x: x * _clipped_line(x, 1 / 6, 0.5))
+_register("Elu", 6, _elu, alpha=1.0)
+_register("Celu", 12, lambda x, alpha: _where(x < 0.0, alpha * (tirx.exp(x / alpha) - 1.0), x), alpha=1.0)
+_register("Selu", 6, lambda x, alpha, gamma: gamma * _elu(x, alpha), alpha=1.6732631921768188, gamma=1.0507010221481323)
+_register("Softplus", 1, _softplus)
+_register("Softsign", 1, lambda x: x / (1.0 + tirx.abs(x)))
+_register("Mish", 18, _mish)
+_register("Shrink", 9, _shrink, lambd=0.5, bias=0.0)
+
+
+@op("SwiGLU", since=28)
+def swiglu(node: Node, gate: Value, x: Value) -> Value:
+    alpha = node.attr("alpha", 1.0)
+    return pointwise(node, lambda gate, x: _swish(gate, alpha) * x, gate, x, name="swiglu")
+
+
+@op("PRelu", since=9)
+def prelu(node: Node, x: Value, slope: Value) -> Value:
+    return pointwise(node, lambda x, slope: _where(x < 0, slope * x, x), x, slope, name="prelu")
+
+
+# -- along axes -------------------------------------------------------------------------------------------------------
+
+# TensorIR's own max, which schedules know: where it drops a NaN, the sum of the exponentials still has it.
+_PEAK = Reducer(te.max, tirx.min_value)
+
+
+def _softmax(x: te.Tensor, axes: Sequence[int]) -> te.Tensor:
+    """p / sum p with p = e^(x - m), m the maximum."""
+    at = _reduced_index(axes)
+    m = reduced(x.shape, axes, _PEAK, lambda *i: read(x, i), "m")
+    p = te.compute(x.shape, lambda *i: tirx.exp(read(x, i) - m(*at(i))), name="p")
+    l = reduced(x.shape, axes, total, lambda *i: p(*i), "l")
+    return te.compute(x.shape, lambda *i: (p(*i) / l(*at(i))).astype(x.dtype), name="softmax")
+
+
+def _log_softmax(x: te.Tensor, axes: Sequence[int]) -> te.Tensor:
+    """x - m - log(sum e^(x - m)) with m the maximum."""
+    at = _reduced_index(axes)
+    m = reduced(x.shape, axes, _PEAK, lambda *i: read(x, i), "m")
+    l = reduced(x.shape, axes, total, lambda *i: tirx.exp(read(x, i) - m(*at(i))), "l")
+
+    def result(*i: Element) -> Element:
+        return (read(x, i) - m(*at(i)) - tirx.log(l(*at(i)))).astype(x.dtype)
+
+    return te.compute(x.shape, result, name="log_softmax")
+
+
+def _hardmax(x: te.Tensor, axes: Sequence[int]) -> te.Tensor:
+    """1 at the first maximum in row-major order along the axes, 0 elsewhere."""
+    at = _reduced_index(axes)
+    m = reduced(x.shape, axes, largest, lambda *i: read(x, i), "m")
+
+    def position(index: Sequence[Element]) -> Element:
+        place = tirx.const(0, "int64")
+        for axis in axes:
+            place = place * x.shape[axis] + index[axis]
+        return place.astype("int64")
+
+    last = tirx.max_value("int64")
+    first = reduced(
+        x.shape,
+        axes,
+        Reducer(te.min, tirx.max_value),
+        lambda *i: tirx.Select(read(x, i) == m(*at(i)), position(i), last),
+        "first",
+    )
+    return te.compute(
+        x.shape, lambda *i: tirx.Select(position(i) == first(*at(i)), 1.0, 0.0).astype(x.dtype), name="hardmax"
+    )
+
+
+def _reduced_index(axes: Sequence[int]) -> Callable[[Sequence[Element]], list[Element]]:
+    return lambda index: [tirx.const(0, "int64") if axis in axes else i for axis, i in enumerate(index)]
+
+
+def _along_axes(node: Node, x: Value, kernel: Callable[[te.Tensor, Sequence[int]], te.Tensor]) -> Value:
+    """From opset 13 on along one axis (default the last), before along that axis (default 1) and all behind it."""
+    require_numbers(node, x)
+    if node.version >= 13:
+        axes = [static_axis(node, node.attr("axis", -1), x.rank)]
+    else:
+        axes = list(range(static_axis(node, node.attr("axis", 1), x.rank), x.rank))
+    return node.emit_te(lambda t: kernel(t, axes), node.tensor(x), primfunc_name_hint=node.op_type.lower())
+
+
+@op("Softmax", since=1)
+def softmax(node: Node, x: Value) -> Value:
+    return _along_axes(node, x, _softmax)
+
+
+@op("LogSoftmax", since=1)
+def log_softmax(node: Node, x: Value) -> Value:
+    return _along_axes(node, x, _log_softmax)
+
+
+@op("Hardmax", since=1)
+def hardmax(node: Node, x: Value) -> Value:
+    return _along_axes(node, x, _hardmax)
+
+
+# -- dropout ----------------------------------------------------------------------------------------------------------
+
+
+@op("Dropout", since=7)
+def dropout(
+    node: Node, x: Value, ratio: Value | None = None, training_mode: Value | None = None
+) -> tuple[Value, Value | None]:
+    """The data as it is, and a mask of ones: nothing is dropped outside training, or at a ratio of 0."""
+    if training_mode is not None and not _is_number(training_mode, False) and not _is_number(ratio, 0):
+        raise node.error(
+            "input training_mode is not the constant False.", "Export the model for inference (model.eval())."
+        )
+    if not node.wants(1):
+        return x, None
+    dtype = "bool" if node.version >= 10 else x.dtype
+    ones = relax.op.full(node.shape_expr(x.shape), relax.const(1, dtype), dtype)
+    return x, node.emit(ones)
+
+
+def _is_number(value: Value | None, number: float) -> bool:
+    return value is not None and value.constant is not None and value.constant.item() == number

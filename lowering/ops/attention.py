@@ -1,0 +1,319 @@
+"""ai.onnx Attention 23, 24 and 25 (https://onnx.ai/onnx/operators/onnx__Attention.html), with the errata of onnx 1.23.
+
+The node becomes one call of the kernel that an `AttentionProblem` describes. Here are only the operator's own rules:
+which inputs and attributes are legal, how a mask broadcasts, where query rows lie among the keys. Dimensions that must
+be equal, and are not provably so, are asserted at run time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tvm import relax, tirx
+
+from ..attention.plain import plain
+from ..attention.problem import AttentionProblem, Layout, Mask, Offset, Window
+from ..node import Node
+from ..values import Shape, Size, Value
+from . import op
+from .asserted import asserted
+
+_FLOATS = ("float32", "float16", "bfloat16", "float64")
+_SOFTMAX_PRECISIONS = {1: "float32", 10: "float16", 11: "float64", 16: "bfloat16"}  # TensorProto.DataType
+_UNBOUNDED = 2**62  # a wider window sees every key, and sums with it stay below 2**63
+
+
+@op("Attention", since=23)
+def attention(
+    node: Node,
+    q: Value,
+    k: Value,
+    v: Value,
+    mask: Value | None = None,
+    past_key: Value | None = None,
+    past_value: Value | None = None,
+    nonpad: Value | None = None,
+) -> tuple[Value | None, ...]:
+    """Y, present_key, present_value and qk_matmul_output; None for what nobody asks for."""
+    attributes = _attributes(node)
+    _check_inputs(node, q, k, v, past_key, past_value, nonpad)
+    sizes = _sizes(node, q, k, v, past_key, past_value)
+
+    def shaped(value: Value, heads: int, length: Size, dim: int) -> Value:
+        four = (sizes.batch, heads, length, dim)
+        return asserted(node, value, four if value.rank == 4 else (sizes.batch, length, heads * dim))
+
+    q = shaped(q, sizes.q_heads, sizes.q_len, sizes.head_dim)
+    k = shaped(k, sizes.kv_heads, sizes.new_len, sizes.head_dim)
+    v = shaped(v, sizes.kv_heads, sizes.new_len, sizes.v_head_dim)
+    layout: Layout = "bhsd" if q.rank == 4 else "bshd"
+    kv_layout = layout
+    present_key, present_value = None, None
+    if past_key is not None and past_value is not None:
+        past_key = shaped(past_key, sizes.kv_heads, sizes.past, sizes.head_dim)
+        past_value = shaped(past_value, sizes.kv_heads, sizes.past, sizes.v_head_dim)
+        k = present_key = _concatenated(node, past_key, _heads_first(node, k, sizes.kv_heads))
+        v = present_value = _concatenated(node, past_value, _heads_first(node, v, sizes.kv_heads))
+        kv_layout = "bhsd"
+    elif node.wants(1) or node.wants(2):
+        present_key, present_value = _heads_first(node, k, sizes.kv_heads), _heads_first(node, v, sizes.kv_heads)
+
+    scores = (sizes.batch, sizes.q_heads, sizes.q_len, node.simplify(sizes.past + sizes.new_len))
+    record = None
+    if mask is not None:
+        mask, record = _mask(node, mask, q.dtype, scores)
+    if nonpad is not None:
+        nonpad = asserted(node, nonpad, (sizes.batch,))
+    window = None
+    if attributes.left is not None or attributes.right is not None:
+        offset: Offset = "past" if past_key is not None else "lengths" if nonpad is not None else "zero"
+        window = Window(attributes.left, attributes.right, offset)
+    problem = AttentionProblem(
+        batch=_known(sizes.batch),
+        q_len=_known(sizes.q_len),
+        kv_len=_known(scores[3]),
+        q_heads=sizes.q_heads,
+        kv_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        v_head_dim=sizes.v_head_dim,
+        dtype=q.dtype,
+        v_dtype=v.dtype,
+        acc_dtype="float64" if "float64" in (q.dtype, v.dtype, attributes.softmax) else "float32",
+        scale=1 / math.sqrt(sizes.head_dim) if attributes.scale is None else attributes.scale,
+        q_layout=layout,
+        kv_layout=kv_layout,
+        softcap=attributes.softcap,
+        window=window,
+        lengths=nonpad is not None,
+        mask=record,
+        qk_mode=attributes.qk_mode if node.wants(3) else None,
+    )
+    arguments = [node.tensor(value) for value in (q, k, v, mask, nonpad) if value is not None]
+    if "past" in problem.parameters():
+        arguments.append(tirx.IntImm("int64", sizes.past) if isinstance(sizes.past, int) else sizes.past)
+    y = (*scores[:3], sizes.v_head_dim) if layout == "bhsd" else (*scores[::2], sizes.q_heads * sizes.v_head_dim)
+    outputs = [(y, q.dtype)] + [(scores, q.dtype)] * (problem.qk_mode is not None)
+    function = plain(problem).without_attr("global_symbol")  # the module gives each function a name of its own
+    results = node.call_tir(function, arguments, outputs, "attention")
+    return results[0], present_key, present_value, results[1] if len(results) == 2 else None
+
+
+@dataclass(frozen=True)
+class _Attributes:
+    """left and right: how many keys before and behind its own position a row sees; None is unbounded."""
+
+    left: int | None
+    right: int | None
+    scale: float | None
+    softcap: float
+    softmax: str | None
+    qk_mode: int
+
+
+def _attributes(node: Node) -> _Attributes:
+    causal = node.attr("is_causal", 0)
+    if causal not in (0, 1):
+        raise node.error(f"attribute is_causal is {causal}.", "Use 0 or 1.")
+    left, right = _window_side(node, "left_window_size"), _window_side(node, "right_window_size")
+    if causal:
+        right = 0
+    scale = node.attr("scale", None)
+    if scale is not None and not scale >= 0:
+        raise node.error(f"attribute scale is {scale}; the operator takes its square root.", "Use a scale >= 0.")
+    softcap = node.attr("softcap", 0.0)
+    if not softcap >= 0:
+        raise node.error(f"attribute softcap is {softcap}.", "Use a positive cap, or 0 for none.")
+    precision = node.attr("softmax_precision", None)
+    if precision is not None and precision not in _SOFTMAX_PRECISIONS:
+        legal = ", ".join(f"{number} ({name})" for number, name in _SOFTMAX_PRECISIONS.items())
+        raise node.error(f"attribute softmax_precision is {precision}, no floating-point type.", f"Use one of {legal}.")
+    qk_mode = node.attr("qk_matmul_output_mode", 0)
+    if qk_mode not in (0, 1, 2, 3):
+        raise node.error(f"attribute qk_matmul_output_mode is {qk_mode}.", "Use 0, 1, 2 or 3.")
+    softmax = _SOFTMAX_PRECISIONS.get(precision)
+    return _Attributes(left, right, scale, softcap, softmax, qk_mode)
+
+
+def _window_side(node: Node, name: str) -> int | None:
+    size = node.attr(name, -1)
+    if size != -1 and node.version < 25:
+        raise node.error(f"attribute {name} does not exist before opset 25.", "Import opset 25 or later.")
+    if size < -1:
+        raise node.error(f"attribute {name} is {size}.", "Use a size >= 0, or -1 for no bound.")
+    return None if size == -1 or size > _UNBOUNDED else size
+
+
+def _check_inputs(
+    node: Node,
+    q: Value,
+    k: Value,
+    v: Value,
+    past_key: Value | None,
+    past_value: Value | None,
+    nonpad: Value | None,
+) -> None:
+    """Ranks, types, and which inputs go together."""
+    if not q.rank == k.rank == v.rank or q.rank not in (3, 4):
+        raise node.error(f"inputs Q, K and V have ranks {q.rank}, {k.rank} and {v.rank}.", "Make all 3-D or all 4-D.")
+    for name, value, like, other in (
+        ("K", k, q, "Q"),
+        ("past_key", past_key, q, "Q"),
+        ("past_value", past_value, v, "V"),
+    ):
+        if value is not None and value.dtype != like.dtype:
+            raise node.error(f"input {name} is {value.dtype} and {other} is {like.dtype}.", "Give them one type.")
+    for name, value in (("Q", q), ("V", v)):
+        if value.dtype not in _FLOATS:
+            raise node.error(f"input {name} is {value.dtype}.", f"Use one of {', '.join(_FLOATS)}.")
+    for name, value in (("past_key", past_key), ("past_value", past_value)):
+        if value is not None and value.rank != 4:
+            raise node.error(f"input {name} has rank {value.rank}.", "It is 4-D, also for 3-D Q, K and V.")
+    if (past_key is None) != (past_value is None):
+        given, missing = ("past_value", "past_key") if past_key is None else ("past_key", "past_value")
+        raise node.error(f"input {given} is given without {missing}.", "Give both or none.")
+    if nonpad is None:
+        return
+    if node.version < 24:
+        raise node.error("input nonpad_kv_seqlen does not exist before opset 24.", "Import opset 24 or later.")
+    if past_key is not None:
+        raise node.error("inputs nonpad_kv_seqlen and past_key exclude each other.", "Remove one of them.")
+    if node.wants(1) or node.wants(2):
+        raise node.error("input nonpad_kv_seqlen excludes the outputs present_key and present_value.", "Remove them.")
+    if nonpad.dtype != "int64" or nonpad.rank != 1:
+        raise node.error(f"input nonpad_kv_seqlen is {nonpad.dtype} of rank {nonpad.rank}.", "Make it int64 [batch].")
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """What the inputs agree on. past is 0 without past_key; new_len is the length of K and V."""
+
+    batch: Size
+    q_heads: int
+    kv_heads: int
+    q_len: Size
+    new_len: Size
+    past: Size
+    head_dim: int
+    v_head_dim: int
+
+
+def _sizes(node: Node, q: Value, k: Value, v: Value, past_key: Value | None, past_value: Value | None) -> _Sizes:
+    q_heads, kv_heads = _heads(node, q, k, v)
+    dims = {
+        "Q": _logical(node, "Q", q, q_heads),
+        "K": _logical(node, "K", k, kv_heads),
+        "V": _logical(node, "V", v, kv_heads),
+    }
+    if past_key is not None and past_value is not None:
+        dims |= {"past_key": past_key.shape, "past_value": past_value.shape}
+
+    def agreed(what: str, axis: int, *names: str) -> Size:
+        return _agreed(node, what, {name: dims[name][axis] for name in names if name in dims})
+
+    agreed("number of heads", 1, "K", "V", "past_key", "past_value")
+    return _Sizes(
+        batch=agreed("batch size", 0, *dims),
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        q_len=dims["Q"][2],
+        new_len=agreed("sequence length", 2, "K", "V"),
+        past=agreed("sequence length", 2, "past_key", "past_value") if past_key is not None else 0,
+        head_dim=_number(node, "head size of Q and K", agreed("head size", 3, "Q", "K", "past_key")),
+        v_head_dim=_number(node, "head size of V", agreed("head size", 3, "V", "past_value")),
+    )
+
+
+def _heads(node: Node, q: Value, k: Value, v: Value) -> tuple[int, int]:
+    """Query and key/value heads: from the attributes for 3-D inputs, from the shapes for 4-D ones."""
+    names = ("q_num_heads", "kv_num_heads")
+    stated = [node.attr(name, None) for name in names]
+    if q.rank == 3:
+        for name, heads in zip(names, stated):
+            if heads is None or heads < 1:
+                what = "is missing" if heads is None else f"is {heads}"
+                raise node.error(f"attribute {name} {what}.", "Inputs of rank 3 need their number of heads.")
+        heads = (stated[0], stated[1])
+    else:
+        shared = _agreed(node, "number of heads", {"K": k.shape[1], "V": v.shape[1]})
+        heads = _number(node, "number of heads of Q", q.shape[1]), _number(node, "number of heads of K", shared)
+        for name, said, found in zip(names, stated, heads):
+            if said is not None and (node.version >= 25 or said != found):
+                raise node.error(f"attribute {name} is {said}; 4-D inputs have {found} heads.", "Remove it.")
+            if said is not None:
+                node.warn(f"attribute {name} has no meaning for 4-D inputs and is ignored.")
+    if heads[1] < 1 or heads[0] < 1 or heads[0] % heads[1]:
+        raise node.error(f"{heads[0]} query heads do not divide into {heads[1]} key/value heads.", "Use a multiple.")
+    return heads
+
+
+def _logical(node: Node, name: str, value: Value, heads: int) -> Shape:
+    """The dimensions of the input as (batch, heads, length, head size)."""
+    if value.rank == 4:
+        return value.shape
+    batch, length, width = value.shape
+    width = _number(node, f"last dimension of {name}", width)
+    if width % heads:
+        attribute = "q_num_heads" if name == "Q" else "kv_num_heads"
+        raise node.error(
+            f"attribute {attribute} is {heads}, and the last dimension of {name} is {width}.", "Make it divide."
+        )
+    return batch, heads, length, width // heads
+
+
+def _agreed(node: Node, what: str, sizes: dict[str, Size]) -> Size:
+    """The one size of all: a number if one of them is."""
+    numbers = {name: size for name, size in sizes.items() if isinstance(size, int)}
+    if len(set(numbers.values())) > 1:
+        raise node.error(f"{what} differs: " + ", ".join(f"{name} has {size}" for name, size in numbers.items()) + ".")
+    return next(iter((numbers or sizes).values()))
+
+
+def _number(node: Node, what: str, size: Size) -> int:
+    if not isinstance(size, int):
+        raise node.error(f"{what} is the symbolic size {size}.", "Give the model a number there.")
+    return size
+
+
+def _heads_first(node: Node, value: Value, heads: int) -> Value:
+    """[B, L, H * D] as [B, H, L, D]."""
+    if value.rank == 4:
+        return value
+    batch, length, width = value.shape
+    split = relax.op.reshape(node.tensor(value), node.shape_expr((batch, length, heads, width // heads)))
+    return node.emit(relax.op.permute_dims(node.emit(split).expr, [0, 2, 1, 3]))
+
+
+def _concatenated(node: Node, past: Value, new: Value) -> Value:
+    return node.emit(relax.op.concat([node.tensor(past), node.tensor(new)], axis=2))
+
+
+def _mask(node: Node, mask: Value, dtype: str, full: Shape) -> tuple[Value, Mask]:
+    """The mask as a tensor of rank 4, bool or of the type of Q, and its record. full is [B, Hq, S, T]."""
+    if not 1 <= mask.rank <= 4:
+        raise node.error(f"input attn_mask has rank {mask.rank}.", "Use rank 1 to 4, right-aligned to [B, H, S, T].")
+    if mask.dtype.startswith(("int", "uint")):
+        node.warn(f"input attn_mask is {mask.dtype}: its numbers are added to the scores, they are no booleans.")
+    if mask.dtype not in ("bool", dtype):
+        mask = node.emit(relax.op.astype(node.tensor(mask), dtype))
+    if mask.rank < 4:
+        shape = (1,) * (4 - mask.rank) + mask.shape
+        mask = node.emit(relax.op.reshape(node.tensor(mask), node.shape_expr(shape)))
+    wanted: list[Size] = []
+    for axis, (size, target) in enumerate(zip(mask.shape, full)):
+        if axis == 3 and node.version >= 24:  # a shorter mask hides the keys behind its end
+            if isinstance(size, int) and isinstance(target, int) and size > target:
+                raise node.error(f"input attn_mask is for {size} keys, and there are {target}.", "Cut it.")
+            wanted.append(size)
+        elif isinstance(size, int) and size == 1:
+            wanted.append(1)
+        else:
+            _agreed(node, f"dimension {axis - 4} of attn_mask", {"attn_mask": size, "the score matrix": target})
+            wanted.append(target)
+    pad = node.version >= 24 and not node.symbols.equal(wanted[3], full[3])
+    batch, heads, rows, keys = (_known(size) for size in wanted)
+    return asserted(node, mask, tuple(wanted)), Mask(mask.dtype, (batch, heads, rows, keys), pad)
+
+
+def _known(size: Size) -> int | None:
+    return size if isinstance(size, int) else None

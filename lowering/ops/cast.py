@@ -1,0 +1,82 @@
+"""Cast and CastLike between all number types."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+from tvm import relax
+
+from .. import symbolic
+from ..node import Node
+from ..values import Value, storage_dtype
+from . import op
+from .float8 import FORMATS, SCALE, decode, encode, encode_scale
+from .kernels import compute
+
+_PLAIN = (
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+    "float16", "bfloat16", "float32", "float64",
+)  # fmt: skip
+_NIBBLES = ("int4", "uint4")
+
+
+@op("Cast", since=6)
+def cast(node: Node, data: Value) -> Value:
+    to = ir.DataType(node.attr("to"))
+    return cast_to(node, data, "string" if to == ir.DataType.STRING else to.numpy().name)
+
+
+@op("CastLike", since=15)
+def cast_like(node: Node, data: Value, like: Value) -> Value:
+    return cast_to(node, data, like.dtype)
+
+
+def cast_to(node: Node, data: Value, dtype: str) -> Value:
+    """The data with elements of another type, by the rules of the attributes saturate and round_mode."""
+    if dtype == data.dtype:
+        return data
+    for name in (data.dtype, dtype):
+        if name not in (*_PLAIN, *_NIBBLES, *FORMATS, SCALE):
+            raise node.error(f"cannot cast {data.dtype} to {dtype}: type {name} is no number.")
+    known = _contents(node, data, dtype)
+    if known is not None:
+        return known
+    if data.dtype in _PLAIN and dtype in _PLAIN:
+        return node.emit(relax.op.astype(node.tensor(data), dtype), dtype)
+    saturate, mode = bool(node.attr("saturate", 1)), node.attr("round_mode", "up")
+    if mode not in ("up", "down", "nearest"):
+        raise node.error(f"attribute round_mode is '{mode}'.", "Use up, down or nearest.")
+
+    def element(index: Any, x: Any) -> Any:
+        number = x(*index)
+        if data.dtype in FORMATS or data.dtype == SCALE:
+            number = decode(number, data.dtype)
+        elif data.dtype in _NIBBLES:
+            number = _from_nibble(number.astype("int64"), data.dtype)
+        if dtype == SCALE:
+            return encode_scale(number.astype("float32"), saturate, mode)
+        if dtype in FORMATS:
+            return encode(number.astype("float64"), dtype, saturate)
+        if dtype in _NIBBLES:
+            return (number.astype("int64") & 15).astype(storage_dtype(dtype))  # higher bits are discarded
+        return number.astype(dtype)
+
+    return compute(node, "cast", element, [data], data.shape, dtype=dtype)
+
+
+def _contents(node: Node, data: Value, dtype: str) -> Value | None:
+    """Sizes stay sizes in the types that can hold them."""
+    if dtype not in ("int32", "int64", "bool"):
+        return None
+    if dtype == "bool":
+        return symbolic.elementwise(node, lambda a: symbolic.logical_not(symbolic.equal(a, 0)), data, dtype=dtype)
+    if data.dtype == "bool":
+        return symbolic.elementwise(node, lambda a: symbolic.where(a, 1, 0), data, dtype=dtype)
+    return symbolic.elementwise(node, lambda a: a, data, dtype=dtype)
+
+
+def _from_nibble(code: Any, dtype: str) -> Any:
+    """The number that the low four bits of a byte stand for."""
+    low = code & 15
+    return (low ^ 8) - 8 if dtype == "int4" else low

@@ -1,0 +1,157 @@
+"""ONNX Einsum: a matrix product where the equation is one, else a kernel that sums products over its indices."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tvm import relax, te, tirx
+
+from ..compute import Element, Extent, agreed, is_one, read, reduced, require_numbers, total, with_shape
+from ..node import Node
+from ..values import Shape, Size, Value, product
+from . import op
+from .matmul import matrix_product, permuted, rounded
+
+Label = str | int
+Labels = tuple[Label, ...]
+"""One label per dimension: a letter, or for the dimensions of an ellipsis -1 for the last, -2 for the one before it."""
+
+
+@op("Einsum", since=12)
+def einsum(node: Node, *values: Value) -> Value:
+    require_numbers(node, *values)
+    operands, result = _parse(node, node.attr("equation"), [v.rank for v in values])
+    values = tuple(_agreed(node, values, operands))
+    roles = _roles(operands[0], operands[1], result) if len(operands) == 2 else None
+    if roles is not None:
+        return _as_product(node, values[0], values[1], operands, result, roles)
+
+    def kernel(*tensors: te.Tensor) -> te.Tensor:
+        return _sum_of_products(tensors, operands, result, values[0].dtype)
+
+    return node.emit_te(kernel, *(node.tensor(v) for v in values), primfunc_name_hint="einsum")
+
+
+# -- the equation -----------------------------------------------------------------------------------------------------
+
+
+def _parse(node: Node, text: str, ranks: Sequence[int]) -> tuple[list[Labels], Labels]:
+    """The labels of the operands and of the result. Raises NodeError for no equation of operands of these ranks."""
+    left, arrow, right = text.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if len(terms) != len(ranks):
+        raise node.error(f"equation '{text}' has {len(terms)} terms for {len(ranks)} inputs.")
+    operands = [_labels(node, text, term, rank) for term, rank in zip(terms, ranks)]
+    flat = [label for labels in operands for label in labels]
+    dots = sorted({label for label in flat if isinstance(label, int)})
+    if not arrow:  # the letters that appear once, in alphabetical order
+        return operands, (*dots, *sorted({c for c in flat if isinstance(c, str) and flat.count(c) == 1}))
+    rank = len(right.replace("...", "")) + (len(dots) if "..." in right else 0)
+    result = _labels(node, text, right, rank)
+    if not set(result) <= set(flat) or len(set(result)) != len(result):
+        raise node.error(f"equation '{text}' has a result label that is repeated, or in no input.")
+    return operands, result
+
+
+def _labels(node: Node, text: str, term: str, rank: int) -> Labels:
+    before, dots, behind = term.partition("...")
+    letters = before + behind
+    hidden = rank - len(letters)
+    if (letters and not letters.isalpha()) or hidden < 0 or (hidden and not dots):
+        raise node.error(f"term '{term}' of equation '{text}' does not fit a tensor of rank {rank}.")
+    return (*before, *range(-hidden, 0), *behind)
+
+
+def _agreed(node: Node, values: Sequence[Value], operands: Sequence[Labels]) -> list[Value]:
+    """The values with equal sizes for equal labels; a dimension of 1 broadcasts."""
+    sizes: dict[Label, Size] = {}
+    for value, labels in zip(values, operands):
+        for label, size in zip(labels, value.shape):
+            sizes[label] = _merged(node, label, sizes.get(label, 1), size)
+    result = []
+    for value, labels in zip(values, operands):
+        shape = tuple(1 if is_one(size) else sizes[label] for label, size in zip(labels, value.shape))
+        result.append(with_shape(node, value, shape))
+    return result
+
+
+def _merged(node: Node, label: Label, a: Size, b: Size) -> Size:
+    if is_one(a) or is_one(b):
+        return b if is_one(a) else a
+    return agreed(node, f"label '{label}' of the equation", a, b)
+
+
+# -- as a matrix product ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Roles:
+    """What each label of a product of two operands does."""
+
+    batch: Labels  # in both and in the result
+    rows: Labels  # in the first and in the result
+    columns: Labels  # in the second and in the result
+    inner: Labels  # in both, summed
+
+
+def _roles(a: Labels, b: Labels, result: Labels) -> _Roles | None:
+    """None where the equation is no matrix product of at least one row, column and inner label."""
+    roles = _Roles(
+        batch=tuple(x for x in result if x in a and x in b),
+        rows=tuple(x for x in result if x in a and x not in b),
+        columns=tuple(x for x in result if x in b and x not in a),
+        inner=tuple(x for x in a if x in b and x not in result),
+    )
+    whole = {*roles.batch, *roles.rows, *roles.inner} == set(a) and {*roles.batch, *roles.columns, *roles.inner} == set(
+        b
+    )
+    plain = len(set(a)) == len(a) and len(set(b)) == len(b)
+    return roles if whole and plain and roles.rows and roles.columns and roles.inner else None
+
+
+def _as_product(node: Node, a: Value, b: Value, operands: Sequence[Labels], result: Labels, roles: _Roles) -> Value:
+    sizes = {x: d for labels, v in zip(operands, (a, b)) for x, d in zip(labels, v.shape)}
+    left = _matrix(node, a, operands[0], roles.batch, roles.rows, roles.inner)
+    right = _matrix(node, b, operands[1], roles.batch, roles.inner, roles.columns)
+    y = rounded(node, matrix_product(node, left, right), a.dtype)
+    y = _reshaped(node, y, (*y.shape[: len(roles.batch)], *(sizes[x] for x in (*roles.rows, *roles.columns))))
+    order = (*roles.batch, *roles.rows, *roles.columns)
+    return permuted(node, y, [order.index(x) for x in result])
+
+
+def _matrix(node: Node, value: Value, labels: Labels, batch: Labels, rows: Labels, columns: Labels) -> Value:
+    """The value as [*batch, rows, columns]."""
+    value = permuted(node, value, [labels.index(x) for x in (*batch, *rows, *columns)])
+    head, middle = value.shape[: len(batch)], value.shape[len(batch) : len(batch) + len(rows)]
+    return _reshaped(node, value, (*head, product(middle), product(value.shape[len(batch) + len(rows) :])))
+
+
+def _reshaped(node: Node, value: Value, shape: Shape) -> Value:
+    if len(shape) == value.rank:
+        return value
+    return node.emit(relax.op.reshape(node.tensor(value), node.shape_expr(shape)), value.dtype)
+
+
+# -- as a kernel ------------------------------------------------------------------------------------------------------
+
+
+def _sum_of_products(tensors: Sequence[te.Tensor], operands: Sequence[Labels], result: Labels, dtype: str) -> te.Tensor:
+    extents: dict[Label, Extent] = {}
+    for tensor, labels in zip(tensors, operands):
+        for label, size in zip(labels, tensor.shape):
+            extents[label] = size if is_one(extents.get(label, 1)) else extents[label]
+    order = (*result, *(label for label in extents if label not in result))
+
+    def element(*index: Element) -> Element:
+        at = dict(zip(order, index))
+        return functools.reduce(
+            operator.mul, (read(t, [at[x] for x in labels]) for t, labels in zip(tensors, operands))
+        )
+
+    summed = range(len(result), len(order))
+    sums = reduced([extents[label] for label in order], summed, total, element, "sums")
+    zeros = [tirx.const(0, "int64")] * len(summed)
+    return te.compute(sums.shape[: len(result)], lambda *i: sums(*i, *zeros).astype(dtype), name="einsum")

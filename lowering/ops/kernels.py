@@ -1,0 +1,157 @@
+"""Two ways to write a kernel for an operator that moves or selects data, with symbolic sizes as parameters.
+
+`compute` says what one element of the result is: TVM fuses such a kernel with its neighbours. `loops` is for what is
+no map over the result (scatter, sort, running sums): its statements are written with the IRBuilder, and nothing is
+fused into them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from tvm import te, tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from ..node import Node
+from ..values import Shape, Size, Value, storage_dtype, storage_shape
+
+Read = Callable[..., Any]
+
+
+def compute(
+    node: Node,
+    name: str,
+    body: Callable[..., Any],
+    tensors: Sequence[Value],
+    shape: Shape,
+    sizes: Sequence[Size] = (),
+    dtype: str | None = None,
+) -> Value:
+    """The tensor of `shape` whose element at index i is body(i, *reads, *sizes).
+
+    i is a tuple of int64 expressions, reads[k](*index) an element of tensors[k], sizes the given integers as the kernel
+    sees them: body must use them, and no other symbols. dtype is the ONNX type of the result, by default that of the
+    first tensor. complex128 elements, which are pairs inside, are read and written whole.
+    """
+    dtype = dtype or tensors[0].dtype
+    if empty(shape):  # there is nothing to compute, and dividing by such a size would be refused
+        (result,) = loops(node, name, lambda *_: T.evaluate(0), tensors, [(shape, dtype)])
+        return result
+
+    def kernel(arrays: Sequence[te.Tensor], extents: Sequence[Any], scalars: Sequence[Any]) -> te.Tensor:
+        def element(*index: Any) -> Any:
+            index, part = (index[:-1], index[-1:]) if dtype == "complex128" else (index, ())
+            reads = [_reader(a, part if v.dtype == "complex128" else ()) for a, v in zip(arrays, tensors)]
+            return body(index, *reads, *scalars)
+
+        return te.compute(list(extents), element, name=name)
+
+    extents = node.shape_expr(storage_shape(dtype, shape))
+    return node.emit_te(
+        kernel, [node.tensor(v) for v in tensors], extents, list(sizes), primfunc_name_hint=name, dtype=dtype
+    )
+
+
+def empty(shape: Shape) -> bool:
+    """Whether a tensor of this shape is known to hold nothing."""
+    return any(isinstance(d, int) and d == 0 for d in shape)
+
+
+def _reader(array: te.Tensor, part: tuple[Any, ...]) -> Read:
+    return lambda *index: array(*index, *part)
+
+
+def loops(
+    node: Node,
+    name: str,
+    body: Callable[..., None],
+    tensors: Sequence[Value],
+    outputs: Sequence[tuple[Shape, str]],
+    sizes: Sequence[Size] = (),
+    scratch: Sequence[tuple[Shape, str]] = (),
+) -> tuple[Value, ...]:
+    """The tensors (shape, ONNX dtype) that statements compute: body(*inputs, *outputs, *scratch), called with buffers
+    inside an open PrimFunc of the IRBuilder. It may use the symbols of the shapes and of `sizes`.
+    """
+
+    def block(inputs: list[Any], results: list[Any]) -> None:
+        with T.sblock(name):
+            T.reads([_whole(b) for b in inputs])
+            T.writes([_whole(b) for b in results])
+            temporary = [T.sblock_alloc_buffer(_extents(storage_shape(d, s)), storage_dtype(d)) for s, d in scratch]
+            body(*inputs, *results, *temporary)
+
+    used = [*sizes, *(d for s, _ in scratch for d in s)]
+    return _primfunc(node, name, block, tensors, outputs, used)
+
+
+def blocks(
+    node: Node, name: str, body: Callable[..., None], tensors: Sequence[Value], output: tuple[Shape, str]
+) -> Value:
+    """One tensor (shape, ONNX dtype), each part of which is computed by a block of its own, which can be scheduled:
+    body(*inputs, output) opens them."""
+
+    def inside(inputs: list[Any], results: list[Any]) -> None:
+        body(*inputs, *results)
+
+    (result,) = _primfunc(node, name, inside, tensors, [output], [])
+    return result
+
+
+def serial(extent: Size) -> Any:
+    """A loop from 0 on; its variable is int64 as all indices are."""
+    return T.serial(tirx.IntImm("int64", extent) if isinstance(extent, int) else extent)
+
+
+@contextmanager
+def grid(shape: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """Loops over all indices of a shape, of any rank."""
+    if not len(shape):
+        yield ()
+        return
+    with T.grid(*shape) as loop:
+        yield (loop,) if len(shape) == 1 else tuple(loop)
+
+
+def _primfunc(
+    node: Node,
+    name: str,
+    body: Callable[[list[Any], list[Any]], None],
+    tensors: Sequence[Value],
+    outputs: Sequence[tuple[Shape, str]],
+    sizes: Sequence[Size],
+) -> tuple[Value, ...]:
+    given = [(storage_shape(v.dtype, v.shape), storage_dtype(v.dtype)) for v in tensors]
+    made = [(storage_shape(d, s), storage_dtype(d)) for s, d in outputs]
+    shapes = [s for s, _ in (*given, *made)]
+    scalars = _parameters([*sizes, *(d for s in shapes for d in s)], shapes)
+    with IRBuilder() as builder, T.prim_func(s_tir=True):
+        T.func_name(name)
+        T.func_attr({"op_pattern": 8, "tirx.noalias": True})
+        inputs = [T.arg(f"x{k}", T.Buffer(_extents(s), d)) for k, (s, d) in enumerate(given)]
+        for scalar in scalars:
+            T.arg(scalar.name, scalar)
+        body(inputs, [T.arg(f"y{k}", T.Buffer(_extents(s), d)) for k, (s, d) in enumerate(made)])
+    return node.call_tir(builder.get(), [*(node.tensor(v) for v in tensors), *scalars], outputs, name)
+
+
+def _parameters(used: Sequence[Size], bound: Sequence[Shape]) -> list[Any]:
+    """The symbols in `used` that are no dimension of a tensor in `bound`, and must be passed."""
+    free: list[Any] = []
+    known = [d for shape in bound for d in shape if isinstance(d, tirx.Var)]
+    for size in used:
+        for variable in [] if isinstance(size, int) else tirx.analysis.undefined_vars(size):
+            if not any(variable.same_as(v) for v in (*known, *free)):
+                free.append(variable)
+    return free
+
+
+def _extents(shape: Shape) -> list[Any]:
+    return [tirx.IntImm("int64", d) if isinstance(d, int) else d for d in shape]
+
+
+def _whole(buffer: Any) -> Any:
+    return buffer[tuple(slice(0, d) for d in buffer.shape)]

@@ -1,0 +1,231 @@
+"""Normalisation: ONNX LayerNormalization, RMSNormalization, and the instance, group, batch and Lp kinds.
+
+Statistics are computed in float32 (float64 where stash_type or the data ask for it), the variance from centred data,
+since a sum of squares would cancel. Scale and bias are applied before the only rounding to the type of the result.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import onnx
+from tvm import te, tirx
+
+from ..compute import Element, Extent, read, reduced, require_numbers, total, widened
+from ..node import Node
+from ..values import Value
+from . import op
+from .contents import static_axis
+
+
+@dataclass(frozen=True)
+class _Statistics:
+    """Mean and 1 / sqrt(variance + epsilon) of element(*index) over axes of an index space."""
+
+    shape: Sequence[Extent]
+    axes: Sequence[int]
+    element: Callable[..., Element]
+    epsilon: float
+    dtype: str
+
+    def at(self, tensor: te.Tensor, index: Sequence[Element]) -> Element:
+        """The statistic that covers an index of the space."""
+        return tensor(*(tirx.const(0, "int64") if axis in self.axes else i for axis, i in enumerate(index)))
+
+    def averaged(self, element: Callable[..., Element], finish: Callable[[Element], Element], name: str) -> te.Tensor:
+        """finish(mean of element over the axes); they stay, with size 1."""
+        count = functools.reduce(lambda n, axis: n * self.shape[axis], self.axes, tirx.const(1, "int64"))
+        sums = reduced(self.shape, self.axes, total, element, f"{name}_sum")
+        return te.compute(sums.shape, lambda *index: finish(sums(*index) / count.astype(self.dtype)), name=name)
+
+    def mean(self) -> te.Tensor:
+        return self.averaged(self.element, lambda x: x, "mean")
+
+    def scale(self, mean: te.Tensor | None) -> te.Tensor:
+        """1 / sqrt(variance + epsilon); without a mean, of the mean square."""
+
+        def square(*index: Element) -> Element:
+            x = self.element(*index)
+            x = x if mean is None else x - self.at(mean, index)
+            return x * x
+
+        return self.averaged(square, lambda variance: 1.0 / tirx.sqrt(variance + self.epsilon), "inv_std_dev")
+
+
+def _stage_one_dtype(dtype: str, stash: str) -> str:
+    return "float64" if "float64" in (dtype, stash) else "float32"
+
+
+def _broadcast_to(node: Node, x: Value, parameters: Sequence[Value]) -> tuple[Value, ...]:
+    """x and the parameters, whose dimensions are 1 or those of x. Raises NodeError where they cannot be."""
+    for parameter in parameters:
+        behind = x.shape[x.rank - parameter.rank :]
+        stretched = any(isinstance(d, int) and d == 1 for d, p in zip(behind, parameter.shape) if p not in (1, d))
+        if parameter.rank > x.rank or stretched:
+            raise node.error(f"scale or bias {list(parameter.shape)} does not broadcast to X {list(x.shape)}.")
+    return node.unify(x, *parameters)
+
+
+def _over_last_axes(node: Node, x: Value, parameters: Sequence[Value], centred: bool) -> Value:
+    """(x - mean) / sqrt(variance + epsilon) * scale + bias over the axes from attribute axis on."""
+    require_numbers(node, x, *parameters)
+    x, *parameters = _broadcast_to(node, x, parameters)
+    statistics = _last_axes(node, x)
+    dtype = parameters[0].dtype
+
+    def kernel(x: te.Tensor, scale: te.Tensor, *bias: te.Tensor) -> te.Tensor:
+        s = statistics(x)
+        mean = s.mean() if centred else None
+        inverse = s.scale(mean)
+
+        def result(*index: Element) -> Element:
+            y = s.element(*index) if mean is None else s.element(*index) - s.at(mean, index)
+            y = y * s.at(inverse, index) * read(scale, index).astype(s.dtype)
+            return (y + read(bias[0], index).astype(s.dtype) if bias else y).astype(dtype)
+
+        return te.compute(x.shape, result, name="normalized")
+
+    tensors = [node.tensor(v) for v in (x, *parameters)]
+    return node.emit_te(kernel, *tensors, dtype=dtype, primfunc_name_hint=node.op_type.lower())
+
+
+def _last_axes(node: Node, x: Value) -> Callable[[te.Tensor], _Statistics]:
+    """The statistics over the axes from attribute axis on."""
+    axes = range(static_axis(node, node.attr("axis", -1), x.rank), x.rank)
+    dtype, epsilon = _stage_one_dtype(x.dtype, _stash_dtype(node)), node.attr("epsilon", 1e-5)
+    return lambda t: _Statistics(t.shape, axes, lambda *i: t(*i).astype(dtype), epsilon, dtype)
+
+
+def _stash_dtype(node: Node) -> str:
+    return onnx.helper.tensor_dtype_to_np_dtype(node.attr("stash_type", onnx.TensorProto.FLOAT)).name
+
+
+@op("LayerNormalization", since=17)
+def layer_normalization(
+    node: Node, x: Value, scale: Value, bias: Value | None = None
+) -> tuple[Value, Value | None, Value | None]:
+    """Y, Mean and InvStdDev. The last two are computed on their own: inference does not ask for them."""
+    y = _over_last_axes(node, x, [scale] if bias is None else [scale, bias], centred=True)
+    statistics, stash = _last_axes(node, x), _stash_dtype(node)
+
+    def mean(t: te.Tensor) -> te.Tensor:
+        return _cast(statistics(t).mean(), stash)
+
+    def inv_std_dev(t: te.Tensor) -> te.Tensor:
+        s = statistics(t)
+        return _cast(s.scale(s.mean()), stash)
+
+    extras = [node.emit_te(k, node.tensor(x)) if node.wants(n) else None for n, k in ((1, mean), (2, inv_std_dev))]
+    return y, extras[0], extras[1]
+
+
+def _cast(tensor: te.Tensor, dtype: str) -> te.Tensor:
+    return te.compute(tensor.shape, lambda *index: tensor(*index).astype(dtype), name="stash")
+
+
+@op("RMSNormalization", since=23)
+def rms_normalization(node: Node, x: Value, scale: Value) -> Value:
+    return _over_last_axes(node, x, [scale], centred=False)
+
+
+# -- over channels: x is [N, C, D1, ...], scale and bias are [C] ------------------------------------------------------
+
+
+@op("InstanceNormalization", since=6)
+def instance_normalization(node: Node, x: Value, scale: Value, bias: Value) -> Value:
+    return _over_groups(node, x, scale, bias, None)
+
+
+@op("GroupNormalization", since=21)
+def group_normalization(node: Node, x: Value, scale: Value, bias: Value) -> Value:
+    return _over_groups(node, x, scale, bias, node.attr("num_groups"))
+
+
+def _over_groups(node: Node, x: Value, scale: Value, bias: Value, groups: int | None) -> Value:
+    """Statistics over the channels of a group and all positions. groups None means one channel per group."""
+    require_numbers(node, x, scale, bias)
+    if x.rank < 2:
+        raise node.error(f"X of rank {x.rank} has no channels.", "X is [N, C, D1, ...].")
+    channels = x.shape[1]
+    if groups is not None and isinstance(channels, int) and (groups < 1 or channels % groups):
+        raise node.error(f"{channels} channels do not divide into num_groups = {groups}.")
+    dtype = _stage_one_dtype(x.dtype, _stash_dtype(node))
+    epsilon = node.attr("epsilon", 1e-5)
+
+    def kernel(x: te.Tensor, scale: te.Tensor, bias: te.Tensor) -> te.Tensor:
+        size = 1 if groups is None else tirx.floordiv(x.shape[1], tirx.const(groups, "int64"))  # channels of a group
+        space = [x.shape[0], x.shape[1] if groups is None else groups, size, *x.shape[2:]]
+
+        def element(n: Element, group: Element, c: Element, *position: Element) -> Element:
+            return x(n, group * size + c, *position).astype(dtype)
+
+        s = _Statistics(space, range(2, len(space)), element, epsilon, dtype)
+        mean = s.mean()
+        inverse = s.scale(mean)
+
+        def result(n: Element, channel: Element, *position: Element) -> Element:
+            group = tirx.floordiv(channel, size)
+            index = (n, group, tirx.floormod(channel, size), *position)
+            gain, offset = scale(channel).astype(dtype), bias(channel).astype(dtype)
+            y = (x(n, channel, *position).astype(dtype) - s.at(mean, index)) * s.at(inverse, index)
+            return (y * gain + offset).astype(x.dtype)
+
+        return te.compute(x.shape, result, name="normalized")
+
+    tensors = [node.tensor(v) for v in (x, scale, bias)]
+    return node.emit_te(kernel, *tensors, primfunc_name_hint=node.op_type.lower())
+
+
+@op("BatchNormalization", since=9)
+def batch_normalization(node: Node, x: Value, scale: Value, bias: Value, mean: Value, variance: Value) -> Value:
+    """With the given mean and variance: x * gain + offset per channel."""
+    require_numbers(node, x, scale, bias, mean, variance)
+    if node.attr("training_mode", 0):
+        raise node.error("attribute training_mode is 1.", "Export the model for inference (model.eval()).")
+    epsilon, dtype = node.attr("epsilon", 1e-5), widened(x.dtype)
+
+    def kernel(x: te.Tensor, scale: te.Tensor, bias: te.Tensor, mean: te.Tensor, variance: te.Tensor) -> te.Tensor:
+        def at(tensor: te.Tensor, c: Element) -> Element:
+            return tensor(c).astype(dtype)
+
+        gain = te.compute(scale.shape, lambda c: at(scale, c) / tirx.sqrt(at(variance, c) + epsilon), name="gain")
+        offset = te.compute(scale.shape, lambda c: at(bias, c) - at(mean, c) * gain(c), name="offset")
+
+        def result(n: Element, c: Element, *position: Element) -> Element:
+            return (x(n, c, *position).astype(dtype) * gain(c) + offset(c)).astype(x.dtype)
+
+        return te.compute(x.shape, result, name="normalized")
+
+    tensors = [node.tensor(v) for v in (x, scale, bias, mean, variance)]
+    return node.emit_te(kernel, *tensors, primfunc_name_hint="batch_normalization")
+
+
+# -- by a norm --------------------------------------------------------------------------------------------------------
+
+
+@op("LpNormalization", since=1)
+def lp_normalization(node: Node, x: Value) -> Value:
+    """x / |x|_p along one axis, 0 where the norm is 0."""
+    require_numbers(node, x)
+    axis, p, dtype = static_axis(node, node.attr("axis", -1), x.rank), node.attr("p", 2), widened(x.dtype)
+    if p not in (1, 2):
+        raise node.error(f"attribute p is {p}.", "Use 1 or 2.")
+
+    def kernel(x: te.Tensor) -> te.Tensor:
+        def power(*index: Element) -> Element:
+            value = read(x, index)
+            return tirx.abs(value) if p == 1 else value * value
+
+        sums = reduced(x.shape, [axis], total, power, "sum")
+        norm = te.compute(sums.shape, lambda *i: sums(*i) if p == 1 else tirx.sqrt(sums(*i)), name="norm")
+
+        def result(*index: Element) -> Element:
+            n = norm(*(tirx.const(0, "int64") if k == axis else i for k, i in enumerate(index)))
+            zero = tirx.const(0.0, dtype)
+            return tirx.Select(n == zero, zero, read(x, index) / n).astype(x.dtype)
+
+        return te.compute(x.shape, result, name="normalized")
+
+    return node.emit_te(kernel, node.tensor(x), primfunc_name_hint="lp_normalization")

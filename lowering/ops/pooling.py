@@ -1,0 +1,118 @@
+"""Pooling: ONNX MaxPool, AveragePool and the global kinds over [N, C, D1, ...]."""
+
+from __future__ import annotations
+
+from tvm import te, tirx
+
+from ..compute import Element, Reducer, largest, reduced, require_numbers, total, widened
+from ..node import Node
+from ..values import Value
+from . import op
+from .window import Window
+
+
+def _window(node: Node, x: Value) -> Window:
+    require_numbers(node, x)
+    kernel = node.attr("kernel_shape")
+    if len(kernel) != x.rank - 2:
+        raise node.error(f"attribute kernel_shape is {list(kernel)} for X of rank {x.rank}.", "X is [N, C, D1, ...].")
+    return Window.of(node, kernel)
+
+
+def _pooled(x: te.Tensor, window: Window, reducer: Reducer, dtype: str) -> te.Tensor:
+    """[N, C, windows, ..., 1, ...]: what the reducer makes of each window, of nothing where it leaves the data."""
+    sizes = x.shape[2:]
+    n = len(sizes)
+    counts = [window.count(axis, size) for axis, size in enumerate(sizes)]
+    space = [*x.shape[:2], *counts, *window.kernel]
+
+    def element(batch: Element, channel: Element, *index: Element) -> Element:
+        at = [window.position(axis, sizes[axis], index[axis], index[n + axis]) for axis in range(n)]
+        inside = tirx.all(*(tirx.all(p >= 0, p < size) for p, size in zip(at, sizes)))
+        value = x(batch, channel, *at).astype(dtype)
+        return tirx.if_then_else(inside, value, reducer.identity(dtype)) if window.leaves else value
+
+    return reduced(space, range(2 + n, 2 + 2 * n), reducer, element, "pooled")
+
+
+@op("MaxPool", since=8)
+def max_pool(node: Node, x: Value) -> tuple[Value, None]:
+    if node.wants(1):
+        raise node.error("output Indices is asked for.", "Only the pooled values are computed: leave it out.")
+    window = _window(node, x)
+    n = x.rank - 2
+
+    def kernel(t: te.Tensor) -> te.Tensor:
+        pooled = _pooled(t, window, largest, widened(x.dtype))
+        zeros = [tirx.const(0, "int64")] * n
+        return te.compute(pooled.shape[: 2 + n], lambda *i: pooled(*i, *zeros).astype(x.dtype), name="max_pool")
+
+    return node.emit_te(kernel, node.tensor(x), primfunc_name_hint="max_pool"), None
+
+
+@op("AveragePool", since=7)
+def average_pool(node: Node, x: Value) -> Value:
+    """Divides by the elements of the window; unless count_include_pad is set, by those that are data."""
+    window, padded = _window(node, x), bool(node.attr("count_include_pad", 0))
+    n, dtype = x.rank - 2, widened(x.dtype)
+
+    def kernel(t: te.Tensor) -> te.Tensor:
+        pooled, sizes = _pooled(t, window, total, dtype), t.shape[2:]
+
+        def divisor(*windows: Element) -> Element:
+            count = tirx.const(1, "int64")
+            for axis in range(n):
+                before = window.before(axis, sizes[axis])
+                low, high = (-before, sizes[axis] + window.pads[n + axis]) if padded else (0, sizes[axis])
+                if window.auto_pad.startswith("SAME") and padded:
+                    high = sizes[axis] + window.reach(axis)  # such windows never leave their padding
+                first = window.position(axis, sizes[axis], windows[axis], tirx.const(0, "int64"))
+                count = count * _within(first, window.dilations[axis], window.kernel[axis], low, high)
+            return count.astype(dtype)
+
+        def mean(*index: Element) -> Element:
+            zeros = [tirx.const(0, "int64")] * n
+            return (pooled(*index, *zeros) / divisor(*index[2:])).astype(x.dtype)
+
+        return te.compute(pooled.shape[: 2 + n], mean, name="average_pool")
+
+    return node.emit_te(kernel, node.tensor(x), primfunc_name_hint="average_pool")
+
+
+def _within(first: Element, step: int, count: int, low: Element, high: Element) -> Element:
+    """How many of first, first + step, ... (count of them) lie in [low, high)."""
+    begin = tirx.max(tirx.floordiv(low - first + (step - 1), tirx.const(step, "int64")), tirx.const(0, "int64"))
+    end = tirx.min(tirx.floordiv(high - first + (step - 1), tirx.const(step, "int64")), tirx.const(count, "int64"))
+    return end - begin
+
+
+# -- over all positions -----------------------------------------------------------------------------------------------
+
+
+def _globally(node: Node, x: Value, reducer: Reducer, mean: bool) -> Value:
+    require_numbers(node, x)
+    axes, dtype = range(2, x.rank), widened(x.dtype)
+
+    def kernel(t: te.Tensor) -> te.Tensor:
+        pooled = reduced(t.shape, axes, reducer, lambda *i: t(*i).astype(dtype), "pooled")
+        count = tirx.const(1, "int64")
+        for axis in axes:
+            count = count * t.shape[axis]
+
+        def result(*index: Element) -> Element:
+            value = pooled(*index)
+            return (value / count.astype(dtype) if mean else value).astype(x.dtype)
+
+        return te.compute(pooled.shape, result, name="global_pool")
+
+    return node.emit_te(kernel, node.tensor(x), primfunc_name_hint=node.op_type.lower())
+
+
+@op("GlobalAveragePool", since=1)
+def global_average_pool(node: Node, x: Value) -> Value:
+    return _globally(node, x, total, mean=True)
+
+
+@op("GlobalMaxPool", since=1)
+def global_max_pool(node: Node, x: Value) -> Value:
+    return _globally(node, x, largest, mean=False)

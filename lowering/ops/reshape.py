@@ -1,0 +1,235 @@
+"""Operators that keep the elements and their order: Reshape, Flatten, Squeeze, Unsqueeze."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from tvm import relax, tirx
+from tvm.script.ir_builder import tirx as T
+
+from .. import symbolic
+from ..node import Node
+from ..values import Shape, Size, Value, product, storage_shape
+from . import op
+from .contents import constant_ints, few, movable, moved, sizes, static_axis
+from .kernels import compute, empty
+from .run_time import bind, compute_sizes
+
+
+def _int64(number: int) -> Any:
+    return tirx.IntImm("int64", number)
+
+
+def reshape_to(node: Node, data: Value, shape: Shape) -> Value:
+    """The elements of data in row-major order, in another shape.
+
+    A shape with another number of elements is an error: of NodeError's where it is known now, else at run time.
+    """
+    if len(shape) == data.rank and all(node.symbols.equal(a, b) for a, b in zip(shape, data.shape)):
+        return data
+    if movable(data) and few(shape):
+        assert data.contents is not None
+        return moved(node, data, data.contents.reshape(shape))
+    have, want = product(data.shape), product(shape)
+    if isinstance(have, int) and isinstance(want, int) and have != want:
+        raise node.error(f"{list(data.shape)} has {have} elements and cannot be given the shape {list(shape)}.")
+    if not node.symbols.equal(have, want):
+        data = node.cast_shape(_reshape(node, data, (have,)), (want,))
+    return _reshape(node, data, shape)
+
+
+def _reshape(node: Node, data: Value, shape: Shape) -> Value:
+    if empty(shape):  # a 0 has another meaning in Relax
+        return compute(node, "empty", lambda *_: None, [data], shape, dtype=data.dtype)
+    stored = node.shape_expr(storage_shape(data.dtype, shape))
+    result = node.emit(relax.op.reshape(node.tensor(data), stored), data.dtype)
+    return Value(data.dtype, tuple(node.simplify(d) for d in shape), result.expr)
+
+
+@op("Reshape", since=5)
+def reshape(node: Node, data: Value, shape: Value) -> Value:
+    allow_zero = bool(node.attr("allowzero", 0))
+    wanted = sizes(shape)
+    if wanted is not None:
+        return reshape_to(node, data, _reshape_dims(node, data.shape, wanted, allow_zero))
+    if not isinstance(shape.shape[0], int):
+        raise node.error("input shape has a symbolic length, so the rank of the result is unknown.")
+
+    def dims(entries: Any) -> list[Any]:
+        return _run_time_dims(data.shape, [entries[k] for k in range(shape.shape[0])], allow_zero)
+
+    wide = node.emit(relax.op.astype(node.tensor(shape), "int64"))
+    total = compute_sizes(node, "reshape_dims", shape.shape[0], dims, [wide], data.shape)
+    return reshape_to(node, data, tuple(bind(node, total)))
+
+
+def _reshape_dims(node: Node, data: Shape, wanted: list[Size], allow_zero: bool) -> Shape:
+    """The result's dimensions: 0 copies the input's (unless allow_zero), -1 is what remains."""
+    dims: list[Size] = []
+    for axis, size in enumerate(wanted):
+        if isinstance(size, int) and size == 0 and not allow_zero:
+            if axis >= len(data):
+                raise node.error(f"0 at position {axis} of input shape stands for a dimension that the data lacks.")
+            size = data[axis]
+        dims.append(size)
+    inferred = [axis for axis, size in enumerate(dims) if isinstance(size, int) and size == -1]
+    if len(inferred) > 1:
+        raise node.error("input shape holds -1 more than once.")
+    if inferred:
+        dims[inferred[0]] = _quotient(node, data, [d for k, d in enumerate(dims) if k != inferred[0]])
+    if any(isinstance(d, int) and d < 0 for d in dims):
+        raise node.error(f"input shape is {dims}, which has a negative dimension.")
+    return tuple(dims)
+
+
+def _quotient(node: Node, data: Shape, others: list[Size]) -> Size:
+    """product(data) / product(others): equal factors are cancelled first, since the simplifier does not do it."""
+    have, divisor = _factors(data), []
+    for factor in _factors(others):
+        match = next((k for k, f in enumerate(have) if not isinstance(f, int) and node.symbols.equal(f, factor)), None)
+        if match is None:
+            divisor.append(factor)
+        else:
+            del have[match]
+    above, below = node.simplify(product(have)), node.simplify(product(divisor))
+    if isinstance(above, int) and isinstance(below, int):
+        if below == 0 or above % below:
+            raise node.error(f"input shape does not divide the data of shape {list(data)} evenly, so -1 has no value.")
+        return above // below
+    if isinstance(below, int):
+        return node.simplify(tirx.floordiv(above, _int64(max(below, 1))))
+    # A size may be 0 at run time, where the division would trap.
+    return tirx.floordiv(_int64(above) if isinstance(above, int) else above, symbolic.maximum(below, 1))
+
+
+def _factors(dims: Any) -> list[Size]:
+    """The product of dims as a list of factors, of which at most one is a number."""
+    number, rest, queue = 1, [], list(dims)
+    while queue:
+        size = queue.pop(0)
+        if isinstance(size, tirx.Mul):
+            queue[:0] = [size.a, size.b]
+        elif isinstance(size, (int, tirx.IntImm)):
+            number *= int(size)
+        else:
+            rest.append(size)
+    return [number, *rest]
+
+
+def _run_time_dims(data: Shape, wanted: list[Any], allow_zero: bool) -> list[Any]:
+    """`_reshape_dims` on expressions, for entries known at run time only."""
+    one = _int64(1)
+    total = product(data) * one
+    if not allow_zero:
+        wanted = [tirx.Select(w == 0, data[k] * one, w) if k < len(data) else w for k, w in enumerate(wanted)]
+    known = product(tirx.Select(w == -1, one, w) for w in wanted) * one
+    return [tirx.if_then_else(w == -1, tirx.floordiv(total, tirx.max(known, one)), w) for w in wanted]
+
+
+@op("Flatten", since=1)
+def flatten(node: Node, data: Value) -> Value:
+    axis = node.attr("axis", 1)
+    if not -data.rank <= axis <= data.rank:
+        raise node.error(f"attribute axis is {axis} for data of rank {data.rank}.")
+    axis += data.rank if axis < 0 else 0
+    return reshape_to(node, data, (product(data.shape[:axis]), product(data.shape[axis:])))
+
+
+@op("Squeeze", since=1)
+def squeeze(node: Node, data: Value, axes: Value | None = None) -> Value:
+    if axes is not None and axes.constant is None:
+        return _squeeze_at_run_time(node, data, axes)
+    given = constant_ints(node, axes, "axes", "axes")
+    if given is None:
+        unsure = [k for k, d in enumerate(data.shape) if not isinstance(d, int)]
+        if unsure:
+            raise node.error(
+                f"without axes it removes all dimensions of size 1, but dimension {unsure[0]} is symbolic.",
+                "Give the axes.",
+            )
+        given = [k for k, d in enumerate(data.shape) if d == 1]
+    chosen = {static_axis(node, a, data.rank, "axes entry") for a in given}
+    for axis in chosen:
+        if isinstance(data.shape[axis], int) and data.shape[axis] != 1:
+            raise node.error(f"dimension {axis} is {data.shape[axis]} and cannot be squeezed.")
+    return reshape_to(node, data, tuple(d for k, d in enumerate(data.shape) if k not in chosen))
+
+
+def _squeeze_at_run_time(node: Node, data: Value, axes: Value) -> Value:
+    count = _length(node, axes)
+
+    def dims(entries: Any) -> list[Any]:
+        gone = [_wrapped(entries[k], data.rank) for k in range(count)]
+        kept = [tirx.Not(_any(g == axis for g in gone)) for axis in range(data.rank)]
+        place = [axis - _count_true(g < axis for g in gone) for axis in range(data.rank)]
+        return [
+            _pick([tirx.And(kept[axis], place[axis] == k) for axis in range(data.rank)], data.shape)
+            for k in range(data.rank - count)
+        ]
+
+    wide = node.emit(relax.op.astype(node.tensor(axes), "int64"))
+    result = compute_sizes(node, "squeeze_dims", data.rank - count, dims, [wide], data.shape)
+    return reshape_to(node, data, tuple(bind(node, result)))
+
+
+@op("Unsqueeze", since=1)
+def unsqueeze(node: Node, data: Value, axes: Value | None = None) -> Value:
+    if axes is not None and axes.constant is None:
+        return _unsqueeze_at_run_time(node, data, axes)
+    given = constant_ints(node, axes, "axes", "axes")
+    if given is None:
+        raise node.error("axes are missing.", "Give them; the operator requires them.")
+    rank = data.rank + len(given)
+    chosen = {static_axis(node, a, rank, "axes entry") for a in given}
+    if len(chosen) != len(given):
+        raise node.error(f"axes {given} name a dimension twice.")
+    rest = iter(data.shape)
+    return reshape_to(node, data, tuple(1 if k in chosen else next(rest) for k in range(rank)))
+
+
+def _unsqueeze_at_run_time(node: Node, data: Value, axes: Value) -> Value:
+    count = _length(node, axes)
+    rank = data.rank + count
+
+    def dims(entries: Any) -> list[Any]:
+        new = [T.bind(_wrapped(entries[k], rank)) for k in range(count)]
+        source = [T.bind(axis - _count_true(n < axis for n in new)) for axis in range(rank)]
+        return [
+            tirx.Select(
+                _any(n == axis for n in new),
+                _int64(1),
+                _pick([source[axis] == k for k in range(data.rank)], data.shape),
+            )
+            for axis in range(rank)
+        ]
+
+    wide = node.emit(relax.op.astype(node.tensor(axes), "int64"))
+    result = compute_sizes(node, "unsqueeze_dims", rank, dims, [wide], data.shape)
+    return reshape_to(node, data, tuple(bind(node, result)))
+
+
+def _length(node: Node, axes: Value) -> int:
+    if axes.rank != 1 or not isinstance(axes.shape[0], int):
+        raise node.error("input axes has a symbolic length, so the rank of the result is unknown.")
+    return axes.shape[0]
+
+
+def _wrapped(axis: Any, rank: int) -> Any:
+    return tirx.Select(axis < 0, axis + rank, axis)
+
+
+def _any(conditions: Any) -> Any:
+    return functools.reduce(tirx.Or, conditions, tirx.const(False, "bool"))
+
+
+def _count_true(conditions: Any) -> Any:
+    return functools.reduce(lambda total, c: total + tirx.Select(c, _int64(1), _int64(0)), conditions, _int64(0))
+
+
+def _pick(conditions: list[Any], dims: Shape) -> Any:
+    """The dimension whose condition holds; at most one does."""
+    result = _int64(0)
+    for condition, size in zip(conditions, dims):
+        result = tirx.Select(condition, size * _int64(1), result)
+    return result

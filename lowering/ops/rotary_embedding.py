@@ -1,0 +1,130 @@
+"""ONNX RotaryEmbedding-23: rotary position embeddings (https://arxiv.org/abs/2104.09864) as one kernel.
+
+Symbols: B batch, S sequence, H heads, D head size, R rotary_embedding_dim (R <= D), P positions in the caches.
+Dimensions d < R of a head are rotated in pairs: d and d + R / 2, or 2k and 2k + 1 where interleaved is set.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm import te, tirx
+
+from ..compute import Element, agreed, is_one, read, require_numbers, with_shape
+from ..node import Node
+from ..values import Size, Value
+from . import op
+
+
+@dataclass(frozen=True)
+class _Head:
+    """How the elements of one head are rotated."""
+
+    size: int
+    rotated: int
+    interleaved: bool
+
+    def pair(self, d: Element) -> tuple[Element, Element, Element]:
+        """For element d < rotated: its angle, the distance to the other of its pair, whether it is the first.
+
+        The angle exists, whatever d is: it is read for the elements that are not rotated, too.
+        """
+        half, two = tirx.const(self.rotated // 2, "int64"), tirx.const(2, "int64")
+        if self.interleaved:
+            first, angle, distance = tirx.floormod(d, two) == 0, tirx.floordiv(d, two), tirx.const(1, "int64")
+        else:
+            first, angle, distance = d < half, d, half
+        return tirx.floormod(angle, half), tirx.Select(first, distance, -distance), first
+
+
+@op("RotaryEmbedding", since=23)
+def rotary_embedding(node: Node, x: Value, cos: Value, sin: Value, positions: Value | None = None) -> Value:
+    """X [B, H, S, D] or [B, S, H * D]; caches [P, R / 2] with position_ids [B, S], else [B or 1, S, R / 2]."""
+    require_numbers(node, x, cos, sin)
+    if x.rank not in (3, 4):
+        raise node.error(
+            f"X has rank {x.rank}.", "X is [batch, heads, sequence, head size] or [batch, sequence, hidden]."
+        )
+    rank = 3 if positions is None else 2
+    if cos.rank != rank or sin.rank != rank:
+        raise node.error(
+            f"cos_cache and sin_cache have ranks {cos.rank} and {sin.rank}.",
+            "They are [positions, angles] with position_ids, else [batch, sequence, angles].",
+        )
+    head = _head(node, x)
+    x, cos, sin, positions = _same_sizes(node, head, x, cos, sin, positions)
+    sequence_axis = x.rank - 2 if x.rank == 4 else 1
+    dtype = x.dtype
+
+    def kernel(x: te.Tensor, cos: te.Tensor, sin: te.Tensor, *positions: te.Tensor) -> te.Tensor:
+        def angle_of(cache: te.Tensor, b: Element, s: Element, k: Element) -> Element:
+            if not positions:
+                return read(cache, (b, s, k))
+            position = read(positions[0], (b, s)).astype("int64")
+            last = cache.shape[0] - 1
+            return read(cache, (tirx.max(tirx.min(position, last), 0), k))  # memory behind the cache is never read
+
+        def rotated(*index: Element) -> Element:
+            *outer, e = index
+            d = tirx.floormod(e, tirx.const(head.size, "int64"))
+            k, distance, first = head.pair(d)
+            c, s = (angle_of(cache, index[0], index[sequence_axis], k) for cache in (cos, sin))
+            inside = d < head.rotated
+            other = read(x, (*outer, e + tirx.Select(inside, distance, tirx.const(0, "int64"))))
+            own = read(x, index)
+            y = own * c + other * tirx.Select(first, -s, s)
+            return tirx.Select(inside, y, own).astype(dtype)
+
+        return te.compute(x.shape, rotated, name="rotary_embedding")
+
+    tensors = [node.tensor(v) for v in (x, cos, sin, positions) if v is not None]
+    return node.emit_te(kernel, *tensors, primfunc_name_hint="rotary_embedding")
+
+
+def _head(node: Node, x: Value) -> _Head:
+    """Raises NodeError for a head size that is not known, odd, or smaller than rotary_embedding_dim."""
+    size = x.shape[-1]
+    heads = node.attr("num_heads", 0)
+    if not isinstance(size, int):
+        raise node.error(
+            "the last dimension of X is symbolic.", "Give it a number: heads and angles are counted by it."
+        )
+    if x.rank == 3:
+        if heads < 1 or size % heads:
+            raise node.error(
+                f"attribute num_heads is {heads} for X [batch, sequence, {size}].",
+                "Give a divisor of the last dimension.",
+            )
+        size //= heads
+    rotated = node.attr("rotary_embedding_dim", 0) or size
+    if rotated % 2 or not 0 < rotated <= size:
+        raise node.error(
+            f"{rotated} of {size} dimensions of a head cannot be rotated.", "Rotate an even number of them."
+        )
+    return _Head(size, rotated, bool(node.attr("interleaved", 0)))
+
+
+def _same_sizes(
+    node: Node, head: _Head, x: Value, cos: Value, sin: Value, positions: Value | None
+) -> tuple[Value, Value, Value, Value | None]:
+    """The inputs with equal sizes for equal meanings; a batch of 1 in caches and position_ids stays and broadcasts."""
+    sequence_axis = 1 if x.rank == 3 else 2
+    sources = [cos, sin] if positions is None else [positions]
+    batches = [v.shape[0] for v in sources if not is_one(v.shape[0])]
+    batch = agreed(node, "the batch size", x.shape[0], *batches)
+    sequence = agreed(node, "the sequence length", x.shape[sequence_axis], *(v.shape[1] for v in sources))
+    half = head.rotated // 2
+    agreed(node, "the number of angles", half, cos.shape[-1], sin.shape[-1])
+
+    def own_batch(value: Value) -> Size:
+        return 1 if is_one(value.shape[0]) else batch
+
+    shape = list(x.shape)
+    shape[0], shape[sequence_axis] = batch, sequence
+    x = with_shape(node, x, shape)
+    if positions is None:
+        cos, sin = (with_shape(node, v, (own_batch(v), sequence, half)) for v in (cos, sin))
+        return x, cos, sin, None
+    length = agreed(node, "the number of positions", cos.shape[0], sin.shape[0])
+    cos, sin = (with_shape(node, v, (length, half)) for v in (cos, sin))
+    return x, cos, sin, with_shape(node, positions, (own_batch(positions), sequence))

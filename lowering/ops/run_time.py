@@ -1,0 +1,44 @@
+"""Sizes that depend on data: computed by a small kernel at run time and bound to fresh symbols."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tvm import relax
+from tvm.script.ir_builder import tirx as T
+
+from ..node import Node
+from ..values import Size, Value
+from .kernels import loops
+
+
+def compute_sizes(
+    node: Node,
+    name: str,
+    count: int,
+    body: Callable[..., Sequence[Any]],
+    tensors: Sequence[Value],
+    sizes: Sequence[Size] = (),
+) -> Value:
+    """The int64 tensor [count] of the expressions that body(*buffers) returns; it may use the symbols of `sizes`."""
+
+    def statements(*buffers: Any) -> None:
+        *inputs, out = buffers
+        for k, value in enumerate(body(*inputs)):
+            T.buffer_store(out, value, [k])
+
+    (result,) = loops(node, name, statements, tensors, [((count,), "int64")], sizes)
+    return result
+
+
+def bind(node: Node, sizes: Value) -> list[Any]:
+    """Fresh symbols, one per element of an integer tensor of static shape [k]; no element may be negative."""
+    builder = node.importer.builder
+    tensor = node.tensor(sizes)
+    if sizes.dtype != "int64":
+        tensor = builder.emit(relax.op.astype(tensor, "int64"))
+    shape = builder.emit(relax.op.tensor_to_shape(tensor))
+    symbols = [node.symbols.fresh(f"{node.outputs[0]}_{k}") for k in range(sizes.shape[0])]
+    builder.match_cast(shape, relax.ShapeType(symbols))
+    return symbols

@@ -1,0 +1,82 @@
+"""ScatterElements, ScatterND and the old Scatter: a copy of data in which some elements are replaced or combined.
+
+Updates are applied in order, one after the other: indices may repeat.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ..node import Node
+from ..values import Value, storage_dtype
+from . import op
+from .contents import static_axis
+from .gather import wrapped
+from .kernels import grid, loops
+
+_REDUCTIONS = {
+    "none": lambda old, new: new,
+    "add": lambda old, new: old + new,
+    "mul": lambda old, new: old * new,
+    "max": tirx.max,
+    "min": tirx.min,
+}
+
+
+@op("Scatter", since=9)
+@op("ScatterElements", since=11)
+def scatter_elements(node: Node, data: Value, indices: Value, updates: Value) -> Value:
+    axis = static_axis(node, node.attr("axis", 0), data.rank)
+    combine = _reduction(node, data)
+
+    def statements(x: Any, at: Any, new: Any, out: Any) -> None:
+        _copy(x, out)
+        with grid(at.shape) as index:
+            place = T.bind(wrapped(at[index], x.shape[axis]))
+            target = (*index[:axis], place, *index[axis + 1 :])
+            T.buffer_store(out, combine(out[target], new[index]), list(target))
+
+    return _scatter(node, "scatter_elements", statements, data, indices, updates)
+
+
+@op("ScatterND", since=11)
+def scatter_nd(node: Node, data: Value, indices: Value, updates: Value) -> Value:
+    depth, outer = indices.shape[-1], indices.rank - 1
+    if not isinstance(depth, int) or depth > data.rank:
+        raise node.error(f"the last dimension of input indices is {depth}, for data of rank {data.rank}.")
+    combine = _reduction(node, data)
+
+    def statements(x: Any, at: Any, new: Any, out: Any) -> None:
+        _copy(x, out)
+        with grid(new.shape) as index:
+            places = [T.bind(wrapped(at[(*index[:outer], k)], x.shape[k])) for k in range(depth)]
+            target = (*places, *index[outer:])
+            T.buffer_store(out, combine(out[target], new[index]), list(target))
+
+    return _scatter(node, "scatter_nd", statements, data, indices, updates)
+
+
+def _scatter(node: Node, name: str, statements: Any, data: Value, indices: Value, updates: Value) -> Value:
+    if data.dtype == "complex128":
+        raise node.error("complex128 is not supported.", "Use complex64.")
+    (result,) = loops(node, name, statements, [data, indices, updates], [(data.shape, data.dtype)])
+    return result
+
+
+def _reduction(node: Node, data: Value) -> Any:
+    name = node.attr("reduction", "none")
+    if name not in _REDUCTIONS:
+        raise node.error(f"attribute reduction is '{name}'.", f"Use one of {', '.join(_REDUCTIONS)}.")
+    if name != "none" and (storage_dtype(data.dtype) != data.dtype):
+        raise node.error(f"elements of type {data.dtype} cannot be combined with reduction '{name}'.")
+    if data.dtype == "bool" and name != "none":
+        return {"add": tirx.Or, "mul": tirx.And, "max": tirx.Or, "min": tirx.And}[name]
+    return _REDUCTIONS[name]
+
+
+def _copy(source: Any, target: Any) -> None:
+    with grid(source.shape) as index:
+        T.buffer_store(target, source[index], list(index))

@@ -1,0 +1,238 @@
+"""Operators whose result depends on the order or truth of elements: TopK, ArgMax, ArgMin, NonZero, Compress, CumSum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from tvm import relax, tirx
+from tvm.script.ir_builder import tirx as T
+
+from ..node import Node
+from ..values import Shape, Size, Value, product, storage_dtype
+from . import op
+from .contents import sizes, static_axis
+from .gather import wrapped
+from .kernels import compute, empty, grid, loops, serial
+from .reshape import reshape_to
+from .run_time import bind
+
+_INT64 = "int64"
+
+
+def _less(a: Any, b: Any, dtype: str) -> Any:
+    """a < b, where NaN is larger than all numbers, as NumPy and PyTorch sort."""
+    if "float" not in dtype:
+        return a < b
+    return tirx.Or(a < b, tirx.And(_is_nan(b), tirx.Not(_is_nan(a))))
+
+
+def _is_nan(x: Any) -> Any:
+    return tirx.isnan(x.astype("float64"))
+
+
+def _rows(node: Node, data: Value, axis: int) -> Value:
+    """The data as [outer, n, inner], n being the axis."""
+    if storage_dtype(data.dtype) != data.dtype:
+        raise node.error(f"elements of type {data.dtype} have no order.", "Cast them to an ordinary number type.")
+    shape = (product(data.shape[:axis]), data.shape[axis], product(data.shape[axis + 1 :]))
+    return reshape_to(node, data, tuple(node.simplify(d) for d in shape))
+
+
+# -- sorting ----------------------------------------------------------------------------------------------------------
+
+
+@op("TopK", since=1)
+def top_k_1(node: Node, data: Value) -> tuple[Value, ...]:
+    return _top_k(node, data, node.attr("k"))
+
+
+@op("TopK", since=10)
+def top_k(node: Node, data: Value, k: Value) -> tuple[Value, ...]:
+    count = sizes(k)
+    return _top_k(node, data, bind(node, reshape_to(node, k, (1,)))[0] if count is None else count[0])
+
+
+def _top_k(node: Node, data: Value, k: Size) -> tuple[Value, ...]:
+    """A stable bottom-up merge sort of the indices of each row: equal elements keep their order."""
+    axis, largest = static_axis(node, node.attr("axis", -1), data.rank), bool(node.attr("largest", 1))
+    rows = _rows(node, data, axis)
+    outer, n, inner = rows.shape
+    if isinstance(k, int) and isinstance(n, int) and k > n:
+        raise node.error(f"k is {k}, but dimension {axis} has {n} elements.")
+
+    def statements(x: Any, values: Any, indices: Any, order: Any, merged: Any, at: Any) -> None:
+        with T.Assert(tirx.const(True, "bool") if _is(k, n) else k <= n, f"{node.where}: k exceeds the dimension"):
+            pass
+        with serial(outer) as o, serial(inner) as j:
+            with serial(n) as i:
+                T.buffer_store(order, i, [i])
+
+            def before(a: Any, b: Any) -> Any:
+                a, b = x[o, a, j], x[o, b, j]
+                return _less(b, a, data.dtype) if largest else _less(a, b, data.dtype)
+
+            _merge_sort(order, merged, at, n, before)
+            with serial(k) as i:
+                T.buffer_store(indices, order[i], [o, i, j])
+                T.buffer_store(values, x[o, order[i], j], [o, i, j])
+
+    shape = (outer, k, inner)
+    scratch = [((n,), _INT64), ((n,), _INT64), ((3,), _INT64)]
+    results = loops(node, "top_k", statements, [rows], [(shape, data.dtype), (shape, _INT64)], [k], scratch)
+    final = (*data.shape[:axis], k, *data.shape[axis + 1 :])
+    return tuple(reshape_to(node, r, final) for r in results)
+
+
+def _is(a: Size, b: Size) -> bool:
+    return isinstance(a, int) and isinstance(b, int)
+
+
+def _merge_sort(order: Any, merged: Any, at: Any, n: Size, before: Any) -> None:
+    """Sorts order[0:n]. Scratch: merged, and at, the width of the sorted runs and the heads of the two in hand."""
+    T.buffer_store(at, tirx.IntImm(_INT64, 1), [0])
+    with T.While(at[0] < n):
+        width = T.bind(at[0])
+        with serial(tirx.floordiv(n + 2 * width - 1, 2 * width)) as run:
+            low = T.bind(run * 2 * width)
+            middle, high = T.bind(tirx.min(low + width, n)), T.bind(tirx.min(low + 2 * width, n))
+            T.buffer_store(at, low, [1])
+            T.buffer_store(at, middle, [2])
+            with serial(high - low) as i:
+                left, right = T.bind(at[1]), T.bind(at[2])
+                no, yes = tirx.const(False, "bool"), tirx.const(True, "bool")
+                later_first = tirx.if_then_else(right < high, before(order[right], order[left]), no)
+                take_right = T.bind(tirx.if_then_else(left < middle, later_first, yes))
+                T.buffer_store(merged, tirx.if_then_else(take_right, order[right], order[left]), [low + i])
+                T.buffer_store(at, tirx.Select(take_right, left, left + 1), [1])
+                T.buffer_store(at, tirx.Select(take_right, right + 1, right), [2])
+        with serial(n) as i:
+            T.buffer_store(order, merged[i], [i])
+        T.buffer_store(at, 2 * width, [0])
+
+
+@op("ArgMax", since=1)
+def arg_max(node: Node, data: Value) -> Value:
+    return _arg(node, data, lambda a, b: a > b, lambda a, b: a >= b)
+
+
+@op("ArgMin", since=1)
+def arg_min(node: Node, data: Value) -> Value:
+    return _arg(node, data, lambda a, b: a < b, lambda a, b: a <= b)
+
+
+def _arg(node: Node, data: Value, better: Any, as_good: Any) -> Value:
+    """The first, or the last, of the best elements along an axis. NaN is better than all numbers, as in NumPy."""
+    axis, last = static_axis(node, node.attr("axis", 0), data.rank), bool(node.attr("select_last_index", 0))
+    rows = _rows(node, data, axis)
+    outer, n, inner = rows.shape
+    if empty((n,)):
+        raise node.error(f"dimension {axis} is empty.")
+    is_float = "float" in data.dtype
+
+    def statements(x: Any, out: Any, best: Any) -> None:
+        with serial(outer) as o, serial(inner) as j:
+            T.buffer_store(best, tirx.IntImm(_INT64, 0), [0])
+            with serial(n) as i:
+                new, old = x[o, i, j], x[o, best[0], j]
+                chosen = as_good(new, old) if last else better(new, old)
+                if is_float:
+                    chosen = tirx.Or(chosen, _is_nan(new) if last else tirx.And(_is_nan(new), tirx.Not(_is_nan(old))))
+                T.buffer_store(best, tirx.Select(chosen, i, best[0]), [0])
+            T.buffer_store(out, best[0], [o, j])
+
+    (result,) = loops(node, "arg", statements, [rows], [((outer, inner), _INT64)], scratch=[((1,), _INT64)])
+    kept = (1,) if node.attr("keepdims", 1) else ()
+    return reshape_to(node, result, (*data.shape[:axis], *kept, *data.shape[axis + 1 :]))
+
+
+# -- elements that are not zero ---------------------------------------------------------------------------------------
+
+
+@op("NonZero", since=9)
+def non_zero(node: Node, data: Value) -> Value:
+    if storage_dtype(data.dtype) != data.dtype:
+        raise node.error(f"elements of type {data.dtype} cannot be compared with zero.", "Cast them first.")
+
+    def holds(element: Any) -> Any:
+        if data.dtype == "bool":
+            return element
+        # TVM's != does not hold for NaN.
+        differs = element != tirx.const(0, data.dtype)
+        return tirx.Or(differs, _is_nan(element)) if "float" in data.dtype else differs
+
+    def count(x: Any, out: Any) -> None:
+        T.buffer_store(out, tirx.IntImm(_INT64, 0), [0])
+        with grid(x.shape) as index:
+            T.buffer_store(out, out[0] + holds(x[index]).astype(_INT64), [0])
+
+    def fill(x: Any, out: Any, place: Any) -> None:
+        T.buffer_store(place, tirx.IntImm(_INT64, 0), [0])
+        with grid(x.shape) as index, T.If(holds(x[index])), T.Then():
+            for k, i in enumerate(index):
+                T.buffer_store(out, i, [k, place[0]])
+            T.buffer_store(place, place[0] + 1, [0])
+
+    (total,) = loops(node, "count_nonzero", count, [data], [((1,), _INT64)])
+    (found,) = bind(node, total)
+    (result,) = loops(node, "nonzero", fill, [data], [((data.rank, found), _INT64)], scratch=[((1,), _INT64)])
+    return result
+
+
+@op("Compress", since=9)
+def compress(node: Node, data: Value, condition: Value) -> Value:
+    axis = node.attr("axis", None)
+    if axis is None:
+        data, axis = reshape_to(node, data, (product(data.shape),)), 0
+    axis = static_axis(node, axis, data.rank)
+    places = non_zero(node, condition)
+    shape = (*data.shape[:axis], places.shape[1], *data.shape[axis + 1 :])
+
+    def element(index: Any, x: Any, at: Any, size: Any) -> Any:
+        return x(*index[:axis], wrapped(at(0, index[axis]), size), *index[axis + 1 :])
+
+    return compute(node, "compress", element, [data, places], shape, [data.shape[axis]])
+
+
+# -- running sums -----------------------------------------------------------------------------------------------------
+
+
+@op("CumSum", since=11)
+def cum_sum(node: Node, data: Value, axis: Value) -> Value:
+    if storage_dtype(data.dtype) != data.dtype or data.dtype == "bool":
+        raise node.error(f"elements of type {data.dtype} cannot be added.", "Cast them to an ordinary number type.")
+    exclusive, reverse = bool(node.attr("exclusive", 0)), bool(node.attr("reverse", 0))
+    rank, total = data.rank, product(data.shape)
+    fixed = axis.constant
+    rest = []
+    if fixed is None:
+        rest = [node.emit(relax.op.astype(node.tensor(reshape_to(node, axis, ())), _INT64))]
+    known = None if fixed is None else static_axis(node, int(np.ravel(fixed)[0]), rank)
+
+    def statements(x: Any, *buffers: Any) -> None:
+        out = buffers[-1]
+        outer, n, inner = _split_at(data.shape, known if known is not None else buffers[0][()])
+        with serial(outer) as o, serial(n) as step:
+            i = n - 1 - step if reverse else step
+            before = inner if reverse else -inner
+            with serial(inner) as j:
+                here = T.bind((o * n + i) * inner + j)
+                added = x[here + before] if exclusive else x[here]
+                start = tirx.const(0, data.dtype) if exclusive else added
+                T.buffer_store(out, tirx.if_then_else(step == 0, start, out[here + before] + added), [here])
+
+    flat = reshape_to(node, data, (total,))
+    (result,) = loops(node, "cum_sum", statements, [flat, *rest], [((total,), data.dtype)], data.shape)
+    return reshape_to(node, result, data.shape)
+
+
+def _split_at(shape: Shape, axis: Any) -> tuple[Any, Any, Any]:
+    """The number of elements before, along and after an axis, which may be known at run time only."""
+    if isinstance(axis, int):
+        return product(shape[:axis]), shape[axis], product(shape[axis + 1 :])
+    axis, one = T.bind(tirx.floormod(axis, len(shape))), tirx.IntImm(_INT64, 1)
+    outer, n, inner = one, one, one
+    for k, size in enumerate(shape):
+        outer, inner = outer * tirx.Select(axis > k, size * one, one), inner * tirx.Select(axis < k, size * one, one)
+        n = tirx.Select(axis == k, size * one, n)
+    return T.bind(outer), T.bind(n), T.bind(inner)

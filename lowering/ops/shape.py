@@ -1,0 +1,131 @@
+"""Operators that make a tensor from sizes: Constant, Shape, Size, ConstantOfShape, EyeLike, Range; and Identity."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from tvm import tirx
+
+from .. import symbolic
+from ..node import Node
+from ..values import Shape, Size, Value, product, storage_dtype
+from . import op
+from .contents import few, sizes
+from .kernels import compute
+from .reshape import reshape_to
+from .run_time import bind, compute_sizes
+
+
+@op("Identity", since=1)
+def identity(node: Node, data: Value) -> Value:
+    return data
+
+
+@op("Constant", since=1)
+def constant(node: Node) -> Value:
+    for name in ("value", "value_float", "value_floats", "value_int", "value_ints", "value_string", "value_strings"):
+        value = node.attr(name, None)
+        if value is None:
+            continue
+        if name == "value":
+            return node.constant(value)
+        kind: Any = {"float": "float32", "int": "int64", "string": object}[
+            name.removeprefix("value_").removesuffix("s")
+        ]
+        return node.constant(np.array(value, kind))
+    raise node.error("has no value, or one of type sparse_tensor.", "Use a dense tensor.")
+
+
+@op("Shape", since=1)
+def shape(node: Node, data: Value) -> Value:
+    # start and end exist since version 15; Python's slices clamp and count from the back as ONNX does.
+    start, end = node.attr("start", 0), node.attr("end", None)
+    return node.sizes(list(data.shape[start:end]))
+
+
+@op("Size", since=1)
+def size(node: Node, data: Value) -> Value:
+    return node.sizes(np.array(product(data.shape), object))
+
+
+@op("ConstantOfShape", since=9)
+def constant_of_shape(node: Node, shape: Value) -> Value:
+    value = np.ravel(node.attr("value", np.zeros(1, np.float32)))
+    known = sizes(shape)
+    dims = tuple(bind(node, shape) if known is None else known)
+    if few(dims):
+        return node.constant(np.full(dims, value[0], value.dtype))
+    return full(node, node.constant(value.reshape(())), dims)
+
+
+def full(node: Node, scalar: Value, shape: Shape) -> Value:
+    """A tensor of that shape, each element the scalar (of shape [])."""
+    return compute(node, "full", lambda index, x: x(), [scalar], shape)
+
+
+@op("EyeLike", since=9)
+def eye_like(node: Node, data: Value) -> Value:
+    k = node.attr("k", 0)
+    given = node.attr("dtype", None)
+    dtype = data.dtype if given is None else ir.DataType(given).numpy().name
+    if storage_dtype(dtype) != dtype:
+        raise node.error(f"attribute dtype asks for {dtype}, which cannot be computed with.", "Use a wider type.")
+
+    def element(index: Any, *_: Any) -> Any:
+        return tirx.Select(index[1] == index[0] + k, tirx.const(1, dtype), tirx.const(0, dtype))
+
+    return compute(node, "eye", element, [data], data.shape, dtype=dtype)
+
+
+@op("Range", since=11)
+def range_(node: Node, start: Value, limit: Value, delta: Value) -> Value:
+    ends = [e[0] for e in (sizes(v) for v in (start, limit, delta)) if e is not None]
+    if len(ends) == 3 and isinstance(ends[2], int):
+        return _range_of_sizes(node, ends[0], ends[1], ends[2], dtype=start.dtype)
+    scalars = [reshape_to(node, v, ()) for v in (start, limit, delta)]
+    wide = "float64" if "float" in start.dtype else "int64"
+
+    def length(first: Any, last: Any, step: Any) -> list[Any]:
+        a, b, d = (x[()].astype(wide) for x in (first, last, step))
+        if wide == "float64":
+            return [tirx.max(tirx.ceil((b - a) / d), tirx.const(0.0, wide)).astype("int64")]
+        zero = tirx.IntImm("int64", 0)
+        up, down = tirx.floordiv(b - a + d - 1, d), tirx.floordiv(a - b - d - 1, -d)
+        return [tirx.max(tirx.if_then_else(d > 0, up, tirx.if_then_else(d < 0, down, zero)), zero)]
+
+    (count,) = bind(node, compute_sizes(node, "range_length", 1, length, scalars))
+
+    def element(index: Any, first: Any, _: Any, step: Any) -> Any:
+        return first() + index[0].astype(start.dtype) * step()
+
+    return compute(node, "range", element, scalars, (count,), dtype=start.dtype)
+
+
+def _range_of_sizes(node: Node, start: Size, limit: Size, delta: int, dtype: str) -> Value:
+    if delta == 0:
+        raise node.error("input delta is 0.")
+    span = node.simplify(limit - start if delta > 0 else start - limit)
+    count = node.simplify(ceil_div(nonnegative(node, span), abs(delta)))
+    if few((count,)):
+        return node.sizes([start + k * delta for k in range(count)], dtype)
+
+    def element(index: Any, first: Any) -> Any:
+        return (first + index[0] * delta).astype(dtype)
+
+    return compute(node, "range", element, [], (count,), [start], dtype)
+
+
+def nonnegative(node: Node, size: Size) -> Size:
+    """max(size, 0), as simple as what is known of the symbols allows."""
+    if node.symbols.prove(size >= 0):
+        return size
+    return 0 if node.symbols.prove(size <= 0) else symbolic.maximum(size, 0)
+
+
+def ceil_div(a: Size, b: int) -> Size:
+    """ceil(a / b) for b > 0."""
+    if isinstance(a, int):
+        return -(-a // b)
+    return a if b == 1 else tirx.floordiv(a + (b - 1), b)

@@ -1,0 +1,165 @@
+"""Slice: bounds that are numbers, sizes, or known at run time only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from tvm import relax, tirx
+from tvm.script.ir_builder import tirx as T
+
+from .. import symbolic
+from ..node import Node
+from ..values import Shape, Size, Value
+from . import op
+from .contents import constant_ints, few, movable, moved, sizes, static_axis
+from .kernels import compute
+from .run_time import bind, compute_sizes
+from .shape import ceil_div, nonnegative
+
+# INT_MAX and INT_MIN stand for "to the end": clipped, so that adding a size to them does not overflow.
+_FAR = 2**48
+
+
+@op("Slice", since=1)
+def slice_1(node: Node, data: Value) -> Value:
+    axes, starts, ends = (node.attr(name, None) for name in ("axes", "starts", "ends"))
+    axes = range(len(starts)) if axes is None else axes
+    return slice_axes(node, data, [static_axis(node, a, data.rank) for a in axes], starts, ends, [1] * len(starts))
+
+
+@op("Slice", since=10)
+def slice_10(
+    node: Node, data: Value, starts: Value, ends: Value, axes: Value | None = None, steps: Value | None = None
+) -> Value:
+    first, last = sizes(starts), sizes(ends)
+    count = starts.shape[0]
+    if not isinstance(count, int):
+        raise node.error("input starts has a symbolic length.", "Give it a fixed one.")
+    stride = [1] * count if steps is None else sizes(steps)
+    if axes is not None and axes.constant is None:
+        return _slice_at_run_time(node, data, starts, ends, axes, steps)
+    given = constant_ints(node, axes, None, "axes") or list(range(count))
+    chosen = [static_axis(node, a, data.rank, "axes entry") for a in given]
+    if first is None or last is None or stride is None or not all(isinstance(s, int) for s in stride):
+        return _slice_at_run_time(node, data, starts, ends, node.constant(np.array(chosen, "int64")), steps)
+    return slice_axes(node, data, chosen, first, last, stride)
+
+
+def slice_axes(
+    node: Node, data: Value, axes: list[int], starts: list[Size], ends: list[Size], steps: list[int]
+) -> Value:
+    """data[..., start:end:step, ...] along each of the axes, with ONNX's rules for negative and too large bounds."""
+    begins, strides, dims = [0] * data.rank, [1] * data.rank, list(data.shape)
+    for axis, start, end, step in zip(axes, starts, ends, steps):
+        if step == 0:
+            raise node.error("a step of 0 is not allowed.")
+        begins[axis], dims[axis] = _bounds(node, data.shape[axis], start, end, step)
+        strides[axis] = step
+    return cut(node, data, begins, strides, tuple(dims))
+
+
+def cut(node: Node, data: Value, begins: list[Size], strides: list[int], dims: Shape) -> Value:
+    """The elements begin + i * stride, i < dim, of every dimension; all of them exist."""
+    whole = all(node.symbols.equal(d, e) for d, e in zip(dims, data.shape))
+    if whole and all(s == 1 for s in strides):
+        return data
+    if movable(data) and few(dims) and all(isinstance(b, int) for b in begins):
+        assert data.contents is not None
+        picks = [np.arange(d) * s + b for b, d, s in zip(begins, dims, strides)]
+        return moved(node, data, data.contents[np.ix_(*picks)])
+
+    def element(index: Any, x: Any, *first: Any) -> Any:
+        return x(*(b + i * s for b, i, s in zip(first, index, strides)))
+
+    return compute(node, "slice", element, [data], dims, begins)
+
+
+def _bounds(node: Node, dim: Size, start: Size, end: Size, step: int) -> tuple[Size, Size]:
+    """First index and length of start:end:step in a dimension."""
+    if step > 0:
+        low, high = _clamp(node, start, dim, 0, dim), _clamp(node, end, dim, 0, dim)
+        span = high - low
+    else:
+        low, high = _clamp(node, start, dim, 0, dim - 1), _clamp(node, end, dim, -1, dim - 1)
+        span = low - high
+    length = node.simplify(ceil_div(nonnegative(node, node.simplify(span)), abs(step)))
+    return node.simplify(low), length
+
+
+def _clamp(node: Node, bound: Size, dim: Size, least: Size, most: Size) -> Size:
+    """The bound, counted from the back where negative, inside [least, most]."""
+    if isinstance(bound, int):
+        bound = max(-_FAR, min(bound, _FAR))
+    prove = node.symbols.prove
+    if prove(bound >= 0):
+        return _minimum(node, bound, most)
+    if prove(bound < 0):
+        return _maximum(node, node.simplify(bound + dim), least)
+    wrapped = tirx.Select(bound < 0, bound + dim, bound)
+    return symbolic.minimum(symbolic.maximum(wrapped, least), most)
+
+
+def _minimum(node: Node, a: Size, b: Size) -> Size:
+    if node.symbols.prove(a <= b):
+        return a
+    return b if node.symbols.prove(b <= a) else symbolic.minimum(a, b)
+
+
+def _maximum(node: Node, a: Size, b: Size) -> Size:
+    if node.symbols.prove(a >= b):
+        return a
+    return b if node.symbols.prove(b >= a) else symbolic.maximum(a, b)
+
+
+def _slice_at_run_time(node: Node, data: Value, starts: Value, ends: Value, axes: Value, steps: Value | None) -> Value:
+    """First index, step and length of the dimensions that may be cut come from a kernel."""
+    rank, count = data.rank, starts.shape[0]
+    steps = node.constant(np.ones(count, "int64")) if steps is None else steps
+    inputs = [node.emit(relax.op.astype(node.tensor(v), "int64")) for v in (starts, ends, axes, steps)]
+    known = None if axes.constant is None else {int(a) for a in axes.constant}
+    cut = [k for k in range(rank) if known is None or k in known]
+
+    def bounds(first: Any, last: Any, axis: Any, stride: Any) -> list[Any]:
+        begins, strides, lengths = [], [], []
+        for k in cut:
+            dim = data.shape[k] * tirx.IntImm("int64", 1)
+            begin, step, length = tirx.IntImm("int64", 0), tirx.IntImm("int64", 1), dim
+            for j in range(count):
+                here = T.bind(tirx.floormod(axis[j], rank) == k)
+                b, n = (T.bind(v) for v in _run_time_bounds(dim, first[j], last[j], stride[j]))
+                begin, step, length = (
+                    T.bind(tirx.Select(here, new, old)) for new, old in ((b, begin), (stride[j], step), (n, length))
+                )
+            begins.append(begin)
+            strides.append(step)
+            lengths.append(length)
+        return begins + strides + lengths
+
+    table = compute_sizes(node, "slice_bounds", 3 * len(cut), bounds, inputs, data.shape)
+    lengths = slice_axes(node, table, [0], [2 * len(cut)], [3 * len(cut)], [1])
+    dims: list[Size] = list(data.shape)
+    for k, symbol in zip(cut, bind(node, lengths)):
+        dims[k] = symbol
+
+    def element(index: Any, x: Any, entry: Any) -> Any:
+        place = list(index)
+        for j, k in enumerate(cut):
+            place[k] = entry(j) + index[k] * entry(len(cut) + j)
+        return x(*place)
+
+    return compute(node, "slice", element, [data, table], tuple(dims))
+
+
+def _run_time_bounds(dim: Any, start: Any, end: Any, step: Any) -> tuple[Any, Any]:
+    zero = tirx.IntImm("int64", 0)
+    forward = step > 0
+    least, most = tirx.Select(forward, zero, zero - 1), tirx.Select(forward, dim, dim - 1)
+
+    def clamp(bound: Any, low: Any) -> Any:
+        return tirx.min(tirx.max(tirx.Select(bound < 0, bound + dim, bound), low), most)
+
+    low, high = T.bind(clamp(start, zero)), T.bind(clamp(end, least))
+    up, down = tirx.floordiv(high - low + step - 1, step), tirx.floordiv(low - high - step - 1, zero - step)
+    length = tirx.if_then_else(forward, up, tirx.if_then_else(step < 0, down, zero))
+    return low, tirx.max(length, zero)

@@ -1,0 +1,62 @@
+"""ai.onnx TensorScatter-24 (https://onnx.ai/onnx/operators/onnx__TensorScatter.html): the cache update."""
+
+from __future__ import annotations
+
+from ..node import Node
+from ..scatter import CacheUpdate, copy_and_update
+from ..values import Size, Value, storage_dtype, storage_shape
+from . import op
+from .asserted import asserted
+
+
+@op("TensorScatter", since=24)
+def tensor_scatter(node: Node, past_cache: Value, update: Value, write_indices: Value | None = None) -> Value:
+    """present_cache. Rows that a write index puts outside a linear cache are dropped; circular indices wrap."""
+    rank = past_cache.rank
+    if rank < 2 or update.rank != rank:
+        raise node.error(
+            f"inputs past_cache and update have ranks {rank} and {update.rank}.", "Use one rank of 2 or more."
+        )
+    if update.dtype != past_cache.dtype:
+        raise node.error(f"input past_cache is {past_cache.dtype} and update is {update.dtype}.", "Give them one type.")
+    given = node.attr("axis", -2)
+    axis = given + rank if given < 0 else given
+    if not 1 <= axis < rank:
+        raise node.error(
+            f"attribute axis is {given}, for inputs of rank {rank}.", f"Use 1 to {rank - 1}; axis 0 is the batch."
+        )
+    mode = node.attr("mode", "linear")
+    if mode not in ("linear", "circular"):
+        raise node.error(f"attribute mode is '{mode}'.", "Use 'linear' or 'circular'.")
+    max_len, length = past_cache.shape[axis], update.shape[axis]
+    if isinstance(max_len, int) and isinstance(length, int) and length > max_len:
+        raise node.error(
+            f"input update has {length} rows, for a cache of {max_len}.", "Write fewer rows, or enlarge the cache."
+        )
+    for k, (size, other) in enumerate(zip(past_cache.shape, update.shape)):
+        if k != axis and isinstance(size, int) and isinstance(other, int) and size != other:
+            raise node.error(f"dimension {k} of past_cache is {size}, and of update {other}.", "Make them equal.")
+    update = asserted(node, update, (*past_cache.shape[:axis], length, *past_cache.shape[axis + 1 :]))
+    if write_indices is not None:
+        if write_indices.dtype != "int64" or write_indices.rank != 1:
+            what = f"{write_indices.dtype} of rank {write_indices.rank}"
+            raise node.error(f"input write_indices is {what}.", "Make it int64 [batch].")
+        count, batch = write_indices.shape[0], past_cache.shape[0]
+        if isinstance(count, int) and isinstance(batch, int) and count != batch:
+            raise node.error(f"input write_indices has {count} elements, for a batch of {batch}.", "Make it [batch].")
+        write_indices = asserted(node, write_indices, past_cache.shape[:1])
+    stored = CacheUpdate(
+        dtype=storage_dtype(past_cache.dtype),
+        dims=tuple(_known(d) for d in storage_shape(past_cache.dtype, past_cache.shape)),
+        length=_known(length),
+        axis=axis,
+        circular=mode == "circular",
+        indices=write_indices is not None,
+    )
+    arguments = [node.tensor(value) for value in (past_cache, update, write_indices) if value is not None]
+    outputs = [(past_cache.shape, past_cache.dtype)]
+    return node.call_tir(copy_and_update(stored), arguments, outputs, "update_cache")[0]
+
+
+def _known(size: Size) -> int | None:
+    return size if isinstance(size, int) else None

@@ -1,0 +1,1 @@
+"""Passes of our own in lowering/pipeline.py's list, one per file."""

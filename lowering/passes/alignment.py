@@ -1,0 +1,61 @@
+"""Generated code must not assume more alignment than callers' arrays have.
+
+TVM takes every buffer for 64-byte aligned and LLVM then emits aligned vector loads, which crash on a NumPy array
+(16 bytes) or on a slice of one (the size of an element).
+"""
+
+from __future__ import annotations
+
+import tvm
+import tvm_ffi
+from tvm import s_tir, tirx
+from tvm.tirx.buffer import is_buffer_var
+
+
+def assume_element_alignment(mod: tvm.IRModule) -> tvm.IRModule:
+    """The module with every buffer that lies in memory from outside assumed aligned to its element's size, no more.
+
+    Those are the parameters of all PrimFuncs and the views that blocks and declarations make of them. Buffers that a
+    function allocates itself keep their alignment: accumulators must not straddle cache lines.
+    """
+    changed = {v: _changed(f) for v, f in mod.functions_items() if isinstance(f, tirx.PrimFunc)}
+    mod = mod.clone()
+    for variable, function in changed.items():
+        mod.update_func(variable, function)
+    return mod
+
+
+def _changed(function: tirx.PrimFunc) -> tirx.PrimFunc:
+    allocated: set[tirx.Buffer] = set()
+    tvm_ffi.structural_walk(
+        function,
+        [
+            (tirx.AllocBuffer, lambda s: allocated.add(s.buffer)),
+            (s_tir.SBlock, lambda s: allocated.update(s.alloc_buffers)),
+        ],
+    )
+    known: dict[tirx.Buffer, tirx.Buffer] = {}
+
+    def replace(variable: tvm.ir.Var) -> tvm.ir.Var:
+        if not is_buffer_var(variable) or variable in allocated:
+            return variable
+        if variable not in known:
+            known[variable] = _with_alignment(variable)
+        return known[variable]
+
+    return tvm_ffi.structural_map(function, (tvm.ir.Var, replace))
+
+
+def _with_alignment(buffer: tirx.Buffer) -> tirx.Buffer:
+    kind = buffer.ty
+    return tirx.decl_buffer(
+        kind.shape,
+        kind.dtype,
+        buffer.name,
+        strides=kind.strides,
+        elem_offset=kind.elem_offset,
+        scope=buffer.scope(),
+        data_alignment=max(1, tvm.DataType(buffer.dtype).bits // 8),
+        offset_factor=kind.offset_factor,
+        layout=kind.layout,
+    )

@@ -1,0 +1,237 @@
+"""Donation: cache updates that start from a donated input are done in its own memory, where that is proved safe.
+
+`call_tir_inplace` checks neither aliasing nor liveness: a later reader of the old cache would see the new rows. So, for
+each cache update on the way from a donated input to its output, in the final order of execution:
+
+1. Readers of the old value behind the update that do not depend on it are moved in front of it.
+2. Any other reader behind it (a second update of the same cache, an output that is the old cache itself) gets a copy
+   made before the update, and `notes` says so.
+3. An update tensor that shares the cache's memory is copied first.
+
+Donated or not, the pass ends with rule 4: an output that would be an input's, a weight's or another output's own memory
+is a copy, since the caller may write to either.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tvm
+from tvm import relax, te, tirx
+
+from ..scatter import ATTRIBUTE, in_place
+
+_VIEWS = ("relax.reshape", "relax.memory.view", "relax.memory.ensure_zero_offset")
+
+
+def donate(mod: tvm.IRModule, donated: dict[int, int], notes: list[str]) -> tvm.IRModule:
+    """The module with donated caches updated in place.
+
+    donated: position of an input -> position of its output.
+        `main` must hold no dataflow blocks: their order is not the order of execution.
+    """
+    editor = _Editor(mod)
+    for parameter, output in donated.items():
+        editor.update_in_place(parameter, output, notes)
+    editor.copy_shared_outputs(donated)
+    return editor.finish()
+
+
+class _Editor:
+    """`main` as a flat list of bindings and a list of outputs, both open to change."""
+
+    def __init__(self, mod: tvm.IRModule) -> None:
+        self.mod = mod
+        self.main = mod["main"]
+        self.bindings: list[Any] = [b for block in self.main.body.blocks for b in block.bindings]
+        result = self.main.body.body
+        while isinstance(result, relax.Var):
+            result = self._definition(result).value
+        self.outputs = list(result.fields)
+        self.builder = relax.BlockBuilder(mod)
+
+    # -- questions ----------------------------------------------------------------------------------------------------
+
+    def _position(self, var: relax.Var) -> int:
+        return next(k for k, b in enumerate(self.bindings) if b.var.same_as(var))
+
+    def _definition(self, var: relax.Var) -> Any:
+        return self.bindings[self._position(var)]
+
+    def _root(self, expr: Any) -> Any:
+        """The variable whose memory `expr` is: views, casts and names of it are followed."""
+        while True:
+            source = next((_viewed(b) for b in self.bindings if b.var.same_as(expr)), None)
+            if source is None:
+                return expr
+            expr = source
+
+    def _reads(self, expr: Any, root: Any) -> bool:
+        return any(self._root(v).same_as(root) for v in relax.analysis.free_vars(expr))
+
+    def _depends(self, start: int) -> set[int]:
+        """Positions of the bindings that use the result of binding `start`, directly or not."""
+        tainted = [self.bindings[start].var]
+        found = set()
+        for k in range(start + 1, len(self.bindings)):
+            used = relax.analysis.free_vars(self.bindings[k].value)
+            if any(u.same_as(t) for u in used for t in tainted):
+                found.add(k)
+                tainted.append(self.bindings[k].var)
+        return found
+
+    def _scatter(self, binding: Any) -> tirx.PrimFunc | None:
+        """The cache update that the binding calls, if it is one (still copying)."""
+        value = binding.value
+        if not (isinstance(value, relax.Call) and value.op == tvm.ir.Op.get("relax.call_tir")):
+            return None
+        function = self.mod[value.args[0]]
+        return function if function.attrs is not None and ATTRIBUTE in function.attrs else None
+
+    # -- edits --------------------------------------------------------------------------------------------------------
+
+    def update_in_place(self, parameter: int, output: int, notes: list[str]) -> None:
+        """Makes every cache update between the input and the output write into the input's memory."""
+        cache = self.main.params[parameter]
+        chain = []
+        var = self._root(self.outputs[output])
+        while not var.same_as(cache):
+            binding = self._definition(var)
+            chain.append(binding.var)
+            var = self._root(binding.value.args[1].fields[0])
+        for result in reversed(chain):
+            self._convert(cache, result, notes)
+
+    def _convert(self, cache: relax.Var, result: relax.Var, notes: list[str]) -> None:
+        position = self._position(result)
+        old = self._root(self.bindings[position].value.args[1].fields[0])
+        position = self._hoist_readers(position, old)
+        late = [b for b in self.bindings[position + 1 :] if _viewed(b) is None and self._reads(b.value, old)]
+        late_outputs = [k for k, o in enumerate(self.outputs) if self._root(o).same_as(old)]
+        if late or late_outputs:
+            copied = self._insert_copy(position, old)
+            position += 1
+            self._redirect(position + 1, old, copied)
+            what = "is also an output" if late_outputs else "is read after it was updated"
+            notes.append(f"the donated cache '{cache.name}' {what}: its old value is copied on every call.")
+        call = self.bindings[position].value
+        arguments = list(call.args[1].fields)
+        for k, argument in enumerate(arguments[1:], start=1):
+            if isinstance(argument, relax.Var) and self._root(argument).same_as(old):
+                arguments[k] = self._insert_copy(position, argument)
+                position += 1
+        function = self.builder.add_func(in_place(self._scatter(self.bindings[position])), "update_cache_in_place")
+        self.mod = self.builder.get()
+        self.bindings[position] = relax.VarBinding(
+            result, relax.op.call_tir_inplace(function, relax.Tuple(arguments), [0], result.ty)
+        )
+
+    def _hoist_readers(self, position: int, old: Any) -> int:
+        """Moves what reads the old value and does not depend on the update in front of it; returns the update's
+        place."""
+        dependent = self._depends(position)
+        later = range(position + 1, len(self.bindings))
+        readers = [k for k in later if k not in dependent and self._reads(self.bindings[k].value, old)]
+        moved: set[int] = set()
+        pending = readers
+        while pending:
+            k = pending.pop()
+            if k in moved or k <= position:
+                continue
+            if _writes(self.bindings[k]):
+                return position  # an update of another cache stays where its own readers were ordered around it
+            moved.add(k)
+            used = relax.analysis.free_vars(self.bindings[k].value)
+            pending += [j for j in later if any(self.bindings[j].var.same_as(u) for u in used)]
+        front = [self.bindings[k] for k in sorted(moved)]
+        rest = [self.bindings[k] for k in later if k not in moved]
+        self.bindings = self.bindings[:position] + front + [self.bindings[position]] + rest
+        return position + len(front)
+
+    def _insert_copy(self, position: int, source: relax.Var) -> relax.Var:
+        call = self.builder.call_te(_copied, source, primfunc_name_hint="copy")
+        self.mod = self.builder.get()
+        copied = relax.Var(f"{source.name}_copy", source.ty)
+        self.bindings.insert(position, relax.VarBinding(copied, call))
+        return copied
+
+    def _redirect(self, start: int, old: Any, new: relax.Var) -> None:
+        """Lets everything from `start` on, and the outputs, read `new` where they read `old` or a view of it."""
+        twins: list[tuple[Any, Any]] = [(old, new)]
+
+        def twin(var: Any) -> Any:
+            known = next((t for v, t in twins if v.same_as(var)), None)
+            if known is None:
+                binding = self._definition(var)
+                source = _viewed(binding)
+                known = relax.Var(var.name, var.ty)
+                made = _rebound(binding, known, source, twin(source))
+                self.bindings.insert(start + len(twins) - 1, made)
+                twins.append((var, known))
+            return known
+
+        readers = [b for b in self.bindings[start:] if _viewed(b) is None and self._reads(b.value, old)]
+        for reader in readers:
+            for used in relax.analysis.free_vars(reader.value):
+                if self._root(used).same_as(old):
+                    replacement = twin(used)
+                    at = self._position(reader.var)
+                    self.bindings[at] = _rebound(self.bindings[at], reader.var, used, replacement)
+        self.outputs = [twin(o) if self._root(o).same_as(old) else o for o in self.outputs]
+
+    def copy_shared_outputs(self, donated: dict[int, int]) -> None:
+        taken = {donated_output: self.main.params[p] for p, donated_output in donated.items()}
+        owners: list[Any] = list(self.main.params)
+        for k, output in enumerate(self.outputs):
+            if not isinstance(output, relax.Var):
+                continue
+            root = self._root(output)
+            if k in taken:
+                continue
+            if any(root.same_as(o) for o in owners):
+                self.outputs[k] = self._insert_copy(len(self.bindings), output)
+            else:
+                owners.append(root)
+
+    def finish(self) -> tvm.IRModule:
+        body = relax.SeqExpr([relax.BindingBlock(self.bindings)], relax.Tuple(self.outputs))
+        main = relax.Function(self.main.params, body, self.main.ret_ty, self.main.is_pure, self.main.attrs)
+        self.mod["main"] = main
+        return self.mod
+
+
+def _viewed(binding: Any) -> Any:
+    """What the binding is a view of, or None if it owns its memory."""
+    value = binding.value
+    if isinstance(binding, relax.MatchCast) or isinstance(value, relax.Var):
+        return value
+    if isinstance(value, relax.Call) and getattr(value.op, "name", "") in _VIEWS:
+        return value.args[0]
+    return None
+
+
+def _writes(binding: Any) -> bool:
+    value = binding.value
+    return isinstance(value, relax.Call) and getattr(value.op, "name", "") == "relax.call_tir_inplace"
+
+
+def _rebound(binding: Any, var: Any, old: Any, new: Any) -> Any:
+    """The binding with another result variable, reading `new` where it read `old`."""
+    value = _Rename(old, new).visit_expr(binding.value)
+    if isinstance(binding, relax.MatchCast):
+        return relax.MatchCast(var, value, binding.ty)
+    return relax.VarBinding(var, value)
+
+
+@relax.expr_functor.mutator
+class _Rename(relax.PyExprMutator):
+    def __init__(self, old: Any, new: Any) -> None:
+        super().__init__()
+        self.old, self.new = old, new
+
+    def visit_var_(self, var: Any) -> Any:
+        return self.new if var.same_as(self.old) else var
+
+
+def _copied(source: te.Tensor) -> te.Tensor:
+    return te.compute(source.shape, lambda *i: source(*i), "copy")

@@ -1,0 +1,85 @@
+"""The pipeline: one flat, named list of passes from an imported model to TensorIR and VM instructions.
+
+Order matters where a comment says so. `dump(name, module)` is called after each pass when the caller wants to look
+inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import tvm
+from tvm import relax
+
+import schedules
+
+from .importer import Imported
+from .passes.alignment import assume_element_alignment
+from .passes.donation import donate
+from .passes.pack_weights import pack_weights
+from .passes.release import add_release
+from .passes.sizes_first import sizes_first
+from .target import Target
+
+Dump = Callable[[str, tvm.IRModule], None]
+
+
+def lower(
+    imported: Imported, target: Target, donated: dict[int, int], notes: list[str], dump: Dump | None = None
+) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
+    """The module ready for code generation, and the weights by parameter name in the order of the weights tuple.
+
+    donated maps the position of a consumed input to the output that takes over its memory. What could not be done in
+    place is said in `notes`.
+    """
+    t = relax.transform
+    weights = dict(imported.weights)
+
+    def pack(mod: tvm.IRModule) -> tvm.IRModule:
+        nonlocal weights
+        mod, weights = pack_weights(mod, weights, target.tvm)
+        return mod
+
+    passes: list[tuple[str, Callable[[tvm.IRModule], tvm.IRModule]]] = [
+        # Relax: what the model computes
+        ("canonicalize", t.CanonicalizeBindings()),
+        ("to_dataflow", t.ConvertToDataflow(min_size=1)),
+        ("eliminate_common_subexpressions", t.EliminateCommonSubexpr()),
+        ("eliminate_dead_code", t.DeadCodeElimination()),
+        ("pack_weights", pack),
+        # Relax to TensorIR, fused
+        # Reshapes stay operators, which share memory with what they reshape; as kernels they would copy and divide.
+        ("legalize", t.LegalizeOps({"relax.reshape": lambda _, call: call})),
+        ("annotate_patterns", t.AnnotateTIROpPattern()),
+        ("fold_constants", t.FoldConstant()),
+        ("fuse_ops", t.FuseOps()),
+        ("fuse_tir", t.FuseTIR()),
+        ("eliminate_dead_functions", t.DeadCodeElimination()),
+        ("sizes_first", sizes_first),
+        # Fusion may move a reader behind a write: only now is the order of execution final.
+        ("to_non_dataflow", t.ToNonDataflow()),
+        ("donate", lambda mod: donate(mod, donated, notes)),
+        # How it runs
+        ("schedule", lambda mod: schedules.apply(mod, target.tvm)),
+        ("assume_element_alignment", assume_element_alignment),
+        # Virtual machine
+        ("add_release", add_release),
+        ("bundle_weights", lambda mod: t.BundleModelParams("weights")(mod) if weights else mod),
+        ("remove_purity_checking", t.RemovePurityChecking()),
+        ("lower_call_tir", t.CallTIRRewrite()),
+        ("plan_memory", t.StaticPlanBlockMemory()),
+        ("lower_allocations", t.LowerAllocTensor()),
+        ("free_after_last_use", t.KillAfterLastUse()),
+        ("lower_builtins", t.LowerRuntimeBuiltin()),
+        ("compute_sizes", t.ComputePrimValue()),
+        ("lower_shapes", t.VMShapeLower()),
+        ("attach_symbols", t.AttachGlobalSymbol()),
+    ]
+    module = imported.module
+    with target.tvm:
+        for name, run in passes:
+            module = run(module)
+            if dump is not None:
+                dump(name, module)
+    return module, weights

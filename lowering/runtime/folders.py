@@ -1,0 +1,43 @@
+"""Writing an artifact folder: the whole of it or nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..errors import ArtifactError
+from ..manifest import CODE, FILE, WEIGHTS
+
+# What an artifact consists of; only folders that hold nothing else are ever replaced.
+FILES = frozenset({FILE, CODE, WEIGHTS, "model.h", "host.hpp"})
+
+
+@contextmanager
+def replaced_folder(folder: Path) -> Iterator[Path]:
+    """Yields a new folder beside `folder`, which takes its place when the block ends, and is removed if it raises.
+
+    An artifact that is already there stays whole until then, also for processes that have it loaded. Raises
+    ArtifactError where `folder` holds something that is no artifact.
+    """
+    folder = folder.absolute()
+    foreign = sorted(set(os.listdir(folder)) - FILES) if folder.is_dir() else [folder.name] if folder.exists() else []
+    if foreign:
+        raise ArtifactError(
+            f"'{folder}' holds '{foreign[0]}', which is no part of an artifact, and would be replaced. "
+            "Name a new folder, or one that holds nothing but an artifact."
+        )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        fresh, old = work / "new", work / "old"
+        fresh.mkdir()
+        yield fresh
+        if folder.exists():
+            folder.rename(old)
+        fresh.rename(folder)
+    finally:
+        shutil.rmtree(work)

@@ -1,0 +1,340 @@
+// Runs compiled models of onnx-lowering in C++17 applications.
+//
+//   #include "out/model.h"                                   // generated, beside model.so
+//   lowering::Model model("out", model::spec);
+//   auto outputs = model.run({{"x", lowering::view(x.data(), {4, 64})}});
+//   const float* y = static_cast<const float*>(outputs.at("y").data_ptr());
+//
+// Needs the headers of tvm_ffi (`tvm-ffi-config --cxxflags`), libtvm_ffi and libtvm_runtime:
+//   g++ -std=c++17 main.cc $(tvm-ffi-config --cxxflags --ldflags --libs)
+//       -L$TVM/lib -Wl,--no-as-needed -ltvm_runtime -Wl,-rpath,$TVM/lib
+//
+// Errors are exceptions: std::runtime_error for an artifact that cannot be loaded, std::invalid_argument for inputs
+// that the model does not take (nothing is written then). Tensors hold elements of the storage types in model.h: one
+// int4 per int8, strings as the int32 codes of the manifest. Of weights.bin only the size is checked.
+// Every artifact brings its copy of this file: a guard, which #pragma once would not be.
+#ifndef LOWERING_HOST_HPP
+#define LOWERING_HOST_HPP
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <tvm/ffi/extra/module.h>
+#include <tvm/ffi/tvm_ffi.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <fstream>
+#include <iterator>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <set>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+namespace lowering {
+
+using Tensor = tvm::ffi::Tensor;
+
+// -- what model.h describes ------------------------------------------------------------------------------------------
+
+// A size, or the name of a symbolic one.
+struct Dim {
+  int64_t size;
+  const char* name;
+};
+
+// donated_to is the output that takes over an input's memory, -1 for inputs that are only read.
+struct TensorSpec {
+  const char* name;
+  const char* dtype;
+  std::vector<Dim> dims;
+  int donated_to;
+};
+
+struct WeightSpec {
+  const char* dtype;
+  std::vector<int64_t> dims;
+  size_t offset, nbytes;
+};
+
+struct Spec {
+  std::vector<TensorSpec> inputs, outputs;
+  std::vector<WeightSpec> weights;
+  std::map<std::string, std::pair<int64_t, int64_t>> ranges;
+  std::vector<const char*> cpu_features;
+  int threads;
+  uint32_t code_crc;
+};
+
+// -- tensors ---------------------------------------------------------------------------------------------------------
+
+// A tensor over memory of the caller, which must outlive it: contiguous, aligned to its elements.
+inline Tensor view(const void* data, const char* dtype, const std::vector<int64_t>& shape) {
+  struct Borrowed {
+    void* data;
+    void AllocData(DLTensor* tensor) { tensor->data = data; }
+    void FreeData(DLTensor*) {}
+  };
+  return Tensor::FromNDAlloc(Borrowed{const_cast<void*>(data)}, tvm::ffi::ShapeView(shape.data(), shape.size()),
+                             tvm::ffi::StringToDLDataType(dtype), DLDevice{kDLCPU, 0});
+}
+
+template <class T>
+Tensor view(const T* data, const std::vector<int64_t>& shape) {
+  static_assert(std::is_arithmetic_v<T>, "name the element type: view(data, \"bfloat16\", shape)");
+  std::string dtype = std::is_same_v<T, bool>        ? "bool"
+                      : std::is_floating_point_v<T>  ? "float" + std::to_string(8 * sizeof(T))
+                      : std::is_unsigned_v<T>        ? "uint" + std::to_string(8 * sizeof(T))
+                                                     : "int" + std::to_string(8 * sizeof(T));
+  return view(static_cast<const void*>(data), dtype.c_str(), shape);
+}
+
+namespace details {
+
+inline char* begin(const Tensor& tensor) { return static_cast<char*>(tensor.data_ptr()) + tensor.byte_offset(); }
+inline char* end(const Tensor& tensor) { return begin(tensor) + tvm::ffi::GetDataSize(*tensor.GetDLTensorPtr()); }
+
+inline Tensor copy_of(const Tensor& source) {
+  struct Owned {
+    void AllocData(DLTensor* tensor) {
+      tensor->data = ::operator new(tvm::ffi::GetDataSize(*tensor), std::align_val_t(64));
+    }
+    void FreeData(DLTensor* tensor) { ::operator delete(tensor->data, std::align_val_t(64)); }
+  };
+  Tensor copy = Tensor::FromNDAlloc(Owned{}, source.shape(), source.dtype(), DLDevice{kDLCPU, 0});
+  std::copy(begin(source), end(source), begin(copy));
+  return copy;
+}
+
+// CRC-32 (ISO-HDLC), that of zlib.
+inline uint32_t crc32(const std::string& bytes) {
+  uint32_t crc = ~0u;
+  for (unsigned char byte : bytes) {
+    crc ^= byte;
+    for (int bit = 0; bit < 8; ++bit) crc = crc >> 1 ^ (crc & 1 ? 0xedb88320u : 0u);
+  }
+  return ~crc;
+}
+
+inline std::set<std::string> cpu_flags() {
+  std::ifstream file("/proc/cpuinfo");
+  for (std::string line; std::getline(file, line);) {
+    if (line.rfind("flags", 0) != 0 && line.rfind("Features", 0) != 0) continue;
+    std::istringstream words(line.substr(line.find(':') + 1));
+    return {std::istream_iterator<std::string>(words), {}};
+  }
+  return {};
+}
+
+// A file mapped copy-on-write: pages are read when they are used.
+class Mapping {
+ public:
+  explicit Mapping(const std::string& path) {
+    int file = open(path.c_str(), O_RDONLY);
+    struct stat status;
+    if (file >= 0 && fstat(file, &status) == 0) {
+      size = static_cast<size_t>(status.st_size);
+      void* address = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE, file, 0);
+      if (address != MAP_FAILED) data = static_cast<char*>(address);
+    }
+    if (file >= 0) close(file);
+    if (data == nullptr) throw std::runtime_error("'" + path + "' cannot be mapped");
+  }
+  ~Mapping() { munmap(data, size); }
+  Mapping(const Mapping&) = delete;
+  Mapping& operator=(const Mapping&) = delete;
+
+  char* data = nullptr;
+  size_t size = 0;
+};
+
+}  // namespace details
+
+// -- the model -------------------------------------------------------------------------------------------------------
+
+// A loaded artifact. Any number of threads may run it at the same time.
+class Model {
+ public:
+  // spec is the one of the model.h in `folder`.
+  Model(const std::string& folder, const Spec& spec) : spec_(spec) {
+    const std::string path = folder + "/model.so";
+    std::ifstream file(path, std::ios::binary);
+    const std::string code{std::istreambuf_iterator<char>(file), {}};
+    if (details::crc32(code) != spec.code_crc) {
+      throw std::runtime_error("'" + path + "' is missing or not the one that model.h was generated with");
+    }
+    const std::set<std::string> flags = details::cpu_flags();
+    for (const char* feature : spec.cpu_features) {
+      if (!flags.count(feature)) {
+        throw std::runtime_error("'" + folder + "' was built for a CPU with " + feature + ", which this one lacks");
+      }
+    }
+    if (!tvm::ffi::Function::GetGlobal("ffi.Module.load_from_bytes.relax.VMExecutable").has_value()) {
+      throw std::runtime_error("libtvm_runtime is not loaded: link it with -Wl,--no-as-needed -ltvm_runtime");
+    }
+    executable_ = tvm::ffi::Module::LoadFromFile(path);
+    load_ = executable_.value()->GetFunction("vm_load_executable").value();
+    set_threads_ = executable_.value()->GetFunction("lowering_set_threads", true).value();
+    map_weights(folder + "/weights.bin");
+  }
+
+  // The outputs by name. Those that take over a donated input's memory are views of it; others own their memory.
+  // threads: 0 for what the model was compiled with, else the CPUs that the calling thread may use.
+  std::map<std::string, Tensor> run(const std::map<std::string, Tensor>& inputs, int threads = 0) const {
+    std::vector<Tensor> arguments = check(inputs);
+    std::vector<tvm::ffi::AnyView> packed(arguments.begin(), arguments.end());
+    if (!weights_.empty()) packed.emplace_back(weights_);
+
+    const Machine machine = take();
+    set_threads_(threads > 0 ? threads : spec_.threads);
+    tvm::ffi::Any result;
+    try {
+      machine.main.CallPacked(packed.data(), static_cast<int32_t>(packed.size()), &result);
+    } catch (...) {
+      set_threads_(0);
+      give_back(machine);
+      throw;
+    }
+    set_threads_(0);
+    machine.release();
+    give_back(machine);
+
+    const auto results = result.cast<tvm::ffi::Array<Tensor>>();
+    std::map<std::string, Tensor> outputs;
+    std::set<char*> given;
+    for (size_t k = 0; k < spec_.outputs.size(); ++k) {
+      outputs.emplace(spec_.outputs[k].name, own(results[k], static_cast<int>(k), arguments, &given));
+    }
+    return outputs;
+  }
+
+ private:
+  // A virtual machine runs one call at a time.
+  struct Machine {
+    tvm::ffi::Function main, release;
+  };
+
+  Machine take() const {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (!machines_.empty()) {
+        Machine machine = machines_.back();
+        machines_.pop_back();
+        return machine;
+      }
+    }
+    const auto machine = load_().cast<tvm::ffi::Module>();
+    machine->GetFunction("vm_initialization").value()(int{kDLCPU}, 0, 2, int{kDLCPU}, 0, 2);
+    return {machine->GetFunction("main").value(), machine->GetFunction("release").value()};
+  }
+
+  void give_back(const Machine& machine) const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    machines_.push_back(machine);
+  }
+
+  void map_weights(const std::string& path) {
+    if (spec_.weights.empty()) return;
+    mapping_ = std::make_unique<details::Mapping>(path);
+    const WeightSpec& last = spec_.weights.back();
+    if (mapping_->size < last.offset + last.nbytes) throw std::runtime_error("'" + path + "' is too short");
+    for (const WeightSpec& weight : spec_.weights) {
+      weights_.push_back(view(mapping_->data + weight.offset, weight.dtype, weight.dims));
+    }
+  }
+
+  // The inputs in order. Throws before anything is written.
+  std::vector<Tensor> check(const std::map<std::string, Tensor>& inputs) const {
+    std::vector<Tensor> arguments;
+    std::map<std::string, int64_t> sizes;
+    for (const TensorSpec& spec : spec_.inputs) {
+      const auto found = inputs.find(spec.name);
+      if (found == inputs.end()) refuse(spec, "is missing");
+      check(spec, found->second, &sizes);
+      arguments.push_back(found->second);
+    }
+    for (const auto& input : inputs) {
+      const auto named = [&](const TensorSpec& spec) { return input.first == spec.name; };
+      if (std::none_of(spec_.inputs.begin(), spec_.inputs.end(), named)) {
+        throw std::invalid_argument("there is no input '" + input.first + "'");
+      }
+    }
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      for (size_t j = 0; spec_.inputs[i].donated_to >= 0 && j < arguments.size(); ++j) {
+        const Tensor &a = arguments[i], &b = arguments[j];
+        const bool both = i != j && a.numel() > 0 && b.numel() > 0;
+        if (both && details::begin(a) < details::end(b) && details::begin(b) < details::end(a)) {
+          refuse(spec_.inputs[i], quoted("is donated but shares memory with input ", spec_.inputs[j].name));
+        }
+      }
+    }
+    return arguments;
+  }
+
+  void check(const TensorSpec& spec, const Tensor& tensor, std::map<std::string, int64_t>* sizes) const {
+    const std::string dtype = tvm::ffi::DLDataTypeToString(tensor.dtype());
+    if (dtype != spec.dtype) refuse(spec, std::string("must be ") + spec.dtype + ", not " + dtype);
+    if (tensor.device().device_type != kDLCPU) refuse(spec, "is not in the CPU's memory");
+    if (!tensor.IsContiguous()) refuse(spec, "is not contiguous");
+    const size_t itemsize = static_cast<size_t>(tensor.dtype().bits + 7) / 8;
+    if (reinterpret_cast<uintptr_t>(details::begin(tensor)) % itemsize) refuse(spec, "is not aligned to its elements");
+    if (static_cast<size_t>(tensor.ndim()) != spec.dims.size()) {
+      const std::string wanted = std::to_string(spec.dims.size()), given = std::to_string(tensor.ndim());
+      refuse(spec, "must have " + wanted + " dimensions, not " + given);
+    }
+    for (size_t axis = 0; axis < spec.dims.size(); ++axis) {
+      const Dim& dim = spec.dims[axis];
+      const int64_t size = tensor.size(static_cast<int64_t>(axis));
+      const int64_t wanted = dim.name == nullptr ? dim.size : sizes->emplace(dim.name, size).first->second;
+      if (size != wanted) {
+        const std::string of = dim.name == nullptr ? "" : quoted(" of ", dim.name);
+        const std::string where = of + " along axis " + std::to_string(axis);
+        refuse(spec, "must have size " + std::to_string(wanted) + where + ", not " + std::to_string(size));
+      }
+      const auto range = dim.name == nullptr ? spec_.ranges.end() : spec_.ranges.find(dim.name);
+      if (range != spec_.ranges.end() && (size < range->second.first || size > range->second.second)) {
+        const std::string legal = std::to_string(range->second.first) + " to " + std::to_string(range->second.second);
+        const std::string given = std::to_string(size) + quoted(" in dimension ", dim.name);
+        refuse(spec, "has size " + given + "; the model takes " + legal);
+      }
+    }
+  }
+
+  static std::string quoted(const std::string& text, const char* name) { return text + "'" + name + "'"; }
+
+  [[noreturn]] static void refuse(const TensorSpec& spec, const std::string& what) {
+    throw std::invalid_argument(std::string("input '") + spec.name + "' " + what);
+  }
+
+  // The result, or a copy where it is memory of an input that is not donated to it, of a weight, of another output, or of
+  // a constant of the code: that holds it too, beside the array of results and this reference.
+  Tensor own(const Tensor& result, int output, const std::vector<Tensor>& arguments, std::set<char*>* given) const {
+    char* address = details::begin(result);
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      if (address != details::begin(arguments[i])) continue;
+      return spec_.inputs[i].donated_to == output ? result : details::copy_of(result);
+    }
+    const bool weight = mapping_ != nullptr && address >= mapping_->data && address < mapping_->data + mapping_->size;
+    const bool again = !given->insert(address).second;
+    return weight || again || result.use_count() > 2 ? details::copy_of(result) : result;
+  }
+
+  const Spec spec_;
+  tvm::ffi::Optional<tvm::ffi::Module> executable_;
+  tvm::ffi::Function load_, set_threads_;
+  std::unique_ptr<details::Mapping> mapping_;
+  tvm::ffi::Array<Tensor> weights_;
+  mutable std::mutex mutex_;
+  mutable std::vector<Machine> machines_;
+};
+
+}  // namespace lowering
+
+#endif  // LOWERING_HOST_HPP

@@ -1,0 +1,214 @@
+"""Callers' arrays become tensors: checked against the model first, never copied unless they must be."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import numpy as np
+import tvm_ffi
+
+from ..errors import InputError
+from ..manifest import TensorSpec
+from .elements import BYTES_ELSEWHERE, ElementType
+from .strings import Dictionary
+from .tensors import Tensor, view_as
+
+# Sizes of symbolic dimensions seen so far in a call, each with the array that showed it.
+Sizes = dict[str, tuple[int, str]]
+
+_CPU = 1  # kDLCPU
+
+_capsule_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_IsValid", ctypes.pythonapi)
+)
+_capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+
+
+class Port:
+    """The border for the arrays of one input, or of one output whose memory the caller provides.
+
+    role is how messages call it. in_place is the reason why arrays are never copied, in words that complete a
+    sentence, or None if they may be. written says that arrays must be writable.
+    """
+
+    def __init__(
+        self,
+        spec: TensorSpec,
+        role: str,
+        ranges: Mapping[str, tuple[int, int]],
+        in_place: str | None = None,
+        written: bool = False,
+    ) -> None:
+        self.spec = spec
+        self.name = spec.name
+        self.written = written
+        self._in_place = in_place
+        self._where = f"{role} '{spec.name}'"
+        self.element = ElementType(spec.dtype, spec.storage)
+        self._numpy = self.element.numpy
+        self._plain = not (self.element.carried or self.element.text)
+        self._dims = spec.dims
+        self._ranges = ranges
+
+    def accept(self, array: Any, sizes: Sizes | None, strings: Dictionary) -> Tensor:
+        """The tensor of the array's memory, or of a copy where the compiled code cannot read it in place.
+
+        sizes collects the symbolic dimensions of a call; it is None when all shapes of the call are known to be right.
+        Raises InputError for everything that the model does not take, before anything is written.
+        """
+        if not isinstance(array, np.ndarray):
+            if not isinstance(array, np.generic):
+                return self._accept_foreign(array, sizes, strings)
+            array = np.asarray(array)
+        if array.dtype is not self._numpy and array.dtype != self._numpy:
+            self._check_dtype(array)
+        if sizes is not None:
+            self._check_shape(array.shape, sizes)
+        if self._plain and array.flags.carray and array.size:
+            return tvm_ffi.from_dlpack(array)
+        return self._accept_unusual(array, strings)
+
+    # -- checks
+    # -------------------------------------------------------------------------------------------------------
+
+    def _check_dtype(self, array: np.ndarray) -> None:
+        if self.element.text and array.dtype.kind in "UT":
+            return
+        given = array.dtype.name if array.dtype.isnative else array.dtype.str
+        wanted = "an array of str, of dtype object" if self.element.text else self.spec.dtype
+        raise InputError(f"{self._where} must be {wanted}, not {given}. Convert it with astype.")
+
+    def _check_shape(self, shape: tuple[int, ...], sizes: Sizes) -> None:
+        if len(shape) != len(self._dims):
+            raise InputError(
+                f"{self._where} must have {len(self._dims)} dimensions, {self._shape_text()}, "
+                f"not {len(shape)}: its shape is {list(shape)}."
+            )
+        for axis, (dim, size) in enumerate(zip(self._dims, shape)):
+            if isinstance(dim, int):
+                if dim != size:
+                    raise InputError(
+                        f"{self._where} must have size {dim} along axis {axis}, not {size}: "
+                        f"it takes {self._shape_text()} and its shape is {list(shape)}."
+                    )
+                continue
+            known = sizes.get(dim)
+            if known is None:
+                sizes[dim] = (size, self._where)
+                low, high = self._ranges.get(dim, (0, size))
+                if not low <= size <= high:
+                    raise InputError(
+                        f"dimension '{dim}' is {size} in {self._where} (axis {axis}); the model takes {low} to {high}."
+                    )
+            elif known[0] != size:
+                raise InputError(
+                    f"dimension '{dim}' is {size} in {self._where} (axis {axis}) but {known[0]} in {known[1]}; "
+                    "sizes of one name must be equal."
+                )
+
+    def _shape_text(self) -> str:
+        return f"[{', '.join(map(str, self._dims))}]"
+
+    # -- arrays that cannot be passed as they are
+    # ---------------------------------------------------------------------
+
+    def _accept_unusual(self, array: np.ndarray, strings: Dictionary) -> Tensor:
+        if self.element.text:
+            self._refuse_copy("holds strings, which the compiled code sees as numbers")
+            array = strings.encode(array)
+        elif self.element.carried:
+            array = self.element.carry(array)
+        flags = array.flags
+        if not (flags.c_contiguous and flags.aligned):
+            self._refuse_copy("is not aligned to its elements" if flags.c_contiguous else "is not C-contiguous")
+            array = array.copy()
+        elif not flags.writeable and self.written:
+            raise InputError(f"{self._where} is read-only, but {self._in_place}. Pass a writable array.")
+        # NumPy exports read-only memory only by the newer protocol, which says that it is.
+        readable = array if array.flags.writeable else array.__dlpack__(max_version=(1, 0))
+        return self._as_storage(tvm_ffi.from_dlpack(readable), array.shape)
+
+    def _refuse_copy(self, what: str) -> None:
+        if self._in_place is not None:
+            raise InputError(f"{self._where} {what}, but {self._in_place}.")
+
+    def _accept_foreign(self, array: Any, sizes: Sizes | None, strings: Dictionary) -> Tensor:
+        """Arrays of other libraries, through DLPack."""
+        if not hasattr(array, "__dlpack__"):
+            raise InputError(
+                f"{self._where} is a {type(array).__name__}; pass a NumPy array, or any array with __dlpack__."
+            )
+        if self.element.text:
+            raise InputError(f"{self._where} must be a NumPy array of str, not a {type(array).__name__}.")
+        name = _dtype_name(array.dtype)
+        if name != (self.spec.storage if self.element.name in BYTES_ELSEWHERE else self.spec.dtype):
+            raise InputError(f"{self._where} must be {self.spec.dtype}, not {name}.")
+        tensor = self._import(array)
+        shape = tensor.shape
+        if sizes is not None:
+            self._check_shape(shape, sizes)
+        if self.written and _is_read_only(array):
+            raise InputError(f"{self._where} is read-only, but {self._in_place}. Pass a writable array.")
+        if not tensor.is_contiguous() or tensor.data_ptr() % self.element.itemsize:
+            self._refuse_copy("is not C-contiguous")
+            return self._accept_unusual(_Strided(tensor, self.element.numpy).array().copy(), strings)
+        return self._as_storage(tensor, (*shape, 2) if self.element.pair else shape)
+
+    def _import(self, array: Any) -> Tensor:
+        try:
+            try:
+                tensor = tvm_ffi.from_dlpack(array)
+            except BufferError:
+                tensor = tvm_ffi.from_dlpack(array.__dlpack__(max_version=(1, 0)))
+        except (BufferError, TypeError, ValueError, RuntimeError) as error:
+            raise InputError(f"{self._where} cannot be read through DLPack: {error}") from error
+        if tensor.__dlpack_device__()[0] != _CPU:
+            raise InputError(f"{self._where} is not in the CPU's memory. Copy it there first.")
+        return tensor
+
+    def _as_storage(self, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+        # Empty arrays may have any strides, and the compiled code looks at them.
+        if self.element.carried or not tensor.numel():
+            return view_as(tensor, self.element.storage, shape)
+        return tensor
+
+
+class _Strided:
+    """A NumPy view of a tensor's memory, of any type and strides."""
+
+    def __init__(self, tensor: Tensor, dtype: np.dtype) -> None:
+        self._tensor, self._dtype = tensor, dtype
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (tensor.data_ptr(), True),
+            "typestr": f"|V{dtype.itemsize}",
+            "shape": tensor.shape,
+            "strides": tuple(s * dtype.itemsize for s in tensor.strides),
+        }
+
+    def array(self) -> np.ndarray:
+        return np.asarray(self).view(self._dtype)
+
+
+@cache
+def _dtype_name(dtype: Any) -> str:
+    """`float32` for NumPy's and for torch's type of that name."""
+    return getattr(dtype, "name", None) or str(dtype).rpartition(".")[2]
+
+
+def _is_read_only(array: Any) -> bool:
+    """What the array says of itself by DLPack 1; arrays that only speak older versions are taken for writable."""
+    try:
+        capsule = array.__dlpack__(max_version=(1, 0))
+    except TypeError:
+        return False
+    if not _capsule_is_valid(capsule, b"dltensor_versioned"):
+        return False
+    # DLManagedTensorVersioned: version, manager_ctx, deleter, flags (bit 0: read-only), dl_tensor.
+    address = _capsule_pointer(capsule, b"dltensor_versioned")
+    return bool(ctypes.c_uint64.from_address(address + 24).value & 1)

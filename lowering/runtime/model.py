@@ -1,0 +1,274 @@
+"""A compiled model that runs, from any number of threads at once."""
+
+from __future__ import annotations
+
+import shutil
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tvm_ffi
+
+from ..errors import InputError
+from ..manifest import Manifest, TensorSpec
+from .checks import check_files
+from .folders import FILES, replaced_folder
+from .inputs import Port, Sizes
+from .library import Library, Machine
+from .outputs import FromDLPack, OutputPort, from_dlpack_of
+from .strings import Dictionary
+from .tensors import Tensor, copy_of, copy_to, held_elsewhere, item
+from .weights import Weights
+
+Arrays = Mapping[str, Any]
+
+# By address: the memory of a call's inputs, and for donated ones the output that takes it over and the caller's
+# array.
+_Memory = dict[int, tuple[str, Any] | None]
+# By output name: arrays that the caller provides for results, as tensors and as they are.
+_Targets = dict[str, tuple[Tensor, Any]]
+
+
+class Model:
+    """A loaded artifact (`lowering.load`).
+
+    Arrays are NumPy's or those of any library that speaks DLPack, in the CPU's memory. Outputs come back in the kind
+    of the first input that is not NumPy's, in NumPy's otherwise. Inputs are read in place at any alignment; only
+    strided ones are copied, and strings. Outputs are new arrays that own their memory, but for those that take over a
+    donated input's: they are the array object that the caller passed. Any number of threads may run one model at the
+    same time.
+    """
+
+    def __init__(
+        self, folder: Path, manifest: Manifest, library: Library, threads: int | None, temporary: Path | None
+    ) -> None:
+        self.manifest = manifest
+        self._folder = folder
+        self._library = library
+        self._weights = Weights(folder, manifest)
+        self._threads = _checked(threads) if threads is not None else manifest.threads
+        self._ports = [
+            Port(t, "input", manifest.ranges, self._donation(t.name), written=t.name in manifest.donated)
+            for t in manifest.inputs
+        ]
+        self._outputs = [OutputPort(t) for t in manifest.outputs]
+        # The last call's shapes, which need no second look.
+        self._shapes: list[Any] = []
+        # Virtual machines that no call uses now. A call takes one for itself: two calls on one would crash.
+        self._machines: list[Machine] = [library.new_machine()]
+        if temporary is not None:
+            weakref.finalize(self, shutil.rmtree, temporary, ignore_errors=True)
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """Name, dtype and dims of every input, in order."""
+        return self.manifest.inputs
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """Name, dtype and dims of every output, in order."""
+        return self.manifest.outputs
+
+    def __repr__(self) -> str:
+        return f"Model({', '.join(map(str, self.inputs))} -> {', '.join(map(str, self.outputs))})"
+
+    def run(self, inputs: Arrays, threads: int | None = None) -> dict[str, Any]:
+        """The outputs by name, for arrays by input name.
+
+        threads is the number of threads for this call, else what the model was loaded with. Raises InputError for
+        arrays that the model does not take, before any donated one is written, and for sizes that do not fit together
+        inside the model.
+        """
+        strings = Dictionary(self.manifest.strings)
+        from_dlpack = _kind(inputs)
+        shapes = [getattr(inputs.get(port.name), "shape", None) for port in self._ports]
+        tensors = self._accept(self._ports, inputs, None if shapes == self._shapes else {}, strings)
+        self._shapes = shapes
+        results = self._call(tensors, self._threads if threads is None else _checked(threads), release=True)
+        return self._deliver(results, self._memory(tensors, inputs), {}, from_dlpack, strings)
+
+    def __call__(self, **inputs: Any) -> dict[str, Any]:
+        """`run` with inputs as keyword arguments."""
+        return self.run(inputs)
+
+    def bind(
+        self, inputs: Arrays, outputs: Arrays | None = None, threads: int | None = None
+    ) -> Callable[[], dict[str, Any]]:
+        """A function that runs the model on these arrays, checked here once and for all, and returns what `run` does.
+
+        What the arrays hold when it is called counts. outputs, by name, are arrays that results are written to; the
+        returned dictionary has them in place of new ones. The arrays must be contiguous and, but for donated ones and
+        outputs, may be read-only. Calls from several threads are as safe as the arrays are.
+        """
+        strings = Dictionary(self.manifest.strings)
+        from_dlpack = _kind(inputs)
+        threads = self._threads if threads is None else _checked(threads)
+        sizes: Sizes = {}
+        ports = [
+            Port(
+                t,
+                "input",
+                self.manifest.ranges,
+                self._donation(t.name) or "a bound call reads it in place",
+                t.name in self.manifest.donated,
+            )
+            for t in self.manifest.inputs
+        ]
+        tensors = self._accept(ports, inputs, sizes, strings)
+        targets: _Targets = {}
+        for name, array in (outputs or {}).items():
+            spec = next((t for t in self.manifest.outputs if t.name == name), None)
+            if spec is None:
+                raise InputError(f"there is no output '{name}'. The outputs are {_names(self.manifest.outputs)}.")
+            port = Port(spec, "output", {}, "a bound call writes results to it", written=True)
+            targets[name] = port.accept(array, sizes, strings), array
+        memory = self._memory(tensors, inputs)
+
+        def call() -> dict[str, Any]:
+            results = self._call(tensors, threads, release=False)
+            return self._deliver(results, memory, targets, from_dlpack, strings)
+
+        return call
+
+    def save(self, folder: str | Path) -> None:
+        """Writes the artifact to `folder`, all of it or nothing.
+
+        Raises ArtifactError if it has changed since it was loaded, or `folder` holds something else.
+        """
+        check_files(self._folder, self.manifest)
+        with replaced_folder(Path(folder)) as new:
+            for name in FILES & {p.name for p in self._folder.iterdir()}:
+                shutil.copyfile(self._folder / name, new / name)
+
+    # -- the parts of a call
+    # ------------------------------------------------------------------------------------------
+
+    def _donation(self, name: str) -> str | None:
+        output = self.manifest.donated.get(name)
+        return None if output is None else f"it is donated: its memory becomes output '{output}'"
+
+    def _accept(self, ports: list[Port], inputs: Arrays, sizes: Sizes | None, strings: Dictionary) -> list[Tensor]:
+        tensors = []
+        for port in ports:
+            array = inputs.get(port.name)
+            if array is None:
+                raise InputError(f"input '{port.name}' is missing; the model takes {port.spec}.")
+            tensors.append(port.accept(array, sizes, strings))
+        if len(inputs) > len(tensors):
+            unknown = next(name for name in inputs if all(name != p.name for p in ports))
+            raise InputError(f"there is no input '{unknown}'. The inputs are {_names(self.manifest.inputs)}.")
+        if self.manifest.donated:
+            self._check_shared_memory(ports, tensors)
+        return tensors
+
+    def _check_shared_memory(self, ports: list[Port], tensors: list[Tensor]) -> None:
+        """Refuses donated inputs whose memory another input uses: it would see the update, or lose its own."""
+        spans = [
+            (begin, begin + tensor.numel() * port.element.itemsize, port)
+            for port, tensor in zip(ports, tensors)
+            if (begin := tensor.data_ptr()) and tensor.numel()
+        ]
+        spans.sort(key=lambda span: span[:2])
+        # The farthest end so far of any input and of a donated one, with the input it belongs to.
+        reach: tuple[int, Port | None] = (0, None)
+        donated_reach: tuple[int, Port | None] = (0, None)
+        for begin, end, port in spans:
+            before, other = reach if port.written else donated_reach
+            if other is not None and begin < before:
+                donated, second = (port, other) if port.written else (other, port)
+                raise InputError(
+                    f"inputs '{donated.name}' and '{second.name}' share memory, but '{donated.name}' is donated: its "
+                    f"memory becomes output '{self.manifest.donated[donated.name]}'. Pass separate arrays."
+                )
+            if end > reach[0]:
+                reach = (end, port)
+            if port.written and end > donated_reach[0]:
+                donated_reach = (end, port)
+
+    def _memory(self, tensors: list[Tensor], inputs: Arrays) -> _Memory:
+        memory: _Memory = {tensor.data_ptr(): None for tensor in tensors}
+        if self.manifest.donated:
+            for port, tensor in zip(self._ports, tensors):
+                if port.written:
+                    memory[tensor.data_ptr()] = (self.manifest.donated[port.name], inputs[port.name])
+        return memory
+
+    def _call(self, tensors: list[Tensor], threads: int | None, release: bool) -> tvm_ffi.Array:
+        try:
+            machine = self._machines.pop()
+        except IndexError:
+            machine = self._library.new_machine()
+        try:
+            if threads is None:
+                return machine.main(*tensors, *self._weights.argument)
+            self._library.set_threads(threads)
+            try:
+                return machine.main(*tensors, *self._weights.argument)
+            finally:
+                self._library.set_threads(0)
+        except Exception as error:
+            reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            raise InputError(f"the model cannot run on these inputs: {reason}") from error
+        finally:
+            if release:
+                machine.release()
+            self._machines.append(machine)
+
+    def _deliver(
+        self,
+        results: tvm_ffi.Array,
+        memory: _Memory,
+        targets: _Targets,
+        from_dlpack: FromDLPack,
+        strings: Dictionary,
+    ) -> dict[str, Any]:
+        outputs = {}
+        given: set[int] = set()
+        for index, port in enumerate(self._outputs):
+            tensor = item(results, index)
+            address = tensor.data_ptr()
+            if targets and port.name in targets:
+                target, outputs[port.name] = targets[port.name]
+                _write(port.name, tensor, target)
+                continue
+            if address in memory or address in given or self._weights.hold(address) or held_elsewhere(tensor):
+                owner = memory.get(address)
+                if owner is not None and owner[0] == port.name:
+                    outputs[port.name] = owner[1]
+                    continue
+                # Memory of an input that is also an output, of a weight, of another output, or a constant of the code.
+                tensor = copy_of(tensor)
+            else:
+                given.add(address)
+            outputs[port.name] = port.deliver(tensor, from_dlpack, strings)
+        return outputs
+
+
+def _write(name: str, result: Tensor, target: Tensor) -> None:
+    if result.shape != target.shape:
+        raise InputError(
+            f"output '{name}' has shape {list(result.shape)}, but the array bound to it has {list(target.shape)}."
+        )
+    if result.data_ptr() != target.data_ptr():
+        copy_to(result, target)
+
+
+def _kind(inputs: Arrays) -> FromDLPack:
+    for array in inputs.values():
+        if type(array) is np.ndarray or isinstance(array, (np.ndarray, np.generic)):
+            continue
+        if hasattr(array, "__dlpack__"):
+            return from_dlpack_of(array)
+    return np.from_dlpack
+
+
+def _checked(threads: int) -> int:
+    if not isinstance(threads, int) or threads < 1:
+        raise InputError(f"threads must be a positive number, not {threads!r}; None means the CPUs the caller may use.")
+    return threads
+
+
+def _names(specs: tuple[TensorSpec, ...]) -> str:
+    return ", ".join(t.name for t in specs)

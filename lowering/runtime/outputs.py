@@ -1,0 +1,68 @@
+"""Tensors that a call returns become arrays of the kind that the caller passed in."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..errors import InputError
+from ..manifest import TensorSpec
+from .elements import ElementType
+from .strings import Dictionary
+from .tensors import Tensor, view_as
+
+# Makes an array of some library from anything that speaks DLPack.
+FromDLPack = Callable[[Any], Any]
+
+
+def from_dlpack_of(array: Any) -> FromDLPack:
+    """The from_dlpack function of the library that `array` belongs to.
+
+    It is that of the array's own array-API namespace, or of the top-level package of its type. Raises InputError for
+    types that have none.
+    """
+    if hasattr(array, "__array_namespace__"):
+        return array.__array_namespace__().from_dlpack
+    package = type(array).__module__.partition(".")[0]
+    function = getattr(sys.modules.get(package), "from_dlpack", None)
+    if function is None:
+        raise InputError(
+            f"the package '{package}' of {type(array).__name__} arrays has no from_dlpack: "
+            "outputs could not be given back in kind. Pass NumPy arrays."
+        )
+    return function
+
+
+class OutputPort:
+    """The border for one output."""
+
+    def __init__(self, spec: TensorSpec) -> None:
+        self.name = spec.name
+        self.element = ElementType(spec.dtype, spec.storage)
+        self._plain = not (self.element.carried or self.element.text)
+
+    def deliver(self, tensor: Tensor, from_dlpack: FromDLPack, strings: Dictionary) -> Any:
+        """An array over the tensor's memory.
+
+        Strings are always given as NumPy arrays of dtype object. Types that other libraries lack (int4, uint4,
+        float4) are given to them as one byte per element.
+        """
+        if self._plain:
+            return from_dlpack(tensor)
+        if from_dlpack is np.from_dlpack or self.element.text:
+            return self._numpy(tensor, strings)
+        if self.element.numpy.kind == "c":
+            return from_dlpack(self._numpy(tensor, strings))
+        if self.element.name.startswith("float8"):
+            return from_dlpack(view_as(tensor, self.element.name, tensor.shape))
+        return from_dlpack(tensor)
+
+    def _numpy(self, tensor: Tensor, strings: Dictionary) -> np.ndarray:
+        if self.element.text:
+            return strings.decode(np.from_dlpack(tensor))
+        if self.element.carrier != self.element.storage:
+            tensor = view_as(tensor, self.element.carrier.name, tensor.shape)
+        return self.element.uncarry(np.from_dlpack(tensor))

@@ -1,0 +1,50 @@
+"""Tensors of the TVM runtime: views, copies, and the arrays that a call returns.
+
+All of it through the runtime's registered functions, so that nothing of the compiler is imported.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import tvm_ffi
+
+# The TVM Python package registers a class of its own for tensors; this one is tvm_ffi's, which it derives from.
+Tensor = tvm_ffi.Tensor
+_CPU = tvm_ffi.device("cpu")
+
+# item(array, index): an element of an array, several times faster than indexing it.
+item = tvm_ffi.get_global_func("ffi.ArrayGetItem")
+
+_reference_count = ctypes.c_uint32.from_address
+
+
+@cache
+def _function(name: str) -> tvm_ffi.Function:
+    return tvm_ffi.get_global_func(name)
+
+
+def view_as(tensor: Tensor, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    """The memory of a contiguous tensor under another element type and shape."""
+    return _function("runtime.TVMTensorCreateView")(tensor, shape, dtype, 0)
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """A tensor of its own memory with the same contents."""
+    copy = _function("runtime.TVMTensorAllocWithScope")(tensor.shape, tensor.dtype, _CPU, None)
+    copy_to(tensor, copy)
+    return copy
+
+
+def copy_to(source: Tensor, target: Tensor) -> None:
+    """Copies the contents of a tensor to another of the same size in bytes, both contiguous."""
+    _function("runtime.TVMTensorCopyFromTo")(source, target)
+
+
+def held_elsewhere(tensor: Tensor) -> bool:
+    """Whether others hold the tensor that `item` has just taken out of an array: more than that array and the caller.
+
+    A C object of tvm_ffi begins with its 32-bit strong reference count (c_api.h, TVMFFIObject).
+    """
+    return _reference_count(tensor.__chandle__()).value > 2

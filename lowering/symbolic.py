@@ -1,0 +1,184 @@
+"""Arithmetic on contents: what an operator means for sizes (Python ints, bools and int64 or bool TensorIR expressions).
+
+`elementwise(node, function, *values)` maps one of the functions below (or any other) over values whose contents are
+known, with NumPy broadcasting; `reduce` folds one along axes. Both return None where the contents are not known: the
+lowering then emits tensor code. Functions that depend on what is known of the symbols take them first (use
+functools.partial).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from typing import Any
+
+import numpy as np
+from tvm import tirx
+
+from .node import Node
+from .values import Size, Symbols, Value
+
+# Contents are for shapes. A larger array is data, better computed by a kernel.
+MOST_ELEMENTS = 4096
+
+# TensorIR computes contents in int64: types that wrap earlier than shapes can grow stay tensors.
+_DTYPES = ("int64", "int32", "bool")
+
+
+def known(value: Value) -> bool:
+    """Whether the value's contents are known sizes or truth values, few enough to compute with."""
+    return value.contents is not None and value.dtype in _DTYPES and value.contents.size <= MOST_ELEMENTS
+
+
+def elementwise(node: Node, function: Callable[..., Size], *values: Value, dtype: str | None = None) -> Value | None:
+    """function(*elements) at every index of the broadcast shape, as contents of `dtype` (default: of the first value).
+
+    None if the contents of a value are not known, or if the result would be too large.
+    """
+    if not all(known(v) for v in values):
+        return None
+    try:
+        shape = np.broadcast_shapes(*(v.shape for v in values))
+    except ValueError:
+        shapes = " and ".join(str(tuple(v.shape)) for v in values)
+        raise node.error(f"shapes {shapes} do not broadcast.") from None
+    if math.prod(shape) > MOST_ELEMENTS:
+        return None
+    result = np.empty(shape, dtype=object)
+    for index, elements in zip(np.ndindex(shape), zip(*(_elements(v, shape) for v in values))):
+        result[index] = function(*elements)
+    return node.sizes(result, dtype or values[0].dtype)
+
+
+def reduce(
+    node: Node, function: Callable[[Size, Size], Size], value: Value, axes: Collection[int], keepdims: bool
+) -> Value | None:
+    """The contents combined by function along the axes (each in [0, rank)); None if they are not known or empty."""
+    if not known(value) or 0 in value.shape:
+        return None
+    kept = tuple(1 if axis in axes else size for axis, size in enumerate(value.shape))
+    result = np.full(kept, None, dtype=object)
+    for index, element in zip(np.ndindex(value.shape), _elements(value, value.shape)):
+        target = tuple(0 if axis in axes else k for axis, k in enumerate(index))
+        result[target] = element if result[target] is None else function(result[target], element)
+    shape = kept if keepdims else tuple(size for axis, size in enumerate(value.shape) if axis not in axes)
+    return node.sizes(result.reshape(shape), value.dtype)
+
+
+def _elements(value: Value, shape: tuple[int, ...]) -> list[Size]:
+    """The contents, broadcast to shape, in row-major order."""
+    contents = value.contents
+    assert contents is not None
+    flat = np.empty(contents.shape, dtype=object)
+    plain = bool if value.dtype == "bool" else int
+    for index in np.ndindex(contents.shape):
+        element = contents[index]
+        flat[index] = plain(element) if _is_number(element) else element
+    return [a[()] if isinstance(a, np.ndarray) else a for a in np.broadcast_to(flat, shape).flat]
+
+
+def _is_number(element: Any) -> bool:
+    return isinstance(element, (bool, int, np.integer, np.bool_))
+
+
+def _numbers(*elements: Size) -> bool:
+    return all(isinstance(e, (bool, int)) for e in elements)
+
+
+def _expr(element: Size) -> Any:
+    """The element as a TensorIR expression: constructors that take two expressions do not convert Python numbers."""
+    if isinstance(element, bool):
+        return tirx.const(element, "bool")
+    return tirx.IntImm("int64", element) if isinstance(element, int) else element
+
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def add(a: Size, b: Size) -> Size:
+    return a + b
+
+
+def subtract(a: Size, b: Size) -> Size:
+    return a - b
+
+
+def multiply(a: Size, b: Size) -> Size:
+    return a * b
+
+
+def negative(a: Size) -> Size:
+    return -a
+
+
+def absolute(a: Size) -> Size:
+    return abs(a) if _numbers(a) else maximum(a, -a)
+
+
+def divide(symbols: Symbols, a: Size, b: Size) -> Size:
+    """a / b rounded towards zero, as ONNX and C divide integers; the divisor is not 0.
+
+    For signs that are known it is the floor, which the simplifier understands better: hence `symbols`.
+    """
+    if _numbers(a, b):
+        return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+    a, b = _expr(a), _expr(b)
+    return tirx.floordiv(a, b) if symbols.prove(a >= 0) and symbols.prove(b > 0) else tirx.truncdiv(a, b)
+
+
+def floor_mod(a: Size, b: Size) -> Size:
+    """The remainder with the sign of the divisor (ONNX Mod with fmod = 0)."""
+    return a % b if _numbers(a, b) else tirx.floormod(_expr(a), _expr(b))
+
+
+def trunc_mod(a: Size, b: Size) -> Size:
+    """The remainder with the sign of the dividend (ONNX Mod with fmod = 1)."""
+    if _numbers(a, b):
+        return abs(a) % abs(b) * (1 if a >= 0 else -1)
+    return tirx.truncmod(_expr(a), _expr(b))
+
+
+def minimum(a: Size, b: Size) -> Size:
+    return min(a, b) if _numbers(a, b) else tirx.min(_expr(a), _expr(b))
+
+
+def maximum(a: Size, b: Size) -> Size:
+    return max(a, b) if _numbers(a, b) else tirx.max(_expr(a), _expr(b))
+
+
+# -- truth values -----------------------------------------------------------------------------------------------------
+
+
+def equal(a: Size, b: Size) -> Size:
+    return a == b if _numbers(a, b) else tirx.EQ(_expr(a), _expr(b))
+
+
+def less(a: Size, b: Size) -> Size:
+    return a < b if _numbers(a, b) else tirx.LT(_expr(a), _expr(b))
+
+
+def less_or_equal(a: Size, b: Size) -> Size:
+    return a <= b if _numbers(a, b) else tirx.LE(_expr(a), _expr(b))
+
+
+def logical_and(a: Size, b: Size) -> Size:
+    return a and b if _numbers(a, b) else tirx.And(_expr(a), _expr(b))
+
+
+def logical_or(a: Size, b: Size) -> Size:
+    return a or b if _numbers(a, b) else tirx.Or(_expr(a), _expr(b))
+
+
+def logical_xor(a: Size, b: Size) -> Size:
+    return logical_or(logical_and(a, logical_not(b)), logical_and(logical_not(a), b))
+
+
+def logical_not(a: Size) -> Size:
+    return not a if _numbers(a) else tirx.Not(_expr(a))
+
+
+def where(condition: Size, a: Size, b: Size) -> Size:
+    """a where the condition holds, else b."""
+    if isinstance(condition, bool):
+        return a if condition else b
+    return tirx.Select(condition, _expr(a), _expr(b))

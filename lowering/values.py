@@ -1,0 +1,148 @@
+"""What the importer knows of an ONNX value: element type, symbolic shape, and its contents where they are known.
+
+Shapes are tuples of Python ints and, where a size is symbolic, int64 TensorIR expressions. Integer tensors computed
+from shapes carry their contents as an array of such sizes, so that Shape -> Gather -> Mul -> Concat -> Reshape never
+becomes tensor code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from tvm import ir, relax, sym, tirx
+
+Size: TypeAlias = Any  # int | tirx expression of dtype int64 (bool for contents of boolean tensors)
+Shape: TypeAlias = tuple[Size, ...]
+
+_LARGEST_SIZE = 2**40
+
+
+class Symbols:
+    """The symbolic sizes of one model: each is at least 0, and equal names mean equal sizes."""
+
+    def __init__(self) -> None:
+        self._analyzer = sym.Analyzer()
+        self._named: dict[str, tirx.Var] = {}
+        self._taken: set[str] = set()
+
+    def named(self, name: str) -> tirx.Var:
+        """The size that the model calls `name`; made at first use."""
+        if name not in self._named:
+            self._named[name] = self.fresh(name)
+        return self._named[name]
+
+    def fresh(self, hint: str) -> tirx.Var:
+        """A size about which nothing is known but that it is not negative."""
+        stem = "".join(c if c.isalnum() and c.isascii() else "_" for c in hint) or "n"
+        stem = stem if not stem[0].isdigit() else f"n_{stem}"
+        name, k = stem, 1
+        while name in self._taken:
+            name, k = f"{stem}_{k}", k + 1
+        self._taken.add(name)
+        var = tirx.Var(name, "int64")
+        self._analyzer.bind(var, ir.Range(0, _LARGEST_SIZE))
+        return var
+
+    def simplify(self, size: Size) -> Size:
+        """The simplest equal size: a Python int (or bool) where it is constant."""
+        if isinstance(size, (bool, np.bool_)):
+            return bool(size)
+        if isinstance(size, (int, np.integer)):
+            return int(size)
+        size = self._analyzer.simplify(size)
+        if isinstance(size, tirx.IntImm):
+            return bool(size.value) if str(size.ty.dtype) == "bool" else int(size.value)
+        return size
+
+    def equal(self, a: Size, b: Size) -> bool:
+        """Whether the two sizes are provably equal."""
+        if isinstance(a, int) and isinstance(b, int):
+            return a == b
+        return bool(self._analyzer.can_prove_equal(a, b))
+
+    def prove(self, condition: Size) -> bool:
+        """Whether the boolean expression provably holds."""
+        return bool(condition) if isinstance(condition, (bool, np.bool_)) else bool(self._analyzer.can_prove(condition))
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """One ONNX value: a tensor in the Relax function (`expr`), known contents, or both.
+
+    dtype is NumPy's or ml_dtypes' name of the ONNX element type, or "string"; the Relax tensor has
+    `storage_dtype(dtype)`. contents is an array of `shape`: of numbers for a constant, of objects (ints and TensorIR
+    expressions) for integers and booleans computed from sizes.
+    """
+
+    dtype: str
+    shape: Shape
+    expr: relax.Expr | None = None
+    contents: np.ndarray | None = None
+
+    @property
+    def rank(self) -> int:
+        return len(self.shape)
+
+    @property
+    def static(self) -> bool:
+        """Whether every dimension is a number."""
+        return all(isinstance(d, int) for d in self.shape)
+
+    @property
+    def constant(self) -> np.ndarray | None:
+        """The contents if they are numbers only, else None."""
+        if self.contents is None or self.contents.dtype != object or self.dtype == "string":
+            return self.contents
+        if all(isinstance(c, (int, bool)) for c in self.contents.flat):
+            return self.contents.astype(self.dtype)
+        return None
+
+    def sizes(self) -> list[Size]:
+        """The contents as a flat list of sizes; only for values whose contents are known integers."""
+        assert self.contents is not None
+        return [int(c) if isinstance(c, (int, np.integer, np.bool_)) else c for c in self.contents.flat]
+
+
+_STORAGE = {
+    "int4": "int8",
+    "uint4": "uint8",
+    "float4_e2m1fn": "uint8",
+    "float8_e4m3fn": "uint8",
+    "float8_e4m3fnuz": "uint8",
+    "float8_e5m2": "uint8",
+    "float8_e5m2fnuz": "uint8",
+    "float8_e8m0fnu": "uint8",
+    "complex64": "uint64",
+    "complex128": "uint64",
+    "string": "int32",
+}
+
+
+def storage_dtype(dtype: str) -> str:
+    """The Relax element type that holds ONNX elements of `dtype` (docs/architecture.md, Element types)."""
+    return _STORAGE.get(dtype, dtype)
+
+
+def storage_shape(dtype: str, shape: Shape) -> Shape:
+    """The Relax shape that holds an ONNX tensor of `shape`."""
+    return (*shape, 2) if dtype == "complex128" else shape
+
+
+def storage_array(array: np.ndarray) -> np.ndarray:
+    """The same bytes as the compiled code sees them (all types but strings)."""
+    dtype = array.dtype.name
+    if dtype not in _STORAGE:
+        return array
+    array = np.asarray(array, order="C")
+    if dtype == "complex128":
+        return array.view("uint64").reshape(*array.shape, 2)
+    return array.view(_STORAGE[dtype])
+
+
+def product(sizes: Iterable[Size]) -> Size:
+    """The product of sizes, 1 for none."""
+    return math.prod(sizes)

@@ -1,0 +1,138 @@
+"""`verify`: compiles a model, runs it on random inputs, and compares every output with a reference."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import onnx_ir as ir
+
+from .compiler import compile
+from .errors import InputError, LoweringError
+from .manifest import TensorSpec
+from .model import ModelLike, load_model
+
+Against = Literal["reference", "onnxruntime"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One output beside the reference's: the largest absolute and relative differences, and whether it is close.
+
+    worst is the index of the element that differs most; NaN and infinities must be in the same places to be close.
+    """
+
+    name: str
+    max_abs: float
+    max_rel: float
+    worst: tuple[int, ...]
+    close: bool
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The comparisons in output order, and the inputs they were made with."""
+
+    comparisons: tuple[Comparison, ...]
+    inputs: dict[str, Any]
+
+    @property
+    def first_difference(self) -> Comparison | None:
+        """The first output that is not close to the reference; None when all are."""
+        return next((c for c in self.comparisons if not c.close), None)
+
+
+def verify(
+    model: ModelLike,
+    against: Against = "reference",
+    target: str = "cpu",
+    inputs: Mapping[str, Any] | None = None,
+    sizes: Mapping[str, int] | None = None,
+    rtol: float = 1e-3,
+    atol: float = 1e-5,
+    seed: int = 0,
+) -> Verification:
+    """Compiles the model and compares every output with onnx's reference evaluator or ONNX Runtime.
+
+    inputs gives some or all inputs; the others are random (floats standard normal, integers 0 or 1, which are legal
+    indices of anything not empty). sizes gives symbolic dimensions by name, 4 where it says nothing. An element is
+    close when |ours - reference| <= atol + rtol * |reference|.
+
+    Raises as `compile` does; InputError for unknown names; LoweringError if the reference cannot run the model.
+    """
+    loaded = load_model(model)
+    proto = ir.to_proto(loaded)
+    module = compile(loaded, target)
+    feeds = dict(inputs or {})
+    unknown = set(feeds) - {t.name for t in module.inputs}
+    if unknown:
+        raise InputError(f"the model has no input {', '.join(sorted(unknown))}.")
+    rng = np.random.default_rng(seed)
+    for spec in module.inputs:
+        if spec.name not in feeds:
+            feeds[spec.name] = random_input(spec, sizes or {}, rng)
+    expected = _reference(proto, against, feeds)
+    actual = module.run(feeds)
+    return Verification(
+        tuple(compare(t.name, actual[t.name], e, rtol, atol) for t, e in zip(module.outputs, expected)), feeds
+    )
+
+
+def random_input(spec: TensorSpec, sizes: Mapping[str, int], rng: np.random.Generator) -> np.ndarray:
+    """An array of the input's type; symbolic dimensions are 4 unless `sizes` says otherwise."""
+    import ml_dtypes  # noqa: F401 - registers bfloat16 and float8 with NumPy
+
+    shape = [d if isinstance(d, int) else sizes.get(d, 4) for d in spec.dims]
+    if spec.dtype == "string":
+        return rng.choice(np.array(["a", "b", "c"], dtype=object), shape)
+    if spec.dtype == "bool":
+        return rng.random(shape) < 0.5
+    if re.match(r"u?int", spec.dtype):
+        return rng.integers(0, 2, shape).astype(spec.dtype)
+    return rng.standard_normal(shape).astype(spec.dtype)
+
+
+def _reference(proto: Any, against: Against, feeds: dict[str, Any]) -> Any:
+    try:
+        if against == "onnxruntime":
+            import onnxruntime
+
+            options = onnxruntime.SessionOptions()
+            options.log_severity_level = 3
+            session = onnxruntime.InferenceSession(proto.SerializeToString(), options, ["CPUExecutionProvider"])
+            return session.run(None, feeds)
+        from onnx.reference import ReferenceEvaluator
+
+        return ReferenceEvaluator(proto).run(None, feeds)
+    except ImportError as error:
+        raise LoweringError("onnxruntime is not installed; pip install 'onnx-lowering[test]' brings it.") from error
+    except Exception as error:
+        raise LoweringError(f"the {against} evaluator cannot run this model: {error}") from error
+
+
+def compare(name: str, actual: Any, expected: Any, rtol: float, atol: float) -> Comparison:
+    """Compares one output element by element; a difference in shape or dtype is an infinite one."""
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return Comparison(name, np.inf, np.inf, (), False)
+    if actual.size == 0:
+        return Comparison(name, 0.0, 0.0, (), True)
+    if actual.dtype.kind in "OUS":
+        differ = actual != expected
+        return Comparison(name, float(differ.any()), float(differ.any()), _where(differ), not differ.any())
+    wide = np.complex128 if actual.dtype.kind == "c" else np.float64
+    a, e = actual.astype(wide), expected.astype(wide)
+    with np.errstate(invalid="ignore", over="ignore"):
+        same = (a == e) | (np.isnan(a) & np.isnan(e))
+        difference = np.where(same, 0.0, np.abs(a - e))
+        difference = np.where(np.isnan(difference), np.inf, difference)
+        relative = np.where(same, 0.0, difference / np.maximum(np.abs(e), np.finfo(np.float64).tiny))
+        close = same | (difference <= atol + rtol * np.abs(e))
+    return Comparison(name, float(difference.max()), float(relative.max()), _where(difference), bool(close.all()))
+
+
+def _where(difference: np.ndarray) -> tuple[int, ...]:
+    return tuple(int(k) for k in np.unravel_index(int(np.argmax(difference)), difference.shape))

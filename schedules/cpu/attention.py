@@ -1,0 +1,51 @@
+"""The attention rule: which kernel serves a problem on a CPU, chosen at run time where sizes are symbolic."""
+
+from __future__ import annotations
+
+import tvm
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from lowering.attention.bound import Bound
+from lowering.attention.problem import ATTRIBUTE, AttentionProblem
+
+from .decode import decode
+from .prefill import prefill
+from .tiles import DecodeTiles, PrefillTiles
+from .vector import Machine, machine
+
+
+def attention(func: tirx.PrimFunc, target: tvm.target.Target) -> tirx.PrimFunc | None:
+    """The kernel for a function that holds an AttentionProblem; None for one that asks for the qk output."""
+    if func.attrs is None or ATTRIBUTE not in func.attrs:
+        return None
+    problem = AttentionProblem.from_json(func.attrs[ATTRIBUTE])
+    if problem.qk_mode is not None:
+        return None
+    cpu = machine(target)
+    return attention_kernel(problem, cpu, PrefillTiles.default(problem, cpu), DecodeTiles.default(problem, cpu))
+
+
+def attention_kernel(
+    problem: AttentionProblem, cpu: Machine, prefill_tiles: PrefillTiles, decode_tiles: DecodeTiles
+) -> tirx.PrimFunc:
+    """The PrimFunc with the parameters of `plain(problem)`: `decode` for up to decode_tiles.q_len query rows, `prefill`
+    for more.
+
+    Raises ValueError for illegal tiles.
+    """
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name("attention")
+        bound = Bound(problem)
+        if problem.q_len is None:
+            with T.If(tirx.LE(bound.S, T.int64(decode_tiles.q_len))):
+                with T.Then():
+                    decode(bound, decode_tiles, cpu)
+                with T.Else():
+                    prefill(bound, prefill_tiles, cpu)
+        elif problem.q_len <= decode_tiles.q_len:
+            decode(bound, decode_tiles, cpu)
+        else:
+            prefill(bound, prefill_tiles, cpu)
+    return builder.get()

@@ -1,0 +1,289 @@
+"""Attention for few query rows over long keys: split-KV ("flash decoding"), which is bound by reading K and V once.
+
+    for each batch, key/value head and split of its visible keys, in parallel:
+        m = -inf, l = 0, O = 0                               for each of the R = S G query rows of the head
+        for each tile of B_c keys of the split:              K_j [B_c, D], V_j [B_c, Dv]
+            online softmax, as in prefill.py
+        keep (m, l, O) of the split
+    for each query row, in parallel:                         s counts the splits
+        m = max m_s,  w_s = exp(m_s - m)
+        Y = sum w_s O_s / sum w_s l_s                        0 where no key was visible
+
+Vectors lie along D: a key is read once, in the order of memory, and meets all R rows that share it while it is in the
+first-level cache. W keys at a time give W vectors of products per row; added up crosswise they are one vector of W
+scores.
+
+The number of splits follows the longest sequence of the batch, not the capacity of the cache, and each sequence is cut
+into equal parts: work is the same for every thread whatever the lengths are.
+"""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.ir import Expr
+from tvm.script.ir_builder import tirx as T
+
+from lowering.attention.bound import Bound
+
+from .kv_tile import KeyValueTile, load_as, store_y
+from .loops import split_among_threads
+from .tiles import DecodeTiles
+from .vector import (
+    LOG2_E,
+    Machine,
+    Register,
+    at,
+    cover,
+    exp2,
+    fixed,
+    like,
+    load,
+    reduce_lanes,
+    splat,
+    store,
+    sum_each,
+    tanh,
+    workspace,
+)
+
+
+def decode(bound: Bound, tiles: DecodeTiles, cpu: Machine) -> None:
+    """Emits the kernel into the PrimFunc that `bound` has opened. Any problem without qk output; S <= tiles.q_len."""
+    tiles.check(bound.problem, cpu)
+    p = bound.problem
+    rows = fixed(T.int64(1) * bound.S * p.group)
+    heads = fixed(T.int64(1) * bound.B * p.kv_heads)
+    splits = _number_of_splits(bound, tiles)
+    partial = _Partial(bound, tiles, cpu)
+    with T.parallel(splits * heads) as work:  # splits slowest: a thread gets the same splits of every head
+        head, split = fixed(work % heads), fixed(work // heads)
+        _Split(bound, tiles, cpu, head, rows, split, splits, partial).emit()
+    work = heads * rows * splits * len(partial.v_starts)
+    split_among_threads(heads * rows, work, lambda row: partial.merge(fixed(row), rows, splits))
+
+
+def _number_of_splits(bound: Bound, tiles: DecodeTiles) -> Expr:
+    """Parts to cut each sequence into: so many that the longest one has parts of about `split` keys."""
+    longest = Register(T.int64(0))
+    with T.serial(T.int64(1) * bound.B) as b:
+        lo, hi = bound.visible_range(b, T.int64(0), bound.S)
+        longest.value = tirx.max(longest.value, hi - lo)
+    return fixed(tirx.max(tirx.min(tirx.ceildiv(longest.value, tiles.split), tiles.max_splits), 1))
+
+
+class _Partial:
+    """(m, l, O) of every query row and split, in that order; and how they become Y."""
+
+    def __init__(self, bound: Bound, tiles: DecodeTiles, cpu: Machine) -> None:
+        self.bound, self.cpu, self.acc = bound, cpu, bound.problem.acc_dtype
+        # TVM moves an allocation of the outermost level to the top of the function: the size must be known there.
+        rows = T.int64(1) * bound.B * bound.problem.q_heads * tirx.min(T.int64(1) * bound.S, T.int64(tiles.q_len))
+        splits = tirx.min(tirx.ceildiv(T.int64(1) * bound.T, tiles.split), tiles.max_splits)
+        size = rows * tirx.max(splits, 1)
+        self.Wv, self.v_starts = cover(bound.problem.v_head_dim, cpu.lanes(self.acc))
+        self.stride = len(self.v_starts) * self.Wv
+        self.m, self.l = (T.alloc_buffer((size,), self.acc) for _ in range(2))
+        self.O = T.alloc_buffer((size * self.stride,), self.acc, align=64)
+
+    def merge(self, row: Expr, rows: Expr, splits: Expr) -> None:
+        """Y of row `row`, counted over all batches and key/value heads."""
+        p = self.bound.problem
+        zero, first = tirx.const(0, self.acc), fixed(row * splits)
+        m, l = Register(tirx.const(float("-inf"), self.acc)), Register(zero)
+        with T.serial(splits) as s:
+            m.value = tirx.max(m.value, self.m[first + s])
+        shift = fixed(tirx.Select(m.value == tirx.const(float("-inf"), self.acc), zero, m.value))
+        o = [Register(splat(0.0, self.Wv, self.acc)) for _ in self.v_starts]
+        with T.serial(splits) as s:
+            w = exp2((self.m[first + s] - shift) * tirx.const(LOG2_E, self.acc))
+            l.value += w * self.l[first + s]
+            for n, register in enumerate(o):
+                weight = splat(w, self.Wv, self.acc)
+                register.value += weight * load(self.O, self.Wv, (first + s) * self.stride + n * self.Wv)
+        inverse = fixed(splat(tirx.Select(l.value == zero, zero, tirx.const(1, self.acc) / l.value), self.Wv, self.acc))
+        head, r = fixed(row // rows), fixed(row % rows)
+        h = fixed(head % p.kv_heads * p.group + r % p.group)
+        y = [fixed(register.value * inverse) for register in o]
+        store_y(self.bound, self.cpu, head // p.kv_heads, h, r // p.group, y, self.v_starts)
+
+
+class _Split:
+    """The code for one split of the keys of one key/value head. Packed row r is query row r // G of its head r % G."""
+
+    def __init__(
+        self,
+        bound: Bound,
+        tiles: DecodeTiles,
+        cpu: Machine,
+        head: Expr,
+        rows: Expr,
+        split: Expr,
+        splits: Expr,
+        partial: _Partial,
+    ) -> None:
+        self.bound, self.problem, self.tiles, self.cpu = bound, bound.problem, tiles, cpu
+        self.rows, self.partial, self.head, self.split, self.splits = rows, partial, head, split, splits
+        p, self.acc = self.problem, self.problem.acc_dtype
+        self.b, self.hk = fixed(head // p.kv_heads), fixed(head % p.kv_heads)
+        self.kv = KeyValueTile(bound, cpu, tiles.kv, self.b, self.hk)
+        self.Wk, self.Wv, self.vectors = self.kv.Wk, self.kv.Wv, self.kv.vectors
+        self.chunks = len(self.kv.k_starts)
+        most = tiles.q_len * p.group
+        self.memory = workspace(
+            Q=(most * self.chunks * self.Wk, self.acc),  # scale Q: [row][vector][lane]
+            S=(most * tiles.kv, self.acc),  # S, then P: [row][key]
+            O=(most * self.vectors * self.Wv, self.acc),  # [row][vector][lane]
+            m=(most, self.acc),
+            l=(most * self.Wk, self.acc),  # a sum for each lane
+            alpha=(most, self.acc),
+            **self.kv.scratch,
+        )
+        self.Q, self.S, self.O = (self.memory[name] for name in "QSO")
+        self.m, self.l, self.alpha = (self.memory[name] for name in ("m", "l", "alpha"))
+
+    def emit(self) -> None:
+        self.load_queries()
+        self.initialise()
+        lo, hi = (fixed(end) for end in self.bound.visible_range(self.b, T.int64(0), self.bound.S))
+        part = fixed(tirx.ceildiv(tirx.ceildiv(hi - lo, self.splits), self.Wk) * self.Wk)
+        start = fixed(tirx.min(lo + self.split * part, hi))
+        stop = fixed(tirx.min(start + part, hi))
+        with T.serial(tirx.ceildiv(stop - start, self.tiles.kv)) as t:
+            self.kv0 = fixed(start + t * self.tiles.kv)
+            self.keys = fixed(tirx.min(stop - self.kv0, T.int64(self.tiles.kv)))
+            self.kv.open(self.kv0, self.kv0 + self.keys, self.memory)
+            self.scores()
+            self.softmax()
+            self.accumulate()
+        self.keep()
+
+    def head_and_row(self, r: Expr) -> tuple[Expr, Expr]:
+        """Query head and query row of packed row r."""
+        return self.hk * self.problem.group + r % self.problem.group, r // self.problem.group
+
+    def load_queries(self) -> None:
+        """Q := scale Q."""
+        scale = splat(self.problem.scale, self.Wk, self.acc)
+        with T.serial(self.rows) as r:
+            h, i = (fixed(x) for x in self.head_and_row(r))
+            for n, d in enumerate(self.kv.k_starts):
+                q = load_as(self.bound, self.cpu, "q", h, (self.b, i), d, self.Wk) * scale
+                store(self.Q, q, (r * self.chunks + n) * self.Wk)
+
+    def initialise(self) -> None:
+        with T.serial(self.rows) as r:
+            T.buffer_store(self.m, tirx.const(float("-inf"), self.acc), [r])
+            store(self.l, splat(0.0, self.Wk, self.acc), r * self.Wk)
+            for n in range(self.vectors):
+                store(self.O, splat(0.0, self.Wv, self.acc), (r * self.vectors + n) * self.Wv)
+
+    def scores(self) -> None:
+        """S = Q K^T, Wk keys at a time; what is left over, one by one."""
+        W = self.Wk
+        with T.serial(self.keys // W) as block, T.serial(self.rows) as r:
+            j = fixed(block * W)
+            s = self.products(r, [j + k for k in range(W)])
+            store(self.S, sum_each([x.value for x in s]), r * self.tiles.kv + j)
+        with T.serial(self.keys % W) as k, T.serial(self.rows) as r:
+            j = fixed(self.keys // W * W + k)
+            (last,) = self.products(r, [j])
+            T.buffer_store(self.S, reduce_lanes(last.value, lambda x, y: x + y), [r * self.tiles.kv + j])
+
+    def products(self, r: Expr, keys: list[Expr]) -> list[Register]:
+        """For each key, a vector whose lanes add up to Q_r . K_j."""
+        W, full = self.Wk, self.problem.head_dim // self.Wk
+        s = [Register(splat(0.0, W, self.acc)) for _ in keys]
+        with T.serial(full) as n:
+            d = fixed(n.astype("int64") * W)
+            q = T.bind(load(self.Q, W, (r * self.chunks + n) * W))
+            for x, j in zip(s, keys):
+                x.value += q * self.kv.k(j, d, W)
+        if full < self.chunks:  # the last vector overlaps the one before: each product counts once
+            d = self.kv.k_starts[-1]
+            q = T.bind(load(self.Q, W, (r * self.chunks + full) * W))
+            fresh = at(T.int32(d), W) >= splat(full * W, W, "int32")
+            for x, j in zip(s, keys):
+                x.value += tirx.Select(fresh, q * self.kv.k(j, T.int64(d), W), like(0.0, q))
+        return s
+
+    def softmax(self) -> None:
+        """m' = max(m, max S), P = exp(S - m'), alpha = exp(m - m'), l = alpha l + P, m = m'."""
+        W, kv = self.Wk, self.tiles.kv
+        blocks = fixed(tirx.ceildiv(self.keys, W))
+        log2_e = splat(LOG2_E, W, self.acc)
+        with T.serial(self.rows) as r:
+            h, i = (fixed(x) for x in self.head_and_row(r))
+            m_old = T.bind(self.m[r])
+            maximum = Register(splat(m_old, W, self.acc))
+            with T.serial(blocks) as block:
+                place = fixed(r * kv + block * W)
+                s = self.logits(load(self.S, W, place), h, i, block * W)
+                store(self.S, s, place)
+                maximum.value = tirx.max(maximum.value, s)
+            m = fixed(reduce_lanes(maximum.value, tirx.max))
+            # Nothing seen so far: m' = -inf, and S - m' would be NaN.
+            shift = fixed(tirx.Select(m == tirx.const(float("-inf"), self.acc), tirx.const(0, self.acc), m))
+            alpha = exp2((m_old - shift) * tirx.const(LOG2_E, self.acc))
+            l = Register(load(self.l, W, r * W) * splat(alpha, W, self.acc))
+            with T.serial(blocks) as block:
+                place = fixed(r * kv + block * W)
+                p = exp2((load(self.S, W, place) - splat(shift, W, self.acc)) * log2_e)
+                store(self.S, p, place)
+                l.value += p
+            store(self.l, l.value, r * W)
+            T.buffer_store(self.m, m, [r])
+            T.buffer_store(self.alpha, alpha, [r])
+
+    def logits(self, s: Expr, h: Expr, i: Expr, j: Expr) -> Expr:
+        """The scores s of row i with the Wk keys from kv0 + j, capped and biased; -inf where invisible."""
+        W = self.Wk
+        result = Register(self.bound.capped(fixed(s), tanh))
+
+        def mask(inside: bool) -> None:
+            key = at(fixed(self.kv0 + j), W)
+            visible = self.bound.visible(self.b, h, i, key, inside=inside)
+            biased = self.bound.biased(result.value, self.b, h, i, key, inside=inside)
+            result.value = tirx.Select(visible, biased, splat(float("-inf"), W, self.acc))
+
+        with T.If(j + W <= self.keys):
+            with T.Then():
+                mask(inside=True)
+            with T.Else():
+                mask(inside=False)
+        return T.bind(result.value)
+
+    def accumulate(self) -> None:
+        """O = alpha O + P V, for register tiles of `pv_rows` rows x `pv_vectors` vectors."""
+        # Rows that see different keys: 0 * NaN = NaN would let an invisible value through.
+        leave_out = self.problem.mask is not None or self.problem.window is not None
+        group, vectors, parts = self.tiles.pv_rows, self.vectors, -(-self.vectors // self.tiles.pv_vectors)
+        with T.serial(self.rows // group) as block:
+            rows = [fixed(block * group + k) for k in range(group)]
+            for part in range(parts):
+                columns = range(part * vectors // parts, (part + 1) * vectors // parts)
+                o = []
+                for r in rows:
+                    alpha = T.bind(splat(self.alpha[r], self.Wv, self.acc))
+                    o.append([Register(load(self.O, self.Wv, (r * vectors + n) * self.Wv) * alpha) for n in columns])
+                with T.serial(self.keys) as j:
+                    v = [T.bind(self.kv.v(j, n)) for n in columns]
+                    for k, r in enumerate(rows):
+                        p = T.bind(splat(self.S[r * self.tiles.kv + j], self.Wv, self.acc))
+                        for n, register in enumerate(o[k]):
+                            new = register.value + p * v[n]
+                            register.value = tirx.Select(p == like(0.0, p), register.value, new) if leave_out else new
+                for k, r in enumerate(rows):
+                    for n, register in zip(columns, o[k]):
+                        store(self.O, register.value, (r * vectors + n) * self.Wv)
+
+    def keep(self) -> None:
+        """(m, l, O) into the partial results."""
+        to = self.partial
+        with T.serial(self.rows) as r:
+            place = fixed((self.head * self.rows + r) * self.splits + self.split)
+            T.buffer_store(to.m, self.m[r], [place])
+            l = reduce_lanes(load(self.l, self.Wk, r * self.Wk), lambda x, y: x + y)
+            T.buffer_store(to.l, l, [place])
+            for n in range(self.vectors):
+                o = load(self.O, self.Wv, (r * self.vectors + n) * self.Wv)
+                store(to.O, o, place * to.stride + n * self.Wv)

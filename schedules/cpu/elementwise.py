@@ -1,0 +1,115 @@
+"""Element-wise functions, with broadcasting, transposition, slicing, gathering and concatenation.
+
+Each output is one loop nest, whatever the number of stages: what they compute on the way stays in registers. Only an
+expensive stage whose values are needed several times over is stored.
+"""
+
+from __future__ import annotations
+
+import tvm
+from tvm import ir, tirx
+from tvm.ir import prim
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from .facts import Facts
+from .loops import split_among_threads, split_rows, volume
+from .stages import Axis, Expr, Stage, is_int, loads, offset, read_stages, uses, walk
+from .sweep import Sweep, plan_sweep
+from .values import Evaluator, Program, View, flat_view
+from .vector import fixed, machine
+
+# Elements that a thread takes at a time where an output is swept over from end to end.
+_CHUNK = 1 << 13
+
+
+def elementwise(func: tirx.PrimFunc, target: tvm.target.Target) -> tirx.PrimFunc | None:
+    """Vector loops among threads for a function without reductions; None for anything else."""
+    stages = read_stages(func)
+    if not stages or any(stage.reduce for stage in stages):
+        return None
+    lanes = machine(target).lanes("float32")
+    stored = set(func.params) | recomputed(stages)
+    with IRBuilder() as builder, T.prim_func():
+        memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, func.params)}
+        for stage in stages:
+            if stage.output in stored and stage.output not in memory:
+                memory[stage.output] = T.alloc_buffer((volume(stage.axes),), stage.output.dtype)
+        made = {stage.output for stage in stages}
+        evaluator = Evaluator(
+            stages,
+            {buffer: View(flat) for buffer, flat in memory.items() if buffer not in made},
+        )
+        for stage in stages:
+            if stage.output in memory:
+                _write(stage, evaluator, memory[stage.output], Facts(func), lanes)
+                evaluator.views[stage.output] = View(memory[stage.output])
+    return func.with_body(builder.get().body)
+
+
+def recomputed(stages: list[Stage]) -> set[tirx.Buffer]:
+    """Outputs of expensive stages that some other stage reads at fewer points than it has itself."""
+    expensive = expensive_outputs(stages)
+    found = set()
+    for stage in stages:
+        several = {axis.var for axis in (*stage.axes, *stage.reduce) if not is_int(axis.extent, 1)}
+        for node in loads(stage.value):
+            used = {var for var in several if any(uses(index, {var}) for index in node.indices)}
+            if node.source in expensive and not node.source.same_as(stage.output) and used != several:
+                found.add(node.source)
+    return found
+
+
+def expensive_outputs(stages: list[Stage]) -> set[tirx.Buffer]:
+    """Outputs of stages that call functions or divide, themselves or through the element-wise stages that they read."""
+    expensive: set[tirx.Buffer] = set()
+    for stage in stages:
+        for node in walk(stage.value):
+            costly = isinstance(node, prim.Div | ir.Call) and not _is_free(node)
+            inherited = isinstance(node, ir.TensorLoad) and node.source in expensive
+            if costly or inherited:
+                expensive.add(stage.output)
+    return expensive
+
+
+def _is_free(node: Expr) -> bool:
+    return isinstance(node, ir.Call) and node.op.name in (
+        "prim.if_then_else",
+        "tirx.reinterpret",
+        "tirx.fabs",
+    )
+
+
+def plan_map(stage: Stage, evaluator: Evaluator, known: Facts) -> Sweep:
+    """A sweep over the output of a stage; its programs give the value and its position."""
+
+    def write(point: list[Expr], facts: Facts) -> Program:
+        position = facts.simplify(offset(stage.output.shape, point))
+        value = tirx.BufferLoad(stage.output, point)
+        return evaluator.program([value, position], facts, dtypes=[stage.output.dtype])
+
+    return plan_sweep(stage.axes, write, known)
+
+
+def _write(stage: Stage, evaluator: Evaluator, memory: tirx.Buffer, facts: Facts, lanes: int) -> None:
+    sweep = plan_map(stage, evaluator, facts)
+
+    def store(results: list[Expr]) -> None:
+        T.buffer_store(memory, results[0], [results[1]])
+
+    def chunk(task: Expr) -> None:
+        low = fixed(task * _CHUNK)
+        sweep.emit({}, lanes, store, (low, tirx.min(low + _CHUNK, sweep.extent)))
+
+    def rows(point: list[Expr], last: Axis) -> None:
+        *before, axis = sweep.outer
+        with T.serial(last.extent) as i:
+            outer = {a.var: value for a, value in zip(before, point)}
+            sweep.emit({**outer, axis.var: fixed(last.var + i)}, lanes, store)
+
+    if sweep.outer:
+        split_rows(sweep.outer, sweep.extent * sweep.work, rows)
+    elif isinstance(sweep.extent, prim.IntImm) and sweep.extent.value <= _CHUNK:
+        sweep.emit({}, lanes, store)
+    else:
+        split_among_threads((sweep.extent + (_CHUNK - 1)) // _CHUNK, sweep.extent * sweep.work, chunk)

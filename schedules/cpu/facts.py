@@ -1,0 +1,120 @@
+"""What is known about index variables, and the simplification of indices by it.
+
+TVM's analyzer does not divide by symbolic sizes. Reshapes with symbolic dimensions are full of such quotients, and a
+quotient that is left over costs more than the rest of a loop: those by provably larger numbers are removed here.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import operator
+
+from tvm import ir, tirx
+from tvm.ir import prim
+from tvm.sym import Analyzer
+
+from .stages import Expr, rewrite, walk
+
+
+class Facts:
+    """Ranges of variables, and the sizes of a function's buffers, which are not negative."""
+
+    def __init__(self, func: tirx.PrimFunc) -> None:
+        self.analyzer = Analyzer()
+        self.largest: dict[tirx.Var, Expr] = {}
+        for buffer in filter(tirx.is_buffer_var, func.params):
+            for node in (node for extent in buffer.shape for node in walk(extent)):
+                if isinstance(node, tirx.Var):
+                    self.largest[node] = node
+
+    def copy(self) -> Facts:
+        other = copy.copy(self)
+        other.analyzer, other.largest = self.analyzer.clone(), dict(self.largest)
+        return other
+
+    def bind(self, var: Expr, low: Expr | int, high: Expr) -> None:
+        """0 <= low <= var < high. Constants are their own bounds."""
+        if isinstance(var, tirx.Var):
+            self.analyzer.bind(var, ir.Range(low, high), allow_override=True)
+            self.largest[var] = self.analyzer.simplify(high - 1)
+
+    def simplify(self, expr: Expr) -> Expr:
+        return self.analyzer.simplify(rewrite(self.analyzer.simplify(expr), self._divide))
+
+    def can_prove(self, condition: Expr) -> bool:
+        return self.analyzer.can_prove(condition)
+
+    def _divide(self, node: Expr) -> Expr | None:
+        """Simpler forms of a // n and a % n for symbolic n."""
+        if not isinstance(node, prim.FloorDiv | prim.FloorMod) or node.ty != "int64":
+            return None
+        a, n = (self.analyzer.simplify(rewrite(operand, self._divide)) for operand in (node.a, node.b))
+        quotient = isinstance(node, prim.FloorDiv)
+        if quotient and isinstance(a, prim.FloorDiv):  # (a // m) // n
+            return self._divide(prim.FloorDiv(a.a, self.analyzer.simplify(a.b * n)))
+        whole, rest = self._multiples(a, n)
+        bound = self.bound(rest)
+        if bound is not None and self.can_prove(bound < n):
+            return whole if quotient else rest
+        return whole + rest // n if quotient else rest % n
+
+    def _multiples(self, a: Expr, n: Expr) -> tuple[Expr, Expr]:
+        """b and c with a = b n + c: the terms of a that are multiples of n, divided by it, and the others."""
+        whole: Expr = tirx.const(0, "int64")
+        rest: Expr = tirx.const(0, "int64")
+        for term in _terms(a):
+            factor = self._factor(term, n)
+            whole, rest = (whole + factor, rest) if factor is not None else (whole, rest + term)
+        return self.analyzer.simplify(whole), self.analyzer.simplify(rest)
+
+    @staticmethod
+    def _factor(term: Expr, n: Expr) -> Expr | None:
+        """b with term = b n, if all factors of n are factors of the product `term`."""
+        factors, constant = _factors(term)
+        wanted, divisor = _factors(n)
+        if constant % divisor:
+            return None
+        for factor in wanted:
+            found = next(
+                (i for i, f in enumerate(factors) if prim.expr_deep_equal(f, factor)),
+                None,
+            )
+            if found is None:
+                return None
+            del factors[found]
+        return functools.reduce(operator.mul, factors, tirx.const(constant // divisor, "int64"))
+
+    def bound(self, a: Expr) -> Expr | None:
+        """An upper bound of `a` in terms of sizes, or None; also None if `a` might be negative."""
+        total: Expr = tirx.const(0, "int64")
+        for term in _terms(a):
+            factors, constant = _factors(term)
+            bounds = [self._bound_of_factor(factor) for factor in factors]
+            if constant < 0 or any(bound is None for bound in bounds):
+                return None
+            total = total + functools.reduce(operator.mul, bounds, tirx.const(constant, "int64"))
+        return self.analyzer.simplify(total)
+
+    def _bound_of_factor(self, factor: Expr) -> Expr | None:
+        if isinstance(factor, tirx.Var):
+            return self.largest.get(factor)
+        if isinstance(factor, prim.FloorDiv | prim.FloorMod):
+            a, n = self.bound(factor.a), self.bound(factor.b)
+            if a is not None and n is not None:
+                return a // factor.b if isinstance(factor, prim.FloorDiv) else factor.b - 1
+        return None
+
+
+def _terms(expr: Expr) -> list[Expr]:
+    return [*_terms(expr.a), *_terms(expr.b)] if isinstance(expr, prim.Add) else [expr]
+
+
+def _factors(expr: Expr) -> tuple[list[Expr], int]:
+    """The factors of a product: the symbolic ones, and the constant."""
+    if isinstance(expr, prim.IntImm):
+        return [], expr.value
+    if isinstance(expr, prim.Mul):
+        (a, m), (b, n) = _factors(expr.a), _factors(expr.b)
+        return [*a, *b], m * n
+    return [expr], 1

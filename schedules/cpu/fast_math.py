@@ -1,0 +1,202 @@
+"""Elementary functions of float32 as polynomials, so that loops over them become vectors.
+
+LLVM turns exp, tanh or erf of a vector into one libm call per lane, some 3 ns each. The functions below are code
+without branches, right to 4 units in the last place, and right for infinities, NaN and arguments of any size. Results
+of exp below 2^-125 become 0; so do subnormal ones of the others.
+
+The coefficients are minimax fits (Lawson's iteratively reweighted least squares) in the error that the comments name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from tvm import ir, tirx
+
+from .stages import Expr
+
+Bind = Callable[[Expr], Expr]
+"""Gives an expression a name, so that it is computed once."""
+
+# e^r = 1 + r + r^2 (c0 + c1 r + ...) for |r| <= ln(2) / 2, relative error 3e-9.
+_EXP = (
+    0.4999999341248519,
+    0.1666652010778304,
+    0.0416683942142981,
+    0.008368780414547097,
+    0.0013814466888454715,
+)
+# 2^r = 1 + r (c0 + c1 r + ...) for |r| <= 1/2, relative error 2e-9.
+_EXP2 = (
+    0.6931472029849398,
+    0.2402264789688812,
+    0.05550332163014519,
+    0.00961843860087413,
+    0.0013399003431958957,
+    0.0001535325796142195,
+)
+# ln(1 + f) = f - f^2 / 2 + f^3 (c0 + c1 f + ...) for sqrt(1/2) <= 1 + f <= sqrt(2), relative error 6e-9.
+_LOG = (
+    0.33333331707663455,
+    -0.2500082103394018,
+    0.20001226880215403,
+    -0.166233573597114,
+    0.1420175791702174,
+    -0.1316018216204032,
+    0.12761577535261184,
+    -0.076344977557992,
+)
+# -ln(1 - erf(a)) = a (c0 + c1 a + ...) for 0 <= a <= 4, relative error of erf 4e-9.
+_ERF = (
+    1.1283791716116567,
+    0.6366193819574983,
+    0.1027778305755535,
+    -0.019153064128767865,
+    -0.00016039567907224003,
+    0.0016670270976569359,
+    -0.0006328366668697472,
+    0.0001176412210645154,
+    -9.256259782207052e-06,
+)
+_ERF_LIMIT = 4.0  # erf rounds to 1 from here on
+
+# ln(2) in two parts; the first has 15 trailing zeros, so that its product with a small integer is exact.
+_LN2_HIGH, _LN2_LOW = 0.693145751953125, 1.428606765330187e-06
+
+_MAGIC = 1.5 * 2.0**23  # adding it leaves the nearest integer in the low bits of the sum
+_SIGN = 0x80000000
+
+
+def exp(x: Expr, bind: Bind) -> Expr:
+    """e^x = 2^n e^r, with n the integer nearest to x / ln(2)."""
+    x = _clamp(x, -87.6, 89.0, bind)
+    n, n_bits = _nearest(x * _f32(math.log2(math.e)), bind)
+    r = bind((x - n * _f32(_LN2_HIGH)) - n * _f32(_LN2_LOW))
+    return _scale(_polynomial(r, (1.0, 1.0, *_EXP)), n_bits, bind)
+
+
+def exp2(x: Expr, bind: Bind) -> Expr:
+    x = _clamp(x, -126.0, 129.0, bind)
+    n, n_bits = _nearest(x, bind)
+    return _scale(_polynomial(bind(x - n), (1.0, *_EXP2)), n_bits, bind)
+
+
+def sigmoid(x: Expr, bind: Bind) -> Expr:
+    return _f32(1.0) / (_f32(1.0) + exp(_f32(0.0) - x, bind))
+
+
+def tanh(x: Expr, bind: Bind) -> Expr:
+    """With e = e^(-2 |x|) - 1, which keeps its precision near 0: tanh |x| = -e / (e + 2)."""
+    x = bind(x)
+    e = bind(_expm1(_magnitude(x, 10.0, bind) * _f32(-2.0), bind))
+    return _with_sign(bind((_f32(0.0) - e) / (e + _f32(2.0))), x)
+
+
+def erf(x: Expr, bind: Bind) -> Expr:
+    """erf |x| = 1 - e^g, where g = ln(erfc |x|) is smooth."""
+    x = bind(x)
+    a = _magnitude(x, _ERF_LIMIT, bind)
+    g = bind((_f32(0.0) - a) * _polynomial(a, _ERF))
+    return _with_sign(bind(_f32(0.0) - _expm1(g, bind)), x)
+
+
+def log(x: Expr, bind: Bind) -> Expr:
+    """ln x = e ln(2) + ln(1 + f), x = 2^e (1 + f)."""
+    x = bind(x)
+    subnormal = bind(x < _f32(2.0**-126))
+    bits = bind(_bits(tirx.Select(subnormal, x * _f32(2.0**23), x)))
+    exponent = bind((bits - _i32(0x3F3504F3)) >> _i32(23))  # less the bits of sqrt(1/2)
+    f = bind(_float(bits - (exponent << _i32(23))) - _f32(1.0))
+    e = bind(exponent.astype("float32") - tirx.Select(subnormal, _f32(23.0), _f32(0.0)))
+    square = bind(f * f)
+    tail = bind(f * square * _polynomial(f, _LOG) - _f32(0.5) * square + e * _f32(_LN2_LOW))
+    result = bind(f + tail + e * _f32(_LN2_HIGH))
+    outside = tirx.Select(x < _f32(0.0), _f32(math.nan), _f32(-math.inf))
+    result = tirx.Select(x > _f32(0.0), result, outside)
+    return bind(tirx.Select(x < _f32(math.inf), result, x))  # infinity and NaN are their own logarithms
+
+
+def rsqrt(x: Expr, bind: Bind) -> Expr:
+    """TVM has no vector form of rsqrt; the square root and the quotient are machine instructions."""
+    return _f32(1.0) / tirx.sqrt(x)
+
+
+def isnan(x: Expr, bind: Bind) -> Expr:
+    """TVM simplifies x != x to false."""
+    return (_bits(x) & _i32(0x7FFFFFFF)) > _i32(0x7F800000)
+
+
+_FUNCTIONS: dict[str, Callable[[Expr, Bind], Expr]] = {
+    f"tirx.{function.__name__}": function for function in (exp, exp2, sigmoid, tanh, erf, log, rsqrt, isnan)
+}
+
+
+def expand(op: ir.Op, operands: list[Expr], bind: Bind) -> Expr | None:
+    """op(*operands) written out, or None if this file does not know the function or the type is not float32."""
+    if op.name not in _FUNCTIONS or operands[0].ty != "float32":
+        return None
+    return _FUNCTIONS[op.name](operands[0], bind)
+
+
+def _f32(value: float) -> Expr:
+    return tirx.const(value, "float32")
+
+
+def _i32(value: int) -> Expr:
+    return tirx.const(value, "int32")
+
+
+def _bits(x: Expr) -> Expr:
+    return tirx.reinterpret("int32", x)
+
+
+def _float(bits: Expr) -> Expr:
+    return tirx.reinterpret("float32", bits)
+
+
+def _clamp(x: Expr, low: float, high: float, bind: Bind) -> Expr:
+    """x within [low, high]; NaN stays NaN, which TVM's min and max do not promise."""
+    x = bind(x)
+    x = bind(tirx.Select(x < _f32(low), _f32(low), x))
+    return bind(tirx.Select(x > _f32(high), _f32(high), x))
+
+
+def _magnitude(x: Expr, limit: float, bind: Bind) -> Expr:
+    a = bind(_float(_bits(x) & _i32(0x7FFFFFFF)))
+    return bind(tirx.Select(a > _f32(limit), _f32(limit), a))
+
+
+def _with_sign(magnitude: Expr, x: Expr) -> Expr:
+    return _float(_bits(magnitude) | (_bits(x) & _i32(_SIGN - 2**32)))
+
+
+def _nearest(x: Expr, bind: Bind) -> tuple[Expr, Expr]:
+    """The nearest integer to x as a float, and an int32 whose low bits are that integer.
+
+    TVM simplifies (x + magic) - magic to x: the sum passes through an integer in between.
+    """
+    bits = bind(_bits(x + _f32(_MAGIC)))
+    return bind(_float(bits) - _f32(_MAGIC)), bits
+
+
+def _scale(p: Expr, n_bits: Expr, bind: Bind) -> Expr:
+    """p 2^n for -126 <= n <= 129, as 2 p 2^(n - 1) since 2^128 is no float32; 0 for n = -126."""
+    power = _float((n_bits << _i32(23)) + _i32(126 << 23))
+    return bind((p + p) * power)
+
+
+def _expm1(x: Expr, bind: Bind) -> Expr:
+    """e^x - 1 for -100 < x <= 0, with a small relative error near 0. e^x - 1 = 2^n (e^r - 1) + (2^n - 1)."""
+    n, n_bits = _nearest(x * _f32(math.log2(math.e)), bind)
+    r = bind((x - n * _f32(_LN2_HIGH)) - n * _f32(_LN2_LOW))
+    power = bind(_float((n_bits << _i32(23)) + _i32(127 << 23)))
+    return power * _polynomial(r, (0.0, 1.0, *_EXP)) + (power - _f32(1.0))
+
+
+def _polynomial(x: Expr, coefficients: tuple[float, ...]) -> Expr:
+    """Horner's scheme; lowest power first. x occurs several times."""
+    p = _f32(coefficients[-1])
+    for c in reversed(coefficients[:-1]):
+        p = p * x + _f32(c)
+    return p

@@ -1,0 +1,72 @@
+"""K_j and V_j: a tile of keys and values of one head, as the kernels of this folder read them."""
+
+from __future__ import annotations
+
+from tvm.ir import Expr
+from tvm.script.ir_builder import tirx as T
+
+from lowering.attention.bound import Bound
+
+from .vector import Buffer, Machine, at, convert, cover, load, store
+
+
+def load_as(bound: Bound, cpu: Machine, name: str, h: Expr, row: tuple[Expr, Expr], d: Expr | int, lanes: int) -> Expr:
+    """Elements [d, d + lanes) of a row (b, index) of q, k or v, in the type of the arithmetic."""
+    b, index = row
+    buffer, indices = bound.at(name, b, h, index, T.int64(1) * d)
+    return convert(load(buffer, lanes, *indices), bound.problem.acc_dtype, cpu)
+
+
+class KeyValueTile:
+    """Rows [start, end) of K and V of key/value head hk in batch b, in the type of the arithmetic.
+
+    float32 (float64) is read where it lies. Anything else is unpacked into scratch tiles of `size` rows, once per tile:
+    `scratch` says how large they are. Rows are counted from the start of the tile. A row of V consists of `vectors`
+    vectors of Wv lanes, of which the last may overlap the one before.
+    """
+
+    def __init__(self, bound: Bound, cpu: Machine, size: int, b: Expr, hk: Expr) -> None:
+        self.bound, self.cpu, self.b, self.hk = bound, cpu, b, hk
+        p = bound.problem
+        W = cpu.lanes(p.acc_dtype)
+        self.D = p.head_dim
+        self.Wk, self.k_starts = cover(p.head_dim, W)
+        self.Wv, self.v_starts = cover(p.v_head_dim, W)
+        self.vectors = len(self.v_starts)
+        self.unpacks_k, self.unpacks_v = p.dtype != p.acc_dtype, p.v_dtype != p.acc_dtype
+        self.scratch = {
+            "K": (self.unpacks_k * size * p.head_dim, p.acc_dtype),
+            "V": (self.unpacks_v * size * self.vectors * self.Wv, p.acc_dtype),
+        }
+
+    def open(self, start: Expr, end: Expr, memory: dict[str, Buffer]) -> None:
+        """The tile is [start, end) from here on: unpacks what needs it."""
+        self.start, self.end, self.K, self.V = start, end, memory["K"], memory["V"]
+        if not (self.unpacks_k or self.unpacks_v):
+            return
+        with T.serial(end - start) as j:
+            row = (self.b, start + j)
+            for d in self.k_starts if self.unpacks_k else ():
+                store(self.K, load_as(self.bound, self.cpu, "k", self.hk, row, d, self.Wk), j * self.D + d)
+            for n, d in enumerate(self.v_starts) if self.unpacks_v else ():
+                v = load_as(self.bound, self.cpu, "v", self.hk, row, d, self.Wv)
+                store(self.V, v, (j * self.vectors + n) * self.Wv)
+
+    def k(self, j: Expr, d: Expr, lanes: int = 1) -> Expr:
+        """Elements [d, d + lanes) of key j."""
+        if self.unpacks_k:
+            return load(self.K, lanes, j * self.D + d)
+        return self.bound.k(self.b, self.hk, self.start + j, at(d, lanes))
+
+    def v(self, j: Expr, n: int) -> Expr:
+        """Vector n of value j."""
+        if self.unpacks_v:
+            return load(self.V, self.Wv, (j * self.vectors + n) * self.Wv)
+        return self.bound.v(self.b, self.hk, self.start + j, at(T.int64(self.v_starts[n]), self.Wv))
+
+
+def store_y(bound: Bound, cpu: Machine, b: Expr, h: Expr, i: Expr, vectors: list[Expr], starts: list[int]) -> None:
+    """Y at (b, h, i) := the vectors, rounded to its type."""
+    for d, y in zip(starts, vectors):
+        buffer, indices = bound.at("y", b, h, i, T.int64(d))
+        store(buffer, convert(y, buffer.dtype, cpu), *indices)

@@ -1,0 +1,108 @@
+"""Loops: split among threads where that pays, and over vectors with an exact tail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+from tvm.sym import Analyzer
+
+from .stages import Axis, Expr, is_int
+from .vector import fixed
+
+# Waking the workers costs some microseconds: about as long as one core needs for so many simple operations.
+PARALLEL_WORK = 1 << 16
+# Simple operations in a task: enough to hide the start of its loops.
+_TASK_WORK = 1 << 13
+
+
+def volume(axes: Sequence[Axis]) -> Expr:
+    """Points of a rectangle."""
+    size: Expr = tirx.const(1, "int64")
+    for axis in axes:
+        size = size * axis.extent
+    return Analyzer().simplify(size)
+
+
+def unravel(index: Expr, axes: Sequence[Axis]) -> list[Expr]:
+    """The point of a row-major rectangle with this number."""
+    point: list[Expr] = []
+    for axis in reversed(axes[1:]):
+        point.append(index % axis.extent)
+        index = index // axis.extent
+    return [index, *reversed(point)] if axes else []
+
+
+def _named(expr: Expr) -> Expr:
+    """A number, or a variable."""
+    expr = Analyzer().simplify(expr)
+    return expr if isinstance(expr, tirx.IntImm) else fixed(expr)
+
+
+def split_among_threads(tasks: Expr, work: Expr, body: Callable[[Expr], None]) -> None:
+    """body(task) for each task. work: simple operations of all tasks together; tested at run time when symbolic."""
+    work = Analyzer().simplify(work)
+    if isinstance(work, tirx.IntImm):
+        with (T.parallel if work.value >= PARALLEL_WORK else T.serial)(tasks) as task:
+            body(task)
+        return
+    with T.If(work >= PARALLEL_WORK):
+        with T.Then(), T.parallel(tasks) as task:
+            body(task)
+        with T.Else(), T.serial(tasks) as task:
+            body(task)
+
+
+def split_rows(axes: Sequence[Axis], row_work: Expr, body: Callable[[list[Expr], Axis], None]) -> None:
+    """Cuts a rectangle of rows into tasks: body(outer, last) is to handle the rows outer x last.
+
+    outer is the point of a task along all axes but the last one, and `last` a range of the last axis: its var is where
+    the range begins. There must be an axis.
+    """
+    *outer, last = axes
+    rows = _named(tirx.max(_TASK_WORK // tirx.max(row_work, 1), 1))
+    blocks = _named((last.extent + (rows - 1)) // rows)
+
+    def task(index: Expr) -> None:
+        point = [fixed(i) for i in unravel(index // blocks, outer)]
+        first = fixed(index % blocks * rows)
+        body(point, Axis(first, fixed(tirx.min(rows, last.extent - first))))
+
+    split_among_threads(volume(outer) * blocks, volume(axes) * row_work, task)
+
+
+def nest(axes: Sequence[Axis], body: Callable[[dict[tirx.Var, Expr]], None]) -> None:
+    """body(values of the axes' variables) at each point of a rectangle, in serial loops."""
+
+    def loops(remaining: Sequence[Axis], point: dict[tirx.Var, Expr]) -> None:
+        if not remaining:
+            body(point)
+            return
+        with T.serial(remaining[0].extent) as i:
+            loops(remaining[1:], {**point, remaining[0].var: i})
+
+    loops(axes, {})
+
+
+def vector_loop(extent: Expr, lanes: int, body: Callable[[int], Callable[[Expr, Expr], None]]) -> None:
+    """body(w)(i, lane) for 0 <= i < extent, in vectors of w = `lanes` elements, of which i is number `lane`.
+
+    What remains goes in halved vectors where its length is known, else one by one. body(w) is called before each loop.
+    """
+    extent = Analyzer().simplify(extent)
+    start: Expr = tirx.const(0, "int64")
+    while lanes > 1:
+        whole = extent // lanes
+        if not isinstance(extent, tirx.IntImm) or extent.value >= lanes:
+            write = body(lanes)
+            with T.serial(whole) as i, T.vectorized(tirx.const(lanes, "int64")) as lane:
+                write(start + i * lanes + lane, lane)
+            start, extent = start + whole * lanes, extent - whole * lanes
+        if not isinstance(extent, tirx.IntImm):
+            break
+        lanes //= 2
+    if not is_int(extent, 0):
+        write = body(1)
+        with T.serial(extent) as i:
+            write(start + i, tirx.const(0, "int64"))

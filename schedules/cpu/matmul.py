@@ -1,0 +1,341 @@
+"""Matrix products C = A B with a fused epilogue, blocked for registers and caches.
+
+The blocking is that of K. Goto and R. van de Geijn, "Anatomy of High-Performance Matrix Multiplication", ACM TOMS
+34(3), 2008, with their names: a register tile of mr x nr elements of C is accumulated over kc values of k from mr rows
+of A, read in place, and a panel of B: nr columns, stored so that the nr elements of each k are consecutive.
+
+    for each block of mc rows and panel of nr columns                    among threads
+        for each block of kc values of k
+            panel of B -> scratch, unless B is stored in panels
+            for each mr rows                                             the micro-kernel
+                C tile[mr, nr] += A[mr, kc] panel[kc, nr]                in mr * nr / lanes registers
+        epilogue: C tile -> bias, activation, residual -> output
+
+Rows that are left over (M mod mr) have micro-kernels of their own height, so nothing is read or written out of bounds,
+and a product with one row streams B at memory bandwidth. Columns that are left over are zeros of the panel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import tvm
+from tvm import ir, tirx
+from tvm.ir import prim
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from .facts import Facts
+from .half import HALF
+from .loops import split_among_threads, unravel, vector_loop, volume
+from .stages import (
+    Axis,
+    Expr,
+    Stage,
+    is_int,
+    loads,
+    offset,
+    read_stages,
+    substitute,
+    uses,
+)
+from .values import Evaluator, View, flat_view, read
+from .vector import Machine, Register, convert, fixed, load, machine, splat, store, workspace
+
+_FLOATS = ("float32", *HALF)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Block sizes: mr rows x nr columns in registers, kc values of k and mc rows in caches.
+
+    mr * nr / lanes accumulators, nr / lanes vectors of B and one broadcast element of A must fit the registers. A panel
+    of kc * nr elements should fit the L2 cache, a tile of mc * nr accumulators the L1 cache. mr divides mc.
+    """
+
+    lanes: int
+    nr: int
+    mr: int = 6
+    kc: int = 1024
+    mc: int = 72
+
+
+def panel_width(columns: int | None, cpu: Machine) -> int:
+    """nr for a product with so many columns (None: not known): that of the least work, and the widest among those.
+
+    v vectors take mr * v multiplications and mr + v loads for each k; few accumulators wait for one another.
+    """
+    lanes, mr = cpu.lanes("float32"), Tiles.mr
+    widest = 4 if cpu.registers >= 32 else 2
+    if columns is None:
+        return widest * lanes
+
+    def work(v: int) -> int:
+        return -(-columns // (v * lanes)) * max(mr * v, mr + v, 8)
+
+    return min(range(widest, 0, -1), key=work) * lanes
+
+
+@dataclass(frozen=True)
+class Product:
+    """C[batch, rows, j] = sum over k of A[batch, rows, k] * B[batch, k, j].
+
+    A and B are loads at those axes; `rows` are the axes that B does not depend on, taken together as M rows.
+    """
+
+    stage: Stage
+    a: ir.TensorLoad
+    b: ir.TensorLoad
+    batch: tuple[Axis, ...]
+    rows: tuple[Axis, ...]
+    j: Axis
+    k: Axis
+
+
+def matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> tirx.PrimFunc | None:
+    """A blocked kernel for a float product followed by element-wise stages; None for anything else."""
+    stages = read_stages(func)
+    if not stages:
+        return None
+    product = read_product(stages[0])
+    if product is None or not all(_follows(stage, stages) for stage in stages[1:]):
+        return None
+    return _Kernel(func, stages, product, machine(target)).write()
+
+
+def read_product(stage: Stage) -> Product | None:
+    """The stage as a product of matrices, or None. Products with fewer than four columns are dot products: None."""
+    value = stage.value
+    if len(stage.reduce) != 1 or len(stage.axes) < 1 or not isinstance(value, prim.Add):
+        return None
+    total, term = (value.a, value.b) if isinstance(value.b, prim.Mul) else (value.b, value.a)
+    if not isinstance(term, prim.Mul) or not isinstance(total, ir.TensorLoad):
+        return None
+    if not total.source.same_as(stage.output) or stage.output.dtype not in _FLOATS:
+        return None
+    k, j, outer = stage.reduce[0], stage.axes[-1], stage.axes[:-1]
+    operands = [_operand(term.a), _operand(term.b)]
+    if any(operand is None for operand in operands):
+        return None
+    a, b = sorted(operands, key=lambda operand: uses(operand, {j.var}))
+    if uses(a, {j.var}) or not all(uses(b, {axis.var}) for axis in (j, k)) or not uses(a, {k.var}):
+        return None
+    if isinstance(j.extent, tirx.IntImm) and j.extent.value < 4:
+        return None
+    batch = tuple(axis for axis in outer if uses(b, {axis.var}))
+    rows = tuple(axis for axis in outer if not uses(b, {axis.var}))
+    return Product(stage, a, b, batch, rows, j, k)
+
+
+def _operand(expr: Expr) -> ir.TensorLoad | None:
+    """A load, possibly widened to float32."""
+    if isinstance(expr, prim.Cast) and expr.ty == "float32":
+        expr = expr.value
+    if not isinstance(expr, ir.TensorLoad) or str(expr.ty) not in _FLOATS or len(loads(expr)) > 1:
+        return None
+    return expr
+
+
+def _follows(stage: Stage, stages: list[Stage]) -> bool:
+    """Whether an element-wise stage reads the results of others only at its own point."""
+    shape = [axis.extent for axis in stages[0].axes]
+    if stage.reduce or len(shape) != len(stage.axes):
+        return False
+    if not all(prim.expr_deep_equal(a, axis.extent) for a, axis in zip(shape, stage.axes)):
+        return False
+    produced = {other.output for other in stages}
+    return all(
+        all(map(prim.expr_deep_equal, node.indices, stage.indices))
+        for node in loads(stage.value)
+        if node.source in produced
+    )
+
+
+class _Kernel:
+    """The free variables of the offsets below: batch axes as themselves, row m of M, k, and column c of a panel."""
+
+    def __init__(self, func: tirx.PrimFunc, stages: list[Stage], product: Product, cpu: Machine) -> None:
+        self.func, self.stages, self.product, self.cpu = func, stages, product, cpu
+        self.facts = Facts(func)
+        self.m, self.c, self.panel = (tirx.Var(name, "int64") for name in ("m", "c", "panel"))
+        self.rows = volume(product.rows)
+        for axis in (*product.batch, Axis(self.m, self.rows), product.k):
+            self.facts.bind(axis.var, 0, axis.extent)
+        self.point = {axis.var: value for axis, value in zip(product.rows, unravel(self.m, product.rows))}
+        self.a_offset = self.simplify(substitute(offset(product.a.source.shape, product.a.indices), self.point))
+        self.a_in_place = product.a.ty == "float32" and is_int(self.stride(self.a_offset, product.k.var), 1)
+
+        lanes = cpu.lanes("float32")
+        columns, stored = product.j.extent, product.b.source.shape[-1]
+        widths = [panel_width(columns.value if isinstance(columns, tirx.IntImm) else None, cpu)]
+        if isinstance(stored, tirx.IntImm) and 0 < stored.value <= 4 * lanes and stored.value % lanes == 0:
+            widths.insert(0, stored.value)
+        for nr in widths:
+            self.tiles = Tiles(lanes, nr)
+            b_indices = self.b_panel(nr)
+            self.b_offset = self.simplify(offset(product.b.source.shape, b_indices))
+            self.b_in_place = self.is_panel(b_indices)
+            if self.b_in_place:
+                break
+
+    def simplify(self, expr: Expr) -> Expr:
+        return self.facts.simplify(expr)
+
+    def stride(self, position: Expr, var: tirx.Var) -> Expr:
+        return self.simplify(substitute(position, {var: var + 1}) - position)
+
+    def b_panel(self, nr: int) -> list[Expr]:
+        """Indices of B at column c of a panel of nr columns."""
+        columns = self.product.j.extent
+        self.facts.bind(self.c, 0, tirx.const(nr, "int64"))
+        self.facts.bind(self.panel, 0, (columns + nr - 1) // nr)
+        j = {self.product.j.var: self.panel * nr + self.c}
+        return [self.simplify(substitute(index, j)) for index in self.product.b.indices]
+
+    def is_panel(self, indices: list[Expr]) -> bool:
+        """Whether the columns of a panel are consecutive, the last panel is padded, and panels have no gaps."""
+        bounds = zip(indices, self.product.b.source.shape)
+        return (
+            is_int(self.stride(self.b_offset, self.c), 1)
+            and is_int(self.stride(self.b_offset, self.product.k.var), self.tiles.nr)
+            and all(self.facts.can_prove(index < extent) for index, extent in bounds)
+        )
+
+    def write(self) -> tirx.PrimFunc:
+        p, t = self.product, self.tiles
+        with IRBuilder() as builder, T.prim_func():
+            memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, self.func.params)}
+            self.a, self.b = memory[p.a.source], memory[p.b.source]
+            self.outputs = {s.output: memory.pop(s.output) for s in self.stages if s.output in memory}
+            self.inputs = {buffer: View(flat) for buffer, flat in memory.items()}
+            # Blocks of equal height, so that no thread gets all the short ones.
+            self.row_blocks = fixed(tirx.max((self.rows + (t.mc - 1)) // t.mc, 1))
+            self.block_rows = T.bind((self.rows + (self.row_blocks * t.mr - 1)) // (self.row_blocks * t.mr) * t.mr)
+            self.panels = (p.j.extent + (t.nr - 1)) // t.nr
+            batch = volume(p.batch)
+            work = batch * self.rows * p.j.extent * p.k.extent
+            split_among_threads(batch * self.row_blocks * self.panels, work, self.task)
+        return self.func.with_body(builder.get().body)
+
+    def task(self, task: Expr) -> None:
+        """One panel's columns for one block of rows."""
+        p, t = self.product, self.tiles
+        self.values = {self.panel: fixed(task % self.panels)}
+        block = fixed(task // self.panels % self.row_blocks)
+        for axis, index in zip(p.batch, unravel(task // (self.panels * self.row_blocks), p.batch)):
+            self.values[axis.var] = fixed(index)
+        first = fixed(block * self.block_rows)
+        rows = fixed(tirx.min(self.block_rows, self.rows - first))
+        columns = t.nr if is_int(self.simplify(p.j.extent % t.nr), 0) else p.j.extent - self.values[self.panel] * t.nr
+        columns = fixed(tirx.min(tirx.const(t.nr, "int64"), columns))
+
+        sizes = {"tile": (t.mc * t.nr, "float32")}
+        if not self.b_in_place:
+            sizes["panel"] = (t.kc * t.nr, "float32")
+        if not self.a_in_place:
+            sizes["strip"] = (t.mr * t.kc, "float32")
+        scratch = workspace(**sizes)
+        tile, panel, strip = (scratch.get(name) for name in ("tile", "panel", "strip"))
+        with T.serial(rows * (t.nr // t.lanes)) as i:
+            store(tile, splat(0.0, t.lanes, "float32"), i * t.lanes)
+        with T.serial((p.k.extent + (t.kc - 1)) // t.kc) as k_block:
+            k0 = fixed(k_block * t.kc)
+            depth = fixed(tirx.min(tirx.const(t.kc, "int64"), p.k.extent - k0))
+            if panel is not None:
+                self.pack(panel, k0, depth, columns)
+
+            def micro_kernel(height: int, row: Expr) -> None:
+                self.micro_kernel(height, first, row, k0, depth, tile, panel, strip)
+
+            with T.serial(rows // t.mr) as i:
+                micro_kernel(t.mr, i * t.mr)
+            for height in range(1, t.mr):
+                with T.If(rows % t.mr == height), T.Then():
+                    micro_kernel(height, rows - height)
+        with T.serial(rows) as row:
+            self.epilogue(tile, first, row, columns)
+
+    def at(self, position: Expr, **where: Expr) -> Expr:
+        """An offset of A or B in this task, at m, k or c."""
+        names = {"m": self.m, "c": self.c, "k": self.product.k.var}
+        return substitute(
+            position,
+            {**self.values, **{names[name]: value for name, value in where.items()}},
+        )
+
+    def pack(self, panel: tirx.Buffer, k0: Expr, depth: Expr, columns: Expr) -> None:
+        """Columns of B into panel[k, c], zeros behind the last column."""
+        t = self.tiles
+
+        def copy(c: Expr, lane: Expr) -> None:
+            store(panel, read(self.b, self.at(self.b_offset, k=k0 + k, c=c)), k * t.nr + c)
+
+        with T.serial(depth) as k:
+            vector_loop(columns, t.lanes, lambda width: copy)
+            with T.serial(t.nr - columns) as c:
+                store(panel, T.float32(0), k * t.nr + columns + c)
+
+    def micro_kernel(
+        self,
+        height: int,
+        first: Expr,
+        row: Expr,
+        k0: Expr,
+        depth: Expr,
+        tile: tirx.Buffer,
+        panel: tirx.Buffer | None,
+        strip: tirx.Buffer | None,
+    ) -> None:
+        """tile[row + i, c] += sum over k of A[first + row + i, k0 + k] B[k0 + k, c] for i < height, k < depth."""
+        p, t = self.product, self.tiles
+        vectors = range(0, t.nr, t.lanes)
+        a = self.a
+        starts = [fixed(self.at(self.a_offset, m=first + row + i, k=k0)) for i in range(height)]
+        if strip is not None:
+            step = self.stride(self.a_offset, p.k.var)
+            for i in range(height):
+
+                def copy(k: Expr, lane: Expr, i: int = i) -> None:
+                    store(strip, read(a, starts[i] + k * step), i * t.kc + k)
+
+                vector_loop(depth, t.lanes, lambda width, copy=copy: copy)  # type: ignore[misc]
+            a, starts = strip, [i * t.kc for i in range(height)]
+        c = [[Register(load(tile, t.lanes, (row + i) * t.nr + v)) for v in vectors] for i in range(height)]
+        with T.serial(depth) as k:
+            if panel is not None:
+                b = [T.bind(load(panel, t.lanes, k * t.nr + v)) for v in vectors]
+            else:
+                start = fixed(self.at(self.b_offset, k=k0 + k, c=tirx.const(0, "int64")))
+                b = [convert(load(self.b, t.lanes, start + v), "float32", self.cpu) for v in vectors]
+            for i in range(height):
+                a_ik = T.bind(splat(a[starts[i] + k], t.lanes, "float32"))
+                for accumulator, b_v in zip(c[i], b):
+                    accumulator.value += a_ik * b_v
+        for i in range(height):
+            for v, accumulator in zip(vectors, c[i]):
+                store(tile, accumulator.value, (row + i) * t.nr + v)
+
+    def epilogue(self, tile: tirx.Buffer, first: Expr, row: Expr, columns: Expr) -> None:
+        """What the stages make of one row of the tile, stored."""
+        t, product = self.tiles, self.stages[0]
+        where = {**self.point, self.product.j.var: self.panel * t.nr + self.c}
+        point = [self.simplify(substitute(index, where)) for index in product.indices]
+        known = {product.output: [(point, tile[row * t.nr + self.c])]}
+        values = [tirx.BufferLoad(output, point) for output in self.outputs]
+        positions = [self.simplify(offset(output.shape, point)) for output in self.outputs]
+        dtypes = [output.dtype for output in self.outputs]
+        program = Evaluator(self.stages, self.inputs).program([*values, *positions], self.facts, known, dtypes)
+        body = program.before_loop(self.c, {**self.values, self.m: fixed(first + row)})
+
+        def column(width: int) -> Callable[[Expr, Expr], None]:
+            write = body(width)
+
+            def store_all(c: Expr, lane: Expr) -> None:
+                results = write(c, lane)
+                for memory, value, position in zip(self.outputs.values(), results, results[len(values) :]):
+                    T.buffer_store(memory, value, [position])
+
+            return store_all
+
+        vector_loop(columns, t.lanes if program.vectorizable(self.c) else 1, column)

@@ -1,0 +1,343 @@
+"""Attention for many query rows: FlashAttention-2, forward (Dao, arXiv:2307.08691, Algorithm 1), in CPU registers.
+
+    for each tile of B_r query rows, in parallel:            Q_i [B_r, D]
+        m = -inf, l = 0, O = 0                               [B_r], [B_r], [B_r, Dv]
+        for each tile of B_c keys that some row sees:        K_j [B_c, D], V_j [B_c, Dv]
+            S   = Q_i K_j^T                                  [B_r, B_c], kept transposed
+            m'  = max(m, rowmax S)
+            P   = exp(S - m')                                takes the place of S
+            l   = exp(m - m') l + rowsum P
+            O   = diag(exp(m - m')) O + P V_j,  m = m'
+        Y_i = diag(1 / l) O                                  0 where l = 0: no key was visible
+
+S is kept transposed, one vector of W query rows per key: K is broadcast from memory, row maxima and row sums need no
+reduction across lanes, and P is broadcast in turn for P V, whose vectors lie along Dv. A tile holds rows of all G query
+heads of one key/value head, row r being query row r // G of head r % G: they share K and V, and few query rows fill it.
+
+A tile that every row sees in full runs without mask code. In any other tile invisible scores are replaced by -inf,
+never added to, as they may be NaN; and where V is not finite, keys with P = 0 are left out of P V, as 0 * NaN = NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tvm import tirx
+from tvm.ir import Expr
+from tvm.script.ir_builder import tirx as T
+
+from lowering.attention.bound import Bound
+
+from .kv_tile import KeyValueTile, load_as, store_y
+from .tiles import PrefillTiles
+from .vector import (
+    LOG2_E,
+    Machine,
+    Register,
+    combine,
+    cover,
+    exp2,
+    fixed,
+    lanes_of,
+    like,
+    load,
+    reduce_lanes,
+    reinterpret,
+    splat,
+    store,
+    tanh,
+    transpose,
+    workspace,
+)
+
+CHAINS = 4  # independent partial maxima and sums, so that they are not one long chain of operations
+
+
+def prefill(bound: Bound, tiles: PrefillTiles, cpu: Machine) -> None:
+    """Emits the kernel into the PrimFunc that `bound` has opened. Any problem without qk output."""
+    tiles.check(bound.problem, cpu)
+    heads = bound.problem.kv_heads
+    rows = fixed(T.int64(1) * bound.S * bound.problem.group)
+    count = fixed(tirx.max(tirx.ceildiv(rows, tiles.q), T.int64(1)))
+    with T.parallel(T.int64(1) * bound.B * heads * count) as work:
+        b, hk, turn = fixed(work // (heads * count)), fixed(work // count % heads), fixed(work % count)
+        # First, last, second, last but one: a causal mask makes late rows dear, and threads take runs of neighbours.
+        tile = T.bind(tirx.Select(turn % 2 == 0, turn // 2, count - 1 - turn // 2))
+        _QueryTile(bound, tiles, cpu, b, hk, fixed(tile * tiles.q), rows).emit()
+
+
+class _QueryTile:
+    """The code for one tile: packed rows [r0, r0 + B_r) of key/value head hk in batch b."""
+
+    def __init__(
+        self, bound: Bound, tiles: PrefillTiles, cpu: Machine, b: Expr, hk: Expr, r0: Expr, rows: Expr
+    ) -> None:
+        self.bound, self.problem, self.tiles, self.cpu = bound, bound.problem, tiles, cpu
+        self.b, self.hk, self.r0, self.rows = b, hk, r0, rows
+        p, self.acc = self.problem, self.problem.acc_dtype
+        self.W = cpu.lanes(self.acc)
+        self.panel = tiles.qk_vectors * self.W
+        self.here = fixed(tirx.min(T.int64(tiles.q), rows - r0))  # rows of the tile that exist
+        self.panels = fixed(tirx.ceildiv(self.here, self.panel))
+        self.kv = KeyValueTile(bound, cpu, tiles.kv, b, hk)
+        self.Wv, self.vectors = self.kv.Wv, self.kv.vectors
+        self.memory = workspace(
+            Q=(p.head_dim * tiles.q, self.acc),  # scale Q_i^T, by panels: [panel][d][row]
+            S=(tiles.kv * tiles.q, self.acc),  # S^T, then P^T: [key][row]
+            O=(tiles.q * self.vectors * self.Wv, self.acc),  # [row][vector][lane]
+            m=(tiles.q, self.acc),
+            l=(tiles.q, self.acc),
+            alpha=(tiles.q, self.acc),
+            lo=(tiles.q, "int32"),
+            hi=(tiles.q, "int32"),
+            M=((p.mask is not None) * tiles.kv * (tiles.q if bound.mask_per_row else 1), self.acc),  # [key][row]
+            **self.kv.scratch,
+        )
+        self.Q, self.S, self.O = (self.memory[name] for name in "QSO")
+        self.m, self.l, self.alpha = (self.memory[name] for name in ("m", "l", "alpha"))
+
+    def emit(self) -> None:
+        self.load_queries()
+        self.initialise()
+        i0, i1 = self.r0 // self.problem.group, (self.r0 + self.here - 1) // self.problem.group + 1
+        lo, hi = (fixed(end) for end in self.bound.visible_range(self.b, i0, i1))
+        full_lo, full_hi = (fixed(end) for end in self.bound.full_range(self.b, i0, i1, before_mask=True))
+        with T.serial(tirx.ceildiv(hi - lo, self.tiles.kv)) as t:
+            self.kv0 = fixed(lo + t * self.tiles.kv)  # first key of the tile
+            self.end = fixed(tirx.min(self.kv0 + self.tiles.kv, hi))
+            full = tirx.all(self.kv0 >= full_lo, self.kv0 + self.tiles.kv <= full_hi)
+            if self.problem.mask is None:
+                self.attend(full)
+            else:
+                lowest, highest = self.load_mask()
+                with T.If(highest > tirx.const(float("-inf"), self.acc)), T.Then():
+                    zero = tirx.const(0, self.acc)
+                    self.attend(tirx.all(full, lowest == zero, highest == zero))
+        self.store_y()
+
+    def attend(self, full: Expr) -> None:
+        self.kv.open(self.kv0, self.end, self.memory)
+        with T.If(full):
+            with T.Then():
+                self.attend_full()
+            with T.Else():
+                self.attend_masked()
+
+    def attend_full(self) -> None:
+        """A tile of B_c keys that every row sees."""
+        self.scores(self.tiles.kv)
+        self.softmax(self.tiles.kv, masked=False)
+        self.accumulate(self.tiles.kv)
+
+    def attend_masked(self) -> None:
+        """A tile that some row does not see in full, or that is shorter than B_c."""
+        keys = fixed(self.end - self.kv0)
+        steps = fixed(tirx.ceildiv(keys, self.tiles.qk_keys))
+        self.scores(steps * self.tiles.qk_keys, clamp=True)
+        self.softmax(steps * self.tiles.qk_keys, masked=True)
+        with T.If(self.v_is_finite(keys)):
+            with T.Then():
+                self.accumulate(keys)
+            with T.Else():
+                self.accumulate(keys, leave_out=True)
+
+    # Rows.
+
+    def head_and_row(self, r: Expr) -> tuple[Expr, Expr]:
+        """Query head and query row of packed row r."""
+        group = self.problem.group
+        return self.hk * group + r % group, r // group
+
+    def load_queries(self) -> None:
+        """Q := scale Q_i^T. Rows that do not exist repeat the last one."""
+        w, starts = cover(self.problem.head_dim, self.W)
+        scale = splat(self.problem.scale, w, self.acc)
+        with T.serial(self.panels * (self.panel // w)) as block:
+            rows = []
+            for k in range(w):
+                rows.append(self.head_and_row(fixed(tirx.min(self.r0 + block * w + k, self.rows - 1))))
+            column = fixed(block * w // self.panel * (self.problem.head_dim * self.panel) + block * w % self.panel)
+            with T.serial(len(starts)) as n:
+                d = fixed(tirx.min(n * w, self.problem.head_dim - w))
+                vectors = [fixed(load_as(self.bound, self.cpu, "q", h, (self.b, i), d, w) * scale) for h, i in rows]
+                for k, vector in enumerate(transpose(vectors)):
+                    store(self.Q, vector, column + (d + k) * self.panel)
+
+    def initialise(self) -> None:
+        """m = -inf, l = 0, O = 0, and [lo, hi): the keys that each row sees before the mask tensor."""
+        with T.serial(self.tiles.q) as r:
+            _, i = self.head_and_row(fixed(tirx.min(self.r0 + r, self.rows - 1)))
+            lo, hi = self.bound.keys_of(self.b, i)
+            T.buffer_store(self.memory["lo"], lo.astype("int32"), [r])
+            T.buffer_store(self.memory["hi"], hi.astype("int32"), [r])
+        zero = splat(0.0, self.W, self.acc)
+        with T.serial(self.tiles.q // self.W) as r:
+            store(self.m, splat(float("-inf"), self.W, self.acc), r * self.W)
+            store(self.l, zero, r * self.W)
+        with T.serial(self.tiles.q * self.vectors) as r:
+            store(self.O, splat(0.0, self.Wv, self.acc), r * self.Wv)
+
+    def store_y(self) -> None:
+        """Y_i := O / l, or 0 where l = 0. A NaN in l is no 0 and stays."""
+        with T.serial(self.here) as r:
+            h, i = (T.bind(x) for x in self.head_and_row(self.r0 + r))
+            l = self.l[r]
+            inverse = tirx.Select(l == tirx.const(0, self.acc), tirx.const(0, self.acc), tirx.const(1, self.acc) / l)
+            inverse = T.bind(splat(inverse, self.Wv, self.acc))
+            y = [T.bind(load(self.O, self.Wv, (r * self.vectors + n) * self.Wv) * inverse) for n in range(self.vectors)]
+            store_y(self.bound, self.cpu, self.b, h, i, y, self.kv.v_starts)
+
+    # The mask tensor.
+
+    def load_mask(self) -> tuple[Expr, Expr]:
+        """M := the mask as additive values, -inf where it hides a key, transposed; its lowest and highest value.
+
+        Read along the keys, as it lies in memory. Where all rows share a mask, M holds one value per key.
+        """
+        W, keys = self.W, self.end - self.kv0
+        lowest = Register(splat(float("inf"), W, self.acc))
+        highest = Register(splat(float("-inf"), W, self.acc))
+        row_blocks = tirx.ceildiv(self.here, W) if self.bound.mask_per_row else 1
+
+        def block(j: Expr, rows: list[tuple[Expr, Expr]], inside: bool) -> list[Expr]:
+            vectors = [self.mask_vector(h, i, self.kv0 + j, inside) for h, i in rows]
+            for x in vectors:
+                lowest.value, highest.value = T.min(lowest.value, x), T.max(highest.value, x)
+            return vectors
+
+        def load_block(j: Expr, r: Expr, inside: bool) -> None:
+            if not self.bound.mask_per_row:
+                store(self.memory["M"], block(j, [self.head_and_row(self.r0)], inside)[0], j)
+                return
+            rows = [self.head_and_row(fixed(tirx.min(self.r0 + r + k, self.rows - 1))) for k in range(W)]
+            for k, x in enumerate(transpose(block(j, rows, inside))):
+                store(self.memory["M"], x, (j + k) * self.tiles.q + r)
+
+        with T.serial(tirx.ceildiv(keys, W)) as j_block, T.serial(row_blocks) as r_block:
+            j, r = fixed(j_block * W), fixed(r_block * W)
+            with T.If(j + W <= keys):
+                with T.Then():
+                    load_block(j, r, inside=True)
+                with T.Else():
+                    load_block(j, r, inside=False)
+        lowest, highest = reduce_lanes(lowest.value, tirx.min), reduce_lanes(highest.value, tirx.max)
+        return lowest, highest
+
+    def mask_vector(self, h: Expr, i: Expr, j: Expr, inside: bool) -> Expr:
+        """The additive mask of row i for the W keys from j; inside promises that all of them are visible keys."""
+        hidden = splat(float("-inf"), self.W, self.acc)
+        keys = T.ramp(j, 1, self.W)
+        visible = self.bound.unmasked(self.b, h, i, keys, inside=inside)
+        visible = splat(visible, self.W, "bool") if lanes_of(visible) == 1 else visible
+        if not inside:
+            visible = tirx.all(visible, keys < like(self.end, keys))
+        bias = self.bound.biased(splat(0.0, self.W, self.acc), self.b, h, i, keys, inside=inside)
+        return T.bind(tirx.Select(visible, bias, hidden))
+
+    # The three steps.
+
+    def scores(self, keys: Expr | int, clamp: bool = False) -> None:
+        """S^T = K Q^T, in register tiles of qk_keys x qk_vectors. clamp: the last tile may reach past the last key."""
+        t, W, D = self.tiles, self.W, self.problem.head_dim
+        with T.serial(keys // t.qk_keys) as block, T.serial(self.panels) as panel:
+            j = [T.bind(block * t.qk_keys + k) for k in range(t.qk_keys)]
+            row = [fixed(tirx.min(x, self.end - 1 - self.kv0)) for x in j] if clamp else j
+            s = [[Register(splat(0.0, W, self.acc)) for _ in range(t.qk_vectors)] for _ in j]
+            with T.serial(D) as d:
+                q = [T.bind(load(self.Q, W, (panel * D + d) * self.panel + c * W)) for c in range(t.qk_vectors)]
+                for k in range(t.qk_keys):
+                    key = T.bind(splat(self.kv.k(row[k], d), W, self.acc))
+                    for c in range(t.qk_vectors):
+                        s[k][c].value += key * q[c]
+            for k in range(t.qk_keys):
+                for c in range(t.qk_vectors):
+                    store(self.S, s[k][c].value, j[k] * t.q + panel * self.panel + c * W)
+
+    def softmax(self, keys: Expr | int, masked: bool) -> None:
+        """m' = max(m, rowmax S), P = exp(S - m'), alpha = exp(m - m'), l = alpha l + rowsum P, m = m'.
+
+        S gets its soft cap first and, if masked, -inf where a key is invisible.
+        """
+        W, log2_e = self.W, splat(LOG2_E, self.W, self.acc)
+
+        def each_key(body: Callable[[int, Expr], None]) -> None:
+            with T.serial(keys // CHAINS) as block:
+                for chain in range(CHAINS):
+                    body(chain, T.bind(block * CHAINS + chain))
+
+        with T.serial(self.panels * self.tiles.qk_vectors) as v:
+            r = T.bind(v * W)
+            m_old = T.bind(load(self.m, W, r))
+            m = [Register(m_old) for _ in range(CHAINS)]
+            l = [Register(like(0.0, m_old)) for _ in range(CHAINS)]
+
+            def maximum(chain: int, j: Expr) -> None:
+                s = T.bind(load(self.S, W, j * self.tiles.q + r))
+                if masked or self.problem.softcap:
+                    s = T.bind(self.bound.capped(s, tanh))
+                    s = T.bind(self.masked(s, r, j)) if masked else s
+                    store(self.S, s, j * self.tiles.q + r)
+                m[chain].value = T.max(m[chain].value, s)
+
+            each_key(maximum)
+            m_new = T.bind(combine(tirx.max, m))
+            # Nothing seen so far: m' = -inf, and S - m' would be NaN.
+            shift = T.bind(tirx.Select(m_new == like(float("-inf"), m_new), like(0.0, m_new), m_new))
+            alpha = exp2((m_old - shift) * log2_e)
+
+            def exponential(chain: int, j: Expr) -> None:
+                p = exp2((load(self.S, W, j * self.tiles.q + r) - shift) * log2_e)
+                store(self.S, p, j * self.tiles.q + r)
+                l[chain].value += p
+
+            each_key(exponential)
+            store(self.l, load(self.l, W, r) * alpha + combine(lambda x, y: x + y, l), r)
+            store(self.m, m_new, r)
+            store(self.alpha, alpha, r)
+
+    def masked(self, s: Expr, r: Expr, j: Expr) -> Expr:
+        """s, or -inf where key kv0 + j is invisible to its row, of the vector at row r of the tile."""
+        key = splat((self.kv0 + j).astype("int32"), self.W, "int32")
+        visible = tirx.all(key >= load(self.memory["lo"], self.W, r), key < load(self.memory["hi"], self.W, r))
+        hidden = like(float("-inf"), s)
+        if self.problem.mask is not None:
+            if self.bound.mask_per_row:
+                bias = T.bind(load(self.memory["M"], self.W, j * self.tiles.q + r))
+            else:
+                bias = T.bind(splat(self.memory["M"][j], self.W, self.acc))
+            visible, s = tirx.all(visible, bias > hidden), s + bias
+        return tirx.Select(visible, s, hidden)
+
+    def accumulate(self, keys: Expr | int, leave_out: bool = False) -> None:
+        """O = diag(alpha) O + P V. leave_out skips pairs with P = 0, whatever V holds."""
+        t, vectors = self.tiles, self.vectors
+        parts = -(-vectors // t.pv_vectors)
+        for part in range(parts):
+            columns = range(part * vectors // parts, (part + 1) * vectors // parts)
+            with T.serial(tirx.ceildiv(self.here, t.pv_rows)) as block:
+                rows = [T.bind(block * t.pv_rows + k) for k in range(t.pv_rows)]
+                o = []
+                for r in rows:
+                    alpha = T.bind(splat(self.alpha[r], self.Wv, self.acc))
+                    o.append([Register(load(self.O, self.Wv, (r * vectors + n) * self.Wv) * alpha) for n in columns])
+                with T.serial(keys) as j:
+                    v = [T.bind(self.kv.v(j, n)) for n in columns]
+                    for k, r in enumerate(rows):
+                        p = T.bind(splat(self.S[j * t.q + r], self.Wv, self.acc))
+                        for n, register in enumerate(o[k]):
+                            new = register.value + p * v[n]
+                            register.value = tirx.Select(p == like(0.0, p), register.value, new) if leave_out else new
+                for k, r in enumerate(rows):
+                    for n, register in zip(columns, o[k]):
+                        store(self.O, register.value, (r * vectors + n) * self.Wv)
+
+    def v_is_finite(self, keys: Expr) -> Expr:
+        """Whether no value of the tile is infinite or NaN: the largest magnitude, as integers order it, is finite."""
+        integer, infinity = {"float32": ("int32", 0x7F800000), "float64": ("int64", 0x7FF0000000000000)}[self.acc]
+        largest = Register(splat(0, self.Wv, integer))
+        with T.serial(keys) as j:
+            for n in range(self.vectors):
+                bits = reinterpret(self.kv.v(j, n), integer)
+                magnitude = T.bind(T.bitwise_and(bits, like(2 ** (32 if integer == "int32" else 64) // 2 - 1, bits)))
+                largest.value = T.max(largest.value, magnitude)
+        return T.bind(reduce_lanes(largest.value, lambda x, y: T.max(x, y))) < tirx.const(infinity, integer)

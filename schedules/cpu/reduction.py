@@ -1,0 +1,275 @@
+"""Functions with reductions: softmax, normalisations, means, and products that are no blocked matrix product.
+
+The leading axes that all stages share are the rows. A thread takes a row through all stages before it goes on to the
+next: what is one number per row stays in a register, what is an element of the row in the nearest cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import tvm
+from tvm import ir, tirx
+from tvm.ir import prim
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+from tvm.sym import Analyzer
+
+from .elementwise import expensive_outputs, recomputed
+from .facts import Facts
+from .half import is_half
+from .loops import nest, split_rows, volume
+from .rows import runs_across, several, shared_rank
+from .stages import Axis, Expr, Stage, is_int, loads, offset, read_stages, substitute
+from .sweep import Piece, plan_sweep
+from .values import Evaluator, Known, Program, View, flat_view
+from .vector import Machine, Register, convert, fixed, machine, reduce_lanes, splat
+
+# Independent partial results of a reduction: an addition takes several cycles, and one can start in each.
+_ACCUMULATORS = 4
+
+# Operations per element of a stage that calls functions or divides.
+_COSTLY = 8
+
+Combine = Callable[[Expr, Expr], Expr]
+
+_COMBINE: dict[type, Combine] = {
+    prim.Add: lambda a, b: a + b,
+    prim.Mul: lambda a, b: a * b,
+    prim.Max: tirx.max,
+    prim.Min: tirx.min,
+}
+
+
+def reduction(func: tirx.PrimFunc, target: tvm.target.Target) -> tirx.PrimFunc | None:
+    """Rows among threads, vectors along them, for functions with reductions; None for anything else."""
+    stages = read_stages(func)
+    if not stages or not any(stage.reduce for stage in stages):
+        return None
+    return _Kernel(func, stages, machine(target)).write()
+
+
+class _Kernel:
+    """`kept` are the stages with values of their own; the others are computed where they are read."""
+
+    def __init__(self, func: tirx.PrimFunc, stages: list[Stage], cpu: Machine) -> None:
+        self.func, self.stages, self.cpu, self.lanes = (
+            func,
+            stages,
+            cpu,
+            cpu.lanes("float32"),
+        )
+        needed = [stage for stage in stages if stage.reduce or stage.output in set(func.params)]
+        self.rank = shared_rank(needed, stages)
+        while self.rank and any(stage.reduce and runs_across(stage, self.rank) for stage in stages):
+            self.rank -= 1
+        self.costly = expensive_outputs(stages)
+        often = recomputed(stages) | {s.output for s in stages if s.output in self.costly and _readers(s, stages) > 1}
+        self.kept = []
+        for stage in stages:
+            extra = stage.output in often and shared_rank([*needed, stage], stages) >= self.rank
+            if stage in needed or extra:
+                self.kept.append(stage)
+
+    def write(self) -> tirx.PrimFunc:
+        made = {stage.output for stage in self.stages}
+        with IRBuilder() as builder, T.prim_func():
+            memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, self.func.params)}
+            self.inputs = {buffer: View(flat) for buffer, flat in memory.items() if buffer not in made}
+            self.outputs = {buffer: flat for buffer, flat in memory.items() if buffer in made}
+            axes = self.kept[0].axes[: self.rank]
+            long = [axis for axis in axes if not is_int(axis.extent, 1)]
+
+            def rows(outer: list[Expr], last: Axis) -> None:
+                scratch = self.allocate()
+                with T.serial(last.extent) as i:
+                    point = iter([*outer, fixed(last.var + i)])
+                    self.row(
+                        [next(point) if axis in long else _ZERO for axis in axes],
+                        scratch,
+                    )
+
+            if long:
+                split_rows(long, self.work(), rows)
+            else:
+                self.row([_ZERO for _ in axes], self.allocate())
+        return self.func.with_body(builder.get().body)
+
+    def work(self) -> Expr:
+        """Simple operations per row, roughly."""
+        total: Expr = tirx.const(0, "int64")
+        for stage in self.kept:
+            elements = volume((*stage.axes[self.rank :], *stage.reduce))
+            total = total + elements * (_COSTLY if stage.output in self.costly else 1)
+        return Analyzer().simplify(total)
+
+    def allocate(self) -> dict[tirx.Buffer, tirx.Buffer]:
+        """Scratch rows for the stages that need them, in float32 where their own type is half precision."""
+        rows = {}
+        for stage in self.kept:
+            output, half = stage.output, is_half(stage.output.dtype)
+            in_memory = several(stage, self.rank) or (stage.reduce and _term(stage) is None)
+            if in_memory and (output not in self.outputs or (half and stage.reduce)):
+                size = volume(stage.axes[self.rank :])
+                rows[output] = T.alloc_buffer((size,), "float32" if half else output.dtype)
+        return rows
+
+    def row(self, point: list[Expr], scratch: dict[tirx.Buffer, tirx.Buffer]) -> None:
+        """All stages at one point of the leading axes."""
+        self.point, self.scratch = point, scratch
+        self.evaluator = Evaluator(self.stages, dict(self.inputs))
+        self.known: Known = {}
+        self.facts = Facts(self.func)
+        for axis, index in zip(self.kept[0].axes, point):
+            self.facts.bind(index, 0, axis.extent)
+        for stage in self.kept:
+            term = _term(stage)
+            if several(stage, self.rank) or (stage.reduce and term is None):
+                (self.accumulate if stage.reduce else self.map)(stage)
+            elif term is None:
+                self.keep(stage, self.evaluate(stage.at(self.whole(stage))))
+            else:
+                self.keep(stage, self.reduce(stage, *term))
+
+    def whole(self, stage: Stage) -> list[Expr]:
+        """The point of the stage's only element in the row."""
+        return [*self.point, *(_ZERO for _ in stage.axes[self.rank :])]
+
+    def evaluate(self, expr: Expr) -> Expr:
+        return self.evaluator.program([expr], self.facts, self.known).emit({})[0]
+
+    def keep(self, stage: Stage, value: Expr) -> None:
+        """Names the only value of the row, and stores it if it is an output."""
+        point, value = self.whole(stage), fixed(value)
+        self.known[stage.output] = [(point, value)]
+        if stage.output in self.outputs:
+            position = self.facts.simplify(offset(stage.output.shape, point))
+            rounded = convert(value, stage.output.dtype, self.cpu) if is_half(stage.output.dtype) else value
+            T.buffer_store(self.outputs[stage.output], rounded, [position])
+
+    def map(self, stage: Stage) -> None:
+        """An element-wise stage along the row."""
+        view = self.view(stage)
+        self.sweep(stage, view, stage.at)
+        self.evaluator.views[stage.output] = view
+
+    def accumulate(self, stage: Stage) -> None:
+        """A reduction whose results are updated in memory."""
+        view = self.view(stage)
+        self.sweep(stage, view, lambda point: stage.init)
+        self.evaluator.views[stage.output] = view
+
+        def update(at: dict[tirx.Var, Expr]) -> None:
+            for axis in stage.reduce:
+                self.facts.bind(at[axis.var], 0, axis.extent)
+            self.sweep(stage, view, lambda point: substitute(stage.at(point), at))
+
+        nest(stage.reduce, update)
+        if stage.output in self.outputs and stage.output in self.scratch:
+            output = View(self.outputs[stage.output])
+            self.sweep(stage, output, lambda point: tirx.BufferLoad(stage.output, point))
+
+    def view(self, stage: Stage) -> View:
+        """Where the stage's row is stored."""
+        row = self.scratch.get(stage.output)
+        return View(self.outputs[stage.output]) if row is None else View(row, self.rank)
+
+    def sweep(self, stage: Stage, view: View, value: Callable[[list[Expr]], Expr]) -> None:
+        """Stores value(point) at each point of the stage's row."""
+
+        def write(along: list[Expr], facts: Facts) -> Program:
+            point = [*self.point, *along]
+            position = offset(stage.output.shape[view.leading :], point[view.leading :])
+            wanted = [value(point), facts.simplify(position)]
+            return self.evaluator.program(wanted, facts, self.known, [view.memory.dtype])
+
+        sweep = plan_sweep(stage.axes[self.rank :], write, self.facts)
+        sweep.emit_all(
+            self.lanes,
+            lambda results: T.buffer_store(view.memory, results[0], [results[1]]),
+        )
+
+    def reduce(self, stage: Stage, combine: Combine, term: Expr) -> Expr:
+        """A reduction to one value, by way of independent partial results."""
+        whole = dict(zip(stage.indices, self.whole(stage)))
+
+        def write(along: list[Expr], facts: Facts) -> Program:
+            at = {**whole, **dict(zip((axis.var for axis in stage.reduce), along))}
+            return self.evaluator.program([substitute(term, at)], facts, self.known)
+
+        sweep = plan_sweep(stage.reduce, write, self.facts)
+        initial = self.evaluate(stage.init)
+        lanes = self.lanes
+        if isinstance(sweep.extent, tirx.IntImm):
+            lanes = min(lanes, 1 << max(sweep.extent.value.bit_length() - 1, 0))
+        result = Register(initial)
+        partial = [Register(splat(initial, lanes, str(initial.ty))) for _ in range(_ACCUMULATORS if lanes > 1 else 0)]
+
+        def fold(outer: dict[tirx.Var, Expr]) -> None:
+            for piece in sweep.pieces:
+                _fold(piece, outer, combine, result, partial, lanes)
+
+        nest(sweep.outer, fold)
+        for register in partial[1:]:
+            partial[0].value = combine(partial[0].value, register.value)
+        if partial:
+            result.value = combine(result.value, reduce_lanes(partial[0].value, combine))
+        return result.value
+
+
+_ZERO = tirx.const(0, "int64")
+
+
+def _fold(
+    piece: Piece,
+    outer: dict[tirx.Var, Expr],
+    combine: Combine,
+    result: Register,
+    partial: list[Register],
+    lanes: int,
+) -> None:
+    """Combines the elements of a piece into vector registers, and those that fill no vector into `result`."""
+    count: Expr = Analyzer().simplify(piece.high - piece.low)
+    start: Expr = _ZERO
+
+    inside = piece.program.before_loop(piece.index, outer)
+
+    def into(register: Register, element: Expr, lane: Expr) -> None:
+        T.buffer_store(register.buffer, combine(register.buffer[lane], element), [lane])
+
+    if piece.program.vectorizable(piece.index):
+        for registers in filter(None, (partial, partial[:1])):
+            step = lanes * len(registers)
+            write = inside(lanes)
+            with T.serial(count // step) as i:
+                for n, register in enumerate(registers):
+                    with T.vectorized(tirx.const(lanes, "int64")) as lane:
+                        into(
+                            register,
+                            write(piece.low + start + i * step + (n * lanes + lane), lane)[0],
+                            lane,
+                        )
+            start, count = start + count // step * step, count % step
+    write = inside(1)
+    with T.serial(count) as i:
+        into(result, write(piece.low + start + i, _ZERO)[0], _ZERO)
+
+
+def _term(stage: Stage) -> tuple[Combine, Expr] | None:
+    """combine and term of a reduction that computes combine(output, term); None for other stages."""
+    combine = _COMBINE.get(type(stage.value))
+    if not stage.reduce or combine is None:
+        return None
+
+    def reads_output(expr: Expr) -> bool:
+        return any(node.source.same_as(stage.output) for node in loads(expr))
+
+    for total, term in ((stage.value.a, stage.value.b), (stage.value.b, stage.value.a)):
+        if isinstance(total, ir.TensorLoad) and reads_output(total) and not reads_output(term):
+            return combine, term
+    return None
+
+
+def _readers(stage: Stage, stages: list[Stage]) -> int:
+    """Stages that read what this one writes."""
+    return sum(any(node.source.same_as(stage.output) for node in loads(s.value)) for s in stages if s is not stage)

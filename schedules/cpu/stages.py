@@ -1,0 +1,207 @@
+"""Reading a PrimFunc the way te.create_prim_func and FuseTIR write it: a sequence of stages.
+
+A stage is one leaf block: `output[axes] = value` at every point of a rectangle, or a reduction into that output. The
+rules of this folder read stages, and write a new body for the function from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from tvm import ir, s_tir, tirx
+from tvm.ir import prim
+
+Expr: TypeAlias = ir.Expr
+
+_COMM_REDUCE = 2  # IterVar.iter_type
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """One loop of a stage: 0 <= var < extent."""
+
+    var: tirx.Var
+    extent: Expr
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """output[axes] = value; with reduce axes, output[axes] = init first and then output[axes] = value at each of them.
+
+    axes has one entry per dimension of the output. The value of a reduction reads output[axes].
+    """
+
+    output: tirx.Buffer
+    axes: tuple[Axis, ...]
+    reduce: tuple[Axis, ...]
+    init: Expr | None
+    value: Expr
+
+    @property
+    def indices(self) -> list[Expr]:
+        """Where the stage writes: its axes."""
+        return [axis.var for axis in self.axes]
+
+    def at(self, point: list[Expr]) -> Expr:
+        """The value at a point of the output."""
+        return substitute(self.value, dict(zip(self.indices, point)))
+
+
+def read_stages(func: tirx.PrimFunc) -> list[Stage] | None:
+    """The stages of `func` in order, or None if it holds anything else.
+
+    That is: several stores in a block, predicates, opaque code, strided or empty buffers, or indices that are not int64
+    (Relax's always are).
+    """
+    root = func.body
+    if not isinstance(root, s_tir.SBlockRealize) or root.block.match_buffers:
+        return None
+    buffers = [p for p in func.params if tirx.is_buffer_var(p)] + list(root.block.alloc_buffers)
+    if not all(map(_is_compact, buffers)):
+        return None
+    if any(is_int(extent, 0) for buffer in buffers for extent in buffer.shape):
+        return None  # nothing to make fast, and blocks of an empty axis would divide by zero
+    stages = []
+    for nest in tirx.stmt_list(root.block.body):
+        stage = _read_stage(nest)
+        if stage is None:
+            return None
+        stages.append(stage)
+    return stages
+
+
+def _is_compact(buffer: tirx.Buffer) -> bool:
+    """Row-major without gaps."""
+    return not buffer.strides and (buffer.elem_offset is None or is_int(buffer.elem_offset, 0))
+
+
+def _read_stage(nest: tirx.Stmt) -> Stage | None:
+    loops: set[tirx.Var] = set()
+    while isinstance(nest, tirx.For):
+        if nest.kind != tirx.ForKind.SERIAL or not is_int(nest.min, 0) or nest.loop_var.ty != "int64":
+            return None
+        loops.add(nest.loop_var)
+        nest = nest.body
+    if not isinstance(nest, s_tir.SBlockRealize) or not is_int(nest.predicate, 1):
+        return None
+    block, store = nest.block, nest.block.body
+    if block.match_buffers or block.alloc_buffers or not isinstance(store, tirx.BufferStore):
+        return None
+
+    spatial: dict[tirx.Var, Axis] = {}
+    reduce: list[Axis] = []
+    unit: dict[tirx.Var, Expr] = {}
+    for iter_var, value in zip(block.iter_vars, nest.iter_values):
+        axis = Axis(iter_var.var, iter_var.dom.extent)
+        if value in loops and iter_var.iter_type == _COMM_REDUCE:
+            reduce.append(axis)
+        elif value in loops:
+            spatial[axis.var] = axis
+        elif is_int(value, 0) and is_int(axis.extent, 1):
+            unit[axis.var] = value
+        else:
+            return None
+        loops.discard(value)
+    if loops:
+        return None
+
+    axes = []
+    for index, extent in zip(store.indices, store.buffer.shape):
+        if index in spatial:
+            axes.append(spatial.pop(index))
+        elif is_int(extent, 1) and (is_int(index, 0) or index in unit):
+            axes.append(Axis(tirx.Var("unit", "int64"), extent))
+        else:
+            return None
+    if spatial:
+        return None
+
+    init = None
+    if (block.init is not None) != bool(reduce):
+        return None
+    if block.init is not None:
+        if not isinstance(block.init, tirx.BufferStore) or not block.init.buffer.same_as(store.buffer):
+            return None
+        init = substitute(block.init.value, unit)
+    return Stage(store.buffer, tuple(axes), tuple(reduce), init, substitute(store.value, unit))
+
+
+# Expressions.
+
+
+def is_int(value: Expr, wanted: int) -> bool:
+    return isinstance(value, prim.IntImm) and value.value == wanted
+
+
+def children(expr: Expr) -> list[Expr]:
+    """Operands of a scalar expression; a load's are its indices."""
+    if isinstance(expr, prim.BinaryOpExpr | prim.CmpExpr | prim.And | prim.Or):
+        return [expr.a, expr.b]
+    if isinstance(expr, ir.Call):
+        return list(expr.args)
+    if isinstance(expr, ir.TensorLoad):
+        return list(expr.indices)
+    if isinstance(expr, prim.Select):
+        return [expr.condition, expr.true_value, expr.false_value]
+    if isinstance(expr, prim.Cast):
+        return [expr.value]
+    if isinstance(expr, prim.Not | prim.BitwiseNot):
+        return [expr.a]
+    if isinstance(expr, prim.Let):
+        return [expr.value, expr.body]
+    return []
+
+
+def rebuild(expr: Expr, operands: list[Expr]) -> Expr:
+    """`expr` with other operands of the same types, in the order of `children`."""
+    if isinstance(expr, ir.Call):
+        return ir.Call(expr.op, operands, expr.attrs, expr.ty_args, ret_ty=expr.ty)
+    if isinstance(expr, ir.TensorLoad):
+        return tirx.BufferLoad(expr.source, operands)
+    if isinstance(expr, prim.Cast):
+        return prim.Cast(expr.ty, *operands)
+    if isinstance(expr, prim.Let):
+        return prim.Let(expr.var, *operands)
+    return type(expr)(*operands)
+
+
+def rewrite(expr: Expr, replace: Callable[[Expr], Expr | None]) -> Expr:
+    """`expr` with every node for which `replace` gives an expression replaced by it, outermost nodes first."""
+    replacement = replace(expr)
+    if replacement is not None:
+        return replacement
+    old = children(expr)
+    new = [rewrite(operand, replace) for operand in old]
+    return expr if all(a.same_as(b) for a, b in zip(old, new)) else rebuild(expr, new)
+
+
+def substitute(expr: Expr, values: Mapping[tirx.Var, Expr]) -> Expr:
+    """`expr` with variables replaced."""
+    return rewrite(expr, lambda e: values.get(e) if isinstance(e, tirx.Var) else None) if values else expr
+
+
+def walk(expr: Expr) -> Iterator[Expr]:
+    """Every node of `expr`."""
+    yield expr
+    for operand in children(expr):
+        yield from walk(operand)
+
+
+def loads(expr: Expr) -> list[ir.TensorLoad]:
+    """Every load in `expr`, those inside indices included."""
+    return [node for node in walk(expr) if isinstance(node, ir.TensorLoad)]
+
+
+def uses(expr: Expr, variables: set[tirx.Var]) -> bool:
+    """Whether any of the variables occurs in `expr`."""
+    return any(isinstance(node, tirx.Var) and node in variables for node in walk(expr))
+
+
+def offset(shape: Sequence[Expr], indices: Sequence[Expr]) -> Expr:
+    """Position of an element from the start of a row-major tensor, in elements."""
+    position: Expr = tirx.const(0, "int64")
+    for index, extent in zip(indices, shape):
+        position = position * extent + index
+    return position

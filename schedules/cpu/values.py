@@ -1,0 +1,329 @@
+"""What stages compute at one point, as straight-line code that can be replayed in scalar and in vector loops.
+
+Stages are evaluated on demand: what a stage reads from another one is computed at that very point and bound to a
+variable, once per point, so that a chain of stages becomes one loop body whose size is the sum of theirs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tvm import ir, tirx
+from tvm.ir import prim
+from tvm.script.ir_builder import tirx as T
+from tvm.sym import Analyzer
+
+from .facts import Facts
+from .fast_math import expand
+from .half import is_half, narrow, rounded, widen
+from .stages import (
+    Expr,
+    Stage,
+    is_int,
+    loads,
+    offset,
+    rebuild,
+    rewrite,
+    substitute,
+    uses,
+    walk,
+)
+from .vector import fixed
+
+_ZERO = tirx.const(0, "int64")
+_IF_THEN_ELSE = ir.Op.get("prim.if_then_else")
+_REINTERPRET = ir.Op.get("tirx.reinterpret")
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """Variables bound one after the other, and the results in terms of them."""
+
+    bindings: list[tuple[tirx.Var, Expr]]
+    results: list[Expr]
+
+    @property
+    def expressions(self) -> list[Expr]:
+        return [*(expr for _, expr in self.bindings), *self.results]
+
+    def vectorizable(self, index: tirx.Var) -> bool:
+        """Whether a loop over `index` around the program can become vectors.
+
+        A condition that guards a load and differs between lanes cannot, nor a function without a vector form. Quotients
+        of integers would be taken apart into lanes.
+        """
+        varying = {index}
+        for var, expr in [*self.bindings, *((None, result) for result in self.results)]:
+            if not uses(expr, varying):
+                continue
+            if any(uses(node, varying) and not _has_vector_form(node, varying) for node in walk(expr)):
+                return False
+            if var is not None:
+                varying.add(var)
+        return True
+
+    def emit(self, values: Mapping[tirx.Var, Expr]) -> list[Expr]:
+        """Writes the bindings where the IRBuilder stands, with free variables replaced; answers with the results."""
+        return self.before_loop(tirx.Var("none", "int64"), values)(1)(_ZERO, _ZERO)
+
+    def before_loop(self, index: tirx.Var, values: Mapping[tirx.Var, Expr]) -> Body:
+        """Writes what does not depend on `index`, with free variables replaced, before a loop over it.
+
+        Answers with the loop's body. Positions in it are a variable plus a multiple of the index.
+        """
+        uses_of = Counter(node for expr in self.expressions for node in walk(expr) if isinstance(node, tirx.Var))
+        hoist = _Hoist(index, values)
+        bindings = []
+        for var, expr in self.bindings:
+            expr = hoist.expression(expr)
+            varies = uses(expr, hoist.varying)
+            if uses_of[var] == 1 or isinstance(expr, prim.IntImm | prim.FloatImm | tirx.Var):
+                hoist.values[var] = expr
+            elif varies:
+                bindings.append((var, expr))
+                hoist.varying.add(var)
+            else:
+                hoist.values[var] = fixed(expr)
+        return Body(index, bindings, [hoist.expression(result) for result in self.results])
+
+
+@dataclass(frozen=True, eq=False)
+class Body:
+    """A loop's body: body(lanes) makes room for its variables, and writes itself for (index, lane) inside the loop.
+
+    A variable is an element of a small buffer that LLVM turns into a register. TVM's own bindings would do, but its
+    simplifier replaces a bound variable by its definition wherever it is used, for minutes where definitions nest.
+    """
+
+    index: tirx.Var
+    bindings: list[tuple[tirx.Var, Expr]]
+    results: list[Expr]
+
+    def __call__(self, lanes: int) -> Callable[[Expr, Expr], list[Expr]]:
+        rooms = [T.alloc_buffer((lanes,), str(expr.ty)) for _, expr in self.bindings]
+
+        def write(index: Expr, lane: Expr) -> list[Expr]:
+            values = {self.index: index}
+            for (var, expr), room in zip(self.bindings, rooms):
+                T.buffer_store(room, substitute(expr, values), [lane])
+                values[var] = T.bind(room[lane])
+            return [substitute(result, values) for result in self.results]
+
+        return write
+
+
+class _Hoist:
+    """Moves what is the same for all values of `index` before the loop."""
+
+    def __init__(self, index: tirx.Var, values: Mapping[tirx.Var, Expr]) -> None:
+        self.index = index
+        self.values = dict(values)
+        self.varying = {index}
+        self.named: list[tuple[Expr, Expr]] = []
+        self.analyzer = Analyzer()
+
+    def expression(self, expr: Expr) -> Expr:
+        expr = rewrite(substitute(expr, self.values), self.load)
+        return self.position(expr) if expr.ty == "int64" else expr
+
+    def load(self, node: Expr) -> Expr | None:
+        if not isinstance(node, ir.TensorLoad):
+            return None
+        (position,) = node.indices
+        return tirx.BufferLoad(node.source, [self.position(rewrite(position, self.load))])
+
+    def position(self, expr: Expr) -> Expr:
+        """start + step * index, with `start` computed outside the loop, if the expression is of that form."""
+        if not uses(expr, self.varying):
+            return self.name(expr)
+        following = substitute(expr, {self.index: self.index + 1})
+        step = self.analyzer.simplify(following - expr)
+        start = self.analyzer.simplify(substitute(expr, {self.index: _ZERO}))
+        if not isinstance(step, prim.IntImm) or uses(start, self.varying):
+            return expr
+        return self.name(start) + self.index * step
+
+    def name(self, expr: Expr) -> Expr:
+        if isinstance(expr, tirx.Var | prim.IntImm):
+            return expr
+        for known, var in self.named:
+            if prim.expr_deep_equal(known, expr):
+                return var
+        self.named.append((expr, fixed(expr)))
+        return self.named[-1][1]
+
+
+def _has_vector_form(node: Expr, varying: set[tirx.Var]) -> bool:
+    if isinstance(node, prim.FloorDiv | prim.FloorMod | prim.Div | prim.Mod):
+        return not str(node.ty).startswith(("int", "uint"))
+    if not isinstance(node, ir.Call) or node.op.same_as(_REINTERPRET):
+        return True
+    if node.op.same_as(_IF_THEN_ELSE):
+        return not uses(node.args[0], varying)
+    return bool(node.op.get_attr("TVectorizable"))
+
+
+Known = dict[tirx.Buffer, list[tuple[list[Expr], Expr]]]
+"""Values at hand: by buffer, the points at which it is known and what it is there."""
+
+
+@dataclass(frozen=True)
+class View:
+    """A row-major buffer as a vector; `leading` dimensions are not in memory: it holds one row of the buffer."""
+
+    memory: tirx.Buffer
+    leading: int = 0
+
+
+class Evaluator:
+    """Writes programs for expressions of stages' values.
+
+    Buffers that have a view are in memory, and loaded from there. The others are computed.
+    """
+
+    def __init__(self, stages: list[Stage], views: dict[tirx.Buffer, View]) -> None:
+        self.stages = {stage.output: stage for stage in stages}
+        self.views = views
+
+    def program(
+        self,
+        wanted: list[Expr],
+        facts: Facts,
+        known: Known | None = None,
+        dtypes: Sequence[str] = (),
+    ) -> Program:
+        """A program for `wanted`, whose free variables `facts` knows the bounds of.
+
+        Results are in float32 instead of half precision, except where `dtypes` asks for the type to be stored.
+        """
+        writer = _Writer(
+            self,
+            facts,
+            {buffer: list(points) for buffer, points in (known or {}).items()},
+        )
+        results = [writer.lower(expr, bind=True) for expr in wanted]
+        for k, dtype in enumerate(dtypes):
+            if is_half(dtype):
+                results[k] = narrow(writer.bind("rounded", results[k]), dtype)
+        return Program(writer.bindings, results)
+
+
+class _Writer:
+    def __init__(self, evaluator: Evaluator, facts: Facts, known: Known) -> None:
+        self.evaluator = evaluator
+        self.facts = facts
+        self.known = known
+        self.bindings: list[tuple[tirx.Var, Expr]] = []
+
+    def lower(self, expr: Expr, bind: bool) -> Expr:
+        """`expr` in terms of memory, known values and bound variables; float32 where `expr` is half precision.
+
+        bind: whether the expression is evaluated unconditionally, so that parts of it may be computed beforehand.
+        """
+
+        def replace(node: Expr) -> Expr | None:
+            if isinstance(node, ir.TensorLoad):
+                indices = [self.facts.simplify(self.lower(index, bind)) for index in node.indices]
+                return self.load(node.source, indices, bind)
+            if isinstance(node, prim.Select):
+                return self.choose(node.condition, node.true_value, node.false_value, bind)
+            if isinstance(node, prim.Cast):
+                return self.cast(self.lower(node.value, bind), str(node.ty), bind)
+            if isinstance(node, prim.FloatImm) and is_half(node.ty):
+                return prim.FloatImm("float32", node.value)
+            if isinstance(node, ir.Call):
+                return self.call(node, bind)
+            return None
+
+        return rewrite(expr, replace)
+
+    def cast(self, value: Expr, dtype: str, bind: bool) -> Expr:
+        if is_half(dtype):
+            value = self.cast(value, "float32", bind)
+            return rounded(self.bind("x", value) if bind else value, dtype)
+        return value if value.ty == dtype else prim.Cast(dtype, value)
+
+    def call(self, node: ir.Call, bind: bool) -> Expr:
+        if node.op.same_as(_IF_THEN_ELSE):
+            return self.choose(node.args[0], node.args[1], node.args[2], bind)
+        operands = [self.lower(operand, bind) for operand in node.args]
+        if node.op.same_as(_REINTERPRET):
+            if is_half(node.args[0].ty):
+                operands = [narrow(operands[0], str(node.args[0].ty))]
+            bits = rebuild(node, operands)
+            return widen(bits) if is_half(node.ty) else bits
+        expanded = expand(node.op, operands, functools.partial(self.bind, "t")) if bind else None
+        if expanded is not None:
+            return expanded
+        return ir.Call(
+            node.op,
+            operands,
+            node.attrs,
+            node.ty_args,
+            ret_ty="float32" if is_half(node.ty) else node.ty,
+        )
+
+    def choose(self, condition: Expr, yes: Expr, no: Expr, bind: bool) -> Expr:
+        """Select where both values can be computed without harm, which is what vectors need; else a branch."""
+        condition = self.facts.simplify(self.lower(condition, bind))
+        if is_int(condition, 1) or is_int(condition, 0):
+            return self.lower(yes if is_int(condition, 1) else no, bind)
+        if self.harmless(yes) and self.harmless(no):
+            return prim.Select(condition, self.lower(yes, bind), self.lower(no, bind))
+        return tirx.if_then_else(condition, self.lower(yes, False), self.lower(no, False))
+
+    def harmless(self, expr: Expr) -> bool:
+        """Whether evaluating `expr` can neither leave a buffer nor divide by zero."""
+        for node in walk(expr):
+            if isinstance(node, ir.TensorLoad):
+                for index, extent in zip(node.indices, node.source.shape):
+                    if loads(index) or not self.facts.can_prove(tirx.all(index >= 0, index < extent)):
+                        return False
+            if isinstance(node, prim.FloorDiv | prim.FloorMod | prim.Div | prim.Mod):
+                integer = not str(node.ty).startswith(("float", "bfloat"))
+                if integer and not (isinstance(node.b, prim.IntImm) and node.b.value > 0):
+                    return False
+        return True
+
+    def load(self, buffer: tirx.Buffer, indices: list[Expr], bind: bool) -> Expr:
+        for point, value in self.known.get(buffer, ()):
+            if all(map(prim.expr_deep_equal, point, indices)):
+                return value
+        if buffer in self.evaluator.views:
+            view = self.evaluator.views[buffer]
+            position = self.facts.simplify(offset(buffer.shape[view.leading :], indices[view.leading :]))
+            return read(view.memory, position)
+        value = self.lower(self.evaluator.stages[buffer].at(indices), bind)
+        if not bind or isinstance(value, tirx.Var | prim.IntImm | prim.FloatImm):
+            return value
+        value = self.bind(buffer.name, value)
+        self.known.setdefault(buffer, []).append((indices, value))
+        return value
+
+    def bind(self, name: str, value: Expr) -> Expr:
+        if value.ty == "bool":  # TVM cannot bind vectors of bool
+            return value
+        var = tirx.Var(name, value.ty)
+        self.bindings.append((var, value))
+        return var
+
+
+def flat_view(buffer: tirx.Buffer) -> tirx.Buffer:
+    """The elements of a row-major parameter as a vector, declared where the IRBuilder stands.
+
+    Not for scratch memory: TVM's StorageRewrite overlooks views when it decides whether two allocations may share
+    memory (`workspace` is a single allocation, and safe).
+    """
+    size: Expr = tirx.const(1, "int64")
+    for extent in buffer.shape:
+        size = size * extent
+    return T.decl_buffer((Analyzer().simplify(size),), buffer.dtype, data=buffer.data, layout=None)
+
+
+def read(memory: tirx.Buffer, position: Expr) -> Expr:
+    """An element, in float32 if it is half precision."""
+    value = tirx.BufferLoad(memory, [position])
+    return widen(value) if is_half(memory.dtype) else value

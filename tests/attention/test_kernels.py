@@ -1,0 +1,65 @@
+"""Every kernel of an attention problem equals the float64 reference: random problems, sizes, masks and poison.
+
+A short run draws few cases; the environment variable ATTENTION_CASES sets the number of the long run (-m slow).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import tvm
+from attention_cases import TARGET, Case, arrays, cases, check, run
+from hypothesis import HealthCheck, given, settings
+
+import schedules
+from lowering.attention.plain import plain
+from lowering.attention.problem import AttentionProblem
+
+Make = Callable[[AttentionProblem], tvm.IRModule]
+CALLS = 5  # of every problem that is compiled
+LONG_RUN = int(os.environ.get("ATTENTION_CASES", "2500"))
+
+
+def plain_module(problem: AttentionProblem) -> tvm.IRModule:
+    return tvm.IRModule({"attention": plain(problem)})
+
+
+def scheduled_module(problem: AttentionProblem) -> tvm.IRModule:
+    return schedules.apply(plain_module(problem), TARGET)
+
+
+def sweep(make: Make, problems: int) -> None:
+    def holds(calls: list[Case]) -> None:
+        for case in calls:
+            inputs = arrays(case)
+            check(case, inputs, run(case, inputs, make))
+
+    profile = settings(max_examples=problems, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    profile(given(cases(CALLS))(holds))()
+
+
+@pytest.mark.parametrize(("make", "problems"), [(plain_module, 100), (scheduled_module, 20)])
+def test_equals_the_reference(make: Make, problems: int) -> None:
+    sweep(make, problems)
+
+
+@pytest.mark.parametrize("make", [plain_module, scheduled_module])
+@pytest.mark.parametrize("q_len", [1, 40])
+def test_a_row_whose_scores_are_all_minus_infinity_gives_0(make: Make, q_len: int) -> None:
+    """As where float16 scores overflow: the standard's evaluator gives 0 too."""
+    types = {"dtype": "float32", "v_dtype": "float32", "acc_dtype": "float32"}
+    problem = AttentionProblem(1, q_len, 24, 2, 1, 16, 16, **types, scale=1.0)
+    case = Case(problem, 1, q_len, 24, 24, 0, 0, False)
+    inputs = arrays(case) | {"q": np.ones((1, 2, q_len, 16), np.float32)}
+    inputs["k"] = np.full((1, 1, 24, 16), -np.inf, np.float32)
+    assert (run(case, inputs, make)["y"] == 0).all()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("make", [plain_module, scheduled_module])
+def test_equals_the_reference_at_length(make: Make) -> None:
+    sweep(make, LONG_RUN // CALLS)

@@ -1,0 +1,154 @@
+"""The ONNX backend node cases, collected from the installed onnx package, through compile -> save -> load -> run.
+
+A case belongs to the operator of its one node; an expanded case (the operator's function body as a graph) belongs to
+the operator of the case it was made from. Cases are chosen by operator and element type, never by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+import lowering
+from lowering.importer import import_model
+from lowering.model import load_model
+from lowering.ops import registered
+
+# Operators of transformers.
+OPERATORS = (
+    "Abs", "Add", "And", "ArgMax", "ArgMin", "Cast", "CastLike", "Clip", "Concat", "Constant", "ConstantOfShape",
+    "Conv", "Cos", "CumSum", "Div", "Equal", "Erf", "Exp", "Expand", "Flatten", "Gather", "GatherElements",
+    "GatherND", "Gelu", "Gemm", "Greater", "GreaterOrEqual", "Identity", "If", "IsNaN", "LayerNormalization",
+    "Less", "LessOrEqual", "Log", "MatMul", "Max", "Min", "Mod", "Mul", "Neg", "NonZero", "Not", "OneHot", "Or",
+    "Pad", "Pow", "RMSNormalization", "Range", "Reciprocal", "ReduceL2", "ReduceMax", "ReduceMean", "ReduceMin",
+    "ReduceProd", "ReduceSum", "Relu", "Reshape", "RotaryEmbedding", "ScatterElements", "ScatterND", "Shape",
+    "Sigmoid", "Sin", "Size", "Slice", "Softmax", "Split", "Sqrt", "Squeeze", "Sub", "Swish", "Tanh", "Tile",
+    "TopK", "Transpose", "Trilu", "Unsqueeze", "Where",
+)  # fmt: skip
+
+# Operators whose cases must pass on every type; for the others, floats, integers and bools of 8 bits or more count.
+EVERY_TYPE = ("Attention", "TensorScatter")
+
+_WIDE_ENOUGH = {
+    getattr(onnx.TensorProto, name)
+    for name in (
+        "BOOL", "INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64", "FLOAT16", "BFLOAT16",
+        "FLOAT", "DOUBLE", "FLOAT8E4M3FN", "FLOAT8E4M3FNUZ", "FLOAT8E5M2", "FLOAT8E5M2FNUZ", "FLOAT8E8M0",
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its inputs and expected outputs in the order of the graph, and how close they must be."""
+
+    name: str
+    operator: str
+    model: onnx.ModelProto
+    inputs: tuple[np.ndarray, ...]
+    outputs: tuple[np.ndarray, ...]
+    rtol: float
+    atol: float
+
+    @property
+    def wide_enough(self) -> bool:
+        """Whether all inputs and outputs are tensors of elements of 8 bits or more, and numbers."""
+        return all(
+            v.type.HasField("tensor_type") and v.type.tensor_type.elem_type in _WIDE_ENOUGH
+            for v in (*self.model.graph.input, *self.model.graph.output)
+        )
+
+
+def operators() -> list[str]:
+    """The operators above, and all others of the standard domain that have a lowering."""
+    return sorted({*OPERATORS, *EVERY_TYPE, *(name for domain, name in registered() if domain == "")})
+
+
+def cases(operator: str) -> list[Case]:
+    """The cases of an operator of the standard domain, on the types that count."""
+    return [c for c in _collected().get(operator, []) if operator in EVERY_TYPE or c.wide_enough]
+
+
+@functools.cache
+def _collected() -> dict[str, list[Case]]:
+    """All cases of the standard domain by operator."""
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")  # the cases divide by zero and overflow on purpose
+        from onnx.backend.test.case.node import collect_testcases
+
+        collected = collect_testcases(None)
+    operators: dict[str, str] = {}
+    result: dict[str, list[Case]] = {}
+    for case in collected:
+        stem = case.name.partition("_expanded")[0]
+        if stem == case.name:
+            nodes = case.model.graph.node
+            if len(nodes) != 1 or nodes[0].domain not in ("", "ai.onnx"):
+                continue
+            operators[stem] = nodes[0].op_type
+        if stem not in operators:
+            continue
+        for inputs, outputs in case.data_sets:
+            arrays = ([_array(v) for v in values] for values in (inputs, outputs))
+            made = Case(case.name, operators[stem], case.model, *map(tuple, arrays), case.rtol, case.atol)
+            result.setdefault(operators[stem], []).append(made)
+    return result
+
+
+def _array(value: object) -> np.ndarray:
+    return onnx.numpy_helper.to_array(value) if isinstance(value, onnx.TensorProto) else np.asarray(value, _kind(value))
+
+
+def _kind(value: object) -> type | None:
+    """Sequences and optionals are kept as objects: they are filtered by type, not looked at."""
+    return object if isinstance(value, (list, tuple)) or value is None else None
+
+
+def run(case: Case) -> None:
+    """Compiles, saves, loads and runs a case. Raises what the compiler raises, or AssertionError for a wrong output."""
+    with tempfile.TemporaryDirectory() as folder:
+        saved = Path(folder) / "artifact"
+        lowering.compile(case.model).save(saved)
+        model = lowering.load(saved)
+        results = model.run(dict(zip((t.name for t in model.inputs), case.inputs)))
+        for spec, expected in zip(model.outputs, case.outputs, strict=True):
+            assert_close(results[spec.name], expected, case.rtol, case.atol, spec.name)
+
+
+def assert_close(actual: np.ndarray, expected: np.ndarray, rtol: float, atol: float, name: str = "") -> None:
+    """Type and shape must be the same, elements as close as onnx's own runner asks."""
+    assert actual.dtype == expected.dtype, f"{name}: {actual.dtype} instead of {expected.dtype}"
+    assert actual.shape == expected.shape, f"{name}: shape {actual.shape} instead of {expected.shape}"
+    if expected.dtype == object:
+        np.testing.assert_array_equal(actual, expected, err_msg=name)
+        return
+    if expected.dtype.name == "bfloat16":
+        rtol = max(rtol, 2**-6)
+    if expected.dtype.kind not in "biufc":  # ml_dtypes
+        actual, expected = actual.astype(np.float32), expected.astype(np.float32)
+    np.testing.assert_allclose(actual, expected, rtol=rtol, atol=atol, err_msg=name)
+
+
+def refusal(case: Case) -> str | None:
+    """Why the case cannot be lowered, in the compiler's words; None if it can be. Nothing is compiled."""
+    try:
+        import_model(load_model(case.model))
+    except lowering.LoweringError as error:
+        return str(error)
+    return None
+
+
+def refused(names: Iterable[str]) -> Iterator[tuple[Case, str]]:
+    """The cases of these operators that cannot be lowered, each with the reason."""
+    for name in names:
+        for case in cases(name):
+            reason = refusal(case)
+            if reason is not None:
+                yield case, reason

@@ -1,0 +1,177 @@
+"""Cast and CastLike against NumPy and ml_dtypes, and float8_e8m0fnu against the table of the standard."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+import lowering
+
+from .expectations import FLOATS, INTEGERS, Expectations, imported
+
+FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
+NIBBLES = ("int4", "uint4")
+RNG = np.random.default_rng(0)
+
+
+def to(dtype: str) -> int:
+    return helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+
+
+def samples(dtype: str) -> np.ndarray:
+    """Values of a type that every number type can take without leaving its range."""
+    if dtype == "bool":
+        return np.array([False, True, True])
+    if dtype in INTEGERS:
+        return np.array([0, 1, 3, 5, 7], dtype)
+    return np.array([0.0, 0.25, 1.0, 2.5, 3.75, 5.0, 7.0]).astype(dtype)
+
+
+def test_every_pair_of_ordinary_types() -> None:
+    e = Expectations()
+    for source in (*FLOATS, *INTEGERS, "bool"):
+        x = samples(source)
+        for target in (*FLOATS, *INTEGERS, "bool"):
+            e.expect("Cast", [x], x.astype(target), to=to(target), dims=[["n"]])
+    e.check()
+
+
+def test_out_of_range() -> None:
+    e = Expectations()
+    wide = np.array([200, -200, 70000, 2**33 + 5, -1], np.int64)
+    for target in ("int8", "uint8", "int16", "int32", "uint64"):  # higher bits are discarded
+        e.expect("Cast", [wide], wide.astype(target), to=to(target))
+    with np.errstate(over="ignore"):
+        big = np.array([1e30, -1e30, 1e-30, np.inf, np.nan, 65519.0, 65520.0])
+        for target in ("float16", "bfloat16", "float32"):
+            e.expect("Cast", [big], big.astype(target), to=to(target))
+    odd = np.array([0.0, -0.0, 0.1, -3.0, np.nan, np.inf], np.float32)
+    e.expect("Cast", [odd], odd != 0, to=to("bool"))
+    e.check()
+
+
+def nearest_codes(x: np.ndarray, dtype: str, saturate: bool) -> np.ndarray:
+    """The codes that the standard asks for, found among all numbers of the type: ties go to the even code."""
+    codes = np.arange(128, dtype=np.uint8)
+    numbers = codes.view(dtype).astype(np.float64)
+    codes, numbers = codes[np.isfinite(numbers)], numbers[np.isfinite(numbers)]
+    step = numbers[-1] - numbers[-2]
+    magnitude = np.abs(x.astype(np.float64))
+    above = np.clip(np.searchsorted(numbers, magnitude), 1, len(numbers) - 1)
+    middle = (numbers[above - 1] + numbers[above]) / 2
+    even = np.where(codes[above] % 2 == 0, above, above - 1)
+    place = np.where(magnitude > middle, above, np.where(magnitude < middle, above - 1, even))
+    limit = numbers[-1] + step / 2
+    beyond = (magnitude > limit) | ((magnitude == limit) & (codes[-1] % 2 == 1))
+    infinity = np.array([np.inf], np.float32).astype(dtype).view(np.uint8)[0]  # NaN where there is none
+    code = np.where(beyond & (not saturate), infinity, codes[place])
+    negative = np.signbit(x.astype(np.float64)) & ~(("fnuz" in dtype) & ((code == 0) | (code == 0x80)))
+    code = np.where(negative, code | 0x80, code)
+    return np.where(np.isnan(x.astype(np.float64)), np.array([np.nan]).astype(dtype).view(np.uint8)[0], code)
+
+
+@pytest.mark.parametrize("saturate", [0, 1])
+def test_to_float8(saturate: int) -> None:
+    """Rounded to nearest even once: rounding float64 to float32 on the way would be seen."""
+    special = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 448, 464, 465, -480, 57344, 61440, 61441, 1e9, -1e9])
+    small = np.ldexp(RNG.uniform(-2, 2, 200), RNG.integers(-20, -4, 200))
+    ties = (np.arange(-40, 40) + 0.5) / 512
+    between = np.nextafter(np.array([17 / 16, 19 / 16, 9 / 8, 11 / 8, 464]), np.inf)
+    values = np.concatenate([special, small, ties, between, RNG.normal(0, 100, 200)])
+    e = Expectations()
+    for source in ("float64", "float32", "float16", "bfloat16"):
+        with np.errstate(over="ignore"):
+            x = values.astype(source)
+        for target in FLOAT8:
+            expected = nearest_codes(x, target, bool(saturate)).astype(np.uint8)
+            e.expect("Cast", [x], expected, dims=[["n"]], to=to(target), saturate=saturate)
+    check_bytes(e, FLOAT8)
+
+
+def check_bytes(e: Expectations, formats: tuple[str, ...]) -> None:
+    """As `Expectations.check`, with the outputs read as bytes, where only codes of NaN may differ."""
+    for output, target in zip(e.outputs, [n.attribute[0].i for n in e.nodes]):
+        output.type.tensor_type.elem_type = target
+    graph = helper.make_graph(e.nodes, "g", e.inputs, e.outputs)
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", e.opset)], ir_version=11)
+    results = lowering.compile(proto).run(e.feeds)
+    for name, (label, expected) in e.expected.items():
+        actual = results[name]
+        assert actual.dtype.name in formats
+        wanted = expected.view(actual.dtype).astype(np.float32)
+        number = ~np.isnan(wanted)
+        np.testing.assert_array_equal(np.isnan(actual.astype(np.float32)), ~number, err_msg=label)
+        np.testing.assert_array_equal(actual.view(np.uint8)[number], expected[number], err_msg=label)
+
+
+def test_from_narrow_floats() -> None:
+    """All 256 codes of every format, and all 16 of float4."""
+    e = Expectations()
+    for source in (*FLOAT8, "float8_e8m0fnu"):
+        x = np.arange(256, dtype=np.uint8).view(source)
+        for target in ("float32", "float64", "bfloat16"):
+            e.expect("Cast", [x], x.astype(target), to=to(target))
+    x = np.arange(16, dtype=np.uint8).view("float4_e2m1fn")
+    e.expect("Cast", [x], x.astype("float32"), to=TensorProto.FLOAT)
+    e.check()
+
+
+def test_narrow_integers() -> None:
+    e = Expectations()
+    for source, least in (("int4", -8), ("uint4", 0)):
+        x = np.arange(least, least + 16).astype(source)
+        for target in ("int8", "uint8", "int64", "float32", "float16", "bool"):
+            e.expect("Cast", [x], x.astype(np.int64).astype(target), to=to(target))
+    wide = np.arange(-20, 300, 7).astype(np.int32)
+    floats = np.array([-8.0, -1.5, -0.5, 0.5, 3.9, 7.0], np.float32)
+    for target in NIBBLES:
+        e.expect("Cast", [wide], wide.astype(target), to=to(target))
+        e.expect("Cast", [floats], floats.astype(np.int32).astype(target), to=to(target))
+    e.check()
+
+
+def test_to_float4() -> None:
+    x = np.array(
+        [0, 0.24, 0.25, 0.26, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, 100.0, -0.3, -5.1, np.inf, -np.inf], np.float32
+    )
+    e = Expectations()
+    e.expect("Cast", [x], x.astype("float4_e2m1fn"), to=TensorProto.FLOAT4E2M1)
+    e.check()
+
+
+@pytest.mark.parametrize(
+    ("mode", "saturate", "expected"),
+    [
+        # 2**-130   2**-127   1.5*2**-127   1    1.25   1.5  2**127  1.5*2**127  inf  nan
+        ("up", 1, [0, 0, 1, 127, 128, 128, 254, 254, 254, 255]),
+        ("down", 1, [0, 0, 0, 127, 127, 127, 254, 254, 254, 255]),
+        ("nearest", 1, [0, 0, 1, 127, 127, 128, 254, 254, 254, 255]),
+        ("nearest", 0, [255, 0, 1, 127, 127, 128, 254, 255, 255, 255]),
+    ],
+)
+def test_to_float8_e8m0(mode: str, saturate: int, expected: list[int]) -> None:
+    x = np.array(
+        [2.0**-130, 2.0**-127, 1.5 * 2.0**-127, 1, 1.25, 1.5, 2.0**127, 1.5 * 2.0**127, np.inf, np.nan], np.float32
+    )
+    e = Expectations()
+    codes = np.array(expected, np.uint8)
+    e.expect("Cast", [x], codes, to=TensorProto.FLOAT8E8M0, round_mode=mode, saturate=saturate)
+    check_bytes(e, ("float8_e8m0fnu",))
+
+
+def test_cast_like() -> None:
+    e = Expectations()
+    x = np.array([0.5, 300.0], np.float32)
+    e.expect("CastLike", [x, np.zeros(3, np.float64)], x.astype(np.float64), dims=[["n"], ["m"]])
+    e.expect("CastLike", [x, np.zeros((), np.int32)], x.astype(np.int32))
+    e.expect("CastLike", [x, np.zeros((), "float8_e5m2")], x.astype(ml_dtypes.float8_e5m2))
+    e.check()
+
+
+def test_strings_and_complex_are_refused() -> None:
+    for dtype in ("complex64", "string"):
+        with pytest.raises(lowering.NodeError, match=rf"Cast-25 'the_node': cannot cast float32 to {dtype}"):
+            imported("Cast", [("float32", [2])], to=onnx.TensorProto.DataType.Value(dtype.upper()))

@@ -1,0 +1,92 @@
+"""RotaryEmbedding: layouts, partial and interleaved rotation, where angles come from, batches of 1, refusals."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import lowering
+
+from .expectations import Dims, Expectations, imported
+
+RNG = np.random.default_rng(0)
+B, H, S, D, P = 2, 3, 5, 8, 9
+
+
+def rotated(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, interleaved: int, dim: int) -> np.ndarray:
+    """x [B, H, S, D] with angles [B, S, dim / 2], as complex numbers times e^(i angle)."""
+    wide, out = x.astype("float64"), x.astype("float64")
+    turn = (cos.astype("float64") + 1j * sin.astype("float64"))[:, None]
+    half = dim // 2
+    first, second = (slice(0, dim, 2), slice(1, dim, 2)) if interleaved else (slice(0, half), slice(half, dim))
+    z = (wide[..., first] + 1j * wide[..., second]) * turn
+    out[..., first], out[..., second] = z.real, z.imag
+    return out.astype(x.dtype)
+
+
+def expect(
+    case: Expectations, dtype: str, cos: np.ndarray, sin: np.ndarray, positions: np.ndarray | None, **how: int
+) -> None:
+    """A node for X [B, H, S, D] and one for [B, S, H * D], all sizes but those of heads symbolic.
+
+    The angles are cos and sin, or where there are positions cos[positions] and sin[positions].
+    """
+    x = RNG.standard_normal((B, H, S, D)).astype(dtype)
+    angles = [c if positions is None else c[positions] for c in (cos, sin)]
+    y = rotated(x, *angles, how.get("interleaved", 0), how.get("rotary_embedding_dim", D))
+    flat_x, flat_y = (np.ascontiguousarray(a.transpose(0, 2, 1, 3)).reshape(B, S, H * D) for a in (x, y))
+    half, batch = cos.shape[-1], 1 if angles[0].shape[0] == 1 else "b"
+    if positions is None:
+        inputs, dims = [cos, sin], [(batch, "s", half), (batch, "t", half)]
+    else:
+        inputs, dims = [cos, sin, positions], [("p", half), ("q", "h"), (batch, "s")]
+    case.expect("RotaryEmbedding", [x, *inputs], y, dims=[("b", H, "s", D), *dims], **how)
+    case.expect("RotaryEmbedding", [flat_x, *inputs], flat_y, dims=[("b", "s", H * D), *dims], num_heads=H, **how)
+
+
+PLAIN: dict[str, int] = {}
+PARTIAL = {"rotary_embedding_dim": 4}
+INTERLEAVED = {"interleaved": 1}
+
+
+@pytest.mark.parametrize(
+    "dtype, ways", [("float32", [PLAIN, PARTIAL, INTERLEAVED, {**PARTIAL, **INTERLEAVED}]), ("bfloat16", [PLAIN])]
+)
+def test_rotation(dtype: str, ways: list[dict[str, int]]) -> None:
+    case = Expectations()
+    for how in ways:
+        half = how.get("rotary_embedding_dim", D) // 2
+        cos, sin = (RNG.standard_normal((P, half)).astype(dtype) for _ in range(2))
+        positions = RNG.integers(0, P, (B, S))
+        for p in (positions, positions[:1]):
+            expect(case, dtype, cos, sin, p, **how)
+            expect(case, dtype, cos[p], sin[p], None, **how)
+    case.check()
+
+
+def test_positions_outside_the_cache_read_its_ends() -> None:
+    x, cos = RNG.standard_normal((1, 1, 3, 4)).astype("float32"), RNG.standard_normal((2, 2)).astype("float32")
+    positions = np.array([[-5, 1, 10**12]])
+    at = cos[np.clip(positions, 0, 1)]
+    case = Expectations()
+    case.expect("RotaryEmbedding", [x, cos, cos, positions], rotated(x, at, at, 0, 4))
+    case.check()
+
+
+@pytest.mark.parametrize(
+    "shapes, attributes, message",
+    [
+        ([(1, 2, 3, 5), (1, 3, 2), (1, 3, 2)], {}, "5 of 5 dimensions"),
+        ([(1, 2, 3, 4), (1, 3, 4), (1, 3, 4)], {"rotary_embedding_dim": 8}, "8 of 4 dimensions"),
+        ([(1, 2, 3, 4), (3, 2), (3, 2)], {}, "ranks 2 and 2"),
+        ([(1, 2, 3, 4), (1, 3, 3), (1, 3, 3)], {}, "number of angles is 2 and 3"),
+        ([(1, 2, 3, 4), (1, 4, 2), (1, 4, 2)], {}, "sequence length is 3 and 4"),
+        ([(3, 2, 3, 4), (2, 3, 2), (2, 3, 2)], {}, "batch size is 2 and 3"),
+        ([(1, 3, 8), (1, 3, 2), (1, 3, 2)], {}, "num_heads is 0"),
+        ([(1, 3, 8), (1, 3, 2), (1, 3, 2)], {"num_heads": 3}, "num_heads is 3"),
+        ([(1, 2, 3, "d"), (1, 3, 2), (1, 3, 2)], {}, "symbolic"),
+    ],
+)
+def test_refusals(shapes: list[Dims], attributes: dict[str, int], message: str) -> None:
+    with pytest.raises(lowering.NodeError, match=message):
+        imported("RotaryEmbedding", [("float32", shape) for shape in shapes], **attributes)

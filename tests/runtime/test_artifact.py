@@ -1,0 +1,259 @@
+"""Artifact folders: written whole, refused when anything is not as it was written."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import modules
+import numpy as np
+import pytest
+
+import lowering
+import lowering.runtime
+from lowering import artifact as artifacts
+from lowering.errors import ArtifactError
+from lowering.manifest import Manifest, weights_digest
+from lowering.runtime import checks, library
+
+
+@pytest.fixture
+def folder(artifact: Callable[..., Path], tmp_path: Path) -> Path:
+    lowering.load(artifact("dense")).save(tmp_path / "out")
+    return tmp_path / "out"
+
+
+def edit(folder: Path, **fields: object) -> None:
+    """Writes the manifest anew, as a compiler would that had put other values into it."""
+    path = folder / "manifest.json"
+    manifest = replace(Manifest.from_dict(json.loads(path.read_text())), **fields)  # type: ignore[arg-type]
+    path.write_text(replace(manifest, hashes={**manifest.hashes, "manifest.json": manifest.digest()}).to_json())
+
+
+def refused(folder: Path, message: str) -> None:
+    with pytest.raises(ArtifactError, match=message) as caught:
+        lowering.load(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_in_it(folder: Path) -> None:
+    assert {p.name for p in folder.iterdir()} == {"model.so", "weights.bin", "manifest.json", "model.h", "host.hpp"}
+    data = json.loads((folder / "manifest.json").read_text())
+    assert data["inputs"] == [{"name": "x", "dtype": "float32", "storage": "float32", "dims": ["n", 64]}]
+    assert data["format"] == 1 and set(data["hashes"]) == {"model.so", "weights.bin", "manifest.json"}
+    assert all(w["offset"] % 64 == 0 for w in data["weights"])
+
+
+def test_no_artifact(tmp_path: Path) -> None:
+    refused(tmp_path / "nowhere", r"'.*nowhere' is no artifact: it has no manifest\.json\.")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", r"manifest\.json' cannot be read: "),
+        (
+            "[]",
+            r"has artifact format None, and this version of onnx-lowering reads format 1: compile the model",
+        ),
+        ('{"format": 2}', r"has artifact format 2, and this version of onnx-lowering reads format 1"),
+        ('{"format": 1}', r"manifest\.json' is damaged: "),
+    ],
+)
+def test_manifests_that_cannot_be_read(folder: Path, text: str, message: str) -> None:
+    (folder / "manifest.json").write_text(text)
+    refused(folder, message)
+
+
+def test_a_changed_manifest(folder: Path) -> None:
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace('"n"', '"m"'))
+    refused(folder, r"manifest\.json' has been changed since it was written: compile the model again\.")
+
+
+@pytest.mark.parametrize("name", ["model.so", "weights.bin"])
+def test_missing_and_changed_files(folder: Path, name: str) -> None:
+    path = folder / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    refused(folder, rf"{name}' is not the file that manifest\.json was written with: copy the whole folder")
+    path.unlink()
+    refused(folder, rf"{name}' is missing: copy the whole folder, or compile the model again\.")
+
+
+def test_versions(folder: Path) -> None:
+    edit(folder, versions={"apache-tvm": "0.27.99", "apache-tvm-ffi": "0.1.99"})
+    lowering.load(folder)
+    edit(folder, versions={"apache-tvm": "0.26.0"})
+    refused(
+        folder,
+        r"was built with apache-tvm 0\.26\.0 and 0\.27\S* is installed: install apache-tvm==0\.26\.0",
+    )
+    edit(folder, versions={"apache-tvm-ffi": "0.2.0"})
+    refused(folder, r"was built with apache-tvm-ffi 0\.2\.0 and ")
+
+
+def test_missing_cpu_features(folder: Path) -> None:
+    edit(folder, cpu_features=("fma", "amx_from_the_future", "avx1024"))
+    refused(folder, r"for a CPU with (fma, )?amx_from_the_future, avx1024, which this one lacks: compile")
+
+
+def test_another_architecture(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folder / "model.so"
+    code = bytearray(path.read_bytes())
+    other = "aarch64" if checks.platform.machine() == "x86_64" else "x86_64"
+    code[18:20] = struct.pack("<H", {"aarch64": 183, "x86_64": 62}[other])
+    path.write_bytes(code)
+    hashes = json.loads((folder / "manifest.json").read_text())["hashes"]
+    edit(folder, hashes={**hashes, "model.so": checks.file_digest(path)}, target=f"cpu:{other}")
+    refused(folder, rf"was built for {other} \(cpu:{other}\) and this machine is ")
+
+
+def test_code_that_cannot_be_loaded(folder: Path) -> None:
+    """A library that is no model."""
+    path = folder / "model.so"
+    subprocess.run(["gcc", "-shared", "-o", path, "-x", "c", os.devnull], check=True)
+    hashes = json.loads((folder / "manifest.json").read_text())["hashes"]
+    edit(folder, hashes={**hashes, "model.so": checks.file_digest(path)})
+    refused(folder, r"model\.so' cannot be loaded as a compiled model: ")
+
+
+def test_no_runtime_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_LOADER", "ffi.Module.load_from_bytes.nothing")
+    monkeypatch.setattr(sys, "path", [])
+    refused(folder, r"library libtvm_runtime\.so is neither in '.*out' nor in an installed apache-tvm\. Install")
+    (folder / "libtvm_runtime.so").write_bytes(b"no library")
+    refused(folder, r"libtvm_runtime\.so' cannot be loaded: ")
+
+
+@pytest.mark.parametrize("bar", ["sys.modules['tvm'] = None", "sys.meta_path.insert(0, Bar())"])
+def test_loading_needs_no_compiler(folder: Path, bar: str) -> None:
+    code = f"""
+import sys
+class Bar:
+    def find_spec(self, name, *rest):
+        if name.partition(".")[0] == "tvm": raise ImportError("no compiler here")
+{bar}
+import lowering, numpy as np
+model = lowering.load({str(folder)!r})
+assert model.run({{"x": np.ones((2, 64), "f")}})["y"].shape == (2, 32)
+assert sys.modules.get("tvm") is None and "schedules" not in sys.modules and "onnx" not in sys.modules
+"""
+    assert modules.run_python(code) == 0
+
+
+def test_the_compiler_may_be_imported_afterwards(folder: Path) -> None:
+    code = f"""
+import lowering, numpy as np
+model = lowering.load({str(folder)!r})
+x = np.ones((2, 64), "f")
+y = model.run({{"x": x}})["y"]
+import tvm
+assert (lowering.load({str(folder)!r}).run({{"x": x}})["y"] == y).all() and (model.run({{"x": x}})["y"] == y).all()
+"""
+    assert modules.run_python(code) == 0
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_temporary_folder_goes_with_the_model(folder: Path) -> None:
+    module = lowering.runtime.load(folder, temporary=folder.parent)
+    call = module.bind({"x": np.ones((1, 64), "f")})
+    before = call()["y"]
+    del module
+    gc.collect()
+    assert folder.exists(), "a bound call is still there"
+    np.testing.assert_array_equal(call()["y"], before)
+    del call
+    gc.collect()
+    assert not folder.parent.exists()
+
+
+def test_an_artifact_is_replaced_whole(folder: Path, artifact: Callable[..., Path]) -> None:
+    module = lowering.load(folder)
+    lowering.load(artifact("sums")).save(folder)
+    assert "weights.bin" not in os.listdir(folder) and [t.name for t in lowering.load(folder).inputs] == ["x", "y"]
+    x = np.ones((1, 64), "f")
+    np.testing.assert_array_equal(
+        module.run({"x": x})["y"], lowering.load(artifact("dense")).run({"x": x})["y"], "loaded models keep their files"
+    )
+    with pytest.raises(ArtifactError, match=r"model\.so' is not the file"):
+        module.save(folder.parent / "copy")
+    assert os.listdir(folder.parent) == ["out"], "no traces"
+
+
+def test_a_failed_write_leaves_no_trace(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+    manifest = Manifest.from_dict(json.loads(before["manifest.json"]))
+    monkeypatch.setattr(artifacts, "model_header", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        artifacts.write(folder, b"code", manifest, {"w": np.ones(3)})
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
+    assert os.listdir(folder.parent) == ["out"]
+
+
+def test_folders_with_other_things_are_not_replaced(folder: Path) -> None:
+    (folder / "thesis.tex").write_text("years of work")
+    module = lowering.load(folder)
+    for target in (folder, folder / "thesis.tex"):
+        with pytest.raises(ArtifactError, match=r"holds 'thesis\.tex', which is no part of an artifact"):
+            module.save(target)
+    assert (folder / "thesis.tex").read_text() == "years of work"
+
+
+def test_weights_of_every_form(tmp_path: Path) -> None:
+    """Strided, mapped read-only, empty, of no dimension and of a type NumPy does not know."""
+    np.save(tmp_path / "w.npy", np.arange(12, dtype="f").reshape(3, 4))
+    weights = {
+        "mapped": np.load(tmp_path / "w.npy", mmap_mode="r"),
+        "strided": np.arange(12, dtype="d").reshape(3, 4).T,
+        "empty": np.zeros((0, 4), "f"),
+        "scalar": np.array(3, "int64"),
+        "bfloat16": np.arange(5).astype("bfloat16"),
+        "bool": np.array([True, False]),
+    }
+    outputs = [modules.spec(name, w.dtype.name, *w.shape) for name, w in weights.items()]
+    folder = modules.build(tmp_path / "m", [], outputs, lambda b, i, w: w, weights)
+    for _ in range(2):
+        results = lowering.load(folder).run({})
+        for name, weight in weights.items():
+            np.testing.assert_array_equal(results[name], weight)
+            assert results[name].dtype == weight.dtype and results[name].shape == weight.shape
+
+
+def test_only_empty_weights(tmp_path: Path) -> None:
+    outputs = [modules.spec("w", "float32", 0)]
+    folder = modules.build(tmp_path / "m", [], outputs, lambda b, i, w: w, {"w": np.zeros(0, "f")})
+    assert lowering.load(folder).run({})["w"].shape == (0,)
+
+
+def test_weights_beyond_two_gigabytes(tmp_path: Path) -> None:
+    """A sparse file: its pages are only read where a weight lies."""
+    outputs = [modules.spec(n, "float32", 4) for n in "ab"]
+    values = {"a": np.arange(4, dtype="f"), "b": np.arange(4, 8).astype("f")}
+    folder = modules.build(tmp_path / "m", [], outputs, lambda b, i, w: w, values)
+    path = folder / "weights.bin"
+    far = 5 * 2**30
+    with path.open("r+b") as file:
+        file.seek(far)
+        file.write(values["b"].tobytes())
+    manifest = Manifest.from_dict(json.loads((folder / "manifest.json").read_text()))
+    a, b = manifest.weights
+    edit(
+        folder,
+        weights=(a, replace(b, offset=far)),
+        hashes={**manifest.hashes, "weights.bin": weights_digest(path)},
+    )
+    results = lowering.load(folder).run({})
+    assert results["a"].tolist() == [0, 1, 2, 3] and results["b"].tolist() == [4, 5, 6, 7]
+    os.truncate(path, far)
+    refused(folder, r"weights\.bin' is not the file")

@@ -1,0 +1,119 @@
+"""What a model does not take: each refusal names the input, what was expected and what was given."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import modules
+import numpy as np
+import pytest
+from tvm import relax
+
+import lowering
+from lowering.errors import InputError
+
+Load = Callable[..., lowering.Model]
+ONES = np.ones((2, 3), "f")
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"x": ONES}, r"input 'y' is missing; the model takes y: float32\[n, m\]\."),
+    ({"x": ONES, "y": None}, r"input 'y' is missing"),
+    ({"x": ONES, "y": ONES, "z": ONES}, r"there is no input 'z'\. The inputs are x, y\."),
+    ({"x": ONES, "y": [[1.0]]}, r"input 'y' is a list; pass a NumPy array, or any array with __dlpack__\."),
+    ({"x": ONES.astype("d"), "y": ONES}, r"input 'x' must be float32, not float64\. Convert it with astype\."),
+    ({"x": ONES.astype(">f4"), "y": ONES}, r"input 'x' must be float32, not >f4\."),
+    ({"x": ONES[0], "y": ONES}, r"input 'x' must have 2 dimensions, \[n, m\], not 1: its shape is \[3\]\."),
+    (
+        {"x": ONES, "y": ONES[:1]},
+        r"dimension 'n' is 1 in input 'y' \(axis 0\) but 2 in input 'x'; sizes of one name must be equal\.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("inputs", "message"), REFUSED)
+def test_inputs(model: Load, inputs: dict[str, Any], message: str) -> None:
+    module = model("sums")
+    for refuse in (module.run, module.bind):
+        with pytest.raises(InputError, match=message):
+            refuse(inputs)
+    # Not either when right shapes were seen before.
+    module.run({"x": ONES, "y": ONES})
+    with pytest.raises(InputError, match=message):
+        module.run(inputs)
+
+
+def test_static_sizes(model: Load) -> None:
+    with pytest.raises(InputError, match=r"'x' must have size 64 along axis 1, not 63: it takes \[n, 64\] and"):
+        model("dense").run({"x": np.ones((2, 63), "f")})
+
+
+def test_ranges(tmp_path: Path) -> None:
+    module = lowering.load(modules.sums(tmp_path / "m", shape=("n",), ranges={"n": (1, 8)}))
+    assert module.run({"x": np.ones(8, "f"), "y": np.ones(8, "f")})["z"].sum() == 16
+    for size, refuse in itertools.product((0, 9), (module.run, module.bind)):
+        with pytest.raises(InputError, match=rf"dimension 'n' is {size} in input 'x' \(axis 0\); the model takes 1 to"):
+            refuse({"x": np.ones(size, "f"), "y": np.ones(size, "f")})
+
+
+@pytest.mark.parametrize("threads", [0, -1, 1.5, "2"])
+def test_threads(model: Load, artifact: Callable[..., Path], threads: Any) -> None:
+    message = "threads must be a positive number, not"
+    with pytest.raises(InputError, match=message):
+        model("sums").run({"x": ONES, "y": ONES}, threads=threads)
+    with pytest.raises(InputError, match=message):
+        model("sums").bind({"x": ONES, "y": ONES}, threads=threads)
+    with pytest.raises(InputError, match=message):
+        lowering.load(artifact("sums"), threads=threads)
+
+
+def test_bound_arrays(model: Load) -> None:
+    module = model("sums")
+    both = {"x": ONES, "y": ONES}
+    with pytest.raises(InputError, match=r"input 'x' is not C-contiguous, but a bound call reads it in place\."):
+        module.bind({"x": np.ones((3, 2), "f").T, "y": ONES})
+    with pytest.raises(InputError, match=r"there is no output 'x'\. The outputs are z\."):
+        module.bind(both, {"x": ONES.copy()})
+    with pytest.raises(InputError, match=r"output 'z' must be float32, not float64"):
+        module.bind(both, {"z": np.ones((2, 3))})
+    with pytest.raises(InputError, match=r"dimension 'm' is 4 in output 'z' \(axis 1\) but 3 in input 'x'"):
+        module.bind(both, {"z": np.ones((2, 4), "f")})
+    with pytest.raises(InputError, match=r"output 'z' is not C-contiguous, but a bound call writes results to it\."):
+        module.bind(both, {"z": np.ones((3, 2), "f").T})
+    frozen = ONES.copy()
+    frozen.flags.writeable = False
+    with pytest.raises(InputError, match=r"output 'z' is read-only, but a bound call writes results to it\."):
+        module.bind(both, {"z": frozen})
+
+
+def test_sizes_that_do_not_fit_together_inside(tmp_path: Path) -> None:
+    """What only the compiled code can know is an InputError too, and the model runs on."""
+
+    def body(builder: relax.BlockBuilder, inputs: list, weights: list) -> list:
+        x, y = inputs
+        return [builder.emit(relax.op.add(x, builder.match_cast(y, x.ty)))]
+
+    specs = [modules.spec(n, "float32", n) for n in "xy"]
+    module = lowering.load(modules.build(tmp_path / "m", specs, [modules.spec("z", "float32", "x")], body))
+    for _ in range(2):
+        with pytest.raises(InputError, match="the model cannot run on these inputs: "):
+            module.run({"x": np.ones(3, "f"), "y": np.ones(4, "f")})
+        assert (module.run({"x": np.ones(3, "f"), "y": np.ones(3, "f")})["z"] == 2).all()
+
+
+def test_results_that_do_not_fit_the_bound_array(tmp_path: Path) -> None:
+    """The size of a data-dependent output is only known after the call."""
+    x_spec = modules.spec("x", "int64", 4)
+
+    def body(builder: relax.BlockBuilder, inputs: list, weights: list) -> list:
+        return [builder.emit(relax.op.unique(inputs[0], sorted=True))]
+
+    module = lowering.load(modules.build(tmp_path / "m", [x_spec], [modules.spec("y", "int64", "found")], body))
+    x, y = np.array([1, 2, 2, 1]), np.zeros(2, "int64")
+    call = module.bind({"x": x}, {"y": y})
+    assert call()["y"].tolist() == [1, 2]
+    x[0] = 7
+    with pytest.raises(InputError, match=r"output 'y' has shape \[3\], but the array bound to it has \[2\]\."):
+        call()

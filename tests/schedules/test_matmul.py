@@ -1,0 +1,124 @@
+"""Matrix products against NumPy in float64: packed weights and two activations, odd sizes, epilogues, vector widths."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import tvm
+from tvm import relax, tirx
+
+import schedules
+from lowering.passes.pack_weights import pack_weights
+from schedules.cpu.matmul import matmul
+
+V3, V4 = (tvm.target.Target({"kind": "llvm", "mcpu": f"x86-64-v{n}"}) for n in (3, 4))
+EPSILON = {"float32": 2e-7, "float16": 1e-3, "bfloat16": 8e-3}
+
+Epilogue = Callable[[relax.BlockBuilder, relax.Expr, relax.Expr, relax.Expr], relax.Expr]
+
+
+def compile_main(
+    params: dict[str, tuple[tuple, str]],
+    body: Callable[..., relax.Expr],
+    target: tvm.target.Target,
+    weights: dict[str, np.ndarray] | None = None,
+) -> Callable[..., np.ndarray]:
+    """A Relax function through packing, legalisation, fusion and schedules, as a function of arrays.
+
+    Every product must have been replaced by a kernel.
+    """
+    weights = weights or {}
+    builder = relax.BlockBuilder()
+    args = [relax.Var(name, relax.TensorType(shape, dtype)) for name, (shape, dtype) in params.items()]
+    args += [relax.Var(name, relax.TensorType(w.shape, w.dtype.name)) for name, w in weights.items()]
+    with builder.function("main", args, attrs={"num_input": len(params)}):
+        with builder.dataflow():
+            result = builder.emit_output(body(builder, *args))
+        builder.emit_func_output(result)
+    t = relax.transform
+    mod, weights = pack_weights(builder.finalize(), weights, target)
+    with target:
+        passes = [t.LegalizeOps(), t.AnnotateTIROpPattern(), t.FuseOps(), t.FuseTIR(), t.DeadCodeElimination()]
+        mod = tvm.transform.Sequential(passes)(mod)
+        products = [g for g, f in mod.functions_items() if isinstance(f, tirx.PrimFunc) and "matmul" in g.name_hint]
+        assert products
+        assert all(matmul(mod[g], target) is not None for g in products)
+        mod = schedules.apply(mod, target)
+    vm = relax.VirtualMachine(tvm.compile(mod, target), tvm.cpu())
+
+    def run(*arrays: np.ndarray) -> np.ndarray:
+        return vm["main"](*map(tvm.runtime.tensor, (*arrays, *weights.values()))).numpy()
+
+    return run
+
+
+def draw(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    return rng.standard_normal(shape).astype(np.dtype(dtype))
+
+
+def check(actual: np.ndarray, expected: np.ndarray, dtype: str, depth: int) -> None:
+    assert actual.dtype.name == dtype and actual.shape == expected.shape
+    error = np.abs(actual.astype("float64") - expected)
+    assert (error <= EPSILON[dtype] * (1e-2 + np.abs(expected)) + 2e-7 * depth).all(), error.max()
+
+
+@pytest.mark.parametrize("target", [V3, V4], ids=["v3", "v4"])
+@pytest.mark.parametrize("dtype", EPSILON)
+@pytest.mark.parametrize(("depth", "columns"), [(37, 71), (1, 16), (64, 5)])
+def test_weight_any_number_of_rows(target: tvm.target.Target, dtype: str, depth: int, columns: int) -> None:
+    rng = np.random.default_rng(0)
+    w = draw(rng, (depth, columns), dtype)
+    run = compile_main(
+        {"x": ((tirx.Var("m", "int64"), depth), dtype)},
+        lambda b, x, w: relax.op.matmul(x, w),
+        target,
+        {"w": w},
+    )
+    for rows in (*range(1, 15), 71, 72, 73, 150):
+        x = draw(rng, (rows, depth), dtype)
+        check(run(x), x.astype("float64") @ w.astype("float64"), dtype, depth)
+
+
+def gelu(x: np.ndarray) -> np.ndarray:
+    return x * 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
+
+
+EPILOGUES: dict[str, tuple[Callable, Callable]] = {
+    "bias": (lambda y, b, r: relax.op.add(b, y), lambda y, b, r: y + b),
+    "gelu": (lambda y, b, r: relax.op.nn.gelu(relax.op.add(y, b)), lambda y, b, r: gelu(y + b)),
+    "silu_residual": (
+        lambda y, b, r: relax.op.add(relax.op.nn.silu(relax.op.add(y, b)), r),
+        lambda y, b, r: (y + b) / (1 + np.exp(-(y + b))) + r,
+    ),
+    "relu_scale": (
+        lambda y, b, r: relax.op.multiply(relax.op.nn.relu(y), relax.const(0.5, "float32")),
+        lambda y, b, r: np.maximum(y, 0) * 0.5,
+    ),
+}
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize(("target", "columns"), [(V4, 200), (V3, 33)], ids=["v4", "v3"])
+def test_epilogues_are_fused(epilogue: str, target: tvm.target.Target, columns: int) -> None:
+    """Rows in two symbolic dimensions; each product and what follows it is one kernel."""
+    symbolic, exact = EPILOGUES[epilogue]
+    rng = np.random.default_rng(1)
+    batch, length = tirx.Var("batch", "int64"), tirx.Var("length", "int64")
+    w, bias = draw(rng, (40, columns), "float32"), draw(rng, (columns,), "float32")
+
+    def body(builder: relax.BlockBuilder, x: relax.Expr, r: relax.Expr, w: relax.Expr, b: relax.Expr) -> relax.Expr:
+        return builder.emit(symbolic(relax.op.matmul(x, w), b, r))
+
+    run = compile_main(
+        {"x": ((batch, length, 40), "float32"), "r": ((batch, length, columns), "float32")},
+        body,
+        target,
+        {"w": w, "b": bias},
+    )
+    for shape in ((1, 1), (3, 5), (2, 40)):
+        x, r = draw(rng, (*shape, 40), "float32"), draw(rng, (*shape, columns), "float32")
+        y = x.astype("float64") @ w.astype("float64")
+        check(run(x, r), exact(y, bias.astype("float64"), r.astype("float64")), "float32", 40)

@@ -1,0 +1,36 @@
+"""Every example runs, and so does the demo."""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+# Needs torch, transformers and a package of model weights, which the test extra leaves out.
+WITH_TORCH = {"05_sentence_embeddings.py"}
+
+
+@pytest.mark.parametrize("name", sorted(p.name for p in EXAMPLES.glob("*.py") if p.name not in WITH_TORCH))
+def test_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    assert capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(WITH_TORCH))
+def test_example_with_torch(name: str) -> None:
+    subprocess.run([sys.executable, EXAMPLES / name], check=True)
+
+
+def test_demo(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lowering", "demo", "-o", str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    for row in ("compile time", "load time", "prefill", "decode", "cache bytes written per token", "max error"):
+        assert row in result.stdout
+    assert (tmp_path / "model.onnx").is_file() and (tmp_path / "artifact" / "model.so").is_file()

@@ -1,0 +1,75 @@
+"""The arrows of docs/architecture.md, read off the sources."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# Package -> (modules of this project that it may import, whether it may import tvm)
+RULES = {
+    "lowering/runtime": ({"lowering.runtime", "lowering.errors", "lowering.manifest"}, False),
+    "lowering/attention": ({"lowering.attention"}, True),
+    "schedules": ({"schedules", "lowering.attention"}, True),
+    "lowering/ops": (
+        {
+            "lowering.ops",
+            "lowering.node",
+            "lowering.values",
+            "lowering.symbolic",
+            "lowering.compute",
+            "lowering.errors",
+            "lowering.attention",
+            "lowering.scatter",
+        },
+        True,
+    ),
+}
+
+
+def imported(path: Path) -> set[str]:
+    """The absolute names of all modules that a source file imports, at top level or inside functions."""
+    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join((*base, node.module) if node.module else base)
+            names |= {f"{module}.{alias.name}" for alias in node.names} if not node.module else {module}
+    return names
+
+
+@pytest.mark.parametrize("folder", RULES)
+def test_arrows(folder: str) -> None:
+    allowed, compiler = RULES[folder]
+    sources = sorted((ROOT / folder).rglob("*.py"))
+    assert sources
+    for source in sources:
+        for name in imported(source):
+            if name.split(".")[0] in ("lowering", "schedules"):
+                assert any(name == a or name.startswith(a + ".") for a in allowed), f"{source} imports {name}"
+            if name.split(".")[0] == "tvm":
+                assert compiler, f"{source} imports the compiler"
+
+
+def test_importing_lowering_imports_no_compiler() -> None:
+    code = "import sys, lowering; lowering.load; lowering.Model; assert 'tvm' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_public_names_are_what_they_say_however_often_they_are_used() -> None:
+    """A submodule of the same name would replace the function at its first import."""
+    code = """
+import lowering, lowering.cli
+for _ in range(2):
+    for name in lowering.__all__:
+        assert callable(getattr(lowering, name)), name
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

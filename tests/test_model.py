@@ -1,0 +1,199 @@
+"""What the importer makes of models: reading, external data, functions, domains, folding, control flow."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+import lowering
+from lowering import ops
+from lowering.importer import import_model
+from lowering.model import load_model
+
+HEADER = '<ir_version: 10, opset_import: ["" : 24]>'
+
+
+def parse(text: str) -> onnx.ModelProto:
+    return onnx.parser.parse_model(f"{HEADER} {text}")
+
+
+@pytest.mark.parametrize("model", [b"", b"not a model", b"\x00" * 64])
+def test_bytes_that_are_no_model(model: bytes) -> None:
+    with pytest.raises(lowering.ModelError):
+        load_model(model)
+
+
+def test_illegal_model_says_what_the_checker_says() -> None:
+    model = parse("m (float[N] x) => (float[N] y) { y = Add (x, nowhere) }")
+    with pytest.raises(lowering.ModelError, match="nowhere"):
+        load_model(model)
+
+
+def test_input_without_a_shape() -> None:
+    graph = helper.make_graph(
+        [helper.make_node("Neg", ["x"], ["y"])],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, None)],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+    )
+    with pytest.raises(lowering.ModelError, match="'shape'"):
+        lowering.compile(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=10))
+
+
+def test_external_data_stays_in_its_file(tmp_path: Path) -> None:
+    """A 64 MiB weight is mapped: importing the model allocates far less."""
+    rows = 2**14
+    weight = np.zeros((rows, 1024), np.float32)
+    weight[rows - 1] = 1
+    model = parse(f"m (float[N, {rows}] x) => (float[N, 1024] y) <float[{rows}, 1024] w> {{ y = MatMul (x, w) }}")
+    del model.graph.initializer[:]
+    model.graph.initializer.append(numpy_helper.from_array(weight, "w"))
+    path = tmp_path / "model.onnx"
+    onnx.save(model, path, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    tracemalloc.start()
+    imported = import_model(load_model(path))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 16 * 2**20
+    (held,) = imported.weights.values()
+    np.testing.assert_array_equal(held[-1], 1)
+
+
+def test_missing_external_data_is_a_plain_error(tmp_path: Path) -> None:
+    model = parse("m (float[N, 64] x) => (float[N, 64] y) <float[64, 64] w> { y = MatMul (x, w) }")
+    del model.graph.initializer[:]
+    model.graph.initializer.append(numpy_helper.from_array(np.ones((64, 64), np.float32), "w"))
+    path = tmp_path / "model.onnx"
+    onnx.save(model, path, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    (tmp_path / "weights.bin").unlink()
+    with pytest.raises(lowering.ModelError, match=r"weights\.bin"):
+        lowering.compile(path)
+
+
+def test_initialiser_that_is_also_an_input_is_its_default() -> None:
+    model = parse("m (float[2] x, float[2] w) => (float[2] y) { y = Add (x, w) }")
+    model.graph.initializer.append(numpy_helper.from_array(np.array([1, 2], np.float32), "w"))
+    module = lowering.compile(model)
+    assert [t.name for t in module.inputs] == ["x"]
+    np.testing.assert_array_equal(module.run({"x": np.zeros(2, np.float32)})["y"], [1, 2])
+
+
+def test_model_local_functions_are_inlined() -> None:
+    model = onnx.parser.parse_model("""
+        <ir_version: 10, opset_import: ["" : 24, "local" : 1]>
+        m (float[N] x) => (float[N] y) { y = local.twice_plus <by = 3.0> (x) }
+        <domain: "local", opset_import: ["" : 24]>
+        twice_plus <by> (x) => (y) { t = Add (x, x) c = Constant <value_float : float = @by> () y = Add (t, c) }
+    """)
+    y = lowering.compile(model).run({"x": np.arange(3, dtype=np.float32)})["y"]
+    np.testing.assert_array_equal(y, [3, 5, 7])
+
+
+def test_attention_of_another_domain_is_not_ours() -> None:
+    model = onnx.parser.parse_model("""
+        <ir_version: 10, opset_import: ["" : 24, "com.microsoft" : 1]>
+        m (float[1, 4, 16] x, float[16, 48] w, float[48] b) => (float[1, 4, 16] y) {
+          [fused] y = com.microsoft.Attention <num_heads = 2> (x, w, b)
+        }
+    """)
+    with pytest.raises(lowering.NodeError, match=r"com\.microsoft\.Attention-1 'fused'"):
+        lowering.compile(model)
+    assert ops.lookup("com.microsoft", "Attention", 1) is None
+    assert ops.lookup("ai.onnx", "Attention", 22) is None
+    assert ops.lookup("", "Attention", 23) is ops.lookup("ai.onnx", "Attention", 23)
+
+
+def test_lookup_takes_the_newest_version_not_above_the_opset() -> None:
+    assert ops.lookup("", "Squeeze", 11) is not None
+    assert ops.registered()["", "Slice"] == (1, 10)
+    assert ops.lookup("", "Slice", 9) is ops.lookup("", "Slice", 1)
+    assert ops.lookup("", "Slice", 9) is not ops.lookup("", "Slice", 10)
+    assert ops.lookup("", "Slice", 24) is ops.lookup("", "Slice", 10)
+
+
+def test_second_registration_names_both_places() -> None:
+    with pytest.raises(ValueError, match=r"Slice-10 is registered twice: .*slice\.py and .*test_model\.py"):
+        ops.op("Slice", since=10)(lambda node: None)
+
+
+@pytest.mark.parametrize("name", ["Loop", "Scan"])
+def test_loops_are_refused_by_name(name: str) -> None:
+    body = helper.make_graph(
+        [helper.make_node("Identity", ["a"], ["b"])],
+        "body",
+        [helper.make_tensor_value_info("a", TensorProto.FLOAT, [2])],
+        [helper.make_tensor_value_info("b", TensorProto.FLOAT, [2])],
+    )
+    if name == "Scan":
+        node = helper.make_node("Scan", ["x"], ["y"], "the_loop", body=body, num_scan_inputs=1)
+    else:
+        del body.input[:], body.node[:], body.output[:]
+        for label, kind, shape in (("i", TensorProto.INT64, []), ("go", TensorProto.BOOL, []), ("a", 1, [2])):
+            body.input.append(helper.make_tensor_value_info(label, kind, shape))
+        body.node.extend([helper.make_node("Identity", ["go"], ["still"]), helper.make_node("Identity", ["a"], ["b"])])
+        body.output.append(helper.make_tensor_value_info("still", TensorProto.BOOL, []))
+        body.output.append(helper.make_tensor_value_info("b", 1, [2]))
+        node = helper.make_node("Loop", ["", "", "x"], ["y"], "the_loop", body=body)
+    graph = helper.make_graph(
+        [node],
+        "g",
+        [helper.make_tensor_value_info("x", 1, [2] if name == "Loop" else [3, 2])],
+        [helper.make_tensor_value_info("y", 1, [2] if name == "Loop" else [3, 2])],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=10)
+    with pytest.raises(lowering.NodeError, match=f"{name}-24 'the_loop'"):
+        lowering.compile(model)
+
+
+def test_function_body_serves_an_operator_without_a_lowering() -> None:
+    model = parse("m (float[N, 4] x) => (float[N, 4] y) { y = MeanVarianceNormalization <axes = [1]> (x) }")
+    assert ops.lookup("", "MeanVarianceNormalization", 24) is None
+    x = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
+    expected = ReferenceEvaluator(model).run(None, {"x": x})[0]
+    np.testing.assert_allclose(lowering.compile(model).run({"x": x})["y"], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_tvms_converter_serves_the_rest_for_static_shapes_only() -> None:
+    text = "m (float[{n}, 4, 5, 5] x) => (float[{n}, 4, 4, 4] y) {{ [odd] y = LpPool <kernel_shape = [2, 2]> (x) }}"
+    assert ops.lookup("", "LpPool", 24) is None
+    x = np.random.default_rng(0).standard_normal((3, 4, 5, 5)).astype(np.float32)
+    expected = ReferenceEvaluator(parse(text.format(n=3))).run(None, {"x": x})[0]
+    y = lowering.compile(parse(text.format(n=3))).run({"x": x})["y"]
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(lowering.NodeError, match="LpPool-24 'odd'"):
+        lowering.compile(parse(text.format(n="N")))
+
+
+def test_a_wrong_converter_of_tvms_is_never_used() -> None:
+    """TVM's LRN forgets to look past the last channel."""
+    model = parse("m (float[3, 4, 5, 5] x) => (float[3, 4, 5, 5] y) { [odd] y = LRN <size = 3> (x) }")
+    with pytest.raises(lowering.NodeError, match=r"LRN-24 'odd'.* TVM has no converter that does it right"):
+        lowering.compile(model)
+
+
+def test_constant_subgraphs_become_one_weight() -> None:
+    model = parse("""
+        m (float[N, 16] x) => (float[N, 16] y) <float[16, 16] w> {
+          t = Transpose <perm = [1, 0]> (w)
+          s = Add (t, t)
+          y = MatMul (x, s)
+        }
+    """)
+    del model.graph.initializer[:]
+    w = np.random.default_rng(0).standard_normal((16, 16)).astype(np.float32)
+    model.graph.initializer.append(numpy_helper.from_array(w, "w"))
+    imported = import_model(load_model(model))
+    (held,) = imported.weights.values()
+    np.testing.assert_array_equal(held, 2 * w.T)
+
+
+def test_an_onnx_ir_model_can_be_compiled() -> None:
+    model = ir.from_proto(parse("m (float[N] x) => (float[N] y) { y = Neg (x) }"))
+    np.testing.assert_array_equal(lowering.compile(model).run({"x": np.ones(2, np.float32)})["y"], [-1, -1])

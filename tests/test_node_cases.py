@@ -1,0 +1,55 @@
+"""The ONNX backend node cases, operator by operator: each passes, or is refused and listed in docs/operators.md."""
+
+from __future__ import annotations
+
+import dataclasses
+import traceback
+
+import node_cases
+import numpy as np
+import pytest
+from node_cases import EVERY_TYPE, OPERATORS, Case
+
+# Attention has by far the most cases: they are divided among the workers.
+PARTS = 8
+
+
+def failures(cases: list[Case], may_be_refused: bool) -> list[str]:
+    """What went wrong, case by case."""
+    found = []
+    for case in cases:
+        try:
+            if not (may_be_refused and node_cases.refusal(case)):
+                node_cases.run(case)
+        except Exception:
+            found.append(f"{case.name}: {traceback.format_exc(limit=3)}")
+    return found
+
+
+@pytest.mark.parametrize("operator", [o for o in node_cases.operators() if o not in EVERY_TYPE])
+def test_operator(operator: str) -> None:
+    """Refused cases are those of docs/operators.md, which another test compares with what the compiler says."""
+    cases = node_cases.cases(operator)
+    if not cases:
+        assert operator not in OPERATORS, "onnx has no case of this operator"
+        pytest.skip("onnx has no case of this operator")
+    found = failures(cases, may_be_refused=True)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("operator", EVERY_TYPE)
+def test_operator_on_every_type(operator: str, part: int) -> None:
+    cases = node_cases.cases(operator)
+    assert cases
+    found = failures(cases[part::PARTS], may_be_refused=False)
+    assert not found, "\n".join(found)
+
+
+def test_a_wrong_answer_fails() -> None:
+    """The harness itself: other values, another type or another shape are found."""
+    case = node_cases.cases("Relu")[0]
+    (right,) = case.outputs
+    for wrong in (right + 1, right.astype(np.float64), right[:1]):
+        with pytest.raises(AssertionError):
+            node_cases.run(dataclasses.replace(case, outputs=(wrong,)))
