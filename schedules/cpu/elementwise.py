@@ -13,6 +13,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from .facts import Facts
+from .half import is_half
 from .loops import split_among_threads, split_rows, volume
 from .stages import Axis, Expr, Stage, is_int, loads, offset, read_stages, uses, walk
 from .sweep import Sweep, plan_sweep
@@ -34,7 +35,7 @@ def elementwise(func: tirx.PrimFunc, target: tvm.target.Target) -> tirx.PrimFunc
         memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, func.params)}
         for stage in stages:
             if stage.output in stored and stage.output not in memory:
-                memory[stage.output] = T.alloc_buffer((volume(stage.axes),), stage.output.dtype)
+                memory[stage.output] = T.alloc_buffer((volume(stage.axes),), scratch_type(stage.output))
         made = {stage.output for stage in stages}
         evaluator = Evaluator(
             stages,
@@ -80,19 +81,24 @@ def _is_free(node: Expr) -> bool:
     )
 
 
-def plan_map(stage: Stage, evaluator: Evaluator, known: Facts) -> Sweep:
-    """A sweep over the output of a stage; its programs give the value and its position."""
+def scratch_type(buffer: tirx.Buffer) -> str:
+    """The type in which what would be the elements of `buffer` is kept inside a kernel."""
+    return "float32" if is_half(buffer.dtype) else buffer.dtype
+
+
+def _plan(stage: Stage, evaluator: Evaluator, memory: tirx.Buffer, known: Facts) -> Sweep:
+    """A sweep over the output of a stage; its programs give the value to be stored in `memory`, and its position."""
 
     def write(point: list[Expr], facts: Facts) -> Program:
         position = facts.simplify(offset(stage.output.shape, point))
         value = tirx.BufferLoad(stage.output, point)
-        return evaluator.program([value, position], facts, dtypes=[stage.output.dtype])
+        return evaluator.program([value, position], facts, dtypes=[memory.dtype])
 
     return plan_sweep(stage.axes, write, known)
 
 
 def _write(stage: Stage, evaluator: Evaluator, memory: tirx.Buffer, facts: Facts, lanes: int) -> None:
-    sweep = plan_map(stage, evaluator, facts)
+    sweep = _plan(stage, evaluator, memory, facts)
 
     def store(results: list[Expr]) -> None:
         T.buffer_store(memory, results[0], [results[1]])

@@ -15,7 +15,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
 
-from .elementwise import expensive_outputs, recomputed
+from .elementwise import expensive_outputs, recomputed, scratch_type
 from .facts import Facts
 from .half import is_half
 from .loops import nest, split_rows, volume
@@ -111,7 +111,7 @@ class _Kernel:
             in_memory = several(stage, self.rank) or (stage.reduce and _term(stage) is None)
             if in_memory and (output not in self.outputs or (half and stage.reduce)):
                 size = volume(stage.axes[self.rank :])
-                rows[output] = T.alloc_buffer((size,), "float32" if half else output.dtype)
+                rows[output] = T.alloc_buffer((size,), scratch_type(output))
         return rows
 
     def row(self, point: list[Expr], scratch: dict[tirx.Buffer, tirx.Buffer]) -> None:
