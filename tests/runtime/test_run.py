@@ -7,6 +7,7 @@ import gc
 import sys
 from collections.abc import Callable
 
+import array_api_strict as xp
 import ml_dtypes
 import modules
 import numpy as np
@@ -15,6 +16,9 @@ from tvm import relax
 
 import lowering
 from lowering.errors import InputError
+
+# Two libraries' dtypes with one hash meet in a dictionary.
+pytestmark = pytest.mark.filterwarnings("ignore:You are comparing a array_api_strict dtype")
 
 Load = Callable[..., lowering.Model]
 
@@ -169,7 +173,31 @@ def test_save(model: Load, tmp_path: modules.Path) -> None:
     np.testing.assert_array_equal(lowering.load(tmp_path / "copy").run({"x": x})["y"], module.run({"x": x})["y"])
 
 
+class TestAnotherLibrary:
+    """array-api-strict has arrays that are not NumPy's and know DLPack, and nothing else."""
+
+    @pytest.mark.parametrize("dtype", ["float32", "bool", "int64", "uint8", "complex64"])
+    def test_in_kind(self, model: Load, dtype: str) -> None:
+        x = np.arange(12).reshape(4, 3).astype(dtype)
+        y = model("move", dtype, dict(TYPES)[dtype]).run({"x": xp.asarray(x)})["y"]
+        assert isinstance(y, type(xp.asarray(x))) and same(np.asarray(y), x[:, ::-1])
+
+    def test_mixed_with_numpy(self, model: Load) -> None:
+        x = np.ones((2, 3), "f")
+        assert isinstance(model("sums").run({"x": x, "y": xp.asarray(x)})["z"], type(xp.asarray(x)))
+
+    def test_refusals(self, model: Load) -> None:
+        module, x = model("sums"), np.ones((2, 3), "f")
+        with pytest.raises(InputError, match=r"input 'y' must be float32, not float64"):
+            module.run({"x": x, "y": xp.ones((2, 3), dtype=xp.float64)})
+        with pytest.raises(InputError, match=r"dimension 'm' is 4 in input 'y' \(axis 1\) but 3 in input 'x'"):
+            module.run({"x": x, "y": xp.ones((2, 4), dtype=xp.float32)})
+
+
+@pytest.mark.slow
 class TestTorch:
+    """Needs torch, which is not among the packages of the tests."""
+
     @pytest.fixture(autouse=True)
     def _torch(self) -> None:
         self.torch = pytest.importorskip("torch")
