@@ -261,20 +261,14 @@ class _Split:
             rows = [fixed(block * group + k) for k in range(group)]
             for part in range(parts):
                 columns = range(part * vectors // parts, (part + 1) * vectors // parts)
-                o = []
-                for r in rows:
-                    alpha = T.bind(splat(self.alpha[r], self.Wv, self.acc))
-                    o.append([Register(load(self.O, self.Wv, (r * vectors + n) * self.Wv) * alpha) for n in columns])
-                with T.serial(self.keys) as j:
-                    v = [T.bind(self.kv.v(j, n)) for n in columns]
-                    for k, r in enumerate(rows):
-                        p = T.bind(splat(self.S[r * self.tiles.kv + j], self.Wv, self.acc))
-                        for n, register in enumerate(o[k]):
-                            new = register.value + p * v[n]
-                            register.value = tirx.Select(p == like(0.0, p), register.value, new) if leave_out else new
-                for k, r in enumerate(rows):
-                    for n, register in zip(columns, o[k]):
-                        store(self.O, register.value, (r * vectors + n) * self.Wv)
+                self.kv.add_pv(
+                    rows,
+                    columns,
+                    self.keys,
+                    (self.O, self.alpha),
+                    lambda r, j: self.S[r * self.tiles.kv + j],
+                    leave_out,
+                )
 
     def keep(self) -> None:
         """(m, l, O) into the partial results."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
+from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.bound import Bound
 
-from .vector import Buffer, Machine, at, convert, cover, load, store
+from .vector import Buffer, Machine, Register, at, convert, cover, like, load, splat, store
 
 
 def load_as(bound: Bound, cpu: Machine, name: str, h: Expr, row: tuple[Expr, Expr], d: Expr | int, lanes: int) -> Expr:
@@ -63,6 +66,36 @@ class KeyValueTile:
         if self.unpacks_v:
             return load(self.V, self.Wv, (j * self.vectors + n) * self.Wv)
         return self.bound.v(self.b, self.hk, self.start + j, at(T.int64(self.v_starts[n]), self.Wv))
+
+    def add_pv(
+        self,
+        rows: Sequence[Expr],
+        columns: range,
+        keys: Expr | int,
+        state: tuple[Buffer, Buffer],
+        p: Callable[[Expr, Expr], Expr],
+        leave_out: bool,
+    ) -> None:
+        """O = diag(alpha) O + P V for one register tile: these rows and vectors of O, over the first `keys` keys.
+
+        state is (O, alpha), p(row, key) an element of P. leave_out skips pairs with P = 0, whatever V holds.
+        """
+        O, alpha = state
+        acc = self.bound.problem.acc_dtype
+        o = []
+        for r in rows:
+            scale = T.bind(splat(alpha[r], self.Wv, acc))
+            o.append([Register(load(O, self.Wv, (r * self.vectors + n) * self.Wv) * scale) for n in columns])
+        with T.serial(keys) as j:
+            v = [T.bind(self.v(j, n)) for n in columns]
+            for k, r in enumerate(rows):
+                weight = T.bind(splat(p(r, j), self.Wv, acc))
+                for n, register in enumerate(o[k]):
+                    new = register.value + weight * v[n]
+                    register.value = tirx.Select(weight == like(0.0, weight), register.value, new) if leave_out else new
+        for k, r in enumerate(rows):
+            for n, register in zip(columns, o[k]):
+                store(O, register.value, (r * self.vectors + n) * self.Wv)
 
 
 def store_y(bound: Bound, cpu: Machine, b: Expr, h: Expr, i: Expr, vectors: list[Expr], starts: list[int]) -> None:

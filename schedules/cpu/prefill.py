@@ -316,20 +316,7 @@ class _QueryTile:
             columns = range(part * vectors // parts, (part + 1) * vectors // parts)
             with T.serial(tirx.ceildiv(self.here, t.pv_rows)) as block:
                 rows = [T.bind(block * t.pv_rows + k) for k in range(t.pv_rows)]
-                o = []
-                for r in rows:
-                    alpha = T.bind(splat(self.alpha[r], self.Wv, self.acc))
-                    o.append([Register(load(self.O, self.Wv, (r * vectors + n) * self.Wv) * alpha) for n in columns])
-                with T.serial(keys) as j:
-                    v = [T.bind(self.kv.v(j, n)) for n in columns]
-                    for k, r in enumerate(rows):
-                        p = T.bind(splat(self.S[j * t.q + r], self.Wv, self.acc))
-                        for n, register in enumerate(o[k]):
-                            new = register.value + p * v[n]
-                            register.value = tirx.Select(p == like(0.0, p), register.value, new) if leave_out else new
-                for k, r in enumerate(rows):
-                    for n, register in zip(columns, o[k]):
-                        store(self.O, register.value, (r * vectors + n) * self.Wv)
+                self.kv.add_pv(rows, columns, keys, (self.O, self.alpha), lambda r, j: self.S[j * t.q + r], leave_out)
 
     def v_is_finite(self, keys: Expr) -> Expr:
         """Whether no value of the tile is infinite or NaN: the largest magnitude, as integers order it, is finite."""
