@@ -11,10 +11,8 @@ import argparse
 import json
 import math
 import os
-import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ import onnxruntime
 import torch
 from rich.console import Console
 from rich.table import Table
-from timing import Timing, interleaved
+from timing import Timing, facts, interleaved
 
 import lowering
 
@@ -248,17 +246,7 @@ def main() -> None:
     if ratios:
         print(f"torch / onnx-lowering, geometric mean of {len(ratios)}: {math.prod(ratios) ** (1 / len(ratios)):.2f}")
     if arguments.json is not None:
-        packages = {name: version(name) for name in ("torch", "onnxruntime", "apache-tvm")}
-        facts = {"machine": _machine(), "threads": len(cores), "repeats": arguments.repeats, "packages": packages}
-        arguments.json.write_text(json.dumps({**facts, "seconds": figures}, indent=1) + "\n")
-
-
-def _machine() -> str:
-    """The processor's name, with its vector features as they are what counts."""
-    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    fields = dict(line.split("\t: ", 1) for line in text.splitlines() if "\t: " in line)
-    features = [f for f in ("avx2", "avx512f") if f in fields.get("flags", "").split()]
-    return f"{fields.get('model name', platform.processor())} ({', '.join(features)})"
+        arguments.json.write_text(json.dumps({**facts(len(cores)), "seconds": figures}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

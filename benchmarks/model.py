@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import onnxruntime
-from timing import interleaved
+from timing import facts, interleaved
 
 import lowering
 from lowering.verification import random_input
@@ -46,9 +46,8 @@ def main() -> None:
     print(f"onnxruntime / onnx-lowering: {ratio:.2f}")
     if arguments.json is not None:
         figures = {name: asdict(t) for name, t in timings.items()}
-        arguments.json.write_text(
-            json.dumps({"sizes": sizes, "threads": arguments.threads, **figures}, indent=1) + "\n"
-        )
+        kept = {**facts(arguments.threads), "sizes": sizes, "seconds": figures}
+        arguments.json.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import platform
+import re
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -19,6 +24,19 @@ class Timing:
     low: float
     high: float
     cpu: float
+
+
+def facts(threads: int) -> dict[str, object]:
+    """What a results file says about the run: day, machine with the vector features that count, versions."""
+    path = Path("/proc/cpuinfo")
+    fields = dict(re.findall(r"^(.+?)\s*: (.*)$", path.read_text() if path.exists() else "", re.MULTILINE))
+    features = [f for f in ("avx2", "avx512f") if f in fields.get("flags", "").split()]
+    return {
+        "date": date.today().isoformat(),
+        "machine": f"{fields.get('model name', platform.processor())} ({', '.join(features)})",
+        "threads": threads,
+        "packages": {name: version(name) for name in ("torch", "onnxruntime", "apache-tvm")},
+    }
 
 
 def interleaved(

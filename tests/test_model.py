@@ -66,6 +66,27 @@ def test_external_data_stays_in_its_file(tmp_path: Path) -> None:
     np.testing.assert_array_equal(held[-1], 1)
 
 
+@pytest.mark.slow
+def test_weights_of_more_than_2_gib(tmp_path: Path) -> None:
+    """Compiled, saved, loaded and run; loading maps them."""
+    rows = 600_000
+    model = parse(f"m (int64[N] i) => (float[N, 1024] y) <float[{rows}, 1024] table> {{ y = Gather (table, i) }}")
+    del model.graph.initializer[:]
+    (table := model.graph.initializer.add()).name = "table"
+    table.data_type, table.data_location = TensorProto.FLOAT, TensorProto.EXTERNAL
+    table.dims.extend([rows, 1024])
+    for key, value in {"location": "table.bin", "offset": "0", "length": str(rows * 4096)}.items():
+        entry = table.external_data.add()
+        entry.key, entry.value = key, value
+    held = np.memmap(tmp_path / "table.bin", mode="w+", dtype=np.float32, shape=(rows, 1024))  # a file of holes
+    held[rows - 1] = 7
+    held.flush()
+    onnx.save(model, tmp_path / "model.onnx")
+    lowering.compile(tmp_path / "model.onnx").save(tmp_path / "out")
+    result = lowering.load(tmp_path / "out").run({"i": np.array([rows - 1, 0])})["y"]
+    assert (result == np.array([[7], [0]])).all()
+
+
 def test_missing_external_data_is_a_plain_error(tmp_path: Path) -> None:
     model = parse("m (float[N, 64] x) => (float[N, 64] y) <float[64, 64] w> { y = MatMul (x, w) }")
     del model.graph.initializer[:]
