@@ -63,6 +63,7 @@ class Bound:
             "v": (rows(p.kv_layout, p.kv_heads, self.T, p.v_head_dim), p.v_dtype),
             "y": (rows(p.q_layout, p.q_heads, self.S, p.v_head_dim), p.dtype),
             "qk": ([self.B, p.q_heads, self.S, self.T], p.dtype),
+            "sink": ([p.q_heads], p.dtype),
             "lengths": ([self.B], "int64"),
         }
         if p.mask is not None:
@@ -201,6 +202,12 @@ class Bound:
         if self.problem.mask is None or self.problem.mask.dtype == "bool":
             return s
         return s + self._mask(b, h, i, j, inside)
+
+    def before_keys(self, h: Expr) -> tuple[Expr, Expr]:
+        """The running maximum m and sum l of a row of query head h before its first key; scalars in acc_dtype."""
+        if not self.problem.sink:
+            return self._constant(float("-inf")), self._constant(0.0)
+        return _widened(self.buffers["sink"][h], self.problem.acc_dtype), self._constant(1.0)
 
     def _keys(self, b: Expr) -> Expr:
         """How many leading keys of batch b count: T, its valid length, or a shorter mask."""

@@ -70,10 +70,13 @@ class _Row:
             _store(self.q, d, q * tirx.const(self.problem.scale, self.problem.acc_dtype))
 
     def online_softmax(self) -> None:
-        """m := max_j s_j, l := sum_j exp(s_j - m), o := sum_j exp(s_j - m) V_j over the visible keys j."""
+        """m := max_j s_j, l := sum_j exp(s_j - m), o := sum_j exp(s_j - m) V_j over the visible keys j.
+
+        A sink is one more s_j in m and l.
+        """
         m, l, o = self.m, self.l, self.o
-        _store(m, 0, self.minus_infinity)
-        _store(l, 0, self.zero)
+        for buffer, value in zip((m, l), self.bound.before_keys(self.h)):
+            _store(buffer, 0, value)
         with T.serial(self.problem.v_head_dim) as d:
             _store(o, d, self.zero)
         with self.visible_keys() as j:

@@ -61,7 +61,8 @@ class AttentionProblem:
     Arithmetic is in acc_dtype (float32, or float64 when any operand or the requested softmax is float64); Y
     and qk are rounded once to dtype. qk_mode asks for the [B, Hq, S, T] matrix too: 0 scaled scores, 1 after
     the soft cap, 2 after masking (-inf where masked), 3 probabilities (ONNX Attention,
-    qk_matmul_output_mode).
+    qk_matmul_output_mode). sink asks for one more score per query head, which takes its share of the softmax
+    and has no value: l gets the term exp(sink[h]) (arXiv:2309.17453; "attention sink", "smooth softmax").
 
     Raises ValueError for a record that no operator means.
     """
@@ -83,6 +84,7 @@ class AttentionProblem:
     window: Window | None = None
     lengths: bool = False  # an int64 [B] parameter: keys j >= lengths[b] are invisible
     mask: Mask | None = None
+    sink: bool = False  # a [Hq] parameter of type dtype
     qk_mode: int | None = None
 
     def __post_init__(self) -> None:
@@ -105,11 +107,13 @@ class AttentionProblem:
         """Names of the PrimFunc's parameters in order: the inputs present, then the outputs asked for."""
         present = {
             "mask": self.mask is not None,
+            "sink": self.sink,
             "lengths": self.lengths,
             "past": self.window is not None and self.window.offset == "past",
             "qk": self.qk_mode is not None,
         }
-        return tuple(n for n in ("q", "k", "v", "mask", "lengths", "past", "y", "qk") if present.get(n, True))
+        names = ("q", "k", "v", "mask", "sink", "lengths", "past", "y", "qk")
+        return tuple(name for name in names if present.get(name, True))
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

@@ -15,6 +15,7 @@ def reference(
     mask: np.ndarray | None = None,
     lengths: np.ndarray | None = None,
     past: int = 0,
+    sink: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Y in the layout of q, and the qk matrix [B, Hq, S, T] if qk_mode asks for it, both float64.
 
@@ -35,9 +36,11 @@ def reference(
         capped = problem.softcap * np.tanh(raw / problem.softcap) if problem.softcap else raw
         bias = _bias(problem, raw.shape, mask, lengths, past)
         masked = np.where(bias == -np.inf, -np.inf, capped + bias)
-        m = masked.max(axis=-1, keepdims=True, initial=-np.inf)
-        p = np.exp(masked - np.where(m == -np.inf, 0, m))
-        l = p.sum(axis=-1, keepdims=True)
+        extra = np.full((problem.q_heads, 1, 1), -np.inf) if sink is None else sink.astype(np.float64)[:, None, None]
+        m = np.maximum(masked.max(axis=-1, keepdims=True, initial=-np.inf), extra)
+        m = np.where(m == -np.inf, 0, m)
+        p = np.exp(masked - m)
+        l = p.sum(axis=-1, keepdims=True) + np.exp(extra - m)
         p = np.where(l == 0, 0, p / l)
         # One term per key, as 0 * NaN = NaN would spoil a matrix product.
         y = np.zeros((*raw.shape[:-1], v.shape[-1]))

@@ -5,7 +5,7 @@
         for each tile of B_c keys of the split:              K_j [B_c, D], V_j [B_c, Dv]
             online softmax, as in prefill.py
         keep (m, l, O) of the split
-    for each query row, in parallel:                         s counts the splits
+    for each query row, in parallel:                         s counts the splits; a sink is one more, with O_s = 0
         m = max m_s,  w_s = exp(m_s - m)
         Y = sum w_s O_s / sum w_s l_s                        0 where no key was visible
 
@@ -88,21 +88,24 @@ class _Partial:
     def merge(self, row: Expr, rows: Expr, splits: Expr) -> None:
         """Y of row `row`, counted over all batches and key/value heads."""
         p = self.bound.problem
+        head, r = fixed(row // rows), fixed(row % rows)
+        h = fixed(head % p.kv_heads * p.group + r % p.group)
         zero, first = tirx.const(0, self.acc), fixed(row * splits)
-        m, l = Register(tirx.const(float("-inf"), self.acc)), Register(zero)
+        m_0, l_0 = (fixed(x) for x in self.bound.before_keys(h))
+        m = Register(m_0)
         with T.serial(splits) as s:
             m.value = tirx.max(m.value, self.m[first + s])
         shift = fixed(tirx.Select(m.value == tirx.const(float("-inf"), self.acc), zero, m.value))
+        log2_e = tirx.const(LOG2_E, self.acc)
+        l = Register(l_0 * exp2((m_0 - shift) * log2_e))
         o = [Register(splat(0.0, self.Wv, self.acc)) for _ in self.v_starts]
         with T.serial(splits) as s:
-            w = exp2((self.m[first + s] - shift) * tirx.const(LOG2_E, self.acc))
+            w = exp2((self.m[first + s] - shift) * log2_e)
             l.value += w * self.l[first + s]
             for n, register in enumerate(o):
                 weight = splat(w, self.Wv, self.acc)
                 register.value += weight * load(self.O, self.Wv, (first + s) * self.stride + n * self.Wv)
         inverse = fixed(splat(tirx.Select(l.value == zero, zero, tirx.const(1, self.acc) / l.value), self.Wv, self.acc))
-        head, r = fixed(row // rows), fixed(row % rows)
-        h = fixed(head % p.kv_heads * p.group + r % p.group)
         y = [fixed(register.value * inverse) for register in o]
         store_y(self.bound, self.cpu, head // p.kv_heads, h, r // p.group, y, self.v_starts)
 

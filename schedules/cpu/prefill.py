@@ -1,7 +1,7 @@
 """Attention for many query rows: FlashAttention-2, forward (Dao, arXiv:2307.08691, Algorithm 1), in CPU registers.
 
     for each tile of B_r query rows, in parallel:            Q_i [B_r, D]
-        m = -inf, l = 0, O = 0                               [B_r], [B_r], [B_r, Dv]
+        m = -inf, l = 0, O = 0                               [B_r], [B_r], [B_r, Dv]; with a sink, m = sink, l = 1
         for each tile of B_c keys that some row sees:        K_j [B_c, D], V_j [B_c, Dv]
             S   = Q_i K_j^T                                  [B_r, B_c], kept transposed
             m'  = max(m, rowmax S)
@@ -164,16 +164,14 @@ class _QueryTile:
                     store(self.Q, vector, column + (d + k) * self.panel)
 
     def initialise(self) -> None:
-        """m = -inf, l = 0, O = 0, and [lo, hi): the keys that each row sees before the mask tensor."""
+        """m, l, O before the first key, and [lo, hi): the keys that each row sees before the mask tensor."""
         with T.serial(self.tiles.q) as r:
-            _, i = self.head_and_row(fixed(tirx.min(self.r0 + r, self.rows - 1)))
+            h, i = self.head_and_row(fixed(tirx.min(self.r0 + r, self.rows - 1)))
+            for buffer, value in zip((self.m, self.l), self.bound.before_keys(h)):
+                T.buffer_store(buffer, value, [r])
             lo, hi = self.bound.keys_of(self.b, i)
             T.buffer_store(self.memory["lo"], lo.astype("int32"), [r])
             T.buffer_store(self.memory["hi"], hi.astype("int32"), [r])
-        zero = splat(0.0, self.W, self.acc)
-        with T.serial(self.tiles.q // self.W) as r:
-            store(self.m, splat(float("-inf"), self.W, self.acc), r * self.W)
-            store(self.l, zero, r * self.W)
         with T.serial(self.tiles.q * self.vectors) as r:
             store(self.O, splat(0.0, self.Wv, self.acc), r * self.Wv)
 

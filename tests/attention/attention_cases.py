@@ -89,6 +89,7 @@ def _problem(rng: random.Random) -> AttentionProblem:
         window=window,
         lengths=lengths,
         mask=mask,
+        sink=rng.choice([False, False, True]),
         qk_mode=rng.choice([None, None, None, 0, 1, 2, 3]),
     )
 
@@ -137,6 +138,9 @@ def arrays(case: Case) -> dict[str, np.ndarray]:
             lowest = ml_dtypes.finfo(p.mask.dtype).min  # finite: hides no row that holds nothing else
             values[rng.random(shape) < 0.1] = lowest if rng.random() < 0.5 else 0
             result["mask"] = np.where(hidden, -np.inf, values).astype(p.mask.dtype)
+    if p.sink:
+        sink = rng.standard_normal(p.q_heads) * rng.choice([1.0, 30.0])
+        result["sink"] = np.where(rng.random(p.q_heads) < 0.2, -np.inf, sink).astype(p.dtype)
     if p.lengths:
         result["lengths"] = rng.integers(-2, case.kv_len + 4, case.batch)
     if case.poisoned:
