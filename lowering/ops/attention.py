@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from tvm import relax, tirx
+from tvm import relax
 
-from ..attention.plain import plain
-from ..attention.problem import AttentionProblem, Layout, Mask, Offset, Window
+from ..attention.problem import Offset, Window
 from ..node import Node
 from ..values import Shape, Size, Value
 from . import op
 from .asserted import asserted
+from .attend import attend, concatenated, heads_first
 
 _FLOATS = ("float32", "float16", "bfloat16", "float64")
 _SOFTMAX_PRECISIONS = {1: "float32", 10: "float16", 11: "float64", 16: "bfloat16"}  # TensorProto.DataType
@@ -47,56 +47,42 @@ def attention(
     q = shaped(q, sizes.q_heads, sizes.q_len, sizes.head_dim)
     k = shaped(k, sizes.kv_heads, sizes.new_len, sizes.head_dim)
     v = shaped(v, sizes.kv_heads, sizes.new_len, sizes.v_head_dim)
-    layout: Layout = "bhsd" if q.rank == 4 else "bshd"
-    kv_layout = layout
     present_key, present_value = None, None
     if past_key is not None and past_value is not None:
         past_key = shaped(past_key, sizes.kv_heads, sizes.past, sizes.head_dim)
         past_value = shaped(past_value, sizes.kv_heads, sizes.past, sizes.v_head_dim)
-        k = present_key = _concatenated(node, past_key, _heads_first(node, k, sizes.kv_heads))
-        v = present_value = _concatenated(node, past_value, _heads_first(node, v, sizes.kv_heads))
-        kv_layout = "bhsd"
+        k = present_key = concatenated(node, past_key, heads_first(node, k, sizes.kv_heads))
+        v = present_value = concatenated(node, past_value, heads_first(node, v, sizes.kv_heads))
     elif node.wants(1) or node.wants(2):
-        present_key, present_value = _heads_first(node, k, sizes.kv_heads), _heads_first(node, v, sizes.kv_heads)
+        present_key, present_value = heads_first(node, k, sizes.kv_heads), heads_first(node, v, sizes.kv_heads)
 
     scores = (sizes.batch, sizes.q_heads, sizes.q_len, node.simplify(sizes.past + sizes.new_len))
-    record = None
+    pad = False
     if mask is not None:
-        mask, record = _mask(node, mask, q.dtype, scores)
+        mask, pad = _mask(node, mask, q.dtype, scores)
     if nonpad is not None:
         nonpad = asserted(node, nonpad, (sizes.batch,))
     window = None
     if attributes.left is not None or attributes.right is not None:
         offset: Offset = "past" if past_key is not None else "lengths" if nonpad is not None else "zero"
         window = Window(attributes.left, attributes.right, offset)
-    problem = AttentionProblem(
-        batch=_known(sizes.batch),
-        q_len=_known(sizes.q_len),
-        kv_len=_known(scores[3]),
-        q_heads=sizes.q_heads,
-        kv_heads=sizes.kv_heads,
-        head_dim=sizes.head_dim,
-        v_head_dim=sizes.v_head_dim,
-        dtype=q.dtype,
-        v_dtype=v.dtype,
+    y, qk = attend(
+        node,
+        q,
+        k,
+        v,
+        heads=(sizes.q_heads, sizes.kv_heads),
         acc_dtype="float64" if "float64" in (q.dtype, v.dtype, attributes.softmax) else "float32",
         scale=1 / math.sqrt(sizes.head_dim) if attributes.scale is None else attributes.scale,
-        q_layout=layout,
-        kv_layout=kv_layout,
         softcap=attributes.softcap,
         window=window,
-        lengths=nonpad is not None,
-        mask=record,
+        mask=mask,
+        pad=pad,
+        lengths=nonpad,
+        past=sizes.past,
         qk_mode=attributes.qk_mode if node.wants(3) else None,
     )
-    arguments = [node.tensor(value) for value in (q, k, v, mask, nonpad) if value is not None]
-    if "past" in problem.parameters():
-        arguments.append(tirx.IntImm("int64", sizes.past) if isinstance(sizes.past, int) else sizes.past)
-    y = (*scores[:3], sizes.v_head_dim) if layout == "bhsd" else (*scores[::2], sizes.q_heads * sizes.v_head_dim)
-    outputs = [(y, q.dtype)] + [(scores, q.dtype)] * (problem.qk_mode is not None)
-    function = plain(problem).without_attr("global_symbol")  # the module gives each function a name of its own
-    results = node.call_tir(function, arguments, outputs, "attention")
-    return results[0], present_key, present_value, results[1] if len(results) == 2 else None
+    return y, present_key, present_value, qk
 
 
 @dataclass(frozen=True)
@@ -275,21 +261,11 @@ def _number(node: Node, what: str, size: Size) -> int:
     return size
 
 
-def _heads_first(node: Node, value: Value, heads: int) -> Value:
-    """[B, L, H * D] as [B, H, L, D]."""
-    if value.rank == 4:
-        return value
-    batch, length, width = value.shape
-    split = relax.op.reshape(node.tensor(value), node.shape_expr((batch, length, heads, width // heads)))
-    return node.emit(relax.op.permute_dims(node.emit(split).expr, [0, 2, 1, 3]))
+def _mask(node: Node, mask: Value, dtype: str, full: Shape) -> tuple[Value, bool]:
+    """The mask as a tensor of rank 4, bool or of the type of Q, and whether keys behind its end are hidden.
 
-
-def _concatenated(node: Node, past: Value, new: Value) -> Value:
-    return node.emit(relax.op.concat([node.tensor(past), node.tensor(new)], axis=2))
-
-
-def _mask(node: Node, mask: Value, dtype: str, full: Shape) -> tuple[Value, Mask]:
-    """The mask as a tensor of rank 4, bool or of the type of Q, and its record. full is [B, Hq, S, T]."""
+    full is [B, Hq, S, T].
+    """
     if not 1 <= mask.rank <= 4:
         raise node.error(f"input attn_mask has rank {mask.rank}.", "Use rank 1 to 4, right-aligned to [B, H, S, T].")
     if mask.dtype.startswith(("int", "uint")):
@@ -311,9 +287,4 @@ def _mask(node: Node, mask: Value, dtype: str, full: Shape) -> tuple[Value, Mask
             _agreed(node, f"dimension {axis - 4} of attn_mask", {"attn_mask": size, "the score matrix": target})
             wanted.append(target)
     pad = node.version >= 24 and not node.symbols.equal(wanted[3], full[3])
-    batch, heads, rows, keys = (_known(size) for size in wanted)
-    return asserted(node, mask, tuple(wanted)), Mask(mask.dtype, (batch, heads, rows, keys), pad)
-
-
-def _known(size: Size) -> int | None:
-    return size if isinstance(size, int) else None
+    return asserted(node, mask, tuple(wanted)), pad
