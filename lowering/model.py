@@ -9,6 +9,7 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes import common
 
+from . import schemas  # noqa: F401  (what onnxruntime writes passes onnx's checker)
 from .errors import ModelError
 
 ModelLike = str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model

@@ -54,6 +54,14 @@ class Node:
         """Whether the node has that output, and it is no hole."""
         return output < len(self.outputs) and self.outputs[output] != ""
 
+    def same_shape(self, input: int, output: int) -> bool:
+        """Whether the model declares that input and that output with one shape, of numbers and names."""
+        one, other = self._ir.inputs[input], self._ir.outputs[output] if self.wants(output) else None
+        if one is None or other is None or one.shape is None or other.shape is None:
+            return False
+        known = all(isinstance(d, int) or d.value is not None for d in other.shape)
+        return known and list(one.shape) == list(other.shape)
+
     def warn(self, message: str) -> None:
         """Tells the user, once per node, about something that compiles but may not be what they meant."""
         self._importer.warnings.append(f"{self.where}: {message}")

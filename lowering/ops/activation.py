@@ -37,11 +37,11 @@ def _sigmoid(x: Element) -> Element:
     return 1.0 / (1.0 + tirx.exp(-x))
 
 
-def _swish(x: Element, alpha: float) -> Element:
+def swish(x: Element, alpha: float) -> Element:
     return x / (1.0 + tirx.exp(-x if alpha == 1.0 else x * -alpha))
 
 
-def _gelu(x: Element, approximate: str) -> Element:
+def gelu(x: Element, approximate: str) -> Element:
     if approximate == "tanh":
         return 0.5 * x * (1.0 + tirx.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
     return 0.5 * x * (1.0 + tirx.erf(x * math.sqrt(0.5)))
@@ -83,8 +83,8 @@ def _shrink(x: Element, lambd: float, bias: float) -> Element:
 
 
 _register("Sigmoid", 6, _sigmoid)
-_register("Swish", 24, _swish, alpha=1.0)
-_register("Gelu", 20, _gelu, approximate="none")
+_register("Swish", 24, swish, alpha=1.0)
+_register("Gelu", 20, gelu, approximate="none")
 _register("Relu", 6, _relu)
 _register("LeakyRelu", 6, _leaky_relu, alpha=0.01)
 _register("ThresholdedRelu", 10, lambda x, alpha: _where(x > alpha, x, 0.0), alpha=1.0)
@@ -102,7 +102,7 @@ _register("Shrink", 9, _shrink, lambd=0.5, bias=0.0)
 @op("SwiGLU", since=28)
 def swiglu(node: Node, gate: Value, x: Value) -> Value:
     alpha = node.attr("alpha", 1.0)
-    return pointwise(node, lambda gate, x: _swish(gate, alpha) * x, gate, x, name="swiglu")
+    return pointwise(node, lambda gate, x: swish(gate, alpha) * x, gate, x, name="swiglu")
 
 
 @op("PRelu", since=9)

@@ -68,11 +68,15 @@ def _broadcast_to(node: Node, x: Value, parameters: Sequence[Value]) -> tuple[Va
     return node.unify(x, *parameters)
 
 
-def _over_last_axes(node: Node, x: Value, parameters: Sequence[Value], centred: bool) -> Value:
-    """(x - mean) / sqrt(variance + epsilon) * scale + bias over the axes from attribute axis on."""
+def over_last_axes(node: Node, x: Value, parameters: Sequence[Value], centred: bool, epsilon: float = 1e-5) -> Value:
+    """(x - mean) / sqrt(variance + epsilon) * scale + bias over the axes from attribute axis on.
+
+    Without centred the mean is taken for 0. parameters are scale, whose type is that of the result, and the bias if
+    there is one. epsilon is what the attribute is by default.
+    """
     require_numbers(node, x, *parameters)
     x, *parameters = _broadcast_to(node, x, parameters)
-    statistics = _last_axes(node, x)
+    statistics = _last_axes(node, x, epsilon)
     dtype = parameters[0].dtype
 
     def kernel(x: te.Tensor, scale: te.Tensor, *bias: te.Tensor) -> te.Tensor:
@@ -91,10 +95,10 @@ def _over_last_axes(node: Node, x: Value, parameters: Sequence[Value], centred: 
     return node.emit_te(kernel, *tensors, dtype=dtype, primfunc_name_hint=node.op_type.lower())
 
 
-def _last_axes(node: Node, x: Value) -> Callable[[te.Tensor], _Statistics]:
-    """The statistics over the axes from attribute axis on."""
+def _last_axes(node: Node, x: Value, epsilon: float = 1e-5) -> Callable[[te.Tensor], _Statistics]:
+    """The statistics over the axes from attribute axis on. epsilon is the default of the attribute."""
     axes = range(static_axis(node, node.attr("axis", -1), x.rank), x.rank)
-    dtype, epsilon = _stage_one_dtype(x.dtype, _stash_dtype(node)), node.attr("epsilon", 1e-5)
+    dtype, epsilon = _stage_one_dtype(x.dtype, _stash_dtype(node)), node.attr("epsilon", epsilon)
     return lambda t: _Statistics(t.shape, axes, lambda *i: t(*i).astype(dtype), epsilon, dtype)
 
 
@@ -107,7 +111,7 @@ def layer_normalization(
     node: Node, x: Value, scale: Value, bias: Value | None = None
 ) -> tuple[Value, Value | None, Value | None]:
     """Y, Mean and InvStdDev. The last two are computed on their own: inference does not ask for them."""
-    y = _over_last_axes(node, x, [scale] if bias is None else [scale, bias], centred=True)
+    y = over_last_axes(node, x, [scale] if bias is None else [scale, bias], centred=True)
     statistics, stash = _last_axes(node, x), _stash_dtype(node)
 
     def mean(t: te.Tensor) -> te.Tensor:
@@ -127,7 +131,7 @@ def _cast(tensor: te.Tensor, dtype: str) -> te.Tensor:
 
 @op("RMSNormalization", since=23)
 def rms_normalization(node: Node, x: Value, scale: Value) -> Value:
-    return _over_last_axes(node, x, [scale], centred=False)
+    return over_last_axes(node, x, [scale], centred=False)
 
 
 # -- over channels: x is [N, C, D1, ...], scale and bias are [C] ------------------------------------------------------

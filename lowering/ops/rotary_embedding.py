@@ -17,7 +17,7 @@ from . import op
 
 
 @dataclass(frozen=True)
-class _Head:
+class Head:
     """How the elements of one head are rotated."""
 
     size: int
@@ -51,7 +51,11 @@ def rotary_embedding(node: Node, x: Value, cos: Value, sin: Value, positions: Va
             f"cos_cache and sin_cache have ranks {cos.rank} and {sin.rank}.",
             "They are [positions, angles] with position_ids, else [batch, sequence, angles].",
         )
-    head = _head(node, x)
+    return rotate(node, _head(node, x), x, cos, sin, positions)
+
+
+def rotate(node: Node, head: Head, x: Value, cos: Value, sin: Value, positions: Value | None) -> Value:
+    """x with its heads rotated. Shapes are those of `rotary_embedding`, of the ranks that it asks for."""
     x, cos, sin, positions = _same_sizes(node, head, x, cos, sin, positions)
     sequence_axis = x.rank - 2 if x.rank == 4 else 1
     dtype = x.dtype
@@ -81,7 +85,7 @@ def rotary_embedding(node: Node, x: Value, cos: Value, sin: Value, positions: Va
     return node.emit_te(kernel, *tensors, primfunc_name_hint="rotary_embedding")
 
 
-def _head(node: Node, x: Value) -> _Head:
+def _head(node: Node, x: Value) -> Head:
     """Raises NodeError for a head size that is not known, odd, or smaller than rotary_embedding_dim."""
     size = x.shape[-1]
     heads = node.attr("num_heads", 0)
@@ -101,11 +105,11 @@ def _head(node: Node, x: Value) -> _Head:
         raise node.error(
             f"{rotated} of {size} dimensions of a head cannot be rotated.", "Rotate an even number of them."
         )
-    return _Head(size, rotated, bool(node.attr("interleaved", 0)))
+    return Head(size, rotated, bool(node.attr("interleaved", 0)))
 
 
 def _same_sizes(
-    node: Node, head: _Head, x: Value, cos: Value, sin: Value, positions: Value | None
+    node: Node, head: Head, x: Value, cos: Value, sin: Value, positions: Value | None
 ) -> tuple[Value, Value, Value, Value | None]:
     """The inputs with equal sizes for equal meanings; a batch of 1 in caches and position_ids stays and broadcasts."""
     sequence_axis = 1 if x.rank == 3 else 2

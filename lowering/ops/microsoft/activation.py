@@ -1,0 +1,66 @@
+"""com.microsoft activations: Gelu, FastGelu, BiasGelu, BiasSplitGelu and QuickGelu."""
+
+from __future__ import annotations
+
+from tvm import tirx
+
+from ...compute import Element, pointwise, require_numbers, widened
+from ...node import Node
+from ...values import Value
+from .. import op
+from ..activation import gelu, swish
+from ..kernels import Read, compute
+from . import DOMAIN
+
+
+@op("Gelu", since=1, domain=DOMAIN)
+def gelu_exact(node: Node, x: Value) -> Value:
+    return pointwise(node, lambda x: gelu(x, "none"), x, name="gelu")
+
+
+@op("FastGelu", since=1, domain=DOMAIN)
+def fast_gelu(node: Node, x: Value, bias: Value | None = None) -> Value:
+    """The tanh form, of x + bias [last dimension of x]."""
+    return _after_bias(node, "tanh", x, bias)
+
+
+@op("BiasGelu", since=1, domain=DOMAIN)
+def bias_gelu(node: Node, x: Value, bias: Value) -> Value:
+    """The erf form, of x + bias [last dimension of x]."""
+    return _after_bias(node, "none", x, bias)
+
+
+def _after_bias(node: Node, form: str, x: Value, bias: Value | None) -> Value:
+    if bias is None:
+        return pointwise(node, lambda x: gelu(x, form), x, name="gelu")
+    if bias.rank != 1:
+        raise node.error(f"bias has rank {bias.rank}.", "It is [last dimension of the input].")
+    return pointwise(node, lambda x, bias: gelu(x + bias, form), x, bias, name="bias_gelu")
+
+
+@op("QuickGelu", since=1, domain=DOMAIN)
+def quick_gelu(node: Node, x: Value) -> Value:
+    """x sigmoid(alpha x)."""
+    alpha = node.attr("alpha", 1.702)
+    return pointwise(node, lambda x: swish(x, alpha), x, name="quick_gelu")
+
+
+@op("BiasSplitGelu", since=1, domain=DOMAIN)
+def bias_split_gelu(node: Node, x: Value, bias: Value) -> Value:
+    """a gelu(b), erf form, for the halves a, b of x + bias in the last axis. x [..., D], bias [D], Y [..., D / 2]."""
+    require_numbers(node, x, bias)
+    width = x.shape[-1]
+    if not isinstance(width, int) or width % 2:
+        raise node.error(f"the last dimension of X is {width}.", "Give it an even number.")
+    if bias.shape != (width,):
+        raise node.error(f"bias is {list(bias.shape)} for X {list(x.shape)}.", f"Make it [{width}].")
+
+    dtype = x.dtype
+
+    def element(index: tuple[Element, ...], x: Read, bias: Read) -> Element:
+        *outer, d = index
+        halves = (d, d + tirx.const(width // 2, "int64"))
+        a, b = (x(*outer, k).astype(widened(dtype)) + bias(k).astype(widened(dtype)) for k in halves)
+        return (a * gelu(b, "none")).astype(dtype)
+
+    return compute(node, "bias_split_gelu", element, [x, bias], (*x.shape[:-1], width // 2))

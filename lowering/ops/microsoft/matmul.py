@@ -1,0 +1,36 @@
+"""com.microsoft FusedMatMul and its older name TransposeMatMul."""
+
+from __future__ import annotations
+
+import numpy as np
+from tvm import relax
+
+from ...compute import relax_call
+from ...node import Node
+from ...values import Value
+from .. import op
+from ..matmul import matrix_product, permuted, rounded
+from . import DOMAIN
+
+
+@op("TransposeMatMul", since=1, domain=DOMAIN)
+@op("FusedMatMul", since=1, domain=DOMAIN)
+def fused_matmul(node: Node, a: Value, b: Value) -> Value:
+    """alpha A' B', rounded once, for A' and B' with their axes in another order."""
+    y = matrix_product(node, _transposed(node, a, "A"), _transposed(node, b, "B"))
+    alpha = node.attr("alpha", 1.0)
+    if alpha != 1.0:
+        y = relax_call(node, relax.op.multiply, y, node.constant(np.array(alpha, y.dtype)))
+    return rounded(node, y, a.dtype)
+
+
+def _transposed(node: Node, x: Value, name: str) -> Value:
+    """transBatch puts the first axis behind all other batch axes, trans then swaps the last two."""
+    axes = list(range(x.rank))
+    if x.rank < 2:
+        return x
+    if node.attr(f"transBatch{name}", 0):
+        axes = [*axes[1:-1], axes[0], axes[-1]]
+    if node.attr(f"trans{name}", 0):
+        axes[-2:] = axes[:-3:-1]
+    return permuted(node, x, axes)

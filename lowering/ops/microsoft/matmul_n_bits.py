@@ -1,0 +1,74 @@
+"""com.microsoft MatMulNBits: a product with a weight of 2, 4 or 8 bits per element, which becomes a plain weight here.
+
+Block n of row r of the weight has elements (q - z) * scale; q lies in B, lowest bits first, and z is 2^(bits - 1) where
+no zero points are given.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from tvm import relax
+
+from ...compute import relax_call
+from ...node import Node
+from ...values import Value
+from .. import op
+from ..matmul import matrix_product, rounded
+from . import DOMAIN
+
+
+@op("MatMulNBits", since=1, domain=DOMAIN)
+def matmul_n_bits(
+    node: Node,
+    a: Value,
+    packed: Value,
+    scales: Value,
+    zero_points: Value | None = None,
+    g_idx: Value | None = None,
+    bias: Value | None = None,
+) -> Value:
+    """A [..., K] times the weight [K, N], plus bias [N]; rounded once."""
+    if g_idx is not None:
+        raise node.error("input g_idx reorders the groups of the weight.", "Quantise without act_order.")
+    if node.attr("weight_prepacked", 0):
+        raise node.error("attribute weight_prepacked is not 0.", "Export the weight in the operator's own layout.")
+    weight = node.constant(np.ascontiguousarray(_dequantised(node, packed, scales, zero_points).astype(a.dtype).T))
+    y = matrix_product(node, a, weight)
+    if bias is not None:
+        y = relax_call(node, relax.op.add, y, rounded(node, bias, y.dtype))
+    return rounded(node, y, a.dtype)
+
+
+def _dequantised(node: Node, packed: Value, scales: Value, zero_points: Value | None) -> np.ndarray:
+    """The weight [N, K], float32."""
+    columns, rows, size = (node.attr(name) for name in ("N", "K", "block_size"))
+    bits = node.attr("bits", 4)
+    if bits not in (2, 4, 8):
+        raise node.error(f"attribute bits is {bits}.", "Use 2, 4 or 8.")
+    blocks = -(-rows // size)
+    q, scale, zeros = (None if v is None else v.constant for v in (packed, scales, zero_points))
+    if q is None or scale is None or (zero_points is not None and zeros is None):
+        raise node.error("B, scales or zero_points are computed at run time.", "Make them initialisers.")
+    for name, array, count in (
+        ("B", q, columns * blocks * size * bits // 8),
+        ("scales", scale, columns * blocks),
+    ):
+        if array.size != count:
+            raise node.error(
+                f"input {name} has {array.size} elements, not {count}.", "Correct N, K, block_size or bits."
+            )
+    if zeros is None:
+        z = np.full((columns, blocks), 2 ** (bits - 1), np.float32)
+    elif zeros.dtype == np.uint8:
+        z = _unpacked(zeros.reshape(columns, -1), bits)[:, :blocks].astype(np.float32)
+    else:
+        z = zeros.reshape(columns, blocks).astype(np.float32)
+    q = _unpacked(q.reshape(columns * blocks, -1), bits).reshape(columns, blocks, size)
+    weight = (q - z[..., None]) * scale.reshape(columns, blocks, 1).astype(np.float32)
+    return weight.reshape(columns, blocks * size)[:, :rows]
+
+
+def _unpacked(packed: np.ndarray, bits: int) -> np.ndarray:
+    """[R, bytes] as [R, elements] of so many bits, lowest first."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    return (packed[..., None] >> shifts & (2**bits - 1)).reshape(packed.shape[0], -1)

@@ -1,0 +1,183 @@
+"""com.microsoft activations, normalisations and matrix products against onnxruntime."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+
+import lowering
+
+from .comparison import Comparison, assert_close, imported, opsets
+
+RNG = np.random.default_rng(0)
+
+
+def normal(*shape: int, dtype: str = "float32") -> np.ndarray:
+    return RNG.standard_normal(shape).astype(dtype)
+
+
+def test_activations() -> None:
+    case = Comparison()
+    for dtype in ("float32", "float16"):
+        x, bias = 3 * normal(2, 3, 5, dtype=dtype), normal(5, dtype=dtype)
+        for operator in ("Gelu", "FastGelu", "QuickGelu"):
+            case.add(operator, [x], dims={0: ("b", "s", 5)})
+        case.add("QuickGelu", [x], alpha=-0.5)
+        case.add("FastGelu", [x, bias], dims={0: ("b", "s", 5)})
+        case.add("BiasGelu", [x, bias], dims={0: ("b", "s", "d"), 1: ("d",)})
+    case.check()
+
+
+def run(operator: str, *inputs: np.ndarray) -> np.ndarray:
+    """The node's result, where onnxruntime has no kernel for a CPU to compare with."""
+    names = [f"x{k}" for k in range(len(inputs))]
+    node = helper.make_node(operator, names, ["y"], domain="com.microsoft")
+    values = [helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, x.shape) for n, x in zip(names, inputs)]
+    result = helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [f"d{k}" for k in range(inputs[0].ndim)])
+    graph = helper.make_graph([node], "g", values, [result])
+    model = helper.make_model(graph, opset_imports=opsets(21), ir_version=10)
+    return lowering.compile(model).run(dict(zip(names, inputs)))["y"]
+
+
+def test_bias_split_gelu() -> None:
+    x, bias = normal(2, 3, 10), normal(10)
+    a, b = np.split(x.astype(np.float64) + bias, 2, axis=-1)
+    expected = a * 0.5 * b * (1 + np.vectorize(math.erf)(b / math.sqrt(2)))
+    assert_close(run("BiasSplitGelu", x, bias), expected.astype(np.float32), "BiasSplitGelu")
+
+
+def test_normalisations() -> None:
+    case = Comparison(opset=14)  # before LayerNormalization came into ai.onnx
+    for dtype in ("float32", "float16"):
+        x, skip, gamma, beta, bias = (normal(*s, dtype=dtype) for s in ((2, 3, 9), (2, 3, 9), (9,), (9,), (9,)))
+        dims = {0: ("b", "s", 9), 1: ("b", "s", 9)}
+        outputs = ("", None, None, "")
+        for b in (beta, None):
+            case.add("LayerNormalization", [x, gamma, b], dims={0: ("b", "s", 9)}, domain="", epsilon=0.1)
+            case.add("SkipLayerNormalization", [x, skip, gamma, b, bias], outputs, dims=dims, epsilon=0.01)
+            case.add("SkipLayerNormalization", [x, skip, gamma, b], dims=dims)
+        case.add("SkipLayerNormalization", [x, skip[:1], gamma], outputs, dims={0: ("b", "s", 9), 1: (1, "s", 9)})
+        case.add("SkipLayerNormalization", [x, skip[0], gamma, beta], outputs, dims={0: ("b", "s", 9), 1: ("s", 9)})
+        case.add("SimplifiedLayerNormalization", [x, gamma], dims={0: ("b", "s", 9)}, domain="", epsilon=0.1, axis=-1)
+        case.add("SkipSimplifiedLayerNormalization", [x, skip, gamma, bias], outputs, dims=dims, epsilon=0.1)
+        case.add("SkipSimplifiedLayerNormalization", [x, skip, gamma], dims=dims)
+        case.add("SkipSimplifiedLayerNormalization", [x[0], skip[0], gamma], outputs, dims={0: ("t", 9), 1: ("t", 9)})
+    case.check()
+
+
+def test_embeddings() -> None:
+    case = Comparison()
+    for dtype in ("float32", "float16"):
+        words, positions, segments = (normal(n, 6, dtype=dtype) for n in (7, 9, 2))
+        gamma, beta = normal(6, dtype=dtype), normal(6, dtype=dtype)
+        ids, kinds = (RNG.integers(0, n, (3, 5)).astype(np.int32) for n in (7, 2))
+        mask = RNG.integers(0, 2, (3, 5)).astype(np.int32)
+        places = RNG.integers(0, 9, (3, 5)).astype(np.int32)
+        kinds_of = {"outputs": (dtype, "int32", dtype), "epsilon": 0.1}
+        sizes = {0: ("b", "s"), 1: ("b", "s")}
+        case.add("EmbedLayerNormalization", [ids, kinds, words, positions, segments, gamma, beta, mask], **kinds_of)
+        case.add(
+            "EmbedLayerNormalization",
+            [ids, None, words, positions, None, gamma, beta],
+            dims={0: ("b", "s")},
+            **kinds_of,
+        )
+        for where in (places, places[:1]):
+            tensors = [ids, kinds, words, positions, segments, gamma, beta, None, where]
+            dims = {**sizes, 8: ("b" if where.shape[0] > 1 else 1, "s")}
+            case.add("EmbedLayerNormalization", tensors, outputs=(dtype, "int32"), dims=dims)
+    case.check()
+
+
+def test_fused_matmul() -> None:
+    case = Comparison()
+    for dtype in ("float32", "float16"):
+        a, b = normal(2, 3, 4, dtype=dtype), normal(2, 4, 5, dtype=dtype)
+        case.add("FusedMatMul", [a, b], alpha=0.3, dims={0: ("n", "m", 4), 1: ("n", 4, "k")})
+        case.add("FusedMatMul", [a, b.swapaxes(1, 2).copy()], transB=1, alpha=-2.0)
+        case.add("FusedMatMul", [a.swapaxes(1, 2).copy(), b], transA=1)
+        case.add("FusedMatMul", [a, b[0]], constant=[1], alpha=2.0)
+    a, b = normal(3, 2, 4), normal(4, 2, 5)
+    case.add("FusedMatMul", [a, normal(2, 4, 5)], transBatchA=1)
+    case.add("FusedMatMul", [normal(4, 2, 3), b], transBatchA=1, transA=1, transBatchB=1)
+    case.add("FusedMatMul", [a, normal(5, 2, 4)], transBatchA=1, transBatchB=1, transB=1)
+    case.check()
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_weights_of_few_bits(bits: int) -> None:
+    case = Comparison()
+    for dtype in ("float32", "float16")[: 1 if bits == 8 else 2]:
+        for rows, size in ((40, 16), (64, 32), (30, 64)):
+            blocks = -(-rows // size)
+            packed = RNG.integers(0, 256, (7, blocks, size * bits // 8)).astype(np.uint8)
+            scales = (normal(7, blocks) / 2**bits).astype(dtype)
+            zeros = RNG.integers(0, 256, (7, -(-blocks * bits // 8))).astype(np.uint8)
+            floats = RNG.integers(0, 2**bits, (7, blocks)).astype(dtype)
+            sizes = {"bits": bits, "block_size": size, "K": rows, "N": 7, "accuracy_level": 1, "dims": {0: ("b", rows)}}
+            weights = range(1, 6)
+            x, bias = normal(3, rows, dtype=dtype), normal(7, dtype=dtype)
+            case.add("MatMulNBits", [x, packed, scales], constant=weights, **sizes)
+            case.add("MatMulNBits", [x, packed, scales, zeros, None, bias], constant=weights, **sizes)
+            if bits < 8:  # onnxruntime has no kernel for more
+                case.add("MatMulNBits", [x, packed, scales.reshape(-1), floats], constant=weights, **sizes)
+    case.check()
+
+
+F = "float32"
+
+
+@pytest.mark.parametrize(
+    ("operator", "inputs", "attributes", "message"),
+    [
+        ("BiasGelu", [(F, (2, 4)), (F, (2, 4))], {}, "bias has rank 2"),
+        ("BiasSplitGelu", [(F, (2, 5)), (F, (5,))], {}, "last dimension of X is 5"),
+        ("BiasSplitGelu", [(F, (2, 4)), (F, (3,))], {}, "bias is .3."),
+        ("SkipLayerNormalization", [(F, (2, 3, 4)), (F, (2, 3, 4)), (F, (4,))], {"results": 2}, "statistic"),
+        ("SimplifiedLayerNormalization", [(F, (2, 4)), (F, (4,))], {"results": 2}, "statistic"),
+        (
+            "EmbedLayerNormalization",
+            [("int32", (2, 3)), ("int32", (2, 3)), (F, (5, 4)), (F, (5, 4)), None, (F, (4,)), (F, (4,))],
+            {},
+            "segment_embedding",
+        ),
+        ("FusedMatMul", [(F, (2, 3)), (F, (4, 5))], {}, "inner dimension"),
+        (
+            "MatMulNBits",
+            [(F, (2, 32)), ("uint8", (5, 1, 16)), (F, (5,)), None, ("int32", (32,))],
+            {"N": 5, "K": 32, "block_size": 32},
+            "g_idx",
+        ),
+        (
+            "MatMulNBits",
+            [(F, (2, 32)), ("uint8", (5, 1, 16)), (F, (5,))],
+            {"N": 5, "K": 32, "block_size": 32},
+            "initialisers",
+        ),
+        (
+            "MatMulNBits",
+            [(F, (2, 32)), ("uint8", (5, 1, 16)), (F, (5,))],
+            {"N": 5, "K": 32, "block_size": 32, "bits": 3},
+            "bits is 3",
+        ),
+        (
+            "MatMulNBits",
+            [(F, (2, 32)), ("uint8", (5, 1, 16)), (F, (5,))],
+            {"N": 5, "K": 32, "block_size": 32, "weight_prepacked": 1},
+            "weight_prepacked",
+        ),
+    ],
+)
+def test_refusals(operator: str, inputs: list, attributes: dict, message: str) -> None:
+    with pytest.raises(lowering.NodeError, match=message):
+        imported(operator, inputs, **attributes)
+
+
+def test_operators_of_other_domains_are_others() -> None:
+    """Attention-1 of com.microsoft has weights; ai.onnx Attention has none."""
+    with pytest.raises(lowering.NodeError, match="ranks 4 and 4"):
+        imported("Attention", [(F, (1, 2, 3, 4))] * 2, num_heads=2)
