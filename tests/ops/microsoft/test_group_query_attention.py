@@ -1,0 +1,248 @@
+"""com.microsoft GroupQueryAttention and RotaryEmbedding against onnxruntime."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lowering
+
+from .comparison import Comparison, imported
+
+RNG = np.random.default_rng(0)
+HEADS, KV_HEADS, SIZE, POSITIONS = 4, 2, 16, 40
+
+
+def normal(*shape: int, dtype: str = "float32") -> np.ndarray:
+    return RNG.standard_normal(shape).astype(dtype)
+
+
+def call(
+    case: Comparison,
+    batch: int,
+    rows: int,
+    ends: list[int],
+    past: int | None = None,
+    *,
+    dtype: str = "float32",
+    packed: bool = False,
+    angles: int = 0,
+    size: int = SIZE,
+    positions: np.ndarray | None = None,
+    bias: tuple[int, int] | None = None,
+    sink: bool = False,
+    declared: int | str | None = None,
+    known_total: bool = False,
+    **attributes: Any,
+) -> None:
+    """A node for rows new tokens, behind which batch b holds ends[b]. past is the length of the cache.
+
+    angles > 0 rotates; bias gives the batches and heads of attention_bias; declared is the length that the model
+    declares for the cache and its update. Rows and slots behind the end of a batch are left out: they are undefined.
+    """
+    total = max(ends)
+    widths = [KV_HEADS * size, KV_HEADS * size]
+    projections = [normal(batch, rows, width, dtype=dtype) for width in (HEADS * size, *widths)]
+    if packed:
+        projections = [np.concatenate(projections, axis=2), None, None]
+    caches = [None, None] if past is None else [normal(batch, KV_HEADS, past, size, dtype=dtype) for _ in range(2)]
+    cache = [normal(POSITIONS, angles, dtype=dtype) for _ in range(2)] if angles else [None, None]
+    inputs = [
+        *projections,
+        *caches,
+        np.array(ends, np.int32) - 1,
+        np.array(total, np.int32),
+        *cache,
+        positions,
+        None if bias is None else normal(*bias, rows, total, dtype=dtype),
+        normal(HEADS, dtype=dtype) if sink else None,
+    ]
+    dims: dict[int, Any] = {0: ("b", "s", projections[0].shape[2]), 5: ("b",), 9: ("b", "s")}
+    dims |= {} if packed else {1: ("b", "s", widths[0]), 2: ("b", "s", widths[1])}
+    kept = ("b", KV_HEADS, "p" if declared is None else declared, size)
+    dims |= {3: kept, 4: kept} if past is not None else {}
+    if bias is not None:
+        dims[10] = ("b" if bias[0] > 1 else 1, bias[1], "s", "t")
+
+    def defined(results: list[np.ndarray]) -> list[np.ndarray]:
+        y, *present = (x.copy() for x in results)
+        for b, end in enumerate(ends):
+            y[b, min(rows, end) :] = 0
+            for x in present:
+                x[b, :, end:] = 0
+        return [y, *present]
+
+    case.add(
+        "GroupQueryAttention",
+        inputs,
+        ("", "", ""),
+        dims=dims,
+        constant=[6] if known_total else [],
+        select=defined,
+        output_dims=None if declared is None else {1: kept, 2: kept},
+        num_heads=HEADS,
+        kv_num_heads=KV_HEADS,
+        do_rotary=int(angles > 0),
+        **attributes,
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_prompts(dtype: str) -> None:
+    case = Comparison()
+    call(case, 1, 37, [37], dtype=dtype)
+    call(case, 3, 9, [9, 1, 5], dtype=dtype)
+    call(case, 2, 9, [9, 4], dtype=dtype, packed=True, scale=0.4, softcap=0.7)
+    call(case, 2, 9, [9, 4], dtype=dtype, causal=0)
+    call(case, 2, 9, [9, 4], 0, dtype=dtype, local_window_size=3)
+    call(case, 2, 9, [9, 4], 12, dtype=dtype, local_window_size=1, smooth_softmax=1)
+    call(case, 2, 9, [9, 4], dtype=dtype, sink=True, softcap=2.0, bias=(2, HEADS))
+    call(case, 2, 9, [9, 9], dtype=dtype, sink=True, smooth_softmax=1, local_window_size=30, bias=(1, 1))
+    case.check()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_caches(dtype: str) -> None:
+    """Growing ones, ones with room, and what a model says of their length."""
+    case = Comparison()
+    call(case, 1, 1, [8], 7, dtype=dtype)
+    call(case, 2, 1, [8, 3], 7, dtype=dtype, packed=True)
+    call(case, 2, 1, [8, 3], 20, dtype=dtype, local_window_size=4, bias=(2, 1))
+    call(case, 2, 1, [8, 3], 20, dtype=dtype, declared="p", sink=True)
+    call(case, 2, 1, [8, 3], 20, dtype=dtype, declared=20, smooth_softmax=1)
+    call(case, 2, 1, [8, 3], 20, dtype=dtype, known_total=True)
+    call(case, 1, 5, [12], 7, dtype=dtype, local_window_size=6)
+    call(case, 1, 5, [12], 20, dtype=dtype, bias=(1, HEADS), softcap=1.0)
+    call(case, 1, 5, [12], 20, dtype=dtype, causal=0)
+    call(case, 2, 5, [5, 3], 20, dtype=dtype, declared=20)
+    case.check()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_rotary_inside(dtype: str) -> None:
+    case = Comparison()
+    call(case, 2, 9, [9, 4], dtype=dtype, angles=8)
+    call(case, 2, 9, [9, 4], 12, dtype=dtype, angles=8, packed=True, rotary_interleaved=1)
+    call(case, 2, 1, [8, 3], 7, dtype=dtype, angles=8, size=32)
+    call(case, 2, 1, [8, 3], 20, dtype=dtype, angles=8, rotary_interleaved=1, local_window_size=3)
+    call(case, 1, 5, [12], 20, dtype=dtype, angles=8, packed=True)
+    # A first prompt starts at the first position and counts, later calls take the positions as they are.
+    for rows, ends, past in ((6, [6, 6], None), (6, [6, 4], 9), (1, [8, 3], 7), (3, [11], 20)):
+        positions = RNG.integers(0, POSITIONS - 6, (len(ends), rows))
+        call(case, len(ends), rows, ends, past, dtype=dtype, angles=8, positions=positions)
+    case.check()
+
+
+def test_norms_of_heads() -> None:
+    """Against the same node behind the norms written out: onnxruntime has no kernel for a CPU."""
+    import onnx
+    from onnx import helper
+
+    from .comparison import assert_close, opsets
+
+    x, k = normal(2, 5, HEADS * SIZE), normal(2, 5, KV_HEADS * SIZE)
+    feeds = {"q": x, "k": k, "v": normal(2, 5, KV_HEADS * SIZE), "wq": normal(SIZE), "wk": normal(SIZE)}
+    feeds |= {"ends": np.array([4, 2], np.int32), "total": np.array(5, np.int32)}
+    shared = {"domain": "com.microsoft", "num_heads": HEADS, "kv_num_heads": KV_HEADS}
+    holes = ["", "", "ends", "total"] + [""] * 7
+    node = helper.make_node(
+        "GroupQueryAttention", ["q", "k", "v", *holes, "wq", "wk"], ["y"], qk_norm_epsilon=0.1, **shared
+    )
+    wide = feeds["q"].astype(np.float64).reshape(2, 5, HEADS, SIZE), k.astype(np.float64).reshape(2, 5, KV_HEADS, SIZE)
+    normed = [
+        (a / np.sqrt((a**2).mean(-1, keepdims=True) + 0.1) * feeds[w]).reshape(2, 5, -1).astype(np.float32)
+        for a, w in zip(wide, ("wq", "wk"))
+    ]
+    bare = helper.make_node("GroupQueryAttention", ["nq", "nk", "v", *holes[:4]], ["z"], **shared)
+    feeds |= {"nq": normed[0], "nk": normed[1]}
+    values = [
+        helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(a.dtype), a.shape) for n, a in feeds.items()
+    ]
+    outputs = [helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, ["a", "b", "c"]) for n in "yz"]
+    graph = helper.make_graph([node, bare], "g", values, outputs)
+    results = lowering.compile(helper.make_model(graph, opset_imports=opsets(21), ir_version=10)).run(feeds)
+    assert_close(results["y"], results["z"], "norms of heads")
+
+
+def test_rotary_embedding() -> None:
+    case = Comparison()
+    for dtype in ("float32", "float16"):
+        cos, sin = normal(POSITIONS, 8, dtype=dtype), normal(POSITIONS, 8, dtype=dtype)
+        half = cos[:, :4].copy(), sin[:, :4].copy()
+        flat, split = normal(2, 5, HEADS * SIZE, dtype=dtype), normal(2, HEADS, 5, SIZE, dtype=dtype)
+        for positions in (RNG.integers(0, POSITIONS, (2, 5)), np.array([7])):
+            by_row = {1: ("b", "s")} if positions.ndim == 2 else {}
+            for interleaved in (0, 1):
+                case.add(
+                    "RotaryEmbedding",
+                    [flat, positions, cos, sin],
+                    dims={0: ("b", "s", HEADS * SIZE), **by_row},
+                    interleaved=interleaved,
+                )
+            dims = {0: ("b", HEADS, "s", SIZE), **by_row}
+            case.add("RotaryEmbedding", [split, positions, cos, sin], dims=dims)
+            partial = {"num_heads": HEADS, "rotary_embedding_dim": 8}
+            case.add("RotaryEmbedding", [flat, positions, *half], **partial)
+            case.add("RotaryEmbedding", [split, positions, *half], dims=dims, interleaved=1, **partial)
+    case.check()
+
+
+F, I = "float32", "int32"
+PLAIN: list[Any] = [(F, ("b", "s", 64)), (F, ("b", "s", 32)), (F, ("b", "s", 32)), None, None, (I, ("b",)), (I, ())]
+GQA = {"num_heads": HEADS, "kv_num_heads": KV_HEADS}
+
+
+def with_input(k: int, dtype: str, dims: tuple[int | str, ...]) -> list[Any]:
+    return (
+        [*PLAIN, *[None] * (k - len(PLAIN)), (dtype, dims)]
+        if k >= len(PLAIN)
+        else [*PLAIN[:k], (dtype, dims), *PLAIN[k + 1 :]]
+    )
+
+
+@pytest.mark.parametrize(
+    ("inputs", "attributes", "message"),
+    [
+        (PLAIN, {"k_quant_type": "PER_TENSOR"}, "k_quant_type is 'PER_TENSOR'"),
+        (PLAIN, {"v_quant_type": "PER_CHANNEL"}, "v_quant_type is 'PER_CHANNEL'"),
+        (PLAIN, {"kv_cache_bit_width": 8}, "kv_cache_bit_width is 8"),
+        (PLAIN, {"sliding_window_cache": 1, "local_window_size": 4}, "sliding_window_cache is 1"),
+        (PLAIN, {"qk_output": 1}, "qk_output is 1"),
+        (PLAIN, {"local_window_size": 0}, "local_window_size is 0"),
+        (PLAIN, {"local_window_size": 4, "causal": 0}, "local_window_size is 4"),
+        (PLAIN, {"do_rotary": 1}, "cos_cache or sin_cache"),
+        (PLAIN, {"kv_num_heads": 3}, "4 query heads do not divide"),
+        (PLAIN, {"num_heads": 6, "kv_num_heads": 2}, "6 heads do not divide"),
+        (with_input(12, F, (1,)), {}, "k_scale"),
+        (with_input(11, F, (3,)), {}, "head_sink is 3 and 4"),
+        (with_input(10, F, (1, 1, 5)), {}, "attention_bias has rank 3"),
+        (with_input(10, F, (1, 3, "s", "t")), {}, "attention_bias is 3 and 4"),
+        (with_input(3, F, ("b", 2, "p", 16)), {}, "one of past_key and past_value"),
+        (with_input(2, F, ("b", "s", 16)), {}, "last dimension of value is 16 and 32"),
+        (with_input(2, "float16", ("b", "s", 32)), {}, "value is float16 and query is float32"),
+        (with_input(0, F, ("b", "s", "d")), {}, "symbolic"),
+    ],
+)
+def test_refusals(inputs: list[Any], attributes: dict[str, Any], message: str) -> None:
+    with pytest.raises(lowering.NodeError, match=message):
+        imported("GroupQueryAttention", inputs, **{**GQA, **attributes})
+
+
+@pytest.mark.parametrize(
+    ("shapes", "attributes", "message"),
+    [
+        ([(1, 3, 8), (1, 3, 1), (9, 4), (9, 4)], {}, "position_ids has rank 3"),
+        ([(1, 3), (1, 3), (9, 4), (9, 4)], {}, "input has rank 2"),
+        ([(1, 3, 8), (1, 3), (1, 9, 4), (9, 4)], {}, "ranks 3 and 2"),
+        ([(1, 3, 8), (1, 3), (9, 2), (9, 2)], {"rotary_embedding_dim": 4}, "without num_heads"),
+        ([(1, 3, 8), (1, 3), (9, 3), (9, 3)], {}, "heads of 6"),
+        ([(1, 3, 8), (1, 3), (9, 4), (9, 4)], {"scale": 2.0}, "scale is 2"),
+        ([(1, 2, 3, 8), (1, 3), (9, 3), (9, 3)], {}, "number of angles is 3 and 4"),
+    ],
+)
+def test_rotary_refusals(shapes: list[tuple[int, ...]], attributes: dict[str, Any], message: str) -> None:
+    inputs = [(dtype, shape) for dtype, shape in zip((F, "int64", F, F), shapes)]
+    with pytest.raises(lowering.NodeError, match=message):
+        imported("RotaryEmbedding", inputs, **attributes)
