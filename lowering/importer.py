@@ -7,6 +7,7 @@ evaluator.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,6 +78,7 @@ class Importer:
         self._values: dict[str, Value | None] = {}
         self._weights: dict[str, np.ndarray] = {}
         self._weight_vars: list[relax.Var] = []
+        self._weight_of: dict[tuple[str, tuple[int, ...], bytes], relax.Var] = {}  # type, shape, digest of the bytes
         self._materialised: dict[int, tuple[Value, relax.Expr]] = {}
 
     def run(self) -> Imported:
@@ -260,11 +262,15 @@ class Importer:
         # TVM cannot load a module that holds an empty constant.
         if 0 < array.nbytes <= _EMBED_BYTES:
             return relax.const(np.asarray(array, order="C"), array.dtype.name)
-        name = f"weight_{len(self._weights)}"
-        self._weights[name] = array
-        variable = relax.Var(name, relax.TensorType(array.shape, array.dtype.name))
-        self._weight_vars.append(variable)
-        return variable
+        # Exporters write tied weights twice.
+        digest = hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).digest()
+        key = array.dtype.name, array.shape, digest
+        if key not in self._weight_of:
+            name = f"weight_{len(self._weights)}"
+            self._weights[name] = array
+            self._weight_of[key] = relax.Var(name, relax.TensorType(array.shape, array.dtype.name))
+            self._weight_vars.append(self._weight_of[key])
+        return self._weight_of[key]
 
     def _size_tensor(self, value: Value) -> relax.Expr:
         """A tensor of sizes computed at run time: a kernel that takes each symbol as a scalar and stores the

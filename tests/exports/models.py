@@ -1,0 +1,234 @@
+"""The models that the exports are made of: configurations of transformers, with random weights, as plain records.
+
+Layers have the widths of published small models, and are few. Weights are scaled so that attention is far from uniform:
+a wrong mask, scale or position shows. `Size` stands for the widths, so that the same records give the tiny models of
+tests/exports/samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import transformers
+from transformers import PretrainedConfig
+
+# What goes in and out: see tests/exports/wrappers.py.
+Kind = Literal["encoder", "decoder", "seq2seq", "speech", "vision", "clip"]
+
+
+@dataclass(frozen=True)
+class Size:
+    """The widths of a transformer; head is the width of one head where it is not hidden / heads."""
+
+    hidden: int
+    heads: int
+    inner: int
+    kv_heads: int = 0
+    head: int = 0
+    layers: int = 2
+    vocab: int = 512
+
+    def tiny(self) -> Size:
+        """The same proportions between heads in a model of a few thousand numbers."""
+        kv_heads = self.kv_heads and max(1, 2 * self.kv_heads // self.heads)
+        return replace(self, hidden=8, heads=2, inner=16, kv_heads=kv_heads, head=self.head and 4, vocab=32)
+
+
+@dataclass(frozen=True)
+class Model:
+    """One architecture.
+
+    gain scales the weights: scores have a standard deviation of about gain^2, times the square root of the head's width
+    where the model does not divide by it. attention names the implementation in transformers, where its default is one
+    that torch.onnx cannot export.
+    """
+
+    name: str
+    kind: Kind
+    architecture: str
+    size: Size
+    config: Callable[[Size], PretrainedConfig]
+    gain: float = 1.5
+    attention: str | None = None
+
+    def build_config(self, tiny: bool) -> PretrainedConfig:
+        config = self.config(self.size.tiny() if tiny else self.size)
+        config._attn_implementation = self.attention
+        return config
+
+    @property
+    def past(self) -> bool:
+        """Whether the model has a form with past keys and values."""
+        return self.kind in ("decoder", "seq2seq", "speech")
+
+
+_WINDOW = 8
+_POSITIONS = 40
+
+
+def _common(size: Size) -> dict[str, Any]:
+    """The names that most configurations share."""
+    return {
+        "vocab_size": size.vocab,
+        "hidden_size": size.hidden,
+        "intermediate_size": size.inner,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "max_position_embeddings": _POSITIONS,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+    }
+
+
+def _grouped(size: Size) -> dict[str, Any]:
+    """`_common`, for decoders whose key/value heads are fewer."""
+    head = {"head_dim": size.head} if size.head else {}
+    return {**_common(size), "num_key_value_heads": size.kv_heads, **head}
+
+
+def _alternating(size: Size) -> dict[str, Any]:
+    kinds = ["sliding_attention", "full_attention"]
+    return {**_grouped(size), "sliding_window": _WINDOW, "layer_types": [kinds[k % 2] for k in range(size.layers)]}
+
+
+def _gpt2(size: Size) -> PretrainedConfig:
+    return transformers.GPT2Config(
+        vocab_size=size.vocab, n_embd=size.hidden, n_layer=size.layers, n_head=size.heads, n_inner=size.inner,
+        n_positions=_POSITIONS, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+
+
+def _distilbert(size: Size) -> PretrainedConfig:
+    return transformers.DistilBertConfig(
+        vocab_size=size.vocab, dim=size.hidden, n_layers=size.layers, n_heads=size.heads, hidden_dim=size.inner,
+        max_position_embeddings=_POSITIONS,
+    )  # fmt: skip
+
+
+def _opt(size: Size) -> PretrainedConfig:
+    shared = _common(size)
+    return transformers.OPTConfig(ffn_dim=shared.pop("intermediate_size"), word_embed_proj_dim=size.hidden, **shared)
+
+
+def _falcon(size: Size) -> PretrainedConfig:
+    shared = _common(size)
+    return transformers.FalconConfig(ffn_hidden_size=shared.pop("intermediate_size"), multi_query=True, **shared)
+
+
+def _bloom(size: Size) -> PretrainedConfig:
+    return transformers.BloomConfig(
+        vocab_size=size.vocab, hidden_size=size.hidden, n_layer=size.layers, n_head=size.heads,
+        bos_token_id=0, eos_token_id=1, pad_token_id=2,
+    )  # fmt: skip
+
+
+def _t5(size: Size) -> PretrainedConfig:
+    return transformers.T5Config(
+        vocab_size=size.vocab, d_model=size.hidden, d_kv=size.hidden // size.heads, d_ff=size.inner,
+        num_layers=size.layers, num_heads=size.heads, decoder_start_token_id=0,
+    )  # fmt: skip
+
+
+def _two_stacks(size: Size) -> dict[str, Any]:
+    """The names of encoder-decoders that come from BART."""
+    return {
+        "vocab_size": size.vocab,
+        "d_model": size.hidden,
+        "encoder_layers": size.layers,
+        "decoder_layers": size.layers,
+        "encoder_attention_heads": size.heads,
+        "decoder_attention_heads": size.heads,
+        "encoder_ffn_dim": size.inner,
+        "decoder_ffn_dim": size.inner,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+        "decoder_start_token_id": 0,
+    }
+
+
+def _whisper(size: Size) -> PretrainedConfig:
+    return transformers.WhisperConfig(
+        num_mel_bins=16, max_source_positions=48, max_target_positions=_POSITIONS, **_two_stacks(size)
+    )
+
+
+def _patches(size: Size) -> dict[str, Any]:
+    return {
+        "hidden_size": size.hidden,
+        "intermediate_size": size.inner,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "image_size": 48,
+        "patch_size": 16,
+    }
+
+
+def _clip(size: Size) -> PretrainedConfig:
+    return transformers.CLIPConfig(
+        text_config={**_common(size), "projection_dim": 32},
+        vision_config={**_patches(size), "projection_dim": 32},
+        projection_dim=32,
+    )
+
+
+_BASE = Size(768, 12, 3072)
+
+MODELS: tuple[Model, ...] = (
+    Model("bert", "encoder", "BertModel", _BASE, lambda s: transformers.BertConfig(**_common(s))),
+    Model("roberta", "encoder", "RobertaModel", _BASE, lambda s: transformers.RobertaConfig(**_common(s))),
+    Model("distilbert", "encoder", "DistilBertModel", _BASE, _distilbert),
+    Model(
+        "modernbert", "encoder", "ModernBertModel", Size(768, 12, 1152),
+        lambda s: transformers.ModernBertConfig(
+            **_common(s), local_attention=_WINDOW, layer_types=["sliding_attention", "full_attention"],
+            cls_token_id=3, sep_token_id=4,
+        ),
+    ),
+    Model("gpt2", "decoder", "GPT2LMHeadModel", _BASE, _gpt2),
+    Model("opt", "decoder", "OPTForCausalLM", _BASE, _opt),
+    Model("gpt-neox", "decoder", "GPTNeoXForCausalLM", _BASE, lambda s: transformers.GPTNeoXConfig(**_common(s))),
+    Model(
+        "llama", "decoder", "LlamaForCausalLM", Size(576, 9, 1536, 3),
+        lambda s: transformers.LlamaConfig(**_grouped(s)),
+    ),
+    Model(
+        "qwen2", "decoder", "Qwen2ForCausalLM", Size(896, 14, 4864, 2),
+        lambda s: transformers.Qwen2Config(**_grouped(s)),
+    ),
+    Model(
+        "qwen3", "decoder", "Qwen3ForCausalLM", Size(1024, 16, 3072, 8, 128),
+        lambda s: transformers.Qwen3Config(**_grouped(s)),
+    ),
+    Model(
+        "mistral", "decoder", "MistralForCausalLM", Size(1024, 16, 2816, 4),
+        lambda s: transformers.MistralConfig(**_grouped(s), sliding_window=_WINDOW),
+    ),
+    Model(
+        "gemma2", "decoder", "Gemma2ForCausalLM", Size(1152, 4, 2304, 2, 256),
+        lambda s: transformers.Gemma2Config(
+            **_alternating(s), query_pre_attn_scalar=s.head, attn_logit_softcapping=4.0
+        ),
+    ),
+    Model(
+        "gemma3", "decoder", "Gemma3ForCausalLM", Size(640, 4, 2048, 1, 256),
+        lambda s: transformers.Gemma3TextConfig(**_alternating(s), query_pre_attn_scalar=s.head),
+    ),
+    Model(
+        "phi", "decoder", "PhiForCausalLM", Size(1024, 16, 4096, 16),
+        lambda s: transformers.PhiConfig(**_grouped(s)),
+    ),
+    Model("falcon", "decoder", "FalconForCausalLM", Size(1024, 16, 4096), _falcon, attention="eager"),
+    Model("bloom", "decoder", "BloomForCausalLM", Size(1024, 16, 4096), _bloom),
+    Model("t5", "seq2seq", "T5ForConditionalGeneration", Size(512, 8, 2048), _t5, gain=0.5),
+    Model(
+        "bart", "seq2seq", "BartForConditionalGeneration", _BASE,
+        lambda s: transformers.BartConfig(**_two_stacks(s), max_position_embeddings=_POSITIONS),
+    ),
+    Model("whisper", "speech", "WhisperForConditionalGeneration", Size(384, 6, 1536), _whisper),
+    Model("vit", "vision", "ViTModel", _BASE, lambda s: transformers.ViTConfig(**_patches(s))),
+    Model("clip", "clip", "CLIPModel", Size(512, 8, 2048), _clip),
+)  # fmt: skip

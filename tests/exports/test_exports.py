@@ -1,0 +1,61 @@
+"""Exported models are right at every size: tiny ones that are kept here, and on request the whole table."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import table
+
+SAMPLES = Path(__file__).parent / "samples"
+
+
+@pytest.mark.parametrize("folder", sorted(SAMPLES.iterdir()), ids=lambda folder: folder.name)
+def test_sample(folder: Path) -> None:
+    operators, _, errors, reason = table.measure(folder)
+    assert not reason
+    assert operators
+    assert len(errors) == 2
+    assert max(errors) <= table.BAR["float16" if folder.name.endswith("f16") else "float32"]
+
+
+def test_a_result_off_by_a_thousandth_is_noticed(tmp_path: Path) -> None:
+    shutil.copy(SAMPLES / "distilbert-traced17" / "model.onnx", tmp_path)
+    inputs, expected = table.load_setting(SAMPLES / "distilbert-traced17" / "0.npz")
+    for result in expected.values():
+        result.flat[-1] += 1e-3 * np.ptp(result)
+    np.savez(tmp_path / "0.npz", **inputs, **{f"={name}": result for name, result in expected.items()})
+    _, _, (error,), reason = table.measure(tmp_path)
+    assert not reason
+    assert error == pytest.approx(1e-3, rel=0.1)
+
+
+def test_error_is_relative_to_the_range() -> None:
+    assert table.error(np.array([1.0, 3.5]), np.array([1.0, 3.0])) == 0.25
+    assert table.error(np.array([1.0]), np.array([1.0, 3.0])) == np.inf
+    assert table.error(np.array([1.0, np.nan]), np.array([1.0, 3.0])) == np.inf
+
+
+def test_page_names_what_is_wrong_and_why() -> None:
+    def measurement(name: str, errors: list[float], reason: str = "") -> table.Measurement:
+        return table.Measurement(name, name, False, "dynamo", 18, "float32", {"MatMul": 2}, 1.5, errors, reason)
+
+    given = [measurement("c", [1e-6]), measurement("b", [], "no | way"), measurement("a", [2e-4])]
+    page = table.page(given, ["B2 S5"])
+    assert [line.split("|")[1].strip() for line in page.splitlines() if "dynamo | 18" in line] == ["a", "b", "c"]
+    exceptions = page[page.index("## Exceptions") : page.index("## Operators")]
+    assert "| a | an output differs by more than the bar |" in exceptions
+    assert "| b | no / way |" in exceptions
+    assert "| c |" not in exceptions
+    assert "MatMul 3" in page
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(4 * 3600)
+def test_every_export(tmp_path: Path) -> None:
+    for package in ("torch", "transformers", "onnxscript"):
+        pytest.importorskip(package)
+    table.main(["--folder", str(tmp_path), "--page", str(tmp_path / "models.md")])
+    assert "## Exceptions\n\nNone." in (tmp_path / "models.md").read_text()
