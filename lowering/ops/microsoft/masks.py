@@ -99,7 +99,7 @@ def _from_ends(node: Node, mask: Value, scores: Scores) -> Padding:
 
     def length(index: tuple[Element, ...], mask: Read, keys: Element) -> Element:
         end = mask(*index).astype("int64")  # where all keys are hidden, all are shifted alike
-        return tirx.Select(end > 0, end, keys)
+        return tirx.if_then_else(end > 0, end, tirx.const(keys, "int64") if isinstance(keys, int) else keys)
 
     return Padding(lengths=compute(node, "lengths", length, [mask], (batch,), [scores.keys], dtype="int64"))
 
