@@ -15,6 +15,7 @@ from tvm import relax
 import schedules
 
 from .importer import Imported
+from .passes.absorb_masks import absorb_masks
 from .passes.alignment import assume_element_alignment
 from .passes.donation import donate
 from .passes.pack_weights import pack_weights
@@ -51,6 +52,9 @@ def lower(
         # Relax to TensorIR, fused
         # Reshapes stay operators, which share memory with what they reshape; as kernels they would copy and divide.
         ("legalize", t.LegalizeOps({"relax.reshape": lambda _, call: call})),
+        # Reads kernels, and must see those of the masks one by one.
+        ("absorb_masks", absorb_masks),
+        ("eliminate_absorbed", t.DeadCodeElimination()),
         ("annotate_patterns", t.AnnotateTIROpPattern()),
         ("fold_constants", t.FoldConstant()),
         ("fuse_ops", t.FuseOps()),

@@ -24,9 +24,15 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from .problem import ATTRIBUTE, AttentionProblem, Layout
+from .formula import BoundFormula, Formula, widened
+from .interval import Interval
+from .problem import ATTRIBUTE, AttentionProblem, Layout, Mask
 
 Size: TypeAlias = Any  # int | tirx.Var
+
+HIDDEN = -5e4
+"""Additive masks hide keys with -inf or with the lowest number of their type. No score comes near this bound, so a key
+that is biased by less takes no part in the softmax of a row in which any other key does better than half of it."""
 
 
 class Bound:
@@ -40,7 +46,8 @@ class Bound:
     def __init__(self, problem: AttentionProblem) -> None:
         self.problem = problem
         T.func_attr({"tirx.noalias": True, "op_pattern": 8, ATTRIBUTE: problem.to_json()})
-        arguments = {name: T.arg(name, T.int64() if name == "past" else T.handle()) for name in problem.parameters()}
+        names = problem.parameters()
+        arguments = {name: T.arg(name, T.int64() if _is_scalar(name) else T.handle()) for name in names}
         self.B: Size = _size("B", problem.batch)
         self.S: Size = _size("S", problem.q_len)
         self.T: Size = _size("T", problem.kv_len)
@@ -49,6 +56,11 @@ class Bound:
         self.buffers = {
             name: _match(name, argument, *shapes[name]) for name, argument in arguments.items() if name in shapes
         }
+        self.formula: BoundFormula | None = None
+        if isinstance(problem.mask, Formula):
+            sizes = [arguments[name] for name in problem.mask.names() if _is_scalar(name)]
+            tables = [self.buffers[name] for name in problem.mask.names() if not _is_scalar(name)]
+            self.formula = BoundFormula(problem.mask, tables, sizes)
 
     def _shapes(self) -> dict[str, tuple[list[Size], str]]:
         """Shape and element type of every buffer the problem can have."""
@@ -66,7 +78,10 @@ class Bound:
             "sink": ([p.q_heads], p.dtype),
             "lengths": ([self.B], "int64"),
         }
-        if p.mask is not None:
+        if isinstance(p.mask, Formula):
+            tables = (name for name in p.mask.names() if not _is_scalar(name))
+            shapes |= {name: ([_size(f"{name}_len", None)], dtype) for name, dtype in zip(tables, p.mask.tables)}
+        elif p.mask is not None:
             full = (self.B, p.q_heads, self.S, _size("mask_len", None) if p.mask.pad else self.T)
             dims = [f if d is None else d for f, d in zip(full, p.mask.dims, strict=True)]
             shapes["mask"] = (dims, p.mask.dtype)
@@ -173,7 +188,33 @@ class Bound:
     def mask_per_row(self) -> bool:
         """Whether the query rows of one key/value head, of all its query heads, may differ in their mask."""
         mask = self.problem.mask
+        if isinstance(mask, Formula):
+            return "i" in mask.over or ("h" in mask.over and self.problem.group > 1)
         return mask is not None and (mask.dims[2] != 1 or (mask.dims[1] != 1 and self.problem.group > 1))
+
+    def mask_extremes(self, b: Expr, hk: Expr, rows: Interval, keys: Interval) -> Interval:
+        """Bounds of the formula as additive values, -inf where it hides a key, over rows and keys (ends included) of
+        all query heads of one key/value head; acc_dtype.
+
+        Emits code where the IRBuilder stands.
+        """
+        assert self.formula is not None and isinstance(self.problem.mask, Formula)
+        zero, hidden = self._constant(0.0), self._constant(float("-inf"))
+        heads = self.problem.group if "h" in self.problem.mask.over else 1
+        low, high = (T.alloc_buffer((1,), self.problem.acc_dtype) for _ in range(2))
+        T.buffer_store(low, -hidden, [0])
+        T.buffer_store(high, hidden, [0])
+        with T.serial(heads) as g:
+            found = self.formula.extremes(b, T.bind(hk * self.problem.group + g), rows, keys)
+            if found is None:
+                ends = hidden, -hidden
+            elif self.problem.mask.dtype == "bool":
+                ends = tirx.Select(found[0], zero, hidden), tirx.Select(found[1], zero, hidden)
+            else:
+                ends = widened(found[0], self.problem.acc_dtype), widened(found[1], self.problem.acc_dtype)
+            T.buffer_store(low, tirx.min(low[0], ends[0]), [0])
+            T.buffer_store(high, tirx.max(high[0], ends[1]), [0])
+        return low[0], high[0]
 
     def score(
         self,
@@ -207,14 +248,14 @@ class Bound:
         """The running maximum m and sum l of a row of query head h before its first key; scalars in acc_dtype."""
         if not self.problem.sink:
             return self._constant(float("-inf")), self._constant(0.0)
-        return _widened(self.buffers["sink"][h], self.problem.acc_dtype), self._constant(1.0)
+        return widened(self.buffers["sink"][h], self.problem.acc_dtype), self._constant(1.0)
 
     def _keys(self, b: Expr) -> Expr:
         """How many leading keys of batch b count: T, its valid length, or a shorter mask."""
         end = _int64(self.T)
         if self.problem.lengths:
             end = _clamp(self.buffers["lengths"][b], end)
-        if self.problem.mask is not None and self.problem.mask.pad:
+        if isinstance(self.problem.mask, Mask) and self.problem.mask.pad:
             end = tirx.min(end, self.buffers["mask"].shape[3])
         return end
 
@@ -230,8 +271,12 @@ class Bound:
 
     def _mask(self, b: Expr, h: Expr, i: Expr, j: Expr, inside: bool) -> Expr:
         """The mask's element for the pair: bool as it is, any other type in acc_dtype."""
+        if self.formula is not None:
+            if not inside:
+                i, j = (_clamp(x, _cast(_int64(n), _scalar_type(x)) - 1) for x, n in ((i, self.S), (j, self.T)))
+            return _number(self.formula(b, h, i, j), self.problem.acc_dtype)
         mask, buffer = self.problem.mask, self.buffers["mask"]
-        assert mask is not None
+        assert isinstance(mask, Mask)
 
         def load(row: Expr) -> Expr:
             indices = []
@@ -248,14 +293,19 @@ class Bound:
         else:  # TensorIR takes a vector index in the last axis only
             lanes = range(_lanes(i))
             value = tirx.Shuffle([load(tirx.Shuffle([i], [lane])) for lane in lanes], list(lanes))
-        return value if mask.dtype == "bool" else _widened(value, self.problem.acc_dtype)
+        return _number(value, self.problem.acc_dtype)
 
     def _load(self, name: str, b: Expr, h: Expr, row: Expr, d: Expr) -> Expr:
         buffer, indices = self.at(name, b, h, row, d)
-        return _widened(buffer[tuple(indices)], self.problem.acc_dtype)
+        return widened(buffer[tuple(indices)], self.problem.acc_dtype)
 
     def _constant(self, value: float) -> Expr:
         return tirx.const(value, self.problem.acc_dtype)
+
+
+def _is_scalar(name: str) -> bool:
+    """Whether the parameter is an int64 and no tensor."""
+    return name == "past" or name.startswith("size_")
 
 
 def _size(name: str, size: int | None) -> Size:
@@ -280,16 +330,9 @@ def _cast(value: Expr, dtype: str) -> Expr:
     return value.astype(dtype if lanes == 1 else f"{dtype}x{lanes}")
 
 
-def _widened(value: Expr, dtype: str) -> Expr:
-    """value in the wider floating-point type dtype.
-
-    bfloat16 is widened by hand: TVM 0.27 forgets to do so in a T.bind and then takes the bits for an integer
-    (ComputeLegalizer::VisitStmt_(BindNode)).
-    """
-    if _scalar_type(value) == "bfloat16":
-        bits = _cast(T.reinterpret(value.ty.dtype.replace("bfloat", "uint"), value), "uint32")
-        value = T.reinterpret(bits.ty.dtype.replace("uint", "float"), bits << 16)
-    return _cast(value, dtype)
+def _number(value: Expr, dtype: str) -> Expr:
+    """A mask's element: bool as it is, anything else widened to dtype."""
+    return value if _scalar_type(value) == "bool" else widened(value, dtype)
 
 
 def _tanh(x: Expr) -> Expr:

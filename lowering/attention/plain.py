@@ -38,11 +38,11 @@ def plain(problem: AttentionProblem) -> tirx.PrimFunc:
             rows, heads = tirx.max(bound.S, T.int64(1)), problem.q_heads
             with T.parallel(T.int64(1) * bound.B * heads * bound.S) as row:
                 b, h, i = row // (rows * heads), row // rows % heads, row % rows
-                _Row(bound, T.bind(b), T.bind(h), T.bind(i)).emit()
+                Row(bound, T.bind(b), T.bind(h), T.bind(i)).emit()
     return builder.get()
 
 
-class _Row:
+class Row:
     """The code for query row i of head h in batch b."""
 
     def __init__(self, bound: Bound, b: Expr, h: Expr, i: Expr) -> None:

@@ -17,6 +17,8 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from .formula import Formula
+
 Layout = Literal["bhsd", "bshd"]
 """bhsd: [B, H, L, D]. bshd: [B, L, H * D], the 3-D form of ONNX, read in place without a transpose."""
 
@@ -83,7 +85,7 @@ class AttentionProblem:
     softcap: float = 0.0
     window: Window | None = None
     lengths: bool = False  # an int64 [B] parameter: keys j >= lengths[b] are invisible
-    mask: Mask | None = None
+    mask: Mask | Formula | None = None
     sink: bool = False  # a [Hq] parameter of type dtype
     qk_mode: int | None = None
 
@@ -106,13 +108,14 @@ class AttentionProblem:
     def parameters(self) -> tuple[str, ...]:
         """Names of the PrimFunc's parameters in order: the inputs present, then the outputs asked for."""
         present = {
-            "mask": self.mask is not None,
+            "mask": isinstance(self.mask, Mask),
             "sink": self.sink,
             "lengths": self.lengths,
             "past": self.window is not None and self.window.offset == "past",
             "qk": self.qk_mode is not None,
         }
-        names = ("q", "k", "v", "mask", "sink", "lengths", "past", "y", "qk")
+        formula = self.mask.names() if isinstance(self.mask, Formula) else ()
+        names = ("q", "k", "v", "mask", *formula, "sink", "lengths", "past", "y", "qk")
         return tuple(name for name in names if present.get(name, True))
 
     def to_json(self) -> str:
@@ -123,6 +126,9 @@ class AttentionProblem:
         data: dict[str, Any] = json.loads(text)
         if data["window"] is not None:
             data["window"] = Window(**data["window"])
-        if data["mask"] is not None:
-            data["mask"] = Mask(**{**data["mask"], "dims": tuple(data["mask"]["dims"])})
+        mask = data["mask"]
+        if mask is not None and "code" in mask:
+            data["mask"] = Formula(**{**mask, "tables": tuple(mask["tables"]), "over": tuple(mask["over"])})
+        elif mask is not None:
+            data["mask"] = Mask(**{**mask, "dims": tuple(mask["dims"])})
         return AttentionProblem(**data)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .problem import AttentionProblem
+from .problem import AttentionProblem, Mask
 
 
 def reference(
@@ -19,7 +19,8 @@ def reference(
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Y in the layout of q, and the qk matrix [B, Hq, S, T] if qk_mode asks for it, both float64.
 
-    Inputs have the shapes of the problem's parameters and any real types. Masked scores and values are dropped by
+    Inputs have the shapes of the problem's parameters and any real types; the elements of a formula come as a mask
+    tensor. Masked scores and values are dropped by
     selection: NaN there does not reach Y. A row whose scores are all masked or -inf gives 0.
     """
     q, k, v = (
@@ -73,8 +74,7 @@ def _bias(
     i, j = np.arange(rows)[:, None], np.arange(keys)[None, :]
     if mask is not None:
         values = np.where(mask, 0.0, -np.inf) if mask.dtype == bool else mask.astype(np.float64)
-        assert problem.mask is not None
-        if problem.mask.pad:
+        if isinstance(problem.mask, Mask) and problem.mask.pad:
             missing = max(0, keys - values.shape[-1])
             values = np.pad(values, [(0, 0)] * 3 + [(0, missing)], constant_values=-np.inf)[..., :keys]
         bias = bias + values

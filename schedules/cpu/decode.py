@@ -23,7 +23,8 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
-from lowering.attention.bound import Bound
+from lowering.attention.bound import HIDDEN, Bound
+from lowering.attention.plain import Row
 
 from .kv_tile import KeyValueTile, load_as, store_y
 from .loops import split_among_threads
@@ -89,14 +90,31 @@ class _Partial:
         """Y of row `row`, counted over all batches and key/value heads."""
         p = self.bound.problem
         head, r = fixed(row // rows), fixed(row % rows)
-        h = fixed(head % p.kv_heads * p.group + r % p.group)
-        zero, first = tirx.const(0, self.acc), fixed(row * splits)
+        b, h, i = fixed(head // p.kv_heads), fixed(head % p.kv_heads * p.group + r % p.group), fixed(r // p.group)
+        first = fixed(row * splits)
         m_0, l_0 = (fixed(x) for x in self.bound.before_keys(h))
         m = Register(m_0)
         with T.serial(splits) as s:
             m.value = tirx.max(m.value, self.m[first + s])
-        shift = fixed(tirx.Select(m.value == tirx.const(float("-inf"), self.acc), zero, m.value))
-        log2_e = tirx.const(LOG2_E, self.acc)
+
+        def store() -> None:
+            y = self.combined(m.value, (m_0, l_0), first, splits)
+            store_y(self.bound, self.cpu, b, h, i, y, self.v_starts)
+
+        if self.bound.formula is None or self.bound.formula.dtype == "bool":
+            store()
+            return
+        with T.If(m.value <= tirx.const(HIDDEN / 2, self.acc)):
+            with T.Then():  # a row whose keys are all hidden by a finite number weighs them all the same
+                Row(self.bound, b, h, i).emit()
+            with T.Else():
+                store()
+
+    def combined(self, m: Expr, before: tuple[Expr, Expr], first: Expr, splits: Expr) -> list[Expr]:
+        """sum w_s O_s / sum w_s l_s, with the terms before all keys; m is the maximum."""
+        zero, log2_e = tirx.const(0, self.acc), tirx.const(LOG2_E, self.acc)
+        m_0, l_0 = before
+        shift = fixed(tirx.Select(m == tirx.const(float("-inf"), self.acc), zero, m))
         l = Register(l_0 * exp2((m_0 - shift) * log2_e))
         o = [Register(splat(0.0, self.Wv, self.acc)) for _ in self.v_starts]
         with T.serial(splits) as s:
@@ -106,8 +124,7 @@ class _Partial:
                 weight = splat(w, self.Wv, self.acc)
                 register.value += weight * load(self.O, self.Wv, (first + s) * self.stride + n * self.Wv)
         inverse = fixed(splat(tirx.Select(l.value == zero, zero, tirx.const(1, self.acc) / l.value), self.Wv, self.acc))
-        y = [fixed(register.value * inverse) for register in o]
-        store_y(self.bound, self.cpu, head // p.kv_heads, h, r // p.group, y, self.v_starts)
+        return [fixed(register.value * inverse) for register in o]
 
 
 class _Split:
@@ -154,11 +171,28 @@ class _Split:
         with T.serial(tirx.ceildiv(stop - start, self.tiles.kv)) as t:
             self.kv0 = fixed(start + t * self.tiles.kv)
             self.keys = fixed(tirx.min(stop - self.kv0, T.int64(self.tiles.kv)))
-            self.kv.open(self.kv0, self.kv0 + self.keys, self.memory)
-            self.scores()
-            self.softmax()
-            self.accumulate()
+            if self.bound.formula is None:
+                self.attend()
+            else:
+                self.attend_if_visible()
         self.keep()
+
+    def attend_if_visible(self) -> None:
+        """One tile of keys, which the formula may hide from all rows."""
+        rows, keys = (T.int64(0), self.bound.S - 1), (self.kv0, self.kv0 + self.keys - 1)
+        _, highest = self.bound.mask_extremes(self.b, self.hk, rows, keys)
+        with T.If(highest <= tirx.const(HIDDEN, self.acc)):
+            with T.Then():
+                T.evaluate(0)
+            with T.Else():
+                self.attend()
+
+    def attend(self) -> None:
+        """One tile of keys."""
+        self.kv.open(self.kv0, self.kv0 + self.keys, self.memory)
+        self.scores()
+        self.softmax()
+        self.accumulate()
 
     def head_and_row(self, r: Expr) -> tuple[Expr, Expr]:
         """Query head and query row of packed row r."""

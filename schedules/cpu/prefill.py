@@ -26,7 +26,8 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
-from lowering.attention.bound import Bound
+from lowering.attention.bound import HIDDEN, Bound
+from lowering.attention.interval import Interval
 
 from .kv_tile import KeyValueTile, load_as, store_y
 from .tiles import PrefillTiles
@@ -98,7 +99,26 @@ class _QueryTile:
 
     def emit(self) -> None:
         self.load_queries()
+        nothing = tirx.const(float("-inf"), self.acc)
+        if self.problem.mask is None or self.problem.mask.dtype == "bool":
+            self.attempt(nothing)
+        else:
+            # A row whose keys are all hidden by a finite number weighs them all the same: again, skipping none of them.
+            again = Register(tirx.const(1, "int32"))
+            with T.serial(2) as turn, T.If(again.value != 0), T.Then():
+                threshold = fixed(tirx.Select(turn == 0, tirx.const(HIDDEN, self.acc), nothing))
+                skipped = self.attempt(threshold)
+                worst = Register(tirx.const(0, self.acc))
+                with T.serial(self.here) as r:
+                    worst.value = tirx.min(worst.value, self.m[r])
+                hopeless = worst.value <= tirx.const(HIDDEN / 2, self.acc)
+                again.value = tirx.Select(hopeless, skipped.value, tirx.const(0, "int32"))
+        self.store_y()
+
+    def attempt(self, threshold: Expr) -> Register:
+        """O, m and l of the tile without key tiles whose mask is at most `threshold`; 1 if one of them was not -inf."""
         self.initialise()
+        skipped = Register(tirx.const(0, "int32"))
         i0, i1 = self.r0 // self.problem.group, (self.r0 + self.here - 1) // self.problem.group + 1
         lo, hi = (fixed(end) for end in self.bound.visible_range(self.b, i0, i1))
         full_lo, full_hi = (fixed(end) for end in self.bound.full_range(self.b, i0, i1, before_mask=True))
@@ -109,11 +129,32 @@ class _QueryTile:
             if self.problem.mask is None:
                 self.attend(full)
             else:
-                lowest, highest = self.load_mask()
-                with T.If(highest > tirx.const(float("-inf"), self.acc)), T.Then():
-                    zero = tirx.const(0, self.acc)
-                    self.attend(tirx.all(full, lowest == zero, highest == zero))
-        self.store_y()
+                self.attend_under_mask((i0, i1 - 1), fixed(full), threshold, skipped)
+        return skipped
+
+    def attend_under_mask(self, rows: Interval, full: Expr, threshold: Expr, skipped: Register) -> None:
+        lowest, highest = self.mask_of_tile(rows, full, threshold)
+        with T.If(highest <= threshold):
+            with T.Then():
+                finite = highest > tirx.const(float("-inf"), self.acc)
+                skipped.value = tirx.Select(finite, tirx.const(1, "int32"), skipped.value)
+            with T.Else():
+                zero = tirx.const(0, self.acc)
+                self.attend(tirx.all(full, lowest == zero, highest == zero))
+
+    def mask_of_tile(self, rows: Interval, full: Expr, threshold: Expr) -> tuple[Expr, Expr]:
+        """Bounds of the mask in the tile; where they leave any doubt, it is evaluated into M first."""
+        if self.bound.formula is None:
+            return self.load_mask()
+        ends = self.bound.mask_extremes(self.b, self.hk, rows, (self.kv0, self.end - 1))
+        lowest, highest = Register(ends[0]), Register(ends[1])
+        zero = tirx.const(0, self.acc)
+        with T.If(tirx.any(highest.value <= threshold, tirx.all(full, lowest.value == zero, highest.value == zero))):
+            with T.Then():
+                T.evaluate(0)
+            with T.Else():
+                lowest.value, highest.value = self.load_mask()
+        return lowest.value, highest.value
 
     def attend(self, full: Expr) -> None:
         self.kv.open(self.kv0, self.end, self.memory)
