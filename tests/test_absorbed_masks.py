@@ -115,7 +115,8 @@ CASES = {
     ),
     "documents": Case(
         """a = Unsqueeze (doc, third) start = Unsqueeze (past, first) ends = Unsqueeze (Ts, first)
-        mine = Slice (a, start, ends, second) b = Unsqueeze (doc, second) same = Equal (mine, b) s4 = Unsqueeze (same, second) c = LessOrEqual (j, i)
+        mine = Slice (a, start, ends, second) b = Unsqueeze (doc, second) same = Equal (mine, b)
+        s4 = Unsqueeze (same, second) c = LessOrEqual (j, i)
         mask = And (s4, c)""",
         lambda i, j, doc: (doc[:, None, i[:, 0], None] == doc[:, None, None]) & (j <= i),
         DOC,
