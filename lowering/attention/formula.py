@@ -14,6 +14,7 @@ from tvm import ir, tirx
 from tvm.ir import Expr, prim
 from tvm.script.ir_builder import tirx as T
 
+from ..expressions import rewrite, substitute, walk
 from .interval import Interval, extremes, interval
 
 INDICES = ("b", "h", "i", "j")
@@ -63,7 +64,21 @@ class BoundFormula:
         self.dtype = formula.dtype
         self.indices, self.expr = params[:4], func.body.value
         self.values: dict[tirx.Var, Expr] = dict(zip(params[4:], sizes))
+        self.expr = rewrite(self.expr, self._once)
         self.tables: dict[tirx.Var, tirx.Buffer] = dict(zip(params[4 + len(sizes) :], tables))
+
+    def _once(self, node: Expr) -> Expr | None:
+        """What depends on nothing but the sizes, computed here, where the IRBuilder stands; None for anything else."""
+        read = [n for n in walk(node) if isinstance(n, tirx.Var | ir.TensorLoad)]
+        if not read or isinstance(node, tirx.Var) or any(n not in self.values for n in read):
+            return None
+        place = T.alloc_buffer(
+            (1,), str(node.ty)
+        )  # TVM would put the definition of a plain binding wherever it is used
+        T.buffer_store(place, substitute(node, self.values), [0])
+        var = tirx.Var("once", node.ty)
+        self.values[var] = T.bind(place[0])
+        return var
 
     def __call__(self, b: Expr, h: Expr, i: Expr, j: Expr) -> Expr:
         """The element; one of i and j may be a vector."""

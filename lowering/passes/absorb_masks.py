@@ -18,11 +18,10 @@ import tvm
 from tvm import ir, relax, te, tirx
 from tvm.ir import Expr, prim
 
-from schedules.cpu.stages import offset, rewrite, substitute, uses, walk
-
 from ..attention.formula import INDICES, Formula
 from ..attention.plain import plain
 from ..attention.problem import ATTRIBUTE, AttentionProblem, Mask
+from ..expressions import offset, rewrite, substitute, uses, walk
 from .elements import Elements, NoExpression
 
 _CHEAP = ("prim.if_then_else", "tirx.fabs", "tirx.reinterpret")

@@ -15,7 +15,7 @@ from tvm import ir, relax, s_tir, tirx
 from tvm.ir import Expr, prim
 from tvm.sym import Analyzer
 
-from schedules.cpu.stages import is_int, rewrite, substitute, uses, walk
+from ..expressions import is_int, rewrite, substitute, uses, walk
 
 _MOST_NODES = 4096  # of an expression; sharing is lost in a tree
 
@@ -191,7 +191,7 @@ class Elements:
                 within = self.simplify(tirx.all(place >= 0, place < extent))
                 at[var] = place if is_int(within, 1) else self.simplify(tirx.max(tirx.min(place, extent - 1), 0))
             elif isinstance(index, prim.IntImm):
-                within = self.simplify(tirx.EQ(wanted, index))
+                within = self.simplify(tirx.EQ(wanted, tirx.const(index.value, "int64")))
             else:
                 return None
             inside = self.simplify(tirx.all(inside, within))
@@ -238,10 +238,10 @@ def _without_branches(expr: Expr) -> Expr:
 def _stores(func: tirx.PrimFunc) -> list[_Store] | None:
     """The stores of a function in their order; None if it does anything but data-parallel stores."""
     root = func.body
-    if not isinstance(root, s_tir.SBlockRealize) or root.block.match_buffers:
-        return None
+    if isinstance(root, s_tir.SBlockRealize) and not root.block.match_buffers:
+        root = root.block.body
     stores = []
-    for nest in tirx.stmt_list(root.block.body):
+    for nest in tirx.stmt_list(root):
         store = _store(nest)
         if store is None:
             return None
@@ -256,6 +256,8 @@ def _store(nest: tirx.Stmt) -> _Store | None:
             return None
         loops[nest.loop_var] = nest.extent
         nest = nest.body
+    if isinstance(nest, tirx.BufferStore) and not loops:  # single numbers, as of a shape
+        return _Store(nest.buffer, {}, list(nest.indices), nest.value)
     if not isinstance(nest, s_tir.SBlockRealize) or not is_int(nest.predicate, 1):
         return None
     block, store = nest.block, nest.block.body

@@ -12,10 +12,12 @@ from tvm.ir import prim
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
+from lowering.expressions import Expr, is_int, loads, offset, uses, walk
+
 from .facts import Facts
 from .half import is_half
 from .loops import split_among_threads, split_rows, volume
-from .stages import Axis, Expr, Stage, is_int, loads, offset, read_stages, uses, walk
+from .stages import Axis, Stage, read_stages
 from .sweep import Sweep, plan_sweep
 from .values import Evaluator, Program, View, flat_view
 from .vector import fixed, machine

@@ -14,7 +14,7 @@ from tvm import ir, tirx
 from tvm.ir import prim
 from tvm.sym import Analyzer
 
-from .stages import Expr, rewrite, walk
+from lowering.expressions import Expr, rewrite, walk
 
 
 class Facts:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from tvm import ir, tirx
 
-from .stages import Expr
+from lowering.expressions import Expr
 
 Bind = Callable[[Expr], Expr]
 """Gives an expression a name, so that it is computed once."""

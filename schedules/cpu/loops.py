@@ -8,7 +8,9 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
 
-from .stages import Axis, Expr, is_int
+from lowering.expressions import Expr, is_int
+
+from .stages import Axis
 from .vector import fixed
 
 # Waking the workers costs some microseconds: about as long as one core needs for so many simple operations.

@@ -26,20 +26,12 @@ from tvm.ir import prim
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
+from lowering.expressions import Expr, is_int, loads, offset, substitute, uses
+
 from .facts import Facts
 from .half import HALF
 from .loops import split_among_threads, unravel, vector_loop, volume
-from .stages import (
-    Axis,
-    Expr,
-    Stage,
-    is_int,
-    loads,
-    offset,
-    read_stages,
-    substitute,
-    uses,
-)
+from .stages import Axis, Stage, read_stages
 from .values import Evaluator, View, flat_view, read
 from .vector import Machine, Register, convert, fixed, load, machine, splat, store, workspace
 

@@ -15,12 +15,14 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
 
+from lowering.expressions import Expr, is_int, loads, offset, substitute
+
 from .elementwise import expensive_outputs, recomputed, scratch_type
 from .facts import Facts
 from .half import is_half
 from .loops import nest, split_rows, volume
 from .rows import runs_across, several, shared_rank
-from .stages import Axis, Expr, Stage, is_int, loads, offset, read_stages, substitute
+from .stages import Axis, Stage, read_stages
 from .sweep import Piece, plan_sweep
 from .values import Evaluator, Known, Program, View, flat_view
 from .vector import Machine, Register, convert, fixed, machine, reduce_lanes, splat

@@ -8,7 +8,9 @@ from tvm import ir, tirx
 from tvm.ir import prim
 from tvm.sym import Analyzer
 
-from .stages import Expr, Stage, is_int, loads, offset, substitute
+from lowering.expressions import Expr, is_int, loads, offset, substitute
+
+from .stages import Stage
 
 Read = tuple[tirx.Buffer, list[Expr]]
 

@@ -6,14 +6,11 @@ rules of this folder read stages, and write a new body for the function from the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
-from tvm import ir, s_tir, tirx
-from tvm.ir import prim
+from tvm import s_tir, tirx
 
-Expr: TypeAlias = ir.Expr
+from lowering.expressions import Expr, is_int, substitute
 
 _COMM_REDUCE = 2  # IterVar.iter_type
 
@@ -126,82 +123,3 @@ def _read_stage(nest: tirx.Stmt) -> Stage | None:
             return None
         init = substitute(block.init.value, unit)
     return Stage(store.buffer, tuple(axes), tuple(reduce), init, substitute(store.value, unit))
-
-
-# Expressions.
-
-
-def is_int(value: Expr, wanted: int) -> bool:
-    return isinstance(value, prim.IntImm) and value.value == wanted
-
-
-def children(expr: Expr) -> list[Expr]:
-    """Operands of a scalar expression; a load's are its indices."""
-    if isinstance(expr, prim.BinaryOpExpr | prim.CmpExpr | prim.And | prim.Or):
-        return [expr.a, expr.b]
-    if isinstance(expr, ir.Call):
-        return list(expr.args)
-    if isinstance(expr, ir.TensorLoad):
-        return list(expr.indices)
-    if isinstance(expr, prim.Select):
-        return [expr.condition, expr.true_value, expr.false_value]
-    if isinstance(expr, prim.Cast):
-        return [expr.value]
-    if isinstance(expr, prim.Not | prim.BitwiseNot):
-        return [expr.a]
-    if isinstance(expr, prim.Let):
-        return [expr.value, expr.body]
-    return []
-
-
-def rebuild(expr: Expr, operands: list[Expr]) -> Expr:
-    """`expr` with other operands of the same types, in the order of `children`."""
-    if isinstance(expr, ir.Call):
-        return ir.Call(expr.op, operands, expr.attrs, expr.ty_args, ret_ty=expr.ty)
-    if isinstance(expr, ir.TensorLoad):
-        return tirx.BufferLoad(expr.source, operands)
-    if isinstance(expr, prim.Cast):
-        return prim.Cast(expr.ty, *operands)
-    if isinstance(expr, prim.Let):
-        return prim.Let(expr.var, *operands)
-    return type(expr)(*operands)
-
-
-def rewrite(expr: Expr, replace: Callable[[Expr], Expr | None]) -> Expr:
-    """`expr` with every node for which `replace` gives an expression replaced by it, outermost nodes first."""
-    replacement = replace(expr)
-    if replacement is not None:
-        return replacement
-    old = children(expr)
-    new = [rewrite(operand, replace) for operand in old]
-    return expr if all(a.same_as(b) for a, b in zip(old, new)) else rebuild(expr, new)
-
-
-def substitute(expr: Expr, values: Mapping[tirx.Var, Expr]) -> Expr:
-    """`expr` with variables replaced."""
-    return rewrite(expr, lambda e: values.get(e) if isinstance(e, tirx.Var) else None) if values else expr
-
-
-def walk(expr: Expr) -> Iterator[Expr]:
-    """Every node of `expr`."""
-    yield expr
-    for operand in children(expr):
-        yield from walk(operand)
-
-
-def loads(expr: Expr) -> list[ir.TensorLoad]:
-    """Every load in `expr`, those inside indices included."""
-    return [node for node in walk(expr) if isinstance(node, ir.TensorLoad)]
-
-
-def uses(expr: Expr, variables: set[tirx.Var]) -> bool:
-    """Whether any of the variables occurs in `expr`."""
-    return any(isinstance(node, tirx.Var) and node in variables for node in walk(expr))
-
-
-def offset(shape: Sequence[Expr], indices: Sequence[Expr]) -> Expr:
-    """Position of an element from the start of a row-major tensor, in elements."""
-    position: Expr = tirx.const(0, "int64")
-    for index, extent in zip(indices, shape):
-        position = position * extent + index
-    return position

@@ -14,9 +14,11 @@ from tvm import ir, tirx
 from tvm.ir import prim
 from tvm.sym import Analyzer
 
+from lowering.expressions import Expr, children, is_int, substitute, walk
+
 from .facts import Facts
 from .loops import nest, unravel, vector_loop, volume
-from .stages import Axis, Expr, children, is_int, substitute, walk
+from .stages import Axis
 from .values import Body, Program
 from .vector import fixed
 

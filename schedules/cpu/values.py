@@ -16,21 +16,12 @@ from tvm.ir import prim
 from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
 
+from lowering.expressions import Expr, is_int, loads, offset, rebuild, rewrite, substitute, uses, walk
+
 from .facts import Facts
 from .fast_math import expand
 from .half import is_half, narrow, rounded, widen
-from .stages import (
-    Expr,
-    Stage,
-    is_int,
-    loads,
-    offset,
-    rebuild,
-    rewrite,
-    substitute,
-    uses,
-    walk,
-)
+from .stages import Stage
 from .vector import fixed
 
 _ZERO = tirx.const(0, "int64")
