@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from onnx_ir.passes import common
 
 from .errors import NodeError
+from .fusion import fuse
 from .importer import Importer
 from .model import ModelLike, load_model
 
@@ -43,7 +44,7 @@ def check(model: ModelLike) -> Report:
     A node behind a blocked one is still examined, with the type that ONNX shape inference gives its input. Raises
     ModelError if the model cannot be read at all.
     """
-    loaded = load_model(model)
+    loaded = fuse(load_model(model))
     loaded = common.ShapeInferencePass()(loaded).model
     errors: list[NodeError] = []
     importer = Importer(loaded, errors)

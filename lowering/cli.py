@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dim", action="append", default=[], metavar="NAME=LOW..HIGH", help="legal sizes of a symbolic dimension"
     )
     c.add_argument("--threads", type=int, help="default number of workers (else the CPUs the caller may use)")
-    c.add_argument("--dump-dir", type=Path, help="write the module after every pass into this folder")
+    c.add_argument("--dump-dir", type=Path, help="write fused.onnx and the module after every pass into this folder")
     c.set_defaults(run=_compile)
 
     r = commands.add_parser("run", help="run an artifact on .npy files")
@@ -83,11 +83,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _compile(arguments: argparse.Namespace) -> int:
+    import onnx_ir as ir
+
     from .compiler import compile_to
 
     steps = itertools.count(1)
 
     def dump(name: str, module: Any) -> None:
+        if isinstance(module, ir.Model):
+            ir.save(module, arguments.dump_dir / f"{name}.onnx", external_data=f"{name}.onnx.data")
+            return
         (arguments.dump_dir / f"{next(steps):02}_{name}.py").write_text(module.script() + "\n")
 
     if arguments.dump_dir is not None:

@@ -15,6 +15,7 @@ from . import artifact
 from .build import build
 from .donation import donated_pairs
 from .errors import InputError
+from .fusion import fuse
 from .importer import Port, import_model
 from .manifest import Manifest, TensorSpec
 from .model import ModelLike, load_model
@@ -41,7 +42,7 @@ def compile(
     is `cpu` for this machine, or `cpu:x86-64-v3`, `cpu:x86-64-v4`, `cpu:aarch64` for others; cc names the compiler that
     links. donate holds regular expressions that match whole names of inputs to be consumed: the matching output takes
     over their memory. threads is the default number of workers; None means the CPUs the calling thread may use. dump is
-    called with (name of the pass, module) after each pass.
+    called with ("fused", the `onnx_ir.Model` to import), then with (name of the pass, module) after each pass.
 
     Raises ModelError, NodeError (a node that cannot be lowered), TargetError or InputError (a donate pattern that
     matches no input, or an input without a matching output).
@@ -70,7 +71,10 @@ def compile_to(
     resolved = resolve(target, cc)
     loaded = load_model(model)
     donated = donated_pairs(loaded.graph, donate)
-    imported = import_model(loaded)
+    fused = fuse(loaded)
+    if dump is not None:
+        dump("fused", fused)
+    imported = import_model(fused)
     inputs, outputs = [p.name for p in imported.inputs], [p.name for p in imported.outputs]
     pairs = {inputs.index(i): outputs.index(o) for i, o in donated.items()}
     notes = list(imported.warnings)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import onnx_ir as ir
 import tvm
 from tvm import relax
 
@@ -23,7 +24,7 @@ from .passes.release import add_release
 from .passes.sizes_first import sizes_first
 from .target import Target
 
-Dump = Callable[[str, tvm.IRModule], None]
+Dump = Callable[[str, ir.Model | tvm.IRModule], None]
 
 
 def lower(

@@ -1,0 +1,61 @@
+"""From an ONNX model to an ONNX model in which operators that were written out are nodes again.
+
+One flat, named list of passes over onnx_ir graphs, one per file, each with its cases numbered. What they make are
+standard ai.onnx operators, so the result is a legal model that other tools open and run. A pattern that does not match
+keeps its meaning.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from onnx_ir.passes import common
+
+from .attention import FuseAttentionPass
+from .gelu import FuseGeluPass
+from .grouped_heads import GroupHeadsPass
+from .layer_norm import FuseLayerNormPass
+from .no_ops import RemoveNoOpsPass
+from .opset import UpgradeOpsetPass
+from .rms_norm import FuseRmsNormPass
+from .rotary import FuseRotaryPass
+from .sizes import InferSizesPass
+from .swish import FuseSwishPass
+
+# What makes the graph ready, what fuses, what tidies up.
+PREPARE: list[tuple[str, ir.passes.InPlacePass]] = [
+    ("infer_sizes", InferSizesPass()),  # the converter needs ranks to know which axis a Softmax means
+    ("upgrade_opset", UpgradeOpsetPass()),
+    ("infer_sizes", InferSizesPass()),
+    ("remove_no_ops", RemoveNoOpsPass()),
+    ("eliminate_common_subexpressions", common.CommonSubexpressionEliminationPass()),
+]
+PASSES: list[tuple[str, ir.passes.InPlacePass]] = [
+    ("fuse_layer_norm", FuseLayerNormPass()),
+    ("fuse_rms_norm", FuseRmsNormPass()),
+    ("fuse_gelu", FuseGeluPass()),
+    ("fuse_swish", FuseSwishPass()),
+    ("fuse_rotary", FuseRotaryPass()),
+    ("fuse_attention", FuseAttentionPass()),
+    ("group_heads", GroupHeadsPass()),  # behind fuse_attention: in front of what it made, too
+]
+TIDY: list[tuple[str, ir.passes.InPlacePass]] = [
+    ("share_what_was_added", common.CommonSubexpressionEliminationPass()),
+    ("remove_unused_nodes", common.RemoveUnusedNodesPass()),
+]
+
+
+def fuse(model: ir.Model) -> ir.Model:
+    """The model with its patterns fused; the model itself, untouched, where none is found.
+
+    Weights are shared with the given model, not copied.
+    """
+    fused, modified = model.clone(), False
+    for _, run in PREPARE:
+        run(fused)
+    for _, run in PASSES:
+        modified |= run(fused).modified
+    if not modified:
+        return model
+    for _, run in TIDY:
+        run(fused)
+    return fused

@@ -1,0 +1,200 @@
+"""MatMul, Softmax, MatMul: one Attention node."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from .attention_keys import keys, split_heads
+from .attention_scores import Scores, find_scores
+from .matching import (
+    Rewrite,
+    Size,
+    attribute,
+    closed,
+    dims,
+    is_op,
+    known,
+    may_broadcast,
+    number,
+    operand,
+    pairs,
+    producer,
+)
+from .opset import FIRST, opset
+
+_PRECISIONS = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE)
+
+
+class FuseAttentionPass(ir.passes.InPlacePass):
+    """Makes one ai.onnx Attention of softmax(Q K^T) V, written out.
+
+    Q is [B, Hq, S, D], V is [B, Hkv, T, Dv] with Hkv = Hq or 1; or all have three dimensions, [N, S, D].
+
+    1. Scale: Mul or Div by a known number, of the scores, of Q, of K or of several of them.
+    2. K: Transpose by any permutation, the Reshape, Transpose, Reshape that PyTorch writes, or K that already is
+       [B, H, D, T], which gets a Transpose. Concat of past and new keys stays the input that it is.
+    3. Softmax along the last axis, also in a wider type between two Casts.
+    4. Soft cap: c Tanh(x / c), with any scale before it, and no mask.
+    5. Additive masks after the cap, one or several, on either side of the Add, also multiplied by a later scale.
+    6. Where masks, both ways round: a fill of -inf becomes a bool mask. A finite one becomes the additive mask
+       Where(condition, 0, fill) if the fill is so low that it absorbs every score; -10000 is not.
+    7. Max(scores + mask, lowest number): the mask is clamped instead.
+    8. NaN guard: Where(IsNaN(p), 0, p). Dropout and Identity are gone by now.
+    9. Three dimensions: Reshape of the scores to [B, H, S, T] and back gives B and H; without it, N is the batch of one
+       head. A float mask in a type wider than Q's makes the whole node that wide.
+
+    A score or probability that anybody else reads, or that is an output, refuses the match; so do sizes that would
+    broadcast any other way, a mask after the softmax, and a head number or size that is no number. A row whose keys are
+    all masked by -inf is NaN before and 0 after, which is the only change of meaning.
+    """
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        modified = False
+        if opset(model) >= FIRST:
+            for node in list(model.graph.all_nodes()):
+                if is_op(node, "MatMul") and node.graph is not None and _try_fuse(node):
+                    modified = True
+        return ir.passes.PassResult(model, modified)
+
+
+def _try_fuse(product: ir.Node) -> bool:
+    behind = _behind_the_softmax(product)
+    scores = find_scores(operand(behind[-1], 0)) if behind is not None else None
+    if behind is None or scores is None:
+        return False
+    nodes = [product, *behind, *scores.nodes]
+    if not closed(set(nodes), product.outputs[0]):
+        return False
+    q, by_q = _scaled(operand(scores.product, 0))
+    kt, by_k = _scaled(operand(scores.product, 1))
+    views = [dims(node.outputs[0]) for node in (*behind, *scores.nodes) if is_op(node, "Reshape")]
+    attention = _Attention(product, behind[-1], q, kt, operand(product, 1), scores, scores.scale * by_q * by_k)
+    if not attention.sizes_fit(views) or not attention.types_fit() or not 0 <= attention.scale < math.inf:
+        return False
+    attention.replace(nodes)
+    return True
+
+
+def _behind_the_softmax(product: ir.Node) -> list[ir.Node] | None:
+    """Cases 3 and 8, and the Reshape of case 9: from the second product back to the Softmax, which is the last."""
+    value, nodes = operand(product, 0), []
+    while (node := producer(value, "Cast", "Reshape", "Where", "Softmax")) is not None:
+        nodes.append(node)
+        if is_op(node, "Softmax"):
+            rank = len(dims(operand(node, 0)))
+            return nodes if rank and attribute(node, "axis", -1) % rank == rank - 1 else None
+        value = operand(node, 0)
+        if is_op(node, "Where"):
+            guard = producer(value, "IsNaN")
+            value = operand(node, 2)
+            if guard is None or number(node.inputs[1]) != 0 or guard.inputs[0] is not value:
+                return None
+            nodes.append(guard)
+    return None
+
+
+def _scaled(value: ir.Value) -> tuple[ir.Value, float]:
+    """A value without the numbers it is multiplied by, and their product."""
+    factor = 1.0
+    while (node := producer(value, "Mul", "Div")) is not None:
+        sides = list(pairs(node)) if is_op(node, "Mul") else [(operand(node, 0), operand(node, 1))]
+        found = next(((x, n) for x, c in sides if (n := number(c)) and dims(x) == dims(value)), None)
+        if found is None:
+            break
+        value, factor = found[0], factor * found[1] if is_op(node, "Mul") else factor / found[1]
+    return value, factor
+
+
+@dataclass
+class _Attention:
+    """What the new node is made of. heads is B and H where the first of three dimensions is B * H."""
+
+    product: ir.Node
+    softmax: ir.Node
+    q: ir.Value
+    kt: ir.Value
+    v: ir.Value
+    scores: Scores
+    scale: float
+    heads: tuple[Size, int] | None = None
+
+    @property
+    def shape(self) -> tuple[Size, ...]:
+        """[B, Hq, S, T] of the scores."""
+        q, kt = dims(self.q), dims(self.kt)
+        return (*(q[:2] if self.heads is None else self.heads), q[-2], kt[-1])
+
+    @property
+    def dtype(self) -> ir.DataType:
+        """The type of the new node: that of Q, or the widest in which a mask was added."""
+        return max(self.scores.masks.types([self.scores.product.outputs[0].dtype]), key=lambda dtype: dtype.itemsize)
+
+    def sizes_fit(self, views: list[tuple[Size, ...]]) -> bool:
+        """Whether nothing broadcasts but what Attention broadcasts, too; finds the heads. views are the shapes to which
+        scores and probabilities are reshaped."""
+        shapes = q, kt, v = dims(self.q), dims(self.kt), dims(self.v)
+        rank = len(q)
+        if rank not in (3, 4) or any(len(shape) != rank for shape in shapes):
+            return False
+        if not all(known(size) for size in (q[-1], kt[-2], v[-1])):
+            return False
+        if any(not may_broadcast(a[0], b[0]) for a in shapes for b in shapes):
+            return False
+        if rank == 4:
+            fit = not views and known(q[1]) and kt[1] == v[1] and kt[1] in (1, q[1])
+        else:
+            self.heads = _heads(views, q[0], dims(self.scores.product.outputs[0]))
+            fit = self.heads is not None
+        return fit and self.scores.masks.fit(self.shape, q[0])
+
+    def types_fit(self) -> bool:
+        values = (
+            self.q,
+            self.kt,
+            self.v,
+            self.scores.product.outputs[0],
+            self.softmax.outputs[0],
+            *self.product.outputs,
+        )
+        types = [value.dtype for value in values if value.dtype in _PRECISIONS]
+        if len(types) < len(values) or {ir.DataType.FLOAT16, ir.DataType.BFLOAT16} <= {*types, self.dtype}:
+            return False
+        _, _, v, product, softmax, _ = (dtype.itemsize for dtype in types if dtype is not None)
+        return v <= self.dtype.itemsize and product <= softmax
+
+    def replace(self, nodes: list[ir.Node]) -> None:
+        new, result, dtype = Rewrite(self.product), self.product.outputs[0], self.dtype
+        inputs = [split_heads(new, self.q, self.heads), keys(new, self.kt, self.heads)]
+        q, k, v = (new.cast(x, dtype) for x in (*inputs, split_heads(new, self.v, self.heads)))
+
+        def key_count() -> ir.Value:
+            return new.emit("Shape", [k], {"start": 2, "end": 3}, ir.DataType.INT64, [1])
+
+        mask = self.scores.masks.combined(new, self.shape, key_count, dtype, self.heads)
+        attributes: dict[str, float | int] = {"scale": self.scale}
+        if self.scores.softcap:
+            attributes["softcap"] = self.scores.softcap
+        softmax = self.softmax.outputs[0].dtype
+        if softmax != dtype:
+            attributes["softmax_precision"] = int(softmax or dtype)
+        shape = (*self.shape[:3], dims(self.v)[-1])
+        y = new.emit("Attention", [q, k, v] if mask is None else [q, k, v, mask], attributes, dtype, shape)
+        y = new.cast(y, result.dtype or dtype)
+        if self.heads is not None:
+            sizes = new.emit("Shape", [y], {"start": 2}, ir.DataType.INT64, [2])
+            flat = new.emit("Concat", [new.integers(-1), sizes], {"axis": 0}, ir.DataType.INT64, [3])
+            y = new.emit("Reshape", [y, flat], shape=dims(result))
+        new.replace(nodes, result, y)
+
+
+def _heads(views: list[tuple[Size, ...]], batch: Size, scores: tuple[Size, ...]) -> tuple[Size, int] | None:
+    """Case 9: B and H of scores [B * H, S, T], from the four dimensions that they have on their way."""
+    if not views:
+        return batch, 1
+    full = next((view for view in views if len(view) == 4), None)
+    if full is None or any(view not in (scores, full) for view in views) or full[2:] != scores[1:]:
+        return None
+    return (full[0], full[1]) if isinstance(full[1], int) else None

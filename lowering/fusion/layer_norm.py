@@ -1,0 +1,55 @@
+"""The layer norm, written out: one LayerNormalization node (https://arxiv.org/abs/1607.06450)."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from .matching import Rewrite, dims, operand, producer
+from .normalization import Chain, divided, mean_of, ones, widened_from
+from .opset import opset
+
+_FIRST = 17  # LayerNormalization
+
+
+class FuseLayerNormPass(ir.passes.InPlacePass):
+    """Makes one LayerNormalization of d / sqrt(mean(d^2) + epsilon) * scale + bias with d = x - mean(x), last axis.
+
+    1. The square and the division in the ways of FuseRmsNormPass.
+    2. Scale and bias on either side of their Mul and Add; without a scale it is ones, without a bias there is none.
+    3. x cast to float32 before and back before the scale: the node computes in float32 by itself and reads what was
+       cast.
+
+    A difference from anything but the mean of the same x, another axis, and float64 refuse the match; a factor or a
+    summand that is no parameter of the last axis stays.
+    """
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        modified = False
+        if opset(model) >= _FIRST:
+            for node in list(model.graph.all_nodes()):
+                if node.graph is not None and _try_fuse(node):
+                    modified = True
+        return ir.passes.PassResult(model, modified)
+
+
+def _try_fuse(node: ir.Node) -> bool:
+    found = divided(node)
+    difference = producer(found[0], "Sub") if found is not None and found[0] is found[1] else None
+    if found is None or difference is None or mean_of(operand(difference, 1)) is not operand(difference, 0):
+        return False
+    x, epsilon, chain = operand(difference, 0), found[2], Chain(node)
+    size = dims(x)[-1]
+    if not isinstance(size, int) or x.dtype == ir.DataType.DOUBLE:
+        return False
+    source = widened_from(x)
+    if source is not x and not chain.cast(source.dtype):
+        source = x
+    scale, bias = chain.parameter("Mul"), chain.parameter("Add")
+    result = chain.result
+    new = Rewrite(chain.nodes[-1])
+    assert result.dtype is not None
+    scale = ones(new, size, result.dtype) if scale is None else scale
+    inputs = [source, scale] if bias is None else [source, scale, bias]
+    attributes = {"axis": -1, "epsilon": epsilon}
+    new.replace(chain.nodes, result, new.emit("LayerNormalization", inputs, attributes, result.dtype, dims(result)))
+    return True

@@ -1,0 +1,46 @@
+"""Nodes that compute nothing, out of the way of the patterns."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from .matching import array, dims, is_op, number, operand
+
+
+class RemoveNoOpsPass(ir.passes.InPlacePass):
+    """Lets the readers of a node that changes nothing read its input.
+
+    1. Identity.
+    2. Dropout outside training: no training_mode, a training_mode that is False, or a ratio of 0.
+    3. Cast to the type that the input has.
+    4. Reshape to the sizes that the input has.
+
+    A node that computes an output of the graph stays, and so does a Dropout whose mask is used.
+    """
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        modified = False
+        for node in list(model.graph.all_nodes()):
+            output = node.outputs[0]
+            if output.is_graph_output() or not _changes_nothing(node):
+                continue
+            output.replace_all_uses_with(operand(node, 0))
+            assert node.graph is not None
+            node.graph.remove(node, safe=True)
+            modified = True
+        return ir.passes.PassResult(model, modified)
+
+
+def _changes_nothing(node: ir.Node) -> bool:
+    if is_op(node, "Identity"):
+        return True
+    if is_op(node, "Dropout"):
+        ratio, training = (node.inputs[k] if len(node.inputs) > k else None for k in (1, 2))
+        flag = array(training)
+        off = training is None or (flag is not None and not flag.any())
+        masked = any(v.uses() or v.is_graph_output() for v in node.outputs[1:])
+        return (off or number(ratio) == 0) and not masked
+    data, output = node.inputs[0] if node.inputs else None, node.outputs[0]
+    if is_op(node, "Cast"):
+        return data is not None and data.dtype is not None and data.dtype == output.dtype
+    return is_op(node, "Reshape") and data is not None and dims(data) == dims(output) != ()

@@ -1,0 +1,50 @@
+"""The root mean square norm, written out: one RMSNormalization node (https://arxiv.org/abs/1910.07467)."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from .matching import Rewrite, dims
+from .normalization import Chain, divided, ones, widened_from
+from .opset import FIRST, opset
+
+
+class FuseRmsNormPass(ir.passes.InPlacePass):
+    """Makes one RMSNormalization of x / sqrt(mean(x^2) + epsilon) * scale over the last axis.
+
+    1. The square as Pow(x, 2) or Mul(x, x); the division as Div by Sqrt, or Mul by Reciprocal(Sqrt), 1 / Sqrt or a Pow.
+    2. The scale on either side of its Mul, before or after a Cast back to x's type; without one it is ones.
+    3. x cast to float32 before: the node computes in float32 by itself and reads what was cast.
+
+    Another axis, a mean without its axis, another x below the root, and float64 refuse the match; a factor that is no
+    scale of the last axis stays a Mul.
+    """
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        modified = False
+        if opset(model) >= FIRST:
+            for node in list(model.graph.all_nodes()):
+                if node.graph is not None and _try_fuse(node):
+                    modified = True
+        return ir.passes.PassResult(model, modified)
+
+
+def _try_fuse(node: ir.Node) -> bool:
+    found = divided(node)
+    if found is None or found[0] is not found[1]:
+        return False
+    x, _, epsilon = found
+    size, source, chain = dims(x)[-1], widened_from(x), Chain(node)
+    if not isinstance(size, int) or x.dtype == ir.DataType.DOUBLE:
+        return False
+    chain.cast(source.dtype)
+    scale = chain.parameter("Mul")
+    result = chain.result
+    new = Rewrite(chain.nodes[-1])
+    assert result.dtype is not None
+    scale = ones(new, size, result.dtype) if scale is None else scale
+    attributes = {"axis": -1, "epsilon": epsilon}
+    new.replace(
+        chain.nodes, result, new.emit("RMSNormalization", [source, scale], attributes, result.dtype, dims(result))
+    )
+    return True
