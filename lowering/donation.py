@@ -1,4 +1,8 @@
-"""Which output takes over the memory of a donated input: the one that a chain of TensorScatter nodes leads to."""
+"""Which output takes over the memory of a donated input: the one that a chain of cache updates leads to.
+
+Cache updates are TensorScatter, and GroupQueryAttention of com.microsoft where the model declares one shape for a cache
+before and behind it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ def donated_pairs(graph: ir.Graph, patterns: Sequence[str]) -> dict[str, str]:
     """Input name -> output name for every input whose whole name matches one of the regular expressions.
 
     Raises InputError for a pattern that is no regular expression or matches no input, and for a matched input from
-    which no TensorScatter chain leads to an output.
+    which no chain of cache updates leads to an output.
     """
     inputs = [v for v in graph.inputs if v.name not in graph.initializers]
     roots: dict[str, str] = {}
@@ -34,23 +38,40 @@ def donated_pairs(graph: ir.Graph, patterns: Sequence[str]) -> dict[str, str]:
         for name in matched:
             if name not in roots:
                 raise InputError(
-                    f"input '{name}' cannot be donated: no chain of TensorScatter nodes leads from it to an output, so "
-                    f"no output can take over its memory. Narrow the donate pattern '{pattern}'."
+                    f"input '{name}' cannot be donated: no chain of TensorScatter nodes leads from it to an output, "
+                    "nor of GroupQueryAttention nodes for which the model declares past and present with one shape, "
+                    f"so no output can take over its memory. Narrow the donate pattern '{pattern}'."
                 )
             pairs[name] = roots[name]
     return pairs
 
 
 def _root(value: ir.Value) -> ir.Value | None:
-    """The graph input that `value` updates: through the cache inputs of TensorScatter, and Identity."""
-    node = value.producer()
-    chained = False
-    while node is not None:
-        if node.domain not in ("", "ai.onnx") or node.op_type not in ("TensorScatter", "Identity"):
-            return None
-        chained = True
-        source = node.inputs[0]
+    """The graph input that `value` updates: through the cache inputs of cache updates, and Identity."""
+    updated = value
+    while True:
+        node = updated.producer()
+        if node is None:
+            return updated if updated is not value and updated.is_graph_input() else None
+        source = _cache(node, updated)
         if source is None:
             return None
-        value, node = source, source.producer()
-    return value if chained and value.is_graph_input() else None
+        updated = source
+
+
+def _cache(node: ir.Node, output: ir.Value) -> ir.Value | None:
+    """The input of the node whose memory that output can take over."""
+    if node.domain in ("", "ai.onnx") and node.op_type in ("TensorScatter", "Identity"):
+        return node.inputs[0]
+    if (node.domain, node.op_type) == ("com.microsoft", "GroupQueryAttention"):
+        place = {1: 3, 2: 4}.get(node.outputs.index(output))
+        past = node.inputs[place] if place is not None else None
+        return past if past is not None and declared_alike(past, output) else None
+    return None
+
+
+def declared_alike(one: ir.Value, other: ir.Value) -> bool:
+    """Whether the model declares both values with one shape, of numbers and names."""
+    if one.shape is None or other.shape is None:
+        return False
+    return list(one.shape) == list(other.shape) and all(isinstance(d, int) or d.value for d in one.shape)

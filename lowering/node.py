@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 from tvm import relax, tirx
 
+from .donation import declared_alike
 from .errors import NodeError
 from .values import Shape, Size, Symbols, Value, storage_dtype, storage_shape
 
@@ -56,11 +57,8 @@ class Node:
 
     def same_shape(self, input: int, output: int) -> bool:
         """Whether the model declares that input and that output with one shape, of numbers and names."""
-        one, other = self._ir.inputs[input], self._ir.outputs[output] if self.wants(output) else None
-        if one is None or other is None or one.shape is None or other.shape is None:
-            return False
-        known = all(isinstance(d, int) or d.value is not None for d in other.shape)
-        return known and list(one.shape) == list(other.shape)
+        one, other = self._ir.inputs[input], self._ir.outputs[output]
+        return one is not None and declared_alike(one, other)
 
     def warn(self, message: str) -> None:
         """Tells the user, once per node, about something that compiles but may not be what they meant."""
@@ -135,14 +133,15 @@ class Node:
         """The values with the dimensions that must be equal for right-aligned broadcasting made so.
 
         ONNX lets either of two unequal symbolic sizes be 1 at run time; that cannot be known here, so they are asserted
-        equal at run time: a violation is an error, never a wrong result. Raises NodeError for sizes known to differ.
+        equal at run time, or one of them to be 1 where it cannot be more: a violation is an error, never a wrong
+        result. Raises NodeError for sizes known to differ.
         """
         rank = max(v.rank for v in values)
         wanted: list[Size] = [1] * rank
         for value in values:
             for axis, size in enumerate(value.shape, start=rank - value.rank):
                 now = wanted[axis]
-                if isinstance(now, int) and now == 1:
+                if self._is_one_beside(now, size):
                     wanted[axis] = size
                 elif isinstance(size, int) and size != 1:
                     if isinstance(now, int) and now != size:
@@ -152,12 +151,19 @@ class Node:
         result = []
         for value in values:
             target = tuple(
-                size if isinstance(size, int) and size == 1 else wanted[axis]
+                1 if self._is_one_beside(size, wanted[axis]) else wanted[axis]
                 for axis, size in enumerate(value.shape, start=rank - value.rank)
             )
             same = all(self.symbols.equal(a, b) for a, b in zip(target, value.shape))
             result.append(value if same else self.cast_shape(value, target))
         return tuple(result)
+
+    def _is_one_beside(self, size: Size, other: Size) -> bool:
+        """Whether the size is 1, or has to be for broadcasting with another: such is what `x[:, :1]` or `x[:, -1:]`
+        leaves of a symbolic dimension."""
+        if isinstance(size, (int, tirx.Var)):
+            return isinstance(size, int) and size == 1
+        return not self.symbols.equal(size, other) and self.symbols.prove(size <= 1)
 
     # -- subgraphs ----------------------------------------------------------------------------------------------------
 

@@ -1,42 +1,238 @@
-"""What onnxruntime's optimisers write into ai.onnx, where the standard does not have it: schemas for onnx's checker.
+"""Schemas of what onnxruntime's optimisers write, for onnx's checker and its inference of types and shapes.
 
-LayerNormalization came with opset 17, SimplifiedLayerNormalization not at all. Importing this module registers both
-with onnx, once per process.
+LayerNormalization came into ai.onnx with opset 17 and SimplifiedLayerNormalization not at all, but onnxruntime has both
+there. Its other operators are those of lowering/ops/microsoft. Importing this module registers all, once per process.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import onnx
+import onnx.reference  # first: it does not import once two operators of one name are registered
 from onnx import defs
 
-_ANY_FLOAT = ["tensor(float16)", "tensor(bfloat16)", "tensor(float)", "tensor(double)"]
+_Kind = onnx.TypeProto  # of a tensor; a dimension that is neither number nor name is unknown
+_Inference = Callable[[Any], dict[int, _Kind]]
+
+_OPTION = defs.OpSchema.FormalParameterOption
+_ATTRIBUTE = {
+    "int": defs.OpSchema.AttrType.INT,
+    "ints": defs.OpSchema.AttrType.INTS,
+    "float": defs.OpSchema.AttrType.FLOAT,
+    "string": defs.OpSchema.AttrType.STRING,
+}
+# Types are checked by the lowerings, which say more.
+_ANY = [
+    f"tensor({name})" for name in ("float16", "bfloat16", "float", "double", "int8", "int32", "int64", "uint8", "bool")
+]
 
 
-def _register(name: str, inputs: str, outputs: str) -> None:
-    """Names ending in ? are optional. The types of inputs and outputs may differ, as in onnxruntime."""
-    parameter, option = defs.OpSchema.FormalParameter, defs.OpSchema.FormalParameterOption
+def _register(name: str, inputs: str, outputs: str, attributes: str, infer: _Inference, domain: str) -> None:
+    """inputs and outputs are names, optional ones with ?; attributes are name:type, with ! where required."""
 
-    def parameters(names: str) -> list[defs.OpSchema.FormalParameter]:
+    def parameters(names: str, letter: str) -> list[defs.OpSchema.FormalParameter]:
         return [
-            parameter(n.rstrip("?"), f"T{k}", param_option=option.Optional if n.endswith("?") else option.Single)
+            defs.OpSchema.FormalParameter(
+                n.rstrip("?"), f"{letter}{k}", param_option=_OPTION.Optional if n.endswith("?") else _OPTION.Single
+            )
             for k, n in enumerate(names.split())
         ]
 
-    kinds = {f"T{k}" for k in range(max(len(inputs.split()), len(outputs.split())))}
+    given, made = parameters(inputs, "T"), parameters(outputs, "U")
+    pairs = [text.split(":") for text in attributes.split()]
     schema = defs.OpSchema(
         name,
-        "",
+        domain,
         1,
-        inputs=parameters(inputs),
-        outputs=parameters(outputs),
-        type_constraints=[(kind, _ANY_FLOAT, "") for kind in sorted(kinds)],
+        inputs=given,
+        outputs=made,
+        type_constraints=[(parameter.type_str, _ANY, "") for parameter in (*given, *made)],
         attributes=[
-            defs.OpSchema.Attribute("axis", defs.OpSchema.AttrType.INT, "", required=False),
-            defs.OpSchema.Attribute("epsilon", defs.OpSchema.AttrType.FLOAT, "", required=False),
-            defs.OpSchema.Attribute("stash_type", defs.OpSchema.AttrType.INT, "", required=False),
+            defs.OpSchema.Attribute(n, _ATTRIBUTE[kind.rstrip("!")], "", required=kind.endswith("!"))
+            for n, kind in pairs
         ],
     )
+    count = len(made)
+
+    def inference(context: Any) -> None:
+        for k, kind in infer(context).items():
+            if k < min(count, context.get_num_outputs()):
+                context.set_output_type(k, kind)
+
+    schema.set_type_and_shape_inference_function(inference)
     defs.register_schema(schema)
 
 
-_register("LayerNormalization", "X Scale B?", "Y Mean? InvStdDev?")
-_register("SimplifiedLayerNormalization", "X scale", "Y inv_std_var?")
+# -- inference --------------------------------------------------------------------------------------------------------
+
+
+def _tensor(element: int, dims: list[Any] | None) -> _Kind:
+    """dims are sizes as protobuf has them, numbers, or None."""
+    kind = onnx.TypeProto()
+    kind.tensor_type.elem_type = element
+    if dims is not None:
+        kind.tensor_type.shape.SetInParent()
+        for dim in dims:
+            made = kind.tensor_type.shape.dim.add()
+            if isinstance(dim, int):
+                made.dim_value = dim
+            elif dim is not None:
+                made.CopyFrom(dim)
+    return kind
+
+
+def _input(context: Any, k: int) -> tuple[int, list[Any] | None]:
+    """Element type and dimensions of an input: 0 and None where they are not known."""
+    kind = context.get_input_type(k) if k < context.get_num_inputs() else None
+    if kind is None or not kind.HasField("tensor_type"):
+        return 0, None
+    tensor = kind.tensor_type
+    return tensor.elem_type, list(tensor.shape.dim) if tensor.HasField("shape") else None
+
+
+def _number(context: Any, name: str, default: int = 0) -> int:
+    attribute = context.get_attribute(name)
+    return default if attribute is None else attribute.i
+
+
+def _like_first(*outputs: int) -> _Inference:
+    return lambda context: {k: _tensor(*_input(context, 0)) for k in outputs}
+
+
+def _like_second(context: Any) -> dict[int, _Kind]:
+    """The shape of the first input with the type of the second: normalisation and its scale."""
+    return {0: _tensor(_input(context, 1)[0], _input(context, 0)[1])}
+
+
+def _last(dims: list[Any] | None, size: Callable[[int], int | None]) -> list[Any] | None:
+    """The dimensions with the last one replaced, by what follows from its number."""
+    if not dims:
+        return None
+    return [*dims[:-1], size(dims[-1].dim_value) if dims[-1].HasField("dim_value") else None]
+
+
+def _halved(context: Any) -> dict[int, _Kind]:
+    element, dims = _input(context, 0)
+    return {0: _tensor(element, _last(dims, lambda n: n // 2))}
+
+
+def _embedding(context: Any) -> dict[int, _Kind]:
+    (_, ids), (element, words) = _input(context, 0), _input(context, 2)
+    dims = [*ids, words[1]] if ids is not None and words else None
+    batch = None if ids is None else ids[:1]
+    return {0: _tensor(element, dims), 1: _tensor(onnx.TensorProto.INT32, batch), 2: _tensor(element, dims)}
+
+
+def _product(context: Any) -> dict[int, _Kind]:
+    (element, a), (_, b) = _input(context, 0), _input(context, 1)
+    if not a or not b or min(len(a), len(b)) < 2:
+        return {0: _tensor(element, None)}
+    for dims, name in ((a, "A"), (b, "B")):
+        if _number(context, f"transBatch{name}"):
+            dims[:-1] = [*dims[1:-1], dims[0]]
+        if _number(context, f"trans{name}"):
+            dims[-2:] = dims[:-3:-1]
+    longer = a if len(a) >= len(b) else b
+    return {0: _tensor(element, [*longer[:-2], a[-2], b[-1]])}
+
+
+def _packed_product(context: Any) -> dict[int, _Kind]:
+    element, dims = _input(context, 0)
+    return {0: _tensor(element, None if dims is None else [*dims[:-1], _number(context, "N")])}
+
+
+def _attention(context: Any) -> dict[int, _Kind]:
+    (element, x), (_, weights) = _input(context, 0), _input(context, 1)
+    sizes = context.get_attribute("qkv_hidden_sizes")
+    width = sizes.ints[2] if sizes is not None else weights[1].dim_value // 3 if weights else 0
+    return {0: _tensor(element, [*x[:2], width or None] if x else None), 1: _tensor(element, None)}
+
+
+def _multi_head_attention(context: Any) -> dict[int, _Kind]:
+    (element, query), (_, key), (_, value) = (_input(context, k) for k in range(3))
+    heads, source = _number(context, "num_heads"), value or key or query
+    width = None
+    if source and source[-1].HasField("dim_value"):
+        width = source[-1].dim_value * (1 if len(source) == 3 else heads)
+    kinds = {k: _tensor(element, None) for k in (1, 2, 3)}
+    return {0: _tensor(element, [*query[:2], width] if query else None), **kinds}
+
+
+def _group_query_attention(context: Any) -> dict[int, _Kind]:
+    element, query = _input(context, 0)
+    heads, kv_heads = _number(context, "num_heads"), _number(context, "kv_num_heads")
+    packed = not _input(context, 1)[0]
+    dims = _last(query, lambda n: n * heads // (heads + 2 * kv_heads) if packed else n)
+    return {0: _tensor(element, dims), 1: _tensor(element, None), 2: _tensor(element, None)}
+
+
+# -- the operators: inputs, outputs, attributes -----------------------------------------------------------------------
+
+_NORM = "axis:int epsilon:float stash_type:int"
+_register("LayerNormalization", "X Scale B?", "Y Mean? InvStdDev?", _NORM, _like_second, "")
+_register("SimplifiedLayerNormalization", "X scale", "Y inv_std_var?", _NORM, _like_second, "")
+
+_SKIP = "output mean? inv_std_var? input_skip_bias_sum?"
+_MATMUL = "alpha:float transA:int transB:int"
+for _name, _inputs, _outputs, _attributes, _infer in (
+    ("SimplifiedLayerNormalization", "X scale", "Y inv_std_var?", _NORM, _like_second),
+    ("SkipLayerNormalization", "input skip gamma beta? bias?", _SKIP, "epsilon:float", _like_first(0, 3)),
+    ("SkipSimplifiedLayerNormalization", "input skip gamma bias?", _SKIP, "epsilon:float", _like_first(0, 3)),
+    (
+        "EmbedLayerNormalization",
+        "input_ids segment_ids? word_embedding position_embedding segment_embedding? gamma beta mask? position_ids?",
+        "output mask_index? embedding_sum?",
+        "epsilon:float mask_index_type:int",
+        _embedding,
+    ),
+    ("Gelu", "X", "Y", "", _like_first(0)),
+    ("FastGelu", "X bias?", "Y", "", _like_first(0)),
+    ("BiasGelu", "A B", "C", "", _like_first(0)),
+    ("BiasSplitGelu", "X bias", "Y", "", _halved),
+    ("QuickGelu", "X", "Y", "alpha:float", _like_first(0)),
+    ("FusedMatMul", "A B", "Y", f"{_MATMUL} transBatchA:int transBatchB:int", _product),
+    ("TransposeMatMul", "A B", "Y", _MATMUL, _product),
+    (
+        "MatMulNBits",
+        "A B scales zero_points? g_idx? bias?",
+        "Y",
+        "K:int! N:int! accuracy_level:int bits:int block_size:int! weight_prepacked:int",
+        _packed_product,
+    ),
+    (
+        "RotaryEmbedding",
+        "input position_ids cos_cache sin_cache",
+        "output",
+        "interleaved:int is_packed_batching:int num_heads:int rotary_embedding_dim:int scale:float",
+        _like_first(0),
+    ),
+    (
+        "Attention",
+        "input weights bias? mask_index? past? attention_bias? past_sequence_length?",
+        "output present?",
+        "do_rotary:int mask_filter_value:float num_heads:int! past_present_share_buffer:int qkv_hidden_sizes:ints "
+        "rotary_embedding_dim:int scale:float unidirectional:int",
+        _attention,
+    ),
+    (
+        "MultiHeadAttention",
+        "query key? value? bias? key_padding_mask? attention_bias? past_key? past_value? past_sequence_length? "
+        "cache_indirection?",
+        "output present_key? present_value? qk?",
+        "mask_filter_value:float num_heads:int! scale:float unidirectional:int",
+        _multi_head_attention,
+    ),
+    (
+        "GroupQueryAttention",
+        "query key? value? past_key? past_value? seqlens_k total_sequence_length cos_cache? sin_cache? position_ids? "
+        "attention_bias? head_sink? k_scale? v_scale? q_norm_weight? k_norm_weight?",
+        "output present_key? present_value? output_qk?",
+        "causal:int do_rotary:int k_quant_type:string kv_cache_bit_width:int kv_num_heads:int! local_window_size:int "
+        "num_heads:int! qk_norm_epsilon:float qk_output:int rotary_interleaved:int scale:float "
+        "sliding_window_cache:int smooth_softmax:int softcap:float v_quant_type:string",
+        _group_query_attention,
+    ),
+):
+    _register(_name, _inputs, _outputs, _attributes, _infer, "com.microsoft")

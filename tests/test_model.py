@@ -119,14 +119,15 @@ def test_model_local_functions_are_inlined() -> None:
 
 def test_attention_of_another_domain_is_not_ours() -> None:
     model = onnx.parser.parse_model("""
-        <ir_version: 10, opset_import: ["" : 24, "com.microsoft" : 1]>
+        <ir_version: 10, opset_import: ["" : 24, "com.vendor" : 1]>
         m (float[1, 4, 16] x, float[16, 48] w, float[48] b) => (float[1, 4, 16] y) {
-          [fused] y = com.microsoft.Attention <num_heads = 2> (x, w, b)
+          [fused] y = com.vendor.Attention <num_heads = 2> (x, w, b)
         }
     """)
-    with pytest.raises(lowering.NodeError, match=r"com\.microsoft\.Attention-1 'fused'"):
+    with pytest.raises(lowering.NodeError, match=r"com\.vendor\.Attention-1 'fused'"):
         lowering.compile(model)
-    assert ops.lookup("com.microsoft", "Attention", 1) is None
+    assert ops.lookup("com.microsoft", "Attention", 1) is not ops.lookup("", "Attention", 23)
+    assert ops.lookup("com.microsoft", "Reshape", 1) is None
     assert ops.lookup("ai.onnx", "Attention", 22) is None
     assert ops.lookup("", "Attention", 23) is ops.lookup("ai.onnx", "Attention", 23)
 

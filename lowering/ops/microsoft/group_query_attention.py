@@ -210,12 +210,13 @@ class _NewTokens:
         heads = number(node, "number of heads of the cache", past.shape[1])
         size, length = head_size(node, "key or value", new.shape[2], heads), past.shape[2]
         past = asserted(node, past, (self.batch, heads, length, size))
-        if node.same_shape(past_input, present_output):
+        grown = node.simplify(tirx.max(_int64(length), _int64(self._total())))
+        if node.symbols.equal(grown, length):
             return self._updated(past, heads_first(node, new, heads))
-        present = node.simplify(tirx.max(_int64(length), _int64(self._total())))
-        if node.symbols.equal(present, length):
-            return self._updated(past, heads_first(node, new, heads))
-        return self._grown(past, new, present)
+        if node.wants(present_output) and node.same_shape(past_input, present_output):
+            checked = asserted(node, past, (self.batch, heads, grown, size))  # the cache has room, as the model says
+            return self._updated(asserted(node, checked, past.shape), heads_first(node, new, heads))
+        return self._grown(past, new, grown)
 
     def _updated(self, past: Value, new: Value) -> Value:
         """By the kernel that can also work in place."""
