@@ -246,6 +246,25 @@ def test_either_side_of_expand_may_be_one() -> None:
         lowering.compile(proto).run({"x": floats(2, 3), "y": floats(3, 3)})
 
 
+def test_first_and_last_token_beside_all() -> None:
+    """A symbolic size that is at most 1 broadcasts as 1."""
+    proto = model("""(float[B, S, 4] x) => (float[B, S, 4] a, float[B, S, 4] b, float[B, S, 4] c, float[B, S, S] d) {
+        zero = Constant<value_ints=[0]>() one = Constant<value_ints=[1]>() minus = Constant<value_ints=[-1]>()
+        end = Constant<value_ints=[9223372036854775807]>()
+        first = Slice(x, zero, one, one)
+        last = Slice(x, minus, end, one)
+        a = Add(x, last)
+        more = Greater(first, x)
+        b = Where(more, x, last)
+        shape = Shape(x)
+        c = Expand(first, shape)
+        keys = Transpose<perm=[0, 2, 1]>(x) query_of_last = Transpose<perm=[0, 2, 1]>(last)
+        scores = MatMul(x, keys) one_score = MatMul(x, query_of_last)
+        d = Max(scores, one_score)
+    }""")
+    agree(proto, [{"x": floats(b, s, 4)} for b, s in ((2, 5), (3, 1))])
+
+
 def test_tile_by_sizes() -> None:
     proto = model("""(float[N, 3] x, float[M] y) => (float[a, b] z) {
         m = Shape(y) one = Constant<value_ints=[1]>()
