@@ -86,10 +86,12 @@ class Masks:
         if total is None or visible is None:
             mask = visible if total is None else total
         else:
-            hidden = new.constant(np.array(-np.inf, dtype.numpy()), dtype)
+            hidden = new.constant(np.array(-np.inf), dtype)
             mask = new.emit("Where", [visible, total, hidden], dtype=dtype, shape=_joined(visible, total))
         assert mask is not None
-        if dims(mask)[-1:] == scores[3:] and len(dims(mask)) > 1:
+        if dims(mask) == scores[3:]:
+            return new.emit("Unsqueeze", [mask, new.integers(0)], shape=(1, scores[3]))
+        if dims(mask)[-1:] == scores[3:]:
             return mask
         shape = new.emit("Concat", [new.integers(1), key_count()], {"axis": 0}, ir.DataType.INT64, [2])
         rows = dims(mask)[:-1] or (1,)

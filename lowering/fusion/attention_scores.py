@@ -93,10 +93,10 @@ def _where(node: ir.Node, so_far: Scores) -> Scores | None:
 
 
 def _absorbs(fill: float, dtype: ir.DataType) -> bool:
-    """Whether x + fill is fill for every score x: at least half of the lowest number, or a number beside which 64 is
-    less than rounding."""
+    """Whether x + fill is fill for every score x: at least half of the lowest number, or a number beside which a score
+    of 16 is less than rounding."""
     rounding = {ir.DataType.FLOAT16: 2**-11, ir.DataType.BFLOAT16: 2**-8, ir.DataType.DOUBLE: 2**-53}.get(dtype, 2**-24)
-    return bool(fill <= dtype.min / 2 or -fill * rounding > 64)
+    return bool(fill <= dtype.min / 2 or -fill * rounding > 32)
 
 
 def _clamp(node: ir.Node, so_far: Scores) -> Scores | None:

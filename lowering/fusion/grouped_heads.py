@@ -45,12 +45,28 @@ def _try_group(node: ir.Node) -> bool:
     by_k, by_v = _unrepeated(k), _unrepeated(v)
     if by_k is None or by_v is None or by_k.heads != by_v.heads or dims(k)[1] != dims(v)[1]:
         return False
-    new = Rewrite(node)
-    for position, found in ((1, by_k), (2, by_v)):
-        x = found.value if found.axis == 1 else new.transpose(found.value, [0, 2, 1, 3])
+    for position, repeated, found in ((1, k, by_k), (2, v, by_v)):
+        x = found.value
+        if found.axis == 2:
+            new = Rewrite(_made_by(repeated))
+            x = new.transpose(x, [0, 2, 1, 3])
+            new.insert()
+        _read_length_of(x, repeated)
         node.replace_input_with(position, x)
-    new.insert()
     return True
+
+
+def _made_by(value: ir.Value) -> ir.Node:
+    node = value.producer()
+    assert node is not None
+    return node
+
+
+def _read_length_of(x: ir.Value, repeated: ir.Value) -> None:
+    """Who asks for the length of the repeated keys asks the others, so that they need not be computed."""
+    for use in repeated.uses():
+        if is_op(use.node, "Shape") and attribute(use.node, "start", 0) >= 2 and dims(x)[2:] == dims(repeated)[2:]:
+            use.node.replace_input_with(0, x)
 
 
 @dataclass(frozen=True)

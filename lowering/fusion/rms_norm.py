@@ -13,8 +13,9 @@ class FuseRmsNormPass(ir.passes.InPlacePass):
     """Makes one RMSNormalization of x / sqrt(mean(x^2) + epsilon) * scale over the last axis.
 
     1. The square as Pow(x, 2) or Mul(x, x); the division as Div by Sqrt, or Mul by Reciprocal(Sqrt), 1 / Sqrt or a Pow.
-    2. The scale on either side of its Mul, before or after a Cast back to x's type; without one it is ones.
-    3. x cast to float32 before: the node computes in float32 by itself and reads what was cast.
+    2. The scale on either side of its Mul; without one it is ones.
+    3. x cast to float32 before and back before the scale: the node computes in float32 by itself and reads what was
+       cast.
 
     Another axis, a mean without its axis, another x below the root, and float64 refuse the match; a factor that is no
     scale of the last axis stays a Mul.
@@ -37,7 +38,8 @@ def _try_fuse(node: ir.Node) -> bool:
     size, source, chain = dims(x)[-1], widened_from(x), Chain(node)
     if not isinstance(size, int) or x.dtype == ir.DataType.DOUBLE:
         return False
-    chain.cast(source.dtype)
+    if source is not x and not chain.cast(source.dtype):
+        source = x
     scale = chain.parameter("Mul")
     result = chain.result
     new = Rewrite(chain.nodes[-1])
