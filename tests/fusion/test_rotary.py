@@ -1,0 +1,169 @@
+"""Rotary embeddings, however written: what is a pair, how it is put together, where the angles come from."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from graphs import parse, same, untouched
+
+HALVES = "x1 = Slice ({x}, i0, i{h}, last, i1) x2 = Slice ({x}, i{h}, i{r}, last, i1)"
+SPLIT = "x1, x2 = Split <axis = -1, num_outputs = 2> ({x})"
+EVERY_OTHER = "x1 = Slice ({x}, i0, i{r}, last, i2) x2 = Slice ({x}, i1, i{r}, last, i2)"
+COLUMNS = "xs = Reshape ({x}, columns) x1 = Gather <axis = -1> (xs, s0) x2 = Gather <axis = -1> (xs, s1)"
+TURNED = "n = Neg (x2) t = Concat <axis = -1> (n, x1)"
+STACKED = "n = Neg (x2) na = Unsqueeze (n, last) xa = Unsqueeze (x1, last) st = Concat <axis = -1> (na, xa) "
+STACKED += "t = Reshape (st, {flat})"
+PRODUCT = "a = Mul ({x}, cos) b = Mul (t, sin) {y} = Add (a, b)"
+
+# cos and sin [1, S, R / 2] of positions p [1, S, 1], then with every angle twice, then where they broadcast.
+ANGLES = "f = Mul (p, inverse)"
+DOUBLED = {
+    False: [
+        f"{ANGLES} e = Concat <axis = -1> (f, f) c0 = Cos (e) s0_ = Sin (e)",
+        f"{ANGLES} cf = Cos (f) sf = Sin (f) c0 = Concat <axis = 2> (cf, cf) s0_ = Concat <axis = 2> (sf, sf)",
+        f"{ANGLES} e = Tile (f, twice) c1_ = Cos (e) s1_ = Sin (e) c0 = Mul (c1_, i_float) s0_ = Mul (i_float, s1_)",
+    ],
+    True: [
+        f"{ANGLES} g = Unsqueeze (f, last) h = Expand (g, pair) e = Reshape (h, rows) c0 = Cos (e) s0_ = Sin (e)",
+        f"{ANGLES} g = Unsqueeze (f, last) h = Concat <axis=3> (g, g) e = Reshape (h, rows) c0 = Cos (e) s0_ = Sin (e)",
+    ],
+}
+BROADCAST = "cos = Unsqueeze (c0, heads) sin = Unsqueeze (s0_, heads)"
+
+
+def weights(rotated: int, heads: int = 1, size: int = 8) -> dict[str, np.ndarray]:
+    integers = {f"i{n}": [n] for n in (0, 1, 2, 3, 4, 6, 8)} | {
+        "last": [-1],
+        "heads": [heads],
+        "columns": [0, 0, 0, rotated // 2, 2],
+        "flat": [0, 0, 0, rotated],
+        "pair": [1, 1, 1, 2],
+        "rows": [1, -1, rotated],
+        "twice": [1, 1, 2],
+        "parts": [rotated, size - rotated],
+    }
+    arrays = {name: np.array(v, np.int64) for name, v in integers.items()}
+    arrays |= {"s0": np.array(0), "s1": np.array(1), "i_float": np.array(1.5, np.float32)}
+    return arrays | {"inverse": np.geomspace(1, 0.01, rotated // 2).astype(np.float32)}
+
+
+def model(nodes: str, rotated: int = 8, x: str = "B, 2, S, 8", heads: int = 1, p: str = "1, S, 1") -> onnx.ModelProto:
+    text = f"(float[{x}] x, float[{p}] p) => (float[{x}] y) {{ {nodes} }}"
+    return parse(text, 18, weights(rotated, heads))
+
+
+def fill(nodes: str, x: str = "x", y: str = "y", rotated: int = 8) -> str:
+    return nodes.format(x=x, y=y, h=rotated // 2, r=rotated, flat="flat")
+
+
+@pytest.mark.parametrize("angles", DOUBLED[False])
+@pytest.mark.parametrize("parts", [HALVES, SPLIT])
+def test_case_1_halves(angles: str, parts: str) -> None:
+    same(model(fill(f"{angles} {BROADCAST} {parts} {TURNED} {PRODUCT}")), {"RotaryEmbedding": 1, "Neg": 0, "Split": 0})
+
+
+@pytest.mark.parametrize("angles", DOUBLED[True])
+@pytest.mark.parametrize("parts", [EVERY_OTHER, COLUMNS])
+def test_case_2_interleaved(angles: str, parts: str) -> None:
+    result = same(model(fill(f"{angles} {BROADCAST} {parts} {STACKED} {PRODUCT}")), {"RotaryEmbedding": 1, "Neg": 0})
+    (node,) = (n for n in result.graph if n.op_type == "RotaryEmbedding")
+    assert node.attributes["interleaved"].as_int() == 1
+
+
+@pytest.mark.parametrize("minus", ["n = Mul (x2, minus)", "n = Mul (minus, x2)"])
+def test_case_1_minus_as_a_product_and_operands_the_other_way_round(minus: str) -> None:
+    nodes = f"minus = Constant <value_float = -1.0> () {DOUBLED[False][0]} {BROADCAST} {HALVES} {minus}"
+    same(
+        model(fill(f"{nodes} t = Concat <axis = 3> (n, x1) a = Mul (cos, x) b = Mul (sin, t) y = Add (b, a)")),
+        {"RotaryEmbedding": 1},
+    )
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_case_3_by_halves(interleaved: bool) -> None:
+    nodes = f"{ANGLES} c0 = Cos (f) s0_ = Sin (f) {BROADCAST} {EVERY_OTHER if interleaved else HALVES}"
+    nodes += " a = Mul (x1, cos) b = Mul (x2, sin) y1 = Sub (a, b) c = Mul (x2, cos) d = Mul (sin, x1) y2 = Add (d, c) "
+    if interleaved:
+        nodes += "u1 = Unsqueeze (y1, last) u2 = Unsqueeze (y2, last) st = Concat <axis = -1> (u1, u2) "
+        nodes += "y = Reshape (st, flat)"
+    else:
+        nodes += "y = Concat <axis = -1> (y1, y2)"
+    same(model(fill(nodes)), {"RotaryEmbedding": 1, "Mul": 1, "Sub": 0})
+
+
+@pytest.mark.parametrize(
+    "take",
+    ["xr = Slice (x, i0, i4, last, i1) xp = Slice (x, i4, i8, last, i1)", "xr, xp = Split <axis = -1> (x, parts)"],
+)
+def test_case_4_partial(take: str) -> None:
+    nodes = f"{take} {DOUBLED[False][0]} {BROADCAST} {HALVES} {TURNED} {PRODUCT} y = Concat <axis = -1> (yr, xp)"
+    result = same(model(fill(nodes, "xr", "yr", 4), 4), {"RotaryEmbedding": 1, "Concat": 1, "Neg": 0})
+    (node,) = (n for n in result.graph if n.op_type == "RotaryEmbedding")
+    assert node.attributes["rotary_embedding_dim"].as_int() == 4
+
+
+def test_case_4_a_rest_of_another_value_is_no_partial_rotation() -> None:
+    nodes = (
+        f"xr = Slice (x, i0, i4, last, i1) z = Exp (x) xp = Slice (z, i4, i8, last, i1) {DOUBLED[False][0]} {BROADCAST}"
+    )
+    nodes += f"{HALVES} {TURNED} {PRODUCT} y = Concat <axis = -1> (yr, xp)"
+    same(model(fill(nodes, "xr", "yr", 4), 4), {"RotaryEmbedding": 1, "Concat": 2})
+
+
+@pytest.mark.parametrize("rotated", [8, 4])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_case_5_heads_behind_the_sequence(rotated: int, interleaved: bool) -> None:
+    parts, turned = (EVERY_OTHER, STACKED) if interleaved else (HALVES, TURNED)
+    nodes = f"{DOUBLED[interleaved][0]} {BROADCAST} {parts} {turned} {PRODUCT}"
+    if rotated == 8:
+        nodes = fill(nodes)
+    else:
+        take = "xr = Slice (x, i0, i4, last, i1) xp = Slice (x, i4, i8, last, i1)"
+        nodes = fill(f"{take} {nodes} y = Concat <axis = -1> (yr, xp)", "xr", "yr", 4)
+    same(model(nodes, rotated, "B, S, 3, 8", heads=2), {"RotaryEmbedding": 1, "Neg": 0, "Transpose": 0})
+
+
+@pytest.mark.parametrize("p", ["1, S, 1", "B, S, 1"])
+def test_angles_of_one_batch_or_of_all(p: str) -> None:
+    nodes = DOUBLED[False][0].replace("Tile", "Tile")
+    same(model(fill(f"{nodes} {BROADCAST} {HALVES} {TURNED} {PRODUCT}"), p=p), {"RotaryEmbedding": 1})
+
+
+@pytest.mark.parametrize("ids", ["S", "B, S"])
+def test_tables_hold_every_angle_twice_by_their_numbers(ids: str) -> None:
+    angles = np.outer(np.arange(6), [1.0, 0.3, 0.1, 0.03])
+    tables = {name: np.tile(f(angles), 2).astype(np.float32) for name, f in (("ct", np.cos), ("st_", np.sin))}
+    nodes = "c0 = Gather (ct, ids) s0_ = Gather (st_, ids) " + (
+        BROADCAST if ids != "S" else "cos = Identity (c0) sin = Identity (s0_)"
+    )
+    nodes = fill(f"{nodes} {HALVES} {TURNED} {PRODUCT}")
+    text = f"(float[B, 2, S, 8] x, int64[{ids}] ids) => (float[B, 2, S, 8] y) {{ {nodes} }}"
+    same(parse(text, 18, weights(8) | tables), {"RotaryEmbedding": 1, "Neg": 0})
+    tables["ct"][3, 1] += 0.5
+    untouched(parse(text, 18, weights(8) | tables))
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        f"{{twice}} {HALVES} n = Neg (x1) t = Concat <axis = -1> (x2, n) {PRODUCT}",  # turned the other way round
+        f"{{twice}} {HALVES} n = Neg (x1) t = Concat <axis = -1> (n, x2) {PRODUCT}",
+        f"{{twice}} {HALVES} {TURNED} z = Exp (x) a = Mul (z, cos) b = Mul (t, sin) y = Add (a, b)",
+        f"{{twice}} {HALVES} {TURNED} a = Mul (x, cos) b = Mul (t, sin) y = Sub (a, b)",
+        f"{{twice}} x1 = Slice (x, i0, i3, last, i1) x2 = Slice (x, i3, i8, last, i1) {TURNED} {PRODUCT}",
+        f"{{in_a_row}} {HALVES} {TURNED} {PRODUCT}",  # angles of pairs that are not turned
+        f"{{twice}} {EVERY_OTHER} {STACKED} {PRODUCT}",
+        f"{{different}} {HALVES} {TURNED} {PRODUCT}",
+    ],
+)
+def test_refuses(nodes: str) -> None:
+    different = f"{ANGLES} g = Exp (f) e = Concat <axis = -1> (f, g) c0 = Cos (e) s0_ = Sin (e)"
+    angles = {"twice": DOUBLED[False][0], "in_a_row": DOUBLED[True][0], "different": different}
+    for name, computed in angles.items():
+        nodes = nodes.replace(f"{{{name}}}", f"{computed} {BROADCAST}")
+    untouched(model(fill(nodes)))
+
+
+def test_angles_that_do_not_change_along_the_sequence_refuse() -> None:
+    untouched(model(fill(f"{DOUBLED[False][0]} {BROADCAST} {HALVES} {TURNED} {PRODUCT}"), p="1, 1, 1"))
