@@ -23,7 +23,6 @@ from .swish import FuseSwishPass
 
 # What makes the graph ready, what fuses, what tidies up.
 PREPARE: list[tuple[str, ir.passes.InPlacePass]] = [
-    ("infer_sizes", InferSizesPass()),  # the converter needs ranks to know which axis a Softmax means
     ("upgrade_opset", UpgradeOpsetPass()),
     ("infer_sizes", InferSizesPass()),
     ("remove_no_ops", RemoveNoOpsPass()),

@@ -6,6 +6,11 @@ import onnx
 import onnx_ir as ir
 from onnx import version_converter
 
+from .sizes import InferSizesPass
+
+# Before 13, a Softmax flattens what is behind its axis; which is the last axis, the converter sees from the rank.
+_ONE_AXIS = 13
+
 # Attention and RotaryEmbedding came with 23, Swish with 24. From 23 on a model stays as it is: in 24 an attention mask
 # that is shorter than the keys, or of one key, means something else.
 FIRST, TARGET = 23, 24
@@ -26,6 +31,8 @@ class UpgradeOpsetPass(ir.passes.InPlacePass):
         version = opset(model)
         if not 0 < version < FIRST:
             return ir.passes.PassResult(model, modified=False)
+        if version < _ONE_AXIS:
+            InferSizesPass()(model)
         converted = _converted(model)
         if converted is None:
             return ir.passes.PassResult(model, modified=False)

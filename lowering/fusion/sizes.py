@@ -102,13 +102,17 @@ class _Sizes:
             return {}
         try:
             schema: Any = onnx.defs.get_schema(node.op_type, version, node.domain)
-            proto = ir.to_proto(node)
+            proto = ir.serde.serialize_node(node)
             names = {id(v): f"x{k}" for k, v in enumerate(given)}
             del proto.input[:], proto.output[:]
             proto.input.extend("" if v is None else names[id(v)] for v in node.inputs)
             proto.output.extend(f"y{k}" for k in range(len(node.outputs)))
             types = {names[id(v)]: _type_proto(v) for v in given}
-            data = {names[id(v)]: ir.to_proto(v.const_value) for v in given if v.const_value is not None and _small(v)}
+            data = {
+                names[id(v)]: ir.serde.serialize_tensor(v.const_value)
+                for v in given
+                if v.const_value is not None and _small(v)
+            }
             found = onnx.shape_inference.infer_node_outputs(schema, proto, types, data)
         except Exception:
             return {}  # what ONNX cannot infer keeps its declaration
