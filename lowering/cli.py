@@ -49,6 +49,9 @@ def _parser() -> argparse.ArgumentParser:
     c.add_argument(
         "--dim", action="append", default=[], metavar="NAME=LOW..HIGH", help="legal sizes of a symbolic dimension"
     )
+    c.add_argument(
+        "--static-cache", type=int, metavar="TOKENS", help="turn a decoder's growing past into in-place slot caches"
+    )
     c.add_argument("--threads", type=int, help="default number of workers (else the CPUs the caller may use)")
     c.add_argument("--dump-dir", type=Path, help="write fused.onnx and the module after every pass into this folder")
     c.set_defaults(run=_compile)
@@ -104,8 +107,9 @@ def _compile(arguments: argparse.Namespace) -> int:
         arguments.donate,
         arguments.threads,
         arguments.cc,
-        dict(_range(text) for text in arguments.dim),
-        dump if arguments.dump_dir is not None else None,
+        ranges=dict(_range(text) for text in arguments.dim),
+        static_cache=arguments.static_cache,
+        dump=dump if arguments.dump_dir is not None else None,
     )
     for note in manifest.notes:
         print(f"note: {note}")

@@ -17,9 +17,10 @@ from .donation import donated_pairs
 from .errors import InputError
 from .fusion import fuse
 from .importer import Port, import_model
-from .manifest import Manifest, TensorSpec
+from .manifest import Manifest, SlotCaches, TensorSpec
 from .model import ModelLike, load_model
 from .pipeline import Dump, lower
+from .static_cache import LENGTH, use_static_caches
 from .target import resolve
 from .values import Size, storage_dtype
 
@@ -34,6 +35,7 @@ def compile(
     threads: int | None = None,
     cc: str | None = None,
     ranges: Mapping[str, tuple[int, int]] | None = None,
+    static_cache: int | None = None,
     dump: Dump | None = None,
 ) -> Model:
     """Compiles an ONNX model ahead of time; the result runs at once and can be saved.
@@ -41,8 +43,10 @@ def compile(
     model is a path, bytes, an `onnx.ModelProto` or an `onnx_ir.Model`; files with external data are read lazily. target
     is `cpu` for this machine, or `cpu:x86-64-v3`, `cpu:x86-64-v4`, `cpu:aarch64` for others; cc names the compiler that
     links. donate holds regular expressions that match whole names of inputs to be consumed: the matching output takes
-    over their memory. threads is the default number of workers; None means the CPUs the calling thread may use. dump is
-    called with ("fused", the `onnx_ir.Model` to import), then with (name of the pass, module) after each pass.
+    over their memory. static_cache=N makes a decoder's growing past a cache of N slots, written in place, whose
+    length is a new input (lowering/static_cache.py); `Model.decoder` keeps it. threads is the default number of
+    workers; None means the CPUs the calling thread may use. dump is called with ("fused", the `onnx_ir.Model` to
+    import), then with (name of the pass, module) after each pass.
 
     Raises ModelError, NodeError (a node that cannot be lowered), TargetError or InputError (a donate pattern that
     matches no input, or an input without a matching output).
@@ -50,7 +54,9 @@ def compile(
     from .runtime import load
 
     folder = Path(tempfile.mkdtemp(prefix="onnx-lowering-"))
-    compile_to(folder / "module", model, target, donate, threads, cc, ranges, dump)
+    compile_to(
+        folder / "module", model, target, donate, threads, cc, ranges=ranges, static_cache=static_cache, dump=dump
+    )
     return load(folder / "module", temporary=folder)
 
 
@@ -62,6 +68,7 @@ def compile_to(
     threads: int | None = None,
     cc: str | None = None,
     ranges: Mapping[str, tuple[int, int]] | None = None,
+    static_cache: int | None = None,
     dump: Dump | None = None,
 ) -> Manifest:
     """Compiles straight into an artifact folder, also for machines that cannot run it.
@@ -72,9 +79,15 @@ def compile_to(
     loaded = load_model(model)
     donated = donated_pairs(loaded.graph, donate)
     fused = fuse(loaded)
+    slots = None
+    if static_cache is not None:
+        fused = fused.clone() if fused is loaded else fused
+        static = use_static_caches(fused, static_cache)
+        donated |= static.caches
+        slots = SlotCaches(static_cache, LENGTH, static.tokens)
     if dump is not None:
         dump("fused", fused)
-    imported = import_model(fused)
+    imported = import_model(fused, sizes=() if slots is None else (LENGTH,))
     inputs, outputs = [p.name for p in imported.inputs], [p.name for p in imported.outputs]
     pairs = {inputs.index(i): outputs.index(o) for i, o in donated.items()}
     notes = list(imported.warnings)
@@ -92,6 +105,7 @@ def compile_to(
         strings=tuple(imported.strings),
         versions={name: version(name) for name in ("apache-tvm", "apache-tvm-ffi", "onnx")},
         notes=tuple(notes),
+        slots=slots,
     )
     return artifact.write(Path(folder), library, manifest, weights)
 

@@ -8,6 +8,7 @@ evaluator.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,12 +52,12 @@ class Imported:
     warnings: list[str]
 
 
-def import_model(model: ir.Model) -> Imported:
-    """Lowers the model's graph to Relax.
+def import_model(model: ir.Model, sizes: Collection[str] = ()) -> Imported:
+    """Lowers the model's graph to Relax. `sizes` names inputs (int64 scalars) that the model uses as sizes.
 
     Raises NodeError at the first node that cannot be lowered.
     """
-    return Importer(model).run()
+    return Importer(model, sizes=sizes).run()
 
 
 class Importer:
@@ -65,8 +66,9 @@ class Importer:
     `errors`, when a list is given, collects what blocks each node instead of stopping.
     """
 
-    def __init__(self, model: ir.Model, errors: list[NodeError] | None = None) -> None:
+    def __init__(self, model: ir.Model, errors: list[NodeError] | None = None, sizes: Collection[str] = ()) -> None:
         self.model = model
+        self.sizes = sizes
         self.errors = errors
         self.symbols = Symbols()
         self._opsets = {_domain(d): v for d, v in model.opset_imports.items()}
@@ -95,6 +97,9 @@ class Importer:
         for port, param in zip(ports, params):
             self._values[port.name] = Value(port.dtype, port.shape, param)
         with self.builder.function("main", attrs={"num_input": len(params)}):
+            for port, param in zip(ports, params):
+                if port.name in self.sizes:
+                    self._values[port.name] = self._size(port.name, param)
             try:
                 results = self.graph(graph)
             except LoweringError:
@@ -116,6 +121,15 @@ class Importer:
             for axis, dim in enumerate(value.shape)
         )
         return Port(name, dtype_name(value.dtype), shape)
+
+    def _size(self, name: str, param: relax.Var) -> Value:
+        """An int64 scalar whose content becomes a symbol."""
+        vector = self.builder.emit(relax.op.reshape(param, shape_expr((1,))))
+        symbol = self.symbols.named(name)
+        self.builder.match_cast(self.builder.emit(relax.op.tensor_to_shape(vector)), relax.ShapeType([symbol]))
+        contents = np.empty((), object)
+        contents[()] = symbol
+        return Value("int64", (), param, contents)
 
     # -- the walk -----------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-FORMAT = 1
+FORMAT = 2
 FILE, CODE, WEIGHTS = "manifest.json", "model.so", "weights.bin"
 
 # Weights are digested whole up to _WHOLE bytes; of more, _SAMPLE bytes at every multiple of _STRIDE.
@@ -53,6 +53,19 @@ class WeightSpec:
 
 
 @dataclass(frozen=True)
+class SlotCaches:
+    """Caches of a fixed capacity, of which the first rows hold something.
+
+    length is the name of the input (int64 []) that says how many. tokens is an input and its axis whose size is the
+    number of rows that a call adds; None where no input has it.
+    """
+
+    capacity: int
+    length: str
+    tokens: tuple[str, int] | None
+
+
+@dataclass(frozen=True)
 class Manifest:
     """All there is to know about an artifact.
 
@@ -75,6 +88,7 @@ class Manifest:
     versions: dict[str, str] = field(default_factory=dict)
     hashes: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    slots: SlotCaches | None = None  # with static_cache: then `donated` holds the caches
     format: int = FORMAT
 
     def to_json(self) -> str:
@@ -95,6 +109,9 @@ class Manifest:
         data["ranges"] = {name: (low, high) for name, (low, high) in data["ranges"].items()}
         for key in ("cpu_features", "strings", "notes"):
             data[key] = tuple(data[key])
+        if data["slots"] is not None:
+            tokens = data["slots"]["tokens"]
+            data["slots"] = SlotCaches(**{**data["slots"], "tokens": None if tokens is None else tuple(tokens)})
         return Manifest(**data)
 
 

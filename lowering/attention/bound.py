@@ -61,6 +61,7 @@ class Bound:
             sizes = [arguments[name] for name in problem.mask.names() if _is_scalar(name)]
             tables = [self.buffers[name] for name in problem.mask.names() if not _is_scalar(name)]
             self.formula = BoundFormula(problem.mask, tables, sizes)
+            self.mask_keys = sizes[0] if problem.mask.short else _int64(self.T)
 
     def _shapes(self) -> dict[str, tuple[list[Size], str]]:
         """Shape and element type of every buffer the problem can have."""
@@ -255,6 +256,8 @@ class Bound:
         end = _int64(self.T)
         if self.problem.lengths:
             end = _clamp(self.buffers["lengths"][b], end)
+        if self.formula is not None:
+            end = tirx.min(end, self.mask_keys)
         if isinstance(self.problem.mask, Mask) and self.problem.mask.pad:
             end = tirx.min(end, self.buffers["mask"].shape[3])
         return end
@@ -273,7 +276,8 @@ class Bound:
         """The mask's element for the pair: bool as it is, any other type in acc_dtype."""
         if self.formula is not None:
             if not inside:
-                i, j = (_clamp(x, _cast(_int64(n), _scalar_type(x)) - 1) for x, n in ((i, self.S), (j, self.T)))
+                ends = (i, self.S), (j, self.mask_keys)
+                i, j = (_clamp(x, _cast(_int64(n), _scalar_type(x)) - 1) for x, n in ends)
             return _number(self.formula(b, h, i, j), self.problem.acc_dtype)
         mask, buffer = self.problem.mask, self.buffers["mask"]
         assert isinstance(mask, Mask)

@@ -26,7 +26,8 @@ class Formula:
 
     code is a PrimFunc as TVM's JSON: its parameters are b, h, i, j, then `sizes` int64 scalars, then the tables, which
     are vectors; its body evaluates the element. dtype is bool (True is visible) or a floating-point type that is added
-    to the score. `tables` holds their element types, `over` the names of the indices that the element depends on.
+    to the score. short says that the first size is a number of keys: those behind are invisible, and the element is
+    not asked for. `tables` holds their element types, `over` the names of the indices that the element depends on.
     """
 
     code: str
@@ -34,16 +35,21 @@ class Formula:
     sizes: int
     tables: tuple[str, ...]
     over: tuple[str, ...]
+    short: bool
 
     @staticmethod
     def of(
-        value: Expr, indices: Sequence[tirx.Var], sizes: Sequence[tirx.Var], tables: Sequence[tirx.Buffer]
+        value: Expr,
+        indices: Sequence[tirx.Var],
+        sizes: Sequence[tirx.Var],
+        tables: Sequence[tirx.Buffer],
+        short: bool,
     ) -> Formula:
         """The formula for `value`: an expression of the indices (b, h, i, j), the sizes and loads from the tables."""
         func = tirx.PrimFunc([*indices, *sizes, *tables], tirx.Evaluate(value))
         used = tirx.analysis.undefined_vars(value)
         over = tuple(name for name, var in zip(INDICES, indices) if any(var.same_as(u) for u in used))
-        return Formula(ir.save_json(func), str(value.ty), len(sizes), tuple(str(t.dtype) for t in tables), over)
+        return Formula(ir.save_json(func), str(value.ty), len(sizes), tuple(str(t.dtype) for t in tables), over, short)
 
     def names(self) -> tuple[str, ...]:
         """Names of the kernel's parameters for the tables and the sizes, in their order."""

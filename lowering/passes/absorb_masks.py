@@ -89,7 +89,8 @@ class _Absorber:
         q, k = self.arguments["q"].ty.shape.values, self.arguments["k"].ty.shape.values
         self.S, self.T = q[2 if problem.q_layout == "bhsd" else 1], k[2 if problem.kv_layout == "bhsd" else 1]
         self.indices = [tirx.Var(name, "int64") for name in INDICES]
-        ends = (q[0], tirx.const(problem.q_heads, "int64"), self.S, self.T)
+        self.keys = self.mask.ty.shape.values[3] if self.record.pad else self.T  # keys behind are hidden
+        ends = (q[0], tirx.const(problem.q_heads, "int64"), self.S, self.keys)
         bounds = {var: (0, end) for var, end in zip(self.indices, ends)}
         self.elements = Elements(mod, bindings, bounds, self.is_leaf)
         self.tables: list[relax.Binding] = []
@@ -105,10 +106,13 @@ class _Absorber:
         tables: dict[relax.Expr, tirx.Buffer] = {}
         value = self.flattened(value, tables)
         known = {*self.indices, *tables.values()}
-        sizes = [v for v in tirx.analysis.undefined_vars(value) if v not in known]
-        formula = Formula.of(value, self.indices, sizes, list(tables.values()))
+        sizes: dict[tirx.Var, Expr] = {v: v for v in tirx.analysis.undefined_vars(value) if v not in known}
+        short = self.record.pad and not self.elements.analyzer.can_prove_equal(self.keys, self.T)
+        if short:
+            sizes = {tirx.Var("keys", "int64"): self.keys, **sizes}
+        formula = Formula.of(value, self.indices, list(sizes), list(tables.values()), short)
         problem = dataclasses.replace(self.problem, mask=formula)
-        given = {**self.arguments, **dict(zip(formula.names(), [*map(self.flat, tables), *sizes]))}
+        given = {**self.arguments, **dict(zip(formula.names(), [*map(self.flat, tables), *sizes.values()]))}
         function = plain(problem).without_attr("global_symbol")
         arguments = [given[name] for name in problem.parameters() if name in given]
         return relax.call_tir(self.builder.add_func(function, "attention"), arguments, self.attention.ty_args[0])
@@ -144,21 +148,12 @@ class _Absorber:
         return variable
 
     def element(self) -> Expr:
-        """The mask's element, broadcast to (b, h, i, j), and hidden behind a short mask's end."""
+        """The mask's element, broadcast to (b, h, i, j)."""
         point: list[Expr] = []
         for axis, (index, size) in enumerate(zip(self.indices, self.record.dims)):
             broadcast = size == 1 and not (axis == 3 and self.record.pad)
             point.append(tirx.const(0, "int64") if broadcast else index)
-        j, keys = self.indices[3], self.mask.ty.shape.values[3]
-        short = self.record.pad and not self.elements.analyzer.can_prove_equal(keys, self.T)
-        if short:
-            point[3] = tirx.min(j, keys - 1)
-        value = self.elements.at(self.mask, point)
-        if not short:
-            return value
-        if self.record.dtype == "bool":
-            return tirx.all(j < keys, value)
-        return prim.Select(j < keys, value, tirx.const(float("-inf"), self.record.dtype))
+        return self.elements.at(self.mask, point)
 
     def is_leaf(self, indices: list[Expr], element: Expr) -> bool:
         """Tensors over i or j alone are computed before, unless they are no more than arithmetic with the indices."""
@@ -186,10 +181,10 @@ class _Absorber:
             by_distance = self.elements.analyzer.simplify(substitute(value, {j: i + d}))
             if not uses(by_distance, {i}):
                 first = 1 - self.S
-                return self.table(by_distance, d, self.S + self.T - 1, j - i - first, first)
+                return self.table(by_distance, d, self.S + self.keys - 1, j - i - first, first)
             return rewrite(value, lambda node: None if node is value else self.tabulated(node))
         if uses(value, {j}):
-            return self.table(substitute(value, {j: d}), d, self.T, j, 0)
+            return self.table(substitute(value, {j: d}), d, self.keys, j, 0)
         return self.table(substitute(value, {i: d}), d, self.S, i, 0)
 
     def table(self, value: Expr, d: tirx.Var, extent: Expr, index: Expr, first: Expr | int) -> Expr:

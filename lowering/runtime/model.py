@@ -12,8 +12,9 @@ import numpy as np
 import tvm_ffi
 
 from ..errors import InputError
-from ..manifest import Manifest, TensorSpec
+from ..manifest import Manifest, SlotCaches, TensorSpec
 from .checks import check_files
+from .decoder import Decoder
 from .folders import FILES, replaced_folder
 from .inputs import Port, Sizes
 from .library import Library, Machine
@@ -132,6 +133,14 @@ class Model:
 
         return call
 
+    def decoder(self, ids: str = "input_ids", mask: str = "attention_mask", positions: str = "position_ids") -> Decoder:
+        """A text decoder that keeps the caches of this model, which was compiled with static_cache.
+
+        The arguments name the inputs of token ids, int [B, S], and, where the model has them, of the attention mask
+        [B, P + S] and of the positions [B, S]. Raises InputError for models of another form.
+        """
+        return Decoder(self, ids, mask, positions)
+
     def save(self, folder: str | Path) -> None:
         """Writes the artifact to `folder`, all of it or nothing.
 
@@ -161,6 +170,8 @@ class Model:
             raise InputError(f"there is no input '{unknown}'. The inputs are {_names(self.manifest.inputs)}.")
         if self.manifest.donated:
             self._check_shared_memory(ports, tensors)
+        if self.manifest.slots is not None:
+            _check_room(self.manifest.slots, inputs)
         return tensors
 
     def _check_shared_memory(self, ports: list[Port], tensors: list[Tensor]) -> None:
@@ -244,6 +255,17 @@ class Model:
                 given.add(address)
             outputs[port.name] = port.deliver(tensor, from_dlpack, strings)
         return outputs
+
+
+def _check_room(slots: SlotCaches, inputs: Arrays) -> None:
+    """Refuses rows that the caches have no slots for, before any is written."""
+    used = int(inputs[slots.length])
+    more = 0 if slots.tokens is None else inputs[slots.tokens[0]].shape[slots.tokens[1]]
+    if used < 0 or used + more > slots.capacity:
+        raise InputError(
+            f"the caches have {slots.capacity} slots: {used} tokens are in them ('{slots.length}') and {more} more do "
+            "not fit. Compile with a larger static_cache."
+        )
 
 
 def _write(name: str, result: Tensor, target: Tensor) -> None:

@@ -1,0 +1,174 @@
+"""Growing caches become slot caches: a model that concatenates past and new keys writes the new ones in place instead.
+
+An exported decoder takes past keys [B, Hkv, P, D] and gives present ones [B, Hkv, P + S, D], a copy of the past with S
+more rows. Rewritten, it takes a cache [B, Hkv, capacity, D] and the number P as an input of its own; TensorScatter
+writes the new rows, in place as the cache is donated, and Attention reads the first P + S slots
+(nonpad_kv_seqlen). Everything else in the model that asked for the length of the past gets P.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import onnx_ir as ir
+from onnx_ir.passes import common
+
+from .errors import ModelError
+from .fusion.matching import Rewrite, Size, attribute, dims, is_op, operand
+from .fusion.opset import opset
+from .fusion.sizes import InferSizesPass
+
+LENGTH = "past_length"
+"""The new input: int64 [], the number of rows that the caches hold before the call."""
+
+_LENGTH_AXIS = 2
+_K, _V, _MASK, _NONPAD = 1, 2, 3, 6  # inputs of Attention
+_OPSET = 24  # of TensorScatter
+
+
+@dataclass(frozen=True)
+class StaticCaches:
+    """caches: output by input. tokens: an input and its axis whose size is the number of new rows, if there is one."""
+
+    caches: dict[str, str]
+    tokens: tuple[str, int] | None
+
+
+def use_static_caches(model: ir.Model, capacity: int) -> StaticCaches:
+    """Rewrites a model that `fuse` has been through.
+
+    Raises ModelError for a model without growing caches or below opset 23, and for a capacity that is no positive
+    number.
+    """
+    if capacity < 1:
+        raise ModelError(f"static_cache is {capacity}. Use the largest number of tokens that a cache shall hold.")
+    InferSizesPass()(model)
+    grown = [node for node in model.graph if _grows(node)]
+    if not grown:
+        raise ModelError(
+            "static_cache: no output of the model is the Concat of a past input [batch, heads, length, size] and new "
+            "rows along axis 2. Export the model with past_key_values as inputs and outputs."
+        )
+    if opset(model) < _OPSET - 1:
+        raise ModelError(f"static_cache: the model has opset {opset(model)}, which cannot be converted to {_OPSET}.")
+    tokens = _input_of(model.graph, dims(operand(grown[0], 1))[_LENGTH_AXIS])
+    _use_opset_24(model)
+    length = ir.Value(name=LENGTH, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([]))
+    model.graph.inputs.append(length)
+    slotted = {node for node in model.graph if _reads_caches(node, grown)}
+    caches = dict(_rewrite(concat, length, capacity, slotted) for concat in grown)
+    common.CommonSubexpressionEliminationPass()(model)
+    common.RemoveUnusedNodesPass()(model)
+    return StaticCaches(caches, tokens)
+
+
+def _grows(node: ir.Node) -> bool:
+    """Whether the node is Concat(past, new) along the length, past being an input and the result an output."""
+    if not is_op(node, "Concat") or len(node.inputs) != 2 or not node.outputs[0].is_graph_output():
+        return False
+    past = operand(node, 0)
+    return past.is_graph_input() and len(dims(past)) == 4 and attribute(node, "axis", 0) in (_LENGTH_AXIS, -2)
+
+
+def _input_of(graph: ir.Graph, size: Size) -> tuple[str, int] | None:
+    for value in graph.inputs:
+        for axis, other in enumerate(dims(value)):
+            if isinstance(size, ir.SymbolicDim) and size == other and value.name is not None:
+                return value.name, axis
+    return None
+
+
+def _use_opset_24(model: ir.Model) -> None:
+    """Where opset 23 repeats a mask of one key for all keys, opset 24 hides the others: it is repeated beforehand."""
+    if opset(model) < _OPSET:
+        for node in [n for n in model.graph if is_op(n, "Attention") and len(n.inputs) > _MASK and n.inputs[_MASK]]:
+            mask = operand(node, _MASK)
+            if dims(mask)[-1:] == (1,):
+                new = Rewrite(node)
+                keys = new.emit("Shape", [operand(node, _K)], {"start": -2, "end": -1}, ir.DataType.INT64, [1])
+                shape = new.emit("Concat", [new.integers(*(1 for _ in dims(mask)[1:])), keys], {"axis": 0})
+                full = new.emit("Expand", [mask, shape], shape=[*dims(mask)[:-1], dims(operand(node, _K))[-2]])
+                new.insert()
+                node.replace_input_with(_MASK, full)
+    for domain in {"", "ai.onnx"} & set(model.opset_imports):
+        model.opset_imports[domain] = _OPSET
+    model.ir_version = max(model.ir_version, 11)
+
+
+def _reads_caches(node: ir.Node, grown: list[ir.Node]) -> bool:
+    """Whether the node is an Attention that can read both its keys and its values from slots.
+
+    One that aligns a causal mask or a window with the first key, or has caches of its own, or gives out scores or
+    caches, reads the rows that count from a copy.
+    """
+    if not is_op(node, "Attention") or any(value is not None for value in node.inputs[4:]):
+        return False
+    if any(output.uses() or output.is_graph_output() for output in node.outputs[1:]):
+        return False
+    aligned = attribute(node, "is_causal", 0) == 1 or any(
+        attribute(node, f"{side}_window_size", -1) != -1 for side in ("left", "right")
+    )
+    return not aligned and all(operand(node, k).producer() in grown for k in (_K, _V))
+
+
+def _rewrite(concat: ir.Node, length: ir.Value, capacity: int, slotted: set[ir.Node]) -> tuple[str, str]:
+    """One cache; answers with the names of its input and its output."""
+    past, rows, present = operand(concat, 0), operand(concat, 1), concat.outputs[0]
+    batch, heads, _, size = dims(past)
+    past.shape = ir.Shape([batch, heads, capacity, size])
+    for node, position in [use for use in past.uses() if use.node is not concat]:
+        _give_rows(node, position, past, lambda new: _one(new, length))
+
+    new = Rewrite(concat)
+    batches = new.emit("Shape", [rows], {"start": 0, "end": 1}, ir.DataType.INT64, [1])
+    slots = new.emit("Expand", [_one(new, length), batches], shape=[batch])
+    cache = new.emit("TensorScatter", [past, rows, slots], {"axis": -2}, shape=dims(past))
+    valid = new.emit("Expand", [_total(new, length, rows), batches], shape=[batch])
+    new.insert()
+    for node, position in list(present.uses()):
+        if node not in slotted:
+            _give_rows(node, position, cache, lambda new: _total(new, length, rows))
+            continue
+        node.replace_input_with(position, cache)
+        if len(node.inputs) <= _NONPAD:
+            node.resize_inputs(_NONPAD + 1)
+        node.replace_input_with(_NONPAD, valid)
+
+    graph = concat.graph
+    assert isinstance(graph, ir.Graph) and past.name is not None and present.name is not None
+    name, present.name = present.name, None
+    cache.name = name
+    graph.outputs[list(graph.outputs).index(present)] = cache
+    graph.remove(concat, safe=True)
+    return past.name, name
+
+
+def _one(new: Rewrite, length: ir.Value) -> ir.Value:
+    """P as int64 [1]."""
+    return new.emit("Unsqueeze", [length, new.integers(0)], shape=[1])
+
+
+def _total(new: Rewrite, length: ir.Value, rows: ir.Value) -> ir.Value:
+    """P + S as int64 [1]."""
+    here = new.emit("Shape", [rows], {"start": 2, "end": 3}, ir.DataType.INT64, [1])
+    return new.emit("Add", [_one(new, length), here], shape=[1])
+
+
+def _give_rows(node: ir.Node, position: int, cache: ir.Value, count: Callable[[Rewrite], ir.Value]) -> None:
+    """Gives a reader of a growing cache what it had before: the shape of the rows that count, or a copy of them."""
+    new = Rewrite(node)
+    if not is_op(node, "Shape"):
+        batch, heads, _, size = dims(cache)
+        bounds = [new.integers(0), count(new), new.integers(_LENGTH_AXIS)]
+        rows = new.emit("Slice", [cache, *bounds], shape=[batch, heads, ir.SymbolicDim(None), size])
+        new.insert()
+        node.replace_input_with(position, rows)
+        return
+    start, end, _ = slice(attribute(node, "start", 0), attribute(node, "end", None)).indices(4)
+    parts: list[ir.Value] = []
+    for axis in range(start, end):
+        one = {"start": axis, "end": axis + 1}
+        parts.append(count(new) if axis == _LENGTH_AXIS else new.emit("Shape", [cache], one, ir.DataType.INT64, [1]))
+    shape = new.emit("Concat", parts, {"axis": 0}, ir.DataType.INT64, [len(parts)])
+    new.replace([node], node.outputs[0], shape)
