@@ -16,6 +16,7 @@ RULES = {
     "lowering/runtime": ({"lowering.runtime", "lowering.errors", "lowering.manifest"}, False),
     "lowering/attention": ({"lowering.attention", "lowering.expressions"}, True),
     "schedules": ({"schedules", "lowering.attention", "lowering.expressions"}, True),
+    "lowering/fusion": ({"lowering.fusion", "lowering.fold"}, False),
     "lowering/ops": (
         {
             "lowering.ops",

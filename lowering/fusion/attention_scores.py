@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import onnx_ir as ir
 
 from .attention_masks import Mask, Masks
-from .matching import dims, is_op, number, operand, pairs, producer
+from .matching import dims, is_op, number, operand, pairs, producer, widens
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def _read(value: ir.Value, so_far: Scores) -> Scores | None:
     so_far = replace(so_far, nodes=(*so_far.nodes, node))
     if is_op(node, "MatMul"):
         return replace(so_far, product=node)
-    if is_op(node, "Reshape") or (is_op(node, "Cast") and _widens(node)):
+    if is_op(node, "Reshape") or (is_op(node, "Cast") and widens(node)):
         return _read(operand(node, 0), so_far)
     if is_op(node, "Mul", "Div"):
         return _scale(node, so_far)
@@ -58,11 +58,6 @@ def _read(value: ir.Value, so_far: Scores) -> Scores | None:
     if is_op(node, "Max") and len(node.inputs) == 2:
         return _clamp(node, so_far)
     return None
-
-
-def _widens(cast: ir.Node) -> bool:
-    before, after = operand(cast, 0).dtype, cast.outputs[0].dtype
-    return before is not None and after is not None and before.is_floating_point() and after.itemsize > before.itemsize
 
 
 def _scale(node: ir.Node, so_far: Scores) -> Scores | None:

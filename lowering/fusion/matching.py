@@ -77,6 +77,12 @@ def known(size: Size) -> bool:
     return isinstance(size, int)
 
 
+def widens(cast: ir.Node) -> bool:
+    """Whether a Cast goes from a floating-point type to one of more bits."""
+    before, after = operand(cast, 0).dtype, cast.outputs[0].dtype
+    return before is not None and after is not None and before.is_floating_point() and after.itemsize > before.itemsize
+
+
 def may_broadcast(size: Size, to: Size) -> bool:
     """Whether a dimension fits into another one without making it larger.
 

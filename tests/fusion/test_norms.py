@@ -118,6 +118,18 @@ def test_layer_norm_case_3_in_float32(end: str) -> None:
     same(model(nodes, "float16[B, 3, 8]", "float16[B, 3, 8]"), {"LayerNormalization": 1, "Sub": 0}, 2e-3, 2e-3)
 
 
+def test_layer_norm_case_4_difference_in_a_wider_type() -> None:
+    nodes = "m = ReduceMean (x, last) d0 = Sub (x, m) d = Cast <to = 1> (d0) sq = Pow (d, two) "
+    nodes += f"{MEAN} r = Sqrt (e) n = Div (d, r) c = Cast <to = 10> (n) s = Mul (c, w16) y = Add (s, b16)"
+    same(model(nodes, "float16[B, 3, 8]", "float16[B, 3, 8]"), {"LayerNormalization": 1, "Cast": 0}, 4e-3, 4e-3)
+
+
+def test_layer_norm_case_4_refuses_a_result_that_stays_wide() -> None:
+    nodes = "m = ReduceMean (x, last) d0 = Sub (x, m) d = Cast <to = 1> (d0) sq = Pow (d, two) "
+    nodes += f"{MEAN} r = Sqrt (e) n = Div (d, r) y = Mul (n, w)"
+    assert not operators(fused(model(nodes, "float16[B, 3, 8]")))["LayerNormalization"]
+
+
 def test_a_difference_from_something_else_is_no_layer_norm() -> None:
     nodes = "g = Abs (x) m = ReduceMean (g, last) d = Sub (x, m) sq = Mul (d, d)"
     nodes += f" {MEAN} r = Sqrt (e) n = Div (d, r) y = Mul (n, w)"
