@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -89,49 +90,46 @@ def call(
     )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_prompts(dtype: str) -> None:
-    case = Comparison()
-    call(case, 1, 37, [37], dtype=dtype)
-    call(case, 3, 9, [9, 1, 5], dtype=dtype)
-    call(case, 2, 9, [9, 4], dtype=dtype, packed=True, scale=0.4, softcap=0.7)
-    call(case, 2, 9, [9, 4], dtype=dtype, causal=0)
-    call(case, 2, 9, [9, 4], 0, dtype=dtype, local_window_size=3)
-    call(case, 2, 9, [9, 4], 12, dtype=dtype, local_window_size=1, smooth_softmax=1)
-    call(case, 2, 9, [9, 4], dtype=dtype, sink=True, softcap=2.0, bias=(2, HEADS))
-    call(case, 2, 9, [9, 9], dtype=dtype, sink=True, smooth_softmax=1, local_window_size=30, bias=(1, 1))
+def test_prompts() -> None:
+    case, dtypes = Comparison(), itertools.cycle(("float32", "float16"))
+    call(case, 1, 37, [37], dtype=next(dtypes))
+    call(case, 3, 9, [9, 1, 5], dtype=next(dtypes))
+    call(case, 2, 9, [9, 4], dtype=next(dtypes), packed=True, scale=0.4, softcap=0.7)
+    call(case, 2, 9, [9, 4], dtype=next(dtypes), causal=0)
+    call(case, 2, 9, [9, 4], 0, dtype=next(dtypes), local_window_size=3)
+    call(case, 2, 9, [9, 4], 12, dtype=next(dtypes), local_window_size=1, smooth_softmax=1)
+    call(case, 2, 9, [9, 4], dtype=next(dtypes), sink=True, softcap=2.0, bias=(2, HEADS))
+    call(case, 2, 9, [9, 9], dtype=next(dtypes), sink=True, smooth_softmax=1, local_window_size=30, bias=(1, 1))
     case.check()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_caches(dtype: str) -> None:
+def test_caches() -> None:
     """Growing ones, ones with room, and what a model says of their length."""
-    case = Comparison()
-    call(case, 1, 1, [8], 7, dtype=dtype)
-    call(case, 2, 1, [8, 3], 7, dtype=dtype, packed=True)
-    call(case, 2, 1, [8, 3], 20, dtype=dtype, local_window_size=4, bias=(2, 1))
-    call(case, 2, 1, [8, 3], 20, dtype=dtype, declared="p", sink=True)
-    call(case, 2, 1, [8, 3], 20, dtype=dtype, declared=20, smooth_softmax=1)
-    call(case, 2, 1, [8, 3], 20, dtype=dtype, known_total=True)
-    call(case, 1, 5, [12], 7, dtype=dtype, local_window_size=6)
-    call(case, 1, 5, [12], 20, dtype=dtype, bias=(1, HEADS), softcap=1.0)
-    call(case, 1, 5, [12], 20, dtype=dtype, causal=0)
-    call(case, 2, 5, [5, 3], 20, dtype=dtype, declared=20)
+    case, dtypes = Comparison(), itertools.cycle(("float32", "float16"))
+    call(case, 1, 1, [8], 7, dtype=next(dtypes))
+    call(case, 2, 1, [8, 3], 7, dtype=next(dtypes), packed=True)
+    call(case, 2, 1, [8, 3], 20, dtype=next(dtypes), local_window_size=4, bias=(2, 1))
+    call(case, 2, 1, [8, 3], 20, dtype=next(dtypes), declared="p", sink=True)
+    call(case, 2, 1, [8, 3], 20, dtype=next(dtypes), declared=20, smooth_softmax=1)
+    call(case, 2, 1, [8, 3], 20, dtype=next(dtypes), known_total=True)
+    call(case, 1, 5, [12], 7, dtype=next(dtypes), local_window_size=6)
+    call(case, 1, 5, [12], 20, dtype=next(dtypes), bias=(1, HEADS), softcap=1.0)
+    call(case, 1, 5, [12], 20, dtype=next(dtypes), causal=0)
+    call(case, 2, 5, [5, 3], 20, dtype=next(dtypes), declared=20)
     case.check()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_rotary_inside(dtype: str) -> None:
-    case = Comparison()
-    call(case, 2, 9, [9, 4], dtype=dtype, angles=8)
-    call(case, 2, 9, [9, 4], 12, dtype=dtype, angles=8, packed=True, rotary_interleaved=1)
-    call(case, 2, 1, [8, 3], 7, dtype=dtype, angles=8, size=32)
-    call(case, 2, 1, [8, 3], 20, dtype=dtype, angles=8, rotary_interleaved=1, local_window_size=3)
-    call(case, 1, 5, [12], 20, dtype=dtype, angles=8, packed=True)
+def test_rotary_inside() -> None:
+    case, dtypes = Comparison(), itertools.cycle(("float32", "float16"))
+    call(case, 2, 9, [9, 4], dtype=next(dtypes), angles=8)
+    call(case, 2, 9, [9, 4], 12, dtype=next(dtypes), angles=8, packed=True, rotary_interleaved=1)
+    call(case, 2, 1, [8, 3], 7, dtype=next(dtypes), angles=8, size=32)
+    call(case, 2, 1, [8, 3], 20, dtype=next(dtypes), angles=8, rotary_interleaved=1, local_window_size=3)
+    call(case, 1, 5, [12], 20, dtype=next(dtypes), angles=8, packed=True)
     # A first prompt starts at the first position and counts, later calls take the positions as they are.
     for rows, ends, past in ((6, [6, 6], None), (6, [6, 4], 9), (1, [8, 3], 7), (3, [11], 20)):
         positions = RNG.integers(0, POSITIONS - 6, (len(ends), rows))
-        call(case, len(ends), rows, ends, past, dtype=dtype, angles=8, positions=positions)
+        call(case, len(ends), rows, ends, past, dtype=next(dtypes), angles=8, positions=positions)
     case.check()
 
 
