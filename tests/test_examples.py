@@ -12,7 +12,7 @@ import pytest
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 # Needs torch, transformers and a package of model weights, which the test extra leaves out.
-WITH_TORCH = {"05_sentence_embeddings.py"}
+WITH_TORCH = {"05_sentence_embeddings.py", "06_text_generation.py", "07_speech_decoder.py"}
 
 
 @pytest.mark.parametrize("name", sorted(p.name for p in EXAMPLES.glob("*.py") if p.name not in WITH_TORCH))

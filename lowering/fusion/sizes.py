@@ -65,7 +65,7 @@ class _Sizes:
             declared = None if value.shape is None else dims(value)
             candidates = [shape[k] if shape is not None else None, inferred.get(k, (None, None))[1], declared]
             best = self._merged([c for c in candidates if c is not None])
-            if best is not None and not (value.is_graph_output() and declared is not None):
+            if best is not None:
                 value.shape = ir.Shape(best)
         if any(value.const_value is not None for value in node.outputs):
             return

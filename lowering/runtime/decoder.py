@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes  # noqa: F401  (makes "bfloat16" a NumPy type name)
@@ -20,8 +21,9 @@ class Decoder:
     Made by `Model.decoder`. Caches are written in place; a call that raises leaves the decoder as it was.
     """
 
-    def __init__(self, model: Model, ids: str, mask: str, positions: str) -> None:
+    def __init__(self, model: Model, ids: str, mask: str, positions: str, fixed: Mapping[str, Any]) -> None:
         self._model, self._ids, self._mask_input, self._positions = model, ids, mask, positions
+        self._fixed = fixed
         manifest = model.manifest
         if manifest.slots is None:
             raise InputError("the model keeps no caches: compile it with static_cache=<number of tokens>.")
@@ -29,10 +31,10 @@ class Decoder:
         self._specs = {t.name: t for t in model.inputs}
         if ids not in self._specs:
             raise InputError(f"there is no input '{ids}' for token ids. The inputs are {', '.join(self._specs)}.")
-        ours = {ids, mask, positions, self._slots.length, *manifest.donated}
-        others = [name for name in self._specs if name not in ours]
+        ours = {ids, mask, positions, self._slots.length, *manifest.donated} - set(fixed)
+        others = [name for name in self._specs if name not in ours and name not in fixed]
         if others:
-            raise InputError(f"a decoder cannot know input '{others[0]}': call `run` with the caches instead.")
+            raise InputError(f"a decoder cannot know input '{others[0]}': pass its array in `fixed`.")
         caches = set(manifest.donated.values())
         self._output = next(t.name for t in model.outputs if t.name not in caches)
         self._caches: dict[str, np.ndarray] = {}
@@ -78,12 +80,12 @@ class Decoder:
         seen = np.concatenate([before, count], axis=1)
         inputs = {self._ids: tokens.astype(self._specs[self._ids].dtype), **self._memory(len(tokens))}
         inputs[self._slots.length] = np.array(self._length, np.int64)
-        if self._mask_input in self._specs:
+        if self._mask_input in self._specs and self._mask_input not in self._fixed:
             inputs[self._mask_input] = seen.astype(self._specs[self._mask_input].dtype)
         if self._positions in self._specs:
             at = np.maximum(seen.cumsum(axis=1) - 1, 0)[:, self._length :]
             inputs[self._positions] = at.astype(self._specs[self._positions].dtype)
-        result = self._model.run(inputs)[self._output]
+        result = self._model.run({**inputs, **self._fixed})[self._output]
         self._length, self._seen = seen.shape[1], seen
         return result
 

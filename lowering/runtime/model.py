@@ -133,13 +133,20 @@ class Model:
 
         return call
 
-    def decoder(self, ids: str = "input_ids", mask: str = "attention_mask", positions: str = "position_ids") -> Decoder:
+    def decoder(
+        self,
+        ids: str = "input_ids",
+        mask: str = "attention_mask",
+        positions: str = "position_ids",
+        fixed: Arrays | None = None,
+    ) -> Decoder:
         """A text decoder that keeps the caches of this model, which was compiled with static_cache.
 
-        The arguments name the inputs of token ids, int [B, S], and, where the model has them, of the attention mask
-        [B, P + S] and of the positions [B, S]. Raises InputError for models of another form.
+        ids, mask and positions name the inputs of token ids, int [B, S], and, where the model has them, of the
+        attention mask [B, P + S] and of the positions [B, S]. fixed holds arrays for all other inputs, the same in
+        every call: what an encoder made of the source. Raises InputError for models of another form.
         """
-        return Decoder(self, ids, mask, positions)
+        return Decoder(self, ids, mask, positions, fixed or {})
 
     def save(self, folder: str | Path) -> None:
         """Writes the artifact to `folder`, all of it or nothing.
