@@ -36,6 +36,7 @@ def call(
     sink: bool = False,
     declared: int | str | None = None,
     known_total: bool = False,
+    symbolic: bool = True,
     **attributes: Any,
 ) -> None:
     """A node for rows new tokens, behind which batch b holds ends[b]. past is the length of the cache.
@@ -79,7 +80,7 @@ def call(
         "GroupQueryAttention",
         inputs,
         ("", "", ""),
-        dims=dims,
+        dims=dims if symbolic else None,
         constant=[6] if known_total else [],
         select=defined,
         output_dims=None if declared is None else {1: kept, 2: kept},
@@ -93,28 +94,39 @@ def call(
 def test_prompts() -> None:
     case, dtypes = Comparison(), itertools.cycle(("float32", "float16"))
     call(case, 1, 37, [37], dtype=next(dtypes))
-    call(case, 3, 9, [9, 1, 5], dtype=next(dtypes))
+    call(case, 3, 9, [9, 1, 5], dtype=next(dtypes), symbolic=False)
     call(case, 2, 9, [9, 4], dtype=next(dtypes), packed=True, scale=0.4, softcap=0.7)
-    call(case, 2, 9, [9, 4], dtype=next(dtypes), causal=0)
+    call(case, 2, 9, [9, 4], dtype=next(dtypes), causal=0, symbolic=False)
     call(case, 2, 9, [9, 4], 0, dtype=next(dtypes), local_window_size=3)
-    call(case, 2, 9, [9, 4], 12, dtype=next(dtypes), local_window_size=1, smooth_softmax=1)
+    call(case, 2, 9, [9, 4], 12, dtype=next(dtypes), local_window_size=1, smooth_softmax=1, symbolic=False)
     call(case, 2, 9, [9, 4], dtype=next(dtypes), sink=True, softcap=2.0, bias=(2, HEADS))
-    call(case, 2, 9, [9, 9], dtype=next(dtypes), sink=True, smooth_softmax=1, local_window_size=30, bias=(1, 1))
+    call(
+        case,
+        2,
+        9,
+        [9, 9],
+        dtype=next(dtypes),
+        sink=True,
+        smooth_softmax=1,
+        local_window_size=30,
+        bias=(1, 1),
+        symbolic=False,
+    )
     case.check()
 
 
 def test_caches() -> None:
     """Growing ones, ones with room, and what a model says of their length."""
     case, dtypes = Comparison(), itertools.cycle(("float32", "float16"))
-    call(case, 1, 1, [8], 7, dtype=next(dtypes))
+    call(case, 1, 1, [8], 7, dtype=next(dtypes), symbolic=False)
     call(case, 2, 1, [8, 3], 7, dtype=next(dtypes), packed=True)
-    call(case, 2, 1, [8, 3], 20, dtype=next(dtypes), local_window_size=4, bias=(2, 1))
+    call(case, 2, 1, [8, 3], 20, dtype=next(dtypes), local_window_size=4, bias=(2, 1), symbolic=False)
     call(case, 2, 1, [8, 3], 20, dtype=next(dtypes), declared="p", sink=True)
     call(case, 2, 1, [8, 3], 20, dtype=next(dtypes), declared=20, smooth_softmax=1)
     call(case, 2, 1, [8, 3], 20, dtype=next(dtypes), known_total=True)
-    call(case, 1, 5, [12], 7, dtype=next(dtypes), local_window_size=6)
+    call(case, 1, 5, [12], 7, dtype=next(dtypes), local_window_size=6, symbolic=False)
     call(case, 1, 5, [12], 20, dtype=next(dtypes), bias=(1, HEADS), softcap=1.0)
-    call(case, 1, 5, [12], 20, dtype=next(dtypes), causal=0)
+    call(case, 1, 5, [12], 20, dtype=next(dtypes), causal=0, symbolic=False)
     call(case, 2, 5, [5, 3], 20, dtype=next(dtypes), declared=20)
     case.check()
 
@@ -122,14 +134,16 @@ def test_caches() -> None:
 def test_rotary_inside() -> None:
     case, dtypes = Comparison(), itertools.cycle(("float32", "float16"))
     call(case, 2, 9, [9, 4], dtype=next(dtypes), angles=8)
-    call(case, 2, 9, [9, 4], 12, dtype=next(dtypes), angles=8, packed=True, rotary_interleaved=1)
+    call(case, 2, 9, [9, 4], 12, dtype=next(dtypes), angles=8, packed=True, rotary_interleaved=1, symbolic=False)
     call(case, 2, 1, [8, 3], 7, dtype=next(dtypes), angles=8, size=32)
-    call(case, 2, 1, [8, 3], 20, dtype=next(dtypes), angles=8, rotary_interleaved=1, local_window_size=3)
+    call(
+        case, 2, 1, [8, 3], 20, dtype=next(dtypes), angles=8, rotary_interleaved=1, local_window_size=3, symbolic=False
+    )
     call(case, 1, 5, [12], 20, dtype=next(dtypes), angles=8, packed=True)
     # A first prompt starts at the first position and counts, later calls take the positions as they are.
     for rows, ends, past in ((6, [6, 6], None), (6, [6, 4], 9), (1, [8, 3], 7), (3, [11], 20)):
         positions = RNG.integers(0, POSITIONS - 6, (len(ends), rows))
-        call(case, len(ends), rows, ends, past, dtype=next(dtypes), angles=8, positions=positions)
+        call(case, len(ends), rows, ends, past, dtype=next(dtypes), angles=8, positions=positions, symbolic=False)
     case.check()
 
 
