@@ -59,7 +59,11 @@ def _converted(model: ir.Model) -> ir.Model | None:
     copy = model.clone()
     for name, value in list(copy.graph.initializers.items()):
         tensor = value.const_value
-        if tensor is None or tensor.size <= _SMALL:
+        if tensor is not None and tensor.size <= _SMALL:
+            if isinstance(tensor, ir.ExternalTensor):
+                value.const_value = ir.tensor(tensor.numpy(), name=name)  # a file is found from the model's folder only
+            continue
+        if tensor is None:
             continue
         value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape.numpy())
         del copy.graph.initializers[name]

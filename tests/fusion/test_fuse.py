@@ -96,6 +96,20 @@ def test_weights_are_neither_copied_nor_read(tmp_path: Path) -> None:
     assert result.graph.initializers["w"].const_value is loaded.graph.initializers["w"].const_value
 
 
+def test_small_external_data_is_found(tmp_path: Path) -> None:
+    """Exporters put scalars into the file of the weights, too."""
+    model = parse("(float[N, 8] x) => (float[N, 8] y) { a = Mul (x, w) s = Sigmoid (a) y = Mul (a, s) }", 13)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.arange(8, dtype=np.float32), "w"))
+    inputs = feeds(model)
+    wanted = run(model, inputs)[0]
+    path = tmp_path / "model.onnx"
+    onnx.save(model, path, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    result = fuse(load_model(path))
+    assert operators(result)["Swish"] == 1
+    np.testing.assert_array_equal(result.graph.initializers["w"].const_value.numpy(), np.arange(8))  # type: ignore[union-attr]
+    np.testing.assert_allclose(lowering.compile(path).run(inputs)["y"], wanted, rtol=1e-5, atol=1e-6)
+
+
 def test_an_initialiser_that_is_an_input_stays_one() -> None:
     model = parse(
         "(float[N, 70] x, float[70] w) => (float[N, 70] y) { a = Mul (x, w) s = Sigmoid (a) y = Mul (a, s) }", 13
