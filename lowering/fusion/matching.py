@@ -92,13 +92,14 @@ def may_broadcast(size: Size, to: Size) -> bool:
 
 
 def closed(nodes: Collection[ir.Node], result: ir.Value) -> bool:
-    """Whether nothing outside of these nodes reads what they compute, but for the result."""
-    for node in nodes:
-        for value in node.outputs:
-            if value is result:
-                continue
-            if value.is_graph_output() or any(use.node not in nodes for use in value.uses()):
-                return False
+    """Whether nothing outside of these nodes reads what they compute, but for the result.
+
+    Who asks for a Shape reads no element: it is left to its value, which nobody computes for that.
+    """
+    for value in (output for node in nodes for output in node.outputs if output is not result):
+        readers = [use.node for use in value.uses() if not is_op(use.node, "Shape")]
+        if value.is_graph_output() or any(reader not in nodes for reader in readers):
+            return False
     return True
 
 

@@ -306,6 +306,19 @@ def test_case_9_three_dimensions_with_heads(more: str, mask: str) -> None:
     same(parse(f"{inputs}{more}) => (float[B, 2, S, 6] y) {{ {nodes} }}", 18, weights), {"Attention": 1, "Softmax": 0})
 
 
+def test_case_9_sizes_taken_from_the_scores() -> None:
+    """The shape of the probabilities says how to flatten them: that is no reader."""
+    nodes = """
+        kt = Transpose <perm = [0, 2, 1]> (k) a = MatMul (q, kt) sh = Shape (a) rest = Slice (sh, one, three)
+        full = Concat <axis = 0> (m1, two, rest) s = Reshape (a, full) p = Softmax <axis = -1> (s)
+        psh = Shape (p) prest = Slice (psh, two, four) flat = Concat <axis = 0> (m1, prest) p3 = Reshape (p, flat)
+        y = MatMul (p3, v)
+    """
+    weights = {n: np.array([i]) for n, i in {"m1": -1, "one": 1, "two": 2, "three": 3, "four": 4}.items()}
+    source = parse(f"{FLAT}) => (float[N, S, 6] y) {{ {nodes} }}", 18, weights)
+    same(source, {"Attention": 1, "Softmax": 0, "MatMul": 0})
+
+
 @pytest.mark.parametrize("outputs, last", [("s", ""), ("p", ""), ("", "z = Neg (p)"), ("", "z = Neg (s)")])
 def test_scores_and_probabilities_that_are_read_elsewhere_refuse(outputs: str, last: str) -> None:
     nodes = f"{KT} s = MatMul (q, kt) p = Softmax <axis = -1> (s) y = MatMul (p, v) {last}"
