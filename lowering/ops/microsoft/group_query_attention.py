@@ -8,6 +8,7 @@ than total_sequence_length tokens stays as long as it is, any other one grows to
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 from tvm import relax, tirx
@@ -183,8 +184,8 @@ class _NewTokens:
     def _valid(self, b: Element, seqlens_k: Read) -> Element:
         return seqlens_k(b, *self._zeros).astype("int64") + tirx.const(1, "int64")
 
-    def _per_batch(self, name: str, element: object) -> Value:
-        return compute(self.node, name, element, [self.seqlens_k], (self.batch,), [self.rows], dtype="int64")  # type: ignore[arg-type]
+    def _per_batch(self, name: str, element: Callable[..., Element]) -> Value:
+        return compute(self.node, name, element, [self.seqlens_k], (self.batch,), [self.rows], dtype="int64")
 
     def positions(self, given: Value | None) -> Value:
         """The positions [B, S] of the new tokens. Of the given ones a first prompt uses only the very first."""
