@@ -183,6 +183,32 @@ def test_positions_from_attention_mask() -> None:
     agree(proto, [{"mask": np.array([[0, 1, 1, 1], [1, 1, 1, 1]])}, {"mask": np.ones((3, 1), np.int64)}])
 
 
+def test_relative_buckets_in_both_directions() -> None:
+    """T5's relative bias: half of the buckets are for keys behind the query, which a cast of a comparison selects."""
+    proto = model(
+        """(float[B, 2, S, 8] x, float[32, 2] table) => (float[B, 2, S, 8] y) {
+        zero = Constant<value_int=0>() one = Constant<value_int=1>() two = Constant<value_ints=[2]>()
+        first = Constant<value_ints=[0]>() second = Constant<value_ints=[1]>()
+        shape = Shape(x) length = Gather(shape, two) tokens = Squeeze(length, first)
+        positions = Range(zero, tokens, one)
+        keys = Unsqueeze(positions, first) queries = Unsqueeze(positions, second)
+        distance = Sub(keys, queries)
+        behind = Greater(distance, zero) half = Constant<value_int=16>()
+        side_index = Cast<to=7>(behind) side = Mul(side_index, half)
+        n = Abs(distance) exact = Constant<value_int=8>() near = Less(n, exact)
+        positive = Max(n, one) wide = Cast<to=1>(positive) eight = Constant<value_float=8.0>() ratio = Div(wide, eight) log = Log(ratio)
+        steps = Mul(log, eight) whole = Cast<to=7>(steps) far = Add(whole, exact)
+        last = Constant<value_int=15>() limited = Min(far, last)
+        bucket = Where(near, n, limited) place = Add(side, bucket)
+        bias = Gather(table, place) heads_first = Transpose<perm=[2, 0, 1]>(bias)
+        mask = Unsqueeze(heads_first, first)
+        y = Attention(x, x, x, mask)
+    }""",
+        opset=23,
+    )
+    agree(proto, [{"x": floats(b, 2, s, 8), "table": floats(32, 2)} for b, s in ((2, 40), (1, 1))])
+
+
 def test_range_in_float_scales_with_size() -> None:
     proto = model("""(float[N] x) => (float[M] y) {
         n = Size(x)

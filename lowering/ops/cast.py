@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import onnx_ir as ir
-from tvm import relax
+from tvm import relax, tirx
 
 from .. import symbolic
+from ..compute import pointwise, widened
 from ..node import Node
 from ..values import Value, storage_dtype
 from . import op
@@ -42,6 +43,10 @@ def cast_to(node: Node, data: Value, dtype: str) -> Value:
     known = _contents(node, data, dtype)
     if known is not None:
         return known
+    if data.dtype == "bool" and dtype in _PLAIN:
+        # As a choice of numbers: TVM's analyser cannot read a cast of bool vectors, which a fused kernel can repeat.
+        one, zero = (tirx.const(number, widened(dtype)) for number in (1, 0))
+        return pointwise(node, lambda x: tirx.Select(x, one, zero), data, dtype=dtype, name="cast")
     if data.dtype in _PLAIN and dtype in _PLAIN:
         return node.emit(relax.op.astype(node.tensor(data), dtype), dtype)
     saturate, mode = bool(node.attr("saturate", 1)), node.attr("round_mode", "up")

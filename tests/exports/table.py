@@ -63,7 +63,10 @@ def measure(folder: Path) -> tuple[dict[str, int], float, list[float], str]:
             errors.append(max(error(actual[name], e) for name, e in expected.items()))
         return dict(operators), seconds, errors, ""
     except lowering.LoweringError as failure:
-        return dict(operators), time.process_time() - start, errors, str(failure).splitlines()[0]
+        reason = str(failure).splitlines()[0]
+    except Exception as failure:  # such is no message for users, and must not end the table
+        reason = f"{type(failure).__name__}: {str(failure).strip().splitlines()[-1]}"
+    return dict(operators), time.process_time() - start, errors, reason
 
 
 def load_setting(path: Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
