@@ -75,7 +75,13 @@ def group_query_attention(
         positions = new.positions(position_ids)
         q, k = (rotate(node, head, x, cos_cache, sin_cache, positions) for x in (q, k))
     if past_key is not None and past_value is not None:
-        k, v = new.behind(past_key, k, 3, 1), new.behind(past_value, v, 4, 2)
+        if past_key.rank != 4 or past_value.rank != 4:
+            raise node.error("past_key or past_value is not of rank 4.", "Make them [batch, heads, length, head size].")
+        length = agreed(node, "the length of past_key and past_value", past_key.shape[2], past_value.shape[2])
+        agreed(node, "the number of heads of the caches", heads[1], past_key.shape[1], past_value.shape[1])
+        cache = (q.shape[0], heads[1], length, size)
+        k = new.behind(asserted(node, past_key, cache), k, 3, 1)
+        v = new.behind(asserted(node, past_value, cache), v, 4, 2)
     elif node.wants(1) or node.wants(2):
         k, v = heads_first(node, k, heads[1]), heads_first(node, v, heads[1])
     mask, causal = None, bool(node.attr("causal", 1))
@@ -205,17 +211,12 @@ class _NewTokens:
 
     def behind(self, past: Value, new: Value, past_input: int, present_output: int) -> Value:
         """The cache [B, H, T, D] with the new rows [B, S, H * D] in their places."""
-        node = self.node
-        if past.rank != 4:
-            raise node.error(f"past_key or past_value has rank {past.rank}.", "Make it [batch, heads, length, D].")
-        heads = number(node, "number of heads of the cache", past.shape[1])
-        size, length = head_size(node, "key or value", new.shape[2], heads), past.shape[2]
-        past = asserted(node, past, (self.batch, heads, length, size))
+        node, (batch, heads, length, size) = self.node, past.shape
         grown = node.simplify(tirx.max(_int64(length), _int64(self._total())))
         if node.symbols.equal(grown, length):
             return self._updated(past, heads_first(node, new, heads))
         if node.wants(present_output) and node.same_shape(past_input, present_output):
-            checked = asserted(node, past, (self.batch, heads, grown, size))  # the cache has room, as the model says
+            checked = asserted(node, past, (batch, heads, grown, size))  # the cache has room, as the model says
             return self._updated(asserted(node, checked, past.shape), heads_first(node, new, heads))
         return self._grown(past, new, grown)
 

@@ -233,6 +233,13 @@ def with_input(k: int, dtype: str, dims: tuple[int | str, ...]) -> list[Any]:
         (with_input(10, F, (1, 3, "s", "t")), {}, "attention_bias is 3 and 4"),
         (with_input(3, F, ("b", 2, "p", 16)), {}, "one of past_key and past_value"),
         (with_input(2, F, ("b", "s", 16)), {}, "last dimension of value is 16 and 32"),
+        ([*PLAIN[:3], *[(F, ("b", 4, "p", 16))] * 2, *PLAIN[5:]], {}, "heads of the caches is 2 and 4"),
+        (
+            [*PLAIN[:3], *[(F, ("b", 2, n, 16)) for n in (7, 8)], *PLAIN[5:]],
+            {},
+            "length of past_key and past_value is 7",
+        ),
+        ([*PLAIN[:3], *[(F, ("b", 2, 16))] * 2, *PLAIN[5:]], {}, "not of rank 4"),
         (with_input(2, "float16", ("b", "s", 32)), {}, "value is float16 and query is float32"),
         (with_input(0, F, ("b", "s", "d")), {}, "symbolic"),
     ],
