@@ -151,14 +151,8 @@ class _Attention:
         return fit and self.scores.masks.fit(self.shape, q[0])
 
     def types_fit(self) -> bool:
-        values = (
-            self.q,
-            self.kt,
-            self.v,
-            self.scores.product.outputs[0],
-            self.softmax.outputs[0],
-            *self.product.outputs,
-        )
+        computed = [node.outputs[0] for node in (self.scores.product, self.softmax, self.product)]
+        values = [self.q, self.kt, self.v, *computed]
         types = [value.dtype for value in values if value.dtype in _PRECISIONS]
         if len(types) < len(values) or {ir.DataType.FLOAT16, ir.DataType.BFLOAT16} <= {*types, self.dtype}:
             return False

@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from .matching import Rewrite, dims, is_op, number, only_reader, operand, pairs
 from .opset import opset
-from .polynomial import alike, polynomial
+from .polynomial import Polynomial, alike, polynomial, product
 
 _FIRST = 20  # Gelu
 
@@ -47,18 +47,16 @@ def _try_fuse(function: ir.Node) -> bool:
         nodes.append(multiply)
         result = multiply.outputs[0]
         for x in _variables(factor):
-            product = [polynomial(f, x) for f in factor]
-            whole = product[0] if len(product) == 1 else _times(product[0], product[1])
-            if alike(whole, {1: 0.5}, x.dtype) and alike(polynomial(operand(function, 0), x), inner, x.dtype):
+            outer: Polynomial | None = {0: 1.0}
+            for value in factor:
+                term = polynomial(value, x)
+                outer = None if outer is None or term is None else product(outer, term)
+            if alike(outer, {1: 0.5}, x.dtype) and alike(polynomial(operand(function, 0), x), inner, x.dtype):
                 new = Rewrite(multiply)
                 attributes = {"approximate": "tanh"} if is_op(function, "Tanh") else {}
                 new.replace(nodes, result, new.emit("Gelu", [x], attributes, shape=dims(result)))
                 return True
     return False
-
-
-def _times(a: dict[int, float] | None, b: dict[int, float] | None) -> dict[int, float] | None:
-    return None if a is None or b is None else {j + k: c * d for j, c in a.items() for k, d in b.items()}
 
 
 def _variables(factor: list[ir.Value]) -> Iterator[ir.Value]:
