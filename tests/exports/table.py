@@ -100,6 +100,8 @@ decomposed, at 23 it holds Attention nodes; `traced` is the older exporter. Each
 (batch), S (tokens), P (past) and E (tokens of the encoder); an error is the largest difference from PyTorch in float64,
 relative to the range of the output, for logits and for every present key and value. {bar}
 
+Measured: {count} of {total} exports.
+
 """
 
 Column = tuple[str, Callable[[Measurement], str]]
@@ -123,12 +125,12 @@ COLUMNS: list[Column] = [
 ]
 
 
-def page(measurements: Sequence[Measurement], settings: Sequence[str]) -> str:
-    """The whole page, sorted."""
+def page(measurements: Sequence[Measurement], settings: Sequence[str], total: int) -> str:
+    """The whole page, sorted. total is how many exports there are."""
     columns = [*COLUMNS, *((f"error at {label}", _error(k)) for k, label in enumerate(settings))]
     rows = [[cell(m) for _, cell in columns] for m in sorted(measurements, key=lambda m: m.name)]
     bar = " ".join(f"The bar is {bar:g} for {dtype}." for dtype, bar in BAR.items())
-    text = HEADER.format(bar=bar) + _table([heading for heading, _ in columns], rows)
+    text = HEADER.format(bar=bar, count=len(rows), total=total) + _table([heading for heading, _ in columns], rows)
     wrong = [[m.name, m.reason or "an output differs by more than the bar"] for m in measurements if not m.ok]
     text += "\n## Exceptions\n\n" + (_table(["export", "reason"], sorted(wrong)) if wrong else "None.\n")
     used = Counter(name for m in measurements for name in m.operators)
@@ -167,7 +169,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"{export.name}: {measurement.compile_s:.1f} s, errors {worst}: {verdict}", flush=True)
         if record.is_file():
             kept.append(Measurement(**json.loads(record.read_text())))
-    given.page.write_text(page(kept, [f"B{s.batch} S{s.tokens} P{s.past} E{s.source}" for s in SETTINGS]))
+    given.page.write_text(
+        page(kept, [f"B{s.batch} S{s.tokens} P{s.past} E{s.source}" for s in SETTINGS], len(exports()))
+    )
 
 
 if __name__ == "__main__":

@@ -43,7 +43,8 @@ def test_page_names_what_is_wrong_and_why() -> None:
         return table.Measurement(name, name, False, "dynamo", 18, "float32", {"MatMul": 2}, 1.5, errors, reason)
 
     given = [measurement("c", [1e-6]), measurement("b", [], "no | way"), measurement("a", [2e-4])]
-    page = table.page(given, ["B2 S5"])
+    page = table.page(given, ["B2 S5"], 4)
+    assert "3 of 4 exports" in page
     assert [line.split("|")[1].strip() for line in page.splitlines() if "dynamo | 18" in line] == ["a", "b", "c"]
     exceptions = page[page.index("## Exceptions") : page.index("## Operators")]
     assert "| a | an output differs by more than the bar |" in exceptions
