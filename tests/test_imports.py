@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[1]
 # Package -> (modules of this project that it may import, whether it may import tvm)
 RULES = {
     "lowering/runtime": ({"lowering.runtime", "lowering.errors", "lowering.manifest"}, False),
-    "lowering/attention": ({"lowering.attention", "lowering.expressions"}, True),
-    "schedules": ({"schedules", "lowering.attention", "lowering.expressions"}, True),
+    "lowering/attention": ({"lowering.attention", "lowering.expressions", "lowering.facts"}, True),
+    "schedules": ({"schedules", "lowering.attention", "lowering.expressions", "lowering.facts"}, True),
     "lowering/fusion": ({"lowering.fusion", "lowering.fold"}, False),
     "lowering/ops": (
         {

@@ -164,17 +164,19 @@ class Bound:
                 lo = _clamp(i - window.right, hi)
         return lo, hi
 
-    def visible(self, b: Expr, h: Expr, i: Expr, j: Expr, *, inside: bool = False) -> Expr:
+    def visible(self, b: Expr, h: Expr, i: Expr, j: Expr, *, inside: bool = False, bias: Expr | None = None) -> Expr:
         """Whether row i of query head h sees key j: bool, with the lanes of i or j; False where j >= T.
 
         An additive mask of -inf hides a key. inside promises that every lane lies in [0, S) x
-        `visible_range`, so that a mask can be read without clamping.
+        `visible_range`, so that a mask can be read without clamping. bias is what `additive` gives, if it is at hand.
         """
         over_rows = _lanes(i) > 1
         lo, hi = self.queries_of(b, j) if over_rows else self.keys_of(b, i)
         x = i if over_rows else j
         conditions = [x >= _cast(lo, _scalar_type(x)), x < _cast(hi, _scalar_type(x))]
-        if self.problem.mask is not None:
+        if bias is not None:
+            conditions.append(bias > _broadcast(self._constant(float("-inf")), _lanes(bias)))
+        elif self.problem.mask is not None:
             conditions.append(self.unmasked(b, h, i, j, inside=inside))
         return tirx.all(*(_broadcast(c, _lanes(x)) for c in conditions))
 
@@ -184,6 +186,15 @@ class Bound:
         if value.ty.dtype.is_bool:
             return value
         return tirx.NE(value, _broadcast(self._constant(float("-inf")), _lanes(value)))
+
+    def additive(self, b: Expr, h: Expr, i: Expr, j: Expr, *, inside: bool = False) -> Expr:
+        """The problem's mask as what is added to the score, -inf where it hides a key; acc_dtype, lanes of i and j."""
+        lanes = max(_lanes(i), _lanes(j))
+        value = _broadcast(self._mask(b, h, i, j, inside), lanes)
+        if not value.ty.dtype.is_bool:
+            return value
+        shown, hidden = (_broadcast(self._constant(x), lanes) for x in (0.0, float("-inf")))
+        return tirx.Select(value, shown, hidden)
 
     @property
     def mask_per_row(self) -> bool:

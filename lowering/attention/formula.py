@@ -128,6 +128,10 @@ def evaluate(expr: Expr, values: Mapping[tirx.Var, Expr], load: Load) -> Expr:
             return type(node)(*_together(value(node.a), value(node.b)))
         if isinstance(node, prim.Not):
             return prim.Not(value(node.a))
+        if isinstance(node, prim.Cast) and str(node.value.ty) == "bool" and str(node.ty) != "bool":
+            # TVM's analysis of a bound vector stumbles over a comparison in it.
+            one, zero = (tirx.const(x, str(node.ty)) for x in (1, 0))
+            return prim.Select(*_together(value(node.value), one, zero))
         if isinstance(node, prim.Cast):
             return _cast(value(node.value), node.ty)
         if isinstance(node, prim.Select):

@@ -91,8 +91,7 @@ class _Absorber:
         self.indices = [tirx.Var(name, "int64") for name in INDICES]
         self.keys = self.mask.ty.shape.values[3] if self.record.pad else self.T  # keys behind are hidden
         ends = (q[0], tirx.const(problem.q_heads, "int64"), self.S, self.keys)
-        bounds = {var: (0, end) for var, end in zip(self.indices, ends)}
-        self.elements = Elements(mod, bindings, bounds, self.is_leaf)
+        self.elements = Elements(mod, bindings, dict(zip(self.indices, ends)), self.is_leaf)
         self.tables: list[relax.Binding] = []
 
     def call(self) -> relax.Call | None:

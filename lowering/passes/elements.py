@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import tvm
 from tvm import ir, relax, s_tir, tirx
 from tvm.ir import Expr, prim
-from tvm.sym import Analyzer
 
 from ..expressions import is_int, rewrite, substitute, uses, walk
+from ..facts import Facts
 
 _MOST_NODES = 4096  # of an expression; sharing is lost in a tree
 
@@ -38,22 +38,22 @@ class Elements:
     """Elements of the tensors in `main`.
 
     keep(indices, element) says whether a tensor that could be written out at these indices is a leaf all the same.
-    bounds are the half-open ranges of the index variables.
+    bounds are the ends of the index variables' ranges, which start at 0.
     """
 
     def __init__(
         self,
         mod: tvm.IRModule,
         bindings: Mapping[relax.Var, relax.Expr],
-        bounds: Mapping[tirx.Var, tuple[Expr | int, Expr]],
+        bounds: Mapping[tirx.Var, Expr],
         keep: Callable[[list[Expr], Expr], bool],
     ) -> None:
         self.mod, self.bindings, self.keep = mod, bindings, keep
-        self.analyzer = Analyzer()
-        for var, (low, high) in bounds.items():
-            for size in (node for node in walk(high) if isinstance(node, tirx.Var)):
-                self._positive(size)
-            self.analyzer.bind(var, ir.Range(low, high), allow_override=True)
+        self.facts = Facts()
+        self.analyzer = self.facts.analyzer
+        for var, end in bounds.items():
+            self._add_size(end)
+            self.facts.bind(var, 0, end)
         self.leaves: dict[relax.Expr, tirx.Buffer] = {}
 
     def at(self, tensor: relax.Expr, indices: list[Expr]) -> Expr:
@@ -70,7 +70,7 @@ class Elements:
         """expr with what the bounds of the indices decide."""
         if sum(1 for _ in walk(expr)) > _MOST_NODES:
             raise NoExpression
-        return rewrite(self.analyzer.simplify(expr), self._decide)
+        return rewrite(self.facts.simplify(expr), self._decide)
 
     def _decide(self, node: Expr) -> Expr | None:
         """min(j, T - 1) is j, which the analyzer proves but does not find by itself."""
@@ -82,11 +82,15 @@ class Elements:
                 return b if isinstance(node, prim.Min) else a
         return None
 
-    def _positive(self, size: tirx.Var) -> None:
-        self.analyzer.bind(size, ir.Range(1, 1 << 40), allow_override=True)
+    def _add_size(self, size: Expr) -> None:
+        """Elements exist where sizes are positive."""
+        self.facts.add_size(size)
+        for node in walk(size):
+            if isinstance(node, tirx.Var):
+                self.analyzer.bind(node, ir.Range(1, 1 << 40), allow_override=True)
 
     def _leaf(self, tensor: relax.Expr, indices: list[Expr]) -> Expr:
-        if isinstance(tensor, ir.GenericConst) and not tensor.ty.shape.values:
+        if isinstance(tensor, ir.GenericConst) and all(is_int(n, 1) for n in tensor.ty.shape.values):
             return tirx.const(tensor.value.numpy().item(), str(tensor.ty.dtype))
         if tensor not in self.leaves:
             shape = _shape(tensor)
@@ -135,8 +139,8 @@ class Elements:
         given = [a for a in args if not isinstance(a.ty, relax.TensorType)]
         if len(scalars) != len(given):
             return None
-        for size in (node for outer in (*sizes.values(), *given) for node in walk(outer) if isinstance(node, tirx.Var)):
-            self._positive(size)
+        for size in (*sizes.values(), *given):
+            self._add_size(size)
         return {**sizes, **dict(zip(scalars, given))}
 
     def _stored(

@@ -278,9 +278,12 @@ class _Split:
 
         def mask(inside: bool) -> None:
             key = at(fixed(self.kv0 + j), W)
-            visible = self.bound.visible(self.b, h, i, key, inside=inside)
-            biased = self.bound.biased(result.value, self.b, h, i, key, inside=inside)
-            result.value = tirx.Select(visible, biased, splat(float("-inf"), W, self.acc))
+            bias = None
+            if self.problem.mask is not None:
+                bias = Register(self.bound.additive(self.b, h, i, key, inside=inside)).value
+            visible = self.bound.visible(self.b, h, i, key, inside=inside, bias=bias)
+            s = result.value if bias is None else result.value + bias
+            result.value = tirx.Select(visible, s, splat(float("-inf"), W, self.acc))
 
         with T.If(j + W <= self.keys):
             with T.Then():

@@ -13,8 +13,8 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from lowering.expressions import Expr, is_int, loads, offset, uses, walk
+from lowering.facts import Facts
 
-from .facts import Facts
 from .half import is_half
 from .loops import split_among_threads, split_rows, volume
 from .stages import Axis, Stage, read_stages
@@ -45,7 +45,7 @@ def elementwise(func: tirx.PrimFunc, target: tvm.target.Target) -> tirx.PrimFunc
         )
         for stage in stages:
             if stage.output in memory:
-                _write(stage, evaluator, memory[stage.output], Facts(func), lanes)
+                _write(stage, evaluator, memory[stage.output], Facts.of(func), lanes)
                 evaluator.views[stage.output] = View(memory[stage.output])
     return func.with_body(builder.get().body)
 

@@ -27,8 +27,8 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from lowering.expressions import Expr, is_int, loads, offset, substitute, uses
+from lowering.facts import Facts
 
-from .facts import Facts
 from .half import HALF
 from .loops import split_among_threads, unravel, vector_loop, volume
 from .stages import Axis, Stage, read_stages
@@ -149,7 +149,7 @@ class _Kernel:
 
     def __init__(self, func: tirx.PrimFunc, stages: list[Stage], product: Product, cpu: Machine) -> None:
         self.func, self.stages, self.product, self.cpu = func, stages, product, cpu
-        self.facts = Facts(func)
+        self.facts = Facts.of(func)
         self.m, self.c, self.panel = (tirx.Var(name, "int64") for name in ("m", "c", "panel"))
         self.rows = volume(product.rows)
         for axis in (*product.batch, Axis(self.m, self.rows), product.k):

@@ -39,7 +39,6 @@ from .vector import (
     cover,
     exp2,
     fixed,
-    lanes_of,
     like,
     load,
     reduce_lanes,
@@ -264,14 +263,11 @@ class _QueryTile:
 
     def mask_vector(self, h: Expr, i: Expr, j: Expr, inside: bool) -> Expr:
         """The additive mask of row i for the W keys from j; inside promises that all of them are visible keys."""
-        hidden = splat(float("-inf"), self.W, self.acc)
         keys = T.ramp(j, 1, self.W)
-        visible = self.bound.unmasked(self.b, h, i, keys, inside=inside)
-        visible = splat(visible, self.W, "bool") if lanes_of(visible) == 1 else visible
+        bias = self.bound.additive(self.b, h, i, keys, inside=inside)
         if not inside:
-            visible = tirx.all(visible, keys < like(self.end, keys))
-        bias = self.bound.biased(splat(0.0, self.W, self.acc), self.b, h, i, keys, inside=inside)
-        return T.bind(tirx.Select(visible, bias, hidden))
+            bias = tirx.Select(keys < like(self.end, keys), bias, splat(float("-inf"), self.W, self.acc))
+        return Register(bias).value
 
     # The three steps.
 

@@ -16,9 +16,9 @@ from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
 
 from lowering.expressions import Expr, is_int, loads, offset, substitute
+from lowering.facts import Facts
 
 from .elementwise import expensive_outputs, recomputed, scratch_type
-from .facts import Facts
 from .half import is_half
 from .loops import nest, split_rows, volume
 from .rows import runs_across, several, shared_rank
@@ -121,7 +121,7 @@ class _Kernel:
         self.point, self.scratch = point, scratch
         self.evaluator = Evaluator(self.stages, dict(self.inputs))
         self.known: Known = {}
-        self.facts = Facts(self.func)
+        self.facts = Facts.of(self.func)
         for axis, index in zip(self.kept[0].axes, point):
             self.facts.bind(index, 0, axis.extent)
         for stage in self.kept:

@@ -15,8 +15,8 @@ from tvm.ir import prim
 from tvm.sym import Analyzer
 
 from lowering.expressions import Expr, children, is_int, substitute, walk
+from lowering.facts import Facts
 
-from .facts import Facts
 from .loops import nest, unravel, vector_loop, volume
 from .stages import Axis
 from .values import Body, Program

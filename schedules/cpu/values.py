@@ -17,8 +17,8 @@ from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
 
 from lowering.expressions import Expr, is_int, loads, offset, rebuild, rewrite, substitute, uses, walk
+from lowering.facts import Facts
 
-from .facts import Facts
 from .fast_math import expand
 from .half import is_half, narrow, rounded, widen
 from .stages import Stage
@@ -235,6 +235,8 @@ class _Writer:
         if is_half(dtype):
             value = self.cast(value, "float32", bind)
             return rounded(self.bind("x", value) if bind else value, dtype)
+        if value.ty == "bool" and dtype != "bool":  # TVM's analysis of a bound vector stumbles over a comparison in it
+            return prim.Select(value, tirx.const(1, dtype), tirx.const(0, dtype))
         return value if value.ty == dtype else prim.Cast(dtype, value)
 
     def call(self, node: ir.Call, bind: bool) -> Expr:

@@ -14,19 +14,30 @@ from tvm import ir, tirx
 from tvm.ir import prim
 from tvm.sym import Analyzer
 
-from lowering.expressions import Expr, rewrite, walk
+from .expressions import Expr, rewrite, walk
 
 
 class Facts:
-    """Ranges of variables, and the sizes of a function's buffers, which are not negative."""
+    """Ranges of variables, and sizes, which are not negative."""
 
-    def __init__(self, func: tirx.PrimFunc) -> None:
+    def __init__(self) -> None:
         self.analyzer = Analyzer()
         self.largest: dict[tirx.Var, Expr] = {}
+
+    @staticmethod
+    def of(func: tirx.PrimFunc) -> Facts:
+        """That the sizes of the function's buffers are sizes."""
+        facts = Facts()
         for buffer in filter(tirx.is_buffer_var, func.params):
-            for node in (node for extent in buffer.shape for node in walk(extent)):
-                if isinstance(node, tirx.Var):
-                    self.largest[node] = node
+            for extent in buffer.shape:
+                facts.add_size(extent)
+        return facts
+
+    def add_size(self, size: Expr) -> None:
+        """The variables in `size` are sizes."""
+        for node in walk(size):
+            if isinstance(node, tirx.Var):
+                self.largest[node] = node
 
     def copy(self) -> Facts:
         other = copy.copy(self)
