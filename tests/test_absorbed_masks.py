@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,7 @@ import lowering
 from lowering.attention.formula import Formula
 from lowering.attention.problem import ATTRIBUTE, AttentionProblem
 
+SAMPLES = Path(__file__).parent / "exports" / "samples"
 HEADS, KV_HEADS, D = 4, 2, 16
 LOWEST = float(np.finfo(np.float32).min)
 
@@ -214,3 +218,33 @@ def is_absorbed(module: tvm.IRModule) -> bool:
             names = {str(d) for d in shape.values} if isinstance(shape, relax.ShapeExpr) else set()
             assert not {"S", "T"} <= names, binding
     return True
+
+
+PREFILL = """
+import sys
+import numpy as np
+import lowering
+
+def peak():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) / 1024
+
+model = lowering.load(sys.argv[1])
+tokens = int(sys.argv[2])
+inputs = {"input_ids": np.zeros((1, tokens), np.int64), "attention_mask": np.ones((1, tokens), np.int64)}
+for spec in model.inputs:
+    if spec.name.startswith("past"):
+        inputs[spec.name] = np.zeros([1, *(0 if isinstance(d, str) else d for d in spec.dims[1:])], spec.dtype)
+before = peak()
+model.run(inputs)
+print(peak() - before)
+"""
+
+
+def test_memory_of_a_prefill_is_linear(tmp_path: Path) -> None:
+    """A decoder with sliding windows at 4096 tokens: one byte per pair alone would be 16 MiB."""
+    lowering.compile(SAMPLES / "mistral-past-dynamo18" / "model.onnx").save(tmp_path / "m")
+    grown = {}
+    for tokens in (1024, 4096):
+        command = [sys.executable, "-c", PREFILL, str(tmp_path / "m"), str(tokens)]
+        grown[tokens] = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert grown[4096] < 6 and grown[4096] < 6 * max(grown[1024], 0.5)
