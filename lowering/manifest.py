@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-FORMAT = 2
+FORMAT = 1
 FILE, CODE, WEIGHTS = "manifest.json", "model.so", "weights.bin"
 
 # Weights are digested whole up to _WHOLE bytes; of more, _SAMPLE bytes at every multiple of _STRIDE.

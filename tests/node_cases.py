@@ -69,8 +69,9 @@ class Case:
 
 
 def operators() -> list[str]:
-    """The operators above, and all others of the standard domain that have a lowering."""
-    return sorted({*OPERATORS, *EVERY_TYPE, *(name for domain, name in registered() if domain == "")})
+    """The operators above, and all others of the standard domain that have a lowering and cases."""
+    others = {name for domain, name in registered() if domain == "" and cases(name)}
+    return sorted({*OPERATORS, *EVERY_TYPE, *others})
 
 
 def cases(operator: str) -> list[Case]:

@@ -159,6 +159,8 @@ class _Sizes:
             return
         if not node.inputs or not all(v is None or _small(v) for v in node.inputs):
             return
+        if any(v is not None and v.dtype == ir.DataType.STRING for v in node.inputs):
+            return
         results = fold(node, version, [array(v) for v in node.inputs])
         for value, result in zip(node.outputs, results or []):
             if result is not None and result.size <= FOLLOWED:

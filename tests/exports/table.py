@@ -13,23 +13,35 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
+import tvm
+from tvm import relax
 
 import lowering
+from lowering.attention.formula import Formula
+from lowering.attention.problem import ATTRIBUTE, AttentionProblem
+
+if TYPE_CHECKING:
+    from export import Export
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 # The largest error of an output that is right, relative to its range.
 BAR = {"float32": 1e-4, "float16": 2e-2}
 
+PROMPT, STEPS = 3, 64
+
 
 @dataclass(frozen=True)
 class Measurement:
     """What became of one export. reason says why it does not compile or run, "" where it does; errors has one entry per
-    shape setting."""
+    shape setting. Of the attentions, `attentions` are nodes after fusion and `unfused` softmaxes that are left; `masks`
+    have a mask, of which `formulas` never exist as tensors. steps is the error of 64 tokens read one by one into slot
+    caches, None for models without a growing cache.
+    """
 
     name: str
     model: str
@@ -39,34 +51,98 @@ class Measurement:
     dtype: str
     operators: dict[str, int]
     compile_s: float
+    attentions: int
+    unfused: int
+    masks: int
+    formulas: int
     errors: list[float]
+    steps: float | None
     reason: str
 
     @property
     def ok(self) -> bool:
-        return not self.reason and all(error <= BAR[self.dtype] for error in self.errors)
+        errors = [*self.errors, *([] if self.steps is None else [self.steps])]
+        return not self.reason and all(error <= BAR[self.dtype] for error in errors)
 
 
-def measure(folder: Path) -> tuple[dict[str, int], float, list[float], str]:
-    """Of the model in the folder: the operators, CPU seconds of compilation, an error per shape setting, and the reason
-    of a failure."""
+class Found:
+    """Counts what the compiler makes of attention, by way of its dumps."""
+
+    def __init__(self) -> None:
+        self.attentions = self.unfused = self.masks = self.formulas = 0
+
+    def __call__(self, name: str, module: Any) -> None:
+        if name == "fused":
+            operators = Counter(node.op_type for node in module.graph.all_nodes())
+            self.attentions, self.unfused = operators["Attention"], operators["Softmax"]
+        elif name == "eliminate_absorbed":
+            for block in module["main"].body.blocks:
+                for binding in block.bindings:
+                    self.count(module, binding.value)
+
+    def count(self, module: tvm.IRModule, value: Any) -> None:
+        if not isinstance(value, relax.Call) or value.op != tvm.ir.Op.get("relax.call_tir"):
+            return
+        attrs = module[value.args[0]].attrs
+        if attrs is not None and ATTRIBUTE in attrs:
+            mask = AttentionProblem.from_json(attrs[ATTRIBUTE]).mask
+            self.masks += mask is not None
+            self.formulas += isinstance(mask, Formula)
+
+
+def measure(export: Export, folder: Path) -> Measurement:
+    """Compiles the model in the folder and runs it at every setting there."""
     path = folder / "model.onnx"
     operators = Counter(_operator(node) for node in onnx.load(path, load_external_data=False).graph.node)
-    errors: list[float] = []
-    start = time.process_time()
+    found, errors, steps, reason = Found(), [], None, ""
+    seconds, start = 0.0, time.process_time()
     try:
-        module = lowering.compile(path)
+        module = lowering.compile(path, dump=found)
         seconds = time.process_time() - start
         for setting in sorted(folder.glob("*.npz")):
             inputs, expected = load_setting(setting)
             actual = module.run({spec.name: inputs[spec.name] for spec in module.inputs})
             errors.append(max(error(actual[name], e) for name, e in expected.items()))
-        return dict(operators), seconds, errors, ""
+        if export.past and not export.traced:
+            steps = stepwise(path, module, load_setting(folder / "0.npz")[0])
     except lowering.LoweringError as failure:
         reason = str(failure).splitlines()[0]
     except Exception as failure:  # such is no message for users, and must not end the table
         reason = f"{type(failure).__name__}: {str(failure).strip().splitlines()[-1]}"
-    return dict(operators), time.process_time() - start, errors, reason
+    return Measurement(
+        export.name,
+        export.model.name,
+        export.past,
+        export.exporter,
+        export.opset,
+        "float16" if export.half else "float32",
+        dict(operators),
+        seconds,
+        found.attentions,
+        found.unfused,
+        found.masks,
+        found.formulas,
+        errors,
+        steps,
+        reason,
+    )
+
+
+def stepwise(path: Path, module: lowering.Model, inputs: dict[str, np.ndarray]) -> float:
+    """64 tokens one by one into slot caches, behind a prompt of 3, against all of them at once."""
+    slots = lowering.compile(path, static_cache=PROMPT + STEPS)
+    ids = next(spec.name for spec in slots.inputs if spec.name.endswith("input_ids"))
+    own_mask = ids == "input_ids"  # else the attention mask is that of the encoder's states
+    ours = {ids, *slots.manifest.donated, *(["attention_mask"] if own_mask else [])}
+    fixed = {spec.name: inputs[spec.name] for spec in module.inputs if spec.name not in ours}
+    tokens = np.random.default_rng(1).integers(3, 100, (len(inputs[ids]), PROMPT + STEPS))
+    feeds = {ids: tokens, "attention_mask": np.ones_like(tokens), **fixed}
+    feeds |= {name: inputs[name][:, :, :0] for name in slots.manifest.donated}
+    expected = module.run({spec.name: feeds[spec.name] for spec in module.inputs})[module.outputs[0].name]
+    decoder = slots.decoder(ids=ids, mask="attention_mask" if own_mask else "", fixed=fixed)
+    decoder.prefill(tokens[:, :PROMPT])
+    actual = np.stack([decoder.step(tokens[:, k]) for k in range(PROMPT, PROMPT + STEPS)], axis=1)
+    return error(actual, expected[:, PROMPT:])
 
 
 def load_setting(path: Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
@@ -100,6 +176,11 @@ decomposed, at 23 it holds Attention nodes; `traced` is the older exporter. Each
 (batch), S (tokens), P (past) and E (tokens of the encoder); an error is the largest difference from PyTorch in float64,
 relative to the range of the output, for logits and for every present key and value. {bar}
 
+Attentions are Attention nodes behind the fusion passes, and fused are those that the exporter had written out; a
+softmax that is left would be an unfused one. A mask is removed when it is a formula and no tensor
+(docs/architecture.md). Decoders with a past are compiled a second time with static caches and read tokens one by one,
+against all at once.
+
 Measured: {count} of {total} exports.
 
 """
@@ -119,7 +200,11 @@ COLUMNS: list[Column] = [
     ("type", lambda m: m.dtype),
     ("nodes", lambda m: str(sum(m.operators.values()))),
     ("operators", lambda m: str(len(m.operators))),
-    ("Attention nodes", lambda m: str(m.operators.get("Attention", 0))),
+    ("attentions", lambda m: str(m.attentions)),
+    ("of them fused", lambda m: str(m.attentions - m.operators.get("Attention", 0))),
+    ("left unfused", lambda m: str(m.unfused)),
+    ("masks", lambda m: str(m.masks)),
+    ("of them removed", lambda m: str(m.formulas)),
     ("right", lambda m: "yes" if m.ok else "**no**"),
     ("compile CPU s", lambda m: f"{m.compile_s:.1f}"),
 ]
@@ -128,6 +213,7 @@ COLUMNS: list[Column] = [
 def page(measurements: Sequence[Measurement], settings: Sequence[str], total: int) -> str:
     """The whole page, sorted. total is how many exports there are."""
     columns = [*COLUMNS, *((f"error at {label}", _error(k)) for k, label in enumerate(settings))]
+    columns.append((f"error of {STEPS} steps", lambda m: "-" if m.steps is None else f"{m.steps:.1e}"))
     rows = [[cell(m) for _, cell in columns] for m in sorted(measurements, key=lambda m: m.name)]
     bar = " ".join(f"The bar is {bar:g} for {dtype}." for dtype, bar in BAR.items())
     text = HEADER.format(bar=bar, count=len(rows), total=total) + _table([heading for heading, _ in columns], rows)
@@ -160,9 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for export in exports():
         record = given.folder / f"{export.name}.json"
         if not given.names or export.name in given.names or export.model.name in given.names:
-            dtype = "float16" if export.half else "float32"
-            about: tuple[Any, ...] = (export.model.name, export.past, export.exporter, export.opset, dtype)
-            measurement = Measurement(export.name, *about, *measure(make(export, given.folder)))
+            measurement = measure(export, make(export, given.folder))
             record.write_text(json.dumps(asdict(measurement)))
             worst = ", ".join(f"{e:.1e}" for e in measurement.errors)
             verdict = "right" if measurement.ok else f"WRONG {measurement.reason}"

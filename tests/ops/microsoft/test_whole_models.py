@@ -197,6 +197,7 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow  # needs torch
 @pytest.mark.parametrize("form", ["Attention", "MultiHeadAttention", "of the session"])
 def test_optimised_bert(bert: Path, tmp_path: Path, form: str) -> None:
     path = str(tmp_path / "fused.onnx")
