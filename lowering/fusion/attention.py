@@ -23,12 +23,13 @@ from .matching import (
     pairs,
     producer,
 )
-from .opset import FIRST, opset
+from .node_pass import NodePass
+from .opset import FIRST
 
 _PRECISIONS = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE)
 
 
-class FuseAttentionPass(ir.passes.InPlacePass):
+class FuseAttentionPass(NodePass):
     """Makes one ai.onnx Attention of softmax(Q K^T) V, written out.
 
     Q is [B, Hq, S, D], V is [B, Hkv, T, Dv] with Hkv = Hq or 1; or all have three dimensions, [N, S, D].
@@ -51,13 +52,11 @@ class FuseAttentionPass(ir.passes.InPlacePass):
     all masked by -inf is NaN before and 0 after, which is the only change of meaning.
     """
 
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        modified = False
-        if opset(model) >= FIRST:
-            for node in list(model.graph.all_nodes()):
-                if is_op(node, "MatMul") and node.graph is not None and _try_fuse(node):
-                    modified = True
-        return ir.passes.PassResult(model, modified)
+    since = FIRST
+    operators = ("MatMul",)
+
+    def rewrite(self, node: ir.Node) -> bool:
+        return _try_fuse(node)
 
 
 def _try_fuse(product: ir.Node) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import onnx_ir as ir
 
 from .matching import Rewrite, dims, is_op, number, only_reader, operand, pairs
-from .opset import opset
+from .node_pass import NodePass
 from .polynomial import Polynomial, alike, polynomial, product
 
 _FIRST = 20  # Gelu
@@ -16,7 +16,7 @@ _FIRST = 20  # Gelu
 _ROOT = math.sqrt(2 / math.pi)
 
 
-class FuseGeluPass(ir.passes.InPlacePass):
+class FuseGeluPass(NodePass):
     """Makes one Gelu of x / 2 (1 + f(x)), in any order of its products.
 
     1. f = erf(x / sqrt(2)): approximate is none. The root as a divisor or a factor.
@@ -25,13 +25,14 @@ class FuseGeluPass(ir.passes.InPlacePass):
     Other constants, another x outside than inside, and a 1 + f(x) that anybody else reads refuse the match.
     """
 
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        modified = False
-        if opset(model) >= _FIRST:
-            for node in list(model.graph.all_nodes()):
-                if is_op(node, "Erf", "Tanh") and node.graph is not None and _try_fuse(node):
-                    modified = True
-        return ir.passes.PassResult(model, modified)
+    since = _FIRST
+    operators = (
+        "Erf",
+        "Tanh",
+    )
+
+    def rewrite(self, node: ir.Node) -> bool:
+        return _try_fuse(node)
 
 
 def _try_fuse(function: ir.Node) -> bool:

@@ -8,10 +8,11 @@ import numpy as np
 import onnx_ir as ir
 
 from .matching import Rewrite, Size, array, attribute, dims, is_op, operand, producer
-from .opset import FIRST, opset
+from .node_pass import NodePass
+from .opset import FIRST
 
 
-class GroupHeadsPass(ir.passes.InPlacePass):
+class GroupHeadsPass(NodePass):
     """Takes back the repetition of K and V [B, Hkv, T, D] to [B, Hq, T, D] in front of Attention.
 
     Query head h reads key head h // G, so only h0 h0 h1 h1 ... is taken back. The heads are on axis 1, or on axis 2 in
@@ -25,13 +26,11 @@ class GroupHeadsPass(ir.passes.InPlacePass):
     differently, a present or past key, head counts as attributes, and inputs of three dimensions refuse the match.
     """
 
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        modified = False
-        if opset(model) >= FIRST:
-            for node in list(model.graph.all_nodes()):
-                if is_op(node, "Attention") and _try_group(node):
-                    modified = True
-        return ir.passes.PassResult(model, modified)
+    since = FIRST
+    operators = ("Attention",)
+
+    def rewrite(self, node: ir.Node) -> bool:
+        return _try_group(node)
 
 
 def _try_group(node: ir.Node) -> bool:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from .matching import Rewrite, dims, operand, producer, widens
+from .node_pass import NodePass
 from .normalization import Chain, divided, mean_of, ones, widened_from
-from .opset import opset
 
 _FIRST = 17  # LayerNormalization
 
 
-class FuseLayerNormPass(ir.passes.InPlacePass):
+class FuseLayerNormPass(NodePass):
     """Makes one LayerNormalization of d / sqrt(mean(d^2) + epsilon) * scale + bias with d = x - mean(x), last axis.
 
     1. The square and the division in the ways of FuseRmsNormPass.
@@ -24,13 +24,10 @@ class FuseLayerNormPass(ir.passes.InPlacePass):
     summand that is no parameter of the last axis stays.
     """
 
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        modified = False
-        if opset(model) >= _FIRST:
-            for node in list(model.graph.all_nodes()):
-                if node.graph is not None and _try_fuse(node):
-                    modified = True
-        return ir.passes.PassResult(model, modified)
+    since = _FIRST
+
+    def rewrite(self, node: ir.Node) -> bool:
+        return _try_fuse(node)
 
 
 def _try_fuse(node: ir.Node) -> bool:

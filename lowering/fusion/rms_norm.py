@@ -5,11 +5,12 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from .matching import Rewrite, dims
+from .node_pass import NodePass
 from .normalization import Chain, divided, ones, widened_from
-from .opset import FIRST, opset
+from .opset import FIRST
 
 
-class FuseRmsNormPass(ir.passes.InPlacePass):
+class FuseRmsNormPass(NodePass):
     """Makes one RMSNormalization of x / sqrt(mean(x^2) + epsilon) * scale over the last axis.
 
     1. The square as Pow(x, 2) or Mul(x, x); the division as Div by Sqrt, or Mul by Reciprocal(Sqrt), 1 / Sqrt or a Pow.
@@ -21,13 +22,10 @@ class FuseRmsNormPass(ir.passes.InPlacePass):
     scale of the last axis stays a Mul.
     """
 
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        modified = False
-        if opset(model) >= FIRST:
-            for node in list(model.graph.all_nodes()):
-                if node.graph is not None and _try_fuse(node):
-                    modified = True
-        return ir.passes.PassResult(model, modified)
+    since = FIRST
+
+    def rewrite(self, node: ir.Node) -> bool:
+        return _try_fuse(node)
 
 
 def _try_fuse(node: ir.Node) -> bool:

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from .matching import Rewrite, dims, is_op, may_broadcast, only_reader, operand, pairs, producer
-from .opset import FIRST, opset
+from .node_pass import NodePass
+from .opset import FIRST
 from .rotary_angles import each_once, holds_each_twice
 from .rotary_pairs import Part, part, rotated_pairs, stacked
 
 
-class FuseRotaryPass(ir.passes.InPlacePass):
+class FuseRotaryPass(NodePass):
     """Makes one RotaryEmbedding of pairs of dimensions that are turned by angles.
 
     1. x cos + turned(x) sin, where turned(x) is Concat(-x2, x1), its parts by Slice or Split, the minus as Neg or a
@@ -32,13 +33,10 @@ class FuseRotaryPass(ir.passes.InPlacePass):
     broadcast over the sequence refuse the match.
     """
 
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        modified = False
-        if opset(model) >= FIRST:
-            for node in list(model.graph.all_nodes()):
-                if node.graph is not None and _try_fuse(node):
-                    modified = True
-        return ir.passes.PassResult(model, modified)
+    since = FIRST
+
+    def rewrite(self, node: ir.Node) -> bool:
+        return _try_fuse(node)
 
 
 @dataclass(frozen=True)

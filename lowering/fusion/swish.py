@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from .matching import Rewrite, dims, is_op, number, only_reader, operand, pairs, producer
-from .opset import TARGET, opset
+from .matching import Rewrite, dims, number, only_reader, operand, pairs, producer
+from .node_pass import NodePass
+from .opset import TARGET
 from .polynomial import polynomial
 
 
-class FuseSwishPass(ir.passes.InPlacePass):
+class FuseSwishPass(NodePass):
     """Makes one Swish of x Sigmoid(alpha x).
 
     1. alpha is 1: the Sigmoid reads x itself.
@@ -18,13 +19,11 @@ class FuseSwishPass(ir.passes.InPlacePass):
     Another x inside than outside, and a Sigmoid that anybody else reads refuse the match.
     """
 
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        modified = False
-        if opset(model) >= TARGET:
-            for node in list(model.graph.all_nodes()):
-                if is_op(node, "Sigmoid") and node.graph is not None and _try_fuse(node):
-                    modified = True
-        return ir.passes.PassResult(model, modified)
+    since = TARGET
+    operators = ("Sigmoid",)
+
+    def rewrite(self, node: ir.Node) -> bool:
+        return _try_fuse(node)
 
 
 def _try_fuse(sigmoid: ir.Node) -> bool:
