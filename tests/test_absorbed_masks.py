@@ -16,6 +16,7 @@ import tvm
 from tvm import relax
 
 import lowering
+import schedules
 from lowering.attention.formula import Formula
 from lowering.attention.problem import ATTRIBUTE, AttentionProblem
 
@@ -204,6 +205,12 @@ def test_equals_the_mask_it_replaces(name: str) -> None:
         expected = attend(**feeds, mask=case.expected(i, j, **extra))
         actual = model.run({**feeds, **extra})["y"]
         np.testing.assert_allclose(actual, expected, atol=case.atol, err_msg=f"{b} {s} {t}")
+
+
+@pytest.mark.parametrize("name", ["documents", "additive with the lowest number"])
+def test_the_plain_lowering_evaluates_formulas_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(schedules.RULES, "llvm", ())
+    test_equals_the_mask_it_replaces(name)
 
 
 def is_absorbed(module: tvm.IRModule) -> bool:

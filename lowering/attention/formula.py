@@ -78,9 +78,8 @@ class BoundFormula:
         read = [n for n in walk(node) if isinstance(n, tirx.Var | ir.TensorLoad)]
         if not read or isinstance(node, tirx.Var) or any(n not in self.values for n in read):
             return None
-        place = T.alloc_buffer(
-            (1,), str(node.ty)
-        )  # TVM would put the definition of a plain binding wherever it is used
+        # In memory, as TVM puts the definition of a plain binding wherever it is used.
+        place = T.alloc_buffer((1,), str(node.ty))
         T.buffer_store(place, substitute(node, self.values), [0])
         var = tirx.Var("once", node.ty)
         self.values[var] = T.bind(place[0])
