@@ -66,7 +66,7 @@ class Facts:
             return self._divide(prim.FloorDiv(a.a, self.analyzer.simplify(a.b * n)))
         whole, rest = self._multiples(a, n)
         bound = self.bound(rest)
-        if bound is not None and self.can_prove(bound < n):
+        if bound is not None and self.can_prove(_distributed(n - bound) > 0):
             return whole if quotient else rest
         return whole + rest // n if quotient else rest % n
 
@@ -110,6 +110,8 @@ class Facts:
     def _bound_of_factor(self, factor: Expr) -> Expr | None:
         if isinstance(factor, tirx.Var):
             return self.largest.get(factor)
+        if isinstance(factor, prim.Add):
+            return self.bound(factor)
         if isinstance(factor, prim.FloorDiv | prim.FloorMod):
             a, n = self.bound(factor.a), self.bound(factor.b)
             if a is not None and n is not None:
@@ -119,6 +121,22 @@ class Facts:
 
 def _terms(expr: Expr) -> list[Expr]:
     return [*_terms(expr.a), *_terms(expr.b)] if isinstance(expr, prim.Add) else [expr]
+
+
+def _distributed(expr: Expr) -> Expr:
+    """expr as a sum of products without sums in them, where terms can cancel."""
+    if isinstance(expr, prim.Add | prim.Sub):
+        a, b = _distributed(expr.a), _distributed(expr.b)
+        return a + b if isinstance(expr, prim.Add) else a - b
+    if isinstance(expr, prim.Mul):
+        a, b = _distributed(expr.a), _distributed(expr.b)
+        for one, other in ((a, b), (b, a)):
+            if isinstance(one, prim.Add):
+                return _distributed(one.a * other) + _distributed(one.b * other)
+            if isinstance(one, prim.Sub):
+                return _distributed(one.a * other) - _distributed(one.b * other)
+        return a * b
+    return expr
 
 
 def _factors(expr: Expr) -> tuple[list[Expr], int]:
