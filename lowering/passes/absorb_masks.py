@@ -39,8 +39,9 @@ def absorb_masks(mod: tvm.IRModule) -> tvm.IRModule:
     for block in main.body.blocks:
         kept: list[relax.Binding] = []
         for binding in block.bindings:
-            absorber = _Absorber(mod, builder, bindings, binding.value) if _is_attention(mod, binding.value) else None
-            call = absorber.call() if absorber is not None else None
+            problem = _problem(mod, binding.value)
+            absorber = None if problem is None else _Absorber(mod, builder, bindings, binding.value, problem)
+            call = None if absorber is None else absorber.call()
             if absorber is None or call is None:
                 kept.append(binding)
             else:
@@ -51,10 +52,6 @@ def absorb_masks(mod: tvm.IRModule) -> tvm.IRModule:
     body = relax.SeqExpr(blocks, main.body.body)
     mod["main"] = relax.Function(main.params, body, main.ret_ty, main.is_pure, main.attrs)
     return mod
-
-
-def _is_attention(mod: tvm.IRModule, value: relax.Expr) -> bool:
-    return _problem(mod, value) is not None
 
 
 def _problem(mod: tvm.IRModule, value: relax.Expr) -> AttentionProblem | None:
@@ -77,10 +74,10 @@ class _Absorber:
         builder: relax.BlockBuilder,
         bindings: dict[relax.Var, relax.Expr],
         call: relax.Call,
+        problem: AttentionProblem,
     ) -> None:
+        assert isinstance(problem.mask, Mask)
         self.builder, self.attention = builder, call
-        problem = _problem(mod, call)
-        assert problem is not None and isinstance(problem.mask, Mask)
         self.problem, self.record = problem, problem.mask
         args = list(call.args[1].fields)
         names = problem.parameters()
