@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import onnx
@@ -24,9 +24,6 @@ import lowering
 from lowering.attention.formula import Formula
 from lowering.attention.problem import ATTRIBUTE, AttentionProblem
 
-if TYPE_CHECKING:
-    from export import Export
-
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 # The largest error of an output that is right, relative to its range.
@@ -36,19 +33,13 @@ PROMPT, STEPS = 3, 64
 
 
 @dataclass(frozen=True)
-class Measurement:
-    """What became of one export. reason says why it does not compile or run, "" where it does; errors has one entry per
+class Outcome:
+    """What became of one model. reason says why it does not compile or run, "" where it does; errors has one entry per
     shape setting. Of the attentions, `attentions` are nodes after fusion and `unfused` softmaxes that are left; `masks`
     have a mask, of which `formulas` never exist as tensors. steps is the error of 64 tokens read one by one into slot
     caches, None for models without a growing cache.
     """
 
-    name: str
-    model: str
-    past: bool
-    exporter: str
-    opset: int
-    dtype: str
     operators: dict[str, int]
     compile_s: float
     attentions: int
@@ -58,6 +49,18 @@ class Measurement:
     errors: list[float]
     steps: float | None
     reason: str
+
+
+@dataclass(frozen=True)
+class Measurement(Outcome):
+    """What became of one export."""
+
+    name: str
+    model: str
+    past: bool
+    exporter: str
+    opset: int
+    dtype: str
 
     @property
     def ok(self) -> bool:
@@ -90,8 +93,8 @@ class Found:
             self.formulas += isinstance(mask, Formula)
 
 
-def measure(export: Export, folder: Path) -> Measurement:
-    """Compiles the model in the folder and runs it at every setting there."""
+def measure(folder: Path, by_steps: bool = False) -> Outcome:
+    """Compiles the model in the folder and runs it at every setting there; by_steps: with slot caches too."""
     path = folder / "model.onnx"
     operators = Counter(_operator(node) for node in onnx.load(path, load_external_data=False).graph.node)
     found, errors, steps, reason = Found(), [], None, ""
@@ -103,28 +106,14 @@ def measure(export: Export, folder: Path) -> Measurement:
             inputs, expected = load_setting(setting)
             actual = module.run({spec.name: inputs[spec.name] for spec in module.inputs})
             errors.append(max(error(actual[name], e) for name, e in expected.items()))
-        if export.past and not export.traced:
+        if by_steps:
             steps = stepwise(path, module, load_setting(folder / "0.npz")[0])
     except lowering.LoweringError as failure:
         reason = str(failure).splitlines()[0]
     except Exception as failure:  # such is no message for users, and must not end the table
         reason = f"{type(failure).__name__}: {str(failure).strip().splitlines()[-1]}"
-    return Measurement(
-        export.name,
-        export.model.name,
-        export.past,
-        export.exporter,
-        export.opset,
-        "float16" if export.half else "float32",
-        dict(operators),
-        seconds,
-        found.attentions,
-        found.unfused,
-        found.masks,
-        found.formulas,
-        errors,
-        steps,
-        reason,
+    return Outcome(
+        dict(operators), seconds, found.attentions, found.unfused, found.masks, found.formulas, errors, steps, reason
     )
 
 
@@ -246,7 +235,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for export in exports():
         record = given.folder / f"{export.name}.json"
         if not given.names or export.name in given.names or export.model.name in given.names:
-            measurement = measure(export, make(export, given.folder))
+            outcome = measure(make(export, given.folder), by_steps=export.past and not export.traced)
+            measurement = Measurement(
+                **asdict(outcome),
+                name=export.name,
+                model=export.model.name,
+                past=export.past,
+                exporter=export.exporter,
+                opset=export.opset,
+                dtype="float16" if export.half else "float32",
+            )
             record.write_text(json.dumps(asdict(measurement)))
             worst = ", ".join(f"{e:.1e}" for e in measurement.errors)
             verdict = "right" if measurement.ok else f"WRONG {measurement.reason}"

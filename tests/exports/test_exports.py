@@ -14,11 +14,12 @@ SAMPLES = Path(__file__).parent / "samples"
 
 @pytest.mark.parametrize("folder", sorted(SAMPLES.iterdir()), ids=lambda folder: folder.name)
 def test_sample(folder: Path) -> None:
-    operators, _, errors, reason = table.measure(folder)
-    assert not reason
-    assert operators
-    assert len(errors) == 2
-    assert max(errors) <= table.BAR["float16" if folder.name.endswith("f16") else "float32"]
+    outcome = table.measure(folder)
+    assert not outcome.reason
+    assert outcome.operators
+    assert len(outcome.errors) == 2
+    assert max(outcome.errors) <= table.BAR["float16" if folder.name.endswith("f16") else "float32"]
+    assert outcome.attentions and not outcome.unfused and outcome.masks == outcome.formulas
 
 
 def test_a_result_off_by_a_thousandth_is_noticed(tmp_path: Path) -> None:
@@ -27,8 +28,9 @@ def test_a_result_off_by_a_thousandth_is_noticed(tmp_path: Path) -> None:
     for result in expected.values():
         result.flat[-1] += 1e-3 * np.ptp(result)
     np.savez(tmp_path / "0.npz", **inputs, **{f"={name}": result for name, result in expected.items()})
-    _, _, (error,), reason = table.measure(tmp_path)
-    assert not reason
+    outcome = table.measure(tmp_path)
+    assert not outcome.reason
+    (error,) = outcome.errors
     assert error == pytest.approx(1e-3, rel=0.1)
 
 
@@ -40,7 +42,9 @@ def test_error_is_relative_to_the_range() -> None:
 
 def test_page_names_what_is_wrong_and_why() -> None:
     def measurement(name: str, errors: list[float], reason: str = "") -> table.Measurement:
-        return table.Measurement(name, name, False, "dynamo", 18, "float32", {"MatMul": 2}, 1.5, errors, reason)
+        found = {"operators": {"MatMul": 2}, "compile_s": 1.5, "attentions": 1, "unfused": 0, "masks": 1, "formulas": 1}
+        about = {"name": name, "model": name, "past": False, "exporter": "dynamo", "opset": 18, "dtype": "float32"}
+        return table.Measurement(**found, errors=errors, steps=None, reason=reason, **about)
 
     given = [measurement("c", [1e-6]), measurement("b", [], "no | way"), measurement("a", [2e-4])]
     page = table.page(given, ["B2 S5"], 4)
