@@ -83,6 +83,25 @@ def overflow(decoder: Any) -> None:
     assert decoder.length == 0 and decoder.prefill([1, 2, 3]).shape[:2] == (1, 3)
 
 
+def test_a_bound_call_is_refused_once_the_slots_are_full(models: tuple[lowering.Model, lowering.Model]) -> None:
+    """What the length holds when it is called counts, not what it held when the arrays were bound."""
+    model = models[1]
+    length = np.array(0, np.int64)
+    inputs: dict[str, Any] = {"input_ids": np.ones((1, 1), np.int64), "past_length": length}
+    for spec in model.inputs:
+        if spec.name in model.manifest.donated:
+            inputs[spec.name] = np.zeros([1, *spec.dims[1:]], spec.dtype)
+        elif spec.name not in inputs:
+            inputs[spec.name] = np.ones((1, 1), spec.dtype)
+    call = model.bind(inputs)
+    call()
+    length[()] = CAPACITY
+    before = {name: inputs[name].copy() for name in model.manifest.donated}
+    with pytest.raises(lowering.InputError, match="1 more do not fit"):
+        call()
+    assert all((inputs[name] == cache).all() for name, cache in before.items())
+
+
 def test_refusals() -> None:
     plain = onnx.parser.parse_model(
         '<ir_version: 10, opset_import: ["" : 23]> g (float[N] x) => (float[N] y) {y = Neg (x)}'

@@ -6,10 +6,10 @@ import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes  # noqa: F401  (makes "bfloat16" a NumPy type name)
 import numpy as np
 
 from ..errors import InputError
+from .elements import ElementType
 
 if TYPE_CHECKING:
     from .model import Model
@@ -38,6 +38,7 @@ class Decoder:
         caches = set(manifest.donated.values())
         self._output = next(t.name for t in model.outputs if t.name not in caches)
         self._caches: dict[str, np.ndarray] = {}
+        self._batch: int | None = None  # of the caches
         self.reset()
 
     @property
@@ -94,12 +95,14 @@ class Decoder:
         return self.prefill(np.atleast_1d(np.asarray(ids)).reshape(-1, 1))[:, -1]
 
     def _memory(self, batch: int) -> dict[str, np.ndarray]:
-        """The caches; new ones where the batch size has changed, by way of `reset`."""
-        for name in self._model.manifest.donated:
-            spec, cache = self._specs[name], self._caches.get(name)
-            sizes = [batch, *(size for size in spec.dims[1:] if isinstance(size, int))]
-            if len(sizes) < len(spec.dims):
-                raise InputError(f"cache {spec} has a symbolic size besides its batch: call `run` instead.")
-            if cache is None or len(cache) != batch:
-                self._caches[name] = np.zeros(sizes, spec.dtype)
+        """The caches; new ones for the first prompt, and where the batch size has changed, by way of `reset`."""
+        if batch != self._batch:
+            caches = {}
+            for name in self._model.manifest.donated:
+                spec = self._specs[name]
+                sizes = [batch, *(size for size in spec.dims[1:] if isinstance(size, int))]
+                if len(sizes) < len(spec.dims):
+                    raise InputError(f"cache {spec} has a symbolic size besides its batch: call `run` instead.")
+                caches[name] = np.zeros(sizes, ElementType(spec.dtype, spec.storage).numpy)
+            self._caches, self._batch = caches, batch
         return self._caches

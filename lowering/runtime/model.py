@@ -127,7 +127,11 @@ class Model:
             targets[name] = port.accept(array, sizes, strings), array
         memory = self._memory(tensors, inputs)
 
+        slots = self.manifest.slots
+
         def call() -> dict[str, Any]:
+            if slots is not None:  # what the length holds may have changed
+                _check_room(slots, inputs)
             results = self._call(tensors, threads, release=False)
             return self._deliver(results, memory, targets, from_dlpack, strings)
 
