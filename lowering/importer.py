@@ -7,7 +7,6 @@ evaluator.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -29,6 +28,9 @@ from .values import Shape, Symbols, Value, storage_array, storage_dtype, storage
 
 # Constants below this many bytes are embedded in the code, where TVM can fold them; larger ones are weights.
 _EMBED_BYTES = 256
+
+# Elements that tell most weights of one shape apart.
+_FIRST = 16
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,8 @@ class Importer:
         self._values: dict[str, Value | None] = {}
         self._weights: dict[str, np.ndarray] = {}
         self._weight_vars: list[relax.Var] = []
-        self._weight_of: dict[tuple[str, tuple[int, ...], bytes], relax.Var] = {}  # type, shape, digest of the bytes
+        # By element type, shape and first bytes.
+        self._alike: dict[tuple[str, tuple[int, ...], bytes], list[relax.Var]] = {}
         self._materialised: dict[int, tuple[Value, relax.Expr]] = {}
 
     def run(self) -> Imported:
@@ -276,15 +279,17 @@ class Importer:
         # TVM cannot load a module that holds an empty constant.
         if 0 < array.nbytes <= _EMBED_BYTES:
             return relax.const(np.asarray(array, order="C"), array.dtype.name)
-        # Exporters write tied weights twice.
-        digest = hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).digest()
-        key = array.dtype.name, array.shape, digest
-        if key not in self._weight_of:
-            name = f"weight_{len(self._weights)}"
-            self._weights[name] = array
-            self._weight_of[key] = relax.Var(name, relax.TensorType(array.shape, array.dtype.name))
-            self._weight_vars.append(self._weight_of[key])
-        return self._weight_of[key]
+        # Exporters write tied weights twice. Bytes are compared only where the first ones agree: whatever is read of a
+        # mapped file takes time and memory.
+        alike = self._alike.setdefault((array.dtype.name, array.shape, array.flat[:_FIRST].tobytes()), [])
+        for known in alike:
+            if _same_bytes(self._weights[known.name], array):
+                return known
+        name = f"weight_{len(self._weights)}"
+        self._weights[name] = array
+        alike.append(relax.Var(name, relax.TensorType(array.shape, array.dtype.name)))
+        self._weight_vars.append(alike[-1])
+        return alike[-1]
 
     def _size_tensor(self, value: Value) -> relax.Expr:
         """A tensor of sizes computed at run time: a kernel that takes each symbol as a scalar and stores the
@@ -332,6 +337,11 @@ class Importer:
         rank = relax.TensorType(None, storage_dtype(value.dtype), ndim=len(storage_shape(value.dtype, shape)))
         forgotten = self.builder.match_cast(self.tensor(value), rank)
         return Value(value.dtype, shape, self.builder.match_cast(forgotten, stored), value.contents)
+
+
+def _same_bytes(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether arrays of one type and shape hold the same bits, NaNs and signed zeros included."""
+    return np.array_equal(a.view(f"u{a.itemsize}"), b.view(f"u{b.itemsize}"))
 
 
 def _domain(name: str) -> str:
