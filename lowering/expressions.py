@@ -10,6 +10,8 @@ from tvm.ir import prim
 
 Expr: TypeAlias = ir.Expr
 
+_CHEAP = ("prim.if_then_else", "tirx.fabs", "tirx.reinterpret")
+
 
 def is_int(value: Expr, wanted: int) -> bool:
     return isinstance(value, prim.IntImm) and value.value == wanted
@@ -67,6 +69,11 @@ def walk(expr: Expr) -> Iterator[Expr]:
     yield expr
     for operand in children(expr):
         yield from walk(operand)
+
+
+def is_function(expr: Expr) -> bool:
+    """Whether `expr` calls a function that takes more than an instruction or two."""
+    return isinstance(expr, ir.Call) and expr.op.name not in _CHEAP
 
 
 def loads(expr: Expr) -> list[ir.TensorLoad]:

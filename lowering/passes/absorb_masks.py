@@ -21,10 +21,8 @@ from tvm.ir import Expr, prim
 from ..attention.formula import INDICES, Formula
 from ..attention.plain import plain
 from ..attention.problem import ATTRIBUTE, AttentionProblem, Mask
-from ..expressions import offset, rewrite, substitute, uses, walk
+from ..expressions import is_function, offset, rewrite, substitute, uses, walk
 from .elements import Elements, NoExpression
-
-_CHEAP = ("prim.if_then_else", "tirx.fabs", "tirx.reinterpret")
 
 
 def absorb_masks(mod: tvm.IRModule) -> tvm.IRModule:
@@ -222,9 +220,7 @@ def _volume(shape: list[Expr]) -> Expr:
 def _costly(value: Expr) -> bool:
     """Whether an element costs more than comparisons and sums: functions, quotients, chained look-ups."""
     for node in walk(value):
-        if isinstance(node, ir.Call) and node.op.name not in _CHEAP:
-            return True
-        if isinstance(node, prim.Div | prim.FloorDiv | prim.FloorMod | prim.Mod):
+        if is_function(node) or isinstance(node, prim.Div | prim.FloorDiv | prim.FloorMod | prim.Mod):
             return True
         if isinstance(node, ir.TensorLoad) and any(isinstance(n, ir.TensorLoad) for x in node.indices for n in walk(x)):
             return True

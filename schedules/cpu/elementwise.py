@@ -12,7 +12,7 @@ from tvm.ir import prim
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from lowering.expressions import Expr, is_int, loads, offset, uses, walk
+from lowering.expressions import Expr, is_function, is_int, loads, offset, uses, walk
 from lowering.facts import Facts
 
 from .half import is_half
@@ -68,19 +68,11 @@ def expensive_outputs(stages: list[Stage]) -> set[tirx.Buffer]:
     expensive: set[tirx.Buffer] = set()
     for stage in stages:
         for node in walk(stage.value):
-            costly = isinstance(node, prim.Div | ir.Call) and not _is_free(node)
+            costly = isinstance(node, prim.Div) or is_function(node)
             inherited = isinstance(node, ir.TensorLoad) and node.source in expensive
             if costly or inherited:
                 expensive.add(stage.output)
     return expensive
-
-
-def _is_free(node: Expr) -> bool:
-    return isinstance(node, ir.Call) and node.op.name in (
-        "prim.if_then_else",
-        "tirx.reinterpret",
-        "tirx.fabs",
-    )
 
 
 def scratch_type(buffer: tirx.Buffer) -> str:
