@@ -15,7 +15,7 @@ from .matching import dims, is_op, number, operand, pairs, producer, widens
 class Scores:
     """softmax's input is softcap(scale * product) + masks; `nodes` lie between.
 
-    While the chain is read backwards, `scale` multiplies what is still to be read.
+    While the chain is read backwards, `scale` multiplies what is still to be read, and `product` is any node of it.
     """
 
     product: ir.Node
@@ -27,7 +27,8 @@ class Scores:
 
 def find_scores(value: ir.Value) -> Scores | None:
     """Reads backwards from the softmax; None where anything else lies on the way."""
-    return _read(value, Scores(product=None))  # type: ignore[arg-type]
+    node = value.producer()
+    return None if node is None else _read(value, Scores(product=node))
 
 
 def _read(value: ir.Value, so_far: Scores) -> Scores | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from typing import ClassVar
 
 import onnx_ir as ir
@@ -25,6 +26,6 @@ class NodePass(ir.passes.InPlacePass):
                     modified |= self.rewrite(node)
         return ir.passes.PassResult(model, modified)
 
+    @abc.abstractmethod
     def rewrite(self, node: ir.Node) -> bool:
         """Rewrites what ends at the node, if it matches; answers whether it did."""
-        raise NotImplementedError

@@ -85,9 +85,11 @@ class Chain:
     def parameter(self, operator: str) -> ir.Value | None:
         """Takes a Mul or Add with one number for each element of the last axis; returns the numbers."""
         node, result = only_reader(self.result, operator), self.result
-        for own, other in pairs(node) if node is not None else ():
+        if node is None:
+            return None
+        for own, other in pairs(node):
             if own is result and dims(other) == dims(result)[-1:] and other.dtype == result.dtype:
-                self.nodes.append(node)  # type: ignore[arg-type]
+                self.nodes.append(node)
                 return other
         return None
 

@@ -141,7 +141,7 @@ def rotated_pairs(value: ir.Value) -> Turned | None:
     if found is None:
         return None
     negative = found.parts[0].producer()
-    second = _negated(negative)
+    second = _negated(negative) if negative is not None else None
     if second is None or negative is None:
         return None
     a, b = part(found.parts[1]), part(second)
@@ -152,12 +152,12 @@ def rotated_pairs(value: ir.Value) -> Turned | None:
     return Turned(a.source, found.interleaved, (*found.nodes, negative))
 
 
-def _negated(node: ir.Node | None) -> ir.Value | None:
+def _negated(node: ir.Node) -> ir.Value | None:
     """x where the node computes -x."""
     if is_op(node, "Neg"):
-        return operand(node, 0)  # type: ignore[arg-type]
+        return operand(node, 0)
     if is_op(node, "Mul"):
-        return next((x for x, c in pairs(node) if number(c) == -1), None)  # type: ignore[arg-type]
+        return next((x for x, c in pairs(node) if number(c) == -1), None)
     return None
 
 

@@ -19,6 +19,9 @@ from ..fold import fold
 from .matching import Size, array, dims, is_op
 from .size_rules import BROADCAST, CONTENTS, FOLLOWED, SHAPES, Shape, UnknownError, broadcast, settled, sizes_of
 
+# No schema of this version, an attribute that it does not have, types that do not fit.
+_NOT_INFERRED = (onnx.defs.SchemaError, onnx.checker.ValidationError, onnx.shape_inference.InferenceError)
+
 
 class InferSizesPass(ir.passes.InPlacePass):
     """Gives every value a type and a shape, and small known arrays a `const_value`.
@@ -114,7 +117,7 @@ class _Sizes:
                 if v.const_value is not None and _small(v)
             }
             found = onnx.shape_inference.infer_node_outputs(schema, proto, types, data)
-        except Exception:
+        except _NOT_INFERRED:
             return {}  # what ONNX cannot infer keeps its declaration
         result: dict[int, tuple[ir.TypeProtocol, Shape | None]] = {}
         for k in range(len(node.outputs)):

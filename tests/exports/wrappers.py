@@ -5,6 +5,7 @@ Symbols: B batch, S new tokens, P past tokens, T = P + S, E length of the encode
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +69,7 @@ def _randomise(module: nn.Module, gain: float) -> None:
                 parameter.add_(0.1 * noise)
 
 
-class Wrapper(nn.Module):
+class Wrapper(nn.Module, abc.ABC):
     """What every wrapper says of itself: `inputs` makes the arguments of forward by name, `dims` names their symbolic
     axes, `results` names the outputs."""
 
@@ -77,14 +78,14 @@ class Wrapper(nn.Module):
         self.inner = inner
         self.config = inner.config
 
-    def inputs(self, s: Setting, rng: np.random.Generator) -> dict[str, Any]:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def inputs(self, s: Setting, rng: np.random.Generator) -> dict[str, Any]: ...
 
-    def dims(self) -> dict[str, Any]:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def dims(self) -> dict[str, Any]: ...
 
-    def results(self) -> list[str]:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def results(self) -> list[str]: ...
 
     def ids(self, rng: np.random.Generator, batch: int, tokens: int) -> np.ndarray:
         return rng.integers(3, self.config.get_text_config(decoder=True).vocab_size, (batch, tokens))

@@ -106,7 +106,9 @@ def test_small_external_data_is_found(tmp_path: Path) -> None:
     onnx.save(model, path, save_as_external_data=True, location="weights.bin", size_threshold=0)
     result = fuse(load_model(path))
     assert operators(result)["Swish"] == 1
-    np.testing.assert_array_equal(result.graph.initializers["w"].const_value.numpy(), np.arange(8))  # type: ignore[union-attr]
+    w = result.graph.initializers["w"].const_value
+    assert w is not None
+    np.testing.assert_array_equal(w.numpy(), np.arange(8))
     np.testing.assert_allclose(lowering.compile(path).run(inputs)["y"], wanted, rtol=1e-5, atol=1e-6)
 
 
