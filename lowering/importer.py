@@ -159,8 +159,8 @@ class Importer:
         tensor = value.const_value
         if tensor is None:
             raise ModelError(f"Initialiser '{value.name}' has no data.")
-        if tensor.dtype == ir.DataType.STRING:
-            texts = [text.decode() for text in tensor.string_data()]  # type: ignore[attr-defined]
+        if isinstance(tensor, ir.StringTensor):
+            texts = [text.decode() for text in tensor.string_data()]
             return self.constant(np.array(texts, dtype=object).reshape(tensor.numpy().shape))
         return self.constant(tensor.numpy())
 
@@ -263,7 +263,8 @@ class Importer:
 
     def _materialise(self, value: Value) -> relax.Expr:
         if value.dtype == "string":
-            codes = np.array([self._code(s) for s in value.contents.flat], "int32").reshape(value.shape)  # type: ignore[union-attr]
+            assert value.contents is not None
+            codes = np.array([self._code(s) for s in value.contents.flat], "int32").reshape(value.shape)
             return self._number_tensor(codes)
         numbers = value.constant
         if numbers is not None:

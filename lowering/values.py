@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import ml_dtypes
 import numpy as np
 from tvm import ir, relax, sym, tirx
 
@@ -105,6 +106,11 @@ class Value:
         """The contents as a flat list of sizes; only for values whose contents are known integers."""
         assert self.contents is not None
         return [int(c) if isinstance(c, (int, np.integer, np.bool_)) else c for c in self.contents.flat]
+
+
+def numpy_dtype(dtype: str) -> np.dtype:
+    """NumPy's or ml_dtypes' type of that name."""
+    return np.dtype(getattr(ml_dtypes, dtype, dtype))
 
 
 _STORAGE = {

@@ -14,6 +14,7 @@ from .compiler import compile
 from .errors import InputError, LoweringError
 from .manifest import TensorSpec
 from .model import ModelLike, load_model
+from .runtime.elements import ElementType
 
 Against = Literal["reference", "onnxruntime"]
 
@@ -83,16 +84,15 @@ def verify(
 
 def random_input(spec: TensorSpec, sizes: Mapping[str, int], rng: np.random.Generator) -> np.ndarray:
     """An array of the input's type; symbolic dimensions are 4 unless `sizes` says otherwise."""
-    import ml_dtypes  # noqa: F401 - registers bfloat16 and float8 with NumPy
-
     shape = [d if isinstance(d, int) else sizes.get(d, 4) for d in spec.dims]
     if spec.dtype == "string":
         return rng.choice(np.array(["a", "b", "c"], dtype=object), shape)
+    dtype = ElementType(spec.dtype, spec.storage).numpy
     if spec.dtype == "bool":
         return rng.random(shape) < 0.5
     if re.match(r"u?int", spec.dtype):
-        return rng.integers(0, 2, shape).astype(spec.dtype)
-    return rng.standard_normal(shape).astype(spec.dtype)
+        return rng.integers(0, 2, shape).astype(dtype)
+    return rng.standard_normal(shape).astype(dtype)
 
 
 def _reference(proto: Any, against: Against, feeds: dict[str, Any]) -> Any:

@@ -28,7 +28,7 @@ def _register(name: str, since: int, function: Callable[..., Element], **default
 
 def _where(condition: Element, a: Element | float, b: Element | float) -> Element:
     """a where the condition holds, else b; one of them may be a number."""
-    dtype = a.ty.dtype if not isinstance(a, (int, float)) else b.ty.dtype  # type: ignore[union-attr]
+    dtype = next(v.ty.dtype for v in (a, b) if not isinstance(v, (int, float)))
     a, b = (tirx.const(v, dtype) if isinstance(v, (int, float)) else v for v in (a, b))
     return tirx.Select(condition, a, b)
 

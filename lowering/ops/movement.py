@@ -42,7 +42,7 @@ def concat(node: Node, *parts: Value) -> Value:
     if any(p.rank != parts[0].rank for p in parts):
         raise node.error(f"inputs have different ranks: {[p.rank for p in parts]}.")
     if movable(*parts):
-        joined = np.concatenate([p.contents for p in parts], axis=axis)  # type: ignore[misc]
+        joined = np.concatenate([p.contents for p in parts if p.contents is not None], axis=axis)
         if few(joined.shape):
             return moved(node, parts[0] if all(symbolic.known(p) for p in parts) else node.constant(joined), joined)
     parts = tuple(_aligned(node, p, parts[0].shape, axis) for p in parts)
@@ -187,7 +187,8 @@ def tile(node: Node, data: Value, repeats: Value) -> Value:
         raise node.error(f"input repeats has {len(times)} entries for data of rank {data.rank}.")
     shape = tuple(node.simplify(d * t) for d, t in zip(data.shape, times))
     if movable(data) and few(shape):
-        return moved(node, data, np.tile(data.contents, times))  # type: ignore[arg-type]
+        assert data.contents is not None
+        return moved(node, data, np.tile(data.contents, times))
     once = [isinstance(t, int) and t == 1 for t in times]
 
     def element(index: Any, x: Any, *dims: Any) -> Any:

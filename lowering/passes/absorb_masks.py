@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import operator
 
-import ml_dtypes  # noqa: F401  (makes "bfloat16" a NumPy type name)
 import numpy as np
 import tvm
 from tvm import ir, relax, te, tirx
@@ -22,6 +21,7 @@ from ..attention.formula import INDICES, Formula
 from ..attention.plain import plain
 from ..attention.problem import ATTRIBUTE, AttentionProblem, Mask
 from ..expressions import is_function, offset, rewrite, substitute, uses, walk
+from ..values import numpy_dtype
 from .elements import Elements, NoExpression
 
 
@@ -248,5 +248,5 @@ def _rounded(value: Expr, dtype: str) -> Expr:
         return prim.Select(value.condition, _rounded(value.true_value, dtype), _rounded(value.false_value, dtype))
     if isinstance(value, prim.FloatImm):
         with np.errstate(over="ignore"):
-            return tirx.const(float(np.dtype(dtype).type(value.value)), "float32")
+            return tirx.const(float(numpy_dtype(dtype).type(value.value)), "float32")
     return value if str(value.ty) == "float32" else prim.Cast("float32", value)

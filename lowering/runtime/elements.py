@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ml_dtypes  # noqa: F401 - registers its types with NumPy
+import ml_dtypes
 import numpy as np
 
 # Neither NumPy nor DLPack passes these arrays on as what they are. They travel as arrays of another type of the same
@@ -36,7 +36,7 @@ class ElementType:
     def __init__(self, name: str, storage: str) -> None:
         self.name, self.storage = name, storage
         self.text = name == "string"
-        self.numpy = np.dtype(object if self.text else name)
+        self.numpy = np.dtype(object if self.text else getattr(ml_dtypes, name, name))
         self.carrier = np.dtype("int32" if self.text else _CARRIERS.get(name, name))
         self.carried = self.carrier != self.numpy
         self.pair = name == "complex128"
