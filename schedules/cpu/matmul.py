@@ -11,8 +11,9 @@ of A, read in place, and a panel of B: nr columns, stored so that the nr element
                 C tile[mr, nr] += A[mr, kc] panel[kc, nr]                in mr * nr / lanes registers
         epilogue: C tile -> bias, activation, residual -> output
 
-Rows that are left over (M mod mr) have micro-kernels of their own height, so nothing is read or written out of bounds,
-and a product with one row streams B at memory bandwidth. Columns that are left over are zeros of the panel.
+Strips of rows are as equal as they can be (mr + 1 rows are two halves, not mr and one), each with a micro-kernel of its
+height, so nothing is read or written out of bounds, and a product with one row streams B at memory bandwidth. Columns
+that are left over are zeros of the panel.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ class Tiles:
     """Block sizes: mr rows x nr columns in registers, kc values of k and mc rows in caches.
 
     mr * nr / lanes accumulators, nr / lanes vectors of B and one broadcast element of A must fit the registers. A panel
-    of kc * nr elements should fit the L2 cache, a tile of mc * nr accumulators the L1 cache. mr divides mc.
+    of kc * nr elements, mc * kc of A and a tile of mc * nr accumulators should fit the L2 cache. mr divides mc.
     """
 
     lanes: int
     nr: int
     mr: int = 6
     kc: int = 1024
-    mc: int = 72
+    mc: int = 144
 
 
 def panel_width(columns: int | None, cpu: Machine) -> int:
@@ -240,11 +241,15 @@ class _Kernel:
             def micro_kernel(height: int, row: Expr) -> None:
                 self.micro_kernel(height, first, row, k0, depth, tile, panel, strip)
 
-            with T.serial(rows // t.mr) as i:
-                micro_kernel(t.mr, i * t.mr)
-            for height in range(1, t.mr):
-                with T.If(rows % t.mr == height), T.Then():
-                    micro_kernel(height, rows - height)
+            # Strips of rows whose heights differ by one at most: seven rows are four and three.
+            strips = fixed(tirx.max((rows + (t.mr - 1)) // t.mr, 1))
+            low, higher = fixed(rows // strips), fixed(rows % strips)
+            for height in range(t.mr, 0, -1):
+                none = tirx.const(0, "int64")
+                first_row = fixed(tirx.Select(low == height, higher * (height + 1), none))
+                count = tirx.Select(low == height, strips - higher, tirx.Select(low == height - 1, higher, none))
+                with T.serial(fixed(count)) as i:
+                    micro_kernel(height, first_row + i * height)
         with T.serial(rows) as row:
             self.epilogue(tile, first, row, columns)
 
