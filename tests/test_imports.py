@@ -15,7 +15,10 @@ ROOT = Path(__file__).parents[1]
 RULES = {
     "lowering/runtime": ({"lowering.runtime", "lowering.errors", "lowering.manifest"}, False),
     "lowering/attention": ({"lowering.attention", "lowering.expressions", "lowering.facts"}, True),
-    "schedules": ({"schedules", "lowering.attention", "lowering.expressions", "lowering.facts"}, True),
+    "schedules": (
+        {"schedules", "lowering.attention", "lowering.blocks", "lowering.expressions", "lowering.facts"},
+        True,
+    ),
     "lowering/fusion": ({"lowering.fusion", "lowering.fold"}, False),
     "lowering/ops": (
         {

@@ -14,6 +14,7 @@ import tvm
 from tvm import ir, relax, s_tir, tirx
 from tvm.ir import Expr, prim
 
+from ..blocks import read_block
 from ..expressions import is_int, rewrite, substitute, uses, walk
 from ..facts import Facts
 
@@ -254,36 +255,18 @@ def _stores(func: tirx.PrimFunc) -> list[_Store] | None:
 
 
 def _store(nest: tirx.Stmt) -> _Store | None:
-    loops: dict[tirx.Var, Expr] = {}
-    while isinstance(nest, tirx.For):
-        if not is_int(nest.min, 0) or nest.loop_var.ty != "int64":
-            return None
-        loops[nest.loop_var] = nest.extent
-        nest = nest.body
-    if isinstance(nest, tirx.BufferStore) and not loops:  # single numbers, as of a shape
+    if isinstance(nest, tirx.BufferStore):  # single numbers, as of a shape
         return _Store(nest.buffer, {}, list(nest.indices), nest.value)
-    if not isinstance(nest, s_tir.SBlockRealize) or not is_int(nest.predicate, 1):
+    block = read_block(nest)
+    if block is None or block.reduce:
         return None
-    block, store = nest.block, nest.block.body
-    if block.match_buffers or block.alloc_buffers or block.init is not None or not isinstance(store, tirx.BufferStore):
+    if any(isinstance(node, ir.TensorLoad) and node.source.same_as(block.buffer) for node in walk(block.value)):
         return None
-    if any(isinstance(node, ir.TensorLoad) and node.source.same_as(store.buffer) for node in walk(store.value)):
-        return None
-    extents: dict[tirx.Var, Expr] = {}
-    units: dict[tirx.Var, Expr] = {}
-    for iter_var, value in zip(block.iter_vars, nest.iter_values):
-        if value in loops:
-            extents[iter_var.var] = loops.pop(value)
-        elif isinstance(value, prim.IntImm):
-            units[iter_var.var] = value
-        else:
-            return None
-    if loops:
-        return None
+    extents, indices = dict(block.spatial), block.indices
     # An axis of one element may be missing from the indices.
-    for var, extent in list(extents.items()):
-        if is_int(extent, 1) and not any(uses(index, {var}) for index in store.indices):
+    units: dict[tirx.Var, Expr] = {}
+    for var, extent in block.spatial.items():
+        if is_int(extent, 1) and not any(uses(index, {var}) for index in indices):
             units[var] = tirx.const(0, "int64")
             del extents[var]
-    indices = [substitute(index, units) for index in store.indices]
-    return _Store(store.buffer, extents, indices, substitute(store.value, units))
+    return _Store(block.buffer, extents, indices, substitute(block.value, units))

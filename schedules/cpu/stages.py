@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 from tvm import s_tir, tirx
 
+from lowering.blocks import read_block
 from lowering.expressions import Expr, is_int, substitute
-
-_COMM_REDUCE = 2  # IterVar.iter_type
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,51 +74,19 @@ def _is_compact(buffer: tirx.Buffer) -> bool:
 
 
 def _read_stage(nest: tirx.Stmt) -> Stage | None:
-    loops: set[tirx.Var] = set()
-    while isinstance(nest, tirx.For):
-        if nest.kind != tirx.ForKind.SERIAL or not is_int(nest.min, 0) or nest.loop_var.ty != "int64":
-            return None
-        loops.add(nest.loop_var)
-        nest = nest.body
-    if not isinstance(nest, s_tir.SBlockRealize) or not is_int(nest.predicate, 1):
+    block = read_block(nest)
+    if block is None:
         return None
-    block, store = nest.block, nest.block.body
-    if block.match_buffers or block.alloc_buffers or not isinstance(store, tirx.BufferStore):
-        return None
-
-    spatial: dict[tirx.Var, Axis] = {}
-    reduce: list[Axis] = []
-    unit: dict[tirx.Var, Expr] = {}
-    for iter_var, value in zip(block.iter_vars, nest.iter_values):
-        axis = Axis(iter_var.var, iter_var.dom.extent)
-        if value in loops and iter_var.iter_type == _COMM_REDUCE:
-            reduce.append(axis)
-        elif value in loops:
-            spatial[axis.var] = axis
-        elif is_int(value, 0) and is_int(axis.extent, 1):
-            unit[axis.var] = value
-        else:
-            return None
-        loops.discard(value)
-    if loops:
-        return None
-
+    spatial = {var: Axis(var, extent) for var, extent in block.spatial.items()}
     axes = []
-    for index, extent in zip(store.indices, store.buffer.shape):
+    for index, extent in zip(block.indices, block.buffer.shape):
         if index in spatial:
             axes.append(spatial.pop(index))
-        elif is_int(extent, 1) and (is_int(index, 0) or index in unit):
+        elif is_int(extent, 1) and is_int(index, 0):
             axes.append(Axis(tirx.Var("unit", "int64"), extent))
         else:
             return None
     if spatial:
         return None
-
-    init = None
-    if (block.init is not None) != bool(reduce):
-        return None
-    if block.init is not None:
-        if not isinstance(block.init, tirx.BufferStore) or not block.init.buffer.same_as(store.buffer):
-            return None
-        init = substitute(block.init.value, unit)
-    return Stage(store.buffer, tuple(axes), tuple(reduce), init, substitute(store.value, unit))
+    reduce = tuple(Axis(var, extent) for var, extent in block.reduce.items())
+    return Stage(block.buffer, tuple(axes), reduce, block.init, block.value)

@@ -1,0 +1,62 @@
+"""Reading loop nests the way te.create_prim_func and FuseTIR write them: loops around one leaf block of one store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm import s_tir, tirx
+
+from .expressions import Expr, is_int, substitute
+
+_COMM_REDUCE = 2  # IterVar.iter_type
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """buffer[indices] = value for all 0 <= variables < extents; where there are reduce axes, = init first.
+
+    Each variable of spatial and reduce, which map it to its extent, is a loop of its own.
+    """
+
+    buffer: tirx.Buffer
+    indices: list[Expr]
+    value: Expr
+    init: Expr | None
+    spatial: dict[tirx.Var, Expr]
+    reduce: dict[tirx.Var, Expr]
+
+
+def read_block(nest: tirx.Stmt) -> Block | None:
+    """None for anything else: predicates, several stores, buffers of the block's own, indices that are not int64."""
+    loops: set[tirx.Var] = set()
+    while isinstance(nest, tirx.For):
+        if nest.kind != tirx.ForKind.SERIAL or not is_int(nest.min, 0) or nest.loop_var.ty != "int64":
+            return None
+        loops.add(nest.loop_var)
+        nest = nest.body
+    if not isinstance(nest, s_tir.SBlockRealize) or not is_int(nest.predicate, 1):
+        return None
+    block, store = nest.block, nest.block.body
+    if block.match_buffers or block.alloc_buffers or not isinstance(store, tirx.BufferStore):
+        return None
+    spatial: dict[tirx.Var, Expr] = {}
+    reduce: dict[tirx.Var, Expr] = {}
+    fixed: dict[tirx.Var, Expr] = {}
+    for iter_var, value in zip(block.iter_vars, nest.iter_values):
+        if value in loops:
+            loops.remove(value)
+            axes = reduce if iter_var.iter_type == _COMM_REDUCE else spatial
+            axes[iter_var.var] = iter_var.dom.extent
+        elif isinstance(value, tirx.IntImm):
+            fixed[iter_var.var] = value
+        else:
+            return None
+    if loops or (block.init is not None) != bool(reduce):
+        return None
+    init = None
+    if block.init is not None:
+        if not isinstance(block.init, tirx.BufferStore) or not block.init.buffer.same_as(store.buffer):
+            return None
+        init = substitute(block.init.value, fixed)
+    indices = [substitute(index, fixed) for index in store.indices]
+    return Block(store.buffer, indices, substitute(store.value, fixed), init, spatial, reduce)
