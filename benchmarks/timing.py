@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import platform
-import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import date
-from importlib.metadata import version
-from pathlib import Path
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per call over the repeats: median, smallest and largest by wall clock, median by CPU time.
+    """Seconds per call over the turns: median, smallest and largest by wall clock, median by CPU time.
 
     CPU time well above wall time means several threads; well below means that somebody else had the core.
     """
@@ -26,23 +21,12 @@ class Timing:
     cpu: float
 
 
-def facts(threads: int) -> dict[str, object]:
-    """What a results file says about the run: day, machine with the vector features that count, versions."""
-    path = Path("/proc/cpuinfo")
-    fields = dict(re.findall(r"^(.+?)\s*: (.*)$", path.read_text() if path.exists() else "", re.MULTILINE))
-    features = [f for f in ("avx2", "avx512f") if f in fields.get("flags", "").split()]
-    return {
-        "date": date.today().isoformat(),
-        "machine": f"{fields.get('model name', platform.processor())} ({', '.join(features)})",
-        "threads": threads,
-        "packages": {name: version(name) for name in ("torch", "onnxruntime", "apache-tvm")},
-    }
+def interleaved(contenders: Mapping[str, Callable[[], object]], turns: int, seconds: float) -> dict[str, Timing]:
+    """Times every contender `turns` times, one after the other; each turn repeats its call for about `seconds`.
 
-
-def interleaved(
-    contenders: dict[str, Callable[[], object]], repeats: int = 7, seconds: float = 0.2
-) -> dict[str, Timing]:
-    """Times every contender `repeats` times, in turns; each turn repeats its call for about `seconds`."""
+    Every contender is warm: it has been called twice before, and where a turn has several calls once more before its
+    clock starts, so that it finds the caches as its own calls leave them.
+    """
     number = {}
     for name, call in contenders.items():
         call()
@@ -51,8 +35,10 @@ def interleaved(
         number[name] = max(1, round(seconds / max(time.perf_counter() - start, 1e-9)))
     wall: dict[str, list[float]] = {name: [] for name in contenders}
     cpu: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(repeats):
+    for _ in range(turns):
         for name, call in contenders.items():
+            if number[name] > 1:
+                call()
             cpu_start, wall_start = time.process_time(), time.perf_counter()
             for _ in range(number[name]):
                 call()

@@ -30,7 +30,7 @@ class DecoderConfig:
     seed: int = 0
 
 
-class _Graph:
+class Graph:
     """Collects nodes and initialisers; every method returns the name of what it made."""
 
     def __init__(self, seed: int) -> None:
@@ -59,7 +59,7 @@ def build_decoder(config: DecoderConfig | None = None) -> onnx.ModelProto:
     [batch, vocabulary] of the last token, and the updated caches present_k.N, present_v.N.
     """
     c = config or DecoderConfig()
-    g = _Graph(c.seed)
+    g = Graph(c.seed)
     one = g.constant(np.array([1], np.int64), "one")
     zero = g.constant(np.array(0, np.int64), "zero")
     step = g.constant(np.array(1, np.int64), "step")

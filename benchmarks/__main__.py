@@ -1,0 +1,63 @@
+"""The command: `python -m benchmarks cpu [case or group ...]`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    commands = parser.add_subparsers(required=True)
+    cpu = commands.add_parser("cpu", help="measure us and the peers side by side")
+    cpu.add_argument("case", nargs="*", help="names, groups or patterns of cases; default: all")
+    cpu.add_argument("--list", action="store_true", help="print the cases and stop")
+    cpu.add_argument("--peers", default="torch,onnxruntime,openvino", help="default: %(default)s")
+    cpu.add_argument("--threads", type=int, default=1)
+    cpu.add_argument("--turns", type=int, default=7, help="turns of every contender; default: %(default)s")
+    cpu.add_argument("--seconds", type=float, default=0.1, help="length of a turn; default: %(default)s")
+    cpu.add_argument("--out", type=Path, help="keep records in this JSON file, and draw a PNG beside it")
+    cpu.add_argument("--resume", action="store_true", help="leave out the cases that --out holds already")
+    cpu.set_defaults(run=_cpu)
+    readme = commands.add_parser("readme", help="quote benchmarks/results in README.md")
+    readme.add_argument("--check", action="store_true", help="change nothing, fail where it is out of date")
+    readme.set_defaults(run=_readme)
+    arguments = parser.parse_args()
+    arguments.run(arguments)
+
+
+def _cpu(arguments: argparse.Namespace) -> None:
+    # Before anything with a thread pool of its own is imported.
+    cores = sorted(os.sched_getaffinity(0))[-arguments.threads :]
+    os.sched_setaffinity(0, cores)
+    for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[variable] = str(arguments.threads)
+    from .cases import chosen
+
+    try:
+        cases = chosen(arguments.case)
+    except ValueError as error:
+        sys.exit(str(error))
+    if arguments.list:
+        for case in cases:
+            print(f"{case.group:12} {case.name}")
+        return
+    if len(cores) < arguments.threads:
+        sys.exit(f"there are {len(cores)} CPUs for --threads {arguments.threads}.")
+    if arguments.resume and arguments.out is None:
+        sys.exit("--resume needs --out, which says what is there already.")
+    from .run import run
+
+    run(cases, arguments)
+
+
+def _readme(arguments: argparse.Namespace) -> None:
+    from .readme import update
+
+    update(arguments.check)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""Whole models at published sizes with random weights: a BERT encoder, and a Llama-style decoder with slot caches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+from lowering.demo.decoder import DecoderConfig, Graph, build_decoder
+
+from .case import Arrays, Bar, Case, Work
+
+# Float32 through many layers; and what weights of fewer bits may cost, relative to the range of the logits.
+_TOLERANCE = 1e-4
+_COMPRESSED = {"int8": 0.05, "int4": 0.5}
+
+LAYERS, HIDDEN, HEADS, INNER, VOCABULARY = 12, 768, 12, 3072, 30522  # of BERT-base
+
+LLAMA = DecoderConfig(layers=8, hidden=1024, heads=16, kv_heads=4, head_dim=64, mlp=2816, vocabulary=32000)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BertCase(Case):
+    """ids int64 [B, S] -> hidden float32 [B, S, 768] of BERT-base."""
+
+    B: int = 1
+    S: int
+
+    @property
+    def tolerance(self) -> float:
+        return _TOLERANCE
+
+    def feeds(self) -> Arrays:
+        return {"ids": np.random.default_rng(0).integers(0, VOCABULARY, (self.B, self.S))}
+
+    def model(self) -> onnx.ModelProto:
+        return bert()
+
+    def expected(self) -> Arrays:
+        return _reference(self.model(), self.feeds(), ("hidden",))
+
+    def work(self) -> Work:
+        """Products of weights, and of scores and values."""
+        per_token = LAYERS * (2 * (4 * HIDDEN * HIDDEN + 2 * HIDDEN * INNER) + 4 * self.S * HIDDEN)
+        return Work(float(self.B * self.S * per_token), "FLOP")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaCase(Case):
+    """`lowering.demo.decoder` of 8 layers: S new tokens behind `past` ones in caches with `capacity` slots.
+
+    weights compresses ours alone; peers run float32.
+    """
+
+    S: int
+    past: int
+    capacity: int
+    weights: str = ""
+
+    @property
+    def tolerance(self) -> float:
+        return _COMPRESSED.get(self.weights, _TOLERANCE)
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        return {"weights": self.weights} if self.weights else {}
+
+    @property
+    def in_place(self) -> Mapping[str, str]:
+        return {f"present_{kind}.{layer}": f"cache_{kind}.{layer}" for layer in range(LLAMA.layers) for kind in "kv"}
+
+    def feeds(self) -> Arrays:
+        rng = np.random.default_rng(0)
+        shape = (1, LLAMA.kv_heads, self.capacity, LLAMA.head_dim)
+        caches = {name: np.zeros(shape, np.float32) for name in self.in_place.values()}
+        for slots in caches.values():
+            slots[:, :, : self.past] = rng.standard_normal((1, LLAMA.kv_heads, self.past, LLAMA.head_dim), np.float32)
+        ids = rng.integers(0, LLAMA.vocabulary, (1, self.S))
+        return {"ids": ids, "write_indices": np.array([self.past]), **caches}
+
+    def model(self) -> onnx.ModelProto:
+        return llama()
+
+    def expected(self) -> Arrays:
+        """The logits, which depend on every row that was written."""
+        return _llama_logits(self.S, self.past)
+
+    def work(self) -> Work:
+        c = LLAMA
+        layer = c.hidden * c.head_dim * 2 * (c.heads + c.kv_heads) + 3 * c.hidden * c.mlp
+        head = c.hidden * c.vocabulary
+        if self.S == 1:
+            keys = 2 * (self.past + 1) * c.kv_heads * c.head_dim
+            return Work(4.0 * (c.layers * (layer + keys) + head), "byte")
+        pairs = self.S * self.past + self.S * (self.S + 1) / 2
+        return Work(2.0 * (c.layers * (self.S * layer + 2 * pairs * c.heads * c.head_dim) + head), "FLOP")
+
+
+@cache
+def llama() -> onnx.ModelProto:
+    """Inputs ids, write_indices, cache_k.N and cache_v.N; outputs logits, present_k.N and present_v.N."""
+    return build_decoder(LLAMA)
+
+
+@cache
+def bert() -> onnx.ModelProto:
+    """BERT (Devlin et al., 2018) as exporters write it at opset 23: projections to heads, Attention, Gelu."""
+    g = Graph(seed=0)
+
+    def linear(x: str, inputs: int, outputs: int, name: str) -> str:
+        product = g.node("MatMul", x, g.weight(inputs, outputs, name=f"{name}.weight"), name=f"{name}.product")
+        bias = g.rng.standard_normal(outputs, np.float32) * 0.1
+        return g.node("Add", product, g.constant(bias, f"{name}.bias"), name=name)
+
+    def norm(x: str, name: str) -> str:
+        scale, bias = np.ones(HIDDEN, np.float32), g.rng.standard_normal(HIDDEN, np.float32) * 0.1
+        names = g.constant(scale, f"{name}.weight"), g.constant(bias, f"{name}.bias")
+        return g.node("LayerNormalization", x, *names, name=name, axis=-1, epsilon=1e-12)
+
+    words = g.constant(g.rng.standard_normal((VOCABULARY, HIDDEN), np.float32), "words")
+    positions = g.constant(g.rng.standard_normal((512, HIDDEN), np.float32), "positions")
+    length = g.node("Shape", "ids", name="length", start=1, end=2)
+    bounds = (g.constant(np.array([0]), "zero"), length)
+    x = g.node("Add", g.node("Gather", words, "ids", name="word"), g.node("Slice", positions, *bounds, name="position"),
+               name="embedded")  # fmt: skip
+    x = norm(x, "embedded.norm")
+    split = g.constant(np.array([0, 0, HEADS, HIDDEN // HEADS]), "split")
+    merged = g.constant(np.array([0, 0, HIDDEN]), "merged")
+    for k in range(LAYERS):
+        p = f"layer{k}"
+        heads = []
+        for name in "qkv":
+            rows = g.node("Reshape", linear(x, HIDDEN, HIDDEN, f"{p}.{name}"), split, name=f"{p}.{name}.split")
+            heads.append(g.node("Transpose", rows, name=f"{p}.{name}.heads", perm=[0, 2, 1, 3]))
+        y = g.node("Transpose", g.node("Attention", *heads, name=f"{p}.attention"), name=f"{p}.rows", perm=[0, 2, 1, 3])
+        y = linear(g.node("Reshape", y, merged, name=f"{p}.merged"), HIDDEN, HIDDEN, f"{p}.output")
+        x = norm(g.node("Add", y, x, name=f"{p}.residual1"), f"{p}.norm1")
+        y = g.node("Gelu", linear(x, HIDDEN, INNER, f"{p}.up"), name=f"{p}.gelu")
+        y = g.node("Add", linear(y, INNER, HIDDEN, f"{p}.down"), x, name=f"{p}.residual2")
+        x = norm(y, f"{p}.norm2" if k < LAYERS - 1 else "hidden")
+    ids = helper.make_tensor_value_info("ids", TensorProto.INT64, ["B", "S"])
+    hidden = helper.make_tensor_value_info("hidden", TensorProto.FLOAT, ["B", "S", HIDDEN])
+    graph = helper.make_graph(g.nodes, "bert", [ids], [hidden], g.initializers)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=11)
+
+
+@cache
+def _llama_logits(S: int, past: int) -> Arrays:
+    """The same at every capacity, so it is computed without room to spare."""
+    case = LlamaCase(name="", group="", S=S, past=past, capacity=S + past)
+    return _reference(llama(), case.feeds(), ("logits",))
+
+
+def _reference(model: onnx.ModelProto, feeds: Arrays, outputs: tuple[str, ...]) -> Arrays:
+    """onnx's reference evaluator on the model in float64."""
+    wide = onnx.ModelProto()
+    wide.CopyFrom(model)
+    for value in (*wide.graph.input, *wide.graph.output):
+        if value.type.tensor_type.elem_type == TensorProto.FLOAT:
+            value.type.tensor_type.elem_type = TensorProto.DOUBLE
+    for k, tensor in enumerate(wide.graph.initializer):
+        if tensor.data_type == TensorProto.FLOAT:
+            wide.graph.initializer[k].CopyFrom(
+                numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float64), tensor.name)
+            )
+    inputs = {name: a.astype(np.float64) if a.dtype == np.float32 else a for name, a in feeds.items()}
+    return dict(zip(outputs, ReferenceEvaluator(wide).run(list(outputs), inputs)))
+
+
+def cases() -> list[Case]:
+    prefill = Bar(share=0.85, ratio=1.1, scaling=1.85)
+    found: list[Case] = [
+        BertCase(name="BERT 128 tokens", group="transformers", bar=prefill, S=128),
+        BertCase(name="BERT 384 tokens", group="transformers", bar=prefill, S=384),
+        BertCase(name="BERT 8 x 128 tokens", group="transformers", B=8, S=128),
+        LlamaCase(name="Llama prefill 512", group="transformers", bar=prefill, S=512, past=0, capacity=1024),
+    ]
+    decode = {
+        1024: Bar(share=0.9, ratio=1.05),
+        4096: Bar(share=0.9, ratio=1.05, beside=("Llama decode, 1024 slots", 0.95)),
+    }
+    found += [
+        LlamaCase(name=f"Llama decode, {n} slots", group="transformers", bar=bar, S=1, past=959, capacity=n)
+        for n, bar in decode.items()
+    ]
+    found += [
+        LlamaCase(name=f"Llama decode, {kind} weights", group="weights", bar=Bar(ratio=ratio), S=1, past=959,
+                  capacity=1024, weights=kind)
+        for kind, ratio in (("int8", 2.5), ("int4", 4.0))
+    ]  # fmt: skip
+    return found

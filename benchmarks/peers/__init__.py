@@ -1,0 +1,46 @@
+"""How each library runs the cases: one file each, with one class `Peer`, imported only when it takes part.
+
+A case may have several forms in a library (an operator of its own for grouped heads, a compiled kernel, a cache that is
+written in place). All are checked and timed, and the fastest that is right stands for the library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Protocol
+
+from ..cases.case import Arrays, Case
+
+OURS = "onnx-lowering"
+PEERS = ("torch", "onnxruntime", "openvino")
+
+
+@dataclass(frozen=True)
+class Contender:
+    """call runs the case once, as often as one likes; answers makes of what it returned arrays by output name."""
+
+    call: Callable[[], Any]
+    answers: Callable[[Any], Arrays]
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way to run a case, on so many threads. Whatever `make` raises is a refusal."""
+
+    make: Callable[[], Contender]
+    threads: int
+
+
+class Peer(Protocol):
+    """A library. Made with the number of threads; raises ImportError where it is not installed."""
+
+    def forms(self, case: Case) -> dict[str, Form]:
+        """Ways to run the case, by name."""
+
+
+def load(name: str, threads: int) -> Peer:
+    """The peer of that name. Raises ImportError."""
+    module = "ours" if name == OURS else name
+    return import_module(f".{module}", __name__).Peer(threads)

@@ -1,0 +1,101 @@
+"""The Llama cases with other caches than slots: some libraries do better with them, or know no others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import onnx
+
+from ..cases.attention import port
+from ..cases.case import Arrays
+from ..cases.transformers import LLAMA, LlamaCase
+
+_F32, _I32 = np.dtype(np.float32), np.dtype(np.int32)
+
+
+def grown(case: LlamaCase) -> tuple[onnx.ModelProto, Arrays]:
+    """Attention appends to a past of exactly the keys there are; without a past it just attends."""
+    feeds = case.feeds()
+    for name in case.in_place.values():
+        feeds[name] = np.ascontiguousarray(feeds[name][:, :, : case.past])
+
+    def layer(p: str, key: str, value: str, k: int) -> list[onnx.NodeProto]:
+        new, present = [f"{p}.q_rotated", f"{p}.k_rotated", f"{p}.v"], [f"present_k.{k}", f"present_v.{k}"]
+        if case.past:
+            outputs = [f"{p}.attention", *present]
+            return [onnx.helper.make_node("Attention", [*new, "", key, value], outputs, is_causal=1)]
+        copies = [onnx.helper.make_node("Identity", [x], [y]) for x, y in zip(new[1:], present)]
+        return [onnx.helper.make_node("Attention", new, [f"{p}.attention"], is_causal=1), *copies]
+
+    model = _rewritten(case, layer, ("present_k", "present_v", "attention"))
+    if not case.past:
+        feeds = {name: array for name, array in feeds.items() if name not in case.in_place.values()}
+    del model.graph.input[:]
+    shape = ["batch", LLAMA.kv_heads, "past", LLAMA.head_dim]
+    model.graph.input.extend(_port(n, a, shape if n in case.in_place.values() else a.shape) for n, a in feeds.items())
+    for output in model.graph.output:
+        if output.name in case.in_place:
+            output.CopyFrom(port(output.name, _F32, ["batch", LLAMA.kv_heads, "total", LLAMA.head_dim]))
+    return model, feeds
+
+
+def group_query(case: LlamaCase) -> tuple[onnx.ModelProto, Arrays]:
+    """GroupQueryAttention of `com.microsoft` rotates, writes its slots and attends to as many as are valid."""
+    total = case.past + case.S
+    feeds = {name: array for name, array in case.feeds().items() if name != "write_indices"}
+    feeds |= {"last": np.array([total - 1], np.int32), "total": np.array(total, np.int32)}
+
+    def layer(p: str, key: str, value: str, k: int) -> list[onnx.NodeProto]:
+        rows = [f"{p}.{name}.rows" for name in "qkv"]
+        return [
+            onnx.helper.make_node(
+                "GroupQueryAttention",
+                [*rows, key, value, "last", "total", "cos_cache", "sin_cache"],
+                [f"{p}.merged", f"present_k.{k}", f"present_v.{k}"],
+                domain="com.microsoft",
+                num_heads=LLAMA.heads,
+                kv_num_heads=LLAMA.kv_heads,
+                do_rotary=1,
+            )
+        ]
+
+    dropped = ("q.split", "q", "k.split", "k", "v.split", "v", "q_rotated", "k_rotated", "present_k", "present_v",
+               "attention", "rows", "merged")  # fmt: skip
+    model = _rewritten(case, layer, dropped)
+    # What computed positions is dead.
+    used = {name for node in model.graph.node for name in node.input} | {o.name for o in model.graph.output}
+    while dead := [node for node in model.graph.node if not used & set(node.output)]:
+        for node in dead:
+            model.graph.node.remove(node)
+        used = {name for node in model.graph.node for name in node.input} | {o.name for o in model.graph.output}
+    ports = {value.name: value for value in model.graph.input}
+    del model.graph.input[:]
+    model.graph.input.extend(ports.get(name) or _port(name, array, array.shape) for name, array in feeds.items())
+    model.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
+    return model, feeds
+
+
+def _rewritten(
+    case: LlamaCase, layer: Callable[[str, str, str, int], list[onnx.NodeProto]], dropped: tuple[str, ...]
+) -> onnx.ModelProto:
+    """The model with new nodes in place of those that each layer calls by the names in `dropped`."""
+    model = onnx.ModelProto()
+    model.CopyFrom(case.model())
+    gone = {f"layer{k}.{name}" for k in range(LLAMA.layers) for name in dropped}
+    gone |= {f"{name}.{k}" for k in range(LLAMA.layers) for name in dropped}
+    nodes = []
+    for node in model.graph.node:
+        for k in range(LLAMA.layers):
+            if node.name == f"layer{k}.attention":
+                nodes += layer(f"layer{k}", f"cache_k.{k}", f"cache_v.{k}", k)
+        if node.name not in gone:
+            nodes.append(node)
+    kept = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    del model.graph.node[:]
+    model.graph.node.extend(kept)
+    return model
+
+
+def _port(name: str, array: np.ndarray, shape: object) -> onnx.ValueInfoProto:
+    return port(name, array.dtype, list(shape))  # type: ignore[call-overload]

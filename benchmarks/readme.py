@@ -1,0 +1,76 @@
+"""The README's section of results, generated from the files in benchmarks/results."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from .cases import all_cases
+from .peers import OURS, PEERS
+from .records import Results, read
+from .report import Row, by_group, limit_speeds, mean, number, ours_cell, peer_cell, rows, speed
+
+_ROOT = Path(__file__).parents[1]
+_BEGIN, _END = "<!-- results -->", "<!-- end of results -->"
+_NAMES = {"torch": "PyTorch", "onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}
+
+_ABOUT = """{threads} of an {machine}, {dates}, float32 unless said otherwise, symbolic batch and lengths,
+nothing tuned. Contenders take turns in one run; medians in milliseconds. *Of the limit* is what we reach of the fastest
+float32 matrix product of 2048^3 (MKL, OpenBLAS), or of the fastest streaming read of the same bytes; *ratio* is the
+best peer's time by ours. A dash is a refusal, *wrong* an answer that differs from float64. Versions: {versions}.
+
+P1 is B1 H8 S1024 D64, P2 B1 H8 S2048 D128, P3 B1 Hq32 Hkv8 S2048 D128; decode has Hq32 Hkv8 D128.
+
+![bar chart of all cases]({chart})
+"""
+
+
+def section(folder: Path) -> str:
+    """For every results file there; one thread first. The cases with a bar, and a summary of all of them."""
+    parts = [_part(read(path), path) for path in sorted(folder.glob("*.json"))]
+    return f"{_BEGIN}\n\n" + "\n".join(parts) + f"\n{_END}\n"
+
+
+def _part(results: Results, path: Path) -> str:
+    found = rows(results)
+    dates = sorted({row.record.date for row in found})
+    about = _ABOUT.format(
+        threads=f"{results.threads} thread{'s' * (results.threads > 1)}".capitalize().replace("1 thread", "One thread"),
+        machine=results.machine,
+        dates=" to ".join(dict.fromkeys((dates[0], dates[-1]))),
+        versions=", ".join(f"{name} {version}" for name, version in results.packages.items() if name in _NAMES),
+        chart=path.with_suffix(".png").relative_to(_ROOT),
+    )
+    scaling = ["scaling"] if results.threads > 1 else []
+    headings = ["case", OURS, "speed", "of the limit", *(_NAMES[peer] for peer in PEERS), "ratio", *scaling]
+    asked = all_cases()
+    body = [_cells(row, bool(scaling)) for row in found if asked[row.record.case].bar.asks(results.threads)]
+    groups = [
+        [group, str(len(ratios)), str(sum(ratio < 1 for ratio in ratios)), number(mean(ratios)), number(min(ratios))]
+        for group, ratios in by_group(found).items()
+    ]
+    limits = "; ".join(f"{name} {speed}" for name, speed in limit_speeds(results).items())
+    summary = _markdown(["all cases, by group", "with a peer", "behind it", "geometric mean", "worst"], groups)
+    return f"{about}\n{_markdown(headings, body)}\n{summary}\nLimits, median and range over the cases: {limits}.\n"
+
+
+def _cells(row: Row, scaling: bool) -> list[str]:
+    cells = [row.record.case, f"**{ours_cell(row)}**", speed(row), number(row.share)]
+    cells += [*(peer_cell(row.record, peer) for peer in PEERS), number(row.ratio)]
+    return [*cells, number(row.scaling)] if scaling else cells
+
+
+def _markdown(headings: list[str], body: list[list[str]]) -> str:
+    lines = [headings, ["---"] * len(headings), *body]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def update(check: bool) -> None:
+    """Writes the section into README.md; with check, exits with a message where it is another one."""
+    path = _ROOT / "README.md"
+    text = path.read_text()
+    before, after = text[: text.index(_BEGIN)], text[text.index(_END) + len(_END) + 1 :]
+    new = before + section(_ROOT / "benchmarks" / "results") + after
+    if check and new != text:
+        sys.exit("README.md does not quote benchmarks/results: run `python -m benchmarks readme`.")
+    path.write_text(new)

@@ -1,0 +1,121 @@
+"""What was measured, and the file that keeps it: one record for each case, written as soon as it is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+from .peers import OURS
+from .timing import Timing
+
+_PACKAGES = ("apache-tvm", "torch", "onnxruntime", "openvino", "numpy")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one form of one contender on so many threads.
+
+    timing is None where it was not timed: refused says why it could not run; else error, the largest difference from
+    float64 relative to the range of an output, is beyond what is right.
+    """
+
+    contender: str
+    form: str
+    threads: int
+    timing: Timing | None = None
+    error: float | None = None
+    refused: str = ""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One case: how much work it is ("FLOP" or "byte"), what became of every form, and of the limits, of which one call
+    does limit_amount of that unit."""
+
+    case: str
+    group: str
+    date: str
+    threads: int
+    amount: float
+    unit: str
+    outcomes: list[Outcome]
+    limits: list[Outcome]
+    limit_amount: float
+
+    def best(self, contender: str) -> Outcome | None:
+        """The fastest form that is right."""
+        return _fastest([o for o in self.outcomes if o.contender == contender], self.threads)
+
+    def ours(self, threads: int | None = None) -> Timing | None:
+        found = _fastest([o for o in self.outcomes if o.contender == OURS], threads or self.threads)
+        return None if found is None else found.timing
+
+    def limit(self, threads: int | None = None) -> float | None:
+        """The work's unit per second, by the fastest."""
+        found = _fastest(self.limits, threads or self.threads)
+        return None if found is None or found.timing is None else self.limit_amount / found.timing.median
+
+
+def _fastest(outcomes: list[Outcome], threads: int) -> Outcome | None:
+    timed = [o for o in outcomes if o.timing is not None and o.threads == threads]
+    return min(timed, key=lambda o: o.timing.median if o.timing else 0.0, default=None)
+
+
+@dataclass
+class Results:
+    """Records by case, all of one machine and one number of threads."""
+
+    machine: str
+    threads: int
+    packages: dict[str, str]
+    records: dict[str, Record] = field(default_factory=dict)
+
+    def write(self, path: Path) -> None:
+        """Whole or not at all."""
+        data = {**asdict(self), "records": [asdict(record) for record in self.records.values()]}
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(_rounded(data), indent=1) + "\n")
+        os.replace(partial, path)
+
+
+def read(path: Path) -> Results:
+    """The results of a file."""
+    data = json.loads(path.read_text())
+    records = []
+    for record in data.pop("records"):
+        for kind in ("outcomes", "limits"):
+            record[kind] = [
+                Outcome(**{**o, "timing": None if o["timing"] is None else Timing(**o["timing"])}) for o in record[kind]
+            ]
+        records.append(Record(**record))
+    return Results(**data, records={record.case: record for record in records})
+
+
+def here(threads: int) -> Results:
+    """No records yet, of this machine."""
+    path = Path("/proc/cpuinfo")
+    fields = dict(re.findall(r"^(.+?)\s*: (.*)$", path.read_text() if path.exists() else "", re.MULTILINE))
+    features = [f for f in ("avx2", "avx512f", "avx512_bf16", "amx_tile") if f in fields.get("flags", "").split()]
+    machine = f"{fields.get('model name', platform.processor())} ({', '.join(features)})"
+    return Results(machine, threads, {name: found for name in _PACKAGES if (found := _version(name))})
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _rounded(value: object) -> object:
+    """Six digits say more than any clock."""
+    if isinstance(value, dict):
+        return {key: _rounded(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_rounded(entry) for entry in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value

@@ -1,0 +1,192 @@
+"""Reads records: rows of figures, the table of a run, and the section of the README."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from .cases import all_cases
+from .cases.case import Bar
+from .peers import OURS, PEERS
+from .records import Outcome, Record, Results
+
+# Below this share of wall time a thread alone was not alone.
+_ALONE = 0.95
+
+
+@dataclass(frozen=True)
+class Row:
+    """The figures of one case; None where there is none.
+
+    seconds, low, high and cpu are ours; rate is work per second in 1e9, share that of the limit, ratio the best peer's
+    time by ours, scaling our time on one thread by that on all. bars pairs what is asked in words with whether it is
+    met.
+    """
+
+    record: Record
+    seconds: float | None
+    cpu: float | None
+    rate: float | None
+    share: float | None
+    best: Outcome | None
+    ratio: float | None
+    scaling: float | None
+    bars: list[tuple[str, bool]]
+
+
+def rows(results: Results) -> list[Row]:
+    """In the order of the cases; those that are no longer among them are left out."""
+    cases = all_cases()
+    return [_row(results.records[name], case.bar, results) for name, case in cases.items() if name in results.records]
+
+
+def _row(record: Record, bar: Bar, results: Results) -> Row:
+    mine, limit = record.ours(), record.limit()
+    seconds = None if mine is None else mine.median
+    rate = record.amount / seconds / 1e9 if seconds and record.amount else None
+    found = [o for peer in PEERS if (o := record.best(peer)) is not None and o.timing is not None]
+    best = min(found, key=lambda o: o.timing.median if o.timing else math.inf, default=None)
+    single = record.ours(1)
+    row = Row(
+        record=record,
+        seconds=seconds,
+        cpu=None if mine is None else mine.cpu,
+        rate=rate,
+        share=rate * 1e9 / limit if rate and limit else None,
+        best=best,
+        ratio=best.timing.median / seconds if best is not None and best.timing and seconds else None,
+        scaling=single.median / seconds if single and seconds and record.threads > 1 else None,
+        bars=[],
+    )
+    row.bars.extend(_bars(row, bar, results))
+    return row
+
+
+def _bars(row: Row, bar: Bar, results: Results) -> Iterable[tuple[str, bool]]:
+    """What is asked on this number of threads; a figure that is missing meets nothing."""
+    if row.record.threads > 1:
+        if bar.scaling is not None:
+            yield f"{bar.scaling:g}x one thread", (row.scaling or 0.0) >= bar.scaling
+        return
+    if bar.share is not None:
+        yield f"{bar.share:g} of limit", (row.share or 0.0) >= bar.share
+    if bar.ratio is not None:
+        yield f"{bar.ratio:g}x", (row.ratio or 0.0) >= bar.ratio
+    if bar.seconds is not None:
+        yield f"{bar.seconds * 1e6:g} us", (row.seconds or math.inf) <= bar.seconds
+    if bar.beside is not None:
+        name, factor = bar.beside
+        base = results.records[name].ours() if name in results.records else None
+        met = base is not None and row.seconds is not None and base.median / row.seconds >= factor
+        reached = f" ({base.median / row.seconds:.2f})" if base is not None and row.seconds else ""
+        yield f"{factor:.3g}x '{name}'{reached}", met
+
+
+# -- cells ------------------------------------------------------------------------------------------------------------
+
+
+def milliseconds(seconds: float) -> str:
+    """Three digits; microseconds below a tenth of a millisecond."""
+    if seconds < 1e-4:
+        return f"{seconds * 1e6:.3g} us"
+    return f"{seconds * 1e3:.3g}" if seconds < 0.1 else f"{seconds * 1e3:.0f}"
+
+
+def speed(row: Row) -> str:
+    return "-" if row.rate is None else f"{row.rate:.3g} {'GF/s' if row.record.unit == 'FLOP' else 'GB/s'}"
+
+
+def number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def peer_cell(record: Record, peer: str) -> str:
+    """The time of the peer's best form; "wrong" where it answers and never right, a dash where it refuses."""
+    best = record.best(peer)
+    if best is not None and best.timing is not None:
+        return milliseconds(best.timing.median)
+    wrong = [o.error for o in record.outcomes if o.contender == peer and o.error is not None]
+    return f"wrong ({min(wrong):.0e})" if wrong else "-"
+
+
+def ours_cell(row: Row) -> str:
+    return peer_cell(row.record, OURS) if row.seconds is None else milliseconds(row.seconds)
+
+
+def _spread(row: Row) -> str:
+    mine = row.record.ours()
+    if mine is None:
+        return ""
+    alone = row.record.threads > 1 or mine.cpu >= _ALONE * mine.median
+    return f"{milliseconds(mine.low)}..{milliseconds(mine.high)}{'' if alone else ' noisy'}"
+
+
+def _bar_cell(row: Row) -> str:
+    return "; ".join(f"{text} {'met' if met else '[red]not met[/red]'}" for text, met in row.bars)
+
+
+def table(results: Results, only: Iterable[str] | None = None) -> Table:
+    """The records, or those of the cases named."""
+    threads = f"{results.threads} thread{'s' * (results.threads > 1)}"
+    shown = Table(
+        title=f"milliseconds, {threads}, {results.machine}", title_justify="left", row_styles=["", "on grey11"]
+    )
+    scaling = ["scaling"] if results.threads > 1 else []
+    for heading in ("", OURS, "spread", "CPU", "speed", "of limit", *PEERS, "ratio", *scaling, "bar"):
+        shown.add_column(heading, justify="left" if heading in ("", "bar") else "right")
+    names = None if only is None else set(only)
+    for row in rows(results):
+        if names is not None and row.record.case not in names:
+            continue
+        cells: list[str] = [row.record.case.replace("[", r"\["), ours_cell(row), _spread(row)]
+        cells += ["" if row.cpu is None else milliseconds(row.cpu), speed(row), number(row.share)]
+        cells += [peer_cell(row.record, peer) for peer in PEERS]
+        cells += [number(row.ratio), *([number(row.scaling)] if scaling else []), _bar_cell(row)]
+        shown.add_row(*cells)
+    return shown
+
+
+def summary(results: Results) -> list[str]:
+    """Geometric means of the ratio by group, cases behind, how many bars are met, what the limits reached."""
+    found = rows(results)
+    lines = [
+        f"{group}: {len(ratios)} cases with a peer, geometric mean {mean(ratios):.2f}x the best peer, "
+        f"{sum(ratio < 1 for ratio in ratios)} behind"
+        for group, ratios in by_group(found).items()
+    ]
+    bars = [met for row in found for _, met in row.bars]
+    if bars:
+        lines.append(f"bars met: {sum(bars)} of {len(bars)}")
+    return lines + [f"{name}: {speed}" for name, speed in limit_speeds(results).items()]
+
+
+def by_group(found: list[Row]) -> dict[str, list[float]]:
+    """The ratios of the cases that a peer can run."""
+    ratios: dict[str, list[float]] = {}
+    for row in found:
+        if row.ratio:
+            ratios.setdefault(row.record.group, []).append(row.ratio)
+    return ratios
+
+
+def limit_speeds(results: Results) -> dict[str, str]:
+    """The median over the cases of what each limit reached, in GF/s or GB/s."""
+    speeds: dict[str, list[float]] = {}
+    for record in results.records.values():
+        unit = "GF/s" if record.unit == "FLOP" else "GB/s"
+        for o in record.limits:
+            if o.timing is not None:
+                speeds.setdefault(f"{o.form}|{unit}", []).append(record.limit_amount / o.timing.median / 1e9)
+    found: dict[str, str] = {}
+    for key, values in speeds.items():
+        name, unit = key.split("|")
+        found[name] = f"{sorted(values)[len(values) // 2]:.3g} {unit} ({min(values):.3g} to {max(values):.3g})"
+    return found
+
+
+def mean(ratios: list[float]) -> float:
+    """Geometric."""
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))

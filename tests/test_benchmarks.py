@@ -1,0 +1,100 @@
+"""The benchmarks measure, check before they time, and the README quotes what they found."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT))  # benchmarks is a package of the checkout
+
+from benchmarks import peers  # noqa: E402
+from benchmarks.cases import all_cases, chosen  # noqa: E402
+from benchmarks.cases.attention import AttentionCase  # noqa: E402
+from benchmarks.measure import prepare  # noqa: E402
+from benchmarks.records import here, read  # noqa: E402
+from benchmarks.report import peer_cell, rows  # noqa: E402
+
+TINY = AttentionCase(name="P1 full", group="attention", S=3, T=5, D=8)
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "benchmarks", *map(str, arguments)]
+    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_one_case_from_end_to_end(tmp_path: Path) -> None:
+    out = tmp_path / "results.json"
+    line = ["cpu", "S 3", "--peers", "onnxruntime", "--turns", 2, "--seconds", 0.001, "--out", out]
+    done = command(*line)
+    assert done.returncode == 0, done.stderr
+    assert "S 3" in done.stdout and "geometric mean" in done.stdout
+    record = read(out).records["S 3"]
+    assert record.amount == 4 * 8 * 3 * 3 * 64
+    for contender in ("onnx-lowering", "onnxruntime"):
+        best = record.best(contender)
+        assert best is not None and best.timing is not None and best.error is not None
+        assert 0 < best.timing.low <= best.timing.median <= best.timing.high and best.error < 1e-5
+    assert record.limit() is not None
+    written = out.read_text()
+    assert command(*line, "--resume").returncode == 0
+    assert json.loads(out.read_text())["records"] == json.loads(written)["records"]
+
+
+class Fake:
+    """A peer whose answer is off by `off` of its range, or that refuses."""
+
+    def __init__(self, off: float | None) -> None:
+        self.off = off
+
+    def forms(self, case: Any) -> dict[str, peers.Form]:
+        def make() -> peers.Contender:
+            if self.off is None:
+                raise RuntimeError("no such operator\nand more")
+            answer = case.expected()["Y"] + self.off * np.ptp(case.expected()["Y"])
+            return peers.Contender(lambda: answer, lambda result: {"Y": result})
+
+        return {"model": peers.Form(make, 1)}
+
+
+def test_only_what_is_right_is_timed() -> None:
+    found = {"torch": Fake(1e-3), "onnxruntime": Fake(None), "openvino": Fake(1e-7)}
+    record = prepare(TINY, found, threads=1).measure(turns=2, seconds=1e-4)
+    wrong, refused, right = record.outcomes
+    assert wrong.timing is None and wrong.error == pytest.approx(1e-3, rel=1e-3)
+    assert refused.timing is None and refused.refused == "RuntimeError: no such operator"
+    assert right.timing is not None
+    cells = [peer_cell(record, name) for name in found]
+    assert cells[0] == "wrong (1e-03)" and cells[1] == "-" and cells[2].endswith("us")
+    results = here(1)
+    results.records[record.case] = record
+    (row,) = rows(results)
+    assert row.best is right and row.seconds is None and not any(met for _, met in row.bars)
+
+
+@pytest.mark.parametrize("name", ["mask [H1T]", "decode B8 ragged", "window 256, S 4096"])
+def test_expected_answers_are_those_of_the_compiled_model(name: str) -> None:
+    case = all_cases()[name]
+    assert isinstance(case, AttentionCase)
+    small = replace(case, B=2, Hq=4, Hkv=2, S=min(case.S, 9), T=9, D=8, window=case.window and 3)
+    record = prepare(small, {"onnx-lowering": peers.load("onnx-lowering", 1)}, 1).measure(turns=1, seconds=1e-4)
+    assert record.ours() is not None, record.outcomes
+
+
+def test_cases_are_picked_by_name_group_and_pattern() -> None:
+    assert [case.name for case in chosen(["P2 full", "decode B8*"])][:2] == ["P2 full", "decode B8 kv 1024"]
+    assert {case.group for case in chosen(["masks"])} == {"masks"}
+    with pytest.raises(ValueError, match="no case or group matches 'nothing'"):
+        chosen(["nothing"])
+
+
+def test_readme_quotes_the_results() -> None:
+    done = command("readme", "--check")
+    assert done.returncode == 0, done.stderr
