@@ -23,6 +23,9 @@ from tvm.script.ir_builder import tirx as T
 
 ATTRIBUTE = "lowering.scatter"
 
+# Bytes that one thread copies before another is awake.
+_PARALLEL_BYTES = 1 << 18
+
 
 @dataclass(frozen=True)
 class CacheUpdate:
@@ -86,7 +89,7 @@ def _prim_func(update: CacheUpdate, copy: bool) -> tirx.PrimFunc:
         buffers = {}
         for name, argument in arguments.items():
             dtype = "int64" if name == "write_indices" else update.dtype
-            matched = T.match_buffer(argument, shapes[name], dtype, align=max(1, DataType(dtype).bits // 8))
+            matched = T.match_buffer(argument, shapes[name], dtype, align=_bytes(dtype))
             buffers[name] = IRBuilder.name(name, matched)
         rest, max_len = _product(dims[1 : update.axis]), dims[update.axis]
         suffix = _product(dims[update.axis + 1 :])
@@ -94,7 +97,8 @@ def _prim_func(update: CacheUpdate, copy: bool) -> tirx.PrimFunc:
             T.reads([_all(buffer) for name, buffer in buffers.items() if name != target])
             T.writes([_all(buffers[target])])
             flat = {name: T.decl_buffer([_product(x.shape)], x.dtype, data=x.data) for name, x in buffers.items()}
-            with T.parallel(dims[0] * rest) as prefix:
+
+            def write(prefix: Expr) -> None:
                 if copy:
                     size = max_len * suffix
                     _copy(flat["present"], prefix * size, flat["cache"], prefix * size, size)
@@ -103,6 +107,14 @@ def _prim_func(update: CacheUpdate, copy: bool) -> tirx.PrimFunc:
                 with T.serial(length) as s, _position(w, s, max_len, update.circular) as position:
                     to, source = (prefix * max_len + position) * suffix, (prefix * length + s) * suffix
                     _copy(flat[target], to, flat["update"], source, suffix)
+
+            prefixes = dims[0] * rest
+            written = prefixes * (max_len if copy else length) * suffix * _bytes(update.dtype)
+            with T.If(written >= _PARALLEL_BYTES):
+                with T.Then(), T.parallel(prefixes) as prefix:
+                    write(prefix)
+                with T.Else(), T.serial(prefixes) as prefix:
+                    write(prefix)
     return builder.get()
 
 
@@ -126,6 +138,10 @@ def _copy(to: tirx.Buffer, to_start: Expr, source: tirx.Buffer, start: Expr, siz
 
 def _size(name: str, size: int | None) -> Expr:
     return T.int64(size) if size is not None else IRBuilder.name(name, T.int64())
+
+
+def _bytes(dtype: str) -> int:
+    return max(1, DataType(dtype).bits // 8)
 
 
 def _product(sizes: Sequence[Expr]) -> Expr:

@@ -34,8 +34,9 @@ typedef int (*Lambda)(int task, Group* group, void* data);
 /* TVMBackendParallelBarrier counts arrivals in sync_handle: task k in element k * BARRIER_STRIDE. */
 enum { BARRIER_STRIDE = 16 };
 
-/* How often a waiting thread looks before it sleeps: 20 to 50 microseconds, longer than most pauses within a model. */
-enum { SPINS = 1000 };
+/* How often a waiting thread looks before it sleeps: some 20 microseconds on the CPU, then some 100 in which any other
+ * thread may have it. Few pauses within a model are longer, and waking up takes as long. */
+enum { SPINS = 500, YIELDS = 300 };
 
 /* One launch, on the stack of the launching thread. */
 typedef struct {
@@ -72,7 +73,12 @@ static void futex_sleep(atomic_uint* word, unsigned value) {
 
 static void futex_wake(atomic_uint* word) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0); }
 
-static void spin(void) {
+/* The pause before look number `look`. */
+static void wait_a_little(int look) {
+    if (look >= SPINS) {
+        sched_yield();
+        return;
+    }
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #elif defined(__aarch64__)
@@ -87,10 +93,10 @@ static void set_state(Worker* worker, unsigned state) {
 }
 
 static unsigned wait_for_work(Worker* self) {
-    for (int i = 0; i < SPINS; ++i) {
+    for (int look = 0; look < SPINS + YIELDS; ++look) {
         unsigned state = atomic_load(&self->state);
         if (state != IDLE) return state;
-        spin();
+        wait_a_little(look);
     }
     unsigned state = IDLE;
     if (!atomic_compare_exchange_strong(&self->state, &state, ASLEEP)) return state;
@@ -179,9 +185,9 @@ static void give_back_workers(Worker* taken) {
 /* -- launching ---------------------------------------------------------------------------------------------------- */
 
 static void wait_for_workers(Job* job) {
-    for (int i = 0; i < SPINS; ++i) {
+    for (int look = 0; look < SPINS + YIELDS; ++look) {
         if (atomic_load(&job->pending) == 0) return;
-        spin();
+        wait_a_little(look);
     }
     unsigned pending = atomic_fetch_or(&job->pending, SLEEPER) | SLEEPER;
     while (pending != SLEEPER) {
