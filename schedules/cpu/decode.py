@@ -10,8 +10,9 @@
         Y = sum w_s O_s / sum w_s l_s                        0 where no key was visible
 
 Vectors lie along D: a key is read once, in the order of memory, and meets all R rows that share it while it is in the
-first-level cache. W keys at a time give W vectors of products per row; added up crosswise they are one vector of W
-scores.
+first-level cache. W pairs of a row and a key at a time give W vectors of products; added up crosswise they are one
+vector of W scores. While a tile is worked on, the next one is fetched: hardware loses the stream at each turn from K to
+V, which halves the bandwidth.
 
 The number of splits follows the longest sequence of the batch, not the capacity of the cache, and each sequence is cut
 into equal parts: work is the same for every thread whatever the lengths are.
@@ -145,7 +146,7 @@ class _Split:
         self.rows, self.partial, self.head, self.split, self.splits = rows, partial, head, split, splits
         p, self.acc = self.problem, self.problem.acc_dtype
         self.b, self.hk = fixed(head // p.kv_heads), fixed(head % p.kv_heads)
-        self.kv = KeyValueTile(bound, cpu, tiles.kv, self.b, self.hk)
+        self.kv = KeyValueTile(bound, cpu, 0, self.b, self.hk)
         self.Wk, self.Wv, self.vectors = self.kv.Wk, self.kv.Wv, self.kv.vectors
         self.chunks = len(self.kv.k_starts)
         most = tiles.q_len * p.group
@@ -166,11 +167,11 @@ class _Split:
         self.initialise()
         lo, hi = (fixed(end) for end in self.bound.visible_range(self.b, T.int64(0), self.bound.S))
         part = fixed(tirx.ceildiv(tirx.ceildiv(hi - lo, self.splits), self.Wk) * self.Wk)
-        start = fixed(tirx.min(lo + self.split * part, hi))
-        stop = fixed(tirx.min(start + part, hi))
-        with T.serial(tirx.ceildiv(stop - start, self.tiles.kv)) as t:
-            self.kv0 = fixed(start + t * self.tiles.kv)
-            self.keys = fixed(tirx.min(stop - self.kv0, T.int64(self.tiles.kv)))
+        self.start = fixed(tirx.min(lo + self.split * part, hi))
+        self.stop = fixed(tirx.min(self.start + part, hi))
+        with T.serial(tirx.ceildiv(self.stop - self.start, self.tiles.kv)) as t:
+            self.kv0 = fixed(self.start + t * self.tiles.kv)
+            self.keys = fixed(tirx.min(self.stop - self.kv0, T.int64(self.tiles.kv)))
             if self.bound.formula is None:
                 self.attend()
             else:
@@ -189,10 +190,18 @@ class _Split:
 
     def attend(self) -> None:
         """One tile of keys."""
-        self.kv.open(self.kv0, self.kv0 + self.keys, self.memory)
+        self.kv.open(self.kv0, self.kv0 + self.keys, self.memory, self.next_tile())
         self.scores()
         self.softmax()
         self.accumulate()
+
+    def next_tile(self) -> tuple[Expr, Expr, Expr]:
+        """Batch, head and first key of the tile that this thread is likely to read next."""
+        p, start = self.problem, self.kv0 + self.tiles.kv
+        last = fixed(start >= self.stop)
+        head = tirx.min(self.head + 1, self.bound.B * p.kv_heads - 1)
+        head = fixed(tirx.Select(last, head, self.head))
+        return fixed(head // p.kv_heads), fixed(head % p.kv_heads), fixed(tirx.Select(last, self.start, start))
 
     def head_and_row(self, r: Expr) -> tuple[Expr, Expr]:
         """Query head and query row of packed row r."""
@@ -215,32 +224,52 @@ class _Split:
                 store(self.O, splat(0.0, self.Wv, self.acc), (r * self.vectors + n) * self.Wv)
 
     def scores(self) -> None:
-        """S = Q K^T, Wk keys at a time; what is left over, one by one."""
-        W = self.Wk
-        with T.serial(self.keys // W) as block, T.serial(self.rows) as r:
-            j = fixed(block * W)
-            s = self.products(r, [j + k for k in range(W)])
-            store(self.S, sum_each([x.value for x in s]), r * self.tiles.kv + j)
+        """S = Q K^T, for register tiles of W pairs: several rows share what is read of a key, then single rows."""
+        W, kv = self.Wk, self.tiles.kv
+        height = max(1, W // 4)
+        with T.serial(self.keys // W) as block:
+            if height > 1:
+                with T.serial(height) as part, T.serial(self.rows // height) as rows:
+                    j, r = fixed(block * W + part * (W // height)), fixed(rows * height)
+                    self.tile_of_scores([r + n for n in range(height)], [j + n for n in range(W // height)])
+            if self.problem.group % height or height == 1:
+                with T.serial(self.rows % height if height > 1 else self.rows) as r:
+                    j = fixed(block * W)
+                    row = fixed(self.rows // height * height + r) if height > 1 else r
+                    self.tile_of_scores([row], [j + n for n in range(W)])
         with T.serial(self.keys % W) as k, T.serial(self.rows) as r:
             j = fixed(self.keys // W * W + k)
-            (last,) = self.products(r, [j])
-            T.buffer_store(self.S, reduce_lanes(last.value, lambda x, y: x + y), [r * self.tiles.kv + j])
+            ((last,),) = self.products([r], [j])
+            T.buffer_store(self.S, reduce_lanes(last.value, lambda x, y: x + y), [r * kv + j])
 
-    def products(self, r: Expr, keys: list[Expr]) -> list[Register]:
-        """For each key, a vector whose lanes add up to Q_r . K_j."""
+    def tile_of_scores(self, rows: list[Expr], keys: list[Expr]) -> None:
+        """S of as many pairs as a vector has lanes."""
+        products = self.products(rows, keys)
+        sums = fixed(sum_each([x.value for row in products for x in row]))
+        for n, r in enumerate(rows):
+            lanes = list(range(n * len(keys), (n + 1) * len(keys)))
+            s = sums if len(rows) == 1 else tirx.Shuffle([sums], lanes)
+            store(self.S, s, r * self.tiles.kv + keys[0])
+
+    def products(self, rows: list[Expr], keys: list[Expr]) -> list[list[Register]]:
+        """For each row and key, a vector whose lanes add up to Q_r . K_j."""
         W, full = self.Wk, self.problem.head_dim // self.Wk
-        s = [Register(splat(0.0, W, self.acc)) for _ in keys]
+        s = [[Register(splat(0.0, W, self.acc)) for _ in keys] for _ in rows]
+
+        def add(n: Expr | int, d: Expr | int, fresh: Expr | None) -> None:
+            for j in keys:
+                self.kv.prefetch("k", j, d)
+            k = [T.bind(self.kv.k(j, d, W)) for j in keys] if len(rows) > 1 else [self.kv.k(j, d, W) for j in keys]
+            for r, sums in zip(rows, s):
+                q = T.bind(load(self.Q, W, (r * self.chunks + n) * W))
+                for x, key in zip(sums, k):
+                    x.value += q * key if fresh is None else tirx.Select(fresh, q * key, like(0.0, q))
+
         with T.serial(full) as n:
-            d = fixed(n.astype("int64") * W)
-            q = T.bind(load(self.Q, W, (r * self.chunks + n) * W))
-            for x, j in zip(s, keys):
-                x.value += q * self.kv.k(j, d, W)
+            add(n, fixed(n.astype("int64") * W), None)
         if full < self.chunks:  # the last vector overlaps the one before: each product counts once
             d = self.kv.k_starts[-1]
-            q = T.bind(load(self.Q, W, (r * self.chunks + full) * W))
-            fresh = at(T.int32(d), W) >= splat(full * W, W, "int32")
-            for x, j in zip(s, keys):
-                x.value += tirx.Select(fresh, q * self.kv.k(j, T.int64(d), W), like(0.0, q))
+            add(full, T.int64(d), at(T.int32(d), W) >= splat(full * W, W, "int32"))
         return s
 
     def softmax(self) -> None:
@@ -293,22 +322,23 @@ class _Split:
         return T.bind(result.value)
 
     def accumulate(self) -> None:
-        """O = alpha O + P V, for register tiles of `pv_rows` rows x `pv_vectors` vectors."""
+        """O = alpha O + P V, for register tiles of `pv_rows` rows x `pv_vectors` vectors, then single rows."""
+        height, rows = self.tiles.pv_rows, self.rows
+        with T.serial(rows // height) as block:
+            self.add_pv([fixed(block * height + n) for n in range(height)])
+        if self.problem.group % height:
+            with T.serial(rows % height) as r:
+                self.add_pv([fixed(rows // height * height + r)])
+
+    def add_pv(self, rows: list[Expr]) -> None:
+        """O = alpha O + P V of these rows, at most `pv_vectors` vectors at a time."""
         # Rows that see different keys: 0 * NaN = NaN would let an invisible value through.
         leave_out = self.problem.mask is not None or self.problem.window is not None
-        group, vectors, parts = self.tiles.pv_rows, self.vectors, -(-self.vectors // self.tiles.pv_vectors)
-        with T.serial(self.rows // group) as block:
-            rows = [fixed(block * group + k) for k in range(group)]
-            for part in range(parts):
-                columns = range(part * vectors // parts, (part + 1) * vectors // parts)
-                self.kv.add_pv(
-                    rows,
-                    columns,
-                    self.keys,
-                    (self.O, self.alpha),
-                    lambda r, j: self.S[r * self.tiles.kv + j],
-                    leave_out,
-                )
+        parts = -(-self.vectors // self.tiles.pv_vectors)
+        for part in range(parts):
+            columns = range(part * self.vectors // parts, (part + 1) * self.vectors // parts)
+            state = self.O, self.alpha
+            self.kv.add_pv(rows, columns, self.keys, state, lambda r, j: self.S[r * self.tiles.kv + j], leave_out)
 
     def keep(self) -> None:
         """(m, l, O) into the partial results."""

@@ -10,7 +10,7 @@ from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.bound import Bound
 
-from .vector import Buffer, Machine, Register, at, convert, cover, like, load, splat, store
+from .vector import Buffer, Machine, Register, convert, cover, like, load, prefetch, splat, store
 
 
 def load_as(bound: Bound, cpu: Machine, name: str, h: Expr, row: tuple[Expr, Expr], d: Expr | int, lanes: int) -> Expr:
@@ -24,27 +24,34 @@ class KeyValueTile:
     """Rows [start, end) of K and V of key/value head hk in batch b, in the type of the arithmetic.
 
     float32 (float64) is read where it lies. Anything else is unpacked into scratch tiles of `size` rows, once per tile:
-    `scratch` says how large they are. Rows are counted from the start of the tile. A row of V consists of `vectors`
-    vectors of Wv lanes, of which the last may overlap the one before.
+    `scratch` says how large they are. With size = 0 it is read where it lies too, and widened at each use. Rows are
+    counted from the start of the tile. A row of V consists of `vectors` vectors of Wv lanes, of which the last may
+    overlap the one before.
     """
 
     def __init__(self, bound: Bound, cpu: Machine, size: int, b: Expr, hk: Expr) -> None:
         self.bound, self.cpu, self.b, self.hk = bound, cpu, b, hk
+        self.next: tuple[Expr, Expr, Expr] | None = None
         p = bound.problem
         W = cpu.lanes(p.acc_dtype)
         self.D = p.head_dim
         self.Wk, self.k_starts = cover(p.head_dim, W)
         self.Wv, self.v_starts = cover(p.v_head_dim, W)
         self.vectors = len(self.v_starts)
-        self.unpacks_k, self.unpacks_v = p.dtype != p.acc_dtype, p.v_dtype != p.acc_dtype
+        self.unpacks_k, self.unpacks_v = (size > 0 and dtype != p.acc_dtype for dtype in (p.dtype, p.v_dtype))
         self.scratch = {
             "K": (self.unpacks_k * size * p.head_dim, p.acc_dtype),
             "V": (self.unpacks_v * size * self.vectors * self.Wv, p.acc_dtype),
         }
 
-    def open(self, start: Expr, end: Expr, memory: dict[str, Buffer]) -> None:
-        """The tile is [start, end) from here on: unpacks what needs it."""
-        self.start, self.end, self.K, self.V = start, end, memory["K"], memory["V"]
+    def open(
+        self, start: Expr, end: Expr, memory: dict[str, Buffer], next: tuple[Expr, Expr, Expr] | None = None
+    ) -> None:
+        """The tile is [start, end) from here on: unpacks what needs it.
+
+        next is (b, hk, start) of the tile that will follow: `prefetch` asks for its rows.
+        """
+        self.start, self.end, self.K, self.V, self.next = start, end, memory["K"], memory["V"], next
         if not (self.unpacks_k or self.unpacks_v):
             return
         with T.serial(end - start) as j:
@@ -59,13 +66,27 @@ class KeyValueTile:
         """Elements [d, d + lanes) of key j."""
         if self.unpacks_k:
             return load(self.K, lanes, j * self.D + d)
-        return self.bound.k(self.b, self.hk, self.start + j, at(d, lanes))
+        return self.load("k", j, d, lanes)
 
     def v(self, j: Expr, n: int) -> Expr:
         """Vector n of value j."""
         if self.unpacks_v:
             return load(self.V, self.Wv, (j * self.vectors + n) * self.Wv)
-        return self.bound.v(self.b, self.hk, self.start + j, at(T.int64(self.v_starts[n]), self.Wv))
+        return self.load("v", j, self.v_starts[n], self.Wv)
+
+    def load(self, name: str, j: Expr, d: Expr | int, lanes: int) -> Expr:
+        """Elements [d, d + lanes) of row j of k or v, read where they lie."""
+        return load_as(self.bound, self.cpu, name, self.hk, (self.b, self.start + j), d, lanes)
+
+    def prefetch(self, name: str, j: Expr, d: Expr | int) -> None:
+        """Asks for the line of element d of row j of k or v in the next tile, where that is known.
+
+        Hardware follows a stream within a page and loses it where reading turns from K to V.
+        """
+        if self.next is not None:
+            b, hk, start = self.next
+            buffer, indices = self.bound.at(name, b, hk, start + j, T.int64(1) * d)
+            prefetch(buffer, *indices)
 
     def add_pv(
         self,
@@ -87,6 +108,8 @@ class KeyValueTile:
             scale = T.bind(splat(alpha[r], self.Wv, acc))
             o.append([Register(load(O, self.Wv, (r * self.vectors + n) * self.Wv) * scale) for n in columns])
         with T.serial(keys) as j:
+            for n in columns:
+                self.prefetch("v", j, self.v_starts[n])
             v = [T.bind(self.v(j, n)) for n in columns]
             for k, r in enumerate(rows):
                 weight = T.bind(splat(p(r, j), self.Wv, acc))

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tvm import DataType
+
 from lowering.attention.problem import AttentionProblem
 
 from .vector import Machine, cover
@@ -79,7 +81,7 @@ class DecodeTiles:
     max_splits: int
     """... but not into more parts than this."""
     pv_rows: int
-    """O += P V in registers: query rows of the register tile, a divisor of G ..."""
+    """O += P V in registers: query rows of the register tile (left-over rows go one by one) ..."""
     pv_vectors: int
     """... times at most so many vectors of v_head_dim."""
 
@@ -89,7 +91,6 @@ class DecodeTiles:
         tile = f"{self.pv_rows} x {self.pv_vectors}"
         rules = {
             f"kv = {self.kv} must be a multiple of W = {lanes}": self.kv % lanes == 0,
-            f"pv_rows = {self.pv_rows} must divide G = {problem.group}": problem.group % self.pv_rows == 0,
             f"the pv register tile {tile} does not fit {cpu.registers} registers": _fits(
                 self.pv_rows, self.pv_vectors, cpu
             ),
@@ -99,12 +100,16 @@ class DecodeTiles:
 
     @staticmethod
     def default(problem: AttentionProblem, cpu: Machine) -> DecodeTiles:
-        """Untuned but good: a tile of V stays in the first-level cache, and a row of V in registers if it fits."""
-        vectors = len(cover(problem.v_head_dim, cpu.lanes(problem.acc_dtype))[1])
-        pv_vectors = min(vectors, 8 if cpu.registers == 32 else 4)
-        pv_rows = max(r for r in range(1, 9) if problem.group % r == 0 and _fits(r, pv_vectors, cpu))
+        """Untuned but good: half the first-level cache keeps a tile of V, whose rows are read whole, so that hardware
+        follows the stream; half precision, which is widened at each use, meets more query rows at once instead.
+        """
+        lanes = cpu.lanes(problem.acc_dtype)
+        row = problem.v_head_dim * DataType(problem.v_dtype).bits // 8
+        kv = min(max(16384 // row // lanes, 1), 4) * lanes
+        widened = problem.v_dtype != problem.acc_dtype
+        pv_rows, pv_vectors = (4, cpu.registers // 8) if widened else (2, cpu.registers // 4)
         q_len = max(1, MOST_DECODE_ROWS // problem.group)
-        return DecodeTiles(q_len, kv=64, split=256, max_splits=64, pv_rows=pv_rows, pv_vectors=pv_vectors)
+        return DecodeTiles(q_len, kv, split=256, max_splits=64, pv_rows=pv_rows, pv_vectors=pv_vectors)
 
 
 MOST_DECODE_ROWS = 16  # packed query rows up to which reading K and V takes longer than the arithmetic

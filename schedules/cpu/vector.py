@@ -102,6 +102,13 @@ def store(buffer: tirx.Buffer, value: Expr, *index: Expr | int) -> None:
     T.buffer_store(buffer, value, [*index[:-1], at(index[-1], lanes_of(value))])
 
 
+def prefetch(buffer: tirx.Buffer, *index: Expr | int) -> None:
+    """Asks for the cache line of an element to be brought into the second-level cache. It need not exist."""
+    read, moderate, data = 0, 2, 1
+    options = (tirx.const(option, "int32") for option in (read, moderate, data))
+    T.evaluate(tirx.call_llvm_intrin("void", "llvm.prefetch", T.address_of(buffer[index]), *options))
+
+
 def cover(length: int, lanes: int) -> tuple[int, list[int]]:
     """(w, starts): vectors of w lanes that cover [0, length) and never leave it.
 

@@ -131,6 +131,9 @@ PROBLEMS = {
         mask=Mask("float16", (None, None, None, None), pad=False), softcap=5.0, window=Window(left=70)
     ),
     "float64": problem(dtype="float64", acc_dtype="float64", head_dim=6, v_head_dim=3, softcap=2.0, window=CAUSAL),
+    "seven heads share keys": problem(
+        kv_heads=1, q_heads=7, v_head_dim=96, mask=Mask("bool", (None, None, None, None))
+    ),
     "V of another type": problem(v_dtype="bfloat16", head_dim=1, v_head_dim=130),
 }
 SIZES = [(1, 1, 1), (2, 1, 300), (3, 3, 70), (2, 77, 133), (1, 200, 65)]
@@ -244,5 +247,5 @@ def test_illegal_tiles_say_why() -> None:
         PrefillTiles(48, 64, qk_keys=8, qk_vectors=2, pv_rows=6, pv_vectors=2).check(p, cpu)
     with pytest.raises(ValueError, match=r"q = 40 must be a multiple of qk_vectors \* W = 24"):
         PrefillTiles(40, 64, qk_keys=4, qk_vectors=3, pv_rows=5, pv_vectors=2).check(p, cpu)
-    with pytest.raises(ValueError, match="pv_rows = 3 must divide G = 2"):
-        dataclasses.replace(DecodeTiles.default(p, cpu), pv_rows=3, pv_vectors=1).check(p, cpu)
+    with pytest.raises(ValueError, match="kv = 12 must be a multiple of W = 8"):
+        dataclasses.replace(DecodeTiles.default(p, cpu), kv=12).check(p, cpu)
