@@ -18,6 +18,7 @@ def main() -> None:
     cpu.add_argument("--threads", type=int, default=1)
     cpu.add_argument("--turns", type=int, default=7, help="turns of every contender; default: %(default)s")
     cpu.add_argument("--seconds", type=float, default=0.1, help="length of a turn; default: %(default)s")
+    cpu.add_argument("--exports", type=Path, help="folder of the exported models, for the group 'models'")
     cpu.add_argument("--out", type=Path, help="keep records in this JSON file, and draw a PNG beside it")
     cpu.add_argument("--resume", action="store_true", help="leave out the cases that --out holds already")
     cpu.set_defaults(run=_cpu)
@@ -37,7 +38,7 @@ def _cpu(arguments: argparse.Namespace) -> None:
     from .cases import chosen
 
     try:
-        cases = chosen(arguments.case)
+        cases = chosen(arguments.case, arguments.exports)
     except ValueError as error:
         sys.exit(str(error))
     if arguments.list:

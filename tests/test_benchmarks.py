@@ -95,6 +95,14 @@ def test_cases_are_picked_by_name_group_and_pattern() -> None:
         chosen(["nothing"])
 
 
+def test_every_model_of_the_page_is_a_case() -> None:
+    names = {case.name for case in all_cases().values() if case.group == "models"}
+    assert {"bert-dynamo18", "t5-past-dynamo23-f16", "llama-past-traced17"} <= names
+    assert f"Measured: {len(names)} of" in (ROOT / "docs" / "models.md").read_text()
+    with pytest.raises(ValueError, match="need --exports"):
+        chosen(["bert-dynamo18"])
+
+
 def test_readme_quotes_the_results() -> None:
     done = command("readme", "--check")
     assert done.returncode == 0, done.stderr

@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
 
-from . import attention, caches, computed_masks, matmul, transformers
+from . import attention, caches, computed_masks, exported, matmul, transformers
 from .case import Case
+from .exported import ExportCase
 
-_KINDS = (attention, computed_masks, caches, matmul, transformers)
+_KINDS = (attention, computed_masks, caches, matmul, transformers, exported)
 
 
+@cache
 def all_cases() -> dict[str, Case]:
     """In the order of the report."""
     return {case.name: case for kind in _KINDS for case in kind.cases()}
 
 
-def chosen(patterns: list[str]) -> list[Case]:
-    """The cases that a pattern matches by name or by group, all without patterns. Raises ValueError for a vain one."""
-    found = all_cases().values()
+def chosen(patterns: list[str], exports: Path | None = None) -> list[Case]:
+    """The cases that a pattern matches by name or by group; without patterns all, exported models only with `exports`.
+
+    exports is the folder of the exported models. Raises ValueError for a vain pattern, or models without a folder.
+    """
+    found = list(all_cases().values())
     for pattern in patterns:
         if not any(_matches(case, pattern) for case in found):
             raise ValueError(f"no case or group matches '{pattern}'. The groups are {', '.join(groups())}.")
-    return [case for case in found if not patterns or any(_matches(case, p) for p in patterns)]
+    if patterns:
+        found = [case for case in found if any(_matches(case, pattern) for pattern in patterns)]
+        if exports is None and any(isinstance(case, ExportCase) for case in found):
+            raise ValueError("exported models need --exports, the folder that tests/exports/export.py wrote.")
+    elif exports is None:
+        found = [case for case in found if not isinstance(case, ExportCase)]
+    return [replace(case, folder=exports) if isinstance(case, ExportCase) else case for case in found]
 
 
 def groups() -> list[str]:

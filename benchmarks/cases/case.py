@@ -62,6 +62,11 @@ class Case(ABC):
         return TOLERANCE[self.dtype]
 
     @property
+    def source(self) -> str:
+        """Cases of one source and the same options differ in sizes alone: one compiled model serves them."""
+        return self.name
+
+    @property
     def in_place(self) -> Mapping[str, str]:
         """Outputs that may take over the memory of an input, with its name."""
         return {}

@@ -36,6 +36,10 @@ class BertCase(Case):
     def tolerance(self) -> float:
         return _TOLERANCE
 
+    @property
+    def source(self) -> str:
+        return "bert"
+
     def feeds(self) -> Arrays:
         return {"ids": np.random.default_rng(0).integers(0, VOCABULARY, (self.B, self.S))}
 
@@ -66,6 +70,10 @@ class LlamaCase(Case):
     @property
     def tolerance(self) -> float:
         return _COMPRESSED.get(self.weights, _TOLERANCE)
+
+    @property
+    def source(self) -> str:
+        return "llama"
 
     @property
     def options(self) -> Mapping[str, Any]:

@@ -44,14 +44,14 @@ def group_query(case: LlamaCase) -> tuple[onnx.ModelProto, Arrays]:
     """GroupQueryAttention of `com.microsoft` rotates, writes its slots and attends to as many as are valid."""
     total = case.past + case.S
     feeds = {name: array for name, array in case.feeds().items() if name != "write_indices"}
-    feeds |= {"last": np.array([total - 1], np.int32), "total": np.array(total, np.int32)}
+    feeds |= {"seqlens_k": np.array([total - 1], np.int32), "total_sequence_length": np.array(total, np.int32)}
 
     def layer(p: str, key: str, value: str, k: int) -> list[onnx.NodeProto]:
         rows = [f"{p}.{name}.rows" for name in "qkv"]
         return [
             onnx.helper.make_node(
                 "GroupQueryAttention",
-                [*rows, key, value, "last", "total", "cos_cache", "sin_cache"],
+                [*rows, key, value, "seqlens_k", "total_sequence_length", "cos_cache", "sin_cache"],
                 [f"{p}.merged", f"present_k.{k}", f"present_v.{k}"],
                 domain="com.microsoft",
                 num_heads=LLAMA.heads,

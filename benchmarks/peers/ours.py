@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from functools import cache, partial
+from functools import partial
 
 import lowering
 
@@ -14,19 +14,22 @@ from . import Contender, Form
 class Peer:
     def __init__(self, threads: int) -> None:
         self._threads = threads
+        self._last: tuple[object, lowering.Model] | None = None
 
     def forms(self, case: Case) -> dict[str, Form]:
         """Bound; where there are several threads one thread as well, which shows how it scales."""
-        compiled = cache(
-            lambda: lowering.compile(
-                case.model(), donate=tuple(map(re.escape, case.in_place.values())), threads=1, **case.options
-            )
-        )
-
-        def bound(threads: int) -> Contender:
-            return Contender(compiled().bind(case.feeds(), threads=threads), dict)
-
-        forms = {"bound": Form(partial(bound, self._threads), self._threads)}
+        forms = {"bound": Form(partial(self._bound, case, self._threads), self._threads)}
         if self._threads > 1:
-            forms["bound, one thread"] = Form(partial(bound, 1), 1)
+            forms["bound, one thread"] = Form(partial(self._bound, case, 1), 1)
         return forms
+
+    def _bound(self, case: Case, threads: int) -> Contender:
+        return Contender(self._compiled(case).bind(case.feeds(), threads=threads), dict)
+
+    def _compiled(self, case: Case) -> lowering.Model:
+        """The last one where it serves, since cases of one source follow each other."""
+        key = (case.source, *case.options.items())
+        if self._last is None or self._last[0] != key:
+            donate = tuple(map(re.escape, case.in_place.values()))
+            self._last = key, lowering.compile(case.model(), donate=donate, threads=1, **case.options)
+        return self._last[1]

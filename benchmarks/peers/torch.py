@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from ..cases.attention import AttentionCase
 from ..cases.caches import ScatterCase
 from ..cases.case import Arrays, Case
+from ..cases.exported import ExportCase
 from ..cases.matmul import BatchedCase, MatmulCase
 from ..cases.transformers import BertCase, LlamaCase
 from . import Contender, Form
@@ -43,6 +44,8 @@ class Peer:
             makers["index_put_"] = partial(self._scatter, case)
         elif isinstance(case, (BertCase, LlamaCase)):
             makers = {"eager": partial(self._module, case, False), "compiled": partial(self._module, case, True)}
+        elif isinstance(case, ExportCase):
+            makers["eager"] = partial(self._export, case)
         return {name: Form(make, self._threads) for name, make in makers.items()}
 
     def _contender(self, call: Callable[[], Any], names: tuple[str, ...] = ("Y",)) -> Contender:
@@ -137,6 +140,11 @@ class Peer:
         if compiled:
             forward = torch.compile(forward, dynamic=False)
         return self._contender(forward, ("hidden" if isinstance(case, BertCase) else "logits",))
+
+    def _export(self, case: ExportCase) -> Contender:
+        from . import torch_exports
+
+        return self._contender(*torch_exports.forward(case))
 
 
 def tensor_of(array: np.ndarray) -> torch.Tensor:

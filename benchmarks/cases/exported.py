@@ -1,0 +1,86 @@
+"""Every model of docs/models.md, as tests/exports/export.py writes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+from .case import Arrays, Bar, Case, Work
+
+_PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+_TOLERANCE = {"f32": 1e-4, "f16": 2e-2}
+
+# The shape setting of tests/exports/wrappers.py: a decoder with a past reads one token as in decoding, others most.
+_STEP, _LARGEST = 1, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportCase(Case):
+    """One export: model.onnx, and for each shape setting inputs with what PyTorch computes in float64.
+
+    folder is where the exports are, one folder each.
+    """
+
+    export: str
+    past: bool
+    folder: Path | None = None
+
+    @property
+    def tolerance(self) -> float:
+        return _TOLERANCE[self.dtype]
+
+    @property
+    def source(self) -> str:
+        return self.export
+
+    @property
+    def setting(self) -> int:
+        return _STEP if self.past else _LARGEST
+
+    def _path(self) -> Path:
+        path = (self.folder or Path()) / self.export
+        if not path.is_dir():
+            raise FileNotFoundError(
+                f"'{path}' is missing: run `python tests/exports/export.py --folder {self.folder}`."
+            )
+        return path
+
+    def _arrays(self) -> Arrays:
+        with np.load(self._path() / f"{self.setting}.npz") as arrays:
+            return dict(arrays)
+
+    def feeds(self) -> Arrays:
+        return {name: array for name, array in self._arrays().items() if not name.startswith("=")}
+
+    def expected(self) -> Arrays:
+        return {name[1:]: array for name, array in self._arrays().items() if name.startswith("=")}
+
+    def model(self) -> onnx.ModelProto:
+        return onnx.load(self._path() / "model.onnx")
+
+    def work(self) -> Work:
+        """Not counted: the models are small, and most of them far from every limit."""
+        return Work(0.0, "FLOP")
+
+
+def cases() -> list[ExportCase]:
+    """By the page's table: model, past, exporter, opset, type."""
+    found = []
+    for line in _PAGE.read_text().splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:6]]
+        if len(cells) < 5 or cells[2] not in ("dynamo", "traced"):
+            continue
+        model, past, exporter, opset, dtype = cells
+        half = dtype == "float16"
+        parts = [model, "past" * bool(past), f"{exporter}{opset}", "f16" * half]
+        name = "-".join(part for part in parts if part)
+        found.append(
+            ExportCase(
+                name=name, group="models", bar=Bar(ratio=1.0), dtype="f16" if half else "f32", export=name,
+                past=bool(past),
+            )
+        )  # fmt: skip
+    return found
