@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from .cases.case import Work
-from .peers import Contender, Form
+from .peers import ONE_THREAD, Contender, Form
 
 _SIZE = 2048
 _STREAMS = (1, 2, 4)
@@ -37,7 +37,7 @@ def limits(work: Work, threads: int) -> tuple[dict[str, Form], float]:
     count = int(work.amount) // threads // _VECTOR * threads
     forms = _reads(count, threads)
     if threads > 1:
-        forms |= {f"{name}, one thread": form for name, form in _reads(count, 1).items()}
+        forms |= {f"{name}{ONE_THREAD}": form for name, form in _reads(count, 1).items()}
     return forms, float(count * _VECTOR)
 
 
@@ -63,7 +63,7 @@ def _products(threads: int) -> dict[str, Form]:
 
     found["torch.mm"] = _form(partial(product, threads), threads)
     if threads > 1:
-        found["torch.mm, one thread"] = _form(partial(product, 1), 1)
+        found[f"torch.mm{ONE_THREAD}"] = _form(partial(product, 1), 1)
     return found
 
 

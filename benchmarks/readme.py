@@ -8,7 +8,7 @@ from pathlib import Path
 from .cases import all_cases
 from .peers import OURS, PEERS
 from .records import Results, read
-from .report import Row, by_group, limit_speeds, mean, number, ours_cell, peer_cell, rows, speed
+from .report import Row, by_group, limit_speeds, mean, number, ours_cell, peer_cell, rows, scalings, speed
 
 _ROOT = Path(__file__).parents[1]
 _BEGIN, _END = "<!-- results -->", "<!-- end of results -->"
@@ -41,7 +41,7 @@ def _part(results: Results, path: Path) -> str:
         versions=", ".join(f"{name} {version}" for name, version in results.packages.items() if name in _NAMES),
         chart=path.with_suffix(".png").relative_to(_ROOT),
     )
-    scaling = ["scaling"] if results.threads > 1 else []
+    scaling = ["scaling", "the limit scales"] if results.threads > 1 else []
     headings = ["case", OURS, "speed", "of the limit", *(_NAMES[peer] for peer in PEERS), "ratio", *scaling]
     asked = all_cases()
     body = [_cells(row, bool(scaling)) for row in found if asked[row.record.case].bar.asks(results.threads)]
@@ -57,7 +57,7 @@ def _part(results: Results, path: Path) -> str:
 def _cells(row: Row, scaling: bool) -> list[str]:
     cells = [row.record.case, f"**{ours_cell(row)}**", speed(row), number(row.share)]
     cells += [*(peer_cell(row.record, peer) for peer in PEERS), number(row.ratio)]
-    return [*cells, number(row.scaling)] if scaling else cells
+    return [*cells, *scalings(row)] if scaling else cells
 
 
 def _markdown(headings: list[str], body: list[list[str]]) -> str:

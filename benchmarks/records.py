@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from .peers import OURS
+from .peers import ONE_THREAD, OURS
 from .timing import Timing
 
 _PACKAGES = ("apache-tvm", "torch", "onnxruntime", "openvino", "numpy")
@@ -59,6 +59,15 @@ class Record:
         """The work's unit per second, by the fastest."""
         found = _fastest(self.limits, threads or self.threads)
         return None if found is None or found.timing is None else self.limit_amount / found.timing.median
+
+    def limit_scaling(self) -> float | None:
+        """How much faster all threads are than one, over the limits that were measured on both."""
+        single = {o.form: o.timing for o in self.limits if o.threads == 1 and o.timing is not None}
+        both = [o for o in self.limits if o.threads > 1 and f"{o.form}{ONE_THREAD}" in single]
+        fastest = _fastest(both, self.threads)
+        if fastest is None or fastest.timing is None:
+            return None
+        return min(timing.median for timing in single.values()) / fastest.timing.median
 
 
 def _fastest(outcomes: list[Outcome], threads: int) -> Outcome | None:

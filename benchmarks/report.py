@@ -95,6 +95,11 @@ def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g}" if seconds < 0.1 else f"{seconds * 1e3:.0f}"
 
 
+def scalings(row: Row) -> list[str]:
+    """Ours, and what the limit itself gains from several threads."""
+    return [number(row.scaling), number(row.record.limit_scaling())]
+
+
 def speed(row: Row) -> str:
     return "-" if row.rate is None else f"{row.rate:.3g} {'GF/s' if row.record.unit == 'FLOP' else 'GB/s'}"
 
@@ -134,7 +139,7 @@ def table(results: Results, only: Iterable[str] | None = None) -> Table:
     shown = Table(
         title=f"milliseconds, {threads}, {results.machine}", title_justify="left", row_styles=["", "on grey11"]
     )
-    scaling = ["scaling"] if results.threads > 1 else []
+    scaling = ["scaling", "limit scales"] if results.threads > 1 else []
     for heading in ("", OURS, "spread", "CPU", "speed", "of limit", *PEERS, "ratio", *scaling, "bar"):
         shown.add_column(heading, justify="left" if heading in ("", "bar") else "right")
     names = None if only is None else set(only)
@@ -144,7 +149,7 @@ def table(results: Results, only: Iterable[str] | None = None) -> Table:
         cells: list[str] = [row.record.case.replace("[", r"\["), ours_cell(row), _spread(row)]
         cells += ["" if row.cpu is None else milliseconds(row.cpu), speed(row), number(row.share)]
         cells += [peer_cell(row.record, peer) for peer in PEERS]
-        cells += [number(row.ratio), *([number(row.scaling)] if scaling else []), _bar_cell(row)]
+        cells += [number(row.ratio), *(scalings(row) if scaling else []), _bar_cell(row)]
         shown.add_row(*cells)
     return shown
 

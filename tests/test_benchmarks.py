@@ -19,8 +19,9 @@ from benchmarks import peers  # noqa: E402
 from benchmarks.cases import all_cases, chosen  # noqa: E402
 from benchmarks.cases.attention import AttentionCase  # noqa: E402
 from benchmarks.measure import prepare  # noqa: E402
-from benchmarks.records import here, read  # noqa: E402
+from benchmarks.records import Outcome, Record, Results, here, read  # noqa: E402
 from benchmarks.report import peer_cell, rows  # noqa: E402
+from benchmarks.timing import Timing  # noqa: E402
 
 TINY = AttentionCase(name="P1 full", group="attention", S=3, T=5, D=8)
 
@@ -86,6 +87,19 @@ def test_expected_answers_are_those_of_the_compiled_model(name: str) -> None:
     small = replace(case, B=2, Hq=4, Hkv=2, S=min(case.S, 9), T=9, D=8, window=case.window and 3)
     record = prepare(small, {"onnx-lowering": peers.load("onnx-lowering", 1)}, 1).measure(turns=1, seconds=1e-4)
     assert record.ours() is not None, record.outcomes
+
+
+def test_two_threads_are_compared_with_one() -> None:
+    def outcome(contender: str, form: str, threads: int, seconds: float) -> Outcome:
+        return Outcome(contender, form, threads, Timing(seconds, seconds, seconds, seconds), 0.0)
+
+    ours = [outcome(peers.OURS, "bound", 2, 4.0), outcome(peers.OURS, "bound, one thread", 1, 8.0)]
+    limits = [outcome("limit", "a", 2, 2.0), outcome("limit", "a, one thread", 1, 3.0), outcome("limit", "b", 2, 1.0)]
+    record = Record("P1 full", "attention", "2000-01-01", 2, 6e9, "FLOP", ours, limits, 3e9)
+    (row,) = rows(Results("here", 2, {}, {record.case: record}))
+    assert (row.seconds, row.rate, row.share, row.scaling) == (4.0, 1.5, 0.5, 2.0)
+    assert record.limit_scaling() == 1.5  # of "a", the one that ran on both
+    assert row.bars == [("1.85x one thread", True)]
 
 
 def test_cases_are_picked_by_name_group_and_pattern() -> None:

@@ -16,6 +16,8 @@ from ..cases.case import Arrays, Case
 OURS = "onnx-lowering"
 PEERS = ("torch", "onnxruntime", "openvino")
 
+ONE_THREAD = ", one thread"  # behind the name of a form that runs on several as well
+
 
 @dataclass(frozen=True)
 class Contender:

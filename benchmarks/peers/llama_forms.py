@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import onnx
@@ -11,7 +11,7 @@ from ..cases.attention import port
 from ..cases.case import Arrays
 from ..cases.transformers import LLAMA, LlamaCase
 
-_F32, _I32 = np.dtype(np.float32), np.dtype(np.int32)
+_F32 = np.dtype(np.float32)
 
 
 def grown(case: LlamaCase) -> tuple[onnx.ModelProto, Arrays]:
@@ -32,8 +32,10 @@ def grown(case: LlamaCase) -> tuple[onnx.ModelProto, Arrays]:
     if not case.past:
         feeds = {name: array for name, array in feeds.items() if name not in case.in_place.values()}
     del model.graph.input[:]
-    shape = ["batch", LLAMA.kv_heads, "past", LLAMA.head_dim]
-    model.graph.input.extend(_port(n, a, shape if n in case.in_place.values() else a.shape) for n, a in feeds.items())
+    shape: Sequence[int | str] = ["batch", LLAMA.kv_heads, "past", LLAMA.head_dim]
+    model.graph.input.extend(
+        port(n, a.dtype, shape if n in case.in_place.values() else a.shape) for n, a in feeds.items()
+    )
     for output in model.graph.output:
         if output.name in case.in_place:
             output.CopyFrom(port(output.name, _F32, ["batch", LLAMA.kv_heads, "total", LLAMA.head_dim]))
@@ -63,15 +65,10 @@ def group_query(case: LlamaCase) -> tuple[onnx.ModelProto, Arrays]:
     dropped = ("q.split", "q", "k.split", "k", "v.split", "v", "q_rotated", "k_rotated", "present_k", "present_v",
                "attention", "rows", "merged")  # fmt: skip
     model = _rewritten(case, layer, dropped)
-    # What computed positions is dead.
-    used = {name for node in model.graph.node for name in node.input} | {o.name for o in model.graph.output}
-    while dead := [node for node in model.graph.node if not used & set(node.output)]:
-        for node in dead:
-            model.graph.node.remove(node)
-        used = {name for node in model.graph.node for name in node.input} | {o.name for o in model.graph.output}
+    _drop_dead(model.graph)  # what computed positions
     ports = {value.name: value for value in model.graph.input}
     del model.graph.input[:]
-    model.graph.input.extend(ports.get(name) or _port(name, array, array.shape) for name, array in feeds.items())
+    model.graph.input.extend(ports.get(name) or port(name, array.dtype, array.shape) for name, array in feeds.items())
     model.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
     return model, feeds
 
@@ -97,5 +94,11 @@ def _rewritten(
     return model
 
 
-def _port(name: str, array: np.ndarray, shape: object) -> onnx.ValueInfoProto:
-    return port(name, array.dtype, list(shape))  # type: ignore[call-overload]
+def _drop_dead(graph: onnx.GraphProto) -> None:
+    """Backwards, since nodes stand behind what they read."""
+    used = {output.name for output in graph.output}
+    for k in reversed(range(len(graph.node))):
+        if used & set(graph.node[k].output):
+            used |= set(graph.node[k].input)
+        else:
+            del graph.node[k]

@@ -8,7 +8,7 @@ from functools import partial
 import lowering
 
 from ..cases.case import Case
-from . import Contender, Form
+from . import ONE_THREAD, Contender, Form
 
 
 class Peer:
@@ -20,7 +20,7 @@ class Peer:
         """Bound; where there are several threads one thread as well, which shows how it scales."""
         forms = {"bound": Form(partial(self._bound, case, self._threads), self._threads)}
         if self._threads > 1:
-            forms["bound, one thread"] = Form(partial(self._bound, case, 1), 1)
+            forms[f"bound{ONE_THREAD}"] = Form(partial(self._bound, case, 1), 1)
         return forms
 
     def _bound(self, case: Case, threads: int) -> Contender:

@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from ..cases.attention import AttentionCase
 from ..cases.caches import ScatterCase
 from ..cases.case import Arrays, Case
+from ..cases.computed_masks import ComputedMaskCase
 from ..cases.exported import ExportCase
 from ..cases.matmul import BatchedCase, MatmulCase
 from ..cases.transformers import BertCase, LlamaCase
@@ -32,8 +33,9 @@ class Peer:
         if isinstance(case, AttentionCase):
             if not case.softcap:
                 makers["SDPA"] = partial(self._sdpa, case)
+            computed = isinstance(case, ComputedMaskCase)
             decode = case.S == 1 and case.dtype == "f32"
-            if case.softcap or case.window is not None or case.end == "ragged" or decode:
+            if case.softcap or case.window is not None or case.end == "ragged" or decode or computed:
                 makers["FlexAttention"] = partial(self._flex, case)
         elif isinstance(case, MatmulCase):
             makers = {"linear": partial(self._linear, case, True), "matmul": partial(self._linear, case, False)}
@@ -75,9 +77,12 @@ class Peer:
     def _flex(self, case: AttentionCase) -> Contender:
         feeds, lengths = case.feeds(), tensor_of(case.lengths())
         q, k, v = (tensor_of(feeds[name]) for name in "QKV")
-        hidden = case.causal or case.window is not None or case.end == "ragged"
+        table = tensor_of(case.visible()) if isinstance(case, ComputedMaskCase) else None
+        hidden = table is not None or case.causal or case.window is not None or case.end == "ragged"
 
         def rule(b: Any, h: Any, i: Any, j: Any) -> Any:
+            if table is not None:
+                return table[0, 0, i, j]
             position = i + (lengths[b] - case.S if case.end else 0)
             seen = j <= (position if case.causal else case.T)
             if case.end == "ragged":
