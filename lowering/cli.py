@@ -17,6 +17,8 @@ from .errors import InputError, LoweringError
 
 _TARGET = "cpu (this machine, the default), cpu:x86-64-v3, cpu:x86-64-v4 or cpu:aarch64"
 
+_WEIGHTS = "compress the constant matrices of products"
+
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command.
@@ -52,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     c.add_argument(
         "--static-cache", type=int, metavar="TOKENS", help="turn a decoder's growing past into in-place slot caches"
     )
+    c.add_argument("--weights", choices=("int8", "int4", "f16"), help=_WEIGHTS)
     c.add_argument("--threads", type=int, help="default number of workers (else the CPUs the caller may use)")
     c.add_argument("--dump-dir", type=Path, help="write fused.onnx and the module after every pass into this folder")
     c.set_defaults(run=_compile)
@@ -67,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     v.add_argument("model", type=Path, help="the .onnx file")
     v.add_argument("--against", choices=("reference", "onnxruntime"), default="reference")
     v.add_argument("--target", default="cpu", help=_TARGET)
+    v.add_argument("--weights", choices=("int8", "int4", "f16"), help=_WEIGHTS)
     v.add_argument("--input", action="append", default=[], metavar="NAME=FILE.npy", help="others are random")
     v.add_argument("--dim", action="append", default=[], metavar="NAME=SIZE", help="a symbolic dimension (else 4)")
     v.add_argument("--rtol", type=float, default=1e-3)
@@ -109,6 +113,7 @@ def _compile(arguments: argparse.Namespace) -> int:
         arguments.cc,
         ranges=dict(_range(text) for text in arguments.dim),
         static_cache=arguments.static_cache,
+        weights=arguments.weights,
         dump=dump if arguments.dump_dir is not None else None,
     )
     for note in manifest.notes:
@@ -159,9 +164,11 @@ def _verify(arguments: argparse.Namespace) -> int:
         arguments.rtol,
         arguments.atol,
         arguments.seed,
+        arguments.weights,
     )
     for c in result.comparisons:
-        print(f"{c.name}: max abs {c.max_abs:.3g}, max rel {c.max_rel:.3g}, {'ok' if c.close else 'DIFFERS'}")
+        verdict = "ok" if c.close else "DIFFERS"
+        print(f"{c.name}: max abs {c.max_abs:.3g}, max rel {c.max_rel:.3g}, rms {c.rms:.3g}, {verdict}")
     first = result.first_difference
     if first is None:
         print(f"all outputs agree with {arguments.against}")

@@ -20,6 +20,7 @@ from .importer import Port, import_model
 from .manifest import Manifest, SlotCaches, TensorSpec
 from .model import ModelLike, load_model
 from .pipeline import Dump, lower
+from .quantised import SCHEMES, Scheme
 from .static_cache import LENGTH, use_static_caches
 from .target import resolve
 from .values import Size, storage_dtype
@@ -36,6 +37,7 @@ def compile(
     cc: str | None = None,
     ranges: Mapping[str, tuple[int, int]] | None = None,
     static_cache: int | None = None,
+    weights: Scheme | None = None,
     dump: Dump | None = None,
 ) -> Model:
     """Compiles an ONNX model ahead of time; the result runs at once and can be saved.
@@ -44,18 +46,30 @@ def compile(
     is `cpu` for this machine, or `cpu:x86-64-v3`, `cpu:x86-64-v4`, `cpu:aarch64` for others; cc names the compiler that
     links. donate holds regular expressions that match whole names of inputs to be consumed: the matching output takes
     over their memory. static_cache=N makes a decoder's growing past a cache of N slots, written in place, whose
-    length is a new input (lowering/static_cache.py); `Model.decoder` keeps it. threads is the default number of
+    length is a new input (lowering/static_cache.py); `Model.decoder` keeps it. weights="int8" (a scale for each
+    column), "int4" (a float16 scale for each column and 32 rows) or "f16" compresses the constant matrices of products.
+    Sums stay float32; tables of embeddings, biases and convolutions stay as they are. What it costs is a note of the
+    manifest. threads is the default number of
     workers; None means the CPUs the calling thread may use. dump is called with ("fused", the `onnx_ir.Model` to
     import), then with (name of the pass, module) after each pass.
 
-    Raises ModelError, NodeError (a node that cannot be lowered), TargetError or InputError (a donate pattern that
-    matches no input, or an input without a matching output).
+    Raises ModelError, NodeError (a node that cannot be lowered), TargetError or InputError (an unknown way to hold
+    weights, a donate pattern that matches no input, or an input without a matching output).
     """
     from .runtime import load
 
     folder = Path(tempfile.mkdtemp(prefix="onnx-lowering-"))
     compile_to(
-        folder / "module", model, target, donate, threads, cc, ranges=ranges, static_cache=static_cache, dump=dump
+        folder / "module",
+        model,
+        target,
+        donate,
+        threads,
+        cc,
+        ranges=ranges,
+        static_cache=static_cache,
+        weights=weights,
+        dump=dump,
     )
     return load(folder / "module", temporary=folder)
 
@@ -69,12 +83,15 @@ def compile_to(
     cc: str | None = None,
     ranges: Mapping[str, tuple[int, int]] | None = None,
     static_cache: int | None = None,
+    weights: Scheme | None = None,
     dump: Dump | None = None,
 ) -> Manifest:
     """Compiles straight into an artifact folder, also for machines that cannot run it.
 
     Parameters as for `compile`.
     """
+    if weights is not None and weights not in SCHEMES:
+        raise InputError(f"weights={weights!r} is no way to hold weights. Use {', '.join(SCHEMES)}, or leave it out.")
     resolved = resolve(target, cc)
     loaded = load_model(model)
     donated = donated_pairs(loaded.graph, donate)
@@ -91,7 +108,7 @@ def compile_to(
     inputs, outputs = [p.name for p in imported.inputs], [p.name for p in imported.outputs]
     pairs = {inputs.index(i): outputs.index(o) for i, o in donated.items()}
     notes = list(imported.warnings)
-    module, weights = lower(imported, resolved, pairs, notes, dump)
+    module, arrays = lower(imported, resolved, pairs, notes, dump, weights)
     library = build(module, resolved)
     manifest = Manifest(
         inputs=tuple(_spec(p) for p in imported.inputs),
@@ -107,7 +124,7 @@ def compile_to(
         notes=tuple(notes),
         slots=slots,
     )
-    return artifact.write(Path(folder), library, manifest, weights)
+    return artifact.write(Path(folder), library, manifest, arrays)
 
 
 def _spec(port: Port) -> TensorSpec:

@@ -23,6 +23,7 @@ from .fold import fold
 from .function_body import function_body
 from .model import dtype_name
 from .node import Node
+from .quantised import Quantised
 from .tvm_frontend import convert
 from .values import Shape, Symbols, Value, storage_array, storage_dtype, storage_shape
 
@@ -47,7 +48,7 @@ class Imported:
     """A model in Relax, under the conventions of docs/architecture.md."""
 
     module: tvm.IRModule
-    weights: dict[str, np.ndarray]
+    weights: dict[str, np.ndarray | Quantised]
     inputs: list[Port]
     outputs: list[Port]
     strings: list[str]
@@ -81,6 +82,7 @@ class Importer:
         self.strings: list[str] = []
         self._values: dict[str, Value | None] = {}
         self._weights: dict[str, np.ndarray] = {}
+        self._quantised: dict[str, Quantised] = {}
         self._weight_vars: list[relax.Var] = []
         # By element type, shape and first bytes.
         self._alike: dict[tuple[str, tuple[int, ...], bytes], list[relax.Var]] = {}
@@ -111,7 +113,8 @@ class Importer:
             output = relax.Tuple([self.tensor(v) for v in results])
             self.builder.emit_func_output(output, params + self._weight_vars)
         outputs = [Port(v.name or "", r.dtype, r.shape) for v, r in zip(graph.outputs, results)]
-        return Imported(self.builder.finalize(), self._weights, ports, outputs, self.strings, self.warnings)
+        weights: dict[str, np.ndarray | Quantised] = {**self._weights, **self._quantised}
+        return Imported(self.builder.finalize(), weights, ports, outputs, self.strings, self.warnings)
 
     def _port(self, value: ir.Value) -> Port:
         name = value.name or ""
@@ -291,6 +294,14 @@ class Importer:
         alike.append(relax.Var(name, relax.TensorType(array.shape, array.dtype.name)))
         self._weight_vars.append(alike[-1])
         return alike[-1]
+
+    def quantised(self, matrix: Quantised) -> Value:
+        """A weight of the matrix's elements, which are computed only where they are not multiplied by."""
+        name = f"quantised_{len(self._quantised)}"
+        self._quantised[name] = matrix
+        var = relax.Var(name, relax.TensorType(matrix.shape, matrix.dtype.name))
+        self._weight_vars.append(var)
+        return Value(matrix.dtype.name, matrix.shape, var)
 
     def _size_tensor(self, value: Value) -> relax.Expr:
         """A tensor of sizes computed at run time: a kernel that takes each symbol as a scalar and stores the

@@ -22,25 +22,31 @@ from .passes.donation import donate
 from .passes.pack_weights import pack_weights
 from .passes.release import add_release
 from .passes.sizes_first import sizes_first
+from .quantised import Scheme
 from .target import Target
 
 Dump = Callable[[str, ir.Model | tvm.IRModule], None]
 
 
 def lower(
-    imported: Imported, target: Target, donated: dict[int, int], notes: list[str], dump: Dump | None = None
+    imported: Imported,
+    target: Target,
+    donated: dict[int, int],
+    notes: list[str],
+    dump: Dump | None = None,
+    scheme: Scheme | None = None,
 ) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
     """The module ready for code generation, and the weights by parameter name in the order of the weights tuple.
 
     donated maps the position of a consumed input to the output that takes over its memory. What could not be done in
-    place is said in `notes`.
+    place is said in `notes`, and what it cost to compress constant matrices by `scheme`.
     """
     t = relax.transform
-    weights = dict(imported.weights)
+    weights: dict[str, np.ndarray] = {}
 
     def pack(mod: tvm.IRModule) -> tvm.IRModule:
         nonlocal weights
-        mod, weights = pack_weights(mod, weights, target.tvm)
+        mod, weights = pack_weights(mod, imported.weights, target.tvm, scheme, notes)
         return mod
 
     passes: list[tuple[str, Callable[[tvm.IRModule], tvm.IRModule]]] = [

@@ -14,6 +14,7 @@ from .compiler import compile
 from .errors import InputError, LoweringError
 from .manifest import TensorSpec
 from .model import ModelLike, load_model
+from .quantised import Scheme
 from .runtime.elements import ElementType
 
 Against = Literal["reference", "onnxruntime"]
@@ -23,7 +24,8 @@ Against = Literal["reference", "onnxruntime"]
 class Comparison:
     """One output beside the reference's: the largest absolute and relative differences, and whether it is close.
 
-    worst is the index of the element that differs most; NaN and infinities must be in the same places to be close.
+    worst is the index of the element that differs most; NaN and infinities must be in the same places to be close. rms
+    is the root mean square of the differences over that of the reference.
     """
 
     name: str
@@ -31,6 +33,7 @@ class Comparison:
     max_rel: float
     worst: tuple[int, ...]
     close: bool
+    rms: float
 
 
 @dataclass(frozen=True)
@@ -55,18 +58,20 @@ def verify(
     rtol: float = 1e-3,
     atol: float = 1e-5,
     seed: int = 0,
+    weights: Scheme | None = None,
 ) -> Verification:
     """Compiles the model and compares every output with onnx's reference evaluator or ONNX Runtime.
 
     inputs gives some or all inputs; the others are random (floats standard normal, integers 0 or 1, which are legal
     indices of anything not empty). sizes gives symbolic dimensions by name, 4 where it says nothing. An element is
-    close when |ours - reference| <= atol + rtol * |reference|.
+    close when |ours - reference| <= atol + rtol * |reference|. weights is passed to `compile`; the reference keeps the
+    model's own, so that the comparisons show the cost.
 
     Raises as `compile` does; InputError for unknown names; LoweringError if the reference cannot run the model.
     """
     loaded = load_model(model)
     proto = ir.to_proto(loaded)
-    module = compile(loaded, target)
+    module = compile(loaded, target, weights=weights)
     feeds = dict(inputs or {})
     unknown = set(feeds) - {t.name for t in module.inputs}
     if unknown:
@@ -117,12 +122,13 @@ def compare(name: str, actual: Any, expected: Any, rtol: float, atol: float) -> 
     """Compares one output element by element; a difference in shape or dtype is an infinite one."""
     actual, expected = np.asarray(actual), np.asarray(expected)
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
-        return Comparison(name, np.inf, np.inf, (), False)
+        return Comparison(name, np.inf, np.inf, (), False, np.inf)
     if actual.size == 0:
-        return Comparison(name, 0.0, 0.0, (), True)
+        return Comparison(name, 0.0, 0.0, (), True, 0.0)
     if actual.dtype.kind in "OUS":
         differ = actual != expected
-        return Comparison(name, float(differ.any()), float(differ.any()), _where(differ), not differ.any())
+        share = float(np.sqrt(differ.mean()))
+        return Comparison(name, float(differ.any()), float(differ.any()), _where(differ), not differ.any(), share)
     wide = np.complex128 if actual.dtype.kind == "c" else np.float64
     a, e = actual.astype(wide), expected.astype(wide)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -131,7 +137,10 @@ def compare(name: str, actual: Any, expected: Any, rtol: float, atol: float) -> 
         difference = np.where(np.isnan(difference), np.inf, difference)
         relative = np.where(same, 0.0, difference / np.maximum(np.abs(e), np.finfo(np.float64).tiny))
         close = same | (difference <= atol + rtol * np.abs(e))
-    return Comparison(name, float(difference.max()), float(relative.max()), _where(difference), bool(close.all()))
+        size = max(np.linalg.norm(e[np.isfinite(e)]), np.finfo(np.float64).tiny)
+        rms = float(np.linalg.norm(difference) / size)
+    worst = _where(difference)
+    return Comparison(name, float(difference.max()), float(relative.max()), worst, bool(close.all()), rms)
 
 
 def _where(difference: np.ndarray) -> tuple[int, ...]:

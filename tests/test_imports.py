@@ -29,6 +29,7 @@ RULES = {
             "lowering.compute",
             "lowering.errors",
             "lowering.attention",
+            "lowering.quantised",
             "lowering.scatter",
         },
         True,

@@ -22,21 +22,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import tvm
-from tvm import ir, tirx
-from tvm.ir import prim
+from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from lowering.expressions import Expr, is_int, loads, offset, substitute, uses
+from lowering.expressions import Expr, is_int, offset, substitute
 from lowering.facts import Facts
 
-from .half import HALF
+from .codes import Codes, widened
 from .loops import split_among_threads, unravel, vector_loop, volume
+from .product import Product, follows, read_product
 from .stages import Axis, Stage, read_stages
 from .values import Evaluator, View, flat_view, read
 from .vector import Machine, Register, convert, fixed, load, machine, splat, store, workspace
-
-_FLOATS = ("float32", *HALF)
 
 
 @dataclass(frozen=True)
@@ -70,79 +68,29 @@ def panel_width(columns: int | None, cpu: Machine) -> int:
     return min(range(widest, 0, -1), key=work) * lanes
 
 
-@dataclass(frozen=True)
-class Product:
-    """C[batch, rows, j] = sum over k of A[batch, rows, k] * B[batch, k, j].
-
-    A and B are loads at those axes; `rows` are the axes that B does not depend on, taken together as M rows.
-    """
-
-    stage: Stage
-    a: ir.TensorLoad
-    b: ir.TensorLoad
-    batch: tuple[Axis, ...]
-    rows: tuple[Axis, ...]
-    j: Axis
-    k: Axis
-
-
 def matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> tirx.PrimFunc | None:
     """A blocked kernel for a float product followed by element-wise stages; None for anything else."""
     stages = read_stages(func)
     if not stages:
         return None
     product = read_product(stages[0])
-    if product is None or not all(_follows(stage, stages) for stage in stages[1:]):
+    if product is None or not all(follows(stage, stages) for stage in stages[1:]):
         return None
-    return _Kernel(func, stages, product, machine(target)).write()
+    cpu = machine(target)
+    if product.codes is not None and not _is_width(product.codes.nr, cpu.lanes("float32")):
+        return None
+    return _Kernel(func, stages, product, cpu).write()
 
 
-def read_product(stage: Stage) -> Product | None:
-    """The stage as a product of matrices, or None. Products with fewer than four columns are dot products: None."""
-    value = stage.value
-    if len(stage.reduce) != 1 or len(stage.axes) < 1 or not isinstance(value, prim.Add):
-        return None
-    total, term = (value.a, value.b) if isinstance(value.b, prim.Mul) else (value.b, value.a)
-    if not isinstance(term, prim.Mul) or not isinstance(total, ir.TensorLoad):
-        return None
-    if not total.source.same_as(stage.output) or stage.output.dtype not in _FLOATS:
-        return None
-    k, j, outer = stage.reduce[0], stage.axes[-1], stage.axes[:-1]
-    operands = [_operand(term.a), _operand(term.b)]
-    if any(operand is None for operand in operands):
-        return None
-    a, b = sorted(operands, key=lambda operand: uses(operand, {j.var}))
-    if uses(a, {j.var}) or not all(uses(b, {axis.var}) for axis in (j, k)) or not uses(a, {k.var}):
-        return None
-    if isinstance(j.extent, tirx.IntImm) and j.extent.value < 4:
-        return None
-    batch = tuple(axis for axis in outer if uses(b, {axis.var}))
-    rows = tuple(axis for axis in outer if not uses(b, {axis.var}))
-    return Product(stage, a, b, batch, rows, j, k)
+def _is_width(columns: int, lanes: int) -> bool:
+    """Whether a panel of so many columns is one to four vectors."""
+    return 0 < columns <= 4 * lanes and columns % lanes == 0
 
 
-def _operand(expr: Expr) -> ir.TensorLoad | None:
-    """A load, possibly widened to float32."""
-    if isinstance(expr, prim.Cast) and expr.ty == "float32":
-        expr = expr.value
-    if not isinstance(expr, ir.TensorLoad) or str(expr.ty) not in _FLOATS or len(loads(expr)) > 1:
-        return None
-    return expr
-
-
-def _follows(stage: Stage, stages: list[Stage]) -> bool:
-    """Whether an element-wise stage reads the results of others only at its own point."""
-    shape = [axis.extent for axis in stages[0].axes]
-    if stage.reduce or len(shape) != len(stage.axes):
-        return False
-    if not all(prim.expr_deep_equal(a, axis.extent) for a, axis in zip(shape, stage.axes)):
-        return False
-    produced = {other.output for other in stages}
-    return all(
-        all(map(prim.expr_deep_equal, node.indices, stage.indices))
-        for node in loads(stage.value)
-        if node.source in produced
-    )
+def _tiles(codes: Codes, lanes: int) -> Tiles:
+    """kc is a number of whole blocks, or a part of the only one. Integers of several codes wait in registers, too."""
+    kc = max(Tiles.kc // codes.block, 1) * codes.block if codes.block else Tiles.kc
+    return Tiles(lanes, codes.nr, kc=kc) if codes.group == 1 else Tiles(lanes, codes.nr, mr=5, kc=kc, mc=140)
 
 
 class _Kernel:
@@ -160,9 +108,13 @@ class _Kernel:
         self.a_in_place = product.a.ty == "float32" and is_int(self.stride(self.a_offset, product.k.var), 1)
 
         lanes = cpu.lanes("float32")
+        if product.codes is not None:
+            self.tiles = _tiles(product.codes, lanes)
+            self.b_in_place = True
+            return
         columns, stored = product.j.extent, product.b.source.shape[-1]
         widths = [panel_width(columns.value if isinstance(columns, tirx.IntImm) else None, cpu)]
-        if isinstance(stored, tirx.IntImm) and 0 < stored.value <= 4 * lanes and stored.value % lanes == 0:
+        if isinstance(stored, tirx.IntImm) and _is_width(stored.value, lanes):
             widths.insert(0, stored.value)
         for nr in widths:
             self.tiles = Tiles(lanes, nr)
@@ -298,6 +250,9 @@ class _Kernel:
 
                 vector_loop(depth, t.lanes, lambda width, copy=copy: copy)  # type: ignore[misc]
             a, starts = strip, [i * t.kc for i in range(height)]
+        if p.codes is not None:
+            self.accumulate_codes(p.codes, a, starts, row, k0, depth, tile)
+            return
         c = [[Register(load(tile, t.lanes, (row + i) * t.nr + v)) for v in vectors] for i in range(height)]
         with T.serial(depth) as k:
             if panel is not None:
@@ -312,6 +267,51 @@ class _Kernel:
         for i in range(height):
             for v, accumulator in zip(vectors, c[i]):
                 store(tile, accumulator.value, (row + i) * t.nr + v)
+
+    def accumulate_codes(
+        self, codes: Codes, a: tirx.Buffer, starts: list[Expr], row: Expr, k0: Expr, depth: Expr, tile: tirx.Buffer
+    ) -> None:
+        """The same for a matrix of codes: tile[row + i, c] += scale * (sum of A times code - zero) for each block."""
+        t, cpu = self.tiles, self.cpu
+        vectors, group = range(0, t.nr, t.lanes), codes.group
+        panel = self.values[self.panel]
+        stored, blocks = codes.load.source.shape[1], codes.scale.source.shape[1]
+        memory = {
+            load.source: self.inputs[load.source].memory for load in (codes.scale, codes.zero) if load is not None
+        }
+        whole = codes.block or t.kc  # the length of a block
+
+        def block(start: Expr, length: int) -> None:
+            """The block from k0 + start on."""
+            place = fixed((panel * blocks + ((k0 + start) // codes.block if codes.block else 0)) * t.nr)
+            zeros = [
+                T.bind(widened(memory[codes.zero.source], t.lanes, place + v, cpu)) if codes.zero is not None else None
+                for v in vectors
+            ]
+            c = [[Register(splat(0.0, t.lanes, "float32")) for _ in vectors] for _ in starts]
+
+            with T.serial((length + group - 1) // group) as g:
+                first = fixed((panel * stored + (k0 + start) // group + g) * t.nr)
+                b = [Register(load(self.b, t.lanes, first + v)) for v in vectors]
+                with T.serial(group if length % group == 0 else tirx.min(group, length - g * group)) as k:
+                    for n, zero in enumerate(zeros):
+                        code = codes.next(b[n], cpu)
+                        b_v = fixed(code if zero is None else code - zero)
+                        for row_start, accumulators in zip(starts, c):
+                            a_ik = splat(a[row_start + start + g * group + k], t.lanes, "float32")
+                            accumulators[n].value += a_ik * b_v
+            for n, v in enumerate(vectors):
+                scale = T.bind(widened(memory[codes.scale.source], t.lanes, place + v, cpu))
+                for i, accumulators in enumerate(c):
+                    at = (row + i) * t.nr + v
+                    store(tile, load(tile, t.lanes, at) + scale * accumulators[n].value, at)
+
+        with T.serial(depth // whole) as n:
+            block(n * whole, whole)
+        rest = self.product.k.extent.value % whole
+        if rest:
+            with T.If(depth % whole != 0), T.Then():
+                block(depth - rest, rest)
 
     def epilogue(self, tile: tirx.Buffer, first: Expr, row: Expr, columns: Expr) -> None:
         """What the stages make of one row of the tile, stored."""

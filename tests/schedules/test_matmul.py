@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ from tvm import relax, tirx
 
 import schedules
 from lowering.passes.pack_weights import pack_weights
+from lowering.quantised import Quantised
 from schedules.cpu.matmul import matmul
 
 V3, V4 = (tvm.target.Target({"kind": "llvm", "mcpu": f"x86-64-v{n}"}) for n in (3, 4))
@@ -24,7 +25,7 @@ def compile_main(
     params: dict[str, tuple[tuple, str]],
     body: Callable[..., relax.Expr],
     target: tvm.target.Target,
-    weights: dict[str, np.ndarray] | None = None,
+    weights: Mapping[str, np.ndarray | Quantised] | None = None,
 ) -> Callable[..., np.ndarray]:
     """A Relax function through packing, legalisation, fusion and schedules, as a function of arrays.
 
@@ -39,7 +40,7 @@ def compile_main(
             result = builder.emit_output(body(builder, *args))
         builder.emit_func_output(result)
     t = relax.transform
-    mod, weights = pack_weights(builder.finalize(), weights, target)
+    mod, arrays = pack_weights(builder.finalize(), dict(weights), target)
     with target:
         passes = [t.LegalizeOps(), t.AnnotateTIROpPattern(), t.FuseOps(), t.FuseTIR(), t.DeadCodeElimination()]
         mod = tvm.transform.Sequential(passes)(mod)
@@ -49,8 +50,8 @@ def compile_main(
         mod = schedules.apply(mod, target)
     vm = relax.VirtualMachine(tvm.compile(mod, target), tvm.cpu())
 
-    def run(*arrays: np.ndarray) -> np.ndarray:
-        return vm["main"](*map(tvm.runtime.tensor, (*arrays, *weights.values()))).numpy()
+    def run(*inputs: np.ndarray) -> np.ndarray:
+        return vm["main"](*map(tvm.runtime.tensor, (*inputs, *arrays.values()))).numpy()
 
     return run
 

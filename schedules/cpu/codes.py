@@ -1,0 +1,137 @@
+"""Matrices of small integers with scales: how they are stored for the matrix kernel, and widened in its registers.
+
+An element is (code - zero) * scale. Codes have 8 or 4 bits; scale and zero hold for a column and a block of successive
+k. Like other weights, codes are stored in panels of nr columns:
+
+    8 bits   codes  int8  [panels, K, nr]
+    4 bits   codes  int32 [panels, K / 8, nr]       k in bits 4 (k mod 8) and up, two's complement
+             scales float [panels, K / block, nr]
+             zeros  int8 or float [panels, K / block, nr], or none: they are 0
+
+`element` says this as an expression, which is all that a product needs; `read_codes` finds it again there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from tvm import ir, tirx
+from tvm.ir import prim
+from tvm.script.ir_builder import tirx as T
+from tvm.sym import Analyzer
+
+from lowering.expressions import Expr, loads, walk
+
+from .half import HALF
+from .stages import Axis
+from .vector import Machine, Register, cast, convert, element_type, fixed, like, load
+
+NIBBLES = 8  # codes of 4 bits in an int32
+
+Load = Callable[..., Expr]
+
+
+def element(
+    codes: Load, scales: Load, zeros: Load | None, k: Expr, j: Expr, nr: int, block: int, nibbles: bool
+) -> Expr:
+    """The element in row k and column j, in float32; block: values of k that share a scale, 0 for all."""
+    panel, column = j // nr, j % nr
+    place = panel, (k // block if block else tirx.const(0, "int64")), column
+    if nibbles:
+        code = (codes(panel, k // NIBBLES, column) << (28 - 4 * (k % NIBBLES)).astype("int32")) >> tirx.const(
+            28, "int32"
+        )
+    else:
+        code = codes(panel, k, column)
+    value = code.astype("float32")
+    if zeros is not None:
+        value = value - zeros(*place).astype("float32")
+    return value * scales(*place).astype("float32")
+
+
+@dataclass(frozen=True)
+class Codes:
+    """Loads of one element's code, scale and zero; block: values of k that share them, 0 for all."""
+
+    load: ir.TensorLoad
+    scale: ir.TensorLoad
+    zero: ir.TensorLoad | None
+    block: int
+
+    @property
+    def group(self) -> int:
+        """Values of k in one stored integer."""
+        return NIBBLES if self.load.ty == "int32" else 1
+
+    @property
+    def nr(self) -> int:
+        return int(self.load.source.shape[-1])
+
+    def next(self, stored: Register, cpu: Machine) -> Expr:
+        """The code of the lowest k in a vector of stored integers, as a float32 vector; the integers move on."""
+        if self.group == 1:
+            return cast(stored.value, "float32")
+        bits = fixed(stored.value)
+        stored.value = T.shift_right(bits, like(4, bits))
+        if cpu.vector_bytes == 64:
+            # A table of 16 floats in one register, looked up by the lowest four bits of each lane.
+            table = tirx.Shuffle([T.float32(code if code < 8 else code - 16) for code in range(16)], list(range(16)))
+            return T.call_llvm_pure_intrin("float32x16", "llvm.x86.avx512.permvar.sf.512", table, bits)
+        return cast(T.shift_right(T.shift_left(bits, like(28, bits)), like(28, bits)), "float32")
+
+
+def read_codes(expr: Expr, j: Axis, k: Axis) -> Codes | None:
+    """The element of a matrix of codes at row k and column j that `expr` is, or None."""
+    if not isinstance(expr, prim.Mul) or not isinstance(k.extent, tirx.IntImm):
+        return None
+    scale, zero, value = _load(expr.b), None, expr.a
+    if isinstance(value, prim.Sub):
+        value, zero = value.a, _load(value.b)
+        if zero is None:
+            return None
+    found = loads(value)
+    if scale is None or len(found) != 1 or str(found[0].ty) not in ("int8", "int32") or len(found[0].indices) != 3:
+        return None
+    codes = found[0]
+    blocks = [node.b.value for node in walk(scale.indices[1]) if isinstance(node, prim.FloorDiv)]
+    block, nr, nibbles = (blocks or [0])[0], codes.source.shape[-1], codes.ty == "int32"
+    if not isinstance(nr, tirx.IntImm):
+        return None
+
+    def of(node: ir.TensorLoad) -> Load:
+        return lambda *index: tirx.BufferLoad(node.source, list(index))
+
+    zeros = of(zero) if zero is not None else None
+    expected = element(of(codes), of(scale), zeros, k.var, j.var, nr.value, block, nibbles)
+    analyzer = Analyzer()
+    for axis in (j, k):
+        analyzer.bind(axis.var, ir.Range(0, axis.extent))
+    same = prim.expr_deep_equal(analyzer.simplify(expected), analyzer.simplify(expr))
+    return Codes(codes, scale, zero, block) if same else None
+
+
+def _load(expr: Expr) -> ir.TensorLoad | None:
+    """A load of a scale or a zero, possibly widened."""
+    if isinstance(expr, prim.Cast):
+        expr = expr.value
+    legal = isinstance(expr, ir.TensorLoad) and str(expr.ty) in ("float32", "int8", *HALF) and len(expr.indices) == 3
+    return expr if legal else None
+
+
+def widened(memory: tirx.Buffer, lanes: int, start: Expr, cpu: Machine) -> Expr:
+    """A vector of scales or zeros in float32."""
+    vector = load(memory, lanes, start)
+    return cast(vector, "float32") if element_type(vector) == "int8" else convert(vector, "float32", cpu)
+
+
+def pack_nibbles(codes: np.ndarray) -> np.ndarray:
+    """int8 [K, N] in [-8, 8) as int32 [ceil(K / 8), N], lowest k in the lowest bits."""
+    rows = -(-len(codes) // NIBBLES) * NIBBLES
+    nibbles = np.zeros((rows, codes.shape[1]), np.uint32)
+    nibbles[: len(codes)] = codes.astype(np.int32).view(np.uint32) & 15
+    words = np.zeros((rows // NIBBLES, codes.shape[1]), np.uint32)
+    for i in range(NIBBLES):
+        words |= nibbles[i::NIBBLES] << np.uint32(4 * i)
+    return words.view(np.int32)

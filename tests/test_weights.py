@@ -1,0 +1,99 @@
+"""compile(weights=...): constant matrices of products in fewer bits, what it costs, and what is left alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+import lowering
+from lowering.quantised import quantise
+
+
+def perceptron(rng: np.random.Generator) -> onnx.ModelProto:
+    """Table -> MatMul, Gelu -> Gemm with a transposed weight -> MatMul with too few columns to be packed."""
+    shapes = {"table": (50, 96), "up": (96, 150), "down": (70, 150), "bias": (70,), "last": (70, 2)}
+    arrays = {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
+    nodes = [
+        helper.make_node("Gather", ["table", "ids"], ["x"]),
+        helper.make_node("MatMul", ["x", "up"], ["a"]),
+        helper.make_node("Gelu", ["a"], ["b"]),
+        helper.make_node("Gemm", ["b", "down", "bias"], ["c"], transB=1, alpha=0.01),
+        helper.make_node("MatMul", ["c", "last"], ["y"]),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "perceptron",
+        [helper.make_tensor_value_info("ids", onnx.TensorProto.INT64, ["n"])],
+        [
+            helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["n", size])
+            for name, size in (("c", 70), ("y", 2))
+        ],
+        [numpy_helper.from_array(array, name) for name, array in arrays.items()],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+def replaced(model: onnx.ModelProto, change: dict[str, object]) -> onnx.ModelProto:
+    """The model with other initialisers."""
+    new = onnx.ModelProto()
+    new.CopyFrom(model)
+    for k, tensor in enumerate(new.graph.initializer):
+        if tensor.name in change:
+            array = change[tensor.name](numpy_helper.to_array(tensor))  # type: ignore[operator]
+            new.graph.initializer[k].CopyFrom(numpy_helper.from_array(np.ascontiguousarray(array), tensor.name))
+    return new
+
+
+ROUNDED = {
+    "f16": lambda w: w.astype(np.float16).astype(np.float32),
+    "int8": lambda w: quantise(w, 8).array(),
+    "int4": lambda w: quantise(w, 4).array(),
+}
+
+
+@pytest.mark.parametrize(("scheme", "most"), [("f16", 0.7), ("int8", 0.5), ("int4", 0.4)])
+def test_products_of_compressed_weights(scheme: str, most: float, tmp_path: Path) -> None:
+    """As with the rounded weights, up to rounding; smaller; said in a note."""
+    rng = np.random.default_rng()
+    model = perceptron(rng)
+    module = lowering.compile(model, weights=scheme)  # type: ignore[arg-type]
+    module.save(tmp_path / "out")
+    size = (tmp_path / "out" / "weights.bin").stat().st_size
+    assert size < most * sum(numpy_helper.to_array(tensor).nbytes for tensor in model.graph.initializer)
+    (note,) = module.manifest.notes
+    assert note.startswith(f"2 constant matrices of products are {scheme}")
+
+    rounded = ROUNDED[scheme]
+    same = replaced(model, {"up": rounded, "down": lambda w: rounded(w.T).T})
+    ids = {"ids": rng.integers(0, 50, 7)}
+    for actual, expected in zip(module.run(ids).values(), ReferenceEvaluator(same).run(None, ids)):
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
+
+
+def test_verify_shows_what_it_costs() -> None:
+    """Scales that float16 cannot hold are float32."""
+    model = replaced(
+        perceptron(np.random.default_rng()), {"down": lambda w: w * np.float32(1e-9), "bias": lambda w: w * 0}
+    )
+    comparisons = lowering.verify(model, weights="int4").comparisons
+    assert all(0.01 < c.rms < 0.3 for c in comparisons)
+
+
+def test_what_float16_cannot_hold_stays() -> None:
+    rng = np.random.default_rng()
+    model = replaced(perceptron(rng), {"up": lambda w: w * 1e6})
+    module = lowering.compile(model, weights="f16")
+    assert "1 constant matrices" in module.manifest.notes[0] and "1 could not be" in module.manifest.notes[0]
+    ids = {"ids": rng.integers(0, 50, 5)}
+    for actual, expected in zip(module.run(ids).values(), ReferenceEvaluator(model).run(None, ids)):
+        np.testing.assert_allclose(actual, expected, rtol=0.02, atol=0.02 * np.abs(expected).max())
+
+
+def test_unknown_scheme() -> None:
+    with pytest.raises(lowering.InputError, match=r"weights='int3'.*int8, int4, f16"):
+        lowering.compile(perceptron(np.random.default_rng()), weights="int3")  # type: ignore[arg-type]
