@@ -12,10 +12,11 @@ from onnx.reference import ReferenceEvaluator
 # Folding must not turn a small recipe for a large tensor (Expand, Range, ConstantOfShape) into a large weight.
 _GROWTH_BYTES = 2**20
 
-# Never folded: random operators, those with bodies, and those whose evaluator does not follow the standard.
+# Never folded: random operators, those with bodies, those whose evaluator does not follow the standard, and the one
+# that makes weights larger.
 _NOT_FOLDED = {
-    "Attention", "Bernoulli", "Dropout", "If", "Loop", "Multinomial", "RandomNormal", "RandomNormalLike",
-    "RandomUniform", "RandomUniformLike", "Scan", "SequenceMap",
+    "Attention", "Bernoulli", "DequantizeLinear", "Dropout", "If", "Loop", "Multinomial", "RandomNormal",
+    "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Scan", "SequenceMap",
 }  # fmt: skip
 
 

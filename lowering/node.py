@@ -11,6 +11,7 @@ from tvm import relax, tirx
 
 from .donation import declared_alike
 from .errors import NodeError
+from .quantised import Quantised
 from .values import Shape, Size, Symbols, Value, storage_dtype, storage_shape
 
 if TYPE_CHECKING:
@@ -78,6 +79,10 @@ class Node:
     def constant(self, array: np.ndarray) -> Value:
         """A value with known numbers; becomes a tensor only where one is needed."""
         return self._importer.constant(np.asarray(array))
+
+    def quantised(self, matrix: Quantised) -> Value:
+        """A constant matrix that products read as integers; what else reads it gets floats."""
+        return self._importer.quantised(matrix)
 
     def sizes(self, contents: Any, dtype: str = "int64") -> Value:
         """A value whose contents are sizes (ints and TensorIR expressions), given as a nested list or object array."""

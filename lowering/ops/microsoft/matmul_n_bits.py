@@ -1,4 +1,4 @@
-"""com.microsoft MatMulNBits: a product with a weight of 2, 4 or 8 bits per element, which becomes a plain weight here.
+"""com.microsoft MatMulNBits: a product with a weight of 2, 4 or 8 bits per element, which stays in 4 or 8.
 
 Block n of row r of the weight has elements (q - z) * scale; q lies in B, lowest bits first, and z is 2^(bits - 1) where
 no zero points are given.
@@ -11,6 +11,7 @@ from tvm import relax
 
 from ...compute import relax_call
 from ...node import Node
+from ...quantised import Quantised
 from ...values import Value
 from .. import op
 from ..matmul import matrix_product, rounded
@@ -32,15 +33,15 @@ def matmul_n_bits(
         raise node.error("input g_idx reorders the groups of the weight.", "Quantise without act_order.")
     if node.attr("weight_prepacked", 0):
         raise node.error("attribute weight_prepacked is not 0.", "Export the weight in the operator's own layout.")
-    weight = node.constant(np.ascontiguousarray(_dequantised(node, packed, scales, zero_points).astype(a.dtype).T))
-    y = matrix_product(node, a, weight)
+    weight = _weight(node, packed, scales, zero_points, np.dtype(a.dtype))
+    y = matrix_product(node, a, node.quantised(weight.transpose((1, 0))))
     if bias is not None:
         y = relax_call(node, relax.op.add, y, rounded(node, bias, y.dtype))
     return rounded(node, y, a.dtype)
 
 
-def _dequantised(node: Node, packed: Value, scales: Value, zero_points: Value | None) -> np.ndarray:
-    """The weight [N, K], float32."""
+def _weight(node: Node, packed: Value, scales: Value, zero_points: Value | None, dtype: np.dtype) -> Quantised:
+    """The weight [N, K]."""
     columns, rows, size = (node.attr(name) for name in ("N", "K", "block_size"))
     bits = node.attr("bits", 4)
     if bits not in (2, 4, 8):
@@ -57,15 +58,16 @@ def _dequantised(node: Node, packed: Value, scales: Value, zero_points: Value | 
             raise node.error(
                 f"input {name} has {array.size} elements, not {count}.", "Correct N, K, block_size or bits."
             )
+    middle = 2 ** (bits - 1)
     if zeros is None:
-        z = np.full((columns, blocks), 2 ** (bits - 1), np.float32)
+        z = None
     elif zeros.dtype == np.uint8:
-        z = _unpacked(zeros.reshape(columns, -1), bits)[:, :blocks].astype(np.float32)
+        z = (_unpacked(zeros.reshape(columns, -1), bits)[:, :blocks].astype(np.int16) - middle).astype(np.int8)
     else:
-        z = zeros.reshape(columns, blocks).astype(np.float32)
-    q = _unpacked(q.reshape(columns * blocks, -1), bits).reshape(columns, blocks, size)
-    weight = (q - z[..., None]) * scale.reshape(columns, blocks, 1).astype(np.float32)
-    return weight.reshape(columns, blocks * size)[:, :rows]
+        z = zeros.reshape(columns, blocks).astype(np.float32) - middle
+    q = _unpacked(q.reshape(columns * blocks, -1), bits).reshape(columns, -1)[:, :rows]
+    codes = (q.astype(np.int16) - middle).astype(np.int8)
+    return Quantised(codes, scale.reshape(columns, blocks), z, (1, size), max(bits, 4), dtype)
 
 
 def _unpacked(packed: np.ndarray, bits: int) -> np.ndarray:

@@ -1,0 +1,98 @@
+"""DequantizeLinear: computed at run time, and as constant matrices of products that stay integers."""
+
+from __future__ import annotations
+
+import ml_dtypes  # noqa: F401  (makes "int4" a NumPy type name)
+import numpy as np
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import lowering
+
+from .expectations import Expectations, imported
+
+RNG = np.random.default_rng()
+RANGES = {"int8": (-128, 128), "uint8": (0, 256), "int4": (-8, 8), "uint4": (0, 16), "int16": (-999, 999)}
+
+
+def draw(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    return RNG.integers(*RANGES[dtype], shape).astype(dtype)
+
+
+def spread(values: np.ndarray, axis: int, size: int, rank: int, extent: int) -> np.ndarray:
+    """Values of a tensor, an axis, or of blocks, so that they broadcast."""
+    if size:
+        return values.repeat(size, axis).take(range(extent), axis)
+    return values.reshape([-1 if k == axis else 1 for k in range(rank)]) if values.ndim else values
+
+
+@pytest.mark.parametrize("dtype", RANGES)
+def test_values(dtype: str) -> None:
+    case = Expectations()
+    for shape, axis, size, scales in (
+        ((3, 5), 1, 0, ()),
+        ((3, 5), 0, 0, (3,)),
+        ((2, 3, 5), -2, 0, (3,)),
+        ((4, 7), 1, 3, (4, 3)),
+        ((2, 8, 3), 1, 4, (2, 2, 3)),
+    ):
+        x, zero = draw(dtype, shape), draw(dtype, scales)
+        for out in ("float32", "float16"):
+            scale = RNG.uniform(0.01, 0.1, scales).astype(out)
+            s, z = (spread(a.astype(np.float32), axis % x.ndim, size, x.ndim, shape[axis]) for a in (scale, zero))
+            exact = ((x.astype(np.float32) - z) * s).astype(out)
+            case.expect("DequantizeLinear", [x, scale, zero], exact, axis=axis, block_size=size)
+            case.expect(
+                "DequantizeLinear", [x, scale], (x.astype(np.float32) * s).astype(out), axis=axis, block_size=size
+            )
+            case.expect(
+                "DequantizeLinear", [x, scale, zero], exact, axis=axis, block_size=size, constant=(0, 1, 2)
+            )  # other readers get floats
+    case.check()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "axis", "size", "transposed"),
+    [("int8", 1, 0, False), ("uint8", 0, 0, True), ("int4", 0, 16, False), ("uint4", 1, 32, True)],
+)
+def test_products_read_integers(dtype: str, axis: int, size: int, transposed: bool) -> None:
+    """The weights of the artifact are no larger than the model's integers and scales, and padding."""
+    rows, columns = 100, 128
+    shape = (columns, rows) if transposed else (rows, columns)
+    scales = tuple(-(-n // size) if k == axis else n for k, n in enumerate(shape)) if size else (shape[axis],)
+    w, zero, scale = draw(dtype, shape), draw(dtype, scales), RNG.uniform(0.01, 0.1, scales).astype(np.float32)
+    graph = helper.make_graph(
+        [
+            helper.make_node("DequantizeLinear", ["w", "scale", "zero"], ["v"], axis=axis, block_size=size),
+            helper.make_node("Gemm", ["x", "v"], ["y"], transB=int(transposed)),
+        ],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["m", rows])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["m", columns])],
+        [numpy_helper.from_array(a, name) for name, a in (("w", w), ("scale", scale), ("zero", zero))],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    module = lowering.compile(model)
+    given = w.size // (2 if "4" in dtype else 1) + scale.nbytes + zero.size
+    assert sum(weight.nbytes for weight in module.manifest.weights) < 1.1 * given
+    s, z = (spread(a.astype(np.float64), axis, size, 2, shape[axis]) for a in (scale, zero))
+    exact = (w.astype(np.float64) - z) * s
+    for m in (1, 3, 9):
+        x = RNG.standard_normal((m, rows), np.float32)
+        expected = x.astype(np.float64) @ (exact.T if transposed else exact)
+        np.testing.assert_allclose(module.run({"x": x})["y"], expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    ("shapes", "attributes", "message"),
+    [
+        (((4, 6), (2, 3), (2,)), {"block_size": 2}, "x_zero_point has rank 1"),
+        (((4, 6), (3,)), {"block_size": 2}, "blocks of x need 2"),
+        (((4, 6), (4, 6)), {}, "Set block_size"),
+        (((4, 6), (5,)), {"axis": 0}, "length of x_scale"),
+    ],
+)
+def test_refusals(shapes: tuple, attributes: dict, message: str) -> None:
+    types = ("int8", "float32", "int8")
+    with pytest.raises(lowering.NodeError, match=message):
+        imported("DequantizeLinear", list(zip(types, shapes)), **attributes)
