@@ -15,6 +15,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .benchmark import Profile as Profile
+    from .benchmark import bench as bench
     from .checking import check as check
     from .compiler import compile as compile
     from .errors import ArtifactError as ArtifactError
@@ -31,6 +33,8 @@ _HOME = {
     "compile": "compiler",
     "load": "runtime",
     "Model": "runtime",
+    "bench": "benchmark",
+    "Profile": "benchmark",
     "check": "checking",
     "verify": "verification",
     "LoweringError": "errors",

@@ -66,6 +66,16 @@ def _parser() -> argparse.ArgumentParser:
     r.add_argument("--threads", type=int, help="number of workers")
     r.set_defaults(run=_run)
 
+    b = commands.add_parser("bench", help="time an artifact, kernel by kernel, beside what this machine can do")
+    b.add_argument("artifact", type=Path, help="the artifact folder")
+    b.add_argument("--dim", action="append", default=[], metavar="NAME=SIZE", help="one per symbolic dimension")
+    b.add_argument("--input", action="append", default=[], metavar="NAME=FILE.npy", help="others are made up")
+    b.add_argument("--threads", type=int, default=1, help="number of workers (1)")
+    b.add_argument("--seconds", type=float, default=2.0, help="how long to measure (2)")
+    b.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
+    b.add_argument("--png", type=Path, metavar="FILE", help="draw the kernels' times; needs matplotlib")
+    b.set_defaults(run=_bench)
+
     v = commands.add_parser("verify", help="compile, run, and compare every output with a reference")
     v.add_argument("model", type=Path, help="the .onnx file")
     v.add_argument("--against", choices=("reference", "onnxruntime"), default="reference")
@@ -146,21 +156,28 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _bench(arguments: argparse.Namespace) -> int:
+    from .benchmark import bench
+
+    inputs = _arrays(arguments.input)
+    profile = bench(arguments.artifact, _sizes(arguments.dim), inputs, arguments.threads, arguments.seconds)
+    print(profile)
+    if arguments.json is not None:
+        arguments.json.write_text(profile.to_json())
+    if arguments.png is not None:
+        profile.save_png(arguments.png)
+    return 0
+
+
 def _verify(arguments: argparse.Namespace) -> int:
     from .verification import verify
 
-    sizes = {}
-    for text in arguments.dim:
-        name, _, size = text.partition("=")
-        if not size.isdigit():
-            raise InputError(f"--dim {text}: write NAME=SIZE, for instance --dim batch=2.")
-        sizes[name] = int(size)
     result = verify(
         arguments.model,
         arguments.against,
         arguments.target,
         _arrays(arguments.input),
-        sizes,
+        _sizes(arguments.dim),
         arguments.rtol,
         arguments.atol,
         arguments.seed,
@@ -197,6 +214,16 @@ def _demo(arguments: argparse.Namespace) -> int:
     from .demo import demo
 
     return demo(arguments.output)
+
+
+def _sizes(options: list[str]) -> dict[str, int]:
+    sizes = {}
+    for text in options:
+        name, _, size = text.partition("=")
+        if not size.isdigit():
+            raise InputError(f"--dim {text}: write NAME=SIZE, for instance --dim batch=2.")
+        sizes[name] = int(size)
+    return sizes
 
 
 def _range(text: str) -> tuple[str, tuple[int, int]]:

@@ -108,8 +108,8 @@ def compile_to(
     inputs, outputs = [p.name for p in imported.inputs], [p.name for p in imported.outputs]
     pairs = {inputs.index(i): outputs.index(o) for i, o in donated.items()}
     notes = list(imported.warnings)
-    module, arrays = lower(imported, resolved, pairs, notes, dump, weights)
-    library = build(module, resolved)
+    lowered = lower(imported, resolved, pairs, notes, dump, weights)
+    library = build(lowered.module, resolved)
     manifest = Manifest(
         inputs=tuple(_spec(p) for p in imported.inputs),
         outputs=tuple(_spec(p) for p in imported.outputs),
@@ -122,9 +122,11 @@ def compile_to(
         strings=tuple(imported.strings),
         versions={name: version(name) for name in ("apache-tvm", "apache-tvm-ffi", "onnx")},
         notes=tuple(notes),
+        kernels=lowered.kernels,
+        calls=lowered.calls,
         slots=slots,
     )
-    return artifact.write(Path(folder), library, manifest, arrays)
+    return artifact.write(Path(folder), library, manifest, lowered.weights)
 
 
 def _spec(port: Port) -> TensorSpec:

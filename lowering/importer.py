@@ -23,6 +23,7 @@ from .fold import fold
 from .function_body import function_body
 from .model import dtype_name
 from .node import Node
+from .origins import Builder, Origins
 from .quantised import Quantised
 from .tvm_frontend import convert
 from .values import Shape, Symbols, Value, storage_array, storage_dtype, storage_shape
@@ -53,6 +54,7 @@ class Imported:
     outputs: list[Port]
     strings: list[str]
     warnings: list[str]
+    origins: Origins
 
 
 def import_model(model: ir.Model, sizes: Collection[str] = ()) -> Imported:
@@ -75,7 +77,7 @@ class Importer:
         self.errors = errors
         self.symbols = Symbols()
         self._opsets = {_domain(d): v for d, v in model.opset_imports.items()}
-        self.builder = relax.BlockBuilder()
+        self.builder = Builder()
         self.warnings: list[str] = []
         self.unexamined = 0  # nodes that depend on a blocked node's output of unknown type
         self._unknown: set[str] = set()
@@ -114,7 +116,8 @@ class Importer:
             self.builder.emit_func_output(output, params + self._weight_vars)
         outputs = [Port(v.name or "", r.dtype, r.shape) for v, r in zip(graph.outputs, results)]
         weights: dict[str, np.ndarray | Quantised] = {**self._weights, **self._quantised}
-        return Imported(self.builder.finalize(), weights, ports, outputs, self.strings, self.warnings)
+        module, origins = self.builder.finalize(), self.builder.origins
+        return Imported(module, weights, ports, outputs, self.strings, self.warnings, origins)
 
     def _port(self, value: ir.Value) -> Port:
         name = value.name or ""
@@ -144,7 +147,8 @@ class Importer:
         for name, initializer in graph.initializers.items():
             self._values[name] = self._initializer(initializer)
         for node in graph:
-            self._lower(node)
+            with self.builder.lowering(node.op_type, node.name or node.outputs[0].name or ""):
+                self._lower(node)
         return [self._read(v) for v in graph.outputs]
 
     def branch(self, graph: ir.Graph) -> tuple[relax.SeqExpr, list[Value]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-FORMAT = 1
+FORMAT = 2
 FILE, CODE, WEIGHTS = "manifest.json", "model.so", "weights.bin"
 
 # Weights are digested whole up to _WHOLE bytes; of more, _SAMPLE bytes at every multiple of _STRIDE.
@@ -66,6 +66,34 @@ class SlotCaches:
 
 
 @dataclass(frozen=True)
+class KernelSpec:
+    """One compiled function, for those who measure it.
+
+    kind is "attention", "matmul" or "other"; schedule is the rule that made the code (schedules/cpu), "plain" for none.
+    arguments are the dims of each tensor and the name of each scalar that it takes. flops and bytes are arithmetic of
+    these names in Python's syntax: floating-point operations, and bytes of the arguments that are needed; `volume` is
+    all bytes of the arguments. Those of an attention also use `pairs` and `unseen`: the pairs of queries and keys that
+    see each other, and the keys that no query sees. The library's function `counter` finds both from the arguments.
+    """
+
+    name: str
+    kind: str
+    schedule: str
+    arguments: tuple[tuple[str, ...] | str, ...]
+    flops: str
+    bytes: str
+    counter: str | None = None
+
+
+@dataclass(frozen=True)
+class CallSpec:
+    """A call of a kernel: the kernel's name, and which ONNX nodes it computes, as far as that is known."""
+
+    kernel: str
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Manifest:
     """All there is to know about an artifact.
 
@@ -88,6 +116,8 @@ class Manifest:
     versions: dict[str, str] = field(default_factory=dict)
     hashes: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    kernels: tuple[KernelSpec, ...] = ()
+    calls: tuple[CallSpec, ...] = ()  # in the order of execution
     slots: SlotCaches | None = None  # with static_cache: then `donated` holds the caches
     format: int = FORMAT
 
@@ -107,6 +137,11 @@ class Manifest:
             data[key] = tuple(TensorSpec(**{**t, "dims": tuple(t["dims"])}) for t in data[key])
         data["weights"] = tuple(WeightSpec(**{**w, "dims": tuple(w["dims"])}) for w in data["weights"])
         data["ranges"] = {name: (low, high) for name, (low, high) in data["ranges"].items()}
+        data["kernels"] = tuple(
+            KernelSpec(**{**k, "arguments": tuple(a if isinstance(a, str) else tuple(a) for a in k["arguments"])})
+            for k in data["kernels"]
+        )
+        data["calls"] = tuple(CallSpec(**{**c, "nodes": tuple(c["nodes"])}) for c in data["calls"])
         for key in ("cpu_features", "strings", "notes"):
             data[key] = tuple(data[key])
         if data["slots"] is not None:

@@ -7,18 +7,20 @@ inside.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 import tvm
 from tvm import relax
 
-import schedules
-
 from .importer import Imported
+from .manifest import CallSpec, KernelSpec
+from .origins import after_fusion
 from .passes.absorb_masks import absorb_masks
 from .passes.alignment import assume_element_alignment
 from .passes.donation import donate
+from .passes.kernels import schedule as schedule_kernels
 from .passes.pack_weights import pack_weights
 from .passes.release import add_release
 from .passes.sizes_first import sizes_first
@@ -28,6 +30,17 @@ from .target import Target
 Dump = Callable[[str, ir.Model | tvm.IRModule], None]
 
 
+@dataclass(frozen=True)
+class Lowered:
+    """A module ready for code generation, its weights by parameter name in the order of the weights tuple, and what a
+    profile needs to know of its kernels."""
+
+    module: tvm.IRModule
+    weights: dict[str, np.ndarray]
+    kernels: tuple[KernelSpec, ...]
+    calls: tuple[CallSpec, ...]
+
+
 def lower(
     imported: Imported,
     target: Target,
@@ -35,18 +48,32 @@ def lower(
     notes: list[str],
     dump: Dump | None = None,
     scheme: Scheme | None = None,
-) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
-    """The module ready for code generation, and the weights by parameter name in the order of the weights tuple.
+) -> Lowered:
+    """Runs the passes.
 
     donated maps the position of a consumed input to the output that takes over its memory. What could not be done in
     place is said in `notes`, and what it cost to compress constant matrices by `scheme`.
     """
     t = relax.transform
     weights: dict[str, np.ndarray] = {}
+    origins = imported.origins
+    kernels: tuple[KernelSpec, ...] = ()
+    calls: tuple[CallSpec, ...] = ()
 
     def pack(mod: tvm.IRModule) -> tvm.IRModule:
         nonlocal weights
         mod, weights = pack_weights(mod, imported.weights, target.tvm, scheme, notes)
+        return mod
+
+    def fuse(mod: tvm.IRModule) -> tvm.IRModule:
+        nonlocal origins
+        fused = t.FuseOps()(mod)
+        origins = after_fusion(mod, fused, origins)
+        return fused
+
+    def schedule(mod: tvm.IRModule) -> tvm.IRModule:
+        nonlocal kernels, calls
+        mod, kernels, calls = schedule_kernels(mod, target.tvm, origins)
         return mod
 
     passes: list[tuple[str, Callable[[tvm.IRModule], tvm.IRModule]]] = [
@@ -64,7 +91,7 @@ def lower(
         ("eliminate_absorbed", t.DeadCodeElimination()),
         ("annotate_patterns", t.AnnotateTIROpPattern()),
         ("fold_constants", t.FoldConstant()),
-        ("fuse_ops", t.FuseOps()),
+        ("fuse_ops", fuse),
         ("fuse_tir", t.FuseTIR()),
         ("eliminate_dead_functions", t.DeadCodeElimination()),
         ("sizes_first", sizes_first),
@@ -72,7 +99,7 @@ def lower(
         ("to_non_dataflow", t.ToNonDataflow()),
         ("donate", lambda mod: donate(mod, donated, notes)),
         # How it runs
-        ("schedule", lambda mod: schedules.apply(mod, target.tvm)),
+        ("schedule", schedule),
         ("assume_element_alignment", assume_element_alignment),
         # Virtual machine
         ("add_release", add_release),
@@ -93,4 +120,4 @@ def lower(
             module = run(module)
             if dump is not None:
                 dump(name, module)
-    return module, weights
+    return Lowered(module, weights, kernels, calls)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,10 +11,9 @@ import onnx_ir as ir
 
 from .compiler import compile
 from .errors import InputError, LoweringError
-from .manifest import TensorSpec
+from .inputs import random_input
 from .model import ModelLike, load_model
 from .quantised import Scheme
-from .runtime.elements import ElementType
 
 Against = Literal["reference", "onnxruntime"]
 
@@ -85,19 +83,6 @@ def verify(
     return Verification(
         tuple(compare(t.name, actual[t.name], e, rtol, atol) for t, e in zip(module.outputs, expected)), feeds
     )
-
-
-def random_input(spec: TensorSpec, sizes: Mapping[str, int], rng: np.random.Generator) -> np.ndarray:
-    """An array of the input's type; symbolic dimensions are 4 unless `sizes` says otherwise."""
-    shape = [d if isinstance(d, int) else sizes.get(d, 4) for d in spec.dims]
-    if spec.dtype == "string":
-        return rng.choice(np.array(["a", "b", "c"], dtype=object), shape)
-    dtype = ElementType(spec.dtype, spec.storage).numpy
-    if spec.dtype == "bool":
-        return rng.random(shape) < 0.5
-    if re.match(r"u?int", spec.dtype):
-        return rng.integers(0, 2, shape).astype(dtype)
-    return rng.standard_normal(shape).astype(dtype)
 
 
 def _reference(proto: Any, against: Against, feeds: dict[str, Any]) -> Any:

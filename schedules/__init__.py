@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import tvm
 from tvm import tirx
 
 from . import cpu
+
+ATTRIBUTE = "lowering.schedule"
+"""Of a function that a rule made: the name of the rule."""
 
 RULES = {"llvm": cpu.RULES}
 """By kind of target. A rule answers with a function of the same parameters, or None for "not mine"."""
@@ -14,14 +19,21 @@ RULES = {"llvm": cpu.RULES}
 def apply(mod: tvm.IRModule, target: tvm.target.Target) -> tvm.IRModule:
     """Replaces each PrimFunc by the answer of the first rule of the target that has one; the others stay as they are.
 
-    Name, parameters and attributes of a function survive: its callers need not know.
+    Name, parameters and attributes of a function survive: its callers need not know. ATTRIBUTE is added.
     """
     rules = RULES.get(target.kind.name, ())
     scheduled = tvm.IRModule(dict(mod.functions_items()), attrs=mod.attrs)
     for name, func in mod.functions_items():
         if isinstance(func, tirx.PrimFunc):
-            new = next((new for rule in rules if (new := rule(func, target)) is not None), func)
-            for key, value in func.attrs.items() if new is not func else ():
-                new = new.with_attr(key, value)
-            scheduled.update_func(name, new)
+            scheduled.update_func(name, _scheduled(func, rules, target))
     return scheduled
+
+
+def _scheduled(func: tirx.PrimFunc, rules: Sequence[cpu.Rule], target: tvm.target.Target) -> tirx.PrimFunc:
+    for rule in rules:
+        new = rule(func, target)
+        if new is not None:
+            for key, value in func.attrs.items():
+                new = new.with_attr(key, value)
+            return new.with_attr(ATTRIBUTE, rule.__name__)
+    return func

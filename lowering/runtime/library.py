@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import tvm_ffi
@@ -15,6 +16,10 @@ _RUNTIME = "libtvm_runtime.so"
 _LOADER = "ffi.Module.load_from_bytes.relax.VMExecutable"
 # vm_initialization takes device type, device number and allocator for each device: the CPU, and the host, pooled.
 _CPU_POOLED = (1, 0, 2)
+
+# Called before and after each function that a virtual machine calls: with the function, its name, whether it is before,
+# the result if it is not, and the arguments. 0 lets the machine go on.
+Instrument = Callable[..., int]
 
 
 def load_runtime(folder: Path) -> None:
@@ -56,10 +61,16 @@ class Library:
             reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
             raise ArtifactError(f"'{path}' cannot be loaded as a compiled model: {reason}") from error
 
-    def new_machine(self) -> Machine:
+    def new_machine(self, instrument: Instrument | None = None) -> Machine:
         machine = self._load()
         machine["vm_initialization"](*_CPU_POOLED, *_CPU_POOLED)
+        if instrument is not None:
+            machine["set_instrument"](tvm_ffi.convert(instrument))
         return Machine(machine)
+
+    def function(self, name: str) -> tvm_ffi.Function:
+        """A compiled function by name."""
+        return self._executable.get_function(name, query_imports=True)
 
 
 class Machine:

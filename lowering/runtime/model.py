@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from .checks import check_files
 from .decoder import Decoder
 from .folders import FILES, replaced_folder
 from .inputs import Port, Sizes
-from .library import Library, Machine
+from .library import Instrument, Library, Machine
 from .outputs import FromDLPack, OutputPort, from_dlpack_of
 from .strings import Dictionary
 from .tensors import Tensor, copy_of, copy_to, held_elsewhere, item
@@ -161,6 +162,20 @@ class Model:
         with replaced_folder(Path(folder)) as new:
             for name in FILES & {p.name for p in self._folder.iterdir()}:
                 shutil.copyfile(self._folder / name, new / name)
+
+    @contextmanager
+    def instrumented(self, instrument: Instrument) -> Iterator[None]:
+        """While it is open, calls from this thread, if no other runs the model, report each kernel to `instrument`."""
+        machine = self._library.new_machine(instrument)
+        self._machines.append(machine)
+        try:
+            yield
+        finally:
+            self._machines.remove(machine)
+
+    def function(self, name: str) -> tvm_ffi.Function:
+        """A compiled function by name, for tools."""
+        return self._library.function(name)
 
     # -- the parts of a call
     # ------------------------------------------------------------------------------------------

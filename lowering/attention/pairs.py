@@ -1,0 +1,40 @@
+"""How much an attention has to do for given arguments: pairs of queries and keys, which masks and lengths decide."""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from .bound import HIDDEN, Bound
+from .formula import Formula
+from .problem import ATTRIBUTE, AttentionProblem
+
+
+def count_pairs(problem: AttentionProblem) -> tirx.PrimFunc:
+    """A PrimFunc with the parameters of the attention and one more, counts: int64 [2], which it fills.
+
+    counts[0] is the number of pairs of a query row and a key that it sees, over the batch and all query heads;
+    counts[1] that of the keys that no query may see before the mask, over the batch and all key/value heads.
+    """
+    mask = problem.mask
+    per_head = "h" in mask.over if isinstance(mask, Formula) else mask is not None and mask.dims[1] != 1
+    heads = problem.q_heads if per_head else 1
+    with IRBuilder() as builder, T.prim_func(s_tir=True):
+        T.func_name("count_pairs")
+        bound = Bound(problem)
+        counts = T.arg("counts", T.Buffer((2,), "int64"))
+        for k in range(2):
+            T.buffer_store(counts, T.int64(0), [k])
+        with T.serial(T.int64(1) * bound.B) as b:
+            first, end = bound.visible_range(b, T.int64(0), T.int64(1) * bound.S)
+            T.buffer_store(counts, counts[1] + (bound.T - (end - first)) * problem.kv_heads, [1])
+            with T.serial(heads) as h, T.serial(T.int64(1) * bound.S) as i:
+                lo, hi = (T.bind(end) for end in bound.keys_of(b, i))
+                if mask is None:
+                    T.buffer_store(counts, counts[0] + (hi - lo) * (problem.q_heads // heads), [0])
+                else:
+                    with T.serial(lo, hi) as j:
+                        shown = bound.additive(b, h, i, j, inside=True) > tirx.const(HIDDEN, problem.acc_dtype)
+                        T.buffer_store(counts, counts[0] + shown.astype("int64") * (problem.q_heads // heads), [0])
+    return builder.get().without_attr(ATTRIBUTE).without_attr("global_symbol")

@@ -1,0 +1,183 @@
+"""`bench`: how long a compiled model takes, kernel by kernel, beside what the machine can do."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .errors import InputError
+from .inputs import is_integer, random_input
+from .limits import Limits, measure_limits
+from .manifest import Manifest, TensorSpec
+from .runtime import Model, load
+from .runtime.profiler import KernelCall, Profiler
+
+_FEWEST, _MOST = 5, 1000
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Time, work, and the share of the machine's limit that they are: the time that the limit allows, by that taken."""
+
+    calls: int
+    seconds: float
+    flops: int
+    bytes: int
+    of_limit: float
+
+
+@dataclass(frozen=True)
+class TimedCall(KernelCall):
+    """A call of a kernel with its time: the median of all runs."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What `bench` measured.
+
+    seconds are of whole runs: the median, and the quarters below and above it. cpu_seconds is the median of the time
+    that all threads of the process took, which a noisy neighbour does not make longer. calls are the kernels of one
+    run, in order; what is missing to the whole is the virtual machine, Python, and the memory of results.
+    """
+
+    seconds: float
+    quartiles: tuple[float, float]
+    cpu_seconds: float
+    runs: int
+    threads: int
+    target: str
+    sizes: dict[str, int]
+    limits: Limits
+    calls: tuple[TimedCall, ...]
+
+    def total(self) -> Cost:
+        """All calls of a run, in the time of a whole run."""
+        return self._cost(self.calls, self.seconds)
+
+    def by_kind(self) -> dict[str, Cost]:
+        """The calls by what they compute: "matmul", "attention" and "other"; the costliest first."""
+        return self._grouped(lambda call: call.kernel.kind)
+
+    def by_kernel(self) -> dict[str, Cost]:
+        """The calls by kernel; the costliest first."""
+        return self._grouped(lambda call: call.kernel.name)
+
+    def cost(self, call: TimedCall) -> Cost:
+        return self._cost([call], call.seconds)
+
+    def to_json(self) -> str:
+        """Everything, with the sums by kind and by kernel."""
+        sums = {"by_kind": self.by_kind(), "by_kernel": self.by_kernel()}
+        tables = {name: {key: dataclasses.asdict(cost) for key, cost in table.items()} for name, table in sums.items()}
+        return json.dumps({**dataclasses.asdict(self), **tables}, indent=1) + "\n"
+
+    def save_png(self, path: str | Path) -> None:
+        """Draws the time of each kernel as a bar, and the time that the limit would allow in it. Needs matplotlib."""
+        from .report import picture
+
+        picture(self, Path(path))
+
+    def __str__(self) -> str:
+        from .report import text
+
+        return text(self)
+
+    def _grouped(self, key: Callable[[TimedCall], str]) -> dict[str, Cost]:
+        groups: dict[str, list[TimedCall]] = {}
+        for call in self.calls:
+            groups.setdefault(key(call), []).append(call)
+        costs = {name: self._cost(calls, sum(c.seconds for c in calls)) for name, calls in groups.items()}
+        return dict(sorted(costs.items(), key=lambda item: -item[1].seconds))
+
+    def _cost(self, calls: Iterable[TimedCall], seconds: float) -> Cost:
+        calls = list(calls)
+        least = sum(self.limits.seconds(c.flops, c.bytes) for c in calls)
+        flops, size = (sum(getattr(c, name) for c in calls) for name in ("flops", "bytes"))
+        return Cost(len(calls), seconds, flops, size, least / seconds)
+
+
+def bench(
+    model: Model | str | os.PathLike[str],
+    sizes: Mapping[str, int] | None = None,
+    inputs: Mapping[str, Any] | None = None,
+    threads: int = 1,
+    seconds: float = 2.0,
+) -> Profile:
+    """Measures a compiled model, or an artifact folder; needs no compiler.
+
+    sizes gives the model's symbolic dimensions by name, and with static_cache the number of tokens that the caches
+    hold. inputs are arrays by name; the others are made up: floating-point numbers are normally distributed, integers
+    and bools are 1, so that masks show everything. It takes at least about `seconds`, of which half are whole runs and
+    half runs in which each kernel is timed; both take turns. The machine's limits are measured at the end, with as many
+    threads (lowering/limits.py).
+
+    Raises InputError where sizes are missing or not the model's, and ArtifactError for what `load` refuses.
+    """
+    if not isinstance(model, Model):
+        model = load(Path(model))
+    given = dict(inputs or {})
+    sizes = _sizes(model.manifest, dict(sizes or {}), given)
+    rng = np.random.default_rng(0)
+    arrays = {t.name: given[t.name] if t.name in given else _input(t, model.manifest, sizes, rng) for t in model.inputs}
+    call = model.bind({**given, **arrays}, threads=threads)
+    profiler = Profiler(model)
+    call()
+    wall: list[float] = []
+    cpu: list[float] = []
+    begin = time.perf_counter()
+    while len(wall) < _FEWEST or (time.perf_counter() - begin < seconds and len(wall) < _MOST):
+        start, busy = time.perf_counter(), time.process_time()
+        call()
+        wall.append(time.perf_counter() - start)
+        cpu.append(time.process_time() - busy)
+        with model.instrumented(profiler):
+            profiler.start()
+            call()
+    times = np.median(np.array(profiler.times), axis=0) / 1e9
+    calls = tuple(TimedCall(c.kernel, c.nodes, c.flops, c.bytes, float(t)) for c, t in zip(profiler.calls, times))
+    low, middle, high = (float(q) for q in np.quantile(wall, (0.25, 0.5, 0.75)))
+    limits = measure_limits(threads, sum(c.bytes for c in calls))
+    taken = float(np.median(cpu))
+    return Profile(middle, (low, high), taken, len(wall), threads, model.manifest.target, sizes, limits, calls)
+
+
+def _sizes(manifest: Manifest, sizes: dict[str, int], given: Mapping[str, Any]) -> dict[str, int]:
+    """All sizes that are needed: those said and those of the given arrays."""
+    for spec in manifest.inputs:
+        for dim, size in zip(spec.dims, getattr(given.get(spec.name), "shape", ())):
+            if isinstance(dim, str):
+                sizes.setdefault(dim, size)
+    free = [t for t in manifest.inputs if t.name not in given]
+    needed = {d for t in free for d in t.dims if isinstance(d, str)}
+    known = {d for t in manifest.inputs for d in t.dims if isinstance(d, str)}
+    if manifest.slots is not None:
+        known.add(manifest.slots.length)
+        needed |= {t.name for t in free if t.name == manifest.slots.length}
+    for name in sizes:
+        if name not in known:
+            raise InputError(
+                f"no input has a symbolic dimension '{name}'. There are: {', '.join(sorted(known)) or 'none'}."
+            )
+    missing = sorted(needed - set(sizes))
+    if missing:
+        names = ", ".join(f"'{name}'" for name in missing)
+        options = " ".join(f"--dim {name}=8" for name in missing)
+        raise InputError(f"the model's inputs have symbolic dimensions {names}: say how large, for instance {options}.")
+    return sizes
+
+
+def _input(spec: TensorSpec, manifest: Manifest, sizes: Mapping[str, int], rng: np.random.Generator) -> np.ndarray:
+    if manifest.slots is not None and spec.name == manifest.slots.length:
+        return np.array(sizes[spec.name], np.int64)
+    array = random_input(spec, sizes, rng)
+    return np.ones_like(array) if spec.dtype == "bool" or is_integer(spec) else array

@@ -1,0 +1,202 @@
+"""What a kernel costs: floating-point operations and bytes, as expressions of the sizes of its arguments.
+
+They are read off the function before it is scheduled, which says what is computed and not how. Operations are those of
+floating-point numbers that it names, a function such as exp counting as one. Bytes are those of the arguments' elements
+that it needs, each once: of a table that is gathered from the rows that are asked for, of a product all.
+"""
+
+from __future__ import annotations
+
+import math
+
+from tvm import DataType, ir, s_tir, tirx
+from tvm.ir import prim
+
+from .attention.problem import ATTRIBUTE, AttentionProblem
+from .expressions import Expr, is_function, loads, walk
+from .facts import Facts
+from .manifest import KernelSpec
+
+_COMM_REDUCE = 2  # IterVar.iter_type
+_OPERATIONS = prim.Add | prim.Sub | prim.Mul | prim.Div | prim.Max | prim.Min
+
+_SIGNS = {prim.Add: "+", prim.Sub: "-", prim.Mul: "*", prim.FloorDiv: "//", prim.FloorMod: "%"}
+
+
+# What texts use beside the sizes: KernelSpec.
+_RESERVED = ("min", "max", "volume", "pairs", "unseen")
+
+
+class _Unknown(Exception):
+    """A number that does not follow from the arguments' sizes."""
+
+
+def kernel_spec(name: str, func: tirx.PrimFunc, schedule: str) -> KernelSpec:
+    """What the manifest says of an unscheduled function that the rule `schedule` has an answer for."""
+    names = _Names(func)
+    arguments = tuple(tuple(map(names.dim, p.shape)) if tirx.is_buffer_var(p) else names.dim(p) for p in func.params)
+    if func.attrs is not None and ATTRIBUTE in func.attrs:
+        problem = AttentionProblem.from_json(func.attrs[ATTRIBUTE])
+        return KernelSpec(name, "attention", schedule, arguments, *_attention(problem, func))
+    counter = _Counter(func)
+    try:
+        counter.statement(func.body, tirx.const(1, "int64"))
+        flops, size = names.text(counter.simplify(counter.operations)), names.text(counter.bytes())
+    except _Unknown:
+        flops, size = "0", "volume"
+    return KernelSpec(name, "matmul" if counter.product else "other", schedule, arguments, flops, size)
+
+
+def _attention(problem: AttentionProblem, func: tirx.PrimFunc) -> tuple[str, str]:
+    """Of the keys and values, those that any query sees are needed."""
+    buffers = dict(zip(problem.parameters(), func.params))
+    row = problem.head_dim * _itemsize(buffers["k"]) + problem.v_head_dim * _itemsize(buffers["v"])
+    flops = f"{2 * (problem.head_dim + problem.v_head_dim)} * pairs"
+    return flops, f"volume - {row} * unseen"
+
+
+class _Names:
+    """Sizes as text in Python's syntax, each variable under a name of its own."""
+
+    def __init__(self, func: tirx.PrimFunc) -> None:
+        self._known: dict[tirx.Var, str] = {}
+        for p in func.params:
+            for node in (n for e in (p.shape if tirx.is_buffer_var(p) else [p]) for n in walk(e)):
+                if isinstance(node, tirx.Var) and node not in self._known:
+                    self._known[node] = self._free(node.name)
+
+    def _free(self, name: str) -> str:
+        taken, free, k = {*self._known.values(), *_RESERVED}, name, 1
+        while free in taken:
+            free, k = f"{name}_{k}", k + 1
+        return free
+
+    def dim(self, expr: Expr) -> str:
+        """For the reader, and for names."""
+        try:
+            return self.text(expr)
+        except _Unknown:
+            return "?"
+
+    def text(self, expr: Expr) -> str:
+        """Raises _Unknown for what is no arithmetic of sizes."""
+        if isinstance(expr, tirx.Var):
+            if expr not in self._known:
+                raise _Unknown
+            return self._known[expr]
+        if isinstance(expr, prim.IntImm):
+            return str(expr.value)
+        if isinstance(expr, prim.Cast):
+            return self.text(expr.value)
+        if type(expr) in _SIGNS:
+            a, b = (f"({t})" if " " in t else t for t in (self.text(expr.a), self.text(expr.b)))
+            return f"{a} {_SIGNS[type(expr)]} {b}"
+        if isinstance(expr, prim.Min | prim.Max):
+            return f"{'min' if isinstance(expr, prim.Min) else 'max'}({self.text(expr.a)}, {self.text(expr.b)})"
+        raise _Unknown
+
+
+class _Counter:
+    """Counts on a walk over the statements of a function."""
+
+    def __init__(self, func: tirx.PrimFunc) -> None:
+        self.arguments = [p for p in func.params if tirx.is_buffer_var(p)]
+        self.operations: Expr = _zero()
+        self.touched: dict[tirx.Buffer, Expr] = {}
+        self.product = False  # whether any sum of products of different elements is among it: a matrix product
+        self.facts = Facts.of(func)
+        self._extents: dict[tirx.Var, Expr] = {}  # of loops
+        self._made_of: dict[tirx.Var, set[tirx.Var]] = {}  # the loops that other variables depend on
+
+    def simplify(self, expr: Expr) -> Expr:
+        return self.facts.simplify(expr)
+
+    def bytes(self) -> Expr:
+        total = _zero()
+        for buffer, count in self.touched.items():
+            total = total + tirx.min(self.simplify(count), self.simplify(_elements(buffer))) * _itemsize(buffer)
+        return self.simplify(total)
+
+    def statement(self, stmt: tirx.Stmt, points: Expr) -> None:
+        """Counts a statement that is executed `points` times."""
+        match stmt:
+            case tirx.SeqStmt():
+                for inner in stmt.seq:
+                    self.statement(inner, points)
+            case tirx.For():
+                self._extents[stmt.loop_var] = stmt.extent
+                self.statement(stmt.body, points * stmt.extent)
+            case s_tir.SBlockRealize():
+                for iter_var, value in zip(stmt.block.iter_vars, stmt.iter_values):
+                    self._made_of[iter_var.var] = self._loops(value)
+                reduces = any(iter_var.iter_type == _COMM_REDUCE for iter_var in stmt.block.iter_vars)
+                store = stmt.block.body
+                if reduces and isinstance(store, tirx.BufferStore):
+                    self.product |= self._is_product(store.value)
+                self.statement(store, points)
+            case tirx.Bind():
+                self._made_of[stmt.var] = self._loops(stmt.value)
+                self.value(stmt.value, points)
+            case tirx.IfThenElse():
+                self.value(stmt.condition, points)
+                for branch in (stmt.then_case, stmt.else_case):
+                    if branch is not None:
+                        self.statement(branch, points)
+            case tirx.BufferStore():
+                self.touch(stmt.buffer, stmt.indices)
+                for expr in (stmt.value, *stmt.indices):
+                    self.value(expr, points)
+            case tirx.AttrStmt():
+                self.statement(stmt.body, points)
+            case tirx.Evaluate():
+                self.value(stmt.value, points)
+            case tirx.AllocBuffer() | tirx.DeclBuffer():
+                pass
+            case _:  # loops until something holds, and what else no sizes tell
+                raise _Unknown
+
+    def value(self, expr: Expr, points: Expr) -> None:
+        count = 0
+        for node in walk(expr):
+            if isinstance(node, ir.TensorLoad):
+                self.touch(node.source, node.indices)
+            elif isinstance(node, _OPERATIONS) or is_function(node):
+                count += str(node.ty).startswith(("float", "bfloat"))
+        if count:
+            self.operations = self.operations + points * count
+
+    def touch(self, buffer: tirx.Buffer, indices: list[Expr]) -> None:
+        if any(buffer.same_as(argument) for argument in self.arguments):
+            points = tirx.const(1, "int64")
+            for loop in sorted(set().union(*map(self._loops, indices)), key=lambda var: var.name):
+                points = points * self._extents[loop]
+            self.touched[buffer] = self.touched.get(buffer, _zero()) + points
+
+    def _loops(self, expr: Expr) -> set[tirx.Var]:
+        """The loops that an expression depends on."""
+        found: set[tirx.Var] = set()
+        for node in walk(expr):
+            if isinstance(node, tirx.Var):
+                found |= {node} if node in self._extents else self._made_of.get(node, set())
+        return found
+
+    def _is_product(self, value: Expr) -> bool:
+        """Whether elements of two tensors at different places are multiplied."""
+        for node in walk(value):
+            if isinstance(node, prim.Mul):
+                a, b = ({frozenset(self._loops(n)) for n in loads(x)} for x in (node.a, node.b))
+                if a and b and a != b:
+                    return True
+        return False
+
+
+def _zero() -> Expr:
+    return tirx.const(0, "int64")
+
+
+def _itemsize(buffer: tirx.Buffer) -> int:
+    return math.ceil(DataType(buffer.dtype).bits / 8)
+
+
+def _elements(buffer: tirx.Buffer) -> Expr:
+    return math.prod(buffer.shape, start=tirx.const(1, "int64"))

@@ -1,0 +1,69 @@
+"""What this machine can do at most, by kernels that need nothing but NumPy: `python -m lowering.limits BYTES`.
+
+Arithmetic: a product of two float32 matrices of 2048 x 2048. Reading: a float32 dot product of a vector with itself.
+Both are calls of NumPy's BLAS, which takes its number of threads from the environment when it is loaded; hence a
+process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+_SIZE = 2048
+_SMALLEST, _LARGEST = 2**20, 2**30
+_SECONDS = 0.5  # for each
+_THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "BLIS_NUM_THREADS")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Floating-point operations and bytes read per second, and how many bytes were read over and over."""
+
+    flops: float
+    bandwidth: float
+    bytes: int
+
+    def seconds(self, flops: int, size: int) -> float:
+        """The shortest time for that much arithmetic and reading, one beside the other."""
+        return max(flops / self.flops, size / self.bandwidth)
+
+
+def measure_limits(threads: int, size: int) -> Limits:
+    """The limits for that many threads, reading `size` bytes (1 MiB at least, 1 GiB at most)."""
+    environment = {**os.environ, **dict.fromkeys(_THREADS, str(threads))}
+    size = min(max(size, _SMALLEST), _LARGEST)
+    command = [sys.executable, "-m", __name__, str(size)]
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    return Limits(**json.loads(done.stdout), bytes=size)
+
+
+def _main(size: int) -> dict[str, float]:
+    a, b = (np.ones((_SIZE, _SIZE), np.float32) for _ in range(2))
+    out = np.empty_like(a)
+    x = np.ones(size // 4, np.float32)
+    return {
+        "flops": 2 * _SIZE**3 / _fastest(lambda: np.matmul(a, b, out=out)),
+        "bandwidth": x.nbytes / _fastest(lambda: np.dot(x, x)),
+    }
+
+
+def _fastest(run: Callable[[], object]) -> float:
+    run()
+    times: list[float] = []
+    while sum(times) < _SECONDS or len(times) < 3:
+        begin = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+if __name__ == "__main__":
+    print(json.dumps(_main(int(sys.argv[1]))))

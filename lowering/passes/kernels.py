@@ -1,0 +1,46 @@
+"""What a profile needs to know of the kernels: what each computes and costs, who made its code, which nodes call it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import tvm
+from tvm import ir, relax, tirx
+
+import schedules
+
+from ..attention.pairs import count_pairs
+from ..attention.problem import ATTRIBUTE, AttentionProblem
+from ..costs import kernel_spec
+from ..manifest import CallSpec, KernelSpec
+from ..origins import Origins, bindings
+
+_CALLS = ("relax.call_tir", "relax.call_tir_inplace")
+
+
+def schedule(
+    mod: tvm.IRModule, target: tvm.target.Target, origins: Origins
+) -> tuple[tvm.IRModule, tuple[KernelSpec, ...], tuple[CallSpec, ...]]:
+    """The module with fast kernels, a description of each, and the calls in the order of execution.
+
+    Each kind of attention gets a function beside it that counts what it has to do (lowering/attention/pairs.py).
+    """
+    calls = tuple(
+        CallSpec(binding.value.args[0].name_hint, origins.get(binding.var.name, ()))
+        for binding in bindings(mod["main"].body)
+        if isinstance(binding.value, relax.Call) and binding.value.op in map(ir.Op.get, _CALLS)
+    )
+    called = {call.kernel for call in calls}
+    scheduled = schedules.apply(mod, target)
+    kernels = []
+    for name, func in mod.functions_items():
+        if not isinstance(func, tirx.PrimFunc) or name.name_hint not in called:
+            continue
+        rule = scheduled[name].attrs.get(schedules.ATTRIBUTE, "plain")
+        spec = kernel_spec(name.name_hint, func, str(rule))
+        if spec.kind == "attention":
+            counter = f"{spec.name}_pairs"
+            scheduled[counter] = count_pairs(AttentionProblem.from_json(func.attrs[ATTRIBUTE]))
+            spec = dataclasses.replace(spec, counter=counter)
+        kernels.append(spec)
+    return scheduled, tuple(kernels), calls
