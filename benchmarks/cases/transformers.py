@@ -16,9 +16,9 @@ from lowering.demo.decoder import DecoderConfig, Graph, build_decoder
 
 from .case import Arrays, Bar, Case, Work
 
-# Float32 through many layers; and what weights of fewer bits may cost, relative to the range of the logits.
-_TOLERANCE = 1e-4
-_COMPRESSED = {"int8": 0.05, "int4": 0.5}
+# Relative to the range of an output: float32 through many layers, and what weights of fewer bits may cost.
+_TOLERANCE = {"": 1e-4, "f16": 1e-3, "int8": 0.05, "int4": 0.3}
+_BITS = {"": 32, "f16": 16, "int8": 8, "int4": 4}
 
 LAYERS, HIDDEN, HEADS, INNER, VOCABULARY = 12, 768, 12, 3072, 30522  # of BERT-base
 
@@ -34,7 +34,7 @@ class BertCase(Case):
 
     @property
     def tolerance(self) -> float:
-        return _TOLERANCE
+        return _TOLERANCE[""]
 
     @property
     def source(self) -> str:
@@ -69,7 +69,7 @@ class LlamaCase(Case):
 
     @property
     def tolerance(self) -> float:
-        return _COMPRESSED.get(self.weights, _TOLERANCE)
+        return _TOLERANCE[self.weights]
 
     @property
     def source(self) -> str:
@@ -104,8 +104,8 @@ class LlamaCase(Case):
         layer = c.hidden * c.head_dim * 2 * (c.heads + c.kv_heads) + 3 * c.hidden * c.mlp
         head = c.hidden * c.vocabulary
         if self.S == 1:
-            keys = 2 * (self.past + 1) * c.kv_heads * c.head_dim
-            return Work(4.0 * (c.layers * (layer + keys) + head), "byte")
+            keys = 4.0 * c.layers * 2 * (self.past + 1) * c.kv_heads * c.head_dim
+            return Work((c.layers * layer + head) * _BITS[self.weights] / 8 + keys, "byte")
         pairs = self.S * self.past + self.S * (self.S + 1) / 2
         return Work(2.0 * (c.layers * (self.S * layer + 2 * pairs * c.heads * c.head_dim) + head), "FLOP")
 
@@ -198,8 +198,8 @@ def cases() -> list[Case]:
         for n, bar in decode.items()
     ]
     found += [
-        LlamaCase(name=f"Llama decode, {kind} weights", group="weights", bar=Bar(ratio=ratio), S=1, past=959,
+        LlamaCase(name=f"Llama decode, {kind} weights", group="weights", bar=bar, S=1, past=959,
                   capacity=1024, weights=kind)
-        for kind, ratio in (("int8", 2.5), ("int4", 4.0))
+        for kind, bar in (("f16", Bar()), ("int8", Bar(ratio=2.5)), ("int4", Bar(ratio=4.0)))
     ]  # fmt: skip
     return found
