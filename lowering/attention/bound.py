@@ -196,6 +196,22 @@ class Bound:
         shown, hidden = (_broadcast(self._constant(x), lanes) for x in (0.0, float("-inf")))
         return tirx.Select(value, shown, hidden)
 
+    def mask_at(
+        self, b: Expr, h: Expr, i: Expr, j: Expr, *, inside: bool = False
+    ) -> tuple[tirx.Buffer, list[Expr | int]]:
+        """Buffer and indices of the mask tensor's element for the pair, within its bounds unless `inside`."""
+        mask, buffer = self.problem.mask, self.buffers["mask"]
+        assert isinstance(mask, Mask)
+        indices: list[Expr | int] = []
+        for axis, index in enumerate((b, h, i, j)):
+            if mask.dims[axis] == 1 and not (axis == 3 and mask.pad):
+                indices.append(0)
+            elif axis >= 2 and not inside:
+                indices.append(tirx.max(tirx.min(index, _cast(buffer.shape[axis], _scalar_type(index)) - 1), 0))
+            else:
+                indices.append(index)
+        return buffer, indices
+
     @property
     def mask_per_row(self) -> bool:
         """Whether the query rows of one key/value head, of all its query heads, may differ in their mask."""
@@ -290,17 +306,11 @@ class Bound:
                 ends = (i, self.S), (j, self.mask_keys)
                 i, j = (_clamp(x, _cast(_int64(n), _scalar_type(x)) - 1) for x, n in ends)
             return _number(self.formula(b, h, i, j), self.problem.acc_dtype)
-        mask, buffer = self.problem.mask, self.buffers["mask"]
+        mask = self.problem.mask
         assert isinstance(mask, Mask)
 
         def load(row: Expr) -> Expr:
-            indices = []
-            for axis, index in enumerate((b, h, row, j)):
-                if mask.dims[axis] == 1 and not (axis == 3 and mask.pad):
-                    index = 0
-                elif axis >= 2 and not inside:
-                    index = tirx.max(tirx.min(index, _cast(buffer.shape[axis], _scalar_type(index)) - 1), 0)
-                indices.append(index)
+            buffer, indices = self.mask_at(b, h, row, j, inside=inside)
             return buffer[tuple(indices)]
 
         if mask.dims[2] == 1 or _lanes(i) == 1:

@@ -20,8 +20,6 @@ never added to, as they may be NaN; and where V is not finite, keys with P = 0 a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
@@ -41,6 +39,7 @@ from .vector import (
     fixed,
     like,
     load,
+    prefetch,
     reduce_lanes,
     reinterpret,
     splat,
@@ -87,6 +86,7 @@ class _QueryTile:
             O=(tiles.q * self.vectors * self.Wv, self.acc),  # [row][vector][lane]
             m=(tiles.q, self.acc),
             l=(tiles.q, self.acc),
+            m_new=(tiles.q, self.acc),
             alpha=(tiles.q, self.acc),
             lo=(tiles.q, "int32"),
             hi=(tiles.q, "int32"),
@@ -98,25 +98,43 @@ class _QueryTile:
 
     def emit(self) -> None:
         self.load_queries()
-        nothing = tirx.const(float("-inf"), self.acc)
-        if self.problem.mask is None or self.problem.mask.dtype == "bool":
-            self.attempt(nothing)
+        careful = tirx.const(0, "int32")
+        if self.problem.mask is None and self.problem.window is None:
+            self.attempt(careful)
         else:
-            # A row whose keys are all hidden by a finite number weighs them all the same: again, skipping none of them.
             again = Register(tirx.const(1, "int32"))
             with T.serial(2) as turn, T.If(again.value != 0), T.Then():
-                threshold = fixed(tirx.Select(turn == 0, tirx.const(HIDDEN, self.acc), nothing))
-                skipped = self.attempt(threshold)
-                worst = Register(tirx.const(0, self.acc))
-                with T.serial(self.here) as r:
-                    worst.value = tirx.min(worst.value, self.m[r])
-                hopeless = worst.value <= tirx.const(HIDDEN / 2, self.acc)
-                again.value = tirx.Select(hopeless, skipped.value, tirx.const(0, "int32"))
+                careful = fixed(turn.astype("int32"))
+                skipped = self.attempt(careful)
+                again.value = tirx.Select(tirx.any(self.hopeless(skipped), self.is_not_finite()), 1 - careful, 0)
         self.store_y()
 
-    def attempt(self, threshold: Expr) -> Register:
-        """O, m and l of the tile without key tiles whose mask is at most `threshold`; 1 if one of them was not -inf."""
+    def hopeless(self, skipped: Register) -> Expr:
+        """Whether keys were left out that count: finite numbers hid all keys of a row, which then weigh the same."""
+        worst = Register(tirx.const(0, self.acc))
+        with T.serial(self.here) as r:
+            worst.value = tirx.min(worst.value, self.m[r])
+        return fixed(tirx.all(skipped.value != 0, worst.value <= tirx.const(HIDDEN / 2, self.acc)))
+
+    def is_not_finite(self) -> Expr:
+        """Whether O holds a NaN or an infinity: perhaps an invisible one, times P = 0."""
+        integer, infinity = {"float32": ("int32", 0x7F800000), "float64": ("int64", 0x7FF0000000000000)}[self.acc]
+        largest = Register(splat(0, self.Wv, integer))
+        with T.serial(self.here * self.vectors) as n:
+            bits = reinterpret(load(self.O, self.Wv, n * self.Wv), integer)
+            magnitude = T.bind(T.bitwise_and(bits, like(2 ** (32 if integer == "int32" else 64) // 2 - 1, bits)))
+            largest.value = T.max(largest.value, magnitude)
+        return fixed(reduce_lanes(largest.value, lambda x, y: T.max(x, y)) >= tirx.const(infinity, integer))
+
+    def attempt(self, careful: Expr) -> Register:
+        """O, m and l of the tile; 1 if it left out keys that finite numbers hide, as their weight is 0 in most rows.
+
+        With `careful` it leaves out no such keys, and reads no value with weight 0, which may be infinite.
+        """
+        self.careful = careful
         self.initialise()
+        hidden = (tirx.const(x, self.acc) for x in (HIDDEN, float("-inf")))
+        threshold = fixed(tirx.Select(careful == 0, *hidden))
         skipped = Register(tirx.const(0, "int32"))
         i0, i1 = self.r0 // self.problem.group, (self.r0 + self.here - 1) // self.problem.group + 1
         lo, hi = (fixed(end) for end in self.bound.visible_range(self.b, i0, i1))
@@ -166,16 +184,19 @@ class _QueryTile:
     def attend_full(self) -> None:
         """A tile of B_c keys that every row sees."""
         self.scores(self.tiles.kv)
-        self.softmax(self.tiles.kv, masked=False)
+        self.softmax(self.tiles.kv)
         self.accumulate(self.tiles.kv)
 
     def attend_masked(self) -> None:
         """A tile that some row does not see in full, or that is shorter than B_c."""
         keys = fixed(self.end - self.kv0)
         steps = fixed(tirx.ceildiv(keys, self.tiles.qk_keys))
-        self.scores(steps * self.tiles.qk_keys, clamp=True)
-        self.softmax(steps * self.tiles.qk_keys, masked=True)
-        with T.If(self.v_is_finite(keys)):
+        self.scores(steps * self.tiles.qk_keys, masked=True)
+        self.softmax(steps * self.tiles.qk_keys)
+        if self.problem.mask is None and self.problem.window is None:
+            self.accumulate(keys)
+            return
+        with T.If(self.careful == 0):
             with T.Then():
                 self.accumulate(keys)
             with T.Else():
@@ -209,6 +230,7 @@ class _QueryTile:
             h, i = self.head_and_row(fixed(tirx.min(self.r0 + r, self.rows - 1)))
             for buffer, value in zip((self.m, self.l), self.bound.before_keys(h)):
                 T.buffer_store(buffer, value, [r])
+            T.buffer_store(self.memory["m_new"], self.m[r], [r])
             lo, hi = self.bound.keys_of(self.b, i)
             T.buffer_store(self.memory["lo"], lo.astype("int32"), [r])
             T.buffer_store(self.memory["hi"], hi.astype("int32"), [r])
@@ -237,17 +259,20 @@ class _QueryTile:
         highest = Register(splat(float("-inf"), W, self.acc))
         row_blocks = tirx.ceildiv(self.here, W) if self.bound.mask_per_row else 1
 
-        def block(j: Expr, rows: list[tuple[Expr, Expr]], inside: bool) -> list[Expr]:
-            vectors = [self.mask_vector(h, i, self.kv0 + j, inside) for h, i in rows]
+        def block(j: Expr, rows: list[tuple[Expr, Expr, Expr]], inside: bool) -> list[Expr]:
+            vectors = [self.mask_vector(*row, self.kv0 + j, inside) for row in rows]
             for x in vectors:
                 lowest.value, highest.value = T.min(lowest.value, x), T.max(highest.value, x)
             return vectors
 
         def load_block(j: Expr, r: Expr, inside: bool) -> None:
             if not self.bound.mask_per_row:
-                store(self.memory["M"], block(j, [self.head_and_row(self.r0)], inside)[0], j)
+                store(self.memory["M"], block(j, [(r, *self.head_and_row(self.r0))], inside)[0], j)
                 return
-            rows = [self.head_and_row(fixed(tirx.min(self.r0 + r + k, self.rows - 1))) for k in range(W)]
+            rows = []
+            for k in range(W):
+                row = fixed(tirx.min(r + k, self.here - 1))
+                rows.append((row, *self.head_and_row(self.r0 + row)))
             for k, x in enumerate(transpose(block(j, rows, inside))):
                 store(self.memory["M"], x, (j + k) * self.tiles.q + r)
 
@@ -261,22 +286,36 @@ class _QueryTile:
         lowest, highest = reduce_lanes(lowest.value, tirx.min), reduce_lanes(highest.value, tirx.max)
         return lowest, highest
 
-    def mask_vector(self, h: Expr, i: Expr, j: Expr, inside: bool) -> Expr:
-        """The additive mask of row i for the W keys from j; inside promises that all of them are visible keys."""
+    def mask_vector(self, r: Expr, h: Expr, i: Expr, j: Expr, inside: bool) -> Expr:
+        """The additive mask of row r of the tile for the W keys from j; inside promises that all are below `end`.
+
+        Where each row has a mask of its own, the window is part of it.
+        """
         keys = T.ramp(j, 1, self.W)
+        hidden = splat(float("-inf"), self.W, self.acc)
         bias = self.bound.additive(self.b, h, i, keys, inside=inside)
+        if self.bound.formula is None:  # rows are far apart, and hardware follows few streams
+            buffer, indices = self.bound.mask_at(self.b, h, i, j + self.tiles.kv, inside=True)
+            prefetch(buffer, *indices)
         if not inside:
-            bias = tirx.Select(keys < like(self.end, keys), bias, splat(float("-inf"), self.W, self.acc))
+            bias = tirx.Select(keys < like(self.end, keys), bias, hidden)
+        if self.problem.window is not None and self.bound.mask_per_row:
+            lo, hi = (like(self.memory[name][r].astype("int64"), keys) for name in ("lo", "hi"))
+            bias = tirx.Select(tirx.all(keys >= lo, keys < hi), bias, hidden)
         return Register(bias).value
 
     # The three steps.
 
-    def scores(self, keys: Expr | int, clamp: bool = False) -> None:
-        """S^T = K Q^T, in register tiles of qk_keys x qk_vectors. clamp: the last tile may reach past the last key."""
+    def scores(self, keys: Expr | int, masked: bool = False) -> None:
+        """S^T = K Q^T in register tiles of qk_keys x qk_vectors, and m' = max(m, rowmax S).
+
+        S gets its soft cap and, if masked, -inf where a key is invisible; the last tile may reach past the last key.
+        """
         t, W, D = self.tiles, self.W, self.problem.head_dim
+        m_new = self.memory["m_new"]
         with T.serial(keys // t.qk_keys) as block, T.serial(self.panels) as panel:
             j = [T.bind(block * t.qk_keys + k) for k in range(t.qk_keys)]
-            row = [fixed(tirx.min(x, self.end - 1 - self.kv0)) for x in j] if clamp else j
+            row = [fixed(tirx.min(x, self.end - 1 - self.kv0)) for x in j] if masked else j
             s = [[Register(splat(0.0, W, self.acc)) for _ in range(t.qk_vectors)] for _ in j]
             with T.serial(D) as d:
                 q = [T.bind(load(self.Q, W, (panel * D + d) * self.panel + c * W)) for c in range(t.qk_vectors)]
@@ -284,64 +323,50 @@ class _QueryTile:
                     key = T.bind(splat(self.kv.k(row[k], d), W, self.acc))
                     for c in range(t.qk_vectors):
                         s[k][c].value += key * q[c]
-            for k in range(t.qk_keys):
-                for c in range(t.qk_vectors):
-                    store(self.S, s[k][c].value, j[k] * t.q + panel * self.panel + c * W)
+            for c in range(t.qk_vectors):
+                r = fixed(panel * self.panel + c * W)
+                largest = []
+                for k in range(t.qk_keys):
+                    x = T.bind(self.bound.capped(s[k][c].value, tanh))
+                    largest.append(Register(self.masked(x, r, j[k]) if masked else x))
+                    store(self.S, largest[-1].value, j[k] * t.q + r)
+                store(m_new, T.max(load(m_new, W, r), combine(tirx.max, largest)), r)
 
-    def softmax(self, keys: Expr | int, masked: bool) -> None:
-        """m' = max(m, rowmax S), P = exp(S - m'), alpha = exp(m - m'), l = alpha l + rowsum P, m = m'.
-
-        S gets its soft cap first and, if masked, -inf where a key is invisible.
-        """
+    def softmax(self, keys: Expr | int) -> None:
+        """P = exp(S - m'), alpha = exp(m - m'), l = alpha l + rowsum P, m = m'."""
         W, log2_e = self.W, splat(LOG2_E, self.W, self.acc)
-
-        def each_key(body: Callable[[int, Expr], None]) -> None:
-            with T.serial(keys // CHAINS) as block:
-                for chain in range(CHAINS):
-                    body(chain, T.bind(block * CHAINS + chain))
-
         with T.serial(self.panels * self.tiles.qk_vectors) as v:
             r = T.bind(v * W)
-            m_old = T.bind(load(self.m, W, r))
-            m = [Register(m_old) for _ in range(CHAINS)]
-            l = [Register(like(0.0, m_old)) for _ in range(CHAINS)]
-
-            def maximum(chain: int, j: Expr) -> None:
-                s = T.bind(load(self.S, W, j * self.tiles.q + r))
-                if masked or self.problem.softcap:
-                    s = T.bind(self.bound.capped(s, tanh))
-                    s = T.bind(self.masked(s, r, j)) if masked else s
-                    store(self.S, s, j * self.tiles.q + r)
-                m[chain].value = T.max(m[chain].value, s)
-
-            each_key(maximum)
-            m_new = T.bind(combine(tirx.max, m))
+            m_old, m_new = (T.bind(load(self.memory[name], W, r)) for name in ("m", "m_new"))
             # Nothing seen so far: m' = -inf, and S - m' would be NaN.
             shift = T.bind(tirx.Select(m_new == like(float("-inf"), m_new), like(0.0, m_new), m_new))
             alpha = exp2((m_old - shift) * log2_e)
-
-            def exponential(chain: int, j: Expr) -> None:
-                p = exp2((load(self.S, W, j * self.tiles.q + r) - shift) * log2_e)
-                store(self.S, p, j * self.tiles.q + r)
-                l[chain].value += p
-
-            each_key(exponential)
+            l = [Register(like(0.0, m_old)) for _ in range(CHAINS)]
+            with T.serial(keys // CHAINS) as block:
+                for chain in range(CHAINS):
+                    j = T.bind(block * CHAINS + chain)
+                    p = exp2((load(self.S, W, j * self.tiles.q + r) - shift) * log2_e)
+                    store(self.S, p, j * self.tiles.q + r)
+                    l[chain].value += p
             store(self.l, load(self.l, W, r) * alpha + combine(lambda x, y: x + y, l), r)
             store(self.m, m_new, r)
             store(self.alpha, alpha, r)
 
     def masked(self, s: Expr, r: Expr, j: Expr) -> Expr:
         """s, or -inf where key kv0 + j is invisible to its row, of the vector at row r of the tile."""
-        key = splat((self.kv0 + j).astype("int32"), self.W, "int32")
-        visible = tirx.all(key >= load(self.memory["lo"], self.W, r), key < load(self.memory["hi"], self.W, r))
+        visible = []
+        if self.problem.mask is None or (self.problem.window is not None and not self.bound.mask_per_row):
+            key = splat((self.kv0 + j).astype("int32"), self.W, "int32")
+            lo, hi = (load(self.memory[name], self.W, r) for name in ("lo", "hi"))
+            visible += [key >= lo, key < hi]
         hidden = like(float("-inf"), s)
         if self.problem.mask is not None:
-            if self.bound.mask_per_row:
-                bias = T.bind(load(self.memory["M"], self.W, j * self.tiles.q + r))
-            else:
-                bias = T.bind(splat(self.memory["M"][j], self.W, self.acc))
-            visible, s = tirx.all(visible, bias > hidden), s + bias
-        return tirx.Select(visible, s, hidden)
+            M = self.memory["M"]
+            per_row = self.bound.mask_per_row
+            bias = T.bind(load(M, self.W, j * self.tiles.q + r) if per_row else splat(M[j], self.W, self.acc))
+            visible.append(bias > hidden)
+            s = s + bias
+        return tirx.Select(tirx.all(*visible), s, hidden)
 
     def accumulate(self, keys: Expr | int, leave_out: bool = False) -> None:
         """O = diag(alpha) O + P V. leave_out skips pairs with P = 0, whatever V holds."""
@@ -352,14 +377,3 @@ class _QueryTile:
             with T.serial(tirx.ceildiv(self.here, t.pv_rows)) as block:
                 rows = [T.bind(block * t.pv_rows + k) for k in range(t.pv_rows)]
                 self.kv.add_pv(rows, columns, keys, (self.O, self.alpha), lambda r, j: self.S[j * t.q + r], leave_out)
-
-    def v_is_finite(self, keys: Expr) -> Expr:
-        """Whether no value of the tile is infinite or NaN: the largest magnitude, as integers order it, is finite."""
-        integer, infinity = {"float32": ("int32", 0x7F800000), "float64": ("int64", 0x7FF0000000000000)}[self.acc]
-        largest = Register(splat(0, self.Wv, integer))
-        with T.serial(keys) as j:
-            for n in range(self.vectors):
-                bits = reinterpret(self.kv.v(j, n), integer)
-                magnitude = T.bind(T.bitwise_and(bits, like(2 ** (32 if integer == "int32" else 64) // 2 - 1, bits)))
-                largest.value = T.max(largest.value, magnitude)
-        return T.bind(reduce_lanes(largest.value, lambda x, y: T.max(x, y))) < tirx.const(infinity, integer)
