@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -59,18 +60,22 @@ def compile(
     from .runtime import load
 
     folder = Path(tempfile.mkdtemp(prefix="onnx-lowering-"))
-    compile_to(
-        folder / "module",
-        model,
-        target,
-        donate,
-        threads,
-        cc,
-        ranges=ranges,
-        static_cache=static_cache,
-        weights=weights,
-        dump=dump,
-    )
+    try:
+        compile_to(
+            folder / "module",
+            model,
+            target,
+            donate,
+            threads,
+            cc,
+            ranges=ranges,
+            static_cache=static_cache,
+            weights=weights,
+            dump=dump,
+        )
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     return load(folder / "module", temporary=folder)
 
 

@@ -22,7 +22,9 @@ from .passes.alignment import assume_element_alignment
 from .passes.donation import donate
 from .passes.kernels import schedule as schedule_kernels
 from .passes.pack_weights import pack_weights
+from .passes.plan_memory import plan_memory
 from .passes.release import add_release
+from .passes.size_classes import size_classes
 from .passes.sizes_first import sizes_first
 from .quantised import Scheme
 from .target import Target
@@ -106,8 +108,9 @@ def lower(
         ("bundle_weights", lambda mod: t.BundleModelParams("weights")(mod) if weights else mod),
         ("remove_purity_checking", t.RemovePurityChecking()),
         ("lower_call_tir", t.CallTIRRewrite()),
-        ("plan_memory", t.StaticPlanBlockMemory()),
+        ("plan_memory", plan_memory),
         ("lower_allocations", t.LowerAllocTensor()),
+        ("size_classes", size_classes),
         ("free_after_last_use", t.KillAfterLastUse()),
         ("lower_builtins", t.LowerRuntimeBuiltin()),
         ("compute_sizes", t.ComputePrimValue()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import tracemalloc
 from pathlib import Path
 
@@ -191,6 +192,16 @@ def test_tvms_converter_serves_the_rest_for_static_shapes_only() -> None:
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(lowering.NodeError, match="LpPool-24 'odd'"):
         lowering.compile(parse(text.format(n="N")))
+
+
+def test_a_compile_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    kept = lowering.compile(parse("m (float[2] x) => (float[2] y) { y = Relu (x) }"))
+    folders = list(tmp_path.iterdir())
+    with pytest.raises(lowering.NodeError):
+        lowering.compile(parse("m (float[3, 4, 5, 5] x) => (float[3, 4, 5, 5] y) { y = LRN <size = 3> (x) }"))
+    assert len(folders) == 1 and list(tmp_path.iterdir()) == folders
+    del kept
 
 
 def test_a_wrong_converter_of_tvms_is_never_used() -> None:

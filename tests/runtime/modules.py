@@ -17,7 +17,9 @@ from tvm.script import tirx as T
 from lowering import artifact
 from lowering.manifest import Manifest, TensorSpec
 from lowering.passes.alignment import assume_element_alignment
+from lowering.passes.plan_memory import plan_memory
 from lowering.passes.release import add_release
+from lowering.passes.size_classes import size_classes
 from lowering.runtime.parallel import link_options
 from lowering.target import resolve
 
@@ -46,8 +48,8 @@ def build_library(module: tvm.IRModule, target: str, views: bool = True) -> byte
     resolved = resolve(target)
     passes = [t.LegalizeOps(), t.AnnotateTIROpPattern(), t.FoldConstant(), t.FuseOps(), t.FuseTIR()]
     passes += [t.DeadCodeElimination(), *([t.RewriteDataflowReshape()] if views else [])]
-    lower = [t.ToNonDataflow(), t.RemovePurityChecking(), t.CallTIRRewrite(), t.StaticPlanBlockMemory()]
-    lower += [t.LowerAllocTensor(), t.KillAfterLastUse(), t.LowerRuntimeBuiltin(), t.ComputePrimValue()]
+    lower = [t.ToNonDataflow(), t.RemovePurityChecking(), t.CallTIRRewrite(), plan_memory]
+    lower += [t.LowerAllocTensor(), size_classes, t.KillAfterLastUse(), t.LowerRuntimeBuiltin(), t.ComputePrimValue()]
     lower += [t.VMShapeLower(), t.AttachGlobalSymbol()]
     with resolved.tvm, TemporaryDirectory() as folder:
         for run in passes:

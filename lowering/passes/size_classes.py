@@ -1,0 +1,43 @@
+"""Storage is asked for in powers of two.
+
+The runtime's allocator keeps what is given back, by size, and for ever. A model that is called with every length from 1
+to 512 would keep 512 sets of its tensors; so it keeps ten. Memory that is asked for and never touched costs nothing.
+"""
+
+from __future__ import annotations
+
+import tvm
+from tvm import relax, tirx
+from tvm.ir import prim
+
+from ..expressions import Expr
+
+# The allocator's own granule.
+_PAGE = 4096
+
+
+def size_classes(mod: tvm.IRModule) -> tvm.IRModule:
+    """The module with the size of every storage rounded up to a power of two, at least a page."""
+    mod = mod.clone()
+    for variable, function in mod.functions_items():
+        if isinstance(function, relax.Function):
+            mod[variable] = _Rounded().visit_expr(function)
+    return mod
+
+
+@relax.expr_functor.mutator
+class _Rounded(relax.PyExprMutator):
+    def visit_call_(self, call: relax.Call) -> relax.Call:
+        call = super().visit_call_(call)
+        if getattr(call.op, "name", "") != "relax.memory.alloc_storage":
+            return call
+        (size,) = call.args[0].values
+        return relax.Call(call.op, [relax.ShapeExpr([_power_of_two(size)]), *call.args[1:]], call.attrs, call.ty_args)
+
+
+def _power_of_two(size: Expr) -> Expr:
+    """The smallest that is at least `size` and a page."""
+    if isinstance(size, prim.IntImm):
+        return tirx.const(max(_PAGE, 1 << (int(size.value) - 1).bit_length()), "int64")
+    bits = 64 - tirx.clz(tirx.max(size, _PAGE) - 1)
+    return tirx.shift_left(tirx.const(1, "int64"), bits)

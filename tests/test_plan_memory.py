@@ -1,0 +1,116 @@
+"""Intermediate tensors share one block without overlapping, and memory does not grow with the sizes that were seen."""
+
+from __future__ import annotations
+
+import os
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+from tvm import tirx
+from tvm.sym import Analyzer
+
+import lowering
+from lowering.expressions import substitute
+from lowering.passes.plan_memory import Tensor, Terms, place, top
+
+B, S, P = (tirx.Var(name, "int64") for name in "BSP")
+
+
+def terms() -> Terms:
+    made = Terms()
+    made.add_symbols((B, S, P))
+    return made
+
+
+def tensor(known: Terms, size: object, first: int, last: int) -> Tensor:
+    polynomial = known.polynomial(size)
+    assert polynomial is not None
+    room = known.aligned(polynomial)
+    assert room is not None
+    return Tensor(first, last, polynomial, room)
+
+
+def value(known: Terms, polynomial: dict, sizes: dict) -> int:
+    return int(Analyzer().simplify(substitute(known.expression(polynomial), sizes)))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_two_tensors_that_live_together_overlap(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    known = terms()
+    constant = lambda k: tirx.const(int(k), "int64")  # noqa: E731
+    forms = [
+        lambda c: constant(c),
+        lambda c: B * S * constant(c),
+        lambda c: B * (S + P) * constant(c),
+        lambda c: B * S * (S + P) * constant(c),
+        lambda c: tirx.min(S, 7) * constant(c),
+        lambda c: tirx.max(S + P - 3, 0) * constant(c),
+    ]
+    tensors = []
+    for _ in range(40):
+        first = int(rng.integers(60))
+        size = forms[rng.integers(len(forms))](rng.choice([1, 4, 24, 64, 256, 1000, 3072]))
+        tensors.append(tensor(known, size, first, first + int(rng.integers(1, 12))))
+    place(tensors)
+    total = top(tensors)
+    for numbers in rng.integers(0, 40, (8, 3)):
+        sizes = {s: constant(n) for s, n in zip((B, S, P), np.maximum(numbers, (0, 1, 0)))}
+        spans = []
+        for t in tensors:
+            begin = value(known, t.offset, sizes)
+            assert begin % 64 == 0 and begin >= 0
+            spans.append((begin, begin + value(known, t.size, sizes)))
+            assert spans[-1][1] <= value(known, total, sizes)
+        for k, a in enumerate(tensors):
+            for j, b in enumerate(tensors[:k]):
+                together = a.first <= b.last and b.first <= a.last
+                assert not together or spans[k][1] <= spans[j][0] or spans[j][1] <= spans[k][0]
+
+
+def test_a_transformer_layer_takes_what_lives_at_once() -> None:
+    """Four tensors of attention lie where the inner one of the feed-forward part lies later."""
+    known = terms()
+    row = B * S * 1024
+    tensors = [tensor(known, row, 0, 9)]
+    tensors += [tensor(known, row, k, 4) for k in range(1, 4)]
+    tensors += [tensor(known, row * 4, 5, 7), tensor(known, row, 7, 9), tensor(known, B * S * 8, 1, 3)]
+    place(tensors)
+    assert top(tensors) == known.polynomial(row * 6)
+
+
+def test_sizes_that_may_be_negative_are_not_planned() -> None:
+    known = terms()
+    assert known.polynomial(tirx.floordiv(S - 5, 2) * 4) is None
+    below = known.polynomial(S * 4 - 400)
+    assert below is not None and known.aligned(below) is None
+
+
+def chain(rows: str = "n") -> onnx.ModelProto:
+    """Eight softmaxes over alternating axes of x[n, 4096], each a kernel of its own."""
+    x, y = (helper.make_tensor_value_info(k, TensorProto.FLOAT, [rows, 4096]) for k in "xy")
+    names = ["x", *(f"t{k}" for k in range(7)), "y"]
+    nodes = [helper.make_node("Softmax", [a], [b], axis=k % 2) for k, (a, b) in enumerate(pairwise(names))]
+    graph = helper.make_graph(nodes, "chain", [x], [y])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+
+
+def resident() -> int:
+    """Bytes of memory that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_memory_does_not_grow_with_the_sizes_that_were_seen() -> None:
+    module = lowering.compile(chain())
+    largest = np.ones((160, 4096), "f")
+    for _ in range(2):
+        module.run({"x": largest})
+    before = resident()
+    for rows in range(1, 160):
+        module.run({"x": largest[:rows]})
+    # Less than one set of tensors for each power of two; by length they would be 160 times 80 rows.
+    assert resident() - before < 6 * largest.nbytes
