@@ -7,6 +7,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+# How many times the length of its turns a contender may take in all.
+_PATIENCE = 10
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -25,18 +28,23 @@ def interleaved(contenders: Mapping[str, Callable[[], object]], turns: int, seco
     """Times every contender `turns` times, one after the other; each turn repeats its call for about `seconds`.
 
     Every contender is warm: it has been called twice before, and where a turn has several calls once more before its
-    clock starts, so that it finds the caches as its own calls leave them.
+    clock starts, so that it finds the caches as its own calls leave them. One whose single call takes many times as
+    long as a turn sits out the later turns, three at least being its own.
     """
-    number = {}
+    number, own_turns = {}, {}
     for name, call in contenders.items():
         call()
         start = time.perf_counter()
         call()
-        number[name] = max(1, round(seconds / max(time.perf_counter() - start, 1e-9)))
+        once = max(time.perf_counter() - start, 1e-9)
+        number[name] = max(1, round(seconds / once))
+        own_turns[name] = min(turns, max(3, int(_PATIENCE * seconds * turns / once)))
     wall: dict[str, list[float]] = {name: [] for name in contenders}
     cpu: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(turns):
+    for turn in range(turns):
         for name, call in contenders.items():
+            if turn >= own_turns[name]:
+                continue
             if number[name] > 1:
                 call()
             cpu_start, wall_start = time.process_time(), time.perf_counter()
