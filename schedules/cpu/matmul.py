@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import tvm
-from tvm import tirx
+from tvm import DataType, tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
@@ -34,7 +34,10 @@ from .loops import split_among_threads, unravel, vector_loop, volume
 from .product import Product, follows, read_product
 from .stages import Axis, Stage, read_stages
 from .values import Evaluator, View, flat_view, read
-from .vector import Machine, Register, convert, fixed, load, machine, splat, store, workspace
+from .vector import Machine, Register, convert, fixed, load, machine, prefetch, splat, store, workspace
+
+_LINE = 64  # bytes of a cache line
+_WAITING_ROWS = 2  # a product of so many rows with codes is done before the next codes are there
 
 
 @dataclass(frozen=True)
@@ -281,9 +284,18 @@ class _Kernel:
         }
         whole = codes.block or t.kc  # the length of a block
 
+        def ask(buffer: tirx.Buffer, start: Expr, ahead: int) -> None:
+            """Prefetches a row of a panel, so many bytes ahead. Processors do so themselves up to the end of a page."""
+            if len(starts) <= _WAITING_ROWS:
+                size = DataType(buffer.dtype).itemsize
+                for line in range(0, t.nr * size, _LINE):
+                    prefetch(buffer, start + (ahead + line) // size, level=1)
+
         def block(start: Expr, length: int) -> None:
             """The block from k0 + start on."""
             place = fixed((panel * blocks + ((k0 + start) // codes.block if codes.block else 0)) * t.nr)
+            if codes.block:
+                ask(memory[codes.scale.source], place, 1024)
             zeros = [
                 T.bind(widened(memory[codes.zero.source], t.lanes, place + v, cpu)) if codes.zero is not None else None
                 for v in vectors
@@ -292,6 +304,7 @@ class _Kernel:
 
             with T.serial((length + group - 1) // group) as g:
                 first = fixed((panel * stored + (k0 + start) // group + g) * t.nr)
+                ask(self.b, first, 4096)
                 b = [Register(load(self.b, t.lanes, first + v)) for v in vectors]
                 with T.serial(group if length % group == 0 else tirx.min(group, length - g * group)) as k:
                     for n, zero in enumerate(zeros):

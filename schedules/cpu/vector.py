@@ -102,10 +102,10 @@ def store(buffer: tirx.Buffer, value: Expr, *index: Expr | int) -> None:
     T.buffer_store(buffer, value, [*index[:-1], at(index[-1], lanes_of(value))])
 
 
-def prefetch(buffer: tirx.Buffer, *index: Expr | int) -> None:
-    """Asks for the cache line of an element to be brought into the second-level cache. It need not exist."""
-    read, moderate, data = 0, 2, 1
-    options = (tirx.const(option, "int32") for option in (read, moderate, data))
+def prefetch(buffer: tirx.Buffer, *index: Expr | int, level: int = 2) -> None:
+    """Asks for the cache line of an element to be brought into the cache of that level, 1 to 3. It need not exist."""
+    read, locality, data = 0, 4 - level, 1
+    options = (tirx.const(option, "int32") for option in (read, locality, data))
     T.evaluate(tirx.call_llvm_intrin("void", "llvm.prefetch", T.address_of(buffer[index]), *options))
 
 
