@@ -89,8 +89,10 @@ class _Names:
         if isinstance(expr, prim.Cast):
             return self.text(expr.value)
         if type(expr) in _SIGNS:
-            a, b = (f"({t})" if " " in t else t for t in (self.text(expr.a), self.text(expr.b)))
-            return f"{a} {_SIGNS[type(expr)]} {b}"
+            bare = isinstance(expr, prim.Add) or (isinstance(expr, prim.Mul) and isinstance(expr.a, prim.Mul))
+            a, b = self.text(expr.a), self.text(expr.b)
+            a = f"({a})" if " " in a and not bare else a
+            return f"{a} {_SIGNS[type(expr)]} " + (f"({b})" if " " in b else b)
         if isinstance(expr, prim.Min | prim.Max):
             return f"{'min' if isinstance(expr, prim.Min) else 'max'}({self.text(expr.a)}, {self.text(expr.b)})"
         raise _Unknown
@@ -105,6 +107,9 @@ class _Counter:
         self.touched: dict[tirx.Buffer, Expr] = {}
         self.product = False  # whether any sum of products of different elements is among it: a matrix product
         self.facts = Facts.of(func)
+        for size in self.facts.largest:
+            self.facts.analyzer.bind(size, ir.Range(0, 1 << 40), allow_override=True)
+        self._views: dict[tirx.Buffer, tirx.Buffer] = {}  # of arguments
         self._extents: dict[tirx.Var, Expr] = {}  # of loops
         self._made_of: dict[tirx.Var, set[tirx.Var]] = {}  # the loops that other variables depend on
 
@@ -114,7 +119,9 @@ class _Counter:
     def bytes(self) -> Expr:
         total = _zero()
         for buffer, count in self.touched.items():
-            total = total + tirx.min(self.simplify(count), self.simplify(_elements(buffer))) * _itemsize(buffer)
+            count, whole = self.simplify(count), self.simplify(_elements(buffer))
+            needed = whole if self.facts.can_prove(count >= whole) else tirx.min(count, whole)
+            total = total + needed * _itemsize(buffer)
         return self.simplify(total)
 
     def statement(self, stmt: tirx.Stmt, points: Expr) -> None:
@@ -139,9 +146,7 @@ class _Counter:
                 self.value(stmt.value, points)
             case tirx.IfThenElse():
                 self.value(stmt.condition, points)
-                for branch in (stmt.then_case, stmt.else_case):
-                    if branch is not None:
-                        self.statement(branch, points)
+                self.branches([stmt.then_case, stmt.else_case], points)
             case tirx.BufferStore():
                 self.touch(stmt.buffer, stmt.indices)
                 for expr in (stmt.value, *stmt.indices):
@@ -150,10 +155,29 @@ class _Counter:
                 self.statement(stmt.body, points)
             case tirx.Evaluate():
                 self.value(stmt.value, points)
-            case tirx.AllocBuffer() | tirx.DeclBuffer():
+            case tirx.DeclBuffer():
+                for argument in self.arguments:
+                    if any(argument.same_as(node) for node in walk(stmt.data)):
+                        self._views[stmt.buffer] = argument
+            case tirx.AllocBuffer():
                 pass
             case _:  # loops until something holds, and what else no sizes tell
                 raise _Unknown
+
+    def branches(self, branches: list[tirx.Stmt | None], points: Expr) -> None:
+        """Counts the larger one."""
+        operations, touched = self.operations, self.touched
+        counted = []
+        for branch in branches:
+            self.operations, self.touched = operations, dict(touched)
+            if branch is not None:
+                self.statement(branch, points)
+            counted.append((self.operations, self.touched))
+        (operations, touched), (others, touched_else) = counted
+        self.operations = self.simplify(tirx.max(operations, others))
+        for buffer, count in touched_else.items():
+            touched[buffer] = self.simplify(tirx.max(touched.get(buffer, _zero()), count))
+        self.touched = touched
 
     def value(self, expr: Expr, points: Expr) -> None:
         count = 0
@@ -166,6 +190,7 @@ class _Counter:
             self.operations = self.operations + points * count
 
     def touch(self, buffer: tirx.Buffer, indices: list[Expr]) -> None:
+        buffer = self._views.get(buffer, buffer)
         if any(buffer.same_as(argument) for argument in self.arguments):
             points = tirx.const(1, "int64")
             for loop in sorted(set().union(*map(self._loops, indices)), key=lambda var: var.name):

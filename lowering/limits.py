@@ -1,4 +1,4 @@
-"""What this machine can do at most, by kernels that need nothing but NumPy: `python -m lowering.limits BYTES`.
+"""What this machine can do at most, by kernels that need nothing but NumPy.
 
 Arithmetic: a product of two float32 matrices of 2048 x 2048. Reading: a float32 dot product of a vector with itself.
 Both are calls of NumPy's BLAS, which takes its number of threads from the environment when it is loaded; hence a
@@ -40,25 +40,25 @@ def measure_limits(threads: int, size: int) -> Limits:
     """The limits for that many threads, reading `size` bytes (1 MiB at least, 1 GiB at most)."""
     environment = {**os.environ, **dict.fromkeys(_THREADS, str(threads))}
     size = min(max(size, _SMALLEST), _LARGEST)
-    command = [sys.executable, "-m", __name__, str(size)]
+    command = [sys.executable, __file__, str(size), str(_SECONDS)]
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     return Limits(**json.loads(done.stdout), bytes=size)
 
 
-def _main(size: int) -> dict[str, float]:
+def _measured(size: int, seconds: float) -> dict[str, float]:
     a, b = (np.ones((_SIZE, _SIZE), np.float32) for _ in range(2))
     out = np.empty_like(a)
     x = np.ones(size // 4, np.float32)
     return {
-        "flops": 2 * _SIZE**3 / _fastest(lambda: np.matmul(a, b, out=out)),
-        "bandwidth": x.nbytes / _fastest(lambda: np.dot(x, x)),
+        "flops": 2 * _SIZE**3 / _fastest(lambda: np.matmul(a, b, out=out), seconds),
+        "bandwidth": x.nbytes / _fastest(lambda: np.dot(x, x), seconds),
     }
 
 
-def _fastest(run: Callable[[], object]) -> float:
+def _fastest(run: Callable[[], object], seconds: float) -> float:
     run()
     times: list[float] = []
-    while sum(times) < _SECONDS or len(times) < 3:
+    while sum(times) < seconds or len(times) < 3:
         begin = time.perf_counter()
         run()
         times.append(time.perf_counter() - begin)
@@ -66,4 +66,4 @@ def _fastest(run: Callable[[], object]) -> float:
 
 
 if __name__ == "__main__":
-    print(json.dumps(_main(int(sys.argv[1]))))
+    print(json.dumps(_measured(int(sys.argv[1]), float(sys.argv[2]))))

@@ -73,7 +73,8 @@ def after_fusion(before: tvm.IRModule, after: tvm.IRModule, origins: Origins) ->
             name = known.get(_key(value.value, {**names, **inner}), value.var.name)
             inner[value.var] = names[binding.var] = name
             found += [node for node in origins.get(name, ()) if node not in found]
-        result[binding.var.name] = tuple(found)
+        if found:  # others may have the name of a variable that fusion made
+            result[binding.var.name] = tuple(found)
     return result
 
 

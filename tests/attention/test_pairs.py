@@ -1,0 +1,49 @@
+"""How much an attention has to do equals a count over the reference's scores: random problems, masks and lengths."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import tvm
+from attention_cases import TARGET, Case, arrays, borrow, cases
+from hypothesis import HealthCheck, given, settings
+
+from lowering.attention.bound import HIDDEN
+from lowering.attention.pairs import count_pairs
+from lowering.attention.problem import AttentionProblem
+from lowering.attention.reference import reference
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(cases(4))
+def test_counts(calls: list[Case]) -> None:
+    function = count_pairs(calls[0].problem).with_attr("global_symbol", "count_pairs")
+    module = tvm.compile(tvm.IRModule({"count_pairs": function}), target=TARGET)
+    for case in calls:
+        case = dataclasses.replace(case, poisoned=False)
+        p, inputs = case.problem, arrays(case)
+        tensors = {name: borrow(array) for name, array in inputs.items()} | {"past": case.past}
+        outputs = {"y": p.v_head_dim, "qk": case.kv_len}
+        for name, width in outputs.items():
+            shape = (case.batch, p.q_heads, case.q_len, width)
+            if name == "y" and p.q_layout == "bshd":
+                shape = (case.batch, case.q_len, p.q_heads * width)
+            tensors[name] = borrow(np.zeros(shape, p.dtype))
+        counts = np.full(2, -1)
+        module["count_pairs"](*(tensors[name] for name in p.parameters()), borrow(counts))
+        seen = bias(p, case, inputs) > HIDDEN
+        assert counts[0] == seen.sum()
+        before_mask = bias(dataclasses.replace(p, mask=None), case, {**inputs, "mask": None}) > HIDDEN
+        needed = before_mask.any(axis=(1, 2)).sum() * p.kv_heads
+        assert 0 <= counts[1] <= case.batch * p.kv_heads * case.kv_len
+        if p.mask is None and p.window is None and case.q_len:
+            assert counts[1] == case.batch * p.kv_heads * case.kv_len - needed
+
+
+def bias(p: AttentionProblem, case: Case, inputs: dict[str, np.ndarray]) -> np.ndarray:
+    """What is added to each score, -inf where a key is hidden: [B, Hq, S, T]."""
+    nothing = {name: np.zeros_like(inputs[name]) for name in ("q", "k", "v")}
+    _, scores = reference(dataclasses.replace(p, softcap=0.0, qk_mode=2), **{**inputs, **nothing}, past=case.past)
+    assert scores is not None
+    return scores

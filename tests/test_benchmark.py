@@ -1,0 +1,161 @@
+"""`lowering.bench`: the work of known models, times that add up, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+import lowering
+from lowering import limits
+from lowering.cli import main
+from lowering.manifest import FILE, Manifest
+from lowering.runtime.profiler import evaluate
+
+B, S, H, D, WIDTH, ROWS = 3, 37, 4, 16, 256, 500
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Embeddings, causal attention with grouped heads, and a gated product, of any batch and length."""
+    model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["" : 24]>
+        m (int64[batch, tokens] ids, bool spare) => (float[batch, tokens, {WIDTH}] y) {{
+          x = Gather (table, ids)
+          q = MatMul (x, wq) k = MatMul (x, wk)
+          a = Attention <is_causal = 1, q_num_heads = {H}, kv_num_heads = {H // 2}> (q, k, k)
+          h = MatMul (a, wide) c = Swish (h)
+          same = Identity (c) otherwise = Neg (c)
+          y = If (spare) <
+            then_branch = t () => (float[batch, tokens, {WIDTH}] ty) {{ ty = Mul (same, otherwise) }},
+            else_branch = e () => (float[batch, tokens, {WIDTH}] ey) {{ ey = Exp (same) }}
+          >
+        }}""")
+    rng = np.random.default_rng()
+    shapes = {"table": (ROWS, 64), "wq": (64, H * D), "wk": (64, H // 2 * D), "wide": (H * D, WIDTH)}
+    for name, shape in shapes.items():
+        model.graph.initializer.append(numpy_helper.from_array(rng.standard_normal(shape).astype(np.float32), name))
+    folder = tmp_path_factory.mktemp("bench") / "out"
+    lowering.compile(model).save(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def quick_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "_SECONDS", 0.0)
+
+
+def test_work_of_a_known_model(artifact: Path) -> None:
+    profile = lowering.bench(artifact, {"batch": B, "tokens": S}, seconds=0)
+    by_node = {node.split()[-1]: call for call in profile.calls for node in call.nodes}
+    rows = B * S
+    assert by_node["q"].flops == 2 * rows * 64 * H * D and by_node["k"].flops == by_node["q"].flops // 2
+    # Pairs below the diagonal, two products of D each, for every query head.
+    assert by_node["a"].flops == 4 * D * H * B * S * (S + 1) // 2
+    assert by_node["a"].bytes == 4 * rows * D * (H + 2 * H // 2 + H)
+    # Swish: an exponential, a sum, a quotient, and the sign.
+    assert by_node["h"] is by_node["c"] and by_node["h"].flops - 2 * rows * H * D * WIDTH in range(
+        3 * rows * WIDTH, 6 * rows * WIDTH
+    )
+    assert by_node["x"].flops == 0 and by_node["x"].bytes == rows * (64 * 4 * 2 + 8)
+    assert "ty" in by_node and "ey" not in by_node  # bools are True
+    assert [by_node[name].kernel.kind for name in "qkahx"] == ["matmul"] * 2 + ["attention", "matmul", "other"]
+    assert [by_node[name].kernel.schedule for name in "qax"] == ["matmul", "attention", "elementwise"]
+    few = lowering.bench(artifact, {"batch": 1, "tokens": 2}, seconds=0)
+    assert next(c for c in few.calls if c.kernel.kind == "attention").flops == 4 * D * H * 3
+
+
+def test_rows_of_a_table_are_read_once(artifact: Path) -> None:
+    """Of more rows than the table has, no more than the table."""
+    ids = np.zeros((20, S), np.int64)
+    (call,) = (c for c in lowering.bench(artifact, inputs={"ids": ids}, seconds=0).calls if "Gather x" in c.nodes)
+    assert call.bytes == ROWS * 64 * 4 + ids.size * (64 * 4 + 8)
+
+
+def test_times_add_up(artifact: Path) -> None:
+    profile = lowering.bench(lowering.load(artifact), {"batch": 8, "tokens": 256}, seconds=0.5)
+    total = sum(call.seconds for call in profile.calls)
+    assert 0.6 * profile.cpu_seconds < total < 2 * profile.cpu_seconds  # of one thread; others may run beside it
+    low, high = profile.quartiles
+    assert 0 < low <= profile.seconds <= high and 0 < profile.cpu_seconds < 1.5 * high
+    kinds = profile.by_kind()
+    assert set(kinds) == {"matmul", "attention", "other"}
+    assert sum(k.calls for k in kinds.values()) == len(profile.calls) == profile.total().calls
+    assert sum(k.flops for k in profile.by_kernel().values()) == profile.total().flops
+    assert all(profile.cost(call).of_limit > 0 for call in profile.calls)
+
+
+def test_command_without_the_compiler(artifact: Path, tmp_path: Path) -> None:
+    """As the README has it: a table, JSON and a picture from a process in which nothing can import TVM."""
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    documented = re.search(r"^onnx-lowering (bench out/ .*?)   .*$", readme, re.M)
+    assert documented is not None
+    arguments = ["artifact" if a == "out/" else a for a in shlex.split(documented[1])]
+    (tmp_path / "artifact").symlink_to(artifact)
+    code = "import sys; sys.modules['tvm'] = None; from lowering.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, *arguments, "--seconds", "0", "--png", "bench.png"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for text in ("of the limit", "NumPy's sgemm", "between kernels", "Attention a", "elementwise"):
+        assert text in done.stdout
+    written = json.loads((tmp_path / "bench.json").read_text())
+    assert written["by_kind"]["attention"]["calls"] == 1 and written["limits"]["flops"] > 1e9
+    assert [c["kernel"]["schedule"] for c in written["calls"]].count("attention") == 1
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_sizes_that_are_missing_or_unknown(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(lowering.InputError, match=r"dimensions 'batch', 'tokens': .* --dim batch=8 --dim tokens=8"):
+        lowering.bench(artifact)
+    with pytest.raises(lowering.InputError, match=r"no input has a symbolic dimension 'length'. There are: batch, tok"):
+        lowering.bench(artifact, {"batch": 1, "tokens": 2, "length": 3})
+    with pytest.raises(lowering.InputError, match="there is no input 'other'"):
+        lowering.bench(artifact, {"batch": 1, "tokens": 2}, {"other": np.zeros(3)})
+    assert main(["bench", str(artifact), "--dim", "batch=x"]) == 1
+    assert "write NAME=SIZE" in capsys.readouterr().err
+
+
+def test_a_cache_of_slots_is_filled_as_asked() -> None:
+    model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["" : 24]>
+        m (float[B, 2, S, {D}] q, float[B, 2, S, {D}] k, float[B, 2, P, {D}] past_k, float[B, 2, P, {D}] past_v)
+          => (float[B, 2, S, {D}] y, float[B, 2, T, {D}] new_k, float[B, 2, T, {D}] new_v) {{
+          new_k = Concat <axis = 2> (past_k, k) new_v = Concat <axis = 2> (past_v, k) y = Attention (q, new_k, new_v)
+        }}""")
+    module = lowering.compile(model, static_cache=64)
+    assert module.manifest.slots is not None
+    length = module.manifest.slots.length
+    with pytest.raises(lowering.InputError, match=f"--dim {length}=8"):
+        lowering.bench(module, {"B": 1, "S": 1})
+    for past in (40, 20):
+        profile = lowering.bench(module, {"B": 3, "S": 1, length: past}, seconds=0)
+        (attention,) = (c for c in profile.calls if c.kernel.kind == "attention")
+        assert attention.flops == 4 * D * 3 * 2 * (past + 1)
+        rows = 3 * 2 * D * 4
+        updates = [c for c in profile.calls if c.kernel.name.startswith("update_cache")]
+        assert len(updates) == 2 and all(2 * rows <= c.bytes <= 2 * rows + 3 * 8 for c in updates)
+        assert rows * 2 * (past + 2) <= attention.bytes < rows * 2 * (past + 3)  # and the lengths
+
+
+def test_an_artifact_for_another_machine(artifact: Path, tmp_path: Path) -> None:
+    lowering.load(artifact).save(tmp_path / "out")
+    path = tmp_path / "out" / FILE
+    manifest = dataclasses.replace(Manifest.from_dict(json.loads(path.read_text())), cpu_features=("avx1024",))
+    manifest = dataclasses.replace(manifest, hashes={**manifest.hashes, FILE: manifest.digest()})
+    path.write_text(manifest.to_json())
+    with pytest.raises(lowering.ArtifactError, match="a CPU with avx1024, which this one lacks"):
+        lowering.bench(tmp_path / "out", {"batch": 1, "tokens": 2})
+
+
+@pytest.mark.parametrize("text", ["n ** 2", "n + m", "__import__('os')", "abs(n)", "n if n else 1", "2.5"])
+def test_only_arithmetic_of_sizes_is_evaluated(text: str) -> None:
+    assert evaluate("min(n * 3, 7) - (n + 1) // 2 % 5", {"n": 2}) == 5
+    with pytest.raises(ValueError, match="no arithmetic of n"):
+        evaluate(text, {"n": 2})
