@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from .errors import InputError
+
 if TYPE_CHECKING:
     from .benchmark import Cost, Profile
 
@@ -53,9 +55,13 @@ def text(profile: Profile) -> str:
 
 
 def picture(profile: Profile, path: Path) -> None:
-    """A bar for the time of each kernel, the limit's share of it darker."""
-    from matplotlib.figure import Figure
-
+    """A bar for the time of each kernel, the limit's share of it darker. Raises InputError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise InputError(
+            f"'{path}' is not drawn: matplotlib is not installed; pip install 'onnx-lowering[bench]' brings it."
+        ) from error
     costs = list(profile.by_kernel().items())[:_COSTLIEST]
     kinds = {call.kernel.name: call.kernel.kind for call in profile.calls}
     colours = {"matmul": "tab:blue", "attention": "tab:orange", "other": "tab:green"}

@@ -144,6 +144,16 @@ def test_a_cache_of_slots_is_filled_as_asked() -> None:
         assert rows * 2 * (past + 2) <= attention.bytes < rows * 2 * (past + 3)  # and the lengths
 
 
+def test_a_picture_without_matplotlib(
+    artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    sizes = ["--dim", "batch=1", "--dim", "tokens=2", "--seconds", "0"]
+    assert main(["bench", str(artifact), *sizes, "--png", str(tmp_path / "bench.png")]) == 1
+    written = capsys.readouterr()
+    assert "attention" in written.out and "'onnx-lowering[bench]'" in written.err
+
+
 def test_an_artifact_for_another_machine(artifact: Path, tmp_path: Path) -> None:
     lowering.load(artifact).save(tmp_path / "out")
     path = tmp_path / "out" / FILE
