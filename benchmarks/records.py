@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -85,10 +85,13 @@ class Results:
     records: dict[str, Record] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
-        """Whole or not at all."""
-        data = {**asdict(self), "records": [asdict(record) for record in self.records.values()]}
+        """Whole or not at all; a record is a line."""
+        about = asdict(replace(self, records={}))
+        del about["records"]
+        lines = [json.dumps(_rounded(asdict(record))) for record in self.records.values()]
+        text = json.dumps(about)[:-1] + ', "records": [\n' + ",\n".join(lines) + "\n]}\n"
         partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(_rounded(data), indent=1) + "\n")
+        partial.write_text(text)
         os.replace(partial, path)
 
 
