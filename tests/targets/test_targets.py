@@ -68,6 +68,22 @@ def test_missing_cross_linker_is_one_sentence(monkeypatch: pytest.MonkeyPatch, t
 
 
 @pytest.mark.skipif(shutil.which("aarch64-linux-gnu-gcc") is None, reason="needs Debian's gcc-aarch64-linux-gnu")
+def test_aarch64_expands_weights_in_vectors(tmp_path: Path) -> None:
+    """A product with a matrix of 4 bits is code of that machine, which turns vectors of integers into floats."""
+    model = onnx.parser.parse_model("""
+    <ir_version: 10, opset_import: ["" : 21]>
+    model (float[n, 64] x) => (float[n, 32] y) <float[64, 32] w = {0}> { y = MatMul (x, w) }
+    """)
+    w = np.random.default_rng().standard_normal((64, 32), np.float32)
+    model.graph.initializer[0].CopyFrom(onnx.numpy_helper.from_array(w, "w"))
+    manifest = compile_to(tmp_path / "out", model, "cpu:aarch64", weights="int4")
+    assert [weight.storage for weight in manifest.weights] == ["int32", "float16"]
+    command = ["aarch64-linux-gnu-objdump", "-d", tmp_path / "out" / "model.so"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert re.search(r"scvtf\s+v\d+\.4s", text) and re.search(r"fml[as]\s+v\d+\.4s", text)
+
+
+@pytest.mark.skipif(shutil.which("aarch64-linux-gnu-gcc") is None, reason="needs Debian's gcc-aarch64-linux-gnu")
 @pytest.mark.skipif(shutil.which("qemu-aarch64") is None, reason="needs Debian's qemu-user")
 def test_aarch64_kernel_under_emulation(tmp_path: Path) -> None:
     compile_to(tmp_path / "out", MODEL, "cpu:aarch64")
