@@ -10,18 +10,16 @@ from .report import rows
 
 
 def draw(results: Results, path: Path) -> None:
-    """Two columns of bars: how often faster than the best peer we are, and our share of the limit."""
+    """Two columns of bars: how many times as fast as the best peer we are, and our share of the limit."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
-        print(f"without a chart: matplotlib is not installed, and '{path}' is not drawn.", file=sys.stderr)
+        print(f"'{path}' is not drawn: matplotlib is not installed; pip install '.[bench]' brings it.", file=sys.stderr)
         return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     found = [row for row in rows(results) if row.seconds is not None]
     names = [row.record.case for row in found]
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 1 + 0.19 * len(names)), sharey=True, layout="constrained")
+    figure = Figure(figsize=(11, 1 + 0.19 * len(names)), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
     figure.suptitle(f"onnx-lowering, {results.threads} thread(s), {results.machine}", fontsize=10)
     for axis, values, title in (
         (axes[0], [row.ratio or 0.0 for row in found], "times as fast as the best peer"),
@@ -35,4 +33,3 @@ def draw(results: Results, path: Path) -> None:
     axes[0].set_xscale("log")
     axes[0].invert_yaxis()
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)
