@@ -10,7 +10,8 @@ from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.bound import Bound
 
-from .vector import Buffer, Machine, Register, convert, cover, like, load, prefetch, splat, store
+from .dot_bf16 import dot, unzip, words_of, zip_rows
+from .vector import Buffer, Machine, Register, convert, cover, fixed, like, load, prefetch, splat, store
 
 
 def load_as(bound: Bound, cpu: Machine, name: str, h: Expr, row: tuple[Expr, Expr], d: Expr | int, lanes: int) -> Expr:
@@ -27,6 +28,9 @@ class KeyValueTile:
     `scratch` says how large they are. With size = 0 it is read where it lies too, and widened at each use. Rows are
     counted from the start of the tile. A row of V consists of `vectors` vectors of Wv lanes, of which the last may
     overlap the one before.
+
+    On machines with products of bfloat16 pairs (`pairs`), scratch tiles hold words: K pairs of neighbours in a row, V
+    pairs of neighbouring rows. Then d counts words of a key, and j pairs of values.
     """
 
     def __init__(self, bound: Bound, cpu: Machine, size: int, b: Expr, hk: Expr) -> None:
@@ -34,13 +38,18 @@ class KeyValueTile:
         self.next: tuple[Expr, Expr, Expr] | None = None
         p = bound.problem
         W = cpu.lanes(p.acc_dtype)
-        self.D = p.head_dim
+        self.pairs = (
+            (size > 0 and cpu.bf16_dot and p.dtype == p.v_dtype == "bfloat16")
+            and p.acc_dtype == "float32"
+            and (p.head_dim % 2 == 0 and p.v_head_dim >= W)
+        )
+        self.D = p.head_dim // 2 if self.pairs else p.head_dim
         self.Wk, self.k_starts = cover(p.head_dim, W)
         self.Wv, self.v_starts = cover(p.v_head_dim, W)
         self.vectors = len(self.v_starts)
         self.unpacks_k, self.unpacks_v = (size > 0 and dtype != p.acc_dtype for dtype in (p.dtype, p.v_dtype))
         self.scratch = {
-            "K": (self.unpacks_k * size * p.head_dim, p.acc_dtype),
+            "K": (self.unpacks_k * size * self.D, p.acc_dtype),
             "V": (self.unpacks_v * size * self.vectors * self.Wv, p.acc_dtype),
         }
 
@@ -54,6 +63,9 @@ class KeyValueTile:
         self.start, self.end, self.K, self.V, self.next = start, end, memory["K"], memory["V"], next
         if not (self.unpacks_k or self.unpacks_v):
             return
+        if self.pairs:
+            self.open_pairs()
+            return
         with T.serial(end - start) as j:
             row = (self.b, start + j)
             for d in self.k_starts if self.unpacks_k else ():
@@ -61,6 +73,25 @@ class KeyValueTile:
             for n, d in enumerate(self.v_starts) if self.unpacks_v else ():
                 v = load_as(self.bound, self.cpu, "v", self.hk, row, d, self.Wv)
                 store(self.V, v, (j * self.vectors + n) * self.Wv)
+
+    def open_pairs(self) -> None:
+        """The tile's words. A value behind the last is 0."""
+        w, starts = cover(self.D, self.cpu.lanes("float32"))
+        with T.serial(self.end - self.start) as j:
+            for d in starts:
+                store(self.K, words_of(self.raw("k", j, 2 * d, 2 * w)), j * self.D + d)
+        with T.serial(tirx.ceildiv(self.end - self.start, 2)) as pair:
+            low, high = fixed(pair * 2), fixed(tirx.min(pair * 2 + 1, self.end - self.start - 1))
+            for n, d in enumerate(self.v_starts):
+                words = zip_rows(self.raw("v", low, d, self.Wv), self.raw("v", high, d, self.Wv))
+                alone = zip_rows(self.raw("v", low, d, self.Wv), None)
+                both = splat(low < high, self.Wv, "bool")
+                store(self.V, tirx.Select(both, words, alone), (pair * self.vectors + n) * self.Wv)
+
+    def raw(self, name: str, j: Expr, d: int, lanes: int) -> Expr:
+        """Elements [d, d + lanes) of row j of k or v, in their own type."""
+        buffer, indices = self.bound.at(name, self.b, self.hk, self.start + j, T.int64(d))
+        return load(buffer, lanes, *indices)
 
     def k(self, j: Expr, d: Expr, lanes: int = 1) -> Expr:
         """Elements [d, d + lanes) of key j."""
@@ -107,18 +138,26 @@ class KeyValueTile:
         for r in rows:
             scale = T.bind(splat(alpha[r], self.Wv, acc))
             o.append([Register(load(O, self.Wv, (r * self.vectors + n) * self.Wv) * scale) for n in columns])
-        with T.serial(keys) as j:
+        with T.serial((keys + 1) // 2 if self.pairs else keys) as j:
             for n in columns:
                 self.prefetch("v", j, self.v_starts[n])
             v = [T.bind(self.v(j, n)) for n in columns]
             for k, r in enumerate(rows):
                 weight = T.bind(splat(p(r, j), self.Wv, acc))
                 for n, register in enumerate(o[k]):
-                    new = register.value + weight * v[n]
-                    register.value = tirx.Select(weight == like(0.0, weight), register.value, new) if leave_out else new
+                    register.value = self.add_product(register.value, weight, v[n], leave_out)
         for k, r in enumerate(rows):
             for n, register in zip(columns, o[k]):
                 store(O, register.value, (r * self.vectors + n) * self.Wv)
+
+    def add_product(self, total: Expr, weight: Expr, v: Expr, leave_out: bool) -> Expr:
+        """total + weight * v, of one key or of the two of a word."""
+        if self.pairs and not leave_out:
+            return dot(total, weight, v)
+        for x, y in zip(unzip(weight), unzip(v)) if self.pairs else ((weight, v),):
+            new = fixed(total + x * y)
+            total = fixed(tirx.Select(x == like(0.0, x), total, new)) if leave_out else new
+        return total
 
 
 def store_y(bound: Bound, cpu: Machine, b: Expr, h: Expr, i: Expr, vectors: list[Expr], starts: list[int]) -> None:

@@ -20,6 +20,8 @@ never added to, as they may be NaN; and where V is not finite, keys with P = 0 a
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
@@ -27,6 +29,7 @@ from tvm.script.ir_builder import tirx as T
 from lowering.attention.bound import HIDDEN, Bound
 from lowering.attention.interval import Interval
 
+from .dot_bf16 import pair, using_dot, words_of
 from .kv_tile import KeyValueTile, load_as, store_y
 from .tiles import PrefillTiles
 from .vector import (
@@ -58,7 +61,7 @@ def prefill(bound: Bound, tiles: PrefillTiles, cpu: Machine) -> None:
     heads = bound.problem.kv_heads
     rows = fixed(T.int64(1) * bound.S * bound.problem.group)
     count = fixed(tirx.max(tirx.ceildiv(rows, tiles.q), T.int64(1)))
-    with T.parallel(T.int64(1) * bound.B * heads * count) as work:
+    with using_dot() if cpu.bf16_dot else nullcontext(), T.parallel(T.int64(1) * bound.B * heads * count) as work:
         b, hk, turn = fixed(work // (heads * count)), fixed(work // count % heads), fixed(work % count)
         # First, last, second, last but one: a causal mask makes late rows dear, and threads take runs of neighbours.
         tile = T.bind(tirx.Select(turn % 2 == 0, turn // 2, count - 1 - turn // 2))
@@ -81,8 +84,8 @@ class _QueryTile:
         self.kv = KeyValueTile(bound, cpu, tiles.kv, b, hk)
         self.Wv, self.vectors = self.kv.Wv, self.kv.vectors
         self.memory = workspace(
-            Q=(p.head_dim * tiles.q, self.acc),  # scale Q_i^T, by panels: [panel][d][row]
-            S=(tiles.kv * tiles.q, self.acc),  # S^T, then P^T: [key][row]
+            Q=(self.kv.D * tiles.q, self.acc),  # scale Q_i^T (words: Q_i^T), by panels: [panel][d][row]
+            S=(tiles.kv * tiles.q, self.acc),  # S^T, then P^T: [key][row] (words: [pair of keys][row])
             O=(tiles.q * self.vectors * self.Wv, self.acc),  # [row][vector][lane]
             m=(tiles.q, self.acc),
             l=(tiles.q, self.acc),
@@ -210,19 +213,27 @@ class _QueryTile:
         return self.hk * group + r % group, r // group
 
     def load_queries(self) -> None:
-        """Q := scale Q_i^T. Rows that do not exist repeat the last one."""
-        w, starts = cover(self.problem.head_dim, self.W)
+        """Q := scale Q_i^T, or words of Q_i^T. Rows that do not exist repeat the last one."""
+        D = self.kv.D
+        w, starts = cover(D, self.W)
         scale = splat(self.problem.scale, w, self.acc)
+
+        def vector(row: tuple[Expr, Expr], d: Expr) -> Expr:
+            h, i = row
+            if not self.kv.pairs:
+                return fixed(load_as(self.bound, self.cpu, "q", h, (self.b, i), d, w) * scale)
+            buffer, indices = self.bound.at("q", self.b, h, i, T.int64(2) * d)
+            return words_of(load(buffer, 2 * w, *indices))
+
         with T.serial(self.panels * (self.panel // w)) as block:
             rows = []
             for k in range(w):
                 rows.append(self.head_and_row(fixed(tirx.min(self.r0 + block * w + k, self.rows - 1))))
-            column = fixed(block * w // self.panel * (self.problem.head_dim * self.panel) + block * w % self.panel)
+            column = fixed(block * w // self.panel * (D * self.panel) + block * w % self.panel)
             with T.serial(len(starts)) as n:
-                d = fixed(tirx.min(n * w, self.problem.head_dim - w))
-                vectors = [fixed(load_as(self.bound, self.cpu, "q", h, (self.b, i), d, w) * scale) for h, i in rows]
-                for k, vector in enumerate(transpose(vectors)):
-                    store(self.Q, vector, column + (d + k) * self.panel)
+                d = fixed(tirx.min(n * w, D - w))
+                for k, x in enumerate(transpose([vector(row, d) for row in rows])):
+                    store(self.Q, x, column + (d + k) * self.panel)
 
     def initialise(self) -> None:
         """m, l, O before the first key, and [lo, hi): the keys that each row sees before the mask tensor."""
@@ -311,7 +322,7 @@ class _QueryTile:
 
         S gets its soft cap and, if masked, -inf where a key is invisible; the last tile may reach past the last key.
         """
-        t, W, D = self.tiles, self.W, self.problem.head_dim
+        t, W, D = self.tiles, self.W, self.kv.D
         m_new = self.memory["m_new"]
         with T.serial(keys // t.qk_keys) as block, T.serial(self.panels) as panel:
             j = [T.bind(block * t.qk_keys + k) for k in range(t.qk_keys)]
@@ -322,12 +333,13 @@ class _QueryTile:
                 for k in range(t.qk_keys):
                     key = T.bind(splat(self.kv.k(row[k], d), W, self.acc))
                     for c in range(t.qk_vectors):
-                        s[k][c].value += key * q[c]
+                        s[k][c].value = self.kv.add_product(s[k][c].value, key, q[c], leave_out=False)
             for c in range(t.qk_vectors):
                 r = fixed(panel * self.panel + c * W)
                 largest = []
                 for k in range(t.qk_keys):
-                    x = T.bind(self.bound.capped(s[k][c].value, tanh))
+                    scaled = s[k][c].value * splat(self.problem.scale, W, self.acc) if self.kv.pairs else s[k][c].value
+                    x = T.bind(self.bound.capped(fixed(scaled), tanh))
                     largest.append(Register(self.masked(x, r, j[k]) if masked else x))
                     store(self.S, largest[-1].value, j[k] * t.q + r)
                 store(m_new, T.max(load(m_new, W, r), combine(tirx.max, largest)), r)
@@ -343,11 +355,15 @@ class _QueryTile:
             alpha = exp2((m_old - shift) * log2_e)
             l = [Register(like(0.0, m_old)) for _ in range(CHAINS)]
             with T.serial(keys // CHAINS) as block:
+                p = []
                 for chain in range(CHAINS):
                     j = T.bind(block * CHAINS + chain)
-                    p = exp2((load(self.S, W, j * self.tiles.q + r) - shift) * log2_e)
-                    store(self.S, p, j * self.tiles.q + r)
-                    l[chain].value += p
+                    p.append(exp2((load(self.S, W, j * self.tiles.q + r) - shift) * log2_e))
+                    l[chain].value += p[-1]
+                    if not self.kv.pairs:
+                        store(self.S, p[-1], j * self.tiles.q + r)
+                for n in range(0, CHAINS if self.kv.pairs else 0, 2):
+                    store(self.S, pair(p[n], p[n + 1]), (block * (CHAINS // 2) + n // 2) * self.tiles.q + r)
             store(self.l, load(self.l, W, r) * alpha + combine(lambda x, y: x + y, l), r)
             store(self.m, m_new, r)
             store(self.alpha, alpha, r)

@@ -30,11 +30,13 @@ LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class Machine:
-    """What a kernel has to know about the processor: width and number of vector registers, fp16 conversion."""
+    """What a kernel has to know about the processor: width and number of vector registers, fp16 conversion,
+    products of pairs of bfloat16."""
 
     vector_bytes: int
     registers: int
     f16_conversion: bool
+    bf16_dot: bool = False
 
     def lanes(self, dtype: str) -> int:
         """Elements of dtype in one register."""
@@ -44,7 +46,7 @@ class Machine:
 def machine(target: tvm.target.Target) -> Machine:
     """The features that the target's triple, mcpu and mattr promise, and no others."""
     if target_has_features("avx512f", target):
-        return Machine(vector_bytes=64, registers=32, f16_conversion=True)
+        return Machine(64, registers=32, f16_conversion=True, bf16_dot=target_has_features("avx512bf16", target))
     if target_has_features("avx2", target):
         return Machine(vector_bytes=32, registers=16, f16_conversion=target_has_features("f16c", target))
     if target_has_features("neon", target):

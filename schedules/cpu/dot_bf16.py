@@ -1,0 +1,71 @@
+"""AVX512-BF16: products of pairs of bfloat16 numbers, added to float32, at twice the rate of float32 arithmetic.
+
+A word is 32 bits that hold two numbers that are multiplied with those of another word; buffers hold words as float32,
+whose bits nothing looks at. The products are exact; sums are rounded to nearest even and flush denormals to zero
+(Intel 64 and IA-32 Architectures Software Developer's Manual, VDPBF16PS).
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+from tvm import tirx
+from tvm.ir import Expr
+from tvm.script.ir_builder import tirx as T
+
+from .vector import cast, fixed, lanes_of, like, reinterpret, splat
+
+LANES = 16
+
+# TVM widens bfloat16 vectors before they reach LLVM, so the instruction is wrapped into a function of integers, which
+# LLVM inlines.
+_NAME = "lowering_dot_bf16"
+_LLVM = f"""
+declare <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512(<16 x float>, <32 x bfloat>, <32 x bfloat>)
+define linkonce_odr <16 x float> @{_NAME}(<16 x float> %c, <16 x i32> %a, <16 x i32> %b) alwaysinline {{
+  %x = bitcast <16 x i32> %a to <32 x bfloat>
+  %y = bitcast <16 x i32> %b to <32 x bfloat>
+  %sum = call <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512(<16 x float> %c, <32 x bfloat> %x, <32 x bfloat> %y)
+  ret <16 x float> %sum
+}}
+"""
+
+
+def using_dot() -> AbstractContextManager[None]:
+    """What is emitted inside may call `dot`."""
+    return T.attr(tirx.const(0, "int32"), "pragma_import_llvm", _LLVM)
+
+
+def dot(total: Expr, a: Expr, b: Expr) -> Expr:
+    """total + a.low b.low + a.high b.high in every lane; a and b are vectors of words."""
+    words = (reinterpret(x, "int32") for x in (a, b))
+    return tirx.call_extern(f"float32x{LANES}", _NAME, total, *words)
+
+
+def pair(low: Expr, high: Expr) -> Expr:
+    """Words of two vectors of float32 that are no NaN with a full mantissa, rounded to nearest (ties away from 0)."""
+    half = like(0x8000, reinterpret(low, "uint32"))
+    low, high = (fixed(reinterpret(x, "uint32") + half) for x in (low, high))
+    upper = T.bitwise_and(high, like(0xFFFF0000, high))
+    return fixed(reinterpret(T.bitwise_or(T.shift_right(low, like(16, low)), upper), "float32"))
+
+
+def zip_rows(low: Expr, high: Expr | None) -> Expr:
+    """Words of two vectors of bfloat16; high may be 0."""
+    bits = fixed(cast(reinterpret(low, "uint16"), "uint32"))
+    if high is not None:
+        upper = cast(reinterpret(high, "uint16"), "uint32")
+        bits = T.bitwise_or(bits, T.shift_left(upper, like(16, upper)))
+    return fixed(reinterpret(bits, "float32"))
+
+
+def words_of(x: Expr) -> Expr:
+    """A vector of bfloat16 as half as many words."""
+    return fixed(T.reinterpret(f"float32x{lanes_of(x) // 2}", reinterpret(x, "uint16")))
+
+
+def unzip(words: Expr) -> tuple[Expr, Expr]:
+    """The two numbers of each word, as float32."""
+    bits = fixed(reinterpret(words, "uint32"))
+    low = reinterpret(T.shift_left(bits, like(16, bits)), "float32")
+    return fixed(low), fixed(reinterpret(T.bitwise_and(bits, splat(0xFFFF0000, lanes_of(bits), "uint32")), "float32"))

@@ -1,0 +1,77 @@
+"""Attention in products of bfloat16 pairs: the instruction is used, and answers are as right as its weights can be."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import tvm
+from test_attention_cpu import BF16, CAUSAL, SIZES, THREE_D, call, draw, guarded, problem, unaligned
+
+import schedules
+from lowering.attention.plain import plain
+from lowering.attention.problem import AttentionProblem, Mask, Window
+from lowering.attention.reference import reference
+from lowering.target import host_features
+
+PROBLEMS = {
+    "full": problem(**BF16),
+    "causal, 3-D, words no vector divides": problem(window=CAUSAL, head_dim=74, v_head_dim=41, **BF16, **THREE_D),
+    "mask per row": problem(mask=Mask("bool", (1, 1, None, None)), **BF16),
+    "one word of a key, mask per head, soft cap, window": problem(
+        head_dim=2,
+        v_head_dim=16,
+        **BF16,
+        mask=Mask("bfloat16", (None, None, None, None), pad=False),
+        softcap=5.0,
+        window=Window(left=70),
+    ),
+    "odd sizes, not in pairs": problem(head_dim=17, v_head_dim=33, **BF16),
+}
+# Machines without the instruction widen to float32, and must be as right.
+FEATURES = [[], ["+avx512bf16"]] if "avx512_bf16" in host_features() else [[]]
+
+
+def compiled(p: AttentionProblem, features: list[str]) -> Any:
+    target = tvm.target.Target(
+        {"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "x86-64-v4", "mattr": ["+avx512f", *features]}
+    )
+    return tvm.compile(schedules.apply(tvm.IRModule({"attention": plain(p)}), target), target=target)
+
+
+def test_pairs_become_the_instruction() -> None:
+    assembly = compiled(PROBLEMS["full"], ["+avx512bf16"]).mod.inspect_source("asm")
+    assert len(re.findall("vdpbf16ps", assembly)) >= 32
+    assert "lowering_dot_bf16" not in re.findall(r"call\w*\s+(\w+)", assembly)
+    assert "vdpbf16ps" not in compiled(PROBLEMS["full"], []).mod.inspect_source("asm")
+
+
+@pytest.mark.parametrize("features", FEATURES, ids=str)
+@pytest.mark.parametrize("p", PROBLEMS.values(), ids=PROBLEMS)
+def test_rounding_is_that_of_the_weights(p: AttentionProblem, features: list[str]) -> None:
+    """Each weight may be half a unit in the last place off, and the output another one."""
+    run = compiled(p, features)["attention"]
+    for batch, q_len, kv_len in SIZES:
+        inputs = draw(p, batch, q_len, kv_len)
+        want, _ = reference(p, **inputs)
+        bound = 2.0**-9 * np.abs(inputs["v"].astype(np.float64)).max()
+        for place in (unaligned, guarded):
+            np.testing.assert_allclose(call(run, p, inputs, place), want, rtol=2.0**-8, atol=1.01 * bound)
+
+
+@pytest.mark.parametrize("features", FEATURES, ids=str)
+@pytest.mark.parametrize("name", ["mask per row", "causal, 3-D, words no vector divides"])
+def test_hidden_values_do_not_leak(name: str, features: list[str]) -> None:
+    """NaN and infinity in one key of a word: rows that do not see it are right, whatever the other key is."""
+    p = PROBLEMS[name]
+    run = compiled(p, features)["attention"]
+    inputs = draw(p, 2, 90, 90)
+    for array, poison in [("k", (np.nan, np.inf)), ("v", (np.inf, np.nan))]:
+        by_key = inputs[array] if p.kv_layout == "bshd" else inputs[array].swapaxes(1, 2)
+        by_key[:, 30], by_key[:, 35] = poison
+    want, _ = reference(p, **inputs)
+    clean = np.isfinite(want)
+    assert clean.any() and not clean.all()
+    np.testing.assert_allclose(call(run, p, inputs)[clean], want[clean], rtol=2.0**-8, atol=0.01)
