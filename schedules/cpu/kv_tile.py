@@ -9,8 +9,9 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.bound import Bound
+from lowering.attention.problem import AttentionProblem
 
-from .dot_bf16 import dot, unzip, words_of, zip_rows
+from .dot_bf16 import LANES, dot, unzip, words_of, zip_rows
 from .vector import Buffer, Machine, Register, convert, cover, fixed, like, load, prefetch, splat, store
 
 
@@ -19,6 +20,12 @@ def load_as(bound: Bound, cpu: Machine, name: str, h: Expr, row: tuple[Expr, Exp
     b, index = row
     buffer, indices = bound.at(name, b, h, index, T.int64(1) * d)
     return convert(load(buffer, lanes, *indices), bound.problem.acc_dtype, cpu)
+
+
+def comes_in_pairs(p: AttentionProblem, cpu: Machine) -> bool:
+    """Whether tiles that are unpacked hold words, for products of pairs (dot_bf16.py)."""
+    half = p.dtype == p.v_dtype == "bfloat16" and p.acc_dtype == "float32"
+    return cpu.bf16_dot and half and p.head_dim % 2 == 0 and p.v_head_dim >= LANES
 
 
 class KeyValueTile:
@@ -38,11 +45,7 @@ class KeyValueTile:
         self.next: tuple[Expr, Expr, Expr] | None = None
         p = bound.problem
         W = cpu.lanes(p.acc_dtype)
-        self.pairs = (
-            (size > 0 and cpu.bf16_dot and p.dtype == p.v_dtype == "bfloat16")
-            and p.acc_dtype == "float32"
-            and (p.head_dim % 2 == 0 and p.v_head_dim >= W)
-        )
+        self.pairs = size > 0 and comes_in_pairs(p, cpu)
         self.D = p.head_dim // 2 if self.pairs else p.head_dim
         self.Wk, self.k_starts = cover(p.head_dim, W)
         self.Wv, self.v_starts = cover(p.v_head_dim, W)

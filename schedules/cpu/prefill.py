@@ -30,7 +30,7 @@ from lowering.attention.bound import HIDDEN, Bound
 from lowering.attention.interval import Interval
 
 from .dot_bf16 import pair, using_dot, words_of
-from .kv_tile import KeyValueTile, load_as, store_y
+from .kv_tile import KeyValueTile, comes_in_pairs, load_as, store_y
 from .tiles import PrefillTiles
 from .vector import (
     LOG2_E,
@@ -61,7 +61,10 @@ def prefill(bound: Bound, tiles: PrefillTiles, cpu: Machine) -> None:
     heads = bound.problem.kv_heads
     rows = fixed(T.int64(1) * bound.S * bound.problem.group)
     count = fixed(tirx.max(tirx.ceildiv(rows, tiles.q), T.int64(1)))
-    with using_dot() if cpu.bf16_dot else nullcontext(), T.parallel(T.int64(1) * bound.B * heads * count) as work:
+    with (
+        using_dot() if comes_in_pairs(bound.problem, cpu) else nullcontext(),
+        T.parallel(T.int64(1) * bound.B * heads * count) as work,
+    ):
         b, hk, turn = fixed(work // (heads * count)), fixed(work // count % heads), fixed(work % count)
         # First, last, second, last but one: a causal mask makes late rows dear, and threads take runs of neighbours.
         tile = T.bind(tirx.Select(turn % 2 == 0, turn // 2, count - 1 - turn // 2))
