@@ -8,7 +8,10 @@ from tvm import s_tir, tirx
 
 from .expressions import Expr, is_int, substitute
 
-_COMM_REDUCE = 2  # IterVar.iter_type
+
+def is_reduction(axis: tirx.IterVar) -> bool:
+    """Whether values along the axis are summed up, or combined in another way."""
+    return axis.iter_type == 2  # kCommReduce: TVM has no name for it in Python
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +48,7 @@ def read_block(nest: tirx.Stmt) -> Block | None:
     for iter_var, value in zip(block.iter_vars, nest.iter_values):
         if value in loops:
             loops.remove(value)
-            axes = reduce if iter_var.iter_type == _COMM_REDUCE else spatial
+            axes = reduce if is_reduction(iter_var) else spatial
             axes[iter_var.var] = iter_var.dom.extent
         elif isinstance(value, tirx.IntImm):
             fixed[iter_var.var] = value

@@ -13,11 +13,11 @@ from tvm import DataType, ir, s_tir, tirx
 from tvm.ir import prim
 
 from .attention.problem import ATTRIBUTE, AttentionProblem
+from .blocks import is_reduction
 from .expressions import Expr, is_function, loads, walk
 from .facts import Facts
 from .manifest import KernelSpec
 
-_COMM_REDUCE = 2  # IterVar.iter_type
 _OPERATIONS = prim.Add | prim.Sub | prim.Mul | prim.Div | prim.Max | prim.Min
 
 _SIGNS = {prim.Add: "+", prim.Sub: "-", prim.Mul: "*", prim.FloorDiv: "//", prim.FloorMod: "%"}
@@ -136,7 +136,7 @@ class _Counter:
             case s_tir.SBlockRealize():
                 for iter_var, value in zip(stmt.block.iter_vars, stmt.iter_values):
                     self._made_of[iter_var.var] = self._loops(value)
-                reduces = any(iter_var.iter_type == _COMM_REDUCE for iter_var in stmt.block.iter_vars)
+                reduces = any(map(is_reduction, stmt.block.iter_vars))
                 store = stmt.block.body
                 if reduces and isinstance(store, tirx.BufferStore):
                     self.product |= self._is_product(store.value)
