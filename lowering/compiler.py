@@ -50,9 +50,8 @@ def compile(
     length is a new input (lowering/static_cache.py); `Model.decoder` keeps it. weights="int8" (a scale for each
     column), "int4" (a float16 scale for each column and 32 rows) or "f16" compresses the constant matrices of products.
     Sums stay float32; tables of embeddings, biases and convolutions stay as they are. What it costs is a note of the
-    manifest. threads is the default number of
-    workers; None means the CPUs the calling thread may use. dump is called with ("fused", the `onnx_ir.Model` to
-    import), then with (name of the pass, module) after each pass.
+    manifest. threads is the default number of workers; None means the CPUs the calling thread may use. dump is called
+    with ("fused", the `onnx_ir.Model` to import), then with (name of the pass, module) after each pass.
 
     Raises ModelError, NodeError (a node that cannot be lowered), TargetError or InputError (an unknown way to hold
     weights, a donate pattern that matches no input, or an input without a matching output).

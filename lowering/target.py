@@ -39,7 +39,7 @@ class Target:
 def resolve(name: str, cc: str | None = None) -> Target:
     """The target called `name`.
 
-    cc names the C compiler that links (a cross compiler for a foreign architecture).     Raises TargetError for an
+    cc names the C compiler that links (a cross compiler for a foreign architecture). Raises TargetError for an
     unknown name, or when this machine cannot be read.
     """
     kind, _, arch = name.partition(":")
