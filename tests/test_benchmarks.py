@@ -12,16 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT))  # benchmarks is a package of the checkout
+from benchmarks import peers
+from benchmarks.cases import all_cases, chosen
+from benchmarks.cases.attention import AttentionCase
+from benchmarks.measure import prepare
+from benchmarks.records import Outcome, Record, Results, here, read
+from benchmarks.report import peer_cell, rows
+from benchmarks.timing import Timing
 
-from benchmarks import peers  # noqa: E402
-from benchmarks.cases import all_cases, chosen  # noqa: E402
-from benchmarks.cases.attention import AttentionCase  # noqa: E402
-from benchmarks.measure import prepare  # noqa: E402
-from benchmarks.records import Outcome, Record, Results, here, read  # noqa: E402
-from benchmarks.report import peer_cell, rows  # noqa: E402
-from benchmarks.timing import Timing  # noqa: E402
+ROOT = Path(__file__).parents[1]
 
 TINY = AttentionCase(name="P1 full", group="attention", S=3, T=5, D=8)
 

@@ -42,7 +42,10 @@ def value(known: Terms, polynomial: dict, sizes: dict) -> int:
 def test_no_two_tensors_that_live_together_overlap(seed: int) -> None:
     rng = np.random.default_rng(seed)
     known = terms()
-    constant = lambda k: tirx.const(int(k), "int64")  # noqa: E731
+
+    def constant(k: int) -> tirx.IntImm:
+        return tirx.const(int(k), "int64")
+
     forms = [
         lambda c: constant(c),
         lambda c: B * S * constant(c),

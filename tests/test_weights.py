@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -11,7 +13,7 @@ from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 import lowering
-from lowering.quantised import quantise
+from lowering.quantised import Scheme, quantise
 
 
 def perceptron(rng: np.random.Generator) -> onnx.ModelProto:
@@ -38,13 +40,13 @@ def perceptron(rng: np.random.Generator) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
 
 
-def replaced(model: onnx.ModelProto, change: dict[str, object]) -> onnx.ModelProto:
+def replaced(model: onnx.ModelProto, change: dict[str, Callable[[np.ndarray], np.ndarray]]) -> onnx.ModelProto:
     """The model with other initialisers."""
     new = onnx.ModelProto()
     new.CopyFrom(model)
     for k, tensor in enumerate(new.graph.initializer):
         if tensor.name in change:
-            array = change[tensor.name](numpy_helper.to_array(tensor))  # type: ignore[operator]
+            array = change[tensor.name](numpy_helper.to_array(tensor))
             new.graph.initializer[k].CopyFrom(numpy_helper.from_array(np.ascontiguousarray(array), tensor.name))
     return new
 
@@ -57,11 +59,11 @@ ROUNDED = {
 
 
 @pytest.mark.parametrize(("scheme", "most"), [("f16", 0.7), ("int8", 0.5), ("int4", 0.4)])
-def test_products_of_compressed_weights(scheme: str, most: float, tmp_path: Path) -> None:
+def test_products_of_compressed_weights(scheme: Scheme, most: float, tmp_path: Path) -> None:
     """As with the rounded weights, up to rounding; smaller; said in a note."""
     rng = np.random.default_rng()
     model = perceptron(rng)
-    module = lowering.compile(model, weights=scheme)  # type: ignore[arg-type]
+    module = lowering.compile(model, weights=scheme)
     module.save(tmp_path / "out")
     size = (tmp_path / "out" / "weights.bin").stat().st_size
     assert size < most * sum(numpy_helper.to_array(tensor).nbytes for tensor in model.graph.initializer)
@@ -95,5 +97,6 @@ def test_what_float16_cannot_hold_stays() -> None:
 
 
 def test_unknown_scheme() -> None:
+    unknown: Any = "int3"
     with pytest.raises(lowering.InputError, match=r"weights='int3'.*int8, int4, f16"):
-        lowering.compile(perceptron(np.random.default_rng()), weights="int3")  # type: ignore[arg-type]
+        lowering.compile(perceptron(np.random.default_rng()), weights=unknown)

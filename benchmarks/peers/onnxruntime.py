@@ -33,8 +33,9 @@ class Peer:
                     found[name] = self._form(partial(self._special, special))
         if isinstance(case, LlamaCase):
             found["grown cache"] = self._form(lambda: self._run(*llama_forms.grown(case)))
-            shared = lambda: self._bound(*llama_forms.group_query(case), case.in_place)  # noqa: E731
-            found["GroupQueryAttention"] = self._form(shared)
+            found["GroupQueryAttention"] = self._form(
+                lambda: self._bound(*llama_forms.group_query(case), case.in_place)
+            )
         return found
 
     def _form(self, make: Callable[[], Contender]) -> Form:

@@ -17,8 +17,8 @@ def forward(case: ExportCase) -> tuple[Callable[[], tuple[torch.Tensor, ...]], t
     """A call, and the names of its results."""
     sys.path.append(str(Path(__file__).parents[2] / "tests" / "exports"))
     try:
-        from export import exports  # type: ignore[import-not-found]
-        from wrappers import SETTINGS, build  # type: ignore[import-not-found]
+        from export import exports
+        from wrappers import SETTINGS, build
     finally:
         sys.path.pop()
     export = next(export for export in exports() if export.name == case.export)

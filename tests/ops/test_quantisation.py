@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ml_dtypes  # noqa: F401  (makes "int4" a NumPy type name)
 import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import lowering
+from lowering.values import numpy_dtype
 
 from .expectations import Expectations, imported
 
@@ -16,7 +16,7 @@ RANGES = {"int8": (-128, 128), "uint8": (0, 256), "int4": (-8, 8), "uint4": (0, 
 
 
 def draw(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    return RNG.integers(*RANGES[dtype], shape).astype(dtype)
+    return RNG.integers(*RANGES[dtype], shape).astype(numpy_dtype(dtype))
 
 
 def spread(values: np.ndarray, axis: int, size: int, rank: int, extent: int) -> np.ndarray:
