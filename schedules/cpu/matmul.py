@@ -26,7 +26,7 @@ from tvm import DataType, tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from lowering.expressions import Expr, is_int, offset, substitute
+from lowering.expressions import Expr, is_int, offset, substitute, uses
 from lowering.facts import Facts
 
 from .codes import Codes, widened
@@ -37,6 +37,7 @@ from .values import Evaluator, View, flat_view, read
 from .vector import Machine, Register, convert, fixed, load, machine, prefetch, splat, store, workspace
 
 _LINE = 64  # bytes of a cache line
+_MANY_TASKS = 16  # so many panels keep threads busy
 _WAITING_ROWS = 2  # a product of so many rows with codes is done before the next codes are there
 
 
@@ -108,7 +109,9 @@ class _Kernel:
             self.facts.bind(axis.var, 0, axis.extent)
         self.point = {axis.var: value for axis, value in zip(product.rows, unravel(self.m, product.rows))}
         self.a_offset = self.simplify(substitute(offset(product.a.source.shape, product.a.indices), self.point))
-        self.a_in_place = product.a.ty == "float32" and is_int(self.stride(self.a_offset, product.k.var), 1)
+        step = self.stride(self.a_offset, product.k.var)
+        linear = not uses(step, {product.k.var}) if product.codes is None else is_int(step, 1)
+        self.a_in_place = product.a.ty == "float32" and linear
 
         lanes = cpu.lanes("float32")
         if product.codes is not None:
@@ -157,11 +160,18 @@ class _Kernel:
             self.a, self.b = memory[p.a.source], memory[p.b.source]
             self.outputs = {s.output: memory.pop(s.output) for s in self.stages if s.output in memory}
             self.inputs = {buffer: View(flat) for buffer, flat in memory.items()}
-            # Blocks of equal height, so that no thread gets all the short ones.
-            self.row_blocks = fixed(tirx.max((self.rows + (t.mc - 1)) // t.mc, 1))
-            self.block_rows = T.bind((self.rows + (self.row_blocks * t.mr - 1)) // (self.row_blocks * t.mr) * t.mr)
             self.panels = (p.j.extent + (t.nr - 1)) // t.nr
+            self.k_blocks = self.simplify(tirx.max((p.k.extent + (t.kc - 1)) // t.kc, 1))
             batch = volume(p.batch)
+            most = tirx.const(t.mc, "int64")
+            if (
+                not self.b_in_place
+            ):  # a panel that is packed serves all rows, where no tile waits for another block of k
+                alone = tirx.all(self.k_blocks <= 1, batch * self.panels >= _MANY_TASKS)
+                most = tirx.Select(alone, tirx.max(self.rows, most), most)
+            # Blocks of equal height, so that no thread gets all the short ones.
+            self.row_blocks = fixed(tirx.max((self.rows + (most - 1)) // most, 1))
+            self.block_rows = T.bind((self.rows + (self.row_blocks * t.mr - 1)) // (self.row_blocks * t.mr) * t.mr)
             work = batch * self.rows * p.j.extent * p.k.extent
             split_among_threads(batch * self.row_blocks * self.panels, work, self.task)
         return self.func.with_body(builder.get().body)
@@ -185,28 +195,25 @@ class _Kernel:
             sizes["strip"] = (t.mr * t.kc, "float32")
         scratch = workspace(**sizes)
         tile, panel, strip = (scratch.get(name) for name in ("tile", "panel", "strip"))
-        with T.serial(rows * (t.nr // t.lanes)) as i:
-            store(tile, splat(0.0, t.lanes, "float32"), i * t.lanes)
-        with T.serial((p.k.extent + (t.kc - 1)) // t.kc) as k_block:
+        one = tirx.const(1, "int64")
+        with T.serial(self.k_blocks) as k_block:
             k0 = fixed(k_block * t.kc)
             depth = fixed(tirx.min(tirx.const(t.kc, "int64"), p.k.extent - k0))
             if panel is not None:
                 self.pack(panel, k0, depth, columns)
-
-            def micro_kernel(height: int, row: Expr) -> None:
-                self.micro_kernel(height, first, row, k0, depth, tile, panel, strip)
-
             # Strips of rows whose heights differ by one at most: seven rows are four and three.
             strips = fixed(tirx.max((rows + (t.mr - 1)) // t.mr, 1))
             low, higher = fixed(rows // strips), fixed(rows % strips)
-            for height in range(t.mr, 0, -1):
-                none = tirx.const(0, "int64")
-                first_row = fixed(tirx.Select(low == height, higher * (height + 1), none))
-                count = tirx.Select(low == height, strips - higher, tirx.Select(low == height - 1, higher, none))
-                with T.serial(fixed(count)) as i:
-                    micro_kernel(height, first_row + i * height)
-        with T.serial(rows) as row:
-            self.epilogue(tile, first, row, columns)
+            with T.serial(strips) as i:
+                height, row = fixed(low + tirx.Select(i < higher, one, one - 1)), fixed(i * low + tirx.min(i, higher))
+                # Rows of a tile that waits for no other block of k stay where they are, in the nearest cache.
+                place = fixed(tirx.Select(self.k_blocks <= 1, one - 1, row))
+                self.ask_for_output(fixed(first + row), height)
+                for h in range(t.mr, 0, -1):
+                    with T.If(height == h), T.Then():
+                        self.micro_kernel(h, fixed(first + row), place, k0, depth, tile, panel, strip)
+                with T.If(k_block == self.k_blocks - 1), T.Then(), T.serial(height) as r:
+                    self.epilogue(tile, fixed(place + r), fixed(first + row + r), columns)
 
     def at(self, position: Expr, **where: Expr) -> Expr:
         """An offset of A or B in this task, at m, k or c."""
@@ -231,32 +238,42 @@ class _Kernel:
     def micro_kernel(
         self,
         height: int,
-        first: Expr,
         row: Expr,
+        place: Expr,
         k0: Expr,
         depth: Expr,
         tile: tirx.Buffer,
         panel: tirx.Buffer | None,
         strip: tirx.Buffer | None,
     ) -> None:
-        """tile[row + i, c] += sum over k of A[first + row + i, k0 + k] B[k0 + k, c] for i < height, k < depth."""
+        """tile[place + i, c] += sum over k of A[row + i, k0 + k] B[k0 + k, c] for i < height, k < depth.
+
+        The tile begins as zeros where k0 is 0.
+        """
         p, t = self.product, self.tiles
         vectors = range(0, t.nr, t.lanes)
         a = self.a
-        starts = [fixed(self.at(self.a_offset, m=first + row + i, k=k0)) for i in range(height)]
+        starts = [fixed(self.at(self.a_offset, m=row + i, k=k0)) for i in range(height)]
+        step = self.stride(self.a_offset, p.k.var)
         if strip is not None:
-            step = self.stride(self.a_offset, p.k.var)
             for i in range(height):
 
                 def copy(k: Expr, lane: Expr, i: int = i) -> None:
                     store(strip, read(a, starts[i] + k * step), i * t.kc + k)
 
                 vector_loop(depth, t.lanes, lambda width, copy=copy: copy)  # type: ignore[misc]
-            a, starts = strip, [i * t.kc for i in range(height)]
+            a, starts, step = strip, [i * t.kc for i in range(height)], 1
+        zero = splat(0.0, t.lanes, "float32")
         if p.codes is not None:
-            self.accumulate_codes(p.codes, a, starts, row, k0, depth, tile)
+            with T.If(k0 == 0), T.Then(), T.serial(height * (t.nr // t.lanes)) as v:
+                store(tile, zero, place * t.nr + v * t.lanes)
+            self.accumulate_codes(p.codes, a, starts, place, k0, depth, tile)
             return
-        c = [[Register(load(tile, t.lanes, (row + i) * t.nr + v)) for v in vectors] for i in range(height)]
+        c = [[Register(zero) for _ in vectors] for _ in range(height)]
+        with T.If(k0 > 0), T.Then():
+            for i in range(height):
+                for v, accumulator in zip(vectors, c[i]):
+                    accumulator.value = load(tile, t.lanes, (place + i) * t.nr + v)
         with T.serial(depth) as k:
             if panel is not None:
                 b = [T.bind(load(panel, t.lanes, k * t.nr + v)) for v in vectors]
@@ -264,12 +281,12 @@ class _Kernel:
                 start = fixed(self.at(self.b_offset, k=k0 + k, c=tirx.const(0, "int64")))
                 b = [convert(load(self.b, t.lanes, start + v), "float32", self.cpu) for v in vectors]
             for i in range(height):
-                a_ik = T.bind(splat(a[starts[i] + k], t.lanes, "float32"))
+                a_ik = T.bind(splat(a[starts[i] + k * step], t.lanes, "float32"))
                 for accumulator, b_v in zip(c[i], b):
                     accumulator.value += a_ik * b_v
         for i in range(height):
             for v, accumulator in zip(vectors, c[i]):
-                store(tile, accumulator.value, (row + i) * t.nr + v)
+                store(tile, accumulator.value, (place + i) * t.nr + v)
 
     def accumulate_codes(
         self, codes: Codes, a: tirx.Buffer, starts: list[Expr], row: Expr, k0: Expr, depth: Expr, tile: tirx.Buffer
@@ -326,17 +343,28 @@ class _Kernel:
             with T.If(depth % whole != 0), T.Then():
                 block(depth - rest, rest)
 
-    def epilogue(self, tile: tirx.Buffer, first: Expr, row: Expr, columns: Expr) -> None:
-        """What the stages make of one row of the tile, stored."""
+    def ask_for_output(self, row: Expr, height: Expr) -> None:
+        """Prefetches the lines that so many rows of C will be stored to, while their products are summed up."""
+        where = {**self.point, self.product.j.var: self.panel * self.tiles.nr + self.c}
+        for output, memory in self.outputs.items():
+            position = self.simplify(offset(output.shape, [substitute(i, where) for i in self.stages[0].indices]))
+            with T.serial(height) as i:
+                start = fixed(self.at(position, m=row + i, c=tirx.const(0, "int64")))
+                line = _LINE // DataType(output.dtype).itemsize
+                for c in range(0, self.tiles.nr, line):
+                    prefetch(memory, start + c, level=1, write=True)
+
+    def epilogue(self, tile: tirx.Buffer, place: Expr, row: Expr, columns: Expr) -> None:
+        """What the stages make of a row of C, which is at `place` in the tile, stored."""
         t, product = self.tiles, self.stages[0]
         where = {**self.point, self.product.j.var: self.panel * t.nr + self.c}
         point = [self.simplify(substitute(index, where)) for index in product.indices]
-        known = {product.output: [(point, tile[row * t.nr + self.c])]}
+        known = {product.output: [(point, tile[place * t.nr + self.c])]}
         values = [tirx.BufferLoad(output, point) for output in self.outputs]
         positions = [self.simplify(offset(output.shape, point)) for output in self.outputs]
         dtypes = [output.dtype for output in self.outputs]
         program = Evaluator(self.stages, self.inputs).program([*values, *positions], self.facts, known, dtypes)
-        body = program.before_loop(self.c, {**self.values, self.m: fixed(first + row)})
+        body = program.before_loop(self.c, {**self.values, self.m: row})
 
         def column(width: int) -> Callable[[Expr, Expr], None]:
             write = body(width)

@@ -104,10 +104,10 @@ def store(buffer: tirx.Buffer, value: Expr, *index: Expr | int) -> None:
     T.buffer_store(buffer, value, [*index[:-1], at(index[-1], lanes_of(value))])
 
 
-def prefetch(buffer: tirx.Buffer, *index: Expr | int, level: int = 2) -> None:
+def prefetch(buffer: tirx.Buffer, *index: Expr | int, level: int = 2, write: bool = False) -> None:
     """Asks for the cache line of an element to be brought into the cache of that level, 1 to 3. It need not exist."""
-    read, locality, data = 0, 4 - level, 1
-    options = (tirx.const(option, "int32") for option in (read, locality, data))
+    locality, data = 4 - level, 1
+    options = (tirx.const(option, "int32") for option in (int(write), locality, data))
     T.evaluate(tirx.call_llvm_intrin("void", "llvm.prefetch", T.address_of(buffer[index]), *options))
 
 
