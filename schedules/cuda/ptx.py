@@ -1,0 +1,151 @@
+"""PTX instructions and CUDA functions under the names that kernels use, for TVM's IRBuilder.
+
+Registers are elements of buffers in scope "local" with indices known at compile time. Addresses of shared memory and of
+global memory are elements of buffers too, which the instruction reads or writes from. Instructions are named as in the
+PTX ISA; a fragment is what one of the 32 threads of a warp holds of a matrix (PTX ISA, "Matrix Fragments for
+mma.m16n8k16"): thread t holds rows t / 4 and t / 4 + 8, columns 2 (t % 4) and 2 (t % 4) + 1, of every 8 columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from tvm import tirx
+from tvm.ir import Expr
+from tvm.script.ir_builder import tirx as T
+
+Element: TypeAlias = Any  # an element of a buffer: buffer[...]
+
+LOG2_E = math.log2(math.e)
+WARP = 32
+SHORT = {"float16": "f16", "bfloat16": "bf16"}
+"""PTX names of the element types that tensor cores multiply."""
+
+
+# Registers.
+
+
+def registers(count: int, dtype: str) -> tirx.Buffer:
+    """So many registers of the thread; indices into them have to be known at compile time."""
+    return T.alloc_buffer((count,), dtype, scope="local")
+
+
+def put(buffer: tirx.Buffer, index: Expr | int, value: Expr) -> None:
+    """buffer[index] := value"""
+    T.buffer_store(buffer, value, [index])
+
+
+def fixed(value: Expr) -> Expr:
+    """The value, computed here and now (TVM may move the definition of a `T.bind` to each of its uses)."""
+    register = registers(1, str(value.ty))
+    put(register, 0, value)
+    return register[0]
+
+
+# Tensor cores.
+
+
+def load_matrices(to: Sequence[Element], address: Element, *, transposed: bool = False) -> None:
+    """ldmatrix: one, two or four 8 x 8 matrices of 16-bit elements from shared memory, a register of each per thread.
+
+    Thread 8 n + r gives the 16-byte aligned address of row r of matrix n.
+    """
+    variant = f"ldmatrix.sync.aligned.m8n8.x{len(to)}{'.trans' if transposed else ''}.shared.b16"
+    T.evaluate(T.ptx[variant](*to, _address(address)))
+
+
+def multiply_add(dtype: str, d: Sequence[Element], a: Sequence[Element], b: Sequence[Element]) -> None:
+    """mma.sync: D [16, 8] += A [16, 16] B [16, 8] by a warp; A and B of that type, D float32 (4 + 4 + 2 registers)."""
+    short = SHORT[dtype]
+    T.evaluate(T.ptx[f"mma.sync.aligned.m16n8k16.row.col.f32.{short}.{short}.f32"](*d, *a, *b, *d))
+
+
+def pack(dtype: str, to: Element, low: Expr, high: Expr) -> None:
+    """cvt: two float32 numbers, rounded to that 16-bit type, in one register."""
+    T.evaluate(T.ptx[f"cvt.rn.{SHORT[dtype]}x2.f32"](to, high, low))
+
+
+# Asynchronous copies.
+
+CHUNK_BYTES = 16
+
+
+def copy_chunk(to: Element, source: Element, condition: Expr | None = None) -> None:
+    """cp.async: 16 bytes from global to shared memory, both aligned so; zeros where the condition does not hold.
+
+    Nothing is read from the source then, which need not exist.
+    """
+    operands: list[Expr | int] = [_address(to), _address(source), CHUNK_BYTES]
+    if condition is not None:
+        operands.append(tirx.Select(condition, T.uint32(CHUNK_BYTES), T.uint32(0)))
+    T.evaluate(T.ptx["cp.async.cg.shared.global"](*operands))
+
+
+def commit_copies() -> None:
+    """Ends a group of this thread's asynchronous copies, which may be empty."""
+    T.evaluate(T.ptx["cp.async.commit_group"]())
+
+
+def wait_for_copies(pending: int) -> None:
+    """Waits until at most so many of this thread's latest groups are on their way."""
+    T.evaluate(T.ptx["cp.async.wait_group"](pending))
+
+
+# Threads of a block and of a warp.
+
+
+def synchronise() -> None:
+    """__syncthreads()"""
+    T.evaluate(T.cuda.cta_sync())
+
+
+def synchronise_warp() -> None:
+    """__syncwarp()"""
+    T.evaluate(T.cuda.warp_sync())
+
+
+def any_thread(condition: Expr) -> Expr:
+    """__syncthreads_or: whether the condition holds for some thread of the block, which all of them wait to know."""
+    return fixed(T.cuda.syncthreads_or(condition.astype("int32"))) != 0
+
+
+def shuffle_xor(value: Expr, lanes: int) -> Expr:
+    """The value of the thread of the warp whose number differs in those bits."""
+    return tirx.call_intrin(value.ty, "tirx.cuda.__shfl_xor_sync", T.uint32(0xFFFFFFFF), value, lanes, WARP)
+
+
+def reduce_quad(value: Expr, combine: Callable[[Expr, Expr], Expr]) -> Expr:
+    """Combines the values of four neighbouring threads, which hold the same rows of a fragment; all four get it."""
+    for lanes in (1, 2):
+        value = fixed(combine(fixed(value), shuffle_xor(value, lanes)))
+    return value
+
+
+# Functions of float32 numbers.
+
+
+def exp2(x: Expr) -> Expr:
+    """2^x, with exp2(-inf) = 0."""
+    return T.exp2(x)
+
+
+def tanh(x: Expr) -> Expr:
+    """tanh with a relative error below 1e-6.
+
+    With --use_fast_math tanhf is tanh.approx, whose relative error of 5e-4 a soft cap multiplies: with a cap of 50,
+    that changes weights by a percent. Near 0, where 1 - 2 / (1 + exp(2 x)) cancels, a few terms of the series do.
+    """
+    x = fixed(x)
+    x2 = fixed(x * x)
+    series: Expr = tirx.const(62 / 2835, "float32")
+    for coefficient in (-17 / 315, 2 / 15, -1 / 3, 1.0):
+        series = series * x2 + tirx.const(coefficient, "float32")
+    e = exp2(x * tirx.const(2 * LOG2_E, "float32"))
+    quotient = T.float32(1) - T.float32(2) / (T.float32(1) + e)
+    return fixed(tirx.Select(tirx.abs(x) < T.float32(0.25), x * series, quotient))
+
+
+def _address(element: Element) -> Expr:
+    return element.source.ptr_to(list(element.indices))

@@ -1,0 +1,90 @@
+"""Tile sizes of the CUDA attention kernels: the space a tuner searches, what is legal in it, and good defaults.
+
+Nothing but speed depends on them. Legality is checked here, once, so that kernels need not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowering.attention.problem import AttentionProblem
+
+from .device import Device
+
+REGISTERS = 255
+"""That a thread can have."""
+
+
+@dataclass(frozen=True)
+class MmaTiles:
+    """Tiles of `prefill_mma`."""
+
+    q: int
+    """Query rows per block: B_r in the paper. 16 or 32 per warp."""
+    kv: int
+    """Keys per tile: B_c in the paper. Multiple of 16."""
+    warps: int
+    """Warps per block; each has q / warps rows of its own."""
+    stages: int = 1
+    """Tiles of K, and of V, in shared memory. With one, a tile of K arrives during P V and one of V during Q K^T."""
+    q_in_registers: bool = False
+    """Whether Q_i stays in registers, or is read from shared memory for every tile of keys."""
+
+    @property
+    def threads(self) -> int:
+        """Threads per block."""
+        return 32 * self.warps
+
+    @property
+    def row_blocks(self) -> int:
+        """Blocks of 16 query rows per warp."""
+        return self.q // (16 * self.warps)
+
+    def shared_memory(self, problem: AttentionProblem) -> int:
+        """Bytes per block: Q_i, in whose place Y_i is stored, and the stages of K and V; 16-bit elements."""
+        d, dv = padded(problem.head_dim), problem.v_head_dim
+        return 2 * (self.q * max(d, dv) + self.stages * self.kv * (d + dv))
+
+    def registers(self, problem: AttentionProblem) -> int:
+        """Registers of a thread for O, S and, if it stays, Q; addresses, operands, m and l come on top."""
+        o, s = problem.v_head_dim // 2, self.kv // 2
+        q = padded(problem.head_dim) // 4 if self.q_in_registers else 0
+        return self.row_blocks * (o + s + q)
+
+    def check(self, problem: AttentionProblem, device: Device) -> None:
+        """Raises ValueError for tiles that the kernel cannot use."""
+        shared, accumulators = self.shared_memory(problem), self.registers(problem)
+        rules = {
+            f"warps = {self.warps} must be from 1 to 16": 1 <= self.warps <= 16,
+            f"q = {self.q} must be 16 or 32 times warps = {self.warps}": self.q in (16 * self.warps, 32 * self.warps),
+            f"kv = {self.kv} must be a multiple of 16": self.kv > 0 and self.kv % 16 == 0,
+            f"stages = {self.stages} must be positive": self.stages > 0,
+            f"{shared} bytes of shared memory are more than {device.shared_memory}": shared <= device.shared_memory,
+            f"{accumulators} accumulators do not fit {REGISTERS} registers": accumulators + 32 <= REGISTERS,
+        }
+        _raise_for(self, rules)
+
+    @staticmethod
+    def default(problem: AttentionProblem, device: Device) -> MmaTiles:
+        """Untuned but good: what FlashAttention-2 publishes for these head sizes (flash_fwd_launch_template.h)."""
+        dim = max(padded(problem.head_dim), problem.v_head_dim)
+        small = device.shared_memory < 128 << 10
+        causal = problem.window is not None and problem.window.right is not None
+        if dim <= 64:
+            return MmaTiles(q=128, kv=128, warps=4)
+        if dim <= 128:
+            if small and causal:
+                return MmaTiles(q=64, kv=64, warps=4)
+            return MmaTiles(q=128, kv=32 if small and dim > 96 else 64, warps=4)
+        return MmaTiles(q=64, kv=64, warps=4) if small else MmaTiles(q=128, kv=64, warps=8)
+
+
+def padded(head_dim: int) -> int:
+    """The length of the dot products of Q K^T on tensor cores, which take 16 elements at a time."""
+    return -(-head_dim // 16) * 16
+
+
+def _raise_for(tiles: object, rules: dict[str, bool]) -> None:
+    broken = [rule for rule, holds in rules.items() if not holds]
+    if broken:
+        raise ValueError(f"Illegal {tiles}: {'; '.join(broken)}.")
