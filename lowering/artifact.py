@@ -4,32 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from .cpp_header import model_header
-from .manifest import CODE, FILE, WEIGHTS, Manifest, WeightSpec, file_digest, weights_digest
+from .manifest import FILE, WEIGHTS, Manifest, WeightSpec, file_digest, weights_digest
 from .runtime.folders import replaced_folder
 
 # Cache lines, and the widest vectors.
 ALIGNMENT = 64
 
 
-def write(folder: Path, library: bytes | Path, manifest: Manifest, weights: Mapping[str, np.ndarray]) -> Manifest:
+def write(
+    folder: Path, libraries: Sequence[bytes | Path], manifest: Manifest, weights: Mapping[str, np.ndarray]
+) -> Manifest:
     """Writes the folder and returns the manifest in it, completed with the places of the weights and the hashes.
 
-    library is model.so or its bytes. weights are in the order of the compiled main's tuple; arrays mapped from files
-    are copied piece by piece. An artifact that is there is replaced in one step. Raises ArtifactError where `folder`
-    holds something else.
+    libraries are the files of `manifest.code()`, or their bytes. weights are in the order of the compiled main's tuple;
+    arrays mapped from files are copied piece by piece. An artifact that is there is replaced in one step. Raises
+    ArtifactError where `folder` holds something else.
     """
     with replaced_folder(Path(folder)) as new:
-        if isinstance(library, bytes):
-            (new / CODE).write_bytes(library)
-        else:
-            shutil.copyfile(library, new / CODE)
-        hashes = {CODE: file_digest(new / CODE)}
+        names = list(manifest.code().values())
+        for name, library in zip(names, libraries, strict=True):
+            if isinstance(library, bytes):
+                (new / name).write_bytes(library)
+            else:
+                shutil.copyfile(library, new / name)
+        hashes = {name: file_digest(new / name) for name in names}
         specs: tuple[WeightSpec, ...] = ()
         if weights:
             specs = _write_weights(new / WEIGHTS, weights)
@@ -37,7 +41,7 @@ def write(folder: Path, library: bytes | Path, manifest: Manifest, weights: Mapp
         manifest = dataclasses.replace(manifest, weights=specs, hashes=hashes)
         manifest = dataclasses.replace(manifest, hashes={**hashes, FILE: manifest.digest()})
         (new / FILE).write_text(manifest.to_json())
-        (new / "model.h").write_text(model_header(manifest, new / CODE))
+        (new / "model.h").write_text(model_header(manifest, new / names[0]))
         shutil.copyfile(Path(__file__).parent / "runtime" / "host.hpp", new / "host.hpp")
     return manifest
 

@@ -4,26 +4,40 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import tvm
+from tvm import tirx
+from tvm.tirx import compilation_pipeline
 
 from .errors import TargetError
 from .runtime.parallel import link_options
 from .target import Target
+from .target.building import make_modules_of_machine_code
+
+Pass = Callable[[tvm.IRModule], tvm.IRModule]
 
 
 def build(module: tvm.IRModule, target: Target) -> bytes:
     """The shared library.
 
-    Raises TargetError when the linker is missing or fails.
+    Raises TargetError when a compiler or the linker is missing or fails.
     """
     if shutil.which(target.linker) is None:
         raise TargetError(
             f"Target '{target.name}' is linked by '{target.linker}', which is not installed. "
             "Install it or name another with --cc."
         )
-    executable = tvm.compile(module, target=target.tvm, relax_pipeline=tvm.transform.Sequential([]))
+    if target.architecture:
+        make_modules_of_machine_code(target.linker)
+    with target.tvm:
+        executable = tvm.compile(
+            module,
+            target=target.tvm,
+            relax_pipeline=tvm.transform.Sequential([]),
+            tir_pipeline=_PIPELINE if target.architecture else "default",
+        )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.so"
         try:
@@ -31,3 +45,32 @@ def build(module: tvm.IRModule, target: Target) -> bytes:
         except RuntimeError as error:
             raise TargetError(f"'{target.linker}' could not link for target '{target.name}': {error}") from error
         return path.read_bytes()
+
+
+_PIPELINE = "onnx_lowering"
+
+
+def _by_kind() -> tuple[Pass, Callable[[], Pass], Callable[[], Pass]]:
+    """TVM's passes from TensorIR to code, for modules in which some functions are blocks to be lowered, as TVM's own
+    operators are, and others are final code, in which nothing may be moved and no barrier added."""
+    blocks, host, device = compilation_pipeline.get_tir_pipeline("s_tir")
+    final, _, _ = compilation_pipeline.get_tir_pipeline("tirx")
+
+    def run(mod: tvm.IRModule) -> tvm.IRModule:
+        parts: dict[bool, dict] = {True: {}, False: {}}
+        for name, func in mod.functions_items():
+            parts[_is_final(func)][name] = func
+        whole = tvm.IRModule({}, attrs=mod.attrs)
+        for is_final, lowered in ((False, blocks), (True, final)):
+            if parts[is_final]:
+                whole.update(lowered(tvm.IRModule(parts[is_final], attrs=mod.attrs)))
+        return whole
+
+    return run, host, device
+
+
+def _is_final(func: tirx.PrimFunc) -> bool:
+    return "s_tir" not in func.attrs
+
+
+compilation_pipeline.register_tir_pipeline(_PIPELINE, _by_kind)

@@ -96,7 +96,7 @@ def compile_to(
     """
     if weights is not None and weights not in SCHEMES:
         raise InputError(f"weights={weights!r} is no way to hold weights. Use {', '.join(SCHEMES)}, or leave it out.")
-    resolved = resolve(target, cc)
+    targets = resolve(target, cc)
     loaded = load_model(model)
     donated = donated_pairs(loaded.graph, donate)
     fused = fuse(loaded)
@@ -112,25 +112,28 @@ def compile_to(
     inputs, outputs = [p.name for p in imported.inputs], [p.name for p in imported.outputs]
     pairs = {inputs.index(i): outputs.index(o) for i, o in donated.items()}
     notes = list(imported.warnings)
-    lowered = lower(imported, resolved, pairs, notes, dump, weights)
-    library = build(lowered.module, resolved)
+    libraries = []
+    for each in targets:
+        lowered = lower(imported, each, pairs, notes, dump, weights)
+        libraries.append(build(lowered.module, each))
     manifest = Manifest(
         inputs=tuple(_spec(p) for p in imported.inputs),
         outputs=tuple(_spec(p) for p in imported.outputs),
         donated=donated,
         weights=(),
         target=target,
-        cpu_features=resolved.cpu_features,
+        cpu_features=targets[0].cpu_features,
+        architectures=tuple(each.architecture for each in targets if each.architecture),
         threads=threads,
         ranges=_ranges(imported.inputs, ranges or {}),
         strings=tuple(imported.strings),
         versions={name: version(name) for name in ("apache-tvm", "apache-tvm-ffi", "onnx")},
-        notes=tuple(notes),
+        notes=tuple(dict.fromkeys(notes)),
         kernels=lowered.kernels,
         calls=lowered.calls,
         slots=slots,
     )
-    return artifact.write(Path(folder), library, manifest, lowered.weights)
+    return artifact.write(Path(folder), libraries, manifest, lowered.weights)
 
 
 def _spec(port: Port) -> TensorSpec:

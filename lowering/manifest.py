@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-FORMAT = 2
+FORMAT = 3
 FILE, CODE, WEIGHTS = "manifest.json", "model.so", "weights.bin"
+
 
 # Weights are digested whole up to _WHOLE bytes; of more, _SAMPLE bytes at every multiple of _STRIDE.
 _WHOLE, _STRIDE, _SAMPLE = 2**24, 2**20, 2**12
@@ -101,7 +102,8 @@ class Manifest:
     /proc/cpuinfo names that the machine must have. ranges gives the smallest and largest legal size of symbolic
     dimensions by name; any size is legal for those it does not mention. strings is the dictionary of a model's string
     constants; code k is strings[k]. hashes are digests by file name (`file_digest`, `weights_digest`, and `digest` of
-    the manifest itself). threads is the default worker count, None for the caller's affinity.
+    the manifest itself). architectures are those of the GPUs that it was built for, () for CPUs. threads is the default
+    worker count, None for the caller's affinity.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -110,6 +112,7 @@ class Manifest:
     weights: tuple[WeightSpec, ...]
     target: str
     cpu_features: tuple[str, ...]
+    architectures: tuple[str, ...] = ()
     threads: int | None = None
     ranges: dict[str, tuple[int, int]] = field(default_factory=dict)
     strings: tuple[str, ...] = ()
@@ -120,6 +123,12 @@ class Manifest:
     calls: tuple[CallSpec, ...] = ()  # in the order of execution
     slots: SlotCaches | None = None  # with static_cache: then `donated` holds the caches
     format: int = FORMAT
+
+    def code(self) -> dict[str, str]:
+        """The files of code by architecture, which is "" on CPUs."""
+        if len(self.architectures) < 2:
+            return dict.fromkeys(self.architectures or ("",), CODE)
+        return {a: f"model.{a}.so" for a in self.architectures}
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
@@ -142,7 +151,7 @@ class Manifest:
             for k in data["kernels"]
         )
         data["calls"] = tuple(CallSpec(**{**c, "nodes": tuple(c["nodes"])}) for c in data["calls"])
-        for key in ("cpu_features", "strings", "notes"):
+        for key in ("cpu_features", "architectures", "strings", "notes"):
             data[key] = tuple(data[key])
         if data["slots"] is not None:
             tokens = data["slots"]["tokens"]

@@ -18,7 +18,7 @@ from .importer import Imported
 from .manifest import CallSpec, KernelSpec
 from .origins import after_fusion
 from .passes.absorb_masks import absorb_masks
-from .passes.alignment import assume_element_alignment
+from .passes.alignment import assume_alignment
 from .passes.donation import donate
 from .passes.kernels import schedule as schedule_kernels
 from .passes.pack_weights import pack_weights
@@ -102,7 +102,7 @@ def lower(
         ("donate", lambda mod: donate(mod, donated, notes)),
         # How it runs
         ("schedule", schedule),
-        ("assume_element_alignment", assume_element_alignment),
+        ("assume_alignment", lambda mod: assume_alignment(mod, 16 if target.architecture else 1)),
         # Virtual machine
         ("add_release", add_release),
         ("bundle_weights", lambda mod: t.BundleModelParams("weights")(mod) if weights else mod),

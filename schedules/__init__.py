@@ -7,12 +7,15 @@ from collections.abc import Sequence
 import tvm
 from tvm import tirx
 
-from . import cpu
+from . import cpu, cuda
 
 ATTRIBUTE = "lowering.schedule"
 """Of a function that a rule made: the name of the rule."""
 
-RULES = {"llvm": cpu.RULES}
+# What TVM calls a function of blocks, as its own operators are; kernels are loops and threads.
+_FORM = "s_tir"
+
+RULES = {"llvm": cpu.RULES, "cuda": cuda.RULES}
 """By kind of target. A rule answers with a function of the same parameters, or None for "not mine"."""
 
 
@@ -34,6 +37,7 @@ def _scheduled(func: tirx.PrimFunc, rules: Sequence[cpu.Rule], target: tvm.targe
         new = rule(func, target)
         if new is not None:
             for key, value in func.attrs.items():
-                new = new.with_attr(key, value)
+                if key != _FORM:
+                    new = new.with_attr(key, value)
             return new.with_attr(ATTRIBUTE, rule.__name__)
     return func

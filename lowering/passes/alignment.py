@@ -1,7 +1,8 @@
 """Generated code must not assume more alignment than callers' arrays have.
 
 TVM takes every buffer for 64-byte aligned and LLVM then emits aligned vector loads, which crash on a NumPy array
-(16 bytes) or on a slice of one (the size of an element).
+(16 bytes) or on a slice of one (the size of an element). GPUs are given arrays at multiples of 16 bytes, their widest
+access (runtime/devices.py).
 """
 
 from __future__ import annotations
@@ -12,20 +13,21 @@ from tvm import s_tir, tirx
 from tvm.tirx.buffer import is_buffer_var
 
 
-def assume_element_alignment(mod: tvm.IRModule) -> tvm.IRModule:
-    """The module with every buffer that lies in memory from outside assumed aligned to its element's size, no more.
+def assume_alignment(mod: tvm.IRModule, least: int) -> tvm.IRModule:
+    """The module with every buffer that lies in memory from outside assumed aligned to its element's size, no more,
+    and to `least` bytes.
 
     Those are the parameters of all PrimFuncs and the views that blocks and declarations make of them. Buffers that a
     function allocates itself keep their alignment: accumulators must not straddle cache lines.
     """
-    changed = {v: _changed(f) for v, f in mod.functions_items() if isinstance(f, tirx.PrimFunc)}
+    changed = {v: _changed(f, least) for v, f in mod.functions_items() if isinstance(f, tirx.PrimFunc)}
     mod = mod.clone()
     for variable, function in changed.items():
         mod.update_func(variable, function)
     return mod
 
 
-def _changed(function: tirx.PrimFunc) -> tirx.PrimFunc:
+def _changed(function: tirx.PrimFunc, least: int) -> tirx.PrimFunc:
     allocated: set[tirx.Buffer] = set()
     tvm_ffi.structural_walk(
         function,
@@ -40,13 +42,13 @@ def _changed(function: tirx.PrimFunc) -> tirx.PrimFunc:
         if not is_buffer_var(variable) or variable in allocated:
             return variable
         if variable not in known:
-            known[variable] = _with_alignment(variable)
+            known[variable] = _with_alignment(variable, least)
         return known[variable]
 
     return tvm_ffi.structural_map(function, (tvm.ir.Var, replace))
 
 
-def _with_alignment(buffer: tirx.Buffer) -> tirx.Buffer:
+def _with_alignment(buffer: tirx.Buffer, least: int) -> tirx.Buffer:
     kind = buffer.ty
     return tirx.decl_buffer(
         kind.shape,
@@ -55,7 +57,7 @@ def _with_alignment(buffer: tirx.Buffer) -> tirx.Buffer:
         strides=kind.strides,
         elem_offset=kind.elem_offset,
         scope=buffer.scope(),
-        data_alignment=max(1, tvm.DataType(buffer.dtype).bits // 8),
+        data_alignment=max(least, tvm.DataType(buffer.dtype).bits // 8),
         offset_factor=kind.offset_factor,
         layout=kind.layout,
     )

@@ -38,7 +38,7 @@ def schedule(
             continue
         rule = scheduled[name].attrs.get(schedules.ATTRIBUTE, "plain")
         spec = kernel_spec(name.name_hint, func, str(rule))
-        if spec.kind == "attention":
+        if spec.kind == "attention" and target.kind.name == "llvm":
             counter = f"{spec.name}_pairs"
             scheduled[counter] = count_pairs(AttentionProblem.from_json(func.attrs[ATTRIBUTE]))
             spec = dataclasses.replace(spec, counter=counter)

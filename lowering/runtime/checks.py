@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 from ..errors import ArtifactError
-from ..manifest import CODE, FILE, FORMAT, WEIGHTS, Manifest, file_digest, weights_digest
+from ..manifest import FILE, FORMAT, WEIGHTS, Manifest, file_digest, weights_digest
 
 # e_machine of the ELF header, by platform.machine().
 _ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
@@ -40,7 +40,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 def check_files(folder: Path, manifest: Manifest) -> None:
     """Raises ArtifactError if a file is missing or not the one that the manifest was written with."""
-    for name, digest in ((CODE, file_digest), (WEIGHTS, weights_digest)):
+    for name in (*manifest.code().values(), WEIGHTS):
+        digest = weights_digest if name == WEIGHTS else file_digest
         path = folder / name
         if name not in manifest.hashes:
             continue
@@ -73,7 +74,7 @@ def check_versions(manifest: Manifest) -> None:
 
 def check_machine(folder: Path, manifest: Manifest) -> None:
     """Raises ArtifactError if this machine cannot run the code: another architecture, or missing CPU features."""
-    with (folder / CODE).open("rb") as file:
+    with (folder / next(iter(manifest.code().values()))).open("rb") as file:
         machine = int.from_bytes(file.read(20)[18:], "little")
     here = platform.machine()
     if machine != _ELF_MACHINES.get(here):

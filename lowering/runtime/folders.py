@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -12,8 +13,10 @@ from pathlib import Path
 from ..errors import ArtifactError
 from ..manifest import CODE, FILE, WEIGHTS
 
-# What an artifact consists of; only folders that hold nothing else are ever replaced.
-FILES = frozenset({FILE, CODE, WEIGHTS, "model.h", "host.hpp"})
+
+def is_part(name: str) -> bool:
+    """Whether artifacts have a file of that name; only folders that hold nothing else are ever replaced."""
+    return name in (FILE, CODE, WEIGHTS, "model.h", "host.hpp") or bool(re.fullmatch(r"model\.sm_\w+\.so", name))
 
 
 @contextmanager
@@ -24,7 +27,8 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
     ArtifactError where `folder` holds something that is no artifact.
     """
     folder = folder.absolute()
-    foreign = sorted(set(os.listdir(folder)) - FILES) if folder.is_dir() else [folder.name] if folder.exists() else []
+    found = sorted(os.listdir(folder)) if folder.is_dir() else [folder.name] if folder.exists() else []
+    foreign = [name for name in found if folder.is_file() or not is_part(name)]
     if foreign:
         raise ArtifactError(
             f"'{folder}' holds '{foreign[0]}', which is no part of an artifact, and would be replaced. "

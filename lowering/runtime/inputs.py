@@ -13,13 +13,12 @@ import tvm_ffi
 from ..errors import InputError
 from ..manifest import TensorSpec
 from .elements import BYTES_ELSEWHERE, ElementType
+from .gpu import CPU, CUDA
 from .strings import Dictionary
 from .tensors import Tensor, view_as
 
 # Sizes of symbolic dimensions seen so far in a call, each with the array that showed it.
 Sizes = dict[str, tuple[int, str]]
-
-_CPU = 1  # kDLCPU
 
 _capsule_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_IsValid", ctypes.pythonapi)
@@ -33,7 +32,8 @@ class Port:
     """The border for the arrays of one input, or of one output whose memory the caller provides.
 
     role is how messages call it. in_place is the reason why arrays are never copied, in words that complete a
-    sentence, or None if they may be. written says that arrays must be writable.
+    sentence, or None if they may be. written says that arrays must be writable. gpu is the number of a GPU whose memory
+    they may be in as well.
     """
 
     def __init__(
@@ -43,12 +43,14 @@ class Port:
         ranges: Mapping[str, tuple[int, int]],
         in_place: str | None = None,
         written: bool = False,
+        gpu: int | None = None,
     ) -> None:
         self.spec = spec
         self.name = spec.name
         self.written = written
         self._in_place = in_place
-        self._where = f"{role} '{spec.name}'"
+        self.where = f"{role} '{spec.name}'"
+        self._devices = {(CPU, 0)} if gpu is None else {(CPU, 0), (CUDA, gpu)}
         self.element = ElementType(spec.dtype, spec.storage)
         self._numpy = self.element.numpy
         self._plain = not (self.element.carried or self.element.text)
@@ -81,33 +83,33 @@ class Port:
             return
         given = array.dtype.name if array.dtype.isnative else array.dtype.str
         wanted = "an array of str, of dtype object" if self.element.text else self.spec.dtype
-        raise InputError(f"{self._where} must be {wanted}, not {given}. Convert it with astype.")
+        raise InputError(f"{self.where} must be {wanted}, not {given}. Convert it with astype.")
 
     def _check_shape(self, shape: tuple[int, ...], sizes: Sizes) -> None:
         if len(shape) != len(self._dims):
             raise InputError(
-                f"{self._where} must have {len(self._dims)} dimensions, {self._shape_text()}, "
+                f"{self.where} must have {len(self._dims)} dimensions, {self._shape_text()}, "
                 f"not {len(shape)}: its shape is {list(shape)}."
             )
         for axis, (dim, size) in enumerate(zip(self._dims, shape)):
             if isinstance(dim, int):
                 if dim != size:
                     raise InputError(
-                        f"{self._where} must have size {dim} along axis {axis}, not {size}: "
+                        f"{self.where} must have size {dim} along axis {axis}, not {size}: "
                         f"it takes {self._shape_text()} and its shape is {list(shape)}."
                     )
                 continue
             known = sizes.get(dim)
             if known is None:
-                sizes[dim] = (size, self._where)
+                sizes[dim] = (size, self.where)
                 low, high = self._ranges.get(dim, (0, size))
                 if not low <= size <= high:
                     raise InputError(
-                        f"dimension '{dim}' is {size} in {self._where} (axis {axis}); the model takes {low} to {high}."
+                        f"dimension '{dim}' is {size} in {self.where} (axis {axis}); the model takes {low} to {high}."
                     )
             elif known[0] != size:
                 raise InputError(
-                    f"dimension '{dim}' is {size} in {self._where} (axis {axis}) but {known[0]} in {known[1]}; "
+                    f"dimension '{dim}' is {size} in {self.where} (axis {axis}) but {known[0]} in {known[1]}; "
                     "sizes of one name must be equal."
                 )
 
@@ -128,34 +130,36 @@ class Port:
             self._refuse_copy("is not aligned to its elements" if flags.c_contiguous else "is not C-contiguous")
             array = array.copy()
         elif not flags.writeable and self.written:
-            raise InputError(f"{self._where} is read-only, but {self._in_place}. Pass a writable array.")
+            raise InputError(f"{self.where} is read-only, but {self._in_place}. Pass a writable array.")
         # NumPy exports read-only memory only by the newer protocol, which says that it is.
         readable = array if array.flags.writeable else array.__dlpack__(max_version=(1, 0))
         return self._as_storage(tvm_ffi.from_dlpack(readable), array.shape)
 
     def _refuse_copy(self, what: str) -> None:
         if self._in_place is not None:
-            raise InputError(f"{self._where} {what}, but {self._in_place}.")
+            raise InputError(f"{self.where} {what}, but {self._in_place}.")
 
     def _accept_foreign(self, array: Any, sizes: Sizes | None, strings: Dictionary) -> Tensor:
         """Arrays of other libraries, through DLPack."""
         if not hasattr(array, "__dlpack__"):
             raise InputError(
-                f"{self._where} is a {type(array).__name__}; pass a NumPy array, or any array with __dlpack__."
+                f"{self.where} is a {type(array).__name__}; pass a NumPy array, or any array with __dlpack__."
             )
         if self.element.text:
-            raise InputError(f"{self._where} must be a NumPy array of str, not a {type(array).__name__}.")
+            raise InputError(f"{self.where} must be a NumPy array of str, not a {type(array).__name__}.")
         name = _dtype_name(array.dtype)
         if name != (self.spec.storage if self.element.name in BYTES_ELSEWHERE else self.spec.dtype):
-            raise InputError(f"{self._where} must be {self.spec.dtype}, not {name}.")
+            raise InputError(f"{self.where} must be {self.spec.dtype}, not {name}.")
         tensor = self._import(array)
         shape = tensor.shape
         if sizes is not None:
             self._check_shape(shape, sizes)
         if self.written and _is_read_only(array):
-            raise InputError(f"{self._where} is read-only, but {self._in_place}. Pass a writable array.")
+            raise InputError(f"{self.where} is read-only, but {self._in_place}. Pass a writable array.")
         if not tensor.is_contiguous() or tensor.data_ptr() % self.element.itemsize:
             self._refuse_copy("is not C-contiguous")
+            if tensor.__dlpack_device__()[0] != CPU:
+                raise InputError(f"{self.where} is not C-contiguous. Make it so: only the CPU's arrays are copied.")
             return self._accept_unusual(_Strided(tensor, self.element.numpy).array().copy(), strings)
         return self._as_storage(tensor, (*shape, 2) if self.element.pair else shape)
 
@@ -166,9 +170,12 @@ class Port:
             except BufferError:
                 tensor = tvm_ffi.from_dlpack(array.__dlpack__(max_version=(1, 0)))
         except (BufferError, TypeError, ValueError, RuntimeError) as error:
-            raise InputError(f"{self._where} cannot be read through DLPack: {error}") from error
-        if tensor.__dlpack_device__()[0] != _CPU:
-            raise InputError(f"{self._where} is not in the CPU's memory. Copy it there first.")
+            raise InputError(f"{self.where} cannot be read through DLPack: {error}") from error
+        if tensor.__dlpack_device__() not in self._devices:
+            place = " or ".join(
+                "the CPU's memory" if kind == CPU else f"GPU {n}'s" for kind, n in sorted(self._devices)
+            )
+            raise InputError(f"{self.where} is not in {place}. Copy it there first.")
         return tensor
 
     def _as_storage(self, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -10,12 +10,13 @@ from pathlib import Path
 import tvm_ffi
 
 from ..errors import ArtifactError
+from .gpu import CPU, CUDA
 
 _RUNTIME = "libtvm_runtime.so"
 # What loading the runtime registers.
 _LOADER = "ffi.Module.load_from_bytes.relax.VMExecutable"
-# vm_initialization takes device type, device number and allocator for each device: the CPU, and the host, pooled.
-_CPU_POOLED = (1, 0, 2)
+# vm_initialization takes device type, device number and allocator for each device: where the model runs, and the host.
+_POOLED = 2
 
 # Called before and after each function that a virtual machine calls: with the function, its name, whether it is before,
 # the result if it is not, and the arguments. 0 lets the machine go on.
@@ -48,10 +49,11 @@ def load_runtime(folder: Path) -> None:
 class Library:
     """A loaded model.so.
 
-    Code and constants exist once; each virtual machine runs one call at a time.
+    Code and constants exist once; each virtual machine runs one call at a time, on the CPU or on a GPU.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, gpu: int | None = None) -> None:
+        self._devices = (CPU, 0, _POOLED) if gpu is None else (CUDA, gpu, _POOLED)
         try:
             # It lives as long as functions or virtual machines of it do; results are memory of the runtime.
             self._executable = tvm_ffi.load_module(str(path.absolute()), keep_module_alive=False)
@@ -63,7 +65,7 @@ class Library:
 
     def new_machine(self, instrument: Instrument | None = None) -> Machine:
         machine = self._load()
-        machine["vm_initialization"](*_CPU_POOLED, *_CPU_POOLED)
+        machine["vm_initialization"](*self._devices, CPU, 0, _POOLED)
         if instrument is not None:
             machine["set_instrument"](tvm_ffi.convert(instrument))
         return Machine(machine)

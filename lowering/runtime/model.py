@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,9 @@ from ..errors import InputError
 from ..manifest import Manifest, SlotCaches, TensorSpec
 from .checks import check_files
 from .decoder import Decoder
-from .folders import FILES, replaced_folder
+from .devices import Gpu
+from .folders import is_part, replaced_folder
+from .gpu import CPU
 from .inputs import Port, Sizes
 from .library import Instrument, Library, Machine
 from .outputs import FromDLPack, OutputPort, from_dlpack_of
@@ -36,23 +38,31 @@ _Targets = dict[str, tuple[Tensor, Any]]
 class Model:
     """A loaded artifact (`lowering.load`).
 
-    Arrays are NumPy's or those of any library that speaks DLPack, in the CPU's memory. Outputs come back in the kind
-    of the first input that is not NumPy's, in NumPy's otherwise. Inputs are read in place at any alignment; only
+    Arrays are NumPy's or those of any library that speaks DLPack, in the CPU's memory or, for a model on a GPU, in that
+    GPU's; what is not there is copied. Outputs come back in the kind and the memory of the first input that is not
+    NumPy's, in NumPy's otherwise. Inputs are read in place at any alignment; only
     strided ones are copied, and strings. Outputs are new arrays that own their memory, but for those that take over a
     donated input's: they are the array object that the caller passed. Any number of threads may run one model at the
     same time.
     """
 
     def __init__(
-        self, folder: Path, manifest: Manifest, library: Library, threads: int | None, temporary: Path | None
+        self,
+        folder: Path,
+        manifest: Manifest,
+        library: Library,
+        threads: int | None,
+        temporary: Path | None,
+        gpu: int | None,
     ) -> None:
         self.manifest = manifest
         self._folder = folder
         self._library = library
-        self._weights = Weights(folder, manifest)
+        self._gpu = None if gpu is None else Gpu(gpu)
+        self._weights = Weights(folder, manifest, self._gpu)
         self._threads = _checked(threads) if threads is not None else manifest.threads
         self._ports = [
-            Port(t, "input", manifest.ranges, self._donation(t.name), written=t.name in manifest.donated)
+            Port(t, "input", manifest.ranges, self._donation(t.name), t.name in manifest.donated, gpu)
             for t in manifest.inputs
         ]
         self._outputs = [OutputPort(t) for t in manifest.outputs]
@@ -84,12 +94,19 @@ class Model:
         inside the model.
         """
         strings = Dictionary(self.manifest.strings)
-        from_dlpack = _kind(inputs)
+        from_dlpack, on_host = _kind(inputs)
         shapes = [getattr(inputs.get(port.name), "shape", None) for port in self._ports]
         tensors = self._accept(self._ports, inputs, None if shapes == self._shapes else {}, strings)
         self._shapes = shapes
-        results = self._call(tensors, self._threads if threads is None else _checked(threads), release=True)
-        return self._deliver(results, self._memory(tensors, inputs), {}, from_dlpack, strings)
+        threads = self._threads if threads is None else _checked(threads)
+        if self._gpu is None:
+            results = self._call(tensors, threads, release=True)
+            return self._deliver(results, self._memory(tensors, inputs), {}, from_dlpack, False, strings)
+        with self._gpu.stream_of(inputs.values()):
+            placed = self._gpu.place(self._ports, tensors, in_place=False)
+            results = self._call(placed, threads, release=True)
+            self._gpu.take_back(self._ports, tensors, placed)
+            return self._deliver(results, self._memory(placed, inputs), {}, from_dlpack, on_host, strings)
 
     def __call__(self, **inputs: Any) -> dict[str, Any]:
         """`run` with inputs as keyword arguments."""
@@ -105,7 +122,8 @@ class Model:
         outputs, may be read-only. Calls from several threads are as safe as the arrays are.
         """
         strings = Dictionary(self.manifest.strings)
-        from_dlpack = _kind(inputs)
+        from_dlpack, on_host = _kind(inputs)
+        gpu = self._gpu
         threads = self._threads if threads is None else _checked(threads)
         sizes: Sizes = {}
         ports = [
@@ -115,6 +133,7 @@ class Model:
                 self.manifest.ranges,
                 self._donation(t.name) or "a bound call reads it in place",
                 t.name in self.manifest.donated,
+                None if gpu is None else gpu.number,
             )
             for t in self.manifest.inputs
         ]
@@ -124,17 +143,23 @@ class Model:
             spec = next((t for t in self.manifest.outputs if t.name == name), None)
             if spec is None:
                 raise InputError(f"there is no output '{name}'. The outputs are {_names(self.manifest.outputs)}.")
-            port = Port(spec, "output", {}, "a bound call writes results to it", written=True)
-            targets[name] = port.accept(array, sizes, strings), array
+            reason = "a bound call writes results to it"
+            port = Port(spec, "output", {}, reason, True, None if gpu is None else gpu.number)
+            tensor = port.accept(array, sizes, strings)
+            targets[name] = (tensor if gpu is None else gpu.place([port], [tensor], in_place=True)[0]), array
+        if gpu is not None:
+            tensors = gpu.place(ports, tensors, in_place=True)
         memory = self._memory(tensors, inputs)
 
         slots = self.manifest.slots
+        arrays = list(inputs.values())
 
         def call() -> dict[str, Any]:
             if slots is not None:  # what the length holds may have changed
                 _check_room(slots, inputs)
-            results = self._call(tensors, threads, release=False)
-            return self._deliver(results, memory, targets, from_dlpack, strings)
+            with nullcontext() if gpu is None else gpu.stream_of(arrays):
+                results = self._call(tensors, threads, release=False)
+                return self._deliver(results, memory, targets, from_dlpack, on_host, strings)
 
         return call
 
@@ -160,8 +185,9 @@ class Model:
         """
         check_files(self._folder, self.manifest)
         with replaced_folder(Path(folder)) as new:
-            for name in FILES & {p.name for p in self._folder.iterdir()}:
-                shutil.copyfile(self._folder / name, new / name)
+            for path in self._folder.iterdir():
+                if is_part(path.name):
+                    shutil.copyfile(path, new / path.name)
 
     @contextmanager
     def instrumented(self, instrument: Instrument) -> Iterator[None]:
@@ -259,6 +285,7 @@ class Model:
         memory: _Memory,
         targets: _Targets,
         from_dlpack: FromDLPack,
+        to_host: bool,
         strings: Dictionary,
     ) -> dict[str, Any]:
         outputs = {}
@@ -270,11 +297,13 @@ class Model:
                 target, outputs[port.name] = targets[port.name]
                 _write(port.name, tensor, target)
                 continue
-            if address in memory or address in given or self._weights.hold(address) or held_elsewhere(tensor):
-                owner = memory.get(address)
-                if owner is not None and owner[0] == port.name:
-                    outputs[port.name] = owner[1]
-                    continue
+            owner = memory.get(address)
+            if owner is not None and owner[0] == port.name:
+                outputs[port.name] = owner[1]
+                continue
+            if to_host and self._gpu is not None:
+                tensor = self._gpu.to_host(tensor)
+            elif address in memory or address in given or self._weights.hold(address) or held_elsewhere(tensor):
                 # Memory of an input that is also an output, of a weight, of another output, or a constant of the code.
                 tensor = copy_of(tensor)
             else:
@@ -303,13 +332,14 @@ def _write(name: str, result: Tensor, target: Tensor) -> None:
         copy_to(result, target)
 
 
-def _kind(inputs: Arrays) -> FromDLPack:
+def _kind(inputs: Arrays) -> tuple[FromDLPack, bool]:
+    """What makes the caller's kind of array, and whether that is in the host's memory."""
     for array in inputs.values():
         if type(array) is np.ndarray or isinstance(array, (np.ndarray, np.generic)):
             continue
         if hasattr(array, "__dlpack__"):
-            return from_dlpack_of(array)
-    return np.from_dlpack
+            return from_dlpack_of(array), array.__dlpack_device__()[0] == CPU
+    return np.from_dlpack, True
 
 
 def _checked(threads: int) -> int:

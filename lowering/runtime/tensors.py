@@ -12,8 +12,6 @@ import tvm_ffi
 
 # The TVM Python package registers a class of its own for tensors; this one is tvm_ffi's, which it derives from.
 Tensor = tvm_ffi.Tensor
-_CPU = tvm_ffi.device("cpu")
-
 # item(array, index): an element of an array, several times faster than indexing it.
 item = tvm_ffi.get_global_func("ffi.ArrayGetItem")
 
@@ -30,9 +28,9 @@ def view_as(tensor: Tensor, dtype: str, shape: tuple[int, ...]) -> Tensor:
     return _function("runtime.TVMTensorCreateView")(tensor, shape, dtype, 0)
 
 
-def copy_of(tensor: Tensor) -> Tensor:
-    """A tensor of its own memory with the same contents."""
-    copy = _function("runtime.TVMTensorAllocWithScope")(tensor.shape, tensor.dtype, _CPU, None)
+def copy_of(tensor: Tensor, device: tvm_ffi.Device | None = None) -> Tensor:
+    """A tensor of its own memory with the same contents, on another device if one is named."""
+    copy = _function("runtime.TVMTensorAllocWithScope")(tensor.shape, tensor.dtype, device or tensor.device, None)
     copy_to(tensor, copy)
     return copy
 

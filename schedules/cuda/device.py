@@ -9,7 +9,7 @@ import tvm
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU architecture. Its cards differ in caches and multiprocessors: those here are one card's, for speed alone."""
+    """A GPU architecture. Cards differ in caches and multiprocessors; those here are one card's, for speed alone."""
 
     arch: str
     """As nvcc's -arch takes it."""

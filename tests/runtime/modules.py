@@ -16,7 +16,7 @@ from tvm.script import tirx as T
 
 from lowering import artifact
 from lowering.manifest import Manifest, TensorSpec
-from lowering.passes.alignment import assume_element_alignment
+from lowering.passes.alignment import assume_alignment
 from lowering.passes.plan_memory import plan_memory
 from lowering.passes.release import add_release
 from lowering.passes.size_classes import size_classes
@@ -45,7 +45,7 @@ def build_library(module: tvm.IRModule, target: str, views: bool = True) -> byte
     views turns reshapes into views, which needs functions that have a root sblock.
     """
     t = relax.transform
-    resolved = resolve(target)
+    (resolved,) = resolve(target)
     passes = [t.LegalizeOps(), t.AnnotateTIROpPattern(), t.FoldConstant(), t.FuseOps(), t.FuseTIR()]
     passes += [t.DeadCodeElimination(), *([t.RewriteDataflowReshape()] if views else [])]
     lower = [t.ToNonDataflow(), t.RemovePurityChecking(), t.CallTIRRewrite(), plan_memory]
@@ -54,7 +54,7 @@ def build_library(module: tvm.IRModule, target: str, views: bool = True) -> byte
     with resolved.tvm, TemporaryDirectory() as folder:
         for run in passes:
             module = run(module)
-        module = add_release(assume_element_alignment(module))
+        module = add_release(assume_alignment(module, 1))
         for run in lower:
             module = run(module)
         executable = tvm.compile(module, target=resolved.tvm, relax_pipeline=tvm.transform.Sequential([]))
@@ -96,11 +96,11 @@ def build(
         donated=dict(donated or {}),
         weights=(),
         target=target,
-        cpu_features=resolve(target).cpu_features,
+        cpu_features=resolve(target)[0].cpu_features,
         versions={name: version(name) for name in ("apache-tvm", "apache-tvm-ffi")},
         **fields,  # type: ignore[arg-type]
     )
-    artifact.write(folder, build_library(builder.finalize(), target, views), manifest, weights)
+    artifact.write(folder, [build_library(builder.finalize(), target, views)], manifest, weights)
     return folder
 
 

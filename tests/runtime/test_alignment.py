@@ -13,14 +13,14 @@ import tvm
 from tvm.script import tirx as T
 
 import lowering
-from lowering.passes.alignment import assume_element_alignment
+from lowering.passes.alignment import assume_alignment
 from lowering.target import host_features, resolve
 
 TARGETS = [
     pytest.param(
         name,
         marks=pytest.mark.skipif(
-            not set(resolve(name).cpu_features) <= set(host_features()), reason="this CPU lacks the features"
+            not set(resolve(name)[0].cpu_features) <= set(host_features()), reason="this CPU lacks the features"
         ),
     )
     for name in ("cpu:x86-64-v3", "cpu:x86-64-v4")
@@ -47,7 +47,7 @@ def test_every_offset(artifact: Callable[..., Path], target: str, dtype: str) ->
 @pytest.mark.parametrize("target", TARGETS[:1])
 def test_without_the_pass_it_crashes(tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Should TVM stop assuming alignment one day, the pass may go."""
-    monkeypatch.setattr(modules, "assume_element_alignment", lambda module: module)
+    monkeypatch.setattr(modules, "assume_alignment", lambda module, least: module)
     folder = modules.sums(tmp_path / "m", "float32", (16, 64), target=target)
     code = f"""
 import lowering, numpy as np
@@ -76,7 +76,7 @@ def test_only_memory_from_outside_is_changed() -> None:
                     y[vi, j] = kept[j]
 
     before = tvm.IRModule({"copy": copy})
-    after = assume_element_alignment(before)["copy"]
+    after = assume_alignment(before, 1)["copy"]
     script = after.script()
     assert [p.data_alignment for p in after.params] == [2, 4]
     assert script.count("align=2") == 2 and script.count("align=4") == 1

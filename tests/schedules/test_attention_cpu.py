@@ -220,7 +220,7 @@ def test_a_kernel_keeps_name_parameters_and_attributes() -> None:
     before = plain(p).with_attr("global_symbol", "layer_0")
     after = schedules.apply(tvm.IRModule({"layer_0": before}), target("x86-64-v4"))["layer_0"]
     assert len(after.params) == len(before.params)
-    kept = {key: str(value) for key, value in before.attrs.items()}
+    kept = {key: str(value) for key, value in before.attrs.items() if key != "s_tir"}  # says that there are blocks
     assert {key: str(value) for key, value in after.attrs.items()} == {**kept, "lowering.schedule": "attention"}
     assert after.script() != before.script()
 

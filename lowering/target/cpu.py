@@ -1,18 +1,21 @@
-"""Targets: `cpu` (this machine), `cpu:x86-64-v3`, `cpu:x86-64-v4`, `cpu:aarch64`.
+"""CPUs: `cpu` (this machine), `cpu:x86-64-v3`, `cpu:x86-64-v4`, `cpu:aarch64`.
 
-The only place that looks at a machine. `cpu` takes the features from the machine itself and never from the CPU's name:
+`cpu` takes the features from the machine itself and never from the CPU's name:
 a virtual machine may hide AMX, bf16 or fp16 units, and a name alone would give illegal instructions.
 """
 
 from __future__ import annotations
 
 import platform
-from dataclasses import dataclass
 from pathlib import Path
 
 import tvm
 
-from .errors import TargetError
+from ..errors import TargetError
+from .record import Target
+
+CPUS = ("x86-64-v3", "x86-64-v4", "aarch64")
+"""Names behind `cpu:`."""
 
 # Linux /proc/cpuinfo names and LLVM's names of the x86 features that the generated code may use.
 _X86_FEATURES = {
@@ -26,26 +29,8 @@ _V3 = ("sse4_2", "popcnt", "avx", "f16c", "fma", "bmi1", "bmi2", "avx2", "abm", 
 _V4 = (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 
 
-@dataclass(frozen=True)
-class Target:
-    """A target: its name, TVM's form of it, the /proc/cpuinfo features it needs, and the linker to use."""
-
-    name: str
-    tvm: tvm.target.Target
-    cpu_features: tuple[str, ...]
-    linker: str
-
-
-def resolve(name: str, cc: str | None = None) -> Target:
-    """The target called `name`.
-
-    cc names the C compiler that links (a cross compiler for a foreign architecture). Raises TargetError for an
-    unknown name, or when this machine cannot be read.
-    """
-    kind, _, arch = name.partition(":")
-    if kind != "cpu" or arch not in ("", "x86-64-v3", "x86-64-v4", "aarch64"):
-        known = "cpu, cpu:x86-64-v3, cpu:x86-64-v4, cpu:aarch64"
-        raise TargetError(f"There is no target '{name}'. Use one of: {known}.")
+def cpu(name: str, arch: str, cc: str | None) -> Target:
+    """The target `name`; arch is what stands behind `cpu:`."""
     machine = platform.machine()
     if arch == "aarch64" or (arch == "" and machine == "aarch64"):
         linker = cc or ("gcc" if machine == "aarch64" else "aarch64-linux-gnu-gcc")

@@ -1,0 +1,83 @@
+"""Memory of the GPU that a model runs on: what goes there, what comes back, and in which order.
+
+A call enqueues its kernels and returns; whoever reads device memory on the same stream later sees the results, as
+between kernels of PyTorch. Calls follow PyTorch's current stream where arrays are its own, else the default stream.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import tvm_ffi
+
+from ..errors import InputError
+from .gpu import CUDA
+from .inputs import Port
+from .tensors import Tensor, copy_of, copy_to
+
+# What generated code takes memory from outside to be aligned to: its widest access.
+_ALIGNMENT = 16
+
+# The runtime's pool of device memory serves all models and knows no streams: what one stream may still use, another
+# must wait for. By GPU, the stream of the last call.
+_last_streams: dict[int, int] = {}
+
+
+class Gpu:
+    """GPU number `number`."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.device = tvm_ffi.device("cuda", number)
+
+    def holds(self, tensor: Tensor) -> bool:
+        return tensor.__dlpack_device__() == (CUDA, self.number)
+
+    def place(self, ports: Sequence[Port], tensors: Sequence[Tensor], in_place: bool) -> list[Tensor]:
+        """The tensors in this GPU's memory, as generated code can read them, in place or copied.
+
+        in_place refuses copies, as a bound call must. Raises InputError.
+        """
+        placed = []
+        for port, tensor in zip(ports, tensors):
+            here = self.holds(tensor)
+            if not here or (tensor.data_ptr() % _ALIGNMENT and tensor.numel()):
+                if in_place or (here and port.written):
+                    what = "is not aligned to 16 bytes" if here else f"is not in the memory of GPU {self.number}"
+                    raise InputError(f"{port.where} {what}, but it is used in place. Pass an array that is.")
+                tensor = copy_of(tensor, self.device)
+            placed.append(tensor)
+        return placed
+
+    def take_back(self, ports: Sequence[Port], tensors: Sequence[Tensor], placed: Sequence[Tensor]) -> None:
+        """Donated arrays of the host get what their copies on the GPU have become."""
+        for port, tensor, copy in zip(ports, tensors, placed):
+            if port.written and not self.holds(tensor):
+                copy_to(copy, tensor)
+        self.wait()
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        copy = copy_of(tensor, tvm_ffi.device("cpu"))
+        self.wait()
+        return copy
+
+    def wait(self) -> None:
+        """Until all that was enqueued on the current stream is done."""
+        stream = tvm_ffi.get_raw_stream(self.device)
+        tvm_ffi.get_global_func("runtime.Device_StreamSync")(self.device, stream)
+
+    @contextmanager
+    def stream_of(self, inputs: Iterable[Any]) -> Iterator[None]:
+        """While it is open, work goes to the stream that the arrays are ordered on."""
+        torch = sys.modules.get("torch")
+        ours = torch is not None and any(isinstance(array, torch.Tensor) and array.is_cuda for array in inputs)
+        stream = torch.cuda.current_stream(self.number).cuda_stream if torch is not None and ours else 0
+        if _last_streams.setdefault(self.number, stream) != stream:
+            before = _last_streams[self.number]
+            tvm_ffi.get_global_func("runtime.Device_StreamSync")(self.device, before)
+            _last_streams[self.number] = stream
+        with tvm_ffi.use_raw_stream(self.device, stream) if stream else nullcontext():
+            yield

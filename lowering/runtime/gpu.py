@@ -1,0 +1,86 @@
+"""The GPU part of the TVM runtime, and what GPU is here."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import tvm_ffi
+
+from ..errors import ArtifactError
+
+CPU, CUDA = 1, 2  # kDLCPU, kDLCUDA
+DRIVER, CUDART = "libcuda.so.1", "libcudart.so.13"
+
+_RUNTIME = "libtvm_runtime_cuda.so"
+# What loading the runtime registers.
+_LOADER = "ffi.Module.load_from_bytes.cuda"
+# Where CUDA's wheel and its installer put CUDART.
+_WHEEL, _TOOLKIT = Path("nvidia/cu13/lib"), Path("/usr/local/cuda/lib64")
+_COMPUTE_VERSION = 4  # DeviceAttrKind of the runtime: "9.0"
+
+
+def load_device_runtime(folder: Path | None) -> None:
+    """Makes CUDA devices available to the TVM runtime, which is loaded already.
+
+    Libraries are looked for beside the artifact in `folder`, then where their wheels put them. Raises ArtifactError.
+    """
+    if tvm_ffi.get_global_func(_LOADER, allow_missing=True) is not None:
+        return
+    beside = [] if folder is None else [folder.absolute()]
+    runtime = _first([*beside, *(Path(p) / "tvm" / "lib" for p in sys.path)], _RUNTIME)
+    if runtime is None:
+        raise ArtifactError(f"{_RUNTIME} is in no installed apache-tvm. Install apache-tvm.")
+    try:
+        ctypes.CDLL(DRIVER, ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        raise ArtifactError(f"this machine has no NVIDIA driver ({DRIVER}).") from error
+    try:
+        ctypes.CDLL(str(_first(beside, CUDART) or find_cudart() or CUDART), ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(str(runtime))
+    except OSError as error:
+        raise ArtifactError(
+            f"the CUDA runtime cannot be loaded: {error}. Install it: pip install 'onnx-lowering[cuda]'."
+        ) from error
+
+
+def find_cudart() -> Path | None:
+    """CUDA's runtime library, from its wheel or its installer."""
+    return _first([*(Path(p) / _WHEEL for p in sys.path), _TOOLKIT], CUDART)
+
+
+def _first(folders: list[Path], name: str) -> Path | None:
+    return next((f / name for f in folders if (f / name).is_file()), None)
+
+
+def architecture_here(device: int) -> str:
+    """What GPU number `device` is, as `sm_90`. Raises ArtifactError if there is no such GPU."""
+    version = tvm_ffi.get_global_func("runtime.GetDeviceAttr")(CUDA, device, _COMPUTE_VERSION)
+    if version is None:
+        raise ArtifactError(f"this machine has no GPU number {device}.")
+    return f"sm_{version.replace('.', '')}"
+
+
+def best_for(built: Sequence[str], here: str) -> str:
+    """The architecture, of those that code was built for, whose code to run. Raises ArtifactError if none runs here."""
+    runs = [architecture for architecture in built if runs_on(architecture, here)]
+    if not runs:
+        raise ArtifactError(
+            f"the artifact was built for GPUs of architecture {', '.join(built)} and the one here is {here}: "
+            "compile the model for it."
+        )
+    return max(runs, key=lambda a: int(a.removeprefix("sm_").rstrip("a")))
+
+
+def runs_on(built: str, here: str) -> bool:
+    """Whether code built for an architecture runs on the one that is here.
+
+    Code runs on GPUs of the same major version and at least the same minor one (CUDA C++ Programming Guide, Binary
+    Compatibility); what uses features of one architecture (`sm_90a`) on that one alone.
+    """
+    number, own = built.removeprefix("sm_"), here.removeprefix("sm_")
+    if number.endswith("a"):
+        return number[:-1] == own
+    return number[:-1] == own[:-1] and number[-1] <= own[-1]

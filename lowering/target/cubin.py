@@ -1,0 +1,91 @@
+"""CUDA C++ becomes machine code: by nvcc or, where no toolkit is installed, by NVRTC out of the `cuda` extra.
+
+Not with --use_fast_math: it makes exp, log and division of ordinary operators inaccurate. Kernels that want
+approximate instructions name them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import tvm
+import tvm_ffi
+
+from ..errors import TargetError
+
+# TVM's code uses the operators of the types of 16 bits; 10 lets ptxas use the registers there are.
+_FLAGS = (
+    *(f"-U__CUDA_NO_{name}__" for name in ("HALF_OPERATORS", "HALF_CONVERSIONS", "BFLOAT16_OPERATORS")),
+    *(f"-U__CUDA_NO_{name}__" for name in ("BFLOAT16_CONVERSIONS", "BFLOAT162_OPERATORS", "BFLOAT162_CONVERSIONS")),
+    "--ptxas-options=--register-usage-level=10",
+)
+
+# What NVRTC lacks of what nvcc includes unasked; the complete type of TMA descriptors is in the driver's header.
+_NVRTC_PRELUDE = """\
+#include <cuda/std/cstdint>
+#include <cuda/std/limits>
+using cuda::std::int8_t; using cuda::std::int16_t; using cuda::std::int32_t; using cuda::std::int64_t;
+using cuda::std::uint8_t; using cuda::std::uint16_t; using cuda::std::uint32_t; using cuda::std::uint64_t;
+#define INFINITY (::cuda::std::numeric_limits<float>::infinity())
+struct alignas(64) CUtensorMap_st { unsigned long long opaque[16]; };
+typedef struct CUtensorMap_st CUtensorMap;
+"""
+
+
+@tvm_ffi.register_global_func("tvm_callback_cuda_compile", override=True)
+def cubin(source: str) -> bytes:
+    """Machine code for the architecture of the current target: what TVM calls with the CUDA C++ of a module's kernels.
+
+    Raises TargetError when there is no compiler, or it refuses.
+    """
+    arch = str(tvm.target.Target.current().attrs["arch"])
+    nvcc = find_nvcc()
+    if nvcc is not None:
+        return _by_nvcc(nvcc, source, arch)
+    if importlib.util.find_spec("cuda") and importlib.util.find_spec("cuda.bindings"):
+        return _by_nvrtc(source, arch)
+    raise TargetError(
+        f"Code for '{arch}' is compiled by nvcc, which is not installed, or by NVRTC: "
+        "pip install 'onnx-lowering[cuda]'."
+    )
+
+
+def find_nvcc() -> str | None:
+    """The toolkit's compiler, on PATH or where its installer puts it."""
+    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+
+
+def _by_nvcc(nvcc: str, source: str, arch: str) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernels.cu"
+        path.write_text(source)
+        code = f"arch=compute_{arch.removeprefix('sm_')},code={arch}"
+        command = [nvcc, "--cubin", "-O3", "-w", "-gencode", code, *_FLAGS, "--expt-relaxed-constexpr"]
+        done = subprocess.run([*command, path, "-o", path.with_suffix(".cubin")], capture_output=True, text=True)
+        if done.returncode != 0:
+            raise TargetError(f"nvcc cannot compile kernels for '{arch}':\n{done.stderr}")
+        return path.with_suffix(".cubin").read_bytes()
+
+
+def _by_nvrtc(source: str, arch: str) -> bytes:
+    from cuda.bindings import nvrtc
+
+    wheel = importlib.util.find_spec("nvidia.cu13")
+    folders = [Path(p) / "include" for p in (wheel.submodule_search_locations or [] if wheel else [])]
+    includes = [f"-I{path}" for folder in folders for path in (folder, folder / "cccl")]
+    options = [o.encode() for o in (f"--gpu-architecture={arch}", "-default-device", *_FLAGS, *includes)]
+    text = _NVRTC_PRELUDE + source.replace("#include <cuda.h>", "")
+    _, program = nvrtc.nvrtcCreateProgram(text.encode(), b"kernels.cu", 0, None, None)
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        log = bytearray(nvrtc.nvrtcGetProgramLogSize(program)[1])
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise TargetError(f"NVRTC cannot compile kernels for '{arch}':\n{log.decode()}")
+    code = bytearray(nvrtc.nvrtcGetCUBINSize(program)[1])
+    nvrtc.nvrtcGetCUBIN(program, code)
+    nvrtc.nvrtcDestroyProgram(program)
+    return bytes(code)

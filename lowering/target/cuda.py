@@ -1,0 +1,52 @@
+"""GPUs of NVIDIA: `cuda:sm_90a` and the like, lists of them, and `cuda` for the GPU that is here.
+
+Machines that build need neither a GPU nor a driver.
+"""
+
+from __future__ import annotations
+
+import tvm
+
+from schedules.cuda.device import DEVICES
+
+from ..errors import ArtifactError, TargetError
+from ..runtime.gpu import architecture_here, best_for, load_device_runtime, runs_on
+from .record import Target
+
+ARCHITECTURES = tuple(DEVICES)
+"""Names behind `cuda:`."""
+
+
+def cuda(name: str, arch: str, cc: str | None) -> tuple[Target, ...]:
+    """The target `name` for each architecture; arch is what stands behind `cuda:`.
+
+    Raises TargetError when it is empty and no GPU can be used here.
+    """
+    architectures = arch.split(",") if arch else [_here()]
+    return tuple(Target(name, _target(a), (), cc or "gcc", a) for a in dict.fromkeys(architectures))
+
+
+def _here() -> str:
+    try:
+        load_device_runtime(None)
+        here = architecture_here(0)
+    except ArtifactError as error:
+        raise TargetError(
+            f"Target 'cuda' is the GPU of this machine, and none can be used: {error} "
+            "Name an architecture to build for another machine, such as cuda:sm_90a."
+        ) from error
+    if not any(runs_on(a, here) for a in ARCHITECTURES):
+        raise TargetError(f"The GPU here is {here}; code can be made for {', '.join(ARCHITECTURES)}.")
+    return best_for(ARCHITECTURES, here)
+
+
+def _target(arch: str) -> tvm.target.Target:
+    device = {
+        "kind": "cuda",
+        "arch": arch,
+        "max_threads_per_block": 1024,
+        "max_shared_memory_per_block": DEVICES[arch].shared_memory,
+        "thread_warp_size": 32,
+    }
+    # The host part only launches kernels: any x86-64 will do.
+    return tvm.target.Target(device, host={"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "x86-64"})

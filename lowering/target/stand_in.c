@@ -1,0 +1,50 @@
+/* What libtvm_runtime_cuda.so imports from the driver (-DDRIVER) and from CUDA's runtime, refused: on a machine that
+ * only builds, the library must load, and no more. Both take 100 for "no device". */
+#define REFUSED(name) \
+  int name(void) { return 100; }
+
+#ifdef DRIVER
+REFUSED(cuDeviceGetName)
+REFUSED(cuFuncSetAttribute)
+REFUSED(cuGetErrorName)
+REFUSED(cuGetErrorString)
+REFUSED(cuInit)
+REFUSED(cuLaunchKernelEx)
+REFUSED(cuModuleGetFunction)
+REFUSED(cuModuleLoadData)
+REFUSED(cuModuleUnload)
+REFUSED(cuTensorMapEncodeTiled)
+#else
+REFUSED(cudaDeviceGetAttribute)
+REFUSED(cudaEventCreate)
+REFUSED(cudaEventDestroy)
+REFUSED(cudaEventElapsedTime)
+REFUSED(cudaEventRecord)
+REFUSED(cudaEventSynchronize)
+REFUSED(cudaFree)
+REFUSED(cudaFreeHost)
+REFUSED(cudaGetDevice)
+REFUSED(cudaGetDeviceCount)
+REFUSED(cudaGetDeviceProperties)
+REFUSED(cudaGetLastError)
+REFUSED(cudaGraphDestroy)
+REFUSED(cudaGraphExecDestroy)
+REFUSED(cudaGraphInstantiate)
+REFUSED(cudaGraphLaunch)
+REFUSED(cudaMalloc)
+REFUSED(cudaMallocHost)
+REFUSED(cudaMemGetInfo)
+REFUSED(cudaMemcpyAsync)
+REFUSED(cudaMemcpyPeerAsync)
+REFUSED(cudaPeekAtLastError)
+REFUSED(cudaSetDevice)
+REFUSED(cudaStreamBeginCapture)
+REFUSED(cudaStreamCreate)
+REFUSED(cudaStreamCreateWithFlags)
+REFUSED(cudaStreamDestroy)
+REFUSED(cudaStreamEndCapture)
+REFUSED(cudaStreamSynchronize)
+REFUSED(cudaStreamWaitEvent)
+const char* cudaGetErrorName(void) { return "cudaErrorNoDevice"; }
+const char* cudaGetErrorString(void) { return "no CUDA-capable device is detected"; }
+#endif

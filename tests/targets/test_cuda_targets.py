@@ -1,0 +1,88 @@
+"""Artifacts for GPUs, built where there is none."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import onnx
+import pytest
+
+import lowering
+from lowering.compiler import compile_to
+from lowering.runtime.gpu import best_for, runs_on
+from lowering.target import resolve
+
+MODEL = onnx.parser.parse_model("""
+<ir_version: 10, opset_import: ["" : 21]>
+model (float[n, 64] x) => (float[n, 64] y) { z = Exp (x)  y = Add (x, z) }
+""")
+
+ELF, CUDA_MACHINE = b"\x7fELF", (190).to_bytes(2, "little")
+
+
+def machine_code(library: bytes) -> list[bytes]:
+    """The ELF images of machine code for GPUs inside a library."""
+    parts = library.split(ELF)[1:]
+    return [part for part in parts if part[14:16] == CUDA_MACHINE]
+
+
+def test_each_architecture_gets_machine_code_and_no_source(tmp_path: Path) -> None:
+    manifest = compile_to(tmp_path / "out", MODEL, "cuda:sm_80,sm_90a")
+    assert manifest.code() == {"sm_80": "model.sm_80.so", "sm_90a": "model.sm_90a.so"}
+    libraries = [(tmp_path / "out" / name).read_bytes() for name in manifest.code().values()]
+    assert all(machine_code(library) and b"__global__" not in library for library in libraries)
+    assert machine_code(libraries[0]) != machine_code(libraries[1])
+
+
+def test_one_architecture_is_one_file(tmp_path: Path) -> None:
+    assert compile_to(tmp_path / "out", MODEL, "cuda:sm_90a").code() == {"sm_90a": "model.so"}
+    assert (tmp_path / "out" / "model.so").is_file()
+
+
+@pytest.mark.parametrize("compiler", ["nvcc", "nvrtc"])
+def test_either_compiler_will_do(compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if compiler == "nvcc" and shutil.which("nvcc") is None:
+        pytest.skip("needs the CUDA toolkit")
+    monkeypatch.setattr("lowering.target.cubin.find_nvcc", lambda: shutil.which("nvcc") if compiler == "nvcc" else None)
+    compile_to(tmp_path / "out", MODEL, "cuda:sm_90a")
+    assert machine_code((tmp_path / "out" / "model.so").read_bytes())
+
+
+def test_without_a_driver_loading_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    compile_to(tmp_path / "out", MODEL, "cuda:sm_90a")
+    code = f"import lowering; lowering.load({str(tmp_path / 'out')!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "lowering.errors.ArtifactError" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("built", "here", "runs"),
+    [
+        ("sm_80", "sm_80", True),
+        ("sm_80", "sm_86", True),
+        ("sm_86", "sm_80", False),
+        ("sm_80", "sm_90", False),
+        ("sm_90a", "sm_90", True),
+        ("sm_100a", "sm_103", False),
+        ("sm_120", "sm_121", True),
+        ("sm_100a", "sm_120", False),
+    ],
+)
+def test_what_runs_where(built: str, here: str, runs: bool) -> None:
+    assert runs_on(built, here) == runs
+
+
+def test_the_best_code_is_chosen_and_foreign_gpus_are_refused() -> None:
+    assert best_for(["sm_80", "sm_86", "sm_90a"], "sm_89") == "sm_86"
+    with pytest.raises(lowering.ArtifactError, match=r"architecture sm_80, sm_86 and the one here is sm_90"):
+        best_for(["sm_80", "sm_86"], "sm_90")
+
+
+def test_unknown_architectures_name_the_known_ones() -> None:
+    with pytest.raises(lowering.TargetError, match="cuda:sm_80, cuda:sm_86, cuda:sm_89, cuda:sm_90a"):
+        resolve("cuda:sm_70")
+    with pytest.raises(lowering.TargetError):
+        resolve("cuda:sm_80,")
