@@ -3,7 +3,7 @@
 A product x W with a constant matrix W becomes a product with W stored in panels (schedules/cpu/matmul.py): panel p
 holds columns p * nr .. p * nr + nr - 1, and the nr elements of each row are consecutive. Columns behind the last are
 zeros. Transposes and casts between the weight and the product are done on the way. A weight that has other readers is
-kept too.
+kept too. bfloat16 that meets bfloat16 is stored in pairs of successive rows where the machine multiplies such pairs.
 
 Quantised matrices stay integers and scales (schedules/cpu/codes.py), and float ones become so when a scheme is asked
 for.
@@ -20,7 +20,7 @@ from tvm import relax, te, topi
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from schedules.cpu.codes import NIBBLES, element, pack_nibbles
-from schedules.cpu.matmul import panel_width
+from schedules.cpu.panels import panel_width
 from schedules.cpu.vector import Machine, machine
 
 from ..quantised import INT4_BLOCK, Quantised, Scheme, quantise
@@ -107,8 +107,11 @@ class _Packer(PyExprMutator):
             return call
         if not {*types, matrix.dtype.name} <= set(_FLOATS):
             return call
+        pairs = self.cpu.bf16_dot and matrix.dtype.name == x.ty.dtype == "bfloat16"
+        if pairs:
+            steps = (*steps, "pairs")
         if steps not in self.packed:
-            self.pack(steps, matrix)
+            self.pack(steps, matrix, pairs)
         columns, dtype, element = matrix.shape[1], str(call.ty.dtype), self.element[steps]
         return self.builder_.call_te(
             lambda x, *parts: packed_matmul(x, list(parts), columns, dtype, element),
@@ -118,8 +121,8 @@ class _Packer(PyExprMutator):
             primfunc_attrs={"op_pattern": _OUT_ELEMENTWISE_FUSABLE},
         )
 
-    def pack(self, steps: tuple[str, ...], matrix: np.ndarray | Quantised) -> None:
-        """Stores a matrix [K, N] in panels."""
+    def pack(self, steps: tuple[str, ...], matrix: np.ndarray | Quantised, pairs: bool) -> None:
+        """Stores a matrix [K, N] in panels, of pairs of rows if asked for."""
         if isinstance(matrix, np.ndarray) and self.scheme is not None:
             matrix = self.compress(matrix)
         if isinstance(matrix, Quantised) and min(matrix.block[0], matrix.shape[0]) < _MIN_BLOCK:
@@ -127,6 +130,8 @@ class _Packer(PyExprMutator):
         nr = panel_width(matrix.shape[1], self.cpu)
         if isinstance(matrix, Quantised):
             parts, self.element[steps] = _codes(matrix, nr)
+        elif pairs:
+            parts, self.element[steps] = {"packed": pack_pairs(matrix, nr)}, _element_of_pair
         else:
             parts, self.element[steps] = {"packed": pack(matrix, nr)}, _plain_element
         self.packed[steps] = []
@@ -202,6 +207,13 @@ def pack(matrix: np.ndarray, nr: int) -> np.ndarray:
     return np.ascontiguousarray(padded.reshape(rows, panels, nr).transpose(1, 0, 2))
 
 
+def pack_pairs(matrix: np.ndarray, nr: int) -> np.ndarray:
+    """[K, N] to panels [ceil(N / nr), ceil(K / 2), nr, 2], zeros behind column N and row K."""
+    even = np.zeros((-(-len(matrix) // 2) * 2, matrix.shape[1]), matrix.dtype)
+    even[: len(matrix)] = matrix
+    return np.stack([pack(even[half::2], nr) for half in (0, 1)], axis=-1)
+
+
 # B[k, j] in float32, of its parts in panels.
 Element: TypeAlias = Callable[..., tvm.ir.Expr]
 
@@ -210,6 +222,12 @@ def _plain_element(parts: list[te.Tensor], k: tvm.ir.Expr, j: tvm.ir.Expr) -> tv
     (panels,) = parts
     nr = panels.shape[-1]
     return panels(j // nr, k, j % nr).astype("float32")
+
+
+def _element_of_pair(parts: list[te.Tensor], k: tvm.ir.Expr, j: tvm.ir.Expr) -> tvm.ir.Expr:
+    (panels,) = parts
+    nr = panels.shape[-2]
+    return panels(j // nr, k // 2, j % nr, k % 2).astype("float32")
 
 
 def _codes(matrix: Quantised, nr: int) -> tuple[dict[str, np.ndarray], Element]:

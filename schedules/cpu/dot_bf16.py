@@ -7,13 +7,13 @@ whose bits nothing looks at. The products are exact; sums are rounded to nearest
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
-from .vector import cast, fixed, lanes_of, like, reinterpret, splat
+from .vector import cast, fixed, lanes_of, like, reinterpret, splat, vector_type
 
 LANES = 16
 
@@ -31,9 +31,9 @@ define linkonce_odr <16 x float> @{_NAME}(<16 x float> %c, <16 x i32> %a, <16 x 
 """
 
 
-def using_dot() -> AbstractContextManager[None]:
-    """What is emitted inside may call `dot`."""
-    return T.attr(tirx.const(0, "int32"), "pragma_import_llvm", _LLVM)
+def using_dot(used: bool) -> AbstractContextManager[None]:
+    """What is emitted inside may call `dot`, if it is `used`."""
+    return T.attr(tirx.const(0, "int32"), "pragma_import_llvm", _LLVM) if used else nullcontext()
 
 
 def dot(total: Expr, a: Expr, b: Expr) -> Expr:
@@ -51,17 +51,17 @@ def pair(low: Expr, high: Expr) -> Expr:
 
 
 def zip_rows(low: Expr, high: Expr | None) -> Expr:
-    """Words of two vectors of bfloat16; high may be 0."""
-    bits = fixed(cast(reinterpret(low, "uint16"), "uint32"))
+    """Words of two vectors, or elements, of bfloat16; high may be 0."""
+    bits = cast(reinterpret(low, "uint16"), "uint32")
     if high is not None:
         upper = cast(reinterpret(high, "uint16"), "uint32")
         bits = T.bitwise_or(bits, T.shift_left(upper, like(16, upper)))
-    return fixed(reinterpret(bits, "float32"))
+    return reinterpret(bits, "float32")
 
 
 def words_of(x: Expr) -> Expr:
     """A vector of bfloat16 as half as many words."""
-    return fixed(T.reinterpret(f"float32x{lanes_of(x) // 2}", reinterpret(x, "uint16")))
+    return fixed(T.reinterpret(vector_type("float32", lanes_of(x) // 2), reinterpret(x, "uint16")))
 
 
 def unzip(words: Expr) -> tuple[Expr, Expr]:

@@ -14,15 +14,17 @@ of A, read in place, and a panel of B: nr columns, stored so that the nr element
 Strips of rows are as equal as they can be (mr + 1 rows are two halves, not mr and one), each with a micro-kernel of its
 height, so nothing is read or written out of bounds, and a product with one row streams B at memory bandwidth. Columns
 that are left over are zeros of the panel.
+
+Where the machine multiplies pairs of bfloat16 (dot_bf16.py) and A and B are bfloat16, a step along k takes two values:
+a panel's elements are words of two successive k, and the last of an odd number meets a zero.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import tvm
-from tvm import DataType, tirx
+from tvm import DataType, ir, tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
@@ -30,7 +32,9 @@ from lowering.expressions import Expr, is_int, offset, substitute, uses
 from lowering.facts import Facts
 
 from .codes import Codes, widened
+from .dot_bf16 import dot, using_dot, words_of, zip_rows
 from .loops import split_among_threads, unravel, vector_loop, volume
+from .panels import Tiles, is_width, panel_width, tiles_of_codes
 from .product import Product, follows, read_product
 from .stages import Axis, Stage, read_stages
 from .values import Evaluator, View, flat_view, read
@@ -39,37 +43,6 @@ from .vector import Machine, Register, convert, fixed, load, machine, prefetch, 
 _LINE = 64  # bytes of a cache line
 _MANY_TASKS = 16  # so many panels keep threads busy
 _WAITING_ROWS = 2  # a product of so many rows with codes is done before the next codes are there
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """Block sizes: mr rows x nr columns in registers, kc values of k and mc rows in caches.
-
-    mr * nr / lanes accumulators, nr / lanes vectors of B and one broadcast element of A must fit the registers. A panel
-    of kc * nr elements, mc * kc of A and a tile of mc * nr accumulators should fit the L2 cache. mr divides mc.
-    """
-
-    lanes: int
-    nr: int
-    mr: int = 6
-    kc: int = 1024
-    mc: int = 144
-
-
-def panel_width(columns: int | None, cpu: Machine) -> int:
-    """nr for a product with so many columns (None: not known): that of the least work, and the widest among those.
-
-    v vectors take mr * v multiplications and mr + v loads for each k; few accumulators wait for one another.
-    """
-    lanes, mr = cpu.lanes("float32"), Tiles.mr
-    widest = 4 if cpu.registers >= 32 else 2
-    if columns is None:
-        return widest * lanes
-
-    def work(v: int) -> int:
-        return -(-columns // (v * lanes)) * max(mr * v, mr + v, 8)
-
-    return min(range(widest, 0, -1), key=work) * lanes
 
 
 def matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> tirx.PrimFunc | None:
@@ -81,54 +54,79 @@ def matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> tirx.PrimFunc | No
     if product is None or not all(follows(stage, stages) for stage in stages[1:]):
         return None
     cpu = machine(target)
-    if product.codes is not None and not _is_width(product.codes.nr, cpu.lanes("float32")):
+    if product.codes is not None and not is_width(product.codes.nr, cpu.lanes("float32")):
         return None
     return _Kernel(func, stages, product, cpu).write()
 
 
-def _is_width(columns: int, lanes: int) -> bool:
-    """Whether a panel of so many columns is one to four vectors."""
-    return 0 < columns <= 4 * lanes and columns % lanes == 0
-
-
-def _tiles(codes: Codes, lanes: int) -> Tiles:
-    """kc is a number of whole blocks, or a part of the only one. Integers of several codes wait in registers, too."""
-    kc = max(Tiles.kc // codes.block, 1) * codes.block if codes.block else Tiles.kc
-    return Tiles(lanes, codes.nr, kc=kc) if codes.group == 1 else Tiles(lanes, codes.nr, mr=5, kc=kc, mc=140)
-
-
 class _Kernel:
-    """The free variables of the offsets below: batch axes as themselves, row m of M, k, and column c of a panel."""
+    """The free variables of the offsets below: batch axes as themselves, row m of M, step k, and column c of a panel.
+
+    A step is `together` values of k, one or a pair; each has an offset of its own.
+    """
 
     def __init__(self, func: tirx.PrimFunc, stages: list[Stage], product: Product, cpu: Machine) -> None:
         self.func, self.stages, self.product, self.cpu = func, stages, product, cpu
         self.facts = Facts.of(func)
         self.m, self.c, self.panel = (tirx.Var(name, "int64") for name in ("m", "c", "panel"))
         self.rows = volume(product.rows)
-        for axis in (*product.batch, Axis(self.m, self.rows), product.k):
+        for axis in (*product.batch, Axis(self.m, self.rows)):
             self.facts.bind(axis.var, 0, axis.extent)
         self.point = {axis.var: value for axis, value in zip(product.rows, unravel(self.m, product.rows))}
-        self.a_offset = self.simplify(substitute(offset(product.a.source.shape, product.a.indices), self.point))
-        step = self.stride(self.a_offset, product.k.var)
-        linear = not uses(step, {product.k.var}) if product.codes is None else is_int(step, 1)
-        self.a_in_place = product.a.ty == "float32" and linear
+        self.choose_panels()
+        a_indices = [substitute(index, self.point) for index in product.a.indices]
+        self.a_offsets = self.offsets(product.a, a_indices)
+        self.a_step = self.stride(self.a_offsets[0], self.k.var)
+        if self.pairs or product.codes is not None:
+            self.a_in_place = self.is_dense(self.a_offsets, self.k.var, self.together)
+        else:
+            self.a_in_place = not uses(self.a_step, {self.k.var})
+        self.a_in_place &= self.pairs or product.a.ty == "float32"
 
-        lanes = cpu.lanes("float32")
+    def choose_panels(self) -> None:
+        """Sets tiles, pairs, and where B lies: in panels as it is stored, or else where they are made from."""
+        product, lanes = self.product, self.cpu.lanes("float32")
         if product.codes is not None:
-            self.tiles = _tiles(product.codes, lanes)
-            self.b_in_place = True
+            self.tiles, self.b_in_place = tiles_of_codes(product.codes, lanes), True
+            self.set_step(pairs=False)
             return
-        columns, stored = product.j.extent, product.b.source.shape[-1]
-        widths = [panel_width(columns.value if isinstance(columns, tirx.IntImm) else None, cpu)]
-        if isinstance(stored, tirx.IntImm) and _is_width(stored.value, lanes):
-            widths.insert(0, stored.value)
-        for nr in widths:
-            self.tiles = Tiles(lanes, nr)
-            b_indices = self.b_panel(nr)
-            self.b_offset = self.simplify(offset(product.b.source.shape, b_indices))
-            self.b_in_place = self.is_panel(b_indices)
-            if self.b_in_place:
-                break
+        columns, may_pair = product.j.extent, self.cpu.bf16_dot and product.a.ty == product.b.ty == "bfloat16"
+        default = panel_width(columns.value if isinstance(columns, tirx.IntImm) else None, self.cpu)
+        stored = [size.value for size in product.b.source.shape[-2:] if isinstance(size, tirx.IntImm)]
+        # Whichever form B is stored in; the last is what is made where it is in neither.
+        for pairs in (False, True) if may_pair else (False,):
+            self.set_step(pairs)
+            for nr in (*(size for size in stored if is_width(size, lanes)), default):
+                self.tiles = Tiles(lanes, nr)
+                indices = self.b_panel(nr)
+                self.b_offsets = self.offsets(product.b, indices)
+                self.b_in_place = self.is_panel(indices)
+                if self.b_in_place:
+                    return
+
+    def set_step(self, pairs: bool) -> None:
+        """Steps along k of one value, or of two."""
+        k = self.product.k
+        self.pairs, self.together = pairs, 2 if pairs else 1
+        self.k = Axis(tirx.Var("pair", "int64"), self.simplify((k.extent + 1) // 2)) if pairs else k
+        self.whole = k.extent // self.together  # steps that are complete
+        self.is_whole = is_int(self.simplify(self.k.extent - self.whole), 0)
+        self.facts.bind(self.k.var, 0, self.k.extent)
+
+    def of_step(self, expr: Expr) -> list[Expr]:
+        """An expression of the value of k, for each value of step k."""
+        first = self.k.var * self.together
+        return [substitute(expr, {self.product.k.var: first + n}) for n in range(self.together)]
+
+    def offsets(self, operand: ir.TensorLoad, indices: list[Expr]) -> list[Expr]:
+        """Where the elements of step k lie."""
+        return [self.simplify(position) for position in self.of_step(offset(operand.source.shape, indices))]
+
+    def is_dense(self, offsets: list[Expr], var: tirx.Var, step: int) -> bool:
+        """Whether elements of a step are neighbours, and `step` elements from those at var + 1."""
+        return is_int(self.stride(offsets[0], var), step) and all(
+            is_int(self.simplify(position - offsets[0]), n) for n, position in enumerate(offsets)
+        )
 
     def simplify(self, expr: Expr) -> Expr:
         return self.facts.simplify(expr)
@@ -148,9 +146,9 @@ class _Kernel:
         """Whether the columns of a panel are consecutive, the last panel is padded, and panels have no gaps."""
         bounds = zip(indices, self.product.b.source.shape)
         return (
-            is_int(self.stride(self.b_offset, self.c), 1)
-            and is_int(self.stride(self.b_offset, self.product.k.var), self.tiles.nr)
-            and all(self.facts.can_prove(index < extent) for index, extent in bounds)
+            self.is_dense(self.b_offsets, self.c, self.together)
+            and is_int(self.stride(self.b_offsets[0], self.k.var), self.together * self.tiles.nr)
+            and all(self.facts.can_prove(last < extent) for index, extent in bounds for last in self.of_step(index))
         )
 
     def write(self) -> tirx.PrimFunc:
@@ -161,19 +159,18 @@ class _Kernel:
             self.outputs = {s.output: memory.pop(s.output) for s in self.stages if s.output in memory}
             self.inputs = {buffer: View(flat) for buffer, flat in memory.items()}
             self.panels = (p.j.extent + (t.nr - 1)) // t.nr
-            self.k_blocks = self.simplify(tirx.max((p.k.extent + (t.kc - 1)) // t.kc, 1))
+            self.k_blocks = self.simplify(tirx.max((self.k.extent + (t.kc - 1)) // t.kc, 1))
             batch = volume(p.batch)
             most = tirx.const(t.mc, "int64")
-            if (
-                not self.b_in_place
-            ):  # a panel that is packed serves all rows, where no tile waits for another block of k
+            if not self.b_in_place:  # a panel that is packed serves all rows, where no tile waits for more of k
                 alone = tirx.all(self.k_blocks <= 1, batch * self.panels >= _MANY_TASKS)
                 most = tirx.Select(alone, tirx.max(self.rows, most), most)
             # Blocks of equal height, so that no thread gets all the short ones.
             self.row_blocks = fixed(tirx.max((self.rows + (most - 1)) // most, 1))
             self.block_rows = T.bind((self.rows + (self.row_blocks * t.mr - 1)) // (self.row_blocks * t.mr) * t.mr)
             work = batch * self.rows * p.j.extent * p.k.extent
-            split_among_threads(batch * self.row_blocks * self.panels, work, self.task)
+            with using_dot(self.pairs):
+                split_among_threads(batch * self.row_blocks * self.panels, work, self.task)
         return self.func.with_body(builder.get().body)
 
     def task(self, task: Expr) -> None:
@@ -198,7 +195,7 @@ class _Kernel:
         one = tirx.const(1, "int64")
         with T.serial(self.k_blocks) as k_block:
             k0 = fixed(k_block * t.kc)
-            depth = fixed(tirx.min(tirx.const(t.kc, "int64"), p.k.extent - k0))
+            depth = fixed(tirx.min(tirx.const(t.kc, "int64"), self.k.extent - k0))
             if panel is not None:
                 self.pack(panel, k0, depth, columns)
             # Strips of rows whose heights differ by one at most: seven rows are four and three.
@@ -217,7 +214,7 @@ class _Kernel:
 
     def at(self, position: Expr, **where: Expr) -> Expr:
         """An offset of A or B in this task, at m, k or c."""
-        names = {"m": self.m, "c": self.c, "k": self.product.k.var}
+        names = {"m": self.m, "c": self.c, "k": self.k.var}
         return substitute(
             position,
             {**self.values, **{names[name]: value for name, value in where.items()}},
@@ -227,13 +224,32 @@ class _Kernel:
         """Columns of B into panel[k, c], zeros behind the last column."""
         t = self.tiles
 
-        def copy(c: Expr, lane: Expr) -> None:
-            store(panel, read(self.b, self.at(self.b_offset, k=k0 + k, c=c)), k * t.nr + c)
+        def copy_row(k: Expr, complete: bool) -> None:
+            def copy(c: Expr, lane: Expr) -> None:
+                at = [self.at(position, k=k0 + k, c=c) for position in self.b_offsets]
+                store(panel, self.read(self.b, at, complete), k * t.nr + c)
 
-        with T.serial(depth) as k:
             vector_loop(columns, t.lanes, lambda width: copy)
             with T.serial(t.nr - columns) as c:
                 store(panel, T.float32(0), k * t.nr + columns + c)
+
+        self.steps(k0, depth, copy_row)
+
+    def steps(self, k0: Expr, depth: Expr, body: Callable[[Expr, bool], None]) -> None:
+        """body(k, whether step k0 + k is complete) for k < depth. The last pair of an odd number of values is not."""
+        whole = depth if self.is_whole else fixed(tirx.min(depth, self.whole - k0))
+        with T.serial(whole) as k:
+            body(k, True)
+        if not self.is_whole:
+            with T.If(whole < depth), T.Then():
+                body(whole, False)
+
+    def read(self, memory: tirx.Buffer, at: list[Expr], complete: bool) -> Expr:
+        """The element or the word of a step whose elements lie there."""
+        if not self.pairs:
+            return read(memory, at[0])
+        low, high = (tirx.BufferLoad(memory, [position]) for position in at)
+        return zip_rows(low, high if complete else None)
 
     def micro_kernel(
         self,
@@ -253,15 +269,9 @@ class _Kernel:
         p, t = self.product, self.tiles
         vectors = range(0, t.nr, t.lanes)
         a = self.a
-        starts = [fixed(self.at(self.a_offset, m=row + i, k=k0)) for i in range(height)]
-        step = self.stride(self.a_offset, p.k.var)
+        starts, step = [fixed(self.at(self.a_offsets[0], m=row + i, k=k0)) for i in range(height)], self.a_step
         if strip is not None:
-            for i in range(height):
-
-                def copy(k: Expr, lane: Expr, i: int = i) -> None:
-                    store(strip, read(a, starts[i] + k * step), i * t.kc + k)
-
-                vector_loop(depth, t.lanes, lambda width, copy=copy: copy)  # type: ignore[misc]
+            self.fill(strip, height, row, k0, depth)
             a, starts, step = strip, [i * t.kc for i in range(height)], 1
         zero = splat(0.0, t.lanes, "float32")
         if p.codes is not None:
@@ -274,19 +284,51 @@ class _Kernel:
             for i in range(height):
                 for v, accumulator in zip(vectors, c[i]):
                     accumulator.value = load(tile, t.lanes, (place + i) * t.nr + v)
-        with T.serial(depth) as k:
-            if panel is not None:
-                b = [T.bind(load(panel, t.lanes, k * t.nr + v)) for v in vectors]
-            else:
-                start = fixed(self.at(self.b_offset, k=k0 + k, c=tirx.const(0, "int64")))
-                b = [convert(load(self.b, t.lanes, start + v), "float32", self.cpu) for v in vectors]
+
+        def add(k: Expr, complete: bool) -> None:
+            b = [self.b_vector(panel, k0, k, v) for v in vectors]
             for i in range(height):
-                a_ik = T.bind(splat(a[starts[i] + k * step], t.lanes, "float32"))
+                at = starts[i] + k * step
+                if strip is not None or not self.pairs:
+                    a_ik = a[at]
+                else:
+                    a_ik = words_of(load(a, 2, at)) if complete else zip_rows(a[at], None)
+                a_ik = T.bind(splat(a_ik, t.lanes, "float32"))
                 for accumulator, b_v in zip(c[i], b):
-                    accumulator.value += a_ik * b_v
+                    total = accumulator.value
+                    accumulator.value = dot(total, a_ik, b_v) if self.pairs else total + a_ik * b_v
+
+        self.steps(k0, depth, add)
         for i in range(height):
             for v, accumulator in zip(vectors, c[i]):
                 store(tile, accumulator.value, (place + i) * t.nr + v)
+
+    def b_vector(self, panel: tirx.Buffer | None, k0: Expr, k: Expr, v: int) -> Expr:
+        """Columns v and up of a panel at step k0 + k."""
+        t = self.tiles
+        if panel is not None:
+            return T.bind(load(panel, t.lanes, k * t.nr + v))
+        start = fixed(self.at(self.b_offsets[0], k=k0 + k, c=tirx.const(0, "int64")))
+        if self.pairs:
+            return words_of(load(self.b, 2 * t.lanes, start + 2 * v))
+        return convert(load(self.b, t.lanes, start + v), "float32", self.cpu)
+
+    def fill(self, strip: tirx.Buffer, height: int, first: Expr, k0: Expr, depth: Expr) -> None:
+        """strip[i, k] = step k0 + k of row first + i of A."""
+        whole = depth if self.is_whole else fixed(tirx.min(depth, self.whole - k0))
+
+        def fill_row(i: int) -> None:
+            def copy(k: Expr, complete: bool) -> None:
+                at = [self.at(position, m=first + i, k=k0 + k) for position in self.a_offsets]
+                store(strip, self.read(self.a, at, complete), i * self.tiles.kc + k)
+
+            vector_loop(whole, self.tiles.lanes, lambda width: lambda k, lane: copy(k, True))
+            if not self.is_whole:
+                with T.If(whole < depth), T.Then():
+                    copy(whole, False)
+
+        for i in range(height):
+            fill_row(i)
 
     def accumulate_codes(
         self, codes: Codes, a: tirx.Buffer, starts: list[Expr], row: Expr, k0: Expr, depth: Expr, tile: tirx.Buffer

@@ -20,8 +20,6 @@ never added to, as they may be NaN; and where V is not finite, keys with P = 0 a
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
@@ -62,7 +60,7 @@ def prefill(bound: Bound, tiles: PrefillTiles, cpu: Machine) -> None:
     rows = fixed(T.int64(1) * bound.S * bound.problem.group)
     count = fixed(tirx.max(tirx.ceildiv(rows, tiles.q), T.int64(1)))
     with (
-        using_dot() if comes_in_pairs(bound.problem, cpu) else nullcontext(),
+        using_dot(comes_in_pairs(bound.problem, cpu)),
         T.parallel(T.int64(1) * bound.B * heads * count) as work,
     ):
         b, hk, turn = fixed(work // (heads * count)), fixed(work // count % heads), fixed(work % count)
