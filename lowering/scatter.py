@@ -70,64 +70,91 @@ def in_place(function: tirx.PrimFunc) -> tirx.PrimFunc:
     return update_in_place(CacheUpdate.from_json(str(function.attrs[ATTRIBUTE])))
 
 
-def _prim_func(update: CacheUpdate, copy: bool) -> tirx.PrimFunc:
-    target = "present" if copy else "cache"
-    # Private: a module gives each function a name of its own.
-    with IRBuilder() as builder, T.prim_func(s_tir=True, private=True):
+class BoundUpdate:
+    """`update` with the parameters of the PrimFunc frame that is open in the IRBuilder, which the constructor declares.
+
+    In memory the cache is [prefixes, max_len, suffix] and the update [prefixes, length, suffix]; `rest` prefixes share
+    a batch. `target` names the parameter that is written: with copy a new array, else the cache.
+    """
+
+    def __init__(self, update: CacheUpdate, copy: bool) -> None:
+        self.update, self.target = update, "present" if copy else "cache"
         T.func_name("update_cache")
         T.func_attr({"tirx.noalias": True, "op_pattern": 8, ATTRIBUTE: update.to_json()})
         names = ("cache", "update") + ("write_indices",) * update.indices + ("present",) * copy
         arguments = {name: T.arg(name, T.handle()) for name in names}
         dims = [_size(f"d{axis}", d) for axis, d in enumerate(update.dims)]
-        length = _size("length", update.length)
+        self.length = _size("length", update.length)
         shapes = {
             "cache": dims,
-            "update": [length if axis == update.axis else d for axis, d in enumerate(dims)],
+            "update": [self.length if axis == update.axis else d for axis, d in enumerate(dims)],
             "write_indices": dims[:1],
             "present": dims,
         }
-        buffers = {}
+        self.buffers = {}
         for name, argument in arguments.items():
             dtype = "int64" if name == "write_indices" else update.dtype
             matched = T.match_buffer(argument, shapes[name], dtype, align=_bytes(dtype))
-            buffers[name] = IRBuilder.name(name, matched)
-        rest, max_len = _product(dims[1 : update.axis]), dims[update.axis]
-        suffix = _product(dims[update.axis + 1 :])
+            self.buffers[name] = IRBuilder.name(name, matched)
+        self.rest, self.max_len = _product(dims[1 : update.axis]), dims[update.axis]
+        self.prefixes, self.suffix = dims[0] * self.rest, _product(dims[update.axis + 1 :])
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return _bytes(self.update.dtype)
+
+    def flat(self, name: str, dtype: str | None = None) -> tirx.Buffer:
+        """The memory of a parameter as a vector, of elements of another type if asked for."""
+        buffer = self.buffers[name]
+        dtype = dtype or str(buffer.dtype)
+        return T.decl_buffer(
+            [_product(buffer.shape) * _bytes(str(buffer.dtype)) // _bytes(dtype)], dtype, data=buffer.data
+        )
+
+    def first_position(self, prefix: Expr) -> Expr:
+        """Where row 0 of the update goes, before it is wrapped or dropped."""
+        b = prefix // tirx.max(self.rest, 1)
+        return self.flat("write_indices")[b] if self.update.indices else T.int64(0)
+
+    @contextmanager
+    def position(self, w: Expr, s: Expr) -> Iterator[Expr]:
+        """Where row s goes when row 0 goes to w; the body is skipped for a row that goes nowhere."""
+        if self.update.circular:
+            end = tirx.max(self.max_len, 1)
+            yield T.bind(tirx.floormod(tirx.floormod(w, end) + s, end))
+        else:
+            position = T.bind(w + s)
+            with T.If(tirx.all(position >= 0, position < self.max_len)), T.Then():
+                yield position
+
+
+def _prim_func(update: CacheUpdate, copy: bool) -> tirx.PrimFunc:
+    # Private: a module gives each function a name of its own.
+    with IRBuilder() as builder, T.prim_func(s_tir=True, private=True):
+        bound = BoundUpdate(update, copy)
+        length, max_len, suffix, target = bound.length, bound.max_len, bound.suffix, bound.target
         with T.sblock("update_cache"):
-            T.reads([_all(buffer) for name, buffer in buffers.items() if name != target])
-            T.writes([_all(buffers[target])])
-            flat = {name: T.decl_buffer([_product(x.shape)], x.dtype, data=x.data) for name, x in buffers.items()}
+            T.reads([_all(buffer) for name, buffer in bound.buffers.items() if name != target])
+            T.writes([_all(bound.buffers[target])])
+            flat = {name: bound.flat(name) for name in bound.buffers}
 
             def write(prefix: Expr) -> None:
                 if copy:
                     size = max_len * suffix
                     _copy(flat["present"], prefix * size, flat["cache"], prefix * size, size)
-                b = prefix // tirx.max(rest, 1)
-                w = T.bind(flat["write_indices"][b] if update.indices else T.int64(0))
-                with T.serial(length) as s, _position(w, s, max_len, update.circular) as position:
+                w = T.bind(bound.first_position(prefix))
+                with T.serial(length) as s, bound.position(w, s) as position:
                     to, source = (prefix * max_len + position) * suffix, (prefix * length + s) * suffix
                     _copy(flat[target], to, flat["update"], source, suffix)
 
-            prefixes = dims[0] * rest
-            written = prefixes * (max_len if copy else length) * suffix * _bytes(update.dtype)
+            written = bound.prefixes * (max_len if copy else length) * suffix * bound.itemsize
             with T.If(written >= _PARALLEL_BYTES):
-                with T.Then(), T.parallel(prefixes) as prefix:
+                with T.Then(), T.parallel(bound.prefixes) as prefix:
                     write(prefix)
-                with T.Else(), T.serial(prefixes) as prefix:
+                with T.Else(), T.serial(bound.prefixes) as prefix:
                     write(prefix)
     return builder.get()
-
-
-@contextmanager
-def _position(w: Expr, s: Expr, max_len: Expr, circular: bool) -> Iterator[Expr]:
-    """Where row s goes; the body is skipped for a row that goes nowhere."""
-    if circular:
-        end = tirx.max(max_len, 1)
-        yield T.bind(tirx.floormod(tirx.floormod(w, end) + s, end))
-    else:
-        position = T.bind(w + s)
-        with T.If(tirx.all(position >= 0, position < max_len)), T.Then():
-            yield position
 
 
 def _copy(to: tirx.Buffer, to_start: Expr, source: tirx.Buffer, start: Expr, size: Expr) -> None:
@@ -141,7 +168,7 @@ def _size(name: str, size: int | None) -> Expr:
 
 
 def _bytes(dtype: str) -> int:
-    return max(1, DataType(dtype).bits // 8)
+    return max(1, DataType(dtype).bits * DataType(dtype).lanes // 8)
 
 
 def _product(sizes: Sequence[Expr]) -> Expr:

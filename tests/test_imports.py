@@ -16,7 +16,14 @@ RULES = {
     "lowering/runtime": ({"lowering.runtime", "lowering.errors", "lowering.manifest"}, False),
     "lowering/attention": ({"lowering.attention", "lowering.expressions", "lowering.facts"}, True),
     "schedules": (
-        {"schedules", "lowering.attention", "lowering.blocks", "lowering.expressions", "lowering.facts"},
+        {
+            "schedules",
+            "lowering.attention",
+            "lowering.blocks",
+            "lowering.expressions",
+            "lowering.facts",
+            "lowering.scatter",
+        },
         True,
     ),
     "lowering/fusion": ({"lowering.fusion", "lowering.fold"}, False),
