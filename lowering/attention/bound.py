@@ -40,11 +40,11 @@ class Bound:
 
     The constructor declares the parameters `problem.parameters()`, in that order, and the function's
     attributes. B, S and T are int where the problem's size is static, else the int64 variable that the shapes
-    bind.
+    bind. scope is the storage scope of small variables: "global" on a CPU, "local" in the threads of a GPU.
     """
 
-    def __init__(self, problem: AttentionProblem) -> None:
-        self.problem = problem
+    def __init__(self, problem: AttentionProblem, scope: str = "global") -> None:
+        self.problem, self.scope = problem, scope
         T.func_attr({"tirx.noalias": True, "op_pattern": 8, ATTRIBUTE: problem.to_json()})
         names = problem.parameters()
         arguments = {name: T.arg(name, T.int64() if _is_scalar(name) else T.handle()) for name in names}
@@ -60,7 +60,7 @@ class Bound:
         if isinstance(problem.mask, Formula):
             sizes = [arguments[name] for name in problem.mask.names() if _is_scalar(name)]
             tables = [self.buffers[name] for name in problem.mask.names() if not _is_scalar(name)]
-            self.formula = BoundFormula(problem.mask, tables, sizes)
+            self.formula = BoundFormula(problem.mask, tables, sizes, scope)
             self.mask_keys = sizes[0] if problem.mask.short else _int64(self.T)
 
     def _shapes(self) -> dict[str, tuple[list[Size], str]]:
@@ -76,6 +76,7 @@ class Bound:
             "v": (rows(p.kv_layout, p.kv_heads, self.T, p.v_head_dim), p.v_dtype),
             "y": (rows(p.q_layout, p.q_heads, self.S, p.v_head_dim), p.dtype),
             "qk": ([self.B, p.q_heads, self.S, self.T], p.dtype),
+            "lse": ([self.B, p.q_heads, self.S], p.acc_dtype),
             "sink": ([p.q_heads], p.dtype),
             "lengths": ([self.B], "int64"),
         }
@@ -118,6 +119,15 @@ class Bound:
         """The qk output at (b, h, i, j) := value, rounded to its type."""
         buffer = self.buffers["qk"]
         T.buffer_store(buffer, _cast(value, buffer.dtype), [b, h, i, j])
+
+    def store_lse(self, b: Expr, h: Expr, i: Expr, m: Expr, l: Expr) -> None:
+        """The lse output of a row := m + log(l), from its final maximum and sum; nothing without that output."""
+        if self.problem.lse:
+            T.buffer_store(self.buffers["lse"], m + T.log(l), [b, h, i])
+
+    def scratch(self, size: int, dtype: str) -> tirx.Buffer:
+        """Memory for a small variable of the thread that runs the code."""
+        return T.alloc_buffer((size,), dtype, scope=self.scope)
 
     # Which keys count.
 
@@ -229,7 +239,7 @@ class Bound:
         assert self.formula is not None and isinstance(self.problem.mask, Formula)
         zero, hidden = self._constant(0.0), self._constant(float("-inf"))
         heads = self.problem.group if "h" in self.problem.mask.over else 1
-        low, high = (T.alloc_buffer((1,), self.problem.acc_dtype) for _ in range(2))
+        low, high = (self.scratch(1, self.problem.acc_dtype) for _ in range(2))
         T.buffer_store(low, -hidden, [0])
         T.buffer_store(high, hidden, [0])
         with T.serial(heads) as g:
@@ -361,9 +371,10 @@ def _number(value: Expr, dtype: str) -> Expr:
 
 
 def _tanh(x: Expr) -> Expr:
-    """tanh with a small relative error near 0, where the quotient of exponentials that TVM uses cancels.
+    """tanh with a small relative error near 0, where 1 - 2 / (exp(2 x) + 1) cancels.
 
-    A large soft cap makes arguments small and multiplies the error by the cap.
+    A large soft cap makes arguments small and multiplies the error by the cap. Nor is the error left to targets: that
+    of the instruction on GPUs is 2^-11.
     """
     if _scalar_type(x) != "float32":
         return T.tanh(x)
@@ -371,7 +382,8 @@ def _tanh(x: Expr) -> Expr:
     series = 62 / 2835
     for coefficient in (-17 / 315, 2 / 15, -1 / 3, 1.0):
         series = series * x2 + tirx.const(coefficient, "float32")
-    return tirx.Select(tirx.abs(x) < _broadcast(tirx.const(0.25, "float32"), _lanes(x)), x * series, T.tanh(x))
+    one, two, near = (_broadcast(tirx.const(c, "float32"), _lanes(x)) for c in (1.0, 2.0, 0.25))
+    return tirx.Select(tirx.abs(x) < near, x * series, one - two / (T.exp(two * x) + one))
 
 
 def _clamp(value: Expr, end: Expr) -> Expr:

@@ -62,15 +62,22 @@ def _function(code: str) -> tirx.PrimFunc:
 
 
 class BoundFormula:
-    """A formula with the tables and sizes that a kernel has for it, in the order of `Formula.names`."""
+    """A formula with the tables and sizes that a kernel has for it, in the order of `Formula.names`.
 
-    def __init__(self, formula: Formula, tables: Sequence[tirx.Buffer], sizes: Sequence[Expr]) -> None:
+    scope is the storage scope of its small variables, as in `Bound`.
+    """
+
+    def __init__(
+        self, formula: Formula, tables: Sequence[tirx.Buffer], sizes: Sequence[Expr], scope: str = "global"
+    ) -> None:
         func = _function(formula.code)
         params = list(func.params)
         self.dtype = formula.dtype
         self.indices, self.expr = params[:4], func.body.value
         self.values: dict[tirx.Var, Expr] = dict(zip(params[4:], sizes))
-        self.expr = rewrite(self.expr, self._once)
+        self.scope = scope
+        if scope == "global":  # else the IRBuilder stands in host code, which has no memory that a kernel can read
+            self.expr = rewrite(self.expr, self._once)
         self.tables: dict[tirx.Var, tirx.Buffer] = dict(zip(params[4 + len(sizes) :], tables))
 
     def _once(self, node: Expr) -> Expr | None:
@@ -79,7 +86,7 @@ class BoundFormula:
         if not read or isinstance(node, tirx.Var) or any(n not in self.values for n in read):
             return None
         # In memory, as TVM puts the definition of a plain binding wherever it is used.
-        place = T.alloc_buffer((1,), str(node.ty))
+        place = self.scratch(1, str(node.ty))
         T.buffer_store(place, substitute(node, self.values), [0])
         var = tirx.Var("once", node.ty)
         self.values[var] = T.bind(place[0])
@@ -98,9 +105,13 @@ class BoundFormula:
         bounds = {**{var: (size, size) for var, size in self.values.items()}, **point}
 
         def look(table: tirx.Buffer, places: Interval) -> Interval:
-            return extremes(lambda position: self.load(table, position), self.tables[table].shape[0], places)
+            size = self.tables[table].shape[0]
+            return extremes(lambda position: self.load(table, position), size, places, self.scratch)
 
         return interval(self.expr, bounds, look)
+
+    def scratch(self, size: int, dtype: str) -> tirx.Buffer:
+        return T.alloc_buffer((size,), dtype, scope=self.scope)
 
     def load(self, table: tirx.Buffer, position: Expr) -> Expr:
         """An element, or a vector of them; half precision as float32."""

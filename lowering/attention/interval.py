@@ -147,11 +147,16 @@ _RULES: dict[type, Callable[[Interval, Interval], Interval | None]] = {
 }
 
 
-def extremes(element: Callable[[Expr], Expr], size: Expr, places: Interval) -> Interval:
-    """The values of a table of that size between two positions, by a loop. NaN makes the interval infinite."""
+def extremes(
+    element: Callable[[Expr], Expr], size: Expr, places: Interval, scratch: Callable[[int, str], tirx.Buffer]
+) -> Interval:
+    """The values of a table of that size between two positions, by a loop. NaN makes the interval infinite.
+
+    scratch gives memory for so many elements of a type.
+    """
     first, end = (T.bind(tirx.max(tirx.min(place, size - 1), 0)) for place in places)
     dtype = str(element(first).ty)
-    low, high, ordered = (T.alloc_buffer((1,), kind) for kind in (dtype, dtype, "bool"))
+    low, high, ordered = (scratch(1, kind) for kind in (dtype, dtype, "bool"))
 
     def put(buffer: tirx.Buffer, value: Expr) -> None:
         T.buffer_store(buffer, value, [0])

@@ -9,7 +9,7 @@ relative to m.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from tvm import tirx
 from tvm.ir import Expr
@@ -19,6 +19,7 @@ from tvm.script.ir_builder import tirx as T
 from .bound import Bound
 from .problem import AttentionProblem
 
+OUTPUTS = ("y", "qk", "lse")
 PARTIAL_SUMS = 8  # independent sums per dot product, so that it is not one long chain of additions
 
 
@@ -32,8 +33,8 @@ def plain(problem: AttentionProblem) -> tirx.PrimFunc:
         T.func_name("attention")
         bound = Bound(problem)
         with T.sblock("attention"):
-            outputs = [bound.buffers[name] for name in ("y", "qk") if name in bound.buffers]
-            T.reads([_all(buffer) for name, buffer in bound.buffers.items() if name not in ("y", "qk")])
+            outputs = [bound.buffers[name] for name in OUTPUTS if name in bound.buffers]
+            T.reads([_all(buffer) for name, buffer in bound.buffers.items() if name not in OUTPUTS])
             T.writes([_all(buffer) for buffer in outputs])
             rows, heads = tirx.max(bound.S, T.int64(1)), problem.q_heads
             with T.parallel(T.int64(1) * bound.B * heads * bound.S) as row:
@@ -43,7 +44,11 @@ def plain(problem: AttentionProblem) -> tirx.PrimFunc:
 
 
 class Row:
-    """The code for query row i of head h in batch b."""
+    """The code for query row i of head h in batch b.
+
+    A target on which several threads share a row says how: which elements of its vectors each of them has (`elements`),
+    how they add up a dot product (`dot`), and which of them writes what all of them know (`alone`).
+    """
 
     def __init__(self, bound: Bound, b: Expr, h: Expr, i: Expr) -> None:
         self.bound, self.problem = bound, bound.problem
@@ -52,9 +57,22 @@ class Row:
         acc = self.problem.acc_dtype
         self.zero, self.minus_infinity = tirx.const(0.0, acc), tirx.const(float("-inf"), acc)
         self.lo, self.hi = (T.bind(end) for end in bound.keys_of(b, i))
-        self.q = T.alloc_buffer((self.problem.head_dim,), acc)
-        self.o = T.alloc_buffer((self.problem.v_head_dim,), acc)
-        self.m, self.l = T.alloc_buffer((1,), acc), T.alloc_buffer((1,), acc)
+        self.q, self.o = self.vector(self.problem.head_dim), self.vector(self.problem.v_head_dim)
+        self.m, self.l = bound.scratch(1, acc), bound.scratch(1, acc)
+
+    def vector(self, dim: int) -> tirx.Buffer:
+        """Memory for this thread's elements of a vector."""
+        return self.bound.scratch(dim, self.problem.acc_dtype)
+
+    @contextmanager
+    def elements(self, dim: int) -> Iterator[tuple[Expr, Expr]]:
+        """A loop over this thread's elements of a vector: where it keeps the element, and which element it is."""
+        with T.serial(dim) as d:
+            yield d, d
+
+    def alone(self) -> AbstractContextManager[object]:
+        """Runs what it encloses in one thread of those that share the row."""
+        return nullcontext()
 
     def emit(self) -> None:
         self.load_query()
@@ -65,9 +83,9 @@ class Row:
 
     def load_query(self) -> None:
         """q := scale * Q_i"""
-        with T.serial(self.problem.head_dim) as d:
+        with self.elements(self.problem.head_dim) as (place, d):
             q = self.bound.q(self.b, self.h, self.i, d)
-            _store(self.q, d, q * tirx.const(self.problem.scale, self.problem.acc_dtype))
+            _store(self.q, place, q * tirx.const(self.problem.scale, self.problem.acc_dtype))
 
     def online_softmax(self) -> None:
         """m := max_j s_j, l := sum_j exp(s_j - m), o := sum_j exp(s_j - m) V_j over the visible keys j.
@@ -77,8 +95,8 @@ class Row:
         m, l, o = self.m, self.l, self.o
         for buffer, value in zip((m, l), self.bound.before_keys(self.h)):
             _store(buffer, 0, value)
-        with T.serial(self.problem.v_head_dim) as d:
-            _store(o, d, self.zero)
+        with self.elements(self.problem.v_head_dim) as (place, _):
+            _store(o, place, self.zero)
         with self.visible_keys() as j:
             s = T.bind(self.logit(j))
             m_new = T.bind(tirx.max(m[0], s))
@@ -86,13 +104,15 @@ class Row:
             alpha, p = T.bind(T.exp(m[0] - shift)), T.bind(T.exp(s - shift))
             _store(m, 0, m_new)
             _store(l, 0, l[0] * alpha + p)
-            with T.serial(self.problem.v_head_dim) as d:
-                _store(o, d, o[d] * alpha + p * self.bound.v(self.b, self.hk, j, d))
+            with self.elements(self.problem.v_head_dim) as (place, d):
+                _store(o, place, o[place] * alpha + p * self.bound.v(self.b, self.hk, j, d))
 
     def store_y(self) -> None:
         """Y_i := o / l, or 0 where l = 0. A NaN in l is no 0 and stays."""
-        with T.serial(self.problem.v_head_dim) as d:
-            self.bound.store_y(self.b, self.h, self.i, d, self.normalised(self.o[d]))
+        with self.alone():
+            self.bound.store_lse(self.b, self.h, self.i, self.m[0], self.l[0])
+        with self.elements(self.problem.v_head_dim) as (place, d):
+            self.bound.store_y(self.b, self.h, self.i, d, self.normalised(self.o[place]))
 
     def store_qk(self, mode: int) -> None:
         """The row of the qk output: scores and probabilities are computed again rather than kept."""
@@ -123,7 +143,7 @@ class Row:
 
     def dot(self, j: Expr) -> Expr:
         """q . K_j"""
-        partial = T.alloc_buffer((PARTIAL_SUMS,), self.problem.acc_dtype)
+        partial = self.bound.scratch(PARTIAL_SUMS, self.problem.acc_dtype)
 
         def add(d: Expr, lane: Expr) -> None:
             k = self.bound.k(self.b, self.hk, j, d)
@@ -149,7 +169,8 @@ class Row:
         return tirx.Select(tirx.EQ(self.l[0], self.zero), self.zero, value / self.l[0])
 
     def put_qk(self, j: Expr, value: Expr) -> None:
-        self.bound.store_qk(self.b, self.h, self.i, j, value)
+        with self.alone():
+            self.bound.store_qk(self.b, self.h, self.i, j, value)
 
 
 def _store(buffer: tirx.Buffer, index: Expr | int, value: Expr) -> None:

@@ -64,7 +64,9 @@ class AttentionProblem:
     and qk are rounded once to dtype. qk_mode asks for the [B, Hq, S, T] matrix too: 0 scaled scores, 1 after
     the soft cap, 2 after masking (-inf where masked), 3 probabilities (ONNX Attention,
     qk_matmul_output_mode). sink asks for one more score per query head, which takes its share of the softmax
-    and has no value: l gets the term exp(sink[h]) (arXiv:2309.17453; "attention sink", "smooth softmax").
+    and has no value: l gets the term exp(sink[h]) (arXiv:2309.17453; "attention sink", "smooth softmax"). lse asks for
+    a [B, Hq, S] output in acc_dtype: the natural logarithm of the sum of exp(score) over the keys that a row sees and
+    the sink, -inf where there are none. Two attentions over parts of the keys are merged by it.
 
     Raises ValueError for a record that no operator means.
     """
@@ -88,6 +90,7 @@ class AttentionProblem:
     mask: Mask | Formula | None = None
     sink: bool = False  # a [Hq] parameter of type dtype
     qk_mode: int | None = None
+    lse: bool = False
 
     def __post_init__(self) -> None:
         if self.kv_heads < 1 or self.q_heads % self.kv_heads:
@@ -113,9 +116,10 @@ class AttentionProblem:
             "lengths": self.lengths,
             "past": self.window is not None and self.window.offset == "past",
             "qk": self.qk_mode is not None,
+            "lse": self.lse,
         }
         formula = self.mask.names() if isinstance(self.mask, Formula) else ()
-        names = ("q", "k", "v", "mask", *formula, "sink", "lengths", "past", "y", "qk")
+        names = ("q", "k", "v", "mask", *formula, "sink", "lengths", "past", "y", "qk", "lse")
         return tuple(name for name in names if present.get(name, True))
 
     def to_json(self) -> str:

@@ -23,21 +23,10 @@ def reference(
     tensor. Masked scores and values are dropped by
     selection: NaN there does not reach Y. A row whose scores are all masked or -inf gives 0.
     """
-    q, k, v = (
-        _heads_first(x, layout, heads)
-        for x, layout, heads in (
-            (q, problem.q_layout, problem.q_heads),
-            (k, problem.kv_layout, problem.kv_heads),
-            (v, problem.kv_layout, problem.kv_heads),
-        )
-    )
-    k, v = (np.repeat(x, problem.group, axis=1) for x in (k, v))
+    raw, capped, masked, bias = _scores(problem, q, k, mask, lengths, past)
+    v = np.repeat(_heads_first(v, problem.kv_layout, problem.kv_heads), problem.group, axis=1)
+    extra = _extra(problem, sink)
     with np.errstate(all="ignore"):  # masked rows may hold anything
-        raw = problem.scale * (q @ k.swapaxes(-1, -2))
-        capped = problem.softcap * np.tanh(raw / problem.softcap) if problem.softcap else raw
-        bias = _bias(problem, raw.shape, mask, lengths, past)
-        masked = np.where(bias == -np.inf, -np.inf, capped + bias)
-        extra = np.full((problem.q_heads, 1, 1), -np.inf) if sink is None else sink.astype(np.float64)[:, None, None]
         m = np.maximum(masked.max(axis=-1, keepdims=True, initial=-np.inf), extra)
         m = np.where(m == -np.inf, 0, m)
         p = np.exp(masked - m)
@@ -51,6 +40,45 @@ def reference(
     if problem.q_layout == "bshd":
         y = y.swapaxes(1, 2).reshape(y.shape[0], y.shape[2], problem.q_heads * problem.v_head_dim)
     return y, None if problem.qk_mode is None else (raw, capped, masked, p)[problem.qk_mode]
+
+
+def log_sum_exp(
+    problem: AttentionProblem,
+    q: np.ndarray,
+    k: np.ndarray,
+    mask: np.ndarray | None = None,
+    lengths: np.ndarray | None = None,
+    past: int = 0,
+    sink: np.ndarray | None = None,
+) -> np.ndarray:
+    """The lse output [B, Hq, S] in float64, for inputs as in `reference`."""
+    _, _, masked, _ = _scores(problem, q, k, mask, lengths, past)
+    sinks = np.broadcast_to(_extra(problem, sink), (*masked.shape[:-1], 1))
+    with np.errstate(all="ignore"):
+        return np.logaddexp.reduce(np.concatenate([masked, sinks], axis=-1), axis=-1)
+
+
+def _scores(
+    problem: AttentionProblem,
+    q: np.ndarray,
+    k: np.ndarray,
+    mask: np.ndarray | None,
+    lengths: np.ndarray | None,
+    past: int,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """[B, Hq, S, T]: scaled scores, those after the soft cap, those after masking, and what masking added."""
+    q = _heads_first(q, problem.q_layout, problem.q_heads)
+    k = np.repeat(_heads_first(k, problem.kv_layout, problem.kv_heads), problem.group, axis=1)
+    with np.errstate(all="ignore"):
+        raw = problem.scale * (q @ k.swapaxes(-1, -2))
+        capped = problem.softcap * np.tanh(raw / problem.softcap) if problem.softcap else raw
+        bias = _bias(problem, raw.shape, mask, lengths, past)
+        return raw, capped, np.where(bias == -np.inf, -np.inf, capped + bias), bias
+
+
+def _extra(problem: AttentionProblem, sink: np.ndarray | None) -> np.ndarray:
+    """The score of the sink per query head, [Hq, 1, 1]; -inf without one."""
+    return np.full((problem.q_heads, 1, 1), -np.inf) if sink is None else sink.astype(np.float64)[:, None, None]
 
 
 def _heads_first(x: np.ndarray, layout: str, heads: int) -> np.ndarray:

@@ -99,7 +99,8 @@ class _Partial:
             m.value = tirx.max(m.value, self.m[first + s])
 
         def store() -> None:
-            y = self.combined(m.value, (m_0, l_0), first, splits)
+            l, y = self.combined(m.value, (m_0, l_0), first, splits)
+            self.bound.store_lse(b, h, i, m.value, l)
             store_y(self.bound, self.cpu, b, h, i, y, self.v_starts)
 
         if self.bound.formula is None or self.bound.formula.dtype == "bool":
@@ -111,8 +112,8 @@ class _Partial:
             with T.Else():
                 store()
 
-    def combined(self, m: Expr, before: tuple[Expr, Expr], first: Expr, splits: Expr) -> list[Expr]:
-        """sum w_s O_s / sum w_s l_s, with the terms before all keys; m is the maximum."""
+    def combined(self, m: Expr, before: tuple[Expr, Expr], first: Expr, splits: Expr) -> tuple[Expr, list[Expr]]:
+        """l = sum w_s l_s and sum w_s O_s / l, with the terms before all keys; m is the maximum."""
         zero, log2_e = tirx.const(0, self.acc), tirx.const(LOG2_E, self.acc)
         m_0, l_0 = before
         shift = fixed(tirx.Select(m == tirx.const(float("-inf"), self.acc), zero, m))
@@ -125,7 +126,7 @@ class _Partial:
                 weight = splat(w, self.Wv, self.acc)
                 register.value += weight * load(self.O, self.Wv, (first + s) * self.stride + n * self.Wv)
         inverse = fixed(splat(tirx.Select(l.value == zero, zero, tirx.const(1, self.acc) / l.value), self.Wv, self.acc))
-        return [fixed(register.value * inverse) for register in o]
+        return l.value, [fixed(register.value * inverse) for register in o]
 
 
 class _Split:

@@ -254,6 +254,7 @@ class _QueryTile:
         with T.serial(self.here) as r:
             h, i = (T.bind(x) for x in self.head_and_row(self.r0 + r))
             l = self.l[r]
+            self.bound.store_lse(self.b, h, i, self.m[r], l)
             inverse = tirx.Select(l == tirx.const(0, self.acc), tirx.const(0, self.acc), tirx.const(1, self.acc) / l)
             inverse = T.bind(splat(inverse, self.Wv, self.acc))
             y = [T.bind(load(self.O, self.Wv, (r * self.vectors + n) * self.Wv) * inverse) for n in range(self.vectors)]

@@ -16,7 +16,7 @@ import tvm_ffi
 from hypothesis import strategies as st
 
 from lowering.attention.problem import AttentionProblem, Mask, Offset, Window
-from lowering.attention.reference import reference
+from lowering.attention.reference import log_sum_exp, reference
 
 FLOATS = ("float32", "float16", "bfloat16", "float64")
 Results: TypeAlias = dict[str, np.ndarray]
@@ -91,6 +91,7 @@ def _problem(rng: random.Random) -> AttentionProblem:
         mask=mask,
         sink=rng.choice([False, False, True]),
         qk_mode=rng.choice([None, None, None, 0, 1, 2, 3]),
+        lse=rng.choice([False, True]),
     )
 
 
@@ -153,8 +154,8 @@ def arrays(case: Case) -> dict[str, np.ndarray]:
     return result
 
 
-def run(case: Case, inputs: dict[str, np.ndarray], make: Callable[[AttentionProblem], tvm.IRModule]) -> Results:
-    """Compiles and calls `make(problem)`. No array is aligned beyond its element; outputs start as NaN."""
+def outputs(case: Case) -> Results:
+    """Arrays for the outputs by parameter name, full of NaN and not aligned beyond their elements."""
     p = case.problem
     y = (case.batch, p.q_heads, case.q_len, p.v_head_dim)
     if p.q_layout == "bshd":
@@ -162,6 +163,14 @@ def run(case: Case, inputs: dict[str, np.ndarray], make: Callable[[AttentionProb
     results = {"y": unaligned(np.full(y, np.nan, p.dtype))}
     if p.qk_mode is not None:
         results["qk"] = unaligned(np.full((case.batch, p.q_heads, case.q_len, case.kv_len), np.nan, p.dtype))
+    if p.lse:
+        results["lse"] = unaligned(np.full((case.batch, p.q_heads, case.q_len), np.nan, p.acc_dtype))
+    return results
+
+
+def run(case: Case, inputs: dict[str, np.ndarray], make: Callable[[AttentionProblem], tvm.IRModule]) -> Results:
+    """Compiles and calls `make(problem)`. No array is aligned beyond its element."""
+    p, results = case.problem, outputs(case)
     tensors = {name: borrow(unaligned(x)) for name, x in inputs.items()} | {n: borrow(x) for n, x in results.items()}
     kernel = _compiled(p, make)["attention"]
     kernel(*(tensors[name] if name != "past" else case.past for name in p.parameters()))
@@ -210,6 +219,9 @@ def check(case: Case, inputs: dict[str, np.ndarray], results: Results) -> None:
         if p.q_layout == "bshd":
             got, y = (x.reshape(case.batch, case.q_len, p.q_heads, p.v_head_dim).swapaxes(1, 2) for x in (got, y))
         _assert_close(got, y, by_row[..., None] * v_size, clean[..., None], p.dtype, "Y")
+        if p.lse:
+            lse = log_sum_exp(p, **{name: x for name, x in arguments.items() if name != "v"})
+            _assert_close(results["lse"].astype(np.float64), lse, by_row, clean, p.acc_dtype, "lse")
         if p.qk_mode is None:
             return
         got = results["qk"].astype(np.float64)

@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 import tvm
-from attention_cases import TARGET, Case, arrays, borrow, cases
+from attention_cases import TARGET, Case, arrays, borrow, cases, outputs
 from hypothesis import HealthCheck, given, settings
 
 from lowering.attention.bound import HIDDEN
@@ -23,13 +23,7 @@ def test_counts(calls: list[Case]) -> None:
     for case in calls:
         case = dataclasses.replace(case, poisoned=False)
         p, inputs = case.problem, arrays(case)
-        tensors = {name: borrow(array) for name, array in inputs.items()} | {"past": case.past}
-        outputs = {"y": p.v_head_dim, "qk": case.kv_len}
-        for name, width in outputs.items():
-            shape = (case.batch, p.q_heads, case.q_len, width)
-            if name == "y" and p.q_layout == "bshd":
-                shape = (case.batch, case.q_len, p.q_heads * width)
-            tensors[name] = borrow(np.zeros(shape, p.dtype))
+        tensors = {name: borrow(array) for name, array in (inputs | outputs(case)).items()} | {"past": case.past}
         counts = np.full(2, -1)
         module["count_pairs"](*(tensors[name] for name in p.parameters()), borrow(counts))
         seen = bias(p, case, inputs) > HIDDEN
