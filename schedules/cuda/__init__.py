@@ -7,8 +7,10 @@ from collections.abc import Callable
 import tvm
 from tvm import tirx
 
+from .attention import attention
 from .ordinary import ordinary
+from .scatter import cache_update
 
 Rule = Callable[[tirx.PrimFunc, tvm.target.Target], tirx.PrimFunc | None]
 
-RULES: tuple[Rule, ...] = (ordinary,)
+RULES: tuple[Rule, ...] = (attention, cache_update, ordinary)

@@ -123,6 +123,13 @@ def reduce_quad(value: Expr, combine: Callable[[Expr, Expr], Expr]) -> Expr:
     return value
 
 
+def reduce_warp(value: Expr, combine: Callable[[Expr, Expr], Expr]) -> Expr:
+    """Combines the values of the 32 threads of a warp; all of them get the result."""
+    for lanes in (16, 8, 4, 2, 1):
+        value = fixed(combine(fixed(value), shuffle_xor(value, lanes)))
+    return value
+
+
 # Functions of float32 numbers.
 
 
