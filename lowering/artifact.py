@@ -41,7 +41,7 @@ def write(
         manifest = dataclasses.replace(manifest, weights=specs, hashes=hashes)
         manifest = dataclasses.replace(manifest, hashes={**hashes, FILE: manifest.digest()})
         (new / FILE).write_text(manifest.to_json())
-        (new / "model.h").write_text(model_header(manifest, new / names[0]))
+        (new / "model.h").write_text(model_header(manifest, new))
         shutil.copyfile(Path(__file__).parent / "runtime" / "host.hpp", new / "host.hpp")
     return manifest
 

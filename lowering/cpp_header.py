@@ -29,15 +29,15 @@ inline const lowering::Spec spec{{
     /*ranges*/ {{{ranges}}},
     /*cpu_features*/ {{{features}}},
     /*threads*/ {threads},
-    /*code_crc*/ {crc}u,
+    /*codes*/ {{{codes}}},
 }};
 
 }}  // namespace LOWERING_MODEL
 """
 
 
-def model_header(manifest: Manifest, code: Path) -> str:
-    """The text of model.h. code is model.so, whose CRC-32 ties the header to it."""
+def model_header(manifest: Manifest, folder: Path) -> str:
+    """The text of model.h. The code is in `folder`; CRC-32s tie the header to it."""
     names = [t.name for t in manifest.outputs]
     donated = {i: names.index(o) for i, o in manifest.donated.items()}
     return _TEMPLATE.format(
@@ -48,8 +48,12 @@ def model_header(manifest: Manifest, code: Path) -> str:
         ranges=", ".join(f"{{{_text(n)}, {{{low}, {high}}}}}" for n, (low, high) in manifest.ranges.items()),
         features=", ".join(_text(f) for f in manifest.cpu_features),
         threads=manifest.threads or 0,
-        crc=zlib.crc32(code.read_bytes()),
+        codes=_lines([_code(folder / name, arch) for arch, name in manifest.code().items()]),
     )
+
+
+def _code(path: Path, architecture: str) -> str:
+    return f"{{{_text(path.name)}, {_text(architecture)}, {zlib.crc32(path.read_bytes())}u}}"
 
 
 def _roles(manifest: Manifest) -> tuple[tuple[str, tuple[TensorSpec, ...]], ...]:

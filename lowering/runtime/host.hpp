@@ -9,6 +9,10 @@
 //   g++ -std=c++17 main.cc $(tvm-ffi-config --cxxflags --ldflags --libs)
 //       -L$TVM/lib -Wl,--no-as-needed -ltvm_runtime -Wl,-rpath,$TVM/lib
 //
+// Models for GPUs also need libtvm_runtime_cuda (-ltvm_runtime_cuda). Their tensors are in the memory of one GPU, at
+// multiples of 16 bytes: view(pointer, "float16", shape, lowering::gpu(0)), and Model(folder, spec, 0). A call returns
+// when its kernels are enqueued, on the stream that TVMFFIEnvSetStream set, else on the default one.
+//
 // Errors are exceptions: std::runtime_error for an artifact that cannot be loaded, std::invalid_argument for inputs
 // that the model does not take (nothing is written then). Tensors hold elements of the storage types in model.h: one
 // int4 per int8, strings as the int32 codes of the manifest. Of weights.bin only the size is checked.
@@ -64,26 +68,35 @@ struct WeightSpec {
   size_t offset, nbytes;
 };
 
+// The code for GPUs of one architecture ("sm_90a"), or for CPUs ("").
+struct CodeSpec {
+  const char *file, *architecture;
+  uint32_t crc;
+};
+
 struct Spec {
   std::vector<TensorSpec> inputs, outputs;
   std::vector<WeightSpec> weights;
   std::map<std::string, std::pair<int64_t, int64_t>> ranges;
   std::vector<const char*> cpu_features;
   int threads;
-  uint32_t code_crc;
+  std::vector<CodeSpec> codes;
 };
 
 // -- tensors ---------------------------------------------------------------------------------------------------------
 
+inline DLDevice cpu() { return {kDLCPU, 0}; }
+inline DLDevice gpu(int number) { return {kDLCUDA, number}; }
+
 // A tensor over memory of the caller, which must outlive it: contiguous, aligned to its elements.
-inline Tensor view(const void* data, const char* dtype, const std::vector<int64_t>& shape) {
+inline Tensor view(const void* data, const char* dtype, const std::vector<int64_t>& shape, DLDevice device = cpu()) {
   struct Borrowed {
     void* data;
     void AllocData(DLTensor* tensor) { tensor->data = data; }
     void FreeData(DLTensor*) {}
   };
   return Tensor::FromNDAlloc(Borrowed{const_cast<void*>(data)}, tvm::ffi::ShapeView(shape.data(), shape.size()),
-                             tvm::ffi::StringToDLDataType(dtype), DLDevice{kDLCPU, 0});
+                             tvm::ffi::StringToDLDataType(dtype), device);
 }
 
 template <class T>
@@ -101,16 +114,21 @@ namespace details {
 inline char* begin(const Tensor& tensor) { return static_cast<char*>(tensor.data_ptr()) + tensor.byte_offset(); }
 inline char* end(const Tensor& tensor) { return begin(tensor) + tvm::ffi::GetDataSize(*tensor.GetDLTensorPtr()); }
 
-inline Tensor copy_of(const Tensor& source) {
-  struct Owned {
-    void AllocData(DLTensor* tensor) {
-      tensor->data = ::operator new(tvm::ffi::GetDataSize(*tensor), std::align_val_t(64));
-    }
-    void FreeData(DLTensor* tensor) { ::operator delete(tensor->data, std::align_val_t(64)); }
-  };
-  Tensor copy = Tensor::FromNDAlloc(Owned{}, source.shape(), source.dtype(), DLDevice{kDLCPU, 0});
-  std::copy(begin(source), end(source), begin(copy));
-  return copy;
+inline Tensor copy_of(const Tensor& source, DLDevice device) {
+  const auto function = [](const char* name) { return tvm::ffi::Function::GetGlobalRequired(name); };
+  const tvm::ffi::Shape shape(source.shape());
+  const auto copy = function("runtime.TVMTensorAllocWithScope")(shape, source.dtype(), device, nullptr);
+  function("runtime.TVMTensorCopyFromTo")(source, copy);
+  return copy.cast<Tensor>();
+}
+
+// Whether code for an architecture runs on GPUs of compute capability major.minor: on those of the same major and at
+// least the same minor version, or, if it uses features of one architecture ("sm_90a"), on that one alone.
+inline bool runs_on(const std::string& architecture, int major, int minor) {
+  const std::string number = architecture.substr(3);
+  const int built = std::stoi(number), built_major = built / 10, built_minor = built % 10;
+  if (number.back() == 'a') return built_major == major && built_minor == minor;
+  return built_major == major && built_minor <= minor;
 }
 
 // CRC-32 (ISO-HDLC), that of zlib.
@@ -162,12 +180,14 @@ class Mapping {
 // A loaded artifact. Any number of threads may run it at the same time.
 class Model {
  public:
-  // spec is the one of the model.h in `folder`.
-  Model(const std::string& folder, const Spec& spec) : spec_(spec) {
-    const std::string path = folder + "/model.so";
+  // spec is the one of the model.h in `folder`; number is that of the GPU, for models that run on one.
+  Model(const std::string& folder, const Spec& spec, int number = 0)
+      : spec_(spec), device_(*spec.codes[0].architecture == 0 ? cpu() : gpu(number)) {
+    const CodeSpec& chosen = choose(folder);
+    const std::string path = folder + "/" + chosen.file;
     std::ifstream file(path, std::ios::binary);
     const std::string code{std::istreambuf_iterator<char>(file), {}};
-    if (details::crc32(code) != spec.code_crc) {
+    if (details::crc32(code) != chosen.crc) {
       throw std::runtime_error("'" + path + "' is missing or not the one that model.h was generated with");
     }
     const std::set<std::string> flags = details::cpu_flags();
@@ -175,9 +195,6 @@ class Model {
       if (!flags.count(feature)) {
         throw std::runtime_error("'" + folder + "' was built for a CPU with " + feature + ", which this one lacks");
       }
-    }
-    if (!tvm::ffi::Function::GetGlobal("ffi.Module.load_from_bytes.relax.VMExecutable").has_value()) {
-      throw std::runtime_error("libtvm_runtime is not loaded: link it with -Wl,--no-as-needed -ltvm_runtime");
     }
     executable_ = tvm::ffi::Module::LoadFromFile(path);
     load_ = executable_.value()->GetFunction("vm_load_executable").value();
@@ -231,7 +248,8 @@ class Model {
       }
     }
     const auto machine = load_().cast<tvm::ffi::Module>();
-    machine->GetFunction("vm_initialization").value()(int{kDLCPU}, 0, 2, int{kDLCPU}, 0, 2);
+    const int type = device_.device_type, number = device_.device_id;
+    machine->GetFunction("vm_initialization").value()(type, number, 2, int{kDLCPU}, 0, 2);
     return {machine->GetFunction("main").value(), machine->GetFunction("release").value()};
   }
 
@@ -240,13 +258,40 @@ class Model {
     machines_.push_back(machine);
   }
 
+  // The code to run. Throws if there is none for this machine.
+  const CodeSpec& choose(const std::string& folder) const {
+    if (!tvm::ffi::Function::GetGlobal("ffi.Module.load_from_bytes.relax.VMExecutable").has_value()) {
+      throw std::runtime_error("libtvm_runtime is not loaded: link it with -Wl,--no-as-needed -ltvm_runtime");
+    }
+    if (device_.device_type == kDLCPU) return spec_.codes[0];
+    if (!tvm::ffi::Function::GetGlobal("ffi.Module.load_from_bytes.cuda").has_value()) {
+      throw std::runtime_error("libtvm_runtime_cuda is not loaded: link it with -Wl,--no-as-needed -ltvm_runtime_cuda");
+    }
+    constexpr int kComputeVersion = 4;
+    const auto attribute = tvm::ffi::Function::GetGlobalRequired("runtime.GetDeviceAttr");
+    const auto version = attribute(int{kDLCUDA}, device_.device_id, kComputeVersion);
+    if (version.type_index() == tvm::ffi::TypeIndex::kTVMFFINone) throw std::runtime_error("there is no such GPU");
+    const std::string here = version.cast<tvm::ffi::String>();
+    const int major = std::stoi(here), minor = std::stoi(here.substr(here.find('.') + 1));
+    const CodeSpec* best = nullptr;
+    for (const CodeSpec& code : spec_.codes) {
+      const auto newer = [](const CodeSpec& a, const CodeSpec& b) {
+        return std::stoi(a.architecture + 3) > std::stoi(b.architecture + 3);
+      };
+      if (details::runs_on(code.architecture, major, minor) && (!best || newer(code, *best))) best = &code;
+    }
+    if (best) return *best;
+    throw std::runtime_error("'" + folder + "' was built for other GPUs than that of compute capability " + here);
+  }
+
   void map_weights(const std::string& path) {
     if (spec_.weights.empty()) return;
     mapping_ = std::make_unique<details::Mapping>(path);
     const WeightSpec& last = spec_.weights.back();
     if (mapping_->size < last.offset + last.nbytes) throw std::runtime_error("'" + path + "' is too short");
     for (const WeightSpec& weight : spec_.weights) {
-      weights_.push_back(view(mapping_->data + weight.offset, weight.dtype, weight.dims));
+      const Tensor tensor = view(mapping_->data + weight.offset, weight.dtype, weight.dims);
+      weights_.push_back(device_.device_type == kDLCPU ? tensor : details::copy_of(tensor, device_));
     }
   }
 
@@ -281,10 +326,17 @@ class Model {
   void check(const TensorSpec& spec, const Tensor& tensor, std::map<std::string, int64_t>* sizes) const {
     const std::string dtype = tvm::ffi::DLDataTypeToString(tensor.dtype());
     if (dtype != spec.dtype) refuse(spec, std::string("must be ") + spec.dtype + ", not " + dtype);
-    if (tensor.device().device_type != kDLCPU) refuse(spec, "is not in the CPU's memory");
+    const DLDevice device = tensor.device();
+    const bool on_gpu = device_.device_type != kDLCPU;
+    if (device.device_type != device_.device_type || device.device_id != device_.device_id) {
+      refuse(spec, on_gpu ? "is not in the memory of the model's GPU" : "is not in the CPU's memory");
+    }
     if (!tensor.IsContiguous()) refuse(spec, "is not contiguous");
     const size_t itemsize = static_cast<size_t>(tensor.dtype().bits + 7) / 8;
-    if (reinterpret_cast<uintptr_t>(details::begin(tensor)) % itemsize) refuse(spec, "is not aligned to its elements");
+    const size_t alignment = on_gpu ? 16 : itemsize;
+    if (reinterpret_cast<uintptr_t>(details::begin(tensor)) % alignment) {
+      refuse(spec, on_gpu ? "is not aligned to 16 bytes" : "is not aligned to its elements");
+    }
     if (static_cast<size_t>(tensor.ndim()) != spec.dims.size()) {
       const std::string wanted = std::to_string(spec.dims.size()), given = std::to_string(tensor.ndim());
       refuse(spec, "must have " + wanted + " dimensions, not " + given);
@@ -319,14 +371,16 @@ class Model {
     char* address = details::begin(result);
     for (size_t i = 0; i < arguments.size(); ++i) {
       if (address != details::begin(arguments[i])) continue;
-      return spec_.inputs[i].donated_to == output ? result : details::copy_of(result);
+      return spec_.inputs[i].donated_to == output ? result : details::copy_of(result, device_);
     }
-    const bool weight = mapping_ != nullptr && address >= mapping_->data && address < mapping_->data + mapping_->size;
+    const auto holds = [address](const Tensor& t) { return address >= details::begin(t) && address < details::end(t); };
+    const bool weight = std::any_of(weights_.begin(), weights_.end(), holds);
     const bool again = !given->insert(address).second;
-    return weight || again || result.use_count() > 2 ? details::copy_of(result) : result;
+    return weight || again || result.use_count() > 2 ? details::copy_of(result, device_) : result;
   }
 
   const Spec spec_;
+  const DLDevice device_;
   tvm::ffi::Optional<tvm::ffi::Module> executable_;
   tvm::ffi::Function load_, set_threads_;
   std::unique_ptr<details::Mapping> mapping_;
