@@ -1,0 +1,103 @@
+"""What g++ makes: the emulated libcuda.so.1 and libcudart.so.13, and the "cubins" that they load.
+
+Everything is kept in a cache folder under a digest of what it was made from.
+"""
+
+import hashlib
+import os
+import subprocess
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+from .translate import translate
+
+_HERE = Path(__file__).parent
+_RUNTIME, _INCLUDE = _HERE / "runtime", _HERE / "include"
+_COMMON = ["g++", "-std=c++17", "-march=native", "-fno-strict-aliasing", "-fPIC", "-w"]
+# -fsanitize=thread makes the compiler announce every load and store (runtime/instrumentation.cpp)
+_SANITIZER = ["-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0", "--param=tsan-distinguish-volatile=1"]
+_KERNEL = [*_COMMON, "-O1", *_SANITIZER]
+
+
+def cache_folder() -> Path:
+    """Where built files are kept: $CUDA_EMULATION_CACHE, or a folder of the user's cache."""
+    folder = os.environ.get("CUDA_EMULATION_CACHE") or Path.home() / ".cache" / "onnx-lowering" / "cuda_emulation"
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    return Path(folder)
+
+
+@lru_cache
+def _digest_of_sources(*folders: Path) -> str:
+    digest = hashlib.sha256(_cpu().encode())
+    for folder in folders:
+        for path in sorted(folder.iterdir()):
+            if path.is_file():
+                digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:20]
+
+
+def _cpu() -> str:
+    """What -march=native depends on."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return "".join(line for line in lines[:40] if line.startswith(("model name", "flags")))
+
+
+def _run(*command: str | Path) -> None:
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{command[0]} failed:\n{done.stderr[:4000]}")
+
+
+def libraries() -> tuple[Path, Path]:
+    """libcuda.so.1 and libcudart.so.13 of the emulation, built on the first use."""
+    folder = cache_folder() / f"libraries-{_digest_of_sources(_RUNTIME, _INCLUDE)}"
+    driver, runtime = folder / "libcuda.so.1", folder / "libcudart.so.13"
+    if not runtime.exists():
+        with tempfile.TemporaryDirectory(dir=cache_folder()) as scratch:
+            made = Path(scratch)
+            flags = [*_COMMON, "-O2"]
+            sources = [path for path in _RUNTIME.glob("*.cpp") if path.name != "runtime.cpp"]
+            half = len(sources) // 2  # two compilers side by side
+            jobs = [subprocess.Popen([*flags, "-c", *part], cwd=scratch) for part in (sources[:half], sources[half:])]
+            codes = [job.wait() for job in jobs]
+            if any(codes):
+                raise RuntimeError("the emulated driver does not compile")
+            _run(*_COMMON, "-shared", "-Wl,-soname,libcuda.so.1", "-o", made / driver.name, *made.glob("*.o"), "-ldl")
+            names = f"-Wl,-soname,libcudart.so.13,--version-script,{_RUNTIME / 'libcudart.map'}"
+            _run(*flags, "-shared", names, "-o", made / runtime.name, _RUNTIME / "runtime.cpp", made / driver.name)
+            folder.mkdir(exist_ok=True)
+            os.replace(made / driver.name, driver)
+            os.replace(made / runtime.name, runtime)
+    return driver, runtime
+
+
+def _precompiled_header() -> Path:
+    """The folder of emulation.h.gch."""
+    folder = cache_folder() / f"header-{_digest_of_sources(_INCLUDE)}"
+    if not (folder / "emulation.h.gch").exists():
+        with tempfile.TemporaryDirectory(dir=cache_folder()) as scratch:
+            made = Path(scratch) / "emulation.h.gch"
+            _run(*_KERNEL, "-x", "c++-header", _INCLUDE / "emulation.h", "-o", made)
+            folder.mkdir(exist_ok=True)
+            os.replace(made, folder / made.name)
+    return folder
+
+
+def compile_for_emulation(source: str) -> bytes:
+    """The "cubin" of a CUDA source, with all of its kernels: an ELF library that the emulated driver loads.
+
+    Raises ptx.UnknownInstruction for PTX that the emulator does not know, RuntimeError with the message of g++.
+    """
+    digest = hashlib.sha256(source.encode() + _digest_of_sources(_HERE, _INCLUDE).encode()).hexdigest()[:32]
+    path = cache_folder() / f"kernel-{digest}.so"
+    if not path.exists():
+        code = translate(source)
+        with tempfile.TemporaryDirectory(dir=cache_folder()) as scratch:
+            kernel, made = Path(scratch) / "kernel.cpp", Path(scratch) / "kernel.so"
+            kernel.write_text(code)
+            header = ["-I", _precompiled_header(), "-I", _INCLUDE, "-include", "emulation.h"]
+            _run(*_KERNEL, *header, "-c", "-o", made.with_suffix(".o"), kernel)
+            _run("g++", "-shared", "-Wl,--strip-all", "-o", made, made.with_suffix(".o"))
+            os.replace(made, path)
+    return path.read_bytes()

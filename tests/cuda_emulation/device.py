@@ -1,0 +1,75 @@
+"""The emulated device of a process: only a worker of the emulation calls this (see worker.py).
+
+After `pretend`, TVM in this process takes the emulation for a GPU; nothing undoes that.
+"""
+
+import ctypes
+from typing import Literal, NamedTuple
+
+from .build import compile_for_emulation, libraries
+
+Order = Literal["ascending", "descending"]
+Arrivals = Literal["late", "at once", "last first"]
+
+ORDERS: tuple[Order, ...] = ("ascending", "descending")
+ARRIVALS: tuple[Arrivals, ...] = ("late", "at once", "last first")
+
+
+class Properties(NamedTuple):
+    """What is pretended of a GPU: number of multiprocessors, KB of shared memory that a block may use."""
+
+    multiprocessors: int
+    shared_memory: int
+
+
+PROPERTIES = {
+    80: Properties(108, 163),
+    86: Properties(84, 99),
+    89: Properties(128, 99),
+    90: Properties(132, 227),
+    100: Properties(148, 227),
+    120: Properties(170, 99),
+}
+
+_library: ctypes.CDLL | None = None
+
+
+def pretend() -> None:
+    """Loads the emulated driver and makes it what TVM compiles CUDA for and runs it on."""
+    global _library
+    if _library is not None:
+        return
+    # Loaded by their names before TVM's CUDA runtime, which needs libraries of these names, is.
+    driver, runtime = libraries()
+    _library = ctypes.CDLL(str(driver), mode=ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
+    set_arch("sm_90a")
+    import tvm
+    import tvm_ffi
+
+    import lowering.target.cubin  # noqa: F401  registers its own compiler, which ours replaces
+
+    if not tvm.cuda(0).exist:
+        raise RuntimeError("TVM's CUDA runtime was loaded before the emulated driver")
+    tvm_ffi.register_global_func("tvm_callback_cuda_compile", compile_for_emulation, override=True)
+
+
+def set_arch(arch: str) -> None:
+    """Pretends a GPU of an architecture: "sm_80", "sm_90a", ..."""
+    capability = int("".join(c for c in arch if c.isdigit()))
+    multiprocessors, shared_memory = PROPERTIES[capability]
+    assert _library is not None
+    _library.emu_set_device(capability, multiprocessors, ctypes.c_size_t(shared_memory << 10))
+
+
+def set_order(order: Order = "ascending", arrivals: Arrivals = "late", races: bool = True) -> None:
+    """In which order threads and blocks run, when asynchronous work is done, whether races are reported."""
+    assert _library is not None
+    _library.emu_set_order(ORDERS.index(order), ARRIVALS.index(arrivals), int(races))
+
+
+def take_failure() -> str:
+    """Why the last driver or runtime call failed, once; "" if none did."""
+    assert _library is not None
+    _library.emu_take_failure.restype = ctypes.c_char_p
+    return _library.emu_take_failure().decode()

@@ -1,0 +1,441 @@
+"""Inline PTX as C++: the text of an asm statement becomes calls of the emulator (include/interface.h).
+
+A statement is split into instructions, an instruction into its name and operands; `INSTRUCTIONS` lists, in order, a
+pattern of the name and the function that writes the C++. What no pattern matches is an error when the kernel is built.
+"""
+
+import itertools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+_UNIQUE = itertools.count()
+_KIND = {"f16": 0, "bf16": 1}
+_HALF = {"f16": "half", "bf16": "nv_bfloat16"}
+_TYPES = {
+    "pred": "bool", "f32": "float", "f64": "double",
+    "b8": "uint8_t", "u8": "uint8_t", "s8": "int8_t", "b16": "uint16_t", "u16": "uint16_t", "s16": "int16_t",
+    "b32": "uint32_t", "u32": "uint32_t", "s32": "int32_t", "b64": "uint64_t", "u64": "uint64_t", "s64": "int64_t",
+}  # fmt: skip
+
+
+class UnknownInstruction(NotImplementedError):
+    """PTX that the emulator does not know."""
+
+
+@dataclass
+class Address:
+    """`[base + offset]`, or `[base, {coordinates}]` of a tensor map."""
+
+    base: str
+    offset: int = 0
+    coordinates: tuple[str, ...] = ()
+
+
+Operand = str | Address | tuple[str, ...]  # a tuple is {a, b, c}
+_Writer = Callable[[re.Match, list[Operand]], str]
+INSTRUCTIONS: list[tuple[re.Pattern, _Writer]] = []
+
+
+def _instruction(pattern: str) -> Callable[[_Writer], _Writer]:
+    def register(writer: _Writer) -> _Writer:
+        INSTRUCTIONS.append((re.compile(pattern + r"\Z"), writer))
+        return writer
+
+    return register
+
+
+def translate(text: str, operands: list[str]) -> str:
+    """C++ statements for the PTX of one asm statement.
+
+    text: as the assembler gets it, `%0` standing for operands[0]; operands: C++ expressions, outputs first.
+    Raises UnknownInstruction.
+    """
+    text = " ".join(re.sub(r"//[^\n]*", "", text).split())
+    if text.startswith("{") and _closing(text, 0) == len(text) - 1:
+        text = text[1:-1].strip()
+    unique = next(_UNIQUE)
+    labels = re.findall(r"(?:^|;|:)\s*([A-Za-z_$][\w$]*):(?!:)", text)
+    code = ["{"]
+    for statement in text.split(";"):
+        statement = statement.strip()
+        while match := re.match(r"([A-Za-z_$][\w$]*):(?!:)\s*", statement):
+            code.append(f"{match[1]}_{unique}:;")
+            statement = statement[match.end() :]
+        if statement:
+            code.append(_statement(statement, operands, {label: f"{label}_{unique}" for label in labels}))
+    return " ".join([*code, "}"])
+
+
+def _statement(text: str, operands: list[str], labels: dict[str, str]) -> str:
+    if match := re.match(r"\.reg\s+\.(\w+)\s+(.*)", text):
+        names = [name.strip().replace("%", "emu_") for name in match[2].split(",")]
+        return f"{_TYPES[match[1]]} {', '.join(name + ' = {}' for name in names)};"
+    guard = ""
+    if match := re.match(r"@(!?)%?(\w+)\s+", text):
+        guard = f"if ({match[1]}{_scalar('%' + match[2] if text[1 + len(match[1])] == '%' else match[2], operands)}) "
+        text = text[match.end() :]
+    name, _, rest = text.partition(" ")
+    arguments = [_operand(part, operands) for part in _split(rest)]
+    if name in ("bra", "bra.uni"):
+        return f"{guard}goto {labels[str(arguments[0])]};"
+    for pattern, writer in INSTRUCTIONS:
+        if found := pattern.match(name):
+            return f"{guard}{{ {writer(found, arguments)} }}"
+    raise UnknownInstruction(f"the emulator does not know the PTX instruction {text!r}")
+
+
+def _operand(text: str, operands: list[str]) -> Operand:
+    if text.startswith("{"):
+        return tuple(_scalar(part, operands) for part in _split(text[1:-1]))
+    if text.startswith("["):
+        base, *coordinates = _split(text[1:-1])
+        base, _, offset = base.partition("+")
+        inner = coordinates[0][1:-1] if coordinates else ""
+        return Address(
+            _scalar(base.strip(), operands), int(offset or "0", 0), tuple(_scalar(c, operands) for c in _split(inner))
+        )
+    return _scalar(text, operands)
+
+
+def _scalar(text: str, operands: list[str]) -> str:
+    text = text.strip()
+    if match := re.fullmatch(r"%(\d+)", text):
+        return f"({operands[int(match[1])]})"
+    if match := re.fullmatch(r"0[fF]([0-9a-fA-F]{8})", text):
+        return f"__uint_as_float(0x{match[1]}u)"
+    return text.replace("%", "emu_")
+
+
+def _split(text: str) -> list[str]:
+    """Parts between commas outside of brackets and braces."""
+    parts, depth, part = [], 0, ""
+    for c in text:
+        depth += (c in "[{(") - (c in "]})")
+        if c == "," and not depth:
+            parts.append(part.strip())
+            part = ""
+        else:
+            part += c
+    return [*parts, part.strip()] if part.strip() else parts
+
+
+def _closing(text: str, at: int) -> int:
+    depth = 0
+    for i in range(at, len(text)):
+        depth += (text[i] == "{") - (text[i] == "}")
+        if not depth:
+            return i
+    return -1
+
+
+def _array(ctype: str, name: str, values: tuple[str, ...]) -> str:
+    return f"{ctype} {name}[] = {{{', '.join(f'emu::as<{ctype}>({v})' for v in values)}}};"
+
+
+def _assign(target: Operand, value: str) -> str:
+    return "" if target == "_" else f"{target} = emu::as<std::remove_reference_t<decltype({target})>>({value});"
+
+
+# ---- matrices in registers
+
+
+@_instruction(r"ldmatrix\.sync\.aligned\.m8n8\.x(\d)(\.trans)?\.shared(::cta)?\.b16")
+def _(m, o):
+    loads = " ".join(_assign(d, f"emu_d[{i}]") for i, d in enumerate(o[0]))
+    return f"uint32_t emu_d[{m[1]}]; emu_ldmatrix(emu_d, {m[1]}, {int(bool(m[2]))}, {_shared(o[1])}); {loads}"
+
+
+@_instruction(r"stmatrix\.sync\.aligned\.m8n8\.x(\d)(\.trans)?\.shared(::cta)?\.b16")
+def _(m, o):
+    return f"{_array('uint32_t', 'emu_s', o[1])} emu_stmatrix(emu_s, {m[1]}, {int(bool(m[2]))}, {_shared(o[0])});"
+
+
+@_instruction(r"mma\.sync\.aligned\.m16n8k(8|16)\.row\.col\.f32\.(f16|bf16)\.\2\.f32")
+def _(m, o):
+    d, a, b, c = o
+    inputs = _array("uint32_t", "emu_a", a) + _array("uint32_t", "emu_b", b) + _array("float", "emu_c", c)
+    stores = " ".join(f"{x} = emu_d[{i}];" for i, x in enumerate(d))
+    return f"float emu_d[4]; {inputs} emu_mma(emu_d, emu_a, emu_b, emu_c, {m[1]}, {_KIND[m[2]]}); {stores}"
+
+
+# ---- cp.async
+
+
+@_instruction(r"cp\.async\.(ca|cg)\.shared(::cta)?\.global(\.L2::\w+)*")
+def _(m, o):
+    return f"emu_cp_async({_shared(o[0])}, {_pointer(o[1])}, {o[2]}, {o[3] if len(o) > 3 else o[2]});"
+
+
+@_instruction(r"cp\.async\.commit_group")
+def _(m, o):
+    return "emu_cp_async_commit();"
+
+
+@_instruction(r"cp\.async\.wait_group")
+def _(m, o):
+    return f"emu_cp_async_wait({o[0]});"
+
+
+@_instruction(r"cp\.async\.wait_all")
+def _(m, o):
+    return "emu_cp_async_wait(-1);"
+
+
+@_instruction(r"cp\.async\.mbarrier\.arrive(\.noinc)?\.shared(::cta)?\.b64")
+def _(m, o):
+    return f"emu_cp_async_arrive({_shared(o[0])}, {int(bool(m[1]))});"
+
+
+# ---- mbarriers
+
+_AT = r"(\.(release|acquire|relaxed))?(\.(cta|cluster))?(\.shared(::cta)?)?\.b64"
+
+
+@_instruction(r"mbarrier\.init" + _AT)
+def _(m, o):
+    return f"emu_mbarrier_init({_shared(o[0])}, {o[1]});"
+
+
+@_instruction(r"mbarrier\.inval" + _AT)
+def _(m, o):
+    return f"emu_mbarrier_invalidate({_shared(o[0])});"
+
+
+@_instruction(r"mbarrier\.arrive\.expect_tx" + _AT)
+def _(m, o):
+    return f"uint64_t emu_state = emu_mbarrier_arrive({_shared(o[1])}, 1, {o[2]}); {_assign(o[0], 'emu_state')}"
+
+
+@_instruction(r"mbarrier\.arrive" + _AT)
+def _(m, o):
+    target, where, count = ["_", *o] if isinstance(o[0], Address) else o if len(o) > 2 else [*o, "1"]
+    return f"uint64_t emu_state = emu_mbarrier_arrive({_shared(where)}, {count}, 0); {_assign(target, 'emu_state')}"
+
+
+@_instruction(r"mbarrier\.expect_tx" + _AT)
+def _(m, o):
+    return f"emu_mbarrier_expect({_shared(o[0])}, {o[1]});"
+
+
+@_instruction(r"mbarrier\.(try|test)_wait(\.parity)?" + _AT)
+def _(m, o):
+    test = "emu_mbarrier_test" if m[2] else "emu_mbarrier_test_state"
+    return f"{o[0]} = {test}({_shared(o[1])}, {o[2]});"
+
+
+# ---- bulk copies
+
+_HINTS = r"(\.L2::cache_hint)?"
+_TO_SHARED = r"\.shared::(?:cluster|cta)\.global(?:\.tile)?\.mbarrier::complete_tx::bytes"
+
+
+@_instruction(r"cp\.async\.bulk\.tensor\.(\d)d" + _TO_SHARED + _HINTS)
+def _(m, o):
+    source = o[1]
+    return f"{_coordinates(source)} emu_tma_load({_shared(o[0])}, {source.base}, emu_at, {m[1]}, {_shared(o[2])});"
+
+
+@_instruction(r"cp\.async\.bulk\.tensor\.(\d)d\.global\.shared::cta(\.tile)?\.bulk_group" + _HINTS)
+def _(m, o):
+    return f"{_coordinates(o[0])} emu_tma_store({o[0].base}, emu_at, {m[1]}, {_shared(o[1])});"
+
+
+@_instruction(r"cp\.async\.bulk" + _TO_SHARED + _HINTS)
+def _(m, o):
+    return f"emu_bulk_load({_shared(o[0])}, {_pointer(o[1])}, {o[2]}, {_shared(o[3])});"
+
+
+@_instruction(r"cp\.async\.bulk\.global\.shared::cta\.bulk_group" + _HINTS)
+def _(m, o):
+    return f"emu_bulk_store((void*){_pointer(o[0])}, {_shared(o[1])}, {o[2]});"
+
+
+@_instruction(r"cp\.async\.bulk\.commit_group")
+def _(m, o):
+    return "emu_bulk_commit();"
+
+
+@_instruction(r"cp\.async\.bulk\.wait_group(\.read)?")
+def _(m, o):
+    return f"emu_bulk_wait({o[0]}, {int(bool(m[1]))});"
+
+
+# ---- wgmma
+
+
+@_instruction(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(f16|bf16)\.\2")
+def _(m, o):
+    d, a, b, scale_d, *immediates = o
+    accumulators = f"float* emu_d[] = {{{', '.join('&' + x for x in d)}}};"
+    if isinstance(a, tuple):
+        registers = f"const uint32_t* emu_a[] = {{{', '.join(f'emu_where({x})' for x in a)}}};"
+        # a value without a variable is kept here, until the statement ends
+        a_code = f"auto emu_where = [](const emu::Register& r) {{ return r.where ? r.where : &r.value; }}; {registers}"
+        descriptor, scale_a, scale_b, a_transposed, b_transposed = "0", *immediates[:2], "0", immediates[2]
+    else:
+        a_code, descriptor = "const uint32_t* const* emu_a = nullptr;", a
+        scale_a, scale_b, a_transposed, b_transposed = immediates
+    return (
+        f"{accumulators} {a_code} emu_wgmma(emu_d, {m[1]}, {_KIND[m[2]]}, emu_a, {descriptor}, {b}, {scale_d}, "
+        f"{scale_a}, {scale_b}, {a_transposed}, {b_transposed});"
+    )
+
+
+@_instruction(r"wgmma\.fence\.sync\.aligned")
+def _(m, o):
+    return "emu_wgmma_fence();"
+
+
+@_instruction(r"wgmma\.commit_group\.sync\.aligned")
+def _(m, o):
+    return "emu_wgmma_commit();"
+
+
+@_instruction(r"wgmma\.wait_group\.sync\.aligned")
+def _(m, o):
+    return f"emu_wgmma_wait({o[0]});"
+
+
+# ---- meeting points and fences
+
+
+@_instruction(r"(?:bar|barrier)(?:\.cta)?\.(sync|arrive)(?:\.aligned)?")
+def _(m, o):
+    return f"emu_barrier({o[0]}, {o[1] if len(o) > 1 else 0}, {int(m[1] == 'arrive')});"
+
+
+@_instruction(r"barrier\.cluster\.(arrive|wait)(\.\w+)*")
+def _(m, o):
+    return "emu_barrier(0, 0, 0);" if m[1] == "wait" else ""  # a cluster is one block here
+
+
+@_instruction(r"fence\.mbarrier_init\.release\.cluster")
+def _(m, o):
+    return "emu_fence_mbarrier_init();"
+
+
+@_instruction(r"fence\.proxy\.async(\.(shared::cta|shared::cluster|global))?")
+def _(m, o):
+    return "" if m[2] == "global" else "emu_fence_proxy_async();"
+
+
+@_instruction(
+    r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32|griddepcontrol\.(wait|launch_dependents)|nanosleep\.u32"
+    r"|(fence|membar)(\.\w+)*|prefetch\.tensormap|prefetch(u)?\.[\w.:]+"
+)
+def _(m, o):
+    return ""  # ordinary accesses take effect at once, launches follow each other
+
+
+@_instruction(r"elect\.sync")
+def _(m, o):
+    lane, predicate = str(o[0]).split("|")
+    code = _assign(lane.strip(), "(uint32_t)__builtin_ctz(emu_active_mask())")
+    return f"{code} {predicate.strip()} = emu::lane() == __builtin_ctz(emu_active_mask());"
+
+
+# ---- memory
+
+_WAY = (
+    r"((?:\.(?:volatile|relaxed|acquire|release|weak|gpu|cta|sys|nc|ca|cg|cs|cv|wb|wt|lu|L1::\w+|L2::\w+(?:::\w+)?))*)"
+)
+
+
+@_instruction(r"ld" + _WAY + r"\.(global|shared|shared::cta)" + _WAY + r"(?:\.v(\d))?\.(\w\d+)")
+def _(m, o):
+    kind, targets = _TYPES[m[5]], o[0] if isinstance(o[0], tuple) else (o[0],)
+    code = f"const char* emu_p = {_generic(o[1])}; emu_access(emu_p, sizeof({kind}) * {len(targets)}, EMU_READ); "
+    return code + " ".join(_assign(t, f"emu::load<{kind}>(emu_p, {i} * sizeof({kind}))") for i, t in enumerate(targets))
+
+
+@_instruction(r"st" + _WAY + r"\.(global|shared|shared::cta)" + _WAY + r"(?:\.v(\d))?\.(\w\d+)")
+def _(m, o):
+    kind, values = _TYPES[m[5]], o[1] if isinstance(o[1], tuple) else (o[1],)
+    code = f"char* emu_p = {_generic(o[0])}; emu_access(emu_p, sizeof({kind}) * {len(values)}, EMU_WRITE); "
+    stores = (f"emu::store<{kind}>(emu_p, emu::as<{kind}>({v}), {i} * sizeof({kind}));" for i, v in enumerate(values))
+    return code + " ".join(stores)
+
+
+@_instruction(r"(atom|red)" + _WAY + r"\.(global|shared|shared::cta)" + _WAY + r"\.(add|min|max|and|or|exch)\.(\w\d+)")
+def _(m, o):
+    target, where, value = ["_", *o] if m[1] == "red" else o
+    kind, name = _TYPES[m[6]], {"exch": "Exch"}.get(m[5], m[5].capitalize())
+    update = f"{kind} emu_old = atomic{name}(({kind}*){_generic(where)}, emu::as<{kind}>({value}));"
+    return f"{update} {_assign(target, 'emu_old')}"
+
+
+# ---- arithmetic
+
+
+@_instruction(r"setp\.(eq|ne|lt|le|gt|ge)\.(\w\d+)")
+def _(m, o):
+    op = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}[m[1]]
+    return f"{o[0]} = ({_TYPES[m[2]]})({o[1]}) {op} ({_TYPES[m[2]]})({o[2]});"
+
+
+_SPECIAL = {"emu_laneid": "emu::lane()", "emu_tid.x": "threadIdx.x", "emu_ctaid.x": "blockIdx.x"}
+
+
+@_instruction(r"mov\.(\w\d+)")
+def _(m, o):
+    special = _SPECIAL.get(str(o[1]))
+    return _assign(o[0], f"({_TYPES[m[1]]}){special}" if special else str(o[1]))
+
+
+@_instruction(r"selp\.(\w\d+)")
+def _(m, o):
+    return _assign(o[0], f"({o[3]}) ? ({o[1]}) : ({o[2]})")
+
+
+_UNARY = {"ex2": "exp2f(x)", "lg2": "log2f(x)", "rcp": "1.0f / x", "rsqrt": "1.0f / sqrtf(x)"}
+_BINARY = {"add": "x + y", "sub": "x - y", "mul": "x * y", "max": "fmaxf(x, y)", "min": "fminf(x, y)"}
+
+
+@_instruction(r"(ex2|lg2|rcp|rsqrt|sqrt|tanh|sin|cos)\.(?:approx|rn)(?:\.ftz)?\.f32")
+def _(m, o):
+    return f"float x = {o[1]}; {o[0]} = {_UNARY.get(m[1], m[1] + 'f(x)')};"
+
+
+@_instruction(r"(add|sub|mul|max|min)(?:\.(?:rn|ftz|NaN))*\.f32")
+def _(m, o):
+    return f"float x = {o[1]}, y = {o[2]}; {o[0]} = {_BINARY[m[1]]};"
+
+
+@_instruction(r"fma(?:\.(?:rn|ftz))*\.f32")
+def _(m, o):
+    return f"{o[0]} = fmaf({o[1]}, {o[2]}, {o[3]});"
+
+
+@_instruction(r"cvt\.rn(?:\.satfinite)?\.(f16|bf16)x2\.f32")
+def _(m, o):
+    return _assign(o[0], f"emu::pack<{_HALF[m[1]]}>({o[1]}, {o[2]})")
+
+
+@_instruction(r"cvt\.rn\.(f16|bf16)\.f32")
+def _(m, o):
+    return _assign(o[0], f"{_HALF[m[1]]}((float)({o[1]})).bits")
+
+
+@_instruction(r"cvt\.f32\.(f16|bf16)")
+def _(m, o):
+    return f"{_HALF[m[1]]} emu_h; emu_h.bits = (uint16_t)({o[1]}); {_assign(o[0], '(float)emu_h')}"
+
+
+def _shared(operand: Operand) -> str:
+    assert isinstance(operand, Address), operand
+    return f"{operand.base} + {operand.offset}" if operand.offset else operand.base
+
+
+_pointer = _shared
+
+
+def _generic(operand: Operand) -> str:
+    """The address as a pointer, whether the operand is a pointer or a 32-bit address of shared memory."""
+    assert isinstance(operand, Address), operand
+    return f"((char*)emu_generic({operand.base}) + {operand.offset})"
+
+
+def _coordinates(operand: Operand) -> str:
+    assert isinstance(operand, Address), operand
+    return f"const int emu_at[] = {{{', '.join(f'(int)({c})' for c in operand.coordinates)}}};"

@@ -1,0 +1,43 @@
+// Device and shared memory: one range of addresses, with a map of the bytes that may be accessed.
+//
+// Shared memory is a window at its beginning, so that 32-bit addresses of shared memory are offsets in it.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "../include/interface.h"
+
+namespace emulation {
+
+constexpr size_t SHARED_WINDOW = 1 << 20;
+constexpr unsigned char POISON = 0xFF;    // NaN in every float type, -1 in every integer
+
+extern char* arena;                       // null until the first use
+extern size_t arena_bytes;
+
+// Device memory, poisoned; null if there is no room.
+void* allocate(size_t bytes);
+// False if the pointer is not the beginning of an allocation.
+bool release(void* pointer);
+size_t bytes_free();
+
+// Whether all bytes lie in one piece of allocated memory.
+bool accessible(uint64_t address, size_t bytes);
+// Fails unless all bytes are accessible; `what` names the access.
+void check(uint64_t address, size_t bytes, const char* what);
+inline void check(const void* pointer, size_t bytes, const char* what) { check((uint64_t)pointer, bytes, what); }
+
+inline bool in_shared(uint64_t address) { return address - (uint64_t)arena < SHARED_WINDOW; }
+inline bool in_arena(uint64_t address) { return address - (uint64_t)arena < arena_bytes; }
+inline char* shared(uint32_t address) { return arena + address; }
+// Pointer to `bytes` of shared memory, checked for room and alignment.
+char* shared(uint32_t address, size_t bytes, size_t alignment, const char* what);
+
+// Lays out dynamic and static shared memory of a kernel, with unusable gaps between them.
+void lay_out_shared(const emu_kernel& kernel, size_t dynamic_bytes);
+// Poisons it for the next block.
+void poison_shared();
+// End of the used part of the window.
+size_t shared_end();
+
+}  // namespace emulation

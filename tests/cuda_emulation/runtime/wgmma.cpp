@@ -1,0 +1,237 @@
+// wgmma.mma_async: D [64, n] = A [64, 16] B [16, n] (+ D), by the 128 threads of a warpgroup, done when they wait for it.
+#include "wgmma.h"
+
+#include <algorithm>
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "asynchronous.h"
+#include "elements.h"
+#include "memory.h"
+#include "meeting.h"
+#include "settings.h"
+#include "tensor_map.h"
+
+namespace emulation {
+namespace {
+
+constexpr int M = 64, K = 16, MAX_N = 256;
+
+// The shared-memory matrix descriptor of the PTX manual. A row is an index along M or N.
+struct Descriptor {
+  uint32_t start, leading, stride;       // bytes
+  int swizzle;                           // as in a tensor map
+
+  explicit Descriptor(uint64_t bits) {
+    static const int swizzles[4] = {0, 3, 2, 1};
+    start = (bits & 0x3FFF) << 4;
+    leading = (bits >> 16 & 0x3FFF) << 4;
+    stride = (bits >> 32 & 0x3FFF) << 4;
+    swizzle = swizzles[bits >> 62];
+    if (bits >> 49 & 7) fail("wgmma: a matrix descriptor with a base offset is not emulated");
+  }
+
+  // Core matrices are 8 rows of 16 bytes. With a swizzle of w bytes a row is w bytes wide and 8 rows follow each other.
+  uint32_t at(int row, int k, bool transposed) const {
+    int width = 16 << swizzle, across = transposed ? row : k, along = transposed ? k : row;
+    uint32_t bytes = 2 * across;
+    uint32_t address = start + along % 8 * width + bytes % width;
+    if (swizzle == 0) address += along / 8 * (transposed ? leading : stride) + bytes / 16 * (transposed ? stride : leading);
+    else if (transposed) address += along / 8 * stride + bytes / width * leading;
+    else address += along / 8 * stride + bytes / width * width;
+    return swizzled(address, swizzle);
+  }
+};
+
+struct Registers {
+  float* const* d;
+  const uint32_t* const* a;
+};
+
+// One instruction, of 128 threads.
+struct Product {
+  int n, kind;
+  bool a_in_registers, a_transposed, b_transposed, accumulate;
+  int scale_a, scale_b;
+  uint64_t a_descriptor, b_descriptor;
+  std::vector<float*> d;                 // [128][n / 2]
+  std::vector<const uint32_t*> a;        // [128][4]
+
+  template <class F>
+  void for_each_a(F f) const {           // f(row, k, thread, register, half) of the fragment of A
+    for (int thread = 0; thread < WARPGROUP; thread++) {
+      int g = thread % 32 / 4, t = thread % 4, first = thread / 32 * 16;
+      for (int r = 0; r < 4; r++)
+        for (int e = 0; e < 2; e++) f(first + g + r % 2 * 8, 2 * t + e + r / 2 * 8, thread, r, e);
+    }
+  }
+
+  void run() const {
+    static float A[M][K], B[K][MAX_N], R[M][MAX_N];
+    auto element = [this](uint32_t address) {
+      uint16_t bits;
+      memcpy(&bits, shared(address), 2);
+      return to_float(bits, kind);
+    };
+    if (a_in_registers) {
+      for_each_a([this](int row, int k, int thread, int r, int e) {
+        A[row][k] = scale_a * to_float(*a[thread * 4 + r] >> 16 * e, kind);
+      });
+    } else {
+      Descriptor from(a_descriptor);
+      for (int m = 0; m < M; m++)
+        for (int k = 0; k < K; k++) A[m][k] = scale_a * element(from.at(m, k, a_transposed));
+    }
+    Descriptor from(b_descriptor);
+    for (int j = 0; j < n; j++)
+      for (int k = 0; k < K; k++) B[k][j] = scale_b * element(from.at(j, k, b_transposed));
+    for (int m = 0; m < M; m++) {
+      std::fill(R[m], R[m] + n, 0.0f);
+      for (int k = 0; k < K; k++)
+        for (int j = 0; j < n; j++) R[m][j] += A[m][k] * B[k][j];
+    }
+    for (int thread = 0; thread < WARPGROUP; thread++) {
+      int g = thread % 32 / 4, t = thread % 4, first = thread / 32 * 16;
+      for (int i = 0; i < n / 2; i++) {
+        float value = R[first + g + i / 2 % 2 * 8][i / 4 * 8 + 2 * t + i % 2];
+        float& sum = *d[thread * (n / 2) + i];
+        sum = accumulate ? sum + value : value;
+      }
+    }
+  }
+};
+
+// Of one warpgroup.
+struct Queue {
+  std::vector<std::shared_ptr<Product>> open;
+  std::deque<std::vector<std::shared_ptr<Product>>> committed;
+  uint32_t number = 1;                   // of the open group
+  bool fenced = false;                   // a wgmma.fence since the last wait
+};
+
+std::vector<Queue> queues;
+Queue& queue() { return queues[current->number / WARPGROUP]; }
+int agent() { return WGMMA_AT + current->number / WARPGROUP; }
+
+// Whether each warp of the warpgroup has what the operand's bytes need: a past, a proxy fence, room.
+void check_operand(const Operation& operation, uint64_t descriptor, int rows, bool transposed, const char* what) {
+  Descriptor from(descriptor);
+  if (from.swizzle && from.start % 16) fail("%s: the descriptor is not aligned to 16 bytes", what);
+  for (int row = 0; row < rows; row += transposed ? 8 : 1)
+    for (int k = 0; k < K; k += transposed ? 1 : 8) {
+      uint32_t address = from.at(row, k, transposed);
+      shared(address, 16, 16, what);
+      order_operation(operation, Proxy::async, address, 16, false, what);
+    }
+}
+
+void run(std::vector<std::shared_ptr<Product>>& group) {
+  for (auto& product : group) product->run();
+}
+
+bool touches(const Product& product, uint64_t address, size_t bytes, bool write) {
+  int thread = current->number % WARPGROUP;
+  for (int i = 0; i < product.n / 2; i++) {
+    uint64_t at = (uint64_t)product.d[thread * (product.n / 2) + i];
+    if (at < address + bytes && address < at + 4) return true;
+  }
+  if (product.a_in_registers && write)
+    for (int r = 0; r < 4; r++) {
+      uint64_t at = (uint64_t)product.a[thread * 4 + r];
+      if (at < address + bytes && address < at + 4) return true;
+    }
+  return false;
+}
+
+}  // namespace
+
+void reset_wgmma() { queues.assign(block.threads / WARPGROUP + 1, Queue()); }
+
+void check_registers(uint64_t address, size_t bytes, bool write) {
+  Queue& own = queue();
+  auto check = [&](const std::vector<std::shared_ptr<Product>>& group) {
+    for (auto& product : group)
+      if (touches(*product, address, bytes, write))
+        fail("%s of a register that a wgmma in flight %s", write ? "write" : "read", write ? "uses" : "writes");
+  };
+  if (!own.open.empty()) check(own.open);
+  for (auto& group : own.committed) check(group);
+}
+
+}  // namespace emulation
+
+using namespace emulation;
+
+void emu_wgmma_fence() {
+  static const char key = 0;
+  meet_warpgroup(&key, "wgmma.fence", nullptr, [](void**) { queue().fenced = true; });
+}
+
+void emu_wgmma(float* const* d, int n, int kind, const uint32_t* const* a, uint64_t a_descriptor, uint64_t b_descriptor,
+               uint32_t scale_d, int scale_a, int scale_b, int a_transposed, int b_transposed) {
+  static const char keys[MAX_N / 8 + 1][2] = {};
+  struct Call {
+    Registers registers;
+    uint64_t a_descriptor, b_descriptor;
+    uint32_t scale_d;
+  } own{{d, a}, a_descriptor, b_descriptor, scale_d};
+  meet_warpgroup(&keys[n / 8][kind], "wgmma.mma_async", &own, [=](void** calls) {
+    if (!queue().fenced) fail("wgmma.mma_async without a wgmma.fence after the last wgmma.wait_group");
+    auto product = std::make_shared<Product>();
+    product->n = n;
+    product->kind = kind;
+    product->a_in_registers = a != nullptr;
+    product->a_transposed = a_transposed;
+    product->b_transposed = b_transposed;
+    product->accumulate = scale_d != 0;
+    product->scale_a = scale_a;
+    product->scale_b = scale_b;
+    product->a_descriptor = a_descriptor;
+    product->b_descriptor = b_descriptor;
+    for (int i = 0; i < WARPGROUP; i++) {
+      auto& call = *(Call*)calls[i];
+      if (call.a_descriptor != a_descriptor || call.b_descriptor != b_descriptor || call.scale_d != scale_d)
+        fail("wgmma.mma_async with operands that differ between threads of the warpgroup");
+      product->d.insert(product->d.end(), call.registers.d, call.registers.d + n / 2);
+      if (a) product->a.insert(product->a.end(), call.registers.a, call.registers.a + 4);
+    }
+    // What all four warps have seen; each must have waited for what they multiply.
+    int first = current->warp() / 4 * 4;
+    Clock past = clock_of(first);
+    for (int w = 1; w < 4; w++) past.meet(clock_of(first + w));
+    Operation operation = emulation::operation(agent(), queue().number, past);
+    if (!a) check_operand(operation, a_descriptor, M, a_transposed, "wgmma: read of A");
+    check_operand(operation, b_descriptor, n, b_transposed, "wgmma: read of B");
+    if (settings.arrivals == Arrivals::at_once) {
+      product->run();
+    }
+    queue().open.push_back(product);
+  });
+}
+
+void emu_wgmma_commit() {
+  static const char key = 0;
+  meet_warpgroup(&key, "wgmma.commit_group", nullptr, [](void**) {
+    queue().committed.push_back(std::move(queue().open));
+    queue().open.clear();
+    queue().number++;
+  });
+}
+
+void emu_wgmma_wait(int left) {
+  static const char keys[8] = {};
+  meet_warpgroup(&keys[left & 7], "wgmma.wait_group", nullptr, [left](void**) {
+    Queue& own = queue();
+    while ((int)own.committed.size() > left) {
+      if (settings.arrivals != Arrivals::at_once) run(own.committed.front());
+      own.committed.pop_front();
+    }
+    own.fenced = false;
+    Clock seen;
+    if (own.number > (uint32_t)left) seen.at[agent()] = own.number - 1 - left;
+    int first = current->warp() / 4 * 4;
+    for (int w = 0; w < 4; w++) clock_of(first + w).join(seen);
+  });
+}

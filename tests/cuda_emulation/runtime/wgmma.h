@@ -1,0 +1,11 @@
+// wgmma reads and writes registers while its thread goes on: which ones may not be touched.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace emulation {
+
+// Fails if the running thread touches a register that a wgmma in flight holds. Registers are its stack here.
+void check_registers(uint64_t address, size_t bytes, bool write);
+
+}  // namespace emulation

@@ -1,0 +1,138 @@
+"""CUDA C++ as TVM writes it becomes C++ for g++: asm statements, shared arrays and kernels change, nothing else.
+
+The types and functions of CUDA come from include/emulation.h.
+"""
+
+import re
+
+from . import ptx
+
+_SHARED = re.compile(
+    r"(?P<extern>extern\s+)?__shared__\s+(?:(?:__align__|alignas)\((?P<alignment>\d+)\)\s*)?"
+    r"(?P<type>[\w: ]+?)\s+(?P<name>\w+)\[(?P<count>[^\]]*)\]\s*;"
+)
+_KERNEL = re.compile(
+    r'extern "C" __global__ void (?:__launch_bounds__\((?P<threads>\d+)[^)]*\) )?(?P<name>\w+)\([^)]*\) \{'
+)
+_ASM = re.compile(r"\b(?:asm|__asm__)\s*(?:volatile|__volatile__)?\s*\(")
+_STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
+
+
+def translate(source: str) -> str:
+    """The C++ of a CUDA source with one or more kernels.
+
+    Raises ptx.UnknownInstruction.
+    """
+    source = _references(_replace_asm(source))
+    parts, end = [], 0
+    for kernel in _KERNEL.finditer(source):
+        body_end = _closing(source, kernel.end() - 1, "{", "}")
+        parts += [source[end : kernel.start()], _kernel(kernel, source[kernel.start() : body_end + 1])]
+        end = body_end + 1
+    return "".join([*parts, source[end:]])
+
+
+def kernel_names(source: str) -> list[str]:
+    """Names of the kernels that a source defines."""
+    return [kernel["name"] for kernel in _KERNEL.finditer(source)]
+
+
+def _kernel(match: re.Match, text: str) -> str:
+    """The function of a kernel, and the record that the emulated driver looks for."""
+    arrays: list[str] = []
+    alignments = [16]
+
+    def place(array: re.Match) -> str:
+        kind, name, alignment = array["type"], array["name"], array["alignment"]
+        if array["extern"]:
+            alignments.append(int(alignment or 16))
+            return f"{kind}* {name} = ({kind}*)emu_dynamic_shared();"
+        arrays.append(f'{{"{name}", sizeof({kind}) * ({array["count"]}), {alignment or f"alignof({kind})"}}}')
+        return f"{kind}* {name} = ({kind}*)emu_static_shared({len(arrays) - 1});"
+
+    body = _SHARED.sub(place, text)
+    name = match["name"]
+    return f"""{body}
+static const emu_shared_array emu_arrays_{name}[] = {{{", ".join([*arrays, "{}"])}}};
+extern "C" {{
+extern const emu_kernel emu_kernel_{name};
+const emu_kernel emu_kernel_{name} = {{
+  [](void** arguments) {{ emu_call(&{name}, arguments); }}, {match["threads"] or 0}, {max(alignments)},
+  {len(arrays)}, emu_arrays_{name}}};
+}}
+"""
+
+
+def _replace_asm(source: str) -> str:
+    parts, end = [], 0
+    for match in _ASM.finditer(source):
+        if match.start() < end or source.startswith("#", source.rfind("\n", 0, match.start()) + 1):
+            continue
+        closing = _closing(source, match.end() - 1, "(", ")")
+        parts += [source[end : match.start()], _asm(source[match.end() : closing])]
+        end = source.index(";", closing) + 1
+    return "".join([*parts, source[end:]])
+
+
+def _asm(statement: str) -> str:
+    """C++ for what stands between the parentheses of one asm statement."""
+    sections = _sections(statement)
+    text = "".join(_STRING.findall(sections[0])).encode().decode("unicode_escape").replace("%%", "%")
+    if not text.strip():
+        return ";"  # a fence for the compiler
+    operands = [expression for section in sections[1:3] for expression in _operands(section)]
+    return ptx.translate(text, operands)
+
+
+def _sections(statement: str) -> list[str]:
+    """Text, outputs, inputs, clobbers: what colons outside of strings and parentheses separate."""
+    sections, part, depth, i = [], "", 0, 0
+    while i < len(statement):
+        if string := _STRING.match(statement, i):
+            part += string[0]
+            i = string.end()
+            continue
+        c = statement[i]
+        depth += (c in "([") - (c in ")]")
+        if c == ":" and not depth:
+            sections.append(part)
+            part = ""
+        else:
+            part += c
+        i += 1
+    return [*sections, part]
+
+
+def _operands(section: str) -> list[str]:
+    """The expressions of `"=r"(x), "r"(y)`."""
+    found, i = [], 0
+    while string := _STRING.search(section, i):
+        begin = section.index("(", string.end())
+        i = _closing(section, begin, "(", ")") + 1
+        found.append(section[begin + 1 : i - 1].strip())
+    return found
+
+
+def _references(source: str) -> str:
+    """The registers of A that a helper passes to wgmma: as the caller's variables, since wgmma reads them later."""
+
+    def by_reference(match: re.Match) -> str:
+        return (
+            match[0]
+            if "emu_where(" not in match[0]
+            else re.sub(r"uint32_t __a(\d)\b", r"emu::Register __a\1", match[0])
+        )
+
+    return re.sub(r"(?m)^(?:static )?__forceinline__ __device__ void \w+\([^)]*\) \{\n[^\n]*\n\}", by_reference, source)
+
+
+def _closing(text: str, at: int, opening: str, closing: str) -> int:
+    depth, i = 0, at
+    while True:
+        if string := _STRING.match(text, i):
+            i = string.end()
+            continue
+        depth += (text[i] == opening) - (text[i] == closing)
+        if not depth:
+            return i
+        i += 1

@@ -1,0 +1,105 @@
+"""The process in which emulated kernels run, so that neither a crash nor the pretended GPU reaches the tests' own."""
+
+import atexit
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+class EmulationError(RuntimeError):
+    """A launch failed in the emulation, or its process died: what the kernel did wrong."""
+
+
+class Worker:
+    """A process that calls functions with the emulated device."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        path = os.pathsep.join(entry for entry in sys.path if entry)
+        code = f"from cuda_emulation.worker import serve; serve({theirs.fileno()})"
+        environment = {**os.environ, "PYTHONPATH": path, "TVM_BACKTRACE": "0"}
+        self._process = subprocess.Popen([sys.executable, "-c", code], env=environment, pass_fds=[theirs.fileno()])
+        theirs.close()
+        self._connection = Connection(ours.detach())
+
+    def call(self, function: Callable, *arguments: Any, timeout: float, **named: Any) -> Any:
+        """What the function returns or raises there. Function and arguments are pickled: it must be a module's."""
+        try:
+            self._connection.send_bytes(pickle.dumps((function, arguments, named)))
+            if not self._connection.poll(timeout):
+                self.stop()
+                raise EmulationError(f"the emulation did not answer within {timeout:.0f} seconds: an endless loop?")
+            good, result = pickle.loads(self._connection.recv_bytes())
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            status = self._process.wait()
+            raise EmulationError(f"the emulation's process died with exit status {status}") from None
+        if good:
+            return result
+        raise result
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+_worker: Worker | None = None
+
+
+def run(function: Callable, *arguments: Any, timeout: float = 300, **named: Any) -> Any:
+    """Calls a function of a module in the process that has the emulated device; a new one after a crash.
+
+    There `tvm.cuda(0)` is the emulation, and whatever compiles for CUDA compiles for it. Returns what the function
+    returns. Raises what it raises, and EmulationError for failed launches, crashes and endless loops.
+    """
+    global _worker
+    if _worker is None or not _worker.alive:
+        _worker = Worker()
+        atexit.register(_worker.stop)
+    return _worker.call(function, *arguments, timeout=timeout, **named)
+
+
+def serve(descriptor: int) -> None:
+    """The loop of the process itself."""
+    from . import device
+
+    connection = Connection(descriptor)
+    device.pretend()
+    while True:
+        try:
+            function, arguments, named = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        try:
+            answer = True, function(*arguments, **named)
+        except BaseException as error:
+            answer = False, _portable(error)
+        try:
+            message = pickle.dumps(answer)
+        except Exception as error:
+            message = pickle.dumps((False, RuntimeError(f"the result cannot be sent: {error}")))
+        connection.send_bytes(message)
+
+
+def _portable(error: BaseException) -> Exception:
+    """The error as one that pickles; what the emulation reported is an EmulationError."""
+    from .device import take_failure
+
+    failure = take_failure()
+    if failure and "CUDA" in str(error):
+        return EmulationError(failure)
+    trace = "".join(traceback.format_exception(error))
+    try:
+        copy = pickle.loads(pickle.dumps(error))
+    except Exception:
+        copy = None
+    return copy if isinstance(copy, Exception) else RuntimeError(trace)
