@@ -1,9 +1,10 @@
 """PTX instructions and CUDA functions under the names that kernels use, for TVM's IRBuilder.
 
-Registers are elements of buffers in scope "local" with indices known at compile time. Addresses of shared memory and of
-global memory are elements of buffers too, which the instruction reads or writes from. Instructions are named as in the
-PTX ISA; a fragment is what one of the 32 threads of a warp holds of a matrix (PTX ISA, "Matrix Fragments for
-mma.m16n8k16"): thread t holds rows t / 4 and t / 4 + 8, columns 2 (t % 4) and 2 (t % 4) + 1, of every 8 columns.
+Registers are elements of buffers in scope "local" with indices that are known once loops are unrolled. Addresses of
+shared memory and of global memory are elements of buffers too, where the instruction begins to read or write.
+Instructions are named as in the PTX ISA; a fragment is what one of the 32 threads of a warp holds of a matrix (PTX ISA,
+"Matrix Fragments for mma.m16n8k16"): thread t holds rows t / 4 and t / 4 + 8, columns 2 (t % 4) and 2 (t % 4) + 1, of
+every 8 columns.
 """
 
 from __future__ import annotations
@@ -28,13 +29,28 @@ SHORT = {"float16": "f16", "bfloat16": "bf16"}
 
 
 def registers(count: int, dtype: str) -> tirx.Buffer:
-    """So many registers of the thread; indices into them have to be known at compile time."""
+    """So many registers of the thread."""
     return T.alloc_buffer((count,), dtype, scope="local")
 
 
 def put(buffer: tirx.Buffer, index: Expr | int, value: Expr) -> None:
     """buffer[index] := value"""
     T.buffer_store(buffer, value, [index])
+
+
+def opaque(value: Expr) -> Expr:
+    """An int32 that the compiler knows nothing of: what follows from it is computed where it is used.
+
+    Else nvcc keeps all addresses that do not change in registers, and spills others.
+    """
+    register = registers(1, "int32")
+    T.evaluate(T.ptx["mov.s32"](register[0], value))
+    return register[0]
+
+
+def unrolled(count: int) -> Any:
+    """A loop that the CUDA compiler unrolls: its variable may be part of a register's index."""
+    return T.serial(count, unroll=True)
 
 
 def fixed(value: Expr) -> Expr:
@@ -91,6 +107,22 @@ def commit_copies() -> None:
 def wait_for_copies(pending: int) -> None:
     """Waits until at most so many of this thread's latest groups are on their way."""
     T.evaluate(T.ptx["cp.async.wait_group"](pending))
+
+
+# Synchronous copies.
+
+
+def store_shared(to: Element, register: Element) -> None:
+    """st.shared: a register of two 16-bit elements."""
+    T.evaluate(T.ptx["st.shared.b32"](_address(to), register))
+
+
+def copy_from_shared(to: Element, source: Element) -> None:
+    """16 bytes from shared to global memory, both aligned so."""
+    four = registers(4, "uint32")
+    values = [four[n] for n in range(4)]
+    T.evaluate(T.ptx["ld.shared.v4.b32"](*values, _address(source)))
+    T.evaluate(T.ptx["st.global.v4.b32"](_address(to), *values))
 
 
 # Threads of a block and of a warp.

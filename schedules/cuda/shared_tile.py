@@ -1,0 +1,51 @@
+"""A tile of rows in shared memory that tensor cores read without bank conflicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tvm import tirx
+from tvm.ir import Expr
+from tvm.script.ir_builder import tirx as T
+
+from . import ptx
+from .ptx import Element
+
+CHUNK = 8
+"""Elements of 16 bits in the 16 bytes that a thread copies, and in a row of the 8 x 8 matrices of ldmatrix."""
+
+
+class SharedTile:
+    """Rows of `chunks` chunks each, from element `start` of a buffer of 16-bit elements in shared memory.
+
+    ldmatrix reads one chunk of 8 rows at a time, which is free of conflicts if the chunks lie in different groups of
+    four of the 32 banks, that is, if their addresses differ modulo 8 chunks. Rows of 2^k * odd chunks provide 2^(3-k)
+    different ones; the number of the row, divided by that, flips the low k bits of the chunk's, which provides the
+    others and leaves every chunk in its row.
+    """
+
+    def __init__(self, memory: tirx.Buffer, start: Expr | int, chunks: int) -> None:
+        self.memory, self.start, self.chunks = memory, start, chunks
+        self.bits = min(3, (chunks & -chunks).bit_length() - 1)
+
+    def at(self, row: Expr, chunk: Expr) -> Element:
+        """The first element of a chunk; int32 indices."""
+        return self.memory[self.start + (row * self.chunks + T.bitwise_xor(chunk, self.flips(row))) * CHUNK]
+
+    def flips(self, row: Expr) -> Expr:
+        return T.bitwise_and(T.shift_right(row, 3 - self.bits), (1 << self.bits) - 1)
+
+    def reader(self, row: Expr, chunk: Expr) -> Callable[[Expr | int, Expr | int], Element]:
+        """A function (rows, chunks) for `at(row + rows, chunk + chunks)`, where rows are a multiple of 8 that is known
+        once loops are unrolled, and so are chunks, which have no bits in common with `chunk`.
+
+        It keeps one address; of the chunks only the low bits take part in what is computed for another.
+        """
+        low = (1 << self.bits) - 1
+        base = ptx.opaque(self.at(row, chunk).indices[0])
+
+        def at(rows: Expr | int, chunks: Expr | int) -> Element:
+            permuted = T.bitwise_xor(base, T.bitwise_and(chunks, low) * CHUNK)
+            return self.memory[permuted + (rows * self.chunks + T.bitwise_and(chunks, ~low)) * CHUNK]
+
+        return at
