@@ -14,6 +14,9 @@ first-level cache. W pairs of a row and a key at a time give W vectors of produc
 vector of W scores. While a tile is worked on, the next one is fetched: hardware loses the stream at each turn from K to
 V, which halves the bandwidth.
 
+On machines with products of bfloat16 pairs, Q, K, V and P are words of two (kv_tile.py), if rows of K and V are as long
+as a vector of words.
+
 The number of splits follows the longest sequence of the batch, not the capacity of the cache, and each sequence is cut
 into equal parts: work is the same for every thread whatever the lengths are.
 """
@@ -27,7 +30,8 @@ from tvm.script.ir_builder import tirx as T
 from lowering.attention.bound import HIDDEN, Bound
 from lowering.attention.plain import Row
 
-from .kv_tile import KeyValueTile, load_as, store_y
+from .dot_bf16 import using_dot, words_of
+from .kv_tile import KeyValueTile, comes_in_pairs, load_as, store_y, vectors_of_values
 from .loops import split_among_threads
 from .tiles import DecodeTiles
 from .vector import (
@@ -35,7 +39,7 @@ from .vector import (
     Machine,
     Register,
     at,
-    cover,
+    convert,
     exp2,
     fixed,
     like,
@@ -57,7 +61,10 @@ def decode(bound: Bound, tiles: DecodeTiles, cpu: Machine) -> None:
     heads = fixed(T.int64(1) * bound.B * p.kv_heads)
     splits = _number_of_splits(bound, tiles)
     partial = _Partial(bound, tiles, cpu)
-    with T.parallel(splits * heads) as work:  # splits slowest: a thread gets the same splits of every head
+    with (
+        using_dot(comes_in_pairs(p, cpu, in_place=True)),
+        T.parallel(splits * heads) as work,  # splits slowest: a thread gets the same splits of every head
+    ):
         head, split = fixed(work % heads), fixed(work // heads)
         _Split(bound, tiles, cpu, head, rows, split, splits, partial).emit()
     work = heads * rows * splits * len(partial.v_starts)
@@ -82,7 +89,7 @@ class _Partial:
         rows = T.int64(1) * bound.B * bound.problem.q_heads * tirx.min(T.int64(1) * bound.S, T.int64(tiles.q_len))
         splits = tirx.min(tirx.ceildiv(T.int64(1) * bound.T, tiles.split), tiles.max_splits)
         size = rows * tirx.max(splits, 1)
-        self.Wv, self.v_starts = cover(bound.problem.v_head_dim, cpu.lanes(self.acc))
+        self.Wv, self.v_starts = vectors_of_values(bound.problem, cpu, in_place=True)
         self.stride = len(self.v_starts) * self.Wv
         self.m, self.l = (T.alloc_buffer((size,), self.acc) for _ in range(2))
         self.O = T.alloc_buffer((size * self.stride,), self.acc, align=64)
@@ -152,8 +159,8 @@ class _Split:
         self.chunks = len(self.kv.k_starts)
         most = tiles.q_len * p.group
         self.memory = workspace(
-            Q=(most * self.chunks * self.Wk, self.acc),  # scale Q: [row][vector][lane]
-            S=(most * tiles.kv, self.acc),  # S, then P: [row][key]
+            Q=(most * self.chunks * self.Wk, self.acc),  # scale Q (words: Q): [row][vector][lane]
+            S=(most * tiles.kv, self.acc),  # S, then P: [row][key] (words: [row][pair of keys])
             O=(most * self.vectors * self.Wv, self.acc),  # [row][vector][lane]
             m=(most, self.acc),
             l=(most * self.Wk, self.acc),  # a sum for each lane
@@ -209,13 +216,19 @@ class _Split:
         return self.hk * self.problem.group + r % self.problem.group, r // self.problem.group
 
     def load_queries(self) -> None:
-        """Q := scale Q."""
+        """Q := scale Q, or words of Q."""
         scale = splat(self.problem.scale, self.Wk, self.acc)
+
+        def vector(h: Expr, i: Expr, d: int) -> Expr:
+            if not self.kv.pairs:
+                return load_as(self.bound, self.cpu, "q", h, (self.b, i), d, self.Wk) * scale
+            buffer, indices = self.bound.at("q", self.b, h, i, T.int64(2 * d))
+            return words_of(load(buffer, 2 * self.Wk, *indices))
+
         with T.serial(self.rows) as r:
             h, i = (fixed(x) for x in self.head_and_row(r))
             for n, d in enumerate(self.kv.k_starts):
-                q = load_as(self.bound, self.cpu, "q", h, (self.b, i), d, self.Wk) * scale
-                store(self.Q, q, (r * self.chunks + n) * self.Wk)
+                store(self.Q, vector(h, i, d), (r * self.chunks + n) * self.Wk)
 
     def initialise(self) -> None:
         with T.serial(self.rows) as r:
@@ -254,17 +267,21 @@ class _Split:
 
     def products(self, rows: list[Expr], keys: list[Expr]) -> list[list[Register]]:
         """For each row and key, a vector whose lanes add up to Q_r . K_j."""
-        W, full = self.Wk, self.problem.head_dim // self.Wk
+        W, full = self.Wk, self.kv.D // self.Wk
         s = [[Register(splat(0.0, W, self.acc)) for _ in keys] for _ in rows]
 
         def add(n: Expr | int, d: Expr | int, fresh: Expr | None) -> None:
+            def only_fresh(x: Expr) -> Expr:
+                return x if fresh is None else fixed(tirx.Select(fresh, x, like(0.0, x)))
+
             for j in keys:
                 self.kv.prefetch("k", j, d)
-            k = [T.bind(self.kv.k(j, d, W)) for j in keys] if len(rows) > 1 else [self.kv.k(j, d, W) for j in keys]
+            k = [only_fresh(self.kv.k(j, d, W)) for j in keys]
+            k = [T.bind(key) for key in k] if len(rows) > 1 else k
             for r, sums in zip(rows, s):
-                q = T.bind(load(self.Q, W, (r * self.chunks + n) * W))
+                q = T.bind(only_fresh(load(self.Q, W, (r * self.chunks + n) * W)))
                 for x, key in zip(sums, k):
-                    x.value += q * key if fresh is None else tirx.Select(fresh, q * key, like(0.0, q))
+                    x.value = self.kv.add_product(x.value, q, key, leave_out=False)
 
         with T.serial(full) as n:
             add(n, fixed(n.astype("int64") * W), None)
@@ -295,7 +312,10 @@ class _Split:
             with T.serial(blocks) as block:
                 place = fixed(r * kv + block * W)
                 p = exp2((load(self.S, W, place) - splat(shift, W, self.acc)) * log2_e)
-                store(self.S, p, place)
+                if self.kv.pairs:
+                    store(self.S, words_of(convert(p, "bfloat16", self.cpu)), fixed(r * kv + block * (W // 2)))
+                else:
+                    store(self.S, p, place)
                 l.value += p
             store(self.l, l.value, r * W)
             T.buffer_store(self.m, m, [r])
@@ -304,7 +324,8 @@ class _Split:
     def logits(self, s: Expr, h: Expr, i: Expr, j: Expr) -> Expr:
         """The scores s of row i with the Wk keys from kv0 + j, capped and biased; -inf where invisible."""
         W = self.Wk
-        result = Register(self.bound.capped(fixed(s), tanh))
+        scaled = s * splat(self.problem.scale, W, self.acc) if self.kv.pairs else s
+        result = Register(self.bound.capped(fixed(scaled), tanh))
 
         def mask(inside: bool) -> None:
             key = at(fixed(self.kv0 + j), W)
@@ -349,6 +370,6 @@ class _Split:
             T.buffer_store(to.m, self.m[r], [place])
             l = reduce_lanes(load(self.l, self.Wk, r * self.Wk), lambda x, y: x + y)
             T.buffer_store(to.l, l, [place])
-            for n in range(self.vectors):
-                o = load(self.O, self.Wv, (r * self.vectors + n) * self.Wv)
-                store(to.O, o, place * to.stride + n * self.Wv)
+            o = [load(self.O, self.Wv, (r * self.vectors + n) * self.Wv) for n in range(self.vectors)]
+            for n, vector in enumerate(self.kv.in_order(o)):
+                store(to.O, vector, place * to.stride + n * self.Wv)

@@ -64,8 +64,31 @@ def words_of(x: Expr) -> Expr:
     return fixed(T.reinterpret(vector_type("float32", lanes_of(x) // 2), reinterpret(x, "uint16")))
 
 
-def unzip(words: Expr) -> tuple[Expr, Expr]:
-    """The two numbers of each word, as float32."""
-    bits = fixed(reinterpret(words, "uint32"))
-    low = reinterpret(T.shift_left(bits, like(16, bits)), "float32")
-    return fixed(low), fixed(reinterpret(T.bitwise_and(bits, splat(0xFFFF0000, lanes_of(bits), "uint32")), "float32"))
+def non_zero(words: Expr, weights: Expr) -> Expr:
+    """The words' numbers where the weights' are not 0, and 0 where they are."""
+    numbers, zero = _numbers(words), splat(0, 2 * lanes_of(words), "uint16")
+    kept = tirx.Select(_numbers(weights) != zero, numbers, zero)
+    return fixed(T.reinterpret(vector_type("float32", lanes_of(words)), kept))
+
+
+def _numbers(words: Expr) -> Expr:
+    return fixed(T.reinterpret(vector_type("uint16", 2 * lanes_of(words)), words))
+
+
+def zip_halves(rows: list[Expr], half: int) -> Expr:
+    """Words of two rows of 32 bfloat16, or of one and zeros: of every eight numbers the first or the second four.
+
+    That is one instruction that stays within 128 bits (vpunpcklwd, vpunpckhwd).
+    """
+    low, *rest = (reinterpret(row, "uint16") for row in rows)
+    high = rest[0] if rest else splat(0, 2 * LANES, "uint16")
+    places = [8 * part + 4 * half + n for part in range(4) for n in range(4)]
+    numbers = tirx.Shuffle([low, high], [at for place in places for at in (place, 2 * LANES + place)])
+    return fixed(T.reinterpret(vector_type("float32", LANES), numbers))
+
+
+def shuffled_back(first: Expr, second: Expr) -> list[Expr]:
+    """Two vectors of results for both halves of `zip_halves`, in the order of the numbers."""
+    both = [fixed(first), fixed(second)]
+    order = [at + n for part in range(0, LANES, 4) for at in (part, LANES + part) for n in range(4)]
+    return [tirx.Shuffle(both, order[:LANES]), tirx.Shuffle(both, order[LANES:])]

@@ -11,7 +11,7 @@ from tvm.script.ir_builder import tirx as T
 from lowering.attention.bound import Bound
 from lowering.attention.problem import AttentionProblem
 
-from .dot_bf16 import LANES, dot, unzip, words_of, zip_rows
+from .dot_bf16 import LANES, dot, non_zero, shuffled_back, words_of, zip_halves, zip_rows
 from .vector import Buffer, Machine, Register, convert, cover, fixed, like, load, prefetch, splat, store
 
 
@@ -22,10 +22,19 @@ def load_as(bound: Bound, cpu: Machine, name: str, h: Expr, row: tuple[Expr, Exp
     return convert(load(buffer, lanes, *indices), bound.problem.acc_dtype, cpu)
 
 
-def comes_in_pairs(p: AttentionProblem, cpu: Machine) -> bool:
-    """Whether tiles that are unpacked hold words, for products of pairs (dot_bf16.py)."""
+def comes_in_pairs(p: AttentionProblem, cpu: Machine, in_place: bool = False) -> bool:
+    """Whether tiles, unpacked or read where they lie, are words for products of pairs (dot_bf16.py)."""
     half = p.dtype == p.v_dtype == "bfloat16" and p.acc_dtype == "float32"
-    return cpu.bf16_dot and half and p.head_dim % 2 == 0 and p.v_head_dim >= LANES
+    wide = p.v_head_dim >= LANES and (not in_place or min(p.head_dim, p.v_head_dim) >= 2 * LANES)
+    return cpu.bf16_dot and half and p.head_dim % 2 == 0 and wide
+
+
+def vectors_of_values(p: AttentionProblem, cpu: Machine, in_place: bool) -> tuple[int, list[int]]:
+    """(w, starts) of the vectors of a row of V and O: `cover`, in twos where words are read in place."""
+    W = cpu.lanes(p.acc_dtype)
+    if not (in_place and comes_in_pairs(p, cpu, in_place)):
+        return cover(p.v_head_dim, W)
+    return W, [start + half for start in cover(p.v_head_dim, 2 * W)[1] for half in (0, W)]
 
 
 class KeyValueTile:
@@ -36,8 +45,9 @@ class KeyValueTile:
     counted from the start of the tile. A row of V consists of `vectors` vectors of Wv lanes, of which the last may
     overlap the one before.
 
-    On machines with products of bfloat16 pairs (`pairs`), scratch tiles hold words: K pairs of neighbours in a row, V
-    pairs of neighbouring rows. Then d counts words of a key, and j pairs of values.
+    On machines with products of bfloat16 pairs (`pairs`), tiles hold words: K pairs of neighbours in a row, V pairs of
+    neighbouring rows. Then d counts words of a key, and j pairs of values. Words of V that are made at each use
+    (`zips`) come in an order of their own, which `in_order` undoes in O.
     """
 
     def __init__(self, bound: Bound, cpu: Machine, size: int, b: Expr, hk: Expr) -> None:
@@ -45,10 +55,11 @@ class KeyValueTile:
         self.next: tuple[Expr, Expr, Expr] | None = None
         p = bound.problem
         W = cpu.lanes(p.acc_dtype)
-        self.pairs = size > 0 and comes_in_pairs(p, cpu)
+        self.pairs = comes_in_pairs(p, cpu, in_place=size == 0)
+        self.zips = self.pairs and size == 0
         self.D = p.head_dim // 2 if self.pairs else p.head_dim
-        self.Wk, self.k_starts = cover(p.head_dim, W)
-        self.Wv, self.v_starts = cover(p.v_head_dim, W)
+        self.Wk, self.k_starts = cover(self.D, W)
+        self.Wv, self.v_starts = vectors_of_values(p, cpu, in_place=size == 0)
         self.vectors = len(self.v_starts)
         self.unpacks_k, self.unpacks_v = (size > 0 and dtype != p.acc_dtype for dtype in (p.dtype, p.v_dtype))
         self.scratch = {
@@ -91,35 +102,45 @@ class KeyValueTile:
                 both = splat(low < high, self.Wv, "bool")
                 store(self.V, tirx.Select(both, words, alone), (pair * self.vectors + n) * self.Wv)
 
-    def raw(self, name: str, j: Expr, d: int, lanes: int) -> Expr:
+    def raw(self, name: str, j: Expr, d: Expr | int, lanes: int) -> Expr:
         """Elements [d, d + lanes) of row j of k or v, in their own type."""
-        buffer, indices = self.bound.at(name, self.b, self.hk, self.start + j, T.int64(d))
+        buffer, indices = self.bound.at(name, self.b, self.hk, self.start + j, T.int64(1) * d)
         return load(buffer, lanes, *indices)
 
     def k(self, j: Expr, d: Expr, lanes: int = 1) -> Expr:
         """Elements [d, d + lanes) of key j."""
         if self.unpacks_k:
             return load(self.K, lanes, j * self.D + d)
-        return self.load("k", j, d, lanes)
+        return words_of(self.raw("k", j, d * 2, lanes * 2)) if self.pairs else self.load("k", j, d, lanes)
 
-    def v(self, j: Expr, n: int) -> Expr:
-        """Vector n of value j."""
+    def v(self, j: Expr, n: int, alone: bool = False) -> Expr:
+        """Vector n of value j, or of a pair of values, of which the second is none if the first is alone."""
         if self.unpacks_v:
             return load(self.V, self.Wv, (j * self.vectors + n) * self.Wv)
+        if self.zips:
+            rows = (j * 2,) if alone else (j * 2, j * 2 + 1)
+            return zip_halves([self.raw("v", row, self.v_starts[n - n % 2], 2 * self.Wv) for row in rows], n % 2)
         return self.load("v", j, self.v_starts[n], self.Wv)
+
+    def in_order(self, o: list[Expr]) -> list[Expr]:
+        """The vectors of a row of O, each with its elements in the order of memory."""
+        if not self.zips:
+            return o
+        return [x for n in range(0, self.vectors, 2) for x in shuffled_back(o[n], o[n + 1])]
 
     def load(self, name: str, j: Expr, d: Expr | int, lanes: int) -> Expr:
         """Elements [d, d + lanes) of row j of k or v, read where they lie."""
         return load_as(self.bound, self.cpu, name, self.hk, (self.b, self.start + j), d, lanes)
 
     def prefetch(self, name: str, j: Expr, d: Expr | int) -> None:
-        """Asks for the line of element d of row j of k or v in the next tile, where that is known.
+        """Asks for the line of element d (or word of a key) of row j of k or v in the next tile, where that is known.
 
         Hardware follows a stream within a page and loses it where reading turns from K to V.
         """
         if self.next is not None:
             b, hk, start = self.next
-            buffer, indices = self.bound.at(name, b, hk, start + j, T.int64(1) * d)
+            d = T.int64(2 if self.pairs and name == "k" else 1) * d
+            buffer, indices = self.bound.at(name, b, hk, start + j, d)
             prefetch(buffer, *indices)
 
     def add_pv(
@@ -141,26 +162,31 @@ class KeyValueTile:
         for r in rows:
             scale = T.bind(splat(alpha[r], self.Wv, acc))
             o.append([Register(load(O, self.Wv, (r * self.vectors + n) * self.Wv) * scale) for n in columns])
-        with T.serial((keys + 1) // 2 if self.pairs else keys) as j:
-            for n in columns:
-                self.prefetch("v", j, self.v_starts[n])
-            v = [T.bind(self.v(j, n)) for n in columns]
+
+        def add(j: Expr, alone: bool = False) -> None:
+            v = [T.bind(self.v(j, n, alone)) for n in columns]
             for k, r in enumerate(rows):
                 weight = T.bind(splat(p(r, j), self.Wv, acc))
                 for n, register in enumerate(o[k]):
                     register.value = self.add_product(register.value, weight, v[n], leave_out)
+
+        with T.serial(keys // 2 if self.zips else (keys + 1) // 2 if self.pairs else keys) as j:
+            for n in columns:
+                self.prefetch("v", j * 2 + n % 2 if self.zips else j, self.v_starts[n - n % 2 if self.zips else n])
+            add(j)
+        if self.zips:
+            with T.If(keys % 2 != 0), T.Then():
+                add(fixed(keys // 2), alone=True)
         for k, r in enumerate(rows):
             for n, register in zip(columns, o[k]):
                 store(O, register.value, (r * self.vectors + n) * self.Wv)
 
     def add_product(self, total: Expr, weight: Expr, v: Expr, leave_out: bool) -> Expr:
         """total + weight * v, of one key or of the two of a word."""
-        if self.pairs and not leave_out:
-            return dot(total, weight, v)
-        for x, y in zip(unzip(weight), unzip(v)) if self.pairs else ((weight, v),):
-            new = fixed(total + x * y)
-            total = fixed(tirx.Select(x == like(0.0, x), total, new)) if leave_out else new
-        return total
+        if self.pairs:
+            return dot(total, weight, non_zero(v, weight) if leave_out else v)
+        new = fixed(total + weight * v)
+        return fixed(tirx.Select(weight == like(0.0, weight), total, new)) if leave_out else new
 
 
 def store_y(bound: Bound, cpu: Machine, b: Expr, h: Expr, i: Expr, vectors: list[Expr], starts: list[int]) -> None:

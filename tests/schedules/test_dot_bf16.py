@@ -28,6 +28,9 @@ PROBLEMS = {
         softcap=5.0,
         window=Window(left=70),
     ),
+    "five heads share a ragged cache": problem(
+        q_heads=5, kv_heads=1, head_dim=96, v_head_dim=72, lengths=True, window=Window(3, 0, "lengths"), **BF16
+    ),
     "odd sizes, not in pairs": problem(head_dim=17, v_head_dim=33, **BF16),
 }
 # Machines without the instruction widen to float32, and must be as right.
@@ -41,11 +44,13 @@ def compiled(p: AttentionProblem, features: list[str]) -> Any:
     return tvm.compile(schedules.apply(tvm.IRModule({"attention": plain(p)}), target), target=target)
 
 
-def test_pairs_become_the_instruction() -> None:
-    assembly = compiled(PROBLEMS["full"], ["+avx512bf16"]).mod.inspect_source("asm")
+@pytest.mark.parametrize("q_len", [1, 90])
+def test_pairs_become_the_instruction(q_len: int) -> None:
+    p = problem(q_len=q_len, **BF16)
+    assembly = compiled(p, ["+avx512bf16"]).mod.inspect_source("asm")
     assert len(re.findall("vdpbf16ps", assembly)) >= 32
     assert "lowering_dot_bf16" not in re.findall(r"call\w*\s+(\w+)", assembly)
-    assert "vdpbf16ps" not in compiled(PROBLEMS["full"], []).mod.inspect_source("asm")
+    assert "vdpbf16ps" not in compiled(p, []).mod.inspect_source("asm")
 
 
 @pytest.mark.parametrize("features", FEATURES, ids=str)
@@ -53,7 +58,7 @@ def test_pairs_become_the_instruction() -> None:
 def test_rounding_is_that_of_the_weights(p: AttentionProblem, features: list[str]) -> None:
     """Each weight may be half a unit in the last place off, and the output another one."""
     run = compiled(p, features)["attention"]
-    for batch, q_len, kv_len in SIZES:
+    for batch, q_len, kv_len in (*SIZES, (1, 2, 1001)):
         inputs = draw(p, batch, q_len, kv_len)
         want, _ = reference(p, **inputs)
         bound = 2.0**-9 * np.abs(inputs["v"].astype(np.float64)).max()
@@ -67,11 +72,14 @@ def test_hidden_values_do_not_leak(name: str, features: list[str]) -> None:
     """NaN and infinity in one key of a word: rows that do not see it are right, whatever the other key is."""
     p = PROBLEMS[name]
     run = compiled(p, features)["attention"]
-    inputs = draw(p, 2, 90, 90)
-    for array, poison in [("k", (np.nan, np.inf)), ("v", (np.inf, np.nan))]:
-        by_key = inputs[array] if p.kv_layout == "bshd" else inputs[array].swapaxes(1, 2)
-        by_key[:, 30], by_key[:, 35] = poison
-    want, _ = reference(p, **inputs)
-    clean = np.isfinite(want)
-    assert clean.any() and not clean.all()
-    np.testing.assert_allclose(call(run, p, inputs)[clean], want[clean], rtol=2.0**-8, atol=0.01)
+    for q_len, keys in ((90, (30, 35)), (8, (2, 7))):
+        inputs = draw(p, 2, q_len, 90)
+        for array, poison in [("k", (np.nan, np.inf)), ("v", (np.inf, np.nan))]:
+            by_key = inputs[array] if p.kv_layout == "bshd" else inputs[array].swapaxes(1, 2)
+            by_key[:, keys[0]], by_key[:, keys[1]] = poison
+        if "mask" in inputs:
+            inputs["mask"][..., 1::2, keys] = False
+        want, _ = reference(p, **inputs)
+        clean = np.isfinite(want)
+        assert want[clean].any() and not clean.all()
+        np.testing.assert_allclose(call(run, p, inputs)[clean], want[clean], rtol=2.0**-8, atol=0.01)
