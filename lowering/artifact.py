@@ -11,7 +11,7 @@ import numpy as np
 
 from .cpp_header import model_header
 from .manifest import FILE, WEIGHTS, Manifest, WeightSpec, file_digest, weights_digest
-from .runtime.folders import replaced_folder
+from .runtime.folders import LARGE_WRITE, replaced_folder
 
 # Cache lines, and the widest vectors.
 ALIGNMENT = 64
@@ -48,7 +48,7 @@ def write(
 
 def _write_weights(path: Path, weights: Mapping[str, np.ndarray]) -> tuple[WeightSpec, ...]:
     specs = []
-    with path.open("wb") as file:
+    with path.open("wb", buffering=LARGE_WRITE) as file:
         for name, array in weights.items():
             specs.append(WeightSpec(name, array.dtype.name, array.shape, file.tell(), array.nbytes))
             # Row by row: the whole of a mapped array need not fit into memory.

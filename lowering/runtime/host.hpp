@@ -161,6 +161,9 @@ class Mapping {
       size = static_cast<size_t>(status.st_size);
       void* address = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE, file, 0);
       if (address != MAP_FAILED) data = static_cast<char*>(address);
+#ifdef MADV_HUGEPAGE
+      if (data != nullptr) madvise(data, size, MADV_HUGEPAGE);  // advice, which not every kernel takes
+#endif
     }
     if (file >= 0) close(file);
     if (data == nullptr) throw std::runtime_error("'" + path + "' cannot be mapped");

@@ -17,7 +17,7 @@ from ..manifest import Manifest, SlotCaches, TensorSpec
 from .checks import check_files
 from .decoder import Decoder
 from .devices import Gpu
-from .folders import is_part, replaced_folder
+from .folders import copy, is_part, replaced_folder
 from .gpu import CPU
 from .inputs import Port, Sizes
 from .library import Instrument, Library, Machine
@@ -187,7 +187,7 @@ class Model:
         with replaced_folder(Path(folder)) as new:
             for path in self._folder.iterdir():
                 if is_part(path.name):
-                    shutil.copyfile(path, new / path.name)
+                    copy(path, new / path.name)
 
     @contextmanager
     def instrumented(self, instrument: Instrument) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from bisect import bisect_right
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,10 @@ class Weights:
         if not manifest.weights:
             return
         with (folder / WEIGHTS).open("rb") as file:
-            mapped = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), np.uint8)
+            pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        with suppress(OSError, AttributeError):  # advice, which not every kernel takes
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        mapped = np.frombuffer(pages, np.uint8)
         tensors = [
             view_as(tvm_ffi.from_dlpack(mapped[w.offset : w.offset + w.nbytes]), w.storage, w.dims)
             for w in manifest.weights

@@ -35,14 +35,14 @@ from .codes import Codes, widened
 from .dot_bf16 import dot, using_dot, words_of, zip_rows
 from .loops import split_among_threads, unravel, vector_loop, volume
 from .panels import Tiles, is_width, panel_width, tiles_of_codes
-from .product import Product, follows, read_product
+from .product import Product, follow, read_product
 from .stages import Axis, Stage, read_stages
 from .values import Evaluator, View, flat_view, read
 from .vector import Machine, Register, convert, fixed, load, machine, prefetch, splat, store, workspace
 
 _LINE = 64  # bytes of a cache line
 _MANY_TASKS = 16  # so many panels keep threads busy
-_WAITING_ROWS = 2  # a product of so many rows with codes is done before the next codes are there
+_WAITING_ROWS = 2  # a product of so many rows is done before the next elements of B are there
 
 
 def matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> tirx.PrimFunc | None:
@@ -51,7 +51,7 @@ def matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> tirx.PrimFunc | No
     if not stages:
         return None
     product = read_product(stages[0])
-    if product is None or not all(follows(stage, stages) for stage in stages[1:]):
+    if product is None or not follow(stages[0], stages[1:], set(func.params)):
         return None
     cpu = machine(target)
     if product.codes is not None and not is_width(product.codes.nr, cpu.lanes("float32")):
@@ -286,6 +286,9 @@ class _Kernel:
                     accumulator.value = load(tile, t.lanes, (place + i) * t.nr + v)
 
         def add(k: Expr, complete: bool) -> None:
+            if panel is None and height <= _WAITING_ROWS:
+                start = self.at(self.b_offsets[0], k=k0 + k, c=tirx.const(0, "int64"))
+                _ask(self.b, start, t.nr * (2 if self.pairs else 1), 4096)
             b = [self.b_vector(panel, k0, k, v) for v in vectors]
             for i in range(height):
                 at = starts[i] + k * step
@@ -343,18 +346,13 @@ class _Kernel:
         }
         whole = codes.block or t.kc  # the length of a block
 
-        def ask(buffer: tirx.Buffer, start: Expr, ahead: int) -> None:
-            """Prefetches a row of a panel, so many bytes ahead. Processors do so themselves up to the end of a page."""
-            if len(starts) <= _WAITING_ROWS:
-                size = DataType(buffer.dtype).itemsize
-                for line in range(0, t.nr * size, _LINE):
-                    prefetch(buffer, start + (ahead + line) // size, level=1)
+        waiting = len(starts) <= _WAITING_ROWS
 
         def block(start: Expr, length: int) -> None:
             """The block from k0 + start on."""
             place = fixed((panel * blocks + ((k0 + start) // codes.block if codes.block else 0)) * t.nr)
-            if codes.block:
-                ask(memory[codes.scale.source], place, 1024)
+            if codes.block and waiting:
+                _ask(memory[codes.scale.source], place, t.nr, 1024)
             zeros = [
                 T.bind(widened(memory[codes.zero.source], t.lanes, place + v, cpu)) if codes.zero is not None else None
                 for v in vectors
@@ -363,7 +361,8 @@ class _Kernel:
 
             with T.serial((length + group - 1) // group) as g:
                 first = fixed((panel * stored + (k0 + start) // group + g) * t.nr)
-                ask(self.b, first, 4096)
+                if waiting:
+                    _ask(self.b, first, t.nr, 4096)
                 b = [Register(load(self.b, t.lanes, first + v)) for v in vectors]
                 with T.serial(group if length % group == 0 else tirx.min(group, length - g * group)) as k:
                     for n, zero in enumerate(zeros):
@@ -419,3 +418,10 @@ class _Kernel:
             return store_all
 
         vector_loop(columns, t.lanes if program.vectorizable(self.c) else 1, column)
+
+
+def _ask(buffer: tirx.Buffer, start: Expr, elements: int, ahead: int) -> None:
+    """Prefetches a row of a panel, so many bytes ahead. Processors do so themselves, up to the end of a page."""
+    size = DataType(buffer.dtype).itemsize
+    for line in range(0, elements * size, _LINE):
+        prefetch(buffer, start + (ahead + line) // size, level=1)

@@ -59,19 +59,27 @@ def read_product(stage: Stage) -> Product | None:
     return Product(stage, a, b, batch, rows, j, k, codes)
 
 
-def follows(stage: Stage, stages: list[Stage]) -> bool:
-    """Whether an element-wise stage reads the results of others only at its own point."""
-    shape = [axis.extent for axis in stages[0].axes]
-    if stage.reduce or len(shape) != len(stage.axes):
-        return False
-    if not all(prim.expr_deep_equal(a, axis.extent) for a, axis in zip(shape, stage.axes)):
-        return False
-    produced = {other.output for other in stages}
-    return all(
-        all(map(prim.expr_deep_equal, node.indices, stage.indices))
-        for node in loads(stage.value)
-        if node.source in produced
-    )
+def follow(product: Stage, others: list[Stage], kept: set[tirx.Buffer]) -> bool:
+    """Whether the others are element-wise, and read the product and what is made of it only at their own point.
+
+    Those that read nothing of it may have axes of their own: they are computed where they are read, such as a bias in
+    another type. kept are the buffers that must be written, which those cannot be.
+    """
+    made = {product.output}
+    for stage in others:
+        if stage.reduce:
+            return False
+        own = [node for node in loads(stage.value) if node.source in made]
+        if not own and stage.output not in kept:
+            continue
+        made.add(stage.output)
+        if len(stage.axes) != len(product.axes) or not all(
+            prim.expr_deep_equal(a.extent, b.extent) for a, b in zip(product.axes, stage.axes)
+        ):
+            return False
+        if not all(all(map(prim.expr_deep_equal, node.indices, stage.indices)) for node in own):
+            return False
+    return True
 
 
 def _operand(expr: Expr) -> ir.TensorLoad | None:

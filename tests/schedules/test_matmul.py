@@ -123,3 +123,19 @@ def test_epilogues_are_fused(epilogue: str, target: tvm.target.Target, columns: 
         x, r = draw(rng, (*shape, 40), "float32"), draw(rng, (*shape, columns), "float32")
         y = x.astype("float64") @ w.astype("float64")
         check(run(x, r), exact(y, bias.astype("float64"), r.astype("float64")), "float32", 40)
+
+
+def test_a_bias_in_another_type_is_part_of_the_epilogue() -> None:
+    """As Gemm in half precision has it: the bias is widened, and the sum rounded once."""
+    rng = np.random.default_rng(2)
+    w, bias = draw(rng, (40, 72), "float16"), draw(rng, (72,), "float16")
+
+    def body(builder: relax.BlockBuilder, x: relax.Expr, w: relax.Expr, b: relax.Expr) -> relax.Expr:
+        y = builder.emit(relax.op.matmul(x, w, out_dtype="float32"))
+        y = builder.emit(relax.op.add(y, builder.emit(relax.op.astype(b, "float32"))))
+        return builder.emit(relax.op.astype(y, "float16"))
+
+    run = compile_main({"x": ((tirx.Var("rows", "int64"), 40), "float16")}, body, V4, {"w": w, "b": bias})
+    for rows in (1, 7):
+        x = draw(rng, (rows, 40), "float16")
+        check(run(x), x.astype("float64") @ w.astype("float64") + bias.astype("float64"), "float16", 40)
