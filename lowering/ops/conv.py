@@ -15,6 +15,9 @@ from . import op
 from .matmul import matrix_product, permuted, rounded
 from .window import Window
 
+# An element is in as many patches as windows overlap there: what computes it must not be fused into its copies.
+_COPY = {"op_pattern": 8}
+
 
 @op("Conv", since=1)
 def conv(node: Node, x: Value, w: Value, bias: Value | None = None) -> Value:
@@ -42,7 +45,9 @@ def conv(node: Node, x: Value, w: Value, bias: Value | None = None) -> Value:
 def _as_product(node: Node, x: Value, w: Value, bias: Value | None, window: Window) -> Value:
     """[N, ..., C k1 k2 ...] patches times [C k1 k2 ..., M], with channels moved behind N at last."""
     rank = x.rank
-    patches = node.emit_te(lambda t: _patches(window, t), node.tensor(x), primfunc_name_hint="patches")
+    patches = node.emit_te(
+        lambda t: _patches(window, t), node.tensor(x), primfunc_name_hint="patches", primfunc_attrs=_COPY
+    )
     y = matrix_product(node, patches, permuted(node, _flat(node, w), [1, 0]))
     if bias is not None:
         y = relax_call(node, relax.op.add, y, rounded(node, bias, y.dtype))
