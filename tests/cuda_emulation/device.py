@@ -68,6 +68,12 @@ def set_order(order: Order = "ascending", arrivals: Arrivals = "late", races: bo
     _library.emu_set_order(ORDERS.index(order), ARRIVALS.index(arrivals), int(races))
 
 
+def leave_out(step: int) -> bool:
+    """Leaves a step out of kernels from now on (-1: none); whether a thread reached the one before it."""
+    assert _library is not None
+    return bool(_library.emu_leave_out(step))
+
+
 def take_failure() -> str:
     """Why the last driver or runtime call failed, once; "" if none did."""
     assert _library is not None

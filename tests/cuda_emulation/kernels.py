@@ -1,7 +1,7 @@
 """Single kernels: TensorIR functions that are built for the emulated device and called with NumPy arrays."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,69 +35,90 @@ class Module:
 
         functions = {name: func.with_attr("global_symbol", name) for name, func in funcs.items()}
         self._json = tvm.ir.save_json(tvm.IRModule(functions))
-        self._arch = arch
+        self._code = _Code(arch)
 
     def call(
         self, name: str, arrays: Sequence[Any], *, order: Order = "ascending", arrivals: Arrivals = "late"
     ) -> list[Any]:
         """As `call` above, for one function of the module."""
-        return run(_call, self._json, self._arch, name, list(arrays), order, arrivals)
+        return self._run(_call, name, list(arrays), order=order, arrivals=arrivals)
+
+    def call_without(
+        self, step: int, name: str, arrays: Sequence[Any], *, order: Order = "ascending", arrivals: Arrivals = "late"
+    ) -> tuple[list[Any], bool]:
+        """As `call`, with a step left out (see mutations.py); and whether a thread reached it."""
+        return self._run(_call_without, step, name, list(arrays), order=order, arrivals=arrivals)
 
     def source(self) -> str:
         """The CUDA C++ of all kernels."""
-        return run(_source, self._json, self._arch)
+        return self._run(_source)
+
+    def _run(self, function: Callable, *arguments: Any, **turn: Any) -> Any:
+        return run(function, self._json, self._code, *arguments, arch=self._code.arch, **turn)
 
     def with_source(self, source: str) -> "Module":
         """The same host code with other kernels, such as these with a barrier removed."""
         changed = object.__new__(Module)
-        changed._json, changed._arch = self._json, f"{self._arch}\n{source}"
+        changed._json, changed._code = self._json, _Code(self._code.arch, source)
         return changed
 
 
 # ---- in the worker
 
-_built: dict[tuple[str, str], Any] = {}
+
+class _Code(NamedTuple):
+    """What kernels are built for, and their source where it is not what TVM writes."""
+
+    arch: str
+    source: str | None = None
 
 
-def _build(json: str, arch: str) -> Any:
+_built: dict[tuple[str, _Code], Any] = {}
+
+
+def _build(json: str, code: _Code) -> Any:
     import tvm
     import tvm_ffi
 
-    from . import device
     from .build import compile_for_emulation
 
-    device.set_arch(arch.split("\n")[0])
-    if (json, arch) not in _built:
-        arch_name, _, source = arch.partition("\n")
+    if (json, code) not in _built:
         mod = tvm.ir.load_json(json)
         scheduled = any("s_tir" in func.attrs and func.attrs["s_tir"] for func in mod.functions.values())
-        target = tvm.target.Target({"kind": "cuda", "arch": arch_name}, host="llvm")
-        if source:
-            replace = lambda _: compile_for_emulation(source)  # noqa: E731
-            tvm_ffi.register_global_func("tvm_callback_cuda_compile", replace, override=True)
+        target = tvm.target.Target({"kind": "cuda", "arch": code.arch}, host="llvm")
+
+        def compiled(written: str) -> bytes:
+            return compile_for_emulation(written if code.source is None else code.source)
+
+        tvm_ffi.register_global_func("tvm_callback_cuda_compile", compiled, override=True)
         try:
             with target:
                 built = tvm.compile(mod, target=target, **({} if scheduled else {"tir_pipeline": "tirx"}))
         finally:
             tvm_ffi.register_global_func("tvm_callback_cuda_compile", compile_for_emulation, override=True)
-        _built[json, arch] = built
-    return _built[json, arch]
+        _built[json, code] = built
+    return _built[json, code]
 
 
-def _call(json: str, arch: str, name: str, arrays: list[Any], order: Order, arrivals: Arrivals) -> list[Any]:
+def _call(json: str, code: _Code, name: str, arrays: list[Any]) -> list[Any]:
     import tvm
 
-    from . import device
-
-    function = _build(json, arch)[name]
-    device.set_order(order, arrivals)
+    function = _build(json, code)[name]
     on_device = [tvm.runtime.tensor(a, tvm.cuda(0)) if isinstance(a, np.ndarray) else a for a in arrays]
-    try:
-        function(*on_device)
-    finally:
-        device.set_order()
+    function(*on_device)
     return [b.numpy() if isinstance(a, np.ndarray) else a for a, b in zip(arrays, on_device)]
 
 
-def _source(json: str, arch: str) -> str:
-    return "\n".join(part.inspect_source() for part in _build(json, arch).mod.imports)
+def _call_without(json: str, code: _Code, step: int, name: str, arrays: list[Any]) -> tuple[list[Any], bool]:
+    from . import device
+
+    device.leave_out(step)
+    try:
+        results = _call(json, code, name, arrays)
+    finally:
+        reached = device.leave_out(-1)
+    return results, reached
+
+
+def _source(json: str, code: _Code) -> str:
+    return "\n".join(part.inspect_source() for part in _build(json, code).mod.imports)

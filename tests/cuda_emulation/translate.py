@@ -9,10 +9,10 @@ from . import ptx
 
 _SHARED = re.compile(
     r"(?P<extern>extern\s+)?__shared__\s+(?:(?:__align__|alignas)\((?P<alignment>\d+)\)\s*)?"
-    r"(?P<type>[\w: ]+?)\s+(?P<name>\w+)\[(?P<count>[^\]]*)\]\s*;"
+    r"(?P<type>[\w: ]+?)\s+(?P<name>\w+)(?:\[(?P<count>[^\]]*)\])?\s*;"
 )
 _KERNEL = re.compile(
-    r'extern "C" __global__ void (?:__launch_bounds__\((?P<threads>\d+)[^)]*\) )?(?P<name>\w+)\([^)]*\) \{'
+    r'extern "C" __global__ void\s+(?:__launch_bounds__\((?P<threads>\d+)[^)]*\)\s+)?(?P<name>\w+)\([^)]*\)\s*\{'
 )
 _ASM = re.compile(r"\b(?:asm|__asm__)\s*(?:volatile|__volatile__)?\s*\(")
 _STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
@@ -47,7 +47,9 @@ def _kernel(match: re.Match, text: str) -> str:
         if array["extern"]:
             alignments.append(int(alignment or 16))
             return f"{kind}* {name} = ({kind}*)emu_dynamic_shared();"
-        arrays.append(f'{{"{name}", sizeof({kind}) * ({array["count"]}), {alignment or f"alignof({kind})"}}}')
+        arrays.append(f'{{"{name}", sizeof({kind}) * ({array["count"] or 1}), {alignment or f"alignof({kind})"}}}')
+        if array["count"] is None:
+            return f"{kind}& {name} = *({kind}*)emu_static_shared({len(arrays) - 1});"
         return f"{kind}* {name} = ({kind}*)emu_static_shared({len(arrays) - 1});"
 
     body = _SHARED.sub(place, text)

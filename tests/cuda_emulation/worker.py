@@ -11,6 +11,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from . import device
+from .device import Arrivals, Order
+
 
 class EmulationError(RuntimeError):
     """A launch failed in the emulation, or its process died: what the kernel did wrong."""
@@ -28,10 +31,12 @@ class Worker:
         theirs.close()
         self._connection = Connection(ours.detach())
 
-    def call(self, function: Callable, *arguments: Any, timeout: float, **named: Any) -> Any:
+    def call(
+        self, function: Callable, arguments: tuple, arch: str, turn: tuple[Order, Arrivals], timeout: float
+    ) -> Any:
         """What the function returns or raises there. Function and arguments are pickled: it must be a module's."""
         try:
-            self._connection.send_bytes(pickle.dumps((function, arguments, named)))
+            self._connection.send_bytes(pickle.dumps((function, arguments, arch, turn)))
             if not self._connection.poll(timeout):
                 self.stop()
                 raise EmulationError(f"the emulation did not answer within {timeout:.0f} seconds: an endless loop?")
@@ -55,32 +60,40 @@ class Worker:
 _worker: Worker | None = None
 
 
-def run(function: Callable, *arguments: Any, timeout: float = 300, **named: Any) -> Any:
+def run(
+    function: Callable,
+    *arguments: Any,
+    arch: str = "sm_90a",
+    order: Order = "ascending",
+    arrivals: Arrivals = "late",
+    timeout: float = 300,
+) -> Any:
     """Calls a function of a module in the process that has the emulated device; a new one after a crash.
 
-    There `tvm.cuda(0)` is the emulation, and whatever compiles for CUDA compiles for it. Returns what the function
-    returns. Raises what it raises, and EmulationError for failed launches, crashes and endless loops.
+    There `tvm.cuda(0)` is the emulation of a GPU of the architecture, and whatever compiles for CUDA compiles for it.
+    Returns what the function returns. Raises what it raises, and EmulationError for launches that failed, crashes and
+    endless loops.
     """
     global _worker
     if _worker is None or not _worker.alive:
         _worker = Worker()
         atexit.register(_worker.stop)
-    return _worker.call(function, *arguments, timeout=timeout, **named)
+    return _worker.call(function, arguments, arch, (order, arrivals), timeout)
 
 
 def serve(descriptor: int) -> None:
     """The loop of the process itself."""
-    from . import device
-
     connection = Connection(descriptor)
     device.pretend()
     while True:
         try:
-            function, arguments, named = pickle.loads(connection.recv_bytes())
+            function, arguments, arch, (order, arrivals) = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
+        device.set_arch(arch)
+        device.set_order(order, arrivals)
         try:
-            answer = True, function(*arguments, **named)
+            answer = True, function(*arguments)
         except BaseException as error:
             answer = False, _portable(error)
         try:
@@ -92,9 +105,7 @@ def serve(descriptor: int) -> None:
 
 def _portable(error: BaseException) -> Exception:
     """The error as one that pickles; what the emulation reported is an EmulationError."""
-    from .device import take_failure
-
-    failure = take_failure()
+    failure = device.take_failure()
     if failure and "CUDA" in str(error):
         return EmulationError(failure)
     trace = "".join(traceback.format_exception(error))

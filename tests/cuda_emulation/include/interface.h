@@ -40,6 +40,8 @@ void* emu_shared_pointer(uint32_t address);
 enum emu_access_kind { EMU_READ, EMU_WRITE, EMU_ATOMIC };
 void emu_access(const void* generic, size_t bytes, emu_access_kind kind);
 [[noreturn]] void emu_trap(const char* message);
+// False for the one step that is to be left out, see mutations.py.
+bool emu_keeps(int step);
 
 // ---- meeting points
 void emu_barrier(int id, int count, int arrive_only);   // count 0: all threads of the block

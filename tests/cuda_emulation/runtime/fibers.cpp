@@ -236,6 +236,18 @@ void emu_set_order(int descending, int arrivals, int races) {
   settings.races = races;
 }
 
+bool emu_keeps(int step) {
+  if (step != settings.left_out) return true;
+  settings.reached = true;
+  return false;
+}
+int emu_leave_out(int step) {
+  bool reached = settings.reached;
+  settings.left_out = step;
+  settings.reached = false;
+  return reached;
+}
+
 const char* emu_take_failure() {
   static std::string taken;
   taken = message;

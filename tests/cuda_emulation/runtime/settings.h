@@ -13,6 +13,8 @@ struct Settings {
   bool descending = false;               // blocks and threads from the last to the first
   Arrivals arrivals = Arrivals::late;    // when asynchronous work is done
   bool races = true;                     // whether accesses to shared memory are checked for an order
+  int left_out = -1;                     // number of the step that kernels are to leave out, see mutations.py
+  bool reached = false;                  // whether a thread came to it
 };
 
 extern Settings settings;
@@ -23,5 +25,7 @@ extern Settings settings;
 extern "C" void emu_set_device(int capability, int multiprocessors, size_t shared_memory);
 // Sets the thread order (0 ascending, 1 descending), the arrivals (0 late, 1 at once, 2 last first), race checks.
 extern "C" void emu_set_order(int descending, int arrivals, int races);
+// Leaves out a step from now on (-1: none); whether the one before it was reached.
+extern "C" int emu_leave_out(int step);
 // Why the last call of the driver or runtime that failed did so; "" since the start or the last time this was asked for.
 extern "C" const char* emu_take_failure();

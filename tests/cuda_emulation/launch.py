@@ -1,0 +1,123 @@
+"""Kernels written in CUDA C++, launched through the emulated driver without TVM."""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .device import Arrivals, Order
+from .worker import EmulationError, run
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A kernel's CUtensorMap parameter over the array that stands at index `of` among the arguments.
+
+    box: extents, innermost first; swizzle: 0, 32, 64 or 128 bytes; strides: bytes, without the innermost, of a view.
+    """
+
+    of: int
+    box: tuple[int, ...]
+    swizzle: int = 0
+    strides: tuple[int, ...] | None = None
+    offset: int = 0
+
+
+def launch(
+    source: str,
+    kernel: str,
+    grid: Sequence[int],
+    block: Sequence[int],
+    arguments: Sequence[Any],
+    *,
+    shared_bytes: int = 0,
+    arch: str = "sm_90a",
+    order: Order = "ascending",
+    arrivals: Arrivals = "late",
+) -> list[Any]:
+    """Compiles the source, launches one of its kernels, and returns the arguments as they are afterwards.
+
+    arguments: NumPy arrays (pointers), NumPy scalars, and TensorMaps. Raises EmulationError.
+    """
+    sizes = ([*grid, 1, 1][:3], [*block, 1, 1][:3], shared_bytes)
+    return run(_launch, source, kernel, sizes, list(arguments), arch=arch, order=order, arrivals=arrivals)
+
+
+# ---- in the worker
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [("extents", ctypes.c_uint * 6), ("shared_bytes", ctypes.c_uint), ("stream", ctypes.c_void_p),
+                ("attributes", ctypes.c_void_p), ("attribute_count", ctypes.c_uint)]  # fmt: skip
+
+
+def _checked(status: int) -> None:
+    from .device import take_failure
+
+    if status:
+        raise EmulationError(take_failure() or f"error {status}")
+
+
+def _launch(source: str, kernel: str, sizes: tuple[list, list, int], arguments: list) -> list[Any]:
+    from .build import compile_for_emulation, libraries
+
+    grid, block, shared_bytes = sizes
+    driver, runtime = (ctypes.CDLL(str(path)) for path in libraries())
+    image = compile_for_emulation(source)
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    _checked(driver.cuModuleLoadData(ctypes.byref(module), image))
+    memory: dict[int, ctypes.c_void_p] = {}
+    try:
+        _checked(driver.cuModuleGetFunction(ctypes.byref(function), module, kernel.encode()))
+        _checked(driver.cuFuncSetAttribute(function, 8, shared_bytes))
+        for i, argument in enumerate(arguments):
+            if isinstance(argument, np.ndarray):
+                memory[i] = ctypes.c_void_p()
+                _checked(runtime.cudaMalloc(ctypes.byref(memory[i]), ctypes.c_size_t(argument.nbytes)))
+                ctypes.memmove(memory[i], argument.ctypes.data, argument.nbytes)
+        values = [memory[i] if i in memory else _value(driver, a, arguments, memory) for i, a in enumerate(arguments)]
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        config = _Config((ctypes.c_uint * 6)(*grid, *block), shared_bytes, None, None, 0)
+        _checked(driver.cuLaunchKernelEx(ctypes.byref(config), function, pointers, None))
+        results = []
+        for i, argument in enumerate(arguments):
+            if i in memory:
+                argument = np.empty_like(argument)
+                ctypes.memmove(argument.ctypes.data, memory[i], argument.nbytes)
+            results.append(argument)
+        return results
+    finally:
+        for pointer in memory.values():
+            runtime.cudaFree(pointer)
+        driver.cuModuleUnload(module)
+
+
+_TYPES = {"uint8": 0, "uint16": 1, "uint32": 2, "int32": 3, "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9}
+
+
+def _value(driver: ctypes.CDLL, argument: Any, arguments: list, memory: dict[int, ctypes.c_void_p]) -> Any:
+    """A scalar, or a tensor map at an address that is aligned as the driver demands."""
+    if not isinstance(argument, TensorMap):
+        return ctypes.create_string_buffer(argument.tobytes())
+    array = arguments[argument.of]
+    buffer = ctypes.create_string_buffer(128 + 64)
+    value = (ctypes.c_char * 128).from_buffer(buffer, -ctypes.addressof(buffer) % 64)
+    strides = argument.strides if argument.strides is not None else tuple(reversed(array.strides[:-1]))
+    rank = len(argument.box)
+
+    def packed(kind: Any, numbers: Any) -> Any:
+        return (kind * rank)(*numbers)
+
+    _checked(
+        driver.cuTensorMapEncodeTiled(
+            value, _TYPES[array.dtype.name], rank, ctypes.c_void_p((memory[argument.of].value or 0) + argument.offset),
+            packed(ctypes.c_uint64, reversed(array.shape)), packed(ctypes.c_uint64, strides),
+            packed(ctypes.c_uint32, argument.box), packed(ctypes.c_uint32, [1] * rank),
+            0, {0: 0, 32: 1, 64: 2, 128: 3}[argument.swizzle], 0, 0,
+        )
+    )  # fmt: skip
+    return value
