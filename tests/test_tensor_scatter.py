@@ -12,6 +12,7 @@ import pytest
 import tvm
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from scatter_cases import Case, expected, random_bits, random_rows, same_bits
 
 import lowering
 from lowering.errors import NodeError
@@ -20,16 +21,6 @@ from lowering.scatter import CacheUpdate, copy_and_update, in_place
 
 TARGET = tvm.target.Target({"kind": "llvm", "mcpu": "x86-64-v3"})
 STORAGE = ("float32", "float16", "bfloat16", "float64", "bool", "int8", "uint16", "int32", "uint64")
-
-
-@dataclass(frozen=True)
-class Case:
-    """An update and the sizes and indices of one call."""
-
-    update: CacheUpdate
-    dims: tuple[int, ...]
-    length: int
-    indices: tuple[int, ...]
 
 
 @st.composite
@@ -50,36 +41,11 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(update, dims, length, tuple(draw(st.lists(st.integers(-9, 9), min_size=dims[0], max_size=dims[0]))))
 
 
-def random_bits(rng: np.random.Generator, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Elements with any bit pattern, NaN payloads and negative zeros among them."""
-    kind = np.dtype(dtype)
-    if dtype == "bool":
-        return rng.random(shape) < 0.5
-    return rng.integers(0, 256, (*shape, kind.itemsize), np.uint8).view(kind).reshape(shape)
-
-
-def expected(case: Case, cache: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    update, present = case.update, cache.copy()
-    for prefix in np.ndindex(cache.shape[: update.axis]):
-        for s in range(case.length):
-            position = (case.indices[prefix[0]] if update.indices else 0) + s
-            if update.circular:
-                position %= cache.shape[update.axis]
-            if 0 <= position < cache.shape[update.axis]:
-                present[(*prefix, position)] = rows[(*prefix, s)]
-    return present
-
-
-def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-
-
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(cases(), st.integers(0, 2**16))
 def test_kernels_write_the_rows_and_nothing_else(case: Case, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    rows_shape = (*case.dims[: case.update.axis], case.length, *case.dims[case.update.axis + 1 :])
-    cache, rows = (random_bits(rng, case.update.dtype, shape) for shape in (case.dims, rows_shape))
+    cache, rows = random_rows(rng, case)
     copying = copy_and_update(case.update)
     functions = {"copying": copying, "in_place": in_place(copying)}
     module = tvm.IRModule({name: f.with_attr("global_symbol", name) for name, f in functions.items()})

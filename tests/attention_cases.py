@@ -43,17 +43,15 @@ KV_LENGTHS = (1, 2, 5, 5, 8, 8, 16, 33, 70, 0)
 
 
 def cases(calls: int) -> st.SearchStrategy[list[Case]]:
-    """A problem and so many calls of it: one compiled kernel serves them all.
+    """As `made`, for any seed. Drawn piece by piece, hypothesis would mostly vary what it drew before."""
+    return st.integers(0, 2**48).map(lambda seed: made(seed, calls))
 
-    Everything follows from one drawn seed: drawn piece by piece, hypothesis would mostly vary what it drew before.
-    """
 
-    def made(seed: int) -> list[Case]:
-        rng = random.Random(seed)
-        problem = _problem(rng)
-        return [_call(rng, problem) for _ in range(calls)]
-
-    return st.integers(0, 2**48).map(made)
+def made(seed: int, calls: int) -> list[Case]:
+    """A problem and so many calls of it, which follow from the seed: one compiled kernel serves them all."""
+    rng = random.Random(seed)
+    problem = _problem(rng)
+    return [_call(rng, problem) for _ in range(calls)]
 
 
 def _problem(rng: random.Random) -> AttentionProblem:

@@ -1,0 +1,41 @@
+"""The kernel for every problem, a warp per query row: random problems with poison against the float64 reference."""
+
+from __future__ import annotations
+
+import functools
+
+import cuda_emulation as emulated
+import numpy as np
+import pytest
+from attention_cases import arrays, check, made, outputs
+
+from schedules.cuda.attention import plain_kernel
+
+CALLS = 4  # of every problem
+SEEDS = range(15)
+
+
+@functools.cache
+def kernels() -> emulated.Module:
+    functions = {f"attention_{seed}": plain_kernel(made(seed, CALLS)[0].problem) for seed in SEEDS}
+    return emulated.module(functions, arch="sm_80")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_equals_the_reference(seed: int) -> None:
+    for case in made(seed, CALLS):
+        inputs, results = arrays(case), outputs(case)
+        arguments = {**inputs, "past": case.past, **results}
+        names = case.problem.parameters()
+        order = "ascending" if case.seed % 2 else "descending"
+        after = kernels().call(f"attention_{seed}", [arguments[name] for name in names], order=order)
+        check(case, inputs, {name: x for name, x in zip(names, after) if name in results})
+
+
+def test_the_drawn_problems_are_of_many_kinds() -> None:
+    problems = [made(seed, CALLS)[0].problem for seed in SEEDS]
+    assert {p.acc_dtype for p in problems} == {"float32", "float64"}
+    assert {p.dtype for p in problems} == {"float32", "float16", "bfloat16", "float64"}
+    assert {p.qk_mode for p in problems} == {None, 0, 1, 2, 3}
+    assert {p.mask is None for p in problems} == {p.lse for p in problems} == {False, True}
+    assert np.any([p.head_dim > 32 and p.head_dim % 32 for p in problems])

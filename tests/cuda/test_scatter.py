@@ -1,0 +1,64 @@
+"""The cache update on GPUs: it writes the rows and nothing else, whatever their type, size and places."""
+
+from __future__ import annotations
+
+import functools
+
+import cuda_emulation as emulated
+import numpy as np
+import pytest
+import tvm
+from scatter_cases import Case, expected, random_bits, random_rows, same_bits
+
+from lowering.scatter import CacheUpdate, copy_and_update, update_in_place
+from schedules.cuda.scatter import cache_update
+
+TARGET = tvm.target.Target({"kind": "cuda", "arch": "sm_80"})
+
+UPDATES = {
+    "rows of 16 bytes": CacheUpdate("float16", (None, 2, None, 8), None, 2),
+    "bshd, circular": CacheUpdate("bfloat16", (None, None, 24), None, 1, circular=True),
+    "rows of 8 bytes, static": CacheUpdate("float64", (2, 3, 5, 1), 2, 2),
+    "rows of 3 bytes, no indices": CacheUpdate("bool", (None, None, 3), None, 1, indices=False),
+    "rows of any size": CacheUpdate("float32", (None, 2, None, None), None, 2, circular=True),
+    "the last axis": CacheUpdate("uint16", (None, 7, None), None, 2),
+    "complex128": CacheUpdate("uint64", (None, None, 3, 2), None, 1),
+}
+# Sizes of what is symbolic in an update: batch, slots and other axes; rows of the update; write indices.
+CALLS = [((2, 7, 6), 3, (1, 6)), ((3, 33, 4), 5, (-2, 30, 0)), ((1, 4, 5), 0, (0,)), ((0, 4, 4), 2, ())]
+WRAPPED = [((2, 4, 4), 9, (3, -7)), ((1, 1, 3), 3, (1,))]  # more rows than slots: the last ones stay
+
+
+@functools.cache
+def kernels() -> emulated.Module:
+    functions = {}
+    for name, update in UPDATES.items():
+        for form, function in (("copying", copy_and_update(update)), ("in_place", update_in_place(update))):
+            functions[f"{form}_{list(UPDATES).index(name)}"] = cache_update(function, TARGET)
+    return emulated.module(functions, arch="sm_80")
+
+
+def case(update: CacheUpdate, sizes: tuple[int, int, int], length: int, indices: tuple[int, ...]) -> Case:
+    of_axis = {0: sizes[0], update.axis: sizes[1]}
+    dims = tuple(of_axis.get(axis, sizes[2]) if d is None else d for axis, d in enumerate(update.dims))
+    indices = (indices + (4,) * dims[0])[: dims[0]]
+    return Case(update, dims, length if update.length is None else update.length, indices)
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_writes_the_rows_and_nothing_else(name: str) -> None:
+    update, number = UPDATES[name], list(UPDATES).index(name)
+    rng = np.random.default_rng(number)
+    for call in CALLS + WRAPPED * update.circular:
+        drawn = case(update, *call)
+        cache, rows = random_rows(rng, drawn)
+        arguments = [cache, rows] + [np.array(drawn.indices, np.int64)] * update.indices
+        want = expected(drawn, cache, rows)
+        for order in ("ascending", "descending"):
+            present = random_bits(rng, update.dtype, drawn.dims)
+            *inputs, copied = kernels().call(f"copying_{number}", [*arguments, present], order=order)
+            assert same_bits(copied, want)
+            assert same_bits(inputs[0], cache)
+            updated, read, *_ = kernels().call(f"in_place_{number}", arguments, order=order)
+            assert same_bits(updated, want)
+            assert same_bits(read, rows)
