@@ -2,27 +2,70 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import tvm
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.bound import Bound
-from lowering.attention.problem import ATTRIBUTE, AttentionProblem
+from lowering.attention.problem import ATTRIBUTE, AttentionProblem, Mask
 
+from .decode import decode
+from .device import Device, device
 from .plain import plain
+from .prefill_mma import prefill_mma, takes
+from .tiles import DecodeTiles, MmaTiles
 
 
 def attention(func: tirx.PrimFunc, target: tvm.target.Target) -> tirx.PrimFunc | None:
     """The kernel for a function that holds an AttentionProblem."""
     if func.attrs is None or ATTRIBUTE not in func.attrs:
         return None
-    return attention_kernel(AttentionProblem.from_json(func.attrs[ATTRIBUTE]))
+    problem, gpu = AttentionProblem.from_json(func.attrs[ATTRIBUTE]), device(target)
+    if not takes(problem):
+        return plain_kernel(problem)
+    return attention_kernel(problem, gpu, MmaTiles.default(problem, gpu), DecodeTiles.default(problem, gpu))
 
 
-def attention_kernel(problem: AttentionProblem) -> tirx.PrimFunc:
-    """The PrimFunc with the parameters of the plain lowering; its body launches kernels."""
+def plain_kernel(problem: AttentionProblem) -> tirx.PrimFunc:
+    """The PrimFunc with the parameters of the plain lowering, which launches `plain`. Any problem."""
     with IRBuilder() as builder, T.prim_func():
-        T.func_name("attention")
-        plain(Bound(problem, scope="local"))
+        plain(_bound(problem))
     return builder.get()
+
+
+def attention_kernel(
+    problem: AttentionProblem, gpu: Device, prefill_tiles: MmaTiles, decode_tiles: DecodeTiles
+) -> tirx.PrimFunc:
+    """The PrimFunc with the parameters of the plain lowering, for a problem that tensor cores take: it launches
+    `decode` for up to decode_tiles.rows packed query rows, and `prefill_mma` for more.
+
+    Raises ValueError for illegal tiles.
+    """
+    with IRBuilder() as builder, T.prim_func():
+        bound = _bound(problem)
+        most = decode_tiles.rows // problem.group
+        if bound.problem.q_len is None and most:
+            with T.If(tirx.LE(bound.S, T.int64(most))):
+                with T.Then():
+                    decode(bound, decode_tiles, gpu)
+                with T.Else():
+                    prefill_mma(bound, prefill_tiles, gpu)
+        elif bound.problem.q_len is not None and bound.problem.q_len <= most:
+            decode(bound, decode_tiles, gpu)
+        else:
+            prefill_mma(bound, prefill_tiles, gpu)
+    return builder.get()
+
+
+def _bound(problem: AttentionProblem) -> Bound:
+    """The problem bound to the function that is open. A size of 0 becomes symbolic: TVM divides by those it knows."""
+    T.func_name("attention")
+    mask, p = problem.mask, problem
+    if isinstance(mask, Mask):
+        mb, mh, ms, mt = (n or None for n in mask.dims)
+        mask = dataclasses.replace(mask, dims=(mb, mh, ms, mt))
+    batch, q_len, kv_len = (size or None for size in (p.batch, p.q_len, p.kv_len))
+    return Bound(dataclasses.replace(p, batch=batch, q_len=q_len, kv_len=kv_len, mask=mask), scope="local")

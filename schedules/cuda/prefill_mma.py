@@ -437,6 +437,12 @@ class _QueryTile:
         with unrolled(self.M * 2) as r:
             l = ptx.reduce_quad(self.l[r], lambda x, y: x + y)
             inverse = fixed(tirx.Select(tirx.EQ(l, T.float32(0)), T.float32(0), T.float32(1) / l))
+            if self.problem.lse:
+                i = fixed(self.row(r))
+                exists = i < tirx.Cast("int32", T.int64(1) * self.bound.S)
+                with T.If(tirx.all(self.lane % 4 == 0, exists)), T.Then():
+                    m = self.m[r] * tirx.const(self.unit, "float32")
+                    self.bound.store_lse(self.b, self.h, i.astype("int64"), m, l)
             with unrolled(self.o_columns) as column:
                 at = (r // 2 * self.o_columns + column) * 4 + r % 2 * 2
                 ptx.pack(self.problem.dtype, self.p[0], *(self.O[at + x] * inverse for x in range(2)))

@@ -79,6 +79,59 @@ class MmaTiles:
         return MmaTiles(q=64, kv=64, warps=4) if small else MmaTiles(q=128, kv=64, warps=8)
 
 
+@dataclass(frozen=True)
+class DecodeTiles:
+    """Tiles of `decode`."""
+
+    keys: int
+    """Keys per tile of a warp: B_c. Multiple of 16."""
+    warps: int
+    """Warps per block; each has every warps-th tile of a split."""
+    stages: int
+    """Tiles of K and V of a warp in shared memory, all but one of which are on their way."""
+    blocks: int
+    """Thread blocks that keep the GPU busy: sequences are split until there are so many ..."""
+    split: int
+    """... but into parts of at least so many keys of the cache."""
+    rows: int = 64
+    """The most packed query rows that the kernel is for: every 16 read K and V again, from the second-level cache."""
+
+    @property
+    def threads(self) -> int:
+        """Threads per block."""
+        return 32 * self.warps
+
+    def shared_memory(self, problem: AttentionProblem) -> int:
+        """Bytes per block: 16 rows of Q and the stages, or m, l and O of the warps in their place."""
+        d, dv = padded(problem.head_dim), problem.v_head_dim
+        return max(2 * (16 * d + self.warps * self.stages * self.keys * (d + dv)), 4 * self.warps * 16 * (2 + dv))
+
+    def check(self, problem: AttentionProblem, device: Device) -> None:
+        """Raises ValueError for tiles that the kernel cannot use."""
+        shared = self.shared_memory(problem)
+        rules = {
+            f"keys = {self.keys} must be a multiple of 16": self.keys > 0 and self.keys % 16 == 0,
+            f"warps = {self.warps} must be from 1 to 32": 1 <= self.warps <= 32,
+            f"stages = {self.stages} must be 2 or more": self.stages >= 2,
+            "blocks, split and rows must be positive": min(self.blocks, self.split, self.rows) > 0,
+            f"{shared} bytes of shared memory are more than {device.shared_memory}": shared <= device.shared_memory,
+        }
+        _raise_for(self, rules)
+
+    @staticmethod
+    def default(problem: AttentionProblem, device: Device) -> DecodeTiles:
+        """Untuned but good: two blocks on each multiprocessor, with as much of K and V on its way as there is room for.
+
+        Bandwidth times latency is some 20 to 40 KB per multiprocessor.
+        """
+        keys = 32 if padded(problem.head_dim) + problem.v_head_dim <= 128 else 16
+        for warps, stages in ((4, 4), (4, 3), (4, 2), (2, 3), (2, 2), (1, 2)):
+            tiles = DecodeTiles(keys, warps, stages, blocks=2 * device.multiprocessors, split=2 * keys * warps)
+            if tiles.shared_memory(problem) <= device.shared_memory // 2:
+                break
+        return tiles
+
+
 def padded(head_dim: int) -> int:
     """The length of the dot products of Q K^T on tensor cores, which take 16 elements at a time."""
     return -(-head_dim // 16) * 16
