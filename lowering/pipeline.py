@@ -18,6 +18,7 @@ from .importer import Imported
 from .manifest import CallSpec, KernelSpec
 from .origins import after_fusion
 from .passes.absorb_masks import absorb_masks
+from .passes.absorb_transposes import absorb_transposes
 from .passes.alignment import assume_alignment
 from .passes.donation import donate
 from .passes.kernels import schedule as schedule_kernels
@@ -85,6 +86,7 @@ def lower(
         ("eliminate_common_subexpressions", t.EliminateCommonSubexpr()),
         ("eliminate_dead_code", t.DeadCodeElimination()),
         ("pack_weights", pack),
+        ("absorb_transposes", lambda mod: absorb_transposes(mod, target.tvm)),
         # Relax to TensorIR, fused
         # Reshapes stay operators, which share memory with what they reshape; as kernels they would copy and divide.
         ("legalize", t.LegalizeOps({"relax.reshape": lambda _, call: call})),

@@ -28,7 +28,7 @@ from ..quantised import INT4_BLOCK, Quantised, Scheme, quantise
 Weights = dict[str, np.ndarray]
 
 _FLOATS = ("float32", "float16", "bfloat16")
-_OUT_ELEMENTWISE_FUSABLE = 4  # TVM's pattern kind of a product: element-wise operations behind it fuse with it
+OUT_ELEMENTWISE_FUSABLE = 4  # TVM's pattern kind of a product: element-wise operations behind it fuse with it
 _MIN_COLUMNS = 4  # products with fewer are dot products: nothing to pack
 _MIN_BLOCK = 8  # rows that share a scale; with fewer, scales would be as large as the matrix
 
@@ -118,7 +118,7 @@ class _Packer(PyExprMutator):
             x,
             *(var for var, _ in self.packed[steps]),
             primfunc_name_hint="packed_matmul",
-            primfunc_attrs={"op_pattern": _OUT_ELEMENTWISE_FUSABLE},
+            primfunc_attrs={"op_pattern": OUT_ELEMENTWISE_FUSABLE},
         )
 
     def pack(self, steps: tuple[str, ...], matrix: np.ndarray | Quantised, pairs: bool) -> None:

@@ -9,11 +9,13 @@ of A, read in place, and a panel of B: nr columns, stored so that the nr element
             panel of B -> scratch, unless B is stored in panels
             for each mr rows                                             the micro-kernel
                 C tile[mr, nr] += A[mr, kc] panel[kc, nr]                in mr * nr / lanes registers
-        epilogue: C tile -> bias, activation, residual -> output
+                behind the last k: C tile -> bias, activation, residual -> output
 
 Strips of rows are as equal as they can be (mr + 1 rows are two halves, not mr and one), each with a micro-kernel of its
 height, so nothing is read or written out of bounds, and a product with one row streams B at memory bandwidth. Columns
 that are left over are zeros of the panel.
+
+Where B is not stored in panels, few rows or columns are not worth packing it (few.py).
 
 Where the machine multiplies pairs of bfloat16 (dot_bf16.py) and A and B are bfloat16, a step along k takes two values:
 a panel's elements are words of two successive k, and the last of an odd number meets a zero.
@@ -29,18 +31,18 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from lowering.expressions import Expr, is_int, offset, substitute, uses
-from lowering.facts import Facts
 
 from .codes import Codes, widened
 from .dot_bf16 import dot, using_dot, words_of, zip_rows
-from .loops import split_among_threads, unravel, vector_loop, volume
+from .few import few_kernels, is_thin
+from .loops import split_among_threads, vector_loop
+from .operands import LINE, Operands
 from .panels import Tiles, is_width, panel_width, tiles_of_codes
-from .product import Product, follow, read_product
-from .stages import Axis, Stage, read_stages
-from .values import Evaluator, View, flat_view, read
-from .vector import Machine, Register, convert, fixed, load, machine, prefetch, splat, store, workspace
+from .product import follow, read_product
+from .stages import Axis, read_stages
+from .values import read
+from .vector import Register, convert, fixed, load, machine, prefetch, splat, store, transpose, workspace
 
-_LINE = 64  # bytes of a cache line
 _MANY_TASKS = 16  # so many panels keep threads busy
 _WAITING_ROWS = 2  # a product of so many rows is done before the next elements of B are there
 
@@ -56,7 +58,34 @@ def matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> tirx.PrimFunc | No
     cpu = machine(target)
     if product.codes is not None and not is_width(product.codes.nr, cpu.lanes("float32")):
         return None
-    return _Kernel(func, stages, product, cpu).write()
+    operands = Operands(func, stages, product, cpu)
+    blocked = _Kernel(operands)
+    if not blocked.b_in_place and is_thin(operands):
+        return None
+    with IRBuilder() as builder, T.prim_func():
+        operands.open()
+        kernels = [] if blocked.b_in_place else few_kernels(operands)
+        _first_possible(operands, kernels, blocked.write)
+    return func.with_body(builder.get().body)
+
+
+def _first_possible(o: Operands, kernels: list[tuple[Expr, Callable[[], None]]], otherwise: Callable[[], None]) -> None:
+    """Writes the kernels, each for when its condition holds and none before it does."""
+    if not kernels:
+        otherwise()
+        return
+    (condition, write), *others = kernels
+    condition = o.simplify(condition)
+    if is_int(condition, 1):
+        write()
+    elif is_int(condition, 0):
+        _first_possible(o, others, otherwise)
+    else:
+        with T.If(condition):
+            with T.Then():
+                write()
+            with T.Else():
+                _first_possible(o, others, otherwise)
 
 
 class _Kernel:
@@ -65,18 +94,14 @@ class _Kernel:
     A step is `together` values of k, one or a pair; each has an offset of its own.
     """
 
-    def __init__(self, func: tirx.PrimFunc, stages: list[Stage], product: Product, cpu: Machine) -> None:
-        self.func, self.stages, self.product, self.cpu = func, stages, product, cpu
-        self.facts = Facts.of(func)
-        self.m, self.c, self.panel = (tirx.Var(name, "int64") for name in ("m", "c", "panel"))
-        self.rows = volume(product.rows)
-        for axis in (*product.batch, Axis(self.m, self.rows)):
-            self.facts.bind(axis.var, 0, axis.extent)
-        self.point = {axis.var: value for axis, value in zip(product.rows, unravel(self.m, product.rows))}
+    def __init__(self, operands: Operands) -> None:
+        self.operands, self.product, self.cpu = operands, operands.product, operands.cpu
+        self.facts, self.rows, self.m, self.c = operands.facts, operands.rows, operands.m, operands.c
+        self.panel = tirx.Var("panel", "int64")
         self.choose_panels()
-        a_indices = [substitute(index, self.point) for index in product.a.indices]
-        self.a_offsets = self.offsets(product.a, a_indices)
-        self.a_step = self.stride(self.a_offsets[0], self.k.var)
+        product = self.product
+        self.a_offsets = self.offsets(product.a, [substitute(index, operands.point) for index in product.a.indices])
+        self.a_step = self.operands.stride(self.a_offsets[0], self.k.var)
         if self.pairs or product.codes is not None:
             self.a_in_place = self.is_dense(self.a_offsets, self.k.var, self.together)
         else:
@@ -108,9 +133,9 @@ class _Kernel:
         """Steps along k of one value, or of two."""
         k = self.product.k
         self.pairs, self.together = pairs, 2 if pairs else 1
-        self.k = Axis(tirx.Var("pair", "int64"), self.simplify((k.extent + 1) // 2)) if pairs else k
+        self.k = Axis(tirx.Var("pair", "int64"), self.operands.simplify((k.extent + 1) // 2)) if pairs else k
         self.whole = k.extent // self.together  # steps that are complete
-        self.is_whole = is_int(self.simplify(self.k.extent - self.whole), 0)
+        self.is_whole = is_int(self.operands.simplify(self.k.extent - self.whole), 0)
         self.facts.bind(self.k.var, 0, self.k.extent)
 
     def of_step(self, expr: Expr) -> list[Expr]:
@@ -120,19 +145,13 @@ class _Kernel:
 
     def offsets(self, operand: ir.TensorLoad, indices: list[Expr]) -> list[Expr]:
         """Where the elements of step k lie."""
-        return [self.simplify(position) for position in self.of_step(offset(operand.source.shape, indices))]
+        return [self.operands.simplify(position) for position in self.of_step(offset(operand.source.shape, indices))]
 
     def is_dense(self, offsets: list[Expr], var: tirx.Var, step: int) -> bool:
         """Whether elements of a step are neighbours, and `step` elements from those at var + 1."""
-        return is_int(self.stride(offsets[0], var), step) and all(
-            is_int(self.simplify(position - offsets[0]), n) for n, position in enumerate(offsets)
+        return is_int(self.operands.stride(offsets[0], var), step) and all(
+            is_int(self.operands.simplify(position - offsets[0]), n) for n, position in enumerate(offsets)
         )
-
-    def simplify(self, expr: Expr) -> Expr:
-        return self.facts.simplify(expr)
-
-    def stride(self, position: Expr, var: tirx.Var) -> Expr:
-        return self.simplify(substitute(position, {var: var + 1}) - position)
 
     def b_panel(self, nr: int) -> list[Expr]:
         """Indices of B at column c of a panel of nr columns."""
@@ -140,49 +159,51 @@ class _Kernel:
         self.facts.bind(self.c, 0, tirx.const(nr, "int64"))
         self.facts.bind(self.panel, 0, (columns + nr - 1) // nr)
         j = {self.product.j.var: self.panel * nr + self.c}
-        return [self.simplify(substitute(index, j)) for index in self.product.b.indices]
+        return [self.operands.simplify(substitute(index, j)) for index in self.product.b.indices]
 
     def is_panel(self, indices: list[Expr]) -> bool:
         """Whether the columns of a panel are consecutive, the last panel is padded, and panels have no gaps."""
         bounds = zip(indices, self.product.b.source.shape)
         return (
             self.is_dense(self.b_offsets, self.c, self.together)
-            and is_int(self.stride(self.b_offsets[0], self.k.var), self.together * self.tiles.nr)
+            and is_int(self.operands.stride(self.b_offsets[0], self.k.var), self.together * self.tiles.nr)
             and all(self.facts.can_prove(last < extent) for index, extent in bounds for last in self.of_step(index))
         )
 
-    def write(self) -> tirx.PrimFunc:
+    @property
+    def column(self) -> Expr:
+        """Column c of a panel as one of C."""
+        return self.panel * self.tiles.nr + self.c
+
+    def write(self) -> None:
         p, t = self.product, self.tiles
-        with IRBuilder() as builder, T.prim_func():
-            memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, self.func.params)}
-            self.a, self.b = memory[p.a.source], memory[p.b.source]
-            self.outputs = {s.output: memory.pop(s.output) for s in self.stages if s.output in memory}
-            self.inputs = {buffer: View(flat) for buffer, flat in memory.items()}
-            self.panels = (p.j.extent + (t.nr - 1)) // t.nr
-            self.k_blocks = self.simplify(tirx.max((self.k.extent + (t.kc - 1)) // t.kc, 1))
-            batch = volume(p.batch)
-            most = tirx.const(t.mc, "int64")
-            if not self.b_in_place:  # a panel that is packed serves all rows, where no tile waits for more of k
-                alone = tirx.all(self.k_blocks <= 1, batch * self.panels >= _MANY_TASKS)
-                most = tirx.Select(alone, tirx.max(self.rows, most), most)
-            # Blocks of equal height, so that no thread gets all the short ones.
-            self.row_blocks = fixed(tirx.max((self.rows + (most - 1)) // most, 1))
-            self.block_rows = T.bind((self.rows + (self.row_blocks * t.mr - 1)) // (self.row_blocks * t.mr) * t.mr)
-            work = batch * self.rows * p.j.extent * p.k.extent
-            with using_dot(self.pairs):
-                split_among_threads(batch * self.row_blocks * self.panels, work, self.task)
-        return self.func.with_body(builder.get().body)
+        self.a, self.b = self.operands.a, self.operands.b
+        self.panels = (p.j.extent + (t.nr - 1)) // t.nr
+        self.k_blocks = self.operands.simplify(tirx.max((self.k.extent + (t.kc - 1)) // t.kc, 1))
+        batch = self.operands.batch
+        most = tirx.const(t.mc, "int64")
+        if not self.b_in_place:  # a panel that is packed serves all rows, where no tile waits for more of k
+            alone = tirx.all(self.k_blocks <= 1, batch * self.panels >= _MANY_TASKS)
+            most = tirx.Select(alone, tirx.max(self.rows, most), most)
+        # Blocks of equal height, so that no thread gets all the short ones.
+        self.row_blocks = fixed(tirx.max((self.rows + (most - 1)) // most, 1))
+        self.block_rows = T.bind((self.rows + (self.row_blocks * t.mr - 1)) // (self.row_blocks * t.mr) * t.mr)
+        work = batch * self.rows * p.j.extent * p.k.extent
+        with using_dot(self.pairs):
+            split_among_threads(batch * self.row_blocks * self.panels, work, self.task)
 
     def task(self, task: Expr) -> None:
         """One panel's columns for one block of rows."""
-        p, t = self.product, self.tiles
-        self.values = {self.panel: fixed(task % self.panels)}
+        o, p, t = self.operands, self.product, self.tiles
+        self.values = {self.panel: fixed(task % self.panels), **o.in_batch(task // (self.panels * self.row_blocks))}
         block = fixed(task // self.panels % self.row_blocks)
-        for axis, index in zip(p.batch, unravel(task // (self.panels * self.row_blocks), p.batch)):
-            self.values[axis.var] = fixed(index)
         first = fixed(block * self.block_rows)
         rows = fixed(tirx.min(self.block_rows, self.rows - first))
-        columns = t.nr if is_int(self.simplify(p.j.extent % t.nr), 0) else p.j.extent - self.values[self.panel] * t.nr
+        columns = (
+            t.nr
+            if is_int(self.operands.simplify(p.j.extent % t.nr), 0)
+            else p.j.extent - self.values[self.panel] * t.nr
+        )
         columns = fixed(tirx.min(tirx.const(t.nr, "int64"), columns))
 
         sizes = {"tile": (t.mc * t.nr, "float32")}
@@ -205,12 +226,13 @@ class _Kernel:
                 height, row = fixed(low + tirx.Select(i < higher, one, one - 1)), fixed(i * low + tirx.min(i, higher))
                 # Rows of a tile that waits for no other block of k stay where they are, in the nearest cache.
                 place = fixed(tirx.Select(self.k_blocks <= 1, one - 1, row))
-                self.ask_for_output(fixed(first + row), height)
+                o.ask_for_output(self.values, fixed(first + row), height, self.column, t.nr)
                 for h in range(t.mr, 0, -1):
                     with T.If(height == h), T.Then():
                         self.micro_kernel(h, fixed(first + row), place, k0, depth, tile, panel, strip)
                 with T.If(k_block == self.k_blocks - 1), T.Then(), T.serial(height) as r:
-                    self.epilogue(tile, fixed(place + r), fixed(first + row + r), columns)
+                    start, m = fixed((place + r) * t.nr), fixed(first + row + r)
+                    o.epilogue(self.values, tile, start, m, self.column, columns)
 
     def at(self, position: Expr, **where: Expr) -> Expr:
         """An offset of A or B in this task, at m, k or c."""
@@ -221,8 +243,11 @@ class _Kernel:
         )
 
     def pack(self, panel: tirx.Buffer, k0: Expr, depth: Expr, columns: Expr) -> None:
-        """Columns of B into panel[k, c], zeros behind the last column."""
+        """Columns of B into panel[k, c], numbers that are not used behind the last one."""
         t = self.tiles
+        if not self.pairs and is_int(self.operands.stride(self.b_offsets[0], self.k.var), 1):
+            self.pack_transposed(panel, k0, depth, columns)
+            return
 
         def copy_row(k: Expr, complete: bool) -> None:
             def copy(c: Expr, lane: Expr) -> None:
@@ -234,6 +259,24 @@ class _Kernel:
                 store(panel, T.float32(0), k * t.nr + columns + c)
 
         self.steps(k0, depth, copy_row)
+
+    def pack_transposed(self, panel: tirx.Buffer, k0: Expr, depth: Expr, columns: Expr) -> None:
+        """The same where values of k are consecutive: squares of them are turned in registers."""
+        lanes, nr = self.tiles.lanes, self.tiles.nr
+        with T.serial(nr // lanes) as v:
+            # The last column stands in for those behind it.
+            at = [fixed(tirx.min(v * lanes + i, columns - 1)) for i in range(lanes)]
+            starts = [fixed(self.at(self.b_offsets[0], k=k0, c=c)) for c in at]
+            squares = fixed(depth // lanes)
+            with T.serial(squares) as square:
+                k = fixed(square * lanes)
+                rows = [fixed(convert(load(self.b, lanes, start + k), "float32", self.cpu)) for start in starts]
+                for i, row in enumerate(transpose(rows)):
+                    store(panel, row, (k + i) * nr + v * lanes)
+            with T.serial(depth - squares * lanes) as rest:
+                k = fixed(squares * lanes + rest)
+                for i, start in enumerate(starts):
+                    store(panel, read(self.b, start + k), k * nr + v * lanes + i)
 
     def steps(self, k0: Expr, depth: Expr, body: Callable[[Expr, bool], None]) -> None:
         """body(k, whether step k0 + k is complete) for k < depth. The last pair of an odd number of values is not."""
@@ -342,7 +385,9 @@ class _Kernel:
         panel = self.values[self.panel]
         stored, blocks = codes.load.source.shape[1], codes.scale.source.shape[1]
         memory = {
-            load.source: self.inputs[load.source].memory for load in (codes.scale, codes.zero) if load is not None
+            load.source: self.operands.inputs[load.source].memory
+            for load in (codes.scale, codes.zero)
+            if load is not None
         }
         whole = codes.block or t.kc  # the length of a block
 
@@ -384,44 +429,9 @@ class _Kernel:
             with T.If(depth % whole != 0), T.Then():
                 block(depth - rest, rest)
 
-    def ask_for_output(self, row: Expr, height: Expr) -> None:
-        """Prefetches the lines that so many rows of C will be stored to, while their products are summed up."""
-        where = {**self.point, self.product.j.var: self.panel * self.tiles.nr + self.c}
-        for output, memory in self.outputs.items():
-            position = self.simplify(offset(output.shape, [substitute(i, where) for i in self.stages[0].indices]))
-            with T.serial(height) as i:
-                start = fixed(self.at(position, m=row + i, c=tirx.const(0, "int64")))
-                line = _LINE // DataType(output.dtype).itemsize
-                for c in range(0, self.tiles.nr, line):
-                    prefetch(memory, start + c, level=1, write=True)
-
-    def epilogue(self, tile: tirx.Buffer, place: Expr, row: Expr, columns: Expr) -> None:
-        """What the stages make of a row of C, which is at `place` in the tile, stored."""
-        t, product = self.tiles, self.stages[0]
-        where = {**self.point, self.product.j.var: self.panel * t.nr + self.c}
-        point = [self.simplify(substitute(index, where)) for index in product.indices]
-        known = {product.output: [(point, tile[place * t.nr + self.c])]}
-        values = [tirx.BufferLoad(output, point) for output in self.outputs]
-        positions = [self.simplify(offset(output.shape, point)) for output in self.outputs]
-        dtypes = [output.dtype for output in self.outputs]
-        program = Evaluator(self.stages, self.inputs).program([*values, *positions], self.facts, known, dtypes)
-        body = program.before_loop(self.c, {**self.values, self.m: row})
-
-        def column(width: int) -> Callable[[Expr, Expr], None]:
-            write = body(width)
-
-            def store_all(c: Expr, lane: Expr) -> None:
-                results = write(c, lane)
-                for memory, value, position in zip(self.outputs.values(), results, results[len(values) :]):
-                    T.buffer_store(memory, value, [position])
-
-            return store_all
-
-        vector_loop(columns, t.lanes if program.vectorizable(self.c) else 1, column)
-
 
 def _ask(buffer: tirx.Buffer, start: Expr, elements: int, ahead: int) -> None:
     """Prefetches a row of a panel, so many bytes ahead. Processors do so themselves, up to the end of a page."""
     size = DataType(buffer.dtype).itemsize
-    for line in range(0, elements * size, _LINE):
+    for line in range(0, elements * size, LINE):
         prefetch(buffer, start + (ahead + line) // size, level=1)

@@ -35,7 +35,7 @@ class Product:
 
 
 def read_product(stage: Stage) -> Product | None:
-    """The stage as a product of matrices, or None. Products with fewer than four columns are dot products: None."""
+    """The stage as a product of matrices, or None."""
     value = stage.value
     if len(stage.reduce) != 1 or len(stage.axes) < 1 or not isinstance(value, prim.Add):
         return None
@@ -51,8 +51,6 @@ def read_product(stage: Stage) -> Product | None:
     if a is None or b is None:
         return None
     if uses(a, {j.var}) or not all(uses(b, {axis.var}) for axis in (j, k)) or not uses(a, {k.var}):
-        return None
-    if isinstance(j.extent, tirx.IntImm) and j.extent.value < 4:
         return None
     batch = tuple(axis for axis in outer if uses(b, {axis.var}))
     rows = tuple(axis for axis in outer if not uses(b, {axis.var}))

@@ -121,7 +121,7 @@ def cover(length: int, lanes: int) -> tuple[int, list[int]]:
     return w, [min(start, length - w) for start in range(0, length, w)]
 
 
-def workspace(**buffers: tuple[int, str]) -> dict[str, tirx.Buffer]:
+def workspace(**buffers: tuple[int | Expr, str]) -> dict[str, tirx.Buffer]:
     """One allocation, aligned to a cache line, as buffers: name -> (number of elements, element type).
 
     The thread that runs this code makes one call of TVM's allocator where it stands. The buffers are views: TVM would
@@ -129,10 +129,10 @@ def workspace(**buffers: tuple[int, str]) -> dict[str, tirx.Buffer]:
     and not one for each buffer, as TVM sees no use of memory through views and would give two of them the same memory.
     """
     line = 64
-    sizes = [-(-size * _bytes(dtype) // line) * line for size, dtype in buffers.values()]
+    sizes = [(size * _bytes(dtype) + (line - 1)) // line * line for size, dtype in buffers.values()]
     # An element type that no view has would make TVM (VectorTypeRewriter) round the index of every vector access down.
     first = next(iter(buffers.values()))[1]
-    memory = T.alloc_buffer((sum(sizes) // _bytes(first),), first, align=line)
+    memory = T.alloc_buffer((sum(sizes[1:], sizes[0]) // _bytes(first),), first, align=line)
     views = {}
     for (name, (size, dtype)), start in zip(buffers.items(), itertools.accumulate(sizes, initial=0)):
         offset = start // _bytes(dtype)

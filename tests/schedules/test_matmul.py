@@ -11,6 +11,7 @@ import tvm
 from tvm import relax, tirx
 
 import schedules
+from lowering.passes.absorb_transposes import absorb_transposes
 from lowering.passes.pack_weights import pack_weights
 from lowering.quantised import Quantised
 from schedules.cpu.matmul import matmul
@@ -41,6 +42,12 @@ def compile_main(
         builder.emit_func_output(result)
     t = relax.transform
     mod, arrays = pack_weights(builder.finalize(), dict(weights), target)
+    mod = absorb_transposes(mod, target)
+    assert not any(
+        isinstance(b.value, relax.Call) and b.value.op == tvm.ir.Op.get("relax.permute_dims")
+        for block in mod["main"].body.blocks
+        for b in block.bindings
+    )
     with target:
         passes = [t.LegalizeOps(), t.AnnotateTIROpPattern(), t.FuseOps(), t.FuseTIR(), t.DeadCodeElimination()]
         mod = tvm.transform.Sequential(passes)(mod)
@@ -139,3 +146,83 @@ def test_a_bias_in_another_type_is_part_of_the_epilogue() -> None:
     for rows in (1, 7):
         x = draw(rng, (rows, 40), "float16")
         check(run(x), x.astype("float64") @ w.astype("float64") + bias.astype("float64"), "float16", 40)
+
+
+# Few and many rows and columns, fewer than a vector, one more than a tile, one block of k and two, none.
+SIZES = (
+    (1, 77, 100),
+    (3, 16, 17),
+    (8, 1030, 33),
+    (2, 5, 40),
+    (9, 64, 65),
+    (77, 80, 77),
+    (150, 7, 130),
+    (5, 9, 3),
+    (4, 0, 20),
+)
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype"),
+    [(V3, "float32"), (V4, "float32"), (V3, "float16"), (V4, "bfloat16")],
+    ids=["v3", "v4", "v3-f16", "v4-bf16"],
+)
+def test_two_activations_of_any_size(target: tvm.target.Target, dtype: str) -> None:
+    rng = np.random.default_rng(2)
+    batch, m, k, n = (tirx.Var(name, "int64") for name in ("batch", "m", "k", "n"))
+    run = compile_main(
+        {"x": ((batch, m, k), dtype), "y": ((batch, k, n), dtype), "z": ((n,), dtype)},
+        lambda b, x, y, z: b.emit(relax.op.add(b.emit(relax.op.matmul(x, y)), z)),
+        target,
+    )
+    for rows, depth, columns in SIZES:
+        x, y = draw(rng, (3, rows, depth), dtype), draw(rng, (3, depth, columns), dtype)
+        z = draw(rng, (columns,), dtype)
+        check(run(x, y, z), x.astype("float64") @ y.astype("float64") + z.astype("float64"), dtype, 2 * depth)
+
+
+@pytest.mark.parametrize("target", [V3, V4], ids=["v3", "v4"])
+@pytest.mark.parametrize("columns", [2, 3, 8])
+def test_few_columns(target: tvm.target.Target, columns: int) -> None:
+    rng = np.random.default_rng(3)
+    m, k = (tirx.Var(name, "int64") for name in ("m", "k"))
+    run = compile_main(
+        {"x": ((m, k), "float32"), "y": ((k, columns), "float32")}, lambda b, x, y: relax.op.matmul(x, y), target
+    )
+    for rows, depth in ((1, 16), (5, 3), (259, 70), (513, 33)):
+        x, y = draw(rng, (rows, depth), "float32"), draw(rng, (depth, columns), "float32")
+        check(run(x, y), x.astype("float64") @ y.astype("float64"), "float32", depth)
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype"), [(V3, "float32"), (V4, "float32"), (V4, "float16")], ids=["v3", "v4", "v4-f16"]
+)
+def test_transposed_activations(target: tvm.target.Target, dtype: str) -> None:
+    """Heads that are not in front, and keys that are not turned, read where they are; a batch of one serves all."""
+    rng = np.random.default_rng(4)
+    batch, heads, m, n = (tirx.Var(name, "int64") for name in ("batch", "heads", "m", "n"))
+    for depth in (70, 5):
+        run = compile_main(
+            {"x": ((1, m, heads, depth), dtype), "y": ((batch, n, heads, depth), dtype)},
+            lambda b, x, y: relax.op.matmul(
+                b.emit(relax.op.permute_dims(x, [0, 2, 1, 3])), b.emit(relax.op.permute_dims(y, [0, 2, 3, 1]))
+            ),
+            target,
+        )
+        for rows, columns in ((1, 1), (1, 50), (3, 17), (7, 300), (37, 71), (150, 130)):
+            x, y = draw(rng, (1, rows, 2, depth), dtype), draw(rng, (3, columns, 2, depth), dtype)
+            expected = np.einsum("zmhk,bnhk->bhmn", x.astype("float64"), y.astype("float64"))
+            check(run(x, y), expected, dtype, depth)
+
+
+def test_transposed_rows() -> None:
+    rng = np.random.default_rng(5)
+    m, k, n = (tirx.Var(name, "int64") for name in ("m", "k", "n"))
+    run = compile_main(
+        {"x": ((k, m), "float32"), "y": ((n, k), "float32")},
+        lambda b, x, y: relax.op.matmul(b.emit(relax.op.permute_dims(x)), b.emit(relax.op.permute_dims(y))),
+        V4,
+    )
+    for rows, depth, columns in SIZES:
+        x, y = draw(rng, (depth, rows), "float32"), draw(rng, (columns, depth), "float32")
+        check(run(x, y), x.T.astype("float64") @ y.T.astype("float64"), "float32", 2 * depth)

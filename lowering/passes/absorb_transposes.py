@@ -1,0 +1,94 @@
+"""Products that read transposed operands where they are.
+
+A product x y of two activations with x or y transposed becomes one whose loads are: schedules/cpu/matmul.py reads or
+packs its operands in any order, and a transposition of its own would read and write all of them.
+"""
+
+from __future__ import annotations
+
+import tvm
+from tvm import relax, te
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from .pack_weights import OUT_ELEMENTWISE_FUSABLE
+
+_FLOATS = ("float32", "float16", "bfloat16")
+
+
+def absorb_transposes(mod: tvm.IRModule, target: tvm.target.Target) -> tvm.IRModule:
+    """The module with matrix products of float32, float16 and bfloat16 in `main` that transpose by themselves.
+
+    Only for CPUs; sums are in float32.
+    """
+    if target.kind.name != "llvm":
+        return mod
+    absorber = _Absorber(mod)
+    main = mod["main"]
+    body = absorber.visit_expr(main.body)
+    mod = absorber.builder_.get()
+    mod["main"] = relax.Function(main.params, body, main.ret_ty, main.is_pure, main.attrs)
+    return relax.transform.DeadCodeElimination()(mod)
+
+
+@mutator
+class _Absorber(PyExprMutator):
+    def visit_call_(self, call: relax.Call) -> relax.Expr:
+        call = super().visit_call_(call)
+        if call.op != tvm.ir.Op.get("relax.matmul") or any(x.ty.ndim < 2 for x in call.args):
+            return call
+        operands = [self.source(x) for x in call.args]
+        dtypes = {str(x.ty.dtype) for x in (*call.args, call)}
+        if all(axes is None for _, axes in operands) or not dtypes <= set(_FLOATS):
+            return call
+        (a, a_axes), (b, b_axes) = operands
+        return self.builder_.call_te(
+            lambda a, b: matmul(a, b, a_axes, b_axes, str(call.ty.dtype)),
+            a,
+            b,
+            primfunc_name_hint="matmul",
+            primfunc_attrs={"op_pattern": OUT_ELEMENTWISE_FUSABLE},
+        )
+
+    def source(self, x: relax.Expr) -> tuple[relax.Expr, list[int] | None]:
+        """What x is a transposition of, with its axes; x itself, and None, if it is none."""
+        bound = self.lookup_binding(x) if isinstance(x, relax.Var) else x
+        if not isinstance(bound, relax.Call) or bound.op != tvm.ir.Op.get("relax.permute_dims"):
+            return x, None
+        axes = bound.attrs.axes
+        rank = bound.args[0].ty.ndim
+        return bound.args[0], list(range(rank))[::-1] if axes is None else [int(axis) % rank for axis in axes]
+
+
+def matmul(a: te.Tensor, b: te.Tensor, a_axes: list[int] | None, b_axes: list[int] | None, dtype: str) -> te.Tensor:
+    """numpy.matmul of the tensors with their axes in these orders, summed in float32."""
+    a_shape, b_shape = (
+        [x.shape[axis] for axis in axes or range(len(x.shape))] for x, axes in ((a, a_axes), (b, b_axes))
+    )
+    rank = max(len(a_shape), len(b_shape))
+    batch = [
+        next((s[-n] for s in (a_shape, b_shape) if len(s) >= n and not _is_one(s[-n])), tvm.tirx.const(1, "int64"))
+        for n in range(rank, 2, -1)
+    ]
+    k = te.reduce_axis((0, a_shape[-1]), name="k")
+
+    def element(
+        x: te.Tensor, shape: list, axes: list[int] | None, outer: tuple, row: tvm.ir.Expr, column: tvm.ir.Expr
+    ) -> tvm.ir.Expr:
+        behind = outer[len(outer) - (len(shape) - 2) :]
+        index = [tvm.tirx.const(0, "int64") if _is_one(n) else i for n, i in zip(shape, behind)] + [row, column]
+        place = list(index)
+        for position, axis in enumerate(axes or range(len(shape))):
+            place[axis] = index[position]
+        return x(*place).astype("float32")
+
+    def sum_of_products(*index: tvm.ir.Expr) -> tvm.ir.Expr:
+        *outer, i, j = index
+        left = element(a, a_shape, a_axes, tuple(outer), i, k.var)
+        return te.sum(left * element(b, b_shape, b_axes, tuple(outer), k.var, j), axis=k)
+
+    total = te.compute((*batch, a_shape[-2], b_shape[-1]), sum_of_products, name="matmul")
+    return total if dtype == "float32" else tvm.topi.cast(total, dtype)
+
+
+def _is_one(size: tvm.ir.Expr) -> bool:
+    return isinstance(size, tvm.tirx.IntImm) and size.value == 1

@@ -1,0 +1,188 @@
+"""Products with few rows or few columns of matrices that are not stored in panels: nothing is worth being packed.
+
+Each element of the large matrix is used a few times only, so it is read once, in the order in which it is stored:
+
+    dots     k is its last axis: lanes are values of k, and several dot products are summed up across lanes at once
+    streams  columns of B are: rows of B times elements of A are added to a few rows of sums in the nearest cache
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from lowering.expressions import Expr, is_int, substitute
+
+from .loops import split_among_threads
+from .operands import Operands
+from .values import read
+from .vector import Register, convert, fixed, load, splat, store, sum_each, workspace
+
+_FEW = 8
+_CHUNK = 256  # rows or columns of a task
+_SUMS = 4096  # elements of C that stay in the nearest cache
+
+_ZERO = tirx.const(0, "int64")
+
+
+def few_kernels(o: Operands) -> list[tuple[Expr, Callable[[], None]]]:
+    """Kernels for few rows or columns, each with the condition on sizes on which it is the one to take."""
+    found: list[tuple[Expr, Callable[[], None]]] = []
+    most, lanes = min(_FEW, o.lanes), o.lanes
+    if is_int(o.stride(o.b_offset, o.k), 1):
+        found.append((tirx.all(o.rows <= most, o.depth >= lanes), lambda: dots(o, few_rows=True)))
+    if is_int(o.stride(o.a_offset, o.k), 1) and isinstance(o.columns, tirx.IntImm):
+        found.append((tirx.all(o.columns <= most, o.depth >= lanes), lambda: dots(o, few_rows=False)))
+    if is_int(o.stride(o.b_offset, o.j), 1) and o.is_linear(o.b_offset, o.k):
+        found.append((tirx.all(o.rows <= _FEW, o.columns >= lanes), lambda: stream(o)))
+    return found
+
+
+def is_thin(o: Operands) -> bool:
+    """Whether there are so few columns that a kernel for vectors of columns is no use, and `dots` is none either."""
+    columns, depth = o.columns, o.depth
+    if not isinstance(columns, tirx.IntImm) or columns.value >= 4:
+        return False
+    short = isinstance(depth, tirx.IntImm) and depth.value < o.lanes
+    return short or columns.value == 1 or not is_int(o.stride(o.a_offset, o.k), 1)
+
+
+def dots(o: Operands, few_rows: bool) -> None:
+    """Few rows of A, or few columns of B, times each column of B, or row of A, whose elements are consecutive."""
+    lanes, few, many = o.lanes, o.rows, o.columns
+    sides = [(o.a, o.a_offset, o.m), (o.b, o.b_offset, o.j)]
+    if not few_rows:
+        few, many, sides = many, few, sides[::-1]
+    (small, small_offset, small_var), (large, large_offset, large_var) = sides
+    in_place = is_int(o.stride(small_offset, o.k), 1)
+    most = min(_FEW, lanes)
+    chunks = fixed((many + (_CHUNK - 1)) // _CHUNK)
+    # Sums of a chunk [few, _CHUNK] or [_CHUNK, few]; what is computed twice lies behind them.
+    row = _CHUNK + lanes if few_rows else most
+
+    def task(index: Expr) -> None:
+        values = o.in_batch(index // chunks)
+        first = fixed(index % chunks * _CHUNK)
+        count = fixed(tirx.min(tirx.const(_CHUNK, "int64"), many - first))
+        sizes: dict[str, tuple[int | Expr, str]] = {"sums": (most * (_CHUNK + lanes), "float32")}
+        if not in_place:
+            sizes["copy"] = (few * o.depth, "float32")
+        scratch = workspace(**sizes)
+        sums, copy = scratch["sums"], scratch.get("copy")
+        if copy is not None:
+            with T.serial(few) as f, T.serial(o.depth) as k:
+                element = read(small, substitute(small_offset, {**values, small_var: f, o.k: k}))
+                store(copy, element, f * o.depth + k)
+
+        def kernel(height: int) -> None:
+            """`height` rows of the small side with as many of the large one as there are lanes for their sums.
+
+            Where there are fewer, the last one stands in.
+            """
+            width = lanes // height
+            with T.serial((count + (width - 1)) // width) as group:
+                n = fixed(group * width)
+                x_starts = [
+                    fixed(f * o.depth) if copy is not None else position(small_offset, small_var, f)
+                    for f in (tirx.min(few - 1, f) for f in range(height))
+                ]
+                last = fixed(first + count - 1)
+                y_starts = [position(large_offset, large_var, tirx.min(first + n + i, last)) for i in range(width)]
+                totals = [Register(splat(0.0, lanes, "float32")) for _ in range(height * width)]
+
+                def step(k: Expr, keep: Expr | None = None) -> None:
+                    def vector(memory: tirx.Buffer, start: Expr) -> Expr:
+                        x = convert(load(memory, lanes, start + k), "float32", o.cpu)
+                        return T.bind(x if keep is None else tirx.Select(keep, x, splat(0.0, lanes, "float32")))
+
+                    x = [vector(small if copy is None else copy, start) for start in x_starts]
+                    for i, start in enumerate(y_starts):
+                        y = vector(large, start)
+                        for f in range(height):
+                            totals[f * width + i].value += x[f] * y
+
+                with T.serial(o.depth // lanes) as k:
+                    step(k * lanes)
+                rest = fixed(o.depth % lanes)
+                with T.If(rest > 0), T.Then():  # the last vector, but for what is in the one before
+                    step(o.depth - lanes, T.ramp(T.int64(0), 1, lanes) >= T.broadcast(lanes - rest, lanes))
+                unused = [splat(0.0, lanes, "float32")] * (lanes - height * width)
+                found = Register(sum_each([*(total.value for total in totals), *unused]))
+                for f in range(height):
+                    for i in range(width):
+                        place = f * row + n + i if few_rows else (n + i) * row + f
+                        store(sums, found.buffer[f * width + i], place)
+
+        def position(start: Expr, var: tirx.Var, at: Expr | int) -> Expr:
+            return fixed(substitute(start, {**values, var: at, o.k: _ZERO}))
+
+        if isinstance(few, tirx.IntImm):
+            kernel(few.value)
+        else:
+            for height in (h for h in (1, 2, 4, 8) if h <= most):
+                with T.If(tirx.all(few <= height, few > height // 2)), T.Then():
+                    kernel(height)
+        with T.serial(few if few_rows else count) as r:
+            m, column, columns = (r, first + o.c, count) if few_rows else (first + r, o.c, few)
+            o.epilogue(values, sums, fixed(r * row), fixed(m), column, columns)
+
+    split_among_threads(o.batch * chunks, o.batch * few * many * o.depth, task)
+
+
+def stream(o: Operands) -> None:
+    """Few rows of A times B, whose rows are read from end to end, several at a time."""
+    lanes = o.lanes
+    unroll, strip = (8, 2) if o.cpu.registers >= 32 else (4, 2)
+    vectors = fixed(o.columns // lanes)
+    fitting = tirx.max(_SUMS // lanes // tirx.max(o.rows, 1), 1)
+    each = fixed(tirx.max(tirx.min(fitting, (vectors + 1) // 2), 1))  # vectors of a task, of two tasks at least
+    chunks = fixed((vectors + (each - 1)) // each)
+    row = fixed((each + 1) * lanes)
+
+    def task(index: Expr) -> None:
+        values = o.in_batch(index // chunks)
+        chunk = fixed(index % chunks)
+        first = fixed(chunk * each * lanes)
+        # The last task has the columns that fill no vector; a vector that overlaps the one before computes them.
+        columns = fixed(tirx.Select(chunk == chunks - 1, o.columns - first, each * lanes))
+        count = fixed((columns + (lanes - 1)) // lanes)
+        sums = workspace(sums=(_SUMS + _FEW * lanes, "float32"))["sums"]
+        with T.serial(o.rows) as m, T.serial(count) as v:
+            store(sums, splat(0.0, lanes, "float32"), m * row + v * lanes)
+        step = o.stride(o.b_offset, o.k)
+
+        def add(k0: Expr, depth: int, m: Expr, height: int) -> None:
+            """Rows m .. m + height of sums += A[.., k0 .. k0 + depth] B[k0 .. k0 + depth, ..]."""
+            a = [
+                [fixed(read(o.a, substitute(o.a_offset, {**values, o.m: m + i, o.k: k0 + k}))) for k in range(depth)]
+                for i in range(height)
+            ]
+            start = fixed(substitute(o.b_offset, {**values, o.k: k0, o.j: first}))
+            with T.serial(count) as v:
+                column = fixed(tirx.min(v * lanes, columns - lanes))
+                c = [Register(load(sums, lanes, (m + i) * row + v * lanes)) for i in range(height)]
+                for k in range(depth):
+                    b = T.bind(convert(load(o.b, lanes, start + column + k * step), "float32", o.cpu))
+                    for i in range(height):
+                        c[i].value += splat(a[i][k], lanes, "float32") * b
+                for i in range(height):
+                    store(sums, c[i].value, (m + i) * row + v * lanes)
+
+        def rows(k0: Expr, depth: int) -> None:
+            with T.serial(o.rows // strip) as s:
+                add(k0, depth, fixed(s * strip), strip)
+            with T.If(o.rows % strip != 0), T.Then():
+                add(k0, depth, o.rows - 1, 1)
+
+        with T.serial(o.depth // unroll) as k:
+            rows(fixed(k * unroll), unroll)
+        with T.serial(o.depth % unroll) as k:
+            rows(fixed(o.depth - o.depth % unroll + k), 1)
+        with T.serial(o.rows) as m:
+            last = load(sums, lanes, m * row + (count - 1) * lanes)
+            store(sums, last, m * row + columns - lanes)
+            o.epilogue(values, sums, fixed(m * row), m, first + o.c, columns)
+
+    split_among_threads(o.batch * chunks, o.batch * o.rows * o.columns * o.depth, task)
