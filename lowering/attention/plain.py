@@ -70,6 +70,10 @@ class Row:
         with T.serial(dim) as d:
             yield d, d
 
+    def before_keys(self) -> tuple[Expr, Expr]:
+        """m and l before the first key."""
+        return self.bound.before_keys(self.h)
+
     def alone(self) -> AbstractContextManager[object]:
         """Runs what it encloses in one thread of those that share the row."""
         return nullcontext()
@@ -93,7 +97,7 @@ class Row:
         A sink is one more s_j in m and l.
         """
         m, l, o = self.m, self.l, self.o
-        for buffer, value in zip((m, l), self.bound.before_keys(self.h)):
+        for buffer, value in zip((m, l), self.before_keys()):
             _store(buffer, 0, value)
         with self.elements(self.problem.v_head_dim) as (place, _):
             _store(o, place, self.zero)

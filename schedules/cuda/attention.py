@@ -13,10 +13,11 @@ from lowering.attention.bound import Bound
 from lowering.attention.problem import ATTRIBUTE, AttentionProblem, Mask
 
 from .decode import decode
+from .decode_rows import decode_rows
 from .device import Device, device
 from .plain import plain
 from .prefill_mma import prefill_mma, takes
-from .tiles import DecodeTiles, MmaTiles
+from .tiles import DecodeTiles, MmaTiles, RowTiles
 
 
 def attention(func: tirx.PrimFunc, target: tvm.target.Target) -> tirx.PrimFunc | None:
@@ -25,14 +26,22 @@ def attention(func: tirx.PrimFunc, target: tvm.target.Target) -> tirx.PrimFunc |
         return None
     problem, gpu = AttentionProblem.from_json(func.attrs[ATTRIBUTE]), device(target)
     if not takes(problem):
-        return plain_kernel(problem)
+        return rows_kernel(problem, RowTiles.default(gpu))
     return attention_kernel(problem, gpu, MmaTiles.default(problem, gpu), DecodeTiles.default(problem, gpu))
 
 
-def plain_kernel(problem: AttentionProblem) -> tirx.PrimFunc:
-    """The PrimFunc with the parameters of the plain lowering, which launches `plain`. Any problem."""
+def rows_kernel(problem: AttentionProblem, tiles: RowTiles) -> tirx.PrimFunc:
+    """The PrimFunc with the parameters of the plain lowering, for any problem: it launches `plain` for the qk output,
+    else `decode_rows`.
+
+    Raises ValueError for illegal tiles.
+    """
     with IRBuilder() as builder, T.prim_func():
-        plain(_bound(problem))
+        bound = _bound(problem)
+        if problem.qk_mode is None:
+            decode_rows(bound, tiles)
+        else:
+            plain(bound)
     return builder.get()
 
 

@@ -23,7 +23,6 @@ NaN. Rows that come out so are computed again one by one, and so are rows whose 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 from tvm import tirx
 from tvm.ir import Expr
@@ -34,14 +33,11 @@ from lowering.attention.bound import HIDDEN, Bound
 from . import ptx
 from .device import Device
 from .host import on_host
-from .plain import WarpRow
-from .ptx import LOG2_E, WARP, fixed, put, registers, unrolled
+from .partial import Partial, each_element, merged
+from .ptx import WARP, fixed, put, unrolled
 from .shared_tile import CHUNK, SharedTile
 from .tiles import DecodeTiles, padded
 from .warp_tile import ROWS, WarpTile
-
-MERGE_WARPS = 4  # per block of the second launch
-AHEAD = 4  # partial results that a thread of it asks for at once
 
 
 def decode(bound: Bound, tiles: DecodeTiles, device: Device) -> None:
@@ -55,7 +51,7 @@ def decode(bound: Bound, tiles: DecodeTiles, device: Device) -> None:
         most = tirx.truncdiv(T.int64(tiles.blocks), heads * row_blocks)
         most = tirx.min(most, tirx.truncdiv(T.int64(1) * bound.T + (tiles.split - 1), T.int64(tiles.split)))
         splits = on_host(tirx.max(most, T.int64(1)))
-        partial = _Partial(bound, tiles, heads * rows, rows, splits)
+        partial = Partial(bound, heads, rows, splits, unit=tiles.keys * tiles.warps)
         with (
             T.launch_thread("blockIdx.x", (heads * splits * row_blocks).astype("int32")) as block,
             T.launch_thread("threadIdx.x", tiles.threads) as thread,
@@ -64,155 +60,7 @@ def decode(bound: Bound, tiles: DecodeTiles, device: Device) -> None:
             row_block, work = fixed(tirx.truncmod(block, row_blocks)), fixed(tirx.truncdiv(block, row_blocks))
             head, split = fixed(tirx.truncdiv(work, parts)), fixed(tirx.truncmod(work, parts))
             _Split(bound, tiles, partial, head, split, row_block, fixed(thread)).emit()
-        with (
-            T.launch_thread("blockIdx.x", tirx.ceildiv(heads * rows, MERGE_WARPS).astype("int32")) as block,
-            T.launch_thread("threadIdx.x", MERGE_WARPS * WARP) as thread,
-        ):
-            row = fixed(block * MERGE_WARPS + thread // WARP)
-            with T.If(row < heads * rows), T.Then():
-                partial.merge(row, fixed(thread % WARP))
-
-
-class _Partial:
-    """(m, l, O) of every packed query row and split, in the device's memory; and how they become Y."""
-
-    def __init__(self, bound: Bound, tiles: DecodeTiles, count: Expr, rows: Expr, splits: Expr) -> None:
-        self.bound, self.problem, self.tiles, self.rows, self.splits = bound, bound.problem, tiles, rows, splits
-        self.m, self.l = (T.alloc_buffer((count * splits,), "float32") for _ in range(2))
-        self.O = T.alloc_buffer((count * splits * self.problem.v_head_dim,), "float32")
-
-    def keys(self, b: Expr) -> tuple[Expr, Expr, Expr]:
-        """The keys [lo, hi) of batch b that some query may see, and how many of them a split has; int32."""
-        lo, hi = (
-            fixed(end.astype("int32")) for end in self.bound.visible_range(b, T.int64(0), T.int64(1) * self.bound.S)
-        )
-        whole = self.tiles.keys * self.tiles.warps
-        parts = fixed(self.splits.astype("int32"))
-        tiles = fixed(tirx.truncdiv(hi - lo + (whole - 1), whole))
-        return lo, hi, fixed(tirx.max(tirx.truncdiv(tiles + parts - 1, parts), 1) * whole)
-
-    def row_of(self, head: Expr, r: Expr) -> tuple[Expr, Expr, Expr]:
-        """Batch, query head and query row of packed row r of a key/value head, counted over all batches."""
-        p = self.problem
-        b, hk = fixed(tirx.truncdiv(head, p.kv_heads)), tirx.truncmod(head, p.kv_heads)
-        return b, fixed(hk * p.group + tirx.truncmod(r, p.group)), fixed(tirx.truncdiv(r, p.group))
-
-    def place(self, head: Expr, r: Expr, split: Expr) -> Expr:
-        """Where a row's (m, l, O) of a split lies; int64."""
-        return fixed((head.astype("int64") * self.rows + r) * self.splits + split)
-
-    def merge(self, row: Expr, lane: Expr) -> None:
-        """Y of row `row`, counted over all batches and key/value heads, by a warp."""
-        rows = fixed(self.rows.astype("int32"))
-        head, r = fixed(tirx.truncdiv(row, rows)), fixed(tirx.truncmod(row, rows))
-        b, h, i = self.row_of(head, r)
-        lo, hi, part = self.keys(b)
-        first = self.place(head, r, T.int32(0))
-        used = fixed(tirx.truncdiv(hi - lo + part - 1, part))
-        dim = self.problem.v_head_dim
-        state = _merged(
-            (used, AHEAD),
-            lambda s: (self.m[first + s], self.l[first + s]),
-            lambda s, d: self.O[(first + s) * dim + d],
-            self.bound.before_keys(h),
-            (dim, lane),
-        )
-        if self.problem.mask is None and self.problem.window is None:
-            self.store(b, h, i, lane, state)
-            return
-        with T.If(self.is_doubtful(state)):
-            with T.Then():
-                WarpRow(self.bound, b, h, i, lane).emit()
-            with T.Else():
-                self.store(b, h, i, lane, state)
-
-    def is_doubtful(self, state: tuple[Expr, Expr, tirx.Buffer]) -> Expr:
-        """Whether the row has no finite O, or saw nothing but keys that a finite number hides, which may have been
-        left out."""
-        m, _, O = state
-        largest = registers(1, "int32")
-        put(largest, 0, tirx.const(0, "int32"))
-        with unrolled(O.shape[0]) as n:
-            put(largest, 0, tirx.max(largest[0], T.bitwise_and(T.reinterpret("int32", O[n]), 0x7FFFFFFF)))
-        doubtful = ptx.reduce_warp(largest[0], tirx.max) >= 0x7F800000
-        formula = self.bound.formula
-        if formula is None or formula.dtype == "bool":
-            return doubtful
-        return tirx.any(doubtful, m <= T.float32(HIDDEN / 2))
-
-    def store(self, b: Expr, h: Expr, i: Expr, lane: Expr, state: tuple[Expr, Expr, tirx.Buffer]) -> None:
-        """Y := O / l, or 0 where l = 0. A NaN in l is no 0 and stays."""
-        m, l, O = state
-        inverse = fixed(tirx.Select(tirx.EQ(l, T.float32(0)), T.float32(0), T.float32(1) / l))
-        _each_element(self.problem.v_head_dim, lane, lambda n, d: self.bound.store_y(b, h, i, d, O[n] * inverse))
-        with T.If(lane == 0), T.Then():
-            self.bound.store_lse(b, h, i, m, l)
-
-
-def _merged(
-    parts: tuple[Expr, int],
-    ends: Callable[[Expr], tuple[Expr, Expr]],
-    element: Callable[[Expr, Expr], Expr],
-    before: tuple[Expr, Expr],
-    vector: tuple[int, Expr],
-) -> tuple[Expr, Expr, tirx.Buffer]:
-    """(m, l, O) of a row from so many parts, of which a warp reads several at once; O is spread over its lanes.
-
-    ends gives m and l of a part and `element` one of its O, `before` is m and l before all parts, `vector` the length
-    of O and the thread's lane.
-    """
-    (count, ahead), (dim, lane) = parts, vector
-    m_0, l_0 = (fixed(x) for x in before)
-    m, l, O = registers(1, "float32"), registers(1, "float32"), registers(-(-dim // WARP), "float32")
-    blocks = fixed(tirx.truncdiv(count + (WARP - 1), WARP))
-    put(m, 0, m_0)
-    with T.serial(blocks) as n:
-        s = fixed(n * WARP + lane)
-        with T.If(s < count), T.Then():
-            put(m, 0, tirx.max(m[0], ends(s)[0]))
-    put(m, 0, ptx.reduce_warp(m[0], tirx.max))
-    # Nothing seen: m = -inf, and m_s - m would be NaN.
-    shift = fixed(tirx.Select(tirx.EQ(m[0], T.float32(float("-inf"))), T.float32(0), m[0]))
-
-    def weight(m_s: Expr) -> Expr:
-        return fixed(ptx.exp2((m_s - shift) * T.float32(LOG2_E)))
-
-    put(l, 0, T.float32(0))
-    with T.serial(blocks) as n:
-        s = fixed(n * WARP + lane)
-        with T.If(s < count), T.Then():
-            m_s, l_s = ends(s)
-            put(l, 0, l[0] + weight(m_s) * l_s)
-    put(l, 0, l_0 * weight(m_0) + ptx.reduce_warp(l[0], lambda x, y: x + y))
-    with unrolled(-(-dim // WARP)) as n:
-        put(O, n, T.float32(0))
-    with T.serial(tirx.truncdiv(count + (ahead - 1), ahead)) as block:
-        w, o = registers(ahead, "float32"), registers(ahead * (-(-dim // WARP)), "float32")
-        with unrolled(ahead) as k:
-            s = fixed(block * ahead + k)
-            put(w, k, T.float32(0))
-            with T.If(s < count), T.Then():
-                put(w, k, weight(ends(s)[0]))
-
-            def load(n: Expr, d: Expr, s: Expr = s, k: Expr = k) -> None:
-                there = tirx.if_then_else(w[k] > T.float32(0), element(s, d), T.float32(0))
-                put(o, k * (-(-dim // WARP)) + n, there)
-
-            _each_element(dim, lane, load)
-        with unrolled(ahead) as k, unrolled(-(-dim // WARP)) as n:
-            put(O, n, O[n] + w[k] * o[k * (-(-dim // WARP)) + n])
-    return m[0], l[0], O
-
-
-def _each_element(dim: int, lane: Expr, body: Callable[[Expr, Expr], None]) -> None:
-    """body(n, d) for the n-th element of a lane, which is element d of the vector."""
-    with unrolled(-(-dim // WARP)) as n:
-        d = fixed(n * WARP + lane)
-        if dim % WARP:
-            with T.If(d < dim), T.Then():
-                body(n, d)
-        else:
-            body(n, d)
+        partial.merge(careful=p.mask is not None or p.window is not None)
 
 
 class _Split:
@@ -222,7 +70,7 @@ class _Split:
         self,
         bound: Bound,
         tiles: DecodeTiles,
-        partial: _Partial,
+        partial: Partial,
         head: Expr,
         split: Expr,
         row_block: Expr,
@@ -241,9 +89,7 @@ class _Split:
         self.Q = SharedTile(self.memory, 0, self.chunks["q"])
 
     def emit(self) -> None:
-        lo, hi, part = self.partial.keys(self.b)
-        self.start = fixed(lo + self.split * part)
-        self.stop = fixed(tirx.min(self.start + part, hi))
+        self.start, self.stop, _ = self.partial.keys(self.b, self.split)
         with T.If(self.start < self.stop), T.Then():
             if self.bound.formula is None:
                 self.attend()
@@ -376,26 +222,19 @@ class _Split:
             row = fixed(n * W + self.warp)
             r = fixed(self.r0 + row)
             with T.If(tirx.all(row < ROWS, r < self.rows)), T.Then():
-                m, l, O = _merged(
+                m, l, O = merged(
                     (tirx.const(W, "int32"), W),
                     lambda w: (memory[m_start + w * ROWS + row], memory[l_start + w * ROWS + row]),
                     lambda w, d: memory[o_start + (w * ROWS + row) * dim + d],
                     (T.float32(float("-inf")), T.float32(0)),
                     (dim, self.lane),
                 )
-                place = self.keep_ends(r, m, l)
-                _each_element(dim, self.lane, lambda n, d: put(self.partial.O, place * dim + d, O[n]))
+                place = self.partial.keep_ends(self.head, r, self.split, m, l)
+                each_element(dim, self.lane, lambda n, d: put(self.partial.O, place(d), O[n]))
 
     def keep_nothing(self) -> None:
         """No key of the split counts."""
         with T.If(self.thread < ROWS), T.Then():
             r = fixed(self.r0 + self.thread)
             with T.If(r < self.rows), T.Then():
-                self.keep_ends(r, T.float32(float("-inf")), T.float32(0))
-
-    def keep_ends(self, r: Expr, m: Expr, l: Expr) -> Expr:
-        """m and l of row r; its place."""
-        place = self.partial.place(self.head, r, self.split)
-        put(self.partial.m, place, m)
-        put(self.partial.l, place, l)
-        return place
+                self.partial.keep_ends(self.head, r, self.split, T.float32(float("-inf")), T.float32(0))

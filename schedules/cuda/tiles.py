@@ -132,6 +132,25 @@ class DecodeTiles:
         return tiles
 
 
+@dataclass(frozen=True)
+class RowTiles:
+    """Tiles of `decode_rows`."""
+
+    warps: int
+    """Warps that keep the GPU busy: rows are split until there are so many ..."""
+    split: int
+    """... but into parts of at least so many keys of the cache."""
+
+    def check(self) -> None:
+        """Raises ValueError for tiles that the kernel cannot use."""
+        _raise_for(self, {"warps and split must be positive": min(self.warps, self.split) > 0})
+
+    @staticmethod
+    def default(device: Device) -> RowTiles:
+        """Untuned but good: half of the warps that a multiprocessor can hold."""
+        return RowTiles(warps=32 * device.multiprocessors, split=16)
+
+
 def padded(head_dim: int) -> int:
     """The length of the dot products of Q K^T on tensor cores, which take 16 elements at a time."""
     return -(-head_dim // 16) * 16

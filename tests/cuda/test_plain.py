@@ -1,4 +1,5 @@
-"""The kernel for every problem, a warp per query row: random problems with poison against the float64 reference."""
+"""The kernels for every problem, a warp per query row or part of one: random problems with poison against the float64
+reference."""
 
 from __future__ import annotations
 
@@ -9,15 +10,17 @@ import numpy as np
 import pytest
 from attention_cases import arrays, check, made, outputs
 
-from schedules.cuda.attention import plain_kernel
+from schedules.cuda.attention import rows_kernel
+from schedules.cuda.tiles import RowTiles
 
+TILES = RowTiles(warps=90, split=2)
 CALLS = 4  # of every problem
 SEEDS = range(15)
 
 
 @functools.cache
 def kernels() -> emulated.Module:
-    functions = {f"attention_{seed}": plain_kernel(made(seed, CALLS)[0].problem) for seed in SEEDS}
+    functions = {f"attention_{seed}": rows_kernel(made(seed, CALLS)[0].problem, TILES) for seed in SEEDS}
     return emulated.module(functions, arch="sm_80")
 
 
@@ -34,6 +37,13 @@ def test_equals_the_reference(seed: int) -> None:
 
 def test_the_drawn_problems_are_of_many_kinds() -> None:
     problems = [made(seed, CALLS)[0].problem for seed in SEEDS]
+    rows = {
+        case.batch * case.problem.q_heads * case.q_len
+        for seed in SEEDS
+        for case in made(seed, CALLS)
+        if case.problem.qk_mode is None and case.kv_len > 2 * TILES.split
+    }
+    assert min(rows - {0}) * 5 < TILES.warps < max(rows)
     assert {p.acc_dtype for p in problems} == {"float32", "float64"}
     assert {p.dtype for p in problems} == {"float32", "float16", "bfloat16", "float64"}
     assert {p.qk_mode for p in problems} == {None, 0, 1, 2, 3}

@@ -1,0 +1,77 @@
+"""Attention for few query rows of any type and size: split-KV over warps, each of which has one query row.
+
+    a warp for each query row and split of the visible keys: the online softmax of plain.py, whose (m, l, O) is kept
+    a warp for each query row: as in partial.py
+
+Neighbouring warps have the rows that share keys, which they so find in the caches.
+"""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.ir import Expr
+from tvm.script.ir_builder import tirx as T
+
+from lowering.attention.bound import Bound
+
+from .host import on_host
+from .partial import Partial
+from .plain import WARPS, WarpRow, plain
+from .ptx import WARP, fixed, put
+from .tiles import RowTiles
+
+
+def decode_rows(bound: Bound, tiles: RowTiles) -> None:
+    """Emits the kernels and their launches into the PrimFunc that `bound` has opened: `plain` where rows are many.
+
+    Any problem without qk output.
+    """
+    tiles.check()
+    rows = on_host(T.int64(1) * bound.S * bound.problem.group)
+    heads = on_host(T.int64(1) * bound.B * bound.problem.kv_heads)
+    most = tirx.truncdiv(T.int64(tiles.warps), tirx.max(heads * rows, T.int64(1)))
+    splits = on_host(tirx.min(most, tirx.truncdiv(T.int64(1) * bound.T + (tiles.split - 1), T.int64(tiles.split))))
+    with T.If(tirx.all(splits > 1, heads * rows > 0)):
+        with T.Then():
+            partial = Partial(bound, heads, rows, splits, unit=1)
+            work = heads * rows * splits
+            with (
+                T.launch_thread(
+                    "blockIdx.x", tirx.truncdiv(work + (WARPS - 1), T.int64(WARPS)).astype("int32")
+                ) as block,
+                T.launch_thread("threadIdx.x", WARPS * WARP) as thread,
+            ):
+                turn = fixed(block * WARPS + thread // WARP)
+                with T.If(turn < work), T.Then():
+                    _split(partial, turn, fixed(thread % WARP))
+            partial.merge(careful=False)
+        with T.Else():
+            plain(bound)
+
+
+def _split(partial: Partial, turn: Expr, lane: Expr) -> None:
+    """The code of warp number `turn`."""
+    rows, splits = (fixed(size.astype("int32")) for size in (partial.rows, partial.splits))
+    r, rest = fixed(tirx.truncmod(turn, rows)), fixed(tirx.truncdiv(turn, rows))
+    split, head = fixed(tirx.truncmod(rest, splits)), fixed(tirx.truncdiv(rest, splits))
+    b, h, i = partial.row_of(head, r)
+    start, stop, _ = partial.keys(b, split)
+    with T.If(start < stop), T.Then():
+        row = _SplitRow(partial.bound, b, h, i, lane, start, stop)
+        row.load_query()
+        row.online_softmax()
+        place = partial.keep_ends(head, r, split, row.m[0], row.l[0])
+        with row.elements(partial.problem.v_head_dim) as (slot, d):
+            put(partial.O, place(d), row.o[slot])
+
+
+class _SplitRow(WarpRow):
+    """A query row with the keys [start, stop); a sink is no part of it."""
+
+    def __init__(self, bound: Bound, b: Expr, h: Expr, i: Expr, lane: Expr, start: Expr, stop: Expr) -> None:
+        super().__init__(bound, b, h, i, lane)
+        self.lo = fixed(tirx.max(self.lo, start.astype("int64")))
+        self.hi = fixed(tirx.min(self.hi, stop.astype("int64")))
+
+    def before_keys(self) -> tuple[Expr, Expr]:
+        return self.minus_infinity, self.zero

@@ -1,0 +1,188 @@
+"""Partial results of attention: (m, l, O) of query rows with parts of the keys, and how they become Y.
+
+m = max m_s,  w_s = exp(m_s - m)                         s counts the parts; a sink is one more, with O_s = 0
+Y = sum w_s O_s / sum w_s l_s                            0 where no key was visible
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tvm import tirx
+from tvm.ir import Expr
+from tvm.script.ir_builder import tirx as T
+
+from lowering.attention.bound import HIDDEN, Bound
+
+from . import ptx
+from .plain import WARPS, WarpRow
+from .ptx import WARP, fixed, put, registers, unrolled
+
+AHEAD = 4  # parts whose O a thread asks for at once
+
+
+class Partial:
+    """(m, l, O) of every packed query row and split of its keys, in the device's memory.
+
+    `heads` counts the key/value heads of all batches, each of which has `rows` packed rows: row r is query row r // G
+    of its head r % G. Splits have multiples of `unit` keys. Sizes are the host's.
+    """
+
+    def __init__(self, bound: Bound, heads: Expr, rows: Expr, splits: Expr, unit: int) -> None:
+        self.bound, self.problem, self.acc = bound, bound.problem, bound.problem.acc_dtype
+        self.heads, self.rows, self.splits, self.unit = heads, rows, splits, unit
+        count = heads * rows * splits
+        self.m, self.l = (T.alloc_buffer((count,), self.acc) for _ in range(2))
+        self.O = T.alloc_buffer((count * self.problem.v_head_dim,), self.acc)
+
+    def keys(self, b: Expr, split: Expr) -> tuple[Expr, Expr, Expr]:
+        """The keys [start, stop) of a split of batch b, none behind the last that some query may see; and how many
+        splits have any; int32."""
+        lo, hi = self.bound.visible_range(b, T.int64(0), T.int64(1) * self.bound.S)
+        lo, hi, splits = (fixed(x.astype("int32")) for x in (lo, hi, self.splits))
+        units = fixed(tirx.truncdiv(hi - lo + (self.unit - 1), self.unit))
+        part = fixed(tirx.max(tirx.truncdiv(units + splits - 1, splits), 1) * self.unit)
+        start = fixed(tirx.min(lo + split * part, hi))
+        return start, fixed(tirx.min(start + part, hi)), fixed(tirx.truncdiv(hi - lo + part - 1, part))
+
+    def row_of(self, head: Expr, r: Expr) -> tuple[Expr, Expr, Expr]:
+        """Batch, query head and query row of packed row r of a key/value head, counted over all batches."""
+        p = self.problem
+        b, hk = fixed(tirx.truncdiv(head, p.kv_heads)), tirx.truncmod(head, p.kv_heads)
+        return b, fixed(hk * p.group + tirx.truncmod(r, p.group)), fixed(tirx.truncdiv(r, p.group))
+
+    def keep_ends(self, head: Expr, r: Expr, split: Expr, m: Expr, l: Expr) -> Callable[[Expr], Expr]:
+        """m and l of row r with a split; where element d of its O is to be put."""
+        place = self.place(head, r, split)
+        put(self.m, place, m)
+        put(self.l, place, l)
+        return lambda d: place * self.problem.v_head_dim + d
+
+    def place(self, head: Expr, r: Expr, split: Expr) -> Expr:
+        return fixed((head.astype("int64") * self.rows + r) * self.splits + split)
+
+    def merge(self, careful: bool) -> None:
+        """The launch that makes Y of it, a warp for each row.
+
+        careful: a row may hold what invisible values made of 0, or lack keys that finite numbers hide. Such rows are
+        computed again.
+        """
+        total = self.heads * self.rows
+        with (
+            T.launch_thread("blockIdx.x", tirx.truncdiv(total + (WARPS - 1), T.int64(WARPS)).astype("int32")) as block,
+            T.launch_thread("threadIdx.x", WARPS * WARP) as thread,
+        ):
+            row = fixed(block * WARPS + thread // WARP)
+            with T.If(row < total), T.Then():
+                rows = fixed(self.rows.astype("int32"))
+                head, r = fixed(tirx.truncdiv(row, rows)), fixed(tirx.truncmod(row, rows))
+                self.merge_row(head, r, fixed(thread % WARP), careful)
+
+    def merge_row(self, head: Expr, r: Expr, lane: Expr, careful: bool) -> None:
+        b, h, i = self.row_of(head, r)
+        _, _, used = self.keys(b, T.int32(0))
+        first, dim = self.place(head, r, T.int32(0)), self.problem.v_head_dim
+        state = merged(
+            (used, AHEAD),
+            lambda s: (self.m[first + s], self.l[first + s]),
+            lambda s, d: self.O[(first + s) * dim + d],
+            self.bound.before_keys(h),
+            (dim, lane),
+        )
+        if not careful:
+            self.store(b, h, i, lane, state)
+            return
+        with T.If(self.is_doubtful(state)):
+            with T.Then():
+                WarpRow(self.bound, b, h, i, lane).emit()
+            with T.Else():
+                self.store(b, h, i, lane, state)
+
+    def is_doubtful(self, state: tuple[Expr, Expr, tirx.Buffer]) -> Expr:
+        """Whether the row's O is not finite, or a finite number hides all keys that it saw."""
+        m, _, O = state
+        largest = registers(1, "int32")
+        put(largest, 0, tirx.const(0, "int32"))
+        with unrolled(O.shape[0]) as n:
+            put(largest, 0, tirx.max(largest[0], T.bitwise_and(T.reinterpret("int32", O[n]), 0x7FFFFFFF)))
+        doubtful = ptx.reduce_warp(largest[0], tirx.max) >= 0x7F800000
+        formula = self.bound.formula
+        if formula is None or formula.dtype == "bool":
+            return doubtful
+        return tirx.any(doubtful, m <= T.float32(HIDDEN / 2))
+
+    def store(self, b: Expr, h: Expr, i: Expr, lane: Expr, state: tuple[Expr, Expr, tirx.Buffer]) -> None:
+        """Y := O / l, or 0 where l = 0. A NaN in l is no 0 and stays."""
+        m, l, O = state
+        zero, one = tirx.const(0, self.acc), tirx.const(1, self.acc)
+        inverse = fixed(tirx.Select(tirx.EQ(l, zero), zero, one / l))
+        each_element(self.problem.v_head_dim, lane, lambda n, d: self.bound.store_y(b, h, i, d, O[n] * inverse))
+        with T.If(lane == 0), T.Then():
+            self.bound.store_lse(b, h, i, m, l)
+
+
+def merged(
+    parts: tuple[Expr, int],
+    ends: Callable[[Expr], tuple[Expr, Expr]],
+    element: Callable[[Expr, Expr], Expr],
+    before: tuple[Expr, Expr],
+    vector: tuple[int, Expr],
+) -> tuple[Expr, Expr, tirx.Buffer]:
+    """(m, l, O) of a row from so many parts, of which a warp reads several at once; O is spread over its lanes.
+
+    ends gives m and l of a part and `element` one of its O, `before` is m and l before all parts, `vector` the length
+    of O and the thread's lane.
+    """
+    (count, ahead), (dim, lane) = parts, vector
+    m_0, l_0 = (fixed(x) for x in before)
+    acc, slots = str(m_0.ty), -(-dim // WARP)
+    zero = tirx.const(0, acc)
+    m, l, O = registers(1, acc), registers(1, acc), registers(slots, acc)
+    blocks = fixed(tirx.truncdiv(count + (WARP - 1), WARP))
+    put(m, 0, m_0)
+    with T.serial(blocks) as n:
+        s = fixed(n * WARP + lane)
+        with T.If(s < count), T.Then():
+            put(m, 0, tirx.max(m[0], ends(s)[0]))
+    put(m, 0, ptx.reduce_warp(m[0], tirx.max))
+    # Nothing seen: m = -inf, and m_s - m would be NaN.
+    shift = fixed(tirx.Select(tirx.EQ(m[0], tirx.const(float("-inf"), acc)), zero, m[0]))
+
+    def weight(m_s: Expr) -> Expr:
+        return fixed(T.exp(m_s - shift))
+
+    put(l, 0, zero)
+    with T.serial(blocks) as n:
+        s = fixed(n * WARP + lane)
+        with T.If(s < count), T.Then():
+            m_s, l_s = ends(s)
+            put(l, 0, l[0] + weight(m_s) * l_s)
+    put(l, 0, l_0 * weight(m_0) + ptx.reduce_warp(l[0], lambda x, y: x + y))
+    with unrolled(slots) as n:
+        put(O, n, zero)
+    with T.serial(tirx.truncdiv(count + (ahead - 1), ahead)) as block:
+        w, o = registers(ahead, acc), registers(ahead * slots, acc)
+        with unrolled(ahead) as k:
+            s = fixed(block * ahead + k)
+            put(w, k, zero)
+            with T.If(s < count), T.Then():
+                put(w, k, weight(ends(s)[0]))
+            with unrolled(slots) as n:
+                d = fixed(n * WARP + lane)
+                # What has no weight was perhaps never written.
+                there = tirx.all(w[k] > zero, d < dim)
+                put(o, k * slots + n, tirx.if_then_else(there, element(s, d), zero))
+        with unrolled(ahead) as k, unrolled(slots) as n:
+            put(O, n, O[n] + w[k] * o[k * slots + n])
+    return m[0], l[0], O
+
+
+def each_element(dim: int, lane: Expr, body: Callable[[Expr, Expr], None]) -> None:
+    """body(n, d) for the n-th element of a lane, which is element d of the vector."""
+    with unrolled(-(-dim // WARP)) as n:
+        d = fixed(n * WARP + lane)
+        if dim % WARP:
+            with T.If(d < dim), T.Then():
+                body(n, d)
+        else:
+            body(n, d)
