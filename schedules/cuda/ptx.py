@@ -184,8 +184,15 @@ def tanh(x: Expr) -> Expr:
     for coefficient in (-17 / 315, 2 / 15, -1 / 3, 1.0):
         series = series * x2 + tirx.const(coefficient, "float32")
     e = exp2(x * tirx.const(2 * LOG2_E, "float32"))
-    quotient = T.float32(1) - T.float32(2) / (T.float32(1) + e)
+    quotient = T.float32(1) - T.float32(2) * reciprocal(T.float32(1) + e)
     return fixed(tirx.Select(tirx.abs(x) < T.float32(0.25), x * series, quotient))
+
+
+def reciprocal(x: Expr) -> Expr:
+    """rcp.approx: 1 / x with a relative error of 2^-23. A division is a call where nvcc may not take it for this."""
+    register = registers(1, "float32")
+    T.evaluate(T.ptx["rcp.approx.ftz.f32"](register[0], x))
+    return register[0]
 
 
 def _address(element: Element) -> Expr:

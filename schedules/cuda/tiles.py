@@ -80,6 +80,77 @@ class MmaTiles:
 
 
 @dataclass(frozen=True)
+class WgmmaTiles:
+    """Tiles of `prefill_wgmma`, and how a block's registers are shared out."""
+
+    consumers: int
+    """Warpgroups that compute, 64 query rows each: 1 to 3."""
+    kv: int
+    """Keys per tile: B_c in the paper. Multiple of 16."""
+    consumer_registers: int
+    """Registers per thread of a consumer; the same multiple of 8 for all of them ..."""
+    producer_registers: int
+    """... and of the producer, which has nothing to compute."""
+    stages: int = 2
+    """Tiles of K, and of V, in shared memory."""
+    ping_pong: bool = True
+    """Whether consumers take turns at the tensor cores, so that one's softmax runs beside another's products."""
+    blocks: int | None = None
+    """Most blocks of the grid, where some multiprocessors are for others; None is as many as the GPU has."""
+
+    @property
+    def q(self) -> int:
+        """Query rows per block: B_r in the paper."""
+        return 64 * self.consumers
+
+    @property
+    def threads(self) -> int:
+        """Threads per block."""
+        return 128 * (self.consumers + 1)
+
+    def shared_memory(self, problem: AttentionProblem) -> int:
+        """Bytes per block: Q_i, in whose place Y_i is stored, the stages of K and V, barriers and marks."""
+        d, dv = (-(-n // 64) * 128 for n in (problem.head_dim, problem.v_head_dim))
+        return self.q * max(d, dv) + self.stages * self.kv * (d + dv) + 1024 * (1 + self.stages * self.kv // 256)
+
+    def check(self, problem: AttentionProblem, device: Device) -> None:
+        """Raises ValueError for tiles that the kernel cannot use."""
+        shared = self.shared_memory(problem)
+        threads = self.consumers + 1
+        at_launch = 65536 // (128 * threads) // 8 * 8
+        taken = self.consumers * self.consumer_registers + self.producer_registers
+        accumulators = problem.v_head_dim // 2 + self.kv // 2 + self.kv // 4
+        counts = (self.consumer_registers, self.producer_registers)
+        rules = {
+            f"consumers = {self.consumers} must be 1, 2 or 3": self.consumers in (1, 2, 3),
+            f"kv = {self.kv} must be a multiple of 16 up to 256": self.kv in range(16, 257, 16),
+            f"stages = {self.stages} must be at least 2": self.stages >= 2,
+            f"{counts} registers must be multiples of 8 from 24 to 256": all(n in range(24, 257, 8) for n in counts),
+            f"{taken} registers per thread of each warpgroup are more than {at_launch * threads}": (
+                taken <= at_launch * threads
+            ),
+            f"{shared} bytes of shared memory are more than {device.shared_memory}": shared <= device.shared_memory,
+            f"{accumulators} accumulators do not fit {self.consumer_registers} registers": (
+                accumulators + 24 <= self.consumer_registers
+            ),
+        }
+        _raise_for(self, rules)
+
+    @staticmethod
+    def default(problem: AttentionProblem, device: Device) -> WgmmaTiles:
+        """Untuned but good: what FlashAttention-3 publishes for these head sizes (hopper/tile_size.h), as far as nvcc
+        keeps it in registers.
+        """
+        dim = max(problem.head_dim, problem.v_head_dim)
+        plain = problem.mask is None and not problem.softcap
+        if dim <= 64:
+            return WgmmaTiles(3, 128, 160, 32) if plain else WgmmaTiles(2, 128, 240, 24)
+        if dim <= 128:
+            return WgmmaTiles(2, 128 if plain else 96, 240, 24)
+        return WgmmaTiles(2, 80 if plain else 64, 240, 24, ping_pong=False)
+
+
+@dataclass(frozen=True)
 class DecodeTiles:
     """Tiles of `decode`."""
 

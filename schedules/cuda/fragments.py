@@ -1,0 +1,130 @@
+"""Softmax in the registers of tensor-core products.
+
+The accumulator of a product of 16 rows (what each warp holds of m64nN of wgmma) lies in registers in groups of 8
+columns: with g = lane // 4 and t = lane % 4, a thread has rows g and g + 8 and, in group n, columns 8 n + 2 t and
+8 n + 2 t + 1. Four registers per group: element 4 n + 2 r + x is row g + 8 r, column 8 n + 2 t + x. The four threads of
+a quad share two rows, so row maxima and sums are two shuffles away.
+
+Packed in 16 bits, two groups are the operand A of the next product: P needs no shuffle and no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tvm import tirx
+from tvm.ir import Expr
+from tvm.script.ir_builder import tirx as T
+
+from lowering.attention.bound import Bound
+
+from .ptx import LOG2_E, exp2, fixed, pack, put, reciprocal, reduce_quad, registers, tanh
+
+ROWS = 2  # of a thread, in one accumulator
+
+
+class OnlineSoftmax:
+    """m, l and what masks ask for, of the two rows that a thread has of S [16, B_c]; see the module's text.
+
+    `rows` are the query rows of the thread, in int32; rows behind the last one are legal. Scores are kept as they come
+    from the product where nothing but the scale happens to them: `unit` makes exponents of base 2 of them.
+    """
+
+    def __init__(self, bound: Bound, b: Expr, h: Expr, rows: tuple[Expr, Expr], lane: Expr, keys: int) -> None:
+        self.bound, self.problem, self.b, self.h, self.rows, self.keys = bound, bound.problem, b, h, rows, keys
+        self.column = fixed(lane % 4 * 2)
+        self.biased = self.problem.mask is not None and self.problem.mask.dtype != "bool"
+        self.raw = not self.problem.softcap and not self.biased and self.problem.scale > 0
+        self.unit = _f32((self.problem.scale if self.raw else 1.0) * LOG2_E)
+        self.m, self.l, self.alpha = (registers(ROWS, "float32") for _ in range(3))
+        m, l = bound.before_keys(h)
+        for r in range(ROWS):
+            put(self.m, r, m / _f32(self.problem.scale) if self.raw and self.problem.sink else m)
+            put(self.l, r, tirx.Select(tirx.EQ(self.column, 0), l, _f32(0)))  # a sink counts once in a quad
+        self.ends = [tuple(_int32(end) for end in bound.keys_of(b, row)) for row in rows]
+
+    def step(self, S: tirx.Buffer, kv0: Expr, full: Expr) -> None:
+        """S := P = exp(S - m'), alpha = exp(m - m'), l = alpha l + rowsum P, m = m', for the keys from kv0.
+
+        l is the sum over the thread's own columns.
+        """
+        if not self.raw:
+            with T.unroll(self.keys // 2) as n:
+                put(S, n, self.bound.capped(fixed(S[n] * _f32(self.problem.scale)), tanh))
+        with T.If(tirx.Not(full)), T.Then():
+            self._mask(S, kv0)
+        m_new = registers(1, "float32")
+        for r in range(ROWS):
+            put(m_new, 0, self.m[r])
+            with T.unroll(self.keys // 4) as n:
+                put(m_new, 0, tirx.max(m_new[0], S[_element(n, r)]))
+            m = T.bind(reduce_quad(m_new[0], tirx.max))
+            # Nothing seen so far: m' = -inf, and S - m' would be NaN.
+            shift = T.bind(fixed(tirx.Select(tirx.EQ(m, _f32(float("-inf"))), _f32(0), m * self.unit)))
+            put(self.alpha, r, exp2(self.m[r] * self.unit - shift))
+            put(self.m, r, m)
+            put(self.l, r, self.l[r] * self.alpha[r])
+            with T.unroll(self.keys // 4) as n:
+                at = _element(n, r)
+                put(S, at, exp2(S[at] * self.unit - shift))
+                put(self.l, r, self.l[r] + S[at])
+
+    def _mask(self, S: tirx.Buffer, kv0: Expr) -> None:
+        """S := logits under the mask, or -inf where a key is invisible: selected, as what is there may be NaN."""
+        hidden = _f32(float("-inf"))
+        for r in range(ROWS):
+            lo, hi = self.ends[r]
+            with T.unroll(self.keys // 4) as n:
+                at, key = _element(n, r), T.bind(kv0 + n // 2 * 8 + self.column + n % 2)
+                visible = [key < hi] if isinstance(lo, tirx.IntImm) else [key >= lo, key < hi]
+                s = S[at]
+                if self.problem.mask is not None:
+                    place = self.b, self.h, self.rows[r], key
+                    if self.biased:
+                        bias = fixed(self.bound.additive(*place))
+                        visible, s = [*visible, bias > hidden], s + bias
+                    else:
+                        visible.append(self.bound.unmasked(*place))
+                put(S, at, tirx.Select(tirx.all(*visible), s, hidden))
+
+    def pack(self, S: tirx.Buffer, P: tirx.Buffer) -> None:
+        """P := S in 16 bits: word 2 n + r holds both columns of group n in row r."""
+        with T.unroll(self.keys // 4) as n:
+            pack(self.problem.v_dtype, P[n], S[2 * n], S[2 * n + 1])
+
+    def rescale(self, O: tirx.Buffer, by: tirx.Buffer, columns: int) -> None:
+        """O := diag(by) O, O [16, columns]."""
+        with T.unroll(columns // 2) as n:
+            put(O, n, O[n] * by[n // 2 % 2])
+
+    def condemn(self, P: tirx.Buffer, marked: Callable[[Expr], Expr]) -> None:
+        """l := NaN in rows that give weight to a marked key; `marked` is asked about keys of the tile."""
+        for r in range(ROWS):
+            with T.unroll(self.keys // 4) as n:
+                half = T.bitwise_and(P[n // 2 * 2 + r], tirx.Select(n % 2 == 0, T.uint32(0xFFFF), T.uint32(0xFFFF0000)))
+                weighs = tirx.all(tirx.NE(half, T.uint32(0)), marked(n // 2 * 8 + self.column + n % 2))
+                put(self.l, r, tirx.Select(weighs, _f32(float("nan")), self.l[r]))
+
+    def finish(self) -> tirx.Buffer:
+        """1 / l of the rows, 0 where l = 0: no key was visible. NaN is no 0 and stays. Stores the lse output."""
+        for r in range(ROWS):
+            l = fixed(reduce_quad(self.l[r], lambda x, y: x + y))
+            put(self.alpha, r, tirx.Select(tirx.EQ(l, _f32(0)), _f32(0), reciprocal(l)))
+            if self.problem.lse:
+                m = self.m[r] * _f32(self.problem.scale) if self.raw else self.m[r]
+                with T.If(tirx.all(tirx.EQ(self.column, 0), self.rows[r] < self.bound.S)), T.Then():
+                    self.bound.store_lse(self.b, self.h, self.rows[r], m, l)
+        return self.alpha
+
+
+def _element(n: Expr, r: int) -> Expr:
+    """Index in the accumulator of the n-th column that a thread has in its row r."""
+    return n // 2 * 4 + r * 2 + n % 2
+
+
+def _int32(end: Expr) -> Expr:
+    return tirx.const(int(end), "int32") if isinstance(end, tirx.IntImm) else fixed(end.astype("int32"))
+
+
+def _f32(value: float) -> Expr:
+    return tirx.const(value, "float32")

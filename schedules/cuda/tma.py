@@ -1,0 +1,103 @@
+"""Tiles of Q, K, V and Y between global and shared memory by the tensor memory accelerator (PTX ISA 9.7.10.28).
+
+A tile lies in shared memory as panels of 64 columns: rows of 128 bytes, whose eight 16-byte chunks are swizzled (chunk
+c of row r is at c ^ (r mod 8)), as wgmma reads them and so that a column of rows meets no bank twice. Where a head's
+dimension is no multiple of 64, the last panel has its full width: what is read outside the tensor is 0, which costs
+shared memory but neither traffic nor products, as those stop at the last column. Rows behind the last one are 0 too,
+and not written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm import DataType, tirx
+from tvm.ir import Expr
+from tvm.script.ir_builder import tirx as T
+
+from lowering.attention.bound import Bound
+
+COLUMNS = 64  # of a panel, of 16 bits
+ROW_BYTES = 128
+ROW_WORDS = ROW_BYTES // 4
+SWIZZLE_128B, L2_PROMOTION_128B = 3, 2  # CUtensorMapSwizzle, CUtensorMapL2promotion
+LOAD = "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+STORE = "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group"
+
+
+def panels(dim: int) -> int:
+    return -(-dim // COLUMNS)
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """Tiles of `rows` rows of one head of q, k, v or y; made by the host, used by a kernel. Coordinates are int32."""
+
+    handle: tirx.Var
+    dim: int
+    rows: int
+
+    @staticmethod
+    def of(bound: Bound, name: str, rows: int) -> TensorMap:
+        """Emits the host's code. Elements have 16 bits, rows whole 16 bytes, and B and S are positive.
+
+        Where there are no keys, the map is one of Q, as it has to be of something; nothing is read through it.
+        """
+        p = bound.problem
+        heads, length = (p.q_heads, bound.S) if name in ("q", "y") else (p.kv_heads, bound.T)
+        dim = p.head_dim if name in ("q", "k") else p.v_head_dim
+        layout = p.q_layout if name in ("q", "y") else p.kv_layout
+        buffer = bound.buffers[name]
+        size = DataType(buffer.dtype).bits // 8
+        length, some = tirx.max(_int64(length), T.int64(1)), _int64(length) > 0
+        row, head = (dim, length * dim) if layout == "bhsd" else (heads * dim, dim)
+        sizes = [dim, length, heads, bound.B]
+        strides = [row * size, head * size, length * (heads * dim * size)]
+        handle = T.bind(T.tvm_stack_alloca("tensormap", 1))
+
+        def encode(data: tirx.Var) -> None:
+            T.evaluate(
+                T.tensormap_encode_tiled(
+                    handle, data, *sizes, *strides, COLUMNS, rows, 1, 1, 1, 1, 1, 1,
+                    descriptor_dtype=str(buffer.dtype), rank=4, swizzle=SWIZZLE_128B, l2_promotion=L2_PROMOTION_128B,
+                )
+            )  # fmt: skip
+
+        with T.If(some):
+            with T.Then():
+                encode(buffer.data)
+            with T.Else():
+                encode(bound.buffers["q"].data)
+        return TensorMap(handle, dim, rows)
+
+    @property
+    def bytes(self) -> int:
+        """Of a tile in shared memory."""
+        return panels(self.dim) * self.rows * ROW_BYTES
+
+    def load(self, memory: tirx.Buffer, at: Expr, place: tuple[Expr, Expr, Expr], barrier: Expr) -> None:
+        """One thread: memory[at:] (words, 1024-byte aligned) := the tile at (batch, head, row), told to barrier."""
+        b, h, row = place
+        for panel in range(panels(self.dim)):
+            target = memory.ptr_to([at + panel * self.rows * ROW_WORDS])
+            column = tirx.const(panel * COLUMNS, "int32")
+            T.evaluate(T.ptx[LOAD](target, T.address_of(self.handle), column, row, h, b, barrier))
+
+    def store(self, memory: tirx.Buffer, at: Expr, place: tuple[Expr, Expr, Expr]) -> None:
+        """One thread: the tile at (batch, head, row) := memory[at:], of which it waits until it has been read."""
+        b, h, row = place
+        for panel in range(panels(self.dim)):
+            source = memory.ptr_to([at + panel * self.rows * ROW_WORDS])
+            column = tirx.const(panel * COLUMNS, "int32")
+            T.evaluate(T.ptx[STORE](T.address_of(self.handle), column, row, h, b, source))
+        T.evaluate(T.ptx["cp.async.bulk.commit_group"]())
+        T.evaluate(T.ptx["cp.async.bulk.wait_group.read"](0))
+
+
+def fence_async() -> None:
+    """What this thread wrote to shared memory before is seen by TMA and wgmma after the next barrier."""
+    T.evaluate(T.ptx["fence.proxy.async.shared::cta"]())
+
+
+def _int64(value: int | Expr) -> Expr:
+    return tirx.const(value, "int64") if isinstance(value, int) else value

@@ -1,0 +1,104 @@
+"""Products of a warpgroup: wgmma.mma_async of m64nNk16 (PTX ISA 9.7.17), 16-bit operands, float32 sums.
+
+Operands in shared memory are tiles of `tma.py`: panels of 64 columns of 16 bits, 128-byte swizzle, addressed by
+descriptors that count in units of 16 bytes. wgmma reads and writes registers while the program goes on: `fence` says to
+nvcc where it may not move them, before the first product and after the wait (T.cuda.wgmma.noop_barrier of TVM 0.27 is
+broken).
+"""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.ir import Expr
+from tvm.script.ir_builder import tirx as T
+
+from .ptx import SHORT
+from .tma import COLUMNS, ROW_BYTES, SWIZZLE_128B
+
+K = 16  # depth of one product
+UNIT = 16  # bytes
+K_STEP = K * 2 // UNIT  # along a row
+ROW_STEP = K * ROW_BYTES // UNIT  # 16 rows down
+
+
+def descriptor(memory: tirx.Buffer, at: Expr | int, rows: int) -> Expr:
+    """Of the tile of so many rows at memory[at] (words): uint64, in which a sum moves the start by units.
+
+    Core matrices of 8 rows are 64 units apart, panels so many as 8 per row; the latter counts where the tile is read
+    transposed (V), as a tile read along its rows (Q, K) never leaves a panel within one product.
+    """
+    buffer = T.alloc_buffer((1,), "uint64", scope="local")
+    panel = rows * ROW_BYTES // UNIT
+    T.evaluate(
+        T.cuda.wgmma.encode_matrix_descriptor(
+            buffer.ptr_to([0]), memory.ptr_to([at]), panel, 8 * ROW_BYTES // UNIT, SWIZZLE_128B
+        )
+    )
+    return T.bind(buffer[0])
+
+
+def product_ss(dtype: str, C: tirx.Buffer, a: Expr, b: Expr, shape: tuple[int, int], rows: tuple[int, int]) -> None:
+    """C [64, N] := A B^T of tiles in shared memory, A [64, K], B [N, K]; shape is (N, K), rows those of the tiles."""
+    n, k = shape
+    fence(C)
+    T.evaluate(T.ptx.wgmma.fence.sync.aligned())
+    for step in range(-(-k // K)):
+        panel, inside = divmod(step, COLUMNS // K)
+        steps = [panel * r * ROW_BYTES // UNIT + inside * K_STEP for r in rows]
+        T.evaluate(
+            _instruction(dtype, n)(
+                *_registers(C), _moved(a, steps[0]), _moved(b, steps[1]), _predicate(step > 0), 1, 1, 0, 0
+            )
+        )
+    T.evaluate(T.ptx.wgmma.commit_group.sync.aligned())
+
+
+def product_rs(dtype: str, C: tirx.Buffer, A: tirx.Buffer, b: Expr, shape: tuple[int, int]) -> None:
+    """C [64, N] += A B, A [64, K] in registers, the tile B [K, N] in shared memory; shape is (N, K)."""
+    n, k = shape
+    fence(C)
+    fence(A)
+    T.evaluate(T.ptx.wgmma.fence.sync.aligned())
+    for step in range(k // K):
+        operand = [A[4 * step + x] for x in range(4)]
+        T.evaluate(
+            _instruction(dtype, n)(*_registers(C), *operand, _moved(b, step * ROW_STEP), _predicate(True), 1, 1, 1)
+        )
+    T.evaluate(T.ptx.wgmma.commit_group.sync.aligned())
+
+
+def wait(pending: int, *registers: tirx.Buffer) -> None:
+    """Waits until so many products are left; from here on the registers can be used."""
+    T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(pending))
+    for buffer in registers:
+        fence(buffer)
+
+
+def fence(registers: tirx.Buffer) -> None:
+    """nvcc takes the registers for changed here."""
+    n, dtype = int(registers.shape[0]), str(registers.dtype)
+    kind, constraint = {"float32": ("float", "f"), "uint32": ("uint", "r")}[dtype]
+    name = f"fence_{kind}_{n}"
+    source = f"""
+__forceinline__ __device__ void {name}({kind}* r) {{
+#pragma unroll
+  for (int i = 0; i < {n}; ++i) asm volatile("" : "+{constraint}"(r[i]) :: "memory");
+}}
+"""
+    T.evaluate(T.cuda.func_call(name, registers.ptr_to([0]), source_code=source))
+
+
+def _instruction(dtype: str, n: int):
+    return T.ptx[f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{SHORT[dtype]}.{SHORT[dtype]}"]
+
+
+def _registers(C: tirx.Buffer) -> list[Expr]:
+    return [C[i] for i in range(int(C.shape[0]))]
+
+
+def _moved(descriptor: Expr, units: int) -> Expr:
+    return descriptor if units == 0 else descriptor + tirx.const(units, "uint64")
+
+
+def _predicate(value: bool) -> Expr:
+    return T.ptx.pred(T.uint32(int(value)))
