@@ -17,7 +17,8 @@ from .decode_rows import decode_rows
 from .device import Device, device
 from .plain import plain
 from .prefill_mma import prefill_mma, takes
-from .tiles import DecodeTiles, MmaTiles, RowTiles
+from .prefill_wgmma import prefill_wgmma
+from .tiles import DecodeTiles, MmaTiles, RowTiles, WgmmaTiles
 
 
 def attention(func: tirx.PrimFunc, target: tvm.target.Target) -> tirx.PrimFunc | None:
@@ -27,7 +28,8 @@ def attention(func: tirx.PrimFunc, target: tvm.target.Target) -> tirx.PrimFunc |
     problem, gpu = AttentionProblem.from_json(func.attrs[ATTRIBUTE]), device(target)
     if not takes(problem):
         return rows_kernel(problem, RowTiles.default(gpu))
-    return attention_kernel(problem, gpu, MmaTiles.default(problem, gpu), DecodeTiles.default(problem, gpu))
+    tiles = WgmmaTiles if gpu.generation == 90 else MmaTiles
+    return attention_kernel(problem, gpu, tiles.default(problem, gpu), DecodeTiles.default(problem, gpu))
 
 
 def rows_kernel(problem: AttentionProblem, tiles: RowTiles) -> tirx.PrimFunc:
@@ -46,10 +48,10 @@ def rows_kernel(problem: AttentionProblem, tiles: RowTiles) -> tirx.PrimFunc:
 
 
 def attention_kernel(
-    problem: AttentionProblem, gpu: Device, prefill_tiles: MmaTiles, decode_tiles: DecodeTiles
+    problem: AttentionProblem, gpu: Device, prefill_tiles: MmaTiles | WgmmaTiles, decode_tiles: DecodeTiles
 ) -> tirx.PrimFunc:
     """The PrimFunc with the parameters of the plain lowering, for a problem that tensor cores take: it launches
-    `decode` for up to decode_tiles.rows packed query rows, and `prefill_mma` for more.
+    `decode` for up to decode_tiles.rows packed query rows, and for more the prefill kernel that the tiles are for.
 
     Raises ValueError for illegal tiles.
     """
@@ -61,12 +63,19 @@ def attention_kernel(
                 with T.Then():
                     decode(bound, decode_tiles, gpu)
                 with T.Else():
-                    prefill_mma(bound, prefill_tiles, gpu)
+                    _prefill(bound, prefill_tiles, gpu)
         elif bound.problem.q_len is not None and bound.problem.q_len <= most:
             decode(bound, decode_tiles, gpu)
         else:
-            prefill_mma(bound, prefill_tiles, gpu)
+            _prefill(bound, prefill_tiles, gpu)
     return builder.get()
+
+
+def _prefill(bound: Bound, tiles: MmaTiles | WgmmaTiles, gpu: Device) -> None:
+    if isinstance(tiles, WgmmaTiles):
+        prefill_wgmma(bound, tiles, gpu)
+    else:
+        prefill_mma(bound, tiles, gpu)
 
 
 def _bound(problem: AttentionProblem) -> Bound:

@@ -31,14 +31,13 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.bound import Bound
-from lowering.attention.problem import AttentionProblem
 
 from . import wgmma
 from .device import Device
 from .fragments import OnlineSoftmax
 from .host import multiprocessors, on_host
 from .pipeline import Ring, named_arrive, named_sync
-from .ptx import SHORT, WARP, fixed, pack, put, registers, synchronise
+from .ptx import WARP, fixed, pack, put, registers, synchronise
 from .tiles import WgmmaTiles
 from .tma import ROW_WORDS, TensorMap, fence_async
 
@@ -48,22 +47,10 @@ SWIZZLE_ALIGNMENT = 1024
 FIRST_OWN, ALL_CONSUMERS = 4, 7  # named barriers, after 0 (the block) and 1 to 3 (turns)
 
 
-def takes(problem: AttentionProblem) -> bool:
-    """Whether `prefill_wgmma` serves the problem: half precision in rows of whole 16 bytes, no qk output."""
-    return (
-        problem.dtype in SHORT
-        and problem.v_dtype == problem.dtype
-        and problem.acc_dtype == "float32"
-        and problem.head_dim % 8 == problem.v_head_dim % 8 == 0
-        and max(problem.head_dim, problem.v_head_dim) <= 256
-        and problem.qk_mode is None
-    )
-
-
 def prefill_wgmma(bound: Bound, tiles: WgmmaTiles, device: Device) -> None:
     """Emits the kernel, with its launch, into the PrimFunc that `bound` has opened.
 
-    Any problem that it `takes`. Raises ValueError for illegal tiles.
+    Any problem that `prefill_mma` takes, for sm_90a. Raises ValueError for illegal tiles.
     """
     tiles.check(bound.problem, device)
     with T.If(tirx.all(_int64(bound.B) > 0, _int64(bound.S) > 0)), T.Then():
