@@ -1,9 +1,9 @@
-"""Ordinary operators on GPUs: TVM's own schedules (dlight), the last of which binds any block to threads."""
+"""Ordinary operators on GPUs: TVM's own schedules (dlight), and one thread for what they cannot take."""
 
 from __future__ import annotations
 
 import tvm
-from tvm import tirx
+from tvm import s_tir, tirx
 from tvm.s_tir import dlight
 
 _SCHEDULES = tuple(
@@ -18,17 +18,35 @@ _SCHEDULES = tuple(
 )
 
 
-def ordinary(func: tirx.PrimFunc, target: tvm.target.Target) -> tirx.PrimFunc | None:
-    """The function with its loops bound to threads; None where TVM has no schedule for it."""
-    module = tvm.IRModule({"main": func})
+def ordinary(func: tirx.PrimFunc, target: tvm.target.Target) -> tirx.PrimFunc:
+    """The function with its loops bound to threads."""
     with target:
         for schedule in _SCHEDULES:
             try:
-                scheduled = schedule(module)
+                scheduled = schedule(tvm.IRModule({"main": func}))
                 # Threads reduce together only by the combiners that TVM knows: not by a maximum that keeps NaN.
-                tvm.s_tir.transform.LowerCrossThreadReduction()(scheduled)
-            except (ValueError, AssertionError):
+                s_tir.transform.LowerCrossThreadReduction()(scheduled)
+            except (ValueError, AssertionError, RuntimeError):
                 continue
             if not scheduled["main"].same_as(func):
                 return scheduled["main"]
-    return None
+    return _by_one_thread(func)
+
+
+def _by_one_thread(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """Right for any function, and slow: for statements without loops, and loops over nothing, by which TVM divides."""
+    thread = tirx.IterVar((0, 1), tirx.Var("thread", "int32"), tirx.IterVar.ThreadIndex, "threadIdx.x")
+    outer = func.body.block
+    inside = tirx.AttrStmt(thread, "thread_extent", 1, outer.body)
+    block = s_tir.SBlock(
+        outer.iter_vars,
+        outer.reads,
+        outer.writes,
+        outer.name_hint,
+        inside,
+        outer.init,
+        outer.alloc_buffers,
+        outer.match_buffers,
+        outer.annotations,
+    )
+    return func.with_body(s_tir.SBlockRealize([], tirx.const(True), block))
