@@ -1,0 +1,75 @@
+"""ONNX's own cases of Attention and TensorScatter, as whole artifacts on an emulated GPU.
+
+Cases of one opset are parts of one model, so that their kernels are compiled together.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import cuda_emulation as emulated
+import node_cases
+import onnx
+import onnx.compose
+import pytest
+from node_cases import Case
+
+import lowering
+
+# Cases in one model.
+_PART = 24
+
+
+def batches(operator: str) -> Iterator[list[Case]]:
+    """The cases of an operator, those of one opset at a time."""
+    by_opset: dict[tuple, list[Case]] = {}
+    for case in node_cases.cases(operator):
+        opsets = tuple(sorted((i.domain, i.version) for i in case.model.opset_import))
+        by_opset.setdefault(opsets, []).append(case)
+    for cases in by_opset.values():
+        for start in range(0, len(cases), _PART):
+            yield cases[start : start + _PART]
+
+
+def parts() -> list[tuple[str, int]]:
+    """By operator, how many models its cases make."""
+    return [(operator, k) for operator in node_cases.EVERY_TYPE for k in range(len(list(batches(operator))))]
+
+
+def merged(cases: Sequence[Case]) -> onnx.ModelProto:
+    """One model of all: the names of case k begin with `k.`."""
+    models = [onnx.compose.add_prefix(case.model, f"{k}.") for k, case in enumerate(cases)]
+    whole = onnx.ModelProto()
+    whole.CopyFrom(models[0])
+    for model in models[1:]:
+        for field in ("node", "initializer", "input", "output", "value_info"):
+            getattr(whole.graph, field).extend(getattr(model.graph, field))
+    return whole
+
+
+def failures(operator: str, part: int, arch: str) -> list[str]:
+    """What went wrong. Called in the emulation's process."""
+    cases = list(batches(operator))[part]
+    with tempfile.TemporaryDirectory() as folder:
+        saved = Path(folder) / "artifact"
+        lowering.compile(merged(cases), f"cuda:{arch}").save(saved)
+        model = lowering.load(saved)
+    inputs, outputs = iter(model.inputs), iter(model.outputs)
+    results = model.run({next(inputs).name: array for case in cases for array in case.inputs})
+    found = []
+    for case in cases:
+        for expected in case.outputs:
+            name = next(outputs).name
+            try:
+                node_cases.assert_close(results[name], expected, case.rtol, case.atol, name)
+            except AssertionError as error:
+                found.append(f"{case.name}: {error}")
+    return found
+
+
+@pytest.mark.parametrize(("operator", "part"), parts())
+def test_operator(operator: str, part: int) -> None:
+    found = emulated.run(failures, operator, part, "sm_80", arch="sm_80", timeout=580)
+    assert not found, "\n".join(found)
