@@ -15,7 +15,10 @@ from typing import Any
 
 from .errors import InputError, LoweringError
 
-_TARGET = "cpu (this machine, the default), cpu:x86-64-v3, cpu:x86-64-v4 or cpu:aarch64"
+_TARGET = (
+    "cpu (this machine, the default), cpu:x86-64-v3, cpu:x86-64-v4, cpu:aarch64, cuda (the GPU here), or cuda: and "
+    "architectures: sm_80, sm_86, sm_89, sm_90a, sm_100a, sm_120, with commas between"
+)
 
 _WEIGHTS = "compress the constant matrices of products"
 

@@ -43,15 +43,17 @@ def compile(
 ) -> Model:
     """Compiles an ONNX model ahead of time; the result runs at once and can be saved.
 
-    model is a path, bytes, an `onnx.ModelProto` or an `onnx_ir.Model`; files with external data are read lazily. target
-    is `cpu` for this machine, or `cpu:x86-64-v3`, `cpu:x86-64-v4`, `cpu:aarch64` for others; cc names the compiler that
-    links. donate holds regular expressions that match whole names of inputs to be consumed: the matching output takes
-    over their memory. static_cache=N makes a decoder's growing past a cache of N slots, written in place, whose
-    length is a new input (lowering/static_cache.py); `Model.decoder` keeps it. weights="int8" (a scale for each
-    column), "int4" (a float16 scale for each column and 32 rows) or "f16" compresses the constant matrices of products.
-    Sums stay float32; tables of embeddings, biases and convolutions stay as they are. What it costs is a note of the
-    manifest. threads is the default number of workers; None means the CPUs the calling thread may use. dump is called
-    with ("fused", the `onnx_ir.Model` to import), then with (name of the pass, module) after each pass.
+    model is a path, bytes, an `onnx.ModelProto` or an `onnx_ir.Model`; files with external data are read lazily.
+    target is `cpu` for this machine, or `cpu:x86-64-v3`, `cpu:x86-64-v4`, `cpu:aarch64` for others, or `cuda:` and
+    a list of architectures of GPUs, such as `cuda:sm_80,sm_90a`, or `cuda` for the GPU here; cc names the compiler
+    that links. donate holds regular expressions that match whole names of inputs to be consumed: the matching
+    output takes over their memory. static_cache=N makes a decoder's growing past a cache of N slots, written in
+    place, whose length is a new input (lowering/static_cache.py); `Model.decoder` keeps it. weights="int8" (a scale
+    for each column), "int4" (a float16 scale for each column and 32 rows) or "f16" compresses the constant matrices
+    of products. Sums stay float32; tables of embeddings, biases and convolutions stay as they are. What it costs is
+    a note of the manifest. threads is the default number of workers; None means the CPUs the calling thread may
+    use. dump is called with ("fused", the `onnx_ir.Model` to import), then with (name of the pass, module) after
+    each pass.
 
     Raises ModelError, NodeError (a node that cannot be lowered), TargetError or InputError (an unknown way to hold
     weights, a donate pattern that matches no input, or an input without a matching output).
