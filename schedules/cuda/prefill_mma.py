@@ -173,6 +173,7 @@ class _QueryTile:
         if self.problem.mask is None:
             with T.serial(masked, self.count) as u:
                 self.step(u, None, masked=False)
+        ptx.wait_for_copies(0)  # of Q, which nobody waits for where no key is visible; Y takes its place
 
     def step(self, u: Expr, turn: Expr | None, *, masked: bool) -> None:
         """One tile of keys. What is free for the tiles to come is asked for first."""

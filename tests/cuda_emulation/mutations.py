@@ -31,9 +31,13 @@ class Step:
     kernel: str
     call: str
 
+    @property
+    def name(self) -> str:
+        """Of the instruction or function."""
+        return self.call.partition("(")[0].removeprefix("tvm_builtin_")
+
     def __str__(self) -> str:
-        name = self.call.partition("(")[0].removeprefix("tvm_builtin_")
-        return f"{self.kernel}: {name} ({self.number})"
+        return f"{self.kernel}: {self.name} ({self.number})"
 
 
 def steps_can_be_left_out(source: str) -> tuple[str, list[Step]]:

@@ -41,13 +41,6 @@ void run(std::vector<Copy>& group) {
   group.clear();
 }
 
-// The running thread has seen all groups up to the number.
-void saw(uint32_t number) {
-  Clock seen;
-  seen.at[agent()] = number;
-  observe(seen);
-}
-
 }  // namespace
 
 void reset_cp_async() { groups.assign(block.threads, Groups()); }
@@ -86,7 +79,7 @@ void emu_cp_async_wait(int left) {
     run(own.committed.front());
     own.committed.pop_front();
   }
-  if (own.number > (uint32_t)left) saw(own.number - 1 - left);
+  if (own.number > (uint32_t)left) current->copies_seen = std::max(current->copies_seen, own.number - 1 - left);
 }
 
 // The mbarrier is told when the copies issued so far are done; without .noinc it waits for one arrival more.

@@ -24,6 +24,7 @@ struct Thread {
   uint32_t waits_for = 0;           // number of the named barrier, or address of the mbarrier
   const char* operation = "";       // name of the collective operation
   uint32_t proxy_fences = 0;        // fence.proxy.async executed so far
+  uint32_t copies_seen = 0;         // commit groups of its cp.async that it has waited for
   uint32_t init_fences = 0;         // those and fence.mbarrier_init
 
   int warp() const { return number / WARP; }

@@ -117,6 +117,7 @@ int emu_barrier_count(int predicate) {
 
 void emu_syncwarp(uint32_t mask) {
   static const char key = 0;
+  share_copies();
   meet_lanes(mask, &key, "__syncwarp", nullptr, [](void**) {});
 }
 

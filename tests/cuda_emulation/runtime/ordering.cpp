@@ -41,6 +41,13 @@ const char* name(int agent) {
   return buffer;
 }
 
+// Whether the past includes a write; a thread has seen the copies that it waited for itself.
+bool has_seen(const Clock& seen, const Cell& cell) {
+  if (seen.at[cell.writer] >= cell.write) return true;
+  return current && cell.writer == COPIES_AT + current->warp() && cell.thread == current->number &&
+         current->copies_seen >= cell.write;
+}
+
 // `seen` is the past of the agent that accesses now.
 void access(const Clock& seen, int agent, bool generic, uint32_t address, size_t bytes, bool write, const char* what) {
   if (!settings.races || bytes < CELL) return;
@@ -50,7 +57,7 @@ void access(const Clock& seen, int agent, bool generic, uint32_t address, size_t
   for (size_t i = address / CELL; i <= last; i++) {
     Cell& cell = cells[i];
     if (cell.writer != NOBODY) {
-      if (seen.at[cell.writer] < cell.write)
+      if (!has_seen(seen, cell))
         fail("race: %s of shared memory at 0x%zx without an order after the write by %s", what, i * CELL,
              name(cell.writer));
       if (!generic && !write && cell.generic && threads[cell.thread].proxy_fences <= cell.fences)
@@ -92,7 +99,13 @@ void reset_ordering() {
 Clock& clock_of(int warp) { return warps[warp]; }
 Clock& clock_of_warp() { return warps[current->warp()]; }
 
+void share_copies() {
+  uint32_t& seen = clock_of_warp().at[COPIES_AT + current->warp()];
+  seen = std::max(seen, current->copies_seen);
+}
+
 void publish(Clock& to) {
+  share_copies();
   Clock& own = clock_of_warp();
   to.join(own);
   own.at[current->warp()]++;
@@ -107,6 +120,7 @@ Operation operation(int agent, uint32_t clock, const Clock& past) {
 }
 
 Operation bulk_operation() {
+  share_copies();
   next_bulk = (next_bulk + 1) % BULK_CLOCKS;
   return operation(BULK_AT + next_bulk, ++bulk_clocks[next_bulk], clock_of_warp());
 }

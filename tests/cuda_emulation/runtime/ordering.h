@@ -3,7 +3,8 @@
 // An agent is a warp, or an asynchronous operation in flight (copies, wgmma), which has a clock of its own from its
 // issue on. Barriers, mbarriers and waits pass clocks on. Two accesses to the same two bytes of which one is a write
 // are a race unless the later agent has seen the clock of the earlier access; the order in which fibers happen to run
-// plays no part. Lanes of one warp count as ordered. (Flanagan and Freund, FastTrack, PLDI 2009.)
+// plays no part. Lanes of one warp count as ordered, except that what a lane copied by cp.async and waited for is seen by
+// the others only when it has met them. (Flanagan and Freund, FastTrack, PLDI 2009.)
 //
 // The asynchronous proxy is here too: what a thread wrote by ordinary stores, wgmma and bulk copies may read only after
 // that thread executed fence.proxy.async.
@@ -47,6 +48,8 @@ void reset_ordering();
 
 Clock& clock_of(int warp);
 Clock& clock_of_warp();                    // of the running thread
+// The other lanes of the warp may see the copies that the running thread waited for.
+void share_copies();
 // The running warp tells `to` all it did; what it does from now on is later.
 void publish(Clock& to);
 // The running warp has seen what `from` tells.

@@ -1,0 +1,67 @@
+"""No barrier, wait or fence of a shipped kernel can be left out unnoticed.
+
+What is there is needed; and what is needed is there, since the whole kernel passes under the emulation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda_emulation as emulated
+import numpy as np
+import pytest
+from cuda_emulation.mutations import survivors
+
+from lowering.attention.problem import AttentionProblem, Window
+from lowering.attention.reference import reference
+from schedules.cuda.attention import attention_kernel
+from schedules.cuda.device import DEVICES
+from schedules.cuda.tiles import DecodeTiles, MmaTiles
+
+GPU = DEVICES["sm_80"]
+DECODE = DecodeTiles(keys=16, warps=2, stages=3, blocks=2, split=64)
+# By tiles of prefill, query rows, and keys before them. Every loop goes round often enough to need all of its steps; in
+# prefill, the first tile of rows sees no key at all.
+KERNELS = {
+    "prefill, a stage": (MmaTiles(64, 16, 2), 200, -70),
+    "prefill, stages": (MmaTiles(64, 16, 2, stages=2), 200, -70),
+    "prefill, Q in registers": (MmaTiles(32, 16, 2, q_in_registers=True), 200, -70),
+    "decode": (MmaTiles(64, 16, 2), 3, 96),
+}
+# Prefill waits for all threads before it stores Y, whatever it did before. Copies have been waited for already where Q
+# is in registers, and at the end of decoding.
+REDUNDANT = {
+    "prefill, a stage": ["cuda_cta_sync"],
+    "prefill, stages": ["cuda_cta_sync"],
+    "prefill, Q in registers": ["ptx_cp_async_wait_group_async_wait_group_0", "cuda_cta_sync"],
+    "decode": ["ptx_cp_async_wait_group_async_wait_group_0"],
+}
+
+
+def problem(q_len: int) -> AttentionProblem:
+    """Causal, with values that are longer than keys, so that Y does not fit where Q was."""
+    sizes: dict[str, Any] = {"batch": 1, "q_len": q_len, "kv_len": None, "q_heads": 2, "kv_heads": 1}
+    types: dict[str, Any] = {"dtype": "float16", "v_dtype": "float16", "acc_dtype": "float32"}
+    window = Window(right=0, offset="past")
+    return AttentionProblem(**sizes, **types, head_dim=32, v_head_dim=64, scale=0.2, window=window)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_nothing_can_be_left_out(name: str) -> None:
+    tiles, q_len, past = KERNELS[name]
+    p, kv_len, rng = problem(q_len), 140, np.random.default_rng()
+    q, k, v = (
+        rng.standard_normal((1, heads, length, dim)).astype("float16")
+        for heads, length, dim in ((2, q_len, 32), (1, kv_len, 32), (1, kv_len, 64))
+    )
+    v[:, :, past + q_len // 2, 5] = np.inf  # some rows see it, which makes prefill go over their tile again
+    inputs = {"q": q, "k": k, "v": v, "past": past, "y": np.full((1, 2, q_len, 64), np.nan, "float16")}
+    want, _ = reference(p, q=q, k=k, v=v, past=past)
+    names = p.parameters()
+
+    def right(after: list[Any]) -> bool:
+        return np.allclose(after[names.index("y")].astype("float64"), want, atol=2e-3, equal_nan=True)
+
+    module = emulated.module({"attention": attention_kernel(p, GPU, tiles, DECODE)}, arch=GPU.arch)
+    left = survivors(module, "attention", [inputs[x] for x in names], right)
+    assert [step.name for step in left] == REDUNDANT[name]
