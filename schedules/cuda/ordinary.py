@@ -36,6 +36,8 @@ def ordinary(func: tirx.PrimFunc, target: tvm.target.Target) -> tirx.PrimFunc:
 def _by_one_thread(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """Right for any function, and slow: for statements without loops, and loops over nothing, by which TVM divides."""
     thread = tirx.IterVar((0, 1), tirx.Var("thread", "int32"), tirx.IterVar.ThreadIndex, "threadIdx.x")
+    if not isinstance(func.body, s_tir.SBlockRealize):
+        return func.with_body(tirx.AttrStmt(thread, "thread_extent", 1, func.body))
     outer = func.body.block
     inside = tirx.AttrStmt(thread, "thread_extent", 1, outer.body)
     block = s_tir.SBlock(

@@ -1,0 +1,84 @@
+"""Whole models on the emulated GPU: exports of transformers, caches written in place, arrays of either memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import cuda_emulation as emulated
+import numpy as np
+import pytest
+import tvm_ffi
+
+import lowering
+
+SAMPLES = Path(__file__).parents[1] / "exports" / "samples"
+
+
+def sample(name: str) -> float:
+    """The largest difference from PyTorch in float64, relative to the range of the output."""
+    model = lowering.compile(SAMPLES / name / "model.onnx", "cuda:sm_80")
+    worst = 0.0
+    for path in sorted((SAMPLES / name).glob("*.npz")):
+        with np.load(path) as arrays:
+            results = model.run({key: arrays[key] for key in arrays.files if not key.startswith("=")})
+            for key in arrays.files:
+                if key.startswith("="):
+                    worst = max(worst, float(np.abs(results[key[1:]] - arrays[key]).max() / np.ptp(arrays[key])))
+    return worst
+
+
+@pytest.mark.parametrize(("name", "bar"), [("gemma2-past-dynamo23", 1e-5), ("whisper-past-dynamo23-f16", 5e-3)])
+def test_sample(name: str, bar: float) -> None:
+    assert emulated.run(sample, name, arch="sm_80", timeout=500) < bar
+
+
+def decoding() -> tuple[float, bool]:
+    """A decoder with slot caches beside the same on the CPU: the difference of logits, and whether caches of the GPU
+    were used in place."""
+    path = SAMPLES / "llama-past-dynamo23" / "model.onnx"
+    gpu, cpu = (lowering.compile(path, target, static_cache=16) for target in ("cuda:sm_80", "cpu"))
+    ids = np.random.default_rng(0).integers(0, 30, (2, 7))
+    decoders = [model.decoder() for model in (gpu, cpu)]
+    logits = [np.concatenate([d.prefill(ids[:, :4]), d.step(ids[:, 4])[:, None]], 1) for d in decoders]
+
+    rng = np.random.default_rng(1)
+    sizes = {d: 2 for spec in gpu.inputs for d in spec.dims if isinstance(d, str)}
+    feeds = {}
+    for spec in gpu.inputs:
+        shape = [d if isinstance(d, int) else sizes[d] for d in spec.dims]
+        array = rng.standard_normal(shape).astype(spec.dtype) if spec.dtype == "float32" else np.ones(shape, spec.dtype)
+        feeds[spec.name] = on_gpu(array) if spec.name in gpu.manifest.donated else array
+    results = gpu.run(feeds)
+    kept = all(results[out] is feeds[name] for name, out in gpu.manifest.donated.items())
+    return float(np.abs(logits[0] - logits[1]).max() / np.ptp(logits[1])), kept
+
+
+class OnGpu:
+    """An array of a library with GPU memory, as the array API standard has it."""
+
+    def __init__(self, memory: Any) -> None:
+        self.memory = tvm_ffi.from_dlpack(memory)
+        self.shape, self.dtype = tuple(self.memory.shape), np.dtype(str(self.memory.dtype))
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.memory.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.memory.__dlpack_device__()
+
+    def __array_namespace__(self) -> SimpleNamespace:
+        return SimpleNamespace(from_dlpack=OnGpu)
+
+
+def on_gpu(array: np.ndarray) -> OnGpu:
+    import tvm
+
+    return OnGpu(tvm.runtime.tensor(array, tvm.cuda(0)))
+
+
+def test_decoding_writes_caches_in_place() -> None:
+    difference, in_place = emulated.run(decoding, arch="sm_80", timeout=500)
+    assert difference < 1e-5
+    assert in_place
