@@ -15,7 +15,7 @@ import numpy as np
 
 from .errors import InputError
 from .inputs import is_integer, random_input
-from .limits import Limits, measure_limits
+from .limits import Limits, measure_gpu_limits, measure_limits
 from .manifest import Manifest, TensorSpec
 from .runtime import Model, load
 from .runtime.profiler import KernelCall, Profiler
@@ -119,7 +119,7 @@ def bench(
     hold. inputs are arrays by name; the others are made up: floating-point numbers are normally distributed, integers
     and bools are 1, so that masks show everything. It takes at least about `seconds`, of which half are whole runs and
     half runs in which each kernel is timed; both take turns. The machine's limits are measured at the end, with as many
-    threads (lowering/limits.py).
+    threads (lowering/limits.py). For a model on a GPU, given arrays must be in its memory.
 
     Raises InputError where sizes are missing or not the model's, and ArtifactError for what `load` refuses.
     """
@@ -128,8 +128,9 @@ def bench(
     given = dict(inputs or {})
     sizes = _sizes(model.manifest, dict(sizes or {}), given)
     rng = np.random.default_rng(0)
-    arrays = {t.name: given[t.name] if t.name in given else _input(t, model.manifest, sizes, rng) for t in model.inputs}
-    call = model.bind({**given, **arrays}, threads=threads)
+    free = {t.name: _input(t, model.manifest, sizes, rng) for t in model.inputs if t.name not in given}
+    arrays = {**given, **(free if model.gpu is None else {name: model.gpu.copy(array) for name, array in free.items()})}
+    call = model.bind(arrays, threads=threads)
     profiler = Profiler(model)
     call()
     wall: list[float] = []
@@ -138,6 +139,7 @@ def bench(
     while len(wall) < _FEWEST or (time.perf_counter() - begin < seconds and len(wall) < _MOST):
         start, busy = time.perf_counter(), time.process_time()
         call()
+        model.wait()
         wall.append(time.perf_counter() - start)
         cpu.append(time.process_time() - busy)
         with model.instrumented(profiler):
@@ -146,7 +148,8 @@ def bench(
     times = np.median(np.array(profiler.times), axis=0) / 1e9
     calls = tuple(TimedCall(c.kernel, c.nodes, c.flops, c.bytes, float(t)) for c, t in zip(profiler.calls, times))
     low, middle, high = (float(q) for q in np.quantile(wall, (0.25, 0.5, 0.75)))
-    limits = measure_limits(threads, sum(c.bytes for c in calls))
+    read = sum(c.bytes for c in calls)
+    limits = measure_limits(threads, read) if model.gpu is None else measure_gpu_limits(model.gpu)
     taken = float(np.median(cpu))
     return Profile(middle, (low, high), taken, len(wall), threads, model.manifest.target, sizes, limits, calls)
 

@@ -1,4 +1,4 @@
-"""What this machine can do at most, by kernels that need nothing but NumPy.
+"""What this machine can do at most, by kernels that need nothing but NumPy; of a GPU, how fast it copies its memory.
 
 Arithmetic: a product of two float32 matrices of 2048 x 2048. Reading: a float32 dot product of a vector with itself.
 Both are calls of NumPy's BLAS, which takes its number of threads from the environment when it is loaded; hence a
@@ -14,26 +14,43 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+if TYPE_CHECKING:
+    from .runtime.devices import Gpu
+
 _SIZE = 2048
 _SMALLEST, _LARGEST = 2**20, 2**30
+_COPIED = 2**28
 _SECONDS = 0.5  # for each
 _THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "BLIS_NUM_THREADS")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Floating-point operations and bytes read per second, and how many bytes were read over and over."""
+    """Floating-point operations and bytes per second, and how many bytes were read over and over.
 
-    flops: float
+    flops is None where that is unknown: then only memory limits.
+    """
+
+    flops: float | None
     bandwidth: float
     bytes: int
 
     def seconds(self, flops: int, size: int) -> float:
         """The shortest time for that much arithmetic and reading, one beside the other."""
-        return max(flops / self.flops, size / self.bandwidth)
+        return max(flops / self.flops if self.flops else 0.0, size / self.bandwidth)
+
+    def __str__(self) -> str:
+        size = f"{self.bytes / 2**20:.0f} MiB"
+        if self.flops is None:
+            return f"{self.bandwidth / 1e9:.1f} GB/s (copies of {size} in the GPU's memory)"
+        return (
+            f"{self.flops / 1e9:.1f} GF/s (NumPy's sgemm, 2048 x 2048), {self.bandwidth / 1e9:.1f} GB/s "
+            f"(NumPy's sdot over {size})"
+        )
 
 
 def measure_limits(threads: int, size: int) -> Limits:
@@ -43,6 +60,11 @@ def measure_limits(threads: int, size: int) -> Limits:
     command = [sys.executable, __file__, str(size), str(_SECONDS)]
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     return Limits(**json.loads(done.stdout), bytes=size)
+
+
+def measure_gpu_limits(gpu: Gpu) -> Limits:
+    """How fast a GPU copies, over more bytes than its caches hold."""
+    return Limits(None, gpu.copy_bandwidth(_COPIED), _COPIED)
 
 
 def _measured(size: int, seconds: float) -> dict[str, float]:

@@ -30,8 +30,7 @@ def text(profile: Profile) -> str:
         f"{_time(profile.cpu_seconds)}; median of {profile.runs} runs, threads: {profile.threads}"
         + (f"; {sizes}" if sizes else ""),
         f"{_rates(total)}, {total.of_limit:.0%} of the limit",
-        f"limit: {limits.flops / 1e9:.1f} GF/s (NumPy's sgemm, 2048 x 2048), {limits.bandwidth / 1e9:.1f} GB/s "
-        f"(NumPy's sdot over {limits.bytes / 2**20:.0f} MiB), threads: {profile.threads}",
+        f"limit: {limits}, threads: {profile.threads}",
         sep="\n",
         highlight=False,
     )

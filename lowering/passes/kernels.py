@@ -38,9 +38,11 @@ def schedule(
             continue
         rule = scheduled[name].attrs.get(schedules.ATTRIBUTE, "plain")
         spec = kernel_spec(name.name_hint, func, str(rule))
-        if spec.kind == "attention" and target.kind.name == "llvm":
+        if spec.kind == "attention":
             counter = f"{spec.name}_pairs"
-            scheduled[counter] = count_pairs(AttentionProblem.from_json(func.attrs[ATTRIBUTE]))
+            count = count_pairs(AttentionProblem.from_json(func.attrs[ATTRIBUTE]))
+            # Of the host's arrays, whatever the target is.
+            scheduled[counter] = count if target.host is None else count.with_attr("target", target.host)
             spec = dataclasses.replace(spec, counter=counter)
         kernels.append(spec)
     return scheduled, tuple(kernels), calls

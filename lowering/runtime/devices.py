@@ -7,10 +7,12 @@ between kernels of PyTorch. Calls follow PyTorch's current stream where arrays a
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import tvm_ffi
 
 from ..errors import InputError
@@ -58,6 +60,23 @@ class Gpu:
             if port.written and not self.holds(tensor):
                 copy_to(copy, tensor)
         self.wait()
+
+    def copy(self, array: Any) -> Tensor:
+        """An array of the host in this GPU's memory."""
+        return copy_of(tvm_ffi.from_dlpack(array), self.device)
+
+    def copy_bandwidth(self, size: int) -> float:
+        """Bytes per second that a copy of `size` bytes reads and writes, in the best of some."""
+        source = self.copy(np.empty(size, np.uint8))
+        target = self.copy(np.empty(size, np.uint8))
+        times = []
+        for _ in range(8):
+            self.wait()
+            begin = time.perf_counter()
+            copy_to(source, target)
+            self.wait()
+            times.append(time.perf_counter() - begin)
+        return 2 * size / min(times)
 
     def to_host(self, tensor: Tensor) -> Tensor:
         copy = copy_of(tensor, tvm_ffi.device("cpu"))

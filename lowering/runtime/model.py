@@ -58,8 +58,8 @@ class Model:
         self.manifest = manifest
         self._folder = folder
         self._library = library
-        self._gpu = None if gpu is None else Gpu(gpu)
-        self._weights = Weights(folder, manifest, self._gpu)
+        self.gpu = None if gpu is None else Gpu(gpu)
+        self._weights = Weights(folder, manifest, self.gpu)
         self._threads = _checked(threads) if threads is not None else manifest.threads
         self._ports = [
             Port(t, "input", manifest.ranges, self._donation(t.name), t.name in manifest.donated, gpu)
@@ -99,13 +99,13 @@ class Model:
         tensors = self._accept(self._ports, inputs, None if shapes == self._shapes else {}, strings)
         self._shapes = shapes
         threads = self._threads if threads is None else _checked(threads)
-        if self._gpu is None:
+        if self.gpu is None:
             results = self._call(tensors, threads, release=True)
             return self._deliver(results, self._memory(tensors, inputs), {}, from_dlpack, False, strings)
-        with self._gpu.stream_of(inputs.values()):
-            placed = self._gpu.place(self._ports, tensors, in_place=False)
+        with self.gpu.stream_of(inputs.values()):
+            placed = self.gpu.place(self._ports, tensors, in_place=False)
             results = self._call(placed, threads, release=True)
-            self._gpu.take_back(self._ports, tensors, placed)
+            self.gpu.take_back(self._ports, tensors, placed)
             return self._deliver(results, self._memory(placed, inputs), {}, from_dlpack, on_host, strings)
 
     def __call__(self, **inputs: Any) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class Model:
         """
         strings = Dictionary(self.manifest.strings)
         from_dlpack, on_host = _kind(inputs)
-        gpu = self._gpu
+        gpu = self.gpu
         threads = self._threads if threads is None else _checked(threads)
         sizes: Sizes = {}
         ports = [
@@ -188,6 +188,11 @@ class Model:
             for path in self._folder.iterdir():
                 if is_part(path.name):
                     copy(path, new / path.name)
+
+    def wait(self) -> None:
+        """Until a GPU has done what calls have asked of it."""
+        if self.gpu is not None:
+            self.gpu.wait()
 
     @contextmanager
     def instrumented(self, instrument: Instrument) -> Iterator[None]:
@@ -301,8 +306,8 @@ class Model:
             if owner is not None and owner[0] == port.name:
                 outputs[port.name] = owner[1]
                 continue
-            if to_host and self._gpu is not None:
-                tensor = self._gpu.to_host(tensor)
+            if to_host and self.gpu is not None:
+                tensor = self.gpu.to_host(tensor)
             elif address in memory or address in given or self._weights.hold(address) or held_elsewhere(tensor):
                 # Memory of an input that is also an output, of a weight, of another output, or a constant of the code.
                 tensor = copy_of(tensor)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import tvm_ffi
 
 from ..errors import InputError
 from ..manifest import TensorSpec
@@ -21,9 +22,11 @@ FromDLPack = Callable[[Any], Any]
 def from_dlpack_of(array: Any) -> FromDLPack:
     """The from_dlpack function of the library that `array` belongs to.
 
-    It is that of the array's own array-API namespace, or of the top-level package of its type. Raises InputError for
-    types that have none.
+    It is that of tvm_ffi for its own tensors, of the array's own array-API namespace, or of the top-level package
+    of its type. Raises InputError for types that have none.
     """
+    if isinstance(array, Tensor):
+        return tvm_ffi.from_dlpack
     if hasattr(array, "__array_namespace__"):
         return array.__array_namespace__().from_dlpack
     package = type(array).__module__.partition(".")[0]

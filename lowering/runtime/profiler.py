@@ -1,7 +1,7 @@
 """Which kernels a call of a model runs, how long each takes, and what each has to do for the sizes of this call.
 
 The virtual machine reports before and after every function that it calls. Taking the time adds about a microsecond to
-each kernel.
+each kernel, on a GPU the time to wait for it.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class Profiler:
         if before:
             self._begin = time.perf_counter_ns()
             return 0
+        self._model.wait()
         end = time.perf_counter_ns()
         if name in self._kernels:
             self.times[-1].append(end - self._begin)
@@ -76,9 +77,14 @@ class Profiler:
                 values.update(zip(names, argument.shape))
         if kernel.counter is not None:
             counts = np.zeros(2, np.int64)
-            self._model.function(kernel.counter)(*arguments, tvm_ffi.from_dlpack(counts))
+            on_host = (self._on_host(argument) for argument in arguments)
+            self._model.function(kernel.counter)(*on_host, tvm_ffi.from_dlpack(counts))
             values["pairs"], values["unseen"] = map(int, counts)
         return KernelCall(kernel, self._nodes(kernel), evaluate(kernel.flops, values), evaluate(kernel.bytes, values))
+
+    def _on_host(self, argument: Any) -> Any:
+        gpu = self._model.gpu
+        return argument if gpu is None or not isinstance(argument, tvm_ffi.Tensor) else gpu.to_host(argument)
 
     def _nodes(self, kernel: KernelSpec) -> tuple[str, ...]:
         """Calls come in the order of the manifest, less those of the branches not taken."""

@@ -82,3 +82,16 @@ def test_decoding_writes_caches_in_place() -> None:
     difference, in_place = emulated.run(decoding, arch="sm_80", timeout=500)
     assert difference < 1e-5
     assert in_place
+
+
+def profile() -> lowering.Profile:
+    model = lowering.compile(SAMPLES / "gemma2-past-dynamo23" / "model.onnx", "cuda:sm_80")
+    sizes = dict.fromkeys((d for spec in model.inputs for d in spec.dims if isinstance(d, str)), 3)
+    return lowering.bench(model, sizes, seconds=0)
+
+
+def test_profile_of_a_model_on_a_gpu() -> None:
+    measured = emulated.run(profile, arch="sm_80", timeout=500)
+    attention = [call for call in measured.calls if call.kernel.kind == "attention"]
+    assert attention and all(call.flops > 0 and call.kernel.schedule == "attention" for call in attention)
+    assert measured.limits.flops is None and "in the GPU's memory" in str(measured)
