@@ -32,6 +32,7 @@ from lowering.attention.bound import HIDDEN, Bound
 
 from . import ptx
 from .device import Device
+from .fragments import OnlineSoftmax
 from .host import on_host
 from .partial import Partial, each_element, merged
 from .ptx import WARP, fixed, put, unrolled
@@ -113,8 +114,9 @@ class _Split:
         ptx.commit_copies()
         for u in range(tiles.stages - 1):
             self.load(tirx.const(u, "int32"))
-        warp = WarpTile(self.bound, self.b, self.lane, tiles.keys, self.row_of, self.stop)
-        warp.initialise()
+        rows = self.row_of(0), self.row_of(1)
+        softmax = OnlineSoftmax(self.bound, self.b, rows, self.lane, tiles.keys, self.stop)
+        warp = WarpTile(self.problem, self.lane, tiles.keys)
         full_lo, full_hi = self.full_range()
         ptx.wait_for_copies(tiles.stages - 1)
         ptx.synchronise()
@@ -123,12 +125,14 @@ class _Split:
             ptx.synchronise_warp()
             self.load(u + (tiles.stages - 1))
             kv0 = fixed(self.first + u * whole)
-            some = tirx.any(kv0 < full_lo, kv0 + tiles.keys > full_hi)
-            masked = some if self.problem.mask is None else tirx.const(True, "bool")
-            warp.attend(self.Q, self.tile("k", u), self.tile("v", u), kv0, masked)
-        ptx.wait_for_copies(0)
-        ptx.synchronise()
-        self.keep(warp)
+            full = tirx.all(kv0 >= full_lo, kv0 + tiles.keys <= full_hi)
+            warp.scores(self.Q, self.tile("k", u))
+            softmax.step(warp.S, kv0, full)
+            softmax.rescale(warp.O, softmax.alpha, self.problem.v_head_dim)
+            softmax.pack(warp.S, warp.P)
+            warp.accumulate(self.tile("v", u))
+        ptx.synchronise()  # all tiles have been read
+        self.keep(softmax, warp)
 
     # Rows.
 
@@ -202,18 +206,18 @@ class _Split:
 
     # The result of the split.
 
-    def keep(self, warp: WarpTile) -> None:
+    def keep(self, softmax: OnlineSoftmax, warp: WarpTile) -> None:
         """The warps' (m, l, O), through shared memory, as one."""
         W, dim = self.tiles.warps, self.problem.v_head_dim
         memory = T.decl_buffer((W * ROWS * (2 + dim),), "float32", data=self.memory.data, scope="shared.dyn")
         m_start, l_start, o_start = 0, W * ROWS, 2 * W * ROWS
         for r in range(2):
             place = fixed(self.warp * ROWS + self.lane // 4 + 8 * r)
-            l = ptx.reduce_quad(warp.l[r], lambda x, y: x + y)
+            l = ptx.reduce_quad(softmax.l[r], lambda x, y: x + y)
             with T.If(self.lane % 4 == 0), T.Then():
-                put(memory, m_start + place, warp.m[r] * tirx.const(warp.unit, "float32"))
+                put(memory, m_start + place, softmax.maximum(r))
                 put(memory, l_start + place, l)
-            with unrolled(warp.o_columns) as column:
+            with unrolled(dim // 8) as column:
                 for x in range(2):
                     d = column * 8 + self.lane % 4 * 2 + x
                     put(memory, o_start + place * dim + d, warp.O[column * 4 + r * 2 + x])

@@ -26,22 +26,33 @@ ROWS = 2  # of a thread, in one accumulator
 class OnlineSoftmax:
     """m, l and what masks ask for, of the two rows that a thread has of S [16, B_c]; see the module's text.
 
-    `rows` are the query rows of the thread, in int32; rows behind the last one are legal. Scores are kept as they come
-    from the product where nothing but the scale happens to them: `unit` makes exponents of base 2 of them.
+    `rows` are query head and query row of the thread's rows, in int32; rows behind the last one are legal. With `stop`
+    the keys from there on, and a sink, are left to others. Scores are kept as they come from the product where nothing
+    but the scale happens to them: `unit` makes exponents of base 2 of them.
     """
 
-    def __init__(self, bound: Bound, b: Expr, h: Expr, rows: tuple[Expr, Expr], lane: Expr, keys: int) -> None:
-        self.bound, self.problem, self.b, self.h, self.rows, self.keys = bound, bound.problem, b, h, rows, keys
+    def __init__(
+        self,
+        bound: Bound,
+        b: Expr,
+        rows: tuple[tuple[Expr, Expr], tuple[Expr, Expr]],
+        lane: Expr,
+        keys: int,
+        stop: Expr | None = None,
+    ) -> None:
+        self.bound, self.problem, self.b, self.rows, self.keys = bound, bound.problem, b, rows, keys
         self.column = fixed(lane % 4 * 2)
         self.biased = self.problem.mask is not None and self.problem.mask.dtype != "bool"
         self.raw = not self.problem.softcap and not self.biased and self.problem.scale > 0
         self.unit = _f32((self.problem.scale if self.raw else 1.0) * LOG2_E)
         self.m, self.l, self.alpha = (registers(ROWS, "float32") for _ in range(3))
-        m, l = bound.before_keys(h)
-        for r in range(ROWS):
+        self.ends = []
+        for r, (h, i) in enumerate(rows):
+            m, l = bound.before_keys(h) if stop is None else (_f32(float("-inf")), _f32(0))
             put(self.m, r, m / _f32(self.problem.scale) if self.raw and self.problem.sink else m)
             put(self.l, r, tirx.Select(tirx.EQ(self.column, 0), l, _f32(0)))  # a sink counts once in a quad
-        self.ends = [tuple(_int32(end) for end in bound.keys_of(b, row)) for row in rows]
+            lo, hi = (_int32(end) for end in bound.keys_of(b, i))
+            self.ends.append((lo, hi if stop is None else fixed(tirx.min(hi, stop))))
 
     def step(self, S: tirx.Buffer, kv0: Expr, full: Expr) -> None:
         """S := P = exp(S - m'), alpha = exp(m - m'), l = alpha l + rowsum P, m = m', for the keys from kv0.
@@ -60,26 +71,38 @@ class OnlineSoftmax:
                 put(m_new, 0, tirx.max(m_new[0], S[_element(n, r)]))
             m = T.bind(reduce_quad(m_new[0], tirx.max))
             # Nothing seen so far: m' = -inf, and S - m' would be NaN.
-            shift = T.bind(fixed(tirx.Select(tirx.EQ(m, _f32(float("-inf"))), _f32(0), m * self.unit)))
-            put(self.alpha, r, exp2(self.m[r] * self.unit - shift))
+            shift = T.bind(fixed(tirx.Select(tirx.EQ(m, _f32(float("-inf"))), _f32(0), self._scaled(m))))
+            put(self.alpha, r, self._exponential(self.m[r], shift))
             put(self.m, r, m)
             put(self.l, r, self.l[r] * self.alpha[r])
             with T.unroll(self.keys // 4) as n:
                 at = _element(n, r)
-                put(S, at, exp2(S[at] * self.unit - shift))
+                put(S, at, self._exponential(S[at], shift))
                 put(self.l, r, self.l[r] + S[at])
+
+    def _scaled(self, m: Expr) -> Expr:
+        """What `_exponential` subtracts. Masks add the lowest number, of which log2(e) times as much is none."""
+        return m if self.biased else m * self.unit
+
+    def _exponential(self, x: Expr, shift: Expr) -> Expr:
+        """exp of a score or maximum, relative to the shift."""
+        return exp2((x - shift) * self.unit if self.biased else x * self.unit - shift)
+
+    def maximum(self, r: int) -> Expr:
+        """m of the thread's row r, in units of the problem's scores."""
+        return self.m[r] * _f32(self.problem.scale) if self.raw else self.m[r]
 
     def _mask(self, S: tirx.Buffer, kv0: Expr) -> None:
         """S := logits under the mask, or -inf where a key is invisible: selected, as what is there may be NaN."""
         hidden = _f32(float("-inf"))
         for r in range(ROWS):
-            lo, hi = self.ends[r]
+            (lo, hi), (h, i) = self.ends[r], self.rows[r]
             with T.unroll(self.keys // 4) as n:
                 at, key = _element(n, r), T.bind(kv0 + n // 2 * 8 + self.column + n % 2)
                 visible = [key < hi] if isinstance(lo, tirx.IntImm) else [key >= lo, key < hi]
                 s = S[at]
                 if self.problem.mask is not None:
-                    place = self.b, self.h, self.rows[r], key
+                    place = self.b, h, i, key
                     if self.biased:
                         bias = fixed(self.bound.additive(*place))
                         visible, s = [*visible, bias > hidden], s + bias
@@ -111,9 +134,9 @@ class OnlineSoftmax:
             l = fixed(reduce_quad(self.l[r], lambda x, y: x + y))
             put(self.alpha, r, tirx.Select(tirx.EQ(l, _f32(0)), _f32(0), reciprocal(l)))
             if self.problem.lse:
-                m = self.m[r] * _f32(self.problem.scale) if self.raw else self.m[r]
-                with T.If(tirx.all(tirx.EQ(self.column, 0), self.rows[r] < self.bound.S)), T.Then():
-                    self.bound.store_lse(self.b, self.h, self.rows[r], m, l)
+                h, i = self.rows[r]
+                with T.If(tirx.all(tirx.EQ(self.column, 0), i < self.bound.S)), T.Then():
+                    self.bound.store_lse(self.b, h, i, self.maximum(r), l)
         return self.alpha
 
 

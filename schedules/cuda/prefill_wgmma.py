@@ -229,7 +229,7 @@ class _Consumer:
         with self.block.schedule.query_tiles() as (turn, b, h, tile):
             keys = self.block.key_tiles(b, tile)
             row = fixed(tile * tiles.q + self.w * ROWS + self.warp * 16 + tirx.truncdiv(self.lane, 4))
-            softmax = OnlineSoftmax(self.bound, b, h, (row, fixed(row + 8)), self.lane, tiles.kv)
+            softmax = OnlineSoftmax(self.bound, b, ((h, row), (h, fixed(row + 8))), self.lane, tiles.kv)
             with T.unroll(self.problem.v_head_dim // 2) as n:
                 put(O, n, T.float32(0))
             self.Q.wait(turn)

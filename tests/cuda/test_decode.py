@@ -95,7 +95,9 @@ def draw(p: AttentionProblem, batch: int, q_len: int, kv_len: int) -> Arrays:
         hidden = rng.random(shape) < 0.3
         hidden[:, -1:, -1:] |= shape[1] * shape[2] > 1
         hidden[..., 20:23] = True
-        values = np.where(hidden, -np.inf, rng.standard_normal(shape))
+        values = rng.standard_normal(shape)
+        values[:1, :, :1] = LOWEST  # finite: all keys of these rows weigh the same
+        values = np.where(hidden, -np.inf, values)
         inputs["mask"] = ~hidden if p.mask.dtype == "bool" else values.astype(p.mask.dtype)
     if isinstance(p.mask, Formula):
         inputs |= {"size_0": kv_len // 3, "table_0": (np.arange(kv_len) % 5 != 2).astype(np.int64)}

@@ -29,12 +29,12 @@ KERNELS = {
     "decode": (MmaTiles(64, 16, 2), 3, 96),
 }
 # Prefill waits for all threads before it stores Y, whatever it did before. Copies have been waited for already where Q
-# is in registers, and at the end of decoding.
+# is in registers.
 REDUNDANT = {
     "prefill, a stage": ["cuda_cta_sync"],
     "prefill, stages": ["cuda_cta_sync"],
     "prefill, Q in registers": ["ptx_cp_async_wait_group_async_wait_group_0", "cuda_cta_sync"],
-    "decode": ["ptx_cp_async_wait_group_async_wait_group_0"],
+    "decode": [],
 }
 
 
