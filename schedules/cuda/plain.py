@@ -1,11 +1,13 @@
 """Attention for every problem: the plain lowering, a warp for each query row. What no faster kernel serves, this does.
 
 A lane keeps every 32nd element of q and o in registers, so that a warp reads a row of K or V in one go; a dot product
-is added up by shuffles, after which every lane knows it.
+is added up by shuffles, after which every lane knows it. Several keys are asked for at once; those among them that the
+row does not see are selected away.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
@@ -16,9 +18,10 @@ from tvm.script.ir_builder import tirx as T
 from lowering.attention.bound import Bound
 from lowering.attention.plain import Row
 
-from .ptx import WARP, fixed, put, reduce_warp
+from .ptx import WARP, fixed, put, registers, shuffle_xor
 
 WARPS = 4  # per thread block
+AT_ONCE = 4  # keys
 
 
 def plain(bound: Bound) -> None:
@@ -69,10 +72,51 @@ class WarpRow(Row):
     def logit(self, j: Expr) -> Expr:
         return T.bind(fixed(super().logit(j)))
 
+    def online_softmax(self) -> None:
+        """As in `Row`, for several keys at once: none of them has to wait for the others' way through memory."""
+        m, l, o = self.m, self.l, self.o
+        for buffer, value in zip((m, l), self.before_keys()):
+            put(buffer, 0, value)
+        with self.elements(self.problem.v_head_dim) as (place, _):
+            put(o, place, self.zero)
+        with T.serial(tirx.truncdiv(tirx.max(self.hi - self.lo, 0) + (AT_ONCE - 1), AT_ONCE)) as step:
+            first = fixed(self.lo + step * AT_ONCE)
+            keys = [fixed(tirx.min(first + k, self.hi - 1)) for k in range(AT_ONCE)]
+            visible = [fixed(self.is_visible(first + k, key)) for k, key in enumerate(keys)]
+            scores = []
+            for key, seen, s in zip(keys, visible, self.dots(keys)):
+                logit = self.bound.score(s, self.b, self.h, self.i, key, inside=True)
+                scores.append(fixed(tirx.Select(seen, fixed(logit), self.minus_infinity)))
+            m_new = fixed(functools.reduce(tirx.max, scores, m[0]))
+            shift = fixed(self.shift(m_new))
+            alpha, p = fixed(T.exp(m[0] - shift)), [fixed(T.exp(s - shift)) for s in scores]
+            put(m, 0, m_new)
+            put(l, 0, sum(p, l[0] * alpha))
+            with self.elements(self.problem.v_head_dim) as (place, d):
+                # What the row does not see may be NaN.
+                values = [
+                    tirx.Select(seen, self.bound.v(self.b, self.hk, j, d), self.zero) for j, seen in zip(keys, visible)
+                ]
+                put(o, place, sum((x * y for x, y in zip(p, values)), o[place] * alpha))
+
+    def is_visible(self, j: Expr, inside: Expr) -> Expr:
+        """Whether the row sees key j; `inside` is j, or the last key where j lies behind it."""
+        if self.problem.mask is None:
+            return j < self.hi
+        return tirx.all(j < self.hi, self.bound.unmasked(self.b, self.h, self.i, inside, inside=True))
+
     def dot(self, j: Expr) -> Expr:
-        total = self.bound.scratch(1, self.problem.acc_dtype)
-        put(total, 0, self.zero)
+        return self.dots([j])[0]
+
+    def dots(self, keys: list[Expr]) -> list[Expr]:
+        """q . K_j for each key."""
+        totals = registers(len(keys), self.problem.acc_dtype)
+        for k in range(len(keys)):
+            put(totals, k, self.zero)
         with self.elements(self.problem.head_dim) as (place, d):
-            product = self.q[place] * self.bound.k(self.b, self.hk, j, d)
-            put(total, 0, total[0] + product)
-        return T.bind(reduce_warp(total[0], lambda x, y: x + y))
+            for k, j in enumerate(keys):
+                put(totals, k, totals[k] + self.q[place] * self.bound.k(self.b, self.hk, j, d))
+        for lanes in (16, 8, 4, 2, 1):
+            for k in range(len(keys)):
+                put(totals, k, totals[k] + shuffle_xor(totals[k], lanes))
+        return [T.bind(totals[k]) for k in range(len(keys))]
