@@ -46,13 +46,11 @@ class OnlineSoftmax:
         self.raw = not self.problem.softcap and not self.biased and self.problem.scale > 0
         self.unit = _f32((self.problem.scale if self.raw else 1.0) * LOG2_E)
         self.m, self.l, self.alpha = (registers(ROWS, "float32") for _ in range(3))
-        self.ends = []
-        for r, (h, i) in enumerate(rows):
+        self.stop = stop
+        for r, (h, _) in enumerate(rows):
             m, l = bound.before_keys(h) if stop is None else (_f32(float("-inf")), _f32(0))
             put(self.m, r, m / _f32(self.problem.scale) if self.raw and self.problem.sink else m)
             put(self.l, r, tirx.Select(tirx.EQ(self.column, 0), l, _f32(0)))  # a sink counts once in a quad
-            lo, hi = (_int32(end) for end in bound.keys_of(b, i))
-            self.ends.append((lo, hi if stop is None else fixed(tirx.min(hi, stop))))
 
     def step(self, S: tirx.Buffer, kv0: Expr, full: Expr) -> None:
         """S := P = exp(S - m'), alpha = exp(m - m'), l = alpha l + rowsum P, m = m', for the keys from kv0.
@@ -94,21 +92,27 @@ class OnlineSoftmax:
 
     def _mask(self, S: tirx.Buffer, kv0: Expr) -> None:
         """S := logits under the mask, or -inf where a key is invisible: selected, as what is there may be NaN."""
-        hidden = _f32(float("-inf"))
-        for r in range(ROWS):
-            (lo, hi), (h, i) = self.ends[r], self.rows[r]
+        first = fixed(kv0 + self.column)
+        for r, (h, i) in enumerate(self.rows):
+            # What depends on the row alone is computed here, as it would cost registers in all other tiles.
+            lo, hi = (_int32(end) for end in self.bound.keys_of(self.b, i))
+            below = fixed((hi if self.stop is None else tirx.min(hi, self.stop)) - first)
+            above = None if isinstance(lo, tirx.IntImm) else fixed(lo - first)
+            row = fixed(tirx.min(i, _int32(T.int64(1) * self.bound.S) - 1))
             with T.unroll(self.keys // 4) as n:
-                at, key = _element(n, r), T.bind(kv0 + n // 2 * 8 + self.column + n % 2)
-                visible = [key < hi] if isinstance(lo, tirx.IntImm) else [key >= lo, key < hi]
-                s = S[at]
-                if self.problem.mask is not None:
-                    place = self.b, h, i, key
-                    if self.biased:
-                        bias = fixed(self.bound.additive(*place))
-                        visible, s = [*visible, bias > hidden], s + bias
-                    else:
-                        visible.append(self.bound.unmasked(*place))
-                put(S, at, tirx.Select(tirx.all(*visible), s, hidden))
+                at, key = _element(n, r), n // 2 * 8 + n % 2
+                seen = key < below if above is None else tirx.all(key < below, key >= above)
+                s, seen = self._under_mask(S[at], seen, (h, row, first + key))
+                put(S, at, tirx.Select(seen, s, _f32(float("-inf"))))
+
+    def _under_mask(self, s: Expr, seen: Expr, place: tuple[Expr, Expr, Expr]) -> tuple[Expr, Expr]:
+        """s plus the mask's element, if it is added, and whether the row sees the key. Masks are read where it may."""
+        if self.problem.mask is None:
+            return s, seen
+        hidden = _f32(float("-inf")) if self.biased else tirx.const(False, "bool")
+        read = self.bound.additive if self.biased else self.bound.unmasked
+        element = fixed(T.if_then_else(seen, read(self.b, *place, inside=True), hidden))
+        return (s + element, tirx.NE(element, hidden)) if self.biased else (s, element)
 
     def pack(self, S: tirx.Buffer, P: tirx.Buffer) -> None:
         """P := S in 16 bits: word 2 n + r holds both columns of group n in row r."""
@@ -145,8 +149,8 @@ def _element(n: Expr, r: int) -> Expr:
     return n // 2 * 4 + r * 2 + n % 2
 
 
-def _int32(end: Expr) -> Expr:
-    return tirx.const(int(end), "int32") if isinstance(end, tirx.IntImm) else fixed(end.astype("int32"))
+def _int32(size: Expr) -> Expr:
+    return tirx.const(int(size), "int32") if isinstance(size, tirx.IntImm) else size.astype("int32")
 
 
 def _f32(value: float) -> Expr:

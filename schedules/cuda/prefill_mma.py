@@ -21,7 +21,6 @@ again, with such values taken out of V, and what they do to the rows that see th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from tvm import tirx
@@ -34,10 +33,15 @@ from lowering.attention.problem import AttentionProblem
 
 from . import ptx
 from .device import Device
+from .fragments import OnlineSoftmax
 from .host import on_host
-from .ptx import LOG2_E, WARP, fixed, put, registers, unrolled
+from .ptx import WARP, fixed, put, registers, unrolled
+from .rows import Rows
 from .shared_tile import CHUNK, SharedTile
 from .tiles import MmaTiles, padded
+
+MOST_BLOCKS = 65535
+"""Of a grid, along z."""
 
 RAW, CLEAN, PLUS, MINUS = range(4)
 """Passes over a tile: V as it is; where that gave no finite O, V without what is not finite; then 1 where V is +inf or
@@ -60,28 +64,20 @@ def prefill_mma(bound: Bound, tiles: MmaTiles, device: Device) -> None:
     """Emits the kernel and its launch into the PrimFunc that `bound` has opened, for a problem that it `takes`."""
     p = bound.problem
     tiles.check(p, device)
-    count = on_host(tirx.ceildiv(T.int64(1) * bound.S, tiles.q))
-    pairs = on_host(T.int64(1) * bound.B * p.kv_heads)
-    # Blocks that run together shall find their K and V in the second-level cache.
-    kv_bytes = tirx.max(T.int64(2) * bound.T * (p.head_dim + p.v_head_dim), T.int64(1))
-    section = on_host(tirx.max(tirx.min(T.int64(device.l2) // kv_bytes, pairs), T.int64(1)))
-    blocks = pairs * p.group * count
+    batch = on_host(T.int64(1) * bound.B)
+    tile_count = on_host(tirx.ceildiv(T.int64(1) * bound.S, tiles.q))
     with (
-        T.If(blocks > 0),
+        T.If(tile_count > 0),
         T.Then(),
-        T.launch_thread("blockIdx.x", blocks.astype("int32")) as block,
+        T.serial(tirx.ceildiv(batch, MOST_BLOCKS)) as part,
+        T.launch_thread("blockIdx.x", tile_count.astype("int32")) as x,
+        T.launch_thread("blockIdx.y", p.q_heads) as h,
+        T.launch_thread("blockIdx.z", tirx.min(batch - part * MOST_BLOCKS, MOST_BLOCKS).astype("int32")) as z,
         T.launch_thread("threadIdx.x", tiles.threads) as thread,
     ):
-        count, pairs, section = (fixed(size.astype("int32")) for size in (count, pairs, section))
-        first = fixed(tirx.truncdiv(block, section * p.group * count) * section)
-        turn = fixed(block - first * p.group * count)
-        heads = fixed(tirx.min(section, pairs - first) * p.group)
-        tile, head = fixed(count - 1 - tirx.truncdiv(turn, heads)), fixed(tirx.truncmod(turn, heads))
-        pair = fixed(first + tirx.truncdiv(head, p.group))
-        b, hk = fixed(tirx.truncdiv(pair, p.kv_heads)), fixed(tirx.truncmod(pair, p.kv_heads))
-        h = fixed(hk * p.group + tirx.truncmod(head, p.group))
-        # Late rows see more, so they go first.
-        _QueryTile(bound, tiles, (b, h, hk, fixed(tile * tiles.q)), fixed(thread)).emit()
+        b = fixed(part.astype("int32") * MOST_BLOCKS + z)
+        i0 = fixed((tile_count.astype("int32") - 1 - x) * tiles.q)  # late rows may see more, so they go first
+        _QueryTile(bound, tiles, (b, h, fixed(tirx.truncdiv(h, p.group)), i0), thread).emit()
 
 
 Reader = Callable[[Expr | int, Expr | int], ptx.Element]
@@ -102,15 +98,10 @@ class _QueryTile:
         self.k_start = tiles.q * max(d, dv) * CHUNK
         self.v_start = self.k_start + tiles.stages * tiles.kv * d * CHUNK
         self.Q, self.Y = SharedTile(self.memory, 0, d), SharedTile(self.memory, 0, dv)
-        self.S, self.O = (registers(self.M * n * 4, "float32") for n in (self.s_columns, self.o_columns))
-        self.m, self.l = (registers(self.M * 2, "float32") for _ in range(2))
+        self.S, self.O = ([registers(n * 4, "float32") for _ in range(self.M)] for n in (self.s_columns, dv))
         self.q = registers(self.M * 4 * (self.d_steps if tiles.q_in_registers else 1), "uint32")
-        self.p, self.kv = registers(self.M * 4, "uint32"), registers(4, "uint32")
-        self.is_biased = p.mask is not None and p.mask.dtype != "bool"
-        self.is_raw = (
-            p.softcap == 0 and p.scale > 0 and not self.is_biased
-        )  # S is Q K^T, and its maximum scales with it
-        self.unit = p.scale if self.is_raw else 1.0  # what a unit of S and m is worth
+        self.P, self.kv = [registers(4, "uint32") for _ in range(self.M)], registers(4, "uint32")
+        self.k, self.v = (Rows(bound, name, self.b, self.hk, thread, tiles.threads) for name in ("k", "v"))
         self.find_tiles()
 
     def find_tiles(self) -> None:
@@ -127,67 +118,63 @@ class _QueryTile:
     def emit(self) -> None:
         if self.problem.mask is None and self.problem.window is None:
             self.attend(None)
-            ptx.synchronise()
             self.store_y(None)
             return
-        poisoned = registers(1, "bool")
-        put(poisoned, 0, tirx.const(True, "bool"))
-        with T.serial(4) as turn, T.If(poisoned[0]), T.Then():
-            turn = fixed(turn)
-            self.attend(turn)
-            with T.If(turn == RAW), T.Then():
-                put(poisoned, 0, ptx.any_thread(self.is_not_finite()))
-            with T.If(tirx.any(turn != RAW, tirx.Not(poisoned[0]))), T.Then():
+        turn = registers(1, "int32")
+        put(turn, 0, tirx.const(RAW, "int32"))
+        with T.While(turn[0] <= MINUS):
+            now = fixed(turn[0])
+            self.attend(now)
+            put(turn, 0, now + 1)
+            with T.If(now == RAW), T.Then():
+                is_poisoned = ptx.any_thread(self.is_not_finite())
+                put(turn, 0, tirx.Select(is_poisoned, tirx.const(CLEAN, "int32"), tirx.const(MINUS + 1, "int32")))
+            with T.If(turn[0] != CLEAN), T.Then():
+                self.store_y(now)
                 ptx.synchronise()
-                self.store_y(turn)
-            ptx.synchronise()
 
     def is_not_finite(self) -> Expr:
         """Whether this thread's part of O holds a NaN or an infinity: perhaps an invisible one, times P = 0."""
         largest = registers(1, "int32")
         put(largest, 0, tirx.const(0, "int32"))
-        with unrolled(self.M * self.o_columns * 4) as n:
-            put(largest, 0, tirx.max(largest[0], T.bitwise_and(T.reinterpret("int32", self.O[n]), 0x7FFFFFFF)))
+        for O in self.O:
+            with unrolled(self.o_columns * 4) as n:
+                put(largest, 0, tirx.max(largest[0], T.bitwise_and(T.reinterpret("int32", O[n]), 0x7FFFFFFF)))
         return largest[0] >= 0x7F800000
 
     def attend(self, turn: Expr | None) -> None:
         """O, m and l of the tile, in a pass of that kind."""
         stages = self.tiles.stages
         self.initialise()
-        self.load_rows("q", self.Q, self.h, self.i0, self.tiles.q, tirx.Cast("int32", T.int64(1) * self.bound.S))
+        q = Rows(self.bound, "q", self.b, self.h, self.thread, self.tiles.threads)
+        q.copy(self.Q, self.i0, self.tiles.q, tirx.Cast("int32", T.int64(1) * self.bound.S))
         for u in range(stages):
             self.load_keys(tirx.const(u, "int32"))
             if u < stages - 1:
                 self.load_values(tirx.const(u, "int32"))
         if self.tiles.q_in_registers:
             self.wait()
-            q = self.q_reader()
+            read = self.q_reader()
             with unrolled(self.d_steps) as step:
-                self.load_q(q, step)
+                self.load_q(read, step)
         masked = self.count - self.full
         if turn is not None:
             masked = tirx.Select(turn == RAW, masked, self.count)
         masked = fixed(masked)
-        with T.serial(masked) as u:
-            self.step(u, turn, masked=True)
-        if self.problem.mask is None:
-            with T.serial(masked, self.count) as u:
-                self.step(u, None, masked=False)
-        ptx.wait_for_copies(0)  # of Q, which nobody waits for where no key is visible; Y takes its place
+        with T.serial(self.count) as u:
+            self.step(u, turn, masked)
 
-    def step(self, u: Expr, turn: Expr | None, *, masked: bool) -> None:
+    def step(self, u: Expr, turn: Expr | None, masked: Expr) -> None:
         """One tile of keys. What is free for the tiles to come is asked for first."""
         stages = self.tiles.stages
         self.wait()
-        self.load_values(u + (stages - 1), checked=masked)
+        self.load_values(u + (stages - 1))
         self.scores(u)
         self.wait()
-        self.load_keys(u + stages, checked=masked)
-        if masked:
-            self.logits_under_mask(fixed(self.start(u, checked=True)))
-        elif not self.is_raw:
-            self.logits()
-        self.softmax()
+        self.load_keys(u + stages)
+        for m, softmax in enumerate(self.softmax):
+            softmax.step(self.S[m], fixed(self.start(u)), u >= masked)
+            softmax.rescale(self.O[m], softmax.alpha, self.problem.v_head_dim)
         if turn is not None:
             with T.If(turn != RAW), T.Then():
                 self.replace_values(u, turn)
@@ -195,12 +182,10 @@ class _QueryTile:
 
     # Tiles of K and V in shared memory: K_0 (with Q), V_0, K_1, V_1, ... are groups of copies, empty behind the last.
 
-    def start(self, u: Expr, checked: bool) -> Expr:
+    def start(self, u: Expr) -> Expr:
         """The first key of tile number u in the order of work: those behind the full ones, those before, full ones."""
         t = u - self.behind
-        if checked:
-            t = tirx.Select(t < 0, t + self.count, t)
-        return self.lo + t * self.tiles.kv
+        return self.lo + tirx.Select(t < 0, t + self.count, t) * self.tiles.kv
 
     def key_tile(self, u: Expr) -> SharedTile:
         size = self.tiles.kv * self.Q.chunks
@@ -210,39 +195,16 @@ class _QueryTile:
         size = self.tiles.kv * self.Y.chunks
         return SharedTile(self.memory, self.v_start + u % self.tiles.stages * (size * CHUNK), self.Y.chunks)
 
-    def load_keys(self, u: Expr, checked: bool = True) -> None:
-        self.load_tile("k", self.key_tile(u), u, checked)
+    def load_keys(self, u: Expr) -> None:
+        self.load_tile(self.k, self.key_tile(u), u)
 
-    def load_values(self, u: Expr, checked: bool = True) -> None:
-        self.load_tile("v", self.value_tile(u), u, checked)
+    def load_values(self, u: Expr) -> None:
+        self.load_tile(self.v, self.value_tile(u), u)
 
-    def load_tile(self, name: str, tile: SharedTile, u: Expr, checked: bool) -> None:
+    def load_tile(self, rows: Rows, tile: SharedTile, u: Expr) -> None:
         with T.If(u < self.count), T.Then():
-            self.load_rows(name, tile, self.hk, self.start(u, checked), self.tiles.kv, self.hi if checked else None)
+            rows.copy(tile, fixed(self.start(u)), self.tiles.kv, self.hi)
         ptx.commit_copies()
-
-    def load_rows(self, name: str, tile: SharedTile, h: Expr, first: Expr, rows: int, end: Expr | None) -> None:
-        """Copies rows from `first` on to a tile; rows from `end` on are zeros."""
-        chunks = (self.problem.v_head_dim if name == "v" else self.problem.head_dim) // CHUNK
-        across = math.gcd(chunks, self.tiles.threads)  # threads along a row
-        at_once = self.tiles.threads // across
-        row0, chunk0 = fixed(self.thread // across), fixed(self.thread % across)
-        index0 = fixed((first + row0).astype("int64"))
-
-        def load_row(step: Expr) -> None:
-            row = row0 + step * at_once
-            with unrolled(chunks // across) as n:
-                element = (n * across + chunk0) * CHUNK
-                buffer, indices = self.bound.at(name, self.b, h, index0 + T.int64(at_once) * step, element)
-                exists = None if end is None else first + row < end
-                ptx.copy_chunk(tile.at(row, n * across + chunk0), buffer[tuple(indices)], exists)
-
-        with unrolled(-(-rows // at_once)) as step:
-            if rows % at_once:
-                with T.If(row0 + step * at_once < rows), T.Then():
-                    load_row(step)
-            else:
-                load_row(step)
 
     def wait(self) -> None:
         """The tile that comes next is there, and no warp reads any longer the one that came before."""
@@ -267,14 +229,14 @@ class _QueryTile:
     # The parts of a step.
 
     def initialise(self) -> None:
-        """m, l and O before the first key. The thread's part of l is a sum over its own columns: one of four begins."""
-        m, l = self.bound.before_keys(self.h)
-        m, l = m * tirx.const(1 / self.unit, "float32"), tirx.Select(self.lane % 4 == 0, l, T.float32(0))
-        with unrolled(self.M * 2) as r:
-            put(self.m, r, m)
-            put(self.l, r, l)
-        with unrolled(self.M * self.o_columns * 4) as n:
-            put(self.O, n, T.float32(0))
+        """m, l and O before the first key."""
+        self.softmax = []
+        for m, O in enumerate(self.O):
+            i = self.i0 + self.row0 + m * 16 + self.lane // 4
+            rows = (self.h, i), (self.h, i + 8)
+            self.softmax.append(OnlineSoftmax(self.bound, self.b, rows, self.lane, self.tiles.kv))
+            with unrolled(self.o_columns * 4) as n:
+                put(O, n, T.float32(0))
         if self.problem.head_dim % 16:
             self.pad()
 
@@ -294,161 +256,82 @@ class _QueryTile:
     def q_reader(self) -> Reader:
         return self.Q.reader(self.row0 + self.lane % 16, self.lane // 16)
 
-    def load_q(self, q: Reader, step: Expr) -> None:
+    def load_q(self, read: Reader, step: Expr) -> None:
         """The fragments of Q_i for one step of 16 along D."""
-        with unrolled(self.M) as m:
-            ptx.load_matrices([self.q[self.q_at(m, step) + x] for x in range(4)], q(m * 16, step * 2))
+        for m in range(self.M):
+            ptx.load_matrices(self.q_fragment(m, step), read(m * 16, step * 2))
 
-    def q_at(self, m: Expr, step: Expr) -> Expr:
-        return (m * self.d_steps + step) * 4 if self.tiles.q_in_registers else m * 4
+    def q_fragment(self, m: int, step: Expr) -> list[ptx.Element]:
+        first = (m * self.d_steps + step) * 4 if self.tiles.q_in_registers else m * 4
+        return [self.q[first + x] for x in range(4)]
 
     def scores(self, u: Expr) -> None:
         """S = Q_i K_j^T"""
-        k = self.key_tile(u).reader(self.lane // 16 * 8 + self.lane % 8, self.lane // 8 % 2)
-        q = None if self.tiles.q_in_registers else self.q_reader()
-        with unrolled(self.M * self.s_columns * 4) as n:
-            put(self.S, n, T.float32(0))
+        read_k = self.key_tile(u).reader(self.lane // 16 * 8 + self.lane % 8, self.lane // 8 % 2)
+        read_q = None if self.tiles.q_in_registers else self.q_reader()
+        for S in self.S:
+            with unrolled(self.s_columns * 4) as n:
+                put(S, n, T.float32(0))
         with unrolled(self.d_steps) as step:
-            if q is not None:
-                self.load_q(q, step)
+            if read_q is not None:
+                self.load_q(read_q, step)
             with unrolled(self.s_columns // 2) as pair:
-                ptx.load_matrices([self.kv[x] for x in range(4)], k(pair * 16, step * 2))
-                with unrolled(self.M) as m:
+                ptx.load_matrices([self.kv[x] for x in range(4)], read_k(pair * 16, step * 2))
+                for m, S in enumerate(self.S):
                     for x in range(2):
-                        at = (m * self.s_columns + pair * 2 + x) * 4
-                        s, q = ([self.S[at + y] for y in range(4)], [self.q[self.q_at(m, step) + y] for y in range(4)])
-                        ptx.multiply_add(self.problem.dtype, s, q, [self.kv[2 * x], self.kv[2 * x + 1]])
-
-    def logits(self) -> None:
-        """S := the logits of a tile that every row sees in full."""
-        with unrolled(self.M * self.s_columns * 4) as n:
-            put(self.S, n, self.capped(self.S[n]))
-
-    def capped(self, s: Expr) -> Expr:
-        return s if self.is_raw else self.bound.capped(s * tirx.const(self.problem.scale, "float32"), ptx.tanh)
-
-    def row(self, r: Expr) -> Expr:
-        """The number in Q of the thread's row r."""
-        return self.i0 + self.row0 + r // 2 * 16 + r % 2 * 8 + self.lane // 4
-
-    def logits_under_mask(self, kv0: Expr) -> None:
-        """S := the logits of a tile of keys from kv0 on, -inf where a row does not see a key."""
-        thread0 = fixed(kv0 + self.lane % 4 * 2)  # the thread's first key
-        with unrolled(self.M * 2) as r:
-            i = fixed(self.row(r))
-            lo, hi = self.bound.keys_of(self.b, i)
-            below = fixed(hi.astype("int32") - thread0)
-            above = None if isinstance(lo, tirx.IntImm) else fixed(lo.astype("int32") - thread0)
-            inside = fixed(tirx.min(i, tirx.Cast("int32", T.int64(1) * self.bound.S) - 1))
-            with unrolled(self.s_columns) as column:
-                for x in range(2):
-                    j = column * 8 + x
-                    at = (r // 2 * self.s_columns + column) * 4 + r % 2 * 2 + x
-                    s, visible = self.capped(self.S[at]), [j < below]
-                    if above is not None:
-                        visible.append(j >= above)
-                    if self.problem.mask is not None:
-                        s, shown = self.biased(s, inside, fixed(tirx.min(thread0 + j, self.hi - 1)))
-                        visible.append(shown)
-                    put(self.S, at, tirx.Select(tirx.all(*visible), s, T.float32(float("-inf"))))
-
-    def biased(self, s: Expr, i: Expr, j: Expr) -> tuple[Expr, Expr]:
-        """s plus the mask's element, if it is added, and whether it shows the key."""
-        if not self.is_biased:
-            return s, fixed(self.bound.unmasked(self.b, self.h, i, j, inside=True))
-        bias = fixed(self.bound.additive(self.b, self.h, i, j, inside=True))
-        return s + bias, bias != T.float32(float("-inf"))
-
-    def softmax(self) -> None:
-        """m' = max(m, rowmax S), P = exp(S - m'), alpha = exp(m - m'), l = alpha l + rowsum P, m = m', O = alpha O."""
-        factor = tirx.const(self.unit * LOG2_E, "float32")
-        nothing = T.float32(float("-inf"))
-        with unrolled(self.M * 2) as r:
-            m = registers(1, "float32")
-            put(m, 0, self.m[r])
-            self.each_score(r, lambda at: put(m, 0, tirx.max(m[0], self.S[at])))
-            put(m, 0, ptx.reduce_quad(m[0], tirx.max))
-            # Nothing seen so far: m' = -inf, and S - m' would be NaN.
-            shift = fixed(tirx.Select(tirx.EQ(m[0], nothing), T.float32(0), m[0]))
-            if self.is_biased:  # the lowest number is a legal logit, and log2(e) times it is none
-
-                def exponential(x: Expr, shift: Expr = shift) -> Expr:
-                    return ptx.exp2((x - shift) * factor)
-            else:
-                scaled = fixed(shift * factor)
-
-                def exponential(x: Expr, scaled: Expr = scaled) -> Expr:
-                    return ptx.exp2(x * factor - scaled)
-
-            alpha = fixed(exponential(self.m[r]))
-            put(self.m, r, m[0])
-            put(self.l, r, self.l[r] * alpha)
-
-            def weigh(at: Expr, r: Expr = r) -> None:
-                put(self.S, at, exponential(self.S[at]))
-                put(self.l, r, self.l[r] + self.S[at])
-
-            self.each_score(r, weigh)
-            with unrolled(self.o_columns) as column:
-                for x in range(2):
-                    at = (r // 2 * self.o_columns + column) * 4 + r % 2 * 2 + x
-                    put(self.O, at, self.O[at] * alpha)
-
-    def each_score(self, r: Expr, body: Callable[[Expr], None]) -> None:
-        """body(index in S) for the elements of the thread's row r."""
-        with unrolled(self.s_columns) as column:
-            for x in range(2):
-                body((r // 2 * self.s_columns + column) * 4 + r % 2 * 2 + x)
+                        self.multiply_add(S, pair * 2 + x, self.q_fragment(m, step), x)
 
     def accumulate(self, u: Expr) -> None:
         """O += P V_j"""
-        v = self.value_tile(u).reader(self.lane % 16, self.lane // 16)
+        read = self.value_tile(u).reader(self.lane % 16, self.lane // 16)
         with unrolled(self.tiles.kv // 16) as step:
-            with unrolled(self.M) as m, unrolled(4) as x:
-                at = (m * self.s_columns + step * 2) * 4 + x * 2
-                ptx.pack(self.problem.dtype, self.p[m * 4 + x], self.S[at], self.S[at + 1])
+            for P, S in zip(self.P, self.S):
+                with unrolled(4) as x:
+                    ptx.pack(self.problem.dtype, P[x], S[step * 8 + x * 2], S[step * 8 + x * 2 + 1])
             with unrolled(self.o_columns // 2) as pair:
-                ptx.load_matrices([self.kv[x] for x in range(4)], v(step * 16, pair * 2), transposed=True)
+                ptx.load_matrices([self.kv[x] for x in range(4)], read(step * 16, pair * 2), transposed=True)
                 self.add_products(pair * 2, 2)
             if self.o_columns % 2:
-                last = v(step * 16, self.o_columns - 1)
+                last = read(step * 16, self.o_columns - 1)
                 ptx.load_matrices([self.kv[x] for x in range(2)], last, transposed=True)
                 self.add_products(self.o_columns - 1, 1)
 
     def add_products(self, column: Expr | int, count: int) -> None:
-        """The products of the fragments of P with those of V at so many columns of 8 of O."""
-        with unrolled(self.M) as m:
+        """O += the products of the fragments of P with those of V for so many groups of 8 columns."""
+        for P, O in zip(self.P, self.O):
             for x in range(count):
-                at = (m * self.o_columns + column + x) * 4
-                o, p = [self.O[at + y] for y in range(4)], [self.p[m * 4 + y] for y in range(4)]
-                ptx.multiply_add(self.problem.dtype, o, p, [self.kv[2 * x], self.kv[2 * x + 1]])
+                self.multiply_add(O, column + x, [P[y] for y in range(4)], x)
+
+    def multiply_add(self, D: tirx.Buffer, column: Expr | int, a: list[ptx.Element], x: int) -> None:
+        """Eight columns of D += a B, where B is half x of the fragments of K or V."""
+        d, b = [D[column * 4 + y] for y in range(4)], [self.kv[2 * x], self.kv[2 * x + 1]]
+        ptx.multiply_add(self.problem.dtype, d, a, b)
 
     # The result.
 
     def store_y(self, turn: Expr | None) -> None:
         """Y_i := O / l, or 0 where l = 0. A NaN in l is no 0 and stays. In PLUS and MINUS, infinities are added to Y_i.
 
-        It goes through shared memory, where each warp has its rows to itself, to be written in chunks.
+        It goes through shared memory, where each warp has its rows to itself, to be written in chunks; in the place of
+        Q_i, which may still be on its way if no key was visible.
         """
+        ptx.wait_for_copies(0)
+        ptx.synchronise()
         if turn is not None:
             with T.If(turn >= PLUS), T.Then():
                 infinity = fixed(tirx.Select(turn == PLUS, *(T.float32(float(x)) for x in ("inf", "-inf"))))
-                with unrolled(self.M * self.o_columns * 4) as n:
-                    put(self.O, n, tirx.Select(self.O[n] > T.float32(0), infinity, T.float32(0)))
-        with unrolled(self.M * 2) as r:
-            l = ptx.reduce_quad(self.l[r], lambda x, y: x + y)
-            inverse = fixed(tirx.Select(tirx.EQ(l, T.float32(0)), T.float32(0), T.float32(1) / l))
-            if self.problem.lse:
-                i = fixed(self.row(r))
-                exists = i < tirx.Cast("int32", T.int64(1) * self.bound.S)
-                with T.If(tirx.all(self.lane % 4 == 0, exists)), T.Then():
-                    m = self.m[r] * tirx.const(self.unit, "float32")
-                    self.bound.store_lse(self.b, self.h, i.astype("int64"), m, l)
+                for O in self.O:
+                    with unrolled(self.o_columns * 4) as n:
+                        put(O, n, tirx.Select(O[n] > T.float32(0), infinity, T.float32(0)))
+        for m, (O, softmax) in enumerate(zip(self.O, self.softmax)):
+            softmax.rescale(O, softmax.finish(), self.problem.v_head_dim)
+            row = self.row0 + m * 16 + self.lane // 4
             with unrolled(self.o_columns) as column:
-                at = (r // 2 * self.o_columns + column) * 4 + r % 2 * 2
-                ptx.pack(self.problem.dtype, self.p[0], *(self.O[at + x] * inverse for x in range(2)))
-                place = self.Y.at(fixed(self.row(r) - self.i0), column)
-                ptx.store_shared(self.memory[place.indices[0] + self.lane % 4 * 2], self.p[0])
+                for r in range(2):
+                    word, at = self.kv[r], column * 4 + r * 2
+                    ptx.pack(self.problem.dtype, word, O[at], O[at + 1])
+                    place = self.Y.at(row + r * 8, column)
+                    ptx.store_shared(self.memory[place.indices[0] + self.lane % 4 * 2], word)
         ptx.synchronise_warp()
         chunks = 16 * self.M * self.o_columns
         with T.serial(-(-chunks // WARP), unroll=4) as n:

@@ -38,16 +38,6 @@ def put(buffer: tirx.Buffer, index: Expr | int, value: Expr) -> None:
     T.buffer_store(buffer, value, [index])
 
 
-def opaque(value: Expr) -> Expr:
-    """An int32 that the compiler knows nothing of: what follows from it is computed where it is used.
-
-    Else nvcc keeps all addresses that do not change in registers, and spills others.
-    """
-    register = registers(1, "int32")
-    T.evaluate(T.ptx["mov.s32"](register[0], value))
-    return register[0]
-
-
 def unrolled(count: int) -> Any:
     """A loop that the CUDA compiler unrolls: its variable may be part of a register's index."""
     return T.serial(count, unroll=True)

@@ -39,10 +39,11 @@ class SharedTile:
         """A function (rows, chunks) for `at(row + rows, chunk + chunks)`, where rows are a multiple of 8 that is known
         once loops are unrolled, and so are chunks, which have no bits in common with `chunk`.
 
-        It keeps one address; of the chunks only the low bits take part in what is computed for another.
+        Of the chunks only the low bits take part in what a thread has to compute, once; the others, and the rows, are a
+        constant of the instruction that reads.
         """
         low = (1 << self.bits) - 1
-        base = ptx.opaque(self.at(row, chunk).indices[0])
+        base = ptx.fixed(self.at(row, chunk).indices[0])
 
         def at(rows: Expr | int, chunks: Expr | int) -> Element:
             permuted = T.bitwise_xor(base, T.bitwise_and(chunks, low) * CHUNK)

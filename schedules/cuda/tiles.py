@@ -66,16 +66,16 @@ class MmaTiles:
 
     @staticmethod
     def default(problem: AttentionProblem, device: Device) -> MmaTiles:
-        """Untuned but good: what FlashAttention-2 publishes for these head sizes (flash_fwd_launch_template.h)."""
+        """Untuned but good: what FlashAttention-2 publishes for these head sizes (flash_fwd_launch_template.h), with
+        half the keys where nvcc would put a register or two of those tiles into memory.
+        """
         dim = max(padded(problem.head_dim), problem.v_head_dim)
         small = device.shared_memory < 128 << 10
         causal = problem.window is not None and problem.window.right is not None
-        if dim <= 64:
-            return MmaTiles(q=128, kv=128, warps=4)
+        if dim <= 96:
+            return MmaTiles(q=64 if small and causal and dim > 64 else 128, kv=64, warps=4)
         if dim <= 128:
-            if small and causal:
-                return MmaTiles(q=64, kv=64, warps=4)
-            return MmaTiles(q=128, kv=32 if small and dim > 96 else 64, warps=4)
+            return MmaTiles(q=64, kv=64, warps=4) if small and causal else MmaTiles(q=128, kv=32, warps=4)
         return MmaTiles(q=64, kv=64, warps=4) if small else MmaTiles(q=128, kv=64, warps=8)
 
 

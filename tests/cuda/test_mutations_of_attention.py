@@ -28,11 +28,10 @@ KERNELS = {
     "prefill, Q in registers": (MmaTiles(32, 16, 2, q_in_registers=True), 200, -70),
     "decode": (MmaTiles(64, 16, 2), 3, 96),
 }
-# Prefill waits for all threads before it stores Y, whatever it did before. Copies have been waited for already where Q
-# is in registers.
+# Before it stores Y where Q was, prefill waits for all threads and copies, which it has done where Q is in registers.
 REDUNDANT = {
-    "prefill, a stage": ["cuda_cta_sync"],
-    "prefill, stages": ["cuda_cta_sync"],
+    "prefill, a stage": [],
+    "prefill, stages": [],
     "prefill, Q in registers": ["ptx_cp_async_wait_group_async_wait_group_0", "cuda_cta_sync"],
     "decode": [],
 }

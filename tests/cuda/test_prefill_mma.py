@@ -1,0 +1,245 @@
+"""Prefill by mma.sync and asynchronous copies under emulation against the float64 reference, at odd sizes."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import cuda_emulation as emulated
+import ml_dtypes
+import numpy as np
+import pytest
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from lowering.attention.bound import Bound
+from lowering.attention.formula import Formula
+from lowering.attention.problem import AttentionProblem, Mask, Window
+from lowering.attention.reference import log_sum_exp, reference
+from schedules.cuda.device import DEVICES
+from schedules.cuda.prefill_mma import prefill_mma, takes
+from schedules.cuda.tiles import MmaTiles
+
+GPU = DEVICES["sm_80"]
+Arrays = dict[str, Any]
+
+
+def problem(**changes: Any) -> AttentionProblem:
+    """Two query heads on each of two key/value heads, every size symbolic, float16, head sizes of 64."""
+    defaults: dict[str, Any] = {
+        **{"batch": None, "q_len": None, "kv_len": None, "q_heads": 4, "kv_heads": 2},
+        **{"head_dim": 64, "dtype": "float16", "acc_dtype": "float32"},
+    }
+    values = defaults | changes
+    derived = {"v_head_dim": values["head_dim"], "v_dtype": values["dtype"], "scale": values["head_dim"] ** -0.5}
+    return AttentionProblem(**derived | values)
+
+
+def formula() -> Formula:
+    """Key j is visible to row i where both belong to one document of table_0, or j is one of the first size_0 keys."""
+    b, h, i, j, size = (tirx.Var(name, "int64") for name in ("b", "h", "i", "j", "size"))
+    table = tirx.decl_buffer((tirx.Var("n", "int64"),), "int64", "table")
+    shown = tirx.any(table[i].equal(table[j]), j < size)
+    return Formula.of(shown, (b, h, i, j), [size], [table], short=False)
+
+
+CAUSAL = Window(right=0)
+THREE_D = {"q_layout": "bshd", "kv_layout": "bshd"}
+SMALL = MmaTiles(32, 32, warps=2)
+KERNELS = {
+    "full": (problem(lse=True), None),
+    "causal, narrow values": (problem(window=CAUSAL, head_dim=80, v_head_dim=40, q_layout="bshd"), None),
+    "causal, static": (problem(batch=2, q_len=130, kv_len=200, window=CAUSAL, lse=True, kv_layout="bshd"), SMALL),
+    "ragged causal cache": (
+        problem(window=Window(right=0, offset="lengths"), lengths=True, dtype="bfloat16", lse=True, **THREE_D),
+        MmaTiles(16, 16, warps=1, stages=2, q_in_registers=True),
+    ),
+    "window, one head of keys": (
+        problem(window=Window(3, 90, "past"), dtype="bfloat16", kv_heads=1, q_heads=3, head_dim=72, scale=-0.2),
+        MmaTiles(64, 48, warps=2, stages=3),
+    ),
+    "bool mask, large heads": (problem(mask=Mask("bool", (1, 1, None, None)), head_dim=256, q_heads=2), None),
+    "added mask, large heads": (
+        problem(mask=Mask("float32", (None, None, None, None)), head_dim=128, window=CAUSAL, dtype="bfloat16"),
+        MmaTiles(64, 64, warps=4, q_in_registers=True),
+    ),
+    "padding mask": (problem(mask=Mask("float32", (None, 1, 1, None)), v_head_dim=136, **THREE_D), SMALL),
+    "mask per row": (problem(mask=Mask("bool", (None, 1, None, 1), pad=False), head_dim=16), SMALL),
+    "added mask, soft cap, sink": (
+        problem(mask=Mask("float16", (None, None, None, None), pad=False), softcap=5.0, sink=True, lse=True),
+        SMALL,
+    ),
+    "soft cap, lengths, sink": (problem(softcap=30.0, sink=True, lengths=True, lse=True, head_dim=8), SMALL),
+    "scale of 0": (problem(scale=0.0, window=CAUSAL, head_dim=24), SMALL),
+    "formula": (problem(mask=formula(), kv_heads=4), SMALL),
+}
+SIZES = [(1, 1, 1), (1, 7, 64), (2, 130, 63), (1, 65, 200)]
+ORDERS = list(itertools.product(emulated.ORDERS, emulated.ARRIVALS))
+
+
+def kernel(p: AttentionProblem, tiles: MmaTiles) -> tirx.PrimFunc:
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name("attention")
+        prefill_mma(Bound(p, scope="local"), tiles, GPU)
+    return builder.get()
+
+
+@functools.cache
+def kernels() -> emulated.Module:
+    functions = {
+        f"attention_{number}": kernel(p, tiles or MmaTiles.default(p, GPU))
+        for number, (p, tiles) in enumerate(KERNELS.values())
+    }
+    return emulated.module(functions, arch=GPU.arch)
+
+
+def draw(p: AttentionProblem, batch: int, q_len: int, kv_len: int) -> Arrays:
+    """Random inputs by parameter name. A mask hides a third of the pairs, whole tiles of keys, and all keys of rows."""
+    rng = np.random.default_rng(q_len + kv_len)
+
+    def rows(layout: str, heads: int, length: int, dim: int) -> np.ndarray:
+        shape = (batch, heads, length, dim) if layout == "bhsd" else (batch, length, heads * dim)
+        return rng.standard_normal(shape).astype(p.dtype)
+
+    inputs: Arrays = {
+        "q": rows(p.q_layout, p.q_heads, q_len, p.head_dim),
+        "k": rows(p.kv_layout, p.kv_heads, kv_len, p.head_dim),
+        "v": rows(p.kv_layout, p.kv_heads, kv_len, p.v_head_dim),
+    }
+    if isinstance(p.mask, Mask):
+        mask_len = kv_len - 7 if p.mask.pad and kv_len > 9 else kv_len
+        full = (batch, p.q_heads, q_len, mask_len)
+        shape = tuple(n if d is None else d for n, d in zip(full, p.mask.dims))
+        hidden = rng.random(shape) < 0.3
+        hidden[:, :, ::5] |= shape[2] > 1
+        hidden[..., 32:64] = True
+        lowest = 0 if p.mask.dtype == "bool" else ml_dtypes.finfo(p.mask.dtype).min
+        finite = np.where(rng.random(shape) < 0.2, lowest, rng.standard_normal(shape))
+        if p.mask.dtype != "float16":  # whose lowest number is not so low that scores vanish beside it
+            finite[:, :, 1::5] = lowest
+        inputs["mask"] = ~hidden if p.mask.dtype == "bool" else np.where(hidden, -np.inf, finite).astype(p.mask.dtype)
+    if isinstance(p.mask, Formula):
+        inputs |= {"size_0": 2, "table_0": np.arange(max(q_len, kv_len)) // 50}
+    if p.sink:
+        inputs["sink"] = np.array([0.5, -np.inf, 3, -20]).astype(p.dtype)
+    if p.lengths:
+        inputs["lengths"] = np.array([kv_len // 2 + 1, -1, kv_len + 2])[:batch]
+    if "past" in p.parameters():
+        inputs["past"] = kv_len // 3
+    return inputs
+
+
+def expected(p: AttentionProblem, inputs: Arrays) -> tuple[np.ndarray, np.ndarray]:
+    """Y and the log-sum-exp, in float64."""
+    if isinstance(p.mask, Formula):
+        i, j = np.arange(inputs["q"].shape[2])[:, None], np.arange(inputs["k"].shape[2])
+        table = inputs["table_0"]
+        shown = ((table[i] == table[j]) | (j < inputs["size_0"]))[None, None]
+        inputs = {name: inputs[name] for name in "qkv"} | {"mask": shown}
+    return reference(p, **inputs)[0], log_sum_exp(p, **{name: x for name, x in inputs.items() if name != "v"})
+
+
+def call(name: str, inputs: Arrays, turn: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """What the kernel makes of the inputs: Y and the log-sum-exp, if it has one, in float64."""
+    p, _ = KERNELS[name]
+    batch, q_len = inputs["q"].shape[0], inputs["q"].shape[2 if p.q_layout == "bhsd" else 1]
+    y = (*inputs["q"].shape[:-1], p.v_head_dim * (1 if p.q_layout == "bhsd" else p.q_heads))
+    outputs = {"y": np.full(y, np.nan, p.dtype), "lse": np.full((batch, p.q_heads, q_len), np.nan, np.float32)}
+    arguments, names = inputs | outputs, p.parameters()
+    order, arrivals = ORDERS[turn % len(ORDERS)]
+    function = f"attention_{list(KERNELS).index(name)}"
+    after = kernels().call(function, [arguments[n] for n in names], order=order, arrivals=arrivals)
+    results = {n: x.astype(np.float64) for n, x in zip(names, after) if n in outputs}
+    return results["y"], results.get("lse")
+
+
+def close(got: np.ndarray, want: np.ndarray, p: AttentionProblem) -> None:
+    """Equal but for the rounding of P and of Y to 16 bits."""
+    rounding = float(ml_dtypes.finfo(p.dtype).eps)
+    np.testing.assert_allclose(got, want, rtol=rounding, atol=rounding)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_equals_the_reference(name: str) -> None:
+    p, _ = KERNELS[name]
+    for number, sizes in enumerate(SIZES if p.q_len is None else [(p.batch, p.q_len, p.kv_len)]):
+        inputs = draw(p, *sizes)
+        y, lse = call(name, inputs, list(KERNELS).index(name) + number)
+        want_y, want_lse = expected(p, inputs)
+        close(y, want_y, p)
+        if lse is not None:
+            np.testing.assert_allclose(lse, want_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("turn", range(len(ORDERS)))
+def test_whatever_comes_first(turn: int) -> None:
+    """Threads in both orders; copies as late as may be, at once, and the newest first."""
+    p, _ = KERNELS["ragged causal cache"]
+    inputs = draw(p, 2, 70, 90)
+    close(call("ragged causal cache", inputs, turn)[0], expected(p, inputs)[0], p)
+
+
+@pytest.mark.parametrize("name", ["causal, static", "ragged causal cache", "bool mask, large heads"])
+def test_hidden_values_do_not_leak(name: str) -> None:
+    """NaN and infinities in keys and values: rows that do not see them are as right as ever, others have them too."""
+    p, _ = KERNELS[name]
+    inputs = draw(p, 2, p.q_len or 100, p.kv_len or 150)
+    for array, poison in (("k", (np.nan,)), ("v", (np.inf, np.nan, -np.inf))):
+        by_key = inputs[array] if p.kv_layout == "bshd" else inputs[array].swapaxes(1, 2)
+        by_key[:, -1] = poison[0]
+        for number, value in enumerate(poison):
+            by_key[:, 20 + 60 * number, ..., 3 * number : 3 * number + 4] = value
+    want, _ = expected(p, inputs)
+    got, _ = call(name, inputs, 0)
+    finite = np.isfinite(want)
+    assert finite.any() and not finite.all()
+    close(got[finite], want[finite], p)
+    assert not np.isfinite(got[~finite]).any()
+
+
+def test_an_infinite_value_is_what_rows_have_that_see_it() -> None:
+    p, _ = KERNELS["causal, static"]
+    inputs = draw(p, 2, 130, 200)
+    inputs["v"][:, 50, 3], inputs["v"][:, 60, 3:5], inputs["v"][:, 70, 64:66] = np.inf, -np.inf, np.nan
+    want, _ = expected(p, inputs)
+    assert all((want == value).any() for value in (np.inf, -np.inf)) and np.isnan(want).any()
+    close(call("causal, static", inputs, 1)[0], want, p)
+
+
+def test_no_keys_and_no_rows() -> None:
+    for name in ("full", "ragged causal cache"):
+        p, _ = KERNELS[name]
+        for batch, q_len, kv_len in [(0, 3, 5), (2, 0, 5), (1, 70, 0)]:
+            y, lse = call(name, draw(p, batch, q_len, kv_len), 0)
+            assert not y.any() and (lse == -np.inf).all()
+
+
+def test_default_tiles_are_legal() -> None:
+    for dim, v_dim, gpu in itertools.product(range(8, 257, 24), range(8, 257, 24), DEVICES.values()):
+        for window in (None, CAUSAL):
+            p = problem(head_dim=dim, v_head_dim=v_dim, window=window)
+            MmaTiles.default(p, gpu).check(p, gpu)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "why"),
+    [
+        (MmaTiles(128, 64, warps=17), "warps = 17 must be from 1 to 16"),
+        (MmaTiles(64, 64, warps=1), "q = 64 must be 16 or 32 times warps = 1"),
+        (MmaTiles(64, 40, warps=4), "kv = 40 must be a multiple of 16"),
+        (MmaTiles(64, 64, warps=4, stages=0), "stages = 0 must be positive"),
+        (MmaTiles(128, 128, warps=4, stages=5), "180224 bytes of shared memory are more than 166912"),
+        (MmaTiles(128, 192, warps=4), "256 accumulators do not fit 255 registers"),
+    ],
+)
+def test_illegal_tiles_say_why(tiles: MmaTiles, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        tiles.check(problem(), GPU)
+
+
+def test_takes_half_precision_in_whole_chunks() -> None:
+    assert takes(problem(head_dim=8, v_head_dim=256))
+    for no in ({"head_dim": 36}, {"v_head_dim": 264}, {"v_dtype": "float32"}, {"dtype": "float32"}, {"qk_mode": 0}):
+        assert not takes(problem(**no))
