@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import pytest
 import tvm
+from onnx import parser
 from tvm import relax, tirx
 
+import lowering
 import schedules
 from lowering.passes.absorb_transposes import absorb_transposes
 from lowering.passes.pack_weights import pack_weights
@@ -226,3 +228,53 @@ def test_transposed_rows() -> None:
     for rows, depth, columns in SIZES:
         x, y = draw(rng, (depth, rows), "float32"), draw(rng, (columns, depth), "float32")
         check(run(x, y), x.T.astype("float64") @ y.T.astype("float64"), "float32", 2 * depth)
+
+
+def unaligned(array: np.ndarray) -> np.ndarray:
+    """The array at an address that is 4 bytes behind a cache line."""
+    memory = np.empty(array.size + 32, array.dtype)
+    start = (4 - memory.ctypes.data) % 64 // array.itemsize
+    moved = memory[start : start + array.size].reshape(array.shape)
+    moved[...] = array
+    assert moved.ctypes.data % 64 == 4
+    return moved
+
+
+PRODUCTS = """<ir_version: 10, opset_import: ["" : 21]>
+products (float[b, m, k] x, float[b, k, n] y, float[b, k, m] turned_x, float[b, n, k] turned_y, float[k, 3] narrow)
+      => (float[b, m, n] xy, float[b, m, n] xyt, float[b, m, n] xty, float[b, m, n] xtyt, float[b, m, 3] xn) {
+    xt = Transpose<perm = [0, 2, 1]>(turned_x)
+    yt = Transpose<perm = [0, 2, 1]>(turned_y)
+    xy = MatMul(x, y)
+    xyt = MatMul(x, yt)
+    xty = MatMul(xt, y)
+    xtyt = MatMul(xt, yt)
+    xn = MatMul(x, narrow)
+}"""
+
+
+@pytest.fixture(scope="module")
+def products() -> lowering.Model:
+    return lowering.compile(parser.parse_model(PRODUCTS))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_unaligned_operands_and_results(products: lowering.Model, threads: int) -> None:
+    """Streams, dot products and blocks, large enough that two threads share each."""
+    rng = np.random.default_rng()
+    for batch, rows, depth, columns in ((1, 1, 301, 517), (2, 5, 203, 260), (1, 77, 131, 90), (3, 150, 67, 19)):
+        x, y = draw(rng, (batch, rows, depth), "float32"), draw(rng, (batch, depth, columns), "float32")
+        narrow = draw(rng, (depth, 3), "float32")
+        arrays = {"x": x, "y": y, "turned_x": x.swapaxes(1, 2), "turned_y": y.swapaxes(1, 2), "narrow": narrow}
+        arrays = {name: unaligned(array) for name, array in arrays.items()}
+        results = {
+            name: unaligned(np.full((batch, rows, 3 if name == "xn" else columns), np.nan, np.float32))
+            for name in ("xy", "xyt", "xty", "xtyt", "xn")
+        }
+        products.bind(arrays, results, threads=threads)()
+        expected = x.astype("float64") @ y.astype("float64")
+        for name in ("xy", "xyt", "xty", "xtyt"):
+            check(results[name], expected, "float32", 2 * depth)
+        check(results["xn"], x.astype("float64") @ narrow.astype("float64"), "float32", 2 * depth)
+        for name, array in products.run(arrays, threads=threads).items():
+            np.testing.assert_array_equal(array, results[name])
