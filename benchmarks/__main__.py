@@ -1,4 +1,4 @@
-"""The command: `python -m benchmarks cpu [case or group ...]`."""
+"""The commands: `python -m benchmarks cpu|cuda [case or group ...]`, `python -m benchmarks readme`."""
 
 from __future__ import annotations
 
@@ -22,6 +22,14 @@ def main() -> None:
     cpu.add_argument("--out", type=Path, help="keep records in this JSON file, and draw a PNG beside it")
     cpu.add_argument("--resume", action="store_true", help="leave out the cases that --out holds already")
     cpu.set_defaults(run=_cpu)
+    cuda = commands.add_parser("cuda", help="check and time every kernel on a Hopper GPU, beside PyTorch")
+    cuda.add_argument("case", nargs="*", help="names, groups or patterns of cases; default: all")
+    cuda.add_argument("--bundle", type=Path, help="measure nothing: build what a GPU host needs into this folder")
+    cuda.add_argument("--python", help="version of Python on that host, such as 3.12; default: this one's")
+    cuda.add_argument("--out", type=Path, help="folder of the results, where what is there already is kept")
+    cuda.add_argument("--minutes", type=float, default=8.0, help="then no new job is started; default: %(default)s")
+    cuda.add_argument("--draw", type=Path, metavar="FILE", help="only print and draw a results file")
+    cuda.set_defaults(run=_cuda)
     readme = commands.add_parser("readme", help="quote benchmarks/results in README.md")
     readme.add_argument("--check", action="store_true", help="change nothing, fail where it is out of date")
     readme.set_defaults(run=_readme)
@@ -52,6 +60,12 @@ def _cpu(arguments: argparse.Namespace) -> None:
     from .run import run
 
     run(cases, arguments)
+
+
+def _cuda(arguments: argparse.Namespace) -> None:
+    from .gpu.command import run
+
+    run(arguments)
 
 
 def _readme(arguments: argparse.Namespace) -> None:

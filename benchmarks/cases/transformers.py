@@ -20,7 +20,19 @@ from .case import Arrays, Bar, Case, Work
 _TOLERANCE = {"": 1e-4, "f16": 1e-3, "int8": 0.05, "int4": 0.3}
 _BITS = {"": 32, "f16": 16, "int8": 8, "int4": 4}
 
-LAYERS, HIDDEN, HEADS, INNER, VOCABULARY = 12, 768, 12, 3072, 30522  # of BERT-base
+
+@dataclass(frozen=True)
+class BertConfig:
+    """Sizes of an encoder; the defaults are BERT-base's."""
+
+    layers: int = 12
+    hidden: int = 768
+    heads: int = 12
+    inner: int = 3072
+    vocabulary: int = 30522
+
+
+BERT = BertConfig()
 
 LLAMA = DecoderConfig(layers=8, hidden=1024, heads=16, kv_heads=4, head_dim=64, mlp=2816, vocabulary=32000)
 
@@ -41,17 +53,18 @@ class BertCase(Case):
         return "bert"
 
     def feeds(self) -> Arrays:
-        return {"ids": np.random.default_rng(0).integers(0, VOCABULARY, (self.B, self.S))}
+        return {"ids": np.random.default_rng(0).integers(0, BERT.vocabulary, (self.B, self.S))}
 
     def model(self) -> onnx.ModelProto:
         return bert()
 
     def expected(self) -> Arrays:
-        return _reference(self.model(), self.feeds(), ("hidden",))
+        return evaluated(self.model(), self.feeds(), ("hidden",))
 
     def work(self) -> Work:
         """Products of weights, and of scores and values."""
-        per_token = LAYERS * (2 * (4 * HIDDEN * HIDDEN + 2 * HIDDEN * INNER) + 4 * self.S * HIDDEN)
+        c = BERT
+        per_token = c.layers * (2 * (4 * c.hidden * c.hidden + 2 * c.hidden * c.inner) + 4 * self.S * c.hidden)
         return Work(float(self.B * self.S * per_token), "FLOP")
 
 
@@ -117,9 +130,9 @@ def llama() -> onnx.ModelProto:
 
 
 @cache
-def bert() -> onnx.ModelProto:
+def bert(config: BertConfig = BERT) -> onnx.ModelProto:
     """BERT (Devlin et al., 2018) as exporters write it at opset 23: projections to heads, Attention, Gelu."""
-    g = Graph(seed=0)
+    c, g = config, Graph(seed=0)
 
     def linear(x: str, inputs: int, outputs: int, name: str) -> str:
         product = g.node("MatMul", x, g.weight(inputs, outputs, name=f"{name}.weight"), name=f"{name}.product")
@@ -127,33 +140,33 @@ def bert() -> onnx.ModelProto:
         return g.node("Add", product, g.constant(bias, f"{name}.bias"), name=name)
 
     def norm(x: str, name: str) -> str:
-        scale, bias = np.ones(HIDDEN, np.float32), g.rng.standard_normal(HIDDEN, np.float32) * 0.1
+        scale, bias = np.ones(c.hidden, np.float32), g.rng.standard_normal(c.hidden, np.float32) * 0.1
         names = g.constant(scale, f"{name}.weight"), g.constant(bias, f"{name}.bias")
         return g.node("LayerNormalization", x, *names, name=name, axis=-1, epsilon=1e-12)
 
-    words = g.constant(g.rng.standard_normal((VOCABULARY, HIDDEN), np.float32), "words")
-    positions = g.constant(g.rng.standard_normal((512, HIDDEN), np.float32), "positions")
+    words = g.constant(g.rng.standard_normal((c.vocabulary, c.hidden), np.float32), "words")
+    positions = g.constant(g.rng.standard_normal((512, c.hidden), np.float32), "positions")
     length = g.node("Shape", "ids", name="length", start=1, end=2)
     bounds = (g.constant(np.array([0]), "zero"), length)
     x = g.node("Add", g.node("Gather", words, "ids", name="word"), g.node("Slice", positions, *bounds, name="position"),
                name="embedded")  # fmt: skip
     x = norm(x, "embedded.norm")
-    split = g.constant(np.array([0, 0, HEADS, HIDDEN // HEADS]), "split")
-    merged = g.constant(np.array([0, 0, HIDDEN]), "merged")
-    for k in range(LAYERS):
+    split = g.constant(np.array([0, 0, c.heads, c.hidden // c.heads]), "split")
+    merged = g.constant(np.array([0, 0, c.hidden]), "merged")
+    for k in range(c.layers):
         p = f"layer{k}"
         heads = []
         for name in "qkv":
-            rows = g.node("Reshape", linear(x, HIDDEN, HIDDEN, f"{p}.{name}"), split, name=f"{p}.{name}.split")
+            rows = g.node("Reshape", linear(x, c.hidden, c.hidden, f"{p}.{name}"), split, name=f"{p}.{name}.split")
             heads.append(g.node("Transpose", rows, name=f"{p}.{name}.heads", perm=[0, 2, 1, 3]))
         y = g.node("Transpose", g.node("Attention", *heads, name=f"{p}.attention"), name=f"{p}.rows", perm=[0, 2, 1, 3])
-        y = linear(g.node("Reshape", y, merged, name=f"{p}.merged"), HIDDEN, HIDDEN, f"{p}.output")
+        y = linear(g.node("Reshape", y, merged, name=f"{p}.merged"), c.hidden, c.hidden, f"{p}.output")
         x = norm(g.node("Add", y, x, name=f"{p}.residual1"), f"{p}.norm1")
-        y = g.node("Gelu", linear(x, HIDDEN, INNER, f"{p}.up"), name=f"{p}.gelu")
-        y = g.node("Add", linear(y, INNER, HIDDEN, f"{p}.down"), x, name=f"{p}.residual2")
-        x = norm(y, f"{p}.norm2" if k < LAYERS - 1 else "hidden")
+        y = g.node("Gelu", linear(x, c.hidden, c.inner, f"{p}.up"), name=f"{p}.gelu")
+        y = g.node("Add", linear(y, c.inner, c.hidden, f"{p}.down"), x, name=f"{p}.residual2")
+        x = norm(y, f"{p}.norm2" if k < c.layers - 1 else "hidden")
     ids = helper.make_tensor_value_info("ids", TensorProto.INT64, ["B", "S"])
-    hidden = helper.make_tensor_value_info("hidden", TensorProto.FLOAT, ["B", "S", HIDDEN])
+    hidden = helper.make_tensor_value_info("hidden", TensorProto.FLOAT, ["B", "S", c.hidden])
     graph = helper.make_graph(g.nodes, "bert", [ids], [hidden], g.initializers)
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=11)
 
@@ -162,11 +175,11 @@ def bert() -> onnx.ModelProto:
 def _llama_logits(S: int, past: int) -> Arrays:
     """The same at every capacity, so it is computed without room to spare."""
     case = LlamaCase(name="", group="", S=S, past=past, capacity=S + past)
-    return _reference(llama(), case.feeds(), ("logits",))
+    return evaluated(llama(), case.feeds(), ("logits",))
 
 
-def _reference(model: onnx.ModelProto, feeds: Arrays, outputs: tuple[str, ...]) -> Arrays:
-    """onnx's reference evaluator on the model in float64."""
+def evaluated(model: onnx.ModelProto, feeds: Arrays, outputs: tuple[str, ...]) -> Arrays:
+    """onnx's reference evaluator on the model in float64: the outputs of those names."""
     wide = onnx.ModelProto()
     wide.CopyFrom(model)
     for value in (*wide.graph.input, *wide.graph.output):

@@ -10,7 +10,7 @@ import onnx
 import torch
 from torch.nn import functional as F
 
-from ..cases.transformers import HEADS, HIDDEN, LAYERS, LLAMA, BertCase, LlamaCase
+from ..cases.transformers import BERT, LLAMA, BertCase, LlamaCase
 
 
 def weights_of(model: onnx.ModelProto) -> dict[str, torch.Tensor]:
@@ -25,23 +25,23 @@ def weights_of(model: onnx.ModelProto) -> dict[str, torch.Tensor]:
 
 def bert(case: BertCase) -> Callable[[], Any]:
     w, ids = weights_of(case.model()), torch.from_numpy(case.feeds()["ids"])
-    shape = (case.B, case.S, HEADS, HIDDEN // HEADS)
+    shape = (case.B, case.S, BERT.heads, BERT.hidden // BERT.heads)
 
     def linear(x: torch.Tensor, name: str) -> torch.Tensor:
         return F.linear(x, w[f"{name}.weight"], w[f"{name}.bias"])
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
-        return F.layer_norm(x, (HIDDEN,), w[f"{name}.weight"], w[f"{name}.bias"], 1e-12)
+        return F.layer_norm(x, (BERT.hidden,), w[f"{name}.weight"], w[f"{name}.bias"], 1e-12)
 
     def forward() -> torch.Tensor:
         x = norm(F.embedding(ids, w["words"]) + w["positions"][: case.S], "embedded.norm")
-        for k in range(LAYERS):
+        for k in range(BERT.layers):
             p = f"layer{k}"
             q, key, v = (linear(x, f"{p}.{name}").view(shape).transpose(1, 2) for name in "qkv")
-            y = F.scaled_dot_product_attention(q, key, v).transpose(1, 2).reshape(case.B, case.S, HIDDEN)
+            y = F.scaled_dot_product_attention(q, key, v).transpose(1, 2).reshape(case.B, case.S, BERT.hidden)
             x = norm(linear(y, f"{p}.output") + x, f"{p}.norm1")
             y = linear(F.gelu(linear(x, f"{p}.up")), f"{p}.down")
-            x = norm(y + x, f"{p}.norm2" if k < LAYERS - 1 else "hidden")
+            x = norm(y + x, f"{p}.norm2" if k < BERT.layers - 1 else "hidden")
         return x
 
     return forward

@@ -1,0 +1,43 @@
+"""The command `python -m benchmarks cuda`; see there for the arguments."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Builds a bundle, or builds one and measures it here, or draws what was measured."""
+    from . import bundle
+
+    python = arguments.python or ".".join(platform.python_version_tuple()[:2])
+    if arguments.draw is not None:
+        draw(arguments.draw)
+    elif arguments.bundle is not None:
+        plan = bundle.write(arguments.bundle, python)
+        print(
+            f"{len(plan.kernels)} kernels and {len(plan.cases)} cases, {bundle.size(arguments.bundle) / 1e6:.1f} MB. "
+            f"On a host with a Hopper GPU and PyTorch: cd {arguments.bundle.name} && python measure.py --out results"
+        )
+    elif arguments.out is None:
+        sys.exit("Name the folder of the results with --out, or build a bundle for another host with --bundle.")
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            bundle.write(Path(folder), python)
+            command = [sys.executable, f"{folder}/measure.py", "--out", arguments.out, "--minutes", arguments.minutes]
+            sys.exit(subprocess.run([*map(str, command), *arguments.case]).returncode)
+
+
+def draw(path: Path) -> None:
+    """The table and the picture of a results file. The cases are those of this version."""
+    from . import cases, report, results
+    from .plan import Plan
+
+    found = results.read(path)
+    plan = Plan(found.bundle, *cases.plan(), ())
+    print(report.table(plan, found))
+    report.draw(plan, found, path.with_suffix(".png"))

@@ -1,0 +1,94 @@
+"""One case at its full size: every contender is checked against float64, then those that are right take turns."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .check import OPERATIONS, function_of
+from .memory import Torch
+from .peers import Peer, peers
+from .plan import Kernel, read
+from .timing import interleaved
+
+Arrays = dict[str, Any]
+
+_SETS = 3  # of inputs at least, and so many that ...
+_CACHES = 4  # ... all of them are so many times the second-level cache
+
+
+def contest(folder: Path, name: str, without: Mapping[str, str], say: Callable[[str], None]) -> dict[str, Any]:
+    """{contender: {"error", and "timing" or "problem"}}, tells `say` whose turn it is.
+
+    without names contenders to leave out, and why.
+    """
+    plan = read(folder)
+    case = plan.cases[name]
+    kernels = [plan.kernels[kernel] for kernel in case.kernels]
+    problem, operation, memory = kernels[0].record, OPERATIONS[kernels[0].operation], Torch(seed=0)
+    sets = [operation.draw(problem, case.sizes, memory, poison=False)]
+    makers: dict[str, Peer] = {kernel.contender: partial(_ours, folder, kernel, memory) for kernel in kernels}
+    makers |= peers(case.peers, problem, memory)
+    found: dict[str, Any] = {contender: {"problem": why} for contender, why in without.items()}
+    right = operation.expected(problem, sets[0], memory)
+    result = kernels[0].result
+    untouched = memory.copy(sets[0][result])
+    calls: dict[str, list[Callable[[], object]]] = {}
+    for contender, make in makers.items():
+        if contender in without:
+            continue
+        say(contender)
+        sets[0][result][...] = untouched
+        try:
+            call: Callable[[], Any] = make(sets[0])
+            error = operation.error(call(), right, memory)
+            torch.cuda.synchronize()
+        except (RuntimeError, ValueError, NotImplementedError) as refusal:
+            if "CUDA error" in str(refusal):
+                raise  # nothing more can run in this process
+            found[contender] = {"problem": _first_line(refusal)}
+            continue
+        found[contender] = {"error": error}
+        if error <= kernels[0].tolerance:
+            calls[contender] = [call]
+        else:
+            found[contender]["problem"] = "wrong"
+    del right, untouched
+    sets += [operation.draw(problem, case.sizes, memory, poison=False) for _ in range(_count(sets[0]) - 1)]
+    for contender in calls:
+        say(contender)
+        calls[contender] += [makers[contender](arrays) for arrays in sets[1:]]
+        for each in calls[contender][1:]:
+            each()
+        torch.cuda.synchronize()
+    say("timing")
+    for contender, timing in interleaved(calls).items():
+        found[contender]["timing"] = dataclasses.asdict(timing)
+    return found
+
+
+def _ours(folder: Path, kernel: Kernel, memory: Torch, arrays: Arrays) -> Callable[[], Any]:
+    bound = memory.bound(function_of(folder, kernel), [arrays[name] for name in kernel.parameters])
+
+    def call() -> Any:
+        bound()
+        return arrays[kernel.result]
+
+    return call
+
+
+def _count(arrays: Arrays) -> int:
+    """How many input sets to rotate through."""
+    size = sum(array.nbytes for array in arrays.values())
+    return max(_SETS, math.ceil(_CACHES * torch.cuda.get_device_properties(0).L2_cache_size / size))
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"

@@ -1,0 +1,46 @@
+"""The functions of a bundle: each kernel of `schedules.cuda` by itself, for symbolic batch and lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from lowering.attention.bound import Bound
+from lowering.attention.problem import AttentionProblem
+from lowering.scatter import CacheUpdate, copy_and_update, update_in_place
+from lowering.target import Target
+from schedules.cuda.decode import decode
+from schedules.cuda.decode_rows import decode_rows
+from schedules.cuda.device import Device, device
+from schedules.cuda.plain import plain
+from schedules.cuda.prefill_mma import prefill_mma
+from schedules.cuda.prefill_wgmma import prefill_wgmma
+from schedules.cuda.scatter import cache_update
+from schedules.cuda.tiles import DecodeTiles, MmaTiles, RowTiles, WgmmaTiles
+
+from .plan import Kernel
+
+_ATTENTION: dict[str, Callable[[Bound, AttentionProblem, Device], None]] = {
+    "wgmma": lambda bound, p, gpu: prefill_wgmma(bound, WgmmaTiles.default(p, gpu), gpu),
+    "mma": lambda bound, p, gpu: prefill_mma(bound, MmaTiles.default(p, gpu), gpu),
+    "decode": lambda bound, p, gpu: decode(bound, DecodeTiles.default(p, gpu), gpu),
+    "rows": lambda bound, p, gpu: decode_rows(bound, RowTiles.default(gpu)),
+    "plain": lambda bound, p, gpu: plain(bound),
+}
+
+
+def function(kernel: Kernel, target: Target) -> tirx.PrimFunc:
+    """The PrimFunc `kernel`, for a CUDA target."""
+    if kernel.operation == "attention":
+        problem = AttentionProblem.from_json(kernel.problem)
+        with IRBuilder() as builder, T.prim_func():
+            _ATTENTION[kernel.contender](Bound(problem, scope="local"), problem, device(target.tvm))
+        made = builder.get()
+    else:
+        update = CacheUpdate.from_json(kernel.problem)
+        unscheduled = copy_and_update(update) if kernel.result == "present" else update_in_place(update)
+        made = cache_update(unscheduled, target.tvm)
+    return made.with_attr("global_symbol", "kernel")

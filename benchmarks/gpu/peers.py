@@ -1,0 +1,113 @@
+"""What users of PyTorch have: each backend of scaled_dot_product_attention, compiled FlexAttention, indexed stores.
+
+A peer makes, from the arrays of a problem, a call that returns the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch._inductor.config
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from . import attention
+from .memory import Torch
+
+Arrays = dict[str, Any]
+Peer = Callable[[Arrays], Callable[[], torch.Tensor]]
+
+_BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+def peers(names: tuple[str, ...], problem: Any, memory: Torch) -> dict[str, Peer]:
+    """The peers of those names, for attention or a cache update."""
+    known: dict[str, Callable[[Any, Torch, Arrays], Callable[[], torch.Tensor]]] = {
+        **{name: partial(_sdpa, backend) for name, backend in _BACKENDS.items()},
+        "flex": _flex,
+        "index": _index,
+    }
+    return {name: partial(known[name], problem, memory) for name in names}
+
+
+def _sdpa(backend: SDPBackend, problem: Any, memory: Torch, arrays: Arrays) -> Callable[[], torch.Tensor]:
+    q, k, v = (arrays[name] for name in "qkv")
+    window = problem.window
+    causal = window is not None and (window.left, window.right, window.offset) == (None, 0, "zero")
+    only_causal = causal and problem.mask is None and not problem.lengths
+    mask = None if only_causal else _mask(problem, memory, arrays)
+    gqa = problem.q_heads != problem.kv_heads
+
+    def call() -> torch.Tensor:
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=only_causal, scale=problem.scale, enable_gqa=gqa
+            )
+
+    return call
+
+
+def _mask(problem: Any, memory: Torch, arrays: Arrays) -> torch.Tensor | None:
+    """What SDPA has to be told as a tensor: the mask itself, or window and lengths written out."""
+    if problem.mask is not None:
+        return arrays["mask"]
+    if problem.window is None and not problem.lengths:
+        return None
+    rows, batches = slice(0, arrays["q"].shape[2]), range(arrays["q"].shape[0] if problem.lengths else 1)
+    return torch.stack([attention.visible(problem, arrays, memory, b, 0, rows)[0] for b in batches])[:, None]
+
+
+def _flex(problem: Any, memory: Torch, arrays: Arrays) -> Callable[[], torch.Tensor]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    q, k, v = (arrays[name] for name in "qkv")
+    (batch, _, rows, _), keys = q.shape, k.shape[2]
+    window, lengths = problem.window, arrays.get("lengths")
+
+    def rule(b: Any, h: Any, i: Any, j: Any) -> Any:
+        seen = j >= 0
+        if lengths is not None:
+            seen = seen & (j < lengths[b])
+        if window is not None:
+            position = i + arrays["lengths"][b] - rows if window.offset == "lengths" else i
+            if window.right is not None:
+                seen = seen & (j <= position + window.right)
+            if window.left is not None:
+                seen = seen & (j >= position - window.left)
+        return seen
+
+    def capped(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return problem.softcap * torch.tanh(score / problem.softcap)
+
+    hides = lengths is not None or window is not None
+    batches = batch if lengths is not None else None
+    blocks = create_block_mask(rule, batches, None, rows, keys, device=memory.device) if hides else None
+    options: dict[str, Any] = {
+        **{"score_mod": capped if problem.softcap else None, "block_mask": blocks, "scale": problem.scale},
+        "enable_gqa": problem.q_heads != problem.kv_heads,
+    }
+    torch._inductor.config.compile_threads = 1  # no pool of compilers beside what is timed
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return lambda: compiled(q, k, v, **options)
+
+
+def _index(problem: Any, memory: Torch, arrays: Arrays) -> Callable[[], torch.Tensor]:
+    """The cache in place, by an indexed store."""
+    cache, update, first = (arrays[name] for name in ("cache", "update", "write_indices"))
+    b = torch.arange(cache.shape[0], device=memory.device)[:, None]
+    slots = first[:, None] + torch.arange(update.shape[2], device=memory.device)[None, :]
+    rows = update.transpose(1, 2)
+
+    def call() -> torch.Tensor:
+        cache[b, :, slots] = rows
+        return cache
+
+    return call

@@ -1,0 +1,27 @@
+"""What the tests let run in processes of their own; it imports little, as those processes import it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+
+def returns(value: int, say: Callable[[str], None]) -> int:
+    say("returning")
+    return value + 1
+
+
+def raises(say: Callable[[str], None]) -> None:
+    say("raising")
+    raise RuntimeError("no\nmore")
+
+
+def crashes(say: Callable[[str], None]) -> None:
+    say("crashing")
+    os.abort()
+
+
+def hangs(say: Callable[[str], None]) -> None:
+    say("hanging")
+    time.sleep(60)

@@ -1,0 +1,249 @@
+"""`python -m benchmarks cuda`: a bundle is checked as on a GPU, and a run survives what may go wrong there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import cuda_emulation as emulated
+import errands
+import numpy as np
+import pytest
+
+from benchmarks.gpu import attention, cases, measure, results
+from benchmarks.gpu.check import check
+from benchmarks.gpu.isolate import Answer, isolated
+from benchmarks.gpu.memory import Host, Torch
+from benchmarks.gpu.plan import Bar, Case, Kernel, Plan, Sizes, read
+from benchmarks.gpu.report import rows, table
+from lowering.attention.problem import AttentionProblem, Window
+from lowering.attention.reference import reference
+
+TINY = Sizes(2, 5, 9, (4, 12))
+KERNELS, CASES = cases.plan()
+PROBLEMS = {k.problem: k for k in KERNELS.values() if k.operation == "attention"}
+
+
+def small(kernel: Kernel) -> AttentionProblem:
+    """Its problem with few heads."""
+    p = AttentionProblem.from_json(kernel.problem)
+    return replace(p, q_heads=2 * p.group, kv_heads=2, head_dim=8, v_head_dim=8)
+
+
+# -- on the emulated GPU ----------------------------------------------------------------------------------------------
+
+
+def build_and_check(folder: Path) -> list[Any]:
+    """In the emulation: a bundle's libraries, and what `check` says of each kernel, right and wrong."""
+    from benchmarks.gpu import bundle
+    from lowering.target import resolve
+
+    heads, ragged_window = {"q_heads": 4, "kv_heads": 2}, Window(right=0, offset="lengths")
+    causal = cases.problem("f16", 64, window=Window(right=0), **heads)
+    ragged = cases.problem("bf16", 64, lengths=True, window=ragged_window, **heads)
+    update = replace(KERNELS["update in place"], checks=(Sizes(2, 3, 7, (-1, 5)),))
+    made = {
+        "causal": cases.attention_kernel("causal", "mma", causal, ((1, 70, 133),)),
+        "ragged": cases.attention_kernel("ragged", "decode", ragged, ((3, 1, 77),)),
+        "update": update,
+        "wrapping": replace(update, problem=update.problem.replace('"circular": false', '"circular": true')),
+    }
+    target = resolve("cuda:sm_90a")[0]
+    plan = bundle.libraries(folder, made, {}, target)
+    times = [path.stat().st_mtime_ns for path in folder.rglob("*.so")]
+    assert bundle.libraries(folder, made, {}, target) == plan
+    assert [path.stat().st_mtime_ns for path in folder.rglob("*.so")] == times, "they were built again"
+    right = plan.kernels
+    wrong = {
+        "causal": replace(right["causal"], problem=right["causal"].problem.replace("0.125", "0.13")),
+        "ragged": replace(right["ragged"], problem=right["ragged"].problem.replace('"right": 0', '"right": -1')),
+    }
+    replace(plan, kernels={**right, **{f"not {name}": kernel for name, kernel in wrong.items()}}).write(folder)
+    found: list[Any] = []
+    for name in (*right, *(f"not {name}" for name in wrong)):
+        try:
+            found.append(check(folder, name, lambda text: None)["error"])
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_bundle_is_checked_where_its_gpu_is(tmp_path: Path) -> None:
+    causal, ragged, update, *wrong = emulated.run(build_and_check, tmp_path)
+    assert 0 < causal < 2e-3 and 0 < ragged < 1.6e-2 and update == 0
+    assert len(wrong) == 3 and all(problem.startswith("wrong at") for problem in wrong)
+
+
+# -- what is right, and how much it is ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", PROBLEMS.values(), ids=lambda kernel: kernel.name)
+def test_what_is_expected_is_the_reference(kernel: Kernel) -> None:
+    p, memory = small(kernel), Host(0)
+    arrays = attention.draw(p, TINY, memory, poison=True)
+    right = attention.expected(p, arrays, memory)
+    want, _ = reference(p, **{name: arrays[name] for name in p.parameters() if name != "y"})
+    np.testing.assert_allclose(right, want, rtol=1e-12, atol=1e-12)
+    assert np.isfinite(want).all()
+    hidden = np.isnan(arrays["k"].astype(np.float64)).any()
+    assert hidden == (p.lengths or p.mask is not None or p.window is not None)
+
+
+def test_one_wrong_row_is_an_error() -> None:
+    memory = Host(1)
+    right = memory.normal((2, 3, 50, 64), "float64")
+    y = right.astype(np.float16)
+    assert attention.error(y, right, memory) < 5e-4
+    y[1, 2, 49] *= 1.01
+    assert attention.error(y, right, memory) == pytest.approx(0.01, rel=0.1)
+    y[0, 0, 0, 0] = np.nan
+    assert attention.error(y, right, memory) == float("inf")
+    right[0, 0, 0] = 0
+    y[0, 0, 0] = 1e-3
+    assert attention.error(y, right, memory) > 1e9
+
+
+@pytest.mark.parametrize("kernel", PROBLEMS.values(), ids=lambda kernel: kernel.name)
+def test_work_is_that_of_visible_pairs(kernel: Kernel) -> None:
+    p, memory = replace(small(kernel), mask=None), Host(2)
+    sizes = TINY if p.lengths else replace(TINY, lengths=())
+    arrays = attention.draw(p, sizes, memory, poison=False)
+    seen = 0
+    for b in range(sizes.batch):
+        shown, _ = attention.visible(p, arrays, memory, b, 0, slice(0, sizes.q_len))
+        seen += p.q_heads * int(shown.sum())
+    assert cases.pairs(p, sizes) == seen
+    assert cases.flops(p, sizes) == 4 * 8 * seen
+
+
+def test_the_plan_travels(tmp_path: Path) -> None:
+    plan = Plan("abc", KERNELS, CASES, ("decoder",))
+    plan.write(tmp_path)
+    assert read(tmp_path) == plan
+    assert {case.group for case in plan.chosen(["decode*", "update"])} == {"decode", "update"}
+    with pytest.raises(ValueError, match="no case or group matches 'nothing'"):
+        plan.chosen(["nothing"])
+    for case in plan.cases.values():
+        records = {plan.kernels[name].problem for name in case.kernels}
+        assert len(records) == 1 and case.amount > 0
+        assert {bar.contender for bar in case.bars} <= {plan.kernels[name].contender for name in case.kernels}
+
+
+@pytest.mark.parametrize("kernel", PROBLEMS.values(), ids=lambda kernel: kernel.name)
+def test_pytorch_agrees(kernel: Kernel) -> None:
+    pytest.importorskip("torch")
+    from benchmarks.gpu.peers import peers
+
+    p, memory = small(replace(kernel, problem=kernel.problem.replace("float16", "float32"))), Torch(0, "cpu")
+    p = replace(p, dtype="float32", v_dtype="float32")
+    poisoned = attention.draw(p, TINY, memory, poison=True)
+    right = attention.expected(p, poisoned, memory)
+    given = {name: poisoned[name].numpy() for name in p.parameters() if name != "y"}
+    np.testing.assert_allclose(right.numpy(), reference(p, **given)[0], rtol=1e-12, atol=1e-12)
+    if not p.softcap:
+        arrays = attention.draw(p, TINY, memory, poison=False)
+        sees = attention.expected(p, arrays, memory)
+        y = peers(("math",), p, memory)["math"](arrays)()
+        assert attention.error(y.nan_to_num(), sees, memory) < 1e-5
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------
+
+
+def test_hangs_and_crashes_cost_one_call() -> None:
+    assert isolated(errands.returns, 1, limit=30) == Answer(2, doing="returning")
+    assert isolated(errands.raises, limit=30) == Answer(problem="RuntimeError: no", doing="raising")
+    died = "the process died with exit status -6"
+    assert isolated(errands.crashes, limit=30) == Answer(problem=died, doing="crashing")
+    assert isolated(errands.hangs, limit=5) == Answer(problem="no answer in 5 s", doing="hanging", late=True)
+
+
+PLAN = Plan(
+    "digest",
+    {name: replace(KERNELS["mma f16 D128 full"], name=f"{name} full", contender=name) for name in ("mma", "wgmma")},
+    {
+        "full": Case(
+            "full", "prefill", ("wgmma", "mma"), ("cudnn", "flash"), TINY, 2e9, "FLOP",
+            (Bar("wgmma", rate=1e12), Bar("wgmma", ratio=1.0), Bar("mma", share=0.9)),
+        )
+    },
+    (),
+)  # fmt: skip
+
+
+def timed(seconds: float) -> dict[str, Any]:
+    timing = {"median": seconds, "low": seconds / 2, "high": seconds * 2, "graph": True}
+    return {"error": 1e-4, "timing": timing}
+
+
+def test_a_run_goes_on_where_the_last_one_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, done, good = tmp_path / "results.json", [], {"mma": False}
+
+    def job(kind: str, name: str, answer: Callable[[], Answer]) -> measure.Job:
+        def run(limit: float) -> Answer:
+            done.append(name)
+            return answer()
+
+        return measure.Job(kind, name, run, 30)
+
+    def todo(found: results.Results) -> list[measure.Job]:
+        limits = {"FLOP": 4e12, "byte": 3e12} | dict.fromkeys(("device", "torch", "cuda", "cudnn"), "none")
+        case = {"wgmma": timed(1e-3), "mma": timed(4e-3), "cudnn": timed(2e-3), "flash": {"problem": "refused"}}
+        return [
+            job(
+                "checks", "mma", lambda: Answer({"error": 1e-4}) if good["mma"] else Answer(problem="boom", doing="S 3")
+            ),
+            job("limits", "limits", lambda: Answer(limits)),
+            job("cases", "full", lambda: Answer(case)),
+        ]
+
+    measure.measure(PLAN, todo, path, 60)
+    assert done == ["mma", "limits", "full"]
+    shown = capsys.readouterr().out
+    assert "checks: mma: S 3: boom" in shown and "bars met: 2 of 3" in shown
+    wgmma, mma = rows(PLAN, results.read(path))
+    assert (wgmma.rate, wgmma.share, wgmma.ratio) == (2e12, 0.5, 2.0)
+    assert mma.ratio == 0.5 and mma.bars == [("0.9 of limit", False)]
+    measure.measure(PLAN, todo, path, 5)
+    assert done[3:] == [], "there was no time"
+    assert "1 of 1 jobs are left" in capsys.readouterr().out
+    good["mma"] = True
+    measure.measure(PLAN, todo, path, 60)
+    measure.measure(PLAN, todo, path, 60)
+    assert done[3:] == ["mma"]
+    assert "checks: 1 right of 1" in table(PLAN, results.read(path))
+    with pytest.raises(SystemExit, match="holds results of the kernels digest"):
+        measure.measure(replace(PLAN, digest="other"), todo, path, 60)
+
+
+def test_a_job_that_had_less_than_its_time_is_not_blamed(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    late = measure.Job("cases", "full", lambda limit: Answer(problem="no answer", late=True), 30)
+    measure.measure(PLAN, lambda _: [late], path, 20)
+    assert not path.exists()
+    measure.measure(PLAN, lambda _: [late], path, 60)
+    assert results.read(path).found["cases"]["full"] == {"problem": "no answer"}
+
+
+def test_a_case_goes_on_without_who_ended_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def alone(function: Any, folder: Path, name: str, without: dict[str, str], limit: float) -> Answer:
+        calls.append(dict(without))
+        dying = {"wgmma": "the process died", "cudnn": "no answer"}
+        for contender, problem in dying.items():
+            if contender not in without:
+                return Answer(problem=problem, doing=contender)
+        return Answer({"mma": timed(1.0)}, doing="timing")
+
+    monkeypatch.setattr(measure, "alone", alone)
+    found = results.Results("digest", "2000-01-01")
+    found.found["checks"] = {"mma": {"error": 0.0}, "wgmma": {"error": 0.0}}
+    answer = measure.timed(Path(), PLAN, PLAN.cases["full"], found, 60)
+    assert answer.result == {"mma": timed(1.0)}
+    assert calls[-1] == {"wgmma": "the process died", "cudnn": "no answer"}
+    found.found["checks"]["mma"] = {"problem": "wrong"}
+    measure.timed(Path(), PLAN, PLAN.cases["full"], found, 60)
+    assert calls[-1]["mma"] == "wrong", "what is not right is not timed"
