@@ -19,6 +19,7 @@ from lowering.attention.bound import Bound
 
 COLUMNS = 64  # of a panel, of 16 bits
 ROW_BYTES = 128
+CHUNKS = 8  # of 16 bytes in a row
 ROW_WORDS = ROW_BYTES // 4
 SWIZZLE_128B, L2_PROMOTION_128B = 3, 2  # CUtensorMapSwizzle, CUtensorMapL2promotion
 LOAD = "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"

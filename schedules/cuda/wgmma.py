@@ -37,11 +37,16 @@ def descriptor(memory: tirx.Buffer, at: Expr | int, rows: int) -> Expr:
     return T.bind(buffer[0])
 
 
+def begin(*registers: tirx.Buffer) -> None:
+    """Before products that read or write these registers."""
+    for buffer in registers:
+        fence(buffer)
+    T.evaluate(T.ptx.wgmma.fence.sync.aligned())
+
+
 def product_ss(dtype: str, C: tirx.Buffer, a: Expr, b: Expr, shape: tuple[int, int], rows: tuple[int, int]) -> None:
     """C [64, N] := A B^T of tiles in shared memory, A [64, K], B [N, K]; shape is (N, K), rows those of the tiles."""
     n, k = shape
-    fence(C)
-    T.evaluate(T.ptx.wgmma.fence.sync.aligned())
     for step in range(-(-k // K)):
         panel, inside = divmod(step, COLUMNS // K)
         steps = [panel * r * ROW_BYTES // UNIT + inside * K_STEP for r in rows]
@@ -56,9 +61,6 @@ def product_ss(dtype: str, C: tirx.Buffer, a: Expr, b: Expr, shape: tuple[int, i
 def product_rs(dtype: str, C: tirx.Buffer, A: tirx.Buffer, b: Expr, shape: tuple[int, int]) -> None:
     """C [64, N] += A B, A [64, K] in registers, the tile B [K, N] in shared memory; shape is (N, K)."""
     n, k = shape
-    fence(C)
-    fence(A)
-    T.evaluate(T.ptx.wgmma.fence.sync.aligned())
     for step in range(k // K):
         operand = [A[4 * step + x] for x in range(4)]
         T.evaluate(

@@ -1,0 +1,92 @@
+"""Which query tiles a block of a persistent grid works through, in which order, and which keys each of them needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from tvm import tirx
+from tvm.ir import Expr
+from tvm.script.ir_builder import tirx as T
+
+from lowering.attention.bound import Bound
+
+from .device import Device
+from .host import multiprocessors, on_host
+from .ptx import fixed
+from .tiles import WgmmaTiles
+
+
+class Scheduler:
+    """Made by the host, read by a kernel whose grid has `blocks` blocks.
+
+    Heads whose K and V fit the second-level cache together are worked on together. Among these the dear query tiles
+    come first: late rows, under a causal mask.
+    """
+
+    def __init__(self, bound: Bound, tiles: WgmmaTiles, device: Device) -> None:
+        self.bound, self.tiles = bound, tiles
+        p = bound.problem
+        q_tiles = on_host(tirx.truncdiv(_int64(bound.S) + (tiles.q - 1), tiles.q))
+        heads = on_host(_int64(bound.B) * p.q_heads)
+        kv_bytes = (_int64(bound.T) + 1) * (2 * (p.head_dim + p.v_head_dim))
+        cached = tirx.max(tirx.truncdiv(T.int64(device.l2 * 2 // 3), kv_bytes), T.int64(1)) * p.group
+        section = on_host(tirx.max(tirx.min(cached, heads), T.int64(1)))
+        most = multiprocessors() if tiles.blocks is None else T.int64(tiles.blocks)
+        blocks = on_host(tirx.min(most, q_tiles * heads))
+        self.q_tiles, self.heads, self.section, self.blocks = map(_int32, (q_tiles, heads, section, blocks))
+
+    @contextmanager
+    def query_tiles(self, block: Expr) -> Iterator[tuple[Expr, Expr, Expr, Expr]]:
+        """A loop over the block's query tiles: how many came before, batch, query head, first row; int32.
+
+        Every second round runs backwards, so that no block always gets the dearest tile of a round.
+        """
+        total = fixed(self.q_tiles * self.heads)
+        with T.serial(tirx.truncdiv(total + self.blocks - 1, self.blocks)) as turn:
+            place = tirx.Select(tirx.EQ(T.bitwise_and(turn, 1), 0), block, self.blocks - 1 - block)
+            work = fixed(turn * self.blocks + place)
+            with T.If(work < total), T.Then():
+                per_section = fixed(self.section * self.q_tiles)
+                start = fixed(tirx.truncdiv(work, per_section) * self.section)
+                rest = fixed(tirx.truncmod(work, per_section))
+                width = fixed(tirx.min(self.section, self.heads - start))
+                i0 = fixed((self.q_tiles - 1 - tirx.truncdiv(rest, width)) * self.tiles.q)
+                head = fixed(start + tirx.truncmod(rest, width))
+                b, h = (fixed(f(head, self.bound.problem.q_heads)) for f in (tirx.truncdiv, tirx.truncmod))
+                yield turn, b, h, i0
+
+    def key_tiles(self, b: Expr, i0: Expr) -> KeyTiles:
+        """The tiles of keys that some row of the query tile from row i0 sees."""
+        rows, kv = (i0, fixed(i0 + self.tiles.q)), self.tiles.kv
+        ends = (*self.bound.visible_range(b, *rows), *self.bound.full_range(b, *rows))
+        lo, hi, full_lo, full_hi = (fixed(_int32(end)) for end in ends)
+        return KeyTiles(lo, fixed(tirx.truncdiv(hi - lo + kv - 1, kv)), full_lo, full_hi, kv)
+
+
+@dataclass(frozen=True)
+class KeyTiles:
+    """The key tiles of a query tile, counted from the last one: j = 0 has the last keys."""
+
+    lo: Expr
+    count: Expr
+    full_lo: Expr
+    full_hi: Expr
+    kv: int
+
+    def first(self, j: Expr | int) -> Expr:
+        """The first key of tile j."""
+        return self.lo + (self.count - 1 - j) * self.kv
+
+    def full(self, j: Expr | int) -> Expr:
+        """Whether every row sees every key of tile j."""
+        return tirx.all(self.first(j) >= self.full_lo, self.first(j) + self.kv <= self.full_hi)
+
+
+def _int64(value: int | Expr) -> Expr:
+    return tirx.const(value, "int64") if isinstance(value, int) else value.astype("int64")
+
+
+def _int32(value: Expr) -> Expr:
+    return value.astype("int32")
