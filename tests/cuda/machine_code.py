@@ -1,0 +1,152 @@
+"""What the CUDA compiler made of a kernel: registers, spills, and the instructions of its inner loops.
+
+`python tests/cuda/machine_code.py` writes docs/cuda_kernels.md (needs nvcc or the `cuda` extra, and the `test` extra).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tvm
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from lowering.attention.bound import Bound
+from lowering.attention.problem import AttentionProblem, Window
+from lowering.target.cubin import cubin
+from schedules.cuda.device import DEVICES
+from schedules.cuda.prefill_mma import prefill_mma
+from schedules.cuda.prefill_wgmma import prefill_wgmma
+from schedules.cuda.tiles import MmaTiles, WgmmaTiles, padded
+
+PAGE = Path(__file__).parents[2] / "docs" / "cuda_kernels.md"
+HEAD_DIMS = (64, 80, 96, 128, 256)
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """Of one kernel. `loop` counts opcodes (HMMA, LDSM, ...) in the innermost loops that multiply matrices."""
+
+    registers: int
+    stack: int
+    spills: int  # instructions that store or load registers to or from local memory
+    loop: Counter[str]
+
+
+def machine_code(func: tirx.PrimFunc, arch: str) -> MachineCode:
+    """The only kernel of a PrimFunc, compiled as artifacts are."""
+    target = tvm.target.Target({"kind": "cuda", "arch": arch}, host="llvm")
+    with target, tempfile.TemporaryDirectory() as folder:
+        module = tvm.compile(tvm.IRModule({"main": func}), target=target, tir_pipeline="tirx").mod
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin(module.imports[0].inspect_source()))
+        usage, sass = _tool("cuobjdump", "-res-usage", path), _tool("nvdisasm", "-c", path)
+    used = dict(re.findall(r"(REG|STACK):(\d+)", usage))
+    opcodes = [(number, found[1]) for number, line in enumerate(sass.splitlines()) if (found := _OPCODE.search(line))]
+    spills = sum(opcode in ("STL", "LDL") for _, opcode in opcodes)
+    return MachineCode(int(used["REG"]), int(used["STACK"]), spills, _inner_loops(sass, opcodes))
+
+
+_OPCODE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_]*)")
+
+
+def _inner_loops(sass: str, opcodes: list[tuple[int, str]]) -> Counter[str]:
+    """What lies between a label and a jump back to it, with matrix products in it and no smaller loop of that kind."""
+    labels: dict[str, int] = {}
+    loops: list[tuple[int, int]] = []
+    for number, line in enumerate(sass.splitlines()):
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = number
+        if (jump := re.search(r"BRA.*`\((\.L_x_\d+)\)", line)) and jump[1] in labels:
+            loops.append((labels[jump[1]], number))
+    products = [number for number, opcode in opcodes if opcode in ("HMMA", "HGMMA")]
+    loops = [(a, b) for a, b in loops if any(a < n < b for n in products)]
+    inner = [(a, b) for a, b in loops if not any((c, d) != (a, b) and a <= c and d <= b for c, d in loops)]
+    return Counter(opcode for a, b in inner for number, opcode in opcodes if a < number < b)
+
+
+def _tool(name: str, *arguments: str | Path) -> str:
+    """The output of a program of the CUDA toolkit, from the toolkit or its wheel."""
+    wheel = importlib.util.find_spec("nvidia.cu13")
+    folders = [Path(p) / "bin" for p in (wheel.submodule_search_locations or [] if wheel else [])]
+    path = shutil.which(name) or next(str(folder / name) for folder in folders if (folder / name).exists())
+    return subprocess.run([path, *map(str, arguments)], check=True, capture_output=True, text=True).stdout
+
+
+# Shipped kernels.
+
+
+def problem(head_dim: int, causal: bool) -> AttentionProblem:
+    """Every size symbolic, float16, grouped heads."""
+    sizes: dict[str, Any] = {"batch": None, "q_len": None, "kv_len": None, "q_heads": 8, "kv_heads": 2}
+    types: dict[str, Any] = {"dtype": "float16", "v_dtype": "float16", "acc_dtype": "float32"}
+    window = Window(right=0, offset="past") if causal else None
+    dims = {"head_dim": head_dim, "v_head_dim": head_dim, "scale": head_dim**-0.5}
+    return AttentionProblem(**sizes, **types, **dims, window=window)
+
+
+def prefill(p: AttentionProblem, arch: str) -> tuple[tirx.PrimFunc, MmaTiles | WgmmaTiles]:
+    """The prefill kernel that an architecture gets, and its tiles."""
+    gpu = DEVICES[arch]
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name("attention")
+        bound = Bound(p, scope="local")
+        tiles: MmaTiles | WgmmaTiles
+        if gpu.generation == 90:
+            tiles = WgmmaTiles.default(p, gpu)
+            prefill_wgmma(bound, tiles, gpu)
+        else:
+            tiles = MmaTiles.default(p, gpu)
+            prefill_mma(bound, tiles, gpu)
+    return builder.get(), tiles
+
+
+def products(p: AttentionProblem, tiles: MmaTiles) -> int:
+    """Products of 16 x 8 x 16 that a warp needs for a tile of keys."""
+    scores = tiles.kv // 8 * (padded(p.head_dim) // 16)
+    return tiles.row_blocks * (scores + tiles.kv // 16 * (p.v_head_dim // 8))
+
+
+HEADER = """# CUDA kernels
+
+Generated by `python tests/cuda/machine_code.py`; do not edit.
+
+What nvcc makes of the prefill kernels with their default tiles, float16, every size symbolic: registers of a thread,
+bytes of stack, instructions that spill registers, and those of the loop over tiles of keys. HMMA and HGMMA multiply
+matrices, LDSM reads their operands from shared memory, LDGSTS (cp.async) and UTMALDG (TMA) bring tiles there, MUFU
+evaluates exponentials. Loops with masks and without are counted together where they are two.
+
+| target | head_dim | mask | tiles | registers | stack | spills | HMMA / HGMMA | LDSM | LDGSTS / UTMALDG | MUFU |
+|---|---|---|---|---|---|---|---|---|---|---|
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    lines = []
+    for arch in ("sm_80", "sm_86", "sm_90a"):
+        for dim in HEAD_DIMS:
+            for causal in (False, True):
+                func, tiles = prefill(problem(dim, causal), arch)
+                code = machine_code(func, arch)
+                n = code.loop
+                counts = [n["HMMA"] + n["HGMMA"], n["LDSM"], n["LDGSTS"] + n["UTMALDG"], n["MUFU"]]
+                columns = [arch, dim, "causal" if causal else "-", f"{tiles.q} x {tiles.kv}"]
+                columns += [code.registers, code.stack, code.spills, *counts]
+                lines.append(f"| {' | '.join(map(str, columns))} |")
+    return HEADER + "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    sys.exit()
