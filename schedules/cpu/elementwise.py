@@ -19,8 +19,9 @@ from .half import is_half
 from .loops import split_among_threads, split_rows, volume
 from .stages import Axis, Stage, read_stages
 from .sweep import Sweep, plan_sweep
+from .turned import read_turned
 from .values import Evaluator, Program, View, flat_view
-from .vector import fixed, machine
+from .vector import Machine, fixed, machine
 
 # Elements that a thread takes at a time where an output is swept over from end to end.
 _CHUNK = 1 << 13
@@ -31,7 +32,7 @@ def elementwise(func: tirx.PrimFunc, target: tvm.target.Target) -> tirx.PrimFunc
     stages = read_stages(func)
     if not stages or any(stage.reduce for stage in stages):
         return None
-    lanes = machine(target).lanes("float32")
+    cpu = machine(target)
     stored = set(func.params) | recomputed(stages)
     with IRBuilder() as builder, T.prim_func():
         memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, func.params)}
@@ -45,7 +46,7 @@ def elementwise(func: tirx.PrimFunc, target: tvm.target.Target) -> tirx.PrimFunc
         )
         for stage in stages:
             if stage.output in memory:
-                _write(stage, evaluator, memory[stage.output], Facts.of(func), lanes)
+                _write(stage, evaluator, memory[stage.output], Facts.of(func), cpu)
                 evaluator.views[stage.output] = View(memory[stage.output])
     return func.with_body(builder.get().body)
 
@@ -91,8 +92,9 @@ def _plan(stage: Stage, evaluator: Evaluator, memory: tirx.Buffer, known: Facts)
     return plan_sweep(stage.axes, write, known)
 
 
-def _write(stage: Stage, evaluator: Evaluator, memory: tirx.Buffer, facts: Facts, lanes: int) -> None:
+def _write(stage: Stage, evaluator: Evaluator, memory: tirx.Buffer, facts: Facts, cpu: Machine) -> None:
     sweep = _plan(stage, evaluator, memory, facts)
+    turned, lanes = read_turned(sweep, facts, cpu), cpu.lanes("float32")
 
     def store(results: list[Expr]) -> None:
         T.buffer_store(memory, results[0], [results[1]])
@@ -107,7 +109,15 @@ def _write(stage: Stage, evaluator: Evaluator, memory: tirx.Buffer, facts: Facts
             outer = {a.var: value for a, value in zip(before, point)}
             sweep.emit({**outer, axis.var: fixed(last.var + i)}, lanes, store)
 
-    if sweep.outer:
+    if turned is not None and is_int(turned.applies, 1):
+        turned.emit(store)
+    elif turned is not None:
+        with T.If(turned.applies):
+            with T.Then():
+                turned.emit(store)
+            with T.Else():
+                split_rows(sweep.outer, sweep.extent * sweep.work, rows)
+    elif sweep.outer:
         split_rows(sweep.outer, sweep.extent * sweep.work, rows)
     elif isinstance(sweep.extent, prim.IntImm) and sweep.extent.value <= _CHUNK:
         sweep.emit({}, lanes, store)

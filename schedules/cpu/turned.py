@@ -1,0 +1,147 @@
+"""Tiles of a tensor that is read along another axis than it is written along, transposed in registers.
+
+Where an output is written along one axis and an input is read along another, either the loads or the stores of a loop
+would be elements far apart. In a square tile of both axes the input is read in vectors along its own axis, transposed,
+and put down where the program of an element finds vectors along the output's axis.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from tvm import ir, tirx
+from tvm.script.ir_builder import tirx as T
+from tvm.sym import Analyzer
+
+from lowering.expressions import Expr, children, is_int, loads, rewrite, substitute, uses
+from lowering.facts import Facts
+
+from .half import is_half
+from .loops import split_among_threads, unravel, volume
+from .stages import Axis
+from .sweep import Sweep
+from .values import Program
+from .vector import Machine, element_type, fixed, load, prefetch, reinterpret, store, transpose
+
+_LENGTHS = 64, 256  # of a task: elements along the axis that is read along, and the one that is written along
+_LEAST = 4  # elements along the side of a tile
+
+_IF_THEN_ELSE = ir.Op.get("prim.if_then_else")
+
+
+@dataclass(frozen=True, eq=False)
+class Turned:
+    """A sweep along `last`, with loads whose consecutive elements lie along the outer axis `first`."""
+
+    sweep: Sweep
+    first: Axis
+    last: Axis
+    program: Program
+    loads: list[ir.TensorLoad]
+    side: int
+
+    @property
+    def applies(self) -> Expr:
+        """Whether there is a whole tile, on which others can overlap."""
+        return Analyzer().simplify(tirx.all(self.first.extent >= self.side, self.last.extent >= self.side))
+
+    def emit(self, body: Callable[[list[Expr]], None]) -> None:
+        """body(results of the program) for each element, in vectors along `last`."""
+        side, first, last = self.side, self.first, self.last
+        others = [axis for axis in self.sweep.outer if axis is not first]
+        height, width = _LENGTHS
+        rows, strips = ((axis.extent + (n - 1)) // n for axis, n in ((first, height), (last, width)))
+
+        def task(index: Expr) -> None:
+            point = unravel(index, [*others, Axis(last.var, strips), Axis(first.var, rows)])
+            *outer, strip, row = (fixed(i) for i in point)
+            values = {axis.var: value for axis, value in zip(others, outer)}
+            tiles = [T.alloc_buffer((side * side,), str(_bits(node).ty)) for node in self.loads]
+            low, high = fixed(strip * width), fixed(tirx.min(strip * width + width, last.extent))
+            top, bottom = fixed(row * height), fixed(tirx.min(row * height + height, first.extent))
+            with T.serial((bottom - top + (side - 1)) // side) as i, T.serial((high - low + (side - 1)) // side) as j:
+                i0 = fixed(tirx.min(top + i * side, first.extent - side))
+                j0 = fixed(tirx.min(low + j * side, last.extent - side))
+                self._tile(values, i0, j0, tiles, body)
+
+        work = self.sweep.extent * self.sweep.work * volume(self.sweep.outer)
+        split_among_threads(volume(others) * strips * rows, work, task)
+
+    def _tile(
+        self,
+        values: Mapping[tirx.Var, Expr],
+        i0: Expr,
+        j0: Expr,
+        tiles: list[tirx.Buffer],
+        body: Callable[[list[Expr]], None],
+    ) -> None:
+        side, i, j = self.side, self.first.var, self.last.var
+        for node, tile in zip(self.loads, tiles):
+            (position,) = node.indices
+            starts = [fixed(substitute(position, {**values, i: i0, j: j0 + k})) for k in range(side)]
+            for start in starts:
+                prefetch(node.source, start + side)
+            columns = transpose([T.bind(_bits(load(node.source, side, start))) for start in starts])
+            for k, column in enumerate(columns):
+                store(tile, column, k * side)
+        with T.serial(side) as row:
+
+            def from_tile(node: Expr) -> Expr | None:
+                for known, tile in zip(self.loads, tiles):
+                    if node.same_as(known):
+                        element = tirx.BufferLoad(tile, [row * side - j0 + j])
+                        return tirx.reinterpret(node.ty, element) if is_half(node.ty) else element
+                return None
+
+            bindings = [(var, rewrite(expr, from_tile)) for var, expr in self.program.bindings]
+            program = Program(bindings, [rewrite(result, from_tile) for result in self.program.results])
+            write = program.before_loop(j, {**values, i: i0 + row})(side)
+            with T.vectorized(tirx.const(side, "int64")) as lane:
+                body(write(j0 + lane, lane))
+
+
+def read_turned(sweep: Sweep, facts: Facts, cpu: Machine) -> Turned | None:
+    """The sweep in tiles, if a load of it wants them."""
+    if len(sweep.pieces) != 1 or not sweep.pieces[0].program.vectorizable(sweep.pieces[0].index):
+        return None
+    program, last = sweep.pieces[0].program, Axis(sweep.pieces[0].index, sweep.extent)
+    axes = {last.var, *(axis.var for axis in sweep.outer)}
+
+    def stride(node: ir.TensorLoad, axis: Axis) -> Expr:
+        (position,) = node.indices
+        return facts.simplify(substitute(position, {axis.var: axis.var + 1}) - position)
+
+    far = []
+    for node in itertools.chain.from_iterable(map(_unguarded, program.expressions)):
+        step = stride(node, last)
+        if not (is_int(step, 0) or is_int(step, 1) or uses(step, axes) or loads(node.indices[0]) or node.ty == "bool"):
+            far.append(node)
+    for first in sweep.outer:
+        found = [node for node in far if is_int(stride(node, first), 1)]
+        if found and (side := _side(found, (first, last), cpu)) >= _LEAST:
+            return Turned(sweep, first, last, program, found, side)
+    return None
+
+
+def _unguarded(expr: Expr) -> Iterator[ir.TensorLoad]:
+    """Loads that are made whatever the conditions in `expr` are."""
+    if isinstance(expr, ir.TensorLoad):
+        yield expr
+    if not (isinstance(expr, ir.Call) and expr.op.same_as(_IF_THEN_ELSE)):
+        for operand in children(expr):
+            yield from _unguarded(operand)
+
+
+def _side(found: list[ir.TensorLoad], axes: tuple[Axis, Axis], cpu: Machine) -> int:
+    """A power of two: a vector of the widest elements, or what fits the axes."""
+    sides = [cpu.lanes("float32"), *(cpu.lanes(str(node.ty)) for node in found)]
+    sides += [2 ** int(math.log2(axis.extent.value)) for axis in axes if isinstance(axis.extent, tirx.IntImm)]
+    return min(sides)
+
+
+def _bits(value: Expr) -> Expr:
+    """Half precision as integers, which is what TVM can bind and shuffle."""
+    return reinterpret(value, "uint16") if is_half(element_type(value)) else value
