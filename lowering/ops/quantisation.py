@@ -1,4 +1,5 @@
-"""DequantizeLinear: integers and small floats with scales and zero points, for the tensor, along an axis, or in blocks.
+"""QuantizeLinear and DequantizeLinear: integers and small floats with scales and zero points, for the tensor, along an
+axis, or in blocks.
 
 A constant matrix of integers stays one (lowering/quantised.py): products read it as it is.
 """
@@ -9,35 +10,73 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+from tvm import tirx
 
 from ..compute import agreed
 from ..node import Node
 from ..quantised import Quantised
-from ..values import Value
+from ..values import Value, storage_dtype
 from . import op
 from .cast import cast_to
 from .contents import static_axis
+from .float8 import FORMATS, encode
 from .kernels import compute
+from .reshape import reshape_to
 
 _BITS = {"int8": 8, "uint8": 8, "int4": 4, "uint4": 4}
+_RANGES = {
+    **{f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (4, 8, 16)},
+    **{f"uint{bits}": (0, 2**bits - 1) for bits in (4, 8, 16)},
+}
+_PRECISIONS = {"int32": "float64", "float8_e8m0fnu": "float32"}  # of a division by such a scale, as in NumPy
+
+
+@op("QuantizeLinear", since=10)
+def quantize_linear(node: Node, x: Value, scale: Value, zero: Value | None = None) -> Value:
+    """x / scale + zero, rounded to nearest even and saturated: https://onnx.ai/onnx/operators/onnx__QuantizeLinear.html
+
+    The quotient has the type of the scale unless precision says otherwise.
+    """
+    to, precise = (_named(node.attr(name, 0)) for name in ("output_dtype", "precision"))
+    dtype = to or ("uint8" if zero is None else zero.dtype)
+    if zero is not None and zero.dtype != dtype:
+        raise node.error(f"output_dtype is {dtype}, and y_zero_point has type {zero.dtype}.", "Leave output_dtype out.")
+    if dtype not in _RANGES and dtype not in FORMATS:
+        raise node.error(f"cannot quantise to {dtype}.", f"Use one of {', '.join((*_RANGES, *FORMATS))}.")
+    precise = precise or _PRECISIONS.get(scale.dtype, scale.dtype)
+    wide = "float64" if precise == "float64" else "float32"
+    scale, zero, axis, size = _blocks(node, x, scale, zero, "y")
+    saturate = bool(node.attr("saturate", 1))
+
+    def element(index: Any, x: Any, s: Any, z: Any = None) -> Any:
+        place = _place(index, scale, axis, size)
+        number = (x(*index) / s(*place)).astype(precise).astype(wide)
+        if dtype in FORMATS:
+            number = number if z is None else number + z(*place)
+            return encode(number.astype("float64"), dtype, saturate)
+        number = tirx.nearbyint(number)
+        number = number if z is None else number + z(*place)
+        low, high = (tirx.const(float(bound), wide) for bound in _RANGES[dtype])
+        number = tirx.min(tirx.max(number, low), high).astype("int32")
+        return (number & 15 if dtype == "uint4" else number).astype(storage_dtype(dtype))
+
+    # Rounded to the type of the quotient first, where that is narrower.
+    operands = [cast_to(node, cast_to(node, value, precise), wide) for value in (x, scale)]
+    operands += [cast_to(node, zero, wide)] if zero is not None else []
+    return compute(node, "quantize", element, operands, x.shape, dtype=dtype)
 
 
 @op("DequantizeLinear", since=10)
 def dequantize_linear(node: Node, x: Value, scale: Value, zero: Value | None = None) -> Value:
     """(x - zero) * scale, computed in float32, in the type of the scale unless output_dtype says otherwise."""
-    to = node.attr("output_dtype", 0)
-    dtype = ir.DataType(to).numpy().name if to else scale.dtype
-    size = node.attr("block_size", 0)
-    axis = static_axis(node, node.attr("axis", 1), x.rank) if scale.rank else 0
-    _check(node, x, scale, zero, axis, size)
+    dtype = _named(node.attr("output_dtype", 0)) or scale.dtype
+    scale, zero, axis, size = _blocks(node, x, scale, zero, "x")
     matrix = _matrix(x, scale, zero, axis, size, np.dtype(dtype))
     if matrix is not None:
         return node.quantised(matrix)
 
     def element(index: Any, x: Any, s: Any, z: Any = None) -> Any:
-        place: Any = index if size else (index[axis],) if scale.rank else ()
-        if size:
-            place = (*index[:axis], index[axis] // size, *index[axis + 1 :])
+        place = _place(index, scale, axis, size)
         number = x(*index)
         if z is not None:
             number = number - z(*place)
@@ -47,17 +86,41 @@ def dequantize_linear(node: Node, x: Value, scale: Value, zero: Value | None = N
     return compute(node, "dequantize", element, operands, x.shape, dtype=dtype)
 
 
-def _check(node: Node, x: Value, scale: Value, zero: Value | None, axis: int, size: int) -> None:
+def _named(onnx_type: int) -> str | None:
+    """The name of an element type given as an attribute, where 0 is none."""
+    return ir.DataType(onnx_type).numpy().name if onnx_type else None
+
+
+def _blocks(node: Node, x: Value, scale: Value, zero: Value | None, name: str) -> tuple[Value, Value | None, int, int]:
+    """Scale, zero point, axis and block size, where a vector of one element, but for blocks, is for the tensor.
+
+    name: what the node calls the quantised tensor.
+    """
+    size = node.attr("block_size", 0)
+    if not size:
+        scale = reshape_to(node, scale, ()) if scale.shape == (1,) else scale
+        zero = reshape_to(node, zero, ()) if zero is not None and zero.shape == (1,) else zero
+    axis = static_axis(node, node.attr("axis", 1), x.rank) if scale.rank else 0
     if zero is not None and zero.rank != scale.rank:
-        raise node.error(f"x_zero_point has rank {zero.rank}, and x_scale rank {scale.rank}.", "Give them one shape.")
+        raise node.error(
+            f"{name}_zero_point has rank {zero.rank}, and {name}_scale rank {scale.rank}.", "Give them one shape."
+        )
     if size and scale.rank != x.rank:
         raise node.error(
-            f"x_scale has rank {scale.rank}, and blocks of x need {x.rank}.", "Give a scale for each block."
+            f"{name}_scale has rank {scale.rank}, and blocks of x need {x.rank}.", "Give a scale for each block."
         )
     if not size and scale.rank > 1:
-        raise node.error(f"x_scale has rank {scale.rank}.", "Set block_size, or give a scalar or a vector.")
+        raise node.error(f"{name}_scale has rank {scale.rank}.", "Set block_size, or give a scalar or a vector.")
     if not size and scale.rank == 1:
-        agreed(node, "the length of x_scale", scale.shape[0], x.shape[axis])
+        agreed(node, f"the length of {name}_scale", scale.shape[0], x.shape[axis])
+    return scale, zero, axis, size
+
+
+def _place(index: Any, scale: Value, axis: int, size: int) -> Any:
+    """Where the scale of an element is."""
+    if size:
+        return (*index[:axis], index[axis] // size, *index[axis + 1 :])
+    return (index[axis],) if scale.rank else ()
 
 
 def _matrix(x: Value, scale: Value, zero: Value | None, axis: int, size: int, dtype: np.dtype) -> Quantised | None:

@@ -1,7 +1,10 @@
-"""DequantizeLinear: computed at run time, and as constant matrices of products that stay integers."""
+"""QuantizeLinear; DequantizeLinear: computed at run time, and as constant matrices of products that stay integers."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import ml_dtypes
 import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper
@@ -51,6 +54,53 @@ def test_values(dtype: str) -> None:
     case.check()
 
 
+@pytest.mark.parametrize("dtype", RANGES)
+def test_quantised_values(dtype: str) -> None:
+    """Ties, what does not fit, and quotients in each precision."""
+    case = Expectations()
+    low, high = RANGES[dtype] if dtype != "int16" else (-(2**15), 2**15)
+    for shape, axis, size, scales in (
+        ((3, 5), 1, 0, ()),
+        ((3, 5), 1, 0, (1,)),
+        ((2, 3, 5), -2, 0, (3,)),
+        ((4, 7), 1, 3, (4, 3)),
+    ):
+        for source, precise in (("float32", ""), ("float16", ""), ("bfloat16", ""), ("float16", "float32")):
+            scale = (2.0 ** RNG.integers(-1, 3, scales)).astype(source)
+            x = (RNG.integers(low - 20, high + 20, shape) / 2).astype(source)
+            zero = draw(dtype, scales)
+            s, z = (
+                spread(a.astype(np.float64), axis % x.ndim, size, x.ndim, shape[axis])
+                if a.size > 1
+                else a.astype(np.float64)
+                for a in (scale, zero)
+            )
+            quotient = (x.astype(np.float64) / s).astype(precise or source).astype(np.float64)
+            exact = (np.rint(quotient) + z).clip(low, high - 1).astype(numpy_dtype(dtype))
+            more: dict[str, Any] = {"precision": helper.np_dtype_to_tensor_dtype(np.dtype(precise))} if precise else {}
+            case.expect("QuantizeLinear", [x, scale, zero], exact, axis=axis, block_size=size, **more)
+            exact = np.rint(quotient).clip(low, high - 1).astype(numpy_dtype(dtype))
+            to = helper.np_dtype_to_tensor_dtype(np.dtype(numpy_dtype(dtype)))
+            case.expect("QuantizeLinear", [x, scale], exact, axis=axis, block_size=size, output_dtype=to, **more)
+    case.check()
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float4_e2m1fn"]
+)
+def test_small_floats(dtype: str) -> None:
+    case = Expectations()
+    x = np.append(RNG.standard_normal(40) * 4, [1e6, -1e6, 0, 3.5]).astype(np.float32)
+    to = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    scale = np.float32(0.5)
+    largest = float(ml_dtypes.finfo(dtype).max)
+    exact = (x / scale).clip(-largest, largest).astype(dtype)
+    case.expect("QuantizeLinear", [x, np.array(scale)], exact, output_dtype=to)
+    if dtype != "float4_e2m1fn":
+        case.expect("QuantizeLinear", [x, np.array(scale)], (x / scale).astype(dtype), output_dtype=to, saturate=0)
+    case.check()
+
+
 @pytest.mark.parametrize(
     ("dtype", "axis", "size", "transposed"),
     [("int8", 1, 0, False), ("uint8", 0, 0, True), ("int4", 0, 16, False), ("uint4", 1, 32, True)],
@@ -96,3 +146,11 @@ def test_refusals(shapes: tuple, attributes: dict, message: str) -> None:
     types = ("int8", "float32", "int8")
     with pytest.raises(lowering.NodeError, match=message):
         imported("DequantizeLinear", list(zip(types, shapes)), **attributes)
+
+
+def test_types_that_differ_are_refused() -> None:
+    shapes = [("float32", (4,)), ("float32", ()), ("int8", ())]
+    with pytest.raises(lowering.NodeError, match="output_dtype is uint8, and y_zero_point has type int8"):
+        imported("QuantizeLinear", shapes, output_dtype=TensorProto.UINT8)
+    with pytest.raises(lowering.NodeError, match="cannot quantise to int32"):
+        imported("QuantizeLinear", shapes[:2], output_dtype=TensorProto.INT32)
