@@ -114,10 +114,13 @@ def read_turned(sweep: Sweep, facts: Facts, cpu: Machine) -> Turned | None:
         (position,) = node.indices
         return facts.simplify(substitute(position, {axis.var: axis.var + 1}) - position)
 
+    data = {var for var, _ in program.bindings}  # positions that depend on data are known in the program only
     far = []
     for node in itertools.chain.from_iterable(map(_unguarded, program.expressions)):
+        if node.ty == "bool" or loads(node.indices[0]) or uses(node.indices[0], data):
+            continue
         step = stride(node, last)
-        if not (is_int(step, 0) or is_int(step, 1) or uses(step, axes) or loads(node.indices[0]) or node.ty == "bool"):
+        if not (is_int(step, 0) or is_int(step, 1) or uses(step, axes)):
             far.append(node)
     for first in sweep.outer:
         found = [node for node in far if is_int(stride(node, first), 1)]
