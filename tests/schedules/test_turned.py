@@ -14,17 +14,24 @@ PERMUTATIONS = ((0, 2, 1), (2, 0, 1), (1, 2, 0), (2, 1, 0), (1, 0, 2))
 
 
 def moved(dtype: str, dims: tuple[int | str, ...], target: str) -> lowering.Model:
-    """Every permutation of x; x + y with one turned; x beside turned y, where half of the loads is guarded."""
+    """Every permutation of x; x + y with one turned; x beside turned y, where half of the loads is guarded; rows of x
+    in another order, turned, whose places depend on data."""
     nodes = [helper.make_node("Transpose", ["x"], [f"t{k}"], perm=perm) for k, perm in enumerate(PERMUTATIONS)]
     nodes += [
         helper.make_node("Transpose", ["y"], ["z"], perm=[0, 2, 1]),
         helper.make_node("Add", ["x", "z"], ["sum"]),
         helper.make_node("Concat", ["x", "z"], ["both"], axis=1),
+        helper.make_node("Neg", ["from_behind"], ["order"]),
+        helper.make_node("Gather", ["x", "order"], ["ordered"], axis=1),
+        helper.make_node("Transpose", ["ordered"], ["rows"], perm=[0, 2, 1]),
     ]
-    names = [*(f"t{k}" for k in range(len(PERMUTATIONS))), "sum", "both"]
+    names = [*(f"t{k}" for k in range(len(PERMUTATIONS))), "sum", "both", "rows"]
     element = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
     b, m, n = dims
     given = [helper.make_tensor_value_info(name, element, d) for name, d in (("x", (b, m, n)), ("y", (b, n, m)))]
+    given.append(
+        helper.make_tensor_value_info("from_behind", helper.np_dtype_to_tensor_dtype(np.dtype("int64")), ["k"])
+    )
     made = [helper.make_tensor_value_info(name, element, [f"{name}{k}" for k in range(3)]) for name in names]
     graph = helper.make_graph(nodes, "moved", given, made)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
@@ -37,9 +44,10 @@ def check(model: lowering.Model, dtype: str, shape: tuple[int, ...]) -> None:
     x, y = ((rng.integers(-60, 60, s)).astype(dtype) for s in ((b, m, n), (b, n, m)))
     z = y.transpose(0, 2, 1)
     expected = {f"t{k}": x.transpose(perm) for k, perm in enumerate(PERMUTATIONS)}
-    expected |= {"sum": x + z, "both": np.concatenate([x, z], 1)}
+    order = rng.integers(-m, 0, 37)
+    expected |= {"sum": x + z, "both": np.concatenate([x, z], 1), "rows": x[:, order].transpose(0, 2, 1)}
     for threads in (1, 2):
-        for name, result in model.run({"x": x, "y": y}, threads=threads).items():
+        for name, result in model.run({"x": x, "y": y, "from_behind": -order}, threads=threads).items():
             np.testing.assert_array_equal(result, expected[name], err_msg=f"{name} {shape}")
 
 
