@@ -185,9 +185,10 @@ def test_wgmma(p: Product, swizzle: int) -> None:
 
 @pytest.mark.parametrize("arrivals", emulated.ARRIVALS)
 @pytest.mark.parametrize("order", emulated.ORDERS)
+@pytest.mark.parametrize("p", [PRODUCTS[1], PRODUCTS[4]], ids=["A in memory", "A in registers"])
 @pytest.mark.parametrize(
     "left_out, why", [(1, "without a wgmma.fence"), (2, "register that a wgmma in flight"), (4, "race: .*wgmma")]
 )
-def test_wgmma_with_a_step_left_out(left_out: int, why: str, order: str, arrivals: str) -> None:
+def test_wgmma_with_a_step_left_out(p: Product, left_out: int, why: str, order: str, arrivals: str) -> None:
     with pytest.raises(EmulationError, match=why):
-        wgmma(PRODUCTS[1], 128, left_out, order=order, arrivals=arrivals)
+        wgmma(p, 128, left_out, order=order, arrivals=arrivals)

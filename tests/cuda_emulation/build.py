@@ -3,10 +3,13 @@
 Everything is kept in a cache folder under a digest of what it was made from.
 """
 
+import fcntl
 import hashlib
 import os
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
@@ -49,12 +52,20 @@ def _run(*command: str | Path) -> None:
         raise RuntimeError(f"{command[0]} failed:\n{done.stderr[:4000]}")
 
 
+@contextmanager
+def _alone() -> Iterator[None]:
+    """One process at a time builds what all need."""
+    with (cache_folder() / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def libraries() -> tuple[Path, Path]:
     """libcuda.so.1 and libcudart.so.13 of the emulation, built on the first use."""
     folder = cache_folder() / f"libraries-{_digest_of_sources(_RUNTIME, _INCLUDE)}"
     driver, runtime = folder / "libcuda.so.1", folder / "libcudart.so.13"
-    if not runtime.exists():
-        with tempfile.TemporaryDirectory(dir=cache_folder()) as scratch:
+    with _alone(), tempfile.TemporaryDirectory(dir=cache_folder()) as scratch:
+        if not runtime.exists():
             made = Path(scratch)
             flags = [*_COMMON, "-O2"]
             sources = [path for path in _RUNTIME.glob("*.cpp") if path.name != "runtime.cpp"]
@@ -75,8 +86,8 @@ def libraries() -> tuple[Path, Path]:
 def _precompiled_header() -> Path:
     """The folder of emulation.h.gch."""
     folder = cache_folder() / f"header-{_digest_of_sources(_INCLUDE)}"
-    if not (folder / "emulation.h.gch").exists():
-        with tempfile.TemporaryDirectory(dir=cache_folder()) as scratch:
+    with _alone(), tempfile.TemporaryDirectory(dir=cache_folder()) as scratch:
+        if not (folder / "emulation.h.gch").exists():
             made = Path(scratch) / "emulation.h.gch"
             _run(*_KERNEL, "-x", "c++-header", _INCLUDE / "emulation.h", "-o", made)
             folder.mkdir(exist_ok=True)

@@ -269,12 +269,10 @@ def _(m, o):
     d, a, b, scale_d, *immediates = o
     accumulators = f"float* emu_d[] = {{{', '.join('&' + x for x in d)}}};"
     if isinstance(a, tuple):
-        registers = f"const uint32_t* emu_a[] = {{{', '.join(f'emu_where({x})' for x in a)}}};"
-        # a value without a variable is kept here, until the statement ends
-        a_code = f"auto emu_where = [](const emu::Register& r) {{ return r.where ? r.where : &r.value; }}; {registers}"
+        a_code = f"const emu_register emu_a[] = {{{', '.join(a)}}};"
         descriptor, scale_a, scale_b, a_transposed, b_transposed = "0", *immediates[:2], "0", immediates[2]
     else:
-        a_code, descriptor = "const uint32_t* const* emu_a = nullptr;", a
+        a_code, descriptor = "const emu_register* emu_a = nullptr;", a
         scale_a, scale_b, a_transposed, b_transposed = immediates
     return (
         f"{accumulators} {a_code} emu_wgmma(emu_d, {m[1]}, {_KIND[m[2]]}, emu_a, {descriptor}, {b}, {scale_d}, "

@@ -119,11 +119,9 @@ def _references(source: str) -> str:
     """The registers of A that a helper passes to wgmma: as the caller's variables, since wgmma reads them later."""
 
     def by_reference(match: re.Match) -> str:
-        return (
-            match[0]
-            if "emu_where(" not in match[0]
-            else re.sub(r"uint32_t __a(\d)\b", r"emu::Register __a\1", match[0])
-        )
+        if "emu_register emu_a[]" not in match[0]:
+            return match[0]
+        return re.sub(r"uint32_t __a(\d)\b", r"emu_register __a\1", match[0])
 
     return re.sub(r"(?m)^(?:static )?__forceinline__ __device__ void \w+\([^)]*\) \{\n[^\n]*\n\}", by_reference, source)
 

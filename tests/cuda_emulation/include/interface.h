@@ -9,6 +9,14 @@ struct emu_dim {
   unsigned x, y, z;
 };
 
+// A register operand that wgmma reads later on: its value now, and where it lies if it is a variable.
+struct emu_register {
+  uint32_t value;
+  const uint32_t* where;
+  emu_register(const uint32_t& variable) : value(variable), where(&variable) {}
+  emu_register(uint32_t&& value) : value(value), where(nullptr) {}
+};
+
 // A `__shared__` array of fixed size.
 struct emu_shared_array {
   const char* name;
@@ -81,7 +89,7 @@ void emu_bulk_wait(int groups, int read_only);
 
 // ---- wgmma; a or a_descriptor gives A, transposed: the rows of the operand are contiguous
 void emu_wgmma_fence();
-void emu_wgmma(float* const* d, int n, int kind, const uint32_t* const* a, uint64_t a_descriptor, uint64_t b_descriptor,
+void emu_wgmma(float* const* d, int n, int kind, const emu_register* a, uint64_t a_descriptor, uint64_t b_descriptor,
                uint32_t scale_d, int scale_a, int scale_b, int a_transposed, int b_transposed);
 void emu_wgmma_commit();
 void emu_wgmma_wait(int groups);

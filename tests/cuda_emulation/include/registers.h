@@ -3,14 +3,6 @@
 
 namespace emu {
 
-// A register operand that wgmma reads later on: its value now, and where it lies if it is a variable.
-struct Register {
-  uint32_t value;
-  const uint32_t* where;
-  Register(const uint32_t& variable) : value(variable), where(&variable) {}
-  Register(uint32_t&& value) : value(value), where(nullptr) {}
-};
-
 template <class To, class From>
 inline To as(From from) {                // registers of the same size hold any type
   if constexpr (std::is_arithmetic_v<From> && std::is_arithmetic_v<To> && sizeof(To) != sizeof(From)) return (To)from;

@@ -37,6 +37,7 @@ void reset_asynchronous() {
 void end_asynchronous() {
   if (!kept.empty()) fail("the block ended while asynchronous copies into its shared memory were under way");
   end_bulk();
+  end_wgmma();
 }
 
 }  // namespace emulation

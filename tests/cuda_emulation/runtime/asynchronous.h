@@ -13,7 +13,7 @@ void do_later(std::function<void()> work);
 bool run_asynchronous();
 
 void reset_asynchronous();
-// The block has ended: fails if bulk copies are in flight.
+// The block has ended: fails if bulk copies or wgmmas are in flight.
 void end_asynchronous();
 
 std::string describe_mbarrier(uint32_t address);
@@ -27,5 +27,6 @@ void reset_cp_async();
 void reset_bulk();
 void end_bulk();
 void reset_wgmma();
+void end_wgmma();
 
 }  // namespace emulation

@@ -36,9 +36,17 @@ const char* name(int agent) {
   char* buffer = text[turn ^= 1];
   if (agent < WARPS) snprintf(buffer, 48, "warp %d", agent);
   else if (agent < WGMMA_AT) snprintf(buffer, 48, "cp.async of warp %d", agent - COPIES_AT);
-  else if (agent < BULK_AT) snprintf(buffer, 48, "wgmma of warpgroup %d", agent - WGMMA_AT);
+  else if (agent < BULK_AT) snprintf(buffer, 48, "wgmma of warpgroup %d", (agent - WGMMA_AT) / 4);
   else snprintf(buffer, 48, "a bulk copy");
   return buffer;
+}
+
+// Whether the past includes what an agent read.
+bool has_seen_read(const Clock& seen, int agent, uint32_t clock) {
+  if (agent < WGMMA_AT || agent >= BULK_AT) return seen.at[agent] >= clock;
+  for (int warp = 0; warp < WARPGROUP / WARP; warp++)
+    if (seen.at[agent + warp] < clock) return false;
+  return true;
 }
 
 // Whether the past includes a write; a thread has seen the copies that it waited for itself.
@@ -66,7 +74,7 @@ void access(const Clock& seen, int agent, bool generic, uint32_t address, size_t
     }
     if (write) {
       for (int r = 0; r < 2; r++)
-        if (cell.reader[r] != NOBODY && seen.at[cell.reader[r]] < cell.read[r])
+        if (cell.reader[r] != NOBODY && !has_seen_read(seen, cell.reader[r], cell.read[r]))
           fail("race: %s of shared memory at 0x%zx without an order after the read by %s", what, i * CELL,
                name(cell.reader[r]));
       cell.writer = agent;

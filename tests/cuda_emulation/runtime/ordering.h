@@ -16,13 +16,14 @@
 
 namespace emulation {
 
-// Agents: warps; then the cp.async copies of each warp, whose clock is the number of the commit group; then the wgmmas of
-// each warpgroup, likewise; then bulk copies, each with the next of a few clocks.
+// Agents: warps; then the cp.async copies of each warp, whose clock is the number of the commit group; then the wgmmas,
+// likewise, with a clock for each warp, as each waits for its share alone: what a warpgroup reads has been read when all
+// four have waited, and goes by the name of the first; then bulk copies, each with the next of a few clocks.
 constexpr int WARPS = MAX_THREADS / WARP;
 constexpr int COPIES_AT = WARPS;
 constexpr int WGMMA_AT = COPIES_AT + WARPS;
-constexpr int BULK_AT = WGMMA_AT + MAX_THREADS / WARPGROUP;
-constexpr int BULK_CLOCKS = 56;
+constexpr int BULK_AT = WGMMA_AT + WARPS;
+constexpr int BULK_CLOCKS = 64;
 constexpr int AGENTS = BULK_AT + BULK_CLOCKS;
 
 struct Clock {

@@ -18,6 +18,7 @@ namespace emulation {
 namespace {
 
 constexpr int M = 64, K = 16, MAX_N = 256;
+constexpr int WARPS_OF_GROUP = WARPGROUP / WARP;
 
 // The shared-memory matrix descriptor of the PTX manual. A row is an index along M or N.
 struct Descriptor {
@@ -47,7 +48,7 @@ struct Descriptor {
 
 struct Registers {
   float* const* d;
-  const uint32_t* const* a;
+  const emu_register* a;
 };
 
 // One instruction, of 128 threads.
@@ -57,7 +58,7 @@ struct Product {
   int scale_a, scale_b;
   uint64_t a_descriptor, b_descriptor;
   std::vector<float*> d;                 // [128][n / 2]
-  std::vector<const uint32_t*> a;        // [128][4]
+  std::vector<emu_register> a;           // [128][4]
 
   template <class F>
   void for_each_a(F f) const {           // f(row, k, thread, register, half) of the fragment of A
@@ -77,7 +78,8 @@ struct Product {
     };
     if (a_in_registers) {
       for_each_a([this](int row, int k, int thread, int r, int e) {
-        A[row][k] = scale_a * to_float(*a[thread * 4 + r] >> 16 * e, kind);
+        auto& x = a[thread * 4 + r];
+        A[row][k] = scale_a * to_float((x.where ? *x.where : x.value) >> 16 * e, kind);
       });
     } else {
       Descriptor from(a_descriptor);
@@ -103,17 +105,31 @@ struct Product {
   }
 };
 
-// Of one warpgroup.
+// A commit group, or the open one.
+struct Group {
+  std::vector<std::shared_ptr<Product>> products;
+  bool done = false;
+
+  void run() {
+    if (!done)
+      for (auto& product : products) product->run();
+    done = true;
+  }
+};
+
+// Of one warpgroup. Groups are counted from 1.
 struct Queue {
-  std::vector<std::shared_ptr<Product>> open;
-  std::deque<std::vector<std::shared_ptr<Product>>> committed;
-  uint32_t number = 1;                   // of the open group
-  bool fenced = false;                   // a wgmma.fence since the last wait
+  Group open;
+  std::deque<Group> committed;             // the last ones
+  uint32_t number = 1;                     // of the open group
+  uint32_t waited[WARPS_OF_GROUP] = {};    // up to which group each warp has waited
+  bool fenced[WARPS_OF_GROUP] = {};        // a wgmma.fence since the last wait
 };
 
 std::vector<Queue> queues;
 Queue& queue() { return queues[current->number / WARPGROUP]; }
-int agent() { return WGMMA_AT + current->number / WARPGROUP; }
+int first_warp() { return current->warp() / WARPS_OF_GROUP * WARPS_OF_GROUP; }
+int agent() { return WGMMA_AT + first_warp(); }
 
 // Whether each warp of the warpgroup has what the operand's bytes need: a past, a proxy fence, room.
 void check_operand(const Operation& operation, uint64_t descriptor, int rows, bool transposed, const char* what) {
@@ -127,10 +143,6 @@ void check_operand(const Operation& operation, uint64_t descriptor, int rows, bo
     }
 }
 
-void run(std::vector<std::shared_ptr<Product>>& group) {
-  for (auto& product : group) product->run();
-}
-
 bool touches(const Product& product, uint64_t address, size_t bytes, bool write) {
   int thread = current->number % WARPGROUP;
   for (int i = 0; i < product.n / 2; i++) {
@@ -139,8 +151,8 @@ bool touches(const Product& product, uint64_t address, size_t bytes, bool write)
   }
   if (product.a_in_registers && write)
     for (int r = 0; r < 4; r++) {
-      uint64_t at = (uint64_t)product.a[thread * 4 + r];
-      if (at < address + bytes && address < at + 4) return true;
+      uint64_t at = (uint64_t)product.a[thread * 4 + r].where;
+      if (at && at < address + bytes && address < at + 4) return true;
     }
   return false;
 }
@@ -149,15 +161,21 @@ bool touches(const Product& product, uint64_t address, size_t bytes, bool write)
 
 void reset_wgmma() { queues.assign(block.threads / WARPGROUP + 1, Queue()); }
 
+void end_wgmma() {
+  for (auto& own : queues)
+    if (!own.open.products.empty() || !own.committed.empty()) fail("the block ended without waiting for its wgmmas");
+}
+
 void check_registers(uint64_t address, size_t bytes, bool write) {
   Queue& own = queue();
-  auto check = [&](const std::vector<std::shared_ptr<Product>>& group) {
-    for (auto& product : group)
+  auto check = [&](const Group& group) {
+    for (auto& product : group.products)
       if (touches(*product, address, bytes, write))
         fail("%s of a register that a wgmma in flight %s", write ? "write" : "read", write ? "uses" : "writes");
   };
-  if (!own.open.empty()) check(own.open);
-  for (auto& group : own.committed) check(group);
+  if (!own.open.products.empty()) check(own.open);
+  uint32_t waited = own.waited[current->warp() - first_warp()], number = own.number;
+  for (auto group = own.committed.rbegin(); group != own.committed.rend() && --number > waited; ++group) check(*group);
 }
 
 }  // namespace emulation
@@ -166,10 +184,12 @@ using namespace emulation;
 
 void emu_wgmma_fence() {
   static const char key = 0;
-  meet_warpgroup(&key, "wgmma.fence", nullptr, [](void**) { queue().fenced = true; });
+  meet_warpgroup(&key, "wgmma.fence", nullptr, [](void**) {
+    std::fill_n(queue().fenced, WARPS_OF_GROUP, true);
+  });
 }
 
-void emu_wgmma(float* const* d, int n, int kind, const uint32_t* const* a, uint64_t a_descriptor, uint64_t b_descriptor,
+void emu_wgmma(float* const* d, int n, int kind, const emu_register* a, uint64_t a_descriptor, uint64_t b_descriptor,
                uint32_t scale_d, int scale_a, int scale_b, int a_transposed, int b_transposed) {
   static const char keys[MAX_N / 8 + 1][2] = {};
   struct Call {
@@ -178,7 +198,8 @@ void emu_wgmma(float* const* d, int n, int kind, const uint32_t* const* a, uint6
     uint32_t scale_d;
   } own{{d, a}, a_descriptor, b_descriptor, scale_d};
   meet_warpgroup(&keys[n / 8][kind], "wgmma.mma_async", &own, [=](void** calls) {
-    if (!queue().fenced) fail("wgmma.mma_async without a wgmma.fence after the last wgmma.wait_group");
+    for (bool fenced : queue().fenced)
+      if (!fenced) fail("wgmma.mma_async without a wgmma.fence after the last wgmma.wait_group");
     auto product = std::make_shared<Product>();
     product->n = n;
     product->kind = kind;
@@ -198,16 +219,13 @@ void emu_wgmma(float* const* d, int n, int kind, const uint32_t* const* a, uint6
       if (a) product->a.insert(product->a.end(), call.registers.a, call.registers.a + 4);
     }
     // What all four warps have seen; each must have waited for what they multiply.
-    int first = current->warp() / 4 * 4;
-    Clock past = clock_of(first);
-    for (int w = 1; w < 4; w++) past.meet(clock_of(first + w));
+    Clock past = clock_of(first_warp());
+    for (int w = 1; w < WARPS_OF_GROUP; w++) past.meet(clock_of(first_warp() + w));
     Operation operation = emulation::operation(agent(), queue().number, past);
     if (!a) check_operand(operation, a_descriptor, M, a_transposed, "wgmma: read of A");
     check_operand(operation, b_descriptor, n, b_transposed, "wgmma: read of B");
-    if (settings.arrivals == Arrivals::at_once) {
-      product->run();
-    }
-    queue().open.push_back(product);
+    if (settings.arrivals == Arrivals::at_once) product->run();
+    queue().open.products.push_back(product);
   });
 }
 
@@ -215,23 +233,26 @@ void emu_wgmma_commit() {
   static const char key = 0;
   meet_warpgroup(&key, "wgmma.commit_group", nullptr, [](void**) {
     queue().committed.push_back(std::move(queue().open));
-    queue().open.clear();
+    queue().open = Group();
     queue().number++;
   });
 }
 
+// Each warp waits for its share alone: another one's may not be done.
 void emu_wgmma_wait(int left) {
   static const char keys[8] = {};
-  meet_warpgroup(&keys[left & 7], "wgmma.wait_group", nullptr, [left](void**) {
+  meet_warp(&keys[left & 7], "wgmma.wait_group", nullptr, [left](void**) {
     Queue& own = queue();
-    while ((int)own.committed.size() > left) {
-      if (settings.arrivals != Arrivals::at_once) run(own.committed.front());
-      own.committed.pop_front();
-    }
-    own.fenced = false;
-    Clock seen;
-    if (own.number > (uint32_t)left) seen.at[agent()] = own.number - 1 - left;
-    int first = current->warp() / 4 * 4;
-    for (int w = 0; w < 4; w++) clock_of(first + w).join(seen);
+    int warp = current->warp() - first_warp();
+    uint32_t last = own.number > (uint32_t)left ? own.number - 1 - left : 0;     // group to wait for
+    for (size_t i = 0; i < own.committed.size(); i++)
+      if (own.number - own.committed.size() + i <= last && settings.arrivals != Arrivals::at_once)
+        own.committed[i].run();
+    own.waited[warp] = std::max(own.waited[warp], last);
+    own.fenced[warp] = false;
+    uint32_t all = *std::min_element(own.waited, own.waited + WARPS_OF_GROUP);
+    while (!own.committed.empty() && own.number - own.committed.size() <= all) own.committed.pop_front();
+    uint32_t& seen = clock_of_warp().at[WGMMA_AT + current->warp()];
+    seen = std::max(seen, last);
   });
 }
