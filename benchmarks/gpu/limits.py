@@ -14,7 +14,7 @@ _BYTES, _SIZE = 1 << 30, 8192
 
 
 def limits(say: Callable[[str], None]) -> dict[str, Any]:
-    """Per second: "byte" read and written by a copy on the device, "FLOP" of a matrix product; and what GPU it is."""
+    """Per second: "byte" read and written by a copy on the device, "FLOP" of a matrix product; and versions."""
     say("limits")
     sources = [torch.randint(256, (_BYTES,), device="cuda", dtype=torch.uint8) for _ in range(3)]
     target = torch.empty_like(sources[0])
@@ -30,7 +30,6 @@ def limits(say: Callable[[str], None]) -> dict[str, Any]:
     return {
         "byte": 2 * _BYTES / timings["byte"].median,
         "FLOP": 2 * _SIZE**3 / timings["FLOP"].median,
-        "device": properties.name,
         "multiprocessors": properties.multi_processor_count,
         "l2": properties.L2_cache_size,
         "torch": torch.__version__,

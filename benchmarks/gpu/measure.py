@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -58,14 +59,28 @@ def main(folder: Path, arguments: list[str]) -> None:
             print(f"{case.group:12} {case.name}")
         return
     given.out.mkdir(parents=True, exist_ok=True)
-    measure(plan, jobs(folder, plan, cases, everything=not given.case), given.out / RESULTS, given.minutes * 60)
+    todo, path = jobs(folder, plan, cases, everything=not given.case), given.out / RESULTS
+    measure(plan, device_here(), todo, path, given.minutes * 60)
 
 
-def measure(plan: Plan, todo: Callable[[Results], list[Job]], path: Path, seconds: float) -> None:
-    """Does the jobs that `path` does not hold, until `seconds` have passed; prints the table, draws the picture."""
-    results = read_results(path) if path.exists() else Results(plan.digest, date.today().isoformat())
-    if results.bundle != plan.digest:
-        sys.exit(f"'{path}' holds results of the kernels {results.bundle}, and these are {plan.digest}. Name another.")
+def device_here() -> str:
+    """The name of the first GPU. Exits with what is missing where there is none."""
+    try:
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        sys.exit("There is no GPU here, or no driver for it: nvidia-smi names none. Take the folder to a GPU host.")
+
+
+def measure(plan: Plan, device: str, todo: Callable[[Results], list[Job]], path: Path, seconds: float) -> None:
+    """Does the jobs that `path` does not hold, until `seconds` have passed; prints the table, draws the picture.
+
+    Exits where `path` holds results of other kernels or another device.
+    """
+    results = read_results(path) if path.exists() else Results(plan.digest, device, date.today().isoformat())
+    if (results.bundle, results.device) != (plan.digest, device):
+        kept, here = f"kernels {results.bundle} on {results.device}", f"kernels {plan.digest} on {device}"
+        sys.exit(f"'{path}' holds results of {kept}, and these are {here}. Name another folder.")
     end = time.monotonic() + seconds
     left = [job for job in todo(results) if not results.has(job.kind, job.name)]
     left.sort(key=lambda job: job.name in results.found[job.kind])  # stable: what failed comes last
@@ -94,7 +109,7 @@ def jobs(folder: Path, plan: Plan, cases: list[Case], *, everything: bool) -> Ca
         found = [Job("limits", "limits", partial(alone, limits), 60)]
         found += [Job("checks", name, partial(alone, check, folder, name), 60) for name in wanted]
         if everything:
-            found.append(Job("sanitizer", "memcheck", partial(sanitized, folder), 240))
+            found.append(Job("sanitizer", "memcheck", partial(sanitized, folder), 180))
             found += [Job("models", name, partial(alone, model, folder, name), 60) for name in plan.models]
         return found + [Job("cases", case.name, partial(timed, folder, plan, case, results), 120) for case in cases]
 
@@ -131,13 +146,17 @@ def sanitized(folder: Path, limit: float) -> Answer:
     code = "import sys; from benchmarks.gpu.check import smallest_of_all; smallest_of_all(sys.argv[1])"
     command = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-c", code, str(folder)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)  # type: ignore[call-overload]
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
+        said, _ = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
-        return Answer(problem=f"no answer in {limit:.0f} s", late=True)
-    if done.returncode != 0:
-        return Answer(problem=f"exit status {done.returncode}: {(done.stdout + done.stderr)[-3000:]}")
-    return Answer(result={"note": done.stdout.strip().splitlines()[-1]})
+        os.killpg(process.pid, signal.SIGKILL)  # the tool's own process, and the one it watches
+        said, _ = process.communicate()
+        return Answer(problem=f"no answer in {limit:.0f} s: {said[-300:]}", late=True)
+    if process.returncode != 0:
+        return Answer(problem=f"exit status {process.returncode}: {said[-3000:]}")
+    return Answer(result={"note": said.strip().splitlines()[-1]})
 
 
 def _why(answer: Answer) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch._inductor.config
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from . import attention
@@ -30,12 +31,12 @@ _BACKENDS = {
 
 def peers(names: tuple[str, ...], problem: Any, memory: Torch) -> dict[str, Peer]:
     """The peers of those names, for attention or a cache update."""
-    known: dict[str, Callable[[Any, Torch, Arrays], Callable[[], torch.Tensor]]] = {
-        **{name: partial(_sdpa, backend) for name, backend in _BACKENDS.items()},
-        "flex": _flex,
-        "index": _index,
+    makers: dict[str, Callable[[Any, Torch], Peer]] = {
+        **{name: partial(partial, _sdpa, backend) for name, backend in _BACKENDS.items()},
+        "flex": _Flex,
+        "index": partial(partial, _index),
     }
-    return {name: partial(known[name], problem, memory) for name in names}
+    return {name: makers[name](problem, memory) for name in names}
 
 
 def _sdpa(backend: SDPBackend, problem: Any, memory: Torch, arrays: Arrays) -> Callable[[], torch.Tensor]:
@@ -65,38 +66,50 @@ def _mask(problem: Any, memory: Torch, arrays: Arrays) -> torch.Tensor | None:
     return torch.stack([attention.visible(problem, arrays, memory, b, 0, rows)[0] for b in batches])[:, None]
 
 
-def _flex(problem: Any, memory: Torch, arrays: Arrays) -> Callable[[], torch.Tensor]:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+class _Flex:
+    """Compiled FlexAttention. Its block mask is made once: lengths are the same in all input sets."""
 
-    q, k, v = (arrays[name] for name in "qkv")
-    (batch, _, rows, _), keys = q.shape, k.shape[2]
-    window, lengths = problem.window, arrays.get("lengths")
+    def __init__(self, problem: Any, memory: Torch) -> None:
+        torch._inductor.config.compile_threads = 1  # no pool of compilers beside what is timed
+        self._problem, self._memory = problem, memory
+        self._attend = torch.compile(flex_attention, dynamic=False)
+        self._options: dict[str, Any] | None = None
 
-    def rule(b: Any, h: Any, i: Any, j: Any) -> Any:
-        seen = j >= 0
-        if lengths is not None:
-            seen = seen & (j < lengths[b])
-        if window is not None:
-            position = i + arrays["lengths"][b] - rows if window.offset == "lengths" else i
-            if window.right is not None:
-                seen = seen & (j <= position + window.right)
-            if window.left is not None:
-                seen = seen & (j >= position - window.left)
-        return seen
+    def __call__(self, arrays: Arrays) -> Callable[[], torch.Tensor]:
+        if self._options is None:
+            self._options = self._rules(arrays)
+        q, k, v = (arrays[name] for name in "qkv")
+        return partial(self._attend, q, k, v, **self._options)
 
-    def capped(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-        return problem.softcap * torch.tanh(score / problem.softcap)
+    def _rules(self, arrays: Arrays) -> dict[str, Any]:
+        problem, window = self._problem, self._problem.window
+        (batch, _, rows, _), keys = arrays["q"].shape, arrays["k"].shape[2]
+        lengths = arrays.get("lengths")
 
-    hides = lengths is not None or window is not None
-    batches = batch if lengths is not None else None
-    blocks = create_block_mask(rule, batches, None, rows, keys, device=memory.device) if hides else None
-    options: dict[str, Any] = {
-        **{"score_mod": capped if problem.softcap else None, "block_mask": blocks, "scale": problem.scale},
-        "enable_gqa": problem.q_heads != problem.kv_heads,
-    }
-    torch._inductor.config.compile_threads = 1  # no pool of compilers beside what is timed
-    compiled = torch.compile(flex_attention, dynamic=False)
-    return lambda: compiled(q, k, v, **options)
+        def rule(b: Any, h: Any, i: Any, j: Any) -> Any:
+            seen = j >= 0
+            if lengths is not None:
+                seen = seen & (j < lengths[b])
+            if window is not None:
+                position = i + arrays["lengths"][b] - rows if window.offset == "lengths" else i
+                if window.right is not None:
+                    seen = seen & (j <= position + window.right)
+                if window.left is not None:
+                    seen = seen & (j >= position - window.left)
+            return seen
+
+        def capped(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+            return problem.softcap * torch.tanh(score / problem.softcap)
+
+        hides = lengths is not None or window is not None
+        batches = batch if lengths is not None else None
+        device = self._memory.device
+        return {
+            "score_mod": capped if problem.softcap else None,
+            "block_mask": create_block_mask(rule, batches, None, rows, keys, device=device) if hides else None,
+            "scale": problem.scale,
+            "enable_gqa": problem.q_heads != problem.kv_heads,
+        }
 
 
 def _index(problem: Any, memory: Torch, arrays: Arrays) -> Callable[[], torch.Tensor]:

@@ -32,8 +32,8 @@ class Kernel:
     """One library with one function, `kernel`.
 
     operation is "attention" or "update", whose problem (AttentionProblem, CacheUpdate) is JSON; parameters are in the
-    order of the function, and result is the one that holds the answer. contender is who it is in a case. checks are
-    small and odd, the first one the smallest.
+    order of the function, and result is the one that holds the answer. contender is its column among those of a case.
+    checks are small and odd, the first one the smallest.
     """
 
     name: str

@@ -83,8 +83,8 @@ def table(plan: Plan, results: Results) -> str:
     limits = results.found["limits"].get("limits", {})
     if "problem" not in limits and limits:
         rates = ", ".join(f"{limits[unit] / scale:.4g} {name}" for unit, (scale, name) in _UNITS.items())
-        about = ", ".join(f"{key} {limits[key]}" for key in ("device", "torch", "cuda", "cudnn"))
-        lines.append(f"limits: {rates} (bfloat16 product, copy); {about}; {results.date}")
+        about = ", ".join(f"{key} {limits[key]}" for key in ("torch", "cuda", "cudnn"))
+        lines.append(f"limits: {rates} (bfloat16 product, copy); {results.device}, {about}; {results.date}")
     bars = [met for row in found for _, met in row.bars]
     return "\n".join([*lines, f"bars met: {sum(bars)} of {len(bars)}; kernels {plan.digest}"])
 
@@ -130,6 +130,5 @@ def draw(plan: Plan, results: Results, path: Path) -> None:
     found = [row for row in rows(plan, results) if row.seconds is not None]
     if found:
         names = [f"{row.case.name}, {row.contender}" for row in found]
-        device = results.found["limits"].get("limits", {}).get("device", "an unknown GPU")
-        title = f"onnx-lowering, {device}, {results.date}"
+        title = f"onnx-lowering, {results.device}, {results.date}"
         draw_bars(title, names, [row.ratio or 0.0 for row in found], [row.share or 0.0 for row in found], path)

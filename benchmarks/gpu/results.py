@@ -13,9 +13,10 @@ KINDS = ("limits", "checks", "sanitizer", "models", "cases")
 
 @dataclass
 class Results:
-    """Entries by kind of job and name, of one bundle (its digest) and one device. An entry with "problem" failed."""
+    """Entries by kind of job and name, of one bundle (its digest) and one GPU. An entry with "problem" failed."""
 
     bundle: str
+    device: str
     date: str
     found: dict[str, dict[str, Any]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
 

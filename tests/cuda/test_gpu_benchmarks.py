@@ -12,7 +12,7 @@ import errands
 import numpy as np
 import pytest
 
-from benchmarks.gpu import attention, cases, measure, results
+from benchmarks.gpu import attention, cases, command, kernels, measure, results
 from benchmarks.gpu.check import check
 from benchmarks.gpu.isolate import Answer, isolated
 from benchmarks.gpu.memory import Host, Torch
@@ -20,6 +20,7 @@ from benchmarks.gpu.plan import Bar, Case, Kernel, Plan, Sizes, read
 from benchmarks.gpu.report import rows, table
 from lowering.attention.problem import AttentionProblem, Window
 from lowering.attention.reference import reference
+from lowering.target import resolve
 
 TINY = Sizes(2, 5, 9, (4, 12))
 KERNELS, CASES = cases.plan()
@@ -38,7 +39,6 @@ def small(kernel: Kernel) -> AttentionProblem:
 def build_and_check(folder: Path) -> list[Any]:
     """In the emulation: a bundle's libraries, and what `check` says of each kernel, right and wrong."""
     from benchmarks.gpu import bundle
-    from lowering.target import resolve
 
     heads, ragged_window = {"q_heads": 4, "kv_heads": 2}, Window(right=0, offset="lengths")
     causal = cases.problem("f16", 64, window=Window(right=0), **heads)
@@ -189,7 +189,7 @@ def test_a_run_goes_on_where_the_last_one_stopped(tmp_path: Path, capsys: pytest
         return measure.Job(kind, name, run, 30)
 
     def todo(found: results.Results) -> list[measure.Job]:
-        limits = {"FLOP": 4e12, "byte": 3e12} | dict.fromkeys(("device", "torch", "cuda", "cudnn"), "none")
+        limits = {"FLOP": 4e12, "byte": 3e12} | dict.fromkeys(("torch", "cuda", "cudnn"), "none")
         case = {"wgmma": timed(1e-3), "mma": timed(4e-3), "cudnn": timed(2e-3), "flash": {"problem": "refused"}}
         return [
             job(
@@ -199,31 +199,31 @@ def test_a_run_goes_on_where_the_last_one_stopped(tmp_path: Path, capsys: pytest
             job("cases", "full", lambda: Answer(case)),
         ]
 
-    measure.measure(PLAN, todo, path, 60)
+    measure.measure(PLAN, "a GPU", todo, path, 60)
     assert done == ["mma", "limits", "full"]
     shown = capsys.readouterr().out
     assert "checks: mma: S 3: boom" in shown and "bars met: 2 of 3" in shown
     wgmma, mma = rows(PLAN, results.read(path))
     assert (wgmma.rate, wgmma.share, wgmma.ratio) == (2e12, 0.5, 2.0)
     assert mma.ratio == 0.5 and mma.bars == [("0.9 of limit", False)]
-    measure.measure(PLAN, todo, path, 5)
+    measure.measure(PLAN, "a GPU", todo, path, 5)
     assert done[3:] == [], "there was no time"
     assert "1 of 1 jobs are left" in capsys.readouterr().out
     good["mma"] = True
-    measure.measure(PLAN, todo, path, 60)
-    measure.measure(PLAN, todo, path, 60)
+    measure.measure(PLAN, "a GPU", todo, path, 60)
+    measure.measure(PLAN, "a GPU", todo, path, 60)
     assert done[3:] == ["mma"]
     assert "checks: 1 right of 1" in table(PLAN, results.read(path))
-    with pytest.raises(SystemExit, match="holds results of the kernels digest"):
-        measure.measure(replace(PLAN, digest="other"), todo, path, 60)
+    with pytest.raises(SystemExit, match="holds results of kernels digest on a GPU, and these are kernels other"):
+        measure.measure(replace(PLAN, digest="other"), "a GPU", todo, path, 60)
 
 
 def test_a_job_that_had_less_than_its_time_is_not_blamed(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     late = measure.Job("cases", "full", lambda limit: Answer(problem="no answer", late=True), 30)
-    measure.measure(PLAN, lambda _: [late], path, 20)
+    measure.measure(PLAN, "a GPU", lambda _: [late], path, 20)
     assert not path.exists()
-    measure.measure(PLAN, lambda _: [late], path, 60)
+    measure.measure(PLAN, "a GPU", lambda _: [late], path, 60)
     assert results.read(path).found["cases"]["full"] == {"problem": "no answer"}
 
 
@@ -239,7 +239,7 @@ def test_a_case_goes_on_without_who_ended_it(monkeypatch: pytest.MonkeyPatch) ->
         return Answer({"mma": timed(1.0)}, doing="timing")
 
     monkeypatch.setattr(measure, "alone", alone)
-    found = results.Results("digest", "2000-01-01")
+    found = results.Results("digest", "a GPU", "2000-01-01")
     found.found["checks"] = {"mma": {"error": 0.0}, "wgmma": {"error": 0.0}}
     answer = measure.timed(Path(), PLAN, PLAN.cases["full"], found, 60)
     assert answer.result == {"mma": timed(1.0)}
@@ -247,3 +247,25 @@ def test_a_case_goes_on_without_who_ended_it(monkeypatch: pytest.MonkeyPatch) ->
     found.found["checks"]["mma"] = {"problem": "wrong"}
     measure.timed(Path(), PLAN, PLAN.cases["full"], found, 60)
     assert calls[-1]["mma"] == "wrong", "what is not right is not timed"
+
+
+def test_results_are_drawn_anywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = results.Results("digest", "a GPU", "2000-01-01")
+    limits = {"FLOP": 8e14, "byte": 3e12, "torch": "2", "cuda": "13", "cudnn": 9}
+    found.found["limits"]["limits"] = limits
+    name = "f16 D128 full S4096"
+    found.found["cases"][name] = {"wgmma": timed(1e-3), "mma": {"problem": "no answer"}, "cudnn": timed(5e-4)}
+    found.found["cases"]["no longer a case"] = {"wgmma": timed(1.0)}
+    found.write(tmp_path / "results.json")
+    command.draw(tmp_path / "results.json")
+    shown = capsys.readouterr().out
+    assert f"cases: {name}: mma: no answer" in shown and "bars met: 1 of 3; kernels digest" in shown
+    speed = CASES[name].amount / 1e-3 / 1e12
+    assert f"{speed:.4g} TFLOP/s" in shown and f"{speed / 800:.2f}" in shown
+    assert (tmp_path / "results.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=lambda kernel: kernel.name)
+def test_every_kernel_can_be_made(kernel: Kernel) -> None:
+    function = kernels.function(kernel, resolve("cuda:sm_90a")[0])
+    assert len(function.params) == len(kernel.parameters) and kernel.result in kernel.parameters
