@@ -15,7 +15,7 @@ _BYTES, _SIZE = 1 << 30, 8192
 
 def limits(say: Callable[[str], None]) -> dict[str, Any]:
     """Per second: "byte" read and written by a copy on the device, "FLOP" of a matrix product; and versions."""
-    say("limits")
+    say("copies and products")
     sources = [torch.randint(256, (_BYTES,), device="cuda", dtype=torch.uint8) for _ in range(3)]
     target = torch.empty_like(sources[0])
     pairs = [[torch.randn(_SIZE, _SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2)] for _ in range(3)]

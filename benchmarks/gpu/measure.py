@@ -194,8 +194,9 @@ def model(folder: Path, name: str, say: Callable[[str], None]) -> dict[str, Any]
     load_runtime(folder)
     load_device_runtime(folder)
     say("loading")
-    module, errors = lowering.load(folder / "models" / name), []
-    for path in sorted((folder / "models" / name).glob("call-*.npz")):
+    place = folder / "models" / name
+    module, errors = lowering.load(place / "artifact"), []
+    for path in sorted(place.glob("call-*.npz")):
         say(path.stem)
         arrays = dict(np.load(path))
         outputs = module.run({key[3:]: array for key, array in arrays.items() if key.startswith("in.")})

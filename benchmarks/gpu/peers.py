@@ -10,9 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch._inductor.config
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from . import attention
@@ -67,9 +65,15 @@ def _mask(problem: Any, memory: Torch, arrays: Arrays) -> torch.Tensor | None:
 
 
 class _Flex:
-    """Compiled FlexAttention. Its block mask is made once: lengths are the same in all input sets."""
+    """Compiled FlexAttention. Its block mask is made once: lengths are the same in all input sets.
+
+    It is imported here, as that takes longer than most cases.
+    """
 
     def __init__(self, problem: Any, memory: Torch) -> None:
+        import torch._inductor.config
+        from torch.nn.attention.flex_attention import flex_attention
+
         torch._inductor.config.compile_threads = 1  # no pool of compilers beside what is timed
         self._problem, self._memory = problem, memory
         self._attend = torch.compile(flex_attention, dynamic=False)
@@ -82,6 +86,8 @@ class _Flex:
         return partial(self._attend, q, k, v, **self._options)
 
     def _rules(self, arrays: Arrays) -> dict[str, Any]:
+        from torch.nn.attention.flex_attention import create_block_mask
+
         problem, window = self._problem, self._problem.window
         (batch, _, rows, _), keys = arrays["q"].shape, arrays["k"].shape[2]
         lengths = arrays.get("lengths")
