@@ -45,7 +45,7 @@ def build_and_check(folder: Path) -> list[Any]:
     ragged = cases.problem("bf16", 64, lengths=True, window=ragged_window, **heads)
     update = replace(KERNELS["update in place"], checks=(Sizes(2, 3, 7, (-1, 5)),))
     made = {
-        "causal": cases.attention_kernel("causal", "mma", causal, ((1, 70, 133),)),
+        "causal": cases.attention_kernel("causal", "wgmma", causal, ((1, 70, 133),)),
         "ragged": cases.attention_kernel("ragged", "decode", ragged, ((3, 1, 77),)),
         "update": update,
         "wrapping": replace(update, problem=update.problem.replace('"circular": false', '"circular": true')),
