@@ -131,6 +131,7 @@ def test_the_plan_travels(tmp_path: Path) -> None:
         assert {bar.contender for bar in case.bars} <= {plan.kernels[name].contender for name in case.kernels}
 
 
+@pytest.mark.slow  # needs torch
 @pytest.mark.parametrize("kernel", PROBLEMS.values(), ids=lambda kernel: kernel.name)
 def test_pytorch_agrees(kernel: Kernel) -> None:
     pytest.importorskip("torch")

@@ -1,4 +1,4 @@
-"""The machine code of prefill by mma.sync: no registers in memory, and no product more than the tile asks for."""
+"""The machine code of prefill: no registers in memory, no product more than tiles ask for, none waited for alone."""
 
 from __future__ import annotations
 
@@ -9,24 +9,29 @@ from machine_code import HEAD_DIMS, machine_code, prefill, problem, products
 
 from schedules.cuda.tiles import MmaTiles
 
-QUICK = [(64, True), (96, False), (128, True)]
-ALL = [("sm_80", *case) for case in itertools.product(HEAD_DIMS, (False, True))]
-ALL += [("sm_86", *case) for case in itertools.product(HEAD_DIMS, (False, True))]
+QUICK = [("sm_80", 64, True), ("sm_80", 128, False), ("sm_90a", 128, False), ("sm_90a", 256, True)]
+ALL = [(arch, *case) for arch in ("sm_80", "sm_86", "sm_90a") for case in itertools.product(HEAD_DIMS, (False, True))]
 
 
 def check(arch: str, head_dim: int, causal: bool) -> None:
     p = problem(head_dim, causal)
     func, tiles = prefill(p, arch)
-    assert isinstance(tiles, MmaTiles)
     code = machine_code(func, arch)
     assert (code.spills, code.stack) == (0, 0)
     assert code.registers * tiles.threads <= 65536
-    assert code.loop["HMMA"] == products(p, tiles)
+    if isinstance(tiles, MmaTiles):
+        assert code.loop["HMMA"] == products(p, tiles)
+        return
+    assert code.whole["HGMMA"] % products(p, tiles) == 0
+    assert code.whole["WARPGROUP"] < code.whole["HGMMA"] / 2, "wgmma is serialised"
+    assert code.whole["UTMALDG"] and code.whole["UTMASTG"], "tiles do not come and go by TMA"
+    if not causal:
+        assert code.loop["HGMMA"] == products(p, tiles)
 
 
-@pytest.mark.parametrize(("head_dim", "causal"), QUICK)
-def test_nothing_is_spilled(head_dim: int, causal: bool) -> None:
-    check("sm_80", head_dim, causal)
+@pytest.mark.parametrize(("arch", "head_dim", "causal"), QUICK)
+def test_nothing_is_spilled(arch: str, head_dim: int, causal: bool) -> None:
+    check(arch, head_dim, causal)
 
 
 @pytest.mark.slow
