@@ -146,8 +146,9 @@ def sanitized(folder: Path, limit: float) -> Answer:
     code = "import sys; from benchmarks.gpu.check import smallest_of_all; smallest_of_all(sys.argv[1])"
     command = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-c", code, str(folder)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)  # type: ignore[call-overload]
+    process = subprocess.Popen(
+        command, env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     try:
         said, _ = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
