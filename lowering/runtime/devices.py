@@ -56,10 +56,15 @@ class Gpu:
 
     def take_back(self, ports: Sequence[Port], tensors: Sequence[Tensor], placed: Sequence[Tensor]) -> None:
         """Donated arrays of the host get what their copies on the GPU have become."""
-        for port, tensor, copy in zip(ports, tensors, placed):
-            if port.written and not self.holds(tensor):
-                copy_to(copy, tensor)
-        self.wait()
+        changed = [
+            (copy, tensor)
+            for port, tensor, copy in zip(ports, tensors, placed)
+            if port.written and not self.holds(tensor)
+        ]
+        for copy, tensor in changed:
+            copy_to(copy, tensor)
+        if changed:
+            self.wait()
 
     def copy(self, array: Any) -> Tensor:
         """An array of the host in this GPU's memory."""
