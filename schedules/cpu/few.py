@@ -30,29 +30,29 @@ _ZERO = tirx.const(0, "int64")
 def few_kernels(o: Operands) -> list[tuple[Expr, Callable[[], None]]]:
     """Kernels for few rows or columns, each with the condition on sizes on which it is the one to take."""
     found: list[tuple[Expr, Callable[[], None]]] = []
-    most, lanes = min(_FEW, o.lanes), o.lanes
+    most, lanes = min(_FEW, o.results.lanes), o.results.lanes
     if is_int(o.stride(o.b_offset, o.k), 1):
-        found.append((tirx.all(o.rows <= most, o.depth >= lanes), lambda: dots(o, few_rows=True)))
-    if is_int(o.stride(o.a_offset, o.k), 1) and isinstance(o.columns, tirx.IntImm):
-        found.append((tirx.all(o.columns <= most, o.depth >= lanes), lambda: dots(o, few_rows=False)))
-    if is_int(o.stride(o.b_offset, o.j), 1) and o.is_linear(o.b_offset, o.k):
-        found.append((tirx.all(o.rows <= _FEW, o.columns >= lanes), lambda: stream(o)))
+        found.append((tirx.all(o.results.rows <= most, o.depth >= lanes), lambda: dots(o, few_rows=True)))
+    if is_int(o.stride(o.a_offset, o.k), 1) and isinstance(o.results.columns, tirx.IntImm):
+        found.append((tirx.all(o.results.columns <= most, o.depth >= lanes), lambda: dots(o, few_rows=False)))
+    if is_int(o.stride(o.b_offset, o.results.j), 1) and o.is_linear(o.b_offset, o.k):
+        found.append((tirx.all(o.results.rows <= _FEW, o.results.columns >= lanes), lambda: stream(o)))
     return found
 
 
 def is_thin(o: Operands) -> bool:
     """Whether there are so few columns that a kernel for vectors of columns is no use, and `dots` is none either."""
-    columns, depth = o.columns, o.depth
+    columns, depth = o.results.columns, o.depth
     if not isinstance(columns, tirx.IntImm) or columns.value >= 4:
         return False
-    short = isinstance(depth, tirx.IntImm) and depth.value < o.lanes
+    short = isinstance(depth, tirx.IntImm) and depth.value < o.results.lanes
     return short or columns.value == 1 or not is_int(o.stride(o.a_offset, o.k), 1)
 
 
 def dots(o: Operands, few_rows: bool) -> None:
     """Few rows of A, or few columns of B, times each column of B, or row of A, whose elements are consecutive."""
-    lanes, few, many = o.lanes, o.rows, o.columns
-    sides = [(o.a, o.a_offset, o.m), (o.b, o.b_offset, o.j)]
+    lanes, few, many = o.results.lanes, o.results.rows, o.results.columns
+    sides = [(o.a, o.a_offset, o.results.m), (o.b, o.b_offset, o.results.j)]
     if not few_rows:
         few, many, sides = many, few, sides[::-1]
     (small, small_offset, small_var), (large, large_offset, large_var) = sides
@@ -63,7 +63,7 @@ def dots(o: Operands, few_rows: bool) -> None:
     row = _CHUNK + lanes if few_rows else most
 
     def task(index: Expr) -> None:
-        values = o.in_batch(index // chunks)
+        values = o.results.in_batch(index // chunks)
         first = fixed(index % chunks * _CHUNK)
         count = fixed(tirx.min(tirx.const(_CHUNK, "int64"), many - first))
         sizes: dict[str, tuple[int | Expr, str]] = {"sums": (most * (_CHUNK + lanes), "float32")}
@@ -94,7 +94,7 @@ def dots(o: Operands, few_rows: bool) -> None:
 
                 def step(k: Expr, keep: Expr | None = None) -> None:
                     def vector(memory: tirx.Buffer, start: Expr) -> Expr:
-                        x = convert(load(memory, lanes, start + k), "float32", o.cpu)
+                        x = convert(load(memory, lanes, start + k), "float32", o.results.cpu)
                         return T.bind(x if keep is None else tirx.Select(keep, x, splat(0.0, lanes, "float32")))
 
                     x = [vector(small if copy is None else copy, start) for start in x_starts]
@@ -125,64 +125,67 @@ def dots(o: Operands, few_rows: bool) -> None:
                 with T.If(tirx.all(few <= height, few > height // 2)), T.Then():
                     kernel(height)
         with T.serial(few if few_rows else count) as r:
-            m, column, columns = (r, first + o.c, count) if few_rows else (first + r, o.c, few)
-            o.epilogue(values, sums, fixed(r * row), fixed(m), column, columns)
+            m, column, columns = (r, first + o.results.c, count) if few_rows else (first + r, o.results.c, few)
+            o.results.store(o.memory, values, [(sums, fixed(r * row))], fixed(m), column, columns)
 
-    split_among_threads(o.batch * chunks, o.batch * few * many * o.depth, task)
+    split_among_threads(o.results.batch * chunks, o.results.batch * few * many * o.depth, task)
 
 
 def stream(o: Operands) -> None:
     """Few rows of A times B, whose rows are read from end to end, several at a time."""
-    lanes = o.lanes
-    unroll, strip = (8, 2) if o.cpu.registers >= 32 else (4, 2)
-    vectors = fixed(o.columns // lanes)
-    fitting = tirx.max(_SUMS // lanes // tirx.max(o.rows, 1), 1)
+    lanes = o.results.lanes
+    unroll, strip = (8, 2) if o.results.cpu.registers >= 32 else (4, 2)
+    vectors = fixed(o.results.columns // lanes)
+    fitting = tirx.max(_SUMS // lanes // tirx.max(o.results.rows, 1), 1)
     each = fixed(tirx.max(tirx.min(fitting, (vectors + 1) // 2), 1))  # vectors of a task, of two tasks at least
     chunks = fixed((vectors + (each - 1)) // each)
     row = fixed((each + 1) * lanes)
 
     def task(index: Expr) -> None:
-        values = o.in_batch(index // chunks)
+        values = o.results.in_batch(index // chunks)
         chunk = fixed(index % chunks)
         first = fixed(chunk * each * lanes)
         # The last task has the columns that fill no vector; a vector that overlaps the one before computes them.
-        columns = fixed(tirx.Select(chunk == chunks - 1, o.columns - first, each * lanes))
+        columns = fixed(tirx.Select(chunk == chunks - 1, o.results.columns - first, each * lanes))
         count = fixed((columns + (lanes - 1)) // lanes)
         sums = workspace(sums=(_SUMS + _FEW * lanes, "float32"))["sums"]
-        with T.serial(o.rows) as m, T.serial(count) as v:
+        with T.serial(o.results.rows) as m, T.serial(count) as v:
             store(sums, splat(0.0, lanes, "float32"), m * row + v * lanes)
         step = o.stride(o.b_offset, o.k)
 
         def add(k0: Expr, depth: int, m: Expr, height: int) -> None:
             """Rows m .. m + height of sums += A[.., k0 .. k0 + depth] B[k0 .. k0 + depth, ..]."""
             a = [
-                [fixed(read(o.a, substitute(o.a_offset, {**values, o.m: m + i, o.k: k0 + k}))) for k in range(depth)]
+                [
+                    fixed(read(o.a, substitute(o.a_offset, {**values, o.results.m: m + i, o.k: k0 + k})))
+                    for k in range(depth)
+                ]
                 for i in range(height)
             ]
-            start = fixed(substitute(o.b_offset, {**values, o.k: k0, o.j: first}))
+            start = fixed(substitute(o.b_offset, {**values, o.k: k0, o.results.j: first}))
             with T.serial(count) as v:
                 column = fixed(tirx.min(v * lanes, columns - lanes))
                 c = [Register(load(sums, lanes, (m + i) * row + v * lanes)) for i in range(height)]
                 for k in range(depth):
-                    b = T.bind(convert(load(o.b, lanes, start + column + k * step), "float32", o.cpu))
+                    b = T.bind(convert(load(o.b, lanes, start + column + k * step), "float32", o.results.cpu))
                     for i in range(height):
                         c[i].value += splat(a[i][k], lanes, "float32") * b
                 for i in range(height):
                     store(sums, c[i].value, (m + i) * row + v * lanes)
 
         def rows(k0: Expr, depth: int) -> None:
-            with T.serial(o.rows // strip) as s:
+            with T.serial(o.results.rows // strip) as s:
                 add(k0, depth, fixed(s * strip), strip)
-            with T.If(o.rows % strip != 0), T.Then():
-                add(k0, depth, o.rows - 1, 1)
+            with T.If(o.results.rows % strip != 0), T.Then():
+                add(k0, depth, o.results.rows - 1, 1)
 
         with T.serial(o.depth // unroll) as k:
             rows(fixed(k * unroll), unroll)
         with T.serial(o.depth % unroll) as k:
             rows(fixed(o.depth - o.depth % unroll + k), 1)
-        with T.serial(o.rows) as m:
+        with T.serial(o.results.rows) as m:
             last = load(sums, lanes, m * row + (count - 1) * lanes)
             store(sums, last, m * row + columns - lanes)
-            o.epilogue(values, sums, fixed(m * row), m, first + o.c, columns)
+            o.results.store(o.memory, values, [(sums, fixed(m * row))], m, first + o.results.c, columns)
 
-    split_among_threads(o.batch * chunks, o.batch * o.rows * o.columns * o.depth, task)
+    split_among_threads(o.results.batch * chunks, o.results.batch * o.results.rows * o.results.columns * o.depth, task)

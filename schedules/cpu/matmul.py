@@ -5,15 +5,19 @@ The blocking is that of K. Goto and R. van de Geijn, "Anatomy of High-Performanc
 of A, read in place, and a panel of B: nr columns, stored so that the nr elements of each k are consecutive.
 
     for each block of mc rows and panel of nr columns                    among threads
-        for each block of kc values of k
-            panel of B -> scratch, unless B is stored in panels
-            for each mr rows                                             the micro-kernel
-                C tile[mr, nr] += A[mr, kc] panel[kc, nr]                in mr * nr / lanes registers
-                behind the last k: C tile -> bias, activation, residual -> output
+        for each product whose sums are read together
+            for each block of kc values of k                             blocked.py
+                panel of B -> scratch, unless B is stored in panels
+                for each mr rows                                         the micro-kernel
+                    C tile[mr, nr] += A[mr, kc] panel[kc, nr]            in mr * nr / lanes registers
+                    behind the last k of the last product: C tiles -> bias, activation, residual -> output
 
 Strips of rows are as equal as they can be (mr + 1 rows are two halves, not mr and one), each with a micro-kernel of its
 height, so nothing is read or written out of bounds, and a product with one row streams B at memory bandwidth. Columns
 that are left over are zeros of the panel.
+
+Several products (product.py) run in one pass over the rows: those of a group have a tile each, and one epilogue;
+groups, such as queries, keys and values, are panels of one long row of tasks.
 
 Where B is not stored in panels, few rows or columns are not worth packing it (few.py).
 
@@ -26,412 +30,162 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import tvm
-from tvm import DataType, ir, tirx
+from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from lowering.expressions import Expr, is_int, offset, substitute, uses
+from lowering.expressions import Expr, is_int
 
-from .codes import Codes, widened
-from .dot_bf16 import dot, using_dot, words_of, zip_rows
+from .blocked import Blocked
+from .dot_bf16 import using_dot
 from .few import few_kernels, is_thin
-from .loops import split_among_threads, vector_loop
-from .operands import LINE, Operands
-from .panels import Tiles, is_width, panel_width, tiles_of_codes
-from .product import follow, read_product
-from .stages import Axis, read_stages
-from .values import read
-from .vector import Register, convert, fixed, load, machine, prefetch, splat, store, transpose, workspace
+from .loops import split_among_threads
+from .operands import Operands
+from .panels import is_width
+from .product import read_groups
+from .results import Results, Values
+from .stages import read_stages
+from .values import flat_view
+from .vector import fixed, machine, workspace
 
 _MANY_TASKS = 16  # so many panels keep threads busy
-_WAITING_ROWS = 2  # a product of so many rows is done before the next elements of B are there
+
+
+Plan = list[list[Blocked]]
+"""Kernels of the products of each group."""
 
 
 def matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> tirx.PrimFunc | None:
-    """A blocked kernel for a float product followed by element-wise stages; None for anything else."""
-    stages = read_stages(func)
-    if not stages:
+    """Blocked kernels for float products with element-wise stages around them; None for anything else."""
+    kernels = plan(func, target)
+    if kernels is None:
         return None
-    product = read_product(stages[0])
-    if product is None or not follow(stages[0], stages[1:], set(func.params)):
-        return None
-    cpu = machine(target)
-    if product.codes is not None and not is_width(product.codes.nr, cpu.lanes("float32")):
-        return None
-    operands = Operands(func, stages, product, cpu)
-    blocked = _Kernel(operands)
-    if not blocked.b_in_place and is_thin(operands):
-        return None
+    operands = kernels[0][0].operands
     with IRBuilder() as builder, T.prim_func():
-        operands.open()
-        kernels = [] if blocked.b_in_place else few_kernels(operands)
-        _first_possible(operands, kernels, blocked.write)
+        memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, func.params)}
+        for b in _every(kernels):
+            b.operands.open(memory)
+        few = [] if kernels[0][0].b_in_place else few_kernels(operands)
+        _first_possible(operands.results, few, lambda: _blocked(kernels))
     return func.with_body(builder.get().body)
 
 
-def _first_possible(o: Operands, kernels: list[tuple[Expr, Callable[[], None]]], otherwise: Callable[[], None]) -> None:
+def plan(func: tirx.PrimFunc, target: tvm.target.Target) -> Plan | None:
+    """How `matmul` takes a function, or None where it does not."""
+    stages = read_stages(func)
+    groups = read_groups(stages, set(func.params)) if stages else None
+    if not groups or stages is None:
+        return None
+    cpu = machine(target)
+    codes = [product.codes for group in groups for product in group.products if product.codes is not None]
+    if not all(is_width(c.nr, cpu.lanes("float32")) for c in codes):
+        return None
+    kernels = []
+    for group in groups:
+        results = Results(func, stages, group, cpu)
+        kernels.append([Blocked(Operands(results, product)) for product in group.products])
+    if len(_every(kernels)) > 1:
+        return kernels if _in_one_pass(kernels) else None
+    first = kernels[0][0]
+    return kernels if first.b_in_place or not is_thin(first.operands) else None
+
+
+def _every(kernels: Plan) -> list[Blocked]:
+    return [b for group in kernels for b in group]
+
+
+def _in_one_pass(kernels: Plan) -> bool:
+    """Whether several products can be summed up side by side: equal rows, stored panels, as wide within a group."""
+    first = kernels[0][0].results
+    return all(
+        b.b_in_place
+        and b.tiles.nr == group[0].tiles.nr
+        and not b.product.batch
+        and is_int(first.simplify(b.results.rows - first.rows), 0)
+        for group in kernels
+        for b in group
+    )
+
+
+def _first_possible(
+    results: Results, kernels: list[tuple[Expr, Callable[[], None]]], otherwise: Callable[[], None]
+) -> None:
     """Writes the kernels, each for when its condition holds and none before it does."""
     if not kernels:
         otherwise()
         return
     (condition, write), *others = kernels
-    condition = o.simplify(condition)
+    condition = results.simplify(condition)
     if is_int(condition, 1):
         write()
     elif is_int(condition, 0):
-        _first_possible(o, others, otherwise)
+        _first_possible(results, others, otherwise)
     else:
         with T.If(condition):
             with T.Then():
                 write()
             with T.Else():
-                _first_possible(o, others, otherwise)
+                _first_possible(results, others, otherwise)
 
 
-class _Kernel:
-    """The free variables of the offsets below: batch axes as themselves, row m of M, step k, and column c of a panel.
+def _blocked(kernels: Plan) -> None:
+    """The loops of this file's head, for groups of products."""
+    every = _every(kernels)
+    results = every[0].results
+    tiles = min((b.tiles for b in every), key=lambda t: t.mc)
+    panels = [group[0].panels for group in kernels]
+    all_panels = sum(panels[1:], panels[0])
+    rows, batch = results.rows, results.batch
+    most = tirx.const(tiles.mc, "int64")
+    if not every[0].b_in_place:  # a panel that is packed serves all rows, where no tile waits for more of k
+        alone = tirx.all(every[0].k_blocks <= 1, batch * all_panels >= _MANY_TASKS)
+        most = tirx.Select(alone, tirx.max(rows, most), most)
+    # Blocks of equal height, so that no thread gets all the short ones.
+    row_blocks = fixed(tirx.max((rows + (most - 1)) // most, 1))
+    block_rows = T.bind((rows + (row_blocks * tiles.mr - 1)) // (row_blocks * tiles.mr) * tiles.mr)
 
-    A step is `together` values of k, one or a pair; each has an offset of its own.
-    """
-
-    def __init__(self, operands: Operands) -> None:
-        self.operands, self.product, self.cpu = operands, operands.product, operands.cpu
-        self.facts, self.rows, self.m, self.c = operands.facts, operands.rows, operands.m, operands.c
-        self.panel = tirx.Var("panel", "int64")
-        self.choose_panels()
-        product = self.product
-        self.a_offsets = self.offsets(product.a, [substitute(index, operands.point) for index in product.a.indices])
-        self.a_step = self.operands.stride(self.a_offsets[0], self.k.var)
-        if self.pairs or product.codes is not None:
-            self.a_in_place = self.is_dense(self.a_offsets, self.k.var, self.together)
-        else:
-            self.a_in_place = not uses(self.a_step, {self.k.var})
-        self.a_in_place &= self.pairs or product.a.ty == "float32"
-
-    def choose_panels(self) -> None:
-        """Sets tiles, pairs, and where B lies: in panels as it is stored, or else where they are made from."""
-        product, lanes = self.product, self.cpu.lanes("float32")
-        if product.codes is not None:
-            self.tiles, self.b_in_place = tiles_of_codes(product.codes, lanes), True
-            self.set_step(pairs=False)
-            return
-        columns, may_pair = product.j.extent, self.cpu.bf16_dot and product.a.ty == product.b.ty == "bfloat16"
-        default = panel_width(columns.value if isinstance(columns, tirx.IntImm) else None, self.cpu)
-        stored = [size.value for size in product.b.source.shape[-2:] if isinstance(size, tirx.IntImm)]
-        # Whichever form B is stored in; the last is what is made where it is in neither.
-        for pairs in (False, True) if may_pair else (False,):
-            self.set_step(pairs)
-            for nr in (*(size for size in stored if is_width(size, lanes)), default):
-                self.tiles = Tiles(lanes, nr)
-                indices = self.b_panel(nr)
-                self.b_offsets = self.offsets(product.b, indices)
-                self.b_in_place = self.is_panel(indices)
-                if self.b_in_place:
-                    return
-
-    def set_step(self, pairs: bool) -> None:
-        """Steps along k of one value, or of two."""
-        k = self.product.k
-        self.pairs, self.together = pairs, 2 if pairs else 1
-        self.k = Axis(tirx.Var("pair", "int64"), self.operands.simplify((k.extent + 1) // 2)) if pairs else k
-        self.whole = k.extent // self.together  # steps that are complete
-        self.is_whole = is_int(self.operands.simplify(self.k.extent - self.whole), 0)
-        self.facts.bind(self.k.var, 0, self.k.extent)
-
-    def of_step(self, expr: Expr) -> list[Expr]:
-        """An expression of the value of k, for each value of step k."""
-        first = self.k.var * self.together
-        return [substitute(expr, {self.product.k.var: first + n}) for n in range(self.together)]
-
-    def offsets(self, operand: ir.TensorLoad, indices: list[Expr]) -> list[Expr]:
-        """Where the elements of step k lie."""
-        return [self.operands.simplify(position) for position in self.of_step(offset(operand.source.shape, indices))]
-
-    def is_dense(self, offsets: list[Expr], var: tirx.Var, step: int) -> bool:
-        """Whether elements of a step are neighbours, and `step` elements from those at var + 1."""
-        return is_int(self.operands.stride(offsets[0], var), step) and all(
-            is_int(self.operands.simplify(position - offsets[0]), n) for n, position in enumerate(offsets)
-        )
-
-    def b_panel(self, nr: int) -> list[Expr]:
-        """Indices of B at column c of a panel of nr columns."""
-        columns = self.product.j.extent
-        self.facts.bind(self.c, 0, tirx.const(nr, "int64"))
-        self.facts.bind(self.panel, 0, (columns + nr - 1) // nr)
-        j = {self.product.j.var: self.panel * nr + self.c}
-        return [self.operands.simplify(substitute(index, j)) for index in self.product.b.indices]
-
-    def is_panel(self, indices: list[Expr]) -> bool:
-        """Whether the columns of a panel are consecutive, the last panel is padded, and panels have no gaps."""
-        bounds = zip(indices, self.product.b.source.shape)
-        return (
-            self.is_dense(self.b_offsets, self.c, self.together)
-            and is_int(self.operands.stride(self.b_offsets[0], self.k.var), self.together * self.tiles.nr)
-            and all(self.facts.can_prove(last < extent) for index, extent in bounds for last in self.of_step(index))
-        )
-
-    @property
-    def column(self) -> Expr:
-        """Column c of a panel as one of C."""
-        return self.panel * self.tiles.nr + self.c
-
-    def write(self) -> None:
-        p, t = self.product, self.tiles
-        self.a, self.b = self.operands.a, self.operands.b
-        self.panels = (p.j.extent + (t.nr - 1)) // t.nr
-        self.k_blocks = self.operands.simplify(tirx.max((self.k.extent + (t.kc - 1)) // t.kc, 1))
-        batch = self.operands.batch
-        most = tirx.const(t.mc, "int64")
-        if not self.b_in_place:  # a panel that is packed serves all rows, where no tile waits for more of k
-            alone = tirx.all(self.k_blocks <= 1, batch * self.panels >= _MANY_TASKS)
-            most = tirx.Select(alone, tirx.max(self.rows, most), most)
-        # Blocks of equal height, so that no thread gets all the short ones.
-        self.row_blocks = fixed(tirx.max((self.rows + (most - 1)) // most, 1))
-        self.block_rows = T.bind((self.rows + (self.row_blocks * t.mr - 1)) // (self.row_blocks * t.mr) * t.mr)
-        work = batch * self.rows * p.j.extent * p.k.extent
-        with using_dot(self.pairs):
-            split_among_threads(batch * self.row_blocks * self.panels, work, self.task)
-
-    def task(self, task: Expr) -> None:
+    def task(index: Expr) -> None:
         """One panel's columns for one block of rows."""
-        o, p, t = self.operands, self.product, self.tiles
-        self.values = {self.panel: fixed(task % self.panels), **o.in_batch(task // (self.panels * self.row_blocks))}
-        block = fixed(task // self.panels % self.row_blocks)
-        first = fixed(block * self.block_rows)
-        rows = fixed(tirx.min(self.block_rows, self.rows - first))
-        columns = (
-            t.nr
-            if is_int(self.operands.simplify(p.j.extent % t.nr), 0)
-            else p.j.extent - self.values[self.panel] * t.nr
-        )
-        columns = fixed(tirx.min(tirx.const(t.nr, "int64"), columns))
+        panel = fixed(index % all_panels)
+        values = results.in_batch(index // (all_panels * row_blocks))
+        first = fixed(index // all_panels % row_blocks * block_rows)
+        height = fixed(tirx.min(block_rows, rows - first))
 
-        sizes = {"tile": (t.mc * t.nr, "float32")}
-        if not self.b_in_place:
-            sizes["panel"] = (t.kc * t.nr, "float32")
-        if not self.a_in_place:
-            sizes["strip"] = (t.mr * t.kc, "float32")
-        scratch = workspace(**sizes)
-        tile, panel, strip = (scratch.get(name) for name in ("tile", "panel", "strip"))
-        one = tirx.const(1, "int64")
-        with T.serial(self.k_blocks) as k_block:
-            k0 = fixed(k_block * t.kc)
-            depth = fixed(tirx.min(tirx.const(t.kc, "int64"), self.k.extent - k0))
-            if panel is not None:
-                self.pack(panel, k0, depth, columns)
-            # Strips of rows whose heights differ by one at most: seven rows are four and three.
-            strips = fixed(tirx.max((rows + (t.mr - 1)) // t.mr, 1))
-            low, higher = fixed(rows // strips), fixed(rows % strips)
-            with T.serial(strips) as i:
-                height, row = fixed(low + tirx.Select(i < higher, one, one - 1)), fixed(i * low + tirx.min(i, higher))
-                # Rows of a tile that waits for no other block of k stay where they are, in the nearest cache.
-                place = fixed(tirx.Select(self.k_blocks <= 1, one - 1, row))
-                o.ask_for_output(self.values, fixed(first + row), height, self.column, t.nr)
-                for h in range(t.mr, 0, -1):
-                    with T.If(height == h), T.Then():
-                        self.micro_kernel(h, fixed(first + row), place, k0, depth, tile, panel, strip)
-                with T.If(k_block == self.k_blocks - 1), T.Then(), T.serial(height) as r:
-                    start, m = fixed((place + r) * t.nr), fixed(first + row + r)
-                    o.epilogue(self.values, tile, start, m, self.column, columns)
+        def of(number: int, start: Expr) -> None:
+            """In the groups from this number on, whose panels begin at `start`."""
+            if number + 1 == len(kernels):
+                _panel(kernels[number], values, panel - start, first, height, tiles.mc)
+                return
+            end = start + panels[number]
+            with T.If(panel < end):
+                with T.Then():
+                    _panel(kernels[number], values, panel - start, first, height, tiles.mc)
+                with T.Else():
+                    of(number + 1, end)
 
-    def at(self, position: Expr, **where: Expr) -> Expr:
-        """An offset of A or B in this task, at m, k or c."""
-        names = {"m": self.m, "c": self.c, "k": self.k.var}
-        return substitute(
-            position,
-            {**self.values, **{names[name]: value for name, value in where.items()}},
-        )
+        of(0, tirx.const(0, "int64"))
 
-    def pack(self, panel: tirx.Buffer, k0: Expr, depth: Expr, columns: Expr) -> None:
-        """Columns of B into panel[k, c], numbers that are not used behind the last one."""
-        t = self.tiles
-        if not self.pairs and is_int(self.operands.stride(self.b_offsets[0], self.k.var), 1):
-            self.pack_transposed(panel, k0, depth, columns)
-            return
-
-        def copy_row(k: Expr, complete: bool) -> None:
-            def copy(c: Expr, lane: Expr) -> None:
-                at = [self.at(position, k=k0 + k, c=c) for position in self.b_offsets]
-                store(panel, self.read(self.b, at, complete), k * t.nr + c)
-
-            vector_loop(columns, t.lanes, lambda width: copy)
-            with T.serial(t.nr - columns) as c:
-                store(panel, T.float32(0), k * t.nr + columns + c)
-
-        self.steps(k0, depth, copy_row)
-
-    def pack_transposed(self, panel: tirx.Buffer, k0: Expr, depth: Expr, columns: Expr) -> None:
-        """The same where values of k are consecutive: squares of them are turned in registers."""
-        lanes, nr = self.tiles.lanes, self.tiles.nr
-        with T.serial(nr // lanes) as v:
-            # The last column stands in for those behind it.
-            at = [fixed(tirx.min(v * lanes + i, columns - 1)) for i in range(lanes)]
-            starts = [fixed(self.at(self.b_offsets[0], k=k0, c=c)) for c in at]
-            squares = fixed(depth // lanes)
-            with T.serial(squares) as square:
-                k = fixed(square * lanes)
-                rows = [fixed(convert(load(self.b, lanes, start + k), "float32", self.cpu)) for start in starts]
-                for i, row in enumerate(transpose(rows)):
-                    store(panel, row, (k + i) * nr + v * lanes)
-            with T.serial(depth - squares * lanes) as rest:
-                k = fixed(squares * lanes + rest)
-                for i, start in enumerate(starts):
-                    store(panel, read(self.b, start + k), k * nr + v * lanes + i)
-
-    def steps(self, k0: Expr, depth: Expr, body: Callable[[Expr, bool], None]) -> None:
-        """body(k, whether step k0 + k is complete) for k < depth. The last pair of an odd number of values is not."""
-        whole = depth if self.is_whole else fixed(tirx.min(depth, self.whole - k0))
-        with T.serial(whole) as k:
-            body(k, True)
-        if not self.is_whole:
-            with T.If(whole < depth), T.Then():
-                body(whole, False)
-
-    def read(self, memory: tirx.Buffer, at: list[Expr], complete: bool) -> Expr:
-        """The element or the word of a step whose elements lie there."""
-        if not self.pairs:
-            return read(memory, at[0])
-        low, high = (tirx.BufferLoad(memory, [position]) for position in at)
-        return zip_rows(low, high if complete else None)
-
-    def micro_kernel(
-        self,
-        height: int,
-        row: Expr,
-        place: Expr,
-        k0: Expr,
-        depth: Expr,
-        tile: tirx.Buffer,
-        panel: tirx.Buffer | None,
-        strip: tirx.Buffer | None,
-    ) -> None:
-        """tile[place + i, c] += sum over k of A[row + i, k0 + k] B[k0 + k, c] for i < height, k < depth.
-
-        The tile begins as zeros where k0 is 0.
-        """
-        p, t = self.product, self.tiles
-        vectors = range(0, t.nr, t.lanes)
-        a = self.a
-        starts, step = [fixed(self.at(self.a_offsets[0], m=row + i, k=k0)) for i in range(height)], self.a_step
-        if strip is not None:
-            self.fill(strip, height, row, k0, depth)
-            a, starts, step = strip, [i * t.kc for i in range(height)], 1
-        zero = splat(0.0, t.lanes, "float32")
-        if p.codes is not None:
-            with T.If(k0 == 0), T.Then(), T.serial(height * (t.nr // t.lanes)) as v:
-                store(tile, zero, place * t.nr + v * t.lanes)
-            self.accumulate_codes(p.codes, a, starts, place, k0, depth, tile)
-            return
-        c = [[Register(zero) for _ in vectors] for _ in range(height)]
-        with T.If(k0 > 0), T.Then():
-            for i in range(height):
-                for v, accumulator in zip(vectors, c[i]):
-                    accumulator.value = load(tile, t.lanes, (place + i) * t.nr + v)
-
-        def add(k: Expr, complete: bool) -> None:
-            if panel is None and height <= _WAITING_ROWS:
-                start = self.at(self.b_offsets[0], k=k0 + k, c=tirx.const(0, "int64"))
-                _ask(self.b, start, t.nr * (2 if self.pairs else 1), 4096)
-            b = [self.b_vector(panel, k0, k, v) for v in vectors]
-            for i in range(height):
-                at = starts[i] + k * step
-                if strip is not None or not self.pairs:
-                    a_ik = a[at]
-                else:
-                    a_ik = words_of(load(a, 2, at)) if complete else zip_rows(a[at], None)
-                a_ik = T.bind(splat(a_ik, t.lanes, "float32"))
-                for accumulator, b_v in zip(c[i], b):
-                    total = accumulator.value
-                    accumulator.value = dot(total, a_ik, b_v) if self.pairs else total + a_ik * b_v
-
-        self.steps(k0, depth, add)
-        for i in range(height):
-            for v, accumulator in zip(vectors, c[i]):
-                store(tile, accumulator.value, (place + i) * t.nr + v)
-
-    def b_vector(self, panel: tirx.Buffer | None, k0: Expr, k: Expr, v: int) -> Expr:
-        """Columns v and up of a panel at step k0 + k."""
-        t = self.tiles
-        if panel is not None:
-            return T.bind(load(panel, t.lanes, k * t.nr + v))
-        start = fixed(self.at(self.b_offsets[0], k=k0 + k, c=tirx.const(0, "int64")))
-        if self.pairs:
-            return words_of(load(self.b, 2 * t.lanes, start + 2 * v))
-        return convert(load(self.b, t.lanes, start + v), "float32", self.cpu)
-
-    def fill(self, strip: tirx.Buffer, height: int, first: Expr, k0: Expr, depth: Expr) -> None:
-        """strip[i, k] = step k0 + k of row first + i of A."""
-        whole = depth if self.is_whole else fixed(tirx.min(depth, self.whole - k0))
-
-        def fill_row(i: int) -> None:
-            def copy(k: Expr, complete: bool) -> None:
-                at = [self.at(position, m=first + i, k=k0 + k) for position in self.a_offsets]
-                store(strip, self.read(self.a, at, complete), i * self.tiles.kc + k)
-
-            vector_loop(whole, self.tiles.lanes, lambda width: lambda k, lane: copy(k, True))
-            if not self.is_whole:
-                with T.If(whole < depth), T.Then():
-                    copy(whole, False)
-
-        for i in range(height):
-            fill_row(i)
-
-    def accumulate_codes(
-        self, codes: Codes, a: tirx.Buffer, starts: list[Expr], row: Expr, k0: Expr, depth: Expr, tile: tirx.Buffer
-    ) -> None:
-        """The same for a matrix of codes: tile[row + i, c] += scale * (sum of A times code - zero) for each block."""
-        t, cpu = self.tiles, self.cpu
-        vectors, group = range(0, t.nr, t.lanes), codes.group
-        panel = self.values[self.panel]
-        stored, blocks = codes.load.source.shape[1], codes.scale.source.shape[1]
-        memory = {
-            load.source: self.operands.inputs[load.source].memory
-            for load in (codes.scale, codes.zero)
-            if load is not None
-        }
-        whole = codes.block or t.kc  # the length of a block
-
-        waiting = len(starts) <= _WAITING_ROWS
-
-        def block(start: Expr, length: int) -> None:
-            """The block from k0 + start on."""
-            place = fixed((panel * blocks + ((k0 + start) // codes.block if codes.block else 0)) * t.nr)
-            if codes.block and waiting:
-                _ask(memory[codes.scale.source], place, t.nr, 1024)
-            zeros = [
-                T.bind(widened(memory[codes.zero.source], t.lanes, place + v, cpu)) if codes.zero is not None else None
-                for v in vectors
-            ]
-            c = [[Register(splat(0.0, t.lanes, "float32")) for _ in vectors] for _ in starts]
-
-            with T.serial((length + group - 1) // group) as g:
-                first = fixed((panel * stored + (k0 + start) // group + g) * t.nr)
-                if waiting:
-                    _ask(self.b, first, t.nr, 4096)
-                b = [Register(load(self.b, t.lanes, first + v)) for v in vectors]
-                with T.serial(group if length % group == 0 else tirx.min(group, length - g * group)) as k:
-                    for n, zero in enumerate(zeros):
-                        code = codes.next(b[n], cpu)
-                        b_v = fixed(code if zero is None else code - zero)
-                        for row_start, accumulators in zip(starts, c):
-                            a_ik = splat(a[row_start + start + g * group + k], t.lanes, "float32")
-                            accumulators[n].value += a_ik * b_v
-            for n, v in enumerate(vectors):
-                scale = T.bind(widened(memory[codes.scale.source], t.lanes, place + v, cpu))
-                for i, accumulators in enumerate(c):
-                    at = (row + i) * t.nr + v
-                    store(tile, load(tile, t.lanes, at) + scale * accumulators[n].value, at)
-
-        with T.serial(depth // whole) as n:
-            block(n * whole, whole)
-        rest = self.product.k.extent.value % whole
-        if rest:
-            with T.If(depth % whole != 0), T.Then():
-                block(depth - rest, rest)
+    work = [batch * rows * b.results.columns * b.operands.depth for b in every]
+    with using_dot(any(b.pairs for b in every)):
+        split_among_threads(batch * row_blocks * all_panels, sum(work[1:], work[0]), task)
 
 
-def _ask(buffer: tirx.Buffer, start: Expr, elements: int, ahead: int) -> None:
-    """Prefetches a row of a panel, so many bytes ahead. Processors do so themselves, up to the end of a page."""
-    size = DataType(buffer.dtype).itemsize
-    for line in range(0, elements * size, LINE):
-        prefetch(buffer, start + (ahead + line) // size, level=1)
+def _panel(group: list[Blocked], values: Values, panel: Expr, first: Expr, rows: Expr, most: int) -> None:
+    """One panel's columns of a group's products for `rows` rows from `first` on, at most so many."""
+    results, last = group[0].results, group[-1]
+    values = {**values, results.panel: fixed(panel)}
+    columns = last.columns_of(values)
+    sizes: dict[str, tuple[int | Expr, str]] = {f"tile{n}": (most * b.tiles.nr, "float32") for n, b in enumerate(group)}
+    for b in group:
+        for name, size in b.scratch().items():
+            sizes[name] = (max(size, sizes[name][0]) if name in sizes else size, "float32")
+    scratch = workspace(**sizes)
+    tiles = [scratch[f"tile{n}"] for n in range(len(group))]
+
+    def finish(row: Expr, place: Expr) -> None:
+        """A row of the block, whose sums of the last product are in row `place` of its tile."""
+        sums = [(tile, fixed((place if b is last else row) * b.tiles.nr)) for b, tile in zip(group, tiles)]
+        results.store(last.operands.memory, values, sums, fixed(first + row), last.column, columns)
+
+    for b, tile in zip(group, tiles):
+        b.sum_up(values, first, rows, columns, tile, scratch, finish if b is last else None)

@@ -1,13 +1,14 @@
-"""Reading a product of matrices from a function's stages."""
+"""Reading products of matrices from a function's stages."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from tvm import ir, tirx
 from tvm.ir import prim
 
-from lowering.expressions import Expr, loads, uses
+from lowering.expressions import Expr, loads, substitute, uses
 
 from .codes import Codes, read_codes
 from .half import HALF
@@ -33,6 +34,19 @@ class Product:
     k: Axis
     codes: Codes | None = None
 
+    def sources(self) -> list[tirx.Buffer]:
+        """The tensors whose elements are multiplied and scaled."""
+        parts = [self.a, self.b, *((self.codes.scale, self.codes.zero) if self.codes is not None else ())]
+        return [load.source for load in parts if load is not None]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Products with the same axes whose sums are read together, and the outputs that are made of them."""
+
+    products: tuple[Product, ...]
+    outputs: tuple[tirx.Buffer, ...]
+
 
 def read_product(stage: Stage) -> Product | None:
     """The stage as a product of matrices, or None."""
@@ -57,27 +71,73 @@ def read_product(stage: Stage) -> Product | None:
     return Product(stage, a, b, batch, rows, j, k, codes)
 
 
-def follow(product: Stage, others: list[Stage], kept: set[tirx.Buffer]) -> bool:
-    """Whether the others are element-wise, and read the product and what is made of it only at their own point.
+def read_groups(stages: list[Stage], parameters: set[tirx.Buffer]) -> list[Group] | None:
+    """The products among the stages, those whose sums meet in one group; None where the stages are anything else.
 
-    Those that read nothing of it may have axes of their own: they are computed where they are read, such as a bias in
-    another type. kept are the buffers that must be written, which those cannot be.
+    In whatever order they stand: products are of parameters, and what reads their sums, or what was made of them, does
+    so at its own point. A stage that reads nothing of them is computed where it is read, such as a bias in another type
+    or the activation of a gate; as a parameter it is one more output of a group with its axes.
     """
-    made = {product.output}
-    for stage in others:
+    products: list[Product] = []
+    made: dict[tirx.Buffer, set[int]] = {}  # of which products what a stage writes is made
+    alone: list[Stage] = []  # parameters that are made of none
+    for stage in stages:
         if stage.reduce:
-            return False
-        own = [node for node in loads(stage.value) if node.source in made]
-        if not own and stage.output not in kept:
+            product = read_product(stage)
+            if product is None or not all(source in parameters for source in product.sources()):
+                return None
+            made[stage.output] = {len(products)}
+            products.append(product)
             continue
-        made.add(stage.output)
-        if len(stage.axes) != len(product.axes) or not all(
-            prim.expr_deep_equal(a.extent, b.extent) for a, b in zip(product.axes, stage.axes)
-        ):
-            return False
-        if not all(all(map(prim.expr_deep_equal, node.indices, stage.indices)) for node in own):
-            return False
-    return True
+        own = [node for node in loads(stage.value) if node.source in made]
+        if own and not all(all(map(prim.expr_deep_equal, node.indices, stage.indices)) for node in own):
+            return None
+        if own:
+            made[stage.output] = set().union(*(made[node.source] for node in own))
+            if not all(_same_axes(stage, products[n].stage) for n in made[stage.output]):
+                return None
+        elif stage.output in parameters:
+            alone.append(stage)
+    groups = _joined(list(made.values()))
+    outputs = [[buffer for buffer in made if buffer in parameters and made[buffer] <= group] for group in groups]
+    for stage in alone:
+        place = next((n for n, group in enumerate(groups) if _same_axes(stage, products[min(group)].stage)), None)
+        if place is None:
+            return None
+        outputs[place].append(stage.output)
+    found = [Group(_aligned([products[n] for n in sorted(g)]), tuple(made)) for g, made in zip(groups, outputs)]
+    return found if all(group.outputs and _alike(group.products) for group in found) else None
+
+
+def _same_axes(a: Stage, b: Stage) -> bool:
+    return len(a.axes) == len(b.axes) and all(prim.expr_deep_equal(x.extent, y.extent) for x, y in zip(a.axes, b.axes))
+
+
+def _joined(sets: list[set[int]]) -> list[set[int]]:
+    """Sets that share a member as one, in the order of their lowest members."""
+    found: list[set[int]] = []
+    for members in sets:
+        meeting = [group for group in found if group & members]
+        found = [group for group in found if not group & members] + [members.union(*meeting)]
+    return sorted(found, key=min)
+
+
+def _aligned(products: list[Product]) -> tuple[Product, ...]:
+    """The products over the axes of the first one."""
+    first = products[0].stage
+    found = [products[0]]
+    for product in products[1:]:
+        values = {axis.var: of_first.var for axis, of_first in zip(product.stage.axes, first.axes)}
+        stage = dataclasses.replace(product.stage, axes=first.axes, value=substitute(product.stage.value, values))
+        aligned = read_product(stage)
+        assert aligned is not None
+        found.append(aligned)
+    return tuple(found)
+
+
+def _alike(products: tuple[Product, ...]) -> bool:
+    """Whether all have the same batch and rows."""
+    return all(p.batch == products[0].batch and p.rows == products[0].rows for p in products)
 
 
 def _operand(expr: Expr) -> ir.TensorLoad | None:

@@ -6,12 +6,16 @@ rules of this folder read stages, and write a new body for the function from the
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
-from tvm import s_tir, tirx
+from tvm import ir, s_tir, tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
 
 from lowering.blocks import read_block
-from lowering.expressions import Expr, is_int, substitute
+from lowering.expressions import Expr, is_int, rewrite, substitute, walk
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,3 +94,57 @@ def _read_stage(nest: tirx.Stmt) -> Stage | None:
         return None
     reduce = tuple(Axis(var, extent) for var, extent in block.reduce.items())
     return Stage(block.buffer, tuple(axes), reduce, block.init, block.value)
+
+
+def renamed(expr: Expr, tensors: Mapping[tirx.Buffer, tirx.Buffer], symbols: Mapping[tirx.Var, Expr]) -> Expr:
+    """`expr` of other tensors and variables."""
+
+    def replaced(node: Expr) -> Expr | None:
+        if isinstance(node, ir.TensorLoad):
+            indices = [rewrite(index, replaced) for index in node.indices]
+            return tirx.BufferLoad(tensors.get(node.source, node.source), indices)
+        return symbols.get(node) if isinstance(node, tirx.Var) else None
+
+    return rewrite(expr, replaced)
+
+
+def write_stages(stages: Sequence[Stage], params: Sequence[tirx.Var]) -> tirx.PrimFunc:
+    """The inverse: a function of these parameters, tensors and integers, that computes the stages one after the other.
+
+    Its variables are its own. A tensor that is no parameter is inside the function.
+    """
+    symbols: dict[tirx.Var, Expr] = {}
+    tensors: dict[tirx.Buffer, tirx.Buffer] = {}
+
+    def own(expr: Expr) -> Expr:
+        return renamed(expr, tensors, symbols)
+
+    def shape(buffer: tirx.Buffer) -> list[Expr]:
+        for node in (n for extent in buffer.shape for n in walk(extent)):
+            if isinstance(node, tirx.Var):
+                symbols.setdefault(node, tirx.Var(node.name, node.ty))
+        return [own(extent) for extent in buffer.shape]
+
+    with IRBuilder() as builder, T.prim_func(s_tir=True):
+        T.func_attr({"tirx.noalias": True})
+        for param in params:
+            if tirx.is_buffer_var(param):
+                tensors[param] = T.arg(param.name, T.Buffer(shape(param), param.dtype))
+            else:
+                symbols[param] = T.arg(param.name, symbols.get(param, tirx.Var(param.name, param.ty)))
+        for stage in stages:
+            if stage.output not in tensors:
+                tensors[stage.output] = T.sblock_alloc_buffer(shape(stage.output), stage.output.dtype)
+        for stage in stages:
+            axes, output = (*stage.axes, *stage.reduce), tensors[stage.output]
+            grid = T.grid(*(own(axis.extent) for axis in axes)) if axes else nullcontext(())
+            with grid as loops, T.sblock(stage.output.name):
+                for axis, loop in zip(axes, (loops,) if len(axes) == 1 else loops):
+                    kind = T.axis.reduce if axis in stage.reduce else T.axis.spatial
+                    symbols[axis.var] = kind(own(axis.extent), loop)
+                place = [symbols[axis.var] for axis in stage.axes]
+                if stage.init is not None:
+                    with T.init():
+                        T.buffer_store(output, own(stage.init), place)
+                T.buffer_store(output, own(stage.value), place)
+    return builder.get()

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tvm
 import tvm_ffi
+from this_machine import LEVELS, WIDEST
 
 import schedules
 from lowering.attention.plain import plain
@@ -139,7 +140,7 @@ PROBLEMS = {
 SIZES = [(1, 1, 1), (2, 1, 300), (3, 3, 70), (2, 77, 133), (1, 200, 65)]
 
 
-@pytest.mark.parametrize("mcpu", ["x86-64-v3", "x86-64-v4"])
+@pytest.mark.parametrize("mcpu", LEVELS[1:])
 @pytest.mark.parametrize("p", PROBLEMS.values(), ids=PROBLEMS)
 def test_equals_the_reference(p: AttentionProblem, mcpu: str) -> None:
     run = kernel(p, mcpu)
@@ -154,7 +155,7 @@ def test_a_mask_that_hides_nothing_and_only_adds() -> None:
     p = PROBLEMS["padding mask, shorter than the keys"]
     inputs = draw(p, 2, 20, 200)
     inputs["mask"] = np.arange(2 * 200, dtype=np.float32).reshape(2, 1, 1, 200) % 3
-    close(call(kernel(p, "x86-64-v4"), p, inputs), p, inputs)
+    close(call(kernel(p, WIDEST), p, inputs), p, inputs)
 
 
 @pytest.mark.parametrize("sizes", [(2, 1, 90), (1, 40, 90)])
@@ -172,7 +173,7 @@ def test_narrow_vectors_and_static_sizes(sizes: tuple[int, int, int]) -> None:
 def test_hidden_values_do_not_leak(name: str, keys: tuple[int, int]) -> None:
     """Keys and values of NaN and infinity: the rows that do not see them are as right as ever."""
     p = PROBLEMS[name]
-    run = kernel(p, "x86-64-v4")
+    run = kernel(p, WIDEST)
     for sizes in [(3, 1, 150), (2, 80, 150)]:
         inputs = draw(p, *sizes)
         for array, poison in [("k", (np.nan, np.inf)), ("v", (np.inf, np.nan))]:
@@ -205,7 +206,7 @@ def test_threads_do_not_change_the_result(q_len: int, workers: Callable[[int], N
 
 def test_empty_sizes_are_no_work() -> None:
     p = problem(lengths=True)
-    run = kernel(p, "x86-64-v4")
+    run = kernel(p, WIDEST)
     for batch, q_len, kv_len in [(0, 3, 5), (2, 0, 5), (2, 20, 0), (2, 1, 0)]:
         inputs = draw(p, batch, q_len, kv_len)
         shapes = {name: np.zeros(x.shape, x.dtype) for name, x in inputs.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tvm
-from test_matmul import V3, V4, check, compile_main, draw
+from test_matmul import RUNS, check, compile_main, draw
 from tvm import relax, tirx
 
 from lowering.quantised import Quantised
@@ -26,7 +26,7 @@ def draw_codes(
     return Quantised(codes, scale.astype(scales), z, block, bits, np.dtype("float32"))
 
 
-@pytest.mark.parametrize("target", [V3, V4], ids=["v3", "v4"])
+@pytest.mark.parametrize("target", RUNS.values(), ids=RUNS)
 @pytest.mark.parametrize(
     ("shape", "bits", "block", "zeros", "scales"),
     [

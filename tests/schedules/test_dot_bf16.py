@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tvm
 from test_attention_cpu import BF16, CAUSAL, SIZES, THREE_D, call, draw, guarded, problem, unaligned
+from this_machine import WIDEST
 
 import schedules
 from lowering.attention.plain import plain
@@ -38,9 +39,8 @@ FEATURES = [[], ["+avx512bf16"]] if "avx512_bf16" in host_features() else [[]]
 
 
 def compiled(p: AttentionProblem, features: list[str]) -> Any:
-    target = tvm.target.Target(
-        {"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "x86-64-v4", "mattr": ["+avx512f", *features]}
-    )
+    mcpu = "x86-64-v4" if features else WIDEST
+    target = tvm.target.Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": mcpu, "mattr": features})
     return tvm.compile(schedules.apply(tvm.IRModule({"attention": plain(p)}), target), target=target)
 
 

@@ -7,11 +7,12 @@ import math
 import numpy as np
 import pytest
 import tvm
+from this_machine import LEVELS
 from tvm import te, tirx
 
 from schedules.cpu.elementwise import elementwise
 
-TARGETS = [tvm.target.Target({"kind": "llvm", "mcpu": f"x86-64-v{n}"}) for n in (3, 4)]
+RUNS = {level: tvm.target.Target({"kind": "llvm", "mcpu": level}) for level in LEVELS[1:]}
 
 FUNCTIONS = {
     "exp": np.exp,
@@ -39,7 +40,7 @@ def apply(module: tvm.runtime.Module, x: np.ndarray) -> np.ndarray:
     return y.numpy()
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=["v3", "v4"])
+@pytest.mark.parametrize("target", RUNS.values(), ids=RUNS)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_right_to_some_units_in_the_last_place(name: str, target: tvm.target.Target) -> None:
     rng = np.random.default_rng(0)
@@ -64,6 +65,7 @@ def test_right_to_some_units_in_the_last_place(name: str, target: tvm.target.Tar
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_no_calls_for_single_elements(name: str) -> None:
-    assembly = kernel(name, TARGETS[1]).mod.inspect_source("asm")
+    target = tvm.target.Target({"kind": "llvm", "mcpu": "x86-64-v4"})
+    assembly = kernel(name, target).mod.inspect_source("asm")
     assert "zmm" in assembly
     assert f"{name}f" not in assembly and f"{name}@" not in assembly

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tvm
 from onnx import parser
+from this_machine import LEVELS, WIDEST
 from tvm import relax, tirx
 
 import lowering
@@ -18,7 +19,8 @@ from lowering.passes.pack_weights import pack_weights
 from lowering.quantised import Quantised
 from schedules.cpu.matmul import matmul
 
-V3, V4 = (tvm.target.Target({"kind": "llvm", "mcpu": f"x86-64-v{n}"}) for n in (3, 4))
+RUNS = {level: tvm.target.Target({"kind": "llvm", "mcpu": level}) for level in LEVELS[1:]}
+V3, WIDE = RUNS["x86-64-v3"], RUNS[WIDEST]
 EPSILON = {"float32": 2e-7, "float16": 1e-3, "bfloat16": 8e-3}
 
 Epilogue = Callable[[relax.BlockBuilder, relax.Expr, relax.Expr, relax.Expr], relax.Expr]
@@ -75,9 +77,9 @@ def check(actual: np.ndarray, expected: np.ndarray, dtype: str, depth: int) -> N
     assert (error <= EPSILON[dtype] * (1e-2 + np.abs(expected)) + 2e-7 * depth).all(), error.max()
 
 
-@pytest.mark.parametrize("target", [V3, V4], ids=["v3", "v4"])
+@pytest.mark.parametrize("target", RUNS.values(), ids=RUNS)
 @pytest.mark.parametrize("dtype", EPSILON)
-@pytest.mark.parametrize(("depth", "columns"), [(37, 71), (1, 16), (64, 5)])
+@pytest.mark.parametrize(("depth", "columns"), [(37, 71), (1, 16), (64, 5), (32, 32)])
 def test_weight_any_number_of_rows(target: tvm.target.Target, dtype: str, depth: int, columns: int) -> None:
     rng = np.random.default_rng(0)
     w = draw(rng, (depth, columns), dtype)
@@ -111,7 +113,7 @@ EPILOGUES: dict[str, tuple[Callable, Callable]] = {
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUES)
-@pytest.mark.parametrize(("target", "columns"), [(V4, 200), (V3, 33)], ids=["v4", "v3"])
+@pytest.mark.parametrize(("target", "columns"), [(WIDE, 200), (V3, 33)], ids=["wide", "v3"])
 def test_epilogues_are_fused(epilogue: str, target: tvm.target.Target, columns: int) -> None:
     """Rows in two symbolic dimensions; each product and what follows it is one kernel."""
     symbolic, exact = EPILOGUES[epilogue]
@@ -144,7 +146,7 @@ def test_a_bias_in_another_type_is_part_of_the_epilogue() -> None:
         y = builder.emit(relax.op.add(y, builder.emit(relax.op.astype(b, "float32"))))
         return builder.emit(relax.op.astype(y, "float16"))
 
-    run = compile_main({"x": ((tirx.Var("rows", "int64"), 40), "float16")}, body, V4, {"w": w, "b": bias})
+    run = compile_main({"x": ((tirx.Var("rows", "int64"), 40), "float16")}, body, WIDE, {"w": w, "b": bias})
     for rows in (1, 7):
         x = draw(rng, (rows, 40), "float16")
         check(run(x), x.astype("float64") @ w.astype("float64") + bias.astype("float64"), "float16", 40)
@@ -166,8 +168,8 @@ SIZES = (
 
 @pytest.mark.parametrize(
     ("target", "dtype"),
-    [(V3, "float32"), (V4, "float32"), (V3, "float16"), (V4, "bfloat16")],
-    ids=["v3", "v4", "v3-f16", "v4-bf16"],
+    [(V3, "float32"), (WIDE, "float32"), (V3, "float16"), (WIDE, "bfloat16")],
+    ids=["v3", "wide", "v3-f16", "wide-bf16"],
 )
 def test_two_activations_of_any_size(target: tvm.target.Target, dtype: str) -> None:
     rng = np.random.default_rng(2)
@@ -183,7 +185,7 @@ def test_two_activations_of_any_size(target: tvm.target.Target, dtype: str) -> N
         check(run(x, y, z), x.astype("float64") @ y.astype("float64") + z.astype("float64"), dtype, 2 * depth)
 
 
-@pytest.mark.parametrize("target", [V3, V4], ids=["v3", "v4"])
+@pytest.mark.parametrize("target", RUNS.values(), ids=RUNS)
 @pytest.mark.parametrize("columns", [2, 3, 8])
 def test_few_columns(target: tvm.target.Target, columns: int) -> None:
     rng = np.random.default_rng(3)
@@ -197,7 +199,7 @@ def test_few_columns(target: tvm.target.Target, columns: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "dtype"), [(V3, "float32"), (V4, "float32"), (V4, "float16")], ids=["v3", "v4", "v4-f16"]
+    ("target", "dtype"), [(V3, "float32"), (WIDE, "float32"), (WIDE, "float16")], ids=["v3", "wide", "wide-f16"]
 )
 def test_transposed_activations(target: tvm.target.Target, dtype: str) -> None:
     """Heads that are not in front, and keys that are not turned, read where they are; a batch of one serves all."""
@@ -223,7 +225,7 @@ def test_transposed_rows() -> None:
     run = compile_main(
         {"x": ((k, m), "float32"), "y": ((n, k), "float32")},
         lambda b, x, y: relax.op.matmul(b.emit(relax.op.permute_dims(x)), b.emit(relax.op.permute_dims(y))),
-        V4,
+        WIDE,
     )
     for rows, depth, columns in SIZES:
         x, y = draw(rng, (depth, rows), "float32"), draw(rng, (columns, depth), "float32")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tvm
 from test_matmul import check, compile_main, draw
+from this_machine import WIDEST
 from tvm import relax, te, tirx
 
 from lowering.passes.pack_weights import pack_weights
@@ -15,10 +16,8 @@ from lowering.target import host_features
 from schedules.cpu.matmul import matmul
 
 TARGETS = {
-    name: tvm.target.Target(
-        {"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "x86-64-v4", "mattr": ["+avx512f", *features]}
-    )
-    for name, features in {"widened": [], "pairs": ["+avx512bf16"]}.items()
+    name: tvm.target.Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": mcpu, "mattr": features})
+    for name, (mcpu, features) in {"widened": (WIDEST, []), "pairs": ("x86-64-v4", ["+avx512bf16"])}.items()
 }
 RUNS = TARGETS if "avx512_bf16" in host_features() else {"widened": TARGETS["widened"]}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ml_dtypes  # noqa: F401  (makes "bfloat16" a NumPy type name)
 import numpy as np
 import pytest
 from onnx import helper

@@ -8,15 +8,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tvm
+from this_machine import LEVELS, WIDEST
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from schedules.cpu import vector
 
-TARGETS = {
-    name: tvm.target.Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": name})
-    for name in ("x86-64", "x86-64-v3", "x86-64-v4")
-}
+TARGETS = {name: tvm.target.Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": name}) for name in LEVELS}
 
 
 def elementwise(f: Callable, x: np.ndarray, out_dtype: str, lanes: int, target: tvm.target.Target) -> np.ndarray:
@@ -56,7 +54,7 @@ def test_exp2(dtype: str, lanes: int, tolerance: float) -> None:
     lowest = {"float32": -126, "float64": -1022}[dtype]
     x = np.random.default_rng(0).uniform(lowest, 100, 4096).astype(dtype)
     special = np.array([-np.inf, lowest - 1, -1e30, np.nan, 0, 1, -1, lowest - 500] * 2, dtype)
-    y = elementwise(vector.exp2, np.concatenate([x, special]), dtype, lanes, TARGETS["x86-64-v4"])
+    y = elementwise(vector.exp2, np.concatenate([x, special]), dtype, lanes, TARGETS[WIDEST])
     assert np.abs(y[:4096] / np.exp2(x.astype(np.longdouble)) - 1).max() < tolerance
     np.testing.assert_array_equal(y[4096:4104], [0, 0, 0, np.nan, 1, 2, 0.5, 0])
 
@@ -105,7 +103,7 @@ def test_transpose_and_reductions(lanes: int) -> None:
         vector.store(b, vector.sum_each(rows), lanes, 0)
         largest = vector.reduce_lanes(rows[0], lambda p, q: T.max(p, q))
         vector.store(b, vector.splat(largest, lanes, "float32"), lanes + 1, 0)
-    out = call(builder.get(), TARGETS["x86-64-v4"], x, out)
+    out = call(builder.get(), TARGETS[WIDEST], x, out)
     np.testing.assert_array_equal(out[:lanes], x.T)
     np.testing.assert_array_equal(out[lanes], x.sum(1))
     np.testing.assert_array_equal(out[lanes + 1], np.full(lanes, x[0].max()))

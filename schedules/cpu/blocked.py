@@ -1,0 +1,398 @@
+"""One product by panels of B: where panels lie, how they are made, and the micro-kernel (the loops: matmul.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tvm import DataType, ir, tirx
+from tvm.script.ir_builder import tirx as T
+
+from lowering.expressions import Expr, is_int, offset, substitute, uses
+from lowering.facts import Facts
+
+from .codes import Codes, widened
+from .dot_bf16 import dot, words_of, zip_rows
+from .loops import vector_loop
+from .operands import Operands
+from .panels import Tiles, is_width, panel_width, tiles_of_codes
+from .results import LINE, Values
+from .stages import Axis
+from .values import read
+from .vector import Register, convert, fixed, load, prefetch, splat, store, transpose
+
+_WAITING_ROWS = 2  # a product of codes and so many rows is done before the next elements of B are there
+
+
+class Blocked:
+    """The free variables of the offsets below: batch axes as themselves, row m of M, step k, and column c of a panel.
+
+    A step is `together` values of k, one or a pair; each has an offset of its own.
+    """
+
+    def __init__(self, operands: Operands) -> None:
+        self.operands, self.product, self.results = operands, operands.product, operands.results
+        self.cpu = self.results.cpu
+        self.choose_panels()
+        product = self.product
+        self.a_offsets = self.offsets(product.a, [substitute(index, self.results.point) for index in product.a.indices])
+        self.a_step = self.operands.stride(self.a_offsets[0], self.k.var)
+        if self.pairs or product.codes is not None:
+            self.a_in_place = self.is_dense(self.a_offsets, self.k.var, self.together)
+        else:
+            self.a_in_place = not uses(self.a_step, {self.k.var})
+        self.a_in_place &= self.pairs or product.a.ty == "float32"
+
+    @property
+    def facts(self) -> Facts:
+        return self.results.facts
+
+    def choose_panels(self) -> None:
+        """Sets tiles, pairs, and where B lies: in panels as it is stored, or else where they are made from."""
+        product, lanes = self.product, self.cpu.lanes("float32")
+        if product.codes is not None:
+            self.tiles, self.b_in_place = tiles_of_codes(product.codes, lanes), True
+            self.set_step(pairs=False)
+            return
+        columns, may_pair = product.j.extent, self.cpu.bf16_dot and product.a.ty == product.b.ty == "bfloat16"
+        default = panel_width(columns.value if isinstance(columns, tirx.IntImm) else None, self.cpu)
+        stored = [size.value for size in product.b.source.shape[-2:] if isinstance(size, tirx.IntImm)]
+        known = self.results.facts
+        # Whichever form B is stored in; the last is what is made where it is in neither.
+        for pairs in (False, True) if may_pair else (False,):
+            for nr in (*(size for size in stored if is_width(size, lanes)), default):
+                # Facts of its own: what is known of a panel of one width is wrong for another.
+                self.results.facts = known.copy()
+                self.set_step(pairs)
+                self.tiles = Tiles(lanes, nr)
+                indices = self.b_panel(nr)
+                self.b_offsets = self.offsets(product.b, indices)
+                self.b_in_place = self.is_panel(indices)
+                if self.b_in_place:
+                    return
+
+    def set_step(self, pairs: bool) -> None:
+        """Steps along k of one value, or of two."""
+        k = self.product.k
+        self.pairs, self.together = pairs, 2 if pairs else 1
+        self.k = Axis(tirx.Var("pair", "int64"), self.results.simplify((k.extent + 1) // 2)) if pairs else k
+        self.whole = k.extent // self.together  # steps that are complete
+        self.is_whole = is_int(self.results.simplify(self.k.extent - self.whole), 0)
+        self.facts.bind(self.k.var, 0, self.k.extent)
+
+    def of_step(self, expr: Expr) -> list[Expr]:
+        """An expression of the value of k, for each value of step k."""
+        first = self.k.var * self.together
+        return [substitute(expr, {self.product.k.var: first + n}) for n in range(self.together)]
+
+    def offsets(self, operand: ir.TensorLoad, indices: list[Expr]) -> list[Expr]:
+        """Where the elements of step k lie."""
+        return [self.results.simplify(position) for position in self.of_step(offset(operand.source.shape, indices))]
+
+    def is_dense(self, offsets: list[Expr], var: tirx.Var, step: int) -> bool:
+        """Whether elements of a step are neighbours, and `step` elements from those at var + 1."""
+        return is_int(self.operands.stride(offsets[0], var), step) and all(
+            is_int(self.results.simplify(position - offsets[0]), n) for n, position in enumerate(offsets)
+        )
+
+    def b_panel(self, nr: int) -> list[Expr]:
+        """Indices of B at column c of a panel of nr columns."""
+        columns = self.product.j.extent
+        self.facts.bind(self.results.c, 0, tirx.const(nr, "int64"))
+        self.facts.bind(self.results.panel, 0, (columns + nr - 1) // nr)
+        j = {self.product.j.var: self.results.panel * nr + self.results.c}
+        return [self.results.simplify(substitute(index, j)) for index in self.product.b.indices]
+
+    def is_panel(self, indices: list[Expr]) -> bool:
+        """Whether the columns of a panel are consecutive, the last panel is padded, and panels have no gaps."""
+        bounds = zip(indices, self.product.b.source.shape)
+        return (
+            self.is_dense(self.b_offsets, self.results.c, self.together)
+            and is_int(self.operands.stride(self.b_offsets[0], self.k.var), self.together * self.tiles.nr)
+            and all(self.facts.can_prove(last < extent) for index, extent in bounds for last in self.of_step(index))
+        )
+
+    @property
+    def column(self) -> Expr:
+        """Column c of a panel as one of C."""
+        return self.results.panel * self.tiles.nr + self.results.c
+
+    @property
+    def panels(self) -> Expr:
+        return (self.product.j.extent + (self.tiles.nr - 1)) // self.tiles.nr
+
+    @property
+    def k_blocks(self) -> Expr:
+        return self.results.simplify(tirx.max((self.k.extent + (self.tiles.kc - 1)) // self.tiles.kc, 1))
+
+    def columns_of(self, values: Values) -> Expr:
+        """How many columns a panel has."""
+        nr, columns = self.tiles.nr, self.product.j.extent
+        if is_int(self.results.simplify(columns % nr), 0):
+            return tirx.const(nr, "int64")
+        return fixed(tirx.min(tirx.const(nr, "int64"), columns - values[self.results.panel] * nr))
+
+    def scratch(self) -> dict[str, int]:
+        """Elements of float32 that `sum_up` needs beside the tile."""
+        sizes = {} if self.b_in_place else {"panel": self.tiles.kc * self.tiles.nr}
+        return sizes if self.a_in_place else {**sizes, "strip": self.tiles.mr * self.tiles.kc}
+
+    def sum_up(
+        self,
+        values: Values,
+        first: Expr,
+        rows: Expr,
+        columns: Expr,
+        tile: tirx.Buffer,
+        scratch: dict[str, tirx.Buffer],
+        finish: Callable[[Expr, Expr], None] | None,
+    ) -> None:
+        """The sums of a panel's columns for `rows` rows from `first` on, each in its row of the tile.
+
+        finish(row, place) takes a row as soon as it is summed up, from row `place` of the tile.
+        """
+        t, self.values = self.tiles, values
+        panel = None if self.b_in_place else scratch["panel"]
+        strip = None if self.a_in_place else scratch["strip"]
+        one = tirx.const(1, "int64")
+        with T.serial(self.k_blocks) as k_block:
+            k0 = fixed(k_block * t.kc)
+            depth = fixed(tirx.min(tirx.const(t.kc, "int64"), self.k.extent - k0))
+            if panel is not None:
+                self.pack(panel, k0, depth, columns)
+            # Strips of rows whose heights differ by one at most: seven rows are four and three.
+            strips = fixed(tirx.max((rows + (t.mr - 1)) // t.mr, 1))
+            low, higher = fixed(rows // strips), fixed(rows % strips)
+            with T.serial(strips) as i:
+                height, row = fixed(low + tirx.Select(i < higher, one, one - 1)), fixed(i * low + tirx.min(i, higher))
+                place = row
+                if finish is not None:
+                    # Rows that wait for no other block of k stay where they are, in the nearest cache.
+                    place = fixed(tirx.Select(self.k_blocks <= 1, one - 1, row))
+                    self.results.ask(self.operands.memory, values, fixed(first + row), height, self.column, t.nr)
+                ask = self.ask_for_next(k0, depth, i, strips)
+                for h in range(t.mr, 0, -1):
+                    with T.If(height == h), T.Then():
+                        self.micro_kernel(h, fixed(first + row), place, k0, depth, tile, panel, strip, ask)
+                if finish is not None:
+                    with T.If(k_block == self.k_blocks - 1), T.Then(), T.serial(height) as r:
+                        finish(row + r, place + r)
+
+    def ask_for_next(self, k0: Expr, depth: Expr, number: Expr, strips: Expr) -> Callable[[Expr], None] | None:
+        """What a strip calls at each step k to ask for its share of the block of the panel behind this one.
+
+        So memory is read at all times, however few strips there are: eight rows take no longer than one. Blocks of a
+        panel and panels are consecutive. None where panels are made, and where codes wait to be widened.
+        """
+        if not self.b_in_place or self.product.codes is not None:
+            return None
+        width = self.tiles.nr * self.together
+        of_line = LINE // DataType(self.product.b.ty).itemsize
+        size = fixed(depth * width)
+        start = fixed(self.at(self.b_offsets[0], k=k0, c=tirx.const(0, "int64")) + size + number * size // strips)
+        share, bits = fixed(tirx.const(1 << 8, "int64") // strips), tirx.const(8, "int64")  # a fixed-point number
+
+        def ask(k: Expr) -> None:
+            for element in range(0, width, of_line):
+                prefetch(self.operands.b, start + T.shift_right((k * width + element) * share, bits), level=2)
+
+        return ask
+
+    def at(self, position: Expr, **where: Expr) -> Expr:
+        """An offset of A or B in this task, at m, k or c."""
+        names = {"m": self.results.m, "c": self.results.c, "k": self.k.var}
+        return substitute(
+            position,
+            {**self.values, **{names[name]: value for name, value in where.items()}},
+        )
+
+    def pack(self, panel: tirx.Buffer, k0: Expr, depth: Expr, columns: Expr) -> None:
+        """Columns of B into panel[k, c], numbers that are not used behind the last one."""
+        t = self.tiles
+        if not self.pairs and is_int(self.operands.stride(self.b_offsets[0], self.k.var), 1):
+            self.pack_transposed(panel, k0, depth, columns)
+            return
+
+        def copy_row(k: Expr, complete: bool) -> None:
+            def copy(c: Expr, lane: Expr) -> None:
+                at = [self.at(position, k=k0 + k, c=c) for position in self.b_offsets]
+                store(panel, self.read(self.operands.b, at, complete), k * t.nr + c)
+
+            vector_loop(columns, t.lanes, lambda width: copy)
+            with T.serial(t.nr - columns) as c:
+                store(panel, T.float32(0), k * t.nr + columns + c)
+
+        self.steps(k0, depth, copy_row)
+
+    def pack_transposed(self, panel: tirx.Buffer, k0: Expr, depth: Expr, columns: Expr) -> None:
+        """The same where values of k are consecutive: squares of them are turned in registers."""
+        lanes, nr, memory = self.tiles.lanes, self.tiles.nr, self.operands.b
+        with T.serial(nr // lanes) as v:
+            # The last column stands in for those behind it.
+            at = [fixed(tirx.min(v * lanes + i, columns - 1)) for i in range(lanes)]
+            starts = [fixed(self.at(self.b_offsets[0], k=k0, c=c)) for c in at]
+            squares = fixed(depth // lanes)
+            with T.serial(squares) as square:
+                k = fixed(square * lanes)
+                rows = [
+                    fixed(convert(load(self.operands.b, lanes, start + k), "float32", self.cpu)) for start in starts
+                ]
+                for i, row in enumerate(transpose(rows)):
+                    store(panel, row, (k + i) * nr + v * lanes)
+            with T.serial(depth - squares * lanes) as rest:
+                k = fixed(squares * lanes + rest)
+                for i, start in enumerate(starts):
+                    store(panel, read(memory, start + k), k * nr + v * lanes + i)
+
+    def steps(self, k0: Expr, depth: Expr, body: Callable[[Expr, bool], None]) -> None:
+        """body(k, whether step k0 + k is complete) for k < depth. The last pair of an odd number of values is not."""
+        whole = depth if self.is_whole else fixed(tirx.min(depth, self.whole - k0))
+        with T.serial(whole) as k:
+            body(k, True)
+        if not self.is_whole:
+            with T.If(whole < depth), T.Then():
+                body(whole, False)
+
+    def read(self, memory: tirx.Buffer, at: list[Expr], complete: bool) -> Expr:
+        """The element or the word of a step whose elements lie there."""
+        if not self.pairs:
+            return read(memory, at[0])
+        low, high = (tirx.BufferLoad(memory, [position]) for position in at)
+        return zip_rows(low, high if complete else None)
+
+    def micro_kernel(
+        self,
+        height: int,
+        row: Expr,
+        place: Expr,
+        k0: Expr,
+        depth: Expr,
+        tile: tirx.Buffer,
+        panel: tirx.Buffer | None,
+        strip: tirx.Buffer | None,
+        ask: Callable[[Expr], None] | None,
+    ) -> None:
+        """tile[place + i, c] += sum over k of A[row + i, k0 + k] B[k0 + k, c] for i < height, k < depth.
+
+        The tile begins as zeros where k0 is 0. ask(k) is called at each step.
+        """
+        p, t = self.product, self.tiles
+        vectors = range(0, t.nr, t.lanes)
+        a = self.operands.a
+        starts, step = [fixed(self.at(self.a_offsets[0], m=row + i, k=k0)) for i in range(height)], self.a_step
+        if strip is not None:
+            self.fill(strip, height, row, k0, depth)
+            a, starts, step = strip, [i * t.kc for i in range(height)], 1
+        zero = splat(0.0, t.lanes, "float32")
+        if p.codes is not None:
+            with T.If(k0 == 0), T.Then(), T.serial(height * (t.nr // t.lanes)) as v:
+                store(tile, zero, place * t.nr + v * t.lanes)
+            self.accumulate_codes(p.codes, a, starts, place, k0, depth, tile)
+            return
+        c = [[Register(zero) for _ in vectors] for _ in range(height)]
+        with T.If(k0 > 0), T.Then():
+            for i in range(height):
+                for v, accumulator in zip(vectors, c[i]):
+                    accumulator.value = load(tile, t.lanes, (place + i) * t.nr + v)
+
+        def add(k: Expr, complete: bool) -> None:
+            if ask is not None:
+                ask(k)
+            b = [self.b_vector(panel, k0, k, v) for v in vectors]
+            for i in range(height):
+                at = starts[i] + k * step
+                if strip is not None or not self.pairs:
+                    a_ik = a[at]
+                else:
+                    a_ik = words_of(load(a, 2, at)) if complete else zip_rows(a[at], None)
+                a_ik = T.bind(splat(a_ik, t.lanes, "float32"))
+                for accumulator, b_v in zip(c[i], b):
+                    total = accumulator.value
+                    accumulator.value = dot(total, a_ik, b_v) if self.pairs else total + a_ik * b_v
+
+        self.steps(k0, depth, add)
+        for i in range(height):
+            for v, accumulator in zip(vectors, c[i]):
+                store(tile, accumulator.value, (place + i) * t.nr + v)
+
+    def b_vector(self, panel: tirx.Buffer | None, k0: Expr, k: Expr, v: int) -> Expr:
+        """Columns v and up of a panel at step k0 + k."""
+        t = self.tiles
+        if panel is not None:
+            return T.bind(load(panel, t.lanes, k * t.nr + v))
+        start = fixed(self.at(self.b_offsets[0], k=k0 + k, c=tirx.const(0, "int64")))
+        if self.pairs:
+            return words_of(load(self.operands.b, 2 * t.lanes, start + 2 * v))
+        return convert(load(self.operands.b, t.lanes, start + v), "float32", self.cpu)
+
+    def fill(self, strip: tirx.Buffer, height: int, first: Expr, k0: Expr, depth: Expr) -> None:
+        """strip[i, k] = step k0 + k of row first + i of A."""
+        whole = depth if self.is_whole else fixed(tirx.min(depth, self.whole - k0))
+
+        def fill_row(i: int) -> None:
+            def copy(k: Expr, complete: bool) -> None:
+                at = [self.at(position, m=first + i, k=k0 + k) for position in self.a_offsets]
+                store(strip, self.read(self.operands.a, at, complete), i * self.tiles.kc + k)
+
+            vector_loop(whole, self.tiles.lanes, lambda width: lambda k, lane: copy(k, True))
+            if not self.is_whole:
+                with T.If(whole < depth), T.Then():
+                    copy(whole, False)
+
+        for i in range(height):
+            fill_row(i)
+
+    def accumulate_codes(
+        self, codes: Codes, a: tirx.Buffer, starts: list[Expr], row: Expr, k0: Expr, depth: Expr, tile: tirx.Buffer
+    ) -> None:
+        """The same for a matrix of codes: tile[row + i, c] += scale * (sum of A times code - zero) for each block."""
+        t, cpu = self.tiles, self.cpu
+        vectors, group = range(0, t.nr, t.lanes), codes.group
+        panel = self.values[self.results.panel]
+        stored, blocks = codes.load.source.shape[1], codes.scale.source.shape[1]
+        memory = self.operands.memory
+        whole = codes.block or t.kc  # the length of a block
+
+        waiting = len(starts) <= _WAITING_ROWS
+
+        def block(start: Expr, length: int) -> None:
+            """The block from k0 + start on."""
+            place = fixed((panel * blocks + ((k0 + start) // codes.block if codes.block else 0)) * t.nr)
+            if codes.block and waiting:
+                _ask(memory[codes.scale.source], place, t.nr, 1024)
+            zeros = [
+                T.bind(widened(memory[codes.zero.source], t.lanes, place + v, cpu)) if codes.zero is not None else None
+                for v in vectors
+            ]
+            c = [[Register(splat(0.0, t.lanes, "float32")) for _ in vectors] for _ in starts]
+
+            with T.serial((length + group - 1) // group) as g:
+                first = fixed((panel * stored + (k0 + start) // group + g) * t.nr)
+                if waiting:
+                    _ask(self.operands.b, first, t.nr, 4096)
+                b = [Register(load(self.operands.b, t.lanes, first + v)) for v in vectors]
+                with T.serial(group if length % group == 0 else tirx.min(group, length - g * group)) as k:
+                    for n, zero in enumerate(zeros):
+                        code = codes.next(b[n], cpu)
+                        b_v = fixed(code if zero is None else code - zero)
+                        for row_start, accumulators in zip(starts, c):
+                            a_ik = splat(a[row_start + start + g * group + k], t.lanes, "float32")
+                            accumulators[n].value += a_ik * b_v
+            for n, v in enumerate(vectors):
+                scale = T.bind(widened(memory[codes.scale.source], t.lanes, place + v, cpu))
+                for i, accumulators in enumerate(c):
+                    at = (row + i) * t.nr + v
+                    store(tile, load(tile, t.lanes, at) + scale * accumulators[n].value, at)
+
+        with T.serial(depth // whole) as n:
+            block(n * whole, whole)
+        rest = self.product.k.extent.value % whole
+        if rest:
+            with T.If(depth % whole != 0), T.Then():
+                block(depth - rest, rest)
+
+
+def _ask(buffer: tirx.Buffer, start: Expr, elements: int, ahead: int) -> None:
+    """Prefetches a row of a panel, so many bytes ahead. Processors do so themselves, up to the end of a page."""
+    size = DataType(buffer.dtype).itemsize
+    for line in range(0, elements * size, LINE):
+        prefetch(buffer, start + (ahead + line) // size, level=1)

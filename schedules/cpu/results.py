@@ -1,0 +1,105 @@
+"""C of a group of products: its rows and columns, and what becomes of the sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from tvm import DataType, tirx
+from tvm.script.ir_builder import tirx as T
+
+from lowering.expressions import Expr, offset, substitute
+from lowering.facts import Facts
+
+from .loops import unravel, vector_loop, volume
+from .product import Group
+from .stages import Axis, Stage
+from .values import Evaluator, View
+from .vector import Machine, fixed, prefetch
+
+LINE = 64  # bytes of a cache line
+
+Memory = Mapping[tirx.Buffer, tirx.Buffer]
+"""A function's tensors as vectors of their elements (`flat_view`)."""
+
+Values = dict[tirx.Var, Expr]
+"""What free variables are where code is written."""
+
+
+class Results:
+    """Conditions and offsets are expressions of the group's batch axes, row m of M and column j.
+
+    c is the number of a column among those that a kernel has the sums of, such as those of panel `panel` of B.
+    """
+
+    def __init__(self, func: tirx.PrimFunc, stages: list[Stage], group: Group, cpu: Machine) -> None:
+        self.stages, self.group, self.cpu = stages, group, cpu
+        self.lanes = cpu.lanes("float32")
+        self.facts = Facts.of(func)
+        first = group.products[0]
+        self.m, self.c, self.panel = (tirx.Var(name, "int64") for name in ("m", "c", "panel"))
+        self.j = first.j.var
+        self.batch_axes = first.batch
+        self.batch, self.rows, self.columns = volume(first.batch), volume(first.rows), first.j.extent
+        for axis in (*first.batch, Axis(self.m, self.rows), first.j):
+            self.facts.bind(axis.var, 0, axis.extent)
+        self.point = {axis.var: value for axis, value in zip(first.rows, unravel(self.m, first.rows))}
+
+    def simplify(self, expr: Expr) -> Expr:
+        return self.facts.simplify(expr)
+
+    def in_batch(self, index: Expr) -> Values:
+        """The batch axes at the batch's product of this number."""
+        return {axis.var: fixed(value) for axis, value in zip(self.batch_axes, unravel(index, self.batch_axes))}
+
+    def _indices(self, column: Expr) -> list[Expr]:
+        """The place in C of row m and this column."""
+        where = {**self.point, self.j: column}
+        return [self.simplify(substitute(index, where)) for index in self.group.products[0].stage.indices]
+
+    def ask(self, memory: Memory, values: Values, row: Expr, height: Expr, column: Expr, columns: int) -> None:
+        """Prefetches the lines that so many rows and columns of C will be stored to, while they are summed up."""
+        for output in self.group.outputs:
+            position = self.simplify(offset(output.shape, self._indices(column)))
+            with T.serial(height) as i:
+                start = fixed(substitute(position, {**values, self.m: row + i, self.c: tirx.const(0, "int64")}))
+                for c in range(0, columns, LINE // DataType(output.dtype).itemsize):
+                    prefetch(memory[output], start + c, level=1, write=True)
+
+    def store(
+        self,
+        memory: Memory,
+        values: Values,
+        sums: Sequence[tuple[tirx.Buffer, Expr]],
+        row: Expr,
+        column: Expr,
+        columns: Expr,
+    ) -> None:
+        """What the stages make of a row of C, stored.
+
+        Its columns `column`, in terms of c, are buffer[start + c] of the (buffer, start) of each product.
+        """
+        point = self._indices(column)
+        known = {
+            product.stage.output: [(point, buffer[start + self.c])]
+            for product, (buffer, start) in zip(self.group.products, sums)
+        }
+        outputs = self.group.outputs
+        results = [tirx.BufferLoad(output, point) for output in outputs]
+        positions = [self.simplify(offset(output.shape, point)) for output in outputs]
+        dtypes = [output.dtype for output in outputs]
+        made = {stage.output for stage in self.stages}
+        inputs = {buffer: View(flat) for buffer, flat in memory.items() if buffer not in made}
+        program = Evaluator(self.stages, inputs).program([*results, *positions], self.facts, known, dtypes)
+        body = program.before_loop(self.c, {**values, self.m: row})
+
+        def element(width: int) -> Callable[[Expr, Expr], None]:
+            write = body(width)
+
+            def store_all(c: Expr, lane: Expr) -> None:
+                found = write(c, lane)
+                for output, value, position in zip(outputs, found, found[len(results) :]):
+                    T.buffer_store(memory[output], value, [position])
+
+            return store_all
+
+        vector_loop(columns, self.lanes if program.vectorizable(self.c) else 1, element)
