@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 import node_cases  # noqa: E402
 
-from lowering import ops  # noqa: E402
+from lowering import legality, ops  # noqa: E402
 
 PAGE = ROOT / "docs" / "operators.md"
 
@@ -30,6 +30,10 @@ An operator that is not listed goes through its ONNX function body where the sta
 shapes, through TVM's own converter; otherwise it is an error that names the node. `Loop` and `Scan` are refused by
 name.
 
+Models may be as long and as wide as memory allows. Bodies and functions inside each other lie at most {deepest} deep.
+With all functions inlined, a file of n nodes may have {most:,} + {each} n nodes. A size is at most 2^40, and so is the
+number of elements of an input, output or initialiser.
+
 | domain | operator | since versions | node cases |
 |---|---|---|---|
 """
@@ -44,7 +48,8 @@ def page() -> str:
     refused = [
         f"| {case.name} | {reason.replace('|', '/')} |" for case, reason in node_cases.refused(node_cases.operators())
     ]
-    text = HEADER + "\n".join(lines) + "\n\n## Node cases that are refused\n\n"
+    bounds = {"deepest": legality.DEEPEST, "most": legality.MOST_NODES, "each": legality.MOST_NODES_EACH}
+    text = HEADER.format(**bounds) + "\n".join(lines) + "\n\n## Node cases that are refused\n\n"
     if not refused:
         return text + "None.\n"
     return text + "| case | reason |\n|---|---|\n" + "\n".join(refused) + "\n"

@@ -143,6 +143,17 @@ def _immediate(value: Value) -> Element | None:
     return tirx.const(array.astype(dtype).item(), dtype)
 
 
+# Operands of one kernel. What handles its arguments takes time that grows faster than their number.
+_WIDEST = 32
+
+
+def in_groups(combine: Callable[[Sequence[Value]], Value], values: Sequence[Value]) -> Value:
+    """combine(values), for an associative operator of any number of operands: few at a time, then their results."""
+    while len(values) > _WIDEST:
+        values = [combine(values[k : k + _WIDEST]) for k in range(0, len(values), _WIDEST)]
+    return combine(values)
+
+
 # -- reductions -------------------------------------------------------------------------------------------------------
 
 

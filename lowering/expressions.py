@@ -50,13 +50,29 @@ def rebuild(expr: Expr, operands: list[Expr]) -> Expr:
 
 
 def rewrite(expr: Expr, replace: Callable[[Expr], Expr | None]) -> Expr:
-    """`expr` with every node for which `replace` gives an expression replaced by it, outermost nodes first."""
-    replacement = replace(expr)
-    if replacement is not None:
-        return replacement
-    old = children(expr)
-    new = [rewrite(operand, replace) for operand in old]
-    return expr if all(a.same_as(b) for a, b in zip(old, new)) else rebuild(expr, new)
+    """`expr` with every node for which `replace` gives an expression replaced by it, outermost nodes first.
+
+    As deep as memory allows: no recursion.
+    """
+    # Operands' results, each behind its left neighbours'. A node comes up twice: at first its operands are put on top
+    # of it, and when they are done it takes their results.
+    results: list[Expr] = []
+    todo: list[tuple[Expr, list[Expr] | None]] = [(expr, None)]
+    while todo:
+        node, old = todo.pop()
+        if old is None:
+            replacement = replace(node)
+            old = children(node) if replacement is None else []
+            if not old:
+                results.append(node if replacement is None else replacement)
+                continue
+            todo.append((node, old))
+            todo += [(operand, None) for operand in reversed(old)]
+            continue
+        new = results[-len(old) :]
+        del results[-len(old) :]
+        results.append(node if all(a.same_as(b) for a, b in zip(old, new)) else rebuild(node, new))
+    return results[0]
 
 
 def substitute(expr: Expr, values: Mapping[tirx.Var, Expr]) -> Expr:
@@ -65,10 +81,12 @@ def substitute(expr: Expr, values: Mapping[tirx.Var, Expr]) -> Expr:
 
 
 def walk(expr: Expr) -> Iterator[Expr]:
-    """Every node of `expr`."""
-    yield expr
-    for operand in children(expr):
-        yield from walk(operand)
+    """Every node of `expr`, each before its operands."""
+    todo = [expr]
+    while todo:
+        node = todo.pop()
+        yield node
+        todo += reversed(children(node))
 
 
 def is_function(expr: Expr) -> bool:

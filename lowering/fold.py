@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx
@@ -12,11 +13,19 @@ from onnx.reference import ReferenceEvaluator
 # Folding must not turn a small recipe for a large tensor (Expand, Range, ConstantOfShape) into a large weight.
 _GROWTH_BYTES = 2**20
 
-# Never folded: random operators, those with bodies, those whose evaluator does not follow the standard, and the one
-# that makes weights larger.
+# Inputs whose contents may say how large an output is.
+_SMALL_BYTES = 2**12
+
+_NUMBERS = set(onnx.TensorProto.DataType.values()) - {onnx.TensorProto.UNDEFINED, onnx.TensorProto.STRING}
+
+# Never folded: random operators, those with bodies, and the one that makes weights larger; and those whose evaluator
+# does not follow the standard, or computes something of sizes and indices that do not fit: their lowerings check them.
 _NOT_FOLDED = {
-    "Attention", "Bernoulli", "DequantizeLinear", "Dropout", "If", "Loop", "Multinomial", "RandomNormal",
-    "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Scan", "SequenceMap",
+    "Attention", "AveragePool", "BatchNormalization", "Bernoulli", "Conv", "DequantizeLinear", "Dropout",
+    "GatherElements", "GlobalAveragePool", "GlobalMaxPool", "GroupNormalization", "If", "InstanceNormalization",
+    "LayerNormalization", "Loop", "LpNormalization", "MaxPool", "Multinomial", "PRelu", "RMSNormalization",
+    "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "ReverseSequence", "RotaryEmbedding",
+    "Scan", "Scatter", "ScatterElements", "ScatterND", "SequenceMap", "TensorScatter",
 }  # fmt: skip
 
 
@@ -40,14 +49,39 @@ def fold(node: ir.Node, version: int, inputs: Sequence[np.ndarray | None]) -> li
         [onnx.helper.make_value_info(n, onnx.TypeProto()) for n in proto.output if n],
     )
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", version)])
+    if _grows(model, feeds):
+        return None
     try:
         results = ReferenceEvaluator(model).run(None, feeds)
     except Exception:
         return None  # what the evaluator cannot do is left to the lowering, which has the better error
     if any(not isinstance(r, (np.ndarray, np.generic)) for r in results):
         return None
-    given, made = (sum(np.asarray(a).nbytes for a in arrays) for arrays in (feeds.values(), results))
-    if made > given + _GROWTH_BYTES:
+    if sum(np.asarray(a).nbytes for a in results) > _budget(feeds):
         return None
     computed = iter(results)
     return [np.asarray(next(computed)) if output.name else None for output in node.outputs]
+
+
+def _budget(feeds: Mapping[str, np.ndarray]) -> int:
+    """The most bytes that a node with these inputs may give."""
+    return sum(a.nbytes for a in feeds.values()) + _GROWTH_BYTES
+
+
+def _grows(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> bool:
+    """Whether the outputs, by the sizes that ONNX infers, are larger than the budget: nothing is computed to know."""
+    sized = onnx.ModelProto()
+    sized.CopyFrom(model)
+    small = (onnx.numpy_helper.from_array(a, name) for name, a in feeds.items() if a.nbytes <= _SMALL_BYTES)
+    sized.graph.initializer.extend(small)
+    try:
+        outputs = onnx.shape_inference.infer_shapes(sized, data_prop=True).graph.output
+    except Exception:
+        return False  # a node that is refused further on
+    made = 0
+    for output in outputs:
+        kind = output.type.tensor_type
+        dims = [d.dim_value for d in kind.shape.dim]
+        if kind.elem_type in _NUMBERS and all(d.HasField("dim_value") for d in kind.shape.dim):
+            made += math.prod(dims) * onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type).itemsize
+    return made > _budget(feeds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from tvm import relax, tirx
 from .donation import declared_alike
 from .errors import NodeError
 from .quantised import Quantised
-from .values import Shape, Size, Symbols, Value, storage_dtype, storage_shape
+from .values import MOST_BYTES, Shape, Size, Symbols, Value, numpy_dtype, storage_dtype, storage_shape
 
 if TYPE_CHECKING:
     from .importer import Importer
@@ -23,9 +24,11 @@ _REQUIRED: Any = object()
 class Node:
     """One ONNX node, of opset version `version` of its domain, under lowering."""
 
-    def __init__(self, importer: Importer, node: ir.Node, version: int) -> None:
+    def __init__(self, importer: Importer, node: ir.Node, version: int, inputs: Sequence[Value | None] = ()) -> None:
         self._importer = importer
         self._ir = node
+        self._inputs = inputs
+        self._checked: list[tuple[Value, Value]] = []
         self.version = version
         self.op_type, self.domain, self.name = node.op_type, node.domain or "ai.onnx", node.name or ""
         self.where = describe(node, version)
@@ -55,6 +58,23 @@ class Node:
     def wants(self, output: int) -> bool:
         """Whether the node has that output, and it is no hole."""
         return output < len(self.outputs) and self.outputs[output] != ""
+
+    def name_of(self, value: Value, full: bool = True) -> str:
+        """How errors name a value: as an input of this node, if it is one; full names the node, too."""
+        value = next((old for new, old in self._checked if new is value), value)
+        names = (v.name for v, given in zip(self._ir.inputs, self._inputs) if given is value and v is not None)
+        name = next(names, None)
+        short = "a tensor inside" if name is None else f"input '{name}'"
+        return f"{self.where}: {short}" if full else short
+
+    def checked(self, value: Value, expr: relax.Expr, shape: Shape | None = None, known: bool = True) -> Value:
+        """The value behind a check of it, which is called what it was. Without known its contents are forgotten: who
+        reads those does not wait for the check."""
+        contents = value.contents if known else None
+        result = Value(value.dtype, value.shape if shape is None else shape, expr, contents)
+        old = next((old for new, old in self._checked if new is value), value)
+        self._checked.append((result, old))
+        return result
 
     def same_shape(self, input: int, output: int) -> bool:
         """Whether the model declares that input and that output with one shape, of numbers and names."""
@@ -88,7 +108,7 @@ class Node:
         """A value whose contents are sizes (ints and TensorIR expressions), given as a nested list or object array."""
         array = np.empty(np.shape(contents), dtype=object)
         array[...] = contents
-        simplified = np.frompyfunc(self.simplify, 1, 1)(array) if array.size else array
+        simplified = np.frompyfunc(self._importer.short, 1, 1)(array) if array.size else array
         simplified = np.asarray(simplified, dtype=object).reshape(array.shape)
         return Value(dtype, array.shape, contents=simplified)
 
@@ -102,7 +122,15 @@ class Node:
         dtype is the ONNX type where the storage type hides it.         A result of known rank whose shape Relax cannot
         tell gets fresh symbols, bound at run time.
         """
-        return self._importer.emit(expr, dtype, hint=self.outputs[0] if self.outputs else self.op_type)
+        value = self._importer.emit(expr, dtype, hint=self.outputs[0] if self.outputs else self.op_type)
+        self.check_volume(value.shape, value.dtype)
+        return value
+
+    def check_volume(self, shape: Shape, dtype: str) -> None:
+        """Raises NodeError for a tensor that is known to be larger than any memory."""
+        known = [d for d in storage_shape(dtype, shape) if isinstance(d, int)]
+        if math.prod(known) * numpy_dtype(storage_dtype(dtype)).itemsize > MOST_BYTES:
+            raise self.error(f"its result of shape {list(shape)}, {dtype}, is larger than any memory.")
 
     def emit_te(self, function: Callable[..., Any], *args: Any, dtype: str | None = None, **kwargs: Any) -> Value:
         """Emits a call to the PrimFunc that a tensor-expression function (topi, te.compute) describes."""
@@ -116,15 +144,17 @@ class Node:
         args are tensors (Relax) and then int64 scalars, in the order of its parameters; outputs give ONNX shape and
         dtype of each result.
         """
+        for shape, dtype in outputs:
+            self.check_volume(shape, dtype)
         types = [relax.TensorType(self.shape_expr(storage_shape(d, s)), storage_dtype(d)) for s, d in outputs]
         # Without the name it was built with: the module gives every function its own.
         variable = self._importer.builder.add_func(function.without_attr("global_symbol"), name)
         call = relax.op.call_tir(variable, list(args), out_ty=types[0] if len(types) == 1 else types)
         result = self._importer.builder.emit(call)
         if len(types) == 1:
-            return (Value(outputs[0][1], outputs[0][0], result),)
+            return (self._importer.shortened(Value(outputs[0][1], outputs[0][0], result)),)
         parts = [self._importer.builder.emit(relax.TupleGetItem(result, k)) for k in range(len(types))]
-        return tuple(Value(d, s, part) for part, (s, d) in zip(parts, outputs))
+        return tuple(self._importer.shortened(Value(d, s, part)) for part, (s, d) in zip(parts, outputs))
 
     def shape_expr(self, shape: Sequence[Size]) -> relax.ShapeExpr:
         """The sizes as a Relax shape."""
@@ -132,7 +162,9 @@ class Node:
 
     def cast_shape(self, value: Value, shape: Shape) -> Value:
         """The same tensor, asserted at run time to have `shape` (sizes, in which new symbols are defined by it)."""
-        return self._importer.cast_shape(value, shape)
+        result = self._importer.cast_shape(value, shape, self.name_of(value))
+        assert result.expr is not None
+        return self.checked(value, result.expr, shape)
 
     def unify(self, *values: Value) -> tuple[Value, ...]:
         """The values with the dimensions that must be equal for right-aligned broadcasting made so.

@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 from tvm import tirx
+from tvm.ir import prim
 
+from .expressions import walk
 from .node import Node
 from .values import Size, Symbols, Value
 
@@ -92,6 +94,18 @@ def _expr(element: Size) -> Any:
     return tirx.IntImm("int64", element) if isinstance(element, int) else element
 
 
+def divides_by_zero(symbols: Symbols, value: Value) -> bool:
+    """Whether a quotient in the contents has a divisor that may be 0: to compute it as a size would end the process."""
+    divisors = [
+        part.b
+        for element in _elements(value, value.shape)
+        if not _numbers(element)
+        for part in walk(symbols.simplify(element))
+        if isinstance(part, prim.FloorDiv | prim.FloorMod | prim.Div | prim.Mod)
+    ]
+    return not all(symbols.prove(divisor > 0) or symbols.prove(divisor < 0) for divisor in divisors)
+
+
 # -- numbers ----------------------------------------------------------------------------------------------------------
 
 
@@ -116,25 +130,27 @@ def absolute(a: Size) -> Size:
 
 
 def divide(symbols: Symbols, a: Size, b: Size) -> Size:
-    """a / b rounded towards zero, as ONNX and C divide integers; the divisor is not 0.
+    """a / b rounded towards zero, as ONNX and C divide integers; of numbers 0 where the divisor is 0.
 
     For signs that are known it is the floor, which the simplifier understands better: hence `symbols`.
     """
     if _numbers(a, b):
-        return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+        return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1) if b else 0
     a, b = _expr(a), _expr(b)
     return tirx.floordiv(a, b) if symbols.prove(a >= 0) and symbols.prove(b > 0) else tirx.truncdiv(a, b)
 
 
 def floor_mod(a: Size, b: Size) -> Size:
-    """The remainder with the sign of the divisor (ONNX Mod with fmod = 0)."""
-    return a % b if _numbers(a, b) else tirx.floormod(_expr(a), _expr(b))
+    """The remainder with the sign of the divisor (ONNX Mod with fmod = 0); of numbers 0 where the divisor is 0."""
+    if _numbers(a, b):
+        return a % b if b else 0
+    return tirx.floormod(_expr(a), _expr(b))
 
 
 def trunc_mod(a: Size, b: Size) -> Size:
-    """The remainder with the sign of the dividend (ONNX Mod with fmod = 1)."""
+    """The remainder with the sign of the dividend (ONNX Mod with fmod = 1); of numbers 0 where the divisor is 0."""
     if _numbers(a, b):
-        return abs(a) % abs(b) * (1 if a >= 0 else -1)
+        return abs(a) % abs(b) * (1 if a >= 0 else -1) if b else 0
     return tirx.truncmod(_expr(a), _expr(b))
 
 

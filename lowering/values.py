@@ -8,18 +8,29 @@ becomes tensor code.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
 from tvm import ir, relax, sym, tirx
 
+from .expressions import walk
+
 Size: TypeAlias = Any  # int | tirx expression of dtype int64 (bool for contents of boolean tensors)
 Shape: TypeAlias = tuple[Size, ...]
 
-_LARGEST_SIZE = 2**40
+# No dimension is larger. Products of a few such numbers still fit into 64 bits.
+LARGEST_SIZE = 2**40
+
+# Bytes that no machine has.
+MOST_BYTES = 2**46
+
+# Operations in the expression of a size. What models write has a few tens; simplifying takes time that grows faster.
+_LONGEST = 32
 
 
 class Symbols:
@@ -36,8 +47,8 @@ class Symbols:
             self._named[name] = self.fresh(name)
         return self._named[name]
 
-    def fresh(self, hint: str) -> tirx.Var:
-        """A size about which nothing is known but that it is not negative."""
+    def fresh(self, hint: str, signed: bool = False) -> tirx.Var:
+        """A size about which nothing is known but that it is not negative; a signed one may be."""
         stem = "".join(c if c.isalnum() and c.isascii() else "_" for c in hint) or "n"
         stem = stem if not stem[0].isdigit() else f"n_{stem}"
         name, k = stem, 1
@@ -45,7 +56,8 @@ class Symbols:
             name, k = f"{stem}_{k}", k + 1
         self._taken.add(name)
         var = tirx.Var(name, "int64")
-        self._analyzer.bind(var, ir.Range(0, _LARGEST_SIZE))
+        if not signed:
+            self._analyzer.bind(var, ir.Range(0, LARGEST_SIZE))
         return var
 
     def simplify(self, size: Size) -> Size:
@@ -68,6 +80,16 @@ class Symbols:
     def prove(self, condition: Size) -> bool:
         """Whether the boolean expression provably holds."""
         return bool(condition) if isinstance(condition, (bool, np.bool_)) else bool(self._analyzer.can_prove(condition))
+
+
+def as_text(size: Size) -> str:
+    """A size for the reader."""
+    return re.sub(r"T\.int64\((-?\d+)\)", r"\1", str(size))
+
+
+def is_long(size: Size) -> bool:
+    """Whether an expression is too long to compute with further (`Importer.short`)."""
+    return not isinstance(size, (int, tirx.Var)) and sum(1 for _ in islice(walk(size), _LONGEST + 1)) > _LONGEST
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,6 +169,11 @@ def storage_array(array: np.ndarray) -> np.ndarray:
     if dtype == "complex128":
         return array.view("uint64").reshape(*array.shape, 2)
     return array.view(_STORAGE[dtype])
+
+
+def empty(shape: Shape) -> bool:
+    """Whether a tensor of this shape is known to hold nothing."""
+    return any(isinstance(d, int) and d == 0 for d in shape)
 
 
 def product(sizes: Iterable[Size]) -> Size:

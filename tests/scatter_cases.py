@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import ml_dtypes  # noqa: F401 - registers its types with NumPy
 import numpy as np
 
 from lowering.scatter import CacheUpdate

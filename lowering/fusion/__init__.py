@@ -57,4 +57,12 @@ def fuse(model: ir.Model) -> ir.Model:
         return model
     for _, run in TIDY:
         run(fused)
+    keep_declared_outputs(model, fused)
     return fused
+
+
+def keep_declared_outputs(model: ir.Model, changed: ir.Model) -> None:
+    """Gives the outputs of a changed copy the types and shapes that the model declares: inference took better ones."""
+    for declared, value in zip(model.graph.outputs, changed.graph.outputs):
+        if declared.type is not None and declared.shape is not None:
+            value.type, value.shape = declared.type, declared.shape.copy()

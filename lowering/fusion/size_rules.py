@@ -17,6 +17,9 @@ from .matching import Size, attribute, dims, integers, operand
 # Arrays up to this many elements are followed: shapes, axes, bounds and scalars.
 FOLLOWED = 64
 
+# Characters of an expression. Longer ones are not followed: each step would take more time than the last.
+_LONGEST = 256
+
 # Sizes, None where one is not known.
 Shape = Sequence[Size | None]
 
@@ -45,6 +48,8 @@ def settled(size: Any) -> Any:
     if isinstance(size, (bool, np.bool_)):
         return bool(size)
     if isinstance(size, ir.SymbolicDim):
+        if len(size.value or "") > _LONGEST:
+            raise UnknownError
         return (size + 0).evaluate({})
     return int(size)
 

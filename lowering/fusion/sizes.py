@@ -137,7 +137,7 @@ class _Sizes:
                 return [broadcast([sizes_of(v) for v in node.inputs if v is not None])]
             rule = SHAPES.get(node.op_type)
             return None if rule is None else rule(self, node)
-        except (UnknownError, ValueError, TypeError, ZeroDivisionError):
+        except (UnknownError, ValueError, TypeError, IndexError, ZeroDivisionError):
             return None
 
     def contents(self, value: ir.Value | None) -> np.ndarray:

@@ -12,6 +12,7 @@ from ..compute import Element, Reducer, largest, pointwise, read, reduced, requi
 from ..node import Node
 from ..values import Value
 from . import op
+from .asserted import broadcast_to
 from .contents import static_axis
 
 # -- pointwise --------------------------------------------------------------------------------------------------------
@@ -107,6 +108,7 @@ def swiglu(node: Node, gate: Value, x: Value) -> Value:
 
 @op("PRelu", since=9)
 def prelu(node: Node, x: Value, slope: Value) -> Value:
+    x, slope = broadcast_to(node, x, slope)
     return pointwise(node, lambda x, slope: _where(x < 0, slope * x, x), x, slope, name="prelu")
 
 

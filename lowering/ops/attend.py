@@ -8,6 +8,7 @@ from ..attention.plain import plain
 from ..attention.problem import AttentionProblem, Layout, Mask, Window
 from ..node import Node
 from ..values import Shape, Size, Value
+from .reshape import reshape_to
 
 
 def attend(
@@ -74,8 +75,8 @@ def heads_first(node: Node, value: Value, heads: int) -> Value:
     if value.rank == 4:
         return value
     batch, length, width = value.shape
-    split = relax.op.reshape(node.tensor(value), node.shape_expr((batch, length, heads, width // heads)))
-    return node.emit(relax.op.permute_dims(node.emit(split).expr, [0, 2, 1, 3]))
+    split = reshape_to(node, value, (batch, length, heads, width // heads))
+    return node.emit(relax.op.permute_dims(node.tensor(split), [0, 2, 1, 3]))
 
 
 def concatenated(node: Node, past: Value, new: Value) -> Value:

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 
 from tvm import relax
 
+from .. import symbolic
 from ..attention.problem import Offset, Window
 from ..node import Node
 from ..values import Shape, Size, Value
 from . import op
-from .asserted import asserted
+from .asserted import asserted, required
 from .attend import attend, concatenated, heads_first
+from .reshape import reshape_to
 
 _FLOATS = ("float32", "float16", "bfloat16", "float64")
 _SOFTMAX_PRECISIONS = {1: "float32", 10: "float16", 11: "float64", 16: "bfloat16"}  # TensorProto.DataType
@@ -273,8 +275,7 @@ def _mask(node: Node, mask: Value, dtype: str, full: Shape) -> tuple[Value, bool
     if mask.dtype not in ("bool", dtype):
         mask = node.emit(relax.op.astype(node.tensor(mask), dtype))
     if mask.rank < 4:
-        shape = (1,) * (4 - mask.rank) + mask.shape
-        mask = node.emit(relax.op.reshape(node.tensor(mask), node.shape_expr(shape)))
+        mask = reshape_to(node, mask, (1,) * (4 - mask.rank) + mask.shape)
     wanted: list[Size] = []
     for axis, (size, target) in enumerate(zip(mask.shape, full)):
         if axis == 3 and node.version >= 24:  # a shorter mask hides the keys behind its end
@@ -287,4 +288,7 @@ def _mask(node: Node, mask: Value, dtype: str, full: Shape) -> tuple[Value, bool
             _agreed(node, f"dimension {axis - 4} of attn_mask", {"attn_mask": size, "the score matrix": target})
             wanted.append(target)
     pad = node.version >= 24 and not node.symbols.equal(wanted[3], full[3])
+    if pad:
+        text = "input attn_mask is for {} keys, and there are {}."
+        mask = required(node, mask, symbolic.less_or_equal(wanted[3], full[3]), text, wanted[3], full[3])
     return asserted(node, mask, tuple(wanted)), pad

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from tvm import relax, te, tirx
 
+from .. import symbolic
 from ..compute import Element, agreed, reduced, relax_call, require_numbers, total, widened, with_shape
 from ..node import Node
 from ..values import Value, product
 from . import op
+from .asserted import asserted, divisible
 from .matmul import matrix_product, permuted, rounded
-from .window import Window
+from .window import Window, fitting
 
 # An element is in as many patches as windows overlap there: what computes it must not be fused into its copies.
 _COPY = {"op_pattern": 8}
@@ -29,13 +31,22 @@ def conv(node: Node, x: Value, w: Value, bias: Value | None = None) -> Value:
             "X is [N, C, D1, ...] and W is [M, C / group, k1, ...] with numbers for k1, ...",
         )
     group = node.attr("group", 1)
-    window = Window.of(node, node.attr("kernel_shape", None) or kernel)
+    said = node.attr("kernel_shape", None) or kernel
+    if said != kernel:
+        raise node.error(f"attribute kernel_shape is {said}, and W is {list(w.shape)}.", "Make them agree.")
+    window = Window.of(node, kernel)
+    w = divisible(node, w, 0, group, "group")
+    x = divisible(node, x, 1, group, "group")
     channels = agreed(
         node, "the number of channels (C, and group times the second dimension of W)", x.shape[1], w.shape[1] * group
     )
     x = with_shape(node, x, (x.shape[0], channels, *x.shape[2:]))
-    if isinstance(w.shape[0], int) and w.shape[0] % group:
-        raise node.error(f"{w.shape[0]} output channels do not divide into group = {group}.")
+    w = asserted(node, w, (w.shape[0], symbolic.divide(node.symbols, channels, group), *kernel))
+    if bias is not None:
+        if bias.rank != 1:
+            raise node.error(f"{node.name_of(bias, False)} has rank {bias.rank}.", "Make it [M].")
+        bias = asserted(node, bias, w.shape[:1])
+    x = fitting(node, x, window)
     if group == 1:
         return _as_product(node, x, w, bias, window)
     tensors = [node.tensor(v) for v in (x, w, bias) if v is not None]
@@ -57,7 +68,7 @@ def _as_product(node: Node, x: Value, w: Value, bias: Value | None, window: Wind
 def _flat(node: Node, w: Value) -> Value:
     """W as a matrix [M, C k1 k2 ...]; a constant stays one, so that it can be packed."""
     if w.constant is not None:
-        return node.constant(w.constant.reshape(w.shape[0], -1))
+        return node.constant(w.constant.reshape(w.shape[0], product(w.constant.shape[1:])))
     shape = (w.shape[0], product(w.shape[1:]))
     return node.emit(relax.op.reshape(node.tensor(w), node.shape_expr(shape)), w.dtype)
 
@@ -89,7 +100,8 @@ def _patches(window: Window, x: te.Tensor) -> te.Tensor:
 def _grouped(window: Window, group: int, x: te.Tensor, w: te.Tensor, *bias: te.Tensor) -> te.Tensor:
     counts = [window.count(axis, size) for axis, size in enumerate(x.shape[2:])]
     n_axes, dtype = len(counts), widened(str(x.dtype))
-    outputs = tirx.floordiv(w.shape[0], tirx.const(group, "int64"))  # output channels of a group
+    # Output channels of a group; TVM refuses to divide by a constant 0.
+    outputs = tirx.max(tirx.floordiv(w.shape[0], tirx.const(group, "int64")), tirx.const(1, "int64"))
     space = [x.shape[0], w.shape[0], *counts, *w.shape[1:]]
 
     def element(n: Element, m: Element, *index: Element) -> Element:

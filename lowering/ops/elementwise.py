@@ -18,6 +18,7 @@ from ..compute import (
     Element,
     broadcast_shape,
     dtype_of,
+    in_groups,
     is_float,
     maximum,
     minimum,
@@ -53,7 +54,7 @@ def mul(node: Node, a: Value, b: Value) -> Value:
 @op("Div", since=7)
 def div(node: Node, a: Value, b: Value) -> Value:
     known = symbolic.elementwise(node, functools.partial(symbolic.divide, node.symbols), a, b)
-    if known is not None:
+    if known is not None and not symbolic.divides_by_zero(node.symbols, known):
         return known
     if is_float(a.dtype):
         return relax_call(node, relax.op.divide, a, b)
@@ -78,7 +79,7 @@ def mod(node: Node, a: Value, b: Value) -> Value:
     """The remainder with the sign of the divisor (fmod = 0) or of the dividend (fmod = 1)."""
     truncated = node.attr("fmod", 0)
     known = symbolic.elementwise(node, symbolic.trunc_mod if truncated else symbolic.floor_mod, a, b)
-    if known is not None:
+    if known is not None and not symbolic.divides_by_zero(node.symbols, known):
         return known
     if not is_float(a.dtype):
         return pointwise(node, _truncated_remainder if truncated else _floored_remainder, a, b, name="mod")
@@ -194,13 +195,22 @@ def min_(node: Node, *values: Value) -> Value:
 
 @op("Sum", since=8)
 def sum_(node: Node, *values: Value) -> Value:
-    return pointwise(node, _fold(operator.add), *values, name="sum")
+    return _summed(node, values, values[0].dtype)
 
 
 @op("Mean", since=8)
 def mean(node: Node, *values: Value) -> Value:
     count = float(len(values))
-    return pointwise(node, lambda *x: _fold(operator.add)(*x) / count, *values, name="mean")
+    total = _summed(node, values, widened(values[0].dtype))
+    return pointwise(node, lambda x: x / count, total, dtype=values[0].dtype, name="mean")
+
+
+def _summed(node: Node, values: Sequence[Value], dtype: str) -> Value:
+    """The sum, rounded to dtype once."""
+    wide = in_groups(
+        lambda group: pointwise(node, _fold(operator.add), *group, dtype=widened(dtype), name="sum"), values
+    )
+    return wide if wide.dtype == dtype else pointwise(node, lambda x: x, wide, dtype=dtype, name="rounded")
 
 
 @op("Clip", since=11)

@@ -16,7 +16,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from ..node import Node
-from ..values import Shape, Size, Value, storage_dtype, storage_shape
+from ..values import Shape, Size, Value, empty, storage_dtype, storage_shape
 
 Read = Callable[..., Any]
 
@@ -37,6 +37,7 @@ def compute(
     first tensor. complex128 elements, which are pairs inside, are read and written whole.
     """
     dtype = dtype or tensors[0].dtype
+    node.check_volume(shape, dtype)
     if empty(shape):  # there is nothing to compute, and dividing by such a size would be refused
         (result,) = loops(node, name, lambda *_: T.evaluate(0), tensors, [(shape, dtype)])
         return result
@@ -53,11 +54,6 @@ def compute(
     return node.emit_te(
         kernel, [node.tensor(v) for v in tensors], extents, list(sizes), primfunc_name_hint=name, dtype=dtype
     )
-
-
-def empty(shape: Shape) -> bool:
-    """Whether a tensor of this shape is known to hold nothing."""
-    return any(isinstance(d, int) and d == 0 for d in shape)
 
 
 def _reader(array: te.Tensor, part: tuple[Any, ...]) -> Read:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,14 +10,19 @@ from tvm import relax, tirx
 from tvm.script.ir_builder import tirx as T
 
 from .. import symbolic
+from ..compute import in_groups
 from ..node import Node
-from ..values import Shape, Size, Value, storage_dtype
+from ..values import Shape, Size, Value, empty, storage_dtype
 from . import op
+from .asserted import asserted, inside, no_negative
 from .contents import few, movable, moved, sizes, static_axis
-from .kernels import blocks, compute, empty, grid
+from .kernels import blocks, compute, grid
 from .reshape import reshape_to
 from .run_time import bind, compute_sizes
 from .slice import cut
+
+# Farther than any diagonal: sums with it do not wrap.
+_FAR = 2**48
 
 
 @op("Transpose", since=1)
@@ -47,6 +53,11 @@ def concat(node: Node, *parts: Value) -> Value:
             return moved(node, parts[0] if all(symbolic.known(p) for p in parts) else node.constant(joined), joined)
     parts = tuple(_aligned(node, p, parts[0].shape, axis) for p in parts)
     parts = tuple(p for p in parts if not empty((p.shape[axis],))) or parts[:1]
+    return in_groups(lambda group: _joined(node, group, axis), parts)
+
+
+def _joined(node: Node, parts: Sequence[Value], axis: int) -> Value:
+    """A kernel that copies the parts, whose shapes agree, behind each other."""
     if len(parts) == 1:
         return parts[0]
     total = node.simplify(sum(p.shape[axis] for p in parts))
@@ -83,7 +94,11 @@ def split(node: Node, data: Value, lengths: Value | None = None) -> tuple[Value,
     dim = data.shape[axis]
     parts: list[Size] | None = node.attr("split", None)
     if lengths is not None:
-        parts = sizes(lengths) or bind(node, lengths)
+        if lengths.rank != 1:
+            raise node.error(f"input split has rank {lengths.rank}.", "Make it a vector.")
+        lengths = asserted(node, lengths, (count,))
+        known = sizes(lengths)
+        parts = bind(node, lengths) if known is None else known
     elif parts is None:
         parts = _even_parts(node, dim, count)
     if len(parts) != count:
@@ -91,6 +106,7 @@ def split(node: Node, data: Value, lengths: Value | None = None) -> tuple[Value,
     total = node.simplify(sum(parts))
     if isinstance(total, int) and isinstance(dim, int) and total != dim:
         raise node.error(f"the lengths {parts} do not add up to dimension {axis}, which is {dim}.")
+    data = no_negative(node, data, parts, "the split")
     if not node.symbols.equal(total, dim):
         data = node.cast_shape(data, (*data.shape[:axis], total, *data.shape[axis + 1 :]))
     results, start = [], 0
@@ -119,16 +135,22 @@ def _even_parts(node: Node, dim: Size, count: int) -> list[Size]:
 @op("Expand", since=8)
 def expand(node: Node, data: Value, shape: Value) -> Value:
     target = sizes(shape)
+    if shape.rank != 1:
+        raise node.error(f"input shape has rank {shape.rank}.", "Make it a vector.")
     if target is None and not isinstance(shape.shape[0], int):
         raise node.error("input shape has a symbolic length, so the rank of the result is unknown.")
     count = shape.shape[0]
     rank = max(data.rank, count)
+    if target is not None:
+        data = no_negative(node, data, target, node.name_of(shape, False))
     have: list[Size] = [1] * (rank - data.rank) + list(data.shape)
     want: list[Size] = [None] * rank if target is None else target
     want = [1] * (rank - count) + want[-count:] if count else [1] * rank
     dims = [_broadcast_size(node, h, w) for h, w in zip(have, want)]
     open_axes = [k for k, d in enumerate(dims) if d is None]
-    for axis, symbol in zip(open_axes, _broadcast_at_run_time(node, shape, target is None, have, want, open_axes)):
+    beside = tuple(d for d in dims if d is not None), data.dtype
+    symbols = _broadcast_at_run_time(node, shape, target is None, have, want, open_axes, beside)
+    for axis, symbol in zip(open_axes, symbols):
         dims[axis] = symbol
     if data.contents is not None and movable(data) and few(tuple(dims)):
         return moved(node, data, np.broadcast_to(data.contents, tuple(d for d in dims if d is not None)))
@@ -158,7 +180,13 @@ def _broadcast_size(node: Node, have: Size, want: Size | None) -> Size | None:
 
 
 def _broadcast_at_run_time(
-    node: Node, shape: Value, data_dependent: bool, have: list[Size], want: list[Size], axes: list[int]
+    node: Node,
+    shape: Value,
+    data_dependent: bool,
+    have: list[Size],
+    want: list[Size],
+    axes: list[int],
+    beside: tuple[Shape, str],
 ) -> list[Any]:
     if not axes:
         return []
@@ -171,20 +199,23 @@ def _broadcast_at_run_time(
             h = have[axis] * tirx.IntImm("int64", 1)
             w = target[0][axis - missing] if data_dependent else want[axis]
             legal = tirx.Or(h == w, tirx.Or(h == 1, w == 1))
-            with T.Assert(legal, f"{node.where}: dimension {axis} does not broadcast"):
+            text = f"{node.where}: dimension {axis} of the data does not broadcast to {node.name_of(shape, False)}."
+            with T.Assert(legal, text, "ValueError"):
                 pass
             result.append(tirx.Select(h == 1, w, h))
         return result
 
     used = [s for s in (*have, *want) if s is not None]
-    return bind(node, compute_sizes(node, "expand_dims", len(axes), dims, tensors, used))
+    return bind(node, compute_sizes(node, "expand_dims", len(axes), dims, tensors, used), beside, of=shape)
 
 
 @op("Tile", since=6)
 def tile(node: Node, data: Value, repeats: Value) -> Value:
-    times = sizes(repeats) or bind(node, repeats)
-    if len(times) != data.rank:
-        raise node.error(f"input repeats has {len(times)} entries for data of rank {data.rank}.")
+    if repeats.shape != (data.rank,):
+        raise node.error(f"input repeats is {list(repeats.shape)}, for data of rank {data.rank}.", "Give one for each.")
+    known = sizes(repeats)
+    times = bind(node, repeats, (data.shape, data.dtype)) if known is None else known
+    data = no_negative(node, data, times, node.name_of(repeats, False))
     shape = tuple(node.simplify(d * t) for d, t in zip(data.shape, times))
     if movable(data) and few(shape):
         assert data.contents is not None
@@ -224,11 +255,14 @@ def where(node: Node, condition: Value, a: Value, b: Value) -> Value:
 @op("Trilu", since=14)
 def trilu(node: Node, data: Value, k: Value | None = None) -> Value:
     upper = bool(node.attr("upper", 1))
+    if data.rank < 2:
+        raise node.error(f"the input has rank {data.rank}.", "Make it a matrix, or a stack of them.")
     offset = [0] if k is None else sizes(k)
+    far = tirx.IntImm("int64", _FAR)
     zero = tirx.const(0, storage_dtype(data.dtype))
 
     def element(index: Any, x: Any, diagonal: Any) -> Any:
-        diagonal = diagonal if offset is not None else diagonal()
+        diagonal = diagonal if offset is not None else tirx.max(tirx.min(diagonal(), far), -far)
         last = index[-2] + diagonal
         return tirx.Select(index[-1] >= last if upper else index[-1] <= last, x(*index), zero)
 
@@ -244,7 +278,8 @@ def one_hot(node: Node, indices: Value, depth: Value, values: Value) -> Value:
     count = sizes(depth)
     if count is None:
         wide = node.emit(relax.op.astype(node.tensor(reshape_to(node, depth, (1,))), "int64"))
-        count = bind(node, wide)
+        count = bind(node, wide, (indices.shape, values.dtype), of=depth)
+    values = asserted(node, no_negative(node, values, count, node.name_of(depth, False)), (2,))
     shape = (*indices.shape[:axis], count[0], *indices.shape[axis:])
 
     def element(index: Any, at: Any, pair: Any, size: Any) -> Any:
@@ -258,6 +293,12 @@ def one_hot(node: Node, indices: Value, depth: Value, values: Value) -> Value:
 @op("ReverseSequence", since=10)
 def reverse_sequence(node: Node, data: Value, lengths: Value) -> Value:
     batch, time = node.attr("batch_axis", 1), node.attr("time_axis", 0)
+    if {batch, time} != {0, 1} or data.rank < 2 or lengths.rank != 1:
+        what = f"attributes batch_axis and time_axis are {batch} and {time}, the inputs have ranks {data.rank} and"
+        raise node.error(f"{what} {lengths.rank}.", "The axes are 0 and 1 of data, and the lengths a vector.")
+    lengths = asserted(node, lengths, (data.shape[batch],))
+    of = f"the length of {node.name_of(data, False)}"
+    lengths = inside(node, lengths, node.simplify(data.shape[time] + 1), of=of, from_the_back=False)
 
     def element(index: Any, x: Any, length: Any) -> Any:
         n, i = length(index[batch]).astype("int64"), index[time]
@@ -270,7 +311,7 @@ def reverse_sequence(node: Node, data: Value, lengths: Value) -> Value:
 
 @op("DepthToSpace", since=1)
 def depth_to_space(node: Node, data: Value) -> Value:
-    b, mode = node.attr("blocksize"), node.attr("mode", "DCR")
+    b, mode = _block_size(node, data), node.attr("mode", "DCR")
     n, c, h, w = data.shape
     depth = _divided(node, c, b * b)
     if mode == "DCR":
@@ -282,12 +323,21 @@ def depth_to_space(node: Node, data: Value) -> Value:
 
 @op("SpaceToDepth", since=1)
 def space_to_depth(node: Node, data: Value) -> Value:
-    b = node.attr("blocksize")
+    b = _block_size(node, data)
     n, c, h, w = data.shape
     rows, columns = _divided(node, h, b), _divided(node, w, b)
     order = [0, 3, 5, 1, 2, 4] if node.attr("mode", "DCR") == "DCR" else [0, 1, 3, 5, 2, 4]
     data = permute(node, reshape_to(node, data, (n, c, rows, b, columns, b)), order)
     return reshape_to(node, data, (n, c * b * b, rows, columns))
+
+
+def _block_size(node: Node, data: Value) -> int:
+    size = int(node.attr("blocksize"))
+    if data.rank != 4 or size < 1:
+        raise node.error(
+            f"attribute blocksize is {size}, and the input of rank {data.rank}.", "Use rank 4, and 1 or more."
+        )
+    return size
 
 
 def _divided(node: Node, size: Size, by: int) -> Size:

@@ -17,6 +17,7 @@ from ..compute import Element, Extent, read, reduced, require_numbers, total, wi
 from ..node import Node
 from ..values import Value
 from . import op
+from .asserted import broadcast_to, divisible, over_channels
 from .contents import static_axis
 
 
@@ -37,6 +38,8 @@ class _Statistics:
     def averaged(self, element: Callable[..., Element], finish: Callable[[Element], Element], name: str) -> te.Tensor:
         """finish(mean of element over the axes); they stay, with size 1."""
         count = functools.reduce(lambda n, axis: n * self.shape[axis], self.axes, tirx.const(1, "int64"))
+        if isinstance(count, tirx.IntImm) and int(count) == 0:
+            count = tirx.const(1, "int64")  # TVM refuses to divide by a constant 0
         sums = reduced(self.shape, self.axes, total, element, f"{name}_sum")
         return te.compute(sums.shape, lambda *index: finish(sums(*index) / count.astype(self.dtype)), name=name)
 
@@ -58,16 +61,6 @@ def _stage_one_dtype(dtype: str, stash: str) -> str:
     return "float64" if "float64" in (dtype, stash) else "float32"
 
 
-def _broadcast_to(node: Node, x: Value, parameters: Sequence[Value]) -> tuple[Value, ...]:
-    """x and the parameters, whose dimensions are 1 or those of x. Raises NodeError where they cannot be."""
-    for parameter in parameters:
-        behind = x.shape[x.rank - parameter.rank :]
-        stretched = any(isinstance(d, int) and d == 1 for d, p in zip(behind, parameter.shape) if p not in (1, d))
-        if parameter.rank > x.rank or stretched:
-            raise node.error(f"scale or bias {list(parameter.shape)} does not broadcast to X {list(x.shape)}.")
-    return node.unify(x, *parameters)
-
-
 def over_last_axes(node: Node, x: Value, parameters: Sequence[Value], centred: bool, epsilon: float = 1e-5) -> Value:
     """(x - mean) / sqrt(variance + epsilon) * scale + bias over the axes from attribute axis on.
 
@@ -75,7 +68,7 @@ def over_last_axes(node: Node, x: Value, parameters: Sequence[Value], centred: b
     there is one. epsilon is what the attribute is by default.
     """
     require_numbers(node, x, *parameters)
-    x, *parameters = _broadcast_to(node, x, parameters)
+    x, *parameters = broadcast_to(node, x, *parameters)
     statistics = _last_axes(node, x, epsilon)
     dtype = parameters[0].dtype
 
@@ -150,11 +143,9 @@ def group_normalization(node: Node, x: Value, scale: Value, bias: Value) -> Valu
 def _over_groups(node: Node, x: Value, scale: Value, bias: Value, groups: int | None) -> Value:
     """Statistics over the channels of a group and all positions. groups None means one channel per group."""
     require_numbers(node, x, scale, bias)
-    if x.rank < 2:
-        raise node.error(f"X of rank {x.rank} has no channels.", "X is [N, C, D1, ...].")
-    channels = x.shape[1]
-    if groups is not None and isinstance(channels, int) and (groups < 1 or channels % groups):
-        raise node.error(f"{channels} channels do not divide into num_groups = {groups}.")
+    x, scale, bias = over_channels(node, x, scale, bias)
+    if groups is not None:
+        x = divisible(node, x, 1, groups, "num_groups")
     dtype = _stage_one_dtype(x.dtype, _stash_dtype(node))
     epsilon = node.attr("epsilon", 1e-5)
 
@@ -188,6 +179,7 @@ def batch_normalization(node: Node, x: Value, scale: Value, bias: Value, mean: V
     require_numbers(node, x, scale, bias, mean, variance)
     if node.attr("training_mode", 0):
         raise node.error("attribute training_mode is 1.", "Export the model for inference (model.eval()).")
+    x, scale, bias, mean, variance = over_channels(node, x, scale, bias, mean, variance)
     epsilon, dtype = node.attr("epsilon", 1e-5), widened(x.dtype)
 
     def kernel(x: te.Tensor, scale: te.Tensor, bias: te.Tensor, mean: te.Tensor, variance: te.Tensor) -> te.Tensor:

@@ -9,15 +9,19 @@ import numpy as np
 from tvm import relax, tirx
 from tvm.script.ir_builder import tirx as T
 
+from .. import symbolic
 from ..node import Node
 from ..values import Size, Value
 from . import op
+from .asserted import inside, no_negative, required
 from .contents import constant_ints, sizes, static_axis
 from .kernels import compute
 from .reshape import reshape_to
 from .run_time import bind, compute_sizes
 from .slice import cut
 
+# Farther than any dimension: sums with it do not wrap.
+_FAR = 2**48
 _MODES = ("constant", "edge", "reflect", "wrap")
 
 
@@ -48,9 +52,14 @@ def pad_11(node: Node, data: Value, pads: Value, value: Value | None = None, axe
 def _pad(node: Node, data: Value, before: Sequence[Size], after: Sequence[Size], fill: Value) -> Value:
     mode = _mode(node)
     shape = tuple(node.simplify(b + d + a) for b, d, a in zip(before, data.shape, after))
-    if any(isinstance(d, int) and d < 0 for d in shape):
-        raise node.error(f"pads remove more than there is from shape {list(data.shape)}.")
+    data = no_negative(node, data, shape, "input pads")
     idle = [isinstance(b, int) and isinstance(a, int) and a == b == 0 for b, a in zip(before, after)]
+
+    if mode != "constant":
+        for axis, (size, padded, quiet) in enumerate(zip(data.shape, shape, idle)):
+            if not quiet:
+                some = symbolic.logical_or(symbolic.less(0, size), symbolic.equal(padded, 0))
+                data = required(node, data, some, f"dimension {axis} is empty: mode {mode} has nothing to repeat.")
 
     def element(index: Any, x: Any, value: Any, *scalars: Any) -> Any:
         starts, dims = scalars[: data.rank], scalars[data.rank :]
@@ -67,6 +76,9 @@ def _pad_at_run_time(node: Node, data: Value, pads: Value, axes: Value | None, f
     count = axes.shape[0]
     if not isinstance(count, int):
         raise node.error("input axes has a symbolic length.", "Give it a fixed one.")
+    axes = inside(node, axes, rank, of=f"the rank of {node.name_of(data, False)}")
+    if pads.shape != (2 * count,):
+        raise node.error(f"input pads is {list(pads.shape)}, for {count} axes.", "Give two for each axis.")
     known = None if axes.constant is None else {int(a) % rank for a in axes.constant}
     idle = [known is not None and k not in known for k in range(rank)]
     inputs = [node.emit(relax.op.astype(node.tensor(v), "int64")) for v in (pads, axes)]
@@ -74,14 +86,21 @@ def _pad_at_run_time(node: Node, data: Value, pads: Value, axes: Value | None, f
     def amounts(amount: Any, axis: Any) -> list[Any]:
         def total(k: int, offset: int) -> Any:
             here = (tirx.floormod(axis[j], rank) == k for j in range(count))
-            return sum(tirx.Select(h, amount[offset + j], zero) for j, h in enumerate(here)) + zero
+            given = (tirx.max(tirx.min(amount[offset + j], far), -far) for j in range(count))
+            return sum(tirx.Select(h, a, zero) for a, h in zip(given, here)) + zero
 
-        zero = tirx.IntImm("int64", 0)
+        zero, far = tirx.IntImm("int64", 0), tirx.IntImm("int64", _FAR)
         before = [T.bind(total(k, 0)) for k in range(rank)]
-        return before + [before[k] + data.shape[k] + total(k, count) for k in range(rank)]
+        padded = [T.bind(before[k] + data.shape[k] + total(k, count)) for k in range(rank)]
+        if mode != "constant":
+            for k in range(rank):
+                text = f"{node.where}: dimension {k} is empty: mode {mode} has nothing to repeat."
+                with T.Assert(tirx.Or(data.shape[k] + zero > 0, padded[k] <= 0), text, "ValueError"):
+                    pass
+        return before + padded
 
     table = compute_sizes(node, "pad_amounts", 2 * rank, amounts, inputs, data.shape)
-    padded = bind(node, cut(node, table, [rank], [1], (rank,)))
+    padded = bind(node, cut(node, table, [rank], [1], (rank,)), ((), data.dtype), of=pads)
     shape = [d if quiet else p for d, p, quiet in zip(data.shape, padded, idle)]
 
     def element(index: Any, x: Any, value: Any, before: Any, *dims: Any) -> Any:
@@ -104,7 +123,7 @@ def _inside(mode: str, place: Any, dim: Any) -> Any:
     if mode == "edge":
         return tirx.max(tirx.min(place, dim - 1), one * 0)
     if mode == "wrap":
-        return tirx.floormod(place, dim * one)
+        return tirx.floormod(place, tirx.max(dim * one, one))
     period = tirx.max((dim - 1) * 2 * one, one)
     folded = tirx.floormod(place, period)
     return tirx.Select(folded < dim, folded, period - folded)

@@ -8,15 +8,17 @@ from ..compute import Element, Reducer, largest, reduced, require_numbers, total
 from ..node import Node
 from ..values import Value
 from . import op
-from .window import Window
+from .window import Window, fitting
 
 
-def _window(node: Node, x: Value) -> Window:
+def _window(node: Node, x: Value) -> tuple[Value, Window]:
+    """X, over which the window is known or asserted at run time to fit."""
     require_numbers(node, x)
     kernel = node.attr("kernel_shape")
     if len(kernel) != x.rank - 2:
         raise node.error(f"attribute kernel_shape is {list(kernel)} for X of rank {x.rank}.", "X is [N, C, D1, ...].")
-    return Window.of(node, kernel)
+    window = Window.of(node, kernel)
+    return fitting(node, x, window), window
 
 
 def _pooled(x: te.Tensor, window: Window, reducer: Reducer, dtype: str) -> te.Tensor:
@@ -39,7 +41,7 @@ def _pooled(x: te.Tensor, window: Window, reducer: Reducer, dtype: str) -> te.Te
 def max_pool(node: Node, x: Value) -> tuple[Value, None]:
     if node.wants(1):
         raise node.error("output Indices is asked for.", "Only the pooled values are computed: leave it out.")
-    window = _window(node, x)
+    x, window = _window(node, x)
     n = x.rank - 2
 
     def kernel(t: te.Tensor) -> te.Tensor:
@@ -53,7 +55,8 @@ def max_pool(node: Node, x: Value) -> tuple[Value, None]:
 @op("AveragePool", since=7)
 def average_pool(node: Node, x: Value) -> Value:
     """Divides by the elements of the window; unless count_include_pad is set, by those that are data."""
-    window, padded = _window(node, x), bool(node.attr("count_include_pad", 0))
+    x, window = _window(node, x)
+    padded = bool(node.attr("count_include_pad", 0))
     n, dtype = x.rank - 2, widened(x.dtype)
 
     def kernel(t: te.Tensor) -> te.Tensor:

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tvm import relax, te, tirx
+from tvm import te, tirx
 
 from .. import symbolic
 from ..compute import (
@@ -30,7 +30,9 @@ from ..compute import (
 from ..node import Node
 from ..values import Size, Value
 from . import op
+from .asserted import inside
 from .contents import static_axis
+from .reshape import reshape_to
 from .run_time import bind, compute_sizes
 
 
@@ -197,6 +199,7 @@ def _at_run_time(node: Node, reduction: _Reduction, data: Value, axes: Value, ke
         return [*outer, *inner, *(_kept_size(reduces, dims, k) for k in range(rank - axes.shape[0]))]
 
     count = 3 * rank - axes.shape[0]
+    axes = inside(node, axes, rank, of=f"the rank of {node.name_of(data, False)}")
     symbols = bind(node, compute_sizes(node, "reduced_sizes", count, sizes, [axes], data.shape))
     outer, inner, pruned = symbols[:rank], symbols[rank : 2 * rank], symbols[2 * rank :]
 
@@ -214,7 +217,7 @@ def _at_run_time(node: Node, reduction: _Reduction, data: Value, axes: Value, ke
     result = node.emit_te(compute, *args, primfunc_name_hint=node.op_type.lower(), primfunc_attrs=attributes)
     if keepdims:
         return result
-    return node.emit(relax.op.reshape(node.tensor(result), node.shape_expr(pruned)), data.dtype)
+    return reshape_to(node, result, tuple(pruned))
 
 
 def _contains(axes: tirx.Buffer, count: int, axis: int, rank: int) -> Element:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 from tvm import relax, tirx
@@ -10,11 +11,15 @@ from tvm.script.ir_builder import tirx as T
 
 from .. import symbolic
 from ..node import Node
-from ..values import Shape, Size, Value, product, storage_shape
+from ..values import Shape, Size, Value, empty, product, storage_shape
 from . import op
+from .asserted import inside, required
 from .contents import constant_ints, few, movable, moved, sizes, static_axis
-from .kernels import compute, empty
+from .kernels import compute
 from .run_time import bind, compute_sizes
+
+# Elements that no tensor has.
+_MOST = 2**48
 
 
 def _int64(number: int) -> Any:
@@ -35,8 +40,22 @@ def reshape_to(node: Node, data: Value, shape: Shape) -> Value:
     if isinstance(have, int) and isinstance(want, int) and have != want:
         raise node.error(f"{list(data.shape)} has {have} elements and cannot be given the shape {list(shape)}.")
     if not node.symbols.equal(have, want):
+        data = _of_as_many(node, data, shape)
         data = node.cast_shape(_reshape(node, data, (have,)), (want,))
     return _reshape(node, data, shape)
+
+
+def _of_as_many(node: Node, data: Value, shape: Shape) -> Value:
+    """The data, if it has as many elements. Products of sizes may wrap and be the right number, but not in float64."""
+    have = product(data.shape)
+    legal = symbolic.equal(have, product(shape))
+    for size in shape:
+        legal = symbolic.logical_and(legal, symbolic.less_or_equal(0, size))
+    if sum(not isinstance(d, int) for d in shape) > 1:
+        volume = math.prod(tirx.const(d, "float64") if isinstance(d, int) else d.astype("float64") for d in shape)
+        legal = symbolic.logical_and(legal, volume < tirx.const(float(_MOST), "float64"))
+    text = f"{node.name_of(data, False)} has {{}} elements and cannot be given the shape"
+    return required(node, data, legal, f"{text} [{', '.join('{}' for _ in shape)}].", have, *shape)
 
 
 def _reshape(node: Node, data: Value, shape: Shape) -> Value:
@@ -57,11 +76,11 @@ def reshape(node: Node, data: Value, shape: Value) -> Value:
         raise node.error("input shape has a symbolic length, so the rank of the result is unknown.")
 
     def dims(entries: Any) -> list[Any]:
-        return _run_time_dims(data.shape, [entries[k] for k in range(shape.shape[0])], allow_zero)
+        return _run_time_dims(node.where, data.shape, [entries[k] for k in range(shape.shape[0])], allow_zero)
 
     wide = node.emit(relax.op.astype(node.tensor(shape), "int64"))
     total = compute_sizes(node, "reshape_dims", shape.shape[0], dims, [wide], data.shape)
-    return reshape_to(node, data, tuple(bind(node, total)))
+    return reshape_to(node, data, tuple(bind(node, total, ((), data.dtype), of=shape)))
 
 
 def _reshape_dims(node: Node, data: Shape, wanted: list[Size], allow_zero: bool) -> Shape:
@@ -117,12 +136,15 @@ def _factors(dims: Any) -> list[Size]:
     return [number, *rest]
 
 
-def _run_time_dims(data: Shape, wanted: list[Any], allow_zero: bool) -> list[Any]:
+def _run_time_dims(where: str, data: Shape, wanted: list[Any], allow_zero: bool) -> list[Any]:
     """`_reshape_dims` on expressions, for entries known at run time only."""
     one = _int64(1)
     total = product(data) * one
     if not allow_zero:
         wanted = [tirx.Select(w == 0, data[k] * one, w) if k < len(data) else w for k, w in enumerate(wanted)]
+    inferred = _count_true(w == -1 for w in wanted)
+    with T.Assert(inferred <= 1, f"{where}: input shape holds -1 more than once.", "ValueError"):
+        pass
     known = product(tirx.Select(w == -1, one, w) for w in wanted) * one
     return [tirx.if_then_else(w == -1, tirx.floordiv(total, tirx.max(known, one)), w) for w in wanted]
 
@@ -158,6 +180,7 @@ def squeeze(node: Node, data: Value, axes: Value | None = None) -> Value:
 
 def _squeeze_at_run_time(node: Node, data: Value, axes: Value) -> Value:
     count = _length(node, axes)
+    axes = inside(node, axes, data.rank, of=f"the rank of {node.name_of(data, False)}")
 
     def dims(entries: Any) -> list[Any]:
         gone = [_wrapped(entries[k], data.rank) for k in range(count)]
@@ -191,6 +214,7 @@ def unsqueeze(node: Node, data: Value, axes: Value | None = None) -> Value:
 def _unsqueeze_at_run_time(node: Node, data: Value, axes: Value) -> Value:
     count = _length(node, axes)
     rank = data.rank + count
+    axes = inside(node, axes, rank, of="the rank of the result")
 
     def dims(entries: Any) -> list[Any]:
         new = [T.bind(_wrapped(entries[k], rank)) for k in range(count)]

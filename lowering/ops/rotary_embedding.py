@@ -14,6 +14,8 @@ from ..compute import Element, agreed, is_one, read, require_numbers, with_shape
 from ..node import Node
 from ..values import Size, Value
 from . import op
+from .asserted import inside
+from .gather import wrapped
 
 
 @dataclass(frozen=True)
@@ -51,11 +53,24 @@ def rotary_embedding(node: Node, x: Value, cos: Value, sin: Value, positions: Va
             f"cos_cache and sin_cache have ranks {cos.rank} and {sin.rank}.",
             "They are [positions, angles] with position_ids, else [batch, sequence, angles].",
         )
-    return rotate(node, _head(node, x), x, cos, sin, positions)
+    return rotate(node, _head(node, x), x, cos, sin, positions, from_the_back=True)
 
 
-def rotate(node: Node, head: Head, x: Value, cos: Value, sin: Value, positions: Value | None) -> Value:
-    """x with its heads rotated. Shapes are those of `rotary_embedding`, of the ranks that it asks for."""
+def rotate(
+    node: Node,
+    head: Head,
+    x: Value,
+    cos: Value,
+    sin: Value,
+    positions: Value | None,
+    from_the_back: bool = False,
+) -> Value:
+    """x with its heads rotated. Shapes are those of `rotary_embedding`, of the ranks that it asks for.
+
+    from_the_back: negative positions count from the end of the caches.
+    """
+    if positions is not None:
+        positions = inside(node, positions, cos.shape[0], of="the number of positions", from_the_back=from_the_back)
     x, cos, sin, positions = _same_sizes(node, head, x, cos, sin, positions)
     sequence_axis = x.rank - 2 if x.rank == 4 else 1
     dtype = x.dtype
@@ -65,8 +80,7 @@ def rotate(node: Node, head: Head, x: Value, cos: Value, sin: Value, positions: 
             if not positions:
                 return read(cache, (b, s, k))
             position = read(positions[0], (b, s)).astype("int64")
-            last = cache.shape[0] - 1
-            return read(cache, (tirx.max(tirx.min(position, last), 0), k))  # memory behind the cache is never read
+            return read(cache, (wrapped(position, cache.shape[0]), k))
 
         def rotated(*index: Element) -> Element:
             *outer, e = index

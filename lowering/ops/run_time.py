@@ -9,7 +9,8 @@ from tvm import relax
 from tvm.script.ir_builder import tirx as T
 
 from ..node import Node
-from ..values import Size, Value
+from ..values import Shape, Size, Value
+from .asserted import sizes_of
 from .kernels import loops
 
 
@@ -32,13 +33,17 @@ def compute_sizes(
     return result
 
 
-def bind(node: Node, sizes: Value) -> list[Any]:
-    """Fresh symbols, one per element of an integer tensor of static shape [k]; no element may be negative."""
+def bind(node: Node, sizes: Value, beside: tuple[Shape, str] | None = None, of: Value | None = None) -> list[Any]:
+    """Fresh symbols, one per element of an integer tensor of static shape [k].
+
+    A negative element is an error of the run. So is, where they are dimensions of one tensor, one that does not fit in
+    memory: beside holds its other dimensions and its element type. of is the input that the sizes are made of.
+    """
     builder = node.importer.builder
     tensor = node.tensor(sizes)
     if sizes.dtype != "int64":
         tensor = builder.emit(relax.op.astype(tensor, "int64"))
-    shape = builder.emit(relax.op.tensor_to_shape(tensor))
+    shape = sizes_of(node, tensor, beside, node.name_of(sizes if of is None else of))
     symbols = [node.symbols.fresh(f"{node.outputs[0]}_{k}") for k in range(sizes.shape[0])]
     builder.match_cast(shape, relax.ShapeType(symbols))
     return symbols

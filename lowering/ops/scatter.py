@@ -11,10 +11,11 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..node import Node
-from ..values import Value, storage_dtype
+from ..values import Shape, Value, storage_dtype
 from . import op
+from .asserted import asserted
 from .contents import static_axis
-from .gather import wrapped
+from .gather import element_indices, tuple_indices, wrapped
 from .kernels import grid, loops
 
 _REDUCTIONS = {
@@ -31,6 +32,8 @@ _REDUCTIONS = {
 def scatter_elements(node: Node, data: Value, indices: Value, updates: Value) -> Value:
     axis = static_axis(node, node.attr("axis", 0), data.rank)
     combine = _reduction(node, data)
+    indices = element_indices(node, data, indices, axis)
+    updates = _of_shape(node, updates, indices.shape)
 
     def statements(x: Any, at: Any, new: Any, out: Any) -> None:
         _copy(x, out)
@@ -44,10 +47,14 @@ def scatter_elements(node: Node, data: Value, indices: Value, updates: Value) ->
 
 @op("ScatterND", since=11)
 def scatter_nd(node: Node, data: Value, indices: Value, updates: Value) -> Value:
+    if not indices.rank:
+        raise node.error("input indices is a scalar.", "Its last dimension holds one index for each dimension of data.")
     depth, outer = indices.shape[-1], indices.rank - 1
     if not isinstance(depth, int) or depth > data.rank:
         raise node.error(f"the last dimension of input indices is {depth}, for data of rank {data.rank}.")
     combine = _reduction(node, data)
+    indices = tuple_indices(node, data, indices)
+    updates = _of_shape(node, updates, (*indices.shape[:-1], *data.shape[depth:]))
 
     def statements(x: Any, at: Any, new: Any, out: Any) -> None:
         _copy(x, out)
@@ -57,6 +64,12 @@ def scatter_nd(node: Node, data: Value, indices: Value, updates: Value) -> Value
             T.buffer_store(out, combine(out[target], new[index]), list(target))
 
     return _scatter(node, "scatter_nd", statements, data, indices, updates)
+
+
+def _of_shape(node: Node, updates: Value, shape: Shape) -> Value:
+    if updates.rank != len(shape):
+        raise node.error(f"input updates has rank {updates.rank}.", f"Data and indices make it {len(shape)}.")
+    return asserted(node, updates, shape)
 
 
 def _scatter(node: Node, name: str, statements: Any, data: Value, indices: Value, updates: Value) -> Value:

@@ -8,12 +8,14 @@ import numpy as np
 from tvm import relax, tirx
 from tvm.script.ir_builder import tirx as T
 
+from .. import symbolic
 from ..node import Node
 from ..values import Shape, Size, Value, product, storage_dtype
 from . import op
+from .asserted import inside, required
 from .contents import sizes, static_axis
 from .gather import wrapped
-from .kernels import compute, empty, grid, loops, serial
+from .kernels import compute, grid, loops, serial
 from .reshape import reshape_to
 from .run_time import bind
 
@@ -50,7 +52,7 @@ def top_k_1(node: Node, data: Value) -> tuple[Value, ...]:
 @op("TopK", since=10)
 def top_k(node: Node, data: Value, k: Value) -> tuple[Value, ...]:
     count = sizes(k)
-    return _top_k(node, data, bind(node, reshape_to(node, k, (1,)))[0] if count is None else count[0])
+    return _top_k(node, data, bind(node, reshape_to(node, k, (1,)), of=k)[0] if count is None else count[0])
 
 
 def _top_k(node: Node, data: Value, k: Size) -> tuple[Value, ...]:
@@ -58,12 +60,10 @@ def _top_k(node: Node, data: Value, k: Size) -> tuple[Value, ...]:
     axis, largest = static_axis(node, node.attr("axis", -1), data.rank), bool(node.attr("largest", 1))
     rows = _rows(node, data, axis)
     outer, n, inner = rows.shape
-    if isinstance(k, int) and isinstance(n, int) and k > n:
-        raise node.error(f"k is {k}, but dimension {axis} has {n} elements.")
+    fits = symbolic.logical_and(symbolic.less_or_equal(0, k), symbolic.less_or_equal(k, n))
+    rows = required(node, rows, fits, f"k is {{}}, and dimension {axis} has {{}} elements.", k, n)
 
     def statements(x: Any, values: Any, indices: Any, order: Any, merged: Any, at: Any) -> None:
-        with T.Assert(tirx.const(True, "bool") if _is(k, n) else k <= n, f"{node.where}: k exceeds the dimension"):
-            pass
         with serial(outer) as o, serial(inner) as j:
             with serial(n) as i:
                 T.buffer_store(order, i, [i])
@@ -82,10 +82,6 @@ def _top_k(node: Node, data: Value, k: Size) -> tuple[Value, ...]:
     results = loops(node, "top_k", statements, [rows], [(shape, data.dtype), (shape, _INT64)], [k], scratch)
     final = (*data.shape[:axis], k, *data.shape[axis + 1 :])
     return tuple(reshape_to(node, r, final) for r in results)
-
-
-def _is(a: Size, b: Size) -> bool:
-    return isinstance(a, int) and isinstance(b, int)
 
 
 def _merge_sort(order: Any, merged: Any, at: Any, n: Size, before: Any) -> None:
@@ -126,8 +122,7 @@ def _arg(node: Node, data: Value, better: Any, as_good: Any) -> Value:
     axis, last = static_axis(node, node.attr("axis", 0), data.rank), bool(node.attr("select_last_index", 0))
     rows = _rows(node, data, axis)
     outer, n, inner = rows.shape
-    if empty((n,)):
-        raise node.error(f"dimension {axis} is empty.")
+    rows = required(node, rows, symbolic.less(0, n), f"dimension {axis} is empty: nothing in it is the best.")
     is_float = "float" in data.dtype
 
     def statements(x: Any, out: Any, best: Any) -> None:
@@ -185,6 +180,11 @@ def compress(node: Node, data: Value, condition: Value) -> Value:
     if axis is None:
         data, axis = reshape_to(node, data, (product(data.shape),)), 0
     axis = static_axis(node, axis, data.rank)
+    if condition.rank != 1:
+        raise node.error(f"input condition has rank {condition.rank}.", "Make it a vector.")
+    count, size = condition.shape[0], data.shape[axis]
+    text = f"input condition has {{}} elements, for dimension {axis}, which has {{}}."
+    condition = required(node, condition, symbolic.less_or_equal(count, size), text, count, size)
     places = non_zero(node, condition)
     shape = (*data.shape[:axis], places.shape[1], *data.shape[axis + 1 :])
 
@@ -206,6 +206,7 @@ def cum_sum(node: Node, data: Value, axis: Value) -> Value:
     fixed = axis.constant
     rest = []
     if fixed is None:
+        axis = inside(node, axis, rank, of=f"the rank of {node.name_of(data, False)}")
         rest = [node.emit(relax.op.astype(node.tensor(reshape_to(node, axis, ())), _INT64))]
     known = None if fixed is None else static_axis(node, int(np.ravel(fixed)[0]), rank)
 

@@ -7,15 +7,20 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 from tvm import tirx
+from tvm.script.ir_builder import tirx as T
 
 from .. import symbolic
 from ..node import Node
 from ..values import Shape, Size, Value, product, storage_dtype
 from . import op
+from .asserted import no_negative
 from .contents import few, sizes
 from .kernels import compute
 from .reshape import reshape_to
 from .run_time import bind, compute_sizes
+
+# Farther than any index: sums with it do not wrap.
+_FAR = 2**48
 
 
 @op("Identity", since=1)
@@ -54,10 +59,18 @@ def size(node: Node, data: Value) -> Value:
 def constant_of_shape(node: Node, shape: Value) -> Value:
     value = np.ravel(node.attr("value", np.zeros(1, np.float32)))
     known = sizes(shape)
-    dims = tuple(bind(node, shape) if known is None else known)
+    if shape.rank != 1 or not isinstance(shape.shape[0], int):
+        unknown = ", so the rank of the result is unknown" if shape.rank == 1 else ""
+        raise node.error(
+            f"input shape has dimensions {list(shape.shape)}{unknown}.", "Make it a vector of fixed length."
+        )
+    dims = tuple(bind(node, shape, ((), value.dtype.name)) if known is None else known)
+    scalar = node.constant(value.reshape(()))
+    if known is not None:
+        scalar = no_negative(node, scalar, dims, node.name_of(shape, False))
     if few(dims):
         return node.constant(np.full(dims, value[0], value.dtype))
-    return full(node, node.constant(value.reshape(())), dims)
+    return full(node, scalar, dims)
 
 
 def full(node: Node, scalar: Value, shape: Shape) -> Value:
@@ -67,7 +80,9 @@ def full(node: Node, scalar: Value, shape: Shape) -> Value:
 
 @op("EyeLike", since=9)
 def eye_like(node: Node, data: Value) -> Value:
-    k = node.attr("k", 0)
+    k = max(-_FAR, min(node.attr("k", 0), _FAR))
+    if data.rank != 2:
+        raise node.error(f"the input has rank {data.rank}.", "Make it a matrix.")
     given = node.attr("dtype", None)
     dtype = data.dtype if given is None else ir.DataType(given).numpy().name
     if storage_dtype(dtype) != dtype:
@@ -84,18 +99,31 @@ def range_(node: Node, start: Value, limit: Value, delta: Value) -> Value:
     ends = [e[0] for e in (sizes(v) for v in (start, limit, delta)) if e is not None]
     if len(ends) == 3 and isinstance(ends[2], int):
         return _range_of_sizes(node, ends[0], ends[1], ends[2], dtype=start.dtype)
+    if delta.constant is not None and not delta.constant.any():
+        raise node.error("input delta is 0.", "Use another step.")
     scalars = [reshape_to(node, v, ()) for v in (start, limit, delta)]
     wide = "float64" if "float" in start.dtype else "int64"
 
     def length(first: Any, last: Any, step: Any) -> list[Any]:
         a, b, d = (x[()].astype(wide) for x in (first, last, step))
+        with T.Assert(d != tirx.const(0, wide), f"{node.where}: input delta is 0.", "ValueError"):
+            pass
+        # In float64 nothing wraps; what has a legal length is counted exactly. Nothing is bound to variables: what TVM
+        # makes of them where x is bfloat16 is wrong.
+        real = [x.astype("float64") for x in (a, b, d)]
+        estimate = tirx.ceil((real[1] - real[0]) / real[2])
+        none, most = tirx.const(0.0, "float64"), tirx.const(float(2 * _FAR), "float64")
+        far = tirx.Or(tirx.isnan(estimate), estimate > most)
         if wide == "float64":
-            return [tirx.max(tirx.ceil((b - a) / d), tirx.const(0.0, wide)).astype("int64")]
-        zero = tirx.IntImm("int64", 0)
-        up, down = tirx.floordiv(b - a + d - 1, d), tirx.floordiv(a - b - d - 1, -d)
-        return [tirx.max(tirx.if_then_else(d > 0, up, tirx.if_then_else(d < 0, down, zero)), zero)]
+            exact = tirx.if_then_else(estimate > none, estimate, none).astype("int64")
+        else:
+            up, down = tirx.floordiv(b - a + d - 1, d), tirx.floordiv(a - b - d - 1, -d)
+            zero = tirx.IntImm("int64", 0)
+            exact = tirx.max(tirx.if_then_else(d > 0, up, tirx.if_then_else(d < 0, down, zero)), zero)
+            exact = tirx.if_then_else(estimate > none, exact, zero)
+        return [tirx.if_then_else(far, tirx.IntImm("int64", 2 * _FAR), exact)]
 
-    (count,) = bind(node, compute_sizes(node, "range_length", 1, length, scalars))
+    (count,) = bind(node, compute_sizes(node, "range_length", 1, length, scalars), ((), start.dtype), of=limit)
 
     def element(index: Any, first: Any, _: Any, step: Any) -> Any:
         return first() + index[0].astype(start.dtype) * step()

@@ -12,6 +12,7 @@ from .. import symbolic
 from ..node import Node
 from ..values import Shape, Size, Value
 from . import op
+from .asserted import asserted, inside
 from .contents import constant_ints, few, movable, moved, sizes, static_axis
 from .kernels import compute
 from .run_time import bind, compute_sizes
@@ -33,13 +34,20 @@ def slice_10(
     node: Node, data: Value, starts: Value, ends: Value, axes: Value | None = None, steps: Value | None = None
 ) -> Value:
     first, last = sizes(starts), sizes(ends)
+    if starts.rank != 1:
+        raise node.error(f"input starts has rank {starts.rank}.", "Make it a vector.")
     count = starts.shape[0]
     if not isinstance(count, int):
         raise node.error("input starts has a symbolic length.", "Give it a fixed one.")
+    for name, vector in (("ends", ends), ("axes", axes), ("steps", steps)):
+        if vector is not None and vector.rank != 1:
+            raise node.error(f"input {name} has rank {vector.rank}.", "Make it a vector.")
+    ends = asserted(node, ends, (count,))
+    axes, steps = (None if v is None else asserted(node, v, (count,)) for v in (axes, steps))
     stride = [1] * count if steps is None else sizes(steps)
     if axes is not None and axes.constant is None:
         return _slice_at_run_time(node, data, starts, ends, axes, steps)
-    given = constant_ints(node, axes, None, "axes") or list(range(count))
+    given = list(range(count)) if axes is None else constant_ints(node, axes, None, "axes") or []
     chosen = [static_axis(node, a, data.rank, "axes entry") for a in given]
     if first is None or last is None or stride is None or not all(isinstance(s, int) for s in stride):
         return _slice_at_run_time(node, data, starts, ends, node.constant(np.array(chosen, "int64")), steps)
@@ -115,6 +123,9 @@ def _maximum(node: Node, a: Size, b: Size) -> Size:
 def _slice_at_run_time(node: Node, data: Value, starts: Value, ends: Value, axes: Value, steps: Value | None) -> Value:
     """First index, step and length of the dimensions that may be cut come from a kernel."""
     rank, count = data.rank, starts.shape[0]
+    if not count:
+        return data
+    axes = inside(node, axes, rank, of=f"the rank of {node.name_of(data, False)}")
     steps = node.constant(np.ones(count, "int64")) if steps is None else steps
     inputs = [node.emit(relax.op.astype(node.tensor(v), "int64")) for v in (starts, ends, axes, steps)]
     known = None if axes.constant is None else {int(a) for a in axes.constant}
@@ -122,14 +133,20 @@ def _slice_at_run_time(node: Node, data: Value, starts: Value, ends: Value, axes
 
     def bounds(first: Any, last: Any, axis: Any, stride: Any) -> list[Any]:
         begins, strides, lengths = [], [], []
+        far = tirx.IntImm("int64", _FAR)
+        for j in range(count):
+            with T.Assert(stride[j] != 0, f"{node.where}: input steps holds 0.", "ValueError"):
+                pass
+        # Longer steps than any dimension: sums with them do not wrap.
+        steps = [T.bind(tirx.max(tirx.min(stride[j], far), -far)) for j in range(count)]
         for k in cut:
             dim = data.shape[k] * tirx.IntImm("int64", 1)
             begin, step, length = tirx.IntImm("int64", 0), tirx.IntImm("int64", 1), dim
             for j in range(count):
                 here = T.bind(tirx.floormod(axis[j], rank) == k)
-                b, n = (T.bind(v) for v in _run_time_bounds(dim, first[j], last[j], stride[j]))
+                b, n = (T.bind(v) for v in _run_time_bounds(dim, first[j], last[j], steps[j]))
                 begin, step, length = (
-                    T.bind(tirx.Select(here, new, old)) for new, old in ((b, begin), (stride[j], step), (n, length))
+                    T.bind(tirx.Select(here, new, old)) for new, old in ((b, begin), (steps[j], step), (n, length))
                 )
             begins.append(begin)
             strides.append(step)

@@ -11,8 +11,13 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
+from .. import symbolic
 from ..compute import Element, Extent
 from ..node import Node
+from ..values import Value
+from .asserted import required
+
+_LARGEST = 2**31 - 1
 
 _AUTO_PADS = ("NOTSET", "VALID", "SAME_UPPER", "SAME_LOWER")
 
@@ -33,13 +38,18 @@ class Window:
 
     @staticmethod
     def of(node: Node, kernel: Sequence[int]) -> Window:
-        """The node's attributes. Raises NodeError for lists of the wrong length and for an unknown auto_pad."""
+        """The node's attributes. Raises NodeError for lists of the wrong length, for numbers out of range, and for an
+        unknown auto_pad."""
         n = len(kernel)
         lists = {name: tuple(node.attr(name, None) or default) for name, default in (
             ("strides", [1] * n), ("dilations", [1] * n), ("pads", [0] * 2 * n))}  # fmt: skip
         for name, given in lists.items():
             if len(given) != (2 * n if name == "pads" else n):
                 raise node.error(f"attribute {name} is {list(given)} for {n} spatial axes.")
+        for name, given in {"kernel_shape": tuple(kernel), **lists}.items():
+            low = 0 if name == "pads" else 1
+            if not all(low <= number <= _LARGEST for number in given):
+                raise node.error(f"attribute {name} is {list(given)}.", f"Use numbers from {low} to {_LARGEST}.")
         auto_pad = node.attr("auto_pad", "NOTSET")
         if auto_pad not in _AUTO_PADS:
             raise node.error(f"attribute auto_pad is {auto_pad!r}.", f"Use one of {', '.join(_AUTO_PADS)}.")
@@ -84,6 +94,19 @@ class Window:
     def position(self, axis: int, size: Extent, window: Element, k: Element) -> Element:
         """Where element k of a window lies along an axis of that size; outside [0, size) it is padding."""
         return window * self.strides[axis] + k * self.dilations[axis] - self.before(axis, size)
+
+
+def fitting(node: Node, x: Value, window: Window) -> Value:
+    """x [N, C, D1, ...], over whose padded axes the window is known or asserted at run time to fit."""
+    if window.auto_pad.startswith("SAME"):
+        return x
+    n = len(window.kernel)
+    for axis, size in enumerate(x.shape[2:]):
+        padding, reach = window.pads[axis] + window.pads[n + axis], window.reach(axis)
+        text = f"the window covers {reach} places along axis {2 + axis}, where {node.name_of(x, False)} has {{}}"
+        text += f" and {padding} of padding." if padding else "."
+        x = required(node, x, symbolic.less_or_equal(reach - padding, size), text, size)
+    return x
 
 
 def _int64(value: int) -> Element:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+from typing import Any
 
 import numpy as np
 import tvm
@@ -20,6 +21,7 @@ from tvm.ir import Expr, prim
 from ..attention.formula import INDICES, Formula
 from ..attention.plain import plain
 from ..attention.problem import ATTRIBUTE, AttentionProblem, Mask
+from ..checks import check_condition
 from ..expressions import is_function, offset, rewrite, substitute, uses, walk
 from ..values import numpy_dtype
 from .elements import Elements, NoExpression
@@ -86,8 +88,12 @@ class _Absorber:
         self.indices = [tirx.Var(name, "int64") for name in INDICES]
         self.keys = self.mask.ty.shape.values[3] if self.record.pad else self.T  # keys behind are hidden
         ends = (q[0], tirx.const(problem.q_heads, "int64"), self.S, self.keys)
-        self.elements = Elements(mod, bindings, dict(zip(self.indices, ends)), self.is_leaf)
+        self.elements = Elements(mod, bindings, dict(zip(self.indices, ends)), self.is_leaf, self.checked)
         self.tables: list[relax.Binding] = []
+        # By the check that they need, which of its bounds, and how they read: the ends of indices in the formula.
+        self.conditions: dict[tuple[Any, ...], tuple[Expr, Expr]] = {}
+        # By the check and how they read: indices out of a table that was checked.
+        self.looked_up: dict[tuple[relax.Call, str], Expr | None] = {}
 
     def call(self) -> relax.Call | None:
         """The attention with a formula; None where the mask is none."""
@@ -107,6 +113,7 @@ class _Absorber:
         formula = Formula.of(value, self.indices, list(sizes), list(tables.values()), short)
         problem = dataclasses.replace(self.problem, mask=formula)
         given = {**self.arguments, **dict(zip(formula.names(), [*map(self.flat, tables), *sizes.values()]))}
+        given["q"] = self.with_conditions(given["q"])
         function = plain(problem).without_attr("global_symbol")
         arguments = [given[name] for name in problem.parameters() if name in given]
         return relax.call_tir(self.builder.add_func(function, "attention"), arguments, self.attention.ty_args[0])
@@ -156,6 +163,39 @@ class _Absorber:
             return False
         return any(isinstance(node, ir.TensorLoad) for node in walk(element)) or _costly(element)
 
+    def checked(self, call: relax.Call, indices: list[Expr]) -> Expr | None:
+        """An element of checked indices. Those that depend on positions alone are checked by their bounds, before the
+        attention; of those that depend on the distance j - i a table is checked. Others over both i and j stay a
+        tensor, and with it the mask."""
+        value = self.elements.at(call.args[1], indices)
+        bounds = call.args[2].values
+        which = indices[-1] if len(bounds) > 1 else tirx.const(0, "int64")
+        ends = self.elements.ends(value)
+        if ends is not None and isinstance(which, prim.IntImm):
+            self.conditions[(call, int(which), *map(str, ends))] = ends
+            return value
+        i, j = self.indices[2:]
+        if not any(uses(x, {i}) for x in indices) or not any(uses(x, {j}) for x in indices):
+            return None
+        key = call, str(value)
+        if key not in self.looked_up:
+            self.looked_up[key] = self.by_distance(value, call)
+        return self.looked_up[key]
+
+    def with_conditions(self, tensor: relax.Expr) -> relax.Expr:
+        """The tensor, given back where the indices that are in the formula are inside."""
+        nothing = [size.equal(0) for size in self.elements.bounds.values()]
+        for (call, which, *_), (low, high) in self.conditions.items():
+            bound, from_the_back = call.args[2].values[which], int(call.args[3])
+            inside = tirx.all(low >= (-bound if from_the_back else 0), high < bound)
+            if self.elements.analyzer.can_prove(inside):
+                continue
+            name, bounded = (str(argument.value) for argument in call.args[4:6])
+            text = f"{name} holds {{}} to {{}}, and {bounded.splitlines()[which]} is {{}}."
+            check = check_condition(tensor, tirx.any(inside, *nothing), text, [low, high, bound])
+            tensor = self.bind(check, "checked")
+        return tensor
+
     def over_both(self, load: ir.TensorLoad) -> bool:
         """Whether a load needs i in one dimension and j in another: then its tensor is as large as the mask."""
         i, j = self.indices[2:]
@@ -172,17 +212,37 @@ class _Absorber:
         i, j = self.indices[2:]
         d = tirx.Var("d", "int64")
         if uses(value, {i}) and uses(value, {j}):
-            by_distance = self.elements.analyzer.simplify(substitute(value, {j: i + d}))
-            if not uses(by_distance, {i}):
-                first = 1 - self.S
-                return self.table(by_distance, d, self.S + self.keys - 1, j - i - first, first)
+            table = self.by_distance(value)
+            if table is not None:
+                return table
             return rewrite(value, lambda node: None if node is value else self.tabulated(node))
         if uses(value, {j}):
             return self.table(substitute(value, {j: d}), d, self.keys, j, 0)
         return self.table(substitute(value, {i: d}), d, self.S, i, 0)
 
-    def table(self, value: Expr, d: tirx.Var, extent: Expr, index: Expr, first: Expr | int) -> Expr:
-        """An element of a new table with those of `value` for first <= d < first + extent, at d = first + index."""
+    def by_distance(self, value: Expr, check: relax.Call | None = None) -> Expr | None:
+        """value from a table over j - i; None if it depends on more than that of i and j."""
+        i, j = self.indices[2:]
+        d = tirx.Var("d", "int64")
+        of_distance = self.elements.analyzer.simplify(substitute(value, {j: i + d}))
+        if uses(of_distance, {i}):
+            return None
+        first = 1 - self.S
+        return self.table(of_distance, d, self.S + self.keys - 1, j - i - first, first, check)
+
+    def table(
+        self,
+        value: Expr,
+        d: tirx.Var,
+        extent: Expr,
+        index: Expr,
+        first: Expr | int,
+        check: relax.Call | None = None,
+    ) -> Expr:
+        """An element of a new table with those of `value` for first <= d < first + extent, at d = first + index.
+
+        check: the check that the table goes through.
+        """
         b, h = self.indices[:2]
         q = self.arguments["q"].ty.shape.values
         leading = [(var, size) for var, size in ((b, q[0]), (h, self.problem.q_heads)) if uses(value, {var})]
@@ -206,6 +266,9 @@ class _Absorber:
 
         call = self.builder.call_te(compute, *(tensor for tensor, _ in leaves), primfunc_name_hint="mask_table")
         variable = self.bind(call, "mask_table")
+        if check is not None:
+            again = relax.op.call_pure_packed(check.args[0], variable, *check.args[2:], ty_args=variable.ty)
+            variable = self.bind(again, "checked_table")
         buffer = tirx.decl_buffer([tirx.convert(n) for n in shape], str(value.ty), f"table_{len(self.elements.leaves)}")
         self.elements.leaves[variable] = buffer
         return tirx.BufferLoad(

@@ -19,6 +19,7 @@ from typing import Any
 import tvm
 from tvm import relax, te, tirx
 
+from ..checks import checked
 from ..scatter import ATTRIBUTE, in_place
 
 _VIEWS = ("relax.reshape", "relax.memory.view", "relax.memory.ensure_zero_offset")
@@ -207,7 +208,7 @@ def _viewed(binding: Any) -> Any:
         return value
     if isinstance(value, relax.Call) and getattr(value.op, "name", "") in _VIEWS:
         return value.args[0]
-    return None
+    return checked(value)
 
 
 def _writes(binding: Any) -> bool:

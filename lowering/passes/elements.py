@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import tvm
-from tvm import ir, relax, s_tir, tirx
+from tvm import ir, relax, s_tir, sym, tirx
 from tvm.ir import Expr, prim
 
 from ..blocks import read_block
+from ..checks import INDICES, called
 from ..expressions import is_int, rewrite, substitute, uses, walk
 from ..facts import Facts
 
@@ -38,7 +39,8 @@ class _Store:
 class Elements:
     """Elements of the tensors in `main`.
 
-    keep(indices, element) says whether a tensor that could be written out at these indices is a leaf all the same.
+    keep(indices, element) says whether a tensor that could be written out at these indices is a leaf all the same;
+    checked(call, indices) is the element of indices whose check (lowering/checks.py) has to happen, or None for a leaf.
     bounds are the ends of the index variables' ranges, which start at 0.
     """
 
@@ -48,8 +50,10 @@ class Elements:
         bindings: Mapping[relax.Var, relax.Expr],
         bounds: Mapping[tirx.Var, Expr],
         keep: Callable[[list[Expr], Expr], bool],
+        checked: Callable[[relax.Call, list[Expr]], Expr | None] = lambda *_: None,
     ) -> None:
-        self.mod, self.bindings, self.keep = mod, bindings, keep
+        self.mod, self.bindings, self.keep, self.checked = mod, bindings, keep, checked
+        self.bounds = dict(bounds)
         self.facts = Facts()
         self.analyzer = self.facts.analyzer
         for var, end in bounds.items():
@@ -66,6 +70,17 @@ class Elements:
         if element is None or self.keep(indices, element):
             return self._leaf(tensor, indices)
         return element
+
+    def ends(self, expr: Expr) -> tuple[Expr, Expr] | None:
+        """Bounds of an integer expression, by sizes; None for one that depends on data."""
+        ranges = {var: sym.IntervalSet(tirx.const(0, "int64"), end - 1) for var, end in self.bounds.items()}
+        values = self.analyzer.int_set(expr, ranges)
+        if not isinstance(values, sym.IntervalSet):
+            return None
+        low, high = (self.simplify(end) for end in (values.min_value, values.max_value))
+        allowed = {node for end in self.bounds.values() for node in walk(end) if isinstance(node, tirx.Var)}
+        free = [v for end in (low, high) for v in tirx.analysis.undefined_vars(end)]
+        return (low, high) if all(v in allowed for v in free) and not _loads(low, high) else None
 
     def simplify(self, expr: Expr) -> Expr:
         """expr with what the bounds of the indices decide."""
@@ -112,6 +127,8 @@ class Elements:
             return None
         if call.op == ir.Op.get("relax.reshape"):
             return self.at(call.args[0], self._reshaped(indices, _shape(tensor), _shape(call.args[0])))
+        if called(call) == INDICES:
+            return self.checked(call, indices)
         if call.op != ir.Op.get("relax.call_tir"):
             return None
         func = self.mod[call.args[0]]
@@ -219,6 +236,10 @@ class Elements:
             result.append(tirx.floormod(position, extent))
             position = tirx.floordiv(position, extent)
         return result[::-1]
+
+
+def _loads(*exprs: Expr) -> bool:
+    return any(isinstance(node, ir.TensorLoad) for expr in exprs for node in walk(expr))
 
 
 def _shape(tensor: relax.Expr) -> list[Expr]:

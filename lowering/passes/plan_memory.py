@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import tvm
 import tvm_ffi
 from tvm import DataType, ir, relax, tirx
@@ -23,11 +24,10 @@ from tvm.ir import prim
 from tvm.sym import Analyzer
 
 from ..expressions import Expr, is_int
+from ..values import LARGEST_SIZE
 
 # Blocks and tensors begin at multiples of this, a cache line.
 _ALIGNMENT = 64
-# No symbol is larger; what lies above is no size of anything in memory.
-_LARGEST = 1 << 40
 # What a symbol is taken for where an order is wanted and none can be proved.
 _TYPICAL = 256
 
@@ -59,7 +59,7 @@ class Terms:
 
     def add_symbols(self, symbols: Iterable[Any]) -> None:
         for symbol in symbols:
-            self._analyzer.bind(symbol, ir.Range(0, _LARGEST))
+            self._analyzer.bind(symbol, ir.Range(0, LARGEST_SIZE))
 
     def polynomial(self, expr: Expr) -> Polynomial | None:
         """None for an expression of which a factor may be negative."""
@@ -155,22 +155,65 @@ def top(tensors: Iterable[Tensor]) -> Polynomial:
 
 
 def place(tensors: Sequence[Tensor]) -> None:
-    """Gives every tensor an offset, so that no two that are alive at the same time overlap."""
-    placed: list[Tensor] = []
-    for tensor in sorted(tensors, key=lambda t: (-estimate(t.room), t.first)):
-        others = [o for o in placed if o.first <= tensor.last and tensor.first <= o.last]
-        offsets = sorted([{}, *(o.end() for o in others)], key=estimate)
-        tensor.offset = next(
-            (start for start in offsets if all(_apart(tensor, start, o) for o in others)),
-            top(others),
-        )
-        placed.append(tensor)
+    """Gives every tensor an offset, so that no two that are alive at the same time overlap.
+
+    Polynomials are rows of arrays here, with a column for each monomial: every tensor is compared with all that are
+    placed, of which wide models keep thousands alive at once.
+    """
+    ordered = sorted(tensors, key=lambda t: (-estimate(t.room), t.first))
+    columns = {m: k for k, m in enumerate(sorted({m for t in ordered for m in (*t.size, *t.room)}))}
+    typical = np.array([float(_TYPICAL) ** len(m) for m in columns])
+    # No offset is larger than all tensors beside each other. Such numbers are no sizes, but must not wrap.
+    total = sum(abs(c) for t in ordered for c in (*t.size.values(), *t.room.values()))
+    kind: Any = np.int64 if total < 1 << 62 else object
+
+    def rows(polynomials: Sequence[Polynomial]) -> np.ndarray:
+        result = np.zeros((len(polynomials), len(columns)), kind)
+        for row, polynomial in zip(result, polynomials):
+            for monomial, coefficient in polynomial.items():
+                row[columns[monomial]] = coefficient
+        return result
+
+    sizes, rooms = rows([t.size for t in ordered]), rows([t.room for t in ordered])
+    offsets = np.zeros_like(rooms)
+    first, last = np.array([t.first for t in ordered]), np.array([t.last for t in ordered])
+    for k, tensor in enumerate(ordered):
+        others = np.flatnonzero((first[:k] <= tensor.last) & (tensor.first <= last[:k]))
+        start = _lowest(sizes[k], offsets[others], sizes[others], rooms[others], typical)
+        if start is None:
+            start = rows([top([ordered[o] for o in others])])[0]
+        offsets[k] = start
+        tensor.offset = {m: int(start[column]) for m, column in columns.items() if start[column]}
 
 
-def _apart(tensor: Tensor, start: Polynomial, other: Tensor) -> bool:
-    """Whether the tensor at `start` is proved not to overlap the other."""
-    assert other.offset is not None
-    return other.ends_before(start) or at_most(add(start, tensor.size), other.offset)
+def _lowest(
+    size: np.ndarray, begins: np.ndarray, sizes: np.ndarray, rooms: np.ndarray, typical: np.ndarray
+) -> np.ndarray | None:
+    """The lowest start, 0 or an end of another tensor, that is proved to leave a tensor apart from all others."""
+    ends, used = begins + rooms, begins + sizes
+    starts = np.concatenate([np.zeros((1, len(size)), begins.dtype), ends])
+    starts = starts[np.argsort((starts @ typical).astype(float), kind="stable")]
+    # What is proved holds for typical symbols, too, which tell what is below a start and what above. Then no
+    # coefficient may be in the way. That leaves few starts to prove.
+    at, begin = (starts @ typical).astype(float), (begins @ typical).astype(float)
+    reach, length = np.minimum(ends @ typical, used @ typical).astype(float), float(size @ typical)
+    order = np.argsort(begin)
+    below = np.searchsorted(begin[order], at + length)  # so many of the others, by where they begin
+    possible = _running(np.maximum, reach[order], [-np.inf])[below] <= at
+    if length > 0:  # nothing is both below and above
+        lowest = _running(np.maximum, np.minimum(ends, used)[order], starts.min(0, keepdims=True))[below]
+        highest = _running(np.minimum, begins[order[::-1]], (starts + size).max(0, keepdims=True))[::-1][below]
+        possible &= (lowest <= starts).all(1) & (starts + size <= highest).all(1)
+    for start in starts[possible]:
+        apart = (ends <= start).all(1) | (used <= start).all(1) | (start + size <= begins).all(1)
+        if apart.all():
+            return start
+    return None
+
+
+def _running(extreme: np.ufunc, rows: np.ndarray, of_none: Any) -> np.ndarray:
+    """The extremes of the first 0, 1, 2, ... rows."""
+    return extreme.accumulate(np.concatenate([of_none, rows]))
 
 
 class _Plan:

@@ -11,6 +11,7 @@ from tvm import relax, tirx
 from tvm.ir import prim
 
 from ..expressions import Expr
+from ..values import MOST_BYTES
 
 # The allocator's own granule.
 _PAGE = 4096
@@ -40,4 +41,19 @@ def _power_of_two(size: Expr) -> Expr:
     if isinstance(size, prim.IntImm):
         return tirx.const(max(_PAGE, 1 << (int(size.value) - 1).bit_length()), "int64")
     bits = 64 - tirx.clz(tirx.max(size, _PAGE) - 1)
-    return tirx.shift_left(tirx.const(1, "int64"), bits)
+    rounded = tirx.shift_left(tirx.const(1, "int64"), bits)
+    # Products of sizes may wrap, and look small. In float64 they do not; no allocator has that much.
+    wraps = _real(size) > tirx.const(float(MOST_BYTES), "float64")
+    return prim.Select(wraps, tirx.const(MOST_BYTES, "int64"), rounded)
+
+
+def _real(size: Expr) -> Expr:
+    """The size computed in float64."""
+    if isinstance(size, prim.Add | prim.Sub | prim.Mul):
+        a, b = _real(size.a), _real(size.b)
+        return a + b if isinstance(size, prim.Add) else a - b if isinstance(size, prim.Sub) else a * b
+    if isinstance(size, prim.Min | prim.Max):
+        return (tirx.min if isinstance(size, prim.Min) else tirx.max)(_real(size.a), _real(size.b))
+    if isinstance(size, prim.FloorDiv):  # nothing is rounded: an upper bound
+        return _real(size.a) / tirx.max(_real(size.b), tirx.const(1.0, "float64"))
+    return size.astype("float64")

@@ -275,6 +275,8 @@ def imported(
 ) -> Imported:
     """The node imported without onnx's checker in front, which refuses some of these in words of its own."""
     proto = model(opset, attributes, inputs, dict.fromkeys(outputs, ("float32", ())))
+    for output in proto.graph.output:
+        output.type.tensor_type.ClearField("shape")
     return import_model(ir.from_proto(proto))
 
 

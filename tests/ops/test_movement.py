@@ -94,7 +94,7 @@ def test_negative_indices_count_from_the_back() -> None:
 def test_known_indices_outside_are_refused() -> None:
     e = Expectations()
     e.expect("Gather", [floats(3), ints(3)], floats(1), constant=[1])
-    with pytest.raises(lowering.NodeError, match="index 3 is outside a dimension of size 3"):
+    with pytest.raises(lowering.NodeError, match="holds 3, and dimension 0 of input 'x0_0' allows -3 to 2"):
         e.check()
 
 
@@ -152,7 +152,7 @@ def test_concat_of_empty_parts() -> None:
 def test_concat_asserts_the_other_dimensions() -> None:
     e = Expectations()
     e.expect("Concat", [floats(2, 3), floats(3, 3)], floats(5, 3), dims=[["a", 3], ["b", 3]], axis=1)
-    with pytest.raises(lowering.InputError, match="match_cast"):
+    with pytest.raises(lowering.InputError, match=r"Concat-25.*'x0_1' must be .*axis 0 is 3, not 2\."):
         e.check()
     with pytest.raises(lowering.NodeError, match="differ outside of axis 1"):
         imported("Concat", [("float32", [2, 3]), ("float32", [3, 3])], axis=1)
@@ -176,7 +176,7 @@ def test_split_lengths_must_add_up() -> None:
         imported("Split", [("float32", [7, 2])], results=2, opset=11, split=[3, 5])
     e = Expectations()
     e.expect("Split", [floats(7), ints(3, 5)], floats(3), floats(5))
-    with pytest.raises(lowering.InputError, match="match_cast"):
+    with pytest.raises(lowering.InputError, match=r"Split-25.*'x0_0' must be .*axis 0 is 7, not 8\."):
         e.check()
 
 

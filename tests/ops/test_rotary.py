@@ -64,13 +64,20 @@ def test_rotation(dtype: str, ways: list[dict[str, int]]) -> None:
     case.check()
 
 
-def test_positions_outside_the_cache_read_its_ends() -> None:
+def test_negative_positions_count_from_the_end_of_the_cache() -> None:
     x, cos = RNG.standard_normal((1, 1, 3, 4)).astype("float32"), RNG.standard_normal((2, 2)).astype("float32")
-    positions = np.array([[-5, 1, 10**12]])
-    at = cos[np.clip(positions, 0, 1)]
+    positions = np.array([[-2, 1, -1]])
     case = Expectations()
-    case.expect("RotaryEmbedding", [x, cos, cos, positions], rotated(x, at, at, 0, 4))
+    case.expect("RotaryEmbedding", [x, cos, cos, positions], rotated(x, cos[positions], cos[positions], 0, 4))
     case.check()
+
+
+def test_positions_outside_the_cache_are_an_error() -> None:
+    x, cos = RNG.standard_normal((1, 1, 3, 4)).astype("float32"), RNG.standard_normal((2, 2)).astype("float32")
+    case = Expectations()
+    case.expect("RotaryEmbedding", [x, cos, cos, np.array([[0, 1, 10**12]])], x)
+    with pytest.raises(lowering.InputError, match=r"RotaryEmbedding-25.*holds 1000000000000 at \[0, 2\]"):
+        case.check()
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,9 @@ def test_reshape_at_run_time() -> None:
 def test_reshape_to_another_number_of_elements_is_an_error() -> None:
     e = Expectations()
     e.expect("Reshape", [floats(2, 3), ints(4, 2)], floats(4, 2))
-    with pytest.raises(lowering.InputError, match=r"6 vs. 8"):
+    with pytest.raises(
+        lowering.InputError, match=r"Reshape-25.* has 6 elements and cannot be given the shape \[4, 2\]"
+    ):
         e.check()
     with pytest.raises(lowering.NodeError, match=r"\[2, 3\] has 6 elements"):
         e = Expectations()

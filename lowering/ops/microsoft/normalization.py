@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 from tvm import relax, tirx
 
+from ... import symbolic
 from ...compute import Element, pointwise, require_numbers, widened
 from ...node import Node
 from ...values import Value
 from .. import op
+from ..asserted import asserted, broadcast_to, inside, required
 from ..kernels import Read, compute
 from ..matmul import rounded
 from ..normalization import layer_normalization, over_last_axes
@@ -51,6 +53,7 @@ def _skip_normalization(
     """The sum is normalised before it is rounded to half precision."""
     _no_statistics(node, 1, 2)
     given = [term for term in terms if term is not None]
+    given = list(broadcast_to(node, *given))
     dtype = given[0].dtype
     total = pointwise(node, lambda *x: sum(x[1:], x[0]), *given, dtype=widened(dtype), name="residual")
     y = over_last_axes(node, total, [p for p in parameters if p is not None], centred, _SKIP_EPSILON)
@@ -86,7 +89,25 @@ def embed_layer_normalization(
         if value is not None and value.rank != 2:
             raise node.error(f"input {name} has rank {value.rank}.", "Make it [batch, sequence].")
     tables = [table for table in (words, positions, segments) if table is not None]
-    ids, *given = node.unify(*(v for v in (ids, segment_ids, position_ids) if v is not None))
+    tables = [asserted(node, table, (table.shape[0], words.shape[1])) for table in tables]
+    if segment_ids is not None:
+        segment_ids = asserted(node, segment_ids, ids.shape)
+    if position_ids is not None:
+        batch = position_ids.shape[0]
+        one = isinstance(batch, int) and batch == 1
+        position_ids = asserted(node, position_ids, (1 if one else ids.shape[0], ids.shape[1]))
+    given = [v for v in (segment_ids, position_ids) if v is not None]
+    ids = inside(node, ids, words.shape[0], of="the number of words", from_the_back=False)
+    tables_of_given = [t for v, t in ((segment_ids, segments), (position_ids, positions)) if v is not None]
+    given = [
+        inside(node, v, t.shape[0], of="the number of rows of its table", from_the_back=False)
+        for v, t in zip(given, tables_of_given)
+        if t is not None
+    ]
+    if position_ids is None:
+        text = "position_embedding has {} rows, and there are {} tokens."
+        fits = symbolic.less_or_equal(ids.shape[1], positions.shape[0])
+        ids = required(node, ids, fits, text, positions.shape[0], ids.shape[1])
     dtype, batch_of_positions = words.dtype, None if position_ids is None else given[-1].shape[0]
 
     def row(table: Read, size: Element, place: Element, d: Element) -> Element:

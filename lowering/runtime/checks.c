@@ -1,0 +1,255 @@
+/* What a model asserts of data and sizes while it runs: packed functions that generated code calls, linked into every
+ * model.so. Each returns its first argument, so that what needs the check is what reads its result, or raises an error
+ * whose text names the ONNX node. None allocates unless it fails.
+ */
+#define _GNU_SOURCE
+#pragma GCC optimize("O3") /* vectorises loops of unknown length */
+#include <inttypes.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <tvm/ffi/c_api.h>
+#include <unistd.h>
+
+#define CHECK(name)                                                                                      \
+    __attribute__((visibility("default"))) int __tvm_ffi_lowering_##name(void* self, const TVMFFIAny* args, \
+                                                                         int32_t count, TVMFFIAny* result)
+
+/* -- arguments and results ---------------------------------------------------------------------------------------- */
+
+/* What stands behind the header of an object. */
+static const void* content(const TVMFFIAny* value) { return (const char*)value->v_ptr + sizeof(TVMFFIObject); }
+
+static const DLTensor* tensor_of(const TVMFFIAny* value) {
+    return value->type_index == kTVMFFIDLTensorPtr ? value->v_ptr : content(value);
+}
+
+static const TVMFFIShapeCell* shape_of(const TVMFFIAny* value) { return content(value); }
+
+static TVMFFIByteArray text_of(const TVMFFIAny* value) {
+    if (value->type_index == kTVMFFISmallStr) return (TVMFFIByteArray){value->v_bytes, value->small_str_len};
+    if (value->type_index == kTVMFFIRawStr) return (TVMFFIByteArray){value->v_c_str, strlen(value->v_c_str)};
+    return *(const TVMFFIByteArray*)content(value);
+}
+
+static int pass(const TVMFFIAny* value, TVMFFIAny* result) {
+    *result = *value;
+    if (value->type_index >= kTVMFFIStaticObjectBegin) TVMFFIObjectIncRef(value->v_obj);
+    return 0;
+}
+
+/* -- errors ------------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    char text[4096];
+    size_t length;
+} Message;
+
+__attribute__((format(printf, 2, 3))) static void say(Message* message, const char* format, ...) {
+    size_t room = sizeof(message->text) - message->length;
+    va_list arguments;
+    va_start(arguments, format);
+    int written = vsnprintf(message->text + message->length, room, format, arguments);
+    va_end(arguments);
+    if (written > 0) message->length += (size_t)written < room ? (size_t)written : room - 1;
+}
+
+static void say_text(Message* message, TVMFFIByteArray text) { say(message, "%.*s", (int)text.size, text.data); }
+
+static void say_sizes(Message* message, const int64_t* sizes, int64_t count) {
+    for (int64_t k = 0; k < count; ++k) say(message, "%s%" PRId64, k ? ", " : "[", sizes[k]);
+    say(message, count ? "]" : "[]");
+}
+
+static int fail(const Message* message) {
+    TVMFFIErrorSetRaisedFromCStr("ValueError", message->text);
+    return -1;
+}
+
+/* -- indices ------------------------------------------------------------------------------------------------------ */
+
+/* Whether an element is below `low` or not below `high`: then the sign bit of one of the differences is set, and loops
+ * over them need no branch. Differences wrap: what is so far outside that one does has the other's sign bit set. */
+#define SCAN(type)                                                                                   \
+    static int outside_##type(const type* data, int64_t count, uint64_t low, uint64_t last) {         \
+        uint64_t signs = 0;                                                                            \
+        for (int64_t i = 0; i < count; ++i) {                                                          \
+            uint64_t value = (uint64_t)(int64_t)data[i];                                               \
+            signs |= (value - low) | (last - value);                                                   \
+        }                                                                                              \
+        return signs >> 63 != 0;                                                                       \
+    }
+SCAN(int8_t)
+SCAN(int16_t)
+SCAN(int32_t)
+SCAN(int64_t)
+SCAN(uint8_t)
+SCAN(uint16_t)
+SCAN(uint32_t)
+
+static int64_t element(const DLTensor* tensor, int64_t i) {
+    const char* data = (const char*)tensor->data + tensor->byte_offset;
+    int is_signed = tensor->dtype.code == kDLInt;
+    switch (tensor->dtype.bits) {
+        case 8: return is_signed ? ((const int8_t*)data)[i] : ((const uint8_t*)data)[i];
+        case 16: return is_signed ? ((const int16_t*)data)[i] : ((const uint16_t*)data)[i];
+        case 32: return is_signed ? (int64_t)((const int32_t*)data)[i] : (int64_t)((const uint32_t*)data)[i];
+        default: return ((const int64_t*)data)[i]; /* uint64 from 2^63 on comes out negative: it is refused as well */
+    }
+}
+
+static int any_outside(const DLTensor* tensor, int64_t count, int64_t low, int64_t last) {
+    const void* data = (const char*)tensor->data + tensor->byte_offset;
+    int is_signed = tensor->dtype.code == kDLInt;
+    uint64_t from = (uint64_t)low, to = (uint64_t)last;
+    switch (tensor->dtype.bits) {
+        case 8: return is_signed ? outside_int8_t(data, count, from, to) : outside_uint8_t(data, count, from, to);
+        case 16: return is_signed ? outside_int16_t(data, count, from, to) : outside_uint16_t(data, count, from, to);
+        case 32: return is_signed ? outside_int32_t(data, count, from, to) : outside_uint32_t(data, count, from, to);
+        default: return outside_int64_t(data, count, from, to);
+    }
+}
+
+/* Line k of a text. */
+static TVMFFIByteArray line(TVMFFIByteArray text, size_t k) {
+    for (;; --k) {
+        const char* end = memchr(text.data, '\n', text.size);
+        size_t size = end == NULL ? text.size : (size_t)(end - text.data);
+        if (k == 0 || end == NULL) return (TVMFFIByteArray){text.data, size};
+        text.data += size + 1;
+        text.size -= size + 1;
+    }
+}
+
+static int refuse_index(const TVMFFIAny* args, const DLTensor* tensor, int64_t at, size_t k, int64_t low, int64_t last) {
+    int64_t place[64], rest = at;
+    for (int axis = tensor->ndim - 1; axis >= 0 && axis < 64; --axis) {
+        place[axis] = rest % tensor->shape[axis];
+        rest /= tensor->shape[axis];
+    }
+    Message message = {.length = 0};
+    say_text(&message, text_of(&args[3]));
+    say(&message, " holds %" PRId64, element(tensor, at));
+    if (tensor->ndim > 0) say(&message, " at ");
+    if (tensor->ndim > 0) say_sizes(&message, place, tensor->ndim);
+    say(&message, ", and ");
+    say_text(&message, line(text_of(&args[4]), k));
+    if (last < low) {
+        say(&message, " is empty: no index is legal.");
+    } else {
+        say(&message, " allows %" PRId64 " to %" PRId64 ".", low, last);
+    }
+    return fail(&message);
+}
+
+/* lowering_check_indices(indices, bounds, from_the_back, name, bounded) -> indices
+ * Element i must be less than bounds[i mod count], and not negative or, if from_the_back, at least minus that. name says
+ * whose indices they are, line k of `bounded` what bounds[k] is the size of. */
+CHECK(check_indices) {
+    (void)self, (void)count;
+    const DLTensor* tensor = tensor_of(&args[0]);
+    const TVMFFIShapeCell* bounds = shape_of(&args[1]);
+    const int from_the_back = args[2].v_int64 != 0;
+    int64_t volume = 1;
+    for (int axis = 0; axis < tensor->ndim; ++axis) volume *= tensor->shape[axis];
+    if (bounds->size == 1) {
+        const int64_t last = bounds->data[0] - 1, low = from_the_back ? -bounds->data[0] : 0;
+        if (volume == 0 || !any_outside(tensor, volume, low, last)) return pass(&args[0], result);
+    }
+    for (int64_t i = 0, k = 0; i < volume; ++i) {
+        const int64_t index = element(tensor, i), last = bounds->data[k] - 1;
+        const int64_t low = from_the_back ? -bounds->data[k] : 0;
+        if (index < low || index > last) return refuse_index(args, tensor, i, (size_t)k, low, last);
+        k = k + 1 == (int64_t)bounds->size ? 0 : k + 1;
+    }
+    return pass(&args[0], result);
+}
+
+/* -- sizes -------------------------------------------------------------------------------------------------------- */
+
+/* No dimension is larger; the compiler counts on it. */
+static const int64_t LARGEST = INT64_C(1) << 40;
+
+/* lowering_check_sizes(sizes, others, itemsize, name) -> sizes
+ * Sizes that come from data: none is negative, and a tensor that has these dimensions and the others fits in the memory
+ * of the machine. itemsize 0: they are no dimensions of one tensor. name says whose sizes they are. */
+CHECK(check_sizes) {
+    (void)self, (void)count;
+    const TVMFFIShapeCell *sizes = shape_of(&args[0]), *others = shape_of(&args[1]);
+    Message message = {.length = 0};
+    say_text(&message, text_of(&args[3]));
+    double bytes = (double)args[2].v_int64;
+    for (size_t k = 0; k < sizes->size; ++k) {
+        if (sizes->data[k] < 0 || sizes->data[k] > LARGEST) {
+            say(&message, " asks for the sizes ");
+            say_sizes(&message, sizes->data, (int64_t)sizes->size);
+            say(&message, sizes->data[k] < 0 ? ", one of which is negative." : ", one of which is larger than 2^40.");
+            return fail(&message);
+        }
+        bytes *= (double)sizes->data[k];
+    }
+    for (size_t k = 0; k < others->size; ++k) bytes *= (double)others->data[k];
+    const double memory = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
+    if (bytes > memory) {
+        say(&message, " asks for the sizes ");
+        say_sizes(&message, sizes->data, (int64_t)sizes->size);
+        say(&message, ": a result of %.3g bytes, and this machine has %.3g bytes of memory.", bytes, memory);
+        return fail(&message);
+    }
+    return pass(&args[0], result);
+}
+
+/* lowering_check(value, numbers, text) -> value
+ * Raises the text if numbers[0] is 0; each {} in it stands for one of the further numbers. */
+CHECK(check) {
+    (void)self, (void)count;
+    const TVMFFIShapeCell* numbers = shape_of(&args[1]);
+    if (numbers->data[0] != 0) return pass(&args[0], result);
+    Message message = {.length = 0};
+    TVMFFIByteArray text = text_of(&args[2]);
+    for (size_t k = 1; k < numbers->size; ++k) {
+        const char* place = memmem(text.data, text.size, "{}", 2);
+        if (place == NULL) break;
+        const size_t before = (size_t)(place - text.data);
+        say_text(&message, (TVMFFIByteArray){text.data, before});
+        say(&message, "%" PRId64, numbers->data[k]);
+        text.data += before + 2;
+        text.size -= before + 2;
+    }
+    say_text(&message, text);
+    return fail(&message);
+}
+
+/* lowering_match_shape(value, heap, rank, code 0, operand 0, code 1, ..., name)
+ * vm.builtin.match_shape of TVM, whose errors name no node: dimension k must equal a number (code 0) or an entry of the
+ * heap of sizes (code 3), or becomes one (code 1), or is not looked at (code 2). */
+CHECK(match_shape) {
+    (void)self;
+    enum { EQUALS_NUMBER = 0, STORE = 1, EQUALS_ENTRY = 3 };
+    const int is_shape = args[0].type_index == kTVMFFIShape;
+    const int64_t* shape = is_shape ? shape_of(&args[0])->data : tensor_of(&args[0])->shape;
+    const int64_t rank = is_shape ? (int64_t)shape_of(&args[0])->size : tensor_of(&args[0])->ndim;
+    int64_t* heap = args[1].type_index == kTVMFFINone ? NULL : tensor_of(&args[1])->data;
+    const TVMFFIAny* codes = args + 3;
+    result->type_index = kTVMFFINone;
+    result->v_int64 = 0;
+    if (rank != args[2].v_int64) {
+        Message message = {.length = 0};
+        say_text(&message, text_of(&args[count - 1]));
+        say(&message, "; its rank is %" PRId64 ", not %" PRId64 ".", rank, args[2].v_int64);
+        return fail(&message);
+    }
+    for (int64_t k = 0; k < rank; ++k) {
+        const int64_t code = codes[2 * k].v_int64, operand = codes[2 * k + 1].v_int64;
+        if (code == STORE) heap[operand] = shape[k];
+        if (code != EQUALS_NUMBER && code != EQUALS_ENTRY) continue;
+        const int64_t wanted = code == EQUALS_NUMBER ? operand : heap[operand];
+        if (shape[k] == wanted) continue;
+        Message message = {.length = 0};
+        say_text(&message, text_of(&args[count - 1]));
+        say(&message, "; its size along axis %" PRId64 " is %" PRId64 ", not %" PRId64 ".", k, shape[k], wanted);
+        return fail(&message);
+    }
+    return 0;
+}
