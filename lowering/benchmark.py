@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 
 from .errors import InputError
+from .expected import seconds as expected_seconds
 from .inputs import is_integer, random_input
 from .limits import Limits, measure_gpu_limits, measure_limits
-from .manifest import Manifest, TensorSpec
+from .manifest import MOST_THREADS, Manifest, TensorSpec
 from .runtime import Model, load
+from .runtime.checks import whole_number
 from .runtime.profiler import KernelCall, Profiler
 
 _FEWEST, _MOST = 5, 1000
@@ -25,12 +27,14 @@ _FEWEST, _MOST = 5, 1000
 
 @dataclass(frozen=True)
 class Cost:
-    """Time, work, and the share of the machine's limit that they are: the time that the limit allows, by that taken."""
+    """Time, work, the time that was to be expected (lowering/expected.py), and the share of the machine's limit that
+    the work is: the time that the limit allows, by that taken."""
 
     calls: int
     seconds: float
     flops: int
     bytes: int
+    expected: float
     of_limit: float
 
 
@@ -103,7 +107,8 @@ class Profile:
         calls = list(calls)
         least = sum(self.limits.seconds(c.flops, c.bytes) for c in calls)
         flops, size = (sum(getattr(c, name) for c in calls) for name in ("flops", "bytes"))
-        return Cost(len(calls), seconds, flops, size, least / seconds)
+        expected = sum(expected_seconds(c.kernel, c.flops, c.bytes, self.limits) for c in calls)
+        return Cost(len(calls), seconds, flops, size, expected, least / seconds)
 
 
 def bench(
@@ -126,10 +131,12 @@ def bench(
     if not isinstance(model, Model):
         model = load(Path(model))
     given = dict(inputs or {})
-    sizes = _sizes(model.manifest, dict(sizes or {}), given)
+    sizes = {name: whole_number(n, f"the size of '{name}'", 0, 2**63 - 1) for name, n in (sizes or {}).items()}
+    sizes = _sizes(model.manifest, sizes, given)
     rng = np.random.default_rng(0)
     free = {t.name: _input(t, model.manifest, sizes, rng) for t in model.inputs if t.name not in given}
     arrays = {**given, **(free if model.gpu is None else {name: model.gpu.copy(array) for name, array in free.items()})}
+    threads = whole_number(threads, "threads", 1, MOST_THREADS)
     call = model.bind(arrays, threads=threads)
     profiler = Profiler(model)
     call()

@@ -14,6 +14,7 @@ from tvm.ir import prim
 
 from .attention.problem import ATTRIBUTE, AttentionProblem
 from .blocks import is_reduction
+from .expected import rate
 from .expressions import Expr, is_function, loads, walk
 from .facts import Facts
 from .manifest import KernelSpec
@@ -37,14 +38,16 @@ def kernel_spec(name: str, func: tirx.PrimFunc, schedule: str) -> KernelSpec:
     arguments = tuple(tuple(map(names.dim, p.shape)) if tirx.is_buffer_var(p) else names.dim(p) for p in func.params)
     if func.attrs is not None and ATTRIBUTE in func.attrs:
         problem = AttentionProblem.from_json(func.attrs[ATTRIBUTE])
-        return KernelSpec(name, "attention", schedule, arguments, *_attention(problem, func))
+        flops, size = _attention(problem, func)
+        return KernelSpec(name, "attention", schedule, arguments, flops, size, rate("attention", schedule))
     counter = _Counter(func)
     try:
         counter.statement(func.body, tirx.const(1, "int64"))
         flops, size = names.text(counter.simplify(counter.operations)), names.text(counter.bytes())
     except _Unknown:
         flops, size = "0", "volume"
-    return KernelSpec(name, "matmul" if counter.product else "other", schedule, arguments, flops, size)
+    kind = "matmul" if counter.product else "other"
+    return KernelSpec(name, kind, schedule, arguments, flops, size, rate(kind, schedule))
 
 
 def _attention(problem: AttentionProblem, func: tirx.PrimFunc) -> tuple[str, str]:

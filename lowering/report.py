@@ -10,17 +10,22 @@ from rich.console import Console
 from rich.table import Table
 
 from .errors import InputError
+from .expected import SLOW
 
 if TYPE_CHECKING:
     from .benchmark import Cost, Profile
 
 _COSTLIEST = 15
+_NOTABLE = 0.01  # of a run: what is below the expected share of the limit is marked from here on
 
 
 def text(profile: Profile) -> str:
-    """Three tables: by what is computed, by kernel, and the costliest calls with their ONNX nodes."""
+    """Three tables: by what is computed, by kernel, and the costliest calls with their ONNX nodes.
+
+    A mark stands behind what reaches less than 30 % of the limit and takes more than a hundredth of the run.
+    """
     buffer = io.StringIO()
-    console = Console(file=buffer, width=150)
+    console = Console(file=buffer, width=150, markup=False)  # names are no markup
     low, high = profile.quartiles
     limits = profile.limits
     sizes = ", ".join(f"{name}={size}" for name, size in profile.sizes.items())
@@ -38,7 +43,7 @@ def text(profile: Profile) -> str:
     for kind, cost in profile.by_kind().items():
         kinds.add_row(kind, str(cost.calls), *_cells(cost, profile))
     rest = profile.seconds - sum(call.seconds for call in profile.calls)
-    kinds.add_row("between kernels", "", _time(max(rest, 0.0)), _share(max(rest, 0.0), profile), "", "", "")
+    kinds.add_row("between kernels", "", _time(max(rest, 0.0)), _share(max(rest, 0.0), profile), "", "", "", "")
     console.print(kinds)
     schedules = {call.kernel.name: call.kernel.schedule for call in profile.calls}
     kernels = _table("kernel", "schedule", "calls")
@@ -84,7 +89,7 @@ def _table(*first: str) -> Table:
     table.add_column(first[0], no_wrap=first[0] == "call")
     for name in first[1:]:
         table.add_column(name)
-    for name in ("time", "share", "GF/s", "GB/s", "of limit"):
+    for name in ("time", "share", "GF/s", "GB/s", "expected", "of limit"):
         table.add_column(name, justify="right", no_wrap=True)
     return table
 
@@ -95,7 +100,8 @@ def _cells(cost: Cost, profile: Profile) -> list[str]:
         _share(cost.seconds, profile),
         f"{cost.flops / cost.seconds / 1e9:.1f}",
         f"{cost.bytes / cost.seconds / 1e9:.1f}",
-        f"{cost.of_limit:.0%}",
+        _time(cost.expected),
+        f"{cost.of_limit:.0%}" + (" !" if cost.of_limit < SLOW and cost.seconds > _NOTABLE * profile.seconds else ""),
     ]
 
 

@@ -1,0 +1,41 @@
+"""Arithmetic of sizes as text, which a manifest holds: names, numbers, + - * // %, min and max."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Mapping
+
+_SIGNS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+def names(text: str) -> set[str]:
+    """The sizes that the text is about."""
+    return {node.id for node in ast.walk(ast.parse(text, mode="eval")) if isinstance(node, ast.Name)} - {"min", "max"}
+
+
+def evaluate(text: str, values: Mapping[str, int]) -> int:
+    """The number that the text gives for these sizes.
+
+    Raises ValueError for anything else.
+    """
+
+    def value(node: ast.expr) -> int:
+        match node:
+            case ast.Constant(value=int(number)):
+                return number
+            case ast.Name(id=name) if name in values:
+                return values[name]
+            case ast.BinOp(left=a, op=sign, right=b) if type(sign) in _SIGNS:
+                return _SIGNS[type(sign)](value(a), value(b))
+            case ast.Call(func=ast.Name(id="min" | "max" as name), args=[a, b]):
+                return (min if name == "min" else max)(value(a), value(b))
+        raise ValueError(f"'{text}' is no arithmetic of {', '.join(values)}")
+
+    return value(ast.parse(text, mode="eval").body)
