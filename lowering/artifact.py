@@ -3,57 +3,74 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from .cpp_header import model_header
-from .manifest import FILE, WEIGHTS, Manifest, WeightSpec, file_digest, weights_digest
-from .runtime.folders import LARGE_WRITE, replaced_folder
+from .manifest import FILE, HEADER, HOST, SIGNATURE, WEIGHTS, Manifest, WeightSpec, digest, weights_sample
+from .runtime.folders import replaced_folder
+from .runtime.signature import SigningKey, sign
 
 # Cache lines, and the widest vectors.
 ALIGNMENT = 64
 
 
 def write(
-    folder: Path, libraries: Sequence[bytes | Path], manifest: Manifest, weights: Mapping[str, np.ndarray]
+    folder: Path,
+    libraries: Sequence[bytes],
+    manifest: Manifest,
+    weights: Mapping[str, np.ndarray],
+    sign_key: SigningKey | None = None,
 ) -> Manifest:
     """Writes the folder and returns the manifest in it, completed with the places of the weights and the hashes.
 
-    libraries are the files of `manifest.code()`, or their bytes. weights are in the order of the compiled main's tuple;
-    arrays mapped from files are copied piece by piece. An artifact that is there is replaced in one step. Raises
-    ArtifactError where `folder` holds something else.
+    libraries are the files of `manifest.code()`. weights are in the order of the compiled main's tuple; arrays mapped
+    from files are copied piece by piece. An artifact that is there is replaced in one step. sign_key is as for
+    `Model.save`. Raises ArtifactError where `folder` holds something else, or cannot be written.
     """
     with replaced_folder(Path(folder)) as new:
-        names = list(manifest.code().values())
-        for name, library in zip(names, libraries, strict=True):
-            if isinstance(library, bytes):
-                (new / name).write_bytes(library)
-            else:
-                shutil.copyfile(library, new / name)
-        hashes = {name: file_digest(new / name) for name in names}
-        specs: tuple[WeightSpec, ...] = ()
+        hashes: dict[str, str] = {}
         if weights:
-            specs = _write_weights(new / WEIGHTS, weights)
-            hashes[WEIGHTS] = weights_digest(new / WEIGHTS)
-        manifest = dataclasses.replace(manifest, weights=specs, hashes=hashes)
+            manifest, hashes[WEIGHTS] = _write_weights(new / WEIGHTS, manifest, weights)
+        code = dict(zip(manifest.code().values(), libraries, strict=True))
+        header = model_header(manifest, code).encode("ascii")
+        host = (Path(__file__).parent / "runtime" / HOST).read_bytes()
+        for name, content in {**code, HEADER: header, HOST: host}.items():
+            (new / name).write_bytes(content)
+            hashes[name] = digest(content)
+        manifest = dataclasses.replace(manifest, hashes=hashes)
         manifest = dataclasses.replace(manifest, hashes={**hashes, FILE: manifest.digest()})
-        (new / FILE).write_text(manifest.to_json())
-        (new / "model.h").write_text(model_header(manifest, new))
-        shutil.copyfile(Path(__file__).parent / "runtime" / "host.hpp", new / "host.hpp")
+        text = manifest.to_json().encode("ascii")
+        (new / FILE).write_bytes(text)
+        if sign_key is not None:
+            (new / SIGNATURE).write_bytes(sign(text, sign_key))
     return manifest
 
 
-def _write_weights(path: Path, weights: Mapping[str, np.ndarray]) -> tuple[WeightSpec, ...]:
-    specs = []
-    with path.open("wb", buffering=LARGE_WRITE) as file:
+def _write_weights(path: Path, manifest: Manifest, weights: Mapping[str, np.ndarray]) -> tuple[Manifest, str]:
+    """Writes weights.bin; the manifest with their places and sample, and the digest of the file."""
+    specs, hasher = [], hashlib.sha256()
+    with path.open("w+b") as file:
+
+        def put(data: bytes | memoryview) -> None:
+            file.write(data)
+            hasher.update(data)
+
         for name, array in weights.items():
             specs.append(WeightSpec(name, array.dtype.name, array.shape, file.tell(), array.nbytes))
             # Row by row: the whole of a mapped array need not fit into memory.
             for row in array if array.ndim > 1 else [array]:
-                file.write(np.ascontiguousarray(row).reshape(-1).view(np.uint8).data)
-            # At least one byte: a file of empty weights could not be mapped.
-            file.write(bytes(ALIGNMENT - file.tell() % ALIGNMENT))
-    return tuple(specs)
+                put(np.ascontiguousarray(row).reshape(-1).view(np.uint8).data)
+            # At least one byte: a file of empty weights could not be read into memory of its own.
+            put(bytes(ALIGNMENT - file.tell() % ALIGNMENT))
+        size = file.tell()
+
+        def read(position: int, count: int) -> bytes:
+            file.seek(position)
+            return file.read(count)
+
+        sample = weights_sample(size, read)
+    return dataclasses.replace(manifest, weights=tuple(specs), weights_sample=sample), hasher.hexdigest()

@@ -42,7 +42,7 @@ def build(module: tvm.IRModule, target: Target) -> bytes:
         path = Path(folder) / "model.so"
         try:
             executable.export_library(str(path), cc=target.linker, options=link_options(target.linker, folder))
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise TargetError(f"'{target.linker}' could not link for target '{target.name}': {error}") from error
         return path.read_bytes()
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import zlib
-from pathlib import Path
+from collections.abc import Mapping
 
 from .manifest import Manifest, TensorSpec, WeightSpec
 
@@ -22,6 +21,8 @@ _TEMPLATE = """\
 
 namespace LOWERING_MODEL {{
 
+using namespace std::string_literals;
+
 inline const lowering::Spec spec{{
     /*inputs*/ {{{inputs}}},
     /*outputs*/ {{{outputs}}},
@@ -36,24 +37,24 @@ inline const lowering::Spec spec{{
 """
 
 
-def model_header(manifest: Manifest, folder: Path) -> str:
-    """The text of model.h. The code is in `folder`; CRC-32s tie the header to it."""
+def model_header(manifest: Manifest, code: Mapping[str, bytes]) -> str:
+    """The text of model.h, ASCII. code has the libraries' bytes by file name; CRC-32s tie the header to them."""
     names = [t.name for t in manifest.outputs]
     donated = {i: names.index(o) for i, o in manifest.donated.items()}
     return _TEMPLATE.format(
-        summary="\n".join(f"//   {role} {t}" for role, tensors in _roles(manifest) for t in tensors),
+        summary="\n".join(f"//   {role} {_comment(t)}" for role, tensors in _roles(manifest) for t in tensors),
         inputs=_lines([_tensor(t, donated.get(t.name, -1)) for t in manifest.inputs]),
         outputs=_lines([_tensor(t, -1) for t in manifest.outputs]),
         weights=_lines([_weight(w) for w in manifest.weights]),
         ranges=", ".join(f"{{{_text(n)}, {{{low}, {high}}}}}" for n, (low, high) in manifest.ranges.items()),
         features=", ".join(_text(f) for f in manifest.cpu_features),
         threads=manifest.threads or 0,
-        codes=_lines([_code(folder / name, arch) for arch, name in manifest.code().items()]),
+        codes=_lines([_code(code[name], name, arch) for arch, name in manifest.code().items()]),
     )
 
 
-def _code(path: Path, architecture: str) -> str:
-    return f"{{{_text(path.name)}, {_text(architecture)}, {zlib.crc32(path.read_bytes())}u}}"
+def _code(library: bytes, name: str, architecture: str) -> str:
+    return f"{{{_text(name)}, {_text(architecture)}, {zlib.crc32(library)}u}}"
 
 
 def _roles(manifest: Manifest) -> tuple[tuple[str, tuple[TensorSpec, ...]], ...]:
@@ -65,9 +66,9 @@ def _lines(entries: list[str]) -> str:
 
 
 def _tensor(tensor: TensorSpec, donated_to: int) -> str:
-    dims = [f"{{{d}, nullptr}}" if isinstance(d, int) else f"{{0, {_text(d)}}}" for d in tensor.dims]
+    dims = [f"{{{d}, {_text('')}}}" if isinstance(d, int) else f"{{0, {_text(d)}}}" for d in tensor.dims]
     if tensor.dtype == "complex128":  # pairs of 64-bit words
-        dims.append("{2, nullptr}")
+        dims.append(f"{{2, {_text('')}}}")
     return f"{{{_text(tensor.name)}, {_text(tensor.storage)}, {{{', '.join(dims)}}}, {donated_to}}}"
 
 
@@ -76,6 +77,19 @@ def _weight(weight: WeightSpec) -> str:
     return f"{{{_text(weight.storage)}, {{{dims}}}, {weight.offset}, {weight.nbytes}}}"
 
 
+def _comment(tensor: TensorSpec) -> str:
+    dims = ", ".join(str(d) if isinstance(d, int) else _escaped(d) for d in tensor.dims)
+    return f"{_escaped(tensor.name)}: {tensor.dtype}[{dims}]"
+
+
 def _text(text: str) -> str:
-    """A C++ string literal. JSON escapes all that C++ must have escaped; other characters are UTF-8 in both."""
-    return json.dumps(text, ensure_ascii=False)
+    """A std::string literal of the text's UTF-8, whatever is in it."""
+    return f'"{_escaped(text)}"s'
+
+
+def _escaped(text: str) -> str:
+    """ASCII that ends no literal, no comment and no line: bytes other than plain characters as `\\nnn`.
+
+    Three octal digits are all that such an escape takes, so that digits may follow it. Question marks begin trigraphs.
+    """
+    return "".join(chr(b) if 32 <= b < 127 and b not in b'"\\?' else f"\\{b:03o}" for b in text.encode())

@@ -9,15 +9,20 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-FORMAT = 3
-FILE, CODE, WEIGHTS = "manifest.json", "model.so", "weights.bin"
+from .records import decode
 
+FORMAT = 4
+FILE, CODE, WEIGHTS, HEADER, HOST = "manifest.json", "model.so", "weights.bin", "model.h", "host.hpp"
+SIGNATURE = "manifest.sig"
 
-# Weights are digested whole up to _WHOLE bytes; of more, _SAMPLE bytes at every multiple of _STRIDE.
+MOST_THREADS = 1024
+"""The largest number of threads that a call may be given."""
+
+# Weights are sampled whole up to _WHOLE bytes; of more, _SAMPLE bytes at every multiple of _STRIDE.
 _WHOLE, _STRIDE, _SAMPLE = 2**24, 2**20, 2**12
 
 
@@ -75,6 +80,7 @@ class KernelSpec:
     these names in Python's syntax: floating-point operations, and bytes of the arguments that are needed; `volume` is
     all bytes of the arguments. Those of an attention also use `pairs` and `unseen`: the pairs of queries and keys that
     see each other, and the keys that no query sees. The library's function `counter` finds both from the arguments.
+    rate is the share of the machine's arithmetic that code of this rule is expected to reach (lowering/expected.py).
     """
 
     name: str
@@ -83,6 +89,7 @@ class KernelSpec:
     arguments: tuple[tuple[str, ...] | str, ...]
     flops: str
     bytes: str
+    rate: float
     counter: str | None = None
 
 
@@ -101,9 +108,10 @@ class Manifest:
     donated maps the name of a consumed input to the output that takes over its memory. cpu_features are Linux
     /proc/cpuinfo names that the machine must have. ranges gives the smallest and largest legal size of symbolic
     dimensions by name; any size is legal for those it does not mention. strings is the dictionary of a model's string
-    constants; code k is strings[k]. hashes are digests by file name (`file_digest`, `weights_digest`, and `digest` of
-    the manifest itself). architectures are those of the GPUs that it was built for, () for CPUs. threads is the default
-    worker count, None for the caller's affinity.
+    constants; code k is strings[k]. hashes are SHA-256 of every file by name, and `digest` for the manifest itself;
+    weights_sample is what every load compares instead (the function of that name), "" without weights. architectures
+    are those of the GPUs that it was built for, () for CPUs. threads is the default worker count, None for the caller's
+    affinity.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -118,6 +126,7 @@ class Manifest:
     strings: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
     hashes: dict[str, str] = field(default_factory=dict)
+    weights_sample: str = ""
     notes: tuple[str, ...] = ()
     kernels: tuple[KernelSpec, ...] = ()
     calls: tuple[CallSpec, ...] = ()  # in the order of execution
@@ -139,48 +148,25 @@ class Manifest:
         return hashlib.sha256(dataclasses.replace(self, hashes=others).to_json().encode()).hexdigest()
 
     @staticmethod
-    def from_dict(data: dict[str, Any]) -> Manifest:
-        """The manifest held in `data`; raises KeyError or TypeError when fields are missing or unknown."""
-        data = dict(data)
-        for key in ("inputs", "outputs"):
-            data[key] = tuple(TensorSpec(**{**t, "dims": tuple(t["dims"])}) for t in data[key])
-        data["weights"] = tuple(WeightSpec(**{**w, "dims": tuple(w["dims"])}) for w in data["weights"])
-        data["ranges"] = {name: (low, high) for name, (low, high) in data["ranges"].items()}
-        data["kernels"] = tuple(
-            KernelSpec(**{**k, "arguments": tuple(a if isinstance(a, str) else tuple(a) for a in k["arguments"])})
-            for k in data["kernels"]
-        )
-        data["calls"] = tuple(CallSpec(**{**c, "nodes": tuple(c["nodes"])}) for c in data["calls"])
-        for key in ("cpu_features", "architectures", "strings", "notes"):
-            data[key] = tuple(data[key])
-        if data["slots"] is not None:
-            tokens = data["slots"]["tokens"]
-            data["slots"] = SlotCaches(**{**data["slots"], "tokens": None if tokens is None else tuple(tokens)})
-        return Manifest(**data)
+    def from_dict(data: Any) -> Manifest:
+        """The manifest held in `data`, as JSON gives it; raises ValueError for data of any other form."""
+        return decode(Manifest, data, "manifest")
 
 
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file."""
-    hasher = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(2**20):
-            hasher.update(chunk)
-    return hasher.hexdigest()
+def digest(data: bytes | memoryview) -> str:
+    """SHA-256."""
+    return hashlib.sha256(data).hexdigest()
 
 
-def weights_digest(path: Path) -> str:
-    """SHA-256 of the file's size and contents; of more than 16 MiB, of its size and 4 KiB in every 1 MiB.
+def weights_sample(size: int, read: Callable[[int, int], bytes | memoryview]) -> str:
+    """SHA-256 of the size and the bytes of weights.bin; of more than 16 MiB, of the size and 4 KiB in every 1 MiB.
 
-    Reading gigabytes of weights at every load would undo mapping them. What goes wrong with weights in practice
-    (another model's file, an unfinished copy, a partly written one) changes the size or nearly every page.
+    read(position, count) gives bytes. Digesting gigabytes of weights would make a load several times longer. What goes
+    wrong with weights in practice (another model's file, an unfinished copy, a partly written one) changes the size or
+    nearly every page.
     """
-    size = path.stat().st_size
     hasher = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
-        if size <= _WHOLE:
-            hasher.update(file.read())
-        else:
-            for position in range(0, size, _STRIDE):
-                file.seek(position)
-                hasher.update(file.read(_SAMPLE))
+    step, count = (size or 1, size) if size <= _WHOLE else (_STRIDE, _SAMPLE)
+    for position in range(0, size, step):
+        hasher.update(read(position, min(count, size - position)))
     return hasher.hexdigest()

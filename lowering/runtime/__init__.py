@@ -4,28 +4,55 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .checks import check_files, check_machine, check_versions, read_manifest
+from ..errors import ArtifactError
+from ..manifest import Manifest
+from .checks import check_files, check_machine, check_versions, checked_threads, read_manifest, whole_number
+from .files import Files
+from .foreign import ForeignModel
 from .gpu import architecture_here, best_for, load_device_runtime
 from .library import Library, load_runtime
 from .model import Model as Model
+from .signature import VerifyingKey
 
 
-def load(folder: str | Path, threads: int | None = None, device: int = 0, temporary: Path | None = None) -> Model:
-    """Loads an artifact folder.
+def load(
+    folder: str | Path, threads: int | None = None, device: int = 0, verify_key: VerifyingKey | None = None
+) -> Model:
+    """Loads an artifact folder. What becomes of its files afterwards does not matter to the model.
 
-    threads is the default number of threads of a call; None means what the artifact says, else the CPUs that the
-    calling thread may use. device is the number of the GPU, for models that run on one. temporary is a folder to remove
-    when the model is gone. Raises ArtifactError when a file is missing or changed, or was made for another format,
-    version or machine.
+    threads is the default number of threads of a call, at most 1024; None means what the artifact says, else the CPUs
+    that the calling thread may use. device is the number of the GPU, for models that run on one. verify_key, the public
+    half of an Ed25519 key (a PEM file, its 32 bytes, or a key of the package `cryptography`), demands that the artifact
+    was signed with the other half, and digests all of it; without it, digests find accidents and nothing else, and
+    model.so is code that runs with all your rights: load what you trust. Raises ArtifactError when a file is missing or
+    changed, or was made for another format, version or machine, and InputError for wrong arguments.
     """
-    folder = Path(folder)
-    manifest = read_manifest(folder)
+    threads, device = checked_threads(threads), whole_number(device, "device", 0, 2**31 - 1)
+    files = Files(Path(folder))
+    manifest = read_manifest(files, verify_key)
     check_versions(manifest)
-    check_files(folder, manifest)
-    check_machine(folder, manifest)
-    load_runtime(folder)
+    library = _library(files, manifest, device)
+    return Model(files, manifest, library, threads, whole=verify_key is not None)
+
+
+def open_compiled(folder: Path) -> Model:
+    """A fresh artifact, which this machine need not be able to run: what would run it then says why it cannot."""
+    files = Files(folder)
+    manifest = read_manifest(files)
+    try:
+        library = _library(files, manifest, 0)
+    except ArtifactError as error:
+        return ForeignModel(files, manifest, str(error))
+    return Model(files, manifest, library)
+
+
+def _library(files: Files, manifest: Manifest, device: int) -> Library:
+    """The code to run on this machine. Raises ArtifactError if there is none, or a file is missing or changed."""
+    contents, names = check_files(files, manifest), manifest.code()
+    check_machine(contents[next(iter(names.values()))], manifest)
+    load_runtime()
     if not manifest.architectures:
-        return Model(folder, manifest, Library(folder / manifest.code()[""]), threads, temporary, None)
-    load_device_runtime(folder)
-    code = folder / manifest.code()[best_for(manifest.architectures, architecture_here(device))]
-    return Model(folder, manifest, Library(code, device), threads, temporary, device)
+        return Library(contents[names[""]], files.folder / names[""])
+    load_device_runtime()
+    name = names[best_for(manifest.architectures, architecture_here(device))]
+    return Library(contents[name], files.folder / name, device)

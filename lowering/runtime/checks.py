@@ -3,55 +3,114 @@
 from __future__ import annotations
 
 import json
+import operator
 import platform
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-from ..errors import ArtifactError
-from ..manifest import FILE, FORMAT, WEIGHTS, Manifest, file_digest, weights_digest
+from ..errors import ArtifactError, InputError
+from ..manifest import FILE, FORMAT, MOST_THREADS, SIGNATURE, WEIGHTS, Manifest, digest, weights_sample
+from .files import Files
+from .rules import contradictions
+from .signature import VerifyingKey, verify
 
 # e_machine of the ELF header, by platform.machine().
 _ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of an artifact of this format, unchanged since it was written."""
-    path = folder / FILE
-    if not path.is_file():
-        raise ArtifactError(f"'{folder}' is no artifact: it has no {FILE}.")
+def whole_number(value: Any, name: str, least: int, most: int) -> int:
+    """The Python int equal to `value`, which may be NumPy's. Raises InputError for other types and out of bounds."""
     try:
-        data = json.loads(path.read_text())
-    except (ValueError, OSError) as error:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or not least <= number <= most:
+        raise InputError(f"{name} must be a whole number from {least} to {most}, not {value!r}.")
+    return number
+
+
+def checked_threads(threads: Any) -> int | None:
+    """The number of threads of a call, None for the CPUs that its thread may use. Raises InputError."""
+    return None if threads is None else whole_number(threads, "threads", 1, MOST_THREADS)
+
+
+def read_manifest(files: Files, key: VerifyingKey | None = None) -> Manifest:
+    """The manifest of an artifact of this format, unchanged since it was written.
+
+    With a key its signature is verified before anything else is believed.
+    """
+    path = files.folder / FILE
+    if FILE not in files:
+        raise ArtifactError(f"'{files.folder}' is no artifact: it has no {FILE}.")
+    text = files.read(FILE)
+    if key is not None:
+        if SIGNATURE not in files:
+            raise ArtifactError(f"'{files.folder}' is not signed: it has no {SIGNATURE}.")
+        verify(text, files.read(SIGNATURE), key, files.folder)
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ArtifactError(f"'{path}' cannot be read: {error}.") from error
     found = data.get("format") if isinstance(data, dict) else None
     if found != FORMAT:
         raise ArtifactError(
-            f"'{folder}' has artifact format {found}, and this version of onnx-lowering reads format {FORMAT}: "
-            "compile the model again."
+            f"'{files.folder}' has artifact format {str(found)[:20]}, and this version of onnx-lowering reads format "
+            f"{FORMAT}: compile the model again."
         )
     try:
         manifest = Manifest.from_dict(data)
-    except (KeyError, TypeError, ValueError) as error:
+    except ValueError as error:
         raise ArtifactError(f"'{path}' is damaged: {error}. Compile the model again.") from error
     if manifest.hashes.get(FILE) != manifest.digest():
         raise ArtifactError(f"'{path}' has been changed since it was written: compile the model again.")
+    wrong = next(contradictions(manifest), None)
+    if wrong is not None:
+        raise ArtifactError(f"'{path}' is damaged: it says that {wrong}. Compile the model again.")
     return manifest
 
 
-def check_files(folder: Path, manifest: Manifest) -> None:
-    """Raises ArtifactError if a file is missing or not the one that the manifest was written with."""
-    for name in (*manifest.code().values(), WEIGHTS):
-        digest = weights_digest if name == WEIGHTS else file_digest
-        path = folder / name
-        if name not in manifest.hashes:
-            continue
-        if not path.is_file():
+def check_files(files: Files, manifest: Manifest) -> dict[str, bytes]:
+    """The contents of all files but the weights and the manifest, which are there and as it was written with them.
+
+    Of weights, that they are there: `check_weights` is for what has been read of them. Raises ArtifactError.
+    """
+    for name in manifest.hashes:
+        if name not in files:
+            path = files.folder / name
             raise ArtifactError(f"'{path}' is missing: copy the whole folder, or compile the model again.")
-        if digest(path) != manifest.hashes[name]:
+    contents = {name: files.read(name) for name in manifest.hashes if name not in (FILE, WEIGHTS)}
+    for name, content in contents.items():
+        if digest(content) != manifest.hashes[name]:
+            raise _changed(files, name)
+    if WEIGHTS in manifest.hashes:
+        size, needed = files.size(WEIGHTS), max((w.offset + w.nbytes for w in manifest.weights), default=0)
+        if size < needed:
             raise ArtifactError(
-                f"'{path}' is not the file that {FILE} was written with: "
-                "copy the whole folder, or compile the model again."
+                f"'{files.folder / WEIGHTS}' has {size} bytes of {needed}: copy the whole folder, or compile the model "
+                "again."
             )
+    return contents
+
+
+def check_weights(
+    files: Files, manifest: Manifest, size: int, read: Callable[[int, int], bytes | memoryview], whole: bool = False
+) -> None:
+    """Raises ArtifactError unless weights of `size` bytes are those that the manifest was written with.
+
+    read(position, count) gives bytes; whole looks at all of them, and not at samples alone.
+    """
+    right = weights_sample(size, read) == manifest.weights_sample
+    if not right or (whole and digest(read(0, size)) != manifest.hashes[WEIGHTS]):
+        raise _changed(files, WEIGHTS)
+
+
+def _changed(files: Files, name: str) -> ArtifactError:
+    return ArtifactError(
+        f"'{files.folder / name}' is not the file that {FILE} was written with: "
+        "copy the whole folder, or compile the model again."
+    )
 
 
 def check_versions(manifest: Manifest) -> None:
@@ -72,10 +131,9 @@ def check_versions(manifest: Manifest) -> None:
             )
 
 
-def check_machine(folder: Path, manifest: Manifest) -> None:
+def check_machine(code: bytes, manifest: Manifest) -> None:
     """Raises ArtifactError if this machine cannot run the code: another architecture, or missing CPU features."""
-    with (folder / next(iter(manifest.code().values()))).open("rb") as file:
-        machine = int.from_bytes(file.read(20)[18:], "little")
+    machine = int.from_bytes(code[18:20], "little")
     here = platform.machine()
     if machine != _ELF_MACHINES.get(here):
         built = next((name for name, number in _ELF_MACHINES.items() if number == machine), f"machine {machine}")

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..errors import InputError
 from .elements import ElementType
+from .inputs import plain_array
 
 if TYPE_CHECKING:
     from .model import Model
@@ -69,10 +70,11 @@ class Decoder:
         mask, of the shape of ids, is 0 for padding (on the left, so that the next token follows the last one); all
         tokens count without it. Called again it reads on. Raises InputError where slots run out.
         """
-        tokens = np.atleast_2d(np.asarray(ids))
+        tokens = np.atleast_2d(plain_array(ids, "the array of token ids"))
         if tokens.ndim != 2 or tokens.dtype.kind not in "iu":
             raise InputError(f"token ids must be integers [batch, tokens], not {tokens.dtype} {list(tokens.shape)}.")
-        count = np.ones(tokens.shape, np.int64) if mask is None else np.atleast_2d(np.asarray(mask)).astype(np.int64)
+        given = np.ones(tokens.shape) if mask is None else plain_array(mask, "the mask")
+        count = np.atleast_2d(given).astype(np.int64)
         if count.shape != tokens.shape:
             raise InputError(f"the mask has shape {list(count.shape)}, and the token ids have {list(tokens.shape)}.")
         before = np.zeros((len(tokens), 0), np.int64) if self._seen is None else self._seen
@@ -92,7 +94,7 @@ class Decoder:
 
     def step(self, ids: Any) -> np.ndarray:
         """Reads one more token of each sequence, int [B] or a number; answers for it, [B, ...]."""
-        return self.prefill(np.atleast_1d(np.asarray(ids)).reshape(-1, 1))[:, -1]
+        return self.prefill(np.atleast_1d(plain_array(ids, "the array of token ids")).reshape(-1, 1))[:, -1]
 
     def _memory(self, batch: int) -> dict[str, np.ndarray]:
         """The caches; new ones for the first prompt, and where the batch size has changed, by way of `reset`."""

@@ -21,8 +21,21 @@ _CARRIERS = {
     "complex128": "uint64",
 }
 
+STORAGE = {
+    **{t: t for t in ("float16", "float32", "float64", "bfloat16", "bool", "int8", "int16", "int32", "int64")},
+    **{t: t for t in ("uint8", "uint16", "uint32", "uint64")},
+    **{name: carrier for name, carrier in _CARRIERS.items() if name != "bfloat16"},
+    "string": "int32",
+}
+"""The type in which the compiled code sees elements, by the name that users see."""
+
 # Types that other array libraries lack: their arrays hold one byte per element instead, of the storage type.
 BYTES_ELSEWHERE = frozenset({"int4", "uint4", "float4_e2m1fn"})
+
+
+def itemsize(storage: str) -> int:
+    """Bytes of an element of a storage type."""
+    return np.dtype(_CARRIERS.get(storage, storage)).itemsize
 
 
 class ElementType:

@@ -22,15 +22,15 @@ _WHEEL, _TOOLKIT = Path("nvidia/cu13/lib"), Path("/usr/local/cuda/lib64")
 _COMPUTE_VERSION = 4  # DeviceAttrKind of the runtime: "9.0"
 
 
-def load_device_runtime(folder: Path | None) -> None:
+def load_device_runtime(beside: Path | None = None) -> None:
     """Makes CUDA devices available to the TVM runtime, which is loaded already.
 
-    Libraries are looked for beside the artifact in `folder`, then where their wheels put them. Raises ArtifactError.
+    Libraries are looked for in the folder `beside`, then where their wheels put them. Raises ArtifactError.
     """
     if tvm_ffi.get_global_func(_LOADER, allow_missing=True) is not None:
         return
-    beside = [] if folder is None else [folder.absolute()]
-    runtime = _first([*beside, *(Path(p) / "tvm" / "lib" for p in sys.path)], _RUNTIME)
+    places = [] if beside is None else [beside.absolute()]
+    runtime = _first([*places, *(Path(p) / "tvm" / "lib" for p in sys.path)], _RUNTIME)
     if runtime is None:
         raise ArtifactError(f"{_RUNTIME} is in no installed apache-tvm. Install apache-tvm.")
     try:
@@ -38,7 +38,7 @@ def load_device_runtime(folder: Path | None) -> None:
     except OSError as error:
         raise ArtifactError(f"this machine has no NVIDIA driver ({DRIVER}).") from error
     try:
-        ctypes.CDLL(str(_first(beside, CUDART) or find_cudart() or CUDART), ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(str(_first(places, CUDART) or find_cudart() or CUDART), ctypes.RTLD_GLOBAL)
         ctypes.CDLL(str(runtime))
     except OSError as error:
         raise ArtifactError(
@@ -57,9 +57,12 @@ def _first(folders: list[Path], name: str) -> Path | None:
 
 def architecture_here(device: int) -> str:
     """What GPU number `device` is, as `sm_90`. Raises ArtifactError if there is no such GPU."""
-    version = tvm_ffi.get_global_func("runtime.GetDeviceAttr")(CUDA, device, _COMPUTE_VERSION)
+    try:
+        version = tvm_ffi.get_global_func("runtime.GetDeviceAttr")(CUDA, device, _COMPUTE_VERSION)
+    except RuntimeError:  # CUDA's: no driver, or none that works
+        version = None
     if version is None:
-        raise ArtifactError(f"this machine has no GPU number {device}.")
+        raise ArtifactError(f"this machine has no GPU number {device} that CUDA can use.")
     return f"sm_{version.replace('.', '')}"
 
 

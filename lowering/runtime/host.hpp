@@ -13,9 +13,12 @@
 // multiples of 16 bytes: view(pointer, "float16", shape, lowering::gpu(0)), and Model(folder, spec, 0). A call returns
 // when its kernels are enqueued, on the stream that TVMFFIEnvSetStream set, else on the default one.
 //
-// Errors are exceptions: std::runtime_error for an artifact that cannot be loaded, std::invalid_argument for inputs
-// that the model does not take (nothing is written then). Tensors hold elements of the storage types in model.h: one
-// int4 per int8, strings as the int32 codes of the manifest. Of weights.bin only the size is checked.
+// Errors are exceptions: std::runtime_error for an artifact that cannot be loaded, std::invalid_argument for tensors
+// that cannot be and inputs that the model does not take. Nothing is written before all inputs are checked; sizes that do
+// not fit together inside the model, or an index out of bounds, are found by the code, in the middle of a call: rows of
+// donated caches may be written then. Tensors hold elements of the storage types in model.h: one int4 per int8, strings as
+// the int32 codes of the manifest. A call takes at most 1024 threads. Code and weights are read into memory when a model is loaded: files that change later do not matter.
+// CRC-32s tell accidents in the code, of weights.bin only the size is checked: load what you trust.
 // Every artifact brings its copy of this file: a guard, which #pragma once would not be.
 #ifndef LOWERING_HOST_HPP
 #define LOWERING_HOST_HPP
@@ -48,29 +51,28 @@ using Tensor = tvm::ffi::Tensor;
 
 // -- what model.h describes ------------------------------------------------------------------------------------------
 
-// A size, or the name of a symbolic one.
+// A size, or the name of a symbolic one; names may hold any bytes.
 struct Dim {
   int64_t size;
-  const char* name;
+  std::string name;  // "": the size is fixed
 };
 
 // donated_to is the output that takes over an input's memory, -1 for inputs that are only read.
 struct TensorSpec {
-  const char* name;
-  const char* dtype;
+  std::string name, dtype;
   std::vector<Dim> dims;
   int donated_to;
 };
 
 struct WeightSpec {
-  const char* dtype;
+  std::string dtype;
   std::vector<int64_t> dims;
   size_t offset, nbytes;
 };
 
 // The code for GPUs of one architecture ("sm_90a"), or for CPUs ("").
 struct CodeSpec {
-  const char *file, *architecture;
+  std::string file, architecture;
   uint32_t crc;
 };
 
@@ -78,7 +80,7 @@ struct Spec {
   std::vector<TensorSpec> inputs, outputs;
   std::vector<WeightSpec> weights;
   std::map<std::string, std::pair<int64_t, int64_t>> ranges;
-  std::vector<const char*> cpu_features;
+  std::vector<std::string> cpu_features;
   int threads;
   std::vector<CodeSpec> codes;
 };
@@ -88,15 +90,30 @@ struct Spec {
 inline DLDevice cpu() { return {kDLCPU, 0}; }
 inline DLDevice gpu(int number) { return {kDLCUDA, number}; }
 
-// A tensor over memory of the caller, which must outlive it: contiguous, aligned to its elements.
-inline Tensor view(const void* data, const char* dtype, const std::vector<int64_t>& shape, DLDevice device = cpu()) {
+// A tensor over memory of the caller, which must outlive it: contiguous, aligned to its elements. Throws
+// std::invalid_argument for unknown element types, negative sizes, and elements without memory.
+inline Tensor view(const void* data, const std::string& dtype, const std::vector<int64_t>& shape,
+                   DLDevice device = cpu()) {
   struct Borrowed {
     void* data;
     void AllocData(DLTensor* tensor) { tensor->data = data; }
     void FreeData(DLTensor*) {}
   };
-  return Tensor::FromNDAlloc(Borrowed{const_cast<void*>(data)}, tvm::ffi::ShapeView(shape.data(), shape.size()),
-                             tvm::ffi::StringToDLDataType(dtype), device);
+  DLDataType type{};
+  try {
+    type = tvm::ffi::StringToDLDataType(dtype);
+  } catch (const std::exception&) {
+    // said below
+  }
+  if (type.bits == 0) throw std::invalid_argument("there is no element type '" + dtype + "'");
+  if (std::any_of(shape.begin(), shape.end(), [](int64_t size) { return size < 0; })) {
+    throw std::invalid_argument("a tensor has no negative sizes");
+  }
+  if (data == nullptr && std::count(shape.begin(), shape.end(), 0) == 0) {
+    throw std::invalid_argument("a tensor with elements needs memory, not a null pointer");
+  }
+  return Tensor::FromNDAlloc(Borrowed{const_cast<void*>(data)}, tvm::ffi::ShapeView(shape.data(), shape.size()), type,
+                             device);
 }
 
 template <class T>
@@ -106,7 +123,7 @@ Tensor view(const T* data, const std::vector<int64_t>& shape) {
                       : std::is_floating_point_v<T>  ? "float" + std::to_string(8 * sizeof(T))
                       : std::is_unsigned_v<T>        ? "uint" + std::to_string(8 * sizeof(T))
                                                      : "int" + std::to_string(8 * sizeof(T));
-  return view(static_cast<const void*>(data), dtype.c_str(), shape);
+  return view(static_cast<const void*>(data), dtype, shape);
 }
 
 namespace details {
@@ -151,26 +168,78 @@ inline std::set<std::string> cpu_flags() {
   return {};
 }
 
-// A file mapped copy-on-write: pages are read when they are used.
-class Mapping {
+// What an error of the virtual machine means to the caller of a model; as runtime/failures.py says it.
+inline std::string sentence(const std::exception& error) {
+  const std::string text = error.what();
+  const auto* raised = dynamic_cast<const tvm::ffi::Error*>(&error);
+  if (raised != nullptr && raised->kind() == "ValueError") return raised->message();
+  if (text.find("storage allocation failure") != std::string::npos || text.find("bad_alloc") != std::string::npos) {
+    return "a tensor inside it would need more memory than there is, or have a negative size. Make the inputs smaller; "
+           "if sizes are the contents of an input, check those.";
+  }
+  return "a kernel failed on them.";
+}
+
+inline std::string name_of(DLDataType dtype) {
+  try {
+    return tvm::ffi::DLDataTypeToString(dtype);
+  } catch (const std::exception&) {
+    return "an unknown element type";
+  }
+}
+
+// A model.so out of memory that has no name in any file system: what was checked is what runs.
+inline tvm::ffi::Module load_code(const std::string& code, const std::string& path) try {
+  struct Descriptor {
+    int number = memfd_create("model.so", MFD_CLOEXEC);
+    ~Descriptor() { close(number); }
+  } file;
+  for (size_t done = 0; done < code.size();) {
+    const ssize_t n = write(file.number, code.data() + done, code.size() - done);
+    if (n <= 0) throw std::runtime_error("no memory for it");
+    done += static_cast<size_t>(n);
+  }
+  // The linker takes a path that it knows for the library that had it, and numbers of descriptors come again. Those of
+  // inodes do not while they are in use: its bits are written in ways to spell the same folder.
+  std::string name = "/proc/self/fd";
+  struct stat status;
+  if (fstat(file.number, &status) != 0) throw std::runtime_error("no memory for it");
+  for (ino_t bits = status.st_ino; bits != 0; bits /= 2) name += bits % 2 ? "//." : "/.";
+  name += "/" + std::to_string(file.number);
+  const auto load = tvm::ffi::Function::GetGlobalRequired("ffi.Module.load_from_file.so");
+  return load(name, "so").cast<tvm::ffi::Module>();
+} catch (const std::exception& error) {
+  throw std::runtime_error("'" + path + "' cannot be loaded: " + error.what());
+}
+
+// A file, read into pages of its own: a mapping would end the process when the file is cut off.
+class Memory {
  public:
-  explicit Mapping(const std::string& path) {
-    int file = open(path.c_str(), O_RDONLY);
+  explicit Memory(const std::string& path) {
+    const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
     struct stat status;
-    if (file >= 0 && fstat(file, &status) == 0) {
+    if (file >= 0 && fstat(file, &status) == 0 && status.st_size > 0) {
       size = static_cast<size_t>(status.st_size);
-      void* address = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE, file, 0);
+      void* address = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
       if (address != MAP_FAILED) data = static_cast<char*>(address);
+    }
+    size_t done = 0;
+    if (data != nullptr) {
 #ifdef MADV_HUGEPAGE
-      if (data != nullptr) madvise(data, size, MADV_HUGEPAGE);  // advice, which not every kernel takes
+      madvise(data, size, MADV_HUGEPAGE);  // advice, which not every kernel takes
 #endif
+      for (ssize_t n = 1; n > 0 && done < size; done += n > 0 ? static_cast<size_t>(n) : 0) {
+        n = pread(file, data + done, size - done, static_cast<off_t>(done));
+      }
     }
     if (file >= 0) close(file);
-    if (data == nullptr) throw std::runtime_error("'" + path + "' cannot be mapped");
+    if (data != nullptr && done == size) return;
+    if (data != nullptr) munmap(data, size);
+    throw std::runtime_error("'" + path + "' cannot be read");
   }
-  ~Mapping() { munmap(data, size); }
-  Mapping(const Mapping&) = delete;
-  Mapping& operator=(const Mapping&) = delete;
+  ~Memory() { munmap(data, size); }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
 
   char* data = nullptr;
   size_t size = 0;
@@ -185,7 +254,7 @@ class Model {
  public:
   // spec is the one of the model.h in `folder`; number is that of the GPU, for models that run on one.
   Model(const std::string& folder, const Spec& spec, int number = 0)
-      : spec_(spec), device_(*spec.codes[0].architecture == 0 ? cpu() : gpu(number)) {
+      : spec_(spec), device_(spec.codes.at(0).architecture.empty() ? cpu() : gpu(number)) {
     const CodeSpec& chosen = choose(folder);
     const std::string path = folder + "/" + chosen.file;
     std::ifstream file(path, std::ios::binary);
@@ -194,20 +263,23 @@ class Model {
       throw std::runtime_error("'" + path + "' is missing or not the one that model.h was generated with");
     }
     const std::set<std::string> flags = details::cpu_flags();
-    for (const char* feature : spec.cpu_features) {
+    for (const std::string& feature : spec.cpu_features) {
       if (!flags.count(feature)) {
         throw std::runtime_error("'" + folder + "' was built for a CPU with " + feature + ", which this one lacks");
       }
     }
-    executable_ = tvm::ffi::Module::LoadFromFile(path);
+    executable_ = details::load_code(code, path);
     load_ = executable_.value()->GetFunction("vm_load_executable").value();
     set_threads_ = executable_.value()->GetFunction("lowering_set_threads", true).value();
-    map_weights(folder + "/weights.bin");
+    read_weights(folder + "/weights.bin");
   }
 
   // The outputs by name. Those that take over a donated input's memory are views of it; others own their memory.
-  // threads: 0 for what the model was compiled with, else the CPUs that the calling thread may use.
+  // threads: 1 to 1024, or 0 for what the model was compiled with, else the CPUs that the calling thread may use.
   std::map<std::string, Tensor> run(const std::map<std::string, Tensor>& inputs, int threads = 0) const {
+    if (threads < 0 || threads > 1024) {
+      throw std::invalid_argument("threads must be 0 to 1024, not " + std::to_string(threads));
+    }
     std::vector<Tensor> arguments = check(inputs);
     std::vector<tvm::ffi::AnyView> packed(arguments.begin(), arguments.end());
     if (!weights_.empty()) packed.emplace_back(weights_);
@@ -217,10 +289,10 @@ class Model {
     tvm::ffi::Any result;
     try {
       machine.main.CallPacked(packed.data(), static_cast<int32_t>(packed.size()), &result);
-    } catch (...) {
+    } catch (const std::exception& error) {
       set_threads_(0);
       give_back(machine);
-      throw;
+      throw std::invalid_argument("the model cannot run on these inputs: " + details::sentence(error));
     }
     set_threads_(0);
     machine.release();
@@ -279,7 +351,7 @@ class Model {
     const CodeSpec* best = nullptr;
     for (const CodeSpec& code : spec_.codes) {
       const auto newer = [](const CodeSpec& a, const CodeSpec& b) {
-        return std::stoi(a.architecture + 3) > std::stoi(b.architecture + 3);
+        return std::stoi(a.architecture.substr(3)) > std::stoi(b.architecture.substr(3));
       };
       if (details::runs_on(code.architecture, major, minor) && (!best || newer(code, *best))) best = &code;
     }
@@ -287,13 +359,13 @@ class Model {
     throw std::runtime_error("'" + folder + "' was built for other GPUs than that of compute capability " + here);
   }
 
-  void map_weights(const std::string& path) {
+  void read_weights(const std::string& path) {
     if (spec_.weights.empty()) return;
-    mapping_ = std::make_unique<details::Mapping>(path);
+    memory_ = std::make_unique<details::Memory>(path);
     const WeightSpec& last = spec_.weights.back();
-    if (mapping_->size < last.offset + last.nbytes) throw std::runtime_error("'" + path + "' is too short");
+    if (memory_->size < last.offset + last.nbytes) throw std::runtime_error("'" + path + "' is too short");
     for (const WeightSpec& weight : spec_.weights) {
-      const Tensor tensor = view(mapping_->data + weight.offset, weight.dtype, weight.dims);
+      const Tensor tensor = view(memory_->data + weight.offset, weight.dtype, weight.dims);
       weights_.push_back(device_.device_type == kDLCPU ? tensor : details::copy_of(tensor, device_));
     }
   }
@@ -327,14 +399,16 @@ class Model {
   }
 
   void check(const TensorSpec& spec, const Tensor& tensor, std::map<std::string, int64_t>* sizes) const {
-    const std::string dtype = tvm::ffi::DLDataTypeToString(tensor.dtype());
-    if (dtype != spec.dtype) refuse(spec, std::string("must be ") + spec.dtype + ", not " + dtype);
+    if (!tensor.defined()) refuse(spec, "is no tensor");
+    const std::string dtype = details::name_of(tensor.dtype());
+    if (dtype != spec.dtype) refuse(spec, "must be " + spec.dtype + ", not " + dtype);
     const DLDevice device = tensor.device();
     const bool on_gpu = device_.device_type != kDLCPU;
     if (device.device_type != device_.device_type || device.device_id != device_.device_id) {
       refuse(spec, on_gpu ? "is not in the memory of the model's GPU" : "is not in the CPU's memory");
     }
     if (!tensor.IsContiguous()) refuse(spec, "is not contiguous");
+    if (tensor.data_ptr() == nullptr && tensor.numel() > 0) refuse(spec, "has no memory");
     const size_t itemsize = static_cast<size_t>(tensor.dtype().bits + 7) / 8;
     const size_t alignment = on_gpu ? 16 : itemsize;
     if (reinterpret_cast<uintptr_t>(details::begin(tensor)) % alignment) {
@@ -347,13 +421,13 @@ class Model {
     for (size_t axis = 0; axis < spec.dims.size(); ++axis) {
       const Dim& dim = spec.dims[axis];
       const int64_t size = tensor.size(static_cast<int64_t>(axis));
-      const int64_t wanted = dim.name == nullptr ? dim.size : sizes->emplace(dim.name, size).first->second;
+      const int64_t wanted = dim.name.empty() ? dim.size : sizes->emplace(dim.name, size).first->second;
       if (size != wanted) {
-        const std::string of = dim.name == nullptr ? "" : quoted(" of ", dim.name);
+        const std::string of = dim.name.empty() ? "" : quoted(" of ", dim.name);
         const std::string where = of + " along axis " + std::to_string(axis);
         refuse(spec, "must have size " + std::to_string(wanted) + where + ", not " + std::to_string(size));
       }
-      const auto range = dim.name == nullptr ? spec_.ranges.end() : spec_.ranges.find(dim.name);
+      const auto range = dim.name.empty() ? spec_.ranges.end() : spec_.ranges.find(dim.name);
       if (range != spec_.ranges.end() && (size < range->second.first || size > range->second.second)) {
         const std::string legal = std::to_string(range->second.first) + " to " + std::to_string(range->second.second);
         const std::string given = std::to_string(size) + quoted(" in dimension ", dim.name);
@@ -362,10 +436,10 @@ class Model {
     }
   }
 
-  static std::string quoted(const std::string& text, const char* name) { return text + "'" + name + "'"; }
+  static std::string quoted(const std::string& text, const std::string& name) { return text + "'" + name + "'"; }
 
   [[noreturn]] static void refuse(const TensorSpec& spec, const std::string& what) {
-    throw std::invalid_argument(std::string("input '") + spec.name + "' " + what);
+    throw std::invalid_argument("input '" + spec.name + "' " + what);
   }
 
   // The result, or a copy where it is memory of an input that is not donated to it, of a weight, of another output, or of
@@ -386,7 +460,7 @@ class Model {
   const DLDevice device_;
   tvm::ffi::Optional<tvm::ffi::Module> executable_;
   tvm::ffi::Function load_, set_threads_;
-  std::unique_ptr<details::Mapping> mapping_;
+  std::unique_ptr<details::Memory> memory_;
   tvm::ffi::Array<Tensor> weights_;
   mutable std::mutex mutex_;
   mutable std::vector<Machine> machines_;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -63,10 +64,10 @@ class Port:
         sizes collects the symbolic dimensions of a call; it is None when all shapes of the call are known to be right.
         Raises InputError for everything that the model does not take, before anything is written.
         """
-        if not isinstance(array, np.ndarray):
-            if not isinstance(array, np.generic):
+        if type(array) is not np.ndarray:
+            if not isinstance(array, (np.ndarray, np.generic)):
                 return self._accept_foreign(array, sizes, strings)
-            array = np.asarray(array)
+            array = plain_array(array, self.where)
         if array.dtype is not self._numpy and array.dtype != self._numpy:
             self._check_dtype(array)
         if sizes is not None:
@@ -122,7 +123,7 @@ class Port:
     def _accept_unusual(self, array: np.ndarray, strings: Dictionary) -> Tensor:
         if self.element.text:
             self._refuse_copy("holds strings, which the compiled code sees as numbers")
-            array = strings.encode(array)
+            array = strings.encode(array, self.where)
         elif self.element.carried:
             array = self.element.carry(array)
         flags = array.flags
@@ -150,7 +151,7 @@ class Port:
         name = _dtype_name(array.dtype)
         if name != (self.spec.storage if self.element.name in BYTES_ELSEWHERE else self.spec.dtype):
             raise InputError(f"{self.where} must be {self.spec.dtype}, not {name}.")
-        tensor = self._import(array)
+        tensor = self._import(self._with_its_values(array))
         shape = tensor.shape
         if sizes is not None:
             self._check_shape(shape, sizes)
@@ -163,6 +164,20 @@ class Port:
             return self._accept_unusual(_Strided(tensor, self.element.numpy).array().copy(), strings)
         return self._as_storage(tensor, (*shape, 2) if self.element.pair else shape)
 
+    def _with_its_values(self, array: Any) -> Any:
+        """PyTorch's tensors may hold other values in memory than they have, which DLPack does not always tell."""
+        torch = sys.modules.get("torch")
+        if torch is None or not isinstance(array, torch.Tensor):
+            return array
+        if type(array).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            raise InputError(
+                f"{self.where} is a {type(array).__name__}, which computes what it holds. Pass an ordinary tensor."
+            )
+        if array.is_neg() or array.is_conj():
+            self._refuse_copy("has its negative or conjugate bit set")
+            return array.resolve_conj().resolve_neg()
+        return array
+
     def _import(self, array: Any) -> Tensor:
         try:
             try:
@@ -170,12 +185,15 @@ class Port:
             except BufferError:
                 tensor = tvm_ffi.from_dlpack(array.__dlpack__(max_version=(1, 0)))
         except (BufferError, TypeError, ValueError, RuntimeError) as error:
-            raise InputError(f"{self.where} cannot be read through DLPack: {error}") from error
+            reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            raise InputError(f"{self.where} cannot be read through DLPack: {reason}") from error
         if tensor.__dlpack_device__() not in self._devices:
             place = " or ".join(
                 "the CPU's memory" if kind == CPU else f"GPU {n}'s" for kind, n in sorted(self._devices)
             )
             raise InputError(f"{self.where} is not in {place}. Copy it there first.")
+        if not tensor.data_ptr() and tensor.numel():
+            raise InputError(f"{self.where} is a {type(array).__name__} that has no memory. Pass one with elements.")
         return tensor
 
     def _as_storage(self, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -183,6 +201,13 @@ class Port:
         if self.element.carried or not tensor.numel():
             return view_as(tensor, self.element.storage, shape)
         return tensor
+
+
+def plain_array(array: Any, where: str) -> np.ndarray:
+    """What NumPy makes of `array`: of a subclass's, the array itself. Raises InputError for one that has a mask."""
+    if isinstance(array, np.ma.MaskedArray):
+        raise InputError(f"{where} is a masked array, and its mask would be lost. Pass array.filled(value).")
+    return np.asarray(array)
 
 
 class _Strided:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,21 +24,21 @@ _POOLED = 2
 Instrument = Callable[..., int]
 
 
-def load_runtime(folder: Path) -> None:
+def load_runtime(beside: Path | None = None) -> None:
     """Makes the TVM runtime available to the process.
 
-    It is looked for beside the artifact in `folder`, then where the apache-tvm wheel puts it. The wheel is not
-    imported, nor asked of the import system: that would load the compiler, or fail where it is barred. Raises
-    ArtifactError.
+    It is looked for in the folder `beside`, then where the apache-tvm wheel puts it; never in an artifact, which would
+    bring code that no digest covers. The wheel is not imported, nor asked of the import system: that would load the
+    compiler, or fail where it is barred. Raises ArtifactError.
     """
     if tvm_ffi.get_global_func(_LOADER, allow_missing=True) is not None:
         return
-    places = [folder / _RUNTIME, *(Path(p) / "tvm" / "lib" / _RUNTIME for p in sys.path)]
-    found = next((p for p in places if p.is_file()), None)
+    places = [*([] if beside is None else [beside]), *(Path(p) / "tvm" / "lib" for p in sys.path)]
+    found = next((p / _RUNTIME for p in places if (p / _RUNTIME).is_file()), None)
     if found is None:
         raise ArtifactError(
-            f"the TVM runtime library {_RUNTIME} is neither in '{folder}' nor in an installed apache-tvm. "
-            "Install apache-tvm, or copy the library into that folder."
+            f"the TVM runtime library {_RUNTIME} is in no installed apache-tvm. Install apache-tvm, or put the library "
+            "into the folder tvm/lib of a place on PYTHONPATH."
         )
     try:
         # Code that TVM generates finds the runtime's functions among the global symbols.
@@ -46,20 +47,37 @@ def load_runtime(folder: Path) -> None:
         raise ArtifactError(f"the TVM runtime library '{found}' cannot be loaded: {error}.") from error
 
 
-class Library:
-    """A loaded model.so.
+def _path_of(memory: int) -> str:
+    """A path of an open descriptor that no loaded library has had.
 
-    Code and constants exist once; each virtual machine runs one call at a time, on the CPU or on a GPU.
+    The linker takes a path that it knows for the library that had it, and numbers of descriptors come again. Those of
+    inodes do not while they are in use: its bits, lowest first as in host.hpp, are written in ways to spell one folder.
+    """
+    spelled = "".join("//." if bit == "1" else "/." for bit in f"{os.fstat(memory).st_ino:b}"[::-1])
+    return f"/proc/self/fd{spelled}/{memory}"
+
+
+class Library:
+    """A loaded model.so, whose bytes are `code`; path is how messages call it.
+
+    Code and constants exist once; each virtual machine runs one call at a time, on the CPU or on a GPU. The bytes are
+    loaded from memory that has no name in any file system: what was checked is what runs, and a file that is written
+    over later cannot change running code.
     """
 
-    def __init__(self, path: Path, gpu: int | None = None) -> None:
+    def __init__(self, code: bytes, path: Path, gpu: int | None = None) -> None:
+        self.gpu = gpu
         self._devices = (CPU, 0, _POOLED) if gpu is None else (CUDA, gpu, _POOLED)
         try:
-            # It lives as long as functions or virtual machines of it do; results are memory of the runtime.
-            self._executable = tvm_ffi.load_module(str(path.absolute()), keep_module_alive=False)
+            with os.fdopen(os.memfd_create(path.name, os.MFD_CLOEXEC), "wb") as file:
+                file.write(code)
+                file.flush()
+                load = tvm_ffi.get_global_func("ffi.Module.load_from_file.so")
+                # It lives as long as functions or virtual machines of it do; results are memory of the runtime.
+                self._executable = load(_path_of(file.fileno()), "so")
             self.set_threads = self._executable.get_function("lowering_set_threads", query_imports=True)
             self._load = self._executable.get_function("vm_load_executable")
-        except (RuntimeError, ValueError, AttributeError) as error:
+        except (RuntimeError, ValueError, AttributeError, OSError) as error:
             reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
             raise ArtifactError(f"'{path}' cannot be loaded as a compiled model: {reason}") from error
 

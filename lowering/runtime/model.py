@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import shutil
-import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tvm_ffi
 
-from ..errors import InputError
-from ..manifest import Manifest, SlotCaches, TensorSpec
-from .checks import check_files
+from ..errors import ArtifactError, InputError
+from ..manifest import FILE, SIGNATURE, WEIGHTS, Manifest, SlotCaches, TensorSpec
+from .checks import check_files, check_weights, checked_threads, read_manifest
 from .decoder import Decoder
 from .devices import Gpu
-from .folders import copy, is_part, replaced_folder
+from .failures import sentence
+from .files import Files
+from .folders import replaced_folder
 from .gpu import CPU
 from .inputs import Port, Sizes
 from .library import Instrument, Library, Machine
 from .outputs import FromDLPack, OutputPort, from_dlpack_of
+from .signature import SigningKey, sign
 from .strings import Dictionary
 from .tensors import Tensor, copy_of, copy_to, held_elsewhere, item
 from .weights import Weights
@@ -38,31 +39,24 @@ _Targets = dict[str, tuple[Tensor, Any]]
 class Model:
     """A loaded artifact (`lowering.load`).
 
-    Arrays are NumPy's or those of any library that speaks DLPack, in the CPU's memory or, for a model on a GPU, in that
-    GPU's; what is not there is copied. Outputs come back in the kind and the memory of the first input that is not
-    NumPy's, in NumPy's otherwise. Inputs are read in place at any alignment; only
-    strided ones are copied, and strings. Outputs are new arrays that own their memory, but for those that take over a
-    donated input's: they are the array object that the caller passed. Any number of threads may run one model at the
-    same time.
+    Arrays are NumPy's or those of any library that speaks DLPack, in the CPU's memory or, for a model on a GPU, in
+    that GPU's; what is not there is copied. Outputs come back in the kind and the memory of the first input that is
+    not NumPy's, in NumPy's otherwise. Inputs are read in place at any alignment; only strided ones are copied, and
+    strings. Outputs are new arrays that own their memory, but for those that take over a donated input's: they are
+    the array object that the caller passed. Any number of threads may run one model at the same time.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        manifest: Manifest,
-        library: Library,
-        threads: int | None,
-        temporary: Path | None,
-        gpu: int | None,
+        self, files: Files, manifest: Manifest, library: Library, threads: int | None = None, whole: bool = False
     ) -> None:
         self.manifest = manifest
-        self._folder = folder
+        self._files = files
         self._library = library
-        self.gpu = None if gpu is None else Gpu(gpu)
-        self._weights = Weights(folder, manifest, self.gpu)
-        self._threads = _checked(threads) if threads is not None else manifest.threads
+        self.gpu = None if library.gpu is None else Gpu(library.gpu)
+        self._weights = Weights(files, manifest, self.gpu, whole)
+        self._threads = manifest.threads if threads is None else threads
         self._ports = [
-            Port(t, "input", manifest.ranges, self._donation(t.name), t.name in manifest.donated, gpu)
+            Port(t, "input", manifest.ranges, self._donation(t.name), t.name in manifest.donated, library.gpu)
             for t in manifest.inputs
         ]
         self._outputs = [OutputPort(t) for t in manifest.outputs]
@@ -70,8 +64,6 @@ class Model:
         self._shapes: list[Any] = []
         # Virtual machines that no call uses now. A call takes one for itself: two calls on one would crash.
         self._machines: list[Machine] = [library.new_machine()]
-        if temporary is not None:
-            weakref.finalize(self, shutil.rmtree, temporary, ignore_errors=True)
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -98,7 +90,7 @@ class Model:
         shapes = [getattr(inputs.get(port.name), "shape", None) for port in self._ports]
         tensors = self._accept(self._ports, inputs, None if shapes == self._shapes else {}, strings)
         self._shapes = shapes
-        threads = self._threads if threads is None else _checked(threads)
+        threads = self._threads if threads is None else checked_threads(threads)
         if self.gpu is None:
             results = self._call(tensors, threads, release=True)
             return self._deliver(results, self._memory(tensors, inputs), {}, from_dlpack, False, strings)
@@ -121,10 +113,11 @@ class Model:
         returned dictionary has them in place of new ones. The arrays must be contiguous and, but for donated ones and
         outputs, may be read-only. Calls from several threads are as safe as the arrays are.
         """
+        inputs = dict(inputs)  # the caller's may change
         strings = Dictionary(self.manifest.strings)
         from_dlpack, on_host = _kind(inputs)
         gpu = self.gpu
-        threads = self._threads if threads is None else _checked(threads)
+        threads = self._threads if threads is None else checked_threads(threads)
         sizes: Sizes = {}
         ports = [
             Port(
@@ -153,15 +146,25 @@ class Model:
 
         slots = self.manifest.slots
         arrays = list(inputs.values())
+        if slots is not None:
+            rows, length = self._new_rows(slots, tensors), inputs[slots.length]
+            if gpu is None:  # the memory that the code reads, whatever becomes of the caller's array object
+                length = np.from_dlpack(self._tensor(slots.length, tensors))
 
         def call() -> dict[str, Any]:
             if slots is not None:  # what the length holds may have changed
-                _check_room(slots, inputs)
-            with nullcontext() if gpu is None else gpu.stream_of(arrays):
-                results = self._call(tensors, threads, release=False)
-                return self._deliver(results, memory, targets, from_dlpack, on_host, strings)
+                _check_room(slots, length, rows)
+            results = self._call(tensors, threads, release=False)
+            return self._deliver(results, memory, targets, from_dlpack, on_host, strings)
 
-        return call
+        if gpu is None:
+            return call
+
+        def call_in_order() -> dict[str, Any]:
+            with gpu.stream_of(arrays):
+                return call()
+
+        return call_in_order
 
     def decoder(
         self,
@@ -178,16 +181,30 @@ class Model:
         """
         return Decoder(self, ids, mask, positions, fixed or {})
 
-    def save(self, folder: str | Path) -> None:
-        """Writes the artifact to `folder`, all of it or nothing.
+    def save(self, folder: str | Path, sign_key: SigningKey | None = None) -> None:
+        """Writes the artifact to `folder`, all of it or nothing, whatever has become of the folder it came from.
 
-        Raises ArtifactError if it has changed since it was loaded, or `folder` holds something else.
+        sign_key, the private half of an Ed25519 key (a PEM file, its 32 bytes, or a key of the package `cryptography`),
+        signs it for `load(verify_key=)`; without one, a signature that is there stays. Raises ArtifactError if the
+        files have been written to since the load, if `folder` holds something else, or if it cannot be written.
         """
-        check_files(self._folder, self.manifest)
+        manifest = self._files.read(FILE)
+        if sign_key is not None:
+            signature = sign(manifest, sign_key)
+        else:
+            signature = self._files.read(SIGNATURE) if SIGNATURE in self._files else b""
+        if read_manifest(self._files) != self.manifest:
+            raise ArtifactError(f"'{self._files.folder}' has been written to since it was loaded: load it again.")
+        contents = check_files(self._files, self.manifest)
+        if self.manifest.weights:
+            size = self._files.size(WEIGHTS)
+            check_weights(self._files, self.manifest, size, lambda at, n: self._files.read(WEIGHTS, at, n))
+        contents |= {FILE: manifest, **({SIGNATURE: signature} if signature else {})}
         with replaced_folder(Path(folder)) as new:
-            for path in self._folder.iterdir():
-                if is_part(path.name):
-                    copy(path, new / path.name)
+            for name, content in contents.items():
+                (new / name).write_bytes(content)
+            if self.manifest.weights:
+                self._files.copy(WEIGHTS, new / WEIGHTS)
 
     def wait(self) -> None:
         """Until a GPU has done what calls have asked of it."""
@@ -227,9 +244,20 @@ class Model:
             raise InputError(f"there is no input '{unknown}'. The inputs are {_names(self.manifest.inputs)}.")
         if self.manifest.donated:
             self._check_shared_memory(ports, tensors)
-        if self.manifest.slots is not None:
-            _check_room(self.manifest.slots, inputs)
+        slots = self.manifest.slots
+        if slots is not None:
+            _check_room(slots, inputs[slots.length], self._new_rows(slots, tensors))
         return tensors
+
+    def _new_rows(self, slots: SlotCaches, tensors: list[Tensor]) -> int:
+        """How many rows a call adds to the caches."""
+        if slots.tokens is None:
+            return 0
+        name, axis = slots.tokens
+        return self._tensor(name, tensors).shape[axis]
+
+    def _tensor(self, name: str, tensors: list[Tensor]) -> Tensor:
+        return next(tensor for port, tensor in zip(self._ports, tensors) if port.name == name)
 
     def _check_shared_memory(self, ports: list[Port], tensors: list[Tensor]) -> None:
         """Refuses donated inputs whose memory another input uses: it would see the update, or lose its own."""
@@ -277,8 +305,7 @@ class Model:
             finally:
                 self._library.set_threads(0)
         except Exception as error:
-            reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            raise InputError(f"the model cannot run on these inputs: {reason}") from error
+            raise InputError(f"the model cannot run on these inputs: {sentence(error)}") from error
         finally:
             if release:
                 machine.release()
@@ -317,13 +344,12 @@ class Model:
         return outputs
 
 
-def _check_room(slots: SlotCaches, inputs: Arrays) -> None:
+def _check_room(slots: SlotCaches, length: Any, rows: int) -> None:
     """Refuses rows that the caches have no slots for, before any is written."""
-    used = int(inputs[slots.length])
-    more = 0 if slots.tokens is None else inputs[slots.tokens[0]].shape[slots.tokens[1]]
-    if used < 0 or used + more > slots.capacity:
+    used = int(length)
+    if used < 0 or used + rows > slots.capacity:
         raise InputError(
-            f"the caches have {slots.capacity} slots: {used} tokens are in them ('{slots.length}') and {more} more do "
+            f"the caches have {slots.capacity} slots: {used} tokens are in them ('{slots.length}') and {rows} more do "
             "not fit. Compile with a larger static_cache."
         )
 
@@ -343,14 +369,15 @@ def _kind(inputs: Arrays) -> tuple[FromDLPack, bool]:
         if type(array) is np.ndarray or isinstance(array, (np.ndarray, np.generic)):
             continue
         if hasattr(array, "__dlpack__"):
-            return from_dlpack_of(array), array.__dlpack_device__()[0] == CPU
+            return from_dlpack_of(array), _on_host(array)
     return np.from_dlpack, True
 
 
-def _checked(threads: int) -> int:
-    if not isinstance(threads, int) or threads < 1:
-        raise InputError(f"threads must be a positive number, not {threads!r}; None means the CPUs the caller may use.")
-    return threads
+def _on_host(array: Any) -> bool:
+    try:
+        return array.__dlpack_device__()[0] == CPU
+    except Exception:  # of a kind that DLPack does not know, which the input's port refuses
+        return True
 
 
 def _names(specs: tuple[TensorSpec, ...]) -> str:

@@ -34,6 +34,9 @@ typedef int (*Lambda)(int task, Group* group, void* data);
 /* TVMBackendParallelBarrier counts arrivals in sync_handle: task k in element k * BARRIER_STRIDE. */
 enum { BARRIER_STRIDE = 16 };
 
+/* Threads of a launch that take no memory from the heap, and the most that a launch may have. */
+enum { FEW = 32, MOST = 1024 };
+
 /* How often a waiting thread looks before it sleeps: some 20 microseconds on the CPU, then some 100 in which any other
  * thread may have it. Few pauses within a model are longer, and waking up takes as long. */
 enum { SPINS = 500, YIELDS = 300 };
@@ -207,11 +210,18 @@ static int launch(Lambda lambda, void* data, int num_task) {
         if (sched_getaffinity(0, sizeof(mask), &mask) == 0) threads = CPU_COUNT(&mask);
         if (requested_threads > 0) threads = requested_threads;
         if (num_task > 0) threads = num_task;
+        if (threads > MOST) threads = MOST;
         if (threads > 1) workers = take_workers(threads - 1, &mask, &taken);
     }
 
-    atomic_int arrivals[(workers + 1) * BARRIER_STRIDE];
-    memset(arrivals, 0, sizeof(arrivals));
+    /* Callers may have small stacks. */
+    atomic_int few[FEW * BARRIER_STRIDE], *arrivals = few, *many = NULL;
+    if (workers >= FEW) {
+        many = malloc((size_t)(workers + 1) * BARRIER_STRIDE * sizeof(atomic_int));
+        if (many == NULL) give_back_workers(taken), taken = NULL, workers = 0;
+        else arrivals = many;
+    }
+    memset(arrivals, 0, (size_t)(workers + 1) * BARRIER_STRIDE * sizeof(atomic_int));
     Job job = {.lambda = lambda, .data = data, .group = {arrivals, workers + 1}, .pending = (unsigned)workers};
     int task = 1;
     for (Worker *worker = taken, *next; worker != NULL; worker = next) {
@@ -226,6 +236,7 @@ static int launch(Lambda lambda, void* data, int num_task) {
     in_task = was_in_task;
     wait_for_workers(&job);
     give_back_workers(taken);
+    free(many);
 
     TVMFFIObjectHandle error = atomic_load(&job.error);
     if (error != NULL) {
@@ -238,11 +249,13 @@ static int launch(Lambda lambda, void* data, int num_task) {
 
 __attribute__((visibility("hidden"))) int (*__TVMBackendParallelLaunch)(Lambda, void*, int) = launch;
 
-/* The packed function lowering_set_threads(n): launches of the calling thread use n threads; 0: its affinity mask. */
+/* The packed function lowering_set_threads(n): launches of the calling thread use n threads, at most MOST; 0: as its
+ * affinity mask says. */
 __attribute__((visibility("default"))) int __tvm_ffi_lowering_set_threads(void* self, const TVMFFIAny* args,
                                                                           int32_t num_args, TVMFFIAny* result) {
     (void)self, (void)num_args, (void)result;
-    requested_threads = (int)args[0].v_int64;
+    const int64_t n = args[0].v_int64;
+    requested_threads = n < 0 ? 0 : n > MOST ? MOST : (int)n;
     return 0;
 }
 

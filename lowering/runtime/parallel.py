@@ -1,4 +1,4 @@
-"""The thread pool that every model.so carries (parallel.c)."""
+"""The C code that every model.so carries: the thread pool (parallel.c) and checks of data and sizes (checks.c)."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ from pathlib import Path
 
 from tvm_ffi import libinfo
 
+_SOURCES = ("parallel", "checks")
+
 
 def link_options(cc: str, folder: str | Path) -> list[str]:
-    """Options that make the C compiler `cc` link the pool into a library; the object file goes to `folder`.
+    """Options that make the C compiler `cc` link that code into a library; object files go to `folder`.
 
     Raises RuntimeError when the compiler fails.
     """
-    path = Path(folder) / "parallel.o"
-    path.write_bytes(_object(cc))
-    return ["-pthread", str(path)]
+    paths = [Path(folder) / f"{name}.o" for name in _SOURCES]
+    for name, path in zip(_SOURCES, paths):
+        path.write_bytes(_object(cc, name))
+    return ["-pthread", *map(str, paths)]
 
 
 @functools.cache
-def _object(cc: str) -> bytes:
-    """The compiled pool: once per process, since it takes longer than compiling a small model."""
-    source = Path(__file__).with_name("parallel.c")
+def _object(cc: str, name: str) -> bytes:
+    """A compiled source: once per process, since it takes longer than compiling a small model."""
+    source = Path(__file__).with_name(f"{name}.c")
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "parallel.o"
+        path = Path(folder) / f"{name}.o"
         flags = ["-O2", "-fPIC", "-pthread", "-std=gnu11", "-I", libinfo.find_include_path()]
         done = subprocess.run([cc, *flags, "-c", "-x", "c", source, "-o", path], capture_output=True, text=True)
         if done.returncode != 0:

@@ -6,26 +6,17 @@ each kernel, on a GPU the time to wait for it.
 
 from __future__ import annotations
 
-import ast
-import operator
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import tvm_ffi
 
+from ..arithmetic import evaluate
 from ..manifest import KernelSpec
 from .model import Model
-
-_SIGNS: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
 
 
 @dataclass(frozen=True)
@@ -97,24 +88,3 @@ class Profiler:
 
 def _bytes(argument: Any) -> int:
     return argument.numel() * argument.dtype.itemsize if isinstance(argument, tvm_ffi.Tensor) else 0
-
-
-def evaluate(text: str, values: Mapping[str, int]) -> int:
-    """The number that arithmetic of sizes gives: names, numbers, + - * // %, min and max (KernelSpec).
-
-    Raises ValueError for anything else.
-    """
-
-    def value(node: ast.expr) -> int:
-        match node:
-            case ast.Constant(value=int(number)):
-                return number
-            case ast.Name(id=name) if name in values:
-                return values[name]
-            case ast.BinOp(left=a, op=sign, right=b) if type(sign) in _SIGNS:
-                return _SIGNS[type(sign)](value(a), value(b))
-            case ast.Call(func=ast.Name(id="min" | "max" as name), args=[a, b]):
-                return (min if name == "min" else max)(value(a), value(b))
-        raise ValueError(f"'{text}' is no arithmetic of {', '.join(values)}")
-
-    return value(ast.parse(text, mode="eval").body)

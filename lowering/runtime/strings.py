@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..errors import InputError
+
 
 class Dictionary:
     """The strings of one call: the model's constants, with the codes it was compiled with, then those of the inputs."""
@@ -14,8 +16,11 @@ class Dictionary:
         self._strings = list(constants)
         self._codes = {text: code for code, text in enumerate(constants)}
 
-    def encode(self, array: np.ndarray) -> np.ndarray:
-        """int32 codes of an array of strings."""
+    def encode(self, array: np.ndarray, where: str) -> np.ndarray:
+        """int32 codes of an array of strings, which messages call `where`. Raises InputError for other elements."""
+        kind = next((type(x) for x in array.flat if not isinstance(x, str)), str)
+        if kind is not str:
+            raise InputError(f"{where} must hold nothing but str, not {kind.__name__}.")
         codes = (self._code(str(text)) for text in array.flat)
         return np.fromiter(codes, np.int32, array.size).reshape(array.shape)
 

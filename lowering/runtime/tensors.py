@@ -12,6 +12,7 @@ import tvm_ffi
 
 # The TVM Python package registers a class of its own for tensors; this one is tvm_ffi's, which it derives from.
 Tensor = tvm_ffi.Tensor
+
 # item(array, index): an element of an array, several times faster than indexing it.
 item = tvm_ffi.get_global_func("ffi.ArrayGetItem")
 

@@ -1,41 +1,44 @@
-"""Weights: mapped from the artifact, shared by all calls, read at first use."""
+"""Weights: read into memory of the process, shared by all calls."""
 
 from __future__ import annotations
 
 import mmap
 from bisect import bisect_right
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import tvm_ffi
 
+from ..errors import ArtifactError
 from ..manifest import WEIGHTS, Manifest
+from .checks import check_weights
 from .devices import Gpu
+from .files import Files
 from .tensors import copy_of, view_as
 
 
 class Weights:
     """The weights of an artifact, copied to a GPU if the model runs on one.
 
-    argument is the last argument of the compiled main, () for models without weights. The file is mapped
-    copy-on-write: pages are read when they are used and shared between processes, and nothing can change the file.
+    argument is the last argument of the compiled main, () for models without weights. They are read, not mapped: a
+    mapping, private or not, dies with SIGBUS where the file has become shorter, and shows what is written over it
+    (POSIX leaves the latter open, Linux does it for pages that nobody has written to). Processes share them by forking
+    after the load. whole digests all of them, and not samples alone. Raises ArtifactError where they are not those that
+    the manifest was written with, or do not fit into memory.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, gpu: Gpu | None = None) -> None:
+    def __init__(self, files: Files, manifest: Manifest, gpu: Gpu | None = None, whole: bool = False) -> None:
         self.argument: tuple[tvm_ffi.Array, ...] = ()
         # Where each begins and ends, by address.
         self._begins: list[int] = []
         self._ends: list[int] = []
         if not manifest.weights:
             return
-        with (folder / WEIGHTS).open("rb") as file:
-            pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        with suppress(OSError, AttributeError):  # advice, which not every kernel takes
-            pages.madvise(mmap.MADV_HUGEPAGE)
-        mapped = np.frombuffer(pages, np.uint8)
+        memory = _read(files)
+        check_weights(files, manifest, len(memory), lambda at, count: memory[at : at + count], whole)
+        array = np.frombuffer(memory, np.uint8)
         tensors = [
-            view_as(tvm_ffi.from_dlpack(mapped[w.offset : w.offset + w.nbytes]), w.storage, w.dims)
+            view_as(tvm_ffi.from_dlpack(array[w.offset : w.offset + w.nbytes]), w.storage, w.dims)
             for w in manifest.weights
         ]
         if gpu is not None:
@@ -49,3 +52,21 @@ class Weights:
         """Whether the address lies in the memory of a weight."""
         k = bisect_right(self._begins, address) - 1
         return k >= 0 and address < self._ends[k]
+
+
+def _read(files: Files) -> memoryview:
+    """weights.bin in pages of its own, of 2 MiB where the machine has them.
+
+    A product that waits for its weights takes 0.6 to 0.9 of the time that it does with pages of 4 KiB.
+    """
+    size = files.size(WEIGHTS)
+    try:
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError, ValueError) as error:
+        raise ArtifactError(
+            f"'{files.folder / WEIGHTS}' has {size / 2**30:.1f} GiB, which do not fit into memory."
+        ) from error
+    with suppress(OSError, AttributeError):  # advice, which not every kernel takes
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    memory = memoryview(pages)
+    return memory[: files.read_into(WEIGHTS, memory)]

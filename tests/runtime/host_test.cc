@@ -1,5 +1,6 @@
-// Checks host.hpp against the models `cache`, `dense`, `shared` and `threads` of modules.py. Prints what fails.
+// Checks host.hpp against the models `cache`, `dense`, `inside`, `shared` and `threads` of modules.py. Prints what fails.
 #include <sched.h>
+#include <unistd.h>
 
 #include <cstdio>
 #include <set>
@@ -10,6 +11,9 @@
 #undef LOWERING_MODEL
 #define LOWERING_MODEL dense
 #include "dense/model.h"
+#undef LOWERING_MODEL
+#define LOWERING_MODEL inside
+#include "inside/model.h"
 #undef LOWERING_MODEL
 #define LOWERING_MODEL shared
 #include "shared/model.h"
@@ -67,6 +71,31 @@ void test_cache(const std::string& folder) {
   refused(with("new", view(fresh.data(), {4, 2})), "input 'new' must have size 2 of 'b' along axis 0, not 4");
   refused(with("past", view(past.data(), {2, 4, 5})), "input 'past' must have size 4 along axis 2, not 5");
   refused(with("new", view(past.data() + 36, {2, 4})), "input 'past' is donated but shares memory with input 'new'");
+  refused(with("new", Tensor()), "input 'new' is no tensor");
+  using Shape = std::vector<int64_t>;
+  const auto impossible = [](const void* data, const char* dtype, const Shape& shape, const char* message) {
+    expect_error<std::invalid_argument>([&] { view(data, dtype, shape); }, message);
+  };
+  impossible(nullptr, "float32", {2, 4}, "needs memory, not a null pointer");
+  impossible(nullptr, "float32", {}, "needs memory, not a null pointer");
+  impossible(fresh.data(), "float99x", {2, 4}, "there is no element type 'float99x'");
+  impossible(fresh.data(), "", {2, 4}, "there is no element type ''");
+  impossible(fresh.data(), "tensor", {2, 4}, "there is no element type 'tensor'");
+  impossible(fresh.data(), "float32", {2, -4}, "no negative sizes");
+  expect(view(nullptr, "float32", {0, 4}).numel() == 0, "no elements need no memory");
+  struct Strange {
+    void AllocData(DLTensor* tensor) { tensor->data = nullptr; }
+    void FreeData(DLTensor*) {}
+  };
+  const int64_t shape[] = {2, 4};
+  const auto strange = [&](DLDataType dtype) {
+    return Tensor::FromNDAlloc(Strange{}, tvm::ffi::ShapeView(shape, 2), dtype, lowering::cpu());
+  };
+  refused(with("new", strange({kDLFloat, 32, 1})), "input 'new' has no memory");
+  refused(with("new", strange({250, 32, 1})), "input 'new' must be float32, not ");
+  for (int threads : {-1, 1025, 1 << 30}) {
+    expect_error<std::invalid_argument>([&] { model.run(inputs, threads); }, "threads must be 0 to 1024, not");
+  }
   const char* odd = reinterpret_cast<char*>(fresh.data()) + 1;
   refused(with("new", view(odd, "float32", {1, 4})), "input 'new' is not aligned to its elements");
   for (float x : past) expect(x == 0, "nothing is written before all inputs are checked");
@@ -120,8 +149,41 @@ void test_threads(const std::string& folder) {
   sched_getaffinity(0, sizeof before, &before);
   expect(count(0) == static_cast<size_t>(CPU_COUNT(&before)), "as many threads as the mask has CPUs");
   expect(count(1) == 1 && count(4) == 4, "as many threads as are asked for");
+  expect(count(1024) == 16, "at most as many as there is work");
   sched_getaffinity(0, sizeof after, &after);
   expect(CPU_EQUAL(&before, &after), "the caller's affinity stays");
+}
+
+// Every model is loaded from a path that the linker has not seen, and from files that may change.
+void test_loading(const std::string& folder) {
+  std::vector<float> x(3 * 64, 1), four(4, 1);
+  for (int round = 0; round < 3; ++round) {
+    const Model first(folder + "/shared", shared::spec), second(folder + "/dense", dense::spec);
+    expect(first.run({{"x", view(four.data(), {4})}}).at("y").numel() == 4, "the code of the first");
+    expect(second.run({{"x", view(x.data(), {3, 64})}}).at("s").numel() == 3, "the code of the second");
+  }
+  const Model model(folder + "/dense", dense::spec);
+  const auto before = model.run({{"x", view(x.data(), {3, 64})}});
+  const Model fresh(folder + "/dense", dense::spec);
+  for (const char* name : {"/dense/weights.bin", "/dense/model.so"}) {
+    expect(truncate((folder + name).c_str(), 0) == 0, name);
+  }
+  const auto after = fresh.run({{"x", view(x.data(), {3, 64})}});
+  const float* a = static_cast<const float*>(before.at("s").data_ptr());
+  expect(std::equal(a, a + 3, static_cast<const float*>(after.at("s").data_ptr())), "files that are cut off later do not matter");
+  expect_error<std::runtime_error>([&] { Model(folder + "/dense", dense::spec); }, "model.so' is missing or not the one");
+}
+
+void test_inside(const std::string& folder) {
+  const Model model(folder + "/inside", inside::spec);
+  std::vector<float> x(3, 1), y(4, 1);
+  for (int round = 0; round < 2; ++round) {
+    const auto run = [&](int64_t size) {
+      return model.run({{"x", view(x.data(), {3})}, {"y", view(y.data(), {size})}});
+    };
+    expect_error<std::invalid_argument>([&] { run(4); }, "the model cannot run on these inputs: ");
+    expect(static_cast<const float*>(run(3).at("z").data_ptr())[0] == 2, "the model runs on");
+  }
 }
 
 void test_shared(const std::string& folder) {
@@ -143,5 +205,7 @@ int main(int, char** argv) {
   test_dense(argv[1]);
   test_shared(argv[1]);
   test_threads(argv[1]);
+  test_inside(argv[1]);
+  test_loading(argv[1]);
   return failures != 0;
 }

@@ -138,6 +138,16 @@ def sums(folder: Path, dtype: str = "float32", shape: Sequence[int | str] = ("n"
     return build(folder, inputs, [spec("z", dtype, *shape)], lambda b, i, w: [b.emit(relax.op.add(*i))], **fields)
 
 
+def inside(folder: Path) -> Path:
+    """z = x + y of sizes that must be equal, which only the code finds out."""
+
+    def body(builder: relax.BlockBuilder, inputs: list, weights: list) -> list:
+        x, y = inputs
+        return [builder.emit(relax.op.add(x, builder.match_cast(y, x.ty)))]
+
+    return build(folder, [spec(n, "float32", n) for n in "xy"], [spec("z", "float32", "x")], body)
+
+
 def move(folder: Path, dtype: str, storage: str, **fields: object) -> Path:
     """y[n, 3] = x[:, ::-1]: moves elements of any type, with their bits as they are."""
     width = 2 if dtype == "complex128" else 1

@@ -10,21 +10,13 @@ import modules
 import numpy as np
 import pytest
 import tvm
+from this_machine import LEVELS
 from tvm.script import tirx as T
 
 import lowering
 from lowering.passes.alignment import assume_alignment
-from lowering.target import host_features, resolve
 
-TARGETS = [
-    pytest.param(
-        name,
-        marks=pytest.mark.skipif(
-            not set(resolve(name)[0].cpu_features) <= set(host_features()), reason="this CPU lacks the features"
-        ),
-    )
-    for name in ("cpu:x86-64-v3", "cpu:x86-64-v4")
-]
+TARGETS = [f"cpu:{level}" for level in LEVELS[1:]]
 
 
 @pytest.mark.parametrize("target", TARGETS)

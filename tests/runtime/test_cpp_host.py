@@ -16,7 +16,7 @@ import lowering
 
 
 def test_host_header(artifact: Callable[..., Path], tmp_path: Path) -> None:
-    for name in ("cache", "dense", "shared", "threads"):
+    for name in ("cache", "dense", "inside", "shared", "threads"):
         lowering.load(artifact(name)).save(tmp_path / name)
     ffi = Path(libinfo.find_libtvm_ffi()).parent
     runtime = Path(tvm.__file__).parent / "lib"

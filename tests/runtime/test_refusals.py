@@ -14,6 +14,7 @@ from tvm import relax
 
 import lowering
 from lowering.errors import InputError
+from lowering.manifest import SlotCaches
 
 Load = Callable[..., lowering.Model]
 ONES = np.ones((2, 3), "f")
@@ -58,15 +59,59 @@ def test_ranges(tmp_path: Path) -> None:
             refuse({"x": np.ones(size, "f"), "y": np.ones(size, "f")})
 
 
-@pytest.mark.parametrize("threads", [0, -1, 1.5, "2"])
+@pytest.mark.parametrize("threads", [0, -1, 1.5, "2", 1025, 2**40])
 def test_threads(model: Load, artifact: Callable[..., Path], threads: Any) -> None:
-    message = "threads must be a positive number, not"
+    message = "threads must be a whole number from 1 to 1024, not"
     with pytest.raises(InputError, match=message):
         model("sums").run({"x": ONES, "y": ONES}, threads=threads)
     with pytest.raises(InputError, match=message):
         model("sums").bind({"x": ONES, "y": ONES}, threads=threads)
     with pytest.raises(InputError, match=message):
         lowering.load(artifact("sums"), threads=threads)
+
+
+def test_numpy_integers_are_numbers(model: Load, artifact: Callable[..., Path]) -> None:
+    for two in (np.int64(2), np.uint8(2), np.array(2)):
+        assert (model("sums").run({"x": ONES, "y": ONES}, threads=two)["z"] == 2).all()  # type: ignore[arg-type]
+        assert (model("sums").bind({"x": ONES, "y": ONES}, threads=two)()["z"] == 2).all()  # type: ignore[arg-type]
+        lowering.load(artifact("sums"), threads=two, device=np.int32(0))  # type: ignore[arg-type]
+    for device in (-1, 1.0, 2**31):
+        with pytest.raises(InputError, match="device must be a whole number from 0 to 2147483647, not"):
+            lowering.load(artifact("sums"), device=device)  # type: ignore[arg-type]
+
+
+def test_masked_arrays(model: Load) -> None:
+    """What has a mask would lose it; other subclasses of NumPy's arrays have the values that are in their memory."""
+    module = model("sums")
+    for masked in (np.ma.masked_equal(ONES, 1), np.ma.array(ONES)):
+        for refuse in (module.run, module.bind):
+            with pytest.raises(InputError, match=r"input 'x' is a masked array, and its mask would be lost\. Pass"):
+                refuse({"x": masked, "y": ONES})
+    with pytest.raises(InputError, match="output 'z' is a masked array"):
+        module.bind({"x": ONES, "y": ONES}, {"z": np.ma.array(ONES.copy())})
+
+
+def test_subclasses_of_arrays(model: Load, tmp_path: Path) -> None:
+    class Odd(np.ndarray):
+        def __getitem__(self, key: Any) -> Any:
+            raise TypeError
+
+    x = np.arange(6, dtype="f").reshape(2, 3)
+    mapped = np.memmap(tmp_path / "x", "f", "w+", shape=(2, 3))
+    mapped[:] = x
+    for other in (np.matrix(x), x.view(Odd), mapped, np.matrix(x.T).T, x.T.copy().view(Odd).T):
+        assert (model("sums").run({"x": other, "y": ONES})["z"] == x + 1).all()
+    pairs = np.matrix([[1 + 2j, 3j, 4]] * 2)
+    assert (model("move", "complex128", "uint64").run({"x": pairs})["y"] == np.asarray(pairs)[:, ::-1]).all()
+
+
+def test_strings_are_nothing_else(tmp_path: Path) -> None:
+    spec = modules.spec("x", "string", "n", storage="int32")
+    module = lowering.load(modules.build(tmp_path / "m", [spec], [spec], lambda b, i, w: i))
+    for other, kind in ((b"bytes", "bytes"), (None, "NoneType"), (5, "int")):
+        with pytest.raises(InputError, match=f"input 'x' must hold nothing but str, not {kind}"):
+            module.run({"x": np.array(["a", other], object)})
+    assert module.run({"x": np.array([np.str_("a")], object)})["x"].tolist() == ["a"]
 
 
 def test_bound_arrays(model: Load) -> None:
@@ -88,19 +133,36 @@ def test_bound_arrays(model: Load) -> None:
         module.bind(both, {"z": frozen})
 
 
-def test_sizes_that_do_not_fit_together_inside(tmp_path: Path) -> None:
+def test_sizes_that_do_not_fit_together_inside(model: Load) -> None:
     """What only the compiled code can know is an InputError too, and the model runs on."""
-
-    def body(builder: relax.BlockBuilder, inputs: list, weights: list) -> list:
-        x, y = inputs
-        return [builder.emit(relax.op.add(x, builder.match_cast(y, x.ty)))]
-
-    specs = [modules.spec(n, "float32", n) for n in "xy"]
-    module = lowering.load(modules.build(tmp_path / "m", specs, [modules.spec("z", "float32", "x")], body))
+    module = model("inside")
     for _ in range(2):
         with pytest.raises(InputError, match="the model cannot run on these inputs: "):
             module.run({"x": np.ones(3, "f"), "y": np.ones(4, "f")})
         assert (module.run({"x": np.ones(3, "f"), "y": np.ones(3, "f")})["z"] == 2).all()
+
+
+def test_bound_lengths_are_those_that_are_read(tmp_path: Path) -> None:
+    """The room in slot caches is that of the arrays that were bound, whatever becomes of the caller's dictionary."""
+    specs = [modules.spec("x", "int64", "t"), modules.spec("n", "int64")]
+    slots = SlotCaches(4, "n", ("x", 0))
+    out = [modules.spec("y", "int64", "t")]
+    folder = modules.build(tmp_path / "m", specs, out, lambda b, i, w: [b.emit(relax.op.add(*i))], slots=slots)
+    length, x = np.array(2, "int64"), np.zeros(2, "int64")
+    inputs = {"x": x, "n": length}
+    call = lowering.load(folder).bind(inputs)
+    assert call()["y"].tolist() == [2, 2]
+    length[()] = 3
+    inputs["n"], inputs["x"] = np.array(0, "int64"), np.zeros(1, "int64")
+    x.shape = (1, 2)
+    for change in (inputs.clear, lambda: length.setfield(0, "int32")):
+        with pytest.raises(
+            InputError, match=r"the caches have 4 slots: 3 tokens are in them \('n'\) and 2 more do not fit"
+        ):
+            call()
+        change()
+    length[()] = 1
+    assert call()["y"].tolist() == [1, 1]
 
 
 def test_results_that_do_not_fit_the_bound_array(tmp_path: Path) -> None:

@@ -215,6 +215,39 @@ class TestTorch:
         assert strided.dtype == x.dtype and torch.equal(strided.to(torch.complex128), y.to(torch.complex128))
         assert module.run({"x": x[:0]})["y"].shape == (0, 3)
 
+    def test_lazy_bits(self, model: Load) -> None:
+        """Tensors whose memory holds the negative or the conjugate of what they are."""
+        torch = self.torch
+        x = torch.complex(torch.arange(6.0).reshape(2, 3), torch.arange(1.0, 7.0).reshape(2, 3))
+        negative = x.conj().imag
+        assert negative.is_neg() and x.conj().is_conj()
+        z = model("sums").run({"x": negative, "y": torch.zeros(2, 3)})["z"]
+        assert torch.equal(z, -torch.arange(1.0, 7.0).reshape(2, 3))
+        y = model("move", "complex64", "uint64").run({"x": x.conj()})["y"]
+        assert torch.equal(y, x.conj().resolve_conj().flip(1))
+        contiguous = torch._neg_view(torch.ones(2, 3))
+        assert contiguous.is_neg() and contiguous.is_contiguous()
+        with pytest.raises(InputError, match="input 'x' has its negative or conjugate bit set, but a bound call reads"):
+            model("sums").bind({"x": contiguous, "y": torch.zeros(2, 3)})
+        past = torch._neg_view(torch.zeros(2, 3, 4))
+        inputs = {"new": np.ones((2, 4), "f"), "index": np.zeros(2, "int64")}
+        with pytest.raises(InputError, match="input 'past' has its negative or conjugate bit set, but it is donated"):
+            model("cache").run({"past": past, **inputs})
+
+    def test_tensors_without_memory(self, model: Load) -> None:
+        torch, x = self.torch, self.torch.ones(2, 3)
+        with torch._subclasses.FakeTensorMode():
+            fake = torch.ones(2, 3)
+        message = r"input 'x' (cannot be read|is a \w+ that has no memory|is a \w+, which computes)"
+        for odd in (x.to_sparse(), x.to_mkldnn(), torch._efficientzerotensor((2, 3)), fake, x.to("meta")):
+            with pytest.raises(InputError, match=message) as caught:
+                model("sums").run({"x": odd, "y": x})
+            assert "\n" not in str(caught.value)
+        masked = torch.masked.masked_tensor(x, x > 2)
+        with pytest.raises(InputError, match="input 'x' is a MaskedTensor, which computes what it holds"):
+            model("sums").run({"x": masked, "y": x})
+        assert (model("sums").run({"x": torch.nn.Parameter(x), "y": x})["z"] == 2).all()
+
     def test_bytes_for_types_torch_lacks(self, model: Load) -> None:
         x = self.torch.arange(6, dtype=self.torch.int8).reshape(2, 3)
         assert self.torch.equal(model("move", "int4", "int8").run({"x": x})["y"], x.flip(1))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -178,7 +177,7 @@ def test_errors_in_workers_are_raised(tmp_path: Path) -> None:
         for i in T.parallel(8):
             with T.sblock("check"):
                 vi = T.axis.spatial(8, i)
-                assert x[vi] >= 0, "ValueError: negative"
+                assert x[vi] >= 0, ("ValueError", ["negative"])
                 y[vi] = x[vi]
 
     def body(builder: relax.BlockBuilder, inputs: list, weights: list) -> list:
@@ -196,6 +195,30 @@ def test_errors_in_workers_are_raised(tmp_path: Path) -> None:
                     module.run({"x": x}, threads=threads)
             else:
                 assert (module.run({"x": x}, threads=threads)["y"] == x).all()
+
+
+def test_the_most_threads_from_a_small_stack(artifact: Callable[..., Path]) -> None:
+    """Also beside other callers, and with fewer than the machine would make."""
+    code = f"""
+import threading, lowering, numpy as np
+model = lowering.load({os.fspath(artifact("threads"))!r})
+model.run({{"x": np.zeros(4, "int32")}})
+done = []
+def call():
+    for threads in (1, 31, 32, 33, 64, 1024):
+        who = model.run({{"x": np.full(1100, 10, "int32")}}, threads=threads)["who"]
+        done.append(len(set(who.tolist())) <= threads)
+threading.stack_size(128 * 1024)
+callers = [threading.Thread(target=call) for _ in range(2)]
+for caller in callers: caller.start()
+for caller in callers: caller.join()
+assert done == [True] * 12, done
+set_threads = model.function("lowering_set_threads")
+for threads in (10**6, 2**31, 2**62, -1, -2**40):
+    set_threads(threads)
+    model.run({{"x": np.zeros(16, "int32")}})
+"""
+    assert modules.run_python(code) == 0
 
 
 def test_barriers(tmp_path: Path) -> None:
@@ -218,7 +241,7 @@ def test_barriers(tmp_path: Path) -> None:
     specs = [[modules.spec(n, "int32", 64)] for n in "xy"]
     module = lowering.load(modules.build(tmp_path / "m", *specs, body, views=False))
     x = np.random.default_rng(0).integers(0, 50, 64, dtype="int32")
-    for threads in (1, 2, 5):
+    for threads in (1, 2, 5, 40):
         for _ in range(10):
             np.testing.assert_array_equal(module.run({"x": x}, threads=threads)["y"], np.roll(x, 32))
 
@@ -251,12 +274,19 @@ assert os.wait()[1] == 0
     assert modules.run_python(code) == 0
 
 
+def mapped() -> set[str]:
+    """The inodes of the code of models that this process has loaded."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line.split()[4] for line in lines if "/memfd:model.so" in line}
+
+
 def test_unloading_ends_the_workers(tmp_path: Path) -> None:
     folder = modules.threads(tmp_path / "m")
     gc.collect()
-    before = workers()
+    before, loaded = workers(), mapped()
     for _ in range(3):
         module = lowering.load(folder)
+        assert len(mapped()) == len(loaded) + 1
         call = module.bind({"x": X // 20}, threads=4)
         results = call()
         assert workers() == before + 3
@@ -266,8 +296,8 @@ def test_unloading_ends_the_workers(tmp_path: Path) -> None:
         del call
         gc.collect()
         assert workers() == before and threads_of(results) == 4
-    maps = Path("/proc/self/maps").read_text()
-    assert not re.search(re.escape(os.fspath(folder / "model.so")), maps)
+    gc.collect()
+    assert mapped() == loaded
 
 
 def test_exit_while_calls_run(artifact: Callable[..., Path]) -> None:

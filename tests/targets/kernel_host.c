@@ -16,6 +16,10 @@ void TVMFFIErrorSetRaisedFromCStrParts(const char* kind, const char** parts, int
 }
 void TVMFFIErrorMoveFromRaised(TVMFFIObjectHandle* result) { *result = NULL; }
 void TVMFFIErrorSetRaised(TVMFFIObjectHandle error) { (void)error; }
+int TVMFFIObjectIncRef(TVMFFIObjectHandle object) {
+    (void)object;
+    return 0;
+}
 int TVMFFIObjectDecRef(TVMFFIObjectHandle object) {
     (void)object;
     return 0;

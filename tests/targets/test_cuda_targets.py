@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -54,6 +55,29 @@ def test_without_a_driver_loading_is_refused_in_one_sentence(tmp_path: Path) -> 
     code = f"import lowering; lowering.load({str(tmp_path / 'out')!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "lowering.errors.ArtifactError" in done.stderr.splitlines()[-1]
+
+
+def test_without_a_gpu_a_model_can_be_saved_and_says_why_it_cannot_run(tmp_path: Path) -> None:
+    """In one sentence, also in the process that has built it, where libraries that refuse everything stand in."""
+    code = f"""
+import onnx, lowering
+from tests.targets.test_cuda_targets import MODEL
+module = lowering.compile(MODEL, "cuda:sm_90a")
+module.save({str(tmp_path / "out")!r})
+load = lambda: lowering.load({str(tmp_path / "out")!r})
+for call in (lambda: module.run({{}}), load, lambda: lowering.bench(module, {{"n": 2}})):
+    try: call()
+    except lowering.ArtifactError as error: print(error)
+"""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=root)
+    assert done.returncode == 0, done.stderr
+    first, second, third = done.stdout.splitlines()
+    assert first == third and first.startswith(
+        "the model was compiled for 'cuda:sm_90a' and cannot run here: this machine"
+    )
+    assert second.startswith("this machine has no ") and (tmp_path / "out" / "model.so").is_file()
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from onnx.reference import ReferenceEvaluator
 
 import lowering
 from lowering.compiler import compile_to
+from lowering.runtime import checks
 from lowering.target import host_features, resolve
 
 HERE = Path(__file__).parent
@@ -53,6 +54,38 @@ def test_vector_width_comes_from_the_features_asked_for(target: str, zmm: bool, 
     ).stdout
     assert "%ymm" in text
     assert ("%zmm" in text) == zmm
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        pytest.param(
+            "cpu:aarch64",
+            r"the artifact was built for aarch64 \(cpu:aarch64\) and this machine is x86_64\.",
+            marks=pytest.mark.skipif(shutil.which("aarch64-linux-gnu-gcc") is None, reason="needs a cross compiler"),
+        ),
+        ("cpu:x86-64-v3", r"the artifact was built for a CPU with avx2, which this one lacks: compile the model here"),
+    ],
+)
+def test_what_this_machine_cannot_run(
+    target: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is compiled, looked at and saved; calls say in a sentence why they cannot be."""
+    flags = checks.cpu_flags() | {"sse4_2", "popcnt", "avx", "f16c", "fma", "bmi1", "bmi2", "abm", "movbe"}
+    monkeypatch.setattr(checks, "cpu_flags", lambda: flags - {"avx2"})
+    module = lowering.compile(MODEL, target)
+    assert [t.name for t in module.inputs] == ["q", "k", "v"] and "-> y: float32" in repr(module)
+    assert module.manifest.target == target
+    message = rf"the model was compiled for '{target}' and cannot run here: {reason}"
+    for call in (lambda: module.run(inputs()), lambda: module(**inputs()), lambda: module.bind({}), module.decoder):
+        with pytest.raises(lowering.ArtifactError, match=message):
+            call()
+    module.save(tmp_path / "out")
+    with pytest.raises(lowering.ArtifactError, match=reason):
+        lowering.load(tmp_path / "out")
+    monkeypatch.undo()
+    if target == "cpu:x86-64-v3":
+        assert lowering.load(tmp_path / "out").run(inputs())["y"].shape == (1, 4, 37, 20)
 
 
 def test_unknown_target_names_the_known_ones() -> None:
@@ -105,3 +138,17 @@ def test_aarch64_kernel_under_emulation(tmp_path: Path) -> None:
     )
     y = np.frombuffer(result.stdout, np.float32).reshape(given["q"].shape)
     np.testing.assert_allclose(y, ReferenceEvaluator(MODEL).run(None, given)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_numpy_integers_are_numbers(tmp_path: Path) -> None:
+    """In the manifest they are Python's."""
+    text = '<ir_version: 10, opset_import: ["" : 21]> m (float[n] x) => (float[n] y) { y = Neg (x) }'
+    ranges = {"n": (np.int64(1), np.uint8(4))}
+    module = lowering.compile(onnx.parser.parse_model(text), threads=np.int64(2), ranges=ranges)  # type: ignore[arg-type]
+    module.save(tmp_path / "out")
+    manifest = lowering.load(tmp_path / "out").manifest
+    assert (manifest.threads, manifest.ranges) == (2, {"n": (1, 4)})
+    assert lowering.bench(module, {"n": np.int64(3)}, threads=np.int64(1), seconds=0).to_json()  # type: ignore[arg-type]
+    for bad in ((0.5, 2), (-1, 2), (0, 2**70), ("1", 2)):
+        with pytest.raises(lowering.InputError, match="the range of dimension 'n' must be a whole number from 0 to"):
+            lowering.compile(onnx.parser.parse_model(text), ranges={"n": bad})  # type: ignore[arg-type]

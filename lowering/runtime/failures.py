@@ -1,0 +1,24 @@
+"""What goes wrong inside a call, in words: the virtual machine speaks of its registers."""
+
+from __future__ import annotations
+
+import re
+
+_MEMORY = re.compile(r"storage allocation failure, attempted to allocate (\d+)|bad_alloc|out of memory", re.IGNORECASE)
+
+_NO_MEMORY = (
+    "a tensor inside it would need more memory than there is, or have a negative size. Make the inputs smaller; "
+    "if sizes are the contents of an input, check those."
+)
+
+
+def sentence(error: Exception) -> str:
+    """What an error of the virtual machine means to the caller of a model.
+
+    Checks (checks.c) and the assertions of kernels raise ValueError.
+    """
+    if isinstance(error, ValueError):
+        return str(error)
+    if _MEMORY.search(str(error)):
+        return _NO_MEMORY
+    return "a kernel failed on them; the cause of this error has the details (-v on the command line)."

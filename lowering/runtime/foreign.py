@@ -1,0 +1,28 @@
+"""Models that this machine cannot run: compiled here for another one."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from ..errors import ArtifactError
+from ..manifest import Manifest
+from .files import Files
+from .model import Model
+
+
+class ForeignModel(Model):
+    """A model that can be looked at and saved; whatever would run it raises ArtifactError and says why it cannot."""
+
+    def __init__(self, files: Files, manifest: Manifest, reason: str) -> None:
+        self.manifest = manifest
+        self.gpu = None
+        self._files = files
+        self._reason = reason
+
+    def _refuse(self, *arguments: Any, **options: Any) -> NoReturn:
+        raise ArtifactError(
+            f"the model was compiled for '{self.manifest.target}' and cannot run here: {self._reason} "
+            "Save it, and load it on a machine that can."
+        )
+
+    run = bind = decoder = instrumented = function = _refuse

@@ -1,0 +1,76 @@
+"""What a manifest may say: the parts of it fit together. Types are checked before (lowering/records.py)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+
+from ..manifest import MOST_THREADS, WEIGHTS, Manifest, SlotCaches, TensorSpec, WeightSpec
+from .elements import STORAGE, itemsize
+
+_LARGEST = 2**63 - 1
+
+
+def contradictions(manifest: Manifest) -> Iterator[str]:
+    """What cannot be, each as the words that complete "the manifest says that"."""
+    for role, specs in (("input", manifest.inputs), ("output", manifest.outputs)):
+        if len({t.name for t in specs}) < len(specs):
+            yield f"two {role}s have one name"
+        for spec in specs:
+            yield from _tensor(role, spec)
+    yield from _donated(manifest)
+    for weight in manifest.weights:
+        yield from _weight(weight)
+    for name, (low, high) in manifest.ranges.items():
+        if not 0 <= low <= high:
+            yield f"dimension '{name}' goes from {low} to {high}"
+    if manifest.threads is not None and not 1 <= manifest.threads <= MOST_THREADS:
+        yield f"calls take {manifest.threads} threads"
+    yield from (f"'{a}' is an architecture" for a in manifest.architectures if not re.fullmatch(r"sm_\d{2,3}a?", a))
+    files = [*manifest.code().values(), *([WEIGHTS] if manifest.weights else [])]
+    yield from (f"there is no digest of {name}" for name in files if name not in manifest.hashes)
+    if manifest.slots is not None:
+        yield from _slots(manifest, manifest.slots)
+
+
+def _tensor(role: str, spec: TensorSpec) -> Iterator[str]:
+    if STORAGE.get(spec.dtype) != spec.storage:
+        yield f"{role} '{spec.name}' holds {spec.dtype} as {spec.storage}"
+    if not _are_sizes([d for d in spec.dims if isinstance(d, int)]) or "" in spec.dims:
+        yield f"{role} '{spec.name}' has the dimensions {list(spec.dims)}"
+
+
+def _donated(manifest: Manifest) -> Iterator[str]:
+    inputs, outputs = ({t.name for t in specs} for specs in (manifest.inputs, manifest.outputs))
+    for name, output in manifest.donated.items():
+        if name not in inputs or output not in outputs:
+            yield f"input '{name}' becomes output '{output}'"
+    if len(set(manifest.donated.values())) < len(manifest.donated):
+        yield "two inputs become one output"
+
+
+def _weight(weight: WeightSpec) -> Iterator[str]:
+    if weight.storage not in STORAGE.values() or not _are_sizes(weight.dims):
+        yield f"weight '{weight.name}' is {weight.storage}{list(weight.dims)}"
+    elif weight.nbytes != math.prod(weight.dims) * itemsize(weight.storage):
+        yield f"weight '{weight.name}', {weight.storage}{list(weight.dims)}, takes {weight.nbytes} bytes"
+    elif not 0 <= weight.offset <= _LARGEST or weight.offset % 64:
+        yield f"weight '{weight.name}' begins at byte {weight.offset}"
+
+
+def _slots(manifest: Manifest, slots: SlotCaches) -> Iterator[str]:
+    inputs = {t.name: t for t in manifest.inputs}
+    length = inputs.get(slots.length)
+    if length is None or length.dtype != "int64" or length.dims:
+        yield f"'{slots.length}' is an input that holds a length"
+    if not 0 < slots.capacity <= _LARGEST:
+        yield f"caches have {slots.capacity} slots"
+    if slots.tokens is not None:
+        name, axis = slots.tokens
+        if name not in inputs or not 0 <= axis < len(inputs[name].dims):
+            yield f"input '{name}' has tokens along axis {axis}"
+
+
+def _are_sizes(dims: Sequence[int]) -> bool:
+    return all(d >= 0 for d in dims) and math.prod(dims) <= _LARGEST

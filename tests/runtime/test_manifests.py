@@ -1,0 +1,192 @@
+"""Manifests that say what cannot be: each is refused in one sentence, whatever is wrong."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lowering
+from lowering.errors import ArtifactError, LoweringError
+from lowering.manifest import Manifest
+from lowering.records import decode
+from lowering.runtime.elements import STORAGE
+from lowering.values import storage_dtype
+
+
+@pytest.fixture
+def folder(artifact: Callable[..., Path], tmp_path: Path) -> Path:
+    lowering.load(artifact("cache")).save(tmp_path / "out")
+    return tmp_path / "out"
+
+
+TEXTS = ["[" * 100_000, '{"format":' * 50_000, "9" * 10_000, "\x00", '{"a": "', "NaN", '"\\ud800"']
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
+def test_texts(folder: Path, text: str) -> None:
+    for format in ("{}", '{{"format": 4, "inputs": {}}}'):
+        (folder / "manifest.json").write_text(format.format(text))
+        refused(folder)
+
+
+def test_bytes(folder: Path) -> None:
+    (folder / "manifest.json").write_bytes(b'{"format": "\xff"}')
+    refused(folder)
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(ArtifactError) as caught:
+        lowering.load(folder)
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 600, message
+    return message
+
+
+OTHERS: list[Any] = [
+    *(None, True, 0, -1, 1, 3, 2**31, 2**63, 10**400, 1.5, float("nan"), "", "x", "\x00", "\ud800", "é", "../../etc"),
+    *([], [1], ["n"], [[]], {}, {"x": 1}, {"x": "y"}, [None], "float32", "int4", "string", "version", "finfo"),
+]
+
+
+def places(data: Any, path: tuple = ()) -> Iterator[tuple]:
+    """The paths to all values inside plain data."""
+    yield path
+    if isinstance(data, dict | list):
+        for key, value in data.items() if isinstance(data, dict) else enumerate(data):
+            yield from places(value, (*path, key))
+
+
+def mutated(data: Any, rng: random.Random) -> Any:
+    """A copy in which one to three values are others, gone, or repeated."""
+    data = copy.deepcopy(data)
+    for _ in range(rng.randint(1, 3)):
+        path = rng.choice(list(places(data))[1:])
+        parent = data
+        for key in path[:-1]:
+            parent = parent[key]
+        action = rng.randrange(4)
+        if action == 0:
+            del parent[path[-1]]
+        elif action == 1 and isinstance(parent, list):
+            parent.append(copy.deepcopy(parent[path[-1]]))
+        elif action == 2 and isinstance(parent, dict):
+            parent[rng.choice(["", "x", "name", "dims"])] = copy.deepcopy(rng.choice(OTHERS))
+        else:
+            parent[path[-1]] = copy.deepcopy(rng.choice(OTHERS))
+        if not data:
+            break
+    return data
+
+
+@pytest.mark.parametrize("name", ["cache", "dense"])
+@pytest.mark.parametrize("redigested", [False, True])
+def test_mutations(name: str, redigested: bool, artifact: Callable[..., Path], tmp_path: Path) -> None:
+    """400 manifests in which something else stands; redigested, as one would write who had made them on purpose."""
+    folder = tmp_path / "out"
+    lowering.load(artifact(name)).save(folder)
+    path = folder / "manifest.json"
+    right = json.loads(path.read_text())
+    loaded = 0
+    for seed in range(100):
+        data = mutated(right, random.Random(seed))
+        if redigested:
+            try:
+                manifest = Manifest.from_dict(data)
+            except ValueError:
+                pass
+            else:
+                data = dataclasses.asdict(manifest)
+                data["hashes"]["manifest.json"] = manifest.digest()
+        path.write_text(json.dumps(data))
+        try:
+            model = lowering.load(folder)
+        except LoweringError as error:
+            assert "\n" not in str(error), seed
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {data}") from error
+        else:
+            assert redigested or data == right, seed
+            loaded += 1
+            assert repr(model)
+    assert loaded < 60
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"inputs": [{"name": "x"}]}, r"damaged: manifest\.inputs\[0\] lacks field 'dtype'"),
+        ({"inputs": "x"}, r"damaged: manifest\.inputs must be a list, not 'x'"),
+        ({"extra": 1}, r"damaged: manifest has the unknown field 'extra'"),
+        ({"threads": True}, r"damaged: manifest\.threads must be a whole number, not 'True'"),
+        ({"threads": 5000}, r"damaged: it says that calls take 5000 threads"),
+        ({"ranges": {"n": [3, 2]}}, r"it says that dimension 'n' goes from 3 to 2"),
+        ({"donated": {"past": "nowhere"}}, r"it says that input 'past' becomes output 'nowhere'"),
+        ({"architectures": ["../x", "sm_80"]}, r"it says that '\.\./x' is an architecture"),
+        ({"hashes": {}}, r"it says that there is no digest of model\.so"),
+        ({"slots": {"capacity": 4, "length": "past", "tokens": None}}, r"'past' is an input that holds a length"),
+        ({"slots": {"capacity": 4, "length": "n", "tokens": ["past", 9]}}, r"'n' is an input that holds a length"),
+    ],
+)
+def test_what_is_said(change: dict[str, Any], message: str, folder: Path) -> None:
+    path = folder / "manifest.json"
+    data = {**json.loads(path.read_text()), **change}
+    try:
+        manifest = Manifest.from_dict(data)
+        hashes = {**manifest.hashes, "manifest.json": manifest.digest()}
+        data["hashes"] = hashes
+    except ValueError:
+        pass
+    path.write_text(json.dumps(data))
+    with pytest.raises(ArtifactError, match=message):
+        lowering.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("offset", -64), ("offset", 3), ("offset", 2**62), ("nbytes", 10**9), ("nbytes", -1), ("dims", [2**62, 2**62])],
+)
+def test_weights_elsewhere(field: str, value: Any, artifact: Callable[..., Path], tmp_path: Path) -> None:
+    """Weights lie inside their file and take the bytes of their shape."""
+    lowering.load(artifact("dense")).save(tmp_path / "out")
+    path = tmp_path / "out" / "manifest.json"
+    data = json.loads(path.read_text())
+    data["weights"][0][field] = value
+    manifest = Manifest.from_dict(data)
+    path.write_text(
+        dataclasses.replace(manifest, hashes={**manifest.hashes, "manifest.json": manifest.digest()}).to_json()
+    )
+    assert "weight" in refused(tmp_path / "out")
+
+
+def test_the_whole_way_through_json(folder: Path) -> None:
+    manifest = lowering.load(folder).manifest
+    assert Manifest.from_dict(json.loads(manifest.to_json())) == manifest
+
+
+def test_decoding_by_types() -> None:
+    assert decode(tuple[int | str, ...], [1, "a"], "x") == (1, "a")
+    assert decode(dict[str, tuple[int, int]], {"a": [1, 2]}, "x") == {"a": (1, 2)}
+    assert decode(float, 1, "x") == 1.0
+    for kind, data in (
+        (int, True),
+        (int, 1.0),
+        (str, None),
+        (tuple[int, int], [1]),
+        (int | None, "1"),
+        (str, "\ud800"),
+    ):
+        with pytest.raises(ValueError, match=r"x|surrogates"):
+            decode(kind, data, "x")
+
+
+def test_storage_types_are_those_of_the_compiler() -> None:
+    assert all(storage_dtype(name) == storage for name, storage in STORAGE.items())
+    assert np.dtype("float32").name in STORAGE
