@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onnx_ir.passes import common
+import onnx_ir as ir
 
 from .errors import NodeError
-from .fusion import fuse
+from .fusion import fuse, keep_declared_outputs
+from .fusion.sizes import InferSizesPass
 from .importer import Importer
 from .model import ModelLike, load_model
 
@@ -45,10 +46,20 @@ def check(model: ModelLike) -> Report:
     ModelError if the model cannot be read at all.
     """
     loaded = fuse(load_model(model))
-    loaded = common.ShapeInferencePass()(loaded).model
-    errors: list[NodeError] = []
-    importer = Importer(loaded, errors)
-    importer.run()
+    importer = _imported(loaded)
+    if importer.errors:  # once more, with a type for whatever is behind the blocked nodes
+        inferred = loaded.clone()
+        InferSizesPass()(inferred)
+        keep_declared_outputs(loaded, inferred)
+        importer = _imported(inferred)
+    errors = importer.errors or []
     findings = tuple(Finding(e.where, e.what, e.remedy) for e in errors)
     nodes = sum(1 for _ in loaded.graph.all_nodes())
     return Report(findings, tuple(importer.warnings), nodes, importer.unexamined)
+
+
+def _imported(model: ir.Model) -> Importer:
+    errors: list[NodeError] = []
+    importer = Importer(model, errors)
+    importer.run()
+    return importer

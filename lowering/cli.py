@@ -6,12 +6,21 @@ No logic of its own.
 from __future__ import annotations
 
 import argparse
+import functools
+import io
 import itertools
 import json
+import math
+import os
+import re
 import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from .errors import InputError, LoweringError
 
@@ -20,32 +29,59 @@ _TARGET = (
     "architectures: sm_80, sm_86, sm_89, sm_90a, sm_100a, sm_120, with commas between"
 )
 
+# As lowering.values.LARGEST_SIZE, which is behind the compiler.
+_LARGEST = 2**40
+
 _WEIGHTS = "compress the constant matrices of products"
+
+_VERIFY = "refuse an artifact that was not signed with the other half of this Ed25519 public key"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command.
 
-    Returns 0, or 1 when the model, the comparison or an input is not all right.
+    Returns 0, or 1 when the model, the comparison or an input is not all right, or 130 when it was interrupted. What
+    went wrong is one sentence; with -v, Python's traceback comes before it.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names of any characters, whatever the locale can write
+            stream.reconfigure(errors="backslashreplace")
     arguments = _parser().parse_args(argv)
     try:
         return arguments.run(arguments)
-    except LoweringError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"error: {error.strerror}: {error.filename}", file=sys.stderr)
-        return 1
+    except (Exception, KeyboardInterrupt) as error:
+        if arguments.verbose:
+            traceback.print_exc()
+        print(_sentence(arguments, error), file=sys.stderr)
+        return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _sentence(arguments: argparse.Namespace, error: BaseException) -> str:
+    command = arguments.command
+    if isinstance(error, KeyboardInterrupt):
+        return f"{command} was interrupted"
+    if isinstance(error, LoweringError):
+        return f"error: {error}"
+    if isinstance(error, OSError):
+        files = [name for name in (error.filename, error.filename2) if name is not None]
+        if not files and getattr(arguments, "output", None) is not None:
+            files = [arguments.output]  # what was being written: errors of a write, such as a full disk, name no file
+        return f"error: {command}: {error.strerror or error}" + (f": {' and '.join(map(str, files))}" if files else "")
+    if isinstance(error, MemoryError):
+        return f"error: {command} needs more memory than there is"
+    return f"error: {command} failed by a fault of ours ({type(error).__name__}); please report it with what -v prints"
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="onnx-lowering", description="Compiles ONNX models ahead of time; attention becomes tiled TensorIR."
     )
-    commands = parser.add_subparsers(metavar="command", required=True)
+    subparsers = parser.add_subparsers(metavar="command", dest="command", required=True)
+    every = argparse.ArgumentParser(add_help=False)
+    every.add_argument("-v", "--verbose", action="store_true", help="on an error, print Python's traceback as well")
+    add_parser = functools.partial(subparsers.add_parser, parents=[every])
 
-    c = commands.add_parser("compile", help="compile a model into an artifact folder")
+    c = add_parser("compile", help="compile a model into an artifact folder")
     c.add_argument("model", type=Path, help="the .onnx file")
     c.add_argument("-o", "--output", type=Path, required=True, help="the artifact folder to write")
     c.add_argument("--target", default="cpu", help=_TARGET)
@@ -55,48 +91,53 @@ def _parser() -> argparse.ArgumentParser:
         "--dim", action="append", default=[], metavar="NAME=LOW..HIGH", help="legal sizes of a symbolic dimension"
     )
     c.add_argument(
-        "--static-cache", type=int, metavar="TOKENS", help="turn a decoder's growing past into in-place slot caches"
+        "--static-cache", type=_positive, metavar="TOKENS", help="turn a growing past into in-place slot caches"
     )
     c.add_argument("--weights", choices=("int8", "int4", "f16"), help=_WEIGHTS)
-    c.add_argument("--threads", type=int, help="default number of workers (else the CPUs the caller may use)")
+    c.add_argument("--threads", type=_positive, help="default number of workers (else the CPUs the caller may use)")
+    c.add_argument("--sign", type=Path, metavar="KEY.pem", help="sign the artifact with this Ed25519 private key")
     c.add_argument("--dump-dir", type=Path, help="write fused.onnx and the module after every pass into this folder")
     c.set_defaults(run=_compile)
 
-    r = commands.add_parser("run", help="run an artifact on .npy files")
+    r = add_parser("run", help="run an artifact on .npy files")
     r.add_argument("artifact", type=Path, help="the artifact folder")
     r.add_argument("--input", action="append", default=[], metavar="NAME=FILE.npy", help="one per input")
-    r.add_argument("--output-dir", type=Path, help="write every output as NAME.npy into this folder")
-    r.add_argument("--threads", type=int, help="number of workers")
+    r.add_argument(
+        "--output-dir", type=Path, help="write every output as NAME.npy into this folder, odd characters as %%XX"
+    )
+    r.add_argument("--threads", type=_positive, help="number of workers")
+    r.add_argument("--verify-key", type=Path, metavar="KEY.pem", help=_VERIFY)
     r.set_defaults(run=_run)
 
-    b = commands.add_parser("bench", help="time an artifact, kernel by kernel, beside what this machine can do")
+    b = add_parser("bench", help="time an artifact, kernel by kernel, beside what this machine can do")
     b.add_argument("artifact", type=Path, help="the artifact folder")
     b.add_argument("--dim", action="append", default=[], metavar="NAME=SIZE", help="one per symbolic dimension")
     b.add_argument("--input", action="append", default=[], metavar="NAME=FILE.npy", help="others are made up")
-    b.add_argument("--threads", type=int, default=1, help="number of workers (1)")
-    b.add_argument("--seconds", type=float, default=2.0, help="how long to measure (2)")
+    b.add_argument("--threads", type=_positive, default=1, help="number of workers (1)")
+    b.add_argument("--seconds", type=_not_negative, default=2.0, help="how long to measure (2)")
+    b.add_argument("--verify-key", type=Path, metavar="KEY.pem", help=_VERIFY)
     b.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
     b.add_argument("--png", type=Path, metavar="FILE", help="draw the kernels' times; needs matplotlib")
     b.set_defaults(run=_bench)
 
-    v = commands.add_parser("verify", help="compile, run, and compare every output with a reference")
+    v = add_parser("verify", help="compile, run, and compare every output with a reference")
     v.add_argument("model", type=Path, help="the .onnx file")
     v.add_argument("--against", choices=("reference", "onnxruntime"), default="reference")
     v.add_argument("--target", default="cpu", help=_TARGET)
     v.add_argument("--weights", choices=("int8", "int4", "f16"), help=_WEIGHTS)
     v.add_argument("--input", action="append", default=[], metavar="NAME=FILE.npy", help="others are random")
     v.add_argument("--dim", action="append", default=[], metavar="NAME=SIZE", help="a symbolic dimension (else 4)")
-    v.add_argument("--rtol", type=float, default=1e-3)
-    v.add_argument("--atol", type=float, default=1e-5)
-    v.add_argument("--seed", type=int, default=0, help="of the random inputs")
+    v.add_argument("--rtol", type=_not_negative, default=1e-3)
+    v.add_argument("--atol", type=_not_negative, default=1e-5)
+    v.add_argument("--seed", type=_natural, default=0, help="of the random inputs")
     v.set_defaults(run=_verify)
 
-    k = commands.add_parser("check", help="list every node that cannot be lowered, before any compile")
+    k = add_parser("check", help="list every node that cannot be lowered, before any compile")
     k.add_argument("model", type=Path, help="the .onnx file")
     k.add_argument("--json", action="store_true", help="print the report as JSON")
     k.set_defaults(run=_check)
 
-    d = commands.add_parser("demo", help="build, compile, load and run a small decoder with in-place caches")
+    d = add_parser("demo", help="build, compile, load and run a small decoder with in-place caches")
     d.add_argument("-o", "--output", type=Path, help="keep the model and its artifact in this folder")
     d.set_defaults(run=_demo)
     return parser
@@ -128,6 +169,7 @@ def _compile(arguments: argparse.Namespace) -> int:
         static_cache=arguments.static_cache,
         weights=arguments.weights,
         dump=dump if arguments.dump_dir is not None else None,
+        sign_key=arguments.sign,
     )
     for note in manifest.notes:
         print(f"note: {note}")
@@ -146,27 +188,44 @@ def _run(arguments: argparse.Namespace) -> int:
 
     from .runtime import load
 
-    model = load(arguments.artifact, threads=arguments.threads)
+    model = load(arguments.artifact, threads=arguments.threads, verify_key=arguments.verify_key)
     outputs = model.run(_arrays(arguments.input))
-    if arguments.output_dir is not None:
-        arguments.output_dir.mkdir(parents=True, exist_ok=True)
     for name, array in outputs.items():
         print(f"{name}: {array.dtype}{list(array.shape)}")
         if arguments.output_dir is None:
             print(np.array2string(np.asarray(array), threshold=16, edgeitems=2))
         else:
-            np.save(arguments.output_dir / f"{name.replace('/', '_')}.npy", array)
+            with _written(arguments.output_dir / f"{quote(name, safe='')}.npy") as path, path.open("wb") as file:
+                np.save(file, array.astype(str) if array.dtype == object else array, allow_pickle=False)
     return 0
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[Path]:
+    """A file that is whole when it has its name: written beside it first. Raises LoweringError, which says where."""
+    part = path.with_name(f".{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield part
+        part.replace(path)
+    except OSError as error:
+        raise LoweringError(f"'{path}' cannot be written: {error.strerror or error}.") from error
+    finally:
+        with suppress(OSError):
+            part.unlink()
 
 
 def _bench(arguments: argparse.Namespace) -> int:
     from .benchmark import bench
+    from .runtime import load
 
     inputs = _arrays(arguments.input)
-    profile = bench(arguments.artifact, _sizes(arguments.dim), inputs, arguments.threads, arguments.seconds)
+    model = load(arguments.artifact, verify_key=arguments.verify_key)
+    profile = bench(model, _sizes(arguments.dim), inputs, arguments.threads, arguments.seconds)
     print(profile)
     if arguments.json is not None:
-        arguments.json.write_text(profile.to_json())
+        with _written(arguments.json) as path:
+            path.write_text(profile.to_json())
     if arguments.png is not None:
         profile.save_png(arguments.png)
     return 0
@@ -222,19 +281,41 @@ def _demo(arguments: argparse.Namespace) -> int:
 def _sizes(options: list[str]) -> dict[str, int]:
     sizes = {}
     for text in options:
-        name, _, size = text.partition("=")
-        if not size.isdigit():
-            raise InputError(f"--dim {text}: write NAME=SIZE, for instance --dim batch=2.")
+        name, _, size = text.rpartition("=")
+        if not (name and _is_size(size)):
+            raise InputError(f"--dim {text}: write NAME=SIZE, for instance --dim batch=2; sizes are 0 to {_LARGEST}.")
         sizes[name] = int(size)
     return sizes
 
 
 def _range(text: str) -> tuple[str, tuple[int, int]]:
-    name, _, bounds = text.partition("=")
+    name, _, bounds = text.rpartition("=")
     low, _, high = bounds.partition("..")
-    if not (name and low.isdigit() and high.isdigit()):
-        raise InputError(f"--dim {text}: write NAME=LOW..HIGH, for instance --dim batch=1..8.")
+    if not (name and _is_size(low) and _is_size(high)):
+        raise InputError(
+            f"--dim {text}: write NAME=LOW..HIGH, for instance --dim batch=1..8; sizes are 0 to {_LARGEST}."
+        )
     return name, (int(low), int(high))
+
+
+def _is_size(text: str) -> bool:
+    return re.fullmatch(r"[0-9]{1,13}", text) is not None and int(text) <= _LARGEST
+
+
+def _number(kind: type, least: float, text: str) -> Any:
+    """An argument of that kind, finite and at least so large. Raises what argparse turns into its own error."""
+    try:
+        number = kind(text)
+    except ValueError:
+        number = math.nan
+    if not least <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no {'whole ' if kind is int else ''}number from {least} on")
+    return number
+
+
+_positive = functools.partial(_number, int, 1)
+_natural = functools.partial(_number, int, 0)
+_not_negative = functools.partial(_number, float, 0)
 
 
 def _arrays(options: list[str]) -> dict:
@@ -246,7 +327,14 @@ def _arrays(options: list[str]) -> dict:
         if not name:
             raise InputError(f"--input {option}: write NAME=FILE.npy.")
         try:
-            arrays[name] = np.load(path, allow_pickle=False)
-        except (OSError, ValueError) as error:
-            raise InputError(f"--input {option}: {path} cannot be read as a .npy file: {error}") from error
+            with Path(path).open("rb") as file:
+                arrays[name] = np.lib.format.read_array(file, allow_pickle=False)
+        except OSError as error:
+            raise InputError(f"--input {option}: {path} cannot be read: {error.strerror or error}.") from error
+        except MemoryError as error:
+            raise InputError(f"--input {option}: {path} says that it holds more than fits into memory.") from error
+        except Exception as error:  # whatever NumPy and Python's parser think of a header
+            raise InputError(
+                f"--input {option}: {path} is no .npy file, or is cut off (numpy.save writes one)."
+            ) from error
     return arrays

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-import shutil
+import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -16,15 +15,19 @@ from . import artifact
 from .build import build
 from .donation import donated_pairs
 from .errors import InputError
+from .expected import warnings
 from .fusion import fuse
 from .importer import Port, import_model
 from .manifest import Manifest, SlotCaches, TensorSpec
 from .model import ModelLike, load_model
 from .pipeline import Dump, lower
 from .quantised import SCHEMES, Scheme
+from .runtime.checks import checked_threads, whole_number
+from .runtime.folders import check_replaceable
+from .runtime.signature import SigningKey, private_key
 from .static_cache import LENGTH, use_static_caches
 from .target import resolve
-from .values import Size, storage_dtype
+from .values import Size, as_text, storage_dtype
 
 if TYPE_CHECKING:
     from .runtime import Model
@@ -51,19 +54,23 @@ def compile(
     place, whose length is a new input (lowering/static_cache.py); `Model.decoder` keeps it. weights="int8" (a scale
     for each column), "int4" (a float16 scale for each column and 32 rows) or "f16" compresses the constant matrices
     of products. Sums stay float32; tables of embeddings, biases and convolutions stay as they are. What it costs is
-    a note of the manifest. threads is the default number of workers; None means the CPUs the calling thread may
-    use. dump is called with ("fused", the `onnx_ir.Model` to import), then with (name of the pass, module) after
-    each pass.
+    a note of the manifest. threads is the default number of workers, at most 1024; None means the CPUs the calling
+    thread may use. dump is called with ("fused", the `onnx_ir.Model` to import), then with (name of the pass, module)
+    after each pass.
+
+    What this machine cannot run, code for a GPU or for another CPU, is a model that can be looked at and saved, and
+    says why when it is called (ArtifactError).
 
     Raises ModelError, NodeError (a node that cannot be lowered), TargetError or InputError (an unknown way to hold
     weights, a donate pattern that matches no input, or an input without a matching output).
     """
-    from .runtime import load
+    from .runtime import open_compiled
 
-    folder = Path(tempfile.mkdtemp(prefix="onnx-lowering-"))
-    try:
+    # What is loaded holds its files open, and needs no folder.
+    with tempfile.TemporaryDirectory(prefix="onnx-lowering-") as folder:
+        module = Path(folder) / "module"
         compile_to(
-            folder / "module",
+            module,
             model,
             target,
             donate,
@@ -74,10 +81,7 @@ def compile(
             weights=weights,
             dump=dump,
         )
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    return load(folder / "module", temporary=folder)
+        return open_compiled(module)
 
 
 def compile_to(
@@ -91,11 +95,19 @@ def compile_to(
     static_cache: int | None = None,
     weights: Scheme | None = None,
     dump: Dump | None = None,
+    sign_key: SigningKey | None = None,
 ) -> Manifest:
     """Compiles straight into an artifact folder, also for machines that cannot run it.
 
-    Parameters as for `compile`.
+    Parameters as for `compile`, and sign_key as for `Model.save`. A folder or a key that will not do is refused before
+    the model is compiled.
     """
+    check_replaceable(Path(os.path.realpath(folder)))
+    if sign_key is not None:
+        sign_key = private_key(sign_key)
+    threads = checked_threads(threads)
+    if static_cache is not None:
+        static_cache = whole_number(static_cache, "static_cache", 1, 2**31 - 1)
     if weights is not None and weights not in SCHEMES:
         raise InputError(f"weights={weights!r} is no way to hold weights. Use {', '.join(SCHEMES)}, or leave it out.")
     targets = resolve(target, cc)
@@ -118,6 +130,8 @@ def compile_to(
     for each in targets:
         lowered = lower(imported, each, pairs, notes, dump, weights)
         libraries.append(build(lowered.module, each))
+        if not each.architecture:
+            notes += warnings(lowered.kernels, lowered.calls)
     manifest = Manifest(
         inputs=tuple(_spec(p) for p in imported.inputs),
         outputs=tuple(_spec(p) for p in imported.outputs),
@@ -135,7 +149,7 @@ def compile_to(
         calls=lowered.calls,
         slots=slots,
     )
-    return artifact.write(Path(folder), libraries, manifest, lowered.weights)
+    return artifact.write(Path(folder), libraries, manifest, lowered.weights, sign_key)
 
 
 def _spec(port: Port) -> TensorSpec:
@@ -146,14 +160,17 @@ def _dim(size: Size) -> int | str:
     """A size as the manifest has it: a number, a name, or for the reader an expression of names."""
     if isinstance(size, int):
         return size
-    return size.name if isinstance(size, tirx.Var) else re.sub(r"T\.int64\((-?\d+)\)", r"\1", str(size))
+    return size.name if isinstance(size, tirx.Var) else as_text(size)
 
 
 def _ranges(inputs: Sequence[Port], ranges: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
     known = sorted({d for port in inputs for d in _spec(port).dims if isinstance(d, str)})
+    legal = {}
     for name, (smallest, largest) in ranges.items():
         if name not in known:
             raise InputError(f"no input has a symbolic dimension '{name}'. There are: {', '.join(known) or 'none'}.")
-        if not 0 <= smallest <= largest:
-            raise InputError(f"the range of dimension '{name}' is empty: {smallest} to {largest}.")
-    return dict(ranges)
+        low, high = (whole_number(n, f"the range of dimension '{name}'", 0, 2**63 - 1) for n in (smallest, largest))
+        if low > high:
+            raise InputError(f"the range of dimension '{name}' is empty: {low} to {high}.")
+        legal[name] = (low, high)
+    return legal

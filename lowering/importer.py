@@ -26,7 +26,7 @@ from .node import Node
 from .origins import Builder, Origins
 from .quantised import Quantised
 from .tvm_frontend import convert
-from .values import Shape, Symbols, Value, storage_array, storage_dtype, storage_shape
+from .values import Shape, Size, Symbols, Value, as_text, is_long, storage_array, storage_dtype, storage_shape
 
 # Constants below this many bytes are embedded in the code, where TVM can fold them; larger ones are weights.
 _EMBED_BYTES = 256
@@ -55,6 +55,7 @@ class Imported:
     strings: list[str]
     warnings: list[str]
     origins: Origins
+    assertions: dict[str, str]  # what the user reads when one fails, by the names of its variable
 
 
 def import_model(model: ir.Model, sizes: Collection[str] = ()) -> Imported:
@@ -81,7 +82,9 @@ class Importer:
         self.warnings: list[str] = []
         self.unexamined = 0  # nodes that depend on a blocked node's output of unknown type
         self._unknown: set[str] = set()
+        self._failed: set[str] = set()  # outputs of blocked nodes, and what depends on them
         self.strings: list[str] = []
+        self._assertions: dict[str, str] = {}
         self._values: dict[str, Value | None] = {}
         self._weights: dict[str, np.ndarray] = {}
         self._quantised: dict[str, Quantised] = {}
@@ -109,7 +112,8 @@ class Importer:
                     self._values[port.name] = self._size(port.name, param)
             try:
                 results = self.graph(graph)
-            except LoweringError:
+                self._check_outputs(results)
+            except BaseException:
                 self.builder._end_block()  # else the builder's own warning follows our error
                 raise
             output = relax.Tuple([self.tensor(v) for v in results])
@@ -117,7 +121,7 @@ class Importer:
         outputs = [Port(v.name or "", r.dtype, r.shape) for v, r in zip(graph.outputs, results)]
         weights: dict[str, np.ndarray | Quantised] = {**self._weights, **self._quantised}
         module, origins = self.builder.finalize(), self.builder.origins
-        return Imported(module, weights, ports, outputs, self.strings, self.warnings, origins)
+        return Imported(module, weights, ports, outputs, self.strings, self.warnings, origins, self._assertions)
 
     def _port(self, value: ir.Value) -> Port:
         name = value.name or ""
@@ -131,14 +135,51 @@ class Importer:
         )
         return Port(name, dtype_name(value.dtype), shape)
 
+    def _check_outputs(self, results: list[Value]) -> None:
+        """Refuses outputs that are not what the model says of them: its readers would prepare for the wrong ones."""
+        for declared, computed in zip(self.model.graph.outputs, results):
+            contradiction = _contradicts(declared, computed)
+            if not contradiction or declared.name in self._failed:
+                continue
+            error = NodeError(
+                f"output '{declared.name}'", f"{contradiction}.", "Correct the declaration, or the nodes that give it."
+            )
+            if self.errors is None:
+                raise error
+            self.errors.append(error)
+
     def _size(self, name: str, param: relax.Var) -> Value:
         """An int64 scalar whose content becomes a symbol."""
-        vector = self.builder.emit(relax.op.reshape(param, shape_expr((1,))))
         symbol = self.symbols.named(name)
-        self.builder.match_cast(self.builder.emit(relax.op.tensor_to_shape(vector)), relax.ShapeType([symbol]))
+        self._define(symbol, param)
         contents = np.empty((), object)
         contents[()] = symbol
         return Value("int64", (), param, contents)
+
+    def _define(self, symbol: tirx.Var, scalar: relax.Expr) -> None:
+        """Gives a symbol the value of an int64 tensor of one element."""
+        vector = self.builder.emit(relax.op.reshape(scalar, shape_expr((1,))))
+        self.builder.match_cast(self.builder.emit(relax.op.tensor_to_shape(vector)), relax.ShapeType([symbol]))
+
+    def short(self, size: Size) -> Size:
+        """The size, simplified; one whose expression has become long as a symbol, whose value is computed at run
+        time."""
+        size = self.symbols.simplify(size)
+        if not is_long(size):
+            return size
+        truth = str(size.ty.dtype) == "bool"
+        contents = np.empty((), object)
+        contents[()] = size.astype("int64")
+        symbol = self.symbols.fresh("size", signed=True)
+        self._define(symbol, self._size_tensor(Value("int64", (), contents=contents)))
+        return symbol != 0 if truth else symbol
+
+    def shortened(self, value: Value) -> Value:
+        """The tensor, with symbols in place of dimensions whose expressions have become long."""
+        if not any(is_long(d) for d in value.shape):
+            return value
+        names = tuple(self.symbols.fresh("size") if is_long(d) else d for d in value.shape)
+        return self.cast_shape(value, names, "what the model computes")
 
     # -- the walk -----------------------------------------------------------------------------------------------------
 
@@ -156,9 +197,12 @@ class Importer:
         their types; their tensors exist inside the scope only."""
         known = dict(self._materialised)
         self.builder._begin_binding_block()
-        values = self.graph(graph)
-        result = self.builder.emit(relax.Tuple([self.tensor(v) for v in values]))
-        scope = relax.SeqExpr([self.builder._end_block()], result)
+        try:
+            values = self.graph(graph)
+            result = self.builder.emit(relax.Tuple([self.tensor(v) for v in values]))
+        finally:
+            block = self.builder._end_block()
+        scope = relax.SeqExpr([block], result)
         self._materialised = known  # what the branch made cannot be read outside
         return scope, values
 
@@ -183,6 +227,7 @@ class Importer:
         if self._unknown and any(v is not None and v.name in self._unknown for v in node.inputs):
             self.unexamined += 1
             self._values.update({v.name: self._stand_in(v) for v in node.outputs if v.name})
+            self._failed.update(v.name or "" for v in node.outputs)
             return
         try:
             results = self._results(node, version, inputs)
@@ -191,6 +236,9 @@ class Importer:
                 raise
             self.errors.append(error)
             results = [self._stand_in(v) for v in node.outputs]
+            self._failed.update(v.name or "" for v in node.outputs)
+        if self._failed and any(v is not None and v.name in self._failed for v in node.inputs):
+            self._failed.update(v.name or "" for v in node.outputs)
         for output, result in zip(node.outputs, results):
             if output.name and result is not None:
                 self._values[output.name] = result
@@ -202,7 +250,7 @@ class Importer:
             if folded is not None:
                 return [None if a is None else self.constant(a) for a in folded]
         lowering = ops.lookup(node.domain, node.op_type, version)
-        context = Node(self, node, version)
+        context = Node(self, node, version, inputs)
         try:
             if lowering is None:
                 return self._without_lowering(context, node, version, inputs)
@@ -210,9 +258,12 @@ class Importer:
         except LoweringError:
             raise
         except Exception as error:
-            shapes = ", ".join("-" if v is None else f"{v.dtype}{list(v.shape)}" for v in inputs)
-            first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            raise context.error(f"cannot be lowered for inputs {shapes}: {first}") from error
+            shapes = ", ".join("-" if v is None else f"{v.dtype}[{', '.join(map(as_text, v.shape))}]" for v in inputs)
+            raise context.error(
+                f"cannot be lowered for inputs {shapes or 'none'}.",
+                "Its attributes and these shapes may not fit together, or it is a form that nobody has met; the cause "
+                "of this error has the details (-v on the command line).",
+            ) from error
         return list(result) if isinstance(result, (tuple, list)) else [result]
 
     def _stand_in(self, value: ir.Value) -> Value:
@@ -234,8 +285,8 @@ class Importer:
             if converted is not None:
                 return [self.emit(e, None, output.name or "") for e, output in zip(converted, node.outputs)]
             raise context.error(
-                "no lowering is registered for this operator, it has no ONNX function body, "
-                "and TVM has no converter that does it right.",
+                "no lowering is registered for this operator, it has no ONNX function body, and no converter does it "
+                "right.",
                 "See docs/operators.md for what is supported, docs/adding_an_operator.md to add it.",
             )
         outer = self._values, self._opsets, self.errors
@@ -344,20 +395,37 @@ class Importer:
             result = self.builder.match_cast(result, relax.TensorType(shape_expr(shape), str(kind.dtype)))
         else:
             shape = tuple(self.symbols.simplify(d) for d in kind.shape.values)
-        return Value(dtype, shape[:-1] if dtype == "complex128" else shape, result)
+        return self.shortened(Value(dtype, shape[:-1] if dtype == "complex128" else shape, result))
 
-    def cast_shape(self, value: Value, shape: Shape) -> Value:
+    def cast_shape(self, value: Value, shape: Shape, name: str) -> Value:
+        """The value with that shape, asserted at run time; name says in the error what it is."""
         stored = _tensor_type(value.dtype, shape)
         # Forgotten first: TVM's CanonicalizeBindings takes a cast between two known shapes as the proof that they are
         # equal, and removes it.
         rank = relax.TensorType(None, storage_dtype(value.dtype), ndim=len(storage_shape(value.dtype, shape)))
         forgotten = self.builder.match_cast(self.tensor(value), rank)
-        return Value(value.dtype, shape, self.builder.match_cast(forgotten, stored), value.contents)
+        result = self.builder.match_cast(forgotten, stored, f"assertion_{len(self._assertions)}")
+        self._assertions[result.name] = f"{name} must be [{', '.join(map(as_text, shape))}]"
+        return Value(value.dtype, shape, result, value.contents)
 
 
 def _same_bytes(a: np.ndarray, b: np.ndarray) -> bool:
     """Whether arrays of one type and shape hold the same bits, NaNs and signed zeros included."""
     return np.array_equal(a.view(f"u{a.itemsize}"), b.view(f"u{b.itemsize}"))
+
+
+def _contradicts(declared: ir.Value, computed: Value) -> str:
+    """How what a model declares of an output differs from what its nodes compute; "" where both can be true."""
+    if declared.dtype is not None and dtype_name(declared.dtype) != computed.dtype:
+        return f"its element type is declared {dtype_name(declared.dtype)}, but the nodes compute {computed.dtype}"
+    if declared.shape is None:
+        return ""
+    if len(declared.shape) != computed.rank:
+        return f"it is declared with {len(declared.shape)} dimensions, but the nodes compute {computed.rank}"
+    for axis, (says, is_) in enumerate(zip(declared.shape, computed.shape)):
+        if isinstance(says, int) and isinstance(is_, int) and says != is_:
+            return f"axis {axis} is declared {says}, but the nodes compute {is_}"
+    return ""
 
 
 def _domain(name: str) -> str:

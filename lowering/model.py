@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -11,8 +12,12 @@ from onnx_ir.passes import common
 
 from . import schemas  # noqa: F401  (what onnxruntime writes passes onnx's checker)
 from .errors import ModelError
+from .legality import check_attributes, check_bodies, check_tensors
 
 ModelLike = str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model
+
+# What onnx_ir notes of illegal models, with tracebacks, is for programs that ask for records; our errors are for users.
+logging.getLogger("onnx_ir").addHandler(logging.NullHandler())
 
 # Protobuf cannot serialise more, which the checker would need to do.
 _PROTOBUF_LIMIT = 2**31 - 1
@@ -21,16 +26,21 @@ _PROTOBUF_LIMIT = 2**31 - 1
 def load_model(model: ModelLike) -> ir.Model:
     """The model, legal and with every model-local function inlined.
 
-    External data stays in its file until it is used.     Raises ModelError if there is no such file, if it is no ONNX
-    model, or if onnx's checker refuses it.
+    External data stays in its file until it is used. Raises ModelError if there is no such file, if it is no ONNX
+    model, or if onnx's checker or `lowering.legality` refuses it.
     """
     try:
         loaded = _read(model)
-        return common.InlinePass()(loaded).model
+        check_tensors(loaded)
+        check_bodies(loaded)
+        inlined = common.InlinePass()(loaded).model
+        check_attributes(inlined)
+        _forget_empty_types(inlined)
+        return inlined
     except ModelError:
         raise
     except onnx.checker.ValidationError as error:
-        raise ModelError(f"{_name(model)} is no legal ONNX model: {error}") from error
+        raise ModelError(f"{_name(model)} is no legal ONNX model: {str(error).strip()}") from error
     except Exception as error:
         raise ModelError(f"{_name(model)} cannot be read as an ONNX model: {error}") from error
 
@@ -52,6 +62,15 @@ def _read(model: ModelLike) -> ir.Model:
     if proto.ByteSize() <= _PROTOBUF_LIMIT:
         onnx.checker.check_model(proto)
     return ir.from_proto(proto)
+
+
+def _forget_empty_types(model: ir.Model) -> None:
+    """Takes declarations off inner values that do not say an element type: some exporters write such, and say
+    nothing."""
+    for node in model.graph.all_nodes():
+        for value in node.outputs:
+            if isinstance(value.type, ir.TensorType) and value.dtype == ir.DataType.UNDEFINED:
+                value.type = value.shape = None
 
 
 def dtype_name(dtype: ir.DataType | None) -> str:

@@ -38,11 +38,8 @@ class StaticCaches:
 def use_static_caches(model: ir.Model, capacity: int) -> StaticCaches:
     """Rewrites a model that `fuse` has been through.
 
-    Raises ModelError for a model without growing caches or below opset 23, and for a capacity that is no positive
-    number.
+    Raises ModelError for a model without growing caches or below opset 23.
     """
-    if capacity < 1:
-        raise ModelError(f"static_cache is {capacity}. Use the largest number of tokens that a cache shall hold.")
     InferSizesPass()(model)
     grown = [node for node in model.graph if _grows(node)]
     if not grown:

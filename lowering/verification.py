@@ -78,8 +78,8 @@ def verify(
     for spec in module.inputs:
         if spec.name not in feeds:
             feeds[spec.name] = random_input(spec, sizes or {}, rng)
+    actual = module.run(feeds)  # first: its errors are in words
     expected = _reference(proto, against, feeds)
-    actual = module.run(feeds)
     return Verification(
         tuple(compare(t.name, actual[t.name], e, rtol, atol) for t, e in zip(module.outputs, expected)), feeds
     )
@@ -100,7 +100,8 @@ def _reference(proto: Any, against: Against, feeds: dict[str, Any]) -> Any:
     except ImportError as error:
         raise LoweringError("onnxruntime is not installed; pip install 'onnx-lowering[test]' brings it.") from error
     except Exception as error:
-        raise LoweringError(f"the {against} evaluator cannot run this model: {error}") from error
+        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise LoweringError(f"the {against} evaluator cannot run this model: {first}") from error
 
 
 def compare(name: str, actual: Any, expected: Any, rtol: float, atol: float) -> Comparison:

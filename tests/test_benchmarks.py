@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from benchmarks import peers
 from benchmarks.cases import all_cases, chosen
 from benchmarks.cases.attention import AttentionCase
+from benchmarks.cases.case import Case
 from benchmarks.measure import prepare
 from benchmarks.records import Outcome, Record, Results, here, read
 from benchmarks.report import peer_cell, rows
@@ -66,7 +68,9 @@ class Fake:
 
 def test_only_what_is_right_is_timed() -> None:
     found = {"torch": Fake(1e-3), "onnxruntime": Fake(None), "openvino": Fake(1e-7)}
-    record = prepare(TINY, found, threads=1).measure(turns=2, seconds=1e-4)
+    record = prepare(TINY, found, {name: partial(Fake, peer.off) for name, peer in found.items()}, threads=1).measure(
+        turns=2, seconds=1e-4
+    )
     wrong, refused, right = record.outcomes
     assert wrong.timing is None and wrong.error == pytest.approx(1e-3, rel=1e-3)
     assert refused.timing is None and refused.refused == "RuntimeError: no such operator"
@@ -79,12 +83,17 @@ def test_only_what_is_right_is_timed() -> None:
     assert row.best is right and row.seconds is None and not any(met for _, met in row.bars)
 
 
+def measured_by_us(case: Case) -> Record:
+    opener = partial(peers.load, peers.OURS, 1)
+    return prepare(case, {peers.OURS: opener()}, {peers.OURS: opener}, 1).measure(turns=1, seconds=1e-4)
+
+
 @pytest.mark.parametrize("name", ["mask [H1T]", "decode B8 ragged", "window 256, S 4096"])
 def test_expected_answers_are_those_of_the_compiled_model(name: str) -> None:
     case = all_cases()[name]
     assert isinstance(case, AttentionCase)
     small = replace(case, B=2, Hq=4, Hkv=2, S=min(case.S, 9), T=9, D=8, window=case.window and 3)
-    record = prepare(small, {"onnx-lowering": peers.load("onnx-lowering", 1)}, 1).measure(turns=1, seconds=1e-4)
+    record = measured_by_us(small)
     assert record.ours() is not None, record.outcomes
 
 

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import errno
+import functools
 import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+import urllib.parse
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import onnx
 import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ed25519
 
 from lowering.cli import main
 
@@ -90,6 +104,10 @@ def test_check_of_a_good_model(model: Path, capsys: pytest.CaptureFixture[str]) 
         (["compile", "MODEL", "-o", "out", "--donate", "q"], "input 'q' cannot be donated"),
         (["compile", "MODEL", "-o", "out", "--dim", "S"], "write NAME=LOW..HIGH"),
         (["compile", "MODEL", "-o", "out", "--dim", "Z=1..8"], "There are: B, S, T."),
+        (["compile", "MODEL", "-o", "out", "--threads", "1025"], "threads must be a whole number from 1 to 1024"),
+        (["compile", "MODEL", "-o", ".."], "which is no part of an artifact, and would be replaced."),
+        (["compile", "MODEL", "-o", "out", "--sign", "MODEL"], "is no private key of Ed25519."),
+        (["run", "nowhere", "--threads", "2000"], "threads must be a whole number from 1 to 1024, not 2000."),
         (["run", "nowhere"], "nowhere"),
         (["verify", "MODEL", "--dim", "S"], "write NAME=SIZE"),
         (["verify", "MODEL", "--input", "q"], "write NAME=FILE.npy"),
@@ -103,6 +121,56 @@ def test_errors_are_one_plain_sentence(
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and "Traceback" not in error
     assert not (tmp_path / "out").exists()
+
+
+def test_outputs_never_share_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever they are called: also strings, which need no pickle."""
+    names = ["a/b", "a_b", "a%2Fb", "..", "é", "a b", "x\ny"]
+    vectors = [onnx.helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, [2]) for n in ["in", *names]]
+    nodes = [onnx.helper.make_node("Add", ["in", f"c{k}"], [n]) for k, n in enumerate(names)]
+    constants = [onnx.numpy_helper.from_array(np.float32(k), f"c{k}") for k in range(len(names))]
+    graph = onnx.helper.make_graph(nodes, "g", vectors[:1], vectors[1:], constants)
+    text = onnx.helper.make_tensor_value_info("text", onnx.TensorProto.STRING, [2])
+    graph.input.append(text)
+    graph.node.append(onnx.helper.make_node("Identity", ["text"], ["same"]))
+    graph.output.append(onnx.helper.make_tensor_value_info("same", onnx.TensorProto.STRING, [2]))
+    opset = onnx.helper.make_opsetid("", 21)
+    onnx.save(onnx.helper.make_model(graph, opset_imports=[opset], ir_version=10), tmp_path / "m.onnx")
+    assert main(["compile", str(tmp_path / "m.onnx"), "-o", str(tmp_path / "a")]) == 0
+    np.save(tmp_path / "in.npy", np.zeros(2, "f"))
+    np.save(tmp_path / "text.npy", np.array(["p", "qq"]))
+    options = ["--input", f"in={tmp_path}/in.npy", "--input", f"text={tmp_path}/text.npy"]
+    for _ in range(2):
+        assert main(["run", str(tmp_path / "a"), *options, "--output-dir", str(tmp_path / "out")]) == 0
+    found = {path.name: np.load(path).tolist() for path in (tmp_path / "out").iterdir()}
+    files = ["a%2Fb.npy", "a_b.npy", "a%252Fb.npy", "...npy", "%C3%A9.npy", "a%20b.npy", "x%0Ay.npy"]
+    assert found == {**{name: [k, k] for k, name in enumerate(files)}, "same.npy": ["p", "qq"]}
+    capsys.readouterr()
+    assert main(["run", str(tmp_path / "a"), *options, "--output-dir", str(tmp_path / "in.npy")]) == 1
+    assert "in.npy/a%2Fb.npy' cannot be written: " in capsys.readouterr().err
+
+
+def test_signing(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key = ed25519.Ed25519PrivateKey.from_private_bytes(bytes(32))
+    pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+    form = serialization.PublicFormat.SubjectPublicKeyInfo
+    (tmp_path / "key").write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain))
+    (tmp_path / "key.pub").write_bytes(key.public_key().public_bytes(pem, form))
+    signed, unsigned = tmp_path / "signed", tmp_path / "unsigned"
+    assert main(["compile", str(model), "-o", str(signed), "--sign", str(tmp_path / "key")]) == 0
+    assert main(["compile", str(model), "-o", str(unsigned)]) == 0
+    for name, heads in (("q", 4), ("k", 2), ("v", 2)):
+        np.save(tmp_path / f"{name}.npy", np.zeros((1, heads, 3, 16), "f"))
+    options = [o for name in "qkv" for o in ("--input", f"{name}={tmp_path}/{name}.npy")]
+    verify = ["--verify-key", str(tmp_path / "key.pub")]
+    assert main(["run", str(signed), *options, *verify]) == 0
+    assert main(["bench", str(signed), *options, *verify, "--seconds", "0"]) == 0
+    capsys.readouterr()
+    for command in (["run", str(unsigned), *options, *verify], ["bench", str(unsigned), *options, *verify]):
+        assert main(command) == 1
+        assert "is not signed: it has no manifest.sig" in capsys.readouterr().err
+    assert main(["compile", str(model), "-o", str(tmp_path / "no"), "--sign", str(tmp_path / "key.pub")]) == 1
+    assert "is no private key of Ed25519" in capsys.readouterr().err and not (tmp_path / "no").exists()
 
 
 def test_sizes_outside_the_range_are_refused(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,3 +189,98 @@ def test_dump_dir_shows_every_pass(model: Path, tmp_path: Path) -> None:
     assert main(["compile", str(model), "-o", str(tmp_path / "a"), "--dump-dir", str(folder)]) == 0
     names = sorted(p.name for p in folder.iterdir())
     assert names[0] == "01_canonicalize.py" and any(n.endswith("_schedule.py") for n in names)
+
+
+def test_an_interrupted_compile_leaves_nothing_half_written(tmp_path: Path) -> None:
+    nodes = [onnx.helper.make_node("Tanh", [f"v{k}"], [f"v{k + 1}"]) for k in range(1000)]
+    values = [onnx.helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, ["N"]) for n in ("v0", "v1000")]
+    graph = onnx.helper.make_graph(nodes, "g", values[:1], values[1:])
+    onnx.save(onnx.helper.make_model(graph, ir_version=10), tmp_path / "long.onnx")
+    command = [sys.executable, "-m", "lowering", "compile", "long.onnx", "-o", "out", "--dump-dir", "dump"]
+    heeded = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)  # jobs of a shell ignore it
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=heeded) as child:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "dump" / "fused.onnx").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        child.send_signal(signal.SIGINT)
+        _, error = child.communicate(timeout=120)
+    assert child.returncode == 130
+    assert error.splitlines()[-1] == "compile was interrupted" and "Traceback" not in error
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["dump", "long.onnx"]
+
+
+def test_names_that_the_locale_cannot_write(tmp_path: Path) -> None:
+    onnx.save(onnx.parser.parse_model(UNKNOWN.replace("odder", "odd")), tmp_path / "m.onnx")
+    model = onnx.load(tmp_path / "m.onnx")
+    model.graph.node[0].name = "größe"
+    onnx.save(model, tmp_path / "m.onnx")
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-m", "lowering", "check", "m.onnx"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and r"'gr\xf6\xdfe'" in done.stdout and not done.stderr
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """No file may grow beyond 2 KiB: as on a full disk, a write fails in the middle."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2048, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def no_room(file: BinaryIO, array: np.ndarray, allow_pickle: bool) -> None:
+    """np.save onto a disk that is full behind the header."""
+    file.write(b"\x93NUMPY")
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_outputs_that_do_not_fit_on_the_disk(
+    model: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert main(["compile", str(model), "-o", str(tmp_path / "artifact")]) == 0
+    inputs = []
+    for name, heads in (("q", 4), ("k", 2), ("v", 2)):
+        np.save(tmp_path / f"{name}.npy", np.zeros((1, heads, 64, 16), np.float32))
+        inputs += ["--input", f"{name}={tmp_path / name}.npy"]
+    capsys.readouterr()
+    with monkeypatch.context() as patches:
+        patches.setattr(np, "save", no_room)
+        assert main(["run", str(tmp_path / "artifact"), *inputs, "--output-dir", str(tmp_path / "out")]) == 1
+    assert re.fullmatch(rf"error: '{tmp_path}/out/y.npy' cannot be written: .*\n", capsys.readouterr().err)
+    assert not list((tmp_path / "out").iterdir())
+    request.getfixturevalue("small_files")
+    assert main(["run", str(tmp_path / "artifact"), *inputs]) == 1
+    assert "model.so' cannot be loaded as a compiled model: [Errno 27] File too large" in capsys.readouterr().err
+    assert main(["compile", str(model), "-o", str(tmp_path / "again")]) == 1
+    assert "File too large" in capsys.readouterr().err and not (tmp_path / "again").exists()
+
+
+def test_outputs_of_any_name_become_files_of_their_own(tmp_path: Path) -> None:
+    names = ["a/b", "a_b", "a%2Fb", "line\nbreak", "größe"]
+    value = onnx.helper.make_tensor_value_info
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("Add", ["x", f"c{k}"], [name], name=name) for k, name in enumerate(names)],
+        "g",
+        [value("x", onnx.TensorProto.FLOAT, [1])],
+        [value(name, onnx.TensorProto.FLOAT, [1]) for name in names],
+        [onnx.numpy_helper.from_array(np.array([k], np.float32), f"c{k}") for k in range(len(names))],
+    )
+    path = tmp_path / "m.onnx"
+    onnx.save(onnx.helper.make_model(graph, ir_version=10), path)
+    assert main(["compile", str(path), "-o", str(tmp_path / "out")]) == 0
+    np.save(tmp_path / "x.npy", np.zeros(1, np.float32))
+    folder = tmp_path / "arrays"
+    assert main(["run", str(tmp_path / "out"), "--input", f"x={tmp_path}/x.npy", "--output-dir", str(folder)]) == 0
+    found = {urllib.parse.unquote(p.stem): float(np.load(p)[0]) for p in folder.iterdir()}
+    assert found == {name: k for k, name in enumerate(names)}
+
+
+def test_verbose_prints_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "-v", "missing.onnx"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("Traceback") and error.splitlines()[-1] == "error: There is no file missing.onnx."

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 # Package -> (modules of this project that it may import, whether it may import tvm)
 RULES = {
-    "lowering/runtime": ({"lowering.runtime", "lowering.errors", "lowering.manifest"}, False),
+    "lowering/runtime": ({"lowering.runtime", "lowering.arithmetic", "lowering.errors", "lowering.manifest"}, False),
     "lowering/attention": ({"lowering.attention", "lowering.expressions", "lowering.facts"}, True),
     "schedules": (
         {
@@ -34,6 +34,7 @@ RULES = {
             "lowering.values",
             "lowering.symbolic",
             "lowering.compute",
+            "lowering.checks",
             "lowering.errors",
             "lowering.attention",
             "lowering.quantised",

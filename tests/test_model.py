@@ -194,20 +194,20 @@ def test_tvms_converter_serves_the_rest_for_static_shapes_only() -> None:
         lowering.compile(parse(text.format(n="N")))
 
 
-def test_a_compile_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_compile_leaves_anything_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     kept = lowering.compile(parse("m (float[2] x) => (float[2] y) { y = Relu (x) }"))
-    folders = list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir())
     with pytest.raises(lowering.NodeError):
         lowering.compile(parse("m (float[3, 4, 5, 5] x) => (float[3, 4, 5, 5] y) { y = LRN <size = 3> (x) }"))
-    assert len(folders) == 1 and list(tmp_path.iterdir()) == folders
-    del kept
+    assert not list(tmp_path.iterdir())
+    assert kept.run({"x": np.ones(2, np.float32)})["y"].all()
 
 
 def test_a_wrong_converter_of_tvms_is_never_used() -> None:
     """TVM's LRN forgets to look past the last channel."""
     model = parse("m (float[3, 4, 5, 5] x) => (float[3, 4, 5, 5] y) { [odd] y = LRN <size = 3> (x) }")
-    with pytest.raises(lowering.NodeError, match=r"LRN-24 'odd'.* TVM has no converter that does it right"):
+    with pytest.raises(lowering.NodeError, match=r"LRN-24 'odd'.* no converter does it right"):
         lowering.compile(model)
 
 

@@ -15,7 +15,7 @@ from tvm.sym import Analyzer
 
 import lowering
 from lowering.expressions import substitute
-from lowering.passes.plan_memory import Tensor, Terms, place, top
+from lowering.passes.plan_memory import Polynomial, Tensor, Terms, add, at_most, estimate, place, top
 
 B, S, P = (tirx.Var(name, "int64") for name in "BSP")
 
@@ -38,10 +38,8 @@ def value(known: Terms, polynomial: dict, sizes: dict) -> int:
     return int(Analyzer().simplify(substitute(known.expression(polynomial), sizes)))
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_no_two_tensors_that_live_together_overlap(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    known = terms()
+def some(known: Terms, rng: np.random.Generator) -> list[Tensor]:
+    """Tensors of all forms of sizes, whose lives overlap."""
 
     def constant(k: int) -> tirx.IntImm:
         return tirx.const(int(k), "int64")
@@ -59,10 +57,18 @@ def test_no_two_tensors_that_live_together_overlap(seed: int) -> None:
         first = int(rng.integers(60))
         size = forms[rng.integers(len(forms))](rng.choice([1, 4, 24, 64, 256, 1000, 3072]))
         tensors.append(tensor(known, size, first, first + int(rng.integers(1, 12))))
+    return tensors
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_two_tensors_that_live_together_overlap(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    known = terms()
+    tensors = some(known, rng)
     place(tensors)
     total = top(tensors)
     for numbers in rng.integers(0, 40, (8, 3)):
-        sizes = {s: constant(n) for s, n in zip((B, S, P), np.maximum(numbers, (0, 1, 0)))}
+        sizes = {s: tirx.const(int(n), "int64") for s, n in zip((B, S, P), np.maximum(numbers, (0, 1, 0)))}
         spans = []
         for t in tensors:
             begin = value(known, t.offset, sizes)
@@ -73,6 +79,39 @@ def test_no_two_tensors_that_live_together_overlap(seed: int) -> None:
             for j, b in enumerate(tensors[:k]):
                 together = a.first <= b.last and b.first <= a.last
                 assert not together or spans[k][1] <= spans[j][0] or spans[j][1] <= spans[k][0]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_tensor_lies_as_low_as_can_be_proved(seed: int) -> None:
+    """At 0 or at an end of another tensor that was placed before it, which is what greedy by size says."""
+    tensors = some(terms(), np.random.default_rng(seed))
+    place(tensors)
+
+    def apart(t: Tensor, start: Polynomial, other: Tensor) -> bool:
+        assert other.offset is not None
+        return other.ends_before(start) or at_most(add(start, t.size), other.offset)
+
+    placed: list[Tensor] = []
+    for t in sorted(tensors, key=lambda t: (-estimate(t.room), t.first)):
+        others = [o for o in placed if o.first <= t.last and t.first <= o.last]
+        starts = [s for s in [{}, *(o.end() for o in others)] if all(apart(t, s, o) for o in others)]
+        assert t.offset == (min(starts, key=estimate) if starts else top(others))
+        placed.append(t)
+
+
+def test_a_thousand_tensors_at_once() -> None:
+    known = terms()
+    tensors = [tensor(known, B * S * 64, k, 1000) for k in range(1000)]
+    place(tensors)
+    assert top(tensors) == known.polynomial(B * S * 64_000)
+    assert len({tuple(sorted(t.offset.items())) for t in tensors if t.offset is not None}) == 1000
+
+
+def test_numbers_that_are_no_sizes_do_not_wrap() -> None:
+    known = terms()
+    tensors = [tensor(known, B * tirx.const(1 << 62, "int64"), 0, 9) for _ in range(5)]
+    place(tensors)
+    assert top(tensors) == dict.fromkeys(tensors[0].size, 5 << 62)
 
 
 def test_a_transformer_layer_takes_what_lives_at_once() -> None:

@@ -110,5 +110,6 @@ def test_refusals() -> None:
         lowering.compile(plain, static_cache=8)
     with pytest.raises(lowering.InputError, match="compile it with static_cache"):
         lowering.compile(plain).decoder()
-    with pytest.raises(lowering.ModelError, match="static_cache is 0"):
-        lowering.compile(SAMPLES / DECODERS[0] / "model.onnx", static_cache=0)
+    for capacity in (0, -1, 1.5, 2**40):
+        with pytest.raises(lowering.InputError, match="static_cache must be a whole number from 1 to 2147483647, not"):
+            lowering.compile(SAMPLES / DECODERS[0] / "model.onnx", static_cache=capacity)

@@ -384,7 +384,7 @@ def test_split_in_symbolic_and_uneven_parts() -> None:
 
 
 def test_rows_that_are_not_zero() -> None:
-    proto = model("""(float[N, 3] x, bool[N] keep) => (float[M, 3] y, int64[1] m) {
+    proto = model("""(float[N, 3] x, bool[N] keep) => (float[M, 3] y, int64[2] m) {
         where = NonZero(keep)
         axis = Constant<value_ints=[0]>()
         rows = Squeeze(where, axis)
@@ -457,3 +457,17 @@ def test_loops_are_refused_by_name() -> None:
     }""")
     with pytest.raises(lowering.NodeError, match=r"Loop-18.*not supported.*Unroll"):
         lowering.compile(proto)
+
+
+def test_quotients_of_sizes_that_are_zero() -> None:
+    """By 0 they are 0, as between other integers; a quotient whose divisor cancels has none."""
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 23]>
+        g (float[n, m] x) => (int64[a] quotient, int64[b] remainder, int64[c] cancelled)
+          <int64[1] zero = {0}, int64[1] one = {1}, int64[1] six = {6}> {
+          shape = Shape (x) n = Slice (shape, zero, one) m = Slice (shape, one, six)
+          quotient = Div (six, n) remainder = Mod (m, n) wider = Mul (n, six) cancelled = Div (wider, n)
+        }""")
+    module = lowering.compile(model)
+    for n, m in ((4, 7), (0, 3), (3, 0)):
+        results = module.run({"x": np.zeros((n, m), np.float32)})
+        assert [int(r[0]) for r in results.values()] == [6 // n if n else 0, m % n if n else 0, 6]
