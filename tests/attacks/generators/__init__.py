@@ -1,0 +1,16 @@
+"""One file per family of operators; a generator for every operator that has a lowering (test_attacks.py)."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from ..attack import GENERATORS, Generator
+
+
+def generator(domain: str, op: str) -> Generator:
+    return GENERATORS[domain, op]
+
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")

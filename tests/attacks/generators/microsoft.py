@@ -1,0 +1,379 @@
+"""com.microsoft: what onnxruntime's optimisers write. onnx has no reference for them: answers and rules are written
+from onnxruntime's documentation of each, whose kernels the tests of tests/ops/microsoft compare with."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ..attack import MICROSOFT, Answer, Arrays, Attack, Unspecified, attacks, broadcast_of, require
+from ..draw import Draw
+from .indices import within
+
+
+def _attack(op: str, feed: Any, rule: Any, **fields: Any) -> Attack:
+    return Attack(op, feed, rule, domain=MICROSOFT, opset=21, close=2e-3, **fields)
+
+
+@attacks("Gelu", "QuickGelu", "FastGelu", "BiasGelu", "BiasSplitGelu", domain=MICROSOFT)
+def activation(d: Draw, op: str) -> Attack:
+    rank, biased = (
+        (3 if op == "BiasSplitGelu" else d.int(1, 3)),
+        op.startswith("Bias") or (op == "FastGelu" and d.chance(0.5)),
+    )
+
+    def feed() -> Arrays:
+        shape = d.shape(rank)
+        shape = (*shape[:-1], 2 * shape[-1] if op == "BiasSplitGelu" and d.chance(0.9) else shape[-1])
+        bias = d.spoilt(shape[-1:]) if d.chance(0.12) else shape[-1:]
+        return [d.array("float32", shape), *([d.array("float32", bias)] if biased else [])]
+
+    def rule(x: np.ndarray, bias: np.ndarray | None = None) -> Answer:
+        if op == "BiasSplitGelu":
+            require(x.shape[-1] % 2 == 0, "an odd width")
+        if bias is not None:
+            require(bias.shape == x.shape[-1:], f"bias {bias.shape} for {x.shape}")
+            x = x + bias
+        gate = None
+        if op == "BiasSplitGelu":
+            gate, x = np.split(x, 2, -1)
+        y = x.astype(np.float64)
+        if op == "QuickGelu":
+            y = y / (1 + np.exp(-1.702 * y))
+        elif op == "FastGelu":
+            y = y * 0.5 * (1 + np.tanh(0.7978845608 * (y + 0.044715 * y**3)))
+        else:
+            y = np.asarray([v * 0.5 * (1 + math.erf(v / math.sqrt(2))) for v in y.ravel()]).reshape(y.shape)
+        return [((y if gate is None else gate * y).astype(np.float32))]
+
+    return _attack(op, feed, rule, parameters={1})
+
+
+@attacks("FusedMatMul", "TransposeMatMul", domain=MICROSOFT)
+def fused_matmul(d: Draw, op: str) -> Attack:
+    rank, turned = d.int(2, 3), (d.int(0, 1), d.int(0, 1))
+
+    def feed() -> Arrays:
+        batch, m, k, n = d.shape(rank - 2), d.size(), d.size(0), d.size()
+        shapes = [(*batch, *((k, m) if turned[0] else (m, k))), (*batch, *((n, k) if turned[1] else (k, n)))]
+        shapes[1] = d.spoilt(shapes[1]) if d.chance(0.12) else shapes[1]
+        return [d.array("float32", s) for s in shapes]
+
+    def rule(a: np.ndarray, b: np.ndarray) -> Answer:
+        a, b = (v.swapaxes(-1, -2) if t else v for v, t in zip((a, b), turned))
+        require(a.shape[-1] == b.shape[-2], "inner sizes")
+        broadcast_of(a.shape[:-2], b.shape[:-2])
+        return [(0.5 * (a.astype(np.float64) @ b.astype(np.float64))).astype(np.float32)]
+
+    return _attack(op, feed, rule, attributes={"transA": turned[0], "transB": turned[1], "alpha": 0.5}, parameters={1})
+
+
+@attacks("MatMulNBits", domain=MICROSOFT)
+def n_bits(d: Draw, op: str) -> Attack:
+    bits, block = d.pick((4, 8)), d.pick((16, 32))
+    columns, rows = d.pick((1, 5, 16, 33)), d.pick((16, 32, 40, 64))
+    said = {"N": columns, "K": rows, "bits": bits, "block_size": block}
+    if d.chance(0.12):
+        said[d.pick(tuple(said))] = d.pick((0, -1, 3, 2**31, 2**62))
+    rank, bias = d.int(1, 3), d.chance(0.3)
+
+    def feed() -> Arrays:
+        blocks = -(-rows // block)
+        shapes = [(columns, blocks, block * bits // 8), (columns, blocks)]
+        shapes = [d.spoilt(s) if d.chance(0.05) else s for s in shapes]
+        x = (*d.shape(rank - 1), rows)
+        x = d.spoilt(x) if d.chance(0.05) else x
+        weight = d.rng.integers(0, 256, shapes[0], np.uint8)
+        scales = (d.rng.random(shapes[1]) * 0.1).astype(np.float32)
+        arrays: Arrays = [d.array("float32", x), weight, scales]
+        return [*arrays, None, None, d.array("float32", (columns,))] if bias else arrays
+
+    def rule(x: np.ndarray, weight: np.ndarray, scales: np.ndarray, *rest: Any) -> Answer:
+        require(said == {"N": columns, "K": rows, "bits": bits, "block_size": block}, "attributes")
+        blocks = -(-rows // block)
+        require(weight.shape == (columns, blocks, block * bits // 8), f"weight {weight.shape}")
+        require(scales.size == columns * blocks, f"scales {scales.shape}")
+        require(x.shape[-1] == rows, f"x {x.shape}")
+        if scales.shape != (columns, blocks):
+            raise Unspecified("scales of another shape")
+        codes = weight if bits == 8 else np.stack([weight & 15, weight >> 4], -1).reshape(columns, blocks, block)
+        matrix = (codes.astype(np.float64) - 2 ** (bits - 1)) * scales[..., None]
+        y = x.astype(np.float64) @ matrix.reshape(columns, -1)[:, :rows].T
+        return [(y + (rest[-1] if bias else 0)).astype(np.float32)]
+
+    return _attack(op, feed, rule, attributes=said, fixed={1, 2})
+
+
+@attacks("SkipLayerNormalization", "SkipSimplifiedLayerNormalization", "SimplifiedLayerNormalization", domain=MICROSOFT)
+def normalisation(d: Draw, op: str) -> Attack:
+    skip, centred = op.startswith("Skip"), op == "SkipLayerNormalization"
+    extra = d.int(0, 2 if centred else 1) if skip else 0
+
+    def feed() -> Arrays:
+        shape = d.shape(3)
+        vectors = [d.spoilt(shape[-1:]) if d.chance(0.06) else shape[-1:] for _ in range(1 + extra)]
+        other = [d.spoilt(shape) if d.chance(0.08) else shape] if skip else []
+        return [d.array("float32", s) for s in (shape, *other, *vectors)]
+
+    def rule(x: np.ndarray, *rest: np.ndarray) -> Answer:
+        other, vectors = (rest[0], rest[1:]) if skip else (None, rest)
+        require(all(v.shape == x.shape[-1:] for v in vectors), "a vector of another length")
+        if other is not None and other.shape != x.shape:
+            require(other.shape[-2:] == x.shape[-2:] and other.shape[0] == 1, f"skip {other.shape}")
+        if not x.size:
+            raise Unspecified("a mean of nothing")
+        gamma, *more = (v.astype(np.float64) for v in vectors)
+        beta = more.pop(0) if centred and more else 0.0
+        total = x.astype(np.float64) + (0 if other is None else other) + (more[0] if more else 0.0)
+        y = total - total.mean(-1, keepdims=True) if centred else total
+        y = y / np.sqrt((y**2).mean(-1, keepdims=True) + 1e-5) * gamma + beta
+        return [y.astype(np.float32)]
+
+    return _attack(op, feed, rule, attributes={"epsilon": 1e-5}, parameters={2, 3, 4})
+
+
+def _from_the_front(d: Draw, shape: tuple[int, ...], bound: int) -> np.ndarray:
+    """Indices of which those that count from the back are folded into the front, most of the time."""
+    indices = d.indices(shape, bound, 0.15, "int32")
+    return indices if d.chance(0.05) else np.where((indices < 0) & (indices >= -bound), indices + bound, indices)
+
+
+@attacks("EmbedLayerNormalization", domain=MICROSOFT)
+def embedding(d: Draw, op: str) -> Attack:
+    segments, placed = d.chance(0.5), d.chance(0.4)
+
+    def feed() -> Arrays:
+        batch, length, width, words, places = d.size(), d.size(), d.size(0), d.size(0.05), d.pick((8, 17, 40))
+        ids, kinds, given = (_from_the_front(d, (batch, length), n) for n in (words, 2, places))
+        tables = [d.array("float32", (n, d.size(0) if d.chance(0.04) else width)) for n in (words, places, 2)]
+        arrays: Arrays = [ids, kinds if segments else None, *tables[:2], tables[2] if segments else None]
+        arrays += [d.array("float32", (width,)) for _ in range(2)]
+        return [*arrays, None, given] if placed else arrays
+
+    def rule(ids: np.ndarray, kinds: Any, words: np.ndarray, places: np.ndarray, table: Any, *rest: Any) -> Answer:
+        width = words.shape[1]
+        require(places.shape[1] == width and (table is None or table.shape[1] == width), "widths")
+        require(all(v.shape == (width,) for v in rest[:2]), "widths")
+        given = rest[3] if placed else np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+        for index, rows in ((ids, words), (given, places), *(((kinds, table),) if segments else ())):
+            require((index >= 0).all(), "a negative index")
+            within(index, len(rows))
+        x = words[ids].astype(np.float64) + places[given] + (table[kinds] if segments else 0)
+        if not x.size:
+            raise Unspecified("nothing to normalise")
+        x = x - x.mean(-1, keepdims=True)
+        y = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * rest[0] + rest[1]
+        return [y.astype(np.float32), np.zeros(ids.shape[0], np.int32)]
+
+    return _attack(op, feed, rule, outputs=2, attributes={"epsilon": 1e-5}, parameters={2, 3, 4})
+
+
+_ANGLES = ((0, 1), (0, 3), (2, 1), (3, 1))
+
+
+@attacks("RotaryEmbedding", domain=MICROSOFT)
+def rotary(d: Draw, op: str) -> Attack:
+    half, offset, heads = d.pick((1, 2, 4, 8)), d.chance(0.4), d.pick((1, 2, 3))
+    interleaved = d.int(0, 1)
+
+    def feed() -> Arrays:
+        batch, rows, positions = d.size(), d.size(0), d.pick((8, 17, 33, 40))
+        rows = min(rows, positions)
+        if offset:
+            where = np.array([d.wild(0, positions - rows, 0.2)], np.int64)
+        else:
+            where = _from_the_front(d, (batch, rows), positions).astype(np.int64)
+        caches = [d.spoilt((positions, half)) if d.chance(0.05) else (positions, half) for _ in range(2)]
+        return [d.array("float32", (batch, heads, rows, 2 * half)), where, *(d.array("float32", c) for c in caches)]
+
+    def rule(x: np.ndarray, where: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> Answer:
+        rows = x.shape[2]
+        require(cos.shape == sin.shape and cos.shape[1] == half, "caches")
+        require(offset or where.shape == (x.shape[0], rows), "position_ids")
+        require(rows <= len(cos), "more rows than positions")
+        places = where[:1, None].astype(object) + np.arange(rows) if offset else where
+        require(((places >= 0) & (places < len(cos))).all(), f"positions {where} of {len(cos)}")
+        places = np.broadcast_to(places.astype(np.int64), (x.shape[0], rows))
+        c, s = (v.astype(np.float64)[places][:, None] for v in (cos, sin))
+        wide = x.astype(np.float64)
+        a, b = (wide[..., ::2], wide[..., 1::2]) if interleaved else np.split(wide, 2, -1)
+        both = c * a - s * b, s * a + c * b
+        y = np.stack(both, -1).reshape(x.shape) if interleaved else np.concatenate(both, -1)
+        return [y.astype(np.float32)]
+
+    return _attack(op, feed, rule, attributes={"interleaved": interleaved}, parameters={2, 3}, numbers=_ANGLES)
+
+
+# -- attention --------------------------------------------------------------------------------------------------------
+
+
+# Where the project wants numbers: heads are counted by them.
+_WIDTHS = ((0, -1), (1, -1), (2, -1))
+
+
+def _softmax_product(q: np.ndarray, k: np.ndarray, v: np.ndarray, bias: np.ndarray) -> np.ndarray:
+    """Attention of [B, H, S, D], [B, H, T, D], [B, H, T, D] with added scores, in float64."""
+    scores = q.astype(np.float64) @ k.swapaxes(-1, -2).astype(np.float64) / np.sqrt(q.shape[-1]) + bias
+    scores = np.exp(scores - scores.max(-1, keepdims=True))
+    return (scores / scores.sum(-1, keepdims=True)) @ v.astype(np.float64)
+
+
+def _heads(x: np.ndarray, heads: int) -> np.ndarray:
+    return x.reshape(*x.shape[:2], heads, -1).swapaxes(1, 2)
+
+
+def _joined(y: np.ndarray) -> np.ndarray:
+    return y.swapaxes(1, 2).reshape(y.shape[0], y.shape[2], -1).astype(np.float32)
+
+
+@attacks("MultiHeadAttention", domain=MICROSOFT)
+def multi_head(d: Draw, op: str) -> Attack:
+    heads = d.pick((1, 2, 4)) if d.chance(0.94) else d.pick((0, -1, 3, 2**31))
+    masked, mask_rank, biased = d.chance(0.5), d.int(1, 2), d.chance(0.3)
+    width = 4 * d.pick((1, 2, 8))
+
+    def feed() -> Arrays:
+        batch, rows, keys = d.size(), d.size(), d.size()
+        shapes = [(batch, rows, width), (batch, keys, width), (batch, keys, width)]
+        if d.chance(0.1):
+            k = d.int(0, 2)
+            shapes[k] = d.spoilt(shapes[k])
+        arrays: Arrays = [d.array("float32", s, scale=1.0) for s in shapes]
+        arrays += [None, None, None]
+        if masked:
+            mask = d.rng.integers(0, 2, (batch, keys)).astype(np.int32)
+            counts = np.array([d.wild(0, keys, 0.15) for _ in range(batch)])
+            arrays[4] = mask if mask_rank == 2 else np.clip(counts, -(2**31), 2**31 - 1).astype(np.int32)
+            arrays[4] = arrays[4] if d.chance(0.93) else d.array("int32", d.spoilt(arrays[4].shape))
+        if biased:
+            bias = (d.pick((1, batch)), d.pick((1, heads if 0 < heads < 9 else 1)), rows, keys)
+            arrays[5] = d.array("float32", d.spoilt(bias) if d.chance(0.1) else bias)
+        return arrays if biased else arrays[:5] if masked else arrays[:3]
+
+    def rule(q: np.ndarray, k: np.ndarray, v: np.ndarray, _: Any = None, mask: Any = None, bias: Any = None) -> Answer:
+        require(heads > 0 and q.shape[2] % heads == 0 and v.shape[2] % heads == 0, f"{heads} heads")
+        require(q.shape[0] == k.shape[0] == v.shape[0], "batches")
+        require(k.shape[1] == v.shape[1] and q.shape[2] == k.shape[2], "shapes")
+        batch, keys = k.shape[:2]
+        whole = (batch, heads, q.shape[1], keys)
+        added = np.zeros(whole)
+        if bias is not None:
+            require(all(b in (1, w) for b, w in zip(bias.shape, whole)), f"bias {bias.shape}")
+            if bias.shape[2:] != whole[2:]:
+                raise Unspecified("a bias of one row or key")
+            added = added + bias
+        if mask is not None:
+            require(mask.shape in ((batch,), (batch, keys)), f"mask {mask.shape}")
+            if mask.ndim == 1 and ((mask < 0) | (mask > keys)).any():
+                raise Unspecified("a count outside of the keys")
+            keep = mask[:, None] > np.arange(keys) if mask.ndim == 1 else mask != 0
+            if not keep.any(1).all():
+                raise Unspecified("no key at all")
+            added = added + np.where(keep, 0, -10000.0)[:, None, None]
+        if not (q.size and v.size):
+            raise Unspecified("attention to nothing")
+        return [_joined(_softmax_product(*(_heads(x, heads) for x in (q, k, v)), added))]
+
+    return _attack(op, feed, rule, attributes={"num_heads": heads}, parameters={4, 5}, numbers=_WIDTHS)
+
+
+@attacks("Attention", domain=MICROSOFT)
+def projected(d: Draw, op: str) -> Attack:
+    heads = d.pick((1, 2, 4)) if d.chance(0.94) else d.pick((0, -1, 3, 2**31))
+    biased, masked, causal = d.chance(0.8), d.chance(0.4), d.int(0, 1)
+    inner, width = d.size(0), 4 * d.pick((1, 2, 8))
+
+    def feed() -> Arrays:
+        batch, rows = d.size(), d.size()
+        shapes = [(batch, rows, inner), (inner, 3 * width), (3 * width,)]
+        if d.chance(0.12):
+            k = d.int(0, 2)
+            shapes[k] = d.spoilt(shapes[k])
+        arrays: Arrays = [d.array("float32", s, scale=0.5) for s in shapes]
+        arrays[2] = arrays[2] if biased else None
+        if masked:
+            mask = d.rng.integers(0, 2, (batch, rows)).astype(np.int32)
+            return [*arrays, mask if d.chance(0.9) else d.array("int32", d.spoilt(mask.shape))]
+        return arrays if biased else arrays[:2]
+
+    def rule(x: np.ndarray, w: np.ndarray, b: Any = None, mask: Any = None) -> Answer:
+        require(x.shape[2] == w.shape[0] and w.shape[1] % 3 == 0, "weights")
+        require(heads > 0 and (w.shape[1] // 3) % heads == 0, f"{heads} heads")
+        require(b is None or b.shape == w.shape[1:], "bias")
+        batch, rows = x.shape[:2]
+        qkv = x.astype(np.float64) @ w + (0 if b is None else b)
+        q, k, v = (_heads(part, heads) for part in np.split(qkv, 3, -1))
+        added = np.zeros((batch, heads, rows, rows))
+        if causal:
+            added = added + np.triu(np.full((rows, rows), -10000.0), 1)
+        if mask is not None:
+            require(mask.shape == (batch, rows), f"mask {mask.shape}")
+            if causal or not (mask != 0).any(1).all():
+                raise Unspecified("a row that may see no key")
+            added = added + np.where(mask != 0, 0, -10000.0)[:, None, None]
+        if not (x.size and v.size):
+            raise Unspecified("attention to nothing")
+        return [_joined(_softmax_product(q, k, v, added))]
+
+    attributes = {"num_heads": heads, "unidirectional": causal}
+    return _attack(op, feed, rule, attributes=attributes, parameters={1, 2}, numbers=_WIDTHS)
+
+
+@attacks("GroupQueryAttention", domain=MICROSOFT)
+def grouped(d: Draw, op: str) -> Attack:
+    kv, group, size = d.pick((1, 2)), d.pick((1, 2)), d.pick((2, 8, 16))
+    said = {"num_heads": kv * group, "kv_num_heads": kv}
+    if d.chance(0.07):
+        said[d.pick(tuple(said))] = d.pick((0, -1, 3, 2**31))
+    window = d.wild(1, 9, 0.2) if d.chance(0.3) else -1
+    cached, room = d.chance(0.6), d.chance(0.5)
+
+    def feed() -> Arrays:
+        batch, rows, before = d.size(), d.size(), d.size(0.1) if cached else 0
+        rows = max(rows, 1) if not cached else d.pick((1, 1, max(rows, 1)))
+        widths = (kv * group * size, kv * size, kv * size)
+        shapes = [(batch, rows, w) for w in widths]
+        slots = before + rows if room else before
+        shapes += [(batch, kv, slots, size)] * 2 if cached else []
+        if d.chance(0.1):
+            k = d.int(0, len(shapes) - 1)
+            shapes[k] = d.spoilt(shapes[k])
+        arrays: Arrays = [d.array("float32", s, scale=1.0) for s in shapes]
+        arrays += [] if cached else [None, None]
+        total = before + rows
+        ends = np.full(batch, total - 1)
+        if d.chance(0.3):
+            ends = np.array([d.wild(0, total - 1, 0.3) for _ in range(batch)])
+        ends = np.clip(ends, -(2**31), 2**31 - 1).astype(np.int32)
+        said_total = total if d.chance(0.9) else d.pick((0, -1, 2**31 - 1, total + 3, -(2**31)))
+        return [*arrays, ends, np.array(said_total, np.int32)]
+
+    def rule(q: np.ndarray, k: np.ndarray, v: np.ndarray, pk: Any, pv: Any, ends: Any, said_total: Any) -> Answer:
+        require(said == {"num_heads": kv * group, "kv_num_heads": kv}, f"{said}")
+        batch, rows = q.shape[:2]
+        require(k.shape == v.shape == (batch, rows, kv * size), "key or value")
+        require(q.shape[2] == kv * group * size, "query")
+        require(ends.shape == (batch,), "seqlens_k")
+        slots = 0
+        if cached:
+            require(pk.shape == pv.shape == (batch, kv, pk.shape[2], size), "past")
+            slots = pk.shape[2]
+        total = int(said_total)
+        before = total - rows
+        if not (q.size and batch) or window != -1 or not (ends == total - 1).all() or before < 0 or before > slots:
+            raise Unspecified("lengths that do not belong together, or windows")
+        if not cached and before:
+            raise Unspecified("a total beyond the keys")
+        keys, values = _heads(k, kv), _heads(v, kv)
+        if cached:
+            keys, values = (np.concatenate([p[:, :, :before], x], 2) for p, x in ((pk, keys), (pv, values)))
+        hidden = np.arange(total) > np.arange(rows)[:, None] + before
+        added = np.where(hidden, -np.inf, 0.0)
+        keys, values = (np.repeat(x, group, 1) for x in (keys, values))
+        return [_joined(_softmax_product(_heads(q, kv * group), keys, values, added))]
+
+    attributes = {**said, **({"local_window_size": window} if window != -1 else {})}
+    numbers = [*_WIDTHS, (3, 1), (3, 3), (4, 1), (4, 3)]
+    return _attack(op, feed, rule, attributes=attributes, numbers=numbers)

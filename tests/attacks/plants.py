@@ -1,0 +1,109 @@
+"""Faults for the instrument to find: each replaces the lowering of Relu, or what surrounds it, within one attack."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+import lowering.ops
+from lowering.errors import InputError
+from lowering.node import Node
+from lowering.ops.kernels import loops, serial
+from lowering.ops.reshape import reshape_to
+from lowering.runtime import Model
+from lowering.values import Value, product
+
+# More than the compiler puts on the stack.
+_SCRATCH = 4096
+
+
+def _kernel(statements: Callable[..., None]) -> Callable[[Node, Value], Value]:
+    """A lowering by a kernel over the flat data: statements(n, x, out, scratch), behind a right Relu."""
+
+    def lowered(node: Node, data: Value) -> Value:
+        flat = reshape_to(node, data, (product(data.shape),))
+        zero = tirx.const(0, data.dtype)
+
+        def body(x: Any, out: Any, scratch: Any) -> None:
+            with serial(x.shape[0]) as i:
+                T.buffer_store(out, tirx.max(x[i], zero), [i])
+            T.buffer_store(scratch, zero, [0])
+            statements(x.shape[0], x, out, scratch)
+
+        outputs, scratch = [(flat.shape, data.dtype)], [((_SCRATCH,), data.dtype)]
+        (result,) = loops(node, "planted", body, [flat], outputs, scratch=scratch)
+        return reshape_to(node, result, data.shape)
+
+    return lowered
+
+
+def _write(place: Callable[[Any], Any]) -> Callable[..., None]:
+    return lambda n, x, out, scratch: T.buffer_store(out, x[0], [place(n)])
+
+
+def _read(place: Callable[[Any], Any]) -> Callable[..., None]:
+    return lambda n, x, out, scratch: T.buffer_store(out, x[place(n)], [0])
+
+
+def _into_scratch(n: Any, x: Any, out: Any, scratch: Any) -> None:
+    T.buffer_store(scratch, x[0], [_SCRATCH + n - n])
+    T.buffer_store(out, scratch[0] + out[0], [0])
+
+
+def _into_input(n: Any, x: Any, out: Any, scratch: Any) -> None:
+    T.buffer_store(x, x[0] + tirx.const(1, x.dtype), [0])
+
+
+def _forgotten(node: Node, data: Value) -> Value:
+    """Writes no element."""
+    (result,) = loops(node, "planted", lambda x, out: T.evaluate(0), [data], [(data.shape, data.dtype)])
+    return result
+
+
+def _wrong(n: Any, x: Any, out: Any, scratch: Any) -> None:
+    T.buffer_store(out, out[n - 1] + tirx.const(1, x.dtype), [n - 1])
+
+
+def _fails(error: BaseException) -> Callable[..., Any]:
+    def raising(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return raising
+
+
+def _refused(node: Node, data: Value) -> Value:
+    raise node.error("input x is odd.")
+
+
+def _for_relu(lowered: Callable[..., Any]) -> AbstractContextManager[Any]:
+    return mock.patch.dict(lowering.ops._REGISTRY, {("", "Relu"): {1: lowered}})
+
+
+# By name: what plants it, and the kind of finding that must follow.
+PLANTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
+    "write behind the end": (lambda: _for_relu(_kernel(_write(lambda n: n))), "outside"),
+    "write before the begin": (lambda: _for_relu(_kernel(_write(lambda n: n - n - 1))), "outside"),
+    "write far away": (lambda: _for_relu(_kernel(_write(lambda n: n + (1 << 40)))), "outside"),
+    "write into an input": (lambda: _for_relu(_kernel(_into_input)), "outside"),
+    "write behind a workspace": (lambda: _for_relu(_kernel(_into_scratch)), "outside"),
+    "read behind the end": (lambda: _for_relu(_kernel(_read(lambda n: n + 4096))), "outside"),
+    "forgotten elements": (lambda: _for_relu(_forgotten), "wrong"),
+    "wrong answer": (lambda: _for_relu(_kernel(_wrong)), "wrong"),
+    "refusal of what is legal": (lambda: _for_relu(_refused), "refused"),
+    "words of the compiler": (
+        lambda: mock.patch.object(Model, "run", _fails(InputError("Check failed: tvm::PrimExpr"))),
+        "unclear",
+    ),
+    "raw exception": (lambda: mock.patch.object(Model, "run", _fails(KeyError("x0"))), "raw"),
+    "death": (lambda: mock.patch.object(Model, "run", lambda *_: os.abort()), "crash"),
+    "endless call": (lambda: mock.patch.object(Model, "run", lambda *_: time.sleep(60)), "hang"),
+    "enormous memory": (lambda: mock.patch.object(Model, "run", lambda *_: np.zeros(1 << 33)), "raw"),
+}

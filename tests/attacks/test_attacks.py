@@ -1,0 +1,40 @@
+"""Random attacks on every operator: the right answer or a clear error, and no access to foreign memory.
+
+A failing attack is told with what repeats it: `python -m tests.attacks OPERATOR --seed N`.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from lowering.ops import registered
+
+from .campaign import campaign, name_of, tabulated, text
+from .generators import GENERATORS
+from .known import KNOWN
+from .pool import FINDINGS, Zygote
+
+CALLS = 3
+
+
+def test_every_operator_is_attacked() -> None:
+    assert set(GENERATORS) == set(registered())
+
+
+@pytest.mark.parametrize("domain, op", sorted(GENERATORS), ids=lambda text: text or "ai.onnx")
+def test_operator(zygote: Zygote, domain: str, op: str) -> None:
+    known = KNOWN.get(name_of(domain, op), ())
+    outcomes = zygote.attack(domain, op, seed=0, calls=CALLS)
+    assert outcomes, "an attack told nothing"
+    findings = [o for o in outcomes if o.kind in FINDINGS and o.kind not in known]
+    assert not findings, "\n".join(map(str, findings))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(4 * 3600)
+def test_ten_thousand_calls() -> None:
+    """Half an hour on two cores. `python -m tests.attacks --cases 10000 --first-seed 100` tells on the way."""
+    outcomes = list(campaign(sorted(GENERATORS), 10_000, CALLS, first_seed=100))
+    print(text(tabulated(outcomes)))
+    findings = [o for o in outcomes if o.kind in FINDINGS]
+    assert not findings, "\n".join(map(str, findings))
