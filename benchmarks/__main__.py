@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from pathlib import Path
@@ -18,7 +19,13 @@ def main() -> None:
     cpu.add_argument("--threads", type=int, default=1)
     cpu.add_argument("--turns", type=int, default=7, help="turns of every contender; default: %(default)s")
     cpu.add_argument("--seconds", type=float, default=0.1, help="length of a turn; default: %(default)s")
-    cpu.add_argument("--exports", type=Path, help="folder of the exported models, for the group 'models'")
+    cpu.add_argument("--exports", type=Path, help="folder of the exported models, for 'models' and 'published'")
+    cpu.add_argument("--minutes", type=float, default=math.inf, help="then no new case is begun; default: no limit")
+    cpu.add_argument(
+        "--quick",
+        action="store_true",
+        help="3 turns of 0.05 seconds or one call, one opset for each model of 'published', and 30 minutes",
+    )
     cpu.add_argument("--out", type=Path, help="keep records in this JSON file, and draw a PNG beside it")
     cpu.add_argument("--resume", action="store_true", help="leave out the cases that --out holds already")
     cpu.set_defaults(run=_cpu)
@@ -44,11 +51,16 @@ def _cpu(arguments: argparse.Namespace) -> None:
     for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[variable] = str(arguments.threads)
     from .cases import chosen
+    from .cases.published import quick
 
     try:
         cases = chosen(arguments.case, arguments.exports)
     except ValueError as error:
         sys.exit(str(error))
+    if arguments.quick:
+        cases = quick(cases)
+        arguments.turns, arguments.seconds = 3, 0.05
+        arguments.minutes = min(arguments.minutes, 30.0)
     if arguments.list:
         for case in cases:
             print(f"{case.group:12} {case.name}")

@@ -6,16 +6,18 @@ import sys
 from pathlib import Path
 
 from .cases import all_cases
+from .cases.published import GROUP
 from .peers import OURS, PEERS
 from .records import Results, read
-from .report import Row, by_group, limit_speeds, mean, number, ours_cell, peer_cell, rows, scalings, speed
+from .report import Row, by_group, limit_speeds, markdown, mean, number, ours_cell, peer_cell, rows, scalings, speed
+from .widths import tables
 
 _ROOT = Path(__file__).parents[1]
 _BEGIN, _END = "<!-- results -->", "<!-- end of results -->"
 _NAMES = {"torch": "PyTorch", "onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}
 
 _ABOUT = """{threads} of an {machine}, {dates}, float32 unless said otherwise, symbolic batch and lengths,
-nothing tuned. Contenders take turns in one run; medians in milliseconds. *Of the limit* is what we reach of the fastest
+nothing tuned. {turns}; medians in milliseconds. *Of the limit* is what we reach of the fastest
 float32 matrix product of 2048^3 (MKL, OpenBLAS), or of the fastest streaming read of the same bytes; *ratio* is the
 best peer's time by ours. A dash is a refusal, *wrong* an answer that differs from float64. Versions: {versions}.
 
@@ -23,6 +25,9 @@ P1 is B1 H8 S1024 D64, P2 B1 H8 S2048 D128, P3 B1 Hq32 Hkv8 S2048 D128; decode h
 
 ![bar chart of all cases]({chart})
 """
+
+_TURNS = "Contenders take turns in one run"
+_APART = "Contenders take turns, each in a process of its own\nthat stands still while others have theirs"
 
 
 def section(folder: Path) -> str:
@@ -37,6 +42,7 @@ def _part(results: Results, path: Path) -> str:
     about = _ABOUT.format(
         threads=f"{results.threads} thread{'s' * (results.threads > 1)}".capitalize().replace("1 thread", "One thread"),
         machine=results.machine,
+        turns=_APART if results.apart else _TURNS,
         dates=" to ".join(dict.fromkeys((dates[0], dates[-1]))),
         versions=", ".join(f"{name} {version}" for name, version in results.packages.items() if name in _NAMES),
         chart=path.with_suffix(".png").relative_to(_ROOT),
@@ -49,12 +55,17 @@ def _part(results: Results, path: Path) -> str:
         for group, ratios in by_group(found).items()
     ]
     limits = "; ".join(f"{name} {speed}" for name, speed in limit_speeds(results).items())
-    summary = _markdown(["all cases, by group", "with a peer", "behind it", "geometric mean", "worst"], groups)
-    return f"{about}\n{_markdown(headings, body)}\n{summary}\nLimits, median and range over the cases: {limits}.\n"
+    summary = markdown(["all cases, by group", "with a peer", "behind it", "geometric mean", "worst"], groups)
+    widths = "".join(f"{part}\n" for part in [tables(found)] if part)
+    return (
+        f"{about}\n{markdown(headings, body)}\n{widths}{summary}\nLimits, median and range over the cases: {limits}.\n"
+    )
 
 
 def _is_shown(row: Row, threads: int) -> bool:
-    """Cases with something to reach; of the many exported models those that are behind."""
+    """Cases with something to reach; of the many exported models those that are behind; published widths elsewhere."""
+    if row.record.group == GROUP:
+        return False
     if row.record.group == "models":
         return row.ratio is not None and row.ratio < 1
     return all_cases()[row.record.case].bar.asks(threads)
@@ -64,11 +75,6 @@ def _cells(row: Row, scaling: bool) -> list[str]:
     cells = [row.record.case, f"**{ours_cell(row)}**", speed(row), number(row.share)]
     cells += [*(peer_cell(row.record, peer) for peer in PEERS), number(row.ratio)]
     return [*cells, *scalings(row)] if scaling else cells
-
-
-def _markdown(headings: list[str], body: list[list[str]]) -> str:
-    lines = [headings, ["---"] * len(headings), *body]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
 def update(check: bool) -> None:

@@ -77,12 +77,16 @@ def _fastest(outcomes: list[Outcome], threads: int) -> Outcome | None:
 
 @dataclass
 class Results:
-    """Records by case, all of one machine and one number of threads."""
+    """Records by case, all of one machine and one number of threads.
+
+    apart: every contender had a process of its own, as on several threads; files from before that say nothing.
+    """
 
     machine: str
     threads: int
     packages: dict[str, str]
     records: dict[str, Record] = field(default_factory=dict)
+    apart: bool = False
 
     def write(self, path: Path) -> None:
         """Whole or not at all; a record is a line."""
@@ -114,7 +118,8 @@ def here(threads: int) -> Results:
     fields = dict(re.findall(r"^(.+?)\s*: (.*)$", path.read_text() if path.exists() else "", re.MULTILINE))
     features = [f for f in ("avx2", "avx512f", "avx512_bf16", "amx_tile") if f in fields.get("flags", "").split()]
     machine = f"{fields.get('model name', platform.processor())} ({', '.join(features)})"
-    return Results(machine, threads, {name: found for name in _PACKAGES if (found := _version(name))})
+    packages = {name: found for name in _PACKAGES if (found := _version(name))}
+    return Results(machine, threads, packages, apart=threads > 1)
 
 
 def _version(package: str) -> str:

@@ -192,6 +192,12 @@ def limit_speeds(results: Results) -> dict[str, str]:
     return found
 
 
+def markdown(headings: list[str], body: list[list[str]]) -> str:
+    """A table."""
+    lines = [headings, ["---"] * len(headings), *body]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
 def mean(ratios: list[float]) -> float:
     """Geometric."""
     return math.exp(sum(map(math.log, ratios)) / len(ratios))

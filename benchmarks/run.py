@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from functools import partial
 
 from rich.console import Console
 
 from .cases.case import Case
+from .cases.exported import ExportCase
 from .chart import draw
-from .measure import prepare
+from .measure import Opener, prepare
 from .peers import OURS, PEERS, Peer, load
 from .records import Results, here, read
 from .report import summary, table
@@ -19,14 +21,25 @@ from .report import summary, table
 def run(cases: list[Case], arguments: argparse.Namespace) -> None:
     """The command `cpu`; see there for the arguments."""
     results = _results(arguments)
-    peers = _peers([name for name in arguments.peers.split(",") if name], arguments.threads)
-    for k, case in enumerate(cases, 1):
-        if arguments.resume and case.name in results.records:
-            continue
-        start = time.perf_counter()
-        print(f"[{k}/{len(cases)}] {case.name} ... ", end="", file=sys.stderr, flush=True)
-        results.records[case.name] = prepare(case, peers, arguments.threads).measure(arguments.turns, arguments.seconds)
-        print(f"{time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+    openers: dict[str, Opener] = {
+        name: partial(load, name, arguments.threads) for name in (OURS, *filter(None, arguments.peers.split(",")))
+    }
+    peers = _opened(openers)
+    left = [case for case in _found(cases) if not (arguments.resume and case.name in results.records)]
+    end = time.monotonic() + 60 * arguments.minutes
+    for k, case in enumerate(left, 1):
+        start = time.monotonic()
+        if start > end:
+            print(
+                f"{arguments.minutes:g} minutes are over: {len(left) - k + 1} of {len(left)} cases were not begun. "
+                f"--resume goes on with them.",
+                file=sys.stderr,
+            )
+            break
+        print(f"[{k}/{len(left)}] {case.name} ... ", end="", file=sys.stderr, flush=True)
+        prepared = prepare(case, peers, openers, arguments.threads)
+        results.records[case.name] = prepared.measure(arguments.turns, arguments.seconds)
+        print(f"{time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
         if arguments.out is not None:
             results.write(arguments.out)
     if arguments.out is not None:
@@ -35,6 +48,14 @@ def run(cases: list[Case], arguments: argparse.Namespace) -> None:
     console.print(table(results, [case.name for case in cases]))
     for line in summary(results):
         print(line)
+
+
+def _found(cases: list[Case]) -> list[Case]:
+    """Those whose exports were made."""
+    missing = {case.export for case in cases if isinstance(case, ExportCase) and not case.exists}
+    if missing:
+        print(f"left out: {len(missing)} exports that --exports lacks, '{min(missing)}' among them.", file=sys.stderr)
+    return [case for case in cases if not (isinstance(case, ExportCase) and case.export in missing)]
 
 
 def _results(arguments: argparse.Namespace) -> Results:
@@ -49,16 +70,22 @@ def _results(arguments: argparse.Namespace) -> Results:
             f"{fresh.machine} with {fresh.threads}. Name another file."
         )
     kept.packages.update(fresh.packages)
+    if kept.apart != fresh.apart:
+        sys.exit(
+            f"'{arguments.out}' holds figures of contenders that shared a process, where what spins after its turn "
+            f"slows others down: take them again, into another file."
+        )
     return kept
 
 
-def _peers(names: list[str], threads: int) -> dict[str, Peer]:
-    found = {OURS: load(OURS, threads)}
-    for name in names:
-        if name not in PEERS:
+def _opened(openers: dict[str, Opener]) -> dict[str, Peer]:
+    """Those that are installed."""
+    found: dict[str, Peer] = {}
+    for name, opener in openers.items():
+        if name not in (OURS, *PEERS):
             sys.exit(f"there is no peer '{name}'. The peers are {', '.join(PEERS)}.")
         try:
-            found[name] = load(name, threads)
+            found[name] = opener()
         except ImportError as error:
             print(f"without {name}: {error}. Install it with pip install '.[peers]'.", file=sys.stderr)
     return found

@@ -24,35 +24,40 @@ class Timing:
     cpu: float
 
 
-def interleaved(contenders: Mapping[str, Callable[[], object]], turns: int, seconds: float) -> dict[str, Timing]:
+Seconds = tuple[float, float]
+"""Of one call, by wall clock and by CPU time."""
+
+
+def timed(call: Callable[[], object], calls: int) -> Seconds:
+    """Repeats the call; where there are several, once more before the clock starts, so that it finds the caches as its
+    own calls leave them."""
+    if calls > 1:
+        call()
+    cpu, wall = time.process_time(), time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - wall) / calls, (time.process_time() - cpu) / calls
+
+
+def interleaved(contenders: Mapping[str, Callable[[int], Seconds]], turns: int, seconds: float) -> dict[str, Timing]:
     """Times every contender `turns` times, one after the other; each turn repeats its call for about `seconds`.
 
-    Every contender is warm: it has been called twice before, and where a turn has several calls once more before its
-    clock starts, so that it finds the caches as its own calls leave them. One whose single call takes many times as
-    long as a turn sits out the later turns, three at least being its own.
+    A contender is a function that times so many calls, as `timed` does. It is warm: it has been called twice before.
+    One whose single call takes many times as long as a turn sits out the later turns, three at least being its own.
     """
     number, own_turns = {}, {}
-    for name, call in contenders.items():
-        call()
-        start = time.perf_counter()
-        call()
-        once = max(time.perf_counter() - start, 1e-9)
+    for name, contender in contenders.items():
+        contender(1)
+        once = max(contender(1)[0], 1e-9)
         number[name] = max(1, round(seconds / once))
         own_turns[name] = min(turns, max(3, int(_PATIENCE * seconds * turns / once)))
-    wall: dict[str, list[float]] = {name: [] for name in contenders}
-    cpu: dict[str, list[float]] = {name: [] for name in contenders}
+    found: dict[str, list[Seconds]] = {name: [] for name in contenders}
     for turn in range(turns):
-        for name, call in contenders.items():
-            if turn >= own_turns[name]:
-                continue
-            if number[name] > 1:
-                call()
-            cpu_start, wall_start = time.process_time(), time.perf_counter()
-            for _ in range(number[name]):
-                call()
-            wall[name].append((time.perf_counter() - wall_start) / number[name])
-            cpu[name].append((time.process_time() - cpu_start) / number[name])
-    return {
-        name: Timing(statistics.median(times), min(times), max(times), statistics.median(cpu[name]))
-        for name, times in wall.items()
-    }
+        for name, contender in contenders.items():
+            if turn < own_turns[name]:
+                found[name].append(contender(number[name]))
+    return {name: _timing(*zip(*times)) for name, times in found.items()}
+
+
+def _timing(wall: tuple[float, ...], cpu: tuple[float, ...]) -> Timing:
+    return Timing(statistics.median(wall), min(wall), max(wall), statistics.median(cpu))

@@ -84,6 +84,10 @@ class Case(ABC):
     def feeds(self) -> Arrays:
         """Inputs by name; the same in every call."""
 
+    def own_feeds(self) -> Arrays:
+        """Inputs of our model, where `options` give it others."""
+        return self.feeds()
+
     @abstractmethod
     def expected(self) -> Arrays:
         """Outputs by name in float64; those that are left out are not compared."""

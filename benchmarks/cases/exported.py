@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -15,6 +18,15 @@ _TOLERANCE = {"f32": 1e-4, "f16": 2e-2}
 
 # The shape setting of tests/exports/wrappers.py: a decoder with a past reads one token as in decoding, others most.
 _STEP, _LARGEST = 1, 2
+
+
+def exports_module(name: str) -> Any:
+    """A module of tests/exports, which is a folder of scripts and no package."""
+    sys.path.append(str(Path(__file__).parents[2] / "tests" / "exports"))
+    try:
+        return import_module(name)
+    finally:
+        sys.path.pop()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +52,17 @@ class ExportCase(Case):
     def setting(self) -> int:
         return _STEP if self.past else _LARGEST
 
+    @property
+    def exists(self) -> bool:
+        """Whether the export is in the folder."""
+        return ((self.folder or Path()) / self.export).is_dir()
+
     def _path(self) -> Path:
         path = (self.folder or Path()) / self.export
-        if not path.is_dir():
+        if not self.exists:
             raise FileNotFoundError(
-                f"'{path}' is missing: run `python tests/exports/export.py --folder {self.folder}`."
+                f"'{path}' is missing: run `python tests/exports/export.py {self.export} --folder {self.folder}`"
+                f"{' with --published' if self.group == 'published' else ''}."
             )
         return path
 

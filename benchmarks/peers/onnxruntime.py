@@ -11,6 +11,7 @@ import onnxruntime as ort
 
 from ..cases.attention import AttentionCase
 from ..cases.case import Arrays, Case
+from ..cases.published import PublishedCase
 from ..cases.transformers import LlamaCase
 from . import Contender, Form, llama_forms, microsoft
 
@@ -23,6 +24,8 @@ class Peer:
 
     def forms(self, case: Case) -> dict[str, Form]:
         """The model as callers run it; with outputs bound to the caches they update; and its own operators."""
+        if isinstance(case, PublishedCase):
+            return {"bound": self._form(lambda: self._bound(case.model(), case.feeds(), {}))}
         found = {"model": self._form(lambda: self._run(case.model(), case.feeds()))}
         if case.in_place:
             found["in place"] = self._form(lambda: self._bound(case.model(), case.feeds(), case.in_place))

@@ -24,7 +24,7 @@ class Peer:
         return forms
 
     def _bound(self, case: Case, threads: int) -> Contender:
-        return Contender(self._compiled(case).bind(case.feeds(), threads=threads), dict)
+        return Contender(self._compiled(case).bind(case.own_feeds(), threads=threads), dict)
 
     def _compiled(self, case: Case) -> lowering.Model:
         """The last one where it serves, since cases of one source follow each other."""

@@ -18,6 +18,7 @@ from ..cases.case import Arrays, Case
 from ..cases.computed_masks import ComputedMaskCase
 from ..cases.exported import ExportCase
 from ..cases.matmul import BatchedCase, MatmulCase
+from ..cases.published import PublishedCase
 from ..cases.transformers import BertCase, LlamaCase
 from . import Contender, Form
 
@@ -46,7 +47,7 @@ class Peer:
             makers["index_put_"] = partial(self._scatter, case)
         elif isinstance(case, (BertCase, LlamaCase)):
             makers = {"eager": partial(self._module, case, False), "compiled": partial(self._module, case, True)}
-        elif isinstance(case, ExportCase):
+        elif isinstance(case, ExportCase) and not isinstance(case, PublishedCase):
             makers["eager"] = partial(self._export, case)
         return {name: Form(make, self._threads) for name, make in makers.items()}
 

@@ -3,8 +3,9 @@
 A folder of an export holds model.onnx (weights in model.onnx.data) and one npz per shape setting: inputs by name, and
 outputs as `=name`. Nothing is downloaded.
 
-`python tests/exports/export.py [names] --folder F` makes exports by name (all by default) where they are missing;
-`python tests/exports/export.py --samples` rewrites tests/exports/samples: tiny ones, which are tested without PyTorch.
+`python tests/exports/export.py [names] --folder F` makes exports by name (all by default) where they are missing, with
+`--published` those at the widths of published models (sizes.py), in every form (forms.py);
+`python tests/exports/export.py --samples` adds what tests/exports/samples lacks: tiny ones, tested without PyTorch.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -23,58 +24,56 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import numpy as np
 import onnx
 import torch
-from models import MODELS, Model
-from wrappers import SETTINGS, Wrapper, build
+from forms import DYNAMO_OPSETS, FORMS, PARTIAL, TRACED_OPSET, Export, published
+from models import BY_NAME, MODELS
+from sizes import PUBLISHED, Size
+from wrappers import Wrapper, build
 
-# The tracing exporter's newest.
-_TRACED_OPSET = 17
-
-_DYNAMO_OPSETS = (18, 23)  # decomposed; with Attention, RotaryEmbedding and RMSNormalization
-
-
-@dataclass(frozen=True)
-class Export:
-    """One model as one exporter writes it."""
-
-    model: Model
-    past: bool
-    opset: int
-    traced: bool = False
-    half: bool = False
-
-    @property
-    def name(self) -> str:
-        parts = [self.model.name, "past" * self.past, f"{'traced' if self.traced else 'dynamo'}{self.opset}"]
-        return "-".join(part for part in (*parts, "f16" * self.half) if part)
-
-    @property
-    def exporter(self) -> str:
-        return "traced" if self.traced else "dynamo"
-
+_WEIGHTS = "model.onnx.data"  # as the exporter calls it
 
 _TRACED = ("bert", "distilbert", "gpt2", "llama", "t5", "bart", "vit")
 _HALF = ("bert", "gpt2", "llama", "qwen3", "mistral", "gemma2", "t5", "whisper", "vit")
 
 
 def exports() -> list[Export]:
-    """The whole table."""
+    """The whole table of docs/models.md."""
     found = []
     for model in MODELS:
         for past in (False, True) if model.past else (False,):
-            found += [Export(model, past, opset) for opset in _DYNAMO_OPSETS]
+            found += [Export(model.name, past, opset) for opset in DYNAMO_OPSETS]
             if model.name in _TRACED:
-                found.append(Export(model, past, _TRACED_OPSET, traced=True))
+                found.append(Export(model.name, past, TRACED_OPSET, traced=True))
             if model.name in _HALF:
-                found.append(Export(model, past, _DYNAMO_OPSETS[-1], half=True))
+                found.append(Export(model.name, past, DYNAMO_OPSETS[-1], half=True))
     return found
 
 
-# What is committed for tests without PyTorch: every form of mask and every exporter, at the first sizes.
-SAMPLES = (
+# What is committed for tests without PyTorch: every form of mask and every exporter, at the first sizes, ...
+_EVERY_MASK = (
     "distilbert-traced17", "gemma2-past-dynamo23", "llama-past-dynamo23", "mistral-past-dynamo18",
     "modernbert-dynamo23", "t5-dynamo18", "whisper-past-dynamo23-f16",
 )  # fmt: skip
-_SAMPLE_SETTINGS = 2
+
+# ... and every gated decoder with its batch fixed at 1, as servers of one user export it: sizes are folded there, and
+# nodes come in another order.
+_GATED = (
+    "flan-t5-dynamo23-batch1", "flan-t5-past-dynamo18-batch1", "gemma2-dynamo18-batch1", "gemma3-dynamo23-batch1",
+    "gemma3-past-dynamo18-batch1", "llama-dynamo18-batch1", "llama-dynamo18-fixed", "llama-past-dynamo23-batch1",
+    "llama-past-dynamo23-fixed", "mistral-dynamo23-batch1", "phi3-dynamo18-batch1", "qwen2-dynamo23-batch1",
+    "qwen3-dynamo18-batch1",
+)  # fmt: skip
+
+
+def samples() -> list[Export]:
+    """All that tests/exports/samples holds."""
+    formed = [
+        Export(model, past, opset, form=form)
+        for model in BY_NAME
+        for past in (False, True)
+        for opset in DYNAMO_OPSETS
+        for form in FORMS[1:]
+    ]
+    return [export for export in (*exports(), *formed) if export.name in (*_EVERY_MASK, *_GATED)]
 
 
 def make(export: Export, folder: Path, tiny: bool = False) -> Path:
@@ -82,31 +81,37 @@ def make(export: Export, folder: Path, tiny: bool = False) -> Path:
     made = folder / export.name
     if made.is_dir():
         return made
-    partial = folder / f"{export.name}.partial"
+    partial = folder / f"{export.name}{PARTIAL}"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    module = build(export.model, export.past, tiny, export.half)
+    module = build(BY_NAME[export.model], export.past, _size(export, tiny), export.half)
     rng = np.random.default_rng(0)
     dtype = np.float16 if export.half else np.float32
-    settings = SETTINGS[: _SAMPLE_SETTINGS if tiny else None]
-    calls = [_rounded(module.inputs(setting, rng), dtype) for setting in settings]
+    example = _rounded(module.inputs(export.seen(), rng), dtype)
+    calls = [_rounded(module.inputs(setting, rng), dtype) for setting in export.settings(tiny)]
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        _write(export, module, calls[0], partial / "model.onnx")
+        _write(export, module, example, partial / "model.onnx")
         names = _names(partial / "model.onnx")
         wide = module.double()
         for k, call in enumerate(calls):
             results = wide(**_map(call, lambda a: _tensor(a, wide=True)))
-            kept = np.float32 if tiny else np.float64
+            kept = np.float32 if tiny or export.published else np.float64
             outputs = {f"={name}": r.numpy().astype(kept) for name, r in zip(module.results(), results, strict=True)}
-            np.savez_compressed(partial / f"{k}.npz", **dict(zip(names, _leaves(call), strict=True)), **outputs)
+            save = np.savez if export.published else np.savez_compressed
+            save(partial / f"{k}.npz", **dict(zip(names, _leaves(call), strict=True)), **outputs)
     partial.rename(made)
     return made
 
 
+def _size(export: Export, tiny: bool) -> Size:
+    size = PUBLISHED[export.model].size if export.published else BY_NAME[export.model].size
+    return size.tiny() if tiny else size
+
+
 def _write(export: Export, module: Wrapper, call: dict[str, Any], path: Path) -> None:
     arguments = tuple(_map(call, _tensor).values())
-    dims = tuple(module.dims().values())
+    dims = _dims(module, export)
     shared: dict[str, Any] = {"opset_version": export.opset, "output_names": module.results(), "verbose": False}
     if not export.traced:
         torch.onnx.export(module, arguments, path, dynamo=True, dynamic_shapes=dims, **shared)
@@ -114,6 +119,14 @@ def _write(export: Export, module: Wrapper, call: dict[str, Any], path: Path) ->
     names = [f"input_{k}" for k in range(len(_leaves(call)))]
     axes = dict(zip(names, _leaves(dims), strict=True))
     torch.onnx.export(module, arguments, str(path), dynamo=False, input_names=names, dynamic_axes=axes, **shared)
+
+
+def _dims(module: Wrapper, export: Export) -> Any:
+    """The symbolic axes of each argument that the form leaves, None where it leaves none at all."""
+    if export.form == "fixed":
+        return None
+    hidden = {"batch"} if export.form == "batch1" else set()
+    return tuple(_map(module.dims(), lambda axes: {k: name for k, name in axes.items() if name not in hidden}).values())
 
 
 def _names(path: Path) -> list[str]:
@@ -140,26 +153,30 @@ def _leaves(call: Any) -> list[Any]:
 
 
 def write_samples(folder: Path) -> None:
-    """The tiny exports, each one file without names of nodes and what else exporters note for people to read."""
-    shutil.rmtree(folder, ignore_errors=True)
-    for export in exports():
-        if export.name in SAMPLES:
-            path = make(export, folder, tiny=True) / "model.onnx"
-            model = onnx.load(path)
-            del model.graph.value_info[:], model.graph.metadata_props[:], model.metadata_props[:]
-            for node in model.graph.node:
-                del node.metadata_props[:]
-                node.name = node.doc_string = ""
-            for value in (*model.graph.input, *model.graph.output, *model.graph.initializer):
-                del value.metadata_props[:]
-            Path(f"{path}.data").unlink(missing_ok=True)
-            onnx.save(model, path)
+    """The tiny exports, each one file without names of nodes and what else exporters note for people to read.
+
+    Those that are there already stay as they are: remove one to make it again.
+    """
+    for export in samples():
+        if (folder / export.name).is_dir():
+            continue
+        path = make(export, folder, tiny=True) / "model.onnx"
+        model = onnx.load(path)
+        del model.graph.value_info[:], model.graph.metadata_props[:], model.metadata_props[:]
+        for node in model.graph.node:
+            del node.metadata_props[:]
+            node.name = node.doc_string = ""
+        for value in (*model.graph.input, *model.graph.output, *model.graph.initializer):
+            del value.metadata_props[:]
+        path.with_name(_WEIGHTS).unlink(missing_ok=True)
+        onnx.save(model, path)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="exports, or models for all of their exports")
+    parser.add_argument("names", nargs="*", help="exports, models for all of their exports, or patterns")
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--published", action="store_true", help="at the widths of published models, in every form")
     parser.add_argument("--samples", action="store_true")
     given = parser.parse_args(arguments)
     if given.samples:
@@ -167,8 +184,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if given.folder is None:
         parser.error("--folder says where the exports go.")
-    for export in exports():
-        if not given.names or export.name in given.names or export.model.name in given.names:
+    for export in published() if given.published else exports():
+        if not given.names or export.model in given.names or any(fnmatchcase(export.name, n) for n in given.names):
             print(make(export, given.folder), flush=True)
 
 

@@ -8,32 +8,12 @@ tests/exports/samples.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import transformers
+from sizes import PUBLISHED, Kind, Size, has_past
 from transformers import PretrainedConfig
-
-# What goes in and out: see tests/exports/wrappers.py.
-Kind = Literal["encoder", "decoder", "seq2seq", "speech", "vision", "clip"]
-
-
-@dataclass(frozen=True)
-class Size:
-    """The widths of a transformer; head is the width of one head where it is not hidden / heads."""
-
-    hidden: int
-    heads: int
-    inner: int
-    kv_heads: int = 0
-    head: int = 0
-    layers: int = 2
-    vocab: int = 512
-
-    def tiny(self) -> Size:
-        """The same proportions between heads in a model of a few thousand numbers."""
-        kv_heads = self.kv_heads and max(1, 2 * self.kv_heads // self.heads)
-        return replace(self, hidden=8, heads=2, inner=16, kv_heads=kv_heads, head=self.head and 4, vocab=32)
 
 
 @dataclass(frozen=True)
@@ -53,19 +33,15 @@ class Model:
     gain: float = 1.5
     attention: str | None = None
 
-    def build_config(self, tiny: bool) -> PretrainedConfig:
-        config = self.config(self.size.tiny() if tiny else self.size)
+    def build_config(self, size: Size) -> PretrainedConfig:
+        config = self.config(size)
         config._attn_implementation = self.attention
         return config
 
     @property
     def past(self) -> bool:
         """Whether the model has a form with past keys and values."""
-        return self.kind in ("decoder", "seq2seq", "speech")
-
-
-_WINDOW = 8
-_POSITIONS = 40
+        return has_past(self.kind)
 
 
 def _common(size: Size) -> dict[str, Any]:
@@ -76,7 +52,7 @@ def _common(size: Size) -> dict[str, Any]:
         "intermediate_size": size.inner,
         "num_hidden_layers": size.layers,
         "num_attention_heads": size.heads,
-        "max_position_embeddings": _POSITIONS,
+        "max_position_embeddings": size.positions,
         "bos_token_id": 0,
         "eos_token_id": 1,
         "pad_token_id": 2,
@@ -91,20 +67,20 @@ def _grouped(size: Size) -> dict[str, Any]:
 
 def _alternating(size: Size) -> dict[str, Any]:
     kinds = ["sliding_attention", "full_attention"]
-    return {**_grouped(size), "sliding_window": _WINDOW, "layer_types": [kinds[k % 2] for k in range(size.layers)]}
+    return {**_grouped(size), "sliding_window": size.window, "layer_types": [kinds[k % 2] for k in range(size.layers)]}
 
 
 def _gpt2(size: Size) -> PretrainedConfig:
     return transformers.GPT2Config(
         vocab_size=size.vocab, n_embd=size.hidden, n_layer=size.layers, n_head=size.heads, n_inner=size.inner,
-        n_positions=_POSITIONS, bos_token_id=0, eos_token_id=1,
+        n_positions=size.positions, bos_token_id=0, eos_token_id=1,
     )  # fmt: skip
 
 
 def _distilbert(size: Size) -> PretrainedConfig:
     return transformers.DistilBertConfig(
         vocab_size=size.vocab, dim=size.hidden, n_layers=size.layers, n_heads=size.heads, hidden_dim=size.inner,
-        max_position_embeddings=_POSITIONS,
+        max_position_embeddings=size.positions,
     )  # fmt: skip
 
 
@@ -132,6 +108,12 @@ def _t5(size: Size) -> PretrainedConfig:
     )  # fmt: skip
 
 
+def _gated_t5(size: Size) -> PretrainedConfig:
+    config = _t5(size)
+    config.dense_act_fn, config.is_gated_act = "gelu_new", True
+    return config
+
+
 def _two_stacks(size: Size) -> dict[str, Any]:
     """The names of encoder-decoders that come from BART."""
     return {
@@ -152,7 +134,10 @@ def _two_stacks(size: Size) -> dict[str, Any]:
 
 def _whisper(size: Size) -> PretrainedConfig:
     return transformers.WhisperConfig(
-        num_mel_bins=16, max_source_positions=48, max_target_positions=_POSITIONS, **_two_stacks(size)
+        num_mel_bins=size.mels,
+        max_source_positions=size.frames // 2,
+        max_target_positions=size.positions,
+        **_two_stacks(size),
     )
 
 
@@ -162,16 +147,16 @@ def _patches(size: Size) -> dict[str, Any]:
         "intermediate_size": size.inner,
         "num_hidden_layers": size.layers,
         "num_attention_heads": size.heads,
-        "image_size": 48,
-        "patch_size": 16,
+        "image_size": size.image,
+        "patch_size": size.patch,
     }
 
 
 def _clip(size: Size) -> PretrainedConfig:
     return transformers.CLIPConfig(
-        text_config={**_common(size), "projection_dim": 32},
-        vision_config={**_patches(size), "projection_dim": 32},
-        projection_dim=32,
+        text_config={**_common(size), "projection_dim": size.projection},
+        vision_config={**_patches(size.vision or size), "projection_dim": size.projection},
+        projection_dim=size.projection,
     )
 
 
@@ -184,7 +169,7 @@ MODELS: tuple[Model, ...] = (
     Model(
         "modernbert", "encoder", "ModernBertModel", Size(768, 12, 1152),
         lambda s: transformers.ModernBertConfig(
-            **_common(s), local_attention=_WINDOW, layer_types=["sliding_attention", "full_attention"],
+            **_common(s), local_attention=s.window, layer_types=["sliding_attention", "full_attention"],
             cls_token_id=3, sep_token_id=4,
         ),
     ),
@@ -205,7 +190,7 @@ MODELS: tuple[Model, ...] = (
     ),
     Model(
         "mistral", "decoder", "MistralForCausalLM", Size(1024, 16, 2816, 4),
-        lambda s: transformers.MistralConfig(**_grouped(s), sliding_window=_WINDOW),
+        lambda s: transformers.MistralConfig(**_grouped(s), sliding_window=s.window),
     ),
     Model(
         "gemma2", "decoder", "Gemma2ForCausalLM", Size(1152, 4, 2304, 2, 256),
@@ -226,9 +211,24 @@ MODELS: tuple[Model, ...] = (
     Model("t5", "seq2seq", "T5ForConditionalGeneration", Size(512, 8, 2048), _t5, gain=0.5),
     Model(
         "bart", "seq2seq", "BartForConditionalGeneration", _BASE,
-        lambda s: transformers.BartConfig(**_two_stacks(s), max_position_embeddings=_POSITIONS),
+        lambda s: transformers.BartConfig(**_two_stacks(s), max_position_embeddings=s.positions),
     ),
     Model("whisper", "speech", "WhisperForConditionalGeneration", Size(384, 6, 1536), _whisper),
     Model("vit", "vision", "ViTModel", _BASE, lambda s: transformers.ViTConfig(**_patches(s))),
     Model("clip", "clip", "CLIPModel", Size(512, 8, 2048), _clip),
 )  # fmt: skip
+
+
+def _published_only(name: str, architecture: str, config: Callable[[Size], PretrainedConfig], **others: Any) -> Model:
+    about = PUBLISHED[name]
+    return Model(name, about.kind, architecture, about.size, config, **others)
+
+
+# Beside those of docs/models.md: relatives of them that write a gate or a pooling in another way.
+MORE_MODELS: tuple[Model, ...] = (
+    _published_only("phi3", "Phi3ForCausalLM", lambda s: transformers.Phi3Config(**_grouped(s))),
+    _published_only("flan-t5", "T5ForConditionalGeneration", _gated_t5, gain=0.5),
+    _published_only("siglip", "SiglipVisionModel", lambda s: transformers.SiglipVisionConfig(**_patches(s))),
+)
+
+BY_NAME = {model.name: model for model in (*MODELS, *MORE_MODELS)}

@@ -7,36 +7,22 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from forms import Setting
 from models import Model
+from sizes import Size
 from torch import nn
 from transformers import DynamicCache, EncoderDecoderCache
 
 
-@dataclass(frozen=True)
-class Setting:
-    """The sizes of one call."""
-
-    batch: int
-    tokens: int
-    past: int
-    source: int
-
-
-# The first is what the exporter sees. The second has batch 1 and one new token, as decoding has; the last exceeds
-# every window.
-SETTINGS = (Setting(2, 5, 6, 7), Setting(1, 1, 4, 9), Setting(3, 21, 11, 12))
-
-
-def build(model: Model, past: bool, tiny: bool, half: bool) -> nn.Module:
+def build(model: Model, past: bool, size: Size, half: bool) -> nn.Module:
     """The module with deterministic weights, rounded to float16 where half is set."""
     torch.manual_seed(0)
-    config = model.build_config(tiny)
+    config = model.build_config(size)
     inner = getattr(transformers, model.architecture)(config)
     _randomise(inner, model.gain)
     wrapper = {
