@@ -2,51 +2,24 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from typing import Any
 
-import cuda_emulation as emulated
-import ml_dtypes
 import numpy as np
 import pytest
+from prefill_cases import CAUSAL, THREE_D, TURNS, Kernels, close, draw, expected, formula, problem
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.bound import Bound
-from lowering.attention.formula import Formula
 from lowering.attention.problem import AttentionProblem, Mask, Window
-from lowering.attention.reference import log_sum_exp, reference
 from schedules.cuda.device import DEVICES
 from schedules.cuda.prefill_mma import prefill_mma, takes
 from schedules.cuda.tiles import MmaTiles
 
 GPU = DEVICES["sm_80"]
-Arrays = dict[str, Any]
 
 
-def problem(**changes: Any) -> AttentionProblem:
-    """Two query heads on each of two key/value heads, every size symbolic, float16, head sizes of 64."""
-    defaults: dict[str, Any] = {
-        **{"batch": None, "q_len": None, "kv_len": None, "q_heads": 4, "kv_heads": 2},
-        **{"head_dim": 64, "dtype": "float16", "acc_dtype": "float32"},
-    }
-    values = defaults | changes
-    derived = {"v_head_dim": values["head_dim"], "v_dtype": values["dtype"], "scale": values["head_dim"] ** -0.5}
-    return AttentionProblem(**derived | values)
-
-
-def formula() -> Formula:
-    """Key j is visible to row i where both belong to one document of table_0, or j is one of the first size_0 keys."""
-    b, h, i, j, size = (tirx.Var(name, "int64") for name in ("b", "h", "i", "j", "size"))
-    table = tirx.decl_buffer((tirx.Var("n", "int64"),), "int64", "table")
-    shown = tirx.any(table[i].equal(table[j]), j < size)
-    return Formula.of(shown, (b, h, i, j), [size], [table], short=False)
-
-
-CAUSAL = Window(right=0)
-THREE_D = {"q_layout": "bshd", "kv_layout": "bshd"}
 SMALL = MmaTiles(32, 32, warps=2)
 KERNELS = {
     "full": (problem(lse=True), None),
@@ -76,7 +49,6 @@ KERNELS = {
     "formula": (problem(mask=formula(), kv_heads=4), SMALL),
 }
 SIZES = [(1, 1, 1), (1, 7, 64), (2, 130, 63), (1, 65, 200)]
-ORDERS = list(itertools.product(emulated.ORDERS, emulated.ARRIVALS))
 
 
 def kernel(p: AttentionProblem, tiles: MmaTiles) -> tirx.PrimFunc:
@@ -86,99 +58,26 @@ def kernel(p: AttentionProblem, tiles: MmaTiles) -> tirx.PrimFunc:
     return builder.get()
 
 
-@functools.cache
-def kernels() -> emulated.Module:
-    functions = {
-        f"attention_{number}": kernel(p, tiles or MmaTiles.default(p, GPU))
-        for number, (p, tiles) in enumerate(KERNELS.values())
-    }
-    return emulated.module(functions, arch=GPU.arch)
+def made(name: str) -> tirx.PrimFunc:
+    p, tiles = KERNELS[name]
+    return kernel(p, tiles or MmaTiles.default(p, GPU))
 
 
-def draw(p: AttentionProblem, batch: int, q_len: int, kv_len: int) -> Arrays:
-    """Random inputs by parameter name. A mask hides a third of the pairs, whole tiles of keys, and all keys of rows."""
-    rng = np.random.default_rng(q_len + kv_len)
-
-    def rows(layout: str, heads: int, length: int, dim: int) -> np.ndarray:
-        shape = (batch, heads, length, dim) if layout == "bhsd" else (batch, length, heads * dim)
-        return rng.standard_normal(shape).astype(p.dtype)
-
-    inputs: Arrays = {
-        "q": rows(p.q_layout, p.q_heads, q_len, p.head_dim),
-        "k": rows(p.kv_layout, p.kv_heads, kv_len, p.head_dim),
-        "v": rows(p.kv_layout, p.kv_heads, kv_len, p.v_head_dim),
-    }
-    if isinstance(p.mask, Mask):
-        mask_len = kv_len - 7 if p.mask.pad and kv_len > 9 else kv_len
-        full = (batch, p.q_heads, q_len, mask_len)
-        shape = tuple(n if d is None else d for n, d in zip(full, p.mask.dims))
-        hidden = rng.random(shape) < 0.3
-        hidden[:, :, ::5] |= shape[2] > 1
-        hidden[..., 32:64] = True
-        lowest = 0 if p.mask.dtype == "bool" else ml_dtypes.finfo(p.mask.dtype).min
-        finite = np.where(rng.random(shape) < 0.2, lowest, rng.standard_normal(shape))
-        if p.mask.dtype != "float16":  # whose lowest number is not so low that scores vanish beside it
-            finite[:, :, 1::5] = lowest
-        inputs["mask"] = ~hidden if p.mask.dtype == "bool" else np.where(hidden, -np.inf, finite).astype(p.mask.dtype)
-    if isinstance(p.mask, Formula):
-        inputs |= {"size_0": 2, "table_0": np.arange(max(q_len, kv_len)) // 50}
-    if p.sink:
-        inputs["sink"] = np.array([0.5, -np.inf, 3, -20]).astype(p.dtype)
-    if p.lengths:
-        inputs["lengths"] = np.array([kv_len // 2 + 1, -1, kv_len + 2])[:batch]
-    if "past" in p.parameters():
-        inputs["past"] = kv_len // 3
-    return inputs
-
-
-def expected(p: AttentionProblem, inputs: Arrays) -> tuple[np.ndarray, np.ndarray]:
-    """Y and the log-sum-exp, in float64."""
-    if isinstance(p.mask, Formula):
-        i, j = np.arange(inputs["q"].shape[2])[:, None], np.arange(inputs["k"].shape[2])
-        table = inputs["table_0"]
-        shown = ((table[i] == table[j]) | (j < inputs["size_0"]))[None, None]
-        inputs = {name: inputs[name] for name in "qkv"} | {"mask": shown}
-    return reference(p, **inputs)[0], log_sum_exp(p, **{name: x for name, x in inputs.items() if name != "v"})
-
-
-def call(name: str, inputs: Arrays, turn: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """What the kernel makes of the inputs: Y and the log-sum-exp, if it has one, in float64."""
-    p, _ = KERNELS[name]
-    batch, q_len = inputs["q"].shape[0], inputs["q"].shape[2 if p.q_layout == "bhsd" else 1]
-    y = (*inputs["q"].shape[:-1], p.v_head_dim * (1 if p.q_layout == "bhsd" else p.q_heads))
-    outputs = {"y": np.full(y, np.nan, p.dtype), "lse": np.full((batch, p.q_heads, q_len), np.nan, np.float32)}
-    arguments, names = inputs | outputs, p.parameters()
-    order, arrivals = ORDERS[turn % len(ORDERS)]
-    function = f"attention_{list(KERNELS).index(name)}"
-    after = kernels().call(function, [arguments[n] for n in names], order=order, arrivals=arrivals)
-    results = {n: x.astype(np.float64) for n, x in zip(names, after) if n in outputs}
-    return results["y"], results.get("lse")
-
-
-def close(got: np.ndarray, want: np.ndarray, p: AttentionProblem) -> None:
-    """Equal but for the rounding of P and of Y to 16 bits."""
-    rounding = float(ml_dtypes.finfo(p.dtype).eps)
-    np.testing.assert_allclose(got, want, rtol=rounding, atol=rounding)
+kernels = Kernels({name: p for name, (p, _) in KERNELS.items()}, made, GPU.arch)
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_equals_the_reference(name: str) -> None:
     p, _ = KERNELS[name]
-    for number, sizes in enumerate(SIZES if p.q_len is None else [(p.batch, p.q_len, p.kv_len)]):
-        inputs = draw(p, *sizes)
-        y, lse = call(name, inputs, list(KERNELS).index(name) + number)
-        want_y, want_lse = expected(p, inputs)
-        close(y, want_y, p)
-        if lse is not None:
-            np.testing.assert_allclose(lse, want_lse, rtol=1e-5, atol=1e-5)
+    kernels.check(name, SIZES if p.q_len is None else [(p.batch, p.q_len, p.kv_len)])
 
 
-@pytest.mark.parametrize("turn", range(len(ORDERS)))
+@pytest.mark.parametrize("turn", range(len(TURNS)))
 def test_whatever_comes_first(turn: int) -> None:
     """Threads in both orders; copies as late as may be, at once, and the newest first."""
     p, _ = KERNELS["ragged causal cache"]
     inputs = draw(p, 2, 70, 90)
-    close(call("ragged causal cache", inputs, turn)[0], expected(p, inputs)[0], p)
+    close(kernels.call("ragged causal cache", inputs, turn)[0], expected(p, inputs)[0], p)
 
 
 @pytest.mark.parametrize("name", ["causal, static", "ragged causal cache", "bool mask, large heads"])
@@ -192,7 +91,7 @@ def test_hidden_values_do_not_leak(name: str) -> None:
         for number, value in enumerate(poison):
             by_key[:, 20 + 60 * number, ..., 3 * number : 3 * number + 4] = value
     want, _ = expected(p, inputs)
-    got, _ = call(name, inputs, 0)
+    got, _ = kernels.call(name, inputs, 0)
     finite = np.isfinite(want)
     assert finite.any() and not finite.all()
     close(got[finite], want[finite], p)
@@ -205,14 +104,14 @@ def test_an_infinite_value_is_what_rows_have_that_see_it() -> None:
     inputs["v"][:, 50, 3], inputs["v"][:, 60, 3:5], inputs["v"][:, 70, 64:66] = np.inf, -np.inf, np.nan
     want, _ = expected(p, inputs)
     assert all((want == value).any() for value in (np.inf, -np.inf)) and np.isnan(want).any()
-    close(call("causal, static", inputs, 1)[0], want, p)
+    close(kernels.call("causal, static", inputs, 1)[0], want, p)
 
 
 def test_no_keys_and_no_rows() -> None:
     for name in ("full", "ragged causal cache"):
         p, _ = KERNELS[name]
         for batch, q_len, kv_len in [(0, 3, 5), (2, 0, 5), (1, 70, 0)]:
-            y, lse = call(name, draw(p, batch, q_len, kv_len), 0)
+            y, lse = kernels.call(name, draw(p, batch, q_len, kv_len), 0)
             assert not y.any() and (lse == -np.inf).all()
 
 

@@ -3,52 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from typing import Any
 
 import cuda_emulation as emulated
-import ml_dtypes
 import numpy as np
 import pytest
 from cuda_emulation.mutations import survivors
+from prefill_cases import CAUSAL, THREE_D, TURNS, Kernels, close, draw, expected, formula, problem
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.bound import Bound
-from lowering.attention.formula import Formula
 from lowering.attention.problem import AttentionProblem, Mask, Window
-from lowering.attention.reference import log_sum_exp, reference
 from schedules.cuda.device import DEVICES
 from schedules.cuda.prefill_wgmma import prefill_wgmma
 from schedules.cuda.tiles import WgmmaTiles
 
 GPU = DEVICES["sm_90a"]
-Arrays = dict[str, Any]
-
-
-def problem(**changes: Any) -> AttentionProblem:
-    """Two query heads on each of two key/value heads, every size symbolic, float16."""
-    defaults: dict[str, Any] = {
-        **{"batch": None, "q_len": None, "kv_len": None, "q_heads": 4, "kv_heads": 2},
-        **{"head_dim": 64, "v_head_dim": 64, "dtype": "float16", "v_dtype": "float16", "acc_dtype": "float32"},
-    }
-    values = defaults | changes
-    return AttentionProblem(**{"scale": values["head_dim"] ** -0.5, **values})
-
-
-def formula() -> Formula:
-    """Key j is visible to row i where both belong to one document of table_0, or j is one of the first size_0 keys."""
-    b, h, i, j, size = (tirx.Var(name, "int64") for name in ("b", "h", "i", "j", "size"))
-    table = tirx.decl_buffer((tirx.Var("n", "int64"),), "int64", "table")
-    shown = tirx.any(table[i].equal(table[j]), j < size)
-    return Formula.of(shown, (b, h, i, j), [size], [table], short=False)
 
 
 BF16 = {"dtype": "bfloat16", "v_dtype": "bfloat16"}
-THREE_D = {"q_layout": "bshd", "kv_layout": "bshd"}
-CAUSAL = Window(right=0)
 TILES = WgmmaTiles(2, 32, 240, 24, blocks=3)
 KERNELS = {
     "full": (problem(lse=True), TILES),
@@ -75,7 +51,6 @@ KERNELS = {
     "default": (problem(window=CAUSAL, q_heads=2), None),
 }
 SIZES = [(1, 1, 1), (2, 130, 70), (1, 70, 133)]
-TURNS = list(itertools.product(emulated.ORDERS, emulated.ARRIVALS))
 
 
 def kernel(p: AttentionProblem, tiles: WgmmaTiles) -> tirx.PrimFunc:
@@ -85,88 +60,17 @@ def kernel(p: AttentionProblem, tiles: WgmmaTiles) -> tirx.PrimFunc:
     return builder.get()
 
 
-@functools.cache
-def kernels() -> emulated.Module:
-    functions = {
-        f"attention_{number}": kernel(p, tiles or WgmmaTiles.default(p, GPU))
-        for number, (p, tiles) in enumerate(KERNELS.values())
-    }
-    return emulated.module(functions, arch=GPU.arch)
+def made(name: str) -> tirx.PrimFunc:
+    p, tiles = KERNELS[name]
+    return kernel(p, tiles or WgmmaTiles.default(p, GPU))
 
 
-def draw(p: AttentionProblem, batch: int, q_len: int, kv_len: int) -> Arrays:
-    """Random inputs by parameter name. A mask hides a third of the pairs, whole tiles of keys, and all keys of rows."""
-    rng = np.random.default_rng(q_len + kv_len)
-
-    def rows(layout: str, heads: int, length: int, dim: int) -> np.ndarray:
-        shape = (batch, heads, length, dim) if layout == "bhsd" else (batch, length, heads * dim)
-        return rng.standard_normal(shape).astype(p.dtype)
-
-    inputs: Arrays = {
-        "q": rows(p.q_layout, p.q_heads, q_len, p.head_dim),
-        "k": rows(p.kv_layout, p.kv_heads, kv_len, p.head_dim),
-        "v": rows(p.kv_layout, p.kv_heads, kv_len, p.v_head_dim),
-    }
-    if isinstance(p.mask, Mask):
-        mask_len = kv_len - 7 if p.mask.pad and kv_len > 9 else kv_len
-        full = (batch, p.q_heads, q_len, mask_len)
-        shape = tuple(n if d is None else d for n, d in zip(full, p.mask.dims))
-        hidden = rng.random(shape) < 0.3
-        hidden[:, :, ::5] |= shape[2] > 1
-        hidden[..., 32:64] = True
-        finite = np.where(rng.random(shape) < 0.2, -6e4, rng.standard_normal(shape))
-        inputs["mask"] = ~hidden if p.mask.dtype == "bool" else np.where(hidden, -np.inf, finite).astype(p.mask.dtype)
-    if isinstance(p.mask, Formula):
-        inputs |= {"size_0": 2, "table_0": np.arange(max(q_len, kv_len)) // 50}
-    if p.sink:
-        inputs["sink"] = np.array([0.5, -np.inf, 3, -20]).astype(p.dtype)
-    if p.lengths:
-        inputs["lengths"] = np.array([kv_len // 2 + 1, -1, kv_len + 2])[:batch]
-    if "past" in p.parameters():
-        inputs["past"] = kv_len // 3
-    return inputs
-
-
-def expected(p: AttentionProblem, inputs: Arrays) -> tuple[np.ndarray, np.ndarray]:
-    """Y and the log-sum-exp, in float64."""
-    if isinstance(p.mask, Formula):
-        i, j = np.arange(inputs["q"].shape[2])[:, None], np.arange(inputs["k"].shape[2])
-        table = inputs["table_0"]
-        shown = ((table[i] == table[j]) | (j < inputs["size_0"]))[None, None]
-        inputs = {name: inputs[name] for name in "qkv"} | {"mask": shown}
-    return reference(p, **inputs)[0], log_sum_exp(p, **{name: x for name, x in inputs.items() if name != "v"})
-
-
-def call(name: str, inputs: Arrays, turn: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """What the kernel makes of the inputs: Y and the log-sum-exp, if it has one, in float64."""
-    p, _ = KERNELS[name]
-    batch, q_len = inputs["q"].shape[0], inputs["q"].shape[2 if p.q_layout == "bhsd" else 1]
-    y = (*inputs["q"].shape[:-1], p.v_head_dim * (1 if p.q_layout == "bhsd" else p.q_heads))
-    outputs = {"y": np.full(y, np.nan, p.dtype), "lse": np.full((batch, p.q_heads, q_len), np.nan, np.float32)}
-    arguments, names = inputs | outputs, p.parameters()
-    order, arrivals = TURNS[turn % len(TURNS)]
-    function = f"attention_{list(KERNELS).index(name)}"
-    after = kernels().call(function, [arguments[n] for n in names], order=order, arrivals=arrivals)
-    results = {n: x.astype(np.float64) for n, x in zip(names, after) if n in outputs}
-    return results["y"], results.get("lse")
-
-
-def close(got: np.ndarray, want: np.ndarray, p: AttentionProblem) -> None:
-    """Equal but for the rounding of P and of Y to 16 bits."""
-    rounding = float(ml_dtypes.finfo(p.dtype).eps)
-    np.testing.assert_allclose(got, want, rtol=rounding, atol=rounding)
+kernels = Kernels({name: p for name, (p, _) in KERNELS.items()}, made, GPU.arch)
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_equals_the_reference(name: str) -> None:
-    p, _ = KERNELS[name]
-    for number, sizes in enumerate(SIZES):
-        inputs = draw(p, *sizes)
-        y, lse = call(name, inputs, list(KERNELS).index(name) + number)
-        want_y, want_lse = expected(p, inputs)
-        close(y, want_y, p)
-        if lse is not None:
-            np.testing.assert_allclose(lse, want_lse, rtol=1e-5, atol=1e-5)
+    kernels.check(name, SIZES)
 
 
 @pytest.mark.parametrize("turn", range(len(TURNS)))
@@ -174,7 +78,7 @@ def test_whatever_comes_first(turn: int) -> None:
     """Threads in both orders; copies and products as late as may be, at once, and the newest first."""
     p, _ = KERNELS["ragged causal cache"]
     inputs = draw(p, 2, 200, 150)
-    close(call("ragged causal cache", inputs, turn)[0], expected(p, inputs)[0], p)
+    close(kernels.call("ragged causal cache", inputs, turn)[0], expected(p, inputs)[0], p)
 
 
 @pytest.mark.parametrize("name", ["ragged causal cache", "bool mask, large heads", "added mask, soft cap, sink"])
@@ -186,7 +90,7 @@ def test_hidden_values_do_not_leak(name: str) -> None:
         by_key = inputs[array] if p.kv_layout == "bshd" else inputs[array].swapaxes(1, 2)
         by_key[:, 20], by_key[:, 140] = poison
     want, _ = expected(p, inputs)
-    got, _ = call(name, inputs, 0)
+    got, _ = kernels.call(name, inputs, 0)
     clean = np.isfinite(want)
     assert clean.any() and not clean.all()
     close(got[clean], want[clean], p)
@@ -219,7 +123,7 @@ def test_no_keys_and_no_rows() -> None:
         p, _ = KERNELS[name]
         for batch, q_len, kv_len in [(0, 3, 5), (2, 0, 5), (1, 70, 0)]:
             inputs = draw(p, batch, q_len, kv_len)
-            y, lse = call(name, inputs, 0)
+            y, lse = kernels.call(name, inputs, 0)
             assert lse is not None
             assert not y.any() and np.array_equal(lse, np.full(lse.shape, -np.inf))
 

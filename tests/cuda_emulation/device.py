@@ -4,6 +4,7 @@ After `pretend`, TVM in this process takes the emulation for a GPU; nothing undo
 """
 
 import ctypes
+import importlib
 from typing import Literal, NamedTuple
 
 from .build import compile_for_emulation, libraries
@@ -47,7 +48,7 @@ def pretend() -> None:
     import tvm
     import tvm_ffi
 
-    import lowering.target.cubin  # noqa: F401  registers its own compiler, which ours replaces
+    importlib.import_module("lowering.target.cubin")  # registers its own compiler, which ours replaces
 
     if not tvm.cuda(0).exist:
         raise RuntimeError("TVM's CUDA runtime was loaded before the emulated driver")
