@@ -154,7 +154,7 @@ def equals_the_standard(case: tuple[onnx.ModelProto, dict[str, np.ndarray]]) -> 
 
 
 def test_random_nodes_equal_the_standard() -> None:
-    sweep(40)
+    sweep(25)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """ONNX's own cases of Attention and TensorScatter, as whole artifacts on an emulated GPU.
 
-Cases of one opset are parts of one model, so that their kernels are compiled together.
+Cases of one opset are parts of one model, so that their kernels are compiled together. Those that the standard expands
+to simpler operators are many kernels of TVM's: they run on request (`-m slow`).
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import cuda_emulation as emulated
 import node_cases
@@ -22,10 +24,12 @@ import lowering
 _PART = 24
 
 
-def batches(operator: str) -> Iterator[list[Case]]:
-    """The cases of an operator, those of one opset at a time."""
+def batches(operator: str, expanded: bool) -> Iterator[list[Case]]:
+    """The cases of an operator, as it is or expanded, those of one opset at a time."""
     by_opset: dict[tuple, list[Case]] = {}
     for case in node_cases.cases(operator):
+        if ("_expanded" in case.name) != expanded:
+            continue
         opsets = tuple(sorted((i.domain, i.version) for i in case.model.opset_import))
         by_opset.setdefault(opsets, []).append(case)
     for cases in by_opset.values():
@@ -33,9 +37,14 @@ def batches(operator: str) -> Iterator[list[Case]]:
             yield cases[start : start + _PART]
 
 
-def parts() -> list[tuple[str, int]]:
-    """By operator, how many models its cases make."""
-    return [(operator, k) for operator in node_cases.EVERY_TYPE for k in range(len(list(batches(operator))))]
+def parts() -> list[Any]:
+    """By operator, whether expanded, and the number of one of the models that its cases make."""
+    return [
+        pytest.param(operator, expanded, k, marks=pytest.mark.slow if expanded else ())
+        for operator in node_cases.EVERY_TYPE
+        for expanded in (False, True)
+        for k in range(len(list(batches(operator, expanded))))
+    ]
 
 
 def merged(cases: Sequence[Case]) -> onnx.ModelProto:
@@ -49,9 +58,9 @@ def merged(cases: Sequence[Case]) -> onnx.ModelProto:
     return whole
 
 
-def failures(operator: str, part: int, arch: str) -> list[str]:
+def failures(operator: str, expanded: bool, part: int, arch: str) -> list[str]:
     """What went wrong. Called in the emulation's process."""
-    cases = list(batches(operator))[part]
+    cases = list(batches(operator, expanded))[part]
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder) / "artifact"
         lowering.compile(merged(cases), f"cuda:{arch}").save(saved)
@@ -69,7 +78,7 @@ def failures(operator: str, part: int, arch: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("operator", "part"), parts())
-def test_operator(operator: str, part: int) -> None:
-    found = emulated.run(failures, operator, part, "sm_80", arch="sm_80", timeout=580)
+@pytest.mark.parametrize(("operator", "expanded", "part"), parts())
+def test_operator(operator: str, expanded: bool, part: int) -> None:
+    found = emulated.run(failures, operator, expanded, part, "sm_80", arch="sm_80", timeout=580)
     assert not found, "\n".join(found)

@@ -44,7 +44,7 @@ def check(graph: Graph, target: str, sizes: list[tuple[int, int]]) -> None:
 
 
 @given(graphs(), st.sampled_from(["cpu", "cpu:x86-64-v3"]), st.lists(st.sampled_from(SIZES), min_size=1, max_size=3))
-@settings(LIMITS, max_examples=15)
+@settings(LIMITS, max_examples=10)
 def test_random_graphs(graph: Graph, target: str, sizes: list[tuple[int, int]]) -> None:
     check(graph, target, sizes)
 
