@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from .declared_sizes import Dims, with_sizes
 from .errors import NodeError
 from .fusion import fuse, keep_declared_outputs
 from .fusion.sizes import InferSizesPass
@@ -39,13 +40,13 @@ class Report:
         return not self.findings
 
 
-def check(model: ModelLike) -> Report:
+def check(model: ModelLike, dims: Dims | None = None) -> Report:
     """Walks the whole model, bodies of If included, and collects every node that cannot be lowered.
 
     A node behind a blocked one is still examined, with the type that ONNX shape inference gives its input. Raises
-    ModelError if the model cannot be read at all.
+    ModelError if the model cannot be read at all. dims is as for `compile`.
     """
-    loaded = fuse(load_model(model))
+    loaded = fuse(with_sizes(load_model(model), dims or {}))
     importer = _imported(loaded)
     if importer.errors:  # once more, with a type for whatever is behind the blocked nodes
         inferred = loaded.clone()

@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     c.add_argument("--cc", help="the C compiler that links, for instance a cross compiler")
     c.add_argument("--donate", action="append", default=[], metavar="REGEX", help="inputs to consume; may be repeated")
     c.add_argument(
-        "--dim", action="append", default=[], metavar="NAME=LOW..HIGH", help="legal sizes of a symbolic dimension"
+        "--dim", action="append", default=[], metavar="NAME=SIZE", help="fix a symbolic dimension, or NAME=LOW..HIGH"
     )
     c.add_argument(
         "--static-cache", type=_positive, metavar="TOKENS", help="turn a growing past into in-place slot caches"
@@ -134,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
 
     k = add_parser("check", help="list every node that cannot be lowered, before any compile")
     k.add_argument("model", type=Path, help="the .onnx file")
+    k.add_argument("--dim", action="append", default=[], metavar="NAME=SIZE", help="fix a symbolic dimension")
     k.add_argument("--json", action="store_true", help="print the report as JSON")
     k.set_defaults(run=_check)
 
@@ -165,7 +166,7 @@ def _compile(arguments: argparse.Namespace) -> int:
         arguments.donate,
         arguments.threads,
         arguments.cc,
-        ranges=dict(_range(text) for text in arguments.dim),
+        dims=dict(_dim(text) for text in arguments.dim),
         static_cache=arguments.static_cache,
         weights=arguments.weights,
         dump=dump if arguments.dump_dir is not None else None,
@@ -259,7 +260,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> int:
     from .checking import check
 
-    report = check(arguments.model)
+    report = check(arguments.model, _sizes(arguments.dim))
     if arguments.json:
         print(json.dumps({"ok": report.ok, **asdict(report)}, indent=1))
     else:
@@ -288,14 +289,15 @@ def _sizes(options: list[str]) -> dict[str, int]:
     return sizes
 
 
-def _range(text: str) -> tuple[str, tuple[int, int]]:
-    name, _, bounds = text.rpartition("=")
-    low, _, high = bounds.partition("..")
-    if not (name and _is_size(low) and _is_size(high)):
+def _dim(text: str) -> tuple[str, int | tuple[int, int]]:
+    name, _, said = text.rpartition("=")
+    low, dots, high = said.partition("..")
+    if not (name and _is_size(low) and (not dots or _is_size(high))):
         raise InputError(
-            f"--dim {text}: write NAME=LOW..HIGH, for instance --dim batch=1..8; sizes are 0 to {_LARGEST}."
+            f"--dim {text}: write NAME=SIZE or NAME=LOW..HIGH, for instance --dim batch=1 or --dim tokens=1..512; "
+            f"sizes are 0 to {_LARGEST}."
         )
-    return name, (int(low), int(high))
+    return name, (int(low), int(high)) if dots else int(low)
 
 
 def _is_size(text: str) -> bool:

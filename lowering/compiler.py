@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from tvm import tirx
 
 from . import artifact
 from .build import build
+from .declared_sizes import Dims, ranges, with_sizes
 from .donation import donated_pairs
 from .errors import InputError
 from .expected import warnings
@@ -39,7 +40,7 @@ def compile(
     donate: Sequence[str] = (),
     threads: int | None = None,
     cc: str | None = None,
-    ranges: Mapping[str, tuple[int, int]] | None = None,
+    dims: Dims | None = None,
     static_cache: int | None = None,
     weights: Scheme | None = None,
     dump: Dump | None = None,
@@ -55,14 +56,17 @@ def compile(
     for each column), "int4" (a float16 scale for each column and 32 rows) or "f16" compresses the constant matrices
     of products. Sums stay float32; tables of embeddings, biases and convolutions stay as they are. What it costs is
     a note of the manifest. threads is the default number of workers, at most 1024; None means the CPUs the calling
-    thread may use. dump is called with ("fused", the `onnx_ir.Model` to import), then with (name of the pass, module)
+    thread may use. dims says what is known of symbolic dimensions: dims={"batch": 1} makes one a number, at which
+    sizes and branches (If) that it decides are computed now, and dims={"tokens": (1, 512)} bounds one, which calls
+    then check. dump is called with ("fused", the `onnx_ir.Model` to import), then with (name of the pass, module)
     after each pass.
 
     What this machine cannot run, code for a GPU or for another CPU, is a model that can be looked at and saved, and
     says why when it is called (ArtifactError).
 
     Raises ModelError, NodeError (a node that cannot be lowered), TargetError or InputError (an unknown way to hold
-    weights, a donate pattern that matches no input, or an input without a matching output).
+    weights, a donate pattern that matches no input, an input without a matching output, or a dimension that no input
+    has).
     """
     from .runtime import open_compiled
 
@@ -76,7 +80,7 @@ def compile(
             donate,
             threads,
             cc,
-            ranges=ranges,
+            dims=dims,
             static_cache=static_cache,
             weights=weights,
             dump=dump,
@@ -91,7 +95,7 @@ def compile_to(
     donate: Sequence[str] = (),
     threads: int | None = None,
     cc: str | None = None,
-    ranges: Mapping[str, tuple[int, int]] | None = None,
+    dims: Dims | None = None,
     static_cache: int | None = None,
     weights: Scheme | None = None,
     dump: Dump | None = None,
@@ -111,7 +115,7 @@ def compile_to(
     if weights is not None and weights not in SCHEMES:
         raise InputError(f"weights={weights!r} is no way to hold weights. Use {', '.join(SCHEMES)}, or leave it out.")
     targets = resolve(target, cc)
-    loaded = load_model(model)
+    loaded = with_sizes(load_model(model), dims or {})
     donated = donated_pairs(loaded.graph, donate)
     fused = fuse(loaded)
     slots = None
@@ -141,7 +145,7 @@ def compile_to(
         cpu_features=targets[0].cpu_features,
         architectures=tuple(each.architecture for each in targets if each.architecture),
         threads=threads,
-        ranges=_ranges(imported.inputs, ranges or {}),
+        ranges=ranges(dims or {}, {dim for port in imported.inputs for dim in _spec(port).dims}),
         strings=tuple(imported.strings),
         versions={name: version(name) for name in ("apache-tvm", "apache-tvm-ffi", "onnx")},
         notes=tuple(dict.fromkeys(notes)),
@@ -161,16 +165,3 @@ def _dim(size: Size) -> int | str:
     if isinstance(size, int):
         return size
     return size.name if isinstance(size, tirx.Var) else as_text(size)
-
-
-def _ranges(inputs: Sequence[Port], ranges: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
-    known = sorted({d for port in inputs for d in _spec(port).dims if isinstance(d, str)})
-    legal = {}
-    for name, (smallest, largest) in ranges.items():
-        if name not in known:
-            raise InputError(f"no input has a symbolic dimension '{name}'. There are: {', '.join(known) or 'none'}.")
-        low, high = (whole_number(n, f"the range of dimension '{name}'", 0, 2**63 - 1) for n in (smallest, largest))
-        if low > high:
-            raise InputError(f"the range of dimension '{name}' is empty: {low} to {high}.")
-        legal[name] = (low, high)
-    return legal

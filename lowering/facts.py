@@ -47,6 +47,8 @@ class Facts:
     def bind(self, var: Expr, low: Expr | int, high: Expr) -> None:
         """0 <= low <= var < high. Constants are their own bounds."""
         if isinstance(var, tirx.Var):
+            # In the variable's type: it is what stands for a variable that has one value alone.
+            low = tirx.const(low, str(var.ty)) if isinstance(low, int) else low
             self.analyzer.bind(var, ir.Range(low, high), allow_override=True)
             self.largest[var] = self.analyzer.simplify(high - 1)
 

@@ -117,7 +117,7 @@ def _text(name: ir.OperatorIdentifier) -> str:
 def check_tensors(model: ir.Model) -> None:
     """Raises ModelError for an initialiser whose data is not what its type and shape say, for impossible sizes, and for
     inputs and outputs whose element type is unknown."""
-    for graph in _graphs(model):
+    for graph in graphs(model):
         for value in [*graph.inputs, *graph.outputs]:
             _check_value(value)
             if isinstance(value.type, ir.TensorType) and value.dtype == ir.DataType.UNDEFINED:
@@ -165,7 +165,8 @@ def _check_attribute(where: str, attribute: ir.Attr) -> None:
         raise ModelError(f"{where} is no text: its bytes are no UTF-8.")
 
 
-def _graphs(model: ir.Model) -> Iterator[ir.Graph]:
+def graphs(model: ir.Model) -> Iterator[ir.Graph]:
+    """The model's graph, and the bodies in it."""
     todo = [model.graph]
     while todo:
         graph = todo.pop()

@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from . import schemas  # noqa: F401  (what onnxruntime writes passes onnx's checker)
+from .declared_sizes import forget_unknown_sizes
 from .errors import ModelError
 from .legality import check_attributes, check_bodies, check_tensors
 
@@ -31,6 +32,7 @@ def load_model(model: ModelLike) -> ir.Model:
     """
     try:
         loaded = _read(model)
+        forget_unknown_sizes(loaded)
         check_tensors(loaded)
         check_bodies(loaded)
         inlined = common.InlinePass()(loaded).model
@@ -51,7 +53,7 @@ def _name(model: ModelLike) -> str:
 
 def _read(model: ModelLike) -> ir.Model:
     if isinstance(model, ir.Model):
-        return model
+        return model.clone()
     if isinstance(model, (str, os.PathLike)):
         path = Path(model)
         if not path.is_file():

@@ -97,7 +97,12 @@ def _mask(rng: random.Random, full: tuple[int | None, ...], dtype: str) -> Mask:
     pad = rng.choice([False, True])
     batch, heads, rows = (rng.choice([1, size]) for size in full[:3])
     keys = rng.choice([full[3], 1, 6, None] if pad else [full[3], full[3], 1])
-    return Mask(rng.choice(["bool", "bool", dtype, rng.choice(FLOATS)]), (batch, heads, rows, keys), pad)
+    dims = [batch, heads, rows, keys]
+    broadcasts = tuple(axis for axis in range(3 if pad else 4) if dims[axis] == full[axis] and rng.random() < 0.1)
+    for axis in broadcasts:
+        dims[axis] = None
+    kind = rng.choice(["bool", "bool", dtype, rng.choice(FLOATS)])
+    return Mask(kind, (dims[0], dims[1], dims[2], dims[3]), pad, broadcasts)
 
 
 def _call(rng: random.Random, problem: AttentionProblem) -> Case:
@@ -127,7 +132,8 @@ def arrays(case: Case) -> dict[str, np.ndarray]:
     }
     if p.mask is not None:
         full = (case.batch, p.q_heads, case.q_len, case.mask_len)
-        shape = tuple(f if d is None else d for f, d in zip(full, p.mask.dims))
+        ones = {axis for axis in p.mask.broadcasts if rng.random() < 0.5}
+        shape = tuple(1 if axis in ones else full[axis] if d is None else d for axis, d in enumerate(p.mask.dims))
         hidden = rng.random(shape) < rng.choice([0.0, 0.3, 0.9])
         hidden |= rng.random((*shape[:3], 1)) < 0.2  # whole rows
         if p.mask.dtype == "bool":

@@ -102,7 +102,7 @@ def test_check_of_a_good_model(model: Path, capsys: pytest.CaptureFixture[str]) 
         (["compile", "MODEL", "-o", "out", "--cc", "no-such-cc"], "'no-such-cc', which is not installed"),
         (["compile", "MODEL", "-o", "out", "--donate", "cache.*"], "matches no input. The inputs are: q, k, v."),
         (["compile", "MODEL", "-o", "out", "--donate", "q"], "input 'q' cannot be donated"),
-        (["compile", "MODEL", "-o", "out", "--dim", "S"], "write NAME=LOW..HIGH"),
+        (["compile", "MODEL", "-o", "out", "--dim", "S"], "write NAME=SIZE or NAME=LOW..HIGH"),
         (["compile", "MODEL", "-o", "out", "--dim", "Z=1..8"], "There are: B, S, T."),
         (["compile", "MODEL", "-o", "out", "--threads", "1025"], "threads must be a whole number from 1 to 1024"),
         (["compile", "MODEL", "-o", ".."], "which is no part of an artifact, and would be replaced."),

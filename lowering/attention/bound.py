@@ -85,7 +85,10 @@ class Bound:
             shapes |= {name: ([_size(f"{name}_len", None)], dtype) for name, dtype in zip(tables, p.mask.tables)}
         elif p.mask is not None:
             full = (self.B, p.q_heads, self.S, _size("mask_len", None) if p.mask.pad else self.T)
-            dims = [f if d is None else d for f, d in zip(full, p.mask.dims, strict=True)]
+            dims = [
+                _size(f"mask_{axis}", None) if axis in p.mask.broadcasts else size if known is None else known
+                for axis, (size, known) in enumerate(zip(full, p.mask.dims, strict=True))
+            ]
             shapes["mask"] = (dims, p.mask.dtype)
         return shapes
 
@@ -216,7 +219,7 @@ class Bound:
         for axis, index in enumerate((b, h, i, j)):
             if mask.dims[axis] == 1 and not (axis == 3 and mask.pad):
                 indices.append(0)
-            elif axis >= 2 and not inside:
+            elif axis in mask.broadcasts or (axis >= 2 and not inside):
                 indices.append(tirx.max(tirx.min(index, _cast(buffer.shape[axis], _scalar_type(index)) - 1), 0))
             else:
                 indices.append(index)
@@ -321,7 +324,10 @@ class Bound:
 
         def load(row: Expr) -> Expr:
             buffer, indices = self.mask_at(b, h, row, j, inside=inside)
-            return buffer[tuple(indices)]
+            if _lanes(j) == 1 or not inside or 3 not in mask.broadcasts:
+                return buffer[tuple(indices)]
+            first = _broadcast(buffer[(*indices[:3], 0)], _lanes(j))  # a clamped vector of indices is read one by one
+            return tirx.if_then_else(buffer.shape[3] > 1, buffer[(*indices[:3], j)], first)
 
         if mask.dims[2] == 1 or _lanes(i) == 1:
             value = load(i)

@@ -49,11 +49,14 @@ class Mask:
     leaves keys j >= mt masked (also when mt is 1: ONNX opset 24); without pad, a static mt of 1 broadcasts.
     None is symbolic: the full size, or with pad any number of keys. dtype bool selects (True is visible); any
     other type is added to the score after the soft cap, and -inf hides the key.
+
+    broadcasts are the axes, None in dims, of which only the tensor tells whether they are 1 or full.
     """
 
     dtype: str
     dims: tuple[int | None, int | None, int | None, int | None]
     pad: bool = True
+    broadcasts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -134,5 +137,5 @@ class AttentionProblem:
         if mask is not None and "code" in mask:
             data["mask"] = Formula(**{**mask, "tables": tuple(mask["tables"]), "over": tuple(mask["over"])})
         elif mask is not None:
-            data["mask"] = Mask(**{**mask, "dims": tuple(mask["dims"])})
+            data["mask"] = Mask(**{**mask, "dims": tuple(mask["dims"]), "broadcasts": tuple(mask["broadcasts"])})
         return AttentionProblem(**data)

@@ -24,6 +24,7 @@ def attend(
     window: Window | None = None,
     mask: Value | None = None,
     pad: bool = False,
+    broadcasts: tuple[int, ...] = (),
     sink: Value | None = None,
     lengths: Value | None = None,
     past: Size = 0,
@@ -33,7 +34,8 @@ def attend(
 
     q is [B, Hq, S, D] or [B, S, Hq * D], k and v are [B, Hkv, T, D] or [B, T, Hkv * D], heads is (Hq, Hkv); sizes that
     mean the same are the same already. The other arguments are fields of `AttentionProblem` and the tensors that belong
-    to them: mask of rank 4 with dimensions of 1 that broadcast, sink [Hq], lengths int64 [B].
+    to them: mask of rank 4 with dimensions of 1 that broadcast (those on the axes `broadcasts` if they turn out to be
+    1), sink [Hq], lengths int64 [B].
     """
     (q_layout, q_shape), (kv_layout, k_shape), (_, v_shape) = (
         _logical(x, count) for x, count in ((q, heads[0]), (k, heads[1]), (v, heads[1]))
@@ -55,7 +57,7 @@ def attend(
         softcap=softcap,
         window=window,
         lengths=lengths is not None,
-        mask=None if mask is None else Mask(mask.dtype, _four(mask), pad),
+        mask=None if mask is None else Mask(mask.dtype, _four(mask), pad, broadcasts),
         sink=sink is not None,
         qk_mode=qk_mode,
     )

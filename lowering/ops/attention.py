@@ -60,8 +60,9 @@ def attention(
 
     scores = (sizes.batch, sizes.q_heads, sizes.q_len, node.simplify(sizes.past + sizes.new_len))
     pad = False
+    broadcasts: tuple[int, ...] = ()
     if mask is not None:
-        mask, pad = _mask(node, mask, q.dtype, scores)
+        mask, pad, broadcasts = _mask(node, mask, q.dtype, scores)
     if nonpad is not None:
         nonpad = asserted(node, nonpad, (sizes.batch,))
     window = None
@@ -80,6 +81,7 @@ def attention(
         window=window,
         mask=mask,
         pad=pad,
+        broadcasts=broadcasts,
         lengths=nonpad,
         past=sizes.past,
         qk_mode=attributes.qk_mode if node.wants(3) else None,
@@ -157,6 +159,9 @@ def _check_inputs(
     for name, value in (("past_key", past_key), ("past_value", past_value)):
         if value is not None and value.rank != 4:
             raise node.error(f"input {name} has rank {value.rank}.", "It is 4-D, also for 3-D Q, K and V.")
+    if node.version >= 25 and node.wants(1) != node.wants(2):
+        given, missing = ("present_key", "present_value") if node.wants(1) else ("present_value", "present_key")
+        raise node.error(f"output {given} is given without {missing}.", "From opset 25 on, name both or none.")
     if (past_key is None) != (past_value is None):
         given, missing = ("past_value", "past_key") if past_key is None else ("past_key", "past_value")
         raise node.error(f"input {given} is given without {missing}.", "Give both or none.")
@@ -263,8 +268,9 @@ def _number(node: Node, what: str, size: Size) -> int:
     return size
 
 
-def _mask(node: Node, mask: Value, dtype: str, full: Shape) -> tuple[Value, bool]:
-    """The mask as a tensor of rank 4, bool or of the type of Q, and whether keys behind its end are hidden.
+def _mask(node: Node, mask: Value, dtype: str, full: Shape) -> tuple[Value, bool, tuple[int, ...]]:
+    """The mask as a tensor of rank 4, bool or of the type of Q, whether keys behind its end are hidden, and the axes
+    that broadcast if the run shows that they are 1.
 
     full is [B, Hq, S, T].
     """
@@ -277,6 +283,7 @@ def _mask(node: Node, mask: Value, dtype: str, full: Shape) -> tuple[Value, bool
     if mask.rank < 4:
         mask = reshape_to(node, mask, (1,) * (4 - mask.rank) + mask.shape)
     wanted: list[Size] = []
+    broadcasts: list[int] = []
     for axis, (size, target) in enumerate(zip(mask.shape, full)):
         if axis == 3 and node.version >= 24:  # a shorter mask hides the keys behind its end
             if isinstance(size, int) and isinstance(target, int) and size > target:
@@ -284,6 +291,12 @@ def _mask(node: Node, mask: Value, dtype: str, full: Shape) -> tuple[Value, bool
             wanted.append(size)
         elif isinstance(size, int) and size == 1:
             wanted.append(1)
+        elif not isinstance(size, int) and not node.symbols.equal(size, target):
+            text = f"dimension {axis - 4} of attn_mask is {{}}, and must be 1 or {{}}."
+            fits = symbolic.logical_or(symbolic.equal(size, 1), symbolic.equal(size, target))
+            mask = required(node, mask, fits, text, size, target)
+            wanted.append(size)
+            broadcasts.append(axis)
         else:
             _agreed(node, f"dimension {axis - 4} of attn_mask", {"attn_mask": size, "the score matrix": target})
             wanted.append(target)
@@ -291,4 +304,4 @@ def _mask(node: Node, mask: Value, dtype: str, full: Shape) -> tuple[Value, bool
     if pad:
         text = "input attn_mask is for {} keys, and there are {}."
         mask = required(node, mask, symbolic.less_or_equal(wanted[3], full[3]), text, wanted[3], full[3])
-    return asserted(node, mask, tuple(wanted)), pad
+    return asserted(node, mask, tuple(wanted)), pad, tuple(broadcasts)

@@ -151,9 +151,11 @@ class _Absorber:
     def element(self) -> Expr:
         """The mask's element, broadcast to (b, h, i, j)."""
         point: list[Expr] = []
+        shape = self.mask.ty.shape.values
         for axis, (index, size) in enumerate(zip(self.indices, self.record.dims)):
             broadcast = size == 1 and not (axis == 3 and self.record.pad)
-            point.append(tirx.const(0, "int64") if broadcast else index)
+            at = tirx.min(index, shape[axis] - 1) if axis in self.record.broadcasts else index
+            point.append(tirx.const(0, "int64") if broadcast else at)
         return self.elements.at(self.mask, point)
 
     def is_leaf(self, indices: list[Expr], element: Expr) -> bool:

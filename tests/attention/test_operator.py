@@ -103,7 +103,8 @@ def random_node(seed: int) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
         inputs["nonpad"] = data.integers(0, new + 3, batch)
     outputs = ["y"]
     if not has_lengths:
-        outputs += [name for name in ("present_key", "present_value") if yes()]
+        presents = [name for name in ("present_key", "present_value") if yes()]
+        outputs += presents if opset < 25 or len(presents) == 2 else []
     if yes():
         outputs.append("qk")
         attributes["qk_matmul_output_mode"] = draw.randint(0, 3)
@@ -131,8 +132,10 @@ def built(
 
     def dims(name: str, shape: tuple[int, ...]) -> tuple[int | str, ...]:
         rank = len(shape)
-        axes = {"mask": {rank - 2, rank - 1}, "nonpad": {0}}.get(name, {0, rank - 2}) if symbolic else set()
-        return tuple(f"{name}_{k}" if k in axes and size != 1 else size for k, size in enumerate(shape))
+        axes = {"mask": {*range(rank)}, "nonpad": {0}}.get(name, {0, rank - 2}) if symbolic else set()
+        return tuple(
+            f"{name}_{k}" if k in axes and (size != 1 or name == "mask") else size for k, size in enumerate(shape)
+        )
 
     given = {name: (array.dtype.name, dims(name, array.shape)) for name, array in inputs.items()}
     expected = dict(zip(OUTPUTS, attention(opset, attributes, *(inputs.get(name) for name in INPUTS))))
@@ -268,6 +271,13 @@ def test_refuses(says: str, opset: int, attributes: dict[str, Any], inputs: dict
 def test_refuses_presents_beside_lengths(output: str) -> None:
     with pytest.raises(NodeError, match="nonpad_kv_seqlen excludes the outputs present_key and present_value"):
         imported(24, {}, {**VALID, **NONPAD}, ("y", output))
+
+
+@pytest.mark.parametrize("output", ["present_key", "present_value"])
+def test_refuses_one_present_alone_from_opset_25_on(output: str) -> None:
+    with pytest.raises(NodeError, match=f"output {output} is given without present_"):
+        imported(25, {}, VALID, ("y", output))
+    assert imported(24, {}, VALID, ("y", output)).module
 
 
 def imported(

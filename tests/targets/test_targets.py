@@ -143,12 +143,12 @@ def test_aarch64_kernel_under_emulation(tmp_path: Path) -> None:
 def test_numpy_integers_are_numbers(tmp_path: Path) -> None:
     """In the manifest they are Python's."""
     text = '<ir_version: 10, opset_import: ["" : 21]> m (float[n] x) => (float[n] y) { y = Neg (x) }'
-    ranges = {"n": (np.int64(1), np.uint8(4))}
-    module = lowering.compile(onnx.parser.parse_model(text), threads=np.int64(2), ranges=ranges)  # type: ignore[arg-type]
+    dims = {"n": (np.int64(1), np.uint8(4))}
+    module = lowering.compile(onnx.parser.parse_model(text), threads=np.int64(2), dims=dims)  # type: ignore[arg-type]
     module.save(tmp_path / "out")
     manifest = lowering.load(tmp_path / "out").manifest
     assert (manifest.threads, manifest.ranges) == (2, {"n": (1, 4)})
     assert lowering.bench(module, {"n": np.int64(3)}, threads=np.int64(1), seconds=0).to_json()  # type: ignore[arg-type]
     for bad in ((0.5, 2), (-1, 2), (0, 2**70), ("1", 2)):
-        with pytest.raises(lowering.InputError, match="the range of dimension 'n' must be a whole number from 0 to"):
-            lowering.compile(onnx.parser.parse_model(text), ranges={"n": bad})  # type: ignore[arg-type]
+        with pytest.raises(lowering.InputError, match="the size of dimension 'n' must be a whole number from 0 to"):
+            lowering.compile(onnx.parser.parse_model(text), dims={"n": bad})  # type: ignore[arg-type]

@@ -1,0 +1,80 @@
+"""What is said of symbolic sizes: what a model declares without saying anything, and what its user knows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import TypeAlias
+
+import onnx_ir as ir
+
+from .errors import InputError
+from .legality import graphs
+from .runtime.checks import whole_number
+
+Dims: TypeAlias = Mapping[str, int | tuple[int, int]]
+"""By the name of a symbolic dimension the size that it always has, or the smallest and the largest one."""
+
+# How exporters write a size of which they know nothing. As a name it would say that all such sizes are equal.
+_UNKNOWN = (-1, "", "?", "None")
+
+
+def forget_unknown_sizes(model: ir.Model) -> None:
+    """Takes the names off declared sizes that mean nothing, in place."""
+    for value in _values(model):
+        if value.shape is not None and any(_said(dim) in _UNKNOWN for dim in value.shape):
+            value.shape = ir.Shape([None if _said(dim) in _UNKNOWN else dim for dim in value.shape])
+
+
+def with_sizes(model: ir.Model, dims: Dims) -> ir.Model:
+    """The model, with numbers for the symbolic dimensions that always have one size.
+
+    Raises InputError for a dimension that no input has.
+    """
+    sizes = {name: _size(name, size) for name, size in dims.items() if not isinstance(size, tuple)}
+    if not sizes:
+        return model
+    _check_names(sizes, {dim for value in model.graph.inputs for dim in map(_said, value.shape or ())})
+    model = model.clone()
+    for value in _values(model):
+        if value.shape is not None and any(_said(dim) in sizes for dim in value.shape):
+            value.shape = ir.Shape([sizes.get(str(_said(dim)), dim) for dim in value.shape])
+    return model
+
+
+def ranges(dims: Dims, names: Collection[int | str]) -> dict[str, tuple[int, int]]:
+    """The smallest and the largest size of the dimensions that have more than one; names are those of all inputs.
+
+    Raises InputError for a dimension that no input has, and for a range that holds no size.
+    """
+    legal = {}
+    for name, bounds in dims.items():
+        if isinstance(bounds, tuple):
+            low, high = (_size(name, bound) for bound in bounds)
+            if low > high:
+                raise InputError(f"the range of dimension '{name}' is empty: {low} to {high}.")
+            legal[name] = (low, high)
+    _check_names(legal, names)
+    return legal
+
+
+def _size(name: str, size: int) -> int:
+    return whole_number(size, f"the size of dimension '{name}'", 0, 2**63 - 1)
+
+
+def _check_names(given: Collection[str], known: Collection[int | str | None]) -> None:
+    names = sorted(name for name in known if isinstance(name, str))
+    for name in given:
+        if name not in names:
+            raise InputError(f"no input has a symbolic dimension '{name}'. There are: {', '.join(names) or 'none'}.")
+
+
+def _said(dim: int | ir.SymbolicDim) -> int | str | None:
+    return dim if isinstance(dim, int) else dim.value
+
+
+def _values(model: ir.Model) -> Iterator[ir.Value]:
+    """Whatever has a declared shape."""
+    for graph in graphs(model):
+        yield from (*graph.inputs, *graph.outputs)
+        for node in graph:
+            yield from node.outputs

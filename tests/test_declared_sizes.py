@@ -1,0 +1,100 @@
+"""Symbolic sizes that the user fixes, and declared ones that say nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+
+import lowering
+from lowering.cli import main
+
+# Doubled where the batch is 1.
+BRANCHES = """<ir_version: 10, opset_import: ["" : 21]>
+g (float[batch, tokens] x) => (float[batch, tokens] y) {
+    s = Shape<start=0, end=1>(x) one = Constant<value_ints=[1]>() e = Equal(s, one) c = Squeeze(e)
+    y = If(c) <
+        then_branch = then () => (float[batch, tokens] a) { a = Add(x, x) },
+        else_branch = other () => (float[batch, tokens] b) { b = Identity(x) }
+    >
+}"""
+
+X = np.arange(6, dtype=np.float32)
+
+
+def branches() -> onnx.ModelProto:
+    return onnx.parser.parse_model(BRANCHES)
+
+
+def test_a_fixed_size_is_a_number_and_decides_branches() -> None:
+    model = ir.from_proto(branches())
+    compiled = lowering.compile(model, dims={"batch": 1, "tokens": (1, 6)})
+    assert compiled.manifest.inputs[0].dims == compiled.manifest.outputs[0].dims == (1, "tokens")
+    assert compiled.manifest.ranges == {"tokens": (1, 6)}
+    assert len(compiled.manifest.calls) == 1
+    np.testing.assert_array_equal(compiled.run({"x": X[None]})["y"], X[None] * 2)
+    with pytest.raises(lowering.InputError, match="'x' must have size 1 along axis 0, not 2"):
+        compiled.run({"x": X.reshape(2, 3)})
+    dims = [str(dim) for dim in model.graph.inputs[0].shape or ()]
+    assert dims == ["batch", "tokens"], "the caller's model stays"
+
+
+def test_other_sizes_take_the_other_branch() -> None:
+    compiled = lowering.compile(branches(), dims={"batch": np.int64(2)})  # type: ignore[dict-item]
+    np.testing.assert_array_equal(compiled.run({"x": X.reshape(2, 3)})["y"], X.reshape(2, 3))
+    free = lowering.compile(branches())
+    for batch in (1, 2):
+        x = X.reshape(batch, -1)
+        np.testing.assert_array_equal(free.run({"x": x})["y"], x * (3 - batch))
+
+
+def test_a_model_that_needs_a_number_can_be_given_one() -> None:
+    model = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["" : 23]>
+        g (float[B, H, S, 8] q, float[B, H, S, 8] k) => (float[B, H, S, 8] y) { y = Attention(q, k, k) }"""
+    )
+    assert not lowering.check(model).ok
+    assert lowering.check(model, {"H": 2}).ok
+    q = np.ones((1, 2, 3, 8), np.float32)
+    np.testing.assert_allclose(lowering.compile(model, dims={"H": 2}).run({"q": q, "k": q})["y"], q)
+
+
+@pytest.mark.parametrize("dims", [{"bach": 1}, {"bach": (1, 2)}])
+def test_unknown_names_are_refused(dims: dict[str, int]) -> None:
+    with pytest.raises(lowering.InputError, match=r"dimension 'bach'\. There are: batch, tokens"):
+        lowering.compile(branches(), dims=dims)
+
+
+@pytest.mark.parametrize("size", [-1, 2**63, 1.5, "1"])
+def test_no_sizes_are_refused(size: object) -> None:
+    with pytest.raises(lowering.InputError, match="the size of dimension 'batch' must be a whole number from 0 to"):
+        lowering.compile(branches(), dims={"batch": size})  # type: ignore[dict-item]
+
+
+def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "m.onnx"
+    onnx.save(branches(), path)
+    command = ["compile", str(path), "-o", str(tmp_path / "out"), "--dim", "batch=1", "--dim", "tokens=1..6"]
+    assert main(command) == 0
+    assert "x: float32[1, 'tokens']" in capsys.readouterr().out.replace('"', "'").replace("(", "[").replace(")", "]")
+    assert main(["check", str(path), "--dim", "batch=2"]) == 0
+
+
+@pytest.mark.parametrize("unknown", [-1, "", "?", "None"])
+def test_sizes_that_say_nothing(unknown: int | str) -> None:
+    """As a name they would make both sizes equal."""
+    model = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["" : 21]>
+        g (float[a, b] x) => (float[a, b] y) { t = Neg(x) y = Neg(t) }"""
+    )
+    for value in (*model.graph.input, *model.graph.output):
+        for dim in value.type.tensor_type.shape.dim:
+            if isinstance(unknown, int):
+                dim.dim_value = unknown
+            else:
+                dim.dim_param = unknown
+    x = X.reshape(2, 3)
+    np.testing.assert_array_equal(lowering.compile(model).run({"x": x})["y"], x)
