@@ -77,7 +77,7 @@ def test_every_opset_is_imported() -> None:
 
 @pytest.mark.parametrize("opset", [11, 13, 15, 18, 25])  # those at which the block changes, and the last
 def test_opset(opset: int) -> None:
-    x = np.random.default_rng().standard_normal((3, 5, 2 * HIDDEN)).astype(np.float32)
+    x = np.random.default_rng(0).standard_normal((3, 5, 2 * HIDDEN)).astype(np.float32)
     q, k = np.split(x.astype(np.float64), 2, axis=-1)
     scores = np.where(np.tri(5, dtype=bool), q @ k.transpose(0, 2, 1), -np.inf)
     p = np.exp(scores - scores.max(-1, keepdims=True))
@@ -97,7 +97,7 @@ def test_initialisers_listed_as_inputs_as_old_files_must() -> None:
 
 
 def test_unused_and_duplicate_initialisers_are_stored_once_or_never() -> None:
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(0)
     w, other = rng.standard_normal((2, 16, 16)).astype(np.float32)
     other[:-1] = w[:-1]  # differ in their last rows only
     model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 24]>
@@ -142,7 +142,7 @@ def test_half_precision_with_islands_of_float32() -> None:
           p = Cast <to = 10> (wide_p)
           y = Add (p, x)
         }""")
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(0)
     model.graph.initializer.append(numpy_helper.from_array(rng.uniform(0.5, 2, 24).astype(np.float32), "scale"))
     # Squares that leave the range of float16 are why the island is there.
     x = (300 * rng.standard_normal((5, 24))).astype(np.float16)

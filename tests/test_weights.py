@@ -61,7 +61,7 @@ ROUNDED = {
 @pytest.mark.parametrize(("scheme", "most"), [("f16", 0.7), ("int8", 0.5), ("int4", 0.4)])
 def test_products_of_compressed_weights(scheme: Scheme, most: float, tmp_path: Path) -> None:
     """As with the rounded weights, up to rounding; smaller; said in a note."""
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(0)
     model = perceptron(rng)
     module = lowering.compile(model, weights=scheme)
     module.save(tmp_path / "out")
@@ -80,14 +80,14 @@ def test_products_of_compressed_weights(scheme: Scheme, most: float, tmp_path: P
 def test_verify_shows_what_it_costs() -> None:
     """Scales that float16 cannot hold are float32."""
     model = replaced(
-        perceptron(np.random.default_rng()), {"down": lambda w: w * np.float32(1e-9), "bias": lambda w: w * 0}
+        perceptron(np.random.default_rng(0)), {"down": lambda w: w * np.float32(1e-9), "bias": lambda w: w * 0}
     )
     comparisons = lowering.verify(model, weights="int4").comparisons
     assert all(0.01 < c.rms < 0.3 for c in comparisons)
 
 
 def test_what_float16_cannot_hold_stays() -> None:
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(0)
     model = replaced(perceptron(rng), {"up": lambda w: w * 1e6})
     module = lowering.compile(model, weights="f16")
     assert "1 constant matrices" in module.manifest.notes[0] and "1 could not be" in module.manifest.notes[0]
@@ -99,4 +99,4 @@ def test_what_float16_cannot_hold_stays() -> None:
 def test_unknown_scheme() -> None:
     unknown: Any = "int3"
     with pytest.raises(lowering.InputError, match=r"weights='int3'.*int8, int4, f16"):
-        lowering.compile(perceptron(np.random.default_rng()), weights=unknown)
+        lowering.compile(perceptron(np.random.default_rng(0)), weights=unknown)

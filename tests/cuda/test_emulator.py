@@ -18,8 +18,11 @@ WHENEVER = pytest.mark.parametrize("arrivals", emulated.ARRIVALS)
 launch = partial(emulated.launch, SOURCE)
 
 
+RNG = np.random.default_rng(0)
+
+
 def random(*shape: int, dtype: str = "float32") -> np.ndarray:
-    return np.random.default_rng().standard_normal(shape).astype(dtype)
+    return RNG.standard_normal(shape).astype(dtype)
 
 
 def unwritten(*shape: int, dtype: str = "float32") -> np.ndarray:
