@@ -7,14 +7,16 @@ import functools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import formula_cases
 import ml_dtypes
 import numpy as np
 import tvm
 import tvm_ffi
 from hypothesis import strategies as st
 
+from lowering.attention.formula import Formula
 from lowering.attention.problem import AttentionProblem, Mask, Offset, Window
 from lowering.attention.reference import log_sum_exp, reference
 
@@ -61,7 +63,7 @@ def _problem(rng: random.Random) -> AttentionProblem:
     batch, q_len, kv_len = (rng.choice([None, rng.choice(sizes)]) for sizes in (BATCHES, Q_LENGTHS, KV_LENGTHS))
     kv_heads = rng.randint(1, 3)
     q_heads = kv_heads * rng.randint(1, 3)
-    mask = rng.choice([None, _mask(rng, (batch, q_heads, q_len, kv_len), dtype)])
+    mask = rng.choice([None, _mask(rng, (batch, q_heads, q_len, kv_len), dtype), formula_cases.formula(rng)])
     dims = [1, 2, 5, 7, 8, 9, 16, 17, 32, 40, 64]
     head_dim = rng.choice(dims)
     lengths = rng.choice([False, True])
@@ -109,28 +111,30 @@ def _call(rng: random.Random, problem: AttentionProblem) -> Case:
     sizes = ((problem.batch, BATCHES), (problem.q_len, Q_LENGTHS), (problem.kv_len, KV_LENGTHS))
     batch, q_len, kv_len = (rng.choice(drawn) if static is None else static for static, drawn in sizes)
     mask_len = kv_len
-    if problem.mask is not None and problem.mask.dims[3] is not None:
+    if isinstance(problem.mask, Mask) and problem.mask.dims[3] is not None:
         mask_len = problem.mask.dims[3]
-    elif problem.mask is not None and problem.mask.pad:
+    elif isinstance(problem.mask, Mask) and problem.mask.pad:
         mask_len = rng.choice([kv_len, 1, max(0, kv_len - 3)])
     past = rng.randint(0, kv_len)
     return Case(problem, batch, q_len, kv_len, mask_len, past, rng.getrandbits(32), rng.choice([False, True]))
 
 
-def arrays(case: Case) -> dict[str, np.ndarray]:
-    """The inputs by parameter name."""
+def arrays(case: Case) -> dict[str, Any]:
+    """The inputs by parameter name: arrays, and scalars of formulas."""
     p, rng = case.problem, np.random.default_rng(case.seed)
 
     def rows(layout: str, heads: int, length: int, dim: int, dtype: str) -> np.ndarray:
         by_layout = {"bhsd": (case.batch, heads, length, dim), "bshd": (case.batch, length, heads * dim)}
         return rng.standard_normal(by_layout[layout]).astype(dtype)
 
-    result = {
+    result: dict[str, Any] = {
         "q": rows(p.q_layout, p.q_heads, case.q_len, p.head_dim, p.dtype),
         "k": rows(p.kv_layout, p.kv_heads, case.kv_len, p.head_dim, p.dtype),
         "v": rows(p.kv_layout, p.kv_heads, case.kv_len, p.v_head_dim, p.v_dtype),
     }
-    if p.mask is not None:
+    if isinstance(p.mask, Formula):
+        result |= formula_cases.parameters(p.mask, case.kv_len, rng)
+    elif p.mask is not None:
         full = (case.batch, p.q_heads, case.q_len, case.mask_len)
         ones = {axis for axis in p.mask.broadcasts if rng.random() < 0.5}
         shape = tuple(1 if axis in ones else full[axis] if d is None else d for axis, d in enumerate(p.mask.dims))
@@ -172,10 +176,11 @@ def outputs(case: Case) -> Results:
     return results
 
 
-def run(case: Case, inputs: dict[str, np.ndarray], make: Callable[[AttentionProblem], tvm.IRModule]) -> Results:
+def run(case: Case, inputs: dict[str, Any], make: Callable[[AttentionProblem], tvm.IRModule]) -> Results:
     """Compiles and calls `make(problem)`. No array is aligned beyond its element."""
     p, results = case.problem, outputs(case)
-    tensors = {name: borrow(unaligned(x)) for name, x in inputs.items()} | {n: borrow(x) for n, x in results.items()}
+    tensors = {name: x if isinstance(x, int) else borrow(unaligned(x)) for name, x in inputs.items()}
+    tensors |= {name: borrow(x) for name, x in results.items()}
     kernel = _compiled(p, make)["attention"]
     kernel(*(tensors[name] if name != "past" else case.past for name in p.parameters()))
     return results
@@ -204,7 +209,7 @@ def borrow(array: np.ndarray) -> tvm.runtime.Tensor:
     return tvm_ffi.from_dlpack(array.view(np.uint16))._create_view(array.shape, "bfloat16")
 
 
-def check(case: Case, inputs: dict[str, np.ndarray], results: Results) -> None:
+def check(case: Case, inputs: dict[str, Any], results: Results) -> None:
     """Asserts that the results equal the reference up to rounding.
 
     Rows that see NaN or inf are left out: what they give is not defined. All others must be untouched by poison.
@@ -236,7 +241,7 @@ def check(case: Case, inputs: dict[str, np.ndarray], results: Results) -> None:
             _assert_close(got, qk, epsilon * 32 * size, defined, p.dtype, "scores")
 
 
-def _sees_poison(case: Case, inputs: dict[str, np.ndarray]) -> np.ndarray:
+def _sees_poison(case: Case, inputs: dict[str, Any]) -> np.ndarray:
     """Whether a row sees a key with NaN or inf in K, V or the mask: [B, Hq, S]."""
     p = dataclasses.replace(case.problem, softcap=0.0, qk_mode=2)
     nothing = {name: np.zeros_like(inputs[name]) for name in ("q", "k", "v")}
@@ -250,7 +255,7 @@ def _sees_poison(case: Case, inputs: dict[str, np.ndarray]) -> np.ndarray:
     return ((bias != -np.inf) & (poisoned | ~np.isfinite(bias))).any(-1)
 
 
-def _magnitude(case: Case, inputs: dict[str, np.ndarray], logits: np.ndarray) -> np.ndarray:
+def _magnitude(case: Case, inputs: dict[str, Any], logits: np.ndarray) -> np.ndarray:
     """What rounding errors of a logit are relative to: the sum of the sizes of its terms."""
     p = case.problem
     plain_scores = dataclasses.replace(p, softcap=0.0, qk_mode=0)

@@ -24,8 +24,12 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from .formula import BoundFormula, Formula, widened
-from .interval import Interval
+from .expr.emit import cast as _cast
+from .expr.emit import lanes as _lanes
+from .expr.emit import scalar_type as _scalar_type
+from .expr.emit import widened
+from .expr.interval import Interval
+from .formula import BoundFormula, Formula
 from .problem import ATTRIBUTE, AttentionProblem, Layout, Mask
 
 Size: TypeAlias = Any  # int | tirx.Var
@@ -58,10 +62,10 @@ class Bound:
         }
         self.formula: BoundFormula | None = None
         if isinstance(problem.mask, Formula):
-            sizes = [arguments[name] for name in problem.mask.names() if _is_scalar(name)]
-            tables = [self.buffers[name] for name in problem.mask.names() if not _is_scalar(name)]
-            self.formula = BoundFormula(problem.mask, tables, sizes, scope)
-            self.mask_keys = sizes[0] if problem.mask.short else _int64(self.T)
+            tables = [self.buffers[name] for name in problem.mask.names() if name in self.buffers]
+            sizes = [arguments[name] for name in problem.mask.scalars()]
+            self.formula = BoundFormula(problem.mask, tables, sizes[: problem.mask.sizes], scope)
+            self.mask_keys = arguments.get("mask_keys", _int64(self.T))
 
     def _shapes(self) -> dict[str, tuple[list[Size], str]]:
         """Shape and element type of every buffer the problem can have."""
@@ -346,7 +350,7 @@ class Bound:
 
 def _is_scalar(name: str) -> bool:
     """Whether the parameter is an int64 and no tensor."""
-    return name == "past" or name.startswith("size_")
+    return name in ("past", "mask_keys") or name.startswith("size_")
 
 
 def _size(name: str, size: int | None) -> Size:
@@ -363,12 +367,6 @@ def _match(name: str, argument: tirx.Var, shape: list[Size], dtype: str) -> tirx
 
 def _int64(value: int | Expr) -> Expr:
     return tirx.const(value, "int64") if isinstance(value, int) else _cast(value, "int64")
-
-
-def _cast(value: Expr, dtype: str) -> Expr:
-    """value with element type dtype, whatever its lanes."""
-    lanes = _lanes(value)
-    return value.astype(dtype if lanes == 1 else f"{dtype}x{lanes}")
 
 
 def _number(value: Expr, dtype: str) -> Expr:
@@ -394,14 +392,6 @@ def _tanh(x: Expr) -> Expr:
 
 def _clamp(value: Expr, end: Expr) -> Expr:
     return tirx.max(tirx.min(value, end), 0)
-
-
-def _lanes(value: int | Expr) -> int:
-    return 1 if isinstance(value, int) else value.ty.dtype.lanes
-
-
-def _scalar_type(value: int | Expr) -> str:
-    return "int64" if isinstance(value, int) else str(value.ty.dtype.with_lanes(1))
 
 
 def _broadcast(value: Expr, lanes: int) -> Expr:

@@ -126,7 +126,10 @@ class AttentionProblem:
         return tuple(name for name in names if present.get(name, True))
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
+        data = dataclasses.asdict(self)
+        if isinstance(self.mask, Formula):
+            data["mask"] = self.mask.to_data()
+        return json.dumps(data)
 
     @staticmethod
     def from_json(text: str) -> AttentionProblem:
@@ -134,8 +137,8 @@ class AttentionProblem:
         if data["window"] is not None:
             data["window"] = Window(**data["window"])
         mask = data["mask"]
-        if mask is not None and "code" in mask:
-            data["mask"] = Formula(**{**mask, "tables": tuple(mask["tables"]), "over": tuple(mask["over"])})
+        if mask is not None and "value" in mask:
+            data["mask"] = Formula.from_data(mask)
         elif mask is not None:
             data["mask"] = Mask(**{**mask, "dims": tuple(mask["dims"]), "broadcasts": tuple(mask["broadcasts"])})
         return AttentionProblem(**data)

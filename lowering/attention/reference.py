@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
+from .expr.evaluate import evaluate
+from .formula import Formula
 from .problem import AttentionProblem, Mask
 
 
@@ -16,14 +20,15 @@ def reference(
     lengths: np.ndarray | None = None,
     past: int = 0,
     sink: np.ndarray | None = None,
+    **formula: np.ndarray | int,
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Y in the layout of q, and the qk matrix [B, Hq, S, T] if qk_mode asks for it, both float64.
 
-    Inputs have the shapes of the problem's parameters and any real types; the elements of a formula come as a mask
-    tensor. Masked scores and values are dropped by
-    selection: NaN there does not reach Y. A row whose scores are all masked or -inf gives 0.
+    Inputs have the shapes of the problem's parameters and any real types; those of a formula come by name, or its
+    elements as a mask tensor. Masked scores and values are dropped by selection: NaN there does not reach Y. A row
+    whose scores are all masked or -inf gives 0.
     """
-    raw, capped, masked, bias = _scores(problem, q, k, mask, lengths, past)
+    raw, capped, masked, bias = _scores(problem, q, k, mask, lengths, past, formula)
     v = np.repeat(_heads_first(v, problem.kv_layout, problem.kv_heads), problem.group, axis=1)
     extra = _extra(problem, sink)
     with np.errstate(all="ignore"):  # masked rows may hold anything
@@ -50,9 +55,10 @@ def log_sum_exp(
     lengths: np.ndarray | None = None,
     past: int = 0,
     sink: np.ndarray | None = None,
+    **formula: np.ndarray | int,
 ) -> np.ndarray:
     """The lse output [B, Hq, S] in float64, for inputs as in `reference`."""
-    _, _, masked, _ = _scores(problem, q, k, mask, lengths, past)
+    _, _, masked, _ = _scores(problem, q, k, mask, lengths, past, formula)
     sinks = np.broadcast_to(_extra(problem, sink), (*masked.shape[:-1], 1))
     with np.errstate(all="ignore"):
         return np.logaddexp.reduce(np.concatenate([masked, sinks], axis=-1), axis=-1)
@@ -65,6 +71,7 @@ def _scores(
     mask: np.ndarray | None,
     lengths: np.ndarray | None,
     past: int,
+    formula: Mapping[str, np.ndarray | int],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """[B, Hq, S, T]: scaled scores, those after the soft cap, those after masking, and what masking added."""
     q = _heads_first(q, problem.q_layout, problem.q_heads)
@@ -72,6 +79,8 @@ def _scores(
     with np.errstate(all="ignore"):
         raw = problem.scale * (q @ k.swapaxes(-1, -2))
         capped = problem.softcap * np.tanh(raw / problem.softcap) if problem.softcap else raw
+        if mask is None and isinstance(problem.mask, Formula):
+            mask = _elements(problem, raw.shape, formula)
         bias = _bias(problem, raw.shape, mask, lengths, past)
         return raw, capped, np.where(bias == -np.inf, -np.inf, capped + bias), bias
 
@@ -87,6 +96,18 @@ def _heads_first(x: np.ndarray, layout: str, heads: int) -> np.ndarray:
         return x
     batch, length, width = x.shape
     return x.reshape(batch, length, heads, width // heads).swapaxes(1, 2)
+
+
+def _elements(problem: AttentionProblem, shape: tuple[int, ...], given: Mapping[str, np.ndarray | int]) -> np.ndarray:
+    """The elements of a formula as a mask tensor [B, Hq, S, T]."""
+    formula = problem.mask
+    assert isinstance(formula, Formula)
+    b, h, i, j = np.ogrid[tuple(slice(n) for n in shape)]
+    sizes = [int(given[f"size_{k}"]) for k in range(formula.sizes)]
+    tables = [np.asarray(given[f"table_{k}"]) for k in range(len(formula.tables))]
+    values = evaluate(formula.value, {"b": b, "h": h, "i": i, "j": j}, sizes, tables)
+    hidden = j >= given.get("mask_keys", shape[3])
+    return np.broadcast_to(np.where(hidden, False if values.dtype == bool else -np.inf, values), shape)
 
 
 def _bias(

@@ -18,7 +18,8 @@ import tvm
 from tvm import ir, relax, te, tirx
 from tvm.ir import Expr, prim
 
-from ..attention.formula import INDICES, Formula
+from ..attention.expr.node import INDICES
+from ..attention.formula import Formula
 from ..attention.plain import plain
 from ..attention.problem import ATTRIBUTE, AttentionProblem, Mask
 from ..checks import check_condition
@@ -106,13 +107,16 @@ class _Absorber:
         tables: dict[relax.Expr, tirx.Buffer] = {}
         value = self.flattened(value, tables)
         known = {*self.indices, *tables.values()}
-        sizes: dict[tirx.Var, Expr] = {v: v for v in tirx.analysis.undefined_vars(value) if v not in known}
+        sizes = [var for var in tirx.analysis.undefined_vars(value) if var not in known]
         short = self.record.pad and not self.elements.analyzer.can_prove_equal(self.keys, self.T)
-        if short:
-            sizes = {tirx.Var("keys", "int64"): self.keys, **sizes}
-        formula = Formula.of(value, self.indices, list(sizes), list(tables.values()), short)
+        tensors = {buffer: tensor for tensor, buffer in tables.items()}
+        try:
+            formula, used, read = Formula.of(value, self.indices, sizes, list(tensors), short)
+        except ValueError:
+            return None
         problem = dataclasses.replace(self.problem, mask=formula)
-        given = {**self.arguments, **dict(zip(formula.names(), [*map(self.flat, tables), *sizes.values()]))}
+        parameters = [*(self.flat(tensors[buffer]) for buffer in read), *used, *([self.keys] if short else [])]
+        given = {**self.arguments, **dict(zip(formula.names(), parameters))}
         given["q"] = self.with_conditions(given["q"])
         function = plain(problem).without_attr("global_symbol")
         arguments = [given[name] for name in problem.parameters() if name in given]

@@ -25,7 +25,7 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.bound import HIDDEN, Bound
-from lowering.attention.interval import Interval
+from lowering.attention.expr.interval import Interval
 
 from .dot_bf16 import pair, using_dot, words_of
 from .kv_tile import KeyValueTile, comes_in_pairs, load_as, store_y

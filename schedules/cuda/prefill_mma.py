@@ -28,7 +28,7 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.bound import Bound
-from lowering.attention.formula import widened
+from lowering.attention.expr.emit import widened
 from lowering.attention.problem import AttentionProblem
 
 from . import ptx

@@ -38,7 +38,7 @@ def formula() -> Formula:
     b, h, i, j, size = (tirx.Var(name, "int64") for name in ("b", "h", "i", "j", "size"))
     table = tirx.decl_buffer((tirx.Var("n", "int64"),), "int64", "table")
     shown = tirx.any(table[i].equal(table[j]), j < size)
-    return Formula.of(shown, (b, h, i, j), [size], [table], short=False)
+    return Formula.of(shown, (b, h, i, j), [size], [table], short=False)[0]
 
 
 def draw(p: AttentionProblem, batch: int, q_len: int, kv_len: int) -> Arrays:

@@ -42,7 +42,7 @@ def formula(dtype: str) -> Formula:
     table = tirx.decl_buffer((tirx.Var("n", "int64"),), "int64", "table")
     shown = tirx.all(j <= i + size, table[j] != 0)
     value = shown if dtype == "bool" else tirx.Select(shown, tirx.const(0, dtype), tirx.const(LOWEST, dtype))
-    return Formula.of(value, (b, h, i, j), [size], [table], short=False)
+    return Formula.of(value, (b, h, i, j), [size], [table], short=False)[0]
 
 
 BF16 = {"dtype": "bfloat16", "v_dtype": "bfloat16"}

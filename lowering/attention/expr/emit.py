@@ -1,0 +1,112 @@
+"""From expressions to TensorIR, for scalars or for vectors of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tvm import ir, tirx
+from tvm.ir import prim
+from tvm.script.ir_builder import tirx as T
+
+from .node import INDICES, Expr, terms
+
+_CLASSES: dict[str, type] = {
+    "add": prim.Add, "sub": prim.Sub, "mul": prim.Mul, "div": prim.Div, "mod": prim.Mod, "floordiv": prim.FloorDiv,
+    "floormod": prim.FloorMod, "min": prim.Min, "max": prim.Max, "eq": prim.EQ, "ne": prim.NE, "lt": prim.LT,
+    "le": prim.LE, "and": prim.And, "or": prim.Or, "not": prim.Not, "select": prim.Select,
+}  # fmt: skip
+
+Load = Callable[[int, ir.Expr], ir.Expr]
+"""The elements of a table at positions."""
+
+
+def emit(expr: Expr, point: Sequence[ir.Expr], sizes: Sequence[ir.Expr], load: Load) -> ir.Expr:
+    """TensorIR for the expression at point (b, h, i, j), of which one may be a vector. A size may be any scalar."""
+    return _Emission(point, sizes, load).of(expr)
+
+
+class _Emission:
+    def __init__(self, point: Sequence[ir.Expr], sizes: Sequence[ir.Expr], load: Load) -> None:
+        self.point, self.sizes, self.load = dict(zip(INDICES, point, strict=True)), sizes, load
+
+    def of(self, expr: Expr) -> ir.Expr:
+        if expr.op == "number":
+            return tirx.const(expr.number, expr.dtype)
+        if expr.op in ("index", "size"):
+            value = self.point[str(expr.value)] if expr.op == "index" else self.sizes[int(expr.value or 0)]
+            return value if scalar_type(value) == expr.dtype else cast(value, expr.dtype)
+        if expr.op == "sum":
+            return _sum([(factor, self.of(term)) for factor, term in terms(expr)], expr.dtype)
+        args = [self.of(arg) for arg in expr.args]
+        if expr.op == "load":
+            return self.load(int(expr.value or 0), args[0])
+        return _combined(expr, args)
+
+
+def _combined(expr: Expr, args: list[ir.Expr]) -> ir.Expr:
+    """The expression's operation on these values of its arguments."""
+    if expr.op == "cast" and expr.args[0].dtype == "bool" and expr.dtype != "bool":
+        # TVM's analysis of a bound vector stumbles over a comparison in it.
+        one, zero = (tirx.const(x, expr.dtype) for x in (1, 0))
+        return prim.Select(*_together(args[0], one, zero))
+    if expr.op == "cast":
+        return cast(args[0], expr.dtype)
+    args = list(_together(*args))
+    if expr.op in _CLASSES:
+        return _CLASSES[expr.op](*args)
+    return _call(expr, args)
+
+
+def _sum(parts: list[tuple[int, ir.Expr]], dtype: str) -> ir.Expr:
+    """Scalars first, which are then computed once, and what is added before what is taken away."""
+    total: ir.Expr | None = None
+    for factor, value in sorted(parts, key=lambda part: (lanes(part[1]), part[0] < 0)):
+        scaled = value if abs(factor) == 1 else prim.Mul(*_together(value, tirx.const(abs(factor), dtype)))
+        if total is None:
+            total = scaled if factor > 0 else prim.Sub(*_together(tirx.const(0, dtype), scaled))
+        else:
+            total = (prim.Add if factor > 0 else prim.Sub)(*_together(total, scaled))
+    assert total is not None
+    return total
+
+
+def _call(expr: Expr, args: list[ir.Expr]) -> ir.Expr:
+    """A function of scalars, for each lane where it has no vector form."""
+    op = ir.Op.get(expr.op)
+    count = lanes(args[0])
+    if count == 1:
+        return ir.Call(op, args, ret_ty=expr.dtype)
+    each = [ir.Call(op, [tirx.Shuffle([arg], [lane]) for arg in args], ret_ty=expr.dtype) for lane in range(count)]
+    return tirx.Shuffle(each, list(range(count)))
+
+
+def _together(*operands: ir.Expr) -> tuple[ir.Expr, ...]:
+    """The operands with equally many lanes."""
+    count = max(map(lanes, operands))
+    return tuple(x if lanes(x) == count else T.broadcast(x, count) for x in operands)
+
+
+def cast(value: ir.Expr, dtype: str) -> ir.Expr:
+    """value with element type dtype, whatever its lanes."""
+    count = lanes(value)
+    return value.astype(dtype if count == 1 else f"{dtype}x{count}")
+
+
+def lanes(value: int | ir.Expr) -> int:
+    return 1 if isinstance(value, int) else value.ty.dtype.lanes
+
+
+def scalar_type(value: int | ir.Expr) -> str:
+    return "int64" if isinstance(value, int) else str(value.ty.dtype.with_lanes(1))
+
+
+def widened(value: ir.Expr, dtype: str) -> ir.Expr:
+    """value in the wider floating-point type dtype.
+
+    bfloat16 is widened by hand: TVM 0.27 forgets to do so in a T.bind and then takes the bits for an integer
+    (ComputeLegalizer::VisitStmt_(BindNode)).
+    """
+    if scalar_type(value) == "bfloat16":
+        bits = cast(T.reinterpret(value.ty.dtype.replace("bfloat", "uint"), value), "uint32")
+        value = T.reinterpret(bits.ty.dtype.replace("uint", "float"), bits << 16)
+    return cast(value, dtype)

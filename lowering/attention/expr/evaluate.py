@@ -1,0 +1,56 @@
+"""Expressions in NumPy: what they mean, element by element. No kernel shares code with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ml_dtypes  # noqa: F401  (NumPy's names for half precision)
+import numpy as np
+
+from .node import Expr
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "floordiv": np.floor_divide, "floormod": np.mod,
+    "mod": np.fmod, "min": np.minimum, "max": np.maximum, "eq": np.equal, "ne": np.not_equal, "lt": np.less,
+    "le": np.less_equal, "and": np.logical_and, "or": np.logical_or, "not": np.logical_not, "select": np.where,
+    "exp": np.exp, "exp2": np.exp2, "log": np.log, "log2": np.log2, "tanh": np.tanh, "sqrt": np.sqrt,
+    "fabs": np.abs, "floor": np.floor, "ceil": np.ceil, "trunc": np.trunc, "nearbyint": np.rint, "round": np.round,
+    "pow": np.power, "isnan": np.isnan, "sin": np.sin, "cos": np.cos, "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+}  # fmt: skip
+
+
+def evaluate(
+    expr: Expr, point: Mapping[str, np.ndarray], sizes: Sequence[int], tables: Sequence[np.ndarray]
+) -> np.ndarray:
+    """The expression at arrays of indices by name ("b", "h", "i", "j"), which broadcast.
+
+    Positions outside a table are clamped, as kernels do. Raises NotImplementedError for an unknown function.
+    """
+
+    def value(node: Expr) -> np.ndarray:
+        dtype = np.dtype(node.dtype)
+        if node.op == "number":
+            return np.asarray(node.number, dtype)
+        if node.op == "index":
+            return np.asarray(point[str(node.value)], dtype)
+        if node.op == "size":
+            return np.asarray(sizes[int(node.value or 0)], dtype)
+        args = [value(arg) for arg in node.args]
+        if node.op == "load":
+            table = tables[int(node.value or 0)]
+            return table[np.clip(args[0], 0, len(table) - 1)].astype(dtype)
+        if node.op == "cast":
+            return args[0].astype(dtype)
+        if node.op == "sum":
+            return np.asarray(sum(args), dtype)
+        if node.op == "div":
+            floating = "float" in node.dtype
+            return np.asarray(args[0] / args[1] if floating else np.trunc(args[0] / args[1]), dtype)
+        function = _FUNCTIONS.get(node.op.rpartition(".")[2])
+        if function is None:
+            raise NotImplementedError(f"no NumPy for {node.op}")
+        return np.asarray(function(*args), dtype)
+
+    with np.errstate(all="ignore"):
+        return value(expr)

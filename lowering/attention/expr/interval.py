@@ -1,0 +1,206 @@
+"""Interval analysis: which values an expression can take over a tile of indices, as code for the kernel.
+
+A mask that is provably -inf on a tile of queries and keys lets a kernel skip the tile; one that is provably 0 lets it
+run without mask code. What is provable is decided at run time: the ends of an interval are expressions, evaluated once
+per tile, and a table is searched between the first and the last element that the tile can read.
+
+Numbers have (lowest, highest), conditions have (surely, possibly): whether they hold everywhere, whether somewhere.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+
+from tvm import ir, tirx
+from tvm.ir import prim
+from tvm.script.ir_builder import tirx as T
+
+from .emit import cast, scalar_type
+from .node import Expr, terms
+
+Interval = tuple[ir.Expr, ir.Expr]
+
+Look = Callable[[int, Interval], Interval]
+"""The values of a table between two positions, both included."""
+
+
+def interval(expr: Expr, bounds: Mapping[str, Interval], sizes: Sequence[ir.Expr], look: Look) -> Interval | None:
+    """The interval of `expr` for indices within `bounds`, both ends included; None where nothing is known.
+
+    Emits code where the IRBuilder stands.
+    """
+    return _Analysis(bounds, sizes, look).of(expr)
+
+
+class _Analysis:
+    def __init__(self, bounds: Mapping[str, Interval], sizes: Sequence[ir.Expr], look: Look) -> None:
+        self.bounds, self.sizes, self.look = bounds, sizes, look
+
+    def of(self, expr: Expr) -> Interval | None:
+        result = self.combined(expr)
+        if result is None:
+            return (_FALSE, _TRUE) if expr.dtype == "bool" else None
+        low = _named(result[0])
+        return low, low if result[0] is result[1] else _named(result[1])
+
+    def combined(self, expr: Expr) -> Interval | None:
+        if expr.op == "number":
+            value = tirx.const(expr.number, expr.dtype)
+            return value, value
+        if expr.op in ("index", "size"):
+            size = self.sizes[int(expr.value or 0)] if expr.op == "size" else None
+            low, high = self.bounds[str(expr.value)] if size is None else (size, size)
+            return _typed(low, expr.dtype), _typed(high, expr.dtype)
+        if expr.op == "select":
+            return self.chosen(expr)
+        if expr.op in ("and", "or", "not"):
+            return _CONDITIONS[expr.op](*map(self.condition, expr.args))
+        if expr.op == "sum":
+            return self.total(expr)
+        args = [self.of(arg) for arg in expr.args]
+        known = [arg for arg in args if arg is not None]
+        if len(known) < len(args):
+            return None
+        if expr.op == "load":
+            return self.look(int(expr.value or 0), known[0])
+        if expr.op == "cast":
+            return _cast(known[0], expr.args[0].dtype, expr.dtype)
+        rule = _RULES.get(expr.op)
+        return None if rule is None else rule(*known)
+
+    def condition(self, expr: Expr) -> Interval:
+        return self.of(expr) or (_FALSE, _TRUE)
+
+    def total(self, expr: Expr) -> Interval | None:
+        ends: list[list[ir.Expr]] = [[], []]
+        for factor, term in terms(expr):
+            found = self.of(term)
+            if found is None:
+                return None
+            for end, value in zip(ends, found if factor > 0 else reversed(found)):
+                end.append(value * tirx.const(factor, expr.dtype))
+        low, high = (functools.reduce(lambda a, b: a + b, end) for end in ends)
+        return low, high
+
+    def chosen(self, expr: Expr) -> Interval | None:
+        condition, yes, no = expr.args
+        a, b = self.of(yes), self.of(no)
+        if a is None or b is None:
+            return None
+        surely, possibly = self.condition(condition)
+        either = (tirx.all, tirx.any) if expr.dtype == "bool" else (tirx.min, tirx.max)
+        low, high = (prim.Select(surely, x, prim.Select(possibly, merge(x, y), y)) for merge, x, y in zip(either, a, b))
+        return low, high
+
+
+_TRUE, _FALSE = tirx.const(True, "bool"), tirx.const(False, "bool")
+
+
+def _typed(value: ir.Expr, dtype: str) -> ir.Expr:
+    return value if scalar_type(value) == dtype else cast(value, dtype)
+
+
+def _cast(value: Interval, source: str, dtype: str) -> Interval:
+    if dtype != "bool":
+        return value[0].astype(dtype), value[1].astype(dtype)
+    zero = tirx.const(0, source)
+    surely, never = tirx.any(value[0] > zero, value[1] < zero), tirx.all(*(end.equal(zero) for end in value))
+    return surely, prim.Not(never)
+
+
+def _product(a: Interval, b: Interval) -> Interval:
+    ends = [x * y for x in dict.fromkeys(a) for y in dict.fromkeys(b)]
+    low = high = ends[0]
+    for end in ends[1:]:
+        low, high = tirx.min(low, end), tirx.max(high, end)
+    return low, high
+
+
+def _quotient(a: Interval, b: Interval) -> Interval | None:
+    """By a positive number."""
+    divisor = b[0]
+    if not isinstance(divisor, prim.IntImm | prim.FloatImm) or divisor.value <= 0:
+        return None
+    if isinstance(divisor, prim.FloatImm):
+        return a[0] / divisor, a[1] / divisor
+    return tirx.floordiv(a[0], divisor), tirx.floordiv(a[1], divisor)
+
+
+def _remainder(a: Interval, b: Interval) -> Interval | None:
+    divisor = b[0]
+    if not isinstance(divisor, prim.IntImm) or divisor.value <= 0:
+        return None
+    same = tirx.floordiv(a[0], divisor).equal(tirx.floordiv(a[1], divisor))
+    low = prim.Select(same, tirx.floormod(a[0], divisor), tirx.const(0, str(divisor.ty)))
+    return low, prim.Select(same, tirx.floormod(a[1], divisor), divisor - 1)
+
+
+def _equal(a: Interval, b: Interval) -> Interval:
+    surely = tirx.all(a[0].equal(a[1]), b[0].equal(b[1]), a[0].equal(b[0]))
+    return surely, tirx.all(a[0] <= b[1], b[0] <= a[1])
+
+
+def _not(a: Interval) -> Interval:
+    surely, possibly = a
+    return prim.Not(possibly), prim.Not(surely)
+
+
+_CONDITIONS: dict[str, Callable[..., Interval]] = {
+    "and": lambda a, b: (prim.And(a[0], b[0]), prim.And(a[1], b[1])),
+    "or": lambda a, b: (prim.Or(a[0], b[0]), prim.Or(a[1], b[1])),
+    "not": _not,
+}
+
+_RULES: dict[str, Callable[..., Interval | None]] = {
+    "add": lambda a, b: (a[0] + b[0], a[1] + b[1]),
+    "sub": lambda a, b: (a[0] - b[1], a[1] - b[0]),
+    "mul": _product,
+    "min": lambda a, b: (tirx.min(a[0], b[0]), tirx.min(a[1], b[1])),
+    "max": lambda a, b: (tirx.max(a[0], b[0]), tirx.max(a[1], b[1])),
+    "div": lambda a, b: _quotient(a, b) if isinstance(b[0], prim.FloatImm) else None,
+    "floordiv": _quotient,
+    "floormod": _remainder,
+    "lt": lambda a, b: (a[1] < b[0], a[0] < b[1]),
+    "le": lambda a, b: (a[1] <= b[0], a[0] <= b[1]),
+    "eq": _equal,
+    "ne": lambda a, b: _not(_equal(a, b)),
+}
+
+
+def extremes(
+    element: Callable[[ir.Expr], ir.Expr], size: ir.Expr, places: Interval, scratch: Callable[[int, str], tirx.Buffer]
+) -> Interval:
+    """The values of a table of that size between two positions, by a loop. NaN makes the interval infinite.
+
+    scratch gives memory for so many elements of a type.
+    """
+    first, end = (T.bind(tirx.max(tirx.min(place, size - 1), 0)) for place in places)
+    dtype = str(element(first).ty)
+    low, high, ordered = (scratch(1, kind) for kind in (dtype, dtype, "bool"))
+
+    def put(buffer: tirx.Buffer, value: ir.Expr) -> None:
+        T.buffer_store(buffer, value, [0])
+
+    put(low, element(first))
+    put(high, element(first))
+    put(ordered, _TRUE)
+    is_float = dtype.startswith("float")
+    with T.serial(end - first + 1) as k:
+        x = T.bind(element(first + k))
+        if dtype == "bool":
+            put(low, tirx.all(low[0], x))
+            put(high, tirx.any(high[0], x))
+        else:
+            put(low, tirx.min(low[0], x))
+            put(high, tirx.max(high[0], x))
+        if is_float:
+            put(ordered, tirx.all(ordered[0], x <= tirx.const(float("inf"), dtype)))
+    if not is_float:
+        return low[0], high[0]
+    infinity = tirx.const(float("inf"), dtype)
+    return prim.Select(ordered[0], low[0], -infinity), prim.Select(ordered[0], high[0], infinity)
+
+
+def _named(value: ir.Expr) -> ir.Expr:
+    return value if isinstance(value, tirx.Var | prim.IntImm | prim.FloatImm) else T.bind(value)

@@ -1,0 +1,54 @@
+"""From TensorIR to expressions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tvm import ir, tirx
+from tvm.ir import prim
+
+from .node import INDICES, Expr, canonical, number
+
+_OPERATIONS: dict[type, str] = {
+    prim.Add: "add", prim.Sub: "sub", prim.Mul: "mul", prim.Div: "div", prim.Mod: "mod", prim.FloorDiv: "floordiv",
+    prim.FloorMod: "floormod", prim.Min: "min", prim.Max: "max", prim.EQ: "eq", prim.NE: "ne", prim.LT: "lt",
+    prim.LE: "le", prim.GT: "gt", prim.GE: "ge", prim.And: "and", prim.Or: "or", prim.Not: "not",
+}  # fmt: skip
+
+IF_THEN_ELSE = "prim.if_then_else"
+
+
+def read(value: ir.Expr, indices: Sequence[tirx.Var], sizes: Sequence[tirx.Var], tables: Sequence[tirx.Buffer]) -> Expr:
+    """The canonical form of `value`, an expression of the indices (b, h, i, j), the sizes and loads from the tables.
+
+    Raises ValueError for what no expression holds.
+    """
+    leaves: dict[tirx.Var, Expr] = {
+        var: Expr("index", str(var.ty), value=name) for name, var in zip(INDICES, indices, strict=True)
+    }
+    leaves |= {var: Expr("size", str(var.ty), value=k) for k, var in enumerate(sizes)}
+    return canonical(_read(value, leaves, {table: k for k, table in enumerate(tables)}))
+
+
+def _read(value: ir.Expr, leaves: Mapping[tirx.Var, Expr], tables: Mapping[tirx.Buffer, int]) -> Expr:
+    def read(part: ir.Expr) -> Expr:
+        return _read(part, leaves, tables)
+
+    dtype = str(value.ty)
+    if isinstance(value, tirx.Var):
+        return leaves[value]
+    if isinstance(value, prim.IntImm | prim.FloatImm):
+        return number(value.value, dtype)
+    if isinstance(value, ir.TensorLoad):
+        return Expr("load", dtype, (read(value.indices[0]),), tables[value.source])
+    if type(value) in _OPERATIONS:
+        operands = (value.a,) if isinstance(value, prim.Not) else (value.a, value.b)
+        return Expr(_OPERATIONS[type(value)], dtype, tuple(map(read, operands)))
+    if isinstance(value, prim.Select):
+        return Expr("select", dtype, tuple(map(read, (value.condition, value.true_value, value.false_value))))
+    if isinstance(value, prim.Cast):
+        return Expr("cast", dtype, (read(value.value),))
+    if isinstance(value, ir.Call) and isinstance(value.op, ir.Op) and not value.ty_args:
+        name = "select" if value.op.name == IF_THEN_ELSE else value.op.name
+        return Expr(name, dtype, tuple(map(read, value.args)))
+    raise ValueError(f"{type(value).__name__} is part of no expression")

@@ -1,0 +1,119 @@
+"""Expressions: one form whatever their parameters are called, the same numbers as NumPy, and bounds that hold."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import formula_cases
+import numpy as np
+import pytest
+import tvm
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from lowering.attention.expr.evaluate import evaluate
+from lowering.attention.formula import BoundFormula, Formula
+
+SIZES = {"b": 2, "h": 3, "i": 9, "j": 16}
+KEYS = SIZES["j"]
+
+
+def of(value: tirx.Expr, indices: list[tirx.Var], sizes: list[tirx.Var], tables: list[tirx.Buffer]) -> Formula:
+    return Formula.of(value, indices, sizes, tables, short=False)[0]
+
+
+def test_names_and_order_of_parameters_make_no_difference() -> None:
+    """Documents and a prefix, written twice with other names, other orders and other ways to compare."""
+    records = []
+    for names, turned in (("bhijpqtu", False), ("wxyzmnkl", True)):
+        b, h, i, j, p, q = (tirx.Var(name, "int64") for name in names[:6])
+        t, u = (tirx.decl_buffer((tirx.Var("n", "int64"),), "int64", name) for name in names[6:])
+        if turned:
+            value = tirx.any(p + 2 + i > j, tirx.all(u[j] * 2 < q, t[j].equal(t[i])))
+            records.append(of(value, [b, h, i, j], [q, p], [u, t]))
+        else:
+            value = tirx.any(tirx.all(t[i].equal(t[j]), q > u[j] + u[j]), j < i + p + 3 - 1)
+            records.append(of(value, [b, h, i, j], [p, q], [t, u]))
+    assert records[0] == records[1] and hash(records[0]) == hash(records[1])
+    assert records[0].over == ("i", "j") and records[0].sizes == 2 and records[0].tables == ("int64", "int64")
+    text = json.dumps(records[0].to_data())
+    assert len(text) < 800 and Formula.from_data(json.loads(text)) == records[0]
+
+
+def test_other_expressions_are_other_records() -> None:
+    b, h, i, j = (tirx.Var(name, "int64") for name in "bhij")
+    t, u = (tirx.decl_buffer((8,), "int64", name) for name in "tu")
+    values = [j <= i, j < i, i <= j, t[j].equal(t[i]), t[j].equal(u[i]), (j - i).equal(2), (j - i).equal(-2)]
+    assert len({of(value, [b, h, i, j], [], [t, u]) for value in values}) == len(values)
+
+
+def test_what_is_no_expression_is_refused() -> None:
+    b, h, i, j = (tirx.Var(name, "int64") for name in "bhij")
+    with pytest.raises(ValueError, match="Let is part of no expression"):
+        of(tirx.Let(h, i, h < j), [b, h, i, j], [], [])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_kernels_and_numpy_agree(seed: int) -> None:
+    """Elements one by one and in vectors of keys or rows, and their bounds over tiles."""
+    rng, data = random.Random(seed), np.random.default_rng(seed)
+    formula = formula_cases.formula(rng)
+    given = formula_cases.parameters(formula, KEYS, data)
+    sizes = [int(given[f"size_{k}"]) for k in range(formula.sizes)]
+    tables = [np.asarray(given[f"table_{k}"]) for k in range(len(formula.tables))]
+    point = dict(zip("bhij", np.ogrid[tuple(slice(n) for n in SIZES.values())]))
+    expected = np.broadcast_to(evaluate(formula.value, point, sizes, tables), tuple(SIZES.values()))
+
+    dtype = "int8" if formula.dtype == "bool" else formula.dtype
+    results = [np.zeros(expected.shape, dtype) for _ in range(3)]
+    ends = [np.zeros((*expected.shape[:2], 2), dtype) for _ in range(2)]
+    kernel = tvm.compile(tvm.IRModule({"evaluate": _kernel(formula, dtype)}), target="llvm")["evaluate"]
+    kernel(*map(tvm.runtime.tensor, tables), *sizes, *(outputs := [tvm.runtime.tensor(x) for x in (*results, *ends)]))
+    scalar, keys, rows, low, high = (x.numpy() for x in outputs)
+    where = (..., slice(None)), (..., slice(4, 8)), (..., slice(2, 6), slice(None))
+    for found, here in zip((scalar, keys, rows), where):
+        wanted = expected[here].astype(dtype)
+        np.testing.assert_allclose(found[here], wanted, rtol=1e-6, err_msg=str(formula.value.to_data()))
+    for part in range(2):  # two tiles of keys, all rows
+        tile = expected[..., part * KEYS // 2 : (part + 1) * KEYS // 2].astype(dtype)
+        tile = np.where(np.isnan(tile.astype("f8")), 0, tile)
+        with np.errstate(invalid="ignore"):
+            assert (low[..., part] <= tile.min((2, 3))).all() and (high[..., part] >= tile.max((2, 3))).all()
+
+
+def _kernel(formula: Formula, dtype: str) -> tirx.PrimFunc:
+    """Elements, then in vectors of keys, then of rows, then the bounds of two tiles."""
+    shape = tuple(SIZES.values())
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name("evaluate")
+        tables = [
+            T.match_buffer(T.arg(f"table_{k}", T.handle()), (8,), dtype) for k, dtype in enumerate(formula.tables)
+        ]
+        sizes = [T.arg(f"size_{k}", T.int64()) for k in range(formula.sizes)]
+        scalar, keys, rows = (T.match_buffer(T.arg(f"out_{k}", T.handle()), shape, dtype) for k in range(3))
+        low, high = (T.match_buffer(T.arg(f"end_{k}", T.handle()), (*shape[:2], 2), dtype) for k in range(2))
+        bound = BoundFormula(formula, tables, sizes)
+        with T.serial(T.int64(shape[0])) as b, T.serial(T.int64(shape[1])) as h:
+            with T.serial(T.int64(shape[2])) as i:
+                with T.serial(T.int64(shape[3])) as j:
+                    T.buffer_store(scalar, bound(b, h, i, j).astype(dtype), [b, h, i, j])
+                four = bound(b, h, i, T.ramp(T.int64(4), 1, 4))
+                for lane in range(4):
+                    part = four if four.ty.dtype.lanes == 1 else tirx.Shuffle([four], [lane])
+                    T.buffer_store(keys, part.astype(dtype), [b, h, i, 4 + lane])
+            with T.serial(T.int64(shape[3])) as j:
+                four = bound(b, h, T.ramp(T.int64(2), 1, 4), j)
+                for lane in range(4):
+                    part = four if four.ty.dtype.lanes == 1 else tirx.Shuffle([four], [lane])
+                    T.buffer_store(rows, part.astype(dtype), [b, h, 2 + lane, j])
+            for part in range(2):
+                first = part * shape[3] // 2
+                tile = (T.int64(first), T.int64(first + shape[3] // 2 - 1))
+                ends = bound.extremes(b, h, (T.int64(0), T.int64(shape[2] - 1)), tile)
+                limits = (-128, 127) if dtype == "int8" else (float("-inf"), float("inf"))
+                for buffer, k in ((low, 0), (high, 1)):
+                    value = tirx.const(limits[k], dtype) if ends is None else ends[k].astype(dtype)
+                    T.buffer_store(buffer, value, [b, h, part])
+    return builder.get()

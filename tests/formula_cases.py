@@ -1,0 +1,78 @@
+"""Random formulas, and values for their parameters."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from lowering.attention.expr.node import Expr, canonical, number, renumbered
+from lowering.attention.formula import Formula
+
+_TABLE = 8  # elements; positions are remainders
+_LOWEST = float(np.finfo(np.float32).min)
+
+
+def formula(rng: random.Random) -> Formula:
+    """Bool or float32, over some of the indices; a few sizes and tables."""
+    draw = _Draw(rng)
+    value, _, tables = renumbered(canonical(draw.condition(2) if rng.random() < 0.5 else draw.bias(2)))
+    sizes = {node.value for node in value.walk() if node.op == "size"}
+    return Formula(value, len(sizes), tuple(draw.tables[k] for k in tables), rng.random() < 0.2)
+
+
+def parameters(formula: Formula, kv_len: int, rng: np.random.Generator) -> dict[str, np.ndarray | int]:
+    """Values by name."""
+    given: dict[str, np.ndarray | int] = {f"size_{k}": int(rng.integers(0, kv_len + 2)) for k in range(formula.sizes)}
+    for k, dtype in enumerate(formula.tables):
+        whole = dtype.startswith("int")
+        given[f"table_{k}"] = (rng.integers(0, 3, _TABLE) if whole else rng.standard_normal(_TABLE)).astype(dtype)
+    return given | ({"mask_keys": int(rng.integers(0, kv_len + 1))} if formula.short else {})
+
+
+class _Draw:
+    def __init__(self, rng: random.Random) -> None:
+        self.rng, self.tables = rng, ["int64", "int64", "float32", "float32"]
+
+    def condition(self, depth: int) -> Expr:
+        kind = self.rng.choice(["and", "or", "not", "compare"] if depth else ["compare"])
+        if kind == "not":
+            return Expr("not", "bool", (self.condition(depth - 1),))
+        if kind != "compare":
+            return Expr(kind, "bool", (self.condition(depth - 1), self.condition(depth - 1)))
+        op = self.rng.choice(["lt", "le", "gt", "ge", "eq", "ne"])
+        return Expr(op, "bool", (self.integer(2), self.integer(2)))
+
+    def integer(self, depth: int) -> Expr:
+        kind = self.rng.choice(
+            ["add", "sub", "scaled", "min", "rest", "load"] if depth else ["index", "size", "number"]
+        )
+        if kind == "index":
+            return Expr("index", "int64", value=self.rng.choice("bhiijj"))
+        if kind == "size":
+            return Expr("size", "int64", value=self.rng.randrange(2))
+        if kind == "number":
+            return number(self.rng.randint(-3, 5), "int64")
+        if kind == "scaled":
+            return Expr("mul", "int64", (number(self.rng.choice([-1, 2, 3]), "int64"), self.integer(depth - 1)))
+        if kind == "rest":
+            return self.rest(self.integer(depth - 1), self.rng.choice([2, 3, 16]))
+        if kind == "load":
+            return Expr("load", "int64", (self.rest(self.integer(depth - 1), _TABLE),), self.rng.choice([0, 1]))
+        return Expr(kind, "int64", (self.integer(depth - 1), self.integer(depth - 1)))
+
+    def rest(self, value: Expr, divisor: int) -> Expr:
+        return Expr("floormod", "int64", (value, number(divisor, "int64")))
+
+    def bias(self, depth: int) -> Expr:
+        kind = self.rng.choice(["select", "add", "load", "slope", "number"] if depth else ["load", "number"])
+        if kind == "select":
+            return Expr("select", "float32", (self.condition(1), self.bias(depth - 1), self.bias(depth - 1)))
+        if kind == "load":
+            return Expr("load", "float32", (self.rest(self.integer(1), _TABLE),), self.rng.choice([2, 3]))
+        if kind == "slope":
+            distance = Expr("cast", "float32", (self.integer(1),))
+            return Expr("mul", "float32", (number(0.125, "float32"), distance))
+        if kind == "number":
+            return number(self.rng.choice([0.0, 0.0, float("-inf"), _LOWEST, 0.5]), "float32")
+        return Expr(kind, "float32", (self.bias(depth - 1), self.bias(depth - 1)))
