@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from tvm import relax
+from tvm import relax, tirx
 
 from .. import symbolic
 from ..attention.problem import Offset, Window
@@ -291,7 +291,7 @@ def _mask(node: Node, mask: Value, dtype: str, full: Shape) -> tuple[Value, bool
             wanted.append(size)
         elif isinstance(size, int) and size == 1:
             wanted.append(1)
-        elif not isinstance(size, int) and not node.symbols.equal(size, target):
+        elif isinstance(size, tirx.Var) and not node.symbols.equal(size, target):  # one that is computed is full
             text = f"dimension {axis - 4} of attn_mask is {{}}, and must be 1 or {{}}."
             fits = symbolic.logical_or(symbolic.equal(size, 1), symbolic.equal(size, target))
             mask = required(node, mask, fits, text, size, target)

@@ -23,7 +23,8 @@ def test_counts(calls: list[Case]) -> None:
     for case in calls:
         case = dataclasses.replace(case, poisoned=False)
         p, inputs = case.problem, arrays(case)
-        tensors = {name: borrow(array) for name, array in (inputs | outputs(case)).items()} | {"past": case.past}
+        given = inputs | outputs(case) | {"past": case.past}
+        tensors = {name: x if isinstance(x, int) else borrow(x) for name, x in given.items()}
         counts = np.full(2, -1)
         module["count_pairs"](*(tensors[name] for name in p.parameters()), borrow(counts))
         seen = bias(p, case, inputs) > HIDDEN
