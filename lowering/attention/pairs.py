@@ -6,9 +6,10 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from .bound import HIDDEN, Bound
+from .bound import Bound
 from .formula import Formula
 from .problem import ATTRIBUTE, AttentionProblem
+from .scores import HIDDEN
 
 
 def count_pairs(problem: AttentionProblem) -> tirx.PrimFunc:
@@ -27,14 +28,14 @@ def count_pairs(problem: AttentionProblem) -> tirx.PrimFunc:
         for k in range(2):
             T.buffer_store(counts, T.int64(0), [k])
         with T.serial(T.int64(1) * bound.B) as b:
-            first, end = bound.visible_range(b, T.int64(0), T.int64(1) * bound.S)
+            first, end = bound.keys.of_tile(b, T.int64(0), T.int64(1) * bound.S)
             T.buffer_store(counts, counts[1] + (bound.T - (end - first)) * problem.kv_heads, [1])
             with T.serial(heads) as h, T.serial(T.int64(1) * bound.S) as i:
-                lo, hi = (T.bind(end) for end in bound.keys_of(b, i))
+                lo, hi = (T.bind(end) for end in bound.keys.of_row(b, i))
                 if mask is None:
                     T.buffer_store(counts, counts[0] + (hi - lo) * (problem.q_heads // heads), [0])
                 else:
                     with T.serial(lo, hi) as j:
-                        shown = bound.additive(b, h, i, j, inside=True) > tirx.const(HIDDEN, problem.acc_dtype)
+                        shown = bound.scores.additive(b, h, i, j, inside=True) > tirx.const(HIDDEN, problem.acc_dtype)
                         T.buffer_store(counts, counts[0] + shown.astype("int64") * (problem.q_heads // heads), [0])
     return builder.get().without_attr(ATTRIBUTE).without_attr("global_symbol")

@@ -56,7 +56,7 @@ class Row:
         self.hk = T.bind(h // self.problem.group)
         acc = self.problem.acc_dtype
         self.zero, self.minus_infinity = tirx.const(0.0, acc), tirx.const(float("-inf"), acc)
-        self.lo, self.hi = (T.bind(end) for end in bound.keys_of(b, i))
+        self.lo, self.hi = (T.bind(end) for end in bound.keys.of_row(b, i))
         self.q, self.o = self.vector(self.problem.head_dim), self.vector(self.problem.v_head_dim)
         self.m, self.l = bound.scratch(1, acc), bound.scratch(1, acc)
 
@@ -72,7 +72,7 @@ class Row:
 
     def before_keys(self) -> tuple[Expr, Expr]:
         """m and l before the first key."""
-        return self.bound.before_keys(self.h)
+        return self.bound.scores.before_keys(self.h)
 
     def alone(self) -> AbstractContextManager[object]:
         """Runs what it encloses in one thread of those that share the row."""
@@ -88,7 +88,7 @@ class Row:
     def load_query(self) -> None:
         """q := scale * Q_i"""
         with self.elements(self.problem.head_dim) as (place, d):
-            q = self.bound.q(self.b, self.h, self.i, d)
+            q = self.bound.places.q(self.b, self.h, self.i, d)
             _store(self.q, place, q * tirx.const(self.problem.scale, self.problem.acc_dtype))
 
     def online_softmax(self) -> None:
@@ -109,21 +109,21 @@ class Row:
             _store(m, 0, m_new)
             _store(l, 0, l[0] * alpha + p)
             with self.elements(self.problem.v_head_dim) as (place, d):
-                _store(o, place, o[place] * alpha + p * self.bound.v(self.b, self.hk, j, d))
+                _store(o, place, o[place] * alpha + p * self.bound.places.v(self.b, self.hk, j, d))
 
     def store_y(self) -> None:
         """Y_i := o / l, or 0 where l = 0. A NaN in l is no 0 and stays."""
         with self.alone():
-            self.bound.store_lse(self.b, self.h, self.i, self.m[0], self.l[0])
+            self.bound.places.store_lse(self.b, self.h, self.i, self.m[0], self.l[0])
         with self.elements(self.problem.v_head_dim) as (place, d):
-            self.bound.store_y(self.b, self.h, self.i, d, self.normalised(self.o[place]))
+            self.bound.places.store_y(self.b, self.h, self.i, d, self.normalised(self.o[place]))
 
     def store_qk(self, mode: int) -> None:
         """The row of the qk output: scores and probabilities are computed again rather than kept."""
         if mode in (0, 1):
             with T.serial(self.bound.T) as j:
                 s = self.dot(j)
-                self.put_qk(j, s if mode == 0 else self.bound.capped(s))
+                self.put_qk(j, s if mode == 0 else self.bound.scores.capped(s))
             return
         with T.serial(self.bound.T) as j:
             self.put_qk(j, self.minus_infinity if mode == 2 else self.zero)
@@ -136,21 +136,21 @@ class Row:
     def visible_keys(self) -> Iterator[Expr]:
         """A loop over the keys j that the row sees."""
         with T.serial(self.lo, self.hi) as j:
-            if self.problem.mask is None:
+            if not self.bound.scores.has_mask:
                 yield j
             else:
-                with T.If(self.bound.unmasked(self.b, self.h, self.i, j, inside=True)), T.Then():
+                with T.If(self.bound.scores.unmasked(self.b, self.h, self.i, j, inside=True)), T.Then():
                     yield j
 
     def logit(self, j: Expr) -> Expr:
-        return self.bound.score(self.dot(j), self.b, self.h, self.i, j, inside=True)
+        return self.bound.scores.of(self.dot(j), self.b, self.h, self.i, j, inside=True)
 
     def dot(self, j: Expr) -> Expr:
         """q . K_j"""
         partial = self.bound.scratch(PARTIAL_SUMS, self.problem.acc_dtype)
 
         def add(d: Expr, lane: Expr) -> None:
-            k = self.bound.k(self.b, self.hk, j, d)
+            k = self.bound.places.k(self.b, self.hk, j, d)
             _store(partial, lane, partial[lane] + self.q[d] * k)
 
         with T.unroll(PARTIAL_SUMS) as lane:
@@ -174,7 +174,7 @@ class Row:
 
     def put_qk(self, j: Expr, value: Expr) -> None:
         with self.alone():
-            self.bound.store_qk(self.b, self.h, self.i, j, value)
+            self.bound.places.store_qk(self.b, self.h, self.i, j, value)
 
 
 def _store(buffer: tirx.Buffer, index: Expr | int, value: Expr) -> None:

@@ -111,6 +111,15 @@ class AttentionProblem:
         """Query heads per key/value head (G)."""
         return self.q_heads // self.kv_heads
 
+    @property
+    def causal(self) -> bool:
+        """Whether early rows see fewer keys, so that tiles of rows differ in their work."""
+        return self.window is not None and self.window.right is not None
+
+    @property
+    def has_mask(self) -> bool:
+        return self.mask is not None
+
     def parameters(self) -> tuple[str, ...]:
         """Names of the PrimFunc's parameters in order: the inputs present, then the outputs asked for."""
         present = {
@@ -124,6 +133,11 @@ class AttentionProblem:
         formula = self.mask.names() if isinstance(self.mask, Formula) else ()
         names = ("q", "k", "v", "mask", *formula, "sink", "lengths", "past", "y", "qk", "lse")
         return tuple(name for name in names if present.get(name, True))
+
+    def scalars(self) -> tuple[str, ...]:
+        """Those of the parameters that are int64 numbers."""
+        formula = self.mask.scalars() if isinstance(self.mask, Formula) else ()
+        return tuple(name for name in self.parameters() if name == "past" or name in formula)
 
     def to_json(self) -> str:
         data = dataclasses.asdict(self)

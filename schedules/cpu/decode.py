@@ -27,8 +27,9 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
-from lowering.attention.bound import HIDDEN, Bound
+from lowering.attention.bound import Bound
 from lowering.attention.plain import Row
+from lowering.attention.scores import HIDDEN
 
 from .dot_bf16 import using_dot, words_of
 from .kv_tile import KeyValueTile, comes_in_pairs, load_as, store_y, vectors_of_values
@@ -75,7 +76,7 @@ def _number_of_splits(bound: Bound, tiles: DecodeTiles) -> Expr:
     """Parts to cut each sequence into: so many that the longest one has parts of about `split` keys."""
     longest = Register(T.int64(0))
     with T.serial(T.int64(1) * bound.B) as b:
-        lo, hi = bound.visible_range(b, T.int64(0), bound.S)
+        lo, hi = bound.keys.of_tile(b, T.int64(0), bound.S)
         longest.value = tirx.max(longest.value, hi - lo)
     return fixed(tirx.max(tirx.min(tirx.ceildiv(longest.value, tiles.split), tiles.max_splits), 1))
 
@@ -100,17 +101,17 @@ class _Partial:
         head, r = fixed(row // rows), fixed(row % rows)
         b, h, i = fixed(head // p.kv_heads), fixed(head % p.kv_heads * p.group + r % p.group), fixed(r // p.group)
         first = fixed(row * splits)
-        m_0, l_0 = (fixed(x) for x in self.bound.before_keys(h))
+        m_0, l_0 = (fixed(x) for x in self.bound.scores.before_keys(h))
         m = Register(m_0)
         with T.serial(splits) as s:
             m.value = tirx.max(m.value, self.m[first + s])
 
         def store() -> None:
             l, y = self.combined(m.value, (m_0, l_0), first, splits)
-            self.bound.store_lse(b, h, i, m.value, l)
+            self.bound.places.store_lse(b, h, i, m.value, l)
             store_y(self.bound, self.cpu, b, h, i, y, self.v_starts)
 
-        if self.bound.formula is None or self.bound.formula.dtype == "bool":
+        if not self.bound.scores.skips_numbers:
             store()
             return
         with T.If(m.value <= tirx.const(HIDDEN / 2, self.acc)):
@@ -173,14 +174,14 @@ class _Split:
     def emit(self) -> None:
         self.load_queries()
         self.initialise()
-        lo, hi = (fixed(end) for end in self.bound.visible_range(self.b, T.int64(0), self.bound.S))
+        lo, hi = (fixed(end) for end in self.bound.keys.of_tile(self.b, T.int64(0), self.bound.S))
         part = fixed(tirx.ceildiv(tirx.ceildiv(hi - lo, self.splits), self.Wk) * self.Wk)
         self.start = fixed(tirx.min(lo + self.split * part, hi))
         self.stop = fixed(tirx.min(self.start + part, hi))
         with T.serial(tirx.ceildiv(self.stop - self.start, self.tiles.kv)) as t:
             self.kv0 = fixed(self.start + t * self.tiles.kv)
             self.keys = fixed(tirx.min(self.stop - self.kv0, T.int64(self.tiles.kv)))
-            if self.bound.formula is None:
+            if self.bound.scores.formula is None:
                 self.attend()
             else:
                 self.attend_if_visible()
@@ -189,7 +190,7 @@ class _Split:
     def attend_if_visible(self) -> None:
         """One tile of keys, which the formula may hide from all rows."""
         rows, keys = (T.int64(0), self.bound.S - 1), (self.kv0, self.kv0 + self.keys - 1)
-        _, highest = self.bound.mask_extremes(self.b, self.hk, rows, keys)
+        _, highest = self.bound.scores.mask_extremes(self.b, self.hk, rows, keys)
         with T.If(highest <= tirx.const(HIDDEN, self.acc)):
             with T.Then():
                 T.evaluate(0)
@@ -222,7 +223,7 @@ class _Split:
         def vector(h: Expr, i: Expr, d: int) -> Expr:
             if not self.kv.pairs:
                 return load_as(self.bound, self.cpu, "q", h, (self.b, i), d, self.Wk) * scale
-            buffer, indices = self.bound.at("q", self.b, h, i, T.int64(2 * d))
+            buffer, indices = self.bound.places.at("q", self.b, h, i, T.int64(2 * d))
             return words_of(load(buffer, 2 * self.Wk, *indices))
 
         with T.serial(self.rows) as r:
@@ -325,13 +326,13 @@ class _Split:
         """The scores s of row i with the Wk keys from kv0 + j, capped and biased; -inf where invisible."""
         W = self.Wk
         scaled = s * splat(self.problem.scale, W, self.acc) if self.kv.pairs else s
-        result = Register(self.bound.capped(fixed(scaled), tanh))
+        result = Register(self.bound.scores.capped(fixed(scaled), tanh))
 
         def mask(inside: bool) -> None:
             key = at(fixed(self.kv0 + j), W)
             bias = None
-            if self.problem.mask is not None:
-                bias = Register(self.bound.additive(self.b, h, i, key, inside=inside)).value
+            if self.bound.scores.has_mask:
+                bias = Register(self.bound.scores.additive(self.b, h, i, key, inside=inside)).value
             visible = self.bound.visible(self.b, h, i, key, inside=inside, bias=bias)
             s = result.value if bias is None else result.value + bias
             result.value = tirx.Select(visible, s, splat(float("-inf"), W, self.acc))
@@ -355,7 +356,7 @@ class _Split:
     def add_pv(self, rows: list[Expr]) -> None:
         """O = alpha O + P V of these rows, at most `pv_vectors` vectors at a time."""
         # Rows that see different keys: 0 * NaN = NaN would let an invisible value through.
-        leave_out = self.problem.mask is not None or self.problem.window is not None
+        leave_out = self.bound.rows_differ
         parts = -(-self.vectors // self.tiles.pv_vectors)
         for part in range(parts):
             columns = range(part * self.vectors // parts, (part + 1) * self.vectors // parts)

@@ -18,7 +18,7 @@ from .vector import Buffer, Machine, Register, convert, cover, fixed, like, load
 def load_as(bound: Bound, cpu: Machine, name: str, h: Expr, row: tuple[Expr, Expr], d: Expr | int, lanes: int) -> Expr:
     """Elements [d, d + lanes) of a row (b, index) of q, k or v, in the type of the arithmetic."""
     b, index = row
-    buffer, indices = bound.at(name, b, h, index, T.int64(1) * d)
+    buffer, indices = bound.places.at(name, b, h, index, T.int64(1) * d)
     return convert(load(buffer, lanes, *indices), bound.problem.acc_dtype, cpu)
 
 
@@ -104,7 +104,7 @@ class KeyValueTile:
 
     def raw(self, name: str, j: Expr, d: Expr | int, lanes: int) -> Expr:
         """Elements [d, d + lanes) of row j of k or v, in their own type."""
-        buffer, indices = self.bound.at(name, self.b, self.hk, self.start + j, T.int64(1) * d)
+        buffer, indices = self.bound.places.at(name, self.b, self.hk, self.start + j, T.int64(1) * d)
         return load(buffer, lanes, *indices)
 
     def k(self, j: Expr, d: Expr, lanes: int = 1) -> Expr:
@@ -140,7 +140,7 @@ class KeyValueTile:
         if self.next is not None:
             b, hk, start = self.next
             d = T.int64(2 if self.pairs and name == "k" else 1) * d
-            buffer, indices = self.bound.at(name, b, hk, start + j, d)
+            buffer, indices = self.bound.places.at(name, b, hk, start + j, d)
             prefetch(buffer, *indices)
 
     def add_pv(
@@ -192,5 +192,5 @@ class KeyValueTile:
 def store_y(bound: Bound, cpu: Machine, b: Expr, h: Expr, i: Expr, vectors: list[Expr], starts: list[int]) -> None:
     """Y at (b, h, i) := the vectors, rounded to its type."""
     for d, y in zip(starts, vectors):
-        buffer, indices = bound.at("y", b, h, i, T.int64(d))
+        buffer, indices = bound.places.at("y", b, h, i, T.int64(d))
         store(buffer, convert(y, buffer.dtype, cpu), *indices)

@@ -24,8 +24,9 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
-from lowering.attention.bound import HIDDEN, Bound
+from lowering.attention.bound import Bound
 from lowering.attention.expr.interval import Interval
+from lowering.attention.scores import HIDDEN
 
 from .dot_bf16 import pair, using_dot, words_of
 from .kv_tile import KeyValueTile, comes_in_pairs, load_as, store_y
@@ -77,13 +78,14 @@ class _QueryTile:
     ) -> None:
         self.bound, self.problem, self.tiles, self.cpu = bound, bound.problem, tiles, cpu
         self.b, self.hk, self.r0, self.rows = b, hk, r0, rows
-        p, self.acc = self.problem, self.problem.acc_dtype
+        self.acc = self.problem.acc_dtype
         self.W = cpu.lanes(self.acc)
         self.panel = tiles.qk_vectors * self.W
         self.here = fixed(tirx.min(T.int64(tiles.q), rows - r0))  # rows of the tile that exist
         self.panels = fixed(tirx.ceildiv(self.here, self.panel))
         self.kv = KeyValueTile(bound, cpu, tiles.kv, b, hk)
         self.Wv, self.vectors = self.kv.Wv, self.kv.vectors
+        per_row = bound.scores.mask_per_row
         self.memory = workspace(
             Q=(self.kv.D * tiles.q, self.acc),  # scale Q_i^T (words: Q_i^T), by panels: [panel][d][row]
             S=(tiles.kv * tiles.q, self.acc),  # S^T, then P^T: [key][row] (words: [pair of keys][row])
@@ -94,7 +96,7 @@ class _QueryTile:
             alpha=(tiles.q, self.acc),
             lo=(tiles.q, "int32"),
             hi=(tiles.q, "int32"),
-            M=((p.mask is not None) * tiles.kv * (tiles.q if bound.mask_per_row else 1), self.acc),  # [key][row]
+            M=(bound.scores.has_mask * tiles.kv * (tiles.q if per_row else 1), self.acc),  # [key][row]
             **self.kv.scratch,
         )
         self.Q, self.S, self.O = (self.memory[name] for name in "QSO")
@@ -103,7 +105,7 @@ class _QueryTile:
     def emit(self) -> None:
         self.load_queries()
         careful = tirx.const(0, "int32")
-        if self.problem.mask is None and self.problem.window is None:
+        if not self.bound.rows_differ:
             self.attempt(careful)
         else:
             again = Register(tirx.const(1, "int32"))
@@ -141,13 +143,13 @@ class _QueryTile:
         threshold = fixed(tirx.Select(careful == 0, *hidden))
         skipped = Register(tirx.const(0, "int32"))
         i0, i1 = self.r0 // self.problem.group, (self.r0 + self.here - 1) // self.problem.group + 1
-        lo, hi = (fixed(end) for end in self.bound.visible_range(self.b, i0, i1))
-        full_lo, full_hi = (fixed(end) for end in self.bound.full_range(self.b, i0, i1, before_mask=True))
+        lo, hi = (fixed(end) for end in self.bound.keys.of_tile(self.b, i0, i1))
+        full_lo, full_hi = (fixed(end) for end in self.bound.keys.of_all(self.b, i0, i1))
         with T.serial(tirx.ceildiv(hi - lo, self.tiles.kv)) as t:
             self.kv0 = fixed(lo + t * self.tiles.kv)  # first key of the tile
             self.end = fixed(tirx.min(self.kv0 + self.tiles.kv, hi))
             full = tirx.all(self.kv0 >= full_lo, self.kv0 + self.tiles.kv <= full_hi)
-            if self.problem.mask is None:
+            if not self.bound.scores.has_mask:
                 self.attend(full)
             else:
                 self.attend_under_mask((i0, i1 - 1), fixed(full), threshold, skipped)
@@ -165,9 +167,9 @@ class _QueryTile:
 
     def mask_of_tile(self, rows: Interval, full: Expr, threshold: Expr) -> tuple[Expr, Expr]:
         """Bounds of the mask in the tile; where they leave any doubt, it is evaluated into M first."""
-        if self.bound.formula is None:
+        if self.bound.scores.formula is None:
             return self.load_mask()
-        ends = self.bound.mask_extremes(self.b, self.hk, rows, (self.kv0, self.end - 1))
+        ends = self.bound.scores.mask_extremes(self.b, self.hk, rows, (self.kv0, self.end - 1))
         lowest, highest = Register(ends[0]), Register(ends[1])
         zero = tirx.const(0, self.acc)
         with T.If(tirx.any(highest.value <= threshold, tirx.all(full, lowest.value == zero, highest.value == zero))):
@@ -197,7 +199,7 @@ class _QueryTile:
         steps = fixed(tirx.ceildiv(keys, self.tiles.qk_keys))
         self.scores(steps * self.tiles.qk_keys, masked=True)
         self.softmax(steps * self.tiles.qk_keys)
-        if self.problem.mask is None and self.problem.window is None:
+        if not self.bound.rows_differ:
             self.accumulate(keys)
             return
         with T.If(self.careful == 0):
@@ -223,7 +225,7 @@ class _QueryTile:
             h, i = row
             if not self.kv.pairs:
                 return fixed(load_as(self.bound, self.cpu, "q", h, (self.b, i), d, w) * scale)
-            buffer, indices = self.bound.at("q", self.b, h, i, T.int64(2) * d)
+            buffer, indices = self.bound.places.at("q", self.b, h, i, T.int64(2) * d)
             return words_of(load(buffer, 2 * w, *indices))
 
         with T.serial(self.panels * (self.panel // w)) as block:
@@ -240,10 +242,10 @@ class _QueryTile:
         """m, l, O before the first key, and [lo, hi): the keys that each row sees before the mask tensor."""
         with T.serial(self.tiles.q) as r:
             h, i = self.head_and_row(fixed(tirx.min(self.r0 + r, self.rows - 1)))
-            for buffer, value in zip((self.m, self.l), self.bound.before_keys(h)):
+            for buffer, value in zip((self.m, self.l), self.bound.scores.before_keys(h)):
                 T.buffer_store(buffer, value, [r])
             T.buffer_store(self.memory["m_new"], self.m[r], [r])
-            lo, hi = self.bound.keys_of(self.b, i)
+            lo, hi = self.bound.keys.of_row(self.b, i)
             T.buffer_store(self.memory["lo"], lo.astype("int32"), [r])
             T.buffer_store(self.memory["hi"], hi.astype("int32"), [r])
         with T.serial(self.tiles.q * self.vectors) as r:
@@ -254,7 +256,7 @@ class _QueryTile:
         with T.serial(self.here) as r:
             h, i = (T.bind(x) for x in self.head_and_row(self.r0 + r))
             l = self.l[r]
-            self.bound.store_lse(self.b, h, i, self.m[r], l)
+            self.bound.places.store_lse(self.b, h, i, self.m[r], l)
             inverse = tirx.Select(l == tirx.const(0, self.acc), tirx.const(0, self.acc), tirx.const(1, self.acc) / l)
             inverse = T.bind(splat(inverse, self.Wv, self.acc))
             y = [T.bind(load(self.O, self.Wv, (r * self.vectors + n) * self.Wv) * inverse) for n in range(self.vectors)]
@@ -270,7 +272,7 @@ class _QueryTile:
         W, keys = self.W, self.end - self.kv0
         lowest = Register(splat(float("inf"), W, self.acc))
         highest = Register(splat(float("-inf"), W, self.acc))
-        row_blocks = tirx.ceildiv(self.here, W) if self.bound.mask_per_row else 1
+        row_blocks = tirx.ceildiv(self.here, W) if self.bound.scores.mask_per_row else 1
 
         def block(j: Expr, rows: list[tuple[Expr, Expr, Expr]], inside: bool) -> list[Expr]:
             vectors = [self.mask_vector(*row, self.kv0 + j, inside) for row in rows]
@@ -279,7 +281,7 @@ class _QueryTile:
             return vectors
 
         def load_block(j: Expr, r: Expr, inside: bool) -> None:
-            if not self.bound.mask_per_row:
+            if not self.bound.scores.mask_per_row:
                 store(self.memory["M"], block(j, [(r, *self.head_and_row(self.r0))], inside)[0], j)
                 return
             rows = []
@@ -306,13 +308,13 @@ class _QueryTile:
         """
         keys = T.ramp(j, 1, self.W)
         hidden = splat(float("-inf"), self.W, self.acc)
-        bias = self.bound.additive(self.b, h, i, keys, inside=inside)
-        if self.bound.formula is None:  # rows are far apart, and hardware follows few streams
-            buffer, indices = self.bound.mask_at(self.b, h, i, j + self.tiles.kv, inside=True)
+        bias = self.bound.scores.additive(self.b, h, i, keys, inside=inside)
+        if self.bound.scores.formula is None:  # rows are far apart, and hardware follows few streams
+            buffer, indices = self.bound.scores.mask_at(self.b, h, i, j + self.tiles.kv, inside=True)
             prefetch(buffer, *indices)
         if not inside:
             bias = tirx.Select(keys < like(self.end, keys), bias, hidden)
-        if self.problem.window is not None and self.bound.mask_per_row:
+        if self.bound.keys.differ and self.bound.scores.mask_per_row:
             lo, hi = (like(self.memory[name][r].astype("int64"), keys) for name in ("lo", "hi"))
             bias = tirx.Select(tirx.all(keys >= lo, keys < hi), bias, hidden)
         return Register(bias).value
@@ -341,7 +343,7 @@ class _QueryTile:
                 largest = []
                 for k in range(t.qk_keys):
                     scaled = s[k][c].value * splat(self.problem.scale, W, self.acc) if self.kv.pairs else s[k][c].value
-                    x = T.bind(self.bound.capped(fixed(scaled), tanh))
+                    x = T.bind(self.bound.scores.capped(fixed(scaled), tanh))
                     largest.append(Register(self.masked(x, r, j[k]) if masked else x))
                     store(self.S, largest[-1].value, j[k] * t.q + r)
                 store(m_new, T.max(load(m_new, W, r), combine(tirx.max, largest)), r)
@@ -373,14 +375,14 @@ class _QueryTile:
     def masked(self, s: Expr, r: Expr, j: Expr) -> Expr:
         """s, or -inf where key kv0 + j is invisible to its row, of the vector at row r of the tile."""
         visible = []
-        if self.problem.mask is None or (self.problem.window is not None and not self.bound.mask_per_row):
+        if not self.bound.scores.has_mask or (self.bound.keys.differ and not self.bound.scores.mask_per_row):
             key = splat((self.kv0 + j).astype("int32"), self.W, "int32")
             lo, hi = (load(self.memory[name], self.W, r) for name in ("lo", "hi"))
             visible += [key >= lo, key < hi]
         hidden = like(float("-inf"), s)
-        if self.problem.mask is not None:
+        if self.bound.scores.has_mask:
             M = self.memory["M"]
-            per_row = self.bound.mask_per_row
+            per_row = self.bound.scores.mask_per_row
             bias = T.bind(load(M, self.W, j * self.tiles.q + r) if per_row else splat(M[j], self.W, self.acc))
             visible.append(bias > hidden)
             s = s + bias

@@ -28,7 +28,8 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
-from lowering.attention.bound import HIDDEN, Bound
+from lowering.attention.bound import Bound
+from lowering.attention.scores import HIDDEN
 
 from . import ptx
 from .device import Device
@@ -61,7 +62,7 @@ def decode(bound: Bound, tiles: DecodeTiles, device: Device) -> None:
             row_block, work = fixed(tirx.truncmod(block, row_blocks)), fixed(tirx.truncdiv(block, row_blocks))
             head, split = fixed(tirx.truncdiv(work, parts)), fixed(tirx.truncmod(work, parts))
             _Split(bound, tiles, partial, head, split, row_block, fixed(thread)).emit()
-        partial.merge(careful=p.mask is not None or p.window is not None)
+        partial.merge(careful=bound.rows_differ)
 
 
 class _Split:
@@ -92,13 +93,13 @@ class _Split:
     def emit(self) -> None:
         self.start, self.stop, _ = self.partial.keys(self.b, self.split)
         with T.If(self.start < self.stop), T.Then():
-            if self.bound.formula is None:
+            if self.bound.scores.formula is None:
                 self.attend()
                 return
             # One look at the formula is worth it: masks of a whole cache hide most of it.
             rows, keys = (T.int64(0), T.int64(1) * self.bound.S - 1), (self.start, self.stop - 1)
             keys = tuple(fixed(key.astype("int64")) for key in keys)
-            _, highest = self.bound.mask_extremes(self.b.astype("int64"), self.hk.astype("int64"), rows, keys)
+            _, highest = self.bound.scores.mask_extremes(self.b.astype("int64"), self.hk.astype("int64"), rows, keys)
             with T.If(highest <= T.float32(HIDDEN)):
                 with T.Then():
                     self.keep_nothing()
@@ -151,7 +152,7 @@ class _Split:
                 row, chunk = fixed(tirx.truncdiv(c, chunks)), fixed(tirx.truncmod(c, chunks))
                 _, h, i = self.partial.row_of(self.head, fixed(self.r0 + row))
                 exists = tirx.all(self.r0 + row < self.rows, chunk < self.problem.head_dim // CHUNK)
-                buffer, indices = self.bound.at("q", self.b, h, i.astype("int64"), chunk * CHUNK)
+                buffer, indices = self.bound.places.at("q", self.b, h, i.astype("int64"), chunk * CHUNK)
                 ptx.copy_chunk(self.Q.at(row, chunk), buffer[tuple(indices)], exists)
 
     # Keys and values.
@@ -194,7 +195,7 @@ class _Split:
                 exists = kv0 + row < self.stop
                 if chunks > whole:
                     exists = tirx.all(exists, n * across + chunk0 < whole)
-                buffer, indices = self.bound.at(name, self.b, self.hk, j, (n * across + chunk0) * CHUNK)
+                buffer, indices = self.bound.places.at(name, self.b, self.hk, j, (n * across + chunk0) * CHUNK)
                 ptx.copy_chunk(tile.at(row, n * across + chunk0), buffer[tuple(indices)], exists)
 
         with unrolled(-(-keys // at_once)) as step:

@@ -42,13 +42,13 @@ class OnlineSoftmax:
     ) -> None:
         self.bound, self.problem, self.b, self.rows, self.keys = bound, bound.problem, b, rows, keys
         self.column = fixed(lane % 4 * 2)
-        self.biased = self.problem.mask is not None and self.problem.mask.dtype != "bool"
+        self.biased = bound.scores.has_bias
         self.raw = not self.problem.softcap and not self.biased and self.problem.scale > 0
         self.unit = _f32((self.problem.scale if self.raw else 1.0) * LOG2_E)
         self.m, self.l, self.alpha = (registers(ROWS, "float32") for _ in range(3))
         self.stop = stop
         for r, (h, _) in enumerate(rows):
-            m, l = bound.before_keys(h) if stop is None else (_f32(float("-inf")), _f32(0))
+            m, l = bound.scores.before_keys(h) if stop is None else (_f32(float("-inf")), _f32(0))
             put(self.m, r, m / _f32(self.problem.scale) if self.raw and self.problem.sink else m)
             put(self.l, r, tirx.Select(tirx.EQ(self.column, 0), l, _f32(0)))  # a sink counts once in a quad
 
@@ -59,7 +59,7 @@ class OnlineSoftmax:
         """
         if not self.raw:
             with T.unroll(self.keys // 2) as n:
-                put(S, n, self.bound.capped(fixed(S[n] * _f32(self.problem.scale)), tanh))
+                put(S, n, self.bound.scores.capped(fixed(S[n] * _f32(self.problem.scale)), tanh))
         with T.If(tirx.Not(full)), T.Then():
             self._mask(S, kv0)
         m_new = registers(1, "float32")
@@ -95,7 +95,7 @@ class OnlineSoftmax:
         first = fixed(kv0 + self.column)
         for r, (h, i) in enumerate(self.rows):
             # What depends on the row alone is computed here, as it would cost registers in all other tiles.
-            lo, hi = (_int32(end) for end in self.bound.keys_of(self.b, i))
+            lo, hi = (_int32(end) for end in self.bound.keys.of_row(self.b, i))
             below = fixed((hi if self.stop is None else tirx.min(hi, self.stop)) - first)
             above = None if isinstance(lo, tirx.IntImm) else fixed(lo - first)
             row = fixed(tirx.min(i, _int32(T.int64(1) * self.bound.S) - 1))
@@ -107,10 +107,10 @@ class OnlineSoftmax:
 
     def _under_mask(self, s: Expr, seen: Expr, place: tuple[Expr, Expr, Expr]) -> tuple[Expr, Expr]:
         """s plus the mask's element, if it is added, and whether the row sees the key. Masks are read where it may."""
-        if self.problem.mask is None:
+        if not self.bound.scores.has_mask:
             return s, seen
         hidden = _f32(float("-inf")) if self.biased else tirx.const(False, "bool")
-        read = self.bound.additive if self.biased else self.bound.unmasked
+        read = self.bound.scores.additive if self.biased else self.bound.scores.unmasked
         element = fixed(T.if_then_else(seen, read(self.b, *place, inside=True), hidden))
         return (s + element, tirx.NE(element, hidden)) if self.biased else (s, element)
 
@@ -140,7 +140,7 @@ class OnlineSoftmax:
             if self.problem.lse:
                 h, i = self.rows[r]
                 with T.If(tirx.all(tirx.EQ(self.column, 0), i < self.bound.S)), T.Then():
-                    self.bound.store_lse(self.b, h, i, self.maximum(r), l)
+                    self.bound.places.store_lse(self.b, h, i, self.maximum(r), l)
         return self.alpha
 
 

@@ -12,7 +12,8 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
-from lowering.attention.bound import HIDDEN, Bound
+from lowering.attention.bound import Bound
+from lowering.attention.scores import HIDDEN
 
 from . import ptx
 from .plain import WARPS, WarpRow
@@ -38,7 +39,7 @@ class Partial:
     def keys(self, b: Expr, split: Expr) -> tuple[Expr, Expr, Expr]:
         """The keys [start, stop) of a split of batch b, none behind the last that some query may see; and how many
         splits have any; int32."""
-        lo, hi = self.bound.visible_range(b, T.int64(0), T.int64(1) * self.bound.S)
+        lo, hi = self.bound.keys.of_tile(b, T.int64(0), T.int64(1) * self.bound.S)
         lo, hi, splits = (fixed(x.astype("int32")) for x in (lo, hi, self.splits))
         units = fixed(tirx.truncdiv(hi - lo + (self.unit - 1), self.unit))
         part = fixed(tirx.max(tirx.truncdiv(units + splits - 1, splits), 1) * self.unit)
@@ -86,7 +87,7 @@ class Partial:
             (used, AHEAD),
             lambda s: (self.m[first + s], self.l[first + s]),
             lambda s, d: self.O[(first + s) * dim + d],
-            self.bound.before_keys(h),
+            self.bound.scores.before_keys(h),
             (dim, lane),
         )
         if not careful:
@@ -106,8 +107,7 @@ class Partial:
         with unrolled(O.shape[0]) as n:
             put(largest, 0, tirx.max(largest[0], T.bitwise_and(T.reinterpret("int32", O[n]), 0x7FFFFFFF)))
         doubtful = ptx.reduce_warp(largest[0], tirx.max) >= 0x7F800000
-        formula = self.bound.formula
-        if formula is None or formula.dtype == "bool":
+        if not self.bound.scores.skips_numbers:
             return doubtful
         return tirx.any(doubtful, m <= T.float32(HIDDEN / 2))
 
@@ -116,9 +116,9 @@ class Partial:
         m, l, O = state
         zero, one = tirx.const(0, self.acc), tirx.const(1, self.acc)
         inverse = fixed(tirx.Select(tirx.EQ(l, zero), zero, one / l))
-        each_element(self.problem.v_head_dim, lane, lambda n, d: self.bound.store_y(b, h, i, d, O[n] * inverse))
+        each_element(self.problem.v_head_dim, lane, lambda n, d: self.bound.places.store_y(b, h, i, d, O[n] * inverse))
         with T.If(lane == 0), T.Then():
-            self.bound.store_lse(b, h, i, m, l)
+            self.bound.places.store_lse(b, h, i, m, l)
 
 
 def merged(

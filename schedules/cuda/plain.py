@@ -85,7 +85,7 @@ class WarpRow(Row):
             visible = [fixed(self.is_visible(first + k, key)) for k, key in enumerate(keys)]
             scores = []
             for key, seen, s in zip(keys, visible, self.dots(keys)):
-                logit = self.bound.score(s, self.b, self.h, self.i, key, inside=True)
+                logit = self.bound.scores.of(s, self.b, self.h, self.i, key, inside=True)
                 scores.append(fixed(tirx.Select(seen, fixed(logit), self.minus_infinity)))
             m_new = fixed(functools.reduce(tirx.max, scores, m[0]))
             shift = fixed(self.shift(m_new))
@@ -94,16 +94,15 @@ class WarpRow(Row):
             put(l, 0, sum(p, l[0] * alpha))
             with self.elements(self.problem.v_head_dim) as (place, d):
                 # What the row does not see may be NaN.
-                values = [
-                    tirx.Select(seen, self.bound.v(self.b, self.hk, j, d), self.zero) for j, seen in zip(keys, visible)
-                ]
+                v = [self.bound.places.v(self.b, self.hk, j, d) for j in keys]
+                values = [tirx.Select(seen, x, self.zero) for x, seen in zip(v, visible)]
                 put(o, place, sum((x * y for x, y in zip(p, values)), o[place] * alpha))
 
     def is_visible(self, j: Expr, inside: Expr) -> Expr:
         """Whether the row sees key j; `inside` is j, or the last key where j lies behind it."""
-        if self.problem.mask is None:
+        if not self.bound.scores.has_mask:
             return j < self.hi
-        return tirx.all(j < self.hi, self.bound.unmasked(self.b, self.h, self.i, inside, inside=True))
+        return tirx.all(j < self.hi, self.bound.scores.unmasked(self.b, self.h, self.i, inside, inside=True))
 
     def dot(self, j: Expr) -> Expr:
         return self.dots([j])[0]
@@ -115,7 +114,7 @@ class WarpRow(Row):
             put(totals, k, self.zero)
         with self.elements(self.problem.head_dim) as (place, d):
             for k, j in enumerate(keys):
-                put(totals, k, totals[k] + self.q[place] * self.bound.k(self.b, self.hk, j, d))
+                put(totals, k, totals[k] + self.q[place] * self.bound.places.k(self.b, self.hk, j, d))
         for lanes in (16, 8, 4, 2, 1):
             for k in range(len(keys)):
                 put(totals, k, totals[k] + shuffle_xor(totals[k], lanes))

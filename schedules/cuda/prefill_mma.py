@@ -107,7 +107,7 @@ class _QueryTile:
     def find_tiles(self) -> None:
         """The keys [lo, hi) in `count` tiles, of which `full` need no mask code, and `behind` come after those."""
         size = self.tiles.kv
-        lo, hi = self.bound.visible_range(self.b, self.i0, self.i0 + self.tiles.q)
+        lo, hi = self.bound.keys.of_tile(self.b, self.i0, self.i0 + self.tiles.q)
         full_lo, full_hi = self.bound.full_range(self.b, self.i0, self.i0 + self.tiles.q)
         self.lo, self.hi = fixed(lo.astype("int32")), fixed(hi.astype("int32"))
         self.count = fixed((self.hi - self.lo + size - 1) // size)
@@ -116,7 +116,7 @@ class _QueryTile:
         self.behind = fixed(self.count - self.full - before)
 
     def emit(self) -> None:
-        if self.problem.mask is None and self.problem.window is None:
+        if not self.bound.rows_differ:
             self.attend(None)
             self.store_y(None)
             return
@@ -343,7 +343,7 @@ class _QueryTile:
                 exists = tirx.all(chunk < chunks, exists)
             with T.If(exists), T.Then():
                 place = self.Y.at(row, column)
-                buffer, indices = self.bound.at("y", self.b, self.h, i.astype("int64"), column * CHUNK)
+                buffer, indices = self.bound.places.at("y", self.b, self.h, i.astype("int64"), column * CHUNK)
                 if turn is None:
                     ptx.copy_from_shared(buffer[tuple(indices)], place)
                     return
@@ -353,4 +353,4 @@ class _QueryTile:
                     with T.Else(), T.serial(CHUNK) as d:
                         indices[-1] = indices[-1] + d
                         y = [widened(x, "float32") for x in (buffer[tuple(indices)], self.memory[place.indices[0] + d])]
-                        self.bound.store_y(self.b, self.h, i.astype("int64"), column * CHUNK + d, y[0] + y[1])
+                        self.bound.places.store_y(self.b, self.h, i.astype("int64"), column * CHUNK + d, y[0] + y[1])

@@ -85,7 +85,7 @@ class _Block:
         self.K = Ring(self.barriers, 2 * tiles.consumers, tiles.stages, 4 * tiles.consumers)
         self.V = Ring(self.barriers, self.K.end, tiles.stages, 4 * tiles.consumers)
         self.finite: FiniteValues | None = None
-        if self.problem.mask is not None or self.problem.window is not None or self.problem.lengths:
+        if bound.rows_differ or bound.keys.hides:
             threads = tiles.consumers * WARPGROUP
             self.finite = FiniteValues(self.memory, self.problem.v_dtype, maps["v"], tiles.stages, threads)
 

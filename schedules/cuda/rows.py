@@ -7,7 +7,6 @@ import math
 from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
-from tvm.sym import Analyzer
 
 from lowering.attention.bound import Bound
 
@@ -19,7 +18,7 @@ from .shared_tile import CHUNK, SharedTile
 class Rows:
     """The rows of head h of q, k or v in batch b, which the threads of a block copy in chunks.
 
-    A thread has every so manieth chunk of every so manieth row, so that one offset says where all of them are.
+    A thread has chunks and rows at equal distances, so that one offset says where all of them are.
     """
 
     def __init__(self, bound: Bound, name: str, b: Expr, h: Expr, thread: Expr, threads: int) -> None:
@@ -29,8 +28,8 @@ class Rows:
         self.at_once = threads // self.across
         self.row, self.chunk = fixed(thread // self.across), fixed(thread % self.across)
         zero = T.int64(0)
-        self.stride = Analyzer().simplify(_offset(*bound.at(name, zero, zero, T.int64(1), zero)))
-        buffer, indices = bound.at(name, b, h, zero, zero)
+        _, _, self.stride = bound.places.strides(name)
+        buffer, indices = bound.places.at(name, b, h, zero, zero)
         self.head = _offset(buffer, indices)
         self.mine = fixed(self.row * self.stride.astype("int32") + self.chunk * CHUNK)  # within one pass over the rows
         self.memory = T.decl_buffer((_offset(buffer, buffer.shape),), buffer.dtype, data=buffer.data)

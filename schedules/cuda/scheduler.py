@@ -60,7 +60,7 @@ class Scheduler:
     def key_tiles(self, b: Expr, i0: Expr) -> KeyTiles:
         """The tiles of keys that some row of the query tile from row i0 sees."""
         rows, kv = (i0, fixed(i0 + self.tiles.q)), self.tiles.kv
-        ends = (*self.bound.visible_range(b, *rows), *self.bound.full_range(b, *rows))
+        ends = (*self.bound.keys.of_tile(b, *rows), *self.bound.full_range(b, *rows))
         lo, hi, full_lo, full_hi = (fixed(_int32(end)) for end in ends)
         return KeyTiles(lo, fixed(tirx.truncdiv(hi - lo + kv - 1, kv)), full_lo, full_hi, kv)
 

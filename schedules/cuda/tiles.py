@@ -71,7 +71,7 @@ class MmaTiles:
         """
         dim = max(padded(problem.head_dim), problem.v_head_dim)
         small = device.shared_memory < 128 << 10
-        causal = problem.window is not None and problem.window.right is not None
+        causal = problem.causal
         if dim <= 96:
             return MmaTiles(q=64 if small and causal and dim > 64 else 128, kv=64, warps=4)
         if dim <= 128:
@@ -142,7 +142,7 @@ class WgmmaTiles:
         keeps it in registers.
         """
         dim = max(problem.head_dim, problem.v_head_dim)
-        plain = problem.mask is None and not problem.softcap
+        plain = not problem.has_mask and not problem.softcap
         if dim <= 64:
             return WgmmaTiles(3, 128, 160, 32) if plain else WgmmaTiles(2, 128, 240, 24)
         if dim <= 128:

@@ -47,13 +47,12 @@ class TensorMap:
         p = bound.problem
         heads, length = (p.q_heads, bound.S) if name in ("q", "y") else (p.kv_heads, bound.T)
         dim = p.head_dim if name in ("q", "k") else p.v_head_dim
-        layout = p.q_layout if name in ("q", "y") else p.kv_layout
         buffer = bound.buffers[name]
         size = DataType(buffer.dtype).bits // 8
         length, some = tirx.max(_int64(length), T.int64(1)), _int64(length) > 0
-        row, head = (dim, length * dim) if layout == "bhsd" else (heads * dim, dim)
+        batch, head, row = bound.places.strides(name)
         sizes = [dim, length, heads, bound.B]
-        strides = [row * size, head * size, length * (heads * dim * size)]
+        strides = [row * size, tirx.max(head, dim) * size, tirx.max(batch, heads * dim) * size]
         handle = T.bind(T.tvm_stack_alloca("tensormap", 1))
 
         def encode(data: tirx.Var) -> None:

@@ -56,7 +56,8 @@ def probe(p: AttentionProblem) -> tvm.runtime.Module:
         with T.serial(bound.B) as b:
             with T.serial(bound.S) as i:
                 tile = (b, i, i + TILE)
-                ends = (*bound.visible_range(*tile), *bound.full_range(*tile, before_mask=True), *bound.keys_of(b, i))
+                all_rows = bound.keys.of_all(*tile)
+                ends = (*bound.keys.of_tile(*tile), *all_rows, *bound.keys.of_row(b, i))
                 for k, end in enumerate(ends):
                     T.buffer_store(ranges, end, [b, i, k])
             with T.serial(HEADS) as h:

@@ -9,10 +9,10 @@ import tvm
 from attention_cases import TARGET, Case, arrays, borrow, cases, outputs
 from hypothesis import HealthCheck, given, settings
 
-from lowering.attention.bound import HIDDEN
 from lowering.attention.pairs import count_pairs
 from lowering.attention.problem import AttentionProblem
 from lowering.attention.reference import reference
+from lowering.attention.scores import HIDDEN
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))

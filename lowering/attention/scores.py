@@ -1,0 +1,198 @@
+"""What the score of a pair is: its scaled product under the soft cap, and what the mask makes of it.
+
+In all of these one of i, j may be a vector (`T.ramp`). Lanes outside [0, S) x [0, T) are legal: a mask is then read at
+the nearest element inside. Expressions are not bound to variables: `T.bind` those that are used twice (but no bool
+vector, TVM cannot).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tvm import tirx
+from tvm.ir import Expr
+from tvm.script.ir_builder import tirx as T
+
+from .expr.emit import cast, lanes, scalar_type, widened
+from .expr.interval import Interval
+from .formula import BoundFormula, Formula
+from .parameters import Parameters, int64
+from .problem import Mask
+
+HIDDEN = -5e4
+"""Additive masks hide keys with -inf or with the lowest number of their type. No score comes near this bound, so a key
+that is biased by less takes no part in the softmax of a row in which any other key does better than half of it."""
+
+
+class Scores:
+    """Scores and masks, in acc_dtype but where a mask is bool."""
+
+    def __init__(self, parameters: Parameters) -> None:
+        self.problem, self.buffers, self.scratch = parameters.problem, parameters.buffers, parameters.scratch
+        self.S = parameters.S
+        mask = self.problem.mask
+        self.has_mask = mask is not None
+        self.has_bias = mask is not None and mask.dtype != "bool"  # what is added to scores
+        self.formula: BoundFormula | None = None
+        if isinstance(mask, Formula):
+            tables = [self.buffers[f"table_{k}"] for k in range(len(mask.tables))]
+            sizes = [parameters.scalars[f"size_{k}"] for k in range(mask.sizes)]
+            self.formula = BoundFormula(mask, tables, sizes, parameters.scope)
+            self.mask_keys = parameters.scalars.get("mask_keys", int64(parameters.T))
+
+    @property
+    def skips_numbers(self) -> bool:
+        """Whether tiles may be skipped that finite numbers hide; they count in rows that see nothing better."""
+        return self.formula is not None and self.has_bias
+
+    def of(
+        self,
+        s: Expr,
+        b: Expr,
+        h: Expr,
+        i: Expr,
+        j: Expr,
+        *,
+        inside: bool = False,
+        tanh: Callable[[Expr], Expr] | None = None,
+    ) -> Expr:
+        """The logit of a pair from its scaled dot product s: soft cap, then additive mask.
+
+        Means nothing where the pair is not visible: select it away. inside is as in `additive`.
+        """
+        return self.biased(self.capped(s, tanh), b, h, i, j, inside=inside)
+
+    def capped(self, s: Expr, tanh: Callable[[Expr], Expr] | None = None) -> Expr:
+        """softcap * tanh(s / softcap), or s without a soft cap. A kernel can bring its own tanh."""
+        c = self.problem.softcap
+        return s if c == 0.0 else (tanh or _tanh)(s / self._constant(c)) * self._constant(c)
+
+    def biased(self, s: Expr, b: Expr, h: Expr, i: Expr, j: Expr, *, inside: bool = False) -> Expr:
+        """s plus the additive mask, if there is one."""
+        return s + self._mask(b, h, i, j, inside) if self.has_bias else s
+
+    def before_keys(self, h: Expr) -> tuple[Expr, Expr]:
+        """The running maximum m and sum l of a row of query head h before its first key; scalars."""
+        if not self.problem.sink:
+            return self._constant(float("-inf")), self._constant(0.0)
+        return widened(self.buffers["sink"][h], self.problem.acc_dtype), self._constant(1.0)
+
+    # The mask.
+
+    def unmasked(self, b: Expr, h: Expr, i: Expr, j: Expr, *, inside: bool = False) -> Expr:
+        """Whether the mask lets row i see key j; bool."""
+        value = self._mask(b, h, i, j, inside)
+        if value.ty.dtype.is_bool:
+            return value
+        return tirx.NE(value, broadcast(self._constant(float("-inf")), lanes(value)))
+
+    def additive(self, b: Expr, h: Expr, i: Expr, j: Expr, *, inside: bool = False) -> Expr:
+        """The mask as what is added to the score, -inf where it hides a key, with the lanes of i and j.
+
+        inside promises that every lane lies in [0, S) x `Keys.of_tile`, so that a mask can be read without clamping.
+        """
+        count = max(lanes(i), lanes(j))
+        value = broadcast(self._mask(b, h, i, j, inside), count)
+        if not value.ty.dtype.is_bool:
+            return value
+        shown, hidden = (broadcast(self._constant(x), count) for x in (0.0, float("-inf")))
+        return tirx.Select(value, shown, hidden)
+
+    def mask_at(
+        self, b: Expr, h: Expr, i: Expr, j: Expr, *, inside: bool = False
+    ) -> tuple[tirx.Buffer, list[Expr | int]]:
+        """Buffer and indices of the mask tensor's element for the pair, within its bounds unless `inside`."""
+        mask, buffer = self.problem.mask, self.buffers["mask"]
+        assert isinstance(mask, Mask)
+        indices: list[Expr | int] = []
+        for axis, index in enumerate((b, h, i, j)):
+            if mask.dims[axis] == 1 and not (axis == 3 and mask.pad):
+                indices.append(0)
+            elif axis in mask.broadcasts or (axis >= 2 and not inside):
+                indices.append(tirx.max(tirx.min(index, cast(buffer.shape[axis], scalar_type(index)) - 1), 0))
+            else:
+                indices.append(index)
+        return buffer, indices
+
+    @property
+    def mask_per_row(self) -> bool:
+        """Whether the query rows of one key/value head, of all its query heads, may differ in their mask."""
+        mask = self.problem.mask
+        if isinstance(mask, Formula):
+            return "i" in mask.over or ("h" in mask.over and self.problem.group > 1)
+        return mask is not None and (mask.dims[2] != 1 or (mask.dims[1] != 1 and self.problem.group > 1))
+
+    def mask_extremes(self, b: Expr, hk: Expr, rows: Interval, keys: Interval) -> Interval:
+        """Bounds of the formula as additive values, -inf where it hides a key, over rows and keys (ends included) of
+        all query heads of one key/value head.
+
+        Emits code where the IRBuilder stands.
+        """
+        assert self.formula is not None and isinstance(self.problem.mask, Formula)
+        zero, hidden = self._constant(0.0), self._constant(float("-inf"))
+        heads = self.problem.group if "h" in self.problem.mask.over else 1
+        low, high = (self.scratch(1, self.problem.acc_dtype) for _ in range(2))
+        T.buffer_store(low, -hidden, [0])
+        T.buffer_store(high, hidden, [0])
+        with T.serial(heads) as g:
+            found = self.formula.extremes(b, T.bind(hk * self.problem.group + g), rows, keys)
+            if found is None:
+                ends = hidden, -hidden
+            elif self.has_bias:
+                ends = widened(found[0], self.problem.acc_dtype), widened(found[1], self.problem.acc_dtype)
+            else:
+                ends = tirx.Select(found[0], zero, hidden), tirx.Select(found[1], zero, hidden)
+            T.buffer_store(low, tirx.min(low[0], ends[0]), [0])
+            T.buffer_store(high, tirx.max(high[0], ends[1]), [0])
+        return low[0], high[0]
+
+    def _mask(self, b: Expr, h: Expr, i: Expr, j: Expr, inside: bool) -> Expr:
+        """The mask's element for the pair: bool as it is, any other type in acc_dtype."""
+        if self.formula is not None:
+            if not inside:
+                ends = (i, self.S), (j, self.mask_keys)
+                i, j = (tirx.max(tirx.min(x, cast(int64(n), scalar_type(x)) - 1), 0) for x, n in ends)
+            return self._number(self.formula(b, h, i, j))
+        mask = self.problem.mask
+        assert isinstance(mask, Mask)
+
+        def load(row: Expr) -> Expr:
+            buffer, indices = self.mask_at(b, h, row, j, inside=inside)
+            if lanes(j) == 1 or not inside or 3 not in mask.broadcasts:
+                return buffer[tuple(indices)]
+            first = broadcast(buffer[(*indices[:3], 0)], lanes(j))  # a clamped vector of indices is read one by one
+            return tirx.if_then_else(buffer.shape[3] > 1, buffer[(*indices[:3], j)], first)
+
+        if mask.dims[2] == 1 or lanes(i) == 1:
+            value = load(i)
+        else:  # TensorIR takes a vector index in the last axis only
+            each = range(lanes(i))
+            value = tirx.Shuffle([load(tirx.Shuffle([i], [lane])) for lane in each], list(each))
+        return self._number(value)
+
+    def _number(self, value: Expr) -> Expr:
+        """A mask's element: bool as it is, anything else widened."""
+        return value if scalar_type(value) == "bool" else widened(value, self.problem.acc_dtype)
+
+    def _constant(self, value: float) -> Expr:
+        return tirx.const(value, self.problem.acc_dtype)
+
+
+def _tanh(x: Expr) -> Expr:
+    """tanh with a small relative error near 0, where 1 - 2 / (exp(2 x) + 1) cancels.
+
+    A large soft cap makes arguments small and multiplies the error by the cap. Nor is the error left to targets: that
+    of the instruction on GPUs is 2^-11.
+    """
+    if scalar_type(x) != "float32":
+        return T.tanh(x)
+    x2 = x * x
+    series = 62 / 2835
+    for coefficient in (-17 / 315, 2 / 15, -1 / 3, 1.0):
+        series = series * x2 + tirx.const(coefficient, "float32")
+    one, two, near = (broadcast(tirx.const(c, "float32"), lanes(x)) for c in (1.0, 2.0, 0.25))
+    return tirx.Select(tirx.abs(x) < near, x * series, one - two / (T.exp(two * x) + one))
+
+
+def broadcast(value: Expr, count: int) -> Expr:
+    return value if lanes(value) == count else T.broadcast(value, count)
