@@ -118,9 +118,10 @@ def check_tensors(model: ir.Model) -> None:
     """Raises ModelError for an initialiser whose data is not what its type and shape say, for impossible sizes, and for
     inputs and outputs whose element type is unknown."""
     for graph in graphs(model):
+        _check_names(graph)
         for value in [*graph.inputs, *graph.outputs]:
             _check_value(value)
-            if isinstance(value.type, ir.TensorType) and value.dtype == ir.DataType.UNDEFINED:
+            if value.type is not None and value.dtype == ir.DataType.UNDEFINED:
                 raise ModelError(f"'{value.name}' has no element type; inputs and outputs must declare one.")
         for node in graph:
             for value in node.outputs:
@@ -131,6 +132,17 @@ def check_tensors(model: ir.Model) -> None:
             _check_tensor(f"initialiser '{value.name}'", value.const_value)
 
 
+def _check_names(graph: ir.Graph) -> None:
+    values = [*graph.inputs, *graph.initializers.values()]
+    names = [graph.name]
+    for node in graph:
+        names += [node.name, node.op_type, node.domain]
+        values += node.outputs
+    for name in (*names, *(value.name for value in values)):
+        if isinstance(name, bytes):
+            raise ModelError(f"the name {name!r} is no text: its bytes are no UTF-8.")
+
+
 def check_attributes(model: ir.Model) -> None:
     """Raises ModelError for an attribute whose value is none of its type, and for nodes that hold what no node can.
 
@@ -138,6 +150,8 @@ def check_attributes(model: ir.Model) -> None:
     """
     for node in model.graph.all_nodes():
         where = f"{_text(node.op_identifier())} '{node.name or ', '.join(v.name or '' for v in node.outputs)}'"
+        if not node.outputs:
+            raise ModelError(f"{where} has no output.")
         for attribute in node.attributes.values():
             _check_attribute(f"attribute '{attribute.name}' of {where}", attribute)
         if node.op_type == "Constant" and node.domain in ("", "ai.onnx") and len(node.attributes) != 1:

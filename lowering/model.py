@@ -36,6 +36,7 @@ def load_model(model: ModelLike) -> ir.Model:
         check_tensors(loaded)
         check_bodies(loaded)
         inlined = common.InlinePass()(loaded).model
+        inlined.functions.clear()  # those left are called by nobody
         check_attributes(inlined)
         _forget_empty_types(inlined)
         return inlined
@@ -71,7 +72,7 @@ def _forget_empty_types(model: ir.Model) -> None:
     nothing."""
     for node in model.graph.all_nodes():
         for value in node.outputs:
-            if isinstance(value.type, ir.TensorType) and value.dtype == ir.DataType.UNDEFINED:
+            if value.type is not None and value.dtype == ir.DataType.UNDEFINED:
                 value.type = value.shape = None
 
 

@@ -72,8 +72,8 @@ def _converted(model: ir.Model) -> ir.Model | None:
             copy.graph.inputs.append(value)
     try:
         proto = version_converter.convert_version(ir.to_proto(copy), TARGET)
-    except (version_converter.ConvertError, RuntimeError):
-        return None  # an operator without an adapter: its model is compiled as it is
+    except (version_converter.ConvertError, onnx.shape_inference.InferenceError, RuntimeError):
+        return None  # an operator without an adapter, or declarations that contradict: compiled as it is
     imports = [onnx.helper.make_opsetid("", TARGET)]
     proto.ir_version = max(model.ir_version, onnx.helper.find_min_ir_version_for(imports))
     return ir.from_proto(proto)

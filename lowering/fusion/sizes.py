@@ -66,7 +66,11 @@ class _Sizes:
             if k in inferred:
                 value.type = inferred[k][0]
             declared = None if value.shape is None else dims(value)
-            candidates = [shape[k] if shape is not None else None, inferred.get(k, (None, None))[1], declared]
+            candidates = [
+                shape[k] if shape is not None and k < len(shape) else None,
+                inferred.get(k, (None, None))[1],
+                declared,
+            ]
             best = self._merged([c for c in candidates if c is not None])
             if best is not None:
                 value.shape = ir.Shape(best)
@@ -122,7 +126,7 @@ class _Sizes:
         result: dict[int, tuple[ir.TypeProtocol, Shape | None]] = {}
         for k in range(len(node.outputs)):
             kind = found.get(f"y{k}")
-            if kind is not None and kind.HasField("tensor_type"):
+            if kind is not None and kind.HasField("tensor_type") and kind.tensor_type.elem_type:
                 tensor = kind.tensor_type
                 shape = [_dim(d) for d in tensor.shape.dim] if tensor.HasField("shape") else None
                 result[k] = ir.TensorType(ir.DataType(tensor.elem_type)), shape

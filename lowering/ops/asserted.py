@@ -16,7 +16,7 @@ from tvm import relax
 from .. import symbolic
 from ..checks import check_condition, check_indices, check_sizes
 from ..node import Node
-from ..values import Shape, Size, Value, empty, numpy_dtype, storage_dtype
+from ..values import Shape, Size, Value, as_text, empty, numpy_dtype, storage_dtype
 
 
 def asserted(node: Node, value: Value, shape: Shape) -> Value:
@@ -133,7 +133,7 @@ def required(node: Node, value: Value, condition: Size, text: str, *numbers: Siz
     condition = node.simplify(condition)
     if isinstance(condition, bool) and not condition:
         for number in numbers:
-            text = text.replace("{}", str(number), 1)
+            text = text.replace("{}", as_text(node.simplify(number)), 1)
         raise node.error(text)
     if node.symbols.prove(condition):
         return value

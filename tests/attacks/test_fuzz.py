@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 import onnx
+import pytest
 
 from .fuzz import importer, loader, mutate_json, mutate_model
 from .fuzz.notes import CURRENT, noted
@@ -30,6 +31,12 @@ def test_mutated_manifests_are_json() -> None:
     loader.attempt(written)
     results = [mutate_json.mutated(written, rng, 8192) for _ in range(100)]
     assert len({json.dumps(json.loads(r)) for r in results if r is not None}) > 80
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parent / "fuzz" / "found").iterdir()), ids=lambda p: p.name)
+def test_what_was_found_once(path: Path) -> None:
+    """Models that the fuzzer met: NodeError or ModelError now."""
+    importer.attempt(path.read_bytes())
 
 
 def test_notes_are_of_places(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def artifact() -> Path:
     nodes = [helper.make_node("MatMul", ["x", "w"], ["y"]), helper.make_node("Add", ["c", "y"], ["d"])]
     graph = helper.make_graph(nodes, "fuzz", values, results, [weight])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=10)
-    lowering.compile(model, ranges={"n": (1, 99)}).save(folder)
+    lowering.compile(model, dims={"n": (1, 99)}).save(folder)
     return folder
 
 
