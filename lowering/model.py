@@ -38,14 +38,17 @@ def load_model(model: ModelLike) -> ir.Model:
         inlined = common.InlinePass()(loaded).model
         inlined.functions.clear()  # those left are called by nobody
         check_attributes(inlined)
-        _forget_empty_types(inlined)
+        _forget_what_says_nothing(inlined)
         return inlined
     except ModelError:
         raise
     except onnx.checker.ValidationError as error:
         raise ModelError(f"{_name(model)} is no legal ONNX model: {str(error).strip()}") from error
     except Exception as error:
-        raise ModelError(f"{_name(model)} cannot be read as an ONNX model: {error}") from error
+        raise ModelError(
+            f"{_name(model)} cannot be read as an ONNX model: it is damaged, or holds something that no reader knows. "
+            "The cause of this error has the details (-v on the command line)."
+        ) from error
 
 
 def _name(model: ModelLike) -> str:
@@ -67,10 +70,11 @@ def _read(model: ModelLike) -> ir.Model:
     return ir.from_proto(proto)
 
 
-def _forget_empty_types(model: ir.Model) -> None:
-    """Takes declarations off inner values that do not say an element type: some exporters write such, and say
-    nothing."""
+def _forget_what_says_nothing(model: ir.Model) -> None:
+    """Takes declarations off inner values that do not say an element type, as some exporters write, and off nodes how
+    they are spread over devices."""
     for node in model.graph.all_nodes():
+        node.device_configurations = ()
         for value in node.outputs:
             if value.type is not None and value.dtype == ir.DataType.UNDEFINED:
                 value.type = value.shape = None

@@ -178,10 +178,6 @@ MODELS: dict[str, tuple[bytes, str]] = {
         with_constant(lambda n: setattr(n.attribute[0], "ref_attr_name", "q")),
         "attribute 'value' of Constant 'made' stands for attribute 'q' of a function",
     ),
-    "a device without a name": (
-        edited(RELU, lambda m: (setattr(m, "ir_version", 11), m.graph.node[0].device_configurations.add())),
-        "Relu 'relu' has a device configuration without a name",
-    ),
     "no file of weights": (external(location="gone.bin", length=16), "gone.bin"),
     "an offset behind the end": (external(location="w.bin", offset=64, length=16), "bytes 64 to 80 of"),
     "another length": (external(location="w.bin", length=12), "takes 16 bytes; its data has 12"),

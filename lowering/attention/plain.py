@@ -19,7 +19,6 @@ from tvm.script.ir_builder import tirx as T
 from .bound import Bound
 from .problem import AttentionProblem
 
-OUTPUTS = ("y", "qk", "lse")
 PARTIAL_SUMS = 8  # independent sums per dot product, so that it is not one long chain of additions
 
 
@@ -33,8 +32,8 @@ def plain(problem: AttentionProblem) -> tirx.PrimFunc:
         T.func_name("attention")
         bound = Bound(problem)
         with T.sblock("attention"):
-            outputs = [bound.buffers[name] for name in OUTPUTS if name in bound.buffers]
-            T.reads([_all(buffer) for name, buffer in bound.buffers.items() if name not in OUTPUTS])
+            outputs = [bound.buffers[name] for name in problem.outputs()]
+            T.reads([_all(buffer) for name, buffer in bound.buffers.items() if name in problem.inputs()])
             T.writes([_all(buffer) for buffer in outputs])
             rows, heads = tirx.max(bound.S, T.int64(1)), problem.q_heads
             with T.parallel(T.int64(1) * bound.B * heads * bound.S) as row:

@@ -122,22 +122,29 @@ class AttentionProblem:
 
     def parameters(self) -> tuple[str, ...]:
         """Names of the PrimFunc's parameters in order: the inputs present, then the outputs asked for."""
+        return (*self.inputs(), *self.outputs())
+
+    def inputs(self) -> tuple[str, ...]:
+        """Those of the parameters that are read."""
         present = {
             "mask": isinstance(self.mask, Mask),
             "sink": self.sink,
             "lengths": self.lengths,
             "past": self.window is not None and self.window.offset == "past",
-            "qk": self.qk_mode is not None,
-            "lse": self.lse,
         }
         formula = self.mask.names() if isinstance(self.mask, Formula) else ()
-        names = ("q", "k", "v", "mask", *formula, "sink", "lengths", "past", "y", "qk", "lse")
+        names = ("q", "k", "v", "mask", *formula, "sink", "lengths", "past")
         return tuple(name for name in names if present.get(name, True))
+
+    def outputs(self) -> tuple[str, ...]:
+        """Those of the parameters that are written."""
+        present = {"qk": self.qk_mode is not None, "lse": self.lse}
+        return tuple(name for name in ("y", "qk", "lse") if present.get(name, True))
 
     def scalars(self) -> tuple[str, ...]:
         """Those of the parameters that are int64 numbers."""
         formula = self.mask.scalars() if isinstance(self.mask, Formula) else ()
-        return tuple(name for name in self.parameters() if name == "past" or name in formula)
+        return tuple(name for name in self.inputs() if name == "past" or name in formula)
 
     def to_json(self) -> str:
         data = dataclasses.asdict(self)

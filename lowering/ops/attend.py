@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from tvm import relax, tirx
+from collections.abc import Mapping
+from typing import Any
+
+from tvm import relax
 
 from ..attention.plain import plain
-from ..attention.problem import AttentionProblem, Layout, Mask, Window
+from ..attention.problem import AttentionProblem, Layout, Mask
 from ..node import Node
 from ..values import Shape, Size, Value
 from .reshape import reshape_to
@@ -13,30 +16,21 @@ from .reshape import reshape_to
 
 def attend(
     node: Node,
-    q: Value,
-    k: Value,
-    v: Value,
+    given: Mapping[str, Value | Size | None],
     *,
     heads: tuple[int, int],
-    acc_dtype: str,
-    scale: float,
-    softcap: float = 0.0,
-    window: Window | None = None,
-    mask: Value | None = None,
-    pad: bool = False,
-    broadcasts: tuple[int, ...] = (),
-    sink: Value | None = None,
-    lengths: Value | None = None,
-    past: Size = 0,
-    qk_mode: int | None = None,
-) -> tuple[Value, Value | None]:
-    """Y in the layout of q, and the qk matrix [B, Hq, S, T] if qk_mode asks for it: one call of the kernel.
+    mask: Mask | None = None,
+    **fields: Any,
+) -> dict[str, Value]:
+    """The outputs of one call of the kernel, by name: y in the layout of q, and those that `fields` ask for.
 
-    q is [B, Hq, S, D] or [B, S, Hq * D], k and v are [B, Hkv, T, D] or [B, T, Hkv * D], heads is (Hq, Hkv); sizes that
-    mean the same are the same already. The other arguments are fields of `AttentionProblem` and the tensors that belong
-    to them: mask of rank 4 with dimensions of 1 that broadcast (those on the axes `broadcasts` if they turn out to be
-    1), sink [Hq], lengths int64 [B].
+    given holds the kernel's parameters by the names that `AttentionProblem` has for them, None for those that are not
+    there: q is [B, Hq, S, D] or [B, S, Hq * D], k and v are [B, Hkv, T, D] or [B, T, Hkv * D]; sizes that mean the same
+    are the same already. heads is (Hq, Hkv), mask says how the tensor of that name is meant; further fields are those
+    of the record that no tensor tells.
     """
+    tensors = {name: value for name, value in given.items() if isinstance(value, Value)}
+    q, k, v = (tensors[name] for name in "qkv")
     (q_layout, q_shape), (kv_layout, k_shape), (_, v_shape) = (
         _logical(x, count) for x, count in ((q, heads[0]), (k, heads[1]), (v, heads[1]))
     )
@@ -50,26 +44,36 @@ def attend(
         v_head_dim=v_shape[3],
         dtype=q.dtype,
         v_dtype=v.dtype,
-        acc_dtype=acc_dtype,
-        scale=scale,
         q_layout=q_layout,
         kv_layout=kv_layout,
-        softcap=softcap,
-        window=window,
-        lengths=lengths is not None,
-        mask=None if mask is None else Mask(mask.dtype, _four(mask), pad, broadcasts),
-        sink=sink is not None,
-        qk_mode=qk_mode,
+        lengths="lengths" in tensors,
+        mask=mask,
+        sink="sink" in tensors,
+        **fields,
     )
-    arguments = [node.tensor(value) for value in (q, k, v, mask, sink, lengths) if value is not None]
-    if "past" in problem.parameters():
-        arguments.append(tirx.IntImm("int64", past) if isinstance(past, int) else past)
-    scores = (*q_shape[:3], k_shape[2])
-    y = (*q_shape[:3], v_shape[3]) if q_layout == "bhsd" else (*q.shape[:2], heads[0] * v_shape[3])
-    outputs = [(y, q.dtype)] + [(scores, q.dtype)] * (qk_mode is not None)
+    sizes = {name: size for name, size in given.items() if name in problem.scalars()}
+    arguments = [
+        node.shape_expr([sizes[name]]).values[0] if name in sizes else node.tensor(tensors[name])
+        for name in problem.inputs()
+    ]
+    rows = q_shape[:3]
+    shapes = {
+        "y": ((*rows, v_shape[3]) if q_layout == "bhsd" else (*q.shape[:2], heads[0] * v_shape[3]), q.dtype),
+        "qk": ((*rows, k_shape[2]), q.dtype),
+        "lse": (rows, problem.acc_dtype),
+    }
     function = plain(problem).without_attr("global_symbol")  # the module gives each function a name of its own
-    results = node.call_tir(function, arguments, outputs, "attention")
-    return results[0], results[1] if len(results) == 2 else None
+    results = node.call_tir(function, arguments, [shapes[name] for name in problem.outputs()], "attention")
+    return dict(zip(problem.outputs(), results, strict=True))
+
+
+def mask_of(mask: Value | None, pad: bool = False, broadcasts: tuple[int, ...] = ()) -> Mask | None:
+    """How a tensor of rank 4 is meant whose dimensions of 1 broadcast, as those on the axes `broadcasts` do if the run
+    shows that they are 1; pad as in `Mask`."""
+    if mask is None:
+        return None
+    batch, heads, rows, keys = (_known(size) for size in mask.shape)
+    return Mask(mask.dtype, (batch, heads, rows, keys), pad, broadcasts)
 
 
 def heads_first(node: Node, value: Value, heads: int) -> Value:
@@ -92,11 +96,6 @@ def _logical(value: Value, heads: int) -> tuple[Layout, Shape]:
         return "bhsd", value.shape
     batch, length, width = value.shape
     return "bshd", (batch, heads, length, width // heads)
-
-
-def _four(mask: Value) -> tuple[int | None, int | None, int | None, int | None]:
-    batch, heads, rows, keys = (_known(size) for size in mask.shape)
-    return batch, heads, rows, keys
 
 
 def _known(size: Size) -> int | None:

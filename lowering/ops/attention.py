@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from tvm import relax, tirx
 
 from .. import symbolic
-from ..attention.problem import Offset, Window
+from ..attention.problem import Mask, Offset, Window
 from ..node import Node
 from ..values import Shape, Size, Value
 from . import op
 from .asserted import asserted, required
-from .attend import attend, concatenated, heads_first
+from .attend import attend, concatenated, heads_first, mask_of
 from .reshape import reshape_to
 
 _FLOATS = ("float32", "float16", "bfloat16", "float64")
@@ -59,34 +59,27 @@ def attention(
         present_key, present_value = heads_first(node, k, sizes.kv_heads), heads_first(node, v, sizes.kv_heads)
 
     scores = (sizes.batch, sizes.q_heads, sizes.q_len, node.simplify(sizes.past + sizes.new_len))
-    pad = False
-    broadcasts: tuple[int, ...] = ()
+    how: Mask | None = None
     if mask is not None:
-        mask, pad, broadcasts = _mask(node, mask, q.dtype, scores)
+        mask, how = _mask(node, mask, q.dtype, scores)
     if nonpad is not None:
         nonpad = asserted(node, nonpad, (sizes.batch,))
     window = None
     if attributes.left is not None or attributes.right is not None:
         offset: Offset = "past" if past_key is not None else "lengths" if nonpad is not None else "zero"
         window = Window(attributes.left, attributes.right, offset)
-    y, qk = attend(
+    results = attend(
         node,
-        q,
-        k,
-        v,
+        {"q": q, "k": k, "v": v, "mask": mask, "lengths": nonpad, "past": sizes.past},
         heads=(sizes.q_heads, sizes.kv_heads),
         acc_dtype="float64" if "float64" in (q.dtype, v.dtype, attributes.softmax) else "float32",
         scale=1 / math.sqrt(sizes.head_dim) if attributes.scale is None else attributes.scale,
         softcap=attributes.softcap,
         window=window,
-        mask=mask,
-        pad=pad,
-        broadcasts=broadcasts,
-        lengths=nonpad,
-        past=sizes.past,
+        mask=how,
         qk_mode=attributes.qk_mode if node.wants(3) else None,
     )
-    return y, present_key, present_value, qk
+    return results["y"], present_key, present_value, results.get("qk")
 
 
 @dataclass(frozen=True)
@@ -268,12 +261,8 @@ def _number(node: Node, what: str, size: Size) -> int:
     return size
 
 
-def _mask(node: Node, mask: Value, dtype: str, full: Shape) -> tuple[Value, bool, tuple[int, ...]]:
-    """The mask as a tensor of rank 4, bool or of the type of Q, whether keys behind its end are hidden, and the axes
-    that broadcast if the run shows that they are 1.
-
-    full is [B, Hq, S, T].
-    """
+def _mask(node: Node, mask: Value, dtype: str, full: Shape) -> tuple[Value, Mask | None]:
+    """The mask as a tensor of rank 4, bool or of the type of Q, and how it is meant. full is [B, Hq, S, T]."""
     if not 1 <= mask.rank <= 4:
         raise node.error(f"input attn_mask has rank {mask.rank}.", "Use rank 1 to 4, right-aligned to [B, H, S, T].")
     if mask.dtype.startswith(("int", "uint")):
@@ -304,4 +293,5 @@ def _mask(node: Node, mask: Value, dtype: str, full: Shape) -> tuple[Value, bool
     if pad:
         text = "input attn_mask is for {} keys, and there are {}."
         mask = required(node, mask, symbolic.less_or_equal(wanted[3], full[3]), text, wanted[3], full[3])
-    return asserted(node, mask, tuple(wanted)), pad, tuple(broadcasts)
+    mask = asserted(node, mask, tuple(wanted))
+    return mask, mask_of(mask, pad, tuple(broadcasts))

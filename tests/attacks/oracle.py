@@ -21,7 +21,7 @@ _TOLERANCE = {"float16": 6e-3, "bfloat16": 5e-2, "float32": 5e-5, "float64": 1e-
 
 # Words of the compiler and of Python, which users do not know.
 _FOREIGN = re.compile(
-    r"\b(tvm\w*|relax|tirx?|tvm_ffi|match_cast|heap_data|shape_heap|InternalError|Traceback|RuntimeError|ValueError"
+    r"\b((?<!apache-)tvm\w*|relax|tirx?|tvm_ffi|match_cast|heap_data|shape_heap|InternalError|Traceback|RuntimeError|ValueError"
     r"|TypeError|IndexError|KeyError|AttributeError|AssertionError|NoneType|PrimFunc|PrimExpr|IntImm|Check failed"
     r"|storage allocation|bad_alloc|T\.int64|numpy\.\w+|object at 0x|Divide by zero|object cannot be"
     r"|object is not|object has no)\b"

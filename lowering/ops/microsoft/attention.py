@@ -12,7 +12,7 @@ from ...node import Node
 from ...values import Value
 from .. import op
 from ..asserted import asserted
-from ..attend import attend, concatenated, heads_first
+from ..attend import attend, concatenated, heads_first, mask_of
 from ..kernels import compute
 from ..matmul import matrix_product, rounded
 from . import DOMAIN
@@ -60,20 +60,17 @@ def attention(
         k, v = heads_first(node, k, heads), heads_first(node, v, heads)
     scores = Scores(x.shape[0], heads, x.shape[1], node.simplify(before + x.shape[1]), filter_value(node))
     mask = Padding() if mask_index is None else padding(node, "mask_index", mask_index, scores)
-    y, _ = attend(
+    bias = biased(node, scores, attention_bias, mask.bias)
+    results = attend(
         node,
-        q,
-        k,
-        v,
+        {"q": q, "k": k, "v": v, "mask": bias, "lengths": mask.lengths, "past": before},
         heads=(heads, heads),
         acc_dtype="float64" if x.dtype == "float64" else "float32",
         scale=node.attr("scale", 0.0) or 1 / math.sqrt(widths[0] // heads),
         window=Window(right=0, offset="zero" if past is None else "past") if node.attr("unidirectional", 0) else None,
-        mask=biased(node, scores, attention_bias, mask.bias),
-        lengths=mask.lengths,
-        past=before,
+        mask=mask_of(bias),
     )
-    return y, _stacked(node, k, v) if node.wants(1) else None
+    return results["y"], _stacked(node, k, v) if node.wants(1) else None
 
 
 def _widths(node: Node, weights: Value, heads: int) -> tuple[int, int, int]:

@@ -20,7 +20,7 @@ from ...scatter import CacheUpdate, copy_and_update
 from ...values import Size, Value
 from .. import op
 from ..asserted import asserted
-from ..attend import attend, heads_first
+from ..attend import attend, heads_first, mask_of
 from ..contents import sizes
 from ..kernels import Read, compute
 from ..matmul import rounded
@@ -87,22 +87,18 @@ def group_query_attention(
     mask, causal = None, bool(node.attr("causal", 1))
     if attention_bias is not None:
         mask = _bias(node, attention_bias, (q.shape[0], heads[0], rows))
-    y, _ = attend(
+    sink, lengths = _sink(node, heads[0], head_sink, q.dtype), new.lengths(at_least_rows=causal)
+    results = attend(
         node,
-        q,
-        k,
-        v,
+        {"q": q, "k": k, "v": v, "mask": mask, "sink": sink, "lengths": lengths},
         heads=heads,
         acc_dtype="float64" if q.dtype == "float64" else "float32",
         scale=node.attr("scale", 0.0) or 1 / math.sqrt(size),
         softcap=node.attr("softcap", 0.0),
         window=_window(node, causal),
-        mask=mask,
-        pad=True,
-        sink=_sink(node, heads[0], head_sink, q.dtype),
-        lengths=new.lengths(at_least_rows=causal),
+        mask=mask_of(mask, pad=True),
     )
-    return y, k if node.wants(1) else None, v if node.wants(2) else None
+    return results["y"], k if node.wants(1) else None, v if node.wants(2) else None
 
 
 def _refuse(node: Node, k_scale: Value | None, v_scale: Value | None) -> None:

@@ -10,7 +10,7 @@ from ...node import Node
 from ...values import Value
 from .. import op
 from ..asserted import asserted
-from ..attend import attend, concatenated, heads_first
+from ..attend import attend, concatenated, heads_first, mask_of
 from . import DOMAIN
 from .masks import Padding, Scores, biased, filter_value, padding
 from .projections import bias_parts, check_floats, head_size, interleaved_part, number, part
@@ -61,21 +61,19 @@ def multi_head_attention(
     if node.attr("unidirectional", 0):
         agreed(node, "the sequence length of a unidirectional attention", q.shape[1], node.simplify(keys - past))
         window = Window(right=0, offset="zero" if past_key is None else "past")
-    y, qk = attend(
+    bias = biased(node, scores, attention_bias, mask.bias)
+    results = attend(
         node,
-        q,
-        k,
-        v,
+        {"q": q, "k": k, "v": v, "mask": bias, "lengths": mask.lengths, "past": past},
         heads=(heads, heads),
         acc_dtype="float64" if q.dtype == "float64" else "float32",
         scale=node.attr("scale", 0.0) or 1 / math.sqrt(q.shape[2] // heads),
         window=window,
-        mask=biased(node, scores, attention_bias, mask.bias),
-        lengths=mask.lengths,
-        past=past,
+        mask=mask_of(bias),
         qk_mode=2 if node.wants(3) else None,
     )
-    return y, k if node.wants(1) else None, v if node.wants(2) else None, qk
+    presents = k if node.wants(1) else None, v if node.wants(2) else None
+    return results["y"], *presents, results.get("qk")
 
 
 def _projections(
