@@ -98,9 +98,10 @@ class Case(ABC):
 
 
 def error(actual: np.ndarray, expected: np.ndarray) -> float:
-    """The largest difference relative to the range of what is expected; infinite for another shape or for NaN."""
+    """The largest difference relative to the range of what is expected, or to its size where that is one number;
+    infinite for another shape or for NaN."""
     if actual.shape != expected.shape:
         return float("inf")
-    scale = max(float(np.ptp(expected)), float(np.finfo(np.float64).tiny))
+    scale = float(np.ptp(expected)) or float(np.abs(expected).max()) or 1.0 if expected.size else 1.0
     difference = float(np.abs(actual.astype(np.float64) - expected).max(initial=0.0)) / scale
     return difference if np.isfinite(difference) else float("inf")

@@ -155,10 +155,12 @@ def load_setting(path: Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarra
 
 
 def error(actual: np.ndarray, expected: np.ndarray) -> float:
-    """The largest difference relative to the range of what is expected; infinite for another shape or for NaN."""
+    """The largest difference relative to the range of what is expected, or to its size where that is one number;
+    infinite for another shape or for NaN."""
     if actual.shape != expected.shape:
         return float("inf")
-    difference = np.abs(actual.astype(np.float64) - expected).max(initial=0.0) / max(float(np.ptp(expected)), 1e-30)
+    scale = float(np.ptp(expected)) or float(np.abs(expected).max()) or 1.0 if expected.size else 1.0
+    difference = np.abs(actual.astype(np.float64) - expected).max(initial=0.0) / scale
     return float(difference) if np.isfinite(difference) else float("inf")
 
 

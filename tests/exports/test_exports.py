@@ -64,6 +64,7 @@ def test_a_result_off_by_a_thousandth_is_noticed(tmp_path: Path) -> None:
 
 def test_error_is_relative_to_the_range() -> None:
     assert table.error(np.array([1.0, 3.5]), np.array([1.0, 3.0])) == 0.25
+    assert table.error(np.array([3.0, 3.0]), np.array([2.0, 2.0])) == 0.5
     assert table.error(np.array([1.0]), np.array([1.0, 3.0])) == np.inf
     assert table.error(np.array([1.0, np.nan]), np.array([1.0, 3.0])) == np.inf
 
