@@ -13,7 +13,7 @@ from onnx_ir.passes import common
 from . import schemas  # noqa: F401  (what onnxruntime writes passes onnx's checker)
 from .declared_sizes import forget_unknown_sizes
 from .errors import ModelError
-from .legality import check_attributes, check_bodies, check_tensors
+from .legality import check_attributes, check_bodies, check_tensors, graphs
 
 ModelLike = str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model
 
@@ -71,11 +71,16 @@ def _read(model: ModelLike) -> ir.Model:
 
 
 def _forget_what_says_nothing(model: ir.Model) -> None:
-    """Takes declarations off inner values that do not say an element type, as some exporters write, and off nodes how
-    they are spread over devices."""
-    for node in model.graph.all_nodes():
-        node.device_configurations = ()
-        for value in node.outputs:
+    """Takes declarations off inner values that do not say an element type, as some exporters write; off nodes how they
+    are spread over devices; and off everything what only people read, which may be no text."""
+    for graph in graphs(model):
+        outputs = [value for node in graph for value in node.outputs]
+        attributes = [attribute for node in graph for attribute in node.attributes.values()]
+        for documented in (graph, *graph, *graph.inputs, *graph.initializers.values(), *outputs, *attributes):
+            documented.doc_string = None
+        for node in graph:
+            node.device_configurations = ()
+        for value in outputs:
             if value.type is not None and value.dtype == ir.DataType.UNDEFINED:
                 value.type = value.shape = None
 
