@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 from attention_cases import arrays, check, made, outputs
 
+from lowering.attention.formula import Formula
+from lowering.attention.problem import Mask
 from schedules.cuda.attention import rows_kernel
 from schedules.cuda.tiles import RowTiles
 
 TILES = RowTiles(warps=90, split=2)
 CALLS = 4  # of every problem
-SEEDS = range(15)
+SEEDS = range(18)
 
 
 @functools.cache
@@ -47,5 +49,6 @@ def test_the_drawn_problems_are_of_many_kinds() -> None:
     assert {p.acc_dtype for p in problems} == {"float32", "float64"}
     assert {p.dtype for p in problems} == {"float32", "float16", "bfloat16", "float64"}
     assert {p.qk_mode for p in problems} == {None, 0, 1, 2, 3}
-    assert {p.mask is None for p in problems} == {p.lse for p in problems} == {False, True}
+    assert {type(p.mask) for p in problems} == {type(None), Mask, Formula}
+    assert {p.lse for p in problems} == {False, True}
     assert np.any([p.head_dim > 32 and p.head_dim % 32 for p in problems])
