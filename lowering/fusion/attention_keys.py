@@ -12,16 +12,17 @@ Heads = tuple[Size, int] | None
 
 
 def split_heads(new: Rewrite, value: ir.Value, heads: Heads) -> ir.Value:
-    """[B * H, M, N] as [B, H, M, N]: what it was reshaped from, else reshaped. Four dimensions stay."""
+    """[B * H, M, N] as [B, H, M, N]: what it was reshaped from, or that reshaped. Four dimensions stay."""
     if heads is None:
         return value
     shape = (*heads, *dims(value)[1:])
     before = producer(value, "Reshape")
-    if before is not None and dims(operand(before, 0)) == shape:
-        return operand(before, 0)
+    source = value if before is None else operand(before, 0)
+    if dims(source) == shape:
+        return source
     sizes = new.emit("Shape", [value], {"start": 1}, ir.DataType.INT64, [2])
     wanted = new.emit("Concat", [new.integers(-1, heads[1]), sizes], {"axis": 0}, ir.DataType.INT64, [4])
-    return new.emit("Reshape", [value, wanted], shape=shape)
+    return new.emit("Reshape", [source, wanted], shape=shape)
 
 
 def keys(new: Rewrite, kt: ir.Value, heads: Heads) -> ir.Value:
@@ -32,7 +33,7 @@ def keys(new: Rewrite, kt: ir.Value, heads: Heads) -> ir.Value:
             return split_heads(new, operand(node, 0), heads)
         kt = split_heads(new, kt, heads)
     shape = dims(kt)
-    before = _before_reshapes(kt, (shape[0], shape[1], shape[3], shape[2]))
+    before = _before_reshapes(new, kt, (shape[0], shape[1], shape[3], shape[2]))
     if before is not None:
         return before
     node = producer(kt, "Transpose")
@@ -42,14 +43,17 @@ def keys(new: Rewrite, kt: ir.Value, heads: Heads) -> ir.Value:
     return new.transpose(operand(node, 0), [perm[0], perm[1], perm[3], perm[2]])
 
 
-def _before_reshapes(kt: ir.Value, shape: tuple[Size, ...]) -> ir.Value | None:
-    """X [B, H, T, D] where Kt is X as [B * H, T, D], its last two axes exchanged, and as [B, H, D, T]."""
+def _before_reshapes(new: Rewrite, kt: ir.Value, shape: tuple[Size, ...]) -> ir.Value | None:
+    """X [B, H, T, D] where Kt is X as [B * H, T, D], its last two axes exchanged, and as [B, H, D, T].
+
+    What repeats heads may be behind the first of these reshapes: it gives X by one to four dimensions.
+    """
     after = producer(kt, "Reshape")
     middle = producer(after.inputs[0], "Transpose") if after is not None else None
     if middle is None or list(attribute(middle, "perm", ())) != [0, 2, 1]:
         return None
     flat = operand(middle, 0)
-    before = producer(flat, "Reshape")
-    if before is None or dims(flat)[1:] != shape[2:] or dims(operand(before, 0)) != shape:
+    batch, heads = shape[:2]
+    if producer(flat, "Reshape") is None or dims(flat)[1:] != shape[2:] or not isinstance(heads, int):
         return None
-    return operand(before, 0)
+    return split_heads(new, flat, (batch, heads))

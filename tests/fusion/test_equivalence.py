@@ -108,6 +108,9 @@ class Writer:
         k = self.values("k", heads, kv_heads, HEAD)
         if not self.static or self.yes():
             return self.node("Transpose", k, perm=[0, 1, 3, 2])
+        last = next((node for node in self.nodes if k in node.output), None)
+        if last is not None and last.op_type == "Reshape" and self.yes():  # both reshapes in one
+            k = last.input[0]
         turned = self.node("Transpose", self.reshape(k, [-1, 5, HEAD]), perm=[0, 2, 1])
         return self.reshape(turned, [-1, heads, HEAD, 5])
 

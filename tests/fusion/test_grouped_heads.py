@@ -62,6 +62,23 @@ def test_cases_1_and_2_interleaved_repetition(form: str, attention: str, opset: 
     assert [v.name for v in node.inputs if v is not None] == ["q", "k", "v"]
 
 
+def test_repeated_keys_that_are_flattened_at_once() -> None:
+    """Where sizes are fixed, exporters reshape repeated keys to three dimensions in one step, and transpose those."""
+    nodes = """
+        k1 = Unsqueeze (k, axis2) k2 = Expand (k1, wide_k) k3 = Reshape (k2, flat)
+        k4 = Transpose <perm = [0, 2, 1]> (k3) kt = Reshape (k4, split)
+        v1 = Unsqueeze (v, axis2) v2 = Expand (v1, wide_v) vr = Reshape (v2, all_v)
+        s = MatMul (q, kt) p = Softmax <axis = -1> (s) y = MatMul (p, vr)
+    """
+    text = "(float[2, 6, 3, 8] q, float[2, 2, 5, 8] k, float[2, 2, 5, 6] v) => (float[2, 6, 3, 6] y)"
+    weights = {"axis2": [2], "wide_k": [1, 2, 3, 1, 8], "wide_v": [1, 2, 3, 1, 6], "flat": [12, 5, 8]}
+    weights |= {"split": [2, 6, 8, 5], "all_v": [0, 6, -1, 6]}
+    model = parse(f"{text} {{ {nodes} }}", 18, {name: np.array(v, np.int64) for name, v in weights.items()})
+    result = same(model, {"Attention": 1, "Expand": 0, "Reshape": 0, "Transpose": 0})
+    (node,) = (n for n in result.graph if n.op_type == "Attention")
+    assert [v.name for v in node.inputs if v is not None] == ["q", "k", "v"]
+
+
 @pytest.mark.parametrize("form", TILED)
 def test_the_other_order_refuses(form: str) -> None:
     untouched(model(both(TILED[form])))
