@@ -45,7 +45,8 @@ class FuseAttentionPass(NodePass):
     7. Max(scores + mask, lowest number): the mask is clamped instead.
     8. NaN guard: Where(IsNaN(p), 0, p). Dropout and Identity are gone by now.
     9. Three dimensions: Reshape of the scores to [B, H, S, T] and back gives B and H; without it, N is the batch of one
-       head. A float mask in a type wider than Q's makes the whole node that wide.
+       head. Where they are not reshaped back, V has four dimensions and Q and K have three. A float mask in a type
+       wider than Q's makes the whole node that wide.
 
     A score or probability that anybody else reads, or that is an output, refuses the match; so do sizes that would
     broadcast any other way, a mask after the softmax, and a head number or size that is no number. A row whose keys are
@@ -136,17 +137,18 @@ class _Attention:
         scores and probabilities are reshaped."""
         shapes = q, kt, v = dims(self.q), dims(self.kt), dims(self.v)
         rank = len(q)
-        if rank not in (3, 4) or any(len(shape) != rank for shape in shapes):
+        if rank not in (3, 4) or len(kt) != rank or len(v) not in (rank, 4):
             return False
         if not all(known(size) for size in (q[-1], kt[-2], v[-1])):
             return False
-        if any(not may_broadcast(a[0], b[0]) for a in shapes for b in shapes):
+        together = shapes if len(v) == rank else (q, kt)
+        if any(not may_broadcast(a[0], b[0]) for a in together for b in together):
             return False
         if rank == 4:
             fit = not views and known(q[1]) and kt[1] == v[1] and kt[1] in (1, q[1])
         else:
             self.heads = _heads(views, q[0], dims(self.scores.product.outputs[0]))
-            fit = self.heads is not None
+            fit = self.heads is not None and (len(v) == rank or v[:2] == self.heads)
         return fit and self.scores.masks.fit(self.shape, q[0])
 
     def types_fit(self) -> bool:
@@ -160,8 +162,9 @@ class _Attention:
 
     def replace(self, nodes: list[ir.Node]) -> None:
         new, result, dtype = Rewrite(self.product), self.product.outputs[0], self.dtype
+        v_heads = self.heads if len(dims(self.v)) == 3 else None
         inputs = [split_heads(new, self.q, self.heads), keys(new, self.kt, self.heads)]
-        q, k, v = (new.cast(x, dtype) for x in (*inputs, split_heads(new, self.v, self.heads)))
+        q, k, v = (new.cast(x, dtype) for x in (*inputs, split_heads(new, self.v, v_heads)))
 
         def key_count() -> ir.Value:
             return new.emit("Shape", [k], {"start": 2, "end": 3}, ir.DataType.INT64, [1])
@@ -176,7 +179,7 @@ class _Attention:
         shape = (*self.shape[:3], dims(self.v)[-1])
         y = new.emit("Attention", [q, k, v] if mask is None else [q, k, v, mask], attributes, dtype, shape)
         y = new.cast(y, result.dtype or dtype)
-        if self.heads is not None:
+        if v_heads is not None:
             sizes = new.emit("Shape", [y], {"start": 2}, ir.DataType.INT64, [2])
             flat = new.emit("Concat", [new.integers(-1), sizes], {"axis": 0}, ir.DataType.INT64, [3])
             y = new.emit("Reshape", [y, flat], shape=dims(result))

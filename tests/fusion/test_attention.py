@@ -306,6 +306,22 @@ def test_case_9_three_dimensions_with_heads(more: str, mask: str) -> None:
     same(parse(f"{inputs}{more}) => (float[B, 2, S, 6] y) {{ {nodes} }}", 18, weights), {"Attention": 1, "Softmax": 0})
 
 
+@pytest.mark.parametrize("v_heads, fuses", [(2, True), (1, False)])
+def test_case_9_values_of_four_dimensions(v_heads: int, fuses: bool) -> None:
+    """As BLOOM with every size fixed: probabilities are not reshaped back. What broadcasts refuses."""
+    nodes = """
+        kt = Transpose <perm = [0, 2, 1]> (k) a0 = MatMul (q, kt) a = Add (a0, alibi) a4 = Reshape (a, full)
+        s = Add (a4, m) p = Softmax <axis = -1> (s) y = MatMul (p, v)
+    """
+    inputs = f"float[4, 3, 8] q, float[4, 5, 8] k, float[2, {v_heads}, 5, 6] v, float[4, 1, 5] alibi"
+    text = f"({inputs}, float[2, 1, 3, 5] m) => (float[2, 2, 3, 6] y) {{ {nodes} }}"
+    source = parse(text, 18, {"full": np.array([2, 2, 3, 5])})
+    if fuses:
+        same(source, {"Attention": 1, "Softmax": 0, "MatMul": 0})
+    else:
+        untouched(source)
+
+
 def test_case_9_sizes_taken_from_the_scores() -> None:
     """The shape of the probabilities says how to flatten them: that is no reader."""
     nodes = """
