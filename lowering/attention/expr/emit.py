@@ -33,13 +33,13 @@ class _Emission:
         if expr.op == "number":
             return tirx.const(expr.number, expr.dtype)
         if expr.op in ("index", "size"):
-            value = self.point[str(expr.value)] if expr.op == "index" else self.sizes[int(expr.value or 0)]
+            value = self.point[str(expr.value)] if expr.op == "index" else self.sizes[expr.place]
             return value if scalar_type(value) == expr.dtype else cast(value, expr.dtype)
         if expr.op == "sum":
             return _sum([(factor, self.of(term)) for factor, term in terms(expr)], expr.dtype)
         args = [self.of(arg) for arg in expr.args]
         if expr.op == "load":
-            return self.load(int(expr.value or 0), args[0])
+            return self.load(expr.place, args[0])
         return _combined(expr, args)
 
 

@@ -35,10 +35,10 @@ def evaluate(
         if node.op == "index":
             return np.asarray(point[str(node.value)], dtype)
         if node.op == "size":
-            return np.asarray(sizes[int(node.value or 0)], dtype)
+            return np.asarray(sizes[node.place], dtype)
         args = [value(arg) for arg in node.args]
         if node.op == "load":
-            table = tables[int(node.value or 0)]
+            table = tables[node.place]
             return table[np.clip(args[0], 0, len(table) - 1)].astype(dtype)
         if node.op == "cast":
             return args[0].astype(dtype)

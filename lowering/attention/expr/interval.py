@@ -49,7 +49,7 @@ class _Analysis:
             value = tirx.const(expr.number, expr.dtype)
             return value, value
         if expr.op in ("index", "size"):
-            size = self.sizes[int(expr.value or 0)] if expr.op == "size" else None
+            size = self.sizes[expr.place] if expr.op == "size" else None
             low, high = self.bounds[str(expr.value)] if size is None else (size, size)
             return _typed(low, expr.dtype), _typed(high, expr.dtype)
         if expr.op == "select":
@@ -63,7 +63,7 @@ class _Analysis:
         if len(known) < len(args):
             return None
         if expr.op == "load":
-            return self.look(int(expr.value or 0), known[0])
+            return self.look(expr.place, known[0])
         if expr.op == "cast":
             return _cast(known[0], expr.args[0].dtype, expr.dtype)
         rule = _RULES.get(expr.op)

@@ -39,6 +39,12 @@ class Expr:
         assert self.op == "number" and self.value is not None
         return float(self.value) if isinstance(self.value, str) else self.value
 
+    @property
+    def place(self) -> int:
+        """Of a `size` or a `load`: which scalar, which table."""
+        assert self.op in ("size", "load") and isinstance(self.value, int)
+        return self.value
+
     def walk(self) -> Iterator[Expr]:
         """Every node, each before its arguments."""
         todo = [self]
@@ -77,20 +83,16 @@ def canonical(expr: Expr) -> Expr:
 
 def renumbered(expr: Expr) -> tuple[Expr, list[int], list[int]]:
     """The expression with sizes and tables numbered in the order in which they come up, and what each number was."""
-    sizes: list[int] = []
-    tables: list[int] = []
+    numbers: dict[str, list[int]] = {"size": [], "load": []}
     for node in expr.walk():
-        places = {"size": sizes, "load": tables}.get(node.op)
-        if places is not None and node.value not in places:
-            assert isinstance(node.value, int)
-            places.append(node.value)
+        if node.op in numbers and node.place not in numbers[node.op]:
+            numbers[node.op].append(node.place)
 
     def renamed(node: Expr) -> Expr:
-        places = {"size": sizes, "load": tables}.get(node.op)
-        value = node.value if places is None else places.index(node.value)  # type: ignore[arg-type]
+        value = numbers[node.op].index(node.place) if node.op in numbers else node.value
         return replace(node, args=tuple(map(renamed, node.args)), value=value)
 
-    return renamed(expr), sizes, tables
+    return renamed(expr), numbers["size"], numbers["load"]
 
 
 def _shape(expr: Expr) -> str:
@@ -153,9 +155,9 @@ def over(expr: Expr) -> tuple[str, ...]:
     return tuple(name for name in INDICES if name in used)
 
 
-def rewritten(expr: Expr, replace_: Callable[[Expr], Expr | None]) -> Expr:
-    """The expression with every node for which there is a replacement replaced, outermost nodes first."""
-    found = replace_(expr)
+def rewritten(expr: Expr, instead: Callable[[Expr], Expr | None]) -> Expr:
+    """The expression with what `instead` gives for a node in its place, outermost nodes first; None keeps the node."""
+    found = instead(expr)
     if found is not None:
         return found
-    return replace(expr, args=tuple(rewritten(arg, replace_) for arg in expr.args)) if expr.args else expr
+    return replace(expr, args=tuple(rewritten(arg, instead) for arg in expr.args))
