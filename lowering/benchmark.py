@@ -19,7 +19,7 @@ from .inputs import is_integer, random_input
 from .limits import Limits, measure_gpu_limits, measure_limits
 from .manifest import MOST_THREADS, Manifest, TensorSpec
 from .runtime import Model, load
-from .runtime.checks import whole_number
+from .runtime.checks import check_dimensions, whole_number
 from .runtime.profiler import KernelCall, Profiler
 
 _FEWEST, _MOST = 5, 1000
@@ -173,11 +173,7 @@ def _sizes(manifest: Manifest, sizes: dict[str, int], given: Mapping[str, Any]) 
     if manifest.slots is not None:
         known.add(manifest.slots.length)
         needed |= {t.name for t in free if t.name == manifest.slots.length}
-    for name in sizes:
-        if name not in known:
-            raise InputError(
-                f"no input has a symbolic dimension '{name}'. There are: {', '.join(sorted(known)) or 'none'}."
-            )
+    check_dimensions(sizes, known)
     missing = sorted(needed - set(sizes))
     if missing:
         names = ", ".join(f"'{name}'" for name in missing)

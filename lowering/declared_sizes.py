@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from .errors import InputError
 from .legality import graphs
-from .runtime.checks import whole_number
+from .runtime.checks import check_dimensions, whole_number
 
 Dims: TypeAlias = Mapping[str, int | tuple[int, int]]
 """By the name of a symbolic dimension the size that it always has, or the smallest and the largest one."""
@@ -33,7 +33,8 @@ def with_sizes(model: ir.Model, dims: Dims) -> ir.Model:
     sizes = {name: _size(name, size) for name, size in dims.items() if not isinstance(size, tuple)}
     if not sizes:
         return model
-    _check_names(sizes, {dim for value in model.graph.inputs for dim in map(_said, value.shape or ())})
+    declared = {dim for value in model.graph.inputs for dim in map(_said, value.shape or ())}
+    check_dimensions(sizes, (dim for dim in declared if isinstance(dim, str)))
     model = model.clone()
     for value in _values(model):
         if value.shape is not None and any(_said(dim) in sizes for dim in value.shape):
@@ -53,19 +54,12 @@ def ranges(dims: Dims, names: Collection[int | str]) -> dict[str, tuple[int, int
             if low > high:
                 raise InputError(f"the range of dimension '{name}' is empty: {low} to {high}.")
             legal[name] = (low, high)
-    _check_names(legal, names)
+    check_dimensions(legal, (name for name in names if isinstance(name, str)))
     return legal
 
 
 def _size(name: str, size: int) -> int:
     return whole_number(size, f"the size of dimension '{name}'", 0, 2**63 - 1)
-
-
-def _check_names(given: Collection[str], known: Collection[int | str | None]) -> None:
-    names = sorted(name for name in known if isinstance(name, str))
-    for name in given:
-        if name not in names:
-            raise InputError(f"no input has a symbolic dimension '{name}'. There are: {', '.join(names) or 'none'}.")
 
 
 def _said(dim: int | ir.SymbolicDim) -> int | str | None:

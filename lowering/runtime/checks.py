@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import operator
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,14 @@ def whole_number(value: Any, name: str, least: int, most: int) -> int:
     if number is None or not least <= number <= most:
         raise InputError(f"{name} must be a whole number from {least} to {most}, not {value!r}.")
     return number
+
+
+def check_dimensions(given: Iterable[str], known: Iterable[str]) -> None:
+    """Raises InputError for a name that is none of the symbolic dimensions of the inputs."""
+    names = sorted(known)
+    for name in given:
+        if name not in names:
+            raise InputError(f"no input has a symbolic dimension '{name}'. There are: {', '.join(names) or 'none'}.")
 
 
 def checked_threads(threads: Any) -> int | None:
