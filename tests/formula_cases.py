@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 
-from lowering.attention.expr.node import Expr, canonical, number, renumbered
+from lowering.attention.expr.node import Expr, canonical, number, renamed
 from lowering.attention.formula import Formula
 
 _TABLE = 8  # elements; positions are remainders
@@ -16,23 +16,22 @@ _LOWEST = float(np.finfo(np.float32).min)
 def formula(rng: random.Random) -> Formula:
     """Bool or float32, over some of the indices; a few sizes and tables."""
     draw = _Draw(rng)
-    value, _, tables = renumbered(canonical(draw.condition(2) if rng.random() < 0.5 else draw.bias(2)))
-    sizes = {node.value for node in value.walk() if node.op == "size"}
-    return Formula(value, len(sizes), tuple(draw.tables[k] for k in tables), rng.random() < 0.2)
+    value, _ = renamed(canonical(draw.condition(2) if rng.random() < 0.5 else draw.bias(2)))
+    return Formula(value, rng.random() < 0.2)
 
 
 def parameters(formula: Formula, kv_len: int, rng: np.random.Generator) -> dict[str, np.ndarray | int]:
     """Values by name."""
-    given: dict[str, np.ndarray | int] = {f"size_{k}": int(rng.integers(0, kv_len + 2)) for k in range(formula.sizes)}
-    for k, dtype in enumerate(formula.tables):
+    given: dict[str, np.ndarray | int] = {name: int(rng.integers(0, kv_len + 2)) for name in formula.scalars()}
+    for name, dtype in formula.tables().items():
         whole = dtype.startswith("int")
-        given[f"table_{k}"] = (rng.integers(0, 3, _TABLE) if whole else rng.standard_normal(_TABLE)).astype(dtype)
-    return given | ({"mask_keys": int(rng.integers(0, kv_len + 1))} if formula.short else {})
+        given[name] = (rng.integers(0, 3, _TABLE) if whole else rng.standard_normal(_TABLE)).astype(dtype)
+    return given
 
 
 class _Draw:
     def __init__(self, rng: random.Random) -> None:
-        self.rng, self.tables = rng, ["int64", "int64", "float32", "float32"]
+        self.rng = rng
 
     def condition(self, depth: int) -> Expr:
         kind = self.rng.choice(["and", "or", "not", "compare"] if depth else ["compare"])
@@ -45,12 +44,12 @@ class _Draw:
 
     def integer(self, depth: int) -> Expr:
         kind = self.rng.choice(
-            ["add", "sub", "scaled", "min", "rest", "load"] if depth else ["index", "size", "number"]
+            ["add", "sub", "scaled", "min", "rest", "load"] if depth else ["index", "scalar", "number"]
         )
         if kind == "index":
             return Expr("index", "int64", value=self.rng.choice("bhiijj"))
-        if kind == "size":
-            return Expr("size", "int64", value=self.rng.randrange(2))
+        if kind == "scalar":
+            return Expr("scalar", "int64", value=self.rng.choice("mn"))
         if kind == "number":
             return number(self.rng.randint(-3, 5), "int64")
         if kind == "scaled":
@@ -58,7 +57,7 @@ class _Draw:
         if kind == "rest":
             return self.rest(self.integer(depth - 1), self.rng.choice([2, 3, 16]))
         if kind == "load":
-            return Expr("load", "int64", (self.rest(self.integer(depth - 1), _TABLE),), self.rng.choice([0, 1]))
+            return Expr("load", "int64", (self.rest(self.integer(depth - 1), _TABLE),), self.rng.choice(["s", "t"]))
         return Expr(kind, "int64", (self.integer(depth - 1), self.integer(depth - 1)))
 
     def rest(self, value: Expr, divisor: int) -> Expr:
@@ -69,7 +68,7 @@ class _Draw:
         if kind == "select":
             return Expr("select", "float32", (self.condition(1), self.bias(depth - 1), self.bias(depth - 1)))
         if kind == "load":
-            return Expr("load", "float32", (self.rest(self.integer(1), _TABLE),), self.rng.choice([2, 3]))
+            return Expr("load", "float32", (self.rest(self.integer(1), _TABLE),), self.rng.choice(["u", "v"]))
         if kind == "slope":
             distance = Expr("cast", "float32", (self.integer(1),))
             return Expr("mul", "float32", (number(0.125, "float32"), distance))

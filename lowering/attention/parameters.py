@@ -54,7 +54,7 @@ class Parameters:
             "lengths": ([self.B], "int64"),
         }
         if isinstance(p.mask, Formula):
-            shapes |= {f"table_{k}": ([_size(f"table_{k}_len", None)], dtype) for k, dtype in enumerate(p.mask.tables)}
+            shapes |= {name: ([_size(f"{name}_len", None)], dtype) for name, dtype in p.mask.tables().items()}
         elif p.mask is not None:
             full = (self.B, p.q_heads, self.S, _size("mask_len", None) if p.mask.pad else self.T)
             dims = [

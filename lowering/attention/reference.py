@@ -103,9 +103,7 @@ def _elements(problem: AttentionProblem, shape: tuple[int, ...], given: Mapping[
     formula = problem.mask
     assert isinstance(formula, Formula)
     b, h, i, j = np.ogrid[tuple(slice(n) for n in shape)]
-    sizes = [int(given[f"size_{k}"]) for k in range(formula.sizes)]
-    tables = [np.asarray(given[f"table_{k}"]) for k in range(len(formula.tables))]
-    values = evaluate(formula.value, {"b": b, "h": h, "i": i, "j": j}, sizes, tables)
+    values = evaluate(formula.value, {"b": b, "h": h, "i": i, "j": j}, given)
     hidden = j >= given.get("mask_keys", shape[3])
     return np.broadcast_to(np.where(hidden, False if values.dtype == bool else -np.inf, values), shape)
 

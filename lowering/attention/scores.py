@@ -13,9 +13,10 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
+from .expr.bound import BoundExpr
 from .expr.emit import cast, lanes, scalar_type, widened
 from .expr.interval import Interval
-from .formula import BoundFormula, Formula
+from .formula import Formula
 from .parameters import Parameters, int64
 from .problem import Mask
 
@@ -33,11 +34,9 @@ class Scores:
         mask = self.problem.mask
         self.has_mask = mask is not None
         self.has_bias = mask is not None and mask.dtype != "bool"  # what is added to scores
-        self.formula: BoundFormula | None = None
+        self.formula: BoundExpr | None = None
         if isinstance(mask, Formula):
-            tables = [self.buffers[f"table_{k}"] for k in range(len(mask.tables))]
-            sizes = [parameters.scalars[f"size_{k}"] for k in range(mask.sizes)]
-            self.formula = BoundFormula(mask, tables, sizes, parameters.scope)
+            self.formula = BoundExpr(mask.value, parameters.buffers, parameters.scalars, parameters.scope)
             self.mask_keys = parameters.scalars.get("mask_keys", int64(parameters.T))
 
     @property

@@ -111,12 +111,12 @@ class _Absorber:
         short = self.record.pad and not self.elements.analyzer.can_prove_equal(self.keys, self.T)
         tensors = {buffer: tensor for tensor, buffer in tables.items()}
         try:
-            formula, used, read = Formula.of(value, self.indices, sizes, list(tensors), short)
+            formula, read = Formula.of(value, self.indices, sizes, list(tensors), short)
         except ValueError:
             return None
         problem = dataclasses.replace(self.problem, mask=formula)
-        parameters = [*(self.flat(tensors[buffer]) for buffer in read), *used, *([self.keys] if short else [])]
-        given = {**self.arguments, **dict(zip(formula.names(), parameters))}
+        given = {**self.arguments, "mask_keys": self.keys}
+        given |= {name: self.flat(tensors[x]) if x in tensors else x for name, x in read.items()}
         given["q"] = self.with_conditions(given["q"])
         function = plain(problem).without_attr("global_symbol")
         arguments = [given[name] for name in problem.parameters() if name in given]

@@ -13,8 +13,9 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
+from lowering.attention.expr.bound import BoundExpr
 from lowering.attention.expr.evaluate import evaluate
-from lowering.attention.formula import BoundFormula, Formula
+from lowering.attention.formula import Formula
 
 SIZES = {"b": 2, "h": 3, "i": 9, "j": 16}
 KEYS = SIZES["j"]
@@ -37,7 +38,8 @@ def test_names_and_order_of_parameters_make_no_difference() -> None:
             value = tirx.any(tirx.all(t[i].equal(t[j]), q > u[j] + u[j]), j < i + p + 3 - 1)
             records.append(of(value, [b, h, i, j], [p, q], [t, u]))
     assert records[0] == records[1] and hash(records[0]) == hash(records[1])
-    assert records[0].over == ("i", "j") and records[0].sizes == 2 and records[0].tables == ("int64", "int64")
+    assert records[0].over == ("i", "j") and records[0].scalars() == ("size_0", "size_1")
+    assert records[0].tables() == {"table_0": "int64", "table_1": "int64"}
     text = json.dumps(records[0].to_data())
     assert len(text) < 800 and Formula.from_data(json.loads(text)) == records[0]
 
@@ -61,16 +63,16 @@ def test_kernels_and_numpy_agree(seed: int) -> None:
     rng, data = random.Random(seed), np.random.default_rng(seed)
     formula = formula_cases.formula(rng)
     given = formula_cases.parameters(formula, KEYS, data)
-    sizes = [int(given[f"size_{k}"]) for k in range(formula.sizes)]
-    tables = [np.asarray(given[f"table_{k}"]) for k in range(len(formula.tables))]
     point = dict(zip("bhij", np.ogrid[tuple(slice(n) for n in SIZES.values())]))
-    expected = np.broadcast_to(evaluate(formula.value, point, sizes, tables), tuple(SIZES.values()))
+    expected = np.broadcast_to(evaluate(formula.value, point, given), tuple(SIZES.values()))
 
     dtype = "int8" if formula.dtype == "bool" else formula.dtype
     results = [np.zeros(expected.shape, dtype) for _ in range(3)]
     ends = [np.zeros((*expected.shape[:2], 2), dtype) for _ in range(2)]
     kernel = tvm.compile(tvm.IRModule({"evaluate": _kernel(formula, dtype)}), target="llvm")["evaluate"]
-    kernel(*map(tvm.runtime.tensor, tables), *sizes, *(outputs := [tvm.runtime.tensor(x) for x in (*results, *ends)]))
+    arguments = [given[name] for name in formula.names()]
+    outputs = [tvm.runtime.tensor(x) for x in (*results, *ends)]
+    kernel(*(x if isinstance(x, int) else tvm.runtime.tensor(x) for x in arguments), *outputs)
     scalar, keys, rows, low, high = (x.numpy() for x in outputs)
     where = (..., slice(None)), (..., slice(4, 8)), (..., slice(2, 6), slice(None))
     for found, here in zip((scalar, keys, rows), where):
@@ -88,13 +90,11 @@ def _kernel(formula: Formula, dtype: str) -> tirx.PrimFunc:
     shape = tuple(SIZES.values())
     with IRBuilder() as builder, T.prim_func():
         T.func_name("evaluate")
-        tables = [
-            T.match_buffer(T.arg(f"table_{k}", T.handle()), (8,), dtype) for k, dtype in enumerate(formula.tables)
-        ]
-        sizes = [T.arg(f"size_{k}", T.int64()) for k in range(formula.sizes)]
+        tables = {name: T.match_buffer(T.arg(name, T.handle()), (8,), dtype) for name, dtype in formula.tables().items()}
+        scalars = {name: T.arg(name, T.int64()) for name in formula.scalars()}
         scalar, keys, rows = (T.match_buffer(T.arg(f"out_{k}", T.handle()), shape, dtype) for k in range(3))
         low, high = (T.match_buffer(T.arg(f"end_{k}", T.handle()), (*shape[:2], 2), dtype) for k in range(2))
-        bound = BoundFormula(formula, tables, sizes)
+        bound = BoundExpr(formula.value, tables, scalars)
         with T.serial(T.int64(shape[0])) as b, T.serial(T.int64(shape[1])) as h:
             with T.serial(T.int64(shape[2])) as i:
                 with T.serial(T.int64(shape[3])) as j:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tvm import ir, tirx
 from tvm.ir import prim
 from tvm.script.ir_builder import tirx as T
 
-from .node import INDICES, Expr, terms
+from .node import Expr, terms
 
 _CLASSES: dict[str, type] = {
     "add": prim.Add, "sub": prim.Sub, "mul": prim.Mul, "div": prim.Div, "mod": prim.Mod, "floordiv": prim.FloorDiv,
@@ -16,30 +16,30 @@ _CLASSES: dict[str, type] = {
     "le": prim.LE, "and": prim.And, "or": prim.Or, "not": prim.Not, "select": prim.Select,
 }  # fmt: skip
 
-Load = Callable[[int, ir.Expr], ir.Expr]
-"""The elements of a table at positions."""
+Load = Callable[[str, Sequence[ir.Expr]], ir.Expr]
+"""The element of a table at these indices, or a vector of elements."""
 
 
-def emit(expr: Expr, point: Sequence[ir.Expr], sizes: Sequence[ir.Expr], load: Load) -> ir.Expr:
-    """TensorIR for the expression at point (b, h, i, j), of which one may be a vector. A size may be any scalar."""
-    return _Emission(point, sizes, load).of(expr)
+def emit(expr: Expr, point: Mapping[str, ir.Expr], scalars: Mapping[str, ir.Expr], load: Load) -> ir.Expr:
+    """TensorIR for the expression where its indices have these values, of which one may be a vector."""
+    return _Emission(point, scalars, load).of(expr)
 
 
 class _Emission:
-    def __init__(self, point: Sequence[ir.Expr], sizes: Sequence[ir.Expr], load: Load) -> None:
-        self.point, self.sizes, self.load = dict(zip(INDICES, point, strict=True)), sizes, load
+    def __init__(self, point: Mapping[str, ir.Expr], scalars: Mapping[str, ir.Expr], load: Load) -> None:
+        self.values, self.load = {"index": point, "scalar": scalars}, load
 
     def of(self, expr: Expr) -> ir.Expr:
         if expr.op == "number":
             return tirx.const(expr.number, expr.dtype)
-        if expr.op in ("index", "size"):
-            value = self.point[str(expr.value)] if expr.op == "index" else self.sizes[expr.place]
+        if expr.op in self.values:
+            value = self.values[expr.op][expr.name]
             return value if scalar_type(value) == expr.dtype else cast(value, expr.dtype)
         if expr.op == "sum":
             return _sum([(factor, self.of(term)) for factor, term in terms(expr)], expr.dtype)
         args = [self.of(arg) for arg in expr.args]
         if expr.op == "load":
-            return self.load(expr.place, args[0])
+            return self.load(expr.name, args)
         return _combined(expr, args)
 
 

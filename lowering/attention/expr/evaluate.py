@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ml_dtypes  # noqa: F401  (NumPy's names for half precision)
@@ -20,10 +20,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-def evaluate(
-    expr: Expr, point: Mapping[str, np.ndarray], sizes: Sequence[int], tables: Sequence[np.ndarray]
-) -> np.ndarray:
-    """The expression at arrays of indices by name ("b", "h", "i", "j"), which broadcast.
+def evaluate(expr: Expr, point: Mapping[str, np.ndarray], given: Mapping[str, np.ndarray | int]) -> np.ndarray:
+    """The expression at arrays of indices by name ("b", "h", "i", "j"), which broadcast, of scalars and tables by name.
 
     Positions outside a table are clamped, as kernels do. Raises NotImplementedError for an unknown function.
     """
@@ -33,13 +31,13 @@ def evaluate(
         if node.op == "number":
             return np.asarray(node.number, dtype)
         if node.op == "index":
-            return np.asarray(point[str(node.value)], dtype)
-        if node.op == "size":
-            return np.asarray(sizes[node.place], dtype)
+            return np.asarray(point[node.name], dtype)
+        if node.op == "scalar":
+            return np.asarray(given[node.name], dtype)
         args = [value(arg) for arg in node.args]
         if node.op == "load":
-            table = tables[node.place]
-            return table[np.clip(args[0], 0, len(table) - 1)].astype(dtype)
+            table = np.asarray(given[node.name])
+            return table[tuple(np.clip(x, 0, n - 1) for x, n in zip(args, table.shape, strict=True))].astype(dtype)
         if node.op == "cast":
             return args[0].astype(dtype)
         if node.op == "sum":

@@ -10,7 +10,7 @@ Numbers have (lowest, highest), conditions have (surely, possibly): whether they
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from tvm import ir, tirx
 from tvm.ir import prim
@@ -21,21 +21,23 @@ from .node import Expr, terms
 
 Interval = tuple[ir.Expr, ir.Expr]
 
-Look = Callable[[int, Interval], Interval]
-"""The values of a table between two positions, both included."""
+Look = Callable[[str, Interval], Interval]
+"""The values of a table, a vector, between two positions, both included."""
 
 
-def interval(expr: Expr, bounds: Mapping[str, Interval], sizes: Sequence[ir.Expr], look: Look) -> Interval | None:
+def interval(
+    expr: Expr, bounds: Mapping[str, Interval], scalars: Mapping[str, ir.Expr], look: Look
+) -> Interval | None:
     """The interval of `expr` for indices within `bounds`, both ends included; None where nothing is known.
 
     Emits code where the IRBuilder stands.
     """
-    return _Analysis(bounds, sizes, look).of(expr)
+    return _Analysis(bounds, scalars, look).of(expr)
 
 
 class _Analysis:
-    def __init__(self, bounds: Mapping[str, Interval], sizes: Sequence[ir.Expr], look: Look) -> None:
-        self.bounds, self.sizes, self.look = bounds, sizes, look
+    def __init__(self, bounds: Mapping[str, Interval], scalars: Mapping[str, ir.Expr], look: Look) -> None:
+        self.bounds, self.scalars, self.look = bounds, scalars, look
 
     def of(self, expr: Expr) -> Interval | None:
         result = self.combined(expr)
@@ -48,9 +50,11 @@ class _Analysis:
         if expr.op == "number":
             value = tirx.const(expr.number, expr.dtype)
             return value, value
-        if expr.op in ("index", "size"):
-            size = self.sizes[expr.place] if expr.op == "size" else None
-            low, high = self.bounds[str(expr.value)] if size is None else (size, size)
+        if expr.op == "scalar":
+            value = _typed(self.scalars[expr.name], expr.dtype)
+            return value, value
+        if expr.op == "index":
+            low, high = self.bounds[expr.name]
             return _typed(low, expr.dtype), _typed(high, expr.dtype)
         if expr.op == "select":
             return self.chosen(expr)
@@ -63,7 +67,7 @@ class _Analysis:
         if len(known) < len(args):
             return None
         if expr.op == "load":
-            return self.look(expr.place, known[0])
+            return self.look(expr.name, known[0]) if len(known) == 1 else None
         if expr.op == "cast":
             return _cast(known[0], expr.args[0].dtype, expr.dtype)
         rule = _RULES.get(expr.op)

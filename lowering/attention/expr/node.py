@@ -13,6 +13,9 @@ from typing import Any
 INDICES = ("b", "h", "i", "j")
 """Batch, query head, query row and key."""
 
+PARAMETERS = ("scalar", "load")
+"""What reads a parameter of the kernel."""
+
 COMMUTATIVE = ("add", "mul", "min", "max", "and", "or", "eq", "ne")
 
 _Value = bool | int | str | None
@@ -22,10 +25,10 @@ _Value = bool | int | str | None
 class Expr:
     """op(args), an element of type dtype. Types are NumPy's names.
 
-    Leaves have a value: a `number` what it is (a float as Python writes it), an `index` its name, a `size` the place
-    among the int64 scalars. A `load` has the place of its table, a vector, and one argument, the position. `sum` is
-    that of integers, each argument a term, with its factor as the first of two arguments of a `mul`; a number comes
-    last. Functions are called what TVM calls them.
+    Leaves have a value: a `number` what it is (a float as Python writes it), an `index` its name, a `scalar` the name
+    of the kernel's int64 parameter. A `load` has the name of a table and its indices as arguments. `sum` is that of
+    integers, each argument a term, with its factor as the first of two arguments of a `mul`; a number comes last.
+    Functions are called what TVM calls them.
     """
 
     op: str
@@ -40,9 +43,9 @@ class Expr:
         return float(self.value) if isinstance(self.value, str) else self.value
 
     @property
-    def place(self) -> int:
-        """Of a `size` or a `load`: which scalar, which table."""
-        assert self.op in ("size", "load") and isinstance(self.value, int)
+    def name(self) -> str:
+        """Of an `index`, a `scalar` or a `load`."""
+        assert self.op in ("index", *PARAMETERS) and isinstance(self.value, str)
         return self.value
 
     def walk(self) -> Iterator[Expr]:
@@ -81,25 +84,34 @@ def canonical(expr: Expr) -> Expr:
     return replace(expr, args=args)
 
 
-def renumbered(expr: Expr) -> tuple[Expr, list[int], list[int]]:
-    """The expression with sizes and tables numbered in the order in which they come up, and what each number was."""
-    numbers: dict[str, list[int]] = {"size": [], "load": []}
+def renamed(expr: Expr) -> tuple[Expr, dict[str, str]]:
+    """The expression with scalars called size_0, size_1, ... and tables table_0, ... in the order in which they come up;
+    and what each of these names was."""
+    names: dict[str, str] = {}
+    for op, word in zip(PARAMETERS, ("size", "table")):
+        names |= {old: f"{word}_{k}" for k, old in enumerate(parameters(expr, op))}
+
+    def rename(node: Expr) -> Expr:
+        value = names[node.name] if node.op in PARAMETERS else node.value
+        return replace(node, args=tuple(map(rename, node.args)), value=value)
+
+    return rename(expr), {new: old for old, new in names.items()}
+
+
+def parameters(expr: Expr, op: str) -> dict[str, Expr]:
+    """What the expression reads by `op`, "scalar" or "load": by name, in the order in which they come up, one node."""
+    found: dict[str, Expr] = {}
     for node in expr.walk():
-        if node.op in numbers and node.place not in numbers[node.op]:
-            numbers[node.op].append(node.place)
-
-    def renamed(node: Expr) -> Expr:
-        value = numbers[node.op].index(node.place) if node.op in numbers else node.value
-        return replace(node, args=tuple(map(renamed, node.args)), value=value)
-
-    return renamed(expr), numbers["size"], numbers["load"]
+        if node.op == op:
+            found.setdefault(node.name, node)
+    return found
 
 
 def _shape(expr: Expr) -> str:
     """What is alike of expressions that differ in the numbers of their parameters alone."""
 
     def anonymous(node: Expr) -> list[Any]:
-        value = None if node.op in ("size", "load") else node.value
+        value = None if node.op in PARAMETERS else node.value
         return [node.op, node.dtype, value, *map(anonymous, node.args)]
 
     return json.dumps(anonymous(expr))

@@ -19,18 +19,19 @@ IF_THEN_ELSE = "prim.if_then_else"
 
 
 def read(value: ir.Expr, indices: Sequence[tirx.Var], sizes: Sequence[tirx.Var], tables: Sequence[tirx.Buffer]) -> Expr:
-    """The canonical form of `value`, an expression of the indices (b, h, i, j), the sizes and loads from the tables.
+    """The canonical form of `value`, an expression of the indices (b, h, i, j), the sizes and loads from the tables, which
+    are called size_0, ... and table_0, ... in the order given.
 
     Raises ValueError for what no expression holds.
     """
     leaves: dict[tirx.Var, Expr] = {
         var: Expr("index", str(var.ty), value=name) for name, var in zip(INDICES, indices, strict=True)
     }
-    leaves |= {var: Expr("size", str(var.ty), value=k) for k, var in enumerate(sizes)}
-    return canonical(_read(value, leaves, {table: k for k, table in enumerate(tables)}))
+    leaves |= {var: Expr("scalar", str(var.ty), value=f"size_{k}") for k, var in enumerate(sizes)}
+    return canonical(_read(value, leaves, {table: f"table_{k}" for k, table in enumerate(tables)}))
 
 
-def _read(value: ir.Expr, leaves: Mapping[tirx.Var, Expr], tables: Mapping[tirx.Buffer, int]) -> Expr:
+def _read(value: ir.Expr, leaves: Mapping[tirx.Var, Expr], tables: Mapping[tirx.Buffer, str]) -> Expr:
     def read(part: ir.Expr) -> Expr:
         return _read(part, leaves, tables)
 
@@ -40,7 +41,7 @@ def _read(value: ir.Expr, leaves: Mapping[tirx.Var, Expr], tables: Mapping[tirx.
     if isinstance(value, prim.IntImm | prim.FloatImm):
         return number(value.value, dtype)
     if isinstance(value, ir.TensorLoad):
-        return Expr("load", dtype, (read(value.indices[0]),), tables[value.source])
+        return Expr("load", dtype, tuple(map(read, value.indices)), tables[value.source])
     if type(value) in _OPERATIONS:
         operands = (value.a,) if isinstance(value, prim.Not) else (value.a, value.b)
         return Expr(_OPERATIONS[type(value)], dtype, tuple(map(read, operands)))

@@ -1,0 +1,64 @@
+"""An expression bound to what a kernel has for its scalars and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tvm import ir, tirx
+from tvm.script.ir_builder import tirx as T
+
+from .emit import emit, widened
+from .interval import Interval, extremes, interval
+from .node import INDICES, Expr, rewritten
+
+
+class BoundExpr:
+    """`value` with buffers for its tables and TensorIR for its scalars, both by name.
+
+    scope is the storage scope of its small variables: "global" on a CPU, "local" in the threads of a GPU.
+    """
+
+    def __init__(
+        self, value: Expr, tables: Mapping[str, tirx.Buffer], scalars: Mapping[str, ir.Expr], scope: str = "global"
+    ) -> None:
+        self.value, self.scope = value, scope
+        self.tables, self.scalars = tables, dict(scalars)
+        if scope == "global":  # else the IRBuilder stands in host code, which has no memory that a kernel can read
+            self.value = rewritten(self.value, self._once)
+
+    def _once(self, node: Expr) -> Expr | None:
+        """What depends on nothing but scalars, computed here, where the IRBuilder stands; None for anything else."""
+        leaves = [n.op for n in node.walk() if n.op in ("index", "load", "scalar")]
+        if not node.args or not leaves or set(leaves) != {"scalar"}:
+            return None
+        # In memory, as TVM puts the definition of a plain binding wherever it is used.
+        place = self.scratch(1, node.dtype)
+        T.buffer_store(place, emit(node, {}, self.scalars, self.load), [0])
+        name = f"once_{len(self.scalars)}"
+        self.scalars[name] = T.bind(place[0])
+        return Expr("scalar", node.dtype, value=name)
+
+    def __call__(self, *point: ir.Expr) -> ir.Expr:
+        """Its value at (b, h, i, j); one of i and j may be a vector."""
+        return emit(self.value, dict(zip(INDICES, point)), self.scalars, self.load)
+
+    def extremes(self, b: ir.Expr, h: ir.Expr, rows: Interval, keys: Interval) -> Interval | None:
+        """Its interval over rows and keys (ends included), for bool (surely, possibly); None if unknown.
+
+        Emits code where the IRBuilder stands.
+        """
+        bounds = dict(zip(INDICES, ((b, b), (h, h), rows, keys)))
+
+        def look(table: str, places: Interval) -> Interval:
+            size = self.tables[table].shape[0]
+            return extremes(lambda position: self.load(table, [position]), size, places, self.scratch)
+
+        return interval(self.value, bounds, self.scalars, look)
+
+    def scratch(self, size: int, dtype: str) -> tirx.Buffer:
+        return T.alloc_buffer((size,), dtype, scope=self.scope)
+
+    def load(self, table: str, indices: Sequence[ir.Expr]) -> ir.Expr:
+        """An element, or a vector of them; half precision as float32."""
+        value = self.tables[table][tuple(indices)]
+        return widened(value, "float32") if str(self.tables[table].dtype) in ("float16", "bfloat16") else value
