@@ -12,13 +12,14 @@ from typing import Any, TypeAlias
 import formula_cases
 import ml_dtypes
 import numpy as np
+import store_cases
 import tvm
 import tvm_ffi
 from hypothesis import strategies as st
 
 from lowering.attention.formula import Formula
 from lowering.attention.problem import AttentionProblem, Mask, Offset, Window
-from lowering.attention.reference import log_sum_exp, reference
+from lowering.attention.reference import Dense, by_batch, dense, reference, scores
 
 FLOATS = ("float32", "float16", "bfloat16", "float64")
 Results: TypeAlias = dict[str, np.ndarray]
@@ -27,7 +28,10 @@ TARGET = tvm.target.Target({"kind": "llvm", "mcpu": "x86-64-v3"})
 
 @dataclass(frozen=True)
 class Case:
-    """A problem, the sizes of one call, and how its data are drawn. poisoned puts NaN and inf into K, V and mask."""
+    """A problem, the sizes of one call, and how its data are drawn. poisoned puts NaN and inf into K, V and mask.
+
+    Of packed rows, q_len is the most of a batch; of mapped slots, kv_len is.
+    """
 
     problem: AttentionProblem
     batch: int
@@ -63,13 +67,23 @@ def _problem(rng: random.Random) -> AttentionProblem:
     batch, q_len, kv_len = (rng.choice([None, rng.choice(sizes)]) for sizes in (BATCHES, Q_LENGTHS, KV_LENGTHS))
     kv_heads = rng.randint(1, 3)
     q_heads = kv_heads * rng.randint(1, 3)
-    mask = rng.choice([None, _mask(rng, (batch, q_heads, q_len, kv_len), dtype), formula_cases.formula(rng)])
+    store = store_cases.store(rng)
+    rows = rng.choice(["bhtd", "bhtd", "bte", "thd", "te", "htd"])
+    packed = "b" not in rows
+    q_len, kv_len = None if packed and not q_len else q_len, None if store.mapped and not kv_len else kv_len
+    lengths = rng.choice([False, True]) or (packed and store.looked_up)
+    full = (1 if packed else batch, q_heads, None if packed else q_len, kv_len)  # of a mask
+    mask = rng.choice([None, _mask(rng, full, dtype), formula_cases.formula(rng)])
+    if isinstance(mask, Mask) and mask.pad and mask.dims[0] == 1 and mask.dims[3] is None and rng.random() < 0.3:
+        mask = dataclasses.replace(mask, starts=True)
     dims = [1, 2, 5, 7, 8, 9, 16, 17, 32, 40, 64]
-    head_dim = rng.choice(dims)
-    lengths = rng.choice([False, True])
+    head_dim = rng.choice([16, 40, 64] if store.codec and store.codec.group else dims)
+    v_head_dim = rng.choice([head_dim, rng.choice([8, 32, 64] if store.codec and store.codec.group else dims)])
     sides = [None, None, 0, 1, 2, 5, 100]
     offsets: list[Offset] = ["zero", "past", "lengths"] if lengths else ["zero", "past"]
-    window = rng.choice([None, Window(rng.choice(sides), rng.choice([*sides, 0]), rng.choice(offsets))])
+    sinks, free = rng.choice([0, 0, 1, 3, 20]), rng.random() < 0.2
+    window = Window(rng.choice(sides), rng.choice([*sides, 0]), rng.choice(offsets), sinks, free)
+    window = rng.choice([None, window])
     double = "float64" in (dtype, v_dtype, mask.dtype if mask else "") or rng.random() < 0.1
     return AttentionProblem(
         batch=batch,
@@ -78,19 +92,19 @@ def _problem(rng: random.Random) -> AttentionProblem:
         q_heads=q_heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        v_head_dim=rng.choice([head_dim, rng.choice(dims)]),
+        v_head_dim=head_dim if store.joint else v_head_dim,
         dtype=dtype,
-        v_dtype=v_dtype,
+        v_dtype=dtype if store.joint else v_dtype,
         acc_dtype="float64" if double else "float32",
         scale=rng.choice([head_dim**-0.5, 0.0, 0.3, 2.0]),
-        q_layout=rng.choice(["bhsd", "bshd"]),
-        kv_layout=rng.choice(["bhsd", "bshd"]),
+        row_axes=rows,
+        store=store,
         softcap=rng.choice([0.0, 0.0, 0.5, 30.0, 1e4]),
         window=window,
         lengths=lengths,
         mask=mask,
         sink=rng.choice([False, False, True]),
-        qk_mode=rng.choice([None, None, None, 0, 1, 2, 3]),
+        qk_mode=None if packed else rng.choice([None, None, None, 0, 1, 2, 3]),
         lse=rng.choice([False, True]),
     )
 
@@ -100,7 +114,8 @@ def _mask(rng: random.Random, full: tuple[int | None, ...], dtype: str) -> Mask:
     batch, heads, rows = (rng.choice([1, size]) for size in full[:3])
     keys = rng.choice([full[3], 1, 6, None] if pad else [full[3], full[3], 1])
     dims = [batch, heads, rows, keys]
-    broadcasts = tuple(axis for axis in range(3 if pad else 4) if dims[axis] == full[axis] and rng.random() < 0.1)
+    axes = range(full[0] == 1, 3 if pad else 4)
+    broadcasts = tuple(axis for axis in axes if dims[axis] == full[axis] and rng.random() < 0.1)
     for axis in broadcasts:
         dims[axis] = None
     kind = rng.choice(["bool", "bool", dtype, rng.choice(FLOATS)])
@@ -120,22 +135,25 @@ def _call(rng: random.Random, problem: AttentionProblem) -> Case:
 
 
 def arrays(case: Case) -> dict[str, Any]:
-    """The inputs by parameter name: arrays, and scalars of formulas."""
+    """The inputs by parameter name: arrays and numbers."""
     p, rng = case.problem, np.random.default_rng(case.seed)
-
-    def rows(layout: str, heads: int, length: int, dim: int, dtype: str) -> np.ndarray:
-        by_layout = {"bhsd": (case.batch, heads, length, dim), "bshd": (case.batch, length, heads * dim)}
-        return rng.standard_normal(by_layout[layout]).astype(dtype)
-
-    result: dict[str, Any] = {
-        "q": rows(p.q_layout, p.q_heads, case.q_len, p.head_dim, p.dtype),
-        "k": rows(p.kv_layout, p.kv_heads, case.kv_len, p.head_dim, p.dtype),
-        "v": rows(p.kv_layout, p.kv_heads, case.kv_len, p.v_head_dim, p.v_dtype),
-    }
+    result: dict[str, Any] = {}
+    tokens = case.q_len
+    if p.packed:
+        result["row_starts"] = starts = store_cases.row_starts(rng, case.batch, case.q_len)
+        tokens = int(starts[-1]) + int(rng.integers(0, 3))
+        if p.q_len is None:
+            result["most_rows"] = case.q_len
+    sizes = {"b": case.batch, "h": p.q_heads, "t": tokens, "d": p.head_dim, "e": p.q_heads * p.head_dim}
+    result["q"] = rng.standard_normal([sizes[axis] for axis in p.row_axes]).astype(p.dtype)
+    result |= store_cases.arrays(p, case.batch, case.kv_len, rng)
     if isinstance(p.mask, Formula):
         result |= formula_cases.parameters(p.mask, case.kv_len, rng)
     elif p.mask is not None:
-        full = (case.batch, p.q_heads, case.q_len, case.mask_len)
+        full = (case.batch, p.q_heads, tokens, case.mask_len)
+        if p.mask.starts:
+            result["key_starts"] = first = rng.integers(0, 9, case.batch)
+            full = (*full[:3], case.mask_len + int(first.max(initial=0)))
         ones = {axis for axis in p.mask.broadcasts if rng.random() < 0.5}
         shape = tuple(1 if axis in ones else full[axis] if d is None else d for axis, d in enumerate(p.mask.dims))
         hidden = rng.random(shape) < rng.choice([0.0, 0.3, 0.9])
@@ -152,37 +170,39 @@ def arrays(case: Case) -> dict[str, Any]:
         result["sink"] = np.where(rng.random(p.q_heads) < 0.2, -np.inf, sink).astype(p.dtype)
     if p.lengths:
         result["lengths"] = rng.integers(-2, case.kv_len + 4, case.batch)
+    if "past" in p.scalars():
+        result["past"] = case.past
+    if "free_batches" in p.scalars():
+        result["free_batches"] = int(rng.integers(0, case.batch + 2))
     if case.poisoned:
-        for name in ("k", "v", "mask"):
-            if name in result and result[name].dtype != bool:
-                where = rng.random(result[name].shape) < 0.3 / result[name].shape[-1] ** (name != "mask")
-                result[name] = np.where(where, rng.choice([np.nan, np.inf, -np.inf]), result[name]).astype(
-                    result[name].dtype
-                )
+        for name in ("k", "v", "kv", "k_scale", "v_scale", "kv_scale", "mask"):
+            x = result.get(name)
+            if x is not None and x.dtype not in (bool, np.int8) and x.dtype.itemsize > 1:
+                where = rng.random(x.shape) < 0.3 / x.shape[-1] ** (name != "mask")
+                result[name] = np.where(where, rng.choice([np.nan, np.inf, -np.inf]), x).astype(x.dtype)
     return result
 
 
-def outputs(case: Case) -> Results:
+def outputs(case: Case, inputs: dict[str, Any]) -> Results:
     """Arrays for the outputs by parameter name, full of NaN and not aligned beyond their elements."""
-    p = case.problem
-    y = (case.batch, p.q_heads, case.q_len, p.v_head_dim)
-    if p.q_layout == "bshd":
-        y = (case.batch, case.q_len, p.q_heads * p.v_head_dim)
-    results = {"y": unaligned(np.full(y, np.nan, p.dtype))}
-    if p.qk_mode is not None:
-        results["qk"] = unaligned(np.full((case.batch, p.q_heads, case.q_len, case.kv_len), np.nan, p.dtype))
-    if p.lse:
-        results["lse"] = unaligned(np.full((case.batch, p.q_heads, case.q_len), np.nan, p.acc_dtype))
-    return results
+    p, q = case.problem, inputs["q"]
+    sizes = dict(zip(p.row_axes, q.shape)) | {"d": p.v_head_dim, "e": p.q_heads * p.v_head_dim}
+    shapes = {
+        "y": tuple(sizes[axis] for axis in p.row_axes),
+        "qk": (case.batch, p.q_heads, case.q_len, case.kv_len),
+        "lse": (sizes["t"], p.q_heads) if p.packed else (case.batch, p.q_heads, case.q_len),
+    }
+    types = {"y": p.dtype, "qk": p.dtype, "lse": p.acc_dtype}
+    return {name: unaligned(np.full(shapes[name], np.nan, types[name])) for name in p.outputs()}
 
 
 def run(case: Case, inputs: dict[str, Any], make: Callable[[AttentionProblem], tvm.IRModule]) -> Results:
     """Compiles and calls `make(problem)`. No array is aligned beyond its element."""
-    p, results = case.problem, outputs(case)
+    p, results = case.problem, outputs(case, inputs)
     tensors = {name: x if isinstance(x, int) else borrow(unaligned(x)) for name, x in inputs.items()}
     tensors |= {name: borrow(x) for name, x in results.items()}
     kernel = _compiled(p, make)["attention"]
-    kernel(*(tensors[name] if name != "past" else case.past for name in p.parameters()))
+    kernel(*(tensors[name] for name in p.parameters()))
     return results
 
 
@@ -204,63 +224,66 @@ def borrow(array: np.ndarray) -> tvm.runtime.Tensor:
     """The array's own memory as a tensor (NumPy cannot export bfloat16, and gives empty arrays odd strides)."""
     if array.size == 0:
         return tvm.runtime.empty(array.shape, array.dtype.name)
-    if array.dtype != ml_dtypes.bfloat16:
+    if array.dtype not in (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn):
         return tvm_ffi.from_dlpack(array)
-    return tvm_ffi.from_dlpack(array.view(np.uint16))._create_view(array.shape, "bfloat16")
+    bits = np.uint16 if array.itemsize == 2 else np.uint8
+    return tvm_ffi.from_dlpack(array.view(bits))._create_view(array.shape, array.dtype.name)
 
 
 def check(case: Case, inputs: dict[str, Any], results: Results) -> None:
     """Asserts that the results equal the reference up to rounding.
 
-    Rows that see NaN or inf are left out: what they give is not defined. All others must be untouched by poison.
+    Rows that see NaN or inf are left out: what they give is not defined. All others must be untouched by poison, and
+    so must be packed rows of no batch.
     """
     p = case.problem
-    arguments = {**inputs, "past": case.past}
-    y, qk = reference(p, **arguments)
-    _, logits = reference(dataclasses.replace(p, qk_mode=2), **arguments)
-    size = _magnitude(case, inputs, logits)
+    want, given = reference(p, **inputs), dense(p, inputs)
+    logits = scores(p, given, inputs).masked
+    size = _magnitude(case, inputs, given, logits)
     with np.errstate(all="ignore"):
-        clean = ~_sees_poison(case, inputs)
+        clean = ~_sees_poison(case, inputs, given)
         epsilon = float(np.finfo(p.acc_dtype).eps)
         by_row = epsilon * (32 + 8 * size.max(-1, initial=0))
-        v_size = np.nanmax(np.where(np.isfinite(inputs["v"]), abs(inputs["v"].astype(np.float64)), 0), initial=0)
-        got = results["y"].astype(np.float64)
-        if p.q_layout == "bshd":
-            got, y = (x.reshape(case.batch, case.q_len, p.q_heads, p.v_head_dim).swapaxes(1, 2) for x in (got, y))
-        _assert_close(got, y, by_row[..., None] * v_size, clean[..., None], p.dtype, "Y")
+        v_size = np.nanmax(np.where(np.isfinite(given.v), abs(given.v), 0), initial=0)
+        got = {name: by_batch(p, name, x.astype(np.float64), inputs) for name, x in results.items()}
+        want = {name: by_batch(p, name, x, inputs) for name, x in want.items()}
+        there = np.arange(case.q_len) < given.rows[:, None, None]
+        by_element = by_row[..., None] * v_size
+        _assert_close(got["y"], want["y"], by_element, (clean & there)[..., None], p.dtype, "Y")
+        if p.packed:
+            _assert_untouched(case, inputs, results)
         if p.lse:
-            lse = log_sum_exp(p, **{name: x for name, x in arguments.items() if name != "v"})
-            _assert_close(results["lse"].astype(np.float64), lse, by_row, clean, p.acc_dtype, "lse")
+            _assert_close(got["lse"], want["lse"], by_row, clean & there, p.acc_dtype, "lse")
         if p.qk_mode is None:
             return
-        got = results["qk"].astype(np.float64)
+        qk = want["qk"]
         if p.qk_mode == 3:
-            _assert_close(got, qk, by_row[..., None], clean[..., None], p.dtype, "probabilities")
+            _assert_close(got["qk"], qk, by_row[..., None], clean[..., None], p.dtype, "probabilities")
         else:
             defined = np.isfinite(qk) | ((qk == -np.inf) if p.qk_mode == 2 else False)
-            _assert_close(got, qk, epsilon * 32 * size, defined, p.dtype, "scores")
+            _assert_close(got["qk"], qk, epsilon * 32 * size, defined, p.dtype, "scores")
 
 
-def _sees_poison(case: Case, inputs: dict[str, Any]) -> np.ndarray:
+def _assert_untouched(case: Case, inputs: dict[str, Any], results: Results) -> None:
+    """Of packed outputs, rows of no batch."""
+    starts = inputs["row_starts"]
+    for name, x in results.items():
+        axis = case.problem.row_axes.index("t") if name == "y" else 0
+        assert np.isnan(x.take(range(starts[-1], x.shape[axis]), axis=axis).astype(np.float64)).all()
+
+
+def _sees_poison(case: Case, inputs: dict[str, Any], given: Dense) -> np.ndarray:
     """Whether a row sees a key with NaN or inf in K, V or the mask: [B, Hq, S]."""
-    p = dataclasses.replace(case.problem, softcap=0.0, qk_mode=2)
-    nothing = {name: np.zeros_like(inputs[name]) for name in ("q", "k", "v")}
-    _, bias = reference(p, **{**inputs, **nothing}, past=case.past)
-    finite = [np.isfinite(inputs[name].astype(np.float64)) for name in ("k", "v")]
-    if p.kv_layout == "bshd":
-        finite = [
-            x.reshape(case.batch, case.kv_len, p.kv_heads, x.shape[2] // p.kv_heads).swapaxes(1, 2) for x in finite
-        ]
-    poisoned = ~(finite[0].all(-1) & finite[1].all(-1)).repeat(p.group, axis=1)[:, :, None]
-    return ((bias != -np.inf) & (poisoned | ~np.isfinite(bias))).any(-1)
+    bias = scores(case.problem, given, inputs).bias
+    finite = np.isfinite(given.k).all(-1) & np.isfinite(given.v).all(-1)
+    return ((bias != -np.inf) & (~finite[:, :, None] | ~np.isfinite(bias))).any(-1)
 
 
-def _magnitude(case: Case, inputs: dict[str, Any], logits: np.ndarray) -> np.ndarray:
+def _magnitude(case: Case, inputs: dict[str, Any], given: Dense, logits: np.ndarray) -> np.ndarray:
     """What rounding errors of a logit are relative to: the sum of the sizes of its terms."""
     p = case.problem
-    plain_scores = dataclasses.replace(p, softcap=0.0, qk_mode=0)
-    sizes = {**inputs, **{name: abs(inputs[name].astype(np.float64)) for name in ("q", "k")}}
-    _, size = reference(plain_scores, **sizes, past=case.past)
+    sizes = dataclasses.replace(given, q=abs(given.q), k=abs(given.k))
+    size = abs(scores(p, sizes, inputs).raw)
     size = np.where(np.isfinite(size), size, 0)  # a soft cap can make a finite logit of it
     # In float64 tanh is good to an absolute epsilon, which the soft cap multiplies.
     size = size + (p.softcap if p.acc_dtype == "float64" else 0)

@@ -1,6 +1,6 @@
 """Attention: inputs for a kernel, and how far its answer is from float64, for arrays in either kind of memory.
 
-Layout bhsd. The problem has the attributes of AttentionProblem.
+Axes bhtd. The problem has the attributes of AttentionProblem.
 """
 
 from __future__ import annotations

@@ -6,15 +6,19 @@ keys a tile of rows can see at all and which all of its rows see, and `scores` w
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from tvm import tirx
 from tvm.ir import Expr
+from tvm.script.ir_builder import tirx as T
 
-from .expr.emit import cast, lanes, scalar_type
-from .keys import Keys
+from .expr.emit import broadcast, cast, lanes, scalar_type
+from .keys import Keys, Range
 from .parameters import Parameters
 from .places import Places
 from .problem import AttentionProblem
-from .scores import Scores, broadcast
+from .scores import Scores
 
 
 class Bound:
@@ -24,33 +28,42 @@ class Bound:
         parameters = Parameters(problem, scope)
         self.problem, self.buffers, self.scratch = problem, parameters.buffers, parameters.scratch
         self.B, self.S, self.T = parameters.B, parameters.S, parameters.T
-        self.places, self.keys, self.scores = Places(parameters), Keys(parameters), Scores(parameters)
+        self.places = Places(parameters)
+        self.scores = Scores(parameters, self.places)
+        self.keys, self.rows = Keys(parameters, self.places), self.places.rows
+
+    @contextmanager
+    def if_there(self, b: Expr, i: Expr) -> Iterator[None]:
+        """Runs what it encloses if batch b has a row i < S: it need not where rows are packed."""
+        if not self.problem.packed:
+            yield
+            return
+        with T.If(i < cast(self.rows(b), scalar_type(i))), T.Then():
+            yield
 
     @property
     def rows_differ(self) -> bool:
         """Whether a key that one row of a batch sees may be hidden from another: what is there must not reach it."""
         return self.keys.differ or self.scores.has_mask
 
-    def full_range(self, b: Expr, i0: Expr, i1: Expr) -> tuple[Expr, Expr]:
-        """The keys [lo, hi) that every query of [i0, min(i1, S)) sees, and that need no mask code; lo = hi where there
-        is none, and with a mask always."""
+    def without_mask_code(self, b: Expr, i0: Expr, i1: Expr) -> tuple[Range, ...]:
+        """Of each range of `keys.of_tile`, the keys that every query of [i0, i1) sees, and that need no mask code: none
+        where there is a mask."""
         if self.scores.has_mask:
-            first, _ = self.keys.of_tile(b, i0, i1)
-            return first, first
+            return tuple((lo, lo) for lo, _ in self.keys.of_tile(b, i0, i1))
         return self.keys.of_all(b, i0, i1)
 
     def visible(self, b: Expr, h: Expr, i: Expr, j: Expr, *, inside: bool = False, bias: Expr | None = None) -> Expr:
-        """Whether row i of query head h sees key j: bool, with the lanes of i or j; False where j >= T.
+        """Whether row i of query head h sees key j: bool, with the lanes of j; False where j >= T.
 
         An additive mask of -inf hides a key. inside is as in `Scores.additive`; bias is what that gives, if it is at
         hand.
         """
-        over_rows = lanes(i) > 1
-        lo, hi = self.keys.rows_of(b, j) if over_rows else self.keys.of_row(b, i)
-        x = i if over_rows else j
-        conditions = [x >= cast(lo, scalar_type(x)), x < cast(hi, scalar_type(x))]
+        count, ranges = lanes(j), self.keys.of_row(b, i)
+        ends = [[broadcast(cast(end, scalar_type(j)), count) for end in ends] for ends in ranges]
+        conditions = [tirx.any(*(tirx.all(j >= lo, j < hi) for lo, hi in ends))]
         if bias is not None:
             conditions.append(bias > broadcast(tirx.const(float("-inf"), self.problem.acc_dtype), lanes(bias)))
         elif self.scores.has_mask:
             conditions.append(self.scores.unmasked(b, h, i, j, inside=inside))
-        return tirx.all(*(broadcast(c, lanes(x)) for c in conditions))
+        return tirx.all(*(broadcast(c, count) for c in conditions))

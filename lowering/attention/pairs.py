@@ -8,6 +8,7 @@ from tvm.script.ir_builder import tirx as T
 
 from .bound import Bound
 from .formula import Formula
+from .keys import key_at, length
 from .problem import ATTRIBUTE, AttentionProblem
 from .scores import HIDDEN
 
@@ -28,14 +29,16 @@ def count_pairs(problem: AttentionProblem) -> tirx.PrimFunc:
         for k in range(2):
             T.buffer_store(counts, T.int64(0), [k])
         with T.serial(T.int64(1) * bound.B) as b:
-            first, end = bound.keys.of_tile(b, T.int64(0), T.int64(1) * bound.S)
-            T.buffer_store(counts, counts[1] + (bound.T - (end - first)) * problem.kv_heads, [1])
-            with T.serial(heads) as h, T.serial(T.int64(1) * bound.S) as i:
-                lo, hi = (T.bind(end) for end in bound.keys.of_row(b, i))
+            rows = T.int64(1) * bound.rows(b)
+            seen = length(bound.keys.of_tile(b, T.int64(0), rows))
+            T.buffer_store(counts, counts[1] + (bound.T - seen) * problem.kv_heads, [1])
+            with T.serial(heads) as h, T.serial(rows) as i:
+                ranges = [(T.bind(lo), T.bind(hi)) for lo, hi in bound.keys.of_row(b, i)]
                 if mask is None:
-                    T.buffer_store(counts, counts[0] + (hi - lo) * (problem.q_heads // heads), [0])
+                    T.buffer_store(counts, counts[0] + length(ranges) * (problem.q_heads // heads), [0])
                 else:
-                    with T.serial(lo, hi) as j:
+                    with T.serial(length(ranges)) as n:
+                        j = T.bind(key_at(ranges, n))
                         shown = bound.scores.additive(b, h, i, j, inside=True) > tirx.const(HIDDEN, problem.acc_dtype)
                         T.buffer_store(counts, counts[0] + shown.astype("int64") * (problem.q_heads // heads), [0])
     return builder.get().without_attr(ATTRIBUTE).without_attr("global_symbol")

@@ -11,58 +11,114 @@ from tvm.script.ir_builder import tirx as T
 
 from .expr.emit import cast
 from .formula import Formula
-from .problem import ATTRIBUTE, AttentionProblem, Layout
+from .problem import ATTRIBUTE, AttentionProblem
 
 Size: TypeAlias = Any  # int | tirx.Var
+Tensor: TypeAlias = tuple[list[Size], str]  # shape and element type
 
 
 class Parameters:
     """The parameters `problem.parameters()` of the PrimFunc frame that is open in the IRBuilder, in that order.
 
     The constructor declares them, and the function's attributes. B, S and T are int where the problem's size is static,
-    else the int64 variable that the shapes bind. buffers holds the tensors by name, scalars the int64 numbers. scope is
-    the storage scope of small variables: "global" on a CPU, "local" in the threads of a GPU.
+    else the int64 variable that the shapes bind, or the scalar that tells the most rows or keys of a batch. buffers
+    holds the tensors by name, scalars the int64 numbers. scope is the storage scope of small variables: "global" on a
+    CPU, "local" in the threads of a GPU.
     """
 
     def __init__(self, problem: AttentionProblem, scope: str = "global") -> None:
         self.problem, self.scope = problem, scope
+        self._sizes: dict[str, tirx.Var] = {}
         T.func_attr({"tirx.noalias": True, "op_pattern": 8, ATTRIBUTE: problem.to_json()})
         names, scalars = problem.parameters(), problem.scalars()
         arguments = {name: T.arg(name, T.int64() if name in scalars else T.handle()) for name in names}
-        self.B: Size = _size("B", problem.batch)
-        self.S: Size = _size("S", problem.q_len)
-        self.T: Size = _size("T", problem.kv_len)
         self.scalars = {name: arguments[name] for name in names if name in scalars}
-        shapes = self._shapes()
+        self.B = self._size("B", problem.batch)
+        self.S = self.scalars.get("most_rows", self._size("S", problem.q_len))
+        self.T = self.scalars.get("most_keys", self._size("T", problem.kv_len))
+        shapes = self._rows() | self._store() | self._mask() | self._tables()
         self.buffers = {name: _match(name, arguments[name], *shapes[name]) for name in names if name not in scalars}
 
-    def _shapes(self) -> dict[str, tuple[list[Size], str]]:
-        """Shape and element type of every tensor that the problem has, and of some that it could have."""
+    def _rows(self) -> dict[str, Tensor]:
+        """Tensors by query rows."""
         p = self.problem
+        sizes = {"b": self.B, "h": p.q_heads, "t": self._size("tokens") if p.packed else self.S}
 
-        def rows(layout: Layout, heads: int, length: Size, dim: int) -> list[Size]:
-            return [self.B, heads, length, dim] if layout == "bhsd" else [self.B, length, heads * dim]
+        def shape(dim: int) -> list[Size]:
+            return [(sizes | {"d": dim, "e": p.q_heads * dim})[axis] for axis in p.row_axes]
 
-        shapes = {
-            "q": (rows(p.q_layout, p.q_heads, self.S, p.head_dim), p.dtype),
-            "k": (rows(p.kv_layout, p.kv_heads, self.T, p.head_dim), p.dtype),
-            "v": (rows(p.kv_layout, p.kv_heads, self.T, p.v_head_dim), p.v_dtype),
-            "y": (rows(p.q_layout, p.q_heads, self.S, p.v_head_dim), p.dtype),
+        by_row = [sizes["t"], p.q_heads] if p.packed else [self.B, p.q_heads, self.S]
+        return {
+            "q": (shape(p.head_dim), p.dtype),
+            "y": (shape(p.v_head_dim), p.dtype),
             "qk": ([self.B, p.q_heads, self.S, self.T], p.dtype),
-            "lse": ([self.B, p.q_heads, self.S], p.acc_dtype),
-            "sink": ([p.q_heads], p.dtype),
-            "lengths": ([self.B], "int64"),
+            "lse": (by_row, p.acc_dtype),
         }
-        if isinstance(p.mask, Formula):
-            shapes |= {name: ([_size(f"{name}_len", None)], dtype) for name, dtype in p.mask.tables().items()}
-        elif p.mask is not None:
-            full = (self.B, p.q_heads, self.S, _size("mask_len", None) if p.mask.pad else self.T)
-            dims = [
-                _size(f"mask_{axis}", None) if axis in p.mask.broadcasts else size if known is None else known
-                for axis, (size, known) in enumerate(zip(full, p.mask.dims, strict=True))
-            ]
-            shapes["mask"] = (dims, p.mask.dtype)
-        return shapes
+
+    def _store(self) -> dict[str, Tensor]:
+        """Keys and values, and their scales."""
+        p, store = self.problem, self.problem.store
+        page = getattr(store.slots, "size", 0) if "p" in store.axes else 0
+        sizes = {
+            "b": self._size("cache_rows") if store.looked_up else self.B,
+            "h": p.kv_heads,
+            "t": page or (self._size("slots") if store.mapped else self.T),
+            "p": self._size("page_count"),
+            "l": self._size("layers"),
+            "c": 2,
+        }
+
+        def shape(dim: int) -> list[Size]:
+            return [(sizes | {"d": dim, "e": p.kv_heads * dim})[axis] for axis in store.axes]
+
+        dims, types = {"k": p.head_dim, "v": p.v_head_dim, "kv": p.head_dim}, {"v": p.v_dtype}
+        codec = store.codec
+        if codec is None:
+            return {name: (shape(dim), types.get(name, p.dtype)) for name, dim in dims.items()}
+        tensors: dict[str, Tensor] = {name: (shape(dim), codec.dtype) for name, dim in dims.items()}
+        for name, dim in dims.items():
+            scales: list[Size] = shape(dim // codec.group) if codec.group else [2 if name == "kv" else 1]
+            tensors[f"{name}_scale"] = scales, codec.scale_dtype
+        return tensors
+
+    def _mask(self) -> dict[str, Tensor]:
+        """The mask, or the tables of a formula."""
+        mask, p = self.problem.mask, self.problem
+        if mask is None:
+            return {}
+        if isinstance(mask, Formula):
+            return {name: ([self._size(f"{name}_len")], dtype) for name, dtype in mask.tables().items()}
+        rows = self._size("tokens") if p.packed else self.S
+        full = (self.B, p.q_heads, rows, self._size("mask_len") if mask.pad or mask.starts else self.T)
+        dims = [
+            self._size(f"mask_{axis}") if axis in mask.broadcasts else size if known is None else known
+            for axis, (size, known) in enumerate(zip(full, mask.dims, strict=True))
+        ]
+        return {"mask": (dims, mask.dtype)}
+
+    def _tables(self) -> dict[str, Tensor]:
+        """What else a kernel looks up, by head, by batch or by request."""
+        slots, beams = self.problem.store.slots, self.problem.store.beams
+        planes = [2] if getattr(slots, "apart", False) else []
+        requests = self._size("requests")
+        return {
+            "sink": ([self.problem.q_heads], self.problem.dtype),
+            "lengths": ([self.B], "int64"),
+            "row_starts": ([self.B + 1], "int64"),
+            "key_starts": ([self.B], "int64"),
+            "slot_starts": ([self.B], "int64"),
+            "pages": ([self.B, *planes, self._size("pages_each")], "int64"),
+            "prompts": ([requests], "int64"),
+            "beam_of": ([requests, beams.count if beams is not None else 1, self._size("beam_slots")], "int64"),
+        }
+
+    def _size(self, name: str, known: int | None = None) -> Size:
+        """The number, or the variable of that name."""
+        if known is not None:
+            return known
+        if name not in self._sizes:
+            self._sizes[name] = IRBuilder.name(name, T.int64())
+        return self._sizes[name]
 
     def scratch(self, size: int, dtype: str) -> tirx.Buffer:
         """Memory for a small variable of the thread that runs the code."""
@@ -71,12 +127,6 @@ class Parameters:
 
 def int64(value: int | Expr) -> Expr:
     return tirx.const(value, "int64") if isinstance(value, int) else cast(value, "int64")
-
-
-def _size(name: str, size: int | None) -> Size:
-    if size is not None:
-        return size
-    return IRBuilder.name(name, T.int64())
 
 
 def _match(name: str, argument: tirx.Var, shape: list[Size], dtype: str) -> tirx.Buffer:

@@ -17,6 +17,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from .bound import Bound
+from .keys import Range, key_at, length
 from .problem import AttentionProblem
 
 PARTIAL_SUMS = 8  # independent sums per dot product, so that it is not one long chain of additions
@@ -37,8 +38,9 @@ def plain(problem: AttentionProblem) -> tirx.PrimFunc:
             T.writes([_all(buffer) for buffer in outputs])
             rows, heads = tirx.max(bound.S, T.int64(1)), problem.q_heads
             with T.parallel(T.int64(1) * bound.B * heads * bound.S) as row:
-                b, h, i = row // (rows * heads), row // rows % heads, row % rows
-                Row(bound, T.bind(b), T.bind(h), T.bind(i)).emit()
+                b, h, i = (T.bind(x) for x in (row // (rows * heads), row // rows % heads, row % rows))
+                with bound.if_there(b, i):
+                    Row(bound, b, h, i).emit()
     return builder.get()
 
 
@@ -55,9 +57,13 @@ class Row:
         self.hk = T.bind(h // self.problem.group)
         acc = self.problem.acc_dtype
         self.zero, self.minus_infinity = tirx.const(0.0, acc), tirx.const(float("-inf"), acc)
-        self.lo, self.hi = (T.bind(end) for end in bound.keys.of_row(b, i))
+        self.take([(T.bind(lo), T.bind(hi)) for lo, hi in bound.keys.of_row(b, i)])
         self.q, self.o = self.vector(self.problem.head_dim), self.vector(self.problem.v_head_dim)
         self.m, self.l = bound.scratch(1, acc), bound.scratch(1, acc)
+
+    def take(self, ranges: list[Range]) -> None:
+        """These are the keys that the row has to do with."""
+        self.ranges, self.count = ranges, T.bind(length(ranges))
 
     def vector(self, dim: int) -> tirx.Buffer:
         """Memory for this thread's elements of a vector."""
@@ -134,7 +140,8 @@ class Row:
     @contextmanager
     def visible_keys(self) -> Iterator[Expr]:
         """A loop over the keys j that the row sees."""
-        with T.serial(self.lo, self.hi) as j:
+        with T.serial(self.count) as n:
+            j = T.bind(key_at(self.ranges, n))
             if not self.bound.scores.has_mask:
                 yield j
             else:

@@ -5,9 +5,11 @@ record is plain data: it travels through Relax as JSON in the PrimFunc attribute
 
 Symbols: B batch, Hq query heads, Hkv key/value heads, G = Hq / Hkv, S query rows, T keys, D head_dim, Dv
 v_head_dim, i query row, j key, p = i + offset the position of query row i among the keys. Query head h reads
-key/value head h // G.
+key/value head h // G. Rows and keys are counted in their batch, wherever they lie.
 
-Sizes that are None are symbolic: the kernel takes them from the shapes of its buffers.
+Sizes that are None are symbolic: the kernel takes them from the shapes of its buffers. Where those do not tell, because
+rows are packed or slots of a cache are mapped, S and T are the most that any batch has: the int64 scalar parameters
+most_rows and most_keys.
 """
 
 from __future__ import annotations
@@ -18,9 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .formula import Formula
-
-Layout = Literal["bhsd", "bshd"]
-"""bhsd: [B, H, L, D]. bshd: [B, L, H * D], the 3-D form of ONNX, read in place without a transpose."""
+from .store import DENSE, Axes, Store
 
 Offset = Literal["zero", "past", "lengths"]
 
@@ -32,13 +32,18 @@ class Window:
     """Key j is visible to query row i iff p - left <= j <= p + right; None is unbounded. Causal is right = 0.
 
     offset gives p = i + offset: "zero" (top-left aligned), "past" (the int64 scalar parameter `past`, the
-    same for the whole batch), "lengths" (lengths[b] - S: the queries are the last S valid keys; may be
-    negative, never clamped).
+    same for the whole batch), "lengths" (lengths[b] minus the rows of the batch: the queries are the last
+    valid keys; may be negative, never clamped).
+
+    The first `sinks` keys are visible however far to the left they are (arXiv:2309.17453). With `free` there is an
+    int64 scalar parameter free_batches: the rows of so many first batches see all keys.
     """
 
     left: int | None = None
     right: int | None = None
     offset: Offset = "zero"
+    sinks: int = 0
+    free: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,12 +56,16 @@ class Mask:
     other type is added to the score after the soft cap, and -inf hides the key.
 
     broadcasts are the axes, None in dims, of which only the tensor tells whether they are 1 or full.
+
+    Where query rows are packed, so are those of the mask, whose batch dimension is 1. With `starts` keys are too: key j
+    of batch b is at key_starts[b] + j, an int64 [B] parameter.
     """
 
     dtype: str
     dims: tuple[int | None, int | None, int | None, int | None]
     pad: bool = True
     broadcasts: tuple[int, ...] = ()
+    starts: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,8 +77,8 @@ class AttentionProblem:
     the soft cap, 2 after masking (-inf where masked), 3 probabilities (ONNX Attention,
     qk_matmul_output_mode). sink asks for one more score per query head, which takes its share of the softmax
     and has no value: l gets the term exp(sink[h]) (arXiv:2309.17453; "attention sink", "smooth softmax"). lse asks for
-    a [B, Hq, S] output in acc_dtype: the natural logarithm of the sum of exp(score) over the keys that a row sees and
-    the sink, -inf where there are none. Two attentions over parts of the keys are merged by it.
+    a [B, Hq, S] output, [N, Hq] of N packed rows, in acc_dtype: the natural logarithm of the sum of exp(score) over the
+    keys that a row sees and the sink, -inf where there are none. By it attentions over parts of the keys are merged.
 
     Raises ValueError for a record that no operator means.
     """
@@ -81,12 +90,12 @@ class AttentionProblem:
     kv_heads: int
     head_dim: int
     v_head_dim: int
-    dtype: str  # of Q, K, Y and qk (T1)
-    v_dtype: str  # of V (T2)
+    dtype: str  # of Q, K, Y and qk (T1); K under a codec is what that says
+    v_dtype: str  # of V (T2), likewise
     acc_dtype: str
     scale: float
-    q_layout: Layout = "bhsd"
-    kv_layout: Layout = "bhsd"
+    row_axes: Axes = "bhtd"  # of Q and Y; without b, batch b begins at row_starts[b], an int64 [B + 1] parameter
+    store: Store = DENSE
     softcap: float = 0.0
     window: Window | None = None
     lengths: bool = False  # an int64 [B] parameter: keys j >= lengths[b] are invisible
@@ -100,6 +109,16 @@ class AttentionProblem:
             raise ValueError(f"{self.q_heads} query heads do not divide into {self.kv_heads} key/value heads")
         if self.window is not None and self.window.offset == "lengths" and not self.lengths:
             raise ValueError('a window with offset "lengths" needs the lengths parameter')
+        if {*self.row_axes} - {"b"} not in ({*"htd"}, {*"te"}) or len({*self.row_axes}) < len(self.row_axes):
+            raise ValueError(f"query rows cannot have the axes '{self.row_axes}'")
+        if self.packed and self.store.looked_up and not self.lengths:
+            raise ValueError("no parameter tells the batch size: lengths would")
+        if self.store.joint and (self.head_dim, self.dtype) != (self.v_head_dim, self.v_dtype):
+            raise ValueError("keys and values in one buffer have one size and one type")
+        if self.packed and self.qk_mode is not None:
+            raise ValueError("packed rows have no qk output")
+        if isinstance(self.mask, Mask) and (self.packed or self.mask.starts) and self.mask.dims[0] != 1:
+            raise ValueError("the mask of packed rows or keys has no batches")
         operands = {self.dtype, self.v_dtype, self.mask.dtype if self.mask is not None else ""}
         if self.acc_dtype not in ("float32", "float64") or (self.acc_dtype == "float32" and "float64" in operands):
             raise ValueError(f"acc_dtype {self.acc_dtype} is not wide enough: float32, or float64 for float64 operands")
@@ -110,6 +129,16 @@ class AttentionProblem:
     def group(self) -> int:
         """Query heads per key/value head (G)."""
         return self.q_heads // self.kv_heads
+
+    @property
+    def packed(self) -> bool:
+        """Whether query rows lie one batch behind the other, as many as each has."""
+        return "b" not in self.row_axes
+
+    @property
+    def dense(self) -> bool:
+        """Whether shapes tell where everything lies: no packed rows, no slots to look up, no codes."""
+        return not (self.packed or self.store.looked_up or self.store.codec is not None)
 
     @property
     def causal(self) -> bool:
@@ -126,14 +155,20 @@ class AttentionProblem:
 
     def inputs(self) -> tuple[str, ...]:
         """Those of the parameters that are read."""
+        joint, codec = self.store.joint, self.store.codec is not None
         present = {
+            "k": not joint, "v": not joint, "kv": joint,
+            "k_scale": codec and not joint, "v_scale": codec and not joint, "kv_scale": codec and joint,
             "mask": isinstance(self.mask, Mask),
             "sink": self.sink,
             "lengths": self.lengths,
-            "past": self.window is not None and self.window.offset == "past",
-        }
-        formula = self.mask.names() if isinstance(self.mask, Formula) else ()
-        names = ("q", "k", "v", "mask", *formula, "sink", "lengths", "past")
+            "row_starts": self.packed,
+            "key_starts": isinstance(self.mask, Mask) and self.mask.starts,
+        }  # fmt: skip
+        scalars = self.scalars()
+        tables = tuple(self.mask.tables()) if isinstance(self.mask, Formula) else ()
+        names = ("q", "k", "v", "kv", "k_scale", "v_scale", "kv_scale", "mask", *tables)
+        names = (*names, "sink", "lengths", "row_starts", "key_starts", *self.store.tables(), *scalars)
         return tuple(name for name in names if present.get(name, True))
 
     def outputs(self) -> tuple[str, ...]:
@@ -143,11 +178,17 @@ class AttentionProblem:
 
     def scalars(self) -> tuple[str, ...]:
         """Those of the parameters that are int64 numbers."""
+        present = {
+            "past": self.window is not None and self.window.offset == "past",
+            "free_batches": self.window is not None and self.window.free,
+            "most_rows": self.packed and self.q_len is None,
+            "most_keys": self.store.mapped and self.kv_len is None,
+        }
         formula = self.mask.scalars() if isinstance(self.mask, Formula) else ()
-        return tuple(name for name in self.inputs() if name == "past" or name in formula)
+        return (*formula, *(name for name, there in present.items() if there))
 
     def to_json(self) -> str:
-        data = dataclasses.asdict(self)
+        data = dataclasses.asdict(self) | {"store": self.store.to_data()}
         if isinstance(self.mask, Formula):
             data["mask"] = self.mask.to_data()
         return json.dumps(data)
@@ -155,6 +196,7 @@ class AttentionProblem:
     @staticmethod
     def from_json(text: str) -> AttentionProblem:
         data: dict[str, Any] = json.loads(text)
+        data["store"] = Store.from_data(data["store"])
         if data["window"] is not None:
             data["window"] = Window(**data["window"])
         mask = data["mask"]

@@ -3,140 +3,271 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from .expr.evaluate import evaluate
 from .formula import Formula
 from .problem import AttentionProblem, Mask
+from .store import Offset, Pages, Store
+
+Given = Mapping[str, Any]
+"""Arrays and numbers by the names of the problem's parameters."""
 
 
-def reference(
-    problem: AttentionProblem,
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    mask: np.ndarray | None = None,
-    lengths: np.ndarray | None = None,
-    past: int = 0,
-    sink: np.ndarray | None = None,
-    **formula: np.ndarray | int,
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """Y in the layout of q, and the qk matrix [B, Hq, S, T] if qk_mode asks for it, both float64.
+@dataclass(frozen=True)
+class Dense:
+    """The inputs in float64 and one order, whatever the memory looks like: q [B, Hq, S, D], k [B, Hq, T, D] and v
+    [B, Hq, T, Dv], with heads repeated, and how many of the S rows each batch has. Slots that no batch has hold
+    anything."""
 
-    Inputs have the shapes of the problem's parameters and any real types; those of a formula come by name, or its
-    elements as a mask tensor. Masked scores and values are dropped by selection: NaN there does not reach Y. A row
-    whose scores are all masked or -inf gives 0.
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    rows: np.ndarray
+
+
+@dataclass(frozen=True)
+class Scores:
+    """[B, Hq, S, T]: scaled scores, those after the soft cap, what masking adds, and their sum, -inf where hidden."""
+
+    raw: np.ndarray
+    capped: np.ndarray
+    bias: np.ndarray
+    masked: np.ndarray
+
+
+def reference(problem: AttentionProblem, **given: Any) -> dict[str, np.ndarray]:
+    """The outputs by name, in float64 and in the shapes of the problem's parameters.
+
+    Inputs have the shapes of those parameters and any real types; elements of a formula may be given as a mask. Masked
+    scores and values are dropped by selection: NaN there does not reach Y. A row whose scores are all masked or -inf
+    gives 0. Of packed rows, those of no batch are NaN.
     """
-    raw, capped, masked, bias = _scores(problem, q, k, mask, lengths, past, formula)
-    v = np.repeat(_heads_first(v, problem.kv_layout, problem.kv_heads), problem.group, axis=1)
-    extra = _extra(problem, sink)
+    inputs = dense(problem, given)
+    s = scores(problem, inputs, given)
+    extra = np.full((problem.q_heads, 1, 1), -np.inf)  # the score of the sink
+    if problem.sink:
+        extra = given["sink"].astype(np.float64)[:, None, None]
     with np.errstate(all="ignore"):  # masked rows may hold anything
-        m = np.maximum(masked.max(axis=-1, keepdims=True, initial=-np.inf), extra)
+        m = np.maximum(s.masked.max(axis=-1, keepdims=True, initial=-np.inf), extra)
         m = np.where(m == -np.inf, 0, m)
-        p = np.exp(masked - m)
+        p = np.exp(s.masked - m)
         l = p.sum(axis=-1, keepdims=True) + np.exp(extra - m)
         p = np.where(l == 0, 0, p / l)
         # One term per key, as 0 * NaN = NaN would spoil a matrix product.
-        y = np.zeros((*raw.shape[:-1], v.shape[-1]))
-        for j in range(v.shape[2]):
-            term = p[..., j, None] * v[:, :, None, j, :]
-            y += np.where((bias[..., j, None] == -np.inf) | (l == 0), 0, term)
-    if problem.q_layout == "bshd":
-        y = y.swapaxes(1, 2).reshape(y.shape[0], y.shape[2], problem.q_heads * problem.v_head_dim)
-    return y, None if problem.qk_mode is None else (raw, capped, masked, p)[problem.qk_mode]
+        y = np.zeros((*s.raw.shape[:-1], inputs.v.shape[-1]))
+        for j in range(inputs.v.shape[2]):
+            term = p[..., j, None] * inputs.v[:, :, None, j, :]
+            y += np.where((s.bias[..., j, None] == -np.inf) | (l == 0), 0, term)
+        sinks = np.broadcast_to(extra, (*s.masked.shape[:-1], 1))
+        lse = np.logaddexp.reduce(np.concatenate([s.masked, sinks], axis=-1), axis=-1)
+    found = {"y": as_rows(problem, y, given), "lse": lse}
+    if problem.packed:
+        found["lse"] = _packed(problem, lse, given)
+    if problem.qk_mode is not None:
+        found["qk"] = (s.raw, s.capped, s.masked, p)[problem.qk_mode]
+    return {name: found[name] for name in problem.outputs()}
 
 
-def log_sum_exp(
-    problem: AttentionProblem,
-    q: np.ndarray,
-    k: np.ndarray,
-    mask: np.ndarray | None = None,
-    lengths: np.ndarray | None = None,
-    past: int = 0,
-    sink: np.ndarray | None = None,
-    **formula: np.ndarray | int,
-) -> np.ndarray:
-    """The lse output [B, Hq, S] in float64, for inputs as in `reference`."""
-    _, _, masked, _ = _scores(problem, q, k, mask, lengths, past, formula)
-    sinks = np.broadcast_to(_extra(problem, sink), (*masked.shape[:-1], 1))
-    with np.errstate(all="ignore"):
-        return np.logaddexp.reduce(np.concatenate([masked, sinks], axis=-1), axis=-1)
+def dense(problem: AttentionProblem, given: Given) -> Dense:
+    """Q, K and V out of whatever they lie in."""
+    p = problem
+    names = ("kv", "kv") if p.store.joint else ("k", "v")
+    k, v = (_stored(p, given, name, part) for part, name in enumerate(names))
+    k, v = (np.repeat(x, p.group, axis=1) for x in (k, v))
+    q = by_batch(p, "q", given["q"], given)
+    return Dense(q, k, v, _row_counts(p, given) if p.packed else np.full(q.shape[0], q.shape[2]))
 
 
-def _scores(
-    problem: AttentionProblem,
-    q: np.ndarray,
-    k: np.ndarray,
-    mask: np.ndarray | None,
-    lengths: np.ndarray | None,
-    past: int,
-    formula: Mapping[str, np.ndarray | int],
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """[B, Hq, S, T]: scaled scores, those after the soft cap, those after masking, and what masking added."""
-    q = _heads_first(q, problem.q_layout, problem.q_heads)
-    k = np.repeat(_heads_first(k, problem.kv_layout, problem.kv_heads), problem.group, axis=1)
-    with np.errstate(all="ignore"):
-        raw = problem.scale * (q @ k.swapaxes(-1, -2))
-        capped = problem.softcap * np.tanh(raw / problem.softcap) if problem.softcap else raw
-        if mask is None and isinstance(problem.mask, Formula):
-            mask = _elements(problem, raw.shape, formula)
-        bias = _bias(problem, raw.shape, mask, lengths, past)
-        return raw, capped, np.where(bias == -np.inf, -np.inf, capped + bias), bias
+def by_batch(problem: AttentionProblem, name: str, x: np.ndarray, given: Given) -> np.ndarray:
+    """q, y, qk or lse as [B, Hq, S, ...]; packed rows that a batch does not have are 0."""
+    if not problem.packed:
+        return heads_first(x, problem.row_axes, problem.q_heads) if name in ("q", "y") else x
+    if name in ("q", "y"):
+        x = heads_first(x[None], "b" + problem.row_axes, problem.q_heads)[0].swapaxes(0, 1)
+    counts = _row_counts(problem, given)
+    found = np.zeros((len(counts), x.shape[1], _most_rows(problem, given), *x.shape[2:]))
+    for b, count in enumerate(counts):
+        first = int(given["row_starts"][b])
+        found[b, :, :count] = x[first : first + count].swapaxes(0, 1)
+    return found
 
 
-def _extra(problem: AttentionProblem, sink: np.ndarray | None) -> np.ndarray:
-    """The score of the sink per query head, [Hq, 1, 1]; -inf without one."""
-    return np.full((problem.q_heads, 1, 1), -np.inf) if sink is None else sink.astype(np.float64)[:, None, None]
+def _most_rows(problem: AttentionProblem, given: Given) -> int:
+    return int(given.get("most_rows", problem.q_len or 0))
 
 
-def _heads_first(x: np.ndarray, layout: str, heads: int) -> np.ndarray:
+def _row_counts(problem: AttentionProblem, given: Given) -> np.ndarray:
+    """How many packed rows each batch has."""
+    starts = given["row_starts"]
+    return np.clip(starts[1:] - starts[:-1], 0, _most_rows(problem, given))
+
+
+def heads_first(x: np.ndarray, axes: str, heads: int) -> np.ndarray:
+    """An array with these axes, b among them, as [B, H, L, D], in float64."""
     x = x.astype(np.float64)
-    if layout == "bhsd":
-        return x
-    batch, length, width = x.shape
-    return x.reshape(batch, length, heads, width // heads).swapaxes(1, 2)
+    if "e" in axes:
+        at = axes.index("e")
+        x = x.reshape(*x.shape[:at], heads, x.shape[at] // heads)
+        axes = axes.replace("e", "hd")
+    return x.transpose([axes.index(axis) for axis in "bhtd"])
 
 
-def _elements(problem: AttentionProblem, shape: tuple[int, ...], given: Mapping[str, np.ndarray | int]) -> np.ndarray:
-    """The elements of a formula as a mask tensor [B, Hq, S, T]."""
-    formula = problem.mask
-    assert isinstance(formula, Formula)
+def as_rows(problem: AttentionProblem, y: np.ndarray, given: Given) -> np.ndarray:
+    """[B, Hq, S, D] in the form of the rows of Q."""
+    axes = problem.row_axes.replace("e", "hd")
+    if problem.packed:
+        y = _packed(problem, y, given).transpose(["thd".index(axis) for axis in axes])
+    else:
+        y = y.transpose(["bhtd".index(axis) for axis in axes])
+    return y.reshape(*y.shape[:-2], y.shape[-2] * y.shape[-1]) if "e" in problem.row_axes else y
+
+
+def _packed(problem: AttentionProblem, x: np.ndarray, given: Given) -> np.ndarray:
+    """[B, H, S, ...] as [N, H, ...], NaN where no batch has a row."""
+    tokens = given["q"].shape[problem.row_axes.index("t")]
+    found = np.full((tokens, x.shape[1], *x.shape[3:]), np.nan)
+    for b, count in enumerate(_row_counts(problem, given)):
+        first = int(given["row_starts"][b])
+        found[first : first + count] = x[b, :, :count].swapaxes(0, 1)
+    return found
+
+
+def _stored(problem: AttentionProblem, given: Given, name: str, part: int) -> np.ndarray:
+    """Keys (part 0) or values (1) of all batches, [B, Hkv, T, D] in float64: looked up slot by slot if need be."""
+    store, heads = problem.store, problem.kv_heads
+    x = given[name].astype(np.float64)
+    if store.codec is not None:
+        scale = given[f"{name}_scale"].astype(np.float64)
+        if store.codec.group:
+            scale = np.repeat(scale, store.codec.group, axis=-1)
+        elif store.joint:
+            scale = scale.reshape([2 if axis == "c" else 1 for axis in store.axes])
+        with np.errstate(invalid="ignore"):
+            x = x * scale
+    axes = store.axes
+    for axis, index in (("c", part), ("l", store.layer)):
+        if axis in axes:
+            x, axes = x.take(index, axis=axes.index(axis)), axes.replace(axis, "")
+    if "e" in axes:
+        x, axes = x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads), axes.replace("e", "hd")
+    if not store.looked_up:
+        return x.transpose([axes.index(axis) for axis in "bhtd"])
+    x = x.transpose([axes.index(axis) for axis in "bpthd" if axis in axes])
+    batch = len(given["row_starts"]) - 1 if problem.packed else given["q"].shape[problem.row_axes.index("b")]
+    keys = int(given.get("most_keys", problem.kv_len or 0)) if store.mapped else x.shape[-3]
+    found = np.zeros((batch, heads, keys, x.shape[-1]))
+    for b in range(batch):
+        for j in range(keys):
+            place = _place(store, given, batch, b, j, part)
+            found[b, :, j] = x[tuple(min(max(n, 0), size - 1) for n, size in zip(place, x.shape))]
+    return found
+
+
+def _place(store: Store, given: Given, batch: int, b: int, j: int, part: int) -> tuple[int, ...]:
+    """Where key j of batch b of so many is on the axes b, p and t, of which the store has some."""
+    row, slot = b, j
+    if store.beams is not None:
+        request, beam = divmod(b, store.beams.count)
+        columns = given["beam_of"].shape[2]
+        source = 0 if j < given["prompts"][request] else given["beam_of"][request, beam, min(j, columns - 1)]
+        row = request * store.beams.count + min(max(int(source), 0), store.beams.count - 1)
+        row = min(row, batch - 1)
+    if store.ring is not None and j >= store.ring.sinks:
+        slot = store.ring.first + (j - store.ring.sinks) % store.ring.capacity
+    if isinstance(store.slots, Offset):
+        return (int(given["slot_starts"][b]) + slot,)
+    if isinstance(store.slots, Pages):
+        pages = given["pages"][row, part] if store.slots.apart else given["pages"][row]
+        entry = int(pages[min(slot // store.slots.size, len(pages) - 1)])
+        rest = slot % store.slots.size
+        return (entry, rest) if store.slots.entries == "page" else (entry + rest,)
+    return row, slot
+
+
+def scores(problem: AttentionProblem, inputs: Dense, given: Given) -> Scores:
+    """The scores of all pairs."""
+    with np.errstate(all="ignore"):
+        raw = problem.scale * (inputs.q @ inputs.k.swapaxes(-1, -2))
+        capped = problem.softcap * np.tanh(raw / problem.softcap) if problem.softcap else raw
+        bias = _bias(problem, raw.shape, inputs.rows, given)
+        return Scores(raw, capped, bias, np.where(bias == -np.inf, -np.inf, capped + bias))
+
+
+def _bias(problem: AttentionProblem, shape: tuple[int, ...], rows: np.ndarray, given: Given) -> np.ndarray:
+    """Everything that is added after the soft cap, as [B, Hq, S, T]: the mask, and -inf where a key is hidden."""
+    batch, _, most_rows, keys = shape
+    if not batch:
+        return np.zeros(shape)
+    i, j = np.arange(most_rows)[:, None], np.arange(keys)[None, :]
+    bias = np.zeros(shape) + _mask(problem, shape, rows, given)
+    for b in range(batch):
+        bias[b][:, ~_seen(problem, b, i, j, int(rows[b]), given)] = -np.inf
+    return bias
+
+
+def _seen(problem: AttentionProblem, b: int, i: np.ndarray, j: np.ndarray, rows: int, given: Given) -> np.ndarray:
+    """Whether row i of batch b sees key j, before the mask."""
+    window, lengths = problem.window, given.get("lengths")
+    seen = (i < rows) & (j >= 0)
+    if lengths is not None:
+        seen = seen & (j < lengths[b])
+    if window is None or (window.free and b < given["free_batches"]):
+        return seen
+    offset = {"zero": 0, "past": given.get("past", 0), "lengths": 0 if lengths is None else int(lengths[b]) - rows}
+    p = i + offset[window.offset]
+    if window.left is not None:
+        seen = seen & ((j >= p - window.left) | (j < window.sinks))
+    if window.right is not None:
+        seen = seen & (j <= p + window.right)
+    return seen
+
+
+def _mask(problem: AttentionProblem, shape: tuple[int, ...], rows: np.ndarray, given: Given) -> np.ndarray:
+    """What a mask adds, -inf where it hides; broadcasts to [B, Hq, S, T]."""
+    record, keys = problem.mask, shape[3]
+    if record is None:
+        return np.zeros((1, 1, 1, 1))
+    if isinstance(record, Formula) and "mask" not in given:
+        return _elements(record, shape, given)
+    mask = given["mask"]
+    values = np.where(mask, 0.0, -np.inf) if mask.dtype == bool else mask.astype(np.float64)
+    if not isinstance(record, Mask):
+        return values
+    if problem.packed:
+        values = _mask_of_packed_rows(values, shape, rows, given)
+    if record.starts:
+        starts = given["key_starts"]
+        several = values.shape[0] > 1
+        values = np.concatenate([_keys(values[b * several][None], int(first), keys) for b, first in enumerate(starts)])
+    elif record.pad:
+        values = _keys(values, 0, keys)
+    return values
+
+
+def _keys(values: np.ndarray, first: int, count: int) -> np.ndarray:
+    """So many keys of a mask from `first` on, those that it has not hidden."""
+    missing = max(0, first + count - values.shape[-1])
+    return np.pad(values, [(0, 0)] * 3 + [(0, missing)], constant_values=-np.inf)[..., first : first + count]
+
+
+def _mask_of_packed_rows(values: np.ndarray, shape: tuple[int, ...], rows: np.ndarray, given: Given) -> np.ndarray:
+    """[1, mh, N, mt] as [B, mh, S, mt]; a mask that is the same for all rows stays."""
+    if values.shape[2] == 1:
+        return values
+    found = np.zeros((shape[0], values.shape[1], shape[2], values.shape[3]))
+    for b, count in enumerate(rows):
+        start = int(given["row_starts"][b])
+        found[b, :, :count] = values[0, :, start : start + count]
+    return found
+
+
+def _elements(formula: Formula, shape: tuple[int, ...], given: Given) -> np.ndarray:
+    """The elements of a formula as what is added."""
     b, h, i, j = np.ogrid[tuple(slice(n) for n in shape)]
     values = evaluate(formula.value, {"b": b, "h": h, "i": i, "j": j}, given)
-    hidden = j >= given.get("mask_keys", shape[3])
-    return np.broadcast_to(np.where(hidden, False if values.dtype == bool else -np.inf, values), shape)
-
-
-def _bias(
-    problem: AttentionProblem,
-    shape: tuple[int, ...],
-    mask: np.ndarray | None,
-    lengths: np.ndarray | None,
-    past: int,
-) -> np.ndarray:
-    """Everything that is added after the soft cap, as [B, Hq, S, T]: the mask, and -inf where a key is hidden."""
-    batch, _, rows, keys = shape
-    bias = np.zeros(shape)
-    i, j = np.arange(rows)[:, None], np.arange(keys)[None, :]
-    if mask is not None:
-        values = np.where(mask, 0.0, -np.inf) if mask.dtype == bool else mask.astype(np.float64)
-        if isinstance(problem.mask, Mask) and problem.mask.pad:
-            missing = max(0, keys - values.shape[-1])
-            values = np.pad(values, [(0, 0)] * 3 + [(0, missing)], constant_values=-np.inf)[..., :keys]
-        bias = bias + values
-    for b in range(batch):
-        hidden = np.zeros((rows, keys), bool)
-        if lengths is not None:
-            hidden |= j >= lengths[b]
-        if problem.window is not None:
-            offset = past if problem.window.offset == "past" else 0
-            if problem.window.offset == "lengths":
-                assert lengths is not None
-                offset = int(lengths[b]) - rows
-            if problem.window.left is not None:
-                hidden |= j < i + offset - problem.window.left
-            if problem.window.right is not None:
-                hidden |= j > i + offset + problem.window.right
-        bias[b][:, hidden] = -np.inf
-    return bias
+    values = np.where(values, 0.0, -np.inf) if values.dtype == bool else values.astype(np.float64)
+    return np.broadcast_to(np.where(j >= given.get("mask_keys", shape[3]), -np.inf, values), shape)

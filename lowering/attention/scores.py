@@ -14,10 +14,11 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
 from .expr.bound import BoundExpr
-from .expr.emit import cast, lanes, scalar_type, widened
+from .expr.emit import broadcast, cast, lanes, scalar_type, widened
 from .expr.interval import Interval
 from .formula import Formula
 from .parameters import Parameters, int64
+from .places import Places
 from .problem import Mask
 
 HIDDEN = -5e4
@@ -28,9 +29,9 @@ that is biased by less takes no part in the softmax of a row in which any other 
 class Scores:
     """Scores and masks, in acc_dtype but where a mask is bool."""
 
-    def __init__(self, parameters: Parameters) -> None:
+    def __init__(self, parameters: Parameters, places: Places) -> None:
         self.problem, self.buffers, self.scratch = parameters.problem, parameters.buffers, parameters.scratch
-        self.S = parameters.S
+        self.S, self.places = parameters.S, places
         mask = self.problem.mask
         self.has_mask = mask is not None
         self.has_bias = mask is not None and mask.dtype != "bool"  # what is added to scores
@@ -104,6 +105,8 @@ class Scores:
         mask, buffer = self.problem.mask, self.buffers["mask"]
         assert isinstance(mask, Mask)
         indices: list[Expr | int] = []
+        i = self.places.row(b, i)
+        j = j + cast(self.buffers["key_starts"][b], scalar_type(j)) if mask.starts else j
         for axis, index in enumerate((b, h, i, j)):
             if mask.dims[axis] == 1 and not (axis == 3 and mask.pad):
                 indices.append(0)
@@ -191,7 +194,3 @@ def _tanh(x: Expr) -> Expr:
         series = series * x2 + tirx.const(coefficient, "float32")
     one, two, near = (broadcast(tirx.const(c, "float32"), lanes(x)) for c in (1.0, 2.0, 0.25))
     return tirx.Select(tirx.abs(x) < near, x * series, one - two / (T.exp(two * x) + one))
-
-
-def broadcast(value: Expr, count: int) -> Expr:
-    return value if lanes(value) == count else T.broadcast(value, count)

@@ -8,7 +8,8 @@ from typing import Any
 from tvm import relax
 
 from ..attention.plain import plain
-from ..attention.problem import AttentionProblem, Layout, Mask
+from ..attention.problem import AttentionProblem, Mask
+from ..attention.store import Axes, Store
 from ..node import Node
 from ..values import Shape, Size, Value
 from .reshape import reshape_to
@@ -31,7 +32,7 @@ def attend(
     """
     tensors = {name: value for name, value in given.items() if isinstance(value, Value)}
     q, k, v = (tensors[name] for name in "qkv")
-    (q_layout, q_shape), (kv_layout, k_shape), (_, v_shape) = (
+    (row_axes, q_shape), (key_axes, k_shape), (_, v_shape) = (
         _logical(x, count) for x, count in ((q, heads[0]), (k, heads[1]), (v, heads[1]))
     )
     problem = AttentionProblem(
@@ -44,8 +45,8 @@ def attend(
         v_head_dim=v_shape[3],
         dtype=q.dtype,
         v_dtype=v.dtype,
-        q_layout=q_layout,
-        kv_layout=kv_layout,
+        row_axes=row_axes,
+        store=Store(key_axes),
         lengths="lengths" in tensors,
         mask=mask,
         sink="sink" in tensors,
@@ -58,7 +59,7 @@ def attend(
     ]
     rows = q_shape[:3]
     shapes = {
-        "y": ((*rows, v_shape[3]) if q_layout == "bhsd" else (*q.shape[:2], heads[0] * v_shape[3]), q.dtype),
+        "y": ((*rows, v_shape[3]) if "h" in row_axes else (*q.shape[:2], heads[0] * v_shape[3]), q.dtype),
         "qk": ((*rows, k_shape[2]), q.dtype),
         "lse": (rows, problem.acc_dtype),
     }
@@ -90,12 +91,12 @@ def concatenated(node: Node, past: Value, new: Value) -> Value:
     return node.emit(relax.op.concat([node.tensor(past), node.tensor(new)], axis=2))
 
 
-def _logical(value: Value, heads: int) -> tuple[Layout, Shape]:
-    """The layout, and the dimensions as (batch, heads, length, head size)."""
+def _logical(value: Value, heads: int) -> tuple[Axes, Shape]:
+    """The axes, and the dimensions as (batch, heads, length, head size)."""
     if value.rank == 4:
-        return "bhsd", value.shape
+        return "bhtd", value.shape
     batch, length, width = value.shape
-    return "bshd", (batch, heads, length, width // heads)
+    return "bte", (batch, heads, length, width // heads)
 
 
 def _known(size: Size) -> int | None:

@@ -63,7 +63,9 @@ def _problem(mod: tvm.IRModule, value: relax.Expr) -> AttentionProblem | None:
     if attrs is None or ATTRIBUTE not in attrs:
         return None
     problem = AttentionProblem.from_json(attrs[ATTRIBUTE])
-    return problem if isinstance(problem.mask, Mask) and problem.qk_mode is None else None
+    if problem.packed or problem.store.mapped or problem.qk_mode is not None:
+        return None
+    return problem if isinstance(problem.mask, Mask) else None
 
 
 class _Absorber:
@@ -85,7 +87,7 @@ class _Absorber:
         self.arguments = dict(zip(names, args))
         self.mask = self.arguments["mask"]
         q, k = self.arguments["q"].ty.shape.values, self.arguments["k"].ty.shape.values
-        self.S, self.T = q[2 if problem.q_layout == "bhsd" else 1], k[2 if problem.kv_layout == "bhsd" else 1]
+        self.S, self.T = q[problem.row_axes.index("t")], k[problem.store.axes.index("t")]
         self.indices = [tirx.Var(name, "int64") for name in INDICES]
         self.keys = self.mask.ty.shape.values[3] if self.record.pad else self.T  # keys behind are hidden
         ends = (q[0], tirx.const(problem.q_heads, "int64"), self.S, self.keys)

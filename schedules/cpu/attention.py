@@ -17,11 +17,11 @@ from .vector import Machine, machine
 
 
 def attention(func: tirx.PrimFunc, target: tvm.target.Target) -> tirx.PrimFunc | None:
-    """The kernel for a function that holds an AttentionProblem; None for one that asks for the qk output."""
+    """The kernel for a function that holds an AttentionProblem; None for one with a qk output, or that is not dense."""
     if func.attrs is None or ATTRIBUTE not in func.attrs:
         return None
     problem = AttentionProblem.from_json(func.attrs[ATTRIBUTE])
-    if problem.qk_mode is not None:
+    if problem.qk_mode is not None or not problem.dense:
         return None
     cpu = machine(target)
     return attention_kernel(problem, cpu, PrefillTiles.default(problem, cpu), DecodeTiles.default(problem, cpu))

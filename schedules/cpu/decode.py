@@ -28,6 +28,8 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.bound import Bound
+from lowering.attention.key_tiles import KeyTiles
+from lowering.attention.keys import length, part
 from lowering.attention.plain import Row
 from lowering.attention.scores import HIDDEN
 
@@ -76,8 +78,8 @@ def _number_of_splits(bound: Bound, tiles: DecodeTiles) -> Expr:
     """Parts to cut each sequence into: so many that the longest one has parts of about `split` keys."""
     longest = Register(T.int64(0))
     with T.serial(T.int64(1) * bound.B) as b:
-        lo, hi = bound.keys.of_tile(b, T.int64(0), bound.S)
-        longest.value = tirx.max(longest.value, hi - lo)
+        keys = length(bound.keys.of_tile(b, T.int64(0), bound.S))
+        longest.value = tirx.max(longest.value, keys)
     return fixed(tirx.max(tirx.min(tirx.ceildiv(longest.value, tiles.split), tiles.max_splits), 1))
 
 
@@ -174,20 +176,23 @@ class _Split:
     def emit(self) -> None:
         self.load_queries()
         self.initialise()
-        lo, hi = (fixed(end) for end in self.bound.keys.of_tile(self.b, T.int64(0), self.bound.S))
-        part = fixed(tirx.ceildiv(tirx.ceildiv(hi - lo, self.splits), self.Wk) * self.Wk)
-        self.start = fixed(tirx.min(lo + self.split * part, hi))
-        self.stop = fixed(tirx.min(self.start + part, hi))
-        with T.serial(tirx.ceildiv(self.stop - self.start, self.tiles.kv)) as t:
-            self.kv0 = fixed(self.start + t * self.tiles.kv)
-            self.keys = fixed(tirx.min(self.stop - self.kv0, T.int64(self.tiles.kv)))
+        found = self.bound.keys.of_tile(self.b, T.int64(0), self.bound.S)
+        ranges = [(fixed(lo), fixed(hi)) for lo, hi in found]
+        total = fixed(length(ranges))
+        each = fixed(tirx.ceildiv(tirx.ceildiv(total, self.splits), self.Wk) * self.Wk)
+        start = fixed(tirx.min(self.split * each, total))
+        mine = part(ranges, start, fixed(tirx.min(start + each, total)))
+        self.key_tiles = KeyTiles(mine, mine, self.tiles.kv, fixed)
+        with T.serial(self.key_tiles.count) as t:
+            self.kv0 = fixed(self.key_tiles.first(t))
+            self.keys = fixed(self.key_tiles.end(t) - self.kv0)
             if self.bound.scores.formula is None:
-                self.attend()
+                self.attend(t)
             else:
-                self.attend_if_visible()
+                self.attend_if_visible(t)
         self.keep()
 
-    def attend_if_visible(self) -> None:
+    def attend_if_visible(self, t: Expr) -> None:
         """One tile of keys, which the formula may hide from all rows."""
         rows, keys = (T.int64(0), self.bound.S - 1), (self.kv0, self.kv0 + self.keys - 1)
         _, highest = self.bound.scores.mask_extremes(self.b, self.hk, rows, keys)
@@ -195,22 +200,23 @@ class _Split:
             with T.Then():
                 T.evaluate(0)
             with T.Else():
-                self.attend()
+                self.attend(t)
 
-    def attend(self) -> None:
+    def attend(self, t: Expr) -> None:
         """One tile of keys."""
-        self.kv.open(self.kv0, self.kv0 + self.keys, self.memory, self.next_tile())
+        self.kv.open(self.kv0, self.kv0 + self.keys, self.memory, self.next_tile(t))
         self.scores()
         self.softmax()
         self.accumulate()
 
-    def next_tile(self) -> tuple[Expr, Expr, Expr]:
-        """Batch, head and first key of the tile that this thread is likely to read next."""
-        p, start = self.problem, self.kv0 + self.tiles.kv
-        last = fixed(start >= self.stop)
+    def next_tile(self, t: Expr) -> tuple[Expr, Expr, Expr]:
+        """Batch, head and first key of the tile that this thread is likely to read after tile t."""
+        p = self.problem
+        last = fixed(t + 1 >= self.key_tiles.count)
         head = tirx.min(self.head + 1, self.bound.B * p.kv_heads - 1)
         head = fixed(tirx.Select(last, head, self.head))
-        return fixed(head // p.kv_heads), fixed(head % p.kv_heads), fixed(tirx.Select(last, self.start, start))
+        start = self.key_tiles.first(fixed(tirx.Select(last, T.int64(0), t + 1)))
+        return fixed(head // p.kv_heads), fixed(head % p.kv_heads), fixed(start)
 
     def head_and_row(self, r: Expr) -> tuple[Expr, Expr]:
         """Query head and query row of packed row r."""
@@ -334,6 +340,8 @@ class _Split:
             if self.bound.scores.has_mask:
                 bias = Register(self.bound.scores.additive(self.b, h, i, key, inside=inside)).value
             visible = self.bound.visible(self.b, h, i, key, inside=inside, bias=bias)
+            if not inside:  # a key of the next range may follow
+                visible = tirx.all(visible, key < splat(self.kv0 + self.keys, W, "int64"))
             s = result.value if bias is None else result.value + bias
             result.value = tirx.Select(visible, s, splat(float("-inf"), W, self.acc))
 
@@ -358,8 +366,8 @@ class _Split:
         # Rows that see different keys: 0 * NaN = NaN would let an invisible value through.
         leave_out = self.bound.rows_differ
         parts = -(-self.vectors // self.tiles.pv_vectors)
-        for part in range(parts):
-            columns = range(part * self.vectors // parts, (part + 1) * self.vectors // parts)
+        for n in range(parts):
+            columns = range(n * self.vectors // parts, (n + 1) * self.vectors // parts)
             state = self.O, self.alpha
             self.kv.add_pv(rows, columns, self.keys, state, lambda r, j: self.S[r * self.tiles.kv + j], leave_out)
 

@@ -26,6 +26,7 @@ from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.bound import Bound
 from lowering.attention.expr.interval import Interval
+from lowering.attention.key_tiles import KeyTiles
 from lowering.attention.scores import HIDDEN
 
 from .dot_bf16 import pair, using_dot, words_of
@@ -94,8 +95,8 @@ class _QueryTile:
             l=(tiles.q, self.acc),
             m_new=(tiles.q, self.acc),
             alpha=(tiles.q, self.acc),
-            lo=(tiles.q, "int32"),
-            hi=(tiles.q, "int32"),
+            lo=(bound.keys.parts * tiles.q, "int32"),  # keys [lo, hi) of each row: [range][row]
+            hi=(bound.keys.parts * tiles.q, "int32"),
             M=(bound.scores.has_mask * tiles.kv * (tiles.q if per_row else 1), self.acc),  # [key][row]
             **self.kv.scratch,
         )
@@ -143,12 +144,12 @@ class _QueryTile:
         threshold = fixed(tirx.Select(careful == 0, *hidden))
         skipped = Register(tirx.const(0, "int32"))
         i0, i1 = self.r0 // self.problem.group, (self.r0 + self.here - 1) // self.problem.group + 1
-        lo, hi = (fixed(end) for end in self.bound.keys.of_tile(self.b, i0, i1))
-        full_lo, full_hi = (fixed(end) for end in self.bound.keys.of_all(self.b, i0, i1))
-        with T.serial(tirx.ceildiv(hi - lo, self.tiles.kv)) as t:
-            self.kv0 = fixed(lo + t * self.tiles.kv)  # first key of the tile
-            self.end = fixed(tirx.min(self.kv0 + self.tiles.kv, hi))
-            full = tirx.all(self.kv0 >= full_lo, self.kv0 + self.tiles.kv <= full_hi)
+        keys = self.bound.keys
+        tiles = KeyTiles(keys.of_tile(self.b, i0, i1), keys.of_all(self.b, i0, i1), self.tiles.kv, fixed)
+        with T.serial(tiles.count) as t:
+            self.kv0, self.end = fixed(tiles.first(t)), fixed(tiles.end(t))
+            self.range = fixed(tiles.number(t) * self.tiles.q)  # where the rows' `lo` and `hi` of it are
+            full = tiles.full(t)
             if not self.bound.scores.has_mask:
                 self.attend(full)
             else:
@@ -245,9 +246,9 @@ class _QueryTile:
             for buffer, value in zip((self.m, self.l), self.bound.scores.before_keys(h)):
                 T.buffer_store(buffer, value, [r])
             T.buffer_store(self.memory["m_new"], self.m[r], [r])
-            lo, hi = self.bound.keys.of_row(self.b, i)
-            T.buffer_store(self.memory["lo"], lo.astype("int32"), [r])
-            T.buffer_store(self.memory["hi"], hi.astype("int32"), [r])
+            for n, (lo, hi) in enumerate(self.bound.keys.of_row(self.b, i)):
+                T.buffer_store(self.memory["lo"], lo.astype("int32"), [n * self.tiles.q + r])
+                T.buffer_store(self.memory["hi"], hi.astype("int32"), [n * self.tiles.q + r])
         with T.serial(self.tiles.q * self.vectors) as r:
             store(self.O, splat(0.0, self.Wv, self.acc), r * self.Wv)
 
@@ -315,7 +316,7 @@ class _QueryTile:
         if not inside:
             bias = tirx.Select(keys < like(self.end, keys), bias, hidden)
         if self.bound.keys.differ and self.bound.scores.mask_per_row:
-            lo, hi = (like(self.memory[name][r].astype("int64"), keys) for name in ("lo", "hi"))
+            lo, hi = (like(self.memory[name][self.range + r].astype("int64"), keys) for name in ("lo", "hi"))
             bias = tirx.Select(tirx.all(keys >= lo, keys < hi), bias, hidden)
         return Register(bias).value
 
@@ -377,7 +378,7 @@ class _QueryTile:
         visible = []
         if not self.bound.scores.has_mask or (self.bound.keys.differ and not self.bound.scores.mask_per_row):
             key = splat((self.kv0 + j).astype("int32"), self.W, "int32")
-            lo, hi = (load(self.memory[name], self.W, r) for name in ("lo", "hi"))
+            lo, hi = (load(self.memory[name], self.W, self.range + r) for name in ("lo", "hi"))
             visible += [key >= lo, key < hi]
         hidden = like(float("-inf"), s)
         if self.bound.scores.has_mask:

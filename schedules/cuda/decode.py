@@ -29,6 +29,8 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.bound import Bound
+from lowering.attention.key_tiles import KeyTiles
+from lowering.attention.keys import Range, length
 from lowering.attention.scores import HIDDEN
 
 from . import ptx
@@ -91,13 +93,13 @@ class _Split:
         self.Q = SharedTile(self.memory, 0, self.chunks["q"])
 
     def emit(self) -> None:
-        self.start, self.stop, _ = self.partial.keys(self.b, self.split)
-        with T.If(self.start < self.stop), T.Then():
+        self.keys, _ = self.partial.keys(self.b, self.split)
+        with T.If(length(self.keys) > 0), T.Then():
             if self.bound.scores.formula is None:
                 self.attend()
                 return
             # One look at the formula is worth it: masks of a whole cache hide most of it.
-            rows, keys = (T.int64(0), T.int64(1) * self.bound.S - 1), (self.start, self.stop - 1)
+            rows, keys = (T.int64(0), T.int64(1) * self.bound.S - 1), (self.keys[0][0], self.keys[-1][1] - 1)
             keys = tuple(fixed(key.astype("int64")) for key in keys)
             _, highest = self.bound.scores.mask_extremes(self.b.astype("int64"), self.hk.astype("int64"), rows, keys)
             with T.If(highest <= T.float32(HIDDEN)):
@@ -108,27 +110,27 @@ class _Split:
 
     def attend(self) -> None:
         tiles = self.tiles
-        whole = tiles.keys * tiles.warps
-        self.first = fixed(self.start + self.warp * tiles.keys)
-        self.steps = fixed(tirx.truncdiv(tirx.max(self.stop - self.first, 0) + whole - 1, whole))
+        self.key_tiles = KeyTiles(self.keys, self.without_mask_code(), tiles.keys, lambda x: fixed(x.astype("int32")))
+        self.steps = fixed(
+            tirx.truncdiv(tirx.max(self.key_tiles.count - self.warp, 0) + (tiles.warps - 1), tiles.warps)
+        )
         self.load_queries()
         ptx.commit_copies()
         for u in range(tiles.stages - 1):
             self.load(tirx.const(u, "int32"))
         rows = self.row_of(0), self.row_of(1)
-        softmax = OnlineSoftmax(self.bound, self.b, rows, self.lane, tiles.keys, self.stop)
+        softmax = OnlineSoftmax(self.bound, self.b, rows, self.lane, tiles.keys, split=True)
         warp = WarpTile(self.problem, self.lane, tiles.keys)
-        full_lo, full_hi = self.full_range()
         ptx.wait_for_copies(tiles.stages - 1)
         ptx.synchronise()
         with T.serial(self.steps) as u:
             ptx.wait_for_copies(tiles.stages - 2)
             ptx.synchronise_warp()
             self.load(u + (tiles.stages - 1))
-            kv0 = fixed(self.first + u * whole)
-            full = tirx.all(kv0 >= full_lo, kv0 + tiles.keys <= full_hi)
+            t = self.warp + u * tiles.warps
+            kv0, full = fixed(self.key_tiles.first(t)), self.key_tiles.full(t)
             warp.scores(self.Q, self.tile("k", u))
-            softmax.step(warp.S, kv0, full)
+            softmax.step(warp.S, kv0, full, self.key_tiles.number(t), self.key_tiles.stop(t))
             softmax.rescale(warp.O, softmax.alpha, self.problem.v_head_dim)
             softmax.pack(warp.S, warp.P)
             warp.accumulate(self.tile("v", u))
@@ -157,11 +159,13 @@ class _Split:
 
     # Keys and values.
 
-    def full_range(self) -> tuple[Expr, Expr]:
-        """The keys that need no mask code; none where there is a mask."""
+    def without_mask_code(self) -> list[Range]:
+        """Of each range of the split, the keys that need no mask code; none where there is a mask."""
         i0, i1 = (fixed(tirx.truncdiv(r, self.problem.group)) for r in (self.r0, self.r0 + ROWS - 1))
-        lo, hi = self.bound.full_range(self.b, i0.astype("int64"), i1.astype("int64") + 1)
-        return fixed(lo.astype("int32")), fixed(tirx.min(hi.astype("int32"), self.stop))
+        found = self.bound.without_mask_code(self.b, i0.astype("int64"), i1.astype("int64") + 1)
+        return [
+            (lo.astype("int32"), tirx.min(hi.astype("int32"), stop)) for (lo, hi), (_, stop) in zip(found, self.keys)
+        ]
 
     def tile(self, name: str, u: Expr) -> SharedTile:
         """Where the warp's tile number u of K or V lies: K before V in each stage of its ring."""
@@ -175,12 +179,13 @@ class _Split:
     def load(self, u: Expr) -> None:
         """Asks for the warp's tile number u, if there is one."""
         with T.If(u < self.steps), T.Then():
-            kv0 = fixed(self.first + u * (self.tiles.keys * self.tiles.warps))
+            t = self.warp + u * self.tiles.warps
+            kv0, stop = fixed(self.key_tiles.first(t)), fixed(self.key_tiles.stop(t))
             for name in ("k", "v"):
-                self.load_rows(name, self.tile(name, u), kv0)
+                self.load_rows(name, self.tile(name, u), kv0, stop)
         ptx.commit_copies()
 
-    def load_rows(self, name: str, tile: SharedTile, kv0: Expr) -> None:
+    def load_rows(self, name: str, tile: SharedTile, kv0: Expr, stop: Expr) -> None:
         """K_j or V_j: a warp's lanes go along rows as far as these divide. Keys from `stop` on are zeros."""
         keys, chunks = self.tiles.keys, self.chunks[name]
         whole = (self.problem.head_dim if name == "k" else self.problem.v_head_dim) // CHUNK
@@ -192,7 +197,7 @@ class _Split:
             row = row0 + step * at_once
             j = fixed((kv0 + row).astype("int64"))
             with unrolled(chunks // across) as n:
-                exists = kv0 + row < self.stop
+                exists = kv0 + row < stop
                 if chunks > whole:
                     exists = tirx.all(exists, n * across + chunk0 < whole)
                 buffer, indices = self.bound.places.at(name, self.b, self.hk, j, (n * across + chunk0) * CHUNK)

@@ -8,11 +8,14 @@ Neighbouring warps have the rows that share keys, which they so find in the cach
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.bound import Bound
+from lowering.attention.keys import Range, length
 
 from .host import on_host
 from .partial import Partial
@@ -55,9 +58,9 @@ def _split(partial: Partial, turn: Expr, lane: Expr) -> None:
     r, rest = fixed(tirx.truncmod(turn, rows)), fixed(tirx.truncdiv(turn, rows))
     split, head = fixed(tirx.truncmod(rest, splits)), fixed(tirx.truncdiv(rest, splits))
     b, h, i = partial.row_of(head, r)
-    start, stop, _ = partial.keys(b, split)
-    with T.If(start < stop), T.Then():
-        row = _SplitRow(partial.bound, b, h, i, lane, start, stop)
+    keys, _ = partial.keys(b, split)
+    with T.If(length(keys) > 0), T.Then(), partial.bound.if_there(b, i):
+        row = _SplitRow(partial.bound, b, h, i, lane, keys)
         row.load_query()
         row.online_softmax()
         place = partial.keep_ends(head, r, split, row.m[0], row.l[0])
@@ -66,12 +69,15 @@ def _split(partial: Partial, turn: Expr, lane: Expr) -> None:
 
 
 class _SplitRow(WarpRow):
-    """A query row with the keys [start, stop); a sink is no part of it."""
+    """A query row with keys of these ranges alone; a sink is no part of it."""
 
-    def __init__(self, bound: Bound, b: Expr, h: Expr, i: Expr, lane: Expr, start: Expr, stop: Expr) -> None:
+    def __init__(self, bound: Bound, b: Expr, h: Expr, i: Expr, lane: Expr, keys: Sequence[Range]) -> None:
         super().__init__(bound, b, h, i, lane)
-        self.lo = fixed(tirx.max(self.lo, start.astype("int64")))
-        self.hi = fixed(tirx.min(self.hi, stop.astype("int64")))
+        shared = []
+        for (lo, hi), (start, stop) in zip(self.ranges, keys):
+            lo = fixed(tirx.max(lo, start.astype("int64")))
+            shared.append((lo, fixed(tirx.max(tirx.min(hi, stop.astype("int64")), lo))))
+        self.take(shared)
 
     def before_keys(self) -> tuple[Expr, Expr]:
         return self.minus_infinity, self.zero

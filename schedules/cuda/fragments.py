@@ -17,6 +17,7 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.bound import Bound
+from lowering.attention.keys import Range
 
 from .ptx import LOG2_E, exp2, fixed, pack, put, reciprocal, reduce_quad, registers, tanh
 
@@ -26,9 +27,9 @@ ROWS = 2  # of a thread, in one accumulator
 class OnlineSoftmax:
     """m, l and what masks ask for, of the two rows that a thread has of S [16, B_c]; see the module's text.
 
-    `rows` are query head and query row of the thread's rows, in int32; rows behind the last one are legal. With `stop`
-    the keys from there on, and a sink, are left to others. Scores are kept as they come from the product where nothing
-    but the scale happens to them: `unit` makes exponents of base 2 of them.
+    `rows` are query head and query row of the thread's rows, in int32; rows behind the last one are legal. With `split`
+    a sink is left to others. Scores are kept as they come from the product where nothing but the scale happens to them:
+    `unit` makes exponents of base 2 of them.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class OnlineSoftmax:
         rows: tuple[tuple[Expr, Expr], tuple[Expr, Expr]],
         lane: Expr,
         keys: int,
-        stop: Expr | None = None,
+        split: bool = False,
     ) -> None:
         self.bound, self.problem, self.b, self.rows, self.keys = bound, bound.problem, b, rows, keys
         self.column = fixed(lane % 4 * 2)
@@ -46,14 +47,14 @@ class OnlineSoftmax:
         self.raw = not self.problem.softcap and not self.biased and self.problem.scale > 0
         self.unit = _f32((self.problem.scale if self.raw else 1.0) * LOG2_E)
         self.m, self.l, self.alpha = (registers(ROWS, "float32") for _ in range(3))
-        self.stop = stop
         for r, (h, _) in enumerate(rows):
-            m, l = bound.scores.before_keys(h) if stop is None else (_f32(float("-inf")), _f32(0))
+            m, l = bound.scores.before_keys(h) if not split else (_f32(float("-inf")), _f32(0))
             put(self.m, r, m / _f32(self.problem.scale) if self.raw and self.problem.sink else m)
             put(self.l, r, tirx.Select(tirx.EQ(self.column, 0), l, _f32(0)))  # a sink counts once in a quad
 
-    def step(self, S: tirx.Buffer, kv0: Expr, full: Expr) -> None:
-        """S := P = exp(S - m'), alpha = exp(m - m'), l = alpha l + rowsum P, m = m', for the keys from kv0.
+    def step(self, S: tirx.Buffer, kv0: Expr, full: Expr, number: Expr, stop: Expr | None = None) -> None:
+        """S := P = exp(S - m'), alpha = exp(m - m'), l = alpha l + rowsum P, m = m', for the keys from kv0, which is in
+        the row's range of that number; keys from `stop` on are left to others.
 
         l is the sum over the thread's own columns.
         """
@@ -61,7 +62,7 @@ class OnlineSoftmax:
             with T.unroll(self.keys // 2) as n:
                 put(S, n, self.bound.scores.capped(fixed(S[n] * _f32(self.problem.scale)), tanh))
         with T.If(tirx.Not(full)), T.Then():
-            self._mask(S, kv0)
+            self._mask(S, kv0, number, stop)
         m_new = registers(1, "float32")
         for r in range(ROWS):
             put(m_new, 0, self.m[r])
@@ -90,13 +91,13 @@ class OnlineSoftmax:
         """m of the thread's row r, in units of the problem's scores."""
         return self.m[r] * _f32(self.problem.scale) if self.raw else self.m[r]
 
-    def _mask(self, S: tirx.Buffer, kv0: Expr) -> None:
+    def _mask(self, S: tirx.Buffer, kv0: Expr, number: Expr, stop: Expr | None) -> None:
         """S := logits under the mask, or -inf where a key is invisible: selected, as what is there may be NaN."""
         first = fixed(kv0 + self.column)
         for r, (h, i) in enumerate(self.rows):
             # What depends on the row alone is computed here, as it would cost registers in all other tiles.
-            lo, hi = (_int32(end) for end in self.bound.keys.of_row(self.b, i))
-            below = fixed((hi if self.stop is None else tirx.min(hi, self.stop)) - first)
+            lo, hi = self._range(i, number)
+            below = fixed((hi if stop is None else tirx.min(hi, stop)) - first)
             above = None if isinstance(lo, tirx.IntImm) else fixed(lo - first)
             row = fixed(tirx.min(i, _int32(T.int64(1) * self.bound.S) - 1))
             with T.unroll(self.keys // 4) as n:
@@ -104,6 +105,14 @@ class OnlineSoftmax:
                 seen = key < below if above is None else tirx.all(key < below, key >= above)
                 s, seen = self._under_mask(S[at], seen, (h, row, first + key))
                 put(S, at, tirx.Select(seen, s, _f32(float("-inf"))))
+
+    def _range(self, i: Expr, number: Expr) -> Range:
+        """The row's range of keys of that number; int32."""
+        ranges = [tuple(map(_int32, ends)) for ends in self.bound.keys.of_row(self.b, i)]
+        if len(ranges) == 1:
+            return ranges[0]
+        lo, hi = (tirx.Select(tirx.EQ(number, 0), *ends) for ends in zip(*ranges))
+        return lo, hi
 
     def _under_mask(self, s: Expr, seen: Expr, place: tuple[Expr, Expr, Expr]) -> tuple[Expr, Expr]:
         """s plus the mask's element, if it is added, and whether the row sees the key. Masks are read where it may."""

@@ -13,6 +13,7 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.bound import Bound
+from lowering.attention.keys import Range, length, part
 from lowering.attention.scores import HIDDEN
 
 from . import ptx
@@ -36,15 +37,16 @@ class Partial:
         self.m, self.l = (T.alloc_buffer((count,), self.acc) for _ in range(2))
         self.O = T.alloc_buffer((count * self.problem.v_head_dim,), self.acc)
 
-    def keys(self, b: Expr, split: Expr) -> tuple[Expr, Expr, Expr]:
-        """The keys [start, stop) of a split of batch b, none behind the last that some query may see; and how many
-        splits have any; int32."""
-        lo, hi = self.bound.keys.of_tile(b, T.int64(0), T.int64(1) * self.bound.S)
-        lo, hi, splits = (fixed(x.astype("int32")) for x in (lo, hi, self.splits))
-        units = fixed(tirx.truncdiv(hi - lo + (self.unit - 1), self.unit))
-        part = fixed(tirx.max(tirx.truncdiv(units + splits - 1, splits), 1) * self.unit)
-        start = fixed(tirx.min(lo + split * part, hi))
-        return start, fixed(tirx.min(start + part, hi)), fixed(tirx.truncdiv(hi - lo + part - 1, part))
+    def keys(self, b: Expr, split: Expr) -> tuple[list[Range], Expr]:
+        """The keys of a split of batch b, of which some query may see each; and how many splits have any; int32."""
+        found = self.bound.keys.of_tile(b, T.int64(0), T.int64(1) * self.bound.S)
+        ranges = [(_int32(lo), _int32(hi)) for lo, hi in found]
+        total, splits = fixed(length(ranges)), _int32(self.splits)
+        units = fixed(tirx.truncdiv(total + (self.unit - 1), self.unit))
+        each = fixed(tirx.max(tirx.truncdiv(units + splits - 1, splits), 1) * self.unit)
+        start = fixed(tirx.min(split * each, total))
+        keys = part(ranges, start, tirx.min(start + each, total))
+        return [(fixed(lo), fixed(hi)) for lo, hi in keys], fixed(tirx.truncdiv(total + each - 1, each))
 
     def row_of(self, head: Expr, r: Expr) -> tuple[Expr, Expr, Expr]:
         """Batch, query head and query row of packed row r of a key/value head, counted over all batches."""
@@ -77,11 +79,13 @@ class Partial:
             with T.If(row < total), T.Then():
                 rows = fixed(self.rows.astype("int32"))
                 head, r = fixed(tirx.truncdiv(row, rows)), fixed(tirx.truncmod(row, rows))
-                self.merge_row(head, r, fixed(thread % WARP), careful)
+                b, _, i = self.row_of(head, r)
+                with self.bound.if_there(b, i):
+                    self.merge_row(head, r, fixed(thread % WARP), careful)
 
     def merge_row(self, head: Expr, r: Expr, lane: Expr, careful: bool) -> None:
         b, h, i = self.row_of(head, r)
-        _, _, used = self.keys(b, T.int32(0))
+        _, used = self.keys(b, T.int32(0))
         first, dim = self.place(head, r, T.int32(0)), self.problem.v_head_dim
         state = merged(
             (used, AHEAD),
@@ -119,6 +123,10 @@ class Partial:
         each_element(self.problem.v_head_dim, lane, lambda n, d: self.bound.places.store_y(b, h, i, d, O[n] * inverse))
         with T.If(lane == 0), T.Then():
             self.bound.places.store_lse(b, h, i, m, l)
+
+
+def _int32(value: Expr) -> Expr:
+    return fixed(value.astype("int32"))
 
 
 def merged(

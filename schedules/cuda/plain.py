@@ -16,6 +16,7 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.bound import Bound
+from lowering.attention.keys import key_at
 from lowering.attention.plain import Row
 
 from .ptx import WARP, fixed, put, registers, shuffle_xor
@@ -36,7 +37,8 @@ def plain(bound: Bound) -> None:
         with T.If(row < rows), T.Then():
             head, i = fixed(tirx.truncdiv(row, bound.S)), fixed(tirx.truncmod(row, bound.S))
             b, h = fixed(tirx.truncdiv(head, heads)), fixed(tirx.truncmod(head, heads))
-            WarpRow(bound, b, h, i, fixed(thread % WARP)).emit()
+            with bound.if_there(b, i):
+                WarpRow(bound, b, h, i, fixed(thread % WARP)).emit()
 
 
 class WarpRow(Row):
@@ -45,7 +47,7 @@ class WarpRow(Row):
     def __init__(self, bound: Bound, b: Expr, h: Expr, i: Expr, lane: Expr) -> None:
         self.lane = lane
         super().__init__(bound, b, h, i)
-        self.lo, self.hi = fixed(self.lo), fixed(self.hi)
+        self.take([(fixed(lo), fixed(hi)) for lo, hi in self.ranges])
 
     def vector(self, dim: int) -> tirx.Buffer:
         return self.bound.scratch(-(-dim // WARP), self.problem.acc_dtype)
@@ -79,9 +81,9 @@ class WarpRow(Row):
             put(buffer, 0, value)
         with self.elements(self.problem.v_head_dim) as (place, _):
             put(o, place, self.zero)
-        with T.serial(tirx.truncdiv(tirx.max(self.hi - self.lo, 0) + (AT_ONCE - 1), AT_ONCE)) as step:
-            first = fixed(self.lo + step * AT_ONCE)
-            keys = [fixed(tirx.min(first + k, self.hi - 1)) for k in range(AT_ONCE)]
+        with T.serial(tirx.truncdiv(self.count + (AT_ONCE - 1), AT_ONCE)) as step:
+            first = fixed(step * AT_ONCE)
+            keys = [fixed(key_at(self.ranges, tirx.min(first + k, self.count - 1))) for k in range(AT_ONCE)]
             visible = [fixed(self.is_visible(first + k, key)) for k, key in enumerate(keys)]
             scores = []
             for key, seen, s in zip(keys, visible, self.dots(keys)):
@@ -98,11 +100,11 @@ class WarpRow(Row):
                 values = [tirx.Select(seen, x, self.zero) for x, seen in zip(v, visible)]
                 put(o, place, sum((x * y for x, y in zip(p, values)), o[place] * alpha))
 
-    def is_visible(self, j: Expr, inside: Expr) -> Expr:
-        """Whether the row sees key j; `inside` is j, or the last key where j lies behind it."""
+    def is_visible(self, n: Expr, key: Expr) -> Expr:
+        """Whether there is a key number n and the row sees it; `key` is that, or the last one."""
         if not self.bound.scores.has_mask:
-            return j < self.hi
-        return tirx.all(j < self.hi, self.bound.scores.unmasked(self.b, self.h, self.i, inside, inside=True))
+            return n < self.count
+        return tirx.all(n < self.count, self.bound.scores.unmasked(self.b, self.h, self.i, key, inside=True))
 
     def dot(self, j: Expr) -> Expr:
         return self.dots([j])[0]

@@ -29,6 +29,7 @@ from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.bound import Bound
 from lowering.attention.expr.emit import widened
+from lowering.attention.key_tiles import KeyTiles
 from lowering.attention.problem import AttentionProblem
 
 from . import ptx
@@ -49,7 +50,7 @@ NaN, else 0; and 1 where it is -inf or NaN."""
 
 
 def takes(problem: AttentionProblem) -> bool:
-    """Whether `prefill_mma` serves the problem: half precision in rows of whole chunks, no qk output."""
+    """Whether `prefill_mma` serves the problem: half precision in rows of whole chunks, dense, no qk output."""
     return (
         problem.dtype in ptx.SHORT
         and problem.v_dtype == problem.dtype
@@ -57,6 +58,7 @@ def takes(problem: AttentionProblem) -> bool:
         and problem.head_dim % CHUNK == problem.v_head_dim % CHUNK == 0
         and max(problem.head_dim, problem.v_head_dim) <= 256
         and problem.qk_mode is None
+        and problem.dense
     )
 
 
@@ -105,15 +107,15 @@ class _QueryTile:
         self.find_tiles()
 
     def find_tiles(self) -> None:
-        """The keys [lo, hi) in `count` tiles, of which `full` need no mask code, and `behind` come after those."""
-        size = self.tiles.kv
-        lo, hi = self.bound.keys.of_tile(self.b, self.i0, self.i0 + self.tiles.q)
-        full_lo, full_hi = self.bound.full_range(self.b, self.i0, self.i0 + self.tiles.q)
-        self.lo, self.hi = fixed(lo.astype("int32")), fixed(hi.astype("int32"))
-        self.count = fixed((self.hi - self.lo + size - 1) // size)
-        before = fixed((full_lo.astype("int32") - self.lo + size - 1) // size)
-        self.full = fixed(tirx.max((full_hi.astype("int32") - self.lo) // size - before, 0))
-        self.behind = fixed(self.count - self.full - before)
+        """The key tiles; of those of the last range `full` need no mask code, and `behind` come after those."""
+        rows, size = (self.i0, self.i0 + self.tiles.q), self.tiles.kv
+        ranges, whole = self.bound.keys.of_tile(self.b, *rows), self.bound.without_mask_code(self.b, *rows)
+        self.keys = KeyTiles(ranges, whole, size, lambda value: fixed(value.astype("int32")))
+        (lo, _), (full_lo, full_hi) = self.keys.ranges[-1], self.keys.whole[-1]
+        self.count = self.keys.count
+        before = fixed((full_lo - lo + size - 1) // size)
+        self.full = fixed(tirx.max((full_hi - lo) // size - before, 0))
+        self.behind = fixed(self.keys.counts[-1] - self.full - before)
 
     def emit(self) -> None:
         if not self.bound.rows_differ:
@@ -173,7 +175,8 @@ class _QueryTile:
         self.wait()
         self.load_keys(u + stages)
         for m, softmax in enumerate(self.softmax):
-            softmax.step(self.S[m], fixed(self.start(u)), u >= masked)
+            t = self.tile(u)
+            softmax.step(self.S[m], fixed(self.keys.first(t)), u >= masked, self.keys.number(t))
             softmax.rescale(self.O[m], softmax.alpha, self.problem.v_head_dim)
         if turn is not None:
             with T.If(turn != RAW), T.Then():
@@ -182,10 +185,10 @@ class _QueryTile:
 
     # Tiles of K and V in shared memory: K_0 (with Q), V_0, K_1, V_1, ... are groups of copies, empty behind the last.
 
-    def start(self, u: Expr) -> Expr:
-        """The first key of tile number u in the order of work: those behind the full ones, those before, full ones."""
+    def tile(self, u: Expr) -> Expr:
+        """The key tile that is number u in the order of work: those behind the full ones, those before, full ones."""
         t = u - self.behind
-        return self.lo + tirx.Select(t < 0, t + self.count, t) * self.tiles.kv
+        return tirx.Select(t < 0, t + self.count, t)
 
     def key_tile(self, u: Expr) -> SharedTile:
         size = self.tiles.kv * self.Q.chunks
@@ -203,7 +206,8 @@ class _QueryTile:
 
     def load_tile(self, rows: Rows, tile: SharedTile, u: Expr) -> None:
         with T.If(u < self.count), T.Then():
-            rows.copy(tile, fixed(self.start(u)), self.tiles.kv, self.hi)
+            t = self.tile(u)
+            rows.copy(tile, fixed(self.keys.first(t)), self.tiles.kv, self.keys.stop(t))
         ptx.commit_copies()
 
     def wait(self) -> None:

@@ -27,6 +27,7 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.bound import Bound
+from lowering.attention.key_tiles import KeyTiles
 
 from . import wgmma
 from .device import Device
@@ -119,14 +120,14 @@ class _Block:
             keys, hk = self.scheduler.key_tiles(b, i0), fixed(tirx.truncdiv(h, self.problem.group))
             with T.serial(keys.count + 1) as j:
                 with T.If(j < keys.count), T.Then():
-                    self.fill(self.K, "k", fills[0] + j, (b, hk, keys.first(j)))
+                    self.fill(self.K, "k", fills[0] + j, (b, hk, keys.first(keys.count - 1 - j)))
                 with T.If(tirx.EQ(j, 0)), T.Then():
                     for consumer in range(self.tiles.consumers):
                         Q, q = self.Q(consumer), self.maps["q"]
                         Q.reserve(turn, q.bytes)
                         q.load(self.memory, consumer * self.q_words, (b, h, i0 + consumer * ROWS), Q.full(turn))
                 with T.If(j > 0), T.Then():
-                    self.fill(self.V, "v", fills[0] + j - 1, (b, hk, keys.first(j - 1)))
+                    self.fill(self.V, "v", fills[0] + j - 1, (b, hk, keys.first(keys.count - j)))
             put(fills, 0, fills[0] + keys.count)
 
     def fill(self, ring: Ring, name: str, n: Expr, place: tuple[Expr, Expr, Expr]) -> None:
@@ -171,11 +172,11 @@ class _Consumer:
                 self.scores(fills[0])
                 wgmma.wait(0, S)
                 self.release(self.K, fills[0])
-                softmax.step(S, keys.first(0), keys.full(0))
+                softmax.step(S, *self.tile(keys, T.int32(0)))
                 softmax.pack(S, P)
                 with T.serial(keys.count - 1) as before:
                     j, fill = before + 1, fills[0] + before
-                    self.clean(softmax, keys.full(before), fill)
+                    self.clean(softmax, keys.full(keys.count - 1 - before), fill)
                     self.K.wait(fill + 1)
                     self.V.wait(fill)
                     self.take_turn()
@@ -185,13 +186,13 @@ class _Consumer:
                     self.give_turn()
                     wgmma.wait(1, S)
                     self.release(self.K, fill + 1)
-                    softmax.step(S, keys.first(j), keys.full(j))
+                    softmax.step(S, *self.tile(keys, j))
                     wgmma.wait(0, O, P)
                     self.release(self.V, fill)
                     softmax.rescale(O, softmax.alpha, self.problem.v_head_dim)
                     softmax.pack(S, P)
                 last = fills[0] + keys.count - 1
-                self.clean(softmax, keys.full(keys.count - 1), last)
+                self.clean(softmax, keys.full(T.int32(0)), last)
                 self.V.wait(last)
                 wgmma.begin(O, P)
                 self.accumulate(last)
@@ -202,6 +203,11 @@ class _Consumer:
             with T.If(tirx.EQ(tirx.truncmod(self.block.thread, WARPGROUP), 0)), T.Then():
                 self.Q.release(turn)
         self.end_turns()
+
+    def tile(self, keys: KeyTiles, j: Expr) -> tuple[Expr, Expr, Expr]:
+        """First key of tile j from the last, whether it needs no mask code, and the number of its range."""
+        u = keys.count - 1 - j
+        return keys.first(u), keys.full(u), keys.number(u)
 
     def scores(self, fill: Expr) -> None:
         """S := Q K^T, begun."""

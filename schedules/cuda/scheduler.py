@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.bound import Bound
+from lowering.attention.key_tiles import KeyTiles
 
 from .device import Device
 from .host import multiprocessors, on_host
@@ -58,30 +58,10 @@ class Scheduler:
                 yield turn, b, h, i0
 
     def key_tiles(self, b: Expr, i0: Expr) -> KeyTiles:
-        """The tiles of keys that some row of the query tile from row i0 sees."""
-        rows, kv = (i0, fixed(i0 + self.tiles.q)), self.tiles.kv
-        ends = (*self.bound.keys.of_tile(b, *rows), *self.bound.full_range(b, *rows))
-        lo, hi, full_lo, full_hi = (fixed(_int32(end)) for end in ends)
-        return KeyTiles(lo, fixed(tirx.truncdiv(hi - lo + kv - 1, kv)), full_lo, full_hi, kv)
-
-
-@dataclass(frozen=True)
-class KeyTiles:
-    """The key tiles of a query tile, counted from the last one: j = 0 has the last keys."""
-
-    lo: Expr
-    count: Expr
-    full_lo: Expr
-    full_hi: Expr
-    kv: int
-
-    def first(self, j: Expr | int) -> Expr:
-        """The first key of tile j."""
-        return self.lo + (self.count - 1 - j) * self.kv
-
-    def full(self, j: Expr | int) -> Expr:
-        """Whether every row sees every key of tile j."""
-        return tirx.all(self.first(j) >= self.full_lo, self.first(j) + self.kv <= self.full_hi)
+        """The tiles of keys that some row of the query tile from row i0 sees; int32."""
+        rows = i0, fixed(i0 + self.tiles.q)
+        ranges, whole = self.bound.keys.of_tile(b, *rows), self.bound.without_mask_code(b, *rows)
+        return KeyTiles(ranges, whole, self.tiles.kv, lambda value: fixed(_int32(value)))
 
 
 def _int64(value: int | Expr) -> Expr:

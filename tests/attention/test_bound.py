@@ -15,10 +15,18 @@ from lowering.attention.bound import Bound
 from lowering.attention.problem import AttentionProblem, Mask, Window
 
 LANES, TILE = 4, 3
-BATCH, HEADS, ROWS, KEYS, PAST = 2, 4, 5, 7, 3
+BATCH, HEADS, ROWS, KEYS, PAST, FREE = 2, 4, 5, 7, 3, 1
 TARGET = tvm.target.Target({"kind": "llvm", "mcpu": "x86-64-v3"})
 
-WINDOWS = (None, Window(None, 0, "zero"), Window(2, 1, "past"), Window(3, None, "lengths"), Window(0, 2, "lengths"))
+WINDOWS = (
+    None,
+    Window(None, 0, "zero"),
+    Window(2, 1, "past"),
+    Window(3, None, "lengths"),
+    Window(0, 2, "lengths"),
+    Window(1, 0, "past", sinks=1),
+    Window(0, 0, "lengths", sinks=2, free=True),
+)
 MASKS = (
     None,
     Mask("bool", (1, 1, ROWS, KEYS)),
@@ -37,14 +45,14 @@ def problem(window: Window | None, mask: Mask | None, symbolic: bool) -> Attenti
 
 
 def probe(p: AttentionProblem) -> tvm.runtime.Module:
-    """Stores visible(b, h, i, j) three times (elements, vectors of keys, vectors of rows), and the ranges of tiles."""
+    """Stores visible(b, h, i, j) twice, for elements and for vectors of keys, and the ranges of tiles."""
     one, zero = T.broadcast(T.int32(1), LANES), T.broadcast(T.int32(0), LANES)
     with IRBuilder() as builder, T.prim_func(s_tir=True):
         T.func_name("probe")
         handles = [T.arg(name, T.handle()) for name in ("visible", "ranges")]
         bound = Bound(p)
-        visible = T.match_buffer(handles[0], [3, bound.B, HEADS, bound.S, bound.T], "int32", align=4)
-        ranges = T.match_buffer(handles[1], [bound.B, bound.S, 6], "int64", align=8)
+        visible = T.match_buffer(handles[0], [2, bound.B, HEADS, bound.S, bound.T], "int32", align=4)
+        ranges = T.match_buffer(handles[1], [bound.B, bound.S, 2, 6], "int64", align=8)
 
         def store_lanes(way: int, b: Any, h: Any, i: Any, j: Any) -> None:
             seen = T.bind(T.Select(bound.visible(b, h, i, j), one, zero))
@@ -56,17 +64,15 @@ def probe(p: AttentionProblem) -> tvm.runtime.Module:
         with T.serial(bound.B) as b:
             with T.serial(bound.S) as i:
                 tile = (b, i, i + TILE)
-                all_rows = bound.keys.of_all(*tile)
-                ends = (*bound.keys.of_tile(*tile), *all_rows, *bound.keys.of_row(b, i))
-                for k, end in enumerate(ends):
-                    T.buffer_store(ranges, end, [b, i, k])
+                found = bound.keys.of_tile(*tile), bound.keys.of_all(*tile), bound.keys.of_row(b, i)
+                for n, ends in enumerate(zip(*found)):
+                    for k, end in enumerate(end for pair in ends for end in pair):
+                        T.buffer_store(ranges, end, [b, i, n, k])
             with T.serial(HEADS) as h:
                 with T.serial(bound.S) as i, T.serial(bound.T) as j:
                     T.buffer_store(visible, T.Select(bound.visible(b, h, i, j), 1, 0), [0, b, h, i, j])
                 with T.serial(bound.S) as i, T.serial((bound.T + LANES - 1) // LANES) as j:
                     store_lanes(1, b, h, i, T.ramp(j * LANES, 1, LANES))
-                with T.serial((bound.S + LANES - 1) // LANES) as i, T.serial(bound.T) as j:
-                    store_lanes(2, b, h, T.ramp(i * LANES, 1, LANES), j)
     return tvm.compile(tvm.IRModule({"probe": builder.get()}), target=TARGET)
 
 
@@ -78,8 +84,9 @@ def expected(p: AttentionProblem, lengths: np.ndarray, mask: np.ndarray | None) 
         before[b] = j < lengths[b]
         if p.window is not None:
             place = i + {"zero": 0, "past": PAST, "lengths": lengths[b] - ROWS}[p.window.offset]
-            before[b] &= p.window.left is None or j >= place - p.window.left
-            before[b] &= p.window.right is None or j <= place + p.window.right
+            if not p.window.free or b >= FREE:
+                before[b] &= p.window.left is None or (j >= place - p.window.left) | (j < p.window.sinks)
+                before[b] &= p.window.right is None or j <= place + p.window.right
     seen = np.ones((BATCH, HEADS, ROWS, KEYS), bool)
     if mask is not None and p.mask is not None:
         unmasked = mask if mask.dtype == bool else mask.astype(np.float32) != -np.inf
@@ -106,15 +113,23 @@ def test_visible_and_ranges(mask: Mask | None, symbolic: bool) -> None:
         for lengths in (np.array([6, 3]), np.array([-2, 9])):
             visible, ranges = called(compiled, p, values, lengths)
             before, seen = expected(p, lengths, values)
-            for way, got in zip(("elements", "vectors of keys", "vectors of rows"), visible):
+            for way, got in zip(("elements", "vectors of keys"), visible):
                 assert np.array_equal(got, seen), (way, p)
             for b, i in np.ndindex(BATCH, ROWS):
                 rows = before[b, i : i + TILE]
-                lo, hi, full_lo, full_hi, row_lo, row_hi = ranges[b, i]
-                assert 0 <= lo <= full_lo <= full_hi <= hi <= KEYS
-                assert not rows[:, :lo].any() and not rows[:, hi:].any(), p
-                assert rows[:, full_lo:full_hi].all() and rows.all(axis=0).sum() == full_hi - full_lo, p
-                assert before[b, i, row_lo:row_hi].all() and before[b, i].sum() == row_hi - row_lo, p
+                some, every, own = (keys_of(ranges[b, i, :, k : k + 2]) for k in (0, 2, 4))
+                assert not rows[:, ~some].any() and (every <= some).all(), p
+                assert np.array_equal(every, rows.all(axis=0)) and np.array_equal(own, before[b, i]), p
+
+
+def keys_of(ranges: np.ndarray) -> np.ndarray:
+    """Which of the keys are in one of the ranges, each of which stands behind the one before."""
+    end = 0
+    found = np.zeros(KEYS, bool)
+    for lo, hi in ranges:
+        assert lo <= hi and (end <= lo or lo == hi)
+        found[lo:hi], end = True, hi
+    return found
 
 
 def called(
@@ -123,8 +138,9 @@ def called(
     shapes = {"q": (HEADS, ROWS), "k": (2, KEYS), "v": (2, KEYS), "y": (HEADS, ROWS)}
     arrays = {name: np.zeros((BATCH, *shape, 2), np.float32) for name, shape in shapes.items()}
     arrays |= {"lengths": lengths} | ({} if mask is None else {"mask": mask})
-    visible = tvm.runtime.tensor(np.full((3, BATCH, HEADS, ROWS, KEYS), -1, np.int32))
-    ranges = tvm.runtime.tensor(np.zeros((BATCH, ROWS, 6), np.int64))
-    arguments = [PAST if name == "past" else tvm.runtime.tensor(arrays[name]) for name in p.parameters()]
+    visible = tvm.runtime.tensor(np.full((2, BATCH, HEADS, ROWS, KEYS), -1, np.int32))
+    ranges = tvm.runtime.tensor(np.zeros((BATCH, ROWS, 2, 6), np.int64))
+    numbers = {"past": PAST, "free_batches": FREE}
+    arguments = [numbers.get(name) or tvm.runtime.tensor(arrays[name]) for name in p.parameters()]
     function(visible, ranges, *arguments)
     return visible.numpy(), ranges.numpy()

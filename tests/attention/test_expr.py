@@ -90,7 +90,9 @@ def _kernel(formula: Formula, dtype: str) -> tirx.PrimFunc:
     shape = tuple(SIZES.values())
     with IRBuilder() as builder, T.prim_func():
         T.func_name("evaluate")
-        tables = {name: T.match_buffer(T.arg(name, T.handle()), (8,), dtype) for name, dtype in formula.tables().items()}
+        tables = {
+            name: T.match_buffer(T.arg(name, T.handle()), (8,), dtype) for name, dtype in formula.tables().items()
+        }
         scalars = {name: T.arg(name, T.int64()) for name in formula.scalars()}
         scalar, keys, rows = (T.match_buffer(T.arg(f"out_{k}", T.handle()), shape, dtype) for k in range(3))
         low, high = (T.match_buffer(T.arg(f"end_{k}", T.handle()), (*shape[:2], 2), dtype) for k in range(2))

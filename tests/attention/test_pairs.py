@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 
 from lowering.attention.pairs import count_pairs
 from lowering.attention.problem import AttentionProblem
-from lowering.attention.reference import reference
+from lowering.attention.reference import dense, scores
 from lowering.attention.scores import HIDDEN
 
 
@@ -23,22 +23,19 @@ def test_counts(calls: list[Case]) -> None:
     for case in calls:
         case = dataclasses.replace(case, poisoned=False)
         p, inputs = case.problem, arrays(case)
-        given = inputs | outputs(case) | {"past": case.past}
+        given = inputs | outputs(case, inputs)
         tensors = {name: x if isinstance(x, int) else borrow(x) for name, x in given.items()}
         counts = np.full(2, -1)
         module["count_pairs"](*(tensors[name] for name in p.parameters()), borrow(counts))
         seen = bias(p, case, inputs) > HIDDEN
         assert counts[0] == seen.sum()
-        before_mask = bias(dataclasses.replace(p, mask=None), case, {**inputs, "mask": None}) > HIDDEN
+        before_mask = bias(dataclasses.replace(p, mask=None), case, inputs) > HIDDEN
         needed = before_mask.any(axis=(1, 2)).sum() * p.kv_heads
         assert 0 <= counts[1] <= case.batch * p.kv_heads * case.kv_len
-        if p.mask is None and p.window is None and case.q_len:
+        if p.mask is None and p.window is None and case.q_len and not p.packed:
             assert counts[1] == case.batch * p.kv_heads * case.kv_len - needed
 
 
 def bias(p: AttentionProblem, case: Case, inputs: dict[str, np.ndarray]) -> np.ndarray:
     """What is added to each score, -inf where a key is hidden: [B, Hq, S, T]."""
-    nothing = {name: np.zeros_like(inputs[name]) for name in ("q", "k", "v")}
-    _, scores = reference(dataclasses.replace(p, softcap=0.0, qk_mode=2), **{**inputs, **nothing}, past=case.past)
-    assert scores is not None
-    return scores
+    return scores(p, dense(p, inputs), inputs).bias

@@ -14,11 +14,12 @@ from tvm import tirx
 
 from lowering.attention.formula import Formula
 from lowering.attention.problem import AttentionProblem, Mask, Window
-from lowering.attention.reference import log_sum_exp, reference
+from lowering.attention.reference import reference
+from lowering.attention.store import Store
 
 Arrays = dict[str, Any]
 CAUSAL = Window(right=0)
-THREE_D = {"q_layout": "bshd", "kv_layout": "bshd"}
+THREE_D = {"row_axes": "bte", "store": Store("bte")}
 TURNS = list(itertools.product(emulated.ORDERS, emulated.ARRIVALS))
 
 
@@ -46,13 +47,13 @@ def draw(p: AttentionProblem, batch: int, q_len: int, kv_len: int) -> Arrays:
     rng = np.random.default_rng(q_len + kv_len)
 
     def rows(layout: str, heads: int, length: int, dim: int) -> np.ndarray:
-        shape = (batch, heads, length, dim) if layout == "bhsd" else (batch, length, heads * dim)
+        shape = (batch, heads, length, dim) if layout == "bhtd" else (batch, length, heads * dim)
         return rng.standard_normal(shape).astype(p.dtype)
 
     inputs: Arrays = {
-        "q": rows(p.q_layout, p.q_heads, q_len, p.head_dim),
-        "k": rows(p.kv_layout, p.kv_heads, kv_len, p.head_dim),
-        "v": rows(p.kv_layout, p.kv_heads, kv_len, p.v_head_dim),
+        "q": rows(p.row_axes, p.q_heads, q_len, p.head_dim),
+        "k": rows(p.store.axes, p.kv_heads, kv_len, p.head_dim),
+        "v": rows(p.store.axes, p.kv_heads, kv_len, p.v_head_dim),
     }
     if isinstance(p.mask, Mask):
         mask_len = kv_len - 7 if p.mask.pad and kv_len > 9 else kv_len
@@ -77,14 +78,15 @@ def draw(p: AttentionProblem, batch: int, q_len: int, kv_len: int) -> Arrays:
     return inputs
 
 
-def expected(p: AttentionProblem, inputs: Arrays) -> tuple[np.ndarray, np.ndarray]:
-    """Y and the log-sum-exp, in float64."""
+def expected(p: AttentionProblem, inputs: Arrays) -> tuple[np.ndarray, np.ndarray | None]:
+    """Y and the log-sum-exp, if it is asked for, in float64."""
     if isinstance(p.mask, Formula):
         i, j = np.arange(inputs["q"].shape[2])[:, None], np.arange(inputs["k"].shape[2])
         table = inputs["table_0"]
         shown = ((table[i] == table[j]) | (j < inputs["size_0"]))[None, None]
         inputs = {name: inputs[name] for name in "qkv"} | {"mask": shown}
-    return reference(p, **inputs)[0], log_sum_exp(p, **{name: x for name, x in inputs.items() if name != "v"})
+    found = reference(p, **inputs)
+    return found["y"], found.get("lse")
 
 
 def close(got: np.ndarray, want: np.ndarray, p: AttentionProblem) -> None:
@@ -115,8 +117,8 @@ class Kernels:
     def call(self, name: str, inputs: Arrays, turn: int) -> tuple[np.ndarray, np.ndarray | None]:
         """What the kernel makes of the inputs: Y and the log-sum-exp, if it has one, in float64."""
         p = self.problems[name]
-        batch, q_len = inputs["q"].shape[0], inputs["q"].shape[2 if p.q_layout == "bhsd" else 1]
-        y = (*inputs["q"].shape[:-1], p.v_head_dim * (1 if p.q_layout == "bhsd" else p.q_heads))
+        batch, q_len = inputs["q"].shape[0], inputs["q"].shape[2 if p.row_axes == "bhtd" else 1]
+        y = (*inputs["q"].shape[:-1], p.v_head_dim * (1 if p.row_axes == "bhtd" else p.q_heads))
         outputs = {"y": np.full(y, np.nan, p.dtype), "lse": np.full((batch, p.q_heads, q_len), np.nan, np.float32)}
         arguments, names = inputs | outputs, p.parameters()
         order, arrivals = TURNS[turn % len(TURNS)]

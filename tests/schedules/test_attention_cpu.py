@@ -20,6 +20,7 @@ import schedules
 from lowering.attention.plain import plain
 from lowering.attention.problem import AttentionProblem, Mask, Window
 from lowering.attention.reference import reference
+from lowering.attention.store import Store
 from schedules.cpu.tiles import DecodeTiles, PrefillTiles
 from schedules.cpu.vector import machine
 
@@ -52,13 +53,13 @@ def draw(p: AttentionProblem, batch: int, q_len: int, kv_len: int, mask_len: int
     rng = np.random.default_rng(q_len + kv_len)
 
     def rows(layout: str, heads: int, length: int, dim: int, dtype: str) -> np.ndarray:
-        shape = (batch, heads, length, dim) if layout == "bhsd" else (batch, length, heads * dim)
+        shape = (batch, heads, length, dim) if layout == "bhtd" else (batch, length, heads * dim)
         return rng.standard_normal(shape).astype(dtype)
 
     inputs: Arrays = {
-        "q": rows(p.q_layout, p.q_heads, q_len, p.head_dim, p.dtype),
-        "k": rows(p.kv_layout, p.kv_heads, kv_len, p.head_dim, p.dtype),
-        "v": rows(p.kv_layout, p.kv_heads, kv_len, p.v_head_dim, p.v_dtype),
+        "q": rows(p.row_axes, p.q_heads, q_len, p.head_dim, p.dtype),
+        "k": rows(p.store.axes, p.kv_heads, kv_len, p.head_dim, p.dtype),
+        "v": rows(p.store.axes, p.kv_heads, kv_len, p.v_head_dim, p.v_dtype),
     }
     if p.mask is not None:
         full = (batch, p.q_heads, q_len, kv_len if mask_len is None else mask_len)
@@ -100,7 +101,7 @@ def borrowed(array: np.ndarray, memory: np.ndarray, start: int) -> tvm.runtime.T
 
 
 def call(run: Callable[..., None], p: AttentionProblem, inputs: Arrays, place: Place = unaligned) -> np.ndarray:
-    y_shape = (*inputs["q"].shape[:-1], p.v_head_dim * (1 if p.q_layout == "bhsd" else p.q_heads))
+    y_shape = (*inputs["q"].shape[:-1], p.v_head_dim * (1 if p.row_axes == "bhtd" else p.q_heads))
     y = place(np.full(y_shape, np.nan, p.dtype))
     arguments = {name: x if name == "past" else place(x) for name, x in inputs.items()} | {"y": y}
     run(*(arguments[name] for name in p.parameters()))
@@ -109,7 +110,7 @@ def call(run: Callable[..., None], p: AttentionProblem, inputs: Arrays, place: P
 
 
 def close(got: np.ndarray, p: AttentionProblem, inputs: Arrays) -> None:
-    want, _ = reference(p, **inputs)
+    want = reference(p, **inputs)["y"]
     rounding = float(ml_dtypes.finfo(p.dtype).eps)
     accuracy = {"float32": 4e-6, "float64": 1e-13}[p.acc_dtype]
     np.testing.assert_allclose(got, want, rtol=rounding, atol=accuracy)
@@ -118,11 +119,11 @@ def close(got: np.ndarray, p: AttentionProblem, inputs: Arrays) -> None:
 CAUSAL = Window(right=0)
 HALF = {"dtype": "float16", "v_dtype": "float16"}
 BF16 = {"dtype": "bfloat16", "v_dtype": "bfloat16"}
-THREE_D = {"q_layout": "bshd", "kv_layout": "bshd"}
+THREE_D = {"row_axes": "bte", "store": Store("bte")}
 PROBLEMS = {
     "full": problem(),
     "causal, 3-D, dims no vector divides": problem(window=CAUSAL, head_dim=80, v_head_dim=41, **THREE_D),
-    "ragged causal cache": problem(window=Window(right=0, offset="lengths"), lengths=True, **HALF, kv_layout="bshd"),
+    "ragged causal cache": problem(window=Window(right=0, offset="lengths"), lengths=True, **HALF, store=Store("bte")),
     "window, one head of keys": problem(
         window=Window(3, 90, "past"), **BF16, kv_heads=1, q_heads=8, head_dim=17, v_head_dim=33
     ),
@@ -177,9 +178,9 @@ def test_hidden_values_do_not_leak(name: str, keys: tuple[int, int]) -> None:
     for sizes in [(3, 1, 150), (2, 80, 150)]:
         inputs = draw(p, *sizes)
         for array, poison in [("k", (np.nan, np.inf)), ("v", (np.inf, np.nan))]:
-            by_key = inputs[array] if p.kv_layout == "bshd" else inputs[array].swapaxes(1, 2)
+            by_key = inputs[array] if p.store.axes == "bte" else inputs[array].swapaxes(1, 2)
             by_key[:, keys[0]], by_key[:, keys[1]] = poison
-        want, _ = reference(p, **inputs)
+        want = reference(p, **inputs)["y"]
         clean = np.isfinite(want)
         assert clean.any()
         got = call(run, p, inputs)

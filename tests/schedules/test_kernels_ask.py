@@ -8,7 +8,7 @@ from pathlib import Path
 import schedules
 
 ROOT = Path(schedules.__file__).parent
-FORBIDDEN = {"mask", "window", "lengths", "q_layout", "kv_layout"}
+FORBIDDEN = {"mask", "window", "lengths", "row_axes", "store"}
 
 
 def looks(source: str) -> list[str]:

@@ -92,6 +92,10 @@ def cast(value: ir.Expr, dtype: str) -> ir.Expr:
     return value.astype(dtype if count == 1 else f"{dtype}x{count}")
 
 
+def broadcast(value: ir.Expr, count: int) -> ir.Expr:
+    return value if lanes(value) == count else T.broadcast(value, count)
+
+
 def lanes(value: int | ir.Expr) -> int:
     return 1 if isinstance(value, int) else value.ty.dtype.lanes
 

@@ -25,9 +25,7 @@ Look = Callable[[str, Interval], Interval]
 """The values of a table, a vector, between two positions, both included."""
 
 
-def interval(
-    expr: Expr, bounds: Mapping[str, Interval], scalars: Mapping[str, ir.Expr], look: Look
-) -> Interval | None:
+def interval(expr: Expr, bounds: Mapping[str, Interval], scalars: Mapping[str, ir.Expr], look: Look) -> Interval | None:
     """The interval of `expr` for indices within `bounds`, both ends included; None where nothing is known.
 
     Emits code where the IRBuilder stands.

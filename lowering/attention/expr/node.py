@@ -85,8 +85,8 @@ def canonical(expr: Expr) -> Expr:
 
 
 def renamed(expr: Expr) -> tuple[Expr, dict[str, str]]:
-    """The expression with scalars called size_0, size_1, ... and tables table_0, ... in the order in which they come up;
-    and what each of these names was."""
+    """The expression with scalars called size_0, size_1, ... and tables table_0, ... in the order in which they come
+    up; and what each of these names was."""
     names: dict[str, str] = {}
     for op, word in zip(PARAMETERS, ("size", "table")):
         names |= {old: f"{word}_{k}" for k, old in enumerate(parameters(expr, op))}

@@ -19,8 +19,8 @@ IF_THEN_ELSE = "prim.if_then_else"
 
 
 def read(value: ir.Expr, indices: Sequence[tirx.Var], sizes: Sequence[tirx.Var], tables: Sequence[tirx.Buffer]) -> Expr:
-    """The canonical form of `value`, an expression of the indices (b, h, i, j), the sizes and loads from the tables, which
-    are called size_0, ... and table_0, ... in the order given.
+    """The canonical form of `value`, an expression of the indices (b, h, i, j), the sizes and loads from the tables,
+    which are called size_0, ... and table_0, ... in the order given.
 
     Raises ValueError for what no expression holds.
     """

@@ -1,0 +1,96 @@
+"""Random stores of keys and values, and packed rows: how they lie in memory, and data for them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+
+from lowering.attention.problem import AttentionProblem
+from lowering.attention.store import Beams, Codec, Offset, Pages, Ring, Store, Whole
+
+_LAYERS = 3
+
+
+def store(rng: random.Random) -> Store:
+    """Mostly a dense one; else any axes, slot map, ring, beams and codec that go together."""
+    if rng.random() < 0.4:
+        return Store(rng.choice(["bhtd", "bte"]))
+    slots = rng.choice([Whole(), Offset(), Pages(rng.choice([1, 4, 16]), "page", rng.random() < 0.3), Pages(8, "slot")])
+    beams = Beams(rng.choice([1, 2])) if not isinstance(slots, Offset) and rng.random() < 0.2 else None
+    ring = None
+    if rng.random() < 0.2:
+        sinks = rng.choice([0, 2, 5])
+        ring = Ring(sinks, sinks + rng.choice([0, 3]), rng.choice([1, 7, 16]))
+    codec = None
+    if rng.random() < 0.4:
+        codec = Codec(rng.choice(["int8", "float8_e4m3fn"]), rng.choice([0, 8, 4]), rng.choice(["float32", "float16"]))
+    axes = list({Whole: "b", Offset: "", Pages: "p"}[type(slots)])
+    if getattr(slots, "entries", "page") == "slot":
+        axes = []
+    if rng.random() < 0.4:
+        axes, last = [*axes, "t"], "e"
+    else:
+        axes, last = [*axes, "t", "h"], "d"
+    axes += [axis for axis in "lc" if rng.random() < 0.3]
+    rng.shuffle(axes)
+    return Store("".join(axes) + last, slots, ring, beams, codec, rng.randrange(_LAYERS))
+
+
+def row_starts(rng: np.random.Generator, batch: int, most: int) -> np.ndarray:
+    """Of packed rows: some batches have none, one has the most."""
+    counts = rng.integers(0, most + 1, batch) * (rng.random(batch) < 0.8)
+    if batch:
+        counts[rng.integers(batch)] = most
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+
+
+def arrays(p: AttentionProblem, batch: int, keys: int, rng: np.random.Generator) -> dict[str, Any]:
+    """Keys and values, and where they are. Slots of different batches differ; those of none hold what others do."""
+    store, found = p.store, dict[str, Any]()
+    needed = keys if store.ring is None else store.ring.first + store.ring.capacity
+    sizes = {"b": batch + 2 * store.looked_up, "h": p.kv_heads, "t": keys}
+    sizes |= {"l": _LAYERS, "c": 2}
+    if store.ring is not None:
+        sizes["t"] = needed + 1
+    if isinstance(store.slots, Offset):
+        gaps = rng.integers(0, 3, batch)
+        found["slot_starts"] = np.cumsum(gaps + needed) - needed
+        sizes["t"] = int((gaps + needed).sum()) + 2
+    elif isinstance(store.slots, Pages):
+        size = store.slots.size
+        each, planes = -(-needed // size) + 1, [2] if store.slots.apart else []
+        count = int(np.prod([batch, *planes, each])) + 1
+        entries = rng.permutation(count)[: count - 1].reshape(batch, *planes, each)
+        if store.slots.entries == "page":
+            sizes |= {"p": count, "t": size}
+        else:
+            entries, sizes["t"] = entries * size, count * size
+        found["pages"] = entries.astype(np.int64)
+    if store.beams is not None:
+        requests = -(-batch // store.beams.count)
+        found["prompts"] = rng.integers(0, keys + 2, requests)
+        found["beam_of"] = rng.integers(0, store.beams.count, (requests, store.beams.count, keys + 1))
+    if store.mapped and p.kv_len is None:
+        found["most_keys"] = keys
+    for name, dim in ("kv", p.head_dim), ("k", p.head_dim), ("v", p.v_head_dim):
+        if (name == "kv") == store.joint:
+            found |= _rows(p, name, sizes, dim, rng)
+    return found
+
+
+def _rows(
+    p: AttentionProblem, name: str, sizes: dict[str, int], dim: int, rng: np.random.Generator
+) -> dict[str, np.ndarray]:
+    """A buffer of the store, and its scales."""
+    codec, axes = p.store.codec, p.store.axes
+
+    def drawn(elements: int) -> np.ndarray:
+        return rng.standard_normal([(sizes | {"d": elements, "e": p.kv_heads * elements})[axis] for axis in axes])
+
+    if codec is None:
+        return {name: drawn(dim).astype(p.v_dtype if name == "v" else p.dtype)}
+    codes = (drawn(dim) * 30).round().clip(-127, 127).astype(codec.dtype)
+    scale = drawn(dim // codec.group) if codec.group else rng.standard_normal(2 if name == "kv" else 1)
+    return {name: codes, f"{name}_scale": (abs(scale) / 30 + 1e-3).astype(codec.scale_dtype)}
