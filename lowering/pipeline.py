@@ -24,6 +24,7 @@ from .passes.alignment import assume_alignment
 from .passes.donation import donate
 from .passes.fold_constants import fold_constants
 from .passes.group_products import group_products
+from .passes.hold_divisions import hold_divisions
 from .passes.kernels import schedule as schedule_kernels
 from .passes.pack_weights import pack_weights
 from .passes.plan_memory import plan_memory
@@ -123,6 +124,7 @@ def lower(
         ("donate", lambda mod: donate(mod, donated, notes)),
         # How it runs
         ("schedule", schedule),
+        ("hold_divisions", hold_divisions),
         ("assume_alignment", lambda mod: assume_alignment(mod, 16 if target.architecture else 1)),
         # Virtual machine
         ("add_release", add_release),
