@@ -1,4 +1,4 @@
-"""The commands: `python -m benchmarks cpu|cuda [case or group ...]`, `python -m benchmarks readme`."""
+"""The commands: `python -m benchmarks cpu|cuda [case or group ...]`, `python -m benchmarks stores|readme`."""
 
 from __future__ import annotations
 
@@ -37,6 +37,11 @@ def main() -> None:
     cuda.add_argument("--minutes", type=float, default=8.0, help="then no new job is started; default: %(default)s")
     cuda.add_argument("--draw", type=Path, metavar="FILE", help="only print and draw a results file")
     cuda.set_defaults(run=_cuda)
+    stores = commands.add_parser("stores", help="what pages, offsets and codes cost our attention kernels on this CPU")
+    stores.add_argument("--threads", type=int, default=1)
+    stores.add_argument("--turns", type=int, default=7, help="turns of every contender; default: %(default)s")
+    stores.add_argument("--seconds", type=float, default=0.1, help="length of a turn; default: %(default)s")
+    stores.set_defaults(run=_stores)
     readme = commands.add_parser("readme", help="quote benchmarks/results in README.md")
     readme.add_argument("--check", action="store_true", help="change nothing, fail where it is out of date")
     readme.set_defaults(run=_readme)
@@ -78,6 +83,12 @@ def _cuda(arguments: argparse.Namespace) -> None:
     from .gpu.command import run
 
     run(arguments)
+
+
+def _stores(arguments: argparse.Namespace) -> None:
+    from .stores import run
+
+    run(arguments.threads, arguments.turns, arguments.seconds)
 
 
 def _readme(arguments: argparse.Namespace) -> None:

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from lowering.attention.formula import Formula
 from lowering.attention.problem import AttentionProblem, Mask, Offset, Window
 from lowering.attention.reference import Dense, by_batch, dense, reference, scores
+from lowering.passes.hold_divisions import hold_divisions
 
 FLOATS = ("float32", "float16", "bfloat16", "float64")
 Results: TypeAlias = dict[str, np.ndarray]
@@ -53,15 +54,27 @@ def cases(calls: int) -> st.SearchStrategy[list[Case]]:
     return st.integers(0, 2**48).map(lambda seed: made(seed, calls))
 
 
-def made(seed: int, calls: int) -> list[Case]:
-    """A problem and so many calls of it, which follow from the seed: one compiled kernel serves them all."""
+def made(seed: int, calls: int, tensor_cores: bool = False) -> list[Case]:
+    """A problem and so many calls of it, which follow from the seed: one compiled kernel serves them all. tensor_cores
+    asks for one that these take."""
     rng = random.Random(seed)
-    problem = _problem(rng)
+    problem = _for_tensor_cores(rng) if tensor_cores else _problem(rng)
     return [_call(rng, problem) for _ in range(calls)]
 
 
+def _for_tensor_cores(rng: random.Random) -> AttentionProblem:
+    while True:
+        p = _problem(rng)
+        dtype, dims = rng.choice(["float16", "bfloat16"]), (rng.choice([8, 16, 40, 64]), rng.choice([8, 32, 64]))
+        if p.qk_mode is None and not p.coded and "float64" not in (p.mask.dtype if p.mask else ""):
+            types = {"dtype": dtype, "v_dtype": dtype, "acc_dtype": "float32"}
+            head_dim, v_head_dim = dims if not p.store.joint else dims[:1] * 2
+            score = formula_cases.change(rng, "float32") if p.score is not None else None
+            return dataclasses.replace(p, **types, score=score, head_dim=head_dim, v_head_dim=v_head_dim)
+
+
 def _problem(rng: random.Random) -> AttentionProblem:
-    """The cross product of sizes, layouts, types, masks, windows, lengths, soft caps and qk modes."""
+    """The cross product of sizes, rows, stores, types, masks, windows, lengths, soft caps and outputs."""
     dtype = rng.choice(FLOATS)
     v_dtype = rng.choice([dtype, dtype, rng.choice(FLOATS)])
     batch, q_len, kv_len = (rng.choice([None, rng.choice(sizes)]) for sizes in (BATCHES, Q_LENGTHS, KV_LENGTHS))
@@ -85,6 +98,7 @@ def _problem(rng: random.Random) -> AttentionProblem:
     window = Window(rng.choice(sides), rng.choice([*sides, 0]), rng.choice(offsets), sinks, free)
     window = rng.choice([None, window])
     double = "float64" in (dtype, v_dtype, mask.dtype if mask else "") or rng.random() < 0.1
+    acc_dtype = "float64" if double else "float32"
     return AttentionProblem(
         batch=batch,
         q_len=q_len,
@@ -95,8 +109,9 @@ def _problem(rng: random.Random) -> AttentionProblem:
         v_head_dim=head_dim if store.joint else v_head_dim,
         dtype=dtype,
         v_dtype=dtype if store.joint else v_dtype,
-        acc_dtype="float64" if double else "float32",
-        scale=rng.choice([head_dim**-0.5, 0.0, 0.3, 2.0]),
+        acc_dtype=acc_dtype,
+        scale=rng.choice([head_dim**-0.5, 0.0, 0.3, 2.0, None]),
+        score=formula_cases.change(rng, acc_dtype) if rng.random() < 0.2 else None,
         row_axes=rows,
         store=store,
         softcap=rng.choice([0.0, 0.0, 0.5, 30.0, 1e4]),
@@ -106,6 +121,7 @@ def _problem(rng: random.Random) -> AttentionProblem:
         sink=rng.choice([False, False, True]),
         qk_mode=None if packed else rng.choice([None, None, None, 0, 1, 2, 3]),
         lse=rng.choice([False, True]),
+        max=rng.choice([False, True]),
     )
 
 
@@ -165,6 +181,10 @@ def arrays(case: Case) -> dict[str, Any]:
             lowest = ml_dtypes.finfo(p.mask.dtype).min  # finite: hides no row that holds nothing else
             values[rng.random(shape) < 0.1] = lowest if rng.random() < 0.5 else 0
             result["mask"] = np.where(hidden, -np.inf, values).astype(p.mask.dtype)
+    if p.score is not None:
+        result |= formula_cases.parameters(p.score, case.kv_len, rng)
+    if p.scale is None:
+        result["scale"] = np.array([rng.choice([0.2, -0.4])], p.acc_dtype)
     if p.sink:
         sink = rng.standard_normal(p.q_heads) * rng.choice([1.0, 30.0])
         result["sink"] = np.where(rng.random(p.q_heads) < 0.2, -np.inf, sink).astype(p.dtype)
@@ -192,7 +212,8 @@ def outputs(case: Case, inputs: dict[str, Any]) -> Results:
         "qk": (case.batch, p.q_heads, case.q_len, case.kv_len),
         "lse": (sizes["t"], p.q_heads) if p.packed else (case.batch, p.q_heads, case.q_len),
     }
-    types = {"y": p.dtype, "qk": p.dtype, "lse": p.acc_dtype}
+    shapes["max"] = shapes["lse"]
+    types = {"y": p.dtype, "qk": p.dtype, "lse": p.acc_dtype, "max": p.acc_dtype}
     return {name: unaligned(np.full(shapes[name], np.nan, types[name])) for name in p.outputs()}
 
 
@@ -208,7 +229,7 @@ def run(case: Case, inputs: dict[str, Any], make: Callable[[AttentionProblem], t
 
 @functools.lru_cache(maxsize=64)
 def _compiled(problem: AttentionProblem, make: Callable[[AttentionProblem], tvm.IRModule]) -> tvm.runtime.Module:
-    return tvm.compile(make(problem), target=TARGET)
+    return tvm.compile(hold_divisions(make(problem)), target=TARGET)
 
 
 def unaligned(array: np.ndarray) -> np.ndarray:
@@ -230,8 +251,8 @@ def borrow(array: np.ndarray) -> tvm.runtime.Tensor:
     return tvm_ffi.from_dlpack(array.view(bits))._create_view(array.shape, array.dtype.name)
 
 
-def check(case: Case, inputs: dict[str, Any], results: Results) -> None:
-    """Asserts that the results equal the reference up to rounding.
+def check(case: Case, inputs: dict[str, Any], results: Results, rounding: float = 0.0) -> None:
+    """Asserts that the results equal the reference up to rounding, of probabilities too if the kernel rounds them.
 
     Rows that see NaN or inf are left out: what they give is not defined. All others must be untouched by poison, and
     so must be packed rows of no batch.
@@ -242,18 +263,18 @@ def check(case: Case, inputs: dict[str, Any], results: Results) -> None:
     size = _magnitude(case, inputs, given, logits)
     with np.errstate(all="ignore"):
         clean = ~_sees_poison(case, inputs, given)
-        epsilon = float(np.finfo(p.acc_dtype).eps)
+        epsilon = max(float(np.finfo(dtype).eps) for dtype in (p.acc_dtype, *_computed(p)))
         by_row = epsilon * (32 + 8 * size.max(-1, initial=0))
         v_size = np.nanmax(np.where(np.isfinite(given.v), abs(given.v), 0), initial=0)
         got = {name: by_batch(p, name, x.astype(np.float64), inputs) for name, x in results.items()}
         want = {name: by_batch(p, name, x, inputs) for name, x in want.items()}
         there = np.arange(case.q_len) < given.rows[:, None, None]
-        by_element = by_row[..., None] * v_size
+        by_element = (by_row[..., None] + rounding) * v_size
         _assert_close(got["y"], want["y"], by_element, (clean & there)[..., None], p.dtype, "Y")
         if p.packed:
             _assert_untouched(case, inputs, results)
-        if p.lse:
-            _assert_close(got["lse"], want["lse"], by_row, clean & there, p.acc_dtype, "lse")
+        for name in {"lse", "max"} & {*got}:
+            _assert_close(got[name], want[name], by_row, clean & there, p.acc_dtype, name)
         if p.qk_mode is None:
             return
         qk = want["qk"]
@@ -262,6 +283,12 @@ def check(case: Case, inputs: dict[str, Any], results: Results) -> None:
         else:
             defined = np.isfinite(qk) | ((qk == -np.inf) if p.qk_mode == 2 else False)
             _assert_close(got["qk"], qk, epsilon * 32 * size, defined, p.dtype, "scores")
+
+
+def _computed(p: AttentionProblem) -> set[str]:
+    """Types in which the formulas add and multiply: compilers may round there once for both, NumPy does twice."""
+    nodes = [node for f in (p.mask, p.score) if isinstance(f, Formula) for node in f.value.walk()]
+    return {node.dtype for node in nodes if node.op in ("add", "mul") and "float" in node.dtype}
 
 
 def _assert_untouched(case: Case, inputs: dict[str, Any], results: Results) -> None:

@@ -20,12 +20,26 @@ def formula(rng: random.Random) -> Formula:
     return Formula(value, rng.random() < 0.2)
 
 
+def change(rng: random.Random, dtype: str) -> Formula:
+    """Of a score s, in that type."""
+    draw, s = _Draw(rng), Expr("index", dtype, value="s")
+    kind = rng.choice(["add", "scale", "select"])
+    if kind == "scale":
+        value = Expr("mul", dtype, (s, number(rng.choice([0.5, -1.0]), dtype)))
+    elif kind == "add":
+        value = Expr("add", dtype, (s, Expr("cast", dtype, (draw.bias(1),))))
+    else:
+        value = Expr("select", dtype, (draw.condition(1), s, number(rng.choice([0.25, -3.0]), dtype)))
+    return Formula(renamed(canonical(value), "score_")[0])
+
+
 def parameters(formula: Formula, kv_len: int, rng: np.random.Generator) -> dict[str, np.ndarray | int]:
     """Values by name."""
     given: dict[str, np.ndarray | int] = {name: int(rng.integers(0, kv_len + 2)) for name in formula.scalars()}
-    for name, dtype in formula.tables().items():
+    for name, (rank, dtype) in formula.tables().items():
+        shape = (_TABLE,) * rank
         whole = dtype.startswith("int")
-        given[name] = (rng.integers(0, 3, _TABLE) if whole else rng.standard_normal(_TABLE)).astype(dtype)
+        given[name] = (rng.integers(0, 3, shape) if whole else rng.standard_normal(shape)).astype(dtype)
     return given
 
 
@@ -44,7 +58,7 @@ class _Draw:
 
     def integer(self, depth: int) -> Expr:
         kind = self.rng.choice(
-            ["add", "sub", "scaled", "min", "rest", "load"] if depth else ["index", "scalar", "number"]
+            ["add", "sub", "scaled", "min", "rest", "load", "block"] if depth else ["index", "scalar", "number"]
         )
         if kind == "index":
             return Expr("index", "int64", value=self.rng.choice("bhiijj"))
@@ -58,6 +72,9 @@ class _Draw:
             return self.rest(self.integer(depth - 1), self.rng.choice([2, 3, 16]))
         if kind == "load":
             return Expr("load", "int64", (self.rest(self.integer(depth - 1), _TABLE),), self.rng.choice(["s", "t"]))
+        if kind == "block":
+            places = (self.rest(Expr("index", "int64", value=name), _TABLE) for name in "ij")
+            return Expr("load", "int64", tuple(places), "w")
         return Expr(kind, "int64", (self.integer(depth - 1), self.integer(depth - 1)))
 
     def rest(self, value: Expr, divisor: int) -> Expr:

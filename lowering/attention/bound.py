@@ -41,6 +41,16 @@ class Bound:
         with T.If(i < cast(self.rows(b), scalar_type(i))), T.Then():
             yield
 
+    @contextmanager
+    def if_rows(self, b: Expr, least: int, most: int | None) -> Iterator[None]:
+        """Runs what it encloses if batch b has so many rows: always, where rows are not packed and S says it."""
+        if not self.problem.packed:
+            yield
+            return
+        rows = self.rows(b)
+        with T.If(tirx.all(rows >= least, *([] if most is None else [rows <= most]))), T.Then():
+            yield
+
     @property
     def rows_differ(self) -> bool:
         """Whether a key that one row of a batch sees may be hidden from another: what is there must not reach it."""

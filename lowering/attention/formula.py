@@ -1,4 +1,4 @@
-"""Formula: a mask as an expression over (b, h, i, j) that a kernel evaluates where it needs it.
+"""Formula: a mask, or a change of scores, as an expression over (b, h, i, j) that a kernel evaluates where it needs it.
 
 The masks of real models are computed from positions, lengths and ids. As a tensor such a mask has S * T elements for
 every head that differs; as an expression it reads a few small tables: the padding of each batch, a bias by distance.
@@ -21,12 +21,13 @@ class Formula:
     """The mask's element for batch b, query head h, query row i and key j: `value`.
 
     Its type is bool (True is visible) or a floating-point type that is added to the score. It reads int64 scalars
-    size_0, size_1, ... and vectors table_0, .... short says that there is one more scalar, mask_keys: keys from that
-    number on are invisible, and the element is not asked for.
+    size_0, size_1, ... and tensors table_0, .... short says that there is one more scalar, mask_keys: keys from that
+    number on are invisible, and the element is not asked for. Of a change of scores the value is the new score, s the
+    old one, and names begin with score_.
     """
 
     value: Expr
-    short: bool
+    short: bool = False
 
     @staticmethod
     def of(
@@ -34,16 +35,17 @@ class Formula:
         indices: Sequence[tirx.Var],
         sizes: Sequence[tirx.Var],
         tables: Sequence[tirx.Buffer],
-        short: bool,
+        short: bool = False,
+        prefix: str = "",
     ) -> tuple[Formula, dict[str, tirx.Var | tirx.Buffer]]:
-        """The formula for `value`, an expression of the indices (b, h, i, j), the sizes and loads from the tables; and
-        those of the sizes and tables that it reads, by the names that they have in it.
+        """The formula for `value`, an expression of the indices (b, h, i, j[, s]), the sizes and loads from the tables;
+        and those of the sizes and tables that it reads, by the names that they have in it.
 
         Raises ValueError for what no expression holds.
         """
         given = {f"size_{k}": size for k, size in enumerate(sizes)}
         given |= {f"table_{k}": table for k, table in enumerate(tables)}
-        expr, names = renamed(read(value, indices, sizes, tables))
+        expr, names = renamed(read(value, indices, sizes, tables), prefix)
         return Formula(expr, short), {new: given[old] for new, old in names.items()}
 
     @property
@@ -55,9 +57,9 @@ class Formula:
         """Names of the indices that the element depends on."""
         return over(self.value)
 
-    def tables(self) -> dict[str, str]:
-        """Element types of the tables, by name."""
-        return {name: node.dtype for name, node in parameters(self.value, "load").items()}
+    def tables(self) -> dict[str, tuple[int, str]]:
+        """Rank and element type of the tables, by name."""
+        return {name: (len(node.args), node.dtype) for name, node in parameters(self.value, "load").items()}
 
     def scalars(self) -> tuple[str, ...]:
         """Names of the kernel's int64 parameters for it."""

@@ -36,7 +36,7 @@ class Parameters:
         self.B = self._size("B", problem.batch)
         self.S = self.scalars.get("most_rows", self._size("S", problem.q_len))
         self.T = self.scalars.get("most_keys", self._size("T", problem.kv_len))
-        shapes = self._rows() | self._store() | self._mask() | self._tables()
+        shapes = self._rows() | self._store() | self._mask() | self._tables() | self._tables_of(problem.score)
         self.buffers = {name: _match(name, arguments[name], *shapes[name]) for name in names if name not in scalars}
 
     def _rows(self) -> dict[str, Tensor]:
@@ -53,6 +53,7 @@ class Parameters:
             "y": (shape(p.v_head_dim), p.dtype),
             "qk": ([self.B, p.q_heads, self.S, self.T], p.dtype),
             "lse": (by_row, p.acc_dtype),
+            "max": (by_row, p.acc_dtype),
         }
 
     def _store(self) -> dict[str, Tensor]:
@@ -87,7 +88,7 @@ class Parameters:
         if mask is None:
             return {}
         if isinstance(mask, Formula):
-            return {name: ([self._size(f"{name}_len")], dtype) for name, dtype in mask.tables().items()}
+            return self._tables_of(mask)
         rows = self._size("tokens") if p.packed else self.S
         full = (self.B, p.q_heads, rows, self._size("mask_len") if mask.pad or mask.starts else self.T)
         dims = [
@@ -102,6 +103,7 @@ class Parameters:
         planes = [2] if getattr(slots, "apart", False) else []
         requests = self._size("requests")
         return {
+            "scale": ([1], self.problem.acc_dtype),
             "sink": ([self.problem.q_heads], self.problem.dtype),
             "lengths": ([self.B], "int64"),
             "row_starts": ([self.B + 1], "int64"),
@@ -110,6 +112,12 @@ class Parameters:
             "pages": ([self.B, *planes, self._size("pages_each")], "int64"),
             "prompts": ([requests], "int64"),
             "beam_of": ([requests, beams.count if beams is not None else 1, self._size("beam_slots")], "int64"),
+        }
+
+    def _tables_of(self, formula: Formula | None) -> dict[str, Tensor]:
+        return {
+            name: ([self._size(f"{name}_len_{axis}") for axis in range(rank)], dtype)
+            for name, (rank, dtype) in (formula.tables() if formula is not None else {}).items()
         }
 
     def _size(self, name: str, known: int | None = None) -> Size:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-
-from tvm import DataType, tirx
+from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
@@ -45,15 +43,12 @@ class Places:
         where |= {"h": h, "d": d, "e": h * dim + d}
         return buffer, [where[axis] for axis in axes]
 
-    def flat(self, name: str) -> tirx.Buffer:
-        """The elements of q, k, v or y, one behind the other as they lie in memory."""
-        buffer, _, _ = self._about(name)
-        count = functools.reduce(lambda total, size: total * size, map(int64, buffer.shape))
-        align = max(1, DataType(buffer.dtype).bits // 8)
-        return T.decl_buffer((count,), buffer.dtype, data=buffer.data, align=align)
+    def flat(self, name: str, offset: Expr) -> tuple[tirx.Buffer, list[Expr]]:
+        """Buffer and indices of an element of q, k, v or y by its number in memory, which may be a vector."""
+        return _flat(self._about(name)[0], offset)
 
     def offset(self, name: str, b: Expr, h: Expr, row: Expr, d: Expr | int = 0) -> Expr:
-        """Which element of `flat` is `at` these indices; int64."""
+        """The number in memory of the element `at` these indices; int64."""
         buffer, indices = self.at(name, b, h, row, T.int64(1) * d)
         offset = int64(0)
         for index, size in zip(indices, buffer.shape):
@@ -153,22 +148,30 @@ class Places:
 
     def _load(self, name: str, b: Expr, h: Expr, row: Expr, d: Expr) -> Expr:
         buffer, indices = self.at(name, b, h, row, d)
-        value, codec = buffer[tuple(indices)], self.problem.store.codec
-        if name == "q" or codec is None:
+        value = buffer[tuple(indices)]
+        if name == "q" or not self.problem.coded:
             return widened(value, self.problem.acc_dtype)
-        scale = self.scale(name, b, h, row, tirx.floordiv(d, codec.group) if codec.group else 0)
-        return decoded(value, self.problem.acc_dtype) * scale
+        return decoded(value, self.problem.acc_dtype) * self.scale(name, self.offset(name, b, h, row, d))
 
-    def scale(self, name: str, b: Expr, hk: Expr, j: Expr, part: Expr | int) -> Expr:
-        """The scale of a part of a row of k or v, in acc_dtype: part d // group holds element d."""
-        codec, joint = self.problem.store.codec, self.problem.store.joint
-        assert codec is not None
-        buffer = self.buffers["kv_scale" if joint else f"{name}_scale"]
-        if not codec.group:
-            return widened(buffer[int(joint and name == "v")], self.problem.acc_dtype)
-        _, axes, dim = self._about(name)
-        where = self._slot(name, b, j) | {"h": hk, "d": part, "e": hk * (dim // codec.group) + part}
-        return widened(buffer[tuple(where[axis] for axis in axes)], self.problem.acc_dtype)
+    def group(self) -> int:
+        """How many elements share a scale, which are neighbours in memory; 0 if all of k, and all of v, do."""
+        assert self.problem.store.codec is not None
+        return self.problem.store.codec.group
+
+    def scale(self, name: str, offset: Expr) -> Expr:
+        """The scale of an element of k or v, whose `offset` is this, in acc_dtype."""
+        index = (
+            tirx.floordiv(offset, self.group())
+            if self.group()
+            else T.int64(int(self.problem.store.joint and name == "v"))
+        )
+        buffer, indices = self.scales(name, index)
+        return widened(buffer[tuple(indices)], self.problem.acc_dtype)
+
+    def scales(self, name: str, index: Expr) -> tuple[tirx.Buffer, list[Expr]]:
+        """Buffer and indices of a scale of k or v by its number in memory. Scales have the axes of what they scale, so
+        that element n has scale n // group."""
+        return _flat(self.buffers["kv_scale" if self.problem.store.joint else f"{name}_scale"], index)
 
     def store_y(self, b: Expr, h: Expr, i: Expr, d: Expr, value: Expr) -> None:
         """Y at (b, h, i, d) := value, rounded to the type of Y."""
@@ -180,11 +183,18 @@ class Places:
         buffer = self.buffers["qk"]
         T.buffer_store(buffer, cast(value, buffer.dtype), [b, h, i, j])
 
-    def store_lse(self, b: Expr, h: Expr, i: Expr, m: Expr, l: Expr) -> None:
-        """The lse output of a row := m + log(l), from its final maximum and sum; nothing without that output."""
+    def store_ends(self, b: Expr, h: Expr, i: Expr, m: Expr, l: Expr) -> None:
+        """The outputs lse := m + log(l) and max := m of a row, from its final maximum and sum; those that there are."""
+        place = [self.row(b, i), h] if self.problem.packed else [b, h, i]
         if self.problem.lse:
-            place = [self.row(b, i), h] if self.problem.packed else [b, h, i]
             T.buffer_store(self.buffers["lse"], m + T.log(l), place)
+        if self.problem.max:
+            T.buffer_store(self.buffers["max"], m, place)
+
+
+def _flat(buffer: tirx.Buffer, offset: Expr) -> tuple[tirx.Buffer, list[Expr]]:
+    # The last index is as good as any; a view with one axis would be lost on TVM's passes for half precision.
+    return buffer, [T.int64(0)] * (len(buffer.shape) - 1) + [offset]
 
 
 def decoded(value: Expr, dtype: str) -> Expr:

@@ -94,7 +94,7 @@ class Row:
         """q := scale * Q_i"""
         with self.elements(self.problem.head_dim) as (place, d):
             q = self.bound.places.q(self.b, self.h, self.i, d)
-            _store(self.q, place, q * tirx.const(self.problem.scale, self.problem.acc_dtype))
+            _store(self.q, place, q * self.bound.scores.scale)
 
     def online_softmax(self) -> None:
         """m := max_j s_j, l := sum_j exp(s_j - m), o := sum_j exp(s_j - m) V_j over the visible keys j.
@@ -119,7 +119,7 @@ class Row:
     def store_y(self) -> None:
         """Y_i := o / l, or 0 where l = 0. A NaN in l is no 0 and stays."""
         with self.alone():
-            self.bound.places.store_lse(self.b, self.h, self.i, self.m[0], self.l[0])
+            self.bound.places.store_ends(self.b, self.h, self.i, self.m[0], self.l[0])
         with self.elements(self.problem.v_head_dim) as (place, d):
             self.bound.places.store_y(self.b, self.h, self.i, d, self.normalised(self.o[place]))
 
@@ -128,7 +128,8 @@ class Row:
         if mode in (0, 1):
             with T.serial(self.bound.T) as j:
                 s = self.dot(j)
-                self.put_qk(j, s if mode == 0 else self.bound.scores.capped(s))
+                changed = s if mode == 0 else self.bound.scores.changed(s, self.b, self.h, self.i, j, inside=True)
+                self.put_qk(j, changed)
             return
         with T.serial(self.bound.T) as j:
             self.put_qk(j, self.minus_infinity if mode == 2 else self.zero)

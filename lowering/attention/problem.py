@@ -70,15 +70,18 @@ class Mask:
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """softmax(softcap(scale * Q K^T) + mask, visible keys only) V, with rows that see no key giving 0.
+    """softmax(score(softcap(scale * Q K^T)) + mask, visible keys only) V, with rows that see no key giving 0.
 
-    Arithmetic is in acc_dtype (float32, or float64 when any operand or the requested softmax is float64); Y
-    and qk are rounded once to dtype. qk_mode asks for the [B, Hq, S, T] matrix too: 0 scaled scores, 1 after
-    the soft cap, 2 after masking (-inf where masked), 3 probabilities (ONNX Attention,
-    qk_matmul_output_mode). sink asks for one more score per query head, which takes its share of the softmax
-    and has no value: l gets the term exp(sink[h]) (arXiv:2309.17453; "attention sink", "smooth softmax"). lse asks for
-    a [B, Hq, S] output, [N, Hq] of N packed rows, in acc_dtype: the natural logarithm of the sum of exp(score) over the
-    keys that a row sees and the sink, -inf where there are none. By it attentions over parts of the keys are merged.
+    Arithmetic is in acc_dtype (float32, or float64 when any operand or the requested softmax is float64); Y and qk are
+    rounded once to dtype. qk_mode asks for the [B, Hq, S, T] matrix too: 0 scaled scores, 1 after the soft cap and the
+    change of scores, 2 after masking (-inf where masked), 3 probabilities (ONNX Attention, qk_matmul_output_mode). A
+    score of -inf has no weight, but only masks and ranges keep a value that is not finite from having a part in Y.
+
+    sink asks for one more score per query head, which takes its share of the softmax and has no value: l gets the term
+    exp(sink[h]) (arXiv:2309.17453; "attention sink", "smooth softmax"). lse asks for a [B, Hq, S] output, [N, Hq] of N
+    packed rows, in acc_dtype: the natural logarithm of the sum of exp(score) over the keys that a row sees and the
+    sink, -inf where there are none. By it attentions over parts of the keys are merged. max asks for an output like it:
+    the largest of these scores.
 
     Raises ValueError for a record that no operator means.
     """
@@ -93,16 +96,18 @@ class AttentionProblem:
     dtype: str  # of Q, K, Y and qk (T1); K under a codec is what that says
     v_dtype: str  # of V (T2), likewise
     acc_dtype: str
-    scale: float
+    scale: float | None  # None: the parameter scale, a [1] of acc_dtype
     row_axes: Axes = "bhtd"  # of Q and Y; without b, batch b begins at row_starts[b], an int64 [B + 1] parameter
     store: Store = DENSE
     softcap: float = 0.0
+    score: Formula | None = None  # of what the soft cap leaves, before the mask
     window: Window | None = None
     lengths: bool = False  # an int64 [B] parameter: keys j >= lengths[b] are invisible
     mask: Mask | Formula | None = None
     sink: bool = False  # a [Hq] parameter of type dtype
     qk_mode: int | None = None
     lse: bool = False
+    max: bool = False
 
     def __post_init__(self) -> None:
         if self.kv_heads < 1 or self.q_heads % self.kv_heads:
@@ -111,6 +116,8 @@ class AttentionProblem:
             raise ValueError('a window with offset "lengths" needs the lengths parameter')
         if {*self.row_axes} - {"b"} not in ({*"htd"}, {*"te"}) or len({*self.row_axes}) < len(self.row_axes):
             raise ValueError(f"query rows cannot have the axes '{self.row_axes}'")
+        if (self.packed and self.q_len == 0) or (self.store.mapped and self.kv_len == 0):
+            raise ValueError("the most rows or keys of a batch is None or at least 1")
         if self.packed and self.store.looked_up and not self.lengths:
             raise ValueError("no parameter tells the batch size: lengths would")
         if self.store.joint and (self.head_dim, self.dtype) != (self.v_head_dim, self.v_dtype):
@@ -131,6 +138,17 @@ class AttentionProblem:
         return self.q_heads // self.kv_heads
 
     @property
+    def stored_types(self) -> tuple[str, str]:
+        """Element types of K and V in memory."""
+        codec = self.store.codec
+        return (self.dtype, self.v_dtype) if codec is None else (codec.dtype, codec.dtype)
+
+    @property
+    def coded(self) -> bool:
+        """Whether K and V are codes with scales."""
+        return self.store.codec is not None
+
+    @property
     def packed(self) -> bool:
         """Whether query rows lie one batch behind the other, as many as each has."""
         return "b" not in self.row_axes
@@ -138,7 +156,7 @@ class AttentionProblem:
     @property
     def dense(self) -> bool:
         """Whether shapes tell where everything lies: no packed rows, no slots to look up, no codes."""
-        return not (self.packed or self.store.looked_up or self.store.codec is not None)
+        return not (self.packed or self.store.looked_up or self.coded)
 
     @property
     def causal(self) -> bool:
@@ -155,26 +173,27 @@ class AttentionProblem:
 
     def inputs(self) -> tuple[str, ...]:
         """Those of the parameters that are read."""
-        joint, codec = self.store.joint, self.store.codec is not None
+        joint, codec = self.store.joint, self.coded
         present = {
             "k": not joint, "v": not joint, "kv": joint,
             "k_scale": codec and not joint, "v_scale": codec and not joint, "kv_scale": codec and joint,
             "mask": isinstance(self.mask, Mask),
+            "scale": self.scale is None,
             "sink": self.sink,
             "lengths": self.lengths,
             "row_starts": self.packed,
             "key_starts": isinstance(self.mask, Mask) and self.mask.starts,
         }  # fmt: skip
         scalars = self.scalars()
-        tables = tuple(self.mask.tables()) if isinstance(self.mask, Formula) else ()
+        tables = [name for formula in self._formulas() for name in formula.tables()]
         names = ("q", "k", "v", "kv", "k_scale", "v_scale", "kv_scale", "mask", *tables)
-        names = (*names, "sink", "lengths", "row_starts", "key_starts", *self.store.tables(), *scalars)
+        names = (*names, "scale", "sink", "lengths", "row_starts", "key_starts", *self.store.tables(), *scalars)
         return tuple(name for name in names if present.get(name, True))
 
     def outputs(self) -> tuple[str, ...]:
         """Those of the parameters that are written."""
-        present = {"qk": self.qk_mode is not None, "lse": self.lse}
-        return tuple(name for name in ("y", "qk", "lse") if present.get(name, True))
+        present = {"y": True, "qk": self.qk_mode is not None, "lse": self.lse, "max": self.max}
+        return tuple(name for name, there in present.items() if there)
 
     def scalars(self) -> tuple[str, ...]:
         """Those of the parameters that are int64 numbers."""
@@ -184,13 +203,17 @@ class AttentionProblem:
             "most_rows": self.packed and self.q_len is None,
             "most_keys": self.store.mapped and self.kv_len is None,
         }
-        formula = self.mask.scalars() if isinstance(self.mask, Formula) else ()
-        return (*formula, *(name for name, there in present.items() if there))
+        formulas = [name for formula in self._formulas() for name in formula.scalars()]
+        return (*formulas, *(name for name, there in present.items() if there))
+
+    def _formulas(self) -> tuple[Formula, ...]:
+        return tuple(part for part in (self.mask, self.score) if isinstance(part, Formula))
 
     def to_json(self) -> str:
         data = dataclasses.asdict(self) | {"store": self.store.to_data()}
-        if isinstance(self.mask, Formula):
-            data["mask"] = self.mask.to_data()
+        for name in ("mask", "score"):
+            if isinstance(part := getattr(self, name), Formula):
+                data[name] = part.to_data()
         return json.dumps(data)
 
     @staticmethod
@@ -199,6 +222,8 @@ class AttentionProblem:
         data["store"] = Store.from_data(data["store"])
         if data["window"] is not None:
             data["window"] = Window(**data["window"])
+        if data["score"] is not None:
+            data["score"] = Formula.from_data(data["score"])
         mask = data["mask"]
         if mask is not None and "value" in mask:
             data["mask"] = Formula.from_data(mask)

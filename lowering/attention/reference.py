@@ -31,7 +31,8 @@ class Dense:
 
 @dataclass(frozen=True)
 class Scores:
-    """[B, Hq, S, T]: scaled scores, those after the soft cap, what masking adds, and their sum, -inf where hidden."""
+    """[B, Hq, S, T]: scaled scores, those after soft cap and change, what masking adds, and their sum, -inf where
+    hidden."""
 
     raw: np.ndarray
     capped: np.ndarray
@@ -64,9 +65,10 @@ def reference(problem: AttentionProblem, **given: Any) -> dict[str, np.ndarray]:
             y += np.where((s.bias[..., j, None] == -np.inf) | (l == 0), 0, term)
         sinks = np.broadcast_to(extra, (*s.masked.shape[:-1], 1))
         lse = np.logaddexp.reduce(np.concatenate([s.masked, sinks], axis=-1), axis=-1)
-    found = {"y": as_rows(problem, y, given), "lse": lse}
+    top = np.maximum(s.masked.max(axis=-1, initial=-np.inf), extra[..., 0])
+    found = {"y": as_rows(problem, y, given), "lse": lse, "max": top}
     if problem.packed:
-        found["lse"] = _packed(problem, lse, given)
+        found |= {name: _packed(problem, found[name], given) for name in ("lse", "max")}
     if problem.qk_mode is not None:
         found["qk"] = (s.raw, s.capped, s.masked, p)[problem.qk_mode]
     return {name: found[name] for name in problem.outputs()}
@@ -191,8 +193,12 @@ def _place(store: Store, given: Given, batch: int, b: int, j: int, part: int) ->
 def scores(problem: AttentionProblem, inputs: Dense, given: Given) -> Scores:
     """The scores of all pairs."""
     with np.errstate(all="ignore"):
-        raw = problem.scale * (inputs.q @ inputs.k.swapaxes(-1, -2))
+        scale = float(given["scale"][0]) if problem.scale is None else problem.scale
+        raw = scale * (inputs.q @ inputs.k.swapaxes(-1, -2))
         capped = problem.softcap * np.tanh(raw / problem.softcap) if problem.softcap else raw
+        if problem.score is not None:
+            point = dict(zip("bhij", np.ogrid[tuple(slice(n) for n in raw.shape)])) | {"s": capped}
+            capped = np.broadcast_to(evaluate(problem.score.value, point, given, exact="float64"), raw.shape)
         bias = _bias(problem, raw.shape, inputs.rows, given)
         return Scores(raw, capped, bias, np.where(bias == -np.inf, -np.inf, capped + bias))
 

@@ -35,9 +35,14 @@ class Scores:
         mask = self.problem.mask
         self.has_mask = mask is not None
         self.has_bias = mask is not None and mask.dtype != "bool"  # what is added to scores
-        self.formula: BoundExpr | None = None
+        self.formula, self.change = (
+            BoundExpr(part.value, parameters.buffers, parameters.scalars, parameters.scope)
+            if isinstance(part, Formula)
+            else None
+            for part in (mask, self.problem.score)
+        )
+        self.T = parameters.T
         if isinstance(mask, Formula):
-            self.formula = BoundExpr(mask.value, parameters.buffers, parameters.scalars, parameters.scope)
             self.mask_keys = parameters.scalars.get("mask_keys", int64(parameters.T))
 
     @property
@@ -56,16 +61,44 @@ class Scores:
         inside: bool = False,
         tanh: Callable[[Expr], Expr] | None = None,
     ) -> Expr:
-        """The logit of a pair from its scaled dot product s: soft cap, then additive mask.
+        """The logit of a pair from its scaled dot product s: soft cap, change of scores, then additive mask.
 
         Means nothing where the pair is not visible: select it away. inside is as in `additive`.
         """
-        return self.biased(self.capped(s, tanh), b, h, i, j, inside=inside)
+        return self.biased(self.changed(s, b, h, i, j, inside=inside, tanh=tanh), b, h, i, j, inside=inside)
 
-    def capped(self, s: Expr, tanh: Callable[[Expr], Expr] | None = None) -> Expr:
-        """softcap * tanh(s / softcap), or s without a soft cap. A kernel can bring its own tanh."""
+    @property
+    def scale(self) -> Expr:
+        """What dot products are multiplied by: a constant, or what the caller gave."""
+        known = self.problem.scale
+        return self.buffers["scale"][0] if known is None else self._constant(known)
+
+    @property
+    def changes(self) -> bool:
+        """Whether something happens to scaled products before the mask."""
+        return bool(self.problem.softcap) or self.change is not None
+
+    def changed(
+        self,
+        s: Expr,
+        b: Expr,
+        h: Expr,
+        i: Expr,
+        j: Expr,
+        *,
+        inside: bool = False,
+        tanh: Callable[[Expr], Expr] | None = None,
+    ) -> Expr:
+        """What soft cap and change of scores make of the scaled product s of a pair. h and i may both be vectors. A
+        kernel can bring its own tanh, for softcap * tanh(s / softcap)."""
         c = self.problem.softcap
-        return s if c == 0.0 else (tanh or _tanh)(s / self._constant(c)) * self._constant(c)
+        if c != 0.0:
+            s = (tanh or _tanh)(s / self._constant(c)) * self._constant(c)
+        if self.change is None:
+            return s
+        if not inside and self.problem.score is not None and self.problem.score.tables():
+            i, j = self._nearest(i, int64(self.S)), self._nearest(j, int64(self.T))
+        return broadcast(cast(self.change(b, h, i, j, s), self.problem.acc_dtype), lanes(s))
 
     def biased(self, s: Expr, b: Expr, h: Expr, i: Expr, j: Expr, *, inside: bool = False) -> Expr:
         """s plus the additive mask, if there is one."""
@@ -152,8 +185,7 @@ class Scores:
         """The mask's element for the pair: bool as it is, any other type in acc_dtype."""
         if self.formula is not None:
             if not inside:
-                ends = (i, self.S), (j, self.mask_keys)
-                i, j = (tirx.max(tirx.min(x, cast(int64(n), scalar_type(x)) - 1), 0) for x, n in ends)
+                i, j = self._nearest(i, int64(self.S)), self._nearest(j, self.mask_keys)
             return self._number(self.formula(b, h, i, j))
         mask = self.problem.mask
         assert isinstance(mask, Mask)
@@ -171,6 +203,10 @@ class Scores:
             each = range(lanes(i))
             value = tirx.Shuffle([load(tirx.Shuffle([i], [lane])) for lane in each], list(each))
         return self._number(value)
+
+    def _nearest(self, index: Expr, size: Expr) -> Expr:
+        """The index, or the nearest one of [0, size)."""
+        return tirx.max(tirx.min(index, cast(size, scalar_type(index)) - 1), 0)
 
     def _number(self, value: Expr) -> Expr:
         """A mask's element: bool as it is, anything else widened."""

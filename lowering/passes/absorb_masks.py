@@ -18,7 +18,7 @@ import tvm
 from tvm import ir, relax, te, tirx
 from tvm.ir import Expr, prim
 
-from ..attention.expr.node import INDICES
+from ..attention.expr.node import PAIR
 from ..attention.formula import Formula
 from ..attention.plain import plain
 from ..attention.problem import ATTRIBUTE, AttentionProblem, Mask
@@ -88,7 +88,7 @@ class _Absorber:
         self.mask = self.arguments["mask"]
         q, k = self.arguments["q"].ty.shape.values, self.arguments["k"].ty.shape.values
         self.S, self.T = q[problem.row_axes.index("t")], k[problem.store.axes.index("t")]
-        self.indices = [tirx.Var(name, "int64") for name in INDICES]
+        self.indices = [tirx.Var(name, "int64") for name in PAIR]
         self.keys = self.mask.ty.shape.values[3] if self.record.pad else self.T  # keys behind are hidden
         ends = (q[0], tirx.const(problem.q_heads, "int64"), self.S, self.keys)
         self.elements = Elements(mod, bindings, dict(zip(self.indices, ends)), self.is_leaf, self.checked)

@@ -17,11 +17,11 @@ from .vector import Machine, machine
 
 
 def attention(func: tirx.PrimFunc, target: tvm.target.Target) -> tirx.PrimFunc | None:
-    """The kernel for a function that holds an AttentionProblem; None for one with a qk output, or that is not dense."""
+    """The kernel for a function that holds an AttentionProblem; None for one with a qk output."""
     if func.attrs is None or ATTRIBUTE not in func.attrs:
         return None
     problem = AttentionProblem.from_json(func.attrs[ATTRIBUTE])
-    if problem.qk_mode is not None or not problem.dense:
+    if problem.qk_mode is not None:
         return None
     cpu = machine(target)
     return attention_kernel(problem, cpu, PrefillTiles.default(problem, cpu), DecodeTiles.default(problem, cpu))
@@ -31,14 +31,18 @@ def attention_kernel(
     problem: AttentionProblem, cpu: Machine, prefill_tiles: PrefillTiles, decode_tiles: DecodeTiles
 ) -> tirx.PrimFunc:
     """The PrimFunc with the parameters of `plain(problem)`: `decode` for up to decode_tiles.q_len query rows, `prefill`
-    for more.
+    for more, batch by batch where rows are packed.
 
     Raises ValueError for illegal tiles.
     """
     with IRBuilder() as builder, T.prim_func():
         T.func_name("attention")
         bound = Bound(problem)
-        if problem.q_len is None:
+        if problem.packed:
+            decode(bound, decode_tiles, cpu)
+            with T.If(T.int64(1) * bound.S > decode_tiles.q_len), T.Then():
+                prefill(bound, prefill_tiles, cpu, more_than=decode_tiles.q_len)
+        elif problem.q_len is None:
             with T.If(tirx.LE(bound.S, T.int64(decode_tiles.q_len))):
                 with T.Then():
                     decode(bound, decode_tiles, cpu)

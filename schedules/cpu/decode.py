@@ -34,7 +34,7 @@ from lowering.attention.plain import Row
 from lowering.attention.scores import HIDDEN
 
 from .dot_bf16 import using_dot, words_of
-from .kv_tile import KeyValueTile, comes_in_pairs, load_as, store_y, vectors_of_values
+from .kv_tile import KeyValueTile, comes_in_pairs, load_query, store_y, vectors_of_values
 from .loops import split_among_threads
 from .tiles import DecodeTiles
 from .vector import (
@@ -57,10 +57,14 @@ from .vector import (
 
 
 def decode(bound: Bound, tiles: DecodeTiles, cpu: Machine) -> None:
-    """Emits the kernel into the PrimFunc that `bound` has opened. Any problem without qk output; S <= tiles.q_len."""
+    """Emits the kernel into the PrimFunc that `bound` has opened. Any problem without qk output; S <= tiles.q_len.
+
+    Where batches have packed rows of their own, those with at most so many are served, whatever S is.
+    """
     tiles.check(bound.problem, cpu)
     p = bound.problem
-    rows = fixed(T.int64(1) * bound.S * p.group)
+    most = tirx.min(T.int64(1) * bound.S, T.int64(tiles.q_len)) if p.packed else T.int64(1) * bound.S
+    rows = fixed(most * p.group)
     heads = fixed(T.int64(1) * bound.B * p.kv_heads)
     splits = _number_of_splits(bound, tiles)
     partial = _Partial(bound, tiles, cpu)
@@ -69,7 +73,8 @@ def decode(bound: Bound, tiles: DecodeTiles, cpu: Machine) -> None:
         T.parallel(splits * heads) as work,  # splits slowest: a thread gets the same splits of every head
     ):
         head, split = fixed(work % heads), fixed(work // heads)
-        _Split(bound, tiles, cpu, head, rows, split, splits, partial).emit()
+        with bound.if_rows(fixed(head // p.kv_heads), 1, tiles.q_len):
+            _Split(bound, tiles, cpu, head, rows, split, splits, partial).emit()
     work = heads * rows * splits * len(partial.v_starts)
     split_among_threads(heads * rows, work, lambda row: partial.merge(fixed(row), rows, splits))
 
@@ -77,7 +82,7 @@ def decode(bound: Bound, tiles: DecodeTiles, cpu: Machine) -> None:
 def _number_of_splits(bound: Bound, tiles: DecodeTiles) -> Expr:
     """Parts to cut each sequence into: so many that the longest one has parts of about `split` keys."""
     longest = Register(T.int64(0))
-    with T.serial(T.int64(1) * bound.B) as b:
+    with T.serial(T.int64(1) * bound.B) as b, bound.if_rows(b, 1, tiles.q_len):
         keys = length(bound.keys.of_tile(b, T.int64(0), bound.S))
         longest.value = tirx.max(longest.value, keys)
     return fixed(tirx.max(tirx.min(tirx.ceildiv(longest.value, tiles.split), tiles.max_splits), 1))
@@ -87,7 +92,7 @@ class _Partial:
     """(m, l, O) of every query row and split, in that order; and how they become Y."""
 
     def __init__(self, bound: Bound, tiles: DecodeTiles, cpu: Machine) -> None:
-        self.bound, self.cpu, self.acc = bound, cpu, bound.problem.acc_dtype
+        self.bound, self.tiles, self.cpu, self.acc = bound, tiles, cpu, bound.problem.acc_dtype
         # TVM moves an allocation of the outermost level to the top of the function: the size must be known there.
         rows = T.int64(1) * bound.B * bound.problem.q_heads * tirx.min(T.int64(1) * bound.S, T.int64(tiles.q_len))
         splits = tirx.min(tirx.ceildiv(T.int64(1) * bound.T, tiles.split), tiles.max_splits)
@@ -102,7 +107,12 @@ class _Partial:
         p = self.bound.problem
         head, r = fixed(row // rows), fixed(row % rows)
         b, h, i = fixed(head // p.kv_heads), fixed(head % p.kv_heads * p.group + r % p.group), fixed(r // p.group)
-        first = fixed(row * splits)
+        with self.bound.if_rows(b, 1, self.tiles.q_len), self.bound.if_there(b, i):
+            self.merge_row((b, h, i), fixed(row * splits), splits)
+
+    def merge_row(self, place: tuple[Expr, Expr, Expr], first: Expr, splits: Expr) -> None:
+        """Y at (b, h, i) from so many parts, the first of which is this."""
+        b, h, i = place
         m_0, l_0 = (fixed(x) for x in self.bound.scores.before_keys(h))
         m = Register(m_0)
         with T.serial(splits) as s:
@@ -110,7 +120,7 @@ class _Partial:
 
         def store() -> None:
             l, y = self.combined(m.value, (m_0, l_0), first, splits)
-            self.bound.places.store_lse(b, h, i, m.value, l)
+            self.bound.places.store_ends(b, h, i, m.value, l)
             store_y(self.bound, self.cpu, b, h, i, y, self.v_starts)
 
         if not self.bound.scores.skips_numbers:
@@ -154,10 +164,11 @@ class _Split:
         partial: _Partial,
     ) -> None:
         self.bound, self.problem, self.tiles, self.cpu = bound, bound.problem, tiles, cpu
-        self.rows, self.partial, self.head, self.split, self.splits = rows, partial, head, split, splits
+        self.partial, self.head, self.split, self.splits = partial, head, split, splits
         p, self.acc = self.problem, self.problem.acc_dtype
         self.b, self.hk = fixed(head // p.kv_heads), fixed(head % p.kv_heads)
-        self.kv = KeyValueTile(bound, cpu, 0, self.b, self.hk)
+        self.most, self.rows = rows, fixed(bound.rows(self.b) * p.group) if p.packed else rows
+        self.kv = KeyValueTile(bound, cpu, 0, tiles.kv, self.b, self.hk)
         self.Wk, self.Wv, self.vectors = self.kv.Wk, self.kv.Wv, self.kv.vectors
         self.chunks = len(self.kv.k_starts)
         most = tiles.q_len * p.group
@@ -194,7 +205,8 @@ class _Split:
 
     def attend_if_visible(self, t: Expr) -> None:
         """One tile of keys, which the formula may hide from all rows."""
-        rows, keys = (T.int64(0), self.bound.S - 1), (self.kv0, self.kv0 + self.keys - 1)
+        rows = T.int64(0), T.int64(1) * self.bound.rows(self.b) - 1
+        keys = self.kv0, self.kv0 + self.keys - 1
         _, highest = self.bound.scores.mask_extremes(self.b, self.hk, rows, keys)
         with T.If(highest <= tirx.const(HIDDEN, self.acc)):
             with T.Then():
@@ -224,11 +236,11 @@ class _Split:
 
     def load_queries(self) -> None:
         """Q := scale Q, or words of Q."""
-        scale = splat(self.problem.scale, self.Wk, self.acc)
+        scale = splat(self.bound.scores.scale, self.Wk, self.acc)
 
         def vector(h: Expr, i: Expr, d: int) -> Expr:
             if not self.kv.pairs:
-                return load_as(self.bound, self.cpu, "q", h, (self.b, i), d, self.Wk) * scale
+                return load_query(self.bound, self.cpu, (self.b, h, i), d, self.Wk) * scale
             buffer, indices = self.bound.places.at("q", self.b, h, i, T.int64(2 * d))
             return words_of(load(buffer, 2 * self.Wk, *indices))
 
@@ -331,8 +343,9 @@ class _Split:
     def logits(self, s: Expr, h: Expr, i: Expr, j: Expr) -> Expr:
         """The scores s of row i with the Wk keys from kv0 + j, capped and biased; -inf where invisible."""
         W = self.Wk
-        scaled = s * splat(self.problem.scale, W, self.acc) if self.kv.pairs else s
-        result = Register(self.bound.scores.capped(fixed(scaled), tanh))
+        scaled = s * splat(self.bound.scores.scale, W, self.acc) if self.kv.pairs else s
+        changed = self.bound.scores.changed(fixed(scaled), self.b, h, i, at(fixed(self.kv0 + j), W), tanh=tanh)
+        result = Register(changed)
 
         def mask(inside: bool) -> None:
             key = at(fixed(self.kv0 + j), W)
@@ -375,7 +388,7 @@ class _Split:
         """(m, l, O) into the partial results."""
         to = self.partial
         with T.serial(self.rows) as r:
-            place = fixed((self.head * self.rows + r) * self.splits + self.split)
+            place = fixed((self.head * self.most + r) * self.splits + self.split)
             T.buffer_store(to.m, self.m[r], [place])
             l = reduce_lanes(load(self.l, self.Wk, r * self.Wk), lambda x, y: x + y)
             T.buffer_store(to.l, l, [place])

@@ -9,22 +9,22 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.bound import Bound
+from lowering.attention.places import decoded
 from lowering.attention.problem import AttentionProblem
 
 from .dot_bf16 import LANES, dot, non_zero, shuffled_back, words_of, zip_halves, zip_rows
 from .vector import Buffer, Machine, Register, convert, cover, fixed, like, load, prefetch, splat, store
 
 
-def load_as(bound: Bound, cpu: Machine, name: str, h: Expr, row: tuple[Expr, Expr], d: Expr | int, lanes: int) -> Expr:
-    """Elements [d, d + lanes) of a row (b, index) of q, k or v, in the type of the arithmetic."""
-    b, index = row
-    buffer, indices = bound.places.at(name, b, h, index, T.int64(1) * d)
+def load_query(bound: Bound, cpu: Machine, place: tuple[Expr, Expr, Expr], d: Expr | int, lanes: int) -> Expr:
+    """Elements [d, d + lanes) of q at (b, h, i), in the type of the arithmetic."""
+    buffer, indices = bound.places.at("q", *place, T.int64(1) * d)
     return convert(load(buffer, lanes, *indices), bound.problem.acc_dtype, cpu)
 
 
 def comes_in_pairs(p: AttentionProblem, cpu: Machine, in_place: bool = False) -> bool:
     """Whether tiles, unpacked or read where they lie, are words for products of pairs (dot_bf16.py)."""
-    half = p.dtype == p.v_dtype == "bfloat16" and p.acc_dtype == "float32"
+    half = {*p.stored_types} == {"bfloat16"} and p.acc_dtype == "float32"
     wide = p.v_head_dim >= LANES and (not in_place or min(p.head_dim, p.v_head_dim) >= 2 * LANES)
     return cpu.bf16_dot and half and p.head_dim % 2 == 0 and wide
 
@@ -45,12 +45,15 @@ class KeyValueTile:
     counted from the start of the tile. A row of V consists of `vectors` vectors of Wv lanes, of which the last may
     overlap the one before.
 
+    Where it takes tables to find a key, the tile keeps the offsets of its `most` rows, and so it does for codes, whose
+    scales follow from them.
+
     On machines with products of bfloat16 pairs (`pairs`), tiles hold words: K pairs of neighbours in a row, V pairs of
     neighbouring rows. Then d counts words of a key, and j pairs of values. Words of V that are made at each use
     (`zips`) come in an order of their own, which `in_order` undoes in O.
     """
 
-    def __init__(self, bound: Bound, cpu: Machine, size: int, b: Expr, hk: Expr) -> None:
+    def __init__(self, bound: Bound, cpu: Machine, size: int, most: int, b: Expr, hk: Expr) -> None:
         self.bound, self.cpu, self.b, self.hk = bound, cpu, b, hk
         self.next: tuple[Expr, Expr, Expr] | None = None
         p = bound.problem
@@ -61,11 +64,12 @@ class KeyValueTile:
         self.Wk, self.k_starts = cover(self.D, W)
         self.Wv, self.v_starts = vectors_of_values(p, cpu, in_place=size == 0)
         self.vectors = len(self.v_starts)
-        self.unpacks_k, self.unpacks_v = (size > 0 and dtype != p.acc_dtype for dtype in (p.dtype, p.v_dtype))
+        self.unpacks_k, self.unpacks_v = (size > 0 and dtype != p.acc_dtype for dtype in p.stored_types)
+        self.by_offset = bound.places.looked_up or p.coded
         self.scratch = {
             "K": (self.unpacks_k * size * self.D, p.acc_dtype),
             "V": (self.unpacks_v * size * self.vectors * self.Wv, p.acc_dtype),
-        }
+        } | {f"{name}_{which}": (self.by_offset * most, "int64") for name in "kv" for which in ("rows", "next")}
 
     def open(
         self, start: Expr, end: Expr, memory: dict[str, Buffer], next: tuple[Expr, Expr, Expr] | None = None
@@ -74,19 +78,36 @@ class KeyValueTile:
 
         next is (b, hk, start) of the tile that will follow: `prefetch` asks for its rows.
         """
-        self.start, self.end, self.K, self.V, self.next = start, end, memory["K"], memory["V"], next
+        self.start, self.end, self.K, self.V, self.next, self.memory = (
+            start,
+            end,
+            memory["K"],
+            memory["V"],
+            next,
+            memory,
+        )
+        if self.by_offset:
+            self.find("rows", (self.b, self.hk, start))
+            if next is not None:
+                self.find("next", next)
         if not (self.unpacks_k or self.unpacks_v):
             return
         if self.pairs:
             self.open_pairs()
             return
         with T.serial(end - start) as j:
-            row = (self.b, start + j)
             for d in self.k_starts if self.unpacks_k else ():
-                store(self.K, load_as(self.bound, self.cpu, "k", self.hk, row, d, self.Wk), j * self.D + d)
+                store(self.K, self.load("k", j, d, self.Wk), j * self.D + d)
             for n, d in enumerate(self.v_starts) if self.unpacks_v else ():
-                v = load_as(self.bound, self.cpu, "v", self.hk, row, d, self.Wv)
-                store(self.V, v, (j * self.vectors + n) * self.Wv)
+                store(self.V, self.load("v", j, d, self.Wv), (j * self.vectors + n) * self.Wv)
+
+    def find(self, which: str, tile: tuple[Expr, Expr, Expr]) -> None:
+        """The offsets of as many rows as this tile has, of the one that starts at (b, hk, key)."""
+        b, hk, start = tile
+        with T.serial(self.end - self.start) as j:
+            for name in "kv":
+                offset = self.bound.places.offset(name, b, hk, fixed(start + j))
+                T.buffer_store(self.memory[f"{name}_{which}"], offset, [j])
 
     def open_pairs(self) -> None:
         """The tile's words. A value behind the last is 0."""
@@ -104,6 +125,9 @@ class KeyValueTile:
 
     def raw(self, name: str, j: Expr, d: Expr | int, lanes: int) -> Expr:
         """Elements [d, d + lanes) of row j of k or v, in their own type."""
+        if self.by_offset:
+            buffer, indices = self.bound.places.flat(name, self.memory[f"{name}_rows"][j] + d)
+            return load(buffer, lanes, *indices)
         buffer, indices = self.bound.places.at(name, self.b, self.hk, self.start + j, T.int64(1) * d)
         return load(buffer, lanes, *indices)
 
@@ -129,8 +153,26 @@ class KeyValueTile:
         return [x for n in range(0, self.vectors, 2) for x in shuffled_back(o[n], o[n + 1])]
 
     def load(self, name: str, j: Expr, d: Expr | int, lanes: int) -> Expr:
-        """Elements [d, d + lanes) of row j of k or v, read where they lie."""
-        return load_as(self.bound, self.cpu, name, self.hk, (self.b, self.start + j), d, lanes)
+        """Elements [d, d + lanes) of row j of k or v, in the type of the arithmetic."""
+        raw, acc = self.raw(name, j, d, lanes), self.bound.problem.acc_dtype
+        if not self.bound.problem.coded:
+            return convert(raw, acc, self.cpu)
+        return fixed(decoded(raw, acc) * self.scale(name, self.memory[f"{name}_rows"][j] + d, lanes))
+
+    def scale(self, name: str, offset: Expr, lanes: int) -> Expr:
+        """The scales of so many neighbours of one row. A row is whole groups, and so is a vector, or a group is whole
+        vectors; else they are read one by one."""
+        places, acc = self.bound.places, self.bound.problem.acc_dtype
+        group = places.group()
+        if group % lanes == 0:
+            return splat(places.scale(name, offset), lanes, acc)
+        if lanes % group:
+            each = [places.scale(name, offset + lane) for lane in range(lanes)]
+            return tirx.Shuffle(each, list(range(lanes)))
+        buffer, indices = places.scales(name, tirx.floordiv(offset, group))
+        some = fixed(convert(load(buffer, lanes // group, *indices), acc, self.cpu))
+        # TVM wants as many lanes as it gets.
+        return tirx.Shuffle([some] * group, [lane // group for lane in range(lanes)])
 
     def prefetch(self, name: str, j: Expr, d: Expr | int) -> None:
         """Asks for the line of element d (or word of a key) of row j of k or v in the next tile, where that is known.
@@ -140,7 +182,10 @@ class KeyValueTile:
         if self.next is not None:
             b, hk, start = self.next
             d = T.int64(2 if self.pairs and name == "k" else 1) * d
-            buffer, indices = self.bound.places.at(name, b, hk, start + j, d)
+            if self.by_offset:
+                buffer, indices = self.bound.places.flat(name, self.memory[f"{name}_next"][j] + d)
+            else:
+                buffer, indices = self.bound.places.at(name, b, hk, start + j, d)
             prefetch(buffer, *indices)
 
     def add_pv(

@@ -30,7 +30,7 @@ from lowering.attention.key_tiles import KeyTiles
 from lowering.attention.scores import HIDDEN
 
 from .dot_bf16 import pair, using_dot, words_of
-from .kv_tile import KeyValueTile, comes_in_pairs, load_as, store_y
+from .kv_tile import KeyValueTile, comes_in_pairs, load_query, store_y
 from .tiles import PrefillTiles
 from .vector import (
     LOG2_E,
@@ -55,12 +55,15 @@ from .vector import (
 CHAINS = 4  # independent partial maxima and sums, so that they are not one long chain of operations
 
 
-def prefill(bound: Bound, tiles: PrefillTiles, cpu: Machine) -> None:
-    """Emits the kernel into the PrimFunc that `bound` has opened. Any problem without qk output."""
+def prefill(bound: Bound, tiles: PrefillTiles, cpu: Machine, more_than: int = 0) -> None:
+    """Emits the kernel into the PrimFunc that `bound` has opened. Any problem without qk output.
+
+    Where batches have packed rows of their own, those with more rows than so many are served.
+    """
     tiles.check(bound.problem, cpu)
-    heads = bound.problem.kv_heads
-    rows = fixed(T.int64(1) * bound.S * bound.problem.group)
-    count = fixed(tirx.max(tirx.ceildiv(rows, tiles.q), T.int64(1)))
+    heads, group = bound.problem.kv_heads, bound.problem.group
+    most = fixed(T.int64(1) * bound.S * group)
+    count = fixed(tirx.max(tirx.ceildiv(most, tiles.q), T.int64(1)))
     with (
         using_dot(comes_in_pairs(bound.problem, cpu)),
         T.parallel(T.int64(1) * bound.B * heads * count) as work,
@@ -68,7 +71,12 @@ def prefill(bound: Bound, tiles: PrefillTiles, cpu: Machine) -> None:
         b, hk, turn = fixed(work // (heads * count)), fixed(work // count % heads), fixed(work % count)
         # First, last, second, last but one: a causal mask makes late rows dear, and threads take runs of neighbours.
         tile = T.bind(tirx.Select(turn % 2 == 0, turn // 2, count - 1 - turn // 2))
-        _QueryTile(bound, tiles, cpu, b, hk, fixed(tile * tiles.q), rows).emit()
+        r0 = fixed(tile * tiles.q)
+        if not bound.problem.packed:
+            _QueryTile(bound, tiles, cpu, b, hk, r0, most).emit()
+            return
+        with bound.if_rows(b, more_than + 1, None), bound.if_there(b, fixed(r0 // group)):
+            _QueryTile(bound, tiles, cpu, b, hk, r0, fixed(bound.rows(b) * group)).emit()
 
 
 class _QueryTile:
@@ -84,7 +92,7 @@ class _QueryTile:
         self.panel = tiles.qk_vectors * self.W
         self.here = fixed(tirx.min(T.int64(tiles.q), rows - r0))  # rows of the tile that exist
         self.panels = fixed(tirx.ceildiv(self.here, self.panel))
-        self.kv = KeyValueTile(bound, cpu, tiles.kv, b, hk)
+        self.kv = KeyValueTile(bound, cpu, tiles.kv, tiles.kv, b, hk)
         self.Wv, self.vectors = self.kv.Wv, self.kv.vectors
         per_row = bound.scores.mask_per_row
         self.memory = workspace(
@@ -216,16 +224,22 @@ class _QueryTile:
         group = self.problem.group
         return self.hk * group + r % group, r // group
 
+    def heads_and_rows(self, r: Expr) -> tuple[Expr, Expr]:
+        """Query heads and query rows of the vector at packed row r of the tile."""
+        rows = T.ramp(self.r0 + r, 1, self.W)
+        group = like(self.problem.group, rows)
+        return self.hk * self.problem.group + tirx.floormod(rows, group), tirx.floordiv(rows, group)
+
     def load_queries(self) -> None:
         """Q := scale Q_i^T, or words of Q_i^T. Rows that do not exist repeat the last one."""
         D = self.kv.D
         w, starts = cover(D, self.W)
-        scale = splat(self.problem.scale, w, self.acc)
+        scale = splat(self.bound.scores.scale, w, self.acc)
 
         def vector(row: tuple[Expr, Expr], d: Expr) -> Expr:
             h, i = row
             if not self.kv.pairs:
-                return fixed(load_as(self.bound, self.cpu, "q", h, (self.b, i), d, w) * scale)
+                return fixed(load_query(self.bound, self.cpu, (self.b, h, i), d, w) * scale)
             buffer, indices = self.bound.places.at("q", self.b, h, i, T.int64(2) * d)
             return words_of(load(buffer, 2 * w, *indices))
 
@@ -257,7 +271,7 @@ class _QueryTile:
         with T.serial(self.here) as r:
             h, i = (T.bind(x) for x in self.head_and_row(self.r0 + r))
             l = self.l[r]
-            self.bound.places.store_lse(self.b, h, i, self.m[r], l)
+            self.bound.places.store_ends(self.b, h, i, self.m[r], l)
             inverse = tirx.Select(l == tirx.const(0, self.acc), tirx.const(0, self.acc), tirx.const(1, self.acc) / l)
             inverse = T.bind(splat(inverse, self.Wv, self.acc))
             y = [T.bind(load(self.O, self.Wv, (r * self.vectors + n) * self.Wv) * inverse) for n in range(self.vectors)]
@@ -328,7 +342,7 @@ class _QueryTile:
         S gets its soft cap and, if masked, -inf where a key is invisible; the last tile may reach past the last key.
         """
         t, W, D = self.tiles, self.W, self.kv.D
-        m_new = self.memory["m_new"]
+        m_new, scale = self.memory["m_new"], self.bound.scores.scale
         with T.serial(keys // t.qk_keys) as block, T.serial(self.panels) as panel:
             j = [T.bind(block * t.qk_keys + k) for k in range(t.qk_keys)]
             row = [fixed(tirx.min(x, self.end - 1 - self.kv0)) for x in j] if masked else j
@@ -343,8 +357,9 @@ class _QueryTile:
                 r = fixed(panel * self.panel + c * W)
                 largest = []
                 for k in range(t.qk_keys):
-                    scaled = s[k][c].value * splat(self.problem.scale, W, self.acc) if self.kv.pairs else s[k][c].value
-                    x = T.bind(self.bound.scores.capped(fixed(scaled), tanh))
+                    scaled = s[k][c].value * splat(scale, W, self.acc) if self.kv.pairs else s[k][c].value
+                    place = self.b, *self.heads_and_rows(r), self.kv0 + j[k]
+                    x = T.bind(self.bound.scores.changed(fixed(scaled), *place, tanh=tanh))
                     largest.append(Register(self.masked(x, r, j[k]) if masked else x))
                     store(self.S, largest[-1].value, j[k] * t.q + r)
                 store(m_new, T.max(load(m_new, W, r), combine(tirx.max, largest)), r)

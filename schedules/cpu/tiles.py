@@ -104,9 +104,10 @@ class DecodeTiles:
         follows the stream; half precision, which is widened at each use, meets more query rows at once instead.
         """
         lanes = cpu.lanes(problem.acc_dtype)
-        row = problem.v_head_dim * DataType(problem.v_dtype).bits // 8
+        _, v_dtype = problem.stored_types
+        row = problem.v_head_dim * DataType(v_dtype).bits // 8
         kv = min(max(16384 // row // lanes, 1), 4) * lanes
-        widened = problem.v_dtype != problem.acc_dtype
+        widened = v_dtype != problem.acc_dtype
         pv_rows, pv_vectors = (4, cpu.registers // 8) if widened else (2, cpu.registers // 4)
         q_len = max(1, MOST_DECODE_ROWS // problem.group)
         return DecodeTiles(q_len, kv, split=256, max_splits=64, pv_rows=pv_rows, pv_vectors=pv_vectors)

@@ -28,7 +28,8 @@ def attention(func: tirx.PrimFunc, target: tvm.target.Target) -> tirx.PrimFunc |
     problem, gpu = AttentionProblem.from_json(func.attrs[ATTRIBUTE]), device(target)
     if not takes(problem):
         return rows_kernel(problem, RowTiles.default(gpu))
-    tiles = WgmmaTiles if gpu.generation == 90 else MmaTiles
+    # TMA would write whole tiles of Y over the rows of the next batch, and knows nothing of tables.
+    tiles = WgmmaTiles if gpu.generation == 90 and problem.dense else MmaTiles
     return attention_kernel(problem, gpu, tiles.default(problem, gpu), DecodeTiles.default(problem, gpu))
 
 
@@ -58,7 +59,12 @@ def attention_kernel(
     with IRBuilder() as builder, T.prim_func():
         bound = _bound(problem)
         most = decode_tiles.rows // problem.group
-        if bound.problem.q_len is None and most:
+        if problem.packed:
+            if most:
+                decode(bound, decode_tiles, gpu)
+            with T.If(T.int64(1) * bound.S > most), T.Then():
+                _prefill(bound, prefill_tiles, gpu, more_than=most)
+        elif bound.problem.q_len is None and most:
             with T.If(tirx.LE(bound.S, T.int64(most))):
                 with T.Then():
                     decode(bound, decode_tiles, gpu)
@@ -71,11 +77,11 @@ def attention_kernel(
     return builder.get()
 
 
-def _prefill(bound: Bound, tiles: MmaTiles | WgmmaTiles, gpu: Device) -> None:
+def _prefill(bound: Bound, tiles: MmaTiles | WgmmaTiles, gpu: Device, more_than: int = 0) -> None:
     if isinstance(tiles, WgmmaTiles):
         prefill_wgmma(bound, tiles, gpu)
     else:
-        prefill_mma(bound, tiles, gpu)
+        prefill_mma(bound, tiles, gpu, more_than)
 
 
 def _bound(problem: AttentionProblem) -> Bound:

@@ -45,17 +45,21 @@ from .warp_tile import ROWS, WarpTile
 
 
 def decode(bound: Bound, tiles: DecodeTiles, device: Device) -> None:
-    """Emits the kernels and their launches into the PrimFunc that `bound` has opened, for what `prefill_mma` takes."""
+    """Emits the kernels and their launches into the PrimFunc that `bound` has opened, for what `prefill_mma` takes.
+
+    Where batches have packed rows of their own, those with at most tiles.rows of all heads that share keys are served.
+    """
     p = bound.problem
     tiles.check(p, device)
-    rows = on_host(T.int64(1) * bound.S * p.group)
+    most = T.int64(1) * bound.S
+    rows = on_host((tirx.min(most, T.int64(tiles.rows // p.group)) if p.packed else most) * p.group)
     heads = on_host(T.int64(1) * bound.B * p.kv_heads)
     row_blocks = on_host(tirx.ceildiv(rows, ROWS))
     with T.If(heads * row_blocks > 0), T.Then():
         most = tirx.truncdiv(T.int64(tiles.blocks), heads * row_blocks)
         most = tirx.min(most, tirx.truncdiv(T.int64(1) * bound.T + (tiles.split - 1), T.int64(tiles.split)))
         splits = on_host(tirx.max(most, T.int64(1)))
-        partial = Partial(bound, heads, rows, splits, unit=tiles.keys * tiles.warps)
+        partial = Partial(bound, heads, rows, splits, unit=tiles.keys * tiles.warps, most=tiles.rows // p.group)
         with (
             T.launch_thread("blockIdx.x", (heads * splits * row_blocks).astype("int32")) as block,
             T.launch_thread("threadIdx.x", tiles.threads) as thread,
@@ -63,7 +67,8 @@ def decode(bound: Bound, tiles: DecodeTiles, device: Device) -> None:
             row_blocks, parts = (fixed(size.astype("int32")) for size in (row_blocks, splits))
             row_block, work = fixed(tirx.truncmod(block, row_blocks)), fixed(tirx.truncdiv(block, row_blocks))
             head, split = fixed(tirx.truncdiv(work, parts)), fixed(tirx.truncmod(work, parts))
-            _Split(bound, tiles, partial, head, split, row_block, fixed(thread)).emit()
+            with partial.if_served(fixed(tirx.truncdiv(head, p.kv_heads))):
+                _Split(bound, tiles, partial, head, split, row_block, fixed(thread)).emit()
         partial.merge(careful=bound.rows_differ)
 
 
@@ -83,9 +88,9 @@ class _Split:
         self.bound, self.tiles, self.problem, self.partial = bound, tiles, bound.problem, partial
         self.head, self.split, self.thread = head, split, thread
         self.warp, self.lane = fixed(thread // WARP), fixed(thread % WARP)
-        self.rows, self.r0 = fixed(partial.rows.astype("int32")), fixed(row_block * ROWS)
-        self.b, self.hk = (f(head, self.problem.kv_heads) for f in (tirx.truncdiv, tirx.truncmod))
-        self.b, self.hk = fixed(self.b), fixed(self.hk)
+        self.b, self.hk = (fixed(f(head, self.problem.kv_heads)) for f in (tirx.truncdiv, tirx.truncmod))
+        rows = bound.rows(self.b) * self.problem.group if self.problem.packed else partial.rows
+        self.rows, self.r0 = fixed(rows.astype("int32")), fixed(row_block * ROWS)
         self.chunks = {"q": padded(self.problem.head_dim) // CHUNK, "v": self.problem.v_head_dim // CHUNK}
         self.chunks["k"] = self.chunks["q"]
         size = tiles.shared_memory(self.problem) // 2
@@ -99,7 +104,8 @@ class _Split:
                 self.attend()
                 return
             # One look at the formula is worth it: masks of a whole cache hide most of it.
-            rows, keys = (T.int64(0), T.int64(1) * self.bound.S - 1), (self.keys[0][0], self.keys[-1][1] - 1)
+            rows = T.int64(0), T.int64(1) * self.bound.rows(self.b) - 1
+            keys = self.keys[0][0], self.keys[-1][1] - 1
             keys = tuple(fixed(key.astype("int64")) for key in keys)
             _, highest = self.bound.scores.mask_extremes(self.b.astype("int64"), self.hk.astype("int64"), rows, keys)
             with T.If(highest <= T.float32(HIDDEN)):

@@ -44,12 +44,13 @@ class OnlineSoftmax:
         self.bound, self.problem, self.b, self.rows, self.keys = bound, bound.problem, b, rows, keys
         self.column = fixed(lane % 4 * 2)
         self.biased = bound.scores.has_bias
-        self.raw = not self.problem.softcap and not self.biased and self.problem.scale > 0
-        self.unit = _f32((self.problem.scale if self.raw else 1.0) * LOG2_E)
+        scale = self.problem.scale or 0.0  # that is known
+        self.raw = not bound.scores.changes and not self.biased and scale > 0
+        self.unit = _f32((scale if self.raw else 1.0) * LOG2_E)
         self.m, self.l, self.alpha = (registers(ROWS, "float32") for _ in range(3))
         for r, (h, _) in enumerate(rows):
             m, l = bound.scores.before_keys(h) if not split else (_f32(float("-inf")), _f32(0))
-            put(self.m, r, m / _f32(self.problem.scale) if self.raw and self.problem.sink else m)
+            put(self.m, r, m / _f32(scale) if self.raw and self.problem.sink else m)
             put(self.l, r, tirx.Select(tirx.EQ(self.column, 0), l, _f32(0)))  # a sink counts once in a quad
 
     def step(self, S: tirx.Buffer, kv0: Expr, full: Expr, number: Expr, stop: Expr | None = None) -> None:
@@ -59,8 +60,11 @@ class OnlineSoftmax:
         l is the sum over the thread's own columns.
         """
         if not self.raw:
-            with T.unroll(self.keys // 2) as n:
-                put(S, n, self.bound.scores.capped(fixed(S[n] * _f32(self.problem.scale)), tanh))
+            for r, (h, i) in enumerate(self.rows):
+                with T.unroll(self.keys // 4) as n:
+                    at, key = _element(n, r), kv0 + self.column + (n // 2 * 8 + n % 2)
+                    s = fixed(S[at] * self.bound.scores.scale)
+                    put(S, at, self.bound.scores.changed(s, self.b, h, i, key, tanh=tanh))
         with T.If(tirx.Not(full)), T.Then():
             self._mask(S, kv0, number, stop)
         m_new = registers(1, "float32")
@@ -89,7 +93,7 @@ class OnlineSoftmax:
 
     def maximum(self, r: int) -> Expr:
         """m of the thread's row r, in units of the problem's scores."""
-        return self.m[r] * _f32(self.problem.scale) if self.raw else self.m[r]
+        return self.m[r] * self.bound.scores.scale if self.raw else self.m[r]
 
     def _mask(self, S: tirx.Buffer, kv0: Expr, number: Expr, stop: Expr | None) -> None:
         """S := logits under the mask, or -inf where a key is invisible: selected, as what is there may be NaN."""
@@ -99,7 +103,7 @@ class OnlineSoftmax:
             lo, hi = self._range(i, number)
             below = fixed((hi if stop is None else tirx.min(hi, stop)) - first)
             above = None if isinstance(lo, tirx.IntImm) else fixed(lo - first)
-            row = fixed(tirx.min(i, _int32(T.int64(1) * self.bound.S) - 1))
+            row = fixed(tirx.min(i, _int32(T.int64(1) * self.bound.rows(self.b)) - 1))
             with T.unroll(self.keys // 4) as n:
                 at, key = _element(n, r), n // 2 * 8 + n % 2
                 seen = key < below if above is None else tirx.all(key < below, key >= above)
@@ -146,10 +150,10 @@ class OnlineSoftmax:
         for r in range(ROWS):
             l = fixed(reduce_quad(self.l[r], lambda x, y: x + y))
             put(self.alpha, r, tirx.Select(tirx.EQ(l, _f32(0)), _f32(0), reciprocal(l)))
-            if self.problem.lse:
+            if self.problem.lse or self.problem.max:
                 h, i = self.rows[r]
-                with T.If(tirx.all(tirx.EQ(self.column, 0), i < self.bound.S)), T.Then():
-                    self.bound.places.store_lse(self.b, h, i, self.maximum(r), l)
+                with T.If(tirx.all(tirx.EQ(self.column, 0), i < self.bound.rows(self.b))), T.Then():
+                    self.bound.places.store_ends(self.b, h, i, self.maximum(r), l)
         return self.alpha
 
 

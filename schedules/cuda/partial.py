@@ -7,6 +7,7 @@ Y = sum w_s O_s / sum w_s l_s                            0 where no key was visi
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from tvm import tirx
 from tvm.ir import Expr
@@ -27,15 +28,20 @@ class Partial:
     """(m, l, O) of every packed query row and split of its keys, in the device's memory.
 
     `heads` counts the key/value heads of all batches, each of which has `rows` packed rows: row r is query row r // G
-    of its head r % G. Splits have multiples of `unit` keys. Sizes are the host's.
+    of its head r % G. Splits have multiples of `unit` keys. Sizes are the host's. Of batches with packed rows of their
+    own, those with at most `most` are served.
     """
 
-    def __init__(self, bound: Bound, heads: Expr, rows: Expr, splits: Expr, unit: int) -> None:
-        self.bound, self.problem, self.acc = bound, bound.problem, bound.problem.acc_dtype
+    def __init__(self, bound: Bound, heads: Expr, rows: Expr, splits: Expr, unit: int, most: int | None = None) -> None:
+        self.bound, self.problem, self.acc, self.most = bound, bound.problem, bound.problem.acc_dtype, most
         self.heads, self.rows, self.splits, self.unit = heads, rows, splits, unit
         count = heads * rows * splits
         self.m, self.l = (T.alloc_buffer((count,), self.acc) for _ in range(2))
         self.O = T.alloc_buffer((count * self.problem.v_head_dim,), self.acc)
+
+    def if_served(self, b: Expr) -> AbstractContextManager[None]:
+        """Runs what it encloses if the rows of batch b are among these."""
+        return self.bound.if_rows(b, 1, self.most)
 
     def keys(self, b: Expr, split: Expr) -> tuple[list[Range], Expr]:
         """The keys of a split of batch b, of which some query may see each; and how many splits have any; int32."""
@@ -80,7 +86,7 @@ class Partial:
                 rows = fixed(self.rows.astype("int32"))
                 head, r = fixed(tirx.truncdiv(row, rows)), fixed(tirx.truncmod(row, rows))
                 b, _, i = self.row_of(head, r)
-                with self.bound.if_there(b, i):
+                with self.if_served(b), self.bound.if_there(b, i):
                     self.merge_row(head, r, fixed(thread % WARP), careful)
 
     def merge_row(self, head: Expr, r: Expr, lane: Expr, careful: bool) -> None:
@@ -122,7 +128,7 @@ class Partial:
         inverse = fixed(tirx.Select(tirx.EQ(l, zero), zero, one / l))
         each_element(self.problem.v_head_dim, lane, lambda n, d: self.bound.places.store_y(b, h, i, d, O[n] * inverse))
         with T.If(lane == 0), T.Then():
-            self.bound.places.store_lse(b, h, i, m, l)
+            self.bound.places.store_ends(b, h, i, m, l)
 
 
 def _int32(value: Expr) -> Expr:

@@ -50,7 +50,7 @@ NaN, else 0; and 1 where it is -inf or NaN."""
 
 
 def takes(problem: AttentionProblem) -> bool:
-    """Whether `prefill_mma` serves the problem: half precision in rows of whole chunks, dense, no qk output."""
+    """Whether `prefill_mma` serves the problem: half precision in rows of whole chunks, no codes, no qk output."""
     return (
         problem.dtype in ptx.SHORT
         and problem.v_dtype == problem.dtype
@@ -58,12 +58,15 @@ def takes(problem: AttentionProblem) -> bool:
         and problem.head_dim % CHUNK == problem.v_head_dim % CHUNK == 0
         and max(problem.head_dim, problem.v_head_dim) <= 256
         and problem.qk_mode is None
-        and problem.dense
+        and not problem.coded
     )
 
 
-def prefill_mma(bound: Bound, tiles: MmaTiles, device: Device) -> None:
-    """Emits the kernel and its launch into the PrimFunc that `bound` has opened, for a problem that it `takes`."""
+def prefill_mma(bound: Bound, tiles: MmaTiles, device: Device, more_than: int = 0) -> None:
+    """Emits the kernel and its launch into the PrimFunc that `bound` has opened, for a problem that it `takes`.
+
+    Where batches have packed rows of their own, those with more rows than so many are served.
+    """
     p = bound.problem
     tiles.check(p, device)
     batch = on_host(T.int64(1) * bound.B)
@@ -79,7 +82,8 @@ def prefill_mma(bound: Bound, tiles: MmaTiles, device: Device) -> None:
     ):
         b = fixed(part.astype("int32") * MOST_BLOCKS + z)
         i0 = fixed((tile_count.astype("int32") - 1 - x) * tiles.q)  # late rows may see more, so they go first
-        _QueryTile(bound, tiles, (b, h, fixed(tirx.truncdiv(h, p.group)), i0), thread).emit()
+        with bound.if_rows(b, more_than + 1, None), bound.if_there(b, i0):
+            _QueryTile(bound, tiles, (b, h, fixed(tirx.truncdiv(h, p.group)), i0), thread).emit()
 
 
 Reader = Callable[[Expr | int, Expr | int], ptx.Element]
@@ -104,6 +108,7 @@ class _QueryTile:
         self.q = registers(self.M * 4 * (self.d_steps if tiles.q_in_registers else 1), "uint32")
         self.P, self.kv = [registers(4, "uint32") for _ in range(self.M)], registers(4, "uint32")
         self.k, self.v = (Rows(bound, name, self.b, self.hk, thread, tiles.threads) for name in ("k", "v"))
+        self.rows = tirx.Cast("int32", T.int64(1) * bound.rows(self.b))
         self.find_tiles()
 
     def find_tiles(self) -> None:
@@ -149,7 +154,7 @@ class _QueryTile:
         stages = self.tiles.stages
         self.initialise()
         q = Rows(self.bound, "q", self.b, self.h, self.thread, self.tiles.threads)
-        q.copy(self.Q, self.i0, self.tiles.q, tirx.Cast("int32", T.int64(1) * self.bound.S))
+        q.copy(self.Q, self.i0, self.tiles.q, self.rows)
         for u in range(stages):
             self.load_keys(tirx.const(u, "int32"))
             if u < stages - 1:
@@ -342,7 +347,7 @@ class _QueryTile:
             chunk = fixed(n * WARP + self.lane)
             row, column = fixed(self.row0 + chunk // self.o_columns), fixed(chunk % self.o_columns)
             i = fixed(self.i0 + row)
-            exists = i < tirx.Cast("int32", T.int64(1) * self.bound.S)
+            exists = i < self.rows
             if chunks % WARP:
                 exists = tirx.all(chunk < chunks, exists)
             with T.If(exists), T.Then():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
@@ -18,7 +17,8 @@ from .shared_tile import CHUNK, SharedTile
 class Rows:
     """The rows of head h of q, k or v in batch b, which the threads of a block copy in chunks.
 
-    A thread has chunks and rows at equal distances, so that one offset says where all of them are.
+    A thread has chunks and rows at equal distances, so that one offset says where all of them are, unless rows have to
+    be looked up.
     """
 
     def __init__(self, bound: Bound, name: str, b: Expr, h: Expr, thread: Expr, threads: int) -> None:
@@ -27,23 +27,27 @@ class Rows:
         self.across = math.gcd(self.chunks, threads)  # threads along a row
         self.at_once = threads // self.across
         self.row, self.chunk = fixed(thread // self.across), fixed(thread % self.across)
-        zero = T.int64(0)
+        self.places, self.name, self.b, self.h = bound.places, name, b, h
+        self.looked_up = name in ("k", "v") and bound.places.looked_up
         _, _, self.stride = bound.places.strides(name)
-        buffer, indices = bound.places.at(name, b, h, zero, zero)
-        self.head = _offset(buffer, indices)
+        self.head = bound.places.offset(name, b, h, T.int64(0))
         self.mine = fixed(self.row * self.stride.astype("int32") + self.chunk * CHUNK)  # within one pass over the rows
-        self.memory = T.decl_buffer((_offset(buffer, buffer.shape),), buffer.dtype, data=buffer.data)
 
     def copy(self, tile: SharedTile, first: Expr, count: int, end: Expr | None = None) -> None:
         """Begins to copy so many rows from `first` on to a tile; rows from `end` on become zeros."""
-        start = fixed(self.head + first.astype("int64") * self.stride) + self.mine
+        start = None if self.looked_up else fixed(self.head + first.astype("int64") * self.stride) + self.mine
         left = None if end is None else fixed(end - first - self.row)
 
         def copy_row(step: Expr) -> None:
+            if start is not None:
+                row = start + step * self.at_once * self.stride
+            else:
+                key = fixed((first + step * self.at_once + self.row).astype("int64"))
+                row = fixed(self.places.offset(self.name, self.b, self.h, key)) + self.chunk * CHUNK
             with unrolled(self.chunks // self.across) as n:
-                source = start + step * self.at_once * self.stride + n * self.across * CHUNK
+                buffer, indices = self.places.flat(self.name, row + n * self.across * CHUNK)
                 to = tile.at(step * self.at_once + self.row, n * self.across + self.chunk)
-                ptx.copy_chunk(to, self.memory[source], None if left is None else step * self.at_once < left)
+                ptx.copy_chunk(to, buffer[tuple(indices)], None if left is None else step * self.at_once < left)
 
         with unrolled(-(-count // self.at_once)) as step:
             if count % self.at_once:
@@ -51,11 +55,3 @@ class Rows:
                     copy_row(step)
             else:
                 copy_row(step)
-
-
-def _offset(buffer: tirx.Buffer, indices: list[Expr]) -> Expr:
-    """The number of an element in memory; int64."""
-    offset: Expr = T.int64(0)
-    for index, size in zip(indices, buffer.shape):
-        offset = offset * size + index
-    return offset

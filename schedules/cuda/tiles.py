@@ -142,7 +142,7 @@ class WgmmaTiles:
         keeps it in registers.
         """
         dim = max(problem.head_dim, problem.v_head_dim)
-        plain = not problem.has_mask and not problem.softcap
+        plain = not problem.has_mask and not problem.softcap and problem.score is None
         if dim <= 64:
             return WgmmaTiles(3, 128, 160, 32) if plain else WgmmaTiles(2, 128, 240, 24)
         if dim <= 128:

@@ -39,7 +39,7 @@ def test_names_and_order_of_parameters_make_no_difference() -> None:
             records.append(of(value, [b, h, i, j], [p, q], [t, u]))
     assert records[0] == records[1] and hash(records[0]) == hash(records[1])
     assert records[0].over == ("i", "j") and records[0].scalars() == ("size_0", "size_1")
-    assert records[0].tables() == {"table_0": "int64", "table_1": "int64"}
+    assert records[0].tables() == {"table_0": (1, "int64"), "table_1": (1, "int64")}
     text = json.dumps(records[0].to_data())
     assert len(text) < 800 and Formula.from_data(json.loads(text)) == records[0]
 
@@ -91,7 +91,8 @@ def _kernel(formula: Formula, dtype: str) -> tirx.PrimFunc:
     with IRBuilder() as builder, T.prim_func():
         T.func_name("evaluate")
         tables = {
-            name: T.match_buffer(T.arg(name, T.handle()), (8,), dtype) for name, dtype in formula.tables().items()
+            name: T.match_buffer(T.arg(name, T.handle()), (8,) * rank, dtype)
+            for name, (rank, dtype) in formula.tables().items()
         }
         scalars = {name: T.arg(name, T.int64()) for name in formula.scalars()}
         scalar, keys, rows = (T.match_buffer(T.arg(f"out_{k}", T.handle()), shape, dtype) for k in range(3))

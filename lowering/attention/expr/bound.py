@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from tvm import ir, tirx
 from tvm.script.ir_builder import tirx as T
 
-from .emit import emit, widened
+from .emit import emit, lanes, widened
 from .interval import Interval, extremes, interval
 from .node import INDICES, Expr, rewritten
 
@@ -39,7 +39,7 @@ class BoundExpr:
         return Expr("scalar", node.dtype, value=name)
 
     def __call__(self, *point: ir.Expr) -> ir.Expr:
-        """Its value at (b, h, i, j); one of i and j may be a vector."""
+        """Its value at (b, h, i, j[, s]), some of which may be vectors."""
         return emit(self.value, dict(zip(INDICES, point)), self.scalars, self.load)
 
     def extremes(self, b: ir.Expr, h: ir.Expr, rows: Interval, keys: Interval) -> Interval | None:
@@ -49,9 +49,8 @@ class BoundExpr:
         """
         bounds = dict(zip(INDICES, ((b, b), (h, h), rows, keys)))
 
-        def look(table: str, places: Interval) -> Interval:
-            size = self.tables[table].shape[0]
-            return extremes(lambda position: self.load(table, [position]), size, places, self.scratch)
+        def look(table: str, places: Sequence[Interval]) -> Interval:
+            return extremes(lambda *at: self.load(table, at), self.tables[table].shape, places, self.scratch)
 
         return interval(self.value, bounds, self.scalars, look)
 
@@ -60,5 +59,11 @@ class BoundExpr:
 
     def load(self, table: str, indices: Sequence[ir.Expr]) -> ir.Expr:
         """An element, or a vector of them; half precision as float32."""
-        value = self.tables[table][tuple(indices)]
+        count = max(map(lanes, indices[:-1]), default=1)
+        if count == 1:
+            value = self.tables[table][tuple(indices)]
+        else:  # TensorIR takes a vector index in the last axis only
+            each = range(count)
+            points = ([tirx.Shuffle([x], [lane]) if lanes(x) > 1 else x for x in indices] for lane in each)
+            value = tirx.Shuffle([self.tables[table][tuple(point)] for point in points], list(each))
         return widened(value, "float32") if str(self.tables[table].dtype) in ("float16", "bfloat16") else value

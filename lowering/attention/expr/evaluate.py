@@ -20,14 +20,17 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-def evaluate(expr: Expr, point: Mapping[str, np.ndarray], given: Mapping[str, np.ndarray | int]) -> np.ndarray:
+def evaluate(
+    expr: Expr, point: Mapping[str, np.ndarray], given: Mapping[str, Any], exact: str | None = None
+) -> np.ndarray:
     """The expression at arrays of indices by name ("b", "h", "i", "j"), which broadcast, of scalars and tables by name.
 
-    Positions outside a table are clamped, as kernels do. Raises NotImplementedError for an unknown function.
+    Positions outside a table are clamped, as kernels do. Floating-point arithmetic is in the type `exact`, if that is
+    given. Raises NotImplementedError for an unknown function.
     """
 
     def value(node: Expr) -> np.ndarray:
-        dtype = np.dtype(node.dtype)
+        dtype = np.dtype(exact if exact is not None and "float" in node.dtype else node.dtype)
         if node.op == "number":
             return np.asarray(node.number, dtype)
         if node.op == "index":

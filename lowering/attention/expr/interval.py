@@ -10,7 +10,8 @@ Numbers have (lowest, highest), conditions have (surely, possibly): whether they
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 
 from tvm import ir, tirx
 from tvm.ir import prim
@@ -21,8 +22,8 @@ from .node import Expr, terms
 
 Interval = tuple[ir.Expr, ir.Expr]
 
-Look = Callable[[str, Interval], Interval]
-"""The values of a table, a vector, between two positions, both included."""
+Look = Callable[[str, Sequence[Interval]], Interval]
+"""The values of a table between two positions on each axis, both included."""
 
 
 def interval(expr: Expr, bounds: Mapping[str, Interval], scalars: Mapping[str, ir.Expr], look: Look) -> Interval | None:
@@ -65,7 +66,7 @@ class _Analysis:
         if len(known) < len(args):
             return None
         if expr.op == "load":
-            return self.look(expr.name, known[0]) if len(known) == 1 else None
+            return self.look(expr.name, known)
         if expr.op == "cast":
             return _cast(known[0], expr.args[0].dtype, expr.dtype)
         rule = _RULES.get(expr.op)
@@ -171,25 +172,33 @@ _RULES: dict[str, Callable[..., Interval | None]] = {
 
 
 def extremes(
-    element: Callable[[ir.Expr], ir.Expr], size: ir.Expr, places: Interval, scratch: Callable[[int, str], tirx.Buffer]
+    element: Callable[..., ir.Expr],
+    shape: Sequence[ir.Expr],
+    places: Sequence[Interval],
+    scratch: Callable[[int, str], tirx.Buffer],
 ) -> Interval:
-    """The values of a table of that size between two positions, by a loop. NaN makes the interval infinite.
+    """The values of a table of that shape between two positions on each axis. NaN makes the interval infinite.
 
     scratch gives memory for so many elements of a type.
     """
-    first, end = (T.bind(tirx.max(tirx.min(place, size - 1), 0)) for place in places)
-    dtype = str(element(first).ty)
+    ends = [
+        [T.bind(tirx.max(tirx.min(place, size - 1), 0)) for place in pair]
+        for size, pair in zip(shape, places, strict=True)
+    ]
+    first = [start for start, _ in ends]
+    dtype = str(element(*first).ty)
     low, high, ordered = (scratch(1, kind) for kind in (dtype, dtype, "bool"))
 
     def put(buffer: tirx.Buffer, value: ir.Expr) -> None:
         T.buffer_store(buffer, value, [0])
 
-    put(low, element(first))
-    put(high, element(first))
+    put(low, element(*first))
+    put(high, element(*first))
     put(ordered, _TRUE)
     is_float = dtype.startswith("float")
-    with T.serial(end - first + 1) as k:
-        x = T.bind(element(first + k))
+    with ExitStack() as loops:
+        steps = [loops.enter_context(T.serial(end - start + 1)) for start, end in ends]
+        x = T.bind(element(*(start + step for start, step in zip(first, steps))))
         if dtype == "bool":
             put(low, tirx.all(low[0], x))
             put(high, tirx.any(high[0], x))

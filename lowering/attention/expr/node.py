@@ -10,8 +10,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-INDICES = ("b", "h", "i", "j")
+PAIR = ("b", "h", "i", "j")
 """Batch, query head, query row and key."""
+
+INDICES = (*PAIR, "s")
+"""And the score of such a pair, of which only changes of scores know."""
 
 PARAMETERS = ("scalar", "load")
 """What reads a parameter of the kernel."""
@@ -84,12 +87,12 @@ def canonical(expr: Expr) -> Expr:
     return replace(expr, args=args)
 
 
-def renamed(expr: Expr) -> tuple[Expr, dict[str, str]]:
+def renamed(expr: Expr, prefix: str = "") -> tuple[Expr, dict[str, str]]:
     """The expression with scalars called size_0, size_1, ... and tables table_0, ... in the order in which they come
-    up; and what each of these names was."""
+    up, with a prefix if need be; and what each of these names was."""
     names: dict[str, str] = {}
     for op, word in zip(PARAMETERS, ("size", "table")):
-        names |= {old: f"{word}_{k}" for k, old in enumerate(parameters(expr, op))}
+        names |= {old: f"{prefix}{word}_{k}" for k, old in enumerate(parameters(expr, op))}
 
     def rename(node: Expr) -> Expr:
         value = names[node.name] if node.op in PARAMETERS else node.value

@@ -19,14 +19,12 @@ IF_THEN_ELSE = "prim.if_then_else"
 
 
 def read(value: ir.Expr, indices: Sequence[tirx.Var], sizes: Sequence[tirx.Var], tables: Sequence[tirx.Buffer]) -> Expr:
-    """The canonical form of `value`, an expression of the indices (b, h, i, j), the sizes and loads from the tables,
+    """The canonical form of `value`, an expression of the indices (b, h, i, j[, s]), the sizes and loads of the tables,
     which are called size_0, ... and table_0, ... in the order given.
 
     Raises ValueError for what no expression holds.
     """
-    leaves: dict[tirx.Var, Expr] = {
-        var: Expr("index", str(var.ty), value=name) for name, var in zip(INDICES, indices, strict=True)
-    }
+    leaves: dict[tirx.Var, Expr] = {var: Expr("index", str(var.ty), value=name) for name, var in zip(INDICES, indices)}
     leaves |= {var: Expr("scalar", str(var.ty), value=f"size_{k}") for k, var in enumerate(sizes)}
     return canonical(_read(value, leaves, {table: f"table_{k}" for k, table in enumerate(tables)}))
 

@@ -1,0 +1,165 @@
+"""What the store of keys and values costs our own kernels: pages, offsets and codes beside a dense cache.
+
+No model is compiled: kernels are those that the CPU rule gives for a record, called with arrays of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import tvm
+import tvm_ffi
+from rich.console import Console
+from rich.table import Table
+
+import schedules
+from lowering.attention.plain import plain
+from lowering.attention.problem import AttentionProblem, Window
+from lowering.attention.store import Codec, Offset, Pages, Store
+from lowering.target import resolve
+
+from .timing import Timing, interleaved, timed
+
+HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16
+CAUSAL = Window(right=0, offset="lengths")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A record, and the rows and keys of each batch of one call of it."""
+
+    problem: AttentionProblem
+    rows: tuple[int, ...]
+    keys: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Calls that are timed in turns. The first is what the others are compared with, all calls of a contender together;
+    bars are the ratios of times that they should reach."""
+
+    name: str
+    contenders: dict[str, tuple[Call, ...]]
+    bars: dict[str, float]
+
+
+def comparisons() -> list[Comparison]:
+    found = []
+    dense = _problem(Store(), lengths=True)
+    for keys in (1024, 4096, 16384):
+        stores = {
+            "dense": Store(),
+            "offsets": Store("thd", Offset()),
+            f"pages of {PAGE}": Store("phtd", Pages(PAGE)),
+            "pages of 128": Store("phtd", Pages(128)),
+            "int8, a scale": Store("bhtd", codec=Codec("int8", 0)),
+            "int8, scales of 8": Store("bhtd", codec=Codec("int8", 8)),
+            "float8, a scale": Store("bhtd", codec=Codec("float8_e4m3fn", 0)),
+        }
+        calls = {name: (Call(_problem(store, lengths=True), (1,), (keys,)),) for name, store in stores.items()}
+        bars = {"offsets": 0.95, f"pages of {PAGE}": 0.95, "pages of 128": 0.95}
+        bars |= {name: 2.5 for name in stores if name.startswith("int8")} if keys == 4096 else {}
+        found.append(Comparison(f"decode, {keys} keys", calls, bars))
+    rows = (300, 1, 77, 512, 1, 1, 130, 1)
+    keys = tuple(n + past for n, past in zip(rows, (0, 900, 0, 0, 333, 2047, 64, 15)))
+    packed = dataclasses.replace(dense, row_axes="te", window=CAUSAL)
+    alone = dataclasses.replace(dense, row_axes="bte", window=CAUSAL)
+    contenders = {
+        "one by one": tuple(Call(alone, (n,), (m,)) for n, m in zip(rows, keys)),
+        "packed": (Call(packed, rows, keys),),
+    }
+    return [*found, Comparison("a ragged batch of 8", contenders, {"packed": 0.95})]
+
+
+def _problem(store: Store, **fields: Any) -> AttentionProblem:
+    heads = {"q_heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM, "v_head_dim": DIM, "scale": DIM**-0.5}
+    types = {"dtype": "float32", "v_dtype": "float32", "acc_dtype": "float32"}
+    return AttentionProblem(None, None, None, **heads, **types, store=store, **fields)
+
+
+def run(threads: int, turns: int, seconds: float) -> None:
+    """The command `stores`."""
+    tvm_ffi.get_global_func("runtime.config_threadpool")(1, threads)
+    table = Table("comparison", "contender", "ms", "spread", "of the first", "bar", title=f"{threads} thread(s)")
+    for comparison in comparisons():
+        timers = {name: _timer(calls) for name, calls in comparison.contenders.items()}
+        timings = interleaved(timers, turns, seconds)
+        first = next(iter(timings.values())).median
+        for name, timing in timings.items():
+            table.add_row(comparison.name, name, *_row(timing, first), f"{comparison.bars.get(name, '')}")
+    Console().print(table)
+
+
+def _row(timing: Timing, first: float) -> tuple[str, str, str]:
+    spread = f"{timing.low * 1e3:.3f} to {timing.high * 1e3:.3f}"
+    return f"{timing.median * 1e3:.3f}", spread, f"{first / timing.median:.2f}x"
+
+
+def _timer(calls: tuple[Call, ...]) -> Callable[[int], tuple[float, float]]:
+    bound = [_bound(call) for call in calls]
+
+    def all_of_them() -> None:
+        for call in bound:
+            call()
+
+    return partial(timed, all_of_them)
+
+
+def _bound(call: Call) -> Callable[[], object]:
+    p, tensors = call.problem, _tensors(call)
+    arguments = [tensors[name] for name in p.parameters()]
+    return partial(_kernel(p), *arguments)
+
+
+_kernels: dict[AttentionProblem, Any] = {}
+
+
+def _kernel(p: AttentionProblem) -> Any:
+    if p not in _kernels:
+        target = resolve("cpu")[0].tvm
+        module = schedules.apply(tvm.IRModule({"attention": plain(p)}), target)
+        _kernels[p] = tvm.compile(module, target=target)["attention"]
+    return _kernels[p]
+
+
+def _tensors(call: Call) -> dict[str, Any]:
+    """Random arrays by parameter name. Pages lie in no order."""
+    p, rng = call.problem, np.random.default_rng(0)
+    batch, most = len(call.rows), max(call.keys)
+    found: dict[str, Any] = {"lengths": np.array(call.keys), "most_keys": most, "most_rows": max(call.rows)}
+    sizes = {"b": batch, "h": KV_HEADS, "t": most, "d": DIM}
+    if isinstance(p.store.slots, Pages):
+        each = -(-most // p.store.slots.size)
+        sizes |= {"p": batch * each, "t": p.store.slots.size}
+        found["pages"] = rng.permutation(batch * each).reshape(batch, each)
+    elif isinstance(p.store.slots, Offset):
+        sizes["t"], found["slot_starts"] = batch * most, np.arange(batch) * most
+    shape = [sizes[axis] for axis in p.store.axes]
+    for name in "kv":
+        found[name] = _codes(rng, shape, p.store.codec)
+        if p.store.codec is not None:
+            group = p.store.codec.group
+            found[f"{name}_scale"] = np.full([*shape[:-1], DIM // group] if group else [1], 0.02, np.float32)
+    rows = sum(call.rows) if p.packed else max(call.rows)
+    found["row_starts"] = np.concatenate([[0], np.cumsum(call.rows)])
+    width = {"te": (rows, HEADS * DIM), "bte": (batch, rows, HEADS * DIM), "bhtd": (batch, HEADS, rows, DIM)}
+    found["q"] = rng.standard_normal(width[p.row_axes], np.float32)
+    found["y"] = np.empty_like(found["q"])
+    return {name: x if isinstance(x, int) else _tensor(x) for name, x in found.items()}
+
+
+def _codes(rng: np.random.Generator, shape: list[int], codec: Codec | None) -> np.ndarray:
+    values = rng.standard_normal(shape, np.float32)
+    return values if codec is None else (values * 30).astype(codec.dtype)
+
+
+def _tensor(array: np.ndarray) -> Any:
+    """The array in memory of the runtime, which is aligned to a cache line."""
+    if array.dtype.name == "float8_e4m3fn":
+        return tvm.runtime.tensor(array.view(np.uint8))._create_view(array.shape, "float8_e4m3fn")
+    return tvm.runtime.tensor(array)

@@ -1,0 +1,66 @@
+"""The kernels that use tensor cores, chosen as for a real call: random problems with poison against the float64
+reference. The long run (-m slow) is the one that docs/records.md counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import cuda_emulation as emulated
+import ml_dtypes
+import pytest
+from attention_cases import arrays, check, made, outputs
+from record_cases import CALLS, FEW_ROWS, ON_TENSOR_CORES
+
+from schedules.cuda.attention import attention_kernel
+from schedules.cuda.device import DEVICES
+from schedules.cuda.prefill_mma import takes
+from schedules.cuda.tiles import DecodeTiles, MmaTiles
+
+GPU = DEVICES["sm_80"]
+PREFILL = MmaTiles(32, 32, warps=2)
+SEEDS = range(12)
+
+
+@functools.cache
+def kernels(seeds: range) -> emulated.Module:
+    functions = {}
+    for seed in seeds:
+        p = made(seed, CALLS, tensor_cores=True)[0].problem
+        assert takes(p)
+        decode = dataclasses.replace(DecodeTiles.default(p, GPU), blocks=12, split=16, rows=FEW_ROWS)
+        functions[f"attention_{seed}"] = attention_kernel(p, GPU, PREFILL, decode)
+    return emulated.module(functions, arch=GPU.arch)
+
+
+def equals_the_reference(seed: int, seeds: range) -> None:
+    for case in made(seed, CALLS, tensor_cores=True):
+        inputs = arrays(case)
+        results = outputs(case, inputs)
+        names = case.problem.parameters()
+        order = "ascending" if case.seed % 2 else "descending"
+        given = [(inputs | results)[name] for name in names]
+        after = kernels(seeds).call(f"attention_{seed}", given, order=order)
+        found = {name: x for name, x in zip(names, after) if name in results}
+        check(case, inputs, found, rounding=float(ml_dtypes.finfo(case.problem.dtype).eps))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_equals_the_reference(seed: int) -> None:
+    equals_the_reference(seed, SEEDS)
+
+
+def test_the_drawn_problems_are_of_many_kinds() -> None:
+    problems = [made(seed, CALLS, tensor_cores=True)[0].problem for seed in SEEDS]
+    assert {p.packed for p in problems} == {False, True}
+    assert {p.store.looked_up for p in problems} == {False, True}
+    assert {type(p.store.slots).__name__ for p in problems} == {"Whole", "Offset", "Pages"}
+    assert {p.mask is None for p in problems} == {False, True}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("first", ON_TENSOR_CORES[::20])
+def test_equals_the_reference_at_length(first: int) -> None:
+    for seed in range(first, first + 20):
+        equals_the_reference(seed, range(first, first + 20))

@@ -1,0 +1,148 @@
+"""Which random cases cover which field of the record on which kernel.
+
+`python tests/record_cases.py` writes docs/records.md: the cases of the long runs, of which every one follows
+from a seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from attention_cases import TARGET, Case, made
+
+from lowering.attention.formula import Formula
+from lowering.attention.problem import AttentionProblem, Mask
+from lowering.attention.store import Offset, Pages, Whole
+from schedules.cpu.tiles import DecodeTiles
+from schedules.cpu.vector import machine
+from schedules.cuda.prefill_mma import takes
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "records.md"
+
+CALLS = 5  # of every problem
+ON_CPU = range(1000, 1600)
+ON_CUDA = range(2000, 2120)
+ON_TENSOR_CORES = range(3000, 3120)
+FEW_ROWS = 16  # of the heads that share keys, up to which "CUDA decode" serves here
+
+Field = Callable[[AttentionProblem], bool]
+
+FIELDS: dict[str, Field] = {
+    "dense rows": lambda p: not p.packed,
+    "packed rows": lambda p: p.packed,
+    "slots: the buffer's own": lambda p: isinstance(p.store.slots, Whole),
+    "slots: offsets": lambda p: isinstance(p.store.slots, Offset),
+    "slots: pages by number": lambda p: isinstance(p.store.slots, Pages) and p.store.slots.entries == "page",
+    "slots: pages by first slot": lambda p: isinstance(p.store.slots, Pages) and p.store.slots.entries == "slot",
+    "slots: pages of K and V apart": lambda p: isinstance(p.store.slots, Pages) and p.store.slots.apart,
+    "ring": lambda p: p.store.ring is not None,
+    "ring with sinks": lambda p: p.store.ring is not None and p.store.ring.sinks > 0,
+    "beams": lambda p: p.store.beams is not None,
+    "K and V in one buffer": lambda p: p.store.joint,
+    "layers in one buffer": lambda p: "l" in p.store.axes,
+    "int8": lambda p: p.store.codec is not None and p.store.codec.dtype == "int8",
+    "float8_e4m3fn": lambda p: p.store.codec is not None and p.store.codec.dtype == "float8_e4m3fn",
+    "a scale for the tensor": lambda p: p.store.codec is not None and not p.store.codec.group,
+    "a scale for a group": lambda p: p.store.codec is not None and bool(p.store.codec.group),
+    "window": lambda p: p.window is not None,
+    "window with sinks": lambda p: p.window is not None and p.window.left is not None and p.window.sinks > 0,
+    "batches that see all": lambda p: p.window is not None and p.window.free,
+    "lengths": lambda p: p.lengths,
+    "bool mask": lambda p: isinstance(p.mask, Mask) and p.mask.dtype == "bool",
+    "added mask": lambda p: isinstance(p.mask, Mask) and p.mask.dtype != "bool",
+    "mask of packed keys": lambda p: isinstance(p.mask, Mask) and p.mask.starts,
+    "formula that selects": lambda p: isinstance(p.mask, Formula) and p.mask.dtype == "bool",
+    "formula that adds": lambda p: isinstance(p.mask, Formula) and p.mask.dtype != "bool",
+    "scale at run time": lambda p: p.scale is None,
+    "soft cap": lambda p: bool(p.softcap),
+    "change of scores": lambda p: p.score is not None,
+    "sink": lambda p: p.sink,
+    "qk output": lambda p: p.qk_mode is not None,
+    "lse output": lambda p: p.lse,
+    "max output": lambda p: p.max,
+    "grouped heads": lambda p: p.group > 1,
+    "half precision": lambda p: p.dtype in ("float16", "bfloat16"),
+    "float64": lambda p: p.acc_dtype == "float64",
+}
+
+KERNELS = ("CPU plain", "CPU prefill", "CPU decode", "CUDA plain", "CUDA rows", "CUDA decode", "CUDA mma")
+"""wgmma has no random cases: its problems are those of tests/cuda/test_prefill_wgmma.py."""
+
+
+def rows_of(case: Case) -> set[int]:
+    """How many query rows the batches of a call have, as far as that is known before its data are drawn."""
+    return {1, case.q_len} if case.problem.packed else {case.q_len}
+
+
+def on_cpu(case: Case) -> set[str]:
+    """The kernels that serve a call, beside the plain one, which all of them are run by."""
+    p = case.problem
+    if p.qk_mode is not None:
+        return {"CPU plain"}
+    most = DecodeTiles.default(p, machine(TARGET)).q_len
+    return {"CPU plain", *("CPU decode" if rows <= most else "CPU prefill" for rows in rows_of(case))}
+
+
+def on_tensor_cores(case: Case) -> set[str]:
+    assert takes(case.problem)
+    most = FEW_ROWS // case.problem.group
+    return {"CUDA decode" if rows <= most else "CUDA mma" for rows in rows_of(case)}
+
+
+def on_cuda(case: Case) -> set[str]:
+    return {"CUDA plain"} if case.problem.qk_mode is not None else {"CUDA rows"}
+
+
+def runs() -> Iterator[tuple[Case, set[str]]]:
+    """Every case of the long runs, and the kernels that it has covered."""
+    for seeds, tensor_cores, serving in (
+        (ON_CPU, False, on_cpu),
+        (ON_CUDA, False, on_cuda),
+        (ON_TENSOR_CORES, True, on_tensor_cores),
+    ):
+        for seed in seeds:
+            for case in made(seed, CALLS, tensor_cores):
+                yield case, serving(case)
+
+
+def page() -> str:
+    counts = {field: dict.fromkeys(KERNELS, 0) for field in FIELDS}
+    pairs: set[tuple[str, str]] = set()
+    total = 0
+    for case, kernels in runs():
+        total += 1
+        present = [name for name, has in FIELDS.items() if has(case.problem)]
+        pairs |= {(a, b) for a in present for b in present if a < b}
+        for name in present:
+            for kernel in kernels:
+                counts[name][kernel] += 1
+    about = f"the seeds of the long runs (`-m slow`): {total} cases, {len(pairs)} pairs of fields."
+    lines = [
+        "# The record, field by field",
+        "",
+        "Every kernel answers the whole of `lowering/attention/problem.py`, or declines by rule and leaves the problem",
+        "to the plain kernel of its target. A number says how many random cases covered a field on a kernel, against",
+        "float64, with NaN and infinities in what is not visible. `python tests/record_cases.py` writes this page from",
+        about,
+        "",
+        "| field | " + " | ".join(KERNELS) + " |",
+        "|---" * (len(KERNELS) + 1) + "|",
+    ]
+    for name, by_kernel in counts.items():
+        lines.append(f"| {name} | " + " | ".join(str(n) if n else "-" for n in by_kernel.values()) + " |")
+    lines += ["", *NOTES, ""]
+    return "\n".join(lines)
+
+
+NOTES = (
+    "* **qk output**: the matrix of scores exists then, so that there is nothing to tile: plain kernels serve it.",
+    "* **CUDA decode, mma**: tensor cores take 16 bits. Codes (int8, float8) and other types decline: the kernel of",
+    "  warps by rows (`CUDA rows`) reads them.",
+    "* **CUDA wgmma** (Hopper): dense rows and stores. TMA would write whole tiles of Y over rows of the next batch,",
+    "  and looks no slot up; such problems run by mma there.",
+)
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    print(f"wrote {PAGE}")
