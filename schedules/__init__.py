@@ -8,6 +8,7 @@ import tvm
 from tvm import tirx
 
 from . import cpu, cuda
+from .variant import Choose, Rule, chosen
 
 ATTRIBUTE = "lowering.schedule"
 """Of a function that a rule made: the name of the rule."""
@@ -15,27 +16,33 @@ ATTRIBUTE = "lowering.schedule"
 # What TVM calls a function of blocks, as its own operators are; kernels are loops and threads.
 _FORM = "s_tir"
 
-RULES = {"llvm": cpu.RULES, "cuda": cuda.RULES}
-"""By kind of target. A rule answers with a function of the same parameters, or None for "not mine"."""
+RULES: dict[str, tuple[Rule, ...]] = {"llvm": cpu.RULES, "cuda": cuda.RULES}
+"""By kind of target. A rule answers with variants, functions of the same parameters, or None for "not mine"."""
 
 
-def apply(mod: tvm.IRModule, target: tvm.target.Target) -> tvm.IRModule:
-    """Replaces each PrimFunc by the answer of the first rule of the target that has one; the others stay as they are.
+def apply(mod: tvm.IRModule, target: tvm.target.Target, choose: Choose | None = None) -> tvm.IRModule:
+    """Replaces each PrimFunc by a variant of the first rule of the target that has any; the others stay as they are.
 
-    Name, parameters and attributes of a function survive: its callers need not know. ATTRIBUTE is added.
+    choose says which variant, and its tiles; without it the default of each is taken. Name, parameters and attributes
+    of a function survive: its callers need not know. ATTRIBUTE is added.
+
+    Raises ValueError for a choice that does not exist or is illegal.
     """
     rules = RULES.get(target.kind.name, ())
     scheduled = tvm.IRModule(dict(mod.functions_items()), attrs=mod.attrs)
     for name, func in mod.functions_items():
         if isinstance(func, tirx.PrimFunc):
-            scheduled.update_func(name, _scheduled(func, rules, target))
+            scheduled.update_func(name, _scheduled(func, rules, target, choose))
     return scheduled
 
 
-def _scheduled(func: tirx.PrimFunc, rules: Sequence[cpu.Rule], target: tvm.target.Target) -> tirx.PrimFunc:
+def _scheduled(
+    func: tirx.PrimFunc, rules: Sequence[Rule], target: tvm.target.Target, choose: Choose | None
+) -> tirx.PrimFunc:
     for rule in rules:
-        new = rule(func, target)
-        if new is not None:
+        variants = rule(func, target)
+        if variants:
+            new = chosen(func, variants, choose)
             for key, value in func.attrs.items():
                 if key != _FORM:
                     new = new.with_attr(key, value)

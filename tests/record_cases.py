@@ -14,7 +14,7 @@ from attention_cases import TARGET, Case, made
 from lowering.attention.formula import Formula
 from lowering.attention.problem import AttentionProblem, Mask
 from lowering.attention.store import Offset, Pages, Whole
-from schedules.cpu.tiles import DecodeTiles
+from schedules.cpu.attention_tiles import DecodeTiles
 from schedules.cpu.vector import machine
 from schedules.cuda.prefill_mma import takes
 

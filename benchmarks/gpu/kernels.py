@@ -12,6 +12,7 @@ from lowering.attention.bound import Bound
 from lowering.attention.problem import AttentionProblem
 from lowering.scatter import CacheUpdate, copy_and_update, update_in_place
 from lowering.target import Target
+from schedules.cuda.attention_tiles import DecodeTiles, MmaTiles, RowTiles, WgmmaTiles
 from schedules.cuda.decode import decode
 from schedules.cuda.decode_rows import decode_rows
 from schedules.cuda.device import Device, device
@@ -19,16 +20,15 @@ from schedules.cuda.plain import plain
 from schedules.cuda.prefill_mma import prefill_mma
 from schedules.cuda.prefill_wgmma import prefill_wgmma
 from schedules.cuda.scatter import cache_update
-from schedules.cuda.tiles import DecodeTiles, MmaTiles, RowTiles, WgmmaTiles
 
 from .plan import Kernel
 
 _ATTENTION: dict[str, Callable[[Bound, AttentionProblem, Device], None]] = {
     "wgmma": lambda bound, p, gpu: prefill_wgmma(bound, WgmmaTiles.default(p, gpu), gpu),
-    "mma": lambda bound, p, gpu: prefill_mma(bound, MmaTiles.default(p, gpu), gpu),
-    "decode": lambda bound, p, gpu: decode(bound, DecodeTiles.default(p, gpu), gpu),
-    "rows": lambda bound, p, gpu: decode_rows(bound, RowTiles.default(gpu)),
-    "plain": lambda bound, p, gpu: plain(bound),
+    "mma": lambda bound, p, gpu: prefill_mma(bound, MmaTiles.default(p, gpu)),
+    "decode": lambda bound, p, gpu: decode(bound, DecodeTiles.default(p, gpu)),
+    "rows": lambda bound, p, gpu: decode_rows(bound, RowTiles.default(p, gpu)),
+    "plain": lambda bound, p, gpu: plain(bound, RowTiles.default(p, gpu)),
 }
 
 
@@ -42,5 +42,6 @@ def function(kernel: Kernel, target: Target) -> tirx.PrimFunc:
     else:
         update = CacheUpdate.from_json(kernel.problem)
         unscheduled = copy_and_update(update) if kernel.result == "present" else update_in_place(update)
-        made = cache_update(unscheduled, target.tvm)
+        (variant,) = cache_update(unscheduled, target.tvm) or ()
+        made = variant.make()
     return made.with_attr("global_symbol", "kernel")

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import tvm
-from tvm import tirx
-
+from ..variant import Rule
 from .attention import attention
 from .elementwise import elementwise
 from .matmul import matmul
 from .reduction import reduction
-
-Rule = Callable[[tirx.PrimFunc, tvm.target.Target], tirx.PrimFunc | None]
 
 RULES: tuple[Rule, ...] = (attention, matmul, elementwise, reduction)

@@ -10,21 +10,23 @@ from tvm.script.ir_builder import tirx as T
 from lowering.attention.bound import Bound
 from lowering.attention.problem import ATTRIBUTE, AttentionProblem
 
+from ..variant import Variant
+from .attention_tiles import DecodeTiles, PrefillTiles
 from .decode import decode
 from .prefill import prefill
-from .tiles import DecodeTiles, PrefillTiles
 from .vector import Machine, machine
 
 
-def attention(func: tirx.PrimFunc, target: tvm.target.Target) -> tirx.PrimFunc | None:
-    """The kernel for a function that holds an AttentionProblem; None for one with a qk output."""
+def attention(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
+    """A function that holds an AttentionProblem; None for one with a qk output."""
     if func.attrs is None or ATTRIBUTE not in func.attrs:
         return None
     problem = AttentionProblem.from_json(func.attrs[ATTRIBUTE])
     if problem.qk_mode is not None:
         return None
     cpu = machine(target)
-    return attention_kernel(problem, cpu, PrefillTiles.default(problem, cpu), DecodeTiles.default(problem, cpu))
+    tiles = {"prefill": PrefillTiles.default(problem, cpu), "decode": DecodeTiles.default(problem, cpu)}
+    return [Variant("tiled", problem, cpu, tiles, lambda t: attention_kernel(problem, cpu, t["prefill"], t["decode"]))]
 
 
 def attention_kernel(
@@ -32,8 +34,6 @@ def attention_kernel(
 ) -> tirx.PrimFunc:
     """The PrimFunc with the parameters of `plain(problem)`: `decode` for up to decode_tiles.q_len query rows, `prefill`
     for more, batch by batch where rows are packed.
-
-    Raises ValueError for illegal tiles.
     """
     with IRBuilder() as builder, T.prim_func():
         T.func_name("attention")

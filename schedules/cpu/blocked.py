@@ -14,22 +14,21 @@ from .codes import Codes, widened
 from .dot_bf16 import dot, words_of, zip_rows
 from .loops import vector_loop
 from .operands import Operands
-from .panels import Tiles, is_width, panel_width, tiles_of_codes
+from .panels import PanelTiles, is_width
 from .results import LINE, Values
 from .stages import Axis
 from .values import read
 from .vector import Register, convert, fixed, load, prefetch, splat, store, transpose
 
-_WAITING_ROWS = 2  # a product of codes and so many rows is done before the next elements of B are there
-
 
 class Blocked:
     """The free variables of the offsets below: batch axes as themselves, row m of M, step k, and column c of a panel.
 
-    A step is `together` values of k, one or a pair; each has an offset of its own.
+    A step is `together` values of k, one or a pair; each has an offset of its own. Panels have nr columns.
     """
 
-    def __init__(self, operands: Operands) -> None:
+    def __init__(self, operands: Operands, tiles: PanelTiles) -> None:
+        self.tiles, self.lanes = tiles, operands.results.cpu.lanes("float32")
         self.operands, self.product, self.results = operands, operands.product, operands.results
         self.cpu = self.results.cpu
         self.choose_panels()
@@ -47,23 +46,24 @@ class Blocked:
         return self.results.facts
 
     def choose_panels(self) -> None:
-        """Sets tiles, pairs, and where B lies: in panels as it is stored, or else where they are made from."""
-        product, lanes = self.product, self.cpu.lanes("float32")
+        """Sets nr, kc, pairs, and where B lies: in panels as it is stored, or else where they are made from."""
+        product, lanes = self.product, self.lanes
+        self.kc = self.tiles.kc
         if product.codes is not None:
-            self.tiles, self.b_in_place = tiles_of_codes(product.codes, lanes), True
+            self.nr, self.b_in_place, block = product.codes.nr, True, product.codes.block
+            self.kc = max(self.kc // block, 1) * block if block else self.kc
             self.set_step(pairs=False)
             return
-        columns, may_pair = product.j.extent, self.cpu.bf16_dot and product.a.ty == product.b.ty == "bfloat16"
-        default = panel_width(columns.value if isinstance(columns, tirx.IntImm) else None, self.cpu)
+        may_pair = self.cpu.bf16_dot and product.a.ty == product.b.ty == "bfloat16"
         stored = [size.value for size in product.b.source.shape[-2:] if isinstance(size, tirx.IntImm)]
         known = self.results.facts
         # Whichever form B is stored in; the last is what is made where it is in neither.
         for pairs in (False, True) if may_pair else (False,):
-            for nr in (*(size for size in stored if is_width(size, lanes)), default):
+            for nr in (*(size for size in stored if is_width(size, lanes)), self.tiles.vectors * lanes):
                 # Facts of its own: what is known of a panel of one width is wrong for another.
                 self.results.facts = known.copy()
                 self.set_step(pairs)
-                self.tiles = Tiles(lanes, nr)
+                self.nr = nr
                 indices = self.b_panel(nr)
                 self.b_offsets = self.offsets(product.b, indices)
                 self.b_in_place = self.is_panel(indices)
@@ -107,34 +107,34 @@ class Blocked:
         bounds = zip(indices, self.product.b.source.shape)
         return (
             self.is_dense(self.b_offsets, self.results.c, self.together)
-            and is_int(self.operands.stride(self.b_offsets[0], self.k.var), self.together * self.tiles.nr)
+            and is_int(self.operands.stride(self.b_offsets[0], self.k.var), self.together * self.nr)
             and all(self.facts.can_prove(last < extent) for index, extent in bounds for last in self.of_step(index))
         )
 
     @property
     def column(self) -> Expr:
         """Column c of a panel as one of C."""
-        return self.results.panel * self.tiles.nr + self.results.c
+        return self.results.panel * self.nr + self.results.c
 
     @property
     def panels(self) -> Expr:
-        return (self.product.j.extent + (self.tiles.nr - 1)) // self.tiles.nr
+        return (self.product.j.extent + (self.nr - 1)) // self.nr
 
     @property
     def k_blocks(self) -> Expr:
-        return self.results.simplify(tirx.max((self.k.extent + (self.tiles.kc - 1)) // self.tiles.kc, 1))
+        return self.results.simplify(tirx.max((self.k.extent + (self.kc - 1)) // self.kc, 1))
 
     def columns_of(self, values: Values) -> Expr:
         """How many columns a panel has."""
-        nr, columns = self.tiles.nr, self.product.j.extent
+        nr, columns = self.nr, self.product.j.extent
         if is_int(self.results.simplify(columns % nr), 0):
             return tirx.const(nr, "int64")
         return fixed(tirx.min(tirx.const(nr, "int64"), columns - values[self.results.panel] * nr))
 
     def scratch(self) -> dict[str, int]:
         """Elements of float32 that `sum_up` needs beside the tile."""
-        sizes = {} if self.b_in_place else {"panel": self.tiles.kc * self.tiles.nr}
-        return sizes if self.a_in_place else {**sizes, "strip": self.tiles.mr * self.tiles.kc}
+        sizes = {} if self.b_in_place else {"panel": self.kc * self.nr}
+        return sizes if self.a_in_place else {**sizes, "strip": self.tiles.mr * self.kc}
 
     def sum_up(
         self,
@@ -155,8 +155,8 @@ class Blocked:
         strip = None if self.a_in_place else scratch["strip"]
         one = tirx.const(1, "int64")
         with T.serial(self.k_blocks) as k_block:
-            k0 = fixed(k_block * t.kc)
-            depth = fixed(tirx.min(tirx.const(t.kc, "int64"), self.k.extent - k0))
+            k0 = fixed(k_block * self.kc)
+            depth = fixed(tirx.min(tirx.const(self.kc, "int64"), self.k.extent - k0))
             if panel is not None:
                 self.pack(panel, k0, depth, columns)
             # Strips of rows whose heights differ by one at most: seven rows are four and three.
@@ -168,7 +168,7 @@ class Blocked:
                 if finish is not None:
                     # Rows that wait for no other block of k stay where they are, in the nearest cache.
                     place = fixed(tirx.Select(self.k_blocks <= 1, one - 1, row))
-                    self.results.ask(self.operands.memory, values, fixed(first + row), height, self.column, t.nr)
+                    self.results.ask(self.operands.memory, values, fixed(first + row), height, self.column, self.nr)
                 ask = self.ask_for_next(k0, depth, i, strips)
                 for h in range(t.mr, 0, -1):
                     with T.If(height == h), T.Then():
@@ -185,7 +185,7 @@ class Blocked:
         """
         if not self.b_in_place or self.product.codes is not None:
             return None
-        width = self.tiles.nr * self.together
+        width = self.nr * self.together
         of_line = LINE // DataType(self.product.b.ty).itemsize
         size = fixed(depth * width)
         start = fixed(self.at(self.b_offsets[0], k=k0, c=tirx.const(0, "int64")) + size + number * size // strips)
@@ -207,7 +207,6 @@ class Blocked:
 
     def pack(self, panel: tirx.Buffer, k0: Expr, depth: Expr, columns: Expr) -> None:
         """Columns of B into panel[k, c], numbers that are not used behind the last one."""
-        t = self.tiles
         if not self.pairs and is_int(self.operands.stride(self.b_offsets[0], self.k.var), 1):
             self.pack_transposed(panel, k0, depth, columns)
             return
@@ -215,17 +214,17 @@ class Blocked:
         def copy_row(k: Expr, complete: bool) -> None:
             def copy(c: Expr, lane: Expr) -> None:
                 at = [self.at(position, k=k0 + k, c=c) for position in self.b_offsets]
-                store(panel, self.read(self.operands.b, at, complete), k * t.nr + c)
+                store(panel, self.read(self.operands.b, at, complete), k * self.nr + c)
 
-            vector_loop(columns, t.lanes, lambda width: copy)
-            with T.serial(t.nr - columns) as c:
-                store(panel, T.float32(0), k * t.nr + columns + c)
+            vector_loop(columns, self.lanes, lambda width: copy)
+            with T.serial(self.nr - columns) as c:
+                store(panel, T.float32(0), k * self.nr + columns + c)
 
         self.steps(k0, depth, copy_row)
 
     def pack_transposed(self, panel: tirx.Buffer, k0: Expr, depth: Expr, columns: Expr) -> None:
         """The same where values of k are consecutive: squares of them are turned in registers."""
-        lanes, nr, memory = self.tiles.lanes, self.tiles.nr, self.operands.b
+        lanes, nr, memory = self.lanes, self.nr, self.operands.b
         with T.serial(nr // lanes) as v:
             # The last column stands in for those behind it.
             at = [fixed(tirx.min(v * lanes + i, columns - 1)) for i in range(lanes)]
@@ -275,24 +274,24 @@ class Blocked:
 
         The tile begins as zeros where k0 is 0. ask(k) is called at each step.
         """
-        p, t = self.product, self.tiles
-        vectors = range(0, t.nr, t.lanes)
+        p = self.product
+        vectors = range(0, self.nr, self.lanes)
         a = self.operands.a
         starts, step = [fixed(self.at(self.a_offsets[0], m=row + i, k=k0)) for i in range(height)], self.a_step
         if strip is not None:
             self.fill(strip, height, row, k0, depth)
-            a, starts, step = strip, [i * t.kc for i in range(height)], 1
-        zero = splat(0.0, t.lanes, "float32")
+            a, starts, step = strip, [i * self.kc for i in range(height)], 1
+        zero = splat(0.0, self.lanes, "float32")
         if p.codes is not None:
-            with T.If(k0 == 0), T.Then(), T.serial(height * (t.nr // t.lanes)) as v:
-                store(tile, zero, place * t.nr + v * t.lanes)
+            with T.If(k0 == 0), T.Then(), T.serial(height * (self.nr // self.lanes)) as v:
+                store(tile, zero, place * self.nr + v * self.lanes)
             self.accumulate_codes(p.codes, a, starts, place, k0, depth, tile)
             return
         c = [[Register(zero) for _ in vectors] for _ in range(height)]
         with T.If(k0 > 0), T.Then():
             for i in range(height):
                 for v, accumulator in zip(vectors, c[i]):
-                    accumulator.value = load(tile, t.lanes, (place + i) * t.nr + v)
+                    accumulator.value = load(tile, self.lanes, (place + i) * self.nr + v)
 
         def add(k: Expr, complete: bool) -> None:
             if ask is not None:
@@ -304,7 +303,7 @@ class Blocked:
                     a_ik = a[at]
                 else:
                     a_ik = words_of(load(a, 2, at)) if complete else zip_rows(a[at], None)
-                a_ik = T.bind(splat(a_ik, t.lanes, "float32"))
+                a_ik = T.bind(splat(a_ik, self.lanes, "float32"))
                 for accumulator, b_v in zip(c[i], b):
                     total = accumulator.value
                     accumulator.value = dot(total, a_ik, b_v) if self.pairs else total + a_ik * b_v
@@ -312,17 +311,16 @@ class Blocked:
         self.steps(k0, depth, add)
         for i in range(height):
             for v, accumulator in zip(vectors, c[i]):
-                store(tile, accumulator.value, (place + i) * t.nr + v)
+                store(tile, accumulator.value, (place + i) * self.nr + v)
 
     def b_vector(self, panel: tirx.Buffer | None, k0: Expr, k: Expr, v: int) -> Expr:
         """Columns v and up of a panel at step k0 + k."""
-        t = self.tiles
         if panel is not None:
-            return T.bind(load(panel, t.lanes, k * t.nr + v))
+            return T.bind(load(panel, self.lanes, k * self.nr + v))
         start = fixed(self.at(self.b_offsets[0], k=k0 + k, c=tirx.const(0, "int64")))
         if self.pairs:
-            return words_of(load(self.operands.b, 2 * t.lanes, start + 2 * v))
-        return convert(load(self.operands.b, t.lanes, start + v), "float32", self.cpu)
+            return words_of(load(self.operands.b, 2 * self.lanes, start + 2 * v))
+        return convert(load(self.operands.b, self.lanes, start + v), "float32", self.cpu)
 
     def fill(self, strip: tirx.Buffer, height: int, first: Expr, k0: Expr, depth: Expr) -> None:
         """strip[i, k] = step k0 + k of row first + i of A."""
@@ -331,9 +329,9 @@ class Blocked:
         def fill_row(i: int) -> None:
             def copy(k: Expr, complete: bool) -> None:
                 at = [self.at(position, m=first + i, k=k0 + k) for position in self.a_offsets]
-                store(strip, self.read(self.operands.a, at, complete), i * self.tiles.kc + k)
+                store(strip, self.read(self.operands.a, at, complete), i * self.kc + k)
 
-            vector_loop(whole, self.tiles.lanes, lambda width: lambda k, lane: copy(k, True))
+            vector_loop(whole, self.lanes, lambda width: lambda k, lane: copy(k, True))
             if not self.is_whole:
                 with T.If(whole < depth), T.Then():
                     copy(whole, False)
@@ -345,43 +343,45 @@ class Blocked:
         self, codes: Codes, a: tirx.Buffer, starts: list[Expr], row: Expr, k0: Expr, depth: Expr, tile: tirx.Buffer
     ) -> None:
         """The same for a matrix of codes: tile[row + i, c] += scale * (sum of A times code - zero) for each block."""
-        t, cpu = self.tiles, self.cpu
-        vectors, group = range(0, t.nr, t.lanes), codes.group
+        cpu = self.cpu
+        vectors, group = range(0, self.nr, self.lanes), codes.group
         panel = self.values[self.results.panel]
         stored, blocks = codes.load.source.shape[1], codes.scale.source.shape[1]
         memory = self.operands.memory
-        whole = codes.block or t.kc  # the length of a block
+        whole = codes.block or self.kc  # the length of a block
 
-        waiting = len(starts) <= _WAITING_ROWS
+        waiting = len(starts) <= self.tiles.waiting_rows
 
         def block(start: Expr, length: int) -> None:
             """The block from k0 + start on."""
-            place = fixed((panel * blocks + ((k0 + start) // codes.block if codes.block else 0)) * t.nr)
+            place = fixed((panel * blocks + ((k0 + start) // codes.block if codes.block else 0)) * self.nr)
             if codes.block and waiting:
-                _ask(memory[codes.scale.source], place, t.nr, 1024)
+                _ask(memory[codes.scale.source], place, self.nr, self.tiles.ahead // 4)
             zeros = [
-                T.bind(widened(memory[codes.zero.source], t.lanes, place + v, cpu)) if codes.zero is not None else None
+                T.bind(widened(memory[codes.zero.source], self.lanes, place + v, cpu))
+                if codes.zero is not None
+                else None
                 for v in vectors
             ]
-            c = [[Register(splat(0.0, t.lanes, "float32")) for _ in vectors] for _ in starts]
+            c = [[Register(splat(0.0, self.lanes, "float32")) for _ in vectors] for _ in starts]
 
             with T.serial((length + group - 1) // group) as g:
-                first = fixed((panel * stored + (k0 + start) // group + g) * t.nr)
+                first = fixed((panel * stored + (k0 + start) // group + g) * self.nr)
                 if waiting:
-                    _ask(self.operands.b, first, t.nr, 4096)
-                b = [Register(load(self.operands.b, t.lanes, first + v)) for v in vectors]
+                    _ask(self.operands.b, first, self.nr, self.tiles.ahead)
+                b = [Register(load(self.operands.b, self.lanes, first + v)) for v in vectors]
                 with T.serial(group if length % group == 0 else tirx.min(group, length - g * group)) as k:
                     for n, zero in enumerate(zeros):
                         code = codes.next(b[n], cpu)
                         b_v = fixed(code if zero is None else code - zero)
                         for row_start, accumulators in zip(starts, c):
-                            a_ik = splat(a[row_start + start + g * group + k], t.lanes, "float32")
+                            a_ik = splat(a[row_start + start + g * group + k], self.lanes, "float32")
                             accumulators[n].value += a_ik * b_v
             for n, v in enumerate(vectors):
-                scale = T.bind(widened(memory[codes.scale.source], t.lanes, place + v, cpu))
+                scale = T.bind(widened(memory[codes.scale.source], self.lanes, place + v, cpu))
                 for i, accumulators in enumerate(c):
-                    at = (row + i) * t.nr + v
-                    store(tile, load(tile, t.lanes, at) + scale * accumulators[n].value, at)
+                    at = (row + i) * self.nr + v
+                    store(tile, load(tile, self.lanes, at) + scale * accumulators[n].value, at)
 
         with T.serial(depth // whole) as n:
             block(n * whole, whole)

@@ -24,7 +24,7 @@ from tvm.sym import Analyzer
 
 from lowering.expressions import Expr, loads, walk
 
-from .half import HALF
+from .half_precision import HALF
 from .stages import Axis
 from .vector import Machine, Register, cast, convert, element_type, fixed, like, load
 

@@ -33,10 +33,10 @@ from lowering.attention.keys import length, part
 from lowering.attention.plain import Row
 from lowering.attention.scores import HIDDEN
 
+from .attention_tiles import DecodeTiles
 from .dot_bf16 import using_dot, words_of
 from .kv_tile import KeyValueTile, comes_in_pairs, load_query, store_y, vectors_of_values
 from .loops import split_among_threads
-from .tiles import DecodeTiles
 from .vector import (
     LOG2_E,
     Machine,
@@ -61,7 +61,6 @@ def decode(bound: Bound, tiles: DecodeTiles, cpu: Machine) -> None:
 
     Where batches have packed rows of their own, those with at most so many are served, whatever S is.
     """
-    tiles.check(bound.problem, cpu)
     p = bound.problem
     most = tirx.min(T.int64(1) * bound.S, T.int64(tiles.q_len)) if p.packed else T.int64(1) * bound.S
     rows = fixed(most * p.group)
@@ -76,7 +75,7 @@ def decode(bound: Bound, tiles: DecodeTiles, cpu: Machine) -> None:
         with bound.if_rows(fixed(head // p.kv_heads), 1, tiles.q_len):
             _Split(bound, tiles, cpu, head, rows, split, splits, partial).emit()
     work = heads * rows * splits * len(partial.v_starts)
-    split_among_threads(heads * rows, work, lambda row: partial.merge(fixed(row), rows, splits))
+    split_among_threads(heads * rows, work, tiles.parallel_work, lambda row: partial.merge(fixed(row), rows, splits))
 
 
 def _number_of_splits(bound: Bound, tiles: DecodeTiles) -> Expr:

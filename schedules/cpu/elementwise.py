@@ -15,24 +15,27 @@ from tvm.script.ir_builder import tirx as T
 from lowering.expressions import Expr, is_function, is_int, loads, offset, uses, walk
 from lowering.facts import Facts
 
-from .half import is_half
+from ..variant import Variant
+from .half_precision import is_half
 from .loops import split_among_threads, split_rows, volume
 from .stages import Axis, Stage, read_stages
 from .sweep import Sweep, plan_sweep
-from .turned import read_turned
+from .transposition import SweepTiles, read_transposition
 from .values import Evaluator, Program, View, flat_view
 from .vector import Machine, fixed, machine
 
-# Elements that a thread takes at a time where an output is swept over from end to end.
-_CHUNK = 1 << 13
 
-
-def elementwise(func: tirx.PrimFunc, target: tvm.target.Target) -> tirx.PrimFunc | None:
+def elementwise(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
     """Vector loops among threads for a function without reductions; None for anything else."""
     stages = read_stages(func)
     if not stages or any(stage.reduce for stage in stages):
         return None
     cpu = machine(target)
+    tiles = {"sweep": SweepTiles.default(stages, cpu)}
+    return [Variant("sweeps", stages, cpu, tiles, lambda tiles: _emit(func, stages, cpu, tiles["sweep"]))]
+
+
+def _emit(func: tirx.PrimFunc, stages: list[Stage], cpu: Machine, tiles: SweepTiles) -> tirx.PrimFunc:
     stored = set(func.params) | recomputed(stages)
     with IRBuilder() as builder, T.prim_func():
         memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, func.params)}
@@ -46,7 +49,7 @@ def elementwise(func: tirx.PrimFunc, target: tvm.target.Target) -> tirx.PrimFunc
         )
         for stage in stages:
             if stage.output in memory:
-                _write(stage, evaluator, memory[stage.output], Facts.of(func), cpu)
+                _write(stage, evaluator, memory[stage.output], Facts.of(func), cpu, tiles)
                 evaluator.views[stage.output] = View(memory[stage.output])
     return func.with_body(builder.get().body)
 
@@ -92,16 +95,18 @@ def _plan(stage: Stage, evaluator: Evaluator, memory: tirx.Buffer, known: Facts)
     return plan_sweep(stage.axes, write, known)
 
 
-def _write(stage: Stage, evaluator: Evaluator, memory: tirx.Buffer, facts: Facts, cpu: Machine) -> None:
+def _write(
+    stage: Stage, evaluator: Evaluator, memory: tirx.Buffer, facts: Facts, cpu: Machine, tiles: SweepTiles
+) -> None:
     sweep = _plan(stage, evaluator, memory, facts)
-    turned, lanes = read_turned(sweep, facts, cpu), cpu.lanes("float32")
+    transposition, lanes = read_transposition(sweep, facts, cpu, tiles), cpu.lanes("float32")
 
     def store(results: list[Expr]) -> None:
         T.buffer_store(memory, results[0], [results[1]])
 
     def chunk(task: Expr) -> None:
-        low = fixed(task * _CHUNK)
-        sweep.emit({}, lanes, store, (low, tirx.min(low + _CHUNK, sweep.extent)))
+        low = fixed(task * tiles.chunk)
+        sweep.emit({}, lanes, store, (low, tirx.min(low + tiles.chunk, sweep.extent)))
 
     def rows(point: list[Expr], last: Axis) -> None:
         *before, axis = sweep.outer
@@ -109,17 +114,18 @@ def _write(stage: Stage, evaluator: Evaluator, memory: tirx.Buffer, facts: Facts
             outer = {a.var: value for a, value in zip(before, point)}
             sweep.emit({**outer, axis.var: fixed(last.var + i)}, lanes, store)
 
-    if turned is not None and is_int(turned.applies, 1):
-        turned.emit(store)
-    elif turned is not None:
-        with T.If(turned.applies):
+    if transposition is not None and is_int(transposition.applies, 1):
+        transposition.emit(store)
+    elif transposition is not None:
+        with T.If(transposition.applies):
             with T.Then():
-                turned.emit(store)
+                transposition.emit(store)
             with T.Else():
-                split_rows(sweep.outer, sweep.extent * sweep.work, rows)
+                split_rows(sweep.outer, sweep.extent * sweep.work, tiles, rows)
     elif sweep.outer:
-        split_rows(sweep.outer, sweep.extent * sweep.work, rows)
-    elif isinstance(sweep.extent, prim.IntImm) and sweep.extent.value <= _CHUNK:
+        split_rows(sweep.outer, sweep.extent * sweep.work, tiles, rows)
+    elif isinstance(sweep.extent, prim.IntImm) and sweep.extent.value <= tiles.chunk:
         sweep.emit({}, lanes, store)
     else:
-        split_among_threads((sweep.extent + (_CHUNK - 1)) // _CHUNK, sweep.extent * sweep.work, chunk)
+        tasks = (sweep.extent + (tiles.chunk - 1)) // tiles.chunk
+        split_among_threads(tasks, sweep.extent * sweep.work, tiles.parallel_work, chunk)

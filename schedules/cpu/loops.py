@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -10,13 +12,33 @@ from tvm.sym import Analyzer
 
 from lowering.expressions import Expr, is_int
 
+from ..tiles import Space, Tiles
 from .stages import Axis
-from .vector import fixed
+from .vector import Machine, fixed
 
-# Waking the workers costs some microseconds: about as long as one core needs for so many simple operations.
-PARALLEL_WORK = 1 << 16
-# Simple operations in a task: enough to hide the start of its loops.
-_TASK_WORK = 1 << 13
+
+@dataclass(frozen=True, kw_only=True)
+class LoopTiles(Tiles):
+    """How loops are split among threads."""
+
+    parallel_work: int = 1 << 16
+    """Simple operations from which on threads are woken, which takes some microseconds: one core needs as long."""
+    task_work: int = 1 << 13
+    """Simple operations of a task: enough to hide the start of its loops."""
+
+    @classmethod
+    def default(cls, problem: Any, machine: Machine) -> Self:
+        return cls()
+
+    @classmethod
+    def space(cls, problem: Any, machine: Machine) -> Space:
+        return {
+            "parallel_work": tuple(1 << n for n in range(12, 22, 2)),
+            "task_work": tuple(1 << n for n in range(11, 18, 2)),
+        }
+
+    def rules(self, problem: Any, machine: Machine) -> dict[str, bool]:
+        return {"parallel_work and task_work must be positive": min(self.parallel_work, self.task_work) > 0}
 
 
 def volume(axes: Sequence[Axis]) -> Expr:
@@ -42,28 +64,33 @@ def _named(expr: Expr) -> Expr:
     return expr if isinstance(expr, tirx.IntImm) else fixed(expr)
 
 
-def split_among_threads(tasks: Expr, work: Expr, body: Callable[[Expr], None]) -> None:
-    """body(task) for each task. work: simple operations of all tasks together; tested at run time when symbolic."""
+def split_among_threads(tasks: Expr, work: Expr, parallel_work: int, body: Callable[[Expr], None]) -> None:
+    """body(task) for each task. work: simple operations of all tasks together; tested at run time when symbolic.
+
+    Threads share tasks of `parallel_work` and more.
+    """
     work = Analyzer().simplify(work)
     if isinstance(work, tirx.IntImm):
-        with (T.parallel if work.value >= PARALLEL_WORK else T.serial)(tasks) as task:
+        with (T.parallel if work.value >= parallel_work else T.serial)(tasks) as task:
             body(task)
         return
-    with T.If(work >= PARALLEL_WORK):
+    with T.If(work >= parallel_work):
         with T.Then(), T.parallel(tasks) as task:
             body(task)
         with T.Else(), T.serial(tasks) as task:
             body(task)
 
 
-def split_rows(axes: Sequence[Axis], row_work: Expr, body: Callable[[list[Expr], Axis], None]) -> None:
+def split_rows(
+    axes: Sequence[Axis], row_work: Expr, tiles: LoopTiles, body: Callable[[list[Expr], Axis], None]
+) -> None:
     """Cuts a rectangle of rows into tasks: body(outer, last) is to handle the rows outer x last.
 
     outer is the point of a task along all axes but the last one, and `last` a range of the last axis: its var is where
     the range begins. There must be an axis.
     """
     *outer, last = axes
-    rows = _named(tirx.max(_TASK_WORK // tirx.max(row_work, 1), 1))
+    rows = _named(tirx.max(tiles.task_work // tirx.max(row_work, 1), 1))
     blocks = _named((last.extent + (rows - 1)) // rows)
 
     def task(index: Expr) -> None:
@@ -71,7 +98,7 @@ def split_rows(axes: Sequence[Axis], row_work: Expr, body: Callable[[list[Expr],
         first = fixed(index % blocks * rows)
         body(point, Axis(first, fixed(tirx.min(rows, last.extent - first))))
 
-    split_among_threads(volume(outer) * blocks, volume(axes) * row_work, task)
+    split_among_threads(volume(outer) * blocks, volume(axes) * row_work, tiles.parallel_work, task)
 
 
 def nest(axes: Sequence[Axis], body: Callable[[dict[tirx.Var, Expr]], None]) -> None:

@@ -19,7 +19,7 @@ that are left over are zeros of the panel.
 Several products (product.py) run in one pass over the rows: those of a group have a tile each, and one epilogue;
 groups, such as queries, keys and values, are panels of one long row of tasks.
 
-Where B is not stored in panels, few rows or columns are not worth packing it (few.py).
+Where B is not stored in panels, few rows or columns are not worth packing it (thin_product.py).
 
 Where the machine multiplies pairs of bfloat16 (dot_bf16.py) and A and B are bfloat16, a step along k takes two values:
 a panel's elements are words of two successive k, and the last of an odd number meets a zero.
@@ -28,6 +28,7 @@ a panel's elements are words of two successive k, and the last of an odd number 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import tvm
 from tvm import tirx
@@ -36,41 +37,40 @@ from tvm.script.ir_builder import tirx as T
 
 from lowering.expressions import Expr, is_int
 
+from ..variant import Variant
 from .blocked import Blocked
 from .dot_bf16 import using_dot
-from .few import few_kernels, is_thin
 from .loops import split_among_threads
 from .operands import Operands
-from .panels import is_width
+from .panels import PanelTiles, is_width
 from .product import read_groups
 from .results import Results, Values
 from .stages import read_stages
+from .thin_product import ThinTiles, is_thin, thin_kernels
 from .values import flat_view
 from .vector import fixed, machine, workspace
-
-_MANY_TASKS = 16  # so many panels keep threads busy
-
 
 Plan = list[list[Blocked]]
 """Kernels of the products of each group."""
 
 
-def matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> tirx.PrimFunc | None:
+def matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
     """Blocked kernels for float products with element-wise stages around them; None for anything else."""
     kernels = plan(func, target)
     if kernels is None:
         return None
-    operands = kernels[0][0].operands
-    with IRBuilder() as builder, T.prim_func():
-        memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, func.params)}
-        for b in _every(kernels):
-            b.operands.open(memory)
-        few = [] if kernels[0][0].b_in_place else few_kernels(operands)
-        _first_possible(operands.results, few, lambda: _blocked(kernels))
-    return func.with_body(builder.get().body)
+    groups, cpu = [group[0].results.group for group in kernels], machine(target)
+    tiles = {"panels": kernels[0][0].tiles, "thin": ThinTiles.default(groups, cpu)}
+
+    def emit(tiles: dict[str, Any]) -> tirx.PrimFunc:
+        wanted = kernels if tiles["panels"] == kernels[0][0].tiles else plan(func, target, tiles["panels"])
+        assert wanted is not None
+        return _emit(func, wanted, tiles["thin"])
+
+    return [Variant("panels", groups, cpu, tiles, emit)]
 
 
-def plan(func: tirx.PrimFunc, target: tvm.target.Target) -> Plan | None:
+def plan(func: tirx.PrimFunc, target: tvm.target.Target, tiles: PanelTiles | None = None) -> Plan | None:
     """How `matmul` takes a function, or None where it does not."""
     stages = read_stages(func)
     groups = read_groups(stages, set(func.params)) if stages else None
@@ -80,14 +80,26 @@ def plan(func: tirx.PrimFunc, target: tvm.target.Target) -> Plan | None:
     codes = [product.codes for group in groups for product in group.products if product.codes is not None]
     if not all(is_width(c.nr, cpu.lanes("float32")) for c in codes):
         return None
+    tiles = tiles or PanelTiles.default(groups, cpu)
     kernels = []
     for group in groups:
         results = Results(func, stages, group, cpu)
-        kernels.append([Blocked(Operands(results, product)) for product in group.products])
+        kernels.append([Blocked(Operands(results, product), tiles) for product in group.products])
     if len(_every(kernels)) > 1:
         return kernels if _in_one_pass(kernels) else None
     first = kernels[0][0]
     return kernels if first.b_in_place or not is_thin(first.operands) else None
+
+
+def _emit(func: tirx.PrimFunc, kernels: Plan, thin: ThinTiles) -> tirx.PrimFunc:
+    operands = kernels[0][0].operands
+    with IRBuilder() as builder, T.prim_func():
+        memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, func.params)}
+        for b in _every(kernels):
+            b.operands.open(memory)
+        special = [] if kernels[0][0].b_in_place else thin_kernels(operands, thin)
+        _first_possible(operands.results, special, lambda: _blocked(kernels))
+    return func.with_body(builder.get().body)
 
 
 def _every(kernels: Plan) -> list[Blocked]:
@@ -99,7 +111,7 @@ def _in_one_pass(kernels: Plan) -> bool:
     first = kernels[0][0].results
     return all(
         b.b_in_place
-        and b.tiles.nr == group[0].tiles.nr
+        and b.nr == group[0].nr
         and not b.product.batch
         and is_int(first.simplify(b.results.rows - first.rows), 0)
         for group in kernels
@@ -132,13 +144,13 @@ def _blocked(kernels: Plan) -> None:
     """The loops of this file's head, for groups of products."""
     every = _every(kernels)
     results = every[0].results
-    tiles = min((b.tiles for b in every), key=lambda t: t.mc)
+    tiles = every[0].tiles
     panels = [group[0].panels for group in kernels]
     all_panels = sum(panels[1:], panels[0])
     rows, batch = results.rows, results.batch
     most = tirx.const(tiles.mc, "int64")
     if not every[0].b_in_place:  # a panel that is packed serves all rows, where no tile waits for more of k
-        alone = tirx.all(every[0].k_blocks <= 1, batch * all_panels >= _MANY_TASKS)
+        alone = tirx.all(every[0].k_blocks <= 1, batch * all_panels >= tiles.many_tasks)
         most = tirx.Select(alone, tirx.max(rows, most), most)
     # Blocks of equal height, so that no thread gets all the short ones.
     row_blocks = fixed(tirx.max((rows + (most - 1)) // most, 1))
@@ -167,7 +179,7 @@ def _blocked(kernels: Plan) -> None:
 
     work = [batch * rows * b.results.columns * b.operands.depth for b in every]
     with using_dot(any(b.pairs for b in every)):
-        split_among_threads(batch * row_blocks * all_panels, sum(work[1:], work[0]), task)
+        split_among_threads(batch * row_blocks * all_panels, sum(work[1:], work[0]), tiles.parallel_work, task)
 
 
 def _panel(group: list[Blocked], values: Values, panel: Expr, first: Expr, rows: Expr, most: int) -> None:
@@ -175,7 +187,7 @@ def _panel(group: list[Blocked], values: Values, panel: Expr, first: Expr, rows:
     results, last = group[0].results, group[-1]
     values = {**values, results.panel: fixed(panel)}
     columns = last.columns_of(values)
-    sizes: dict[str, tuple[int | Expr, str]] = {f"tile{n}": (most * b.tiles.nr, "float32") for n, b in enumerate(group)}
+    sizes: dict[str, tuple[int | Expr, str]] = {f"tile{n}": (most * b.nr, "float32") for n, b in enumerate(group)}
     for b in group:
         for name, size in b.scratch().items():
             sizes[name] = (max(size, sizes[name][0]) if name in sizes else size, "float32")
@@ -184,7 +196,7 @@ def _panel(group: list[Blocked], values: Values, panel: Expr, first: Expr, rows:
 
     def finish(row: Expr, place: Expr) -> None:
         """A row of the block, whose sums of the last product are in row `place` of its tile."""
-        sums = [(tile, fixed((place if b is last else row) * b.tiles.nr)) for b, tile in zip(group, tiles)]
+        sums = [(tile, fixed((place if b is last else row) * b.nr)) for b, tile in zip(group, tiles)]
         results.store(last.operands.memory, values, sums, fixed(first + row), last.column, columns)
 
     for b, tile in zip(group, tiles):

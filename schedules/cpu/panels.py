@@ -1,26 +1,76 @@
-"""Block sizes of the matrix kernel (matmul.py), of which the width of a panel is that of stored weights."""
+"""Tiles of the matrix kernel (matmul.py), and the width of a panel, which is that of stored weights."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .codes import Codes
+from tvm import tirx
+
+from ..tiles import Space
+from .loops import LoopTiles
+from .product import Group
 from .vector import Machine
 
 
-@dataclass(frozen=True)
-class Tiles:
+@dataclass(frozen=True, kw_only=True)
+class PanelTiles(LoopTiles):
     """Block sizes: mr rows x nr columns in registers, kc values (or pairs) of k and mc rows in caches.
 
     mr * nr / lanes accumulators, nr / lanes vectors of B and one broadcast element of A must fit the registers. A panel
-    of kc * nr elements, mc * kc of A and a tile of mc * nr accumulators should fit the L2 cache. mr divides mc.
+    of kc * nr elements, mc * kc of A and a tile of mc * nr accumulators should fit the L2 cache.
     """
 
-    lanes: int
-    nr: int
+    vectors: int
+    """nr / lanes of a panel that the kernel makes; stored ones are as wide as they are."""
     mr: int = 6
     kc: int = 1024
+    """Of codes in blocks: of whole blocks, as many as that is."""
     mc: int = 144
+    """Multiple of mr."""
+    many_tasks: int = 16
+    """Panels that keep threads busy: one that is packed then serves all rows."""
+    waiting_rows: int = 2
+    """A product of codes and so many rows is done before the next elements of B are there: they are asked for, ..."""
+    ahead: int = 4096
+    """... so many bytes ahead, and scales a quarter of that."""
+
+    @classmethod
+    def default(cls, problem: Sequence[Group], machine: Machine) -> PanelTiles:
+        """Integers of several codes wait in registers, too."""
+        products = [product for group in problem for product in group.products]
+        columns = products[0].j.extent
+        vectors = panel_width(columns.value if isinstance(columns, tirx.IntImm) else None, machine)
+        vectors //= machine.lanes("float32")
+        if any(product.codes is not None and product.codes.group > 1 for product in products):
+            return PanelTiles(vectors=vectors, mr=5, mc=140)
+        return PanelTiles(vectors=vectors)
+
+    @classmethod
+    def space(cls, problem: Sequence[Group], machine: Machine) -> Space:
+        return super().space(problem, machine) | {
+            "vectors": tuple(range(1, _widest(machine) + 1)),
+            "mr": (1, 2, 3, 4, 5, 6, 8, 12),
+            "kc": (128, 256, 512, 1024, 2048),
+            "mc": (24, 48, 72, 96, 120, 140, 144, 192, 240, 288),
+            "many_tasks": (4, 8, 16, 32),
+            "waiting_rows": (0, 1, 2, 4),
+            "ahead": (1024, 2048, 4096, 8192),
+        }
+
+    def rules(self, problem: Sequence[Group], machine: Machine) -> dict[str, bool]:
+        widest, registers = _widest(machine), machine.registers
+        codes = [product.codes for group in problem for product in group.products if product.codes is not None]
+        wide = max((c.nr // machine.lanes("float32") for c in codes), default=self.vectors)
+        needed = self.mr * wide + wide + 1 + (wide if any(c.group > 1 for c in codes) else 0)
+        return super().rules(problem, machine) | {
+            f"vectors = {self.vectors} must be from 1 to {widest}": 1 <= self.vectors <= widest,
+            f"mc = {self.mc} must be a multiple of mr = {self.mr}": self.mr > 0
+            and self.mc > 0
+            and self.mc % self.mr == 0,
+            f"kc = {self.kc} must be positive and even": self.kc > 0 and self.kc % 2 == 0,
+            f"{needed} registers are more than {registers}": needed <= registers,
+        }
 
 
 def panel_width(columns: int | None, cpu: Machine) -> int:
@@ -28,15 +78,14 @@ def panel_width(columns: int | None, cpu: Machine) -> int:
 
     v vectors take mr * v multiplications and mr + v loads for each k; few accumulators wait for one another.
     """
-    lanes, mr = cpu.lanes("float32"), Tiles.mr
-    widest = 4 if cpu.registers >= 32 else 2
+    lanes, mr = cpu.lanes("float32"), PanelTiles.mr
     if columns is None:
-        return widest * lanes
+        return _widest(cpu) * lanes
 
     def work(v: int) -> int:
         return -(-columns // (v * lanes)) * max(mr * v, mr + v, 8)
 
-    return min(range(widest, 0, -1), key=work) * lanes
+    return min(range(_widest(cpu), 0, -1), key=work) * lanes
 
 
 def is_width(columns: int, lanes: int) -> bool:
@@ -44,7 +93,6 @@ def is_width(columns: int, lanes: int) -> bool:
     return 0 < columns <= 4 * lanes and columns % lanes == 0
 
 
-def tiles_of_codes(codes: Codes, lanes: int) -> Tiles:
-    """kc is a number of whole blocks, or a part of the only one. Integers of several codes wait in registers, too."""
-    kc = max(Tiles.kc // codes.block, 1) * codes.block if codes.block else Tiles.kc
-    return Tiles(lanes, codes.nr, kc=kc) if codes.group == 1 else Tiles(lanes, codes.nr, mr=5, kc=kc, mc=140)
+def _widest(cpu: Machine) -> int:
+    """Vectors of a panel for which there are registers."""
+    return 4 if cpu.registers >= 32 else 2

@@ -29,9 +29,9 @@ from lowering.attention.expr.interval import Interval
 from lowering.attention.key_tiles import KeyTiles
 from lowering.attention.scores import HIDDEN
 
+from .attention_tiles import PrefillTiles
 from .dot_bf16 import pair, using_dot, words_of
 from .kv_tile import KeyValueTile, comes_in_pairs, load_query, store_y
-from .tiles import PrefillTiles
 from .vector import (
     LOG2_E,
     Machine,
@@ -52,15 +52,12 @@ from .vector import (
     workspace,
 )
 
-CHAINS = 4  # independent partial maxima and sums, so that they are not one long chain of operations
-
 
 def prefill(bound: Bound, tiles: PrefillTiles, cpu: Machine, more_than: int = 0) -> None:
     """Emits the kernel into the PrimFunc that `bound` has opened. Any problem without qk output.
 
     Where batches have packed rows of their own, those with more rows than so many are served.
     """
-    tiles.check(bound.problem, cpu)
     heads, group = bound.problem.kv_heads, bound.problem.group
     most = fixed(T.int64(1) * bound.S * group)
     count = fixed(tirx.max(tirx.ceildiv(most, tiles.q), T.int64(1)))
@@ -373,17 +370,17 @@ class _QueryTile:
             # Nothing seen so far: m' = -inf, and S - m' would be NaN.
             shift = T.bind(tirx.Select(m_new == like(float("-inf"), m_new), like(0.0, m_new), m_new))
             alpha = exp2((m_old - shift) * log2_e)
-            l = [Register(like(0.0, m_old)) for _ in range(CHAINS)]
-            with T.serial(keys // CHAINS) as block:
+            l = [Register(like(0.0, m_old)) for _ in range(self.tiles.chains)]
+            with T.serial(keys // self.tiles.chains) as block:
                 p = []
-                for chain in range(CHAINS):
-                    j = T.bind(block * CHAINS + chain)
+                for chain in range(self.tiles.chains):
+                    j = T.bind(block * self.tiles.chains + chain)
                     p.append(exp2((load(self.S, W, j * self.tiles.q + r) - shift) * log2_e))
                     l[chain].value += p[-1]
                     if not self.kv.pairs:
                         store(self.S, p[-1], j * self.tiles.q + r)
-                for n in range(0, CHAINS if self.kv.pairs else 0, 2):
-                    store(self.S, pair(p[n], p[n + 1]), (block * (CHAINS // 2) + n // 2) * self.tiles.q + r)
+                for n in range(0, self.tiles.chains if self.kv.pairs else 0, 2):
+                    store(self.S, pair(p[n], p[n + 1]), (block * (self.tiles.chains // 2) + n // 2) * self.tiles.q + r)
             store(self.l, load(self.l, W, r) * alpha + combine(lambda x, y: x + y, l), r)
             store(self.m, m_new, r)
             store(self.alpha, alpha, r)

@@ -11,7 +11,7 @@ from tvm.ir import prim
 from lowering.expressions import Expr, loads, substitute, uses
 
 from .codes import Codes, read_codes
-from .half import HALF
+from .half_precision import HALF
 from .stages import Axis, Stage
 
 _FLOATS = ("float32", *HALF)

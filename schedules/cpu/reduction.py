@@ -7,6 +7,8 @@ next: what is one number per row stays in a register, what is an element of the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import tvm
 from tvm import ir, tirx
@@ -18,17 +20,16 @@ from tvm.sym import Analyzer
 from lowering.expressions import Expr, is_int, loads, offset, substitute
 from lowering.facts import Facts
 
+from ..tiles import Space
+from ..variant import Variant
 from .elementwise import expensive_outputs, recomputed, scratch_type
-from .half import is_half
-from .loops import nest, split_rows, volume
-from .rows import runs_across, several, shared_rank
+from .half_precision import is_half
+from .loops import LoopTiles, nest, split_rows, volume
+from .shared_axes import runs_across, several, shared_rank
 from .stages import Axis, Stage, read_stages
 from .sweep import Piece, plan_sweep
 from .values import Evaluator, Known, Program, View, flat_view
 from .vector import Machine, Register, convert, fixed, machine, reduce_lanes, splat
-
-# Independent partial results of a reduction: an addition takes several cycles, and one can start in each.
-_ACCUMULATORS = 4
 
 # Operations per element of a stage that calls functions or divides.
 _COSTLY = 8
@@ -43,24 +44,38 @@ _COMBINE: dict[type, Combine] = {
 }
 
 
-def reduction(func: tirx.PrimFunc, target: tvm.target.Target) -> tirx.PrimFunc | None:
+@dataclass(frozen=True, kw_only=True)
+class ReductionTiles(LoopTiles):
+    """Tiles of reductions."""
+
+    accumulators: int = 4
+    """Independent partial results: an addition takes several cycles, and one can start in each."""
+
+    @classmethod
+    def space(cls, problem: Any, machine: Machine) -> Space:
+        return super().space(problem, machine) | {"accumulators": (1, 2, 4, 8)}
+
+    def rules(self, problem: Any, machine: Machine) -> dict[str, bool]:
+        fits = 1 <= self.accumulators <= machine.registers // 2
+        return super().rules(problem, machine) | {f"accumulators = {self.accumulators} must fit the registers": fits}
+
+
+def reduction(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
     """Rows among threads, vectors along them, for functions with reductions; None for anything else."""
     stages = read_stages(func)
     if not stages or not any(stage.reduce for stage in stages):
         return None
-    return _Kernel(func, stages, machine(target)).write()
+    cpu = machine(target)
+    tiles = {"rows": ReductionTiles.default(stages, cpu)}
+    return [Variant("rows", stages, cpu, tiles, lambda tiles: _Kernel(func, stages, cpu, tiles["rows"]).write())]
 
 
 class _Kernel:
     """`kept` are the stages with values of their own; the others are computed where they are read."""
 
-    def __init__(self, func: tirx.PrimFunc, stages: list[Stage], cpu: Machine) -> None:
-        self.func, self.stages, self.cpu, self.lanes = (
-            func,
-            stages,
-            cpu,
-            cpu.lanes("float32"),
-        )
+    def __init__(self, func: tirx.PrimFunc, stages: list[Stage], cpu: Machine, tiles: ReductionTiles) -> None:
+        self.func, self.stages, self.cpu, self.tiles = func, stages, cpu, tiles
+        self.lanes = cpu.lanes("float32")
         needed = [stage for stage in stages if stage.reduce or stage.output in set(func.params)]
         self.rank = shared_rank(needed, stages)
         while self.rank and any(stage.reduce and runs_across(stage, self.rank) for stage in stages):
@@ -92,7 +107,7 @@ class _Kernel:
                     )
 
             if long:
-                split_rows(long, self.work(), rows)
+                split_rows(long, self.work(), self.tiles, rows)
             else:
                 self.row([_ZERO for _ in axes], self.allocate())
         return self.func.with_body(builder.get().body)
@@ -205,7 +220,8 @@ class _Kernel:
         if isinstance(sweep.extent, tirx.IntImm):
             lanes = min(lanes, 1 << max(sweep.extent.value.bit_length() - 1, 0))
         result = Register(initial)
-        partial = [Register(splat(initial, lanes, str(initial.ty))) for _ in range(_ACCUMULATORS if lanes > 1 else 0)]
+        count = self.tiles.accumulators if lanes > 1 else 0
+        partial = [Register(splat(initial, lanes, str(initial.ty))) for _ in range(count)]
 
         def fold(outer: dict[tirx.Var, Expr]) -> None:
             for piece in sweep.pieces:

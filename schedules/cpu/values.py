@@ -20,7 +20,7 @@ from lowering.expressions import Expr, is_int, loads, offset, rebuild, rewrite, 
 from lowering.facts import Facts
 
 from .fast_math import expand
-from .half import is_half, narrow, rounded, widen
+from .half_precision import is_half, narrow, rounded, widen
 from .stages import Stage
 from .vector import fixed
 

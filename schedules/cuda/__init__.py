@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import tvm
-from tvm import tirx
-
+from ..variant import Rule
 from .attention import attention
 from .ordinary import ordinary
 from .scatter import cache_update
-
-Rule = Callable[[tirx.PrimFunc, tvm.target.Target], tirx.PrimFunc | None]
 
 RULES: tuple[Rule, ...] = (attention, cache_update, ordinary)

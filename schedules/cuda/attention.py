@@ -12,39 +12,54 @@ from tvm.script.ir_builder import tirx as T
 from lowering.attention.bound import Bound
 from lowering.attention.problem import ATTRIBUTE, AttentionProblem, Mask
 
+from ..variant import Variant
+from .attention_tiles import DecodeTiles, MmaTiles, RowTiles, WgmmaTiles
 from .decode import decode
 from .decode_rows import decode_rows
 from .device import Device, device
 from .plain import plain
 from .prefill_mma import prefill_mma, takes
 from .prefill_wgmma import prefill_wgmma
-from .tiles import DecodeTiles, MmaTiles, RowTiles, WgmmaTiles
 
 
-def attention(func: tirx.PrimFunc, target: tvm.target.Target) -> tirx.PrimFunc | None:
-    """The kernel for a function that holds an AttentionProblem."""
+def attention(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
+    """A function that holds an AttentionProblem: by wgmma, by mma.sync, by warps for a row each."""
     if func.attrs is None or ATTRIBUTE not in func.attrs:
         return None
     problem, gpu = AttentionProblem.from_json(func.attrs[ATTRIBUTE]), device(target)
+    variants = [
+        Variant(
+            name,
+            problem,
+            gpu,
+            {"prefill": tiles.default(problem, gpu), "decode": DecodeTiles.default(problem, gpu)},
+            lambda tiles: attention_kernel(problem, gpu, tiles["prefill"], tiles["decode"]),
+        )
+        for name, tiles in _on_tensor_cores(problem, gpu).items()
+    ]
+    rows = {"rows": RowTiles.default(problem, gpu)}
+    return [*variants, Variant("rows", problem, gpu, rows, lambda tiles: rows_kernel(problem, tiles["rows"]))]
+
+
+def _on_tensor_cores(problem: AttentionProblem, gpu: Device) -> dict[str, type[MmaTiles | WgmmaTiles]]:
+    """The prefill kernels that take the problem, the best first."""
     if not takes(problem):
-        return rows_kernel(problem, RowTiles.default(gpu))
+        return {}
     # TMA would write whole tiles of Y over the rows of the next batch, and knows nothing of tables.
-    tiles = WgmmaTiles if gpu.generation == 90 and problem.dense else MmaTiles
-    return attention_kernel(problem, gpu, tiles.default(problem, gpu), DecodeTiles.default(problem, gpu))
+    wgmma = gpu.generation == 90 and problem.dense
+    return ({"wgmma": WgmmaTiles} if wgmma else {}) | {"mma": MmaTiles}
 
 
 def rows_kernel(problem: AttentionProblem, tiles: RowTiles) -> tirx.PrimFunc:
     """The PrimFunc with the parameters of the plain lowering, for any problem: it launches `plain` for the qk output,
     else `decode_rows`.
-
-    Raises ValueError for illegal tiles.
     """
     with IRBuilder() as builder, T.prim_func():
         bound = _bound(problem)
         if problem.qk_mode is None:
             decode_rows(bound, tiles)
         else:
-            plain(bound)
+            plain(bound, tiles)
     return builder.get()
 
 
@@ -53,25 +68,23 @@ def attention_kernel(
 ) -> tirx.PrimFunc:
     """The PrimFunc with the parameters of the plain lowering, for a problem that tensor cores take: it launches
     `decode` for up to decode_tiles.rows packed query rows, and for more the prefill kernel that the tiles are for.
-
-    Raises ValueError for illegal tiles.
     """
     with IRBuilder() as builder, T.prim_func():
         bound = _bound(problem)
         most = decode_tiles.rows // problem.group
         if problem.packed:
             if most:
-                decode(bound, decode_tiles, gpu)
+                decode(bound, decode_tiles)
             with T.If(T.int64(1) * bound.S > most), T.Then():
                 _prefill(bound, prefill_tiles, gpu, more_than=most)
         elif bound.problem.q_len is None and most:
             with T.If(tirx.LE(bound.S, T.int64(most))):
                 with T.Then():
-                    decode(bound, decode_tiles, gpu)
+                    decode(bound, decode_tiles)
                 with T.Else():
                     _prefill(bound, prefill_tiles, gpu)
         elif bound.problem.q_len is not None and bound.problem.q_len <= most:
-            decode(bound, decode_tiles, gpu)
+            decode(bound, decode_tiles)
         else:
             _prefill(bound, prefill_tiles, gpu)
     return builder.get()
@@ -81,7 +94,7 @@ def _prefill(bound: Bound, tiles: MmaTiles | WgmmaTiles, gpu: Device, more_than:
     if isinstance(tiles, WgmmaTiles):
         prefill_wgmma(bound, tiles, gpu)
     else:
-        prefill_mma(bound, tiles, gpu, more_than)
+        prefill_mma(bound, tiles, more_than)
 
 
 def _bound(problem: AttentionProblem) -> Bound:

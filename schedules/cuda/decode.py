@@ -34,23 +34,21 @@ from lowering.attention.keys import Range, length
 from lowering.attention.scores import HIDDEN
 
 from . import ptx
-from .device import Device
+from .attention_tiles import DecodeTiles, padded
 from .fragments import OnlineSoftmax
 from .host import on_host
 from .partial import Partial, each_element, merged
 from .ptx import WARP, fixed, put, unrolled
 from .shared_tile import CHUNK, SharedTile
-from .tiles import DecodeTiles, padded
 from .warp_tile import ROWS, WarpTile
 
 
-def decode(bound: Bound, tiles: DecodeTiles, device: Device) -> None:
+def decode(bound: Bound, tiles: DecodeTiles) -> None:
     """Emits the kernels and their launches into the PrimFunc that `bound` has opened, for what `prefill_mma` takes.
 
     Where batches have packed rows of their own, those with at most tiles.rows of all heads that share keys are served.
     """
     p = bound.problem
-    tiles.check(p, device)
     most = T.int64(1) * bound.S
     rows = on_host((tirx.min(most, T.int64(tiles.rows // p.group)) if p.packed else most) * p.group)
     heads = on_host(T.int64(1) * bound.B * p.kv_heads)
@@ -59,7 +57,16 @@ def decode(bound: Bound, tiles: DecodeTiles, device: Device) -> None:
         most = tirx.truncdiv(T.int64(tiles.blocks), heads * row_blocks)
         most = tirx.min(most, tirx.truncdiv(T.int64(1) * bound.T + (tiles.split - 1), T.int64(tiles.split)))
         splits = on_host(tirx.max(most, T.int64(1)))
-        partial = Partial(bound, heads, rows, splits, unit=tiles.keys * tiles.warps, most=tiles.rows // p.group)
+        partial = Partial(
+            bound,
+            heads,
+            rows,
+            splits,
+            unit=tiles.keys * tiles.warps,
+            warps=tiles.warps,
+            ahead=tiles.ahead,
+            most=tiles.rows // p.group,
+        )
         with (
             T.launch_thread("blockIdx.x", (heads * splits * row_blocks).astype("int32")) as block,
             T.launch_thread("threadIdx.x", tiles.threads) as thread,

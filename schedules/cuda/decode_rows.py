@@ -17,11 +17,11 @@ from tvm.script.ir_builder import tirx as T
 from lowering.attention.bound import Bound
 from lowering.attention.keys import Range, length
 
+from .attention_tiles import RowTiles
 from .host import on_host
 from .partial import Partial
-from .plain import WARPS, WarpRow, plain
+from .plain import WarpRow, plain
 from .ptx import WARP, fixed, put
-from .tiles import RowTiles
 
 
 def decode_rows(bound: Bound, tiles: RowTiles) -> None:
@@ -29,30 +29,27 @@ def decode_rows(bound: Bound, tiles: RowTiles) -> None:
 
     Any problem without qk output.
     """
-    tiles.check()
     rows = on_host(T.int64(1) * bound.S * bound.problem.group)
     heads = on_host(T.int64(1) * bound.B * bound.problem.kv_heads)
     most = tirx.truncdiv(T.int64(tiles.warps), tirx.max(heads * rows, T.int64(1)))
     splits = on_host(tirx.min(most, tirx.truncdiv(T.int64(1) * bound.T + (tiles.split - 1), T.int64(tiles.split))))
     with T.If(tirx.all(splits > 1, heads * rows > 0)):
         with T.Then():
-            partial = Partial(bound, heads, rows, splits, unit=1)
+            partial = Partial(bound, heads, rows, splits, unit=1, warps=tiles.block, ahead=tiles.ahead)
             work = heads * rows * splits
             with (
-                T.launch_thread(
-                    "blockIdx.x", tirx.truncdiv(work + (WARPS - 1), T.int64(WARPS)).astype("int32")
-                ) as block,
-                T.launch_thread("threadIdx.x", WARPS * WARP) as thread,
+                T.launch_thread("blockIdx.x", tirx.ceildiv(work, T.int64(tiles.block)).astype("int32")) as block,
+                T.launch_thread("threadIdx.x", tiles.block * WARP) as thread,
             ):
-                turn = fixed(block * WARPS + thread // WARP)
+                turn = fixed(block * tiles.block + thread // WARP)
                 with T.If(turn < work), T.Then():
-                    _split(partial, turn, fixed(thread % WARP))
+                    _split(partial, turn, fixed(thread % WARP), tiles.keys)
             partial.merge(careful=False)
         with T.Else():
-            plain(bound)
+            plain(bound, tiles)
 
 
-def _split(partial: Partial, turn: Expr, lane: Expr) -> None:
+def _split(partial: Partial, turn: Expr, lane: Expr, at_once: int) -> None:
     """The code of warp number `turn`."""
     rows, splits = (fixed(size.astype("int32")) for size in (partial.rows, partial.splits))
     r, rest = fixed(tirx.truncmod(turn, rows)), fixed(tirx.truncdiv(turn, rows))
@@ -60,7 +57,7 @@ def _split(partial: Partial, turn: Expr, lane: Expr) -> None:
     b, h, i = partial.row_of(head, r)
     keys, _ = partial.keys(b, split)
     with T.If(length(keys) > 0), T.Then(), partial.bound.if_there(b, i):
-        row = _SplitRow(partial.bound, b, h, i, lane, keys)
+        row = _SplitRow(partial.bound, (b, h, i), lane, at_once, keys)
         row.load_query()
         row.online_softmax()
         place = partial.keep_ends(head, r, split, row.m[0], row.l[0])
@@ -71,8 +68,10 @@ def _split(partial: Partial, turn: Expr, lane: Expr) -> None:
 class _SplitRow(WarpRow):
     """A query row with keys of these ranges alone; a sink is no part of it."""
 
-    def __init__(self, bound: Bound, b: Expr, h: Expr, i: Expr, lane: Expr, keys: Sequence[Range]) -> None:
-        super().__init__(bound, b, h, i, lane)
+    def __init__(
+        self, bound: Bound, place: tuple[Expr, Expr, Expr], lane: Expr, at_once: int, keys: Sequence[Range]
+    ) -> None:
+        super().__init__(bound, *place, lane, at_once)
         shared = []
         for (lo, hi), (start, stop) in zip(self.ranges, keys):
             lo = fixed(tirx.max(lo, start.astype("int64")))

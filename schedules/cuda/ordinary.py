@@ -6,6 +6,8 @@ import tvm
 from tvm import s_tir, tirx
 from tvm.s_tir import dlight
 
+from ..variant import Variant
+
 _SCHEDULES = tuple(
     dlight.ApplyDefaultSchedule(rule())
     for rule in (
@@ -18,8 +20,12 @@ _SCHEDULES = tuple(
 )
 
 
-def ordinary(func: tirx.PrimFunc, target: tvm.target.Target) -> tirx.PrimFunc:
-    """The function with its loops bound to threads."""
+def ordinary(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant]:
+    """Any function, with its loops bound to threads. TVM's schedules choose their sizes themselves."""
+    return [Variant("dlight", None, None, {}, lambda tiles: _scheduled(func, target))]
+
+
+def _scheduled(func: tirx.PrimFunc, target: tvm.target.Target) -> tirx.PrimFunc:
     with target:
         for schedule in _SCHEDULES:
             try:

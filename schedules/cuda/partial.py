@@ -18,10 +18,8 @@ from lowering.attention.keys import Range, length, part
 from lowering.attention.scores import HIDDEN
 
 from . import ptx
-from .plain import WARPS, WarpRow
+from .plain import WarpRow
 from .ptx import WARP, fixed, put, registers, unrolled
-
-AHEAD = 4  # parts whose O a thread asks for at once
 
 
 class Partial:
@@ -29,10 +27,22 @@ class Partial:
 
     `heads` counts the key/value heads of all batches, each of which has `rows` packed rows: row r is query row r // G
     of its head r % G. Splits have multiples of `unit` keys. Sizes are the host's. Of batches with packed rows of their
-    own, those with at most `most` are served.
+    own, those with at most `most` are served. Blocks of `warps` put parts together, `ahead` at once.
     """
 
-    def __init__(self, bound: Bound, heads: Expr, rows: Expr, splits: Expr, unit: int, most: int | None = None) -> None:
+    def __init__(
+        self,
+        bound: Bound,
+        heads: Expr,
+        rows: Expr,
+        splits: Expr,
+        *,
+        unit: int,
+        warps: int,
+        ahead: int,
+        most: int | None = None,
+    ) -> None:
+        self.warps, self.ahead = warps, ahead
         self.bound, self.problem, self.acc, self.most = bound, bound.problem, bound.problem.acc_dtype, most
         self.heads, self.rows, self.splits, self.unit = heads, rows, splits, unit
         count = heads * rows * splits
@@ -78,10 +88,10 @@ class Partial:
         """
         total = self.heads * self.rows
         with (
-            T.launch_thread("blockIdx.x", tirx.truncdiv(total + (WARPS - 1), T.int64(WARPS)).astype("int32")) as block,
-            T.launch_thread("threadIdx.x", WARPS * WARP) as thread,
+            T.launch_thread("blockIdx.x", tirx.ceildiv(total, T.int64(self.warps)).astype("int32")) as block,
+            T.launch_thread("threadIdx.x", self.warps * WARP) as thread,
         ):
-            row = fixed(block * WARPS + thread // WARP)
+            row = fixed(block * self.warps + thread // WARP)
             with T.If(row < total), T.Then():
                 rows = fixed(self.rows.astype("int32"))
                 head, r = fixed(tirx.truncdiv(row, rows)), fixed(tirx.truncmod(row, rows))
@@ -94,7 +104,7 @@ class Partial:
         _, used = self.keys(b, T.int32(0))
         first, dim = self.place(head, r, T.int32(0)), self.problem.v_head_dim
         state = merged(
-            (used, AHEAD),
+            (used, self.ahead),
             lambda s: (self.m[first + s], self.l[first + s]),
             lambda s, d: self.O[(first + s) * dim + d],
             self.bound.scores.before_keys(h),
@@ -105,7 +115,7 @@ class Partial:
             return
         with T.If(self.is_doubtful(state)):
             with T.Then():
-                WarpRow(self.bound, b, h, i, lane).emit()
+                WarpRow(self.bound, b, h, i, lane, self.ahead).emit()
             with T.Else():
                 self.store(b, h, i, lane, state)
 

@@ -19,33 +19,31 @@ from lowering.attention.bound import Bound
 from lowering.attention.keys import key_at
 from lowering.attention.plain import Row
 
+from .attention_tiles import RowTiles
 from .ptx import WARP, fixed, put, registers, shuffle_xor
 
-WARPS = 4  # per thread block
-AT_ONCE = 4  # keys
 
-
-def plain(bound: Bound) -> None:
+def plain(bound: Bound, tiles: RowTiles) -> None:
     """Emits the kernel, with its launch, into the PrimFunc that `bound` has opened. Any problem."""
     heads = bound.problem.q_heads
     rows = T.int64(1) * bound.B * heads * bound.S
     with (
-        T.launch_thread("blockIdx.x", tirx.max(tirx.ceildiv(rows, WARPS), T.int64(1))) as block,
-        T.launch_thread("threadIdx.x", WARPS * WARP) as thread,
+        T.launch_thread("blockIdx.x", tirx.max(tirx.ceildiv(rows, tiles.block), T.int64(1))) as block,
+        T.launch_thread("threadIdx.x", tiles.block * WARP) as thread,
     ):
-        row = fixed(block.astype("int64") * WARPS + thread // WARP)
+        row = fixed(block.astype("int64") * tiles.block + thread // WARP)
         with T.If(row < rows), T.Then():
             head, i = fixed(tirx.truncdiv(row, bound.S)), fixed(tirx.truncmod(row, bound.S))
             b, h = fixed(tirx.truncdiv(head, heads)), fixed(tirx.truncmod(head, heads))
             with bound.if_there(b, i):
-                WarpRow(bound, b, h, i, fixed(thread % WARP)).emit()
+                WarpRow(bound, b, h, i, fixed(thread % WARP), tiles.keys).emit()
 
 
 class WarpRow(Row):
-    """The code for query row i of head h in batch b, run by the 32 lanes of a warp."""
+    """The code for query row i of head h in batch b, run by the 32 lanes of a warp, with so many keys at once."""
 
-    def __init__(self, bound: Bound, b: Expr, h: Expr, i: Expr, lane: Expr) -> None:
-        self.lane = lane
+    def __init__(self, bound: Bound, b: Expr, h: Expr, i: Expr, lane: Expr, at_once: int) -> None:
+        self.lane, self.at_once = lane, at_once
         super().__init__(bound, b, h, i)
         self.take([(fixed(lo), fixed(hi)) for lo, hi in self.ranges])
 
@@ -81,9 +79,9 @@ class WarpRow(Row):
             put(buffer, 0, value)
         with self.elements(self.problem.v_head_dim) as (place, _):
             put(o, place, self.zero)
-        with T.serial(tirx.truncdiv(self.count + (AT_ONCE - 1), AT_ONCE)) as step:
-            first = fixed(step * AT_ONCE)
-            keys = [fixed(key_at(self.ranges, tirx.min(first + k, self.count - 1))) for k in range(AT_ONCE)]
+        with T.serial(tirx.truncdiv(self.count + (self.at_once - 1), self.at_once)) as step:
+            first = fixed(step * self.at_once)
+            keys = [fixed(key_at(self.ranges, tirx.min(first + k, self.count - 1))) for k in range(self.at_once)]
             visible = [fixed(self.is_visible(first + k, key)) for k, key in enumerate(keys)]
             scores = []
             for key, seen, s in zip(keys, visible, self.dots(keys)):

@@ -33,13 +33,12 @@ from lowering.attention.key_tiles import KeyTiles
 from lowering.attention.problem import AttentionProblem
 
 from . import ptx
-from .device import Device
+from .attention_tiles import MmaTiles, padded
 from .fragments import OnlineSoftmax
 from .host import on_host
 from .ptx import WARP, fixed, put, registers, unrolled
-from .rows import Rows
+from .row_copies import Rows
 from .shared_tile import CHUNK, SharedTile
-from .tiles import MmaTiles, padded
 
 MOST_BLOCKS = 65535
 """Of a grid, along z."""
@@ -62,13 +61,12 @@ def takes(problem: AttentionProblem) -> bool:
     )
 
 
-def prefill_mma(bound: Bound, tiles: MmaTiles, device: Device, more_than: int = 0) -> None:
+def prefill_mma(bound: Bound, tiles: MmaTiles, more_than: int = 0) -> None:
     """Emits the kernel and its launch into the PrimFunc that `bound` has opened, for a problem that it `takes`.
 
     Where batches have packed rows of their own, those with more rows than so many are served.
     """
     p = bound.problem
-    tiles.check(p, device)
     batch = on_host(T.int64(1) * bound.B)
     tile_count = on_host(tirx.ceildiv(T.int64(1) * bound.S, tiles.q))
     with (

@@ -30,13 +30,13 @@ from lowering.attention.bound import Bound
 from lowering.attention.key_tiles import KeyTiles
 
 from . import wgmma
+from .attention_tiles import WgmmaTiles
 from .device import Device
 from .finite_values import FiniteValues
 from .fragments import OnlineSoftmax
 from .pipeline import Ring, named_arrive, named_sync
 from .ptx import WARP, fixed, pack, put, registers, synchronise
 from .scheduler import Scheduler
-from .tiles import WgmmaTiles
 from .tma import ROW_WORDS, TensorMap, fence_async
 
 ROWS = 64  # of a consumer
@@ -48,9 +48,8 @@ FIRST_OWN, ALL_CONSUMERS = 4, 7  # named barriers, after 0 (the block) and 1 to 
 def prefill_wgmma(bound: Bound, tiles: WgmmaTiles, device: Device) -> None:
     """Emits the kernel, with its launch, into the PrimFunc that `bound` has opened.
 
-    Any problem that `prefill_mma` takes, for sm_90a. Raises ValueError for illegal tiles.
+    Any problem that `prefill_mma` takes, for sm_90a.
     """
-    tiles.check(bound.problem, device)
     with T.If(T.int64(1) * bound.B * bound.S > 0), T.Then():
         maps = {name: TensorMap.of(bound, name, ROWS if name in "qy" else tiles.kv) for name in "qkvy"}
         scheduler = Scheduler(bound, tiles, device)

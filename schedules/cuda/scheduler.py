@@ -12,10 +12,10 @@ from tvm.script.ir_builder import tirx as T
 from lowering.attention.bound import Bound
 from lowering.attention.key_tiles import KeyTiles
 
+from .attention_tiles import WgmmaTiles
 from .device import Device
 from .host import multiprocessors, on_host
 from .ptx import fixed
-from .tiles import WgmmaTiles
 
 
 class Scheduler:

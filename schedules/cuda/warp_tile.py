@@ -12,9 +12,9 @@ from tvm.script.ir_builder import tirx as T
 from lowering.attention.problem import AttentionProblem
 
 from . import ptx
+from .attention_tiles import padded
 from .ptx import put, registers, unrolled
 from .shared_tile import SharedTile
-from .tiles import padded
 
 ROWS = 16
 

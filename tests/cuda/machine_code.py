@@ -24,10 +24,10 @@ from tvm.script.ir_builder import tirx as T
 from lowering.attention.bound import Bound
 from lowering.attention.problem import AttentionProblem, Window
 from lowering.target.cubin import cubin
+from schedules.cuda.attention_tiles import MmaTiles, WgmmaTiles, padded
 from schedules.cuda.device import DEVICES
 from schedules.cuda.prefill_mma import prefill_mma
 from schedules.cuda.prefill_wgmma import prefill_wgmma
-from schedules.cuda.tiles import MmaTiles, WgmmaTiles, padded
 
 PAGE = Path(__file__).parents[2] / "docs" / "cuda_kernels.md"
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -110,7 +110,7 @@ def prefill(p: AttentionProblem, arch: str) -> tuple[tirx.PrimFunc, MmaTiles | W
             prefill_wgmma(bound, tiles, gpu)
         else:
             tiles = MmaTiles.default(p, gpu)
-            prefill_mma(bound, tiles, gpu)
+            prefill_mma(bound, tiles)
     return builder.get(), tiles
 
 

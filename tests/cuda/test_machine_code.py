@@ -7,7 +7,7 @@ import itertools
 import pytest
 from machine_code import HEAD_DIMS, machine_code, prefill, problem, products
 
-from schedules.cuda.tiles import MmaTiles
+from schedules.cuda.attention_tiles import MmaTiles
 
 QUICK = [("sm_80", 64, True), ("sm_80", 128, False), ("sm_90a", 128, False), ("sm_90a", 256, True)]
 ALL = [(arch, *case) for arch in ("sm_80", "sm_86", "sm_90a") for case in itertools.product(HEAD_DIMS, (False, True))]

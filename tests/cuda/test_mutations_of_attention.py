@@ -15,8 +15,8 @@ from cuda_emulation.mutations import survivors
 from lowering.attention.problem import AttentionProblem, Window
 from lowering.attention.reference import reference
 from schedules.cuda.attention import attention_kernel
+from schedules.cuda.attention_tiles import DecodeTiles, MmaTiles
 from schedules.cuda.device import DEVICES
-from schedules.cuda.tiles import DecodeTiles, MmaTiles
 
 GPU = DEVICES["sm_80"]
 DECODE = DecodeTiles(keys=16, warps=2, stages=3, blocks=2, split=64)

@@ -14,9 +14,9 @@ from tvm.script.ir_builder import tirx as T
 from lowering.attention.bound import Bound
 from lowering.attention.problem import AttentionProblem, Mask, Window
 from lowering.attention.store import Store
+from schedules.cuda.attention_tiles import MmaTiles
 from schedules.cuda.device import DEVICES
 from schedules.cuda.prefill_mma import prefill_mma, takes
-from schedules.cuda.tiles import MmaTiles
 
 GPU = DEVICES["sm_80"]
 
@@ -55,7 +55,7 @@ SIZES = [(1, 1, 1), (1, 7, 64), (2, 130, 63), (1, 65, 200)]
 def kernel(p: AttentionProblem, tiles: MmaTiles) -> tirx.PrimFunc:
     with IRBuilder() as builder, T.prim_func():
         T.func_name("attention")
-        prefill_mma(Bound(p, scope="local"), tiles, GPU)
+        prefill_mma(Bound(p, scope="local"), tiles)
     return builder.get()
 
 

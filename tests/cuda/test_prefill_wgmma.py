@@ -18,9 +18,9 @@ from tvm.script.ir_builder import tirx as T
 from lowering.attention.bound import Bound
 from lowering.attention.problem import AttentionProblem, Mask, Window
 from lowering.attention.store import Store
+from schedules.cuda.attention_tiles import WgmmaTiles
 from schedules.cuda.device import DEVICES
 from schedules.cuda.prefill_wgmma import prefill_wgmma
-from schedules.cuda.tiles import WgmmaTiles
 
 GPU = DEVICES["sm_90a"]
 

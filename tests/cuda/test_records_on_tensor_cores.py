@@ -13,9 +13,9 @@ from attention_cases import arrays, check, made, outputs
 from record_cases import CALLS, FEW_ROWS, ON_TENSOR_CORES
 
 from schedules.cuda.attention import attention_kernel
+from schedules.cuda.attention_tiles import DecodeTiles, MmaTiles
 from schedules.cuda.device import DEVICES
 from schedules.cuda.prefill_mma import takes
-from schedules.cuda.tiles import DecodeTiles, MmaTiles
 
 GPU = DEVICES["sm_80"]
 PREFILL = MmaTiles(32, 32, warps=2)

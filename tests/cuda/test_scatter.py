@@ -34,7 +34,7 @@ def kernels() -> emulated.Module:
     functions = {}
     for name, update in UPDATES.items():
         for form, function in (("copying", copy_and_update(update)), ("in_place", update_in_place(update))):
-            functions[f"{form}_{list(UPDATES).index(name)}"] = cache_update(function, TARGET)
+            functions[f"{form}_{list(UPDATES).index(name)}"] = cache_update(function, TARGET)[0].make()
     return emulated.module(functions, arch="sm_80")
 
 

@@ -21,7 +21,7 @@ from lowering.attention.plain import plain
 from lowering.attention.problem import AttentionProblem, Mask, Window
 from lowering.attention.reference import reference
 from lowering.attention.store import Store
-from schedules.cpu.tiles import DecodeTiles, PrefillTiles
+from schedules.cpu.attention_tiles import DecodeTiles, PrefillTiles
 from schedules.cpu.vector import machine
 
 Arrays = dict[str, Any]

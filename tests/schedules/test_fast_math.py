@@ -31,7 +31,7 @@ def kernel(name: str, target: tvm.target.Target) -> tvm.runtime.Module:
     n = tirx.Var("n", "int64")
     x = te.placeholder((n,), name="x")
     y = te.compute((n,), lambda i: getattr(tirx, name)(x[i]), name="y")
-    return tvm.compile(tvm.IRModule({"main": elementwise(te.create_prim_func([x, y]), target)}), target)
+    return tvm.compile(tvm.IRModule({"main": elementwise(te.create_prim_func([x, y]), target)[0].make()}), target)
 
 
 def apply(module: tvm.runtime.Module, x: np.ndarray) -> np.ndarray:

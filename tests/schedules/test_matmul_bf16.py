@@ -113,7 +113,7 @@ def test_pairs_become_the_instruction(name: str, dtype: str, used: int) -> None:
         builder.emit_func_output(builder.emit(product(builder, x, w)))
     weights = {"w": draw(np.random.default_rng(0), (30, 64), dtype)}
     mod, _ = pack_weights(builder.finalize(), weights, TARGETS[name])
-    kernel = matmul(mod["packed_matmul"], TARGETS[name])
+    kernel = matmul(mod["packed_matmul"], TARGETS[name])[0].make()
     assert kernel is not None
     module = tvm.IRModule({"matmul": kernel.with_attr("global_symbol", "matmul")})
     assembly = tvm.compile(module, TARGETS[name]).mod.inspect_source("asm")

@@ -1,7 +1,4 @@
-"""Tile sizes of the CPU attention kernels: the space a tuner searches, what is legal in it, and good defaults.
-
-Nothing but speed depends on them. Legality is checked here, once, so that kernels need not.
-"""
+"""Tiles of the CPU attention kernels."""
 
 from __future__ import annotations
 
@@ -11,11 +8,12 @@ from tvm import DataType
 
 from lowering.attention.problem import AttentionProblem
 
+from ..tiles import Space, Tiles
 from .vector import Machine, cover
 
 
 @dataclass(frozen=True)
-class PrefillTiles:
+class PrefillTiles(Tiles):
     """Tiles of `prefill`. Vectors are registers of the machine, W lanes of the accumulation type each.
 
     The query rows of the G heads that share a key/value head are packed, so q counts rows of all of them.
@@ -33,9 +31,24 @@ class PrefillTiles:
     """O += P V in registers: query rows of the register tile ..."""
     pv_vectors: int
     """... times at most so many vectors of v_head_dim."""
+    chains: int = 4
+    """Maxima and sums of a row that do not wait for one another. Even, and a divisor of qk_keys."""
 
-    def check(self, problem: AttentionProblem, cpu: Machine) -> None:
-        """Raises ValueError for tiles that the kernel cannot use."""
+    @classmethod
+    def space(cls, problem: AttentionProblem, cpu: Machine) -> Space:
+        lanes = cpu.lanes(problem.acc_dtype)
+        heights = (1, 2, 3, 4, 6, 8, 12, 16)
+        return {
+            "q": tuple(n * lanes for n in (1, 2, 3, 4, 6, 8, 12)),
+            "kv": tuple(n * lanes for n in (1, 2, 4, 6, 8, 12, 16)),
+            "qk_keys": (4, 8, 12, 16),
+            "qk_vectors": (1, 2, 3, 4),
+            "pv_rows": heights,
+            "pv_vectors": (1, 2, 3, 4, 6),
+            "chains": (2, 4, 8),
+        }
+
+    def rules(self, problem: AttentionProblem, cpu: Machine) -> dict[str, bool]:
         lanes = cpu.lanes(problem.acc_dtype)
         panel = self.qk_vectors * lanes
         rules = {
@@ -44,6 +57,9 @@ class PrefillTiles:
             f"kv = {self.kv} must be a multiple of qk_keys = {self.qk_keys}": self.kv % self.qk_keys == 0,
             f"kv = {self.kv} must be a multiple of W = {lanes}": self.kv % lanes == 0,
             f"qk_keys = {self.qk_keys} must be a multiple of 4": self.qk_keys % 4 == 0,
+            f"chains = {self.chains} must be even and divide qk_keys": self.chains % 2
+            == self.qk_keys % self.chains
+            == 0,
         }
         for name, rows, vectors in (
             ("qk", self.qk_keys, self.qk_vectors),
@@ -51,10 +67,10 @@ class PrefillTiles:
         ):
             tile = f"the {name} register tile {rows} x {vectors}"
             rules[f"{tile} does not fit {cpu.registers} registers"] = _fits(rows, vectors, cpu)
-        _raise_for(self, rules)
+        return rules
 
-    @staticmethod
-    def default(problem: AttentionProblem, cpu: Machine) -> PrefillTiles:
+    @classmethod
+    def default(cls, problem: AttentionProblem, cpu: Machine) -> PrefillTiles:
         """Untuned but good: register tiles that keep the FMA units busy, and S, Q, K and V tiles that share the caches.
 
         The figures are flat around these: 32 to 96 query rows and 64 to 256 keys are within 3 %. Fewer rows waste less
@@ -69,7 +85,7 @@ class PrefillTiles:
 
 
 @dataclass(frozen=True)
-class DecodeTiles:
+class DecodeTiles(Tiles):
     """Tiles of `decode`."""
 
     q_len: int
@@ -84,22 +100,36 @@ class DecodeTiles:
     """O += P V in registers: query rows of the register tile (left-over rows go one by one) ..."""
     pv_vectors: int
     """... times at most so many vectors of v_head_dim."""
+    parallel_work: int = 1 << 16
+    """Operations from which on threads share the work of putting splits together."""
 
-    def check(self, problem: AttentionProblem, cpu: Machine) -> None:
-        """Raises ValueError for tiles that the kernel cannot use."""
+    @classmethod
+    def space(cls, problem: AttentionProblem, cpu: Machine) -> Space:
+        lanes = cpu.lanes(problem.acc_dtype)
+        heights = {max(1, rows // problem.group) for rows in (1, 2, 4, 8, MOST_DECODE_ROWS, 32)}
+        return {
+            "q_len": tuple(sorted(heights)),
+            "kv": tuple(n * lanes for n in (1, 2, 3, 4, 8, 16)),
+            "split": (64, 128, 256, 512, 1024, 4096),
+            "max_splits": (1, 4, 16, 64),
+            "pv_rows": (1, 2, 4, 8),
+            "pv_vectors": (1, 2, 4, 8),
+            "parallel_work": (1 << 12, 1 << 14, 1 << 16, 1 << 18),
+        }
+
+    def rules(self, problem: AttentionProblem, cpu: Machine) -> dict[str, bool]:
         lanes = cpu.lanes(problem.acc_dtype)
         tile = f"{self.pv_rows} x {self.pv_vectors}"
-        rules = {
+        return {
             f"kv = {self.kv} must be a multiple of W = {lanes}": self.kv % lanes == 0,
             f"the pv register tile {tile} does not fit {cpu.registers} registers": _fits(
                 self.pv_rows, self.pv_vectors, cpu
             ),
             "q_len, split and max_splits must be positive": min(self.q_len, self.split, self.max_splits) > 0,
         }
-        _raise_for(self, rules)
 
-    @staticmethod
-    def default(problem: AttentionProblem, cpu: Machine) -> DecodeTiles:
+    @classmethod
+    def default(cls, problem: AttentionProblem, cpu: Machine) -> DecodeTiles:
         """Untuned but good: half the first-level cache keeps a tile of V, whose rows are read whole, so that hardware
         follows the stream; half precision, which is widened at each use, meets more query rows at once instead.
         """
@@ -119,9 +149,3 @@ MOST_DECODE_ROWS = 16  # packed query rows up to which reading K and V takes lon
 def _fits(rows: int, vectors: int, cpu: Machine) -> bool:
     """Whether an outer-product register tile leaves room for its operands."""
     return rows * vectors + vectors + 1 <= cpu.registers
-
-
-def _raise_for(tiles: object, rules: dict[str, bool]) -> None:
-    broken = [rule for rule, holds in rules.items() if not holds]
-    if broken:
-        raise ValueError(f"Illegal {tiles}: {'; '.join(broken)}.")

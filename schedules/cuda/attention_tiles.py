@@ -1,7 +1,4 @@
-"""Tile sizes of the CUDA attention kernels: the space a tuner searches, what is legal in it, and good defaults.
-
-Nothing but speed depends on them. Legality is checked here, once, so that kernels need not.
-"""
+"""Tiles of the CUDA attention kernels."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ from dataclasses import dataclass
 
 from lowering.attention.problem import AttentionProblem
 
+from ..tiles import Space, Tiles
 from .device import Device
 
 REGISTERS = 255
@@ -16,7 +14,7 @@ REGISTERS = 255
 
 
 @dataclass(frozen=True)
-class MmaTiles:
+class MmaTiles(Tiles):
     """Tiles of `prefill_mma`."""
 
     q: int
@@ -51,10 +49,19 @@ class MmaTiles:
         q = padded(problem.head_dim) // 4 if self.q_in_registers else 0
         return self.row_blocks * (o + s + q)
 
-    def check(self, problem: AttentionProblem, device: Device) -> None:
-        """Raises ValueError for tiles that the kernel cannot use."""
+    @classmethod
+    def space(cls, problem: AttentionProblem, device: Device) -> Space:
+        return {
+            "q": (16, 32, 64, 128, 256),
+            "kv": (16, 32, 48, 64, 96, 128),
+            "warps": (1, 2, 4, 8),
+            "stages": (1, 2, 3),
+            "q_in_registers": (False, True),
+        }
+
+    def rules(self, problem: AttentionProblem, device: Device) -> dict[str, bool]:
         shared, accumulators = self.shared_memory(problem), self.registers(problem)
-        rules = {
+        return {
             f"warps = {self.warps} must be from 1 to 16": 1 <= self.warps <= 16,
             f"q = {self.q} must be 16 or 32 times warps = {self.warps}": self.q in (16 * self.warps, 32 * self.warps),
             f"kv = {self.kv} must be a multiple of 16": self.kv > 0 and self.kv % 16 == 0,
@@ -62,10 +69,9 @@ class MmaTiles:
             f"{shared} bytes of shared memory are more than {device.shared_memory}": shared <= device.shared_memory,
             f"{accumulators} accumulators do not fit {REGISTERS} registers": accumulators + 32 <= REGISTERS,
         }
-        _raise_for(self, rules)
 
-    @staticmethod
-    def default(problem: AttentionProblem, device: Device) -> MmaTiles:
+    @classmethod
+    def default(cls, problem: AttentionProblem, device: Device) -> MmaTiles:
         """Untuned but good: what FlashAttention-2 publishes for these head sizes (flash_fwd_launch_template.h), with
         half the keys where nvcc would put a register or two of those tiles into memory.
         """
@@ -80,7 +86,7 @@ class MmaTiles:
 
 
 @dataclass(frozen=True)
-class WgmmaTiles:
+class WgmmaTiles(Tiles):
     """Tiles of `prefill_wgmma`, and how a block's registers are shared out."""
 
     consumers: int
@@ -113,15 +119,26 @@ class WgmmaTiles:
         d, dv = (-(-n // 64) * 128 for n in (problem.head_dim, problem.v_head_dim))
         return self.q * max(d, dv) + self.stages * self.kv * (d + dv) + 1024 * (1 + self.stages * self.kv // 256)
 
-    def check(self, problem: AttentionProblem, device: Device) -> None:
-        """Raises ValueError for tiles that the kernel cannot use."""
+    @classmethod
+    def space(cls, problem: AttentionProblem, device: Device) -> Space:
+        return {
+            "consumers": (1, 2, 3),
+            "kv": (32, 48, 64, 80, 96, 112, 128, 160, 192),
+            "consumer_registers": (160, 168, 200, 240),
+            "producer_registers": (24, 32, 40),
+            "stages": (2, 3, 4),
+            "ping_pong": (False, True),
+            "blocks": (None,),
+        }
+
+    def rules(self, problem: AttentionProblem, device: Device) -> dict[str, bool]:
         shared = self.shared_memory(problem)
         threads = self.consumers + 1
         at_launch = 65536 // (128 * threads) // 8 * 8
         taken = self.consumers * self.consumer_registers + self.producer_registers
         accumulators = problem.v_head_dim // 2 + self.kv // 2 + self.kv // 4
         counts = (self.consumer_registers, self.producer_registers)
-        rules = {
+        return {
             f"consumers = {self.consumers} must be 1, 2 or 3": self.consumers in (1, 2, 3),
             f"kv = {self.kv} must be a multiple of 16 up to 256": self.kv in range(16, 257, 16),
             f"stages = {self.stages} must be at least 2": self.stages >= 2,
@@ -134,10 +151,9 @@ class WgmmaTiles:
                 accumulators + 24 <= self.consumer_registers
             ),
         }
-        _raise_for(self, rules)
 
-    @staticmethod
-    def default(problem: AttentionProblem, device: Device) -> WgmmaTiles:
+    @classmethod
+    def default(cls, problem: AttentionProblem, device: Device) -> WgmmaTiles:
         """Untuned but good: what FlashAttention-3 publishes for these head sizes (hopper/tile_size.h), as far as nvcc
         keeps it in registers.
         """
@@ -151,13 +167,13 @@ class WgmmaTiles:
 
 
 @dataclass(frozen=True)
-class DecodeTiles:
+class DecodeTiles(Tiles):
     """Tiles of `decode`."""
 
     keys: int
     """Keys per tile of a warp: B_c. Multiple of 16."""
     warps: int
-    """Warps per block; each has every warps-th tile of a split."""
+    """Warps per block; each has every warps-th tile of a split, and a row where parts are put together."""
     stages: int
     """Tiles of K and V of a warp in shared memory, all but one of which are on their way."""
     blocks: int
@@ -166,6 +182,8 @@ class DecodeTiles:
     """... but into parts of at least so many keys of the cache."""
     rows: int = 64
     """The most packed query rows that the kernel is for: every 16 read K and V again, from the second-level cache."""
+    ahead: int = 4
+    """Parts of a row whose O a warp asks for at once where it puts them together."""
 
     @property
     def threads(self) -> int:
@@ -177,20 +195,31 @@ class DecodeTiles:
         d, dv = padded(problem.head_dim), problem.v_head_dim
         return max(2 * (16 * d + self.warps * self.stages * self.keys * (d + dv)), 4 * self.warps * 16 * (2 + dv))
 
-    def check(self, problem: AttentionProblem, device: Device) -> None:
-        """Raises ValueError for tiles that the kernel cannot use."""
+    @classmethod
+    def space(cls, problem: AttentionProblem, device: Device) -> Space:
+        each = device.multiprocessors
+        return {
+            "keys": (16, 32, 64),
+            "warps": (1, 2, 4, 8),
+            "stages": (2, 3, 4, 6),
+            "blocks": (each, 2 * each, 3 * each, 4 * each),
+            "split": (32, 64, 128, 256, 512, 1024),
+            "rows": (16, 32, 64, 128),
+            "ahead": (1, 2, 4, 8),
+        }
+
+    def rules(self, problem: AttentionProblem, device: Device) -> dict[str, bool]:
         shared = self.shared_memory(problem)
-        rules = {
+        return {
             f"keys = {self.keys} must be a multiple of 16": self.keys > 0 and self.keys % 16 == 0,
             f"warps = {self.warps} must be from 1 to 32": 1 <= self.warps <= 32,
             f"stages = {self.stages} must be 2 or more": self.stages >= 2,
-            "blocks, split and rows must be positive": min(self.blocks, self.split, self.rows) > 0,
+            "blocks, split, rows and ahead must be positive": min(self.blocks, self.split, self.rows, self.ahead) > 0,
             f"{shared} bytes of shared memory are more than {device.shared_memory}": shared <= device.shared_memory,
         }
-        _raise_for(self, rules)
 
-    @staticmethod
-    def default(problem: AttentionProblem, device: Device) -> DecodeTiles:
+    @classmethod
+    def default(cls, problem: AttentionProblem, device: Device) -> DecodeTiles:
         """Untuned but good: two blocks on each multiprocessor, with as much of K and V on its way as there is room for.
 
         Bandwidth times latency is some 20 to 40 KB per multiprocessor.
@@ -204,20 +233,40 @@ class DecodeTiles:
 
 
 @dataclass(frozen=True)
-class RowTiles:
+class RowTiles(Tiles):
     """Tiles of `decode_rows`."""
 
     warps: int
     """Warps that keep the GPU busy: rows are split until there are so many ..."""
     split: int
     """... but into parts of at least so many keys of the cache."""
+    block: int = 4
+    """Warps per thread block."""
+    keys: int = 4
+    """Keys that a warp asks for at once."""
+    ahead: int = 4
+    """Parts of a row whose O a warp asks for at once where it puts them together."""
 
-    def check(self) -> None:
-        """Raises ValueError for tiles that the kernel cannot use."""
-        _raise_for(self, {"warps and split must be positive": min(self.warps, self.split) > 0})
+    @classmethod
+    def space(cls, problem: AttentionProblem, device: Device) -> Space:
+        each = device.multiprocessors
+        return {
+            "warps": (8 * each, 16 * each, 32 * each, 64 * each),
+            "split": (8, 16, 32, 64, 128),
+            "block": (1, 2, 4, 8),
+            "keys": (1, 2, 4, 8),
+            "ahead": (1, 2, 4, 8),
+        }
 
-    @staticmethod
-    def default(device: Device) -> RowTiles:
+    def rules(self, problem: AttentionProblem, device: Device) -> dict[str, bool]:
+        least = min(self.warps, self.split, self.keys, self.ahead)
+        return {
+            "warps, split, keys and ahead must be positive": least > 0,
+            f"block = {self.block} must be from 1 to 32": 1 <= self.block <= 32,
+        }
+
+    @classmethod
+    def default(cls, problem: AttentionProblem, device: Device) -> RowTiles:
         """Untuned but good: half of the warps that a multiprocessor can hold."""
         return RowTiles(warps=32 * device.multiprocessors, split=16)
 
@@ -225,9 +274,3 @@ class RowTiles:
 def padded(head_dim: int) -> int:
     """The length of the dot products of Q K^T on tensor cores, which take 16 elements at a time."""
     return -(-head_dim // 16) * 16
-
-
-def _raise_for(tiles: object, rules: dict[str, bool]) -> None:
-    broken = [rule for rule, holds in rules.items() if not holds]
-    if broken:
-        raise ValueError(f"Illegal {tiles}: {'; '.join(broken)}.")

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from tvm import ir, tirx
 from tvm.script.ir_builder import tirx as T
@@ -19,21 +20,49 @@ from tvm.sym import Analyzer
 from lowering.expressions import Expr, children, is_int, loads, rewrite, substitute, uses
 from lowering.facts import Facts
 
-from .half import is_half
-from .loops import split_among_threads, unravel, volume
+from ..tiles import Space
+from .half_precision import is_half
+from .loops import LoopTiles, split_among_threads, unravel, volume
 from .stages import Axis
 from .sweep import Sweep
 from .values import Program
 from .vector import Machine, element_type, fixed, load, prefetch, reinterpret, store, transpose
 
-_LENGTHS = 64, 256  # of a task: elements along the axis that is read along, and the one that is written along
-_LEAST = 4  # elements along the side of a tile
+
+@dataclass(frozen=True, kw_only=True)
+class SweepTiles(LoopTiles):
+    """Tiles of element-wise functions."""
+
+    chunk: int = 1 << 13
+    """Elements of a task where an output is swept over from end to end."""
+    height: int = 64
+    """Elements of a task along the axis that is read along, where an input is transposed, ..."""
+    width: int = 256
+    """... and along the one that is written along."""
+    least: int = 4
+    """Elements along the side of a square from which on transposing it in registers pays."""
+
+    @classmethod
+    def space(cls, problem: Any, machine: Machine) -> Space:
+        return super().space(problem, machine) | {
+            "chunk": tuple(1 << n for n in range(10, 17)),
+            "height": (16, 32, 64, 128),
+            "width": (64, 128, 256, 512),
+            "least": (2, 4, 8),
+        }
+
+    def rules(self, problem: Any, machine: Machine) -> dict[str, bool]:
+        return super().rules(problem, machine) | {
+            "chunk, height and width must be positive": min(self.chunk, self.height, self.width) > 0,
+            f"least = {self.least} must be 2 or more": self.least >= 2,
+        }
+
 
 _IF_THEN_ELSE = ir.Op.get("prim.if_then_else")
 
 
 @dataclass(frozen=True, eq=False)
-class Turned:
+class Transposition:
     """A sweep along `last`, with loads whose consecutive elements lie along the outer axis `first`."""
 
     sweep: Sweep
@@ -42,6 +71,7 @@ class Turned:
     program: Program
     loads: list[ir.TensorLoad]
     side: int
+    tiles: SweepTiles
 
     @property
     def applies(self) -> Expr:
@@ -52,7 +82,7 @@ class Turned:
         """body(results of the program) for each element, in vectors along `last`."""
         side, first, last = self.side, self.first, self.last
         others = [axis for axis in self.sweep.outer if axis is not first]
-        height, width = _LENGTHS
+        height, width = self.tiles.height, self.tiles.width
         rows, strips = ((axis.extent + (n - 1)) // n for axis, n in ((first, height), (last, width)))
 
         def task(index: Expr) -> None:
@@ -68,7 +98,7 @@ class Turned:
                 self._tile(values, i0, j0, tiles, body)
 
         work = self.sweep.extent * self.sweep.work * volume(self.sweep.outer)
-        split_among_threads(volume(others) * strips * rows, work, task)
+        split_among_threads(volume(others) * strips * rows, work, self.tiles.parallel_work, task)
 
     def _tile(
         self,
@@ -103,7 +133,7 @@ class Turned:
                 body(write(j0 + lane, lane))
 
 
-def read_turned(sweep: Sweep, facts: Facts, cpu: Machine) -> Turned | None:
+def read_transposition(sweep: Sweep, facts: Facts, cpu: Machine, tiles: SweepTiles) -> Transposition | None:
     """The sweep in tiles, if a load of it wants them."""
     if len(sweep.pieces) != 1 or not sweep.pieces[0].program.vectorizable(sweep.pieces[0].index):
         return None
@@ -124,8 +154,8 @@ def read_turned(sweep: Sweep, facts: Facts, cpu: Machine) -> Turned | None:
             far.append(node)
     for first in sweep.outer:
         found = [node for node in far if is_int(stride(node, first), 1)]
-        if found and (side := _side(found, (first, last), cpu)) >= _LEAST:
-            return Turned(sweep, first, last, program, found, side)
+        if found and (side := _side(found, (first, last), cpu)) >= tiles.least:
+            return Transposition(sweep, first, last, program, found, side, tiles)
     return None
 
 

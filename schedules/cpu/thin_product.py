@@ -9,34 +9,72 @@ Each element of the large matrix is used a few times only, so it is read once, i
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from lowering.expressions import Expr, is_int, substitute
 
-from .loops import split_among_threads
+from ..tiles import Space
+from .loops import LoopTiles, split_among_threads
 from .operands import Operands
 from .values import read
-from .vector import Register, convert, fixed, load, splat, store, sum_each, workspace
-
-_FEW = 8
-_CHUNK = 256  # rows or columns of a task
-_SUMS = 4096  # elements of C that stay in the nearest cache
+from .vector import Machine, Register, convert, fixed, load, splat, store, sum_each, workspace
 
 _ZERO = tirx.const(0, "int64")
 
 
-def few_kernels(o: Operands) -> list[tuple[Expr, Callable[[], None]]]:
+@dataclass(frozen=True, kw_only=True)
+class ThinTiles(LoopTiles):
+    """Tiles of `dots` and `stream`."""
+
+    few: int = 8
+    """The most rows or columns that they are for: 1, 2, 4 or 8."""
+    chunk: int = 256
+    """Rows or columns of a task of `dots`."""
+    sums: int = 4096
+    """Elements of C that stay in the nearest cache, in `stream`."""
+    depth: int = 8
+    """Rows of B that `stream` reads at a time, ..."""
+    strip: int = 2
+    """... for so many rows of sums."""
+
+    @classmethod
+    def default(cls, problem: Any, machine: Machine) -> ThinTiles:
+        return ThinTiles(depth=8 if machine.registers >= 32 else 4)
+
+    @classmethod
+    def space(cls, problem: Any, machine: Machine) -> Space:
+        return super().space(problem, machine) | {
+            "few": (1, 2, 4, 8),
+            "chunk": (64, 128, 256, 512),
+            "sums": (1024, 2048, 4096, 8192),
+            "depth": (2, 4, 8, 16),
+            "strip": (1, 2, 4),
+        }
+
+    def rules(self, problem: Any, machine: Machine) -> dict[str, bool]:
+        needed = self.depth + 2 * self.strip
+        return super().rules(problem, machine) | {
+            f"few = {self.few} must be 1, 2, 4 or 8": self.few in (1, 2, 4, 8),
+            "chunk, depth and strip must be positive": min(self.chunk, self.depth, self.strip) > 0,
+            f"sums = {self.sums} must be 1024 or more": self.sums >= 1024,
+            f"{needed} registers are more than {machine.registers}": needed <= machine.registers,
+        }
+
+
+def thin_kernels(o: Operands, tiles: ThinTiles) -> list[tuple[Expr, Callable[[], None]]]:
     """Kernels for few rows or columns, each with the condition on sizes on which it is the one to take."""
     found: list[tuple[Expr, Callable[[], None]]] = []
-    most, lanes = min(_FEW, o.results.lanes), o.results.lanes
+    most, lanes = min(tiles.few, o.results.lanes), o.results.lanes
     if is_int(o.stride(o.b_offset, o.k), 1):
-        found.append((tirx.all(o.results.rows <= most, o.depth >= lanes), lambda: dots(o, few_rows=True)))
+        found.append((tirx.all(o.results.rows <= most, o.depth >= lanes), lambda: dots(o, tiles, few_rows=True)))
     if is_int(o.stride(o.a_offset, o.k), 1) and isinstance(o.results.columns, tirx.IntImm):
-        found.append((tirx.all(o.results.columns <= most, o.depth >= lanes), lambda: dots(o, few_rows=False)))
+        found.append((tirx.all(o.results.columns <= most, o.depth >= lanes), lambda: dots(o, tiles, few_rows=False)))
     if is_int(o.stride(o.b_offset, o.results.j), 1) and o.is_linear(o.b_offset, o.k):
-        found.append((tirx.all(o.results.rows <= _FEW, o.results.columns >= lanes), lambda: stream(o)))
+        found.append((tirx.all(o.results.rows <= tiles.few, o.results.columns >= lanes), lambda: stream(o, tiles)))
     return found
 
 
@@ -49,7 +87,7 @@ def is_thin(o: Operands) -> bool:
     return short or columns.value == 1 or not is_int(o.stride(o.a_offset, o.k), 1)
 
 
-def dots(o: Operands, few_rows: bool) -> None:
+def dots(o: Operands, tiles: ThinTiles, few_rows: bool) -> None:
     """Few rows of A, or few columns of B, times each column of B, or row of A, whose elements are consecutive."""
     lanes, few, many = o.results.lanes, o.results.rows, o.results.columns
     sides = [(o.a, o.a_offset, o.results.m), (o.b, o.b_offset, o.results.j)]
@@ -57,16 +95,16 @@ def dots(o: Operands, few_rows: bool) -> None:
         few, many, sides = many, few, sides[::-1]
     (small, small_offset, small_var), (large, large_offset, large_var) = sides
     in_place = is_int(o.stride(small_offset, o.k), 1)
-    most = min(_FEW, lanes)
-    chunks = fixed((many + (_CHUNK - 1)) // _CHUNK)
-    # Sums of a chunk [few, _CHUNK] or [_CHUNK, few]; what is computed twice lies behind them.
-    row = _CHUNK + lanes if few_rows else most
+    most, chunk = min(tiles.few, lanes), tiles.chunk
+    chunks = fixed((many + (chunk - 1)) // chunk)
+    # Sums of a chunk [few, chunk] or [chunk, few]; what is computed twice lies behind them.
+    row = chunk + lanes if few_rows else most
 
     def task(index: Expr) -> None:
         values = o.results.in_batch(index // chunks)
-        first = fixed(index % chunks * _CHUNK)
-        count = fixed(tirx.min(tirx.const(_CHUNK, "int64"), many - first))
-        sizes: dict[str, tuple[int | Expr, str]] = {"sums": (most * (_CHUNK + lanes), "float32")}
+        first = fixed(index % chunks * chunk)
+        count = fixed(tirx.min(tirx.const(chunk, "int64"), many - first))
+        sizes: dict[str, tuple[int | Expr, str]] = {"sums": (most * (chunk + lanes), "float32")}
         if not in_place:
             sizes["copy"] = (few * o.depth, "float32")
         scratch = workspace(**sizes)
@@ -128,15 +166,15 @@ def dots(o: Operands, few_rows: bool) -> None:
             m, column, columns = (r, first + o.results.c, count) if few_rows else (first + r, o.results.c, few)
             o.results.store(o.memory, values, [(sums, fixed(r * row))], fixed(m), column, columns)
 
-    split_among_threads(o.results.batch * chunks, o.results.batch * few * many * o.depth, task)
+    split_among_threads(o.results.batch * chunks, o.results.batch * few * many * o.depth, tiles.parallel_work, task)
 
 
-def stream(o: Operands) -> None:
+def stream(o: Operands, tiles: ThinTiles) -> None:
     """Few rows of A times B, whose rows are read from end to end, several at a time."""
     lanes = o.results.lanes
-    unroll, strip = (8, 2) if o.results.cpu.registers >= 32 else (4, 2)
+    unroll, strip = tiles.depth, tiles.strip
     vectors = fixed(o.results.columns // lanes)
-    fitting = tirx.max(_SUMS // lanes // tirx.max(o.results.rows, 1), 1)
+    fitting = tirx.max(tiles.sums // lanes // tirx.max(o.results.rows, 1), 1)
     each = fixed(tirx.max(tirx.min(fitting, (vectors + 1) // 2), 1))  # vectors of a task, of two tasks at least
     chunks = fixed((vectors + (each - 1)) // each)
     row = fixed((each + 1) * lanes)
@@ -148,7 +186,7 @@ def stream(o: Operands) -> None:
         # The last task has the columns that fill no vector; a vector that overlaps the one before computes them.
         columns = fixed(tirx.Select(chunk == chunks - 1, o.results.columns - first, each * lanes))
         count = fixed((columns + (lanes - 1)) // lanes)
-        sums = workspace(sums=(_SUMS + _FEW * lanes, "float32"))["sums"]
+        sums = workspace(sums=(tiles.sums + tiles.few * lanes, "float32"))["sums"]
         with T.serial(o.results.rows) as m, T.serial(count) as v:
             store(sums, splat(0.0, lanes, "float32"), m * row + v * lanes)
         step = o.stride(o.b_offset, o.k)
@@ -176,8 +214,8 @@ def stream(o: Operands) -> None:
         def rows(k0: Expr, depth: int) -> None:
             with T.serial(o.results.rows // strip) as s:
                 add(k0, depth, fixed(s * strip), strip)
-            with T.If(o.results.rows % strip != 0), T.Then():
-                add(k0, depth, o.results.rows - 1, 1)
+            with T.serial(o.results.rows % strip) as s:
+                add(k0, depth, fixed(o.results.rows - 1 - s), 1)
 
         with T.serial(o.depth // unroll) as k:
             rows(fixed(k * unroll), unroll)
@@ -188,4 +226,5 @@ def stream(o: Operands) -> None:
             store(sums, last, m * row + columns - lanes)
             o.results.store(o.memory, values, [(sums, fixed(m * row))], m, first + o.results.c, columns)
 
-    split_among_threads(o.results.batch * chunks, o.results.batch * o.results.rows * o.results.columns * o.depth, task)
+    work = o.results.batch * o.results.rows * o.results.columns * o.depth
+    split_among_threads(o.results.batch * chunks, work, tiles.parallel_work, task)

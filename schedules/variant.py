@@ -1,0 +1,77 @@
+"""Variants: the ways in which a rule can make a function fast, and the choice of one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tvm
+from tvm import tirx
+
+from .tiles import Tiles
+
+ByKernel = Mapping[str, Tiles]
+"""Tiles of the kernels that a function consists of."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run a function, for which `problem` and `machine` have been found fit.
+
+    tiles are those that serve untuned, by kernel; emit makes the function with such tiles. Kernels that share a
+    function, each for some numbers of rows, are guarded by conditions in it, in which sizes of the tiles stand.
+    """
+
+    name: str
+    problem: Any
+    machine: Any
+    tiles: ByKernel
+    emit: Callable[[Any], tirx.PrimFunc]
+
+    def make(self, **tiles: Tiles) -> tirx.PrimFunc:
+        """The function, with these tiles in place of its own. Raises ValueError for illegal ones."""
+        for name, own in tiles.items():
+            if not isinstance(own, type(self.tiles.get(name))):
+                raise ValueError(f"Variant '{self.name}' has no kernel '{name}' with {type(own).__name__}.")
+            own.check(self.problem, self.machine)
+        return self.emit({**self.tiles, **tiles})
+
+    def read(self, text: str) -> Choice:
+        """The choice of this variant that `Choice.to_json` wrote. Raises ValueError for anything else."""
+        data = json.loads(text)
+        try:
+            tiles = {name: type(self.tiles[name]).from_data(fields) for name, fields in data["tiles"].items()}
+            return Choice(data["variant"], tiles)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{text} is no choice of variant '{self.name}'.") from error
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A variant by name, and the tiles of its kernels; a kernel that is not named has its own."""
+
+    variant: str
+    tiles: ByKernel
+
+    def to_json(self) -> str:
+        return json.dumps({"variant": self.variant, "tiles": {n: t.to_data() for n, t in self.tiles.items()}})
+
+
+Rule = Callable[[tirx.PrimFunc, tvm.target.Target], Sequence[Variant] | None]
+"""How a function can run, the default first; None for "not mine"."""
+
+Choose = Callable[[tirx.PrimFunc, Sequence[Variant]], Choice | None]
+"""Which of a function's variants is to run, with which tiles; None leaves it to the default."""
+
+
+def chosen(func: tirx.PrimFunc, variants: Sequence[Variant], choose: Choose | None) -> tirx.PrimFunc:
+    """The function that was chosen. Raises ValueError for a choice that is none of the variants."""
+    choice = None if choose is None else choose(func, variants)
+    if choice is None:
+        return variants[0].make()
+    for variant in variants:
+        if variant.name == choice.variant:
+            return variant.make(**choice.tiles)
+    raise ValueError(f"There is no variant '{choice.variant}'; there are {', '.join(v.name for v in variants)}.")

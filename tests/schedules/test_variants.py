@@ -1,0 +1,153 @@
+"""The variants of every rule, and their tiles: what a tuner varies changes speed, never results."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import tvm
+from tvm import te, tirx, topi
+
+import schedules
+from lowering.attention.plain import plain
+from lowering.attention.problem import AttentionProblem, Window
+from lowering.passes.hold_divisions import hold_divisions
+from lowering.scatter import CacheUpdate, copy_and_update
+from schedules.tiles import Tiles
+from schedules.variant import Choice, Variant
+
+CPU = tvm.target.Target({"kind": "llvm", "mcpu": "x86-64-v3"})
+GPU = tvm.target.Target({"kind": "cuda", "arch": "sm_90a"})
+
+
+def attention(dtype: str = "float32") -> AttentionProblem:
+    types = {"dtype": dtype, "v_dtype": dtype, "acc_dtype": "float32"}
+    return AttentionProblem(1, None, None, 4, 2, 32, 32, **types, scale=0.2, window=Window(None, 0, "zero"))
+
+
+def placeholder(name: str, *shape: int) -> te.Tensor:
+    return te.placeholder([tirx.IntImm("int64", n) for n in shape], "float32", name)
+
+
+def product(m: int, n: int, k: int, transposed: bool = False) -> tirx.PrimFunc:
+    a, b = placeholder("a", m, k), placeholder("b", *((n, k) if transposed else (k, n)))
+    return te.create_prim_func([a, b, topi.matmul(a, b, transp_b=transposed)])
+
+
+def sweep() -> tirx.PrimFunc:
+    a, b = placeholder("a", 70, 130), placeholder("b", 130, 70)
+    return te.create_prim_func([a, b, topi.add(topi.transpose(a), b)])
+
+
+def total() -> tirx.PrimFunc:
+    a = placeholder("a", 33, 70)
+    return te.create_prim_func([a, topi.sum(topi.exp(a), axis=1)])
+
+
+FUNCTIONS: dict[str, tuple[Callable[[], tirx.PrimFunc], tvm.target.Target]] = {
+    "attention": (lambda: plain(attention()), CPU),
+    "product": (lambda: product(37, 50, 70), CPU),
+    "product, few rows": (lambda: product(7, 90, 70), CPU),
+    "product, few rows, transposed": (lambda: product(3, 90, 70, transposed=True), CPU),
+    "element-wise": (sweep, CPU),
+    "reduction": (total, CPU),
+    "attention on a GPU": (lambda: plain(attention("float16")), GPU),
+    "attention in float32 on a GPU": (lambda: plain(attention()), GPU),
+    "cache update on a GPU": (lambda: copy_and_update(CacheUpdate("float16", (1, 2, 8, 4), 1, 2)), GPU),
+}
+RUNNING = [name for name, (_, target) in FUNCTIONS.items() if target is CPU]
+RNG = np.random.default_rng(0)
+NUMBERS = 8  # random tiles of each
+
+
+def variants(name: str) -> list[Variant]:
+    make, target = FUNCTIONS[name]
+    function = make()
+    rules = schedules.RULES[target.kind.name]
+    return list(next(found for rule in rules if (found := rule(function, target))))
+
+
+def drawn(tiles: Tiles, variant: Variant) -> Tiles:
+    space = tiles.space(variant.problem, variant.machine)
+    values = {field: values[RNG.integers(len(values))] for field, values in space.items()}
+    return type(tiles).from_data(values).nearest_legal(variant.problem, variant.machine)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_spaces_hold_every_field_and_legal_defaults(name: str) -> None:
+    for variant in variants(name):
+        assert variant.tiles
+        for tiles in variant.tiles.values():
+            space = tiles.space(variant.problem, variant.machine)
+            assert {*space} == {field.name for field in dataclasses.fields(tiles)}
+            assert tiles == tiles.default(variant.problem, variant.machine)
+            assert tiles.is_legal(variant.problem, variant.machine)
+            assert all(getattr(tiles, field) in values for field, values in space.items()), tiles
+            assert tiles.nearest_legal(variant.problem, variant.machine) == tiles
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_nearest_of_any_tiles_is_legal_and_survives_json(name: str) -> None:
+    for variant in variants(name):
+        for _ in range(NUMBERS):
+            choice = Choice(variant.name, {k: drawn(tiles, variant) for k, tiles in variant.tiles.items()})
+            assert all(tiles.is_legal(variant.problem, variant.machine) for tiles in choice.tiles.values())
+            assert variant.read(choice.to_json()) == choice
+
+
+@pytest.mark.parametrize("name", RUNNING)
+def test_tiles_change_no_result(name: str) -> None:
+    function = FUNCTIONS[name][0]()
+    arrays = _arguments(function)
+    want = _run(tvm.IRModule({"main": function}), arrays)
+    for _ in range(NUMBERS):
+
+        def choose(func: tirx.PrimFunc, found: list[Variant]) -> Choice:
+            tiles = {kernel: drawn(own, found[0]) for kernel, own in found[0].tiles.items()}
+            print(tiles)
+            return Choice(found[0].name, tiles)
+
+        got = _run(schedules.apply(tvm.IRModule({"main": function}), CPU, choose), arrays)
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_gpu_has_all_its_kernels_as_variants() -> None:
+    assert [v.name for v in variants("attention on a GPU")] == ["wgmma", "mma", "rows"]
+    assert [v.name for v in variants("attention in float32 on a GPU")] == ["rows"]
+    function = FUNCTIONS["attention on a GPU"][0]()
+    texts = set()
+    for name in ("wgmma", "mma", "rows"):
+        module = schedules.apply(tvm.IRModule({"main": function}), GPU, lambda f, v, name=name: Choice(name, {}))
+        texts.add(str(module))
+    assert len(texts) == 3
+
+
+def test_choices_that_do_not_exist_are_refused() -> None:
+    module = tvm.IRModule({"main": product(37, 50, 70)})
+    (variant,) = variants("product")
+    for choice, message in (
+        (Choice("tiles", {}), "There is no variant 'tiles'; there are panels"),
+        (Choice("panels", {"rows": variant.tiles["panels"]}), "has no kernel 'rows'"),
+        (Choice("panels", {"panels": dataclasses.replace(variant.tiles["panels"], mc=1)}), "mc = 1 must be a multiple"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            schedules.apply(module, CPU, lambda func, found, choice=choice: choice)
+    with pytest.raises(ValueError, match="is no choice of variant 'panels'"):
+        variant.read('{"variant": "panels", "tiles": {"panels": {"width": 3}}}')
+
+
+def _arguments(function: tirx.PrimFunc) -> list[np.ndarray]:
+    """Random inputs, and an output at the end."""
+    if "attention" in str(function.attrs):
+        return [RNG.standard_normal(shape).astype(np.float32) for shape in ((1, 4, 9, 32), *[(1, 2, 70, 32)] * 2)] + [
+            np.empty((1, 4, 9, 32), np.float32)
+        ]
+    return [RNG.standard_normal([int(n) for n in x.shape]).astype(np.float32) for x in function.params]
+
+
+def _run(module: tvm.IRModule, arrays: list[np.ndarray]) -> np.ndarray:
+    tensors = [tvm.runtime.tensor(x) for x in arrays]
+    tvm.compile(hold_divisions(module), target=CPU)["main"](*tensors)
+    return tensors[-1].numpy()
