@@ -157,20 +157,20 @@ class Scores:
             return "i" in mask.over or ("h" in mask.over and self.problem.group > 1)
         return mask is not None and (mask.dims[2] != 1 or (mask.dims[1] != 1 and self.problem.group > 1))
 
-    def mask_extremes(self, b: Expr, hk: Expr, rows: Interval, keys: Interval) -> Interval:
+    def mask_extremes(self, b: Expr, h: Expr, heads: int, rows: Interval, keys: Interval) -> Interval:
         """Bounds of the formula as additive values, -inf where it hides a key, over rows and keys (ends included) of
-        all query heads of one key/value head.
+        so many query heads from h on.
 
         Emits code where the IRBuilder stands.
         """
         assert self.formula is not None and isinstance(self.problem.mask, Formula)
         zero, hidden = self._constant(0.0), self._constant(float("-inf"))
-        heads = self.problem.group if "h" in self.problem.mask.over else 1
+        heads = heads if "h" in self.problem.mask.over else 1
         low, high = (self.scratch(1, self.problem.acc_dtype) for _ in range(2))
         T.buffer_store(low, -hidden, [0])
         T.buffer_store(high, hidden, [0])
         with T.serial(heads) as g:
-            found = self.formula.extremes(b, T.bind(hk * self.problem.group + g), rows, keys)
+            found = self.formula.extremes(b, T.bind(h + g), rows, keys)
             if found is None:
                 ends = hidden, -hidden
             elif self.has_bias:

@@ -206,7 +206,8 @@ class _Split:
         """One tile of keys, which the formula may hide from all rows."""
         rows = T.int64(0), T.int64(1) * self.bound.rows(self.b) - 1
         keys = self.kv0, self.kv0 + self.keys - 1
-        _, highest = self.bound.scores.mask_extremes(self.b, self.hk, rows, keys)
+        h, group = self.hk * self.problem.group, self.problem.group
+        _, highest = self.bound.scores.mask_extremes(self.b, h, group, rows, keys)
         with T.If(highest <= tirx.const(HIDDEN, self.acc)):
             with T.Then():
                 T.evaluate(0)

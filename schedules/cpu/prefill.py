@@ -175,7 +175,8 @@ class _QueryTile:
         """Bounds of the mask in the tile; where they leave any doubt, it is evaluated into M first."""
         if self.bound.scores.formula is None:
             return self.load_mask()
-        ends = self.bound.scores.mask_extremes(self.b, self.hk, rows, (self.kv0, self.end - 1))
+        h, group = self.hk * self.problem.group, self.problem.group
+        ends = self.bound.scores.mask_extremes(self.b, h, group, rows, (self.kv0, self.end - 1))
         lowest, highest = Register(ends[0]), Register(ends[1])
         zero = tirx.const(0, self.acc)
         with T.If(tirx.any(highest.value <= threshold, tirx.all(full, lowest.value == zero, highest.value == zero))):

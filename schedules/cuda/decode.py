@@ -114,7 +114,8 @@ class _Split:
             rows = T.int64(0), T.int64(1) * self.bound.rows(self.b) - 1
             keys = self.keys[0][0], self.keys[-1][1] - 1
             keys = tuple(fixed(key.astype("int64")) for key in keys)
-            _, highest = self.bound.scores.mask_extremes(self.b.astype("int64"), self.hk.astype("int64"), rows, keys)
+            b, hk, group = self.b.astype("int64"), self.hk.astype("int64"), self.problem.group
+            _, highest = self.bound.scores.mask_extremes(b, hk * group, group, rows, keys)
             with T.If(highest <= T.float32(HIDDEN)):
                 with T.Then():
                     self.keep_nothing()

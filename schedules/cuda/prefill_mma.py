@@ -29,7 +29,6 @@ from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.bound import Bound
 from lowering.attention.expr.emit import widened
-from lowering.attention.key_tiles import KeyTiles
 from lowering.attention.problem import AttentionProblem
 
 from . import ptx
@@ -39,6 +38,7 @@ from .host import on_host
 from .ptx import WARP, fixed, put, registers, unrolled
 from .row_copies import Rows
 from .shared_tile import CHUNK, SharedTile
+from .survey import Survey
 
 MOST_BLOCKS = 65535
 """Of a grid, along z."""
@@ -66,12 +66,16 @@ def prefill_mma(bound: Bound, tiles: MmaTiles, more_than: int = 0) -> None:
 
     Where batches have packed rows of their own, those with more rows than so many are served.
     """
-    p = bound.problem
     batch = on_host(T.int64(1) * bound.B)
     tile_count = on_host(tirx.ceildiv(T.int64(1) * bound.S, tiles.q))
+    with T.If(batch * tile_count > 0), T.Then():
+        survey = Survey(bound, tiles.q, tiles.kv)
+        _launch(bound, tiles, survey, batch, tile_count, more_than)
+
+
+def _launch(bound: Bound, tiles: MmaTiles, survey: Survey, batch: Expr, tile_count: Expr, more_than: int) -> None:
+    p = bound.problem
     with (
-        T.If(tile_count > 0),
-        T.Then(),
         T.serial(tirx.ceildiv(batch, MOST_BLOCKS)) as part,
         T.launch_thread("blockIdx.x", tile_count.astype("int32")) as x,
         T.launch_thread("blockIdx.y", p.q_heads) as h,
@@ -81,7 +85,7 @@ def prefill_mma(bound: Bound, tiles: MmaTiles, more_than: int = 0) -> None:
         b = fixed(part.astype("int32") * MOST_BLOCKS + z)
         i0 = fixed((tile_count.astype("int32") - 1 - x) * tiles.q)  # late rows may see more, so they go first
         with bound.if_rows(b, more_than + 1, None), bound.if_there(b, i0):
-            _QueryTile(bound, tiles, (b, h, fixed(tirx.truncdiv(h, p.group)), i0), thread).emit()
+            _QueryTile(bound, tiles, survey, (b, h, fixed(tirx.truncdiv(h, p.group)), i0), thread).emit()
 
 
 Reader = Callable[[Expr | int, Expr | int], ptx.Element]
@@ -90,7 +94,9 @@ Reader = Callable[[Expr | int, Expr | int], ptx.Element]
 class _QueryTile:
     """The code of one block: rows [i0, i0 + B_r) of query head h in batch b. M blocks of 16 rows are a warp's own."""
 
-    def __init__(self, bound: Bound, tiles: MmaTiles, place: tuple[Expr, Expr, Expr, Expr], thread: Expr) -> None:
+    def __init__(
+        self, bound: Bound, tiles: MmaTiles, survey: Survey, place: tuple[Expr, Expr, Expr, Expr], thread: Expr
+    ) -> None:
         self.bound, self.tiles, self.problem = bound, tiles, bound.problem
         self.b, self.h, self.hk, self.i0 = place
         self.thread, self.lane = thread, fixed(thread % WARP)
@@ -107,13 +113,12 @@ class _QueryTile:
         self.P, self.kv = [registers(4, "uint32") for _ in range(self.M)], registers(4, "uint32")
         self.k, self.v = (Rows(bound, name, self.b, self.hk, thread, tiles.threads) for name in ("k", "v"))
         self.rows = tirx.Cast("int32", T.int64(1) * bound.rows(self.b))
+        self.keys = survey.key_tiles(self.b, self.h, self.i0)
         self.find_tiles()
 
     def find_tiles(self) -> None:
-        """The key tiles; of those of the last range `full` need no mask code, and `behind` come after those."""
-        rows, size = (self.i0, self.i0 + self.tiles.q), self.tiles.kv
-        ranges, whole = self.bound.keys.of_tile(self.b, *rows), self.bound.without_mask_code(self.b, *rows)
-        self.keys = KeyTiles(ranges, whole, size, lambda value: fixed(value.astype("int32")))
+        """Of the tiles of the last range of keys `full` need no mask code, and `behind` come after those."""
+        size = self.tiles.kv
         (lo, _), (full_lo, full_hi) = self.keys.ranges[-1], self.keys.whole[-1]
         self.count = self.keys.count
         before = fixed((full_lo - lo + size - 1) // size)

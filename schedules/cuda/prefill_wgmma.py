@@ -37,6 +37,7 @@ from .fragments import OnlineSoftmax
 from .pipeline import Ring, named_arrive, named_sync
 from .ptx import WARP, fixed, pack, put, registers, synchronise
 from .scheduler import Scheduler
+from .survey import Survey
 from .tma import ROW_WORDS, TensorMap, fence_async
 
 ROWS = 64  # of a consumer
@@ -52,12 +53,12 @@ def prefill_wgmma(bound: Bound, tiles: WgmmaTiles, device: Device) -> None:
     """
     with T.If(T.int64(1) * bound.B * bound.S > 0), T.Then():
         maps = {name: TensorMap.of(bound, name, ROWS if name in "qy" else tiles.kv) for name in "qkvy"}
-        scheduler = Scheduler(bound, tiles, device)
+        scheduler, survey = Scheduler(bound, tiles, device), Survey(bound, tiles.q, tiles.kv)
         with (
             T.launch_thread("blockIdx.x", scheduler.blocks) as block,
             T.launch_thread("threadIdx.x", tiles.threads) as thread,
         ):
-            _Block(bound, tiles, maps, scheduler, (block, thread)).emit()
+            _Block(bound, tiles, maps, scheduler, survey, (block, thread)).emit()
 
 
 class _Block:
@@ -69,10 +70,12 @@ class _Block:
         tiles: WgmmaTiles,
         maps: dict[str, TensorMap],
         scheduler: Scheduler,
+        survey: Survey,
         place: tuple[Expr, Expr],
     ) -> None:
         self.bound, self.problem, self.tiles = bound, bound.problem, tiles
-        self.maps, self.scheduler, (self.block, self.thread) = maps, scheduler, place
+        self.maps, self.scheduler, self.survey = maps, scheduler, survey
+        self.block, self.thread = place
         self.q_words, self.k_words, self.v_words = (maps[name].bytes // 4 for name in "qkv")
         self.q_words = max(self.q_words, maps["y"].bytes // 4)  # Y_i takes the place of Q_i
         self.k_at = tiles.consumers * self.q_words
@@ -116,7 +119,7 @@ class _Block:
         fills = registers(1, "int32")
         put(fills, 0, 0)
         with self.scheduler.query_tiles(self.block) as (turn, b, h, i0):
-            keys, hk = self.scheduler.key_tiles(b, i0), fixed(tirx.truncdiv(h, self.problem.group))
+            keys, hk = self.survey.key_tiles(b, h, i0), fixed(tirx.truncdiv(h, self.problem.group))
             with T.serial(keys.count + 1) as j:
                 with T.If(j < keys.count), T.Then():
                     self.fill(self.K, "k", fills[0] + j, (b, hk, keys.first(keys.count - 1 - j)))
@@ -159,7 +162,7 @@ class _Consumer:
         put(fills, 0, 0)
         self.start_turns()
         with self.block.scheduler.query_tiles(self.block.block) as (turn, b, h, i0):
-            keys = self.block.scheduler.key_tiles(b, i0)
+            keys = self.block.survey.key_tiles(b, h, i0)
             row = fixed(i0 + self.w * ROWS + self.warp * 16 + tirx.truncdiv(self.lane, 4))
             softmax = OnlineSoftmax(self.bound, b, ((h, row), (h, fixed(row + 8))), self.lane, tiles.kv)
             with T.unroll(self.problem.v_head_dim // 2) as n:

@@ -1,4 +1,4 @@
-"""Which query tiles a block of a persistent grid works through, in which order, and which keys each of them needs."""
+"""Which query tiles a block of a persistent grid works through, and in which order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.bound import Bound
-from lowering.attention.key_tiles import KeyTiles
 
 from .attention_tiles import WgmmaTiles
 from .device import Device
@@ -56,12 +55,6 @@ class Scheduler:
                 head = fixed(start + tirx.truncmod(rest, width))
                 b, h = (fixed(f(head, self.bound.problem.q_heads)) for f in (tirx.truncdiv, tirx.truncmod))
                 yield turn, b, h, i0
-
-    def key_tiles(self, b: Expr, i0: Expr) -> KeyTiles:
-        """The tiles of keys that some row of the query tile from row i0 sees; int32."""
-        rows = i0, fixed(i0 + self.tiles.q)
-        ranges, whole = self.bound.keys.of_tile(b, *rows), self.bound.without_mask_code(b, *rows)
-        return KeyTiles(ranges, whole, self.tiles.kv, lambda value: fixed(_int32(value)))
 
 
 def _int64(value: int | Expr) -> Expr:

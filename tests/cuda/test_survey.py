@@ -1,0 +1,130 @@
+"""Which keys tiles of query rows work on, where a formula is the mask: those of a causal mask, a window, padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import cuda_emulation as emulated
+import numpy as np
+import pytest
+from prefill_cases import problem
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from lowering.attention.bound import Bound
+from lowering.attention.formula import Formula
+from lowering.attention.problem import AttentionProblem
+from schedules.cuda.ptx import fixed
+from schedules.cuda.survey import Survey
+
+ROWS, KEYS = 32, 16
+BATCH, Q_LEN, KV_LEN = 2, 75, 150
+LOWEST = float(np.finfo(np.float32).min)
+MINUS_INFINITY = float("-inf")
+
+Shown = Callable[..., tirx.Expr]
+"""Whether a pair counts, of (b, h, i, j, size, table); the table says how many keys a batch pads in front."""
+
+
+def adding(lowest: float) -> Callable[[tirx.Expr], tirx.Expr]:
+    return lambda shown: tirx.Select(shown, T.float32(0), T.float32(lowest))
+
+
+CASES: dict[str, tuple[Shown, Callable[[tirx.Expr], tirx.Expr]]] = {
+    "causal": (lambda b, h, i, j, n, t: j <= i + n, lambda shown: shown),
+    "causal, -inf": (lambda b, h, i, j, n, t: j <= i + n, adding(MINUS_INFINITY)),
+    "causal, the lowest number": (lambda b, h, i, j, n, t: j <= i + n, adding(LOWEST)),
+    "window": (lambda b, h, i, j, n, t: tirx.all(j <= i + n, j > i + n - 20), adding(LOWEST)),
+    "prefix": (lambda b, h, i, j, n, t: tirx.any(j <= i, j < n), adding(MINUS_INFINITY)),
+    "padding in front": (lambda b, h, i, j, n, t: j >= t[b], adding(LOWEST)),
+    "padding in front, causal": (lambda b, h, i, j, n, t: tirx.all(j >= t[b], j <= i), adding(LOWEST)),
+    "of each head": (lambda b, h, i, j, n, t: j <= i + 10 * h, lambda shown: shown),
+    "nothing": (lambda b, h, i, j, n, t: j < 0, adding(LOWEST)),
+    "nothing at all": (lambda b, h, i, j, n, t: j < 0, lambda shown: shown),
+}
+SIZE, TABLE = 70, np.array([0, 37])
+
+
+def masked(name: str) -> AttentionProblem:
+    shown, made = CASES[name]
+    b, h, i, j, size = (tirx.Var(letter, "int64") for letter in ("b", "h", "i", "j", "size"))
+    table = tirx.decl_buffer((tirx.Var("n", "int64"),), "int64", "table")
+    formula, _ = Formula.of(made(shown(b, h, i, j, size, table)), (b, h, i, j), [size], [table])
+    return problem(dtype="float32", mask=formula)
+
+
+def surveyed(p: AttentionProblem) -> tirx.PrimFunc:
+    """Y[b, h, tile * ROWS, :4] := the ends."""
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name("attention")
+        bound = Bound(p, scope="local")
+        survey = Survey(bound, ROWS, KEYS)
+        tiles = tirx.ceildiv(T.int64(1) * bound.S, ROWS)
+        with (
+            T.launch_thread("blockIdx.x", (T.int64(1) * bound.B * p.q_heads * tiles).astype("int32")) as block,
+            T.launch_thread("threadIdx.x", 32) as thread,
+        ):
+            b, rest = fixed(block // (p.q_heads * tiles)), fixed(block % (p.q_heads * tiles))
+            h, i0 = fixed(rest // tiles), fixed(rest % tiles * ROWS)
+            keys = survey.key_tiles(b, h, i0)
+            with T.If(thread == 0), T.Then():
+                for n, end in enumerate((*keys.ranges[0], *keys.whole[0])):
+                    bound.places.store_y(b, h, i0, n, end.astype("float32"))
+    return builder.get()
+
+
+@pytest.fixture(scope="module")
+def kernels() -> emulated.Module:
+    functions = {f"survey_{k}": surveyed(masked(name)) for k, name in enumerate(CASES)}
+    return emulated.module(functions, arch="sm_80")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_finds_the_keys_that_count(name: str, kernels: emulated.Module) -> None:
+    p = masked(name)
+    y = np.full((BATCH, p.q_heads, Q_LEN, 64), np.nan, np.float32)
+    empty = {letter: np.zeros((BATCH, 2, KV_LEN, 64), np.float32) for letter in "kv"}
+    given = {"q": np.zeros_like(y), **empty, "y": y, "size_0": SIZE, "table_0": TABLE}
+    names = p.parameters()
+    after = kernels.call(f"survey_{[*CASES].index(name)}", [given[n] for n in names])
+    found = after[names.index("y")][:, :, ::ROWS, :4].astype(int)
+    counts, hides = element(name, p)
+    for b, h, tile in np.ndindex(found.shape[:3]):
+        rows = counts[b, h, tile * ROWS : (tile + 1) * ROWS]
+        kept = rows if rows.any(-1).all() or hides == MINUS_INFINITY else np.ones_like(rows)
+        lo, hi, full_lo, full_hi = found[b, h, tile]
+        assert (lo, hi) == span(kept), (b, h, tile)
+        assert full_hi - full_lo == KEYS * longest(
+            [rows[:, k : k + KEYS].all() for k in range(0, KV_LEN - KEYS + 1, KEYS)]
+        )
+        assert rows[:, full_lo:full_hi].all()
+
+
+def element(name: str, p: AttentionProblem) -> tuple[np.ndarray, float]:
+    """Which pairs count, and what hides the others."""
+    b, h, i, j = np.ogrid[:BATCH, : p.q_heads, :Q_LEN, :KV_LEN]
+    counts = {
+        "causal": j <= i + SIZE,
+        "window": (j <= i + SIZE) & (j > i + SIZE - 20),
+        "prefix": (j <= i) | (j < SIZE),
+        "padding in front": j >= TABLE[b],
+        "padding in front, causal": (j >= TABLE[b]) & (j <= i),
+        "of each head": j <= i + 10 * h,
+        "nothing": j < 0,
+        "nothing at all": j < 0,
+    }
+    key = name if name in counts else name.split(",")[0]
+    finite = CASES[name][1](tirx.const(False)).ty == "float32" and name not in ("causal, -inf", "prefix")
+    return np.broadcast_to(counts[key], (BATCH, p.q_heads, Q_LEN, KV_LEN)), LOWEST if finite else MINUS_INFINITY
+
+
+def span(kept: np.ndarray) -> tuple[int, int]:
+    """From the first to the last tile of keys of which some row sees some."""
+    seen = [n for n in range(-(-KV_LEN // KEYS)) if kept[:, n * KEYS : (n + 1) * KEYS].any()]
+    return (seen[0] * KEYS, min((seen[-1] + 1) * KEYS, KV_LEN)) if seen else (0, 0)
+
+
+def longest(flags: list[bool]) -> int:
+    runs = "".join("x" if flag else " " for flag in flags).split()
+    return max(map(len, runs), default=0)
