@@ -6,8 +6,9 @@ import dataclasses
 
 import numpy as np
 import tvm
-from attention_cases import TARGET, Case, arrays, borrow, cases, outputs
+from attention_cases import TARGET, Case, arrays, cases, outputs
 from hypothesis import HealthCheck, given, settings
+from placed_arrays import borrow
 
 from lowering.attention.pairs import count_pairs
 from lowering.attention.problem import AttentionProblem

@@ -6,8 +6,6 @@ which an access outside is a crash.
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,6 +17,7 @@ from onnx import helper
 from onnx.reference import ReferenceEvaluator
 
 import lowering
+from tests.placed_arrays import guarded
 
 BIG = 2**62
 
@@ -62,19 +61,6 @@ class Attack:
             newer.graph.node[0].op_type, newer.opset_import[0].version = "ScatterElements", 11
         feeds = {f"x{k}": np.asarray(a) for k, a in enumerate(self.calls[call][1])}
         return [np.asarray(r) for r in ReferenceEvaluator(newer).run(None, feeds)]
-
-
-def guarded(array: np.ndarray, at_end: bool) -> np.ndarray:
-    """A copy that ends, or begins, where memory that can be read does."""
-    array = np.asarray(array)
-    size = -(-max(array.nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-    memory = np.frombuffer(mmap.mmap(-1, size + 2 * mmap.PAGESIZE), np.uint8)
-    for page in (memory.ctypes.data, memory.ctypes.data + mmap.PAGESIZE + size):
-        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(page), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
-    start = mmap.PAGESIZE + (size - array.nbytes if at_end else 0)
-    view = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-    view[...] = array
-    return view
 
 
 def run(attack: Attack) -> None:

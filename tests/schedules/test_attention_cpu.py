@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
-import mmap
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tvm
-import tvm_ffi
+from placed_arrays import borrow, guarded, unaligned
 from this_machine import LEVELS, WIDEST
 
 import schedules
@@ -77,30 +75,15 @@ def draw(p: AttentionProblem, batch: int, q_len: int, kv_len: int, mask_len: int
     return inputs
 
 
-def unaligned(array: np.ndarray) -> tvm.runtime.Tensor:
-    """A copy of the array one element past a multiple of 64 bytes, and no more aligned than that."""
-    memory = np.empty(array.nbytes + 64 + array.itemsize, np.uint8)
-    return borrowed(array, memory, -memory.ctypes.data % 64 + array.itemsize)
+def placed(array: np.ndarray) -> tvm.runtime.Tensor:
+    return borrow(unaligned(array))
 
 
-def guarded(array: np.ndarray) -> tvm.runtime.Tensor:
-    """A copy of the array that ends where readable memory ends: an access past the last element is a crash."""
-    size = -(-array.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    memory = np.frombuffer(mmap.mmap(-1, size + mmap.PAGESIZE), np.uint8)
-    protect = ctypes.CDLL(None).mprotect
-    assert protect(ctypes.c_void_p(memory.ctypes.data + size), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
-    return borrowed(array, memory, size - array.nbytes)
+def at_end(array: np.ndarray) -> tvm.runtime.Tensor:
+    return borrow(guarded(array, at_end=True))
 
 
-def borrowed(array: np.ndarray, memory: np.ndarray, start: int) -> tvm.runtime.Tensor:
-    view = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-    view[...] = array
-    if array.dtype == ml_dtypes.bfloat16:  # NumPy cannot export it
-        return tvm_ffi.from_dlpack(view.view(np.uint16))._create_view(array.shape, "bfloat16")
-    return tvm_ffi.from_dlpack(view)
-
-
-def call(run: Callable[..., None], p: AttentionProblem, inputs: Arrays, place: Place = unaligned) -> np.ndarray:
+def call(run: Callable[..., None], p: AttentionProblem, inputs: Arrays, place: Place = placed) -> np.ndarray:
     y_shape = (*inputs["q"].shape[:-1], p.v_head_dim * (1 if p.row_axes == "bhtd" else p.q_heads))
     y = place(np.full(y_shape, np.nan, p.dtype))
     arguments = {name: x if name == "past" else place(x) for name, x in inputs.items()} | {"y": y}
@@ -148,7 +131,7 @@ def test_equals_the_reference(p: AttentionProblem, mcpu: str) -> None:
     for batch, q_len, kv_len in SIZES:
         short = p.mask is not None and p.mask.dims[2] == 1 and kv_len > 9
         inputs = draw(p, batch, q_len, kv_len, mask_len=kv_len - 7 if short else None)
-        for place in (unaligned, guarded):
+        for place in (placed, at_end):
             close(call(run, p, inputs, place), p, inputs)
 
 

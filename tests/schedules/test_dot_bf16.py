@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tvm
-from test_attention_cpu import BF16, CAUSAL, SIZES, THREE_D, call, draw, guarded, problem, unaligned
+from test_attention_cpu import BF16, CAUSAL, SIZES, THREE_D, at_end, call, draw, placed, problem
 from this_machine import WIDEST
 
 import schedules
@@ -62,7 +62,7 @@ def test_rounding_is_that_of_the_weights(p: AttentionProblem, features: list[str
         inputs = draw(p, batch, q_len, kv_len)
         want = reference(p, **inputs)["y"]
         bound = 2.0**-9 * np.abs(inputs["v"].astype(np.float64)).max()
-        for place in (unaligned, guarded):
+        for place in (placed, at_end):
             np.testing.assert_allclose(call(run, p, inputs, place), want, rtol=2.0**-8, atol=1.01 * bound)
 
 

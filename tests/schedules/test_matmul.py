@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tvm
 from onnx import parser
+from placed_arrays import unaligned
 from this_machine import LEVELS, WIDEST
 from tvm import relax, tirx
 
@@ -230,16 +231,6 @@ def test_transposed_rows() -> None:
     for rows, depth, columns in SIZES:
         x, y = draw(rng, (depth, rows), "float32"), draw(rng, (columns, depth), "float32")
         check(run(x, y), x.T.astype("float64") @ y.T.astype("float64"), "float32", 2 * depth)
-
-
-def unaligned(array: np.ndarray) -> np.ndarray:
-    """The array at an address that is 4 bytes behind a cache line."""
-    memory = np.empty(array.size + 32, array.dtype)
-    start = (4 - memory.ctypes.data) % 64 // array.itemsize
-    moved = memory[start : start + array.size].reshape(array.shape)
-    moved[...] = array
-    assert moved.ctypes.data % 64 == 4
-    return moved
 
 
 PRODUCTS = """<ir_version: 10, opset_import: ["" : 21]>
