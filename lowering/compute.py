@@ -46,12 +46,23 @@ def is_float(dtype: str) -> bool:
     return dtype.startswith(("float", "bfloat"))
 
 
-def agreed(node: Node, what: str, *sizes: Size) -> Size:
-    """The one size that all are, a number if one is; `what` names it in the error for numbers that differ."""
-    numbers = {size for size in sizes if isinstance(size, int)}
+def agreed(node: Node, what: str, *sizes: Size, **named: Size) -> Size:
+    """The one size that all are, a number if one is; `what` names it in the error for numbers that differ, which also
+    says which input has which where sizes are given by name."""
+    numbers = {size for size in (*sizes, *named.values()) if isinstance(size, int)}
+    if len(numbers) > 1 and named:
+        known = (f"{name} has {size}" for name, size in named.items() if isinstance(size, int))
+        raise node.error(f"{what} differs: {', '.join(known)}.")
     if len(numbers) > 1:
         raise node.error(f"{what} is {' and '.join(str(n) for n in sorted(numbers))} at once.")
-    return numbers.pop() if numbers else sizes[0]
+    return numbers.pop() if numbers else (*sizes, *named.values())[0]
+
+
+def number(node: Node, what: str, size: Size) -> int:
+    """The size, which has to be known."""
+    if not isinstance(size, int):
+        raise node.error(f"{what} is the symbolic size {size}.", "Give the model a number there.")
+    return size
 
 
 def with_shape(node: Node, value: Value, shape: Sequence[Size]) -> Value:

@@ -14,6 +14,7 @@ from tvm import relax, tirx
 
 from .. import symbolic
 from ..attention.problem import Mask, Offset, Window
+from ..compute import agreed, number
 from ..node import Node
 from ..values import Shape, Size, Value
 from . import op
@@ -194,19 +195,19 @@ def _sizes(node: Node, q: Value, k: Value, v: Value, past_key: Value | None, pas
     if past_key is not None and past_value is not None:
         dims |= {"past_key": past_key.shape, "past_value": past_value.shape}
 
-    def agreed(what: str, axis: int, *names: str) -> Size:
-        return _agreed(node, what, {name: dims[name][axis] for name in names if name in dims})
+    def same(what: str, axis: int, *names: str) -> Size:
+        return agreed(node, what, **{name: dims[name][axis] for name in names if name in dims})
 
-    agreed("number of heads", 1, "K", "V", "past_key", "past_value")
+    same("number of heads", 1, "K", "V", "past_key", "past_value")
     return _Sizes(
-        batch=agreed("batch size", 0, *dims),
+        batch=same("batch size", 0, *dims),
         q_heads=q_heads,
         kv_heads=kv_heads,
         q_len=dims["Q"][2],
-        new_len=agreed("sequence length", 2, "K", "V"),
-        past=agreed("sequence length", 2, "past_key", "past_value") if past_key is not None else 0,
-        head_dim=_number(node, "head size of Q and K", agreed("head size", 3, "Q", "K", "past_key")),
-        v_head_dim=_number(node, "head size of V", agreed("head size", 3, "V", "past_value")),
+        new_len=same("sequence length", 2, "K", "V"),
+        past=same("sequence length", 2, "past_key", "past_value") if past_key is not None else 0,
+        head_dim=number(node, "head size of Q and K", same("head size", 3, "Q", "K", "past_key")),
+        v_head_dim=number(node, "head size of V", same("head size", 3, "V", "past_value")),
     )
 
 
@@ -221,8 +222,8 @@ def _heads(node: Node, q: Value, k: Value, v: Value) -> tuple[int, int]:
                 raise node.error(f"attribute {name} {what}.", "Inputs of rank 3 need their number of heads.")
         heads = (stated[0], stated[1])
     else:
-        shared = _agreed(node, "number of heads", {"K": k.shape[1], "V": v.shape[1]})
-        heads = _number(node, "number of heads of Q", q.shape[1]), _number(node, "number of heads of K", shared)
+        shared = agreed(node, "number of heads", K=k.shape[1], V=v.shape[1])
+        heads = number(node, "number of heads of Q", q.shape[1]), number(node, "number of heads of K", shared)
         for name, said, found in zip(names, stated, heads):
             if said is not None and (node.version >= 25 or said != found):
                 raise node.error(f"attribute {name} is {said}; 4-D inputs have {found} heads.", "Remove it.")
@@ -238,27 +239,13 @@ def _logical(node: Node, name: str, value: Value, heads: int) -> Shape:
     if value.rank == 4:
         return value.shape
     batch, length, width = value.shape
-    width = _number(node, f"last dimension of {name}", width)
+    width = number(node, f"last dimension of {name}", width)
     if width % heads:
         attribute = "q_num_heads" if name == "Q" else "kv_num_heads"
         raise node.error(
             f"attribute {attribute} is {heads}, and the last dimension of {name} is {width}.", "Make it divide."
         )
     return batch, heads, length, width // heads
-
-
-def _agreed(node: Node, what: str, sizes: dict[str, Size]) -> Size:
-    """The one size of all: a number if one of them is."""
-    numbers = {name: size for name, size in sizes.items() if isinstance(size, int)}
-    if len(set(numbers.values())) > 1:
-        raise node.error(f"{what} differs: " + ", ".join(f"{name} has {size}" for name, size in numbers.items()) + ".")
-    return next(iter((numbers or sizes).values()))
-
-
-def _number(node: Node, what: str, size: Size) -> int:
-    if not isinstance(size, int):
-        raise node.error(f"{what} is the symbolic size {size}.", "Give the model a number there.")
-    return size
 
 
 def _mask(node: Node, mask: Value, dtype: str, full: Shape) -> tuple[Value, Mask | None]:
@@ -287,7 +274,7 @@ def _mask(node: Node, mask: Value, dtype: str, full: Shape) -> tuple[Value, Mask
             wanted.append(size)
             broadcasts.append(axis)
         else:
-            _agreed(node, f"dimension {axis - 4} of attn_mask", {"attn_mask": size, "the score matrix": target})
+            agreed(node, f"dimension {axis - 4} of attn_mask", **{"attn_mask": size, "the score matrix": target})
             wanted.append(target)
     pad = node.version >= 24 and not node.symbols.equal(wanted[3], full[3])
     if pad:

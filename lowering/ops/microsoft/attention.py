@@ -7,7 +7,7 @@ import math
 from tvm import relax
 
 from ...attention.problem import Window
-from ...compute import relax_call
+from ...compute import number, relax_call
 from ...node import Node
 from ...values import Value
 from .. import op
@@ -17,7 +17,7 @@ from ..kernels import compute
 from ..matmul import matrix_product, rounded
 from . import DOMAIN
 from .masks import Padding, Scores, biased, filter_value, padding
-from .projections import check_floats, head_size, number, part
+from .projections import check_floats, head_size, part
 
 
 @op("Attention", since=1, domain=DOMAIN)

@@ -14,7 +14,7 @@ import numpy as np
 from tvm import relax, tirx
 
 from ...attention.problem import Window
-from ...compute import Element, agreed, is_one
+from ...compute import Element, agreed, is_one, number
 from ...node import Node
 from ...scatter import CacheUpdate, copy_and_update
 from ...values import Size, Value
@@ -28,7 +28,7 @@ from ..normalization import over_last_axes
 from ..rotary_embedding import Head, rotate
 from ..run_time import bind
 from . import DOMAIN
-from .projections import check_floats, head_size, number, part
+from .projections import check_floats, head_size, part
 
 
 @op("GroupQueryAttention", since=1, domain=DOMAIN)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from ...attention.problem import Window
-from ...compute import agreed
+from ...compute import agreed, number
 from ...node import Node
 from ...values import Value
 from .. import op
@@ -13,7 +13,7 @@ from ..asserted import asserted
 from ..attend import attend, concatenated, heads_first, mask_of
 from . import DOMAIN
 from .masks import Padding, Scores, biased, filter_value, padding
-from .projections import bias_parts, check_floats, head_size, interleaved_part, number, part
+from .projections import bias_parts, check_floats, head_size, interleaved_part, part
 
 
 @op("MultiHeadAttention", since=1, domain=DOMAIN)

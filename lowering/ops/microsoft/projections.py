@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from tvm import tirx
 
-from ...compute import Element, widened
+from ...compute import Element, number, widened
 from ...node import Node
 from ...values import Size, Value
 from ..asserted import asserted
 from ..kernels import Read, compute
 
 FLOATS = ("float32", "float16", "bfloat16", "float64")
-
-
-def number(node: Node, what: str, size: Size) -> int:
-    if not isinstance(size, int):
-        raise node.error(f"{what} is the symbolic size {size}.", "Give the model a number there.")
-    return size
 
 
 def head_size(node: Node, name: str, width: Size, heads: int) -> int:
