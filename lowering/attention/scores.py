@@ -193,16 +193,17 @@ class Scores:
         def load(row: Expr) -> Expr:
             buffer, indices = self.mask_at(b, h, row, j, inside=inside)
             if lanes(j) == 1 or not inside or 3 not in mask.broadcasts:
-                return buffer[tuple(indices)]
-            first = broadcast(buffer[(*indices[:3], 0)], lanes(j))  # a clamped vector of indices is read one by one
-            return tirx.if_then_else(buffer.shape[3] > 1, buffer[(*indices[:3], j)], first)
+                return self._number(buffer[tuple(indices)])
+            # A clamped vector of indices is read one by one.
+            first, each = (self._number(buffer[(*indices[:3], at)]) for at in (0, j))
+            return tirx.if_then_else(buffer.shape[3] > 1, each, broadcast(first, lanes(j)))
 
         if mask.dims[2] == 1 or lanes(i) == 1:
             value = load(i)
         else:  # TensorIR takes a vector index in the last axis only
             each = range(lanes(i))
             value = tirx.Shuffle([load(tirx.Shuffle([i], [lane])) for lane in each], list(each))
-        return self._number(value)
+        return value
 
     def _nearest(self, index: Expr, size: Expr) -> Expr:
         """The index, or the nearest one of [0, size)."""

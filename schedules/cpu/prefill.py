@@ -290,7 +290,10 @@ class _QueryTile:
         def block(j: Expr, rows: list[tuple[Expr, Expr, Expr]], inside: bool) -> list[Expr]:
             vectors = [self.mask_vector(*row, self.kv0 + j, inside) for row in rows]
             for x in vectors:
-                lowest.value, highest.value = T.min(lowest.value, x), T.max(highest.value, x)
+                # NaN hides nothing, and must not let the maximum forget what came before.
+                infinity = splat(float("inf"), W, self.acc)
+                number = tirx.Select(x <= infinity, x, infinity)
+                lowest.value, highest.value = T.min(lowest.value, x), T.max(highest.value, number)
             return vectors
 
         def load_block(j: Expr, r: Expr, inside: bool) -> None:
