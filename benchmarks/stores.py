@@ -25,7 +25,7 @@ from lowering.target import resolve
 
 from .timing import Timing, interleaved, timed
 
-HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16
+HEADS, DIM, PAGE = 32, 128, 16
 CAUSAL = Window(right=0, offset="lengths")
 
 
@@ -50,8 +50,7 @@ class Comparison:
 
 def comparisons() -> list[Comparison]:
     found = []
-    dense = _problem(Store(), lengths=True)
-    for keys in (1024, 4096, 16384):
+    for kv_heads, keys in ((32, 1024), (32, 4096), (8, 1024), (8, 4096), (8, 16384)):
         stores = {
             "dense": Store(),
             "offsets": Store("thd", Offset()),
@@ -61,14 +60,14 @@ def comparisons() -> list[Comparison]:
             "int8, scales of 8": Store("bhtd", codec=Codec("int8", 8)),
             "float8, a scale": Store("bhtd", codec=Codec("float8_e4m3fn", 0)),
         }
-        calls = {name: (Call(_problem(store, lengths=True), (1,), (keys,)),) for name, store in stores.items()}
+        calls = {name: (Call(_problem(kv_heads, store), (1,), (keys,)),) for name, store in stores.items()}
         bars = {"offsets": 0.95, f"pages of {PAGE}": 0.95, "pages of 128": 0.95}
         bars |= {name: 2.5 for name in stores if name.startswith("int8")} if keys == 4096 else {}
-        found.append(Comparison(f"decode, {keys} keys", calls, bars))
+        found.append(Comparison(f"decode, {HEADS} heads on {kv_heads}, {keys} keys", calls, bars))
     rows = (300, 1, 77, 512, 1, 1, 130, 1)
     keys = tuple(n + past for n, past in zip(rows, (0, 900, 0, 0, 333, 2047, 64, 15)))
-    packed = dataclasses.replace(dense, row_axes="te", window=CAUSAL)
-    alone = dataclasses.replace(dense, row_axes="bte", window=CAUSAL)
+    packed = dataclasses.replace(_problem(8, Store()), row_axes="te", window=CAUSAL)
+    alone = dataclasses.replace(packed, row_axes="bte")
     contenders = {
         "one by one": tuple(Call(alone, (n,), (m,)) for n, m in zip(rows, keys)),
         "packed": (Call(packed, rows, keys),),
@@ -76,10 +75,10 @@ def comparisons() -> list[Comparison]:
     return [*found, Comparison("a ragged batch of 8", contenders, {"packed": 0.95})]
 
 
-def _problem(store: Store, **fields: Any) -> AttentionProblem:
-    heads = {"q_heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM, "v_head_dim": DIM, "scale": DIM**-0.5}
+def _problem(kv_heads: int, store: Store) -> AttentionProblem:
+    heads: dict[str, Any] = {"q_heads": HEADS, "kv_heads": kv_heads, "head_dim": DIM, "v_head_dim": DIM}
     types = {"dtype": "float32", "v_dtype": "float32", "acc_dtype": "float32"}
-    return AttentionProblem(None, None, None, **heads, **types, store=store, **fields)
+    return AttentionProblem(None, None, None, **heads, **types, scale=DIM**-0.5, store=store, lengths=True)
 
 
 def run(threads: int, turns: int, seconds: float) -> None:
@@ -132,7 +131,7 @@ def _tensors(call: Call) -> dict[str, Any]:
     p, rng = call.problem, np.random.default_rng(0)
     batch, most = len(call.rows), max(call.keys)
     found: dict[str, Any] = {"lengths": np.array(call.keys), "most_keys": most, "most_rows": max(call.rows)}
-    sizes = {"b": batch, "h": KV_HEADS, "t": most, "d": DIM}
+    sizes = {"b": batch, "h": p.kv_heads, "t": most, "d": DIM}
     if isinstance(p.store.slots, Pages):
         each = -(-most // p.store.slots.size)
         sizes |= {"p": batch * each, "t": p.store.slots.size}

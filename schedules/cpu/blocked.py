@@ -15,10 +15,10 @@ from .dot_bf16 import dot, words_of, zip_rows
 from .loops import vector_loop
 from .operands import Operands
 from .panels import PanelTiles, is_width
-from .results import LINE, Values
+from .results import Values
 from .stages import Axis
 from .values import read
-from .vector import Register, convert, fixed, load, prefetch, splat, store, transpose
+from .vector import LINE, Register, convert, fixed, load, prefetch, splat, store, transpose
 
 
 class Blocked:

@@ -236,7 +236,8 @@ class _Split:
 
     def load_queries(self) -> None:
         """Q := scale Q, or words of Q."""
-        scale = splat(self.bound.scores.scale, self.Wk, self.acc)
+        factor = self.kv.factor("k")
+        scale = splat(self.bound.scores.scale * (1.0 if factor is None else factor), self.Wk, self.acc)
 
         def vector(h: Expr, i: Expr, d: int) -> Expr:
             if not self.kv.pairs:
@@ -288,6 +289,7 @@ class _Split:
         """For each row and key, a vector whose lanes add up to Q_r . K_j."""
         W, full = self.Wk, self.kv.D // self.Wk
         s = [[Register(splat(0.0, W, self.acc)) for _ in keys] for _ in rows]
+        places = [self.kv.place("k", j) for j in keys]
 
         def add(n: Expr | int, d: Expr | int, fresh: Expr | None) -> None:
             def only_fresh(x: Expr) -> Expr:
@@ -295,7 +297,7 @@ class _Split:
 
             for j in keys:
                 self.kv.prefetch("k", j, d)
-            k = [only_fresh(self.kv.k(j, d, W)) for j in keys]
+            k = [only_fresh(self.kv.k(j, d, W, place)) for j, place in zip(keys, places)]
             k = [T.bind(key) for key in k] if len(rows) > 1 else k
             for r, sums in zip(rows, s):
                 q = T.bind(only_fresh(load(self.Q, W, (r * self.chunks + n) * W)))
@@ -393,5 +395,5 @@ class _Split:
             l = reduce_lanes(load(self.l, self.Wk, r * self.Wk), lambda x, y: x + y)
             T.buffer_store(to.l, l, [place])
             o = [load(self.O, self.Wv, (r * self.vectors + n) * self.Wv) for n in range(self.vectors)]
-            for n, vector in enumerate(self.kv.in_order(o)):
+            for n, vector in enumerate(self.kv.in_order(self.kv.finished(o))):
                 store(to.O, vector, place * to.stride + n * self.Wv)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
-from tvm import tirx
+from tvm import DataType, tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
@@ -13,7 +14,7 @@ from lowering.attention.places import decoded
 from lowering.attention.problem import AttentionProblem
 
 from .dot_bf16 import LANES, dot, non_zero, shuffled_back, words_of, zip_halves, zip_rows
-from .vector import Buffer, Machine, Register, convert, cover, fixed, like, load, prefetch, splat, store
+from .vector import LINE, Buffer, Machine, Register, convert, cover, fixed, like, load, prefetch, splat, store
 
 
 def load_query(bound: Bound, cpu: Machine, place: tuple[Expr, Expr, Expr], d: Expr | int, lanes: int) -> Expr:
@@ -45,8 +46,8 @@ class KeyValueTile:
     counted from the start of the tile. A row of V consists of `vectors` vectors of Wv lanes, of which the last may
     overlap the one before.
 
-    Where it takes tables to find a key, the tile keeps the offsets of its `most` rows, and so it does for codes, whose
-    scales follow from them.
+    Where it takes tables to find a key, the tile keeps the offsets of its `most` rows. Codes are multiplied by their
+    scales; one that is all K's, or all V's, is a `factor` of scores, or of O, which the kernel applies.
 
     On machines with products of bfloat16 pairs (`pairs`), tiles hold words: K pairs of neighbours in a row, V pairs of
     neighbouring rows. Then d counts words of a key, and j pairs of values. Words of V that are made at each use
@@ -65,7 +66,7 @@ class KeyValueTile:
         self.Wv, self.v_starts = vectors_of_values(p, cpu, in_place=size == 0)
         self.vectors = len(self.v_starts)
         self.unpacks_k, self.unpacks_v = (size > 0 and dtype != p.acc_dtype for dtype in p.stored_types)
-        self.by_offset = bound.places.looked_up or p.coded
+        self.by_offset = bound.places.looked_up
         self.scratch = {
             "K": (self.unpacks_k * size * self.D, p.acc_dtype),
             "V": (self.unpacks_v * size * self.vectors * self.Wv, p.acc_dtype),
@@ -102,12 +103,39 @@ class KeyValueTile:
                 store(self.V, self.load("v", j, d, self.Wv), (j * self.vectors + n) * self.Wv)
 
     def find(self, which: str, tile: tuple[Expr, Expr, Expr]) -> None:
-        """The offsets of as many rows as this tile has, of the one that starts at (b, hk, key)."""
+        """The offsets of as many rows as this tile has, of the one that starts at (b, hk, key): run by run."""
         b, hk, start = tile
-        with T.serial(self.end - self.start) as j:
+        count, run = fixed((self.end - self.start).astype("int64")), self.bound.places.run("k")
+
+        def offset(name: str, j: Expr) -> Expr:
+            return fixed(self.bound.places.offset(name, b, hk, fixed(start + j)))
+
+        def one_by_one(name: str, first: Expr, stop: Expr) -> None:
+            with T.serial(stop - first) as n:
+                T.buffer_store(self.memory[f"{name}_{which}"], offset(name, fixed(first + n)), [first + n])
+
+        if run == 1:
             for name in "kv":
-                offset = self.bound.places.offset(name, b, hk, fixed(start + j))
-                T.buffer_store(self.memory[f"{name}_{which}"], offset, [j])
+                one_by_one(name, T.int64(0), count)
+            return
+        before = T.int64(0) if run is None else fixed(start % run)  # keys of the first run that come before the tile
+        runs = T.int64(1) if run is None else fixed((before + count + (run - 1)) // run)
+        with T.serial(runs) as n:
+            first = fixed(tirx.max(n * run - before, 0)) if run is not None else T.int64(0)
+            stop = fixed(tirx.min((n + 1) * run - before, count)) if run is not None else count
+            for name in "kv":
+                _, _, stride = self.bound.places.strides(name)
+                at, last = offset(name, first), offset(name, stop - 1)
+                # Tables may say what is not there; then each place is clamped for itself.
+                with T.If(tirx.EQ(last - at, (stop - 1 - first) * stride)):
+                    with T.Then(), T.serial(stop - first) as j:
+                        T.buffer_store(self.memory[f"{name}_{which}"], at + j * stride, [first + j])
+                    with T.Else():
+                        one_by_one(name, first, stop)
+
+    def place(self, name: str, j: Expr) -> Expr | None:
+        """Where row j of k or v begins, if tables told: for `k` and `v`, computed once."""
+        return fixed(self.memory[f"{name}_rows"][j]) if self.by_offset else None
 
     def open_pairs(self) -> None:
         """The tile's words. A value behind the last is 0."""
@@ -123,28 +151,31 @@ class KeyValueTile:
                 both = splat(low < high, self.Wv, "bool")
                 store(self.V, tirx.Select(both, words, alone), (pair * self.vectors + n) * self.Wv)
 
-    def raw(self, name: str, j: Expr, d: Expr | int, lanes: int) -> Expr:
+    def raw(self, name: str, j: Expr, d: Expr | int, lanes: int, place: Expr | None = None) -> Expr:
         """Elements [d, d + lanes) of row j of k or v, in their own type."""
         if self.by_offset:
-            buffer, indices = self.bound.places.flat(name, self.memory[f"{name}_rows"][j] + d)
+            place = self.memory[f"{name}_rows"][j] if place is None else place
+            buffer, indices = self.bound.places.flat(name, place + d)
             return load(buffer, lanes, *indices)
         buffer, indices = self.bound.places.at(name, self.b, self.hk, self.start + j, T.int64(1) * d)
         return load(buffer, lanes, *indices)
 
-    def k(self, j: Expr, d: Expr, lanes: int = 1) -> Expr:
+    def k(self, j: Expr, d: Expr, lanes: int = 1, place: Expr | None = None) -> Expr:
         """Elements [d, d + lanes) of key j."""
         if self.unpacks_k:
             return load(self.K, lanes, j * self.D + d)
-        return words_of(self.raw("k", j, d * 2, lanes * 2)) if self.pairs else self.load("k", j, d, lanes)
+        if self.pairs:
+            return words_of(self.raw("k", j, d * 2, lanes * 2, place))
+        return self.load("k", j, d, lanes, place)
 
-    def v(self, j: Expr, n: int, alone: bool = False) -> Expr:
+    def v(self, j: Expr, n: int, alone: bool = False, place: Expr | None = None) -> Expr:
         """Vector n of value j, or of a pair of values, of which the second is none if the first is alone."""
         if self.unpacks_v:
             return load(self.V, self.Wv, (j * self.vectors + n) * self.Wv)
         if self.zips:
             rows = (j * 2,) if alone else (j * 2, j * 2 + 1)
             return zip_halves([self.raw("v", row, self.v_starts[n - n % 2], 2 * self.Wv) for row in rows], n % 2)
-        return self.load("v", j, self.v_starts[n], self.Wv)
+        return self.load("v", j, self.v_starts[n], self.Wv, place)
 
     def in_order(self, o: list[Expr]) -> list[Expr]:
         """The vectors of a row of O, each with its elements in the order of memory."""
@@ -152,12 +183,31 @@ class KeyValueTile:
             return o
         return [x for n in range(0, self.vectors, 2) for x in shuffled_back(o[n], o[n + 1])]
 
-    def load(self, name: str, j: Expr, d: Expr | int, lanes: int) -> Expr:
-        """Elements [d, d + lanes) of row j of k or v, in the type of the arithmetic."""
-        raw, acc = self.raw(name, j, d, lanes), self.bound.problem.acc_dtype
+    def load(self, name: str, j: Expr, d: Expr | int, lanes: int, place: Expr | None = None) -> Expr:
+        """Elements [d, d + lanes) of row j of k or v, in the type of the arithmetic, but for a `factor`."""
+        raw, acc, places = self.raw(name, j, d, lanes, place), self.bound.problem.acc_dtype, self.bound.places
         if not self.bound.problem.coded:
             return convert(raw, acc, self.cpu)
-        return fixed(decoded(raw, acc) * self.scale(name, self.memory[f"{name}_rows"][j] + d, lanes))
+        if not places.group():
+            return fixed(decoded(raw, acc))
+        if self.by_offset:
+            offset = (self.memory[f"{name}_rows"][j] if place is None else place) + d
+        else:
+            offset = places.offset(name, self.b, self.hk, self.start + j, d)
+        return fixed(decoded(raw, acc) * self.scale(name, offset, lanes))
+
+    def factor(self, name: str) -> Expr | None:
+        """What all of k, or all of v, is to be multiplied by, if there is such a number."""
+        if not self.bound.problem.coded or self.bound.places.group():
+            return None
+        return fixed(self.bound.places.scale(name, T.int64(0)))
+
+    def finished(self, o: Sequence[Expr]) -> list[Expr]:
+        """Vectors of O times the factor of v. Where no value has a part, no factor has one."""
+        factor = self.factor("v")
+        if factor is None:
+            return list(o)
+        return [fixed(tirx.Select(x == like(0.0, x), x, x * like(factor, x))) for x in o]
 
     def scale(self, name: str, offset: Expr, lanes: int) -> Expr:
         """The scales of so many neighbours of one row. A row is whole groups, and so is a vector, or a group is whole
@@ -175,13 +225,24 @@ class KeyValueTile:
         return tirx.Shuffle([some] * group, [lane // group for lane in range(lanes)])
 
     def prefetch(self, name: str, j: Expr, d: Expr | int) -> None:
-        """Asks for the line of element d (or word of a key) of row j of k or v in the next tile, where that is known.
+        """Asks for the line of element d (or word of a key) of row j of k or v in the next tile, where that is known,
+        once for all the vectors in it.
 
         Hardware follows a stream within a page and loses it where reading turns from K to V.
         """
-        if self.next is not None:
-            b, hk, start = self.next
-            d = T.int64(2 if self.pairs and name == "k" else 1) * d
+        if self.next is None:
+            return
+        b, hk, start = self.next
+        words = self.pairs and name == "k"
+        line = LINE // DataType(self.bound.problem.stored_types[name == "v"]).itemsize // (2 if words else 1)
+        several = (self.Wk if name == "k" else self.Wv) < line
+        if several and isinstance(d, int) and d % line:
+            return
+        with ExitStack() as inside:
+            if several and not isinstance(d, int):
+                inside.enter_context(T.If(tirx.EQ(d % line, T.int64(0))))
+                inside.enter_context(T.Then())
+            d = T.int64(2 if words else 1) * d
             if self.by_offset:
                 buffer, indices = self.bound.places.flat(name, self.memory[f"{name}_next"][j] + d)
             else:
@@ -209,7 +270,8 @@ class KeyValueTile:
             o.append([Register(load(O, self.Wv, (r * self.vectors + n) * self.Wv) * scale) for n in columns])
 
         def add(j: Expr, alone: bool = False) -> None:
-            v = [T.bind(self.v(j, n, alone)) for n in columns]
+            place = self.place("v", j)
+            v = [T.bind(self.v(j, n, alone, place)) for n in columns]
             for k, r in enumerate(rows):
                 weight = T.bind(splat(p(r, j), self.Wv, acc))
                 for n, register in enumerate(o[k]):

@@ -232,7 +232,8 @@ class _QueryTile:
         """Q := scale Q_i^T, or words of Q_i^T. Rows that do not exist repeat the last one."""
         D = self.kv.D
         w, starts = cover(D, self.W)
-        scale = splat(self.bound.scores.scale, w, self.acc)
+        factor = self.kv.factor("k")
+        scale = splat(self.bound.scores.scale * (1.0 if factor is None else factor), w, self.acc)
 
         def vector(row: tuple[Expr, Expr], d: Expr) -> Expr:
             h, i = row
@@ -273,6 +274,7 @@ class _QueryTile:
             inverse = tirx.Select(l == tirx.const(0, self.acc), tirx.const(0, self.acc), tirx.const(1, self.acc) / l)
             inverse = T.bind(splat(inverse, self.Wv, self.acc))
             y = [T.bind(load(self.O, self.Wv, (r * self.vectors + n) * self.Wv) * inverse) for n in range(self.vectors)]
+            y = self.kv.finished(y)
             store_y(self.bound, self.cpu, self.b, h, i, y, self.kv.v_starts)
 
     # The mask tensor.

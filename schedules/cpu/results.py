@@ -14,9 +14,7 @@ from .loops import unravel, vector_loop, volume
 from .product import Group
 from .stages import Axis, Stage
 from .values import Evaluator, View
-from .vector import Machine, fixed, prefetch
-
-LINE = 64  # bytes of a cache line
+from .vector import LINE, Machine, fixed, prefetch
 
 Memory = Mapping[tirx.Buffer, tirx.Buffer]
 """A function's tensors as vectors of their elements (`flat_view`)."""

@@ -26,6 +26,7 @@ from tvm.target.codegen import target_has_features
 Buffer = tirx.Buffer
 
 LOG2_E = math.log2(math.e)
+LINE = 64  # bytes of a cache line
 
 
 @dataclass(frozen=True)
