@@ -13,7 +13,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 import node_cases  # noqa: E402
 
-from lowering import legality, ops  # noqa: E402
+from lowering import ops  # noqa: E402
+from lowering.graph import legality  # noqa: E402
 
 PAGE = ROOT / "docs" / "operators.md"
 

@@ -15,28 +15,28 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .benchmark import Profile as Profile
-    from .benchmark import bench as bench
-    from .checking import check as check
-    from .compiler import compile as compile
+    from .compiling.compiler import compile as compile
     from .errors import ArtifactError as ArtifactError
     from .errors import InputError as InputError
     from .errors import LoweringError as LoweringError
     from .errors import ModelError as ModelError
     from .errors import NodeError as NodeError
     from .errors import TargetError as TargetError
+    from .profiling.benchmark import Profile as Profile
+    from .profiling.benchmark import bench as bench
     from .runtime import Model as Model
     from .runtime import load as load
-    from .verification import verify as verify
+    from .tools.checking import check as check
+    from .tools.verification import verify as verify
 
 _HOME = {
-    "compile": "compiler",
+    "compile": "compiling.compiler",
     "load": "runtime",
     "Model": "runtime",
-    "bench": "benchmark",
-    "Profile": "benchmark",
-    "check": "checking",
-    "verify": "verification",
+    "bench": "profiling.benchmark",
+    "Profile": "profiling.benchmark",
+    "check": "tools.checking",
+    "verify": "tools.verification",
     "LoweringError": "errors",
     "ModelError": "errors",
     "NodeError": "errors",

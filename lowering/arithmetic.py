@@ -6,6 +6,9 @@ import ast
 import operator
 from collections.abc import Callable, Mapping
 
+# No dimension is larger. Products of a few such numbers still fit into 64 bits.
+LARGEST_SIZE = 2**40
+
 _SIGNS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

@@ -1,7 +1,7 @@
 """The manifest: what a compiled module takes, gives and needs, as plain data (JSON on disk).
 
-Written by `lowering.artifact`, read by `lowering.runtime`. Everything the runtime checks before a call is in here, so
-that loading needs no compiler.
+Written by `lowering.compiling.artifact`, read by `lowering.runtime`. Everything the runtime checks before a call is in
+here, so that loading needs no compiler.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class KernelSpec:
     these names in Python's syntax: floating-point operations, and bytes of the arguments that are needed; `volume` is
     all bytes of the arguments. Those of an attention also use `pairs` and `unseen`: the pairs of queries and keys that
     see each other, and the keys that no query sees. The library's function `counter` finds both from the arguments.
-    rate is the share of the machine's arithmetic that code of this rule is expected to reach (lowering/expected.py).
+    rate is the share of the machine's arithmetic that code of this rule is expected to reach (profiling/expected.py).
     """
 
     name: str

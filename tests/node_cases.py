@@ -17,8 +17,8 @@ import numpy as np
 import onnx
 
 import lowering
-from lowering.importer import import_model
-from lowering.model import load_model
+from lowering.graph.model import load_model
+from lowering.importing.importer import import_model
 from lowering.ops import registered
 
 # Operators of transformers.

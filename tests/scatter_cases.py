@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lowering.scatter import CacheUpdate
+from lowering.tensorir.scatter import CacheUpdate
 
 
 @dataclass(frozen=True)

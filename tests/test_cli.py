@@ -23,7 +23,7 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
-from lowering.cli import main
+from lowering.tools.cli import main
 
 ATTENTION = """
 <ir_version: 10, opset_import: ["" : 24]>

@@ -11,8 +11,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 import lowering
 from lowering.errors import ModelError
-from lowering.importer import import_model
-from lowering.model import load_model
+from lowering.graph.model import load_model
+from lowering.importing.importer import import_model
 
 FLOAT, INT = TensorProto.FLOAT, TensorProto.INT64
 

@@ -14,31 +14,50 @@ ROOT = Path(__file__).parents[1]
 # Package -> (modules of this project that it may import, whether it may import tvm)
 RULES = {
     "lowering/runtime": ({"lowering.runtime", "lowering.arithmetic", "lowering.errors", "lowering.manifest"}, False),
-    "lowering/attention": ({"lowering.attention", "lowering.expressions", "lowering.facts"}, True),
+    "lowering/graph": (
+        {"lowering.graph", "lowering.fusion", "lowering.arithmetic", "lowering.errors", "lowering.runtime.checks"},
+        False,
+    ),
+    "lowering/importing": (
+        {
+            "lowering.importing",
+            "lowering.ops",
+            "lowering.graph",
+            "lowering.tensorir",
+            "lowering.arithmetic",
+            "lowering.errors",
+        },
+        True,
+    ),
+    "lowering/tensorir": ({"lowering.tensorir"}, True),
+    "lowering/profiling": (
+        {
+            "lowering.profiling",
+            "lowering.runtime",
+            "lowering.manifest",
+            "lowering.arithmetic",
+            "lowering.errors",
+        },
+        False,
+    ),
+    "lowering/attention": ({"lowering.attention", "lowering.tensorir"}, True),
     "schedules": (
         {
             "schedules",
             "lowering.attention",
-            "lowering.blocks",
-            "lowering.expressions",
-            "lowering.facts",
-            "lowering.scatter",
+            "lowering.tensorir",
         },
         True,
     ),
-    "lowering/fusion": ({"lowering.fusion", "lowering.fold"}, False),
+    "lowering/fusion": ({"lowering.fusion", "lowering.graph.fold"}, False),
     "lowering/ops": (
         {
             "lowering.ops",
-            "lowering.node",
-            "lowering.values",
-            "lowering.symbolic",
-            "lowering.compute",
-            "lowering.checks",
-            "lowering.errors",
+            "lowering.importing",
             "lowering.attention",
-            "lowering.quantised",
-            "lowering.scatter",
+            "lowering.tensorir",
+            "lowering.arithmetic",
+            "lowering.errors",
         },
         True,
     ),
@@ -80,7 +99,7 @@ def test_importing_lowering_imports_no_compiler() -> None:
 def test_public_names_are_what_they_say_however_often_they_are_used() -> None:
     """A submodule of the same name would replace the function at its first import."""
     code = """
-import lowering, lowering.cli
+import lowering, lowering.tools.cli
 for _ in range(2):
     for name in lowering.__all__:
         assert callable(getattr(lowering, name)), name

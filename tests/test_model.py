@@ -15,8 +15,8 @@ from onnx.reference import ReferenceEvaluator
 
 import lowering
 from lowering import ops
-from lowering.importer import import_model
-from lowering.model import load_model
+from lowering.graph.model import load_model
+from lowering.importing.importer import import_model
 
 HEADER = '<ir_version: 10, opset_import: ["" : 24]>'
 

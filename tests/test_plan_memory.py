@@ -14,8 +14,8 @@ from tvm import tirx
 from tvm.sym import Analyzer
 
 import lowering
-from lowering.expressions import substitute
 from lowering.passes.plan_memory import Polynomial, Tensor, Terms, add, at_most, estimate, place, top
+from lowering.tensorir.expressions import substitute
 
 B, S, P = (tirx.Var(name, "int64") for name in "BSP")
 

@@ -11,8 +11,8 @@ from onnx.reference import ReferenceEvaluator
 from tvm import tirx
 
 import lowering
-from lowering.importer import import_model
-from lowering.model import load_model
+from lowering.graph.model import load_model
+from lowering.importing.importer import import_model
 
 RNG = np.random.default_rng(0)
 

@@ -13,7 +13,7 @@ from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 import lowering
-from lowering.quantised import Scheme, quantise
+from lowering.importing.quantised import Scheme, quantise
 
 
 def perceptron(rng: np.random.Generator) -> onnx.ModelProto:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from lowering.static_cache import LENGTH
+from lowering.graph.static_cache import LENGTH
 
 from .case import Arrays, Bar
 from .exported import ExportCase, exports_module

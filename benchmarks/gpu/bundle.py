@@ -16,7 +16,7 @@ from pathlib import Path
 
 import tvm
 
-from lowering.build import build
+from lowering.compiling.build import build
 from lowering.runtime.gpu import CUDART, find_cudart
 from lowering.target import Target, resolve
 

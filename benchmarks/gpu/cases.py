@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lowering.attention.problem import AttentionProblem, Mask, Window
-from lowering.scatter import CacheUpdate
+from lowering.tensorir.scatter import CacheUpdate
 
 from .plan import TOLERANCE, Bar, Case, Kernel, Sizes
 

@@ -10,8 +10,8 @@ from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.bound import Bound
 from lowering.attention.problem import AttentionProblem
-from lowering.scatter import CacheUpdate, copy_and_update, update_in_place
 from lowering.target import Target
+from lowering.tensorir.scatter import CacheUpdate, copy_and_update, update_in_place
 from schedules.cuda.attention_tiles import DecodeTiles, MmaTiles, RowTiles, WgmmaTiles
 from schedules.cuda.decode import decode
 from schedules.cuda.decode_rows import decode_rows

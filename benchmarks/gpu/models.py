@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
 
-from lowering.compiler import compile_to
+from lowering.compiling.compiler import compile_to
 from lowering.demo.decoder import DecoderConfig, build_decoder
 
 from ..cases.case import Arrays

@@ -15,7 +15,7 @@ from onnx.reference import ReferenceEvaluator
 from rich.console import Console
 from rich.table import Table
 
-from ..compiler import compile_to
+from ..compiling.compiler import compile_to
 from .decoder import build_decoder
 
 PROMPT_TOKENS, NEW_TOKENS, CAPACITY = 128, 32, 1024

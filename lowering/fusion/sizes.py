@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from ..fold import fold
+from ..graph.fold import fold
 from .matching import Size, array, dims, is_op
 from .size_rules import BROADCAST, CONTENTS, FOLLOWED, SHAPES, Shape, UnknownError, broadcast, settled, sizes_of
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from tvm import relax, te, tirx
 
-from ..compute import Element, Reducer, largest, pointwise, read, reduced, require_numbers, total
-from ..node import Node
-from ..values import Value
+from ..importing.compute import Element, Reducer, largest, pointwise, read, reduced, require_numbers, total
+from ..importing.node import Node
+from ..importing.values import Value
 from . import op
 from .asserted import broadcast_to
 from .contents import static_axis

@@ -13,10 +13,10 @@ from typing import Any
 
 from tvm import relax
 
-from .. import symbolic
-from ..checks import check_condition, check_indices, check_sizes
-from ..node import Node
-from ..values import Shape, Size, Value, as_text, empty, numpy_dtype, storage_dtype
+from ..importing import symbolic
+from ..importing.checks import check_condition, check_indices, check_sizes
+from ..importing.node import Node
+from ..importing.values import Shape, Size, Value, as_text, empty, numpy_dtype, storage_dtype
 
 
 def asserted(node: Node, value: Value, shape: Shape) -> Value:

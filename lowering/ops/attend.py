@@ -10,8 +10,8 @@ from tvm import relax
 from ..attention.plain import plain
 from ..attention.problem import AttentionProblem, Mask
 from ..attention.store import Axes, Store
-from ..node import Node
-from ..values import Shape, Size, Value
+from ..importing.node import Node
+from ..importing.values import Shape, Size, Value
 from .reshape import reshape_to
 
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from tvm import relax, tirx
 
-from .. import symbolic
 from ..attention.problem import Mask, Offset, Window
-from ..compute import agreed, number
-from ..node import Node
-from ..values import Shape, Size, Value
+from ..importing import symbolic
+from ..importing.compute import agreed, number
+from ..importing.node import Node
+from ..importing.values import Shape, Size, Value
 from . import op
 from .asserted import asserted, required
 from .attend import attend, concatenated, heads_first, mask_of

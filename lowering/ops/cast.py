@@ -7,10 +7,10 @@ from typing import Any
 import onnx_ir as ir
 from tvm import relax, tirx
 
-from .. import symbolic
-from ..compute import pointwise, widened
-from ..node import Node
-from ..values import Value, storage_dtype
+from ..importing import symbolic
+from ..importing.compute import pointwise, widened
+from ..importing.node import Node
+from ..importing.values import Value, storage_dtype
 from . import op
 from .float8 import FORMATS, SCALE, decode, encode, encode_scale
 from .kernels import compute

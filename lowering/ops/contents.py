@@ -1,4 +1,4 @@
-"""Contents of values that operators move: see lowering/symbolic.py for arithmetic on them."""
+"""Contents of values that operators move: see lowering/importing/symbolic.py for arithmetic on them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ..node import Node
-from ..symbolic import MOST_ELEMENTS, known
-from ..values import Shape, Size, Value
+from ..importing.node import Node
+from ..importing.symbolic import MOST_ELEMENTS, known
+from ..importing.values import Shape, Size, Value
 
 
 def movable(*values: Value) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tvm import relax
 
-from ..node import Node
-from ..values import Size, Value
+from ..importing.node import Node
+from ..importing.values import Size, Value
 from . import op
 from .reshape import reshape_to
 

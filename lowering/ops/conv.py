@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from tvm import relax, te, tirx
 
-from .. import symbolic
-from ..compute import Element, agreed, reduced, relax_call, require_numbers, total, widened, with_shape
-from ..node import Node
-from ..values import Value, product
+from ..importing import symbolic
+from ..importing.compute import Element, agreed, reduced, relax_call, require_numbers, total, widened, with_shape
+from ..importing.node import Node
+from ..importing.values import Value, product
 from . import op
 from .asserted import asserted, divisible
 from .matmul import matrix_product, permuted, rounded

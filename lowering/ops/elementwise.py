@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from tvm import relax, te, tirx
 
-from .. import symbolic
-from ..compute import (
+from ..importing import symbolic
+from ..importing.compute import (
     Element,
     broadcast_shape,
     dtype_of,
@@ -29,8 +29,8 @@ from ..compute import (
     require_numbers,
     widened,
 )
-from ..node import Node
-from ..values import Value
+from ..importing.node import Node
+from ..importing.values import Value
 from . import op
 
 # -- the four operations ----------------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from tvm import tirx
 
-from .. import symbolic
-from ..node import Node
-from ..values import Size, Value
+from ..importing import symbolic
+from ..importing.node import Node
+from ..importing.values import Size, Value
 from . import op
 from .asserted import asserted, inside, required
 from .contents import few, movable, moved, sizes, static_axis

@@ -15,8 +15,8 @@ from tvm import te, tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from ..node import Node
-from ..values import Shape, Size, Value, empty, storage_dtype, storage_shape
+from ..importing.node import Node
+from ..importing.values import Shape, Size, Value, empty, storage_dtype, storage_shape
 
 Read = Callable[..., Any]
 

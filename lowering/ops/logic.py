@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tvm import relax
 
-from .. import symbolic
-from ..compute import relax_call
-from ..node import Node
-from ..values import Value
+from ..importing import symbolic
+from ..importing.compute import relax_call
+from ..importing.node import Node
+from ..importing.values import Value
 from . import op
 
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 from tvm import relax
 
-from ..compute import agreed, is_float, is_one, relax_call, require_numbers, widened, with_shape
-from ..node import Node
-from ..values import Value
+from ..importing.compute import agreed, is_float, is_one, relax_call, require_numbers, widened, with_shape
+from ..importing.node import Node
+from ..importing.values import Value
 from . import op
 
 

@@ -9,10 +9,10 @@ import numpy as np
 from tvm import relax, tirx
 from tvm.script.ir_builder import tirx as T
 
-from .. import symbolic
-from ..compute import in_groups
-from ..node import Node
-from ..values import Shape, Size, Value, empty, storage_dtype
+from ..importing import symbolic
+from ..importing.compute import in_groups
+from ..importing.node import Node
+from ..importing.values import Shape, Size, Value, empty, storage_dtype
 from . import op
 from .asserted import asserted, inside, no_negative
 from .contents import few, movable, moved, sizes, static_axis

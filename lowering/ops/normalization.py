@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import onnx
 from tvm import te, tirx
 
-from ..compute import Element, Extent, read, reduced, require_numbers, total, widened
-from ..node import Node
-from ..values import Value
+from ..importing.compute import Element, Extent, read, reduced, require_numbers, total, widened
+from ..importing.node import Node
+from ..importing.values import Value
 from . import op
 from .asserted import broadcast_to, divisible, over_channels
 from .contents import static_axis

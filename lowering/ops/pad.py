@@ -9,9 +9,9 @@ import numpy as np
 from tvm import relax, tirx
 from tvm.script.ir_builder import tirx as T
 
-from .. import symbolic
-from ..node import Node
-from ..values import Size, Value
+from ..importing import symbolic
+from ..importing.node import Node
+from ..importing.values import Size, Value
 from . import op
 from .asserted import inside, no_negative, required
 from .contents import constant_ints, sizes, static_axis

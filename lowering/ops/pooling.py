@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tvm import te, tirx
 
-from ..compute import Element, Reducer, largest, reduced, require_numbers, total, widened
-from ..node import Node
-from ..values import Value
+from ..importing.compute import Element, Reducer, largest, reduced, require_numbers, total, widened
+from ..importing.node import Node
+from ..importing.values import Value
 from . import op
 from .window import Window, fitting
 

@@ -1,7 +1,7 @@
 """QuantizeLinear and DequantizeLinear: integers and small floats with scales and zero points, for the tensor, along an
 axis, or in blocks.
 
-A constant matrix of integers stays one (lowering/quantised.py): products read it as it is.
+A constant matrix of integers stays one (lowering/importing/quantised.py): products read it as it is.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import numpy as np
 import onnx_ir as ir
 from tvm import tirx
 
-from ..compute import agreed
-from ..node import Node
-from ..quantised import Quantised
-from ..values import Value, storage_dtype
+from ..importing.compute import agreed
+from ..importing.node import Node
+from ..importing.quantised import Quantised
+from ..importing.values import Value, storage_dtype
 from . import op
 from .cast import cast_to
 from .contents import static_axis

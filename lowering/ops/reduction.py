@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from tvm import te, tirx
 
-from .. import symbolic
-from ..compute import (
+from ..importing import symbolic
+from ..importing.compute import (
     Element,
     Extent,
     Reducer,
@@ -27,8 +27,8 @@ from ..compute import (
     total,
     widened,
 )
-from ..node import Node
-from ..values import Size, Value
+from ..importing.node import Node
+from ..importing.values import Size, Value
 from . import op
 from .asserted import inside
 from .contents import static_axis

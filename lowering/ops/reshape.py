@@ -9,9 +9,9 @@ from typing import Any
 from tvm import relax, tirx
 from tvm.script.ir_builder import tirx as T
 
-from .. import symbolic
-from ..node import Node
-from ..values import Shape, Size, Value, empty, product, storage_shape
+from ..importing import symbolic
+from ..importing.node import Node
+from ..importing.values import Shape, Size, Value, empty, product, storage_shape
 from . import op
 from .asserted import inside, required
 from .contents import constant_ints, few, movable, moved, sizes, static_axis

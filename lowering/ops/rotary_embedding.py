@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from tvm import te, tirx
 
-from ..compute import Element, agreed, is_one, read, require_numbers, with_shape
-from ..node import Node
-from ..values import Size, Value
+from ..importing.compute import Element, agreed, is_one, read, require_numbers, with_shape
+from ..importing.node import Node
+from ..importing.values import Size, Value
 from . import op
 from .asserted import inside
 from .gather import wrapped

@@ -8,8 +8,8 @@ from typing import Any
 from tvm import relax
 from tvm.script.ir_builder import tirx as T
 
-from ..node import Node
-from ..values import Shape, Size, Value
+from ..importing.node import Node
+from ..importing.values import Shape, Size, Value
 from .asserted import sizes_of
 from .kernels import loops
 

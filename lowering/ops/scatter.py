@@ -10,8 +10,8 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ..node import Node
-from ..values import Shape, Value, storage_dtype
+from ..importing.node import Node
+from ..importing.values import Shape, Value, storage_dtype
 from . import op
 from .asserted import asserted
 from .contents import static_axis

@@ -8,9 +8,9 @@ import numpy as np
 from tvm import relax, tirx
 from tvm.script.ir_builder import tirx as T
 
-from .. import symbolic
-from ..node import Node
-from ..values import Shape, Size, Value, product, storage_dtype
+from ..importing import symbolic
+from ..importing.node import Node
+from ..importing.values import Shape, Size, Value, product, storage_dtype
 from . import op
 from .asserted import inside, required
 from .contents import sizes, static_axis

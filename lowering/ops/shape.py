@@ -9,9 +9,9 @@ import onnx_ir as ir
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from .. import symbolic
-from ..node import Node
-from ..values import Shape, Size, Value, product, storage_dtype
+from ..importing import symbolic
+from ..importing.node import Node
+from ..importing.values import Shape, Size, Value, product, storage_dtype
 from . import op
 from .asserted import no_negative
 from .contents import few, sizes

@@ -8,9 +8,9 @@ import numpy as np
 from tvm import relax, tirx
 from tvm.script.ir_builder import tirx as T
 
-from .. import symbolic
-from ..node import Node
-from ..values import Shape, Size, Value
+from ..importing import symbolic
+from ..importing.node import Node
+from ..importing.values import Shape, Size, Value
 from . import op
 from .asserted import asserted, inside
 from .contents import constant_ints, few, movable, moved, sizes, static_axis

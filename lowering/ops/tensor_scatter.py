@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..node import Node
-from ..scatter import CacheUpdate, copy_and_update
-from ..values import Size, Value, storage_dtype, storage_shape
+from ..importing.node import Node
+from ..importing.values import Size, Value, storage_dtype, storage_shape
+from ..tensorir.scatter import CacheUpdate, copy_and_update
 from . import op
 from .asserted import asserted
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from .. import symbolic
-from ..compute import Element, Extent
-from ..node import Node
-from ..values import Value
+from ..importing import symbolic
+from ..importing.compute import Element, Extent
+from ..importing.node import Node
+from ..importing.values import Value
 from .asserted import required
 
 _LARGEST = 2**31 - 1

@@ -1,1 +1,1 @@
-"""Passes of our own in lowering/pipeline.py's list, one per file."""
+"""Passes of our own in lowering/compiling/pipeline.py's list, one per file."""

@@ -22,9 +22,9 @@ from ..attention.expr.node import PAIR
 from ..attention.formula import Formula
 from ..attention.plain import plain
 from ..attention.problem import ATTRIBUTE, AttentionProblem, Mask
-from ..checks import check_condition
-from ..expressions import is_function, offset, rewrite, substitute, uses, walk
-from ..values import numpy_dtype
+from ..importing.checks import check_condition
+from ..importing.values import numpy_dtype
+from ..tensorir.expressions import is_function, offset, rewrite, substitute, uses, walk
 from .elements import Elements, NoExpression
 
 

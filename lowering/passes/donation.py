@@ -19,8 +19,8 @@ from typing import Any
 import tvm
 from tvm import relax, te, tirx
 
-from ..checks import checked
-from ..scatter import ATTRIBUTE, in_place
+from ..importing.checks import checked
+from ..tensorir.scatter import ATTRIBUTE, in_place
 
 _VIEWS = ("relax.reshape", "relax.memory.view", "relax.memory.ensure_zero_offset")
 

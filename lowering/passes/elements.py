@@ -14,10 +14,10 @@ import tvm
 from tvm import ir, relax, s_tir, sym, tirx
 from tvm.ir import Expr, prim
 
-from ..blocks import read_block
-from ..checks import INDICES, called
-from ..expressions import is_int, rewrite, substitute, uses, walk
-from ..facts import Facts
+from ..importing.checks import INDICES, called
+from ..tensorir.blocks import read_block
+from ..tensorir.expressions import is_int, rewrite, substitute, uses, walk
+from ..tensorir.facts import Facts
 
 _MOST_NODES = 4096  # of an expression; sharing is lost in a tree
 
@@ -40,7 +40,7 @@ class Elements:
     """Elements of the tensors in `main`.
 
     keep(indices, element) says whether a tensor that could be written out at these indices is a leaf all the same;
-    checked(call, indices) is the element of indices whose check (lowering/checks.py) has to happen, or None for a leaf.
+    checked(call, indices) is the element of indices whose check has to happen (importing/checks.py), None for a leaf.
     bounds are the ends of the index variables' ranges, which start at 0.
     """
 

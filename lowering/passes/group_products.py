@@ -25,8 +25,8 @@ from schedules.cpu.matmul import Plan, plan
 from schedules.cpu.product import read_product
 from schedules.cpu.stages import Axis, Stage, read_stages, renamed, write_stages
 
-from ..expressions import Expr, loads, walk
-from ..origins import Origins, bindings
+from ..importing.origins import Origins, bindings
+from ..tensorir.expressions import Expr, loads, walk
 
 _CALL_TIR = ir.Op.get("relax.call_tir")
 

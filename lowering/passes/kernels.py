@@ -11,9 +11,9 @@ import schedules
 
 from ..attention.pairs import count_pairs
 from ..attention.problem import ATTRIBUTE, AttentionProblem
-from ..costs import kernel_spec
+from ..importing.origins import Origins, bindings
 from ..manifest import CallSpec, KernelSpec
-from ..origins import Origins, bindings
+from .costs import kernel_spec
 
 _CALLS = ("relax.call_tir", "relax.call_tir_inplace")
 

@@ -23,7 +23,7 @@ from schedules.cpu.codes import NIBBLES, element, pack_nibbles
 from schedules.cpu.panels import panel_width
 from schedules.cpu.vector import Machine, machine
 
-from ..quantised import INT4_BLOCK, Quantised, Scheme, quantise
+from ..importing.quantised import INT4_BLOCK, Quantised, Scheme, quantise
 
 Weights = dict[str, np.ndarray]
 

@@ -23,8 +23,8 @@ from tvm import DataType, ir, relax, tirx
 from tvm.ir import prim
 from tvm.sym import Analyzer
 
-from ..expressions import Expr, is_int
-from ..values import LARGEST_SIZE
+from ..arithmetic import LARGEST_SIZE
+from ..tensorir.expressions import Expr, is_int
 
 # Blocks and tensors begin at multiples of this, a cache line.
 _ALIGNMENT = 64

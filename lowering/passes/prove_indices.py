@@ -13,8 +13,8 @@ from typing import Any
 import tvm
 from tvm import relax, tirx
 
-from ..checks import INDICES, called
-from ..origins import bindings
+from ..importing.checks import INDICES, called
+from ..importing.origins import bindings
 from .elements import Elements, NoExpression
 
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 import tvm
 from tvm import ir, relax
 
-from ..checks import MATCH_SHAPE
-from ..origins import bindings
+from ..importing.checks import MATCH_SHAPE
+from ..importing.origins import bindings
 
 _BUILTIN = "vm.builtin.match_shape"
 # What the builtin's last argument says of assertions; those of parameters and results cannot fail.

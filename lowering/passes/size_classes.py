@@ -10,8 +10,8 @@ import tvm
 from tvm import relax, tirx
 from tvm.ir import prim
 
-from ..expressions import Expr
-from ..values import MOST_BYTES
+from ..importing.values import MOST_BYTES
+from ..tensorir.expressions import Expr
 
 # The allocator's own granule.
 _PAGE = 4096

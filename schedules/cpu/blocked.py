@@ -7,8 +7,8 @@ from collections.abc import Callable
 from tvm import DataType, ir, tirx
 from tvm.script.ir_builder import tirx as T
 
-from lowering.expressions import Expr, is_int, offset, substitute, uses
-from lowering.facts import Facts
+from lowering.tensorir.expressions import Expr, is_int, offset, substitute, uses
+from lowering.tensorir.facts import Facts
 
 from .codes import Codes, widened
 from .dot_bf16 import dot, words_of, zip_rows

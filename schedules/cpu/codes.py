@@ -22,7 +22,7 @@ from tvm.ir import prim
 from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
 
-from lowering.expressions import Expr, loads, walk
+from lowering.tensorir.expressions import Expr, loads, walk
 
 from .half_precision import HALF
 from .stages import Axis

@@ -12,8 +12,8 @@ from tvm.ir import prim
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from lowering.expressions import Expr, is_function, is_int, loads, offset, uses, walk
-from lowering.facts import Facts
+from lowering.tensorir.expressions import Expr, is_function, is_int, loads, offset, uses, walk
+from lowering.tensorir.facts import Facts
 
 from ..variant import Variant
 from .half_precision import is_half

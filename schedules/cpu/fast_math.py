@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from tvm import ir, tirx
 
-from lowering.expressions import Expr
+from lowering.tensorir.expressions import Expr
 
 Bind = Callable[[Expr], Expr]
 """Gives an expression a name, so that it is computed once."""

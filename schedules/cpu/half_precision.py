@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from tvm import tirx
 
-from lowering.expressions import Expr
+from lowering.tensorir.expressions import Expr
 
 HALF = ("float16", "bfloat16")
 

@@ -10,7 +10,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
 
-from lowering.expressions import Expr, is_int
+from lowering.tensorir.expressions import Expr, is_int
 
 from ..tiles import Space, Tiles
 from .stages import Axis

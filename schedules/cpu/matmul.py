@@ -35,7 +35,7 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from lowering.expressions import Expr, is_int
+from lowering.tensorir.expressions import Expr, is_int
 
 from ..variant import Variant
 from .blocked import Blocked

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tvm import tirx
 
-from lowering.expressions import Expr, offset, substitute, uses
+from lowering.tensorir.expressions import Expr, offset, substitute, uses
 
 from .product import Product
 from .results import Memory, Results

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tvm import ir, tirx
 from tvm.ir import prim
 
-from lowering.expressions import Expr, loads, substitute, uses
+from lowering.tensorir.expressions import Expr, loads, substitute, uses
 
 from .codes import Codes, read_codes
 from .half_precision import HALF

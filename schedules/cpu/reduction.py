@@ -17,8 +17,8 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
 
-from lowering.expressions import Expr, is_int, loads, offset, substitute
-from lowering.facts import Facts
+from lowering.tensorir.expressions import Expr, is_int, loads, offset, substitute
+from lowering.tensorir.facts import Facts
 
 from ..tiles import Space
 from ..variant import Variant

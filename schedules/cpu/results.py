@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from tvm import DataType, tirx
 from tvm.script.ir_builder import tirx as T
 
-from lowering.expressions import Expr, offset, substitute
-from lowering.facts import Facts
+from lowering.tensorir.expressions import Expr, offset, substitute
+from lowering.tensorir.facts import Facts
 
 from .loops import unravel, vector_loop, volume
 from .product import Group

@@ -8,7 +8,7 @@ from tvm import ir, tirx
 from tvm.ir import prim
 from tvm.sym import Analyzer
 
-from lowering.expressions import Expr, is_int, loads, offset, substitute
+from lowering.tensorir.expressions import Expr, is_int, loads, offset, substitute
 
 from .stages import Stage
 

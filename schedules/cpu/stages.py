@@ -14,8 +14,8 @@ from tvm import ir, s_tir, tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from lowering.blocks import read_block
-from lowering.expressions import Expr, is_int, rewrite, substitute, walk
+from lowering.tensorir.blocks import read_block
+from lowering.tensorir.expressions import Expr, is_int, rewrite, substitute, walk
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,8 +14,8 @@ from tvm import ir, tirx
 from tvm.ir import prim
 from tvm.sym import Analyzer
 
-from lowering.expressions import Expr, children, is_int, substitute, walk
-from lowering.facts import Facts
+from lowering.tensorir.expressions import Expr, children, is_int, substitute, walk
+from lowering.tensorir.facts import Facts
 
 from .loops import nest, unravel, vector_loop, volume
 from .stages import Axis

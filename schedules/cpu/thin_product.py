@@ -15,7 +15,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from lowering.expressions import Expr, is_int, substitute
+from lowering.tensorir.expressions import Expr, is_int, substitute
 
 from ..tiles import Space
 from .loops import LoopTiles, split_among_threads

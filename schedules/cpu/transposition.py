@@ -17,8 +17,8 @@ from tvm import ir, tirx
 from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
 
-from lowering.expressions import Expr, children, is_int, loads, rewrite, substitute, uses
-from lowering.facts import Facts
+from lowering.tensorir.expressions import Expr, children, is_int, loads, rewrite, substitute, uses
+from lowering.tensorir.facts import Facts
 
 from ..tiles import Space
 from .half_precision import is_half

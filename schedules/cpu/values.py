@@ -16,8 +16,8 @@ from tvm.ir import prim
 from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
 
-from lowering.expressions import Expr, is_int, loads, offset, rebuild, rewrite, substitute, uses, walk
-from lowering.facts import Facts
+from lowering.tensorir.expressions import Expr, is_int, loads, offset, rebuild, rewrite, substitute, uses, walk
+from lowering.tensorir.facts import Facts
 
 from .fast_math import expand
 from .half_precision import is_half, narrow, rounded, widen

@@ -17,7 +17,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
 
-from lowering.scatter import ATTRIBUTE, BoundUpdate, CacheUpdate
+from lowering.tensorir.scatter import ATTRIBUTE, BoundUpdate, CacheUpdate
 
 from ..tiles import Space, Tiles
 from ..variant import Variant
@@ -50,7 +50,7 @@ class ScatterTiles(Tiles):
 
 
 def cache_update(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
-    """A cache update of `lowering.scatter`, in place or not."""
+    """A cache update (lowering/tensorir/scatter.py), in place or not."""
     if func.attrs is None or ATTRIBUTE not in func.attrs:
         return None
     update, gpu = CacheUpdate.from_json(str(func.attrs[ATTRIBUTE])), device(target)

@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-import lowering.schemas  # noqa: F401  (the operators of onnxruntime)
+import lowering.graph.schemas  # noqa: F401  (the operators of onnxruntime)
 
 from .draw import Draw
 

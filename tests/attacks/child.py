@@ -17,7 +17,7 @@ from unittest import mock
 import numpy as np
 
 import lowering
-from lowering import compiler, pipeline
+from lowering.compiling import compiler, pipeline
 from lowering.runtime import library, tensors
 
 from . import generators, plants

@@ -15,11 +15,11 @@ from tvm.script.ir_builder import tirx as T
 
 import lowering.ops
 from lowering.errors import InputError
-from lowering.node import Node
+from lowering.importing.node import Node
+from lowering.importing.values import Value, product
 from lowering.ops.kernels import loops, serial
 from lowering.ops.reshape import reshape_to
 from lowering.runtime import Model
-from lowering.values import Value, product
 
 # More than the compiler puts on the stack.
 _SCRATCH = 4096

@@ -57,7 +57,7 @@ model (float[n, 64] x) => (float[n, 64] y) { z = Exp (x)  s = Softmax (z)  y = A
 
 def compile_and_run(folder: str, x: np.ndarray) -> dict[str, np.ndarray]:
     import lowering
-    from lowering.compiler import compile_to
+    from lowering.compiling.compiler import compile_to
 
     compile_to(Path(folder), onnx.parser.parse_model(MODEL), "cuda:sm_90a")
     return lowering.load(folder).run({"x": x})

@@ -10,7 +10,7 @@ import pytest
 import tvm
 from scatter_cases import Case, expected, random_bits, random_rows, same_bits
 
-from lowering.scatter import CacheUpdate, copy_and_update, update_in_place
+from lowering.tensorir.scatter import CacheUpdate, copy_and_update, update_in_place
 from schedules.cuda.scatter import cache_update
 
 TARGET = tvm.target.Target({"kind": "cuda", "arch": "sm_80"})

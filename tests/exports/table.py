@@ -23,7 +23,7 @@ from tvm import relax
 import lowering
 from lowering.attention.formula import Formula
 from lowering.attention.problem import ATTRIBUTE, AttentionProblem
-from lowering.expected import is_left_over
+from lowering.profiling.expected import is_left_over
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 

@@ -11,8 +11,8 @@ import onnx
 from onnx import helper
 
 import lowering
-from lowering.importer import Imported, import_model
-from lowering.model import load_model
+from lowering.graph.model import load_model
+from lowering.importing.importer import Imported, import_model
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")

@@ -97,8 +97,8 @@ def test_max_pool_ignores_padding() -> None:
 
 def test_constant_weights_can_be_packed() -> None:
     """A convolution without groups is a product with a weight matrix on the right."""
-    from lowering.importer import import_model
-    from lowering.model import load_model
+    from lowering.graph.model import load_model
+    from lowering.importing.importer import import_model
 
     proto = onnx.parser.parse_model(
         '<ir_version: 10, opset_import: ["" : 20]> g (float[N, 3, H, W] x) => (float[N, 16, A, B] y) '

@@ -12,8 +12,8 @@ import pytest
 from tvm import tirx
 
 import lowering
-from lowering.importer import import_model
-from lowering.model import load_model
+from lowering.graph.model import load_model
+from lowering.importing.importer import import_model
 
 from .expectations import FLOATS, Expectations, imported
 

@@ -7,8 +7,8 @@ import onnx
 import pytest
 
 import lowering
-from lowering.importer import import_model
-from lowering.model import load_model
+from lowering.graph.model import load_model
+from lowering.importing.importer import import_model
 
 from .expectations import Dims, Expectations, imported
 

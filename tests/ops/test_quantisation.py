@@ -10,7 +10,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import lowering
-from lowering.values import numpy_dtype
+from lowering.importing.values import numpy_dtype
 
 from .expectations import Expectations, imported
 

@@ -14,7 +14,7 @@ import tvm
 from tvm import relax, tirx
 from tvm.script import tirx as T
 
-from lowering import artifact
+from lowering.compiling import artifact
 from lowering.manifest import Manifest, TensorSpec
 from lowering.passes.alignment import assume_alignment
 from lowering.passes.plan_memory import plan_memory
@@ -40,7 +40,7 @@ def spec(name: str, dtype: str, *dims: int | str, storage: str | None = None) ->
 
 
 def build_library(module: tvm.IRModule, target: str, views: bool = True) -> bytes:
-    """The bytes of model.so, by the passes of lowering/pipeline.py that a module without attention needs.
+    """The bytes of model.so, by the passes of lowering/compiling/pipeline.py that a module without attention needs.
 
     views turns reshapes into views, which needs functions that have a root sblock.
     """

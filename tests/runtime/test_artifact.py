@@ -19,7 +19,7 @@ import pytest
 
 import lowering
 import lowering.runtime
-from lowering import artifact as artifacts
+from lowering.compiling import artifact as artifacts
 from lowering.errors import ArtifactError
 from lowering.manifest import Manifest, digest, weights_sample
 from lowering.runtime import checks, library

@@ -15,10 +15,10 @@ import pytest
 
 import lowering
 from lowering.errors import ArtifactError, LoweringError
+from lowering.importing.values import storage_dtype
 from lowering.manifest import Manifest
 from lowering.records import decode
 from lowering.runtime.elements import STORAGE
-from lowering.values import storage_dtype
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import tvm
 from test_matmul import RUNS, check, compile_main, draw
 from tvm import relax, tirx
 
-from lowering.quantised import Quantised
+from lowering.importing.quantised import Quantised
 
 
 def draw_codes(

@@ -15,9 +15,9 @@ from tvm import relax, tirx
 
 import lowering
 import schedules
+from lowering.importing.quantised import Quantised
 from lowering.passes.absorb_transposes import absorb_transposes
 from lowering.passes.pack_weights import pack_weights
-from lowering.quantised import Quantised
 from schedules.cpu.matmul import matmul
 
 RUNS = {level: tvm.target.Target({"kind": "llvm", "mcpu": level}) for level in LEVELS[1:]}

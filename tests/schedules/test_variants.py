@@ -14,7 +14,7 @@ import schedules
 from lowering.attention.plain import plain
 from lowering.attention.problem import AttentionProblem, Window
 from lowering.passes.hold_divisions import hold_divisions
-from lowering.scatter import CacheUpdate, copy_and_update
+from lowering.tensorir.scatter import CacheUpdate, copy_and_update
 from schedules.tiles import Tiles
 from schedules.variant import Choice, Variant
 

@@ -12,7 +12,7 @@ import onnx
 import pytest
 
 import lowering
-from lowering.compiler import compile_to
+from lowering.compiling.compiler import compile_to
 from lowering.runtime.gpu import best_for, runs_on
 from lowering.target import resolve
 

@@ -14,7 +14,7 @@ import tvm_ffi.libinfo
 from onnx.reference import ReferenceEvaluator
 
 import lowering
-from lowering.compiler import compile_to
+from lowering.compiling.compiler import compile_to
 from lowering.runtime import checks
 from lowering.target import host_features, resolve
 

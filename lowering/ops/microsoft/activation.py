@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tvm import tirx
 
-from ...compute import Element, pointwise, require_numbers, widened
-from ...node import Node
-from ...values import Value
+from ...importing.compute import Element, pointwise, require_numbers, widened
+from ...importing.node import Node
+from ...importing.values import Value
 from .. import op
 from ..activation import gelu, swish
 from ..kernels import Read, compute

@@ -7,9 +7,9 @@ import math
 from tvm import relax
 
 from ...attention.problem import Window
-from ...compute import number, relax_call
-from ...node import Node
-from ...values import Value
+from ...importing.compute import number, relax_call
+from ...importing.node import Node
+from ...importing.values import Value
 from .. import op
 from ..asserted import asserted
 from ..attend import attend, concatenated, heads_first, mask_of

@@ -14,10 +14,10 @@ import numpy as np
 from tvm import relax, tirx
 
 from ...attention.problem import Window
-from ...compute import Element, agreed, is_one, number
-from ...node import Node
-from ...scatter import CacheUpdate, copy_and_update
-from ...values import Size, Value
+from ...importing.compute import Element, agreed, is_one, number
+from ...importing.node import Node
+from ...importing.values import Size, Value
+from ...tensorir.scatter import CacheUpdate, copy_and_update
 from .. import op
 from ..asserted import asserted
 from ..attend import attend, heads_first, mask_of

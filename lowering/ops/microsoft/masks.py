@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from ...compute import Element, agreed, is_one, pointwise
-from ...node import Node
-from ...values import Shape, Size, Value
+from ...importing.compute import Element, agreed, is_one, pointwise
+from ...importing.node import Node
+from ...importing.values import Shape, Size, Value
 from ..asserted import asserted
 from ..kernels import Read, compute
 

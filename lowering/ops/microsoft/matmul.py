@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from tvm import relax
 
-from ...compute import relax_call
-from ...node import Node
-from ...values import Value
+from ...importing.compute import relax_call
+from ...importing.node import Node
+from ...importing.values import Value
 from .. import op
 from ..matmul import matrix_product, permuted, rounded
 from . import DOMAIN

@@ -9,10 +9,10 @@ from __future__ import annotations
 import numpy as np
 from tvm import relax
 
-from ...compute import relax_call
-from ...node import Node
-from ...quantised import Quantised
-from ...values import Value
+from ...importing.compute import relax_call
+from ...importing.node import Node
+from ...importing.quantised import Quantised
+from ...importing.values import Value
 from .. import op
 from ..matmul import matrix_product, rounded
 from . import DOMAIN

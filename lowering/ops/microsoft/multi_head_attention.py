@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from ...attention.problem import Window
-from ...compute import agreed, number
-from ...node import Node
-from ...values import Value
+from ...importing.compute import agreed, number
+from ...importing.node import Node
+from ...importing.values import Value
 from .. import op
 from ..asserted import asserted
 from ..attend import attend, concatenated, heads_first, mask_of

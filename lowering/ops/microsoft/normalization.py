@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from tvm import relax, tirx
 
-from ... import symbolic
-from ...compute import Element, pointwise, require_numbers, widened
-from ...node import Node
-from ...values import Value
+from ...importing import symbolic
+from ...importing.compute import Element, pointwise, require_numbers, widened
+from ...importing.node import Node
+from ...importing.values import Value
 from .. import op
 from ..asserted import asserted, broadcast_to, inside, required
 from ..kernels import Read, compute

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tvm import tirx
 
-from ...compute import Element, number, widened
-from ...node import Node
-from ...values import Size, Value
+from ...importing.compute import Element, number, widened
+from ...importing.node import Node
+from ...importing.values import Size, Value
 from ..asserted import asserted
 from ..kernels import Read, compute
 

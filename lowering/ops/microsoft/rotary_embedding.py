@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ...compute import require_numbers
-from ...node import Node
-from ...values import Size, Value
+from ...importing.compute import require_numbers
+from ...importing.node import Node
+from ...importing.values import Size, Value
 from .. import op
 from ..kernels import compute
 from ..rotary_embedding import Head, rotate

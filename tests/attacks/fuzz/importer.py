@@ -8,7 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 import lowering
-from lowering import compiler
+from lowering.compiling import compiler
 
 from ..attack import make_case
 from ..draw import Draw

@@ -11,8 +11,8 @@ import onnxruntime
 from onnx import helper
 
 import lowering
-from lowering.importer import Imported, import_model
-from lowering.model import load_model
+from lowering.graph.model import load_model
+from lowering.importing.importer import Imported, import_model
 
 from ..expectations import Dims, value_info
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .arithmetic import evaluate, names
+from ..arithmetic import evaluate, names
+from ..manifest import CallSpec, KernelSpec
 from .limits import Limits
-from .manifest import CallSpec, KernelSpec
 
 # By kind and rule, "" for any other: the share of the machine's float32 matrix rate that such code reaches. A function
 # such as exp counts as one operation and takes about twenty.

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from .manifest import TensorSpec
-from .runtime.elements import ElementType
+from ..manifest import TensorSpec
+from ..runtime.elements import ElementType
 
 
 def random_input(spec: TensorSpec, sizes: Mapping[str, int], rng: np.random.Generator) -> np.ndarray:

@@ -18,13 +18,11 @@ import ml_dtypes
 import numpy as np
 from tvm import ir, relax, sym, tirx
 
-from .expressions import walk
+from ..arithmetic import LARGEST_SIZE
+from ..tensorir.expressions import walk
 
 Size: TypeAlias = Any  # int | tirx expression of dtype int64 (bool for contents of boolean tensors)
 Shape: TypeAlias = tuple[Size, ...]
-
-# No dimension is larger. Products of a few such numbers still fit into 64 bits.
-LARGEST_SIZE = 2**40
 
 # Bytes that no machine has.
 MOST_BYTES = 2**46

@@ -9,11 +9,11 @@ from typing import Any, Literal
 import numpy as np
 import onnx_ir as ir
 
-from .compiler import compile
-from .errors import InputError, LoweringError
-from .inputs import random_input
-from .model import ModelLike, load_model
-from .quantised import Scheme
+from ..compiling.compiler import compile
+from ..errors import InputError, LoweringError
+from ..graph.model import ModelLike, load_model
+from ..importing.quantised import Scheme
+from ..profiling.inputs import random_input
 
 Against = Literal["reference", "onnxruntime"]
 

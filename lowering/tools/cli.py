@@ -22,15 +22,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from .errors import InputError, LoweringError
+from ..arithmetic import LARGEST_SIZE
+from ..errors import InputError, LoweringError
 
 _TARGET = (
     "cpu (this machine, the default), cpu:x86-64-v3, cpu:x86-64-v4, cpu:aarch64, cuda (the GPU here), or cuda: and "
     "architectures: sm_80, sm_86, sm_89, sm_90a, sm_100a, sm_120, with commas between"
 )
-
-# As lowering.values.LARGEST_SIZE, which is behind the compiler.
-_LARGEST = 2**40
 
 _WEIGHTS = "compress the constant matrices of products"
 
@@ -147,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
 def _compile(arguments: argparse.Namespace) -> int:
     import onnx_ir as ir
 
-    from .compiler import compile_to
+    from ..compiling.compiler import compile_to
 
     steps = itertools.count(1)
 
@@ -187,7 +185,7 @@ def _compile(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     import numpy as np
 
-    from .runtime import load
+    from ..runtime import load
 
     model = load(arguments.artifact, threads=arguments.threads, verify_key=arguments.verify_key)
     outputs = model.run(_arrays(arguments.input))
@@ -217,8 +215,8 @@ def _written(path: Path) -> Iterator[Path]:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    from .benchmark import bench
-    from .runtime import load
+    from ..profiling.benchmark import bench
+    from ..runtime import load
 
     inputs = _arrays(arguments.input)
     model = load(arguments.artifact, verify_key=arguments.verify_key)
@@ -274,7 +272,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from .demo import demo
+    from ..demo import demo
 
     return demo(arguments.output)
 
@@ -284,7 +282,9 @@ def _sizes(options: list[str]) -> dict[str, int]:
     for text in options:
         name, _, size = text.rpartition("=")
         if not (name and _is_size(size)):
-            raise InputError(f"--dim {text}: write NAME=SIZE, for instance --dim batch=2; sizes are 0 to {_LARGEST}.")
+            raise InputError(
+                f"--dim {text}: write NAME=SIZE, for instance --dim batch=2; sizes are 0 to {LARGEST_SIZE}."
+            )
         sizes[name] = int(size)
     return sizes
 
@@ -295,13 +295,13 @@ def _dim(text: str) -> tuple[str, int | tuple[int, int]]:
     if not (name and _is_size(low) and (not dots or _is_size(high))):
         raise InputError(
             f"--dim {text}: write NAME=SIZE or NAME=LOW..HIGH, for instance --dim batch=1 or --dim tokens=1..512; "
-            f"sizes are 0 to {_LARGEST}."
+            f"sizes are 0 to {LARGEST_SIZE}."
         )
     return name, (int(low), int(high)) if dots else int(low)
 
 
 def _is_size(text: str) -> bool:
-    return re.fullmatch(r"[0-9]{1,13}", text) is not None and int(text) <= _LARGEST
+    return re.fullmatch(r"[0-9]{1,13}", text) is not None and int(text) <= LARGEST_SIZE
 
 
 def _number(kind: type, least: float, text: str) -> Any:

@@ -11,27 +11,27 @@ from typing import TYPE_CHECKING
 
 from tvm import tirx
 
+from ..errors import InputError
+from ..fusion import fuse
+from ..graph.declared_sizes import Dims, ranges, with_sizes
+from ..graph.donation import donated_pairs
+from ..graph.model import ModelLike, load_model
+from ..graph.static_cache import LENGTH, use_static_caches
+from ..importing.importer import Port, import_model
+from ..importing.quantised import SCHEMES, Scheme
+from ..importing.values import Size, as_text, storage_dtype
+from ..manifest import Manifest, SlotCaches, TensorSpec
+from ..profiling.expected import warnings
+from ..runtime.checks import checked_threads, whole_number
+from ..runtime.folders import check_replaceable
+from ..runtime.signature import SigningKey, private_key
+from ..target import resolve
 from . import artifact
 from .build import build
-from .declared_sizes import Dims, ranges, with_sizes
-from .donation import donated_pairs
-from .errors import InputError
-from .expected import warnings
-from .fusion import fuse
-from .importer import Port, import_model
-from .manifest import Manifest, SlotCaches, TensorSpec
-from .model import ModelLike, load_model
 from .pipeline import Dump, lower
-from .quantised import SCHEMES, Scheme
-from .runtime.checks import checked_threads, whole_number
-from .runtime.folders import check_replaceable
-from .runtime.signature import SigningKey, private_key
-from .static_cache import LENGTH, use_static_caches
-from .target import resolve
-from .values import Size, as_text, storage_dtype
 
 if TYPE_CHECKING:
-    from .runtime import Model
+    from ..runtime import Model
 
 
 def compile(
@@ -52,7 +52,7 @@ def compile(
     a list of architectures of GPUs, such as `cuda:sm_80,sm_90a`, or `cuda` for the GPU here; cc names the compiler
     that links. donate holds regular expressions that match whole names of inputs to be consumed: the matching
     output takes over their memory. static_cache=N makes a decoder's growing past a cache of N slots, written in
-    place, whose length is a new input (lowering/static_cache.py); `Model.decoder` keeps it. weights="int8" (a scale
+    place, whose length is a new input (graph/static_cache.py); `Model.decoder` keeps it. weights="int8" (a scale
     for each column), "int4" (a float16 scale for each column and 32 rows) or "f16" compresses the constant matrices
     of products. Sums stay float32; tables of embeddings, biases and convolutions stay as they are. What it costs is
     a note of the manifest. threads is the default number of workers, at most 1024; None means the CPUs the calling
@@ -68,7 +68,7 @@ def compile(
     weights, a donate pattern that matches no input, an input without a matching output, or a dimension that no input
     has).
     """
-    from .runtime import open_compiled
+    from ..runtime import open_compiled
 
     # What is loaded holds its files open, and needs no folder.
     with tempfile.TemporaryDirectory(prefix="onnx-lowering-") as folder:

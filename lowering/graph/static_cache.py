@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from .errors import ModelError
-from .fusion.matching import Rewrite, Size, attribute, dims, is_op, operand
-from .fusion.opset import opset
-from .fusion.sizes import InferSizesPass
+from ..errors import ModelError
+from ..fusion.matching import Rewrite, Size, attribute, dims, is_op, operand
+from ..fusion.opset import opset
+from ..fusion.sizes import InferSizesPass
 
 LENGTH = "past_length"
 """The new input: int64 [], the number of rows that the caches hold before the call."""

@@ -10,8 +10,8 @@ import numpy as np
 import onnx_ir as ir
 from tvm import relax, tirx
 
-from .donation import declared_alike
-from .errors import NodeError
+from ..errors import NodeError
+from ..graph.donation import declared_alike
 from .quantised import Quantised
 from .values import MOST_BYTES, Shape, Size, Symbols, Value, numpy_dtype, storage_dtype, storage_shape
 

@@ -17,11 +17,11 @@ from tvm import relax, tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from . import ops
-from .errors import LoweringError, ModelError, NodeError
-from .fold import fold
+from .. import ops
+from ..errors import LoweringError, ModelError, NodeError
+from ..graph.fold import fold
+from ..graph.model import dtype_name
 from .function_body import function_body
-from .model import dtype_name
 from .node import Node
 from .origins import Builder, Origins
 from .quantised import Quantised

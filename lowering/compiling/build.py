@@ -11,10 +11,10 @@ import tvm
 from tvm import tirx
 from tvm.tirx import compilation_pipeline
 
-from .errors import TargetError
-from .runtime.parallel import link_options
-from .target import Target
-from .target.building import make_modules_of_machine_code
+from ..errors import TargetError
+from ..runtime.parallel import link_options
+from ..target import Target
+from ..target.building import make_modules_of_machine_code
 
 # Takes half the time of compiling an attention, and finds nothing: what rules make allocates what it needs.
 _UNUSED_ON_CPUS = ("s_tir.CompactBufferAllocation",)

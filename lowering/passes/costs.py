@@ -12,12 +12,12 @@ import math
 from tvm import DataType, ir, s_tir, tirx
 from tvm.ir import prim
 
-from .attention.problem import ATTRIBUTE, AttentionProblem
-from .blocks import is_reduction
-from .expected import rate
-from .expressions import Expr, is_function, loads, walk
-from .facts import Facts
-from .manifest import KernelSpec
+from ..attention.problem import ATTRIBUTE, AttentionProblem
+from ..manifest import KernelSpec
+from ..profiling.expected import rate
+from ..tensorir.blocks import is_reduction
+from ..tensorir.expressions import Expr, is_function, loads, walk
+from ..tensorir.facts import Facts
 
 _OPERATIONS = prim.Add | prim.Sub | prim.Mul | prim.Div | prim.Max | prim.Min
 

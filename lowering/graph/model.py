@@ -10,9 +10,9 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes import common
 
+from ..errors import ModelError
 from . import schemas  # noqa: F401  (what onnxruntime writes passes onnx's checker)
 from .declared_sizes import forget_unknown_sizes
-from .errors import ModelError
 from .legality import check_attributes, check_bodies, check_tensors, graphs
 
 ModelLike = str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model
@@ -28,7 +28,7 @@ def load_model(model: ModelLike) -> ir.Model:
     """The model, legal and with every model-local function inlined.
 
     External data stays in its file until it is used. Raises ModelError if there is no such file, if it is no ONNX
-    model, or if onnx's checker or `lowering.legality` refuses it.
+    model, or if onnx's checker or `lowering.graph.legality` refuses it.
     """
     try:
         loaded = _read(model)

@@ -7,9 +7,9 @@ from typing import TypeAlias
 
 import onnx_ir as ir
 
-from .errors import InputError
+from ..errors import InputError
+from ..runtime.checks import check_dimensions, whole_number
 from .legality import graphs
-from .runtime.checks import check_dimensions, whole_number
 
 Dims: TypeAlias = Mapping[str, int | tuple[int, int]]
 """By the name of a symbolic dimension the size that it always has, or the smallest and the largest one."""

@@ -14,27 +14,27 @@ import onnx_ir as ir
 import tvm
 from tvm import relax
 
-from .errors import LoweringError
-from .importer import Imported
-from .manifest import CallSpec, KernelSpec
-from .origins import after_fusion
-from .passes.absorb_masks import absorb_masks
-from .passes.absorb_transposes import absorb_transposes
-from .passes.alignment import assume_alignment
-from .passes.donation import donate
-from .passes.fold_constants import fold_constants
-from .passes.group_products import group_products
-from .passes.hold_divisions import hold_divisions
-from .passes.kernels import schedule as schedule_kernels
-from .passes.pack_weights import pack_weights
-from .passes.plan_memory import plan_memory
-from .passes.prove_indices import prove_indices
-from .passes.release import add_release
-from .passes.shape_errors import shape_errors
-from .passes.size_classes import size_classes
-from .passes.sizes_first import sizes_first
-from .quantised import Scheme
-from .target import Target
+from ..errors import LoweringError
+from ..importing.importer import Imported
+from ..importing.origins import after_fusion
+from ..importing.quantised import Scheme
+from ..manifest import CallSpec, KernelSpec
+from ..passes.absorb_masks import absorb_masks
+from ..passes.absorb_transposes import absorb_transposes
+from ..passes.alignment import assume_alignment
+from ..passes.donation import donate
+from ..passes.fold_constants import fold_constants
+from ..passes.group_products import group_products
+from ..passes.hold_divisions import hold_divisions
+from ..passes.kernels import schedule as schedule_kernels
+from ..passes.pack_weights import pack_weights
+from ..passes.plan_memory import plan_memory
+from ..passes.prove_indices import prove_indices
+from ..passes.release import add_release
+from ..passes.shape_errors import shape_errors
+from ..passes.size_classes import size_classes
+from ..passes.sizes_first import sizes_first
+from ..target import Target
 
 # Operations in a fused group; in exported models the largest have 4. Chains of 240 operators run fastest in groups of
 # 16, or close to it, but for cheap operators on 64 elements. What walks expressions recurses no deeper than a group is

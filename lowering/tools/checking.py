@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from .declared_sizes import Dims, with_sizes
-from .errors import NodeError
-from .fusion import fuse, keep_declared_outputs
-from .fusion.sizes import InferSizesPass
-from .importer import Importer
-from .model import ModelLike, load_model
+from ..errors import NodeError
+from ..fusion import fuse, keep_declared_outputs
+from ..fusion.sizes import InferSizesPass
+from ..graph.declared_sizes import Dims, with_sizes
+from ..graph.model import ModelLike, load_model
+from ..importing.importer import Importer
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from .errors import ModelError
-from .values import LARGEST_SIZE
+from ..arithmetic import LARGEST_SIZE
+from ..errors import ModelError
 
 # Functions are inlined. A node of the file may stand for so many nodes on average, more than layers need that are
 # functions of functions; a few functions that call each other often would make any number of them.

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from .runtime.devices import Gpu
+    from ..runtime.devices import Gpu
 
 _SIZE = 2048
 _SMALLEST, _LARGEST = 2**20, 2**30

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
+from ..manifest import FILE, HEADER, HOST, SIGNATURE, WEIGHTS, Manifest, WeightSpec, digest, weights_sample
+from ..runtime.folders import replaced_folder
+from ..runtime.signature import SigningKey, sign
 from .cpp_header import model_header
-from .manifest import FILE, HEADER, HOST, SIGNATURE, WEIGHTS, Manifest, WeightSpec, digest, weights_sample
-from .runtime.folders import replaced_folder
-from .runtime.signature import SigningKey, sign
 
 # Cache lines, and the widest vectors.
 ALIGNMENT = 64
@@ -37,7 +37,7 @@ def write(
             manifest, hashes[WEIGHTS] = _write_weights(new / WEIGHTS, manifest, weights)
         code = dict(zip(manifest.code().values(), libraries, strict=True))
         header = model_header(manifest, code).encode("ascii")
-        host = (Path(__file__).parent / "runtime" / HOST).read_bytes()
+        host = (Path(__file__).parents[1] / "runtime" / HOST).read_bytes()
         for name, content in {**code, HEADER: header, HOST: host}.items():
             (new / name).write_bytes(content)
             hashes[name] = digest(content)

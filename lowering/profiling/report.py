@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from .errors import InputError
+from ..errors import InputError
 from .expected import SLOW
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import numpy as np
 from tvm import tirx
 from tvm.ir import prim
 
-from .expressions import walk
+from ..tensorir.expressions import walk
 from .node import Node
 from .values import Size, Symbols, Value
 

@@ -13,21 +13,21 @@ from typing import Any
 
 import numpy as np
 
-from .errors import InputError
+from ..errors import InputError
+from ..manifest import MOST_THREADS, Manifest, TensorSpec
+from ..runtime import Model, load
+from ..runtime.checks import check_dimensions, whole_number
+from ..runtime.profiler import KernelCall, Profiler
 from .expected import seconds as expected_seconds
 from .inputs import is_integer, random_input
 from .limits import Limits, measure_gpu_limits, measure_limits
-from .manifest import MOST_THREADS, Manifest, TensorSpec
-from .runtime import Model, load
-from .runtime.checks import check_dimensions, whole_number
-from .runtime.profiler import KernelCall, Profiler
 
 _FEWEST, _MOST = 5, 1000
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Time, work, the time that was to be expected (lowering/expected.py), and the share of the machine's limit that
+    """Time, work, the time that was to be expected (expected.py), and the share of the machine's limit that
     the work is: the time that the limit allows, by that taken."""
 
     calls: int
@@ -124,7 +124,7 @@ def bench(
     hold. inputs are arrays by name; the others are made up: floating-point numbers are normally distributed, integers
     and bools are 1, so that masks show everything. It takes at least about `seconds`, of which half are whole runs and
     half runs in which each kernel is timed; both take turns. The machine's limits are measured at the end, with as many
-    threads (lowering/limits.py). For a model on a GPU, given arrays must be in its memory.
+    threads (lowering/profiling/limits.py). For a model on a GPU, given arrays must be in its memory.
 
     Raises InputError where sizes are missing or not the model's, and ArtifactError for what `load` refuses.
     """

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from .errors import InputError
+from ..errors import InputError
 
 
 def donated_pairs(graph: ir.Graph, patterns: Sequence[str]) -> dict[str, str]:

@@ -1,0 +1,1 @@
+"""From an imported model to an artifact."""

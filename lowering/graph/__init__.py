@@ -1,0 +1,1 @@
+"""The model as ONNX: read, checked, said more exactly, rewritten."""

@@ -1,0 +1,1 @@
+"""What several parts share about TensorIR."""

@@ -1,0 +1,1 @@
+"""The commands, and what they need beside compiling and running."""
