@@ -223,7 +223,7 @@ class Blocked:
         self.steps(k0, depth, copy_row)
 
     def pack_transposed(self, panel: tirx.Buffer, k0: Expr, depth: Expr, columns: Expr) -> None:
-        """The same where values of k are consecutive: squares of them are turned in registers."""
+        """The same where values of k are consecutive: squares of them are transposed in registers."""
         lanes, nr, memory = self.lanes, self.nr, self.operands.b
         with T.serial(nr // lanes) as v:
             # The last column stands in for those behind it.

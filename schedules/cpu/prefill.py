@@ -66,7 +66,7 @@ def prefill(bound: Bound, tiles: PrefillTiles, cpu: Machine, more_than: int = 0)
         T.parallel(T.int64(1) * bound.B * heads * count) as work,
     ):
         b, hk, turn = fixed(work // (heads * count)), fixed(work // count % heads), fixed(work % count)
-        # First, last, second, last but one: a causal mask makes late rows dear, and threads take runs of neighbours.
+        # First, last, second, last but one: late rows cost more under a causal mask, and threads take neighbours.
         tile = T.bind(tirx.Select(turn % 2 == 0, turn // 2, count - 1 - turn // 2))
         r0 = fixed(tile * tiles.q)
         if not bound.problem.packed:

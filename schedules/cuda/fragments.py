@@ -137,7 +137,7 @@ class OnlineSoftmax:
         with T.unroll(columns // 2) as n:
             put(O, n, O[n] * by[n // 2 % 2])
 
-    def condemn(self, P: tirx.Buffer, marked: Callable[[Expr], Expr]) -> None:
+    def invalidate(self, P: tirx.Buffer, marked: Callable[[Expr], Expr]) -> None:
         """l := NaN in rows that give weight to a marked key; `marked` is asked about keys of the tile."""
         for r in range(ROWS):
             with T.unroll(self.keys // 4) as n:

@@ -13,7 +13,7 @@ operands in shared memory, O += P V takes P from registers. Warpgroups take turn
 softmax of one runs beside the products of another ("ping-pong"); registers move from the producer to the consumers.
 
 The grid has as many blocks as the machine has multiprocessors, each of which works through its list of query tiles: the
-dear ones (late rows, under a causal mask) first, all heads whose K and V fit the second-level cache together.
+expensive ones (late rows, under a causal mask) first, all heads whose K and V fit the second-level cache together.
 
 Keys run from last to first. A tile that every row sees in full runs without mask code. In any other tile invisible
 scores are replaced by -inf; and where V is not finite there it is replaced by 0, as 0 * NaN = NaN, while rows that do
@@ -263,7 +263,7 @@ class _Consumer:
             finite.clean(at, slot, fill, block.thread - WARPGROUP, ALL_CONSUMERS)
             marked, key_marked = finite.marked(slot, fill)
             with T.If(marked), T.Then():
-                softmax.condemn(self.P, key_marked)
+                softmax.invalidate(self.P, key_marked)
 
     def store_y(self, softmax: OnlineSoftmax, place: tuple[Expr, Expr, Expr]) -> None:
         """Y_i := diag(1 / l) O, by way of shared memory, in the place of Q_i."""

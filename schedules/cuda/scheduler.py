@@ -20,7 +20,7 @@ from .ptx import fixed
 class Scheduler:
     """Made by the host, read by a kernel whose grid has `blocks` blocks.
 
-    Heads whose K and V fit the second-level cache together are worked on together. Among these the dear query tiles
+    Heads whose K and V fit the second-level cache together are worked on together. Among these expensive query tiles
     come first: late rows, under a causal mask.
     """
 
