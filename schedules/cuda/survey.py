@@ -16,7 +16,6 @@ from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.bound import Bound
 from lowering.attention.key_tiles import KeyTiles
-from lowering.attention.problem import Mask
 from lowering.attention.scores import HIDDEN
 
 from .host import on_host
@@ -34,12 +33,10 @@ class Survey:
 
     def __init__(self, bound: Bound, rows: int, keys: int) -> None:
         self.bound, self.rows, self.keys = bound, rows, keys
-        mask = bound.problem.mask
         self.narrows = bound.scores.formula is not None and bound.keys.parts == 1
         if not self.narrows:
             return
-        assert mask is not None and not isinstance(mask, Mask)
-        self.heads = bound.problem.q_heads if "h" in mask.over else 1
+        self.heads = bound.problem.q_heads if bound.scores.formula_per_head else 1
         self.count = on_host(tirx.ceildiv(T.int64(1) * bound.S, rows))
         total = on_host(T.int64(1) * bound.B * self.heads * self.count)
         self.ends = T.alloc_buffer((total * _ENDS,), "int32")
