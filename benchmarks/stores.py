@@ -1,6 +1,7 @@
 """What the store of keys and values costs our own kernels: pages, offsets and codes beside a dense cache.
 
-No model is compiled: kernels are those that the CPU rule gives for a record, called with arrays of their own.
+No model is compiled: kernels are those that the CPU rule gives for a record, called with arrays of their own. Every
+answer is compared with float64 before it is timed.
 """
 
 from __future__ import annotations
@@ -21,12 +22,16 @@ from rich.table import Table
 import schedules
 from lowering.attention.plain import plain
 from lowering.attention.problem import AttentionProblem, Window
+from lowering.attention.reference import reference
 from lowering.attention.store import Codec, Offset, Pages, Store
+from lowering.errors import LoweringError
 from lowering.target import resolve
 
+from .cases.case import error
 from .timing import Timing, interleaved, timed
 
 HEADS, DIM, PAGE, LAYERS = 32, 128, 16, 4
+TOLERANCE = 1e-5
 CAUSAL = Window(right=0, offset="lengths")
 
 
@@ -61,13 +66,13 @@ def comparisons() -> list[Comparison]:
             "int8, scales of 8": Store("bhtd", codec=Codec("int8", 8)),
             "float8, a scale": Store("bhtd", codec=Codec("float8_e4m3fn", 0)),
         }
-        calls = {name: (Call(_problem(kv_heads, store), (1,), (keys,)),) for name, store in stores.items()}
+        calls = {name: (Call(problem(kv_heads, store), (1,), (keys,)),) for name, store in stores.items()}
         bars = {"offsets": 0.95, f"pages of {PAGE}": 0.95, "pages of 128": 0.95}
         bars |= {name: 2.5 for name in stores if name.startswith("int8")} if keys == 4096 else {}
         found.append(Comparison(f"decode, {HEADS} heads on {kv_heads}, {keys} keys", calls, bars))
     rows = (300, 1, 77, 512, 1, 1, 130, 1)
     keys = tuple(n + past for n, past in zip(rows, (0, 900, 0, 0, 333, 2047, 64, 15)))
-    packed = dataclasses.replace(_problem(8, Store()), row_axes="te", window=CAUSAL)
+    packed = dataclasses.replace(problem(8, Store()), row_axes="te", window=CAUSAL)
     alone = dataclasses.replace(packed, row_axes="bte")
     contenders = {
         "one by one": tuple(Call(alone, (n,), (m,)) for n, m in zip(rows, keys)),
@@ -76,7 +81,7 @@ def comparisons() -> list[Comparison]:
     return [*found, Comparison("a ragged batch of 8", contenders, {"packed": 0.95})]
 
 
-def _problem(kv_heads: int, store: Store) -> AttentionProblem:
+def problem(kv_heads: int, store: Store) -> AttentionProblem:
     heads: dict[str, Any] = {"q_heads": HEADS, "kv_heads": kv_heads, "head_dim": DIM, "v_head_dim": DIM}
     types = {"dtype": "float32", "v_dtype": "float32", "acc_dtype": "float32"}
     return AttentionProblem(None, None, None, **heads, **types, scale=DIM**-0.5, store=store, lengths=True)
@@ -112,8 +117,13 @@ def _timer(calls: tuple[Call, ...]) -> Callable[[int], tuple[float, float]]:
 
 def _bound(call: Call) -> Callable[[], None]:
     """The call, with the arrays of another layer each time: where one array happens to lie counts for little then."""
-    kernel, layers = _kernel(call.problem), [_tensors(call) for _ in range(LAYERS)]
-    arguments = itertools.cycle([[tensors[name] for name in call.problem.parameters()] for tensors in layers])
+    kernel, names, inputs = _kernel(call.problem), call.problem.parameters(), _inputs(call)
+    layers = [{name: x if isinstance(x, int) else _tensor(x) for name, x in inputs.items()} for _ in range(LAYERS)]
+    kernel(*(layers[0][name] for name in names))
+    expected = reference(call.problem, **{name: x for name, x in inputs.items() if name != "y"})["y"]
+    if (off := error(layers[0]["y"].numpy(), expected)) > TOLERANCE:
+        raise LoweringError(f"Y of {call} is off by {off:.1e} of its range.")
+    arguments = itertools.cycle([[tensors[name] for name in names] for tensors in layers])
 
     def run() -> None:
         kernel(*next(arguments))
@@ -132,8 +142,8 @@ def _kernel(p: AttentionProblem) -> Any:
     return _kernels[p]
 
 
-def _tensors(call: Call) -> dict[str, Any]:
-    """Random arrays by parameter name. Pages lie in no order."""
+def _inputs(call: Call) -> dict[str, Any]:
+    """Random arrays and numbers by parameter name, and an array for Y. Pages lie in no order."""
     p, rng = call.problem, np.random.default_rng(0)
     batch, most = len(call.rows), max(call.keys)
     found: dict[str, Any] = {"lengths": np.array(call.keys), "most_keys": most, "most_rows": max(call.rows)}
@@ -155,7 +165,7 @@ def _tensors(call: Call) -> dict[str, Any]:
     width = {"te": (rows, HEADS * DIM), "bte": (batch, rows, HEADS * DIM), "bhtd": (batch, HEADS, rows, DIM)}
     found["q"] = rng.standard_normal(width[p.row_axes], np.float32)
     found["y"] = np.empty_like(found["q"])
-    return {name: x if isinstance(x, int) else _tensor(x) for name, x in found.items()}
+    return {name: found[name] for name in p.parameters()}
 
 
 def _codes(rng: np.random.Generator, shape: list[int], codec: Codec | None) -> np.ndarray:

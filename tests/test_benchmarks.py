@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import peers
+from benchmarks import peers, stores
 from benchmarks.cases import all_cases, chosen
 from benchmarks.cases.attention import AttentionCase
 from benchmarks.cases.case import Case
@@ -21,7 +21,10 @@ from benchmarks.measure import prepare
 from benchmarks.records import Outcome, Record, Results, here, read
 from benchmarks.report import peer_cell, rows
 from benchmarks.timing import Timing
+from lowering.attention.store import Codec, Pages, Store
+from lowering.errors import LoweringError
 
+PACKED = replace(stores.problem(2, Store()), row_axes="te")
 ROOT = Path(__file__).parents[1]
 
 TINY = AttentionCase(name="P1 full", group="attention", S=3, T=5, D=8)
@@ -128,3 +131,16 @@ def test_every_model_of_the_page_is_a_case() -> None:
 def test_readme_quotes_the_results() -> None:
     done = command("readme", "--check")
     assert done.returncode == 0, done.stderr
+
+
+def test_stores_are_compared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    few = {"one by one": (stores.Call(PACKED, (3,), (9,)),) * 2, "packed": (stores.Call(PACKED, (3, 1), (9, 40)),)}
+    kinds = [Store("phtd", Pages(16)), Store(codec=Codec("int8", 8))]
+    contenders = {f"{store}": (stores.Call(stores.problem(2, store), (1,), (33,)),) for store in kinds}
+    found = [stores.Comparison("rows", few, {}), stores.Comparison("stores", contenders, {})]
+    monkeypatch.setattr(stores, "comparisons", lambda: found)
+    stores.run(threads=1, turns=1, seconds=0.001)
+    assert "packed" in capsys.readouterr().out
+    monkeypatch.setattr(stores, "TOLERANCE", -1.0)
+    with pytest.raises(LoweringError, match="off by"):
+        stores.run(threads=1, turns=1, seconds=0.001)
