@@ -100,6 +100,8 @@ class DecodeTiles(Tiles):
     """O += P V in registers: query rows of the register tile (left-over rows go one by one) ..."""
     pv_vectors: int
     """... times at most so many vectors of v_head_dim."""
+    ahead: int = 1
+    """How many tiles before a tile is read its rows are asked for."""
     parallel_work: int = 1 << 16
     """Operations from which on threads share the work of putting splits together."""
 
@@ -114,6 +116,7 @@ class DecodeTiles(Tiles):
             "max_splits": (1, 4, 16, 64),
             "pv_rows": (1, 2, 4, 8),
             "pv_vectors": (1, 2, 4, 8),
+            "ahead": (1, 2, 4),
             "parallel_work": (1 << 12, 1 << 14, 1 << 16, 1 << 18),
         }
 
@@ -125,7 +128,9 @@ class DecodeTiles(Tiles):
             f"the pv register tile {tile} does not fit {cpu.registers} registers": _fits(
                 self.pv_rows, self.pv_vectors, cpu
             ),
-            "q_len, split and max_splits must be positive": min(self.q_len, self.split, self.max_splits) > 0,
+            "q_len, split, max_splits and ahead must be positive": (
+                min(self.q_len, self.split, self.max_splits, self.ahead) > 0
+            ),
         }
 
     @classmethod

@@ -222,12 +222,11 @@ class _Split:
         self.accumulate()
 
     def next_tile(self, t: Expr) -> tuple[Expr, Expr, Expr]:
-        """Batch, head and first key of the tile that this thread is likely to read after tile t."""
-        p = self.problem
-        last = fixed(t + 1 >= self.key_tiles.count)
+        """Batch, head and first key of the tile that this thread is likely to read so many tiles after tile t."""
+        p, count, later = self.problem, self.key_tiles.count, fixed(t + self.tiles.ahead)
         head = tirx.min(self.head + 1, self.bound.B * p.kv_heads - 1)
-        head = fixed(tirx.Select(last, head, self.head))
-        start = self.key_tiles.first(fixed(tirx.Select(last, T.int64(0), t + 1)))
+        head = fixed(tirx.Select(later >= count, head, self.head))
+        start = self.key_tiles.first(fixed(tirx.Select(later >= count, tirx.min(later - count, count - 1), later)))
         return fixed(head // p.kv_heads), fixed(head % p.kv_heads), fixed(start)
 
     def head_and_row(self, r: Expr) -> tuple[Expr, Expr]:
