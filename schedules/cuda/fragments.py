@@ -19,7 +19,7 @@ from tvm.script.ir_builder import tirx as T
 from lowering.attention.bound import Bound
 from lowering.attention.keys import Range
 
-from .ptx import LOG2_E, exp2, fixed, pack, put, reciprocal, reduce_quad, registers, tanh
+from .ptx import LOG2_E, exp2, fixed, int32, pack, put, reciprocal, reduce_quad, registers, tanh
 
 ROWS = 2  # of a thread, in one accumulator
 
@@ -103,7 +103,7 @@ class OnlineSoftmax:
             lo, hi = self._range(i, number)
             below = fixed((hi if stop is None else tirx.min(hi, stop)) - first)
             above = None if isinstance(lo, tirx.IntImm) else fixed(lo - first)
-            row = fixed(tirx.min(i, _int32(T.int64(1) * self.bound.rows(self.b)) - 1))
+            row = fixed(tirx.min(i, int32(T.int64(1) * self.bound.rows(self.b)) - 1))
             with T.unroll(self.keys // 4) as n:
                 at, key = _element(n, r), n // 2 * 8 + n % 2
                 seen = key < below if above is None else tirx.all(key < below, key >= above)
@@ -112,7 +112,7 @@ class OnlineSoftmax:
 
     def _range(self, i: Expr, number: Expr) -> Range:
         """The row's range of keys of that number; int32."""
-        ranges = [tuple(map(_int32, ends)) for ends in self.bound.keys.of_row(self.b, i)]
+        ranges = [tuple(map(int32, ends)) for ends in self.bound.keys.of_row(self.b, i)]
         if len(ranges) == 1:
             return ranges[0]
         lo, hi = (tirx.Select(tirx.EQ(number, 0), *ends) for ends in zip(*ranges))
@@ -160,10 +160,6 @@ class OnlineSoftmax:
 def _element(n: Expr, r: int) -> Expr:
     """Index in the accumulator of the n-th column that a thread has in its row r."""
     return n // 2 * 4 + r * 2 + n % 2
-
-
-def _int32(size: Expr) -> Expr:
-    return tirx.const(int(size), "int32") if isinstance(size, tirx.IntImm) else size.astype("int32")
 
 
 def _f32(value: float) -> Expr:

@@ -19,7 +19,7 @@ from lowering.attention.scores import HIDDEN
 
 from . import ptx
 from .plain import WarpRow
-from .ptx import WARP, fixed, put, registers, unrolled
+from .ptx import WARP, fixed, int32, put, registers, unrolled
 
 
 class Partial:
@@ -56,8 +56,8 @@ class Partial:
     def keys(self, b: Expr, split: Expr) -> tuple[list[Range], Expr]:
         """The keys of a split of batch b, of which some query may see each; and how many splits have any; int32."""
         found = self.bound.keys.of_tile(b, T.int64(0), T.int64(1) * self.bound.S)
-        ranges = [(_int32(lo), _int32(hi)) for lo, hi in found]
-        total, splits = fixed(length(ranges)), _int32(self.splits)
+        ranges = [(fixed(int32(lo)), fixed(int32(hi))) for lo, hi in found]
+        total, splits = fixed(length(ranges)), fixed(int32(self.splits))
         units = fixed(tirx.truncdiv(total + (self.unit - 1), self.unit))
         each = fixed(tirx.max(tirx.truncdiv(units + splits - 1, splits), 1) * self.unit)
         start = fixed(tirx.min(split * each, total))
@@ -139,10 +139,6 @@ class Partial:
         each_element(self.problem.v_head_dim, lane, lambda n, d: self.bound.places.store_y(b, h, i, d, O[n] * inverse))
         with T.If(lane == 0), T.Then():
             self.bound.places.store_ends(b, h, i, m, l)
-
-
-def _int32(value: Expr) -> Expr:
-    return fixed(value.astype("int32"))
 
 
 def merged(

@@ -69,7 +69,7 @@ def prefill_mma(bound: Bound, tiles: MmaTiles, more_than: int = 0) -> None:
     batch = on_host(T.int64(1) * bound.B)
     tile_count = on_host(tirx.ceildiv(T.int64(1) * bound.S, tiles.q))
     with T.If(batch * tile_count > 0), T.Then():
-        survey = Survey(bound, tiles.q, tiles.kv)
+        survey = Survey(bound, tiles.q, tiles.kv, tiles.warps)
         _launch(bound, tiles, survey, batch, tile_count, more_than)
 
 

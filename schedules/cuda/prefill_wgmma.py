@@ -53,7 +53,7 @@ def prefill_wgmma(bound: Bound, tiles: WgmmaTiles, device: Device) -> None:
     """
     with T.If(T.int64(1) * bound.B * bound.S > 0), T.Then():
         maps = {name: TensorMap.of(bound, name, ROWS if name in "qy" else tiles.kv) for name in "qkvy"}
-        scheduler, survey = Scheduler(bound, tiles, device), Survey(bound, tiles.q, tiles.kv)
+        scheduler, survey = Scheduler(bound, tiles, device), Survey(bound, tiles.q, tiles.kv, tiles.threads // WARP)
         with (
             T.launch_thread("blockIdx.x", scheduler.blocks) as block,
             T.launch_thread("threadIdx.x", tiles.threads) as thread,

@@ -50,6 +50,11 @@ def fixed(value: Expr) -> Expr:
     return register[0]
 
 
+def int32(value: Expr) -> Expr:
+    """The value as int32; a constant stays one, by which TVM simplifies."""
+    return tirx.const(int(value), "int32") if isinstance(value, tirx.IntImm) else value.astype("int32")
+
+
 # Tensor cores.
 
 

@@ -10,11 +10,12 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.bound import Bound
+from lowering.attention.parameters import int64
 
 from .attention_tiles import WgmmaTiles
 from .device import Device
 from .host import multiprocessors, on_host
-from .ptx import fixed
+from .ptx import fixed, int32
 
 
 class Scheduler:
@@ -27,14 +28,14 @@ class Scheduler:
     def __init__(self, bound: Bound, tiles: WgmmaTiles, device: Device) -> None:
         self.bound, self.tiles = bound, tiles
         p = bound.problem
-        q_tiles = on_host(tirx.truncdiv(_int64(bound.S) + (tiles.q - 1), tiles.q))
-        heads = on_host(_int64(bound.B) * p.q_heads)
-        kv_bytes = (_int64(bound.T) + 1) * (2 * (p.head_dim + p.v_head_dim))
+        q_tiles = on_host(tirx.truncdiv(int64(bound.S) + (tiles.q - 1), tiles.q))
+        heads = on_host(int64(bound.B) * p.q_heads)
+        kv_bytes = (int64(bound.T) + 1) * (2 * (p.head_dim + p.v_head_dim))
         cached = tirx.max(tirx.truncdiv(T.int64(device.l2 * 2 // 3), kv_bytes), T.int64(1)) * p.group
         section = on_host(tirx.max(tirx.min(cached, heads), T.int64(1)))
         most = multiprocessors() if tiles.blocks is None else T.int64(tiles.blocks)
         blocks = on_host(tirx.min(most, q_tiles * heads))
-        self.q_tiles, self.heads, self.section, self.blocks = map(_int32, (q_tiles, heads, section, blocks))
+        self.q_tiles, self.heads, self.section, self.blocks = map(int32, (q_tiles, heads, section, blocks))
 
     @contextmanager
     def query_tiles(self, block: Expr) -> Iterator[tuple[Expr, Expr, Expr, Expr]]:
@@ -55,11 +56,3 @@ class Scheduler:
                 head = fixed(start + tirx.truncmod(rest, width))
                 b, h = (fixed(f(head, self.bound.problem.q_heads)) for f in (tirx.truncdiv, tirx.truncmod))
                 yield turn, b, h, i0
-
-
-def _int64(value: int | Expr) -> Expr:
-    return tirx.const(value, "int64") if isinstance(value, int) else value.astype("int64")
-
-
-def _int32(value: Expr) -> Expr:
-    return value.astype("int32")

@@ -19,19 +19,18 @@ from lowering.attention.key_tiles import KeyTiles
 from lowering.attention.scores import HIDDEN
 
 from .host import on_host
-from .ptx import WARP, fixed, put, reduce_warp, registers
+from .ptx import WARP, fixed, int32, put, reduce_warp, registers
 
-_WARPS = 4  # of a block
 _ENDS = 4  # of a tile of rows: lo, hi, and those of the keys that need no mask code
 
 
 class Survey:
     """Made by the host before the launch of a kernel with tiles of `rows` query rows and `keys` keys, which asks it.
 
-    There are query rows.
+    There are query rows. Blocks of the survey have `warps` warps.
     """
 
-    def __init__(self, bound: Bound, rows: int, keys: int) -> None:
+    def __init__(self, bound: Bound, rows: int, keys: int, warps: int) -> None:
         self.bound, self.rows, self.keys = bound, rows, keys
         self.narrows = bound.scores.formula is not None and bound.keys.parts == 1
         if not self.narrows:
@@ -41,10 +40,10 @@ class Survey:
         total = on_host(T.int64(1) * bound.B * self.heads * self.count)
         self.ends = T.alloc_buffer((total * _ENDS,), "int32")
         with (
-            T.launch_thread("blockIdx.x", tirx.ceildiv(total, _WARPS).astype("int32")) as block,
-            T.launch_thread("threadIdx.x", _WARPS * WARP) as thread,
+            T.launch_thread("blockIdx.x", tirx.ceildiv(total, warps).astype("int32")) as block,
+            T.launch_thread("threadIdx.x", warps * WARP) as thread,
         ):
-            place = fixed(block.astype("int64") * _WARPS + thread // WARP)
+            place = fixed(block.astype("int64") * warps + thread // WARP)
             with T.If(place < total), T.Then():
                 head, tile = fixed(tirx.truncdiv(place, self.count)), fixed(tirx.truncmod(place, self.count))
                 b, h = fixed(tirx.truncdiv(head, self.heads)), fixed(tirx.truncmod(head, self.heads))
@@ -62,7 +61,7 @@ class Survey:
             place = fixed((head * self.count + tirx.truncdiv(i0.astype("int64"), self.rows)) * _ENDS)
             lo, hi, full_lo, full_hi = (fixed(self.ends[place + n]) for n in range(_ENDS))
             ranges, whole = ((lo, hi),), ((full_lo, full_hi),)
-        return KeyTiles(ranges, whole, self.keys, lambda value: fixed(_int32(value)))
+        return KeyTiles(ranges, whole, self.keys, lambda value: fixed(int32(value)))
 
 
 class _QueryTile:
@@ -97,7 +96,7 @@ class _QueryTile:
         ends = (start, stop, full_stop - self.best[0] * T.int64(self.size), full_stop)
         with T.If(self.lane == 0), T.Then():
             for n, end in enumerate(ends):
-                put(self.survey.ends, place + n, _int32(end))
+                put(self.survey.ends, place + n, int32(end))
 
     def look(self, first: Expr, counting: _Span, showing: _Span) -> None:
         """At 32 tiles from number `first` on."""
@@ -168,7 +167,3 @@ class _Span:
     def become(self, other: _Span) -> None:
         put(self.first, 0, other.first[0])
         put(self.end, 0, other.end[0])
-
-
-def _int32(value: Expr) -> Expr:
-    return value.astype("int32")

@@ -16,6 +16,7 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.bound import Bound
+from lowering.attention.parameters import int64
 
 COLUMNS = 64  # of a panel, of 16 bits
 ROW_BYTES = 128
@@ -49,7 +50,7 @@ class TensorMap:
         dim = p.head_dim if name in ("q", "k") else p.v_head_dim
         buffer = bound.buffers[name]
         size = DataType(buffer.dtype).bits // 8
-        length, some = tirx.max(_int64(length), T.int64(1)), _int64(length) > 0
+        length, some = tirx.max(int64(length), T.int64(1)), int64(length) > 0
         batch, head, row = bound.places.strides(name)
         sizes = [dim, length, heads, bound.B]
         strides = [row * size, tirx.max(head, dim) * size, tirx.max(batch, heads * dim) * size]
@@ -97,7 +98,3 @@ class TensorMap:
 def fence_async() -> None:
     """What this thread wrote to shared memory before is seen by TMA and wgmma after the next barrier."""
     T.evaluate(T.ptx["fence.proxy.async.shared::cta"]())
-
-
-def _int64(value: int | Expr) -> Expr:
-    return tirx.const(value, "int64") if isinstance(value, int) else value

@@ -59,7 +59,7 @@ def surveyed(p: AttentionProblem) -> tirx.PrimFunc:
     with IRBuilder() as builder, T.prim_func():
         T.func_name("attention")
         bound = Bound(p, scope="local")
-        survey = Survey(bound, ROWS, KEYS)
+        survey = Survey(bound, ROWS, KEYS, warps=3)
         tiles = tirx.ceildiv(T.int64(1) * bound.S, ROWS)
         with (
             T.launch_thread("blockIdx.x", (T.int64(1) * bound.B * p.q_heads * tiles).astype("int32")) as block,
