@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self, TypeAlias
@@ -20,22 +21,22 @@ Space: TypeAlias = dict[str, tuple[Value, ...]]
 
 
 @dataclass(frozen=True)
-class Tiles:
+class Tiles(ABC):
     """`problem` is what a kernel's rule has read: an AttentionProblem, products, nothing; `machine` its target's."""
 
     @classmethod
+    @abstractmethod
     def default(cls, problem: Any, machine: Any) -> Self:
         """Untuned but good."""
-        raise NotImplementedError
 
     @classmethod
+    @abstractmethod
     def space(cls, problem: Any, machine: Any) -> Space:
         """Values of every field that are worth a try. Some combinations are illegal."""
-        raise NotImplementedError
 
+    @abstractmethod
     def rules(self, problem: Any, machine: Any) -> dict[str, bool]:
         """Whether each rule holds, by what it says."""
-        raise NotImplementedError
 
     def check(self, problem: Any, machine: Any) -> None:
         """Raises ValueError for tiles that the kernel cannot use."""

@@ -79,14 +79,8 @@ class KeyValueTile:
 
         next is (b, hk, start) of the tile that will follow: `prefetch` asks for its rows.
         """
-        self.start, self.end, self.K, self.V, self.next, self.memory = (
-            start,
-            end,
-            memory["K"],
-            memory["V"],
-            next,
-            memory,
-        )
+        self.start, self.end, self.next = start, end, next
+        self.K, self.V, self.memory = memory["K"], memory["V"], memory
         if self.by_offset:
             self.find("rows", (self.b, self.hk, start))
             if next is not None:

@@ -32,10 +32,10 @@ def attention(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] |
             name,
             problem,
             gpu,
-            {"prefill": tiles.default(problem, gpu), "decode": DecodeTiles.default(problem, gpu)},
+            {"prefill": prefill.default(problem, gpu), "decode": DecodeTiles.default(problem, gpu)},
             lambda tiles: attention_kernel(problem, gpu, tiles["prefill"], tiles["decode"]),
         )
-        for name, tiles in _on_tensor_cores(problem, gpu).items()
+        for name, prefill in _on_tensor_cores(problem, gpu).items()
     ]
     rows = {"rows": RowTiles.default(problem, gpu)}
     return [*variants, Variant("rows", problem, gpu, rows, lambda tiles: rows_kernel(problem, tiles["rows"]))]
