@@ -7,7 +7,7 @@ import random
 import numpy as np
 
 from lowering.attention.expr.node import Expr, canonical, number, renamed
-from lowering.attention.formula import Formula
+from lowering.attention.formula import CHANGE, Formula
 
 _TABLE = 8  # elements; positions are remainders
 _LOWEST = float(np.finfo(np.float32).min)
@@ -30,7 +30,7 @@ def change(rng: random.Random, dtype: str) -> Formula:
         value = Expr("add", dtype, (s, Expr("cast", dtype, (draw.bias(1),))))
     else:
         value = Expr("select", dtype, (draw.condition(1), s, number(rng.choice([0.25, -3.0]), dtype)))
-    return Formula(renamed(canonical(value), "score_")[0])
+    return Formula(renamed(canonical(value), CHANGE)[0])
 
 
 def parameters(formula: Formula, kv_len: int, rng: np.random.Generator) -> dict[str, np.ndarray | int]:

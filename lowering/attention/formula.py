@@ -12,8 +12,10 @@ from typing import Any
 
 from tvm import ir, tirx
 
-from .expr.node import Expr, over, parameters, renamed
+from .expr.node import INDICES, Expr, over, parameters, renamed
 from .expr.read import read
+
+CHANGE = "score_"
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Formula:
     Its type is bool (True is visible) or a floating-point type that is added to the score. It reads int64 scalars
     size_0, size_1, ... and tensors table_0, .... short says that there is one more scalar, mask_keys: keys from that
     number on are invisible, and the element is not asked for. Of a change of scores the value is the new score, s the
-    old one, and names begin with score_.
+    old one, and names begin with `CHANGE`, as a record can have both.
     """
 
     value: Expr
@@ -36,16 +38,16 @@ class Formula:
         sizes: Sequence[tirx.Var],
         tables: Sequence[tirx.Buffer],
         short: bool = False,
-        prefix: str = "",
     ) -> tuple[Formula, dict[str, tirx.Var | tirx.Buffer]]:
         """The formula for `value`, an expression of the indices (b, h, i, j[, s]), the sizes and loads from the tables;
-        and those of the sizes and tables that it reads, by the names that they have in it.
+        and those of the sizes and tables that it reads, by the names that they have in it. With s among the indices it
+        is a change of scores.
 
         Raises ValueError for what no expression holds.
         """
         given = {f"size_{k}": size for k, size in enumerate(sizes)}
         given |= {f"table_{k}": table for k, table in enumerate(tables)}
-        expr, names = renamed(read(value, indices, sizes, tables), prefix)
+        expr, names = renamed(read(value, indices, sizes, tables), CHANGE if len(indices) == len(INDICES) else "")
         return Formula(expr, short), {new: given[old] for new, old in names.items()}
 
     @property

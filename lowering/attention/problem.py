@@ -129,6 +129,9 @@ class AttentionProblem:
         operands = {self.dtype, self.v_dtype, self.mask.dtype if self.mask is not None else ""}
         if self.acc_dtype not in ("float32", "float64") or (self.acc_dtype == "float32" and "float64" in operands):
             raise ValueError(f"acc_dtype {self.acc_dtype} is not wide enough: float32, or float64 for float64 operands")
+        names = [name for formula in self._formulas() for name in formula.names()]
+        if len({*names}) < len(names):
+            raise ValueError("the mask and the change of scores read parameters of one name")
         if self.qk_mode not in (None, 0, 1, 2, 3):
             raise ValueError(f"qk_mode is None, 0, 1, 2 or 3, not {self.qk_mode}")
 

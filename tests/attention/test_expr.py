@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 
@@ -16,6 +17,7 @@ from tvm.script.ir_builder import tirx as T
 from lowering.attention.expr.bound import BoundExpr
 from lowering.attention.expr.evaluate import evaluate
 from lowering.attention.formula import Formula
+from lowering.attention.problem import AttentionProblem
 
 SIZES = {"b": 2, "h": 3, "i": 9, "j": 16}
 KEYS = SIZES["j"]
@@ -120,3 +122,17 @@ def _kernel(formula: Formula, dtype: str) -> tirx.PrimFunc:
                     value = tirx.const(limits[k], dtype) if ends is None else ends[k].astype(dtype)
                     T.buffer_store(buffer, value, [b, h, part])
     return builder.get()
+
+
+def test_a_mask_and_a_change_of_scores_have_names_of_their_own() -> None:
+    b, h, i, j, s, size = (
+        tirx.Var(name, "float32" if name == "s" else "int64") for name in ("b", "h", "i", "j", "s", "n")
+    )
+    mask, _ = Formula.of(j < size, (b, h, i, j), [size], [])
+    change, read = Formula.of(tirx.Select(j < size, s, -s), (b, h, i, j, s), [size], [])
+    assert mask.names() == ("size_0",) and change.names() == ("score_size_0",) and read == {"score_size_0": size}
+    types = {"dtype": "float32", "v_dtype": "float32", "acc_dtype": "float32"}
+    problem = AttentionProblem(1, 1, 1, 1, 1, 8, 8, **types, scale=1.0, mask=mask, score=change)
+    assert AttentionProblem.from_json(problem.to_json()) == problem
+    with pytest.raises(ValueError, match="of one name"):
+        dataclasses.replace(problem, score=mask)
