@@ -8,7 +8,8 @@ import functools
 import cuda_emulation as emulated
 import numpy as np
 import pytest
-from attention_cases import arrays, check, made, outputs
+from attention_cases import made
+from emulated_records import equals_the_reference
 from record_cases import CALLS, ON_CUDA
 
 from lowering.attention.formula import Formula
@@ -26,20 +27,9 @@ def kernels(seeds: range) -> emulated.Module:
     return emulated.module(functions, arch="sm_80")
 
 
-def equals_the_reference(seed: int, seeds: range) -> None:
-    for case in made(seed, CALLS):
-        inputs = arrays(case)
-        results = outputs(case, inputs)
-        arguments = inputs | results
-        names = case.problem.parameters()
-        order = "ascending" if case.seed % 2 else "descending"
-        after = kernels(seeds).call(f"attention_{seed}", [arguments[name] for name in names], order=order)
-        check(case, inputs, {name: x for name, x in zip(names, after) if name in results})
-
-
 @pytest.mark.parametrize("seed", SEEDS)
 def test_equals_the_reference(seed: int) -> None:
-    equals_the_reference(seed, SEEDS)
+    equals_the_reference(kernels(SEEDS), seed, tensor_cores=False)
 
 
 @pytest.mark.slow
@@ -47,7 +37,7 @@ def test_equals_the_reference(seed: int) -> None:
 @pytest.mark.parametrize("first", ON_CUDA[::20])
 def test_equals_the_reference_at_length(first: int) -> None:
     for seed in range(first, first + 20):
-        equals_the_reference(seed, range(first, first + 20))
+        equals_the_reference(kernels(range(first, first + 20)), seed, tensor_cores=False)
 
 
 def test_the_drawn_problems_are_of_many_kinds() -> None:

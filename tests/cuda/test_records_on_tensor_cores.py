@@ -7,9 +7,9 @@ import dataclasses
 import functools
 
 import cuda_emulation as emulated
-import ml_dtypes
 import pytest
-from attention_cases import arrays, check, made, outputs
+from attention_cases import made
+from emulated_records import equals_the_reference
 from record_cases import CALLS, FEW_ROWS, ON_TENSOR_CORES
 
 from schedules.cuda.attention import attention_kernel
@@ -33,21 +33,9 @@ def kernels(seeds: range) -> emulated.Module:
     return emulated.module(functions, arch=GPU.arch)
 
 
-def equals_the_reference(seed: int, seeds: range) -> None:
-    for case in made(seed, CALLS, tensor_cores=True):
-        inputs = arrays(case)
-        results = outputs(case, inputs)
-        names = case.problem.parameters()
-        order = "ascending" if case.seed % 2 else "descending"
-        given = [(inputs | results)[name] for name in names]
-        after = kernels(seeds).call(f"attention_{seed}", given, order=order)
-        found = {name: x for name, x in zip(names, after) if name in results}
-        check(case, inputs, found, rounding=float(ml_dtypes.finfo(case.problem.dtype).eps))
-
-
 @pytest.mark.parametrize("seed", SEEDS)
 def test_equals_the_reference(seed: int) -> None:
-    equals_the_reference(seed, SEEDS)
+    equals_the_reference(kernels(SEEDS), seed, tensor_cores=True)
 
 
 def test_the_drawn_problems_are_of_many_kinds() -> None:
@@ -63,4 +51,4 @@ def test_the_drawn_problems_are_of_many_kinds() -> None:
 @pytest.mark.parametrize("first", ON_TENSOR_CORES[::20])
 def test_equals_the_reference_at_length(first: int) -> None:
     for seed in range(first, first + 20):
-        equals_the_reference(seed, range(first, first + 20))
+        equals_the_reference(kernels(range(first, first + 20)), seed, tensor_cores=True)

@@ -1,0 +1,21 @@
+"""Random records on emulated kernels against the float64 reference."""
+
+from __future__ import annotations
+
+import cuda_emulation as emulated
+import ml_dtypes
+from attention_cases import arrays, check, made, outputs
+from record_cases import CALLS
+
+
+def equals_the_reference(module: emulated.Module, seed: int, tensor_cores: bool) -> None:
+    """Calls the module's function attention_{seed}, a kernel of the problem that follows from the seed. Tensor cores
+    take probabilities rounded to the type of V."""
+    for case in made(seed, CALLS, tensor_cores):
+        inputs = arrays(case)
+        results = outputs(case, inputs)
+        names = case.problem.parameters()
+        order = "ascending" if case.seed % 2 else "descending"
+        after = module.call(f"attention_{seed}", [(inputs | results)[name] for name in names], order=order)
+        found = {name: x for name, x in zip(names, after) if name in results}
+        check(case, inputs, found, float(ml_dtypes.finfo(case.problem.dtype).eps) if tensor_cores else 0.0)
