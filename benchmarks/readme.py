@@ -20,7 +20,9 @@ _ABOUT = """{threads} of an {machine}, {dates}, float32 unless said otherwise, s
 nothing tuned. {turns}; medians in milliseconds. *Of the limit* is what we reach of the fastest
 float32 matrix product of 2048^3 (MKL, OpenBLAS), or of the fastest streaming read of the same bytes; *ratio* is the
 best peer's time by ours. A dash is a refusal, *wrong* an answer that differs from float64. Versions: {versions}.
+"""
 
+_SHAPES = """
 P1 is B1 H8 S1024 D64, P2 B1 H8 S2048 D128, P3 B1 Hq32 Hkv8 S2048 D128; decode has Hq32 Hkv8 D128.
 
 ![bar chart of all cases]({chart})
@@ -45,7 +47,6 @@ def _part(results: Results, path: Path) -> str:
         turns=_APART if results.apart else _TURNS,
         dates=" to ".join(dict.fromkeys((dates[0], dates[-1]))),
         versions=", ".join(f"{name} {version}" for name, version in results.packages.items() if name in _NAMES),
-        chart=path.with_suffix(".png").relative_to(_ROOT),
     )
     scaling = ["scaling", "the limit scales"] if results.threads > 1 else []
     headings = ["case", OURS, "speed", "of the limit", *(_NAMES[peer] for peer in PEERS), "ratio", *scaling]
@@ -57,9 +58,10 @@ def _part(results: Results, path: Path) -> str:
     limits = "; ".join(f"{name} {speed}" for name, speed in limit_speeds(results).items())
     summary = markdown(["all cases, by group", "with a peer", "behind it", "geometric mean", "worst"], groups)
     widths = "".join(f"{part}\n" for part in [tables(found)] if part)
-    return (
-        f"{about}\n{markdown(headings, body)}\n{widths}{summary}\nLimits, median and range over the cases: {limits}.\n"
-    )
+    shapes = _SHAPES.format(chart=path.with_suffix(".png").relative_to(_ROOT))
+    cases = f"{shapes}\n{markdown(headings, body)}" if body else ""
+    ends = f"\nLimits, median and range over the cases: {limits}.\n" if limits else ""
+    return f"{about}{cases}\n{widths}{summary}{ends}"
 
 
 def _is_shown(row: Row, threads: int) -> bool:
