@@ -15,9 +15,9 @@ _COMPARED = "fixed / symbolic"
 _ABOUT = """\
 Models at published widths, two layers, 8192 words, in three forms: every size fixed, batch fixed at 1, every size
 symbolic; exported by dynamo at opset 18 or 23, and where both were measured, each cell has the one that does worse:
-**our milliseconds**, those of the best of ONNX Runtime and OpenVINO (which are told all sizes), and their ratio. Prompts
-are 256 tokens for decoders, 128 for encoders and 32 behind an encoder; decoding reads one token behind 512, or 256
-behind an encoder.
+**our milliseconds**, those of the best of ONNX Runtime and OpenVINO (which are told all sizes), and their ratio.
+Prompts are 256 tokens for decoders, 128 for encoders and 32 behind an encoder; decoding reads one token behind 512, or
+256 behind an encoder.
 *{compared}* is our time, largest of both opsets.
 """
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from .runtime import load as load
     from .tools.checking import check as check
     from .tools.verification import verify as verify
+    from .tuning.tune import Tuning as Tuning
+    from .tuning.tune import tune as tune
 
 _HOME = {
     "compile": "compiling.compiler",
@@ -35,6 +37,8 @@ _HOME = {
     "Model": "runtime",
     "bench": "profiling.benchmark",
     "Profile": "profiling.benchmark",
+    "tune": "tuning.tune",
+    "Tuning": "tuning.tune",
     "check": "tools.checking",
     "verify": "tools.verification",
     "LoweringError": "errors",

@@ -15,7 +15,7 @@ from typing import Any
 
 from .records import decode
 
-FORMAT = 4
+FORMAT = 5
 FILE, CODE, WEIGHTS, HEADER, HOST = "manifest.json", "model.so", "weights.bin", "model.h", "host.hpp"
 SIGNATURE = "manifest.sig"
 
@@ -81,6 +81,8 @@ class KernelSpec:
     all bytes of the arguments. Those of an attention also use `pairs` and `unseen`: the pairs of queries and keys that
     see each other, and the keys that no query sees. The library's function `counter` finds both from the arguments.
     rate is the share of the machine's arithmetic that code of this rule is expected to reach (profiling/expected.py).
+    source says which database the kernel's tiles are from, and how many times faster than the defaults they were there;
+    "" for defaults.
     """
 
     name: str
@@ -91,6 +93,7 @@ class KernelSpec:
     bytes: str
     rate: float
     counter: str | None = None
+    source: str = ""
 
 
 @dataclass(frozen=True)

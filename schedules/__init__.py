@@ -8,15 +8,18 @@ import tvm
 from tvm import tirx
 
 from . import cpu, cuda
-from .variant import Choose, Rule, chosen
+from .variant import Choice, Choose, Variant, made
 
 ATTRIBUTE = "lowering.schedule"
 """Of a function that a rule made: the name of the rule."""
 
+SOURCE = "lowering.source"
+"""Of such a function whose tiles were chosen from outside: where they come from."""
+
 # What TVM calls a function of blocks, as its own operators are; kernels are loops and threads.
 _FORM = "s_tir"
 
-RULES: dict[str, tuple[Rule, ...]] = {"llvm": cpu.RULES, "cuda": cuda.RULES}
+RULES = {"llvm": cpu.RULES, "cuda": cuda.RULES}
 """By kind of target. A rule answers with variants, functions of the same parameters, or None for "not mine"."""
 
 
@@ -28,23 +31,30 @@ def apply(mod: tvm.IRModule, target: tvm.target.Target, choose: Choose | None = 
 
     Raises ValueError for a choice that does not exist or is illegal.
     """
-    rules = RULES.get(target.kind.name, ())
     scheduled = tvm.IRModule(dict(mod.functions_items()), attrs=mod.attrs)
     for name, func in mod.functions_items():
         if isinstance(func, tirx.PrimFunc):
-            scheduled.update_func(name, _scheduled(func, rules, target, choose))
+            scheduled.update_func(name, _scheduled(func, target, choose))
     return scheduled
 
 
-def _scheduled(
-    func: tirx.PrimFunc, rules: Sequence[Rule], target: tvm.target.Target, choose: Choose | None
-) -> tirx.PrimFunc:
-    for rule in rules:
-        variants = rule(func, target)
-        if variants:
-            new = chosen(func, variants, choose)
-            for key, value in func.attrs.items():
-                if key != _FORM:
-                    new = new.with_attr(key, value)
-            return new.with_attr(ATTRIBUTE, rule.__name__)
-    return func
+def variants(func: tirx.PrimFunc, target: tvm.target.Target) -> tuple[str, Sequence[Variant]] | None:
+    """The name of the first rule of the target that takes a function, and the ways to run it, the default first."""
+    for rule in RULES.get(target.kind.name, ()):
+        found = rule(func, target)
+        if found:
+            return rule.__name__, found
+    return None
+
+
+def _scheduled(func: tirx.PrimFunc, target: tvm.target.Target, choose: Choose | None) -> tirx.PrimFunc:
+    answer = variants(func, target)
+    if answer is None:
+        return func
+    rule, found = answer
+    choice = (None if choose is None else choose(func, found)) or Choice(found[0].name, {})
+    new = made(found, choice)
+    for key, value in func.attrs.items():
+        if key != _FORM:
+            new = new.with_attr(key, value)
+    return new.with_attr({ATTRIBUTE: rule, **({SOURCE: choice.source} if choice.source else {})})

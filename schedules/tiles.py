@@ -12,7 +12,7 @@ import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self, TypeAlias
+from typing import Any, ClassVar, Self, TypeAlias
 
 Value: TypeAlias = int | bool | None
 
@@ -22,7 +22,12 @@ Space: TypeAlias = dict[str, tuple[Value, ...]]
 
 @dataclass(frozen=True)
 class Tiles(ABC):
-    """`problem` is what a kernel's rule has read: an AttentionProblem, products, nothing; `machine` its target's."""
+    """`problem` is what a kernel's rule has read: an AttentionProblem, products, nothing; `machine` its target's.
+
+    version is raised when the kernel changes so that what was found for it before says nothing of it any more.
+    """
+
+    version: ClassVar[int] = 1
 
     @classmethod
     @abstractmethod
@@ -37,6 +42,10 @@ class Tiles(ABC):
     @abstractmethod
     def rules(self, problem: Any, machine: Any) -> dict[str, bool]:
         """Whether each rule holds, by what it says."""
+
+    def estimate(self, problem: Any, machine: Any) -> float:
+        """The logarithm of the time that such tiles should take, up to a constant: what a tuner tries first."""
+        return 0.0
 
     def check(self, problem: Any, machine: Any) -> None:
         """Raises ValueError for tiles that the kernel cannot use."""
@@ -53,7 +62,7 @@ class Tiles(ABC):
         Raises ValueError where nothing in the space is legal.
         """
         space = self.space(problem, machine)
-        start = tuple(_nearest(values, getattr(self, name)) for name, values in space.items())
+        start = tuple(nearest_place(values, getattr(self, name)) for name, values in space.items())
         queue, seen = [(0, start)], {start}
         while queue:
             steps, places = heapq.heappop(queue)
@@ -78,7 +87,7 @@ class Tiles(ABC):
         return cls(**data)
 
 
-def _nearest(values: tuple[Value, ...], value: Value) -> int:
+def nearest_place(values: tuple[Value, ...], value: Value) -> int:
     """The place of the value, or of the one nearest to it."""
     if value in values:
         return values.index(value)

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import tvm
+import tvm_ffi
 from tvm import tirx
+
+from lowering.tensorir.expressions import Expr
 
 from .tiles import Tiles
 
@@ -50,28 +53,69 @@ class Variant:
 
 @dataclass(frozen=True)
 class Choice:
-    """A variant by name, and the tiles of its kernels; a kernel that is not named has its own."""
+    """A variant by name, and the tiles of its kernels; a kernel that is not named has its own.
+
+    source is where the choice comes from, for the reader.
+    """
 
     variant: str
     tiles: ByKernel
+    source: str = ""
 
     def to_json(self) -> str:
         return json.dumps({"variant": self.variant, "tiles": {n: t.to_data() for n, t in self.tiles.items()}})
 
 
+@dataclass(frozen=True)
+class Size:
+    """A size that a function has at run time: a dimension of a parameter, or with axis None the parameter, a number."""
+
+    parameter: int
+    axis: int | None
+
+    def of(self, func: tirx.PrimFunc) -> Expr:
+        parameter = func.params[self.parameter]
+        return parameter if self.axis is None else parameter.shape[self.axis]
+
+
+@dataclass(frozen=True)
+class BySize:
+    """A choice that a function makes at run time: one where the size is at most so large, the other above."""
+
+    size: Size
+    most: int
+    small: Choice | BySize
+    large: Choice | BySize
+
+    @property
+    def source(self) -> str:
+        return "; ".join(dict.fromkeys((self.small.source, self.large.source)))
+
+
 Rule = Callable[[tirx.PrimFunc, tvm.target.Target], Sequence[Variant] | None]
 """How a function can run, the default first; None for "not mine"."""
 
-Choose = Callable[[tirx.PrimFunc, Sequence[Variant]], Choice | None]
+Choose = Callable[[tirx.PrimFunc, Sequence[Variant]], Choice | BySize | None]
 """Which of a function's variants is to run, with which tiles; None leaves it to the default."""
 
 
-def chosen(func: tirx.PrimFunc, variants: Sequence[Variant], choose: Choose | None) -> tirx.PrimFunc:
-    """The function that was chosen. Raises ValueError for a choice that is none of the variants."""
-    choice = None if choose is None else choose(func, variants)
-    if choice is None:
-        return variants[0].make()
+def made(variants: Sequence[Variant], choice: Choice | BySize) -> tirx.PrimFunc:
+    """The function that was chosen. Raises ValueError for a choice that is none of the variants, or illegal."""
+    if isinstance(choice, BySize):
+        small, large = made(variants, choice.small), made(variants, choice.large)
+        condition = choice.size.of(small) <= choice.most
+        return small.with_body(tirx.IfThenElse(condition, small.body, _with_parameters_of(small, large).body))
     for variant in variants:
         if variant.name == choice.variant:
             return variant.make(**choice.tiles)
     raise ValueError(f"There is no variant '{choice.variant}'; there are {', '.join(v.name for v in variants)}.")
+
+
+def _with_parameters_of(func: tirx.PrimFunc, other: tirx.PrimFunc) -> tirx.PrimFunc:
+    """`other`, a function of the same parameters, with those of `func`."""
+    renamed: dict[tirx.Var, tirx.Var] = {}
+    for mine, its in zip(func.params, other.params, strict=True):
+        renamed[its] = mine
+        if tirx.is_buffer_var(its):
+            renamed |= {b: a for a, b in zip(mine.shape, its.shape) if isinstance(b, tirx.Var)}
+    return tvm_ffi.structural_map(other, (tirx.Var, lambda var: renamed.get(var, var)))

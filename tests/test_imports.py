@@ -40,6 +40,7 @@ RULES = {
         },
         False,
     ),
+    "lowering/measuring": ({"lowering.measuring", "lowering.runtime", "lowering.records"}, False),
     "lowering/attention": ({"lowering.attention", "lowering.tensorir"}, True),
     "schedules": (
         {

@@ -51,6 +51,12 @@ def build(module: tvm.IRModule, target: Target) -> bytes:
         return path.read_bytes()
 
 
+def warm_up(linker: str) -> None:
+    """Does what every build of this process would do first, once."""
+    with tempfile.TemporaryDirectory() as folder:
+        link_options(linker, folder)
+
+
 _PIPELINE = "onnx_lowering"
 
 

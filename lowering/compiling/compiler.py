@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 from tvm import tirx
 
 from ..errors import InputError
@@ -25,7 +27,8 @@ from ..profiling.expected import warnings
 from ..runtime.checks import checked_threads, whole_number
 from ..runtime.folders import check_replaceable
 from ..runtime.signature import SigningKey, private_key
-from ..target import resolve
+from ..target import Target, resolve
+from ..tuning.lookup import Records
 from . import artifact
 from .build import build
 from .pipeline import Dump, lower
@@ -43,23 +46,24 @@ def compile(
     dims: Dims | None = None,
     static_cache: int | None = None,
     weights: Scheme | None = None,
+    database: str | Path | None = None,
     dump: Dump | None = None,
 ) -> Model:
     """Compiles an ONNX model ahead of time; the result runs at once and can be saved.
 
     model is a path, bytes, an `onnx.ModelProto` or an `onnx_ir.Model`; files with external data are read lazily.
-    target is `cpu` for this machine, or `cpu:x86-64-v3`, `cpu:x86-64-v4`, `cpu:aarch64` for others, or `cuda:` and
-    a list of architectures of GPUs, such as `cuda:sm_80,sm_90a`, or `cuda` for the GPU here; cc names the compiler
-    that links. donate holds regular expressions that match whole names of inputs to be consumed: the matching
-    output takes over their memory. static_cache=N makes a decoder's growing past a cache of N slots, written in
-    place, whose length is a new input (graph/static_cache.py); `Model.decoder` keeps it. weights="int8" (a scale
-    for each column), "int4" (a float16 scale for each column and 32 rows) or "f16" compresses the constant matrices
-    of products. Sums stay float32; tables of embeddings, biases and convolutions stay as they are. What it costs is
-    a note of the manifest. threads is the default number of workers, at most 1024; None means the CPUs the calling
-    thread may use. dims says what is known of symbolic dimensions: dims={"batch": 1} makes one a number, at which
-    sizes and branches (If) that it decides are computed now, and dims={"tokens": (1, 512)} bounds one, which calls
-    then check. dump is called with ("fused", the `onnx_ir.Model` to import), then with (name of the pass, module)
-    after each pass.
+    target is `cpu` for this machine, or `cpu:x86-64-v3`, `cpu:x86-64-v4`, `cpu:aarch64` for others, or `cuda:` and a
+    list of architectures of GPUs, such as `cuda:sm_80,sm_90a`, or `cuda` for the GPU here; cc names the compiler that
+    links. donate holds regular expressions that match whole names of inputs to be consumed: the matching output takes
+    over their memory. static_cache=N makes a decoder's growing past a cache of N slots, written in place, whose length
+    is a new input (graph/static_cache.py); `Model.decoder` keeps it. weights="int8" (a scale for each column), "int4"
+    (a float16 scale for each column and 32 rows) or "f16" compresses the constant matrices of products. Sums stay
+    float32; tables of embeddings, biases and convolutions stay as they are. What it costs is a note of the manifest.
+    threads is the default number of workers, at most 1024; None means the CPUs the calling thread may use. dims says
+    what is known of symbolic dimensions: dims={"batch": 1} makes one a number, at which sizes and branches (If) that
+    it decides are computed now, and dims={"tokens": (1, 512)} bounds one, which calls then check. database is a folder
+    of `tune`, whose records for this target pick the tiles of kernels; what became of each is in the manifest. dump is
+    called with ("fused", the `onnx_ir.Model` to import), then with (name of the pass, module) after each pass.
 
     What this machine cannot run, code for a GPU or for another CPU, is a model that can be looked at and saved, and
     says why when it is called (ArtifactError).
@@ -83,6 +87,7 @@ def compile(
             dims=dims,
             static_cache=static_cache,
             weights=weights,
+            database=database,
             dump=dump,
         )
         return open_compiled(module)
@@ -98,6 +103,7 @@ def compile_to(
     dims: Dims | None = None,
     static_cache: int | None = None,
     weights: Scheme | None = None,
+    database: str | Path | None = None,
     dump: Dump | None = None,
     sign_key: SigningKey | None = None,
 ) -> Manifest:
@@ -109,6 +115,36 @@ def compile_to(
     check_replaceable(Path(os.path.realpath(folder)))
     if sign_key is not None:
         sign_key = private_key(sign_key)
+    done = compiled(model, target, donate, threads, cc, dims, static_cache, weights, database, dump)
+    return artifact.write(Path(folder), done.libraries, done.manifest, done.weights, sign_key)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What an artifact is made of, and what a tuner needs to know: the targets that the libraries are for, and by
+    target the functions that were scheduled as they were before, by the name of the kernel.
+    """
+
+    manifest: Manifest
+    libraries: tuple[bytes, ...]
+    weights: dict[str, np.ndarray]
+    targets: tuple[Target, ...]
+    unscheduled: tuple[dict[str, tirx.PrimFunc], ...]
+
+
+def compiled(
+    model: ModelLike,
+    target: str,
+    donate: Sequence[str] = (),
+    threads: int | None = None,
+    cc: str | None = None,
+    dims: Dims | None = None,
+    static_cache: int | None = None,
+    weights: Scheme | None = None,
+    database: str | Path | None = None,
+    dump: Dump | None = None,
+) -> Compiled:
+    """The way itself: parameters as for `compile`."""
     threads = checked_threads(threads)
     if static_cache is not None:
         static_cache = whole_number(static_cache, "static_cache", 1, 2**31 - 1)
@@ -130,10 +166,12 @@ def compile_to(
     inputs, outputs = [p.name for p in imported.inputs], [p.name for p in imported.outputs]
     pairs = {inputs.index(i): outputs.index(o) for i, o in donated.items()}
     notes = list(imported.warnings)
-    libraries = []
+    libraries, unscheduled = [], []
     for each in targets:
-        lowered = lower(imported, each, pairs, notes, dump, weights)
+        choose = None if database is None else Records([("tuned", Path(database))], each).choose
+        lowered = lower(imported, each, pairs, notes, dump, weights, choose)
         libraries.append(build(lowered.module, each))
+        unscheduled.append(lowered.unscheduled)
         if not each.architecture:
             notes += warnings(lowered.kernels, lowered.calls)
     manifest = Manifest(
@@ -153,7 +191,7 @@ def compile_to(
         calls=lowered.calls,
         slots=slots,
     )
-    return artifact.write(Path(folder), libraries, manifest, lowered.weights, sign_key)
+    return Compiled(manifest, tuple(libraries), lowered.weights, targets, tuple(unscheduled))
 
 
 def _spec(port: Port) -> TensorSpec:

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 import tvm
-from tvm import relax
+from tvm import relax, tirx
+
+from schedules.variant import Choose
 
 from ..errors import LoweringError
 from ..importing.importer import Imported
@@ -46,13 +48,14 @@ Dump = Callable[[str, ir.Model | tvm.IRModule], None]
 
 @dataclass(frozen=True)
 class Lowered:
-    """A module ready for code generation, its weights by parameter name in the order of the weights tuple, and what a
-    profile needs to know of its kernels."""
+    """A module ready for code generation, its weights by parameter name in the order of the weights tuple, what a
+    profile needs to know of its kernels, and the functions that were scheduled as they were before, by kernel."""
 
     module: tvm.IRModule
     weights: dict[str, np.ndarray]
     kernels: tuple[KernelSpec, ...]
     calls: tuple[CallSpec, ...]
+    unscheduled: dict[str, tirx.PrimFunc]
 
 
 def lower(
@@ -62,17 +65,20 @@ def lower(
     notes: list[str],
     dump: Dump | None = None,
     scheme: Scheme | None = None,
+    choose: Choose | None = None,
 ) -> Lowered:
     """Runs the passes.
 
     donated maps the position of a consumed input to the output that takes over its memory. What could not be done in
-    place is said in `notes`, and what it cost to compress constant matrices by `scheme`.
+    place is said in `notes`, and what it cost to compress constant matrices by `scheme`. choose picks variants and
+    tiles (schedules/variant.py).
     """
     t = relax.transform
     weights: dict[str, np.ndarray] = {}
     origins = imported.origins
     kernels: tuple[KernelSpec, ...] = ()
     calls: tuple[CallSpec, ...] = ()
+    unscheduled: dict[str, tirx.PrimFunc] = {}
 
     def pack(mod: tvm.IRModule) -> tvm.IRModule:
         nonlocal weights
@@ -91,8 +97,9 @@ def lower(
         return mod
 
     def schedule(mod: tvm.IRModule) -> tvm.IRModule:
-        nonlocal kernels, calls
-        mod, kernels, calls = schedule_kernels(mod, target.tvm, origins)
+        nonlocal kernels, calls, unscheduled
+        unscheduled = {v.name_hint: f for v, f in mod.functions_items() if isinstance(f, tirx.PrimFunc)}
+        mod, kernels, calls = schedule_kernels(mod, target.tvm, origins, choose)
         return mod
 
     passes: list[tuple[str, Callable[[tvm.IRModule], tvm.IRModule]]] = [
@@ -155,4 +162,4 @@ def lower(
                 ) from error
             if dump is not None:
                 dump(name, module)
-    return Lowered(module, weights, kernels, calls)
+    return Lowered(module, weights, kernels, calls, unscheduled)

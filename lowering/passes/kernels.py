@@ -8,6 +8,7 @@ import tvm
 from tvm import ir, relax, tirx
 
 import schedules
+from schedules.variant import Choose
 
 from ..attention.pairs import count_pairs
 from ..attention.problem import ATTRIBUTE, AttentionProblem
@@ -19,7 +20,7 @@ _CALLS = ("relax.call_tir", "relax.call_tir_inplace")
 
 
 def schedule(
-    mod: tvm.IRModule, target: tvm.target.Target, origins: Origins
+    mod: tvm.IRModule, target: tvm.target.Target, origins: Origins, choose: Choose | None = None
 ) -> tuple[tvm.IRModule, tuple[KernelSpec, ...], tuple[CallSpec, ...]]:
     """The module with fast kernels, a description of each, and the calls in the order of execution.
 
@@ -31,13 +32,14 @@ def schedule(
         if isinstance(binding.value, relax.Call) and binding.value.op in map(ir.Op.get, _CALLS)
     )
     called = {call.kernel for call in calls}
-    scheduled = schedules.apply(mod, target)
+    scheduled = schedules.apply(mod, target, choose)
     kernels = []
     for name, func in mod.functions_items():
         if not isinstance(func, tirx.PrimFunc) or name.name_hint not in called:
             continue
-        rule = scheduled[name].attrs.get(schedules.ATTRIBUTE, "plain")
-        spec = kernel_spec(name.name_hint, func, str(rule))
+        attributes = scheduled[name].attrs
+        spec = kernel_spec(name.name_hint, func, str(attributes.get(schedules.ATTRIBUTE, "plain")))
+        spec = dataclasses.replace(spec, source=str(attributes.get(schedules.SOURCE, "")))
         if spec.kind == "attention":
             counter = f"{spec.name}_pairs"
             count = count_pairs(AttentionProblem.from_json(func.attrs[ATTRIBUTE]))

@@ -131,11 +131,8 @@ def bench(
     if not isinstance(model, Model):
         model = load(Path(model))
     given = dict(inputs or {})
-    sizes = {name: whole_number(n, f"the size of '{name}'", 0, 2**63 - 1) for name, n in (sizes or {}).items()}
-    sizes = _sizes(model.manifest, sizes, given)
-    rng = np.random.default_rng(0)
-    free = {t.name: _input(t, model.manifest, sizes, rng) for t in model.inputs if t.name not in given}
-    arrays = {**given, **(free if model.gpu is None else {name: model.gpu.copy(array) for name, array in free.items()})}
+    sizes = _sizes(model.manifest, sizes or {}, given)
+    arrays = made_up(model, sizes, given)
     threads = whole_number(threads, "threads", 1, MOST_THREADS)
     call = model.bind(arrays, threads=threads)
     profiler = Profiler(model)
@@ -161,8 +158,21 @@ def bench(
     return Profile(middle, (low, high), taken, len(wall), threads, model.manifest.target, sizes, limits, calls)
 
 
-def _sizes(manifest: Manifest, sizes: dict[str, int], given: Mapping[str, Any]) -> dict[str, int]:
+def made_up(model: Model, sizes: Mapping[str, int], given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """All inputs of a model: those that are given, and others as `bench` makes them up, where the model runs.
+
+    Raises InputError where sizes are missing or not the model's.
+    """
+    given = given or {}
+    known = _sizes(model.manifest, sizes, given)
+    rng = np.random.default_rng(0)
+    free = {t.name: _input(t, model.manifest, known, rng) for t in model.inputs if t.name not in given}
+    return {**given, **(free if model.gpu is None else {name: model.gpu.copy(array) for name, array in free.items()})}
+
+
+def _sizes(manifest: Manifest, said: Mapping[str, int], given: Mapping[str, Any]) -> dict[str, int]:
     """All sizes that are needed: those said and those of the given arrays."""
+    sizes = {name: whole_number(n, f"the size of '{name}'", 0, 2**63 - 1) for name, n in said.items()}
     for spec in manifest.inputs:
         for dim, size in zip(spec.dims, getattr(given.get(spec.name), "shape", ())):
             if isinstance(dim, str):

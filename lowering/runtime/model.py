@@ -225,6 +225,10 @@ class Model:
         """A compiled function by name, for tools."""
         return self._library.function(name)
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor that a kernel is called with is a weight."""
+        return self._weights.hold(tensor.data_ptr())
+
     # -- the parts of a call
     # ------------------------------------------------------------------------------------------
 

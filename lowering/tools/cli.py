@@ -92,10 +92,33 @@ def _parser() -> argparse.ArgumentParser:
         "--static-cache", type=_positive, metavar="TOKENS", help="turn a growing past into in-place slot caches"
     )
     c.add_argument("--weights", choices=("int8", "int4", "f16"), help=_WEIGHTS)
+    c.add_argument("--database", type=Path, metavar="DIR", help="records of `tune` that pick the tiles of kernels")
     c.add_argument("--threads", type=_positive, help="default number of workers (else the CPUs the caller may use)")
     c.add_argument("--sign", type=Path, metavar="KEY.pem", help="sign the artifact with this Ed25519 private key")
     c.add_argument("--dump-dir", type=Path, help="write fused.onnx and the module after every pass into this folder")
     c.set_defaults(run=_compile)
+
+    t = add_parser("tune", help="search the tiles of a model's kernels on this machine")
+    t.add_argument("model", type=Path, help="the .onnx file")
+    t.add_argument(
+        "--database", type=Path, required=True, metavar="DIR", help="where records are kept, and resumed from"
+    )
+    t.add_argument("--target", default="cpu", help=_TARGET)
+    t.add_argument("--budget", type=_seconds, default=1200.0, metavar="TIME", help="such as 90s, 20m (default) or 2h")
+    t.add_argument("--effort", choices=("quick", "full"), default="full", help="how small a kernel is still tuned")
+    t.add_argument(
+        "--dim",
+        action="append",
+        default=[],
+        metavar="NAME=SIZE[,SIZE]",
+        help="sizes to tune at, each once or all alike",
+    )
+    t.add_argument("--static-cache", type=_positive, metavar="TOKENS", help="as for compile")
+    t.add_argument("--weights", choices=("int8", "int4", "f16"), help="as for compile")
+    t.add_argument("--donate", action="append", default=[], metavar="REGEX", help="as for compile")
+    t.add_argument("--threads", type=_positive, default=1, help="number of workers (1)")
+    t.add_argument("--seed", type=_natural, default=0, help="of the search")
+    t.set_defaults(run=_tune)
 
     r = add_parser("run", help="run an artifact on .npy files")
     r.add_argument("artifact", type=Path, help="the artifact folder")
@@ -167,6 +190,7 @@ def _compile(arguments: argparse.Namespace) -> int:
         dims=dict(_dim(text) for text in arguments.dim),
         static_cache=arguments.static_cache,
         weights=arguments.weights,
+        database=arguments.database,
         dump=dump if arguments.dump_dir is not None else None,
         sign_key=arguments.sign,
     )
@@ -177,9 +201,35 @@ def _compile(arguments: argparse.Namespace) -> int:
         for t in tensors:
             where = manifest.donated.get(t.name)
             print(f"  {t.name}: {t.dtype}{list(t.dims)}" + (f", donated to {where}" if where else ""))
+    if arguments.database is not None:
+        for kernel in manifest.kernels:
+            print(f"{kernel.name}: {kernel.source or 'default'}")
     print(f"weights: {sum(w.nbytes for w in manifest.weights) / 2**20:.1f} MiB")
     print(f"wrote {arguments.output} for {manifest.target}")
     return 0
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    from ..tuning.tune import tune
+    from .tuning_table import Watch, show
+
+    with Watch() as watch:
+        tuning = tune(
+            arguments.model,
+            arguments.database,
+            arguments.target,
+            arguments.budget,
+            arguments.effort,
+            _settings(arguments.dim),
+            arguments.threads,
+            static_cache=arguments.static_cache,
+            weights=arguments.weights,
+            donate=arguments.donate,
+            seed=arguments.seed,
+            progress=watch,
+        )
+    show(tuning)
+    return 130 if tuning.interrupted else 0
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -289,6 +339,19 @@ def _sizes(options: list[str]) -> dict[str, int]:
     return sizes
 
 
+def _settings(options: list[str]) -> list[dict[str, int]]:
+    """Several sizes to tune at: --dim n=1,128 are two settings; another dimension has one size for both, or two."""
+    lists = {}
+    for text in options:
+        name, _, said = text.rpartition("=")
+        lists[name] = [_sizes([f"{name}={size}"])[name] for size in said.split(",")]
+    count = max(map(len, lists.values()), default=1)
+    for name, found in lists.items():
+        if len(found) not in (1, count):
+            raise InputError(f"--dim {name}: {len(found)} sizes are given, and {count} of another dimension.")
+    return [{name: found[k % len(found)] for name, found in lists.items()} for k in range(count)]
+
+
 def _dim(text: str) -> tuple[str, int | tuple[int, int]]:
     name, _, said = text.rpartition("=")
     low, dots, high = said.partition("..")
@@ -313,6 +376,14 @@ def _number(kind: type, least: float, text: str) -> Any:
     if not least <= number < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is no {'whole ' if kind is int else ''}number from {least} on")
     return number
+
+
+def _seconds(text: str) -> float:
+    """A length of time. Raises what argparse turns into its own error."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(s|m|h)", text)
+    if found is None or float(found[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no length of time, such as 90s, 20m or 2h")
+    return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
 
 
 _positive = functools.partial(_number, int, 1)

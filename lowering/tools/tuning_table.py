@@ -1,0 +1,106 @@
+"""What people see of `tune`: a table that lives while it works, and one of what came out."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from ..tuning.tune import State, Tuning
+
+_PAUSE = 10.0  # seconds between lines where there is no terminal
+
+
+class Watch:
+    """Shows each state that `tune` reports: a table on a terminal, now and then a line elsewhere."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True)
+        self._live = Live(console=self._console, auto_refresh=False, transient=True)
+        self._spoke = -_PAUSE
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._live.stop()
+
+    def __call__(self, state: State) -> None:
+        if self._console.is_terminal:
+            self._live.update(_states(state), refresh=True)
+            return
+        if time.monotonic() - self._spoke >= _PAUSE and state.at_work is not None:
+            self._spoke = time.monotonic()
+            trials = sum(search.trials for search in state.searches)
+            print(f"{_clock(state.left)} left, {trials} trials: {state.at_work.name}", file=sys.stderr, flush=True)
+
+
+def _states(state: State) -> Table:
+    what = "comparing the best with the defaults" if state.comparing else "searching"
+    table = Table(title=f"{what}, {_clock(state.left)} left", title_justify="left")
+    for name, side in (("kernel", "left"), ("trials", "right"), ("default", "right"), ("best", "right")):
+        table.add_column(name, justify=side)  # type: ignore[arg-type]
+    table.add_column("gain", justify="right")
+    table.add_column("failed")
+    for search in state.searches:
+        table.add_row(
+            search.name,
+            str(search.trials),
+            _time(search.reference),
+            _time(search.best),
+            f"{search.gain:.2f}x",
+            _causes(search.causes()),
+            style="bold" if search is state.at_work else None,
+        )
+    return table
+
+
+def show(tuning: Tuning) -> None:
+    """Prints what came out."""
+    table = Table()
+    for name in ("kernel", "nodes"):
+        table.add_column(name, overflow="fold")
+    for name in ("share", "trials", "default", "tuned", "gain"):
+        table.add_column(name, justify="right")
+    table.add_column("failed")
+    for outcome in (o for o in tuning.outcomes if not o.why):
+        table.add_row(
+            outcome.name,
+            ", ".join(outcome.nodes),
+            f"{outcome.share:.1%}",
+            str(outcome.trials),
+            _time(outcome.default),
+            _time(outcome.seconds),
+            f"{outcome.gain:.2f}x",
+            _causes(outcome.failures),
+        )
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    for outcome in (o for o in tuning.outcomes if o.why):
+        print(f"not tuned: {outcome.name} ({', '.join(outcome.nodes)}): {outcome.why}")
+    kept = sum(o.gain > 1 for o in tuning.outcomes)
+    ended = "interrupted after" if tuning.interrupted else "took"
+    print(
+        f"{ended} {_clock(tuning.seconds)}; {kept} of {len(tuning.outcomes)} kernels got faster, "
+        f"a run {tuning.gain:.2f}x by their shares"
+    )
+    print(f"records: {tuning.database}")
+
+
+def _causes(causes: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {cause}" for cause, count in causes.items())
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.2f} us"
+
+
+def _clock(seconds: float) -> str:
+    return f"{max(0, int(seconds)) // 60}:{max(0, int(seconds)) % 60:02}"

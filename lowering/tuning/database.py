@@ -1,0 +1,165 @@
+"""Databases: a folder for each architecture, with two of MetaSchedule's own JSON databases in it.
+
+    DIR/<architecture>/architecture.json    what it is, in full
+                      /trials/              everything that was measured, each line written when it was
+                      /best/                what won a last comparison, and the defaults
+                      /failures.jsonl       candidates that failed, by cause
+
+A record applies to a function that is the same as its own, on the same architecture, by kernels of the same versions.
+Its seconds are the time of the default when the task was first measured, by the ratio that was measured since: so
+records of all sessions compare, and the fastest is the best. Both databases only grow, so that a killed writer loses a
+line at most.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import tvm
+from tvm.s_tir import Trace
+from tvm.s_tir import meta_schedule as ms
+from tvm_ffi import structural_hash
+
+from ..errors import LoweringError
+from ..measuring.isolated import Cause, Failed
+from ..target import Target
+from .architecture import architecture
+from .space import recorded
+from .task import MAIN
+
+_WORKLOADS, _RECORDS = "database_workload.json", "database_tuning_record.json"
+_TRIALS, _BEST, _FAILURES, _ARCHITECTURE = "trials", "best", "failures.jsonl", "architecture.json"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A candidate that is never chosen: its task by hash, its choice (or trace) as text, and why."""
+
+    task: str
+    candidate: str
+    cause: Cause
+    text: str
+
+
+class DatabaseError(LoweringError):
+    """A database is damaged, or is none."""
+
+
+class Database:
+    """The part of a database for one architecture; it is made where it is missing."""
+
+    def __init__(self, folder: Path, target: Target) -> None:
+        self.architecture = architecture(target)
+        self.folder = folder / self.architecture.name
+        try:
+            for name in (_TRIALS, _BEST):
+                (self.folder / name).mkdir(parents=True, exist_ok=True)
+            path = self.folder / _ARCHITECTURE
+            if not path.exists():
+                _replace(path, self.architecture.to_json())
+        except OSError as error:
+            raise DatabaseError(f"'{self.folder}' cannot be written: {error.strerror or error}.") from error
+        self.trials, self._best = opened(self.folder / _TRIALS), opened(self.folder / _BEST)
+        self._failures = list(failures(self.folder))
+
+    def commit(self, task: tvm.IRModule, trace: Trace, seconds: float, target: tvm.target.Target) -> None:
+        """Appends what was measured."""
+        workload = self.trials.commit_workload(task)
+        info = ms.arg_info.ArgInfo.from_prim_func(task[MAIN])
+        self.trials.commit_tuning_record(ms.database.TuningRecord(trace, workload, [seconds], target, info))
+
+    def fail(self, task: tvm.IRModule, candidate: str, failed: Failed) -> Failure:
+        """Appends what failed."""
+        failure = Failure(identity(task), candidate, failed.cause, failed.text)
+        self._failures.append(failure)
+        with (self.folder / _FAILURES).open("a") as file:
+            file.write(json.dumps(asdict(failure)) + "\n")
+        return failure
+
+    def known(self, task: tvm.IRModule) -> dict[str, float]:
+        """Seconds of the choices that were measured for a task."""
+        if not self.trials.has_workload(task):
+            return {}
+        workload = self.trials.commit_workload(task)
+        found: dict[str, float] = {}
+        for record in self.trials.get_top_k(workload, len(self.trials)):
+            text = recorded(record.trace)
+            if text is not None and record.run_secs:
+                found.setdefault(text, float(record.run_secs[0]))
+        return found
+
+    def traces(self, task: tvm.IRModule) -> dict[str, Trace]:
+        """By choice, of what was measured."""
+        if not self.trials.has_workload(task):
+            return {}
+        workload = self.trials.commit_workload(task)
+        records = self.trials.get_top_k(workload, len(self.trials))
+        return {text: r.trace for r in records if (text := recorded(r.trace)) is not None}
+
+    def failed(self, task: tvm.IRModule) -> dict[str, Failure]:
+        """By candidate."""
+        name = identity(task)
+        return {failure.candidate: failure for failure in self._failures if failure.task == name}
+
+    def settle(self, task: tvm.IRModule, trace: Trace, seconds: float, target: tvm.target.Target) -> None:
+        """Appends the default, and what won a last comparison with it. Of several the fastest counts."""
+        workload = self._best.commit_workload(task)
+        info = ms.arg_info.ArgInfo.from_prim_func(task[MAIN])
+        self._best.commit_tuning_record(ms.database.TuningRecord(trace, workload, [seconds], target, info))
+
+    def settled(self, task: tvm.IRModule) -> ms.database.TuningRecord | None:
+        """The fastest of these."""
+        if not self._best.has_workload(task):
+            return None
+        return next(iter(self._best.get_top_k(self._best.commit_workload(task), 1)), None)
+
+
+def identity(task: tvm.IRModule) -> str:
+    """The hash of a task's module."""
+    return f"{structural_hash(task) & (2**64 - 1):016x}"
+
+
+def opened(folder: Path) -> ms.database.JSONDatabase:
+    """MetaSchedule's database in a folder. A last line that a killed writer left unfinished is cut off.
+
+    Raises DatabaseError.
+    """
+    for name in (_WORKLOADS, _RECORDS):
+        _mend(folder / name)
+    try:
+        return ms.database.JSONDatabase(str(folder / _WORKLOADS), str(folder / _RECORDS), allow_missing=True)
+    except Exception as error:  # TVM raises what it likes
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise DatabaseError(f"'{folder}' holds no database of this version of TVM: {lines[-1]}") from error
+
+
+def best(folder: Path) -> list[ms.database.TuningRecord]:
+    """What is settled for an architecture, whose folder this is."""
+    return list(opened(folder / _BEST).get_all_tuning_records()) if (folder / _BEST).is_dir() else []
+
+
+def failures(folder: Path) -> Iterator[Failure]:
+    path = folder / _FAILURES
+    _mend(path)
+    if path.exists():
+        for line in path.read_text().splitlines():
+            yield Failure(**json.loads(line))
+
+
+def _mend(path: Path) -> None:
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        data = file.read()
+        if data and not data.endswith(b"\n"):
+            file.truncate(data.rfind(b"\n") + 1)
+
+
+def _replace(path: Path, text: str) -> None:
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_text(text)
+    part.replace(path)

@@ -1,0 +1,133 @@
+"""The space of tiles as MetaSchedule sees it."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+
+import pytest
+import tvm
+from models import K, N, product
+from tvm.s_tir import Schedule
+from tvm.s_tir import meta_schedule as ms
+from tvm_ffi import structural_equal
+
+import schedules
+from lowering.attention.plain import plain
+from lowering.attention.problem import AttentionProblem, Window
+from lowering.compiling.compiler import compiled
+from lowering.target import resolve
+from lowering.tuning.build import kernel
+from lowering.tuning.cost_model import TileModel
+from lowering.tuning.scheduler import Context, strategy
+from lowering.tuning.space import TileSpace, annotated, recorded
+from lowering.tuning.task import NotTunable, at_sizes, shapes_of, tiles_task, written
+
+TARGETS = {name: resolve(name)[0] for name in ("cpu:x86-64-v3", "cpu:x86-64-v4", "cpu:aarch64")}
+V4 = TARGETS["cpu:x86-64-v4"]
+
+ATTENTION = AttentionProblem(
+    None, None, None, 4, 2, 64, 64, "float32", "float32", "float32", 0.125, window=Window(right=0, offset="past")
+)
+
+
+def attention_shapes(rows: int, keys: int) -> list:
+    return [(1, 4, rows, 64), (1, 2, keys, 64), (1, 2, keys, 64), keys - rows, (1, 4, rows, 64)]
+
+
+@cache
+def functions(rows: int | str) -> dict:
+    return compiled(product(rows), "cpu:x86-64-v4").unscheduled[0]
+
+
+def product_task(rows: int, target: tvm.target.Target = V4.tvm) -> tvm.IRModule:
+    (func,) = [f for name, f in functions("n").items() if "matmul" in name]
+    shapes = [(rows, K), *[tuple(int(n) for n in p.shape) for p in func.params[1:-1]], (rows, N)]
+    task = tiles_task(func, shapes, target)
+    assert task is not None
+    return task
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+@pytest.mark.parametrize("rows, keys", [(1, 64), (100, 128)])
+def test_every_sample_is_legal_and_dull_fields_are_not_drawn(target, rows: int, keys: int) -> None:
+    task = tiles_task(plain(ATTENTION), attention_shapes(rows, keys), target.tvm)
+    assert task is not None
+    space = TileSpace(task, target.tvm)
+    kernels = {k for k, _, _ in space.fields("tiled")}
+    assert kernels == ({"decode"} if rows == 1 else {"prefill"})
+    fields = space.fields("tiled")
+    variant = space.variants[0]
+    for seed in range(40):
+        choice = space.nearest("tiled", [(seed * 7 + 3 * k) % len(values) for k, (_, _, values) in enumerate(fields)])
+        for tiles in choice.tiles.values():
+            tiles.check(variant.problem, variant.machine)
+        assert space.read(choice.to_json()) == choice
+
+
+def test_the_default_is_in_the_space_and_its_trace_gives_it() -> None:
+    task = product_task(16)
+    space = TileSpace(task, V4.tvm)
+    trace = space.default_trace(task)
+    assert recorded(trace) == space.default().to_json()
+    schedule = Schedule(task)
+    trace.apply_to_schedule(schedule, remove_postproc=False)
+    assert annotated(schedule.mod) == space.default().to_json()
+    usual = schedules.apply(tvm.IRModule({"f": task["kernel"]}), V4.tvm)["f"]
+    assert structural_equal(kernel(schedule.mod, V4.tvm).body, usual.body, True)
+    assert structural_equal(kernel(task, V4.tvm).body, usual.body, True)
+
+
+def search(seed: int) -> list[str]:
+    """The choices of a first batch, and of one after results that depend on the choice alone."""
+    task = product_task(16)
+    space = TileSpace(task, V4.tvm)
+    model = TileModel(space, seed)
+    context = Context(task, V4.tvm, space.generator(), strategy(), "product", seed + 1)
+    database = ms.database.MemoryDatabase()
+    workload = database.commit_workload(task)
+    info = ms.arg_info.ArgInfo.from_prim_func(task["main"])
+    context.pre_tuning(64, 8, database=database, cost_model=model)
+    found: list[str] = []
+    for _ in range(2):
+        candidates = context.generate_measure_candidates()
+        texts = [annotated(c.sch.mod) or "" for c in candidates]
+        results = [ms.runner.RunnerResult([1 + len(t) / 100 + sum(map(ord, t)) / 1e6], None) for t in texts]
+        for candidate, result in zip(candidates, results):
+            record = ms.database.TuningRecord(candidate.sch.trace, workload, result.run_secs, V4.tvm, info)
+            database.commit_tuning_record(record)
+        model.update(context, candidates, results)
+        context.notify_runner_results(candidates, results)
+        found += texts
+    return found
+
+
+def test_the_same_seed_gives_the_same_candidates() -> None:
+    first = search(3)
+    assert first == search(3) != search(4)
+    assert len(set(first)) > 8 and all(json.loads(text)["variant"] == "panels" for text in first)
+
+
+def test_a_task_is_the_same_whatever_the_model_calls_its_parts() -> None:
+    task = tiles_task(plain(ATTENTION), attention_shapes(8, 64), V4.tvm)
+    again = tiles_task(plain(ATTENTION), attention_shapes(8, 64), V4.tvm)
+    other = tiles_task(plain(ATTENTION), attention_shapes(8, 128), V4.tvm)
+    assert structural_equal(task, again) and not structural_equal(task, other)
+    assert task is not None and shapes_of(task) == tuple(attention_shapes(8, 64))
+
+
+def test_sizes_that_arguments_do_not_tell() -> None:
+    (func,) = [f for name, f in functions("n").items() if "matmul" in name]
+    bound = at_sizes(func, [(16, K), *[tuple(int(n) for n in p.shape) for p in func.params[1:-1]], (16, N)])
+    assert [int(n) for n in bound.params[-1].shape] == [16, N]
+    size = tvm.tirx.Var("n", "int64")
+    x, y = (tvm.tirx.decl_buffer((size * 2,), "float32", name) for name in "xy")
+    body = tvm.tirx.BufferStore(y, tvm.tirx.BufferLoad(x, [0]), [0])
+    with pytest.raises(NotTunable, match="do not tell n"):
+        at_sizes(tvm.tirx.PrimFunc([x, y], body).with_attr("s_tir", True), [(4,), (4,)])
+
+
+def test_which_parameters_are_written() -> None:
+    assert written(plain(ATTENTION)) == [False, False, False, False, True]
+    (func,) = [f for name, f in functions("n").items() if "matmul" in name]
+    assert written(func) == [False] * (len(func.params) - 1) + [True]

@@ -1,0 +1,220 @@
+"""Tuning a model: what is measured is kept, what fails is told, and what was found is used."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import tvm
+from models import expected, product
+from tvm import tirx
+
+import lowering
+from lowering.errors import InputError
+from lowering.target import resolve
+from lowering.tuning import local
+from lowering.tuning.build import compiled, unscheduled
+from lowering.tuning.database import Database, best, failures, opened
+from lowering.tuning.lookup import by_size
+from lowering.tuning.space import recorded
+from lowering.tuning.tune import State
+from schedules.variant import BySize, Choice, Size
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, lowering.Tuning]:
+    """A database for `product` with 2 and with 64 rows."""
+    folder = tmp_path_factory.mktemp("database")
+    states: list[float] = []
+    tuning = lowering.tune(
+        product(), folder, budget=25, sizes=[{"n": 2}, {"n": 64}], progress=lambda state: states.append(state.left)
+    )
+    assert len(states) > 10 and states[0] > states[-1] > -5
+    return folder, tuning
+
+
+def trials(folder: Path) -> int:
+    (part,) = (f for f in folder.iterdir() if f.is_dir())
+    return len(opened(part / "trials").get_all_tuning_records())
+
+
+def test_every_trial_is_in_the_database(tuned: tuple[Path, lowering.Tuning]) -> None:
+    folder, tuning = tuned
+    assert tuning.seconds < 35 and not tuning.interrupted and len(tuning.outcomes) == 4
+    assert sum(o.trials for o in tuning.outcomes) + len(tuning.outcomes) == trials(folder)
+    assert sum(o.trials for o in tuning.outcomes) > 8
+    assert not any(o.failures or o.why for o in tuning.outcomes)
+    assert sum(o.share for o in tuning.outcomes) == pytest.approx(1, abs=0.1)
+    assert {o.nodes[0] for o in tuning.outcomes} == {"MatMul product", "Softmax softmax"}
+    assert all(o.gain == 1 or o.gain > 1.03 for o in tuning.outcomes) and tuning.gain >= 1
+    data = json.loads(next(folder.glob("*/architecture.json")).read_text())
+    assert data["kind"] == tuning.database.name.split("-")[0]
+
+
+def test_compile_uses_it_and_says_so(tuned: tuple[Path, lowering.Tuning]) -> None:
+    model = product()
+    module = lowering.compile(model, database=tuned[0])
+    assert all(kernel.source.startswith("tuned ") for kernel in module.manifest.kernels)
+    assert not any(kernel.source for kernel in lowering.compile(model).manifest.kernels)
+    for rows in (1, 2, 3, 11, 12, 64, 200):
+        x = np.random.default_rng(rows).standard_normal((rows, 96)).astype(np.float32)
+        np.testing.assert_allclose(module.run({"x": x})["y"], expected(model, x), rtol=1e-4, atol=1e-7)
+
+
+def test_a_model_with_other_weights_and_fixed_sizes_finds_its_records(tuned: tuple[Path, lowering.Tuning]) -> None:
+    module = lowering.compile(product(rows=64, seed=1), database=tuned[0])
+    assert [k.source.split()[0] for k in module.manifest.kernels] == ["tuned", "tuned"]
+    module = lowering.compile(product(rows=63), database=tuned[0])
+    assert [k.source for k in module.manifest.kernels] == ["", ""]
+
+
+def test_it_goes_on_where_it_was(tuned: tuple[Path, lowering.Tuning], tmp_path: Path) -> None:
+    folder = tmp_path / "database"
+    shutil.copytree(tuned[0], folder)
+    before = trials(folder)
+    tuning = lowering.tune(product(rows=64), folder, budget=12)
+    assert trials(folder) == before + sum(o.trials for o in tuning.outcomes)
+    reference = {o.nodes: o.default for o in tuned[1].outcomes if "64x" in o.name}
+    assert {o.nodes: o.default for o in tuning.outcomes} == reference
+
+
+def test_records_of_other_architectures_and_versions_are_ignored(
+    tuned: tuple[Path, lowering.Tuning], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "database"
+    shutil.copytree(tuned[0], folder)
+    foreign = lowering.compile(product(), target="cpu:x86-64-v3", database=folder)
+    assert not any(k.source for k in foreign.manifest.kernels)
+    from schedules.cpu.panels import PanelTiles
+
+    monkeypatch.setattr(PanelTiles, "version", PanelTiles.version + 1)
+    sources = {k.kind: k.source for k in lowering.compile(product(), database=folder).manifest.kernels}
+    assert sources["matmul"] == "" and sources["other"] != ""
+
+
+def test_a_choice_that_became_illegal_is_ignored(tuned: tuple[Path, lowering.Tuning], monkeypatch) -> None:
+    from schedules.cpu.panels import PanelTiles
+
+    monkeypatch.setattr(
+        PanelTiles, "rules", lambda self, problem, machine: {"never": self.default(problem, machine) == self}
+    )
+    module = lowering.compile(product(), database=tuned[0])
+    x = np.ones((2, 96), np.float32)
+    np.testing.assert_allclose(module.run({"x": x})["y"], expected(product(), x), rtol=1e-4, atol=1e-7)
+
+
+def poison(func: tirx.PrimFunc, kind: str) -> tirx.PrimFunc:
+    """A function of the same arguments: it leaves its result as it was, or never ends."""
+    result = func.params[-1]
+    first = [0] * len(result.shape)
+    again = tirx.BufferStore(result, tirx.BufferLoad(result, first) + tirx.const(1, result.dtype), first)
+    endless = tirx.While(tirx.BufferLoad(result, first) == tirx.BufferLoad(result, first), again)
+    return func.with_body({"wrong": tirx.Evaluate(0), "hang": endless}[kind])
+
+
+def test_poisoned_candidates_are_told_by_cause_and_never_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four candidates one cannot be built, one answers wrongly and one never ends."""
+    build, count = local.Workshop.build, iter(range(10**6))
+
+    def poisoned(self: local.Workshop, module: tvm.IRModule, name: str = "", plain: bool = False) -> Path:
+        path = build(self, module, name, plain)
+        kind = ("build", "wrong", "hang", "")[next(count) % 4] if not name else ""
+        if kind == "build":
+            raise local.Failed("build", "error: no such luck")
+        if kind:
+            path.write_bytes(compiled(poison(unscheduled(module), kind), resolve("cpu")[0]))
+        return path
+
+    monkeypatch.setattr(local.Workshop, "build", poisoned)
+    monkeypatch.setattr(local, "_RUN_SECONDS", 1.0)
+    tuning = lowering.tune(product(rows=16), tmp_path / "database", budget=25)
+    causes = {cause for o in tuning.outcomes for cause in o.failures}
+    assert causes == {"build", "wrong", "hang"}
+    kept = [f.candidate for f in failures(tuning.database)]
+    assert len(kept) == sum(sum(o.failures.values()) for o in tuning.outcomes)
+    assert not {recorded(r.trace) for r in best(tuning.database)} & set(kept)
+    module = lowering.compile(product(rows=16), database=tmp_path / "database")
+    x = np.ones((16, 96), np.float32)
+    np.testing.assert_allclose(module.run({"x": x})["y"], expected(product(), x), rtol=1e-4, atol=1e-7)
+
+
+def test_killed_in_the_middle(tmp_path: Path) -> None:
+    """A second process goes on from the records of one that was killed, though its last line is torn."""
+    onnx.save(product(rows=32), tmp_path / "model.onnx")
+    command = [sys.executable, "-m", "lowering", "tune", "model.onnx", "--database", "database"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([*command, "--budget", "10m"], cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL)
+    lines = 0
+    end = time.monotonic() + 120
+    while lines < 6 and time.monotonic() < end:
+        time.sleep(0.2)
+        files = list(tmp_path.glob("database/*/trials/database_tuning_record.json"))
+        lines = len(files[0].read_text().splitlines()) if files else 0
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert lines >= 6
+    with files[0].open("a") as file:
+        file.write('[0, [[["Sample')
+    done = subprocess.run([*command, "--budget", "8s"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert trials(tmp_path / "database") >= lines
+    assert "records: database" in done.stdout and "a run 1." in done.stdout
+
+
+def test_an_interrupt_keeps_what_was_found(tmp_path: Path) -> None:
+    def interrupt(state: State) -> None:
+        if state.at_work is not None and state.at_work.trials == 3 and not state.comparing:
+            raise KeyboardInterrupt
+
+    tuning = lowering.tune(product(rows=8), tmp_path, budget=300, progress=interrupt)
+    assert tuning.interrupted and max(o.trials for o in tuning.outcomes) == 3
+    module = lowering.compile(product(rows=8), database=tmp_path)
+    assert all(kernel.source for kernel in module.manifest.kernels)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"budget": 0}, "budget=0"),
+        ({"effort": "some"}, "effort='some'"),
+        ({"threads": 0}, "threads"),
+        ({"sizes": [{}]}, "'n'"),
+        ({"sizes": [{"m": 1}]}, "'m'"),
+    ],
+)
+def test_numbers_that_make_no_sense(options: dict, words: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=words):
+        lowering.tune(product(), tmp_path / "database", **options)
+
+
+def test_a_database_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(lowering.LoweringError, match="cannot be written"):
+        lowering.tune(product(), tmp_path / "file", budget=5)
+    database = Database(tmp_path, resolve("cpu")[0])
+    (database.folder / "best" / "database_workload.json").write_text("[nothing]\n")
+    with pytest.raises(lowering.LoweringError, match="holds no database"):
+        lowering.compile(product(), database=tmp_path)
+
+
+def test_the_nearest_size_counts() -> None:
+    rows, keys = Size(0, 0), Size(1, None)
+    a, b, c = (Choice(name, {}) for name in "abc")
+    assert by_size([rows], {(1,): a, (64,): a}) == a
+    assert by_size([rows, keys], {(1, 4): a, (64, 4): b}) == BySize(rows, 8, a, b)
+    tree = by_size([rows, keys], {(1, 100): a, (64, 100): b, (64, 6400): c})
+    assert tree == BySize(keys, 800, BySize(rows, 8, a, b), c) or tree == BySize(rows, 8, a, BySize(keys, 800, b, c))
+    assert by_size([rows], {(0,): a, (1,): b}) == BySize(rows, 0, a, b)
