@@ -132,7 +132,6 @@ def lower(
         # How it runs
         ("schedule", schedule),
         ("hold_divisions", hold_divisions),
-        ("assume_alignment", lambda mod: assume_alignment(mod, 16 if target.architecture else 1)),
         # Virtual machine
         ("add_release", add_release),
         ("bundle_weights", lambda mod: t.BundleModelParams("weights")(mod) if weights else mod),
@@ -145,6 +144,8 @@ def lower(
         ("lower_builtins", t.LowerRuntimeBuiltin()),
         ("compute_sizes", t.ComputePrimValue()),
         ("lower_shapes", t.VMShapeLower()),
+        # Also of the functions that the last passes have made, which compute sizes.
+        ("assume_alignment", lambda mod: assume_alignment(mod, 16 if target.architecture else 1)),
         ("shape_errors", lambda mod: shape_errors(mod, imported.assertions)),
         ("attach_symbols", t.AttachGlobalSymbol()),
     ]

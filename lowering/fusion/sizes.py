@@ -20,7 +20,12 @@ from .matching import Size, array, dims, is_op
 from .size_rules import BROADCAST, CONTENTS, FOLLOWED, SHAPES, Shape, UnknownError, broadcast, settled, sizes_of
 
 # No schema of this version, an attribute that it does not have, types that do not fit.
-_NOT_INFERRED = (onnx.defs.SchemaError, onnx.checker.ValidationError, onnx.shape_inference.InferenceError)
+_NOT_INFERRED = (
+    onnx.defs.SchemaError,
+    onnx.checker.ValidationError,
+    onnx.shape_inference.InferenceError,
+    ValueError,  # of attributes that it cannot read
+)
 
 
 class InferSizesPass(ir.passes.InPlacePass):

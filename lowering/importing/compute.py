@@ -169,13 +169,13 @@ def in_groups(combine: Callable[[Sequence[Value]], Value], values: Sequence[Valu
 
 
 def maximum(a: Element, b: Element) -> Element:
-    """The larger; NaN if either is (TensorIR's max may drop it): then neither comparison holds, and a + b is NaN."""
-    return tirx.Select(a > b, a, tirx.Select(a <= b, b, a + b)) if is_float(dtype_of(a)) else tirx.max(a, b)
+    """The larger; NaN if either is, which TensorIR's max may drop, and its simplifier behind comparisons alone."""
+    return tirx.Select(a > b, a, tirx.Select(tirx.isnan(a), a, b)) if is_float(dtype_of(a)) else tirx.max(a, b)
 
 
 def minimum(a: Element, b: Element) -> Element:
-    """The smaller; NaN if either is (TensorIR's min may drop it): then neither comparison holds, and a + b is NaN."""
-    return tirx.Select(a < b, a, tirx.Select(a >= b, b, a + b)) if is_float(dtype_of(a)) else tirx.min(a, b)
+    """The smaller; NaN if either is, as for `maximum`."""
+    return tirx.Select(a < b, a, tirx.Select(tirx.isnan(a), a, b)) if is_float(dtype_of(a)) else tirx.min(a, b)
 
 
 def _number(value: float) -> Callable[[Any], Element]:

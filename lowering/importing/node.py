@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 from tvm import relax, tirx
+from tvm.ir import prim
 
 from ..errors import NodeError
 from ..graph.donation import declared_alike
 from .quantised import Quantised
-from .values import MOST_BYTES, Shape, Size, Symbols, Value, numpy_dtype, storage_dtype, storage_shape
+from .values import MOST_BYTES, Shape, Size, Symbols, Value, as_text, numpy_dtype, storage_dtype, storage_shape
 
 if TYPE_CHECKING:
     from .importer import Importer
@@ -127,10 +128,11 @@ class Node:
         return value
 
     def check_volume(self, shape: Shape, dtype: str) -> None:
-        """Raises NodeError for a tensor that is known to be larger than any memory."""
-        known = [d for d in storage_shape(dtype, shape) if isinstance(d, int)]
+        """Raises NodeError for a tensor that is known to be larger than any memory, unless a symbolic size is 0."""
+        known = [_factor(d) for d in storage_shape(dtype, shape)]
         if math.prod(known) * numpy_dtype(storage_dtype(dtype)).itemsize > MOST_BYTES:
-            raise self.error(f"its result of shape {list(shape)}, {dtype}, is larger than any memory.")
+            text = ", ".join(as_text(size) for size in shape)
+            raise self.error(f"its result of shape [{text}], {dtype}, is larger than any memory.")
 
     def emit_te(self, function: Callable[..., Any], *args: Any, dtype: str | None = None, **kwargs: Any) -> Value:
         """Emits a call to the PrimFunc that a tensor-expression function (topi, te.compute) describes."""
@@ -221,3 +223,10 @@ def describe(node: ir.Node, version: int) -> str:
     """How errors name a node: domain, operator, version, node name, and the first output for nodes without a name."""
     label = f"'{node.name}'" if node.name else f"giving '{node.outputs[0].name if node.outputs else ''}'"
     return f"{node.domain or 'ai.onnx'}.{node.op_type}-{version} {label}"
+
+
+def _factor(size: Size) -> int:
+    """What is known of a size: the number, or the one by which a symbolic size is multiplied."""
+    if isinstance(size, int):
+        return size
+    return size.b.value if isinstance(size, prim.Mul) and isinstance(size.b, prim.IntImm) else 1

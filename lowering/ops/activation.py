@@ -24,6 +24,8 @@ def _register(name: str, since: int, function: Callable[..., Element], **default
     @op(name, since=since)
     def lower(node: Node, x: Value) -> Value:
         attributes = {key: node.attr(key, default) for key, default in defaults.items()}
+        if attributes.get("approximate", "none") not in ("none", "tanh"):
+            raise node.error(f"attribute approximate is '{attributes['approximate']}'.", "Use 'none' or 'tanh'.")
         return pointwise(node, lambda element: function(element, **attributes), x, name=name.lower())
 
 

@@ -24,7 +24,10 @@ _NIBBLES = ("int4", "uint4")
 
 @op("Cast", since=6)
 def cast(node: Node, data: Value) -> Value:
-    to = ir.DataType(node.attr("to"))
+    to = node.attr("to")
+    if to not in set(ir.DataType) - {ir.DataType.UNDEFINED}:
+        raise node.error(f"attribute to is {to}, which is no element type.", "Use a number of TensorProto.DataType.")
+    to = ir.DataType(to)
     return cast_to(node, data, "string" if to == ir.DataType.STRING else to.numpy().name)
 
 

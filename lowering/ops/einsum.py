@@ -154,4 +154,11 @@ def _sum_of_products(tensors: Sequence[te.Tensor], operands: Sequence[Labels], r
     summed = range(len(result), len(order))
     sums = reduced([extents[label] for label in order], summed, total, element, "sums")
     zeros = [tirx.const(0, "int64")] * len(summed)
-    return te.compute(sums.shape[: len(result)], lambda *i: sums(*i, *zeros).astype(dtype), name="einsum")
+    terms = functools.reduce(operator.mul, [extents[label] for label in order[len(result) :]], tirx.const(1, "int64"))
+
+    def total_of(*index: Element) -> Element:
+        """0 where there is nothing to sum up, which leaves `sums` undefined."""
+        value = sums(*index, *zeros).astype(dtype)
+        return tirx.Select(terms > 0, value, tirx.const(0, dtype)) if summed else value
+
+    return te.compute(sums.shape[: len(result)], total_of, name="einsum")

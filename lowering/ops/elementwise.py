@@ -32,6 +32,7 @@ from ..importing.compute import (
 from ..importing.node import Node
 from ..importing.values import Value
 from . import op
+from .asserted import asserted
 
 # -- the four operations ----------------------------------------------------------------------------------------------
 
@@ -216,11 +217,19 @@ def _summed(node: Node, values: Sequence[Value], dtype: str) -> Value:
 @op("Clip", since=11)
 def clip(node: Node, x: Value, low: Value | None = None, high: Value | None = None) -> Value:
     """min(max(x, low), high): high where low > high, NaN where x is."""
+    low, high = (None if bound is None else _scalar(node, bound) for bound in (low, high))
     if low is not None:
         x = symbolic.elementwise(node, symbolic.maximum, x, low) or pointwise(node, maximum, x, low)
     if high is not None:
         x = symbolic.elementwise(node, symbolic.minimum, x, high) or pointwise(node, minimum, x, high)
     return x
+
+
+def _scalar(node: Node, bound: Value) -> Value:
+    """The bound, which may be a vector of one element, as older exporters write it."""
+    if bound.rank > 1:
+        raise node.error(f"{node.name_of(bound, False)} has rank {bound.rank}.", "Make it a scalar.")
+    return asserted(node, bound, (1,) * bound.rank)
 
 
 @op("Clip", since=6)

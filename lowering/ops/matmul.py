@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from tvm import relax
+from tvm import relax, tirx
 
 from ..importing.compute import agreed, is_float, is_one, relax_call, require_numbers, widened, with_shape
 from ..importing.node import Node
 from ..importing.values import Value
 from . import op
+from .asserted import broadcast_to
+from .kernels import compute
 
 
 def matrix_product(node: Node, a: Value, b: Value) -> Value:
@@ -31,7 +33,10 @@ def matrix_product(node: Node, a: Value, b: Value) -> Value:
     a, b = with_shape(node, a, a_shape), with_shape(node, b, b_shape)
     inside = widened(a.dtype)
     out_dtype = inside if inside != a.dtype else None
-    return node.emit(relax.op.matmul(node.tensor(a), node.tensor(b), out_dtype=out_dtype))
+    y = node.emit(relax.op.matmul(node.tensor(a), node.tensor(b), out_dtype=out_dtype))
+    if a_shape[column] == 0:  # sums of nothing, which no kernel begins
+        return compute(node, "no_product", lambda *_: tirx.const(0, y.dtype), [a, b], y.shape, dtype=y.dtype)
+    return y
 
 
 def rounded(node: Node, value: Value, dtype: str) -> Value:
@@ -60,6 +65,7 @@ def gemm(node: Node, a: Value, b: Value, c: Value | None = None) -> Value:
     b = permuted(node, b, [1, 0]) if node.attr("transB", 0) else b
     y = _scaled(node, matrix_product(node, a, b), "alpha")
     if c is not None and node.attr("beta", 1.0) != 0.0:
+        y, c = broadcast_to(node, y, c)
         y = relax_call(node, relax.op.add, y, _scaled(node, rounded(node, c, y.dtype), "beta"))
     return rounded(node, y, a.dtype)
 

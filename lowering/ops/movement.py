@@ -14,7 +14,7 @@ from ..importing.compute import in_groups
 from ..importing.node import Node
 from ..importing.values import Shape, Size, Value, empty, storage_dtype
 from . import op
-from .asserted import asserted, inside, no_negative
+from .asserted import asserted, inside, no_negative, required
 from .contents import few, movable, moved, sizes, static_axis
 from .kernels import blocks, compute, grid
 from .reshape import reshape_to
@@ -81,11 +81,9 @@ def _joined(node: Node, parts: Sequence[Value], axis: int) -> Value:
 def _aligned(node: Node, part: Value, like: Shape, axis: int) -> Value:
     """The part, asserted to have the dimensions of `like` in all axes but one."""
     shape = (*like[:axis], part.shape[axis], *like[axis + 1 :])
-    if all(node.symbols.equal(a, b) for a, b in zip(part.shape, shape)):
-        return part
     if any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in zip(part.shape, shape)):
         raise node.error(f"shapes {list(part.shape)} and {list(like)} differ outside of axis {axis}.")
-    return node.cast_shape(part, shape)
+    return asserted(node, part, shape)
 
 
 @op("Split", since=2)
@@ -101,6 +99,8 @@ def split(node: Node, data: Value, lengths: Value | None = None) -> tuple[Value,
         parts = bind(node, lengths) if known is None else known
     elif parts is None:
         parts = _even_parts(node, dim, count)
+        text = f"{count} parts are asked for of dimension {axis}, which is {{}}: the last would have less than nothing."
+        data = required(node, data, symbolic.less_or_equal(parts[0] * (count - 1), dim), text, dim)
     if len(parts) != count:
         raise node.error(f"there are {count} outputs but {len(parts)} lengths.")
     total = node.simplify(sum(parts))
@@ -125,6 +125,8 @@ def _even_parts(node: Node, dim: Size, count: int) -> list[Size]:
         if dim % count and node.version < 18:
             raise node.error(f"a dimension of {dim} has no {count} equal parts.", "Give the lengths.")
         size = -(-dim // count)
+        if (count - 1) * size > dim:
+            raise node.error(f"a dimension of {dim} has no {count} parts of {size}, the last of which may be smaller.")
         return [max(min(dim - k * size, size), 0) for k in range(count)]
     size = node.simplify(tirx.floordiv(dim + (count - 1), tirx.IntImm("int64", count)))
     if node.version < 18 or node.symbols.equal(size * count, dim):
@@ -147,6 +149,11 @@ def expand(node: Node, data: Value, shape: Value) -> Value:
     want: list[Size] = [None] * rank if target is None else target
     want = [1] * (rank - count) + want[-count:] if count else [1] * rank
     dims = [_broadcast_size(node, h, w) for h, w in zip(have, want)]
+    for axis, (h, w, d) in enumerate(zip(have, want, dims)):
+        if w is not None and d is not None:
+            text = f"dimension {axis - rank} of the data is {{}}, and does not broadcast to {{}}."
+            one = symbolic.logical_or(symbolic.equal(h, 1), symbolic.equal(w, 1))
+            data = required(node, data, symbolic.logical_or(symbolic.equal(h, w), one), text, h, w)
     open_axes = [k for k, d in enumerate(dims) if d is None]
     beside = tuple(d for d in dims if d is not None), data.dtype
     symbols = _broadcast_at_run_time(node, shape, target is None, have, want, open_axes, beside)
@@ -211,8 +218,9 @@ def _broadcast_at_run_time(
 
 @op("Tile", since=6)
 def tile(node: Node, data: Value, repeats: Value) -> Value:
-    if repeats.shape != (data.rank,):
+    if repeats.rank != 1 or (isinstance(repeats.shape[0], int) and repeats.shape[0] != data.rank):
         raise node.error(f"input repeats is {list(repeats.shape)}, for data of rank {data.rank}.", "Give one for each.")
+    repeats = asserted(node, repeats, (data.rank,))
     known = sizes(repeats)
     times = bind(node, repeats, (data.shape, data.dtype)) if known is None else known
     data = no_negative(node, data, times, node.name_of(repeats, False))
@@ -331,11 +339,15 @@ def space_to_depth(node: Node, data: Value) -> Value:
     return reshape_to(node, data, (n, c * b * b, rows, columns))
 
 
+_LARGEST_BLOCK = 2**20  # no dimension is larger than its square
+
+
 def _block_size(node: Node, data: Value) -> int:
     size = int(node.attr("blocksize"))
-    if data.rank != 4 or size < 1:
+    if data.rank != 4 or not 1 <= size <= _LARGEST_BLOCK:
         raise node.error(
-            f"attribute blocksize is {size}, and the input of rank {data.rank}.", "Use rank 4, and 1 or more."
+            f"attribute blocksize is {size}, and the input of rank {data.rank}.",
+            f"Use rank 4, and 1 to {_LARGEST_BLOCK}.",
         )
     return size
 

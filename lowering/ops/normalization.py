@@ -144,6 +144,8 @@ def _over_groups(node: Node, x: Value, scale: Value, bias: Value, groups: int | 
     """Statistics over the channels of a group and all positions. groups None means one channel per group."""
     require_numbers(node, x, scale, bias)
     x, scale, bias = over_channels(node, x, scale, bias)
+    if scale.shape == (0,):  # nothing to normalise, nor a group of channels to divide by
+        return x
     if groups is not None:
         x = divisible(node, x, 1, groups, "num_groups")
     dtype = _stage_one_dtype(x.dtype, _stash_dtype(node))

@@ -13,7 +13,7 @@ from ..importing import symbolic
 from ..importing.node import Node
 from ..importing.values import Size, Value
 from . import op
-from .asserted import inside, no_negative, required
+from .asserted import asserted, inside, no_negative, required
 from .contents import constant_ints, sizes, static_axis
 from .kernels import compute
 from .reshape import reshape_to
@@ -77,8 +77,9 @@ def _pad_at_run_time(node: Node, data: Value, pads: Value, axes: Value | None, f
     if not isinstance(count, int):
         raise node.error("input axes has a symbolic length.", "Give it a fixed one.")
     axes = inside(node, axes, rank, of=f"the rank of {node.name_of(data, False)}")
-    if pads.shape != (2 * count,):
+    if pads.rank != 1 or (isinstance(pads.shape[0], int) and pads.shape[0] != 2 * count):
         raise node.error(f"input pads is {list(pads.shape)}, for {count} axes.", "Give two for each axis.")
+    pads = asserted(node, pads, (2 * count,))
     known = None if axes.constant is None else {int(a) % rank for a in axes.constant}
     idle = [known is not None and k not in known for k in range(rank)]
     inputs = [node.emit(relax.op.astype(node.tensor(v), "int64")) for v in (pads, axes)]

@@ -12,11 +12,12 @@ import numpy as np
 import onnx_ir as ir
 from tvm import tirx
 
-from ..importing.compute import agreed
+from ..importing import symbolic
 from ..importing.node import Node
 from ..importing.quantised import Quantised
 from ..importing.values import Value, storage_dtype
 from . import op
+from .asserted import asserted
 from .cast import cast_to
 from .contents import static_axis
 from .float8 import FORMATS, encode
@@ -111,8 +112,12 @@ def _blocks(node: Node, x: Value, scale: Value, zero: Value | None, name: str) -
         )
     if not size and scale.rank > 1:
         raise node.error(f"{name}_scale has rank {scale.rank}.", "Set block_size, or give a scalar or a vector.")
-    if not size and scale.rank == 1:
-        agreed(node, f"the length of {name}_scale", scale.shape[0], x.shape[axis])
+    if scale.rank:
+        blocks = list(x.shape) if size else [x.shape[axis]]
+        if size:
+            blocks[axis] = symbolic.divide(node.symbols, x.shape[axis] + (size - 1), size)
+        scale = asserted(node, scale, tuple(blocks))
+        zero = None if zero is None else asserted(node, zero, tuple(blocks))
     return scale, zero, axis, size
 
 

@@ -31,6 +31,7 @@ def reshape_to(node: Node, data: Value, shape: Shape) -> Value:
 
     A shape with another number of elements is an error: of NodeError's where it is known now, else at run time.
     """
+    shape = tuple(map(node.simplify, shape))
     if len(shape) == data.rank and all(node.symbols.equal(a, b) for a, b in zip(shape, data.shape)):
         return data
     if movable(data) and few(shape):

@@ -50,7 +50,10 @@ def scatter_nd(node: Node, data: Value, indices: Value, updates: Value) -> Value
     if not indices.rank:
         raise node.error("input indices is a scalar.", "Its last dimension holds one index for each dimension of data.")
     depth, outer = indices.shape[-1], indices.rank - 1
-    if not isinstance(depth, int) or depth > data.rank:
+    if not isinstance(depth, int):
+        what = f"the last dimension of input indices is the symbolic size {depth}."
+        raise node.error(what, "Give the model a number: it tells the rank of the updates.")
+    if depth > data.rank:
         raise node.error(f"the last dimension of input indices is {depth}, for data of rank {data.rank}.")
     combine = _reduction(node, data)
     indices = tuple_indices(node, data, indices)

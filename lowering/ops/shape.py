@@ -99,6 +99,10 @@ def range_(node: Node, start: Value, limit: Value, delta: Value) -> Value:
     ends = [e[0] for e in (sizes(v) for v in (start, limit, delta)) if e is not None]
     if len(ends) == 3 and isinstance(ends[2], int):
         return _range_of_sizes(node, ends[0], ends[1], ends[2], dtype=start.dtype)
+    for value in (start, limit, delta):
+        known = value.constant
+        if known is not None and "float" in value.dtype and not np.isfinite(known.astype(np.float64)).all():
+            raise node.error(f"{node.name_of(value, False)} is no finite number.")
     if delta.constant is not None and not delta.constant.any():
         raise node.error("input delta is 0.", "Use another step.")
     scalars = [reshape_to(node, v, ()) for v in (start, limit, delta)]
@@ -111,6 +115,10 @@ def range_(node: Node, start: Value, limit: Value, delta: Value) -> Value:
         # In float64 nothing wraps; what has a legal length is counted exactly. Nothing is bound to variables: what TVM
         # makes of them where x is bfloat16 is wrong.
         real = [x.astype("float64") for x in (a, b, d)]
+        if wide == "float64":
+            finite = tirx.all(*(tirx.abs(x) < tirx.const(float("inf"), wide) for x in real))
+            with T.Assert(finite, f"{node.where}: an input is no finite number.", "ValueError"):
+                pass
         estimate = tirx.ceil((real[1] - real[0]) / real[2])
         none, most = tirx.const(0.0, "float64"), tirx.const(float(2 * _FAR), "float64")
         far = tirx.Or(tirx.isnan(estimate), estimate > most)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from ..importing import symbolic
 from ..importing.node import Node
 from ..importing.values import Size, Value, storage_dtype, storage_shape
 from ..tensorir.scatter import CacheUpdate, copy_and_update
 from . import op
-from .asserted import asserted
+from .asserted import asserted, required
 
 
 @op("TensorScatter", since=24)
@@ -33,6 +34,8 @@ def tensor_scatter(node: Node, past_cache: Value, update: Value, write_indices: 
         raise node.error(
             f"input update has {length} rows, for a cache of {max_len}.", "Write fewer rows, or enlarge the cache."
         )
+    text = "input update has {} rows, for a cache of {}."
+    update = required(node, update, symbolic.less_or_equal(length, max_len), text, length, max_len)
     for k, (size, other) in enumerate(zip(past_cache.shape, update.shape)):
         if k != axis and isinstance(size, int) and isinstance(other, int) and size != other:
             raise node.error(f"dimension {k} of past_cache is {size}, and of update {other}.", "Make them equal.")

@@ -24,7 +24,7 @@ from ..attention.plain import plain
 from ..attention.problem import ATTRIBUTE, AttentionProblem, Mask
 from ..importing.checks import check_condition
 from ..importing.values import numpy_dtype
-from ..tensorir.expressions import is_function, offset, rewrite, substitute, uses, walk
+from ..tensorir.expressions import is_function, is_int, offset, rewrite, substitute, uses, walk
 from .elements import Elements, NoExpression
 
 
@@ -108,6 +108,8 @@ class _Absorber:
             return None
         tables: dict[relax.Expr, tirx.Buffer] = {}
         value = self.flattened(value, tables)
+        if any(is_int(buffer.shape[0], 0) for buffer in tables.values()):
+            return None
         known = {*self.indices, *tables.values()}
         sizes = [var for var in tirx.analysis.undefined_vars(value) if var not in known]
         short = self.record.pad and not self.elements.analyzer.can_prove_equal(self.keys, self.T)

@@ -34,24 +34,25 @@ def _swapped(mod: tvm.IRModule, old: str, new: str) -> tvm.IRModule:
 
 @relax.expr_functor.mutator
 class _Swapped(relax.PyExprMutator):
-    """Calls of kernels with large results by another operator."""
+    """Calls of kernels whose results are not to be folded by another operator."""
 
     def __init__(self, old: str, new: str) -> None:
         super().__init__()
         self.old, self.new = ir.Op.get(old), ir.Op.get(new)
 
     def visit_call_(self, call: relax.Call) -> relax.Expr:
-        if call.op != self.old or not isinstance(call.args[0], ir.GlobalVar) or not _is_large(call):
+        if call.op != self.old or not isinstance(call.args[0], ir.GlobalVar) or not _stays(call):
             return super().visit_call_(call)
         return relax.Call(self.new, call.args, call.attrs, call.ty_args)
 
 
-def _is_large(call: relax.Call) -> bool:
+def _stays(call: relax.Call) -> bool:
+    """Whether a result is large, or empty: TVM cannot load a module that holds an empty constant."""
     kind = call.ty_args[0]
     kinds = list(kind.fields) if isinstance(kind, tvm.ir.TupleType) else [kind]
-    total = 0
+    sizes = []
     for each in kinds:
         dims = each.shape.values
         if all(isinstance(d, tirx.IntImm) for d in dims):
-            total += math.prod(int(d) for d in dims) * max(1, DataType(str(each.dtype)).bits // 8)
-    return total > _MOST_BYTES
+            sizes.append(math.prod(int(d) for d in dims) * max(1, DataType(str(each.dtype)).bits // 8))
+    return 0 in sizes or sum(sizes) > _MOST_BYTES

@@ -53,6 +53,15 @@ class OutputPort:
         Strings are always given as NumPy arrays of dtype object. Types that other libraries lack (int4, uint4,
         float4) are given to them as one byte per element.
         """
+        try:
+            return self._array(tensor, from_dlpack, strings)
+        except ValueError as error:  # NumPy counts bytes without regard to dimensions of size 0
+            dims = ", ".join(map(str, tensor.shape))
+            raise InputError(
+                f"output '{self.name}' has the shape [{dims}], which no array can have: {error}"
+            ) from error
+
+    def _array(self, tensor: Tensor, from_dlpack: FromDLPack, strings: Dictionary) -> Any:
         if self._plain:
             return from_dlpack(tensor)
         if from_dlpack is np.from_dlpack or self.element.text:

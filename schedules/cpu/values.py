@@ -44,9 +44,11 @@ class Program:
         """Whether a loop over `index` around the program can become vectors.
 
         A condition that guards a load and differs between lanes cannot, nor a function without a vector form. Quotients
-        of integers would be taken apart into lanes.
+        of integers would be taken apart into lanes. A bfloat16 that is the same in all of them TVM cannot spread.
         """
         varying = {index}
+        if any(result.ty == "bfloat16" and not self._varies(result, index) for result in self.results):
+            return False
         for var, expr in [*self.bindings, *((None, result) for result in self.results)]:
             if not uses(expr, varying):
                 continue
@@ -55,6 +57,13 @@ class Program:
             if var is not None:
                 varying.add(var)
         return True
+
+    def _varies(self, result: Expr, index: tirx.Var) -> bool:
+        varying = {index}
+        for var, expr in self.bindings:
+            if uses(expr, varying):
+                varying.add(var)
+        return uses(result, varying)
 
     def emit(self, values: Mapping[tirx.Var, Expr]) -> list[Expr]:
         """Writes the bindings where the IRBuilder stands, with free variables replaced; answers with the results."""
@@ -261,17 +270,18 @@ class _Writer:
 
     def choose(self, condition: Expr, yes: Expr, no: Expr, bind: bool) -> Expr:
         """Select where both values can be computed without harm, which is what vectors need; else a branch."""
+        done = loads(condition)
         condition = self.facts.simplify(self.lower(condition, bind))
         if is_int(condition, 1) or is_int(condition, 0):
             return self.lower(yes if is_int(condition, 1) else no, bind)
-        if self.harmless(yes) and self.harmless(no):
+        if self.harmless(yes, done) and self.harmless(no, done):
             return prim.Select(condition, self.lower(yes, bind), self.lower(no, bind))
         return tirx.if_then_else(condition, self.lower(yes, False), self.lower(no, False))
 
-    def harmless(self, expr: Expr) -> bool:
-        """Whether evaluating `expr` can neither leave a buffer nor divide by zero."""
+    def harmless(self, expr: Expr, done: Sequence[ir.TensorLoad]) -> bool:
+        """Whether evaluating `expr` can neither leave a buffer nor divide by zero, where such loads are done anyway."""
         for node in walk(expr):
-            if isinstance(node, ir.TensorLoad):
+            if isinstance(node, ir.TensorLoad) and not any(prim.expr_deep_equal(node, other) for other in done):
                 for index, extent in zip(node.indices, node.source.shape):
                     if loads(index) or not self.facts.can_prove(tirx.all(index >= 0, index < extent)):
                         return False

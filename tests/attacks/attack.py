@@ -175,7 +175,8 @@ def _model(attack: Attack, names: list[str], declared: dict[int, list[int | str]
     node = helper.make_node(attack.op, names, results, name="node", domain=attack.domain)
     for name, value in attack.attributes.items():
         if value is not None:
-            node.attribute.append(helper.make_attribute(name, value))
+            kind = onnx.AttributeProto.INTS if value in ([], ()) else None
+            node.attribute.append(helper.make_attribute(name, value, attr_type=kind))
     inputs = [
         helper.make_tensor_value_info(names[k], helper.np_dtype_to_tensor_dtype(arrays[k].dtype), dims)  # type: ignore[union-attr]
         for k, dims in declared.items()

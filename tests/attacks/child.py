@@ -55,8 +55,9 @@ def _attack(domain: str, op: str, seed: int, calls: int, folder: Path, report: i
     case = make_case(draw, generators.generator(domain, op)(draw, op), calls)
     tell(step="judge", what=str(case))
     verdicts = [_judged(case, k, tell) for k in range(len(case.calls))]
-    if verdicts[0].answer is not None:
-        declare_as(case.model, verdicts[0].answer)
+    answered = next((v.answer for v in verdicts if v.answer is not None), None)
+    if answered is not None:
+        declare_as(case.model, answered)
     tell(step="compile", what=str(case))
     planned = draw.chance(0.3)
     try:
@@ -129,7 +130,8 @@ def _refusal(error: Exception, wanted: Verdict, case: Case, step: str) -> dict[s
     if not isinstance(error, lowering.LoweringError):
         first = next((line for line in message.splitlines() if line.strip()), "")
         return {"kind": "raw", "detail": f"at {step}: {type(error).__name__}: {first[:300]}"}
-    complaint = unclear(message, [f".{case.attack.op}-", *(f"'{n}'" for n in case.names if n)])
+    outputs = [output.name for output in case.model.graph.output]
+    complaint = unclear(message, [f".{case.attack.op}-", *(f"'{n}'" for n in (*case.names, *outputs) if n)])
     if complaint:
         return {"kind": "unclear", "detail": f"at {step}: {complaint}: {message[:400]}"}
     if wanted.legal:

@@ -139,7 +139,7 @@ def test_products_read_integers(dtype: str, axis: int, size: int, transposed: bo
         (((4, 6), (2, 3), (2,)), {"block_size": 2}, "x_zero_point has rank 1"),
         (((4, 6), (3,)), {"block_size": 2}, "blocks of x need 2"),
         (((4, 6), (4, 6)), {}, "Set block_size"),
-        (((4, 6), (5,)), {"axis": 0}, "length of x_scale"),
+        (((4, 6), (5,)), {"axis": 0}, "dimension 0 of input 'x1' is 5, and must be 4"),
     ],
 )
 def test_refusals(shapes: tuple, attributes: dict, message: str) -> None:

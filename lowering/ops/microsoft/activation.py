@@ -9,6 +9,7 @@ from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
 from ..activation import gelu, swish
+from ..asserted import asserted
 from ..kernels import Read, compute
 from . import DOMAIN
 
@@ -35,6 +36,7 @@ def _after_bias(node: Node, form: str, x: Value, bias: Value | None) -> Value:
         return pointwise(node, lambda x: gelu(x, form), x, name="gelu")
     if bias.rank != 1:
         raise node.error(f"bias has rank {bias.rank}.", "It is [last dimension of the input].")
+    bias = asserted(node, bias, x.shape[-1:])
     return pointwise(node, lambda x, bias: gelu(x + bias, form), x, bias, name="bias_gelu")
 
 
@@ -52,8 +54,9 @@ def bias_split_gelu(node: Node, x: Value, bias: Value) -> Value:
     width = x.shape[-1]
     if not isinstance(width, int) or width % 2:
         raise node.error(f"the last dimension of X is {width}.", "Give it an even number.")
-    if bias.shape != (width,):
-        raise node.error(f"bias is {list(bias.shape)} for X {list(x.shape)}.", f"Make it [{width}].")
+    if bias.rank != 1:
+        raise node.error(f"bias has rank {bias.rank}.", f"Make it [{width}].")
+    bias = asserted(node, bias, (width,))
 
     dtype = x.dtype
 

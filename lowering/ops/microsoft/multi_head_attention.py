@@ -97,6 +97,7 @@ def _projections(
         k, v = (interleaved_part(node, key, n, biases[n + 1]) for n in range(2))
     elif ranks == (3, 3, 3):
         assert key is not None and value is not None
+        key = asserted(node, key, (*key.shape[:2], width))
         v_width = number(node, "last dimension of value", value.shape[2])
         biases = bias_parts(node, bias, (width, width, v_width))
         k, v = part(node, key, 0, width, biases[1]), part(node, value, 0, v_width, biases[2])

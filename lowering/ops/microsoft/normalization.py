@@ -9,7 +9,7 @@ from tvm import relax, tirx
 from ...importing import symbolic
 from ...importing.compute import Element, pointwise, require_numbers, widened
 from ...importing.node import Node
-from ...importing.values import Value
+from ...importing.values import Shape, Value
 from .. import op
 from ..asserted import asserted, broadcast_to, inside, required
 from ..kernels import Read, compute
@@ -52,12 +52,22 @@ def _skip_normalization(
 ) -> tuple[Value, None, None, Value]:
     """The sum is normalised before it is rounded to half precision."""
     _no_statistics(node, 1, 2)
-    given = [term for term in terms if term is not None]
-    given = list(broadcast_to(node, *given))
+    x, skip, bias = terms
+    assert x is not None and skip is not None
+    width = x.shape[-1:]
+    bias, *vectors = (None if v is None else _vector(node, v, width) for v in (bias, *parameters))
+    given = list(broadcast_to(node, *(term for term in (x, skip, bias) if term is not None)))
     dtype = given[0].dtype
     total = pointwise(node, lambda *x: sum(x[1:], x[0]), *given, dtype=widened(dtype), name="residual")
-    y = over_last_axes(node, total, [p for p in parameters if p is not None], centred, _SKIP_EPSILON)
+    y = over_last_axes(node, total, [v for v in vectors if v is not None], centred, _SKIP_EPSILON)
     return y, None, None, rounded(node, total, dtype)
+
+
+def _vector(node: Node, vector: Value, width: Shape) -> Value:
+    """gamma, beta or a bias, with an element for each of the last axis."""
+    if vector.rank != 1:
+        raise node.error(f"{node.name_of(vector, False)} has rank {vector.rank}.", "Make it a vector.")
+    return asserted(node, vector, width)
 
 
 def _no_statistics(node: Node, *outputs: int) -> None:

@@ -138,7 +138,9 @@ def rotary(d: Draw, op: str) -> Attack:
         require(cos.shape == sin.shape and cos.shape[-1] == rotated // 2, f"caches {cos.shape} {sin.shape}")
         if where is not None:
             require(where.shape == (x.shape[0], wide.shape[2]), f"position_ids {where.shape}")
-            require(((where >= 0) & (where < len(cos))).all(), f"position {where} of {len(cos)}")
+            require(((where >= -len(cos)) & (where < len(cos))).all(), f"position {where} of {len(cos)}")
+            if (where < 0).any():
+                raise Unspecified("a position counted from the back")
             cos, sin = cos[where], sin[where]
         else:
             require(cos.shape[:2] == (x.shape[0], wide.shape[2]), f"caches {cos.shape}")
@@ -208,6 +210,6 @@ def swiglu(d: Draw, op: str) -> Attack:
     def rule(a: np.ndarray, b: np.ndarray) -> Answer:
         require(a.shape == b.shape, "two shapes")
         wide = a.astype(np.float64)
-        return [(wide / (1 + np.exp(-alpha * wide)) * b).astype(a.dtype)]  # the reference lacks it
+        return [(wide / (1 + np.exp(-np.float32(alpha) * wide)) * b).astype(a.dtype)]  # the reference lacks it
 
     return Attack(op, feed, rule, opset=28, attributes={"alpha": alpha})

@@ -17,6 +17,9 @@ _FLOATS = ("float32", "float32", "float64", "float16")
 _ARGUMENTS = ("Sin", "Cos", "Tan", "Sinh", "Cosh", "Asinh", "Atan")
 
 
+_SINGLE = 1e-6  # the reference computes some of these, and all attributes, in float32, whatever the type is
+
+
 def _one_input(d: Draw, op: str, types: Sequence[str], odd: float = 0.2, **attributes: Any) -> Attack:
     rank, dtype = d.int(0, 4), d.dtype(types)
 
@@ -33,6 +36,7 @@ def _one_input(d: Draw, op: str, types: Sequence[str], odd: float = 0.2, **attri
 def function(d: Draw, op: str) -> Attack:
     # Sines of 1e38 are no matter of memory or form.
     attack = _one_input(d, op, _FLOATS, 0.0 if op in _ARGUMENTS else 0.2)
+    attack.close = _SINGLE
     if op == "Softsign":  # the reference gives no array for a scalar
 
         def rule(x: np.ndarray) -> Answer:
@@ -73,7 +77,7 @@ def activation(d: Draw, op: str) -> Attack:
         require(attributes.get("approximate") != "exact", "attribute approximate")
         return None
 
-    attack.rule = rule
+    attack.rule, attack.close = rule, _SINGLE
     return attack
 
 
@@ -186,7 +190,10 @@ def variadic(d: Draw, op: str) -> Attack:
     attack = _several(d, op, types, d.int(1, 4), 0.2 if op in ("Max", "Min") else 0.0)
 
     def rule(*arrays: np.ndarray) -> Answer:
-        broadcast_of(*(a.shape for a in arrays))
+        shape = broadcast_of(*(a.shape for a in arrays))
+        if op == "Mean":  # the reference adds to its first input, whatever its shape
+            wide = sum(np.broadcast_to(a, shape).astype(np.float64) for a in arrays) / len(arrays)
+            return [np.asarray(wide, arrays[0].dtype)]
         return None
 
     attack.rule = rule

@@ -221,11 +221,11 @@ def _softmax_product(q: np.ndarray, k: np.ndarray, v: np.ndarray, bias: np.ndarr
 
 
 def _heads(x: np.ndarray, heads: int) -> np.ndarray:
-    return x.reshape(*x.shape[:2], heads, -1).swapaxes(1, 2)
+    return x.reshape(*x.shape[:2], heads, x.shape[2] // heads).swapaxes(1, 2)
 
 
 def _joined(y: np.ndarray) -> np.ndarray:
-    return y.swapaxes(1, 2).reshape(y.shape[0], y.shape[2], -1).astype(np.float32)
+    return y.swapaxes(1, 2).reshape(y.shape[0], y.shape[2], y.shape[1] * y.shape[3]).astype(np.float32)
 
 
 @attacks("MultiHeadAttention", domain=MICROSOFT)

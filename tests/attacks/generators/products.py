@@ -183,6 +183,9 @@ def quantised(d: Draw, op: str) -> Attack:
 
     def rule(x: np.ndarray, scale: np.ndarray, point: np.ndarray | None = None) -> Answer:
         a = axis_of(axis, x.ndim) if form != "tensor" else 0
+        require(point is None or point.shape == scale.shape, "zero points of another shape than the scales")
+        if form == "axis" and scale.shape == (1,) != (x.shape[a],):
+            raise Unspecified("one scale in a vector, which many take for that of the tensor")
         if form == "axis":
             require(scale.shape == (x.shape[a],), f"scales {scale.shape}")
         if form == "blocks":

@@ -147,6 +147,8 @@ def blocks(d: Draw, op: str) -> Attack:
     def rule(data: np.ndarray) -> Answer:
         require(data.ndim == 4 and size > 0, f"rank {data.ndim}, blocks of {size}")
         n, c, h, w = data.shape
+        if not data.size:
+            raise Unspecified("blocks of nothing")
         if op == "SpaceToDepth":
             require(h % size == 0 and w % size == 0, "blocks that do not fit")
             x = data.reshape(n, c, h // size, size, w // size, size).transpose(0, 3, 5, 1, 2, 4)
