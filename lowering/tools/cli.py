@@ -10,9 +10,7 @@ import functools
 import io
 import itertools
 import json
-import math
 import os
-import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -22,8 +20,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from ..arithmetic import LARGEST_SIZE
-from ..errors import InputError, LoweringError
+from ..errors import LoweringError
+from .options import arrays, dim, natural, not_negative, positive, seconds, settings, sizes
 
 _TARGET = (
     "cpu (this machine, the default), cpu:x86-64-v3, cpu:x86-64-v4, cpu:aarch64, cuda (the GPU here), or cuda: and "
@@ -89,11 +87,11 @@ def _parser() -> argparse.ArgumentParser:
         "--dim", action="append", default=[], metavar="NAME=SIZE", help="fix a symbolic dimension, or NAME=LOW..HIGH"
     )
     c.add_argument(
-        "--static-cache", type=_positive, metavar="TOKENS", help="turn a growing past into in-place slot caches"
+        "--static-cache", type=positive, metavar="TOKENS", help="turn a growing past into in-place slot caches"
     )
     c.add_argument("--weights", choices=("int8", "int4", "f16"), help=_WEIGHTS)
     c.add_argument("--database", type=Path, metavar="DIR", help="records of `tune` that pick the tiles of kernels")
-    c.add_argument("--threads", type=_positive, help="default number of workers (else the CPUs the caller may use)")
+    c.add_argument("--threads", type=positive, help="default number of workers (else the CPUs the caller may use)")
     c.add_argument("--sign", type=Path, metavar="KEY.pem", help="sign the artifact with this Ed25519 private key")
     c.add_argument("--dump-dir", type=Path, help="write fused.onnx and the module after every pass into this folder")
     c.set_defaults(run=_compile)
@@ -104,7 +102,8 @@ def _parser() -> argparse.ArgumentParser:
         "--database", type=Path, required=True, metavar="DIR", help="where records are kept, and resumed from"
     )
     t.add_argument("--target", default="cpu", help=_TARGET)
-    t.add_argument("--budget", type=_seconds, default=1200.0, metavar="TIME", help="such as 90s, 20m (default) or 2h")
+    t.add_argument("--budget", type=seconds, default=1200.0, metavar="TIME", help="such as 90s, 20m (default) or 2h")
+    t.add_argument("--trials", type=natural, help="end after so many trials, if the time is not over before")
     t.add_argument("--effort", choices=("quick", "full"), default="full", help="how small a kernel is still tuned")
     t.add_argument(
         "--dim",
@@ -113,12 +112,19 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME=SIZE[,SIZE]",
         help="sizes to tune at, each once or all alike",
     )
-    t.add_argument("--static-cache", type=_positive, metavar="TOKENS", help="as for compile")
+    t.add_argument("--static-cache", type=positive, metavar="TOKENS", help="as for compile")
     t.add_argument("--weights", choices=("int8", "int4", "f16"), help="as for compile")
     t.add_argument("--donate", action="append", default=[], metavar="REGEX", help="as for compile")
-    t.add_argument("--threads", type=_positive, default=1, help="number of workers (1)")
-    t.add_argument("--seed", type=_natural, default=0, help="of the search")
+    t.add_argument("--threads", type=positive, default=1, help="number of workers (1)")
+    t.add_argument("--seed", type=natural, default=0, help="of the search")
     t.set_defaults(run=_tune)
+
+    x = add_parser("db", help="look at databases of `tune`, join them, keep what matters")
+    x.add_argument("action", choices=("show", "merge", "prune", "export", "plot"))
+    x.add_argument("databases", type=Path, nargs="+", metavar="DIR", help="of `tune --database`; merge takes several")
+    x.add_argument("-o", "--output", type=Path, help="the database to add to (merge, export), or the picture (plot)")
+    x.add_argument("--keep", type=positive, default=16, help="prune: trials that stay of each task (16)")
+    x.set_defaults(run=_db)
 
     r = add_parser("run", help="run an artifact on .npy files")
     r.add_argument("artifact", type=Path, help="the artifact folder")
@@ -126,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     r.add_argument(
         "--output-dir", type=Path, help="write every output as NAME.npy into this folder, odd characters as %%XX"
     )
-    r.add_argument("--threads", type=_positive, help="number of workers")
+    r.add_argument("--threads", type=positive, help="number of workers")
     r.add_argument("--verify-key", type=Path, metavar="KEY.pem", help=_VERIFY)
     r.set_defaults(run=_run)
 
@@ -134,8 +140,8 @@ def _parser() -> argparse.ArgumentParser:
     b.add_argument("artifact", type=Path, help="the artifact folder")
     b.add_argument("--dim", action="append", default=[], metavar="NAME=SIZE", help="one per symbolic dimension")
     b.add_argument("--input", action="append", default=[], metavar="NAME=FILE.npy", help="others are made up")
-    b.add_argument("--threads", type=_positive, default=1, help="number of workers (1)")
-    b.add_argument("--seconds", type=_not_negative, default=2.0, help="how long to measure (2)")
+    b.add_argument("--threads", type=positive, default=1, help="number of workers (1)")
+    b.add_argument("--seconds", type=not_negative, default=2.0, help="how long to measure (2)")
     b.add_argument("--verify-key", type=Path, metavar="KEY.pem", help=_VERIFY)
     b.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
     b.add_argument("--png", type=Path, metavar="FILE", help="draw the kernels' times; needs matplotlib")
@@ -148,9 +154,9 @@ def _parser() -> argparse.ArgumentParser:
     v.add_argument("--weights", choices=("int8", "int4", "f16"), help=_WEIGHTS)
     v.add_argument("--input", action="append", default=[], metavar="NAME=FILE.npy", help="others are random")
     v.add_argument("--dim", action="append", default=[], metavar="NAME=SIZE", help="a symbolic dimension (else 4)")
-    v.add_argument("--rtol", type=_not_negative, default=1e-3)
-    v.add_argument("--atol", type=_not_negative, default=1e-5)
-    v.add_argument("--seed", type=_natural, default=0, help="of the random inputs")
+    v.add_argument("--rtol", type=not_negative, default=1e-3)
+    v.add_argument("--atol", type=not_negative, default=1e-5)
+    v.add_argument("--seed", type=natural, default=0, help="of the random inputs")
     v.set_defaults(run=_verify)
 
     k = add_parser("check", help="list every node that cannot be lowered, before any compile")
@@ -187,7 +193,7 @@ def _compile(arguments: argparse.Namespace) -> int:
         arguments.donate,
         arguments.threads,
         arguments.cc,
-        dims=dict(_dim(text) for text in arguments.dim),
+        dims=dict(dim(text) for text in arguments.dim),
         static_cache=arguments.static_cache,
         weights=arguments.weights,
         database=arguments.database,
@@ -219,8 +225,9 @@ def _tune(arguments: argparse.Namespace) -> int:
             arguments.database,
             arguments.target,
             arguments.budget,
+            arguments.trials,
             arguments.effort,
-            _settings(arguments.dim),
+            settings(arguments.dim),
             arguments.threads,
             static_cache=arguments.static_cache,
             weights=arguments.weights,
@@ -232,13 +239,19 @@ def _tune(arguments: argparse.Namespace) -> int:
     return 130 if tuning.interrupted else 0
 
 
+def _db(arguments: argparse.Namespace) -> int:
+    from .databases import act
+
+    return act(arguments.action, arguments.databases, arguments.output, arguments.keep)
+
+
 def _run(arguments: argparse.Namespace) -> int:
     import numpy as np
 
     from ..runtime import load
 
     model = load(arguments.artifact, threads=arguments.threads, verify_key=arguments.verify_key)
-    outputs = model.run(_arrays(arguments.input))
+    outputs = model.run(arrays(arguments.input))
     for name, array in outputs.items():
         print(f"{name}: {array.dtype}{list(array.shape)}")
         if arguments.output_dir is None:
@@ -268,9 +281,9 @@ def _bench(arguments: argparse.Namespace) -> int:
     from ..profiling.benchmark import bench
     from ..runtime import load
 
-    inputs = _arrays(arguments.input)
+    inputs = arrays(arguments.input)
     model = load(arguments.artifact, verify_key=arguments.verify_key)
-    profile = bench(model, _sizes(arguments.dim), inputs, arguments.threads, arguments.seconds)
+    profile = bench(model, sizes(arguments.dim), inputs, arguments.threads, arguments.seconds)
     print(profile)
     if arguments.json is not None:
         with _written(arguments.json) as path:
@@ -287,8 +300,8 @@ def _verify(arguments: argparse.Namespace) -> int:
         arguments.model,
         arguments.against,
         arguments.target,
-        _arrays(arguments.input),
-        _sizes(arguments.dim),
+        arrays(arguments.input),
+        sizes(arguments.dim),
         arguments.rtol,
         arguments.atol,
         arguments.seed,
@@ -308,7 +321,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> int:
     from .checking import check
 
-    report = check(arguments.model, _sizes(arguments.dim))
+    report = check(arguments.model, sizes(arguments.dim))
     if arguments.json:
         print(json.dumps({"ok": report.ok, **asdict(report)}, indent=1))
     else:
@@ -325,89 +338,3 @@ def _demo(arguments: argparse.Namespace) -> int:
     from ..demo import demo
 
     return demo(arguments.output)
-
-
-def _sizes(options: list[str]) -> dict[str, int]:
-    sizes = {}
-    for text in options:
-        name, _, size = text.rpartition("=")
-        if not (name and _is_size(size)):
-            raise InputError(
-                f"--dim {text}: write NAME=SIZE, for instance --dim batch=2; sizes are 0 to {LARGEST_SIZE}."
-            )
-        sizes[name] = int(size)
-    return sizes
-
-
-def _settings(options: list[str]) -> list[dict[str, int]]:
-    """Several sizes to tune at: --dim n=1,128 are two settings; another dimension has one size for both, or two."""
-    lists = {}
-    for text in options:
-        name, _, said = text.rpartition("=")
-        lists[name] = [_sizes([f"{name}={size}"])[name] for size in said.split(",")]
-    count = max(map(len, lists.values()), default=1)
-    for name, found in lists.items():
-        if len(found) not in (1, count):
-            raise InputError(f"--dim {name}: {len(found)} sizes are given, and {count} of another dimension.")
-    return [{name: found[k % len(found)] for name, found in lists.items()} for k in range(count)]
-
-
-def _dim(text: str) -> tuple[str, int | tuple[int, int]]:
-    name, _, said = text.rpartition("=")
-    low, dots, high = said.partition("..")
-    if not (name and _is_size(low) and (not dots or _is_size(high))):
-        raise InputError(
-            f"--dim {text}: write NAME=SIZE or NAME=LOW..HIGH, for instance --dim batch=1 or --dim tokens=1..512; "
-            f"sizes are 0 to {LARGEST_SIZE}."
-        )
-    return name, (int(low), int(high)) if dots else int(low)
-
-
-def _is_size(text: str) -> bool:
-    return re.fullmatch(r"[0-9]{1,13}", text) is not None and int(text) <= LARGEST_SIZE
-
-
-def _number(kind: type, least: float, text: str) -> Any:
-    """An argument of that kind, finite and at least so large. Raises what argparse turns into its own error."""
-    try:
-        number = kind(text)
-    except ValueError:
-        number = math.nan
-    if not least <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no {'whole ' if kind is int else ''}number from {least} on")
-    return number
-
-
-def _seconds(text: str) -> float:
-    """A length of time. Raises what argparse turns into its own error."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(s|m|h)", text)
-    if found is None or float(found[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no length of time, such as 90s, 20m or 2h")
-    return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
-
-
-_positive = functools.partial(_number, int, 1)
-_natural = functools.partial(_number, int, 0)
-_not_negative = functools.partial(_number, float, 0)
-
-
-def _arrays(options: list[str]) -> dict:
-    import numpy as np
-
-    arrays = {}
-    for option in options:
-        name, _, path = option.rpartition("=")
-        if not name:
-            raise InputError(f"--input {option}: write NAME=FILE.npy.")
-        try:
-            with Path(path).open("rb") as file:
-                arrays[name] = np.lib.format.read_array(file, allow_pickle=False)
-        except OSError as error:
-            raise InputError(f"--input {option}: {path} cannot be read: {error.strerror or error}.") from error
-        except MemoryError as error:
-            raise InputError(f"--input {option}: {path} says that it holds more than fits into memory.") from error
-        except Exception as error:  # whatever NumPy and Python's parser think of a header
-            raise InputError(
-                f"--input {option}: {path} is no .npy file, or is cut off (numpy.save writes one)."
-            ) from error
-    return arrays

@@ -54,10 +54,10 @@ def _states(state: State) -> Table:
         table.add_row(
             search.name,
             str(search.trials),
-            _time(search.reference),
-            _time(search.best),
+            time_of(search.reference),
+            time_of(search.best),
             f"{search.gain:.2f}x",
-            _causes(search.causes()),
+            causes(search.causes()),
             style="bold" if search is state.at_work else None,
         )
     return table
@@ -77,10 +77,10 @@ def show(tuning: Tuning) -> None:
             ", ".join(outcome.nodes),
             f"{outcome.share:.1%}",
             str(outcome.trials),
-            _time(outcome.default),
-            _time(outcome.seconds),
+            time_of(outcome.default),
+            time_of(outcome.seconds),
             f"{outcome.gain:.2f}x",
-            _causes(outcome.failures),
+            causes(outcome.failures),
         )
     Console(width=None if sys.stdout.isatty() else 200).print(table)
     for outcome in (o for o in tuning.outcomes if o.why):
@@ -94,11 +94,13 @@ def show(tuning: Tuning) -> None:
     print(f"records: {tuning.database}")
 
 
-def _causes(causes: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {cause}" for cause, count in causes.items())
+def causes(counts: Mapping[str, int]) -> str:
+    """How many candidates failed, by why."""
+    return ", ".join(f"{count} {cause}" for cause, count in counts.items())
 
 
-def _time(seconds: float) -> str:
+def time_of(seconds: float) -> str:
+    """For a table."""
     return f"{seconds * 1e3:.3f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.2f} us"
 
 

@@ -3,7 +3,7 @@
     DIR/<architecture>/architecture.json    what it is, in full
                       /trials/              everything that was measured, each line written when it was
                       /best/                what won a last comparison, and the defaults
-                      /failures.jsonl       candidates that failed, by cause
+                      /journal.jsonl        every trial in order: when, what was predicted, what came of it
 
 A record applies to a function that is the same as its own, on the same architecture, by kernels of the same versions.
 Its seconds are the time of the default when the task was first measured, by the ratio that was measured since: so
@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,24 +26,32 @@ from tvm.s_tir import meta_schedule as ms
 from tvm_ffi import structural_hash
 
 from ..errors import LoweringError
-from ..measuring.isolated import Cause, Failed
+from ..measuring.isolated import Failed
+from ..records import decode
 from ..target import Target
 from .architecture import architecture
 from .space import recorded
 from .task import MAIN
 
 _WORKLOADS, _RECORDS = "database_workload.json", "database_tuning_record.json"
-_TRIALS, _BEST, _FAILURES, _ARCHITECTURE = "trials", "best", "failures.jsonl", "architecture.json"
+TRIALS, BEST = "trials", "best"
+ARCHITECTURE, _JOURNAL = "architecture.json", "journal.jsonl"
 
 
 @dataclass(frozen=True)
-class Failure:
-    """A candidate that is never chosen: its task by hash, its choice (or trace) as text, and why."""
+class Trial:
+    """What came of a candidate: its task by hash, its choice as text, its seconds, or why it is never chosen.
+
+    predicted is the logarithm of the time that the cost model expected, up to a constant of the task; at is Unix time.
+    """
 
     task: str
     candidate: str
-    cause: Cause
-    text: str
+    seconds: float | None
+    predicted: float
+    at: float
+    cause: str | None = None
+    text: str = ""
 
 
 class DatabaseError(LoweringError):
@@ -56,29 +65,40 @@ class Database:
         self.architecture = architecture(target)
         self.folder = folder / self.architecture.name
         try:
-            for name in (_TRIALS, _BEST):
+            for name in (TRIALS, BEST):
                 (self.folder / name).mkdir(parents=True, exist_ok=True)
-            path = self.folder / _ARCHITECTURE
+            path = self.folder / ARCHITECTURE
             if not path.exists():
                 _replace(path, self.architecture.to_json())
         except OSError as error:
             raise DatabaseError(f"'{self.folder}' cannot be written: {error.strerror or error}.") from error
-        self.trials, self._best = opened(self.folder / _TRIALS), opened(self.folder / _BEST)
-        self._failures = list(failures(self.folder))
+        self.trials, self._best = opened(self.folder / TRIALS), opened(self.folder / BEST)
+        self._failures = [trial for trial in journal(self.folder) if trial.cause is not None]
 
-    def commit(self, task: tvm.IRModule, trace: Trace, seconds: float, target: tvm.target.Target) -> None:
+    def commit(
+        self,
+        task: tvm.IRModule,
+        trace: Trace,
+        seconds: float,
+        target: tvm.target.Target,
+        predicted: float = 0.0,
+    ) -> None:
         """Appends what was measured."""
+        self._note(Trial(identity(task), recorded(trace) or "", seconds, predicted, time.time()))
         workload = self.trials.commit_workload(task)
         info = ms.arg_info.ArgInfo.from_prim_func(task[MAIN])
         self.trials.commit_tuning_record(ms.database.TuningRecord(trace, workload, [seconds], target, info))
 
-    def fail(self, task: tvm.IRModule, candidate: str, failed: Failed) -> Failure:
+    def fail(self, task: tvm.IRModule, candidate: str, failed: Failed, predicted: float = 0.0) -> Trial:
         """Appends what failed."""
-        failure = Failure(identity(task), candidate, failed.cause, failed.text)
-        self._failures.append(failure)
-        with (self.folder / _FAILURES).open("a") as file:
-            file.write(json.dumps(asdict(failure)) + "\n")
-        return failure
+        trial = Trial(identity(task), candidate, None, predicted, time.time(), failed.cause, failed.text)
+        self._failures.append(trial)
+        self._note(trial)
+        return trial
+
+    def _note(self, trial: Trial) -> None:
+        with (self.folder / _JOURNAL).open("a") as file:
+            file.write(json.dumps(asdict(trial)) + "\n")
 
     def known(self, task: tvm.IRModule) -> dict[str, float]:
         """Seconds of the choices that were measured for a task."""
@@ -100,7 +120,7 @@ class Database:
         records = self.trials.get_top_k(workload, len(self.trials))
         return {text: r.trace for r in records if (text := recorded(r.trace)) is not None}
 
-    def failed(self, task: tvm.IRModule) -> dict[str, Failure]:
+    def failed(self, task: tvm.IRModule) -> dict[str, Trial]:
         """By candidate."""
         name = identity(task)
         return {failure.candidate: failure for failure in self._failures if failure.task == name}
@@ -139,15 +159,23 @@ def opened(folder: Path) -> ms.database.JSONDatabase:
 
 def best(folder: Path) -> list[ms.database.TuningRecord]:
     """What is settled for an architecture, whose folder this is."""
-    return list(opened(folder / _BEST).get_all_tuning_records()) if (folder / _BEST).is_dir() else []
+    return list(opened(folder / BEST).get_all_tuning_records()) if (folder / BEST).is_dir() else []
 
 
-def failures(folder: Path) -> Iterator[Failure]:
-    path = folder / _FAILURES
+def journal(folder: Path) -> list[Trial]:
+    """The trials of an architecture, whose folder this is, in order. Raises DatabaseError."""
+    path = folder / _JOURNAL
     _mend(path)
-    if path.exists():
-        for line in path.read_text().splitlines():
-            yield Failure(**json.loads(line))
+    try:
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [decode(Trial, json.loads(line), _JOURNAL) for line in lines]
+    except ValueError as error:
+        raise DatabaseError(f"'{path}' is damaged: {error}.") from error
+
+
+def write_journal(folder: Path, trials: Iterable[Trial]) -> None:
+    """Puts these trials in place of those of an architecture, whose folder this is."""
+    _replace(folder / _JOURNAL, "".join(json.dumps(asdict(trial)) + "\n" for trial in trials))
 
 
 def _mend(path: Path) -> None:

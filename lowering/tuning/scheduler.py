@@ -20,7 +20,7 @@ from tvm.s_tir.meta_schedule.logging import get_logger, get_logging_func
 
 from ..measuring.isolated import Failed
 from .cost_model import TileModel
-from .database import Database, Failure
+from .database import Database, Trial
 from .local import Workshop, failed
 from .space import TileSpace, annotated
 
@@ -60,7 +60,7 @@ class Search:
     context: Context
     reference: float
     known: dict[str, float]
-    failed: dict[str, Failure]
+    failed: dict[str, Trial]
     trials: int = 0
     stale: int = 0
     won: str = ""  # the choice that is settled, and its seconds
@@ -78,7 +78,7 @@ class Search:
 
     def causes(self) -> Counter[str]:
         """Why candidates failed, and how many did."""
-        return Counter(failure.cause for failure in self.failed.values())
+        return Counter(trial.cause or "" for trial in self.failed.values())
 
     def promise(self) -> float:
         """Seconds of a run that another batch may be worth: what the last ones gained, never less than some hope."""
@@ -159,6 +159,7 @@ class Scheduler(ms.task_scheduler.PyTaskScheduler):
     ) -> float | None:
         """Its seconds, None where it fails; either is written down at once."""
         search.trials += 1
+        (predicted,) = search.model.slowness_of([text])
         try:
             (built,) = builder.build([ms.builder.BuilderInput(candidate.sch.mod, target)])
             if built.error_msg is not None:
@@ -169,9 +170,9 @@ class Scheduler(ms.task_scheduler.PyTaskScheduler):
             if result.error_msg is not None:
                 raise failed(str(result.error_msg))
         except Failed as error:
-            search.failed[text] = self.database.fail(search.module, text, error)
+            search.failed[text] = self.database.fail(search.module, text, error, predicted)
             return None
         seconds = float(result.run_secs[0])
         search.known[text] = seconds
-        self.database.commit(search.module, candidate.sch.trace, seconds, target)
+        self.database.commit(search.module, candidate.sch.trace, seconds, target, predicted)
         return seconds

@@ -98,6 +98,7 @@ def tune(
     database: str | Path,
     target: str = "cpu",
     budget: float = 1200.0,
+    trials: int | None = None,
     effort: Effort = "full",
     sizes: Sequence[Mapping[str, int]] = ({},),
     threads: int = 1,
@@ -108,7 +109,7 @@ def tune(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Tuning:
-    """Searches the tiles of a model's kernels for so many seconds, and files all measurements in a database.
+    """Searches the tiles of a model's kernels, for so many seconds or trials, and files all measurements in a database.
 
     sizes are settings of the symbolic dimensions (names and numbers, as for `bench`): kernels are tuned at all of
     them. target, dims, static_cache, weights and donate must be what `compile` is given, or its kernels are others.
@@ -122,6 +123,7 @@ def tune(
     if effort not in _SHARE:
         raise InputError(f"effort={effort!r} is neither 'quick' nor 'full'.")
     threads = whole_number(threads, "threads", 1, MOST_THREADS)
+    most = None if trials is None else whole_number(trials, "trials", 0, 2**31)
     begin = time.monotonic()
     (found,) = resolve(target)
     records = Database(Path(database), found)
@@ -130,7 +132,7 @@ def tune(
         try:
             session = _Session(Path(folder), records, found, workshop, threads, effort, seed)
             session.extract(model, target, sizes, dims, static_cache, weights, donate)
-            session.search(begin + budget, progress or (lambda state: None))
+            session.search(begin + budget, most, progress or (lambda state: None))
             return Tuning(records.folder, session.outcomes(), time.monotonic() - begin, session.interrupted)
         finally:
             workshop.close()
@@ -205,22 +207,27 @@ class _Session:
             self._left_out.append(_left_out(use, str(reason)))
             return None
 
-    def search(self, end: float, progress: Progress) -> None:
-        """Until so late, last comparisons included."""
+    def search(self, end: float, most: int | None, progress: Progress) -> None:
+        """Until so late, last comparisons included, or after so many trials."""
         state = State([], None, end - time.monotonic())
         left = end - time.monotonic()
         stop = end - _LAST_SHARE * left
 
-        def over() -> bool:
+        def late() -> bool:
             return time.monotonic() >= stop
+
+        def over() -> bool:
+            return late() or (most is not None and sum(s.trials for s in state.searches) >= most)
 
         def told(search: Search) -> None:
             state.at_work, state.left = search, end - time.monotonic()
             progress(state)
 
         try:
-            for name in self._uses:
-                if not over():
+            for name, use in self._uses.items():
+                if late():
+                    self._left_out.append(_left_out(use, "the time was over before it was begun"))
+                else:
                     self._begin(name)
             state.searches = list(self.searches.values())
             scheduler = Scheduler(state.searches, self.workshop, self.database, over, told)
@@ -250,11 +257,12 @@ class _Session:
         known = self.database.known(module)
         default = space.default().to_json()
         reference = known.get(default)
+        model = TileModel(space, self.seed)
         if reference is None:
             reference = measured.baseline
-            self.database.commit(module, space.default_trace(module), reference, self.target.tvm)
+            (predicted,) = model.slowness_of([default])
+            self.database.commit(module, space.default_trace(module), reference, self.target.tvm, predicted)
             known[default] = reference
-        model = TileModel(space, self.seed)
         for choice, seconds in known.items():
             model.learn(choice, seconds)
         model.fit()

@@ -82,9 +82,8 @@ def test_a_helper_that_was_killed_starts_again(folder: Path) -> None:
     helper.prepare(os.putenv, "PREPARED", "yes")
     try:
         first = helper.call(os.getppid, seconds=10, memory=1 << 30)
-        os.kill(first, signal.SIGKILL)
         with pytest.raises(Failed, match="crash"):
-            helper.call(os.getppid, seconds=10, memory=1 << 30)
+            helper.call(os.kill, first, signal.SIGKILL, seconds=10, memory=1 << 30)
         assert helper.call(os.getppid, seconds=10, memory=1 << 30) != first
     finally:
         helper.close()

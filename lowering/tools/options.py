@@ -1,0 +1,105 @@
+"""Options of commands: sizes, lengths of time, numbers and arrays, as people write them."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from ..arithmetic import LARGEST_SIZE
+from ..errors import InputError
+
+
+def sizes(options: list[str]) -> dict[str, int]:
+    """Sizes by name, of --dim NAME=SIZE. Raises InputError."""
+    found = {}
+    for text in options:
+        name, _, size = text.rpartition("=")
+        if not (name and _is_size(size)):
+            raise InputError(
+                f"--dim {text}: write NAME=SIZE, for instance --dim batch=2; sizes are 0 to {LARGEST_SIZE}."
+            )
+        found[name] = int(size)
+    return found
+
+
+def settings(options: list[str]) -> list[dict[str, int]]:
+    """Several sizes to tune at: --dim n=1,128 are two settings; another dimension has one size for both, or two.
+
+    Raises InputError.
+    """
+    lists = {}
+    for text in options:
+        name, _, said = text.rpartition("=")
+        lists[name] = [sizes([f"{name}={size}"])[name] for size in said.split(",")]
+    count = max(map(len, lists.values()), default=1)
+    for name, found in lists.items():
+        if len(found) not in (1, count):
+            raise InputError(f"--dim {name}: {len(found)} sizes are given, and {count} of another dimension.")
+    return [{name: found[k % len(found)] for name, found in lists.items()} for k in range(count)]
+
+
+def dim(text: str) -> tuple[str, int | tuple[int, int]]:
+    """A dimension's name, and its size or the smallest and the largest one. Raises InputError."""
+    name, _, said = text.rpartition("=")
+    low, dots, high = said.partition("..")
+    if not (name and _is_size(low) and (not dots or _is_size(high))):
+        raise InputError(
+            f"--dim {text}: write NAME=SIZE or NAME=LOW..HIGH, for instance --dim batch=1 or --dim tokens=1..512; "
+            f"sizes are 0 to {LARGEST_SIZE}."
+        )
+    return name, (int(low), int(high)) if dots else int(low)
+
+
+def _is_size(text: str) -> bool:
+    return re.fullmatch(r"[0-9]{1,13}", text) is not None and int(text) <= LARGEST_SIZE
+
+
+def _number(kind: type, least: float, text: str) -> Any:
+    """An argument of that kind, finite and at least so large. Raises what argparse turns into its own error."""
+    try:
+        number = kind(text)
+    except ValueError:
+        number = math.nan
+    if not least <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no {'whole ' if kind is int else ''}number from {least} on")
+    return number
+
+
+def seconds(text: str) -> float:
+    """A length of time. Raises what argparse turns into its own error."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(s|m|h)", text)
+    if found is None or float(found[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no length of time, such as 90s, 20m or 2h")
+    return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
+
+
+positive = functools.partial(_number, int, 1)
+natural = functools.partial(_number, int, 0)
+not_negative = functools.partial(_number, float, 0)
+
+
+def arrays(options: list[str]) -> dict[str, Any]:
+    """Arrays by name, of --input NAME=FILE.npy. Raises InputError."""
+    import numpy as np
+
+    found = {}
+    for option in options:
+        name, _, path = option.rpartition("=")
+        if not name:
+            raise InputError(f"--input {option}: write NAME=FILE.npy.")
+        try:
+            with Path(path).open("rb") as file:
+                found[name] = np.lib.format.read_array(file, allow_pickle=False)
+        except OSError as error:
+            raise InputError(f"--input {option}: {path} cannot be read: {error.strerror or error}.") from error
+        except MemoryError as error:
+            raise InputError(f"--input {option}: {path} says that it holds more than fits into memory.") from error
+        except Exception as error:  # whatever NumPy and Python's parser think of a header
+            raise InputError(
+                f"--input {option}: {path} is no .npy file, or is cut off (numpy.save writes one)."
+            ) from error
+    return found

@@ -1,0 +1,167 @@
+"""What people do with databases: look at them, join them, and keep what matters."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import tvm
+from tvm.s_tir import meta_schedule as ms
+
+from .database import ARCHITECTURE, BEST, TRIALS, DatabaseError, Trial, identity, journal, opened, write_journal
+from .space import recorded
+from .task import has_kernel, shapes_of
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A task of a database: the shapes of its arguments, and seconds of its default, fastest trial, and what won."""
+
+    architecture: str
+    task: str
+    shapes: tuple[tuple[int, ...] | int, ...]
+    trials: int
+    failures: dict[str, int]
+    default: float
+    fastest: float
+    settled: float | None
+
+
+def show(folder: Path) -> list[Summary]:
+    """The tasks of a database by architecture, those that took longest first. Raises DatabaseError."""
+    return [summary for part in parts(folder) for summary in _summaries(part)]
+
+
+def parts(folder: Path) -> list[Path]:
+    """The folders of the architectures. Raises DatabaseError where there is none."""
+    found = sorted(part for part in folder.glob("*") if (part / TRIALS).is_dir()) if folder.is_dir() else []
+    if not found:
+        raise DatabaseError(f"'{folder}' holds no database: the folder of `tune --database` is wanted.")
+    return found
+
+
+def merge(sources: Sequence[Path], target: Path) -> None:
+    """Adds the records of databases to another one, which is made where it is missing.
+
+    Seconds are those of a reference (database.py): of a task that both have they are rescaled to that of the target.
+    Records that are there already are left out. Raises DatabaseError.
+    """
+    for source in sources:
+        for part in parts(source):
+            mine = target / part.name
+            for name in (TRIALS, BEST):
+                (mine / name).mkdir(parents=True, exist_ok=True)
+            if not (mine / ARCHITECTURE).exists():
+                shutil.copy(part / ARCHITECTURE, mine)
+            scales = _scales(opened(part / TRIALS), opened(mine / TRIALS))
+            for name in (TRIALS, BEST):
+                _add(opened(part / name), opened(mine / name), scales)
+            known = set(journal(mine))
+            write_journal(mine, [*journal(mine), *(t for t in _rescaled(journal(part), scales) if t not in known)])
+
+
+def prune(folder: Path, keep: int) -> int:
+    """Leaves of each task so many of the fastest trials, and what is settled; answers with how many went.
+
+    The journal stays, so that candidates that failed are not tried again.
+    """
+    gone = 0
+    for part in parts(folder):
+        old, best = opened(part / TRIALS), opened(part / BEST)
+        place = part / f".{TRIALS}"
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir()
+        new = opened(place)
+        for workload in _workloads(old):
+            settled = {recorded(record.trace) for record in _of(best, workload.mod)}
+            for rank, record in enumerate(_of(old, workload.mod)):
+                if rank < keep or recorded(record.trace) in settled:
+                    _commit(new, record, _seconds(record))
+                else:
+                    gone += 1
+        shutil.rmtree(part / TRIALS)
+        place.rename(part / TRIALS)
+    return gone
+
+
+def export(folder: Path, target: Path) -> None:
+    """A database of what is settled alone: all that `compile` reads. Raises DatabaseError."""
+    for part in parts(folder):
+        mine = target / part.name
+        for name in (TRIALS, BEST):
+            (mine / name).mkdir(parents=True, exist_ok=True)
+        shutil.copy(part / ARCHITECTURE, mine)
+        _add(opened(part / BEST), opened(mine / BEST), {})
+
+
+def _summaries(part: Path) -> list[Summary]:
+    trials, best = opened(part / TRIALS), opened(part / BEST)
+    failures: dict[str, Counter[str]] = {}
+    first: dict[str, float] = {}
+    for trial in journal(part):
+        if trial.cause is not None:
+            failures.setdefault(trial.task, Counter())[trial.cause] += 1
+        elif trial.seconds is not None:
+            first.setdefault(trial.task, trial.seconds)
+    found = []
+    for workload in _workloads(trials):
+        times = [_seconds(record) for record in _of(trials, workload.mod)]
+        name = identity(workload.mod)
+        won = [_seconds(record) for record in _of(best, workload.mod)]
+        shapes = shapes_of(workload.mod) if has_kernel(workload.mod) else ()
+        causes = dict(failures.get(name, {}))
+        default = first.get(name, max(times))
+        found.append(Summary(part.name, name, shapes, len(times), causes, default, min(times), min(won, default=None)))
+    return sorted(found, key=lambda s: -s.default)
+
+
+def _workloads(database: ms.database.JSONDatabase) -> list[ms.database.Workload]:
+    return list(dict.fromkeys(record.workload for record in database.get_all_tuning_records()))
+
+
+def _seconds(record: ms.database.TuningRecord) -> float:
+    return float(record.run_secs[0])
+
+
+def _of(database: ms.database.JSONDatabase, task: tvm.IRModule) -> list[ms.database.TuningRecord]:
+    """The records of a task, the fastest first."""
+    if not database.has_workload(task):
+        return []
+    return list(database.get_top_k(database.commit_workload(task), len(database)))
+
+
+def _scales(source: ms.database.JSONDatabase, target: ms.database.JSONDatabase) -> dict[str, float]:
+    """By task, the target's seconds by the source's: the median over the choices that both have measured."""
+    found = {}
+    for workload in _workloads(source):
+        mine, theirs = (
+            {recorded(r.trace): _seconds(r) for r in _of(database, workload.mod)} for database in (target, source)
+        )
+        both = sorted(mine[choice] / seconds for choice, seconds in theirs.items() if choice in mine)
+        if both:
+            found[identity(workload.mod)] = both[len(both) // 2]
+    return found
+
+
+def _rescaled(trials: Iterable[Trial], scales: Mapping[str, float]) -> list[Trial]:
+    return [t if t.seconds is None else replace(t, seconds=t.seconds * scales.get(t.task, 1.0)) for t in trials]
+
+
+def _add(source: ms.database.JSONDatabase, target: ms.database.JSONDatabase, scales: Mapping[str, float]) -> None:
+    """Adds the records whose choices the target does not know."""
+    for workload in _workloads(source):
+        known = {recorded(record.trace) for record in _of(target, workload.mod)}
+        scale = scales.get(identity(workload.mod), 1.0)
+        for record in _of(source, workload.mod):
+            if recorded(record.trace) not in known:
+                _commit(target, record, _seconds(record) * scale)
+
+
+def _commit(database: ms.database.JSONDatabase, record: ms.database.TuningRecord, seconds: float) -> None:
+    workload = database.commit_workload(record.workload.mod)
+    database.commit_tuning_record(
+        ms.database.TuningRecord(record.trace, workload, [seconds], record.target, record.args_info)
+    )

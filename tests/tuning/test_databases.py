@@ -1,0 +1,112 @@
+"""Databases are looked at, joined, pruned, exported and drawn: by the functions, and by the command."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from models import product
+
+import lowering
+from lowering.tools.cli import main
+from lowering.tuning import upkeep
+from lowering.tuning.database import best, journal, opened
+from lowering.tuning.plot import best_so_far, rank_correlation
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Of two sessions: 8 and 24 rows, then 8 rows with another seed."""
+    found = [tmp_path_factory.mktemp(name) for name in ("one", "other")]
+    lowering.tune(product(), found[0], budget=600, trials=16, sizes=[{"n": 8}, {"n": 24}])
+    lowering.tune(product(), found[1], budget=600, trials=8, sizes=[{"n": 8}], seed=5)
+    return found
+
+
+def records(folder: Path, name: str) -> int:
+    return sum(len(opened(part / name)) for part in upkeep.parts(folder))
+
+
+def test_show(folders: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    summaries = upkeep.show(folders[0])
+    assert len(summaries) == 4 and sum(s.trials for s in summaries) == records(folders[0], "trials")
+    for s in summaries:
+        assert s.fastest <= s.default and s.settled is not None and s.settled <= s.default
+        assert {8, 24} & {shape[0] for shape in s.shapes if isinstance(shape, tuple)}
+    assert main(["db", "show", str(folders[0])]) == 0
+    shown = capsys.readouterr().out
+    assert summaries[0].architecture in shown and "8x96" in shown and "1.00x" in shown
+
+
+def test_a_merge_holds_both_in_the_seconds_of_the_target(folders: list[Path], tmp_path: Path) -> None:
+    target = tmp_path / "merged"
+    upkeep.merge(folders, target)
+    assert len(upkeep.show(target)) == 4
+    both = [records(folder, "trials") for folder in (*folders, target)]
+    assert max(both[:2]) < both[2] < both[0] + both[1]  # the defaults of 8 rows are in both
+    (one,), (merged,) = (upkeep.parts(folder) for folder in (folders[0], target))
+    before = {(s.task, s.default) for s in upkeep.show(folders[0])}
+    assert before == {(s.task, s.default) for s in upkeep.show(target)}
+    assert len(journal(merged)) > len(journal(one))
+    upkeep.merge(folders, target)  # again: nothing is there twice
+    assert records(target, "trials") == both[2] and len(best(merged)) == len(upkeep.show(target)) + sum(
+        s.settled is not None and s.settled < s.default for s in upkeep.show(target)
+    )
+    module = lowering.compile(product(), database=target)
+    assert all(kernel.source for kernel in module.manifest.kernels)
+
+
+def test_prune_keeps_the_fastest_and_what_is_settled(folders: list[Path], tmp_path: Path) -> None:
+    folder = tmp_path / "pruned"
+    shutil.copytree(folders[0], folder)
+    before = upkeep.show(folder)
+    gone = upkeep.prune(folder, keep=2)
+    after = upkeep.show(folder)
+    assert gone == sum(s.trials for s in before) - sum(s.trials for s in after) > 0
+    assert all(s.trials <= 4 for s in after)
+    assert [(s.fastest, s.settled) for s in before] == [(s.fastest, s.settled) for s in after]
+
+
+def test_an_export_is_all_that_compile_needs(folders: list[Path], tmp_path: Path) -> None:
+    assert main(["db", "export", str(folders[0]), "-o", str(tmp_path / "out")]) == 0
+    assert records(tmp_path / "out", "trials") == 0
+    sources = [
+        [k.source for k in lowering.compile(product(), database=folder).manifest.kernels]
+        for folder in (folders[0], tmp_path / "out")
+    ]
+    assert sources[0] == sources[1] and all(sources[0])
+
+
+def test_a_picture(folders: list[Path], tmp_path: Path) -> None:
+    assert main(["db", "plot", str(folders[0]), "-o", str(tmp_path / "plot.png")]) == 0
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    (part,) = upkeep.parts(folders[0])
+    task = journal(part)[0].task
+    trials = [t for t in journal(part) if t.task == task]
+    course = best_so_far(trials)
+    assert course[0] == 1 and course == sorted(course, reverse=True) and len(course) == len(trials)
+
+
+def test_rank_correlation() -> None:
+    x = np.array([1.0, 2.0, 5.0, 9.0])
+    assert rank_correlation(x, np.exp(x)) == pytest.approx(1) and rank_correlation(x, -x) == pytest.approx(-1)
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("show missing", "holds no database"),
+        ("merge missing -o out", "holds no database"),
+        ("merge missing", "needs --output"),
+        ("plot missing", "needs --output"),
+        ("show a b", "takes one database"),
+    ],
+)
+def test_what_does_not_go(
+    line: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["db", *line.split()]) == 1
+    assert words in capsys.readouterr().err
