@@ -24,8 +24,6 @@ def _register(name: str, since: int, function: Callable[..., Element], **default
     @op(name, since=since)
     def lower(node: Node, x: Value) -> Value:
         attributes = {key: node.attr(key, default) for key, default in defaults.items()}
-        if attributes.get("approximate", "none") not in ("none", "tanh"):
-            raise node.error(f"attribute approximate is '{attributes['approximate']}'.", "Use 'none' or 'tanh'.")
         return pointwise(node, lambda element: function(element, **attributes), x, name=name.lower())
 
 
@@ -85,9 +83,16 @@ def _shrink(x: Element, lambd: float, bias: float) -> Element:
     return _where(x < -lambd, x + bias, _where(x > lambd, x - bias, 0.0))
 
 
+@op("Gelu", since=20)
+def _gelu(node: Node, x: Value) -> Value:
+    form = node.attr("approximate", "none")
+    if form not in ("none", "tanh"):
+        raise node.error(f"attribute approximate is '{form}'.", "Use 'none' or 'tanh'.")
+    return pointwise(node, lambda element: gelu(element, form), x, name="gelu")
+
+
 _register("Sigmoid", 6, _sigmoid)
 _register("Swish", 24, swish, alpha=1.0)
-_register("Gelu", 20, gelu, approximate="none")
 _register("Relu", 6, _relu)
 _register("LeakyRelu", 6, _leaky_relu, alpha=0.01)
 _register("ThresholdedRelu", 10, lambda x, alpha: _where(x > alpha, x, 0.0), alpha=1.0)

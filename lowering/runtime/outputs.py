@@ -51,26 +51,26 @@ class OutputPort:
         """An array over the tensor's memory.
 
         Strings are always given as NumPy arrays of dtype object. Types that other libraries lack (int4, uint4,
-        float4) are given to them as one byte per element.
+        float4) are given to them as one byte per element. Raises InputError for an empty one too large for NumPy.
         """
         try:
-            return self._array(tensor, from_dlpack, strings)
-        except ValueError as error:  # NumPy counts bytes without regard to dimensions of size 0
+            if self._plain:
+                return from_dlpack(tensor)
+            if from_dlpack is np.from_dlpack or self.element.text:
+                return self._numpy(tensor, strings)
+            if self.element.numpy.kind == "c":
+                return from_dlpack(self._numpy(tensor, strings))
+            if self.element.name.startswith("float8"):
+                return from_dlpack(view_as(tensor, self.element.name, tensor.shape))
+            return from_dlpack(tensor)
+        except ValueError as error:
+            if 0 not in tensor.shape:
+                raise
+            # NumPy counts bytes without regard to dimensions of size 0.
             dims = ", ".join(map(str, tensor.shape))
             raise InputError(
                 f"output '{self.name}' has the shape [{dims}], which no array can have: {error}"
             ) from error
-
-    def _array(self, tensor: Tensor, from_dlpack: FromDLPack, strings: Dictionary) -> Any:
-        if self._plain:
-            return from_dlpack(tensor)
-        if from_dlpack is np.from_dlpack or self.element.text:
-            return self._numpy(tensor, strings)
-        if self.element.numpy.kind == "c":
-            return from_dlpack(self._numpy(tensor, strings))
-        if self.element.name.startswith("float8"):
-            return from_dlpack(view_as(tensor, self.element.name, tensor.shape))
-        return from_dlpack(tensor)
 
     def _numpy(self, tensor: Tensor, strings: Dictionary) -> np.ndarray:
         if self.element.text:

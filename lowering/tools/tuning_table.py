@@ -46,9 +46,9 @@ class Watch:
 def _states(state: State) -> Table:
     what = "comparing the best with the defaults" if state.comparing else "searching"
     table = Table(title=f"{what}, {_clock(state.left)} left", title_justify="left")
-    for name, side in (("kernel", "left"), ("trials", "right"), ("default", "right"), ("best", "right")):
-        table.add_column(name, justify=side)  # type: ignore[arg-type]
-    table.add_column("gain", justify="right")
+    table.add_column("kernel")
+    for name in ("trials", "default", "best", "gain"):
+        table.add_column(name, justify="right")
     table.add_column("failed")
     for search in state.searches:
         table.add_row(

@@ -1,4 +1,4 @@
-"""What records of a database are for: a CPU by its features and caches, a GPU by its architecture and card."""
+"""What records of a database are for: a CPU by its features and caches, a GPU by its architecture."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 @dataclass(frozen=True)
 class Architecture:
     """kind is "cpu" or the GPU's architecture; features are those that code may use; caches are bytes by level, ()
-    where code is made for another machine; card is the GPU's name, "" where there is none.
+    where code is made for another machine.
     """
 
     kind: str
     features: tuple[str, ...]
     caches: tuple[int, ...]
-    card: str = ""
 
     @property
     def name(self) -> str:

@@ -30,12 +30,6 @@ class TileModel(ms.cost_model.PyCostModel):
         self.slowness: list[float] = []
         self.trees: Any = None
 
-    def load(self, path: str) -> None:
-        raise NotImplementedError("it is learnt anew from the records of a database")
-
-    def save(self, path: str) -> None:
-        raise NotImplementedError("it is learnt anew from the records of a database")
-
     def update(self, context: ms.TuneContext, candidates: list, results: list) -> None:
         for candidate, result in zip(candidates, results):
             text = annotated(candidate.sch.mod)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import tvm
 from tvm.ir.utils import derived_object
@@ -17,7 +17,7 @@ from tvm.s_tir import Schedule, Trace
 from tvm.s_tir import meta_schedule as ms
 
 from ..compiling.build import warm_up
-from ..measuring.isolated import Failed, Helper
+from ..measuring.isolated import Cause, Failed, Helper
 from ..measuring.measure import Job, Measured, expect, measure
 from ..target import resolve
 from . import build
@@ -40,7 +40,7 @@ def failure(cause: str, text: str) -> str:
 def failed(message: str) -> Failed:
     """The Failed of such a message."""
     cause, _, text = message.partition(": ")
-    return Failed(cause, text)  # type: ignore[arg-type]
+    return Failed(cast(Cause, cause), text)
 
 
 def _library(module: tvm.IRModule, target: str, cc: str | None, number: int, path: str, plain: bool) -> None:
@@ -85,9 +85,9 @@ class Workshop:
         trace.apply_to_schedule(schedule, remove_postproc=False)
         return self.build(schedule.mod)
 
-    def expect(self, library: Path) -> float:
+    def expect(self, library: Path) -> None:
         """Keeps what the library answers for the arguments beside it. Raises Failed."""
-        return self._runner.call(
+        self._runner.call(
             expect, str(library), str(library.parent), self._threads, seconds=_EXPECT_SECONDS, memory=_RUN_MEMORY
         )
 

@@ -130,9 +130,6 @@ class Scheduler(ms.task_scheduler.PyTaskScheduler):
         left = [k for k, search in enumerate(self.searches) if search.stale < _STALE]
         return max(left, key=lambda k: self.searches[k].promise(), default=-1)
 
-    def join_running_task(self, task_id: int) -> list[ms.runner.RunnerResult]:
-        raise NotImplementedError("no task runs on its own")
-
     def _batch(self, search: Search, builder: Any, runner: Any, target: tvm.target.Target) -> None:
         self.workshop.folder, self.workshop.reference = search.folder, search.reference
         self.progress(search)

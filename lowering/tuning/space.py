@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import tvm
@@ -44,17 +43,17 @@ class TileSpace:
         assert answer is not None
         self.rule, self.variants = answer
         self._by_name = {variant.name: variant for variant in self.variants}
+        self._known_fields: dict[str, list[tuple[str, str, tuple[Value, ...]]]] = {}
+        self._known_choices: dict[tuple[str, tuple[int, ...]], Choice] = {}
 
     def default(self) -> Choice:
         return Choice(self.variants[0].name, self.variants[0].tiles)
 
     def fields(self, variant: str) -> list[tuple[str, str, tuple[Value, ...]]]:
         """By kernel and field, the values that are worth a try, of fields on which this function's code depends."""
-        return self._fields(variant)
-
-    @cache  # noqa: B019 - lives as long as a search
-    def _fields(self, variant: str) -> list[tuple[str, str, tuple[Value, ...]]]:
-        return _fields(self._by_name[variant])
+        if variant not in self._known_fields:
+            self._known_fields[variant] = _fields_of(self._by_name[variant])
+        return self._known_fields[variant]
 
     def estimate(self, choice: Choice) -> float:
         """The logarithm of the time that such tiles should take, up to a constant."""
@@ -64,11 +63,14 @@ class TileSpace:
 
     def nearest(self, variant: str, places: Sequence[int]) -> Choice:
         """The legal choice nearest to these values of its fields. Raises ValueError where there is none."""
-        return self._nearest(variant, tuple(places))
+        key = variant, tuple(places)
+        if key not in self._known_choices:
+            self._known_choices[key] = self._nearest(*key)
+        return self._known_choices[key]
 
     def read(self, text: str) -> Choice:
         """Raises ValueError for what is none of the variants."""
-        return self.variants[0].read(text) if len(self.variants) == 1 else _read(self._by_name, text)
+        return _read(self._by_name, text)
 
     def sample(self, schedule: Schedule) -> list[Schedule]:
         """A design for each variant: MetaSchedule's ScheduleFn."""
@@ -101,7 +103,6 @@ class TileSpace:
             self.sample, sch_rules=[], postprocs=[_Round(self)], mutator_probs={_Redraw(): 1.0}
         )
 
-    @cache  # noqa: B019 - lives as long as a search
     def _nearest(self, variant: str, places: tuple[int, ...]) -> Choice:
         found = self._by_name[variant]
         drawn: dict[str, dict[str, Any]] = {kernel: {} for kernel in found.tiles}
@@ -131,7 +132,7 @@ def recorded(trace: Trace) -> str | None:
     return texts[-1] if texts else None
 
 
-def _fields(variant: Variant) -> list[tuple[str, str, tuple[Value, ...]]]:
+def _fields_of(variant: Variant) -> list[tuple[str, str, tuple[Value, ...]]]:
     """Fields that matter: a function of fixed sizes is served by one of its kernels, whose tiles alone count."""
     usual = variant.make().body
     found = []
