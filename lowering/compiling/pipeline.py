@@ -24,6 +24,7 @@ from ..manifest import CallSpec, KernelSpec
 from ..passes.absorb_masks import absorb_masks
 from ..passes.absorb_transposes import absorb_transposes
 from ..passes.alignment import assume_alignment
+from ..passes.convolutions import lower_convolutions
 from ..passes.donation import donate
 from ..passes.fold_constants import fold_constants
 from ..passes.group_products import group_products
@@ -109,6 +110,7 @@ def lower(
         ("eliminate_common_subexpressions", t.EliminateCommonSubexpr()),
         ("eliminate_dead_code", t.DeadCodeElimination()),
         ("pack_weights", pack),
+        ("lower_convolutions", lambda mod: lower_convolutions(mod, target.tvm)),
         ("absorb_transposes", lambda mod: absorb_transposes(mod, target.tvm)),
         # Relax to TensorIR, fused
         # Reshapes stay operators, which share memory with what they reshape; as kernels they would copy and divide.

@@ -14,8 +14,9 @@ from typing import Any
 
 from tvm import relax, te, tirx
 
+from .channels import in_their_order
 from .node import Node
-from .values import Size, Value, storage_dtype
+from .values import Size, Value, is_one, storage_dtype
 
 Element = Any  # a scalar TensorIR expression
 Extent = Any  # int or TensorIR expression
@@ -81,7 +82,12 @@ def relax_call(node: Node, operator: Callable[..., relax.Expr], *values: Value, 
     """
     require_numbers(node, *values)
     values = node.unify(*values)
-    return node.emit(operator(*(node.tensor(_without_dims(v, values)) for v in values)), dtype or values[0].dtype)
+    dtype = dtype or values[0].dtype
+
+    def call(*values: Value) -> Value:
+        return node.emit(operator(*(node.tensor(_without_dims(v, values)) for v in values)), dtype)
+
+    return in_their_order(node, call, values)
 
 
 def _without_dims(value: Value, values: Sequence[Value]) -> Value:
@@ -114,21 +120,30 @@ def pointwise(
     rank = max(v.rank for v in values)
 
     def compute(*tensors: te.Tensor) -> te.Tensor:
+        shape = broadcast_shape(tensors, rank)
+
         def element(*index: Element) -> Element:
             given = iter(tensors)
-            elements = [read(next(given), index) if i is None else i for i in immediates]
+            elements = [read(next(given), index, shape) if i is None else i for i in immediates]
             return function(*elements).astype(storage_dtype(dtype))
 
-        return te.compute(broadcast_shape(tensors, rank), element, name=name)
+        return te.compute(shape, element, name=name)
 
-    tensors = [node.tensor(v) for v, i in zip(values, immediates) if i is None]
-    return node.emit_te(compute, *tensors, dtype=dtype, primfunc_name_hint=name)
+    def call(*values: Value) -> Value:
+        tensors = [node.tensor(v) for v, i in zip(values, immediates) if i is None]
+        return node.emit_te(compute, *tensors, dtype=dtype, primfunc_name_hint=name)
+
+    return in_their_order(node, call, values)
 
 
-def read(tensor: te.Tensor, index: Sequence[Element]) -> Element:
-    """The element that right-aligned broadcasting puts at index, widened."""
-    own = index[len(index) - len(tensor.shape) :]
-    element = tensor(*(tirx.const(0, "int64") if is_one(d) else i for d, i in zip(tensor.shape, own)))
+def read(tensor: te.Tensor, index: Sequence[Element], shape: Sequence[Extent] | None = None) -> Element:
+    """The element that right-aligned broadcasting puts at index, widened.
+
+    shape, if given, is that of all indices: where it is 1 nothing is broadcast, which fusion reads off the index.
+    """
+    behind = len(index) - len(tensor.shape)
+    stretched = [is_one(d) and not (shape and is_one(shape[behind + k])) for k, d in enumerate(tensor.shape)]
+    element = tensor(*(tirx.const(0, "int64") if s else i for s, i in zip(stretched, index[behind:])))
     return element.astype(widened(dtype_of(element)))
 
 
@@ -140,10 +155,6 @@ def broadcast_shape(tensors: Sequence[te.Tensor], rank: int) -> list[Extent]:
             if not is_one(size):
                 shape[axis] = size
     return shape
-
-
-def is_one(size: Extent) -> bool:
-    return isinstance(size, (int, tirx.IntImm)) and int(size) == 1
 
 
 def _immediate(value: Value) -> Element | None:

@@ -21,6 +21,7 @@ from .. import ops
 from ..errors import LoweringError, ModelError, NodeError
 from ..graph.fold import fold
 from ..graph.model import dtype_name
+from .channels import channels_second_axes
 from .function_body import function_body
 from .node import Node
 from .origins import Builder, Origins
@@ -312,14 +313,16 @@ class Importer:
     def tensor(self, value: Value) -> relax.Expr:
         if value.expr is not None:
             return value.expr
-        assert value.contents is not None
-        known = self._materialised.get(id(value.contents))
+        source = value.contents if value.contents is not None else value.channels_last
+        known = self._materialised.get(id(source))
         if known is None:
             # The value is kept with the result: an id is only unique while its object lives.
-            known = self._materialised[id(value.contents)] = (value, self._materialise(value))
+            known = self._materialised[id(source)] = (value, self._materialise(value))
         return known[1]
 
     def _materialise(self, value: Value) -> relax.Expr:
+        if value.channels_last is not None:
+            return self.builder.emit(relax.op.permute_dims(value.channels_last, channels_second_axes(value.rank)))
         if value.dtype == "string":
             assert value.contents is not None
             codes = np.array([self._code(s) for s in value.contents.flat], "int32").reshape(value.shape)

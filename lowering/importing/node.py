@@ -72,7 +72,10 @@ class Node:
         """The value behind a check of it, which is called what it was. Without known its contents are forgotten: who
         reads those does not wait for the check."""
         contents = value.contents if known else None
-        result = Value(value.dtype, value.shape if shape is None else shape, expr, contents)
+        return self.called(Value(value.dtype, value.shape if shape is None else shape, expr, contents), value)
+
+    def called(self, result: Value, value: Value) -> Value:
+        """The result, which errors call what the value is called."""
         old = next((old for new, old in self._checked if new is value), value)
         self._checked.append((result, old))
         return result

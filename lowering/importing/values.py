@@ -80,6 +80,11 @@ class Symbols:
         return bool(condition) if isinstance(condition, (bool, np.bool_)) else bool(self._analyzer.can_prove(condition))
 
 
+def is_one(size: Size) -> bool:
+    """Whether a size is known to be 1."""
+    return isinstance(size, (int, tirx.IntImm)) and int(size) == 1
+
+
 def as_text(size: Size) -> str:
     """A size for the reader."""
     return re.sub(r"T\.int64\((-?\d+)\)", r"\1", str(size))
@@ -96,13 +101,15 @@ class Value:
 
     dtype is NumPy's or ml_dtypes' name of the ONNX element type, or "string"; the Relax tensor has
     `storage_dtype(dtype)`. contents is an array of `shape`: of numbers for a constant, of objects (ints and TensorIR
-    expressions) for integers and booleans computed from sizes.
+    expressions) for integers and booleans computed from sizes. channels_last stands for an `expr` that nobody has asked
+    for yet: the tensor with its second axis behind the others (importing/channels.py).
     """
 
     dtype: str
     shape: Shape
     expr: relax.Expr | None = None
     contents: np.ndarray | None = None
+    channels_last: relax.Expr | None = None
 
     @property
     def rank(self) -> int:

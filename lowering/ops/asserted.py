@@ -9,6 +9,7 @@ its parts prove (passes/prove_indices.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from tvm import relax
@@ -137,8 +138,10 @@ def required(node: Node, value: Value, condition: Size, text: str, *numbers: Siz
         raise node.error(text)
     if node.symbols.prove(condition):
         return value
-    check = check_condition(node.tensor(value), condition, f"{node.where}: {text}", numbers)
-    return node.checked(value, node.importer.builder.emit(check))
+    last = value.channels_last
+    check = check_condition(node.tensor(value) if last is None else last, condition, f"{node.where}: {text}", numbers)
+    checked = node.importer.builder.emit(check)
+    return node.checked(value, checked) if last is None else node.called(replace(value, channels_last=checked), value)
 
 
 def no_negative(node: Node, value: Value, sizes: Sequence[Size], name: str) -> Value:

@@ -8,6 +8,7 @@ import onnx_ir as ir
 from tvm import relax, tirx
 
 from ..importing import symbolic
+from ..importing.channels import in_their_order
 from ..importing.compute import pointwise, widened
 from ..importing.node import Node
 from ..importing.values import Value, storage_dtype
@@ -51,7 +52,7 @@ def cast_to(node: Node, data: Value, dtype: str) -> Value:
         one, zero = (tirx.const(number, widened(dtype)) for number in (1, 0))
         return pointwise(node, lambda x: tirx.Select(x, one, zero), data, dtype=dtype, name="cast")
     if data.dtype in _PLAIN and dtype in _PLAIN:
-        return node.emit(relax.op.astype(node.tensor(data), dtype), dtype)
+        return in_their_order(node, lambda x: node.emit(relax.op.astype(node.tensor(x), dtype), dtype), [data])
     saturate, mode = bool(node.attr("saturate", 1)), node.attr("round_mode", "up")
     if mode not in ("up", "down", "nearest"):
         raise node.error(f"attribute round_mode is '{mode}'.", "Use up, down or nearest.")

@@ -1,7 +1,7 @@
 """ONNX Conv over any number of spatial axes: [N, C, D1, ...] with weights [M, C / group, k1, ...] gives [N, M, ...].
 
-Without groups it is a matrix product of patches (im2col) with the weights, so that it gets packed weights and the
-matrix kernels; with groups it is a kernel of its own.
+All of it happens with channels last (importing/channels.py). It is a product of matrices (passes/convolutions.py) over
+data with its padding around it; with one channel in a group it is a sum over windows (schedules/cpu/sliding.py).
 """
 
 from __future__ import annotations
@@ -9,16 +9,20 @@ from __future__ import annotations
 from tvm import relax, te, tirx
 
 from ..importing import symbolic
-from ..importing.compute import Element, agreed, reduced, relax_call, require_numbers, total, widened, with_shape
+from ..importing.channels import channels_last, channels_second
+from ..importing.compute import Element, agreed, relax_call, require_numbers, widened, with_shape
 from ..importing.node import Node
-from ..importing.values import Value, product
+from ..importing.values import Value, empty
 from . import op
 from .asserted import asserted, divisible
+from .kernels import compute
 from .matmul import matrix_product, permuted, rounded
+from .reshape import reshape_to
 from .window import Window, fitting
 
-# An element is in as many patches as windows overlap there: what computes it must not be fused into its copies.
-_COPY = {"op_pattern": 8}
+# Relax's convolutions, which packing and legalisation know, by the number of spatial axes.
+_CONVOLUTIONS = {1: relax.op.nn.conv1d, 2: relax.op.nn.conv2d, 3: relax.op.nn.conv3d}
+_AXES = "DHW"
 
 
 @op("Conv", since=1)
@@ -46,75 +50,90 @@ def conv(node: Node, x: Value, w: Value, bias: Value | None = None) -> Value:
         if bias.rank != 1:
             raise node.error(f"{node.name_of(bias, False)} has rank {bias.rank}.", "Make it [M].")
         bias = asserted(node, bias, w.shape[:1])
-    x = fitting(node, x, window)
-    if group == 1:
-        return _as_product(node, x, w, bias, window)
-    tensors = [node.tensor(v) for v in (x, w, bias) if v is not None]
-    return node.emit_te(lambda *t: _grouped(window, group, *t), *tensors, primfunc_name_hint="conv")
-
-
-def _as_product(node: Node, x: Value, w: Value, bias: Value | None, window: Window) -> Value:
-    """[N, ..., C k1 k2 ...] patches times [C k1 k2 ..., M], with channels moved behind N at last."""
-    rank = x.rank
-    patches = node.emit_te(
-        lambda t: _patches(window, t), node.tensor(x), primfunc_name_hint="patches", primfunc_attrs=_COPY
-    )
-    y = matrix_product(node, patches, permuted(node, _flat(node, w), [1, 0]))
+    x = fitting(node, channels_last(node, x), window)
+    w = _transposed(node, w)
+    inside = w.shape[-2]  # channels of a group
+    by_product = len(kernel) in _CONVOLUTIONS and (group == 1 or (w.constant is not None and inside > 1))
+    summed = _as_product if by_product and not empty((inside, w.shape[-1])) else _sums
+    y = summed(node, x, w, window, group)
     if bias is not None:
         y = relax_call(node, relax.op.add, y, rounded(node, bias, y.dtype))
-    return permuted(node, rounded(node, y, x.dtype), [0, rank - 1, *range(1, rank - 1)])
+    return channels_second(node, rounded(node, y, x.dtype))
 
 
-def _flat(node: Node, w: Value) -> Value:
-    """W as a matrix [M, C k1 k2 ...]; a constant stays one, so that it can be packed."""
-    if w.constant is not None:
-        return node.constant(w.constant.reshape(w.shape[0], product(w.constant.shape[1:])))
-    shape = (w.shape[0], product(w.shape[1:]))
-    return node.emit(relax.op.reshape(node.tensor(w), node.shape_expr(shape)), w.dtype)
+def _transposed(node: Node, w: Value) -> Value:
+    """W as [k1, ..., C / group, M]; a constant stays one, so that it can be packed."""
+    axes = [*range(2, w.rank), 1, 0]
+    return permuted(node, w, axes) if w.constant is None else node.constant(w.constant.transpose(axes))
 
 
-def _read(x: te.Tensor, window: Window, n: Element, c: Element, windows: list[Element], ks: list[Element]) -> Element:
-    """The element of x at positions ks of windows, 0 in the padding."""
-    axes = range(len(ks))
-    at = [window.position(axis, x.shape[2 + axis], windows[axis], ks[axis]) for axis in axes]
+def _as_product(node: Node, x: Value, w: Value, window: Window, group: int) -> Value:
+    if group == 1 and window.elements == 1 and set(window.strides) == {1} and not window.leaves:
+        shape = w.shape[-2:]
+        matrix = reshape_to(node, w, shape) if w.constant is None else node.constant(w.constant.reshape(shape))
+        return matrix_product(node, x, matrix)
+    axes = _AXES[-len(window.kernel) :]
+    dtype = widened(x.dtype)
+    y = _CONVOLUTIONS[len(window.kernel)](
+        node.tensor(_padded(node, x, window)),
+        node.tensor(w),
+        strides=list(window.strides),
+        dilation=list(window.dilations),
+        data_layout=f"N{axes}C",
+        kernel_layout=f"{axes}IO",
+        groups=group,
+        out_dtype=dtype if dtype != x.dtype else None,
+    )
+    return node.emit(y)
+
+
+def _padded(node: Node, x: Value, window: Window) -> Value:
+    """x [N, D1, ..., C] with the zeros around it that windows reach."""
     if not window.leaves:
-        return x(n, c, *at)
-    inside = tirx.all(*(tirx.all(p >= 0, p < x.shape[2 + axis]) for axis, p in zip(axes, at)))
-    return tirx.if_then_else(inside, x(n, c, *at), tirx.const(0, x.dtype))
+        return x
+    n = len(window.kernel)
+    sizes = x.shape[1:-1]
+    before = [node.simplify(window.before(axis, size)) for axis, size in enumerate(sizes)]
+    reached = [
+        node.simplify((window.count(axis, size) - 1) * window.strides[axis] + window.reach(axis))
+        for axis, size in enumerate(sizes)
+    ]
+
+    def element(index: tuple[Element, ...], x: Element, *numbers: Element) -> Element:
+        starts, extents = numbers[:n], numbers[n:]
+        at = [i - start for i, start in zip(index[1:-1], starts)]
+        inside = tirx.all(*(tirx.all(p >= 0, p < size) for p, size in zip(at, extents)))
+        value = x(index[0], *at, index[-1])
+        return tirx.if_then_else(inside, value, tirx.const(0, value.ty))
+
+    shape = (x.shape[0], *reached, x.shape[-1])
+    return compute(node, "padded", element, [x], shape, sizes=[*before, *sizes])
 
 
-def _patches(window: Window, x: te.Tensor) -> te.Tensor:
-    counts = [window.count(axis, size) for axis, size in enumerate(x.shape[2:])]
-
-    def element(n: Element, *index: Element) -> Element:
-        *windows, entry = index
-        ks: list[Element] = []
-        for size in reversed(window.kernel):
-            ks.insert(0, tirx.floormod(entry, tirx.const(size, "int64")))
-            entry = tirx.floordiv(entry, tirx.const(size, "int64"))
-        return _read(x, window, n, entry, windows, ks)
-
-    return te.compute([x.shape[0], *counts, x.shape[1] * window.elements], element, name="patches")
+def _sums(node: Node, x: Value, w: Value, window: Window, group: int) -> Value:
+    """Sums over the windows of x [N, D1, ..., C] with the weights [k1, ..., C / group, M] of their group."""
+    tensors = [node.tensor(v) for v in (x, w)]
+    return node.emit_te(lambda x, w: _sum(window, group, x, w), *tensors, primfunc_name_hint="conv")
 
 
-def _grouped(window: Window, group: int, x: te.Tensor, w: te.Tensor, *bias: te.Tensor) -> te.Tensor:
-    counts = [window.count(axis, size) for axis, size in enumerate(x.shape[2:])]
+def _sum(window: Window, group: int, x: te.Tensor, w: te.Tensor) -> te.Tensor:
+    sizes, channels = x.shape[1:-1], w.shape[-2]
+    counts = [window.count(axis, size) for axis, size in enumerate(sizes)]
     n_axes, dtype = len(counts), widened(str(x.dtype))
     # Output channels of a group; TVM refuses to divide by a constant 0.
-    outputs = tirx.max(tirx.floordiv(w.shape[0], tirx.const(group, "int64")), tirx.const(1, "int64"))
-    space = [x.shape[0], w.shape[0], *counts, *w.shape[1:]]
+    outputs = tirx.max(tirx.floordiv(w.shape[-1], tirx.const(group, "int64")), tirx.const(1, "int64"))
+    kernel = [te.reduce_axis((0, k), name=f"k{axis}") for axis, k in enumerate(window.kernel)]
+    several = not (isinstance(channels, tirx.IntImm) and channels.value == 1)
+    inner = [te.reduce_axis((0, channels), name="c")] if several else []
 
-    def element(n: Element, m: Element, *index: Element) -> Element:
-        windows, c, ks = list(index[:n_axes]), index[n_axes], list(index[n_axes + 1 :])
-        channel = tirx.floordiv(m, outputs) * w.shape[1] + c
-        return _read(x, window, n, channel, windows, ks).astype(dtype) * w(m, c, *ks).astype(dtype)
+    def element(n: Element, *index: Element) -> Element:
+        *windows, m = index
+        ks, c = [k.var for k in kernel], inner[0].var if inner else tirx.const(0, "int64")
+        at = [window.position(axis, sizes[axis], windows[axis], ks[axis]) for axis in range(n_axes)]
+        value = x(n, *at, tirx.floordiv(m, outputs) * channels + c)
+        if window.leaves:
+            inside = tirx.all(*(tirx.all(p >= 0, p < size) for p, size in zip(at, sizes)))
+            value = tirx.if_then_else(inside, value, tirx.const(0, x.dtype))
+        return te.sum(value.astype(dtype) * w(*ks, c, m).astype(dtype), axis=[*kernel, *inner])
 
-    summed = range(2 + n_axes, len(space))
-    sums = reduced(space, summed, total, element, "sums")
-    zeros = [tirx.const(0, "int64")] * len(summed)
-
-    def result(n: Element, m: Element, *windows: Element) -> Element:
-        y = sums(n, m, *windows, *zeros)
-        return (y + bias[0](m).astype(dtype) if bias else y).astype(x.dtype)
-
-    return te.compute([x.shape[0], w.shape[0], *counts], result, name="conv")
+    return te.compute([x.shape[0], *counts, w.shape[-1]], element, name="conv")

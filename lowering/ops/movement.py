@@ -10,6 +10,7 @@ from tvm import relax, tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..importing import symbolic
+from ..importing.channels import as_computed, channels_second, channels_second_axes
 from ..importing.compute import in_groups
 from ..importing.node import Node
 from ..importing.values import Shape, Size, Value, empty, storage_dtype
@@ -38,6 +39,12 @@ def permute(node: Node, data: Value, order: list[int]) -> Value:
     if movable(data):
         assert data.contents is not None
         return moved(node, data, data.contents.transpose(order))
+    if data.rank > 3 and order == channels_second_axes(data.rank):
+        return channels_second(node, data)
+    (data,), places, _ = as_computed(node, data)
+    order = [places.index(axis) for axis in order]
+    if order == list(range(data.rank)):
+        return data
     stored = [*order, data.rank] if data.dtype == "complex128" else order
     return node.emit(relax.op.permute_dims(node.tensor(data), stored), data.dtype)
 
@@ -53,7 +60,8 @@ def concat(node: Node, *parts: Value) -> Value:
             return moved(node, parts[0] if all(symbolic.known(p) for p in parts) else node.constant(joined), joined)
     parts = tuple(_aligned(node, p, parts[0].shape, axis) for p in parts)
     parts = tuple(p for p in parts if not empty((p.shape[axis],))) or parts[:1]
-    return in_groups(lambda group: _joined(node, group, axis), parts)
+    stored, order, back = as_computed(node, *parts)
+    return back(in_groups(lambda group: _joined(node, group, order.index(axis)), stored))
 
 
 def _joined(node: Node, parts: Sequence[Value], axis: int) -> Value:
@@ -107,8 +115,7 @@ def split(node: Node, data: Value, lengths: Value | None = None) -> tuple[Value,
     if isinstance(total, int) and isinstance(dim, int) and total != dim:
         raise node.error(f"the lengths {parts} do not add up to dimension {axis}, which is {dim}.")
     data = no_negative(node, data, parts, "the split")
-    if not node.symbols.equal(total, dim):
-        data = node.cast_shape(data, (*data.shape[:axis], total, *data.shape[axis + 1 :]))
+    data = asserted(node, data, (*data.shape[:axis], total, *data.shape[axis + 1 :]))
     results, start = [], 0
     for length in parts:
         begins: list[Size] = [0] * data.rank

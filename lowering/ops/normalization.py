@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import onnx
 from tvm import te, tirx
 
+from ..importing.channels import as_computed
 from ..importing.compute import Element, Extent, read, reduced, require_numbers, total, widened
 from ..importing.node import Node
 from ..importing.values import Value
@@ -183,6 +184,8 @@ def batch_normalization(node: Node, x: Value, scale: Value, bias: Value, mean: V
         raise node.error("attribute training_mode is 1.", "Export the model for inference (model.eval()).")
     x, scale, bias, mean, variance = over_channels(node, x, scale, bias, mean, variance)
     epsilon, dtype = node.attr("epsilon", 1e-5), widened(x.dtype)
+    (x,), order, back = as_computed(node, x)
+    channel = order.index(1)
 
     def kernel(x: te.Tensor, scale: te.Tensor, bias: te.Tensor, mean: te.Tensor, variance: te.Tensor) -> te.Tensor:
         def at(tensor: te.Tensor, c: Element) -> Element:
@@ -191,13 +194,14 @@ def batch_normalization(node: Node, x: Value, scale: Value, bias: Value, mean: V
         gain = te.compute(scale.shape, lambda c: at(scale, c) / tirx.sqrt(at(variance, c) + epsilon), name="gain")
         offset = te.compute(scale.shape, lambda c: at(bias, c) - at(mean, c) * gain(c), name="offset")
 
-        def result(n: Element, c: Element, *position: Element) -> Element:
-            return (x(n, c, *position).astype(dtype) * gain(c) + offset(c)).astype(x.dtype)
+        def result(*index: Element) -> Element:
+            c = index[channel]
+            return (x(*index).astype(dtype) * gain(c) + offset(c)).astype(x.dtype)
 
         return te.compute(x.shape, result, name="normalized")
 
     tensors = [node.tensor(v) for v in (x, scale, bias, mean, variance)]
-    return node.emit_te(kernel, *tensors, primfunc_name_hint="batch_normalization")
+    return back(node.emit_te(kernel, *tensors, primfunc_name_hint="batch_normalization"))
 
 
 # -- by a norm --------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from tvm import relax, tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..importing import symbolic
+from ..importing.channels import as_computed
 from ..importing.node import Node
 from ..importing.values import Size, Value
 from . import op
@@ -61,12 +62,15 @@ def _pad(node: Node, data: Value, before: Sequence[Size], after: Sequence[Size],
                 some = symbolic.logical_or(symbolic.less(0, size), symbolic.equal(padded, 0))
                 data = required(node, data, some, f"dimension {axis} is empty: mode {mode} has nothing to repeat.")
 
+    (data,), order, back = as_computed(node, data)
+    idle, before, shape = [idle[a] for a in order], [before[a] for a in order], tuple(shape[a] for a in order)
+
     def element(index: Any, x: Any, value: Any, *scalars: Any) -> Any:
         starts, dims = scalars[: data.rank], scalars[data.rank :]
         places = [i if quiet else i - b for i, b, quiet in zip(index, starts, idle)]
         return _element(mode, x, value, places, dims, idle)
 
-    return compute(node, "pad", element, [data, fill], shape, [*before, *data.shape])
+    return back(compute(node, "pad", element, [data, fill], shape, [*before, *data.shape]))
 
 
 def _pad_at_run_time(node: Node, data: Value, pads: Value, axes: Value | None, fill: Value) -> Value:

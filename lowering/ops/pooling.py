@@ -1,9 +1,10 @@
-"""Pooling: ONNX MaxPool, AveragePool and the global kinds over [N, C, D1, ...]."""
+"""Pooling: ONNX MaxPool, AveragePool and the global kinds over [N, C, D1, ...], computed with channels last."""
 
 from __future__ import annotations
 
 from tvm import te, tirx
 
+from ..importing.channels import as_computed, channels_last, channels_second
 from ..importing.compute import Element, Reducer, largest, reduced, require_numbers, total, widened
 from ..importing.node import Node
 from ..importing.values import Value
@@ -12,29 +13,32 @@ from .window import Window, fitting
 
 
 def _window(node: Node, x: Value) -> tuple[Value, Window]:
-    """X, over which the window is known or asserted at run time to fit."""
+    """X as [N, D1, ..., C], over which the window is known or asserted at run time to fit."""
     require_numbers(node, x)
     kernel = node.attr("kernel_shape")
-    if len(kernel) != x.rank - 2:
+    if len(kernel) != x.rank - 2 or not kernel:
         raise node.error(f"attribute kernel_shape is {list(kernel)} for X of rank {x.rank}.", "X is [N, C, D1, ...].")
     window = Window.of(node, kernel)
-    return fitting(node, x, window), window
+    return fitting(node, channels_last(node, x), window), window
 
 
 def _pooled(x: te.Tensor, window: Window, reducer: Reducer, dtype: str) -> te.Tensor:
-    """[N, C, windows, ..., 1, ...]: what the reducer makes of each window, of nothing where it leaves the data."""
-    sizes = x.shape[2:]
+    """[N, windows, ..., C]: what the reducer makes of each window, of nothing where it leaves the data."""
+    sizes = x.shape[1:-1]
     n = len(sizes)
     counts = [window.count(axis, size) for axis, size in enumerate(sizes)]
-    space = [*x.shape[:2], *counts, *window.kernel]
+    ks = [te.reduce_axis((0, k), name=f"k{axis}") for axis, k in enumerate(window.kernel)]
 
-    def element(batch: Element, channel: Element, *index: Element) -> Element:
-        at = [window.position(axis, sizes[axis], index[axis], index[n + axis]) for axis in range(n)]
-        inside = tirx.all(*(tirx.all(p >= 0, p < size) for p, size in zip(at, sizes)))
-        value = x(batch, channel, *at).astype(dtype)
-        return tirx.if_then_else(inside, value, reducer.identity(dtype)) if window.leaves else value
+    def element(batch: Element, *index: Element) -> Element:
+        *windows, channel = index
+        at = [window.position(axis, sizes[axis], windows[axis], ks[axis].var) for axis in range(n)]
+        value = x(batch, *at, channel).astype(dtype)
+        if window.leaves:
+            inside = tirx.all(*(tirx.all(p >= 0, p < size) for p, size in zip(at, sizes)))
+            value = tirx.if_then_else(inside, value, reducer.identity(dtype))
+        return reducer.combine(value, axis=ks)
 
-    return reduced(space, range(2 + n, 2 + 2 * n), reducer, element, "pooled")
+    return te.compute([x.shape[0], *counts, x.shape[-1]], element, name="pooled")
 
 
 @op("MaxPool", since=8)
@@ -42,14 +46,12 @@ def max_pool(node: Node, x: Value) -> tuple[Value, None]:
     if node.wants(1):
         raise node.error("output Indices is asked for.", "Only the pooled values are computed: leave it out.")
     x, window = _window(node, x)
-    n = x.rank - 2
 
     def kernel(t: te.Tensor) -> te.Tensor:
         pooled = _pooled(t, window, largest, widened(x.dtype))
-        zeros = [tirx.const(0, "int64")] * n
-        return te.compute(pooled.shape[: 2 + n], lambda *i: pooled(*i, *zeros).astype(x.dtype), name="max_pool")
+        return te.compute(pooled.shape, lambda *i: pooled(*i).astype(x.dtype), name="max_pool")
 
-    return node.emit_te(kernel, node.tensor(x), primfunc_name_hint="max_pool"), None
+    return channels_second(node, node.emit_te(kernel, node.tensor(x), primfunc_name_hint="max_pool")), None
 
 
 @op("AveragePool", since=7)
@@ -60,7 +62,7 @@ def average_pool(node: Node, x: Value) -> Value:
     n, dtype = x.rank - 2, widened(x.dtype)
 
     def kernel(t: te.Tensor) -> te.Tensor:
-        pooled, sizes = _pooled(t, window, total, dtype), t.shape[2:]
+        pooled, sizes = _pooled(t, window, total, dtype), t.shape[1:-1]
 
         def divisor(*windows: Element) -> Element:
             count = tirx.const(1, "int64")
@@ -74,12 +76,11 @@ def average_pool(node: Node, x: Value) -> Value:
             return count.astype(dtype)
 
         def mean(*index: Element) -> Element:
-            zeros = [tirx.const(0, "int64")] * n
-            return (pooled(*index, *zeros) / divisor(*index[2:])).astype(x.dtype)
+            return (pooled(*index) / divisor(*index[1:-1])).astype(x.dtype)
 
-        return te.compute(pooled.shape[: 2 + n], mean, name="average_pool")
+        return te.compute(pooled.shape, mean, name="average_pool")
 
-    return node.emit_te(kernel, node.tensor(x), primfunc_name_hint="average_pool")
+    return channels_second(node, node.emit_te(kernel, node.tensor(x), primfunc_name_hint="average_pool"))
 
 
 def _within(first: Element, step: int, count: int, low: Element, high: Element) -> Element:
@@ -94,7 +95,8 @@ def _within(first: Element, step: int, count: int, low: Element, high: Element) 
 
 def _globally(node: Node, x: Value, reducer: Reducer, mean: bool) -> Value:
     require_numbers(node, x)
-    axes, dtype = range(2, x.rank), widened(x.dtype)
+    (x,), order, back = as_computed(node, x)
+    axes, dtype = [place for place, axis in enumerate(order) if axis >= 2], widened(x.dtype)
 
     def kernel(t: te.Tensor) -> te.Tensor:
         pooled = reduced(t.shape, axes, reducer, lambda *i: t(*i).astype(dtype), "pooled")
@@ -108,7 +110,7 @@ def _globally(node: Node, x: Value, reducer: Reducer, mean: bool) -> Value:
 
         return te.compute(pooled.shape, result, name="global_pool")
 
-    return node.emit_te(kernel, node.tensor(x), primfunc_name_hint=node.op_type.lower())
+    return back(node.emit_te(kernel, node.tensor(x), primfunc_name_hint=node.op_type.lower()))
 
 
 @op("GlobalAveragePool", since=1)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from tvm import te, tirx
 
 from ..importing import symbolic
+from ..importing.channels import as_computed
 from ..importing.compute import (
     Element,
     Extent,
@@ -144,12 +145,18 @@ def _lower(node: Node, reduction: _Reduction, data: Value, axes: Value | None) -
         if known is not None:
             return known
 
+    (stored,), order, back = as_computed(node, data)
+    if not keepdims:
+        left, back = [axis for axis in order if axis not in chosen], lambda result: result
+        stored, order = (stored, order) if left == sorted(left) else (data, sorted(order))
+    places = [place for place, axis in enumerate(order) if axis in chosen]
+
     def compute(x: te.Tensor) -> te.Tensor:
-        space = _Space(x.shape, chosen, lambda *index: x(*index).astype(_inside(reduction, data.dtype)))
-        kept = [axis for axis in range(data.rank) if keepdims or axis not in chosen]
+        space = _Space(x.shape, places, lambda *index: x(*index).astype(_inside(reduction, data.dtype)))
+        kept = [axis for axis in range(data.rank) if keepdims or axis not in places]
         return _kernel(reduction, space, kept, data.dtype)
 
-    return node.emit_te(compute, node.tensor(data), primfunc_name_hint=node.op_type.lower())
+    return back(node.emit_te(compute, node.tensor(stored), primfunc_name_hint=node.op_type.lower()))
 
 
 def _static_axes(node: Node, data: Value, axes: Value | None) -> list[int] | None:

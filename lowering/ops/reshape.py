@@ -10,6 +10,7 @@ from tvm import relax, tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..importing import symbolic
+from ..importing.channels import as_computed
 from ..importing.node import Node
 from ..importing.values import Shape, Size, Value, empty, product, storage_shape
 from . import op
@@ -62,6 +63,10 @@ def _of_as_many(node: Node, data: Value, shape: Shape) -> Value:
 def _reshape(node: Node, data: Value, shape: Shape) -> Value:
     if empty(shape):  # a 0 has another meaning in Relax
         return compute(node, "empty", lambda *_: None, [data], shape, dtype=data.dtype)
+    if data.channels_last is not None and len(shape) > 2:
+        (last,), _, back = as_computed(node, data)
+        if all(map(node.symbols.equal, shape[:2], data.shape)):  # places are counted in another way
+            return back(_reshape(node, last, (shape[0], *shape[2:], shape[1])))
     stored = node.shape_expr(storage_shape(data.dtype, shape))
     result = node.emit(relax.op.reshape(node.tensor(data), stored), data.dtype)
     return Value(data.dtype, tuple(node.simplify(d) for d in shape), result.expr)

@@ -9,6 +9,7 @@ from tvm import relax, tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..importing import symbolic
+from ..importing.channels import as_computed
 from ..importing.node import Node
 from ..importing.values import Shape, Size, Value
 from . import op
@@ -77,10 +78,13 @@ def cut(node: Node, data: Value, begins: list[Size], strides: list[int], dims: S
         picks = [np.arange(d) * s + b for b, d, s in zip(begins, dims, strides)]
         return moved(node, data, data.contents[np.ix_(*picks)])
 
+    (data,), order, back = as_computed(node, data)
+    begins, strides, dims = [begins[a] for a in order], [strides[a] for a in order], tuple(dims[a] for a in order)
+
     def element(index: Any, x: Any, *first: Any) -> Any:
         return x(*(b + i * s for b, i, s in zip(first, index, strides)))
 
-    return compute(node, "slice", element, [data], dims, begins)
+    return back(compute(node, "slice", element, [data], dims, begins))
 
 
 def _bounds(node: Node, dim: Size, start: Size, end: Size, step: int) -> tuple[Size, Size]:

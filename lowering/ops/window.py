@@ -97,11 +97,11 @@ class Window:
 
 
 def fitting(node: Node, x: Value, window: Window) -> Value:
-    """x [N, C, D1, ...], over whose padded axes the window is known or asserted at run time to fit."""
+    """x [N, D1, ..., C], over whose padded axes the window is known or asserted at run time to fit."""
     if window.auto_pad.startswith("SAME"):
         return x
     n = len(window.kernel)
-    for axis, size in enumerate(x.shape[2:]):
+    for axis, size in enumerate(x.shape[1:-1]):
         padding, reach = window.pads[axis] + window.pads[n + axis], window.reach(axis)
         text = f"the window covers {reach} places along axis {2 + axis}, where {node.name_of(x, False)} has {{}}"
         text += f" and {padding} of padding." if padding else "."

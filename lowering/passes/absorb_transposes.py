@@ -10,7 +10,7 @@ import tvm
 from tvm import relax, te
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from .pack_weights import OUT_ELEMENTWISE_FUSABLE
+from .convolutions import OUT_ELEMENTWISE_FUSABLE
 
 _FLOATS = ("float32", "float16", "bfloat16")
 

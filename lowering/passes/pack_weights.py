@@ -11,7 +11,8 @@ for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 import numpy as np
@@ -24,11 +25,18 @@ from schedules.cpu.panels import panel_width
 from schedules.cpu.vector import Machine, machine
 
 from ..importing.quantised import INT4_BLOCK, Quantised, Scheme, quantise
+from .convolutions import (
+    OUT_ELEMENTWISE_FUSABLE,
+    Convolution,
+    Groups,
+    grouped_product,
+    implicit_product,
+    read_convolution,
+)
 
 Weights = dict[str, np.ndarray]
 
 _FLOATS = ("float32", "float16", "bfloat16")
-OUT_ELEMENTWISE_FUSABLE = 4  # TVM's pattern kind of a product: element-wise operations behind it fuse with it
 _MIN_COLUMNS = 4  # products with fewer are dot products: nothing to pack
 _MIN_BLOCK = 8  # rows that share a scale; with fewer, scales would be as large as the matrix
 
@@ -99,6 +107,9 @@ class _Packer(PyExprMutator):
 
     def visit_call_(self, call: relax.Call) -> relax.Expr:
         call = super().visit_call_(call)
+        convolution = read_convolution(call)
+        if convolution is not None:
+            return self.convolved(call, convolution)
         if call.op != tvm.ir.Op.get("relax.matmul"):
             return call
         x, (steps, matrix) = call.args[0], self.constant(call.args[1])
@@ -121,10 +132,56 @@ class _Packer(PyExprMutator):
             primfunc_attrs={"op_pattern": OUT_ELEMENTWISE_FUSABLE},
         )
 
+    def convolved(self, call: relax.Call, convolution: Convolution) -> relax.Expr:
+        """A convolution, by packed weights where they are constant; elements of theirs stay what they are."""
+        x, (steps, weights) = call.args[0], self.constant(call.args[1])
+        types = {str(x.ty.dtype), str(call.ty.dtype)}
+        if not isinstance(weights, np.ndarray) or not {*types, weights.dtype.name} <= set(_FLOATS):
+            return call
+        if convolution.groups > 1:
+            return self.grouped(call, convolution, steps, weights)
+        matrix = weights.reshape(-1, weights.shape[-1])
+        pairs = self.cpu.bf16_dot and matrix.dtype.name == x.ty.dtype == "bfloat16"
+        steps = (*steps, "patches", *(["pairs"] if pairs else []))
+        if steps not in self.packed:
+            self.store(steps, matrix, pairs)
+        element = self.element[steps]
+        return self.builder_.call_te(
+            lambda x, shape, *parts: implicit_product(convolution, x, shape, functools.partial(element, list(parts))),
+            x,
+            call.ty.shape,
+            *(var for var, _ in self.packed[steps]),
+            primfunc_name_hint="packed_convolution",
+            primfunc_attrs={"op_pattern": OUT_ELEMENTWISE_FUSABLE},
+        )
+
+    def grouped(
+        self, call: relax.Call, convolution: Convolution, steps: tuple[str, ...], weights: np.ndarray
+    ) -> relax.Expr:
+        groups = Groups.of(convolution.groups, weights.shape[-1] // convolution.groups, self.cpu.lanes("float32"))
+        steps = (*steps, "groups")
+        if steps not in self.packed:
+            matrices = groups.matrices(weights)
+            nr = panel_width(matrices[0].shape[1], self.cpu)
+            self.keep(steps, {"packed": np.stack([pack(matrix, nr) for matrix in matrices])})
+        products = self.builder_.call_te(
+            lambda x, shape, panels: grouped_product(convolution, groups, x, shape, panels),
+            call.args[0],
+            call.ty.shape,
+            *(var for var, _ in self.packed[steps]),
+            primfunc_name_hint="packed_convolution",
+            primfunc_attrs={"op_pattern": OUT_ELEMENTWISE_FUSABLE},
+        )
+        return relax.op.reshape(self.builder_.emit(products), call.ty.shape)
+
     def pack(self, steps: tuple[str, ...], matrix: np.ndarray | Quantised, pairs: bool) -> None:
-        """Stores a matrix [K, N] in panels, of pairs of rows if asked for."""
+        """Stores a matrix [K, N], compressed if asked for, in panels."""
         if isinstance(matrix, np.ndarray) and self.scheme is not None:
             matrix = self.compress(matrix)
+        self.store(steps, matrix, pairs)
+
+    def store(self, steps: tuple[str, ...], matrix: np.ndarray | Quantised, pairs: bool) -> None:
+        """Stores a matrix [K, N] in panels, of pairs of rows if asked for."""
         if isinstance(matrix, Quantised) and min(matrix.block[0], matrix.shape[0]) < _MIN_BLOCK:
             matrix = matrix.array()
         nr = panel_width(matrix.shape[1], self.cpu)
@@ -134,6 +191,10 @@ class _Packer(PyExprMutator):
             parts, self.element[steps] = {"packed": pack_pairs(matrix, nr)}, _element_of_pair
         else:
             parts, self.element[steps] = {"packed": pack(matrix, nr)}, _plain_element
+        self.keep(steps, parts)
+
+    def keep(self, steps: tuple[str, ...], parts: Mapping[str, np.ndarray]) -> None:
+        """Makes new parameters of arrays, by what they are of the weight that `steps` names."""
         self.packed[steps] = []
         for part, array in parts.items():
             name = "_".join((*steps, part))

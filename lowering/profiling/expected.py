@@ -16,10 +16,12 @@ from .limits import Limits
 # such as exp counts as one operation and takes about twenty.
 _RATES = {
     ("matmul", "matmul"): 0.9,
+    ("matmul", "windows"): 0.4,
     ("matmul", ""): 0.03,
     ("attention", "attention"): 0.8,
     ("attention", ""): 0.01,
     ("other", "elementwise"): 0.08,
+    ("other", "windows"): 0.08,
     ("other", "reduction"): 0.08,
     ("other", ""): 0.01,
 }

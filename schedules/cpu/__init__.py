@@ -7,5 +7,6 @@ from .attention import attention
 from .elementwise import elementwise
 from .matmul import matmul
 from .reduction import reduction
+from .sliding import windows
 
-RULES: tuple[Rule, ...] = (attention, matmul, elementwise, reduction)
+RULES: tuple[Rule, ...] = (attention, matmul, elementwise, windows, reduction)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from tvm import DataType, ir, tirx
+from tvm.ir import prim
 from tvm.script.ir_builder import tirx as T
 
-from lowering.tensorir.expressions import Expr, is_int, offset, substitute, uses
+from lowering.tensorir.expressions import Expr, is_int, offset, substitute, uses, walk
 from lowering.tensorir.facts import Facts
 
-from .codes import Codes, widened
+from .code_product import accumulate_codes
 from .dot_bf16 import dot, words_of, zip_rows
 from .loops import vector_loop
 from .operands import Operands
@@ -24,7 +27,9 @@ from .vector import LINE, Register, convert, fixed, load, prefetch, splat, store
 class Blocked:
     """The free variables of the offsets below: batch axes as themselves, row m of M, step k, and column c of a panel.
 
-    A step is `together` values of k, one or a pair; each has an offset of its own. Panels have nr columns.
+    A step is `together` values of k, one or a pair; each has an offset of its own. Panels have nr columns. Elements of
+    a row of A are equally far apart, for all steps or within runs of them, such as the places that a row of a
+    convolution's window covers.
     """
 
     def __init__(self, operands: Operands, tiles: PanelTiles) -> None:
@@ -35,9 +40,11 @@ class Blocked:
         product = self.product
         self.a_offsets = self.offsets(product.a, [substitute(index, self.results.point) for index in product.a.indices])
         self.a_step = self.operands.stride(self.a_offsets[0], self.k.var)
+        self.run: int | None = None
         if self.pairs or product.codes is not None:
             self.a_in_place = self.is_dense(self.a_offsets, self.k.var, self.together)
         else:
+            self.choose_runs()
             self.a_in_place = not uses(self.a_step, {self.k.var})
         self.a_in_place &= self.pairs or product.a.ty == "float32"
 
@@ -69,6 +76,31 @@ class Blocked:
                 self.b_in_place = self.is_panel(indices)
                 if self.b_in_place:
                     return
+
+    def choose_runs(self) -> None:
+        """Sets run, the steps of one, and in a_behind how far a step's element of A is behind that of step 0; kc
+        becomes a multiple of run. Nothing where all steps are one run, and where there are none."""
+        a, k, zero = self.product.a, self.k.var, tirx.const(0, "int64")
+        # By index: what is behind a product with a symbolic size does not cancel.
+        steps = [self.results.simplify(index - substitute(index, {k: zero})) for index in a.indices]
+        behind = self.results.simplify(offset(a.source.shape, steps))
+        parts = [node for node in walk(behind) if isinstance(node, prim.FloorDiv | prim.FloorMod) and uses(node.a, {k})]
+        if not parts or not all(isinstance(node.b, tirx.IntImm) for node in parts) or self.uses_rows(behind):
+            return
+        run = math.gcd(*(node.b.value for node in parts))
+        number, within = tirx.Var("number", "int64"), tirx.Var("within", "int64")
+        self.facts.bind(number, 0, self.k.extent)
+        self.facts.bind(within, 0, tirx.const(run, "int64"))
+        in_run = self.results.simplify(substitute(behind, {k: number * run + within}))
+        step = self.operands.stride(in_run, within)
+        if uses(step, {number, within}) or not is_int(self.results.simplify(self.k.extent % run), 0):
+            return
+        run = run if run <= self.kc else max(n for n in range(1, self.kc + 1) if run % n == 0)
+        self.run, self.a_behind, self.a_step = run, behind, step
+        self.kc = max(self.kc // run, 1) * run
+
+    def uses_rows(self, expr: Expr) -> bool:
+        return uses(expr, {self.results.m, *(axis.var for axis in (*self.product.rows, *self.product.batch))})
 
     def set_step(self, pairs: bool) -> None:
         """Steps along k of one value, or of two."""
@@ -211,7 +243,7 @@ class Blocked:
             self.pack_transposed(panel, k0, depth, columns)
             return
 
-        def copy_row(k: Expr, complete: bool) -> None:
+        def copy_row(k: Expr, _: Expr, complete: bool) -> None:
             def copy(c: Expr, lane: Expr) -> None:
                 at = [self.at(position, k=k0 + k, c=c) for position in self.b_offsets]
                 store(panel, self.read(self.operands.b, at, complete), k * self.nr + c)
@@ -242,14 +274,31 @@ class Blocked:
                 for i, start in enumerate(starts):
                     store(panel, read(memory, start + k), k * nr + v * lanes + i)
 
-    def steps(self, k0: Expr, depth: Expr, body: Callable[[Expr, bool], None]) -> None:
-        """body(k, whether step k0 + k is complete) for k < depth. The last pair of an odd number of values is not."""
+    def steps(self, k0: Expr, depth: Expr, body: Callable[[Expr, Expr, bool], None]) -> None:
+        """body(k, how far A's element is behind `first_of_row`, whether step k0 + k is complete) for k < depth. The
+        last pair of an odd number of values is not."""
+        if self.run is not None:
+            with self.runs(k0, depth) as (first, behind), T.serial(self.run) as n:
+                body(first + n, behind + n * self.a_step, True)
+            return
         whole = depth if self.is_whole else fixed(tirx.min(depth, self.whole - k0))
         with T.serial(whole) as k:
-            body(k, True)
+            body(k, k * self.a_step, True)
         if not self.is_whole:
             with T.If(whole < depth), T.Then():
-                body(whole, False)
+                body(whole, whole * self.a_step, False)
+
+    @contextmanager
+    def runs(self, k0: Expr, depth: Expr) -> Iterator[tuple[Expr, Expr]]:
+        """Of each run of a block of steps the first step, and how far A's element is behind `first_of_row`."""
+        assert self.run is not None
+        with T.serial(depth // self.run) as number:
+            first = fixed(number * self.run)
+            yield first, fixed(self.at(self.a_behind, k=k0 + first))
+
+    def first_of_row(self, row: Expr, k0: Expr) -> Expr:
+        """Where the elements of A's row begin that a block of steps needs; those of all steps, where there are runs."""
+        return fixed(self.at(self.a_offsets[0], m=row, k=k0 if self.run is None else tirx.const(0, "int64")))
 
     def read(self, memory: tirx.Buffer, at: list[Expr], complete: bool) -> Expr:
         """The element or the word of a step whose elements lie there."""
@@ -277,15 +326,16 @@ class Blocked:
         p = self.product
         vectors = range(0, self.nr, self.lanes)
         a = self.operands.a
-        starts, step = [fixed(self.at(self.a_offsets[0], m=row + i, k=k0)) for i in range(height)], self.a_step
-        if strip is not None:
+        if strip is None:
+            starts = [self.first_of_row(row + i, k0) for i in range(height)]
+        else:
             self.fill(strip, height, row, k0, depth)
-            a, starts, step = strip, [i * self.kc for i in range(height)], 1
+            a, starts = strip, [tirx.const(i * self.kc, "int64") for i in range(height)]
         zero = splat(0.0, self.lanes, "float32")
         if p.codes is not None:
             with T.If(k0 == 0), T.Then(), T.serial(height * (self.nr // self.lanes)) as v:
                 store(tile, zero, place * self.nr + v * self.lanes)
-            self.accumulate_codes(p.codes, a, starts, place, k0, depth, tile)
+            accumulate_codes(self, p.codes, a, starts, place, k0, depth, tile)
             return
         c = [[Register(zero) for _ in vectors] for _ in range(height)]
         with T.If(k0 > 0), T.Then():
@@ -293,12 +343,12 @@ class Blocked:
                 for v, accumulator in zip(vectors, c[i]):
                     accumulator.value = load(tile, self.lanes, (place + i) * self.nr + v)
 
-        def add(k: Expr, complete: bool) -> None:
+        def add(k: Expr, behind: Expr, complete: bool) -> None:
             if ask is not None:
                 ask(k)
             b = [self.b_vector(panel, k0, k, v) for v in vectors]
             for i in range(height):
-                at = starts[i] + k * step
+                at = starts[i] + (behind if strip is None else k)
                 if strip is not None or not self.pairs:
                     a_ik = a[at]
                 else:
@@ -326,6 +376,19 @@ class Blocked:
         """strip[i, k] = step k0 + k of row first + i of A."""
         whole = depth if self.is_whole else fixed(tirx.min(depth, self.whole - k0))
 
+        def fill_runs(i: int) -> None:
+            start = self.first_of_row(first + i, k0)
+            with self.runs(k0, depth) as (k, behind):
+                vector_loop(
+                    tirx.const(self.run, "int64"),
+                    self.lanes,
+                    lambda width: (
+                        lambda n, lane: store(
+                            strip, read(self.operands.a, start + behind + n * self.a_step), i * self.kc + k + n
+                        )
+                    ),
+                )
+
         def fill_row(i: int) -> None:
             def copy(k: Expr, complete: bool) -> None:
                 at = [self.at(position, m=first + i, k=k0 + k) for position in self.a_offsets]
@@ -337,62 +400,4 @@ class Blocked:
                     copy(whole, False)
 
         for i in range(height):
-            fill_row(i)
-
-    def accumulate_codes(
-        self, codes: Codes, a: tirx.Buffer, starts: list[Expr], row: Expr, k0: Expr, depth: Expr, tile: tirx.Buffer
-    ) -> None:
-        """The same for a matrix of codes: tile[row + i, c] += scale * (sum of A times code - zero) for each block."""
-        cpu = self.cpu
-        vectors, group = range(0, self.nr, self.lanes), codes.group
-        panel = self.values[self.results.panel]
-        stored, blocks = codes.load.source.shape[1], codes.scale.source.shape[1]
-        memory = self.operands.memory
-        whole = codes.block or self.kc  # the length of a block
-
-        waiting = len(starts) <= self.tiles.waiting_rows
-
-        def block(start: Expr, length: int) -> None:
-            """The block from k0 + start on."""
-            place = fixed((panel * blocks + ((k0 + start) // codes.block if codes.block else 0)) * self.nr)
-            if codes.block and waiting:
-                _ask(memory[codes.scale.source], place, self.nr, self.tiles.ahead // 4)
-            zeros = [
-                T.bind(widened(memory[codes.zero.source], self.lanes, place + v, cpu))
-                if codes.zero is not None
-                else None
-                for v in vectors
-            ]
-            c = [[Register(splat(0.0, self.lanes, "float32")) for _ in vectors] for _ in starts]
-
-            with T.serial((length + group - 1) // group) as g:
-                first = fixed((panel * stored + (k0 + start) // group + g) * self.nr)
-                if waiting:
-                    _ask(self.operands.b, first, self.nr, self.tiles.ahead)
-                b = [Register(load(self.operands.b, self.lanes, first + v)) for v in vectors]
-                with T.serial(group if length % group == 0 else tirx.min(group, length - g * group)) as k:
-                    for n, zero in enumerate(zeros):
-                        code = codes.next(b[n], cpu)
-                        b_v = fixed(code if zero is None else code - zero)
-                        for row_start, accumulators in zip(starts, c):
-                            a_ik = splat(a[row_start + start + g * group + k], self.lanes, "float32")
-                            accumulators[n].value += a_ik * b_v
-            for n, v in enumerate(vectors):
-                scale = T.bind(widened(memory[codes.scale.source], self.lanes, place + v, cpu))
-                for i, accumulators in enumerate(c):
-                    at = (row + i) * self.nr + v
-                    store(tile, load(tile, self.lanes, at) + scale * accumulators[n].value, at)
-
-        with T.serial(depth // whole) as n:
-            block(n * whole, whole)
-        rest = self.product.k.extent.value % whole
-        if rest:
-            with T.If(depth % whole != 0), T.Then():
-                block(depth - rest, rest)
-
-
-def _ask(buffer: tirx.Buffer, start: Expr, elements: int, ahead: int) -> None:
-    """Prefetches a row of a panel, so many bytes ahead. Processors do so themselves, up to the end of a page."""
-    size = DataType(buffer.dtype).itemsize
-    for line in range(0, elements * size, LINE):
-        prefetch(buffer, start + (ahead + line) // size, level=1)
+            fill_row(i) if self.run is None else fill_runs(i)

@@ -88,7 +88,7 @@ def plan(func: tirx.PrimFunc, target: tvm.target.Target, tiles: PanelTiles | Non
     if len(_every(kernels)) > 1:
         return kernels if _in_one_pass(kernels) else None
     first = kernels[0][0]
-    return kernels if first.b_in_place or not is_thin(first.operands) else None
+    return kernels if first.b_in_place or not _is_linear(first.operands) or not is_thin(first.operands) else None
 
 
 def _emit(func: tirx.PrimFunc, kernels: Plan, thin: ThinTiles) -> tirx.PrimFunc:
@@ -97,9 +97,14 @@ def _emit(func: tirx.PrimFunc, kernels: Plan, thin: ThinTiles) -> tirx.PrimFunc:
         memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, func.params)}
         for b in _every(kernels):
             b.operands.open(memory)
-        special = [] if kernels[0][0].b_in_place else thin_kernels(operands, thin)
+        special = [] if kernels[0][0].b_in_place or not _is_linear(operands) else thin_kernels(operands, thin)
         _first_possible(operands.results, special, lambda: _blocked(kernels))
     return func.with_body(builder.get().body)
+
+
+def _is_linear(operands: Operands) -> bool:
+    """Whether rows of A lie in memory as one, not as patches do."""
+    return operands.is_linear(operands.a_offset, operands.k)
 
 
 def _every(kernels: Plan) -> list[Blocked]:

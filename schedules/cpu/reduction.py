@@ -6,13 +6,13 @@ next: what is one number per row stays in a register, what is an element of the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import tvm
-from tvm import ir, tirx
-from tvm.ir import prim
+from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
@@ -22,9 +22,11 @@ from lowering.tensorir.facts import Facts
 
 from ..tiles import Space
 from ..variant import Variant
+from .cycles import LATENCY
 from .elementwise import expensive_outputs, recomputed, scratch_type
 from .half_precision import is_half
 from .loops import LoopTiles, nest, split_rows, volume
+from .reducers import Combine, read_term
 from .shared_axes import runs_across, several, shared_rank
 from .stages import Axis, Stage, read_stages
 from .sweep import Piece, plan_sweep
@@ -33,15 +35,6 @@ from .vector import Machine, Register, convert, fixed, machine, reduce_lanes, sp
 
 # Operations per element of a stage that calls functions or divides.
 _COSTLY = 8
-
-Combine = Callable[[Expr, Expr], Expr]
-
-_COMBINE: dict[type, Combine] = {
-    prim.Add: lambda a, b: a + b,
-    prim.Mul: lambda a, b: a * b,
-    prim.Max: tirx.max,
-    prim.Min: tirx.min,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +51,10 @@ class ReductionTiles(LoopTiles):
     def rules(self, problem: Any, machine: Machine) -> dict[str, bool]:
         fits = 1 <= self.accumulators <= machine.registers // 2
         return super().rules(problem, machine) | {f"accumulators = {self.accumulators} must fit the registers": fits}
+
+    def estimate(self, problem: Any, machine: Machine) -> float:
+        """Sums that wait for one another."""
+        return math.log(max(LATENCY / 2 / self.accumulators, 1.0))
 
 
 def reduction(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
@@ -125,7 +122,7 @@ class _Kernel:
         rows = {}
         for stage in self.kept:
             output, half = stage.output, is_half(stage.output.dtype)
-            in_memory = several(stage, self.rank) or (stage.reduce and _term(stage) is None)
+            in_memory = several(stage, self.rank) or (stage.reduce and read_term(stage) is None)
             if in_memory and (output not in self.outputs or (half and stage.reduce)):
                 size = volume(stage.axes[self.rank :])
                 rows[output] = T.alloc_buffer((size,), scratch_type(output))
@@ -140,7 +137,7 @@ class _Kernel:
         for axis, index in zip(self.kept[0].axes, point):
             self.facts.bind(index, 0, axis.extent)
         for stage in self.kept:
-            term = _term(stage)
+            term = read_term(stage)
             if several(stage, self.rank) or (stage.reduce and term is None):
                 (self.accumulate if stage.reduce else self.map)(stage)
             elif term is None:
@@ -271,21 +268,6 @@ def _fold(
     write = inside(1)
     with T.serial(count) as i:
         into(result, write(piece.low + start + i, _ZERO)[0], _ZERO)
-
-
-def _term(stage: Stage) -> tuple[Combine, Expr] | None:
-    """combine and term of a reduction that computes combine(output, term); None for other stages."""
-    combine = _COMBINE.get(type(stage.value))
-    if not stage.reduce or combine is None:
-        return None
-
-    def reads_output(expr: Expr) -> bool:
-        return any(node.source.same_as(stage.output) for node in loads(expr))
-
-    for total, term in ((stage.value.a, stage.value.b), (stage.value.b, stage.value.a)):
-        if isinstance(total, ir.TensorLoad) and reads_output(total) and not reads_output(term):
-            return combine, term
-    return None
 
 
 def _readers(stage: Stage, stages: list[Stage]) -> int:

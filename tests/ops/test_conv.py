@@ -95,21 +95,51 @@ def test_max_pool_ignores_padding() -> None:
     case.check()
 
 
-def test_constant_weights_can_be_packed() -> None:
-    """A convolution without groups is a product with a weight matrix on the right."""
-    from lowering.graph.model import load_model
-    from lowering.importing.importer import import_model
+def test_rules() -> None:
+    """Convolutions are products with packed weights where groups have several channels; else sums over windows."""
+    shapes = {"dense": (16, 8, 3, 3), "one": (16, 8, 1, 1), "groups": (16, 2, 3, 3), "depthwise": (8, 1, 5, 5)}
+    rules = {"dense": "matmul", "one": "matmul", "groups": "matmul", "depthwise": "windows"}
+    for name, shape in shapes.items():
+        weight, x = RNG.standard_normal(shape).astype("float32"), RNG.standard_normal((2, 8, 9, 7)).astype("float32")
+        how: dict[str, Any] = {"group": 8 // shape[1], "pads": [shape[2] // 2] * 4}
+        node = helper.make_node("Conv", ["x", "w"], ["y"], **how)
+        proto = model(
+            [node], [value_info("x", "float32", ("n", 8, "h", "w"))], [value_info("y", "float32", "abcd")], 20
+        )
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(weight, "w"))
+        compiled = lowering.compile(proto)
+        assert rules[name] in {kernel.schedule for kernel in compiled.manifest.kernels}, name
+        expected = reference("Conv", [x, weight], **how)
+        np.testing.assert_allclose(compiled.run({"x": x})["y"], expected, rtol=2e-5, atol=2e-5)
 
-    proto = onnx.parser.parse_model(
-        '<ir_version: 10, opset_import: ["" : 20]> g (float[N, 3, H, W] x) => (float[N, 16, A, B] y) '
-        "{ y = Conv<strides=[4, 4]>(x, w) }"
-    )
-    weight = RNG.standard_normal((16, 3, 4, 4)).astype("float32")
-    proto.graph.initializer.append(onnx.numpy_helper.from_array(weight, "w"))
-    result = import_model(load_model(proto))
-    script = result.module["main"].script(show_meta=False)
-    assert "R.permute_dims(weight_0" in script and "R.matmul(" in script
-    assert [w.shape for w in result.weights.values()] == [(16, 48)]
+
+@pytest.mark.parametrize("channels", (1, 3, 16, 24, 37))
+def test_windows(channels: int) -> None:
+    """Every border: windows larger than the data, holes in them, places at their ends, NaN and infinity in pools."""
+    case = Expectations()
+    sizes = ((9, 3, 1, 1, 1), (13, 5, 2, 1, 2), (4, 3, 1, 3, 3), (2, 5, 1, 1, 2), (66, 3, 1, 1, 0))
+    for size, kernel, stride, dilation, pad in sizes:
+        x = RNG.standard_normal((2, channels, 5, size)).astype("float32")
+        dims = [("n", channels, "h", "w"), None]
+        how: dict[str, Any] = {"strides": [stride] * 2, "dilations": [dilation] * 2, "pads": [pad] * 4}
+        if channels > 1 and (size > 2 or pad):
+            w = RNG.standard_normal((channels, 1, min(kernel, 5), kernel)).astype("float32") / kernel**2
+            expected = reference("Conv", [x, w], group=channels, **how).astype("float32")
+            case.expect("Conv", [x, w], expected, dims=dims, group=channels, **how)
+        if pad < kernel:
+            x = x.copy()
+            x[0, 0, 2, 1], x[1, 0, 0, 0], x[1, -1] = np.nan, np.inf, -np.inf
+            how["kernel_shape"] = [kernel] * 2
+            case.expect("MaxPool", [x], _largest(x, kernel, stride, dilation, pad), dims=dims[:1], **how)
+    case.check()
+
+
+def _largest(x: np.ndarray, kernel: int, stride: int, dilation: int, pad: int) -> np.ndarray:
+    """MaxPool, NaN where a window holds one."""
+    padded = np.pad(x, [(0, 0)] * 2 + [(pad, pad)] * 2, constant_values=-np.inf)
+    reach = dilation * (kernel - 1) + 1
+    found = np.lib.stride_tricks.sliding_window_view(padded, (reach, reach), axis=(2, 3))
+    return found[:, :, ::stride, ::stride, ::dilation, ::dilation].max(axis=(4, 5))
 
 
 def test_refusals() -> None:

@@ -1,0 +1,191 @@
+"""Reading windows that slide over channels-last data: which elements they have, and which of them are in the data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tvm import ir, tirx
+from tvm.ir import prim
+from tvm.sym import Analyzer
+
+from lowering.tensorir.expressions import Expr, is_int, loads, rewrite, substitute, uses, walk
+
+from .elementwise import expensive_outputs
+from .reducers import Combine, read_term
+from .stages import Axis, Stage
+
+_MOST_ELEMENTS = 1024  # of a window; larger ones are reductions
+_IF_THEN_ELSE = ir.Op.get("prim.if_then_else")
+
+
+@dataclass(frozen=True)
+class Guard:
+    """Where an element of a window is in the data: slope * place + step * k + rest >= 0, of one axis and one k."""
+
+    axis: Axis
+    k: Axis
+    slope: int
+    step: int
+    rest: Expr
+
+    def range_of_places(self) -> tuple[Expr | None, Expr | None]:
+        """Places [low, high) whose windows are inside with all of their elements; None for no bound."""
+        worst = self.rest + (min(self.step * (self.k.extent.value - 1), 0))
+        if self.slope > 0:
+            return _ceil_div(-worst, self.slope), None
+        return None, worst // -self.slope + 1
+
+    def range_of_k(self, place: Expr) -> tuple[Expr | None, Expr | None]:
+        """Elements [low, high) that are inside at a place."""
+        at = self.rest + place * self.slope
+        return (_ceil_div(-at, self.step), None) if self.step > 0 else (None, at // -self.step + 1)
+
+
+@dataclass(frozen=True)
+class Windows:
+    """A stage over windows: axes are [N, ..., places, channels], `combine` of `term` over the elements.
+
+    The guards' comparisons are no part of the term.
+    """
+
+    stage: Stage
+    combine: Combine
+    term: Expr
+    guards: tuple[Guard, ...]
+    outputs: tuple[tirx.Buffer, ...]
+
+    @property
+    def places(self) -> Axis:
+        return self.stage.axes[-2]
+
+    @property
+    def channels(self) -> Axis:
+        return self.stage.axes[-1]
+
+
+def read_windows(stages: list[Stage], parameters: set[tirx.Buffer]) -> Windows | None:
+    """The one reduction among the stages, if it is over windows and all others are element by element behind it."""
+    reductions = [stage for stage in stages if stage.reduce]
+    if len(reductions) != 1 or len(reductions[0].axes) < 3:
+        return None
+    (stage,) = reductions
+    reduced = read_term(stage)
+    if reduced is None or not all(isinstance(axis.extent, tirx.IntImm) for axis in stage.reduce):
+        return None
+    combine, term = reduced
+    channel, ks = stage.axes[-1], {axis.var for axis in stage.reduce}
+    if is_int(channel.extent, 1) or math.prod(axis.extent.value for axis in stage.reduce) > _MOST_ELEMENTS:
+        return None
+    slides = False
+    for load in loads(term):
+        *before, last = load.indices
+        if load.source not in parameters or any(uses(index, {channel.var}) for index in before):
+            return None
+        if not last.same_as(channel.var) and uses(last, {channel.var, *ks}):
+            return None
+        slides |= any(uses(index, {axis.var for axis in stage.axes}) and uses(index, ks) for index in before)
+    guards = _read_guards(stage, term)
+    if not slides or guards is None:
+        return None
+    found, inside = guards
+    made, outputs = {stage.output}, [stage.output] if stage.output in parameters else []
+    for other in stages:
+        if other is stage:
+            continue
+        own = [load for load in loads(other.value) if load.source in made]
+        if not all(all(map(prim.expr_deep_equal, load.indices, other.indices)) for load in own):
+            return None
+        if own:
+            made.add(other.output)
+        if (own or other.output in parameters) and not _same_axes(other, stage):
+            return None
+        outputs += [other.output] if other.output in parameters else []
+    if not outputs or expensive_outputs([s for s in stages if s.output in {load.source for load in loads(term)}]):
+        return None
+    return Windows(stage, combine, inside, tuple(found), tuple(outputs))
+
+
+def _same_axes(a: Stage, b: Stage) -> bool:
+    return len(a.axes) == len(b.axes) and all(prim.expr_deep_equal(x.extent, y.extent) for x, y in zip(a.axes, b.axes))
+
+
+def _read_guards(stage: Stage, term: Expr) -> tuple[list[Guard], Expr] | None:
+    """The guards, and the term without them; None where it is not the identity wherever one of them fails."""
+    yes, no = tirx.const(1, "bool"), tirx.const(0, "bool")
+    spatial = {axis.var for axis in stage.axes}
+    comparisons = [
+        node
+        for node in walk(term)
+        if isinstance(node, prim.LT | prim.LE | prim.GT | prim.GE) and node.a.ty == "int64" and uses(node, spatial)
+    ]
+    guards = []
+    for node in comparisons:
+        guard = _read_guard(stage, node)
+        if guard is None:
+            return None
+        guards.append(guard)
+
+    def known(truth: Callable[[Expr], Expr]) -> Expr:
+        return rewrite(term, lambda node: truth(node) if any(node.same_as(c) for c in comparisons) else None)
+
+    for comparison in comparisons:
+        if not _is_identity(known(lambda node, c=comparison: no if node.same_as(c) else yes), stage):  # type: ignore[misc]
+            return None
+    return guards, _chosen(known(lambda _: yes)) if comparisons else term
+
+
+def _chosen(expr: Expr) -> Expr:
+    """The expression without conditions that are known."""
+
+    def choose(node: Expr) -> Expr | None:
+        if isinstance(node, prim.Select):
+            condition, yes, no = node.condition, node.true_value, node.false_value
+        elif isinstance(node, ir.Call) and node.op.same_as(_IF_THEN_ELSE):
+            condition, yes, no = node.args
+        else:
+            return None
+        condition = Analyzer().simplify(condition)
+        return _chosen(yes if condition.value else no) if isinstance(condition, tirx.IntImm) else None
+
+    return rewrite(expr, choose)
+
+
+def _is_identity(term: Expr, stage: Stage) -> bool:
+    """Whether a term whose conditions are known changes nothing: it is what the reduction begins with, or 0 times
+    something, which is added."""
+    term, initial = _chosen(term), stage.init
+    while isinstance(term, prim.Cast):
+        term = term.value
+    if isinstance(term, prim.Mul) and isinstance(stage.value, prim.Add):
+        return _is_identity(term.a, stage) or _is_identity(term.b, stage)
+    while isinstance(initial, prim.Cast):
+        initial = initial.value
+    known = (prim.FloatImm, prim.IntImm)
+    return isinstance(term, known) and isinstance(initial, known) and term.value == initial.value
+
+
+def _read_guard(stage: Stage, node: Expr) -> Guard | None:
+    simplify = Analyzer().simplify
+    inside = {
+        prim.GE: lambda a, b: a - b,
+        prim.GT: lambda a, b: a - b - 1,
+        prim.LE: lambda a, b: b - a,
+        prim.LT: lambda a, b: b - a - 1,
+    }[type(node)](node.a, node.b)
+    axes = [axis for axis in stage.axes if uses(inside, {axis.var})]
+    ks = [axis for axis in stage.reduce if uses(inside, {axis.var})]
+    if len(axes) != 1 or len(ks) > 1:
+        return None
+    axis, k = axes[0], ks[0] if ks else stage.reduce[0]
+    slope, step = (simplify(substitute(inside, {a.var: a.var + 1}) - inside) for a in (axis, k))
+    zero = tirx.const(0, "int64")
+    rest = simplify(substitute(inside, {axis.var: zero, k.var: zero}))
+    if not isinstance(slope, tirx.IntImm) or not isinstance(step, tirx.IntImm) or not slope.value or not step.value:
+        return None
+    return Guard(axis, k, slope.value, step.value, rest)
+
+
+def _ceil_div(a: Expr, b: int) -> Expr:
+    return (a + (b - 1)) // b
