@@ -78,7 +78,17 @@ def _is_misread(node: ir.Node, inputs: Sequence[np.ndarray | None]) -> bool:
         case "Flatten":
             axis, rank = node.attributes.get_int("axis", 1), given[0].ndim
             return not -rank <= axis <= rank
+        case "Gelu":
+            return node.attributes.get_string("approximate", "none") not in ("none", "tanh")
+        case "Gather":  # of nothing it takes anything
+            data, axis = given[0], node.attributes.get_int("axis", 0)
+            legal = -data.ndim <= axis < data.ndim
+            return data.size == 0 and (not legal or _reaches_beyond(given[1], data.shape[axis]))
     return False
+
+
+def _reaches_beyond(indices: np.ndarray, size: int) -> bool:
+    return bool(((indices < -size) | (indices >= size)).any())
 
 
 def _budget(feeds: Mapping[str, np.ndarray]) -> int:

@@ -119,6 +119,8 @@ def normalisation(d: Draw, op: str) -> Attack:
 
     def rule(x: np.ndarray, *rest: np.ndarray) -> Answer:
         other, vectors = (rest[0], rest[1:]) if skip else (None, rest)
+        if not skip and vectors[0].shape == (1,) != x.shape[-1:]:
+            raise Unspecified("one number, where RMSNormalization broadcasts")
         require(all(v.shape == x.shape[-1:] for v in vectors), "a vector of another length")
         if other is not None and other.shape != x.shape:
             require(other.shape[-2:] == x.shape[-2:] and other.shape[0] == 1, f"skip {other.shape}")

@@ -182,10 +182,11 @@ def quantised(d: Draw, op: str) -> Attack:
         return [data, scale, *([d.array(kind, scales)] if zero else [])]
 
     def rule(x: np.ndarray, scale: np.ndarray, point: np.ndarray | None = None) -> Answer:
+        one_of_several = scale.shape == (1,) and x.shape[axis % x.ndim] != 1
+        if form == "axis" and (one_of_several or (scale.shape == (1,) and not -x.ndim <= axis < x.ndim)):
+            raise Unspecified("one scale in a vector, which many take for that of the tensor, without an axis")
         a = axis_of(axis, x.ndim) if form != "tensor" else 0
         require(point is None or point.shape == scale.shape, "zero points of another shape than the scales")
-        if form == "axis" and scale.shape == (1,) != (x.shape[a],):
-            raise Unspecified("one scale in a vector, which many take for that of the tensor")
         if form == "axis":
             require(scale.shape == (x.shape[a],), f"scales {scale.shape}")
         if form == "blocks":
