@@ -45,14 +45,22 @@ def _show(database: Path) -> None:
     for name in dict.fromkeys(summary.architecture for summary in summaries):
         table = Table(title=name, title_justify="left")
         table.add_column("arguments", overflow="fold")
-        for heading in ("trials", "default", "fastest", "settled", "gain"):
+        for heading in ("trials", "default", "fastest", "settled", "gain", "estimate"):
             table.add_column(heading, justify="right")
         table.add_column("failed")
         for s in (s for s in summaries if s.architecture == name):
             settled = "-" if s.settled is None else time_of(s.settled)
             gain = "-" if s.settled is None else f"{s.default / s.settled:.2f}x"
             shapes = " ".join("x".join(map(str, a)) if isinstance(a, tuple) else str(a) for a in s.shapes)
+            estimate = "-" if s.estimate is None else f"{s.estimate:.2f}"
             table.add_row(
-                shapes, str(s.trials), time_of(s.default), time_of(s.fastest), settled, gain, causes(s.failures)
+                shapes,
+                str(s.trials),
+                time_of(s.default),
+                time_of(s.fastest),
+                settled,
+                gain,
+                estimate,
+                causes(s.failures),
             )
         console.print(table)

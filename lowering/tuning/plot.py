@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from .database import Trial, journal
+from .ranks import rank_correlation
 from .upkeep import parts
 
 _LEAST = 4  # trials of a task that is drawn
@@ -53,13 +54,6 @@ def best_so_far(trials: Sequence[Trial]) -> list[float]:
         now = 1.0 if trial.seconds is None else trial.seconds / first
         found.append(min([now, *found[-1:]]))
     return found
-
-
-def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
-    """Spearman's: 1 where both orders are the same, 0 where they have nothing to do with each other."""
-    ranks = np.array([np.argsort(np.argsort(x)) for x in (a, b)], np.float64)
-    with np.errstate(invalid="ignore"):
-        return float(np.asarray(np.corrcoef(ranks))[0, 1])
 
 
 def _by_task(trials: Sequence[Trial]) -> list[list[Trial]]:

@@ -12,13 +12,17 @@ import tvm
 from tvm.s_tir import meta_schedule as ms
 
 from .database import ARCHITECTURE, BEST, TRIALS, DatabaseError, Trial, identity, journal, opened, write_journal
+from .ranks import of_the_estimate
 from .space import recorded
 from .task import has_kernel, shapes_of
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A task of a database: the shapes of its arguments, and seconds of its default, fastest trial, and what won."""
+    """A task of a database: the shapes of its arguments, and seconds of its default, fastest trial, and what won.
+
+    estimate is the rank correlation of the analytic estimate with what was measured (ranks.py).
+    """
 
     architecture: str
     task: str
@@ -28,6 +32,7 @@ class Summary:
     default: float
     fastest: float
     settled: float | None
+    estimate: float | None
 
 
 def show(folder: Path) -> list[Summary]:
@@ -108,13 +113,15 @@ def _summaries(part: Path) -> list[Summary]:
             first.setdefault(trial.task, trial.seconds)
     found = []
     for workload in _workloads(trials):
-        times = [_seconds(record) for record in _of(trials, workload.mod)]
+        records = _of(trials, workload.mod)
+        times = [_seconds(record) for record in records]
         name = identity(workload.mod)
         won = [_seconds(record) for record in _of(best, workload.mod)]
         shapes = shapes_of(workload.mod) if has_kernel(workload.mod) else ()
         causes = dict(failures.get(name, {}))
         default = first.get(name, max(times))
-        found.append(Summary(part.name, name, shapes, len(times), causes, default, min(times), min(won, default=None)))
+        settled, estimate = min(won, default=None), of_the_estimate(records)
+        found.append(Summary(part.name, name, shapes, len(times), causes, default, min(times), settled, estimate))
     return sorted(found, key=lambda s: -s.default)
 
 

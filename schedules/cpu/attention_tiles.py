@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from tvm import DataType
@@ -9,7 +10,12 @@ from tvm import DataType
 from lowering.attention.problem import AttentionProblem
 
 from ..tiles import Space, Tiles
+from .cycles import L1, L2, L2_LINE, LATENCY, TYPICAL, overflow, register_tile, waste
 from .vector import Machine, cover
+
+_SOFTMAX = 20  # vector operations for a pair: exp, maximum, sum
+_STREAM = 4  # cycles for a vector from memory
+_TILE = 100  # cycles until a tile's loops run
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,24 @@ class PrefillTiles(Tiles):
             tile = f"the {name} register tile {rows} x {vectors}"
             rules[f"{tile} does not fit {cpu.registers} registers"] = _fits(rows, vectors, cpu)
         return rules
+
+    def estimate(self, problem: AttentionProblem, cpu: Machine) -> float:
+        """Of a pair of a query row and a key: both products in their register tiles, the softmax, the share of what a
+        tile of keys costs each row; and what tiles at the edges, and under a causal diagonal, compute for nothing."""
+        lanes = cpu.lanes(problem.acc_dtype)
+        vectors = -(-problem.v_head_dim // lanes)
+        width = min(self.pv_vectors, vectors)
+        scores = problem.head_dim * register_tile(self.qk_keys, self.qk_vectors) / (self.qk_keys * self.qk_vectors)
+        sums = vectors * lanes * register_tile(self.pv_rows, width) / (self.pv_rows * width)
+        rescaled = 2 * vectors * lanes / self.kv
+        softmax = _SOFTMAX * max(LATENCY / 2 / self.chains, 1.0)
+        unpacked = L2_LINE * (problem.head_dim + problem.v_head_dim) / self.q
+        tiles = 4 * (self.q * self.kv + self.kv * (problem.head_dim + problem.v_head_dim) + self.q * problem.v_head_dim)
+        spilled = L2_LINE * (problem.head_dim + problem.v_head_dim) / self.q * lanes / 4 * overflow(tiles, L2)
+        rows, keys = problem.q_len or TYPICAL * 8, problem.kv_len or TYPICAL * 8
+        edges = waste(rows * problem.group, self.q) * waste(keys, self.kv)
+        diagonal = 1 + (self.q / problem.group + self.kv) / keys if problem.causal else 1.0
+        return math.log((scores + sums + rescaled + softmax + unpacked + spilled) * edges * diagonal)
 
     @classmethod
     def default(cls, problem: AttentionProblem, cpu: Machine) -> PrefillTiles:
@@ -132,6 +156,22 @@ class DecodeTiles(Tiles):
                 min(self.q_len, self.split, self.max_splits, self.ahead) > 0
             ),
         }
+
+    def estimate(self, problem: AttentionProblem, cpu: Machine) -> float:
+        """Of a key: reading it, the register tile of P V for its rows, its share of what a tile and a split cost."""
+        lanes = cpu.lanes(problem.acc_dtype)
+        vectors, rows = -(-problem.v_head_dim // lanes), problem.group * (problem.q_len or 1)
+        width, height = min(self.pv_vectors, vectors), min(self.pv_rows, rows)
+        read = _STREAM * (problem.head_dim + problem.v_head_dim) / lanes
+        sums = vectors * rows * register_tile(height, width) / (height * width)
+        scores = rows * problem.head_dim / lanes
+        row = 4 * (problem.head_dim + problem.v_head_dim)
+        reread = L2_LINE * problem.v_head_dim * 4 / 64 * overflow(self.kv * row, L1)
+        tile = (_TILE + rows * vectors) / self.kv
+        keys = problem.kv_len or TYPICAL * 16
+        parts = max(min(-(-keys // self.split), self.max_splits), 1)
+        merged = parts * (_TILE + rows * vectors * 2) / keys if parts > 1 else 0.0
+        return math.log(max(read, scores + sums) + reread + tile + merged)
 
     @classmethod
     def default(cls, problem: AttentionProblem, cpu: Machine) -> DecodeTiles:

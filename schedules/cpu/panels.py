@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tvm import tirx
 
+from lowering.tensorir.expressions import Expr
+
 from ..tiles import Space
-from .loops import LoopTiles
+from .cycles import L1, L2, L2_LINE, TYPICAL, overflow, register_tile
+from .loops import LoopTiles, volume
 from .product import Group
 from .vector import Machine
 
@@ -72,6 +76,29 @@ class PanelTiles(LoopTiles):
             f"{needed} registers are more than {registers}": needed <= registers,
         }
 
+    def estimate(self, problem: Sequence[Group], machine: Machine) -> float:
+        """Steps of the register tiles of all strips, the panel from the second-level cache where the first does not
+        hold it, and tiles that wait for another block of k."""
+        total, lanes = 0.0, machine.lanes("float32")
+        for group in problem:
+            for product in group.products:
+                rows, columns, depth = (_known(n) for n in (volume(product.rows), product.j.extent, product.k.extent))
+                strips = max(-(-rows // self.mr), 1)
+                panels = -(-columns // (self.vectors * lanes))
+                step = register_tile(rows / strips, self.vectors)
+                block = min(self.kc, depth)
+                panel = 4 * block * self.vectors * lanes
+                step += L2_LINE * self.vectors * overflow(panel + 4 * block * self.mr, L1)
+                blocks = -(-depth // block) if block else 0
+                again = 2 * min(self.mr, rows) * self.vectors * (blocks - 1)
+                rereads = L2_LINE * panel / 64 * blocks * overflow(panel + 4 * self.mc * block, L2)
+                total += panels * (strips * (depth * step + again) + -(-rows // self.mc) * rereads)
+        return math.log(max(total, 1.0))
+
+
+def _known(size: Expr) -> int:
+    return size.value if isinstance(size, tirx.IntImm) else TYPICAL
+
 
 def panel_width(columns: int | None, cpu: Machine) -> int:
     """nr for a product with so many columns (None: not known): that of the least work, and the widest among those.
@@ -82,8 +109,8 @@ def panel_width(columns: int | None, cpu: Machine) -> int:
     if columns is None:
         return _widest(cpu) * lanes
 
-    def work(v: int) -> int:
-        return -(-columns // (v * lanes)) * max(mr * v, mr + v, 8)
+    def work(v: int) -> float:
+        return -(-columns // (v * lanes)) * register_tile(mr, v)
 
     return min(range(_widest(cpu), 0, -1), key=work) * lanes
 
