@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .runtime import load as load
     from .tools.checking import check as check
     from .tools.verification import verify as verify
+    from .tuning.batches import file_results as file_results
     from .tuning.tune import Tuning as Tuning
     from .tuning.tune import tune as tune
 
@@ -39,6 +40,7 @@ _HOME = {
     "Profile": "profiling.benchmark",
     "tune": "tuning.tune",
     "Tuning": "tuning.tune",
+    "file_results": "tuning.batches",
     "check": "tools.checking",
     "verify": "tools.verification",
     "LoweringError": "errors",

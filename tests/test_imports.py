@@ -40,7 +40,8 @@ RULES = {
         },
         False,
     ),
-    "lowering/measuring": ({"lowering.measuring", "lowering.runtime", "lowering.records"}, False),
+    "lowering/measuring": ({"lowering.measuring", "lowering.runtime", "lowering.records", "lowering.errors"}, False),
+    "lowering/fleet": ({"lowering.fleet", "lowering.measuring", "lowering.runtime", "lowering.errors"}, True),
     "lowering/attention": ({"lowering.attention", "lowering.tensorir"}, True),
     "schedules": (
         {

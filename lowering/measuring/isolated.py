@@ -88,8 +88,8 @@ class Helper:
         process = self._running()
         assert process.stdin is not None and process.stdout is not None
         try:
-            _send(process.stdin, call)
-            answer = _receive(process.stdout)
+            send(process.stdin, call)
+            answer = receive(process.stdout)
         except BaseException as error:  # an interrupt leaves an answer behind that nobody waits for
             self.close()
             if isinstance(error, EOFError | OSError):
@@ -116,13 +116,13 @@ class Helper:
             self._process = None
 
 
-def _send(file: IO[bytes], value: Any) -> None:
+def send(file: IO[bytes], value: Any) -> None:
     data = pickle.dumps(value)
     file.write(_LENGTH.pack(len(data)) + data)
     file.flush()
 
 
-def _receive(file: IO[bytes]) -> Any:
+def receive(file: IO[bytes]) -> Any:
     (length,) = _LENGTH.unpack(_read(file, _LENGTH.size))
     return pickle.loads(_read(file, length))
 
@@ -139,14 +139,14 @@ def _serve(calls: IO[bytes], answers: IO[bytes]) -> None:
     _die_with_parent()
     while True:
         try:
-            call = _receive(calls)
+            call = receive(calls)
         except EOFError:
             return
         try:
             answer = _done(call) if call.limits is None else _forked(call, call.limits)
         except Failed as failed:
             answer = failed
-        _send(answers, answer)
+        send(answers, answer)
 
 
 def _done(call: _Call) -> Any:

@@ -14,6 +14,8 @@ from .library import Library, load_runtime
 from .model import Model as Model
 from .signature import VerifyingKey
 
+_ELSEWHERE = "compile the model here, or for a smaller target such as cpu:x86-64-v3."
+
 
 def load(
     folder: str | Path, threads: int | None = None, device: int = 0, verify_key: VerifyingKey | None = None
@@ -49,7 +51,8 @@ def open_compiled(folder: Path) -> Model:
 def _library(files: Files, manifest: Manifest, device: int) -> Library:
     """The code to run on this machine. Raises ArtifactError if there is none, or a file is missing or changed."""
     contents, names = check_files(files, manifest), manifest.code()
-    check_machine(contents[next(iter(names.values()))], manifest)
+    code = contents[next(iter(names.values()))]
+    check_machine(code, manifest.cpu_features, manifest.target, "the artifact", _ELSEWHERE)
     load_runtime()
     if not manifest.architectures:
         return Library(contents[names[""]], files.folder / names[""])

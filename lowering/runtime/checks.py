@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import operator
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -139,19 +139,17 @@ def check_versions(manifest: Manifest) -> None:
             )
 
 
-def check_machine(code: bytes, manifest: Manifest) -> None:
-    """Raises ArtifactError if this machine cannot run the code: another architecture, or missing CPU features."""
+def check_machine(code: bytes, features: Sequence[str], target: str, what: str, remedy: str) -> None:
+    """Raises ArtifactError if this machine cannot run the code of `what`: another architecture, or missing CPU
+    features."""
     machine = int.from_bytes(code[18:20], "little")
     here = platform.machine()
     if machine != _ELF_MACHINES.get(here):
         built = next((name for name, number in _ELF_MACHINES.items() if number == machine), f"machine {machine}")
-        raise ArtifactError(f"the artifact was built for {built} ({manifest.target}) and this machine is {here}.")
-    missing = [f for f in manifest.cpu_features if f not in cpu_flags()]
+        raise ArtifactError(f"{what} was built for {built} ({target}) and this machine is {here}.")
+    missing = [f for f in features if f not in cpu_flags()]
     if missing:
-        raise ArtifactError(
-            f"the artifact was built for a CPU with {', '.join(missing)}, which this one lacks: "
-            "compile the model here, or for a smaller target such as cpu:x86-64-v3."
-        )
+        raise ArtifactError(f"{what} was built for a CPU with {', '.join(missing)}, which this one lacks: {remedy}")
 
 
 def cpu_flags() -> frozenset[str]:

@@ -21,7 +21,8 @@ from typing import Any
 from urllib.parse import quote
 
 from ..errors import LoweringError
-from .options import arrays, dim, natural, not_negative, positive, seconds, settings, sizes
+from . import tuning
+from .options import arrays, dim, natural, not_negative, positive, sizes
 
 _TARGET = (
     "cpu (this machine, the default), cpu:x86-64-v3, cpu:x86-64-v4, cpu:aarch64, cuda (the GPU here), or cuda: and "
@@ -96,35 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     c.add_argument("--dump-dir", type=Path, help="write fused.onnx and the module after every pass into this folder")
     c.set_defaults(run=_compile)
 
-    t = add_parser("tune", help="search the tiles of a model's kernels on this machine")
-    t.add_argument("model", type=Path, help="the .onnx file")
-    t.add_argument(
-        "--database", type=Path, required=True, metavar="DIR", help="where records are kept, and resumed from"
-    )
-    t.add_argument("--target", default="cpu", help=_TARGET)
-    t.add_argument("--budget", type=seconds, default=1200.0, metavar="TIME", help="such as 90s, 20m (default) or 2h")
-    t.add_argument("--trials", type=natural, help="end after so many trials, if the time is not over before")
-    t.add_argument("--effort", choices=("quick", "full"), default="full", help="how small a kernel is still tuned")
-    t.add_argument(
-        "--dim",
-        action="append",
-        default=[],
-        metavar="NAME=SIZE[,SIZE]",
-        help="sizes to tune at, each once or all alike",
-    )
-    t.add_argument("--static-cache", type=positive, metavar="TOKENS", help="as for compile")
-    t.add_argument("--weights", choices=("int8", "int4", "f16"), help="as for compile")
-    t.add_argument("--donate", action="append", default=[], metavar="REGEX", help="as for compile")
-    t.add_argument("--threads", type=positive, default=1, help="number of workers (1)")
-    t.add_argument("--seed", type=natural, default=0, help="of the search")
-    t.set_defaults(run=_tune)
-
-    x = add_parser("db", help="look at databases of `tune`, join them, keep what matters")
-    x.add_argument("action", choices=("show", "merge", "prune", "export", "plot"))
-    x.add_argument("databases", type=Path, nargs="+", metavar="DIR", help="of `tune --database`; merge takes several")
-    x.add_argument("-o", "--output", type=Path, help="the database to add to (merge, export), or the picture (plot)")
-    x.add_argument("--keep", type=positive, default=16, help="prune: trials that stay of each task (16)")
-    x.set_defaults(run=_db)
+    tuning.add(add_parser, _TARGET)
 
     r = add_parser("run", help="run an artifact on .npy files")
     r.add_argument("artifact", type=Path, help="the artifact folder")
@@ -213,36 +186,6 @@ def _compile(arguments: argparse.Namespace) -> int:
     print(f"weights: {sum(w.nbytes for w in manifest.weights) / 2**20:.1f} MiB")
     print(f"wrote {arguments.output} for {manifest.target}")
     return 0
-
-
-def _tune(arguments: argparse.Namespace) -> int:
-    from ..tuning.tune import tune
-    from .tuning_table import Watch, show
-
-    with Watch() as watch:
-        tuning = tune(
-            arguments.model,
-            arguments.database,
-            arguments.target,
-            arguments.budget,
-            arguments.trials,
-            arguments.effort,
-            settings(arguments.dim),
-            arguments.threads,
-            static_cache=arguments.static_cache,
-            weights=arguments.weights,
-            donate=arguments.donate,
-            seed=arguments.seed,
-            progress=watch,
-        )
-    show(tuning)
-    return 130 if tuning.interrupted else 0
-
-
-def _db(arguments: argparse.Namespace) -> int:
-    from .databases import act
-
-    return act(arguments.action, arguments.databases, arguments.output, arguments.keep)
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -42,6 +42,14 @@ def settings(options: list[str]) -> list[dict[str, int]]:
     return [{name: found[k % len(found)] for name, found in lists.items()} for k in range(count)]
 
 
+def address(text: str) -> tuple[str, int]:
+    """A host and a port. Raises InputError."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal():
+        raise InputError(f"{text!r}: write HOST:PORT.")
+    return host, int(port)
+
+
 def dim(text: str) -> tuple[str, int | tuple[int, int]]:
     """A dimension's name, and its size or the smallest and the largest one. Raises InputError."""
     name, _, said = text.rpartition("=")

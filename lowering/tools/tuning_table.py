@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from ..tuning.tune import State, Tuning
+from ..tuning.session import State
+from ..tuning.tune import Tuning
 
 _PAUSE = 10.0  # seconds between lines where there is no terminal
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import tvm
 
+from ..measuring.machine import caches
 from ..target import Target
-
-_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 @dataclass(frozen=True)
@@ -36,23 +34,13 @@ class Architecture:
         return json.dumps(asdict(self))
 
 
-def architecture(target: Target) -> Architecture:
-    """That of a target; caches are this machine's where the code is for this machine."""
+def architecture(target: Target, measured_on: tuple[int, ...] | None = None) -> Architecture:
+    """That of a target. Caches are those of the machine that measured; else this one's, where the code is for it."""
     if target.architecture:
         return Architecture(target.architecture, (), ())
     features = tuple(str(f) for f in target.tvm.attrs.get("mattr", ()))
-    return Architecture(_machine(target.tvm), features, caches() if target.name == "cpu" else ())
-
-
-def caches() -> tuple[int, ...]:
-    """Sizes of this machine's caches for data, from the first level on, as far as the kernel tells."""
-    found: dict[int, int] = {}
-    for index in sorted(_CACHES.glob("index*")):
-        if (index / "type").read_text().strip() != "Instruction":
-            size = (index / "size").read_text().strip()
-            unit = {"K": 1 << 10, "M": 1 << 20}[size[-1]]
-            found[int((index / "level").read_text())] = int(size[:-1]) * unit
-    return tuple(found[level] for level in sorted(found))
+    own = caches() if target.name == "cpu" else ()
+    return Architecture(_machine(target.tvm), features, own if measured_on is None else measured_on)
 
 
 def _machine(target: tvm.target.Target) -> str:

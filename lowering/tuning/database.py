@@ -29,7 +29,7 @@ from ..errors import LoweringError
 from ..measuring.isolated import Failed
 from ..records import decode
 from ..target import Target
-from .architecture import architecture
+from .architecture import Architecture, architecture
 from .space import recorded
 from .task import MAIN
 
@@ -61,8 +61,9 @@ class DatabaseError(LoweringError):
 class Database:
     """The part of a database for one architecture; it is made where it is missing."""
 
-    def __init__(self, folder: Path, target: Target) -> None:
-        self.architecture = architecture(target)
+    def __init__(self, folder: Path, target: Target, measured_on: Architecture | None = None) -> None:
+        """measured_on is the architecture of another machine."""
+        self.architecture = measured_on or architecture(target)
         self.folder = folder / self.architecture.name
         try:
             for name in (TRIALS, BEST):

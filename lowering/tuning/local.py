@@ -1,4 +1,4 @@
-"""Building and measuring candidates on this machine, in processes of their own.
+"""Building candidates on this machine, and measuring them here or elsewhere, in processes of their own.
 
 A candidate's library lies in the folder of its task, beside the arguments, the expected answers and the default's
 library.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import itertools
 import os
+from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import tvm
 from tvm.ir.utils import derived_object
@@ -17,19 +19,17 @@ from tvm.s_tir import Schedule, Trace
 from tvm.s_tir import meta_schedule as ms
 
 from ..compiling.build import warm_up
+from ..measuring.batch import DEFAULT
 from ..measuring.isolated import Cause, Failed, Helper
-from ..measuring.measure import Job, Measured, expect, measure
+from ..measuring.machine import caches
+from ..measuring.measure import Job, Measured, expect
+from ..measuring.trial import RUN_MEMORY, compared, runner, tried
 from ..target import resolve
 from . import build
-from .architecture import caches
-
-BASELINE = "default.so"
+from .database import Database
 
 _BUILD_SECONDS, _BUILD_MEMORY = 120.0, 8 << 30
-_RUN_SECONDS, _RUN_MEMORY = 20.0, 4 << 30
 _EXPECT_SECONDS = 120.0
-
-_LOOK_AGAIN, _MORE = 0.98, 3
 
 
 def failure(cause: str, text: str) -> str:
@@ -52,21 +52,61 @@ def _library(module: tvm.IRModule, target: str, cc: str | None, number: int, pat
         build.library(module, found, path)
 
 
-class Workshop:
-    """Builds and measures for one task after the other; close it when done.
+class Bench(Protocol):
+    """Where libraries are measured: LocalBench, or a Fleet."""
 
-    folder is that of the task in hand, reference the seconds of its default that all records of it are relative to.
-    """
+    @property
+    def width(self) -> int:
+        """Candidates that are measured at once."""
+
+    def submit(self, library: Path, baseline: Path, pairs: int, trial: bool) -> Future[Measured]:
+        """The measurement of a library beside another one, in the folder of their arguments: a trial, or one
+        comparison. Its result may raise Failed."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """Machines of one architecture: where they are, and the part of the database that is theirs."""
+
+    bench: Bench
+    database: Database
+
+
+class LocalBench:
+    """This machine. threads is the number of workers of a candidate."""
+
+    width = 1
+
+    def __init__(self, threads: int) -> None:
+        self._threads, self._runner = threads, runner()
+        self._caches = max(caches(), default=32 << 20)
+
+    def submit(self, library: Path, baseline: Path, pairs: int, trial: bool) -> Future[Measured]:
+        job = Job(str(library), str(baseline), str(library.parent), self._threads, pairs, self._caches)
+        done: Future[Measured] = Future()
+        try:
+            done.set_result((tried if trial else compared)(self._runner, job))
+        except Failed as failed:
+            done.set_exception(failed)
+        return done
+
+    def close(self) -> None:
+        self._runner.close()
+
+
+class Workshop:
+    """Builds candidates, and what they are compared with, in `folder`, that of the task in hand; close it when done."""
 
     def __init__(self, target: str, cc: str | None, number: int, threads: int) -> None:
         self._target = (target, cc, number)
         self._threads = threads
         self._builder = Helper([build.__name__, __name__])
         self._builder.prepare(warm_up, resolve(target, cc)[number].linker)
-        self._runner = Helper([measure.__module__])
-        self._caches = max(caches(), default=32 << 20)
+        self._answers = runner()
         self._numbers = itertools.count()
-        self.folder, self.reference = Path(os.devnull), 0.0
+        self.folder = Path(os.devnull)
 
     def build(self, module: tvm.IRModule, name: str = "", plain: bool = False) -> Path:
         """The library of a candidate in the folder of the task. Raises Failed."""
@@ -79,27 +119,21 @@ class Workshop:
             raise Failed("build", f"{error.cause}: {error.text}") from error
         return path
 
-    def build_trace(self, module: tvm.IRModule, trace: Trace, target: tvm.target.Target) -> Path:
+    def build_trace(self, module: tvm.IRModule, trace: Trace, name: str = "") -> Path:
         """The library of a record. Raises Failed."""
         schedule = Schedule(module)
         trace.apply_to_schedule(schedule, remove_postproc=False)
-        return self.build(schedule.mod)
+        return self.build(schedule.mod, name)
 
     def expect(self, library: Path) -> None:
         """Keeps what the library answers for the arguments beside it. Raises Failed."""
-        self._runner.call(
-            expect, str(library), str(library.parent), self._threads, seconds=_EXPECT_SECONDS, memory=_RUN_MEMORY
+        self._answers.call(
+            expect, str(library), str(library.parent), self._threads, seconds=_EXPECT_SECONDS, memory=RUN_MEMORY
         )
-
-    def measure(self, library: Path, pairs: int) -> Measured:
-        """A candidate beside the default. Raises Failed."""
-        folder = library.parent
-        job = Job(str(library), str(folder / BASELINE), str(folder), self._threads, pairs, self._caches)
-        return self._runner.call(measure, job, seconds=_RUN_SECONDS, memory=_RUN_MEMORY)
 
     def close(self) -> None:
         self._builder.close()
-        self._runner.close()
+        self._answers.close()
 
 
 @derived_object
@@ -121,39 +155,35 @@ class Builder(ms.builder.PyBuilder):
 
 
 @derived_object
-class Future(ms.runner.PyRunnerFuture):
-    """A result that is there."""
+class Trial(ms.runner.PyRunnerFuture):
+    """MetaSchedule's future: seconds are the default's reference times the ratio to it that was measured."""
 
-    def __init__(self, result: ms.runner.RunnerResult) -> None:
+    def __init__(self, path: Path, measured: Future[Measured], reference: float) -> None:
         super().__init__()
-        self._result = result
+        self._path, self._measured, self._reference = path, measured, reference
 
     def done(self) -> bool:
-        return True
+        return self._measured.done()
 
     def result(self) -> ms.runner.RunnerResult:
-        return self._result
+        try:
+            return ms.runner.RunnerResult([self._reference * self._measured.result().ratio], None)
+        except Failed as error:
+            return ms.runner.RunnerResult(None, failure(error.cause, error.text))
+        finally:
+            self._path.unlink(missing_ok=True)
 
 
 @derived_object
 class Runner(ms.runner.PyRunner):
-    """MetaSchedule's runner: seconds are the default's reference times the ratio to it that was measured."""
+    """MetaSchedule's runner, of candidates whose default took `reference` seconds when it was first measured."""
 
-    def __init__(self, workshop: Workshop, pairs: int) -> None:
+    def __init__(self, bench: Bench, pairs: int, reference: float) -> None:
         super().__init__()
-        self.workshop, self.pairs = workshop, pairs
+        self.bench, self.pairs, self.reference = bench, pairs, reference
 
     def run(self, runner_inputs: list[ms.runner.RunnerInput]) -> list[Any]:
-        return [Future(self._one(given)) for given in runner_inputs]
+        return [self._begun(Path(str(given.artifact_path))) for given in runner_inputs]
 
-    def _one(self, given: ms.runner.RunnerInput) -> ms.runner.RunnerResult:
-        path = Path(str(given.artifact_path))
-        try:
-            measured = self.workshop.measure(path, self.pairs)
-            if measured.ratio < _LOOK_AGAIN:  # of many candidates the luckiest would win
-                measured = self.workshop.measure(path, _MORE * self.pairs)
-        except Failed as error:
-            return ms.runner.RunnerResult(None, failure(error.cause, error.text))
-        finally:
-            path.unlink(missing_ok=True)
-        return ms.runner.RunnerResult([self.workshop.reference * measured.ratio], None)
+    def _begun(self, path: Path) -> Any:
+        return Trial(path, self.bench.submit(path, path.parent / DEFAULT, self.pairs, trial=True), self.reference)

@@ -20,8 +20,8 @@ from tvm.s_tir.meta_schedule.logging import get_logger, get_logging_func
 
 from ..measuring.isolated import Failed
 from .cost_model import TileModel
-from .database import Database, Trial
-from .local import Workshop, failed
+from .database import Trial
+from .local import Builder, Runner, Site, Workshop, failed
 from .space import TileSpace, annotated
 
 _BATCH = 8  # candidates between two looks at which task is worth the most
@@ -47,11 +47,13 @@ class Context(ms.TuneContext):
 class Search:
     """A task under way.
 
-    weight is how often a run of the model spends what the task's kernel takes; default is its choice and trace; best
-    the seconds of the fastest candidate so far, by the reference of the default (database.py).
+    weight is how often a run of the model spends what the task's kernel takes; reference the seconds of its default
+    when that was first measured, by which all others are told (database.py).
     """
 
     name: str
+    task: str  # by hash
+    site: Site
     module: tvm.IRModule
     weight: float
     folder: Path
@@ -103,73 +105,122 @@ def strategy() -> ms.search_strategy.EvolutionarySearch:
 
 @derived_object
 class Scheduler(ms.task_scheduler.PyTaskScheduler):
-    """Batch by batch until `over` says so. `progress` is called when a task is begun and after each trial."""
+    """Round by round until `over` says so: a batch for each site, of the task that promises most there. `progress` is
+    called when a batch is begun and after each trial; pairs are the turns of a trial."""
 
     def __init__(
         self,
         searches: list[Search],
         workshop: Workshop,
-        database: Database,
+        pairs: int,
         over: Callable[[], bool],
         progress: Callable[[Search], None],
     ) -> None:
         super().__init__()
-        self.searches, self.workshop, self.database = searches, workshop, database
+        self.searches, self.workshop, self.pairs = searches, workshop, pairs
         self.over, self.progress = over, progress
 
-    def run(self, builder: Any, runner: Any, target: tvm.target.Target) -> None:
+    def run(self, target: tvm.target.Target) -> None:
         for search in self.searches:
-            search.context.pre_tuning(_MOST_TRIALS, _BATCH, database=self.database.trials, cost_model=search.model)
-        while not self.over() and (number := self.next_task_id()) >= 0:
-            self._batch(self.searches[number], builder, runner, target)
+            trials = search.site.database.trials
+            search.context.pre_tuning(_MOST_TRIALS, _BATCH, database=trials, cost_model=search.model)
+        sites = list(dict.fromkeys(search.site for search in self.searches))
+        while not self.over():
+            best = [found for site in sites if (found := self._most_promising(site)) is not None]
+            if not best:
+                break
+            self._round([_Batch(search, self.pairs) for search in best], target)
         for search in self.searches:
             search.context.post_tuning()
 
     def next_task_id(self) -> int:
-        """The most promising task, -1 when none has anything left to try."""
-        left = [k for k, search in enumerate(self.searches) if search.stale < _STALE]
-        return max(left, key=lambda k: self.searches[k].promise(), default=-1)
+        """The most promising task of all sites, -1 when none has anything left to try: MetaSchedule's question."""
+        best = [found for site in {search.site for search in self.searches} if (found := self._most_promising(site))]
+        return self.searches.index(max(best, key=Search.promise)) if best else -1
 
-    def _batch(self, search: Search, builder: Any, runner: Any, target: tvm.target.Target) -> None:
-        self.workshop.folder, self.workshop.reference = search.folder, search.reference
-        self.progress(search)
-        candidates = list(search.context.generate_measure_candidates() or ())
-        results: list[ms.runner.RunnerResult] = []
-        new: list[int] = []
-        for candidate in candidates:
-            if self.over():
-                break
+    def _most_promising(self, site: Site) -> Search | None:
+        """None when no task there has anything left to try."""
+        left = [search for search in self.searches if search.site is site and search.stale < _STALE]
+        return max(left, key=Search.promise, default=None)
+
+    def _round(self, batches: list[_Batch], target: tvm.target.Target) -> None:
+        """As many candidates of each batch at once as its site takes; what was measured is written down before the
+        next ones are begun."""
+        for batch in batches:
+            self.progress(batch.search)
+        left = batches
+        while left and not self.over():
+            for batch in left:
+                self.workshop.folder = batch.search.folder
+                batch.begin(Builder(self.workshop), target)
+            for batch in left:
+                batch.finish(target, lambda search=batch.search: self.progress(search))  # type: ignore[misc]
+            left = [batch for batch in left if batch.left]
+        for batch in batches:
+            batch.learn()
+
+
+class _Batch:
+    """Candidates of one task, from their choice to what came of them."""
+
+    def __init__(self, search: Search, pairs: int) -> None:
+        self.search = search
+        self.left = list(search.context.generate_measure_candidates() or ())
+        self._runner = Runner(search.site.bench, pairs, search.reference)
+        self._begun: list[tuple[Any, str, Any]] = []  # candidate, choice, and MetaSchedule's future, if it was built
+        self._told: list[tuple[Any, ms.runner.RunnerResult]] = []
+        self._new: list[int] = []
+
+    def begin(self, builder: Any, target: tvm.target.Target) -> None:
+        """Builds as many as the site measures at once, and has them measured. Those that are known pass by."""
+        search = self.search
+        while self.left and len(self._begun) < search.site.bench.width:
+            candidate = self.left.pop(0)
             text = annotated(candidate.sch.mod) or ""
-            known = search.known.get(text)
-            if known is None and text not in search.failed:
-                new.append(len(results))
-                known = self._trial(search, candidate, text, builder, runner, target)
-                self.progress(search)
-            results.append(ms.runner.RunnerResult([known], None) if known else ms.runner.RunnerResult(None, "failed"))
-        search.stale = 0 if new else search.stale + 1
-        search.history.append(search.best)
-        search.context.notify_runner_results(candidates[: len(results)], results)
-        search.model.update(search.context, [candidates[k] for k in new], [results[k] for k in new])
-
-    def _trial(
-        self, search: Search, candidate: Any, text: str, builder: Any, runner: Any, target: tvm.target.Target
-    ) -> float | None:
-        """Its seconds, None where it fails; either is written down at once."""
-        search.trials += 1
-        (predicted,) = search.model.slowness_of([text])
-        try:
+            seconds = search.known.get(text)
+            if seconds is not None or text in search.failed:
+                self._tell(candidate, seconds)
+                continue
+            search.trials += 1
             (built,) = builder.build([ms.builder.BuilderInput(candidate.sch.mod, target)])
             if built.error_msg is not None:
-                raise failed(str(built.error_msg))
+                self._fail(candidate, text, failed(str(built.error_msg)))
+                continue
             given = ms.runner.RunnerInput(built.artifact_path, target.kind.name, candidate.args_info)
-            (future,) = runner.run([given])
+            (future,) = self._runner.run([given])
+            self._begun.append((candidate, text, future))
+
+    def finish(self, target: tvm.target.Target, progress: Callable[[], None]) -> None:
+        """Writes down what was measured, each as soon as it is."""
+        search = self.search
+        for candidate, text, future in self._begun:
             result = future.result()
             if result.error_msg is not None:
-                raise failed(str(result.error_msg))
-        except Failed as error:
-            search.failed[text] = self.database.fail(search.module, text, error, predicted)
-            return None
-        seconds = float(result.run_secs[0])
-        search.known[text] = seconds
-        self.database.commit(search.module, candidate.sch.trace, seconds, target, predicted)
-        return seconds
+                self._fail(candidate, text, failed(str(result.error_msg)))
+            else:
+                seconds = search.known[text] = float(result.run_secs[0])
+                (predicted,) = search.model.slowness_of([text])
+                search.site.database.commit(search.module, candidate.sch.trace, seconds, target, predicted)
+                self._new.append(len(self._told))
+                self._tell(candidate, seconds)
+            progress()
+        self._begun.clear()
+
+    def learn(self) -> None:
+        """Tells the search and its model."""
+        search, (candidates, results) = self.search, zip(*self._told) if self._told else ((), ())
+        search.stale = 0 if self._new else search.stale + 1
+        search.history.append(search.best)
+        search.context.notify_runner_results(list(candidates), list(results))
+        search.model.update(search.context, [candidates[k] for k in self._new], [results[k] for k in self._new])
+
+    def _fail(self, candidate: Any, text: str, error: Failed) -> None:
+        search = self.search
+        (predicted,) = search.model.slowness_of([text])
+        search.failed[text] = search.site.database.fail(search.module, text, error, predicted)
+        self._new.append(len(self._told))
+        self._tell(candidate, None)
+
+    def _tell(self, candidate: Any, seconds: float | None) -> None:
+        result = ms.runner.RunnerResult([seconds], None) if seconds else ms.runner.RunnerResult(None, "failed")
+        self._told.append((candidate, result))

@@ -85,17 +85,17 @@ class TileSpace:
             designs.append(design)
         return designs
 
-    def default_trace(self, module: tvm.IRModule) -> Trace:
-        """The trace of a kernel that keeps its default: samples that lie nearest to it, and the annotation."""
-        schedule, variant = Schedule(module), self.variants[0]
+    def trace(self, module: tvm.IRModule, choice: Choice) -> Trace:
+        """One that ends with the choice: samples that lie nearest to it, and the annotation."""
+        schedule = Schedule(module)
         block = schedule.get_sblock(BLOCK, MAIN)
-        schedule.annotate(block, _VARIANT, variant.name)
-        for number, (kernel, field, values) in enumerate(self.fields(variant.name)):
-            near = nearest_place(values, getattr(variant.tiles[kernel], field))
+        schedule.annotate(block, _VARIANT, choice.variant)
+        for number, (kernel, field, values) in enumerate(self.fields(choice.variant)):
+            near = nearest_place(values, getattr(choice.tiles[kernel], field))
             place = schedule.sample_categorical(list(range(len(values))), [1 / len(values)] * len(values), near)
             schedule.annotate(block, _place(number), place)
         schedule.enter_postproc()
-        schedule.annotate(block, CHOICE, self.default().to_json())
+        schedule.annotate(block, CHOICE, choice.to_json())
         return schedule.trace
 
     def generator(self) -> ms.space_generator.ScheduleFn:

@@ -2,73 +2,33 @@
 
 from __future__ import annotations
 
-import dataclasses
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
-import tvm
-
-from ..compiling import artifact
-from ..compiling.compiler import compiled
 from ..errors import InputError
+from ..fleet.devices import Fleet
 from ..graph.declared_sizes import Dims
 from ..graph.model import ModelLike
 from ..importing.quantised import Scheme
 from ..manifest import MOST_THREADS
-from ..measuring.isolated import Failed
-from ..runtime import load
 from ..runtime.checks import whole_number
 from ..target import Target, resolve
-from .capture import Use, keep, uses
-from .cost_model import TileModel
-from .database import Database, identity
-from .local import BASELINE, Builder, Runner, Workshop
-from .scheduler import Context, Scheduler, Search, strategy
-from .space import TileSpace
-from .task import NotTunable, tiles_task, written
+from .architecture import architecture
+from .database import Database
+from .local import LocalBench, Site, Workshop
+from .session import EFFORTS, Effort, Outcome, Progress, Session
 
-Effort = Literal["quick", "full"]
-
-CLEAR_WIN = 1.03
-"""A candidate takes the default's place where it is so many times faster in a last comparison."""
-
-_SHARE = {"quick": 0.02, "full": 0.002}  # of a run, below which a kernel is left as it is
-_PAIRS = {"quick": 6, "full": 12}
-_LAST_PAIRS = 40
-_LAST_SHARE = 0.15  # of the time, for last comparisons
-_FINALISTS = 3
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One task: seconds of a call by the reference of its default, and what kept candidates from being measured.
-
-    seconds is the default's where no candidate won. why says what kept a kernel from being tuned, "" for nothing.
-    """
-
-    name: str
-    nodes: tuple[str, ...]
-    share: float
-    default: float
-    seconds: float
-    trials: int
-    failures: Mapping[str, int]
-    choice: str
-    why: str = ""
-
-    @property
-    def gain(self) -> float:
-        """How many times faster than the default."""
-        return self.default / self.seconds if self.seconds else 1.0
+_CANDIDATES = 32  # of each task, to be measured elsewhere
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """What `tune` did. gain is that of a whole run, as the shares of its kernels tell it."""
+    """What `tune` did; database is the part for the (first) architecture. gain is that of a whole run, as the shares of
+    its kernels tell it."""
 
     database: Path
     outcomes: tuple[Outcome, ...]
@@ -78,19 +38,6 @@ class Tuning:
     @property
     def gain(self) -> float:
         return 1 / (1 - sum(o.share * (1 - 1 / o.gain) for o in self.outcomes))
-
-
-@dataclass
-class State:
-    """What can be shown while it goes on: the searches, the one at work, and the seconds left."""
-
-    searches: Sequence[Search]
-    at_work: Search | None
-    left: float
-    comparing: bool = False
-
-
-Progress = Callable[[State], None]
 
 
 def tune(
@@ -108,6 +55,9 @@ def tune(
     donate: Sequence[str] = (),
     seed: int = 0,
     progress: Progress | None = None,
+    tracker: tuple[str, int] | None = None,
+    keys: Sequence[str] = (),
+    export: str | Path | None = None,
 ) -> Tuning:
     """Searches the tiles of a model's kernels, for so many seconds or trials, and files all measurements in a database.
 
@@ -116,207 +66,69 @@ def tune(
     effort says how small a share of a run is still looked at, and how often is measured. Ctrl-C ends the search early,
     and what was found until then is compared and kept. progress is called after every trial.
 
+    tracker is host and port of a TVM tracker, and keys are those of devices that `onnx-lowering device` registered
+    there: candidates are measured on them, as many at once as there are, those of each key for its own architecture.
+
+    export is a folder to write candidates into instead, `trials` of each task (32): `onnx-lowering measure` measures
+    them on a machine that has the runtime alone, and `file_results` files what came out. target may be another CPU
+    whose code this one can run, which computes the expected answers.
+
     Raises what `compile` and `bench` raise, and InputError for numbers that make no sense.
     """
     if budget <= 0:
         raise InputError(f"budget={budget}: a number of seconds above 0 is needed.")
-    if effort not in _SHARE:
+    if effort not in EFFORTS:
         raise InputError(f"effort={effort!r} is neither 'quick' nor 'full'.")
     threads = whole_number(threads, "threads", 1, MOST_THREADS)
     most = None if trials is None else whole_number(trials, "trials", 0, 2**31)
     begin = time.monotonic()
     (found,) = resolve(target)
-    records = Database(Path(database), found)
-    with tempfile.TemporaryDirectory(prefix="onnx-lowering-") as folder:
+    with tempfile.TemporaryDirectory(prefix="onnx-lowering-") as temporary, ExitStack() as stack:
+        folder = Path(temporary) if export is None else _empty(Path(export))
+        sites = _sites(Path(database), found, threads, tracker, keys, stack)
         workshop = Workshop(target, None, 0, threads)
-        try:
-            session = _Session(Path(folder), records, found, workshop, threads, effort, seed)
-            session.extract(model, target, sizes, dims, static_cache, weights, donate)
+        stack.callback(workshop.close)
+        session = Session(folder, sites, found, workshop, threads, effort, seed)
+        session.extract(Path(temporary) / "model", model, target, sizes, dims, static_cache, weights, donate)
+        if export is not None:
+            session.export(_CANDIDATES if most is None else most)
+        else:
             session.search(begin + budget, most, progress or (lambda state: None))
-            return Tuning(records.folder, session.outcomes(), time.monotonic() - begin, session.interrupted)
-        finally:
-            workshop.close()
+        where = sites[0].database.folder
+        return Tuning(where, session.outcomes(), time.monotonic() - begin, session.interrupted)
 
 
-class _Session:
-    """The steps of `tune`, and what they share."""
+def _empty(folder: Path) -> Path:
+    """A new folder. Raises InputError for one that holds anything."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise InputError(f"'{folder}' is not empty: candidates need a folder of their own.")
+    return folder
 
-    def __init__(
-        self,
-        folder: Path,
-        database: Database,
-        target: Target,
-        workshop: Workshop,
-        threads: int,
-        effort: Effort,
-        seed: int,
-    ) -> None:
-        self.folder, self.database, self.target, self.workshop = folder, database, target, workshop
-        self.threads, self.effort, self.seed = threads, effort, seed
-        self.searches: dict[str, Search] = {}
-        self.interrupted = False
-        self._left_out: list[Outcome] = []
-        self._uses: dict[str, Use] = {}
-        self._modules: dict[str, tvm.IRModule] = {}
-        self._run_seconds = 0.0
 
-    def extract(
-        self,
-        model: ModelLike,
-        target: str,
-        sizes: Sequence[Mapping[str, int]],
-        dims: Dims | None,
-        static_cache: int | None,
-        weights: Scheme | None,
-        donate: Sequence[str],
-    ) -> None:
-        """Compiles and runs the model as it is, and makes a task of every kernel that takes a share of the time."""
-        done = compiled(model, target, donate, self.threads, None, dims, static_cache, weights)
-        where = self.folder / "model"
-        artifact.write(where, done.libraries, done.manifest, done.weights)
-        runnable = load(where)
-        functions = done.unscheduled[0]
-        for setting in sizes:
-            found = uses(runnable, setting, self.threads, seconds=1.0)
-            total = sum(use.seconds for use in found)
-            self._run_seconds += total
-            wanted: dict[Any, Path] = {}
-            for use in found:
-                if use.seconds < _SHARE[self.effort] * total:
-                    continue
-                task = self._task(use, functions[use.kernel.name])
-                if task is None:
-                    continue
-                name = identity(task)
-                if name in self._uses:
-                    self._uses[name] = dataclasses.replace(
-                        self._uses[name], seconds=self._uses[name].seconds + use.seconds
-                    )
-                    continue
-                self._uses[name] = use
-                place = self.folder / name
-                place.mkdir()
-                wanted[use.kernel.name, use.arguments] = place
-                self._modules[name] = task
-            keep(runnable, setting, self.threads, wanted, lambda kernel: written(functions[kernel]))
-
-    def _task(self, use: Use, func: Any) -> tvm.IRModule | None:
-        try:
-            return tiles_task(func, use.shapes, self.target.tvm)
-        except NotTunable as reason:
-            self._left_out.append(_left_out(use, str(reason)))
-            return None
-
-    def search(self, end: float, most: int | None, progress: Progress) -> None:
-        """Until so late, last comparisons included, or after so many trials."""
-        state = State([], None, end - time.monotonic())
-        left = end - time.monotonic()
-        stop = end - _LAST_SHARE * left
-
-        def late() -> bool:
-            return time.monotonic() >= stop
-
-        def over() -> bool:
-            return late() or (most is not None and sum(s.trials for s in state.searches) >= most)
-
-        def told(search: Search) -> None:
-            state.at_work, state.left = search, end - time.monotonic()
-            progress(state)
-
-        try:
-            for name, use in self._uses.items():
-                if late():
-                    self._left_out.append(_left_out(use, "the time was over before it was begun"))
-                else:
-                    self._begin(name)
-            state.searches = list(self.searches.values())
-            scheduler = Scheduler(state.searches, self.workshop, self.database, over, told)
-            runner = Runner(self.workshop, _PAIRS[self.effort])
-            scheduler.run(Builder(self.workshop), runner, self.target.tvm)
-        except KeyboardInterrupt:
-            self.interrupted = True
-        state.comparing = True
-        for search in self.searches.values():
-            state.at_work, state.left = search, end - time.monotonic()
-            progress(state)
-            self._settle(search)
-
-    def _begin(self, name: str) -> None:
-        """Builds the default and what it is compared with."""
-        module, use, folder = self._modules[name], self._uses[name], self.folder / name
-        space = TileSpace(module, self.target.tvm)
-        self.workshop.folder = folder
-        try:
-            plain = self.workshop.build(module, "plain.so", plain=True)
-            self.workshop.build(module, BASELINE)
-            self.workshop.expect(plain)
-            measured = self.workshop.measure(folder / BASELINE, _PAIRS[self.effort])
-        except Failed as failed:
-            self._left_out.append(_left_out(use, f"its default failed: {failed}"))
-            return
-        known = self.database.known(module)
-        default = space.default().to_json()
-        reference = known.get(default)
-        model = TileModel(space, self.seed)
-        if reference is None:
-            reference = measured.baseline
-            (predicted,) = model.slowness_of([default])
-            self.database.commit(module, space.default_trace(module), reference, self.target.tvm, predicted)
-            known[default] = reference
-        for choice, seconds in known.items():
-            model.learn(choice, seconds)
-        model.fit()
-        title = f"{use.kernel.name} {' '.join('x'.join(map(str, s)) for s in use.shapes if isinstance(s, tuple))}"
-        context = Context(module, self.target.tvm, space.generator(), strategy(), title, self.seed + 1)
-        failed_before = self.database.failed(module)
-        weight = use.seconds / measured.baseline
-        self.searches[name] = Search(
-            title, module, weight, folder, space, model, context, reference, known, failed_before
-        )
-
-    def _settle(self, search: Search) -> None:
-        """Compares the fastest candidates with the default for a last time."""
-        self.workshop.folder = search.folder
-        default = search.space.default().to_json()
-        traces = self.database.traces(search.module)
-        finalists = sorted(search.known, key=search.known.__getitem__)[:_FINALISTS]
-        won, seconds = default, search.reference
-        for choice in finalists:
-            if choice == default or search.known[choice] * CLEAR_WIN > search.reference:
-                continue
-            try:
-                library = self.workshop.build_trace(search.module, traces[choice], self.target.tvm)
-                measured = self.workshop.measure(library, _LAST_PAIRS)
-            except Failed as failed:
-                search.failed[choice] = self.database.fail(search.module, choice, failed)
-                continue
-            if measured.ratio + measured.spread < 1 / CLEAR_WIN and search.reference * measured.ratio < seconds:
-                won, seconds = choice, search.reference * measured.ratio
-        if self.database.settled(search.module) is None:
-            trace = search.space.default_trace(search.module)
-            self.database.settle(search.module, trace, search.reference, self.target.tvm)
-        if won != default:
-            self.database.settle(search.module, traces[won], seconds, self.target.tvm)
-        search.won, search.won_seconds = won, seconds
-
-    def outcomes(self) -> tuple[Outcome, ...]:
-        found = []
-        for name, search in self.searches.items():
-            use = self._uses[name]
-            found.append(
-                Outcome(
-                    search.name,
-                    use.nodes,
-                    use.seconds / self._run_seconds,
-                    search.reference,
-                    search.won_seconds,
-                    search.trials,
-                    search.causes(),
-                    search.won,
-                )
+def _sites(
+    database: Path,
+    target: Target,
+    threads: int,
+    tracker: tuple[str, int] | None,
+    keys: Sequence[str],
+    stack: ExitStack,
+) -> list[Site]:
+    """This machine, or the devices of each key. Raises InputError for devices that cannot run such code."""
+    if tracker is None:
+        bench = LocalBench(threads)
+        stack.callback(bench.close)
+        return [Site(bench, Database(database, target))]
+    if not keys:
+        raise InputError("A tracker has devices by keys: name at least one.")
+    sites = []
+    for key in keys:
+        fleet = Fleet(tracker, key, threads)
+        stack.callback(fleet.close)
+        missing = [f for f in target.cpu_features if f not in fleet.machine["cpu_flags"]]
+        if missing:
+            raise InputError(
+                f"Devices with the key '{key}' lack {', '.join(missing)}: name a smaller target, such as cpu:x86-64-v3."
             )
-        return (*sorted(found, key=lambda o: -o.share), *self._left_out)
-
-
-def _left_out(use: Use, why: str) -> Outcome:
-    return Outcome(use.kernel.name, use.nodes, 0.0, use.seconds / use.calls, use.seconds / use.calls, 0, {}, "", why)
+        sites.append(Site(fleet, Database(database, target, architecture(target, fleet.caches))))
+    return sites

@@ -13,7 +13,8 @@ import lowering
 from lowering.tools.cli import main
 from lowering.tuning import upkeep
 from lowering.tuning.database import best, journal, opened
-from lowering.tuning.plot import best_so_far, rank_correlation
+from lowering.tuning.plot import best_so_far
+from lowering.tuning.ranks import rank_correlation
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,7 @@ def test_every_sample_is_legal_and_dull_fields_are_not_drawn(target, rows: int, 
 def test_the_default_is_in_the_space_and_its_trace_gives_it() -> None:
     task = product_task(16)
     space = TileSpace(task, V4.tvm)
-    trace = space.default_trace(task)
+    trace = space.trace(task, space.default())
     assert recorded(trace) == space.default().to_json()
     schedule = Schedule(task)
     trace.apply_to_schedule(schedule, remove_postproc=False)

@@ -25,8 +25,8 @@ from lowering.tuning import local
 from lowering.tuning.build import compiled, unscheduled
 from lowering.tuning.database import Database, best, journal, opened
 from lowering.tuning.lookup import by_size
+from lowering.tuning.session import State
 from lowering.tuning.space import recorded
-from lowering.tuning.tune import State
 from schedules.variant import BySize, Choice, Size
 
 ROOT = Path(__file__).parents[2]

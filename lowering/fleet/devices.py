@@ -1,0 +1,181 @@
+"""All devices under one key of a tracker: what is to be measured goes to whichever is free.
+
+A device that dies or hangs in the middle is left, and what it was measuring goes to another. A candidate with which two
+devices were lost is one that crashes.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+from ..measuring.isolated import Failed
+from ..measuring.measure import Measured
+from ..measuring.trial import RUN_SECONDS
+from .connection import Connection, LostError
+
+_FILES = ("arguments.json", "arguments.bin", "expected.bin")
+_PATIENCE = 30.0  # seconds for a device to be free, and beside the limits of a candidate
+_LOSSES = 2  # devices that a candidate may cost
+_ATTEMPTS = 3  # connections in a row that fail until a worker gives up
+
+
+@dataclass
+class _Work:
+    library: Path
+    baseline: Path
+    pairs: int
+    trial: bool
+    done: Future[Measured]
+    losses: int = 0
+
+
+class Fleet:
+    """Measures on devices; close it when done. threads is the number of workers of a candidate."""
+
+    def __init__(self, tracker: tuple[str, int], key: str, threads: int) -> None:
+        """Raises InputError where the tracker does not answer, or knows no device of that key."""
+        self.tracker, self.key, self._threads = tracker, key, threads
+        self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        count = self._registered()
+        if not count:
+            raise InputError(
+                f"The tracker at {tracker[0]}:{tracker[1]} has no device with the key '{key}': start "
+                f"`onnx-lowering device --tracker {tracker[0]}:{tracker[1]} --key {key}` on one."
+            )
+        first = Connection(tracker, key)
+        try:
+            self.machine: dict[str, Any] = first.ask("machine", seconds=_PATIENCE)
+        except LostError as error:
+            raise InputError(f"No device with the key '{key}' can be reached: {error}.") from error
+        finally:
+            first.close()
+        self._workers = [threading.Thread(target=self._work, daemon=True) for _ in range(count)]
+        self._left = count
+        self._lock = threading.Lock()
+        for worker in self._workers:
+            worker.start()
+
+    @property
+    def width(self) -> int:
+        """Candidates that are measured at once."""
+        return max(self._left, 1)
+
+    @property
+    def caches(self) -> tuple[int, ...]:
+        """Of a device, by level: those of one key are alike."""
+        return tuple(self.machine["caches"])
+
+    def submit(self, library: Path, baseline: Path, pairs: int, trial: bool) -> Future[Measured]:
+        """The measurement of a library beside another one, in the folder of their arguments; its result may raise
+        Failed, or InputError when no device is left."""
+        work = _Work(library, baseline, pairs, trial, Future())
+        if self._left:
+            self._queue.put(work)
+        else:
+            work.done.set_exception(self._nobody())
+        return work.done
+
+    def close(self) -> None:
+        for _ in self._workers:
+            self._queue.put(None)
+        for worker in self._workers:
+            worker.join(timeout=1.0)
+
+    def _registered(self) -> int:
+        from tvm import rpc
+
+        try:
+            summary = rpc.connect_tracker(*self.tracker).summary()
+        except (OSError, RuntimeError) as error:
+            raise InputError(f"No tracker answers at {self.tracker[0]}:{self.tracker[1]}: {error}.") from error
+        return sum(info["key"] == f"server:{self.key}" for info in summary["server_info"])
+
+    def _nobody(self) -> InputError:
+        return InputError(f"No device with the key '{self.key}' is left.")
+
+    def _work(self) -> None:
+        """One worker: a connection to a device, and what it is measuring."""
+        device: _Device | None = None
+        failures = 0
+        while failures < _ATTEMPTS and (work := self._queue.get()) is not None:
+            try:
+                device = device or _Device(self.tracker, self.key)
+                work.done.set_result(device.measure(work, self._threads))
+                failures = 0
+            except Failed as failed:
+                work.done.set_exception(failed)
+                failures = 0
+            except LostError as error:
+                began, device = device is not None and device.began, None
+                failures += not began
+                work.losses += began
+                if work.losses >= _LOSSES:
+                    work.done.set_exception(Failed("crash", f"{work.losses} devices were lost with it: {error}"))
+                else:
+                    self._queue.put(work)
+        if device is not None:
+            device.close()
+        with self._lock:
+            self._left -= 1
+            if not self._left:
+                self._abandon()
+
+    def _abandon(self) -> None:
+        while True:
+            try:
+                work = self._queue.get_nowait()
+            except queue.Empty:
+                return
+            if work is not None:
+                work.done.set_exception(self._nobody())
+
+
+class _Device:
+    """A session on one device, and the folder of the task whose files are there."""
+
+    def __init__(self, tracker: tuple[str, int], key: str) -> None:
+        """Raises LostError."""
+        self._connection = Connection(tracker, key)
+        self._folder: Path | None = None
+        self.began = False  # whether a candidate ran when it was lost
+        self._guarded("machine", seconds=_PATIENCE)
+
+    def measure(self, work: _Work, threads: int) -> Measured:
+        """Raises Failed, and LostError: then it is of no use any more."""
+        self.began = False
+        folder = work.baseline.parent
+        if folder != self._folder:
+            for name in _FILES:
+                self._upload(folder / name, name)
+            self._upload(work.baseline, work.baseline.name)
+            self._folder = folder
+        if work.library != work.baseline:
+            self._upload(work.library, work.library.name)
+        job = {
+            "library": work.library.name, "baseline": work.baseline.name, "folder": ".", "threads": threads,
+            "pairs": work.pairs, "trial": work.trial,
+        }  # fmt: skip
+        self.began = True
+        answer = self._guarded("measure", job, seconds=2 * RUN_SECONDS + _PATIENCE)
+        if "cause" in answer:
+            raise Failed(answer["cause"], answer["text"])
+        return Measured(**answer | {"ratios": tuple(answer["ratios"])})
+
+    def _upload(self, path: Path, name: str) -> None:
+        self._guarded("upload", str(path), name, seconds=_PATIENCE + path.stat().st_size / 1e6)
+
+    def _guarded(self, command: str, *arguments: Any, seconds: float) -> Any:
+        try:
+            return self._connection.ask(command, *arguments, seconds=seconds)
+        except LostError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._connection.close()

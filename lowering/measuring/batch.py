@@ -1,0 +1,165 @@
+"""Candidates in a folder, measured on a machine that has the runtime alone: `onnx-lowering measure DIR`.
+
+    DIR/batch.json     for which machine they are, and how many there are of each task
+       /TASK/          arguments.json, arguments.bin, expected.bin, default.so, and 0.so, 1.so, ...
+       /machine.json   the machine that measured
+       /results.jsonl  a line for every candidate, written when it was measured
+
+Who made the folder keeps what he needs to understand the results in it, too (tuning/batches.py).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ..errors import InputError
+from ..records import decode
+from ..runtime.checks import check_machine
+from .isolated import Failed
+from .machine import caches
+from .measure import Job, Measured
+from .trial import LAST_PAIRS, compared, runner, tried
+
+FORMAT = 1
+BATCH, MACHINE, RESULTS, DEFAULT = "batch.json", "machine.json", "results.jsonl", "default.so"
+
+_FINALISTS = 3
+_HEADER = 64  # bytes of an ELF file that tell its machine
+
+
+@dataclass(frozen=True)
+class BatchTask:
+    """A task by its folder, with a title for people."""
+
+    name: str
+    title: str
+    candidates: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """cpu_features are Linux's names of what the code uses; threads the workers, pairs the most turns of each."""
+
+    format: int
+    target: str
+    cpu_features: tuple[str, ...]
+    threads: int
+    pairs: int
+    tasks: tuple[BatchTask, ...]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Bytes of its caches by level."""
+
+    caches: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a candidate: seconds of the default beside it, the ratio to them and how sure that is, or why
+    there is none. last: of a last comparison. at is Unix time."""
+
+    task: str
+    candidate: int
+    last: bool
+    default: float
+    ratio: float
+    spread: float
+    at: float
+    cause: str | None = None
+    text: str = ""
+
+
+def read(folder: Path) -> Batch:
+    """Raises InputError for what is no batch of this version."""
+    try:
+        batch = decode(Batch, json.loads((folder / BATCH).read_text()), BATCH)
+    except FileNotFoundError as error:
+        raise InputError(f"'{folder}' holds no candidates: {BATCH} is missing.") from error
+    except (OSError, ValueError) as error:
+        raise InputError(f"'{folder / BATCH}' cannot be read: {error}.") from error
+    if batch.format != FORMAT:
+        raise InputError(f"'{folder}' has format {batch.format}, and this version reads {FORMAT}.")
+    return batch
+
+
+def results(folder: Path) -> tuple[Machine, list[Result]] | None:
+    """What was measured so far, None for nothing. A line that was being written is left out.
+
+    Raises InputError for damaged results.
+    """
+    if not (folder / MACHINE).exists():
+        return None
+    try:
+        machine = decode(Machine, json.loads((folder / MACHINE).read_text()), MACHINE)
+        text = (folder / RESULTS).read_text() if (folder / RESULTS).exists() else ""
+        lines = text[: text.rfind("\n") + 1].splitlines()
+        return machine, [decode(Result, json.loads(line), RESULTS) for line in lines]
+    except (OSError, ValueError) as error:
+        raise InputError(f"The results in '{folder}' cannot be read: {error}.") from error
+
+
+def measure(folder: Path, report: Callable[[BatchTask, Result], None] = lambda task, result: None) -> list[Result]:
+    """Measures every candidate that has no result yet, then the fastest of each task once more.
+
+    Raises InputError for a folder that is no batch, or is for another machine, and OSError.
+    """
+    batch = read(folder)
+    for task in batch.tasks[:1]:
+        code = (folder / task.name / DEFAULT).read_bytes()[:_HEADER]
+        check_machine(code, batch.cpu_features, batch.target, f"'{folder}'", "measure it on the machine it is for.")
+    here, known = Machine(caches()), results(folder)
+    if known is None:
+        (folder / MACHINE).write_text(json.dumps(asdict(here)))
+    elif known[0] != here:
+        raise InputError(f"'{folder}' was begun on a machine with other caches. Go on there, or remove {RESULTS}.")
+    found = [] if known is None else known[1]
+    _mend(folder / RESULTS)
+    helper = runner()
+    largest = max(here.caches, default=32 << 20)
+    try:
+        for task in batch.tasks:
+            place = folder / task.name
+
+            def job(candidate: int, place: Path = place) -> Job:
+                library, default = str(place / f"{candidate}.so"), str(place / DEFAULT)
+                return Job(library, default, str(place), batch.threads, batch.pairs, largest)
+
+            def note(candidate: int, last: bool, run: Callable[[], Measured], task: BatchTask = task) -> None:
+                if any((r.task, r.candidate, r.last) == (task.name, candidate, last) for r in found):
+                    return
+                found.append(_result(task.name, candidate, last, run))
+                with (folder / RESULTS).open("a") as file:
+                    file.write(json.dumps(asdict(found[-1])) + "\n")
+                report(task, found[-1])
+
+            for candidate in range(task.candidates):
+                note(candidate, False, lambda c=candidate: tried(helper, job(c)))  # type: ignore[misc]
+            good = [r for r in found if r.task == task.name and not r.last and r.cause is None and r.ratio < 1]
+            for result in sorted(good, key=lambda r: r.ratio)[:_FINALISTS]:
+                final = Job(**{**asdict(job(result.candidate)), "pairs": LAST_PAIRS})
+                note(result.candidate, True, lambda final=final: compared(helper, final))  # type: ignore[misc]
+    finally:
+        helper.close()
+    return found
+
+
+def _result(task: str, candidate: int, last: bool, run: Callable[[], Measured]) -> Result:
+    try:
+        measured = run()
+    except Failed as failed:
+        return Result(task, candidate, last, 0.0, 0.0, 0.0, time.time(), failed.cause, failed.text)
+    return Result(task, candidate, last, measured.baseline, measured.ratio, measured.spread, time.time())
+
+
+def _mend(path: Path) -> None:
+    """Cuts off a line that was being written."""
+    if path.exists():
+        data = path.read_bytes()
+        if not data.endswith(b"\n"):
+            path.write_bytes(data[: data.rfind(b"\n") + 1])

@@ -1,0 +1,146 @@
+"""The commands about tuning: tune, measure, device, db."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+from .options import address, natural, positive, seconds, settings
+
+
+def add(add_parser: Callable[..., Any], target: str) -> None:
+    """Their options; target explains --target."""
+    t = add_parser("tune", help="search the tiles of a model's kernels on this machine")
+    t.add_argument("model", type=Path, help="the .onnx file")
+    t.add_argument(
+        "--database", type=Path, required=True, metavar="DIR", help="where records are kept, and resumed from"
+    )
+    t.add_argument("--target", default="cpu", help=target)
+    t.add_argument("--budget", type=seconds, default=1200.0, metavar="TIME", help="such as 90s, 20m (default) or 2h")
+    t.add_argument("--trials", type=natural, help="end after so many trials, if the time is not over before")
+    t.add_argument("--effort", choices=("quick", "full"), default="full", help="how small a kernel is still tuned")
+    t.add_argument(
+        "--dim",
+        action="append",
+        default=[],
+        metavar="NAME=SIZE[,SIZE]",
+        help="sizes to tune at, each once or all alike",
+    )
+    t.add_argument("--static-cache", type=positive, metavar="TOKENS", help="as for compile")
+    t.add_argument("--weights", choices=("int8", "int4", "f16"), help="as for compile")
+    t.add_argument("--donate", action="append", default=[], metavar="REGEX", help="as for compile")
+    t.add_argument("--threads", type=positive, default=1, help="number of workers (1)")
+    t.add_argument("--seed", type=natural, default=0, help="of the search")
+    t.add_argument("--runner", choices=("local", "rpc"), default="local", help="where candidates are measured (local)")
+    t.add_argument("--tracker", metavar="HOST:PORT", help="rpc: TVM's tracker, `python -m tvm.exec.rpc_tracker`")
+    t.add_argument("--key", action="append", default=[], help="rpc: of devices; may be repeated")
+    t.add_argument(
+        "--import-results",
+        type=Path,
+        metavar="DIR",
+        help="file what `measure` measured in DIR; no search, but with --export-candidates the next ones",
+    )
+    t.add_argument(
+        "--export-candidates",
+        type=Path,
+        metavar="DIR",
+        help="build --trials candidates of each kernel (32) into a new folder for `measure`; no search",
+    )
+    t.set_defaults(run=_tune)
+
+    m = add_parser("measure", help="measure the candidates of `tune --export-candidates`; needs no compiler")
+    m.add_argument("folder", type=Path, metavar="DIR", help="which also takes the results")
+    m.set_defaults(run=_measure)
+
+    e = add_parser(
+        "device", help="measure candidates for `tune --runner rpc`; needs no compiler, and a trusted network"
+    )
+    e.add_argument("--tracker", required=True, metavar="HOST:PORT", help="where this device registers")
+    e.add_argument("--key", required=True, help="the name of machines like this one")
+    e.set_defaults(run=_device)
+
+    x = add_parser("db", help="look at databases of `tune`, join them, keep what matters")
+    x.add_argument("action", choices=("show", "merge", "prune", "export", "plot"))
+    x.add_argument("databases", type=Path, nargs="+", metavar="DIR", help="of `tune --database`; merge takes several")
+    x.add_argument("-o", "--output", type=Path, help="the database to add to (merge, export), or the picture (plot)")
+    x.add_argument("--keep", type=positive, default=16, help="prune: trials that stay of each task (16)")
+    x.set_defaults(run=_db)
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    from ..tuning.batches import file_results
+    from ..tuning.tune import tune
+    from .tuning_table import Watch, show
+
+    if arguments.import_results is not None:
+        filed = file_results(arguments.import_results, arguments.database, arguments.target)
+        print(f"filed {filed.trials} trials of {filed.tasks} kernels; {filed.won} of these are faster than the default")
+        if arguments.export_candidates is None:
+            return 0
+    with Watch() as watch:
+        tuning = tune(
+            arguments.model,
+            arguments.database,
+            arguments.target,
+            arguments.budget,
+            arguments.trials,
+            arguments.effort,
+            settings(arguments.dim),
+            arguments.threads,
+            static_cache=arguments.static_cache,
+            weights=arguments.weights,
+            donate=arguments.donate,
+            seed=arguments.seed,
+            progress=watch,
+            tracker=_tracker(arguments),
+            keys=arguments.key,
+            export=arguments.export_candidates,
+        )
+    if arguments.export_candidates is not None:
+        total = sum(outcome.trials for outcome in tuning.outcomes)
+        print(f"wrote {total} candidates of {len(tuning.outcomes)} kernels to {arguments.export_candidates}")
+        return 0
+    show(tuning)
+    return 130 if tuning.interrupted else 0
+
+
+def _tracker(arguments: argparse.Namespace) -> tuple[str, int] | None:
+    """Raises InputError for options that do not go together."""
+    if arguments.runner == "rpc" and (arguments.tracker is None or not arguments.key):
+        raise InputError("--runner rpc needs --tracker HOST:PORT and --key NAME.")
+    if arguments.runner == "local" and (arguments.tracker is not None or arguments.key):
+        raise InputError("--tracker and --key are for --runner rpc.")
+    return None if arguments.tracker is None else address(arguments.tracker)
+
+
+def _device(arguments: argparse.Namespace) -> int:
+    from ..fleet.device import serve
+
+    host, port = address(arguments.tracker)
+    print(f"registers at {host}:{port} as '{arguments.key}'; Ctrl-C ends it", flush=True)
+    serve((host, port), arguments.key)
+    return 0
+
+
+def _measure(arguments: argparse.Namespace) -> int:
+    from ..measuring.batch import BatchTask, Result, measure
+
+    def report(task: BatchTask, result: Result) -> None:
+        found = (
+            f"{1 / result.ratio:.3f}x the default's speed" if result.cause is None else f"{result.cause}: {result.text}"
+        )
+        print(f"{task.title} [{result.candidate}]{' again' if result.last else ''}: {found}", flush=True)
+
+    results = measure(arguments.folder, report)
+    failed = sum(result.cause is not None for result in results)
+    print(f"{len(results)} results in {arguments.folder}, {failed} of candidates that failed")
+    return 0
+
+
+def _db(arguments: argparse.Namespace) -> int:
+    from .databases import act
+
+    return act(arguments.action, arguments.databases, arguments.output, arguments.keep)

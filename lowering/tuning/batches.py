@@ -1,0 +1,156 @@
+"""Batches of candidates for machines that the network does not reach: built here, measured there, filed here.
+
+A batch is a folder (measuring/batch.py). In the folder of a task lie also the task and the choices that its candidates
+are, by which the results become records like any other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import tvm
+from tvm.s_tir import Trace
+
+from ..errors import InputError
+from ..measuring.batch import BATCH, DEFAULT, FORMAT, Batch, BatchTask, Result, read, results
+from ..measuring.isolated import Failed
+from ..measuring.measure import Measured
+from ..measuring.trial import wins
+from ..target import Target, resolve
+from .architecture import architecture
+from .cost_model import TileModel
+from .database import Database
+from .local import Workshop
+from .scheduler import Context, strategy
+from .space import TileSpace, annotated
+
+_TASK, _CHOICES = "task.json", "choices.jsonl"
+
+
+@dataclass(frozen=True)
+class Filed:
+    """What `file_results` did: tasks and trials that were filed, and how many tasks have a faster choice now."""
+
+    tasks: int
+    trials: int
+    won: int
+
+
+def export(
+    folder: Path,
+    tasks: Mapping[str, tuple[str, tvm.IRModule]],
+    database: Database,
+    workshop: Workshop,
+    target: Target,
+    threads: int,
+    pairs: int,
+    count: int,
+    seed: int,
+) -> Batch:
+    """Builds so many candidates of each task, by hash and with a title, beside its arguments, which are in the folder.
+
+    They are those that the database's records let expect most of. Raises Failed for a default that cannot be built.
+    """
+    listed = []
+    for name, (title, module) in tasks.items():
+        place = folder / name
+        workshop.folder = place
+        plain = workshop.build(module, "plain.so", plain=True)
+        workshop.build(module, DEFAULT)
+        workshop.expect(plain)
+        plain.unlink()
+        space = TileSpace(module, target.tvm)
+        choices: list[str] = []
+        for choice in _proposed(space, module, target.tvm, database, count, seed):
+            try:
+                workshop.build_trace(module, space.trace(module, space.read(choice)), f"{len(choices)}.so")
+            except Failed as failed:
+                database.fail(module, choice, failed)
+                continue
+            choices.append(choice)
+        (place / _TASK).write_text(tvm.ir.save_json(module))
+        (place / _CHOICES).write_text("".join(f"{choice}\n" for choice in choices))
+        listed.append(BatchTask(name, title, len(choices)))
+    batch = Batch(FORMAT, target.name, target.cpu_features, threads, pairs, tuple(listed))
+    (folder / BATCH).write_text(json.dumps(asdict(batch), indent=1))
+    return batch
+
+
+def _proposed(
+    space: TileSpace, module: tvm.IRModule, target: tvm.target.Target, database: Database, count: int, seed: int
+) -> list[str]:
+    """Choices that the database knows nothing of."""
+    model = TileModel(space, seed)
+    known = database.known(module)
+    for choice, seconds in known.items():
+        model.learn(choice, seconds)
+    model.fit()
+    context = Context(module, target, space.generator(), strategy(), "export", seed + 1)
+    old = {space.default().to_json(), *known, *database.failed(module)}
+    asked = 2 * count + len(old)  # what is known comes up again
+    context.pre_tuning(asked, asked, database=database.trials, cost_model=model)
+    candidates = context.generate_measure_candidates() or ()
+    found = dict.fromkeys(text for c in candidates if (text := annotated(c.sch.mod)) is not None)
+    context.post_tuning()
+    return [choice for choice in found if choice not in old][:count]
+
+
+def file_results(folder: Path, database: Path, target: str) -> Filed:
+    """Files what was measured in a batch in the database, for the architecture of the machine that measured.
+
+    target is the one that the batch was made for. What is there already is not filed again. Raises InputError where
+    nothing was measured.
+    """
+    batch, measured = read(folder), results(folder)
+    if measured is None:
+        raise InputError(f"Nothing in '{folder}' was measured yet: run `onnx-lowering measure` there.")
+    (found,) = resolve(target)
+    machine, lines = measured
+    records = Database(database, found, architecture(found, machine.caches))
+    tasks = trials = won = 0
+    for task in batch.tasks:
+        mine = [result for result in lines if result.task == task.name]
+        if mine:
+            module = tvm.ir.load_json((folder / task.name / _TASK).read_text())
+            choices = (folder / task.name / _CHOICES).read_text().splitlines()
+            filed, better = _file(records, module, choices, mine, found.tvm)
+            tasks, trials, won = tasks + 1, trials + filed, won + better
+    return Filed(tasks, trials, won)
+
+
+def _file(
+    records: Database, module: tvm.IRModule, choices: list[str], found: list[Result], target: tvm.target.Target
+) -> tuple[int, bool]:
+    """How many trials of a task were filed, and whether one has won."""
+    space = TileSpace(module, target)
+    default, known, failed = space.default().to_json(), records.known(module), records.failed(module)
+    reference = known.get(default)
+    if reference is None:
+        reference = median([r.default for r in found if r.cause is None] or [1.0])
+        records.commit(module, space.trace(module, space.default()), reference, target)
+    if records.settled(module) is None:
+        records.settle(module, space.trace(module, space.default()), reference, target)
+    model, filed = TileModel(space, 0), 0
+    best: tuple[float, Trace] | None = None
+    for result in found:
+        choice = choices[result.candidate]
+        trace = space.trace(module, space.read(choice))
+        if result.cause is not None:
+            if choice not in failed:
+                records.fail(module, choice, Failed(result.cause, result.text))  # type: ignore[arg-type]
+                filed += 1
+        elif result.last:
+            measured = Measured(result.default, (result.ratio,), 0.0)
+            if wins(measured) and (best is None or result.ratio < best[0]):
+                best = result.ratio, trace
+        elif choice not in known:
+            (predicted,) = model.slowness_of([choice])
+            records.commit(module, trace, reference * result.ratio, target, predicted)
+            filed += 1
+    if best is not None:
+        records.settle(module, best[1], reference * best[0], target)
+    return filed, best is not None

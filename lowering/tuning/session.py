@@ -1,0 +1,284 @@
+"""The steps of tuning a model: its tasks, the search, last comparisons."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tvm
+
+from ..compiling import artifact
+from ..compiling.compiler import compiled
+from ..graph.declared_sizes import Dims
+from ..graph.model import ModelLike
+from ..importing.quantised import Scheme
+from ..measuring.batch import DEFAULT
+from ..measuring.isolated import Failed
+from ..measuring.trial import CLEAR_WIN, LAST_PAIRS, wins
+from ..runtime import load
+from ..target import Target
+from . import batches
+from .capture import Use, keep, uses
+from .cost_model import TileModel
+from .database import identity
+from .local import Site, Workshop
+from .scheduler import Context, Scheduler, Search, strategy
+from .space import TileSpace
+from .task import NotTunable, tiles_task, written
+
+Effort = Literal["quick", "full"]
+
+_SHARE = {"quick": 0.02, "full": 0.002}  # of a run, below which a kernel is left as it is
+_PAIRS = {"quick": 6, "full": 12}
+_LAST_SHARE = 0.15  # of the time, for last comparisons
+_FINALISTS = 3
+
+EFFORTS = tuple(_SHARE)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One task: seconds of a call by the reference of its default, and what kept candidates from being measured.
+
+    seconds is the default's where no candidate won, architecture that of the machine that measured. why says what kept
+    a kernel from being tuned, "" for nothing.
+    """
+
+    name: str
+    nodes: tuple[str, ...]
+    share: float
+    default: float
+    seconds: float
+    trials: int
+    failures: Mapping[str, int]
+    choice: str
+    architecture: str = ""
+    why: str = ""
+
+    @property
+    def gain(self) -> float:
+        """How many times faster than the default."""
+        return self.default / self.seconds if self.seconds else 1.0
+
+
+@dataclass
+class State:
+    """What can be shown while it goes on: the searches, the one at work, and the seconds left."""
+
+    searches: Sequence[Search]
+    at_work: Search | None
+    left: float
+    comparing: bool = False
+
+
+Progress = Callable[[State], None]
+
+
+class Session:
+    """The steps of `tune`, and what they share."""
+
+    def __init__(
+        self,
+        folder: Path,
+        sites: Sequence[Site],
+        target: Target,
+        workshop: Workshop,
+        threads: int,
+        effort: Effort,
+        seed: int,
+    ) -> None:
+        self.folder, self.sites, self.target, self.workshop = folder, sites, target, workshop
+        self.threads, self.effort, self.seed = threads, effort, seed
+        self.searches: list[Search] = []
+        self.interrupted = False
+        self._left_out: list[Outcome] = []
+        self._uses: dict[str, Use] = {}
+        self._modules: dict[str, tvm.IRModule] = {}
+        self._run_seconds = 0.0
+
+    def extract(
+        self,
+        where: Path,
+        model: ModelLike,
+        target: str,
+        sizes: Sequence[Mapping[str, int]],
+        dims: Dims | None,
+        static_cache: int | None,
+        weights: Scheme | None,
+        donate: Sequence[str],
+    ) -> None:
+        """Compiles the model as it is into a folder and runs it; every kernel that takes a share of the time becomes a
+        task."""
+        done = compiled(model, target, donate, self.threads, None, dims, static_cache, weights)
+        artifact.write(where, done.libraries, done.manifest, done.weights)
+        runnable = load(where)
+        functions = done.unscheduled[0]
+        for setting in sizes:
+            found = uses(runnable, setting, self.threads, seconds=1.0)
+            total = sum(use.seconds for use in found)
+            self._run_seconds += total
+            wanted: dict[Any, Path] = {}
+            for use in found:
+                if use.seconds < _SHARE[self.effort] * total:
+                    continue
+                task = self._task(use, functions[use.kernel.name])
+                if task is None:
+                    continue
+                name = identity(task)
+                if name in self._uses:
+                    self._uses[name] = dataclasses.replace(
+                        self._uses[name], seconds=self._uses[name].seconds + use.seconds
+                    )
+                    continue
+                self._uses[name] = use
+                place = self.folder / name
+                place.mkdir()
+                wanted[use.kernel.name, use.arguments] = place
+                self._modules[name] = task
+            keep(runnable, setting, self.threads, wanted, lambda kernel: written(functions[kernel]))
+
+    def _task(self, use: Use, func: Any) -> tvm.IRModule | None:
+        try:
+            return tiles_task(func, use.shapes, self.target.tvm)
+        except NotTunable as reason:
+            self._left_out.append(_left_out(use, str(reason)))
+            return None
+
+    def export(self, count: int) -> None:
+        """Builds so many candidates of each task, to be measured elsewhere."""
+        tasks = {name: (_title(self._uses[name]), module) for name, module in self._modules.items()}
+        pairs = _PAIRS[self.effort]
+        database = self.sites[0].database
+        batch = batches.export(
+            self.folder, tasks, database, self.workshop, self.target, self.threads, pairs, count, self.seed
+        )
+        for task in batch.tasks:
+            use = self._uses[task.name]
+            share, seconds = use.seconds / self._run_seconds, use.seconds / use.calls
+            self._left_out.append(Outcome(task.title, use.nodes, share, seconds, seconds, task.candidates, {}, ""))
+
+    def search(self, end: float, most: int | None, progress: Progress) -> None:
+        """Until so late, last comparisons included, or after so many trials."""
+        state = State([], None, end - time.monotonic())
+        left = end - time.monotonic()
+        stop = end - _LAST_SHARE * left
+
+        def late() -> bool:
+            return time.monotonic() >= stop
+
+        def over() -> bool:
+            return late() or (most is not None and sum(s.trials for s in state.searches) >= most)
+
+        def told(search: Search) -> None:
+            state.at_work, state.left = search, end - time.monotonic()
+            progress(state)
+
+        try:
+            for name, use in self._uses.items():
+                if late():
+                    self._left_out.append(_left_out(use, "the time was over before it was begun"))
+                else:
+                    self._begin(name)
+            state.searches = self.searches
+            Scheduler(self.searches, self.workshop, _PAIRS[self.effort], over, told).run(self.target.tvm)
+        except KeyboardInterrupt:
+            self.interrupted = True
+        state.comparing = True
+        for search in self.searches:
+            state.at_work, state.left = search, end - time.monotonic()
+            progress(state)
+            self._settle(search)
+
+    def _begin(self, name: str) -> None:
+        """Builds the default and what it is compared with, and has it measured everywhere."""
+        module, use, folder = self._modules[name], self._uses[name], self.folder / name
+        self.workshop.folder = folder
+        try:
+            plain = self.workshop.build(module, "plain.so", plain=True)
+            default = self.workshop.build(module, DEFAULT)
+            self.workshop.expect(plain)
+            pairs = _PAIRS[self.effort]
+            begun = [site.bench.submit(default, default, pairs, trial=False) for site in self.sites]
+            for site, measured in zip(self.sites, begun):
+                self.searches.append(self._searched(name, site, module, use, measured.result().baseline))
+        except Failed as failed:
+            self._left_out.append(_left_out(use, f"its default failed: {failed}"))
+
+    def _searched(self, name: str, site: Site, module: tvm.IRModule, use: Use, seconds: float) -> Search:
+        """The search of a task whose default takes so many seconds on a site."""
+        space, database = TileSpace(module, self.target.tvm), site.database
+        model, known = TileModel(space, self.seed), site.database.known(module)
+        default = space.default().to_json()
+        reference = known.get(default)
+        if reference is None:
+            reference = known[default] = seconds
+            (predicted,) = model.slowness_of([default])
+            database.commit(module, space.trace(module, space.default()), reference, self.target.tvm, predicted)
+        for choice, its in known.items():
+            model.learn(choice, its)
+        model.fit()
+        title = _title(use)
+        context = Context(module, self.target.tvm, space.generator(), strategy(), title, self.seed + 1)
+        return Search(
+            title, name, site, module, use.seconds / seconds, self.folder / name, space, model, context, reference,
+            known, database.failed(module),
+        )  # fmt: skip
+
+    def _settle(self, search: Search) -> None:
+        """Compares the fastest candidates with the default for a last time."""
+        self.workshop.folder, database = search.folder, search.site.database
+        default = search.space.default().to_json()
+        traces = database.traces(search.module)
+        finalists = sorted(search.known, key=search.known.__getitem__)[:_FINALISTS]
+        won, seconds = default, search.reference
+        for choice in finalists:
+            if choice == default or search.known[choice] * CLEAR_WIN > search.reference:
+                continue
+            try:
+                library = self.workshop.build_trace(search.module, traces[choice])
+                measured = search.site.bench.submit(library, search.folder / DEFAULT, LAST_PAIRS, trial=False).result()
+            except Failed as failed:
+                search.failed[choice] = database.fail(search.module, choice, failed)
+                continue
+            if wins(measured) and search.reference * measured.ratio < seconds:
+                won, seconds = choice, search.reference * measured.ratio
+        if database.settled(search.module) is None:
+            trace = search.space.trace(search.module, search.space.default())
+            database.settle(search.module, trace, search.reference, self.target.tvm)
+        if won != default:
+            database.settle(search.module, traces[won], seconds, self.target.tvm)
+        search.won, search.won_seconds = won, seconds
+
+    def outcomes(self) -> tuple[Outcome, ...]:
+        found = []
+        for search in self.searches:
+            use = self._uses[search.task]
+            found.append(
+                Outcome(
+                    search.name,
+                    use.nodes,
+                    use.seconds / self._run_seconds,
+                    search.reference,
+                    search.won_seconds,
+                    search.trials,
+                    search.causes(),
+                    search.won,
+                    search.site.database.architecture.name,
+                )
+            )
+        return (*sorted(found, key=lambda o: -o.share), *self._left_out)
+
+
+def _title(use: Use) -> str:
+    """A kernel, and the shapes of its arguments."""
+    return f"{use.kernel.name} {' '.join('x'.join(map(str, s)) for s in use.shapes if isinstance(s, tuple))}"
+
+
+def _left_out(use: Use, why: str) -> Outcome:
+    return Outcome(
+        use.kernel.name, use.nodes, 0.0, use.seconds / use.calls, use.seconds / use.calls, 0, {}, "", why=why
+    )

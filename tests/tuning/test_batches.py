@@ -1,0 +1,128 @@
+"""Candidates that are built here and measured where no compiler is; here that is a process which cannot import one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import models
+import pytest
+from models import product
+
+import lowering
+from lowering.errors import ArtifactError, InputError
+from lowering.measuring.batch import BATCH, RESULTS, measure, read, results
+from lowering.tuning.database import journal
+
+ROOT = Path(__file__).parents[2]
+
+# What runs on the other machine.
+MEASURE = """
+import sys
+for name in ("tvm", "onnx", "onnx_ir", "schedules", "xgboost"):
+    sys.modules[name] = None
+from lowering.tools.cli import main
+sys.exit(main(["measure", sys.argv[1]]))
+"""
+
+
+def measured(folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", MEASURE, str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six candidates of each kernel of `product`."""
+    folder = tmp_path_factory.mktemp("batch")
+    tuning = lowering.tune(product(rows=64), folder / "database", trials=6, export=folder / "candidates")
+    assert [o.trials for o in tuning.outcomes] == [6, 6]
+    return folder / "candidates"
+
+
+def copied(batch: Path, folder: Path) -> Path:
+    shutil.copytree(batch, folder / "batch")
+    return folder / "batch"
+
+
+def test_round_trip(exported: Path, tmp_path: Path) -> None:
+    """Results become records that compile uses, once; the next candidates are others."""
+    batch, database = copied(exported, tmp_path), tmp_path / "database"
+    with pytest.raises(InputError, match="was measured yet"):
+        lowering.file_results(batch, database, "cpu")
+    done = measured(batch)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("default's speed") >= 12 and "0 of candidates that failed" in done.stdout
+    filed = lowering.file_results(batch, database, "cpu")
+    assert (filed.tasks, filed.trials) == (2, 12)
+    assert lowering.file_results(batch, database, "cpu").trials == 0
+    module = lowering.compile(product(rows=64), database=database)
+    assert all(kernel.source.startswith("tuned") for kernel in module.manifest.kernels)
+    lowering.tune(product(rows=64), database, trials=4, export=tmp_path / "next")
+    (folder,) = database.iterdir()
+    before = {trial.candidate for trial in journal(folder)}
+    assert len(before) == 14  # two defaults
+    for task in read(tmp_path / "next").tasks:
+        choices = (tmp_path / "next" / task.name / "choices.jsonl").read_text().splitlines()
+        assert task.candidates == len(choices) == 4 and not before & set(choices)
+
+
+def test_bad_candidates_are_results(exported: Path, tmp_path: Path) -> None:
+    """A crash, an endless loop that is stopped, and a wrong answer are filed by cause and never chosen."""
+    batch, database = copied(exported, tmp_path), tmp_path / "database"
+    task = read(batch).tasks[0]
+    for number, bad in enumerate((models.crashes, models.wrong)):
+        models.library(bad, batch / task.name, str(number))
+    found = measure(batch)
+    causes = {r.candidate: r.cause for r in found if r.task == task.name and not r.last}
+    assert causes[0] in ("crash", "error") and causes[1] in ("crash", "error", "wrong") and causes[2] is None
+    lowering.file_results(batch, database, "cpu")
+    (folder,) = database.iterdir()
+    assert sum(trial.cause is not None for trial in journal(folder)) == 2
+
+
+def test_killed_in_the_middle(exported: Path, tmp_path: Path) -> None:
+    """What was measured stays; the next run measures the rest."""
+    batch = copied(exported, tmp_path)
+    process = subprocess.Popen([sys.executable, "-c", MEASURE, str(batch)], cwd=ROOT, stdout=subprocess.DEVNULL)
+    while not (batch / RESULTS).exists() or (batch / RESULTS).read_text().count("\n") < 2:
+        assert process.poll() is None
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    first = results(batch)
+    assert first is not None and len(first[1]) >= 2
+    with (batch / RESULTS).open("a") as file:
+        file.write('{"task": "half a li')
+    assert measured(batch).returncode == 0
+    second = results(batch)
+    assert second is not None and second[1][: len(first[1])] == first[1]
+    assert len({(r.task, r.candidate) for r in second[1]}) == 12
+
+
+def test_refusals(exported: Path, tmp_path: Path) -> None:
+    batch = copied(exported, tmp_path)
+    with pytest.raises(InputError, match="is not empty"):
+        lowering.tune(product(rows=64), tmp_path / "d", export=batch)
+    with pytest.raises(InputError, match=r"holds no candidates: batch\.json is missing"):
+        measure(tmp_path)
+    data = json.loads((batch / BATCH).read_text())
+    for change, error, text in (
+        ({"format": 99}, InputError, "has format 99"),
+        ({"cpu_features": ["warp_drive"]}, ArtifactError, "a CPU with warp_drive"),
+        ({"threads": "all"}, InputError, "cannot be read"),
+    ):
+        (batch / BATCH).write_text(json.dumps(data | change))
+        with pytest.raises(error, match=text):
+            measure(batch)
+    (batch / BATCH).write_text(json.dumps(data))
+    machine = batch / "machine.json"
+    machine.write_text(json.dumps({"caches": [1, 2]}))
+    with pytest.raises(InputError, match="other caches"):
+        measure(batch)

@@ -1,0 +1,113 @@
+"""Tuning on devices of a tracker, all of them on this machine: two servers, one of which is killed on the way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from models import product
+from tvm.rpc import connect_tracker
+from tvm.rpc.tracker import Tracker
+
+import lowering
+from lowering.errors import InputError
+from lowering.tuning.database import journal
+from lowering.tuning.session import State
+
+ROOT = Path(__file__).parents[2]
+
+# What runs on a device, where there is TVM's runtime but no compiler.
+DEVICE = """
+import sys
+sys.modules["onnx"] = sys.modules["onnx_ir"] = sys.modules["schedules"] = None
+from lowering.tools.cli import main
+sys.exit(main(["device", "--tracker", sys.argv[1], "--key", sys.argv[2]]))
+"""
+
+
+@pytest.fixture(scope="module")
+def tracker() -> Iterator[tuple[str, int]]:
+    with closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    tracker = Tracker("127.0.0.1", port, port + 20, silent=True)
+    yield "127.0.0.1", tracker.port
+    tracker.terminate()
+
+
+class Device:
+    """A server that is registered when it is made."""
+
+    def __init__(self, tracker: tuple[str, int], key: str) -> None:
+        before = self._count(tracker, key)
+        command = [sys.executable, "-c", DEVICE, f"{tracker[0]}:{tracker[1]}", key]
+        environment = {**os.environ, "TVM_USE_RUNTIME_LIB": "1"}
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, start_new_session=True
+        )
+        end = time.monotonic() + 60
+        while self._count(tracker, key) <= before:
+            assert self.process.poll() is None and time.monotonic() < end
+            time.sleep(0.1)
+
+    @staticmethod
+    def _count(tracker: tuple[str, int], key: str) -> int:
+        return sum(info["key"] == f"server:{key}" for info in connect_tracker(*tracker).summary()["server_info"])
+
+    def kill(self) -> None:
+        """With all of its processes, as a machine goes that loses its power."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def test_two_devices_one_of_which_dies(tracker: tuple[str, int], tmp_path: Path) -> None:
+    devices = [Device(tracker, "here") for _ in range(2)]
+    seen: list[int] = []
+
+    def kill_one(state: State) -> None:
+        seen.append(sum(search.trials for search in state.searches))
+        if seen[-1] >= 6:
+            devices[0].kill()
+
+    try:
+        tuning = lowering.tune(product(rows=64), tmp_path, trials=16, tracker=tracker, keys=["here"], progress=kill_one)
+    finally:
+        for device in devices:
+            device.kill()
+    assert sum(o.trials for o in tuning.outcomes) == 16
+    assert not any(o.failures or o.why for o in tuning.outcomes)
+    (folder,) = tmp_path.iterdir()
+    trials = journal(folder)
+    assert len(trials) == 18 and all(trial.seconds for trial in trials)  # with two defaults
+    module = lowering.compile(product(rows=64), database=tmp_path)
+    assert all(kernel.source.startswith("tuned") for kernel in module.manifest.kernels)
+
+
+def test_two_keys_in_one_session(tracker: tuple[str, int], tmp_path: Path) -> None:
+    """Both are this machine, so that what the second measures is the first one's architecture, too."""
+    devices = [Device(tracker, key) for key in ("one", "other")]
+    try:
+        tuning = lowering.tune(product(rows=64), tmp_path, trials=8, tracker=tracker, keys=["one", "other"])
+    finally:
+        for device in devices:
+            device.kill()
+    assert len(tuning.outcomes) == 4 and len({o.architecture for o in tuning.outcomes}) == 1
+    assert sum(o.trials for o in tuning.outcomes) >= 8 and not any(o.failures for o in tuning.outcomes)
+
+
+def test_refusals(tracker: tuple[str, int], tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="has no device with the key 'nobody'"):
+        lowering.tune(product(rows=64), tmp_path, tracker=tracker, keys=["nobody"])
+    with pytest.raises(InputError, match="name at least one"):
+        lowering.tune(product(rows=64), tmp_path, tracker=tracker)
+    with pytest.raises(InputError, match=r"No tracker answers at 127\.0\.0\.1:1"):
+        lowering.tune(product(rows=64), tmp_path, tracker=("127.0.0.1", 1), keys=["here"])
