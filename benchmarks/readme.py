@@ -9,7 +9,21 @@ from .cases import all_cases
 from .cases.published import GROUP
 from .peers import OURS, PEERS
 from .records import Results, read
-from .report import Row, by_group, limit_speeds, markdown, mean, number, ours_cell, peer_cell, rows, scalings, speed
+from .report import (
+    Row,
+    by_group,
+    is_tuned,
+    limit_speeds,
+    markdown,
+    mean,
+    number,
+    ours_cell,
+    peer_cell,
+    rows,
+    scalings,
+    speed,
+    tuned_cells,
+)
 from .widths import tables
 
 _ROOT = Path(__file__).parents[1]
@@ -49,8 +63,9 @@ def _part(results: Results, path: Path) -> str:
         versions=", ".join(f"{name} {version}" for name, version in results.packages.items() if name in _NAMES),
     )
     scaling = ["scaling", "the limit scales"] if results.threads > 1 else []
-    headings = ["case", OURS, "speed", "of the limit", *(_NAMES[peer] for peer in PEERS), "ratio", *scaling]
-    body = [_cells(row, bool(scaling)) for row in found if _is_shown(row, results.threads)]
+    tuned = ["tuned", "gain"] if is_tuned(results) else []
+    headings = ["case", OURS, *tuned, "speed", "of the limit", *(_NAMES[peer] for peer in PEERS), "ratio", *scaling]
+    body = [_cells(row, bool(tuned), bool(scaling)) for row in found if _is_shown(row, results.threads)]
     groups = [
         [group, str(len(ratios)), str(sum(ratio < 1 for ratio in ratios)), number(mean(ratios)), number(min(ratios))]
         for group, ratios in by_group(found).items()
@@ -73,8 +88,9 @@ def _is_shown(row: Row, threads: int) -> bool:
     return all_cases()[row.record.case].bar.asks(threads)
 
 
-def _cells(row: Row, scaling: bool) -> list[str]:
-    cells = [row.record.case, f"**{ours_cell(row)}**", speed(row), number(row.share)]
+def _cells(row: Row, tuned: bool, scaling: bool) -> list[str]:
+    cells = [row.record.case, f"**{ours_cell(row)}**", *(tuned_cells(row) if tuned else [])]
+    cells += [speed(row), number(row.share)]
     cells += [*(peer_cell(row.record, peer) for peer in PEERS), number(row.ratio)]
     return [*cells, *scalings(row)] if scaling else cells
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from .cases import all_cases
 from .cases.case import Bar
-from .peers import OURS, PEERS
+from .peers import OURS, PEERS, TUNED
 from .records import Outcome, Record, Results
 
 # Below this share of wall time a thread alone was not alone.
@@ -121,6 +121,21 @@ def ours_cell(row: Row) -> str:
     return peer_cell(row.record, OURS) if row.seconds is None else milliseconds(row.seconds)
 
 
+def is_tuned(results: Results) -> bool:
+    """Whether ours was measured with a database of `tune`, too."""
+    return any(o.contender == TUNED for record in results.records.values() for o in record.outcomes)
+
+
+def tuned_cells(row: Row) -> list[str]:
+    """Our time with that database, and how many times faster it is."""
+    return [peer_cell(row.record, TUNED), number(_gain(row))]
+
+
+def _gain(row: Row) -> float | None:
+    best = row.record.best(TUNED)
+    return row.seconds / best.timing.median if best is not None and best.timing and row.seconds else None
+
+
 def _spread(row: Row) -> str:
     mine = row.record.ours()
     if mine is None:
@@ -140,13 +155,16 @@ def table(results: Results, only: Iterable[str] | None = None) -> Table:
         title=f"milliseconds, {threads}, {results.machine}", title_justify="left", row_styles=["", "on grey11"]
     )
     scaling = ["scaling", "limit scales"] if results.threads > 1 else []
-    for heading in ("", OURS, "spread", "CPU", "speed", "of limit", *PEERS, "ratio", *scaling, "bar"):
+    tuned = ["tuned", "gain"] if is_tuned(results) else []
+    for heading in ("", OURS, *tuned, "spread", "CPU", "speed", "of limit", *PEERS, "ratio", *scaling, "bar"):
         shown.add_column(heading, justify="left" if heading in ("", "bar") else "right")
     names = None if only is None else set(only)
     for row in rows(results):
         if names is not None and row.record.case not in names:
             continue
-        cells: list[str] = [row.record.case.replace("[", r"\["), ours_cell(row), _spread(row)]
+        cells: list[str] = [row.record.case.replace("[", r"\["), ours_cell(row)]
+        cells += tuned_cells(row) if tuned else []
+        cells += [_spread(row)]
         cells += ["" if row.cpu is None else milliseconds(row.cpu), speed(row), number(row.share)]
         cells += [peer_cell(row.record, peer) for peer in PEERS]
         cells += [number(row.ratio), *(scalings(row) if scaling else []), _bar_cell(row)]
@@ -165,6 +183,11 @@ def summary(results: Results) -> list[str]:
     bars = [met for row in found for _, met in row.bars]
     if bars:
         lines.append(f"bars met: {sum(bars)} of {len(bars)}")
+    gains = [gain for row in found if (gain := _gain(row)) is not None]
+    if gains:
+        lines.append(
+            f"tuned: {len(gains)} cases, geometric mean {mean(gains):.2f}x the default, least {min(gains):.2f}x"
+        )
     return lines + [f"{name}: {speed}" for name, speed in limit_speeds(results).items()]
 
 

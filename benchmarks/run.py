@@ -13,7 +13,7 @@ from .cases.case import Case
 from .cases.exported import ExportCase
 from .chart import draw
 from .measure import Opener, prepare
-from .peers import OURS, PEERS, Peer, load
+from .peers import OURS, PEERS, TUNED, Peer, load
 from .records import Results, here, read
 from .report import summary, table
 
@@ -24,6 +24,8 @@ def run(cases: list[Case], arguments: argparse.Namespace) -> None:
     openers: dict[str, Opener] = {
         name: partial(load, name, arguments.threads) for name in (OURS, *filter(None, arguments.peers.split(",")))
     }
+    if arguments.tuned is not None:
+        openers[TUNED] = partial(load, TUNED, arguments.threads, arguments.tuned)
     peers = _opened(openers)
     left = [case for case in _found(cases) if not (arguments.resume and case.name in results.records)]
     end = time.monotonic() + 60 * arguments.minutes
@@ -82,7 +84,7 @@ def _opened(openers: dict[str, Opener]) -> dict[str, Peer]:
     """Those that are installed."""
     found: dict[str, Peer] = {}
     for name, opener in openers.items():
-        if name not in (OURS, *PEERS):
+        if name not in (OURS, TUNED, *PEERS):
             sys.exit(f"there is no peer '{name}'. The peers are {', '.join(PEERS)}.")
         try:
             found[name] = opener()

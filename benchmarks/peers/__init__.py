@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Protocol
 
 from ..cases.case import Arrays, Case
 
 OURS = "onnx-lowering"
+TUNED = "onnx-lowering, tuned"  # the same with a database of `onnx-lowering tune`
 PEERS = ("torch", "onnxruntime", "openvino")
 
 ONE_THREAD = ", one thread"  # behind the name of a form that runs on several as well
@@ -42,7 +44,10 @@ class Peer(Protocol):
         """Ways to run the case, by name."""
 
 
-def load(name: str, threads: int) -> Peer:
-    """The peer of that name. Raises ImportError."""
-    module = "ours" if name == OURS else name
-    return import_module(f".{module}", __name__).Peer(threads)
+def load(name: str, threads: int, database: Path | None = None) -> Peer:
+    """The peer of that name; database is for ours. Raises ImportError."""
+    if name in (OURS, TUNED):
+        from .ours import Peer as Ours
+
+        return Ours(threads, database)
+    return import_module(f".{name}", __name__).Peer(threads)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import lowering
 
@@ -12,14 +14,14 @@ from . import ONE_THREAD, Contender, Form
 
 
 class Peer:
-    def __init__(self, threads: int) -> None:
-        self._threads = threads
+    def __init__(self, threads: int, database: Path | None = None) -> None:
+        self._threads, self._database = threads, database
         self._last: tuple[object, lowering.Model] | None = None
 
     def forms(self, case: Case) -> dict[str, Form]:
         """Bound; where there are several threads one thread as well, which shows how it scales."""
         forms = {"bound": Form(partial(self._bound, case, self._threads), self._threads)}
-        if self._threads > 1:
+        if self._threads > 1 and self._database is None:
             forms[f"bound{ONE_THREAD}"] = Form(partial(self._bound, case, 1), 1)
         return forms
 
@@ -31,5 +33,6 @@ class Peer:
         key = (case.source, *case.options.items())
         if self._last is None or self._last[0] != key:
             donate = tuple(map(re.escape, case.in_place.values()))
-            self._last = key, lowering.compile(case.model(), donate=donate, threads=1, **case.options)
+            options: dict[str, Any] = {"donate": donate, "threads": 1, "database": self._database, **case.options}
+            self._last = key, lowering.compile(case.model(), **options)
         return self._last[1]
