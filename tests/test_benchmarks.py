@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import lowering
 from benchmarks import peers, stores
 from benchmarks.cases import all_cases, chosen
 from benchmarks.cases.attention import AttentionCase
@@ -51,6 +52,16 @@ def test_one_case_from_end_to_end(tmp_path: Path) -> None:
     written = out.read_text()
     assert command(*line, "--resume").returncode == 0
     assert json.loads(out.read_text())["records"] == json.loads(written)["records"]
+
+
+def test_a_database_is_measured_beside_the_default(tmp_path: Path) -> None:
+    lowering.tune(all_cases()["S 3"].model(), tmp_path / "tuned", trials=2, sizes=[{"B": 1, "S": 3, "T": 3}])
+    line = ["cpu", "S 3", "--peers", "", "--tuned", tmp_path / "tuned", "--turns", 2, "--seconds", 0.001]
+    done = command(*line, "--out", tmp_path / "results.json")
+    assert done.returncode == 0, done.stderr
+    assert "tuned: 1 cases" in done.stdout
+    best = read(tmp_path / "results.json").records["S 3"].best(peers.TUNED)
+    assert best is not None and best.error is not None and best.error < 1e-5
 
 
 class Fake:

@@ -7,6 +7,7 @@ devices were lost is one that crashes.
 from __future__ import annotations
 
 import queue
+import socket
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from .connection import Connection, LostError
 
 _FILES = ("arguments.json", "arguments.bin", "expected.bin")
 _PATIENCE = 30.0  # seconds for a device to be free, and beside the limits of a candidate
+_ANSWERS = 10.0  # seconds for a tracker to answer
 _LOSSES = 2  # devices that a candidate may cost
 _ATTEMPTS = 3  # connections in a row that fail until a worker gives up
 
@@ -91,6 +93,7 @@ class Fleet:
         from tvm import rpc
 
         try:
+            socket.create_connection(self.tracker, _ANSWERS).close()  # TVM tries for a minute
             summary = rpc.connect_tracker(*self.tracker).summary()
         except (OSError, RuntimeError) as error:
             raise InputError(f"No tracker answers at {self.tracker[0]}:{self.tracker[1]}: {error}.") from error

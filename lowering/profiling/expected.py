@@ -21,6 +21,7 @@ _RATES = {
     ("attention", "attention"): 0.8,
     ("attention", ""): 0.01,
     ("other", "elementwise"): 0.08,
+    ("other", "concat"): 0.08,
     ("other", "windows"): 0.08,
     ("other", "reduction"): 0.08,
     ("other", ""): 0.01,

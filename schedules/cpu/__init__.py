@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from ..variant import Rule
 from .attention import attention
+from .concat import concat
 from .elementwise import elementwise
 from .matmul import matmul
 from .reduction import reduction
 from .sliding import windows
 
-RULES: tuple[Rule, ...] = (attention, matmul, elementwise, windows, reduction)
+RULES: tuple[Rule, ...] = (attention, matmul, elementwise, concat, windows, reduction)

@@ -140,6 +140,30 @@ def test_reverse_sequence() -> None:
 # -- joining and dividing ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", ("float32", "float16", "bool", "int8", "complex64", "complex128"))
+@pytest.mark.parametrize("axis, tails", ((0, (3, 1, 40000)), (1, (5, 0)), (-1, (70, 1, 13))), ids=str)
+def test_concat_is_copied_by_all_threads(dtype: str, axis: int, tails: tuple[int, ...]) -> None:
+    """Rows that are cut into tasks, and tensors of any length in them, one of them empty."""
+    shapes = [[2, 3, 4] for _ in tails]
+    for shape, size in zip(shapes, tails):
+        shape[axis] = size
+    parts = [(9 * RNG.standard_normal(shape)).astype(dtype) for shape in shapes]
+    names = [f"x{k}" for k in range(len(parts))]
+    kind = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    sizes = [["a", "b", "c"] for _ in tails]
+    for k, shape in enumerate(sizes):
+        shape[axis] = f"n{k}"
+    ports = [onnx.helper.make_tensor_value_info(name, kind, s) for name, s in zip(names, sizes)]
+    output = onnx.helper.make_tensor_value_info("y", kind, ["d", "e", "f"])
+    node = onnx.helper.make_node("Concat", names, ["y"], axis=axis)
+    graph = onnx.helper.make_graph([node], "g", ports, [output])
+    opset = [onnx.helper.make_opsetid("", 20)]
+    compiled = lowering.compile(onnx.helper.make_model(graph, opset_imports=opset, ir_version=10))
+    assert [kernel.schedule for kernel in compiled.manifest.kernels] == ["concat"]
+    bound = compiled.bind(dict(zip(names, parts)), threads=2)
+    np.testing.assert_array_equal(bound()["y"], np.concatenate(parts, axis))
+
+
 def test_concat_of_empty_parts() -> None:
     e = Expectations()
     x, nothing = floats(2, 3), floats(0, 3)

