@@ -37,6 +37,6 @@ def compared(helper: Helper, job: Job) -> Measured:
     return helper.call(measure, job, seconds=RUN_SECONDS, memory=RUN_MEMORY)
 
 
-def wins(measured: Measured) -> bool:
-    """Whether a last comparison is won."""
-    return measured.ratio + measured.spread < 1 / CLEAR_WIN
+def wins(ratio: float, spread: float) -> bool:
+    """Whether a last comparison is won: its ratio to the default, and the standard error of that."""
+    return ratio + spread < 1 / CLEAR_WIN

@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import cast
 
 import tvm
 from tvm.s_tir import Trace
 
 from ..errors import InputError
 from ..measuring.batch import BATCH, DEFAULT, FORMAT, Batch, BatchTask, Result, read, results
-from ..measuring.isolated import Failed
-from ..measuring.measure import Measured
+from ..measuring.isolated import Cause, Failed
 from ..measuring.trial import wins
 from ..target import Target, resolve
 from .architecture import architecture
@@ -141,11 +141,10 @@ def _file(
         trace = space.trace(module, space.read(choice))
         if result.cause is not None:
             if choice not in failed:
-                records.fail(module, choice, Failed(result.cause, result.text))  # type: ignore[arg-type]
+                records.fail(module, choice, Failed(cast(Cause, result.cause), result.text))
                 filed += 1
         elif result.last:
-            measured = Measured(result.default, (result.ratio,), 0.0)
-            if wins(measured) and (best is None or result.ratio < best[0]):
+            if wins(result.ratio, result.spread) and (best is None or result.ratio < best[0]):
                 best = result.ratio, trace
         elif choice not in known:
             (predicted,) = model.slowness_of([choice])

@@ -244,7 +244,7 @@ class Session:
             except Failed as failed:
                 search.failed[choice] = database.fail(search.module, choice, failed)
                 continue
-            if wins(measured) and search.reference * measured.ratio < seconds:
+            if wins(measured.ratio, measured.spread) and search.reference * measured.ratio < seconds:
                 won, seconds = choice, search.reference * measured.ratio
         if database.settled(search.module) is None:
             trace = search.space.trace(search.module, search.space.default())
