@@ -92,6 +92,6 @@ def _requested(tracker: Any, key: str) -> Any:
 
 
 if __name__ == "__main__":
-    import lowering.fleet.connection as me
+    import lowering.fleet.connection as me  # whose LostError is that of the client, where it is unpickled
 
     me._serve(sys.argv[1], int(sys.argv[2]), sys.argv[3])

@@ -19,7 +19,8 @@ from pathlib import Path
 from ..errors import InputError
 from ..records import decode
 from ..runtime.checks import check_machine
-from .isolated import Failed
+from .isolated import Failed, Helper
+from .lines import append, mend
 from .machine import caches
 from .measure import Job, Measured
 from .trial import LAST_PAIRS, compared, runner, tried
@@ -118,48 +119,50 @@ def measure(folder: Path, report: Callable[[BatchTask, Result], None] = lambda t
         (folder / MACHINE).write_text(json.dumps(asdict(here)))
     elif known[0] != here:
         raise InputError(f"'{folder}' was begun on a machine with other caches. Go on there, or remove {RESULTS}.")
-    found = [] if known is None else known[1]
-    _mend(folder / RESULTS)
-    helper = runner()
-    largest = max(here.caches, default=32 << 20)
+    mend(folder / RESULTS)
+    run = _Run(folder, batch, max(here.caches, default=32 << 20), [] if known is None else known[1], report)
     try:
         for task in batch.tasks:
-            place = folder / task.name
-
-            def job(candidate: int, place: Path = place) -> Job:
-                library, default = str(place / f"{candidate}.so"), str(place / DEFAULT)
-                return Job(library, default, str(place), batch.threads, batch.pairs, largest)
-
-            def note(candidate: int, last: bool, run: Callable[[], Measured], task: BatchTask = task) -> None:
-                if any((r.task, r.candidate, r.last) == (task.name, candidate, last) for r in found):
-                    return
-                found.append(_result(task.name, candidate, last, run))
-                with (folder / RESULTS).open("a") as file:
-                    file.write(json.dumps(asdict(found[-1])) + "\n")
-                report(task, found[-1])
-
-            for candidate in range(task.candidates):
-                note(candidate, False, lambda c=candidate: tried(helper, job(c)))  # type: ignore[misc]
-            good = [r for r in found if r.task == task.name and not r.last and r.cause is None and r.ratio < 1]
-            for result in sorted(good, key=lambda r: r.ratio)[:_FINALISTS]:
-                final = Job(**{**asdict(job(result.candidate)), "pairs": LAST_PAIRS})
-                note(result.candidate, True, lambda final=final: compared(helper, final))  # type: ignore[misc]
+            run.task(task)
     finally:
-        helper.close()
-    return found
+        run.helper.close()
+    return run.found
 
 
-def _result(task: str, candidate: int, last: bool, run: Callable[[], Measured]) -> Result:
-    try:
-        measured = run()
-    except Failed as failed:
-        return Result(task, candidate, last, 0.0, 0.0, 0.0, time.time(), failed.cause, failed.text)
-    return Result(task, candidate, last, measured.baseline, measured.ratio, measured.spread, time.time())
+class _Run:
+    """What is measured is written down at once, and what is known is not measured again."""
 
+    def __init__(
+        self,
+        folder: Path,
+        batch: Batch,
+        largest: int,
+        found: list[Result],
+        report: Callable[[BatchTask, Result], None],
+    ) -> None:
+        self.folder, self.batch, self.largest, self.found, self.report = folder, batch, largest, found, report
+        self.helper = runner()
 
-def _mend(path: Path) -> None:
-    """Cuts off a line that was being written."""
-    if path.exists():
-        data = path.read_bytes()
-        if not data.endswith(b"\n"):
-            path.write_bytes(data[: data.rfind(b"\n") + 1])
+    def task(self, task: BatchTask) -> None:
+        for candidate in range(task.candidates):
+            self._measure(task, candidate, tried, self.batch.pairs, last=False)
+        good = [r for r in self.found if r.task == task.name and not r.last and r.cause is None and r.ratio < 1]
+        for result in sorted(good, key=lambda r: r.ratio)[:_FINALISTS]:
+            self._measure(task, result.candidate, compared, LAST_PAIRS, last=True)
+
+    def _measure(
+        self, task: BatchTask, candidate: int, way: Callable[[Helper, Job], Measured], pairs: int, last: bool
+    ) -> None:
+        if any((r.task, r.candidate, r.last) == (task.name, candidate, last) for r in self.found):
+            return
+        place = self.folder / task.name
+        library, default = str(place / f"{candidate}.so"), str(place / DEFAULT)
+        job = Job(library, default, str(place), self.batch.threads, pairs, self.largest)
+        try:
+            m = way(self.helper, job)
+            result = Result(task.name, candidate, last, m.baseline, m.ratio, m.spread, time.time())
+        except Failed as failed:
+            result = Result(task.name, candidate, last, 0.0, 0.0, 0.0, time.time(), failed.cause, failed.text)
+        self.found.append(result)
+        append(self.folder / RESULTS, asdict(result))
+        self.report(task, result)

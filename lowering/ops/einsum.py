@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from tvm import relax, te, tirx
 
-from ..importing.compute import Element, Extent, agreed, is_one, read, reduced, require_numbers, total, with_shape
+from ..importing.compute import Element, Extent, agreed, read, reduced, require_numbers, total, with_shape
 from ..importing.node import Node
-from ..importing.values import Shape, Size, Value, product
+from ..importing.values import Shape, Size, Value, is_one, product
 from . import op
 from .matmul import matrix_product, permuted, rounded
 

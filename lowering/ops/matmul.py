@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 from tvm import relax, tirx
 
-from ..importing.compute import agreed, is_float, is_one, relax_call, require_numbers, widened, with_shape
+from ..importing.compute import agreed, is_float, relax_call, require_numbers, widened, with_shape
 from ..importing.node import Node
-from ..importing.values import Value
+from ..importing.values import Value, is_one
 from . import op
 from .asserted import broadcast_to
 from .kernels import compute

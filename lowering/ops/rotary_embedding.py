@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from tvm import te, tirx
 
-from ..importing.compute import Element, agreed, is_one, read, require_numbers, with_shape
+from ..importing.compute import Element, agreed, read, require_numbers, with_shape
 from ..importing.node import Node
-from ..importing.values import Size, Value
+from ..importing.values import Size, Value, is_one
 from . import op
 from .asserted import inside
 from .gather import wrapped

@@ -9,6 +9,7 @@ schedule of products. Groups are products of their own, several at a time where 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -55,12 +56,9 @@ class Convolution:
         parts = zip(windows, places, self.strides, self.dilations)
         return x(n, *(window * s + place * d for window, place, s, d in parts), first + k % channels)
 
-    def depth(self, x: te.Tensor) -> Expr:
+    def depth(self, channels: Expr) -> Expr:
         """Elements of a patch."""
-        depth = x.shape[-1]
-        for size in self.kernel:
-            depth = depth * size
-        return depth
+        return math.prod(self.kernel) * channels
 
 
 def read_convolution(call: relax.Call) -> Convolution | None:
@@ -76,7 +74,7 @@ def implicit_product(
     convolution: Convolution, x: te.Tensor, shape: Sequence[Expr], element: Callable[[Expr, Expr], Expr]
 ) -> te.Tensor:
     """The product, of that shape, with a matrix whose float32 elements are element(k, j); sums are in float32."""
-    k = te.reduce_axis((0, convolution.depth(x)), name="k")
+    k = te.reduce_axis((0, convolution.depth(x.shape[-1])), name="k")
 
     def sum_of_products(n: Expr, *index: Expr) -> Expr:
         *windows, j = index
@@ -157,10 +155,7 @@ class _Lowerer(PyExprMutator):
         x, w = call.args
         emit = self.builder_.emit
         *_, channels, columns = w.ty.shape.values
-        depth = channels
-        for size in convolution.kernel:
-            depth = depth * size
-        matrix = emit(relax.op.reshape(w, relax.ShapeExpr([depth, columns])))
+        matrix = emit(relax.op.reshape(w, relax.ShapeExpr([convolution.depth(channels), columns])))
         wide = str(x.ty.dtype) in ("float32", "float16", "bfloat16") and convolution.dtype != "float64"
         if self.on_gpu or not wide:
             patches = self.builder_.call_te(
@@ -187,4 +182,4 @@ def _patches(convolution: Convolution, x: te.Tensor, windows: Sequence[Expr]) ->
         *windows, k = index
         return convolution.element(x, n, list(windows), k)
 
-    return te.compute([*windows, convolution.depth(x)], element, name="patches")
+    return te.compute([*windows, convolution.depth(x.shape[-1])], element, name="patches")

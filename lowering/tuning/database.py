@@ -27,6 +27,7 @@ from tvm_ffi import structural_hash
 
 from ..errors import LoweringError
 from ..measuring.isolated import Failed
+from ..measuring.lines import append, mend
 from ..records import decode
 from ..target import Target
 from .architecture import Architecture, architecture
@@ -98,8 +99,7 @@ class Database:
         return trial
 
     def _note(self, trial: Trial) -> None:
-        with (self.folder / _JOURNAL).open("a") as file:
-            file.write(json.dumps(asdict(trial)) + "\n")
+        append(self.folder / _JOURNAL, asdict(trial))
 
     def known(self, task: tvm.IRModule) -> dict[str, float]:
         """Seconds of the choices that were measured for a task."""
@@ -150,7 +150,7 @@ def opened(folder: Path) -> ms.database.JSONDatabase:
     Raises DatabaseError.
     """
     for name in (_WORKLOADS, _RECORDS):
-        _mend(folder / name)
+        mend(folder / name)
     try:
         return ms.database.JSONDatabase(str(folder / _WORKLOADS), str(folder / _RECORDS), allow_missing=True)
     except Exception as error:  # TVM raises what it likes
@@ -166,7 +166,7 @@ def best(folder: Path) -> list[ms.database.TuningRecord]:
 def journal(folder: Path) -> list[Trial]:
     """The trials of an architecture, whose folder this is, in order. Raises DatabaseError."""
     path = folder / _JOURNAL
-    _mend(path)
+    mend(path)
     try:
         lines = path.read_text().splitlines() if path.exists() else []
         return [decode(Trial, json.loads(line), _JOURNAL) for line in lines]
@@ -177,15 +177,6 @@ def journal(folder: Path) -> list[Trial]:
 def write_journal(folder: Path, trials: Iterable[Trial]) -> None:
     """Puts these trials in place of those of an architecture, whose folder this is."""
     _replace(folder / _JOURNAL, "".join(json.dumps(asdict(trial)) + "\n" for trial in trials))
-
-
-def _mend(path: Path) -> None:
-    if not path.exists():
-        return
-    with path.open("r+b") as file:
-        data = file.read()
-        if data and not data.endswith(b"\n"):
-            file.truncate(data.rfind(b"\n") + 1)
 
 
 def _replace(path: Path, text: str) -> None:

@@ -154,7 +154,7 @@ class Scheduler(ms.task_scheduler.PyTaskScheduler):
                 self.workshop.folder = batch.search.folder
                 batch.begin(Builder(self.workshop), target)
             for batch in left:
-                batch.finish(target, lambda search=batch.search: self.progress(search))  # type: ignore[misc]
+                batch.finish(target, self.progress)
             left = [batch for batch in left if batch.left]
         for batch in batches:
             batch.learn()
@@ -190,7 +190,7 @@ class _Batch:
             (future,) = self._runner.run([given])
             self._begun.append((candidate, text, future))
 
-    def finish(self, target: tvm.target.Target, progress: Callable[[], None]) -> None:
+    def finish(self, target: tvm.target.Target, progress: Callable[[Search], None]) -> None:
         """Writes down what was measured, each as soon as it is."""
         search = self.search
         for candidate, text, future in self._begun:
@@ -203,7 +203,7 @@ class _Batch:
                 search.site.database.commit(search.module, candidate.sch.trace, seconds, target, predicted)
                 self._new.append(len(self._told))
                 self._tell(candidate, seconds)
-            progress()
+            progress(search)
         self._begun.clear()
 
     def learn(self) -> None:

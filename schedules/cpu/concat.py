@@ -9,6 +9,7 @@ without gaps. So a cache that grows by a token is copied by all threads, at the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,8 @@ from ..variant import Variant
 from .loops import LoopTiles, split_among_threads, vector_loop
 from .values import flat_view
 from .vector import Machine, fixed, machine
+
+_ONE = tirx.const(1, "int64")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +84,11 @@ def read_joined(func: tirx.PrimFunc) -> Joined | None:
         return None
     (axis,) = moved
     others = [k for k in range(len(output.shape)) if k != axis]
-    if not all(_equal(source.shape[k], output.shape[k]) for source, _ in copies for k in others):
+    if not all(Analyzer().can_prove_equal(source.shape[k], output.shape[k]) for source, _ in copies for k in others):
         return None
-    behind = _product(output.shape[axis + 1 :])
+    behind = math.prod(output.shape[axis + 1 :], start=_ONE)
     parts = tuple((source, starts[axis] * behind, source.shape[axis] * behind) for source, starts in copies)
-    return Joined(output, _product(output.shape[:axis]), output.shape[axis] * behind, parts)
+    return Joined(output, math.prod(output.shape[:axis], start=_ONE), output.shape[axis] * behind, parts)
 
 
 def _copied(block: Block | None, func: tirx.PrimFunc) -> tuple[tirx.Buffer, list[Expr]] | None:
@@ -135,14 +138,3 @@ def _copy(
     source: tirx.Buffer, begin: Expr, output: tirx.Buffer, end: Expr
 ) -> Callable[[int], Callable[[Expr, Expr], None]]:
     return lambda width: lambda i, lane: T.buffer_store(output, source[begin + i], [end + i])
-
-
-def _product(sizes: list[Expr]) -> Expr:
-    total: Expr = tirx.const(1, "int64")
-    for size in sizes:
-        total = total * size
-    return total
-
-
-def _equal(a: Expr, b: Expr) -> bool:
-    return bool(Analyzer().can_prove_equal(a, b))

@@ -12,7 +12,7 @@ from lowering.tensorir.expressions import Expr, loads, substitute, uses
 
 from .codes import Codes, read_codes
 from .half_precision import HALF
-from .stages import Axis, Stage
+from .stages import Axis, Stage, same_axes
 
 _FLOATS = ("float32", *HALF)
 
@@ -94,23 +94,19 @@ def read_groups(stages: list[Stage], parameters: set[tirx.Buffer]) -> list[Group
             return None
         if own:
             made[stage.output] = set().union(*(made[node.source] for node in own))
-            if not all(_same_axes(stage, products[n].stage) for n in made[stage.output]):
+            if not all(same_axes(stage, products[n].stage) for n in made[stage.output]):
                 return None
         elif stage.output in parameters:
             alone.append(stage)
     groups = _joined(list(made.values()))
     outputs = [[buffer for buffer in made if buffer in parameters and made[buffer] <= group] for group in groups]
     for stage in alone:
-        place = next((n for n, group in enumerate(groups) if _same_axes(stage, products[min(group)].stage)), None)
+        place = next((n for n, group in enumerate(groups) if same_axes(stage, products[min(group)].stage)), None)
         if place is None:
             return None
         outputs[place].append(stage.output)
     found = [Group(_aligned([products[n] for n in sorted(g)]), tuple(made)) for g, made in zip(groups, outputs)]
     return found if all(group.outputs and _alike(group.products) for group in found) else None
-
-
-def _same_axes(a: Stage, b: Stage) -> bool:
-    return len(a.axes) == len(b.axes) and all(prim.expr_deep_equal(x.extent, y.extent) for x, y in zip(a.axes, b.axes))
 
 
 def _joined(sets: list[set[int]]) -> list[set[int]]:

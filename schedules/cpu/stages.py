@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from tvm import ir, s_tir, tirx
+from tvm.ir import prim
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
@@ -47,6 +48,11 @@ class Stage:
     def at(self, point: list[Expr]) -> Expr:
         """The value at a point of the output."""
         return substitute(self.value, dict(zip(self.indices, point)))
+
+
+def same_axes(a: Stage, b: Stage) -> bool:
+    """Whether two stages have the same rectangle."""
+    return len(a.axes) == len(b.axes) and all(prim.expr_deep_equal(x.extent, y.extent) for x, y in zip(a.axes, b.axes))
 
 
 def read_stages(func: tirx.PrimFunc) -> list[Stage] | None:

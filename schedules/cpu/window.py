@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from tvm import ir, tirx
@@ -14,7 +13,7 @@ from lowering.tensorir.expressions import Expr, is_int, loads, rewrite, substitu
 
 from .elementwise import expensive_outputs
 from .reducers import Combine, read_term
-from .stages import Axis, Stage
+from .stages import Axis, Stage, same_axes
 
 _MOST_ELEMENTS = 1024  # of a window; larger ones are reductions
 _IF_THEN_ELSE = ir.Op.get("prim.if_then_else")
@@ -32,7 +31,7 @@ class Guard:
 
     def range_of_places(self) -> tuple[Expr | None, Expr | None]:
         """Places [low, high) whose windows are inside with all of their elements; None for no bound."""
-        worst = self.rest + (min(self.step * (self.k.extent.value - 1), 0))
+        worst = self.rest + min(self.step * (self.k.extent.value - 1), 0)
         if self.slope > 0:
             return _ceil_div(-worst, self.slope), None
         return None, worst // -self.slope + 1
@@ -99,7 +98,7 @@ def read_windows(stages: list[Stage], parameters: set[tirx.Buffer]) -> Windows |
             return None
         if own:
             made.add(other.output)
-        if (own or other.output in parameters) and not _same_axes(other, stage):
+        if (own or other.output in parameters) and not same_axes(other, stage):
             return None
         outputs += [other.output] if other.output in parameters else []
     if not outputs or expensive_outputs([s for s in stages if s.output in {load.source for load in loads(term)}]):
@@ -107,13 +106,8 @@ def read_windows(stages: list[Stage], parameters: set[tirx.Buffer]) -> Windows |
     return Windows(stage, combine, inside, tuple(found), tuple(outputs))
 
 
-def _same_axes(a: Stage, b: Stage) -> bool:
-    return len(a.axes) == len(b.axes) and all(prim.expr_deep_equal(x.extent, y.extent) for x, y in zip(a.axes, b.axes))
-
-
 def _read_guards(stage: Stage, term: Expr) -> tuple[list[Guard], Expr] | None:
     """The guards, and the term without them; None where it is not the identity wherever one of them fails."""
-    yes, no = tirx.const(1, "bool"), tirx.const(0, "bool")
     spatial = {axis.var for axis in stage.axes}
     comparisons = [
         node
@@ -127,13 +121,18 @@ def _read_guards(stage: Stage, term: Expr) -> tuple[list[Guard], Expr] | None:
             return None
         guards.append(guard)
 
-    def known(truth: Callable[[Expr], Expr]) -> Expr:
-        return rewrite(term, lambda node: truth(node) if any(node.same_as(c) for c in comparisons) else None)
+    def where(failing: Expr | None) -> Expr:
+        """The term where all comparisons hold but one."""
 
-    for comparison in comparisons:
-        if not _is_identity(known(lambda node, c=comparison: no if node.same_as(c) else yes), stage):  # type: ignore[misc]
-            return None
-    return guards, _chosen(known(lambda _: yes)) if comparisons else term
+        def truth(node: Expr) -> Expr | None:
+            known = any(node.same_as(comparison) for comparison in comparisons)
+            return tirx.const(failing is None or not node.same_as(failing), "bool") if known else None
+
+        return _chosen(rewrite(term, truth))
+
+    if not all(_is_identity(where(comparison), stage) for comparison in comparisons):
+        return None
+    return guards, where(None)
 
 
 def _chosen(expr: Expr) -> Expr:
@@ -155,7 +154,7 @@ def _chosen(expr: Expr) -> Expr:
 def _is_identity(term: Expr, stage: Stage) -> bool:
     """Whether a term whose conditions are known changes nothing: it is what the reduction begins with, or 0 times
     something, which is added."""
-    term, initial = _chosen(term), stage.init
+    initial = stage.init
     while isinstance(term, prim.Cast):
         term = term.value
     if isinstance(term, prim.Mul) and isinstance(stage.value, prim.Add):
@@ -176,9 +175,9 @@ def _read_guard(stage: Stage, node: Expr) -> Guard | None:
     }[type(node)](node.a, node.b)
     axes = [axis for axis in stage.axes if uses(inside, {axis.var})]
     ks = [axis for axis in stage.reduce if uses(inside, {axis.var})]
-    if len(axes) != 1 or len(ks) > 1:
+    if len(axes) != 1 or len(ks) != 1:
         return None
-    axis, k = axes[0], ks[0] if ks else stage.reduce[0]
+    (axis,), (k,) = axes, ks
     slope, step = (simplify(substitute(inside, {a.var: a.var + 1}) - inside) for a in (axis, k))
     zero = tirx.const(0, "int64")
     rest = simplify(substitute(inside, {axis.var: zero, k.var: zero}))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx
 import pytest
@@ -74,9 +76,9 @@ def test_chain(name: str, symbolic: bool) -> None:
     model, x = chain(name, symbolic), RNG.standard_normal((2, 6, 9, 8)).astype("float32")
     passes: list[str] = []
 
-    def count(stage: str, module: object) -> None:
+    def count(stage: str, module: Any) -> None:
         if stage == "eliminate_dead_code":
-            passes.append(str(module["main"].script(show_meta=False)))  # type: ignore[index]
+            passes.append(str(module["main"].script(show_meta=False)))
 
     (expected,) = ReferenceEvaluator(model).run(None, {"x": x})
     compiled = lowering.compile(with_rank(model, expected.ndim), dump=count)

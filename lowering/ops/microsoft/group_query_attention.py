@@ -14,9 +14,9 @@ import numpy as np
 from tvm import relax, tirx
 
 from ...attention.problem import Window
-from ...importing.compute import Element, agreed, is_one, number
+from ...importing.compute import Element, agreed, number
 from ...importing.node import Node
-from ...importing.values import Size, Value
+from ...importing.values import Size, Value, is_one
 from ...tensorir.scatter import CacheUpdate, copy_and_update
 from .. import op
 from ..asserted import asserted

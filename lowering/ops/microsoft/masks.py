@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from ...importing.compute import Element, agreed, is_one, pointwise
+from ...importing.compute import Element, agreed, pointwise
 from ...importing.node import Node
-from ...importing.values import Shape, Size, Value
+from ...importing.values import Shape, Size, Value, is_one
 from ..asserted import asserted
 from ..kernels import Read, compute
 

@@ -1,0 +1,23 @@
+"""Files of records, one JSON line each, that only grow: a writer that is killed leaves its last line unfinished."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def append(path: Path, record: dict[str, Any]) -> None:
+    """Adds a line. Raises OSError."""
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def mend(path: Path) -> None:
+    """Cuts off a last line without its end; nothing where there is no such file. Raises OSError."""
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        data = file.read()
+        if data and not data.endswith(b"\n"):
+            file.truncate(data.rfind(b"\n") + 1)
