@@ -109,10 +109,12 @@ class Fleet:
         while failures < _ATTEMPTS and (work := self._queue.get()) is not None:
             try:
                 device = device or _Device(self.tracker, self.key)
+                if device.machine["caches"] != self.machine["caches"]:
+                    raise InputError(f"Devices with the key '{self.key}' have different caches: give each kind a key.")
                 work.done.set_result(device.measure(work, self._threads))
                 failures = 0
-            except Failed as failed:
-                work.done.set_exception(failed)
+            except (Failed, InputError) as error:
+                work.done.set_exception(error)
                 failures = 0
             except LostError as error:
                 began, device = device is not None and device.began, None
@@ -147,7 +149,7 @@ class _Device:
         self._connection = Connection(tracker, key)
         self._folder: Path | None = None
         self.began = False  # whether a candidate ran when it was lost
-        self._guarded("machine", seconds=_PATIENCE)
+        self.machine: dict[str, Any] = self._guarded("machine", seconds=_PATIENCE)
 
     def measure(self, work: _Work, threads: int) -> Measured:
         """Raises Failed, and LostError: then it is of no use any more."""

@@ -11,6 +11,7 @@ from tvm import relax, te
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from .convolutions import OUT_ELEMENTWISE_FUSABLE
+from .main_function import rewritten
 
 _FLOATS = ("float32", "float16", "bfloat16")
 
@@ -22,12 +23,7 @@ def absorb_transposes(mod: tvm.IRModule, target: tvm.target.Target) -> tvm.IRMod
     """
     if target.kind.name != "llvm":
         return mod
-    absorber = _Absorber(mod)
-    main = mod["main"]
-    body = absorber.visit_expr(main.body)
-    mod = absorber.builder_.get()
-    mod["main"] = relax.Function(main.params, body, main.ret_ty, main.is_pure, main.attrs)
-    return relax.transform.DeadCodeElimination()(mod)
+    return rewritten(mod, _Absorber(mod))
 
 
 @mutator

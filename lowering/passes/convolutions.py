@@ -19,6 +19,7 @@ from tvm import ir, relax, te
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from ..tensorir.expressions import Expr
+from .main_function import rewritten
 
 OUT_ELEMENTWISE_FUSABLE = 4  # TVM's pattern kind of a product: element-wise operations behind it fuse with it
 
@@ -133,12 +134,7 @@ def grouped_product(
 
 def lower_convolutions(mod: tvm.IRModule, target: tvm.target.Target) -> tvm.IRModule:
     """The module with products in place of Relax's convolutions in `main`."""
-    lowerer = _Lowerer(mod, on_gpu=target.kind.name != "llvm")
-    main = mod["main"]
-    body = lowerer.visit_expr(main.body)
-    mod = lowerer.builder_.get()
-    mod["main"] = relax.Function(main.params, body, main.ret_ty, main.is_pure, main.attrs)
-    return relax.transform.DeadCodeElimination()(mod)
+    return rewritten(mod, _Lowerer(mod, on_gpu=target.kind.name != "llvm"))
 
 
 @mutator

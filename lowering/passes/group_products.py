@@ -27,6 +27,7 @@ from schedules.cpu.stages import Axis, Stage, read_stages, renamed, write_stages
 
 from ..importing.origins import Origins, bindings
 from ..tensorir.expressions import Expr, loads, walk
+from .main_function import rewritten
 
 _CALL_TIR = ir.Op.get("relax.call_tir")
 
@@ -39,11 +40,7 @@ def group_products(mod: tvm.IRModule, target: tvm.target.Target, origins: Origin
     if target.kind.name != "llvm":
         return mod, origins
     grouper = _Grouper(mod, target, origins)
-    main = mod["main"]
-    body = grouper.visit_expr(main.body)
-    mod = grouper.builder_.get()
-    mod["main"] = relax.Function(main.params, body, main.ret_ty, main.is_pure, main.attrs)
-    return relax.transform.DeadCodeElimination()(mod), grouper.origins
+    return rewritten(mod, grouper), grouper.origins
 
 
 @dataclass(frozen=True, eq=False)
