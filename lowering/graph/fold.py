@@ -25,7 +25,7 @@ _NOT_FOLDED = {
     "GatherElements", "GlobalAveragePool", "GlobalMaxPool", "GroupNormalization", "If", "InstanceNormalization",
     "LayerNormalization", "Loop", "LpNormalization", "MaxPool", "Multinomial", "PRelu", "RMSNormalization",
     "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "ReverseSequence", "RotaryEmbedding",
-    "Scan", "Scatter", "ScatterElements", "ScatterND", "SequenceMap", "TensorScatter",
+    "Scan", "Scatter", "ScatterElements", "ScatterND", "SequenceMap", "TensorScatter", "TopK",
 }  # fmt: skip
 
 
@@ -78,6 +78,10 @@ def _is_misread(node: ir.Node, inputs: Sequence[np.ndarray | None]) -> bool:
         case "Flatten":
             axis, rank = node.attributes.get_int("axis", 1), given[0].ndim
             return not -rank <= axis <= rank
+        case "Split":  # the last part can have less than nothing
+            data, axis, count = given[0], node.attributes.get_int("axis", 0), node.attributes.get_int("num_outputs", 0)
+            size = data.shape[axis] if -data.ndim <= axis < data.ndim else 0
+            return count > 0 and -(-size // count) * (count - 1) > size
         case "Gelu":
             return node.attributes.get_string("approximate", "none") not in ("none", "tanh")
         case "Gather":  # of nothing it takes anything

@@ -12,7 +12,7 @@ from ..importing.compute import Element, Reducer, largest, pointwise, read, redu
 from ..importing.node import Node
 from ..importing.values import Value
 from . import op
-from .asserted import broadcast_to
+from .asserted import asserted, broadcast_to
 from .contents import static_axis
 
 # -- pointwise --------------------------------------------------------------------------------------------------------
@@ -110,6 +110,9 @@ _register("Shrink", 9, _shrink, lambd=0.5, bias=0.0)
 @op("SwiGLU", since=28)
 def swiglu(node: Node, gate: Value, x: Value) -> Value:
     alpha = node.attr("alpha", 1.0)
+    if gate.rank != x.rank:
+        raise node.error(f"the inputs have ranks {gate.rank} and {x.rank}.", "They must have one shape.")
+    x = asserted(node, x, gate.shape)
     return pointwise(node, lambda gate, x: swish(gate, alpha) * x, gate, x, name="swiglu")
 
 

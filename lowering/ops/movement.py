@@ -239,7 +239,8 @@ def tile(node: Node, data: Value, repeats: Value) -> Value:
 
     def element(index: Any, x: Any, *dims: Any) -> Any:
         one = tirx.IntImm("int64", 1)
-        return x(*(i if single else tirx.floormod(i, d * one) for i, d, single in zip(index, dims, once)))
+        periods = [tirx.max(d * one, one) for d in dims]  # a size of 0 has no index, but proofs divide by it
+        return x(*(i if single else tirx.floormod(i, period) for i, period, single in zip(index, periods, once)))
 
     return compute(node, "tile", element, [data], shape, data.shape)
 
@@ -277,8 +278,8 @@ def trilu(node: Node, data: Value, k: Value | None = None) -> Value:
     zero = tirx.const(0, storage_dtype(data.dtype))
 
     def element(index: Any, x: Any, diagonal: Any) -> Any:
-        diagonal = diagonal if offset is not None else tirx.max(tirx.min(diagonal(), far), -far)
-        last = index[-2] + diagonal
+        near = tirx.max(tirx.min(diagonal if offset is not None else diagonal(), far), -far)
+        last = index[-2] + near
         return tirx.Select(index[-1] >= last if upper else index[-1] <= last, x(*index), zero)
 
     if offset is None:

@@ -18,11 +18,11 @@ from .vector import Machine, machine
 
 
 def attention(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
-    """A function that holds an AttentionProblem; None for one with a qk output."""
+    """A function that holds an AttentionProblem; None for one with a qk output, or with heads of no size."""
     if func.attrs is None or ATTRIBUTE not in func.attrs:
         return None
     problem = AttentionProblem.from_json(func.attrs[ATTRIBUTE])
-    if problem.qk_mode is not None:
+    if problem.qk_mode is not None or not problem.head_dim or not problem.v_head_dim:
         return None
     cpu = machine(target)
     tiles = {"prefill": PrefillTiles.default(problem, cpu), "decode": DecodeTiles.default(problem, cpu)}
