@@ -21,9 +21,9 @@ class RemoveNoOpsPass(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         modified = False
         for node in list(model.graph.all_nodes()):
-            output = node.outputs[0]
-            if output.is_graph_output() or not _changes_nothing(node):
+            if not node.outputs or node.outputs[0].is_graph_output() or not _changes_nothing(node):
                 continue
+            output = node.outputs[0]
             output.replace_all_uses_with(operand(node, 0))
             assert node.graph is not None
             node.graph.remove(node, safe=True)

@@ -76,8 +76,13 @@ def _forget_what_says_nothing(model: ir.Model) -> None:
     for graph in graphs(model):
         outputs = [value for node in graph for value in node.outputs]
         attributes = [attribute for node in graph for attribute in node.attributes.values()]
-        for documented in (graph, *graph, *graph.inputs, *graph.initializers.values(), *outputs, *attributes):
+        tensors = [v.const_value for v in graph.initializers.values() if v.const_value is not None]
+        tensors += [attribute.as_tensor() for attribute in attributes if attribute.type == ir.AttributeType.TENSOR]
+        described = [graph, *graph, *graph.inputs, *graph.initializers.values(), *outputs]
+        for documented in (*described, *attributes):
             documented.doc_string = None
+        for item in (*described, *tensors):
+            item.metadata_props.clear()
         for node in graph:
             node.device_configurations = ()
         for value in outputs:

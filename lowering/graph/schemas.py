@@ -69,17 +69,17 @@ def _register(name: str, inputs: str, outputs: str, attributes: str, infer: _Inf
 
 
 def _tensor(element: int, dims: list[Any] | None) -> _Kind:
-    """dims are sizes as protobuf has them, numbers, or None."""
+    """dims are sizes as protobuf has them, numbers, or None; what no size can be is unknown."""
     kind = onnx.TypeProto()
     kind.tensor_type.elem_type = element
     if dims is not None:
         kind.tensor_type.shape.SetInParent()
         for dim in dims:
             made = kind.tensor_type.shape.dim.add()
-            if isinstance(dim, int):
-                made.dim_value = dim
-            elif dim is not None:
+            if not isinstance(dim, int | None):
                 made.CopyFrom(dim)
+            elif dim is not None and abs(dim) < 2**63:
+                made.dim_value = dim
     return kind
 
 

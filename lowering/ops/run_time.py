@@ -13,6 +13,8 @@ from ..importing.values import Shape, Size, Value
 from .asserted import sizes_of
 from .kernels import loops
 
+MOST_DIMENSIONS = 64  # NumPy's limit
+
 
 def compute_sizes(
     node: Node,
@@ -22,7 +24,16 @@ def compute_sizes(
     tensors: Sequence[Value],
     sizes: Sequence[Size] = (),
 ) -> Value:
-    """The int64 tensor [count] of the expressions that body(*buffers) returns; it may use the symbols of `sizes`."""
+    """The int64 tensor [count] of the expressions that body(*buffers) returns; it may use the symbols of `sizes`.
+
+    Raises NodeError for tensors of more entries than a tensor has dimensions: of each there is code.
+    """
+    for tensor in tensors:
+        if any(isinstance(n, int) and n > MOST_DIMENSIONS for n in tensor.shape):
+            raise node.error(
+                f"it is given {list(tensor.shape)} sizes or axes.",
+                f"Tensors have at most {MOST_DIMENSIONS} dimensions.",
+            )
 
     def statements(*buffers: Any) -> None:
         *inputs, out = buffers
