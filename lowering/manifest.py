@@ -75,11 +75,12 @@ class SlotCaches:
 class KernelSpec:
     """One compiled function, for those who measure it.
 
-    kind is "attention", "matmul" or "other"; schedule is the rule that made the code (schedules/cpu), "plain" for none.
-    arguments are the dims of each tensor and the name of each scalar that it takes. flops and bytes are arithmetic of
-    these names in Python's syntax: floating-point operations, and bytes of the arguments that are needed; `volume` is
-    all bytes of the arguments. Those of an attention also use `pairs` and `unseen`: the pairs of queries and keys that
-    see each other, and the keys that no query sees. The library's function `counter` finds both from the arguments.
+    kind is "attention", "matmul" or "other"; schedule is the rule that made the code (schedules/cpu), "plain" for none,
+    "loops" for a schedule that was tuned (docs/tuning.md). arguments are the dims of each tensor and the name of each
+    scalar that it takes. flops and bytes are arithmetic of these names in Python's syntax: floating-point operations,
+    and bytes of the arguments that are needed; `volume` is all bytes of the arguments. Those of an attention also use
+    `pairs` and `unseen`: the pairs of queries and keys that see each other, and the keys that no query sees. The
+    library's function `counter` finds both from the arguments.
     rate is the share of the machine's arithmetic that code of this rule is expected to reach (profiling/expected.py).
     source says which database the kernel's tiles are from, and how many times faster than the defaults they were there;
     "" for defaults.

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import tvm
 from tvm import tirx
 
+from lowering.tensorir.blocks import FORM
+
 from . import cpu, cuda
-from .variant import Choice, Choose, Variant, made
+from .variant import Choose, Code, Variant, made
 
 ATTRIBUTE = "lowering.schedule"
 """Of a function that a rule made: the name of the rule."""
@@ -16,8 +18,8 @@ ATTRIBUTE = "lowering.schedule"
 SOURCE = "lowering.source"
 """Of such a function whose tiles were chosen from outside: where they come from."""
 
-# What TVM calls a function of blocks, as its own operators are; kernels are loops and threads.
-_FORM = "s_tir"
+LOOPS = "loops"
+"""In place of a rule's name: the function is scheduled by what is not ours (variant.Code)."""
 
 RULES = {"llvm": cpu.RULES, "cuda": cuda.RULES}
 """By kind of target. A rule answers with variants, functions of the same parameters, or None for "not mine"."""
@@ -48,13 +50,13 @@ def variants(func: tirx.PrimFunc, target: tvm.target.Target) -> tuple[str, Seque
 
 
 def _scheduled(func: tirx.PrimFunc, target: tvm.target.Target, choose: Choose | None) -> tirx.PrimFunc:
-    answer = variants(func, target)
-    if answer is None:
+    rule, found = variants(func, target) or ("", ())
+    choice = None if choose is None else choose(func, found)
+    if not found and choice is None:
         return func
-    rule, found = answer
-    choice = (None if choose is None else choose(func, found)) or Choice(found[0].name, {})
-    new = made(found, choice)
+    new = made(func, found, choice)
     for key, value in func.attrs.items():
-        if key != _FORM:
+        if key != FORM:
             new = new.with_attr(key, value)
-    return new.with_attr({ATTRIBUTE: rule, **({SOURCE: choice.source} if choice.source else {})})
+    made_by = LOOPS if isinstance(choice, Code) else rule
+    return new.with_attr({ATTRIBUTE: made_by, **({SOURCE: choice.source} if choice and choice.source else {})})

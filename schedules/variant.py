@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import tvm
 import tvm_ffi
 from tvm import tirx
 
+from lowering.tensorir.blocks import in_loops
 from lowering.tensorir.expressions import Expr
 
 from .tiles import Tiles
@@ -92,19 +94,41 @@ class BySize:
         return "; ".join(dict.fromkeys((self.small.source, self.large.source)))
 
 
+@dataclass(frozen=True, eq=False)
+class Code:
+    """A function that was scheduled elsewhere, for sizes that are all fixed; at tells which of the sizes that are known
+    at run time must be what, and otherwise what runs where they are not.
+    """
+
+    func: tirx.PrimFunc
+    at: Mapping[Size, int]
+    otherwise: Choice | BySize | Code | None
+    source: str
+
+
 Rule = Callable[[tirx.PrimFunc, tvm.target.Target], Sequence[Variant] | None]
 """How a function can run, the default first; None for "not mine"."""
 
-Choose = Callable[[tirx.PrimFunc, Sequence[Variant]], Choice | BySize | None]
-"""Which of a function's variants is to run, with which tiles; None leaves it to the default."""
+Choose = Callable[[tirx.PrimFunc, Sequence[Variant]], Choice | BySize | Code | None]
+"""Which of a function's variants is to run, with which tiles, or other code; None leaves it to the default. A function
+that no rule takes has no variants."""
 
 
-def made(variants: Sequence[Variant], choice: Choice | BySize) -> tirx.PrimFunc:
-    """The function that was chosen. Raises ValueError for a choice that is none of the variants, or illegal."""
+def made(func: tirx.PrimFunc, variants: Sequence[Variant], choice: Choice | BySize | Code | None) -> tirx.PrimFunc:
+    """What was chosen for a function. Raises ValueError for a choice that is none of the variants, or illegal."""
+    if choice is None:
+        return variants[0].make() if variants else func
     if isinstance(choice, BySize):
-        small, large = made(variants, choice.small), made(variants, choice.large)
+        small, large = made(func, variants, choice.small), made(func, variants, choice.large)
         condition = choice.size.of(small) <= choice.most
         return small.with_body(tirx.IfThenElse(condition, small.body, _with_parameters_of(small, large).body))
+    if isinstance(choice, Code):
+        if not choice.at:
+            return choice.func
+        other = in_loops(made(func, variants, choice.otherwise))
+        condition = functools.reduce(tirx.And, [size.of(other) == value for size, value in choice.at.items()])
+        own = _with_parameters_of(other, in_loops(choice.func))
+        return other.with_body(tirx.IfThenElse(condition, own.body, other.body))
     for variant in variants:
         if variant.name == choice.variant:
             return variant.make(**choice.tiles)

@@ -17,6 +17,7 @@ from .limits import Limits
 _RATES = {
     ("matmul", "matmul"): 0.9,
     ("matmul", "windows"): 0.4,
+    ("matmul", "loops"): 0.3,
     ("matmul", ""): 0.03,
     ("attention", "attention"): 0.8,
     ("attention", ""): 0.01,
@@ -24,6 +25,7 @@ _RATES = {
     ("other", "concat"): 0.08,
     ("other", "windows"): 0.08,
     ("other", "reduction"): 0.08,
+    ("other", "loops"): 0.08,
     ("other", ""): 0.01,
 }
 

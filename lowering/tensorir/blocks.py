@@ -1,12 +1,33 @@
-"""Reading loop nests the way te.create_prim_func and FuseTIR write them: loops around one leaf block of one store."""
+"""TVM's blocks: functions of them as te.create_prim_func and FuseTIR write them, loops around one leaf block of one
+store."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import tvm
 from tvm import s_tir, tirx
 
 from .expressions import Expr, is_int, substitute
+
+FORM = "s_tir"
+"""The attribute of functions of blocks, as TVM's own operators are; kernels of ours are loops and threads."""
+
+
+def in_loops(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """A CPU's function without blocks, which TVM takes away as it does when it generates code."""
+    if FORM not in func.attrs:
+        return func
+    transform = s_tir.transform
+    passes = [
+        transform.LowerInitBlock(),
+        transform.PlanAndUpdateBufferAllocationLocation(),
+        transform.ConvertBlocksToOpaque(),
+        transform.CompactBufferAllocation(),
+        transform.LowerMatchBuffer(),
+        transform.LowerOpaqueBlock(),
+    ]
+    return tvm.ir.transform.Sequential(passes)(tvm.IRModule({"main": func}))["main"].without_attr(FORM)
 
 
 def is_reduction(axis: tirx.IterVar) -> bool:

@@ -48,12 +48,14 @@ def _states(state: State) -> Table:
     what = "comparing the best with the defaults" if state.comparing else "searching"
     table = Table(title=f"{what}, {_clock(state.left)} left", title_justify="left")
     table.add_column("kernel")
+    table.add_column("searched")
     for name in ("trials", "default", "best", "gain"):
         table.add_column(name, justify="right")
     table.add_column("failed")
     for search in state.searches:
         table.add_row(
             search.name,
+            search.space.kind,
             str(search.trials),
             time_of(search.reference),
             time_of(search.best),
@@ -67,7 +69,7 @@ def _states(state: State) -> Table:
 def show(tuning: Tuning) -> None:
     """Prints what came out."""
     table = Table()
-    for name in ("kernel", "nodes"):
+    for name in ("kernel", "nodes", "searched"):
         table.add_column(name, overflow="fold")
     for name in ("share", "trials", "default", "tuned", "gain"):
         table.add_column(name, justify="right")
@@ -76,6 +78,7 @@ def show(tuning: Tuning) -> None:
         table.add_row(
             outcome.name,
             ", ".join(outcome.nodes),
+            outcome.searched,
             f"{outcome.share:.1%}",
             str(outcome.trials),
             time_of(outcome.default),

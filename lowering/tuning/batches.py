@@ -1,7 +1,7 @@
 """Batches of candidates for machines that the network does not reach: built here, measured there, filed here.
 
-A batch is a folder (measuring/batch.py). In the folder of a task lie also the task and the choices that its candidates
-are, by which the results become records like any other.
+A batch is a folder (measuring/batch.py). In the folder of a task lie also the task, the texts of its candidates in
+order and a database with their traces, by which the results become records like any other.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import cast
 
 import tvm
 from tvm.s_tir import Trace
+from tvm.s_tir import meta_schedule as ms
 
 from ..errors import InputError
 from ..measuring.batch import BATCH, DEFAULT, FORMAT, Batch, BatchTask, Result, read, results
@@ -22,11 +23,13 @@ from ..measuring.isolated import Cause, Failed
 from ..measuring.trial import wins
 from ..target import Target, resolve
 from .architecture import architecture
-from .cost_model import TileModel
-from .database import Database
+from .choices import annotated, recorded
+from .context import Context, candidate, strategy
+from .cost_model import learn, model_of, predicted
+from .database import Database, opened
 from .local import Workshop
-from .scheduler import Context, strategy
-from .space import TileSpace, annotated
+from .space import space_of
+from .task import MAIN
 
 _TASK, _CHOICES = "task.json", "choices.jsonl"
 
@@ -63,14 +66,17 @@ def export(
         workshop.build(module, DEFAULT)
         workshop.expect(plain)
         plain.unlink()
-        space = TileSpace(module, target.tvm)
         choices: list[str] = []
-        for choice in _proposed(space, module, target.tvm, database, count, seed):
+        traces = opened(place)
+        workload = traces.commit_workload(module)
+        for choice, trace in _proposed(module, target.tvm, threads, database, count, seed):
             try:
-                workshop.build_trace(module, space.trace(module, space.read(choice)), f"{len(choices)}.so")
+                workshop.build_trace(module, trace, f"{len(choices)}.so")
             except Failed as failed:
                 database.fail(module, choice, failed)
                 continue
+            info = ms.arg_info.ArgInfo.from_prim_func(module[MAIN])
+            traces.commit_tuning_record(ms.database.TuningRecord(trace, workload, None, target.tvm, info))
             choices.append(choice)
         (place / _TASK).write_text(tvm.ir.save_json(module))
         (place / _CHOICES).write_text("".join(f"{choice}\n" for choice in choices))
@@ -81,22 +87,20 @@ def export(
 
 
 def _proposed(
-    space: TileSpace, module: tvm.IRModule, target: tvm.target.Target, database: Database, count: int, seed: int
-) -> list[str]:
-    """Choices that the database knows nothing of."""
-    model = TileModel(space, seed)
-    known = database.known(module)
-    for choice, seconds in known.items():
-        model.learn(choice, seconds)
-    model.fit()
-    context = Context(module, target, space.generator(), strategy(), "export", seed + 1)
-    old = {space.default().to_json(), *known, *database.failed(module)}
+    module: tvm.IRModule, target: tvm.target.Target, threads: int, database: Database, count: int, seed: int
+) -> list[tuple[str, Trace]]:
+    """Candidates that the database knows nothing of."""
+    space = space_of(module, target, threads)
+    model = model_of(space, seed)
+    context = Context(module, space.target, space.generator(), strategy(), "export", seed + 1)
+    learn(model, context, module, database)
+    old = {space.default, *database.known(module), *database.failed(module)}
     asked = 2 * count + len(old)  # what is known comes up again
     context.pre_tuning(asked, asked, database=database.trials, cost_model=model)
     candidates = context.generate_measure_candidates() or ()
-    found = dict.fromkeys(text for c in candidates if (text := annotated(c.sch.mod)) is not None)
+    found = {text: c.sch.trace for c in candidates if (text := annotated(c.sch.mod)) is not None}
     context.post_tuning()
-    return [choice for choice in found if choice not in old][:count]
+    return [(choice, trace) for choice, trace in found.items() if choice not in old][:count]
 
 
 def file_results(folder: Path, database: Path, target: str) -> Filed:
@@ -117,28 +121,31 @@ def file_results(folder: Path, database: Path, target: str) -> Filed:
         if mine:
             module = tvm.ir.load_json((folder / task.name / _TASK).read_text())
             choices = (folder / task.name / _CHOICES).read_text().splitlines()
-            filed, better = _file(records, module, choices, mine, found.tvm)
+            its = opened(folder / task.name).get_all_tuning_records()
+            traces = {recorded(record.trace): record.trace for record in its}
+            filed, better = _file(records, module, [traces[c] for c in choices], mine, found.tvm)
             tasks, trials, won = tasks + 1, trials + filed, won + better
     return Filed(tasks, trials, won)
 
 
 def _file(
-    records: Database, module: tvm.IRModule, choices: list[str], found: list[Result], target: tvm.target.Target
+    records: Database, module: tvm.IRModule, traces: list[Trace], found: list[Result], target: tvm.target.Target
 ) -> tuple[int, bool]:
     """How many trials of a task were filed, and whether one has won."""
-    space = TileSpace(module, target)
-    default, known, failed = space.default().to_json(), records.known(module), records.failed(module)
-    reference = known.get(default)
+    space = space_of(module, target)
+    known, failed = records.known(module), records.failed(module)
+    reference = known.get(space.default)
     if reference is None:
         reference = median([r.default for r in found if r.cause is None] or [1.0])
-        records.commit(module, space.trace(module, space.default()), reference, target)
+        records.commit(module, space.default_trace(module), reference, target)
     if records.settled(module) is None:
-        records.settle(module, space.trace(module, space.default()), reference, target)
-    model, filed = TileModel(space, 0), 0
+        records.settle(module, space.default_trace(module), reference, target)
+    model, filed = model_of(space, 0), 0
+    context = Context(module, space.target, space.generator(), strategy(), "import", 1)
     best: tuple[float, Trace] | None = None
     for result in found:
-        choice = choices[result.candidate]
-        trace = space.trace(module, space.read(choice))
+        trace = traces[result.candidate]
+        choice = recorded(trace) or ""
         if result.cause is not None:
             if choice not in failed:
                 records.fail(module, choice, Failed(cast(Cause, result.cause), result.text))
@@ -147,8 +154,8 @@ def _file(
             if wins(result.ratio, result.spread) and (best is None or result.ratio < best[0]):
                 best = result.ratio, trace
         elif choice not in known:
-            (predicted,) = model.slowness_of([choice])
-            records.commit(module, trace, reference * result.ratio, target, predicted)
+            expected = predicted(model, context, candidate(module, trace))
+            records.commit(module, trace, reference * result.ratio, target, expected)
             filed += 1
     if best is not None:
         records.settle(module, best[1], reference * best[0], target)

@@ -13,8 +13,10 @@ from ..compiling.build import build
 from ..passes.alignment import assume_alignment
 from ..passes.hold_divisions import hold_divisions
 from ..target import Target
-from .space import TileSpace, annotated
+from .choices import annotated
+from .loop_space import code
 from .task import KERNEL, MAIN, has_kernel
+from .tile_space import TileSpace
 
 
 def library(module: tvm.IRModule, target: Target, path: str) -> None:
@@ -26,12 +28,13 @@ def library(module: tvm.IRModule, target: Target, path: str) -> None:
 
 
 def kernel(module: tvm.IRModule, target: tvm.target.Target) -> tirx.PrimFunc:
-    """The function of a candidate: with the tiles of its annotation, or as MetaSchedule scheduled it."""
+    """The function of a candidate: with the tiles of its annotation, or as MetaSchedule scheduled it. Without an
+    annotation it is what serves untuned."""
     if not has_kernel(module):
-        return module[MAIN]
+        return code(module) or schedules.apply(tvm.IRModule({MAIN: module[MAIN]}), target)[MAIN]
     text = annotated(module)
     space = TileSpace(module, target)
-    choice = space.default() if text is None else space.read(text)
+    choice = space.usual if text is None else space.read(text)
     only = tvm.IRModule({KERNEL: module[KERNEL]})
     return schedules.apply(only, target, lambda func, variants: choice)[KERNEL]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -60,10 +61,10 @@ def keep(
     model: Model,
     sizes: Mapping[str, int],
     threads: int,
-    wanted: Mapping[tuple[str, tuple[Argument, ...]], Any],
+    wanted: Mapping[tuple[str, tuple[Argument, ...]], Sequence[Path]],
     outputs: Callable[[str], Sequence[bool]],
 ) -> None:
-    """Writes the arguments of the first call of each use that is wanted into the folder that is given for it.
+    """Writes the arguments of the first call of each use that is wanted into the folders that are given for it.
 
     outputs tells which parameters of a kernel it writes.
     """
@@ -73,8 +74,7 @@ def keep(
     def note(function: Any, name: str, before: bool, result: Any, *given: Any) -> int:
         if not before or name not in kernels:
             return 0
-        folder = left.pop((name, tuple(map(_described, given))), None)
-        if folder is not None:
+        for folder in left.pop((name, tuple(map(_described, given))), ()):
             arguments.write(
                 folder,
                 [

@@ -31,7 +31,7 @@ from ..measuring.lines import append, mend
 from ..records import decode
 from ..target import Target
 from .architecture import Architecture, architecture
-from .space import recorded
+from .choices import recorded
 from .task import MAIN
 
 _WORKLOADS, _RECORDS = "database_workload.json", "database_tuning_record.json"
@@ -103,22 +103,16 @@ class Database:
 
     def known(self, task: tvm.IRModule) -> dict[str, float]:
         """Seconds of the choices that were measured for a task."""
-        if not self.trials.has_workload(task):
-            return {}
-        workload = self.trials.commit_workload(task)
         found: dict[str, float] = {}
-        for record in self.trials.get_top_k(workload, len(self.trials)):
+        for record in records_of(self.trials, task):
             text = recorded(record.trace)
-            if text is not None and record.run_secs:
-                found.setdefault(text, float(record.run_secs[0]))
+            if text is not None:
+                found.setdefault(text, seconds_of(record))
         return found
 
     def traces(self, task: tvm.IRModule) -> dict[str, Trace]:
         """By choice, of what was measured."""
-        if not self.trials.has_workload(task):
-            return {}
-        workload = self.trials.commit_workload(task)
-        records = self.trials.get_top_k(workload, len(self.trials))
+        records = records_of(self.trials, task)
         return {text: r.trace for r in records if (text := recorded(r.trace)) is not None}
 
     def failed(self, task: tvm.IRModule) -> dict[str, Trial]:
@@ -134,9 +128,7 @@ class Database:
 
     def settled(self, task: tvm.IRModule) -> ms.database.TuningRecord | None:
         """The fastest of these."""
-        if not self._best.has_workload(task):
-            return None
-        return next(iter(self._best.get_top_k(self._best.commit_workload(task), 1)), None)
+        return next(iter(records_of(self._best, task)), None)
 
 
 def identity(task: tvm.IRModule) -> str:
@@ -156,6 +148,19 @@ def opened(folder: Path) -> ms.database.JSONDatabase:
     except Exception as error:  # TVM raises what it likes
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise DatabaseError(f"'{folder}' holds no database of this version of TVM: {lines[-1]}") from error
+
+
+def records_of(database: ms.database.JSONDatabase, task: tvm.IRModule) -> list[ms.database.TuningRecord]:
+    """What was measured of a task, the fastest first. MetaSchedule's own answer leaves out what drew no samples."""
+    if not database.has_workload(task):
+        return []
+    workload = database.commit_workload(task)
+    records = [r for r in database.get_all_tuning_records() if r.run_secs and r.workload.same_as(workload)]
+    return sorted(records, key=seconds_of)
+
+
+def seconds_of(record: ms.database.TuningRecord) -> float:
+    return float(record.run_secs[0])
 
 
 def best(folder: Path) -> list[ms.database.TuningRecord]:

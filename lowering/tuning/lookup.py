@@ -16,28 +16,36 @@ from pathlib import Path
 
 import tvm
 from tvm import tirx
+from tvm.s_tir import Schedule, Trace
 from tvm.s_tir import meta_schedule as ms
 from tvm_ffi import structural_equal
 
 import schedules
-from schedules.variant import BySize, Choice, Size, Variant
+from schedules.variant import BySize, Choice, Code, Size, Variant
 
 from ..target import Target
 from .architecture import architecture
+from .choices import DEFAULT, recorded
 from .database import best
-from .space import recorded
-from .task import KERNEL, NotTunable, at_sizes, has_kernel, shapes_of, versions, versions_of
+from .loop_space import code
+from .task import KERNEL, NotTunable, at_sizes, has_kernel, is_loops_task_of, shapes_of, versions, versions_of
 
 
 @dataclass(frozen=True)
 class _Record:
-    """What is settled for a task: the choice as JSON, and how many times faster than the default it is."""
+    """What is settled for a task: the choice as text, how many times faster than the default it is, and its trace."""
 
     task: tvm.IRModule
     shapes: tuple[tuple[int, ...] | int, ...]
     choice: str
     gain: float
-    source: str
+    trace: Trace
+    origin: str
+
+    @property
+    def source(self) -> str:
+        """For the reader."""
+        return f"{self.origin} {self.gain:.2f}x"
 
 
 class Records:
@@ -49,20 +57,45 @@ class Records:
         name = architecture(target).name
         self._sources = [_settled(best(folder / name), source) for source, folder in databases]
 
-    def choose(self, func: tirx.PrimFunc, variants: Sequence[Variant]) -> Choice | BySize | None:
-        """The choice for a function's sizes, or one by size for symbolic ones; None where nothing is known."""
+    def choose(self, func: tirx.PrimFunc, variants: Sequence[Variant]) -> Choice | BySize | Code | None:
+        """The choice for a function's sizes, or one by size for symbolic ones; None where nothing is known. Code runs
+        at just the sizes that it was tuned for, and where it beats what tiles were found to gain.
+        """
         for records in self._sources:
-            found = [(record, choice) for record in records if (choice := self._choice(func, variants, record))]
-            if found:
-                free = _sizes(func)
-                points = {tuple(_value(record.shapes, size) for size in free): choice for record, choice in found}
-                return by_size(free, points)
+            fitting = [record for record in records if _fits(func, record.shapes)]
+            if not fitting:
+                continue
+            free = _sizes(func)
+            points: dict[tuple[int, ...], Choice] = {}
+            codes: dict[tuple[int, ...], _Record] = {}
+            gains: dict[tuple[int, ...], float] = {}
+            for record in fitting:
+                point = tuple(_value(record.shapes, size) for size in free)
+                if has_kernel(record.task):
+                    choice = self._choice(func, variants, record)
+                    if choice is not None:
+                        points[point], gains[point] = choice, record.gain
+                elif record.choice != DEFAULT and self._is_of(func, record):
+                    codes[point] = record
+            chosen: Choice | BySize | Code | None = by_size(free, points) if points else None
+            for point, record in codes.items():
+                if record.gain > gains.get(point, 1.0):
+                    chosen = Code(_code(record), dict(zip(free, point)), chosen, record.source)
+            if chosen is not None:
+                return chosen
         return None
+
+    def _is_of(self, func: tirx.PrimFunc, record: _Record) -> bool:
+        """Whether loops were tuned of this function, compared with what it is by default today."""
+        try:
+            main = at_sizes(func, record.shapes)
+        except (NotTunable, ValueError):
+            return False
+        _, variants = schedules.variants(main, self._target) or ("", ())
+        return is_loops_task_of(record.task, main, variants)
 
     def _choice(self, func: tirx.PrimFunc, variants: Sequence[Variant], record: _Record) -> Choice | None:
         """The record's choice, if it is one of this function."""
-        if not _fits(func, record.shapes):
-            return None
         try:
             kernel = at_sizes(func, record.shapes)
         except (NotTunable, ValueError):
@@ -80,7 +113,7 @@ class Records:
             if choice.variant == variant.name and all(
                 tiles.is_legal(variant.problem, variant.machine) for tiles in choice.tiles.values()
             ):
-                return dataclasses.replace(choice, source=f"{record.source} {record.gain:.2f}x")
+                return dataclasses.replace(choice, source=record.source)
         return None
 
 
@@ -104,16 +137,26 @@ def by_size(sizes: Sequence[Size], points: dict[tuple[int, ...], Choice]) -> Cho
 
 def _settled(records: Iterable[ms.database.TuningRecord], source: str) -> list[_Record]:
     """The fastest of each task; its default is the slowest, or the only one."""
-    found: dict[ms.database.Workload, list[tuple[float, str]]] = {}
+    found: dict[ms.database.Workload, list[tuple[float, str, Trace]]] = {}
     for record in records:
         choice = recorded(record.trace)
-        if choice is not None and record.run_secs and has_kernel(record.workload.mod):
-            found.setdefault(record.workload, []).append((float(record.run_secs[0]), choice))
+        if choice is not None and record.run_secs:
+            found.setdefault(record.workload, []).append((float(record.run_secs[0]), choice, record.trace))
     settled = []
     for workload, ends in found.items():
-        seconds, choice = min(ends)
-        settled.append(_Record(workload.mod, shapes_of(workload.mod), choice, max(ends)[0] / seconds, source))
+        ends.sort(key=lambda end: end[:2])
+        seconds, choice, trace = ends[0]
+        settled.append(_Record(workload.mod, shapes_of(workload.mod), choice, ends[-1][0] / seconds, trace, source))
     return settled
+
+
+def _code(record: _Record) -> tirx.PrimFunc:
+    """The function of a record of loops."""
+    schedule = Schedule(record.task)
+    record.trace.apply_to_schedule(schedule, remove_postproc=False)
+    found = code(schedule.mod)
+    assert found is not None
+    return found
 
 
 def _fits(func: tirx.PrimFunc, shapes: Sequence[tuple[int, ...] | int]) -> bool:

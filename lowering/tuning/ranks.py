@@ -7,7 +7,9 @@ from collections.abc import Iterable
 import numpy as np
 from tvm.s_tir import meta_schedule as ms
 
-from .space import TileSpace, recorded
+from .choices import recorded
+from .task import has_kernel
+from .tile_space import TileSpace
 
 _LEAST = 4  # measurements that make an order
 
@@ -21,14 +23,14 @@ def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
 
 def of_the_estimate(records: Iterable[ms.database.TuningRecord]) -> float | None:
     """The rank correlation of what was measured of one task with the analytic estimate of its tiles; None where there
-    is too little to tell, or where these versions of the kernels have no such tiles."""
+    is too little to tell, where loops were searched, or where these versions of the kernels have no such tiles."""
     measured = {}
     for record in records:
         choice = recorded(record.trace)
         if choice is not None and record.run_secs:
             measured[choice] = float(record.run_secs[0])
             last = record
-    if len(measured) < _LEAST:
+    if len(measured) < _LEAST or not has_kernel(last.workload.mod):
         return None
     space = TileSpace(last.workload.mod, last.target)
     try:

@@ -15,32 +15,18 @@ from typing import Any
 import tvm
 from tvm.ir.utils import derived_object
 from tvm.s_tir import meta_schedule as ms
-from tvm.s_tir.meta_schedule import _ffi_api
-from tvm.s_tir.meta_schedule.logging import get_logger, get_logging_func
 
 from ..measuring.isolated import Failed
-from .cost_model import TileModel
+from .choices import annotated
+from .context import Context
+from .cost_model import LoopModel, TileModel, predicted
 from .database import Trial
 from .local import Builder, Runner, Site, Workshop, failed
-from .space import TileSpace, annotated
+from .space import Space
 
 _BATCH = 8  # candidates between two looks at which task is worth the most
-_POPULATION = 48
 _MOST_TRIALS = 1 << 20  # time ends a search first
 _STALE = 3  # batches in which nothing new comes up end a task
-
-
-class Context(ms.TuneContext):
-    """MetaSchedule's context without the intrinsics of all targets, which take half a minute to import."""
-
-    def __init__(  # not that of the base class
-        self, module: tvm.IRModule, target: tvm.target.Target, generator: Any, strategy: Any, name: str, seed: int
-    ) -> None:
-        log = get_logging_func(get_logger(__name__))
-        self.__init_handle_by_constructor__(
-            _ffi_api.TuneContext, module, target, generator, strategy, name, 1, seed, log
-        )
-        _ffi_api.TuneContextInitialize(self)
 
 
 @dataclass
@@ -57,8 +43,8 @@ class Search:
     module: tvm.IRModule
     weight: float
     folder: Path
-    space: TileSpace
-    model: TileModel
+    space: Space
+    model: TileModel | LoopModel
     context: Context
     reference: float
     known: dict[str, float]
@@ -82,25 +68,15 @@ class Search:
         """Why candidates failed, and how many did."""
         return Counter(trial.cause or "" for trial in self.failed.values())
 
-    def promise(self) -> float:
-        """Seconds of a run that another batch may be worth: what the last ones gained, never less than some hope."""
+    def promise(self, best: float) -> float:
+        """Seconds of a run that another batch may be worth: what the last ones gained, never less than some hope.
+
+        best are the seconds of the kernel so far, which another search of it may have found.
+        """
         recent = self.history[-3:]
         gained = (recent[0] - recent[-1]) / recent[0] if len(recent) > 1 else 1.0
         hope = 1 / (1 + len(self.history)) ** 2
-        return self.weight * self.best * max(gained, hope)
-
-
-def strategy() -> ms.search_strategy.EvolutionarySearch:
-    return ms.search_strategy.EvolutionarySearch(
-        population_size=_POPULATION,
-        init_measured_ratio=0.2,
-        init_min_unmeasured=_POPULATION // 2,
-        max_fail_count=8,
-        genetic_num_iters=3,
-        genetic_mutate_prob=0.85,
-        genetic_max_fail_count=10,
-        eps_greedy=0.1,
-    )
+        return self.weight * best * max(gained, hope)
 
 
 @derived_object
@@ -136,12 +112,16 @@ class Scheduler(ms.task_scheduler.PyTaskScheduler):
     def next_task_id(self) -> int:
         """The most promising task of all sites, -1 when none has anything left to try: MetaSchedule's question."""
         best = [found for site in {search.site for search in self.searches} if (found := self._most_promising(site))]
-        return self.searches.index(max(best, key=Search.promise)) if best else -1
+        return self.searches.index(max(best, key=self._promise)) if best else -1
 
     def _most_promising(self, site: Site) -> Search | None:
         """None when no task there has anything left to try."""
         left = [search for search in self.searches if search.site is site and search.stale < _STALE]
-        return max(left, key=Search.promise, default=None)
+        return max(left, key=self._promise, default=None)
+
+    def _promise(self, search: Search) -> float:
+        rivals = [s.best for s in self.searches if s.site is search.site and s.name == search.name]
+        return search.promise(min(rivals))
 
     def _round(self, batches: list[_Batch], target: tvm.target.Target) -> None:
         """As many candidates of each batch at once as its site takes; what was measured is written down before the
@@ -199,8 +179,8 @@ class _Batch:
                 self._fail(candidate, text, failed(str(result.error_msg)))
             else:
                 seconds = search.known[text] = float(result.run_secs[0])
-                (predicted,) = search.model.slowness_of([text])
-                search.site.database.commit(search.module, candidate.sch.trace, seconds, target, predicted)
+                expected = predicted(search.model, search.context, candidate)
+                search.site.database.commit(search.module, candidate.sch.trace, seconds, target, expected)
                 self._new.append(len(self._told))
                 self._tell(candidate, seconds)
             progress(search)
@@ -216,8 +196,8 @@ class _Batch:
 
     def _fail(self, candidate: Any, text: str, error: Failed) -> None:
         search = self.search
-        (predicted,) = search.model.slowness_of([text])
-        search.failed[text] = search.site.database.fail(search.module, text, error, predicted)
+        expected = predicted(search.model, search.context, candidate)
+        search.failed[text] = search.site.database.fail(search.module, text, error, expected)
         self._new.append(len(self._told))
         self._tell(candidate, None)
 

@@ -23,12 +23,14 @@ from ..runtime import load
 from ..target import Target
 from . import batches
 from .capture import Use, keep, uses
-from .cost_model import TileModel
+from .context import Context, candidate, strategy
+from .cost_model import learn, model_of, predicted
 from .database import identity
 from .local import Site, Workshop
-from .scheduler import Context, Scheduler, Search, strategy
-from .space import TileSpace
-from .task import NotTunable, tiles_task, written
+from .loop_space import LoopSpace
+from .scheduler import Scheduler, Search
+from .space import space_of
+from .task import NotTunable, loops_task, tiles_task, written
 
 Effort = Literal["quick", "full"]
 
@@ -44,11 +46,12 @@ EFFORTS = tuple(_SHARE)
 class Outcome:
     """One task: seconds of a call by the reference of its default, and what kept candidates from being measured.
 
-    seconds is the default's where no candidate won, architecture that of the machine that measured. why says what kept
-    a kernel from being tuned, "" for nothing.
+    A kernel can be two tasks: searched is "tiles" or "loops". seconds is the default's where no candidate won,
+    architecture that of the machine that measured. why says what kept a kernel from being tuned, "" for nothing.
     """
 
     name: str
+    searched: str
     nodes: tuple[str, ...]
     share: float
     default: float
@@ -121,36 +124,40 @@ class Session:
             found = uses(runnable, setting, self.threads, seconds=1.0)
             total = sum(use.seconds for use in found)
             self._run_seconds += total
-            wanted: dict[Any, Path] = {}
+            wanted: dict[Any, list[Path]] = {}
             for use in found:
                 if use.seconds < _SHARE[self.effort] * total:
                     continue
-                task = self._task(use, functions[use.kernel.name])
-                if task is None:
-                    continue
-                name = identity(task)
-                if name in self._uses:
-                    self._uses[name] = dataclasses.replace(
-                        self._uses[name], seconds=self._uses[name].seconds + use.seconds
-                    )
-                    continue
-                self._uses[name] = use
-                place = self.folder / name
-                place.mkdir()
-                wanted[use.kernel.name, use.arguments] = place
-                self._modules[name] = task
+                for task in self._tasks(use, functions[use.kernel.name]):
+                    name = identity(task)
+                    if name in self._uses:
+                        seconds = self._uses[name].seconds + use.seconds
+                        self._uses[name] = dataclasses.replace(self._uses[name], seconds=seconds)
+                        continue
+                    self._uses[name], self._modules[name] = use, task
+                    place = self.folder / name
+                    place.mkdir()
+                    wanted.setdefault((use.kernel.name, use.arguments), []).append(place)
             keep(runnable, setting, self.threads, wanted, lambda kernel: written(functions[kernel]))
 
-    def _task(self, use: Use, func: Any) -> tvm.IRModule | None:
+    def _tasks(self, use: Use, func: Any) -> list[tvm.IRModule]:
+        """What can be searched of a kernel: tiles, loops, both or nothing."""
         try:
-            return tiles_task(func, use.shapes, self.target.tvm)
+            tiles = tiles_task(func, use.shapes, self.target.tvm)
+            loops = loops_task(func, use.shapes, self.target.tvm)
         except NotTunable as reason:
             self._left_out.append(_left_out(use, str(reason)))
-            return None
+            return []
+        if loops is not None and LoopSpace(loops, self.target.tvm, self.threads).is_empty:
+            loops = None
+        return [task for task in (tiles, loops) if task is not None]
 
     def export(self, count: int) -> None:
         """Builds so many candidates of each task, to be measured elsewhere."""
-        tasks = {name: (_title(self._uses[name]), module) for name, module in self._modules.items()}
+        tasks = {
+            name: (f"{_title(self._uses[name])} ({space_of(module, self.target.tvm).kind})", module)
+            for name, module in self._modules.items()
+        }
         pairs = _PAIRS[self.effort]
         database = self.sites[0].database
         batch = batches.export(
@@ -159,7 +166,7 @@ class Session:
         for task in batch.tasks:
             use = self._uses[task.name]
             share, seconds = use.seconds / self._run_seconds, use.seconds / use.calls
-            self._left_out.append(Outcome(task.title, use.nodes, share, seconds, seconds, task.candidates, {}, ""))
+            self._left_out.append(Outcome(task.title, "", use.nodes, share, seconds, seconds, task.candidates, {}, ""))
 
     def search(self, end: float, most: int | None, progress: Progress) -> None:
         """Until so late, last comparisons included, or after so many trials."""
@@ -210,19 +217,17 @@ class Session:
 
     def _searched(self, name: str, site: Site, module: tvm.IRModule, use: Use, seconds: float) -> Search:
         """The search of a task whose default takes so many seconds on a site."""
-        space, database = TileSpace(module, self.target.tvm), site.database
-        model, known = TileModel(space, self.seed), site.database.known(module)
-        default = space.default().to_json()
-        reference = known.get(default)
-        if reference is None:
-            reference = known[default] = seconds
-            (predicted,) = model.slowness_of([default])
-            database.commit(module, space.trace(module, space.default()), reference, self.target.tvm, predicted)
-        for choice, its in known.items():
-            model.learn(choice, its)
-        model.fit()
+        space, database = space_of(module, self.target.tvm, self.threads), site.database
+        model, known = model_of(space, self.seed), database.known(module)
         title = _title(use)
-        context = Context(module, self.target.tvm, space.generator(), strategy(), title, self.seed + 1)
+        context = Context(module, space.target, space.generator(), strategy(), title, self.seed + 1)
+        reference = known.get(space.default)
+        if reference is None:
+            reference = known[space.default] = seconds
+            trace = space.default_trace(module)
+            expected = predicted(model, context, candidate(module, trace))
+            database.commit(module, trace, reference, self.target.tvm, expected)
+        learn(model, context, module, database)
         return Search(
             title, name, site, module, use.seconds / seconds, self.folder / name, space, model, context, reference,
             known, database.failed(module),
@@ -231,7 +236,7 @@ class Session:
     def _settle(self, search: Search) -> None:
         """Compares the fastest candidates with the default for a last time."""
         self.workshop.folder, database = search.folder, search.site.database
-        default = search.space.default().to_json()
+        default = search.space.default
         traces = database.traces(search.module)
         finalists = sorted(search.known, key=search.known.__getitem__)[:_FINALISTS]
         won, seconds = default, search.reference
@@ -247,7 +252,7 @@ class Session:
             if wins(measured.ratio, measured.spread) and search.reference * measured.ratio < seconds:
                 won, seconds = choice, search.reference * measured.ratio
         if database.settled(search.module) is None:
-            trace = search.space.trace(search.module, search.space.default())
+            trace = search.space.default_trace(search.module)
             database.settle(search.module, trace, search.reference, self.target.tvm)
         if won != default:
             database.settle(search.module, traces[won], seconds, self.target.tvm)
@@ -260,6 +265,7 @@ class Session:
             found.append(
                 Outcome(
                     search.name,
+                    search.space.kind,
                     use.nodes,
                     use.seconds / self._run_seconds,
                     search.reference,
@@ -280,5 +286,5 @@ def _title(use: Use) -> str:
 
 def _left_out(use: Use, why: str) -> Outcome:
     return Outcome(
-        use.kernel.name, use.nodes, 0.0, use.seconds / use.calls, use.seconds / use.calls, 0, {}, "", why=why
+        use.kernel.name, "", use.nodes, 0.0, use.seconds / use.calls, use.seconds / use.calls, 0, {}, "", why=why
     )

@@ -2,7 +2,7 @@
 
 A task is a module. A function that a rule takes is in it as `kernel`, unscheduled and at the sizes that are tuned for;
 `main` has its tensors for parameters, which is all that MetaSchedule looks at, and one block, which is annotated with
-a choice of tiles. Any other function is `main` itself.
+a choice of tiles. Where loops are searched, the function is `main` itself.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import tvm_ffi
 from tvm import s_tir, tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
+from tvm_ffi import structural_equal
 
 import schedules
 from schedules.variant import Variant
@@ -35,13 +36,18 @@ _SCALARS = "lowering.scalars"
 _OURS = "lowering."
 _KEPT = ("tirx.noalias", "s_tir")
 
+# Rules for whose functions no schedule of loops comes near.
+_BEYOND_LOOPS = ("attention", "matmul", "cache_update")
+
 Shapes: TypeAlias = Sequence[tuple[int, ...] | int]
 """Of arguments: shapes of tensors, and numbers."""
 
 
 def shapes_of(task: tvm.IRModule) -> tuple[tuple[int, ...] | int, ...]:
-    """Those of the arguments that a task with a `kernel` was made for."""
+    """Those of the arguments that a task was made for."""
     main = task[MAIN]
+    if not has_kernel(task):
+        return tuple(tuple(int(n) for n in parameter.shape) for parameter in main.params)
     tensors = iter(tuple(int(n) for n in parameter.shape) for parameter in main.params)
     numbers = iter(json.loads(main.attrs[_SCALARS]))
     return tuple(next(tensors) if tirx.is_buffer_var(p) else next(numbers) for p in task[KERNEL].params)
@@ -53,7 +59,7 @@ def versions_of(task: tvm.IRModule) -> str:
 
 
 def has_kernel(task: tvm.IRModule) -> bool:
-    """Whether a rule takes what the task is about."""
+    """Whether tiles are what is searched, or loops."""
     return any(name.name_hint == KERNEL for name in task.get_global_vars())
 
 
@@ -76,6 +82,30 @@ def tiles_task(func: tirx.PrimFunc, arguments: Shapes, target: tvm.target.Target
     numbers = [a for a in arguments if isinstance(a, int)]
     main = _main(kernel, arguments, versions(variants), numbers)
     return tvm.IRModule({MAIN: main, KERNEL: kernel.with_attr("global_symbol", KERNEL)})
+
+
+def loops_task(func: tirx.PrimFunc, arguments: Shapes, target: tvm.target.Target) -> tvm.IRModule | None:
+    """The task of scheduling a function for such arguments anew; None where our kernel is beyond that.
+
+    Raises NotTunable.
+    """
+    if any(isinstance(argument, int) for argument in arguments):
+        return None  # MetaSchedule knows tensors alone
+    main = at_sizes(func, arguments)
+    rule, variants = schedules.variants(main, target) or ("", ())
+    if rule in _BEYOND_LOOPS or ATTRIBUTE in main.attrs or "s_tir" not in main.attrs:
+        return None
+    # What it is compared with is part of the task: a default that became better is another one.
+    return tvm.IRModule({MAIN: _versioned(main, variants)})
+
+
+def is_loops_task_of(task: tvm.IRModule, func: tirx.PrimFunc, variants: Sequence[Variant]) -> bool:
+    """Whether this is the task of the function, which has these variants, at its sizes."""
+    return bool(structural_equal(_versioned(func, variants), task[MAIN], True))
+
+
+def _versioned(func: tirx.PrimFunc, variants: Sequence[Variant]) -> tirx.PrimFunc:
+    return func.with_attr({"global_symbol": MAIN, _VERSIONS: versions(variants)})
 
 
 def versions(variants: Sequence[Variant]) -> str:

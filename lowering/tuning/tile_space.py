@@ -23,31 +23,31 @@ import schedules
 from schedules.tiles import Value, nearest_place
 from schedules.variant import Choice, Variant
 
+from .choices import annotate
 from .task import BLOCK, KERNEL, MAIN
 
-CHOICE = "lowering.choice"
-"""The annotation: `Choice.to_json`."""
-
 _VARIANT = "lowering.variant"
-_SAMPLE, _ANNOTATE = "SampleCategorical", "Annotate"
+_SAMPLE = "SampleCategorical"
 
 # Mutations go to a neighbouring value, which is alike, or anywhere.
 _NEAR = 0.6
 
 
 class TileSpace:
-    """The variants of a task's kernel, and what their tiles can be."""
+    """The variants of a task's kernel, and what their tiles can be. Texts are `Choice.to_json`."""
+
+    kind = "tiles"
 
     def __init__(self, module: tvm.IRModule, target: tvm.target.Target) -> None:
         answer = schedules.variants(module[KERNEL], target)
         assert answer is not None
+        self.target = target
         self.rule, self.variants = answer
         self._by_name = {variant.name: variant for variant in self.variants}
         self._known_fields: dict[str, list[tuple[str, str, tuple[Value, ...]]]] = {}
         self._known_choices: dict[tuple[str, tuple[int, ...]], Choice] = {}
-
-    def default(self) -> Choice:
-        return Choice(self.variants[0].name, self.variants[0].tiles)
+        self.usual = Choice(self.variants[0].name, self.variants[0].tiles)
+        self.default = self.usual.to_json()
 
     def fields(self, variant: str) -> list[tuple[str, str, tuple[Value, ...]]]:
         """By kernel and field, the values that are worth a try, of fields on which this function's code depends."""
@@ -95,8 +95,11 @@ class TileSpace:
             place = schedule.sample_categorical(list(range(len(values))), [1 / len(values)] * len(values), near)
             schedule.annotate(block, _place(number), place)
         schedule.enter_postproc()
-        schedule.annotate(block, CHOICE, choice.to_json())
+        annotate(schedule, BLOCK, choice.to_json())
         return schedule.trace
+
+    def default_trace(self, module: tvm.IRModule) -> Trace:
+        return self.trace(module, self.usual)
 
     def generator(self) -> ms.space_generator.ScheduleFn:
         return ms.space_generator.ScheduleFn(
@@ -118,18 +121,6 @@ class TileSpace:
 def _place(number: int) -> str:
     """The annotation that holds which value of a field was drawn."""
     return f"lowering.place{number}"
-
-
-def annotated(module: tvm.IRModule) -> str | None:
-    """The choice with which the module of a candidate is annotated."""
-    text = module[MAIN].body.block.annotations.get(CHOICE)
-    return None if text is None else str(text)
-
-
-def recorded(trace: Trace) -> str | None:
-    """The same, of a trace."""
-    texts = [str(i.inputs[1]) for i in trace.insts if i.kind.name == _ANNOTATE and str(i.attrs[0]) == CHOICE]
-    return texts[-1] if texts else None
 
 
 def _fields_of(variant: Variant) -> list[tuple[str, str, tuple[Value, ...]]]:
@@ -183,7 +174,7 @@ class _Round(ms.postproc.PyPostproc):
             return False
         for key in keys:  # candidates of the same choice are the same
             schedule.unannotate(block, key)
-        schedule.annotate(block, CHOICE, choice.to_json())
+        annotate(schedule, BLOCK, choice.to_json())
         return True
 
     def clone(self) -> _Round:

@@ -27,8 +27,8 @@ _CANDIDATES = 32  # of each task, to be measured elsewhere
 
 @dataclass(frozen=True)
 class Tuning:
-    """What `tune` did; database is the part for the (first) architecture. gain is that of a whole run, as the shares of
-    its kernels tell it."""
+    """What `tune` did; database is the part for the (first) architecture. gain is that of a whole run there, as the
+    shares of its kernels tell it."""
 
     database: Path
     outcomes: tuple[Outcome, ...]
@@ -37,7 +37,11 @@ class Tuning:
 
     @property
     def gain(self) -> float:
-        return 1 / (1 - sum(o.share * (1 - 1 / o.gain) for o in self.outcomes))
+        saved: dict[str, float] = {}
+        for o in self.outcomes:
+            if o.architecture in ("", self.database.name):
+                saved[o.name] = max(saved.get(o.name, 0.0), o.share * (1 - 1 / o.gain))
+        return 1 / (1 - sum(saved.values()))
 
 
 def tune(

@@ -8,13 +8,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import tvm
 from tvm.s_tir import meta_schedule as ms
 
-from .database import ARCHITECTURE, BEST, TRIALS, DatabaseError, Trial, identity, journal, opened, write_journal
+from .choices import recorded
+from .database import (
+    ARCHITECTURE,
+    BEST,
+    TRIALS,
+    DatabaseError,
+    Trial,
+    identity,
+    journal,
+    opened,
+    records_of,
+    seconds_of,
+    write_journal,
+)
 from .ranks import of_the_estimate
-from .space import recorded
-from .task import has_kernel, shapes_of
+from .task import shapes_of
 
 
 @dataclass(frozen=True)
@@ -81,10 +92,10 @@ def prune(folder: Path, keep: int) -> int:
         place.mkdir()
         new = opened(place)
         for workload in _workloads(old):
-            settled = {recorded(record.trace) for record in _of(best, workload.mod)}
-            for rank, record in enumerate(_of(old, workload.mod)):
+            settled = {recorded(record.trace) for record in records_of(best, workload.mod)}
+            for rank, record in enumerate(records_of(old, workload.mod)):
                 if rank < keep or recorded(record.trace) in settled:
-                    _commit(new, record, _seconds(record))
+                    _commit(new, record, seconds_of(record))
                 else:
                     gone += 1
         shutil.rmtree(part / TRIALS)
@@ -113,15 +124,18 @@ def _summaries(part: Path) -> list[Summary]:
             first.setdefault(trial.task, trial.seconds)
     found = []
     for workload in _workloads(trials):
-        records = _of(trials, workload.mod)
-        times = [_seconds(record) for record in records]
+        records = records_of(trials, workload.mod)
+        times = [seconds_of(record) for record in records]
         name = identity(workload.mod)
-        won = [_seconds(record) for record in _of(best, workload.mod)]
-        shapes = shapes_of(workload.mod) if has_kernel(workload.mod) else ()
+        won = [seconds_of(record) for record in records_of(best, workload.mod)]
         causes = dict(failures.get(name, {}))
         default = first.get(name, max(times))
         settled, estimate = min(won, default=None), of_the_estimate(records)
-        found.append(Summary(part.name, name, shapes, len(times), causes, default, min(times), settled, estimate))
+        found.append(
+            Summary(
+                part.name, name, shapes_of(workload.mod), len(times), causes, default, min(times), settled, estimate
+            )
+        )
     return sorted(found, key=lambda s: -s.default)
 
 
@@ -129,23 +143,13 @@ def _workloads(database: ms.database.JSONDatabase) -> list[ms.database.Workload]
     return list(dict.fromkeys(record.workload for record in database.get_all_tuning_records()))
 
 
-def _seconds(record: ms.database.TuningRecord) -> float:
-    return float(record.run_secs[0])
-
-
-def _of(database: ms.database.JSONDatabase, task: tvm.IRModule) -> list[ms.database.TuningRecord]:
-    """The records of a task, the fastest first."""
-    if not database.has_workload(task):
-        return []
-    return list(database.get_top_k(database.commit_workload(task), len(database)))
-
-
 def _scales(source: ms.database.JSONDatabase, target: ms.database.JSONDatabase) -> dict[str, float]:
     """By task, the target's seconds by the source's: the median over the choices that both have measured."""
     found = {}
     for workload in _workloads(source):
         mine, theirs = (
-            {recorded(r.trace): _seconds(r) for r in _of(database, workload.mod)} for database in (target, source)
+            {recorded(r.trace): seconds_of(r) for r in records_of(database, workload.mod)}
+            for database in (target, source)
         )
         both = sorted(mine[choice] / seconds for choice, seconds in theirs.items() if choice in mine)
         if both:
@@ -160,11 +164,11 @@ def _rescaled(trials: Iterable[Trial], scales: Mapping[str, float]) -> list[Tria
 def _add(source: ms.database.JSONDatabase, target: ms.database.JSONDatabase, scales: Mapping[str, float]) -> None:
     """Adds the records whose choices the target does not know."""
     for workload in _workloads(source):
-        known = {recorded(record.trace) for record in _of(target, workload.mod)}
+        known = {recorded(record.trace) for record in records_of(target, workload.mod)}
         scale = scales.get(identity(workload.mod), 1.0)
-        for record in _of(source, workload.mod):
+        for record in records_of(source, workload.mod):
             if recorded(record.trace) not in known:
-                _commit(target, record, _seconds(record) * scale)
+                _commit(target, record, seconds_of(record) * scale)
 
 
 def _commit(database: ms.database.JSONDatabase, record: ms.database.TuningRecord, seconds: float) -> None:

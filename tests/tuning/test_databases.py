@@ -32,7 +32,7 @@ def records(folder: Path, name: str) -> int:
 
 def test_show(folders: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     summaries = upkeep.show(folders[0])
-    assert len(summaries) == 4 and sum(s.trials for s in summaries) == records(folders[0], "trials")
+    assert len(summaries) == 6 and sum(s.trials for s in summaries) == records(folders[0], "trials")
     for s in summaries:
         assert s.fastest <= s.default and s.settled is not None and s.settled <= s.default
         assert {8, 24} & {shape[0] for shape in s.shapes if isinstance(shape, tuple)}
@@ -44,7 +44,7 @@ def test_show(folders: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_merge_holds_both_in_the_seconds_of_the_target(folders: list[Path], tmp_path: Path) -> None:
     target = tmp_path / "merged"
     upkeep.merge(folders, target)
-    assert len(upkeep.show(target)) == 4
+    assert len(upkeep.show(target)) == 6
     both = [records(folder, "trials") for folder in (*folders, target)]
     assert max(both[:2]) < both[2] < both[0] + both[1]  # the defaults of 8 rows are in both
     (one,), (merged,) = (upkeep.parts(folder) for folder in (folders[0], target))

@@ -105,7 +105,7 @@ def test_two_keys_in_one_session(tracker: tuple[str, int], tmp_path: Path) -> No
     finally:
         for device in devices:
             device.kill()
-    assert len(tuning.outcomes) == 4 and len({o.architecture for o in tuning.outcomes}) == 1
+    assert len(tuning.outcomes) == 6 and len({o.architecture for o in tuning.outcomes}) == 1
     assert sum(o.trials for o in tuning.outcomes) >= 4 and not any(o.failures for o in tuning.outcomes)
 
 

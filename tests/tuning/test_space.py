@@ -18,10 +18,11 @@ from lowering.attention.problem import AttentionProblem, Window
 from lowering.compiling.compiler import compiled
 from lowering.target import resolve
 from lowering.tuning.build import kernel
+from lowering.tuning.choices import annotated, recorded
+from lowering.tuning.context import Context, strategy
 from lowering.tuning.cost_model import TileModel
-from lowering.tuning.scheduler import Context, strategy
-from lowering.tuning.space import TileSpace, annotated, recorded
 from lowering.tuning.task import NotTunable, at_sizes, shapes_of, tiles_task, written
+from lowering.tuning.tile_space import TileSpace
 
 TARGETS = {name: resolve(name)[0] for name in ("cpu:x86-64-v3", "cpu:x86-64-v4", "cpu:aarch64")}
 V4 = TARGETS["cpu:x86-64-v4"]
@@ -68,11 +69,11 @@ def test_every_sample_is_legal_and_dull_fields_are_not_drawn(target, rows: int, 
 def test_the_default_is_in_the_space_and_its_trace_gives_it() -> None:
     task = product_task(16)
     space = TileSpace(task, V4.tvm)
-    trace = space.trace(task, space.default())
-    assert recorded(trace) == space.default().to_json()
+    trace = space.default_trace(task)
+    assert recorded(trace) == space.default
     schedule = Schedule(task)
     trace.apply_to_schedule(schedule, remove_postproc=False)
-    assert annotated(schedule.mod) == space.default().to_json()
+    assert annotated(schedule.mod) == space.default
     usual = schedules.apply(tvm.IRModule({"f": task["kernel"]}), V4.tvm)["f"]
     assert structural_equal(kernel(schedule.mod, V4.tvm).body, usual.body, True)
     assert structural_equal(kernel(task, V4.tvm).body, usual.body, True)

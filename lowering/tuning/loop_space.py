@@ -1,0 +1,79 @@
+"""The space of loops: what MetaSchedule's own rules make of a function in blocks.
+
+For functions that none of our kernels for attention and products takes. What is searched is a schedule, with tiling,
+vectors, threads and unrolling; a candidate's text is the hash of what came out.
+"""
+
+from __future__ import annotations
+
+import tvm
+from tvm import tirx
+from tvm.ir.utils import derived_object
+from tvm.s_tir import Schedule, Trace
+from tvm.s_tir import meta_schedule as ms
+from tvm_ffi import structural_hash
+
+from .choices import DEFAULT, annotate, annotated, without
+from .context import Context, strategy
+from .task import MAIN
+
+_ROOT = "root"
+_READ = "GetSBlock"  # an instruction that changes nothing
+
+
+class LoopSpace:
+    """The schedules of a task's `main`."""
+
+    kind = "loops"
+    default = DEFAULT
+
+    def __init__(self, module: tvm.IRModule, target: tvm.target.Target, threads: int) -> None:
+        self._module, self._kind = module, target.kind.name
+        # By the number of cores MetaSchedule says how many tasks loops are cut into.
+        cores = {"num-cores": threads} if self._kind == "llvm" else {}
+        self.target = tvm.target.Target({**target.export(), **cores})
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to choose: MetaSchedule's rules do nothing to the function, or cannot read it."""
+        context = Context(self._module, self.target, self.generator(), strategy(), "", 1)
+        try:
+            designs = context.generate_design_space()
+        except Exception:  # TVM raises what it likes
+            return True
+        return all(inst.kind.name == _READ for design in designs for inst in design.trace.insts)
+
+    def generator(self) -> ms.space_generator.PostOrderApply:
+        kind = self._kind
+        postprocs = [*ms.postproc.Postproc.create(kind), _Name()]
+        return ms.space_generator.PostOrderApply(
+            sch_rules=kind, postprocs=postprocs, mutator_probs=ms.mutator.Mutator.create(kind)
+        )
+
+    def default_trace(self, module: tvm.IRModule) -> Trace:
+        schedule = Schedule(module)
+        schedule.enter_postproc()
+        annotate(schedule, _ROOT, DEFAULT)
+        return schedule.trace
+
+
+def code(module: tvm.IRModule) -> tirx.PrimFunc | None:
+    """The function of a candidate; None for the default, which no schedule has made."""
+    if annotated(module) in (None, DEFAULT):
+        return None
+    return without(Schedule(module), _ROOT)[MAIN]
+
+
+@derived_object
+class _Name(ms.postproc.PyPostproc):
+    """Names a schedule by what came out, so that equal ones are one candidate."""
+
+    def _initialize_with_tune_context(self, context: ms.TuneContext) -> None:
+        pass
+
+    def apply(self, schedule: Schedule) -> bool:
+        annotate(schedule, _ROOT, f"{structural_hash(schedule.mod[MAIN]) & (2**64 - 1):016x}")
+        return True
+
+    def clone(self) -> _Name:
+        return _Name()
