@@ -1,4 +1,4 @@
-"""The commands: `python -m benchmarks cpu|cuda [case or group ...]`, `python -m benchmarks stores|readme`."""
+"""The commands: `python -m benchmarks cpu|tune|cuda [case or group ...]`, `python -m benchmarks stores|readme`."""
 
 from __future__ import annotations
 
@@ -30,6 +30,15 @@ def main() -> None:
     cpu.add_argument("--out", type=Path, help="keep records in this JSON file, and draw a PNG beside it")
     cpu.add_argument("--resume", action="store_true", help="leave out the cases that --out holds already")
     cpu.set_defaults(run=_cpu)
+    tune = commands.add_parser("tune", help="tune the models of cases at their sizes, for `cpu --tuned`")
+    tune.add_argument("case", nargs="*", help="names, groups or patterns of cases; default: all")
+    tune.add_argument("--database", type=Path, required=True, metavar="DIR", help="where records are kept")
+    tune.add_argument("--minutes", type=float, default=10.0, help="for each model; default: %(default)s")
+    tune.add_argument("--effort", choices=("quick", "full"), default="full", help="as for `onnx-lowering tune`")
+    tune.add_argument("--threads", type=int, default=1)
+    tune.add_argument("--seed", type=int, default=0)
+    tune.add_argument("--exports", type=Path, help="folder of the exported models, for 'models' and 'published'")
+    tune.set_defaults(run=_tune)
     cuda = commands.add_parser("cuda", help="check and time every kernel on a Hopper GPU, beside PyTorch")
     cuda.add_argument("case", nargs="*", help="names, groups or patterns of cases; default: all")
     cuda.add_argument("--bundle", type=Path, help="measure nothing: build what a GPU host needs into this folder")
@@ -78,6 +87,16 @@ def _cpu(arguments: argparse.Namespace) -> None:
     from .run import run
 
     run(cases, arguments)
+
+
+def _tune(arguments: argparse.Namespace) -> None:
+    from .cases import chosen
+    from .tune import run
+
+    try:
+        run(chosen(arguments.case, arguments.exports), arguments)
+    except ValueError as error:
+        sys.exit(str(error))
 
 
 def _cuda(arguments: argparse.Namespace) -> None:

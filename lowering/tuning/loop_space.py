@@ -45,9 +45,15 @@ class LoopSpace:
 
     def generator(self) -> ms.space_generator.PostOrderApply:
         kind = self._kind
+        # Rules that operators name themselves are not in the package, and TVM warns of each.
+        rules = [
+            rule
+            for rule in ms.schedule_rule.ScheduleRule.create(kind)
+            if not isinstance(rule, ms.schedule_rule.ApplyCustomRule)
+        ]
         postprocs = [*ms.postproc.Postproc.create(kind), _Name()]
         return ms.space_generator.PostOrderApply(
-            sch_rules=kind, postprocs=postprocs, mutator_probs=ms.mutator.Mutator.create(kind)
+            sch_rules=rules, postprocs=postprocs, mutator_probs=ms.mutator.Mutator.create(kind)
         )
 
     def default_trace(self, module: tvm.IRModule) -> Trace:
