@@ -186,9 +186,11 @@ class Blocked:
         panel = None if self.b_in_place else scratch["panel"]
         strip = None if self.a_in_place else scratch["strip"]
         one = tirx.const(1, "int64")
-        with T.serial(self.k_blocks) as k_block:
-            k0 = fixed(k_block * self.kc)
-            depth = fixed(tirx.min(tirx.const(self.kc, "int64"), self.k.extent - k0))
+        length = self.block_for(rows)
+        blocks = fixed(tirx.max((self.k.extent + (length - 1)) // length, one))
+        with T.serial(blocks) as k_block:
+            k0 = fixed(k_block * length)
+            depth = fixed(tirx.min(length, self.k.extent - k0))
             if panel is not None:
                 self.pack(panel, k0, depth, columns)
             # Strips of rows whose heights differ by one at most: seven rows are four and three.
@@ -199,23 +201,36 @@ class Blocked:
                 place = row
                 if finish is not None:
                     # Rows that wait for no other block of k stay where they are, in the nearest cache.
-                    place = fixed(tirx.Select(self.k_blocks <= 1, one - 1, row))
+                    place = fixed(tirx.Select(blocks <= 1, one - 1, row))
                     self.results.ask(self.operands.memory, values, fixed(first + row), height, self.column, self.nr)
                 ask = self.ask_for_next(k0, depth, i, strips)
                 for h in range(t.mr, 0, -1):
                     with T.If(height == h), T.Then():
                         self.micro_kernel(h, fixed(first + row), place, k0, depth, tile, panel, strip, ask)
                 if finish is not None:
-                    with T.If(k_block == self.k_blocks - 1), T.Then(), T.serial(height) as r:
+                    with T.If(k_block == blocks - 1), T.Then(), T.serial(height) as r:
                         finish(row + r, place + r)
+
+    def block_for(self, rows: Expr) -> Expr:
+        """Steps of a block of k. A few rows wait for memory, and what they ask for is the block behind theirs: it is
+        to be near, and few sums are cheap to keep in between."""
+        long = tirx.const(self.kc, "int64")
+        if not self.asks or self.run is not None or self.tiles.streamed_kc >= self.kc:
+            return long
+        return fixed(tirx.Select(rows <= self.tiles.streamed_rows, tirx.const(self.tiles.streamed_kc, "int64"), long))
+
+    @property
+    def asks(self) -> bool:
+        """Whether strips ask for what is needed next: not where panels are made, and where codes wait to be widened."""
+        return self.b_in_place and self.product.codes is None
 
     def ask_for_next(self, k0: Expr, depth: Expr, number: Expr, strips: Expr) -> Callable[[Expr], None] | None:
         """What a strip calls at each step k to ask for its share of the block of the panel behind this one.
 
         So memory is read at all times, however few strips there are: eight rows take no longer than one. Blocks of a
-        panel and panels are consecutive. None where panels are made, and where codes wait to be widened.
+        panel and panels are consecutive. None where it asks for nothing.
         """
-        if not self.b_in_place or self.product.codes is not None:
+        if not self.asks:
             return None
         width = self.nr * self.together
         of_line = LINE // DataType(self.product.b.ty).itemsize

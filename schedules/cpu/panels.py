@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from tvm import tirx
 
@@ -25,11 +26,17 @@ class PanelTiles(LoopTiles):
     of kc * nr elements, mc * kc of A and a tile of mc * nr accumulators should fit the L2 cache.
     """
 
+    version: ClassVar[int] = 2
+
     vectors: int
     """nr / lanes of a panel that the kernel makes; stored ones are as wide as they are."""
     mr: int = 6
     kc: int = 1024
     """Of codes in blocks: of whole blocks, as many as that is."""
+    streamed_rows: int = 12
+    """So many rows wait for memory rather than for arithmetic: blocks are then of ..."""
+    streamed_kc: int = 128
+    """... so many values (or pairs) of k, and what is asked for is never farther ahead than that."""
     mc: int = 144
     """Multiple of mr."""
     many_tasks: int = 16
@@ -56,6 +63,8 @@ class PanelTiles(LoopTiles):
             "vectors": tuple(range(1, _widest(machine) + 1)),
             "mr": (1, 2, 3, 4, 5, 6, 8, 12),
             "kc": (128, 256, 512, 1024, 2048),
+            "streamed_rows": (0, 6, 12, 24, 48),
+            "streamed_kc": (64, 128, 256, 512, 1024),
             "mc": (24, 48, 72, 96, 120, 140, 144, 192, 240, 288),
             "many_tasks": (4, 8, 16, 32),
             "waiting_rows": (0, 1, 2, 4),
@@ -73,6 +82,8 @@ class PanelTiles(LoopTiles):
             and self.mc > 0
             and self.mc % self.mr == 0,
             f"kc = {self.kc} must be positive and even": self.kc > 0 and self.kc % 2 == 0,
+            f"streamed_kc = {self.streamed_kc} must be positive and even": self.streamed_kc > 0
+            and self.streamed_kc % 2 == 0,
             f"{needed} registers are more than {registers}": needed <= registers,
         }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import tempfile
 import zlib
 from pathlib import Path
@@ -47,7 +48,8 @@ def attempt(data: bytes) -> None:
     try:
         repr(lowering.load(folder))
     except lowering.LoweringError as error:
-        words = foreign_words(str(error))
+        # A place in the manifest can be the version of a package, by the package's name.
+        words = foreign_words(re.sub(r"manifest\.versions\.\S+", "", str(error)))
         if words:
             raise UnclearError(f"says '{words}': {error}") from error
 
