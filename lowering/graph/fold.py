@@ -23,7 +23,8 @@ _NUMBERS = set(onnx.TensorProto.DataType.values()) - {onnx.TensorProto.UNDEFINED
 _NOT_FOLDED = {
     "Attention", "AveragePool", "BatchNormalization", "Bernoulli", "Clip", "Conv", "DequantizeLinear", "Dropout",
     "GatherElements", "GlobalAveragePool", "GlobalMaxPool", "GroupNormalization", "If", "InstanceNormalization",
-    "LayerNormalization", "Loop", "LpNormalization", "MaxPool", "Multinomial", "PRelu", "RMSNormalization",
+    "LayerNormalization", "Loop", "LpNormalization", "MaxPool", "Multinomial", "PRelu", "QuantizeLinear",
+    "RMSNormalization",
     "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "ReverseSequence", "RotaryEmbedding",
     "Scan", "Scatter", "ScatterElements", "ScatterND", "SequenceMap", "TensorScatter", "TopK",
 }  # fmt: skip

@@ -27,7 +27,18 @@ from .node import Node
 from .origins import Builder, Origins
 from .quantised import Quantised
 from .tvm_frontend import convert
-from .values import Shape, Size, Symbols, Value, as_text, is_long, storage_array, storage_dtype, storage_shape
+from .values import (
+    MOST_SIZE,
+    Shape,
+    Size,
+    Symbols,
+    Value,
+    as_text,
+    is_long,
+    storage_array,
+    storage_dtype,
+    storage_shape,
+)
 
 # Constants below this many bytes are embedded in the code, where TVM can fold them; larger ones are weights.
 _EMBED_BYTES = 256
@@ -265,7 +276,12 @@ class Importer:
                 "Its attributes and these shapes may not fit together, or it is a form that nobody has met; the cause "
                 "of this error has the details (-v on the command line).",
             ) from error
-        return list(result) if isinstance(result, (tuple, list)) else [result]
+        results = list(result) if isinstance(result, (tuple, list)) else [result]
+        for value in filter(None, results):
+            huge = [d for d in value.shape if isinstance(d, int) and d > MOST_SIZE]
+            if huge:
+                raise context.error(f"a dimension of its result is {huge[0]}; the most is {MOST_SIZE}.")
+        return results
 
     def _stand_in(self, value: ir.Value) -> Value:
         """Keeps `check` going behind a node that failed: a value of the type that the model declares or infers."""

@@ -27,6 +27,9 @@ Shape: TypeAlias = tuple[Size, ...]
 # Bytes that no machine has.
 MOST_BYTES = 2**46
 
+# Of a dimension that a model's own numbers make; TVM's 32-bit arithmetic ends soon behind it.
+MOST_SIZE = 10**9
+
 # Operations in the expression of a size. What models write has a few tens; simplifying takes time that grows faster.
 _LONGEST = 32
 

@@ -15,7 +15,7 @@ from tvm import tirx
 from ..importing import symbolic
 from ..importing.node import Node
 from ..importing.quantised import Quantised
-from ..importing.values import Value, storage_dtype
+from ..importing.values import MOST_SIZE, Value, storage_dtype
 from . import op
 from .asserted import asserted
 from .cast import cast_to
@@ -97,7 +97,7 @@ def _blocks(node: Node, x: Value, scale: Value, zero: Value | None, name: str) -
 
     name: what the node calls the quantised tensor.
     """
-    size = node.attr("block_size", 0)
+    size = min(node.attr("block_size", 0), MOST_SIZE)
     if not size:
         scale = reshape_to(node, scale, ()) if scale.shape == (1,) else scale
         zero = reshape_to(node, zero, ()) if zero is not None and zero.shape == (1,) else zero

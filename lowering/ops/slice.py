@@ -94,6 +94,7 @@ def _bounds(node: Node, dim: Size, start: Size, end: Size, step: int) -> tuple[S
         span = high - low
     else:
         low, high = _clamp(node, start, dim, 0, dim - 1), _clamp(node, end, dim, -1, dim - 1)
+        low = _minimum(node, low, dim - 1)  # -1 where there is nothing
         span = low - high
     length = node.simplify(ceil_div(nonnegative(node, node.simplify(span)), abs(step)))
     return node.simplify(low), length
