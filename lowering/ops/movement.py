@@ -232,7 +232,7 @@ def tile(node: Node, data: Value, repeats: Value) -> Value:
     times = bind(node, repeats, (data.shape, data.dtype)) if known is None else known
     data = no_negative(node, data, times, node.name_of(repeats, False))
     shape = tuple(node.simplify(d * t) for d, t in zip(data.shape, times))
-    if movable(data) and few(shape):
+    if movable(data) and few(shape) and all(isinstance(t, int) for t in times):
         assert data.contents is not None
         return moved(node, data, np.tile(data.contents, times))
     once = [isinstance(t, int) and t == 1 for t in times]

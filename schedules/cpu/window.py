@@ -79,6 +79,8 @@ def read_windows(stages: list[Stage], parameters: set[tirx.Buffer]) -> Windows |
         return None
     slides = False
     for load in loads(term):
+        if not load.indices:
+            return None
         *before, last = load.indices
         if load.source not in parameters or any(uses(index, {channel.var}) for index in before):
             return None

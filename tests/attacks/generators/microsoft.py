@@ -160,6 +160,7 @@ def embedding(d: Draw, op: str) -> Attack:
         require(all(v.shape == (width,) for v in rest[:2]), "widths")
         given = rest[3] if placed else np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
         for index, rows in ((ids, words), (given, places), *(((kinds, table),) if segments else ())):
+            require(index.shape == ids.shape, f"{index.shape} beside {ids.shape}")
             require((index >= 0).all(), "a negative index")
             within(index, len(rows))
         x = words[ids].astype(np.float64) + places[given] + (table[kinds] if segments else 0)
