@@ -12,6 +12,7 @@ from .records import Results, read
 from .report import (
     Row,
     by_group,
+    gains,
     is_tuned,
     limit_speeds,
     markdown,
@@ -31,7 +32,7 @@ _BEGIN, _END = "<!-- results -->", "<!-- end of results -->"
 _NAMES = {"torch": "PyTorch", "onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}
 
 _ABOUT = """{threads} of an {machine}, {dates}, float32 unless said otherwise, symbolic batch and lengths,
-nothing tuned. {turns}; medians in milliseconds. *Of the limit* is what we reach of the fastest
+{tuned}. {turns}; medians in milliseconds. *Of the limit* is what we reach of the fastest
 float32 matrix product of 2048^3 (MKL, OpenBLAS), or of the fastest streaming read of the same bytes; *ratio* is the
 best peer's time by ours. A dash is a refusal, *wrong* an answer that differs from float64. Versions: {versions}.
 """
@@ -43,6 +44,7 @@ P1 is B1 H8 S1024 D64, P2 B1 H8 S2048 D128, P3 B1 Hq32 Hkv8 S2048 D128; decode h
 """
 
 _TURNS = "Contenders take turns in one run"
+_TUNED = "tuned by `python -m benchmarks tune` in the column of that name alone"
 _APART = "Contenders take turns, each in a process of its own\nthat stands still while others have theirs"
 
 
@@ -58,6 +60,9 @@ def _part(results: Results, path: Path) -> str:
     about = _ABOUT.format(
         threads=f"{results.threads} thread{'s' * (results.threads > 1)}".capitalize().replace("1 thread", "One thread"),
         machine=results.machine,
+        tuned="tuned by `python -m benchmarks tune` in the column of that name"
+        if is_tuned(results)
+        else "nothing tuned",
         turns=_APART if results.apart else _TURNS,
         dates=" to ".join(dict.fromkeys((dates[0], dates[-1]))),
         versions=", ".join(f"{name} {version}" for name, version in results.packages.items() if name in _NAMES),
@@ -65,13 +70,18 @@ def _part(results: Results, path: Path) -> str:
     scaling = ["scaling", "the limit scales"] if results.threads > 1 else []
     tuned = ["tuned", "gain"] if is_tuned(results) else []
     headings = ["case", OURS, *tuned, "speed", "of the limit", *(_NAMES[peer] for peer in PEERS), "ratio", *scaling]
-    body = [_cells(row, bool(tuned), bool(scaling)) for row in found if _is_shown(row, results.threads)]
+    shown = found if tuned else [row for row in found if _is_shown(row, results.threads)]
+    body = [_cells(row, bool(tuned), bool(scaling)) for row in shown]
     groups = [
         [group, str(len(ratios)), str(sum(ratio < 1 for ratio in ratios)), number(mean(ratios)), number(min(ratios))]
         for group, ratios in by_group(found).items()
     ]
     limits = "; ".join(f"{name} {speed}" for name, speed in limit_speeds(results).items())
     summary = markdown(["all cases, by group", "with a peer", "behind it", "geometric mean", "worst"], groups)
+    if tuned:
+        summary += "\n" + markdown(
+            ["tuned, by group", "gain", "least", "ratio to the best peer", "worst"], gains(found)
+        )
     widths = "".join(f"{part}\n" for part in [tables(found)] if part)
     shapes = _SHAPES.format(chart=path.with_suffix(".png").relative_to(_ROOT))
     cases = f"{shapes}\n{markdown(headings, body)}" if body else ""

@@ -131,6 +131,18 @@ def tuned_cells(row: Row) -> list[str]:
     return [peer_cell(row.record, TUNED), number(_gain(row))]
 
 
+def gains(found: list[Row]) -> list[list[str]]:
+    """By group: the gain of tuning, and the best peer's time by ours when tuned; geometric mean and least of each."""
+    cells = []
+    for group in dict.fromkeys(row.record.group for row in found):
+        pairs = [(gain, row.ratio) for row in found if row.record.group == group and (gain := _gain(row)) is not None]
+        ratios = [gain * ratio for gain, ratio in pairs if ratio is not None]
+        figures = [mean([g for g, _ in pairs]), min(g for g, _ in pairs)] if pairs else [None, None]
+        figures += [mean(ratios), min(ratios)] if ratios else [None, None]
+        cells.append([group, *map(number, figures)])
+    return cells
+
+
 def _gain(row: Row) -> float | None:
     best = row.record.best(TUNED)
     return row.seconds / best.timing.median if best is not None and best.timing and row.seconds else None
