@@ -60,9 +60,7 @@ def _part(results: Results, path: Path) -> str:
     about = _ABOUT.format(
         threads=f"{results.threads} thread{'s' * (results.threads > 1)}".capitalize().replace("1 thread", "One thread"),
         machine=results.machine,
-        tuned="tuned by `python -m benchmarks tune` in the column of that name"
-        if is_tuned(results)
-        else "nothing tuned",
+        tuned=_TUNED if is_tuned(results) else "nothing tuned",
         turns=_APART if results.apart else _TURNS,
         dates=" to ".join(dict.fromkeys((dates[0], dates[-1]))),
         versions=", ".join(f"{name} {version}" for name, version in results.packages.items() if name in _NAMES),
@@ -79,9 +77,8 @@ def _part(results: Results, path: Path) -> str:
     limits = "; ".join(f"{name} {speed}" for name, speed in limit_speeds(results).items())
     summary = markdown(["all cases, by group", "with a peer", "behind it", "geometric mean", "worst"], groups)
     if tuned:
-        summary += "\n" + markdown(
-            ["tuned, by group", "gain", "least", "ratio to the best peer", "worst"], gains(found)
-        )
+        headings = ["tuned, by group", "gain", "least", "ratio to the best peer", "worst"]
+        summary += f"\n{markdown(headings, gains(found))}"
     widths = "".join(f"{part}\n" for part in [tables(found)] if part)
     shapes = _SHAPES.format(chart=path.with_suffix(".png").relative_to(_ROOT))
     cases = f"{shapes}\n{markdown(headings, body)}" if body else ""
