@@ -77,8 +77,8 @@ def _part(results: Results, path: Path) -> str:
     limits = "; ".join(f"{name} {speed}" for name, speed in limit_speeds(results).items())
     summary = markdown(["all cases, by group", "with a peer", "behind it", "geometric mean", "worst"], groups)
     if tuned:
-        headings = ["tuned, by group", "gain", "least", "ratio to the best peer", "worst"]
-        summary += f"\n{markdown(headings, gains(found))}"
+        columns = ["tuned, by group", "gain", "least", "ratio to the best peer", "worst"]
+        summary += f"\n{markdown(columns, gains(found))}"
     widths = "".join(f"{part}\n" for part in [tables(found)] if part)
     shapes = _SHAPES.format(chart=path.with_suffix(".png").relative_to(_ROOT))
     cases = f"{shapes}\n{markdown(headings, body)}" if body else ""
