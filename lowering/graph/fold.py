@@ -79,9 +79,11 @@ def _is_misread(node: ir.Node, inputs: Sequence[np.ndarray | None]) -> bool:
         case "Flatten":
             axis, rank = node.attributes.get_int("axis", 1), given[0].ndim
             return not -rank <= axis <= rank
-        case "Split":  # the last part can have less than nothing
+        case "Split":  # the last part can have less than nothing, and others what they are told
             data, axis, count = given[0], node.attributes.get_int("axis", 0), node.attributes.get_int("num_outputs", 0)
             size = data.shape[axis] if -data.ndim <= axis < data.ndim else 0
+            if len(given) > 1:
+                return bool((given[1] < 0).any()) or int(given[1].sum()) != size
             return count > 0 and -(-size // count) * (count - 1) > size
         case "Gelu":
             return node.attributes.get_string("approximate", "none") not in ("none", "tanh")
