@@ -83,7 +83,6 @@ def cases() -> list[NodeCase]:
     rng = np.random.default_rng(1)
     twice = {"scales": np.array([1, 1, 2, 2], np.float32)}
     image = {"x": ("float32", (1, 64, 56, 56))}
-    up = {"w": rng.standard_normal((64, 32, 2, 2)).astype(np.float32) / 8}
     wide = {"w": rng.standard_normal((128, 256))}
     narrow = {"w": rng.integers(-100, 100, (128, 256)).astype(np.int8)}
 
@@ -98,8 +97,6 @@ def cases() -> list[NodeCase]:
         case("resize, nearest, 56 to 112", "Resize", "x - scales", image, twice, mode="nearest"),
         case("resize, linear, 56 to 112", "Resize", "x - scales", image, twice, mode="linear"),
         case("resize, cubic, 56 to 112", "Resize", "x - scales", image, twice, mode="cubic"),
-        case("transposed convolution, 2 x 2", "ConvTranspose", "x w", {"x": ("float32", (1, 64, 28, 28))}, up,
-             strides=[2, 2]),
         case("pooling by L2, 3 x 3", "LpPool", "x", image, {}, kernel_shape=[3, 3]),
         case("L2 over the first and last axis", "ReduceL2", "x axes", {"x": ("float32", (64, 100, 30))},
              {"axes": np.array([0, 2])}),

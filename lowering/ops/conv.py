@@ -52,13 +52,18 @@ def conv(node: Node, x: Value, w: Value, bias: Value | None = None) -> Value:
         bias = asserted(node, bias, w.shape[:1])
     x = fitting(node, channels_last(node, x), window)
     w = _transposed(node, w)
-    inside = w.shape[-2]  # channels of a group
-    by_product = len(kernel) in _CONVOLUTIONS and (group == 1 or (w.constant is not None and inside > 1))
-    summed = _as_product if by_product and not empty((inside, w.shape[-1])) else _sums
-    y = summed(node, x, w, window, group)
+    y = convolved(node, x, w, window, group)
     if bias is not None:
         y = relax_call(node, relax.op.add, y, rounded(node, bias, y.dtype))
     return channels_second(node, rounded(node, y, x.dtype))
+
+
+def convolved(node: Node, x: Value, w: Value, window: Window, group: int) -> Value:
+    """x [N, D1, ..., C] with weights [k1, ..., C / group, M], in the type of the sums."""
+    inside = w.shape[-2]  # channels of a group
+    by_product = len(window.kernel) in _CONVOLUTIONS and (group == 1 or (w.constant is not None and inside > 1))
+    summed = _as_product if by_product and not empty((inside, w.shape[-1])) else _sums
+    return summed(node, x, w, window, group)
 
 
 def _transposed(node: Node, w: Value) -> Value:

@@ -156,6 +156,58 @@ def conv(d: Draw, op: str) -> Attack:
     return Attack(op, feed, rule, attributes=attributes, opset=22, parameters={1, 2}, close=1e-3)
 
 
+@attacks("ConvTranspose")
+def conv_transpose(d: Draw, op: str) -> Attack:
+    places, group, dtype = d.int(1, 2), d.pick((1, 1, 2)), d.dtype(("float32", "float64"))
+    kernel, strides = [d.int(1, 4) for _ in range(places)], [d.int(1, 3) for _ in range(places)]
+    dilations, pads = [d.int(1, 2) for _ in range(places)], [d.int(0, 2) for _ in range(2 * places)]
+    padding = [d.int(0, max(s, e) - (0 if d.chance(0.1) else 1)) for s, e in zip(strides, dilations)]
+    if d.chance(0.12):
+        d.pick((strides, dilations, pads, padding))[0] = d.pick((0, -1, 2**31, 2**62))
+    attributes: dict[str, Any] = d.some(strides=strides, dilations=dilations, pads=pads, output_padding=padding)
+    attributes |= {"group": group if d.chance(0.95) else d.pick((0, 3, -1))}
+    bias = d.chance(0.5)
+
+    def feed() -> Arrays:
+        c, m = group * d.int(0 if d.chance(0.05) else 1, 3), d.int(0 if d.chance(0.05) else 1, 4)
+        x = (d.size(), c, *(d.int(0, 2) if d.chance(0.1) else d.int(3, 7) for _ in kernel))
+        shapes = [x, (c, m, *kernel), *([(m * group,)] if bias else [])]
+        if d.chance(0.1):
+            k = d.int(0, len(shapes) - 1)
+            shapes[k] = d.spoilt(shapes[k])
+        return [d.array(dtype, s) for s in shapes]
+
+    def rule(x: np.ndarray, w: np.ndarray, b: np.ndarray | None = None) -> Answer:
+        groups, (n, c), m = attributes["group"], x.shape[:2], w.shape[1]
+        require(groups > 0, f"group {groups}")
+        require(w.shape[0] == c and c % groups == 0, f"channels {x.shape} {w.shape} in {groups} groups")
+        require(b is None or b.shape == (m * groups,), "bias")
+        steps, apart = (attributes.get(name, [1] * places) for name in ("strides", "dilations"))
+        cut, behind = attributes.get("pads", [0] * 2 * places), attributes.get("output_padding", [0] * places)
+        require(all(0 < v < 1 << 20 for v in (*steps, *apart)), "strides or dilations")
+        require(all(0 <= v < 1 << 20 for v in (*cut, *behind)), "pads")
+        require(all(p < max(s, e) for p, s, e in zip(behind, steps, apart)), "output_padding")
+        if not all(w.shape[2:]) or not all(x.shape[1:]):
+            raise Unspecified("a kernel or data of nothing")
+        sizes = x.shape[2:]
+        full = [(v - 1) * s + (k - 1) * e + 1 + p for v, s, k, e, p in zip(sizes, steps, w.shape[2:], apart, behind)]
+        ends = [f - p for f, p in zip(full, cut[places:])]
+        require(all(0 <= p <= end for p, end in zip(cut, ends)), f"pads {cut} of {full}")
+        bounded((n, m * groups, *full))
+        result = np.zeros((n, groups, m, *full))
+        data = x.astype(np.float64).reshape(n, groups, c // groups, *sizes)
+        weight = w.astype(np.float64).reshape(groups, c // groups, *w.shape[1:])
+        for place in np.ndindex(*w.shape[2:]):
+            at = tuple(slice(p * e, p * e + (v - 1) * s + 1, s) for p, e, v, s in zip(place, apart, sizes, steps))
+            part = np.einsum("ngc...,gcm->ngm...", data, weight[(slice(None), slice(None), slice(None), *place)])
+            result[(slice(None), slice(None), slice(None), *at)] += part
+        result = result[(..., *(slice(p, end) for p, end in zip(cut, ends)))].reshape(n, m * groups, *[
+            end - p for p, end in zip(cut, ends)])  # fmt: skip
+        return [(result if b is None else result + b.reshape(-1, *[1] * places)).astype(x.dtype)]
+
+    return Attack(op, feed, rule, attributes=attributes, opset=22, parameters={1, 2}, close=1e-3)
+
+
 # -- quantised numbers ------------------------------------------------------------------------------------------------
 
 
