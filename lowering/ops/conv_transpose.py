@@ -109,9 +109,7 @@ def _extents(node: Node, x: Value, phases: _Phases) -> tuple[Value, list[Size], 
         full = (size - 1) * stride + phases.reach(axis) + phases.behind[axis]
         if wanted is not None or auto.startswith("SAME"):
             length = size * stride if wanted is None else wanted[axis]
-            total = node.simplify(full - length)
-            text = f"the result would have {{}} more elements along axis {2 + axis} than there are."
-            x = required(node, x, symbolic.less_or_equal(0, total), text, node.simplify(0 - total))
+            total = symbolic.maximum(node.simplify(full - length), 0)
             first = total if auto == "SAME_UPPER" else total + 1
             begin = symbolic.divide(node.symbols, first, 2)
         else:
@@ -167,19 +165,25 @@ def _phases_of(w: np.ndarray, phases: _Phases, group: int) -> np.ndarray:
 def _side_by_side(
     node: Node, y: Value, phases: _Phases, sizes: list[Size], before: list[Size], outputs: Size, group: int
 ) -> Value:
-    """[N, D1, ..., M] from phases [N, Q1, ..., group * phases * M / group]."""
+    """[N, D1, ..., M] from phases [N, Q1, ..., group * phases * M / group]. Sizes that are asked for can be longer than
+    what there is: then zeros are behind it."""
     n = len(sizes)
+    longer = node.attr("output_shape", None) is not None or node.attr("auto_pad", "NOTSET").startswith("SAME")
 
     def element(index: Any, read: Any, *numbers: Any) -> Any:
-        starts, width = numbers[:n], numbers[n]
+        starts, width, ends = numbers[:n], numbers[n], numbers[n + 1 :]
         batch, *spatial, channel = index
         at, phase = [], tirx.const(0, "int64")
         for o, start, stride in zip(spatial, starts, phases.strides):
             at.append(tirx.floordiv(o + start, stride))
             phase = phase * stride + tirx.floormod(o + start, stride)
         g, m = (tirx.floordiv(channel, width), tirx.floormod(channel, width)) if group > 1 else (0, channel)
-        return read(batch, *at, (g * phases.count + phase) * width + m)
+        value = read(batch, *at, (g * phases.count + phase) * width + m)
+        if not longer:
+            return value
+        exists = tirx.all(*(place < end for place, end in zip(at, ends)))
+        return tirx.if_then_else(exists, value, tirx.const(0, value.ty))
 
     width = symbolic.divide(node.symbols, outputs, group)
     shape = (y.shape[0], *sizes, outputs)
-    return compute(node, "side_by_side", element, [y], shape, [*before, width])
+    return compute(node, "side_by_side", element, [y], shape, [*before, width, *(y.shape[1:-1] if longer else ())])
