@@ -12,7 +12,7 @@ from ..importing import symbolic
 from ..importing.channels import channels_last, channels_second
 from ..importing.compute import Element, agreed, relax_call, require_numbers, widened, with_shape
 from ..importing.node import Node
-from ..importing.values import Value, empty
+from ..importing.values import Size, Value, empty
 from . import op
 from .asserted import asserted, divisible
 from .kernels import compute
@@ -27,17 +27,7 @@ _AXES = "DHW"
 
 @op("Conv", since=1)
 def conv(node: Node, x: Value, w: Value, bias: Value | None = None) -> Value:
-    require_numbers(node, x, w)
-    kernel = [k for k in w.shape[2:] if isinstance(k, int)]
-    if x.rank < 3 or w.rank != x.rank or len(kernel) != x.rank - 2:
-        raise node.error(
-            f"X {list(x.shape)} and W {list(w.shape)} are no data and weights of a convolution.",
-            "X is [N, C, D1, ...] and W is [M, C / group, k1, ...] with numbers for k1, ...",
-        )
-    group = node.attr("group", 1)
-    said = node.attr("kernel_shape", None) or kernel
-    if said != kernel:
-        raise node.error(f"attribute kernel_shape is {said}, and W is {list(w.shape)}.", "Make them agree.")
+    kernel, group = kernel_of(node, x, w, "[M, C / group, k1, ...]"), node.attr("group", 1)
     window = Window.of(node, kernel)
     w = divisible(node, w, 0, group, "group")
     x = divisible(node, x, 1, group, "group")
@@ -46,16 +36,35 @@ def conv(node: Node, x: Value, w: Value, bias: Value | None = None) -> Value:
     )
     x = with_shape(node, x, (x.shape[0], channels, *x.shape[2:]))
     w = asserted(node, w, (w.shape[0], symbolic.divide(node.symbols, channels, group), *kernel))
-    if bias is not None:
-        if bias.rank != 1:
-            raise node.error(f"{node.name_of(bias, False)} has rank {bias.rank}.", "Make it [M].")
-        bias = asserted(node, bias, w.shape[:1])
+    bias = None if bias is None else vector_of(node, bias, w.shape[0])
     x = fitting(node, channels_last(node, x), window)
     w = _transposed(node, w)
     y = convolved(node, x, w, window, group)
     if bias is not None:
         y = relax_call(node, relax.op.add, y, rounded(node, bias, y.dtype))
     return channels_second(node, rounded(node, y, x.dtype))
+
+
+def kernel_of(node: Node, x: Value, w: Value, form: str) -> list[int]:
+    """The sizes k1, ... of the weights' windows. Raises NodeError for what is not of this form."""
+    require_numbers(node, x, w)
+    kernel = [k for k in w.shape[2:] if isinstance(k, int)]
+    if x.rank < 3 or w.rank != x.rank or len(kernel) != x.rank - 2:
+        raise node.error(
+            f"X {list(x.shape)} and W {list(w.shape)} are no data and weights of a convolution.",
+            f"X is [N, C, D1, ...] and W is {form} with numbers for k1, ...",
+        )
+    said = node.attr("kernel_shape", None) or kernel
+    if said != kernel:
+        raise node.error(f"attribute kernel_shape is {said}, and W is {list(w.shape)}.", "Make them agree.")
+    return kernel
+
+
+def vector_of(node: Node, bias: Value, outputs: Size) -> Value:
+    """The bias, which is known or asserted at run time to be [M]."""
+    if bias.rank != 1:
+        raise node.error(f"{node.name_of(bias, False)} has rank {bias.rank}.", "Make it [M].")
+    return asserted(node, bias, (outputs,))
 
 
 def convolved(node: Node, x: Value, w: Value, window: Window, group: int) -> Value:

@@ -9,6 +9,7 @@ the decomposition of sub-pixel convolution, https://arxiv.org/abs/1609.07009, se
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,45 +18,34 @@ from tvm import relax, tirx
 
 from ..importing import symbolic
 from ..importing.channels import channels_last, channels_second
-from ..importing.compute import agreed, relax_call, require_numbers, with_shape
+from ..importing.compute import agreed, relax_call, with_shape
 from ..importing.node import Node
 from ..importing.values import Size, Value
 from . import op
-from .asserted import asserted, divisible, required
-from .conv import convolved
+from .asserted import divisible, required
+from .conv import convolved, kernel_of, vector_of
 from .kernels import compute
 from .matmul import rounded
 from .window import Window
 
+_MOST_WEIGHTS = 2**14  # of a pair of channels, with zeros where the kernel does not reach
+
 
 @op("ConvTranspose", since=1)
 def conv_transpose(node: Node, x: Value, w: Value, bias: Value | None = None) -> Value:
-    require_numbers(node, x, w)
-    kernel = [k for k in w.shape[2:] if isinstance(k, int)]
-    if x.rank < 3 or w.rank != x.rank or len(kernel) != x.rank - 2:
-        raise node.error(
-            f"X {list(x.shape)} and W {list(w.shape)} are no data and weights of a transposed convolution.",
-            "X is [N, C, D1, ...] and W is [C, M / group, k1, ...] with numbers for k1, ...",
-        )
-    said = node.attr("kernel_shape", None) or kernel
-    if said != kernel:
-        raise node.error(f"attribute kernel_shape is {said}, and W is {list(w.shape)}.", "Make them agree.")
-    group = node.attr("group", 1)
+    kernel, group = kernel_of(node, x, w, "[C, M / group, k1, ...]"), node.attr("group", 1)
     w = divisible(node, w, 0, group, "group")
     channels = agreed(node, "the number of channels (C)", x.shape[1], w.shape[0])
     x = with_shape(node, x, (x.shape[0], channels, *x.shape[2:]))
     outputs = node.simplify(w.shape[1] * group)
-    if bias is not None:
-        if bias.rank != 1:
-            raise node.error(f"{node.name_of(bias, False)} has rank {bias.rank}.", "Make it [M].")
-        bias = asserted(node, bias, (outputs,))
+    bias = None if bias is None else vector_of(node, bias, outputs)
     phases = _Phases.of(node, kernel)
     x, result, before = _extents(node, x, phases)
     w = _as_channels(node, w, phases, group)
     around = [u - 1 for u in phases.places]
     ones = (1,) * len(kernel)
     window = Window(tuple(phases.places), ones, ones, (*around, *around), "NOTSET")
-    y = rounded(node, convolved(node, channels_last(node, x), w, window, group), x.dtype)
+    y = convolved(node, channels_last(node, x), w, window, group)
     y = _side_by_side(node, y, phases, result, before, outputs, group)
     if bias is not None:
         y = relax_call(node, relax.op.add, y, rounded(node, bias, y.dtype))
@@ -81,7 +71,14 @@ class _Phases:
             raise node.error(
                 f"attribute output_padding is {list(behind)}.", "Give each axis a number below its stride or dilation."
             )
-        return _Phases(window.strides, window.dilations, tuple(kernel), behind)
+        phases = _Phases(window.strides, window.dilations, tuple(kernel), behind)
+        weights = phases.count * math.prod(phases.places)
+        if weights > _MOST_WEIGHTS:
+            raise node.error(
+                f"strides {list(window.strides)} and dilations {list(window.dilations)} make {weights} weights of each "
+                f"pair of channels; the most are {_MOST_WEIGHTS}."
+            )
+        return phases
 
     def reach(self, axis: int) -> int:
         return (self.kernel[axis] - 1) * self.dilations[axis] + 1
@@ -92,7 +89,7 @@ class _Phases:
 
     @property
     def count(self) -> int:
-        return int(np.prod(self.strides))
+        return math.prod(self.strides)
 
 
 def _extents(node: Node, x: Value, phases: _Phases) -> tuple[Value, list[Size], list[Size]]:

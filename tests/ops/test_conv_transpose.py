@@ -130,6 +130,8 @@ def test_types(dtype: str) -> None:
         ({"strides": [2]}, "strides is"),
         ({"strides": [2, 2], "output_padding": [2, 0]}, "output_padding is"),
         ({"group": 3}, "group"),
+        ({"strides": [2**20, 2]}, "the most are 16384"),
+        ({"dilations": [1, 2**20]}, "the most are 16384"),
         ({"kernel_shape": [3, 3]}, "kernel_shape is"),
         ({"pads": [9, 9, 9, 9]}, "pads leave"),
         ({"output_shape": [99]}, "output_shape is"),
