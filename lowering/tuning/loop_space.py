@@ -11,10 +11,10 @@ from tvm import tirx
 from tvm.ir.utils import derived_object
 from tvm.s_tir import Schedule, Trace
 from tvm.s_tir import meta_schedule as ms
-from tvm_ffi import structural_hash
 
 from .choices import DEFAULT, annotate, annotated, without
 from .context import Context, strategy
+from .database import identity
 from .task import MAIN
 
 _ROOT = "root"
@@ -78,7 +78,7 @@ class _Name(ms.postproc.PyPostproc):
         pass
 
     def apply(self, schedule: Schedule) -> bool:
-        annotate(schedule, _ROOT, f"{structural_hash(schedule.mod[MAIN]) & (2**64 - 1):016x}")
+        annotate(schedule, _ROOT, identity(schedule.mod))
         return True
 
     def clone(self) -> _Name:
