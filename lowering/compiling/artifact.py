@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,8 @@ from .cpp_header import model_header
 
 # Cache lines, and the widest vectors.
 ALIGNMENT = 64
+
+_PART = 1 << 24  # bytes of weights that are in memory at a time, or a row
 
 
 def write(
@@ -61,9 +63,8 @@ def _write_weights(path: Path, manifest: Manifest, weights: Mapping[str, np.ndar
 
         for name, array in weights.items():
             specs.append(WeightSpec(name, array.dtype.name, array.shape, file.tell(), array.nbytes))
-            # Row by row: the whole of a mapped array need not fit into memory.
-            for row in array if array.ndim > 1 else [array]:
-                put(np.ascontiguousarray(row).reshape(-1).view(np.uint8).data)
+            for part in _parts(array):
+                put(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
             # At least one byte: a file of empty weights could not be read into memory of its own.
             put(bytes(ALIGNMENT - file.tell() % ALIGNMENT))
         size = file.tell()
@@ -74,3 +75,13 @@ def _write_weights(path: Path, manifest: Manifest, weights: Mapping[str, np.ndar
 
         sample = weights_sample(size, read)
     return dataclasses.replace(manifest, weights=tuple(specs), weights_sample=sample), hasher.hexdigest()
+
+
+def _parts(array: np.ndarray) -> Iterator[np.ndarray]:
+    """An array in parts of some rows: the whole of a mapped one need not fit into memory."""
+    if array.ndim < 2 or array.size == 0:
+        yield array
+        return
+    rows = max(1, _PART * len(array) // array.nbytes)
+    for first in range(0, len(array), rows):
+        yield array[first : first + rows]

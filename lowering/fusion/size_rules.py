@@ -80,8 +80,16 @@ def _product(sizes: Sequence[Size]) -> Any:
     )
 
 
+def _vector(sizes: Contents, node: ir.Node, k: int) -> list[Any]:
+    """What is known of an input that holds sizes."""
+    contents = sizes.contents(node.inputs[k])
+    if contents.ndim != 1:  # the importer has words for it
+        raise UnknownError
+    return list(contents)
+
+
 def _reshape(sizes: Contents, node: ir.Node) -> list[Shape | None]:
-    given, wanted = sizes_of(operand(node, 0)), list(sizes.contents(node.inputs[1]))
+    given, wanted = sizes_of(operand(node, 0)), _vector(sizes, node, 1)
     if not attribute(node, "allowzero", 0):
         wanted = [given[k] if isinstance(w, int) and w == 0 else w for k, w in enumerate(wanted)]
     if any(isinstance(w, int) and w == -1 for w in wanted):
@@ -93,7 +101,7 @@ def _reshape(sizes: Contents, node: ir.Node) -> list[Shape | None]:
 
 
 def _expand(sizes: Contents, node: ir.Node) -> list[Shape | None]:
-    return [broadcast([sizes_of(operand(node, 0)), list(sizes.contents(node.inputs[1]))])]
+    return [broadcast([sizes_of(operand(node, 0)), _vector(sizes, node, 1)])]
 
 
 def _matmul(_: Contents, node: ir.Node) -> list[Shape | None] | None:
@@ -125,7 +133,7 @@ def _split(_: Contents, node: ir.Node) -> list[Shape | None]:
 
 
 def _tile(sizes: Contents, node: ir.Node) -> list[Shape | None]:
-    return [[settled(a * b) for a, b in zip(sizes_of(operand(node, 0)), sizes.contents(node.inputs[1]))]]
+    return [[settled(a * b) for a, b in zip(sizes_of(operand(node, 0)), _vector(sizes, node, 1))]]
 
 
 def _slice(sizes: Contents, node: ir.Node) -> list[Shape | None]:
@@ -171,7 +179,7 @@ SHAPES: dict[str, Callable[[Contents, ir.Node], list[Shape | None] | None]] = {
     "Tile": _tile,
     "Slice": _slice,
     "Range": _range,
-    "ConstantOfShape": lambda sizes, node: [list(sizes.contents(node.inputs[0]))],
+    "ConstantOfShape": lambda sizes, node: [_vector(sizes, node, 0)],
 }
 
 

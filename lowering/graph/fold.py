@@ -22,7 +22,7 @@ _NUMBERS = set(onnx.TensorProto.DataType.values()) - {onnx.TensorProto.UNDEFINED
 # does not follow the standard, or computes something of sizes and indices that do not fit: their lowerings check them.
 _NOT_FOLDED = {
     "Attention", "AveragePool", "BatchNormalization", "Bernoulli", "Clip", "Conv", "DequantizeLinear", "Dropout",
-    "GatherElements", "GlobalAveragePool", "GlobalMaxPool", "GroupNormalization", "If", "InstanceNormalization",
+    "GatherElements", "Gelu", "GlobalAveragePool", "GlobalMaxPool", "GroupNormalization", "If", "InstanceNormalization",
     "LayerNormalization", "Loop", "LpNormalization", "MaxPool", "Multinomial", "PRelu", "QuantizeLinear",
     "RMSNormalization",
     "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "ReverseSequence", "RotaryEmbedding",
@@ -34,7 +34,7 @@ def fold(node: ir.Node, version: int, inputs: Sequence[np.ndarray | None]) -> li
     """The node's outputs for known inputs (None for a hole), or None where the node must be lowered after all."""
     if node.domain not in ("", "ai.onnx") or node.op_type in _NOT_FOLDED:
         return None
-    if any(a is not None and a.dtype == object for a in inputs):
+    if not all(a is None or is_ordinary(a.dtype) for a in inputs):
         return None
     if _is_misread(node, inputs):
         return None
@@ -68,6 +68,11 @@ def fold(node: ir.Node, version: int, inputs: Sequence[np.ndarray | None]) -> li
     return [np.asarray(next(computed)) if output.name else None for output in node.outputs]
 
 
+def is_ordinary(dtype: np.dtype) -> bool:
+    """Whether NumPy, and with it onnx's evaluator, computes with it: with some types of less than a byte it crashes."""
+    return dtype.kind in "biufc" or dtype.name == "bfloat16"
+
+
 def _is_misread(node: ir.Node, inputs: Sequence[np.ndarray | None]) -> bool:
     """Whether the evaluator would give something else than the standard says, or something where that is an error."""
     given = [a for a in inputs if a is not None]
@@ -85,8 +90,14 @@ def _is_misread(node: ir.Node, inputs: Sequence[np.ndarray | None]) -> bool:
             if len(given) > 1:
                 return bool((given[1] < 0).any()) or int(given[1].sum()) != size
             return count > 0 and -(-size // count) * (count - 1) > size
-        case "Gelu":
-            return node.attributes.get_string("approximate", "none") not in ("none", "tanh")
+        case "Shape":  # it does not clamp what lies below the first dimension
+            rank = given[0].ndim
+            return any(node.attributes.get_int(name, 0) < -rank for name in ("start", "end"))
+        case "Tile":  # NumPy takes any number of repeats
+            return given[1].shape != (given[0].ndim,)
+        case "Transpose":  # NumPy takes axes modulo 2^32
+            rank = given[0].ndim
+            return sorted(node.attributes.get_ints("perm", range(rank))) != list(range(rank))
         case "Gather":  # of nothing it takes anything
             data, axis = given[0], node.attributes.get_int("axis", 0)
             legal = -data.ndim <= axis < data.ndim

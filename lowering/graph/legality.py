@@ -21,6 +21,10 @@ MOST_NODES, MOST_NODES_EACH = 10_000, 100
 # Bodies inside bodies, and functions that call functions. Protobuf reads no deeper bodies than that from a file.
 DEEPEST = 32
 
+# With numbers of axes beyond these onnx's inference of shapes reads foreign memory: it holds them in 32 bits.
+_NUMBERS = range(-(2**31), 2**31)
+_BOUNDED = {"axis": _NUMBERS, "axes": _NUMBERS, "batch_dims": range(2**31)}
+
 Body = ir.Graph | ir.Function
 
 
@@ -169,6 +173,11 @@ def _check_attribute(where: str, attribute: ir.Attr) -> None:
         )
     if attribute.type == kinds.UNDEFINED or attribute.value is None:
         raise ModelError(f"{where} has no value.")
+    if attribute.name in _BOUNDED:
+        legal = _BOUNDED[attribute.name]
+        for number in {kinds.INT: (attribute.value,), kinds.INTS: attribute.value}.get(attribute.type, ()):
+            if number not in legal:
+                raise ModelError(f"{where} is {number}; it can be from {legal.start} to {legal.stop - 1}.")
     if attribute.type == kinds.TENSOR:
         _check_tensor(where, attribute.as_tensor())
     elif attribute.type == kinds.TENSORS:

@@ -35,9 +35,8 @@ def channels_last(node: Node, value: Value) -> Value:
     if value.contents is not None:
         return Value(value.dtype, shape, contents=np.moveaxis(value.contents, 1, -1))
     if _same_order(value.shape):
-        moved = relax.op.reshape(node.tensor(value), node.shape_expr(shape))
-    else:
-        moved = relax.op.permute_dims(node.tensor(value), channels_last_axes(value.rank))
+        return node.called(node.reshaped(value, shape), value)
+    moved = relax.op.permute_dims(node.tensor(value), channels_last_axes(value.rank))
     return node.called(node.emit(moved, value.dtype), value)
 
 
@@ -45,7 +44,7 @@ def channels_second(node: Node, value: Value) -> Value:
     """A value [N, D1, ..., C] as [N, C, D1, ...]; what asks for it in that order gets a transposition."""
     shape = (value.shape[0], value.shape[-1], *value.shape[1:-1])
     if _same_order(shape):
-        return node.emit(relax.op.reshape(node.tensor(value), node.shape_expr(shape)), value.dtype)
+        return node.reshaped(value, shape)
     return Value(value.dtype, shape, channels_last=node.tensor(value))
 
 
@@ -77,7 +76,7 @@ def _padded(node: Node, value: Value, rank: int) -> Value:
     shape = _shape(value, rank)
     if value.contents is not None:
         return Value(value.dtype, shape, contents=value.contents.reshape(shape))
-    return node.emit(relax.op.reshape(node.tensor(value), node.shape_expr(shape)), value.dtype)
+    return node.reshaped(value, shape)
 
 
 def _same_order(shape: Shape) -> bool:

@@ -8,13 +8,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
-from tvm import relax, tirx
+from tvm import relax, te, tirx
 from tvm.ir import prim
 
 from ..errors import NodeError
 from ..graph.donation import declared_alike
 from .quantised import Quantised
-from .values import MOST_BYTES, Shape, Size, Symbols, Value, as_text, numpy_dtype, storage_dtype, storage_shape
+from .values import (
+    MOST_BYTES,
+    Shape,
+    Size,
+    Symbols,
+    Value,
+    as_text,
+    empty,
+    numpy_dtype,
+    storage_dtype,
+    storage_shape,
+)
 
 if TYPE_CHECKING:
     from .importer import Importer
@@ -135,7 +146,16 @@ class Node:
         known = [_factor(d) for d in storage_shape(dtype, shape)]
         if math.prod(known) * numpy_dtype(storage_dtype(dtype)).itemsize > MOST_BYTES:
             text = ", ".join(as_text(size) for size in shape)
-            raise self.error(f"its result of shape [{text}], {dtype}, is larger than any memory.")
+            unless = "" if all(isinstance(size, int) for size in shape) else ", where no size is 0"
+            raise self.error(f"its result of shape [{text}], {dtype}, is larger than any memory{unless}.")
+
+    def reshaped(self, value: Value, shape: Shape) -> Value:
+        """The elements of a value in another shape, of as many."""
+        stored = storage_shape(value.dtype, shape)
+        if empty(stored):  # a 0 has another meaning in Relax
+            zero = tirx.const(0, storage_dtype(value.dtype))
+            return self.emit_te(lambda _: te.compute(stored, lambda *_: zero), self.tensor(value), dtype=value.dtype)
+        return self.emit(relax.op.reshape(self.tensor(value), self.shape_expr(stored)), value.dtype)
 
     def emit_te(self, function: Callable[..., Any], *args: Any, dtype: str | None = None, **kwargs: Any) -> Value:
         """Emits a call to the PrimFunc that a tensor-expression function (topi, te.compute) describes."""

@@ -20,6 +20,7 @@ import tvm
 from onnx.reference import ReferenceEvaluator
 from tvm import relax
 
+from ..graph.fold import is_ordinary
 from .values import Value, numpy_dtype
 
 
@@ -39,7 +40,7 @@ def convert(
         constant = value.constant
         if constant is not None and constant.dtype != object:
             initializers.append(onnx.numpy_helper.from_array(constant, name))
-        elif value.dtype in ("string", "complex64", "complex128"):
+        elif value.dtype in ("string", "complex64", "complex128") or not is_ordinary(numpy_dtype(value.dtype)):
             return None
         else:
             element = onnx.helper.np_dtype_to_tensor_dtype(numpy_dtype(value.dtype))

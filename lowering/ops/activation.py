@@ -43,8 +43,8 @@ def swish(x: Element, alpha: float) -> Element:
 
 
 def gelu(x: Element, approximate: str) -> Element:
-    if approximate == "tanh":
-        return 0.5 * x * (1.0 + tirx.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
+    if approximate == "tanh":  # (1 + tanh u) / 2 is 1 / (1 + e^(-2 u)), which does not cancel
+        return x / (1.0 + tirx.exp(-2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
     return 0.5 * x * (1.0 + tirx.erf(x * math.sqrt(0.5)))
 
 

@@ -51,8 +51,9 @@ def cast_to(node: Node, data: Value, dtype: str) -> Value:
         # As a choice of numbers: TVM's analyser cannot read a cast of bool vectors, which a fused kernel can repeat.
         one, zero = (tirx.const(number, widened(dtype)) for number in (1, 0))
         return pointwise(node, lambda x: tirx.Select(x, one, zero), data, dtype=dtype, name="cast")
-    if data.dtype in _PLAIN and dtype in _PLAIN:
+    if data.dtype in _PLAIN and dtype in _PLAIN and data.rank:
         return in_their_order(node, lambda x: node.emit(relax.op.astype(node.tensor(x), dtype), dtype), [data])
+    # TVM makes a constant of one element a Python number, which not every type can hold.
     saturate, mode = bool(node.attr("saturate", 1)), node.attr("round_mode", "up")
     if mode not in ("up", "down", "nearest"):
         raise node.error(f"attribute round_mode is '{mode}'.", "Use up, down or nearest.")

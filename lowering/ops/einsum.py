@@ -7,7 +7,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tvm import relax, te, tirx
+from tvm import te, tirx
 
 from ..importing.compute import Element, Extent, agreed, read, reduced, require_numbers, total, with_shape
 from ..importing.node import Node
@@ -132,7 +132,7 @@ def _matrix(node: Node, value: Value, labels: Labels, batch: Labels, rows: Label
 def _reshaped(node: Node, value: Value, shape: Shape) -> Value:
     if len(shape) == value.rank:
         return value
-    return node.emit(relax.op.reshape(node.tensor(value), node.shape_expr(shape)), value.dtype)
+    return node.reshaped(value, shape)
 
 
 # -- as a kernel ------------------------------------------------------------------------------------------------------

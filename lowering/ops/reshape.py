@@ -12,11 +12,10 @@ from tvm.script.ir_builder import tirx as T
 from ..importing import symbolic
 from ..importing.channels import as_computed
 from ..importing.node import Node
-from ..importing.values import Shape, Size, Value, empty, product, storage_shape
+from ..importing.values import Shape, Size, Value, empty, product
 from . import op
 from .asserted import inside, required
 from .contents import constant_ints, few, movable, moved, sizes, static_axis
-from .kernels import compute
 from .run_time import bind, compute_sizes
 
 # Elements that no tensor has.
@@ -61,14 +60,11 @@ def _of_as_many(node: Node, data: Value, shape: Shape) -> Value:
 
 
 def _reshape(node: Node, data: Value, shape: Shape) -> Value:
-    if empty(shape):  # a 0 has another meaning in Relax
-        return compute(node, "empty", lambda *_: None, [data], shape, dtype=data.dtype)
-    if data.channels_last is not None and len(shape) > 2:
+    if data.channels_last is not None and len(shape) > 2 and not empty(shape):
         (last,), _, back = as_computed(node, data)
         if all(map(node.symbols.equal, shape[:2], data.shape)):  # places are counted in another way
             return back(_reshape(node, last, (shape[0], *shape[2:], shape[1])))
-    stored = node.shape_expr(storage_shape(data.dtype, shape))
-    result = node.emit(relax.op.reshape(node.tensor(data), stored), data.dtype)
+    result = node.reshaped(data, shape)
     return Value(data.dtype, tuple(node.simplify(d) for d in shape), result.expr)
 
 

@@ -6,6 +6,7 @@ A generator is registered for each operator by `@attacks(names)`. Files of gener
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -196,10 +197,10 @@ def _model(attack: Attack, names: list[str], declared: dict[int, list[int | str]
 
 def _declare_outputs(model: onnx.ModelProto, attack: Attack) -> None:
     """Types as ONNX infers them, of the first input where it cannot; sizes stay open."""
-    try:
-        inferred = onnx.shape_inference.infer_shapes(model, data_prop=True).graph.output
-    except Exception:  # an illegal model
-        inferred = []
+    inferred: Sequence[onnx.ValueInfoProto] = []
+    if attack.attributes.get("batch_dims", 0) >= 0:  # else onnx reads foreign memory, and crashes
+        with suppress(Exception):  # an illegal model
+            inferred = onnx.shape_inference.infer_shapes(model, data_prop=True).graph.output
     element = model.graph.initializer[0].data_type if model.graph.initializer else onnx.TensorProto.FLOAT
     if model.graph.input:
         element = model.graph.input[0].type.tensor_type.elem_type

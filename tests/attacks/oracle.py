@@ -39,7 +39,7 @@ _LIMITATIONS = re.compile(
     r"|so the rank of the result is unknown|the number of axes is symbolic|has a symbolic length"
     r"|is the symbolic size \w+\. Give the model a number|is symbolic\. Give it a number"
     r"|dimension of X is d\w+\. Give it an"
-    r"|of size 1, but dimension \d+ is symbolic|with numbers for k1|computed at run time"
+    r"|of size 1, but dimension \d+ is symbolic|with numbers for k1|computed at run time|, where no size is 0"
 )
 
 

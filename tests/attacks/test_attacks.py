@@ -17,19 +17,28 @@ CALLS = 3
 
 # What campaigns have found, which stays mended.
 FOUND = [
+    ("", "Cast", 97000013),
+    ("", "ConstantOfShape", 96000026),
+    ("", "Greater", 97000009),
+    ("", "MaxPool", 96000045),
     ("", "Pow", 95000015),
     ("", "QuantizeLinear", 95000002),
     ("", "QuantizeLinear", 95000003),
+    ("", "Shape", 96000010),
     ("", "Slice", 95000002),
     ("", "Split", 90000005),
     ("", "Split", 95000023),
     ("", "SwiGLU", 90000007),
     ("", "Tile", 90000018),
     ("", "Tile", 95000019),
+    ("", "Tile", 96000014),
+    ("", "Tile", 98000028),
     ("", "TopK", 90000000),
     ("", "TopK", 95000001),
+    ("", "Transpose", 96000003),
     ("", "Trilu", 90000004),
     ("com.microsoft", "MultiHeadAttention", 90000021),
+    ("com.microsoft", "SkipLayerNormalization", 97000019),
 ]
 
 

@@ -20,7 +20,7 @@ def gelu(x: np.ndarray) -> np.ndarray:
 
 
 def gelu_tanh(x: np.ndarray) -> np.ndarray:
-    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    return x / (1 + np.exp(-2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
 def softmax(x: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
@@ -48,6 +48,17 @@ def test_pointwise(dtype: str) -> None:
         case.expect("Mish", [x], (wide * np.tanh(np.logaddexp(0, wide))).astype(dtype))
         case.expect("Softsign", [x], (wide / (1 + np.abs(wide))).astype(dtype))
         case.expect("PRelu", [x, x[0]], np.where(wide < 0, wide * wide[0], wide).astype(dtype))
+    case.check()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_tails_of_the_tanh_gelu_keep_their_digits(dtype: str) -> None:
+    """1 + tanh u has none left where u is far below 0: each result is right relative to itself."""
+    x = np.linspace(-5, -2, 7).astype(dtype)
+    wide = x.astype("float64")
+    case = Expectations()
+    for value, right in zip(x, gelu_tanh(wide).astype(dtype)):  # alone, so that nothing larger stands beside it
+        case.expect("Gelu", [value[None]], right[None], approximate="tanh")
     case.check()
 
 

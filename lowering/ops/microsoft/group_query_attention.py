@@ -145,9 +145,9 @@ def _normalised(node: Node, x: Value, heads: int, weight: Value | None) -> Value
     if weight is None:
         return x
     split = (*x.shape[:2], heads, x.shape[2] // heads)
-    y = node.emit(relax.op.reshape(node.tensor(x), node.shape_expr(split)))
+    y = node.reshaped(x, split)
     y = over_last_axes(node, y, [weight], centred=False, epsilon=node.attr("qk_norm_epsilon", 1e-6))
-    return rounded(node, node.emit(relax.op.reshape(node.tensor(y), node.shape_expr(x.shape))), x.dtype)
+    return rounded(node, node.reshaped(y, x.shape), x.dtype)
 
 
 def _interleaved(node: Node) -> bool:

@@ -55,6 +55,8 @@ def _skip_normalization(
     x, skip, bias = terms
     assert x is not None and skip is not None
     width = x.shape[-1:]
+    if skip.rank > 1:  # batches may share one, rows may not
+        skip = asserted(node, skip, (*skip.shape[:-2], *x.shape[-2:]))
     bias, *vectors = (None if v is None else _vector(node, v, width) for v in (bias, *parameters))
     given = list(broadcast_to(node, *(term for term in (x, skip, bias) if term is not None)))
     dtype = given[0].dtype

@@ -137,12 +137,16 @@ def rotary(d: Draw, op: str) -> Attack:
         require(0 < rotated <= wide.shape[3] and rotated % 2 == 0, f"{rotated} of {wide.shape[3]}")
         require(cos.shape == sin.shape and cos.shape[-1] == rotated // 2, f"caches {cos.shape} {sin.shape}")
         if where is not None:
+            if where.shape == (1, wide.shape[2]) and len(x) > 1:
+                raise Unspecified("positions that all batches share")
             require(where.shape == (x.shape[0], wide.shape[2]), f"position_ids {where.shape}")
             require(((where >= -len(cos)) & (where < len(cos))).all(), f"position {where} of {len(cos)}")
             if (where < 0).any():
                 raise Unspecified("a position counted from the back")
             cos, sin = cos[where], sin[where]
         else:
+            if cos.shape[:2] == (1, wide.shape[2]) and len(x) > 1:
+                raise Unspecified("angles that all batches share")
             require(cos.shape[:2] == (x.shape[0], wide.shape[2]), f"caches {cos.shape}")
         c, s = (v.astype(np.float64)[:, None] for v in (cos, sin))
         part = wide[..., :rotated].astype(np.float64)

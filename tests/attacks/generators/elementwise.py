@@ -4,6 +4,7 @@ broadcast or do not."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import erfc
 from typing import Any
 
 import numpy as np
@@ -75,7 +76,14 @@ def activation(d: Draw, op: str) -> Attack:
 
     def rule(x: np.ndarray) -> Answer:
         require(attributes.get("approximate") != "exact", "attribute approximate")
-        return None
+        if op != "Gelu":
+            return None
+        v = x.astype(np.float64)  # 1 + tanh u and 1 + erf u cancel in the reference
+        if attributes.get("approximate") == "tanh":
+            return [np.asarray(v / (1 + np.exp(-2 * np.sqrt(2 / np.pi) * (v + 0.044715 * v**3)))).astype(x.dtype)]
+        if (v < -4).any():
+            raise Unspecified("1 + erf u cancels for us, too")
+        return [np.asarray(v / 2 * np.vectorize(erfc, otypes=[np.float64])(-v / np.sqrt(2))).astype(x.dtype)]
 
     attack.rule, attack.close = rule, _SINGLE
     return attack
@@ -178,7 +186,7 @@ def prelu(d: Draw, op: str) -> Attack:
 
     def rule(x: np.ndarray, slope: np.ndarray) -> Answer:
         require(broadcast_of(x.shape, slope.shape) == x.shape, "the slope is larger")
-        return None
+        return [np.where(x < 0, x * slope, x)]  # the reference multiplies what is not below 0 by the slope, too
 
     attack.rule = rule
     return attack
