@@ -13,13 +13,13 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 from .convolutions import OUT_ELEMENTWISE_FUSABLE
 from .main_function import rewritten
 
-_FLOATS = ("float32", "float16", "bfloat16")
+_SUMMED_IN = {"float64": {"float64"}, "float32": {"float32", "float16", "bfloat16"}}
 
 
 def absorb_transposes(mod: tvm.IRModule, target: tvm.target.Target) -> tvm.IRModule:
-    """The module with matrix products of float32, float16 and bfloat16 in `main` that transpose by themselves.
+    """The module with matrix products of floating-point numbers in `main` that transpose by themselves.
 
-    Only for CPUs; sums are in float32.
+    Only for CPUs; sums of half precision are in float32.
     """
     if target.kind.name != "llvm":
         return mod
@@ -34,11 +34,12 @@ class _Absorber(PyExprMutator):
             return call
         operands = [self.source(x) for x in call.args]
         dtypes = {str(x.ty.dtype) for x in (*call.args, call)}
-        if all(axes is None for _, axes in operands) or not dtypes <= set(_FLOATS):
+        acc = next((acc for acc, summed in _SUMMED_IN.items() if dtypes <= summed), None)
+        if all(axes is None for _, axes in operands) or acc is None:
             return call
         (a, a_axes), (b, b_axes) = operands
         return self.builder_.call_te(
-            lambda a, b: matmul(a, b, a_axes, b_axes, str(call.ty.dtype)),
+            lambda a, b: matmul(a, b, a_axes, b_axes, acc, str(call.ty.dtype)),
             a,
             b,
             primfunc_name_hint="matmul",
@@ -55,8 +56,10 @@ class _Absorber(PyExprMutator):
         return bound.args[0], list(range(rank))[::-1] if axes is None else [int(axis) % rank for axis in axes]
 
 
-def matmul(a: te.Tensor, b: te.Tensor, a_axes: list[int] | None, b_axes: list[int] | None, dtype: str) -> te.Tensor:
-    """numpy.matmul of the tensors with their axes in these orders, summed in float32."""
+def matmul(
+    a: te.Tensor, b: te.Tensor, a_axes: list[int] | None, b_axes: list[int] | None, acc: str, dtype: str
+) -> te.Tensor:
+    """numpy.matmul of the tensors with their axes in these orders, summed in acc."""
     a_shape, b_shape = (
         [x.shape[axis] for axis in axes or range(len(x.shape))] for x, axes in ((a, a_axes), (b, b_axes))
     )
@@ -75,7 +78,7 @@ def matmul(a: te.Tensor, b: te.Tensor, a_axes: list[int] | None, b_axes: list[in
         place = list(index)
         for position, axis in enumerate(axes or range(len(shape))):
             place[axis] = index[position]
-        return x(*place).astype("float32")
+        return x(*place).astype(acc)
 
     def sum_of_products(*index: tvm.ir.Expr) -> tvm.ir.Expr:
         *outer, i, j = index
@@ -83,7 +86,7 @@ def matmul(a: te.Tensor, b: te.Tensor, a_axes: list[int] | None, b_axes: list[in
         return te.sum(left * element(b, b_shape, b_axes, tuple(outer), k.var, j), axis=k)
 
     total = te.compute((*batch, a_shape[-2], b_shape[-1]), sum_of_products, name="matmul")
-    return total if dtype == "float32" else tvm.topi.cast(total, dtype)
+    return total if dtype == acc else tvm.topi.cast(total, dtype)
 
 
 def _is_one(size: tvm.ir.Expr) -> bool:

@@ -33,7 +33,7 @@ class Blocked:
     """
 
     def __init__(self, operands: Operands, tiles: PanelTiles) -> None:
-        self.tiles, self.lanes = tiles, operands.results.cpu.lanes("float32")
+        self.tiles, self.lanes, self.acc = tiles, operands.results.lanes, operands.product.acc
         self.operands, self.product, self.results = operands, operands.product, operands.results
         self.cpu = self.results.cpu
         self.choose_panels()
@@ -46,7 +46,7 @@ class Blocked:
         else:
             self.choose_runs()
             self.a_in_place = not uses(self.a_step, {self.k.var})
-        self.a_in_place &= self.pairs or product.a.ty == "float32"
+        self.a_in_place &= self.pairs or product.a.ty == self.acc
 
     @property
     def facts(self) -> Facts:
@@ -164,7 +164,7 @@ class Blocked:
         return fixed(tirx.min(tirx.const(nr, "int64"), columns - values[self.results.panel] * nr))
 
     def scratch(self) -> dict[str, int]:
-        """Elements of float32 that `sum_up` needs beside the tile."""
+        """Elements of the sums' type that `sum_up` needs beside the tile."""
         sizes = {} if self.b_in_place else {"panel": self.kc * self.nr}
         return sizes if self.a_in_place else {**sizes, "strip": self.tiles.mr * self.kc}
 
@@ -265,7 +265,7 @@ class Blocked:
 
             vector_loop(columns, self.lanes, lambda width: copy)
             with T.serial(self.nr - columns) as c:
-                store(panel, T.float32(0), k * self.nr + columns + c)
+                store(panel, tirx.const(0, self.acc), k * self.nr + columns + c)
 
         self.steps(k0, depth, copy_row)
 
@@ -279,9 +279,7 @@ class Blocked:
             squares = fixed(depth // lanes)
             with T.serial(squares) as square:
                 k = fixed(square * lanes)
-                rows = [
-                    fixed(convert(load(self.operands.b, lanes, start + k), "float32", self.cpu)) for start in starts
-                ]
+                rows = [fixed(convert(load(self.operands.b, lanes, start + k), self.acc, self.cpu)) for start in starts]
                 for i, row in enumerate(transpose(rows)):
                     store(panel, row, (k + i) * nr + v * lanes)
             with T.serial(depth - squares * lanes) as rest:
@@ -346,7 +344,7 @@ class Blocked:
         else:
             self.fill(strip, height, row, k0, depth)
             a, starts = strip, [tirx.const(i * self.kc, "int64") for i in range(height)]
-        zero = splat(0.0, self.lanes, "float32")
+        zero = splat(0.0, self.lanes, self.acc)
         if p.codes is not None:
             with T.If(k0 == 0), T.Then(), T.serial(height * (self.nr // self.lanes)) as v:
                 store(tile, zero, place * self.nr + v * self.lanes)
@@ -368,7 +366,7 @@ class Blocked:
                     a_ik = a[at]
                 else:
                     a_ik = words_of(load(a, 2, at)) if complete else zip_rows(a[at], None)
-                a_ik = T.bind(splat(a_ik, self.lanes, "float32"))
+                a_ik = T.bind(splat(a_ik, self.lanes, self.acc))
                 for accumulator, b_v in zip(c[i], b):
                     total = accumulator.value
                     accumulator.value = dot(total, a_ik, b_v) if self.pairs else total + a_ik * b_v
@@ -385,7 +383,7 @@ class Blocked:
         start = fixed(self.at(self.b_offsets[0], k=k0 + k, c=tirx.const(0, "int64")))
         if self.pairs:
             return words_of(load(self.operands.b, 2 * self.lanes, start + 2 * v))
-        return convert(load(self.operands.b, self.lanes, start + v), "float32", self.cpu)
+        return convert(load(self.operands.b, self.lanes, start + v), self.acc, self.cpu)
 
     def fill(self, strip: tirx.Buffer, height: int, first: Expr, k0: Expr, depth: Expr) -> None:
         """strip[i, k] = step k0 + k of row first + i of A."""

@@ -192,10 +192,10 @@ def _panel(group: list[Blocked], values: Values, panel: Expr, first: Expr, rows:
     results, last = group[0].results, group[-1]
     values = {**values, results.panel: fixed(panel)}
     columns = last.columns_of(values)
-    sizes: dict[str, tuple[int | Expr, str]] = {f"tile{n}": (most * b.nr, "float32") for n, b in enumerate(group)}
+    sizes: dict[str, tuple[int | Expr, str]] = {f"tile{n}": (most * b.nr, b.acc) for n, b in enumerate(group)}
     for b in group:
         for name, size in b.scratch().items():
-            sizes[name] = (max(size, sizes[name][0]) if name in sizes else size, "float32")
+            sizes[name] = (max(size, sizes[name][0]) if name in sizes else size, b.acc)
     scratch = workspace(**sizes)
     tiles = [scratch[f"tile{n}"] for n in range(len(group))]
 

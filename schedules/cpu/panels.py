@@ -51,8 +51,9 @@ class PanelTiles(LoopTiles):
         """Integers of several codes wait in registers, too."""
         products = [product for group in problem for product in group.products]
         columns = products[0].j.extent
-        vectors = panel_width(columns.value if isinstance(columns, tirx.IntImm) else None, machine)
-        vectors //= machine.lanes("float32")
+        acc = products[0].acc
+        vectors = panel_width(columns.value if isinstance(columns, tirx.IntImm) else None, machine, acc)
+        vectors //= machine.lanes(acc)
         if any(product.codes is not None and product.codes.group > 1 for product in products):
             return PanelTiles(vectors=vectors, mr=5, mc=140)
         return PanelTiles(vectors=vectors)
@@ -90,7 +91,7 @@ class PanelTiles(LoopTiles):
     def estimate(self, problem: Sequence[Group], machine: Machine) -> float:
         """Steps of the register tiles of all strips, the panel from the second-level cache where the first does not
         hold it, and tiles that wait for another block of k."""
-        total, lanes = 0.0, machine.lanes("float32")
+        total, lanes = 0.0, machine.lanes(problem[0].acc)
         for group in problem:
             for product in group.products:
                 rows, columns, depth = (_known(n) for n in (volume(product.rows), product.j.extent, product.k.extent))
@@ -111,12 +112,12 @@ def _known(size: Expr) -> int:
     return size.value if isinstance(size, tirx.IntImm) else TYPICAL
 
 
-def panel_width(columns: int | None, cpu: Machine) -> int:
+def panel_width(columns: int | None, cpu: Machine, acc: str = "float32") -> int:
     """nr for a product with so many columns (None: not known): that of the least work, and the widest among those.
 
     v vectors take mr * v multiplications and mr + v loads for each k; few accumulators wait for one another.
     """
-    lanes, mr = cpu.lanes("float32"), PanelTiles.mr
+    lanes, mr = cpu.lanes(acc), PanelTiles.mr
     if columns is None:
         return _widest(cpu) * lanes
 

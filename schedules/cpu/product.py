@@ -14,7 +14,7 @@ from .codes import Codes, read_codes
 from .half_precision import HALF
 from .stages import Axis, Stage, same_axes
 
-_FLOATS = ("float32", *HALF)
+_FLOATS = ("float32", "float64", *HALF)
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,11 @@ class Product:
     k: Axis
     codes: Codes | None = None
 
+    @property
+    def acc(self) -> str:
+        """The type of the sums."""
+        return _acc(self.stage)
+
     def sources(self) -> list[tirx.Buffer]:
         """The tensors whose elements are multiplied and scaled."""
         parts = [self.a, self.b, *((self.codes.scale, self.codes.zero) if self.codes is not None else ())]
@@ -46,6 +51,11 @@ class Group:
 
     products: tuple[Product, ...]
     outputs: tuple[tirx.Buffer, ...]
+
+    @property
+    def acc(self) -> str:
+        """The type of the sums, one for all."""
+        return self.products[0].acc
 
 
 def read_product(stage: Stage) -> Product | None:
@@ -61,8 +71,9 @@ def read_product(stage: Stage) -> Product | None:
     k, j, outer = stage.reduce[0], stage.axes[-1], stage.axes[:-1]
     left, right = sorted((term.a, term.b), key=lambda operand: uses(operand, {j.var}))
     codes = read_codes(right, j, k)
-    a, b = _operand(left), codes.load if codes is not None else _operand(right)
-    if a is None or b is None:
+    acc = _acc(stage)
+    a, b = _operand(left, acc), codes.load if codes is not None else _operand(right, acc)
+    if a is None or b is None or (codes is not None and acc != "float32"):
         return None
     if uses(a, {j.var}) or not all(uses(b, {axis.var}) for axis in (j, k)) or not uses(a, {k.var}):
         return None
@@ -106,7 +117,8 @@ def read_groups(stages: list[Stage], parameters: set[tirx.Buffer]) -> list[Group
             return None
         outputs[place].append(stage.output)
     found = [Group(_aligned([products[n] for n in sorted(g)]), tuple(made)) for g, made in zip(groups, outputs)]
-    return found if all(group.outputs and _alike(group.products) for group in found) else None
+    one_type = len({product.acc for product in products}) == 1
+    return found if one_type and all(group.outputs and _alike(group.products) for group in found) else None
 
 
 def _joined(sets: list[set[int]]) -> list[set[int]]:
@@ -136,10 +148,16 @@ def _alike(products: tuple[Product, ...]) -> bool:
     return all(p.batch == products[0].batch and p.rows == products[0].rows for p in products)
 
 
-def _operand(expr: Expr) -> ir.TensorLoad | None:
-    """A load, possibly widened to float32."""
-    if isinstance(expr, prim.Cast) and expr.ty == "float32":
+def _acc(stage: Stage) -> str:
+    """The type of sums that are stored so."""
+    return "float64" if stage.output.dtype == "float64" else "float32"
+
+
+def _operand(expr: Expr, acc: str) -> ir.TensorLoad | None:
+    """A load, possibly widened to the type of the sums."""
+    if isinstance(expr, prim.Cast) and expr.ty == acc:
         expr = expr.value
-    if not isinstance(expr, ir.TensorLoad) or str(expr.ty) not in _FLOATS or len(loads(expr)) > 1:
+    types = ("float64",) if acc == "float64" else ("float32", *HALF)
+    if not isinstance(expr, ir.TensorLoad) or str(expr.ty) not in types or len(loads(expr)) > 1:
         return None
     return expr

@@ -31,7 +31,7 @@ class Results:
 
     def __init__(self, func: tirx.PrimFunc, stages: list[Stage], group: Group, cpu: Machine) -> None:
         self.stages, self.group, self.cpu = stages, group, cpu
-        self.lanes = cpu.lanes("float32")
+        self.lanes = cpu.lanes(group.acc)
         self.facts = Facts.of(func)
         first = group.products[0]
         self.m, self.c, self.panel = (tirx.Var(name, "int64") for name in ("m", "c", "panel"))

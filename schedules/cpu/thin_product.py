@@ -89,7 +89,7 @@ def is_thin(o: Operands) -> bool:
 
 def dots(o: Operands, tiles: ThinTiles, few_rows: bool) -> None:
     """Few rows of A, or few columns of B, times each column of B, or row of A, whose elements are consecutive."""
-    lanes, few, many = o.results.lanes, o.results.rows, o.results.columns
+    lanes, few, many, acc = o.results.lanes, o.results.rows, o.results.columns, o.product.acc
     sides = [(o.a, o.a_offset, o.results.m), (o.b, o.b_offset, o.results.j)]
     if not few_rows:
         few, many, sides = many, few, sides[::-1]
@@ -104,9 +104,9 @@ def dots(o: Operands, tiles: ThinTiles, few_rows: bool) -> None:
         values = o.results.in_batch(index // chunks)
         first = fixed(index % chunks * chunk)
         count = fixed(tirx.min(tirx.const(chunk, "int64"), many - first))
-        sizes: dict[str, tuple[int | Expr, str]] = {"sums": (most * (chunk + lanes), "float32")}
+        sizes: dict[str, tuple[int | Expr, str]] = {"sums": (most * (chunk + lanes), acc)}
         if not in_place:
-            sizes["copy"] = (few * o.depth, "float32")
+            sizes["copy"] = (few * o.depth, acc)
         scratch = workspace(**sizes)
         sums, copy = scratch["sums"], scratch.get("copy")
         if copy is not None:
@@ -128,12 +128,12 @@ def dots(o: Operands, tiles: ThinTiles, few_rows: bool) -> None:
                 ]
                 last = fixed(first + count - 1)
                 y_starts = [position(large_offset, large_var, tirx.min(first + n + i, last)) for i in range(width)]
-                totals = [Register(splat(0.0, lanes, "float32")) for _ in range(height * width)]
+                totals = [Register(splat(0.0, lanes, acc)) for _ in range(height * width)]
 
                 def step(k: Expr, keep: Expr | None = None) -> None:
                     def vector(memory: tirx.Buffer, start: Expr) -> Expr:
-                        x = convert(load(memory, lanes, start + k), "float32", o.results.cpu)
-                        return T.bind(x if keep is None else tirx.Select(keep, x, splat(0.0, lanes, "float32")))
+                        x = convert(load(memory, lanes, start + k), acc, o.results.cpu)
+                        return T.bind(x if keep is None else tirx.Select(keep, x, splat(0.0, lanes, acc)))
 
                     x = [vector(small if copy is None else copy, start) for start in x_starts]
                     for i, start in enumerate(y_starts):
@@ -146,7 +146,7 @@ def dots(o: Operands, tiles: ThinTiles, few_rows: bool) -> None:
                 rest = fixed(o.depth % lanes)
                 with T.If(rest > 0), T.Then():  # the last vector, but for what is in the one before
                     step(o.depth - lanes, T.ramp(T.int64(0), 1, lanes) >= T.broadcast(lanes - rest, lanes))
-                unused = [splat(0.0, lanes, "float32")] * (lanes - height * width)
+                unused = [splat(0.0, lanes, acc)] * (lanes - height * width)
                 found = Register(sum_each([*(total.value for total in totals), *unused]))
                 for f in range(height):
                     for i in range(width):
@@ -171,7 +171,7 @@ def dots(o: Operands, tiles: ThinTiles, few_rows: bool) -> None:
 
 def stream(o: Operands, tiles: ThinTiles) -> None:
     """Few rows of A times B, whose rows are read from end to end, several at a time."""
-    lanes = o.results.lanes
+    lanes, acc = o.results.lanes, o.product.acc
     unroll, strip = tiles.depth, tiles.strip
     vectors = fixed(o.results.columns // lanes)
     fitting = tirx.max(tiles.sums // lanes // tirx.max(o.results.rows, 1), 1)
@@ -186,9 +186,9 @@ def stream(o: Operands, tiles: ThinTiles) -> None:
         # The last task has the columns that fill no vector; a vector that overlaps the one before computes them.
         columns = fixed(tirx.Select(chunk == chunks - 1, o.results.columns - first, each * lanes))
         count = fixed((columns + (lanes - 1)) // lanes)
-        sums = workspace(sums=(tiles.sums + tiles.few * lanes, "float32"))["sums"]
+        sums = workspace(sums=(tiles.sums + tiles.few * lanes, acc))["sums"]
         with T.serial(o.results.rows) as m, T.serial(count) as v:
-            store(sums, splat(0.0, lanes, "float32"), m * row + v * lanes)
+            store(sums, splat(0.0, lanes, acc), m * row + v * lanes)
         step = o.stride(o.b_offset, o.k)
 
         def add(k0: Expr, depth: int, m: Expr, height: int) -> None:
@@ -205,9 +205,9 @@ def stream(o: Operands, tiles: ThinTiles) -> None:
                 column = fixed(tirx.min(v * lanes, columns - lanes))
                 c = [Register(load(sums, lanes, (m + i) * row + v * lanes)) for i in range(height)]
                 for k in range(depth):
-                    b = T.bind(convert(load(o.b, lanes, start + column + k * step), "float32", o.results.cpu))
+                    b = T.bind(convert(load(o.b, lanes, start + column + k * step), acc, o.results.cpu))
                     for i in range(height):
-                        c[i].value += splat(a[i][k], lanes, "float32") * b
+                        c[i].value += splat(a[i][k], lanes, acc) * b
                 for i in range(height):
                     store(sums, c[i].value, (m + i) * row + v * lanes)
 

@@ -22,7 +22,7 @@ from schedules.cpu.matmul import matmul
 
 RUNS = {level: tvm.target.Target({"kind": "llvm", "mcpu": level}) for level in LEVELS[1:]}
 V3, WIDE = RUNS["x86-64-v3"], RUNS[WIDEST]
-EPSILON = {"float32": 2e-7, "float16": 1e-3, "bfloat16": 8e-3}
+EPSILON = {"float64": 4e-16, "float32": 2e-7, "float16": 1e-3, "bfloat16": 8e-3}
 
 Epilogue = Callable[[relax.BlockBuilder, relax.Expr, relax.Expr, relax.Expr], relax.Expr]
 
@@ -169,8 +169,8 @@ SIZES = (
 
 @pytest.mark.parametrize(
     ("target", "dtype"),
-    [(V3, "float32"), (WIDE, "float32"), (V3, "float16"), (WIDE, "bfloat16")],
-    ids=["v3", "wide", "v3-f16", "wide-bf16"],
+    [(V3, "float32"), (WIDE, "float32"), (V3, "float16"), (WIDE, "bfloat16"), (V3, "float64"), (WIDE, "float64")],
+    ids=["v3", "wide", "v3-f16", "wide-bf16", "v3-f64", "wide-f64"],
 )
 def test_two_activations_of_any_size(target: tvm.target.Target, dtype: str) -> None:
     rng = np.random.default_rng(2)
@@ -200,7 +200,9 @@ def test_few_columns(target: tvm.target.Target, columns: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "dtype"), [(V3, "float32"), (WIDE, "float32"), (WIDE, "float16")], ids=["v3", "wide", "wide-f16"]
+    ("target", "dtype"),
+    [(V3, "float32"), (WIDE, "float32"), (WIDE, "float16"), (WIDE, "float64")],
+    ids=["v3", "wide", "wide-f16", "wide-f64"],
 )
 def test_transposed_activations(target: tvm.target.Target, dtype: str) -> None:
     """Heads that are not in front, and keys that are not turned, read where they are; a batch of one serves all."""
