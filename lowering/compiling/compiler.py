@@ -62,8 +62,8 @@ def compile(
     threads is the default number of workers, at most 1024; None means the CPUs the calling thread may use. dims says
     what is known of symbolic dimensions: dims={"batch": 1} makes one a number, at which sizes and branches (If) that
     it decides are computed now, and dims={"tokens": (1, 512)} bounds one, which calls then check. database is a folder
-    of `tune`, whose records for this target pick the tiles of kernels; what became of each is in the manifest. dump is
-    called with ("fused", the `onnx_ir.Model` to import), then with (name of the pass, module) after each pass.
+    of `tune`, whose records for this target pick the tiles of kernels, before presets do; the manifest says which.
+    dump is called with ("fused", the `onnx_ir.Model` to import), then with (name of the pass, module) after each pass.
 
     What this machine cannot run, code for a GPU or for another CPU, is a model that can be looked at and saved, and
     says why when it is called (ArtifactError).
@@ -143,8 +143,10 @@ def compiled(
     weights: Scheme | None = None,
     database: str | Path | None = None,
     dump: Dump | None = None,
+    stand_in: Target | None = None,
 ) -> Compiled:
-    """The way itself: parameters as for `compile`."""
+    """The way itself: parameters as for `compile`. stand_in is a CPU that runs the functions of a GPU in its place, by
+    kernels of its own."""
     threads = checked_threads(threads)
     if static_cache is not None:
         static_cache = whole_number(static_cache, "static_cache", 1, 2**31 - 1)
@@ -168,9 +170,10 @@ def compiled(
     notes = list(imported.warnings)
     libraries, unscheduled = [], []
     for each in targets:
-        choose = None if database is None else Records([("tuned", Path(database))], each).choose
-        lowered = lower(imported, each, pairs, notes, dump, weights, choose)
-        libraries.append(build(lowered.module, each))
+        choose = Records(None if database is None else Path(database), each).choose
+        runs_on = stand_in or each
+        lowered = lower(imported, each, pairs, notes, dump, weights, choose, runs_on)
+        libraries.append(build(lowered.module, runs_on))
         unscheduled.append(lowered.unscheduled)
         if not each.architecture:
             notes += warnings(lowered.kernels, lowered.calls)
@@ -181,7 +184,7 @@ def compiled(
         weights=(),
         target=target,
         cpu_features=targets[0].cpu_features,
-        architectures=tuple(each.architecture for each in targets if each.architecture),
+        architectures=tuple(each.architecture for each in targets if each.architecture and stand_in is None),
         threads=threads,
         ranges=ranges(dims or {}, {dim for port in imported.inputs for dim in _spec(port).dims}),
         strings=tuple(imported.strings),

@@ -67,13 +67,15 @@ def lower(
     dump: Dump | None = None,
     scheme: Scheme | None = None,
     choose: Choose | None = None,
+    runs_on: Target | None = None,
 ) -> Lowered:
     """Runs the passes.
 
     donated maps the position of a consumed input to the output that takes over its memory. What could not be done in
     place is said in `notes`, and what it cost to compress constant matrices by `scheme`. choose picks variants and
-    tiles (schedules/variant.py).
+    tiles (schedules/variant.py). runs_on is what kernels are made for, where that is not the target.
     """
+    runs_on = runs_on or target
     t = relax.transform
     weights: dict[str, np.ndarray] = {}
     origins = imported.origins
@@ -100,7 +102,7 @@ def lower(
     def schedule(mod: tvm.IRModule) -> tvm.IRModule:
         nonlocal kernels, calls, unscheduled
         unscheduled = {v.name_hint: f for v, f in mod.functions_items() if isinstance(f, tirx.PrimFunc)}
-        mod, kernels, calls = schedule_kernels(mod, target.tvm, origins, choose)
+        mod, kernels, calls = schedule_kernels(mod, runs_on.tvm, origins, choose)
         return mod
 
     passes: list[tuple[str, Callable[[tvm.IRModule], tvm.IRModule]]] = [
@@ -147,7 +149,7 @@ def lower(
         ("compute_sizes", t.ComputePrimValue()),
         ("lower_shapes", t.VMShapeLower()),
         # Also of the functions that the last passes have made, which compute sizes.
-        ("assume_alignment", lambda mod: assume_alignment(mod, 16 if target.architecture else 1)),
+        ("assume_alignment", lambda mod: assume_alignment(mod, 16 if runs_on.architecture else 1)),
         ("shape_errors", lambda mod: shape_errors(mod, imported.assertions)),
         ("attach_symbols", t.AttachGlobalSymbol()),
     ]

@@ -69,7 +69,7 @@ def _serve(host: str, port: int, key: str) -> None:
             if session is None:
                 session = _requested(rpc.connect_tracker(host, port), key)
             if command == "machine":
-                answer: Any = json.loads(session.get_function(MACHINE)())
+                answer: Any = json.loads(session.get_function(MACHINE)(*arguments))
             elif command == "upload":
                 path, name = arguments
                 answer = session.upload(bytearray(Path(path).read_bytes()), target=name)

@@ -15,12 +15,13 @@ from pathlib import Path
 import tvm_ffi
 from tvm import rpc
 
-from ..errors import InputError
+from ..errors import ArtifactError, InputError
 from ..measuring.isolated import Failed, Helper
-from ..measuring.machine import caches
+from ..measuring.machine import machine
 from ..measuring.measure import Job
 from ..measuring.trial import compared, runner, tried
 from ..runtime.checks import cpu_flags
+from ..runtime.gpu import architecture_here
 
 MACHINE, MEASURE = "lowering.fleet.machine", "lowering.fleet.measure"
 
@@ -41,13 +42,19 @@ def serve(tracker: tuple[str, int], key: str, host: str = "0.0.0.0", ports: tupl
 
 def register() -> None:
     """Gives the process that serves its functions."""
-    tvm_ffi.register_global_func(MACHINE, machine, override=True)
+    tvm_ffi.register_global_func(MACHINE, described, override=True)
     tvm_ffi.register_global_func(MEASURE, measure, override=True)
 
 
-def machine() -> str:
-    """The sizes of the caches and the features of the CPU, as JSON."""
-    return json.dumps({"caches": list(caches()), "cpu_flags": sorted(cpu_flags())})
+def described(gpu: bool) -> str:
+    """The Machine, the features of the CPU, and the architecture of the GPU that is asked for, as JSON; or why there is
+    none."""
+    try:
+        found = dataclasses.asdict(machine(bool(gpu)))
+        own = architecture_here(0) if gpu else ""
+        return json.dumps(found | {"cpu_flags": sorted(cpu_flags()), "gpu_architecture": own})
+    except ArtifactError as error:
+        return json.dumps({"missing": str(error)})
 
 
 def measure(text: str) -> str:
@@ -60,7 +67,7 @@ def measure(text: str) -> str:
     if _helper is None:
         _helper = runner()
     try:
-        job = Job(**asked | paths, caches=max(caches(), default=32 << 20))
+        job = Job(**asked | paths)
         found = (tried if trial else compared)(_helper, job)
     except Failed as failed:
         return json.dumps({"cause": failed.cause, "text": failed.text})

@@ -16,6 +16,7 @@ from typing import Any
 
 from ..errors import InputError
 from ..measuring.isolated import Failed
+from ..measuring.machine import Machine
 from ..measuring.measure import Measured
 from ..measuring.trial import RUN_SECONDS
 from .connection import Connection, LostError
@@ -38,11 +39,11 @@ class _Work:
 
 
 class Fleet:
-    """Measures on devices; close it when done. threads is the number of workers of a candidate."""
+    """Measures on devices, or on their GPUs; close it when done. threads is the number of workers of a candidate."""
 
-    def __init__(self, tracker: tuple[str, int], key: str, threads: int) -> None:
-        """Raises InputError where the tracker does not answer, or knows no device of that key."""
-        self.tracker, self.key, self._threads = tracker, key, threads
+    def __init__(self, tracker: tuple[str, int], key: str, threads: int, gpu: bool) -> None:
+        """Raises InputError where the tracker does not answer, or knows no device of that key, or one without GPU."""
+        self.tracker, self.key, self._threads, self._gpu = tracker, key, threads, gpu
         self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         count = self._registered()
         if not count:
@@ -52,11 +53,13 @@ class Fleet:
             )
         first = Connection(tracker, key)
         try:
-            self.machine: dict[str, Any] = first.ask("machine", seconds=_PATIENCE)
+            self.described: dict[str, Any] = first.ask("machine", gpu, seconds=_PATIENCE)
         except LostError as error:
             raise InputError(f"No device with the key '{key}' can be reached: {error}.") from error
         finally:
             first.close()
+        if "missing" in self.described:
+            raise InputError(f"Devices with the key '{key}' have no GPU that works: {self.described['missing']}")
         self._workers = [threading.Thread(target=self._work, daemon=True) for _ in range(count)]
         self._left = count
         self._lock = threading.Lock()
@@ -69,9 +72,9 @@ class Fleet:
         return max(self._left, 1)
 
     @property
-    def caches(self) -> tuple[int, ...]:
-        """Of a device, by level: those of one key are alike."""
-        return tuple(self.machine["caches"])
+    def machine(self) -> Machine:
+        """What each is: those of one key are alike."""
+        return _machine(self.described)
 
     def submit(self, library: Path, baseline: Path, pairs: int, trial: bool) -> Future[Measured]:
         """The measurement of a library beside another one, in the folder of their arguments; its result may raise
@@ -108,9 +111,10 @@ class Fleet:
         failures = 0
         while failures < _ATTEMPTS and (work := self._queue.get()) is not None:
             try:
-                device = device or _Device(self.tracker, self.key)
-                if device.machine["caches"] != self.machine["caches"]:
-                    raise InputError(f"Devices with the key '{self.key}' have different caches: give each kind a key.")
+                device = device or _Device(self.tracker, self.key, self._gpu)
+                if device.machine != self.machine:
+                    what = "GPUs" if self._gpu else "caches"
+                    raise InputError(f"Devices with the key '{self.key}' have different {what}: give each kind a key.")
                 work.done.set_result(device.measure(work, self._threads))
                 failures = 0
             except (Failed, InputError) as error:
@@ -144,15 +148,17 @@ class Fleet:
 class _Device:
     """A session on one device, and the folder of the task whose files are there."""
 
-    def __init__(self, tracker: tuple[str, int], key: str) -> None:
+    def __init__(self, tracker: tuple[str, int], key: str, gpu: bool) -> None:
         """Raises LostError."""
         self._connection = Connection(tracker, key)
         self._folder: Path | None = None
         self.began = False  # whether a candidate ran when it was lost
-        self.machine: dict[str, Any] = self._guarded("machine", seconds=_PATIENCE)
+        described = self._guarded("machine", gpu, seconds=_PATIENCE)
+        self.machine = None if "missing" in described else _machine(described)
 
     def measure(self, work: _Work, threads: int) -> Measured:
         """Raises Failed, and LostError: then it is of no use any more."""
+        assert self.machine is not None
         self.began = False
         folder = work.baseline.parent
         if folder != self._folder:
@@ -164,7 +170,7 @@ class _Device:
             self._upload(work.library, work.library.name)
         job = {
             "library": work.library.name, "baseline": work.baseline.name, "folder": ".", "threads": threads,
-            "pairs": work.pairs, "trial": work.trial,
+            "pairs": work.pairs, "trial": work.trial, "cache": self.machine.largest, "gpu": bool(self.machine.gpu),
         }  # fmt: skip
         self.began = True
         answer = self._guarded("measure", job, seconds=2 * RUN_SECONDS + _PATIENCE)
@@ -184,3 +190,8 @@ class _Device:
 
     def close(self) -> None:
         self._connection.close()
+
+
+def _machine(described: dict[str, Any]) -> Machine:
+    """Of what a device says of itself."""
+    return Machine(tuple(described["caches"]), described["gpu"])

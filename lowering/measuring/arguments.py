@@ -20,8 +20,9 @@ import numpy as np
 import tvm_ffi
 
 from ..records import decode
+from ..runtime.devices import Gpu
 from ..runtime.elements import itemsize
-from ..runtime.tensors import view_as
+from ..runtime.tensors import Tensor, copy_to, view_as
 
 _LIST, _CONTENTS = "arguments.json", "arguments.bin"
 _ALIGNMENT = 64
@@ -97,14 +98,24 @@ def memory_of(folder: Path, listed: Arguments) -> np.ndarray:
     return memory
 
 
-def views(listed: Arguments, memory: np.ndarray) -> list[Any]:
-    """What a compiled kernel is called with: numbers, and tensors that lie in `memory`."""
-    return [a if isinstance(a, int) else view(a, memory) for a in listed.arguments]
+def placed(listed: Arguments, memory: np.ndarray, gpu: Gpu | None = None) -> list[Any]:
+    """What a compiled kernel is called with: numbers, and tensors that lie in `memory`, or have copies on the GPU."""
+    return [a if isinstance(a, int) else place(a, memory, gpu) for a in listed.arguments]
 
 
-def view(tensor: TensorArgument, memory: np.ndarray) -> tvm_ffi.Tensor:
-    """A tensor in `memory`."""
-    return view_as(tvm_ffi.from_dlpack(contents(tensor, memory)), tensor.dtype, tensor.shape)
+def place(tensor: TensorArgument, memory: np.ndarray, gpu: Gpu | None) -> Tensor:
+    """One of these tensors."""
+    part = contents(tensor, memory)
+    return view_as(tvm_ffi.from_dlpack(part) if gpu is None else gpu.copy(part), tensor.dtype, tensor.shape)
+
+
+def take_back(listed: Arguments, placed: Sequence[Any], memory: np.ndarray, gpu: Gpu) -> None:
+    """Puts what has become of the GPU's copies into `memory`."""
+    for argument, copy in zip(listed.arguments, placed, strict=True):
+        if isinstance(argument, TensorArgument) and argument.nbytes:
+            part = contents(argument, memory)
+            copy_to(view_as(copy, "uint8", part.shape), tvm_ffi.from_dlpack(part))
+    gpu.wait()
 
 
 def contents(tensor: TensorArgument, memory: np.ndarray) -> np.ndarray:

@@ -16,16 +16,17 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..errors import InputError
+from ..errors import ArtifactError, InputError
 from ..records import decode
 from ..runtime.checks import check_machine
+from ..runtime.gpu import architecture_here, runs_on
 from .isolated import Failed, Helper
 from .lines import append, mend
-from .machine import caches
+from .machine import Machine, machine
 from .measure import Job, Measured
 from .trial import LAST_PAIRS, compared, runner, tried
 
-FORMAT = 1
+FORMAT = 2
 BATCH, MACHINE, RESULTS, DEFAULT = "batch.json", "machine.json", "results.jsonl", "default.so"
 
 _FINALISTS = 3
@@ -43,21 +44,16 @@ class BatchTask:
 
 @dataclass(frozen=True)
 class Batch:
-    """cpu_features are Linux's names of what the code uses; threads the workers, pairs the most turns of each."""
+    """cpu_features are Linux's names of what the code uses; architecture is that of the GPU it is for, "" for none;
+    threads are the workers, pairs the most turns of each."""
 
     format: int
     target: str
     cpu_features: tuple[str, ...]
+    architecture: str
     threads: int
     pairs: int
     tasks: tuple[BatchTask, ...]
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Bytes of its caches by level."""
-
-    caches: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -97,10 +93,10 @@ def results(folder: Path) -> tuple[Machine, list[Result]] | None:
     if not (folder / MACHINE).exists():
         return None
     try:
-        machine = decode(Machine, json.loads((folder / MACHINE).read_text()), MACHINE)
+        measured_on = decode(Machine, json.loads((folder / MACHINE).read_text()), MACHINE)
         text = (folder / RESULTS).read_text() if (folder / RESULTS).exists() else ""
         lines = text[: text.rfind("\n") + 1].splitlines()
-        return machine, [decode(Result, json.loads(line), RESULTS) for line in lines]
+        return measured_on, [decode(Result, json.loads(line), RESULTS) for line in lines]
     except (OSError, ValueError) as error:
         raise InputError(f"The results in '{folder}' cannot be read: {error}.") from error
 
@@ -108,19 +104,25 @@ def results(folder: Path) -> tuple[Machine, list[Result]] | None:
 def measure(folder: Path, report: Callable[[BatchTask, Result], None] = lambda task, result: None) -> list[Result]:
     """Measures every candidate that has no result yet, then the fastest of each task once more.
 
-    Raises InputError for a folder that is no batch, or is for another machine, and OSError.
+    Raises InputError for a folder that is no batch, ArtifactError where its code cannot run here, and OSError.
     """
     batch = read(folder)
     for task in batch.tasks[:1]:
         code = (folder / task.name / DEFAULT).read_bytes()[:_HEADER]
         check_machine(code, batch.cpu_features, batch.target, f"'{folder}'", "measure it on the machine it is for.")
-    here, known = Machine(caches()), results(folder)
+    here, known = machine(bool(batch.architecture)), results(folder)
+    if batch.architecture and not runs_on(batch.architecture, architecture_here(0)):
+        raise ArtifactError(
+            f"'{folder}' holds candidates for GPUs of architecture {batch.architecture} and the one here is "
+            f"{architecture_here(0)}: measure it on one that it is for."
+        )
     if known is None:
         (folder / MACHINE).write_text(json.dumps(asdict(here)))
     elif known[0] != here:
-        raise InputError(f"'{folder}' was begun on a machine with other caches. Go on there, or remove {RESULTS}.")
+        other = f"another GPU ({known[0].gpu})" if here.gpu else "a machine with other caches"
+        raise InputError(f"'{folder}' was begun on {other}. Go on there, or remove {RESULTS}.")
     mend(folder / RESULTS)
-    run = _Run(folder, batch, max(here.caches, default=32 << 20), [] if known is None else known[1], report)
+    run = _Run(folder, batch, here, [] if known is None else known[1], report)
     try:
         for task in batch.tasks:
             run.task(task)
@@ -136,11 +138,11 @@ class _Run:
         self,
         folder: Path,
         batch: Batch,
-        largest: int,
+        machine: Machine,
         found: list[Result],
         report: Callable[[BatchTask, Result], None],
     ) -> None:
-        self.folder, self.batch, self.largest, self.found, self.report = folder, batch, largest, found, report
+        self.folder, self.batch, self.machine, self.found, self.report = folder, batch, machine, found, report
         self.helper = runner()
 
     def task(self, task: BatchTask) -> None:
@@ -157,7 +159,8 @@ class _Run:
             return
         place = self.folder / task.name
         library, default = str(place / f"{candidate}.so"), str(place / DEFAULT)
-        job = Job(library, default, str(place), self.batch.threads, pairs, self.largest)
+        on_gpu = bool(self.machine.gpu)
+        job = Job(library, default, str(place), self.batch.threads, pairs, self.machine.largest, on_gpu)
         try:
             m = way(self.helper, job)
             result = Result(task.name, candidate, last, m.baseline, m.ratio, m.spread, time.time())

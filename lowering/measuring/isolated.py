@@ -45,10 +45,10 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class _Limits:
-    """Seconds of wall time, and bytes beside what the helper has."""
+    """Seconds of wall time, and bytes beside what the helper has, None for as many as there are."""
 
     seconds: float
-    memory: int
+    memory: int | None
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Helper:
         self._process: subprocess.Popen[bytes] | None = None
         self._preparations: list[_Call] = []
 
-    def call(self, function: Callable[..., Any], *arguments: Any, seconds: float, memory: int) -> Any:
+    def call(self, function: Callable[..., Any], *arguments: Any, seconds: float, memory: int | None) -> Any:
         """What the function, one of a module's, returns. Everything that is passed must be picklable.
 
         Raises Failed.
@@ -205,7 +205,8 @@ def _run(call: _Call, limits: _Limits, pipe: int) -> None:
     try:
         _die_with_parent()
         used = resource.getpagesize() * int(Path("/proc/self/statm").read_text().split()[0])
-        resource.setrlimit(resource.RLIMIT_AS, (used + limits.memory, resource.RLIM_INFINITY))
+        if limits.memory is not None:
+            resource.setrlimit(resource.RLIMIT_AS, (used + limits.memory, resource.RLIM_INFINITY))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         try:
             data = pickle.dumps(_done(call))

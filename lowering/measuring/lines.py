@@ -17,7 +17,13 @@ def mend(path: Path) -> None:
     """Cuts off a last line without its end; nothing where there is no such file. Raises OSError."""
     if not path.exists():
         return
-    with path.open("r+b") as file:
-        data = file.read()
-        if data and not data.endswith(b"\n"):
-            file.truncate(data.rfind(b"\n") + 1)
+    data = path.read_bytes()
+    whole = len(whole_lines(data))
+    if whole < len(data):
+        with path.open("r+b") as file:
+            file.truncate(whole)
+
+
+def whole_lines(data: bytes) -> bytes:
+    """What comes before a line without its end."""
+    return data[: data.rfind(b"\n") + 1]

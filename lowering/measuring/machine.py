@@ -2,9 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
+from ..runtime.gpu import card_here, load_device_runtime
+from ..runtime.library import load_runtime
+
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+_UNKNOWN = 32 << 20
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What kernels run on: the bytes of its caches for data by level, as far as they are known, of a GPU of the second
+    one; and the name of a GPU's card, "" for a CPU.
+    """
+
+    caches: tuple[int, ...]
+    gpu: str = ""
+
+    @property
+    def largest(self) -> int:
+        """Bytes of its largest cache."""
+        return max(self.caches, default=_UNKNOWN)
+
+
+def machine(gpu: bool) -> Machine:
+    """This machine, or its first GPU. Raises ArtifactError where there is none that works."""
+    if not gpu:
+        return Machine(caches())
+    load_runtime()
+    load_device_runtime()
+    name, cache = card_here(0)
+    return Machine((cache,), name)
 
 
 def caches() -> tuple[int, ...]:

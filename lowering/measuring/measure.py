@@ -1,8 +1,8 @@
 """One kernel: is its answer right, and how long does it take beside another one?
 
 Both run in turns on the same arguments, and their ratio is what counts: a neighbour on the machine slows both. The
-time of one thread is that for which it had a CPU, so that what others run is not counted; that of several is wall
-time.
+time of one thread is that for which it had a CPU, so that what others run is not counted; that of several, and of a
+GPU, is wall time.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import tvm_ffi
 
+from ..runtime.devices import Gpu
+from ..runtime.gpu import load_device_runtime
 from ..runtime.library import load_runtime
 from . import answers, arguments
 from .isolated import Failed
@@ -34,7 +36,8 @@ _COPIES = 8
 class Job:
     """Libraries with a function `main`, and the folder of its arguments and expected answers.
 
-    threads is the number of workers, pairs the most turns of each, caches the bytes of the machine's largest cache.
+    threads is the number of workers, pairs the most turns of each, cache the bytes of the machine's largest cache, gpu
+    whether the libraries are for the first GPU.
     """
 
     library: str
@@ -42,7 +45,8 @@ class Job:
     folder: str
     threads: int
     pairs: int
-    caches: int
+    cache: int
+    gpu: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,8 +72,9 @@ def expect(library: str, folder: str, threads: int) -> None:
     """Keeps what a library answers as what is expected."""
     listed = arguments.read(Path(folder))
     memory = arguments.memory_of(Path(folder), listed)
+    load_runtime()
     call = _function(library, threads)
-    call(*arguments.views(listed, memory))
+    call(*arguments.placed(listed, memory))
     written = [arguments.contents(t, memory).tobytes() for t in listed.tensors if t.written]
     (Path(folder) / _EXPECTED).write_bytes(b"".join(written))
 
@@ -78,15 +83,19 @@ def measure(job: Job) -> Measured:
     """Checks first. Raises Failed."""
     folder = Path(job.folder)
     listed = arguments.read(folder)
+    load_runtime()
+    gpu = None
+    if job.gpu:
+        load_device_runtime()
+        gpu = Gpu(0)
     kernel = _function(job.library, job.threads)
-    error = _checked(kernel, folder, listed)
+    error = _checked(kernel, folder, listed, gpu)
     baseline = _function(job.baseline, job.threads)
-    calls = _argument_lists(folder, listed, job.caches)
-    return _in_turns(kernel, baseline, calls, job.threads, job.pairs, error)
+    calls = _argument_lists(folder, listed, gpu, job.cache)
+    return _in_turns(kernel, baseline, calls, gpu, job.threads, job.pairs, error)
 
 
 def _function(library: str, threads: int) -> Callable[..., Any]:
-    load_runtime()
     module = tvm_ffi.load_module(library)
     module.get_function("lowering_set_threads")(threads)
     function = module.get_function("main")
@@ -97,11 +106,14 @@ def _function(library: str, threads: int) -> Callable[..., Any]:
 _LOADED: list[tvm_ffi.Module] = []  # functions do not keep their libraries
 
 
-def _checked(kernel: Callable[..., Any], folder: Path, listed: arguments.Arguments) -> float:
+def _checked(kernel: Callable[..., Any], folder: Path, listed: arguments.Arguments, gpu: Gpu | None) -> float:
     """The largest error of the answers. Raises Failed("wrong") for answers, or for other memory that was changed."""
     memory = arguments.memory_of(folder, listed)
     before = memory.copy()
-    kernel(*arguments.views(listed, memory))
+    placed = arguments.placed(listed, memory, gpu)
+    kernel(*placed)
+    if gpu is not None:
+        arguments.take_back(listed, placed, memory, gpu)
     expected = np.fromfile(folder / _EXPECTED, np.uint8)
     error, at = 0.0, 0
     for number, tensor in enumerate(listed.tensors):
@@ -115,15 +127,15 @@ def _checked(kernel: Callable[..., Any], folder: Path, listed: arguments.Argumen
     return error
 
 
-def _argument_lists(folder: Path, listed: arguments.Arguments, caches: int) -> list[list[Any]]:
+def _argument_lists(folder: Path, listed: arguments.Arguments, gpu: Gpu | None, cache: int) -> list[list[Any]]:
     """Arguments to take turns with, so that weights are no more in caches than they are when a model runs."""
     weights = sum(t.nbytes for t in listed.tensors if t.constant)
-    copies = min(_COPIES, 1 + caches // weights) if weights >= _COLD else 1
+    copies = min(_COPIES, 1 + cache // weights) if weights >= _COLD else 1
     memories = [arguments.memory_of(folder, listed) for _ in range(copies)]
-    first = arguments.views(listed, memories[0])
+    first = arguments.placed(listed, memories[0], gpu)
     return [first] + [
         [
-            arguments.view(a, memory) if isinstance(a, arguments.TensorArgument) and a.constant else shared
+            arguments.place(a, memory, gpu) if isinstance(a, arguments.TensorArgument) and a.constant else shared
             for a, shared in zip(listed.arguments, first)
         ]
         for memory in memories[1:]
@@ -134,18 +146,21 @@ def _in_turns(
     kernel: Callable[..., Any],
     baseline: Callable[..., Any],
     argument_lists: Sequence[list[Any]],
+    gpu: Gpu | None,
     threads: int,
     pairs: int,
     error: float,
 ) -> Measured:
     """Pairs of turns, until it is clear which is faster, or there are so many."""
     lists = cycle(argument_lists)
-    clock = time.thread_time if threads == 1 else time.perf_counter
+    clock = time.thread_time if threads == 1 and gpu is None else time.perf_counter
 
     def turn(call: Callable[..., Any], count: int) -> float:
         begin = clock()
         for _ in range(count):
             call(*next(lists))
+        if gpu is not None:
+            gpu.wait()
         return (clock() - begin) / count
 
     for _ in argument_lists:  # touched and warm

@@ -34,7 +34,8 @@ def tried(helper: Helper, job: Job) -> Measured:
 
 def compared(helper: Helper, job: Job) -> Measured:
     """The same, once. Raises Failed."""
-    return helper.call(measure, job, seconds=RUN_SECONDS, memory=RUN_MEMORY)
+    # CUDA wants addresses for all the memory that there is.
+    return helper.call(measure, job, seconds=RUN_SECONDS, memory=None if job.gpu else RUN_MEMORY)
 
 
 def wins(ratio: float, spread: float) -> bool:

@@ -6,6 +6,7 @@ import ctypes
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import tvm_ffi
 
@@ -19,7 +20,8 @@ _RUNTIME = "libtvm_runtime_cuda.so"
 _LOADER = "ffi.Module.load_from_bytes.cuda"
 # Where CUDA's wheel and its installer put CUDART.
 _WHEEL, _TOOLKIT = Path("nvidia/cu13/lib"), Path("/usr/local/cuda/lib64")
-_COMPUTE_VERSION = 4  # DeviceAttrKind of the runtime: "9.0"
+# DeviceAttrKind of the runtime.
+_COMPUTE_VERSION, _NAME, _L2_BYTES = 4, 5, 13  # the first is "9.0"
 
 
 def load_device_runtime(beside: Path | None = None) -> None:
@@ -57,13 +59,22 @@ def _first(folders: list[Path], name: str) -> Path | None:
 
 def architecture_here(device: int) -> str:
     """What GPU number `device` is, as `sm_90`. Raises ArtifactError if there is no such GPU."""
+    return f"sm_{_attribute(device, _COMPUTE_VERSION).replace('.', '')}"
+
+
+def card_here(device: int) -> tuple[str, int]:
+    """The name of GPU number `device`, and the bytes of its second-level cache. Raises ArtifactError likewise."""
+    return str(_attribute(device, _NAME)), int(_attribute(device, _L2_BYTES))
+
+
+def _attribute(device: int, kind: int) -> Any:
     try:
-        version = tvm_ffi.get_global_func("runtime.GetDeviceAttr")(CUDA, device, _COMPUTE_VERSION)
+        value = tvm_ffi.get_global_func("runtime.GetDeviceAttr")(CUDA, device, kind)
     except RuntimeError:  # CUDA's: no driver, or none that works
-        version = None
-    if version is None:
+        value = None
+    if value is None:
         raise ArtifactError(f"this machine has no GPU number {device} that CUDA can use.")
-    return f"sm_{version.replace('.', '')}"
+    return value
 
 
 def best_for(built: Sequence[str], here: str) -> str:

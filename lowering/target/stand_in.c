@@ -6,14 +6,14 @@
 #ifdef DRIVER
 REFUSED(cuDeviceGetName)
 REFUSED(cuFuncSetAttribute)
-REFUSED(cuGetErrorName)
-REFUSED(cuGetErrorString)
 REFUSED(cuInit)
 REFUSED(cuLaunchKernelEx)
 REFUSED(cuModuleGetFunction)
 REFUSED(cuModuleLoadData)
 REFUSED(cuModuleUnload)
 REFUSED(cuTensorMapEncodeTiled)
+int cuGetErrorName(int code, const char** text) { return *text = "CUDA_ERROR_NO_DEVICE", 0; }
+int cuGetErrorString(int code, const char** text) { return *text = "no CUDA-capable device is detected", 0; }
 #else
 REFUSED(cudaDeviceGetAttribute)
 REFUSED(cudaEventCreate)

@@ -180,7 +180,7 @@ def _compile(arguments: argparse.Namespace) -> int:
         for t in tensors:
             where = manifest.donated.get(t.name)
             print(f"  {t.name}: {t.dtype}{list(t.dims)}" + (f", donated to {where}" if where else ""))
-    if arguments.database is not None:
+    if arguments.database is not None or any(kernel.source for kernel in manifest.kernels):
         for kernel in manifest.kernels:
             print(f"{kernel.name}: {kernel.source or 'default'}")
     print(f"weights: {sum(w.nbytes for w in manifest.weights) / 2**20:.1f} MiB")

@@ -14,11 +14,11 @@ from ..tuning import upkeep
 from .tuning_table import causes, time_of
 
 
-def act(action: str, databases: Sequence[Path], output: Path | None, keep: int) -> int:
+def act(action: str, databases: Sequence[Path], output: Path | None, keep: int, least: float) -> int:
     """Raises InputError for what does not go together, and DatabaseError."""
     if action != "merge" and len(databases) > 1:
         raise InputError(f"db {action} takes one database, not {len(databases)}.")
-    if action in ("merge", "export", "plot") and output is None:
+    if action in ("merge", "export", "pack", "plot") and output is None:
         raise InputError(f"db {action} needs --output.")
     (database, *_) = databases
     if action == "show":
@@ -31,6 +31,8 @@ def act(action: str, databases: Sequence[Path], output: Path | None, keep: int) 
     elif output is not None and action == "export":
         upkeep.export(database, output)
         print(f"wrote {output}")
+    elif output is not None and action == "pack":
+        print(f"packed {upkeep.pack(database, output, least)} kernels into {output}")
     elif output is not None:
         from ..tuning.plot import plot
 

@@ -63,10 +63,13 @@ def add(add_parser: Callable[..., Any], target: str) -> None:
     e.set_defaults(run=_device)
 
     x = add_parser("db", help="look at databases of `tune`, join them, keep what matters")
-    x.add_argument("action", choices=("show", "merge", "prune", "export", "plot"))
+    x.add_argument("action", choices=("show", "merge", "prune", "export", "pack", "plot"))
     x.add_argument("databases", type=Path, nargs="+", metavar="DIR", help="of `tune --database`; merge takes several")
-    x.add_argument("-o", "--output", type=Path, help="the database to add to (merge, export), or the picture (plot)")
+    x.add_argument(
+        "-o", "--output", type=Path, help="the database to add to (merge, export, pack), or the picture (plot)"
+    )
     x.add_argument("--keep", type=positive, default=16, help="prune: trials that stay of each task (16)")
+    x.add_argument("--least", type=float, default=1.03, help="pack: what won by so much, as presets are (1.03)")
     x.set_defaults(run=_db)
 
 
@@ -143,4 +146,4 @@ def _measure(arguments: argparse.Namespace) -> int:
 def _db(arguments: argparse.Namespace) -> int:
     from .databases import act
 
-    return act(arguments.action, arguments.databases, arguments.output, arguments.keep)
+    return act(arguments.action, arguments.databases, arguments.output, arguments.keep, arguments.least)

@@ -22,7 +22,6 @@ from ..measuring.batch import BATCH, DEFAULT, FORMAT, Batch, BatchTask, Result, 
 from ..measuring.isolated import Cause, Failed
 from ..measuring.trial import wins
 from ..target import Target, resolve
-from .architecture import architecture
 from .choices import annotated, recorded
 from .context import Context, candidate, strategy
 from .cost_model import learn, model_of, predicted
@@ -81,7 +80,7 @@ def export(
         (place / _TASK).write_text(tvm.ir.save_json(module))
         (place / _CHOICES).write_text("".join(f"{choice}\n" for choice in choices))
         listed.append(BatchTask(name, title, len(choices)))
-    batch = Batch(FORMAT, target.name, target.cpu_features, threads, pairs, tuple(listed))
+    batch = Batch(FORMAT, target.name, target.cpu_features, target.architecture, threads, pairs, tuple(listed))
     (folder / BATCH).write_text(json.dumps(asdict(batch), indent=1))
     return batch
 
@@ -89,7 +88,7 @@ def export(
 def _proposed(
     module: tvm.IRModule, target: tvm.target.Target, threads: int, database: Database, count: int, seed: int
 ) -> list[tuple[str, Trace]]:
-    """Candidates that the database knows nothing of."""
+    """Candidates that the database knows nothing of, the most promising first."""
     space = space_of(module, target, threads)
     model = model_of(space, seed)
     context = Context(module, space.target, space.generator(), strategy(), "export", seed + 1)
@@ -97,7 +96,8 @@ def _proposed(
     old = {space.default, *database.known(module), *database.failed(module)}
     asked = 2 * count + len(old)  # what is known comes up again
     context.pre_tuning(asked, asked, database=database.trials, cost_model=model)
-    candidates = context.generate_measure_candidates() or ()
+    candidates = list(context.generate_measure_candidates() or ())
+    candidates.sort(key=lambda candidate: predicted(model, context, candidate))
     found = {text: c.sch.trace for c in candidates if (text := annotated(c.sch.mod)) is not None}
     context.post_tuning()
     return [(choice, trace) for choice, trace in found.items() if choice not in old][:count]
@@ -113,8 +113,8 @@ def file_results(folder: Path, database: Path, target: str) -> Filed:
     if measured is None:
         raise InputError(f"Nothing in '{folder}' was measured yet: run `onnx-lowering measure` there.")
     (found,) = resolve(target)
-    machine, lines = measured
-    records = Database(database, found, architecture(found, machine.caches))
+    measured_on, lines = measured
+    records = Database(database, found, measured_on)
     tasks = trials = won = 0
     for task in batch.tasks:
         mine = [result for result in lines if result.task == task.name]

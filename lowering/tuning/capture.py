@@ -22,13 +22,16 @@ Argument = tuple[str, tuple[int, ...]] | int
 
 @dataclass(frozen=True)
 class Use:
-    """Calls of a kernel with arguments of the same shapes: seconds of all of them in one run of the model."""
+    """Calls of a kernel with arguments of the same shapes: seconds of all of them in one run of the model, and what
+    they computed and read."""
 
     kernel: KernelSpec
     arguments: tuple[Argument, ...]
     nodes: tuple[str, ...]
     calls: int
     seconds: float
+    flops: int
+    bytes: int
 
     @property
     def shapes(self) -> list[tuple[int, ...] | int]:
@@ -51,9 +54,12 @@ def uses(model: Model, sizes: Mapping[str, int], threads: int, seconds: float) -
     _run(model, inputs, threads, note)
     found: dict[tuple[str, tuple[Argument, ...]], Use] = {}
     for key, call in zip(seen, profile.calls, strict=True):
-        old = found.get(key, Use(call.kernel, key[1], (), 0, 0.0))
+        old = found.get(key, Use(call.kernel, key[1], (), 0, 0.0, 0, 0))
         nodes = tuple(dict.fromkeys((*old.nodes, *call.nodes)))
-        found[key] = Use(call.kernel, key[1], nodes, old.calls + 1, old.seconds + call.seconds)
+        found[key] = Use(
+            call.kernel, key[1], nodes, old.calls + 1, old.seconds + call.seconds, old.flops + call.flops,
+            old.bytes + call.bytes,
+        )  # fmt: skip
     return sorted(found.values(), key=lambda use: -use.seconds)
 
 

@@ -14,7 +14,9 @@ line at most.
 from __future__ import annotations
 
 import json
+import lzma
 import os
+import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -25,9 +27,10 @@ from tvm.s_tir import Trace
 from tvm.s_tir import meta_schedule as ms
 from tvm_ffi import structural_hash
 
-from ..errors import LoweringError
+from ..errors import ArtifactError, LoweringError
 from ..measuring.isolated import Failed
-from ..measuring.lines import append, mend
+from ..measuring.lines import append, mend, whole_lines
+from ..measuring.machine import Machine, machine
 from ..records import decode
 from ..target import Target
 from .architecture import Architecture, architecture
@@ -36,6 +39,7 @@ from .task import MAIN
 
 _WORKLOADS, _RECORDS = "database_workload.json", "database_tuning_record.json"
 TRIALS, BEST = "trials", "best"
+_PACKED = ".xz"
 ARCHITECTURE, _JOURNAL = "architecture.json", "journal.jsonl"
 
 
@@ -62,9 +66,9 @@ class DatabaseError(LoweringError):
 class Database:
     """The part of a database for one architecture; it is made where it is missing."""
 
-    def __init__(self, folder: Path, target: Target, measured_on: Architecture | None = None) -> None:
-        """measured_on is the architecture of another machine."""
-        self.architecture = measured_on or architecture(target)
+    def __init__(self, folder: Path, target: Target, measured_on: Machine | None = None) -> None:
+        """measured_on is the machine that measures, where it is not this one."""
+        self.architecture = architecture(target, measured_on)
         self.folder = folder / self.architecture.name
         try:
             for name in (TRIALS, BEST):
@@ -163,9 +167,75 @@ def seconds_of(record: ms.database.TuningRecord) -> float:
     return float(record.run_secs[0])
 
 
+def parts_for(folder: Path, target: Target) -> list[Path]:
+    """The folders of a database whose records apply to a target: of this CPU its own; of targets that do not say which
+    machine they are for, GPUs among them, those of all machines that measured such code, this one's first.
+    """
+    own = architecture(target)
+    if own.caches:
+        return [folder / own.name]
+    try:
+        here = architecture(target, machine(gpu=bool(target.architecture)))
+    except ArtifactError:  # no GPU
+        here = own
+    found = [part for part, its in _parts(folder) if its.is_for_code_of(own)]
+    return sorted(found, key=lambda part: part.name != here.name)
+
+
+def parts_like(folder: Path, target: Target) -> list[Path]:
+    """Those of CPUs that are like this one (Architecture.is_like), where the target is this one."""
+    own = architecture(target)
+    return [part for part, its in _parts(folder) if own.is_like(its)]
+
+
+def last_measured_on(folder: Path, target: Target) -> Machine | None:
+    """The machine of which a database knows the latest measurements of such code; None where there are none."""
+    own = architecture(target)
+    found = [
+        ((part / _JOURNAL).stat().st_mtime, Machine(its.caches, its.card))
+        for part, its in _parts(folder)
+        if its.is_for_code_of(own) and (part / _JOURNAL).exists()
+    ]
+    return max(found, key=lambda each: each[0])[1] if found else None
+
+
+def _parts(folder: Path) -> list[tuple[Path, Architecture]]:
+    """The folders of a database, and what they are for. Raises DatabaseError."""
+    found = []
+    for path in sorted(folder.glob(f"*/{ARCHITECTURE}")):
+        try:
+            found.append((path.parent, decode(Architecture, json.loads(path.read_text()), ARCHITECTURE)))
+        except (OSError, ValueError) as error:
+            raise DatabaseError(f"'{path}' is damaged: {error}.") from error
+    return found
+
+
 def best(folder: Path) -> list[ms.database.TuningRecord]:
-    """What is settled for an architecture, whose folder this is."""
-    return list(opened(folder / BEST).get_all_tuning_records()) if (folder / BEST).is_dir() else []
+    """What is settled for an architecture, whose folder this is. Nothing in it is touched: somebody may be writing, and
+    nobody may write into an installed package.
+    """
+    if not (folder / BEST).is_dir():
+        return []
+    with tempfile.TemporaryDirectory() as temporary:
+        for name in (_WORKLOADS, _RECORDS):
+            (Path(temporary) / name).write_bytes(_contents(folder / BEST / name))
+        return list(opened(Path(temporary)).get_all_tuning_records())
+
+
+def pack(folder: Path) -> None:
+    """Compresses what is settled for an architecture, whose folder this is. Only `best` reads it from now on."""
+    for name in (_WORKLOADS, _RECORDS):
+        path = folder / BEST / name
+        path.with_name(f"{name}{_PACKED}").write_bytes(lzma.compress(path.read_bytes()))
+        path.unlink()
+
+
+def _contents(path: Path) -> bytes:
+    """The whole lines of a file, which may be packed."""
+    packed = path.with_name(f"{path.name}{_PACKED}")
+    if packed.exists():
+        return lzma.decompress(packed.read_bytes())
+    return whole_lines(path.read_bytes()) if path.exists() else b""
 
 
 def journal(folder: Path) -> list[Trial]:

@@ -21,7 +21,7 @@ from tvm.s_tir import meta_schedule as ms
 from ..compiling.build import warm_up
 from ..measuring.batch import DEFAULT
 from ..measuring.isolated import Cause, Failed, Helper
-from ..measuring.machine import caches
+from ..measuring.machine import machine
 from ..measuring.measure import Job, Measured, expect
 from ..measuring.trial import RUN_MEMORY, compared, runner, tried
 from ..target import resolve
@@ -44,10 +44,11 @@ def failed(message: str) -> Failed:
 
 
 def _library(module: tvm.IRModule, target: str, cc: str | None, number: int, path: str, plain: bool) -> None:
-    """Runs in a child: builds a candidate, or the unscheduled function."""
+    """Runs in a child: builds a candidate, or the unscheduled function, which the CPU runs whatever it is for."""
     found = resolve(target, cc)[number]
     if plain:
-        Path(path).write_bytes(build.compiled(build.unscheduled(module), found))
+        runs_on = resolve("cpu")[0] if found.architecture else found
+        Path(path).write_bytes(build.compiled(build.unscheduled(module), runs_on))
     else:
         build.library(module, found, path)
 
@@ -75,16 +76,18 @@ class Site:
 
 
 class LocalBench:
-    """This machine. threads is the number of workers of a candidate."""
+    """This machine, or its first GPU. threads is the number of workers of a candidate."""
 
     width = 1
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, gpu: bool) -> None:
+        """Raises ArtifactError where there is no GPU that works."""
         self._threads, self._runner = threads, runner()
-        self._caches = max(caches(), default=32 << 20)
+        self.machine = machine(gpu)
 
     def submit(self, library: Path, baseline: Path, pairs: int, trial: bool) -> Future[Measured]:
-        job = Job(str(library), str(baseline), str(library.parent), self._threads, pairs, self._caches)
+        on_gpu = bool(self.machine.gpu)
+        job = Job(str(library), str(baseline), str(library.parent), self._threads, pairs, self.machine.largest, on_gpu)
         done: Future[Measured] = Future()
         try:
             done.set_result((tried if trial else compared)(self._runner, job))

@@ -24,11 +24,15 @@ import schedules
 from schedules.variant import BySize, Choice, Code, Size, Variant
 
 from ..target import Target
-from .architecture import architecture
 from .choices import DEFAULT, recorded
-from .database import best
+from .database import best, parts_for, parts_like
 from .loop_space import code
 from .task import KERNEL, NotTunable, at_sizes, has_kernel, is_loops_task_of, shapes_of, versions, versions_of
+
+_FARTHEST = 1.0  # of logarithms to base 2
+
+PRESETS = Path(__file__).parents[1] / "presets"
+"""A database that comes with the package."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +55,18 @@ class _Record:
 class Records:
     """What is settled for an architecture. `choose` is for `schedules.apply`."""
 
-    def __init__(self, databases: Sequence[tuple[str, Path]], target: Target) -> None:
-        """databases are folders, each with how its records are called; the first that knows a function counts."""
+    def __init__(self, database: Path | None, target: Target) -> None:
+        """database is a folder of `tune`, or None. What it does not know, presets may."""
         self._target = target.tvm
-        name = architecture(target).name
-        self._sources = [_settled(best(folder / name), source) for source, folder in databases]
+        self._sources = [
+            *(_settled(best(part), "tuned") for part in (parts_for(database, target) if database else ())),
+            *(_settled(best(part), "preset") for part in parts_like(PRESETS, target)),
+        ]
 
     def choose(self, func: tirx.PrimFunc, variants: Sequence[Variant]) -> Choice | BySize | Code | None:
         """The choice for a function's sizes, or one by size for symbolic ones; None where nothing is known. Code runs
-        at just the sizes that it was tuned for, and where it beats what tiles were found to gain.
+        at just the sizes that it was tuned for, and where it beats what tiles were found to gain. A function of fixed
+        sizes that nobody tuned takes the tiles of the nearest one of its form.
         """
         for records in self._sources:
             fitting = [record for record in records if _fits(func, record.shapes)]
@@ -79,10 +86,31 @@ class Records:
                     codes[point] = record
             chosen: Choice | BySize | Code | None = by_size(free, points) if points else None
             for point, record in codes.items():
-                if record.gain > gains.get(point, 1.0):
+                # A GPU's functions are blocks until TVM lowers them, and cannot hold both.
+                if record.gain > gains.get(point, 1.0) and not (free and self._target.kind.name == "cuda"):
                     chosen = Code(_code(record), dict(zip(free, point)), chosen, record.source)
             if chosen is not None:
                 return chosen
+        return self._nearest(func, variants)
+
+    def _nearest(self, func: tirx.PrimFunc, variants: Sequence[Variant]) -> Choice | None:
+        """The tiles of the record whose sizes are nearest, none of them farther than a factor of two, made legal."""
+        if not variants or not variants[0].tiles:
+            return None
+        all_tiles = [(_distance(func, r), r) for records in self._sources for r in records if has_kernel(r.task)]
+        for _, record in sorted((each for each in all_tiles if each[0] <= _FARTHEST), key=lambda each: each[0]):
+            if versions_of(record.task) != versions(variants):
+                continue
+            if record.gain <= 1:
+                return None  # where defaults are best, so will they be here
+            for variant in variants:
+                try:
+                    choice = variant.read(record.choice)
+                    if choice.variant == variant.name:
+                        tiles = {k: t.nearest_legal(variant.problem, variant.machine) for k, t in choice.tiles.items()}
+                        return Choice(choice.variant, tiles, f"{record.origin} of nearby sizes")
+                except ValueError:
+                    continue
         return None
 
     def _is_of(self, func: tirx.PrimFunc, record: _Record) -> bool:
@@ -172,6 +200,26 @@ def _fits(func: tirx.PrimFunc, shapes: Sequence[tuple[int, ...] | int]) -> bool:
         ):
             return False
     return True
+
+
+def _distance(func: tirx.PrimFunc, record: _Record) -> float:
+    """The logarithm to base 2 of the largest ratio of a size to the record's; infinite for another form of arguments,
+    and where a size is not fixed.
+    """
+    its = record.task[KERNEL].params
+    if len(func.params) != len(its):
+        return math.inf
+    farthest = 0.0
+    for mine, other, argument in zip(func.params, its, record.shapes):
+        if tirx.is_buffer_var(mine) != tirx.is_buffer_var(other) or mine.ty.dtype != other.ty.dtype:
+            return math.inf
+        if isinstance(argument, int):
+            continue
+        if len(mine.shape) != len(argument) or not all(isinstance(size, tirx.IntImm) for size in mine.shape):
+            return math.inf
+        ratios = [(int(a) + 1) / (b + 1) for a, b in zip(mine.shape, argument)]
+        farthest = max(farthest, *(abs(math.log2(ratio)) for ratio in ratios), 0.0)
+    return farthest
 
 
 def _sizes(func: tirx.PrimFunc) -> list[Size]:

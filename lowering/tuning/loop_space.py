@@ -18,6 +18,7 @@ from .database import identity
 from .task import MAIN
 
 _ROOT = "root"
+_STATIC = 48 << 10  # bytes of static shared memory that a block can have (CUDA C++ Programming Guide)
 _READ = "GetSBlock"  # an instruction that changes nothing
 
 
@@ -29,9 +30,9 @@ class LoopSpace:
 
     def __init__(self, module: tvm.IRModule, target: tvm.target.Target, threads: int) -> None:
         self._module, self._kind = module, target.kind.name
-        # By the number of cores MetaSchedule says how many tasks loops are cut into.
-        cores = {"num-cores": threads} if self._kind == "llvm" else {}
-        self.target = tvm.target.Target({**target.export(), **cores})
+        # By the number of cores MetaSchedule says how many tasks loops are cut into; its shared memory is static.
+        known = {"num-cores": threads} if self._kind == "llvm" else {"max_shared_memory_per_block": _STATIC}
+        self.target = tvm.target.Target({**target.export(), **known})
 
     @property
     def is_empty(self) -> bool:

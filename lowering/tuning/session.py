@@ -11,6 +11,9 @@ from typing import Any, Literal
 
 import tvm
 
+from schedules.cuda.cycles import least_seconds
+from schedules.cuda.device import device
+
 from ..compiling import artifact
 from ..compiling.compiler import compiled
 from ..graph.declared_sizes import Dims
@@ -20,12 +23,12 @@ from ..measuring.batch import DEFAULT
 from ..measuring.isolated import Failed
 from ..measuring.trial import CLEAR_WIN, LAST_PAIRS, wins
 from ..runtime import load
-from ..target import Target
+from ..target import Target, resolve
 from . import batches
 from .capture import Use, keep, uses
 from .context import Context, candidate, strategy
 from .cost_model import learn, model_of, predicted
-from .database import identity
+from .database import Database, identity
 from .local import Site, Workshop
 from .loop_space import LoopSpace
 from .scheduler import Scheduler, Search
@@ -116,12 +119,13 @@ class Session:
     ) -> None:
         """Compiles the model as it is into a folder and runs it; every kernel that takes a share of the time becomes a
         task."""
-        done = compiled(model, target, donate, self.threads, None, dims, static_cache, weights)
+        stand_in = resolve("cpu")[0] if self.target.architecture else None
+        done = compiled(model, target, donate, self.threads, None, dims, static_cache, weights, stand_in=stand_in)
         artifact.write(where, done.libraries, done.manifest, done.weights)
         runnable = load(where)
         functions = done.unscheduled[0]
         for setting in sizes:
-            found = uses(runnable, setting, self.threads, seconds=1.0)
+            found = [self._timed(use) for use in uses(runnable, setting, self.threads, seconds=1.0)]
             total = sum(use.seconds for use in found)
             self._run_seconds += total
             wanted: dict[Any, list[Path]] = {}
@@ -140,6 +144,12 @@ class Session:
                     wanted.setdefault((use.kernel.name, use.arguments), []).append(place)
             keep(runnable, setting, self.threads, wanted, lambda kernel: written(functions[kernel]))
 
+    def _timed(self, use: Use) -> Use:
+        """With the seconds that it takes on the target, of which a GPU's are estimated: the CPU ran in its place."""
+        if not self.target.architecture:
+            return use
+        return dataclasses.replace(use, seconds=least_seconds(use.flops, use.bytes, device(self.target.tvm)))
+
     def _tasks(self, use: Use, func: Any) -> list[tvm.IRModule]:
         """What can be searched of a kernel: tiles, loops, both or nothing."""
         try:
@@ -152,14 +162,13 @@ class Session:
             loops = None
         return [task for task in (tiles, loops) if task is not None]
 
-    def export(self, count: int) -> None:
-        """Builds so many candidates of each task, to be measured elsewhere."""
+    def export(self, database: Database, count: int) -> None:
+        """Builds so many candidates of each task, of which the database knows nothing, to be measured elsewhere."""
         tasks = {
             name: (f"{_title(self._uses[name])} ({space_of(module, self.target.tvm).kind})", module)
             for name, module in self._modules.items()
         }
         pairs = _PAIRS[self.effort]
-        database = self.sites[0].database
         batch = batches.export(
             self.folder, tasks, database, self.workshop, self.target, self.threads, pairs, count, self.seed
         )

@@ -122,8 +122,9 @@ def at_sizes(func: tirx.PrimFunc, arguments: Shapes) -> tirx.PrimFunc:
         func = plain(_problem_at(AttentionProblem.from_json(func.attrs[ATTRIBUTE]), arguments))
     sizes = _sizes(func, arguments)
     if sizes:
-        # Specialize replaces parameters.
-        open_func = tirx.PrimFunc([*sizes, *func.params], func.body, func.ret_type, attrs=func.attrs)
+        # Specialize replaces parameters. A size that is one itself leaves one behind that nobody reads.
+        params = [tirx.Var(p.name, p.ty.dtype) if p in sizes else p for p in func.params]
+        open_func = tirx.PrimFunc([*sizes, *params], func.body, func.ret_type, attrs=func.attrs)
         func = open_func.specialize({var: tirx.const(size, var.ty.dtype) for var, size in sizes.items()})
     attributes = {k: v for k, v in func.attrs.items() if k in _KEPT or k.startswith(_OURS)}
     return tirx.PrimFunc(func.params, func.body, func.ret_type, attrs=tvm.ir.make_node("ir.DictAttrs", **attributes))

@@ -9,16 +9,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import InputError
+from ..errors import ArtifactError, InputError
 from ..fleet.devices import Fleet
 from ..graph.declared_sizes import Dims
 from ..graph.model import ModelLike
 from ..importing.quantised import Scheme
 from ..manifest import MOST_THREADS
 from ..runtime.checks import whole_number
+from ..runtime.gpu import architecture_here, runs_on
 from ..target import Target, resolve
-from .architecture import architecture
-from .database import Database
+from .database import Database, last_measured_on
 from .local import LocalBench, Site, Workshop
 from .session import EFFORTS, Effort, Outcome, Progress, Session
 
@@ -74,8 +74,9 @@ def tune(
     there: candidates are measured on them, as many at once as there are, those of each key for its own architecture.
 
     export is a folder to write candidates into instead, `trials` of each task (32): `onnx-lowering measure` measures
-    them on a machine that has the runtime alone, and `file_results` files what came out. target may be another CPU
-    whose code this one can run, which computes the expected answers.
+    them on a machine that has the runtime alone, and `file_results` files what came out; those that follow are chosen
+    by what was measured last. target may be a GPU, or another CPU whose code this one can run: this machine's CPU
+    computes the expected answers.
 
     Raises what `compile` and `bench` raise, and InputError for numbers that make no sense.
     """
@@ -86,20 +87,23 @@ def tune(
     threads = whole_number(threads, "threads", 1, MOST_THREADS)
     most = None if trials is None else whole_number(trials, "trials", 0, 2**31)
     begin = time.monotonic()
-    (found,) = resolve(target)
+    found, *others = resolve(target)
+    if others:
+        raise InputError(f"target='{target}': tune for one architecture after the other, each has records of its own.")
     with tempfile.TemporaryDirectory(prefix="onnx-lowering-") as temporary, ExitStack() as stack:
         folder = Path(temporary) if export is None else _empty(Path(export))
-        sites = _sites(Path(database), found, threads, tracker, keys, stack)
+        sites = [] if export is not None else _sites(Path(database), found, threads, tracker, keys, stack)
         workshop = Workshop(target, None, 0, threads)
         stack.callback(workshop.close)
         session = Session(folder, sites, found, workshop, threads, effort, seed)
         session.extract(Path(temporary) / "model", model, target, sizes, dims, static_cache, weights, donate)
         if export is not None:
-            session.export(_CANDIDATES if most is None else most)
+            known = Database(Path(database), found, last_measured_on(Path(database), found))
+            session.export(known, _CANDIDATES if most is None else most)
         else:
+            known = sites[0].database
             session.search(begin + budget, most, progress or (lambda state: None))
-        where = sites[0].database.folder
-        return Tuning(where, session.outcomes(), time.monotonic() - begin, session.interrupted)
+        return Tuning(known.folder, session.outcomes(), time.monotonic() - begin, session.interrupted)
 
 
 def _empty(folder: Path) -> Path:
@@ -110,6 +114,21 @@ def _empty(folder: Path) -> Path:
     return folder
 
 
+def _local(target: Target, threads: int) -> LocalBench:
+    """This machine. Raises InputError for a GPU that is not here."""
+    try:
+        bench = LocalBench(threads, bool(target.architecture))
+        here = architecture_here(0) if target.architecture else ""
+    except ArtifactError as error:
+        raise InputError(
+            f"Target '{target.name}' is not tuned on this machine: {error} Use the devices of a tracker (--runner "
+            "rpc), or --export-candidates for a machine that the network does not reach."
+        ) from error
+    if target.architecture and not runs_on(target.architecture, here):
+        raise InputError(f"The GPU here is {here}, which does not run code for {target.architecture}.")
+    return bench
+
+
 def _sites(
     database: Path,
     target: Target,
@@ -118,21 +137,24 @@ def _sites(
     keys: Sequence[str],
     stack: ExitStack,
 ) -> list[Site]:
-    """This machine, or the devices of each key. Raises InputError for devices that cannot run such code."""
+    """This machine, or the devices of each key. Raises InputError where such code cannot run."""
+    gpu = target.architecture
     if tracker is None:
-        bench = LocalBench(threads)
+        bench = _local(target, threads)
         stack.callback(bench.close)
-        return [Site(bench, Database(database, target))]
+        return [Site(bench, Database(database, target, bench.machine))]
     if not keys:
         raise InputError("A tracker has devices by keys: name at least one.")
     sites = []
     for key in keys:
-        fleet = Fleet(tracker, key, threads)
+        fleet = Fleet(tracker, key, threads, bool(gpu))
         stack.callback(fleet.close)
-        missing = [f for f in target.cpu_features if f not in fleet.machine["cpu_flags"]]
+        if gpu and not runs_on(gpu, fleet.described["gpu_architecture"]):
+            raise InputError(f"GPUs with the key '{key}' are {fleet.described['gpu_architecture']}, not {gpu}.")
+        missing = [f for f in target.cpu_features if f not in fleet.described["cpu_flags"]]
         if missing:
             raise InputError(
                 f"Devices with the key '{key}' lack {', '.join(missing)}: name a smaller target, such as cpu:x86-64-v3."
             )
-        sites.append(Site(fleet, Database(database, target, architecture(target, fleet.caches))))
+        sites.append(Site(fleet, Database(database, target, fleet.machine)))
     return sites

@@ -24,6 +24,7 @@ from .database import (
     seconds_of,
     write_journal,
 )
+from .database import pack as pack_files
 from .ranks import of_the_estimate
 from .task import shapes_of
 
@@ -111,6 +112,34 @@ def export(folder: Path, target: Path) -> None:
             (mine / name).mkdir(parents=True, exist_ok=True)
         shutil.copy(part / ARCHITECTURE, mine)
         _add(opened(part / BEST), opened(mine / BEST), {})
+
+
+def pack(folder: Path, target: Path, least: float) -> int:
+    """What won by at least that factor, with the defaults that it beat, compressed: presets for `compile`, which alone
+    reads them. Answers with how many tasks they are. Raises DatabaseError, also for a folder that holds something.
+    """
+    if target.exists() and any(target.iterdir()):
+        raise DatabaseError(f"'{target}' is not empty: name a new folder to pack into.")
+    tasks = 0
+    for part in parts(folder):
+        settled, mine = opened(part / BEST), target / part.name
+        won = [r for w in _workloads(settled) if (r := records_of(settled, w.mod))[-1:] and _gain(r) >= least]
+        if not won:
+            continue
+        (mine / BEST).mkdir(parents=True)
+        shutil.copy(part / ARCHITECTURE, mine)
+        new = opened(mine / BEST)
+        for records in won:
+            for record in (records[0], records[-1]):
+                _commit(new, record, seconds_of(record))
+        pack_files(mine)
+        tasks += len(won)
+    return tasks
+
+
+def _gain(records: Sequence[ms.database.TuningRecord]) -> float:
+    """Of what is settled, the fastest first; the default is the slowest."""
+    return seconds_of(records[-1]) / seconds_of(records[0])
 
 
 def _summaries(part: Path) -> list[Summary]:

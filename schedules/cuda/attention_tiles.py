@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from lowering.attention.problem import AttentionProblem
 
 from ..tiles import Space, Tiles
+from .cycles import BARRIER, EXPONENTIALS, LANES, LATENCY, LAUNCH, SHARED, TYPICAL, load, reading, step
 from .device import Device
 
 REGISTERS = 255
 """That a thread can have."""
+
+_ADDRESSES = 64  # registers of a thread beside its accumulators
+_WARP_INSTRUCTIONS = 0.62  # of the rate of tensor cores that mma.sync reaches where there is something better
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,26 @@ class MmaTiles(Tiles):
             f"{shared} bytes of shared memory are more than {device.shared_memory}": shared <= device.shared_memory,
             f"{accumulators} accumulators do not fit {REGISTERS} registers": accumulators + 32 <= REGISTERS,
         }
+
+    def estimate(self, problem: AttentionProblem, device: Device) -> float:
+        """Tiles of keys of the busiest multiprocessor: products, softmax, shared memory and cache beside each other,
+        and what a warp waits for that no other block hides."""
+        d, dv = padded(problem.head_dim), problem.v_head_dim
+        tile = 2 * self.kv * (d + dv)
+        rate = device.tensor_cores * (_WARP_INSTRUCTIONS if device.generation >= 90 else 1.0)
+        products = 2 * self.q * self.kv * (d + dv) / rate
+        softmax = self.q * self.kv / EXPONENTIALS + self.q * dv / LANES  # which rescales O for each tile
+        operands = self.warps * tile + (0 if self.q_in_registers else 2 * self.q * d)
+        units = max(products, softmax, (tile + operands) / SHARED, tile / device.cache)
+        own = (products + softmax) * 4 / min(self.warps, 4)  # a warp has a quarter of the units
+        hidden = own / 2 if self.stages == 1 else (self.stages - 1) * own
+        registers = self.registers(problem) + _ADDRESSES
+        busiest = load(
+            _row_blocks(problem, self.q), device, self.threads, min(registers, REGISTERS), self.shared_memory(problem)
+        )
+        each = step(units, own + max(LATENCY - hidden, 0.0) + 2 * BARRIER, busiest.at_once)
+        spilled = max(registers - REGISTERS, 0) / REGISTERS
+        return math.log(busiest.blocks * (_key_tiles(problem, self.q, self.kv) * each * (1 + spilled) + LATENCY))
 
     @classmethod
     def default(cls, problem: AttentionProblem, device: Device) -> MmaTiles:
@@ -152,6 +177,21 @@ class WgmmaTiles(Tiles):
             ),
         }
 
+    def estimate(self, problem: AttentionProblem, device: Device) -> float:
+        """The same, where consumers share all units, in turns or as they meet, and copies are `stages` ahead."""
+        d, dv = padded(problem.head_dim), problem.v_head_dim
+        tile = 2 * self.kv * (d + dv)
+        products = 2 * self.q * self.kv * (d + dv) / device.tensor_cores
+        softmax = self.q * self.kv / EXPONENTIALS + self.q * dv / LANES  # which rescales O for each tile
+        operands = self.consumers * (tile + 2 * 64 * d)
+        units = max(products, softmax, (tile + operands) / SHARED, tile / device.cache)
+        own = (products + softmax) / self.consumers + 2 * BARRIER  # of a consumer, which reaches all units
+        in_turns = max(units, own)
+        side_by_side = (in_turns + products + softmax) / 2  # they meet as it happens
+        each = max(in_turns if self.ping_pong and self.consumers > 1 else side_by_side, LATENCY / (self.stages - 1))
+        blocks = -(-_row_blocks(problem, self.q) // device.multiprocessors)
+        return math.log(blocks * (_key_tiles(problem, self.q, self.kv) * each + LATENCY))
+
     @classmethod
     def default(cls, problem: AttentionProblem, device: Device) -> WgmmaTiles:
         """Untuned but good: what FlashAttention-3 publishes for these head sizes (hopper/tile_size.h), as far as nvcc
@@ -218,6 +258,23 @@ class DecodeTiles(Tiles):
             f"{shared} bytes of shared memory are more than {device.shared_memory}": shared <= device.shared_memory,
         }
 
+    def estimate(self, problem: AttentionProblem, device: Device) -> float:
+        """Reading the keys with so many bytes on their way, or the warps' own work; and merging the splits."""
+        d, dv, keys = padded(problem.head_dim), problem.v_head_dim, problem.kv_len or TYPICAL
+        rows = problem.group * (problem.q_len or 1)
+        blocks = (problem.batch or 1) * problem.kv_heads * -(-rows // 16)
+        splits = max(min(self.blocks // blocks, -(-keys // self.split)), 1)
+        tile = 2 * self.keys * (d + dv)
+        registers = min(dv // 2 + self.keys // 2 + _ADDRESSES, REGISTERS)
+        busiest = load(blocks * splits, device, self.threads, registers, self.shared_memory(problem))
+        steps = -(-keys // (splits * self.keys * self.warps))
+        in_flight = busiest.at_once * self.warps * (self.stages - 1) * tile
+        read = reading(busiest.blocks * keys / splits * 2 * (d + dv), in_flight, device)
+        own = 4 * 16 * self.keys * (2 * (d + dv) / device.tensor_cores + 1 / EXPONENTIALS) + 4 * BARRIER
+        waited = steps * own * busiest.blocks / busiest.at_once
+        merged = LAUNCH + LATENCY * -(-splits // self.ahead) if splits > 1 else 0
+        return math.log(max(read, waited) + LATENCY + merged)
+
     @classmethod
     def default(cls, problem: AttentionProblem, device: Device) -> DecodeTiles:
         """Untuned but good: two blocks on each multiprocessor, with as much of K and V on its way as there is room for.
@@ -265,6 +322,19 @@ class RowTiles(Tiles):
             f"block = {self.block} must be from 1 to 32": 1 <= self.block <= 32,
         }
 
+    def estimate(self, problem: AttentionProblem, device: Device) -> float:
+        """Waiting for keys, which so many warps do at once, or the cache that they read; and merging the splits."""
+        keys = problem.kv_len or TYPICAL
+        rows = (problem.batch or 1) * problem.q_heads * (problem.q_len or 1)
+        splits = max(min(self.warps // rows, -(-keys // self.split)), 1)
+        busiest = load(-(-rows * splits // self.block), device, 32 * self.block, _ADDRESSES, 0)
+        size = 4 * (problem.head_dim + problem.v_head_dim)
+        steps = -(-keys // (splits * self.keys))
+        waited = steps * (LATENCY + self.keys * 2 * BARRIER) * busiest.blocks / busiest.at_once
+        read = busiest.blocks * self.block * keys / splits * size / device.cache
+        merged = LAUNCH + LATENCY * -(-splits // self.ahead) if splits > 1 else 0
+        return math.log(max(waited, read) + merged)
+
     @classmethod
     def default(cls, problem: AttentionProblem, device: Device) -> RowTiles:
         """Untuned but good: half of the warps that a multiprocessor can hold."""
@@ -274,3 +344,15 @@ class RowTiles(Tiles):
 def padded(head_dim: int) -> int:
     """The length of the dot products of Q K^T on tensor cores, which take 16 elements at a time."""
     return -(-head_dim // 16) * 16
+
+
+def _row_blocks(problem: AttentionProblem, q: int) -> int:
+    """Blocks of q query rows of all heads."""
+    return (problem.batch or 1) * problem.q_heads * -(-(problem.q_len or TYPICAL) // q)
+
+
+def _key_tiles(problem: AttentionProblem, q: int, kv: int) -> float:
+    """Tiles of kv keys that a block of q query rows has, on average: about half of them below a diagonal."""
+    keys = problem.kv_len or TYPICAL
+    every = -(-keys // kv)
+    return min(every, (keys + q) / (2 * kv) + 0.5) if problem.causal else every

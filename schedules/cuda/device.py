@@ -19,6 +19,13 @@ class Device:
     """Bytes of the second-level cache."""
     multiprocessors: int
     """Blocks run on so many at a time."""
+    tensor_cores: int
+    """Operations of a multiprocessor in a cycle, in products of half precision with sums in float32, by its best
+    instructions (architecture white papers)."""
+    cache: int
+    """Bytes that the second-level cache gives a multiprocessor in a cycle, roughly."""
+    memory: int
+    """Bytes that the device's memory gives a multiprocessor in a cycle."""
 
     @property
     def generation(self) -> int:
@@ -31,12 +38,12 @@ _KIB, _MIB = 1 << 10, 1 << 20
 DEVICES = {
     device.arch: device
     for device in (
-        Device("sm_80", 163 * _KIB, 40 * _MIB, 108),  # A100
-        Device("sm_86", 99 * _KIB, 6 * _MIB, 84),  # A10, A40, RTX 30
-        Device("sm_89", 99 * _KIB, 72 * _MIB, 128),  # L4, L40, RTX 40
-        Device("sm_90a", 227 * _KIB, 50 * _MIB, 132),  # H100, H200
-        Device("sm_100a", 227 * _KIB, 126 * _MIB, 148),  # B200
-        Device("sm_120", 99 * _KIB, 96 * _MIB, 170),  # RTX 50, RTX PRO
+        Device("sm_80", 163 * _KIB, 40 * _MIB, 108, 2048, 40, 10),  # A100
+        Device("sm_86", 99 * _KIB, 6 * _MIB, 84, 1024, 20, 6),  # A10, A40, RTX 30
+        Device("sm_89", 99 * _KIB, 72 * _MIB, 128, 1024, 20, 3),  # L4, L40, RTX 40
+        Device("sm_90a", 227 * _KIB, 50 * _MIB, 132, 4096, 30, 15),  # H100, H200
+        Device("sm_100a", 227 * _KIB, 126 * _MIB, 148, 4096, 30, 28),  # B200
+        Device("sm_120", 99 * _KIB, 96 * _MIB, 170, 1024, 20, 4),  # RTX 50, RTX PRO
     )
 }
 """By architecture. TMA and wgmma exist from sm_90a, asynchronous copies and mma.sync in bfloat16 from sm_80."""

@@ -57,10 +57,16 @@ def pretend() -> None:
 
 def set_arch(arch: str) -> None:
     """Pretends a GPU of an architecture: "sm_80", "sm_90a", ..."""
+    capability, multiprocessors, shared_memory = properties_of(arch)
+    assert _library is not None
+    _library.emu_set_device(capability, multiprocessors, ctypes.c_size_t(shared_memory))
+
+
+def properties_of(arch: str) -> tuple[int, int, int]:
+    """Compute capability, multiprocessors, bytes of shared memory."""
     capability = int("".join(c for c in arch if c.isdigit()))
     multiprocessors, shared_memory = PROPERTIES[capability]
-    assert _library is not None
-    _library.emu_set_device(capability, multiprocessors, ctypes.c_size_t(shared_memory << 10))
+    return capability, multiprocessors, shared_memory << 10
 
 
 def set_order(order: Order = "ascending", arrivals: Arrivals = "late", races: bool = True) -> None:

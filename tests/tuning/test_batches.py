@@ -123,6 +123,6 @@ def test_refusals(exported: Path, tmp_path: Path) -> None:
             measure(batch)
     (batch / BATCH).write_text(json.dumps(data))
     machine = batch / "machine.json"
-    machine.write_text(json.dumps({"caches": [1, 2]}))
+    machine.write_text(json.dumps({"caches": [1, 2], "gpu": ""}))
     with pytest.raises(InputError, match="other caches"):
         measure(batch)

@@ -12,6 +12,7 @@ from models import product
 import lowering
 from lowering.tools.cli import main
 from lowering.tuning import upkeep
+from lowering.tuning.choices import recorded
 from lowering.tuning.database import best, journal, opened
 from lowering.tuning.plot import best_so_far
 from lowering.tuning.ranks import rank_correlation
@@ -78,6 +79,21 @@ def test_an_export_is_all_that_compile_needs(folders: list[Path], tmp_path: Path
         for folder in (folders[0], tmp_path / "out")
     ]
     assert sources[0] == sources[1] and all(sources[0])
+
+
+def test_a_pack_is_what_won_and_what_it_beat(folders: list[Path], tmp_path: Path, capsys) -> None:
+    """Compressed; what won by less than asked for is not in it."""
+    command = ["db", "pack", str(folders[0]), "-o"]
+    assert main([*command, str(tmp_path / "all"), "--least", "1"]) == 0
+    (before,), (after,) = upkeep.parts(folders[0]), (tmp_path / "all").iterdir()
+    ends = {(str(r.workload.mod), recorded(r.trace), float(r.run_secs[0])) for r in best(after)}
+    assert ends <= {(str(r.workload.mod), recorded(r.trace), float(r.run_secs[0])) for r in best(before)}
+    assert {task for task, *_ in ends} == {str(r.workload.mod) for r in best(before)}
+    assert sum(file.stat().st_size for file in after.rglob("*.*")) < 20_000
+    assert main([*command, str(tmp_path / "none"), "--least", "1000"]) == 0
+    assert "packed 0 kernels" in capsys.readouterr().out and not (tmp_path / "none").exists()
+    assert main([*command, str(tmp_path / "all")]) == 1
+    assert "is not empty" in capsys.readouterr().err
 
 
 def test_a_picture(folders: list[Path], tmp_path: Path) -> None:

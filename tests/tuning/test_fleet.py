@@ -8,11 +8,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from cuda_emulation.processes import environment
 from models import product
 from tvm.rpc import connect_tracker
 from tvm.rpc.tracker import Tracker
@@ -45,15 +46,13 @@ def tracker() -> Iterator[tuple[str, int]]:
 
 
 class Device:
-    """A server that is registered when it is made."""
+    """A server that is registered when it is made; others are what it has in its environment beside ours."""
 
-    def __init__(self, tracker: tuple[str, int], key: str) -> None:
+    def __init__(self, tracker: tuple[str, int], key: str, others: Mapping[str, str] | None = None) -> None:
         before = self._count(tracker, key)
         command = [sys.executable, "-c", DEVICE, f"{tracker[0]}:{tracker[1]}", key]
-        environment = {**os.environ, "TVM_USE_RUNTIME_LIB": "1"}
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, start_new_session=True
-        )
+        here = {**os.environ, **(others or {}), "TVM_USE_RUNTIME_LIB": "1"}
+        self.process = subprocess.Popen(command, cwd=ROOT, env=here, stdout=subprocess.DEVNULL, start_new_session=True)
         end = time.monotonic() + 60
         while self._count(tracker, key) <= before:
             assert self.process.poll() is None and time.monotonic() < end
@@ -107,6 +106,26 @@ def test_two_keys_in_one_session(tracker: tuple[str, int], tmp_path: Path) -> No
             device.kill()
     assert len(tuning.outcomes) == 6 and len({o.architecture for o in tuning.outcomes}) == 1
     assert sum(o.trials for o in tuning.outcomes) >= 4 and not any(o.failures for o in tuning.outcomes)
+
+
+def test_a_rack_of_gpus(tracker: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two cards of one kind, both emulated, and a device that has none."""
+    gpu = environment("sm_80")
+    monkeypatch.setenv("PATH", gpu["PATH"])
+    cards, plain = [Device(tracker, "card", gpu) for _ in range(2)], Device(tracker, "plain")
+    options = {"target": "cuda:sm_80", "trials": 4, "tracker": tracker}
+    try:
+        tuning = lowering.tune(product(rows=8), tmp_path, keys=["card"], effort="quick", **options)
+        with pytest.raises(InputError, match=r"key 'plain' have no GPU that works: this machine has no"):
+            lowering.tune(product(rows=8), tmp_path, keys=["plain"], **options)
+        with pytest.raises(InputError, match="with the key 'card' are sm_80, not sm_90a"):
+            lowering.tune(product(rows=8), tmp_path, keys=["card"], **options | {"target": "cuda:sm_90a"})
+    finally:
+        for device in (*cards, plain):
+            device.kill()
+    assert sum(o.trials for o in tuning.outcomes) >= 4 and not any(o.failures or o.why for o in tuning.outcomes)
+    (folder,) = tmp_path.iterdir()
+    assert folder.name.startswith("sm_80-CPU_emulation") and all(trial.seconds for trial in journal(folder))
 
 
 def test_refusals(tracker: tuple[str, int], tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def folder(tmp_path: Path, helper: Helper) -> Path:
 
 
 def job(folder: Path, path: Path) -> Job:
-    return Job(str(path), str(folder / "right.so"), str(folder), threads=1, pairs=8, caches=1 << 20)
+    return Job(str(path), str(folder / "right.so"), str(folder), threads=1, pairs=8, cache=1 << 20)
 
 
 def test_a_kernel_that_is_right_and_slower(folder: Path, helper: Helper) -> None:

@@ -128,6 +128,16 @@ def test_sizes_that_arguments_do_not_tell() -> None:
         at_sizes(tvm.tirx.PrimFunc([x, y], body).with_attr("s_tir", True), [(4,), (4,)])
 
 
+def test_a_size_that_is_a_parameter_itself_stays_one() -> None:
+    """Callers go on passing it."""
+    size = tvm.tirx.Var("n", "int64")
+    x, y = (tvm.tirx.decl_buffer((size,), "float32", name) for name in "xy")
+    body = tvm.tirx.BufferStore(y, tvm.tirx.BufferLoad(x, [0]) + tvm.tirx.Cast("float32", size), [0])
+    bound = at_sizes(tvm.tirx.PrimFunc([x, y, size], body).with_attr("s_tir", True), [(4,), (4,), 4])
+    assert len(bound.params) == 3 and [int(n) for n in bound.params[1].shape] == [4]
+    assert 'T.Cast("float32", T.int64(4))' in str(bound)
+
+
 def test_which_parameters_are_written() -> None:
     assert written(plain(ATTENTION)) == [False, False, False, False, True]
     (func,) = [f for name, f in functions("n").items() if "matmul" in name]

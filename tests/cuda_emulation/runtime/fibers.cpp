@@ -45,7 +45,20 @@ emu_switch:
 
 namespace emulation {
 
-Settings settings;
+// The device of $CUDA_EMULATION_DEVICE, where no one calls emu_set_device: capability, SMs, bytes of shared memory.
+static Settings from_environment() {
+  Settings found;
+  int capability, multiprocessors;
+  size_t shared_memory;
+  const char* text = getenv("CUDA_EMULATION_DEVICE");
+  if (text && sscanf(text, "%d %d %zu", &capability, &multiprocessors, &shared_memory) == 3) {
+    found.major = capability / 10, found.minor = capability % 10;
+    found.multiprocessors = multiprocessors, found.shared_memory = shared_memory;
+  }
+  return found;
+}
+
+Settings settings = from_environment();
 Block block;
 std::vector<Thread> threads;
 Thread* current = nullptr;

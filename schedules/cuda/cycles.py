@@ -1,0 +1,75 @@
+"""A rough model of a GPU, in cycles of its multiprocessors: what tiles should cost before anything is measured.
+
+It orders a tuner's first candidates, and only differences between tiles of one problem count. A kernel takes as long
+as the multiprocessor with the most blocks. Blocks there share units, each of which does so much in a cycle (a roofline
+per step); a block alone also waits for its own results, which only other blocks hide.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .device import Device
+
+EXPONENTIALS = 16
+"""Of a multiprocessor in a cycle."""
+
+LANES = 128
+"""Of arithmetic in float32."""
+
+SHARED = 128
+"""Bytes of shared memory that it reads or writes in a cycle."""
+
+LATENCY = 700
+"""Cycles until what was asked of the device's memory, or of its cache, is here."""
+
+BARRIER = 40
+"""Cycles of a barrier, or of an exchange between threads."""
+
+LAUNCH = 3000
+"""Cycles of one more launch."""
+
+TYPICAL = 1024
+"""What a size that is not known is taken for."""
+
+CLOCK = 1.5e9
+"""Cycles of a second, roughly."""
+
+_REGISTERS, _WARPS = 65536, 64  # of a multiprocessor
+_RESERVED = 1024  # bytes of shared memory that a block takes beside its own
+
+
+@dataclass(frozen=True)
+class Load:
+    """Of the busiest multiprocessor: the blocks that it has in all, and how many at a time."""
+
+    blocks: int
+    at_once: int
+
+
+def load(blocks: int, device: Device, threads: int, registers: int, shared_memory: int) -> Load:
+    """Blocks of so many threads, registers per thread and bytes of shared memory, shared out."""
+    warps = -(-threads // 32)
+    fit = min(
+        _WARPS // warps,
+        _REGISTERS // (warps * 32 * -(-registers // 8) * 8),
+        (device.shared_memory + _RESERVED) // (shared_memory + _RESERVED),
+    )
+    most = -(-blocks // device.multiprocessors)
+    return Load(most, max(min(fit, most), 1))
+
+
+def step(units: float, alone: float, at_once: int) -> float:
+    """Cycles of a step of each of these blocks: what its busiest unit takes, or its share of the waiting."""
+    return max(units, alone / at_once)
+
+
+def reading(size: float, in_flight: float, device: Device) -> float:
+    """Cycles to read bytes of the device's memory, while so many are on their way (Little's law)."""
+    return size / min(device.memory, max(in_flight, 1.0) / LATENCY)
+
+
+def least_seconds(flops: int, size: int, device: Device) -> float:
+    """The shortest time for so many operations, or to read and write so many bytes."""
+    each = CLOCK * device.multiprocessors
+    return max(flops / (each * device.tensor_cores), size / (each * device.memory))

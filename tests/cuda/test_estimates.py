@@ -1,0 +1,70 @@
+"""What a tuner tries first on a GPU: the estimate of tiles agrees with those that others published after measuring."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import pytest
+
+from lowering.attention.problem import AttentionProblem, Window
+from schedules.cuda.attention_tiles import DecodeTiles, MmaTiles, RowTiles, WgmmaTiles
+from schedules.cuda.device import DEVICES, Device
+from schedules.tiles import Tiles
+
+KERNELS = [
+    ("sm_80", MmaTiles, 4096),
+    ("sm_89", MmaTiles, 4096),
+    ("sm_90a", MmaTiles, 4096),
+    ("sm_90a", WgmmaTiles, 4096),
+    ("sm_80", DecodeTiles, 1),
+    ("sm_90a", DecodeTiles, 1),
+    ("sm_80", RowTiles, 1),
+]
+
+
+def problem(rows: int, head_dim: int, causal: bool = False, batch: int = 4) -> AttentionProblem:
+    """Of Llama-like heads over 4096 keys."""
+    return AttentionProblem(
+        batch=batch, q_len=rows, kv_len=4096, q_heads=32, kv_heads=8, head_dim=head_dim, v_head_dim=head_dim,
+        dtype="float16", v_dtype="float16", acc_dtype="float32", scale=0.1,
+        window=Window(right=0) if causal else None,
+    )  # fmt: skip
+
+
+def legal(kind: type[Tiles], p: AttentionProblem, device: Device) -> Iterator[Tiles]:
+    space = kind.space(p, device)
+    for values in itertools.product(*space.values()):
+        tiles = kind(**dict(zip(space, values)))
+        if tiles.is_legal(p, device):
+            yield tiles
+
+
+@pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
+@pytest.mark.parametrize("head_dim", (64, 128, 256))
+@pytest.mark.parametrize("arch, kind, rows", KERNELS, ids=lambda x: getattr(x, "__name__", str(x)))
+def test_published_tiles_are_among_the_best(
+    arch: str, kind: type[Tiles], rows: int, head_dim: int, causal: bool
+) -> None:
+    """Defaults are what FlashAttention publishes, or what bandwidth times latency asks for."""
+    p, device = problem(rows, head_dim, causal), DEVICES[arch]
+    estimates = sorted(tiles.estimate(p, device) for tiles in legal(kind, p, device))
+    default = kind.default(p, device).estimate(p, device)
+    assert default - estimates[0] < math.log(1.15)  # of the best
+    assert math.exp(estimates[-1] - default) > 1.1  # and the worst are worse
+
+
+def test_what_is_known_to_be_slow_is_last() -> None:
+    """One warp, a short tile, no copy under way, blocks of an odd share of the GPU: each must cost something."""
+    p, a100, h100 = problem(4096, 128), DEVICES["sm_80"], DEVICES["sm_90a"]
+    good = MmaTiles.default(p, a100).estimate(p, a100)
+    assert MmaTiles(q=16, kv=16, warps=1).estimate(p, a100) > good + math.log(2)
+    assert MmaTiles(q=256, kv=32, warps=8).estimate(p, a100) > good
+    best = WgmmaTiles.default(p, h100).estimate(p, h100)
+    assert WgmmaTiles(1, 32, 240, 24, ping_pong=False).estimate(p, h100) > best + math.log(1.5)
+    alone = problem(1, 128, batch=1)  # eight heads for 108 multiprocessors
+    split = DecodeTiles.default(alone, a100)
+    whole = DecodeTiles(split.keys, split.warps, split.stages, blocks=8, split=4096)
+    assert whole.estimate(alone, a100) > split.estimate(alone, a100) + math.log(3)
+    assert RowTiles(warps=32, split=4096).estimate(alone, a100) > RowTiles.default(alone, a100).estimate(alone, a100)

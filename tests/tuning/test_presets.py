@@ -1,0 +1,110 @@
+"""Records that come with the package: for machines like those that were tuned, and behind the user's own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from models import K, expected, product
+from tvm.s_tir import meta_schedule as ms
+
+import lowering
+import schedules
+from lowering.tuning import lookup, upkeep
+from lowering.tuning.choices import recorded
+from lowering.tuning.database import ARCHITECTURE, BEST, TRIALS, best, opened
+from lowering.tuning.task import KERNEL, MAIN, has_kernel, is_loops_task_of, versions, versions_of
+from lowering.tuning.tile_space import TileSpace
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tuned")
+    lowering.tune(product(rows=8), folder, budget=300, trials=8)
+    return folder
+
+
+@pytest.fixture
+def presets(tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    upkeep.export(tuned, tmp_path / "presets")
+    monkeypatch.setattr(lookup, "PRESETS", tmp_path / "presets")
+    return tmp_path / "presets"
+
+
+def test_those_of_the_package_fit_its_kernels() -> None:
+    """Records of other versions than the kernels' would be dead weight: tune again, or take them out."""
+    parts = sorted(lookup.PRESETS.iterdir())
+    assert {part.name.split("-")[1] for part in parts} == {"avx512f", "avx2"}
+    for record in (record for part in parts for record in best(part)):
+        task, text = record.workload.mod, recorded(record.trace)
+        if has_kernel(task):
+            _, variants = schedules.variants(task[KERNEL], record.target) or ("", ())
+            assert versions(variants) == versions_of(task)
+            TileSpace(task, record.target).read(text or "")
+        else:
+            _, variants = schedules.variants(task[MAIN], record.target) or ("", ())
+            assert is_loops_task_of(task, task[MAIN], variants)
+
+
+def win(folder: Path) -> None:
+    """Makes other tiles than the defaults win."""
+    (part,) = upkeep.parts(folder)
+    trials, settled = opened(part / TRIALS), opened(part / BEST)
+    for record in trials.get_all_tuning_records():
+        task = record.workload.mod
+        if has_kernel(task) and recorded(record.trace) != TileSpace(task, record.target).default:
+            workload = settled.commit_workload(task)
+            won = ms.database.TuningRecord(record.trace, workload, [1e-9], record.target, record.args_info)
+            settled.commit_tuning_record(won)
+
+
+def sources(rows: int | str = 8, **options: Any) -> set[str]:
+    """Where the tiles of the kernels are from, without how good they were."""
+    kernels = lowering.compile(product(rows=rows), **options).manifest.kernels
+    return {kernel.source.partition(" ")[0] for kernel in kernels}
+
+
+def test_a_preset_is_used_where_nothing_else_is_known(presets: Path, tuned: Path) -> None:
+    assert sources() == {"preset"}
+    assert sources(database=tuned) == {"tuned"}
+    assert sources(rows=30) == {""}  # other functions
+    assert sources(target="cpu:x86-64-v3") == {""}  # whose machine is not known
+
+
+def test_what_nobody_tuned_takes_the_tiles_of_the_nearest_sizes(tuned: Path, tmp_path: Path) -> None:
+    """Where those are better than the defaults, and no farther than a factor of two."""
+    shutil.copytree(tuned, tmp_path / "database")
+    win(tmp_path / "database")
+    x = np.random.default_rng(0).standard_normal((12, K)).astype(np.float32)
+    module = lowering.compile(product(rows=12), database=tmp_path / "database")
+    assert "tuned of nearby sizes" in {kernel.source for kernel in module.manifest.kernels}
+    np.testing.assert_allclose(module.run({"x": x})["y"], expected(product(), x), rtol=1e-4, atol=1e-6)
+    assert sources(rows=8, database=tmp_path / "database") == {"tuned"}
+    assert sources(rows=30, database=tmp_path / "database") == {""}
+    assert sources(rows="n", database=tmp_path / "database") == {"tuned"}  # those that were tuned
+
+
+@pytest.mark.parametrize(
+    "change, used",
+    [
+        (lambda a: a | {"caches": [*a["caches"][:2], 12345]}, True),  # shared by cores, of the whole package
+        (lambda a: a | {"features": [f for f in a["features"] if "bf16" not in f and "vnni" not in f]}, True),
+        (lambda a: a | {"caches": [a["caches"][0], 12345, *a["caches"][2:]]}, False),
+        (lambda a: a | {"caches": []}, False),
+        (lambda a: a | {"features": ["+neon"]}, False),
+        (lambda a: a | {"kind": "riscv64"}, False),
+    ],
+    ids=["third cache", "features", "second cache", "no caches", "vectors", "kind"],
+)
+def test_a_preset_is_for_machines_like_its_own(
+    presets: Path, change: Callable[[dict[str, Any]], dict[str, Any]], used: bool
+) -> None:
+    (part,) = presets.iterdir()
+    path = part / ARCHITECTURE
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    assert sources() == ({"preset"} if used else {""})
