@@ -115,7 +115,7 @@ def compile_to(
     check_replaceable(Path(os.path.realpath(folder)))
     if sign_key is not None:
         sign_key = private_key(sign_key)
-    done = compiled(model, target, donate, threads, cc, dims, static_cache, weights, database, dump)
+    done = compiled(model, target, donate, threads, cc, dims, static_cache, weights, database, dump=dump)
     return artifact.write(Path(folder), done.libraries, done.manifest, done.weights, sign_key)
 
 
@@ -142,8 +142,8 @@ def compiled(
     static_cache: int | None = None,
     weights: Scheme | None = None,
     database: str | Path | None = None,
-    dump: Dump | None = None,
     stand_in: Target | None = None,
+    dump: Dump | None = None,
 ) -> Compiled:
     """The way itself: parameters as for `compile`. stand_in is a CPU that runs the functions of a GPU in its place, by
     kernels of its own."""

@@ -45,8 +45,7 @@ class Watch:
 
 
 def _states(state: State) -> Table:
-    what = "comparing the best with the defaults" if state.comparing else "searching"
-    table = Table(title=f"{what}, {_clock(state.left)} left", title_justify="left")
+    table = Table(title=f"{state.step}, {_clock(state.left)} left", title_justify="left")
     table.add_column("kernel")
     table.add_column("searched")
     for name in ("trials", "default", "best", "gain"):
@@ -71,7 +70,7 @@ def show(tuning: Tuning) -> None:
     table = Table()
     for name in ("kernel", "nodes", "searched"):
         table.add_column(name, overflow="fold")
-    for name in ("share", "trials", "default", "tuned", "gain"):
+    for name in ("share", "trials", "default", "tuned", "gain", "in the model"):
         table.add_column(name, justify="right")
     table.add_column("failed")
     for outcome in (o for o in tuning.outcomes if not o.why):
@@ -84,16 +83,18 @@ def show(tuning: Tuning) -> None:
             time_of(outcome.default),
             time_of(outcome.seconds),
             f"{outcome.gain:.2f}x",
+            "" if outcome.in_model is None else f"{1 / outcome.in_model:.2f}x",
             causes(outcome.failures),
         )
     Console(width=None if sys.stdout.isatty() else 200).print(table)
     for outcome in (o for o in tuning.outcomes if o.why):
         print(f"not tuned: {outcome.name} ({', '.join(outcome.nodes)}): {outcome.why}")
+    whole = tuning.whole_gain
     kept = sum(o.gain > 1 for o in tuning.outcomes)
     ended = "interrupted after" if tuning.interrupted else "took"
     print(
         f"{ended} {_clock(tuning.seconds)}; {kept} of {len(tuning.outcomes)} kernels got faster, "
-        f"a run {tuning.gain:.2f}x by their shares"
+        f"a run {tuning.gain:.2f}x by their shares" + ("" if whole is None else f", measured {whole:.2f}x")
     )
     print(f"records: {tuning.database}")
 

@@ -19,6 +19,9 @@ from ..runtime.tensors import view_as
 Argument = tuple[str, tuple[int, ...]] | int
 """Type and shape of a tensor, or a number."""
 
+Call = tuple[str, tuple[Argument, ...]]
+"""The name of a kernel, and what it is called with."""
+
 
 @dataclass(frozen=True)
 class Use:
@@ -34,6 +37,10 @@ class Use:
     bytes: int
 
     @property
+    def call(self) -> Call:
+        return self.kernel.name, self.arguments
+
+    @property
     def shapes(self) -> list[tuple[int, ...] | int]:
         return [a if isinstance(a, int) else a[1] for a in self.arguments]
 
@@ -42,18 +49,8 @@ def uses(model: Model, sizes: Mapping[str, int], threads: int, seconds: float) -
     """The kernels of a run at these sizes, the costliest first."""
     inputs = made_up(model, sizes)
     profile = bench(model, sizes, inputs, threads, seconds)
-    seen: list[tuple[str, tuple[Argument, ...]]] = []
-
-    kernels = {kernel.name for kernel in model.manifest.kernels}
-
-    def note(function: Any, name: str, before: bool, result: Any, *given: Any) -> int:
-        if before and name in kernels:
-            seen.append((name, tuple(map(_described, given))))
-        return 0
-
-    _run(model, inputs, threads, note)
-    found: dict[tuple[str, tuple[Argument, ...]], Use] = {}
-    for key, call in zip(seen, profile.calls, strict=True):
+    found: dict[Call, Use] = {}
+    for key, call in zip(called(model, inputs, threads), profile.calls, strict=True):
         old = found.get(key, Use(call.kernel, key[1], (), 0, 0.0, 0, 0))
         nodes = tuple(dict.fromkeys((*old.nodes, *call.nodes)))
         found[key] = Use(
@@ -63,11 +60,25 @@ def uses(model: Model, sizes: Mapping[str, int], threads: int, seconds: float) -
     return sorted(found.values(), key=lambda use: -use.seconds)
 
 
+def called(model: Model, inputs: Mapping[str, Any], threads: int) -> list[Call]:
+    """The calls of kernels in a run, in their order."""
+    found: list[Call] = []
+    kernels = {kernel.name for kernel in model.manifest.kernels}
+
+    def note(function: Any, name: str, before: bool, result: Any, *given: Any) -> int:
+        if before and name in kernels:
+            found.append((name, tuple(map(_described, given))))
+        return 0
+
+    _run(model, inputs, threads, note)
+    return found
+
+
 def keep(
     model: Model,
     sizes: Mapping[str, int],
     threads: int,
-    wanted: Mapping[tuple[str, tuple[Argument, ...]], Sequence[Path]],
+    wanted: Mapping[Call, Sequence[Path]],
     outputs: Callable[[str], Sequence[bool]],
 ) -> None:
     """Writes the arguments of the first call of each use that is wanted into the folders that are given for it.

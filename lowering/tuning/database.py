@@ -182,9 +182,8 @@ def parts_for(folder: Path, target: Target) -> list[Path]:
     return sorted(found, key=lambda part: part.name != here.name)
 
 
-def parts_like(folder: Path, target: Target) -> list[Path]:
-    """Those of CPUs that are like this one (Architecture.is_like), where the target is this one."""
-    own = architecture(target)
+def parts_like(folder: Path, own: Architecture) -> list[Path]:
+    """The folders of CPUs that are like one (Architecture.is_like)."""
     return [part for part, its in _parts(folder) if own.is_like(its)]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +28,11 @@ from ..measuring.trial import RUN_MEMORY, compared, runner, tried
 from ..target import resolve
 from . import build
 from .database import Database
+from .whole_runs import WholeRuns, whole_runs
 
 _BUILD_SECONDS, _BUILD_MEMORY = 120.0, 8 << 30
 _EXPECT_SECONDS = 120.0
+_WHOLE_SECONDS = 600.0  # of large models, each of the fewest turns can take long
 
 
 def failure(cause: str, text: str) -> str:
@@ -69,10 +72,13 @@ class Bench(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """Machines of one architecture: where they are, and the part of the database that is theirs."""
+    """Machines of one architecture: where they are, the part of the database that is theirs, and how two models in
+    folders are compared there at some sizes, for so many seconds (it may raise Failed), None where models do not run.
+    """
 
     bench: Bench
     database: Database
+    whole_runs: Callable[[Path, Path, Mapping[str, int], float], WholeRuns] | None = None
 
 
 class LocalBench:
@@ -83,6 +89,7 @@ class LocalBench:
     def __init__(self, threads: int, gpu: bool) -> None:
         """Raises ArtifactError where there is no GPU that works."""
         self._threads, self._runner = threads, runner()
+        self._models = Helper([whole_runs.__module__])
         self.machine = machine(gpu)
 
     def submit(self, library: Path, baseline: Path, pairs: int, trial: bool) -> Future[Measured]:
@@ -95,8 +102,16 @@ class LocalBench:
             done.set_exception(failed)
         return done
 
+    def whole_runs(self, was: Path, became: Path, sizes: Mapping[str, int], seconds: float) -> WholeRuns:
+        """Of models for this CPU. Raises Failed."""
+        patience = _WHOLE_SECONDS + 2 * seconds
+        return self._models.call(
+            whole_runs, str(was), str(became), sizes, self._threads, seconds, seconds=patience, memory=None
+        )
+
     def close(self) -> None:
         self._runner.close()
+        self._models.close()
 
 
 class Workshop:

@@ -24,6 +24,7 @@ import schedules
 from schedules.variant import BySize, Choice, Code, Size, Variant
 
 from ..target import Target
+from .architecture import architecture
 from .choices import DEFAULT, recorded
 from .database import best, parts_for, parts_like
 from .loop_space import code
@@ -60,7 +61,7 @@ class Records:
         self._target = target.tvm
         self._sources = [
             *(_settled(best(part), "tuned") for part in (parts_for(database, target) if database else ())),
-            *(_settled(best(part), "preset") for part in parts_like(PRESETS, target)),
+            *(_settled(best(part), "preset") for part in parts_like(PRESETS, architecture(target))),
         ]
 
     def choose(self, func: tirx.PrimFunc, variants: Sequence[Variant]) -> Choice | BySize | Code | None:

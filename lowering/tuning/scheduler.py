@@ -17,6 +17,8 @@ from tvm.ir.utils import derived_object
 from tvm.s_tir import meta_schedule as ms
 
 from ..measuring.isolated import Failed
+from ..measuring.measure import Measured
+from .capture import Call
 from .choices import annotated
 from .context import Context
 from .cost_model import LoopModel, TileModel, predicted
@@ -38,6 +40,7 @@ class Search:
     """
 
     name: str
+    call: Call
     task: str  # by hash
     site: Site
     module: tvm.IRModule
@@ -51,9 +54,19 @@ class Search:
     failed: dict[str, Trial]
     trials: int = 0
     stale: int = 0
-    won: str = ""  # the choice that is settled, and its seconds
+    won: str = ""  # the choice that is settled, its seconds, and those in whole runs by those of the default there
     won_seconds: float = 0.0
+    in_model: Measured | None = None
     history: list[float] = field(default_factory=list)  # the best after each batch
+
+    @property
+    def has_won(self) -> bool:
+        """Whether something else than the default is to be kept."""
+        return self.won not in ("", self.space.default)
+
+    def give_up(self) -> None:
+        """Leaves it at the default."""
+        self.won, self.won_seconds = self.space.default, self.reference
 
     @property
     def best(self) -> float:

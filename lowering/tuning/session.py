@@ -10,29 +10,27 @@ from pathlib import Path
 from typing import Any, Literal
 
 import tvm
+from tvm.s_tir import meta_schedule as ms
 
 from schedules.cuda.cycles import least_seconds
 from schedules.cuda.device import device
 
-from ..compiling import artifact
-from ..compiling.compiler import compiled
-from ..graph.declared_sizes import Dims
-from ..graph.model import ModelLike
-from ..importing.quantised import Scheme
 from ..measuring.batch import DEFAULT
 from ..measuring.isolated import Failed
-from ..measuring.trial import CLEAR_WIN, LAST_PAIRS, wins
 from ..runtime import load
 from ..target import Target, resolve
-from . import batches
+from . import batches, lookup
 from .capture import Use, keep, uses
+from .choices import recorded
 from .context import Context, candidate, strategy
 from .cost_model import learn, model_of, predicted
-from .database import Database, identity
+from .database import Database, best, identity, parts_like
 from .local import Site, Workshop
 from .loop_space import LoopSpace
 from .scheduler import Scheduler, Search
+from .settling import Settling
 from .space import space_of
+from .subject import Subject
 from .task import NotTunable, loops_task, tiles_task, written
 
 Effort = Literal["quick", "full"]
@@ -40,7 +38,7 @@ Effort = Literal["quick", "full"]
 _SHARE = {"quick": 0.02, "full": 0.002}  # of a run, below which a kernel is left as it is
 _PAIRS = {"quick": 6, "full": 12}
 _LAST_SHARE = 0.15  # of the time, for last comparisons
-_FINALISTS = 3
+_WHOLE_SECONDS = {"quick": 4.0, "full": 12.0}  # of whole runs at each setting of sizes
 
 EFFORTS = tuple(_SHARE)
 
@@ -50,7 +48,9 @@ class Outcome:
     """One task: seconds of a call by the reference of its default, and what kept candidates from being measured.
 
     A kernel can be two tasks: searched is "tiles" or "loops". seconds is the default's where no candidate won,
-    architecture that of the machine that measured. why says what kept a kernel from being tuned, "" for nothing.
+    architecture that of the machine that measured. in_model is the seconds in whole runs of the model by those of the
+    default there, None where that was not measured; what takes longer there is not kept. why says what kept a kernel
+    from being tuned, "" for nothing.
     """
 
     name: str
@@ -63,6 +63,7 @@ class Outcome:
     failures: Mapping[str, int]
     choice: str
     architecture: str = ""
+    in_model: float | None = None
     why: str = ""
 
     @property
@@ -78,7 +79,7 @@ class State:
     searches: Sequence[Search]
     at_work: Search | None
     left: float
-    comparing: bool = False
+    step: str = "searching"
 
 
 Progress = Callable[[State], None]
@@ -90,41 +91,35 @@ class Session:
     def __init__(
         self,
         folder: Path,
+        subject: Subject,
         sites: Sequence[Site],
         target: Target,
         workshop: Workshop,
-        threads: int,
         effort: Effort,
         seed: int,
     ) -> None:
-        self.folder, self.sites, self.target, self.workshop = folder, sites, target, workshop
-        self.threads, self.effort, self.seed = threads, effort, seed
+        """Works in the folder, which is empty, and where the tasks are when it is over."""
+        self.folder, self.subject, self.sites, self.target, self.workshop = folder, subject, sites, target, workshop
+        self.threads, self.effort, self.seed = subject.threads, effort, seed
         self.searches: list[Search] = []
         self.interrupted = False
+        self.whole_gain: float | None = None
         self._left_out: list[Outcome] = []
         self._uses: dict[str, Use] = {}
         self._modules: dict[str, tvm.IRModule] = {}
         self._run_seconds = 0.0
+        self._presets: dict[Site, list[ms.database.TuningRecord]] = {}
 
-    def extract(
-        self,
-        where: Path,
-        model: ModelLike,
-        target: str,
-        sizes: Sequence[Mapping[str, int]],
-        dims: Dims | None,
-        static_cache: int | None,
-        weights: Scheme | None,
-        donate: Sequence[str],
-    ) -> None:
+    def extract(self, where: Path) -> None:
         """Compiles the model as it is into a folder and runs it; every kernel that takes a share of the time becomes a
         task."""
+        begin = time.monotonic()
         stand_in = resolve("cpu")[0] if self.target.architecture else None
-        done = compiled(model, target, donate, self.threads, None, dims, static_cache, weights, stand_in=stand_in)
-        artifact.write(where, done.libraries, done.manifest, done.weights)
+        done = self.subject.compile_into(where, stand_in=stand_in)
+        self._model, self._compile_seconds = where, time.monotonic() - begin
         runnable = load(where)
         functions = done.unscheduled[0]
-        for setting in sizes:
+        for setting in self.subject.sizes:
             found = [self._timed(use) for use in uses(runnable, setting, self.threads, seconds=1.0)]
             total = sum(use.seconds for use in found)
             self._run_seconds += total
@@ -181,7 +176,8 @@ class Session:
         """Until so late, last comparisons included, or after so many trials."""
         state = State([], None, end - time.monotonic())
         left = end - time.monotonic()
-        stop = end - _LAST_SHARE * left
+        whole = self._compile_seconds + _WHOLE_SECONDS[self.effort] * len(self.subject.sizes)
+        stop = end - _LAST_SHARE * left - min(whole, left / 4)
 
         def late() -> bool:
             return time.monotonic() >= stop
@@ -189,8 +185,8 @@ class Session:
         def over() -> bool:
             return late() or (most is not None and sum(s.trials for s in state.searches) >= most)
 
-        def told(search: Search) -> None:
-            state.at_work, state.left = search, end - time.monotonic()
+        def told(search: Search, step: str = "searching") -> None:
+            state.at_work, state.step, state.left = search, step, end - time.monotonic()
             progress(state)
 
         try:
@@ -203,11 +199,10 @@ class Session:
             Scheduler(self.searches, self.workshop, _PAIRS[self.effort], over, told).run(self.target.tvm)
         except KeyboardInterrupt:
             self.interrupted = True
-        state.comparing = True
-        for search in self.searches:
-            state.at_work, state.left = search, end - time.monotonic()
-            progress(state)
-            self._settle(search)
+        place = self.folder / "settling"
+        settling = Settling(self.searches, self.subject, self._model, place, self.workshop, self.target)
+        settling.run(_WHOLE_SECONDS[self.effort], told)
+        self.whole_gain = settling.gain
 
     def _begin(self, name: str) -> None:
         """Builds the default and what it is compared with, and has it measured everywhere."""
@@ -220,9 +215,32 @@ class Session:
             pairs = _PAIRS[self.effort]
             begun = [site.bench.submit(default, default, pairs, trial=False) for site in self.sites]
             for site, measured in zip(self.sites, begun):
-                self.searches.append(self._searched(name, site, module, use, measured.result().baseline))
+                search = self._searched(name, site, module, use, measured.result().baseline)
+                self.searches.append(search)
+                self._try_presets(search)
         except Failed as failed:
             self._left_out.append(_left_out(use, f"its default failed: {failed}"))
+
+    def _try_presets(self, search: Search) -> None:
+        """Measures what presets say: it serves where the database knows nothing, which it now will."""
+        site, name = search.site, search.task
+        if site not in self._presets:
+            parts = parts_like(lookup.PRESETS, site.database.architecture)
+            self._presets[site] = [record for part in parts for record in best(part)]
+        for record in (r for r in self._presets[site] if identity(r.workload.mod) == name):
+            choice = recorded(record.trace) or ""
+            if choice in search.known or choice in search.failed:
+                continue
+            expected = predicted(search.model, search.context, candidate(search.module, record.trace))
+            try:
+                library = self.workshop.build_trace(search.module, record.trace)
+                default = search.folder / DEFAULT
+                measured = site.bench.submit(library, default, _PAIRS[self.effort], trial=True).result()
+            except Failed as failed:
+                search.failed[choice] = site.database.fail(search.module, choice, failed, expected)
+                continue
+            seconds = search.known[choice] = search.reference * measured.ratio
+            site.database.commit(search.module, record.trace, seconds, self.target.tvm, expected)
 
     def _searched(self, name: str, site: Site, module: tvm.IRModule, use: Use, seconds: float) -> Search:
         """The search of a task whose default takes so many seconds on a site."""
@@ -238,34 +256,9 @@ class Session:
             database.commit(module, trace, reference, self.target.tvm, expected)
         learn(model, context, module, database)
         return Search(
-            title, name, site, module, use.seconds / seconds, self.folder / name, space, model, context, reference,
-            known, database.failed(module),
+            title, use.call, name, site, module, use.seconds / seconds, self.folder / name, space, model, context,
+            reference, known, database.failed(module),
         )  # fmt: skip
-
-    def _settle(self, search: Search) -> None:
-        """Compares the fastest candidates with the default for a last time."""
-        self.workshop.folder, database = search.folder, search.site.database
-        default = search.space.default
-        traces = database.traces(search.module)
-        finalists = sorted(search.known, key=search.known.__getitem__)[:_FINALISTS]
-        won, seconds = default, search.reference
-        for choice in finalists:
-            if choice == default or search.known[choice] * CLEAR_WIN > search.reference:
-                continue
-            try:
-                library = self.workshop.build_trace(search.module, traces[choice])
-                measured = search.site.bench.submit(library, search.folder / DEFAULT, LAST_PAIRS, trial=False).result()
-            except Failed as failed:
-                search.failed[choice] = database.fail(search.module, choice, failed)
-                continue
-            if wins(measured.ratio, measured.spread) and search.reference * measured.ratio < seconds:
-                won, seconds = choice, search.reference * measured.ratio
-        if database.settled(search.module) is None:
-            trace = search.space.default_trace(search.module)
-            database.settle(search.module, trace, search.reference, self.target.tvm)
-        if won != default:
-            database.settle(search.module, traces[won], seconds, self.target.tvm)
-        search.won, search.won_seconds = won, seconds
 
     def outcomes(self) -> tuple[Outcome, ...]:
         found = []
@@ -283,6 +276,7 @@ class Session:
                     search.causes(),
                     search.won,
                     search.site.database.architecture.name,
+                    search.in_model.ratio if search.in_model else None,
                 )
             )
         return (*sorted(found, key=lambda o: -o.share), *self._left_out)

@@ -21,6 +21,7 @@ from ..target import Target, resolve
 from .database import Database, last_measured_on
 from .local import LocalBench, Site, Workshop
 from .session import EFFORTS, Effort, Outcome, Progress, Session
+from .subject import Subject
 
 _CANDIDATES = 32  # of each task, to be measured elsewhere
 
@@ -28,12 +29,14 @@ _CANDIDATES = 32  # of each task, to be measured elsewhere
 @dataclass(frozen=True)
 class Tuning:
     """What `tune` did; database is the part for the (first) architecture. gain is that of a whole run there, as the
-    shares of its kernels tell it."""
+    shares of its kernels tell it; whole_gain was measured, on geometric average over the sizes, None where models do
+    not run: on other machines."""
 
     database: Path
     outcomes: tuple[Outcome, ...]
     seconds: float
     interrupted: bool
+    whole_gain: float | None = None
 
     @property
     def gain(self) -> float:
@@ -95,15 +98,17 @@ def tune(
         sites = [] if export is not None else _sites(Path(database), found, threads, tracker, keys, stack)
         workshop = Workshop(target, None, 0, threads)
         stack.callback(workshop.close)
-        session = Session(folder, sites, found, workshop, threads, effort, seed)
-        session.extract(Path(temporary) / "model", model, target, sizes, dims, static_cache, weights, donate)
+        subject = Subject(model, target, sizes, threads, dims, static_cache, weights, donate)
+        session = Session(folder, subject, sites, found, workshop, effort, seed)
+        session.extract(Path(temporary) / "model")
         if export is not None:
             known = Database(Path(database), found, last_measured_on(Path(database), found))
             session.export(known, _CANDIDATES if most is None else most)
         else:
             known = sites[0].database
             session.search(begin + budget, most, progress or (lambda state: None))
-        return Tuning(known.folder, session.outcomes(), time.monotonic() - begin, session.interrupted)
+        seconds = time.monotonic() - begin
+        return Tuning(known.folder, session.outcomes(), seconds, session.interrupted, session.whole_gain)
 
 
 def _empty(folder: Path) -> Path:
@@ -142,7 +147,7 @@ def _sites(
     if tracker is None:
         bench = _local(target, threads)
         stack.callback(bench.close)
-        return [Site(bench, Database(database, target, bench.machine))]
+        return [Site(bench, Database(database, target, bench.machine), None if gpu else bench.whole_runs)]
     if not keys:
         raise InputError("A tracker has devices by keys: name at least one.")
     sites = []

@@ -49,6 +49,8 @@ def test_loops_win_and_are_used(tuned: tuple[Path, lowering.Tuning], rows: int |
     folder, tuning = tuned
     (loops,) = (o for o in tuning.outcomes if o.searched == "loops")
     assert loops.gain > 1.4 and not loops.failures
+    assert loops.in_model is not None and loops.in_model < 1 / 1.1
+    assert tuning.whole_gain is not None and tuning.whole_gain > 1.1
     module = lowering.compile(product(rows), database=folder)
     (kernel,) = module.manifest.kernels
     assert kernel.schedule == "loops" and kernel.source == f"tuned {loops.gain:.2f}x"

@@ -16,6 +16,7 @@ from lowering.target import resolve
 from lowering.tuning.database import Database
 from lowering.tuning.local import LocalBench, Site, Workshop
 from lowering.tuning.session import Session
+from lowering.tuning.subject import Subject
 from lowering.tuning.tile_space import TileSpace
 from schedules.variant import Choice
 
@@ -44,11 +45,12 @@ def test_random_tiles_become_as_good_as_a_sweep(tmp_path: Path, monkeypatch: pyt
     bench, workshop = LocalBench(1, gpu=False), Workshop("cpu", None, 0, 1)
     (tmp_path / "tasks").mkdir()
     database = Database(tmp_path / "database", target)
-    session = Session(tmp_path / "tasks", [Site(bench, database)], target, workshop, 1, "full", seed=0)
     try:
         case = all_cases()["P1 full"]
         model = case.model()
-        session.extract(tmp_path / "model", model, "cpu", [sizes(model, case.own_feeds())], None, None, None, ())
+        subject = Subject(model, "cpu", [sizes(model, case.own_feeds())], threads=1)
+        session = Session(tmp_path / "tasks", subject, [Site(bench, database)], target, workshop, "full", seed=0)
+        session.extract(tmp_path / "model")
         session.search(time.monotonic() + SECONDS, None, lambda state: None)
         (search,) = session.searches
         space = search.space
