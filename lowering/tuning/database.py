@@ -78,6 +78,7 @@ class Database:
                 _replace(path, self.architecture.to_json())
         except OSError as error:
             raise DatabaseError(f"'{self.folder}' cannot be written: {error.strerror or error}.") from error
+        mend(self.folder / _JOURNAL)
         self.trials, self._best = opened(self.folder / TRIALS), opened(self.folder / BEST)
         self._failures = [trial for trial in journal(self.folder) if trial.cause is not None]
 
@@ -141,7 +142,7 @@ def identity(task: tvm.IRModule) -> str:
 
 
 def opened(folder: Path) -> ms.database.JSONDatabase:
-    """MetaSchedule's database in a folder. A last line that a killed writer left unfinished is cut off.
+    """MetaSchedule's database in a folder, to be written. A last line that a killed writer left unfinished is cut off.
 
     Raises DatabaseError.
     """
@@ -209,16 +210,20 @@ def _parts(folder: Path) -> list[tuple[Path, Architecture]]:
     return found
 
 
-def best(folder: Path) -> list[ms.database.TuningRecord]:
-    """What is settled for an architecture, whose folder this is. Nothing in it is touched: somebody may be writing, and
-    nobody may write into an installed package.
+def held(folder: Path) -> ms.database.JSONDatabase:
+    """What a database in a folder holds at this moment, to be read. Nothing in it is touched: somebody may be writing,
+    and nobody may write into an installed package. Raises DatabaseError.
     """
-    if not (folder / BEST).is_dir():
-        return []
+    contents = {name: _contents(folder / name) for name in (_RECORDS, _WORKLOADS)}  # what is named is written first
     with tempfile.TemporaryDirectory() as temporary:
-        for name in (_WORKLOADS, _RECORDS):
-            (Path(temporary) / name).write_bytes(_contents(folder / BEST / name))
-        return list(opened(Path(temporary)).get_all_tuning_records())
+        for name, data in contents.items():
+            (Path(temporary) / name).write_bytes(data)
+        return opened(Path(temporary))
+
+
+def best(folder: Path) -> list[ms.database.TuningRecord]:
+    """What is settled for an architecture, whose folder this is, and which may be missing."""
+    return list(held(folder / BEST).get_all_tuning_records())
 
 
 def pack(folder: Path) -> None:
@@ -240,9 +245,8 @@ def _contents(path: Path) -> bytes:
 def journal(folder: Path) -> list[Trial]:
     """The trials of an architecture, whose folder this is, in order. Raises DatabaseError."""
     path = folder / _JOURNAL
-    mend(path)
     try:
-        lines = path.read_text().splitlines() if path.exists() else []
+        lines = whole_lines(path.read_bytes()).splitlines() if path.exists() else []
         return [decode(Trial, json.loads(line), _JOURNAL) for line in lines]
     except ValueError as error:
         raise DatabaseError(f"'{path}' is damaged: {error}.") from error

@@ -17,6 +17,7 @@ from .database import (
     TRIALS,
     DatabaseError,
     Trial,
+    held,
     identity,
     journal,
     opened,
@@ -73,9 +74,9 @@ def merge(sources: Sequence[Path], target: Path) -> None:
                 (mine / name).mkdir(parents=True, exist_ok=True)
             if not (mine / ARCHITECTURE).exists():
                 shutil.copy(part / ARCHITECTURE, mine)
-            scales = _scales(opened(part / TRIALS), opened(mine / TRIALS))
+            scales = _scales(held(part / TRIALS), held(mine / TRIALS))
             for name in (TRIALS, BEST):
-                _add(opened(part / name), opened(mine / name), scales)
+                _add(held(part / name), opened(mine / name), scales)
             known = set(journal(mine))
             write_journal(mine, [*journal(mine), *(t for t in _rescaled(journal(part), scales) if t not in known)])
 
@@ -87,7 +88,7 @@ def prune(folder: Path, keep: int) -> int:
     """
     gone = 0
     for part in parts(folder):
-        old, best = opened(part / TRIALS), opened(part / BEST)
+        old, best = held(part / TRIALS), held(part / BEST)
         place = part / f".{TRIALS}"
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir()
@@ -111,7 +112,7 @@ def export(folder: Path, target: Path) -> None:
         for name in (TRIALS, BEST):
             (mine / name).mkdir(parents=True, exist_ok=True)
         shutil.copy(part / ARCHITECTURE, mine)
-        _add(opened(part / BEST), opened(mine / BEST), {})
+        _add(held(part / BEST), opened(mine / BEST), {})
 
 
 def pack(folder: Path, target: Path, least: float) -> int:
@@ -122,7 +123,7 @@ def pack(folder: Path, target: Path, least: float) -> int:
         raise DatabaseError(f"'{target}' is not empty: name a new folder to pack into.")
     tasks = 0
     for part in parts(folder):
-        settled, mine = opened(part / BEST), target / part.name
+        settled, mine = held(part / BEST), target / part.name
         won = [r for w in _workloads(settled) if (r := records_of(settled, w.mod))[-1:] and _gain(r) >= least]
         if not won:
             continue
@@ -143,7 +144,7 @@ def _gain(records: Sequence[ms.database.TuningRecord]) -> float:
 
 
 def _summaries(part: Path) -> list[Summary]:
-    trials, best = opened(part / TRIALS), opened(part / BEST)
+    trials, best = held(part / TRIALS), held(part / BEST)
     failures: dict[str, Counter[str]] = {}
     first: dict[str, float] = {}
     for trial in journal(part):

@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from models import product
+from tvm.s_tir import meta_schedule as ms
 
 import lowering
 from lowering.tools.cli import main
-from lowering.tuning import upkeep
+from lowering.tuning import database, upkeep
 from lowering.tuning.choices import recorded
-from lowering.tuning.database import best, journal, opened
+from lowering.tuning.database import best, held, journal, opened
 from lowering.tuning.plot import best_so_far
 from lowering.tuning.ranks import rank_correlation
 
@@ -40,6 +41,39 @@ def test_show(folders: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["db", "show", str(folders[0])]) == 0
     shown = capsys.readouterr().out
     assert summaries[0].architecture in shown and "8x96" in shown and "1.00x" in shown
+
+
+def test_a_database_is_looked_at_while_it_grows(
+    folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the readings of two files a task and its record come; and a line is half written. Nothing is changed."""
+    folder = tmp_path / "database"
+    shutil.copytree(folders[0], folder)
+    (part,) = upkeep.parts(folder)
+    others = held(part / "trials").get_all_tuning_records()
+    for path in (part / "trials").iterdir():
+        path.write_bytes(b"")
+    read = database._contents
+
+    def contents(path: Path) -> bytes:
+        data = read(path)
+        if "trials" in str(path) and not len(trials := opened(part / "trials")):
+            record = others[0]
+            workload = trials.commit_workload(record.workload.mod)
+            trials.commit_tuning_record(
+                ms.database.TuningRecord(record.trace, workload, [1.0], record.target, record.args_info)
+            )
+        return data
+
+    monkeypatch.setattr(database, "_contents", contents)
+    upkeep.show(folder)
+    with (part / "journal.jsonl").open("a") as file, (part / "best" / "database_workload.json").open("a") as other:
+        file.write('{"task": "ab')
+        other.write('["-123')
+    files = [path for path in part.rglob("*") if path.is_file()]
+    before = [path.read_bytes() for path in files]
+    assert len(upkeep.show(folder)) == 1
+    assert before == [path.read_bytes() for path in files]
 
 
 def test_a_merge_holds_both_in_the_seconds_of_the_target(folders: list[Path], tmp_path: Path) -> None:
