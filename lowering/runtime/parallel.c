@@ -203,7 +203,7 @@ static void wait_for_workers(Job* job) {
 static int launch(Lambda lambda, void* data, int num_task) {
     Worker* taken = NULL;
     int workers = 0;
-    if (!in_task) {
+    if (!in_task && requested_threads != 1) {
         cpu_set_t mask;
         CPU_ZERO(&mask);
         int threads = 1; /* when the mask cannot be read: machines with more than 1024 CPUs */

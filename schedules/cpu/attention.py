@@ -16,13 +16,17 @@ from .decode import decode
 from .prefill import prefill
 from .vector import Machine, machine
 
+_LARGEST_HEAD = 1024
+
 
 def attention(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
-    """A function that holds an AttentionProblem; None for one with a qk output, or with heads of no size."""
+    """A function that holds an AttentionProblem; None for one with a qk output, or with heads of no size or a size
+    that nobody has: code is written out along them."""
     if func.attrs is None or ATTRIBUTE not in func.attrs:
         return None
     problem = AttentionProblem.from_json(func.attrs[ATTRIBUTE])
-    if problem.qk_mode is not None or not problem.head_dim or not problem.v_head_dim:
+    sizes = problem.head_dim, problem.v_head_dim
+    if problem.qk_mode is not None or not min(sizes) or max(sizes) > _LARGEST_HEAD:
         return None
     cpu = machine(target)
     tiles = {"prefill": PrefillTiles.default(problem, cpu), "decode": DecodeTiles.default(problem, cpu)}

@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import tvm
 from tvm import tirx
@@ -48,14 +48,23 @@ _UNROLLED = 16  # elements of a window's row whose code is written out
 class WindowTiles(LoopTiles):
     """Tiles of windows."""
 
+    version: ClassVar[int] = 2
+
     width: int = 4
     """Windows side by side, each with a register of sums."""
     chunk: int = 64
     """The most places of a task: what their windows cover of a vector of channels should fit the nearest cache."""
 
     @classmethod
+    def default(cls, problem: Windows, machine: Machine) -> WindowTiles:
+        """The width that leaves the fewest blocks and places alone: each takes a while to begin."""
+        count = problem.whole_places
+        widths = range(2, min(8, machine.registers // 2) + 1) if count else (cls.width,)
+        return WindowTiles(width=min(widths, key=lambda width: _begun(count or 0, width)))
+
+    @classmethod
     def space(cls, problem: Any, machine: Machine) -> Space:
-        return super().space(problem, machine) | {"width": (1, 2, 4, 6, 8), "chunk": (16, 32, 64, 128, 256)}
+        return super().space(problem, machine) | {"width": tuple(range(1, 9)), "chunk": (16, 32, 64, 128, 256)}
 
     def rules(self, problem: Any, machine: Machine) -> dict[str, bool]:
         fits = 1 <= self.width <= machine.registers // 2
@@ -65,14 +74,15 @@ class WindowTiles(LoopTiles):
         }
 
     def estimate(self, problem: Windows, machine: Machine) -> float:
-        """Elements of windows side by side, each loaded once, and weights once; what is left over goes one by one."""
-        last = problem.stage.reduce[-1].extent.value
-        places = problem.places.extent
-        count = places.value if isinstance(places, tirx.IntImm) else TYPICAL
-        width = self.width
-        together = max(width * last, width + 2 * last, LATENCY / 2)
-        alone = max(2 * last, LATENCY)
-        return math.log(count // width * together + count % width * alone + 1)
+        """Elements of the windows, and a wait for the first sums of each block and of each place that is alone."""
+        count = problem.whole_places or TYPICAL
+        elements = math.prod(axis.extent.value for axis in problem.stage.reduce)
+        return math.log(count * elements + LATENCY * _begun(count, self.width))
+
+
+def _begun(count: int, width: int) -> int:
+    """Blocks of so many places, and the places that are left."""
+    return count // width + count % width
 
 
 def windows(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:

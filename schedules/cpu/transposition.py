@@ -11,9 +11,9 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from tvm import ir, tirx
+from tvm import DataType, ir, tirx
 from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
 
@@ -32,6 +32,8 @@ from .vector import Machine, element_type, fixed, load, prefetch, reinterpret, s
 @dataclass(frozen=True, kw_only=True)
 class SweepTiles(LoopTiles):
     """Tiles of element-wise functions."""
+
+    version: ClassVar[int] = 2
 
     chunk: int = 1 << 13
     """Elements of a task where an output is swept over from end to end."""
@@ -58,6 +60,7 @@ class SweepTiles(LoopTiles):
         }
 
 
+_STACK = 512  # bytes; TVM's limit is below 1024
 _IF_THEN_ELSE = ir.Op.get("prim.if_then_else")
 
 
@@ -72,6 +75,12 @@ class Transposition:
     loads: list[ir.TensorLoad]
     side: int
     tiles: SweepTiles
+
+    @property
+    def rows(self) -> int:
+        """Of a part of a tile: TVM has memory from the heap for larger ones, at each task."""
+        widest = max(DataType(element_type(_bits(node))).itemsize for node in self.loads)
+        return max(1, min(self.side, _STACK // (self.side * widest)))
 
     @property
     def applies(self) -> Expr:
@@ -89,7 +98,10 @@ class Transposition:
             point = unravel(index, [*others, Axis(last.var, strips), Axis(first.var, rows)])
             *outer, strip, row = (fixed(i) for i in point)
             values = {axis.var: value for axis, value in zip(others, outer)}
-            tiles = [T.alloc_buffer((side * side,), str(_bits(node).ty)) for node in self.loads]
+            tiles = [
+                [T.alloc_buffer((self.rows * side,), str(_bits(node).ty)) for _ in range(side // self.rows)]
+                for node in self.loads
+            ]
             low, high = fixed(strip * width), fixed(tirx.min(strip * width + width, last.extent))
             top, bottom = fixed(row * height), fixed(tirx.min(row * height + height, first.extent))
             with T.serial((bottom - top + (side - 1)) // side) as i, T.serial((high - low + (side - 1)) // side) as j:
@@ -105,32 +117,45 @@ class Transposition:
         values: Mapping[tirx.Var, Expr],
         i0: Expr,
         j0: Expr,
-        tiles: list[tirx.Buffer],
+        tiles: list[list[tirx.Buffer]],
         body: Callable[[list[Expr]], None],
     ) -> None:
         side, i, j = self.side, self.first.var, self.last.var
-        for node, tile in zip(self.loads, tiles):
+        for node, parts in zip(self.loads, tiles):
             (position,) = node.indices
             starts = [fixed(substitute(position, {**values, i: i0, j: j0 + k})) for k in range(side)]
             for start in starts:
                 prefetch(node.source, start + side)
             columns = transpose([T.bind(_bits(load(node.source, side, start))) for start in starts])
             for k, column in enumerate(columns):
-                store(tile, column, k * side)
-        with T.serial(side) as row:
+                store(parts[k // self.rows], column, k % self.rows * side)
+        for part in range(side // self.rows):
+            with T.serial(self.rows) as row:
+                self._row({**values, i: i0 + (part * self.rows + row)}, row, j0, [parts[part] for parts in tiles], body)
 
-            def from_tile(node: Expr) -> Expr | None:
-                for known, tile in zip(self.loads, tiles):
-                    if node.same_as(known):
-                        element = tirx.BufferLoad(tile, [row * side - j0 + j])
-                        return tirx.reinterpret(node.ty, element) if is_half(node.ty) else element
-                return None
+    def _row(
+        self,
+        values: Mapping[tirx.Var, Expr],
+        row: Expr,
+        j0: Expr,
+        tiles: list[tirx.Buffer],
+        body: Callable[[list[Expr]], None],
+    ) -> None:
+        """The results of a vector, whose loads are a row of these parts of tiles."""
+        side, j = self.side, self.last.var
 
-            bindings = [(var, rewrite(expr, from_tile)) for var, expr in self.program.bindings]
-            program = Program(bindings, [rewrite(result, from_tile) for result in self.program.results])
-            write = program.before_loop(j, {**values, i: i0 + row})(side)
-            with T.vectorized(tirx.const(side, "int64")) as lane:
-                body(write(j0 + lane, lane))
+        def from_tile(node: Expr) -> Expr | None:
+            for known, tile in zip(self.loads, tiles):
+                if node.same_as(known):
+                    element = tirx.BufferLoad(tile, [row * side - j0 + j])
+                    return tirx.reinterpret(node.ty, element) if is_half(node.ty) else element
+            return None
+
+        bindings = [(var, rewrite(expr, from_tile)) for var, expr in self.program.bindings]
+        program = Program(bindings, [rewrite(result, from_tile) for result in self.program.results])
+        write = program.before_loop(j, values)(side)
+        with T.vectorized(tirx.const(side, "int64")) as lane:
+            body(write(j0 + lane, lane))
 
 
 def read_transposition(sweep: Sweep, facts: Facts, cpu: Machine, tiles: SweepTiles) -> Transposition | None:

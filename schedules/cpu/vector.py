@@ -21,6 +21,7 @@ import tvm
 from tvm import DataType, tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
+from tvm.sym import Analyzer
 from tvm.target.codegen import target_has_features
 
 Buffer = tirx.Buffer
@@ -150,7 +151,12 @@ def fixed(x: Expr) -> Expr:
 
     TVM's simplifier replaces a variable bound by `T.bind` by its definition wherever it is used, for minutes where
     definitions nest. Behind a load it stops, and LLVM removes the load. A `T.bind` of a load needs no such care.
+    A number stays one: to LLVM the body of a parallel loop is a function of its own, which would read a variable.
     """
+    if lanes_of(x) == 1 and not tirx.analysis.undefined_vars(x):
+        number = Analyzer().simplify(x)
+        if isinstance(number, tirx.IntImm):
+            return number
     return T.bind(Register(x).value)
 
 

@@ -60,6 +60,17 @@ class Windows:
         return self.stage.axes[-2]
 
     @property
+    def whole_places(self) -> int | None:
+        """How many have all elements of their windows along the row; None where only a run tells."""
+        low: Expr = tirx.const(0, "int64")
+        high = self.places.extent
+        for guard in (guard for guard in self.guards if guard.axis is self.places):
+            above, below = guard.range_of_places()
+            low, high = low if above is None else tirx.max(low, above), high if below is None else tirx.min(high, below)
+        count = Analyzer().simplify(high - low)
+        return max(count.value, 0) if isinstance(count, tirx.IntImm) else None
+
+    @property
     def channels(self) -> Axis:
         return self.stage.axes[-1]
 

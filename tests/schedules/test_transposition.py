@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from onnx import helper
@@ -71,3 +73,10 @@ def test_any_sizes(dtype: str, target: str) -> None:
 def test_static_sizes(shape: tuple[int, int, int]) -> None:
     """Tiles no larger than the shorter axis."""
     check(moved("float32", shape, "cpu"), "float32", shape)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_tiles_lie_on_the_stack(dtype: str, tmp_path: Path) -> None:
+    """A task that asks the heap for memory takes longer for that than for its tile."""
+    moved(dtype, (2, 70, 96), "cpu").save(tmp_path / "model")
+    assert b"TVMBackendAllocWorkspace" not in (tmp_path / "model" / "model.so").read_bytes()

@@ -113,3 +113,14 @@ def test_transpose_and_reductions(lanes: int) -> None:
 def test_cover_touches_each_element_and_no_other(length: int) -> None:
     w, starts = vector.cover(length, 16)
     assert {start + k for start in starts for k in range(w)} == set(range(length))
+
+
+def test_numbers_are_fixed_as_they_are() -> None:
+    """The body of a parallel loop is a function of its own: it would read a variable, and divide by it."""
+    with IRBuilder() as builder, T.prim_func(s_tir=True):
+        T.func_name("main")
+        rows = T.arg("rows", T.int64())
+        assert vector.fixed(T.int64(3) * 4 + 2).value == 14
+        assert not isinstance(vector.fixed(rows + 1), tvm.tirx.IntImm)
+        T.evaluate(0)
+    assert builder.get() is not None
