@@ -104,6 +104,15 @@ def is_loops_task_of(task: tvm.IRModule, func: tirx.PrimFunc, variants: Sequence
     return bool(structural_equal(_versioned(func, variants), task[MAIN], True))
 
 
+def is_current(task: tvm.IRModule, target: tvm.target.Target) -> bool:
+    """Whether what a task was compared with is what its function is by default today."""
+    name = KERNEL if has_kernel(task) else MAIN
+    _, variants = schedules.variants(task[name], target) or ("", ())
+    if has_kernel(task):
+        return versions(variants) == versions_of(task)
+    return is_loops_task_of(task, task[MAIN], variants)
+
+
 def _versioned(func: tirx.PrimFunc, variants: Sequence[Variant]) -> tirx.PrimFunc:
     return func.with_attr({"global_symbol": MAIN, _VERSIONS: versions(variants)})
 

@@ -27,7 +27,7 @@ from .database import (
 )
 from .database import pack as pack_files
 from .ranks import of_the_estimate
-from .task import shapes_of
+from .task import is_current, shapes_of
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def show(folder: Path) -> list[Summary]:
 
 def parts(folder: Path) -> list[Path]:
     """The folders of the architectures. Raises DatabaseError where there is none."""
-    found = sorted(part for part in folder.glob("*") if (part / TRIALS).is_dir()) if folder.is_dir() else []
+    found = sorted(part.parent for part in folder.glob(f"*/{ARCHITECTURE}")) if folder.is_dir() else []
     if not found:
         raise DatabaseError(f"'{folder}' holds no database: the folder of `tune --database` is wanted.")
     return found
@@ -100,7 +100,7 @@ def prune(folder: Path, keep: int) -> int:
                     _commit(new, record, seconds_of(record))
                 else:
                     gone += 1
-        shutil.rmtree(part / TRIALS)
+        shutil.rmtree(part / TRIALS, ignore_errors=True)
         place.rename(part / TRIALS)
     return gone
 
@@ -116,15 +116,17 @@ def export(folder: Path, target: Path) -> None:
 
 
 def pack(folder: Path, target: Path, least: float) -> int:
-    """What won by at least that factor, with the defaults that it beat, compressed: presets for `compile`, which alone
-    reads them. Answers with how many tasks they are. Raises DatabaseError, also for a folder that holds something.
+    """What won by at least that factor, with the defaults that it beat where they are those of today, compressed:
+    presets for `compile`. Answers with how many tasks they are. Raises DatabaseError, also for a folder that holds
+    something.
     """
     if target.exists() and any(target.iterdir()):
         raise DatabaseError(f"'{target}' is not empty: name a new folder to pack into.")
     tasks = 0
     for part in parts(folder):
         settled, mine = held(part / BEST), target / part.name
-        won = [r for w in _workloads(settled) if (r := records_of(settled, w.mod))[-1:] and _gain(r) >= least]
+        both = [records for w in _workloads(settled) if len(records := records_of(settled, w.mod)) > 1]
+        won = [r for r in both if _gain(r) >= least and is_current(r[0].workload.mod, r[0].target)]
         if not won:
             continue
         (mine / BEST).mkdir(parents=True)

@@ -14,7 +14,7 @@ import lowering
 from lowering.tools.cli import main
 from lowering.tuning import database, upkeep
 from lowering.tuning.choices import recorded
-from lowering.tuning.database import best, held, journal, opened
+from lowering.tuning.database import best, held, journal, opened, records_of
 from lowering.tuning.plot import best_so_far
 from lowering.tuning.ranks import rank_correlation
 
@@ -116,18 +116,38 @@ def test_an_export_is_all_that_compile_needs(folders: list[Path], tmp_path: Path
 
 
 def test_a_pack_is_what_won_and_what_it_beat(folders: list[Path], tmp_path: Path, capsys) -> None:
-    """Compressed; what won by less than asked for is not in it."""
-    command = ["db", "pack", str(folders[0]), "-o"]
-    assert main([*command, str(tmp_path / "all"), "--least", "1"]) == 0
-    (before,), (after,) = upkeep.parts(folders[0]), (tmp_path / "all").iterdir()
-    ends = {(str(r.workload.mod), recorded(r.trace), float(r.run_secs[0])) for r in best(after)}
-    assert ends <= {(str(r.workload.mod), recorded(r.trace), float(r.run_secs[0])) for r in best(before)}
-    assert {task for task, *_ in ends} == {str(r.workload.mod) for r in best(before)}
-    assert sum(file.stat().st_size for file in after.rglob("*.*")) < 20_000
-    assert main([*command, str(tmp_path / "none"), "--least", "1000"]) == 0
-    assert "packed 0 kernels" in capsys.readouterr().out and not (tmp_path / "none").exists()
-    assert main([*command, str(tmp_path / "all")]) == 1
+    """Compressed; what won by less than asked for is not in it, nor what beat a default of other days."""
+    folder = tmp_path / "database"
+    shutil.copytree(folders[0], folder)
+    (part,) = upkeep.parts(folder)
+    settled, trials = opened(part / "best"), held(part / "trials")
+    tasks = [records for s in trials.get_all_tuning_records() if len(records := records_of(trials, s.workload.mod)) > 1]
+    first, second, *_ = {str(records[0].workload.mod): records for records in tasks}.values()
+    for records, gain in ((first, 2), (second, 1.5)):
+        *_, default = records_of(settled, records[0].workload.mod)
+        other = next(r for r in records if recorded(r.trace) != recorded(default.trace))
+        won = [float(default.run_secs[0]) / gain]
+        own = settled.commit_workload(other.workload.mod)
+        settled.commit_tuning_record(ms.database.TuningRecord(other.trace, own, won, other.target, other.args_info))
+    command = ["db", "pack", str(folder), "-o"]
+    for least, packed in (("1.8", 1), ("1.4", 2)):
+        assert main([*command, str(tmp_path / least), "--least", least]) == 0
+        assert f"packed {packed} kernels" in capsys.readouterr().out
+        (new,) = upkeep.parts(tmp_path / least)
+        found = {(str(r.workload.mod), recorded(r.trace), float(r.run_secs[0])) for r in best(new)}
+        assert len(found) == 2 * packed and found < {
+            (str(r.workload.mod), recorded(r.trace), float(r.run_secs[0])) for r in best(part)
+        }
+    assert sum(file.stat().st_size for file in new.rglob("*.*")) < 20_000
+    assert main([*command, str(new.parent)]) == 1
     assert "is not empty" in capsys.readouterr().err
+
+
+def test_defaults_of_other_days_are_not_packed(
+    folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upkeep, "is_current", lambda task, target: False)
+    assert upkeep.pack(folders[0], tmp_path / "none", 0.0) == 0 and not (tmp_path / "none").exists()
 
 
 def test_a_picture(folders: list[Path], tmp_path: Path) -> None:

@@ -14,11 +14,10 @@ from models import K, expected, product
 from tvm.s_tir import meta_schedule as ms
 
 import lowering
-import schedules
 from lowering.tuning import lookup, upkeep
 from lowering.tuning.choices import recorded
 from lowering.tuning.database import ARCHITECTURE, BEST, TRIALS, best, opened
-from lowering.tuning.task import KERNEL, MAIN, has_kernel, is_loops_task_of, versions, versions_of
+from lowering.tuning.task import has_kernel, is_current
 from lowering.tuning.tile_space import TileSpace
 
 
@@ -41,14 +40,9 @@ def test_those_of_the_package_fit_its_kernels() -> None:
     parts = sorted(lookup.PRESETS.iterdir())
     assert {part.name.split("-")[1] for part in parts} == {"avx512f", "avx2"}
     for record in (record for part in parts for record in best(part)):
-        task, text = record.workload.mod, recorded(record.trace)
-        if has_kernel(task):
-            _, variants = schedules.variants(task[KERNEL], record.target) or ("", ())
-            assert versions(variants) == versions_of(task)
-            TileSpace(task, record.target).read(text or "")
-        else:
-            _, variants = schedules.variants(task[MAIN], record.target) or ("", ())
-            assert is_loops_task_of(task, task[MAIN], variants)
+        assert is_current(record.workload.mod, record.target)
+        if has_kernel(record.workload.mod):
+            TileSpace(record.workload.mod, record.target).read(recorded(record.trace) or "")
 
 
 def win(folder: Path) -> None:
