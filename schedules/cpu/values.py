@@ -44,7 +44,8 @@ class Program:
         """Whether a loop over `index` around the program can become vectors.
 
         A condition that guards a load and differs between lanes cannot, nor a function without a vector form. Quotients
-        of integers would be taken apart into lanes. A bfloat16 that is the same in all of them TVM cannot spread.
+        of integers would be taken apart into lanes, and so would loads at places that are rounded: where nothing is
+        computed of them, lanes gain nothing. A bfloat16 that is the same in all of them TVM cannot spread.
         """
         varying = {index}
         if any(result.ty == "bfloat16" and not self._varies(result, index) for result in self.results):
@@ -56,7 +57,8 @@ class Program:
                 return False
             if var is not None:
                 varying.add(var)
-        return True
+        bound = dict(self.bindings)
+        return not any(_is_rounded(bound.get(result, result), varying) for result in self.results)
 
     def _varies(self, result: Expr, index: tirx.Var) -> bool:
         varying = {index}
@@ -154,6 +156,13 @@ class _Hoist:
                 return var
         self.named.append((expr, fixed(expr)))
         return self.named[-1][1]
+
+
+def _is_rounded(expr: Expr, varying: set[tirx.Var]) -> bool:
+    """Whether it is a load at places that are made of floating-point numbers."""
+    parts = [part for i in expr.indices for part in walk(i)] if isinstance(expr, ir.TensorLoad) else []
+    casts = [part for part in parts if isinstance(part, prim.Cast) and uses(part, varying)]
+    return any(str(cast.value.ty).startswith("float") for cast in casts)
 
 
 def _has_vector_form(node: Expr, varying: set[tirx.Var]) -> bool:
