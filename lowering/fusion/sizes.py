@@ -9,6 +9,7 @@ are left to ONNX.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -86,7 +87,8 @@ class _Sizes:
             self._contents[node.outputs[0]] = contents
             if not any(isinstance(c, ir.SymbolicDim) for c in contents.flat):
                 dtype = node.outputs[0].dtype or ir.DataType.INT64
-                node.outputs[0].const_value = ir.tensor(contents.astype(dtype.numpy()), dtype=dtype)
+                with suppress(OverflowError):  # operands of several types: the importer has words for them
+                    node.outputs[0].const_value = ir.tensor(contents.astype(dtype.numpy()), dtype=dtype)
 
     # -- shapes -------------------------------------------------------------------------------------------------------
 
