@@ -33,7 +33,7 @@ from .vector import Machine, element_type, fixed, load, prefetch, reinterpret, s
 class SweepTiles(LoopTiles):
     """Tiles of element-wise functions."""
 
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
 
     chunk: int = 1 << 13
     """Elements of a task where an output is swept over from end to end."""
