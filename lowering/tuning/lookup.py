@@ -31,6 +31,7 @@ from .loop_space import code
 from .task import KERNEL, NotTunable, at_sizes, has_kernel, is_loops_task_of, shapes_of, versions, versions_of
 
 _FARTHEST = 1.0  # of logarithms to base 2
+_TUNED, _PRESET = "tuned", "preset"
 
 PRESETS = Path(__file__).parents[1] / "presets"
 """A database that comes with the package."""
@@ -60,8 +61,8 @@ class Records:
         """database is a folder of `tune`, or None. What it does not know, presets may."""
         self._target = target.tvm
         self._sources = [
-            *(_settled(best(part), "tuned") for part in (parts_for(database, target) if database else ())),
-            *(_settled(best(part), "preset") for part in parts_like(PRESETS, architecture(target))),
+            *(_settled(best(part), _TUNED) for part in (parts_for(database, target) if database else ())),
+            *(_settled(best(part), _PRESET) for part in parts_like(PRESETS, architecture(target))),
         ]
 
     def choose(self, func: tirx.PrimFunc, variants: Sequence[Variant]) -> Choice | BySize | Code | None:
@@ -69,11 +70,12 @@ class Records:
         at just the sizes that it was tuned for, and where it beats what tiles were found to gain. A function of fixed
         sizes that nobody tuned takes the tiles of the nearest one of its form.
         """
+        free = _sizes(func)
         for records in self._sources:
             fitting = [record for record in records if _fits(func, record.shapes)]
-            if not fitting:
+            # The user knows which sizes are to count for all of them; a preset's is one of many.
+            if not fitting or (free and fitting[0].origin == _PRESET):
                 continue
-            free = _sizes(func)
             points: dict[tuple[int, ...], Choice] = {}
             codes: dict[tuple[int, ...], _Record] = {}
             gains: dict[tuple[int, ...], float] = {}

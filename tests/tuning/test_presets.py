@@ -66,6 +66,7 @@ def sources(rows: int | str = 8, **options: Any) -> set[str]:
 def test_a_preset_is_used_where_nothing_else_is_known(presets: Path, tuned: Path) -> None:
     assert sources() == {"preset"}
     assert sources(database=tuned) == {"tuned"}
+    assert sources(rows="n") == {""}  # one size says nothing of all others
     assert sources(rows=30) == {""}  # other functions
     assert sources(target="cpu:x86-64-v3") == {""}  # whose machine is not known
 
