@@ -151,11 +151,12 @@ def fixed(x: Expr) -> Expr:
 
     TVM's simplifier replaces a variable bound by `T.bind` by its definition wherever it is used, for minutes where
     definitions nest. Behind a load it stops, and LLVM removes the load. A `T.bind` of a load needs no such care.
-    A number stays one: to LLVM the body of a parallel loop is a function of its own, which would read a variable.
+    A number stays one: to LLVM the body of a parallel loop is a function of its own, which would read a variable. But
+    0 is a variable: TVM refuses code that divides by it, even where nothing does at run time.
     """
     if lanes_of(x) == 1 and not tirx.analysis.undefined_vars(x):
         number = Analyzer().simplify(x)
-        if isinstance(number, tirx.IntImm):
+        if isinstance(number, tirx.IntImm) and number.value:
             return number
     return T.bind(Register(x).value)
 

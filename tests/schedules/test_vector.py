@@ -122,5 +122,6 @@ def test_numbers_are_fixed_as_they_are() -> None:
         rows = T.arg("rows", T.int64())
         assert vector.fixed(T.int64(3) * 4 + 2).value == 14
         assert not isinstance(vector.fixed(rows + 1), tvm.tirx.IntImm)
+        assert not isinstance(vector.fixed(T.int64(2) - 2), tvm.tirx.IntImm)  # by which something may be divided
         T.evaluate(0)
     assert builder.get() is not None

@@ -178,7 +178,7 @@ def test_killed_in_the_middle(tmp_path: Path) -> None:
 
 def test_an_interrupt_keeps_what_was_found(tmp_path: Path) -> None:
     def interrupt(state: State) -> None:
-        if state.at_work is not None and state.at_work.trials == 3 and not state.comparing:
+        if state.at_work is not None and state.at_work.trials == 3 and state.step == "searching":
             raise KeyboardInterrupt
 
     tuning = lowering.tune(product(rows=8), tmp_path, budget=300, progress=interrupt)
