@@ -227,7 +227,7 @@ def best(folder: Path) -> list[ms.database.TuningRecord]:
 
 
 def pack(folder: Path) -> None:
-    """Compresses what is settled for an architecture, whose folder this is. Only `best` reads it from now on."""
+    """Compresses what is settled for an architecture, whose folder this is: `held` reads it, nobody can add to it."""
     for name in (_WORKLOADS, _RECORDS):
         path = folder / BEST / name
         path.with_name(f"{name}{_PACKED}").write_bytes(lzma.compress(path.read_bytes()))

@@ -58,12 +58,6 @@ def unravel(index: Expr, axes: Sequence[Axis]) -> list[Expr]:
     return [index, *reversed(point)] if axes else []
 
 
-def _named(expr: Expr) -> Expr:
-    """A number, or a variable."""
-    expr = Analyzer().simplify(expr)
-    return expr if isinstance(expr, tirx.IntImm) else fixed(expr)
-
-
 def split_among_threads(tasks: Expr, work: Expr, parallel_work: int, body: Callable[[Expr], None]) -> None:
     """body(task) for each task. work: simple operations of all tasks together; tested at run time when symbolic.
 
@@ -90,8 +84,8 @@ def split_rows(
     the range begins. There must be an axis.
     """
     *outer, last = axes
-    rows = _named(tirx.max(tiles.task_work // tirx.max(row_work, 1), 1))
-    blocks = _named((last.extent + (rows - 1)) // rows)
+    rows = fixed(tirx.max(tiles.task_work // tirx.max(row_work, 1), 1))
+    blocks = fixed((last.extent + (rows - 1)) // rows)
 
     def task(index: Expr) -> None:
         point = [fixed(i) for i in unravel(index // blocks, outer)]
