@@ -59,7 +59,20 @@ def made(seed: int, calls: int, tensor_cores: bool = False) -> list[Case]:
     asks for one that these take."""
     rng = random.Random(seed)
     problem = _for_tensor_cores(rng) if tensor_cores else _problem(rng)
+    problem = _given(random.Random(f"{seed} given"), problem)
     return [_call(rng, problem) for _ in range(calls)]
+
+
+def _given(rng: random.Random, p: AttentionProblem) -> AttentionProblem:
+    """The problem, some of whose numbers are told by a call."""
+    window = p.window
+    if window is not None and rng.random() < 0.3:
+        told: dict[str, Any] = {"left": "given"} if window.left is not None else {}
+        told |= {"sinks": "given"} if window.left is not None and rng.random() < 0.5 else {}
+        told |= {"offset": "behind"} if p.lengths and rng.random() < 0.5 else {}
+        window = dataclasses.replace(window, **told)
+    splits = rng.choice([1, 2, 3, 7]) if rng.random() < 0.2 else None
+    return dataclasses.replace(p, window=window, store=store_cases.given(rng, p.store), splits=splits)
 
 
 def _for_tensor_cores(rng: random.Random) -> AttentionProblem:
@@ -90,8 +103,9 @@ def _problem(rng: random.Random) -> AttentionProblem:
     if isinstance(mask, Mask) and mask.pad and mask.dims[0] == 1 and mask.dims[3] is None and rng.random() < 0.3:
         mask = dataclasses.replace(mask, starts=True)
     dims = [1, 2, 5, 7, 8, 9, 16, 17, 32, 40, 64]
-    head_dim = rng.choice([16, 40, 64] if store.codec and store.codec.group else dims)
-    v_head_dim = rng.choice([head_dim, rng.choice([8, 32, 64] if store.codec and store.codec.group else dims)])
+    whole = store.codec is not None and (store.codec.group or store.packing > 1)
+    head_dim = rng.choice([16, 40, 64] if whole else dims)
+    v_head_dim = rng.choice([head_dim, rng.choice([8, 32, 64] if whole else dims)])
     sides = [None, None, 0, 1, 2, 5, 100]
     offsets: list[Offset] = ["zero", "past", "lengths"] if lengths else ["zero", "past"]
     sinks, free = rng.choice([0, 0, 1, 3, 20]), rng.random() < 0.2
@@ -168,7 +182,7 @@ def arrays(case: Case) -> dict[str, Any]:
     elif p.mask is not None:
         full = (case.batch, p.q_heads, tokens, case.mask_len)
         if p.mask.starts:
-            result["key_starts"] = first = rng.integers(0, 9, case.batch)
+            result["key_starts"] = first = rng.integers(-1, 9, case.batch)
             full = (*full[:3], case.mask_len + int(first.max(initial=0)))
         ones = {axis for axis in p.mask.broadcasts if rng.random() < 0.5}
         shape = tuple(1 if axis in ones else full[axis] if d is None else d for axis, d in enumerate(p.mask.dims))
@@ -190,6 +204,9 @@ def arrays(case: Case) -> dict[str, Any]:
         result["sink"] = np.where(rng.random(p.q_heads) < 0.2, -np.inf, sink).astype(p.dtype)
     if p.lengths:
         result["lengths"] = rng.integers(-2, case.kv_len + 4, case.batch)
+    for name in ("lefts", "sink_keys"):
+        if name in p.inputs():
+            result[name] = rng.integers(-1, rng.choice([4, 30]), case.batch)
     if "past" in p.scalars():
         result["past"] = case.past
     if "free_batches" in p.scalars():

@@ -13,7 +13,7 @@ from attention_cases import TARGET, Case, made
 
 from lowering.attention.formula import Formula
 from lowering.attention.problem import AttentionProblem, Mask
-from lowering.attention.store import Offset, Pages, Whole
+from lowering.attention.store import GivenRing, Offset, Pages, Whole
 from schedules.cpu.attention_tiles import DecodeTiles
 from schedules.cpu.vector import machine
 from schedules.cuda.prefill_mma import takes
@@ -35,18 +35,26 @@ FIELDS: dict[str, Field] = {
     "slots: offsets": lambda p: isinstance(p.store.slots, Offset),
     "slots: pages by number": lambda p: isinstance(p.store.slots, Pages) and p.store.slots.entries == "page",
     "slots: pages by first slot": lambda p: isinstance(p.store.slots, Pages) and p.store.slots.entries == "slot",
+    "slots: a page for each batch": lambda p: isinstance(p.store.slots, Pages) and p.store.slots.size is None,
     "slots: pages of K and V apart": lambda p: isinstance(p.store.slots, Pages) and p.store.slots.apart,
     "ring": lambda p: p.store.ring is not None,
-    "ring with sinks": lambda p: p.store.ring is not None and p.store.ring.sinks > 0,
+    "ring with sinks": lambda p: getattr(p.store.ring, "sinks", 0) > 0,
+    "ring of the call's numbers": lambda p: isinstance(p.store.ring, GivenRing),
     "beams": lambda p: p.store.beams is not None,
     "K and V in one buffer": lambda p: p.store.joint,
     "layers in one buffer": lambda p: "l" in p.store.axes,
     "int8": lambda p: p.store.codec is not None and p.store.codec.dtype == "int8",
     "float8_e4m3fn": lambda p: p.store.codec is not None and p.store.codec.dtype == "float8_e4m3fn",
-    "a scale for the tensor": lambda p: p.store.codec is not None and not p.store.codec.group,
+    "int4": lambda p: p.store.codec is not None and p.store.codec.dtype == "int4",
+    "a scale for the tensor": lambda p: (
+        p.store.codec is not None and not (p.store.codec.group or p.store.codec.channels)
+    ),
+    "a scale for each channel": lambda p: p.store.codec is not None and p.store.codec.channels,
     "a scale for a group": lambda p: p.store.codec is not None and bool(p.store.codec.group),
     "window": lambda p: p.window is not None,
-    "window with sinks": lambda p: p.window is not None and p.window.left is not None and p.window.sinks > 0,
+    "window with sinks": lambda p: p.window is not None and p.window.left is not None and bool(p.window.sinks),
+    "window of the call's numbers": lambda p: p.window is not None and "given" in (p.window.left, p.window.sinks),
+    "rows behind the keys": lambda p: p.window is not None and p.window.offset == "behind",
     "batches that see all": lambda p: p.window is not None and p.window.free,
     "lengths": lambda p: p.lengths,
     "bool mask": lambda p: isinstance(p.mask, Mask) and p.mask.dtype == "bool",
@@ -58,6 +66,7 @@ FIELDS: dict[str, Field] = {
     "soft cap": lambda p: bool(p.softcap),
     "change of scores": lambda p: p.score is not None,
     "sink": lambda p: p.sink,
+    "splits of a given number": lambda p: p.splits is not None,
     "qk output": lambda p: p.qk_mode is not None,
     "lse output": lambda p: p.lse,
     "max output": lambda p: p.max,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from lowering.attention.problem import AttentionProblem
-from lowering.attention.store import Beams, Codec, Offset, Pages, Ring, Store, Whole
+from lowering.attention.store import Beams, Codec, GivenRing, Offset, Pages, Ring, Store, Whole
 
 _LAYERS = 3
 
@@ -26,6 +27,9 @@ def store(rng: random.Random) -> Store:
     codec = None
     if rng.random() < 0.4:
         codec = Codec(rng.choice(["int8", "float8_e4m3fn"]), rng.choice([0, 8, 4]), rng.choice(["float32", "float16"]))
+        if not codec.group:
+            four, channels = rng.random() < 0.35, rng.random() < 0.5
+            codec = replace(codec, dtype="int4" if four else codec.dtype, channels=channels)
     axes = list({Whole: "b", Offset: "", Pages: "p"}[type(slots)])
     if getattr(slots, "entries", "page") == "slot":
         axes = []
@@ -33,9 +37,20 @@ def store(rng: random.Random) -> Store:
         axes, last = [*axes, "t"], "e"
     else:
         axes, last = [*axes, "t", "h"], "d"
-    axes += [axis for axis in "lc" if rng.random() < 0.3]
+    joint = isinstance(slots, Pages) and slots.apart
+    axes += [axis for axis in "lc" if rng.random() < 0.3 and not (joint and axis == "c")]
     rng.shuffle(axes)
     return Store("".join(axes) + last, slots, ring, beams, codec, rng.randrange(_LAYERS))
+
+
+def given(rng: random.Random, store: Store) -> Store:
+    """The store, some of whose numbers are told by a call."""
+    if store.ring is not None and rng.random() < 0.4:
+        store = replace(store, ring=GivenRing())
+    pages = store.slots
+    if isinstance(pages, Pages) and pages.entries == "page" and rng.random() < 0.3:
+        store = replace(store, slots=replace(pages, size=None))
+    return store
 
 
 def row_starts(rng: np.random.Generator, batch: int, most: int) -> np.ndarray:
@@ -48,18 +63,22 @@ def row_starts(rng: np.random.Generator, batch: int, most: int) -> np.ndarray:
 
 def arrays(p: AttentionProblem, batch: int, keys: int, rng: np.random.Generator) -> dict[str, Any]:
     """Keys and values, and where they are. Slots of different batches differ; those of none hold what others do."""
-    store, found = p.store, dict[str, Any]()
-    needed = keys if store.ring is None else store.ring.first + store.ring.capacity
+    store, found, ring = p.store, dict[str, Any](), p.store.ring
+    if isinstance(ring, GivenRing):
+        sinks = int(rng.choice([0, 2, 5]))
+        ring = Ring(sinks, sinks + int(rng.choice([0, 3])), int(rng.choice([1, 7, 16])))
+        found["ring"] = np.array([ring.sinks, ring.first, ring.capacity])
+    needed = keys if ring is None else ring.first + ring.capacity
     sizes = {"b": batch + 2 * store.looked_up, "h": p.kv_heads, "t": keys}
     sizes |= {"l": _LAYERS, "c": 2}
-    if store.ring is not None:
+    if ring is not None:
         sizes["t"] = needed + 1
     if isinstance(store.slots, Offset):
         gaps = rng.integers(0, 3, batch)
         found["slot_starts"] = np.cumsum(gaps + needed) - needed
         sizes["t"] = int((gaps + needed).sum()) + 2
     elif isinstance(store.slots, Pages):
-        size = store.slots.size
+        size = store.slots.size or needed + 1
         each, planes = -(-needed // size) + 1, [2] if store.slots.apart else []
         count = int(np.prod([batch, *planes, each])) + 1
         entries = rng.permutation(count)[: count - 1].reshape(batch, *planes, each)
@@ -91,6 +110,13 @@ def _rows(
 
     if codec is None:
         return {name: drawn(dim).astype(p.v_dtype if name == "v" else p.dtype)}
-    codes = (drawn(dim) * 30).round().clip(-127, 127).astype(codec.dtype)
-    scale = drawn(dim // codec.group) if codec.group else rng.standard_normal(2 if name == "kv" else 1)
+    if codec.dtype == "int4":
+        codes = (drawn(dim // 2) * 80).round().astype(np.int64).astype(np.uint8)
+    else:
+        codes = (drawn(dim) * 30).round().clip(-127, 127).astype(codec.dtype)
+    parts = [2] if name == "kv" else []
+    if codec.channels:
+        scale = rng.standard_normal([*parts, p.kv_heads, dim])
+    else:
+        scale = drawn(dim // codec.group) if codec.group else rng.standard_normal(parts or 1)
     return {name: codes, f"{name}_scale": (abs(scale) / 30 + 1e-3).astype(codec.scale_dtype)}

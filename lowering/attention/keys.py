@@ -12,7 +12,9 @@ from collections.abc import Sequence
 
 from tvm import tirx
 from tvm.ir import Expr
+from tvm.script.ir_builder import tirx as T
 
+from ..arithmetic import LARGEST_SIZE
 from .parameters import Parameters, int64
 from .places import Places
 from .problem import Mask
@@ -61,6 +63,7 @@ class Keys:
     def of_row(self, b: Expr, i: Expr) -> tuple[Range, ...]:
         """The keys that row i sees."""
         lo, hi = int64(0), self.count(b)
+        end = hi
         window = self.problem.window
         if window is None:
             return ((lo, hi),)
@@ -69,10 +72,13 @@ class Keys:
             hi = self._unless_free(b, _clamp(p + window.right + 1, hi), hi)
         if window.left is None:
             return ((lo, hi),)
-        lo = self._unless_free(b, _clamp(p - window.left, hi), lo)
+        # How far a window reaches, where that is data, is at most all keys: sums with it must not wrap.
+        left = _clamp(self.buffers["lefts"][b], int64(LARGEST_SIZE)) if window.left == "given" else int64(window.left)
+        lo = self._unless_free(b, _clamp(p - left, hi), lo)
         if self.parts == 1:
             return ((lo, hi),)
-        sinks = int64(window.sinks)
+        # The same for all rows: the ranges of a tile are those of its first and last.
+        sinks = _clamp(self.buffers["sink_keys"][b], end) if window.sinks == "given" else int64(window.sinks)
         lo = tirx.max(lo, sinks)
         return (int64(0), tirx.min(hi, sinks)), (lo, tirx.max(hi, lo))
 
@@ -85,7 +91,9 @@ class Keys:
             end = tirx.min(end, self.scalars["mask_keys"])
         mask = self.problem.mask
         if isinstance(mask, Mask) and mask.starts:
-            end = _clamp(self.buffers["mask"].shape[3] - self.buffers["key_starts"][b], end)
+            columns = self.buffers["mask"].shape[3]
+            shown = _clamp(columns - tirx.max(self.buffers["key_starts"][b], T.int64(0)), end)
+            end = tirx.Select(columns > 0, shown, end)
         elif isinstance(mask, Mask) and mask.pad:
             end = tirx.min(end, self.buffers["mask"].shape[3])
         return end
@@ -107,6 +115,8 @@ class Keys:
             return self.scalars["past"]
         if window.offset == "lengths":
             return self.buffers["lengths"][b] - int64(self.places.rows(b))
+        if window.offset == "behind":
+            return self.buffers["lengths"][b]
         return int64(0)
 
 

@@ -17,7 +17,7 @@ def count_pairs(problem: AttentionProblem) -> tirx.PrimFunc:
     """A PrimFunc with the parameters of the attention and one more, counts: int64 [2], which it fills.
 
     counts[0] is the number of pairs of a query row and a key that it sees, over the batch and all query heads;
-    counts[1] that of the keys that no query may see before the mask, over the batch and all key/value heads.
+    counts[1] that of the slots of the store whose keys no query may see before the mask, over all key/value heads.
     """
     mask = problem.mask
     per_head = "h" in mask.over if isinstance(mask, Formula) else mask is not None and mask.dims[1] != 1
@@ -26,12 +26,12 @@ def count_pairs(problem: AttentionProblem) -> tirx.PrimFunc:
         T.func_name("count_pairs")
         bound = Bound(problem)
         counts = T.arg("counts", T.Buffer((2,), "int64"))
-        for k in range(2):
-            T.buffer_store(counts, T.int64(0), [k])
+        for k, start in enumerate((T.int64(0), bound.places.slot_count() * problem.kv_heads)):
+            T.buffer_store(counts, start, [k])
         with T.serial(T.int64(1) * bound.B) as b:
             rows = T.int64(1) * bound.rows(b)
             seen = length(bound.keys.of_tile(b, T.int64(0), rows))
-            T.buffer_store(counts, counts[1] + (bound.T - seen) * problem.kv_heads, [1])
+            T.buffer_store(counts, counts[1] - seen * problem.kv_heads, [1])
             with T.serial(heads) as h, T.serial(rows) as i:
                 ranges = [(T.bind(lo), T.bind(hi)) for lo, hi in bound.keys.of_row(b, i)]
                 if mask is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from tvm import DataType, tirx
@@ -12,6 +13,7 @@ from tvm.script.ir_builder import tirx as T
 from .expr.emit import cast
 from .formula import Formula
 from .problem import ATTRIBUTE, AttentionProblem
+from .store import Store
 
 Size: TypeAlias = Any  # int | tirx.Var
 Tensor: TypeAlias = tuple[list[Size], str]  # shape and element type
@@ -28,7 +30,7 @@ class Parameters:
 
     def __init__(self, problem: AttentionProblem, scope: str = "global") -> None:
         self.problem, self.scope = problem, scope
-        self._sizes: dict[str, tirx.Var] = {}
+        self._sizes = Sizes()
         T.func_attr({"tirx.noalias": True, "op_pattern": 8, ATTRIBUTE: problem.to_json()})
         names, scalars = problem.parameters(), problem.scalars()
         arguments = {name: T.arg(name, T.int64() if name in scalars else T.handle()) for name in names}
@@ -37,7 +39,7 @@ class Parameters:
         self.S = self.scalars.get("most_rows", self._size("S", problem.q_len))
         self.T = self.scalars.get("most_keys", self._size("T", problem.kv_len))
         shapes = self._rows() | self._store() | self._mask() | self._tables() | self._tables_of(problem.score)
-        self.buffers = {name: _match(name, arguments[name], *shapes[name]) for name in names if name not in scalars}
+        self.buffers = {name: matched(name, arguments[name], *shapes[name]) for name in names if name not in scalars}
 
     def _rows(self) -> dict[str, Tensor]:
         """Tensors by query rows."""
@@ -58,29 +60,9 @@ class Parameters:
 
     def _store(self) -> dict[str, Tensor]:
         """Keys and values, and their scales."""
-        p, store = self.problem, self.problem.store
-        page = getattr(store.slots, "size", 0) if "p" in store.axes else 0
-        sizes = {
-            "b": self._size("cache_rows") if store.looked_up else self.B,
-            "h": p.kv_heads,
-            "t": page or (self._size("slots") if store.mapped else self.T),
-            "p": self._size("page_count"),
-            "l": self._size("layers"),
-            "c": 2,
-        }
-
-        def shape(dim: int) -> list[Size]:
-            return [(sizes | {"d": dim, "e": p.kv_heads * dim})[axis] for axis in store.axes]
-
-        dims, types = {"k": p.head_dim, "v": p.v_head_dim, "kv": p.head_dim}, {"v": p.v_dtype}
-        codec = store.codec
-        if codec is None:
-            return {name: (shape(dim), types.get(name, p.dtype)) for name, dim in dims.items()}
-        tensors: dict[str, Tensor] = {name: (shape(dim), codec.dtype) for name, dim in dims.items()}
-        for name, dim in dims.items():
-            scales: list[Size] = shape(dim // codec.group) if codec.group else [2 if name == "kv" else 1]
-            tensors[f"{name}_scale"] = scales, codec.scale_dtype
-        return tensors
+        p = self.problem
+        dims, types = (p.head_dim, p.v_head_dim), (p.dtype, p.v_dtype)
+        return store_tensors(p.store, p.kv_heads, dims, types, self.B, self.T, self._size)
 
     def _mask(self) -> dict[str, Tensor]:
         """The mask, or the tables of a formula."""
@@ -99,19 +81,14 @@ class Parameters:
 
     def _tables(self) -> dict[str, Tensor]:
         """What else a kernel looks up, by head, by batch or by request."""
-        slots, beams = self.problem.store.slots, self.problem.store.beams
-        planes = [2] if getattr(slots, "apart", False) else []
-        requests = self._size("requests")
-        return {
+        return store_tables(self.problem.store, self.B, self._size) | {
             "scale": ([1], self.problem.acc_dtype),
             "sink": ([self.problem.q_heads], self.problem.dtype),
             "lengths": ([self.B], "int64"),
+            "lefts": ([self.B], "int64"),
+            "sink_keys": ([self.B], "int64"),
             "row_starts": ([self.B + 1], "int64"),
             "key_starts": ([self.B], "int64"),
-            "slot_starts": ([self.B], "int64"),
-            "pages": ([self.B, *planes, self._size("pages_each")], "int64"),
-            "prompts": ([requests], "int64"),
-            "beam_of": ([requests, beams.count if beams is not None else 1, self._size("beam_slots")], "int64"),
         }
 
     def _tables_of(self, formula: Formula | None) -> dict[str, Tensor]:
@@ -122,22 +99,80 @@ class Parameters:
 
     def _size(self, name: str, known: int | None = None) -> Size:
         """The number, or the variable of that name."""
-        if known is not None:
-            return known
-        if name not in self._sizes:
-            self._sizes[name] = IRBuilder.name(name, T.int64())
-        return self._sizes[name]
+        return self._sizes(name) if known is None else known
 
     def scratch(self, size: int, dtype: str) -> tirx.Buffer:
         """Memory for a small variable of the thread that runs the code."""
         return T.alloc_buffer((size,), dtype, scope=self.scope)
 
 
+class Sizes:
+    """The int64 variables of the PrimFunc frame that is open in the IRBuilder, by name; made at first use."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tirx.Var] = {}
+
+    def __call__(self, name: str) -> tirx.Var:
+        if name not in self._known:
+            self._known[name] = IRBuilder.name(name, T.int64())
+        return self._known[name]
+
+
+def store_tensors(
+    store: Store,
+    heads: int,
+    dims: tuple[int, int],
+    types: tuple[str, str],
+    batches: Size,
+    keys: Size,
+    size: Callable[[str], Size],
+) -> dict[str, Tensor]:
+    """The buffers of a store of so many heads, with elements in a row of a head and types of keys and of values (those
+    of codes where it has some), and their scales. size makes a variable of that name, once."""
+    page = getattr(store.slots, "size", None) if "p" in store.axes else None
+    sizes = {
+        "b": size("cache_rows") if store.looked_up else batches,
+        "h": heads,
+        "t": page or (size("slots") if store.mapped else keys),
+        "p": size("page_count"),
+        "l": size("layers"),
+        "c": 2,
+    }
+
+    def shape(dim: int) -> list[Size]:
+        return [(sizes | {"d": dim, "e": heads * dim})[axis] for axis in store.axes]
+
+    each, codec = {"k": (dims[0], types[0]), "v": (dims[1], types[1]), "kv": (dims[0], types[0])}, store.codec
+    if codec is None:
+        return {name: (shape(dim), dtype) for name, (dim, dtype) in each.items()}
+    tensors: dict[str, Tensor] = {name: (shape(dim // codec.packing), codec.stored) for name, (dim, _) in each.items()}
+    for name, (dim, _) in each.items():
+        if codec.channels:
+            scales: list[Size] = [*([2] if name == "kv" else []), heads, dim]
+        else:
+            scales = shape(dim // codec.group) if codec.group else [2 if name == "kv" else 1]
+        tensors[f"{name}_scale"] = scales, codec.scale_dtype
+    return tensors
+
+
+def store_tables(store: Store, batches: Size, size: Callable[[str], Size]) -> dict[str, Tensor]:
+    """What says where a store's slots are."""
+    planes = [2] if getattr(store.slots, "apart", False) else []
+    count, requests = store.beams.count if store.beams is not None else 1, size("requests")
+    return {
+        "slot_starts": ([batches], "int64"),
+        "pages": ([batches, *planes, size("pages_each")], "int64"),
+        "ring": ([3], "int64"),
+        "prompts": ([requests], "int64"),
+        "beam_of": ([requests, count, size("beam_slots")], "int64"),
+    }
+
+
 def int64(value: int | Expr) -> Expr:
     return tirx.const(value, "int64") if isinstance(value, int) else cast(value, "int64")
 
 
-def _match(name: str, argument: tirx.Var, shape: list[Size], dtype: str) -> tirx.Buffer:
+def matched(name: str, argument: tirx.Var, shape: list[Size], dtype: str) -> tirx.Buffer:
     """The argument as a buffer aligned to its elements and no more, as callers' memory is."""
     align = max(1, DataType(dtype).bits // 8)
     return IRBuilder.name(name, T.match_buffer(argument, [int64(n) for n in shape], dtype, align=align))

@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
 from .expr.emit import broadcast, cast, lanes, scalar_type, widened
-from .parameters import Parameters, Size, int64
-from .store import Axes, Offset, Pages
+from .parameters import Size, int64
+from .problem import AttentionProblem
+from .slots import Slots, clamp
+from .store import Axes, Pages
+
+
+class Given(Protocol):
+    """What is asked of the parameters of a function: the tensors by name, how many batches there are, and rows."""
+
+    @property
+    def problem(self) -> AttentionProblem: ...
+    @property
+    def buffers(self) -> dict[str, tirx.Buffer]: ...
+    @property
+    def B(self) -> Size: ...
+    @property
+    def S(self) -> Size: ...
 
 
 class Places:
@@ -17,9 +34,10 @@ class Places:
     What tables say is clamped: whatever they hold, an element is one of the buffer.
     """
 
-    def __init__(self, parameters: Parameters) -> None:
+    def __init__(self, parameters: Given) -> None:
         self.problem, self.buffers = parameters.problem, parameters.buffers
-        self.B, self.S = parameters.B, parameters.S
+        self.S = parameters.S
+        self.slots = Slots(parameters.problem.store, parameters.buffers, parameters.B)
 
     # Rows.
 
@@ -27,18 +45,22 @@ class Places:
         """How many query rows batch b has, at most S."""
         if not self.problem.packed:
             return self.S
-        starts = self.buffers["row_starts"]
-        return _clamp(starts[b + 1] - starts[b], int64(self.S))
+        starts, tokens = self.buffers["row_starts"], int64(self._extent("q", "t"))
+        first, last = (clamp(starts[at], tokens) for at in (b, b + 1))  # differences of any numbers would wrap
+        return clamp(last - first, int64(self.S))
 
     def row(self, b: Expr, i: Expr) -> Expr:
         """Where query row i of batch b is on the axis t of its buffers."""
         if not self.problem.packed:
             return i
-        return _clamp(self.buffers["row_starts"][b] + int64(i), self._extent("q", "t") - 1)
+        return clamp(self.buffers["row_starts"][b] + int64(i), self._extent("q", "t") - 1)
 
     def at(self, name: str, b: Expr, h: Expr, row: Expr, d: Expr) -> tuple[tirx.Buffer, list[Expr]]:
-        """Buffer and indices of element d of that row of q, k, v or y; h is the query head for q and y."""
+        """Buffer and indices of element d of that row of q, k, v or y; h is the query head for q and y. Of codes that
+        share bytes it is the byte."""
         buffer, axes, dim = self._about(name)
+        if name not in ("q", "y") and self.packing > 1:
+            d, dim = tirx.floordiv(d, self.packing), dim // self.packing
         where = {"b": b, "t": self.row(b, row)} if name in ("q", "y") else self._slot(name, b, row)
         where |= {"h": h, "d": d, "e": h * dim + d}
         return buffer, [where[axis] for axis in axes]
@@ -59,6 +81,7 @@ class Places:
         """Elements from one batch, head and row of q, k, v or y to the next: row to row within a `run`, and batch to
         batch where the buffer has batches."""
         buffer, axes, dim = self._about(name)
+        dim = dim if name in ("q", "y") else dim // self.packing
         stride, strides = int64(1), {"b": int64(0)}
         for axis, size in zip(reversed(axes), reversed(buffer.shape)):
             strides[axis] = stride
@@ -79,6 +102,15 @@ class Places:
         heads = self.problem.q_heads if name in ("q", "y") else self.problem.kv_heads
         return heads, self._extent(name, "t"), self._extent(name, "b")
 
+    def slot_count(self) -> Expr:
+        """How many keys the store has room for, of all batches and layers."""
+        buffer, axes, _ = self._about("k")
+        count = int64(1)
+        for axis, size in zip(axes, buffer.shape):
+            count = count * int64(size) if axis in "btpl" else count
+        slots = self.problem.store.slots
+        return tirx.floordiv(count, 2) if isinstance(slots, Pages) and slots.apart else count
+
     def _about(self, name: str) -> tuple[tirx.Buffer, Axes, int]:
         """Buffer, its axes and the elements of a row of a head."""
         p = self.problem
@@ -93,44 +125,7 @@ class Places:
 
     def _slot(self, name: str, b: Expr, j: Expr) -> dict[str, Expr]:
         """Where key j of batch b lies on the axes that do not depend on head and element."""
-        store = self.problem.store
-        place: dict[str, Expr] = {"b": b, "t": j, "l": T.int64(store.layer), "c": T.int64(int(name == "v"))}
-        if not self.looked_up:
-            return place
-        row, slot = self._beam(int64(b), int64(j)), self._turn(int64(j))
-        place |= {"b": row, "t": slot}
-        slots = self._extent(name, "t")
-        if isinstance(store.slots, Offset):
-            place["t"] = self.buffers["slot_starts"][b] + slot
-        elif isinstance(store.slots, Pages):
-            pages, size = self.buffers["pages"], T.int64(store.slots.size)
-            column = _clamp(tirx.floordiv(slot, size), pages.shape[-1] - 1)
-            plane = [place["c"]] if store.slots.apart else []
-            entry, rest = pages[(row, *plane, column)], tirx.floormod(slot, size)
-            if store.slots.entries == "slot":
-                place["t"] = entry + rest
-            else:
-                return place | {"t": rest, "p": _clamp(entry, self._extent(name, "p") - 1)}
-        rows = self._extent(name, "b")
-        return place | {"t": _clamp(place["t"], slots - 1), "b": _clamp(row, int64(rows) - 1)}
-
-    def _turn(self, j: Expr) -> Expr:
-        """The slot of key j in a ring."""
-        ring = self.problem.store.ring
-        if ring is None:
-            return j
-        turned = tirx.floormod(tirx.max(j - ring.sinks, T.int64(0)), T.int64(ring.capacity)) + ring.first
-        return tirx.Select(j < ring.sinks, j, turned)
-
-    def _beam(self, b: Expr, j: Expr) -> Expr:
-        """The row of the cache in which batch b finds key j."""
-        beams = self.problem.store.beams
-        if beams is None:
-            return b
-        table, request = self.buffers["beam_of"], tirx.floordiv(b, T.int64(beams.count))
-        found = table[request, tirx.floormod(b, T.int64(beams.count)), _clamp(j, table.shape[2] - 1)]
-        source = tirx.Select(j < self.buffers["prompts"][request], T.int64(0), _clamp(found, T.int64(beams.count - 1)))
-        return tirx.min(request * beams.count + source, int64(self.B) - 1)
+        return self.slots.of(b, j, int(name == "v"), lambda axis: self._extent(name, axis)).where
 
     # Elements.
 
@@ -151,12 +146,44 @@ class Places:
         value = buffer[tuple(indices)]
         if name == "q" or not self.problem.coded:
             return widened(value, self.problem.acc_dtype)
-        return decoded(value, self.problem.acc_dtype) * self.scale(name, self.offset(name, b, h, row, d))
+        if self.packing > 1:
+            number = half_byte(value, d, self.problem.acc_dtype)
+        else:
+            number = decoded(value, self.problem.acc_dtype)
+        if self.channels:
+            buffer, indices = self.channel_scales(name, h, d)
+            return number * widened(buffer[tuple(indices)], self.problem.acc_dtype)
+        product = number * self.scale(name, self.offset(name, b, h, row, d))
+        narrow = self.product_type()
+        return product if narrow == self.problem.acc_dtype else widened(cast(product, narrow), self.problem.acc_dtype)
+
+    @property
+    def packing(self) -> int:
+        """How many elements of k or v share one of the buffer."""
+        return self.problem.store.packing
+
+    @property
+    def channels(self) -> bool:
+        """Whether there is a scale for each element of a head, for all of k, and all of v: `channel_scales`."""
+        codec = self.problem.store.codec
+        return codec is not None and codec.channels
+
+    def channel_scales(self, name: str, h: Expr, d: Expr) -> tuple[tirx.Buffer, list[Expr]]:
+        """Buffer and indices of the scale of element d of key/value head h."""
+        joint = self.problem.store.joint
+        part = [T.int64(int(name == "v"))] if joint else []
+        return self.buffers["kv_scale" if joint else f"{name}_scale"], [*part, int64(h), T.int64(1) * d]
 
     def group(self) -> int:
-        """How many elements share a scale, which are neighbours in memory; 0 if all of k, and all of v, do."""
+        """How many elements share a scale, which are neighbours in memory; 0 if all of k, and all of v, do, or
+        `channels`."""
         assert self.problem.store.codec is not None
         return self.problem.store.codec.group
+
+    def product_type(self) -> str:
+        """The type that a code times its scale is rounded to: acc_dtype, but for scales of half precision by group."""
+        codec = self.problem.store.codec
+        return codec.scale_dtype if codec is not None and codec.rounds else self.problem.acc_dtype
 
     def scale(self, name: str, offset: Expr) -> Expr:
         """The scale of an element of k or v, whose `offset` is this, in acc_dtype."""
@@ -197,18 +224,25 @@ def _flat(buffer: tirx.Buffer, offset: Expr) -> tuple[tirx.Buffer, list[Expr]]:
     return buffer, [T.int64(0)] * (len(buffer.shape) - 1) + [offset]
 
 
+def half_byte(value: Expr, d: Expr, dtype: str) -> Expr:
+    """The int4 of a byte that is element d of its row, or a vector of them, as a number before its scale."""
+    shift = cast(tirx.floormod(d, broadcast(tirx.const(2, scalar_type(d)), lanes(d))), "int32")
+    four, mask, eight = (broadcast(tirx.const(x, "int32"), lanes(value)) for x in (4, 15, 8))
+    return cast(((cast(value, "int32") >> (shift * four)) & mask) - eight, dtype)
+
+
 def decoded(value: Expr, dtype: str) -> Expr:
-    """A stored code, or a vector of them, as a floating-point number, before its scale.
+    """A stored code, int8 or the bits of a float8_e4m3fn, or a vector of them, as a number before its scale.
 
     Exponent and mantissa of float8_e4m3fn, put where those of float32 are, are a number that is too small by 2^120.
     """
-    if scalar_type(value) != "float8_e4m3fn":
+    if scalar_type(value) == "int8":
         return cast(value, dtype)
 
     def const(x: float, kind: str) -> Expr:
         return broadcast(tirx.const(x, kind), lanes(value))
 
-    code = cast(T.reinterpret(value.ty.dtype.replace("float8_e4m3fn", "uint8"), value), "uint32")
+    code = cast(value, "uint32")
     magnitude = code & const(0x7F, "uint32")
     shifted = T.reinterpret(code.ty.dtype.replace("uint", "float"), magnitude << const(20, "uint32"))
     number = tirx.Select(
@@ -216,8 +250,3 @@ def decoded(value: Expr, dtype: str) -> Expr:
     )
     negative = tirx.NE(code & const(0x80, "uint32"), const(0, "uint32"))
     return cast(tirx.Select(negative, -number, number), dtype)
-
-
-def _clamp(value: Expr, end: Expr) -> Expr:
-    """value, at least 0 and at most `end`, where that is not negative."""
-    return tirx.max(tirx.min(value, end), 0)

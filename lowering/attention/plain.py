@@ -16,6 +16,7 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
+from ..tensorir.regions import whole
 from .bound import Bound
 from .keys import Range, key_at, length
 from .problem import AttentionProblem
@@ -34,8 +35,8 @@ def plain(problem: AttentionProblem) -> tirx.PrimFunc:
         bound = Bound(problem)
         with T.sblock("attention"):
             outputs = [bound.buffers[name] for name in problem.outputs()]
-            T.reads([_all(buffer) for name, buffer in bound.buffers.items() if name in problem.inputs()])
-            T.writes([_all(buffer) for buffer in outputs])
+            T.reads([whole(buffer) for name, buffer in bound.buffers.items() if name in problem.inputs()])
+            T.writes([whole(buffer) for buffer in outputs])
             rows, heads = tirx.max(bound.S, T.int64(1)), problem.q_heads
             with T.parallel(T.int64(1) * bound.B * heads * bound.S) as row:
                 b, h, i = (T.bind(x) for x in (row // (rows * heads), row // rows % heads, row % rows))
@@ -186,8 +187,3 @@ class Row:
 
 def _store(buffer: tirx.Buffer, index: Expr | int, value: Expr) -> None:
     T.buffer_store(buffer, value, [index])
-
-
-def _all(buffer: tirx.Buffer) -> tirx.BufferRegion:
-    """The whole buffer as a region."""
-    return buffer[tuple(slice(0, extent) for extent in buffer.shape)]

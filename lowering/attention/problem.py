@@ -22,9 +22,11 @@ from typing import Any, Literal
 from .formula import Formula
 from .store import DENSE, Axes, Store
 
-Offset = Literal["zero", "past", "lengths"]
+Offset = Literal["zero", "past", "lengths", "behind"]
 
 ATTRIBUTE = "lowering.attention"
+
+MOST_SPLITS = 256
 
 
 @dataclass(frozen=True)
@@ -33,16 +35,17 @@ class Window:
 
     offset gives p = i + offset: "zero" (top-left aligned), "past" (the int64 scalar parameter `past`, the
     same for the whole batch), "lengths" (lengths[b] minus the rows of the batch: the queries are the last
-    valid keys; may be negative, never clamped).
+    valid keys; may be negative, never clamped), "behind" (lengths[b]: the queries follow the valid keys).
 
-    The first `sinks` keys are visible however far to the left they are (arXiv:2309.17453). With `free` there is an
-    int64 scalar parameter free_batches: the rows of so many first batches see all keys.
+    The first `sinks` keys are visible however far to the left they are (arXiv:2309.17453). What is "given" is an int64
+    [B] parameter: lefts, sink_keys. With `free` there is an int64 scalar parameter free_batches: the rows of so many
+    first batches see all keys.
     """
 
-    left: int | None = None
+    left: int | Literal["given"] | None = None
     right: int | None = None
     offset: Offset = "zero"
-    sinks: int = 0
+    sinks: int | Literal["given"] = 0
     free: bool = False
 
 
@@ -58,7 +61,7 @@ class Mask:
     broadcasts are the axes, None in dims, of which only the tensor tells whether they are 1 or full.
 
     Where query rows are packed, so are those of the mask, whose batch dimension is 1. With `starts` keys are too: key j
-    of batch b is at key_starts[b] + j, an int64 [B] parameter.
+    of batch b is at key_starts[b] + j, an int64 [B] parameter. A mask of no columns then hides nothing.
     """
 
     dtype: str
@@ -82,6 +85,8 @@ class AttentionProblem:
     packed rows, in acc_dtype: the natural logarithm of the sum of exp(score) over the keys that a row sees and the
     sink, -inf where there are none. By it attentions over parts of the keys are merged. max asks for an output like it:
     the largest of these scores.
+
+    splits says into how many parts kernels for few rows cut the keys (split-KV); None: as many as sizes ask for.
 
     Raises ValueError for a record that no operator means.
     """
@@ -108,12 +113,13 @@ class AttentionProblem:
     qk_mode: int | None = None
     lse: bool = False
     max: bool = False
+    splits: int | None = None
 
     def __post_init__(self) -> None:
         if self.kv_heads < 1 or self.q_heads % self.kv_heads:
             raise ValueError(f"{self.q_heads} query heads do not divide into {self.kv_heads} key/value heads")
-        if self.window is not None and self.window.offset == "lengths" and not self.lengths:
-            raise ValueError('a window with offset "lengths" needs the lengths parameter')
+        if self.window is not None and self.window.offset in ("lengths", "behind") and not self.lengths:
+            raise ValueError(f'a window with offset "{self.window.offset}" needs the lengths parameter')
         if {*self.row_axes} - {"b"} not in ({*"htd"}, {*"te"}) or len({*self.row_axes}) < len(self.row_axes):
             raise ValueError(f"query rows cannot have the axes '{self.row_axes}'")
         if (self.packed and self.q_len == 0) or (self.store.mapped and self.kv_len == 0):
@@ -122,6 +128,8 @@ class AttentionProblem:
             raise ValueError("no parameter tells the batch size: lengths would")
         if self.store.joint and (self.head_dim, self.dtype) != (self.v_head_dim, self.v_dtype):
             raise ValueError("keys and values in one buffer have one size and one type")
+        if self.head_dim % self.store.packing or self.v_head_dim % self.store.packing:
+            raise ValueError("codes that share bytes come in pairs")
         if self.packed and self.qk_mode is not None:
             raise ValueError("packed rows have no qk output")
         if isinstance(self.mask, Mask) and (self.packed or self.mask.starts) and self.mask.dims[0] != 1:
@@ -132,6 +140,8 @@ class AttentionProblem:
         names = [name for formula in self._formulas() for name in formula.names()]
         if len({*names}) < len(names):
             raise ValueError("the mask and the change of scores read parameters of one name")
+        if self.splits is not None and not 1 <= self.splits <= MOST_SPLITS:
+            raise ValueError(f"splits is None or 1 to {MOST_SPLITS}, not {self.splits}")
         if self.qk_mode not in (None, 0, 1, 2, 3):
             raise ValueError(f"qk_mode is None, 0, 1, 2 or 3, not {self.qk_mode}")
 
@@ -144,7 +154,7 @@ class AttentionProblem:
     def stored_types(self) -> tuple[str, str]:
         """Element types of K and V in memory."""
         codec = self.store.codec
-        return (self.dtype, self.v_dtype) if codec is None else (codec.dtype, codec.dtype)
+        return (self.dtype, self.v_dtype) if codec is None else (codec.stored, codec.stored)
 
     @property
     def coded(self) -> bool:
@@ -184,14 +194,16 @@ class AttentionProblem:
             "scale": self.scale is None,
             "sink": self.sink,
             "lengths": self.lengths,
+            "lefts": self.window is not None and self.window.left == "given",
+            "sink_keys": self.window is not None and self.window.sinks == "given",
             "row_starts": self.packed,
             "key_starts": isinstance(self.mask, Mask) and self.mask.starts,
         }  # fmt: skip
         scalars = self.scalars()
         tables = [name for formula in self._formulas() for name in formula.tables()]
         names = ("q", "k", "v", "kv", "k_scale", "v_scale", "kv_scale", "mask", *tables)
-        names = (*names, "scale", "sink", "lengths", "row_starts", "key_starts", *self.store.tables(), *scalars)
-        return tuple(name for name in names if present.get(name, True))
+        names = (*names, "scale", "sink", "lengths", "lefts", "sink_keys", "row_starts", "key_starts")
+        return tuple(name for name in (*names, *self.store.tables(), *scalars) if present.get(name, True))
 
     def outputs(self) -> tuple[str, ...]:
         """Those of the parameters that are written."""

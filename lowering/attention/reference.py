@@ -11,7 +11,7 @@ import numpy as np
 from .expr.evaluate import evaluate
 from .formula import Formula
 from .problem import AttentionProblem, Mask
-from .store import Offset, Pages, Store
+from .store import GivenRing, Offset, Pages, Ring, Store
 
 Given = Mapping[str, Any]
 """Arrays and numbers by the names of the problem's parameters."""
@@ -141,15 +141,21 @@ def _packed(problem: AttentionProblem, x: np.ndarray, given: Given) -> np.ndarra
 def _stored(problem: AttentionProblem, given: Given, name: str, part: int) -> np.ndarray:
     """Keys (part 0) or values (1) of all batches, [B, Hkv, T, D] in float64: looked up slot by slot if need be."""
     store, heads = problem.store, problem.kv_heads
-    x = given[name].astype(np.float64)
+    x: Any = given[name]
+    if store.packing > 1:
+        x = np.stack([x & 15, x >> 4], axis=-1).astype(np.int64).reshape(*x.shape[:-1], 2 * x.shape[-1]) - 8
+    x = x.astype(np.float64)
     if store.codec is not None:
         scale = given[f"{name}_scale"].astype(np.float64)
-        if store.codec.group:
+        if store.codec.channels:
+            scale = _by_channel(store, scale, part)
+        elif store.codec.group:
             scale = np.repeat(scale, store.codec.group, axis=-1)
         elif store.joint:
-            scale = scale.reshape([2 if axis == "c" else 1 for axis in store.axes])
-        with np.errstate(invalid="ignore"):
+            scale = scale[part]
+        with np.errstate(invalid="ignore", over="ignore"):
             x = x * scale
+            x = x.astype(np.float16).astype(np.float64) if store.codec.rounds else x
     axes = store.axes
     for axis, index in (("c", part), ("l", store.layer)):
         if axis in axes:
@@ -169,6 +175,15 @@ def _stored(problem: AttentionProblem, given: Given, name: str, part: int) -> np
     return found
 
 
+def _by_channel(store: Store, scale: np.ndarray, part: int) -> np.ndarray:
+    """Scales [heads, D], or of both parts, in the shape of the buffer, with 1 for its other axes."""
+    scale = scale[part] if store.joint else scale
+    if "e" in store.axes:
+        return scale.reshape(-1)
+    heads, size = scale.shape
+    return scale.reshape([{"h": heads, "d": size}.get(axis, 1) for axis in store.axes.replace("d", "")] + [size])
+
+
 def _place(store: Store, given: Given, batch: int, b: int, j: int, part: int) -> tuple[int, ...]:
     """Where key j of batch b of so many is on the axes b, p and t, of which the store has some."""
     row, slot = b, j
@@ -178,16 +193,25 @@ def _place(store: Store, given: Given, batch: int, b: int, j: int, part: int) ->
         source = 0 if j < given["prompts"][request] else given["beam_of"][request, beam, min(j, columns - 1)]
         row = request * store.beams.count + min(max(int(source), 0), store.beams.count - 1)
         row = min(row, batch - 1)
-    if store.ring is not None and j >= store.ring.sinks:
-        slot = store.ring.first + (j - store.ring.sinks) % store.ring.capacity
+    if store.ring is not None:
+        sinks, first, capacity = _ring(store.ring, given)
+        slot = j if j < sinks else first + (j - sinks) % max(capacity, 1)
     if isinstance(store.slots, Offset):
         return (int(given["slot_starts"][b]) + slot,)
     if isinstance(store.slots, Pages):
         pages = given["pages"][row, part] if store.slots.apart else given["pages"][row]
-        entry = int(pages[min(slot // store.slots.size, len(pages) - 1)])
-        rest = slot % store.slots.size
+        column, rest = divmod(slot, store.slots.size) if store.slots.size is not None else (0, slot)
+        entry = int(pages[min(column, len(pages) - 1)])
         return (entry, rest) if store.slots.entries == "page" else (entry + rest,)
     return row, slot
+
+
+def _ring(ring: Ring | GivenRing, given: Given) -> tuple[int, int, int]:
+    """Sinks, first slot and capacity."""
+    if isinstance(ring, GivenRing):
+        sinks, first, capacity = map(int, given["ring"])
+        return sinks, first, capacity
+    return ring.sinks, ring.first, ring.capacity
 
 
 def scores(problem: AttentionProblem, inputs: Dense, given: Given) -> Scores:
@@ -223,10 +247,13 @@ def _seen(problem: AttentionProblem, b: int, i: np.ndarray, j: np.ndarray, rows:
         seen = seen & (j < lengths[b])
     if window is None or (window.free and b < given["free_batches"]):
         return seen
-    offset = {"zero": 0, "past": given.get("past", 0), "lengths": 0 if lengths is None else int(lengths[b]) - rows}
+    behind = 0 if lengths is None else int(lengths[b])
+    offset = {"zero": 0, "past": given.get("past", 0), "lengths": behind - rows, "behind": behind}
     p = i + offset[window.offset]
     if window.left is not None:
-        seen = seen & ((j >= p - window.left) | (j < window.sinks))
+        left = max(int(given["lefts"][b]), 0) if window.left == "given" else window.left
+        sinks = int(given["sink_keys"][b]) if window.sinks == "given" else window.sinks
+        seen = seen & ((j >= p - left) | (j < sinks))
     if window.right is not None:
         seen = seen & (j <= p + window.right)
     return seen
@@ -248,7 +275,9 @@ def _mask(problem: AttentionProblem, shape: tuple[int, ...], rows: np.ndarray, g
     if record.starts:
         starts = given["key_starts"]
         several = values.shape[0] > 1
-        values = np.concatenate([_keys(values[b * several][None], int(first), keys) for b, first in enumerate(starts)])
+        values = np.concatenate(
+            [_keys(values[b * several][None], max(int(first), 0), keys) for b, first in enumerate(starts)]
+        )
     elif record.pad:
         values = _keys(values, 0, keys)
     return values

@@ -139,7 +139,8 @@ class Scores:
         assert isinstance(mask, Mask)
         indices: list[Expr | int] = []
         i = self.places.row(b, i)
-        j = j + cast(self.buffers["key_starts"][b], scalar_type(j)) if mask.starts else j
+        if mask.starts:
+            j = j + cast(tirx.max(self.buffers["key_starts"][b], T.int64(0)), scalar_type(j))
         for axis, index in enumerate((b, h, i, j)):
             if mask.dims[axis] == 1 and not (axis == 3 and mask.pad):
                 indices.append(0)
@@ -197,6 +198,10 @@ class Scores:
 
         def load(row: Expr) -> Expr:
             buffer, indices = self.mask_at(b, h, row, j, inside=inside)
+            if mask.starts:
+                value = self._number(buffer[tuple(indices)])
+                shown = tirx.const(mask.dtype == "bool" or 0.0, scalar_type(value))
+                return tirx.if_then_else(buffer.shape[3] > 0, value, broadcast(shown, lanes(value)))
             if lanes(j) == 1 or not inside or 3 not in mask.broadcasts:
                 return self._number(buffer[tuple(indices)])
             # A clamped vector of indices is read one by one.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 Axes = str
 """The axes of a buffer, slowest first: b batch, h head, t query row or slot of a key, d element of a row of a head, e
@@ -26,12 +26,13 @@ class Offset:
 @dataclass(frozen=True)
 class Pages:
     """Slot s of batch b lies in entry pages[b, s // size] of an int64 [B, n] parameter, at place s % size: an entry is
-    the number of a page, or the first slot of one.
+    the number of a page, or the first slot of one. Numbered pages of size None are as long as the buffer says, and each
+    batch has one: s // size is 0.
 
-    With `apart` the table is [B, 2, n]: keys and values have entries of their own.
+    With `apart` the table is [B, 2, n]: keys and values lie in one buffer, in pages of their own.
     """
 
-    size: int
+    size: int | None
     entries: Literal["page", "slot"] = "page"
     apart: bool = False
 
@@ -49,6 +50,11 @@ class Ring:
 
 
 @dataclass(frozen=True)
+class GivenRing:
+    """A ring whose sinks, first slot and capacity are an int64 [3] parameter, `ring`."""
+
+
+@dataclass(frozen=True)
 class Beams:
     """Batch b is beam b % count of request b // count. Key t is that of beam 0 where t < prompts[request], else of beam
     beam_of[request, b % count, t]; int64 parameters [B / count] and [B / count, count, n]."""
@@ -56,17 +62,44 @@ class Beams:
     count: int
 
 
+CodeType: TypeAlias = Literal["int8", "float8_e4m3fn", "int4"]
+
+
 @dataclass(frozen=True)
 class Codec:
     """Elements are stored in the type `dtype` and mean dtype * scale.
 
     group says how many neighbours in a row of a head share a scale: then scales are a buffer like the store's own, of
-    D / group elements in a row. 0: one scale for all keys, and one for all values.
+    D / group elements in a row, and the product is one of scale_dtype, rounded to it. 0: one scale for all keys, and
+    one for all values; or, with channels, a [heads, D] buffer for all keys and one for all values ([2, heads, D] where
+    they are in one buffer).
+
+    Of int4 two neighbours share a byte, the first in its low bits; each is stored plus 8.
     """
 
-    dtype: Literal["int8", "float8_e4m3fn"]
+    dtype: CodeType
     group: int
     scale_dtype: str = "float32"
+    channels: bool = False
+
+    def __post_init__(self) -> None:
+        if self.group and (self.channels or self.dtype == "int4"):
+            raise ValueError("scales of groups go with codes of 8 bits, and without scales of channels")
+
+    @property
+    def stored(self) -> str:
+        """The element type of buffers: of float8 and int4 their bits."""
+        return "int8" if self.dtype == "int8" else "uint8"
+
+    @property
+    def packing(self) -> int:
+        """How many codes share an element of the buffer."""
+        return 2 if self.dtype == "int4" else 1
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the product has fewer digits than arithmetic has."""
+        return self.group > 0 and self.scale_dtype == "float16"
 
 
 @dataclass(frozen=True)
@@ -75,7 +108,7 @@ class Store:
 
     axes: Axes = "bhtd"
     slots: Whole | Offset | Pages = Whole()
-    ring: Ring | None = None
+    ring: Ring | GivenRing | None = None
     beams: Beams | None = None
     codec: Codec | None = None
     layer: int = 0
@@ -85,11 +118,20 @@ class Store:
         wanted = {"t", *where[type(self.slots)], *("e" if "e" in self.axes else "hd")}
         if {*self.axes} - {*"lc"} != wanted or len({*self.axes}) < len(self.axes) or self.axes[-1] not in "de":
             raise ValueError(f"a store of {self.slots} cannot have the axes '{self.axes}'")
+        if isinstance(self.slots, Pages) and self.slots.apart and "c" in self.axes:
+            raise ValueError("pages apart tell keys and values from each other, as an axis c does")
+        if isinstance(self.slots, Pages) and self.slots.size is None and self.slots.entries != "page":
+            raise ValueError("pages by their first slot have a size")
+
+    @property
+    def packing(self) -> int:
+        """How many elements of keys and values share one of the buffer."""
+        return 1 if self.codec is None else self.codec.packing
 
     @property
     def joint(self) -> bool:
         """Whether keys and values are in one buffer."""
-        return "c" in self.axes
+        return "c" in self.axes or (isinstance(self.slots, Pages) and self.slots.apart)
 
     @property
     def mapped(self) -> bool:
@@ -111,7 +153,8 @@ class Store:
     def tables(self) -> tuple[str, ...]:
         """Names of the kernel's parameters that say where slots are."""
         slots = {Whole: (), Offset: ("slot_starts",), Pages: ("pages",)}[type(self.slots)]
-        return (*slots, *(("prompts", "beam_of") if self.beams is not None else ()))
+        ring = ("ring",) if isinstance(self.ring, GivenRing) else ()
+        return (*slots, *ring, *(("prompts", "beam_of") if self.beams is not None else ()))
 
     def to_data(self) -> dict[str, Any]:
         """What JSON can hold; what is nothing special is left out."""
@@ -136,7 +179,7 @@ DENSE = Store()
 
 _PARTS: dict[str, tuple[type, ...]] = {
     "slots": (Whole, Offset, Pages),
-    "ring": (Ring,),
+    "ring": (Ring, GivenRing),
     "beams": (Beams,),
     "codec": (Codec,),
 }

@@ -21,6 +21,8 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
+from .regions import whole
+
 ATTRIBUTE = "lowering.scatter"
 
 # Bytes that one thread copies before another is awake.
@@ -135,8 +137,8 @@ def _prim_func(update: CacheUpdate, copy: bool) -> tirx.PrimFunc:
         bound = BoundUpdate(update, copy)
         length, max_len, suffix, target = bound.length, bound.max_len, bound.suffix, bound.target
         with T.sblock("update_cache"):
-            T.reads([_all(buffer) for name, buffer in bound.buffers.items() if name != target])
-            T.writes([_all(bound.buffers[target])])
+            T.reads([whole(buffer) for name, buffer in bound.buffers.items() if name != target])
+            T.writes([whole(bound.buffers[target])])
             flat = {name: bound.flat(name) for name in bound.buffers}
 
             def write(prefix: Expr) -> None:
@@ -173,7 +175,3 @@ def _bytes(dtype: str) -> int:
 
 def _product(sizes: Sequence[Expr]) -> Expr:
     return functools.reduce(operator.mul, sizes, tirx.const(1, "int64"))
-
-
-def _all(buffer: tirx.Buffer) -> tirx.BufferRegion:
-    return buffer[tuple(slice(0, extent) for extent in buffer.shape)]

@@ -79,7 +79,10 @@ def decode(bound: Bound, tiles: DecodeTiles, cpu: Machine) -> None:
 
 
 def _number_of_splits(bound: Bound, tiles: DecodeTiles) -> Expr:
-    """Parts to cut each sequence into: so many that the longest one has parts of about `split` keys."""
+    """Parts to cut each sequence into: so many that the longest one has parts of about `split` keys, or what the
+    problem says."""
+    if bound.problem.splits is not None:
+        return T.int64(bound.problem.splits)
     longest = Register(T.int64(0))
     with T.serial(T.int64(1) * bound.B) as b, bound.if_rows(b, 1, tiles.q_len):
         keys = length(bound.keys.of_tile(b, T.int64(0), bound.S))
@@ -94,8 +97,8 @@ class _Partial:
         self.bound, self.tiles, self.cpu, self.acc = bound, tiles, cpu, bound.problem.acc_dtype
         # TVM moves an allocation of the outermost level to the top of the function: the size must be known there.
         rows = T.int64(1) * bound.B * bound.problem.q_heads * tirx.min(T.int64(1) * bound.S, T.int64(tiles.q_len))
-        splits = tirx.min(tirx.ceildiv(T.int64(1) * bound.T, tiles.split), tiles.max_splits)
-        size = rows * tirx.max(splits, 1)
+        splits = tirx.max(tirx.min(tirx.ceildiv(T.int64(1) * bound.T, tiles.split), tiles.max_splits), 1)
+        size = rows * (bound.problem.splits or splits)
         self.Wv, self.v_starts = vectors_of_values(bound.problem, cpu, in_place=True)
         self.stride = len(self.v_starts) * self.Wv
         self.m, self.l = (T.alloc_buffer((size,), self.acc) for _ in range(2))

@@ -10,7 +10,7 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.bound import Bound
-from lowering.attention.places import decoded
+from lowering.attention.places import decoded, half_byte
 from lowering.attention.problem import AttentionProblem
 
 from .dot_bf16 import LANES, dot, non_zero, shuffled_back, words_of, zip_halves, zip_rows
@@ -146,13 +146,25 @@ class KeyValueTile:
                 store(self.V, tirx.Select(both, words, alone), (pair * self.vectors + n) * self.Wv)
 
     def raw(self, name: str, j: Expr, d: Expr | int, lanes: int, place: Expr | None = None) -> Expr:
-        """Elements [d, d + lanes) of row j of k or v, in their own type."""
+        """Elements [d, d + lanes) of row j of k or v, in their own type; of codes that share bytes the bytes."""
+        packing = self.bound.places.packing
         if self.by_offset:
             place = self.memory[f"{name}_rows"][j] if place is None else place
-            buffer, indices = self.bound.places.flat(name, place + d)
-            return load(buffer, lanes, *indices)
+            buffer, indices = self.bound.places.flat(name, place + (d // packing if packing > 1 else d))
+            return load(buffer, max(lanes // packing, 1), *indices)
         buffer, indices = self.bound.places.at(name, self.b, self.hk, self.start + j, T.int64(1) * d)
-        return load(buffer, lanes, *indices)
+        return load(buffer, max(lanes // packing, 1), *indices)
+
+    def decoded(self, raw: Expr, d: Expr | int, lanes: int) -> Expr:
+        """The numbers of codes [d, d + lanes) of a row, before their scales; d and lanes are even where two share a
+        byte, or it is one lane."""
+        acc = self.bound.problem.acc_dtype
+        if self.bound.places.packing == 1:
+            return decoded(raw, acc)
+        if lanes == 1:
+            return half_byte(raw, T.int64(1) * d, acc)
+        bytes_ = fixed(raw)
+        return half_byte(tirx.Shuffle([bytes_] * 2, [lane // 2 for lane in range(lanes)]), T.ramp(0, 1, lanes), acc)
 
     def k(self, j: Expr, d: Expr, lanes: int = 1, place: Expr | None = None) -> Expr:
         """Elements [d, d + lanes) of key j."""
@@ -182,17 +194,23 @@ class KeyValueTile:
         raw, acc, places = self.raw(name, j, d, lanes, place), self.bound.problem.acc_dtype, self.bound.places
         if not self.bound.problem.coded:
             return convert(raw, acc, self.cpu)
+        if places.channels:
+            buffer, indices = places.channel_scales(name, self.hk, d)
+            return fixed(self.decoded(raw, d, lanes) * convert(load(buffer, lanes, *indices), acc, self.cpu))
         if not places.group():
-            return fixed(decoded(raw, acc))
+            return fixed(self.decoded(raw, d, lanes))
         if self.by_offset:
             offset = (self.memory[f"{name}_rows"][j] if place is None else place) + d
         else:
             offset = places.offset(name, self.b, self.hk, self.start + j, d)
-        return fixed(decoded(raw, acc) * self.scale(name, offset, lanes))
+        product, narrow = fixed(decoded(raw, acc) * self.scale(name, offset, lanes)), places.product_type()
+        if narrow == acc:
+            return product
+        return convert(fixed(convert(product, narrow, self.cpu)), acc, self.cpu)
 
     def factor(self, name: str) -> Expr | None:
         """What all of k, or all of v, is to be multiplied by, if there is such a number."""
-        if not self.bound.problem.coded or self.bound.places.group():
+        if not self.bound.problem.coded or self.bound.places.group() or self.bound.places.channels:
             return None
         return fixed(self.bound.places.scale(name, T.int64(0)))
 
@@ -238,7 +256,9 @@ class KeyValueTile:
                 inside.enter_context(T.Then())
             d = T.int64(2 if words else 1) * d
             if self.by_offset:
-                buffer, indices = self.bound.places.flat(name, self.memory[f"{name}_next"][j] + d)
+                packing = self.bound.places.packing
+                place = self.memory[f"{name}_next"][j] + (d // packing if packing > 1 else d)
+                buffer, indices = self.bound.places.flat(name, place)
             else:
                 buffer, indices = self.bound.places.at(name, b, hk, start + j, d)
             prefetch(buffer, *indices)

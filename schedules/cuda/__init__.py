@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ..variant import Rule
+from .append import append
 from .attention import attention
 from .ordinary import ordinary
 from .scatter import cache_update
 
-RULES: tuple[Rule, ...] = (attention, cache_update, ordinary)
+RULES: tuple[Rule, ...] = (attention, append, cache_update, ordinary)

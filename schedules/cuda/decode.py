@@ -56,7 +56,7 @@ def decode(bound: Bound, tiles: DecodeTiles) -> None:
     with T.If(heads * row_blocks > 0), T.Then():
         most = tirx.truncdiv(T.int64(tiles.blocks), heads * row_blocks)
         most = tirx.min(most, tirx.truncdiv(T.int64(1) * bound.T + (tiles.split - 1), T.int64(tiles.split)))
-        splits = on_host(tirx.max(most, T.int64(1)))
+        splits = on_host(tirx.max(most, T.int64(1)) if p.splits is None else T.int64(p.splits))
         partial = Partial(
             bound,
             heads,

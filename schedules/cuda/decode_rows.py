@@ -32,7 +32,8 @@ def decode_rows(bound: Bound, tiles: RowTiles) -> None:
     rows = on_host(T.int64(1) * bound.S * bound.problem.group)
     heads = on_host(T.int64(1) * bound.B * bound.problem.kv_heads)
     most = tirx.truncdiv(T.int64(tiles.warps), tirx.max(heads * rows, T.int64(1)))
-    splits = on_host(tirx.min(most, tirx.truncdiv(T.int64(1) * bound.T + (tiles.split - 1), T.int64(tiles.split))))
+    by_size = tirx.min(most, tirx.truncdiv(T.int64(1) * bound.T + (tiles.split - 1), T.int64(tiles.split)))
+    splits = on_host(by_size if bound.problem.splits is None else T.int64(bound.problem.splits))
     with T.If(tirx.all(splits > 1, heads * rows > 0)):
         with T.Then():
             partial = Partial(bound, heads, rows, splits, unit=1, warps=tiles.block, ahead=tiles.ahead)

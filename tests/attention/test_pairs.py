@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 import tvm
@@ -14,6 +15,7 @@ from lowering.attention.pairs import count_pairs
 from lowering.attention.problem import AttentionProblem
 from lowering.attention.reference import dense, scores
 from lowering.attention.scores import HIDDEN
+from lowering.attention.store import Pages
 from lowering.passes.hold_divisions import hold_divisions
 
 
@@ -33,9 +35,16 @@ def test_counts(calls: list[Case]) -> None:
         assert counts[0] == seen.sum()
         before_mask = bias(dataclasses.replace(p, mask=None), case, inputs) > HIDDEN
         needed = before_mask.any(axis=(1, 2)).sum() * p.kv_heads
-        assert 0 <= counts[1] <= case.batch * p.kv_heads * case.kv_len
+        assert counts[1] <= slots(p, inputs) * p.kv_heads
         if p.mask is None and p.window is None and case.q_len and not p.packed:
-            assert counts[1] == case.batch * p.kv_heads * case.kv_len - needed
+            assert counts[1] == slots(p, inputs) * p.kv_heads - needed
+
+
+def slots(p: AttentionProblem, inputs: dict[str, np.ndarray]) -> int:
+    """How many keys the store has room for."""
+    shape = inputs["kv" if p.store.joint else "k"].shape
+    count = math.prod(size for axis, size in zip(p.store.axes, shape) if axis in "btpl")
+    return count // 2 if isinstance(p.store.slots, Pages) and p.store.slots.apart else count
 
 
 def bias(p: AttentionProblem, case: Case, inputs: dict[str, np.ndarray]) -> np.ndarray:

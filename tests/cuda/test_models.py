@@ -55,6 +55,28 @@ def decoding() -> tuple[float, bool]:
     return float(np.abs(logits[0] - logits[1]).max() / np.ptp(logits[1])), kept
 
 
+def serving() -> float:
+    """Requests over a served decoder with an int8 cache beside the same on the CPU: the difference of logits."""
+    path, worst = SAMPLES / "mistral-past-dynamo18" / "model.onnx", 0.0
+    how = lowering.Serve(32, 8, cache="int8")
+    batchers = [lowering.Batcher(lowering.compile(path, target, serve=how), 8, 9) for target in ("cuda:sm_80", "cpu")]
+    for name, prompt in (("a", range(13)), ("b", range(3, 8))):
+        for batcher in batchers:
+            batcher.add(name, prompt)
+    for token in range(4):
+        gpu, cpu = (batcher.step() for batcher in batchers)
+        assert gpu.keys() == cpu.keys()
+        for name, logits in cpu.items():
+            worst = max(worst, float(np.abs(gpu[name] - logits).max() / np.ptp(logits)))
+            for batcher in batchers:
+                batcher.extend(name, token)
+    return worst
+
+
+def test_a_served_decoder() -> None:
+    assert emulated.run(serving, arch="sm_80", timeout=500) < 1e-5
+
+
 class OnGpu:
     """An array of a library with GPU memory, as the array API standard has it."""
 

@@ -1,0 +1,55 @@
+"""Append writes new rows to their slots and nothing else, whatever the store, the codes, and the numbers in tables."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tvm
+from append_cases import Case, arrays, expected, made, same
+from attention_cases import TARGET
+from placed_arrays import borrow, guarded
+
+from lowering.attention.append import append_in_place, copy_and_append
+from lowering.passes.hold_divisions import hold_divisions
+
+CALLS = 6
+
+
+def check(seed: int) -> None:
+    cases = made(seed, CALLS)
+    record = cases[0].append
+    functions = {"in_place": append_in_place(record), "copying": copy_and_append(record)}
+    module = tvm.IRModule({name: f.with_attr("global_symbol", name) for name, f in functions.items()})
+    built = tvm.compile(hold_divisions(module), TARGET)
+    for number, case in enumerate(cases):
+        given = arrays(case)
+        want = expected(case, given)
+        held = {name: guarded(array, at_end=number % 2 == 0) for name, array in given.items()}
+        results = {name: guarded(np.zeros_like(given[name]), number % 2 == 1) for name in record.caches()}
+        built["copying"](*(borrow(x) for x in held.values()), *(borrow(x) for x in results.values()))
+        for name, array in given.items():
+            assert held[name].tobytes() == array.tobytes(), f"{name} was written: {case}"
+        compare(case, results, want)
+        built["in_place"](*(borrow(x) for x in held.values()))
+        compare(case, held, want)
+
+
+def compare(case: Case, found: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None:
+    for name, array in want.items():
+        assert same(case, found[name], array), f"{name}: {case}"
+
+
+@pytest.mark.parametrize("first", range(0, 16, 8))
+def test_writes_new_rows_and_nothing_else(first: int) -> None:
+    for seed in range(first, first + 8):
+        print(f"seed {seed}")
+        check(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("first", range(1000, 1400, 20))
+def test_writes_new_rows_at_length(first: int) -> None:
+    for seed in range(first, first + 20):
+        print(f"seed {seed}")
+        check(seed)

@@ -1,0 +1,44 @@
+"""Append on GPUs: new rows go to their slots and nothing else is written, whatever tables hold."""
+
+from __future__ import annotations
+
+import functools
+
+import cuda_emulation as emulated
+import ml_dtypes
+import numpy as np
+import pytest
+import tvm
+from append_cases import arrays, expected, made, same
+
+from lowering.attention.append import append_in_place
+from schedules.cuda.append import append
+
+TARGET = tvm.target.Target({"kind": "cuda", "arch": "sm_80"})
+SEEDS, CALLS = range(12), 4
+
+
+@functools.cache
+def kernels() -> emulated.Module:
+    functions = {}
+    for seed in SEEDS:
+        variants = append(append_in_place(made(seed, CALLS)[0].append), TARGET)
+        assert variants
+        functions[f"append_{seed}"] = variants[0].make()
+    return emulated.module(functions, arch="sm_80")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_writes_new_rows_and_nothing_else(seed: int) -> None:
+    print(f"seed {seed}")
+    for case in made(seed, CALLS):
+        given = arrays(case)
+        want = expected(case, given)
+        # float8 as compiled code has it
+        passed = [x.view(np.uint8) if x.dtype == ml_dtypes.float8_e4m3fn else x for x in given.values()]
+        for order in ("ascending", "descending"):
+            results = dict(zip(given, kernels().call(f"append_{seed}", passed, order=order)))
+            for name, array in given.items():
+                found = results[name].view(array.dtype)
+                fine = same(case, found, want[name]) if name in want else found.tobytes() == array.tobytes()
+                assert fine, f"{name}: {case}"
