@@ -97,6 +97,27 @@ class KernelSpec:
     source: str = ""
 
 
+ROW_STARTS, PAST_LENGTHS, BLOCK_TABLE = "row_starts", "past_lengths", "block_table"
+CACHE, SCALE = "kv_cache", "kv_cache_scale"
+"""Inputs of served decoders."""
+
+
+@dataclass(frozen=True)
+class ServedCache:
+    """The paged cache of a decoder that was compiled with `serve`: kv_cache [blocks, layers, 2, kv_heads,
+    tokens_per_block, head_dim] of dtype, and if scales is not 0 kv_cache_scale with so many float32 in place of
+    head_dim. A request has at most `context` tokens; `ids` is the input of the packed tokens [1, N]."""
+
+    context: int
+    tokens_per_block: int
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    scales: int
+    ids: str
+
+
 @dataclass(frozen=True)
 class CallSpec:
     """A call of a kernel: the kernel's name, and which ONNX nodes it computes, as far as that is known."""
@@ -135,6 +156,7 @@ class Manifest:
     kernels: tuple[KernelSpec, ...] = ()
     calls: tuple[CallSpec, ...] = ()  # in the order of execution
     slots: SlotCaches | None = None  # with static_cache: then `donated` holds the caches
+    served: ServedCache | None = None  # with serve, likewise
     format: int = FORMAT
 
     def code(self) -> dict[str, str]:

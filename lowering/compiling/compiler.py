@@ -13,24 +13,26 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tvm import tirx
 
-from ..errors import InputError
 from ..fusion import fuse
 from ..graph.declared_sizes import Dims, ranges, with_sizes
 from ..graph.donation import donated_pairs
 from ..graph.model import ModelLike, load_model
+from ..graph.paged_decoder import batch_of, serve_decoder
+from ..graph.serve import Serve
 from ..graph.static_cache import LENGTH, use_static_caches
+from ..graph.written_inputs import name_written_inputs
 from ..importing.importer import Port, import_model
-from ..importing.quantised import SCHEMES, Scheme
+from ..importing.quantised import Scheme
 from ..importing.values import Size, as_text, storage_dtype
 from ..manifest import Manifest, SlotCaches, TensorSpec
 from ..profiling.expected import warnings
-from ..runtime.checks import checked_threads, whole_number
 from ..runtime.folders import check_replaceable
 from ..runtime.signature import SigningKey, private_key
 from ..target import Target, resolve
 from ..tuning.lookup import Records
 from . import artifact
 from .build import build
+from .options import Options
 from .pipeline import Dump, lower
 
 if TYPE_CHECKING:
@@ -47,7 +49,9 @@ def compile(
     static_cache: int | None = None,
     weights: Scheme | None = None,
     database: str | Path | None = None,
+    serve: Serve | None = None,
     dump: Dump | None = None,
+    checks: bool = True,
 ) -> Model:
     """Compiles an ONNX model ahead of time; the result runs at once and can be saved.
 
@@ -56,13 +60,18 @@ def compile(
     list of architectures of GPUs, such as `cuda:sm_80,sm_90a`, or `cuda` for the GPU here; cc names the compiler that
     links. donate holds regular expressions that match whole names of inputs to be consumed: the matching output takes
     over their memory. static_cache=N makes a decoder's growing past a cache of N slots, written in place, whose length
-    is a new input (graph/static_cache.py); `Model.decoder` keeps it. weights="int8" (a scale for each column), "int4"
-    (a float16 scale for each column and 32 rows) or "f16" compresses the constant matrices of products. Sums stay
-    float32; tables of embeddings, biases and convolutions stay as they are. What it costs is a note of the manifest.
+    is a new input (graph/static_cache.py); `Model.decoder` keeps it. serve=Serve(context=N) makes it a decoder for
+    packed tokens of many requests over one paged cache (graph/paged_decoder.py), which a `Batcher` runs. weights="int8"
+    (a scale for each column), "int4" (a float16 scale for each column and 32 rows) or "f16" compresses the constant
+    matrices of products. Sums stay float32; tables of embeddings, biases and convolutions stay as they are. What it
+    costs is a note of the manifest.
     threads is the default number of workers, at most 1024; None means the CPUs the calling thread may use. dims says
     what is known of symbolic dimensions: dims={"batch": 1} makes one a number, at which sizes and branches (If) that
     it decides are computed now, and dims={"tokens": (1, 512)} bounds one, which calls then check. database is a folder
     of `tune`, whose records for this target pick the tiles of kernels, before presets do; the manifest says which.
+    checks=False leaves out what runs look at in the tables of serving operators (starts, lengths, pages, blocks): no
+    request is refused then, and kernels still touch no memory but their arrays; docs/serving_operators.md has the rules
+    and their cost.
     dump is called with ("fused", the `onnx_ir.Model` to import), then with (name of the pass, module) after each pass.
 
     What this machine cannot run, code for a GPU or for another CPU, is a model that can be looked at and saved, and
@@ -74,22 +83,11 @@ def compile(
     """
     from ..runtime import open_compiled
 
+    options = Options(target, donate, threads, cc, dims, static_cache, weights, database, serve, checks)
     # What is loaded holds its files open, and needs no folder.
     with tempfile.TemporaryDirectory(prefix="onnx-lowering-") as folder:
         module = Path(folder) / "module"
-        compile_to(
-            module,
-            model,
-            target,
-            donate,
-            threads,
-            cc,
-            dims=dims,
-            static_cache=static_cache,
-            weights=weights,
-            database=database,
-            dump=dump,
-        )
+        _write(module, model, options, dump)
         return open_compiled(module)
 
 
@@ -104,8 +102,10 @@ def compile_to(
     static_cache: int | None = None,
     weights: Scheme | None = None,
     database: str | Path | None = None,
+    serve: Serve | None = None,
     dump: Dump | None = None,
     sign_key: SigningKey | None = None,
+    checks: bool = True,
 ) -> Manifest:
     """Compiles straight into an artifact folder, also for machines that cannot run it.
 
@@ -115,8 +115,15 @@ def compile_to(
     check_replaceable(Path(os.path.realpath(folder)))
     if sign_key is not None:
         sign_key = private_key(sign_key)
-    done = compiled(model, target, donate, threads, cc, dims, static_cache, weights, database, dump=dump)
-    return artifact.write(Path(folder), done.libraries, done.manifest, done.weights, sign_key)
+    options = Options(target, donate, threads, cc, dims, static_cache, weights, database, serve, checks)
+    return _write(Path(folder), model, options, dump, sign_key)
+
+
+def _write(
+    folder: Path, model: ModelLike, options: Options, dump: Dump | None, sign_key: SigningKey | None = None
+) -> Manifest:
+    done = compiled(model, options, dump=dump)
+    return artifact.write(folder, done.libraries, done.manifest, done.weights, sign_key)
 
 
 @dataclass(frozen=True)
@@ -132,47 +139,41 @@ class Compiled:
     unscheduled: tuple[dict[str, tirx.PrimFunc], ...]
 
 
-def compiled(
-    model: ModelLike,
-    target: str,
-    donate: Sequence[str] = (),
-    threads: int | None = None,
-    cc: str | None = None,
-    dims: Dims | None = None,
-    static_cache: int | None = None,
-    weights: Scheme | None = None,
-    database: str | Path | None = None,
-    stand_in: Target | None = None,
-    dump: Dump | None = None,
-) -> Compiled:
-    """The way itself: parameters as for `compile`. stand_in is a CPU that runs the functions of a GPU in its place, by
-    kernels of its own."""
-    threads = checked_threads(threads)
-    if static_cache is not None:
-        static_cache = whole_number(static_cache, "static_cache", 1, 2**31 - 1)
-    if weights is not None and weights not in SCHEMES:
-        raise InputError(f"weights={weights!r} is no way to hold weights. Use {', '.join(SCHEMES)}, or leave it out.")
-    targets = resolve(target, cc)
-    loaded = with_sizes(load_model(model), dims or {})
-    donated = donated_pairs(loaded.graph, donate)
+def compiled(model: ModelLike, options: Options, stand_in: Target | None = None, dump: Dump | None = None) -> Compiled:
+    """The way itself. stand_in is a CPU that runs the functions of a GPU in its place, by kernels of its own; dump is
+    as for `compile`."""
+    dims = options.dims or {}
+    targets = resolve(options.target, options.cc)
+    loaded = with_sizes(load_model(model), dims)
+    if options.serve is not None and (batch := batch_of(loaded, options.serve)) is not None:
+        loaded = with_sizes(loaded, {batch: 1})
+    written = name_written_inputs(loaded)
+    donated = donated_pairs(loaded.graph, options.donate) | written
     fused = fuse(loaded)
-    slots = None
-    if static_cache is not None:
+    slots = served = None
+    if options.serve is not None:
         fused = fused.clone() if fused is loaded else fused
-        static = use_static_caches(fused, static_cache)
+        decoder = serve_decoder(fused, options.serve)
+        donated |= decoder.donated
+        served = decoder.cache
+    if options.static_cache is not None:
+        fused = fused.clone() if fused is loaded else fused
+        static = use_static_caches(fused, options.static_cache)
         donated |= static.caches
-        slots = SlotCaches(static_cache, LENGTH, static.tokens)
+        slots = SlotCaches(options.static_cache, LENGTH, static.tokens)
     if dump is not None:
         dump("fused", fused)
-    imported = import_model(fused, sizes=() if slots is None else (LENGTH,))
+    # What a GPU has in its memory the host does not read.
+    checks = options.checks and not any(target.architecture for target in targets)
+    imported = import_model(fused, () if slots is None else (LENGTH,), checks)
     inputs, outputs = [p.name for p in imported.inputs], [p.name for p in imported.outputs]
     pairs = {inputs.index(i): outputs.index(o) for i, o in donated.items()}
     notes = list(imported.warnings)
     libraries, unscheduled = [], []
     for each in targets:
-        choose = Records(None if database is None else Path(database), each).choose
+        choose = Records(None if options.database is None else Path(options.database), each).choose
         runs_on = stand_in or each
-        lowered = lower(imported, each, pairs, notes, dump, weights, choose, runs_on)
+        lowered = lower(imported, each, pairs, notes, dump, options.weights, choose, runs_on)
         libraries.append(build(lowered.module, runs_on))
         unscheduled.append(lowered.unscheduled)
         if not each.architecture:
@@ -182,17 +183,18 @@ def compiled(
         outputs=tuple(_spec(p) for p in imported.outputs),
         donated=donated,
         weights=(),
-        target=target,
+        target=options.target,
         cpu_features=targets[0].cpu_features,
         architectures=tuple(each.architecture for each in targets if each.architecture and stand_in is None),
-        threads=threads,
-        ranges=ranges(dims or {}, {dim for port in imported.inputs for dim in _spec(port).dims}),
+        threads=options.threads,
+        ranges=ranges(dims, {dim for port in imported.inputs for dim in _spec(port).dims}),
         strings=tuple(imported.strings),
         versions={name: version(name) for name in ("apache-tvm", "apache-tvm-ffi", "onnx")},
         notes=tuple(dict.fromkeys(notes)),
         kernels=lowered.kernels,
         calls=lowered.calls,
         slots=slots,
+        served=served,
     )
     return Compiled(manifest, tuple(libraries), lowered.weights, targets, tuple(unscheduled))
 

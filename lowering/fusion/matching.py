@@ -77,6 +77,12 @@ def known(size: Size) -> bool:
     return isinstance(size, int)
 
 
+def numbers(sizes: Iterable[Size]) -> list[int] | None:
+    """The sizes, where all of them are numbers."""
+    found = list(sizes)
+    return [size for size in found if isinstance(size, int)] if all(map(known, found)) else None
+
+
 def widens(cast: ir.Node) -> bool:
     """Whether a Cast goes from a floating-point type to one of more bits."""
     before, after = operand(cast, 0).dtype, cast.outputs[0].dtype

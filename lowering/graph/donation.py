@@ -1,7 +1,7 @@
 """Which output takes over the memory of a donated input: the one that a chain of cache updates leads to.
 
-Cache updates are TensorScatter, and GroupQueryAttention of com.microsoft where the model declares one shape for a cache
-before and behind it.
+Cache updates are TensorScatter, attention operators of com.microsoft where the model declares one shape for a cache
+before and behind it, and serving operators (written_inputs.py).
 """
 
 from __future__ import annotations
@@ -12,6 +12,14 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from ..errors import InputError
+from .written_inputs import WRITES
+
+_CACHES = {
+    "GroupQueryAttention": {1: 3, 2: 4},
+    "MultiHeadAttention": {1: 6, 2: 7},
+    "DecoderMaskedMultiHeadAttention": {1: 5, 2: 6},
+}
+"""Operators of com.microsoft, and which of their outputs are which input behind the call."""
 
 
 def donated_pairs(graph: ir.Graph, patterns: Sequence[str]) -> dict[str, str]:
@@ -39,7 +47,8 @@ def donated_pairs(graph: ir.Graph, patterns: Sequence[str]) -> dict[str, str]:
             if name not in roots:
                 raise InputError(
                     f"input '{name}' cannot be donated: no chain of TensorScatter nodes leads from it to an output, "
-                    "nor of GroupQueryAttention nodes for which the model declares past and present with one shape, "
+                    "nor of serving operators that give their cache out, nor of com.microsoft attention nodes for "
+                    "which the model declares past and present with one shape, "
                     f"so no output can take over its memory. Narrow the donate pattern '{pattern}'."
                 )
             pairs[name] = roots[name]
@@ -63,9 +72,12 @@ def _cache(node: ir.Node, output: ir.Value) -> ir.Value | None:
     """The input of the node whose memory that output can take over."""
     if node.domain in ("", "ai.onnx") and node.op_type in ("TensorScatter", "Identity"):
         return node.inputs[0]
-    if (node.domain, node.op_type) == ("com.microsoft", "GroupQueryAttention"):
-        place = {1: 3, 2: 4}.get(node.outputs.index(output))
-        past = node.inputs[place] if place is not None else None
+    for write in WRITES.get((node.domain, node.op_type), ()):
+        if write.output == node.outputs.index(output):
+            return write.input_of(node)
+    if node.domain == "com.microsoft" and node.op_type in _CACHES:
+        place = _CACHES[node.op_type].get(node.outputs.index(output))
+        past = node.inputs[place] if place is not None and place < len(node.inputs) else None
         return past if past is not None and declared_alike(past, output) else None
     return None
 

@@ -25,7 +25,21 @@ DEEPEST = 32
 _NUMBERS = range(-(2**31), 2**31)
 _BOUNDED = {"axis": _NUMBERS, "axes": _NUMBERS, "batch_dims": range(2**31)}
 
+OWN_DOMAIN = "onnx_lowering"
+"""Of the operators that the compiler itself puts into models."""
+
 Body = ir.Graph | ir.Function
+
+
+def check_domains(model: ir.Model) -> None:
+    """Raises ModelError for operators that no model may have when it comes."""
+    for graph in graphs(model):
+        own = next((node for node in graph if node.domain == OWN_DOMAIN), None)
+        if own is not None:
+            raise ModelError(
+                f"node '{own.name}' ({own.op_type}) is of the domain {OWN_DOMAIN}, in which the "
+                "compiler keeps its own operators. Compile the model that it was made from."
+            )
 
 
 def check_bodies(model: ir.Model) -> None:

@@ -13,7 +13,7 @@ from onnx_ir.passes import common
 from ..errors import ModelError
 from . import schemas  # noqa: F401  (what onnxruntime writes passes onnx's checker)
 from .declared_sizes import forget_unknown_sizes
-from .legality import check_attributes, check_bodies, check_tensors, graphs
+from .legality import check_attributes, check_bodies, check_domains, check_tensors, graphs
 
 ModelLike = str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model
 
@@ -38,6 +38,7 @@ def load_model(model: ModelLike) -> ir.Model:
         inlined = common.InlinePass()(loaded).model
         inlined.functions.clear()  # those left are called by nobody
         check_attributes(inlined)
+        check_domains(inlined)
         _forget_what_says_nothing(inlined)
         return inlined
     except ModelError:

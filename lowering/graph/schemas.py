@@ -25,7 +25,8 @@ _ATTRIBUTE = {
 }
 # Types are checked by the lowerings, which say more.
 _ANY = [
-    f"tensor({name})" for name in ("float16", "bfloat16", "float", "double", "int8", "int32", "int64", "uint8", "bool")
+    f"tensor({name})"
+    for name in ("float16", "bfloat16", "float", "double", "int8", "int32", "int64", "uint8", "bool", "float8e4m3fn")
 ]
 
 
@@ -165,7 +166,27 @@ def _group_query_attention(context: Any) -> dict[int, _Kind]:
     heads, kv_heads = _number(context, "num_heads"), _number(context, "kv_num_heads")
     packed = not _input(context, 1)[0]
     dims = _last(query, lambda n: n * heads // (heads + 2 * kv_heads) if packed else n)
-    return {0: _tensor(element, dims), 1: _tensor(element, None), 2: _tensor(element, None)}
+    past = _input(context, 3)[0] or element
+    return {0: _tensor(element, dims), 1: _tensor(past, None), 2: _tensor(past, None)}
+
+
+def _decoder_attention(context: Any) -> dict[int, _Kind]:
+    kinds = _multi_head_attention(context)
+    if not _input(context, 1)[0]:
+        element, query = _input(context, 0)
+        kinds[0] = _tensor(element, _last(query, lambda n: n // 3))
+    return kinds
+
+
+def _paged_attention(context: Any) -> dict[int, _Kind]:
+    (element, query), (_, key) = _input(context, 0), _input(context, 1)
+    heads, kv_heads = _number(context, "num_heads"), _number(context, "kv_num_heads")
+    v_size, width = _number(context, "v_head_size"), None
+    if query and query[-1].HasField("dim_value"):
+        count = heads if key else heads + 2 * kv_heads
+        width = heads * (v_size or query[-1].dim_value // max(count, 1))
+    output = _tensor(element, [*query[:1], width] if query else None)
+    return {0: output, 1: _tensor(*_input(context, 3)), 2: _tensor(*_input(context, 4))}
 
 
 # -- the operators: inputs, outputs, attributes -----------------------------------------------------------------------
@@ -227,12 +248,31 @@ for _name, _inputs, _outputs, _attributes, _infer in (
     (
         "GroupQueryAttention",
         "query key? value? past_key? past_value? seqlens_k total_sequence_length cos_cache? sin_cache? position_ids? "
-        "attention_bias? head_sink? k_scale? v_scale? q_norm_weight? k_norm_weight?",
+        "attention_bias? head_sink? k_scale? v_scale? q_norm_weight? k_norm_weight? query_seqlens?",
         "output present_key? present_value? output_qk?",
-        "causal:int do_rotary:int k_quant_type:string kv_cache_bit_width:int kv_num_heads:int! local_window_size:int "
-        "num_heads:int! qk_norm_epsilon:float qk_output:int rotary_interleaved:int scale:float "
-        "sliding_window_cache:int smooth_softmax:int softcap:float v_quant_type:string",
+        "causal:int do_rotary:int k_norm_epsilon:float k_quant_type:string kv_cache_bit_width:int kv_num_heads:int! "
+        "local_window_size:int num_heads:int! q_norm_epsilon:float qk_norm_epsilon:float qk_output:int "
+        "rotary_interleaved:int scale:float sliding_window_cache:int smooth_softmax:int softcap:float "
+        "v_quant_type:string",
         _group_query_attention,
+    ),
+    (
+        "DecoderMaskedMultiHeadAttention",
+        "query key? value? mask_index? attention_bias? past_key? past_value? past_sequence_length? beam_width? "
+        "cache_indirection? bias?",
+        "output present_key? present_value? qk?",
+        "mask_filter_value:float num_heads:int! output_qk:int past_present_share_buffer:int scale:float",
+        _decoder_attention,
+    ),
+    (
+        "PagedAttention",
+        "query key? value? key_cache value_cache? cumulative_sequence_length past_seqlens block_table cos_cache? "
+        "sin_cache? slot_mapping? head_sink? q_norm_weight? k_norm_weight? k_scale? v_scale? attention_metadata?",
+        "output key_cache_out? value_cache_out?",
+        "do_rotary:int is_causal:int k_cache_dtype:string k_quant_type:string kv_cache_layout:string kv_num_heads:int! "
+        "local_window_size:int num_heads:int! qk_norm_epsilon:float rotary_interleaved:int rotary_offset:int "
+        "scale:float softcap:float v_cache_dtype:string v_head_size:int v_quant_type:string",
+        _paged_attention,
     ),
 ):
     _register(_name, _inputs, _outputs, _attributes, _infer, "com.microsoft")

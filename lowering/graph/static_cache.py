@@ -41,7 +41,7 @@ def use_static_caches(model: ir.Model, capacity: int) -> StaticCaches:
     Raises ModelError for a model without growing caches or below opset 23.
     """
     InferSizesPass()(model)
-    grown = [node for node in model.graph if _grows(node)]
+    grown = [node for node in model.graph if grows(node)]
     if not grown:
         raise ModelError(
             "static_cache: no output of the model is the Concat of a past input [batch, heads, length, size] and new "
@@ -60,7 +60,7 @@ def use_static_caches(model: ir.Model, capacity: int) -> StaticCaches:
     return StaticCaches(caches, tokens)
 
 
-def _grows(node: ir.Node) -> bool:
+def grows(node: ir.Node) -> bool:
     """Whether the node is Concat(past, new) along the length, past being an input and the result an output."""
     if not is_op(node, "Concat") or len(node.inputs) != 2 or not node.outputs[0].is_graph_output():
         return False

@@ -1,4 +1,4 @@
-"""Checks of data and sizes while a model runs: Relax calls of the functions in runtime/checks.c.
+"""Checks of data and sizes while a model runs: Relax calls of the functions in runtime/checks.c and requests_*.c.
 
 Each gives its first argument back, and is a pure function for the compiler: what needs the check reads its result, so
 that it happens before, and a check whose result nobody needs is dead code.
@@ -14,6 +14,10 @@ from tvm import ir, relax, tirx
 INDICES = "lowering_check_indices"
 SIZES = "lowering_check_sizes"
 CONDITION = "lowering_check"
+OPENPPL = "lowering_check_openppl"
+TENSORRT_LLM = "lowering_check_tensorrt_llm"
+SERVED = "lowering_check_served"
+REQUESTS = (OPENPPL, TENSORRT_LLM, SERVED)
 MATCH_SHAPE = "lowering_match_shape"
 
 
@@ -41,10 +45,17 @@ def check_condition(tensor: relax.Expr, condition: Any, text: str, numbers: Sequ
     return _call(CONDITION, [tensor, _shape([tirx.Select(condition, one, zero), *numbers]), text], tensor.ty)
 
 
+def check_requests(name: str, tables: Sequence[relax.Expr | None], sizes: Sequence[Any], node: str) -> relax.Call:
+    """The first of the tables of requests, which fit each other and the sizes, as the function of that name knows them
+    (one of REQUESTS). node is named in errors."""
+    first, *others = (tirx.const(0, "int64") if table is None else table for table in tables)
+    return _call(name, [first, _shape(sizes), node, *others], first.ty)
+
+
 def checked(value: relax.Expr) -> relax.Expr | None:
     """What a call of one of these functions checks and gives back; None for anything else."""
     name = called(value)
-    return value.args[1] if name in (INDICES, SIZES, CONDITION) else None
+    return value.args[1] if name in (INDICES, SIZES, CONDITION, *REQUESTS) else None
 
 
 def called(value: relax.Expr) -> str | None:

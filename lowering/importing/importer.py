@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -70,12 +71,13 @@ class Imported:
     assertions: dict[str, str]  # what the user reads when one fails, by the names of its variable
 
 
-def import_model(model: ir.Model, sizes: Collection[str] = ()) -> Imported:
-    """Lowers the model's graph to Relax. `sizes` names inputs (int64 scalars) that the model uses as sizes.
+def import_model(model: ir.Model, sizes: Collection[str] = (), checks: bool = True) -> Imported:
+    """Lowers the model's graph to Relax. `sizes` names inputs (int64 scalars) that the model uses as sizes. checks says
+    whether runs look at the tables of serving operators.
 
     Raises NodeError at the first node that cannot be lowered.
     """
-    return Importer(model, sizes=sizes).run()
+    return Importer(model, sizes=sizes, checks=checks).run()
 
 
 class Importer:
@@ -84,9 +86,17 @@ class Importer:
     `errors`, when a list is given, collects what blocks each node instead of stopping.
     """
 
-    def __init__(self, model: ir.Model, errors: list[NodeError] | None = None, sizes: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        model: ir.Model,
+        errors: list[NodeError] | None = None,
+        sizes: Collection[str] = (),
+        checks: bool = True,
+    ) -> None:
         self.model = model
         self.sizes = sizes
+        self.checks = checks
+        self.first_to_check: dict[Any, str] = {}  # what is checked -> the node that errors name
         self.errors = errors
         self.symbols = Symbols()
         self._opsets = {_domain(d): v for d, v in model.opset_imports.items()}

@@ -83,6 +83,11 @@ class Symbols:
         return bool(condition) if isinstance(condition, (bool, np.bool_)) else bool(self._analyzer.can_prove(condition))
 
 
+def static(size: Size) -> int | None:
+    """The size, if it is a number."""
+    return size if isinstance(size, int) else None
+
+
 def is_one(size: Size) -> bool:
     """Whether a size is known to be 1."""
     return isinstance(size, (int, tirx.IntImm)) and int(size) == 1

@@ -15,7 +15,7 @@ from typing import Any
 from tvm import relax
 
 from ..importing import symbolic
-from ..importing.checks import check_condition, check_indices, check_sizes
+from ..importing.checks import check_condition, check_indices, check_requests, check_sizes
 from ..importing.node import Node
 from ..importing.values import Shape, Size, Value, as_text, empty, numpy_dtype, storage_dtype
 
@@ -142,6 +142,25 @@ def required(node: Node, value: Value, condition: Size, text: str, *numbers: Siz
     check = check_condition(node.tensor(value) if last is None else last, condition, f"{node.where}: {text}", numbers)
     checked = node.importer.builder.emit(check)
     return node.checked(value, checked) if last is None else node.called(replace(value, channels_last=checked), value)
+
+
+def legal_requests(node: Node, check: str, tables: Sequence[Value | None], sizes: Sequence[Size]) -> Value:
+    """The first of the tables that say where the rows and keys of requests are, behind a check of the run that they fit
+    each other and these sizes, by the function of that name (importing/checks.py).
+
+    Who reads the tables, reads the result: then nothing is written before. Nodes that ask the same, as layers do, share
+    a check, which names the first of them.
+    """
+    first = tables[0]
+    assert first is not None
+    if not node.importer.checks:
+        return first
+    exprs = [None if table is None else node.tensor(table) for table in tables]
+    sizes = [node.simplify(size) for size in sizes]
+    asked = (check, *exprs, *map(as_text, sizes))
+    where = node.importer.first_to_check.setdefault(asked, node.where)
+    call = check_requests(check, exprs, sizes, where)
+    return node.checked(first, node.importer.builder.emit(call))
 
 
 def no_negative(node: Node, value: Value, sizes: Sequence[Size], name: str) -> Value:

@@ -17,6 +17,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ..importing.node import Node
 from ..importing.values import Shape, Size, Value, empty, storage_dtype, storage_shape
+from ..tensorir.regions import whole
 
 Read = Callable[..., Any]
 
@@ -75,8 +76,8 @@ def loops(
 
     def block(inputs: list[Any], results: list[Any]) -> None:
         with T.sblock(name):
-            T.reads([_whole(b) for b in inputs])
-            T.writes([_whole(b) for b in results])
+            T.reads([whole(b) for b in inputs])
+            T.writes([whole(b) for b in results])
             temporary = [T.sblock_alloc_buffer(_extents(storage_shape(d, s)), storage_dtype(d)) for s, d in scratch]
             body(*inputs, *results, *temporary)
 
@@ -147,7 +148,3 @@ def _parameters(used: Sequence[Size], bound: Sequence[Shape]) -> list[Any]:
 
 def _extents(shape: Shape) -> list[Any]:
     return [tirx.IntImm("int64", d) if isinstance(d, int) else d for d in shape]
-
-
-def _whole(buffer: Any) -> Any:
-    return buffer[tuple(slice(0, d) for d in buffer.shape)]

@@ -20,11 +20,12 @@ from .gather import wrapped
 
 @dataclass(frozen=True)
 class Head:
-    """How the elements of one head are rotated."""
+    """How the elements of one head are rotated: so many of them, from the first that is."""
 
     size: int
     rotated: int
     interleaved: bool
+    first: int = 0
 
     def pair(self, d: Element) -> tuple[Element, Element, Element]:
         """For element d < rotated: its angle, the distance to the other of its pair, whether it is the first.
@@ -85,9 +86,10 @@ def rotate(
         def rotated(*index: Element) -> Element:
             *outer, e = index
             d = tirx.floormod(e, tirx.const(head.size, "int64"))
+            d = d - tirx.const(head.first, "int64") if head.first else d
             k, distance, first = head.pair(d)
             c, s = (angle_of(cache, index[0], index[sequence_axis], k) for cache in (cos, sin))
-            inside = d < head.rotated
+            inside = tirx.all(d >= 0, d < head.rotated) if head.first else d < head.rotated
             other = read(x, (*outer, e + tirx.Select(inside, distance, tirx.const(0, "int64"))))
             own = read(x, index)
             y = own * c + other * tirx.Select(first, -s, s)

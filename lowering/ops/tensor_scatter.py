@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..importing import symbolic
 from ..importing.node import Node
-from ..importing.values import Size, Value, storage_dtype, storage_shape
+from ..importing.values import Value, static, storage_dtype, storage_shape
 from ..tensorir.scatter import CacheUpdate, copy_and_update
 from . import op
 from .asserted import asserted, required
@@ -50,8 +50,8 @@ def tensor_scatter(node: Node, past_cache: Value, update: Value, write_indices: 
         write_indices = asserted(node, write_indices, past_cache.shape[:1])
     stored = CacheUpdate(
         dtype=storage_dtype(past_cache.dtype),
-        dims=tuple(_known(d) for d in storage_shape(past_cache.dtype, past_cache.shape)),
-        length=_known(length),
+        dims=tuple(static(d) for d in storage_shape(past_cache.dtype, past_cache.shape)),
+        length=static(length),
         axis=axis,
         circular=mode == "circular",
         indices=write_indices is not None,
@@ -59,7 +59,3 @@ def tensor_scatter(node: Node, past_cache: Value, update: Value, write_indices: 
     arguments = [node.tensor(value) for value in (past_cache, update, write_indices) if value is not None]
     outputs = [(past_cache.shape, past_cache.dtype)]
     return node.call_tir(copy_and_update(stored), arguments, outputs, "update_cache")[0]
-
-
-def _known(size: Size) -> int | None:
-    return size if isinstance(size, int) else None

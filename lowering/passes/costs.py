@@ -51,9 +51,14 @@ def kernel_spec(name: str, func: tirx.PrimFunc, schedule: str) -> KernelSpec:
 
 
 def _attention(problem: AttentionProblem, func: tirx.PrimFunc) -> tuple[str, str]:
-    """Of the keys and values, those that any query sees are needed."""
-    buffers = dict(zip(problem.parameters(), func.params))
-    row = problem.head_dim * _itemsize(buffers["k"]) + problem.v_head_dim * _itemsize(buffers["v"])
+    """Of the keys and values, with their scales, those that any query sees are needed."""
+    buffers, store = dict(zip(problem.parameters(), func.params)), problem.store
+    names = ("kv", "kv") if store.joint else ("k", "v")
+    dims = problem.head_dim, problem.v_head_dim
+    row = sum(dim * _itemsize(buffers[name]) // store.packing for name, dim in zip(names, dims))
+    if store.codec is not None and store.codec.group:
+        scales = (dim // store.codec.group * _itemsize(buffers[f"{name}_scale"]) for name, dim in zip(names, dims))
+        row += sum(scales)
     flops = f"{2 * (problem.head_dim + problem.v_head_dim)} * pairs"
     return flops, f"volume - {row} * unseen"
 

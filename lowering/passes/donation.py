@@ -8,19 +8,22 @@ each cache update on the way from a donated input to its output, in the final or
    made before the update, and `notes` says so.
 3. An update tensor that shares the cache's memory is copied first.
 
-Donated or not, the pass ends with rule 4: an output that would be an input's, a weight's or another output's own memory
-is a copy, since the caller may write to either.
+Donated or not, the pass ends with two more. 4: kernels that append to several caches at once (lowering/attention/
+append.py) work in place, on copies of what is not donated. 5: an output that would be an input's, a weight's or another
+output's own memory is a copy, since the caller may write to either.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import tvm
 from tvm import relax, te, tirx
 
+from ..attention import append
 from ..importing.checks import checked
-from ..tensorir.scatter import ATTRIBUTE, in_place
+from ..tensorir import scatter
 
 _VIEWS = ("relax.reshape", "relax.memory.view", "relax.memory.ensure_zero_offset")
 
@@ -32,10 +35,29 @@ def donate(mod: tvm.IRModule, donated: dict[int, int], notes: list[str]) -> tvm.
         `main` must hold no dataflow blocks: their order is not the order of execution.
     """
     editor = _Editor(mod)
-    for parameter, output in donated.items():
-        editor.update_in_place(parameter, output, notes)
+    chains = [editor.chain(parameter, output) for parameter, output in donated.items()]
+    for chain in chains:
+        editor.update_in_place(chain, [step for other in chains for step in other.steps], notes)
+    editor.append_in_place()
     editor.copy_shared_outputs(donated)
     return editor.finish()
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One cache update: the variable of its call, which of its caches is meant, and the variable of the result."""
+
+    call: relax.Var
+    number: int
+    result: relax.Var
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """The updates on the way from a donated parameter to its output, in order."""
+
+    cache: relax.Var
+    steps: list[_Step]
 
 
 class _Editor:
@@ -81,32 +103,54 @@ class _Editor:
                 tainted.append(self.bindings[k].var)
         return found
 
-    def _scatter(self, binding: Any) -> tirx.PrimFunc | None:
+    def _update(self, binding: Any) -> tirx.PrimFunc | None:
         """The cache update that the binding calls, if it is one (still copying)."""
         value = binding.value
         if not (isinstance(value, relax.Call) and value.op == tvm.ir.Op.get("relax.call_tir")):
             return None
         function = self.mod[value.args[0]]
-        return function if function.attrs is not None and ATTRIBUTE in function.attrs else None
+        attributes = function.attrs or {}
+        return function if scatter.ATTRIBUTE in attributes or append.ATTRIBUTE in attributes else None
+
+    def _step(self, result: relax.Var) -> _Step:
+        """The update that gives the variable: the first arguments of its call are its caches, in the order of its
+        results."""
+        value = self._definition(result).value
+        if isinstance(value, relax.TupleGetItem):
+            return _Step(value.tuple_value, value.index, result)
+        return _Step(result, 0, result)
+
+    def _cache(self, step: _Step) -> relax.Expr:
+        return self._definition(step.call).value.args[1].fields[step.number]
 
     # -- edits --------------------------------------------------------------------------------------------------------
 
-    def update_in_place(self, parameter: int, output: int, notes: list[str]) -> None:
-        """Makes every cache update between the input and the output write into the input's memory."""
+    def chain(self, parameter: int, output: int) -> _Chain:
+        """What leads from that parameter to that output."""
         cache = self.main.params[parameter]
-        chain = []
+        steps: list[_Step] = []
         var = self._root(self.outputs[output])
         while not var.same_as(cache):
-            binding = self._definition(var)
-            chain.append(binding.var)
-            var = self._root(binding.value.args[1].fields[0])
-        for result in reversed(chain):
-            self._convert(cache, result, notes)
+            steps.append(self._step(var))
+            var = self._root(self._cache(steps[-1]))
+        return _Chain(cache, steps[::-1])
 
-    def _convert(self, cache: relax.Var, result: relax.Var, notes: list[str]) -> None:
-        position = self._position(result)
-        old = self._root(self.bindings[position].value.args[1].fields[0])
-        position = self._hoist_readers(position, old)
+    def update_in_place(self, chain: _Chain, donated: list[_Step], notes: list[str]) -> None:
+        """Makes every update of the chain write into the parameter's memory. donated are the steps of all chains."""
+        for step in chain.steps:
+            self._make_room(chain.cache, step, notes)
+            if self._update(self._definition(step.call)) is not None:
+                self._convert(step.call, {other.number for other in donated if other.call.same_as(step.call)})
+
+    def append_in_place(self) -> None:
+        """Makes the appends that are left write into copies."""
+        for binding in [b for b in self.bindings if (f := self._update(b)) and append.ATTRIBUTE in f.attrs]:
+            self._convert(binding.var, set())
+
+    def _make_room(self, cache: relax.Var, step: _Step, notes: list[str]) -> None:
+        """Sees to it that nobody needs the old value of a cache when the step writes to it."""
+        old = self._root(self._cache(step))
+        position = self._hoist_readers(self._position(step.call), old)
         late = [b for b in self.bindings[position + 1 :] if _viewed(b) is None and self._reads(b.value, old)]
         late_outputs = [k for k, o in enumerate(self.outputs) if self._root(o).same_as(old)]
         if late or late_outputs:
@@ -115,17 +159,39 @@ class _Editor:
             self._redirect(position + 1, old, copied)
             what = "is also an output" if late_outputs else "is read after it was updated"
             notes.append(f"the donated cache '{cache.name}' {what}: its old value is copied on every call.")
-        call = self.bindings[position].value
-        arguments = list(call.args[1].fields)
-        for k, argument in enumerate(arguments[1:], start=1):
-            if isinstance(argument, relax.Var) and self._root(argument).same_as(old):
+        arguments = list(self.bindings[position].value.args[1].fields)
+        for k, argument in enumerate(arguments):
+            shared = isinstance(argument, relax.Var) and self._root(argument).same_as(old)
+            if shared and k != step.number:
                 arguments[k] = self._insert_copy(position, argument)
                 position += 1
-        function = self.builder.add_func(in_place(self._scatter(self.bindings[position])), "update_cache_in_place")
+        self._call_with(position, arguments)
+
+    def _convert(self, var: relax.Var, donated: set[int]) -> None:
+        """Makes a call write into its caches: those of these numbers, and copies of the others."""
+        position = self._position(var)
+        function = self._update(self.bindings[position])
+        assert function is not None
+        arguments = list(self.bindings[position].value.args[1].fields)
+        result = self.bindings[position].var.ty
+        count = len(result.fields) if isinstance(result, relax.TupleType) else 1
+        for k in range(count):
+            if k not in donated:
+                arguments[k] = self._insert_copy(position, arguments[k])
+                position += 1
+        maker = append if append.ATTRIBUTE in function.attrs else scatter
+        new = self.builder.add_func(maker.in_place(function), "update_cache_in_place")
         self.mod = self.builder.get()
-        self.bindings[position] = relax.VarBinding(
-            result, relax.op.call_tir_inplace(function, relax.Tuple(arguments), [0], result.ty)
-        )
+        outputs = list(result.fields) if isinstance(result, relax.TupleType) else [result]
+        call = relax.op.call_tir_inplace(new, relax.Tuple(arguments), list(range(count)), outputs)
+        self.bindings[position] = relax.VarBinding(var, call)
+
+    def _call_with(self, position: int, arguments: list[Any]) -> None:
+        """Gives a call other arguments."""
+        binding = self.bindings[position]
+        call = binding.value
+        new = relax.Call(call.op, [call.args[0], relax.Tuple(arguments), *call.args[2:]], call.attrs, call.ty_args)
+        self.bindings[position] = relax.VarBinding(binding.var, new)
 
     def _hoist_readers(self, position: int, old: Any) -> int:
         """Moves what reads the old value and does not depend on the update in front of it; returns the update's
@@ -149,10 +215,11 @@ class _Editor:
         self.bindings = self.bindings[:position] + front + [self.bindings[position]] + rest
         return position + len(front)
 
-    def _insert_copy(self, position: int, source: relax.Var) -> relax.Var:
+    def _insert_copy(self, position: int, source: relax.Expr) -> relax.Var:
         call = self.builder.call_te(_copied, source, primfunc_name_hint="copy")
         self.mod = self.builder.get()
-        copied = relax.Var(f"{source.name}_copy", source.ty)
+        name = source.name if isinstance(source, relax.Var) else "constant"
+        copied = relax.Var(f"{name}_copy", source.ty)
         self.bindings.insert(position, relax.VarBinding(copied, call))
         return copied
 
@@ -198,7 +265,11 @@ class _Editor:
         body = relax.SeqExpr([relax.BindingBlock(self.bindings)], relax.Tuple(self.outputs))
         main = relax.Function(self.main.params, body, self.main.ret_ty, self.main.is_pure, self.main.attrs)
         self.mod["main"] = main
-        return self.mod
+        # Of what works in place now, the copying form is not called any more.
+        called: set[tvm.ir.GlobalVar] = set()
+        relax.analysis.post_order_visit(main, lambda e: called.add(e) if isinstance(e, tvm.ir.GlobalVar) else None)
+        left = {var: f for var, f in self.mod.functions_items() if var in called or not isinstance(f, tirx.PrimFunc)}
+        return tvm.IRModule(left, attrs=self.mod.attrs)
 
 
 def _viewed(binding: Any) -> Any:

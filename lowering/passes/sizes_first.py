@@ -1,7 +1,9 @@
-"""Puts what defines a symbolic size before what uses it.
+"""Puts what defines a symbolic size before what uses it, and checks of requests before everything else.
 
 A size that depends on data is defined by a match_cast. TVM's FuseOps orders bindings by the tensors they read and not
 by the symbols in their shapes: a fused kernel may end up before the match_cast that its shape needs.
+
+Tables of a later layer are looked at before an earlier one writes to a cache: a call that is refused writes nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from typing import Any
 import tvm
 import tvm_ffi
 from tvm import relax
+
+from ..importing.checks import REQUESTS, called
 
 
 def sizes_first(mod: tvm.IRModule) -> tvm.IRModule:
@@ -41,7 +45,8 @@ def _sequence(body: relax.SeqExpr, known: set[Any]) -> relax.SeqExpr:
 
 
 def _ordered(bindings: Iterable[relax.Binding], known: set[Any]) -> list[relax.Binding]:
-    """The bindings in their order, but for those that others need, which come before them."""
+    """The bindings in their order, but for checks of requests, which come first, and for what others need, which comes
+    before them."""
     bindings = list(bindings)
     maker: dict[Any, int] = {}
     for k, binding in enumerate(bindings):
@@ -59,7 +64,8 @@ def _ordered(bindings: Iterable[relax.Binding], known: set[Any]) -> list[relax.B
                 place(maker[variable])
         result.append(bindings[k])
 
-    for k in range(len(bindings)):
+    checks = (k for k, binding in enumerate(bindings) if called(binding.value) in REQUESTS)
+    for k in (*checks, *range(len(bindings))):
         place(k)
     known.update(maker)
     return result

@@ -4,68 +4,7 @@
  */
 #define _GNU_SOURCE
 #pragma GCC optimize("O3") /* vectorises loops of unknown length */
-#include <inttypes.h>
-#include <stdarg.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <tvm/ffi/c_api.h>
-#include <unistd.h>
-
-#define CHECK(name)                                                                                      \
-    __attribute__((visibility("default"))) int __tvm_ffi_lowering_##name(void* self, const TVMFFIAny* args, \
-                                                                         int32_t count, TVMFFIAny* result)
-
-/* -- arguments and results ---------------------------------------------------------------------------------------- */
-
-/* What stands behind the header of an object. */
-static const void* content(const TVMFFIAny* value) { return (const char*)value->v_ptr + sizeof(TVMFFIObject); }
-
-static const DLTensor* tensor_of(const TVMFFIAny* value) {
-    return value->type_index == kTVMFFIDLTensorPtr ? value->v_ptr : content(value);
-}
-
-static const TVMFFIShapeCell* shape_of(const TVMFFIAny* value) { return content(value); }
-
-static TVMFFIByteArray text_of(const TVMFFIAny* value) {
-    if (value->type_index == kTVMFFISmallStr) return (TVMFFIByteArray){value->v_bytes, value->small_str_len};
-    if (value->type_index == kTVMFFIRawStr) return (TVMFFIByteArray){value->v_c_str, strlen(value->v_c_str)};
-    return *(const TVMFFIByteArray*)content(value);
-}
-
-static int pass(const TVMFFIAny* value, TVMFFIAny* result) {
-    *result = *value;
-    if (value->type_index >= kTVMFFIStaticObjectBegin) TVMFFIObjectIncRef(value->v_obj);
-    return 0;
-}
-
-/* -- errors ------------------------------------------------------------------------------------------------------- */
-
-typedef struct {
-    char text[4096];
-    size_t length;
-} Message;
-
-__attribute__((format(printf, 2, 3))) static void say(Message* message, const char* format, ...) {
-    size_t room = sizeof(message->text) - message->length;
-    va_list arguments;
-    va_start(arguments, format);
-    int written = vsnprintf(message->text + message->length, room, format, arguments);
-    va_end(arguments);
-    if (written > 0) message->length += (size_t)written < room ? (size_t)written : room - 1;
-}
-
-static void say_text(Message* message, TVMFFIByteArray text) { say(message, "%.*s", (int)text.size, text.data); }
-
-static void say_sizes(Message* message, const int64_t* sizes, int64_t count) {
-    for (int64_t k = 0; k < count; ++k) say(message, "%s%" PRId64, k ? ", " : "[", sizes[k]);
-    say(message, count ? "]" : "[]");
-}
-
-static int fail(const Message* message) {
-    TVMFFIErrorSetRaisedFromCStr("ValueError", message->text);
-    return -1;
-}
+#include "checks.h"
 
 /* -- indices ------------------------------------------------------------------------------------------------------ */
 
@@ -87,17 +26,6 @@ SCAN(int64_t)
 SCAN(uint8_t)
 SCAN(uint16_t)
 SCAN(uint32_t)
-
-static int64_t element(const DLTensor* tensor, int64_t i) {
-    const char* data = (const char*)tensor->data + tensor->byte_offset;
-    int is_signed = tensor->dtype.code == kDLInt;
-    switch (tensor->dtype.bits) {
-        case 8: return is_signed ? ((const int8_t*)data)[i] : ((const uint8_t*)data)[i];
-        case 16: return is_signed ? ((const int16_t*)data)[i] : ((const uint16_t*)data)[i];
-        case 32: return is_signed ? (int64_t)((const int32_t*)data)[i] : (int64_t)((const uint32_t*)data)[i];
-        default: return ((const int64_t*)data)[i]; /* uint64 from 2^63 on comes out negative: it is refused as well */
-    }
-}
 
 static int any_outside(const DLTensor* tensor, int64_t count, int64_t low, int64_t last) {
     const void* data = (const char*)tensor->data + tensor->byte_offset;

@@ -1,4 +1,5 @@
-"""The C code that every model.so carries: the thread pool (parallel.c) and checks of data and sizes (checks.c)."""
+"""The C code that every model.so carries: the thread pool (parallel.c), checks of data and sizes (checks.c) and of the
+tables of serving operators (requests_*.c)."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from pathlib import Path
 
 from tvm_ffi import libinfo
 
-_SOURCES = ("parallel", "checks")
+_SOURCES = ("parallel", "checks", "requests_openppl", "requests_served", "requests_tensorrt_llm",
+            "requests_tensorrt_llm_slots")  # fmt: skip
 
 
 def link_options(cc: str, folder: str | Path) -> list[str]:

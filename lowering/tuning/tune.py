@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..compiling.options import Options
 from ..errors import ArtifactError, InputError
 from ..fleet.devices import Fleet
 from ..graph.declared_sizes import Dims
@@ -88,6 +89,8 @@ def tune(
     if effort not in EFFORTS:
         raise InputError(f"effort={effort!r} is neither 'quick' nor 'full'.")
     threads = whole_number(threads, "threads", 1, MOST_THREADS)
+    # What runs of a tuner are fed is made up: tables of serving operators would be refused.
+    options = Options(target, donate, threads, dims=dims, static_cache=static_cache, weights=weights, checks=False)
     most = None if trials is None else whole_number(trials, "trials", 0, 2**31)
     begin = time.monotonic()
     found, *others = resolve(target)
@@ -98,7 +101,7 @@ def tune(
         sites = [] if export is not None else _sites(Path(database), found, threads, tracker, keys, stack)
         workshop = Workshop(target, None, 0, threads)
         stack.callback(workshop.close)
-        subject = Subject(model, target, sizes, threads, dims, static_cache, weights, donate)
+        subject = Subject(model, sizes, options)
         session = Session(folder, subject, sites, found, workshop, effort, seed)
         session.extract(Path(temporary) / "model")
         if export is not None:

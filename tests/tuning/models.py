@@ -56,9 +56,11 @@ def right(x: T.Buffer((64,), "float32"), y: T.Buffer((64,), "float32")):
 
 @T.prim_func
 def slow(x: T.Buffer((64,), "float32"), y: T.Buffer((64,), "float32")):
-    for k in range(200):
+    for i in range(64):
+        y[i] = x[i] * T.float32(2)
+    for _ in range(10000):  # each step needs the one before, and none changes y
         for i in range(64):
-            y[i] = T.exp(x[i] * T.float32(0) + T.Cast("float32", k) * T.float32(0)) * x[i] * T.float32(2)
+            y[i] = y[i] * T.float32(0.5) + x[i]
 
 
 @T.prim_func

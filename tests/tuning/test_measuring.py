@@ -42,7 +42,7 @@ def job(folder: Path, path: Path) -> Job:
 def test_a_kernel_that_is_right_and_slower(folder: Path, helper: Helper) -> None:
     found = helper.call(measure, job(folder, library(slow, folder, "slow")), seconds=60, memory=1 << 30)
     assert found.error == 0 and found.ratio > 2 and found.baseline > 0
-    assert len(found.ratios) == 3  # it was clear at once
+    assert len(found.ratios) < 8  # it was clear before all pairs were taken
 
 
 def test_a_kernel_beside_itself(folder: Path, helper: Helper) -> None:

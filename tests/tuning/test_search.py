@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.cases import all_cases
 from benchmarks.tune import sizes
+from lowering.compiling.options import Options
 from lowering.measuring.batch import DEFAULT
 from lowering.measuring.trial import LAST_PAIRS
 from lowering.target import resolve
@@ -48,7 +49,7 @@ def test_random_tiles_become_as_good_as_a_sweep(tmp_path: Path, monkeypatch: pyt
     try:
         case = all_cases()["P1 full"]
         model = case.model()
-        subject = Subject(model, "cpu", [sizes(model, case.own_feeds())], threads=1)
+        subject = Subject(model, [sizes(model, case.own_feeds())], Options(threads=1))
         session = Session(tmp_path / "tasks", subject, [Site(bench, database)], target, workshop, "full", seed=0)
         session.extract(tmp_path / "model")
         session.search(time.monotonic() + SECONDS, None, lambda state: None)

@@ -16,6 +16,7 @@ import schedules
 from lowering.attention.plain import plain
 from lowering.attention.problem import AttentionProblem, Window
 from lowering.compiling.compiler import compiled
+from lowering.compiling.options import Options
 from lowering.target import resolve
 from lowering.tuning.build import kernel
 from lowering.tuning.choices import annotated, recorded
@@ -38,7 +39,7 @@ def attention_shapes(rows: int, keys: int) -> list:
 
 @cache
 def functions(rows: int | str) -> dict:
-    return compiled(product(rows), "cpu:x86-64-v4").unscheduled[0]
+    return compiled(product(rows), Options("cpu:x86-64-v4")).unscheduled[0]
 
 
 def product_task(rows: int, target: tvm.target.Target = V4.tvm) -> tvm.IRModule:

@@ -13,22 +13,24 @@ from collections.abc import Callable
 import numpy as np
 from tvm import relax, tirx
 
+from ...attention.append import Append
 from ...attention.problem import Window
+from ...attention.store import Codec, Store
 from ...importing.compute import Element, agreed, number
 from ...importing.node import Node
-from ...importing.values import Size, Value, is_one
+from ...importing.values import Shape, Size, Value, is_one, static, storage_dtype
 from ...tensorir.scatter import CacheUpdate, copy_and_update
 from .. import op
+from ..append import append
 from ..asserted import asserted
 from ..attend import attend, heads_first, mask_of
 from ..contents import sizes
 from ..kernels import Read, compute
-from ..matmul import rounded
-from ..normalization import over_last_axes
 from ..rotary_embedding import Head, rotate
 from ..run_time import bind
 from . import DOMAIN
-from .projections import check_floats, head_size, part
+from .codes import Codes, cache_codes
+from .projections import check_floats, head_sink_of, head_size, normalised, part
 
 
 @op("GroupQueryAttention", since=1, domain=DOMAIN)
@@ -50,21 +52,22 @@ def group_query_attention(
     v_scale: Value | None = None,
     q_norm_weight: Value | None = None,
     k_norm_weight: Value | None = None,
+    query_seqlens: Value | None = None,
 ) -> tuple[Value, Value | None, Value | None]:
     """Y [B, S, Hq * D], present_key and present_value [B, Hkv, T, D].
 
     query is [B, S, Hq * D] with key and value [B, S, Hkv * D], or packed [B, S, (Hq + 2 Hkv) * D] without them.
+    Caches hold numbers, or codes that k_scale and v_scale belong to (codes.py), over which new tokens are seen, too.
     """
-    _refuse(node, k_scale, v_scale)
+    _refuse(node, query_seqlens)
     if (past_key is None) != (past_value is None):
         raise node.error("one of past_key and past_value is given.", "Give both or none.")
-    check_floats(
-        node, query=query, key=key, value=value, past_key=past_key, past_value=past_value, attention_bias=attention_bias
-    )
+    check_floats(node, query=query, key=key, value=value, attention_bias=attention_bias)
     heads = node.attr("num_heads"), node.attr("kv_num_heads")
     q, k, v = _projections(node, heads, query, key, value)
     size, rows = q.shape[2] // heads[0], q.shape[1]
-    q, k = _normalised(node, q, heads[0], q_norm_weight), _normalised(node, k, heads[1], k_norm_weight)
+    q = normalised(node, q, heads[0], q_norm_weight, "q_norm_epsilon")
+    k = normalised(node, k, heads[1], k_norm_weight, "k_norm_epsilon")
     new = _NewTokens(node, seqlens_k, total_sequence_length, q)
     if node.attr("do_rotary", 0):
         if cos_cache is None or sin_cache is None:
@@ -74,15 +77,23 @@ def group_query_attention(
             raise node.error(f"cos_cache has {head.rotated // 2} angles, for heads of {size}.", "Give at most half.")
         positions = new.positions(position_ids)
         q, k = (rotate(node, head, x, cos_cache, sin_cache, positions) for x in (q, k))
+    codes = Codes(None, {}, {})
     if past_key is not None and past_value is not None:
         if past_key.rank != 4 or past_value.rank != 4:
             raise node.error("past_key or past_value is not of rank 4.", "Make them [batch, heads, length, head size].")
         length = agreed(node, "the length of past_key and past_value", past_key.shape[2], past_value.shape[2])
         agreed(node, "the number of heads of the caches", heads[1], past_key.shape[1], past_value.shape[1])
-        cache = (q.shape[0], heads[1], length, size)
-        k = new.behind(asserted(node, past_key, cache), k, 3, 1)
-        v = new.behind(asserted(node, past_value, cache), v, 4, 2)
-    elif node.wants(1) or node.wants(2):
+        codes = cache_codes(node, (heads[1], size), q.dtype, (("k", past_key, k_scale), ("v", past_value, v_scale)))
+        cache = (q.shape[0], heads[1], length, size // (codes.codec.packing if codes.codec is not None else 1))
+        pasts = asserted(node, past_key, cache), asserted(node, past_value, cache)
+        if codes.codec is None:
+            k, v = new.behind(pasts[0], k, 3, 1), new.behind(pasts[1], v, 4, 2)
+        else:
+            k, v = new.coded(pasts, (k, v), codes, codes.codec)
+    else:
+        _refuse_codes(node, k_scale, v_scale)
+    _check_width(node, codes.codec)
+    if past_key is None and (node.wants(1) or node.wants(2)):
         k, v = heads_first(node, k, heads[1]), heads_first(node, v, heads[1])
     mask, causal = None, bool(node.attr("causal", 1))
     if attention_bias is not None:
@@ -90,8 +101,9 @@ def group_query_attention(
     sink, lengths = _sink(node, heads[0], head_sink, q.dtype), new.lengths(at_least_rows=causal)
     results = attend(
         node,
-        {"q": q, "k": k, "v": v, "mask": mask, "sink": sink, "lengths": lengths},
+        {"q": q, "k": k, "v": v, "mask": mask, "sink": sink, "lengths": lengths, **codes.scales},
         heads=heads,
+        codec=codes.codec,
         acc_dtype="float64" if q.dtype == "float64" else "float32",
         scale=node.attr("scale", 0.0) or 1 / math.sqrt(size),
         softcap=node.attr("softcap", 0.0),
@@ -101,19 +113,32 @@ def group_query_attention(
     return results["y"], k if node.wants(1) else None, v if node.wants(2) else None
 
 
-def _refuse(node: Node, k_scale: Value | None, v_scale: Value | None) -> None:
-    for name in ("k_quant_type", "v_quant_type"):
-        if node.attr(name, "NONE") != "NONE":
-            raise node.error(f"attribute {name} is '{node.attr(name)}'.", "Use a cache of floats ('NONE').")
+def _refuse(node: Node, query_seqlens: Value | None) -> None:
     for name, remedy in (
-        ("kv_cache_bit_width", "Use a cache of floats."),
         ("sliding_window_cache", "Use a cache of all tokens; local_window_size still skips the old ones."),
         ("qk_output", "Remove the output: the scores are never materialised."),
     ):
         if node.attr(name, 0):
             raise node.error(f"attribute {name} is {node.attr(name)}.", remedy)
+    if query_seqlens is not None:
+        raise node.error("input query_seqlens is given.", "Pad nothing: without it all rows are tokens.")
+
+
+def _refuse_codes(node: Node, k_scale: Value | None, v_scale: Value | None) -> None:
+    """Of a node without caches."""
+    for name in ("k_quant_type", "v_quant_type"):
+        if node.attr(name, "NONE") != "NONE":
+            what = f"attribute {name} is '{node.attr(name)}', and there is no past_key."
+            raise node.error(what, "Give caches of codes, which may be empty: their type tells what codes are.")
     if k_scale is not None or v_scale is not None:
-        raise node.error("inputs k_scale and v_scale belong to a quantised cache.", "Use a cache of floats.")
+        raise node.error("k_scale or v_scale is given, and no past_key.", "Give caches of codes; they may be empty.")
+
+
+def _check_width(node: Node, codec: Codec | None) -> None:
+    width, wanted = node.attr("kv_cache_bit_width", 0), 0 if codec is None else 8 // codec.packing
+    if width not in (0, wanted):
+        remedy = "Use caches of int8 or float8e4m3fn for 8 bits, of uint8 for 4, and k_quant_type and v_quant_type."
+        raise node.error(f"attribute kv_cache_bit_width is {width}, for caches of {wanted or 'no'} bits.", remedy)
 
 
 def _projections(
@@ -138,16 +163,6 @@ def _projections(
     q = asserted(node, query, (batch, rows, heads[0] * size))
     k, v = (asserted(node, x, (batch, rows, heads[1] * size)) for x in (key, value))
     return q, k, v
-
-
-def _normalised(node: Node, x: Value, heads: int, weight: Value | None) -> Value:
-    """Every head of x [B, S, H * D] over the root of its mean square, times weight [D]."""
-    if weight is None:
-        return x
-    split = (*x.shape[:2], heads, x.shape[2] // heads)
-    y = node.reshaped(x, split)
-    y = over_last_axes(node, y, [weight], centred=False, epsilon=node.attr("qk_norm_epsilon", 1e-6))
-    return rounded(node, node.reshaped(y, x.shape), x.dtype)
 
 
 def _interleaved(node: Node) -> bool:
@@ -216,10 +231,43 @@ class _NewTokens:
             return self._updated(asserted(node, checked, past.shape), heads_first(node, new, heads))
         return self._grown(past, new, grown)
 
+    def coded(
+        self, pasts: tuple[Value, Value], new: tuple[Value, Value], codes: Codes, codec: Codec
+    ) -> tuple[Value, Value]:
+        """The caches [B, H, T, D] of codes with those of the new rows [B, S, H * D] in their places."""
+        node, (batch, heads, length, width) = self.node, pasts[0].shape
+        size = width * codec.packing
+        grown = node.simplify(tirx.max(_int64(length), _int64(self._total())))
+        if not node.symbols.equal(grown, length):
+            alike = all(node.wants(n) and node.same_shape(n + 2, n) for n in (1, 2))
+            shape = (batch, heads, grown, width)
+            if alike:  # the caches have room, as the model says
+                k, v = (asserted(node, asserted(node, past, shape), past.shape) for past in pasts)
+            else:
+                k, v = (self._lengthened(past, shape) for past in pasts)
+            pasts = k, v
+        record = Append(static(batch), heads, size, size, new[0].dtype, Store(codec=codec))
+        rows = node.simplify(batch * self.rows)
+        given = {f"new_{name}": node.reshaped(x, (rows, heads, size)) for name, x in zip("kv", new)}
+        given |= {"row_starts": self._per_batch("row_starts", lambda i, _, rows: i[0] * _int64(rows))}
+        given |= {"row_counts": self._per_batch("row_counts", lambda i, _, rows: _int64(rows))}
+        given |= {"starts": self._start(), "k": pasts[0], "v": pasts[1], **codes.factors}
+        caches = append(node, record, given)
+        return caches["k"], caches["v"]
+
+    def _lengthened(self, past: Value, shape: Shape) -> Value:
+        """The cache, with what follows it."""
+
+        def element(index: tuple[Element, ...], past: Read, kept: Element) -> Element:
+            return tirx.if_then_else(index[2] < kept, past(*index), tirx.const(0, storage_dtype(dtype)))
+
+        dtype = past.dtype
+        return compute(self.node, "longer_cache", element, [past], shape, [past.shape[2]])
+
     def _updated(self, past: Value, new: Value) -> Value:
         """By the kernel that can also work in place."""
-        dims = tuple(d if isinstance(d, int) else None for d in past.shape)
-        rows = self.rows if isinstance(self.rows, int) else None
+        dims = tuple(map(static, past.shape))
+        rows = static(self.rows)
         update = copy_and_update(CacheUpdate(past.dtype, dims, rows, axis=2))
         arguments = [self.node.tensor(x) for x in (past, new, self._start())]
         return self.node.call_tir(update, arguments, [(past.shape, past.dtype)], "update_cache")[0]
@@ -269,10 +317,7 @@ def _window(node: Node, causal: bool) -> Window | None:
 def _sink(node: Node, heads: int, head_sink: Value | None, dtype: str) -> Value | None:
     """The sinks [Hq]: those given, else 0 for smooth_softmax."""
     if head_sink is not None:
-        if head_sink.rank != 1:
-            raise node.error(f"head_sink has rank {head_sink.rank}.", f"Make it [{heads}].")
-        agreed(node, "the size of head_sink", head_sink.shape[0], heads)
-        return rounded(node, asserted(node, head_sink, (heads,)), dtype)
+        return head_sink_of(node, heads, head_sink, dtype)
     return node.constant(np.zeros(heads, dtype)) if node.attr("smooth_softmax", -1) == 1 else None
 
 

@@ -14,6 +14,7 @@ from ..attend import attend, concatenated, heads_first, mask_of
 from . import DOMAIN
 from .masks import Padding, Scores, biased, filter_value, padding
 from .projections import bias_parts, check_floats, head_size, interleaved_part, part
+from .shared_buffer import SharedBuffer, lengths_of, seen, shared_buffer
 
 
 @op("MultiHeadAttention", since=1, domain=DOMAIN)
@@ -34,27 +35,40 @@ def multi_head_attention(
 
     query is [B, S, H * D], or packed [B, S, H, 3, D] without key and value; key and value are [B, L, H * D], or packed
     in key [B, L, H, 2, D] without value, or projected before [B, H, L, D]; past_key, past_value are [B, H, P, D].
+    With past_sequence_length they have room, and are present_key and present_value with the new rows in their places.
     """
-    for name, given in (("past_sequence_length", past_sequence_length), ("cache_indirection", cache_indirection)):
-        if given is not None:
-            raise node.error(f"input {name} belongs to the beam search of onnxruntime.", "Export without it.")
+    if past_sequence_length is not None and past_key is None:
+        raise node.error("past_sequence_length is given, and no past_key.", "Give the caches whose tokens it counts.")
+    for name, cache in (("past_key", past_key), ("past_value", past_value)):
+        if cache is not None and cache.rank != 4:
+            raise node.error(f"input {name} has rank {cache.rank}.", "Make it [batch, heads, length, head size].")
+    if cache_indirection is not None and past_sequence_length is None:
+        raise node.error("cache_indirection is given, and no past_sequence_length.", "Give both.")
     if (past_key is None) != (past_value is None):
         raise node.error("one of past_key and past_value is given.", "Give both or none.")
     heads = node.attr("num_heads")
     check_floats(node, query=query, key=key, value=value, bias=bias, past_key=past_key, past_value=past_value)
     q, k, v = _projections(node, heads, query, key, value, bias)
     q, k, v, past = _same_sizes(node, heads, q, k, v, past_key)
+    shared: SharedBuffer | None = None
     if past_key is not None and past_value is not None:
         if k.rank == 4:
             raise node.error("inputs past_key and a projected key [B, H, L, D] exclude each other.", "Remove one.")
-        past_key = asserted(node, past_key, (k.shape[0], heads, past, k.shape[2] // heads))
-        past_value = asserted(node, past_value, (k.shape[0], heads, past, v.shape[2] // heads))
-        k = concatenated(node, past_key, heads_first(node, k, heads))
-        v = concatenated(node, past_value, heads_first(node, v, heads))
+        if past_sequence_length is not None:
+            caches = past_key, past_value
+            shared = shared_buffer(node, heads, (k, v), caches, past_sequence_length, cache_indirection)
+            k, v, past = shared.k, shared.v, shared.past
+        else:
+            past_key = asserted(node, past_key, (k.shape[0], heads, past, k.shape[2] // heads))
+            past_value = asserted(node, past_value, (k.shape[0], heads, past, v.shape[2] // heads))
+            k = concatenated(node, past_key, heads_first(node, k, heads))
+            v = concatenated(node, past_value, heads_first(node, v, heads))
     elif node.wants(1) or node.wants(2):
         k, v = heads_first(node, k, heads), heads_first(node, v, heads)
 
     keys = k.shape[2] if k.rank == 4 else k.shape[1]
+    if shared is not None:
+        keys = shared.total
     scores = Scores(q.shape[0], heads, q.shape[1], keys, filter_value(node))
     mask = Padding() if key_padding_mask is None else padding(node, "key_padding_mask", key_padding_mask, scores)
     window = None
@@ -64,16 +78,18 @@ def multi_head_attention(
     bias = biased(node, scores, attention_bias, mask.bias)
     results = attend(
         node,
-        {"q": q, "k": k, "v": v, "mask": bias, "lengths": mask.lengths, "past": past},
+        {"q": q, "k": k, "v": v, "mask": bias, "past": past, **lengths_of(node, shared, mask)},
         heads=(heads, heads),
+        beams=None if shared is None else shared.beams,
         acc_dtype="float64" if q.dtype == "float64" else "float32",
         scale=node.attr("scale", 0.0) or 1 / math.sqrt(q.shape[2] // heads),
         window=window,
-        mask=mask_of(bias),
+        mask=mask_of(bias, pad=shared is not None),
         qk_mode=2 if node.wants(3) else None,
     )
     presents = k if node.wants(1) else None, v if node.wants(2) else None
-    return results["y"], *presents, results.get("qk")
+    qk = results.get("qk")
+    return results["y"], *presents, seen(node, qk, keys) if shared is not None and qk is not None else qk
 
 
 def _projections(

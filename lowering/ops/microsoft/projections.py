@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from tvm import tirx
 
-from ...importing.compute import Element, number, widened
+from ...importing.compute import Element, agreed, number, widened
 from ...importing.node import Node
 from ...importing.values import Size, Value
 from ..asserted import asserted
 from ..kernels import Read, compute
+from ..matmul import rounded
+from ..normalization import over_last_axes
 
 FLOATS = ("float32", "float16", "bfloat16", "float64")
 
@@ -66,6 +68,31 @@ def bias_parts(node: Node, bias: Value | None, widths: tuple[int, ...]) -> list[
         return compute(node, "bias", lambda i, x: x(i[0] + shifted), [bias], (width,))
 
     return [cut(start, width) for start, width in zip(starts, widths)]
+
+
+def normalised(node: Node, x: Value, heads: int, weight: Value | None, epsilon: str = "qk_norm_epsilon") -> Value:
+    """Every head of x [B, S, H * D] over the root of its mean square, times weight [D]; x without a weight. epsilon is
+    the attribute that says so, if it is there, else qk_norm_epsilon."""
+    if weight is None:
+        return x
+    split = (*x.shape[:2], heads, x.shape[2] // heads)
+    if weight.rank != 1:
+        raise node.error(f"a weight of the norms of heads has rank {weight.rank}.", f"Make it [{split[3]}].")
+    agreed(node, "the size of a weight of the norms of heads", weight.shape[0], split[3])
+    y = node.reshaped(x, split)
+    weight = asserted(node, weight, split[3:])
+    y = over_last_axes(node, y, [weight], centred=False, epsilon=node.attr(epsilon, node.attr("qk_norm_epsilon", 1e-6)))
+    return rounded(node, node.reshaped(y, x.shape), x.dtype)
+
+
+def head_sink_of(node: Node, heads: int, head_sink: Value | None, dtype: str) -> Value | None:
+    """The input head_sink [Hq], in the type of the rows."""
+    if head_sink is None:
+        return None
+    if head_sink.rank != 1:
+        raise node.error(f"head_sink has rank {head_sink.rank}.", f"Make it [{heads}].")
+    agreed(node, "the size of head_sink", head_sink.shape[0], heads)
+    return rounded(node, asserted(node, head_sink, (heads,)), dtype)
 
 
 def check_floats(node: Node, **inputs: Value | None) -> None:

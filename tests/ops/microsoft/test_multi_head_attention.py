@@ -185,7 +185,7 @@ def behind(inputs: list[Any], k: int, dtype: str, *dims: int | str) -> list[Any]
     ("operator", "inputs", "attributes", "message"),
     [
         ("MultiHeadAttention", behind(QKV, 8, I, 1), {}, "past_sequence_length"),
-        ("MultiHeadAttention", behind(QKV, 9, I, "b", 1, "m"), {}, "cache_indirection"),
+        ("MultiHeadAttention", behind(QKV, 9, I, "b", 1, "m"), {}, "cache_indirection is given, and no past_sequence"),
         ("MultiHeadAttention", behind(QKV, 6, F, "b", 2, "p", 8), {}, "past_key and past_value"),
         ("MultiHeadAttention", QKV, {"num_heads": 3}, "3 heads do not divide"),
         ("MultiHeadAttention", QKV, {"mask_filter_value": float("-inf")}, "mask_filter_value is -inf"),

@@ -1,0 +1,45 @@
+"""What a user asks of the compiler, checked in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import InputError
+from ..graph.declared_sizes import Dims
+from ..graph.serve import Serve
+from ..importing.quantised import SCHEMES, Scheme
+from ..runtime.checks import checked_threads, whole_number
+
+
+@dataclass(frozen=True)
+class Options:
+    """Fields are the parameters of `compile` of the same names. Raises InputError for values that make no sense by
+    themselves; what depends on the model, or on the target, is checked where it is used."""
+
+    target: str = "cpu"
+    donate: Sequence[str] = ()
+    threads: int | None = None
+    cc: str | None = None
+    dims: Dims | None = None
+    static_cache: int | None = None
+    weights: Scheme | None = None
+    database: str | Path | None = None
+    serve: Serve | None = None
+    checks: bool = True
+
+    def __post_init__(self) -> None:
+        # Python's own numbers in place of NumPy's.
+        object.__setattr__(self, "threads", checked_threads(self.threads))
+        if self.static_cache is not None:
+            slots = whole_number(self.static_cache, "static_cache", 1, 2**31 - 1)
+            object.__setattr__(self, "static_cache", slots)
+        if self.static_cache is not None and self.serve is not None:
+            raise InputError("static_cache and serve are two ways to keep caches: choose one.")
+        if self.checks not in (True, False):
+            raise InputError(f"checks={self.checks!r} is neither True nor False.")
+        if self.weights is not None and self.weights not in SCHEMES:
+            raise InputError(
+                f"weights={self.weights!r} is no way to hold weights. Use {', '.join(SCHEMES)}, or leave it out."
+            )

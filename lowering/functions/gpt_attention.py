@@ -1,0 +1,274 @@
+"""`gpt_attention`: TensorRT-LLM's operator over NumPy arrays, by a compiled model of one node.
+
+A model is compiled for each configuration: attributes, element types and ranks, which arguments there are, and the
+sizes that kernels are made for (heads, their size, tokens in a block). It serves any number of requests, lengths and
+blocks, and every layer. Models are kept while the process lives.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import ml_dtypes
+import numpy as np
+import onnx
+from onnx import helper
+
+from ..ops.tensorrt_llm import DOMAIN
+from ..ops.tensorrt_llm.gpt_attention import INPUTS
+from ..ops.tensorrt_llm.settings import MASKS, POSITIONS, SCALINGS
+from .gpt_checks import check_call, refuse_unknown
+
+if TYPE_CHECKING:
+    from ..runtime import Model
+
+Array: TypeAlias = Any
+Dims: TypeAlias = tuple[int | str, ...]
+
+KEPT_MODELS = 256
+
+_ENUMERATIONS = {
+    "position_embedding_type": POSITIONS,
+    "rotary_embedding_scale_type": SCALINGS,
+    "mask_type": MASKS,
+}
+_IGNORED = ("host_kv_cache_block_offsets", "max_context_length", "cross_kv_length", "host_kv_cache_pool_pointers")
+# Dimensions that kernels are made for, from the back.
+_FIXED = {
+    "qkv": (-1,),
+    "past_key_value": (-4, -3, -1),
+    "cache_indirection": (1,),
+    "kv_cache_block_offsets": (-2,),
+    "kv_orig_quant_scale": (0,),
+    "kv_quant_orig_scale": (0,),
+    "attention_output_orig_quant_scale": (0,),
+    "rotary_inv_freq": (0,),
+    "rotary_cos_sin": (-2, -1),
+    "long_rope_rotary_inv_freq": (0,),
+    "long_rope_rotary_cos_sin": (-2, -1),
+    "alibi_slopes": (0,),
+    "cross_kv": (-1,),
+    "qkv_bias": (0,),
+}
+
+
+def gpt_attention(
+    qkv: Array | Sequence[Array],
+    *,
+    past_key_value: Array | None = None,
+    attention_mask: Array | None = None,
+    attention_packed_mask: Array | None = None,
+    sequence_length: Array | None = None,
+    host_past_key_value_lengths: Array | None = None,
+    host_max_attention_window_sizes: Array | None = None,
+    host_sink_token_length: Array | int | None = None,
+    context_lengths: Array | None = None,
+    cache_indirection: Array | None = None,
+    host_request_types: Array | None = None,
+    layer_idx: int = 0,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    hidden_size_per_head: int,
+    q_scaling: float = 1.0,
+    attn_logit_softcapping_scale: float = 0.0,
+    rotary_embedding_dim: int = 0,
+    rotary_embedding_base: float = 10000.0,
+    rotary_embedding_scale_type: int | str = 0,
+    rotary_embedding_short_m_scale: float | None = None,
+    rotary_embedding_long_m_scale: float | None = None,
+    rotary_embedding_scale: float = 1.0,
+    rotary_embedding_max_positions: int = 1024,
+    rotary_embedding_original_max_positions: int = 1024,
+    rope_scaling_config: Mapping[str, Any] | None = None,
+    position_embedding_type: int | str = 0,
+    rotary_inv_freq: Array | None = None,
+    rotary_cos_sin: Array | None = None,
+    long_rope_rotary_inv_freq: Array | None = None,
+    long_rope_rotary_cos_sin: Array | None = None,
+    kv_orig_quant_scale: Array | None = None,
+    kv_quant_orig_scale: Array | None = None,
+    attention_output_orig_quant_scale: Array | None = None,
+    kv_cache_quant_mode: int = 0,
+    max_context_length: int | None = None,
+    mask_type: int | str = 1,
+    block_sparse_block_size: int = 64,
+    block_sparse_homo_head_pattern: bool = False,
+    block_sparse_num_local_blocks: int = 16,
+    block_sparse_vertical_stride: int = 8,
+    alibi_slopes: Array | None = None,
+    tp_size: int = 1,
+    tp_rank: int = 0,
+    kv_cache_block_offsets: Array | None = None,
+    host_kv_cache_block_offsets: Array | None = None,
+    host_kv_cache_pool_pointers: Sequence[Array] | None = None,
+    host_kv_cache_pool_mapping: Array | None = None,
+    do_cross_attention: bool = False,
+    cross_kv: Array | None = None,
+    cross_kv_length: Array | int | None = None,
+    encoder_input_lengths: Array | None = None,
+    relative_attention_bias: Array | None = None,
+    max_distance: int = 0,
+    logn_scaling: Array | None = None,
+    host_context_lengths: Array | None = None,
+    qkv_bias: Array | None = None,
+    use_cache: bool = True,
+    streamingllm: bool = False,
+    use_one_more_block: bool = False,
+    use_fp8_context_fmha: bool = False,
+    multi_block_mode: bool | int | None = None,
+    attend_current_unquantised: bool = True,
+    trt_mmha_compat: bool = False,
+    relative_attention_bidirectional: bool = False,
+    return_lse: bool = False,
+    check: bool = True,
+    target: str = "cpu",
+    **others: Any,
+) -> Any:
+    """Attention of requests in context and generation phases, as tensorrt_llm.functional.gpt_attention means it.
+
+    docs/serving.md has shapes, element types and formulas by argument. qkv is [rows, (Hq + 2 Hkv) D], or [requests,
+    rows, (Hq + 2 Hkv) D] with rows of padding, or a list of q, k and v. Returns context, of the type of qkv (or
+    float8_e4m3fn where attention_output_orig_quant_scale is given), and with return_lse the pair of it and lse,
+    float32. The cache, past_key_value or the pools, is updated in place; no other argument is written to.
+
+    Raises ArgumentError, a ValueError, before anything is written; check=False leaves out what depends on contents of
+    arrays. Of TensorRT-LLM's further arguments those that ask for something raise NotImplementedError; a name that it
+    does not know is a TypeError. target is that of `lowering.compile`.
+    """
+    arguments = dict(locals())
+    own = ("qkv", "return_lse", "check", "target", "others")
+    asked = {name: value for name, value in arguments.items() if name not in own}
+    refuse_unknown(others)
+    check_call(qkv, asked, contents=check)
+    arrays = _arrays(qkv, asked)
+    pool, shared = _contiguous(arrays)
+    settings = _settings(asked)
+    inputs = tuple((name, arrays[name].dtype.name, _dims(name, arrays)) for name in INPUTS if name in arrays)
+    width = num_heads * hidden_size_per_head
+    coded = attention_output_orig_quant_scale is not None
+    dtype = "float8_e4m3fn" if coded else arrays["qkv"].dtype.name
+    model = _model(inputs, settings, return_lse, width, dtype, target)
+    results = model.run(arrays)
+    if shared is not None and pool is not None:
+        shared[...] = pool
+    return (results["context"], results["lse"]) if return_lse else results["context"]
+
+
+def _arrays(qkv: Any, asked: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The node's inputs: what says where a layer is, is made one of layer 0 in its own pool."""
+    parts = [np.asarray(part) for part in qkv] if isinstance(qkv, (list, tuple)) else None
+    found = {"qkv": np.asarray(qkv) if parts is None else np.concatenate(parts, axis=-1)}
+    layer, pools = asked["layer_idx"], asked["host_kv_cache_pool_pointers"]
+    for name in INPUTS[1:]:
+        if asked[name] is not None:
+            found[name] = asked[name]
+    cache = found.pop("past_key_value", None)
+    pools = [cache] if pools is None and cache is not None and not isinstance(cache, (list, tuple)) else pools
+    pools = cache if pools is None else pools
+    mapping = np.asarray(found["host_kv_cache_pool_mapping"]) if "host_kv_cache_pool_mapping" in found else None
+    if pools is not None:
+        which, inside = (0, layer) if mapping is None else (int(mapping[layer, 0]), int(mapping[layer, 1]))
+        found["past_key_value"] = pools[which]
+        if found["past_key_value"].ndim == 6:
+            found["host_kv_cache_pool_mapping"] = np.array([[0, inside]], np.int32)
+        else:
+            found.pop("host_kv_cache_pool_mapping", None)
+        offsets = found.get("kv_cache_block_offsets")
+        if offsets is not None and np.ndim(offsets) == 5:
+            found["kv_cache_block_offsets"] = np.asarray(offsets)[which]
+    windows = found.get("host_max_attention_window_sizes")
+    if windows is not None:
+        found["host_max_attention_window_sizes"] = np.asarray(windows)[layer % len(windows) :][:1]
+    for name in ("rotary_cos_sin", "long_rope_rotary_cos_sin"):
+        if name in found:
+            found[name] = np.asarray(found[name]).reshape(-1, asked["rotary_embedding_dim"] // 2, 2)
+    for name, value in found.items():
+        if name != "past_key_value":
+            array = np.asarray(value)
+            found[name] = array.reshape(-1) if name == "host_sink_token_length" else array
+    if "host_sink_token_length" in found:
+        found["host_sink_token_length"] = found["host_sink_token_length"].astype(np.int32)
+    return found
+
+
+def _contiguous(arrays: dict[str, np.ndarray]) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Puts a copy of a strided cache in its place: the copy, and the cache that it must be written back to."""
+    cache = arrays.get("past_key_value")
+    if cache is None or cache.flags.c_contiguous:
+        return cache, None
+    arrays["past_key_value"] = np.ascontiguousarray(cache)
+    return arrays["past_key_value"], cache
+
+
+def _settings(asked: Mapping[str, Any]) -> str:
+    """The attributes, as JSON with sorted keys."""
+    found: dict[str, Any] = {}
+    for name, value in asked.items():
+        if name in (*INPUTS, *_IGNORED) or value is None:
+            continue
+        if name in _ENUMERATIONS and isinstance(value, str):
+            value = _ENUMERATIONS[name].index(value)
+        if name == "rope_scaling_config":
+            value = json.dumps({key: _plain(item) for key, item in value.items()}, sort_keys=True)
+        found[name] = _plain(value)
+    found["layer_idx"] = 0
+    return json.dumps(found, sort_keys=True)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold, of NumPy's numbers and arrays."""
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, np.generic):
+        value = value.item()
+    return int(value) if isinstance(value, bool) else value
+
+
+def _dims(name: str, arrays: Mapping[str, np.ndarray]) -> Dims:
+    """The shape, with names for the sizes that calls differ in."""
+    array = arrays[name]
+    fixed = {axis % array.ndim for axis in _FIXED.get(name, ()) if -array.ndim <= axis < array.ndim}
+    if name == "past_key_value" and "kv_cache_block_offsets" in arrays:
+        fixed.add(array.ndim - 2)
+    if name == "relative_attention_bias":
+        fixed |= {0} | ({1} if array.ndim == 2 else set())
+    return tuple(size if axis in fixed else f"{name}_{axis}" for axis, size in enumerate(array.shape))
+
+
+@functools.lru_cache(maxsize=KEPT_MODELS)
+def _model(
+    inputs: tuple[tuple[str, str, Dims], ...], settings: str, lse: bool, width: int, dtype: str, target: str
+) -> Model:
+    from ..compiling.compiler import compile
+
+    # Arguments were checked in front, or shall not be.
+    return compile(one_node(inputs, settings, lse, width, dtype), target, checks=False)
+
+
+def one_node(
+    inputs: tuple[tuple[str, str, Dims], ...], settings: str, lse: bool, width: int, dtype: str
+) -> onnx.ModelProto:
+    """The model of a GptAttention with inputs of these names, types and dimensions, and attributes (JSON), whose result
+    has rows of `width` elements."""
+    given = {name: (kind, dims) for name, kind, dims in inputs}
+    names = [name if name in given else "" for name in INPUTS]
+    while not names[-1]:
+        names.pop()
+    rank = len(given["qkv"][1])
+    outputs = ["context", "", "lse"] if lse else ["context"]
+    node = helper.make_node("GptAttention", names, outputs, "gpt_attention", domain=DOMAIN, **json.loads(settings))
+    front = [f"row_{axis}" for axis in range(rank - 1)]
+    made = [_info("context", dtype, (*front, width))]
+    if lse:
+        made.append(_info("lse", "float32", (*front, "heads")))
+    graph = helper.make_graph([node], "gpt_attention", [_info(n, *given[n]) for n in given], made)
+    imports = [helper.make_opsetid("", 24), helper.make_opsetid(DOMAIN, 1)]
+    return helper.make_model(graph, opset_imports=imports, ir_version=11)
+
+
+def _info(name: str, dtype: str, dims: Dims) -> onnx.ValueInfoProto:
+    kind = helper.np_dtype_to_tensor_dtype(np.dtype(getattr(ml_dtypes, dtype, dtype)))
+    return helper.make_tensor_value_info(name, kind, dims)

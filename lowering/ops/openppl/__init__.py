@@ -1,0 +1,31 @@
+"""Operators of OpenPPL for requests that are batched while they run, in the domains opmx.dynamic_batching and, as older
+exporters call it, pmx.dynamic_batching.
+
+Their meaning is that of https://github.com/openppl-public/ppl.pmx (docs/operators/dynamic_batching, torch_function).
+Queries, keys and values of all requests are packed, one request behind the other. One file per operator.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+
+from .. import Lowering, op
+
+DOMAINS = ("opmx.dynamic_batching", "pmx.dynamic_batching")
+
+
+def ppl_op(name: str) -> Callable[[Lowering], Lowering]:
+    """Registers a lowering of that operator in both domains."""
+
+    def register(function: Lowering) -> Lowering:
+        for domain in DOMAINS:
+            op(name, since=1, domain=domain)(function)
+        return function
+
+    return register
+
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")

@@ -1,0 +1,77 @@
+"""PackedRequests: where the rows, keys and blocks of each request are, of tables that a host has made; once for all
+layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ...arithmetic import LARGEST_SIZE
+from ...attention.parameters import int64
+from ...graph.legality import OWN_DOMAIN
+from ...importing.checks import SERVED
+from ...importing.compute import number
+from ...importing.node import Node
+from ...importing.values import Value
+from .. import op
+from ..asserted import asserted, legal_requests
+from ..kernels import compute, loops, serial
+
+
+@op("PackedRequests", since=1, domain=OWN_DOMAIN)
+def packed_requests(
+    node: Node, ids: Value, row_starts: Value, past_lengths: Value, block_table: Value, kv_cache: Value
+) -> tuple[Value, ...]:
+    """For ids [1, N], block_table [R, M] and kv_cache [blocks, layers, 2, Hkv, tokens, D], int64:
+
+    positions [N], which token of its request each row is, 0 for rows of no request; last_rows [R]; row_starts [R + 1];
+    first_rows and row_counts [R]; past and lengths [R], of keys; most [2], the most rows and keys of a request, at
+    least 1; entries [R, 2, M], where layer 0 has its blocks of keys and values in kv_cache[:, 0] flattened with the
+    other layers', negative for none.
+
+    No request has more tokens than attribute context says and its blocks hold, whatever the tables say.
+    """
+    rows, count, context = ids.shape[1], past_lengths.shape[0], node.attr("context")
+    blocks, layers = kv_cache.shape[0], number(node, "dimension 1 of kv_cache", kv_cache.shape[1])
+    tokens = number(node, "dimension 4 of kv_cache", kv_cache.shape[4])
+    row_starts = asserted(node, row_starts, (node.simplify(count + 1),))
+    block_table = asserted(node, block_table, (count, block_table.shape[1]))
+    # In the order of runtime/requests_served.c.
+    tables = [row_starts, past_lengths, block_table]
+    row_starts = legal_requests(node, SERVED, tables, [rows, context, blocks, tokens])
+    room = node.simplify(tirx.min(int64(block_table.shape[1] * tokens), int64(context)))
+
+    def body(row_starts: Any, past_lengths: Any, *made: Any) -> None:
+        positions, last_rows, first_rows, row_counts, past, lengths, most = made
+        zero = int64(0)
+        with serial(rows) as n:
+            T.buffer_store(positions, zero, [n])
+        for k in range(2):
+            T.buffer_store(most, int64(1), [k])
+        with serial(count) as r:
+            begin, end = (tirx.max(tirx.min(row_starts[at], int64(rows)), zero) for at in (r, r + 1))
+            before = T.bind(tirx.max(tirx.min(past_lengths[r], int64(room)), zero))
+            new = T.bind(tirx.max(tirx.min(end - begin, int64(room) - before), zero))
+            for table, value in (
+                (last_rows, tirx.max(end - 1, zero)), (first_rows, begin), (row_counts, new), (past, before),
+                (lengths, before + new),
+            ):  # fmt: skip
+                T.buffer_store(table, value, [r])
+            for k, value in enumerate((new, before + new)):
+                T.buffer_store(most, tirx.max(most[k], value), [k])
+            with T.serial(new) as i:
+                T.buffer_store(positions, before + i, [begin + i])
+
+    def entry(index: tuple[Any, ...], table: Any, blocks: Any) -> Any:
+        block = table(index[0], index[2])
+        inside = tirx.all(block >= 0, block < blocks)
+        return tirx.Select(inside, block * (2 * layers) + index[1], int64(-LARGEST_SIZE))
+
+    shapes = ((rows,), *((count,),) * 5, (2,))
+    outputs = [(shape, "int64") for shape in shapes]
+    given = [row_starts, past_lengths]
+    positions, last_rows, *others = loops(node, "requests", body, given, outputs, [count, rows, room])
+    entries = compute(node, "entries", entry, [block_table], (count, 2, block_table.shape[1]), [blocks])
+    return positions, last_rows, row_starts, *others, entries

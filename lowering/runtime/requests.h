@@ -1,0 +1,171 @@
+/* What the checks of serving operators share: tables of integers, their errors, and slots that several requests use.
+ *
+ * A check looks at tables of integers by request, never at caches: its cost grows with the entries of tables that a
+ * call uses. Tables whose shapes do not fit each other are left to the assertions of shapes.
+ */
+#ifndef LOWERING_REQUESTS_H
+#define LOWERING_REQUESTS_H
+
+#include "checks.h"
+
+/* -- tables ------------------------------------------------------------------------------------------------------- */
+
+/* A tensor of int32 or int64; no data where the node has no such input. */
+typedef struct {
+    const void* data;
+    const int64_t* shape;
+    int ndim, narrow;
+} Table;
+
+static inline Table table_of(const TVMFFIAny* value) {
+    if (value->type_index == kTVMFFIInt || value->type_index == kTVMFFINone) return (Table){NULL, NULL, 0, 0};
+    const DLTensor* tensor = tensor_of(value);
+    const void* data = (const char*)tensor->data + tensor->byte_offset;
+    return (Table){data, tensor->shape, tensor->ndim, tensor->dtype.bits == 32};
+}
+
+static inline int given(const Table* table) { return table->shape != NULL || table->data != NULL; }
+
+static inline int64_t at(const Table* table, int64_t i) {
+    return table->narrow ? (int64_t)((const int32_t*)table->data)[i] : ((const int64_t*)table->data)[i];
+}
+
+static inline int64_t volume(const Table* table) {
+    int64_t count = 1;
+    for (int axis = 0; axis < table->ndim; ++axis) count *= table->shape[axis];
+    return count;
+}
+
+/* Whether it has one axis of that size, or is not given. */
+static inline int has(const Table* table, int64_t size) {
+    return !given(table) || (table->ndim == 1 && table->shape[0] == size);
+}
+
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* -- errors ------------------------------------------------------------------------------------------------------- */
+
+/* Raises "node: text", and gives what a check then returns. */
+__attribute__((format(printf, 2, 3), cold, noinline)) static int refuse(const TVMFFIAny* node, const char* format,
+                                                                        ...) {
+    Message message = {.length = 0};
+    say_text(&message, text_of(node));
+    say(&message, ": ");
+    size_t room = sizeof(message.text) - message.length;
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(message.text + message.length, room, format, arguments);
+    va_end(arguments);
+    return fail(&message);
+}
+
+/* An int64_t in a format. */
+#define N "%" PRId64
+
+/* -- spans of slots ----------------------------------------------------------------------------------------------- */
+
+/* Slots `begin` to `end` - 1, of a request; part tells its spans apart: a column of its table, or a beam. */
+typedef struct {
+    int64_t begin, end, request, part;
+} Span;
+
+enum { SPANS_INSIDE = 128 };
+
+/* So many spans; memory is asked for where they are more than a step of generation has. */
+typedef struct {
+    Span* items;
+    int64_t count;
+    Span inside[SPANS_INSIDE];
+} Spans;
+
+/* Room for `most` spans; 0 where there is no memory. */
+static inline int open_spans(Spans* spans, int64_t most) {
+    spans->count = 0;
+    spans->items = most <= SPANS_INSIDE ? spans->inside : malloc((size_t)most * sizeof(Span));
+    return spans->items != NULL;
+}
+
+static inline void close_spans(Spans* spans) {
+    if (spans->items != spans->inside) free(spans->items);
+}
+
+static inline void add_span(Spans* spans, int64_t begin, int64_t end, int64_t request, int64_t part) {
+    spans->items[spans->count++] = (Span){begin, end, request, part};
+}
+
+/* Sorts n spans by where they begin, in place: n^1.3 steps at most, n where they are in order. */
+static inline void sort_spans(Spans* spans) {
+    int64_t gap = 1;
+    while (gap < spans->count / 3) gap = 3 * gap + 1;
+    for (; gap > 0; gap /= 3) {
+        for (int64_t i = gap; i < spans->count; ++i) {
+            const Span span = spans->items[i];
+            int64_t j = i;
+            for (; j >= gap && spans->items[j - gap].begin > span.begin; j -= gap) {
+                spans->items[j] = spans->items[j - gap];
+            }
+            spans->items[j] = span;
+        }
+    }
+}
+
+/* The second of two neighbours that overlap, of sorted spans; NULL if none do. Where any two overlap, neighbours do. */
+static inline const Span* overlapping(const Spans* spans) {
+    for (int64_t i = 1; i < spans->count; ++i) {
+        if (spans->items[i].begin < spans->items[i - 1].end) return &spans->items[i];
+    }
+    return NULL;
+}
+
+/* The first of the sorted spans without overlaps that overlaps this one and is another part or request's; or NULL.
+ * log n steps. */
+static inline const Span* meeting(const Spans* spans, Span span) {
+    int64_t low = 0, high = spans->count;
+    while (low < high) {
+        const int64_t middle = (low + high) / 2;
+        if (spans->items[middle].end <= span.begin) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    for (; low < spans->count && spans->items[low].begin < span.end; ++low) {
+        const Span* other = &spans->items[low];
+        if (other->request != span.request || other->part != span.part) return other;
+    }
+    return NULL;
+}
+
+/* -- a filter of slots -------------------------------------------------------------------------------------------- */
+
+/* Cells of 2^shift slots of which some slot was marked, by their numbers modulo CELLS: most pages that are read are
+ * told from those that are written without a search. */
+enum { CELLS = 4096 };
+
+typedef struct {
+    uint64_t bits[CELLS / 64];
+    int shift;
+} Filter;
+
+/* An empty filter for pages of that size: one of them has slots of three cells at most. */
+static inline void open_filter(Filter* filter, int64_t page) {
+    memset(filter->bits, 0, sizeof filter->bits);
+    filter->shift = 63 - __builtin_clzll((uint64_t)page);
+}
+
+static inline void mark(Filter* filter, Span span) {
+    for (int64_t cell = span.begin >> filter->shift; cell <= (span.end - 1) >> filter->shift; ++cell) {
+        filter->bits[cell / 64 % (CELLS / 64)] |= UINT64_C(1) << (cell % 64);
+    }
+}
+
+static inline int marked(const Filter* filter, Span span) {
+    uint64_t found = 0;
+    for (int64_t cell = span.begin >> filter->shift; cell <= (span.end - 1) >> filter->shift; ++cell) {
+        found |= filter->bits[cell / 64 % (CELLS / 64)] >> (cell % 64) & 1;
+    }
+    return found != 0;
+}
+
+#endif

@@ -1,0 +1,126 @@
+/* Whether the tables of a served decoder fit each other, its rows and its cache; linked into every model.so. */
+#define _GNU_SOURCE
+#include "requests.h"
+
+/* Sizes, in the order of lowering/ops/served/packed_requests.py: packed rows, the most tokens of a request, blocks of the
+ * cache, tokens of a block. */
+enum { ROWS, CONTEXT, BLOCKS, TOKENS, SIZES };
+
+typedef struct {
+    const TVMFFIAny* node;
+    const int64_t* sizes;
+    Table row_starts, past_lengths, block_table;
+    int64_t requests, columns;
+} Call;
+
+static int64_t rows_of(const Call* call, int64_t r) { return at(&call->row_starts, r + 1) - at(&call->row_starts, r); }
+
+static int check_starts(const Call* call) {
+    const int64_t rows = at(&call->row_starts, call->requests);
+    if (at(&call->row_starts, 0) != 0) {
+        return refuse(call->node, "row_starts of request 0 is " N ": make it 0, its first row.", at(&call->row_starts, 0));
+    }
+    for (int64_t r = 0; r < call->requests; ++r) {
+        if (at(&call->row_starts, r + 1) < at(&call->row_starts, r)) {
+            return refuse(call->node,
+                          "row_starts decreases at request " N ", from " N " to " N
+                          ": make them the numbers of tokens of all requests before.",
+                          r, at(&call->row_starts, r), at(&call->row_starts, r + 1));
+        }
+    }
+    if (rows == call->sizes[ROWS]) return 0;
+    return refuse(call->node,
+                  "row_starts of " N " requests ends with " N ", and there are " N
+                  " token ids: give as many as all requests have.",
+                  call->requests, rows, call->sizes[ROWS]);
+}
+
+/* Every block that a request needs is in its table, and in the cache. */
+static int check_blocks(const Call* call, int64_t* written) {
+    const int64_t tokens = call->sizes[TOKENS], blocks = call->sizes[BLOCKS];
+    for (int64_t r = 0; r < call->requests; ++r) {
+        const int64_t past = at(&call->past_lengths, r), rows = rows_of(call, r);
+        if (past < 0 || past > call->sizes[CONTEXT] - rows) {
+            return refuse(call->node,
+                          "past_lengths of request " N " is " N ", and its " N
+                          " new tokens come behind them: a request has 0 to " N " tokens.",
+                          r, past, rows, call->sizes[CONTEXT]);
+        }
+        const int64_t columns = (past + rows + tokens - 1) / tokens;
+        if (columns > call->columns) {
+            return refuse(call->node,
+                          "block_table has " N " blocks of " N " tokens for each request, and request " N " has " N
+                          " tokens: give it " N " blocks.",
+                          call->columns, tokens, r, past + rows, columns);
+        }
+        for (int64_t c = 0; c < columns; ++c) {
+            const int64_t block = at(&call->block_table, r * call->columns + c);
+            if (block >= 0 && block < blocks) continue;
+            return refuse(call->node,
+                          "block_table of request " N ", column " N " is " N ", and kv_cache has " N
+                          " blocks: give one that is there.",
+                          r, c, block, blocks);
+        }
+        if (rows > 0) *written += columns - past / tokens;
+    }
+    return 0;
+}
+
+/* A block that the call writes is that of one request, once in its table, and nobody else reads it. */
+static int check_shared(const Call* call, Spans* spans) {
+    const int64_t tokens = call->sizes[TOKENS];
+    for (int64_t r = 0; r < call->requests; ++r) {
+        const int64_t past = at(&call->past_lengths, r), rows = rows_of(call, r);
+        for (int64_t c = past / tokens; rows > 0 && c <= (past + rows - 1) / tokens; ++c) {
+            const int64_t block = at(&call->block_table, r * call->columns + c);
+            add_span(spans, block, block + 1, r, c);
+        }
+    }
+    if (spans->count == 0) return 0;
+    sort_spans(spans);
+    const Span* twice = overlapping(spans);
+    if (twice != NULL) {
+        return refuse(call->node,
+                      "block_table has request " N " and request " N " write to block " N
+                      ": give each, and each column, a block of its own.",
+                      (twice - 1)->request, twice->request, twice->begin);
+    }
+    Filter written;
+    open_filter(&written, 1);
+    for (int64_t i = 0; i < spans->count; ++i) mark(&written, spans->items[i]);
+    for (int64_t r = 0; r < call->requests; ++r) {
+        const int64_t columns = (at(&call->past_lengths, r) + rows_of(call, r) + tokens - 1) / tokens;
+        for (int64_t c = 0; c < columns; ++c) {
+            const int64_t block = at(&call->block_table, r * call->columns + c);
+            const Span read = {block, block + 1, r, c};
+            const Span* writer = marked(&written, read) ? meeting(spans, read) : NULL;
+            if (writer == NULL) continue;
+            return refuse(call->node,
+                          "block_table has request " N " write to block " N ", which request " N
+                          " reads in column " N ": only blocks that nobody writes may be shared.",
+                          writer->request, block, r, c);
+        }
+    }
+    return 0;
+}
+
+/* lowering_check_served(row_starts, sizes, node, past_lengths, block_table) -> row_starts
+ *
+ * int64 [R + 1], [R] and [R, M]. Costs a look at each block that is used, and a sort of those that are written. */
+CHECK(check_served) {
+    (void)self, (void)count;
+    const TVMFFIShapeCell* sizes = shape_of(&args[1]);
+    Call call = {&args[2], sizes->data, table_of(&args[0]), table_of(&args[3]), table_of(&args[4]), 0, 0};
+    call.requests = call.past_lengths.ndim == 1 ? call.past_lengths.shape[0] : -1;
+    int fits = sizes->size == SIZES && call.requests >= 0 && has(&call.row_starts, call.requests + 1);
+    fits = fits && call.block_table.ndim == 2 && call.block_table.shape[0] == call.requests;
+    if (!fits) return pass(&args[0], result);
+    call.columns = call.block_table.shape[1];
+    int64_t written = 0;
+    if (check_starts(&call) || check_blocks(&call, &written)) return -1;
+    Spans spans;
+    if (!open_spans(&spans, written)) return refuse(call.node, "there is no memory to check block_table in.");
+    const int failed = check_shared(&call, &spans);
+    close_spans(&spans);
+    return failed ? -1 : pass(&args[0], result);
+}

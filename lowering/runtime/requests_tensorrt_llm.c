@@ -1,0 +1,304 @@
+/* Whether the tables of a GptAttention fit each other and its rows; linked into every model.so. The same rules are in
+ * lowering/functions/gpt_checks, for the function over NumPy arrays. */
+#define _GNU_SOURCE
+#include "requests_tensorrt_llm.h"
+
+/* Reads the window and the number of sinks, which an encoder's keys have not. */
+static int check_window(Call* call) {
+    int64_t window = -1, sinks = 0;
+    if (given(&call->windows)) {
+        window = at(&call->windows, call->numbers[LAYER] % call->windows.shape[0]);
+        if (window < 1 && !call->numbers[CROSS]) {
+            return refuse(call->node,
+                          "host_max_attention_window_sizes has a window of " N
+                          " tokens: make it at least 1, or leave it out.",
+                          window);
+        }
+        window = least(window, LONGEST);
+    }
+    if (given(&call->sink_length)) {
+        sinks = at(&call->sink_length, 0);
+        if (sinks < 0)
+            return refuse(call->node, "host_sink_token_length is " N ": give an integer of at least 0.", sinks);
+        sinks = least(sinks, LONGEST);
+    }
+    if (call->numbers[CROSS]) {
+        window = -1;
+        sinks = 0;
+    }
+    if (window >= 0 && sinks >= window) {
+        return refuse(call->node,
+                      "host_sink_token_length is " N ", and host_max_attention_window_sizes has a window of " N
+                      " tokens, sinks included: make the window larger, or the sinks fewer.",
+                      sinks, window);
+    }
+    call->window = window;
+    call->sinks = sinks;
+    return 0;
+}
+
+/* Counts the requests in the context phase, which come first. */
+static int check_phases(Call* call) {
+    call->contexts = call->requests;
+    if (!given(&call->types)) return 0;
+    call->contexts = 0;
+    for (int64_t b = 0; b < call->requests; ++b) {
+        const int64_t type = at(&call->types, b);
+        if (type != 0 && type != 1) {
+            return refuse(call->node,
+                          "host_request_types of request " N " is " N ": use 0 for context and 1 for generation.", b,
+                          type);
+        }
+        if (type == 0 && call->contexts < b) {
+            return refuse(call->node,
+                          "host_request_types says that request " N
+                          " is in the context phase, behind one in the generation phase: put all requests in the "
+                          "context phase first.",
+                          b);
+        }
+        call->contexts += type == 0;
+    }
+    if (!call->numbers[CACHED] && call->contexts < call->requests) {
+        return refuse(call->node,
+                      "use_cache is 0, and host_request_types says that request " N
+                      " is in the generation phase: give a cache, or requests in the context phase alone.",
+                      call->contexts);
+    }
+    if (call->numbers[EACH] >= 0 && call->contexts > 0 && call->contexts < call->requests) {
+        return refuse(call->node,
+                      "qkv is padded, and host_request_types has requests in both phases, the second from request " N
+                      " on: pack the rows, or make a call for each phase.",
+                      call->contexts);
+    }
+    return 0;
+}
+
+static int check_lengths(const Call* call) {
+    const int64_t repeats = call->requests ? volume(&call->sequence_length) / call->requests : 1;
+    for (int64_t b = 0; b < call->requests; ++b) {
+        const Request r = request_of(call, b);
+        if (r.context && (r.own < 1 || r.own > LONGEST)) {
+            return refuse(call->node,
+                          "context_lengths of request " N ", which is in the context phase, is " N
+                          ": give it at least one token, or leave it out.",
+                          b, r.own);
+        }
+        if (r.past < 0 || r.past > LONGEST) {
+            return refuse(call->node,
+                          "host_past_key_value_lengths of request " N " is " N
+                          ": give the number of tokens in the cache.",
+                          b, r.past);
+        }
+        if (!call->numbers[CACHED] && r.past) {
+            return refuse(call->node,
+                          "use_cache is 0, and host_past_key_value_lengths says that " N " tokens of request " N
+                          " are cached: give the cache, or 0.",
+                          r.past, b);
+        }
+        for (int64_t k = 0; given(&call->sequence_length) && k < repeats; ++k) {
+            const int64_t whole = at(&call->sequence_length, b * repeats + k);
+            if (whole == r.total) continue;
+            return refuse(call->node,
+                          "sequence_length of request " N " is " N ", and host_past_key_value_lengths " N " and the " N
+                          " tokens of this call make " N ": make it the length behind the call.",
+                          b, whole, r.past, r.own, r.total);
+        }
+        if (given(&call->again) && at(&call->again, b) != r.prompt) {
+            return refuse(call->node,
+                          "host_context_lengths of request " N " is " N ", and context_lengths " N
+                          ": give the same numbers twice, or leave host_context_lengths out.",
+                          b, at(&call->again, b), r.prompt);
+        }
+        if (call->numbers[STREAMING] && r.context && r.past) {
+            return refuse(call->node,
+                          "streamingllm is 1, and host_past_key_value_lengths says that " N " tokens of request " N
+                          " came before, which is in the context phase: give the whole prompt in one call.",
+                          r.past, b);
+        }
+        if (call->numbers[BEAMS] > 1 && call->window >= 0 && r.total > call->window) {
+            return refuse(call->node,
+                          "host_max_attention_window_sizes gives a window of " N " tokens, and request " N " has " N
+                          " and " N " beams: use a window as long as the sequences, or one beam.",
+                          call->window, b, r.total, call->numbers[BEAMS]);
+        }
+    }
+    return 0;
+}
+
+/* The rows of qkv are those of all requests. */
+static int check_rows(const Call* call) {
+    const int64_t each = call->numbers[EACH], beams = call->numbers[BEAMS], steps = call->requests - call->contexts;
+    if (each < 0) {
+        int64_t needed = steps * beams;
+        for (int64_t b = 0; b < call->contexts; ++b) needed += at(&call->context_lengths, b);
+        if (needed == call->numbers[ROWS]) return 0;
+        return refuse(call->node,
+                      "qkv has " N " rows, and context_lengths of " N " requests in the context phase, with " N
+                      " in the generation phase of " N " beams, make " N
+                      ": give as many rows, in the order of the requests.",
+                      call->numbers[ROWS], call->contexts, steps, beams, needed);
+    }
+    const int64_t sequences = call->requests * (steps ? beams : 1);
+    if (call->numbers[SEQUENCES] != sequences || (steps && each != 1)) {
+        return refuse(
+            call->node,
+            "qkv has " N " sequences of " N " rows, and by context_lengths and host_request_types there are " N
+            " in the %s phase: give a sequence for each%s.",
+            call->numbers[SEQUENCES], each, sequences, steps ? "generation" : "context", steps ? ", of one row" : "");
+    }
+    for (int64_t b = 0; b < call->contexts; ++b) {
+        if (at(&call->context_lengths, b) > each) {
+            return refuse(call->node,
+                          "qkv has " N " rows for each request, and context_lengths of request " N " is " N
+                          ": pad to the longest.",
+                          each, b, at(&call->context_lengths, b));
+        }
+    }
+    return 0;
+}
+
+/* cross_kv has the tokens of the requests that bring theirs, in their first call. */
+static int check_encoder(const Call* call) {
+    const int64_t rows = call->numbers[CROSS_ROWS], each = call->numbers[CROSS_EACH];
+    int64_t new = 0, tokens = 0;
+    for (int64_t b = 0; b < call->requests; ++b) {
+        const Request r = request_of(call, b);
+        const int64_t length = at(&call->encoder, b);
+        if (length < 0 || length > LONGEST) {
+            return refuse(call->node, "encoder_input_lengths of request " N " is " N ": give the number of its keys.",
+                          b, length);
+        }
+        if (!r.context || r.past) continue;
+        if (rows < 0) {
+            return refuse(call->node,
+                          "cross_kv is missing, and request " N
+                          " is in the context phase with no past: give the keys and values of its encoder.",
+                          b);
+        }
+        if (each >= 0 && length > each) {
+            return refuse(call->node,
+                          "cross_kv has " N " tokens of each request, and encoder_input_lengths of request " N " is " N
+                          ": pad to the longest.",
+                          each, b, length);
+        }
+        ++new;
+        tokens += length;
+    }
+    if (rows < 0) return 0;
+    const int64_t wanted = each >= 0 ? new : tokens, there = each >= 0 ? call->numbers[CROSS_SEQUENCES] : rows;
+    if (there == wanted) return 0;
+    return refuse(call->node,
+                  "cross_kv has " N " %s, and encoder_input_lengths of the " N
+                  " requests in the context phase with no past make " N ": give those of these requests alone.",
+                  there, each >= 0 ? "sequences" : "tokens", new, wanted);
+}
+
+/* Masks have a column for each key, tables an entry for each position. */
+static int check_tables(const Call* call) {
+    static const struct {
+        int number;
+        const char* name;
+        int keys; /* else positions */
+    } TABLES[] = {
+        {MASK_KEYS, "attention_mask", 1},
+        {PACKED_MASK_KEYS, "attention_packed_mask", 1},
+        {LOGN_POSITIONS, "logn_scaling", 0},
+        {BIAS_ROWS, "relative_attention_bias, for rows,", 0},
+        {BIAS_KEYS, "relative_attention_bias, for keys,", 0},
+        {COS_POSITIONS, "rotary_cos_sin", 0},
+        {LONG_COS_POSITIONS, "long_rope_rotary_cos_sin", 0},
+    };
+    for (size_t k = 0; k < sizeof TABLES / sizeof *TABLES; ++k) {
+        const int64_t size = call->numbers[TABLES[k].number];
+        for (int64_t b = 0; size >= 0 && b < call->requests; ++b) {
+            const Request r = request_of(call, b);
+            int64_t needed = r.total;
+            if (TABLES[k].keys) {
+                needed = call->numbers[CROSS] ? at(&call->encoder, b) : r.total;
+            } else if (call->numbers[STREAMING] && call->window >= 0 && !r.context) {
+                needed = least(r.past, call->window - !call->numbers[COMPATIBLE]) + 1;
+            }
+            const int64_t original = call->numbers[ORIGINAL];
+            if (TABLES[k].number == COS_POSITIONS && original >= 0 && needed > original) continue;
+            if (TABLES[k].number == LONG_COS_POSITIONS && needed <= original) continue;
+            if (needed <= size) continue;
+            return refuse(call->node, "%s has " N " %s, and request " N " needs " N ": give as many.", TABLES[k].name,
+                          size, TABLES[k].keys ? "keys" : "positions", b, needed);
+        }
+    }
+    return 0;
+}
+
+/* Entries of cache_indirection for tokens that are read name beams. Others are never looked at. */
+static int check_beams(const Call* call) {
+    const int64_t beams = call->numbers[BEAMS], tokens = call->indirection.shape[2];
+    for (int64_t b = call->contexts; b < call->requests; ++b) {
+        const Request r = request_of(call, b);
+        if (r.prompt < 0 || r.prompt > r.past) {
+            return refuse(
+                call->node,
+                "context_lengths of request " N " is " N ", host_past_key_value_lengths " N
+                ": give the length of its whole prompt, which all its beams share and which lies in the cache.",
+                b, r.prompt, r.past);
+        }
+        const int64_t oldest = call->window < 0 ? 0 : oldest_of(call, &r);
+        for (int64_t t = r.prompt; t < r.past; ++t) {
+            if (t >= call->sinks && t < oldest) continue;
+            if (t >= tokens) {
+                return refuse(call->node,
+                              "cache_indirection is for " N " tokens, and request " N " needs " N
+                              ": make its last axis as long.",
+                              tokens, b, t + 1);
+            }
+            for (int64_t k = 0; k < beams; ++k) {
+                const int64_t beam = at(&call->indirection, (b * beams + k) * tokens + t);
+                if (beam >= 0 && beam < beams) continue;
+                return refuse(call->node,
+                              "cache_indirection of request " N ", beam " N ", token " N ", is " N ", and there are " N
+                              " beams: name a beam from 0 to " N ".",
+                              b, k, t, beam, beams, beams - 1);
+            }
+        }
+    }
+    return 0;
+}
+
+static int check_call(Call* call) {
+    if (check_window(call) || check_phases(call) || check_lengths(call) || check_rows(call)) return -1;
+    if (call->requests == 0) return 0;
+    if (call->numbers[CROSS] && check_encoder(call)) return -1;
+    if (check_tables(call)) return -1;
+    if (given(&call->indirection) && !call->numbers[CROSS] && check_beams(call)) return -1;
+    return call->numbers[CACHED] ? lowering_tensorrt_llm_slots(call) : 0;
+}
+
+/* lowering_check_tensorrt_llm(context_lengths, numbers, node, host_request_types, host_past_key_value_lengths,
+ *     sequence_length, host_context_lengths, host_max_attention_window_sizes, host_sink_token_length,
+ *     cache_indirection, kv_cache_block_offsets, host_kv_cache_pool_mapping, encoder_input_lengths) -> context_lengths
+ *
+ * Tables as the operator has them, or a number in the place of one. */
+CHECK(check_tensorrt_llm) {
+    (void)self, (void)count;
+    const TVMFFIShapeCell* numbers = shape_of(&args[1]);
+    Call call = {.node = &args[2], .numbers = numbers->data, .context_lengths = table_of(&args[0])};
+    Table* const others[] = {&call.types,       &call.past,        &call.sequence_length, &call.again,   &call.windows,
+                             &call.sink_length, &call.indirection, &call.offsets,         &call.mapping, &call.encoder};
+    for (int k = 0; k < 10; ++k) *others[k] = table_of(&args[3 + k]);
+    if (numbers->size != NUMBERS || call.context_lengths.ndim != 1) return pass(&args[0], result);
+    const int64_t requests = call.requests = call.context_lengths.shape[0], sequences = requests * call.numbers[BEAMS];
+    int fits = has(&call.types, requests) && has(&call.past, requests) && has(&call.again, requests);
+    fits = fits && (has(&call.sequence_length, requests) || has(&call.sequence_length, sequences));
+    fits = fits && (!given(&call.windows) || volume(&call.windows) > 0);
+    fits = fits && (!given(&call.sink_length) || volume(&call.sink_length) > 0);
+    fits = fits && has(&call.encoder, requests) && (given(&call.encoder) || !call.numbers[CROSS]);
+    fits = fits && (!given(&call.indirection) || call.indirection.shape[0] == requests);
+    if (given(&call.offsets)) {
+        const int64_t* shape = call.offsets.shape + call.offsets.ndim - 4;
+        fits = fits && shape[0] == requests && shape[1] > 0 && shape[2] == 2;
+    }
+    if (given(&call.mapping)) {
+        fits = fits && call.mapping.shape[0] > call.numbers[LAYER] && call.mapping.shape[1] == 2;
+    }
+    if (fits && check_call(&call)) return -1;
+    return pass(&args[0], result);
+}

@@ -1,0 +1,355 @@
+"""com.microsoft PagedAttention equals a float64 reference, and its caches bit for bit where nothing is rotated."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+
+import lowering
+from lowering.errors import NodeError
+
+from ..expectations import value_info
+from .comparison import imported, opsets
+from .paged_attention_reference import Arrays, paged_attention
+
+INPUTS = (
+    "query", "key", "value", "key_cache", "value_cache", "cumulative_sequence_length", "past_seqlens", "block_table",
+    "cos_cache", "sin_cache", "slot_mapping", "head_sink", "q_norm_weight", "k_norm_weight", "k_scale", "v_scale",
+    "attention_metadata",
+)  # fmt: skip
+CACHES = {"key_cache": "key_cache_out", "value_cache": "value_cache_out"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A node and what its calls have. poison: NaN where nothing is seen. hostile: any numbers in tables."""
+
+    dtype: str
+    heads: tuple[int, int]
+    size: int
+    block: int
+    packed: bool
+    codes: str
+    k_quant: str
+    v_quant: str
+    angles: int
+    interleaved: int
+    offset: int
+    mapped: bool
+    sink: bool
+    norms: bool
+    window: int
+    causal: int
+    softcap: float
+    latent: int
+    unmapped: bool
+    functional: bool
+    symbolic: bool
+    hostile: bool
+    metadata: bool
+    scale: float
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"num_heads": self.heads[0], "kv_num_heads": self.heads[1]}
+        found |= {"do_rotary": 1, "rotary_interleaved": self.interleaved} if self.angles else {}
+        found |= {"rotary_offset": self.offset} if self.offset else {}
+        found |= {"local_window_size": self.window} if self.window > 0 else {}
+        found |= {"is_causal": 0} if not self.causal else {}
+        found |= {"softcap": self.softcap} if self.softcap else {}
+        found |= {"scale": self.scale} if self.scale else {}
+        found |= {"qk_norm_epsilon": 1e-3} if self.norms else {}
+        found |= {"kv_cache_layout": "LATENT", "v_head_size": self.latent} if self.latent else {}
+        if self.codes:
+            found["k_quant_type"] = self.k_quant
+            found |= {"v_quant_type": self.v_quant} if not self.latent else {}
+            found["k_cache_dtype"] = self.codes.replace("_", "")
+        return found
+
+
+def drawn(rng: random.Random) -> Case:
+    latent = rng.random() < 0.15
+    kv_heads = 1 if latent else rng.choice([1, 2, 3])
+    size = rng.choice([8, 16, 24, 40, 64])
+    angles = rng.choice([0, 0, size // 2, 2, size // 4])
+    return Case(
+        dtype=rng.choice(["float32", "float16", "bfloat16"]),
+        heads=(kv_heads * rng.choice([1, 2, 5]), kv_heads),
+        size=size,
+        block=rng.choice([1, 3, 16, 16, 32]),
+        packed=not latent and rng.random() < 0.3,
+        codes=rng.choice(["", "", "int8", "float8_e4m3fn"]),
+        k_quant=rng.choice(["PER_TENSOR", "PER_CHANNEL"]),
+        v_quant=rng.choice(["PER_TENSOR", "PER_CHANNEL"]),
+        angles=angles,
+        interleaved=rng.randrange(2),
+        offset=rng.choice([0, size - 2 * angles]) if angles else 0,
+        mapped=rng.random() < 0.25,
+        sink=rng.random() < 0.3,
+        norms=rng.random() < 0.25,
+        window=rng.choice([-1, -1, 1, 5, 30]),
+        causal=rng.choice([1, 1, 1, 0]),
+        softcap=rng.choice([0.0, 0.0, 2.5]),
+        latent=rng.choice([size, size // 2]) if latent else 0,
+        unmapped=rng.random() < 0.3,
+        functional=rng.random() < 0.5,
+        symbolic=rng.random() < 0.7,
+        hostile=rng.random() < 0.2,
+        metadata=rng.random() < 0.2,
+        scale=0.3 if latent else rng.choice([0.0, 0.4]),
+    )
+
+
+def arrays(case: Case, rng: np.random.Generator, sizes: tuple[int, int, int, int]) -> Arrays:
+    """Inputs for so many sequences, packed rows, blocks and blocks of a sequence."""
+    batch, tokens, blocks, columns = sizes
+    heads, kv_heads = case.heads
+    kind = np.dtype(getattr(ml_dtypes, case.dtype, case.dtype))
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape).astype(kind)
+
+    found: Arrays = {"query": normal(tokens, (heads + 2 * kv_heads * case.packed) * case.size)}
+    if not case.packed:
+        found["key"] = normal(tokens, kv_heads * case.size)
+        if not case.latent:
+            found["value"] = normal(tokens, kv_heads * case.size)
+    gaps = int(rng.integers(0, 2))
+    cuts = np.sort(rng.integers(0, tokens - gaps + 1, batch - 1)) if batch > 1 else np.zeros(0, int)
+    ends = np.array([0, *cuts, tokens - gaps])
+    counts = np.diff(ends)
+    room = columns * case.block - counts
+    past = np.array([rng.integers(0, max(n, 0) + 1) for n in room]) * (rng.random(batch) < 0.8)
+    table = np.stack([rng.permutation(blocks)[:columns] for _ in range(batch)]) if batch * columns <= blocks else None
+    if table is None or batch * columns <= blocks:
+        order = rng.permutation(blocks)
+        table = order[: batch * columns].reshape(batch, columns)
+    if case.unmapped:
+        table = np.where(rng.random(table.shape) < 0.25, rng.choice([-1, -7, blocks, 2**31 - 1], table.shape), table)
+    if case.hostile:
+        past = np.where(
+            rng.random(batch) < 0.3, rng.choice([-1, -(2**31), 2**31 - 1, columns * case.block], batch), past
+        )
+        ends = np.where(rng.random(batch + 1) < 0.1, rng.choice([-5, 2**31 - 1, 0], batch + 1), ends)
+        ends = np.maximum.accumulate(ends)
+    found |= {"cumulative_sequence_length": ends, "past_seqlens": past, "block_table": table}
+    if case.mapped:
+        # No two rows have one slot: which of them stays is not said.
+        slots = rng.permutation(blocks * case.block)[:tokens]
+        slots = np.where(
+            rng.random(tokens) < 0.2, rng.choice([-1, blocks * case.block, -(2**31), 2**31 - 1], tokens), slots
+        )
+        found["slot_mapping"] = slots
+    found = {name: x.astype(np.int32) if x.dtype.kind == "i" else x for name, x in found.items()}
+    shape = (blocks, case.block, kv_heads, case.size)
+    for name, letter in (("key_cache", "k"), ("value_cache", "v")):
+        if letter == "v" and case.latent:
+            continue
+        if not case.codes:
+            found[name] = normal(*shape)
+            continue
+        values = rng.integers(-128, 128, shape) if case.codes == "int8" else rng.standard_normal(shape) * 30
+        found[name] = values.astype(getattr(ml_dtypes, case.codes, case.codes))
+        per_channel = (case.k_quant if letter == "k" else case.v_quant) == "PER_CHANNEL"
+        scales = (kv_heads, 1, case.size) if per_channel else (1,)
+        found[f"{letter}_scale"] = (rng.uniform(0.005, 0.03, scales) * (rng.random(scales) < 0.95)).astype(np.float32)
+    if case.angles:
+        angle = rng.uniform(-9, 9, (columns * case.block + 2, case.angles))
+        found |= {"cos_cache": np.cos(angle).astype(kind), "sin_cache": np.sin(angle).astype(kind)}
+    if case.sink:
+        found["head_sink"] = normal(heads)
+    if case.norms:
+        found |= {"q_norm_weight": normal(case.size), "k_norm_weight": normal(case.size)}
+    if case.metadata:
+        found["attention_metadata"] = np.array([3, 4], np.int32)
+    if not case.codes:
+        poison(case, found)
+    return found
+
+
+def poison(case: Case, given: Arrays) -> None:
+    """NaN in slots that no sequence of the call sees."""
+    seen = np.zeros(given["key_cache"].shape[:2], bool)
+    for b, past in enumerate(given["past_seqlens"].tolist()):
+        for t in range(max(min(past, given["block_table"].shape[1] * case.block), 0)):
+            page = int(given["block_table"][b, t // case.block])
+            if 0 <= page < len(seen):
+                seen[page, t % case.block] = True
+        if case.mapped or case.hostile:
+            seen[:] = True
+    for name in CACHES:
+        if name in given:
+            given[name][~seen] = np.nan
+
+
+def model(case: Case, given: Arrays) -> onnx.ModelProto:
+    names = [name if name in given else "" for name in INPUTS]
+    while not names[-1]:
+        names.pop()
+    named = {"query": ("n",), "key": ("n",), "value": ("n",), "slot_mapping": ("n",), "past_seqlens": ("b",),
+             "block_table": ("b", "columns"), "cumulative_sequence_length": ("b_1",),
+             "cos_cache": ("positions",), "sin_cache": ("positions",)} | dict.fromkeys(CACHES, ("blocks",))  # fmt: skip
+
+    def dims(name: str) -> tuple[int | str, ...]:
+        shape = given[name].shape
+        front = named.get(name, ()) if case.symbolic else ()
+        return (*front, *shape[len(front) :])
+
+    infos = [value_info(name, given[name].dtype.name, dims(name)) for name in names if name]
+    width = case.heads[0] * (case.latent or case.size)
+    outputs = {"output": (case.dtype, ("n" if case.symbolic else given["query"].shape[0], width))}
+    if case.functional:
+        outputs |= {new: (given[old].dtype.name, dims(old)) for old, new in CACHES.items() if old in given}
+    made = [value_info(name, *about) for name, about in outputs.items()]
+    node = helper.make_node("PagedAttention", names, list(outputs), domain="com.microsoft", **case.attributes)
+    graph = helper.make_graph([node], "g", infos, made)
+    return helper.make_model(graph, opset_imports=opsets(21), ir_version=10)
+
+
+def check(number: int, calls: int, target: str = "cpu") -> None:
+    rng, data = random.Random(number), np.random.default_rng(number)
+    case = drawn(rng)
+    compiled, donate = None, case.functional and number % 3 == 0
+    for _ in range(calls):
+        if compiled is None or case.symbolic:
+            batch, columns = int(data.integers(1, 5)), int(data.integers(1, 5))
+            sizes = batch, int(data.integers(1, 1 + min(20, columns * case.block))), batch * columns + 1, columns
+        given = arrays(case, data, sizes)
+        donated = [name for name in CACHES if name in given] if donate else []
+        compiled = compiled or lowering.compile(model(case, given), target, donate=donated)
+        before = {name: x.copy() for name, x in given.items()}
+        want, *caches = paged_attention(before, case.attributes)
+        got = compiled.run(given)
+        there = ~np.isnan(want[:, 0])
+        tolerance = {"float32": 3e-5, "float16": 6e-3, "bfloat16": 5e-2}[case.dtype]
+        label = f"{number}: {case}"
+        found = got["output"].astype(np.float64)[there]
+        np.testing.assert_allclose(found, want[there], tolerance, tolerance, err_msg=label)
+        for (old, new), cache in zip(CACHES.items(), caches):
+            if cache is None:
+                continue
+            after = got[new] if case.functional else given[old]
+            if case.functional and donate:
+                assert after is given[old], f"{old} was copied, {label}"
+            elif case.functional:
+                assert given[old].tobytes() == before[old].tobytes(), f"{old} was written, {label}"
+            if not (case.angles or case.norms):
+                assert after.tobytes() == cache.tobytes(), f"{old}, {label}"
+                continue
+            close = np.isclose(
+                *(x.astype(np.float64) for x in (after, cache)), 2e-2, 2e-2 + bool(case.codes), equal_nan=True
+            )
+            assert close.all(), f"{old}, {label}"
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_equals_the_reference(number: int) -> None:
+    check(number, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("number", range(100, 300))
+def test_equals_the_reference_at_length(number: int) -> None:
+    check(number, 4)
+
+
+@pytest.mark.parametrize(("tokens", "batch"), [(0, 2), (1, 1), (5, 5)])
+def test_sequences_without_rows(tokens: int, batch: int) -> None:
+    plain = {
+        "packed": False,
+        "latent": 0,
+        "unmapped": False,
+        "codes": "",
+        "hostile": False,
+        "sink": False,
+        "window": -1,
+    }
+    more = {"symbolic": True, "dtype": "float32", "mapped": True, "angles": 2, "offset": 0, "norms": True}
+    case = replace(drawn(random.Random(3)), functional=True, **plain, **more)
+    rng = np.random.default_rng(0)
+    compiled = lowering.compile(model(case, arrays(case, rng, (2, 4, 5, 2))))
+    given = arrays(case, rng, (batch, max(tokens, 1), 2 * batch + 1, 2))
+    given["cumulative_sequence_length"] = np.array([0] * batch + [tokens], np.int32)
+    for name in ("query", "key", "value", "slot_mapping"):
+        given[name] = given[name][:tokens]
+    want, keys, _ = paged_attention(given, case.attributes)
+    got = compiled.run(given)
+    np.testing.assert_allclose(got["output"], want, 1e-4, 1e-4)
+    np.testing.assert_allclose(got["key_cache_out"], keys, 1e-4, 1e-4)
+
+
+def test_a_past_of_so_many_tokens_that_sums_overflow() -> None:
+    plain = {"packed": False, "latent": 0, "codes": "", "hostile": False, "unmapped": False, "norms": False}
+    more = {"angles": 2, "offset": 0, "mapped": False, "functional": True, "symbolic": True, "dtype": "float32"}
+    case = replace(drawn(random.Random(3)), **plain, **more)
+    given = arrays(case, np.random.default_rng(0), (2, 4, 5, 2))
+    given["past_seqlens"] = np.array([0, 2**63 - 1])
+    given["cumulative_sequence_length"][:] = (0, 2, 4)
+    want, keys, _ = paged_attention(given, case.attributes)
+    got = lowering.compile(model(case, given)).run(given)
+    np.testing.assert_allclose(got["output"], want, 1e-4, 1e-4)
+    np.testing.assert_allclose(got["key_cache_out"], keys, 1e-4, 1e-4)
+
+
+F, I = "float32", "int32"
+SEPARATE: dict[str, Any] = {
+    "query": (F, ("n", 64)), "key": (F, ("n", 32)), "value": (F, ("n", 32)), "key_cache": (F, ("p", 16, 2, 16)),
+    "value_cache": (F, ("p", 16, 2, 16)), "cumulative_sequence_length": (I, ("c",)), "past_seqlens": (I, ("b",)),
+    "block_table": (I, ("b", "m")),
+}  # fmt: skip
+HEADS = {"num_heads": 4, "kv_num_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "attributes", "message"),
+    [
+        ({"query": (F, ("n", 1, 64))}, {}, "query has rank 3"),
+        ({"query": ("float64", ("n", 64))}, {}, "key is float32 and query is float64"),
+        ({"key": None}, {}, "one of key and value"),
+        ({"key": (F, ("n", 48))}, {}, "last dimension of input 'x1' is 32 and 48"),
+        ({}, {"kv_num_heads": 3}, "4 query heads do not divide into 3"),
+        ({}, {"num_heads": 6}, "6 heads do not divide"),
+        ({"key_cache": (F, ("p", "s", 2, 16)), "value_cache": (F, ("p", "s", 2, 16))}, {}, "block size"),
+        ({"key_cache": (F, ("p", 16, 32))}, {}, "rank 3"),
+        ({"value_cache": (F, ("p", 8, 2, 16))}, {}, "block size is 8 and 16"),
+        ({"value_cache": None}, {}, "value_cache is missing"),
+        ({"key_cache": (F, ("p", 16, 2, 8))}, {}, "dimension 3 of input 'x3' is 8, and must be 16"),
+        ({"key_cache": ("int8", ("p", 16, 2, 16))}, {}, "int8"),
+        ({"block_table": (F, ("b", "m"))}, {}, "block_table is float32"),
+        ({"past_seqlens": (I, ("b", 1))}, {}, "past_seqlens is int32 of rank 2"),
+        ({"slot_mapping": (I, ("n", 1))}, {}, "slot_mapping is int32 of rank 2"),
+        ({"q_norm_weight": (F, (16,))}, {}, "one of q_norm_weight and k_norm_weight"),
+        ({"head_sink": (F, (3,))}, {}, "head_sink is 3 and 4"),
+        ({}, {"do_rotary": 1}, "cos_cache or sin_cache is missing"),
+        ({"cos_cache": (F, ("t", 9)), "sin_cache": (F, ("t", 9))}, {"do_rotary": 1}, "9 angles"),
+        ({}, {"local_window_size": 0}, "local_window_size is 0"),
+        ({}, {"kv_cache_layout": "RING"}, "kv_cache_layout is 'RING'"),
+        ({}, {"kv_cache_layout": "LATENT"}, "kv_num_heads is 2"),
+        ({}, {"v_head_size": 8}, "v_head_size is 8"),
+        ({}, {"k_cache_dtype": "int8"}, "k_cache_dtype is 'int8'"),
+        (dict.fromkeys(CACHES, ("uint8", ("p", 16, 2, 8))), {"k_cache_dtype": "int4"}, "k_cache_dtype is 'int4'"),
+        ({"k_scale": (F, (1,))}, {}, "k_scale is given"),
+    ],
+)
+def test_refusals(inputs: dict[str, Any], attributes: dict[str, Any], message: str) -> None:
+    given = SEPARATE | inputs
+    listed = [given.get(name) for name in INPUTS]
+    with pytest.raises(NodeError, match=message):
+        imported("PagedAttention", listed, **(HEADS | attributes))
+
+
+def test_a_latent_cache_wants_its_scale() -> None:
+    given = {name: SEPARATE[name] for name in SEPARATE if not name.startswith("value")}
+    given |= {"key": (F, ("n", 16)), "key_cache": (F, ("p", 16, 1, 16))}
+    listed = [given.get(name) for name in INPUTS]
+    more = {"num_heads": 4, "kv_num_heads": 1, "kv_cache_layout": "LATENT", "v_head_size": 8}
+    with pytest.raises(NodeError, match="scale is missing"):
+        imported("PagedAttention", listed, **more)
