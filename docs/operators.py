@@ -44,6 +44,8 @@ def page() -> str:
     """The whole page."""
     lines = []
     for (domain, name), versions in ops.registered().items():
+        if domain == legality.OWN_DOMAIN:
+            continue
         count = len(node_cases.cases(name)) if domain == "" else 0
         lines.append(f"| {domain or 'ai.onnx'} | {name} | {', '.join(map(str, versions))} | {count or '-'} |")
     refused = [

@@ -22,10 +22,15 @@ if TYPE_CHECKING:
     from .errors import ModelError as ModelError
     from .errors import NodeError as NodeError
     from .errors import TargetError as TargetError
+    from .functions.gpt_attention import gpt_attention as gpt_attention
+    from .graph.serve import Serve as Serve
     from .profiling.benchmark import Profile as Profile
     from .profiling.benchmark import bench as bench
     from .runtime import Model as Model
     from .runtime import load as load
+    from .serving import Batcher as Batcher
+    from .serving import PagedKVCache as PagedKVCache
+    from .serving import PoolFullError as PoolFullError
     from .tools.checking import check as check
     from .tools.verification import verify as verify
     from .tuning.batches import file_results as file_results
@@ -41,6 +46,11 @@ _HOME = {
     "tune": "tuning.tune",
     "Tuning": "tuning.tune",
     "file_results": "tuning.batches",
+    "gpt_attention": "functions.gpt_attention",
+    "Batcher": "serving",
+    "PagedKVCache": "serving",
+    "Serve": "graph.serve",
+    "PoolFullError": "serving",
     "check": "tools.checking",
     "verify": "tools.verification",
     "LoweringError": "errors",

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from ..errors import LoweringError
+from ..errors import InputError, LoweringError
+from ..graph.serve import Serve
 from . import tuning
 from .options import arrays, dim, natural, not_negative, positive, sizes
 
@@ -69,6 +70,14 @@ def _sentence(arguments: argparse.Namespace, error: BaseException) -> str:
     return f"error: {command} failed by a fault of ours ({type(error).__name__}); please report it with what -v prints"
 
 
+def _serve(arguments: argparse.Namespace) -> Serve | None:
+    if arguments.serve is None:
+        if arguments.cache is not None:
+            raise InputError("--cache says how --serve CONTEXT keeps keys and values: give both.")
+        return None
+    return Serve(arguments.serve, cache=arguments.cache or "model")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="onnx-lowering", description="Compiles ONNX models ahead of time; attention becomes tiled TensorIR."
@@ -90,9 +99,14 @@ def _parser() -> argparse.ArgumentParser:
     c.add_argument(
         "--static-cache", type=positive, metavar="TOKENS", help="turn a growing past into in-place slot caches"
     )
+    c.add_argument(
+        "--serve", type=positive, metavar="CONTEXT", help="serve packed requests of up to so many tokens, paged"
+    )
+    c.add_argument("--cache", choices=("model", "int8"), help="with --serve: the type of keys and values in the cache")
     c.add_argument("--weights", choices=("int8", "int4", "f16"), help=_WEIGHTS)
     c.add_argument("--database", type=Path, metavar="DIR", help="records of `tune` that pick the tiles of kernels")
     c.add_argument("--threads", type=positive, help="default number of workers (else the CPUs the caller may use)")
+    c.add_argument("--no-checks", action="store_true", help="runs look at no tables of serving operators")
     c.add_argument("--sign", type=Path, metavar="KEY.pem", help="sign the artifact with this Ed25519 private key")
     c.add_argument("--dump-dir", type=Path, help="write fused.onnx and the module after every pass into this folder")
     c.set_defaults(run=_compile)
@@ -170,8 +184,10 @@ def _compile(arguments: argparse.Namespace) -> int:
         static_cache=arguments.static_cache,
         weights=arguments.weights,
         database=arguments.database,
+        serve=_serve(arguments),
         dump=dump if arguments.dump_dir is not None else None,
         sign_key=arguments.sign,
+        checks=not arguments.no_checks,
     )
     for note in manifest.notes:
         print(f"note: {note}")

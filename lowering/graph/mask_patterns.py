@@ -1,0 +1,114 @@
+"""What a mask of all positions says: which keys a token sees, and what is added to its scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import onnx_ir as ir
+
+from ..errors import ModelError
+from .positions import Positions
+
+# Contexts of which all is looked at in one piece; contexts of which all tokens are looked at, and of longer ones in so
+# many places; tokens of a piece at least, and elements of its mask at most unless these are fewer.
+_WHOLE, _ALL, _SOME, _FEWEST, _ELEMENTS = 1024, 16384, 32, 64, 2**22
+
+_LARGEST_TABLE = 2**26
+"""Bytes of a bias that follows no rule."""
+
+By = Literal["key", "distance", "pair"]
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Token p sees keys p - left to p; None: all from 0 on. `bias` [heads or 1, ...] is added to scores: by "key"
+    bias[h, j], by "distance" bias[h, p - j], by "pair" bias[h, p, j]; float32, -inf hides a key."""
+
+    left: int | None
+    bias: np.ndarray | None = None
+    by: By = "distance"
+
+    def expected(self, past: int, new: int) -> np.ndarray:
+        """The bias of tokens past to past + new - 1, float32 [heads or 1, new, past + new], -inf where a key is not
+        seen."""
+        token, key = np.arange(past, past + new)[:, None], np.arange(past + new)[None, :]
+        distance = token - key
+        seen = (distance >= 0) & (distance <= (past + new if self.left is None else self.left))
+        added = np.zeros((1, 1, 1), np.float32)
+        if self.bias is not None:
+            index = {"key": (key,), "distance": (np.maximum(distance, 0),), "pair": (token, key)}[self.by]
+            added = self.bias[(slice(None), *index)]
+        return np.where(seen, added, np.float32(-np.inf))
+
+
+def patterns_of(positions: Positions, masks: Sequence[ir.Value], context: int) -> dict[ir.Value, Pattern]:
+    """What each mask [1, heads or 1, S, P + S] says of tokens up to the context.
+
+    All tokens are looked at, but some of contexts longer than 16384. Raises ModelError for a mask without a pattern, or
+    that depends on more than positions.
+    """
+    new = context if context <= _WHOLE else _FEWEST
+    found: dict[ir.Value, Pattern] = {}
+    for mask, array in zip(masks, positions.at(masks, context - new, new)):
+        pattern = pattern_of(_by_head(array), context - new)
+        if pattern is None:
+            raise ModelError(
+                f"serve: mask '{mask.name}' follows no rule that is known for up to {context} tokens: each sees itself "
+                "and earlier ones, all or the last so many, with something added by key or by distance."
+            )
+        found[mask] = pattern
+    tokens = max(_FEWEST, _ELEMENTS // context)
+    for past in range(0, context, tokens if context <= _ALL else context // _SOME):
+        arrays = positions.at(masks, past, min(tokens, context - past))
+        wrong = next((m for m, a in zip(masks, arrays) if not follows(found[m], _by_head(a), past)), None)
+        if wrong is not None:
+            raise ModelError(f"serve: what mask '{wrong.name}' hides from a token depends on more than its position.")
+    return found
+
+
+def _by_head(mask: np.ndarray) -> np.ndarray:
+    """[heads or 1, S, P + S] of a mask of batch 1."""
+    return mask.reshape((1,) * max(0, 4 - mask.ndim) + mask.shape)[0]
+
+
+def pattern_of(mask: np.ndarray, past: int) -> Pattern | None:
+    """The pattern of a mask [heads or 1, new, past + new] of the last tokens, bool or added, past being 0 if these are
+    all; None where a token sees later keys, or where the bias follows no rule and is too large to be kept."""
+    added = as_bias(mask)
+    new, keys = added.shape[-2:]
+    last = added[:, -1]
+    seen = last > -np.inf
+    if not seen[:, -1].all():
+        return None
+    hidden = np.flatnonzero(~seen[0])
+    left = None if len(hidden) == 0 else keys - 2 - int(hidden[-1])
+    finite = np.where(seen, last, np.float32(0))
+    candidates = [Pattern(left), Pattern(left, finite[:, ::-1], "distance")]
+    if left is None:
+        candidates.append(Pattern(None, finite, "key"))
+    causal = not (added > -np.inf)[:, np.arange(new)[:, None] + past < np.arange(keys)].any()
+    if past == 0 and causal and added.nbytes <= _LARGEST_TABLE:
+        candidates.append(Pattern(None, added, "pair"))
+    return next((one for one in candidates if follows(one, mask, past)), None)
+
+
+def follows(pattern: Pattern, mask: np.ndarray, past: int) -> bool:
+    """Whether a mask [heads or 1, new, past + new] of the tokens behind `past` others is what the pattern says."""
+    added = as_bias(mask)
+    wanted = pattern.expected(past, added.shape[-2])
+    hidden = np.isneginf(added)
+    if not np.array_equal(np.broadcast_to(np.isneginf(wanted), added.shape), hidden):
+        return False
+    return bool(np.allclose(np.where(hidden, 0, added), np.where(hidden, 0, wanted), 1e-6, 1e-6))
+
+
+def as_bias(mask: np.ndarray) -> np.ndarray:
+    """What a mask adds to scores, float32: -inf for False, and for numbers so low that exp gives 0 beside any other."""
+    if mask.dtype == bool:
+        return np.where(mask, np.float32(0), np.float32(-np.inf))
+    lowest = np.finfo(mask.dtype).min if mask.dtype.kind == "f" else -3e38  # of bfloat16
+    added = mask.astype(np.float32)
+    return np.where(added <= max(float(lowest) / 2, -1e30), np.float32(-np.inf), added)

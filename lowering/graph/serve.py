@@ -1,0 +1,35 @@
+"""How a decoder is to be served: what `compile` is told of caches and requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..errors import InputError
+from ..runtime.checks import whole_number
+
+
+@dataclass(frozen=True)
+class Serve:
+    """A decoder for packed tokens of many requests over one paged cache: `compile(model, serve=Serve(context=4096))`.
+
+    context is the largest number of tokens of a request, tokens_per_block a power of two. cache is the element type of
+    keys and values: "model", the one that the model computes in, or "int8" with a float32 scale for each token and
+    head. ids, mask and positions are the names of the model's inputs, as for `Model.decoder`; it need not have the last
+    two.
+    """
+
+    context: int
+    tokens_per_block: int = 16
+    cache: Literal["model", "int8"] = "model"
+    ids: str = "input_ids"
+    mask: str = "attention_mask"
+    positions: str = "position_ids"
+
+    def __post_init__(self) -> None:
+        whole_number(self.context, "serve: context", 1, 2**24)
+        size: Any = whole_number(self.tokens_per_block, "serve: tokens_per_block", 1, 2**16)
+        if size & (size - 1):
+            raise InputError(f"serve: tokens_per_block must be a power of two, not {size}.")
+        if self.cache not in ("model", "int8"):
+            raise InputError(f'serve: cache must be "model" or "int8", not {self.cache!r}.')

@@ -1,0 +1,6 @@
+"""Serving many requests at once: needs NumPy, never the compiler nor the runtime."""
+
+from .batcher import Batcher as Batcher
+from .blocks import PoolFullError as PoolFullError
+from .paged_cache import PagedKVCache as PagedKVCache
+from .paged_cache import Usage as Usage

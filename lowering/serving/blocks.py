@@ -1,0 +1,57 @@
+"""Blocks of a pool by number: which of them are free, and how many owners each of the others has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..errors import InputError
+
+
+class PoolFullError(InputError):
+    """Fewer blocks are free than are needed: `needed`, of which there are `free`, of `total`. Nothing has changed."""
+
+    def __init__(self, who: str, needed: int, free: int, total: int) -> None:
+        self.needed, self.free, self.total = needed, free, total
+        remedy = "free or truncate other requests and try again" if needed <= total else "reserve less"
+        super().__init__(
+            f"{who} needs {needed} more block{'s' * (needed != 1)}, and {free} of the pool's {total} are free: "
+            f"{remedy}, or make a pool of more blocks."
+        )
+
+
+class Blocks:
+    """Blocks 0 to total - 1. An owner takes a free block, others share it, and the last one to release it frees it."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.shared = 0  # blocks with several owners
+        self._owners = [0] * total
+        self._free = list(reversed(range(total)))  # a stack: what was freed last is used next, while it is in caches
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def owners(self, block: int) -> int:
+        """How many owners a block has; 0 for a free one."""
+        return self._owners[block]
+
+    def take(self) -> int:
+        """A free block, which has one owner now. Who takes several asks `free` first."""
+        block = self._free.pop()
+        self._owners[block] = 1
+        return block
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more owner for each of these blocks, none of which is free."""
+        for block in blocks:
+            self._owners[block] += 1
+            self.shared += self._owners[block] == 2
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """One owner less for each of these blocks."""
+        for block in blocks:
+            self._owners[block] -= 1
+            self.shared -= self._owners[block] == 1
+            if not self._owners[block]:
+                self._free.append(block)

@@ -1,0 +1,359 @@
+"""Which features a random gpt_attention case has: their values, what does not go together, and pairs of them.
+
+A feature fixes what a compiled call is made for: attributes, dtypes, ranks, which arguments there are. Where a feature
+has no meaning its value is NA, so that a pair counts only where both mean something.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+NA = "n/a"
+
+Values = Mapping[str, Any]  # feature: value
+Pair = tuple[tuple[str, Any], tuple[str, Any]]
+
+
+@dataclass(frozen=True)
+class Features:
+    """One configuration. DOMAINS lists the values of every field."""
+
+    dtype: str
+    heads: tuple[int, int]  # num_heads, num_kv_heads
+    head_size: int
+    rows: str
+    parts: str  # qkv as one array or as a list of three
+    qkv_bias: bool
+    phase: str
+    chunks: str  # of context requests: the first chunk (past 0), or later ones too
+    cache: str
+    pool: str  # rank, and whether a mapping names pool and layer
+    holder: str  # past_key_value, or a list host_kv_cache_pool_pointers
+    offsets_rank: Any
+    entries: str  # as a manager numbers blocks; K and V anywhere; blocks only read shared
+    tokens_per_block: Any
+    layer: int
+    quantised: str
+    scales: str
+    attend_current_unquantised: bool
+    fp8_context_fmha: bool
+    window: str
+    windows_per_layer: bool
+    sinks: str  # bubble: not a multiple of the tokens per block
+    sink_form: str
+    one_more_block: bool
+    streamingllm: bool
+    beams: Any  # none: no cache_indirection
+    long_lengths: bool  # sequence_length (B*bw)
+    mask: str
+    mask_form: str
+    homo_head_pattern: Any
+    tp: tuple[int, int]  # tp_size, tp_rank
+    position: str
+    scaling: str
+    rope_config: str
+    table: str
+    rotary_dim: str
+    relative_bias: str
+    relative_dtype: str
+    slopes: str
+    logn: bool
+    softcap: bool
+    q_scaling: float
+    cross: str  # wide: qkv has K and V columns
+    cross_rows: str
+    fp8_output: bool
+    compat: bool
+    splits: Any  # multi_block_mode
+    lengths_dtype: str
+    names: bool  # enumerations by name
+    redundant: bool  # arguments without effect are given
+    poison_invisible: bool  # cached keys and biases that the mask type hides hold NaN too
+
+
+DOMAINS: dict[str, tuple[Any, ...]] = {
+    "dtype": ("float32", "float16", "bfloat16"),
+    "heads": ((1, 1), (3, 3), (4, 4), (4, 2), (6, 2), (8, 2), (5, 1), (4, 1)),
+    "head_size": (8, 16, 32),
+    "rows": ("packed", "padded"),
+    "parts": ("one", "three"),
+    "qkv_bias": (False, True),
+    "phase": ("context", "generation", "mixed"),
+    "chunks": (NA, "first", "later"),
+    "cache": ("none", "contiguous", "paged"),
+    "pool": (NA, "rank 5", "rank 6", "mapped", "many"),
+    "holder": (NA, "array", "list"),
+    "offsets_rank": (NA, 4, 5),
+    "entries": (NA, "manager", "anywhere", "shared"),
+    "tokens_per_block": (NA, 2, 4, 8),
+    "layer": (0, 1, 2),
+    "quantised": ("none", "int8", "fp8"),
+    "scales": (NA, "one", "two"),
+    "attend_current_unquantised": (True, False),
+    "fp8_context_fmha": (False, True),
+    "window": ("none", "wide", "narrow"),
+    "windows_per_layer": (False, True),
+    "sinks": ("none", "zero", "whole blocks", "bubble"),
+    "sink_form": (NA, "int", "array"),
+    "one_more_block": (False, True),
+    "streamingllm": (False, True),
+    "beams": ("none", 1, 2, 3),
+    "long_lengths": (False, True),
+    "mask": (
+        "padding", "causal", "sliding_window_causal", "bidirectional", "bidirectionalglm", "blocksparse", "custom_mask",
+    ),
+    "mask_form": (NA, "bool", "bits uint32", "bits int32", "both"),
+    "homo_head_pattern": (NA, False, True),
+    "tp": ((1, 0), (2, 1), (3, 1)),
+    "position": (
+        "learned_absolute", "rope_gptj", "rope_gpt_neox", "long_rope", "alibi", "alibi_with_scale", "relative", "yarn",
+    ),
+    "scaling": (NA, "none", "linear", "dynamic", "longrope", "llama3", "yarn"),
+    "rope_config": (NA, "default", "partial", "full"),
+    "table": (NA, "none", "inv_freq", "cos_sin", "cos_sin flat"),
+    "rotary_dim": (NA, "zero", "two", "half", "all"),
+    "relative_bias": ("none", "explicit", "implicit", "bidirectional"),
+    "relative_dtype": (NA, "T", "float32"),
+    "slopes": (NA, "given", "formula"),
+    "logn": (False, True),
+    "softcap": (False, True),
+    "q_scaling": (1.0, 0.7),
+    "cross": ("none", "wide", "narrow"),
+    "cross_rows": (NA, "packed", "padded", "absent"),
+    "fp8_output": (False, True),
+    "compat": (False, True),
+    "splits": (None, False, True, 3),
+    "lengths_dtype": ("int32", "int64"),
+    "names": (False, True),
+    "redundant": (False, True),
+    "poison_invisible": (False, True),
+}  # fmt: skip
+
+# drawn first, and how often, so that what only paged caches have does not crowd out the others
+FIRST: dict[str, tuple[Any, ...]] = {"cache": ("none", "contiguous", "contiguous", "paged", "paged", "paged")}
+
+# what a plain case mostly has, so that not every case has everything at once
+PLAIN: dict[str, Any] = {
+    "qkv_bias": False, "quantised": "none", "window": "none", "sinks": "none", "streamingllm": False, "beams": "none",
+    "mask": "causal", "relative_bias": "none", "logn": False, "softcap": False, "cross": "none", "fp8_output": False,
+    "compat": False, "tp": (1, 0), "fp8_context_fmha": False, "one_more_block": False,
+}  # fmt: skip
+
+ROPE = ("rope_gptj", "rope_gpt_neox", "long_rope", "yarn")
+ALIBI = ("alibi", "alibi_with_scale")
+
+
+def _others(feature: str, *values: Any) -> tuple[Any, ...]:
+    return tuple(value for value in DOMAINS[feature] if value not in values)
+
+
+def _never(**clause: Any) -> dict[str, tuple[Any, ...]]:
+    return {name: values if isinstance(values, tuple) else (values,) for name, values in clause.items()}
+
+
+def _only_where(feature: str, values: tuple[Any, ...], *dependants: str) -> Iterator[dict[str, tuple[Any, ...]]]:
+    """Dependants are NA exactly where the feature has none of the values."""
+    for name in dependants:
+        yield {feature: _others(feature, *values), name: _others(name, NA)}
+        yield {feature: values, name: (NA,)}
+
+
+# clauses of which not all parts may hold at once
+FORBIDDEN: tuple[dict[str, tuple[Any, ...]], ...] = (
+    *_only_where("phase", ("context", "mixed"), "chunks"),
+    *_only_where("cache", ("paged",), "pool", "holder", "offsets_rank", "entries", "tokens_per_block"),
+    *_only_where("quantised", ("int8", "fp8"), "scales"),
+    *_only_where("sinks", _others("sinks", "none"), "sink_form"),
+    *_only_where("mask", ("custom_mask",), "mask_form"),
+    *_only_where("mask", ("blocksparse",), "homo_head_pattern"),
+    *_only_where("position", ROPE, "scaling", "table", "rotary_dim"),
+    *_only_where("position", ALIBI, "slopes"),
+    *_only_where("scaling", ("longrope", "llama3", "yarn"), "rope_config"),
+    *_only_where("relative_bias", _others("relative_bias", "none"), "relative_dtype"),
+    *_only_where("cross", ("wide", "narrow"), "cross_rows"),
+    # without a cache: contexts alone, and no argument of a cache
+    _never(cache="none", phase=("generation", "mixed")),
+    _never(cache="none", chunks="later"),
+    _never(cache="none", quantised=("int8", "fp8")),
+    _never(cache="none", beams=(1, 2, 3)),
+    _never(cache="none", streamingllm=True),
+    _never(rows="padded", phase="mixed"),
+    _never(pool="many", offsets_rank=4),
+    _never(pool="many", holder="array"),
+    _never(quantised=("none", "int8"), fp8_context_fmha=True),
+    _never(fp8_context_fmha=True, logn=True),  # which comes first, rounding to e4m3 or logn, is left open
+    _never(window="none", windows_per_layer=True),
+    _never(cache=("none", "contiguous"), one_more_block=True),
+    _never(streamingllm=True, beams=(2, 3)),
+    _never(streamingllm=True, chunks="later"),
+    _never(streamingllm=True, compat=True, scaling="dynamic"),  # the length that counts is left open
+    _never(beams=("none", 1), long_lengths=True),
+    _never(beams=(2, 3), window="narrow"),
+    _never(position="long_rope", scaling=_others("scaling", "longrope")),
+    _never(position="yarn", scaling=_others("scaling", "yarn")),
+    _never(position="relative", relative_bias="none"),
+    _never(rotary_dim="zero", table=_others("table", "none")),
+    _never(rotary_dim="zero", scaling=_others("scaling", "none")),
+    # cross attention
+    _never(cross=("wide", "narrow"), position=ALIBI),
+    _never(cross=("wide", "narrow"), relative_bias=_others("relative_bias", "none")),
+    _never(cross=("wide", "narrow"), streamingllm=True),
+    _never(cross=("wide", "narrow"), sinks=("whole blocks", "bubble")),
+    _never(cross="narrow", parts="three"),
+    _never(phase="generation", cross_rows=("packed", "padded")),
+    _never(phase=("context", "mixed"), cross_rows="absent"),
+)
+
+_CLAUSES: dict[str, list[dict[str, tuple[Any, ...]]]] = {
+    name: [clause for clause in FORBIDDEN if name in clause] for name in DOMAINS
+}
+
+
+def contradictory(values: Values, name: str) -> bool:
+    """Whether the value of one feature contradicts the others that are fixed so far."""
+    return any(
+        all(part in values and values[part] in allowed for part, allowed in clause.items()) for clause in _CLAUSES[name]
+    )
+
+
+def complete(locked: Values, random_: random.Random, tries: int = 60, plain: float = 0.0) -> Features | None:
+    """A random legal configuration with these values; None where there seems to be none.
+
+    Of the other features each is as in PLAIN with the probability `plain`, if that is legal.
+    """
+    fixed: dict[str, Any] = {}
+    for name, value in locked.items():
+        fixed[name] = value
+        if contradictory(fixed, name):
+            return None
+    for _ in range(tries):
+        values = dict(fixed)
+        names = [name for name in DOMAINS if name not in values]
+        random_.shuffle(names)
+        names.sort(key=lambda name: name not in FIRST)
+        for name in names:
+            offered = FIRST.get(name, DOMAINS[name])
+            order = random_.sample(offered, len(offered))
+            if name in PLAIN and random_.random() < plain:
+                order.insert(0, PLAIN[name])
+            for value in order:
+                values[name] = value
+                if not contradictory(values, name):
+                    break
+            else:
+                break  # a dead end
+        else:
+            return Features(**values)
+    return None
+
+
+def pairs(features: Features) -> Iterator[Pair]:
+    """The pairs of values of a configuration, without those where one means nothing."""
+    items = [(name, getattr(features, name)) for name in DOMAINS]
+    return itertools.combinations([item for item in items if item[1] != NA], 2)
+
+
+# three features at a time that have gone wrong elsewhere
+TRAPS: dict[str, Values] = {
+    "window, sinks, paged ring with a bubble": {"window": "narrow", "sinks": "bubble", "cache": "paged"},
+    "beams, paged, int8": {"beams": (2, 3), "cache": "paged", "quantised": "int8", "phase": ("generation", "mixed")},
+    "beams, paged, fp8": {"beams": (2, 3), "cache": "paged", "quantised": "fp8", "phase": ("generation", "mixed")},
+    "chunks, ring, quantised": {"chunks": "later", "window": "narrow", "quantised": ("int8", "fp8")},
+    "dynamic, mixed": {"scaling": "dynamic", "phase": "mixed", "table": "none", "rotary_dim": ("two", "half", "all")},
+    "longrope, mixed": {"scaling": "longrope", "phase": "mixed", "table": "none"},
+    "custom mask, chunks, GQA": {"mask": "custom_mask", "chunks": "later", "heads": ((4, 2), (6, 2), (8, 2))},
+    "streamingllm, sinks, wrap": {
+        "streamingllm": True,
+        "sinks": ("whole blocks", "bubble"),
+        "window": "narrow",
+        "phase": ("generation", "mixed"),
+    },
+    "window, context, T cache": {
+        "window": "narrow",
+        "phase": "context",
+        "quantised": "none",
+        "cache": ("contiguous", "paged"),
+    },
+    "compat, window, generation": {
+        "compat": True,
+        "window": "narrow",
+        "phase": ("generation", "mixed"),
+        "cross": "none",
+    },
+    "compat, dynamic, generation": {
+        "compat": True,
+        "scaling": "dynamic",
+        "phase": ("generation", "mixed"),
+        "table": "none",
+    },
+    "streamingllm, length of rotation": {
+        "streamingllm": True,
+        "scaling": ("dynamic", "longrope"),
+        "window": "narrow",
+        "phase": ("generation", "mixed"),
+        "table": "none",
+    },
+    "streamingllm, window, context": {"streamingllm": True, "window": "narrow", "phase": ("context", "mixed")},
+    "blocksparse, generation": {"mask": "blocksparse", "phase": "generation"},
+}
+
+
+def trapped(features: Features, trap: Values) -> bool:
+    for name, wanted in trap.items():
+        value = getattr(features, name)
+        several = isinstance(wanted, tuple) and wanted not in DOMAINS[name]
+        if value not in (wanted if several else (wanted,)):
+            return False
+    return True
+
+
+def chosen(trap: Values, random_: random.Random) -> dict[str, Any]:
+    """One value for each feature; a tuple that is no value itself offers several."""
+    return {
+        name: random_.choice(wanted) if isinstance(wanted, tuple) and wanted not in DOMAINS[name] else wanted
+        for name, wanted in trap.items()
+    }
+
+
+def configurations(seed: int, candidates: int = 12) -> Iterator[Features]:
+    """Configurations without end: of every few candidates that of most new pairs, a trap or a plain one in between.
+
+    As soon as every pair that can be has come, all count as new again.
+    """
+    random_ = random.Random(seed)
+    wanted: dict[Pair, None] = {}  # in order, as the order of a set differs between runs
+    traps: list[Values] = []
+    for number in itertools.count():
+        wanted = wanted or dict.fromkeys(_all_pairs())
+        traps = traps or random_.sample(list(TRAPS.values()), len(TRAPS))
+        if number % 5 == 4:
+            best = complete({}, random_, plain=0.8)
+            assert best is not None
+            yield best
+            continue
+        trap = traps.pop() if number % 5 in (0, 2) else None
+        found: list[Features] = []
+        while len(found) < candidates:
+            if trap is None and not wanted:
+                break
+            pair = random_.choice(list(wanted)) if trap is None else ()
+            features = complete(dict(pair) if trap is None else chosen(trap, random_), random_)
+            if features is not None:
+                found.append(features)
+            elif trap is None:
+                del wanted[pair]  # type: ignore[arg-type]
+        if not found:
+            continue
+        best = max(found, key=lambda features: sum(pair in wanted for pair in pairs(features)))
+        for new in pairs(best):
+            wanted.pop(new, None)
+        yield best
+
+
+def _all_pairs() -> Iterator[Pair]:
+    items = [(name, value) for name, values in DOMAINS.items() for value in values if value != NA]
+    return (pair for pair in itertools.combinations(items, 2) if pair[0][0] != pair[1][0])

@@ -1,0 +1,144 @@
+"""Batcher plans calls: each request's tokens in order, each once, whoever else is there and however few blocks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lowering import Batcher, InputError, PoolFullError
+from lowering.manifest import ServedCache
+
+VOCABULARY = 64
+
+
+class Recorder:
+    """A model whose cache holds the tokens themselves, and whose answer is a digest of all that a request has seen."""
+
+    def __init__(self, context: int = 40, block: int = 4, scales: int = 0) -> None:
+        served = ServedCache(context, block, 1, 1, 1, "int8" if scales else "float32", scales, "ids")
+        inputs, outputs = [SimpleNamespace(name="ids", dtype="int32")], [SimpleNamespace(name="logits")]
+        self.manifest: Any = SimpleNamespace(served=served, inputs=inputs, outputs=outputs)
+        self.block, self.calls = block, 0
+        self.most = 0  # tokens of a call
+
+    def run(self, inputs: Any) -> Any:
+        self.calls += 1
+        ids, starts, past, table = (inputs[n] for n in ("ids", "row_starts", "past_lengths", "block_table"))
+        assert ids.dtype == np.int32 and ids.shape == (1, starts[-1]) and len(starts) == len(past) + 1 == len(table) + 1
+        self.most = max(self.most, ids.shape[1])
+        cells = inputs["kv_cache_scale" if "kv_cache_scale" in inputs else "kv_cache"][:, 0, 0, 0, :, 0]
+        answers = []
+        for r, before in enumerate(past):
+            new = ids[0, starts[r] : starts[r + 1]]
+            assert len(new)
+            for t, token in enumerate(new, before):
+                cells[table[r, t // self.block], t % self.block] = token
+            seen = [int(cells[table[r, t // self.block], t % self.block]) for t in range(before + len(new))]
+            answers.append(np.bincount([digest(seen)], minlength=VOCABULARY))
+        return {"logits": np.array(answers)}
+
+
+def digest(tokens: list[int]) -> int:
+    value = 7
+    for token in tokens:
+        value = (value * 31 + token) % 1009
+    return value % VOCABULARY
+
+
+def told(prompt: list[int], count: int) -> list[int]:
+    """What a request is answered with, alone."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(digest(tokens))
+    return tokens
+
+
+def generate(batcher: Batcher, prompts: dict[Any, list[int]], count: int, together: int) -> dict[Any, list[int]]:
+    queue, done, active = list(prompts), {}, 0
+    while queue or active:
+        while queue and active < together:
+            name = queue.pop(0)
+            batcher.add(name, prompts[name])
+            active += 1
+        for name, logits in batcher.step().items():
+            batcher.extend(name, int(logits.argmax()))
+            if len(tokens := batcher.tokens(name)) == len(prompts[name]) + count:
+                done[name] = tokens
+                batcher.free(name)
+                active -= 1
+    return done
+
+
+@pytest.mark.parametrize("scales", [0, 1])
+@pytest.mark.parametrize(("blocks", "budget"), [(200, 256), (30, 9), (14, 3), (10, 40)])
+def test_every_request_gets_what_it_gets_alone(blocks: int, budget: int, scales: int) -> None:
+    rng = np.random.default_rng(blocks)
+    print(f"seed {blocks}")
+    prompts: dict[Any, list[int]] = {k: rng.integers(0, VOCABULARY, rng.integers(1, 25)).tolist() for k in range(20)}
+    for k in range(0, 20, 3):  # some begin as another one does
+        prompts[k] = prompts[(k + 7) % 20][:9] + prompts[k][:8]
+    model = Recorder(scales=scales)
+    batcher = Batcher(model, blocks, budget)
+    assert generate(batcher, prompts, 12, 6) == {k: told(prompt, 12) for k, prompt in prompts.items()}
+    assert model.most <= budget
+    assert batcher.usage().used == 0 and not batcher.waiting
+
+
+def test_equal_beginnings_share_blocks() -> None:
+    batcher = Batcher(Recorder(), 30)
+    for name in "ab":
+        batcher.add(name, list(range(17)))
+        batcher.step()
+    assert batcher.usage().shared == 4
+
+
+def test_nothing_waits() -> None:
+    batcher = Batcher(Recorder(), 4)
+    assert batcher.step() == {} and batcher.waiting == []
+    batcher.add("a", [1])
+    assert batcher.waiting == ["a"]
+    assert list(batcher.step()) == ["a"] and batcher.step() == {}
+
+
+def test_a_pool_too_small_says_so_and_goes_on() -> None:
+    batcher = Batcher(Recorder(), 3)
+    batcher.add("a", list(range(20)))
+    with pytest.raises(PoolFullError, match="needs 5 more blocks, and 3 of the pool's 3 are free"):
+        batcher.step()
+    batcher.free("a")
+    batcher.add("b", [1, 2, 3])
+    assert list(batcher.step()) == ["b"]
+
+
+def test_a_call_that_fails_is_made_again() -> None:
+    model = Recorder()
+    batcher = Batcher(model, 9)
+    batcher.add("a", [5, 6])
+    run, model.run = model.run, lambda inputs: 1 / 0  # type: ignore[method-assign, assignment]
+    with pytest.raises(ZeroDivisionError):
+        batcher.step()
+    model.run = run  # type: ignore[method-assign]
+    assert batcher.step()["a"].argmax() == digest([5, 6])
+
+
+def test_refusals() -> None:
+    batcher = Batcher(Recorder(context=8), 9)
+    batcher.add("a", range(8))
+    for text, call in {
+        "there is a request 'a' already": lambda: batcher.add("a", [1]),
+        "has 0 tokens, and the model was compiled for 1 to 8": lambda: batcher.add("b", []),
+        "has 9 tokens, and the model was compiled for 1 to 8": lambda: batcher.add("b", range(9)),
+        "must be a sequence of integers": lambda: batcher.add("b", [1.5]),
+        "as many as the model was compiled for: free": lambda: batcher.extend("a", 1),
+        "there is no request 'c'": lambda: batcher.extend("c", 1),
+        "there is no request 'd'": lambda: batcher.free("d"),
+        r"the name of a request must be hashable, and \[\] is not": lambda: batcher.add([], [1]),  # type: ignore[arg-type]
+        "token must be an integer": lambda: batcher.extend("a", -1),
+    }.items():
+        with pytest.raises(InputError, match=text):
+            call()  # type: ignore[no-untyped-call]
+    with pytest.raises(InputError, match="serves no requests: compile it with serve=Serve"):
+        Batcher(SimpleNamespace(manifest=SimpleNamespace(served=None)), 4)  # type: ignore[arg-type]

@@ -1,0 +1,417 @@
+"""Compiled serving operators refuse tables that do not fit, by node, argument and request, before anything is written;
+with checks=False they take them, and write to no foreign memory (tests/attacks)."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import cache_attention_cases as cases
+import gpt_attention_cases
+import numpy as np
+import onnx
+import pytest
+from gpt_malformed_calls import DEFECTS, spoiled
+from onnx import TensorProto, helper
+from request_checks import check_gpt, gpt_node
+from test_cache_attention import model, same_bits
+
+import lowering
+from lowering.errors import InputError
+from lowering.importing.checks import OPENPPL
+
+Inputs: TypeAlias = "dict[str, np.ndarray]"
+# What the error must name: the argument, and one of the requests if any are to blame; None: no room for the defect.
+Blame: TypeAlias = "tuple[str, tuple[int, ...]] | None"
+Defect: TypeAlias = Callable[[cases.Case, Inputs], Blame]
+
+AXES = ("plkhd", "lpkhd", "lkphd", "lkhpd")  # of a cache, by its layout: p is the slot
+
+
+# -- OpenPPL: legal calls with one defect each ------------------------------------------------------------------------
+
+
+def rows_of(inputs: Inputs) -> np.ndarray:
+    return np.diff(inputs["seqstarts"])
+
+
+def keys_of(inputs: Inputs) -> np.ndarray:
+    return np.diff(inputs["kvstarts"])
+
+
+def starts_elsewhere(name: str) -> Defect:
+    def spoil(case: cases.Case, inputs: Inputs) -> Blame:
+        inputs[name][0] = 1
+        return name, (0,)
+
+    return spoil
+
+
+def starts_that_decrease(name: str) -> Defect:
+    def spoil(case: cases.Case, inputs: Inputs) -> Blame:
+        if len(inputs[name]) < 3:
+            return None
+        inputs[name][1] = inputs[name][2] + 1
+        return name, (1,)
+
+    return spoil
+
+
+def other_totals(name: str) -> Defect:
+    def spoil(case: cases.Case, inputs: Inputs) -> Blame:
+        inputs[name][-1] += 1
+        return name, ()
+
+    return spoil
+
+
+def decoding(count: int) -> Defect:
+    def spoil(case: cases.Case, inputs: Inputs) -> Blame:
+        inputs["decoding_batches"][...] = count if count < 0 else len(rows_of(inputs)) + count
+        return "decoding_batches", ()
+
+    return spoil
+
+
+def few_mask_columns(case: cases.Case, inputs: Inputs) -> Blame:
+    mask = inputs.get("attn_mask")
+    total = int(inputs["kvstarts"][-1])
+    if mask is None or mask.ndim < 2 or not mask.size or total < 2:
+        return None
+    inputs["attn_mask"] = np.ascontiguousarray(mask[..., : total - 1])
+    return "attn_mask", ()
+
+
+def negative_past(case: cases.Case, inputs: Inputs) -> Blame:
+    inputs["start_pos"][-1] = -1
+    return "start_pos", (len(rows_of(inputs)) - 1,)
+
+
+def other_past(case: cases.Case, inputs: Inputs) -> Blame:
+    inputs["start_pos"][0] += 1
+    return "start_pos", (0,)
+
+
+def endless_past(case: cases.Case, inputs: Inputs) -> Blame:
+    """Whose sum with the rows overflows."""
+    inputs["start_pos"][0] = 2**63 - 1
+    return "start_pos", (0,)
+
+
+def longer_than_the_cache(case: cases.Case, inputs: Inputs) -> Blame:
+    more = 2**62
+    inputs["start_pos"][-1] += more
+    inputs["kvstarts"][-1] += more
+    return "kvstarts", (len(rows_of(inputs)) - 1,)
+
+
+def slots_outside(entry: int) -> Defect:
+    def spoil(case: cases.Case, inputs: Inputs) -> Blame:
+        wanted = np.flatnonzero(keys_of(inputs))
+        if not len(wanted):
+            return None
+        b = int(wanted[-1])
+        inputs["cachestarts"].reshape(len(keys_of(inputs)), -1)[b, 0] = entry
+        return "cachestarts", (b,)
+
+    return spoil
+
+
+def too_few_pages(case: cases.Case, inputs: Inputs) -> Blame:
+    starts = inputs["cachestarts"]
+    needed = -(-keys_of(inputs) // case.attribute("page_size"))
+    if starts.ndim == 1 or needed.max() < 2:
+        return None
+    inputs["cachestarts"] = np.ascontiguousarray(starts[:, : needed.max() - 1])
+    return "cachestarts", (int(np.argmax(needed)),)
+
+
+def shared(writes: bool) -> Defect:
+    """A request is given the page of another's new token: to write to, or to read only."""
+
+    def spoil(case: cases.Case, inputs: Inputs) -> Blame:
+        rows, keys, past = rows_of(inputs), keys_of(inputs), inputs["start_pos"]
+        page = case.attribute("page_size") if case.attribute("cache_mode") else int(keys.max()) + 1
+        table = inputs["cachestarts"].reshape(len(keys), -1)
+        for one in np.flatnonzero(rows):
+            for other in range(len(keys)):
+                at, last = int(past[one]) // page, int(keys[other]) - 1
+                slot = table[one, at] + int(past[one]) % page
+                column = last // page if writes else 0
+                read = min(page, keys[other] - column * page)
+                fits = rows[other] if writes else past[other] >= page and read > 0
+                if one == other or not fits or slot - table[one, at] >= read:
+                    continue
+                # The slot is the last token's of the other's page, or it is somewhere in it.
+                first = slot - last % page if writes else table[one, at]
+                count = inputs["cache"].shape[AXES[case.attribute("cache_layout")].index("p")]
+                if 0 <= first <= count - read:
+                    table[other, column] = first
+                    return "cachestarts", (int(one), other)
+        return None
+
+    return spoil
+
+
+STARTS: dict[str, Defect] = {
+    "seqstarts from elsewhere": starts_elsewhere("seqstarts"),
+    "kvstarts from elsewhere": starts_elsewhere("kvstarts"),
+    "seqstarts decrease": starts_that_decrease("seqstarts"),
+    "kvstarts decrease": starts_that_decrease("kvstarts"),
+    "other rows": other_totals("seqstarts"),
+}
+KEYS: dict[str, Defect] = {"other keys": other_totals("kvstarts")}
+DECODING: dict[str, Defect] = {
+    "decoding_batches -1": decoding(-1),
+    "decoding_batches beyond": decoding(1),
+    "few mask columns": few_mask_columns,
+}
+SLOTS: dict[str, Defect] = {
+    "negative past": negative_past,
+    "another past": other_past,
+    "an endless past": endless_past,
+    "longer than the cache": longer_than_the_cache,
+    "a slot in front": slots_outside(-1),
+    "a slot behind": slots_outside(2**62),
+    "too few pages": too_few_pages,
+    "two write": shared(writes=True),
+    "one reads": shared(writes=False),
+}
+OF: dict[str, dict[str, Defect]] = {
+    "MultiHeadCacheAttention": STARTS | DECODING | SLOTS,
+    "KeyValueCache": STARTS | SLOTS,
+    "MultiHeadAttention": STARTS | KEYS | DECODING,
+}
+MODES = [
+    *((op, mode) for op in ("MultiHeadCacheAttention", "KeyValueCache") for mode in (0, 1)),
+    ("MultiHeadAttention", 0),
+]
+
+
+def chosen(operator: str, mode: int) -> cases.Case:
+    """A configuration with that cache_mode and, if it may be, a mask."""
+    for case in cases.cases(3, 60, operator):
+        cached = operator != "MultiHeadAttention"
+        masked = operator == "KeyValueCache" or case.mask in ("2-D", "3-D")
+        if masked and (not cached or case.attribute("cache_mode") == mode):
+            return case
+    raise AssertionError("no such case")
+
+
+@functools.cache
+def compiled(operator: str, mode: int, checks: bool) -> lowering.Model:
+    return lowering.compile(model(chosen(operator, mode), functional=False), threads=1, checks=checks)
+
+
+def broken(operator: str, mode: int, defect: Defect) -> tuple[Inputs, tuple[str, tuple[int, ...]]] | None:
+    case = chosen(operator, mode)
+    for seed in range(80):
+        inputs = case.arrays(np.random.default_rng(seed))
+        blame = defect(case, inputs)
+        if blame is not None:
+            return inputs, blame
+    return None
+
+
+@pytest.mark.parametrize("operator, mode", MODES)
+def test_illegal_tables_are_refused(operator: str, mode: int) -> None:
+    case, run = chosen(operator, mode), compiled(operator, mode, True).run
+    found = set()
+    for name, defect in OF[operator].items():
+        spoilt = broken(operator, mode, defect)
+        if spoilt is None:
+            continue
+        inputs, (argument, requests) = spoilt
+        before = {key: array.copy() for key, array in inputs.items()}
+        with pytest.raises(InputError) as caught:
+            run(inputs)
+        text = str(caught.value)
+        assert f".{operator}-1 '{case.name}'" in text and argument in text, (name, text)
+        named = {int(number) for number in re.findall(r"request (\d+)", text)}
+        assert not requests or named & set(requests), (name, requests, text)
+        assert re.search(r": [^:]+: [^:]+\.$", text), text  # a remedy behind the problem
+        assert all(same_bits(inputs[key], before[key]) for key in inputs), name
+        found.add(name)
+    # Without pages there are never too few of them, and nobody reads what another one writes and he does not.
+    assert OF[operator].keys() - found <= (set() if mode else {"too few pages", "one reads"})
+
+
+@pytest.mark.parametrize("operator, mode", MODES)
+def test_the_same_model_goes_on(operator: str, mode: int) -> None:
+    """Behind an error legal calls are answered."""
+    case = chosen(operator, mode)
+    spoilt = broken(operator, mode, OF[operator]["seqstarts decrease"])
+    assert spoilt is not None
+    with pytest.raises(InputError, match="seqstarts"):
+        compiled(operator, mode, True).run(spoilt[0])
+    inputs = case.arrays(np.random.default_rng(7))
+    wanted = cases.expected(case, {key: array.copy() for key, array in inputs.items()})
+    results = compiled(operator, mode, True).run(inputs)
+    for name in wanted.keys() & results.keys():
+        np.testing.assert_allclose(results[name], wanted[name], 3e-3, 3e-3)
+
+
+@pytest.mark.parametrize("operator, mode", MODES)
+def test_unchecked_models_take_everything(operator: str, mode: int) -> None:
+    for name, defect in OF[operator].items():
+        spoilt = broken(operator, mode, defect)
+        if spoilt is None or name in ("other keys", "longer than the cache"):  # sizes of results
+            continue
+        compiled(operator, mode, False).run(spoilt[0])
+
+
+# -- what is asked once -----------------------------------------------------------------------------------------------
+
+
+def layers(pages: str = "cachestarts") -> onnx.ModelProto:
+    """Two layers over one cache, whose tables are the same but for the pages of the second."""
+    ints, floats = TensorProto.INT64, TensorProto.FLOAT
+    rows = [("q", floats, ["N", 2, 8]), ("k", floats, ["N", 2, 8]), ("v", floats, ["N", 2, 8])]
+    tables = [("seqstarts", ints, ["B1"]), ("kvstarts", ints, ["B1"]), ("cachestarts", ints, ["B", "P"])]
+    tables += [("start_pos", ints, ["B"]), *((name, ints, []) for name in ("decoding", "most", "keys"))]
+    cache = [("cache", floats, ["T", 2, 2, 2, 8])]
+    names = [name for name, _, _ in (*rows, *tables, *cache)]
+    if pages not in names:
+        tables.append((pages, ints, ["B", "P"]))
+    settings = {"num_heads": 2, "head_dim": 8, "num_layer": 2, "cache_mode": 1, "page_size": 4}
+    nodes = [
+        helper.make_node(
+            "MultiHeadCacheAttention",
+            [query, *(pages if (layer, name) == (1, "cachestarts") else name for name in names[1:])],
+            [result],
+            f"layer {layer}",
+            domain="opmx.dynamic_batching",
+            layer_idx=layer,
+            **settings,
+        )
+        for layer, (query, result) in enumerate((("q", "x"), ("x", "y")))
+    ]
+    infos = [helper.make_tensor_value_info(*port) for port in (*rows, *tables, *cache)]
+    graph = helper.make_graph(nodes, "g", infos, [helper.make_tensor_value_info("y", floats, ["N", 2, 8])])
+    opsets = [helper.make_opsetid("", 24), helper.make_opsetid("opmx.dynamic_batching", 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+
+
+def step_of_layers() -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    inputs: dict[str, Any] = {name: rng.standard_normal((2, 2, 8)).astype(np.float32) for name in "qkv"}
+    inputs |= {"seqstarts": np.arange(3), "kvstarts": np.array([0, 3, 5]), "start_pos": np.array([2, 1])}
+    inputs |= {"cachestarts": np.array([[0], [4]]), "decoding": np.array(2), "most": np.array(1), "keys": np.array(3)}
+    return inputs | {"cache": np.zeros((8, 2, 2, 2, 8), np.float32)}
+
+
+def test_layers_share_a_check_that_names_the_first() -> None:
+    modules: dict[str, Any] = {}
+    run = lowering.compile(layers(), dump=modules.__setitem__).run
+    assert str(modules["eliminate_dead_code"]["main"]).count(f'"{OPENPPL}"') == 1
+    inputs = step_of_layers()
+    run(inputs)
+    before = inputs["cache"].copy()
+    inputs["cachestarts"][1, 0] = 1
+    with pytest.raises(
+        InputError, match="'layer 0': cachestarts has request 0 write to slot 2, which request 1 writes"
+    ):
+        run(inputs)
+    assert same_bits(inputs["cache"], before)
+
+
+def test_no_layer_writes_before_the_tables_of_all_were_checked() -> None:
+    run = lowering.compile(layers("other_pages")).run
+    inputs = step_of_layers() | {"other_pages": np.array([[0], [5]])}
+    before = inputs["cache"].copy()
+    with pytest.raises(
+        InputError, match="'layer 1': cachestarts of request 1, page 0, is 7, and its 2 keys there need"
+    ):
+        run(inputs | {"other_pages": np.array([[0], [7]])})
+    assert same_bits(inputs["cache"], before)
+    run(inputs)
+    assert not same_bits(inputs["cache"], before)
+
+
+class StopError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("target, checks, wanted", [("cpu", True, 1), ("cpu", False, 0), ("cuda:sm_90a", True, 0)])
+def test_who_checks(target: str, checks: bool, wanted: int) -> None:
+    """No model without checks, and none for a GPU, whose memory the host does not read."""
+
+    def dump(name: str, module: Any) -> None:
+        if name == "eliminate_dead_code":
+            assert str(module["main"]).count(f'"{OPENPPL}"') == wanted
+            raise StopError
+
+    with pytest.raises(StopError):
+        lowering.compile(layers(), target, checks=checks, dump=dump)
+
+
+def test_checks_is_a_flag() -> None:
+    with pytest.raises(InputError, match="checks='no' is neither True nor False"):
+        lowering.compile(layers(), checks="no")  # type: ignore[arg-type]
+
+
+# -- TensorRT-LLM -----------------------------------------------------------------------------------------------------
+
+# Defects of contents, by what gpt_malformed_calls calls them: a run must find them.
+CONTENTS = {
+    *("sequence_length", "sequence_length of two beams", "a chunk without rows", "a negative past"),
+    *("host_context_lengths", "rows of packed qkv", "rows of padded qkv", "a second chunk", "a past without a cache"),
+    *("generation without a cache", "generation first", "a step in a padded batch", "a short cache"),
+    *("too few columns", "an entry outside", "a beam outside", "two requests", "two beams", "no cross_kv"),
+    *("cross_kv of fewer tokens", "cross_kv that ends early", "cross_kv of other requests", "a window of 0"),
+    *("beams with a window", "sinks fill the window", "a mapped layer beyond the pool", "a mask of fewer columns"),
+    *("a packed mask of fewer words", "logn of few positions", "bias of few positions", "angles of few positions"),
+    *("blocks of one pool of several", "cache_indirection that ends early"),
+}
+
+
+def test_legal_calls_of_gpt_attention_pass() -> None:
+    rng = np.random.default_rng(5)
+    for case in gpt_attention_cases.cases(5, 12):
+        check_gpt(case.arrays(rng))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("seed", range(20))
+def test_many_legal_calls_of_gpt_attention_pass(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    for case in gpt_attention_cases.cases(100 + seed, 100):
+        check_gpt(case.arrays(rng))
+
+
+def spoilt_calls(seed: int, names: set[str]) -> list[gpt_attention_cases.Malformed]:
+    found = []
+    for defect in DEFECTS:
+        if defect.name in names:
+            tries = (spoiled(defect, seed + n) for n in range(200))
+            found.append(next(call for call in tries if call is not None))
+    assert {call.name for call in found} == names
+    return found
+
+
+def blames(call: gpt_attention_cases.Malformed, text: str) -> None:
+    assert "GptAttention-1 'gpt_attention'" in text, text
+    assert any(name in text for name in call.names), (call.name, text)
+    named = {int(number) for number in re.findall(r"request (\d+)", text)}
+    assert not call.requests or named & set(call.requests), (call.name, text)
+
+
+def test_illegal_contents_of_gpt_attention_are_refused() -> None:
+    for call in spoilt_calls(11, CONTENTS):
+        with pytest.raises(ValueError) as caught:
+            check_gpt(call.arguments)
+        blames(call, str(caught.value))
+
+
+@pytest.mark.parametrize("name", ["two requests", "a short cache"])  # paged and contiguous
+def test_refused_runs_of_gpt_attention_write_nothing(name: str) -> None:
+    (call,) = spoilt_calls(23, {name})
+    proto, arrays = gpt_node(call.arguments, symbolic=True)
+    before = {key: array.tobytes() for key, array in arrays.items()}
+    with pytest.raises(InputError) as caught:
+        lowering.compile(proto, threads=1).run(arrays)
+    blames(call, str(caught.value))
+    assert {key: array.tobytes() for key, array in arrays.items()} == before

@@ -1,0 +1,278 @@
+"""Legal calls of gpt_attention pass its checks; illegal ones are refused, by name and request, and change nothing."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import random
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from gpt_attention_cases import cases, malformed
+from gpt_attention_reference import Attention
+from gpt_cache_reference import Call
+from gpt_call_attributes import MAX_POSITIONS
+from gpt_call_drawing import Drawing
+from gpt_case_features import complete
+from gpt_malformed_calls import DEFECTS
+from gpt_malformed_types import Malformed, needed_blocks
+
+from lowering.errors import InputError
+from lowering.functions.gpt_attention import gpt_attention
+from lowering.functions.gpt_checks import ArgumentError, check_call, refuse_unknown
+
+LEGAL = 300
+ROUND = sum(defect.times for defect in DEFECTS)
+DEFAULTS = {
+    parameter.name: parameter.default
+    for parameter in inspect.signature(gpt_attention).parameters.values()
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+}
+
+Arguments = dict[str, Any]
+
+
+def check(arguments: Arguments, contents: bool = True) -> None:
+    """As the function does with its arguments."""
+    given = dict(arguments)
+    qkv = given.pop("qkv")
+    refuse_unknown({name: value for name, value in given.items() if name not in DEFAULTS})
+    check_call(qkv, DEFAULTS | given, contents)
+
+
+def arrays(value: Any) -> Iterator[np.ndarray]:
+    if isinstance(value, np.ndarray):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from arrays(part)
+
+
+def bits(arguments: Arguments) -> list[bytes]:
+    return [array.tobytes() for array in arrays(list(arguments.values()))]
+
+
+def drawn(seed: int, **features: Any) -> Drawing:
+    found = complete(features, random.Random(seed), 500)
+    assert found is not None
+    return Drawing(found, np.random.default_rng(seed))
+
+
+def test_legal_calls_pass() -> None:
+    rng = np.random.default_rng(0)
+    for case in cases(0, LEGAL):
+        arguments = case.arrays(rng)
+        before = bits(arguments)
+        check(arguments)
+        check(arguments, contents=False)
+        assert bits(arguments) == before, case
+
+
+def refused_well(call: Malformed) -> None:
+    before = bits(call.arguments)
+    with pytest.raises(call.error) as caught:
+        check(call.arguments)
+    text = str(caught.value)
+    assert any(name in text for name in call.names), (call.name, text)
+    named = {int(number) for number in re.findall(r"request (\d+)", text)}
+    assert not call.requests or named & set(call.requests), (call.name, call.requests, text)
+    assert bits(call.arguments) == before, call.name
+    if isinstance(caught.value, ValueError):
+        assert isinstance(caught.value, InputError), call.name
+        assert re.search(r"[^:]: [^:]+(: [^:]+)?\.$", text), text  # a remedy behind the problem
+
+
+def test_illegal_calls_are_refused() -> None:
+    names = set()
+    for call in malformed(0, 2 * ROUND):
+        refused_well(call)
+        names.add(call.name)
+    assert names == {defect.name for defect in DEFECTS}
+
+
+def test_contents_are_looked_at_on_request_alone() -> None:
+    wanted = {"an entry outside", "sequence_length", "two requests", "a beam outside", "too few columns"}
+    calls = [call for call in malformed(1, ROUND) if call.name in wanted]
+    assert {call.name for call in calls} == wanted
+    for call in calls:
+        check(call.arguments, contents=False)
+
+
+# features in which the needed slots are not simply all that are behind the first
+_RING = {"window": "narrow", "one_more_block": True, "tokens_per_block": 2, "phase": "generation", "cross": "none"}
+ADDRESSED: list[dict[str, Any]] = [
+    {},
+    _RING | {"compat": True},
+    _RING | {"compat": False},
+    {"window": "narrow", "sinks": "bubble", "chunks": "later"},
+    {"beams": 3, "phase": "generation", "tokens_per_block": 2, "entries": "manager", "cross": "none"},
+    {"beams": 2, "cross": "wide", "phase": "mixed"},
+]
+
+
+@pytest.mark.parametrize("seed", range(36))
+def test_needed_entries_are_looked_at_and_no_others(seed: int) -> None:
+    drawing = drawn(seed, cache="paged", **ADDRESSED[seed % len(ADDRESSED)])
+    offsets, needed = drawing.offsets(), needed_blocks(drawing)
+    places = list(itertools.product(*(range(size) for size in offsets.shape)))
+    for b, beam, part, column in random.Random(seed).sample(places, min(len(places), 100)):
+        kept = offsets[b, beam, part, column]
+        offsets[b, beam, part, column] = -1
+        if (b, beam, column) in needed:
+            with pytest.raises(ArgumentError, match=rf"kv_cache_block_offsets for request {b}\b.* is -1"):
+                check(drawing.arguments)
+        else:
+            check(drawing.arguments)
+        offsets[b, beam, part, column] = kept
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_needed_beams_are_looked_at_and_no_others(seed: int) -> None:
+    window: dict[str, Any] = (
+        {"beams": 1, "window": "narrow", "compat": seed % 4 == 0} if seed % 2 == 0 else {"beams": 3}
+    )
+    drawing = drawn(seed, phase="generation", cross="none", **window)
+    table, lengths = drawing.arguments["cache_indirection"], drawing.lengths
+    read = {(b, token) for b, _, token in drawing.read if token >= lengths.prompt[b]}
+    for b, token in itertools.product(range(len(table)), range(table.shape[2])):
+        kept = table[b, -1, token]
+        table[b, -1, token] = table.shape[1]
+        if (b, token) in read:
+            with pytest.raises(ArgumentError, match=rf"cache_indirection of request {b}, beam \d+, token {token},"):
+                check(drawing.arguments)
+        else:
+            check(drawing.arguments)
+        table[b, -1, token] = kept
+
+
+@pytest.mark.parametrize("compat", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_tables_end_behind_the_last_position(seed: int, compat: bool) -> None:
+    features = {
+        "streamingllm": True,
+        "window": "narrow",
+        "phase": "generation",
+        "relative_bias": "none",
+        "mask": "causal",
+    }
+    drawing = drawn(seed, **features, logn=True, compat=compat, position="learned_absolute")
+    queries, _ = drawing.positions(Attention(Call(**drawing.arguments)))
+    table = drawing.arguments["logn_scaling"]
+    drawing.arguments["logn_scaling"] = table[: max(queries) + 1]
+    check(drawing.arguments)
+    drawing.arguments["logn_scaling"] = table[: max(queries)]
+    with pytest.raises(ArgumentError, match=rf"logn_scaling has {max(queries)} positions, and request \d+ needs"):
+        check(drawing.arguments)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_longrope_has_a_table_for_each_length(seed: int) -> None:
+    drawing = drawn(seed, scaling="longrope", table="cos_sin", streamingllm=False)
+    lengths = drawing.lengths.total
+    for name, users in (
+        ("rotary_cos_sin", [length for length in lengths if length <= MAX_POSITIONS]),
+        ("long_rope_rotary_cos_sin", [length for length in lengths if length > MAX_POSITIONS]),
+    ):
+        table, longest = drawing.arguments[name], max(users, default=0)
+        drawing.arguments[name] = table[:longest]
+        check(drawing.arguments)
+        drawing.arguments[name] = table[: max(longest - 1, 0)]
+        if users:
+            with pytest.raises(ArgumentError, match=f"^{name} has {longest - 1} positions"):
+                check(drawing.arguments)
+        drawing.arguments[name] = table
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_masks_agree_where_there_are_keys(seed: int) -> None:
+    drawing = drawn(seed, mask_form="both")
+    attention, mask = Attention(Call(**drawing.arguments)), drawing.arguments["attention_mask"]
+    unread = np.ones(mask.shape, bool)
+    for request in attention.requests:
+        for row in request.rows:
+            unread[row, : len(attention.keys(request))] = False
+    mask[unread] = ~mask[unread]
+    check(drawing.arguments)
+
+
+def change(name: str, value: Callable[[Any], Any]) -> Callable[[Drawing], None]:
+    def changed(drawing: Drawing) -> None:
+        drawing.arguments[name] = value(drawing.arguments.get(name))
+
+    return changed
+
+
+def read_only(drawing: Drawing) -> None:
+    drawing.pool().setflags(write=False)
+
+
+def same_block_for_k_and_v(drawing: Drawing) -> None:
+    b, beam, column = min(drawing.blocks_written)
+    drawing.offsets()[b, beam, 0, column] = drawing.offsets()[b, beam, 1, column]
+
+
+def lengths_that_overflow(drawing: Drawing) -> None:
+    drawing.arguments["host_past_key_value_lengths"][0] = 2**63 - 1
+    drawing.arguments["sequence_length"][0] = -(2**63)
+
+
+def rows_that_overflow(drawing: Drawing) -> None:
+    drawing.arguments["context_lengths"][:] = 2**62
+    drawing.arguments["sequence_length"][:] = drawing.arguments["host_past_key_value_lengths"] + 2**62
+
+
+CONTIGUOUS = {"cache": "contiguous", "cross": "none"}
+PAGED = {"cache": "paged", "cross": "none"}
+WIDE = {"phase": "context", "lengths_dtype": "int64", "window": "none", "mask": "causal", "redundant": False}
+OTHERS: list[tuple[str, dict[str, Any], Callable[[Drawing], None]]] = [
+    ("past_key_value is read-only", CONTIGUOUS, read_only),
+    ("host_kv_cache_pool_pointers.* is read-only", PAGED | {"holder": "list"}, read_only),
+    ("past_key_value is of type list", CONTIGUOUS, change("past_key_value", lambda x: x.tolist())),
+    ("host_kv_cache_pool_pointers is of type ndarray", PAGED | {"holder": "list"},
+     change("host_kv_cache_pool_pointers", lambda x: x[0])),
+    ("kv_cache_block_offsets .* request 0", PAGED, same_block_for_k_and_v),
+    ("context_lengths is of type list", {}, change("context_lengths", lambda x: x.tolist())),
+    ("context_lengths is an array of >i4", {}, change("context_lengths", lambda x: x.astype(">i4"))),
+    ("host_past_key_value_lengths of request 0", CONTIGUOUS | WIDE, lengths_that_overflow),
+    ("qkv .*context_lengths", CONTIGUOUS | WIDE, rows_that_overflow),
+    ("host_request_types of request 0", CONTIGUOUS, change("host_request_types", lambda x: x + 2)),
+    ("q_scaling is nan", {}, change("q_scaling", lambda x: float("nan"))),
+    ("attn_logit_softcapping_scale is inf", {}, change("attn_logit_softcapping_scale", lambda x: float("inf"))),
+    ("tp_rank is 2", {}, change("tp_rank", lambda x: 2)),
+    ("use_cache is 'no'", {}, change("use_cache", lambda x: "no")),
+    ("layer_idx is -1", {}, change("layer_idx", lambda x: -1)),
+    ("num_heads is missing", {}, change("num_heads", lambda x: None)),
+    ("multi_block_mode is -1", {}, change("multi_block_mode", lambda x: -1)),
+    ("max_distance is 9, and relative_attention_bias is missing", {"relative_bias": "none", "cross": "none"},
+     change("max_distance", lambda x: 9)),
+    ("rope_scaling_config is 'llama3'", {"scaling": "llama3", "table": "none"},
+     change("rope_scaling_config", lambda x: "llama3")),
+    ("rotary_embedding_scale is 0", {"scaling": "linear", "table": "none", "rotary_dim": "all"},
+     change("rotary_embedding_scale", lambda x: 0)),
+    ("block_sparse_vertical_stride is 0", {"mask": "blocksparse"}, change("block_sparse_vertical_stride", lambda x: 0)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text, features, spoil", OTHERS, ids=[text for text, _, _ in OTHERS])
+def test_other_illegal_calls_are_refused(text: str, features: dict[str, Any], spoil: Callable[[Drawing], None]) -> None:
+    drawing = drawn(0, **features)
+    spoil(drawing)
+    with pytest.raises(ArgumentError, match=text):
+        check(drawing.arguments)
+
+
+def test_a_call_without_requests_passes() -> None:
+    none = np.zeros(0, np.int32)
+    lengths = dict.fromkeys(("context_lengths", "host_request_types", "host_past_key_value_lengths"), none)
+    cache = np.zeros((4, 2, 2, 8, 16), np.float32)
+    call = {"qkv": np.zeros((0, 128), np.float32), "num_heads": 4, "num_kv_heads": 2, "hidden_size_per_head": 16}
+    check({**call, **lengths, "sequence_length": none, "past_key_value": cache})
+
+
+def test_settings_of_tensorrt_llm_that_ask_for_nothing_pass() -> None:
+    refuse_unknown({"cp_size": 1, "is_mla_enabled_flag": False, "spec_decoding_use": None, "vision_start": -1})
+    with pytest.raises(NotImplementedError, match="cp_size"):
+        refuse_unknown({"cp_size": True})

@@ -1,0 +1,68 @@
+"""Masks of all positions are told apart by what they hide and add; what follows no rule is no pattern."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lowering.graph.mask_patterns import Pattern, as_bias, follows, pattern_of
+
+TOKENS = 37
+TOKEN, KEY = np.arange(TOKENS)[:, None], np.arange(TOKENS)[None, :]
+CAUSAL = TOKEN >= KEY
+SLOPES = np.array([0.5, 0.125], np.float32)[:, None, None]
+
+
+def added(seen: np.ndarray, bias: np.ndarray | float = 0.0, dtype: str = "float32") -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return np.where(seen, np.broadcast_to(bias, np.broadcast_shapes(np.shape(bias), (1, TOKENS, TOKENS))),
+                        np.finfo(dtype).min).astype(dtype)  # fmt: skip
+
+
+WINDOW = CAUSAL & (TOKEN - KEY < 9)
+CASES = {
+    "causal, bool": (CAUSAL[None], Pattern(None)),
+    "causal, added": (added(CAUSAL), Pattern(None)),
+    "causal, in half precision": (added(CAUSAL, dtype="float16"), Pattern(None)),
+    "window": (WINDOW[None], Pattern(8)),
+    "window of one": ((TOKEN == KEY)[None], Pattern(0)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_windows(name: str) -> None:
+    mask, wanted = CASES[name]
+    assert pattern_of(mask, 0) == wanted
+    for past in range(TOKENS):
+        assert follows(wanted, mask[:, past:, :], past)
+
+
+@pytest.mark.parametrize(
+    ("bias", "by"), [(SLOPES * (KEY - TOKEN), "distance"), (SLOPES * KEY, "key"), (np.sin(TOKEN * KEY)[None], "pair")]
+)
+def test_biases(bias: np.ndarray, by: str) -> None:
+    mask = added(CAUSAL, bias.astype(np.float32))
+    found = pattern_of(mask, 0)
+    assert found is not None and found.by == by and found.bias is not None
+    np.testing.assert_allclose(np.exp(found.expected(0, TOKENS)), np.exp(as_bias(mask)), 1e-5)
+
+
+def test_the_last_tokens_tell_as_much() -> None:
+    for mask, wanted in CASES.values():
+        assert pattern_of(mask[:, -4:], TOKENS - 4) == wanted
+
+
+@pytest.mark.parametrize(
+    "seen", [np.ones_like(CAUSAL), TOKEN + 2 > KEY, TOKEN > KEY], ids=["all", "next", "not itself"]
+)
+def test_what_is_not_causal(seen: np.ndarray) -> None:
+    assert pattern_of(seen[None], 0) is None
+
+
+def test_one_bit_decides() -> None:
+    mask = WINDOW.copy()
+    mask[20, 14] = False
+    assert not follows(Pattern(8), mask[None], 0)
+    found = pattern_of(mask[None], 0)
+    assert found is not None and found.by == "pair"
+    assert pattern_of(mask[None, 18:], 18) is None  # a table of all pairs needs all of them

@@ -1,0 +1,235 @@
+"""Exported decoders over a paged cache: packed tokens of many requests give what each request gives alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import helper, numpy_helper
+
+import lowering
+
+SAMPLES = Path(__file__).parents[1] / "exports" / "samples"
+# A window; windows in turns with a soft cap.
+DECODERS = ["mistral-past-dynamo18", "gemma2-past-dynamo23"]
+LLAMA = SAMPLES / "llama-past-dynamo23" / "model.onnx"
+VOCABULARY, CONTEXT, BLOCK, POOL = 30, 48, 8, 24
+LENGTHS = (37, 3, 17, 48)
+
+
+def alone(session: onnxruntime.InferenceSession, ids: np.ndarray) -> np.ndarray:
+    """The logits [S, vocabulary] of the model as it was exported, for one whole sequence, by onnxruntime."""
+    inputs = {"input_ids": ids[None], "attention_mask": np.ones((1, len(ids)), np.int64)}
+    for given in session.get_inputs():
+        if given.name.startswith("past"):
+            inputs[given.name] = np.zeros((1, given.shape[1], 0, given.shape[3]), np.float32)
+    return session.run(["logits"], inputs)[0][0]
+
+
+class Pool:
+    """The arrays of a cache, of numbers that would spoil every sum, behind and in front of what nobody may touch."""
+
+    def __init__(self, model: lowering.Model) -> None:
+        served = model.manifest.served
+        assert served is not None
+        self.cache = lowering.PagedKVCache(
+            POOL, served.tokens_per_block, layers=served.layers, kv_heads=served.kv_heads, head_dim=served.head_dim,
+            dtype=served.dtype,
+        )  # fmt: skip
+        self.cache.pool[...] = 77 if served.scales else np.nan
+        self.arrays = {"kv_cache": self.cache.pool}
+        if served.scales:
+            shape = (*self.cache.pool.shape[:-1], served.scales)
+            self.arrays["kv_cache_scale"] = np.full(shape, np.nan, np.float32)
+
+    def call(self, model: lowering.Model, rows: dict[int, np.ndarray]) -> np.ndarray:
+        """Reads more tokens of each request: the logits behind the last of each."""
+        self.cache.reserve_all({name: len(ids) for name, ids in rows.items()})
+        names = list(rows)
+        inputs = {
+            "input_ids": np.concatenate(list(rows.values()))[None],
+            "row_starts": np.cumsum([0, *(len(ids) for ids in rows.values())]),
+            "past_lengths": self.cache.lengths(names).astype(np.int64),
+            "block_table": self.cache.block_table(names),
+        }
+        answer = model.run({**inputs, **self.arrays})["logits"]
+        for name, ids in rows.items():
+            self.cache.advance(name, len(ids))
+        return answer
+
+
+Decoder = tuple[Path, lowering.Model]
+
+
+@pytest.fixture(scope="module", params=DECODERS)
+def decoder(request: pytest.FixtureRequest) -> Decoder:
+    path = SAMPLES / request.param / "model.onnx"
+    return path, lowering.compile(path, serve=lowering.Serve(CONTEXT, BLOCK), threads=2)
+
+
+def served_error(path: Path, model: lowering.Model) -> float:
+    """The largest difference of logits, relative to the largest logit, over random ways to cut and mix requests."""
+    rng = np.random.default_rng(0)
+    sequences = {name: rng.integers(0, VOCABULARY, count) for name, count in enumerate(LENGTHS)}
+    exported = onnxruntime.InferenceSession(path)
+    wanted = {name: alone(exported, ids) for name, ids in sequences.items()}
+    pool, worst = Pool(model), 0.0
+    for name in sequences:
+        pool.cache.add(name)
+    while left := {n: count for n, ids in sequences.items() if (count := len(ids) - pool.cache.length(n))}:
+        names = [name for name in left if rng.random() < 0.8] or list(left)
+        counts = {name: int(rng.integers(1, min(9, left[name]) + 1)) for name in names}
+        starts = {name: pool.cache.length(name) for name in names}
+        answers = pool.call(model, {n: sequences[n][starts[n] : starts[n] + counts[n]] for n in names})
+        for name, answer in zip(names, answers, strict=True):
+            expected = wanted[name][starts[name] + counts[name] - 1]
+            worst = max(worst, float(np.abs(answer - expected).max() / np.abs(wanted[name]).max()))
+    return worst
+
+
+def test_packed_requests_equal_each_alone(decoder: Decoder) -> None:
+    path, model = decoder
+    assert model.manifest.donated == {"kv_cache": "kv_cache_updated"}
+    assert served_error(path, model) < 3e-6
+
+
+def test_only_own_blocks_are_written(decoder: Decoder) -> None:
+    _, model = decoder
+    pool = Pool(model)
+    pool.cache.add("a")
+    pool.call(model, {"a": np.arange(11) % VOCABULARY})  # type: ignore[dict-item]
+    written = ~np.isnan(pool.cache.pool).all(axis=(1, 2, 3, 5))
+    table = pool.cache.block_table(["a"])[0]
+    assert sorted(map(tuple, np.argwhere(written))) == sorted((table[t // BLOCK], t % BLOCK) for t in range(11))
+
+
+def test_hostile_tables_stay_inside() -> None:
+    """Whatever tables hold, nothing but the pool is read or written, and the process lives."""
+    model = lowering.compile(LLAMA, serve=lowering.Serve(CONTEXT, BLOCK), checks=False)
+    rng, ends = np.random.default_rng(3), np.array([-(2**63), -1, 0, 1, POOL - 1, POOL, 2**31, 2**62, 2**63 - 1])
+    for _ in range(60):
+        rows, requests, columns = (int(rng.integers(1, most)) for most in (12, 4, 5))
+        pool = Pool(model)
+        model.run(
+            {
+                "input_ids": rng.integers(0, VOCABULARY, (1, rows)),
+                "row_starts": rng.choice([*ends, *range(12)], requests + 1),
+                "past_lengths": rng.choice([*ends, *range(40)], requests),
+                "block_table": rng.choice(ends, (requests, columns)),
+                **pool.arrays,
+            }
+        )
+
+
+LEGAL = {"row_starts": [0, 3, 4], "past_lengths": [6, 8], "block_table": [[3, 4], [5, 6]]}
+
+
+@pytest.mark.parametrize(
+    ("tables", "text"),
+    [
+        ({"row_starts": [1, 3, 4]}, "row_starts of request 0 is 1"),
+        ({"row_starts": [0, 5, 4]}, "row_starts decreases at request 1, from 5 to 4"),
+        ({"row_starts": [0, 3, 3]}, "row_starts of 2 requests ends with 3, and there are 4 token ids"),
+        ({"past_lengths": [6, -1]}, "past_lengths of request 1 is -1"),
+        ({"past_lengths": [CONTEXT - 2, 8]}, f"past_lengths of request 0 is {CONTEXT - 2}, and its 3 new tokens"),
+        ({"past_lengths": [6, 16]}, "2 blocks of 8 tokens for each request, and request 1 has 17 tokens"),
+        (
+            {"block_table": [[3, POOL], [5, 6]]},
+            f"block_table of request 0, column 1 is {POOL}, and kv_cache has {POOL}",
+        ),
+        ({"block_table": [[3, 4], [5, -1]]}, "block_table of request 1, column 1 is -1"),
+        ({"block_table": [[3, 4], [5, 4]]}, "request 0 and request 1 write to block 4"),
+        ({"block_table": [[3, 3], [5, 6]]}, "request 0 and request 0 write to block 3"),
+        ({"block_table": [[3, 4], [4, 6]]}, "request 0 write to block 4, which request 1 reads in column 0"),
+    ],
+)
+def test_tables_that_do_not_fit(decoder: Decoder, tables: dict, text: str) -> None:
+    """By node, table and request, before anything is written."""
+    pool = Pool(decoder[1])
+    before = pool.cache.pool.tobytes()
+    given = {name: np.array(table, np.int64) for name, table in (LEGAL | tables).items()}
+    with pytest.raises(lowering.InputError, match=rf"PackedRequests.*{text}"):
+        decoder[1].run({"input_ids": np.zeros((1, 4), np.int64), **given, **pool.arrays})
+    assert pool.cache.pool.tobytes() == before
+
+
+def test_what_nobody_needs_may_be_anything(decoder: Decoder) -> None:
+    given = {**LEGAL, "block_table": [[3, 4, -9], [5, 6, 2**40]]}
+    arrays = {name: np.array(table, np.int64) for name, table in given.items()}
+    decoder[1].run({"input_ids": np.zeros((1, 4), np.int64), **arrays, **Pool(decoder[1]).arrays})
+
+
+def test_int8_cache() -> None:
+    model = lowering.compile(LLAMA, serve=lowering.Serve(CONTEXT, BLOCK, cache="int8"))
+    assert model.manifest.donated == {"kv_cache": "kv_cache_updated", "kv_cache_scale": "kv_cache_scale_updated"}
+    assert 1e-4 < served_error(LLAMA, model) < 0.05  # codes, and no more than they cost
+
+
+def test_a_served_model_is_saved_and_loaded(decoder: Decoder, tmp_path: Path) -> None:
+    path, model = decoder
+    model.save(tmp_path / "out")
+    assert served_error(path, lowering.load(tmp_path / "out")) < 3e-6
+
+
+def test_what_is_no_growing_decoder() -> None:
+    with pytest.raises(lowering.ModelError, match="export the model with any number of tokens"):
+        lowering.compile(SAMPLES / "llama-past-dynamo23-fixed" / "model.onnx", serve=lowering.Serve(8))
+    with pytest.raises(lowering.ModelError, match="no output of the model is the Concat of a past input"):
+        lowering.compile(SAMPLES / "llama-dynamo18-batch1" / "model.onnx", serve=lowering.Serve(8))
+    with pytest.raises(lowering.InputError, match="there is no input 'tokens'"):
+        lowering.compile(LLAMA, serve=lowering.Serve(8, ids="tokens"))
+
+
+def test_our_own_operators_come_in_no_model() -> None:
+    node = helper.make_node("PackedRequests", ["x"], ["y"], name="own", domain="onnx_lowering")
+    info = [helper.make_tensor_value_info(name, 7, [1]) for name in "xy"]
+    opsets = [helper.make_opsetid("", 24), helper.make_opsetid("onnx_lowering", 1)]
+    model = helper.make_model(helper.make_graph([node], "g", info[:1], info[1:]), opset_imports=opsets, ir_version=11)
+    with pytest.raises(lowering.ModelError, match=r"node 'own' \(PackedRequests\) is of the domain onnx_lowering"):
+        lowering.compile(model)
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ({"context": 0}, "context must be a whole number from 1"),
+        ({"context": 8, "tokens_per_block": 12}, "must be a power of two, not 12"),
+        ({"context": 8, "cache": "int4"}, 'cache must be "model" or "int8"'),
+    ],
+)
+def test_what_serve_is_told(how: dict, text: str) -> None:
+    with pytest.raises(lowering.InputError, match=text):
+        lowering.Serve(**how)
+
+
+def changed(edit: str, path: Path) -> Path:
+    """A decoder in which tokens see more than attention shows them, or masks that are no rule of positions."""
+    model = onnx.load(LLAMA)
+    nodes = list(model.graph.node)
+    at = next(k for k, node in enumerate(nodes) if node.op_type == "Gather" and "input_ids" in node.input)
+    embedding = nodes[at].output[0]
+    if edit == "sum over tokens":
+        made = [
+            helper.make_node("CumSum", [embedding, "axis_1"], ["summed"], name="mixer"),
+        ]
+        model.graph.initializer.append(numpy_helper.from_array(np.array(1), "axis_1"))
+    else:
+        made = [
+            helper.make_node("ReduceMax", [embedding], ["most"], name="mixer", keepdims=1),
+            helper.make_node("Add", [embedding, "most"], ["summed"], name="adder"),
+        ]
+    for node in nodes:
+        node.input[:] = ["summed" if name == embedding else name for name in node.input]
+    for k, node in enumerate(made):
+        model.graph.node.insert(at + 1 + k, node)
+    onnx.save(model, path)
+    return path
+
+
+@pytest.mark.parametrize("edit", ["sum over tokens", "most of all tokens"])
+def test_what_mixes_tokens(edit: str, tmp_path: Path) -> None:
+    with pytest.raises(lowering.ModelError, match=r"node 'mixer' .* is not known to compute each token by itself"):
+        lowering.compile(changed(edit, tmp_path / "model.onnx"), serve=lowering.Serve(8))

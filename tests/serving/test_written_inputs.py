@@ -1,0 +1,100 @@
+"""Caches that nodes write to: layers share one, arrays are updated where they are, constants are refused."""
+
+from __future__ import annotations
+
+import cache_attention_reference as reference
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import lowering
+
+DOMAIN = "opmx.dynamic_batching"
+HEADS, SIZE, LAYERS = 2, 8, 2
+INPUTS = {
+    "query": (TensorProto.FLOAT, ["N", HEADS, SIZE]),
+    "current_key": (TensorProto.FLOAT, ["N", HEADS, SIZE]),
+    "current_value": (TensorProto.FLOAT, ["N", HEADS, SIZE]),
+    "seqstarts": (TensorProto.INT64, ["B+1"]),
+    "kvstarts": (TensorProto.INT64, ["B+1"]),
+    "cachestarts": (TensorProto.INT64, ["B"]),
+    "start_pos": (TensorProto.INT64, ["B"]),
+    "decoding_batches": (TensorProto.INT64, [1]),
+    "max_seqlen": (TensorProto.INT64, [1]),
+    "max_kvlen": (TensorProto.INT64, [1]),
+    "cache": (TensorProto.INT8, ["M", LAYERS, 2, HEADS, SIZE]),
+    "scale": (TensorProto.FLOAT, ["M", LAYERS, 2, HEADS, 1]),
+}
+
+
+def attributes(layer: int) -> dict[str, int]:
+    return {"num_heads": HEADS, "head_dim": SIZE, "num_layer": LAYERS, "layer_idx": layer, "quant_bit": 8}
+
+
+def model(functional: bool, constant: bool = False) -> onnx.ModelProto:
+    """Two layers, the queries of the second being what the first gives."""
+    names, caches = list(INPUTS), ["cache", "scale"]
+    nodes, query = [], "query"
+    for layer in range(LAYERS):
+        made = [f"y{layer}", *([f"cache{layer}", f"scale{layer}"] if functional else [])]
+        given = [query, *names[1:10], *caches]
+        nodes.append(
+            helper.make_node(
+                "MultiHeadCacheAttention", given, made, f"layer{layer}", domain=DOMAIN, **attributes(layer)
+            )
+        )
+        query, caches = made[0], made[1:] or caches
+    outputs = {"y1": INPUTS["query"]} | ({"cache1": INPUTS["cache"], "scale1": INPUTS["scale"]} if functional else {})
+    infos = [
+        [
+            helper.make_tensor_value_info(name, *kind)
+            for name, kind in values.items()
+            if not (constant and name == "cache")
+        ]
+        for values in (INPUTS, outputs)
+    ]
+    weights = [numpy_helper.from_array(np.zeros((9, LAYERS, 2, HEADS, SIZE), np.int8), "cache")] if constant else []
+    graph = helper.make_graph(nodes, "layers", *infos, weights)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24), helper.make_opsetid(DOMAIN, 1)])
+
+
+def arrays() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    rows = {name: rng.standard_normal((4, HEADS, SIZE)).astype(np.float32) for name in list(INPUTS)[:3]}
+    ints = {"seqstarts": [0, 3, 4], "kvstarts": [0, 3, 8], "cachestarts": [6, 0], "start_pos": [0, 4],
+            "decoding_batches": [0], "max_seqlen": [3], "max_kvlen": [5]}  # fmt: skip
+    cache = rng.integers(-127, 128, (9, LAYERS, 2, HEADS, SIZE)).astype(np.int8)
+    scale = rng.uniform(0.01, 0.1, (9, LAYERS, 2, HEADS, 1)).astype(np.float32)
+    return {**rows, **{name: np.array(x) for name, x in ints.items()}, "cache": cache, "scale": scale}
+
+
+def expected(given: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    query, cache, scale = given["query"], given["cache"], given["scale"]
+    for layer in range(LAYERS):
+        inputs = {**given, "query": query, "cache": cache, "scale": scale}
+        query, cache, scale = reference.multi_head_cache_attention(**inputs, attn_mask=None, **attributes(layer))
+    return query, cache, scale
+
+
+@pytest.mark.parametrize(
+    ("functional", "donate"), [(False, ()), (True, ("cache", "scale")), (True, ("cache",)), (True, ())]
+)
+def test_layers_share_a_cache(functional: bool, donate: tuple[str, ...]) -> None:
+    compiled, given = lowering.compile(model(functional), donate=donate), arrays()
+    y, cache, scale = expected({name: array.copy() for name, array in given.items()})
+    before = {name: given[name].copy() for name in ("cache", "scale")}
+    results = compiled.run(given)
+    np.testing.assert_allclose(results["y1"], y, 1e-5, 1e-5)
+    names = {"cache": "cache1", "scale": "scale1"} if functional else {n: f"{n}_updated" for n in before}
+    for name, want in (("cache", cache), ("scale", scale)):
+        np.testing.assert_array_equal(results[names[name]], want)
+        in_place = not functional or name in donate
+        assert (results[names[name]] is given[name]) == in_place
+        if not in_place:
+            np.testing.assert_array_equal(given[name], before[name])
+
+
+def test_a_constant_is_no_cache() -> None:
+    with pytest.raises(lowering.ModelError, match=r"writes to the constant 'cache'\. Make it an input of the model"):
+        lowering.compile(model(functional=False, constant=True))
