@@ -40,9 +40,10 @@ def _copied(array: np.ndarray, memory: np.ndarray, start: int) -> np.ndarray:
 
 def borrow(array: np.ndarray) -> tvm.runtime.Tensor:
     """The array's own memory as a tensor (NumPy cannot export bfloat16, and gives empty arrays odd strides)."""
+    if array.dtype == ml_dtypes.float8_e4m3fn:
+        array = array.view(np.uint8)  # as compiled code has it
     if array.size == 0:
         return tvm.runtime.empty(array.shape, array.dtype.name)
-    if array.dtype not in (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn):
+    if array.dtype != ml_dtypes.bfloat16:
         return tvm_ffi.from_dlpack(array)
-    bits = np.uint16 if array.itemsize == 2 else np.uint8
-    return tvm_ffi.from_dlpack(array.view(bits))._create_view(array.shape, array.dtype.name)
+    return tvm_ffi.from_dlpack(array.view(np.uint16))._create_view(array.shape, array.dtype.name)

@@ -12,10 +12,11 @@ import pytest
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 # Needs torch, transformers and a package of model weights, which the test extra leaves out.
-WITH_TORCH = {"05_sentence_embeddings.py", "06_text_generation.py", "07_speech_decoder.py"}
+WITH_TORCH = {"05_sentence_embeddings.py", "06_text_generation.py", "07_speech_decoder.py", "08_continuous_batching.py"}
+SHARED = {"exported_llama.py"}
 
 
-@pytest.mark.parametrize("name", sorted(p.name for p in EXAMPLES.glob("*.py") if p.name not in WITH_TORCH))
+@pytest.mark.parametrize("name", sorted(p.name for p in EXAMPLES.glob("*.py") if p.name not in WITH_TORCH | SHARED))
 def test_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     assert capsys.readouterr().out

@@ -15,7 +15,14 @@ ROOT = Path(__file__).parents[1]
 RULES = {
     "lowering/runtime": ({"lowering.runtime", "lowering.arithmetic", "lowering.errors", "lowering.manifest"}, False),
     "lowering/graph": (
-        {"lowering.graph", "lowering.fusion", "lowering.arithmetic", "lowering.errors", "lowering.runtime.checks"},
+        {
+            "lowering.graph",
+            "lowering.fusion",
+            "lowering.arithmetic",
+            "lowering.errors",
+            "lowering.manifest",
+            "lowering.runtime.checks",
+        },
         False,
     ),
     "lowering/importing": (
@@ -42,7 +49,12 @@ RULES = {
     ),
     "lowering/measuring": ({"lowering.measuring", "lowering.runtime", "lowering.records", "lowering.errors"}, False),
     "lowering/fleet": ({"lowering.fleet", "lowering.measuring", "lowering.runtime", "lowering.errors"}, True),
-    "lowering/attention": ({"lowering.attention", "lowering.tensorir"}, True),
+    "lowering/attention": ({"lowering.attention", "lowering.arithmetic", "lowering.tensorir"}, True),
+    "lowering/serving": ({"lowering.serving", "lowering.manifest", "lowering.errors"}, False),
+    "lowering/functions": (
+        {"lowering.functions", "lowering.ops", "lowering.compiling", "lowering.runtime", "lowering.errors"},
+        True,
+    ),
     "schedules": (
         {
             "schedules",
@@ -56,6 +68,7 @@ RULES = {
         {
             "lowering.ops",
             "lowering.importing",
+            "lowering.graph.legality",
             "lowering.attention",
             "lowering.tensorir",
             "lowering.arithmetic",

@@ -42,7 +42,7 @@ class Attack:
     `feed` draws the arrays of one call, of the same ranks and types each time; None is a hole. `rule` is asked with
     them. Inputs in `parameters` are more often constants of the model than others, those in `fixed` always. The axes
     (input, axis) in `numbers` are rarely symbolic: the project wants numbers there. `close` is the relative tolerance
-    beside that of the output's type.
+    beside that of the output's type. `results` are element types and ranks of the outputs, where onnx infers none.
     """
 
     op: str
@@ -56,6 +56,7 @@ class Attack:
     numbers: Collection[tuple[int, int]] = ()
     attributes: dict[str, Any] = field(default_factory=dict)
     close: float = 0.0
+    results: Sequence[tuple[str, int]] = ()
 
 
 Generator = Callable[[Draw, str], Attack]
@@ -196,7 +197,7 @@ def _model(attack: Attack, names: list[str], declared: dict[int, list[int | str]
 
 
 def _declare_outputs(model: onnx.ModelProto, attack: Attack) -> None:
-    """Types as ONNX infers them, of the first input where it cannot; sizes stay open."""
+    """Types as the attack says or ONNX infers them, else of the first input; sizes stay open."""
     inferred: Sequence[onnx.ValueInfoProto] = []
     if attack.attributes.get("batch_dims", 0) >= 0:  # else onnx reads foreign memory, and crashes
         with suppress(Exception):  # an illegal model
@@ -205,6 +206,10 @@ def _declare_outputs(model: onnx.ModelProto, attack: Attack) -> None:
     if model.graph.input:
         element = model.graph.input[0].type.tensor_type.elem_type
     for k, output in enumerate(model.graph.output):
+        if k < len(attack.results):
+            dtype, rank = attack.results[k]
+            _declare(output, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), rank)
+            continue
         kind = inferred[k].type.tensor_type if k < len(inferred) else None
         if kind is None or not kind.elem_type:
             _declare(output, element, 1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from lowering.graph.legality import OWN_DOMAIN
 from lowering.ops import registered
 
 from .campaign import campaign, tabulated, text
@@ -43,7 +44,8 @@ FOUND = [
 
 
 def test_every_operator_is_attacked() -> None:
-    assert set(GENERATORS) == set(registered())
+    """Those of our own domain come in no model; tests/serving/test_served_decoders.py attacks their tables."""
+    assert set(GENERATORS) == {(domain, op) for domain, op in registered() if domain != OWN_DOMAIN}
 
 
 @pytest.mark.parametrize("domain, op", sorted(GENERATORS), ids=lambda text: text or "ai.onnx")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import sys
+from pathlib import Path
 
 from ..attack import GENERATORS, Generator
 
@@ -11,6 +13,9 @@ from ..attack import GENERATORS, Generator
 def generator(domain: str, op: str) -> Generator:
     return GENERATORS[domain, op]
 
+
+# References and cases of serving operators, which their own tests import by name.
+sys.path.append(str(Path(__file__).parents[2] / "serving"))
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
