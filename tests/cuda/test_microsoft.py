@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import cuda_emulation as emulated
 import pytest
@@ -12,33 +14,23 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2]))
 
 TARGET = "cuda:sm_80"
+MODULES = ("test_paged_attention", "test_decoder_attention", "test_quantised_caches")
 
 
-def paged(number: int) -> None:
-    from tests.ops.microsoft.test_paged_attention import check
-
-    check(number, 2, TARGET)
+def check(module: str, number: int, calls: int) -> None:
+    importlib.import_module(f"tests.ops.microsoft.{module}").check(number, calls, TARGET)
 
 
-def decoder(number: int) -> None:
-    from tests.ops.microsoft.test_decoder_attention import check
-
-    check(number, 2, TARGET)
-
-
-def quantised(number: int) -> None:
-    from tests.ops.microsoft.test_quantised_caches import check
-
-    check(number, 2, TARGET)
+def runs() -> Iterator[Any]:
+    """Each configuration of a short or a long run."""
+    for module in MODULES:
+        of = importlib.import_module(f"tests.ops.microsoft.{module}").RUNS
+        for run in ("CUDA", "CUDA, long"):
+            marks = [pytest.mark.slow] if run.endswith("long") else []
+            for number in of[run][0]:
+                yield pytest.param(module, number, of[run][1], id=f"{run}, {module} {number}", marks=marks)
 
 
-@pytest.mark.parametrize(
-    ("function", "number"),
-    [
-        *(pytest.param(paged, n, id=f"PagedAttention {n}") for n in (1, 2, 10)),
-        *(pytest.param(decoder, n, id=f"beams {n}") for n in (0, 3)),
-        *(pytest.param(quantised, n, id=f"codes {n}") for n in (0, 2)),
-    ],
-)
-def test_equals_the_reference(function: Callable[..., None], number: int) -> None:
-    emulated.run(function, number, arch="sm_80", timeout=500)
+@pytest.mark.parametrize(("module", "number", "calls"), runs())
+def test_equals_the_reference(module: str, number: int, calls: int) -> None:
+    emulated.run(check, module, number, calls, arch="sm_80", timeout=500)

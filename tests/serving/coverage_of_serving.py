@@ -6,13 +6,19 @@ from a seed.
 
 from __future__ import annotations
 
+import importlib
+import random
+import sys
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 
 import cache_attention_cases
 import gpt_attention_cases
 from gpt_case_features import DOMAINS, NA, TRAPS
+
+sys.path.append(str(Path(__file__).parents[2]))  # for the modules of tests.ops
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
 TEXT = PAGE.with_name("serving_operators.md")
@@ -20,6 +26,13 @@ TEXT = PAGE.with_name("serving_operators.md")
 # Seed, configurations and calls of each, by test.
 GPT = {"CPU": (0, 7, 20), "CPU, long": (1, 200, 10), "CUDA": (2, 2, 2), "CUDA, long": (3, 40, 2)}
 PPL = {"CPU": (0, 7, 12), "CPU, long": (1, 200, 10), "CUDA": (2, 1, 2), "CUDA, long": (3, 20, 2)}
+
+# Modules of tests with RUNS and with cases `drawn` from a number, by what they test.
+MICROSOFT = {
+    "PagedAttention": "test_paged_attention",
+    "DecoderMaskedMultiHeadAttention, MultiHeadAttention over caches with room": "test_decoder_attention",
+    "GroupQueryAttention over codes": "test_quantised_caches",
+}
 
 # What a call says of each feature of the cases.
 ARGUMENTS = {
@@ -47,6 +60,42 @@ ARGUMENTS = {
 }  # fmt: skip
 
 
+# What has no random cases: the tests on the CPU, and on the emulated GPU or why there are none.
+_DECODERS, _ON_GPU = "serving/test_served_decoders.py", "cuda/test_models.py::test_a_served_decoder"
+_HOST, _UNREAD = "the same code, on the host", "the host does not read a GPU's tables"
+OTHERS = [
+    ("exports of 13 architectures, packed and ragged", f"{_DECODERS}::test_exports_of_every_architecture", _ON_GPU),
+    ("windows, soft caps, masks as rules of positions", f"{_DECODERS}::test_packed_requests_equal_each_alone", _ON_GPU),
+    ("int8 cache of a served decoder", f"{_DECODERS}::test_int8_cache", _ON_GPU),
+    ("only blocks of the requests are written", f"{_DECODERS}::test_only_own_blocks_are_written", _ON_GPU),
+    ("tables of any numbers stay inside", f"{_DECODERS}::test_hostile_tables_stay_inside",
+     "cuda/test_microsoft.py::test_equals_the_reference"),
+    ("wrong tables are refused", f"{_DECODERS}::test_tables_that_do_not_fit", _UNREAD),
+    ("saved and loaded", f"{_DECODERS}::test_a_served_model_is_saved_and_loaded", _HOST),
+    ("Batcher", "serving/test_batcher.py::test_every_request_gets_what_it_gets_alone", _ON_GPU),
+    ("prefixes are shared", "serving/test_batcher.py::test_equal_beginnings_share_blocks", _HOST),
+    ("PagedKVCache, any history", "serving/test_paged_cache_histories.py::test_histories", _HOST),
+    ("append: bias, rotation and codes in one pass", "attention/test_append.py::test_writes_new_rows_and_nothing_else",
+     "cuda/test_append_kernels.py::test_writes_new_rows_and_nothing_else"),
+    ("layers share a cache", "serving/test_written_inputs.py::test_layers_share_a_cache", _HOST),
+    ("checks in compiled models", "serving/test_compiled_checks.py::test_illegal_tables_are_refused", _UNREAD),
+]  # fmt: skip
+
+
+def others() -> list[str]:
+    """Raises LookupError for a test that is not there."""
+    lines = ["| feature | CPU | CUDA |", "|---|---|---|"]
+    for feature, *where in OTHERS:
+        cells = []
+        for test in where:
+            path, found, name = test.partition("::")
+            if found and f"def {name}(" not in (PAGE.parents[1] / "tests" / path).read_text():
+                raise LookupError(f"{path} has no {name}")
+            cells.append(f"`tests/{test}`" if found else test)
+        lines.append(f"| {feature} | {' | '.join(cells)} |")
+    return lines
+
+
 def gpt_counts(seed: int, configurations: int, calls: int) -> Counter[tuple[str, str]]:
     """Calls by feature and value."""
     found: Counter[tuple[str, str]] = Counter()
@@ -67,6 +116,25 @@ def ppl_counts(operator: str, seed: int, configurations: int, calls: int) -> Cou
     return found
 
 
+def microsoft_counts(module: str) -> list[Counter[tuple[str, str]]]:
+    tests = importlib.import_module(f"tests.ops.microsoft.{module}")
+    counts = []
+    for run in GPT:
+        numbers, calls = tests.RUNS[run]
+        found: Counter[tuple[str, str]] = Counter()
+        for number in numbers:
+            case = tests.drawn(random.Random(number))
+            for name, value in (asdict(case) if is_dataclass(case) else case).items():
+                found[name, str(value)] += calls
+        counts.append(found)
+    return counts
+
+
+def by_feature(counts: list[Counter[tuple[str, str]]], runs: Iterable[str]) -> list[str]:
+    known = sorted({key for found in counts for key in found})
+    return table("feature", [(f"`{name}`", value, [c[name, value] for c in counts]) for name, value in known], runs)
+
+
 def table(first: str, rows: Iterable[tuple[str, str, list[int]]], columns: Iterable[str]) -> list[str]:
     heads = list(columns)
     lines = [f"| {first} | value | {' | '.join(heads)} |", "|---" * (len(heads) + 2) + "|"]
@@ -84,9 +152,10 @@ def page() -> str:
     lines += table("argument", rows, GPT)
     for operator in cache_attention_cases.INPUTS:
         ppl = [ppl_counts(operator, *run) for run in PPL.values()]
-        known = sorted({key for counts in ppl for key in counts})
-        lines += ["", f"### {operator}", ""]
-        lines += table("feature", [(f"`{n}`", v, [c[n, v] for c in ppl]) for n, v in known], PPL)
+        lines += ["", f"### {operator}", "", *by_feature(ppl, PPL)]
+    for operator, module in MICROSOFT.items():
+        lines += ["", f"### com.microsoft {operator}", "", *by_feature(microsoft_counts(module), GPT)]
+    lines += ["", "### Whole decoders, caches and checks", "", *others()]
     return "\n".join([*lines, ""])
 
 

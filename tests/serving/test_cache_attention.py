@@ -6,6 +6,7 @@ A short run draws some configurations, several calls of each; the long one (-m s
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import cache_attention_cases as cases
@@ -91,6 +92,12 @@ def test_equals_the_reference_at_length(operator: str, first: int) -> None:
     seed, _, calls = PPL["CPU, long"]
     for number, case in enumerate(cases.cases(seed, first + 20, operator)[first:]):
         check(case, number, calls)
+
+
+def test_every_argument_of_gpt_attention_is_described() -> None:
+    rows = [line.split("|")[1] for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    named = {name.strip(" `") for row in rows for name in row.split(",")}
+    assert set(inspect.signature(lowering.gpt_attention).parameters) - {"others"} <= named
 
 
 def test_the_page_of_serving_is_generated_anew() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,12 @@ from onnx import helper, numpy_helper
 
 import lowering
 
-SAMPLES = Path(__file__).parents[1] / "exports" / "samples"
+EXPORTS = Path(__file__).parents[1] / "exports"
+SAMPLES = EXPORTS / "samples"
+EXPORTED = (
+    "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi", "phi3", "falcon", "bloom", "opt", "gpt2",
+    "gpt-neox",
+)  # fmt: skip
 # A window; windows in turns with a soft cap.
 DECODERS = ["mistral-past-dynamo18", "gemma2-past-dynamo23"]
 LLAMA = SAMPLES / "llama-past-dynamo23" / "model.onnx"
@@ -94,6 +101,18 @@ def test_packed_requests_equal_each_alone(decoder: Decoder) -> None:
     path, model = decoder
     assert model.manifest.donated == {"kv_cache": "kv_cache_updated"}
     assert served_error(path, model) < 3e-6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("opset", [18, 23])
+@pytest.mark.parametrize("name", EXPORTED)
+def test_exports_of_every_architecture(name: str, opset: int, tmp_path: Path) -> None:
+    """Needs torch and transformers, which make the exports."""
+    export = f"{name}-past-dynamo{opset}"
+    subprocess.run([sys.executable, EXPORTS / "export.py", export, "--folder", tmp_path], check=True)
+    path = tmp_path / export / "model.onnx"
+    assert served_error(path, lowering.compile(path, serve=lowering.Serve(CONTEXT, BLOCK), threads=2)) < 1e-5
 
 
 def test_only_own_blocks_are_written(decoder: Decoder) -> None:

@@ -33,6 +33,9 @@ INPUTS = {
     ),
 }  # fmt: skip
 OUTPUTS = ("output", "present_key", "present_value", "qk")
+# Configurations by their seeds, and calls of each.
+RUNS = {"CPU": (range(8), 4), "CPU, long": (range(100, 1100), 4), "CUDA": ((0, 3), 2),
+        "CUDA, long": (range(100, 160), 2)}  # fmt: skip
 
 Arrays = dict[str, np.ndarray]
 
@@ -244,16 +247,16 @@ def check(number: int, calls: int, target: str = "cpu") -> None:
                 np.testing.assert_allclose(y, theirs[name], tolerance_, tolerance_, err_msg=label)
 
 
-@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize("number", RUNS["CPU"][0])
 def test_equals_onnxruntime_and_the_reference(number: int) -> None:
-    check(number, 4)
+    check(number, RUNS["CPU"][1])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("number", range(100, 300))
+@pytest.mark.parametrize("number", RUNS["CPU, long"][0])
 def test_equals_onnxruntime_and_the_reference_at_length(number: int) -> None:
-    check(number, 4)
+    check(number, RUNS["CPU, long"][1])
 
 
 def decoder(**changes: Any) -> Any:

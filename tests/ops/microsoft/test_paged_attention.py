@@ -24,6 +24,9 @@ INPUTS = (
     "cos_cache", "sin_cache", "slot_mapping", "head_sink", "q_norm_weight", "k_norm_weight", "k_scale", "v_scale",
     "attention_metadata",
 )  # fmt: skip
+# Configurations by their seeds, and calls of each.
+RUNS = {"CPU": (range(6), 4), "CPU, long": (range(100, 600), 4), "CUDA": ((1, 2, 10), 2),
+        "CUDA, long": (range(100, 160), 2)}  # fmt: skip
 CACHES = {"key_cache": "key_cache_out", "value_cache": "value_cache_out"}
 
 
@@ -249,16 +252,16 @@ def check(number: int, calls: int, target: str = "cpu") -> None:
             assert close.all(), f"{old}, {label}"
 
 
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", RUNS["CPU"][0])
 def test_equals_the_reference(number: int) -> None:
-    check(number, 4)
+    check(number, RUNS["CPU"][1])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("number", range(100, 300))
+@pytest.mark.parametrize("number", RUNS["CPU, long"][0])
 def test_equals_the_reference_at_length(number: int) -> None:
-    check(number, 4)
+    check(number, RUNS["CPU, long"][1])
 
 
 @pytest.mark.parametrize(("tokens", "batch"), [(0, 2), (1, 1), (5, 5)])

@@ -26,6 +26,9 @@ INPUTS = (
     "position_ids", "attention_bias", "head_sink", "k_scale", "v_scale",
 )  # fmt: skip
 OUTPUTS = ("output", "present_key", "present_value")
+# Configurations by their seeds, and calls of each.
+RUNS = {"CPU": (range(7), 4), "CPU, long": (range(100, 600), 4), "CUDA": ((0, 2), 2),
+        "CUDA, long": (range(100, 160), 2)}  # fmt: skip
 STORED = {"int8": "int8", "int4": "uint8", "float8_e4m3fn": "float8_e4m3fn"}
 
 Arrays = dict[str, np.ndarray]
@@ -209,16 +212,16 @@ def close(case: Case, mine: np.ndarray, other: np.ndarray) -> bool:
     return bool((abs(mine.astype(int) - other.astype(int)) <= 1).all())
 
 
-@pytest.mark.parametrize("number", range(7))
+@pytest.mark.parametrize("number", RUNS["CPU"][0])
 def test_equals_onnxruntime_or_the_reference(number: int) -> None:
-    check(number, 4)
+    check(number, RUNS["CPU"][1])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("number", range(100, 300))
+@pytest.mark.parametrize("number", RUNS["CPU, long"][0])
 def test_equals_onnxruntime_or_the_reference_at_length(number: int) -> None:
-    check(number, 4)
+    check(number, RUNS["CPU, long"][1])
 
 
 def test_codes_of_a_long_prompt_are_bit_for_bit_those_of_onnxruntime() -> None:
