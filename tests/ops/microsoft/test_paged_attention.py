@@ -25,8 +25,8 @@ INPUTS = (
     "attention_metadata",
 )  # fmt: skip
 # Configurations by their seeds, and calls of each.
-RUNS = {"CPU": (range(6), 4), "CPU, long": (range(100, 600), 4), "CUDA": ((1, 2, 10), 2),
-        "CUDA, long": (range(100, 160), 2)}  # fmt: skip
+RUNS = {"CPU": (range(6), 4), "CPU, long": (range(100, 300), 10), "CUDA": ((1, 2, 10), 2),
+        "CUDA, long": (range(100, 120), 2)}  # fmt: skip
 CACHES = {"key_cache": "key_cache_out", "value_cache": "value_cache_out"}
 
 
