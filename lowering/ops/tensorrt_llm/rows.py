@@ -6,7 +6,7 @@ phases that ask for it, keys and values take the way through a code and back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +17,12 @@ from ...attention.append import code, encoded_e4m3, rounded
 from ...attention.parameters import int64
 from ...attention.places import decoded
 from ...importing.node import Node
-from ...importing.values import Size, Value
+from ...importing.values import Value
 from ..kernels import compute
 from .requests import Requests
 from .settings import RotarySettings, Settings
 
 Read = Callable[..., Any]
-Reads = Mapping[str, Any]
-Element = Callable[[Expr], Expr]
-Turn = Callable[[Element], Expr]
 
 
 @dataclass(frozen=True)
@@ -41,20 +38,11 @@ class Projections:
 
     def queries(self, node: Node, dtype: str) -> Value:
         """[rows, Hq, D] in that type, which holds what the type of qkv does."""
-        settings = self.settings
-
-        def row(source: Expr, x: Element, turn: Turn, reads: Reads) -> Expr:
-            value = turn(x)
-            if self.logn is not None:
-                value = value * reads["logn"](_nearest(reads["position"](source), reads["positions"]))
-            value = rounded(value, self.qkv.dtype)
-            if not settings.fp8_context:
-                return value
-            return self._in_context(source, reads, decoded(encoded_e4m3(value), "float32"), value)
-
-        arrays = {} if self.logn is None else {"position": self.requests["position"], "logn": self.logn}
-        sizes = {} if self.logn is None else {"positions": self.logn.shape[0]}
-        return self._rows(node, "queries", 0, settings.heads, dtype, self.angles, row, arrays, sizes)
+        rows = self._projected(node, "queries", 0, self.settings.heads, dtype, self.angles, self.logn)
+        if not self.settings.fp8_context:
+            return rows
+        coded = self._each(node, "queries", rows, lambda x: decoded(encoded_e4m3(x), "float32"))
+        return self._in_context(node, "queries", coded, rows)
 
     def keys(self, node: Node, dtype: str, factors: Value | None, scales: Value | None) -> Value:
         """[rows, Hkv, D] likewise; factors and scales [2] are those of codes, None if there are none."""
@@ -77,32 +65,25 @@ class Projections:
         factors: Value | None,
         scales: Value | None,
     ) -> Value:
-        settings = self.settings
-        coded = factors is not None and (not settings.unquantised or settings.fp8_context)
+        settings, codes, heads = self.settings, self.settings.codes, self.settings.kv_heads
+        rows = self._projected(node, name, first, heads, dtype, angles)
+        if factors is None or scales is None or codes is None or (settings.unquantised and not settings.fp8_context):
+            return rows
+        late = settings.streaming and angles is not None  # what is cached has not turned yet
+        known = self._projected(node, name, first, heads, dtype, None) if late else rows
 
-        def row(source: Expr, x: Element, turn: Turn, reads: Reads) -> Expr:
-            value = rounded(turn(x), self.qkv.dtype)
-            if not coded or settings.codes is None:
-                return value
-            codes, at = settings.codes, int64(part)
+        def through(x: Expr, factors: Read, scales: Read) -> Expr:
+            return decoded(code(x * factors(int64(part)), codes), "float32") * scales(int64(part))
 
-            def through(value: Expr) -> Expr:
-                return decoded(code(value * reads["factors"](at), codes), "float32") * reads["scales"](at)
+        known = self._each(node, name, known, through, (factors, scales), "float32" if late else dtype)
+        if late:
+            known = self._turned(node, name, known, angles, dtype)
+        return self._in_context(node, name, known, rows) if settings.unquantised else known
 
-            def unturned(e: Expr) -> Expr:
-                return through(rounded(x(e), self.qkv.dtype))
+    # Steps are kernels of their own where an element of the one before is read more than once: written out in place
+    # of it, codes of turned rows are expressions of thousands of operations.
 
-            known = turn(unturned) if settings.streaming else through(value)
-            return self._in_context(source, reads, known, value) if settings.unquantised else known
-
-        arrays = {"factors": factors, "scales": scales} if coded else {}
-        present = {name: value for name, value in arrays.items() if value is not None}
-        return self._rows(node, name, first, settings.kv_heads, dtype, angles, row, present, {})
-
-    def _in_context(self, source: Expr, reads: Reads, value: Expr, otherwise: Expr) -> Expr:
-        return tirx.Select(reads["context"](reads["sequence"](source)) > int64(0), value, otherwise)
-
-    def _rows(
+    def _projected(
         self,
         node: Node,
         name: str,
@@ -110,19 +91,18 @@ class Projections:
         heads: int,
         dtype: str,
         angles: Value | None,
-        row: Callable[[Expr, Element, Turn, Reads], Expr],
-        more: Mapping[str, Value],
-        sizes: Mapping[str, Size],
+        logn: Value | None = None,
     ) -> Value:
-        """row(source row, the element e of the head with its bias, what turns such a head, reads) at each element."""
+        """Heads of qkv from column `first` on, with bias, turned, times logn, and rounded to the type of qkv."""
         requests, rotary, size = self.requests, self.settings.rotary, int64(self.settings.size)
-        arrays = {"qkv": self.qkv, "sequence": requests["sequence"], "context": requests["context"], **more}
         optional = {"source": requests["source"] if requests.padded else None, "bias": self.bias, "angles": angles}
-        arrays |= {key: value for key, value in optional.items() if value is not None}
+        optional |= {"position": requests["position"] if logn is not None else None, "logn": logn}
+        arrays = {"qkv": self.qkv} | {key: value for key, value in optional.items() if value is not None}
+        sizes = [] if logn is None else [logn.shape[0]]
 
         def element(index: tuple[Expr, ...], *given: Any) -> Expr:
             n, h, d = index
-            reads = dict(zip((*arrays, *sizes), given))
+            reads = dict(zip(arrays, given))
             source = reads["source"](n) if requests.padded else n
 
             def x(e: Expr) -> Expr:
@@ -130,15 +110,57 @@ class Projections:
                 value = reads["qkv"](source, column).astype("float32")
                 return value + reads["bias"](column).astype("float32") if self.bias is not None else value
 
-            def turn(x: Element) -> Expr:
-                if angles is None or rotary is None:
-                    return x(d)
-                return turned(rotary, x, lambda k, side: reads["angles"](source, k, side), d)
-
-            return row(source, x, turn, reads).astype(dtype)
+            value = x(d)
+            if angles is not None and rotary is not None:
+                value = turned(rotary, x, lambda k, side: reads["angles"](source, k, side), d)
+            if logn is not None:
+                value = value * reads["logn"](_nearest(reads["position"](source), given[-1]))
+            return rounded(value, self.qkv.dtype).astype(dtype)
 
         shape = (requests.rows, heads, self.settings.size)
-        return compute(node, name, element, list(arrays.values()), shape, list(sizes.values()), dtype=dtype)
+        return compute(node, name, element, list(arrays.values()), shape, sizes, dtype=dtype)
+
+    def _each(
+        self,
+        node: Node,
+        name: str,
+        rows: Value,
+        function: Callable[..., Expr],
+        arrays: tuple[Value, ...] = (),
+        dtype: str | None = None,
+    ) -> Value:
+        """function(element as float32, *reads of the arrays) of each."""
+        dtype = dtype or rows.dtype
+
+        def element(index: tuple[Expr, ...], rows: Read, *reads: Read) -> Expr:
+            return function(rows(*index).astype("float32"), *reads).astype(dtype)
+
+        return compute(node, f"{name}_coded", element, [rows, *arrays], rows.shape, dtype=dtype)
+
+    def _turned(self, node: Node, name: str, rows: Value, angles: Value | None, dtype: str) -> Value:
+        requests, rotary = self.requests, self.settings.rotary
+        assert rotary is not None and angles is not None
+        sources = [requests["source"]] if requests.padded else []
+
+        def element(index: tuple[Expr, ...], rows: Read, angles: Read, *source: Read) -> Expr:
+            n, h, d = index
+            at = source[0](n) if source else n
+            return turned(rotary, lambda e: rows(n, h, e), lambda k, side: angles(at, k, side), d).astype(dtype)
+
+        return compute(node, f"{name}_turned", element, [rows, angles, *sources], rows.shape, dtype=dtype)
+
+    def _in_context(self, node: Node, name: str, rows: Value, others: Value) -> Value:
+        """Those of context requests, and others of generation requests."""
+        requests = self.requests
+        tables = [requests[key] for key in ("sequence", "context", *(("source",) if requests.padded else ()))]
+
+        def element(
+            index: tuple[Expr, ...], rows: Read, others: Read, sequence: Read, context: Read, *source: Read
+        ) -> Expr:
+            at = source[0](index[0]) if source else index[0]
+            return tirx.Select(context(sequence(at)) > int64(0), rows(*index), others(*index))
+
+        return compute(node, f"{name}_of_phase", element, [rows, others, *tables], rows.shape)
 
 
 def turned(rotary: RotarySettings, x: Callable[[Expr], Expr], angle: Callable[[Expr, Expr], Expr], d: Expr) -> Expr:
