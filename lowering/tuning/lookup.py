@@ -8,6 +8,7 @@ for. Between them the nearest one counts, by ratios: the function asks for its s
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ class Records:
         self._target = target.tvm
         self._sources = [
             *(_settled(best(part), _TUNED) for part in (parts_for(database, target) if database else ())),
-            *(_settled(best(part), _PRESET) for part in parts_like(PRESETS, architecture(target))),
+            *(_presets(part) for part in parts_like(PRESETS, architecture(target))),
         ]
 
     def choose(self, func: tirx.PrimFunc, variants: Sequence[Variant]) -> Choice | BySize | Code | None:
@@ -164,6 +165,12 @@ def by_size(sizes: Sequence[Size], points: dict[tuple[int, ...], Choice]) -> Cho
     small = {point: choice for point, choice in points.items() if point[axis] <= most}
     large = {point: choice for point, choice in points.items() if point[axis] > most}
     return BySize(sizes[axis], most, by_size(sizes, small), by_size(sizes, large))
+
+
+@functools.cache
+def _presets(part: Path) -> list[_Record]:
+    """Those of a folder of the package, whose files stay as they are: reading them takes a fifth of a small compile."""
+    return _settled(best(part), _PRESET)
 
 
 def _settled(records: Iterable[ms.database.TuningRecord], source: str) -> list[_Record]:
