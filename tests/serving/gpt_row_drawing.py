@@ -281,7 +281,7 @@ class RowDrawing:
             return
         dtype = self.T if case.relative_dtype == "T" else np.dtype(np.float32)
         if case.relative_bias != "explicit":
-            buckets = self.number(2, 8) * 2
+            buckets = 4 + 2 * ((self.heads + case.head_size) % 7)  # of a model, and so the same in all of its calls
             self.arguments["relative_attention_bias"] = rng.standard_normal((self.heads, buckets)).astype(dtype)
             return
         longest = max(self.lengths.total)
