@@ -19,9 +19,9 @@ from ..target.building import make_modules_of_machine_code
 _UNUSED_ON_CPUS = (
     # Takes half the time of compiling an attention, and finds nothing: what rules make allocates what it needs.
     "s_tir.CompactBufferAllocation",
-    # Look for what only schedules of GPUs ask for, or for hints that no rule gives.
+    # Look for what only schedules of GPUs ask for.
     "s_tir.InjectPermutedLayout", "s_tir.InjectSoftwarePipeline", "s_tir.InjectVirtualThread", "s_tir.ThreadSync",
-    "s_tir.InferFragment", "s_tir.LowerThreadAllreduce", "s_tir.RenormalizeSplitPattern", "s_tir.LoopPartition",
+    "s_tir.InferFragment", "s_tir.LowerThreadAllreduce",
 )  # fmt: skip
 
 Pass = Callable[[tvm.IRModule], tvm.IRModule]
