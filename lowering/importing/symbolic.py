@@ -140,6 +140,11 @@ def divide(symbols: Symbols, a: Size, b: Size) -> Size:
     return tirx.floordiv(a, b) if symbols.prove(a >= 0) and symbols.prove(b > 0) else tirx.truncdiv(a, b)
 
 
+def floor_divide(a: Size, b: int) -> Size:
+    """a / b rounded down, for a positive number b."""
+    return a // b if _numbers(a) else tirx.floordiv(_expr(a), _expr(b))
+
+
 def floor_mod(a: Size, b: Size) -> Size:
     """The remainder with the sign of the divisor (ONNX Mod with fmod = 0); of numbers 0 where the divisor is 0."""
     if _numbers(a, b):

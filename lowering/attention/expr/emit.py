@@ -13,7 +13,8 @@ from .node import Expr, terms
 _CLASSES: dict[str, type] = {
     "add": prim.Add, "sub": prim.Sub, "mul": prim.Mul, "div": prim.Div, "mod": prim.Mod, "floordiv": prim.FloorDiv,
     "floormod": prim.FloorMod, "min": prim.Min, "max": prim.Max, "eq": prim.EQ, "ne": prim.NE, "lt": prim.LT,
-    "le": prim.LE, "and": prim.And, "or": prim.Or, "not": prim.Not, "select": prim.Select,
+    "le": prim.LE, "and": prim.And, "or": prim.Or, "not": prim.Not, "select": prim.Select, "bit_and": prim.BitwiseAnd,
+    "bit_or": prim.BitwiseOr, "bit_xor": prim.BitwiseXor, "shift_left": prim.LShift, "shift_right": prim.RShift,
 }  # fmt: skip
 
 Load = Callable[[str, Sequence[ir.Expr]], ir.Expr]

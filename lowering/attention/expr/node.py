@@ -19,7 +19,7 @@ INDICES = (*PAIR, "s")
 PARAMETERS = ("scalar", "load")
 """What reads a parameter of the kernel."""
 
-COMMUTATIVE = ("add", "mul", "min", "max", "and", "or", "eq", "ne")
+COMMUTATIVE = ("add", "mul", "min", "max", "and", "or", "eq", "ne", "bit_and", "bit_or", "bit_xor")
 
 _Value = bool | int | str | None
 

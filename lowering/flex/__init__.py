@@ -1,0 +1,42 @@
+"""Attention that you write: score_mod and mask_mod are Python functions, traced and compiled (docs/flex.md).
+
+    from lowering import flex
+    y = flex.flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: 20 * flex.tanh(s / 20), mask_mod=flex.masks.causal)
+"""
+
+from __future__ import annotations
+
+from . import masks, mods
+from .attention import flex_attention
+from .block_mask import BlockMask
+from .create import create_block_mask
+from .kept import CacheInfo, cache_clear, cache_info
+from .masks import and_masks, or_masks
+from .vocabulary import (
+    abs,
+    cast,
+    ceil,
+    clip,
+    cos,
+    exp,
+    exp2,
+    floor,
+    log,
+    log2,
+    logical_and,
+    logical_not,
+    logical_or,
+    maximum,
+    minimum,
+    sigmoid,
+    sin,
+    sqrt,
+    tanh,
+    where,
+)
+
+__all__ = [
+    "BlockMask", "CacheInfo", "abs", "and_masks", "cache_clear", "cache_info", "cast", "ceil", "clip", "cos",
+    "create_block_mask", "exp", "exp2", "flex_attention", "floor", "log", "log2", "logical_and", "logical_not",
+    "logical_or", "masks", "maximum", "minimum", "mods", "or_masks", "sigmoid", "sin", "sqrt", "tanh", "where",
+]  # fmt: skip

@@ -1,0 +1,145 @@
+"""`flex_attention`: attention over arrays whose score and mask are Python functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from ..attention.flex_node import Settings
+from ..errors import InputError
+from ..runtime import Model
+from . import kept
+from .block_mask import BlockMask
+from .captured import specs_of
+from .fingerprint import fingerprint
+from .mod import Mod
+from .problem import Problem, check_operands, settings_of
+
+Array: TypeAlias = Any
+
+_KNOWN_CALLS = 4096
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The kernel of calls of one kind."""
+
+    model: Model
+    lse: bool
+
+
+_plans: dict[tuple[Any, ...], _Plan] = {}
+
+
+def flex_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    score_mod: Mod | None = None,
+    mask_mod: Mod | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    *,
+    captures: Mapping[str, Array] | None = None,
+    target: str = "cpu",
+) -> Array | tuple[Array, Array]:
+    """softmax(score_mod(scale * q k^T) where mask_mod holds) v, over arrays.
+
+    q is [B, Hq, S, D], k [B, Hkv, T, D] and v [B, Hkv, T, Dv], of float32, float16, bfloat16 or float64; k and v may
+    have one batch for all. NumPy's arrays, or those of any library that speaks DLPack: the result is of the same kind,
+    [B, Hq, S, Dv] in the type of q. With return_lse it is the pair of that and lse [B, Hq, S] in float32 (float64 for
+    float64): the natural logarithm of the sum of exp(score) over the keys that a row sees. A row that sees none gives 0
+    and -inf.
+
+    score_mod(score, b, h, q_idx, kv_idx) gives the score that counts, in float32 (float64), mask_mod(b, h, q_idx,
+    kv_idx) whether the pair is visible; h is the query head. They are Python functions that are traced, once: with the
+    operators of Python and the functions of `lowering.flex`. Arrays that they read are `captures` by name, and their
+    keyword-only parameters; new values, and other lengths, need no new kernel. block_mask says which blocks mask_mod
+    need be looked at, by `create_block_mask` or `BlockMask.from_kv_blocks`; without one the kernel finds that out by
+    itself, where it can. enable_gqa allows Hq to be a multiple of Hkv: query head h reads key/value head
+    h // (Hq // Hkv). scale is 1 / sqrt(D) by default. target is that of `lowering.compile`.
+
+    The first call of a kind compiles, which takes seconds; kernels are kept in memory and on disk (`cache_info`).
+
+    Raises InputError for what does not fit, and for mods that cannot be traced.
+
+    Source: PyTorch's torch.nn.attention.flex_attention.
+    """
+    given: dict[str, Any] = {"q": q, "k": k, "v": v}
+    if block_mask is not None:
+        mask_mod, captures = block_mask.joined(mask_mod, captures)
+        block_mask.check_lengths(q.shape[2], k.shape[2])
+        given["block_states"] = block_mask.states
+    if captures:
+        given.update(captures)
+    known = _kind(given, score_mod, mask_mod, block_mask, scale, enable_gqa, return_lse, target)
+    plan = None if known is None else _plans.get(known)
+    if plan is None:
+        plan = _planned(given, captures or {}, score_mod, mask_mod, block_mask, scale, enable_gqa, return_lse, target)
+        if known is not None:
+            if len(_plans) >= _KNOWN_CALLS:
+                _plans.clear()
+            _plans[known] = plan
+    else:
+        kept.hit()
+    results = plan.model.run(given)
+    return (results["y"], results["lse"]) if return_lse else results["y"]
+
+
+def forget() -> None:
+    """Makes calls look for their kernels anew."""
+    _plans.clear()
+
+
+def _kind(given: Mapping[str, Any], score_mod: Any, mask_mod: Any, block_mask: Any, *settings: Any) -> Any:
+    """What calls have in common that run one kernel and need no further check; None where that cannot be told."""
+    score, mask = (() if mod is None else fingerprint(mod) for mod in (score_mod, mask_mod))
+    if score is None or mask is None:
+        return None
+    try:
+        q, k, v = (given[name].shape for name in "qkv")
+        # Batches and keys that differ have no kernel that would refuse them.
+        sizes = (q[1], k[1], v[1], q[3], k[3], v[3], k[0] == 1, q[0] == k[0], k[0] == v[0], k[2] == v[2], len(q))
+        arrays = tuple((name, str(array.dtype), len(array.shape)) for name, array in given.items())
+    except (AttributeError, IndexError):
+        return None
+    blocks = None if block_mask is None else (block_mask.BLOCK_SIZE, *block_mask.differing)
+    return score, mask, blocks, sizes, arrays, settings
+
+
+def _planned(
+    given: Mapping[str, Any],
+    captures: Mapping[str, Any],
+    score_mod: Mod | None,
+    mask_mod: Mod | None,
+    block_mask: BlockMask | None,
+    scale: float | None,
+    enable_gqa: bool,
+    return_lse: bool,
+    target: str,
+) -> _Plan:
+    for name in "qkv":
+        if not hasattr(given[name], "shape") or not hasattr(given[name], "dtype"):
+            raise InputError(f"{name} is a {type(given[name]).__name__}, no array.")
+    shapes = {name: tuple(map(int, given[name].shape)) for name in "qkv"}
+    dtypes = {name: str(given[name].dtype).rpartition(".")[2] for name in "qkv"}
+    check_operands(shapes, dtypes, enable_gqa)
+    specs = specs_of(captures)
+    blocks = None if block_mask is None else block_mask.BLOCK_SIZE
+    settings: Settings = settings_of(score_mod, mask_mod, specs, dtypes["q"], scale, shapes["q"][3], blocks)
+    q, k, v = (shapes[name] for name in "qkv")
+    batch: int | str = 1 if k[0] == 1 and q[0] != 1 else "batch"
+    problem = Problem(
+        dtype=dtypes["q"],
+        q=("batch", q[1], "rows", q[3]),
+        k=(batch, k[1], "keys", k[3]),
+        v=(batch, v[1], "keys", v[3]),
+        settings=settings,
+        captures=tuple(specs.items()),
+        blocks=None if block_mask is None else block_mask.differing,
+        lse=return_lse,
+    )
+    return _Plan(kept.model_of(problem, target), return_lse)

@@ -1,0 +1,155 @@
+"""What a kernel of flex_attention is made for, and the ONNX model of one FlexAttention node that is compiled for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import ml_dtypes
+import numpy as np
+
+from ..attention.expr.node import parameters
+from ..attention.flex_node import DOMAIN, INPUTS, Settings
+from ..errors import InputError
+from .captured import ArraySpec
+from .mod import Mod, trace_mask, trace_score
+
+if TYPE_CHECKING:
+    import onnx
+
+Dims: TypeAlias = tuple[int | str, ...]
+
+TYPES = ("float32", "float16", "bfloat16", "float64")
+RESERVED = (*INPUTS, "y", "lse", "dy")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a kernel is made for: element type, dimensions of q, k and v (numbers, or names of symbolic sizes), the
+    mods, the arrays that they read, the block size of a block mask and how many batches and heads that has (1, or all
+    of them), and what comes out."""
+
+    dtype: str
+    q: Dims
+    k: Dims
+    v: Dims
+    settings: Settings
+    captures: tuple[tuple[str, ArraySpec], ...]
+    blocks: tuple[bool, bool] | None = None  # whether they differ by batch, and by head
+    lse: bool = False
+
+    def to_onnx(self) -> onnx.ModelProto:
+        """The model with inputs q, k, v, block_states if there is a block mask, and the captured arrays by name."""
+        batch, heads, rows = self.q[:3]
+        given = [info(name, self.dtype, dims) for name, dims in (("q", self.q), ("k", self.k), ("v", self.v))]
+        names = ["q", "k", "v"]
+        if self.blocks is not None:
+            by_batch, by_head = self.blocks
+            states = (batch if by_batch else 1, heads if by_head else 1, "row_blocks", "key_blocks")
+            given.append(info("block_states", "int8", states))
+            names.append("block_states")
+        elif self.captures:
+            names.append("")
+        given += captured_inputs(self.captures)
+        names += [name for name, _ in self.captures]
+        made = [info("y", self.dtype, (batch, heads, rows, self.v[3]))]
+        if self.lse:
+            made.append(info("lse", "float64" if self.dtype == "float64" else "float32", (batch, heads, rows)))
+        return one_node("FlexAttention", names, given, made, self.settings)
+
+
+def captured_inputs(captures: Sequence[tuple[str, ArraySpec]]) -> list[onnx.ValueInfoProto]:
+    """The inputs of a model for captured arrays, of any size."""
+    return [info(name, spec.dtype, tuple(f"{name}_{axis}" for axis in range(spec.rank))) for name, spec in captures]
+
+
+def one_node(
+    op_type: str,
+    names: Sequence[str],
+    given: Sequence[onnx.ValueInfoProto],
+    made: Sequence[onnx.ValueInfoProto],
+    settings: Settings,
+) -> onnx.ModelProto:
+    """The model of a node with inputs of these names and all outputs of the model."""
+    from onnx import helper
+
+    outputs = [value.name for value in made]
+    node = helper.make_node(op_type, names, outputs, "flex_attention", domain=DOMAIN, settings=settings.to_json())
+    graph = helper.make_graph([node], "flex_attention", given, made)
+    imports = [helper.make_opsetid("", 24), helper.make_opsetid(DOMAIN, 1)]
+    return helper.make_model(graph, opset_imports=imports, ir_version=11)
+
+
+def settings_of(
+    score_mod: Mod | None,
+    mask_mod: Mod | None,
+    specs: Mapping[str, ArraySpec],
+    dtype: str,
+    scale: float | None,
+    head_dim: int,
+    block_size: tuple[int, int] | None,
+) -> Settings:
+    """What the node says. Raises InputError for mods that cannot be traced, and for captured arrays that none reads."""
+    acc = "float64" if dtype == "float64" else "float32"
+    for name in specs:
+        if name in RESERVED:
+            raise InputError(f"a captured array cannot be called '{name}', as an input or output is. Rename it.")
+    score = None if score_mod is None else trace_score(score_mod, specs, acc)
+    mask = None if mask_mod is None else trace_mask(mask_mod, specs)
+    exprs = [expr for expr in (score, mask) if expr is not None]
+    used = {name for expr in exprs for name in parameters(expr, "load")}
+    used |= {name.rpartition(".")[0] for expr in exprs for name in parameters(expr, "scalar")}
+    unused = [name for name in specs if name not in used]
+    if unused:
+        raise InputError(
+            f"captures has '{unused[0]}', which no mod reads. A mod reads what it names behind a *: "
+            f"def mod(..., *, {unused[0]})."
+        )
+    scale = 1 / math.sqrt(head_dim) if scale is None else float(scale)
+    return Settings(scale, score, mask, tuple(specs), block_size)
+
+
+def check_operands(shapes: Mapping[str, Sequence[Any]], dtypes: Mapping[str, str], enable_gqa: bool) -> None:
+    """Raises InputError for q, k and v that do not fit together; sizes that are names fit any."""
+    for name, shape in shapes.items():
+        if len(shape) != 4:
+            raise InputError(f"{name} has the shape {_text(shape)}: make it [batch, heads, length, head size].")
+    if len({*dtypes.values()}) > 1:
+        text = ", ".join(f"{name} is {dtype}" for name, dtype in dtypes.items())
+        raise InputError(f"{text}: give them one type.")
+    if dtypes["q"] not in TYPES:
+        raise InputError(f"q, k and v are {dtypes['q']}. Use one of {', '.join(TYPES)}.")
+    q, k, v = (shapes[name] for name in "qkv")
+    for what, axis in (("batches", 0), ("heads", 1), ("keys", 2)):
+        if _differ(k[axis], v[axis]):
+            raise InputError(f"k has {k[axis]} {what} and v has {v[axis]}.")
+    if _differ(q[0], k[0]) and k[0] != 1:
+        raise InputError(f"q has {q[0]} batches and k has {k[0]}: give them one batch size, or k and v one batch.")
+    if _differ(q[3], k[3]):
+        raise InputError(f"the head size of q is {q[3]} and that of k is {k[3]}.")
+    for name, axis in (("q", 1), ("k", 1), ("q", 3), ("v", 3)):
+        if not isinstance(shapes[name][axis], int):
+            raise InputError(f"dimension {axis} of {name} is '{shapes[name][axis]}': kernels are made for a number.")
+    if q[1] != k[1]:
+        if not enable_gqa:
+            raise InputError(f"q has {q[1]} heads and k has {k[1]}: pass enable_gqa=True if heads of q share those of k.")
+        if not k[1] or q[1] % k[1]:
+            raise InputError(f"the {q[1]} heads of q do not divide into the {k[1]} of k and v.")
+
+
+def _differ(a: Any, b: Any) -> bool:
+    return isinstance(a, int) and isinstance(b, int) and a != b
+
+
+def _text(shape: Sequence[Any]) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"
+
+
+def info(name: str, dtype: str, dims: Dims) -> onnx.ValueInfoProto:
+    """An input or output of a model."""
+    from onnx import helper  # only where something is compiled
+
+    kind = helper.np_dtype_to_tensor_dtype(np.dtype(getattr(ml_dtypes, dtype, dtype)))
+    return helper.make_tensor_value_info(name, kind, dims)
