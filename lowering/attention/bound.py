@@ -24,8 +24,10 @@ from .scores import Scores
 class Bound:
     """`problem` with the parameters of the PrimFunc frame that is open in the IRBuilder; see `Parameters`."""
 
-    def __init__(self, problem: AttentionProblem, scope: str = "global") -> None:
-        parameters = Parameters(problem, scope)
+    def __init__(
+        self, problem: AttentionProblem, scope: str = "global", parameters: Parameters | None = None
+    ) -> None:
+        parameters = Parameters(problem, scope) if parameters is None else parameters
         self.problem, self.buffers, self.scratch = problem, parameters.buffers, parameters.scratch
         self.B, self.S, self.T = parameters.B, parameters.S, parameters.T
         self.places = Places(parameters)

@@ -16,6 +16,9 @@ DOMAIN = "lowering.flex"
 INPUTS = ("q", "k", "v", "block_states")
 """In front of the captured arrays; states of blocks may be missing."""
 
+GRADIENT_INPUTS = (*INPUTS, "y", "lse", "dy")
+"""The same for FlexAttentionGradient."""
+
 HIDDEN, PARTIAL, FULL = 0, 1, 2
 """States of a block: no pair is visible, those are that the mask shows, all are."""
 

@@ -31,15 +31,27 @@ class Parameters:
     def __init__(self, problem: AttentionProblem, scope: str = "global") -> None:
         self.problem, self.scope = problem, scope
         self._sizes = Sizes()
-        T.func_attr({"tirx.noalias": True, "op_pattern": 8, ATTRIBUTE: problem.to_json()})
-        names, scalars = problem.parameters(), problem.scalars()
+        T.func_attr({"tirx.noalias": True, "op_pattern": 8, **self.attributes()})
+        names, scalars = self.names(), problem.scalars()
         arguments = {name: T.arg(name, T.int64() if name in scalars else T.handle()) for name in names}
         self.scalars = {name: arguments[name] for name in names if name in scalars}
         self.B = self._size("B", problem.batch)
         self.S = self.scalars.get("most_rows", self._size("S", problem.q_len))
         self.T = self.scalars.get("most_keys", self._size("T", problem.kv_len))
-        shapes = self._rows() | self._store() | self._mask() | self._tables() | self._tables_of(problem.score)
-        self.buffers = {name: matched(name, arguments[name], *shapes[name]) for name in names if name not in scalars}
+        tensors = self.tensors()
+        self.buffers = {name: matched(name, arguments[name], *tensors[name]) for name in names if name not in scalars}
+
+    def names(self) -> tuple[str, ...]:
+        """Of all parameters, in order."""
+        return self.problem.parameters()
+
+    def attributes(self) -> dict[str, str]:
+        """What the function says of itself."""
+        return {ATTRIBUTE: self.problem.to_json()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Shape and element type of all that may be among them."""
+        return self._rows() | self._store() | self._mask() | self._tables() | self._tables_of(self.problem.score)
 
     def _rows(self) -> dict[str, Tensor]:
         """Tensors by query rows."""

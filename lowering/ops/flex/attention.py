@@ -5,6 +5,8 @@ A row that sees no key gives 0, and -inf as lse. Query head h reads key/value he
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from tvm import relax
@@ -12,12 +14,14 @@ from tvm import relax
 from ...attention.expr.node import Expr, canonical, number, renamed
 from ...attention.flex_node import DOMAIN, FULL, PARTIAL, Settings
 from ...attention.formula import CHANGE, Formula
-from ...importing.compute import agreed, number as known
+from ...attention.problem import AttentionProblem
+from ...importing.compute import agreed
+from ...importing.compute import number as known
 from ...importing.node import Node
-from ...importing.values import Size, Value
+from ...importing.values import Size, Value, static
 from .. import op
 from ..asserted import asserted
-from ..attend import attend
+from ..attend import solved
 from .reads import Reads, table
 
 @op("FlexAttention", since=1, domain=DOMAIN)
@@ -26,34 +30,60 @@ def flex_attention(
 ) -> tuple[Value | None, ...]:
     """y [B, Hq, S, Dv] and lse [B, Hq, S] of q [B, Hq, S, D], k [B or 1, Hkv, T, D], v [B or 1, Hkv, T, Dv], the states
     int8 [B or 1, Hq or 1, row blocks, key blocks] of a block mask, and the captured arrays."""
-    settings = Settings.from_json(node.attr("settings"))
-    q, k, v = _checked(node, q, k, v)
-    heads = known(node, "number of heads of q", q.shape[1]), known(node, "number of heads of k", k.shape[1])
-    ends = {"b": q.shape[0], "h": heads[0], "i": q.shape[2], "j": k.shape[2]}
-    reads = Reads(node, {name: table(node, value) for name, value in zip(settings.captures, captured)}, ends)
-    mask = None if settings.mask is None else reads.safe(settings.mask)
-    score = None if settings.score is None else reads.safe(settings.score)
-    if states is not None and settings.block_size is not None:
-        blocks = _blocks(node, states, ends, settings.block_size)
-        mask = _in_blocks(mask, blocks, settings.block_size)
-        reads.arrays["block_states"] = blocks
-    given: dict[str, Any] = {}
-    fields: dict[str, Any] = {}
-    for field, expr, prefix in (("mask", mask, ""), ("score", score, CHANGE)):
-        if expr is not None:
-            expr, names = renamed(expr, prefix)
-            fields[field] = Formula(expr)
-            given |= {new: reads.arrays[old] if old in reads.arrays else reads.sizes[old] for new, old in names.items()}
-    results = attend(
-        node,
-        {"q": q, "k": k, "v": v, **given},
-        heads=heads,
-        acc_dtype="float64" if q.dtype == "float64" else "float32",
-        scale=settings.scale,
-        lse=node.wants(1),
-        **fields,
-    )
+    attention = Attention(node, Settings.from_json(node.attr("settings")), q, k, v, states, captured)
+    problem = dataclasses.replace(attention.problem, lse=node.wants(1))
+    results = solved(node, problem, attention.given, attention.k.shape[2])
     return results["y"], results.get("lse")
+
+
+class Attention:
+    """The record of a node, and the kernel's parameters by name: q, k and v of one batch size, the captured arrays
+    behind their checks (`reads`)."""
+
+    def __init__(
+        self,
+        node: Node,
+        settings: Settings,
+        q: Value,
+        k: Value,
+        v: Value,
+        states: Value | None,
+        captured: Sequence[Value],
+    ) -> None:
+        self.q, self.k, self.v = q, k, v = _checked(node, q, k, v)
+        heads = known(node, "number of heads of q", q.shape[1]), known(node, "number of heads of k", k.shape[1])
+        ends = {"b": q.shape[0], "h": heads[0], "i": q.shape[2], "j": k.shape[2]}
+        arrays = {name: table(node, value) for name, value in zip(settings.captures, captured)}
+        self.reads = reads = Reads(node, arrays, ends)
+        mask = None if settings.mask is None else reads.safe(settings.mask)
+        score = None if settings.score is None else reads.safe(settings.score)
+        if states is not None and settings.block_size is not None:
+            blocks = _blocks(node, states, ends, settings.block_size)
+            mask = _in_blocks(mask, blocks, settings.block_size)
+            reads.arrays["block_states"] = blocks
+        self.given: dict[str, Any] = {"q": q, "k": k, "v": v}
+        formulas: dict[str, Formula] = {}
+        for field, expr, prefix in (("mask", mask, ""), ("score", score, CHANGE)):
+            if expr is not None:
+                expr, names = renamed(expr, prefix)
+                formulas[field] = Formula(expr)
+                for new, old in names.items():
+                    self.given[new] = reads.arrays[old] if old in reads.arrays else reads.sizes[old]
+        self.problem = AttentionProblem(
+            batch=static(q.shape[0]),
+            q_len=static(q.shape[2]),
+            kv_len=static(k.shape[2]),
+            q_heads=heads[0],
+            kv_heads=heads[1],
+            head_dim=known(node, "head size of q", q.shape[3]),
+            v_head_dim=known(node, "head size of v", v.shape[3]),
+            dtype=q.dtype,
+            v_dtype=q.dtype,
+            acc_dtype="float64" if q.dtype == "float64" else "float32",
+            scale=settings.scale,
+            score=formulas.get("score"),
+            mask=formulas.get("mask"),
+        )
 
 
 def _checked(node: Node, q: Value, k: Value, v: Value) -> tuple[Value, Value, Value]:
