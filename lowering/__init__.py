@@ -15,6 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import flex as flex
     from .compiling.compiler import compile as compile
     from .errors import ArtifactError as ArtifactError
     from .errors import InputError as InputError
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from .errors import ModelError as ModelError
     from .errors import NodeError as NodeError
     from .errors import TargetError as TargetError
+    from .flex import FlexModule as FlexModule
+    from .flex import compile_flex as compile_flex
+    from .flex import flex_attention as flex_attention
     from .functions.gpt_attention import gpt_attention as gpt_attention
     from .graph.serve import Serve as Serve
     from .profiling.benchmark import Profile as Profile
@@ -47,6 +51,9 @@ _HOME = {
     "Tuning": "tuning.tune",
     "file_results": "tuning.batches",
     "gpt_attention": "functions.gpt_attention",
+    "flex_attention": "flex",
+    "compile_flex": "flex",
+    "FlexModule": "flex",
     "Batcher": "serving",
     "PagedKVCache": "serving",
     "Serve": "graph.serve",
@@ -61,10 +68,12 @@ _HOME = {
     "InputError": "errors",
 }
 
-__all__ = sorted(_HOME)
+__all__ = sorted((*_HOME, "flex"))
 
 
 def __getattr__(name: str) -> Any:
+    if name == "flex":
+        return importlib.import_module(".flex", __name__)
     if name not in _HOME:
         raise AttributeError(f"module 'lowering' has no attribute '{name}'")
     return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ..attention.flex_node import Settings
 from ..errors import InputError
 from ..runtime import Model
 from . import kept
@@ -14,7 +13,7 @@ from .block_mask import BlockMask
 from .captured import specs_of
 from .fingerprint import fingerprint
 from .mod import Mod
-from .problem import Problem, check_operands, settings_of
+from .problem import check_operands, problem_of
 
 Array: TypeAlias = Any
 
@@ -127,19 +126,24 @@ def _planned(
     shapes = {name: tuple(map(int, given[name].shape)) for name in "qkv"}
     dtypes = {name: str(given[name].dtype).rpartition(".")[2] for name in "qkv"}
     check_operands(shapes, dtypes, enable_gqa)
-    specs = specs_of(captures)
-    blocks = None if block_mask is None else block_mask.BLOCK_SIZE
-    settings: Settings = settings_of(score_mod, mask_mod, specs, dtypes["q"], scale, shapes["q"][3], blocks)
-    q, k, v = (shapes[name] for name in "qkv")
-    batch: int | str = 1 if k[0] == 1 and q[0] != 1 else "batch"
-    problem = Problem(
-        dtype=dtypes["q"],
-        q=("batch", q[1], "rows", q[3]),
-        k=(batch, k[1], "keys", k[3]),
-        v=(batch, v[1], "keys", v[3]),
-        settings=settings,
-        captures=tuple(specs.items()),
-        blocks=None if block_mask is None else block_mask.differing,
-        lse=return_lse,
+    problem = problem_of(
+        any_length(shapes),
+        dtypes,
+        score_mod,
+        mask_mod,
+        specs_of(captures),
+        None if block_mask is None else (block_mask.BLOCK_SIZE, block_mask.differing),
+        scale,
+        enable_gqa,
+        return_lse,
     )
     return _Plan(kept.model_of(problem, target), return_lse)
+
+
+def any_length(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int | str, ...]]:
+    """The shapes with names for batch, rows and keys; they are numbers that fit together."""
+    (batch, *_), (kv_batch, *_), _ = (shapes[name] for name in "qkv")
+    fit = {"q": ("batch", "rows"), "k": ("batch", "keys"), "v": ("batch", "keys")}
+    if kv_batch == 1 != batch:
+        fit |= {"k": (1, "keys"), "v": (1, "keys")}
+    return {name: (fit[name][0], shape[1], fit[name][1], shape[3]) for name, shape in shapes.items()}

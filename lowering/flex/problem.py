@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from ..attention.expr.node import parameters
-from ..attention.flex_node import DOMAIN, INPUTS, Settings
+from ..attention.flex_node import DOMAIN, GRADIENT_INPUTS, Settings
 from ..errors import InputError
 from .captured import ArraySpec
 from .mod import Mod, trace_mask, trace_score
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 Dims: TypeAlias = tuple[int | str, ...]
 
 TYPES = ("float32", "float16", "bfloat16", "float64")
-RESERVED = (*INPUTS, "y", "lse", "dy")
+RESERVED = (*GRADIENT_INPUTS, "dq", "dk", "dv")
 
 
 @dataclass(frozen=True)
 class Problem:
     """What a kernel is made for: element type, dimensions of q, k and v (numbers, or names of symbolic sizes), the
-    mods, the arrays that they read, the block size of a block mask and how many batches and heads that has (1, or all
-    of them), and what comes out."""
+    mods, the arrays that they read, whether a block mask differs by batch and by head (None: there is none), and what
+    comes out."""
 
     dtype: str
     q: Dims
@@ -37,32 +37,58 @@ class Problem:
     v: Dims
     settings: Settings
     captures: tuple[tuple[str, ArraySpec], ...]
-    blocks: tuple[bool, bool] | None = None  # whether they differ by batch, and by head
+    blocks: tuple[bool, bool] | None = None
     lse: bool = False
+
+    @property
+    def acc_dtype(self) -> str:
+        """The type of scores and lse."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def y(self) -> Dims:
+        return (*self.q[:3], self.v[3])
 
     def to_onnx(self) -> onnx.ModelProto:
         """The model with inputs q, k, v, block_states if there is a block mask, and the captured arrays by name."""
-        batch, heads, rows = self.q[:3]
-        given = [info(name, self.dtype, dims) for name, dims in (("q", self.q), ("k", self.k), ("v", self.v))]
-        names = ["q", "k", "v"]
+        names, given = self._operands()
+        made = [info("y", self.dtype, self.y)]
+        if self.lse:
+            made.append(info("lse", self.acc_dtype, self.q[:3]))
+        given += captured_inputs(self.captures)
+        return one_node("FlexAttention", [*names, *dict(self.captures)], given, made, self.settings)
+
+    def gradient_to_onnx(self) -> onnx.ModelProto:
+        """The model of the gradient: inputs as of `to_onnx`, and y, lse and dy; outputs dq, dk, dv and d_<name> for each
+        captured floating-point array."""
+        names, given = self._operands()
+        given += [info("y", self.dtype, self.y), info("lse", self.acc_dtype, self.q[:3]), info("dy", self.dtype, self.y)]
+        captured = captured_inputs(self.captures)
+        made = [info(f"d{name}", self.dtype, getattr(self, name)) for name in "qkv"]
+        for name, spec in self.captures:
+            if "float" in spec.dtype:
+                made.append(info(f"d_{name}", spec.dtype, _sizes_of(name, spec)))
+        inputs = [*names, "y", "lse", "dy", *dict(self.captures)]
+        return one_node("FlexAttentionGradient", inputs, [*given, *captured], made, self.settings)
+
+    def _operands(self) -> tuple[list[str], list[onnx.ValueInfoProto]]:
+        """q, k, v and the states of a block mask, "" where there is none: names, and inputs of the model."""
+        names, given = ["q", "k", "v", ""], [info(name, self.dtype, getattr(self, name)) for name in "qkv"]
         if self.blocks is not None:
             by_batch, by_head = self.blocks
-            states = (batch if by_batch else 1, heads if by_head else 1, "row_blocks", "key_blocks")
+            states = (self.q[0] if by_batch else 1, self.q[1] if by_head else 1, "row_blocks", "key_blocks")
             given.append(info("block_states", "int8", states))
-            names.append("block_states")
-        elif self.captures:
-            names.append("")
-        given += captured_inputs(self.captures)
-        names += [name for name, _ in self.captures]
-        made = [info("y", self.dtype, (batch, heads, rows, self.v[3]))]
-        if self.lse:
-            made.append(info("lse", "float64" if self.dtype == "float64" else "float32", (batch, heads, rows)))
-        return one_node("FlexAttention", names, given, made, self.settings)
+            names[3] = "block_states"
+        return names, given
+
+
+def _sizes_of(name: str, spec: ArraySpec) -> Dims:
+    return tuple(f"{name}_{axis}" for axis in range(spec.rank))
 
 
 def captured_inputs(captures: Sequence[tuple[str, ArraySpec]]) -> list[onnx.ValueInfoProto]:
     """The inputs of a model for captured arrays, of any size."""
-    return [info(name, spec.dtype, tuple(f"{name}_{axis}" for axis in range(spec.rank))) for name, spec in captures]
+    return [info(name, spec.dtype, _sizes_of(name, spec)) for name, spec in captures]
 
 
 def one_node(
@@ -80,6 +106,29 @@ def one_node(
     graph = helper.make_graph([node], "flex_attention", given, made)
     imports = [helper.make_opsetid("", 24), helper.make_opsetid(DOMAIN, 1)]
     return helper.make_model(graph, opset_imports=imports, ir_version=11)
+
+
+def problem_of(
+    shapes: Mapping[str, Sequence[Any]],
+    dtypes: Mapping[str, str],
+    score_mod: Mod | None,
+    mask_mod: Mod | None,
+    specs: Mapping[str, ArraySpec],
+    blocks: tuple[tuple[int, int], tuple[bool, bool]] | None,
+    scale: float | None,
+    enable_gqa: bool,
+    lse: bool,
+) -> Problem:
+    """The problem of q, k and v of these shapes, numbers or names of symbolic sizes. blocks are BLOCK_SIZE of a block
+    mask, and whether it differs by batch and by head.
+
+    Raises InputError for what does not fit, and for mods that cannot be traced.
+    """
+    check_operands(shapes, dtypes, enable_gqa)
+    size, differing = (None, None) if blocks is None else blocks
+    settings = settings_of(score_mod, mask_mod, specs, dtypes["q"], scale, int(shapes["q"][3]), size)
+    q, k, v = (tuple(shapes[name]) for name in "qkv")
+    return Problem(dtypes["q"], q, k, v, settings, tuple(specs.items()), differing, lse)
 
 
 def settings_of(

@@ -6,8 +6,9 @@ from ..variant import Rule
 from .attention import attention
 from .concat import concat
 from .elementwise import elementwise
+from .gradient import gradient
 from .matmul import matmul
 from .reduction import reduction
 from .sliding import windows
 
-RULES: tuple[Rule, ...] = (attention, matmul, elementwise, concat, windows, reduction)
+RULES: tuple[Rule, ...] = (attention, gradient, matmul, elementwise, concat, windows, reduction)

@@ -1,0 +1,419 @@
+"""Gradients of attention: FlashAttention-2, backward (Dao, arXiv:2307.08691, Algorithm 2), in CPU registers.
+
+    for each batch and key/value head, in parallel:
+        dK = dV = 0                                          [T, D], [T, Dv]
+        for each of its query heads, each tile of B_r rows:  Q_i, dY_i, delta = rowsum(dY_i * Y_i)
+            for each tile of B_c keys that some row sees:
+                S   = Q_i K_j^T,  dP = dY_i V_j^T            [B_r, B_c], kept transposed
+                P   = exp(S - lse),  dz = P * (dP - delta)   0 where a key is not visible
+                dS  = dz * ds'/ds
+                dV_j += P^T dY_i,  dK_j += dS^T Q_i,  dQ_i += dS K_j
+
+S is kept transposed, as in prefill.py. Tables that scores read get their gradients pair by pair; whose elements batches
+or heads share, they go through one after the other. A pair that is not visible has P = dS = 0; where what it reads may
+not be finite, such products are left out, as 0 * NaN = NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import tvm
+from tvm import tirx
+from tvm.ir import Expr
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from lowering.attention.expr.emit import lanes as lanes_of
+from lowering.attention.gradient import ATTRIBUTE, BoundGradient, GradientProblem
+from lowering.attention.plain_gradient import add_to_tables, clear_tables
+
+from ..variant import Variant
+from .gradient_tiles import GradientTiles
+from .vector import (
+    LOG2_E,
+    Buffer,
+    Machine,
+    Register,
+    convert,
+    exp2,
+    fixed,
+    like,
+    load,
+    machine,
+    reduce_lanes,
+    reinterpret,
+    splat,
+    store,
+    tanh,
+    transpose,
+    workspace,
+)
+
+_LARGEST_HEAD = 512
+
+
+def gradient(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
+    """A function that holds a GradientProblem; None for heads of no size, or a size that nobody has."""
+    if func.attrs is None or ATTRIBUTE not in func.attrs:
+        return None
+    problem = GradientProblem.from_json(func.attrs[ATTRIBUTE])
+    sizes = problem.forward.head_dim, problem.forward.v_head_dim
+    if not min(sizes) or max(sizes) > _LARGEST_HEAD:
+        return None
+    cpu = machine(target)
+    tiles = {"gradient": GradientTiles.default(problem.forward, cpu)}
+    return [Variant("tiled", problem.forward, cpu, tiles, lambda t: gradient_kernel(problem, cpu, t["gradient"]))]
+
+
+def gradient_kernel(problem: GradientProblem, cpu: Machine, tiles: GradientTiles) -> tirx.PrimFunc:
+    """The PrimFunc with the parameters of `plain_gradient(problem)`."""
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name("attention_gradient")
+        bound = BoundGradient(problem)
+        if problem.tables:
+            clear_tables(bound)
+        with _tasks(bound) as (b, hk):
+            _Head(bound, tiles, cpu, b, hk).emit()
+    return builder.get()
+
+
+@contextmanager
+def _tasks(bound: BoundGradient) -> Iterator[tuple[Expr, Expr]]:
+    """Batches and key/value heads, in parallel but for those that add to the same elements of tables."""
+    extents = [T.int64(1) * bound.bound.B, T.int64(bound.problem.kv_heads)]
+    apart = [bound.gradient.separates(index) for index in "bh"]
+    count = [extent if free else T.int64(1) for extent, free in zip(extents, apart)]
+    rest = [T.int64(1) if free else extent for extent, free in zip(extents, apart)]
+    with T.parallel(count[0] * count[1]) as work, T.serial(rest[0]) as b, T.serial(rest[1]) as hk:
+        yield (
+            fixed(work // count[1] if apart[0] else b),
+            fixed(work % count[1] if apart[1] else hk),
+        )
+
+
+class _Head:
+    """The code for key/value head hk in batch b."""
+
+    def __init__(self, bound: BoundGradient, tiles: GradientTiles, cpu: Machine, b: Expr, hk: Expr) -> None:
+        self.bound, self.tiles, self.cpu, self.b, self.hk = bound, tiles, cpu, b, hk
+        self.problem = p = bound.problem
+        self.acc = p.acc_dtype
+        self.W = W = cpu.lanes(self.acc)
+        self.D, self.Dv = p.head_dim, p.v_head_dim
+        self.unpacks = p.dtype != self.acc
+        rows, keys = (n if self.unpacks else 0 for n in (tiles.q, tiles.kv))
+        self.memory = workspace(
+            Qt=(self.D * tiles.q, self.acc),  # scale Q_i^T by panels: [panel][d][row]
+            dYt=(self.Dv * tiles.q, self.acc),
+            P=(tiles.kv * tiles.q, self.acc),  # [key][row]
+            dS=(tiles.kv * tiles.q, self.acc),
+            S=(bool(bound.reads) * tiles.kv * tiles.q, self.acc),
+            dz=(bool(bound.reads) * tiles.kv * tiles.q, self.acc),
+            dQ=(tiles.q * self.D, self.acc),
+            lse=(tiles.q, self.acc),  # in powers of two; infinity where no key is visible, or there is no row
+            delta=(tiles.q, self.acc),
+            q=(rows * self.D, self.acc),
+            dy=(rows * self.Dv, self.acc),
+            k=(keys * self.D, self.acc),
+            v=(keys * self.Dv, self.acc),
+        )
+        self.panel = tiles.qk_vectors * W
+
+    def emit(self) -> None:
+        keys, zero = T.int64(1) * self.bound.bound.T, tirx.const(0, self.acc)
+        with T.serial(keys) as j:
+            for name, size in (("dk", self.D), ("dv", self.Dv)):
+                with T.serial(size) as d:
+                    T.buffer_store(self.bound.buffers[name], zero, [self.b, self.hk, j, d])
+        count = fixed(tirx.ceildiv(T.int64(1) * self.bound.bound.S, T.int64(self.tiles.q)))
+        with T.serial(self.problem.group) as g, T.serial(count) as tile:
+            self.h, self.i0 = fixed(self.hk * self.problem.group + g), fixed(tile * self.tiles.q)
+            self.here = fixed(tirx.min(T.int64(self.tiles.q), self.bound.bound.S - self.i0))
+            self.panels = fixed(tirx.ceildiv(self.here, self.panel))
+            self.open_rows()
+            with T.serial(tirx.ceildiv(keys, T.int64(self.tiles.kv))) as block:
+                self.j0 = fixed(block * self.tiles.kv)
+                self.keys = fixed(tirx.min(T.int64(self.tiles.kv), keys - self.j0))
+                self.key_tile()
+            self.store_rows()
+
+    # Rows.
+
+    def open_rows(self) -> None:
+        """What the tile needs of its rows; of rows that do not exist the last one, with P = 0."""
+        p, W, scale = self.problem, self.W, self.bound.bound.scores.scale
+        with T.serial(self.here) as r:
+            total = Register(tirx.const(0, self.acc))
+            with T.serial(self.Dv) as d:
+                dy, y = (self.element(name, r, d) for name in ("dy", "y"))
+                total.value += dy * y
+            T.buffer_store(self.memory["delta"], total.value, [r])
+            lse = self.bound.buffers["lse"][self.b, self.h, self.i0 + r]
+            none = tirx.EQ(lse, tirx.const(float("-inf"), self.acc))
+            infinity = tirx.const(float("inf"), self.acc)
+            T.buffer_store(self.memory["lse"], tirx.Select(none, infinity, lse * LOG2_E), [r])
+        with T.serial(self.tiles.q - self.here) as n:
+            T.buffer_store(self.memory["lse"], tirx.const(float("inf"), self.acc), [self.here + n])
+            T.buffer_store(self.memory["delta"], tirx.const(0, self.acc), [self.here + n])
+        with T.serial(self.tiles.q * self.D) as n:
+            T.buffer_store(self.memory["dQ"], tirx.const(0, self.acc), [n])
+        for name, panels, size in (("q", "Qt", self.D), ("dy", "dYt", self.Dv)):
+            if self.unpacks:
+                self.unpack(name, size, self.here)
+            factor = like(scale, splat(0.0, W, self.acc)) if name == "q" else None
+            self.transpose_rows(name, self.memory[panels], size, factor)
+        self.finite_rows = self.all_finite(("q", self.D), ("dy", self.Dv), self.here)
+
+    def transpose_rows(self, name: str, into: Buffer, size: int, factor: Expr | None) -> None:
+        w = min(self.W, _width(size, self.W))
+        with T.serial(self.panels * (self.panel // w)) as block, T.serial(size // w) as n:
+            rows = []
+            for lane in range(w):
+                row = fixed(tirx.min(block * w + lane, self.here - 1))
+                x = self.row_vector(name, row, n * w, w)
+                rows.append(fixed(x if factor is None else x * like(self.bound.bound.scores.scale, x)))
+            column = fixed(block * w // self.panel * (size * self.panel) + block * w % self.panel)
+            for lane, x in enumerate(transpose(rows)):
+                store(into, x, column + (n * w + lane) * self.panel)
+
+    def store_rows(self) -> None:
+        """dQ_i, of which the scale is still to come."""
+        w = _width(self.D, self.W)
+        with T.serial(self.here) as r, T.serial(self.D // w) as n:
+            x = load(self.memory["dQ"], w, r * self.D + n * w)
+            store(self.bound.buffers["dq"], x * like(self.bound.bound.scores.scale, x), self.b, self.h, self.i0 + r, n * w)
+
+    # Operands.
+
+    def place(self, name: str, row: Expr) -> list[Expr]:
+        if name in ("k", "v"):
+            return [self.b, self.hk, self.j0 + row]
+        return [self.b, self.h, self.i0 + row]
+
+    def row_vector(self, name: str, row: Expr, d: Expr, w: int) -> Expr:
+        """Elements [d, d + w) of a row of q or dy, or of a key or value, of the tile, where it lies."""
+        return convert(load(self.bound.buffers[name], w, *self.place(name, row), d), self.acc, self.cpu)
+
+    def element(self, name: str, row: Expr, d: Expr) -> Expr:
+        return self.row_vector(name, row, d, 1)
+
+    def unpack(self, name: str, size: int, rows: Expr) -> None:
+        w = _width(size, self.W)
+        with T.serial(rows) as r, T.serial(size // w) as n:
+            store(self.memory[name], self.row_vector(name, r, n * w, w), r * size + n * w)
+
+    def operand(self, name: str, size: int, row: Expr, d: Expr, w: int) -> Expr:
+        """The same of a tile that was opened."""
+        if self.unpacks:
+            return load(self.memory[name], w, row * size + d)
+        return load(self.bound.buffers[name], w, *self.place(name, row), d)
+
+    def all_finite(self, one: tuple[str, int], other: tuple[str, int], rows: Expr) -> Expr:
+        """Whether rows of two operands hold neither NaN nor infinity, as 1 or 0; always, if every pair is visible."""
+        if not self.bound.bound.scores.has_mask:
+            return tirx.const(1, "int32")
+        integer, infinity = {"float32": ("int32", 0x7F800000), "float64": ("int64", 0x7FF0000000000000)}[self.acc]
+        found = tirx.const(1, "int32")
+        for name, size in (one, other):
+            w = _width(size, self.W)
+            largest = Register(splat(0, w, integer))
+            with T.serial(rows) as r, T.serial(size // w) as n:
+                bits = reinterpret(self.operand(name, size, r, n * w, w), integer)
+                magnitude = T.bind(T.bitwise_and(bits, like(2 ** (32 if integer == "int32" else 64) // 2 - 1, bits)))
+                largest.value = T.max(largest.value, magnitude)
+            below = reduce_lanes(largest.value, lambda x, y: T.max(x, y)) < tirx.const(infinity, integer)
+            found = fixed(tirx.Select(below, found, tirx.const(0, "int32")))
+        return found
+
+    # A tile of keys.
+
+    def key_tile(self) -> None:
+        """Leaves out a tile that no row sees, and mask code where every row sees all of it."""
+        scores, whole = self.bound.bound.scores, tirx.EQ(self.here, T.int64(self.tiles.q))
+        if not scores.has_mask:
+            self.attend(whole)
+            return
+        rows, keys = (self.i0, self.i0 + self.here - 1), (self.j0, self.j0 + self.keys - 1)
+        lowest, highest = scores.mask_extremes(self.b, self.h, 1, rows, keys)
+        shown, zero = fixed(highest), tirx.const(0, self.acc)
+        full = fixed(tirx.all(whole, lowest == zero, shown == zero).astype("int32"))
+        with T.If(shown > tirx.const(float("-inf"), self.acc)), T.Then():
+            self.attend(full != 0)
+
+    def attend(self, full: Expr) -> None:
+        if self.unpacks:
+            self.unpack("k", self.D, self.keys)
+            self.unpack("v", self.Dv, self.keys)
+        with T.If(full):
+            with T.Then():
+                self.pairs(masked=False)
+                self.products(leave_out=False)
+            with T.Else():
+                self.pairs(masked=True)
+                if not self.bound.bound.scores.has_mask:
+                    self.products(leave_out=False)
+                    return
+                finite = self.all_finite(("k", self.D), ("v", self.Dv), self.keys)
+                with T.If(tirx.all(finite != 0, self.finite_rows != 0)):
+                    with T.Then():
+                        self.products(leave_out=False)
+                    with T.Else():
+                        self.products(leave_out=True)
+
+    def pairs(self, masked: bool) -> None:
+        """P and dS, in register tiles of qk_keys x qk_vectors; keys behind the last repeat it, and are not read."""
+        t = self.tiles
+        with T.serial(tirx.ceildiv(self.keys, T.int64(t.qk_keys))) as block, T.serial(self.panels) as panel:
+            keys = [fixed(tirx.min(block * t.qk_keys + n, self.keys - 1)) for n in range(t.qk_keys)]
+            places = [fixed(block * t.qk_keys + n) for n in range(t.qk_keys)]
+            column = [fixed(panel * self.panel + c * self.W) for c in range(t.qk_vectors)]
+            s = self.transposed_product("k", "Qt", self.D, keys, panel)
+            for n, j in enumerate(keys):
+                for c, r in enumerate(column):
+                    self.probability(fixed(s[n][c].value), r, j, places[n], masked)
+            dp = self.transposed_product("v", "dYt", self.Dv, keys, panel)
+            for n, j in enumerate(keys):
+                for c, r in enumerate(column):
+                    self.gradient_of_score(fixed(dp[n][c].value), r, j, places[n], masked)
+        if self.bound.reads:
+            self.tables()
+
+    def transposed_product(
+        self, name: str, panels: str, size: int, keys: Sequence[Expr], panel: Expr
+    ) -> list[list[Register]]:
+        """Rows of K, or V, by the panel of Q^T, or dY^T."""
+        t, W = self.tiles, self.W
+        sums = [[Register(splat(0.0, W, self.acc)) for _ in range(t.qk_vectors)] for _ in keys]
+        with T.serial(size) as d:
+            rows = [
+                T.bind(load(self.memory[panels], W, (panel * size + d) * self.panel + c * W))
+                for c in range(t.qk_vectors)
+            ]
+            for n, j in enumerate(keys):
+                key = T.bind(splat(self.operand(name, size, j, d, 1), W, self.acc))
+                for c in range(t.qk_vectors):
+                    sums[n][c].value += key * rows[c]
+        return sums
+
+    def probability(self, s: Expr, r: Expr, j: Expr, place: Expr, masked: bool) -> None:
+        """P := exp(score - lse), 0 where masked; and dS := ds'/ds for now, as it is a function of s."""
+        at, pair = place * self.tiles.q + r, self.pair(r, j)
+        score = self.bound.bound.scores.changed(s, *pair, tanh=tanh)
+        p = exp2(fixed(score) * like(LOG2_E, s) - load(self.memory["lse"], self.W, r))
+        if masked:
+            p = fixed(self.where_visible(p, r, j))
+        store(self.memory["P"], p, at)
+        if self.bound.reads:
+            store(self.memory["S"], s, at)
+        if self.bound.changes:
+            slope = self.bound.slope(*pair, s)
+            slope = slope.astype(self.acc) if lanes_of(slope) == 1 else convert(slope, self.acc, self.cpu)
+            store(self.memory["dS"], slope if lanes_of(slope) > 1 else like(slope, s), at)
+
+    def gradient_of_score(self, dp: Expr, r: Expr, j: Expr, place: Expr, masked: bool) -> None:
+        """dz := P (dP - delta), dS := dz ds'/ds; 0 where masked."""
+        at = place * self.tiles.q + r
+        dz = fixed(load(self.memory["P"], self.W, at) * (dp - load(self.memory["delta"], self.W, r)))
+        if masked:
+            dz = fixed(self.where_visible(dz, r, j))
+        ds = dz
+        if self.bound.changes:
+            ds = fixed(dz * load(self.memory["dS"], self.W, at))
+            if masked:
+                ds = fixed(self.where_visible(ds, r, j))
+        store(self.memory["dS"], ds, at)
+        if self.bound.reads:
+            store(self.memory["dz"], dz, at)
+
+    def pair(self, r: Expr, j: Expr) -> tuple[Expr, Expr, Expr, Expr]:
+        """(b, h, rows, key) of the vector at row r of the tile."""
+        return self.b, self.h, T.ramp(self.i0 + r, 1, self.W), self.j0 + j
+
+    def where_visible(self, x: Expr, r: Expr, j: Expr) -> Expr:
+        """x, but 0 where a key is not visible, or there is no such row."""
+        b, h, i, key = self.pair(r, j)
+        there = i < like(self.bound.bound.S, i)
+        if self.bound.bound.scores.has_mask:
+            shown = self.bound.bound.scores.unmasked(b, h, i, key)
+            there = tirx.all(there, shown if lanes_of(shown) > 1 else like(shown, there))
+        return tirx.Select(there, x, like(0.0, x))
+
+    def tables(self) -> None:
+        """What each pair adds to the gradients of the tables: of pairs that are not visible nothing."""
+        q = self.tiles.q
+        with T.serial(self.keys) as j, T.serial(self.here) as r:
+            dz = T.bind(self.memory["dz"][j * q + r])
+            with T.If(dz != tirx.const(0, self.acc)), T.Then():
+                pair = self.b, self.h, self.i0 + r, self.j0 + j
+                add_to_tables(self.bound, pair, self.memory["S"][j * q + r], dz)
+
+    # Sums over rows, and over keys.
+
+    def products(self, leave_out: bool) -> None:
+        q, buffers = self.tiles.q, self.bound.buffers
+        for name, weights, result, size in (("dy", "P", "dv", self.Dv), ("q", "dS", "dk", self.D)):
+            memory = self.memory[weights]
+            self.add_product(
+                (lambda m, n, memory=memory: memory[m * q + n]),
+                (lambda n, d, w, name=name, size=size: self.operand(name, size, n, d, w)),
+                (buffers[result], lambda m: [self.b, self.hk, self.j0 + m]),
+                (self.keys, self.here, size),
+                leave_out,
+                None if name == "dy" else self.bound.bound.scores.scale,
+            )
+        ds, dq = self.memory["dS"], self.memory["dQ"]
+        self.add_product(
+            lambda m, n: ds[n * q + m],
+            lambda n, d, w: self.operand("k", self.D, n, d, w),
+            (dq, lambda m: [m * self.D]),
+            (self.here, self.keys, self.D),
+            leave_out,
+            None,
+        )
+
+    def add_product(
+        self,
+        weight: Callable[[Expr, Expr], Expr],
+        vector: Callable[[Expr, Expr, int], Expr],
+        result: tuple[Buffer, Callable[[Expr], list[Expr]]],
+        sizes: tuple[Expr, Expr, int],
+        leave_out: bool,
+        scale: Expr | None,
+    ) -> None:
+        """result[m] += scale * sum over n of weight(m, n) * vector(n), for m and n of so many and vectors of a size."""
+        t, (rows, count, size), (buffer, place) = self.tiles, sizes, result
+        w = _width(size, self.W)
+        vectors = size // w
+        parts = -(-vectors // t.pv_vectors)
+
+        def at(row: Expr, d: int) -> list[Expr]:
+            *front, last = place(row)
+            return [*front, last + d] if len(buffer.shape) == 1 else [*front, last, T.int64(d)]
+
+        for part in range(parts):
+            columns = [n * w for n in range(part * vectors // parts, (part + 1) * vectors // parts)]
+            with T.serial(tirx.ceildiv(rows, T.int64(t.pv_rows))) as block:
+                # The last block repeats the last row, whose sums are the same, and stores them again.
+                m = [fixed(tirx.min(block * t.pv_rows + n, rows - 1)) for n in range(t.pv_rows)]
+                sums = [[Register(splat(0.0, w, self.acc)) for _ in columns] for _ in m]
+                with T.serial(count) as n:
+                    x = [T.bind(vector(n, T.int64(d), w)) for d in columns]
+                    for k, row in enumerate(m):
+                        factor = T.bind(splat(weight(row, n), w, self.acc))
+                        for c, register in enumerate(sums[k]):
+                            new = register.value + factor * x[c]
+                            if leave_out:
+                                new = tirx.Select(factor == like(0.0, factor), register.value, fixed(new))
+                            register.value = new
+                before = [[fixed(load(buffer, w, *at(row, d))) for d in columns] for row in m]
+                for k, row in enumerate(m):
+                    for c, d in enumerate(columns):
+                        x = sums[k][c].value if scale is None else sums[k][c].value * like(scale, sums[k][c].value)
+                        store(buffer, before[k][c] + x, *at(row, d))
+
+
+def _width(size: int, lanes: int) -> int:
+    """Lanes of vectors that a row of so many elements is whole ones of."""
+    return min(lanes, size & -size)
