@@ -22,7 +22,8 @@ from .scores import Scores
 
 
 class Bound:
-    """`problem` with the parameters of the PrimFunc frame that is open in the IRBuilder; see `Parameters`."""
+    """`problem` with the parameters of the PrimFunc frame that is open in the IRBuilder, declared here unless they are
+    given; see `Parameters`."""
 
     def __init__(
         self, problem: AttentionProblem, scope: str = "global", parameters: Parameters | None = None

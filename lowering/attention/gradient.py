@@ -12,11 +12,11 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+from tvm import tirx
 from tvm.ir import Expr
-from tvm.script.ir_builder import tirx as T
 
 from .bound import Bound
-from .expr.bound import BoundExpr
+from .expr.emit import OfVectors
 from .expr.derivative import Derivatives, derivatives
 from .parameters import Parameters, Tensor
 from .problem import AttentionProblem, Mask
@@ -94,9 +94,11 @@ def _is_index(expr: object, name: str) -> bool:
 class GradientParameters(Parameters):
     """Those of a GradientProblem."""
 
-    def __init__(self, gradient: GradientProblem, scope: str = "global") -> None:
+    def __init__(
+        self, gradient: GradientProblem, scope: str = "global", of_vectors: OfVectors | None = None
+    ) -> None:
         self.gradient = gradient
-        super().__init__(gradient.forward, scope)
+        super().__init__(gradient.forward, scope, of_vectors)
 
     def names(self) -> tuple[str, ...]:
         return self.gradient.parameters()
@@ -119,20 +121,13 @@ class BoundGradient:
     `bound` answers what scores and masks are; here is what is made of them.
     """
 
-    def __init__(self, gradient: GradientProblem, scope: str = "global") -> None:
-        parameters = GradientParameters(gradient, scope)
-        self.gradient, self.problem = gradient, gradient.forward
-        self.bound = Bound(self.problem, scope, parameters)
-        self.buffers = parameters.buffers
-        found = gradient.derivatives
-        self.derivatives = found
-
-        def bind(value: object) -> BoundExpr:
-            return BoundExpr(value, parameters.buffers, parameters.scalars, scope)  # type: ignore[arg-type]
-
-        self._slope = None if found is None or found.by_score is None else bind(found.by_score)
+    def __init__(self, parameters: GradientParameters) -> None:
+        self.gradient, self.problem = parameters.gradient, parameters.problem
+        self.bound, self.buffers = Bound(parameters.problem, parameters=parameters), parameters.buffers
+        self.derivatives = found = parameters.gradient.derivatives
+        self._slope = None if found is None or found.by_score is None else parameters.bind(found.by_score)
         self.reads = [
-            (load.name, [bind(index) for index in load.args], bind(part))
+            (load.name, [parameters.bind(index) for index in load.args], parameters.bind(part))
             for load, part in (() if found is None else found.by_load)
         ]
 
@@ -143,4 +138,4 @@ class BoundGradient:
 
     def slope(self, b: Expr, h: Expr, i: Expr, j: Expr, s: Expr) -> Expr:
         """How the score that counts changes with the scaled product s of a pair, of which it is a function."""
-        return T.float32(0) if self._slope is None else self._slope(b, h, i, j, s)
+        return tirx.const(0, self.problem.acc_dtype) if self._slope is None else self._slope(b, h, i, j, s)

@@ -10,7 +10,9 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from .expr.emit import cast
+from .expr.bound import BoundExpr
+from .expr.emit import OfVectors, cast
+from .expr.node import Expr as Expression
 from .formula import Formula
 from .problem import ATTRIBUTE, AttentionProblem
 from .store import Store
@@ -25,11 +27,13 @@ class Parameters:
     The constructor declares them, and the function's attributes. B, S and T are int where the problem's size is static,
     else the int64 variable that the shapes bind, or the scalar that tells the most rows or keys of a batch. buffers
     holds the tensors by name, scalars the int64 numbers. scope is the storage scope of small variables: "global" on a
-    CPU, "local" in the threads of a GPU.
+    CPU, "local" in the threads of a GPU. of_vectors has a kernel's own functions of vectors, for expressions.
     """
 
-    def __init__(self, problem: AttentionProblem, scope: str = "global") -> None:
-        self.problem, self.scope = problem, scope
+    def __init__(
+        self, problem: AttentionProblem, scope: str = "global", of_vectors: OfVectors | None = None
+    ) -> None:
+        self.problem, self.scope, self.of_vectors = problem, scope, of_vectors
         self._sizes = Sizes()
         T.func_attr({"tirx.noalias": True, "op_pattern": 8, **self.attributes()})
         names, scalars = self.names(), problem.scalars()
@@ -112,6 +116,10 @@ class Parameters:
     def _size(self, name: str, known: int | None = None) -> Size:
         """The number, or the variable of that name."""
         return self._sizes(name) if known is None else known
+
+    def bind(self, value: Expression) -> BoundExpr:
+        """The expression over these parameters."""
+        return BoundExpr(value, self.buffers, self.scalars, self.scope, self.of_vectors)
 
     def scratch(self, size: int, dtype: str) -> tirx.Buffer:
         """Memory for a small variable of the thread that runs the code."""

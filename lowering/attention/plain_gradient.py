@@ -16,7 +16,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ..tensorir.regions import whole
 from .expr.emit import widened
-from .gradient import BoundGradient, GradientProblem
+from .gradient import BoundGradient, GradientParameters, GradientProblem
 
 
 def plain_gradient(gradient: GradientProblem) -> tirx.PrimFunc:
@@ -26,7 +26,7 @@ def plain_gradient(gradient: GradientProblem) -> tirx.PrimFunc:
     """
     with IRBuilder() as builder, T.prim_func(s_tir=True):
         T.func_name("attention_gradient")
-        bound = BoundGradient(gradient)
+        bound = BoundGradient(GradientParameters(gradient))
         with T.sblock("attention_gradient"):
             T.reads([whole(bound.buffers[name]) for name in gradient.inputs() if name in bound.buffers])
             T.writes([whole(bound.buffers[name]) for name in gradient.outputs()])

@@ -13,7 +13,6 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
-from .expr.bound import BoundExpr
 from .expr.emit import broadcast, cast, lanes, scalar_type, widened
 from .expr.interval import Interval
 from .formula import Formula
@@ -36,9 +35,7 @@ class Scores:
         self.has_mask = mask is not None
         self.has_bias = mask is not None and mask.dtype != "bool"  # what is added to scores
         self.formula, self.change = (
-            BoundExpr(part.value, parameters.buffers, parameters.scalars, parameters.scope)
-            if isinstance(part, Formula)
-            else None
+            parameters.bind(part.value) if isinstance(part, Formula) else None
             for part in (mask, self.problem.score)
         )
         self.T = parameters.T

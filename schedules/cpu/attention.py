@@ -8,13 +8,14 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.bound import Bound
+from lowering.attention.parameters import Parameters
 from lowering.attention.problem import ATTRIBUTE, AttentionProblem
 
 from ..variant import Variant
 from .attention_tiles import DecodeTiles, PrefillTiles
 from .decode import decode
 from .prefill import prefill
-from .vector import Machine, machine
+from .vector import Machine, machine, of_vectors
 
 _LARGEST_HEAD = 1024
 
@@ -41,7 +42,7 @@ def attention_kernel(
     """
     with IRBuilder() as builder, T.prim_func():
         T.func_name("attention")
-        bound = Bound(problem)
+        bound = Bound(problem, parameters=Parameters(problem, of_vectors=of_vectors))
         if problem.packed:
             decode(bound, decode_tiles, cpu)
             with T.If(T.int64(1) * bound.S > decode_tiles.q_len), T.Then():

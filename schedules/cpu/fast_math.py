@@ -1,4 +1,4 @@
-"""Elementary functions of float32 as polynomials, so that loops over them become vectors.
+"""Elementary functions of float32 as polynomials, so that loops over them become vectors; or of vectors themselves.
 
 LLVM turns exp, tanh or erf of a vector into one libm call per lane, some 3 ns each. The functions below are code
 without branches, right to 4 units in the last place, and right for infinities, NaN and arguments of any size. Results
@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 
 from tvm import ir, tirx
+from tvm.script.ir_builder import tirx as T
 
 from lowering.tensorir.expressions import Expr
 
@@ -71,8 +72,8 @@ _SIGN = 0x80000000
 def exp(x: Expr, bind: Bind) -> Expr:
     """e^x = 2^n e^r, with n the integer nearest to x / ln(2)."""
     x = _clamp(x, -87.6, 89.0, bind)
-    n, n_bits = _nearest(x * _f32(math.log2(math.e)), bind)
-    r = bind((x - n * _f32(_LN2_HIGH)) - n * _f32(_LN2_LOW))
+    n, n_bits = _nearest(x * _f32(math.log2(math.e), x), bind)
+    r = bind((x - n * _f32(_LN2_HIGH, x)) - n * _f32(_LN2_LOW, x))
     return _scale(_polynomial(r, (1.0, 1.0, *_EXP)), n_bits, bind)
 
 
@@ -83,48 +84,48 @@ def exp2(x: Expr, bind: Bind) -> Expr:
 
 
 def sigmoid(x: Expr, bind: Bind) -> Expr:
-    return _f32(1.0) / (_f32(1.0) + exp(_f32(0.0) - x, bind))
+    return _f32(1.0, x) / (_f32(1.0, x) + exp(_f32(0.0, x) - x, bind))
 
 
 def tanh(x: Expr, bind: Bind) -> Expr:
     """With e = e^(-2 |x|) - 1, which keeps its precision near 0: tanh |x| = -e / (e + 2)."""
     x = bind(x)
-    e = bind(_expm1(_magnitude(x, 10.0, bind) * _f32(-2.0), bind))
-    return _with_sign(bind((_f32(0.0) - e) / (e + _f32(2.0))), x)
+    e = bind(_expm1(_magnitude(x, 10.0, bind) * _f32(-2.0, x), bind))
+    return _with_sign(bind((_f32(0.0, x) - e) / (e + _f32(2.0, x))), x)
 
 
 def erf(x: Expr, bind: Bind) -> Expr:
     """erf |x| = 1 - e^g, where g = ln(erfc |x|) is smooth."""
     x = bind(x)
     a = _magnitude(x, _ERF_LIMIT, bind)
-    g = bind((_f32(0.0) - a) * _polynomial(a, _ERF))
-    return _with_sign(bind(_f32(0.0) - _expm1(g, bind)), x)
+    g = bind((_f32(0.0, x) - a) * _polynomial(a, _ERF))
+    return _with_sign(bind(_f32(0.0, x) - _expm1(g, bind)), x)
 
 
 def log(x: Expr, bind: Bind) -> Expr:
     """ln x = e ln(2) + ln(1 + f), x = 2^e (1 + f)."""
     x = bind(x)
-    subnormal = bind(x < _f32(2.0**-126))
-    bits = bind(_bits(tirx.Select(subnormal, x * _f32(2.0**23), x)))
-    exponent = bind((bits - _i32(0x3F3504F3)) >> _i32(23))  # less the bits of sqrt(1/2)
-    f = bind(_float(bits - (exponent << _i32(23))) - _f32(1.0))
-    e = bind(exponent.astype("float32") - tirx.Select(subnormal, _f32(23.0), _f32(0.0)))
+    subnormal = bind(x < _f32(2.0**-126, x))
+    bits = bind(_bits(tirx.Select(subnormal, x * _f32(2.0**23, x), x)))
+    exponent = bind((bits - _i32(0x3F3504F3, x)) >> _i32(23, x))  # less the bits of sqrt(1/2)
+    f = bind(_float(bits - (exponent << _i32(23, x))) - _f32(1.0, x))
+    e = bind(exponent.astype(_as(x, "float32")) - tirx.Select(subnormal, _f32(23.0, x), _f32(0.0, x)))
     square = bind(f * f)
-    tail = bind(f * square * _polynomial(f, _LOG) - _f32(0.5) * square + e * _f32(_LN2_LOW))
-    result = bind(f + tail + e * _f32(_LN2_HIGH))
-    outside = tirx.Select(x < _f32(0.0), _f32(math.nan), _f32(-math.inf))
-    result = tirx.Select(x > _f32(0.0), result, outside)
-    return bind(tirx.Select(x < _f32(math.inf), result, x))  # infinity and NaN are their own logarithms
+    tail = bind(f * square * _polynomial(f, _LOG) - _f32(0.5, x) * square + e * _f32(_LN2_LOW, x))
+    result = bind(f + tail + e * _f32(_LN2_HIGH, x))
+    outside = tirx.Select(x < _f32(0.0, x), _f32(math.nan, x), _f32(-math.inf, x))
+    result = tirx.Select(x > _f32(0.0, x), result, outside)
+    return bind(tirx.Select(x < _f32(math.inf, x), result, x))  # infinity and NaN are their own logarithms
 
 
 def rsqrt(x: Expr, bind: Bind) -> Expr:
     """TVM has no vector form of rsqrt; the square root and the quotient are machine instructions."""
-    return _f32(1.0) / tirx.sqrt(x)
+    return _f32(1.0, x) / tirx.sqrt(x)
 
 
 def isnan(x: Expr, bind: Bind) -> Expr:
     """TVM simplifies x != x to false."""
-    return (_bits(x) & _i32(0x7FFFFFFF)) > _i32(0x7F800000)
+    return (_bits(x) & _i32(0x7FFFFFFF, x)) > _i32(0x7F800000, x)
 
 
 _FUNCTIONS: dict[str, Callable[[Expr, Bind], Expr]] = {
@@ -132,43 +133,71 @@ _FUNCTIONS: dict[str, Callable[[Expr, Bind], Expr]] = {
 }
 
 
+_MACHINE = ("tirx.sqrt", "tirx.fabs", "tirx.floor", "tirx.trunc", "tirx.nearbyint", "prim.ceil")
+"""Instructions of vectors."""
+
+
 def expand(op: ir.Op, operands: list[Expr], bind: Bind) -> Expr | None:
     """op(*operands) written out, or None if this file does not know the function or the type is not float32."""
-    if op.name not in _FUNCTIONS or operands[0].ty != "float32":
+    if op.name not in _FUNCTIONS or str(operands[0].ty.dtype.with_lanes(1)) != "float32":
         return None
     return _FUNCTIONS[op.name](operands[0], bind)
 
 
-def _f32(value: float) -> Expr:
-    return tirx.const(value, "float32")
+def of_vectors(name: str, operands: list[Expr], bind: Bind) -> Expr | None:
+    """The function of that name for all lanes at once, or None where it goes lane by lane. bind gets no truth values,
+    which TVM binds to no variable."""
+
+    def named(x: Expr) -> Expr:
+        return x if x.ty.dtype.is_bool else bind(x)
+
+    if name in _MACHINE:
+        return ir.Call(ir.Op.get(name), operands, ret_ty=operands[0].ty)
+    return expand(ir.Op.get(name), operands, named)
 
 
-def _i32(value: int) -> Expr:
-    return tirx.const(value, "int32")
+def _const(value: float, dtype: str, like: Expr) -> Expr:
+    """The number in as many lanes as another value has."""
+    lanes = like.ty.dtype.lanes
+    number = tirx.const(value, dtype)
+    return number if lanes == 1 else T.broadcast(number, lanes)
+
+
+def _f32(value: float, like: Expr) -> Expr:
+    return _const(value, "float32", like)
+
+
+def _i32(value: int, like: Expr) -> Expr:
+    return _const(value, "int32", like)
+
+
+def _as(x: Expr, dtype: str) -> str:
+    """The type with so many lanes as x has."""
+    return dtype if x.ty.dtype.lanes == 1 else f"{dtype}x{x.ty.dtype.lanes}"
 
 
 def _bits(x: Expr) -> Expr:
-    return tirx.reinterpret("int32", x)
+    return tirx.reinterpret(_as(x, "int32"), x)
 
 
 def _float(bits: Expr) -> Expr:
-    return tirx.reinterpret("float32", bits)
+    return tirx.reinterpret(_as(bits, "float32"), bits)
 
 
 def _clamp(x: Expr, low: float, high: float, bind: Bind) -> Expr:
     """x within [low, high]; NaN stays NaN, which TVM's min and max do not promise."""
     x = bind(x)
-    x = bind(tirx.Select(x < _f32(low), _f32(low), x))
-    return bind(tirx.Select(x > _f32(high), _f32(high), x))
+    x = bind(tirx.Select(x < _f32(low, x), _f32(low, x), x))
+    return bind(tirx.Select(x > _f32(high, x), _f32(high, x), x))
 
 
 def _magnitude(x: Expr, limit: float, bind: Bind) -> Expr:
-    a = bind(_float(_bits(x) & _i32(0x7FFFFFFF)))
-    return bind(tirx.Select(a > _f32(limit), _f32(limit), a))
+    a = bind(_float(_bits(x) & _i32(0x7FFFFFFF, x)))
+    return bind(tirx.Select(a > _f32(limit, x), _f32(limit, x), a))
 
 
 def _with_sign(magnitude: Expr, x: Expr) -> Expr:
-    return _float(_bits(magnitude) | (_bits(x) & _i32(_SIGN - 2**32)))
+    return _float(_bits(magnitude) | (_bits(x) & _i32(_SIGN - 2**32, x)))
 
 
 def _nearest(x: Expr, bind: Bind) -> tuple[Expr, Expr]:
@@ -176,27 +205,27 @@ def _nearest(x: Expr, bind: Bind) -> tuple[Expr, Expr]:
 
     TVM simplifies (x + magic) - magic to x: the sum passes through an integer in between.
     """
-    bits = bind(_bits(x + _f32(_MAGIC)))
-    return bind(_float(bits) - _f32(_MAGIC)), bits
+    bits = bind(_bits(x + _f32(_MAGIC, x)))
+    return bind(_float(bits) - _f32(_MAGIC, x)), bits
 
 
 def _scale(p: Expr, n_bits: Expr, bind: Bind) -> Expr:
     """p 2^n for -126 <= n <= 129, as 2 p 2^(n - 1) since 2^128 is no float32; 0 for n = -126."""
-    power = _float((n_bits << _i32(23)) + _i32(126 << 23))
+    power = _float((n_bits << _i32(23, p)) + _i32(126 << 23, p))
     return bind((p + p) * power)
 
 
 def _expm1(x: Expr, bind: Bind) -> Expr:
     """e^x - 1 for -100 < x <= 0, with a small relative error near 0. e^x - 1 = 2^n (e^r - 1) + (2^n - 1)."""
-    n, n_bits = _nearest(x * _f32(math.log2(math.e)), bind)
-    r = bind((x - n * _f32(_LN2_HIGH)) - n * _f32(_LN2_LOW))
-    power = bind(_float((n_bits << _i32(23)) + _i32(127 << 23)))
-    return power * _polynomial(r, (0.0, 1.0, *_EXP)) + (power - _f32(1.0))
+    n, n_bits = _nearest(x * _f32(math.log2(math.e), x), bind)
+    r = bind((x - n * _f32(_LN2_HIGH, x)) - n * _f32(_LN2_LOW, x))
+    power = bind(_float((n_bits << _i32(23, x)) + _i32(127 << 23, x)))
+    return power * _polynomial(r, (0.0, 1.0, *_EXP)) + (power - _f32(1.0, x))
 
 
 def _polynomial(x: Expr, coefficients: tuple[float, ...]) -> Expr:
     """Horner's scheme; lowest power first. x occurs several times."""
-    p = _f32(coefficients[-1])
+    p = _f32(coefficients[-1], x)
     for c in reversed(coefficients[:-1]):
-        p = p * x + _f32(c)
+        p = p * x + _f32(c, x)
     return p

@@ -26,7 +26,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.expr.emit import lanes as lanes_of
-from lowering.attention.gradient import ATTRIBUTE, BoundGradient, GradientProblem
+from lowering.attention.gradient import ATTRIBUTE, BoundGradient, GradientParameters, GradientProblem
 from lowering.attention.plain_gradient import add_to_tables, clear_tables
 
 from ..variant import Variant
@@ -42,6 +42,7 @@ from .vector import (
     like,
     load,
     machine,
+    of_vectors,
     reduce_lanes,
     reinterpret,
     splat,
@@ -71,7 +72,7 @@ def gradient_kernel(problem: GradientProblem, cpu: Machine, tiles: GradientTiles
     """The PrimFunc with the parameters of `plain_gradient(problem)`."""
     with IRBuilder() as builder, T.prim_func():
         T.func_name("attention_gradient")
-        bound = BoundGradient(problem)
+        bound = BoundGradient(GradientParameters(problem, of_vectors=of_vectors))
         if problem.tables:
             clear_tables(bound)
         with _tasks(bound) as (b, hk):

@@ -24,6 +24,8 @@ from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
 from tvm.target.codegen import target_has_features
 
+from . import fast_math
+
 Buffer = tirx.Buffer
 
 LOG2_E = math.log2(math.e)
@@ -255,6 +257,11 @@ def exp2(x: Expr) -> Expr:
     f = fixed(x - (reinterpret(n_bits, dtype) - magic))
     bits = reinterpret(polynomial(f, _EXP2[dtype]), integer)
     return fixed(reinterpret(bits + T.shift_left(n_bits, like(mantissa, n_bits)), dtype))
+
+
+def of_vectors(name: str, operands: list[Expr]) -> Expr | None:
+    """A function of TVM's name of vectors in float32; None for one that goes lane by lane."""
+    return fast_math.of_vectors(name, operands, fixed)
 
 
 def polynomial(x: Expr, coefficients: tuple[float, ...]) -> Expr:

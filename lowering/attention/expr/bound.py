@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from tvm import ir, tirx
 from tvm.script.ir_builder import tirx as T
 
-from .emit import emit, lanes, widened
+from .emit import OfVectors, emit, lanes, widened
 from .interval import Interval, extremes, interval
 from .node import INDICES, Expr, rewritten
 
@@ -15,13 +15,19 @@ from .node import INDICES, Expr, rewritten
 class BoundExpr:
     """`value` with buffers for its tables and TensorIR for its scalars, both by name.
 
-    scope is the storage scope of its small variables: "global" on a CPU, "local" in the threads of a GPU.
+    scope is the storage scope of its small variables: "global" on a CPU, "local" in the threads of a GPU. of_vectors
+    has a kernel's own functions of vectors.
     """
 
     def __init__(
-        self, value: Expr, tables: Mapping[str, tirx.Buffer], scalars: Mapping[str, ir.Expr], scope: str = "global"
+        self,
+        value: Expr,
+        tables: Mapping[str, tirx.Buffer],
+        scalars: Mapping[str, ir.Expr],
+        scope: str = "global",
+        of_vectors: OfVectors | None = None,
     ) -> None:
-        self.value, self.scope = value, scope
+        self.value, self.scope, self.of_vectors = value, scope, of_vectors
         self.tables, self.scalars = tables, dict(scalars)
         if scope == "global":  # else the IRBuilder stands in host code, which has no memory that a kernel can read
             self.value = rewritten(self.value, self._once)
@@ -40,7 +46,7 @@ class BoundExpr:
 
     def __call__(self, *point: ir.Expr) -> ir.Expr:
         """Its value at (b, h, i, j[, s]), some of which may be vectors."""
-        return emit(self.value, dict(zip(INDICES, point)), self.scalars, self.load)
+        return emit(self.value, dict(zip(INDICES, point)), self.scalars, self.load, self.of_vectors)
 
     def extremes(self, b: ir.Expr, h: ir.Expr, rows: Interval, keys: Interval) -> Interval | None:
         """Its interval over rows and keys (ends included), for bool (surely, possibly); None if unknown.

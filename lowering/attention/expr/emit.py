@@ -20,15 +20,30 @@ _CLASSES: dict[str, type] = {
 Load = Callable[[str, Sequence[ir.Expr]], ir.Expr]
 """The element of a table at these indices, or a vector of elements."""
 
+OfVectors = Callable[[str, list[ir.Expr]], ir.Expr | None]
+"""A function by its name of vectors, or None for what has no form for all lanes at once."""
 
-def emit(expr: Expr, point: Mapping[str, ir.Expr], scalars: Mapping[str, ir.Expr], load: Load) -> ir.Expr:
+
+def emit(
+    expr: Expr,
+    point: Mapping[str, ir.Expr],
+    scalars: Mapping[str, ir.Expr],
+    load: Load,
+    of_vectors: OfVectors | None = None,
+) -> ir.Expr:
     """TensorIR for the expression where its indices have these values, of which one may be a vector."""
-    return _Emission(point, scalars, load).of(expr)
+    return _Emission(point, scalars, load, of_vectors).of(expr)
 
 
 class _Emission:
-    def __init__(self, point: Mapping[str, ir.Expr], scalars: Mapping[str, ir.Expr], load: Load) -> None:
-        self.values, self.load = {"index": point, "scalar": scalars}, load
+    def __init__(
+        self,
+        point: Mapping[str, ir.Expr],
+        scalars: Mapping[str, ir.Expr],
+        load: Load,
+        of_vectors: OfVectors | None,
+    ) -> None:
+        self.values, self.load, self.of_vectors = {"index": point, "scalar": scalars}, load, of_vectors
 
     def of(self, expr: Expr) -> ir.Expr:
         if expr.op == "number":
@@ -41,6 +56,10 @@ class _Emission:
         args = [self.of(arg) for arg in expr.args]
         if expr.op == "load":
             return self.load(expr.name, args)
+        if self.of_vectors is not None and "." in expr.op and max(map(lanes, args)) > 1:
+            found = self.of_vectors(expr.op, list(_together(*args)))
+            if found is not None:
+                return found
         return _combined(expr, args)
 
 
