@@ -7,11 +7,33 @@ from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 
-from . import attention, caches, computed_masks, convolutions, exported, left_over, matmul, published, transformers
+from . import (
+    attention,
+    caches,
+    computed_masks,
+    convolutions,
+    exported,
+    flex,
+    left_over,
+    matmul,
+    published,
+    transformers,
+)
 from .case import Case
 from .exported import ExportCase
 
-_KINDS = (attention, computed_masks, caches, matmul, transformers, convolutions, left_over, exported, published)
+_KINDS = (
+    attention,
+    computed_masks,
+    flex,
+    caches,
+    matmul,
+    transformers,
+    convolutions,
+    left_over,
+    exported,
+    published,
+)
 
 
 @cache

@@ -17,10 +17,12 @@ from ..cases.caches import ScatterCase
 from ..cases.case import Arrays, Case
 from ..cases.computed_masks import ComputedMaskCase
 from ..cases.exported import ExportCase
+from ..cases.flex import FlexCase
 from ..cases.matmul import BatchedCase, MatmulCase
 from ..cases.published import PublishedCase
 from ..cases.transformers import BertCase, LlamaCase
 from . import Contender, Form
+from .torch_flex import flex_forms
 
 
 class Peer:
@@ -38,6 +40,8 @@ class Peer:
             decode = case.S == 1 and case.dtype == "f32"
             if case.softcap or case.window is not None or case.end == "ragged" or decode or computed:
                 makers["FlexAttention"] = partial(self._flex, case)
+        elif isinstance(case, FlexCase):
+            return flex_forms(case, self._threads)
         elif isinstance(case, MatmulCase):
             makers = {"linear": partial(self._linear, case, True), "matmul": partial(self._linear, case, False)}
         elif isinstance(case, BatchedCase):

@@ -17,6 +17,8 @@ from tvm.ir import Expr
 
 from .bound import Bound
 from .expr.emit import OfVectors
+from .expr.node import over
+from .expr.bound import BoundExpr
 from .expr.derivative import Derivatives, derivatives
 from .parameters import Parameters, Tensor
 from .problem import AttentionProblem, Mask
@@ -115,6 +117,21 @@ class GradientParameters(Parameters):
         return found
 
 
+@dataclass(frozen=True, eq=False)
+class Read:
+    """A place where the change of scores reads a table: the table's name, its indices, and the derivative by what is
+    read there."""
+
+    table: str
+    at: list[BoundExpr]
+    part: BoundExpr
+
+    @property
+    def over(self) -> set[str]:
+        """Names of the indices that decide which element is read."""
+        return {name for index in self.at for name in over(index.value)}
+
+
 class BoundGradient:
     """A GradientProblem bound to the buffers of the function under construction.
 
@@ -127,7 +144,7 @@ class BoundGradient:
         self.derivatives = found = parameters.gradient.derivatives
         self._slope = None if found is None or found.by_score is None else parameters.bind(found.by_score)
         self.reads = [
-            (load.name, [parameters.bind(index) for index in load.args], parameters.bind(part))
+            Read(load.name, [parameters.bind(index) for index in load.args], parameters.bind(part))
             for load, part in (() if found is None else found.by_load)
         ]
 

@@ -16,7 +16,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ..tensorir.regions import whole
 from .expr.emit import widened
-from .gradient import BoundGradient, GradientParameters, GradientProblem
+from .gradient import BoundGradient, GradientParameters, GradientProblem, Read
 
 
 def plain_gradient(gradient: GradientProblem) -> tirx.PrimFunc:
@@ -141,7 +141,9 @@ def _tables(bound: BoundGradient) -> None:
         delta = delta_of(bound, b, h, i)
         with T.serial(bound.bound.T) as j, visible(bound, b, h, i, j):
             pair = Pair(bound, b, h, i, j, delta)
-            add_to_tables(bound, (b, h, i, j), pair.s, pair.dz)
+            for read in bound.reads:
+                part = tirx.Cast(p.acc_dtype, read.part(b, h, i, j, pair.s))
+                add_to_table(bound, read, (b, h, i, j), pair.s, pair.dz * part)
 
 
 def clear_tables(bound: BoundGradient) -> None:
@@ -152,10 +154,8 @@ def clear_tables(bound: BoundGradient) -> None:
             T.buffer_store(buffer, tirx.const(0.0, buffer.dtype), [index] if len(buffer.shape) == 1 else list(index))
 
 
-def add_to_tables(bound: BoundGradient, pair: tuple[Expr, Expr, Expr, Expr], s: Expr, dz: Expr) -> None:
-    """What a pair adds to the gradients of the tables, each where it reads it."""
-    for name, at, part in bound.reads:
-        buffer = bound.buffers[f"d_{name}"]
-        index = [T.bind(x(*pair, s)) for x in at]
-        value = dz * tirx.Cast(buffer.dtype, part(*pair, s))
-        T.buffer_store(buffer, buffer[tuple(index)] + value, index)
+def add_to_table(bound: BoundGradient, read: Read, pair: tuple[Expr, Expr, Expr, Expr], s: Expr, value: Expr) -> None:
+    """d table := d table + value, where a pair with this score reads it."""
+    buffer = bound.buffers[f"d_{read.table}"]
+    index = [T.bind(at(*pair, s)) for at in read.at]
+    T.buffer_store(buffer, buffer[tuple(index)] + value, index)

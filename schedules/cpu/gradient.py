@@ -26,8 +26,8 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.expr.emit import lanes as lanes_of
-from lowering.attention.gradient import ATTRIBUTE, BoundGradient, GradientParameters, GradientProblem
-from lowering.attention.plain_gradient import add_to_tables, clear_tables
+from lowering.attention.gradient import ATTRIBUTE, BoundGradient, GradientParameters, GradientProblem, Read
+from lowering.attention.plain_gradient import add_to_table, clear_tables
 
 from ..variant import Variant
 from .gradient_tiles import GradientTiles
@@ -37,6 +37,7 @@ from .vector import (
     Machine,
     Register,
     convert,
+    element_type,
     exp2,
     fixed,
     like,
@@ -342,13 +343,37 @@ class _Head:
         return tirx.Select(there, x, like(0.0, x))
 
     def tables(self) -> None:
-        """What each pair adds to the gradients of the tables: of pairs that are not visible nothing."""
-        q = self.tiles.q
-        with T.serial(self.keys) as j, T.serial(self.here) as r:
-            dz = T.bind(self.memory["dz"][j * q + r])
-            with T.If(dz != tirx.const(0, self.acc)), T.Then():
-                pair = self.b, self.h, self.i0 + r, self.j0 + j
-                add_to_tables(self.bound, pair, self.memory["S"][j * q + r], dz)
+        """What the pairs add to the gradients of the tables; those that read one element add up first."""
+        zero = tirx.const(0, self.acc)
+        for read in self.bound.reads:
+            if "i" in read.over:
+                with T.serial(self.keys) as j, T.serial(self.here) as r:
+                    self.add_to_table(read, r, j, self.part_of(read, r, j, 1))
+                continue
+            total = Register(zero)
+            with T.serial(self.keys) as j:
+                by_lane = Register(splat(0.0, self.W, self.acc))
+                with T.serial(self.panels * self.tiles.qk_vectors) as n:
+                    by_lane.value += self.part_of(read, fixed(n * self.W), j, self.W)
+                total.value += reduce_lanes(by_lane.value, lambda x, y: x + y)
+                if "j" in read.over:
+                    self.add_to_table(read, T.int64(0), j, total.value)
+                    total.value = zero
+            if "j" not in read.over:
+                self.add_to_table(read, T.int64(0), T.int64(0), total.value)
+
+    def part_of(self, read: Read, r: Expr, j: Expr, width: int) -> Expr:
+        """What pairs of so many rows add to a table: nothing, whatever the derivative is, where dz is 0."""
+        at = j * self.tiles.q + r
+        rows = T.ramp(self.i0 + r, 1, width) if width > 1 else self.i0 + r
+        dz, s = (fixed(load(self.memory[name], width, at)) for name in ("dz", "S"))
+        part = read.part(self.b, self.h, rows, self.j0 + j, s)
+        part = convert(part if lanes_of(part) == width else splat(part, width, element_type(part)), self.acc, self.cpu)
+        return fixed(tirx.Select(dz == like(0.0, dz), like(0.0, dz), dz * part))
+
+    def add_to_table(self, read: Read, r: Expr, j: Expr, value: Expr) -> None:
+        s = self.memory["S"][j * self.tiles.q + r]
+        add_to_table(self.bound, read, (self.b, self.h, self.i0 + r, self.j0 + j), s, value)
 
     # Sums over rows, and over keys.
 
