@@ -5,7 +5,8 @@ from __future__ import annotations
 from ..variant import Rule
 from .append import append
 from .attention import attention
+from .gradient import gradient
 from .ordinary import ordinary
 from .scatter import cache_update
 
-RULES: tuple[Rule, ...] = (attention, append, cache_update, ordinary)
+RULES: tuple[Rule, ...] = (attention, gradient, append, cache_update, ordinary)

@@ -127,6 +127,11 @@ def _tanh(node: Expr, adjoint: Expr) -> list[Expr]:
     return [_mul(adjoint, _sub(one, Expr("mul", node.dtype, (node, node))))]
 
 
+def _narrowed(adjoint: Expr, dtype: str) -> Expr:
+    """The adjoint of what was widened from this type; that of half precision stays wide."""
+    return adjoint if dtype in (adjoint.dtype, "float16", "bfloat16") else Expr("cast", dtype, (adjoint,))
+
+
 def _call(name: str, x: Expr) -> Expr:
     return Expr(f"tirx.{name}", x.dtype, (x,))
 
@@ -139,7 +144,7 @@ _RULES: dict[str, Callable[[Expr, Expr], list[Expr]]] = {
     # Of equal arguments each has half of it, as in PyTorch.
     "min": lambda node, d: [_share(d, *node.args, half=0.5), _share(d, *reversed(node.args), half=0.5)],
     "max": lambda node, d: [_share(d, *reversed(node.args), half=0.5), _share(d, *node.args, half=0.5)],
-    "cast": lambda node, d: [d if d.dtype == node.args[0].dtype else Expr("cast", node.args[0].dtype, (d,))],
+    "cast": lambda node, d: [_narrowed(d, node.args[0].dtype)],
     "tirx.fabs": _absolute,
     "tirx.exp": lambda node, d: [_mul(d, node)],
     "tirx.exp2": lambda node, d: [_scaled(_mul(d, node), 0.6931471805599453)],

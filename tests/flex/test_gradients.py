@@ -1,0 +1,288 @@
+"""Gradients of flex_attention: in float64 against differences of NumPy's answers, in other types against float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import lowering
+import schedules
+from lowering import flex
+from lowering.flex.mod import Signature
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """captures makes arrays of (rng, batches, heads, rows, keys)."""
+
+    score: Callable[..., Any] | None = None
+    mask: Callable[..., Any] | None = None
+    captures: Callable[..., Arrays] = field(default=lambda *_: {})
+
+
+def _from_sixth(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return (i > 5) & (i + 3 >= j)
+
+
+def _capped_alibi(s: Any, b: Any, h: Any, i: Any, j: Any, *, slopes: Any) -> Any:
+    return flex.tanh(s / 5) * 5 + slopes[h] * (j - i)
+
+
+def _by_distance(s: Any, b: Any, h: Any, i: Any, j: Any, *, bias: Any) -> Any:
+    return s * s * 0.5 + bias[h, i - j]  # from the end where it is negative
+
+
+def _by_all(s: Any, b: Any, h: Any, i: Any, j: Any, *, bias: Any, factor: Any) -> Any:
+    return s * factor + bias[b, h, i, j]
+
+
+def _looked_up(s: Any, b: Any, h: Any, i: Any, j: Any, *, of: Any, bias: Any, shift: Any) -> Any:
+    return s + bias[of[j]] * shift[i] + bias[of[i]]
+
+
+def _piecewise(s: Any, b: Any, h: Any, i: Any, j: Any, *, knots: Any) -> Any:
+    inner = flex.where(s > 0.2, flex.sqrt(s), flex.minimum(s, -0.1 * s) + knots[j % 3])
+    return flex.maximum(inner, -1.5) + flex.abs(s) * 0.1 - flex.where(i % 2 == 0, flex.floor(s), 0.0)
+
+
+def _functions(s: Any, b: Any, h: Any, i: Any, j: Any, *, scales: Any) -> Any:
+    positive = 1 + s * s
+    return flex.log(positive) * scales[b, h] + flex.exp(-positive) + flex.exp2(-positive) + flex.sin(s) * flex.cos(s) / 3
+
+
+VARIANTS = {
+    "plain": Variant(),
+    "causal": Variant(mask=flex.masks.causal),
+    "rows that see nothing": Variant(mask=_from_sixth),
+    "soft cap and ALiBi": Variant(
+        _capped_alibi, flex.masks.causal, lambda rng, b, h, i, j: {"slopes": rng.standard_normal(h)}
+    ),
+    "by distance": Variant(_by_distance, None, lambda rng, b, h, i, j: {"bias": rng.standard_normal((h, i + j))}),
+    "by all, and a number": Variant(
+        _by_all,
+        _from_sixth,
+        lambda rng, b, h, i, j: {"bias": rng.standard_normal((b, h, i, j)), "factor": rng.standard_normal(())},
+    ),
+    "looked up": Variant(
+        _looked_up,
+        flex.masks.sliding_window(9),
+        lambda rng, b, h, i, j: {
+            "of": rng.integers(-5, 5, max(i, j)).astype(np.int32),
+            "bias": rng.standard_normal(5),
+            "shift": rng.standard_normal(i),
+        },
+    ),
+    "piecewise": Variant(_piecewise, None, lambda rng, b, h, i, j: {"knots": rng.standard_normal(3)}),
+    "functions": Variant(_functions, flex.masks.causal, lambda rng, b, h, i, j: {"scales": rng.standard_normal((b, h))}),
+}
+
+SIZES = {  # B, batches of K and V, Hq, Hkv, S, T, D, Dv
+    "grouped": (2, 2, 4, 2, 37, 61, 32, 48),
+    "odd": (1, 1, 3, 3, 130, 70, 5, 7),
+    "one batch of keys": (3, 1, 2, 1, 20, 33, 24, 16),
+    "one row": (2, 2, 2, 2, 1, 9, 16, 16),
+}
+
+
+def _operands(rng: np.random.Generator, sizes: tuple[int, ...]) -> Arrays:
+    B, Bk, H, Hk, S, T, D, Dv = sizes
+    shapes = {"q": (B, H, S, D), "k": (Bk, Hk, T, D), "v": (Bk, Hk, T, Dv), "dy": (B, H, S, Dv)}
+    return {name: rng.standard_normal(shape) for name, shape in shapes.items()}
+
+
+def _loss(variant: Variant, given: Arrays) -> float:
+    """sum(dy * y) in float64, by NumPy."""
+    q, k, v = (given[name] for name in "qkv")
+    G = q.shape[1] // k.shape[1]
+    k, v = (np.repeat(x, G, axis=1) for x in (k, v))
+    s = q @ k.swapaxes(2, 3) / math.sqrt(q.shape[3])
+    pair = np.ogrid[tuple(slice(n) for n in s.shape)]
+    with np.errstate(all="ignore"):
+        if variant.score is not None:
+            s = variant.score(s, *pair, **Signature(variant.score).given(given))
+    if variant.mask is not None:
+        s = np.where(variant.mask(*pair, **Signature(variant.mask).given(given)), s, -np.inf)
+    m = s.max(axis=-1, keepdims=True)
+    p = np.exp(s - np.where(np.isinf(m), 0.0, m))
+    l = p.sum(axis=-1, keepdims=True)
+    return float((given["dy"] * (p / np.where(l == 0, 1.0, l) @ v)).sum())
+
+
+def _module(variant: Variant, given: Arrays, **options: Any) -> flex.FlexModule:
+    captures = {name: x for name, x in given.items() if name not in ("q", "k", "v", "dy")}
+    return lowering.compile_flex(
+        *(given[name] for name in "qkv"),
+        variant.score,
+        variant.mask,
+        enable_gqa=True,
+        captures=captures,
+        backward=True,
+        **options,
+    )
+
+
+def _gradients(module: flex.FlexModule, given: Arrays) -> Arrays:
+    module(*(given[name] for name in "qkv"), **{n: x for n, x in given.items() if n not in ("q", "k", "v", "dy")})
+    return module.backward(given["dy"])
+
+
+def _name(operand: str) -> str:
+    return f"d{operand}" if operand in ("q", "k", "v") else f"d_{operand}"
+
+
+CASES = {  # which sizes, and whether float32 is looked at, too
+    "plain": ("odd", True),
+    "causal": ("one row", False),
+    "rows that see nothing": ("grouped", False),
+    "soft cap and ALiBi": ("grouped", True),
+    "by distance": ("odd", False),
+    "by all, and a number": ("grouped", False),
+    "looked up": ("one batch of keys", True),
+    "piecewise": ("grouped", False),
+    "functions": ("odd", False),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_differences_in_float64_and_the_same_in_float32(name: str) -> None:
+    variant, (which, in_float32) = VARIANTS[name], CASES[name]
+    rng, sizes = np.random.default_rng(7), SIZES[which]
+    given = _operands(rng, sizes)
+    given |= variant.captures(rng, *(sizes[k] for k in (0, 2, 4, 5)))
+    found = _gradients(_module(variant, given), given)
+    for operand, array in given.items():
+        if array.dtype != np.float64 or operand == "dy":
+            continue
+        gradient = found[_name(operand)]
+        assert gradient.shape == array.shape and gradient.dtype == np.float64
+        for _ in range(3):
+            direction, step = rng.standard_normal(array.shape), 1e-6
+            ends = [_loss(variant, given | {operand: array + sign * step * direction}) for sign in (1, -1)]
+            slope = (ends[0] - ends[1]) / (2 * step)
+            size = float(np.abs(gradient * direction).sum()) + 1e-2
+            assert abs(float((gradient * direction).sum()) - slope) < 1e-6 * size, operand
+    if not in_float32:
+        return
+    single = {n: x.astype(np.float32) if x.dtype == np.float64 else x for n, x in given.items()}
+    for operand, gradient in _gradients(_module(variant, single), single).items():
+        off = np.abs(gradient - found[operand]).max()
+        assert off <= 3e-5 * np.abs(found[operand]).max(), operand
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_half_precision(dtype: Any) -> None:
+    variant, rng = VARIANTS["soft cap and ALiBi"], np.random.default_rng(5)
+    given = _operands(rng, SIZES["grouped"]) | variant.captures(rng, 2, 4, 37, 61)
+    half = {name: x.astype(dtype) for name, x in given.items()}
+    found = _gradients(_module(variant, half), half)
+    exact = {name: x.astype(np.float64) for name, x in half.items()}
+    expected = _gradients(_module(variant, exact), exact)
+    unit = float(ml_dtypes.finfo(dtype).eps)
+    for name, gradient in expected.items():
+        assert found[name].dtype == dtype
+        # y is rounded to the type, which delta is made of; each gradient once more.
+        assert np.abs(found[name].astype(np.float64) - gradient).max() < 4 * unit * np.abs(gradient).max(), name
+
+
+def test_the_plain_kernel_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    variant, rng = VARIANTS["by all, and a number"], np.random.default_rng(9)
+    given = _operands(rng, (2, 2, 2, 1, 9, 11, 6, 4)) | variant.captures(rng, 2, 2, 9, 11)
+    found = _gradients(_module(variant, given), given)
+    monkeypatch.setitem(schedules.RULES, "llvm", ())
+    module = _module(variant, given)
+    assert "gradient" not in {kernel.schedule for kernel in module.gradient.manifest.kernels}
+    plain = _gradients(module, given)
+    for name, gradient in found.items():
+        assert np.allclose(plain[name], gradient, rtol=1e-11, atol=1e-12), name
+
+
+def test_what_nobody_sees_has_no_part() -> None:
+    """NaN and infinity in keys that no row sees, and in values and keys that some rows do not."""
+    rng = np.random.default_rng(3)
+    given = {name: x.astype(np.float32) for name, x in _operands(rng, (1, 1, 2, 2, 70, 90, 32, 32)).items()}
+
+    def near(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return (i >= j) & (j < 64)
+
+    variant = Variant(flex.mods.soft_cap(7.0), near)
+    module = _module(variant, given)
+    expected = _gradients(module, given)
+    spoilt = dict(given)
+    for name, value in (("k", np.nan), ("v", np.inf)):
+        spoilt[name] = given[name].copy()
+        spoilt[name][:, :, 64:] = value
+    found = _gradients(module, spoilt)
+    for name in ("dq", "dk", "dv"):
+        assert np.array_equal(found[name], expected[name]), name
+    # A key that rows from 40 on see: the gradients of rows before are what they were.
+    spoilt["k"] = given["k"].copy()
+    spoilt["k"][:, :, 40] = np.nan
+    spoilt["v"] = given["v"]
+    found = _gradients(module, spoilt)
+    assert np.allclose(found["dq"][:, :, :40], expected["dq"][:, :, :40], rtol=1e-5, atol=1e-6)
+    assert np.isnan(found["dq"][:, :, 40:]).all()
+
+
+def test_block_masks_and_threads() -> None:
+    rng = np.random.default_rng(4)
+    given = {name: x.astype(np.float32) for name, x in _operands(rng, (2, 2, 4, 4, 200, 150, 16, 16)).items()}
+    block_mask = flex.create_block_mask(flex.masks.causal, None, None, 200, 150, (64, 32))
+    expected = _gradients(_module(Variant(mask=flex.masks.causal), given), given)
+    for threads in (1, 2):
+        module = lowering.compile_flex(
+            *(given[name] for name in "qkv"), block_mask=block_mask, backward=True, threads=threads
+        )
+        module(*(given[name] for name in "qkv"), block_mask=block_mask)
+        found = module.backward(given["dy"])
+        for name, gradient in expected.items():
+            assert np.allclose(found[name], gradient, rtol=1e-5, atol=1e-5), (threads, name)
+
+
+def test_no_rows_and_no_keys() -> None:
+    rng = np.random.default_rng(6)
+    variant = VARIANTS["soft cap and ALiBi"]
+    sizes = (1, 1, 2, 2, 3, 4, 16, 16)
+    given = _operands(rng, sizes) | variant.captures(rng, 1, 2, 3, 4)
+    module = _module(variant, given)
+    for rows, keys in ((0, 4), (3, 0)):
+        few = dict(given, q=given["q"][:, :, :rows], dy=given["dy"][:, :, :rows])
+        few |= {name: given[name][:, :, :keys] for name in "kv"}
+        found = _gradients(module, few)
+        assert all(not x.any() for x in found.values()) and found["dk"].shape == few["k"].shape
+
+
+def test_a_saved_module_goes_back_without_a_compiler(tmp_path: Any) -> None:
+    rng = np.random.default_rng(8)
+    variant = VARIANTS["soft cap and ALiBi"]
+    given = _operands(rng, SIZES["grouped"]) | variant.captures(rng, 2, 4, 37, 61)
+    module = _module(variant, given)
+    expected = _gradients(module, given)
+    module.save(tmp_path / "module")
+    module.save(tmp_path / "module")  # over itself
+    loaded = flex.load(tmp_path / "module", captures={"slopes": given["slopes"]})
+    loaded(*(given[name] for name in "qkv"))
+    found = loaded.backward(given["dy"])
+    assert all(np.array_equal(found[name], expected[name]) for name in expected)
+
+
+def test_errors() -> None:
+    rng = np.random.default_rng(8)
+    given = _operands(rng, SIZES["grouped"])
+    operands = tuple(given[name] for name in "qkv")
+    module = lowering.compile_flex(*operands, enable_gqa=True)
+    with pytest.raises(lowering.InputError, match="backward=True"):
+        module.backward(given["dy"])
+    module = lowering.compile_flex(*operands, enable_gqa=True, backward=True)
+    with pytest.raises(lowering.InputError, match="call the module first"):
+        module.backward(given["dy"])
+    module(*operands)
+    with pytest.raises(lowering.InputError, match="dy"):
+        module.backward(given["dy"][:, :, :5])
