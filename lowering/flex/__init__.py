@@ -12,6 +12,7 @@ from .block_mask import BlockMask
 from .create import create_block_mask
 from .kept import CacheInfo, cache_clear, cache_info
 from .masks import and_masks, or_masks
+from .show import MaskPicture, show
 from .vocabulary import (
     abs,
     cast,
@@ -36,7 +37,7 @@ from .vocabulary import (
 )
 
 __all__ = [
-    "BlockMask", "CacheInfo", "abs", "and_masks", "cache_clear", "cache_info", "cast", "ceil", "clip", "cos",
-    "create_block_mask", "exp", "exp2", "flex_attention", "floor", "log", "log2", "logical_and", "logical_not",
-    "logical_or", "masks", "maximum", "minimum", "mods", "or_masks", "sigmoid", "sin", "sqrt", "tanh", "where",
+    "BlockMask", "CacheInfo", "MaskPicture", "abs", "and_masks", "cache_clear", "cache_info", "cast", "ceil", "clip",
+    "cos", "create_block_mask", "exp", "exp2", "flex_attention", "floor", "log", "log2", "logical_and", "logical_not",
+    "logical_or", "masks", "maximum", "minimum", "mods", "or_masks", "show", "sigmoid", "sin", "sqrt", "tanh", "where",
 ]  # fmt: skip
