@@ -13,6 +13,7 @@ from .create import create_block_mask
 from .kept import CacheInfo, cache_clear, cache_info
 from .masks import and_masks, or_masks
 from .module import FlexModule, compile_flex, load
+from .show import MaskPicture, show
 from .vocabulary import (
     abs,
     cast,
@@ -37,7 +38,8 @@ from .vocabulary import (
 )
 
 __all__ = [
-    "BlockMask", "CacheInfo", "abs", "and_masks", "cache_clear", "cache_info", "cast", "ceil", "clip",
-    "compile_flex", "cos", "create_block_mask", "exp", "exp2", "flex_attention", "FlexModule", "floor", "load", "log",
-    "log2", "logical_and", "logical_not", "logical_or", "masks", "maximum", "minimum", "mods", "or_masks", "sigmoid", "sin", "sqrt", "tanh", "where",
+    "BlockMask", "CacheInfo", "FlexModule", "MaskPicture", "abs", "and_masks", "cache_clear", "cache_info", "cast",
+    "ceil", "clip", "compile_flex", "cos", "create_block_mask", "exp", "exp2", "flex_attention", "floor", "load",
+    "log", "log2", "logical_and", "logical_not", "logical_or", "masks", "maximum", "minimum", "mods", "or_masks",
+    "show", "sigmoid", "sin", "sqrt", "tanh", "where",
 ]  # fmt: skip

@@ -200,6 +200,11 @@ class BlockMask:
         shape = ", ".join(map(str, self.shape))
         return f"BlockMask(shape=({shape}), BLOCK_SIZE={self.BLOCK_SIZE}, sparsity={self.sparsity():.2f} %)"
 
+    def _repr_html_(self) -> str | None:
+        from .show import show
+
+        return show(self)._repr_html_() if self.states.shape[0] and self.states.shape[1] else None
+
 
 _NAMES = ("_num_blocks", "_indices")
 

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     import onnx
 
 
+_LENGTHS, _STATES = "mask.lengths", "mask.states"  # no names that a captured array can have
+
+
 @dataclass(frozen=True)
 class BlockProblem:
     """What a kernel that finds blocks is made for."""
@@ -28,9 +31,9 @@ class BlockProblem:
     captures: tuple[tuple[str, ArraySpec], ...]
 
     def to_onnx(self) -> onnx.ModelProto:
-        """The model with inputs lengths (batches, heads, rows, keys) and the captured arrays, and output states."""
-        given = [info("lengths", "int64", (4,)), *captured_inputs(self.captures)]
-        made = [info("states", "int8", ("batch", "heads", "row_blocks", "key_blocks"))]
+        """The model with the lengths (batches, heads, rows, keys) and the captured arrays as inputs, and the states."""
+        given = [info(_LENGTHS, "int64", (4,)), *captured_inputs(self.captures)]
+        made = [info(_STATES, "int8", ("batch", "heads", "row_blocks", "key_blocks"))]
         return one_node("BlockStates", [value.name for value in given], given, made, self.settings)
 
 
@@ -61,6 +64,6 @@ def create_block_mask(
     specs = specs_of(arrays)
     settings = settings_of(None, mask_mod, specs, "float32", 1.0, 1, size)
     model = kept.model_of(BlockProblem(settings, tuple(specs.items())), "cpu")
-    given = {"lengths": np.array(list(lengths.values()), np.int64), **arrays}
-    states = model.run(given)["states"]
+    given = {_LENGTHS: np.array(list(lengths.values()), np.int64), **arrays}
+    states = model.run(given)[_STATES]
     return BlockMask(np.asarray(states), size, (int(Q_LEN), int(KV_LEN)), mask_mod, arrays)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .mod import Combined
+from .mod import Composed
 
 _PLAIN = (int, float, bool, str, bytes, type(None), np.generic)
 _CONSTANT = (ModuleType, BuiltinFunctionType, type, np.ufunc)
@@ -35,9 +35,9 @@ def _add(value: Any, found: list[Any], depth: int) -> bool:
     if isinstance(value, _CONSTANT):
         found.append(value)
         return True
-    if isinstance(value, Combined):
-        found += (value._combine, value._start)
-        return depth > 0 and all(_add(mod, found, depth - 1) for mod in value._mods)
+    if isinstance(value, Composed):
+        found += (Composed, len(value.mods))
+        return depth > 0 and all(_add(part, found, depth - 1) for part in (value.compose, *value.mods))
     if isinstance(value, functools.partial):
         parts = (value.func, *value.args, *(x for pair in sorted(value.keywords.items()) for x in pair))
         found.append(len(parts))

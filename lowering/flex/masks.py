@@ -1,20 +1,26 @@
-"""A library of masks. Functions of a pair are mask_mods themselves; those of a number make one.
+"""A library of masks. Functions of a pair are mask_mods themselves; those of a number, or of a mask_mod, make one.
 
-The rows of a decoder with a cache are its last positions: `offset` shifts rows, as in `causal` of i + offset.
+Arrays that a mask reads are captures; `tables.py` makes them of lengths, page tables and trees.
 """
 
 from __future__ import annotations
 
+import functools
+import math
+import operator
+from collections.abc import Sequence
 from typing import Any
 
-from .captured import Captured
-from .mod import Combined, Mod, Signature
-from .vocabulary import abs, clip, maximum
+import numpy as np
 
+from ..errors import InputError
+from .mod import Composed, Mod
+from .tables import ancestors_of as ancestors_of
+from .tables import documents as documents
+from .tables import pages as pages
+from .vocabulary import clip
 
-def causal(b: Any, h: Any, i: Any, j: Any) -> Any:
-    """Keys up to the row's own position."""
-    return i >= j
+# -- by position ------------------------------------------------------------------------------------------------------
 
 
 def full(b: Any, h: Any, i: Any, j: Any) -> Any:
@@ -22,24 +28,9 @@ def full(b: Any, h: Any, i: Any, j: Any) -> Any:
     return (i >= 0) & (j >= 0)
 
 
-def and_masks(*mask_mods: Mod) -> Mod:
-    """Where all of them hold; of none everywhere."""
-    return Combined(lambda a, b: a & b, None, mask_mods, "mask_mod", "and_masks")
-
-
-def or_masks(*mask_mods: Mod) -> Mod:
-    """Where one of them holds; of none nowhere."""
-    start = None if mask_mods else False
-    return Combined(lambda a, b: a | b, start, mask_mods, "mask_mod", "or_masks")
-
-
-def shifted(mask_mod: Mod, offset: int = 0) -> Mod:
-    """mask_mod for rows that begin at position `offset`, as those of a decoder behind so many cached keys."""
-
-    def mod(b: Any, h: Any, i: Any, j: Any, **captures: Any) -> Any:
-        return mask_mod(b, h, i + offset, j, **captures)
-
-    return _with_captures_of(mod, mask_mod)
+def causal(b: Any, h: Any, i: Any, j: Any) -> Any:
+    """Keys up to the row's own position."""
+    return i >= j
 
 
 def sliding_window(window: int) -> Mod:
@@ -56,6 +47,15 @@ def local(left: int, right: int) -> Mod:
 
     def mod(b: Any, h: Any, i: Any, j: Any) -> Any:
         return (i - j <= left) & (j - i <= right)
+
+    return mod
+
+
+def dilated(window: int, step: int) -> Mod:
+    """Every `step`-th position before and behind the row's own, up to `window` positions away."""
+
+    def mod(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return (i - j <= window) & (j - i <= window) & ((i - j) % step == 0)
 
     return mod
 
@@ -79,136 +79,193 @@ def padding(b: Any, h: Any, i: Any, j: Any, *, lengths: Any) -> Any:
     return j < lengths[b]
 
 
-def document(mask_mod: Mod | None = None) -> Mod:
-    """Rows and keys of the same document, among which mask_mod decides, by positions in the document.
-
-    captures={"document": int [N], "start": int [N]}: which document a position belongs to, and where that begins. Packed
-    sequences lie one behind the other; `documents` makes both of their lengths. Without a mask_mod all keys of the
-    document are visible, and `start` is not read.
-    """
-    if mask_mod is None:
-
-        def mod(b: Any, h: Any, i: Any, j: Any, *, document: Any) -> Any:
-            return document[i] == document[j]
-
-        return mod
-
-    def inside(b: Any, h: Any, i: Any, j: Any, *, document: Any, start: Any, **captures: Any) -> Any:
-        return (document[i] == document[j]) & mask_mod(b, h, i - start[i], j - start[j], **captures)
-
-    return _with_captures_of(inside, mask_mod, "document", "start")
+# -- of other masks ---------------------------------------------------------------------------------------------------
 
 
-def document_by_batch(b: Any, h: Any, i: Any, j: Any, *, document: Any) -> Any:
-    """Rows and keys of the same document in each batch: captures={"document": int [B, N]}."""
-    return document[b, i] == document[b, j]
+def and_masks(*mask_mods: Mod) -> Mod:
+    """Where all of them hold; of none everywhere."""
+    return Composed("and_masks", "mask_mod", _all, mask_mods)
 
 
-def dilated(window: int, step: int) -> Mod:
-    """Every `step`-th of the keys before the row, `window` of them and its own."""
-
-    def mod(b: Any, h: Any, i: Any, j: Any) -> Any:
-        return (i >= j) & ((i - j) % step == 0) & (i - j <= window * step)
-
-    return mod
+def _all(mods: Sequence[Mod], *pair: Any) -> Any:
+    return functools.reduce(operator.and_, (mod(*pair) for mod in mods)) if mods else True
 
 
-def neighbourhood(height: int, width: int, kernel: int | tuple[int, int]) -> Mod:
-    """2-D neighbourhood attention (NATTEN, arXiv:2204.07143): positions are those of an image, row by row; each sees the
-    kernel's window around it, which is moved inside at the edges."""
-    rows, columns = (kernel, kernel) if isinstance(kernel, int) else kernel
-
-    def near(at: Any, key: Any, size: int, extent: int) -> Any:
-        centre = clip(at, size // 2, extent - 1 - (size - 1) // 2)
-        return (key >= centre - size // 2) & (key <= centre + (size - 1) // 2)
-
-    def mod(b: Any, h: Any, i: Any, j: Any) -> Any:
-        return near(i // width, j // width, rows, height) & near(i % width, j % width, columns, width)
-
-    return mod
+def or_masks(*mask_mods: Mod) -> Mod:
+    """Where one of them holds; of none nowhere."""
+    return Composed("or_masks", "mask_mod", _any, mask_mods)
 
 
-def sliding_tile(height: int, width: int, tile: int | tuple[int, int], window: int | tuple[int, int]) -> Mod:
-    """Sliding tile attention (arXiv:2502.04507): an image cut into tiles, whose elements lie one behind the other, tile
-    by tile; each sees the tiles of a window of `window` tiles around its own, moved inside at the edges."""
-    tall, wide = (tile, tile) if isinstance(tile, int) else tile
-    down, across = (window, window) if isinstance(window, int) else window
-    rows, columns, each = height // tall, width // wide, tall * wide
-
-    def near(at: Any, key: Any, size: int, extent: int) -> Any:
-        centre = clip(at, size // 2, maximum(extent - 1 - size // 2, size // 2))
-        return abs(key - centre) <= size // 2
-
-    def mod(b: Any, h: Any, i: Any, j: Any) -> Any:
-        row, key = i // each, j // each
-        return near(row // columns, key // columns, down, rows) & near(row % columns, key % columns, across, columns)
-
-    return mod
+def _any(mods: Sequence[Mod], *pair: Any) -> Any:
+    return functools.reduce(operator.or_, (mod(*pair) for mod in mods)) if mods else False
 
 
-def shared_prefix(prefix: int) -> Mod:
-    """Many sequences behind one prefix: the first `prefix` keys are seen by all, the others by rows of the same
-    sequence, causally. captures={"document": int [N]}, of rows and keys; keys of the prefix have any number."""
+def shifted(mask_mod: Mod, offset: int) -> Mod:
+    """mask_mod for rows that begin at position `offset`."""
 
-    def mod(b: Any, h: Any, i: Any, j: Any, *, document: Any) -> Any:
-        return (i >= j) & ((j < prefix) | (document[i] == document[j]))
+    def mod(mods: Sequence[Mod], b: Any, h: Any, i: Any, j: Any) -> Any:
+        return mods[0](b, h, i + offset, j)
 
-    return mod
-
-
-def tree(context: int) -> Mod:
-    """Speculative decoding: row i is node i of a tree of at most 32 tokens behind `context` keys, and sees those, itself
-    and its ancestors. captures={"ancestors": int32 or uint32 [rows]}: bit n of a row says whether node n is seen."""
-
-    def mod(b: Any, h: Any, i: Any, j: Any, *, ancestors: Any) -> Any:
-        node = j - context
-        return (node < 0) | (((ancestors[i] >> clip(node, 0, 31)) & 1) == 1)
-
-    return mod
+    return Composed("shifted", "mask_mod", mod, (mask_mod,))
 
 
-def block_sparse(size: int | tuple[int, int]) -> Mod:
-    """Blocks of rows and keys that an array shows: captures={"shown": bool [row blocks, key blocks]}."""
-    rows, keys = (size, size) if isinstance(size, int) else size
+def shifted_by_batch(mask_mod: Mod) -> Mod:
+    """mask_mod for rows that begin at a position of each batch, as those of a decoder do behind the keys of its cache:
+    captures={"offset": int [B]}."""
+    return Composed("shifted_by_batch", "mask_mod", _from_offset, (mask_mod,))
 
-    def mod(b: Any, h: Any, i: Any, j: Any, *, shown: Any) -> Any:
-        return shown[i // rows, j // keys]
 
-    return mod
+def _from_offset(mods: Sequence[Mod], b: Any, h: Any, i: Any, j: Any, *, offset: Any) -> Any:
+    return mods[0](b, h, i + offset[b], j)
 
 
 def paged(mask_mod: Mod, page_size: int) -> Mod:
-    """mask_mod over the positions in a sequence, of keys that lie in pages shared by all batches.
+    """mask_mod over positions in a sequence, of keys that lie in pages shared by all batches.
 
-    captures={"logical": int [B, pages], "lengths": int [B]}: which page of batch b's sequence a physical page is, or -1,
-    and how many keys the sequence has.
+    captures={"logical": int [B, pages], "lengths": int [B]}: which page of batch b's sequence a physical page is, or
+    -1, and how many keys the sequence has; `pages` makes both of a page table.
+
+    Source: PyTorch's torch.nn.attention.experimental._paged_attention.
     """
 
-    def mod(b: Any, h: Any, i: Any, j: Any, *, logical: Any, lengths: Any, **captures: Any) -> Any:
+    def mod(mods: Sequence[Mod], b: Any, h: Any, i: Any, j: Any, *, logical: Any, lengths: Any) -> Any:
         page = logical[b, j // page_size]
         position = page * page_size + j % page_size
-        return (page >= 0) & (position < lengths[b]) & mask_mod(b, h, i, position, **captures)
+        return (page >= 0) & (position < lengths[b]) & mods[0](b, h, i, position)
 
-    return _with_captures_of(mod, mask_mod, "logical", "lengths")
+    return Composed("paged", "mask_mod", mod, (mask_mod,))
 
 
-def _with_captures_of(mod: Mod, inner: Mod, *own: str) -> Mod:
-    """mod, which takes the captured arrays of its own and those of the inner one."""
-    import inspect
+# -- of packed sequences ----------------------------------------------------------------------------------------------
 
-    kinds = inspect.Parameter
-    names = dict.fromkeys((*own, *Signature(inner).captures))
-    positions = [kinds(name, kinds.POSITIONAL_OR_KEYWORD) for name in ("b", "h", "q_idx", "kv_idx")]
-    signature = inspect.Signature([*positions, *(kinds(name, kinds.KEYWORD_ONLY) for name in names)])
-    mod.__signature__ = signature  # type: ignore[attr-defined]
+
+def document(mask_mod: Mod | None = None) -> Mod:
+    """Rows and keys of the same document, among which mask_mod decides by their positions in it; without one all of
+    them. Documents lie one behind the other.
+
+    captures={"start": int [N]}: where the document of a position begins, by `documents`.
+
+    Source: generate_doc_mask_mod of attention-gym.
+    """
+    return Composed("document", "mask_mod", _inside, () if mask_mod is None else (mask_mod,))
+
+
+def _inside(mods: Sequence[Mod], b: Any, h: Any, i: Any, j: Any, *, start: Any) -> Any:
+    same = start[i] == start[j]
+    return same & mods[0](b, h, i - start[i], j - start[j]) if mods else same
+
+
+def document_by_batch(b: Any, h: Any, i: Any, j: Any, *, document: Any) -> Any:
+    """Rows and keys of the same document in each batch: captures={"document": int [B, N]}, any number for each."""
+    return document[b, i] == document[b, j]
+
+
+def shared_prefix(b: Any, h: Any, i: Any, j: Any, *, start: Any, prefix: Any) -> Any:
+    """Causal documents, some of which continue another one and see all of that: many answers to one prompt, whose keys
+    are there once.
+
+    captures={"start": int [N], "prefix": int [N]}: where the document of a position begins, and where the one that it
+    continues, -1 for none; by `documents`.
+
+    Source: generate_shared_prefix_mask_mod of attention-gym.
+    """
+    return ((start[i] == start[j]) & (i >= j)) | (prefix[i] == start[j])
+
+
+def tree(b: Any, h: Any, i: Any, j: Any, *, ancestors: Any, context: Any) -> Any:
+    """Speculative decoding: row i is node i of a tree of tokens behind the keys of a context. It sees those, itself and
+    its ancestors.
+
+    captures={"ancestors": int32 [rows, words], or with batches in front, "context": int [B]}: bit n % 32 of word
+    n // 32 says whether a row sees node n, by `ancestors_of`; and how many keys the context has.
+    """
+    node, count = j - context[b], 32 * ancestors.shape[-1]
+    at = clip(node, 0, count - 1)
+    word = ancestors[(b, i, at // 32)[3 - ancestors.ndim :]]
+    return (node < 0) | ((node < count) & ((word >> (at % 32)) & 1 == 1))
+
+
+# -- of images, and of blocks -----------------------------------------------------------------------------------------
+
+
+def neighbourhood(shape: Sequence[int], kernel: int | Sequence[int]) -> Mod:
+    """Neighbourhood attention: positions are those of an image or a video, row by row, and each sees a window around
+    its own, which at an edge is moved inside.
+
+    shape is (height, width), or that of any other number of axes; kernel is the size of the window, for all axes or for
+    each. Of an even number there is one more before than behind. A window larger than the image shows all of it.
+
+    Source: NATTEN (arXiv:2204.07143).
+    """
+    extents = tuple(shape)
+    sizes = _per_axis("kernel", kernel, extents)
+
+    def mod(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return _near(i, j, sizes, extents)
+
     return mod
 
 
-def documents(lengths: Any) -> dict[str, Any]:
-    """The captured arrays of `document` for sequences of these lengths, one behind the other."""
-    import numpy as np
+def sliding_tile(shape: Sequence[int], tile: int | Sequence[int], window: int | Sequence[int]) -> Mod:
+    """Sliding tile attention: an image or a video is cut into tiles, whose positions lie one behind the other
+    (`tile_order`), and each sees the tiles of a window around its own, which at an edge is moved inside. Blocks of a
+    tile are hidden or full, and none is partial.
 
-    lengths = np.asarray(lengths)
-    number = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-    starts = (np.cumsum(lengths) - lengths).astype(np.int32)
-    return {"document": number, "start": starts[number]}
+    shape is as for `neighbourhood`; tile is the size of a tile, and window that of the window, in tiles.
+
+    Raises InputError for an image that is not cut without rest.
+
+    Source: arXiv:2502.04507; generate_sta_mask_mod_2d of attention-gym, whose kernel is tile * window.
+    """
+    each = _per_axis("tile", tile, shape)
+    if any(extent % size for extent, size in zip(shape, each)):
+        raise InputError(f"tiles of {list(each)} do not cut {list(shape)} without rest. Pad the image.")
+    extents = tuple(extent // size for extent, size in zip(shape, each))
+    sizes = _per_axis("window", window, extents)
+    count = math.prod(each)
+
+    def mod(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return _near(i // count, j // count, sizes, extents)
+
+    return mod
+
+
+def tile_order(shape: Sequence[int], tile: int | Sequence[int]) -> np.ndarray:
+    """int64 [N]: for `sliding_tile` the positions of an image, row by row, in the order in which its tiles lie one
+    behind the other. x[:, :, order] is an array in that order, and y[:, :, np.argsort(order)] one in the image's."""
+    each = _per_axis("tile", tile, shape)
+    cut = [part for extent, size in zip(shape, each) for part in (extent // size, size)]
+    axes = range(len(cut))
+    return np.arange(math.prod(shape)).reshape(cut).transpose(*axes[::2], *axes[1::2]).ravel()
+
+
+def _near(row: Any, key: Any, sizes: Sequence[int], extents: Sequence[int]) -> Any:
+    """Whether a key lies in the window of a row; both count places row by row."""
+    shown = None
+    for axis in reversed(range(len(extents))):
+        size, extent = sizes[axis], extents[axis]
+        at, other = (row % extent, key % extent) if axis else (row, key)
+        row, key = row // extent, key // extent
+        centre = clip(at, size // 2, extent - 1 - (size - 1) // 2)
+        near = (other >= centre - size // 2) & (other <= centre + (size - 1) // 2)
+        shown = near if shown is None else near & shown
+    return shown
+
+
+def block_sparse(size: int | tuple[int, int]) -> Mod:
+    """Blocks of rows and keys that an array shows: captures={"shown": bool [row blocks, key blocks]}, or with heads, or
+    batches and heads, in front. size is that of a block, in rows and keys."""
+    rows, keys = _per_axis("size", size, (0, 0))
+
+    def mod(b: Any, h: Any, i: Any, j: Any, *, shown: Any) -> Any:
+        return shown[(b, h, i // rows, j // keys)[4 - shown.ndim :]]
+
+    return mod
+
+
+def _per_axis(name: str, given: int | Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:
+    """A size for each axis: one for all, or as many. Raises InputError for others, and for less than 1."""
+    sizes = (given,) * len(axes) if isinstance(given, (int, np.integer)) else tuple(given)
+    if len(sizes) != len(axes) or any(size < 1 for size in sizes):
+        raise InputError(f"{name} is {given!r}: give one number, or {len(axes)}, of 1 or more.")
+    return sizes

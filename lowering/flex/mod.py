@@ -8,6 +8,7 @@ Keyword-only parameters are captured arrays, by name.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeAlias
@@ -37,14 +38,12 @@ class Signature:
         self.most = sum(p.kind in _ORDINARY for p in parameters)
         if any(p.kind is kinds.VAR_POSITIONAL for p in parameters):
             self.most = len(INDICES)
-        self.captures = tuple(p.name for p in parameters if p.kind is kinds.KEYWORD_ONLY and p.default is kinds.empty)
-        self.optional = tuple(
-            p.name for p in parameters if p.kind is kinds.KEYWORD_ONLY and p.default is not kinds.empty
-        )
+        self.keywords = [p for p in parameters if p.kind is kinds.KEYWORD_ONLY]
+        self.captures = tuple(p.name for p in self.keywords if p.default is kinds.empty)
 
     def given(self, captures: Mapping[str, Any]) -> dict[str, Any]:
         """Of the captures those that the mod takes."""
-        return {name: captures[name] for name in (*self.captures, *self.optional) if name in captures}
+        return {p.name: captures[p.name] for p in self.keywords if p.name in captures}
 
 
 def name_of(mod: Mod) -> str:
@@ -114,26 +113,25 @@ def _line(mod: Mod, error: BaseException) -> str:
     return "" if found is None else f", line {found}"
 
 
-class Combined:
-    """A mod made of several, which takes the captures of all of them."""
+class Composed:
+    """A mod made of others: it takes the captures of all of them, and its own.
 
-    def __init__(self, combine: Callable[..., Any], start: Any, mods: tuple[Mod, ...], kind: Kind, name: str) -> None:
-        self._combine, self._start, self._mods = combine, start, mods
-        signatures = [Signature(mod) for mod in mods]
-        names = dict.fromkeys(name for signature in signatures for name in signature.captures)
-        kinds = inspect.Parameter
-        self.__qualname__ = f"{name}({', '.join(getattr(m, '__qualname__', type(m).__name__) for m in mods)})"
-        self.__signature__ = inspect.Signature(
-            [
-                *(kinds(n, kinds.POSITIONAL_OR_KEYWORD) for n in _POSITIONAL[kind]),
-                *(kinds(n, kinds.KEYWORD_ONLY) for n in names),
-            ]
-        )
-        self._names = [(*signature.captures, *signature.optional) for signature in signatures]
+    compose(mods, *arguments, **own) gets the mods with their captures given, so that it calls them by position alone.
+    Arrays of the same name are one.
+    """
 
-    def __call__(self, *args: Any, **captures: Any) -> Any:
-        result = self._start
-        for mod, names in zip(self._mods, self._names):
-            value = mod(*args, **{name: captures[name] for name in names if name in captures})
-            result = value if result is None else self._combine(result, value)
-        return True if result is None else result
+    def __init__(self, name: str, kind: Kind, compose: Callable[..., Any], mods: tuple[Mod, ...]) -> None:
+        self.compose, self.mods = compose, mods
+        self.__qualname__ = f"{name}({', '.join(getattr(mod, '__qualname__', type(mod).__name__) for mod in mods)})"
+        self._own, self._inner = Signature(compose), [Signature(mod) for mod in mods]
+        keywords: dict[str, inspect.Parameter] = {}
+        for signature in (*self._inner, self._own):
+            for each in signature.keywords:
+                if each.name not in keywords or each.default is each.empty:
+                    keywords[each.name] = each
+        positions = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in _POSITIONAL[kind]]
+        self.__signature__ = inspect.Signature([*positions, *keywords.values()])
+
+    def __call__(self, *arguments: Any, **captures: Any) -> Any:
+        mods = [functools.partial(mod, **inner.given(captures)) for mod, inner in zip(self.mods, self._inner)]
+        return self.compose(mods, *arguments, **self._own.given(captures))

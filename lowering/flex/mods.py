@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from ..attention.alibi import alibi_slopes as alibi_slopes
-from .mod import Combined, Mod
-from .vocabulary import abs, cast, clip, log, maximum, minimum, tanh, where
+from ..errors import InputError
+from .mod import Composed, Mod
+from .vocabulary import abs, cast, clip, maximum, minimum, tanh, where
 
 
 def noop(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
@@ -17,21 +19,42 @@ def noop(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
 
 def chain(*score_mods: Mod) -> Mod:
     """One after the other: each gets the score that the one before gives."""
-    return _Chain(score_mods)
+    return Composed("chain", "score_mod", _in_turn, score_mods)
 
 
-class _Chain(Combined):
-    def __init__(self, mods: tuple[Mod, ...]) -> None:
-        super().__init__(_last, None, mods, "score_mod", "chain")
-
-    def __call__(self, score: Any, *args: Any, **captures: Any) -> Any:
-        for mod, names in zip(self._mods, self._names):
-            score = mod(score, *args, **{name: captures[name] for name in names if name in captures})
-        return score
+def _in_turn(mods: Sequence[Mod], score: Any, *pair: Any) -> Any:
+    for mod in mods:
+        score = mod(score, *pair)
+    return score
 
 
-def _last(a: Any, b: Any) -> Any:
-    return b
+def shifted(score_mod: Mod, offset: int) -> Mod:
+    """score_mod for rows that begin at position `offset`."""
+
+    def mod(mods: Sequence[Mod], score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return mods[0](score, b, h, i + offset, j)
+
+    return Composed("shifted", "score_mod", mod, (score_mod,))
+
+
+def shifted_by_batch(score_mod: Mod) -> Mod:
+    """score_mod for rows that begin at a position of each batch, as those of a decoder do behind the keys of its cache:
+    captures={"offset": int [B]}."""
+    return Composed("shifted_by_batch", "score_mod", _from_offset, (score_mod,))
+
+
+def _from_offset(mods: Sequence[Mod], score: Any, b: Any, h: Any, i: Any, j: Any, *, offset: Any) -> Any:
+    return mods[0](score, b, h, i + offset[b], j)
+
+
+def paged(score_mod: Mod, page_size: int) -> Mod:
+    """score_mod over positions in a sequence, of keys that lie in pages shared by all batches: captures={"logical": int
+    [B, pages]}, as for `masks.paged`, which hides the keys of other sequences."""
+
+    def mod(mods: Sequence[Mod], score: Any, b: Any, h: Any, i: Any, j: Any, *, logical: Any) -> Any:
+        return mods[0](score, b, h, i, logical[b, j // page_size] * page_size + j % page_size)
+
+    return Composed("paged", "score_mod", mod, (score_mod,))
 
 
 def alibi(score: Any, b: Any, h: Any, i: Any, j: Any, *, slopes: Any) -> Any:
@@ -63,19 +86,37 @@ def relative_bias(score: Any, b: Any, h: Any, i: Any, j: Any, *, bias: Any) -> A
 def t5_buckets(buckets: int = 32, max_distance: int = 128, bidirectional: bool = True) -> Mod:
     """T5's relative bias (arXiv:1910.10683): captures={"bias": float [heads, buckets]}.
 
-    Half of the buckets are exact, the others grow by the logarithm up to max_distance.
+    The first half of the buckets are a distance each, the others grow by the logarithm up to max_distance. Keys behind
+    the row have a second set of them, unless the model is not bidirectional: then such keys count as distance 0.
+
+    Raises InputError for fewer buckets than that takes, and for a max_distance that they reach without the logarithm.
     """
     count = buckets // 2 if bidirectional else buckets
     exact = count // 2
-    factor = (count - exact) / math.log(max_distance / exact)
+    if exact < 1 or max_distance <= exact:
+        raise InputError(
+            f"{buckets} buckets up to a distance of {max_distance}: give {4 if bidirectional else 2} buckets or more, "
+            f"and a distance beyond the {exact} that have a bucket each."
+        )
+    steps = count - exact
+    starts = tuple(_log_bucket(exact, max_distance, k, steps) for k in range(1, steps))
 
     def mod(score: Any, b: Any, h: Any, i: Any, j: Any, *, bias: Any) -> Any:
         distance = abs(j - i) if bidirectional else maximum(i - j, 0)
-        far = exact + cast(log(cast(maximum(distance, 1), "float32") / exact) * factor, "int32")
-        bucket = where(distance < exact, distance, minimum(far, count - 1))
+        bucket = minimum(distance, exact)
+        for start in starts:
+            bucket = bucket + cast(distance >= start, "int32")
         return score + bias[h, bucket + where(j > i, count, 0) if bidirectional else bucket]
 
     return mod
+
+
+def _log_bucket(first: int, last: int, k: int, steps: int) -> int:
+    """The smallest distance with log(distance / first) / log(last / first) * steps >= k, in exact arithmetic."""
+    distance = math.floor(first * (last / first) ** (k / steps)) - 1
+    while distance**steps * first**k < first**steps * last**k:
+        distance += 1
+    return distance
 
 
 def head_scale(score: Any, b: Any, h: Any, i: Any, j: Any, *, factors: Any) -> Any:
@@ -83,17 +124,16 @@ def head_scale(score: Any, b: Any, h: Any, i: Any, j: Any, *, factors: Any) -> A
     return score * factors[h]
 
 
-def latent(position: int, scale: float | None = None) -> Mod:
-    """Multi-head latent attention, whose queries and keys have a part with positions of its own (DeepSeek-V2,
-    arXiv:2405.04434): its products are added. captures={"q_rope": float [B, heads, rows, position], "k_rope": float
-    [B, keys, position]}, `position` being their size; scale is 1 by default.
+def latent(position: int, scale: float = 1.0) -> Mod:
+    """Multi-head latent attention, whose queries and keys have a part of their own for positions, which all heads share
+    (DeepSeek-V2, arXiv:2405.04434): scale times its product is added.
+
+    captures={"q_rope": float [B, heads, rows, position], "k_rope": float [B, keys, position]}, `position` being their
+    size. The model divides the sum of both products by the root of both sizes together: give that as the scale here,
+    and as that of flex_attention.
     """
-    factor = 1.0 if scale is None else scale
 
     def mod(score: Any, b: Any, h: Any, i: Any, j: Any, *, q_rope: Any, k_rope: Any) -> Any:
-        total = q_rope[b, h, i, 0] * k_rope[b, j, 0]
-        for d in range(1, position):
-            total = total + q_rope[b, h, i, d] * k_rope[b, j, d]
-        return score + total * factor
+        return score + scale * sum(q_rope[b, h, i, d] * k_rope[b, j, d] for d in range(position))
 
     return mod

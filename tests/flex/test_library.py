@@ -1,0 +1,437 @@
+"""The library of masks and mods: each says of every pair what an oracle says that was written without it, pair by pair
+with Python's numbers, and attention with it equals one in float64."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lowering import InputError, flex
+from lowering.flex import masks, mods
+
+RNG = np.random.default_rng(0)
+BATCHES, HEADS, KV_HEADS, SIZE = 2, 4, 2, 5
+BLOCK = (3, 5)
+
+
+@dataclass
+class Case:
+    """A mask of so many rows and keys, and what it should say."""
+
+    mod: Callable[..., Any]
+    shown: Callable[[int, int, int, int], bool]
+    rows: int = 17
+    keys: int = 17
+    captures: dict[str, Any] = field(default_factory=dict)
+
+
+def near(at: int, key: int, size: int, extent: int) -> bool:
+    """A window of so many places that begins half of them before, and never leaves what there is."""
+    first = min(max(at - size // 2, 0), max(extent - size, 0))
+    return first <= key < first + size
+
+
+def in_image(shape: tuple[int, ...], kernel: tuple[int, ...]) -> Callable[[int, int, int, int], bool]:
+    places = list(itertools.product(*map(range, shape)))
+    return lambda b, h, i, j: all(map(near, places[i], places[j], kernel, shape))
+
+
+def in_tiles(shape: tuple[int, ...], tile: tuple[int, ...], window: tuple[int, ...]) -> Callable[..., bool]:
+    places = list(itertools.product(*map(range, shape)))
+    tiled = [[x // size for x, size in zip(places[at], tile)] for at in masks.tile_order(shape, tile)]
+    extents = [extent // size for extent, size in zip(shape, tile)]
+    return lambda b, h, i, j: all(map(near, tiled[i], tiled[j], window, extents))
+
+
+LENGTHS = [4, 0, 1, 7, 5]
+DOCUMENT = [k for k, length in enumerate(LENGTHS) for _ in range(length)]
+PLACE = [place for length in LENGTHS for place in range(length)]
+PREFIXES = [-1, -1, 0, 0, -1]  # documents 2 and 3 continue document 0
+IDS = np.array([[5] * 6 + [-3] * 4 + [5] * 7, [0, 1] * 8 + [1]], np.int64)
+SHOWN = np.random.default_rng(4).integers(0, 2, (HEADS, 4, 6)).astype(bool)
+
+PARENTS = [-1, 0, 0, 1, 1, 2, -1, 6, 3]
+MANY = [-1, *(node // 3 for node in range(69))]  # in three words
+CONTEXT = np.array([4, 0], np.int32)
+
+
+def on_path(parents: list[int], node: int, other: int) -> bool:
+    return node >= 0 and (node == other or on_path(parents, parents[node], other))
+
+
+def in_tree(parents: list[int]) -> Callable[[int, int, int, int], bool]:
+    return lambda b, h, i, j: j < CONTEXT[b] or on_path(parents, i, j - int(CONTEXT[b]))
+
+
+MASKS = {
+    "full": Case(masks.full, lambda b, h, i, j: True),
+    "causal": Case(masks.causal, lambda b, h, i, j: j in range(i + 1)),
+    "sliding_window": Case(masks.sliding_window(4), lambda b, h, i, j: j in range(i - 4, i + 1), rows=23),
+    "sliding_window of 0": Case(masks.sliding_window(0), lambda b, h, i, j: i == j),
+    "local": Case(masks.local(5, 2), lambda b, h, i, j: j in range(i - 5, i + 3)),
+    "dilated": Case(masks.dilated(7, 3), lambda b, h, i, j: j in (*range(i, i + 8, 3), *range(i, i - 8, -3))),
+    "prefix_lm": Case(masks.prefix_lm(6), lambda b, h, i, j: j in range(6) or j in range(i + 1)),
+    "prefix_lm_by_batch": Case(
+        masks.prefix_lm_by_batch,
+        lambda b, h, i, j: j in range((9, 0)[b]) or j in range(i + 1),
+        captures={"prefix": np.array([9, 0])},
+    ),
+    "padding": Case(
+        masks.padding, lambda b, h, i, j: j in range((0, 11)[b]), captures={"lengths": np.array([0, 11], np.int32)}
+    ),
+    "and_masks": Case(
+        masks.and_masks(masks.causal, masks.padding, masks.local(3, 9)),
+        lambda b, h, i, j: j in range(i - 3, i + 1) and j in range((12, 5)[b]),
+        captures={"lengths": np.array([12, 5])},
+    ),
+    "or_masks": Case(
+        masks.or_masks(masks.sliding_window(1), lambda b, h, i, j: j % (h + 2) == 0),
+        lambda b, h, i, j: j in (i - 1, i) or j in range(0, 99, h + 2),
+    ),
+    "shifted": Case(masks.shifted(masks.causal, 9), lambda b, h, i, j: j in range(i + 10), rows=5),
+    "shifted_by_batch": Case(
+        masks.shifted_by_batch(masks.sliding_window(6)),
+        lambda b, h, i, j: j in range(i + (12, 3)[b] - 6, i + (12, 3)[b] + 1),
+        rows=3,
+        captures={"offset": np.array([12, 3])},
+    ),
+    "document": Case(
+        masks.document(), lambda b, h, i, j: DOCUMENT[i] == DOCUMENT[j], captures=masks.documents(LENGTHS)
+    ),
+    "document, of a prefix": Case(
+        masks.document(masks.prefix_lm(3)),
+        lambda b, h, i, j: DOCUMENT[i] == DOCUMENT[j] and (PLACE[j] < 3 or PLACE[j] <= PLACE[i]),
+        captures=masks.documents(LENGTHS),
+    ),
+    "document_by_batch": Case(
+        masks.document_by_batch, lambda b, h, i, j: IDS[b, i] == IDS[b, j], captures={"document": IDS}
+    ),
+    "shared_prefix": Case(
+        masks.shared_prefix,
+        lambda b, h, i, j: (
+            (DOCUMENT[i] == DOCUMENT[j] and PLACE[j] <= PLACE[i]) or DOCUMENT[j] == PREFIXES[DOCUMENT[i]]
+        ),
+        captures=masks.documents(LENGTHS, PREFIXES),
+    ),
+    "tree": Case(
+        masks.tree, in_tree(PARENTS), 9, 13, {"ancestors": masks.ancestors_of(PARENTS), "context": CONTEXT}
+    ),
+    "tree of 70 nodes": Case(
+        masks.tree, in_tree(MANY), 70, 74, {"ancestors": masks.ancestors_of(MANY), "context": CONTEXT}
+    ),
+    "tree for each batch": Case(
+        masks.tree,
+        lambda b, h, i, j: in_tree([PARENTS, [-1, *range(8)]][b])(b, h, i, j),
+        9,
+        13,
+        {"ancestors": np.stack([masks.ancestors_of(PARENTS), masks.ancestors_of([-1, *range(8)])]), "context": CONTEXT},
+    ),
+    "neighbourhood": Case(masks.neighbourhood((5, 7), 3), in_image((5, 7), (3, 3)), 35, 35),
+    "neighbourhood, even": Case(masks.neighbourhood((5, 6), (4, 2)), in_image((5, 6), (4, 2)), 30, 30),
+    "neighbourhood larger than the image": Case(
+        masks.neighbourhood((3, 6), (9, 6)), lambda b, h, i, j: True, 18, 18
+    ),
+    "neighbourhood of a video": Case(masks.neighbourhood((3, 4, 3), (2, 3, 1)), in_image((3, 4, 3), (2, 3, 1)), 36, 36),
+    "sliding_tile": Case(
+        masks.sliding_tile((6, 10), (2, 2), (3, 3)), in_tiles((6, 10), (2, 2), (3, 3)), 60, 60
+    ),
+    "sliding_tile, even": Case(
+        masks.sliding_tile((8, 6), (2, 3), (2, 4)), in_tiles((8, 6), (2, 3), (2, 4)), 48, 48
+    ),
+    "sliding_tile of a video": Case(
+        masks.sliding_tile((4, 3, 6), (2, 1, 3), 2), in_tiles((4, 3, 6), (2, 1, 3), (2, 2, 2)), 72, 72
+    ),
+    "block_sparse": Case(
+        masks.block_sparse((5, 3)), lambda b, h, i, j: SHOWN[0, i // 5, j // 3], captures={"shown": SHOWN[0]}
+    ),
+    "block_sparse for each head": Case(
+        masks.block_sparse((5, 3)), lambda b, h, i, j: SHOWN[h, i // 5, j // 3], captures={"shown": SHOWN}
+    ),
+}  # fmt: skip
+
+
+def visible(case: Case) -> np.ndarray:
+    """bool [B, H, rows, keys]."""
+    shape = (BATCHES, HEADS, case.rows, case.keys)
+    return np.array([case.shown(*at) for at in np.ndindex(shape)], bool).reshape(shape)
+
+
+def operands(rows: int, keys: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    shapes = ((BATCHES, HEADS, rows, SIZE), (BATCHES, KV_HEADS, keys, SIZE), (BATCHES, KV_HEADS, keys, 3))
+    return tuple(RNG.standard_normal(shape).astype(np.float32) for shape in shapes)  # type: ignore[return-value]
+
+
+def attention(scores: np.ndarray, v: np.ndarray, shown: np.ndarray) -> np.ndarray:
+    """In float64; 0 for rows that see nothing."""
+    scores = np.where(shown, scores, -np.inf)
+    p = np.exp(scores - np.maximum(scores.max(-1, keepdims=True), -1e300))
+    return (p / np.maximum(p.sum(-1, keepdims=True), 1e-300)) @ np.repeat(v.astype(np.float64), HEADS // KV_HEADS, 1)
+
+
+def scores_of(q: np.ndarray, k: np.ndarray, scale: float = SIZE**-0.5) -> np.ndarray:
+    k = np.repeat(k.astype(np.float64), HEADS // KV_HEADS, 1)
+    return scale * q.astype(np.float64) @ k.swapaxes(-1, -2)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_shows_what_its_oracle_does(name: str) -> None:
+    case = MASKS[name]
+    shape, shown = (BATCHES, HEADS, case.rows, case.keys), visible(case)
+    assert shown.any() and (not shown.all() or name in ("full", "neighbourhood larger than the image"))
+    on_grids = case.mod(*np.ogrid[tuple(map(slice, shape))], **case.captures)
+    np.testing.assert_array_equal(np.broadcast_to(on_grids, shape), shown)
+    compiled = flex.create_block_mask(case.mod, *shape, BLOCK_SIZE=1, captures=case.captures)
+    np.testing.assert_array_equal(compiled.states == 2, shown)
+
+
+@pytest.mark.parametrize("name", [name for name in MASKS if hasattr(masks, name)])
+@pytest.mark.parametrize("blocks", [False, True])
+def test_attention_with_a_mask(name: str, blocks: bool) -> None:
+    case = MASKS[name]
+    q, k, v = operands(case.rows, case.keys)
+    given: dict[str, Any] = {"mask_mod": case.mod, "captures": case.captures}
+    if blocks:
+        sizes = (BATCHES, HEADS, case.rows, case.keys)
+        given = {"block_mask": flex.create_block_mask(case.mod, *sizes, BLOCK, case.captures)}
+    y = flex.flex_attention(q, k, v, **given, enable_gqa=True)
+    np.testing.assert_allclose(y, attention(scores_of(q, k), v, visible(case)), rtol=1e-5, atol=1e-5)
+
+
+# -- scores -----------------------------------------------------------------------------------------------------------
+
+BIAS = np.random.default_rng(5).standard_normal((HEADS, 9)).astype(np.float32)
+T5 = np.random.default_rng(6).standard_normal((HEADS, 16)).astype(np.float32)
+FACTORS = np.array([0.5, -1, 2, 0], np.float32)
+SLOPES = mods.alibi_slopes(HEADS)
+ROWS, KEYS = 19, 41
+LATENT = {
+    "q_rope": np.random.default_rng(7).standard_normal((BATCHES, HEADS, ROWS, 6)).astype(np.float32),
+    "k_rope": np.random.default_rng(8).standard_normal((BATCHES, KEYS, 6)).astype(np.float32),
+}
+
+
+def t5_bucket(distance: int, exact: int, count: int, most: int) -> int:
+    """Of Mesh TensorFlow and Transformers, whose rounding of exact powers is made up for."""
+    if distance < exact:
+        return distance
+    return min(exact + int(math.log(distance / exact) / math.log(most / exact) * (count - exact) + 1e-9), count - 1)
+
+
+def t5_both(s: float, b: int, h: int, i: int, j: int) -> float:
+    return s + T5[h, t5_bucket(abs(j - i), 4, 8, 32) + (8 if j > i else 0)]
+
+
+SCORES: dict[str, tuple[Any, dict[str, Any], Callable[..., float]]] = {
+    "noop": (mods.noop, {}, lambda s, b, h, i, j: s),
+    "alibi": (mods.alibi, {"slopes": SLOPES}, lambda s, b, h, i, j: s - 2.0 ** (-2 * (h + 1)) * (i - j)),
+    "soft_cap": (mods.soft_cap(0.7), {}, lambda s, b, h, i, j: 0.7 * math.tanh(s / 0.7)),
+    "relative_position": (mods.relative_position, {}, lambda s, b, h, i, j: s + i - j),
+    "relative_bias": (
+        mods.relative_bias, {"bias": BIAS}, lambda s, b, h, i, j: s + BIAS[h, 4 + max(-4, min(4, j - i))]
+    ),
+    "t5_buckets": (mods.t5_buckets(16, 32), {"bias": T5}, t5_both),
+    "t5_buckets of a decoder": (
+        mods.t5_buckets(16, 24, bidirectional=False),
+        {"bias": T5},
+        lambda s, b, h, i, j: s + T5[h, t5_bucket(max(i - j, 0), 8, 16, 24)],
+    ),
+    "head_scale": (mods.head_scale, {"factors": FACTORS}, lambda s, b, h, i, j: s * FACTORS[h]),
+    "latent": (
+        mods.latent(6, 0.3),
+        LATENT,
+        lambda s, b, h, i, j: s + 0.3 * float(np.float64(LATENT["q_rope"][b, h, i]) @ LATENT["k_rope"][b, j]),
+    ),
+    "chain": (
+        mods.chain(mods.alibi, mods.soft_cap(2.0), mods.relative_bias),
+        {"slopes": SLOPES, "bias": BIAS},
+        lambda s, b, h, i, j: (
+            2 * math.tanh((s + 4.0 ** -(h + 1) * (j - i)) / 2) + BIAS[h, 4 + max(-4, min(4, j - i))]
+        ),
+    ),
+    "shifted": (
+        mods.shifted(mods.t5_buckets(16, 32), 22),
+        {"bias": T5},
+        lambda s, b, h, i, j: t5_both(s, b, h, i + 22, j),
+    ),
+    "shifted_by_batch": (
+        mods.shifted_by_batch(mods.t5_buckets(16, 32)),
+        {"bias": T5, "offset": np.array([22, 3])},
+        lambda s, b, h, i, j: t5_both(s, b, h, i + (22, 3)[b], j),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_attention_with_a_score_mod(name: str) -> None:
+    mod, captures, oracle = SCORES[name]
+    q, k, v = operands(ROWS, KEYS)
+    scores = scores_of(q, k)
+    shown = np.tril(np.ones((ROWS, KEYS), bool), 15)
+    blocks = flex.create_block_mask(masks.shifted(masks.causal, 15), None, None, ROWS, KEYS, BLOCK)
+    y, lse = flex.flex_attention(q, k, v, mod, block_mask=blocks, enable_gqa=True, captures=captures, return_lse=True)
+    expected = np.array([oracle(float(s), *at) for at, s in np.ndenumerate(scores)]).reshape(scores.shape)
+    np.testing.assert_allclose(y, attention(expected, v, shown), rtol=1e-5, atol=1e-5)
+    exact = np.log(np.where(shown, np.exp(expected), 0).sum(-1))
+    np.testing.assert_allclose(lse, exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("buckets", "most"), [(32, 128), (4, 3), (6, 200), (32, 9)])
+def test_every_distance_has_the_bucket_of_t5(buckets: int, most: int) -> None:
+    """Exact powers among them, which a rounded logarithm can put a bucket too low."""
+    numbers = np.arange(buckets, dtype=np.float64)[None]
+    distances = np.arange(3 * most)
+    mod = mods.t5_buckets(buckets, most)
+    found = mod(0.0, 0, 0, 0, -distances, bias=numbers), mod(0.0, 0, 0, 0, distances, bias=numbers)
+    expected = np.array([t5_bucket(int(d), buckets // 4, buckets // 2, most) for d in distances])
+    np.testing.assert_array_equal(found[0], expected)
+    np.testing.assert_array_equal(found[1], expected + np.where(distances > 0, buckets // 2, 0))
+
+
+def test_the_default_buckets_of_t5_are_known() -> None:
+    mod, numbers = mods.t5_buckets(), np.arange(32.0)[None]
+    for distance, bucket in (
+        (0, 0),
+        (7, 7),
+        (8, 8),
+        (11, 8),
+        (12, 9),
+        (16, 10),
+        (32, 12),
+        (64, 14),
+        (90, 14),
+        (91, 15),
+    ):
+        assert mod(0.0, 0, 0, distance, 0, bias=numbers) == bucket
+
+
+def test_latent_attention_is_attention_over_both_parts() -> None:
+    """DeepSeek-V2's: queries and keys are the two parts side by side, and the scale is that of both sizes."""
+    q, k, v = operands(ROWS, KEYS)
+    scale = (SIZE + 6) ** -0.5
+    k_rope = np.broadcast_to(LATENT["k_rope"][:, None], (BATCHES, KV_HEADS, KEYS, 6))
+    sides = np.concatenate([q, LATENT["q_rope"]], -1), np.concatenate([k, k_rope], -1)
+    y = flex.flex_attention(q, k, v, mods.latent(6, scale), scale=scale, enable_gqa=True, captures=LATENT)
+    shown = np.ones((ROWS, KEYS), bool)
+    np.testing.assert_allclose(y, attention(scores_of(*sides, scale), v, shown), rtol=1e-5, atol=1e-5)
+
+
+# -- pages ------------------------------------------------------------------------------------------------------------
+
+PAGE, PAGES = 4, 9
+TABLE = np.array([[7, 2, 5, -1], [0, 8, 2, 3]])  # page 2 is of both
+KEPT = [9, 14]
+
+
+def in_pages(keys: list[np.ndarray]) -> np.ndarray:
+    """[1, heads, PAGES * PAGE, size]: the keys of each batch in its pages, and in all others what must not be seen."""
+    made = np.full((1, *keys[0].shape[:1], PAGES * PAGE, keys[0].shape[-1]), np.nan, np.float32)
+    for row, array, length in zip(TABLE, keys, KEPT):
+        for position in range(length):
+            made[0, :, row[position // PAGE] * PAGE + position % PAGE] = array[:, position]
+    return made
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_cache_in_shuffled_pages_is_that_in_rows(blocks: bool) -> None:
+    """Rows are the last three positions, under a causal mask and a bias by distance; pages of nobody hold NaN."""
+    q = RNG.standard_normal((BATCHES, HEADS, 3, SIZE)).astype(np.float32)
+    k, v = ([RNG.standard_normal((KV_HEADS, length, SIZE)).astype(np.float32) for length in KEPT] for _ in range(2))
+    for array in (k, v):  # the second page of batch 0 is the third one of batch 1
+        array[1][:, 2 * PAGE : 3 * PAGE] = array[0][:, PAGE : 2 * PAGE]
+    captures = masks.pages(TABLE, KEPT, PAGE, PAGES)
+    bias, offset = {"bias": T5}, {"offset": np.array(KEPT) - 3}
+    mask = masks.paged(masks.shifted_by_batch(masks.causal), PAGE)
+    score = mods.paged(mods.shifted_by_batch(mods.t5_buckets(16, 32)), PAGE)
+    given: dict[str, Any] = {"mask_mod": mask, "captures": captures | bias | offset}
+    if blocks:
+        found = flex.create_block_mask(mask, BATCHES, None, 3, PAGES * PAGE, (3, PAGE), captures | offset)
+        np.testing.assert_array_equal(np.flatnonzero(found.to_dense()[0, 0, 0]), sorted({7, 2, 5}))
+        given = {"block_mask": found, "captures": bias}
+    y = flex.flex_attention(q, in_pages(k), in_pages(v), score, enable_gqa=True, **given)
+    for b, length in enumerate(KEPT):
+        scores = scores_of(q[b : b + 1], k[b][None])
+        for _, h, i, j in np.ndindex(scores.shape):
+            scores[0, h, i, j] = t5_both(scores[0, h, i, j], b, h, i + length - 3, j)
+        shown = np.tril(np.ones((3, length), bool), length - 3)
+        np.testing.assert_allclose(y[b : b + 1], attention(scores, v[b][None], shown), rtol=1e-5, atol=1e-5)
+
+
+def test_new_pages_need_no_new_kernel() -> None:
+    q, kv = np.zeros((BATCHES, HEADS, 1, SIZE), np.float32), np.ones((1, KV_HEADS, PAGES * PAGE, SIZE), np.float32)
+    misses = []
+    for lengths in ([1, 2], [9, 14]):
+        given = {"captures": masks.pages(TABLE, lengths, PAGE, PAGES), "enable_gqa": True}
+        y = flex.flex_attention(q, kv, kv, mask_mod=masks.paged(masks.full, PAGE), **given)
+        np.testing.assert_allclose(y, 1)
+        misses.append(flex.cache_info().misses)
+    assert misses[0] == misses[1]
+
+
+# -- what does not fit ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (lambda: masks.pages([[0, 0]], [8], 4, 2), "page 0 twice"),
+        (lambda: masks.pages([[0, 5]], [8], 4, 5), "page 5, of 5"),
+        (lambda: masks.pages([[0, -1]], [5], 4, 5), "too few pages"),
+        (lambda: masks.pages([[0, 1]], [9], 4, 5), "too few pages"),
+        (lambda: masks.pages([0, 1], [9], 4, 5), r"\[B, n\]"),
+        (lambda: masks.documents([3, 4], [-1, 1]), "document 1 continues document 1"),
+        (lambda: masks.documents([3, 4], [2, -1]), "document 0 continues document 2"),
+        (lambda: masks.documents([3, 4], [-1]), "one for each document"),
+        (lambda: masks.ancestors_of([-1, 1]), "parent of node 1 is 1"),
+        (lambda: masks.sliding_tile((6, 7), 2, 3), "without rest"),
+        (lambda: masks.neighbourhood((6, 7), (3, 3, 3)), "give one number, or 2"),
+        (lambda: masks.neighbourhood((6, 7), 0), "of 1 or more"),
+        (lambda: mods.t5_buckets(2), "give 4 buckets or more"),
+        (lambda: mods.t5_buckets(32, 8), "beyond the 8"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(made: Callable[[], Any], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        made()
+
+
+# -- mods of mods -----------------------------------------------------------------------------------------------------
+
+
+def test_mods_of_mods_pass_on_what_their_own_names_hide() -> None:
+    """`padding` reads the array that `paged` reads, too; and a capture that has a default is passed on where given."""
+
+    def every(b: Any, h: Any, i: Any, j: Any, *, step: Any = 2) -> Any:
+        return j % step == 0
+
+    grid = np.ogrid[:1, :1, :3, :12]
+    captures = masks.pages([[2, 0]], [7], 4, 3)
+    found = masks.paged(masks.padding, 4)(*grid, **captures)
+    np.testing.assert_array_equal(np.flatnonzero(found[0, 0, 0]), [0, 1, 2, 8, 9, 10, 11])
+    joined = masks.and_masks(masks.shifted(every, 1), masks.full)
+    np.testing.assert_array_equal(np.flatnonzero(joined(*grid)[0, 0, 0]), range(0, 12, 2))
+    step = {"step": np.array(5, np.int32)}
+    states = flex.create_block_mask(joined, None, None, 1, 12, 1, step).states
+    np.testing.assert_array_equal(np.flatnonzero(states), [0, 5, 10])
+
+
+def test_and_masks_of_none_shows_all_and_or_masks_of_none_nothing() -> None:
+    for mod, state in ((masks.and_masks(), 2), (masks.or_masks(), 0)):
+        assert (flex.create_block_mask(mod, None, None, 4, 6, 2).states == state).all()
+
+
+def test_a_mod_that_is_made_anew_is_known() -> None:
+    """Calls of one kind are found without being traced again."""
+    from lowering.flex.fingerprint import fingerprint
+
+    def made(window: int) -> Any:
+        return masks.and_masks(masks.document(masks.sliding_window(window)), masks.neighbourhood((4, 5), 3))
+
+    assert fingerprint(made(3)) == fingerprint(made(3)) is not None
+    assert fingerprint(made(3)) != fingerprint(made(4))
+    assert fingerprint(masks.and_masks(masks.causal)) != fingerprint(masks.or_masks(masks.causal))
