@@ -229,12 +229,13 @@ class Node:
 
     # -- subgraphs ----------------------------------------------------------------------------------------------------
 
-    def subgraph(self, graph: ir.Graph) -> list[Value]:
-        """Lowers a body graph (attribute of If) in place; it sees the values around the node.
+    def subgraph(self, graph: ir.Graph, *inputs: Value) -> list[Value]:
+        """Lowers a body graph (attribute of If or FlexAttention) in place, with these inputs; it sees the values around
+        the node.
 
         Returns its outputs.
         """
-        return self._importer.graph(graph)
+        return self._importer.body(graph, inputs)
 
     @property
     def importer(self) -> Importer:
