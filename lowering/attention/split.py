@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .expr.node import Expr, canonical, number, rewritten
+from .expr.node import Expr, canonical, number, over, rewritten
 from .scores import HIDDEN
 
 
@@ -84,11 +84,14 @@ def _all(op: str, parts: tuple[Expr, ...]) -> Expr | None:
 
 
 def _may_hide(term: Expr) -> bool:
-    """Whether a term can be so low that no kernel has to look at the key: by a literal, or by what a table holds."""
-    return any(
-        "float" in node.dtype and (node.op == "load" or (node.op == "number" and node.number <= HIDDEN))
-        for node in term.walk()
-    )
+    """Whether a term is likely to hide keys: by a literal, or by a table that has one number for each key, as padding
+    has. Others, such as a bias by distance, cost less in the change of scores."""
+    for node in term.walk():
+        if node.op == "number" and "float" in node.dtype and node.number <= HIDDEN:
+            return True
+        if node.op == "load" and "float" in node.dtype and "j" in over(node) and "i" not in over(node):
+            return True
+    return False
 
 
 def _without_cap(value: Expr) -> tuple[float, Expr]:

@@ -44,7 +44,7 @@ def _absorbed(
         return None
     tables: dict[relax.Expr, tirx.Buffer] = {}
     value = absorber.flattened(value, tables)
-    if any(is_int(buffer.shape[0], 0) for buffer in tables.values()):
+    if any(is_int(size, 0) for buffer in tables.values() for size in buffer.shape):
         return None
     short = record.pad and not absorber.elements.analyzer.can_prove_equal(absorber.keys, total)
     sizes = absorber.sizes_in(value, tables)

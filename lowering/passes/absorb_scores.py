@@ -65,7 +65,7 @@ def _absorbed(
         return None
     tables: dict[relax.Expr, tirx.Buffer] = {}
     value = absorber.flattened(value, tables)
-    if any(is_int(buffer.shape[0], 0) for buffer in tables.values()):
+    if any(is_int(size, 0) for buffer in tables.values() for size in buffer.shape):
         return None
     sizes = absorber.sizes_in(value, tables)
     try:

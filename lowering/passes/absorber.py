@@ -125,17 +125,23 @@ class Absorber:
         self.looked_up: dict[tuple[relax.Call, str], Expr | None] = {}
 
     def flattened(self, value: Expr, tables: dict[relax.Expr, tirx.Buffer]) -> Expr:
-        """value with loads from vectors, which are put into `tables` by tensor, in place of the leaves."""
+        """value with loads from tables, which are put into `tables` by tensor, in place of the leaves: vectors, but for
+        what is read over i and j in two dimensions, of which bounds over a tile can only be told in these."""
         tensors = {buffer: tensor for tensor, buffer in self.elements.leaves.items()}
+        loads = [node for node in walk(value) if isinstance(node, ir.TensorLoad)]
+        both = {node.source for node in loads if self.over_both(node)}
 
         def load(node: Expr) -> Expr | None:
             if not isinstance(node, ir.TensorLoad):
                 return None
             tensor, shape = tensors[node.source], list(node.source.shape)
             if tensor not in tables:
-                tables[tensor] = tirx.decl_buffer([_volume(shape)], node.source.dtype, f"table_{len(tables)}")
+                flat = shape if node.source in both else [_volume(shape)]
+                tables[tensor] = tirx.decl_buffer(flat, node.source.dtype, f"table_{len(tables)}")
             indices = [rewrite(index, load) for index in node.indices]
-            return tirx.BufferLoad(tables[tensor], [self.elements.simplify(offset(shape, indices))])
+            if node.source not in both:
+                indices = [self.elements.simplify(offset(shape, indices))]
+            return tirx.BufferLoad(tables[tensor], indices)
 
         return rewrite(value, load)
 
@@ -149,16 +155,13 @@ class Absorber:
     ) -> dict[str, Any]:
         """What the kernel is given for what a formula reads, by name: the tensors of tables, sizes as they are."""
         tensors = {buffer: tensor for tensor, buffer in tables.items()}
-        return {name: self.flat(tensors[x]) if x in tensors else x for name, x in read.items()}
+        return {name: self.shaped(tensors[x], x) if x in tensors else x for name, x in read.items()}
 
-    def flat(self, tensor: relax.Expr) -> relax.Expr:
-        """The tensor as a vector."""
-        shape = list(tensor.ty.shape.values)
-        return (
-            tensor
-            if len(shape) == 1
-            else self.bind(relax.op.reshape(tensor, relax.ShapeExpr([_volume(shape)])), "table")
-        )
+    def shaped(self, tensor: relax.Expr, table: tirx.Buffer) -> relax.Expr:
+        """The tensor in the shape of its table."""
+        if len(tensor.ty.shape.values) == len(table.shape):
+            return tensor
+        return self.bind(relax.op.reshape(tensor, relax.ShapeExpr(list(table.shape))), "table")
 
     def bind(self, value: relax.Expr, name: str) -> relax.Expr:
         value = self.builder.normalize(value)

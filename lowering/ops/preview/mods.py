@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from ...importing.node import Node
 from ...importing.values import Shape, Value, as_text
+from ..asserted import asserted
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,7 @@ class Mod:
         """What the graph makes of the tensor, known or asserted at run time to have the same shape."""
         (result,) = self.node.subgraph(self.graph, value)
         self._check("gives", result.dtype, result.shape)
-        if all(self.node.symbols.equal(a, b) for a, b in zip(result.shape, self.shape)):
-            return result
-        return self.node.importer.cast_shape(result, self.shape, f"{self.node.where}: what the graph {self.name} gives")
+        return asserted(self.node, result, self.shape, f"what the graph {self.name} gives")
 
     @property
     def _wanted(self) -> str:
