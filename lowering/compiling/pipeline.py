@@ -22,6 +22,7 @@ from ..importing.origins import after_fusion
 from ..importing.quantised import Scheme
 from ..manifest import CallSpec, KernelSpec
 from ..passes.absorb_masks import absorb_masks
+from ..passes.absorb_scores import absorb_scores
 from ..passes.absorb_transposes import absorb_transposes
 from ..passes.alignment import assume_alignment
 from ..passes.convolutions import lower_convolutions
@@ -119,9 +120,10 @@ def lower(
         ("legalize", t.LegalizeOps({"relax.reshape": lambda _, call: call})),
         # Only hosts can raise: in device code an assertion does not compile.
         ("skip_assertions", tvm.tirx.transform.SkipAssert() if target.architecture else lambda mod: mod),
-        # These two read kernels, and must see those of indices and masks one by one.
+        # These read kernels, and must see those of indices, masks and changes of scores one by one.
         ("prove_indices", lambda mod: prove_indices(mod, on_gpu=bool(target.architecture))),
         ("absorb_masks", absorb_masks),
+        ("absorb_scores", absorb_scores),
         ("eliminate_absorbed", t.DeadCodeElimination()),
         ("annotate_patterns", t.AnnotateTIROpPattern()),
         ("fold_constants", fold_constants),

@@ -7,7 +7,7 @@ evaluator.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -213,6 +213,15 @@ class Importer:
             with self.builder.lowering(node.op_type, node.name or node.outputs[0].name or ""):
                 self._lower(node)
         return [self._read(v) for v in graph.outputs]
+
+    def body(self, graph: ir.Graph, inputs: Sequence[Value]) -> list[Value]:
+        """Lowers a graph with these inputs, which sees the values around it; its own names mean nothing outside."""
+        outer = self._values
+        self._values = {**outer, **{v.name or "": given for v, given in zip(graph.inputs, inputs, strict=True)}}
+        try:
+            return self.graph(graph)
+        finally:
+            self._values = outer
 
     def branch(self, graph: ir.Graph) -> tuple[relax.SeqExpr, list[Value]]:
         """Lowers a body graph to a scope of its own, whose result is the tuple of the graph's outputs. The values tell

@@ -185,9 +185,13 @@ class Node:
         """The sizes as a Relax shape."""
         return relax.ShapeExpr([tirx.IntImm("int64", d) if isinstance(d, int) else d for d in shape])
 
-    def cast_shape(self, value: Value, shape: Shape) -> Value:
-        """The same tensor, asserted at run time to have `shape` (sizes, in which new symbols are defined by it)."""
-        result = self._importer.cast_shape(value, shape, self.name_of(value))
+    def cast_shape(self, value: Value, shape: Shape, name: str = "") -> Value:
+        """The same tensor, asserted at run time to have `shape` (sizes, in which new symbols are defined by it).
+
+        name is what errors call it, where it is no input of the node.
+        """
+        called = f"{self.where}: {name}" if name else self.name_of(value)
+        result = self._importer.cast_shape(value, shape, called)
         assert result.expr is not None
         return self.checked(value, result.expr, shape)
 
@@ -229,12 +233,13 @@ class Node:
 
     # -- subgraphs ----------------------------------------------------------------------------------------------------
 
-    def subgraph(self, graph: ir.Graph) -> list[Value]:
-        """Lowers a body graph (attribute of If) in place; it sees the values around the node.
+    def subgraph(self, graph: ir.Graph, *inputs: Value) -> list[Value]:
+        """Lowers a body graph (attribute of If or FlexAttention) in place, with these inputs; it sees the values around
+        the node.
 
         Returns its outputs.
         """
-        return self._importer.graph(graph)
+        return self._importer.body(graph, inputs)
 
     @property
     def importer(self) -> Importer:

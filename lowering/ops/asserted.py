@@ -20,21 +20,22 @@ from ..importing.node import Node
 from ..importing.values import Shape, Size, Value, as_text, empty, numpy_dtype, storage_dtype
 
 
-def asserted(node: Node, value: Value, shape: Shape) -> Value:
-    """The value, which is known or asserted at run time to have this shape.
+def asserted(node: Node, value: Value, shape: Shape, name: str = "") -> Value:
+    """The value, which is known or asserted at run time to have this shape. name is what errors call it, where it is no
+    input of the node.
 
     Raises NodeError for numbers that differ. A number of the value stays one: TVM takes a cast of a constant to symbols
     for what defines them, and checks nothing.
     """
     for axis, (size, wanted) in enumerate(zip(value.shape, shape, strict=True)):
         if isinstance(size, int):
-            text = f"dimension {axis} of {node.name_of(value, False)} is {size}, and must be {{}}."
+            text = f"dimension {axis} of {name or node.name_of(value, False)} is {size}, and must be {{}}."
             checked = required(node, value, symbolic.equal(size, wanted), text, wanted)
             if checked is not value:
                 value = node.checked(checked, node.tensor(checked), known=False)
     shape = tuple(size if isinstance(size, int) else wanted for size, wanted in zip(value.shape, shape))
     known = all(node.symbols.equal(a, b) for a, b in zip(value.shape, shape, strict=True))
-    return value if known else node.cast_shape(value, shape)
+    return value if known else node.cast_shape(value, shape, name)
 
 
 def over_channels(node: Node, x: Value, *vectors: Value) -> tuple[Value, ...]:

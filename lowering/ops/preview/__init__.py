@@ -1,0 +1,12 @@
+"""Operators that the ONNX standard tries out, in the domain ai.onnx.preview. One file per operator, and what it is made
+of beside it."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+DOMAIN = "ai.onnx.preview"
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
