@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from tvm import ir, tirx
 from tvm.script.ir_builder import tirx as T
 
-from .emit import emit, lanes, widened
+from .emit import emit, lanes, scalar_type, widened
 from .interval import Interval, extremes, interval
 from .node import INDICES, Expr, rewritten
 
@@ -33,14 +33,25 @@ class BoundExpr:
             return None
         # In memory, as TVM puts the definition of a plain binding wherever it is used.
         place = self.scratch(1, node.dtype)
-        T.buffer_store(place, emit(node, {}, self.scalars, self.load), [0])
+        T.buffer_store(place, emit(node, {}, self.scalars, self.load, lambda value: value), [0])
         name = f"once_{len(self.scalars)}"
         self.scalars[name] = T.bind(place[0])
         return Expr("scalar", node.dtype, value=name)
 
     def __call__(self, *point: ir.Expr) -> ir.Expr:
         """Its value at (b, h, i, j[, s]), some of which may be vectors."""
-        return emit(self.value, dict(zip(INDICES, point)), self.scalars, self.load)
+        return emit(self.value, dict(zip(INDICES, point)), self.scalars, self.load, self._keep)
+
+    def _keep(self, value: ir.Expr) -> ir.Expr:
+        """The value, in memory, as TVM puts the definition of a plain binding wherever it is used. Vectors of truth
+        values stay: TVM has no memory for them."""
+        count, dtype = lanes(value), scalar_type(value)
+        if count > 1 and dtype == "bool":
+            return value
+        at = 0 if count == 1 else T.ramp(0, 1, count)
+        place = self.scratch(count, dtype)
+        T.buffer_store(place, value, [at])
+        return place[at]
 
     def extremes(self, b: ir.Expr, h: ir.Expr, rows: Interval, keys: Interval) -> Interval | None:
         """Its interval over rows and keys (ends included), for bool (surely, possibly); None if unknown.

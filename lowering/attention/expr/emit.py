@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from tvm import ir, tirx
@@ -20,17 +21,32 @@ _CLASSES: dict[str, type] = {
 Load = Callable[[str, Sequence[ir.Expr]], ir.Expr]
 """The element of a table at these indices, or a vector of elements."""
 
+Keep = Callable[[ir.Expr], ir.Expr]
+"""The value, computed once."""
 
-def emit(expr: Expr, point: Mapping[str, ir.Expr], scalars: Mapping[str, ir.Expr], load: Load) -> ir.Expr:
-    """TensorIR for the expression where its indices have these values, of which one may be a vector."""
-    return _Emission(point, scalars, load).of(expr)
+
+def emit(expr: Expr, point: Mapping[str, ir.Expr], scalars: Mapping[str, ir.Expr], load: Load, keep: Keep) -> ir.Expr:
+    """TensorIR for the expression where its indices have these values, of which one may be a vector. What occurs in it
+    more than once is kept: copies of copies take TVM's simplifier minutes."""
+    counts = Counter(node for node in expr.walk() if node.args)
+    return _Emission(point, scalars, load, keep, {node for node, count in counts.items() if count > 1}).of(expr)
 
 
 class _Emission:
-    def __init__(self, point: Mapping[str, ir.Expr], scalars: Mapping[str, ir.Expr], load: Load) -> None:
-        self.values, self.load = {"index": point, "scalar": scalars}, load
+    def __init__(
+        self, point: Mapping[str, ir.Expr], scalars: Mapping[str, ir.Expr], load: Load, keep: Keep, repeated: set[Expr]
+    ) -> None:
+        self.values, self.load, self.keep = {"index": point, "scalar": scalars}, load, keep
+        self.repeated, self.kept = repeated, dict[Expr, ir.Expr]()
 
     def of(self, expr: Expr) -> ir.Expr:
+        if expr not in self.repeated:
+            return self.computed(expr)
+        if expr not in self.kept:
+            self.kept[expr] = self.keep(self.computed(expr))
+        return self.kept[expr]
+
+    def computed(self, expr: Expr) -> ir.Expr:
         if expr.op == "number":
             return tirx.const(expr.number, expr.dtype)
         if expr.op in self.values:
