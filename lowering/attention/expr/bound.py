@@ -68,13 +68,21 @@ class BoundExpr:
     def scratch(self, size: int, dtype: str) -> tirx.Buffer:
         return T.alloc_buffer((size,), dtype, scope=self.scope)
 
+    def _lanes(self, x: ir.Expr, count: int) -> list[ir.Expr]:
+        """The elements of a vector, which is computed once for all of them; a scalar is each of them."""
+        if lanes(x) == 1:
+            return [x] * count
+        place = self.scratch(count, scalar_type(x))
+        T.buffer_store(place, x, [T.ramp(0, 1, count)])
+        return [place[lane] for lane in range(count)]
+
     def load(self, table: str, indices: Sequence[ir.Expr]) -> ir.Expr:
         """An element, or a vector of them; half precision as float32."""
         count = max(map(lanes, indices[:-1]), default=1)
         if count == 1:
             value = self.tables[table][tuple(indices)]
         else:  # TensorIR takes a vector index in the last axis only
-            each = range(count)
-            points = ([tirx.Shuffle([x], [lane]) if lanes(x) > 1 else x for x in indices] for lane in each)
-            value = tirx.Shuffle([self.tables[table][tuple(point)] for point in points], list(each))
+            each, places = range(count), [self._lanes(x, count) for x in indices]
+            points = (tuple(place[lane] for place in places) for lane in each)
+            value = tirx.Shuffle([self.tables[table][point] for point in points], list(each))
         return widened(value, "float32") if str(self.tables[table].dtype) in ("float16", "bfloat16") else value
