@@ -1,7 +1,7 @@
 """Attention that you write: score_mod and mask_mod are Python functions, traced and compiled (docs/flex.md).
 
-    from lowering import flex
-    y = flex.flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: 20 * flex.tanh(s / 20), mask_mod=flex.masks.causal)
+from lowering import flex
+y = flex.flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: 20 * flex.tanh(s / 20), mask_mod=flex.masks.causal)
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from .vocabulary import (
     sigmoid,
     sin,
     sqrt,
+    tan,
     tanh,
     where,
 )
@@ -41,5 +42,5 @@ __all__ = [
     "BlockMask", "CacheInfo", "FlexModule", "MaskPicture", "abs", "and_masks", "cache_clear", "cache_info", "cast",
     "ceil", "clip", "compile_flex", "cos", "create_block_mask", "exp", "exp2", "flex_attention", "floor", "load",
     "log", "log2", "logical_and", "logical_not", "logical_or", "masks", "maximum", "minimum", "mods", "or_masks",
-    "show", "sigmoid", "sin", "sqrt", "tanh", "where",
+    "show", "sigmoid", "sin", "sqrt", "tan", "tanh", "where",
 ]  # fmt: skip

@@ -78,7 +78,9 @@ class BlockMask:
         lengths = whole if seq_lengths is None else (int(seq_lengths[0]), int(seq_lengths[1]))
         for what, length, count, each in zip(("rows", "keys"), lengths, states.shape[2:], size):
             if -(-length // each) != count:
-                raise InputError(f"{length} {what} are {-(-length // each)} blocks of {each}, and the lists have {count}.")
+                raise InputError(
+                    f"{length} {what} are {-(-length // each)} blocks of {each}, and the lists have {count}."
+                )
         return BlockMask(states, size, lengths, mask_mod, captures)
 
     # -- lists --------------------------------------------------------------------------------------------------------
@@ -254,7 +256,9 @@ def _mark(states: np.ndarray, counts: np.ndarray, indices: np.ndarray, state: in
     twice = np.argwhere((times > 1) | ((times > 0) & (states != HIDDEN)))
     if len(twice):
         first = list(map(int, twice[0]))
-        raise InputError(f"block {first[3]} of row block {first[2]} (batch {first[0]}, head {first[1]}) is listed twice.")
+        raise InputError(
+            f"block {first[3]} of row block {first[2]} (batch {first[0]}, head {first[1]}) is listed twice."
+        )
     states[b, h, row, blocks] = state
 
 

@@ -17,6 +17,7 @@ _TYPES = (
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "float16", "bfloat16", "float32", "float64",
 )  # fmt: skip
 
+
 @dataclass(frozen=True)
 class ArraySpec:
     """What a kernel is made for: an element type, and how many dimensions."""
@@ -38,7 +39,9 @@ def specs_of(captures: Mapping[str, Any]) -> dict[str, ArraySpec]:
             array = np.asarray(array)
         dtype = str(array.dtype).rpartition(".")[2]
         if dtype not in _TYPES:
-            raise InputError(f"the captured array '{name}' has elements of type {dtype}. Use one of {', '.join(_TYPES)}.")
+            raise InputError(
+                f"the captured array '{name}' has elements of type {dtype}. Use one of {', '.join(_TYPES)}."
+            )
         found[name] = ArraySpec(dtype, len(array.shape))
     return found
 

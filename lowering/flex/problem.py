@@ -183,7 +183,9 @@ def check_operands(shapes: Mapping[str, Sequence[Any]], dtypes: Mapping[str, str
             raise InputError(f"dimension {axis} of {name} is '{shapes[name][axis]}': kernels are made for a number.")
     if q[1] != k[1]:
         if not enable_gqa:
-            raise InputError(f"q has {q[1]} heads and k has {k[1]}: pass enable_gqa=True if heads of q share those of k.")
+            raise InputError(
+                f"q has {q[1]} heads and k has {k[1]}: pass enable_gqa=True if heads of q share those of k."
+            )
         if not k[1] or q[1] % k[1]:
             raise InputError(f"the {q[1]} heads of q do not divide into the {k[1]} of k and v.")
 

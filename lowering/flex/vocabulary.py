@@ -77,6 +77,10 @@ def cos(x: Any) -> Any:
     return t.applied("cos", x) if _is_traced(x) else np.cos(x)
 
 
+def tan(x: Any) -> Any:
+    return sin(x) / cos(x) if _is_traced(x) else np.tan(x)
+
+
 def sigmoid(x: Any) -> Any:
     """1 / (1 + exp(-x))."""
     return 1 / (1 + exp(-x))
@@ -112,7 +116,7 @@ def logical_not(a: Any) -> Any:
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "where": where, "minimum": minimum, "maximum": maximum, "clip": clip, "clamp": clip, "absolute": abs, "abs": abs,
     "exp": exp, "exp2": exp2, "log": log, "log2": log2, "tanh": tanh, "sqrt": sqrt, "sin": sin, "cos": cos,
-    "sigmoid": sigmoid, "floor": floor, "ceil": ceil, "logical_and": logical_and, "logical_or": logical_or,
+    "tan": tan, "sigmoid": sigmoid, "floor": floor, "ceil": ceil, "logical_and": logical_and, "logical_or": logical_or,
     "logical_not": logical_not, "square": lambda x: x * x, "negative": lambda x: -x, "neg": lambda x: -x,
     "positive": lambda x: x, "rsqrt": lambda x: 1 / sqrt(x), "reciprocal": lambda x: 1 / x,
     "zeros_like": lambda x: t.number_like(0, x), "ones_like": lambda x: t.number_like(1, x),

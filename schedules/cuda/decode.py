@@ -9,7 +9,8 @@
         m = max m_s,  w_s = exp(m_s - m)
         Y = sum w_s O_s / sum w_s l_s                        0 where no key was visible
 
-Warps share nothing but Q until the end: each has a ring of tiles of its own in shared memory and waits for nobody.
+Warps share nothing but Q until the end: each has a ring of tiles of its own in shared memory and waits for nobody. What
+a formula hides from all rows is neither read nor multiplied.
 Queries are packed so that all heads that share keys meet them in one tile; row r is query row r // G of head r % G.
 
 The host chooses the number of splits by the capacity of the cache, the device cuts the valid length into so many:
@@ -23,6 +24,8 @@ NaN. Rows that come out so are computed again one by one, and so are rows whose 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from tvm import tirx
 from tvm.ir import Expr
@@ -40,6 +43,7 @@ from .host import on_host
 from .partial import Partial, each_element, merged
 from .ptx import WARP, fixed, put, unrolled
 from .shared_tile import CHUNK, SharedTile
+from .shown_tiles import ShownTiles
 from .warp_tile import ROWS, WarpTile
 
 
@@ -103,24 +107,12 @@ class _Split:
         size = tiles.shared_memory(self.problem) // 2
         self.memory = T.alloc_buffer((size,), self.problem.dtype, scope="shared.dyn", align=128)
         self.Q = SharedTile(self.memory, 0, self.chunks["q"])
+        self.shown: ShownTiles | None = None
 
     def emit(self) -> None:
         self.keys, _ = self.partial.keys(self.b, self.split)
         with T.If(length(self.keys) > 0), T.Then():
-            if self.bound.scores.formula is None:
-                self.attend()
-                return
-            # One look at the formula is worth it: masks of a whole cache hide most of it.
-            rows = T.int64(0), T.int64(1) * self.bound.rows(self.b) - 1
-            keys = self.keys[0][0], self.keys[-1][1] - 1
-            keys = tuple(fixed(key.astype("int64")) for key in keys)
-            b, hk, group = self.b.astype("int64"), self.hk.astype("int64"), self.problem.group
-            _, highest = self.bound.scores.mask_extremes(b, hk * group, group, rows, keys)
-            with T.If(highest <= T.float32(HIDDEN)):
-                with T.Then():
-                    self.keep_nothing()
-                with T.Else():
-                    self.attend()
+            self.attend()
 
     def attend(self) -> None:
         tiles = self.tiles
@@ -130,8 +122,13 @@ class _Split:
         )
         self.load_queries()
         ptx.commit_copies()
-        for u in range(tiles.stages - 1):
-            self.load(tirx.const(u, "int32"))
+        if self.bound.scores.formula is None:
+            for u in range(tiles.stages - 1):
+                self.load(tirx.const(u, "int32"))
+        else:
+            self.shown = ShownTiles(self.steps, self.lane, self.is_shown)
+            with T.serial(tiles.stages - 1) as u:
+                self.load(u)
         rows = self.row_of(0), self.row_of(1)
         softmax = OnlineSoftmax(self.bound, self.b, rows, self.lane, tiles.keys, split=True)
         warp = WarpTile(self.problem, self.lane, tiles.keys)
@@ -141,15 +138,37 @@ class _Split:
             ptx.wait_for_copies(tiles.stages - 2)
             ptx.synchronise_warp()
             self.load(u + (tiles.stages - 1))
-            t = self.warp + u * tiles.warps
-            kv0, full = fixed(self.key_tiles.first(t)), self.key_tiles.full(t)
-            warp.scores(self.Q, self.tile("k", u))
-            softmax.step(warp.S, kv0, full, self.key_tiles.number(t), self.key_tiles.stop(t))
-            softmax.rescale(warp.O, softmax.alpha, self.problem.v_head_dim)
-            softmax.pack(warp.S, warp.P)
-            warp.accumulate(self.tile("v", u))
+            with self.if_shown():
+                t = self.warp + u * tiles.warps
+                kv0, full = fixed(self.key_tiles.first(t)), self.key_tiles.full(t)
+                warp.scores(self.Q, self.tile("k", u))
+                softmax.step(warp.S, kv0, full, self.key_tiles.number(t), self.key_tiles.stop(t))
+                softmax.rescale(warp.O, softmax.alpha, self.problem.v_head_dim)
+                softmax.pack(warp.S, warp.P)
+                warp.accumulate(self.tile("v", u))
         ptx.synchronise()  # all tiles have been read
         self.keep(softmax, warp)
+
+    # Tiles that a formula hides.
+
+    def is_shown(self, u: Expr) -> Expr:
+        """Whether the formula shows a key of the warp's tile u to some row of the block."""
+        t = fixed(self.warp + u * self.tiles.warps)
+        keys = (fixed(key.astype("int64")) for key in (self.key_tiles.first(t), self.key_tiles.end(t) - 1))
+        group, b, hk = self.problem.group, self.b.astype("int64"), self.hk.astype("int64")
+        ends = (tirx.min(r, self.rows - 1) for r in (self.r0, self.r0 + (ROWS - 1)))
+        (i0, i1), (j0, j1) = (fixed(tirx.truncdiv(r, group).astype("int64")) for r in ends), keys
+        _, highest = self.bound.scores.mask_extremes(b, hk * group, group, (i0, i1), (j0, j1))
+        return highest > T.float32(HIDDEN)
+
+    @contextmanager
+    def if_shown(self) -> Iterator[None]:
+        """Runs what it encloses if the tile that is worked on was asked for."""
+        if self.shown is None:
+            yield
+            return
+        with T.If(self.shown.was(self.tiles.stages - 1)), T.Then():
+            yield
 
     # Rows.
 
@@ -191,8 +210,9 @@ class _Split:
         return SharedTile(self.memory, fixed(start), self.chunks[name])
 
     def load(self, u: Expr) -> None:
-        """Asks for the warp's tile number u, if there is one."""
-        with T.If(u < self.steps), T.Then():
+        """Asks for the warp's tile number u, if there is one and the mask shows it."""
+        exists = u < self.steps if self.shown is None else self.shown.ask(u)
+        with T.If(exists), T.Then():
             t = self.warp + u * self.tiles.warps
             kv0, stop = fixed(self.key_tiles.first(t)), fixed(self.key_tiles.stop(t))
             for name in ("k", "v"):
@@ -255,10 +275,3 @@ class _Split:
                 )
                 place = self.partial.keep_ends(self.head, r, self.split, m, l)
                 each_element(dim, self.lane, lambda n, d: put(self.partial.O, place(d), O[n]))
-
-    def keep_nothing(self) -> None:
-        """No key of the split counts."""
-        with T.If(self.thread < ROWS), T.Then():
-            r = fixed(self.r0 + self.thread)
-            with T.If(r < self.rows), T.Then():
-                self.partial.keep_ends(self.head, r, self.split, T.float32(float("-inf")), T.float32(0))

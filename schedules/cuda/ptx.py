@@ -143,6 +143,11 @@ def shuffle_xor(value: Expr, lanes: int) -> Expr:
     return tirx.call_intrin(value.ty, "tirx.cuda.__shfl_xor_sync", T.uint32(0xFFFFFFFF), value, lanes, WARP)
 
 
+def ballot(condition: Expr) -> Expr:
+    """The lanes of the warp in which the condition holds, a bit each; uint32."""
+    return fixed(T.cuda.ballot_sync(T.uint32(0xFFFFFFFF), condition.astype("int32")))
+
+
 def reduce_quad(value: Expr, combine: Callable[[Expr, Expr], Expr]) -> Expr:
     """Combines the values of four neighbouring threads, which hold the same rows of a fragment; all four get it."""
     for lanes in (1, 2):

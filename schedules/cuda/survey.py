@@ -1,14 +1,17 @@
-"""Which keys a tile of query rows has to do with: the ranges of the record, narrowed by a formula in a launch before.
+"""Which keys a tile of query rows has to do with: the ranges of the record, or what a formula leaves of them, which a
+launch before finds out.
 
-Tiles of keys that the formula hides from all rows, at the begin and at the end of a range, are not worked on, and the
-longest run of tiles that it shows in full needs no mask code. So a causal mask, a window, a prefix or padding costs
-what it would cost as one of the record's own, whatever nodes made it.
+Tiles of keys that the formula hides from all rows are not worked on, wherever they are, and those that it shows in full
+need no mask code. So a causal mask, a window, documents or blocks cost what they show, whatever nodes made them.
 
-A warp surveys a tile of rows: a lane bounds the formula (interval analysis) in every 32nd tile of keys. Where a finite
-number hides keys, a row that sees nothing better gives them weight: then only what -inf hides is left out.
+A warp surveys a tile of rows: a lane bounds the formula (interval analysis) in every 32nd tile of keys, and the warp
+lists those that are left. Where a finite number hides keys, a row that sees nothing better gives them weight: then only
+what -inf hides is left out. A list takes four bytes for each tile of keys that there could be.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from tvm import tirx
 from tvm.ir import Expr
@@ -19,9 +22,11 @@ from lowering.attention.key_tiles import KeyTiles
 from lowering.attention.scores import HIDDEN
 
 from .host import on_host
-from .ptx import WARP, fixed, int32, put, reduce_warp, registers
+from .ptx import WARP, ballot, fixed, int32, put, reduce_warp, registers
 
-_ENDS = 4  # of a tile of rows: lo, hi, and those of the keys that need no mask code
+_MASKED, _ALL, _END, _FIRST = range(4)
+"""Of a list: how many of its tiles need mask code, how many there are, the key behind the last one, and from there on
+the first key of each tile. Those that need mask code stand at the front, the others end with the room of the list."""
 
 
 class Survey:
@@ -32,13 +37,14 @@ class Survey:
 
     def __init__(self, bound: Bound, rows: int, keys: int, warps: int) -> None:
         self.bound, self.rows, self.keys = bound, rows, keys
-        self.narrows = bound.scores.formula is not None and bound.keys.parts == 1
-        if not self.narrows:
+        self.lists = bound.scores.formula is not None and bound.keys.parts == 1
+        if not self.lists:
             return
         self.heads = bound.problem.q_heads if bound.scores.formula_per_head else 1
         self.count = on_host(tirx.ceildiv(T.int64(1) * bound.S, rows))
+        self.room = on_host(tirx.ceildiv(T.int64(1) * bound.T, keys))
         total = on_host(T.int64(1) * bound.B * self.heads * self.count)
-        self.ends = T.alloc_buffer((total * _ENDS,), "int32")
+        self.memory = T.alloc_buffer((total * (self.room + _FIRST),), "int32")
         with (
             T.launch_thread("blockIdx.x", tirx.ceildiv(total, warps).astype("int32")) as block,
             T.launch_thread("threadIdx.x", warps * WARP) as thread,
@@ -49,26 +55,51 @@ class Survey:
                 b, h = fixed(tirx.truncdiv(head, self.heads)), fixed(tirx.truncmod(head, self.heads))
                 i0 = fixed(tile * rows)
                 with bound.if_there(b, i0):
-                    _QueryTile(self, (b, h, i0), fixed(thread % WARP)).write(fixed(place * _ENDS))
+                    _QueryTile(self, (b, h, i0), fixed(thread % WARP), self.list_at(place)).write()
+
+    def list_at(self, place: Expr) -> Expr:
+        """Where the list of that number begins."""
+        return fixed(place * (self.room + _FIRST))
 
     def key_tiles(self, b: Expr, h: Expr, i0: Expr) -> KeyTiles:
         """The tiles of keys that some row of the tile from row i0 of query head h sees; int32."""
-        if not self.narrows:
+        if not self.lists:
             rows = i0, fixed(i0 + self.rows)
             ranges, whole = self.bound.keys.of_tile(b, *rows), self.bound.without_mask_code(b, *rows)
-        else:
-            head = b.astype("int64") * self.heads + (h if self.heads > 1 else 0)
-            place = fixed((head * self.count + tirx.truncdiv(i0.astype("int64"), self.rows)) * _ENDS)
-            lo, hi, full_lo, full_hi = (fixed(self.ends[place + n]) for n in range(_ENDS))
-            ranges, whole = ((lo, hi),), ((full_lo, full_hi),)
-        return KeyTiles(ranges, whole, self.keys, lambda value: fixed(int32(value)))
+            return KeyTiles(ranges, whole, self.keys, lambda value: fixed(int32(value)))
+        head = b.astype("int64") * self.heads + (h if self.heads > 1 else 0)
+        return _Listed(self, self.list_at(head * self.count + tirx.truncdiv(i0.astype("int64"), self.rows)))
+
+
+class _Listed(KeyTiles):
+    """Tiles of a list, those that need mask code first. Ranges are of the list's places, `size` for each tile."""
+
+    def __init__(self, survey: Survey, at: Expr) -> None:
+        self.memory, self.tiles = survey.memory, fixed(at + _FIRST)
+        self.masked, count, self.last = (fixed(survey.memory[at + n]) for n in (_MASKED, _ALL, _END))
+        self.gap = fixed(survey.room - count)
+        size = survey.keys
+        super().__init__([(T.int32(0), count * size)], [(self.masked * size, count * size)], size, fixed)
+
+    def first(self, u: Expr) -> Expr:
+        place = self.tiles + u + tirx.Select(u < self.masked, T.int64(0), self.gap)
+        return fixed(self.memory[place])
+
+    def end(self, u: Expr) -> Expr:
+        return tirx.min(self.first(u) + self.size, self.last)
+
+    def stop(self, u: Expr) -> Expr:
+        return self.last
+
+    def full(self, u: Expr) -> Expr:
+        return u >= self.masked
 
 
 class _QueryTile:
     """The code of one warp. Tiles of keys have numbers from the first one that the record lets some row see."""
 
-    def __init__(self, survey: Survey, place: tuple[Expr, Expr, Expr], lane: Expr) -> None:
-        self.survey, self.bound, self.size, self.lane = survey, survey.bound, survey.keys, lane
+    def __init__(self, survey: Survey, place: tuple[Expr, Expr, Expr], lane: Expr, at: Expr) -> None:
+        self.survey, self.bound, self.size, self.lane, self.at = survey, survey.bound, survey.keys, lane, at
         self.b, self.h, self.i0 = place
         self.i1 = fixed(tirx.min(self.i0 + survey.rows, T.int64(1) * self.bound.rows(self.b)))
         ((lo, hi),) = self.bound.keys.of_tile(self.b, self.i0, self.i1)
@@ -76,54 +107,78 @@ class _QueryTile:
         self.lo, self.hi, self.seen_by_all = fixed(lo), fixed(hi), (fixed(all_lo), fixed(all_hi))
         self.count = fixed(tirx.ceildiv(self.hi - self.lo, T.int64(self.size)))
 
-    def write(self, place: Expr) -> None:
-        """Puts the ends there."""
-        counting, showing = _Span(self.count), _Span(self.count)
-        self.run, self.best, self.best_end = (registers(1, "int32") for _ in range(3))
-        for register in (self.run, self.best, self.best_end):
+    def write(self) -> None:
+        """Puts the list there."""
+        self.least = registers(1, "float32")  # tiles whose numbers are all at most that are left out
+        put(self.least, 0, T.float32(HIDDEN))
+        if not self.bound.scores.skips_numbers:
+            self.list_tiles()
+            return
+        unsettled = registers(1, "int32")
+        put(unsettled, 0, tirx.const(1, "int32"))
+        with T.While(unsettled[0] != 0):
+            self.list_tiles()
+            put(unsettled, 0, tirx.const(0, "int32"))
+            hidden_by_numbers = reduce_warp(self.doubtful[0], tirx.max) != 0
+            with T.If(hidden_by_numbers), T.Then(), T.If(self.some_row_sees_nothing()), T.Then():
+                put(self.least, 0, T.float32(float("-inf")))
+                put(unsettled, 0, tirx.const(1, "int32"))
+
+    def list_tiles(self) -> None:
+        self.masked, self.full = registers(1, "int32"), registers(1, "int32")
+        self.doubtful, self.span = registers(1, "int32"), (registers(1, "int64"), registers(1, "int64"))
+        for register in (self.masked, self.full, self.doubtful):
             put(register, 0, tirx.const(0, "int32"))
+        put(self.span[0], 0, self.count)
+        put(self.span[1], 0, tirx.const(0, "int64"))
         with T.serial(tirx.ceildiv(self.count, T.int64(WARP))) as n:
-            self.look(fixed(n * WARP), counting, showing)
-        counting.agree()
-        showing.agree()
-        if self.bound.scores.skips_numbers:
-            more = tirx.any(showing.first[0] < counting.first[0], showing.end[0] > counting.end[0])
-            with T.If(fixed(more)), T.Then(), T.If(self.some_row_sees_nothing(counting)), T.Then():
-                counting.become(showing)
-        start = self.lo + counting.first[0] * self.size
-        stop = tirx.max(tirx.min(self.lo + counting.end[0] * self.size, self.hi), start)
-        full_stop = self.lo + self.best_end[0] * T.int64(self.size)
-        ends = (start, stop, full_stop - self.best[0] * T.int64(self.size), full_stop)
+            self.look(fixed(n * WARP))
         with T.If(self.lane == 0), T.Then():
-            for n, end in enumerate(ends):
-                put(self.survey.ends, place + n, int32(end))
+            put(self.survey.memory, self.at + _MASKED, self.masked[0])
+            put(self.survey.memory, self.at + _ALL, self.masked[0] + self.full[0])
+            put(self.survey.memory, self.at + _END, int32(self.hi))
 
-    def look(self, first: Expr, counting: _Span, showing: _Span) -> None:
+    def look(self, first: Expr) -> None:
         """At 32 tiles from number `first` on."""
-        t, full = fixed(first + self.lane), registers(1, "int32")
-        put(full, 0, tirx.const(0, "int32"))
+        t, key = fixed(first + self.lane), fixed(self.lo + (first + self.lane) * self.size)
+        masked, full = registers(1, "bool"), registers(1, "bool")
+        put(masked, 0, tirx.const(False, "bool"))
+        put(full, 0, tirx.const(False, "bool"))
         with T.If(t < self.count), T.Then():
-            k0 = fixed(self.lo + t * self.size)
-            k1 = fixed(tirx.min(k0 + self.size, self.hi))
-            ends = self.bound.scores.mask_extremes(self.b, self.h, 1, (self.i0, self.i1 - 1), (k0, k1 - 1))
+            end = fixed(tirx.min(key + self.size, self.hi))
+            ends = self.bound.scores.mask_extremes(self.b, self.h, 1, (self.i0, self.i1 - 1), (key, end - 1))
             lowest, highest = (fixed(end) for end in ends)
-            counting.take(t, highest > T.float32(HIDDEN))
-            showing.take(t, highest > T.float32(float("-inf")))
             zero, (all_lo, all_hi) = T.float32(0), self.seen_by_all
-            shown = tirx.all(tirx.EQ(lowest, zero), tirx.EQ(highest, zero), k0 >= all_lo, k0 + self.size <= all_hi)
-            put(full, 0, shown.astype("int32"))
-        flag = fixed(full[0])
-        with T.serial(WARP) as k:
-            of_tile = fixed(tirx.call_intrin("int32", "tirx.cuda.__shfl_sync", T.uint32(0xFFFFFFFF), flag, k, WARP))
-            put(self.run, 0, tirx.Select(of_tile != 0, self.run[0] + 1, 0))
-            with T.If(self.run[0] > self.best[0]), T.Then():
-                put(self.best, 0, self.run[0])
-                put(self.best_end, 0, (first + k + 1).astype("int32"))
+            shown = tirx.all(tirx.EQ(lowest, zero), tirx.EQ(highest, zero), key >= all_lo, key + self.size <= all_hi)
+            put(full, 0, shown)
+            put(masked, 0, tirx.all(highest > self.least[0], tirx.Not(full[0])))
+            if self.bound.scores.skips_numbers:
+                self.remember(t, highest)
+        self.append(masked[0], self.masked, key, lambda n: n)
+        self.append(full[0], self.full, key, lambda n: self.survey.room - 1 - n)
 
-    def some_row_sees_nothing(self, span: _Span) -> Expr:
-        """Whether the keys of the span are all hidden from some row, if only by a number."""
-        start = fixed(self.lo + span.first[0] * self.size)
-        stop = fixed(tirx.min(self.lo + span.end[0] * self.size, self.hi))
+    def remember(self, t: Expr, highest: Expr) -> None:
+        """Whether a number hides the tile, or else that it counts."""
+        with T.If(highest > self.least[0]):
+            with T.Then():
+                put(self.span[0], 0, tirx.min(self.span[0][0], t))
+                put(self.span[1], 0, tirx.max(self.span[1][0], t + 1))
+            with T.Else(), T.If(highest > T.float32(float("-inf"))), T.Then():
+                put(self.doubtful, 0, tirx.const(1, "int32"))
+
+    def append(self, wanted: Expr, count: tirx.Buffer, key: Expr, place: Callable[[Expr], Expr]) -> None:
+        """The tiles of the lanes that want it, behind so many."""
+        lanes = ballot(wanted)
+        before = T.bitwise_and(lanes, (T.uint32(1) << self.lane.astype("uint32")) - T.uint32(1))
+        with T.If(wanted), T.Then():
+            n = fixed(count[0] + tirx.popcount(before).astype("int32"))
+            put(self.survey.memory, self.at + _FIRST + place(n), int32(key))
+        put(count, 0, count[0] + tirx.popcount(lanes).astype("int32"))
+
+    def some_row_sees_nothing(self) -> Expr:
+        """Whether the keys of the listed tiles are all hidden from some row, if only by a number."""
+        start = fixed(self.lo + reduce_warp(self.span[0][0], tirx.min) * self.size)
+        stop = fixed(tirx.min(self.lo + reduce_warp(self.span[1][0], tirx.max) * self.size, self.hi))
         hopeless, i, found, j = (registers(1, kind) for kind in ("int32", "int64", "int32", "int64"))
         put(hopeless, 0, tirx.const(0, "int32"))
         put(i, 0, self.i0)
@@ -144,26 +199,3 @@ class _QueryTile:
             put(hopeless, 0, 1 - found[0])
             put(i, 0, i[0] + 1)
         return hopeless[0] != 0
-
-
-class _Span:
-    """Numbers [first, end) of the tiles that were taken, in registers of each lane until the warp agrees."""
-
-    def __init__(self, count: Expr) -> None:
-        self.first, self.end = registers(1, "int64"), registers(1, "int64")
-        put(self.first, 0, count)
-        put(self.end, 0, tirx.const(0, "int64"))
-
-    def take(self, t: Expr, condition: Expr) -> None:
-        with T.If(condition), T.Then():
-            put(self.first, 0, tirx.min(self.first[0], t))
-            put(self.end, 0, tirx.max(self.end[0], t + 1))
-
-    def agree(self) -> None:
-        """An empty one is [0, 0)."""
-        put(self.end, 0, reduce_warp(self.end[0], tirx.max))
-        put(self.first, 0, tirx.min(reduce_warp(self.first[0], tirx.min), self.end[0]))
-
-    def become(self, other: _Span) -> None:
-        put(self.first, 0, other.first[0])
-        put(self.end, 0, other.end[0])

@@ -1,4 +1,4 @@
-"""Which keys tiles of query rows work on, where a formula is the mask: those of a causal mask, a window, padding."""
+"""Which keys tiles of query rows work on, where a formula is the mask: those of a causal mask, a window, documents."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tvm.script.ir_builder import tirx as T
 from lowering.attention.bound import Bound
 from lowering.attention.formula import Formula
 from lowering.attention.problem import AttentionProblem
-from schedules.cuda.ptx import fixed
+from schedules.cuda.ptx import fixed, put, registers
 from schedules.cuda.survey import Survey
 
 ROWS, KEYS = 32, 16
@@ -24,7 +24,8 @@ LOWEST = float(np.finfo(np.float32).min)
 MINUS_INFINITY = float("-inf")
 
 Shown = Callable[..., tirx.Expr]
-"""Whether a pair counts, of (b, h, i, j, size, table); the table says how many keys a batch pads in front."""
+"""Whether a pair counts, of (b, h, i, j, size, table); the table says how many keys a batch pads in front, and stands
+for documents."""
 
 
 def adding(lowest: float) -> Callable[[tirx.Expr], tirx.Expr]:
@@ -40,6 +41,10 @@ CASES: dict[str, tuple[Shown, Callable[[tirx.Expr], tirx.Expr]]] = {
     "padding in front": (lambda b, h, i, j, n, t: j >= t[b], adding(LOWEST)),
     "padding in front, causal": (lambda b, h, i, j, n, t: tirx.all(j >= t[b], j <= i), adding(LOWEST)),
     "of each head": (lambda b, h, i, j, n, t: j <= i + 10 * h, lambda shown: shown),
+    "documents": (lambda b, h, i, j, n, t: t[i // 40 % 2].equal(t[j // 80 % 2]), lambda shown: shown),
+    "stripes": (lambda b, h, i, j, n, t: j // 40 % 2 == 1, adding(LOWEST)),
+    "stripes, -inf": (lambda b, h, i, j, n, t: j // 40 % 2 == 1, adding(MINUS_INFINITY)),
+    "a hole for late rows": (lambda b, h, i, j, n, t: tirx.any(j < 20, j > 60, i < 40), adding(LOWEST)),
     "nothing": (lambda b, h, i, j, n, t: j < 0, adding(LOWEST)),
     "nothing at all": (lambda b, h, i, j, n, t: j < 0, lambda shown: shown),
 }
@@ -55,7 +60,8 @@ def masked(name: str) -> AttentionProblem:
 
 
 def surveyed(p: AttentionProblem) -> tirx.PrimFunc:
-    """Y[b, h, tile * ROWS, :4] := the ends."""
+    """Y[b, h, tile * ROWS] := how many tiles there are, how many need mask code, and of each the first key and the one
+    behind the last."""
     with IRBuilder() as builder, T.prim_func():
         T.func_name("attention")
         bound = Bound(p, scope="local")
@@ -67,10 +73,15 @@ def surveyed(p: AttentionProblem) -> tirx.PrimFunc:
         ):
             b, rest = fixed(block // (p.q_heads * tiles)), fixed(block % (p.q_heads * tiles))
             h, i0 = fixed(rest // tiles), fixed(rest % tiles * ROWS)
-            keys = survey.key_tiles(b, h, i0)
+            keys, masked = survey.key_tiles(b, h, i0), registers(1, "int32")
             with T.If(thread == 0), T.Then():
-                for n, end in enumerate((*keys.ranges[0], *keys.whole[0])):
-                    bound.places.store_y(b, h, i0, n, end.astype("float32"))
+                put(masked, 0, tirx.const(0, "int32"))
+                with T.serial(keys.count) as u:
+                    put(masked, 0, masked[0] + tirx.Not(keys.full(u)).astype("int32"))
+                    for n, end in enumerate((keys.first(u), keys.end(u))):
+                        bound.places.store_y(b, h, i0, 2 + 2 * u + n, end.astype("float32"))
+                for n, number in enumerate((keys.count, masked[0])):
+                    bound.places.store_y(b, h, i0, n, number.astype("float32"))
     return builder.get()
 
 
@@ -88,17 +99,17 @@ def test_finds_the_keys_that_count(name: str, kernels: emulated.Module) -> None:
     given = {"q": np.zeros_like(y), **empty, "y": y, "size_0": SIZE, "table_0": TABLE}
     names = p.parameters()
     after = kernels.call(f"survey_{[*CASES].index(name)}", [given[n] for n in names])
-    found = after[names.index("y")][:, :, ::ROWS, :4].astype(int)
+    found = after[names.index("y")][:, :, ::ROWS]
     counts, hides = element(name, p)
     for b, h, tile in np.ndindex(found.shape[:3]):
         rows = counts[b, h, tile * ROWS : (tile + 1) * ROWS]
         kept = rows if rows.any(-1).all() or hides == MINUS_INFINITY else np.ones_like(rows)
-        lo, hi, full_lo, full_hi = found[b, h, tile]
-        assert (lo, hi) == span(kept), (b, h, tile)
-        assert full_hi - full_lo == KEYS * longest(
-            [rows[:, k : k + KEYS].all() for k in range(0, KV_LEN - KEYS + 1, KEYS)]
-        )
-        assert rows[:, full_lo:full_hi].all()
+        count, with_mask_code = found[b, h, tile, :2].astype(int)
+        tiles = [(int(lo), int(hi)) for lo, hi in found[b, h, tile, 2 : 2 + 2 * count].reshape(-1, 2)]
+        every = [(k, min(k + KEYS, KV_LEN)) for k in range(0, KV_LEN, KEYS)]
+        assert sorted(tiles) == [(lo, hi) for lo, hi in every if kept[:, lo:hi].any()], (b, h, tile)
+        whole = [(lo, hi) for lo, hi in every if hi - lo == KEYS and rows[:, lo:hi].all()]
+        assert sorted(tiles[with_mask_code:]) == whole, (b, h, tile)
 
 
 def element(name: str, p: AttentionProblem) -> tuple[np.ndarray, float]:
@@ -111,20 +122,12 @@ def element(name: str, p: AttentionProblem) -> tuple[np.ndarray, float]:
         "padding in front": j >= TABLE[b],
         "padding in front, causal": (j >= TABLE[b]) & (j <= i),
         "of each head": j <= i + 10 * h,
+        "documents": TABLE[i // 40 % 2] == TABLE[j // 80 % 2],
+        "stripes": j // 40 % 2 == 1,
+        "a hole for late rows": (j < 20) | (j > 60) | (i < 40),
         "nothing": j < 0,
         "nothing at all": j < 0,
     }
     key = name if name in counts else name.split(",")[0]
-    finite = CASES[name][1](tirx.const(False)).ty == "float32" and name not in ("causal, -inf", "prefix")
+    finite = CASES[name][1](tirx.const(False)).ty == "float32" and not name.endswith("-inf") and name != "prefix"
     return np.broadcast_to(counts[key], (BATCH, p.q_heads, Q_LEN, KV_LEN)), LOWEST if finite else MINUS_INFINITY
-
-
-def span(kept: np.ndarray) -> tuple[int, int]:
-    """From the first to the last tile of keys of which some row sees some."""
-    seen = [n for n in range(-(-KV_LEN // KEYS)) if kept[:, n * KEYS : (n + 1) * KEYS].any()]
-    return (seen[0] * KEYS, min((seen[-1] + 1) * KEYS, KV_LEN)) if seen else (0, 0)
-
-
-def longest(flags: list[bool]) -> int:
-    runs = "".join("x" if flag else " " for flag in flags).split()
-    return max(map(len, runs), default=0)

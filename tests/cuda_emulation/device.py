@@ -81,6 +81,14 @@ def leave_out(step: int) -> bool:
     return bool(_library.emu_leave_out(step))
 
 
+def take_products() -> int:
+    """How many products of matrices there were since the last time: a warp's mma.sync counts one, as does a
+    warpgroup's wgmma."""
+    assert _library is not None
+    _library.emu_take_products.restype = ctypes.c_longlong
+    return _library.emu_take_products()
+
+
 def take_failure() -> str:
     """Why the last driver or runtime call failed, once; "" if none did."""
     assert _library is not None

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from tvm import ir, tirx
 from tvm.script.ir_builder import tirx as T
 
-from .emit import OfVectors, emit, lanes, widened
+from .emit import OfVectors, emit, lanes, scalar_type, widened
 from .interval import Interval, extremes, interval
 from .node import INDICES, Expr, rewritten
 
@@ -39,14 +39,25 @@ class BoundExpr:
             return None
         # In memory, as TVM puts the definition of a plain binding wherever it is used.
         place = self.scratch(1, node.dtype)
-        T.buffer_store(place, emit(node, {}, self.scalars, self.load), [0])
+        T.buffer_store(place, emit(node, {}, self.scalars, self.load, lambda value: value), [0])
         name = f"once_{len(self.scalars)}"
         self.scalars[name] = T.bind(place[0])
         return Expr("scalar", node.dtype, value=name)
 
     def __call__(self, *point: ir.Expr) -> ir.Expr:
         """Its value at (b, h, i, j[, s]), some of which may be vectors."""
-        return emit(self.value, dict(zip(INDICES, point)), self.scalars, self.load, self.of_vectors)
+        return emit(self.value, dict(zip(INDICES, point)), self.scalars, self.load, self._keep, self.of_vectors)
+
+    def _keep(self, value: ir.Expr) -> ir.Expr:
+        """The value, in memory, as TVM puts the definition of a plain binding wherever it is used. Vectors of truth
+        values stay: TVM has no memory for them."""
+        count, dtype = lanes(value), scalar_type(value)
+        if count > 1 and dtype == "bool":
+            return value
+        at = 0 if count == 1 else T.ramp(0, 1, count)
+        place = self.scratch(count, dtype)
+        T.buffer_store(place, value, [at])
+        return place[at]
 
     def extremes(self, b: ir.Expr, h: ir.Expr, rows: Interval, keys: Interval) -> Interval | None:
         """Its interval over rows and keys (ends included), for bool (surely, possibly); None if unknown.
@@ -63,13 +74,21 @@ class BoundExpr:
     def scratch(self, size: int, dtype: str) -> tirx.Buffer:
         return T.alloc_buffer((size,), dtype, scope=self.scope)
 
+    def _lanes(self, x: ir.Expr, count: int) -> list[ir.Expr]:
+        """The elements of a vector, which is computed once for all of them; a scalar is each of them."""
+        if lanes(x) == 1:
+            return [x] * count
+        place = self.scratch(count, scalar_type(x))
+        T.buffer_store(place, x, [T.ramp(0, 1, count)])
+        return [place[lane] for lane in range(count)]
+
     def load(self, table: str, indices: Sequence[ir.Expr]) -> ir.Expr:
         """An element, or a vector of them; half precision as float32."""
         count = max(map(lanes, indices[:-1]), default=1)
         if count == 1:
             value = self.tables[table][tuple(indices)]
         else:  # TensorIR takes a vector index in the last axis only
-            each = range(count)
-            points = ([tirx.Shuffle([x], [lane]) if lanes(x) > 1 else x for x in indices] for lane in each)
-            value = tirx.Shuffle([self.tables[table][tuple(point)] for point in points], list(each))
+            each, places = range(count), [self._lanes(x, count) for x in indices]
+            points = (tuple(place[lane] for place in places) for lane in each)
+            value = tirx.Shuffle([self.tables[table][point] for point in points], list(each))
         return widened(value, "float32") if str(self.tables[table].dtype) in ("float16", "bfloat16") else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from tvm import ir, tirx
@@ -23,16 +24,23 @@ Load = Callable[[str, Sequence[ir.Expr]], ir.Expr]
 OfVectors = Callable[[str, list[ir.Expr]], ir.Expr | None]
 """A function by its name of vectors, or None for what has no form for all lanes at once."""
 
+Keep = Callable[[ir.Expr], ir.Expr]
+"""The value, computed once."""
+
 
 def emit(
     expr: Expr,
     point: Mapping[str, ir.Expr],
     scalars: Mapping[str, ir.Expr],
     load: Load,
+    keep: Keep,
     of_vectors: OfVectors | None = None,
 ) -> ir.Expr:
-    """TensorIR for the expression where its indices have these values, of which one may be a vector."""
-    return _Emission(point, scalars, load, of_vectors).of(expr)
+    """TensorIR for the expression where its indices have these values, of which one may be a vector. What occurs in it
+    more than once is kept: copies of copies take TVM's simplifier minutes."""
+    counts = Counter(node for node in expr.walk() if node.args)
+    repeated = {node for node, count in counts.items() if count > 1}
+    return _Emission(point, scalars, load, keep, of_vectors, repeated).of(expr)
 
 
 class _Emission:
@@ -41,11 +49,21 @@ class _Emission:
         point: Mapping[str, ir.Expr],
         scalars: Mapping[str, ir.Expr],
         load: Load,
+        keep: Keep,
         of_vectors: OfVectors | None,
+        repeated: set[Expr],
     ) -> None:
-        self.values, self.load, self.of_vectors = {"index": point, "scalar": scalars}, load, of_vectors
+        self.values, self.load, self.keep = {"index": point, "scalar": scalars}, load, keep
+        self.of_vectors, self.repeated, self.kept = of_vectors, repeated, dict[Expr, ir.Expr]()
 
     def of(self, expr: Expr) -> ir.Expr:
+        if expr not in self.repeated:
+            return self.computed(expr)
+        if expr not in self.kept:
+            self.kept[expr] = self.keep(self.computed(expr))
+        return self.kept[expr]
+
+    def computed(self, expr: Expr) -> ir.Expr:
         if expr.op == "number":
             return tirx.const(expr.number, expr.dtype)
         if expr.op in self.values:

@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <string>
+#include <utility>
 
 #include "asynchronous.h"
 #include "failure.h"
@@ -260,6 +261,8 @@ int emu_leave_out(int step) {
   settings.reached = false;
   return reached;
 }
+
+long long emu_take_products() { return std::exchange(settings.products, 0); }
 
 const char* emu_take_failure() {
   static std::string taken;

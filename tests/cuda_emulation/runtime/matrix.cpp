@@ -6,6 +6,7 @@
 #include "elements.h"
 #include "memory.h"
 #include "meeting.h"
+#include "settings.h"
 
 using namespace emulation;
 
@@ -57,6 +58,7 @@ void emu_mma(float* d, const uint32_t* a, const uint32_t* b, const float* c, int
     const float* c;
   } own{d, a, b, c};
   meet_warp(&keys[k + kind], "mma.sync", &own, [=](void** lanes) {
+    settings.products++;
     static float A[16][16], B[16][8];
     auto element = [kind](uint32_t word, int e) { return to_float(word >> 16 * e, kind); };
     for (int lane = 0; lane < WARP; lane++) {

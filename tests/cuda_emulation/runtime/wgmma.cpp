@@ -200,6 +200,7 @@ void emu_wgmma(float* const* d, int n, int kind, const emu_register* a, uint64_t
   meet_warpgroup(&keys[n / 8][kind], "wgmma.mma_async", &own, [=](void** calls) {
     for (bool fenced : queue().fenced)
       if (!fenced) fail("wgmma.mma_async without a wgmma.fence after the last wgmma.wait_group");
+    settings.products++;
     auto product = std::make_shared<Product>();
     product->n = n;
     product->kind = kind;

@@ -1,0 +1,164 @@
+"""Attention with a score_mod and a mask_mod in NumPy: the truth, and what a plain computation in a precision gives.
+
+The mods are the functions that kernels are compiled from, called with grids of indices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from lowering.flex.mod import Signature
+
+Mod = Callable[..., Any]
+Arrays = Mapping[str, Any]
+
+FACTOR = {"float32": 10.0, "float16": 1.1, "bfloat16": 1.1, "float64": 10.0}
+"""How many times the error of the plain computation a kernel may have, as PyTorch's own tests allow."""
+
+
+def truth(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    score_mod: Mod | None = None,
+    mask_mod: Mod | None = None,
+    captures: Arrays | None = None,
+    scale: float | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """y and lse in float64, of float64 arrays in NumPy's longest type."""
+    dtype = np.longdouble if q.dtype == np.float64 else np.float64
+    p, lse = _probabilities(q.astype(dtype), k.astype(dtype), score_mod, mask_mod, captures, scale)
+    return p @ _repeated(_known(v.astype(dtype), p), p), lse
+
+
+def naive(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    score_mod: Mod | None = None,
+    mask_mod: Mod | None = None,
+    captures: Arrays | None = None,
+    scale: float | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The same with scores and softmax in float32 (float64), and probabilities in the type of v, as PyTorch's eager
+    reference has them."""
+    dtype = np.float64 if q.dtype == np.float64 else np.float32
+    p, lse = _probabilities(q.astype(dtype), k.astype(dtype), score_mod, mask_mod, captures, scale)
+    p = p.astype(v.dtype).astype(dtype)
+    return (p @ _repeated(_known(v.astype(dtype), p), p)).astype(q.dtype), lse
+
+
+def visible(mask_mod: Mod | None, shape: tuple[int, int, int, int], captures: Arrays | None = None) -> np.ndarray:
+    """bool [B, H, S, T]."""
+    if mask_mod is None:
+        return np.ones(shape, bool)
+    return np.broadcast_to(called(mask_mod, grid(shape), captures or {}), shape)
+
+
+def grid(shape: tuple[int, ...]) -> list[np.ndarray]:
+    return [np.asarray(x, np.int32) for x in np.ogrid[tuple(map(slice, shape))]]
+
+
+def called(mod: Mod, args: list[np.ndarray], captures: Arrays) -> Any:
+    """The mod with the captured arrays that it takes."""
+    with np.errstate(all="ignore"):
+        return mod(*args, **{name: Table.of(array) for name, array in Signature(mod).given(captures).items()})
+
+
+class Table:
+    """A captured array as mods see it: captured[i][j] is captured[i, j]; an index that is negative counts from the end,
+    and one that is still outside is moved to the nearest element."""
+
+    def __init__(self, array: np.ndarray, given: tuple[Any, ...] = ()) -> None:
+        self.array, self.given = array, given
+        self.shape = array.shape[len(given) :]
+
+    @staticmethod
+    def of(array: np.ndarray) -> Any:
+        """Of an array without dimensions its number."""
+        array = array if np.ndim(array) else np.asarray(array)[()]
+        return Table(array) if np.ndim(array) else array
+
+    def __getitem__(self, index: Any) -> Any:
+        given = (*self.given, *(index if isinstance(index, tuple) else (index,)))
+        if len(given) < self.array.ndim:
+            return Table(self.array, given)
+        places = []
+        for at, size in zip(given, self.array.shape, strict=True):
+            at = np.asarray(at)
+            places.append(np.clip(np.where(at < 0, at + size, at), 0, size - 1))
+        found = self.array[tuple(places)]
+        return found.astype(_WIDER.get(found.dtype.name, found.dtype))
+
+
+_WIDER = dict.fromkeys(("int8", "int16", "uint8", "uint16"), "int32") | {"uint32": "int64"}
+_WIDER |= dict.fromkeys(("float16", "bfloat16"), "float32")
+"""What elements become when they are read."""
+
+
+def assert_close(
+    actual: np.ndarray,
+    expected: np.ndarray,
+    plain: np.ndarray,
+    name: str = "y",
+    factor: float | None = None,
+    single: bool = False,
+) -> None:
+    """The mean error is at most `factor` times that of the plain computation.
+
+    The floor is for small arrays, whose few errors of rounding do not average out: the error of a mean of n roundings
+    of numbers of this size. single says that the mod itself computes in float32, whatever the type of the scores.
+    """
+    dtype = actual.dtype
+    factor = FACTOR[dtype.name] if factor is None else factor
+    assert actual.shape == expected.shape and plain.shape == expected.shape
+    if not actual.size:
+        return
+    same = np.isneginf(expected)
+    assert (np.isneginf(actual) == same).all(), f"{name}: -inf elsewhere"
+    found, given, true = (np.where(same, 0, x.astype(np.longdouble)) for x in (actual, plain, expected))
+    assert np.isfinite(found).all(), f"{name}: not finite"
+    unit = float(ml_dtypes.finfo(dtype).eps)
+    size = float(np.sqrt((true**2).mean()))
+    floor = unit * size / math.sqrt(true.size) + float(ml_dtypes.finfo(dtype).smallest_normal)
+    floor += size * 2**-23 if single else 0
+    error, least = float(np.abs(found - true).mean()), float(np.abs(given - true).mean())
+    assert error <= factor * least + floor, f"{name}: error {error:.3g}, of the plain computation {least:.3g}"
+
+
+def _probabilities(
+    q: np.ndarray, k: np.ndarray, score_mod: Mod | None, mask_mod: Mod | None, captures: Arrays | None, scale: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    captures = captures or {}
+    scale = q.dtype.type(1 / math.sqrt(q.shape[3]) if scale is None else scale)
+    with np.errstate(all="ignore"):
+        scores = (q @ np.repeat(k, q.shape[1] // k.shape[1], 1).swapaxes(2, 3)) * scale
+    args = grid(scores.shape)
+    if score_mod is not None:
+        scores = np.broadcast_to(called(score_mod, [scores, *args], captures), scores.shape).astype(q.dtype)
+    if mask_mod is not None:
+        scores = np.where(called(mask_mod, args, captures), scores, q.dtype.type(-np.inf))
+    if not scores.shape[3]:
+        return np.zeros_like(scores), np.full(scores.shape[:3], -np.inf, q.dtype)
+    most = scores.max(-1, keepdims=True)
+    with np.errstate(all="ignore"):
+        e = np.where(np.isneginf(most), 0, np.exp(scores - most))
+        total = e.sum(-1, keepdims=True)
+        lse = np.where(np.isneginf(most), -np.inf, np.log(total) + most)
+        return np.where(np.isneginf(most), 0, e / total), lse[..., 0]
+
+
+def _known(v: np.ndarray, p: np.ndarray) -> np.ndarray:
+    """v, 0 where no row of any head gives a key weight: 0 * NaN would be NaN."""
+    group = p.shape[1] // v.shape[1]
+    used = (p != 0).any(2).reshape(len(p), v.shape[1], group, -1).any(2)
+    return np.where(used[..., None], np.broadcast_to(v, (len(p), *v.shape[1:])), 0)
+
+
+def _repeated(v: np.ndarray, p: np.ndarray) -> np.ndarray:
+    return np.repeat(v, p.shape[1] // v.shape[1], 1)

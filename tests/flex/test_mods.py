@@ -1,0 +1,103 @@
+"""flex_attention with the mods of PyTorch's own tests: against float64, beside a plain computation in its precision."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes  # noqa: F401  (makes "bfloat16" a NumPy type name)
+import numpy as np
+import pytest
+from flex_truth import assert_close, naive, truth, visible
+from mod_cases import BOTH, MASKS, SCORES, Case
+from placed_arrays import unaligned
+
+from lowering import flex
+
+LENGTHS = [(1, 1), (1, 77), (7, 131), (64, 64), (130, 257), (257, 130)]
+HEADS = [(1, 1), (4, 1), (8, 2), (6, 2)]
+BLOCKS = [None, 128, (64, 128), 256, (48, 80)]
+TYPES = ["float32", "bfloat16", "float16", "float64"]
+WIDTHS = [(16, 16), (64, 64), (24, 8), (5, 33)]
+CASES = (*SCORES, *MASKS, *BOTH)
+
+
+@dataclass(frozen=True)
+class Setting:
+    dtype: str
+    heads: tuple[int, int]
+    blocks: int | tuple[int, int] | None
+    widths: tuple[int, int]
+
+
+def settings_of(number: int) -> Setting:
+    """Another one for each number, so that every choice meets many cases."""
+    sizes = (BLOCKS[number % 5], HEADS[number // 2 % 4], TYPES[number % 4], WIDTHS[number // 3 % 4])
+    return Setting(sizes[2], sizes[1], sizes[0], sizes[3])
+
+
+def call(
+    case: Case, setting: Setting, lengths: tuple[int, int], rng: np.random.Generator, batch: int = 2, kv_batch: int = 2
+) -> None:
+    """One call, poisoned where nobody looks, and what it must give."""
+    (heads, kv_heads), (rows, keys), (d, dv) = setting.heads, lengths, setting.widths
+    shape = batch, heads, rows, keys
+    q, k, v = (
+        rng.standard_normal(dims).astype(setting.dtype)
+        for dims in ((batch, heads, rows, d), (kv_batch, kv_heads, keys, d), (kv_batch, kv_heads, keys, dv))
+    )
+    captures = case.captures(rng, shape)
+    seen = visible(case.mask, shape, captures).any(2)  # by some row
+    unseen = ~seen.reshape(batch, kv_heads, -1, keys).any(2)
+    unseen = unseen.all(0, keepdims=True) if kv_batch == 1 else unseen
+    k[unseen], v[unseen] = np.nan, np.inf
+    block_mask, mask = None, case.mask
+    if setting.blocks is not None and case.mask is not None:
+        own = flex.mod.Signature(case.mask).given(captures)
+        block_mask = flex.create_block_mask(case.mask, batch, heads, rows, keys, setting.blocks, own)
+        check_blocks(block_mask, case.mask, shape, own)
+        captures_left = {name: array for name, array in captures.items() if name not in own}
+        mask = None
+    else:
+        captures_left = captures
+    y, lse = flex.flex_attention(
+        q, k, v, case.score, mask, block_mask, enable_gqa=heads != kv_heads, return_lse=True, captures=captures_left
+    )
+    given: Any = (case.score, case.mask, captures)
+    expected, plain = truth(q, k, v, *given), naive(q, k, v, *given)
+    assert y.dtype == q.dtype and lse.dtype == np.dtype("float64" if setting.dtype == "float64" else "float32")
+    single = case.single and setting.dtype == "float64"
+    assert_close(y, expected[0], plain[0], single=single)
+    assert_close(lse, expected[1], plain[1], "lse", 10, single)
+    hidden = ~visible(case.mask, shape, captures).any(3)
+    assert (y[hidden] == 0).all() and np.isneginf(lse[hidden]).all()
+
+
+def check_blocks(block_mask: flex.BlockMask, mask: Any, shape: tuple[int, ...], captures: dict[str, Any]) -> None:
+    """The states of blocks, from the mask written out."""
+    (rows, keys), dense = block_mask.BLOCK_SIZE, visible(mask, shape, captures)
+    counts = [-(-shape[2] // rows), -(-shape[3] // keys)]
+    padded = np.zeros((*shape[:2], counts[0] * rows, counts[1] * keys), bool)
+    padded[:, :, : shape[2], : shape[3]] = dense
+    tiles = padded.reshape(*shape[:2], counts[0], rows, counts[1], keys)
+    expected = np.where(tiles.all((3, 5)), 2, np.where(tiles.any((3, 5)), 1, 0))
+    np.testing.assert_array_equal(block_mask.states, expected)
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[case.name for case in CASES])
+def test_mods(number: int) -> None:
+    """Every mod with one of each choice, at all lengths."""
+    for lengths in LENGTHS:
+        call(CASES[number], settings_of(number), lengths, np.random.default_rng(number))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[case.name for case in CASES])
+def test_mods_with_all_choices(number: int) -> None:
+    for dtype, heads, blocks, widths in itertools.product(TYPES, HEADS, BLOCKS, WIDTHS[:2]):
+        for lengths in LENGTHS:
+            call(CASES[number], Setting(dtype, heads, blocks, widths), lengths, np.random.default_rng(number))
