@@ -9,6 +9,7 @@ from __future__ import annotations
 from . import masks, mods
 from .attention import flex_attention
 from .block_mask import BlockMask
+from .captured import ArraySpec
 from .create import create_block_mask
 from .kept import CacheInfo, cache_clear, cache_info
 from .masks import and_masks, or_masks
@@ -39,7 +40,7 @@ from .vocabulary import (
 )
 
 __all__ = [
-    "BlockMask", "CacheInfo", "FlexModule", "MaskPicture", "abs", "and_masks", "cache_clear", "cache_info", "cast",
+    "ArraySpec", "BlockMask", "CacheInfo", "FlexModule", "MaskPicture", "abs", "and_masks", "cache_clear", "cache_info", "cast",
     "ceil", "clip", "compile_flex", "cos", "create_block_mask", "exp", "exp2", "flex_attention", "floor", "load",
     "log", "log2", "logical_and", "logical_not", "logical_or", "masks", "maximum", "minimum", "mods", "or_masks",
     "show", "sigmoid", "sin", "sqrt", "tan", "tanh", "where",

@@ -11,7 +11,7 @@ from ..runtime import Model
 from ..runtime import load as load_model
 from .attention import any_length
 from .block_mask import BlockMask
-from .captured import specs_of
+from .captured import ArraySpec, specs_of
 from .mod import Mod
 from .problem import check_operands, problem_of
 
@@ -29,7 +29,8 @@ class FlexModule:
         self, forward: Model, gradient: Model | None = None, captures: Mapping[str, Any] | None = None, lse: bool = False
     ) -> None:
         self.forward, self.gradient = forward, gradient
-        self._captures, self._lse = dict(captures or {}), lse
+        arrays = {name: x for name, x in (captures or {}).items() if not isinstance(x, ArraySpec)}
+        self._captures, self._lse = arrays, lse
         self._last: dict[str, Any] | None = None
 
     def __call__(self, q: Any, k: Any, v: Any, *, block_mask: BlockMask | None = None, **captures: Any) -> Any:
@@ -37,28 +38,36 @@ class FlexModule:
 
         captures are the arrays that the mods read; those given to `compile_flex` serve where none is given here.
         """
+        y, context = self.forward_with_context(q, k, v, block_mask=block_mask, **captures)
+        self._last = context
+        return (y, context["lse"]) if self._lse else y
+
+    def forward_with_context(
+        self, q: Any, k: Any, v: Any, *, block_mask: BlockMask | None = None, **captures: Any
+    ) -> tuple[Any, dict[str, Any]]:
+        """y, and what `backward` needs to go back through just this call: for callers that make several before."""
         given = {"q": q, "k": k, "v": v, **self._captures}
         if block_mask is not None:
             block_mask.check_lengths(q.shape[2], k.shape[2])
             given |= block_mask.captures | {"block_states": block_mask.states}
         given |= captures
         results = self.forward.run(given)
-        if self.gradient is not None:
-            self._last = {**given, "y": results["y"], "lse": results["lse"]}
-        return (results["y"], results["lse"]) if self._lse else results["y"]
+        return results["y"], {**given, **results}
 
-    def backward(self, dy: Any) -> dict[str, Any]:
-        """The gradients at the last call, for dy [B, Hq, S, Dv], the gradient by its y: dq, dk, dv and d_NAME for each
-        captured floating-point array, each of the shape and type of what it is by.
+    def backward(self, dy: Any, context: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The gradients at a call, for dy [B, Hq, S, Dv], the gradient by its y: dq, dk, dv and d_NAME for each captured
+        floating-point array, each of the shape and type of what it is by.
 
-        The arrays of that call are kept, and must hold what they did. Raises InputError before any call, and for a
-        module that was compiled without backward=True.
+        context is what `forward_with_context` gave for the call, by default that of the last one. The arrays of the
+        call are kept, and must hold what they did. Raises InputError before any call, and for a module that was compiled
+        without backward=True.
         """
         if self.gradient is None:
             raise InputError("the module has no gradients: compile it with backward=True.")
-        if self._last is None:
+        context = self._last if context is None else context
+        if context is None:
             raise InputError("there is nothing to go back through: call the module first.")
-        return self.gradient.run({**self._last, "dy": dy})
+        return self.gradient.run({**context, "dy": dy})
 
     def save(self, folder: str | Path) -> None:
         """Writes the artifact to `folder`; with gradients there are two, in its folders `forward` and `backward`.
@@ -109,8 +118,8 @@ def compile_flex(
     q, k and v are arrays, whose batch size and lengths are free in calls, or shapes: numbers are fixed, and names are
     symbolic sizes, such as (1, 8, "rows", 64); dtype is then the type of their elements. captures are arrays, which
     serve calls that do not give their own. With a block_mask each call needs one of the same BLOCK_SIZE, that may
-    hold other blocks and lengths; without one given there, in `FlexModule.forward`, its states are the input
-    block_states. backward=True adds the gradients (`FlexModule.backward`). threads and cc are those of
+    hold other blocks and lengths; of `FlexModule.forward` its states are the input block_states. captures may also be
+    `ArraySpec`s, an element type and a rank: then each call gives the arrays. backward=True adds the gradients (`FlexModule.backward`). threads and cc are those of
     `lowering.compile`.
 
     Raises InputError for what does not fit, and for mods that cannot be traced or, with backward, differentiated.
