@@ -68,7 +68,7 @@ _HOME = {
     "InputError": "errors",
 }
 
-__all__ = sorted((*_HOME, "flex"))
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:

@@ -145,7 +145,5 @@ def cases() -> list[FlexCase]:
         found.append(FlexCase(name=name, group="flex", variant=variant, S=length, bar=Bar(ratio=2.0, beside=beside)))
     for variant in ("full", "causal", "window of 256", "soft cap", "ALiBi"):
         name = f"gradients, {variant}"
-        found.append(
-            FlexCase(name=name, group="gradients", variant=variant, S=1024, gradient=True, bar=Bar(ratio=1.5))
-        )
+        found.append(FlexCase(name=name, group="gradients", variant=variant, S=1024, gradient=True, bar=Bar(ratio=1.5)))
     return found

@@ -25,9 +25,7 @@ class Bound:
     """`problem` with the parameters of the PrimFunc frame that is open in the IRBuilder, declared here unless they are
     given; see `Parameters`."""
 
-    def __init__(
-        self, problem: AttentionProblem, scope: str = "global", parameters: Parameters | None = None
-    ) -> None:
+    def __init__(self, problem: AttentionProblem, scope: str = "global", parameters: Parameters | None = None) -> None:
         parameters = Parameters(problem, scope) if parameters is None else parameters
         self.problem, self.buffers, self.scratch = problem, parameters.buffers, parameters.scratch
         self.B, self.S, self.T = parameters.B, parameters.S, parameters.T

@@ -1,10 +1,10 @@
 """GradientProblem: what backpropagation through an attention computes, and its parameters as a kernel sees them.
 
-    P_ij = exp(s_ij - lse_i)    recomputed from Q and K (FlashAttention-2, arXiv:2307.08691, section 3.1.2)
-    dz_ij = P_ij (dY_i . V_j - delta_i)    the gradient of the score that counts; delta_i = dY_i . Y_i
-    ds_ij = dz_ij ds'/ds        the change of scores is differentiated as an expression
-    dQ_i = scale sum_j ds_ij K_j,  dK_j = scale sum_i ds_ij Q_i,  dV_j = sum_i P_ij dY_i
-    d table[at] = sum over the pairs that read table[at] of dz_ij ds'/dtable
+P_ij = exp(s_ij - lse_i)    recomputed from Q and K (FlashAttention-2, arXiv:2307.08691, section 3.1.2)
+dz_ij = P_ij (dY_i . V_j - delta_i)    the gradient of the score that counts; delta_i = dY_i . Y_i
+ds_ij = dz_ij ds'/ds        the change of scores is differentiated as an expression
+dQ_i = scale sum_j ds_ij K_j,  dK_j = scale sum_i ds_ij Q_i,  dV_j = sum_i P_ij dY_i
+d table[at] = sum over the pairs that read table[at] of dz_ij ds'/dtable
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class GradientProblem:
         p = self.forward
         plain = p.dense and p.row_axes == p.store.axes == "bhtd" and p.qk_mode is None and not p.max
         if not plain or not p.lse or p.sink or p.softcap or p.window or p.lengths or p.scale is None:
-            raise ValueError("gradients are of dense attentions that give lse, without windows, lengths, caps and sinks")
+            raise ValueError(
+                "gradients are of dense attentions that give lse, without windows, lengths, caps and sinks"
+            )
         if isinstance(p.mask, Mask) or (p.mask is not None and p.mask.dtype != "bool"):
             raise ValueError("gradients are of attentions whose mask is a formula that selects")
         _ = self.derivatives
@@ -96,9 +98,7 @@ def _is_index(expr: object, name: str) -> bool:
 class GradientParameters(Parameters):
     """Those of a GradientProblem."""
 
-    def __init__(
-        self, gradient: GradientProblem, scope: str = "global", of_vectors: OfVectors | None = None
-    ) -> None:
+    def __init__(self, gradient: GradientProblem, scope: str = "global", of_vectors: OfVectors | None = None) -> None:
         self.gradient = gradient
         super().__init__(gradient.forward, scope, of_vectors)
 

@@ -30,9 +30,7 @@ class Parameters:
     CPU, "local" in the threads of a GPU. of_vectors has a kernel's own functions of vectors, for expressions.
     """
 
-    def __init__(
-        self, problem: AttentionProblem, scope: str = "global", of_vectors: OfVectors | None = None
-    ) -> None:
+    def __init__(self, problem: AttentionProblem, scope: str = "global", of_vectors: OfVectors | None = None) -> None:
         self.problem, self.scope, self.of_vectors = problem, scope, of_vectors
         self._sizes = Sizes()
         T.func_attr({"tirx.noalias": True, "op_pattern": 8, **self.attributes()})

@@ -35,8 +35,7 @@ class Scores:
         self.has_mask = mask is not None
         self.has_bias = mask is not None and mask.dtype != "bool"  # what is added to scores
         self.formula, self.change = (
-            parameters.bind(part.value) if isinstance(part, Formula) else None
-            for part in (mask, self.problem.score)
+            parameters.bind(part.value) if isinstance(part, Formula) else None for part in (mask, self.problem.score)
         )
         self.T = parameters.T
         if isinstance(mask, Formula):

@@ -26,7 +26,11 @@ class FlexModule:
     """
 
     def __init__(
-        self, forward: Model, gradient: Model | None = None, captures: Mapping[str, Any] | None = None, lse: bool = False
+        self,
+        forward: Model,
+        gradient: Model | None = None,
+        captures: Mapping[str, Any] | None = None,
+        lse: bool = False,
     ) -> None:
         self.forward, self.gradient = forward, gradient
         arrays = {name: x for name, x in (captures or {}).items() if not isinstance(x, ArraySpec)}

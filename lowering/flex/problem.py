@@ -62,7 +62,11 @@ class Problem:
         """The model of the gradient: inputs as of `to_onnx`, and y, lse and dy; outputs dq, dk, dv and d_<name> for each
         captured floating-point array."""
         names, given = self._operands()
-        given += [info("y", self.dtype, self.y), info("lse", self.acc_dtype, self.q[:3]), info("dy", self.dtype, self.y)]
+        given += [
+            info("y", self.dtype, self.y),
+            info("lse", self.acc_dtype, self.q[:3]),
+            info("dy", self.dtype, self.y),
+        ]
         captured = captured_inputs(self.captures)
         made = [info(f"d{name}", self.dtype, getattr(self, name)) for name in "qkv"]
         for name, spec in self.captures:

@@ -185,7 +185,9 @@ class _Head:
         w = _width(self.D, self.W)
         with T.serial(self.here) as r, T.serial(self.D // w) as n:
             x = load(self.memory["dQ"], w, r * self.D + n * w)
-            store(self.bound.buffers["dq"], x * like(self.bound.bound.scores.scale, x), self.b, self.h, self.i0 + r, n * w)
+            store(
+                self.bound.buffers["dq"], x * like(self.bound.bound.scores.scale, x), self.b, self.h, self.i0 + r, n * w
+            )
 
     # Operands.
 

@@ -55,7 +55,9 @@ def _piecewise(s: Any, b: Any, h: Any, i: Any, j: Any, *, knots: Any) -> Any:
 
 def _functions(s: Any, b: Any, h: Any, i: Any, j: Any, *, scales: Any) -> Any:
     positive = 1 + s * s
-    return flex.log(positive) * scales[b, h] + flex.exp(-positive) + flex.exp2(-positive) + flex.sin(s) * flex.cos(s) / 3
+    return (
+        flex.log(positive) * scales[b, h] + flex.exp(-positive) + flex.exp2(-positive) + flex.sin(s) * flex.cos(s) / 3
+    )
 
 
 VARIANTS = {
@@ -81,7 +83,9 @@ VARIANTS = {
         },
     ),
     "piecewise": Variant(_piecewise, None, lambda rng, b, h, i, j: {"knots": rng.standard_normal(3)}),
-    "functions": Variant(_functions, flex.masks.causal, lambda rng, b, h, i, j: {"scales": rng.standard_normal((b, h))}),
+    "functions": Variant(
+        _functions, flex.masks.causal, lambda rng, b, h, i, j: {"scales": rng.standard_normal((b, h))}
+    ),
 }
 
 SIZES = {  # B, batches of K and V, Hq, Hkv, S, T, D, Dv

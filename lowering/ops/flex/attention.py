@@ -24,6 +24,7 @@ from ..asserted import asserted
 from ..attend import solved
 from .reads import Reads, table
 
+
 @op("FlexAttention", since=1, domain=DOMAIN)
 def flex_attention(
     node: Node, q: Value, k: Value, v: Value, states: Value | None = None, *captured: Value
