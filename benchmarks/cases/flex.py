@@ -75,7 +75,7 @@ class FlexCase(Case):
     @property
     def problem(self) -> Problem:
         variant = VARIANTS[self.variant]
-        shapes = any_length({name: (1, self.H, self.S, self.D) for name in "qkv"})
+        shapes = any_length(dict.fromkeys("qkv", (1, self.H, self.S, self.D)))
         types = dict.fromkeys("qkv", "float32")
         arrays = specs_of(self.captures)
         return problem_of(shapes, types, variant.score, variant.mask, arrays, None, None, False, self.gradient)

@@ -1,5 +1,5 @@
-"""PyTorch's compiled flex_attention, and what it has for gradients on a CPU, where its flex_attention has none: those of
-scaled_dot_product_attention, and of scores that are written out."""
+"""PyTorch's compiled flex_attention; and for gradients, which that has none of on a CPU, scaled_dot_product_attention
+and scores that are written out."""
 
 from __future__ import annotations
 

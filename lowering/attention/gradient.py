@@ -16,10 +16,10 @@ from tvm import tirx
 from tvm.ir import Expr
 
 from .bound import Bound
-from .expr.emit import OfVectors
-from .expr.node import over
 from .expr.bound import BoundExpr
 from .expr.derivative import Derivatives, derivatives
+from .expr.emit import OfVectors
+from .expr.node import over
 from .parameters import Parameters, Tensor
 from .problem import AttentionProblem, Mask
 

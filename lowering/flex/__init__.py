@@ -40,8 +40,8 @@ from .vocabulary import (
 )
 
 __all__ = [
-    "ArraySpec", "BlockMask", "CacheInfo", "FlexModule", "MaskPicture", "abs", "and_masks", "cache_clear", "cache_info", "cast",
-    "ceil", "clip", "compile_flex", "cos", "create_block_mask", "exp", "exp2", "flex_attention", "floor", "load",
-    "log", "log2", "logical_and", "logical_not", "logical_or", "masks", "maximum", "minimum", "mods", "or_masks",
-    "show", "sigmoid", "sin", "sqrt", "tan", "tanh", "where",
+    "ArraySpec", "BlockMask", "CacheInfo", "FlexModule", "MaskPicture", "abs", "and_masks", "cache_clear",
+    "cache_info", "cast", "ceil", "clip", "compile_flex", "cos", "create_block_mask", "exp", "exp2", "flex_attention",
+    "floor", "load", "log", "log2", "logical_and", "logical_not", "logical_or", "masks", "maximum", "minimum", "mods",
+    "or_masks", "show", "sigmoid", "sin", "sqrt", "tan", "tanh", "where",
 ]  # fmt: skip

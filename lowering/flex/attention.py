@@ -143,7 +143,7 @@ def _planned(
 def any_length(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int | str, ...]]:
     """The shapes with names for batch, rows and keys; they are numbers that fit together."""
     (batch, *_), (kv_batch, *_), _ = (shapes[name] for name in "qkv")
-    fit = {"q": ("batch", "rows"), "k": ("batch", "keys"), "v": ("batch", "keys")}
+    fit: dict[str, tuple[int | str, str]] = {"q": ("batch", "rows"), "k": ("batch", "keys"), "v": ("batch", "keys")}
     if kv_batch == 1 != batch:
         fit |= {"k": (1, "keys"), "v": (1, "keys")}
     return {name: (fit[name][0], shape[1], fit[name][1], shape[3]) for name, shape in shapes.items()}

@@ -176,7 +176,7 @@ class BlockMask:
         import torch
         from torch.nn.attention.flex_attention import BlockMask as Torch
 
-        lists = {name: torch.from_numpy(getattr(self, name).copy()) for name in _LISTS}
+        lists: dict[str, Any] = {name: torch.from_numpy(getattr(self, name).copy()) for name in _LISTS}
         mod = self.mask_mod if mask_mod is None else mask_mod
         return Torch.from_kv_blocks(**lists, BLOCK_SIZE=self.BLOCK_SIZE, mask_mod=mod, seq_lengths=self.seq_lengths)
 
@@ -194,8 +194,8 @@ class BlockMask:
             shorter = rows <= self.seq_lengths[0] and keys <= self.seq_lengths[1]
             remedy = f"use block_mask.adjust({rows}, {keys})" if shorter else "create a new one"
             raise InputError(
-                f"block_mask is for {self.seq_lengths[0]} rows and {self.seq_lengths[1]} keys, and there are {rows} and "
-                f"{keys}: {remedy}."
+                f"block_mask is for {self.seq_lengths[0]} rows and {self.seq_lengths[1]} keys, and there are "
+                f"{rows} and {keys}: {remedy}."
             )
 
     def __repr__(self) -> str:

@@ -59,12 +59,12 @@ class FlexModule:
         return results["y"], {**given, **results}
 
     def backward(self, dy: Any, context: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The gradients at a call, for dy [B, Hq, S, Dv], the gradient by its y: dq, dk, dv and d_NAME for each captured
-        floating-point array, each of the shape and type of what it is by.
+        """The gradients at a call, for dy [B, Hq, S, Dv], the gradient by its y: dq, dk, dv and d_NAME for each
+        captured floating-point array, each of the shape and type of what it is by.
 
         context is what `forward_with_context` gave for the call, by default that of the last one. The arrays of the
-        call are kept, and must hold what they did. Raises InputError before any call, and for a module that was compiled
-        without backward=True.
+        call are kept, and must hold what they did. Raises InputError before any call, and for a module that was
+        compiled without backward=True.
         """
         if self.gradient is None:
             raise InputError("the module has no gradients: compile it with backward=True.")
@@ -121,10 +121,10 @@ def compile_flex(
 
     q, k and v are arrays, whose batch size and lengths are free in calls, or shapes: numbers are fixed, and names are
     symbolic sizes, such as (1, 8, "rows", 64); dtype is then the type of their elements. captures are arrays, which
-    serve calls that do not give their own. With a block_mask each call needs one of the same BLOCK_SIZE, that may
-    hold other blocks and lengths; of `FlexModule.forward` its states are the input block_states. captures may also be
-    `ArraySpec`s, an element type and a rank: then each call gives the arrays. backward=True adds the gradients (`FlexModule.backward`). threads and cc are those of
-    `lowering.compile`.
+    serve calls that do not give their own, or `ArraySpec`s, an element type and a rank: then each call gives them. With
+    a block_mask each call needs one of the same BLOCK_SIZE, that may hold other blocks and lengths; of
+    `FlexModule.forward` its states are the input block_states. backward=True adds the gradients
+    (`FlexModule.backward`). threads and cc are those of `lowering.compile`.
 
     Raises InputError for what does not fit, and for mods that cannot be traced or, with backward, differentiated.
     """

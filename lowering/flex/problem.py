@@ -59,8 +59,8 @@ class Problem:
         return one_node("FlexAttention", [*names, *dict(self.captures)], given, made, self.settings)
 
     def gradient_to_onnx(self) -> onnx.ModelProto:
-        """The model of the gradient: inputs as of `to_onnx`, and y, lse and dy; outputs dq, dk, dv and d_<name> for each
-        captured floating-point array."""
+        """The model of the gradient: inputs as of `to_onnx`, and y, lse and dy; outputs dq, dk, dv and d_<name> for
+        each captured floating-point array."""
         names, given = self._operands()
         given += [
             info("y", self.dtype, self.y),

@@ -144,7 +144,7 @@ def expand(op: ir.Op, operands: list[Expr], bind: Bind) -> Expr | None:
     return _FUNCTIONS[op.name](operands[0], bind)
 
 
-def of_vectors(name: str, operands: list[Expr], bind: Bind) -> Expr | None:
+def function_of_vectors(name: str, operands: list[Expr], bind: Bind) -> Expr | None:
     """The function of that name for all lanes at once, or None where it goes lane by lane. bind gets no truth values,
     which TVM binds to no variable."""
 

@@ -16,8 +16,8 @@ not be finite, such products are left out, as 0 * NaN = NaN.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import tvm
 from tvm import tirx
@@ -380,45 +380,38 @@ class _Head:
     # Sums over rows, and over keys.
 
     def products(self, leave_out: bool) -> None:
-        q, buffers = self.tiles.q, self.bound.buffers
-        for name, weights, result, size in (("dy", "P", "dv", self.Dv), ("q", "dS", "dk", self.D)):
-            memory = self.memory[weights]
-            self.add_product(
-                (lambda m, n, memory=memory: memory[m * q + n]),
-                (lambda n, d, w, name=name, size=size: self.operand(name, size, n, d, w)),
-                (buffers[result], lambda m: [self.b, self.hk, self.j0 + m]),
-                (self.keys, self.here, size),
-                leave_out,
-                None if name == "dy" else self.bound.bound.scores.scale,
-            )
-        ds, dq = self.memory["dS"], self.memory["dQ"]
-        self.add_product(
-            lambda m, n: ds[n * q + m],
-            lambda n, d, w: self.operand("k", self.D, n, d, w),
-            (dq, lambda m: [m * self.D]),
-            (self.here, self.keys, self.D),
-            leave_out,
-            None,
-        )
+        """dV_j, dK_j and dQ_i, each of which the pairs of this tile add to."""
+        scale, keys = self.bound.bound.scores.scale, (self.b, self.hk, self.j0)
+        by_key = self.memory["P"], self.tiles.q, 1
+        self.add_product(by_key, ("dy", self.Dv), self.bound.buffers["dv"], keys, (self.keys, self.here), leave_out)
+        by_key = self.memory["dS"], self.tiles.q, 1
+        dk = self.bound.buffers["dk"]
+        self.add_product(by_key, ("q", self.D), dk, keys, (self.keys, self.here), leave_out, scale)
+        by_row = self.memory["dS"], 1, self.tiles.q
+        self.add_product(by_row, ("k", self.D), self.memory["dQ"], None, (self.here, self.keys), leave_out)
 
     def add_product(
         self,
-        weight: Callable[[Expr, Expr], Expr],
-        vector: Callable[[Expr, Expr, int], Expr],
-        result: tuple[Buffer, Callable[[Expr], list[Expr]]],
-        sizes: tuple[Expr, Expr, int],
+        weights: tuple[Buffer, int, int],
+        operand: tuple[str, int],
+        result: Buffer,
+        place: tuple[Expr, Expr, Expr] | None,
+        sizes: tuple[Expr, Expr],
         leave_out: bool,
-        scale: Expr | None,
+        scale: Expr | None = None,
     ) -> None:
-        """result[m] += scale * sum over n of weight(m, n) * vector(n), for m and n of so many and vectors of a size."""
-        t, (rows, count, size), (buffer, place) = self.tiles, sizes, result
+        """result[m] += scale * sum over n of weight(m, n) * operand[n], for so many m and n.
+
+        weights are a tile and its strides along m and n; operand is a name and the size of its rows. Rows of the result
+        follow a place of a tensor [b, h, row, d], or without one are those of a tile.
+        """
+        t, (tile, m_stride, n_stride), (name, size), (rows, count) = self.tiles, weights, operand, sizes
         w = _width(size, self.W)
         vectors = size // w
         parts = -(-vectors // t.pv_vectors)
 
         def at(row: Expr, d: int) -> list[Expr]:
-            *front, last = place(row)
-            return [*front, last + d] if len(buffer.shape) == 1 else [*front, last, T.int64(d)]
+            return [row * size + d] if place is None else [*place[:2], place[2] + row, T.int64(d)]
 
         for part in range(parts):
             columns = [n * w for n in range(part * vectors // parts, (part + 1) * vectors // parts)]
@@ -427,19 +420,21 @@ class _Head:
                 m = [fixed(tirx.min(block * t.pv_rows + n, rows - 1)) for n in range(t.pv_rows)]
                 sums = [[Register(splat(0.0, w, self.acc)) for _ in columns] for _ in m]
                 with T.serial(count) as n:
-                    x = [T.bind(vector(n, T.int64(d), w)) for d in columns]
+                    x = [T.bind(self.operand(name, size, n, T.int64(d), w)) for d in columns]
                     for k, row in enumerate(m):
-                        factor = T.bind(splat(weight(row, n), w, self.acc))
+                        weight = T.bind(splat(tile[row * m_stride + n * n_stride], w, self.acc))
                         for c, register in enumerate(sums[k]):
-                            new = register.value + factor * x[c]
+                            new = register.value + weight * x[c]
                             if leave_out:
-                                new = tirx.Select(factor == like(0.0, factor), register.value, fixed(new))
+                                new = tirx.Select(weight == like(0.0, weight), register.value, fixed(new))
                             register.value = new
-                before = [[fixed(load(buffer, w, *at(row, d))) for d in columns] for row in m]
+                before = [[fixed(load(result, w, *at(row, d))) for d in columns] for row in m]
                 for k, row in enumerate(m):
                     for c, d in enumerate(columns):
-                        x = sums[k][c].value if scale is None else sums[k][c].value * like(scale, sums[k][c].value)
-                        store(buffer, before[k][c] + x, *at(row, d))
+                        total = sums[k][c].value
+                        store(
+                            result, before[k][c] + (total if scale is None else total * like(scale, total)), *at(row, d)
+                        )
 
 
 def _width(size: int, lanes: int) -> int:

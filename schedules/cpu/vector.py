@@ -24,7 +24,7 @@ from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
 from tvm.target.codegen import target_has_features
 
-from . import fast_math
+from .fast_math import function_of_vectors
 
 Buffer = tirx.Buffer
 
@@ -261,7 +261,7 @@ def exp2(x: Expr) -> Expr:
 
 def of_vectors(name: str, operands: list[Expr]) -> Expr | None:
     """A function of TVM's name of vectors in float32; None for one that goes lane by lane."""
-    return fast_math.of_vectors(name, operands, fixed)
+    return function_of_vectors(name, operands, fixed)
 
 
 def polynomial(x: Expr, coefficients: tuple[float, ...]) -> Expr:

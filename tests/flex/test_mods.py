@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +11,6 @@ import numpy as np
 import pytest
 from flex_truth import assert_close, naive, truth, visible
 from mod_cases import BOTH, MASKS, SCORES, Case
-from placed_arrays import unaligned
 
 from lowering import flex
 

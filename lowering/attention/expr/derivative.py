@@ -1,7 +1,7 @@
 """Derivatives of expressions, as expressions: how the new score changes with the old one, and with elements of tables.
 
 From the result to its arguments, as in backpropagation. Where a condition chose another value, an argument has no part
-in the result, and its derivative is 0 whatever the formula for it would give there (sqrt at 0, log of what is negative).
+in the result, and its derivative is 0 whatever the formula for it would give there (sqrt at 0, log below 0).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from .node import Expr, canonical, number
 
 @dataclass(frozen=True)
 class Derivatives:
-    """by_score is that by the index s, None for 0. by_load are those by each place where a floating-point table is read:
-    the load, and the derivative by what it reads."""
+    """by_score is that by the index s, None for 0. by_load are those by each place where a floating-point table is
+    read: the load, and the derivative by what it reads."""
 
     by_score: Expr | None
     by_load: tuple[tuple[Expr, Expr], ...]
@@ -91,10 +91,15 @@ def _not(condition: Expr) -> Expr:
     return Expr("not", "bool", (condition,))
 
 
-def _share(adjoint: Expr, less: Expr, more: Expr, half: float) -> Expr:
-    """The adjoint where less < more, so much of it where they are equal, else 0."""
-    between = Expr("select", adjoint.dtype, (Expr("eq", "bool", (less, more)), _scaled(adjoint, half), _zero(adjoint)))
-    return Expr("select", adjoint.dtype, (Expr("lt", "bool", (less, more)), adjoint, between))
+def _shares(adjoint: Expr, a: Expr, b: Expr) -> list[Expr]:
+    """What the lesser of two gets, and half of it where they are equal: for a, and for b."""
+
+    def share(less: Expr, more: Expr) -> Expr:
+        equal = Expr("eq", "bool", (less, more))
+        otherwise = Expr("select", adjoint.dtype, (equal, _scaled(adjoint, 0.5), _zero(adjoint)))
+        return Expr("select", adjoint.dtype, (Expr("lt", "bool", (less, more)), adjoint, otherwise))
+
+    return [share(a, b), share(b, a)]
 
 
 def _zero(like: Expr) -> Expr:
@@ -142,8 +147,8 @@ _RULES: dict[str, Callable[[Expr, Expr], list[Expr]]] = {
     "mul": lambda node, d: [_mul(d, node.args[1]), _mul(d, node.args[0])],
     "div": _quotient,
     # Of equal arguments each has half of it, as in PyTorch.
-    "min": lambda node, d: [_share(d, *node.args, half=0.5), _share(d, *reversed(node.args), half=0.5)],
-    "max": lambda node, d: [_share(d, *reversed(node.args), half=0.5), _share(d, *node.args, half=0.5)],
+    "min": lambda node, d: _shares(d, *node.args),
+    "max": lambda node, d: _shares(d, *node.args)[::-1],
     "cast": lambda node, d: [_narrowed(d, node.args[0].dtype)],
     "tirx.fabs": _absolute,
     "tirx.exp": lambda node, d: [_mul(d, node)],

@@ -14,10 +14,11 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "floordiv": np.floor_divide, "floormod": np.mod,
     "mod": np.fmod, "min": np.minimum, "max": np.maximum, "eq": np.equal, "ne": np.not_equal, "lt": np.less,
     "bit_and": np.bitwise_and, "bit_or": np.bitwise_or, "bit_xor": np.bitwise_xor, "shift_left": np.left_shift,
-    "shift_right": np.right_shift, "le": np.less_equal, "and": np.logical_and, "or": np.logical_or, "not": np.logical_not, "select": np.where,
-    "exp": np.exp, "exp2": np.exp2, "log": np.log, "log2": np.log2, "tanh": np.tanh, "sqrt": np.sqrt,
-    "fabs": np.abs, "floor": np.floor, "ceil": np.ceil, "trunc": np.trunc, "nearbyint": np.rint, "round": np.round,
-    "pow": np.power, "isnan": np.isnan, "sin": np.sin, "cos": np.cos, "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+    "shift_right": np.right_shift, "le": np.less_equal, "and": np.logical_and, "or": np.logical_or,
+    "not": np.logical_not, "select": np.where, "exp": np.exp, "exp2": np.exp2, "log": np.log, "log2": np.log2,
+    "tanh": np.tanh, "sqrt": np.sqrt, "fabs": np.abs, "floor": np.floor, "ceil": np.ceil, "trunc": np.trunc,
+    "nearbyint": np.rint, "round": np.round, "pow": np.power, "isnan": np.isnan, "sin": np.sin, "cos": np.cos,
+    "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
 }  # fmt: skip
 
 
