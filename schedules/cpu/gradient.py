@@ -145,7 +145,7 @@ class _Head:
 
     def open_rows(self) -> None:
         """What the tile needs of its rows; of rows that do not exist the last one, with P = 0."""
-        p, W, scale = self.problem, self.W, self.bound.bound.scores.scale
+        W, scale = self.W, self.bound.bound.scores.scale
         with T.serial(self.here) as r:
             total = Register(tirx.const(0, self.acc))
             with T.serial(self.Dv) as d:
