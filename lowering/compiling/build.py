@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import tvm
-from tvm import tirx
+from tvm import relax, tirx
 from tvm.tirx import compilation_pipeline
 
 from ..errors import TargetError
@@ -40,6 +40,7 @@ def build(module: tvm.IRModule, target: Target) -> bytes:
     if target.architecture:
         make_modules_of_machine_code(target.linker)
     unused = () if target.architecture else _UNUSED_ON_CPUS
+    called = _called(module)
     with target.tvm, tvm.transform.PassContext(disabled_pass=list(unused)):
         executable = tvm.compile(
             module,
@@ -50,10 +51,24 @@ def build(module: tvm.IRModule, target: Target) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.so"
         try:
-            executable.export_library(str(path), cc=target.linker, options=link_options(target.linker, folder))
+            executable.export_library(str(path), cc=target.linker, options=link_options(target.linker, folder, called))
         except (RuntimeError, OSError) as error:
             raise TargetError(f"'{target.linker}' could not link for target '{target.name}': {error}") from error
         return path.read_bytes()
+
+
+def _called(module: tvm.IRModule) -> set[str]:
+    """Names of the functions outside the module that it calls."""
+    found: set[str] = set()
+
+    def visit(expr: relax.Expr) -> None:
+        if isinstance(expr, relax.ExternFunc):
+            found.add(expr.global_symbol)
+
+    for _, function in module.functions_items():
+        if isinstance(function, relax.Function):
+            relax.analysis.post_order_visit(function, visit)
+    return found
 
 
 def warm_up(linker: str) -> None:

@@ -1,26 +1,34 @@
-"""The C code that every model.so carries: the thread pool (parallel.c), checks of data and sizes (checks.c) and of the
-tables of serving operators (requests_*.c)."""
+"""The C code that a model.so carries: the thread pool (parallel.c), checks of data and sizes (checks.c) and, where it
+calls them, of the tables of serving operators (requests_*.c)."""
 
 from __future__ import annotations
 
 import functools
 import subprocess
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 
 from tvm_ffi import libinfo
 
-_SOURCES = ("parallel", "checks", "requests_openppl", "requests_served", "requests_tensorrt_llm",
-            "requests_tensorrt_llm_slots")  # fmt: skip
+_SOURCES = ("parallel", "checks")
+_BY_FUNCTION = {
+    "lowering_check_openppl": ("requests_openppl",),
+    "lowering_check_served": ("requests_served",),
+    "lowering_check_tensorrt_llm": ("requests_tensorrt_llm", "requests_tensorrt_llm_slots"),
+}
 
 
-def link_options(cc: str, folder: str | Path) -> list[str]:
-    """Options that make the C compiler `cc` link that code into a library; object files go to `folder`.
+def link_options(cc: str, folder: str | Path, called: Collection[str] = tuple(_BY_FUNCTION)) -> list[str]:
+    """Options that make the C compiler `cc` link that code into a library that calls functions of these names; object
+    files go to `folder`.
 
     Raises RuntimeError when the compiler fails.
     """
-    paths = [Path(folder) / f"{name}.o" for name in _SOURCES]
-    for name, path in zip(_SOURCES, paths):
+    more = (name for function, names in _BY_FUNCTION.items() if function in called for name in names)
+    sources = (*_SOURCES, *more)
+    paths = [Path(folder) / f"{name}.o" for name in sources]
+    for name, path in zip(sources, paths):
         path.write_bytes(_object(cc, name))
     return ["-pthread", *map(str, paths)]
 
