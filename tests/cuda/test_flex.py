@@ -30,7 +30,7 @@ from lowering.flex.problem import Problem, settings_of
 TURNS = list(itertools.product(emulated.ORDERS, emulated.ARRIVALS))
 
 
-# -- mods beside those of tests/flex/mod_cases.py -----------------------------------------------------------------------
+# -- mods beside those of tests/flex/mod_cases.py ---------------------------------------------------------------------
 
 
 def causal_by_words(b, h, i, j, *, words):
@@ -109,7 +109,7 @@ OWN = (
 CASES = {case.name: case for case in (*mod_cases.SCORES, *mod_cases.MASKS, *mod_cases.BOTH, *OWN)}
 
 
-# -- one artifact, called at several lengths ----------------------------------------------------------------------------
+# -- one artifact, called at several lengths --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ def test_all_mods(number: int, arch: str) -> None:
             run(name, kind if CASES[name].mask is not None else Kind(kind.dtype, kind.heads, kind.widths), arch)
 
 
-# -- what a row does not see ---------------------------------------------------------------------------------------------
+# -- what a row does not see ------------------------------------------------------------------------------------------
 
 
 def poisoned(arch: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
