@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+from typing import Any
 
 import formula_cases
 import numpy as np
@@ -64,7 +65,30 @@ def test_kernels_and_numpy_agree(seed: int) -> None:
     """Elements one by one and in vectors of keys or rows, and their bounds over tiles."""
     rng, data = random.Random(seed), np.random.default_rng(seed)
     formula = formula_cases.formula(rng)
-    given = formula_cases.parameters(formula, KEYS, data)
+    _check(formula, formula_cases.parameters(formula, KEYS, data))
+
+
+INFINITE = ["inf", "-inf", 0, "nan", 3e9, -3e9, 1, 0]
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda t, u, i, j: t[i // 16 + 7] * u[j % 3] < 3,
+        lambda t, u, i, j: tirx.min(t[i % 2] + u[j // 8], T.float32(5)).equal(T.float32(5)),
+        lambda t, u, i, j: tirx.min(t[i % 2] - u[j // 8], T.float32(5)).equal(T.float32(5)),
+        lambda t, u, i, j: tirx.Cast("int32", t[j % 8]) > 0,
+        lambda t, u, i, j: tirx.Cast("int32", tirx.Cast("int64", t[j % 3 + 4])) > 0,
+    ],
+)
+def test_bounds_hold_where_numbers_are_infinite_or_too_large(made: Any) -> None:
+    b, h, i, j = (tirx.Var(name, "int64") for name in "bhij")
+    tables = [tirx.decl_buffer((8,), "float32", name) for name in "tu"]
+    formula = of(made(*tables, i, j), [b, h, i, j], [], tables)
+    _check(formula, {name: np.array(INFINITE, "f") for name in formula.tables()}, elements=False)
+
+
+def _check(formula: Formula, given: dict[str, Any], elements: bool = True) -> None:
     point = dict(zip("bhij", np.ogrid[tuple(slice(n) for n in SIZES.values())]))
     expected = np.broadcast_to(evaluate(formula.value, point, given), tuple(SIZES.values()))
 
@@ -77,7 +101,7 @@ def test_kernels_and_numpy_agree(seed: int) -> None:
     kernel(*(x if isinstance(x, int) else tvm.runtime.tensor(x) for x in arguments), *outputs)
     scalar, keys, rows, low, high = (x.numpy() for x in outputs)
     where = (..., slice(None)), (..., slice(4, 8)), (..., slice(2, 6), slice(None))
-    for found, here in zip((scalar, keys, rows), where):
+    for found, here in zip((scalar, keys, rows), where if elements else ()):
         wanted = expected[here].astype(dtype)
         np.testing.assert_allclose(found[here], wanted, rtol=1e-6, err_msg=str(formula.value.to_data()))
     for part in range(2):  # two tiles of keys, all rows

@@ -13,6 +13,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
+import numpy as np
 from tvm import ir, tirx
 from tvm.ir import prim
 from tvm.script.ir_builder import tirx as T
@@ -105,19 +106,39 @@ def _typed(value: ir.Expr, dtype: str) -> ir.Expr:
 
 
 def _cast(value: Interval, source: str, dtype: str) -> Interval:
+    """Of numbers that an integer type does not hold nobody knows what they become."""
+    low, high = value
     if dtype != "bool":
-        return value[0].astype(dtype), value[1].astype(dtype)
+        ends = low.astype(dtype), high.astype(dtype)
+        if source == "bool" or "float" in dtype or ("float" not in source and np.can_cast(source, dtype)):
+            return ends
+        least, most = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
+        below = high < tirx.const(float(most), source) if "float" in source else high <= tirx.const(most, source)
+        fits = tirx.all(low >= tirx.const(least, source), below)
+        return prim.Select(fits, ends[0], tirx.const(least, dtype)), prim.Select(fits, ends[1], tirx.const(most, dtype))
     zero = tirx.const(0, source)
     surely, never = tirx.any(value[0] > zero, value[1] < zero), tirx.all(*(end.equal(zero) for end in value))
     return surely, prim.Not(never)
 
 
+def _sum(a: Interval, b: Interval) -> Interval:
+    return _unless_nan(a[0] + b[0], "-inf"), _unless_nan(a[1] + b[1], "inf")
+
+
+def _difference(a: Interval, b: Interval) -> Interval:
+    return _unless_nan(a[0] - b[1], "-inf"), _unless_nan(a[1] - b[0], "inf")
+
+
 def _product(a: Interval, b: Interval) -> Interval:
     ends = [x * y for x in dict.fromkeys(a) for y in dict.fromkeys(b)]
-    low = high = ends[0]
-    for end in ends[1:]:
-        low, high = tirx.min(low, end), tirx.max(high, end)
-    return low, high
+    low = functools.reduce(tirx.min, (_unless_nan(end, "-inf") for end in ends))
+    return low, functools.reduce(tirx.max, (_unless_nan(end, "inf") for end in ends))
+
+
+def _unless_nan(end: ir.Expr, instead: str) -> ir.Expr:
+    """The end, or that: of infinite numbers it may be infinity less infinity, or 0 times that."""
+    dtype = scalar_type(end)
+    return prim.Select(tirx.isnan(end), tirx.const(float(instead), dtype), end) if "float" in dtype else end
 
 
 def _quotient(a: Interval, b: Interval) -> Interval | None:
@@ -156,8 +177,8 @@ _CONDITIONS: dict[str, Callable[..., Interval]] = {
 }
 
 _RULES: dict[str, Callable[..., Interval | None]] = {
-    "add": lambda a, b: (a[0] + b[0], a[1] + b[1]),
-    "sub": lambda a, b: (a[0] - b[1], a[1] - b[0]),
+    "add": _sum,
+    "sub": _difference,
     "mul": _product,
     "min": lambda a, b: (tirx.min(a[0], b[0]), tirx.min(a[1], b[1])),
     "max": lambda a, b: (tirx.max(a[0], b[0]), tirx.max(a[1], b[1])),

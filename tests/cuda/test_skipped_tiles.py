@@ -1,0 +1,132 @@
+"""Tiles of keys that nobody sees are not multiplied: matrix products are counted, and compared with the mask."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cuda_emulation as emulated
+import numpy as np
+import pytest
+from cuda_emulation import device
+from machine_code import products
+from prefill_cases import formula, problem
+
+sys.path.append(str(Path(__file__).parents[1] / "flex"))
+
+from flex_truth import visible
+
+import lowering
+from lowering.flex import masks
+from lowering.flex.captured import specs_of
+from lowering.flex.problem import Problem, settings_of
+from schedules.cuda.attention_tiles import DecodeTiles, MmaTiles, WgmmaTiles
+from schedules.cuda.device import DEVICES
+
+HEADS, KV_HEADS, DIM, KEYS = 2, 1, 16, 700
+Mod = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Masked:
+    mask: Mod
+    captures: dict[str, np.ndarray]
+    blocks: tuple[int, int] | None = None
+
+
+def by_blocks(b, h, i, j, *, shown):
+    return shown[b, h, i // 128, j // 128]
+
+
+SHOWN = np.random.default_rng(3).random((1, HEADS, 6, 6)) < 0.3
+MASKS = {
+    "all": Masked(masks.full, {}),
+    "causal": Masked(masks.causal, {}),
+    "window": Masked(masks.sliding_window(100), {}),
+    "documents": Masked(masks.and_masks(masks.causal, masks.document()), {"document": np.arange(KEYS) // 150}),
+    "documents that come back": Masked(masks.document(), {"document": np.arange(KEYS) // 200 % 2}),
+    "heads of two kinds": Masked(lambda b, h, i, j: (i >= j) & ((h == 0) | (i - j < 64)), {}),
+    "an array of blocks": Masked(by_blocks, {"shown": SHOWN}),
+    "a block mask": Masked(masks.causal, {}, (128, 128)),
+    "nothing": Masked(lambda b, h, i, j: i + j < 0, {}),
+}
+
+
+def counted(name: str, rows: int, arch: str) -> int:
+    """How many products a call takes. Called in the emulation's process."""
+    masked, kind = MASKS[name], ("batch", HEADS, rows, DIM)
+    specs = specs_of(masked.captures)
+    settings = settings_of(None, masked.mask, specs, "float16", None, DIM, masked.blocks)
+    kv, blocks = ("batch", KV_HEADS, "keys", DIM), None if masked.blocks is None else (False, True)
+    model = lowering.compile(
+        Problem("float16", kind, kv, kv, settings, tuple(specs.items()), blocks).to_onnx(), f"cuda:{arch}"
+    )
+    rng = np.random.default_rng(0)
+    q, k = (rng.standard_normal((1, *sizes, DIM)).astype("f2") for sizes in ((HEADS, rows), (KV_HEADS, KEYS)))
+    given = {"q": q, "k": k, "v": k, **masked.captures}
+    if masked.blocks is not None:
+        given[model.inputs[3].name] = SHOWN[:, :, : -(-rows // 128)].astype("i1")
+    device.take_products()
+    model.run(given)
+    return device.take_products()
+
+
+def seen_tiles(dense: np.ndarray, rows: int, keys: int) -> int:
+    """Of a mask [heads, S, T] the tiles in which anything is visible."""
+    heads, s, t = dense.shape
+    whole = np.zeros((heads, -(-s // rows) * rows, -(-t // keys) * keys), bool)
+    whole[:, :s, :t] = dense
+    return int(whole.reshape(heads, -(-s // rows), rows, -(-t // keys), keys).any((2, 4)).sum())
+
+
+def dense(name: str, rows: int) -> np.ndarray:
+    masked = MASKS[name]
+    shown = visible(masked.mask, (1, HEADS, rows, KEYS), masked.captures)[0]
+    if masked.blocks is not None:
+        shown = shown & SHOWN[0].repeat(128, 1).repeat(128, 2)[:, :rows, :KEYS]
+    return shown
+
+
+QUICK = {
+    "sm_80": ("causal", "documents that come back", "heads of two kinds", "a block mask"),
+    "sm_90a": ("a block mask",),
+}
+
+
+def prefills() -> Iterator[Any]:
+    for arch, name in itertools.product(QUICK, MASKS):
+        yield pytest.param(name, arch, marks=() if name in QUICK[arch] else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("name", "arch"), prefills())
+def test_prefill(name: str, arch: str) -> None:
+    """As many as the tiles need in which some row of a tile of rows sees some key: no other is multiplied."""
+    p, gpu = problem(q_heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, mask=formula()), DEVICES[arch]
+    tiles: Any = WgmmaTiles.default(p, gpu) if arch == "sm_90a" else MmaTiles.default(p, gpu)
+    workers = tiles.consumers if arch == "sm_90a" else tiles.warps
+    found = emulated.run(counted, name, KEYS, arch, arch=arch, timeout=500)
+    assert found == seen_tiles(dense(name, KEYS), tiles.q, tiles.kv) * workers * products(p, tiles)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "window",
+        "a block mask",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("all", "causal", "documents that come back", "nothing")
+        ),
+    ],
+)
+def test_decoding(name: str) -> None:
+    """Both query heads of the two rows are one tile of rows."""
+    p, gpu = problem(q_heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM), DEVICES["sm_80"]
+    tiles = DecodeTiles.default(p, gpu)
+    each = tiles.keys // 8 * (DIM // 16) + tiles.keys // 16 * (DIM // 8)
+    found = emulated.run(counted, name, 2, "sm_80", arch="sm_80", timeout=500)
+    assert found == seen_tiles(dense(name, 2).reshape(1, -1, KEYS), HEADS * 2, tiles.keys) * each
