@@ -34,7 +34,10 @@ OPERATORS = (
 )  # fmt: skip
 
 # Operators whose cases must pass on every type; for the others, floats, integers and bools of 8 bits or more count.
-EVERY_TYPE = ("Attention", "TensorScatter")
+EVERY_TYPE = ("Attention", "FlexAttention", "TensorScatter")
+
+# Domains of the standard with operators that have cases here.
+DOMAINS = ("", "ai.onnx", "ai.onnx.preview")
 
 # Two units in the last place, relative.
 TWO_UNITS = {"bfloat16": 2**-6, "float16": 2**-9}
@@ -69,19 +72,19 @@ class Case:
 
 
 def operators() -> list[str]:
-    """The operators above, and all others of the standard domain that have a lowering and cases."""
-    others = {name for domain, name in registered() if domain == "" and cases(name)}
+    """The operators above, and all others of the standard that have a lowering and cases."""
+    others = {name for domain, name in registered() if domain in DOMAINS and cases(name)}
     return sorted({*OPERATORS, *EVERY_TYPE, *others})
 
 
 def cases(operator: str) -> list[Case]:
-    """The cases of an operator of the standard domain, on the types that count."""
+    """The cases of an operator of the standard, on the types that count."""
     return [c for c in _collected().get(operator, []) if operator in EVERY_TYPE or c.wide_enough]
 
 
 @functools.cache
 def _collected() -> dict[str, list[Case]]:
-    """All cases of the standard domain by operator."""
+    """All cases of the standard's operators, by operator: no two have one name."""
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")  # the cases divide by zero and overflow on purpose
         from onnx.backend.test.case.node import collect_testcases
@@ -93,7 +96,7 @@ def _collected() -> dict[str, list[Case]]:
         stem = case.name.partition("_expanded")[0]
         if stem == case.name:
             nodes = case.model.graph.node
-            if len(nodes) != 1 or nodes[0].domain not in ("", "ai.onnx"):
+            if len(nodes) != 1 or nodes[0].domain not in DOMAINS:
                 continue
             operators[stem] = nodes[0].op_type
         if stem not in operators:

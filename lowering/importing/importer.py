@@ -98,6 +98,7 @@ class Importer:
         self.checks = checks
         self.first_to_check: dict[Any, str] = {}  # what is checked -> the node that errors name
         self.errors = errors
+        self.inside = ""  # which graph inside the model is lowered, for errors
         self.symbols = Symbols()
         self._opsets = {_domain(d): v for d, v in model.opset_imports.items()}
         self.builder = Builder()
@@ -214,14 +215,16 @@ class Importer:
                 self._lower(node)
         return [self._read(v) for v in graph.outputs]
 
-    def body(self, graph: ir.Graph, inputs: Sequence[Value]) -> list[Value]:
-        """Lowers a graph with these inputs, which sees the values around it; its own names mean nothing outside."""
-        outer = self._values
-        self._values = {**outer, **{v.name or "": given for v, given in zip(graph.inputs, inputs, strict=True)}}
+    def body(self, graph: ir.Graph, inputs: Sequence[Value], where: str) -> list[Value]:
+        """Lowers a graph with these inputs, which sees the values around it; its own names mean nothing outside. where
+        says in errors what the graph is."""
+        outer = self._values, self.inside
+        self._values = {**self._values, **{v.name or "": given for v, given in zip(graph.inputs, inputs, strict=True)}}
+        self.inside = where
         try:
             return self.graph(graph)
         finally:
-            self._values = outer
+            self._values, self.inside = outer
 
     def branch(self, graph: ir.Graph) -> tuple[relax.SeqExpr, list[Value]]:
         """Lowers a body graph to a scope of its own, whose result is the tuple of the graph's outputs. The values tell

@@ -43,7 +43,7 @@ class Node:
         self._checked: list[tuple[Value, Value]] = []
         self.version = version
         self.op_type, self.domain, self.name = node.op_type, node.domain or "ai.onnx", node.name or ""
-        self.where = describe(node, version)
+        self.where = describe(node, version) + importer.inside
         # Which outputs somebody reads: "" marks a hole.
         self.outputs = tuple(v.name or "" for v in node.outputs)
 
@@ -233,13 +233,13 @@ class Node:
 
     # -- subgraphs ----------------------------------------------------------------------------------------------------
 
-    def subgraph(self, graph: ir.Graph, *inputs: Value) -> list[Value]:
-        """Lowers a body graph (attribute of If or FlexAttention) in place, with these inputs; it sees the values around
-        the node.
+    def subgraph(self, name: str, *inputs: Value) -> list[Value]:
+        """Lowers the body graph that is the attribute `name` in place, with these inputs; it sees the values around the
+        node.
 
         Returns its outputs.
         """
-        return self._importer.body(graph, inputs)
+        return self._importer.body(self.attr(name), inputs, f" in {name} of {self.where}")
 
     @property
     def importer(self) -> Importer:

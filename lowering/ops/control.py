@@ -12,11 +12,11 @@ from .reshape import reshape_to
 
 @op("If", since=1)
 def if_(node: Node, condition: Value) -> tuple[Value, ...]:
-    branches = node.attr("then_branch"), node.attr("else_branch")
+    branches = "then_branch", "else_branch"
     if condition.constant is not None:
         return tuple(node.subgraph(branches[0] if condition.constant.all() else branches[1]))
     test = node.tensor(reshape_to(node, condition, ()))
-    (then, then_values), (otherwise, else_values) = (node.importer.branch(b) for b in branches)
+    (then, then_values), (otherwise, else_values) = (node.importer.branch(node.attr(b)) for b in branches)
     for k, (a, b) in enumerate(zip(then_values, else_values)):
         if a.dtype != b.dtype or a.rank != b.rank:
             types = " and ".join(f"{v.dtype} of rank {v.rank}" for v in (a, b))

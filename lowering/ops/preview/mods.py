@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import onnx_ir as ir
-
 from ...importing.node import Node
 from ...importing.values import Shape, Value, as_text
 from ..asserted import asserted
@@ -20,7 +18,6 @@ class Mod:
 
     node: Node
     name: str
-    graph: ir.Graph
     dtype: str
     shape: Shape
 
@@ -33,7 +30,7 @@ class Mod:
         graph = node.attr(name, None)
         if graph is None:
             return None
-        mod = Mod(node, name, graph, dtype, shape)
+        mod = Mod(node, name, dtype, shape)
         for what, values in (("input", graph.inputs), ("output", graph.outputs)):
             if len(values) != 1:
                 raise node.error(
@@ -48,7 +45,7 @@ class Mod:
 
     def __call__(self, value: Value) -> Value:
         """What the graph makes of the tensor, known or asserted at run time to have the same shape."""
-        (result,) = self.node.subgraph(self.graph, value)
+        (result,) = self.node.subgraph(self.name, value)
         self._check("gives", result.dtype, result.shape)
         return asserted(self.node, result, self.shape, f"what the graph {self.name} gives")
 

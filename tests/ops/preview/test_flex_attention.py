@@ -221,7 +221,8 @@ def test_check_names_nodes_inside_graphs() -> None:
     errors: list[NodeError] = []
     proto = model("c = Loop(one, , s) r = Add(s, s)", prob="r = Add(i, j)")
     Importer(ir.from_proto(proto), errors=errors).run()
-    assert [error.where.partition("-")[0] for error in errors] == ["ai.onnx.Loop", "ai.onnx.preview.FlexAttention"]
+    where = "ai.onnx.preview.FlexAttention-1 giving 'y'"
+    assert [error.where for error in errors] == [f"ai.onnx.Loop-26 giving 'c' in score_mod of {where}", where]
 
 
 def test_sizes_that_differ_at_run_time_are_an_error() -> None:
