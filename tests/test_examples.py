@@ -12,7 +12,13 @@ import pytest
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 # Needs torch, transformers and a package of model weights, which the test extra leaves out.
-WITH_TORCH = {"05_sentence_embeddings.py", "06_text_generation.py", "07_speech_decoder.py", "08_continuous_batching.py"}
+WITH_TORCH = {
+    "05_sentence_embeddings.py",
+    "06_text_generation.py",
+    "07_speech_decoder.py",
+    "08_continuous_batching.py",
+    "09_flex_from_torch.py",
+}
 SHARED = {"exported_llama.py"}
 
 
