@@ -17,6 +17,7 @@ WITH_TORCH = {
     "06_text_generation.py",
     "07_speech_decoder.py",
     "08_continuous_batching.py",
+    "09_flex_from_torch.py",
     "10_train_with_flex.py",
 }
 SHARED = {"exported_llama.py"}

@@ -30,8 +30,11 @@ _NOT_FOLDED = {
 }  # fmt: skip
 
 
-def fold(node: ir.Node, version: int, inputs: Sequence[np.ndarray | None]) -> list[np.ndarray | None] | None:
-    """The node's outputs for known inputs (None for a hole), or None where the node must be lowered after all."""
+def fold(
+    node: ir.Node, version: int, inputs: Sequence[np.ndarray | None], growth: int = _GROWTH_BYTES
+) -> list[np.ndarray | None] | None:
+    """The node's outputs for known inputs (None for a hole), or None where the node must be lowered after all. growth
+    is how many bytes they may have more than the inputs."""
     if node.domain not in ("", "ai.onnx") or node.op_type in _NOT_FOLDED:
         return None
     if not all(a is None or is_ordinary(a.dtype) for a in inputs):
@@ -52,7 +55,8 @@ def fold(node: ir.Node, version: int, inputs: Sequence[np.ndarray | None]) -> li
         [onnx.helper.make_value_info(n, onnx.TypeProto()) for n in proto.output if n],
     )
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", version)])
-    if _grows(model, feeds):
+    budget = sum(a.nbytes for a in feeds.values()) + growth
+    if _grows(model, feeds, budget):
         return None
     try:
         results = ReferenceEvaluator(model).run(None, feeds)
@@ -60,7 +64,7 @@ def fold(node: ir.Node, version: int, inputs: Sequence[np.ndarray | None]) -> li
         return None  # what the evaluator cannot do is left to the lowering, which has the better error
     if any(not isinstance(r, (np.ndarray, np.generic)) for r in results):
         return None
-    if sum(np.asarray(a).nbytes for a in results) > _budget(feeds):
+    if sum(np.asarray(a).nbytes for a in results) > budget:
         return None
     if node.op_type.startswith("Reduce"):  # NumPy adds small integers up in wider ones
         results = [np.asarray(r, feeds["x0"].dtype) for r in results]
@@ -109,12 +113,7 @@ def _reaches_beyond(indices: np.ndarray, size: int) -> bool:
     return bool(((indices < -size) | (indices >= size)).any())
 
 
-def _budget(feeds: Mapping[str, np.ndarray]) -> int:
-    """The most bytes that a node with these inputs may give."""
-    return sum(a.nbytes for a in feeds.values()) + _GROWTH_BYTES
-
-
-def _grows(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> bool:
+def _grows(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray], budget: int) -> bool:
     """Whether the outputs, by the sizes that ONNX infers, are larger than the budget: nothing is computed to know."""
     sized = onnx.ModelProto()
     sized.CopyFrom(model)
@@ -130,4 +129,4 @@ def _grows(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> bool:
         dims = [d.dim_value for d in kind.shape.dim]
         if kind.elem_type in _NUMBERS and all(d.HasField("dim_value") for d in kind.shape.dim):
             made += math.prod(dims) * onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type).itemsize
-    return made > _budget(feeds)
+    return made > budget

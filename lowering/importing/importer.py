@@ -44,6 +44,9 @@ from .values import (
 # Constants below this many bytes are embedded in the code, where TVM can fold them; larger ones are weights.
 _EMBED_BYTES = 256
 
+# By how many bytes folding may make numbers more where recipes are kept (Importer.body).
+_SMALL_BYTES = 256
+
 # Elements that tell most weights of one shape apart.
 _FIRST = 16
 
@@ -99,6 +102,7 @@ class Importer:
         self.first_to_check: dict[Any, str] = {}  # what is checked -> the node that errors name
         self.errors = errors
         self.inside = ""  # which graph inside the model is lowered, for errors
+        self.recipes = False  # whether it keeps recipes
         self.symbols = Symbols()
         self._opsets = {_domain(d): v for d, v in model.opset_imports.items()}
         self.builder = Builder()
@@ -215,16 +219,17 @@ class Importer:
                 self._lower(node)
         return [self._read(v) for v in graph.outputs]
 
-    def body(self, graph: ir.Graph, inputs: Sequence[Value], where: str) -> list[Value]:
+    def body(self, graph: ir.Graph, inputs: Sequence[Value], where: str, recipes: bool = False) -> list[Value]:
         """Lowers a graph with these inputs, which sees the values around it; its own names mean nothing outside. where
-        says in errors what the graph is."""
-        outer = self._values, self.inside
+        says in errors what the graph is. recipes says to compute what is made of a few numbers, such as positions, when
+        the model runs: who reads the graph element by element wants to see how."""
+        outer = self._values, self.inside, self.recipes
         self._values = {**self._values, **{v.name or "": given for v, given in zip(graph.inputs, inputs, strict=True)}}
-        self.inside = where
+        self.inside, self.recipes = where, recipes
         try:
             return self.graph(graph)
         finally:
-            self._values, self.inside = outer
+            self._values, self.inside, self.recipes = outer
 
     def branch(self, graph: ir.Graph) -> tuple[relax.SeqExpr, list[Value]]:
         """Lowers a body graph to a scope of its own, whose result is the tuple of the graph's outputs. The values tell
@@ -280,7 +285,7 @@ class Importer:
     def _results(self, node: ir.Node, version: int, inputs: list[Value | None]) -> list[Value | None]:
         arrays = [None if v is None else v.constant for v in inputs]
         if all(a is not None or v is None for a, v in zip(arrays, inputs)):
-            folded = fold(node, version, arrays)
+            folded = fold(node, version, arrays, _SMALL_BYTES) if self.recipes else fold(node, version, arrays)
             if folded is not None:
                 return [None if a is None else self.constant(a) for a in folded]
         lowering = ops.lookup(node.domain, node.op_type, version)

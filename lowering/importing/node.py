@@ -233,13 +233,13 @@ class Node:
 
     # -- subgraphs ----------------------------------------------------------------------------------------------------
 
-    def subgraph(self, name: str, *inputs: Value) -> list[Value]:
+    def subgraph(self, name: str, *inputs: Value, recipes: bool = False) -> list[Value]:
         """Lowers the body graph that is the attribute `name` in place, with these inputs; it sees the values around the
-        node.
+        node. recipes is as in `Importer.body`.
 
         Returns its outputs.
         """
-        return self._importer.body(self.attr(name), inputs, f" in {name} of {self.where}")
+        return self._importer.body(self.attr(name), inputs, f" in {name} of {self.where}", recipes)
 
     @property
     def importer(self) -> Importer:

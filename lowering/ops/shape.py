@@ -22,6 +22,9 @@ from .run_time import bind, compute_sizes
 # Farther than any index: sums with it do not wrap.
 _FAR = 2**48
 
+# Numbers rather than positions, where recipes are kept (Importer.body).
+_FEW_POSITIONS = 32
+
 
 @op("Identity", since=1)
 def identity(node: Node, data: Value) -> Value:
@@ -144,7 +147,7 @@ def _range_of_sizes(node: Node, start: Size, limit: Size, delta: int, dtype: str
         raise node.error("input delta is 0.")
     span = node.simplify(limit - start if delta > 0 else start - limit)
     count = node.simplify(ceil_div(nonnegative(node, span), abs(delta)))
-    if few((count,)):
+    if few((count,)) and (count <= _FEW_POSITIONS or not node.importer.recipes):
         return node.sizes([start + k * delta for k in range(count)], dtype)
 
     def element(index: Any, first: Any) -> Any:

@@ -45,7 +45,7 @@ class Mod:
 
     def __call__(self, value: Value) -> Value:
         """What the graph makes of the tensor, known or asserted at run time to have the same shape."""
-        (result,) = self.node.subgraph(self.name, value)
+        (result,) = self.node.subgraph(self.name, value, recipes=True)
         self._check("gives", result.dtype, result.shape)
         return asserted(self.node, result, self.shape, f"what the graph {self.name} gives")
 

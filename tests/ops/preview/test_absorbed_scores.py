@@ -192,6 +192,19 @@ def test_the_plain_lowering_evaluates_formulas_too(name: str, monkeypatch: pytes
     agrees(CASES[name], compiled(CASES[name]))
 
 
+@pytest.mark.parametrize("name", ["soft cap, bias by distance and causal", "ALiBi"])
+def test_known_sizes_make_no_tables_by_pair(name: str) -> None:
+    """Positions are known numbers then, and yet nothing of S x T elements is folded from them."""
+    case = CASES[name]
+    sizes = {"q": f"1, {HEADS}, 150, {D}", "kv": f"1, {KV_HEADS}, 260, {D}"}
+    module = lowering.compile(model(case.body, **sizes))
+    (kernel,) = module.manifest.kernels[:1]
+    assert kernel.kind == "attention"
+    assert all(len(dims) == 1 for dims in kernel.arguments if any("table" in dim for dim in dims))
+    inputs = operands(1, 150, 260)
+    np.testing.assert_allclose(module.run(inputs)["y"], attend(**inputs, score=case.expected), atol=2e-5)
+
+
 def test_indices_from_outside_are_checked() -> None:
     """What a graph looks up lies inside, or is an error before anything is read."""
     body = "w = Gather(table, at) b = Unsqueeze(w, zeros) r = Add(s, b)"
