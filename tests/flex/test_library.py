@@ -224,7 +224,7 @@ def t5_bucket(distance: int, exact: int, count: int, most: int) -> int:
 
 
 def t5_both(s: float, b: int, h: int, i: int, j: int) -> float:
-    return s + T5[h, t5_bucket(abs(j - i), 4, 8, 32) + (8 if j > i else 0)]
+    return s + float(T5[h, t5_bucket(abs(j - i), 4, 8, 32) + (8 if j > i else 0)])
 
 
 SCORES: dict[str, tuple[Any, dict[str, Any], Callable[..., float]]] = {
@@ -233,15 +233,15 @@ SCORES: dict[str, tuple[Any, dict[str, Any], Callable[..., float]]] = {
     "soft_cap": (mods.soft_cap(0.7), {}, lambda s, b, h, i, j: 0.7 * math.tanh(s / 0.7)),
     "relative_position": (mods.relative_position, {}, lambda s, b, h, i, j: s + i - j),
     "relative_bias": (
-        mods.relative_bias, {"bias": BIAS}, lambda s, b, h, i, j: s + BIAS[h, 4 + max(-4, min(4, j - i))]
+        mods.relative_bias, {"bias": BIAS}, lambda s, b, h, i, j: s + float(BIAS[h, 4 + max(-4, min(4, j - i))])
     ),
     "t5_buckets": (mods.t5_buckets(16, 32), {"bias": T5}, t5_both),
     "t5_buckets of a decoder": (
         mods.t5_buckets(16, 24, bidirectional=False),
         {"bias": T5},
-        lambda s, b, h, i, j: s + T5[h, t5_bucket(max(i - j, 0), 8, 16, 24)],
+        lambda s, b, h, i, j: s + float(T5[h, t5_bucket(max(i - j, 0), 8, 16, 24)]),
     ),
-    "head_scale": (mods.head_scale, {"factors": FACTORS}, lambda s, b, h, i, j: s * FACTORS[h]),
+    "head_scale": (mods.head_scale, {"factors": FACTORS}, lambda s, b, h, i, j: s * float(FACTORS[h])),
     "latent": (
         mods.latent(6, 0.3),
         LATENT,
@@ -251,7 +251,7 @@ SCORES: dict[str, tuple[Any, dict[str, Any], Callable[..., float]]] = {
         mods.chain(mods.alibi, mods.soft_cap(2.0), mods.relative_bias),
         {"slopes": SLOPES, "bias": BIAS},
         lambda s, b, h, i, j: (
-            2 * math.tanh((s + 4.0 ** -(h + 1) * (j - i)) / 2) + BIAS[h, 4 + max(-4, min(4, j - i))]
+            2 * math.tanh((s + 4.0 ** -(h + 1) * (j - i)) / 2) + float(BIAS[h, 4 + max(-4, min(4, j - i))])
         ),
     ),
     "shifted": (
