@@ -22,14 +22,15 @@ from .scores import Scores
 
 
 class Bound:
-    """`problem` with the parameters of the PrimFunc frame that is open in the IRBuilder; see `Parameters`."""
+    """`problem` with the parameters of the PrimFunc frame that is open in the IRBuilder; see `Parameters`. vectors says
+    that scores are asked for vectors of rows or heads."""
 
-    def __init__(self, problem: AttentionProblem, scope: str = "global") -> None:
+    def __init__(self, problem: AttentionProblem, scope: str = "global", vectors: bool = False) -> None:
         parameters = Parameters(problem, scope)
         self.problem, self.buffers, self.scratch = problem, parameters.buffers, parameters.scratch
         self.B, self.S, self.T = parameters.B, parameters.S, parameters.T
         self.places = Places(parameters)
-        self.scores = Scores(parameters, self.places)
+        self.scores = Scores(parameters, self.places, vectors)
         self.keys, self.rows = Keys(parameters, self.places), self.places.rows
 
     @contextmanager

@@ -29,14 +29,14 @@ that is biased by less takes no part in the softmax of a row in which any other 
 class Scores:
     """Scores and masks, in acc_dtype but where a mask is bool."""
 
-    def __init__(self, parameters: Parameters, places: Places) -> None:
+    def __init__(self, parameters: Parameters, places: Places, vectors: bool) -> None:
         self.problem, self.buffers, self.scratch = parameters.problem, parameters.buffers, parameters.scratch
         self.S, self.places = parameters.S, places
         mask = self.problem.mask
         self.has_mask = mask is not None
         self.has_bias = mask is not None and mask.dtype != "bool"  # what is added to scores
         self.formula, self.change = (
-            BoundExpr(part.value, parameters.buffers, parameters.scalars, parameters.scope)
+            BoundExpr(part.value, parameters.buffers, parameters.scalars, parameters.scope, vectors)
             if isinstance(part, Formula)
             else None
             for part in (mask, self.problem.score)

@@ -41,7 +41,7 @@ def attention_kernel(
     """
     with IRBuilder() as builder, T.prim_func():
         T.func_name("attention")
-        bound = Bound(problem)
+        bound = Bound(problem, vectors=True)
         if problem.packed:
             decode(bound, decode_tiles, cpu)
             with T.If(T.int64(1) * bound.S > decode_tiles.q_len), T.Then():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from tvm import ir, tirx
@@ -20,17 +21,44 @@ _CLASSES: dict[str, type] = {
 Load = Callable[[str, Sequence[ir.Expr]], ir.Expr]
 """The element of a table at these indices, or a vector of elements."""
 
+Keep = Callable[[ir.Expr], ir.Expr]
+"""The value, computed once."""
 
-def emit(expr: Expr, point: Mapping[str, ir.Expr], scalars: Mapping[str, ir.Expr], load: Load) -> ir.Expr:
-    """TensorIR for the expression where its indices have these values, of which one may be a vector."""
-    return _Emission(point, scalars, load).of(expr)
+
+def emit(expr: Expr, point: Mapping[str, ir.Expr], scalars: Mapping[str, ir.Expr], load: Load, keep: Keep) -> ir.Expr:
+    """TensorIR for the expression where its indices have these values, of which one may be a vector.
+
+    What occurs in it more than once is kept, and so is what is divided, which TVM's lowering of divisions repeats: with
+    copies of copies TVM is busy for minutes. Sums are cheap, and as indices they say which elements are neighbours.
+    """
+    counts = Counter(node for node in expr.walk() if node.args and node.op != "sum")
+    repeated = {node for node, count in counts.items() if count > 1}
+    repeated |= {
+        arg for node in expr.walk() if node.op in ("floordiv", "floormod") for arg in node.args if _is_long(arg)
+    }
+    return _Emission(point, scalars, load, keep, repeated).of(expr)
+
+
+def _is_long(expr: Expr) -> bool:
+    """Whether it is more than a sum of indices and sizes."""
+    return any(node.args and node.op not in ("sum", "mul", "cast") for node in expr.walk())
 
 
 class _Emission:
-    def __init__(self, point: Mapping[str, ir.Expr], scalars: Mapping[str, ir.Expr], load: Load) -> None:
-        self.values, self.load = {"index": point, "scalar": scalars}, load
+    def __init__(
+        self, point: Mapping[str, ir.Expr], scalars: Mapping[str, ir.Expr], load: Load, keep: Keep, repeated: set[Expr]
+    ) -> None:
+        self.values, self.load, self.keep = {"index": point, "scalar": scalars}, load, keep
+        self.repeated, self.kept = repeated, dict[Expr, ir.Expr]()
 
     def of(self, expr: Expr) -> ir.Expr:
+        if expr not in self.repeated:
+            return self.computed(expr)
+        if expr not in self.kept:
+            self.kept[expr] = self.keep(self.computed(expr))
+        return self.kept[expr]
+
+    def computed(self, expr: Expr) -> ir.Expr:
         if expr.op == "number":
             return tirx.const(expr.number, expr.dtype)
         if expr.op in self.values:
@@ -41,6 +69,8 @@ class _Emission:
         args = [self.of(arg) for arg in expr.args]
         if expr.op == "load":
             return self.load(expr.name, args)
+        if "." in expr.op and max(map(lanes, args)) > 1:  # a function, of each lane
+            args = list(map(self.keep, args))
         return _combined(expr, args)
 
 
@@ -85,6 +115,11 @@ def _together(*operands: ir.Expr) -> tuple[ir.Expr, ...]:
     """The operands with equally many lanes."""
     count = max(map(lanes, operands))
     return tuple(x if lanes(x) == count else T.broadcast(x, count) for x in operands)
+
+
+def combined(operation: type, a: ir.Expr, b: ir.Expr) -> ir.Expr:
+    """The operation on scalars or vectors, whichever they are."""
+    return operation(*_together(a, b))
 
 
 def cast(value: ir.Expr, dtype: str) -> ir.Expr:
