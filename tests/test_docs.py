@@ -48,9 +48,10 @@ def test_the_page_of_flex_attention_names_the_library(module: ModuleType) -> Non
     assert library(module) and library(module) <= listed
 
 
-def test_examples_of_flex_attention_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_of_flex_attention_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Blocks of code one after the other, and what the prompts in them print."""
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)  # where they save
     names: dict[str, Any] = {}
     blocks = re.findall(r"```python\n(.*?)```", FLEX, re.DOTALL)
     assert blocks
