@@ -38,24 +38,22 @@ def flex_attention(node: Node, q: Value, k: Value, v: Value) -> Value:
     softmax = _softmax_type(node, q.dtype)
     scale = _scale(node, sizes.head_dim)
     score_mod, prob_mod = (Mod.of(node, name, softmax, sizes.scores) for name in ("score_mod", "prob_mod"))
-    new = raw = None
+    given, change = {"q": q, "k": k, "v": v}, None
     if score_mod is not None or prob_mod is not None:
-        new = raw = scores(node, q, k, scale, softmax)
-        new = raw if score_mod is None else score_mod(raw)
-    if prob_mod is not None:
-        assert new is not None
-        return weighted(node, prob_mod(probabilities(node, new)), v, q.dtype)
-    given = {"q": q, "k": k, "v": v}
-    if new is not None and raw is not None:
-        marked = given_scores.changed(node.tensor(raw), node.tensor(new))
+        old = scores(node, q, k, scale, softmax)
+        new = old if score_mod is None else score_mod(old)
+        if prob_mod is not None:
+            return weighted(node, prob_mod(probabilities(node, new)), v, q.dtype)
+        marked = given_scores.changed(node.tensor(old), node.tensor(new))
         given[given_scores.TABLE] = Value(softmax, sizes.scores, node.importer.builder.emit(marked))
+        change = given_scores.read_scores(softmax)
     results = attend(
         node,
         given,
         heads=(sizes.q_heads, sizes.kv_heads),
         acc_dtype="float64" if "float64" in (q.dtype, softmax) else "float32",
         scale=scale,
-        score=None if new is None else given_scores.read_scores(softmax),
+        score=change,
     )
     return results["y"]
 
