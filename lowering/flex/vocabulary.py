@@ -23,7 +23,7 @@ def _is_traced(*values: Any) -> bool:
 
 def where(condition: Any, yes: Any, no: Any) -> Any:
     """yes where the condition holds, else no: both are computed, and neither can fail."""
-    return t.select(condition, yes, no) if _is_traced(condition, yes, no) else np.where(condition, yes, no)
+    return t.select(condition, yes, no) if _is_traced(condition, yes, no) else np.where(condition, yes, no)[()]
 
 
 def minimum(a: Any, b: Any) -> Any:
@@ -98,7 +98,7 @@ def ceil(x: Any) -> Any:
 
 def cast(x: Any, dtype: Any) -> Any:
     """x in another type; integers are cut towards 0, truth values are 0 and 1."""
-    return t.cast(x, dtype) if _is_traced(x) else np.asarray(x).astype(dtype)
+    return t.cast(x, dtype) if _is_traced(x) else np.asarray(x).astype(dtype)[()]
 
 
 def logical_and(a: Any, b: Any) -> Any:

@@ -16,7 +16,7 @@ not be finite, such products are left out, as 0 * NaN = NaN.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import tvm
@@ -30,6 +30,7 @@ from lowering.attention.gradient import ATTRIBUTE, BoundGradient, GradientParame
 from lowering.attention.plain_gradient import add_to_table, clear_tables
 
 from ..variant import Variant
+from .gradient_products import TileProducts, whole_vectors
 from .gradient_tiles import GradientTiles
 from .vector import (
     LOG2_E,
@@ -122,6 +123,7 @@ class _Head:
             v=(keys * self.Dv, self.acc),
         )
         self.panel = tiles.qk_vectors * W
+        self.product = TileProducts(tiles, W, self.acc, self.operand)
 
     def emit(self) -> None:
         keys, zero = T.int64(1) * self.bound.bound.T, tirx.const(0, self.acc)
@@ -169,7 +171,7 @@ class _Head:
         self.finite_rows = self.all_finite(("q", self.D), ("dy", self.Dv), self.here)
 
     def transpose_rows(self, name: str, into: Buffer, size: int, factor: Expr | None) -> None:
-        w = min(self.W, _width(size, self.W))
+        w = min(self.W, whole_vectors(size, self.W))
         with T.serial(self.panels * (self.panel // w)) as block, T.serial(size // w) as n:
             rows = []
             for lane in range(w):
@@ -182,7 +184,7 @@ class _Head:
 
     def store_rows(self) -> None:
         """dQ_i, of which the scale is still to come."""
-        w = _width(self.D, self.W)
+        w = whole_vectors(self.D, self.W)
         with T.serial(self.here) as r, T.serial(self.D // w) as n:
             x = load(self.memory["dQ"], w, r * self.D + n * w)
             store(
@@ -204,7 +206,7 @@ class _Head:
         return self.row_vector(name, row, d, 1)
 
     def unpack(self, name: str, size: int, rows: Expr) -> None:
-        w = _width(size, self.W)
+        w = whole_vectors(size, self.W)
         with T.serial(rows) as r, T.serial(size // w) as n:
             store(self.memory[name], self.row_vector(name, r, n * w, w), r * size + n * w)
 
@@ -221,7 +223,7 @@ class _Head:
         integer, infinity = {"float32": ("int32", 0x7F800000), "float64": ("int64", 0x7FF0000000000000)}[self.acc]
         found = tirx.const(1, "int32")
         for name, size in (one, other):
-            w = _width(size, self.W)
+            w = whole_vectors(size, self.W)
             largest = Register(splat(0, w, integer))
             with T.serial(rows) as r, T.serial(size // w) as n:
                 bits = reinterpret(self.operand(name, size, r, n * w, w), integer)
@@ -273,33 +275,16 @@ class _Head:
             keys = [fixed(tirx.min(block * t.qk_keys + n, self.keys - 1)) for n in range(t.qk_keys)]
             places = [fixed(block * t.qk_keys + n) for n in range(t.qk_keys)]
             column = [fixed(panel * self.panel + c * self.W) for c in range(t.qk_vectors)]
-            s = self.transposed_product("k", "Qt", self.D, keys, panel)
+            s = self.product.transposed("k", self.D, self.memory["Qt"], keys, panel)
             for n, j in enumerate(keys):
                 for c, r in enumerate(column):
                     self.probability(fixed(s[n][c].value), r, j, places[n], masked)
-            dp = self.transposed_product("v", "dYt", self.Dv, keys, panel)
+            dp = self.product.transposed("v", self.Dv, self.memory["dYt"], keys, panel)
             for n, j in enumerate(keys):
                 for c, r in enumerate(column):
                     self.gradient_of_score(fixed(dp[n][c].value), r, j, places[n], masked)
         if self.bound.reads:
             self.tables()
-
-    def transposed_product(
-        self, name: str, panels: str, size: int, keys: Sequence[Expr], panel: Expr
-    ) -> list[list[Register]]:
-        """Rows of K, or V, by the panel of Q^T, or dY^T."""
-        t, W = self.tiles, self.W
-        sums = [[Register(splat(0.0, W, self.acc)) for _ in range(t.qk_vectors)] for _ in keys]
-        with T.serial(size) as d:
-            rows = [
-                T.bind(load(self.memory[panels], W, (panel * size + d) * self.panel + c * W))
-                for c in range(t.qk_vectors)
-            ]
-            for n, j in enumerate(keys):
-                key = T.bind(splat(self.operand(name, size, j, d, 1), W, self.acc))
-                for c in range(t.qk_vectors):
-                    sums[n][c].value += key * rows[c]
-        return sums
 
     def probability(self, s: Expr, r: Expr, j: Expr, place: Expr, masked: bool) -> None:
         """P := exp(score - lse), 0 where masked; and dS := ds'/ds for now, as it is a function of s."""
@@ -383,60 +368,9 @@ class _Head:
         """dV_j, dK_j and dQ_i, each of which the pairs of this tile add to."""
         scale, keys = self.bound.bound.scores.scale, (self.b, self.hk, self.j0)
         by_key = self.memory["P"], self.tiles.q, 1
-        self.add_product(by_key, ("dy", self.Dv), self.bound.buffers["dv"], keys, (self.keys, self.here), leave_out)
+        self.product.add(by_key, ("dy", self.Dv), self.bound.buffers["dv"], keys, (self.keys, self.here), leave_out)
         by_key = self.memory["dS"], self.tiles.q, 1
         dk = self.bound.buffers["dk"]
-        self.add_product(by_key, ("q", self.D), dk, keys, (self.keys, self.here), leave_out, scale)
+        self.product.add(by_key, ("q", self.D), dk, keys, (self.keys, self.here), leave_out, scale)
         by_row = self.memory["dS"], 1, self.tiles.q
-        self.add_product(by_row, ("k", self.D), self.memory["dQ"], None, (self.here, self.keys), leave_out)
-
-    def add_product(
-        self,
-        weights: tuple[Buffer, int, int],
-        operand: tuple[str, int],
-        result: Buffer,
-        place: tuple[Expr, Expr, Expr] | None,
-        sizes: tuple[Expr, Expr],
-        leave_out: bool,
-        scale: Expr | None = None,
-    ) -> None:
-        """result[m] += scale * sum over n of weight(m, n) * operand[n], for so many m and n.
-
-        weights are a tile and its strides along m and n; operand is a name and the size of its rows. Rows of the result
-        follow a place of a tensor [b, h, row, d], or without one are those of a tile.
-        """
-        t, (tile, m_stride, n_stride), (name, size), (rows, count) = self.tiles, weights, operand, sizes
-        w = _width(size, self.W)
-        vectors = size // w
-        parts = -(-vectors // t.pv_vectors)
-
-        def at(row: Expr, d: int) -> list[Expr]:
-            return [row * size + d] if place is None else [*place[:2], place[2] + row, T.int64(d)]
-
-        for part in range(parts):
-            columns = [n * w for n in range(part * vectors // parts, (part + 1) * vectors // parts)]
-            with T.serial(tirx.ceildiv(rows, T.int64(t.pv_rows))) as block:
-                # The last block repeats the last row, whose sums are the same, and stores them again.
-                m = [fixed(tirx.min(block * t.pv_rows + n, rows - 1)) for n in range(t.pv_rows)]
-                sums = [[Register(splat(0.0, w, self.acc)) for _ in columns] for _ in m]
-                with T.serial(count) as n:
-                    x = [T.bind(self.operand(name, size, n, T.int64(d), w)) for d in columns]
-                    for k, row in enumerate(m):
-                        weight = T.bind(splat(tile[row * m_stride + n * n_stride], w, self.acc))
-                        for c, register in enumerate(sums[k]):
-                            new = register.value + weight * x[c]
-                            if leave_out:
-                                new = tirx.Select(weight == like(0.0, weight), register.value, fixed(new))
-                            register.value = new
-                before = [[fixed(load(result, w, *at(row, d))) for d in columns] for row in m]
-                for k, row in enumerate(m):
-                    for c, d in enumerate(columns):
-                        total = sums[k][c].value
-                        store(
-                            result, before[k][c] + (total if scale is None else total * like(scale, total)), *at(row, d)
-                        )
-
-
-def _width(size: int, lanes: int) -> int:
-    """Lanes of vectors that a row of so many elements is whole ones of."""
-    return min(lanes, size & -size)
+        self.product.add(by_row, ("k", self.D), self.memory["dQ"], None, (self.here, self.keys), leave_out)

@@ -124,11 +124,14 @@ class OnlineSoftmax:
             return s, seen
         hidden = _f32(float("-inf")) if self.biased else tirx.const(False, "bool")
         read = self.bound.scores.additive if self.biased else self.bound.scores.unmasked
-        register = registers(1, str(hidden.ty))
-        put(register, 0, hidden)
-        with T.If(seen), T.Then():
-            put(register, 0, read(self.b, *place, inside=True))
-        element = register[0]
+        if self.bound.scores.formula is None:
+            element = fixed(T.if_then_else(seen, read(self.b, *place, inside=True), hidden))
+        else:  # which may take several statements
+            register = registers(1, str(hidden.ty))
+            put(register, 0, hidden)
+            with T.If(seen), T.Then():
+                put(register, 0, read(self.b, *place, inside=True))
+            element = register[0]
         return (s + element, tirx.NE(element, hidden)) if self.biased else (s, element)
 
     def pack(self, S: tirx.Buffer, P: tirx.Buffer) -> None:

@@ -8,7 +8,7 @@ tables, to which rows add by atomic operations.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import tvm
@@ -23,6 +23,7 @@ from lowering.attention.plain_gradient import Part, Place
 from ..tiles import Space, Tiles
 from ..variant import Variant
 from .device import Device, device
+from .lanes import lane_elements, per_lane
 from .ptx import WARP, fixed, shuffle_xor
 
 
@@ -109,17 +110,12 @@ class WarpPart(Part):
         self.lane = lane
 
     def vector(self, size: int) -> tirx.Buffer:
-        return self.bound.bound.scratch(-(-size // WARP), self.acc)
+        return self.bound.bound.scratch(per_lane(size), self.acc)
 
     @contextmanager
     def elements(self, size: int) -> Iterator[tuple[Expr, Expr]]:
-        with ExitStack() as inside:
-            place = inside.enter_context(T.unroll(-(-size // WARP)))
-            d = T.bind(place * WARP + self.lane)
-            if size % WARP:
-                inside.enter_context(T.If(d < size))
-                inside.enter_context(T.Then())
-            yield place, d
+        with lane_elements(size, self.lane) as place:
+            yield place
 
     def total(self, value: Expr) -> Expr:
         total = fixed(value)

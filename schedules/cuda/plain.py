@@ -20,6 +20,7 @@ from lowering.attention.keys import key_at
 from lowering.attention.plain import Row
 
 from .attention_tiles import RowTiles
+from .lanes import lane_elements, per_lane
 from .ptx import WARP, fixed, put, registers, shuffle_xor
 
 
@@ -48,17 +49,12 @@ class WarpRow(Row):
         self.take([(fixed(lo), fixed(hi)) for lo, hi in self.ranges])
 
     def vector(self, dim: int) -> tirx.Buffer:
-        return self.bound.scratch(-(-dim // WARP), self.problem.acc_dtype)
+        return self.bound.scratch(per_lane(dim), self.problem.acc_dtype)
 
     @contextmanager
     def elements(self, dim: int) -> Iterator[tuple[Expr, Expr]]:
-        with ExitStack() as inside:
-            place = inside.enter_context(T.unroll(-(-dim // WARP)))
-            d = T.bind(place * WARP + self.lane)
-            if dim % WARP:
-                inside.enter_context(T.If(d < dim))
-                inside.enter_context(T.Then())
-            yield place, d
+        with lane_elements(dim, self.lane) as place:
+            yield place
 
     def alone(self) -> AbstractContextManager[object]:
         stack = ExitStack()

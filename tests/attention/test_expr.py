@@ -123,7 +123,7 @@ def _kernel(formula: Formula, dtype: str) -> tirx.PrimFunc:
         scalars = {name: T.arg(name, T.int64()) for name in formula.scalars()}
         scalar, keys, rows = (T.match_buffer(T.arg(f"out_{k}", T.handle()), shape, dtype) for k in range(3))
         low, high = (T.match_buffer(T.arg(f"end_{k}", T.handle()), (*shape[:2], 2), dtype) for k in range(2))
-        bound = BoundExpr(formula.value, tables, scalars)
+        bound = BoundExpr(formula.value, tables, scalars, vectors=True)
         with T.serial(T.int64(shape[0])) as b, T.serial(T.int64(shape[1])) as h:
             with T.serial(T.int64(shape[2])) as i:
                 with T.serial(T.int64(shape[3])) as j:

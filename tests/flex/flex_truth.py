@@ -60,6 +60,16 @@ def visible(mask_mod: Mod | None, shape: tuple[int, int, int, int], captures: Ar
     return np.broadcast_to(called(mask_mod, grid(shape), captures or {}), shape)
 
 
+def blocks_of(dense: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """int8 [B, H, row blocks, key blocks] of a mask bool [B, H, S, T]: 2 where all of a whole block is visible, 1 where
+    something is, else 0."""
+    padding = [(0, -length % each) for length, each in zip(dense.shape[2:], size)]
+    padded = np.pad(dense, [(0, 0), (0, 0), *padding])
+    counts = [length // each for length, each in zip(padded.shape[2:], size)]
+    tiles = padded.reshape(*dense.shape[:2], counts[0], size[0], counts[1], size[1])
+    return np.where(tiles.all((3, 5)), 2, np.where(tiles.any((3, 5)), 1, 0)).astype(np.int8)
+
+
 def grid(shape: tuple[int, ...]) -> list[np.ndarray]:
     return [np.asarray(x, np.int32) for x in np.ogrid[tuple(map(slice, shape))]]
 
@@ -156,7 +166,7 @@ def _probabilities(
 def _known(v: np.ndarray, p: np.ndarray) -> np.ndarray:
     """v, 0 where no row of any head gives a key weight: 0 * NaN would be NaN."""
     group = p.shape[1] // v.shape[1]
-    used = (p != 0).any(2).reshape(len(p), v.shape[1], group, -1).any(2)
+    used = (p != 0).any(2).reshape(len(p), v.shape[1], group, p.shape[3]).any(2)
     return np.where(used[..., None], np.broadcast_to(v, (len(p), *v.shape[1:])), 0)
 
 

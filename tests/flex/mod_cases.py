@@ -1,5 +1,5 @@
-"""The mods of PyTorch's own tests of flex_attention (test/inductor/test_flex_attention.py, test_flex_decoding.py) and of
-its users, written for captured arrays with names; and the arrays that they read."""
+"""The mods of PyTorch's own tests of flex_attention (test/inductor/test_flex_attention.py, test_flex_decoding.py) and
+of its users, written for captured arrays with names; and the arrays that they read."""
 
 from __future__ import annotations
 
@@ -325,10 +325,15 @@ SCORES = (
     Case("halves", halves, None, _captures({"half": _floats(2, dtype="f2"), "double": _floats(3, dtype="f8")})),
 )
 
+
+def _by_batch(rng: np.random.Generator, shape: Shape) -> np.ndarray:
+    return rng.integers(0, 3, (shape[0], max(shape[2:])))
+
+
 MASKS = (
     *(Case(mod.__name__, None, mod) for mod in (causal_mask, windowed_causal, natten, nothing)),
     Case("by_documents", None, by_documents, _captures({"document": _positions(3)})),
-    Case("documents_by_batch", None, documents_by_batch, _captures({"documents": lambda rng, shape: rng.integers(0, 3, (shape[0], max(shape[2:])))})),
+    Case("documents_by_batch", None, documents_by_batch, _captures({"documents": _by_batch})),
     Case("clamped_documents", None, clamped_documents, _captures({"document": _positions(3, "i8")})),
     Case("dependent_bidirectional", None, dependent_bidirectional, _captures({"bound": _below(90, 0)})),
     Case("key_padding", None, key_padding, _captures({"padded": _below(2, 0, 3, dtype="?")})),

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 
 from tvm import ir, tirx
+from tvm.ir import prim
 from tvm.script.ir_builder import tirx as T
 
-from .emit import OfVectors, emit, lanes, scalar_type, widened
+from .emit import OfVectors, cast, combined, emit, lanes, scalar_type, widened
 from .interval import Interval, extremes, interval
-from .node import INDICES, Expr, rewritten
+from .node import INDICES, Expr, parameters, rewritten
 
 
 class BoundExpr:
     """`value` with buffers for its tables and TensorIR for its scalars, both by name.
 
     scope is the storage scope of its small variables: "global" on a CPU, "local" in the threads of a GPU. of_vectors
-    has a kernel's own functions of vectors.
+    has a kernel's own functions of vectors; with it indices may be vectors.
     """
 
     def __init__(
@@ -29,8 +31,11 @@ class BoundExpr:
     ) -> None:
         self.value, self.scope, self.of_vectors = value, scope, of_vectors
         self.tables, self.scalars = tables, dict(scalars)
+        # TensorIR takes a vector index in the last axis only: such a table is read as the vector that it is in memory.
+        ranks = {name: len(node.args) for name, node in parameters(value, "load").items()}
+        self.flat = {name: _flat(tables[name]) for name, rank in ranks.items() if of_vectors is not None and rank > 1}
         if scope == "global":  # else the IRBuilder stands in host code, which has no memory that a kernel can read
-            self.value = rewritten(self.value, self._once)
+            self.value = rewritten(self.value, functools.cache(self._once))
 
     def _once(self, node: Expr) -> Expr | None:
         """What depends on nothing but scalars, computed here, where the IRBuilder stands; None for anything else."""
@@ -69,26 +74,24 @@ class BoundExpr:
         def look(table: str, places: Sequence[Interval]) -> Interval:
             return extremes(lambda *at: self.load(table, at), self.tables[table].shape, places, self.scratch)
 
-        return interval(self.value, bounds, self.scalars, look)
+        return interval(self.value, bounds, self.scalars, look, self._keep)
 
     def scratch(self, size: int, dtype: str) -> tirx.Buffer:
         return T.alloc_buffer((size,), dtype, scope=self.scope)
 
-    def _lanes(self, x: ir.Expr, count: int) -> list[ir.Expr]:
-        """The elements of a vector, which is computed once for all of them; a scalar is each of them."""
-        if lanes(x) == 1:
-            return [x] * count
-        place = self.scratch(count, scalar_type(x))
-        T.buffer_store(place, x, [T.ramp(0, 1, count)])
-        return [place[lane] for lane in range(count)]
-
     def load(self, table: str, indices: Sequence[ir.Expr]) -> ir.Expr:
         """An element, or a vector of them; half precision as float32."""
-        count = max(map(lanes, indices[:-1]), default=1)
-        if count == 1:
-            value = self.tables[table][tuple(indices)]
-        else:  # TensorIR takes a vector index in the last axis only
-            each, places = range(count), [self._lanes(x, count) for x in indices]
-            points = (tuple(place[lane] for place in places) for lane in each)
-            value = tirx.Shuffle([self.tables[table][point] for point in points], list(each))
-        return widened(value, "float32") if str(self.tables[table].dtype) in ("float16", "bfloat16") else value
+        buffer = self.tables[table]
+        if max(map(lanes, indices[:-1]), default=1) == 1:
+            value = buffer[tuple(indices)]
+        else:
+            place = indices[0]
+            for index, size in zip(indices[1:], buffer.shape[1:]):
+                place = combined(prim.Add, combined(prim.Mul, place, cast(size, scalar_type(place))), index)
+            value = self.flat[table][self._keep(place)]
+        return widened(value, "float32") if str(buffer.dtype) in ("float16", "bfloat16") else value
+
+
+def _flat(buffer: tirx.Buffer) -> tirx.Buffer:
+    size = functools.reduce(lambda a, b: a * b, buffer.shape)
+    return T.decl_buffer((size,), buffer.dtype, data=buffer.data, layout=None)

@@ -36,11 +36,22 @@ def emit(
     keep: Keep,
     of_vectors: OfVectors | None = None,
 ) -> ir.Expr:
-    """TensorIR for the expression where its indices have these values, of which one may be a vector. What occurs in it
-    more than once is kept: copies of copies take TVM's simplifier minutes."""
-    counts = Counter(node for node in expr.walk() if node.args)
+    """TensorIR for the expression where its indices have these values, of which one may be a vector.
+
+    What occurs in it more than once is kept, and so is what is divided, which TVM's lowering of divisions repeats: with
+    copies of copies TVM is busy for minutes. Sums are cheap, and as indices they say which elements are neighbours.
+    """
+    counts = Counter(node for node in expr.walk() if node.args and node.op != "sum")
     repeated = {node for node, count in counts.items() if count > 1}
+    repeated |= {
+        arg for node in expr.walk() if node.op in ("floordiv", "floormod") for arg in node.args if _is_long(arg)
+    }
     return _Emission(point, scalars, load, keep, of_vectors, repeated).of(expr)
+
+
+def _is_long(expr: Expr) -> bool:
+    """Whether it is more than a sum of indices and sizes."""
+    return any(node.args and node.op not in ("sum", "mul", "cast") for node in expr.walk())
 
 
 class _Emission:
@@ -74,10 +85,11 @@ class _Emission:
         args = [self.of(arg) for arg in expr.args]
         if expr.op == "load":
             return self.load(expr.name, args)
-        if self.of_vectors is not None and "." in expr.op and max(map(lanes, args)) > 1:
-            found = self.of_vectors(expr.op, list(_together(*args)))
+        if "." in expr.op and max(map(lanes, args)) > 1:
+            found = self.of_vectors(expr.op, list(_together(*args))) if self.of_vectors is not None else None
             if found is not None:
                 return found
+            args = list(map(self.keep, args))  # lane by lane
         return _combined(expr, args)
 
 
@@ -122,6 +134,11 @@ def _together(*operands: ir.Expr) -> tuple[ir.Expr, ...]:
     """The operands with equally many lanes."""
     count = max(map(lanes, operands))
     return tuple(x if lanes(x) == count else T.broadcast(x, count) for x in operands)
+
+
+def combined(operation: type, a: ir.Expr, b: ir.Expr) -> ir.Expr:
+    """The operation on scalars or vectors, whichever they are."""
+    return operation(*_together(a, b))
 
 
 def cast(value: ir.Expr, dtype: str) -> ir.Expr:

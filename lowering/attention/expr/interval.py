@@ -18,7 +18,7 @@ from tvm import ir, tirx
 from tvm.ir import prim
 from tvm.script.ir_builder import tirx as T
 
-from .emit import cast, scalar_type
+from .emit import Keep, cast, scalar_type
 from .node import Expr, terms
 
 Interval = tuple[ir.Expr, ir.Expr]
@@ -27,24 +27,32 @@ Look = Callable[[str, Sequence[Interval]], Interval]
 """The values of a table between two positions on each axis, both included."""
 
 
-def interval(expr: Expr, bounds: Mapping[str, Interval], scalars: Mapping[str, ir.Expr], look: Look) -> Interval | None:
+def interval(
+    expr: Expr, bounds: Mapping[str, Interval], scalars: Mapping[str, ir.Expr], look: Look, keep: Keep
+) -> Interval | None:
     """The interval of `expr` for indices within `bounds`, both ends included; None where nothing is known.
 
     Emits code where the IRBuilder stands.
     """
-    return _Analysis(bounds, scalars, look).of(expr)
+    return _Analysis(bounds, scalars, look, keep).of(expr)
 
 
 class _Analysis:
-    def __init__(self, bounds: Mapping[str, Interval], scalars: Mapping[str, ir.Expr], look: Look) -> None:
-        self.bounds, self.scalars, self.look = bounds, scalars, look
+    def __init__(self, bounds: Mapping[str, Interval], scalars: Mapping[str, ir.Expr], look: Look, keep: Keep) -> None:
+        self.bounds, self.scalars, self.look, self.keep = bounds, scalars, look, keep
+        self.found: dict[Expr, Interval | None] = {}
 
     def of(self, expr: Expr) -> Interval | None:
+        if expr not in self.found:
+            self.found[expr] = self.computed(expr)
+        return self.found[expr]
+
+    def computed(self, expr: Expr) -> Interval | None:
         result = self.combined(expr)
         if result is None:
             return (_FALSE, _TRUE) if expr.dtype == "bool" else None
-        low = _named(result[0])
-        return low, low if result[0] is result[1] else _named(result[1])
+        low = self.named(result[0])
+        return low, low if result[0] is result[1] else self.named(result[1])
 
     def combined(self, expr: Expr) -> Interval | None:
         if expr.op == "number":
@@ -72,6 +80,9 @@ class _Analysis:
             return _cast(known[0], expr.args[0].dtype, expr.dtype)
         rule = _RULES.get(expr.op)
         return None if rule is None else rule(*known)
+
+    def named(self, value: ir.Expr) -> ir.Expr:
+        return value if isinstance(value, tirx.Var | prim.IntImm | prim.FloatImm) else T.bind(self.keep(value))
 
     def condition(self, expr: Expr) -> Interval:
         return self.of(expr) or (_FALSE, _TRUE)
@@ -232,7 +243,3 @@ def extremes(
         return low[0], high[0]
     infinity = tirx.const(float("inf"), dtype)
     return prim.Select(ordered[0], low[0], -infinity), prim.Select(ordered[0], high[0], infinity)
-
-
-def _named(value: ir.Expr) -> ir.Expr:
-    return value if isinstance(value, tirx.Var | prim.IntImm | prim.FloatImm) else T.bind(value)

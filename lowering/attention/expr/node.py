@@ -21,6 +21,8 @@ PARAMETERS = ("scalar", "load")
 
 COMMUTATIVE = ("add", "mul", "min", "max", "and", "or", "eq", "ne", "bit_and", "bit_or", "bit_xor")
 
+COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+
 _Value = bool | int | str | None
 
 
@@ -76,8 +78,11 @@ def number(value: float | int | bool, dtype: str) -> Expr:
 
 
 def canonical(expr: Expr) -> Expr:
-    """The same with arguments in an order of their own, that of commuting operations, and integer sums as `sum`."""
+    """The same with arguments in an order of their own, that of commuting operations, integer sums as `sum`, and truth
+    values that are compared as numbers."""
     args = tuple(map(canonical, expr.args))
+    if expr.op in COMPARISONS and args[0].dtype == "bool":
+        args = tuple(Expr("cast", "int32", (arg,)) for arg in args)
     if expr.op in ("gt", "ge"):
         return Expr({"gt": "lt", "ge": "le"}[expr.op], expr.dtype, (args[1], args[0]))
     if expr.dtype.startswith(("int", "uint")) and expr.op in ("add", "sub", "mul", "sum"):
