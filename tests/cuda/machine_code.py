@@ -35,8 +35,8 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 
 @dataclass(frozen=True)
 class MachineCode:
-    """Of a kernel and its survey. Opcodes (HMMA, LDSM, ...) are counted in the `whole`, and in the `loop`: the innermost
-    loops that multiply matrices."""
+    """Of a kernel and its survey. Opcodes (HMMA, LDSM, ...) are counted in the `whole`, and in the `loop`: the
+    innermost loops that multiply matrices."""
 
     registers: int
     stack: int
