@@ -49,10 +49,6 @@ class Module:
         """As `call`, with a step left out (see mutations.py); and whether a thread reached it."""
         return self._run(_call_without, step, name, list(arrays), order=order, arrivals=arrivals)
 
-    def products(self, name: str, arrays: Sequence[Any]) -> int:
-        """How many products of matrices a call takes, counted by instructions: of a warp or, for wgmma, a warpgroup."""
-        return self._run(_products, name, list(arrays))
-
     def source(self) -> str:
         """The CUDA C++ of all kernels."""
         return self._run(_source)
@@ -122,14 +118,6 @@ def _call_without(json: str, code: _Code, step: int, name: str, arrays: list[Any
     finally:
         reached = device.leave_out(-1)
     return results, reached
-
-
-def _products(json: str, code: _Code, name: str, arrays: list[Any]) -> int:
-    from . import device
-
-    device.take_products()
-    _call(json, code, name, arrays)
-    return device.take_products()
 
 
 def _source(json: str, code: _Code) -> str:
