@@ -13,7 +13,7 @@ from .block_mask import BlockMask
 from .captured import specs_of
 from .fingerprint import fingerprint
 from .mod import Mod
-from .problem import check_operands, problem_of
+from .problem import check_operands, checked_names, problem_of, run
 
 Array: TypeAlias = Any
 
@@ -68,23 +68,27 @@ def flex_attention(
     Source: PyTorch's torch.nn.attention.flex_attention.
     """
     given: dict[str, Any] = {"q": q, "k": k, "v": v}
+    captures = {} if captures is None else checked_names(captures)
     if block_mask is not None:
+        if not isinstance(block_mask, BlockMask):
+            raise InputError(f"block_mask is a {type(block_mask).__name__}. Make one by create_block_mask.")
         mask_mod, captures = block_mask.joined(mask_mod, captures)
-        block_mask.check_lengths(q.shape[2], k.shape[2])
         given["block_states"] = block_mask.states
     if captures:
         given.update(captures)
     known = _kind(given, score_mod, mask_mod, block_mask, scale, enable_gqa, return_lse, target)
     plan = None if known is None else _plans.get(known)
     if plan is None:
-        plan = _planned(given, captures or {}, score_mod, mask_mod, block_mask, scale, enable_gqa, return_lse, target)
+        plan = _planned(given, captures, score_mod, mask_mod, block_mask, scale, enable_gqa, return_lse, target)
         if known is not None:
             if len(_plans) >= _KNOWN_CALLS:
                 _plans.clear()
             _plans[known] = plan
     else:
         kept.hit()
-    results = plan.model.run(given)
+    if block_mask is not None:
+        block_mask.check(q.shape, k.shape)
+    results = run(plan.model, given)
     return (results["y"], results["lse"]) if return_lse else results["y"]
 
 
@@ -95,18 +99,23 @@ def forget() -> None:
 
 def _kind(given: Mapping[str, Any], score_mod: Any, mask_mod: Any, block_mask: Any, *settings: Any) -> Any:
     """What calls have in common that run one kernel and need no further check; None where that cannot be told."""
-    score, mask = (() if mod is None else fingerprint(mod) for mod in (score_mod, mask_mod))
+    score = () if score_mod is None else fingerprint(score_mod)
+    mask = () if mask_mod is None else fingerprint(mask_mod)
     if score is None or mask is None:
         return None
     try:
-        q, k, v = (given[name].shape for name in "qkv")
-        # Batches and keys that differ have no kernel that would refuse them.
-        sizes = (q[1], k[1], v[1], q[3], k[3], v[3], k[0] == 1, q[0] == k[0], k[0] == v[0], k[2] == v[2], len(q))
-        arrays = tuple((name, str(array.dtype), len(array.shape)) for name, array in given.items())
-    except (AttributeError, IndexError):
+        arrays = [(name, array.dtype, array.shape) for name, array in given.items()]
+        (q_batch, q_heads, _, size), (k_batch, k_heads, k_keys, k_size), (v_batch, v_heads, v_keys, v_size) = (
+            shape for _, _, shape in arrays[:3]
+        )
+    except (AttributeError, ValueError):
         return None
-    blocks = None if block_mask is None else (block_mask.BLOCK_SIZE, *block_mask.differing)
-    return score, mask, blocks, sizes, arrays, settings
+    # Batches and keys that differ have no kernel that would refuse them.
+    same = k_batch == 1, q_batch == k_batch, k_batch == v_batch, k_keys == v_keys
+    sizes = q_heads, k_heads, v_heads, size, k_size, v_size, same
+    blocks = None if block_mask is None else (block_mask.BLOCK_SIZE, block_mask.differing)
+    kinds = tuple([(name, dtype, len(shape)) for name, dtype, shape in arrays])
+    return score, mask, blocks, sizes, kinds, settings
 
 
 def _planned(

@@ -6,7 +6,7 @@ number for each block (`states`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -76,6 +76,8 @@ class BlockMask:
                 _mark(states, arrays[f"{prefix}kv_num_blocks"], arrays[f"{prefix}kv_indices"], state, prefix)
         whole = states.shape[2] * size[0], states.shape[3] * size[1]
         lengths = whole if seq_lengths is None else (int(seq_lengths[0]), int(seq_lengths[1]))
+        if min(lengths) < 0:
+            raise InputError(f"seq_lengths is {lengths}: give numbers of rows and keys.")
         for what, length, count, each in zip(("rows", "keys"), lengths, states.shape[2:], size):
             if -(-length // each) != count:
                 raise InputError(
@@ -182,14 +184,18 @@ class BlockMask:
 
     # -- use ----------------------------------------------------------------------------------------------------------
 
-    def joined(self, mask_mod: Mod | None, captures: Mapping[str, Any] | None) -> tuple[Mod | None, dict[str, Any]]:
+    def joined(self, mask_mod: Mod | None, captures: Mapping[str, Any]) -> tuple[Mod | None, dict[str, Any]]:
         """The mask_mod and captured arrays of a call that gives these beside the mask: the call's arrays come first."""
         if mask_mod is not None and self.mask_mod is not None and mask_mod is not self.mask_mod:
             raise InputError("mask_mod is given twice, in block_mask and beside it: join them by and_masks.")
-        return self.mask_mod if mask_mod is None else mask_mod, self.captures | dict(captures or {})
+        return self.mask_mod if mask_mod is None else mask_mod, {**self.captures, **captures}
 
-    def check_lengths(self, rows: int, keys: int) -> None:
-        """Raises InputError for other lengths than the mask's."""
+    def check(self, q: Sequence[int], k: Sequence[int]) -> None:
+        """Raises InputError for shapes of q and k that the mask is not for."""
+        for what, has, size in zip(("batches", "heads"), self.states.shape, q):
+            if has not in (1, size):
+                raise InputError(f"block_mask is for {has} {what}, and q has {size}: give it 1 or as many.")
+        rows, keys = q[2], k[2]
         if (rows, keys) != self.seq_lengths:
             shorter = rows <= self.seq_lengths[0] and keys <= self.seq_lengths[1]
             remedy = f"use block_mask.adjust({rows}, {keys})" if shorter else "create a new one"
@@ -213,11 +219,10 @@ _NAMES = ("_num_blocks", "_indices")
 
 def block_size(size: int | tuple[int, int]) -> tuple[int, int]:
     """Rows and keys of a block."""
-    rows, keys = (size, size) if isinstance(size, (int, np.integer)) else size
-    for number in (rows, keys):
-        if not isinstance(number, (int, np.integer)) or not 1 <= number < 2**31:
-            raise InputError(f"BLOCK_SIZE is {size!r}: give rows and keys of a block, 1 or more.")
-    return int(rows), int(keys)
+    each = size if isinstance(size, (tuple, list)) else (size, size)
+    if len(each) != 2 or any(not isinstance(n, (int, np.integer)) or not 1 <= n < 2**31 for n in each):
+        raise InputError(f"BLOCK_SIZE is {size!r}: give rows and keys of a block, 1 or more.")
+    return int(each[0]), int(each[1])
 
 
 def _integers(name: str, given: Any) -> np.ndarray:

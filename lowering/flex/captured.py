@@ -77,7 +77,9 @@ class Captured:
     def __getitem__(self, index: Any) -> Any:
         index = index if isinstance(index, tuple) else (index,)
         if len(index) > self.ndim:
-            raise InputError(f"the captured array '{self.name}' has {self.spec.rank} dimensions, and is read by more.")
+            raise InputError(
+                f"the captured array '{self.name}' has {_dimensions(self.spec.rank)}, and is read by more."
+            )
         for at in index:
             if isinstance(at, (slice, type(None), type(Ellipsis))):
                 raise InputError(f"the captured array '{self.name}' is read by one index for each dimension, not {at}.")
@@ -89,14 +91,24 @@ class Captured:
     def _index(self, at: Any) -> Traced:
         index = t.traced(at)
         if "float" in index.dtype or index.dtype == "bool":
-            raise InputError(f"the captured array '{self.name}' is read by an index of type {index.dtype}, no integer.")
+            raise InputError(
+                f"the captured array '{self.name}' is read by an index of type {index.dtype}, no integer. Use //, or "
+                "cast(x, 'int32')."
+            )
         return index
 
-    def _refuse(self, *_: Any) -> Any:
+    def refuse(self, *_: Any) -> Any:
+        """Raises InputError: it is no number."""
         raise InputError(f"the captured array '{self.name}' takes part as a whole. Read one element: {self.name}[...].")
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
-    __lt__ = __le__ = __gt__ = __ge__ = __neg__ = __bool__ = __float__ = __int__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __neg__ = __bool__ = __float__ = __int__ = __index__ = refuse
+    __eq__ = __ne__ = __and__ = __rand__ = __or__ = __ror__ = __iter__ = __contains__ = __array__ = refuse
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _dimensions(rank: int) -> str:
+    return "1 dimension" if rank == 1 else f"{rank} dimensions"
 
 
 def parameter(name: str, spec: ArraySpec) -> Captured | Traced:
@@ -105,5 +117,5 @@ def parameter(name: str, spec: ArraySpec) -> Captured | Traced:
 
 
 def element(name: str, dtype: str, index: tuple[Traced, ...]) -> Traced:
-    load = Traced(Expr("load", dtype, tuple(at.expr for at in index), name), 1 + sum(at.size for at in index))
+    load = Traced(Expr("load", dtype, tuple(at.expr for at in index), name), index)
     return t.joined("cast", wide, load) if (wide := t.type_name(dtype)) != dtype else load

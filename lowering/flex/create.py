@@ -14,7 +14,7 @@ from . import kept
 from .block_mask import BlockMask, block_size
 from .captured import ArraySpec, specs_of
 from .mod import Mod
-from .problem import captured_inputs, info, one_node, settings_of
+from .problem import captured_inputs, checked_names, info, one_node, run, settings_of
 
 if TYPE_CHECKING:
     import onnx
@@ -60,10 +60,10 @@ def create_block_mask(
     for name, length in lengths.items():
         if not isinstance(length, (int, np.integer)) or not 0 <= length < 2**31:
             raise InputError(f"{name} is {length!r}: give a number from 0 to {2**31 - 1}.")
-    size, arrays = block_size(BLOCK_SIZE), dict(captures or {})
+    size, arrays = block_size(BLOCK_SIZE), checked_names({} if captures is None else captures)
     specs = specs_of(arrays)
     settings = settings_of(None, mask_mod, specs, "float32", 1.0, 1, size)
     model = kept.model_of(BlockProblem(settings, tuple(specs.items())), "cpu")
     given = {_LENGTHS: np.array(list(lengths.values()), np.int64), **arrays}
-    states = model.run(given)[_STATES]
+    states = run(model, given)[_STATES]
     return BlockMask(np.asarray(states), size, (int(Q_LEN), int(KV_LEN)), mask_mod, arrays)

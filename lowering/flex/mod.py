@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -55,6 +56,8 @@ def name_of(mod: Mod) -> str:
 
 def check_signature(mod: Mod, kind: Kind, captures: Iterable[str]) -> Signature:
     """Raises InputError for a mod that cannot be called as one of its kind."""
+    if not callable(mod):
+        raise InputError(f"{kind} is {mod!r}, no function. Write def mod({', '.join(_POSITIONAL[kind])}).")
     signature, wanted = Signature(mod), _POSITIONAL[kind]
     if not signature.count <= len(wanted) <= signature.most:
         raise InputError(
@@ -101,6 +104,21 @@ def _call(mod: Mod, kind: Kind, names: tuple[str, ...], captures: Mapping[str, A
         return traced(result)
     except InputError as error:
         raise InputError(f"{kind} {name_of(mod)}{_line(mod, error)}: {error}") from error
+    except RecursionError as error:
+        raise InputError(f"{kind} {name_of(mod)}{_line(mod, error)}: it calls itself without end.") from error
+    except (TypeError, AttributeError) as error:
+        if not re.search("Traced|Captured", str(error)):
+            raise
+        what = (
+            str(error)
+            .replace("'Traced'", "traced value")
+            .replace("'Captured'", "captured array")
+            .replace("Traced", "traced value")
+        )
+        raise InputError(
+            f"{kind} {name_of(mod)}{_line(mod, error)}: {what}. A traced value is one number: it has Python's "
+            "operators and the functions of lowering.flex, nothing else."
+        ) from error
 
 
 def _line(mod: Mod, error: BaseException) -> str:

@@ -13,7 +13,7 @@ from .attention import any_length
 from .block_mask import BlockMask
 from .captured import ArraySpec, specs_of
 from .mod import Mod
-from .problem import check_operands, problem_of
+from .problem import check_operands, checked_names, problem_of, run
 
 _FORWARD, _BACKWARD = "forward", "backward"
 
@@ -52,10 +52,10 @@ class FlexModule:
         """y, and what `backward` needs to go back through just this call: for callers that make several before."""
         given = {"q": q, "k": k, "v": v, **self._captures}
         if block_mask is not None:
-            block_mask.check_lengths(q.shape[2], k.shape[2])
+            block_mask.check(q.shape, k.shape)
             given |= block_mask.captures | {"block_states": block_mask.states}
         given |= captures
-        results = self.forward.run(given)
+        results = run(self.forward, given)
         return results["y"], {**given, **results}
 
     def backward(self, dy: Any, context: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class FlexModule:
         context = self._last if context is None else context
         if context is None:
             raise InputError("there is nothing to go back through: call the module first.")
-        return self.gradient.run({**context, "dy": dy})
+        return run(self.gradient, {**context, "dy": dy})
 
     def save(self, folder: str | Path) -> None:
         """Writes the artifact to `folder`; with gradients there are two, in its folders `forward` and `backward`.
@@ -130,6 +130,7 @@ def compile_flex(
     """
     from ..compiling.compiler import compile
 
+    captures = checked_names(captures or {})
     if block_mask is not None:
         mask_mod, captures = block_mask.joined(mask_mod, captures)
     operands = {"q": q, "k": k, "v": v}
@@ -143,7 +144,7 @@ def compile_flex(
         dtypes,
         score_mod,
         mask_mod,
-        specs_of(captures or {}),
+        specs_of(captures),
         None if block_mask is None else (block_mask.BLOCK_SIZE, block_mask.differing),
         scale,
         enable_gqa,

@@ -13,6 +13,7 @@ import numpy as np
 from ..attention.expr.node import parameters
 from ..attention.flex_node import DOMAIN, GRADIENT_INPUTS, Settings
 from ..errors import InputError
+from ..runtime import Model
 from .captured import ArraySpec
 from .mod import Mod, trace_mask, trace_score
 
@@ -22,7 +23,10 @@ if TYPE_CHECKING:
 Dims: TypeAlias = tuple[int | str, ...]
 
 TYPES = ("float32", "float16", "bfloat16", "float64")
-RESERVED = (*GRADIENT_INPUTS, "dq", "dk", "dv")
+_RESERVED = {*GRADIENT_INPUTS, "dq", "dk", "dv"}
+_NAME = "flex_attention"
+_CHECKED_BY = f"'{_NAME}': "
+"""Ends what a check calls its node."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,7 @@ def one_node(
     from onnx import helper
 
     outputs = [value.name for value in made]
-    node = helper.make_node(op_type, names, outputs, "flex_attention", domain=DOMAIN, settings=settings.to_json())
+    node = helper.make_node(op_type, names, outputs, _NAME, domain=DOMAIN, settings=settings.to_json())
     graph = helper.make_graph([node], "flex_attention", given, made)
     imports = [helper.make_opsetid("", 24), helper.make_opsetid(DOMAIN, 1)]
     return helper.make_model(graph, opset_imports=imports, ir_version=11)
@@ -146,9 +150,6 @@ def settings_of(
 ) -> Settings:
     """What the node says. Raises InputError for mods that cannot be traced, and for captured arrays that none reads."""
     acc = "float64" if dtype == "float64" else "float32"
-    for name in specs:
-        if name in RESERVED:
-            raise InputError(f"a captured array cannot be called '{name}', as an input or output is. Rename it.")
     score = None if score_mod is None else trace_score(score_mod, specs, acc)
     mask = None if mask_mod is None else trace_mask(mask_mod, specs)
     exprs = [expr for expr in (score, mask) if expr is not None]
@@ -160,8 +161,28 @@ def settings_of(
             f"captures has '{unused[0]}', which no mod reads. A mod reads what it names behind a *: "
             f"def mod(..., *, {unused[0]})."
         )
-    scale = 1 / math.sqrt(head_dim) if scale is None else float(scale)
+    if scale is not None and not isinstance(scale, (int, float, np.integer, np.floating)):
+        raise InputError(f"scale is {scale!r}. Give a number: it is part of the kernel.")
+    scale = 1 / math.sqrt(head_dim or 1) if scale is None else float(scale)
     return Settings(scale, score, mask, tuple(specs), block_size)
+
+
+def checked_names(captures: Mapping[str, Any]) -> dict[str, Any]:
+    """The captured arrays; numbers and lists become arrays. Raises InputError for names that they cannot have."""
+    if not isinstance(captures, Mapping):
+        raise InputError(f"captures is a {type(captures).__name__}. Pass a dictionary, {{'name': array}}.")
+    for name in _RESERVED & captures.keys():
+        raise InputError(f"a captured array cannot be called '{name}', as an input or output is. Rename it.")
+    return {name: array if hasattr(array, "dtype") else np.asarray(array) for name, array in captures.items()}
+
+
+def run(model: Model, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The results of a kernel. What it finds wrong in arrays says so, and nothing of the node that checks them."""
+    try:
+        return model.run(given)
+    except InputError as error:
+        _, found, text = str(error).partition(_CHECKED_BY)
+        raise InputError(text) if found else error from error.__cause__
 
 
 def check_operands(shapes: Mapping[str, Sequence[Any]], dtypes: Mapping[str, str], enable_gqa: bool) -> None:

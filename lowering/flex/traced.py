@@ -7,6 +7,7 @@ they meet; / gives floating point, // and % round down, as in Python.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -17,22 +18,34 @@ from ..errors import InputError
 MOST_OPERATIONS = 4000
 """Of an expression, written out as a tree."""
 
+MOST_NESTED = 200
+"""How deep they are nested: compilers call themselves for each level."""
+
 _WIDTHS = ("bool", "int32", "int64", "float32", "float64")
 
 
 class Traced:
     """A number or truth value of a pair of query row and key."""
 
-    __slots__ = ("expr", "size")
+    __slots__ = ("depth", "expr", "size")
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, expr: Expr, size: int = 1) -> None:
+    def __init__(self, expr: Expr, parts: Sequence[Traced] = ()) -> None:
+        """parts are the values that the expression is made of."""
+        size, depth = 1 + sum(x.size for x in parts), 1 + max((x.depth for x in parts), default=0)
         if size > MOST_OPERATIONS:
             raise InputError(
                 f"the expression has more than {MOST_OPERATIONS} operations, written out as a tree: values that are "
                 "used twice count twice. Compute what does not depend on the pair outside, and capture it."
             )
-        self.expr, self.size = expr, size
+        if depth > MOST_NESTED:
+            raise InputError(
+                f"operations are nested more than {MOST_NESTED} deep. Add up in pairs, or compute what does not depend "
+                "on the pair outside, and capture it."
+            )
+        self.expr = expr
+        self.size: int = size
+        self.depth: int = depth
 
     @property
     def dtype(self) -> str:
@@ -159,14 +172,15 @@ class Traced:
 
     def __bool__(self) -> NoReturn:
         raise InputError(
-            "a traced value has no truth value: `if`, `and`, `or`, `not` and chains such as a < b < c ask for one. "
-            "Write where(condition, a, b), a & b, a | b, ~a, and (a < b) & (b < c)."
+            "a traced value has no truth value: `if`, `while`, `and`, `or`, `not`, `in`, `max` and chains such as "
+            "a < b < c ask for one. Write where(condition, a, b), a & b, a | b, ~a, maximum(a, b), and "
+            "(a < b) & (b < c)."
         )
 
     def __index__(self) -> NoReturn:
         raise InputError(
-            "a traced value is no index of an ordinary array. Name the array: captures={'bias': array}, with a "
-            "keyword-only parameter of that name in the mod, def mod(..., *, bias)."
+            "a traced value is no index of an ordinary array, and no number of steps. Name the array: "
+            "captures={'bias': array}, with a keyword-only parameter of that name in the mod, def mod(..., *, bias)."
         )
 
     def __int__(self) -> NoReturn:
@@ -179,7 +193,11 @@ class Traced:
         raise InputError("a traced value is one number, and cannot be iterated over.")
 
     def __array__(self, *_: Any, **__: Any) -> NoReturn:
-        raise InputError("a traced value is no array. Use the functions of lowering.flex, or NumPy's that they name.")
+        raise InputError(
+            "a traced value is no array, and no index of one. Use the functions of lowering.flex, or NumPy's that they "
+            "name; an array that is read is named, captures={'bias': array}, with a keyword-only parameter of that "
+            "name in the mod, def mod(..., *, bias)."
+        )
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
         """NumPy's functions of numbers, and NumPy's numbers in front of an operator."""
@@ -218,7 +236,11 @@ def traced(value: Any, like: str | None = None) -> Traced:
         return Traced(number(int(value), "int64" if wide else "int32"))
     if isinstance(value, (float, np.floating)):
         return Traced(number(float(value), like if like is not None and "float" in like else "float32"))
-    if np.ndim(value) or type(value).__module__.split(".")[0] in ("torch", "numpy", "jax"):
+    from .captured import Captured
+
+    if isinstance(value, Captured):
+        value.refuse()
+    if getattr(value, "ndim", 0) or type(value).__module__.split(".")[0] in ("torch", "numpy", "jax"):
         raise InputError(
             f"an array ({type(value).__name__}) from outside takes part in the mod. Name it: captures={{'bias': "
             "array}, with a keyword-only parameter of that name in the mod, def mod(..., *, bias)."
@@ -239,7 +261,7 @@ def together(a: Any, b: Any) -> tuple[Traced, Traced]:
 
 
 def joined(op: str, dtype: str, *args: Traced) -> Traced:
-    return Traced(Expr(op, dtype, tuple(a.expr for a in args)), 1 + sum(a.size for a in args))
+    return Traced(Expr(op, dtype, tuple(a.expr for a in args)), args)
 
 
 def arithmetic(op: str, a: Any, b: Any) -> Traced:

@@ -143,6 +143,8 @@ def for_numpy(function: Any, method: str, args: Any, options: Any) -> Any:
     found = _FUNCTIONS.get(function.__name__)
     if found is None or method != "__call__" or options.keys() - {"a_min", "a_max", "min", "max"}:
         raise InputError(f"mods have no function numpy.{function.__name__}{_legal()}")
+    # NumPy hands on its own numbers as arrays without dimensions.
+    args = [x[()] if isinstance(x, np.ndarray) and not x.ndim else x for x in args]
     return found(*args, *options.values())
 
 

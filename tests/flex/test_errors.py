@@ -1,0 +1,514 @@
+"""What flex_attention refuses, in words: which mod and line, what is wrong, and what to write instead."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lowering import flex
+from lowering.errors import InputError
+
+Q = np.ones((1, 2, 5, 8), "f")
+BIAS = np.ones((2, 5), "f")
+OUTSIDE = np.arange(5)
+
+
+def attend(**options: Any) -> Any:
+    return flex.flex_attention(Q, Q, Q, **options)
+
+
+# -- mods that cannot be traced ---------------------------------------------------------------------------------------
+
+
+def asks_if(s, b, h, i, j):
+    if i > j:
+        return s
+    return -s
+
+
+def asks_and(b, h, i, j):
+    return i > 2 and j > 2
+
+
+def asks_or(b, h, i, j):
+    return i > 2 or j > 2
+
+
+def asks_not(b, h, i, j):
+    return not i > 2
+
+
+def chains(b, h, i, j):
+    return 0 < i < 3
+
+
+def asks_max(s, b, h, i, j):
+    return s + max(i, j)
+
+
+def asks_while(s, b, h, i, j):
+    while i > 0:
+        i = i - 1
+    return s
+
+
+def asks_in(b, h, i, j):
+    return i in (1, 2)
+
+
+def to_float(s, b, h, i, j):
+    return float(s)
+
+
+def to_int(s, b, h, i, j):
+    return s + int(i)
+
+
+def to_range(s, b, h, i, j):
+    for _ in range(i):
+        s = s + 1
+    return s
+
+
+def length_of_number(s, b, h, i, j):
+    return s + len(i)
+
+
+def length_of_array(s, b, h, i, j, *, bias):
+    return s + bias[h, i % len(bias)]
+
+
+def iterates(s, b, h, i, j):
+    return s + sum(i)
+
+
+def iterates_array(s, b, h, i, j, *, bias):
+    return s + sum(bias)
+
+
+def contained(b, h, i, j, *, bias):
+    return i in bias
+
+
+def part_of_number(s, b, h, i, j):
+    return s + i[0]
+
+
+def unknown_attribute(s, b, h, i, j):
+    return s.mean()
+
+
+def unknown_function(s, b, h, i, j):
+    return np.cumsum(s)
+
+
+def as_array(s, b, h, i, j):
+    return np.asarray(s)
+
+
+def rounds(s, b, h, i, j):
+    return round(s)
+
+
+def ordinary_array(s, b, h, i, j):
+    return s + OUTSIDE[i]
+
+
+def array_in_closure():
+    table = np.ones(5)
+
+    def mod(s, b, h, i, j):
+        return s + table
+
+    return mod
+
+
+def whole_array(s, b, h, i, j, *, bias):
+    return s + bias
+
+
+def compares_array(b, h, i, j, *, bias):
+    return bias == 1
+
+
+def gives_array(s, b, h, i, j, *, bias):
+    return bias
+
+
+def gives_row(s, b, h, i, j, *, bias):
+    return bias[h]
+
+
+def gives_nothing(s, b, h, i, j):
+    s + 1
+
+
+def gives_two(s, b, h, i, j):
+    return s, s
+
+
+def too_many_indices(s, b, h, i, j, *, bias):
+    return s + bias[b, h, i]
+
+
+def float_index(s, b, h, i, j, *, bias):
+    return s + bias[h, i / 2]
+
+
+def bool_index(s, b, h, i, j, *, bias):
+    return s + bias[h, i > j]
+
+
+def slices(s, b, h, i, j, *, bias):
+    return s + bias[h, 1:]
+
+
+def everything(s, b, h, i, j, *, bias):
+    return s + bias[..., i]
+
+
+def shifts_float(s, b, h, i, j):
+    return s >> 1
+
+
+def joins_floats(b, h, i, j):
+    return (i * 0.5) & (j > 1)
+
+
+def divides_by_zero(s, b, h, i, j):
+    return s + i // 0
+
+
+def too_large(b, h, i, j):
+    return i < 2**70
+
+
+def explodes(s, b, h, i, j):
+    for _ in range(40):
+        s = s + s
+    return s
+
+
+def too_deep(s, b, h, i, j):
+    for _ in range(3000):
+        s = s * 0.5
+    return s
+
+
+def without_end(s, b, h, i, j):
+    return without_end(s, b, h, i, j)
+
+
+def text(s, b, h, i, j):
+    return s + "1"
+
+
+def unknown_type(s, b, h, i, j):
+    return flex.cast(s, "complex64")
+
+
+ASKS = r"where\(condition, a, b\), a & b, a \| b, ~a"
+UNTRACEABLE: list[tuple[Callable[..., Any], str]] = [
+    *((mod, ASKS) for mod in (asks_if, asks_and, asks_or, asks_not, chains, asks_max, asks_while, asks_in)),
+    (to_float, r"its value is not known.*cast\(x, 'float32'\)"),
+    (to_int, r"its value is not known.*cast\(x, 'int32'\)"),
+    (to_range, r"no index of an ordinary array, and no number of steps.*captures=\{'bias': array\}"),
+    (length_of_number, r"one number"),
+    (length_of_array, r"Use bias.shape\[0\]"),
+    (iterates, r"one number, and cannot be iterated over"),
+    *(
+        (mod, r"'bias' takes part as a whole.*bias\[")
+        for mod in (iterates_array, contained, whole_array, compares_array)
+    ),
+    *((mod, r"one number") for mod in (part_of_number, unknown_attribute, rounds)),
+    (unknown_function, r"no function numpy.cumsum.*There are .*tanh"),
+    (as_array, r"no array, and no index of one. Use the functions of lowering.flex"),
+    (ordinary_array, r"captures=\{'bias': array\}, with a keyword-only parameter"),
+    (array_in_closure(), r"an array \(ndarray\) from outside.*captures=\{'bias': array\}"),
+    (gives_array, r"gives the whole array 'bias'"),
+    (gives_row, r"gives the whole array 'bias'"),
+    (gives_nothing, r"None \(NoneType\) is none"),
+    (gives_two, r"\(tuple\) is none"),
+    (too_many_indices, r"'bias' has 2 dimensions, and is read by more"),
+    (float_index, r"index of type float32, no integer.*cast\(x, 'int32'\)"),
+    (bool_index, r"index of type bool, no integer"),
+    (slices, r"one index for each dimension, not slice\(1, None, None\)"),
+    (everything, r"one index for each dimension, not Ellipsis"),
+    (shifts_float, r"shifts are of integers, not of float32"),
+    (joins_floats, r"joins truth values or integers, not float32"),
+    (divides_by_zero, r"divides by 0"),
+    (too_large, r"does not fit in 64 bits"),
+    (explodes, r"more than 4000 operations.*capture it"),
+    (too_deep, r"nested more than \d+ deep.*capture it"),
+    (without_end, r"calls itself without end"),
+    (text, r"'1' \(str\) is none"),
+    (unknown_type, r"elements of type complex64. Use one of bool, int32"),
+]
+
+
+def kind_of(mod: Callable[..., Any]) -> str:
+    positional = [p for p in inspect.signature(mod).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    return "score_mod" if len(positional) == 5 else "mask_mod"
+
+
+def check(error: InputError, pattern: str) -> None:
+    assert re.search(pattern, str(error)), str(error)
+    assert not re.search(r"TVM|tirx|FlexAttention-1|BlockStates|lowering\.flex\.\w+ '", str(error)), str(error)
+    assert str(error).endswith("."), str(error)
+
+
+@pytest.mark.parametrize(("mod", "pattern"), UNTRACEABLE, ids=[mod.__name__ for mod, _ in UNTRACEABLE])
+def test_mods_that_cannot_be_traced(mod: Callable[..., Any], pattern: str) -> None:
+    captures = {"bias": BIAS} if "bias" in inspect.signature(mod).parameters else None
+    with pytest.raises(InputError) as error:
+        attend(**{kind_of(mod): mod}, captures=captures)
+    check(error.value, pattern)
+    first = mod.__code__.co_firstlineno
+    line = re.search(
+        rf"{kind_of(mod)} `{mod.__qualname__}` \({re.escape(__file__)}:{first}\)(, line (\d+))?", str(error.value)
+    )
+    assert line, str(error.value)
+    if mod.__name__ not in ("gives_array", "gives_row", "gives_nothing", "gives_two"):
+        assert first < int(line[2]) <= first + len(inspect.getsource(mod).splitlines())
+
+
+def test_line_is_that_of_the_mod_itself() -> None:
+    """Also where a function that it calls goes wrong."""
+
+    def inner(i: Any) -> Any:
+        return i if i > 1 else -i
+
+    def mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        s = s * 2
+        return s + inner(i)
+
+    with pytest.raises(InputError, match=rf"line {inner.__code__.co_firstlineno + 1}: a traced value has no truth"):
+        attend(score_mod=mod)
+
+
+class Trouble(Exception):
+    pass
+
+
+@pytest.mark.parametrize("problem", [Trouble("mine"), TypeError("mine"), AttributeError("mine"), ValueError("mine")])
+def test_what_a_mod_raises_itself_comes_through(problem: Exception) -> None:
+    def mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        raise problem
+
+    with pytest.raises(type(problem), match=r"^mine$") as error:
+        attend(score_mod=mod)
+    assert error.value is problem
+
+
+# -- mods and captures that do not fit --------------------------------------------------------------------------------
+
+
+def biased(s, b, h, i, j, *, bias):
+    return s + bias[h, i]
+
+
+def masked(b, h, i, j, *, bias):
+    return bias[h, i] > 0
+
+
+def causal(b, h, i, j):
+    return i >= j
+
+
+UNFIT: dict[str, tuple[dict[str, Any], str]] = {
+    "a score_mod that masks": ({"score_mod": lambda s, b, h, i, j: i > j}, r"gives a truth value.*mask_mod"),
+    "a mask_mod that scores": ({"mask_mod": lambda b, h, i, j: i - j}, r"gives a number \(int32\).*score_mod"),
+    "a mask_mod as score_mod": ({"score_mod": causal}, r"takes 4 arguments, and a score_mod takes 5: \(score, b, h"),
+    "a score_mod as mask_mod": (
+        {"mask_mod": flex.mods.noop},
+        r"takes 5 arguments, and a mask_mod takes 4: \(b, h, q_idx",
+    ),
+    "no arguments": ({"score_mod": lambda: 1}, r"takes 0 arguments"),
+    "no function": ({"score_mod": 7}, r"score_mod is 7, no function. Write def mod"),
+    "a class": ({"mask_mod": "causal"}, r"mask_mod is 'causal', no function"),
+    "a missing capture": (
+        {"score_mod": biased},
+        r"reads the array 'bias', which is not among captures. Pass captures=",
+    ),
+    "an unused capture": ({"captures": {"bias": BIAS}}, r"'bias', which no mod reads.*def mod\(..., \*, bias\)"),
+    "an unread capture": (
+        {"score_mod": lambda s, b, h, i, j, *, bias: s, "captures": {"bias": BIAS}},
+        r"'bias', which no mod reads",
+    ),
+    "a reserved name": (
+        {"score_mod": lambda s, b, h, i, j, *, k: s + k[j], "captures": {"k": BIAS}},
+        r"cannot be called 'k'.*Rename it",
+    ),
+    "a name that is none": ({"captures": {"a b": BIAS}}, r"'a b', which no parameter of a mod can have"),
+    "a number as name": ({"captures": {3: BIAS}}, r"3, which no parameter of a mod can have"),
+    "text": (
+        {"score_mod": biased, "captures": {"bias": np.array(["x"])}},
+        r"'bias' has elements of type .*Use one of bool",
+    ),
+    "objects": ({"score_mod": biased, "captures": {"bias": {}}}, r"'bias' has elements of type object"),
+    "complex": (
+        {"score_mod": biased, "captures": {"bias": BIAS.astype("c8")}},
+        r"'bias' has elements of type complex64",
+    ),
+    "uint64": ({"score_mod": biased, "captures": {"bias": BIAS.astype("u8")}}, r"'bias' has elements of type uint64"),
+    "too few dimensions": (
+        {"score_mod": biased, "captures": {"bias": BIAS[0]}},
+        r"'bias' has 1 dimension, and is read by more",
+    ),
+    "captures that are none": ({"score_mod": biased, "captures": BIAS}, r"captures is a ndarray.*\{'name': array\}"),
+    "too small": (
+        {"score_mod": biased, "captures": {"bias": BIAS[:, :4]}},
+        r"^the captured array 'bias' is read from 0 to 4 along dimension 1, which has size 4\.$",
+    ),
+    "too few heads": (
+        {"score_mod": biased, "captures": {"bias": BIAS[:1]}},
+        r"^the captured array 'bias' is read from 0 to 1 along dimension 0, which has size 1\.$",
+    ),
+    "too small from the end": (
+        {"score_mod": lambda s, b, h, i, j, *, bias: s + bias[h, i - j], "captures": {"bias": BIAS[:, :4]}},
+        r"^the captured array 'bias' is read from -4 to 4 along dimension 1, which has size 4\.$",
+    ),
+    "empty": (
+        {"score_mod": biased, "captures": {"bias": BIAS[:, :0]}},
+        r"^the captured array 'bias' is read from 0 to 4 along dimension 1, which has size 0\.$",
+    ),
+    "empty, by data": (
+        {
+            "score_mod": lambda s, b, h, i, j, *, bias, at: s + bias[at[i]],
+            "captures": {"bias": BIAS[0, :0], "at": np.zeros(5, np.int32)},
+        },
+        r"^the captured array 'bias' is empty along dimension 0, and is read\.$",
+    ),
+    "a target": ({"target": "tpu"}, r"tpu"),
+    "a scale": ({"scale": "large"}, r"scale is 'large'. Give a number"),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_mods_and_captures_that_do_not_fit(case: str) -> None:
+    options, pattern = UNFIT[case]
+    for _ in range(2):  # also where a kernel is known already
+        with pytest.raises(Exception) as error:
+            attend(**options)
+        assert isinstance(error.value, InputError) or case == "a target", repr(error.value)
+        check(error.value, pattern)
+
+
+def test_captured_arrays_that_fit_once_are_checked_again() -> None:
+    """A call that fits makes the kernel; one that does not is refused by it."""
+    attend(score_mod=biased, captures={"bias": BIAS})
+    with pytest.raises(InputError, match=r"^the captured array 'bias' is read from 0 to 4 along dimension 1"):
+        attend(score_mod=biased, captures={"bias": BIAS[:, :3]})
+
+
+# -- arrays -----------------------------------------------------------------------------------------------------------
+
+
+def ones(*shape: int, dtype: str = "f") -> np.ndarray:
+    return np.ones(shape, dtype)
+
+
+ARRAYS: dict[str, tuple[tuple[Any, Any, Any], dict[str, Any], str]] = {
+    "rank": ((Q[0], Q, Q), {}, r"q has the shape \[2, 5, 8\]: make it \[batch, heads, length, head size\]"),
+    "types": ((Q, Q.astype("f2"), Q), {}, r"q is float32, k is float16, v is float32: give them one type"),
+    "integers": ((Q.astype(int),) * 3, {}, r"q, k and v are int64. Use one of float32"),
+    "lists": (([1.0], Q, Q), {}, r"q is a list, no array"),
+    "head sizes": ((Q, Q[..., :7], Q), {}, r"the head size of q is 8 and that of k is 7"),
+    "keys": ((Q, Q, Q[:, :, :4]), {}, r"k has 5 keys and v has 4"),
+    "heads of k and v": ((Q, Q, Q[:, :1]), {"enable_gqa": True}, r"k has 2 heads and v has 1"),
+    "batches": ((ones(2, 2, 5, 8), ones(3, 2, 5, 8), ones(3, 2, 5, 8)), {}, r"q has 2 batches and k has 3"),
+    "batches of k and v": ((Q, ones(1, 2, 5, 8), ones(2, 2, 5, 8)), {}, r"k has 1 batches and v has 2"),
+    "shared heads": ((Q, Q[:, :1], Q[:, :1]), {}, r"q has 2 heads and k has 1: pass enable_gqa=True"),
+    "heads that do not divide": (
+        (ones(1, 3, 5, 8), Q, Q),
+        {"enable_gqa": True},
+        r"the 3 heads of q do not divide into the 2 of k and v",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ARRAYS)
+def test_arrays_that_do_not_fit(case: str) -> None:
+    (q, k, v), options, pattern = ARRAYS[case]
+    for block_mask in (None, flex.create_block_mask(causal, None, None, 5, 5)):
+        with pytest.raises(InputError) as error:
+            flex.flex_attention(q, k, v, block_mask=block_mask, **options)
+        check(error.value, pattern)
+
+
+# -- block masks ------------------------------------------------------------------------------------------------------
+
+
+def lists(
+    counts: Any, indices: Any, full_counts: Any = None, full_indices: Any = None, **options: Any
+) -> flex.BlockMask:
+    given = [None if x is None else np.asarray(x, np.int32) for x in (counts, indices, full_counts, full_indices)]
+    return flex.BlockMask.from_kv_blocks(*given, **options)
+
+
+BLOCK_MASKS: dict[str, tuple[Callable[[], Any], str]] = {
+    "BLOCK_SIZE 0": (lambda: flex.create_block_mask(causal, 1, 1, 5, 5, 0), r"BLOCK_SIZE is 0: give rows and keys"),
+    "negative BLOCK_SIZE": (lambda: flex.create_block_mask(causal, 1, 1, 5, 5, (4, -1)), r"BLOCK_SIZE is \(4, -1\)"),
+    "three sizes": (lambda: flex.create_block_mask(causal, 1, 1, 5, 5, (4, 4, 4)), r"BLOCK_SIZE is \(4, 4, 4\)"),
+    "a float as size": (lambda: flex.create_block_mask(causal, 1, 1, 5, 5, 2.5), r"BLOCK_SIZE is 2.5"),
+    "negative length": (lambda: flex.create_block_mask(causal, 1, 1, -5, 5), r"Q_LEN is -5: give a number from 0"),
+    "no length": (lambda: flex.create_block_mask(causal, 1, 1, 5, None), r"KV_LEN is None: give a number"),
+    "a large batch": (lambda: flex.create_block_mask(causal, 2**40, 1, 5, 5), r"B is \d+: give a number"),
+    "a score_mod": (lambda: flex.create_block_mask(flex.mods.noop, 1, 1, 5, 5), r"mask_mod `noop`.* takes 5 arguments"),
+    "a capture too small": (
+        lambda: flex.create_block_mask(masked, 1, 2, 9, 5, captures={"bias": BIAS}),
+        r"^the captured array 'bias' is read from 0 to 8 along dimension 1, which has size 5\.$",
+    ),
+    "a missing list": (lambda: lists([[[1]]], [[[[0]]]], [[[0]]]), r"come together: give both, or none"),
+    "a rank": (
+        lambda: lists([[1]], [[[[0]]]]),
+        r"kv_num_blocks is int32 of rank 2: make it int32 \[B, H, row blocks\]",
+    ),
+    "floats": (
+        lambda: flex.BlockMask.from_kv_blocks(np.ones((1, 1, 1)), np.ones((1, 1, 1, 1), np.int32)),
+        r"kv_num_blocks is float64 of rank 3",
+    ),
+    "shapes": (lambda: lists([[[1, 1]]], [[[[0]]]]), r"kv_num_blocks has the shape \[1, 1, 2\], and kv_indices has"),
+    "too many": (lambda: lists([[[2]]], [[[[0]]]]), r"kv_num_blocks\[0, 0, 0\] is 2, of 1 blocks"),
+    "fewer than none": (lambda: lists([[[-1]]], [[[[0]]]]), r"kv_num_blocks\[0, 0, 0\] is -1, of 1 blocks"),
+    "a block outside": (lambda: lists([[[1]]], [[[[7]]]]), r"kv_indices\[0, 0, 0, 0\] is 7, of 1 blocks"),
+    "a block twice": (lambda: lists([[[2]]], [[[[1, 1]]]]), r"block 1 of row block 0 .* is listed twice"),
+    "partial and full": (lambda: lists([[[1]]], [[[[1, 0]]]], [[[1]]], [[[[1, 0]]]]), r"block 1 .* is listed twice"),
+    "lengths": (
+        lambda: lists([[[1]]], [[[[0]]]], seq_lengths=(200, 5)),
+        r"200 rows are 2 blocks of 128, and the lists have 1",
+    ),
+    "negative lengths": (lambda: lists([[[1]]], [[[[0]]]], seq_lengths=(-3, 5)), r"seq_lengths is \(-3, 5\)"),
+    "other rows": (
+        lambda: attend(block_mask=flex.create_block_mask(causal, None, None, 4, 5)),
+        r"block_mask is for 4 rows and 5 keys, and there are 5 and 5: create a new one",
+    ),
+    "fewer rows": (
+        lambda: attend(block_mask=flex.create_block_mask(causal, None, None, 7, 5)),
+        r"use block_mask.adjust\(5, 5\)",
+    ),
+    "other batches": (
+        lambda: attend(block_mask=flex.create_block_mask(causal, 3, None, 5, 5)),
+        r"block_mask is for 3 batches, and q has 1: give it 1 or as many",
+    ),
+    "other heads": (
+        lambda: attend(block_mask=flex.create_block_mask(causal, None, 3, 5, 5)),
+        r"block_mask is for 3 heads, and q has 2: give it 1 or as many",
+    ),
+    "no block mask": (lambda: attend(block_mask=np.ones((5, 5))), r"block_mask is a ndarray.*create_block_mask"),
+    "larger": (lambda: flex.create_block_mask(causal, 1, 1, 5, 5).adjust(6, 5), r"for 5 rows, and cannot be one for 6"),
+    "a third index": (lambda: flex.create_block_mask(causal, 1, 1, 5, 5)[0, 0, 0], r"cut by batch and head"),
+}
+
+
+@pytest.mark.parametrize("case", BLOCK_MASKS)
+def test_block_masks_that_do_not_fit(case: str) -> None:
+    make, pattern = BLOCK_MASKS[case]
+    with pytest.raises(InputError) as error:
+        make()
+    check(error.value, pattern)
