@@ -293,12 +293,11 @@ def remainder(a: Any, b: Any) -> Traced:
 
 
 def _no_zero(b: Traced) -> Traced:
-    """A divisor that is no 0, by which hardware cannot divide: 1 in its place. What that gives means nothing."""
-    if b.expr.op == "number":
-        if not b.expr.number:
-            raise InputError("a mod divides by 0.")
-        return b
-    return select(compared("eq", b, 0), number_like(1, b), b)
+    """A divisor that is not known to be 0. What a quotient by 0 is when the kernel runs means nothing, and harms
+    nothing."""
+    if b.expr.op == "number" and not b.expr.number:
+        raise InputError("a mod divides by 0.")
+    return b
 
 
 def power(a: Any, b: Any) -> Traced:

@@ -18,6 +18,7 @@ from ...attention.flex_node import DOMAIN, FULL, HIDDEN, PARTIAL, Settings
 from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
+from ..asserted import asserted
 from ..kernels import loops
 from ..run_time import bind
 from .reads import Reads, table
@@ -28,8 +29,12 @@ def block_states(node: Node, lengths: Value, *captured: Value) -> Value:
     """int8 [B, H, row blocks, key blocks] for lengths, int64 [4]: batches, heads, rows and keys. A block that reaches
     behind the last row or key is never full."""
     settings = Settings.from_json(node.attr("settings"))
-    assert settings.mask is not None and settings.block_size is not None
+    if settings.mask is None or settings.block_size is None:
+        raise node.error("attribute settings has no mask, or no block size.", "Both are needed.")
+    if lengths.rank != 1 or lengths.dtype != "int64":
+        raise node.error(f"lengths is {lengths.dtype} of rank {lengths.rank}.", "Make it int64 [4].")
     rows, keys = settings.block_size
+    lengths = asserted(node, lengths, (4,))
     ends = dict(zip("bhij", bind(node, lengths)))
     reads = Reads(node, {name: table(node, value) for name, value in zip(settings.captures, captured)}, ends)
     mask = reads.safe(settings.mask)

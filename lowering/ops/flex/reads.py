@@ -1,8 +1,8 @@
-"""What expressions read of captured arrays lies inside them, whatever the indices say.
+"""What expressions read of captured arrays lies inside them, and what they divide by is there, whatever the data say.
 
 A negative index counts from the end. An index that sizes bound, such as a sum of positions, is checked once per call,
 and is an error of the run if it can leave the array. Any other, such as one that is read from an array, is moved to the
-nearest element where it is used.
+nearest element where it is used. Processors cannot divide an integer by 0, nor the smallest by -1.
 """
 
 from __future__ import annotations
@@ -37,12 +37,15 @@ class Reads:
         Raises NodeError for an index that is known to leave its array.
         """
 
-        def inside(read: Expr) -> Expr | None:
-            if read.op != "load":
-                return None
-            return replace(read, args=tuple(self._inside(read.name, axis, at) for axis, at in enumerate(read.args)))
+        def harmless(part: Expr) -> Expr | None:
+            if part.op == "load":
+                at = tuple(self._inside(part.name, axis, index) for axis, index in enumerate(part.args))
+                return replace(part, args=at)
+            if part.op in ("floordiv", "floormod"):
+                return _divided(part.op, *map(self.safe, part.args))
+            return None
 
-        return canonical(rewritten(expr, inside))
+        return canonical(rewritten(expr, harmless))
 
     def _inside(self, name: str, axis: int, index: Expr) -> Expr:
         index = canonical(_wide(self.safe(index)))
@@ -100,6 +103,17 @@ class Reads:
             return 0, args[1][0] - 1
         combine = {"min": symbolic.minimum, "max": symbolic.maximum}[index.op]
         return combine(args[0][0], args[1][0]), combine(args[0][1], args[1][1])
+
+
+def _divided(op: str, a: Expr, b: Expr) -> Expr:
+    """a // b or a % b of integers; a quotient by 0 is that by 1."""
+    if b.op == "number" and b.number not in (0, -1):
+        return Expr(op, a.dtype, (a, b))
+    zero, one, minus_one = (number(n, b.dtype) for n in (0, 1, -1))
+    by_minus_one = Expr("eq", "bool", (b, minus_one))
+    divisor = _select(Expr("or", "bool", (by_minus_one, Expr("eq", "bool", (b, zero)))), one, b)
+    result = Expr(op, a.dtype, (a, divisor))
+    return result if op == "floormod" else _select(by_minus_one, Expr("sub", a.dtype, (zero, a)), result)
 
 
 def table(node: Node, value: Value) -> Value:
