@@ -97,25 +97,35 @@ def forget() -> None:
     _plans.clear()
 
 
-def _kind(given: Mapping[str, Any], score_mod: Any, mask_mod: Any, block_mask: Any, *settings: Any) -> Any:
+def _kind(
+    given: Mapping[str, Any],
+    score_mod: Any,
+    mask_mod: Any,
+    block_mask: BlockMask | None,
+    scale: Any,
+    enable_gqa: Any,
+    return_lse: Any,
+    target: Any,
+) -> tuple[Any, ...] | None:
     """What calls have in common that run one kernel and need no further check; None where that cannot be told."""
     score = () if score_mod is None else fingerprint(score_mod)
     mask = () if mask_mod is None else fingerprint(mask_mod)
     if score is None or mask is None:
         return None
     try:
+        scale, target = None if scale is None else float(scale), str(target)
         arrays = [(name, array.dtype, array.shape) for name, array in given.items()]
         (q_batch, q_heads, _, size), (k_batch, k_heads, k_keys, k_size), (v_batch, v_heads, v_keys, v_size) = (
             shape for _, _, shape in arrays[:3]
         )
-    except (AttributeError, ValueError):
+    except (AttributeError, TypeError, ValueError):
         return None
     # Batches and keys that differ have no kernel that would refuse them.
     same = k_batch == 1, q_batch == k_batch, k_batch == v_batch, k_keys == v_keys
     sizes = q_heads, k_heads, v_heads, size, k_size, v_size, same
     blocks = None if block_mask is None else (block_mask.BLOCK_SIZE, block_mask.differing)
     kinds = tuple([(name, dtype, len(shape)) for name, dtype, shape in arrays])
-    return score, mask, blocks, sizes, kinds, settings
+    return score, mask, blocks, sizes, kinds, scale, bool(enable_gqa), bool(return_lse), target
 
 
 def _planned(
