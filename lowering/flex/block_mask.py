@@ -200,8 +200,8 @@ class BlockMask:
             shorter = rows <= self.seq_lengths[0] and keys <= self.seq_lengths[1]
             remedy = f"use block_mask.adjust({rows}, {keys})" if shorter else "create a new one"
             raise InputError(
-                f"block_mask is for {self.seq_lengths[0]} rows and {self.seq_lengths[1]} keys, and there are {rows} and "
-                f"{keys}: {remedy}."
+                f"block_mask is for {self.seq_lengths[0]} rows and {self.seq_lengths[1]} keys, and there are {rows} "
+                f"and {keys}: {remedy}."
             )
 
     def __repr__(self) -> str:

@@ -77,7 +77,9 @@ class Captured:
     def __getitem__(self, index: Any) -> Any:
         index = index if isinstance(index, tuple) else (index,)
         if len(index) > self.ndim:
-            raise InputError(f"the captured array '{self.name}' has {_dimensions(self.spec.rank)}, and is read by more.")
+            raise InputError(
+                f"the captured array '{self.name}' has {_dimensions(self.spec.rank)}, and is read by more."
+            )
         for at in index:
             if isinstance(at, (slice, type(None), type(Ellipsis))):
                 raise InputError(f"the captured array '{self.name}' is read by one index for each dimension, not {at}.")

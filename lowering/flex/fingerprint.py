@@ -19,7 +19,9 @@ from .mod import Combined
 
 _PLAIN = frozenset((int, bool, str, bytes, type(None)))
 _LIBRARIES = frozenset(("builtins", "lowering", "math", "ml_dtypes", "numpy", "operator", "torch", "typing"))
-_UNSEEN = frozenset(("__import__", "eval", "exec", "getattr", "globals", "id", "input", "locals", "next", "open", "vars"))
+_UNSEEN = frozenset(
+    ("__import__", "eval", "exec", "getattr", "globals", "id", "input", "locals", "next", "open", "vars")
+)
 """Builtins by which a function depends on what its names do not tell."""
 _DEPTH = 8
 _KNOWN_CODES = 4096
@@ -52,14 +54,14 @@ def _add(value: Any, names: tuple[str, ...], found: list[Any], depth: int) -> bo
         return _is_of_library(value)
     if depth > 0 and isinstance(value, Combined):
         found += (kind, len(value._mods))
-        return all([_add(part, (), found, depth - 1) for part in (value._combine, value._start, *value._mods)])
+        return all(_add(part, (), found, depth - 1) for part in (value._combine, value._start, *value._mods))
     if depth > 0 and kind is functools.partial:
         given = sorted(value.keywords.items())
         found += (kind, len(value.args), tuple([name for name, _ in given]))
-        return all([_add(part, (), found, depth - 1) for part in (value.func, *value.args, *(x for _, x in given))])
+        return all(_add(part, (), found, depth - 1) for part in (value.func, *value.args, *(x for _, x in given)))
     if depth > 0 and kind is tuple:
         found += (kind, len(value))
-        return all([_add(part, names, found, depth - 1) for part in value])
+        return all(_add(part, names, found, depth - 1) for part in value)
     return False
 
 
@@ -93,7 +95,7 @@ def _add_module(module: ModuleType, names: tuple[str, ...], found: list[Any], de
     if module.__name__.partition(".")[0] in _LIBRARIES:
         return True
     held = vars(module)
-    return all([_add(held[name], names, found, depth) for name in names if name in held])
+    return all(_add(held[name], names, found, depth) for name in names if name in held)
 
 
 def _is_of_library(value: Any) -> bool:

@@ -110,7 +110,12 @@ def _call(mod: Mod, kind: Kind, names: tuple[str, ...], captures: Mapping[str, A
     except (TypeError, AttributeError) as error:
         if not re.search("Traced|Captured", str(error)):
             raise
-        what = str(error).replace("'Traced'", "traced value").replace("'Captured'", "captured array").replace("Traced", "traced value")
+        what = (
+            str(error)
+            .replace("'Traced'", "traced value")
+            .replace("'Captured'", "captured array")
+            .replace("Traced", "traced value")
+        )
         raise InputError(
             f"{kind} {name_of(mod)}{_line(mod, error)}: {what}. A traced value is one number: it has Python's operators "
             "and the functions of lowering.flex, nothing else."

@@ -28,6 +28,9 @@ class Traced:
     """A number or truth value of a pair of query row and key."""
 
     __slots__ = ("depth", "expr", "size")
+    expr: Expr
+    size: int
+    depth: int
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, expr: Expr, parts: Sequence[Traced] = ()) -> None:
@@ -40,8 +43,8 @@ class Traced:
             )
         if depth > MOST_NESTED:
             raise InputError(
-                f"operations are nested more than {MOST_NESTED} deep. Add up in pairs, or compute what does not depend on "
-                "the pair outside, and capture it."
+                f"operations are nested more than {MOST_NESTED} deep. Add up in pairs, or compute what does not depend "
+                "on the pair outside, and capture it."
             )
         self.expr, self.size, self.depth = expr, size, depth
 
@@ -171,13 +174,14 @@ class Traced:
     def __bool__(self) -> NoReturn:
         raise InputError(
             "a traced value has no truth value: `if`, `while`, `and`, `or`, `not`, `in`, `max` and chains such as "
-            "a < b < c ask for one. Write where(condition, a, b), a & b, a | b, ~a, maximum(a, b), and (a < b) & (b < c)."
+            "a < b < c ask for one. Write where(condition, a, b), a & b, a | b, ~a, maximum(a, b), and "
+            "(a < b) & (b < c)."
         )
 
     def __index__(self) -> NoReturn:
         raise InputError(
-            "a traced value is no index of an ordinary array, and no number of steps. Name the array: captures={'bias': "
-            "array}, with a keyword-only parameter of that name in the mod, def mod(..., *, bias)."
+            "a traced value is no index of an ordinary array, and no number of steps. Name the array: "
+            "captures={'bias': array}, with a keyword-only parameter of that name in the mod, def mod(..., *, bias)."
         )
 
     def __int__(self) -> NoReturn:
@@ -192,8 +196,8 @@ class Traced:
     def __array__(self, *_: Any, **__: Any) -> NoReturn:
         raise InputError(
             "a traced value is no array, and no index of one. Use the functions of lowering.flex, or NumPy's that they "
-            "name; an array that is read is named, captures={'bias': array}, with a keyword-only parameter of that name "
-            "in the mod, def mod(..., *, bias)."
+            "name; an array that is read is named, captures={'bias': array}, with a keyword-only parameter of that "
+            "name in the mod, def mod(..., *, bias)."
         )
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:

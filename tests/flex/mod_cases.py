@@ -1,5 +1,5 @@
-"""The mods of PyTorch's own tests of flex_attention (test/inductor/test_flex_attention.py, test_flex_decoding.py) and of
-its users, written for captured arrays with names; and the arrays that they read."""
+"""The mods of PyTorch's own tests of flex_attention (test/inductor/test_flex_attention.py, test_flex_decoding.py) and
+of its users, written for captured arrays with names; and the arrays that they read."""
 
 from __future__ import annotations
 
@@ -251,6 +251,10 @@ def _positions(high, dtype="i4"):
     return lambda rng, shape: rng.integers(0, high, max(shape[2:])).astype(dtype)
 
 
+def _sequences_by_batch(rng, shape):
+    return rng.integers(0, 3, (shape[0], max(shape[2:])))
+
+
 def _sequences(rng, shape):
     """Sequences one behind the other: which one each position belongs to, and where they begin."""
     count = max(shape[2:])
@@ -328,7 +332,7 @@ SCORES = (
 MASKS = (
     *(Case(mod.__name__, None, mod) for mod in (causal_mask, windowed_causal, natten, nothing)),
     Case("by_documents", None, by_documents, _captures({"document": _positions(3)})),
-    Case("documents_by_batch", None, documents_by_batch, _captures({"documents": lambda rng, shape: rng.integers(0, 3, (shape[0], max(shape[2:])))})),
+    Case("documents_by_batch", None, documents_by_batch, _captures({"documents": _sequences_by_batch})),
     Case("clamped_documents", None, clamped_documents, _captures({"document": _positions(3, "i8")})),
     Case("dependent_bidirectional", None, dependent_bidirectional, _captures({"bound": _below(90, 0)})),
     Case("key_padding", None, key_padding, _captures({"padded": _below(2, 0, 3, dtype="?")})),

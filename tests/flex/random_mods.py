@@ -25,8 +25,7 @@ NEAR = 1e-4  # of what two numbers must differ by, for rounding not to change ho
 
 
 class Int(NamedTuple):
-    """An integer expression. bounds are those that sizes tell, if they do; most is how large it can be, negative whether
-    it can be below 0."""
+    """An integer expression. bounds are those that sizes tell, if they do; most is how large it can be."""
 
     text: str
     bounds: Callable[[Sizes], tuple[int, int]] | None

@@ -221,7 +221,10 @@ UNTRACEABLE: list[tuple[Callable[..., Any], str]] = [
     (length_of_number, r"one number"),
     (length_of_array, r"Use bias.shape\[0\]"),
     (iterates, r"one number, and cannot be iterated over"),
-    *((mod, r"'bias' takes part as a whole.*bias\[") for mod in (iterates_array, contained, whole_array, compares_array)),
+    *(
+        (mod, r"'bias' takes part as a whole.*bias\[")
+        for mod in (iterates_array, contained, whole_array, compares_array)
+    ),
     *((mod, r"one number") for mod in (part_of_number, unknown_attribute, rounds)),
     (unknown_function, r"no function numpy.cumsum.*There are .*tanh"),
     (as_array, r"no array, and no index of one. Use the functions of lowering.flex"),
@@ -266,7 +269,9 @@ def test_mods_that_cannot_be_traced(mod: Callable[..., Any], pattern: str) -> No
         attend(**{kind_of(mod): mod}, captures=captures)
     check(error.value, pattern)
     first = mod.__code__.co_firstlineno
-    line = re.search(rf"{kind_of(mod)} `{mod.__qualname__}` \({re.escape(__file__)}:{first}\)(, line (\d+))?", str(error.value))
+    line = re.search(
+        rf"{kind_of(mod)} `{mod.__qualname__}` \({re.escape(__file__)}:{first}\)(, line (\d+))?", str(error.value)
+    )
     assert line, str(error.value)
     if mod.__name__ not in ("gives_array", "gives_row", "gives_nothing", "gives_two"):
         assert first < int(line[2]) <= first + len(inspect.getsource(mod).splitlines())
@@ -319,11 +324,17 @@ UNFIT: dict[str, tuple[dict[str, Any], str]] = {
     "a score_mod that masks": ({"score_mod": lambda s, b, h, i, j: i > j}, r"gives a truth value.*mask_mod"),
     "a mask_mod that scores": ({"mask_mod": lambda b, h, i, j: i - j}, r"gives a number \(int32\).*score_mod"),
     "a mask_mod as score_mod": ({"score_mod": causal}, r"takes 4 arguments, and a score_mod takes 5: \(score, b, h"),
-    "a score_mod as mask_mod": ({"mask_mod": flex.mods.noop}, r"takes 5 arguments, and a mask_mod takes 4: \(b, h, q_idx"),
+    "a score_mod as mask_mod": (
+        {"mask_mod": flex.mods.noop},
+        r"takes 5 arguments, and a mask_mod takes 4: \(b, h, q_idx",
+    ),
     "no arguments": ({"score_mod": lambda: 1}, r"takes 0 arguments"),
     "no function": ({"score_mod": 7}, r"score_mod is 7, no function. Write def mod"),
     "a class": ({"mask_mod": "causal"}, r"mask_mod is 'causal', no function"),
-    "a missing capture": ({"score_mod": biased}, r"reads the array 'bias', which is not among captures. Pass captures="),
+    "a missing capture": (
+        {"score_mod": biased},
+        r"reads the array 'bias', which is not among captures. Pass captures=",
+    ),
     "an unused capture": ({"captures": {"bias": BIAS}}, r"'bias', which no mod reads.*def mod\(..., \*, bias\)"),
     "an unread capture": (
         {"score_mod": lambda s, b, h, i, j, *, bias: s, "captures": {"bias": BIAS}},
@@ -335,11 +346,20 @@ UNFIT: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a name that is none": ({"captures": {"a b": BIAS}}, r"'a b', which no parameter of a mod can have"),
     "a number as name": ({"captures": {3: BIAS}}, r"3, which no parameter of a mod can have"),
-    "text": ({"score_mod": biased, "captures": {"bias": np.array(["x"])}}, r"'bias' has elements of type .*Use one of bool"),
+    "text": (
+        {"score_mod": biased, "captures": {"bias": np.array(["x"])}},
+        r"'bias' has elements of type .*Use one of bool",
+    ),
     "objects": ({"score_mod": biased, "captures": {"bias": {}}}, r"'bias' has elements of type object"),
-    "complex": ({"score_mod": biased, "captures": {"bias": BIAS.astype("c8")}}, r"'bias' has elements of type complex64"),
+    "complex": (
+        {"score_mod": biased, "captures": {"bias": BIAS.astype("c8")}},
+        r"'bias' has elements of type complex64",
+    ),
     "uint64": ({"score_mod": biased, "captures": {"bias": BIAS.astype("u8")}}, r"'bias' has elements of type uint64"),
-    "too few dimensions": ({"score_mod": biased, "captures": {"bias": BIAS[0]}}, r"'bias' has 1 dimension, and is read by more"),
+    "too few dimensions": (
+        {"score_mod": biased, "captures": {"bias": BIAS[0]}},
+        r"'bias' has 1 dimension, and is read by more",
+    ),
     "captures that are none": ({"score_mod": biased, "captures": BIAS}, r"captures is a ndarray.*\{'name': array\}"),
     "too small": (
         {"score_mod": biased, "captures": {"bias": BIAS[:, :4]}},
@@ -424,7 +444,9 @@ def test_arrays_that_do_not_fit(case: str) -> None:
 # -- block masks ------------------------------------------------------------------------------------------------------
 
 
-def lists(counts: Any, indices: Any, full_counts: Any = None, full_indices: Any = None, **options: Any) -> flex.BlockMask:
+def lists(
+    counts: Any, indices: Any, full_counts: Any = None, full_indices: Any = None, **options: Any
+) -> flex.BlockMask:
     given = [None if x is None else np.asarray(x, np.int32) for x in (counts, indices, full_counts, full_indices)]
     return flex.BlockMask.from_kv_blocks(*given, **options)
 
@@ -443,7 +465,10 @@ BLOCK_MASKS: dict[str, tuple[Callable[[], Any], str]] = {
         r"^the captured array 'bias' is read from 0 to 8 along dimension 1, which has size 5\.$",
     ),
     "a missing list": (lambda: lists([[[1]]], [[[[0]]]], [[[0]]]), r"come together: give both, or none"),
-    "a rank": (lambda: lists([[1]], [[[[0]]]]), r"kv_num_blocks is int32 of rank 2: make it int32 \[B, H, row blocks\]"),
+    "a rank": (
+        lambda: lists([[1]], [[[[0]]]]),
+        r"kv_num_blocks is int32 of rank 2: make it int32 \[B, H, row blocks\]",
+    ),
     "floats": (
         lambda: flex.BlockMask.from_kv_blocks(np.ones((1, 1, 1)), np.ones((1, 1, 1, 1), np.int32)),
         r"kv_num_blocks is float64 of rank 3",
@@ -454,7 +479,10 @@ BLOCK_MASKS: dict[str, tuple[Callable[[], Any], str]] = {
     "a block outside": (lambda: lists([[[1]]], [[[[7]]]]), r"kv_indices\[0, 0, 0, 0\] is 7, of 1 blocks"),
     "a block twice": (lambda: lists([[[2]]], [[[[1, 1]]]]), r"block 1 of row block 0 .* is listed twice"),
     "partial and full": (lambda: lists([[[1]]], [[[[1, 0]]]], [[[1]]], [[[[1, 0]]]]), r"block 1 .* is listed twice"),
-    "lengths": (lambda: lists([[[1]]], [[[[0]]]], seq_lengths=(200, 5)), r"200 rows are 2 blocks of 128, and the lists have 1"),
+    "lengths": (
+        lambda: lists([[[1]]], [[[[0]]]], seq_lengths=(200, 5)),
+        r"200 rows are 2 blocks of 128, and the lists have 1",
+    ),
     "negative lengths": (lambda: lists([[[1]]], [[[[0]]]], seq_lengths=(-3, 5)), r"seq_lengths is \(-3, 5\)"),
     "other rows": (
         lambda: attend(block_mask=flex.create_block_mask(causal, None, None, 4, 5)),

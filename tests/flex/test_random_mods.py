@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from flex_truth import Table, blocks_of, called, grid, naive, truth, visible
+from flex_truth import blocks_of, called, grid, naive, truth, visible
 from random_mods import NEAR, Drawn
 
 from lowering import flex
@@ -51,7 +50,9 @@ def compare(drawn: Drawn, operands: Any, captures: dict[str, np.ndarray], y: np.
     """Rows in which no comparison hangs on rounding are those of the truth."""
     q, k, v = operands
     expected, plain = (f(q, k, v, **drawn.mods(), captures=captures) for f in (truth, naive))
-    scores = (q.astype(float) @ np.repeat(k, q.shape[1] // k.shape[1], 1).astype(float).swapaxes(2, 3)) / np.sqrt(q.shape[3])
+    scores = (q.astype(float) @ np.repeat(k, q.shape[1] // k.shape[1], 1).astype(float).swapaxes(2, 3)) / np.sqrt(
+        q.shape[3]
+    )
     sure = ~_doubtful(drawn, scores.shape, captures, scores)
     if not sure.any():
         return

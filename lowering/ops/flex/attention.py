@@ -12,13 +12,15 @@ from tvm import relax
 from ...attention.expr.node import Expr, canonical, number, renamed
 from ...attention.flex_node import DOMAIN, FULL, PARTIAL, Settings
 from ...attention.formula import CHANGE, Formula
-from ...importing.compute import agreed, number as known
+from ...importing.compute import agreed
+from ...importing.compute import number as known
 from ...importing.node import Node
 from ...importing.values import Size, Value
 from .. import op
 from ..asserted import asserted
 from ..attend import attend
 from .reads import Reads, table
+
 
 @op("FlexAttention", since=1, domain=DOMAIN)
 def flex_attention(
