@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ..errors import InputError
@@ -16,19 +15,6 @@ from .mod import Mod
 from .problem import check_operands, checked_names, problem_of, run
 
 Array: TypeAlias = Any
-
-_KNOWN_CALLS = 4096
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """The kernel of calls of one kind."""
-
-    model: Model
-    lse: bool
-
-
-_plans: dict[tuple[Any, ...], _Plan] = {}
 
 
 def flex_attention(
@@ -76,25 +62,16 @@ def flex_attention(
         given["block_states"] = block_mask.states
     if captures:
         given.update(captures)
-    known = _kind(given, score_mod, mask_mod, block_mask, scale, enable_gqa, return_lse, target)
-    plan = None if known is None else _plans.get(known)
-    if plan is None:
-        plan = _planned(given, captures, score_mod, mask_mod, block_mask, scale, enable_gqa, return_lse, target)
-        if known is not None:
-            if len(_plans) >= _KNOWN_CALLS:
-                _plans.clear()
-            _plans[known] = plan
-    else:
-        kept.hit()
-    if block_mask is not None:
+    kind = _kind(given, score_mod, mask_mod, block_mask, scale, enable_gqa, return_lse, target)
+    model = None if kind is None else kept.known(kind)
+    if model is None:
+        model = _model(given, captures, score_mod, mask_mod, block_mask, scale, enable_gqa, return_lse, target)
+        if kind is not None:
+            kept.remember(kind, model)
+    elif block_mask is not None:
         block_mask.check(q.shape, k.shape)
-    results = run(plan.model, given)
+    results = run(model, given)
     return (results["y"], results["lse"]) if return_lse else results["y"]
-
-
-def forget() -> None:
-    """Makes calls look for their kernels anew."""
-    _plans.clear()
 
 
 def _kind(
@@ -128,7 +105,7 @@ def _kind(
     return score, mask, blocks, sizes, kinds, scale, bool(enable_gqa), bool(return_lse), target
 
 
-def _planned(
+def _model(
     given: Mapping[str, Any],
     captures: Mapping[str, Any],
     score_mod: Mod | None,
@@ -138,13 +115,15 @@ def _planned(
     enable_gqa: bool,
     return_lse: bool,
     target: str,
-) -> _Plan:
+) -> Model:
     for name in "qkv":
         if not hasattr(given[name], "shape") or not hasattr(given[name], "dtype"):
             raise InputError(f"{name} is a {type(given[name]).__name__}, no array.")
     shapes = {name: tuple(map(int, given[name].shape)) for name in "qkv"}
     dtypes = {name: str(given[name].dtype).rpartition(".")[2] for name in "qkv"}
     check_operands(shapes, dtypes, enable_gqa)
+    if block_mask is not None:
+        block_mask.check(shapes["q"], shapes["k"])
     problem = problem_of(
         any_length(shapes),
         dtypes,
@@ -156,7 +135,7 @@ def _planned(
         enable_gqa,
         return_lse,
     )
-    return _Plan(kept.model_of(problem, target), return_lse)
+    return kept.model_of(problem, target)
 
 
 def any_length(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int | str, ...]]:

@@ -13,19 +13,22 @@ import os
 import re
 import shutil
 import threading
+from collections.abc import Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from ..errors import LoweringError
+from ..errors import ArtifactError, LoweringError
 from ..runtime import Model, load
+from ..runtime.folders import check_replaceable
 
 if TYPE_CHECKING:
     import onnx
 
 MOST_ON_DISK = 512
+_KNOWN_CALLS = 4096
 
 
 class Problem(Protocol):
@@ -48,6 +51,7 @@ class CacheInfo(NamedTuple):
 @dataclass
 class _Kept:
     models: dict[tuple[Problem, str], Model] = field(default_factory=dict)
+    calls: dict[Hashable, Model] = field(default_factory=dict)
     hits: int = 0
     disk_hits: int = 0
     misses: int = 0
@@ -66,14 +70,24 @@ def cache_clear(disk: bool = False) -> None:
     """Forgets all kernels in memory and, with disk, those on disk."""
     with _kept.lock:
         _kept.models.clear()
+        _kept.calls.clear()
         _kept.hits = _kept.disk_hits = _kept.misses = 0
         if disk:
             shutil.rmtree(folder(), ignore_errors=True)
 
 
-def hit() -> None:
-    """Counts a kernel that was found without asking here."""
-    _kept.hits += 1
+def known(call: Hashable) -> Model | None:
+    """The kernel of calls of a kind, if there has been one."""
+    found = _kept.calls.get(call)
+    _kept.hits += found is not None
+    return found
+
+
+def remember(call: Hashable, model: Model) -> None:
+    """The kernel serves calls of this kind."""
+    if len(_kept.calls) >= _KNOWN_CALLS:
+        _kept.calls.clear()
+    _kept.calls[call] = model
 
 
 def model_of(problem: Problem, target: str) -> Model:
@@ -95,6 +109,7 @@ def _compiled(problem: Problem, target: str) -> Model:
     with suppress(LoweringError, OSError):  # a cache that cannot be written is none
         place = folder() / _key(problem, target)
         place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _remove_other(place)
         model.save(place)
         _remove_oldest(place.parent)
     return model
@@ -119,6 +134,14 @@ def folder() -> Path:
         return Path(named) / "flex"
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "onnx-lowering" / "flex"
+
+
+def _remove_other(place: Path) -> None:
+    """What is no kernel, and stands where one belongs."""
+    try:
+        check_replaceable(place)
+    except ArtifactError:
+        shutil.rmtree(place) if place.is_dir() else place.unlink()
 
 
 def _remove_oldest(place: Path) -> None:

@@ -28,6 +28,9 @@ class Traced:
     """A number or truth value of a pair of query row and key."""
 
     __slots__ = ("depth", "expr", "size")
+    expr: Expr
+    size: int
+    depth: int
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, expr: Expr, parts: Sequence[Traced] = ()) -> None:

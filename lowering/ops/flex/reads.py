@@ -68,9 +68,8 @@ class Reads:
         size = self.sizes[f"{name}.{axis}"]
         least = symbolic.negative(size) if wraps else 0
         legal = symbolic.logical_and(symbolic.less_or_equal(least, low), symbolic.less(high, size))
-        self._require(
-            name, legal, f"is read from {{}} to {{}} along dimension {axis}, which has size {{}}.", low, high, size
-        )
+        text = f"is read from {{}} to {{}} along dimension {axis}, which has size {{}}."
+        self._require(name, legal, text, low, high, size)
 
     def _require(self, name: str, legal: Size, text: str, *numbers: Size) -> None:
         for end in self.ends.values():
