@@ -19,6 +19,7 @@ from lowering.attention.expr.bound import BoundExpr
 from lowering.attention.expr.evaluate import evaluate
 from lowering.attention.formula import Formula
 from lowering.attention.problem import AttentionProblem
+from schedules.cpu.vector import of_vectors
 
 SIZES = {"b": 2, "h": 3, "i": 9, "j": 16}
 KEYS = SIZES["j"]
@@ -123,7 +124,7 @@ def _kernel(formula: Formula, dtype: str) -> tirx.PrimFunc:
         scalars = {name: T.arg(name, T.int64()) for name in formula.scalars()}
         scalar, keys, rows = (T.match_buffer(T.arg(f"out_{k}", T.handle()), shape, dtype) for k in range(3))
         low, high = (T.match_buffer(T.arg(f"end_{k}", T.handle()), (*shape[:2], 2), dtype) for k in range(2))
-        bound = BoundExpr(formula.value, tables, scalars, vectors=True)
+        bound = BoundExpr(formula.value, tables, scalars, of_vectors=of_vectors)
         with T.serial(T.int64(shape[0])) as b, T.serial(T.int64(shape[1])) as h:
             with T.serial(T.int64(shape[2])) as i:
                 with T.serial(T.int64(shape[3])) as j:
