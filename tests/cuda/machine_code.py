@@ -144,7 +144,8 @@ have a warp for a row, which reads all keys and evaluates the mask for each.
 score_mod is evaluated for each pair of each tile that is left, in float32, on the registers that the product leaves.
 What it says more than once is computed once. Functions are CUDA's accurate ones (`tanhf`, not `tanh.approx`).
 Captured arrays are read from global memory where they are used. On sm_80 nothing of that is spilled; on sm_90a, where
-the accumulators leave less, nvcc puts registers of mask code into memory at head sizes of 80, 96 and 256 (up to 152 bytes of stack).
+the accumulators leave less, nvcc puts registers of mask code into memory at head sizes of 80, 96 and 256 (up to 152
+bytes of stack).
 
 `tests/cuda/test_skipped_tiles.py` counts the products of whole calls under emulation: exactly those of the tiles in
 which something is visible, for causal masks, windows, documents, masks by head and blocks. `tests/cuda/test_flex.py`
