@@ -178,7 +178,7 @@ class BlockMask:
         import torch
         from torch.nn.attention.flex_attention import BlockMask as Torch
 
-        lists = {name: torch.from_numpy(getattr(self, name).copy()) for name in _LISTS}
+        lists: dict[str, Any] = {name: torch.from_numpy(getattr(self, name).copy()) for name in _LISTS}
         mod = self.mask_mod if mask_mod is None else mask_mod
         return Torch.from_kv_blocks(**lists, BLOCK_SIZE=self.BLOCK_SIZE, mask_mod=mod, seq_lengths=self.seq_lengths)
 

@@ -283,23 +283,25 @@ def floor_divided(a: Any, b: Any) -> Traced:
     a, b = together(a, b)
     if "float" in a.dtype:
         return applied("floor", divided(a, b))
-    return joined("floordiv", a.dtype, a, _no_zero(b))
+    quotient = joined("floordiv", a.dtype, a, _divisor(b))
+    return quotient if b.expr.op == "number" else select(compared("eq", b, -1), -a, quotient)
 
 
 def remainder(a: Any, b: Any) -> Traced:
     a, b = together(a, b)
     if "float" in a.dtype:
         return a - applied("floor", divided(a, b)) * b
-    return joined("floormod", a.dtype, a, _no_zero(b))
+    return joined("floormod", a.dtype, a, _divisor(b))
 
 
-def _no_zero(b: Traced) -> Traced:
-    """A divisor that is no 0, by which hardware cannot divide: 1 in its place. What that gives means nothing."""
+def _divisor(b: Traced) -> Traced:
+    """By what hardware can divide: neither by 0, nor the lowest number by -1. 1 is in their place, which leaves the same
+    remainder as -1; what is divided by 0 means nothing."""
     if b.expr.op == "number":
         if not b.expr.number:
             raise InputError("a mod divides by 0.")
         return b
-    return select(compared("eq", b, 0), number_like(1, b), b)
+    return select(bitwise("and", compared("le", -1, b), compared("le", b, 0)), number_like(1, b), b)
 
 
 def power(a: Any, b: Any) -> Traced:
@@ -359,7 +361,19 @@ def cast(x: Any, dtype: Any) -> Traced:
         return Traced(number(x.expr.number, name)) if np.isfinite(x.expr.number) or "float" in name else x
     if name == "bool":
         return compared("ne", x, 0)
+    if "float" in x.dtype and "int" in name:  # hardware converts what has no place there to anything
+        low, high = _REACH[x.dtype, name]
+        x = arithmetic("max", arithmetic("min", x, high), low)
     return joined("cast", name, x)
+
+
+_REACH = {
+    ("float32", "int32"): (-(2.0**31), 2.0**31 - 2**7),
+    ("float64", "int32"): (-(2.0**31), 2.0**31 - 1),
+    ("float32", "int64"): (-(2.0**63), 2.0**63 - 2**39),
+    ("float64", "int64"): (-(2.0**63), 2.0**63 - 2**10),
+}
+"""The lowest and the highest number of a floating-point type that an integer type has."""
 
 
 def type_name(dtype: Any) -> str:

@@ -300,7 +300,7 @@ def test_what_a_mod_raises_itself_comes_through(problem: Exception) -> None:
     def mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
         raise problem
 
-    with pytest.raises(type(problem), match="^mine$") as error:
+    with pytest.raises(type(problem), match=r"^mine$") as error:
         attend(score_mod=mod)
     assert error.value is problem
 
