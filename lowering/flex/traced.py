@@ -285,17 +285,17 @@ def floor_divided(a: Any, b: Any) -> Traced:
     a, b = together(a, b)
     if "float" in a.dtype:
         return applied("floor", divided(a, b))
-    return joined("floordiv", a.dtype, a, _no_zero(b))
+    return joined("floordiv", a.dtype, a, _divisor(b))
 
 
 def remainder(a: Any, b: Any) -> Traced:
     a, b = together(a, b)
     if "float" in a.dtype:
         return a - applied("floor", divided(a, b)) * b
-    return joined("floormod", a.dtype, a, _no_zero(b))
+    return joined("floormod", a.dtype, a, _divisor(b))
 
 
-def _no_zero(b: Traced) -> Traced:
+def _divisor(b: Traced) -> Traced:
     """A divisor that is not known to be 0. What a quotient by 0 is when the kernel runs means nothing, and harms
     nothing."""
     if b.expr.op == "number" and not b.expr.number:
@@ -360,7 +360,19 @@ def cast(x: Any, dtype: Any) -> Traced:
         return Traced(number(x.expr.number, name)) if np.isfinite(x.expr.number) or "float" in name else x
     if name == "bool":
         return compared("ne", x, 0)
+    if "float" in x.dtype and "int" in name:  # hardware converts what has no place there to anything
+        low, high = _REACH[x.dtype, name]
+        x = arithmetic("max", arithmetic("min", x, high), low)
     return joined("cast", name, x)
+
+
+_REACH = {
+    ("float32", "int32"): (-(2.0**31), 2.0**31 - 2**7),
+    ("float64", "int32"): (-(2.0**31), 2.0**31 - 1),
+    ("float32", "int64"): (-(2.0**63), 2.0**63 - 2**39),
+    ("float64", "int64"): (-(2.0**63), 2.0**63 - 2**10),
+}
+"""The lowest and the highest number of a floating-point type that an integer type has."""
 
 
 def type_name(dtype: Any) -> str:

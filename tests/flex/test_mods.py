@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +80,55 @@ def test_mods(number: int) -> None:
     """Every mod with one of each choice, at all lengths."""
     for lengths in LENGTHS:
         call(CASES[number], settings_of(number), lengths, np.random.default_rng(number))
+
+
+@pytest.mark.parametrize("name", ["relative_table", "documents_by_batch", "all_dims"])
+def test_one_batch_of_keys_for_all(name: str) -> None:
+    case = next(case for case in CASES if case.name == name)
+    for heads, blocks in (((4, 2), None), ((6, 2), (48, 80))):
+        for lengths in LENGTHS:
+            setting = Setting("float32", heads, blocks, (16, 24))
+            call(case, setting, lengths, np.random.default_rng(7), batch=3, kv_batch=1)
+
+
+@pytest.mark.parametrize("name", ["njt", "by_head", "noop"])
+def test_one_thread_and_two_give_the_same(name: str) -> None:
+    case = next(case for case in CASES if case.name == name)
+    rng, cpus = np.random.default_rng(3), os.sched_getaffinity(0)
+    q, k, v = (rng.standard_normal((2, 4, 130, 16)).astype("f") for _ in range(3))
+    captures = case.captures(rng, (2, 4, 130, 130))
+    results = []
+    try:
+        for count in (1, 2):
+            os.sched_setaffinity(0, set(sorted(cpus)[:count]))
+            results.append(flex.flex_attention(q, k, v, case.score, case.mask, captures=captures))
+    finally:
+        os.sched_setaffinity(0, cpus)
+    np.testing.assert_array_equal(*results)
+
+
+def test_no_number_in_a_visible_row_stays_in_that_row() -> None:
+    """NaN in a row of q, and infinities in keys that only some rows see."""
+    rng = np.random.default_rng(5)
+    q, k, v = (rng.standard_normal((1, 2, 70, 16)).astype("f") for _ in range(3))
+    expected = flex.flex_attention(q, k, v, mask_mod=flex.masks.causal)
+    q[:, :, 9], k[:, :, 50], v[:, :, 60] = np.nan, np.inf, np.nan
+    y = flex.flex_attention(q, k, v, mask_mod=flex.masks.causal)
+    assert np.isnan(y[:, :, 9]).all() and np.isnan(y[:, :, 60:]).all()
+    others = [i for i in range(50) if i != 9]
+    np.testing.assert_array_equal(y[:, :, others], expected[:, :, others])
+
+
+def test_a_score_that_is_no_number_counts_only_where_it_is_visible() -> None:
+    rng = np.random.default_rng(6)
+    q, k, v = (rng.standard_normal((1, 2, 40, 16)).astype("f") for _ in range(3))
+
+    def mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s + flex.log(flex.cast(i - j + 1, "float32"))  # of a negative number behind the diagonal
+
+    given: Any = (mod, flex.masks.causal)
+    y = flex.flex_attention(q, k, v, *given)
+    assert_close(y, truth(q, k, v, *given)[0], naive(q, k, v, *given)[0])
 
 
 @pytest.mark.slow

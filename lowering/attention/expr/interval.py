@@ -79,7 +79,11 @@ class _Analysis:
         if expr.op == "cast":
             return _cast(known[0], expr.args[0].dtype, expr.dtype)
         rule = _RULES.get(expr.op)
-        return None if rule is None else rule(*known)
+        found = None if rule is None else rule(*known)
+        if expr.op == "mul" and found is not None and _may_wrap(expr):
+            a, b = ((_typed(low, "float64"), _typed(high, "float64")) for low, high in known)
+            return _unless_it_wraps(found, _product(a, b), expr)
+        return found
 
     def named(self, value: ir.Expr) -> ir.Expr:
         return value if isinstance(value, tirx.Var | prim.IntImm | prim.FloatImm) else T.bind(self.keep(value))
@@ -88,15 +92,19 @@ class _Analysis:
         return self.of(expr) or (_FALSE, _TRUE)
 
     def total(self, expr: Expr) -> Interval | None:
-        ends: list[list[ir.Expr]] = [[], []]
+        parts: list[tuple[int, Interval]] = []
         for factor, term in terms(expr):
             found = self.of(term)
             if found is None:
                 return None
-            for end, value in zip(ends, found if factor > 0 else reversed(found)):
-                end.append(value * tirx.const(factor, expr.dtype))
-        low, high = (functools.reduce(lambda a, b: a + b, end) for end in ends)
-        return low, high
+            parts.append((factor, found if factor > 0 else found[::-1]))
+
+        def end(at: int, dtype: str) -> ir.Expr:
+            scaled = (_typed(found[at], dtype) * tirx.const(factor, dtype) for factor, found in parts)
+            return functools.reduce(lambda a, b: a + b, scaled)
+
+        exact = end(0, expr.dtype), end(1, expr.dtype)
+        return _unless_it_wraps(exact, (end(0, "float64"), end(1, "float64")), expr) if _may_wrap(expr) else exact
 
     def chosen(self, expr: Expr) -> Interval | None:
         condition, yes, no = expr.args
@@ -150,6 +158,19 @@ def _unless_nan(end: ir.Expr, instead: str) -> ir.Expr:
     """The end, or that: of infinite numbers it may be infinity less infinity, or 0 times that."""
     dtype = scalar_type(end)
     return prim.Select(tirx.isnan(end), tirx.const(float(instead), dtype), end) if "float" in dtype else end
+
+
+def _may_wrap(expr: Expr) -> bool:
+    """Whether it is one of integers that tables hold, of which some may be the largest that there are."""
+    return "int" in expr.dtype and any(n.op == "load" and n.dtype.lstrip("u") == expr.dtype for n in expr.walk())
+
+
+def _unless_it_wraps(exact: Interval, rounded: Interval, expr: Expr) -> Interval:
+    """The ends, or all numbers of the type where one is outside: such an element may be any, others are what they are.
+    rounded are the ends in float64."""
+    least, most = tirx.min_value(expr.dtype), tirx.max_value(expr.dtype)
+    outside = tirx.any(rounded[0] < -float(most.value) - 1, rounded[1] >= float(most.value) + 1)
+    return prim.Select(outside, least, exact[0]), prim.Select(outside, most, exact[1])
 
 
 def _quotient(a: Interval, b: Interval) -> Interval | None:

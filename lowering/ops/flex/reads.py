@@ -2,11 +2,13 @@
 
 A negative index counts from the end. An index that sizes bound, such as a sum of positions, is checked once per call,
 and is an error of the run if it can leave the array. Any other, such as one that is read from an array, is moved to the
-nearest element where it is used. Processors cannot divide an integer by 0, nor the smallest by -1.
+nearest element where it is used; its arithmetic does not overflow, which compilers count on. Processors cannot divide
+an integer by 0, nor the smallest by -1.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -48,7 +50,7 @@ class Reads:
         return canonical(rewritten(expr, harmless))
 
     def _inside(self, name: str, axis: int, index: Expr) -> Expr:
-        index = canonical(_wide(self.safe(index)))
+        index = _saturated(canonical(_wide(self.safe(index))))
         size = Expr("scalar", "int64", value=f"{name}.{axis}")
         negative = _may_be_negative(index)
         wrapped = _select(_less(index, number(0, "int64")), Expr("sum", "int64", (index, size)), index)
@@ -164,6 +166,55 @@ def _wide(index: Expr) -> Expr:
     if index.op == "cast":
         return _wide(index.args[0]) if index.args[0].dtype == "int32" else replace(index, dtype="int64")
     return replace(index, dtype="int64", args=tuple(_wide(arg) if arg.dtype == "int32" else arg for arg in index.args))
+
+
+def _saturated(index: Expr) -> Expr:
+    """The index, whose sums and products stop at 2^62."""
+    if index.dtype != "int64":
+        return index
+    index = replace(index, args=tuple(map(_saturated, index.args)))
+    if index.op not in ("sum", "mul") or _bits(index) <= 62:
+        return index
+
+    def approximate(part: Expr) -> Expr:
+        if part.op not in ("sum", "mul"):
+            return Expr("cast", "float64", (part,))
+        op = {"sum": "add", "mul": "mul"}[part.op]
+        return functools.reduce(lambda a, b: Expr(op, "float64", (a, b)), map(approximate, part.args))
+
+    size = approximate(index)
+    for end in (2**62, -(2**62)):
+        bound = number(float(end), "float64")
+        outside = _less(bound, size) if end > 0 else _less(size, bound)
+        index = _select(outside, number(end, "int64"), index)
+    return index
+
+
+def _bits(index: Expr) -> int:
+    """No number of so many bits is exceeded by the magnitude of an integer expression."""
+    if index.op == "number":
+        return abs(int(index.number)).bit_length()
+    if index.op in ("index", "scalar"):
+        return 40
+    if index.op == "load":
+        return {"bool": 1, "int8": 8, "uint8": 8, "int16": 16, "uint16": 16, "int32": 32, "uint32": 32}.get(
+            index.dtype, 64
+        )
+    if index.op == "cast" and "float" not in index.args[0].dtype:
+        return _bits(index.args[0])
+    if index.op == "sum":
+        return max(map(_bits, index.args)) + len(index.args).bit_length()
+    if index.op == "mul":
+        return sum(map(_bits, index.args))
+    if index.op in ("min", "max", "bit_and", "bit_or", "bit_xor"):
+        return max(map(_bits, index.args))
+    if index.op == "select":
+        return max(map(_bits, index.args[1:]))
+    if index.op in ("floordiv", "shift_right"):
+        return _bits(index.args[0])
+    if index.op == "floormod":
+        return _bits(index.args[1])
+    return 64
 
 
 def _scaled(bounds: tuple[Size, Size], factor: int) -> tuple[Size, Size]:
