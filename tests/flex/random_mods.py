@@ -20,7 +20,7 @@ Sizes = Mapping[str, int]
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 LARGEST = 2**24  # of an integer that arithmetic goes on with: sums and products stay below 2^31
-OPERATIONS = 12  # of a mod, about: kernels of long ones compile for minutes
+OPERATIONS = 8  # of a mod, about: kernels of long ones compile for minutes
 NEAR = 1e-4  # of what two numbers must differ by, for rounding not to change how they compare
 
 
@@ -224,7 +224,10 @@ class Drawn:
         if kind == "difference":
             return Int(f"({a.text} - {b.text})", _both(lambda x, y: (x[0] - y[1], x[1] - y[0]), a, b), a.most + b.most)
         if kind == "product":
-            return _small(Int(f"({a.text} * ({b.text}))", None, a.most * b.most))
+            ends = None
+            if _constant(a.text) is not None or _constant(b.text) is not None:
+                ends = _both(lambda x, y: (min(products := [p * q for p in x for q in y]), max(products)), a, b)
+            return _small(Int(f"({a.text} * ({b.text}))", ends, a.most * b.most))
         if kind == "least":
             name = self.rng.choice(["minimum", "maximum"])
             least = min if name == "minimum" else max
@@ -265,13 +268,24 @@ class Drawn:
             self.arrays[name] = Array(self.rng.choice(INTEGERS), [own], wild=True)
             return f"{name}[{self._place(own, 0)}]"
         index = self._integer(self.rng.choice([0, 0, 1, 2])) if depth and self.left > 0 else self._position()
-        if index.bounds is not None:
+        known = _constant(index.text)
+        if known is not None:
+            reads.append(lambda sizes: (known, known))
+        elif index.bounds is not None:
             reads.append(index.bounds)
         return index.text
 
     def _position(self) -> Int:
         name = self.rng.choice("bhij")
         return Int(name, lambda sizes: (0, sizes[name] - 1), 600)
+
+
+def _constant(text: str) -> int | None:
+    """The number that an expression is; None for one of indices or arrays."""
+    try:
+        return int(eval(text, {"less": operator.lt, **{name: getattr(flex, name) for name in flex.__all__}}))
+    except NameError:
+        return None
 
 
 def _both(combine: Callable[..., Any], *parts: Int) -> Callable[[Sizes], tuple[int, int]] | None:

@@ -90,7 +90,10 @@ class _Emission:
             if found is not None:
                 return found
             args = list(map(self.keep, args))  # lane by lane
-        return _combined(expr, args)
+        result = _combined(expr, args)
+        if expr.op == "cast" and "int" in expr.args[0].dtype and "float" in expr.dtype:
+            return self.keep(result)  # TVM's analysis takes products of such numbers for integers, and stumbles
+        return result
 
 
 def _combined(expr: Expr, args: list[ir.Expr]) -> ir.Expr:

@@ -101,7 +101,8 @@ class Reads:
             low, high = (symbolic.floor_divide(end, args[1][0]) for end in args[0])
             return low, high
         if index.op == "floormod":
-            return 0, args[1][0] - 1
+            most = args[1][0] - 1
+            return 0, most if _may_be_negative(index.args[0]) else symbolic.minimum(args[0][1], most)
         combine = {"min": symbolic.minimum, "max": symbolic.maximum}[index.op]
         return combine(args[0][0], args[1][0]), combine(args[0][1], args[1][1])
 
