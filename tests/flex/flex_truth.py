@@ -86,7 +86,7 @@ class Table:
 
     def __init__(self, array: np.ndarray, given: tuple[Any, ...] = ()) -> None:
         self.array, self.given = array, given
-        self.shape = array.shape[len(given) :]
+        self.shape, self.ndim = array.shape[len(given) :], array.ndim - len(given)
 
     @staticmethod
     def of(array: np.ndarray) -> Any:
