@@ -63,6 +63,11 @@ class Case:
     atol: float
 
     @property
+    def expanded(self) -> bool:
+        """Whether the operator is written out, as the standard's function of it is."""
+        return "_expanded" in self.name
+
+    @property
     def wide_enough(self) -> bool:
         """Whether all inputs and outputs are tensors of elements of 8 bits or more, and numbers."""
         return all(

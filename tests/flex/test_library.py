@@ -23,6 +23,7 @@ from library_cases import (
     t5_both,
     t5_bucket,
 )
+from thinned import thinned
 
 from lowering import InputError, flex
 from lowering.flex import masks, mods
@@ -66,8 +67,9 @@ def test_a_mask_shows_what_its_oracle_does(name: str) -> None:
     np.testing.assert_array_equal(compiled.states == 2, shown)
 
 
-@pytest.mark.parametrize("name", [name for name in MASKS if hasattr(masks, name)])
-@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize(
+    ("name", "blocks"), thinned(((name, b) for name in MASKS if hasattr(masks, name) for b in (False, True)), 3)
+)
 def test_attention_with_a_mask(name: str, blocks: bool) -> None:
     case = MASKS[name]
     q, k, v = operands(case.rows, case.keys)
@@ -79,7 +81,7 @@ def test_attention_with_a_mask(name: str, blocks: bool) -> None:
     np.testing.assert_allclose(y, attention(scores_of(q, k), v, visible(case)), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("name", thinned(SCORES, 2))
 def test_attention_with_a_score_mod(name: str) -> None:
     mod, captures, oracle = SCORES[name]
     q, k, v = operands(ROWS, KEYS)

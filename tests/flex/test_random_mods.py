@@ -83,7 +83,7 @@ def _doubtful(drawn: Drawn, shape: Any, captures: dict[str, np.ndarray], scores:
     return found
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(1, 11))
 def test_random_mods(seed: int) -> None:
     check(seed)
 

@@ -96,6 +96,7 @@ def test_two_devices_one_of_which_dies(
     assert all(kernel.source.startswith("tuned") for kernel in module.manifest.kernels)
 
 
+@pytest.mark.slow
 def test_two_keys_in_one_session(tracker: tuple[str, int], tmp_path: Path) -> None:
     """Both are this machine, so that what the second measures is the first one's architecture, too."""
     devices = [Device(tracker, key) for key in ("one", "other")]

@@ -10,7 +10,7 @@ Numbers have (lowest, highest), conditions have (surely, possibly): whether they
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 
 import numpy as np
@@ -81,8 +81,8 @@ class _Analysis:
         rule = _RULES.get(expr.op)
         found = None if rule is None else rule(*known)
         if expr.op == "mul" and found is not None and _may_wrap(expr):
-            a, b = ((_typed(low, "float64"), _typed(high, "float64")) for low, high in known)
-            return _unless_it_wraps(found, _product(a, b), expr)
+            a, b = ([_typed(end, "float64") for end in dict.fromkeys(ends)] for ends in known)
+            return self.unless_it_wraps(found, _outermost(x * y for x in a for y in b), expr)
         return found
 
     def named(self, value: ir.Expr) -> ir.Expr:
@@ -104,7 +104,14 @@ class _Analysis:
             return functools.reduce(lambda a, b: a + b, scaled)
 
         exact = end(0, expr.dtype), end(1, expr.dtype)
-        return _unless_it_wraps(exact, (end(0, "float64"), end(1, "float64")), expr) if _may_wrap(expr) else exact
+        return self.unless_it_wraps(exact, (end(0, "float64"), end(1, "float64")), expr) if _may_wrap(expr) else exact
+
+    def unless_it_wraps(self, exact: Interval, rounded: Interval, expr: Expr) -> Interval:
+        """The ends, or all numbers of the type where one is outside: such an element may be any, others are what they
+        are. rounded are the ends in float64."""
+        least, most = tirx.min_value(expr.dtype), tirx.max_value(expr.dtype)
+        outside = self.named(tirx.any(rounded[0] < -float(most.value) - 1, rounded[1] >= float(most.value) + 1))
+        return prim.Select(outside, least, exact[0]), prim.Select(outside, most, exact[1])
 
     def chosen(self, expr: Expr) -> Interval | None:
         condition, yes, no = expr.args
@@ -150,8 +157,14 @@ def _difference(a: Interval, b: Interval) -> Interval:
 
 def _product(a: Interval, b: Interval) -> Interval:
     ends = [x * y for x in dict.fromkeys(a) for y in dict.fromkeys(b)]
-    low = functools.reduce(tirx.min, (_unless_nan(end, "-inf") for end in ends))
-    return low, functools.reduce(tirx.max, (_unless_nan(end, "inf") for end in ends))
+    low, _ = _outermost(_unless_nan(end, "-inf") for end in ends)
+    _, high = _outermost(_unless_nan(end, "inf") for end in ends)
+    return low, high
+
+
+def _outermost(ends: Iterable[ir.Expr]) -> Interval:
+    ends = list(ends)
+    return functools.reduce(tirx.min, ends), functools.reduce(tirx.max, ends)
 
 
 def _unless_nan(end: ir.Expr, instead: str) -> ir.Expr:
@@ -163,14 +176,6 @@ def _unless_nan(end: ir.Expr, instead: str) -> ir.Expr:
 def _may_wrap(expr: Expr) -> bool:
     """Whether it is one of integers that tables hold, of which some may be the largest that there are."""
     return "int" in expr.dtype and any(n.op == "load" and n.dtype.lstrip("u") == expr.dtype for n in expr.walk())
-
-
-def _unless_it_wraps(exact: Interval, rounded: Interval, expr: Expr) -> Interval:
-    """The ends, or all numbers of the type where one is outside: such an element may be any, others are what they are.
-    rounded are the ends in float64."""
-    least, most = tirx.min_value(expr.dtype), tirx.max_value(expr.dtype)
-    outside = tirx.any(rounded[0] < -float(most.value) - 1, rounded[1] >= float(most.value) + 1)
-    return prim.Select(outside, least, exact[0]), prim.Select(outside, most, exact[1])
 
 
 def _quotient(a: Interval, b: Interval) -> Interval | None:
@@ -234,16 +239,20 @@ def extremes(
 
     scratch gives memory for so many elements of a type.
     """
-    ends = [
-        [T.bind(tirx.max(tirx.min(place, size - 1), 0)) for place in pair]
-        for size, pair in zip(shape, places, strict=True)
-    ]
-    first = [start for start, _ in ends]
-    dtype = str(element(*first).ty)
-    low, high, ordered = (scratch(1, kind) for kind in (dtype, dtype, "bool"))
 
     def put(buffer: tirx.Buffer, value: ir.Expr) -> None:
         T.buffer_store(buffer, value, [0])
+
+    def inside(place: ir.Expr, size: ir.Expr) -> ir.Expr:
+        """In memory: TVM would simplify what this is made of in every access."""
+        kept = scratch(1, scalar_type(place))
+        put(kept, tirx.max(tirx.min(place, size - 1), 0))
+        return T.bind(kept[0])
+
+    ends = [[inside(place, size) for place in pair] for size, pair in zip(shape, places, strict=True)]
+    first = [start for start, _ in ends]
+    dtype = str(element(*first).ty)
+    low, high, ordered = (scratch(1, kind) for kind in (dtype, dtype, "bool"))
 
     put(low, element(*first))
     put(high, element(*first))
