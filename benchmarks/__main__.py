@@ -47,7 +47,7 @@ def main() -> None:
     cuda.add_argument("--minutes", type=float, default=8.0, help="then no new job is started; default: %(default)s")
     cuda.add_argument("--draw", type=Path, metavar="FILE", help="only print and draw a results file")
     cuda.set_defaults(run=_cuda)
-    stores = commands.add_parser("stores", help="what pages, offsets and codes cost our attention kernels on this CPU")
+    stores = commands.add_parser("stores", help="what pages, offsets and codes cost when a CPU reads and writes them")
     stores.add_argument("--threads", type=int, default=1)
     stores.add_argument("--turns", type=int, default=7, help="turns of every contender; default: %(default)s")
     stores.add_argument("--seconds", type=float, default=0.1, help="length of a turn; default: %(default)s")
@@ -106,9 +106,13 @@ def _cuda(arguments: argparse.Namespace) -> None:
 
 
 def _stores(arguments: argparse.Namespace) -> None:
-    from .stores import run
+    import tvm_ffi
 
-    run(arguments.threads, arguments.turns, arguments.seconds)
+    from . import appends, stores
+
+    tvm_ffi.get_global_func("runtime.config_threadpool")(1, arguments.threads)
+    for table in (stores, appends):
+        table.run(arguments.threads, arguments.turns, arguments.seconds)
 
 
 def _readme(arguments: argparse.Namespace) -> None:

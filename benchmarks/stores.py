@@ -92,8 +92,7 @@ def problem(kv_heads: int, store: Store) -> AttentionProblem:
 
 
 def run(threads: int, turns: int, seconds: float) -> None:
-    """The command `stores`."""
-    tvm_ffi.get_global_func("runtime.config_threadpool")(1, threads)
+    """The first table of the command `stores`."""
     table = Table("comparison", "contender", "ms", "spread", "of the first", "bar", title=f"{threads} thread(s)")
     for comparison in comparisons():
         timers = {name: _timer(calls) for name, calls in comparison.contenders.items()}

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import lowering
-from benchmarks import peers, stores
+from benchmarks import appends, peers, stores
 from benchmarks.cases import all_cases, chosen
 from benchmarks.cases.attention import AttentionCase
 from benchmarks.cases.case import Case
@@ -155,3 +155,13 @@ def test_stores_are_compared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     monkeypatch.setattr(stores, "TOLERANCE", -1.0)
     with pytest.raises(LoweringError, match="off by"):
         stores.run(threads=1, turns=1, seconds=0.001)
+
+
+def test_appends_are_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(appends, "BATCHES", (3,))
+    appends.run(threads=1, turns=1, seconds=0.001)
+    shown = capsys.readouterr().out
+    assert all(store.split()[0] in shown for store in ("NumPy's", *appends.STORES))
+    call, moved = appends._append(appends._record(appends.STORES["float32 in pages"]), 3)
+    assert moved == 2 * 3 * 2 * appends.HEADS * appends.DIM * 4
+    call()

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,6 +46,8 @@ LARGEST_E4M3 = 448.0
 # Parts that the rows of a batch are cut into, and elements below which one thread does all.
 _PARTS = 16
 _PARALLEL_ELEMENTS = 1 << 15
+# Maxima that do not wait for one another: a compiler keeps the order of a single one. A power of two.
+_LANES = 16
 
 
 @dataclass(frozen=True)
@@ -321,15 +324,22 @@ class _Head:
         self, part: int, x: tirx.Buffer, dim: int, codec: Codec, buffer: tirx.Buffer, where: dict[str, Expr]
     ) -> None:
         """Codes with a scale for each group."""
-        dtype, largest = self.append.dtype, T.alloc_buffer((1,), "float32")
+        dtype, lanes = self.append.dtype, math.gcd(codec.group, _LANES)
+        largest = T.alloc_buffer((lanes,), "float32")
         with (
             T.serial(T.int64(dim // codec.group)) as g,
             self.bound.slot(part, self.b, self.t, scale=True) as (scales, places),
         ):
-            T.buffer_store(largest, tirx.const(0.0, "float32"), [0])
-            with T.serial(T.int64(codec.group)) as e:
-                value = rounded(x[g * codec.group + e], dtype)
-                T.buffer_store(largest, tirx.max(largest[0], tirx.abs(value)), [0])
+            with T.serial(T.int64(lanes)) as lane:
+                T.buffer_store(largest, tirx.const(0.0, "float32"), [lane])
+            with T.serial(T.int64(codec.group // lanes)) as e, T.serial(T.int64(lanes)) as lane:
+                value = rounded(x[g * codec.group + e * lanes + lane], dtype)
+                T.buffer_store(largest, tirx.max(largest[lane], tirx.abs(value)), [lane])
+            left = lanes
+            while left > 1:
+                left //= 2
+                with T.serial(T.int64(left)) as lane:
+                    T.buffer_store(largest, tirx.max(largest[lane], largest[lane + left]), [lane])
             scale = T.bind(group_scale(largest[0], dtype))
             at = self.bound.index(places, self.h, g, dim // codec.group)
             T.buffer_store(scales, cast(scale, scales.dtype), at)

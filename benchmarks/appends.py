@@ -1,0 +1,91 @@
+"""What putting new tokens into a cache costs, in bytes a second, beside NumPy's copy of the same rows."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import tvm
+import tvm_ffi
+from rich.console import Console
+from rich.table import Table
+
+from lowering.attention.append import Append, append_in_place
+from lowering.attention.store import Codec, Pages, Store
+from lowering.passes.hold_divisions import hold_divisions
+from lowering.target import resolve
+
+from .timing import interleaved, timed
+
+HEADS, DIM, PAGE, CAPACITY, LAYERS = 32, 128, 16, 64, 4
+STORES = {
+    "float32": Store(),
+    "float32 in pages": Store("phtd", Pages(PAGE)),
+    "int8, a scale, in pages": Store("phtd", Pages(PAGE), codec=Codec("int8", 0)),
+    "int8, scales of 8, in pages": Store("phtd", Pages(PAGE), codec=Codec("int8", 8)),
+    "int8, a scale a token, in pages": Store("phtd", Pages(PAGE), codec=Codec("int8", DIM)),
+}
+BATCHES = (1, 8, 64)
+"""Requests, each of which has one new token."""
+
+
+def run(threads: int, turns: int, seconds: float) -> None:
+    """The second table of the command `stores`."""
+    title = f"append of one token to {HEADS} heads, {threads} thread(s)"
+    table = Table("requests", "contender", "us", "spread", "GB/s", title=title)
+    for batch in BATCHES:
+        made = {"NumPy's copy of the rows": _copy(batch)}
+        made |= {name: _append(_record(store), batch) for name, store in STORES.items()}
+        timings = interleaved({name: partial(timed, call) for name, (call, _) in made.items()}, turns, seconds)
+        for name, t in timings.items():
+            spread = f"{t.low * 1e6:.2f} to {t.high * 1e6:.2f}"
+            table.add_row(str(batch), name, f"{t.median * 1e6:.2f}", spread, f"{made[name][1] / t.median * 1e-9:.1f}")
+    Console().print(table)
+
+
+def _copy(batch: int) -> tuple[Callable[[], None], int]:
+    """New rows to where nobody has been for long, and how many bytes are read and written."""
+    rows = np.ones((batch, HEADS, 2, DIM), np.float32)
+    pools = np.ones((LAYERS, CAPACITY, *rows.shape), np.float32)
+    places = itertools.cycle(pools.reshape(-1, *rows.shape))
+    return lambda: np.copyto(next(places), rows), 2 * rows.nbytes
+
+
+def _record(store: Store) -> Append:
+    return Append(None, HEADS, DIM, DIM, "float32", store)
+
+
+def _append(append: Append, batch: int) -> tuple[Callable[[], None], int]:
+    target = resolve("cpu")[0].tvm
+    function = append_in_place(append).with_attr("global_symbol", "append")
+    kernel = tvm.compile(hold_divisions(tvm.IRModule({"append": function})), target=target)["append"]
+    layers = [_arguments(append, batch) for _ in range(LAYERS)]
+    read = sum(x.nbytes for name, x in layers[0].items() if name.startswith("new"))
+    written = sum(x.nbytes for name, x in layers[0].items() if name in append.caches()) // CAPACITY
+    calls = itertools.cycle([[tvm_ffi.from_dlpack(x) for x in layer.values()] for layer in layers])
+    return lambda: kernel(*next(calls)), read + written
+
+
+def _arguments(append: Append, batch: int) -> dict[str, np.ndarray]:
+    """By name, in order. Pages lie in no order, and requests are of different lengths."""
+    rng, store = np.random.default_rng(0), append.store
+    each = CAPACITY // PAGE
+    sizes = {"b": batch, "h": HEADS, "t": CAPACITY, "d": DIM}
+    if isinstance(store.slots, Pages):
+        sizes |= {"p": batch * each, "t": PAGE}
+    shape = [sizes[axis] for axis in store.axes]
+    found = {
+        "pages": rng.permutation(batch * each).reshape(batch, each),
+        "factor": np.full(2, 30, np.float32),
+        "row_starts": np.arange(batch),
+        "row_counts": np.ones(batch, np.int64),
+        "starts": rng.integers(0, CAPACITY, batch),
+    }
+    group = DIM if store.codec is None else store.codec.group or DIM
+    for name in "kv":
+        found[name] = np.ones(shape, "float32" if store.codec is None else store.codec.dtype)
+        found[f"{name}_scale"] = np.ones([*shape[:-1], DIM // group], np.float32)
+        found[f"new_{name}"] = rng.standard_normal((batch, HEADS, DIM), np.float32)
+    return {name: found[name] for name in append.inputs()}
