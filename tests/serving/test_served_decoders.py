@@ -17,7 +17,7 @@ import lowering
 EXPORTS = Path(__file__).parents[1] / "exports"
 SAMPLES = EXPORTS / "samples"
 EXPORTED = (
-    "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi", "phi3", "falcon", "bloom", "opt", "gpt2",
+    "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi", "falcon", "bloom", "opt", "gpt2",
     "gpt-neox",
 )  # fmt: skip
 # A window; windows in turns with a soft cap.
