@@ -64,7 +64,7 @@ ARGUMENTS = {
 _DECODERS, _ON_GPU = "serving/test_served_decoders.py", "cuda/test_models.py::test_a_served_decoder"
 _HOST, _UNREAD = "the same code, on the host", "the host does not read a GPU's tables"
 OTHERS = [
-    ("exports of 13 architectures, packed and ragged", f"{_DECODERS}::test_exports_of_every_architecture", _ON_GPU),
+    ("exports of 12 architectures, packed and ragged", f"{_DECODERS}::test_exports_of_every_architecture", _ON_GPU),
     ("windows, soft caps, masks as rules of positions", f"{_DECODERS}::test_packed_requests_equal_each_alone", _ON_GPU),
     ("int8 cache of a served decoder", f"{_DECODERS}::test_int8_cache", _ON_GPU),
     ("only blocks of the requests are written", f"{_DECODERS}::test_only_own_blocks_are_written", _ON_GPU),
