@@ -1,0 +1,13 @@
+"""What an error may say, and what it may not."""
+
+from __future__ import annotations
+
+import re
+
+from lowering.errors import InputError
+
+
+def assert_says(error: InputError, pattern: str) -> None:
+    assert re.search(pattern, str(error)), str(error)
+    assert not re.search(r"TVM|tirx|FlexAttention-1|BlockStates|lowering\.flex\.\w+ '", str(error)), str(error)
+    assert str(error).endswith("."), str(error)
