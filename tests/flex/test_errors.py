@@ -307,10 +307,6 @@ def biased(s, b, h, i, j, *, bias):
     return s + bias[h, i]
 
 
-def masked(b, h, i, j, *, bias):
-    return bias[h, i] > 0
-
-
 def causal(b, h, i, j):
     return i >= j
 
