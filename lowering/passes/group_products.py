@@ -22,8 +22,8 @@ from tvm import ir, relax, tirx
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from schedules.cpu.matmul import Plan, plan
-from schedules.cpu.product import read_product
-from schedules.cpu.stages import Axis, Stage, read_stages, renamed, write_stages
+from schedules.reading.product import read_product
+from schedules.reading.stages import Axis, Stage, read_stages, renamed, write_stages
 
 from ..importing.origins import Origins, bindings
 from ..tensorir.expressions import Expr, loads, walk

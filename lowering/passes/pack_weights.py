@@ -5,8 +5,8 @@ holds columns p * nr .. p * nr + nr - 1, and the nr elements of each row are con
 zeros. Transposes and casts between the weight and the product are done on the way. A weight that has other readers is
 kept too. bfloat16 that meets bfloat16 is stored in pairs of successive rows where the machine multiplies such pairs.
 
-Quantised matrices stay integers and scales (schedules/cpu/codes.py), and float ones become so when a scheme is asked
-for.
+Quantised matrices stay integers and scales (schedules/reading/codes.py), and float ones become so when a scheme is
+asked for.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import tvm
 from tvm import relax, te, topi
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from schedules.cpu.codes import NIBBLES, element, pack_nibbles
 from schedules.cpu.panels import panel_width
 from schedules.cpu.vector import Machine, machine
+from schedules.reading.codes import NIBBLES, element, pack_nibbles
 
 from ..importing.quantised import INT4_BLOCK, Quantised, Scheme, quantise
 from .convolutions import (

@@ -13,14 +13,14 @@ from tvm.script.ir_builder import tirx as T
 from lowering.tensorir.expressions import Expr, is_int, offset, substitute, uses, walk
 from lowering.tensorir.facts import Facts
 
+from ..reading.stages import Axis
+from ..reading.values import read
 from .code_product import accumulate_codes
 from .dot_bf16 import dot, words_of, zip_rows
 from .loops import vector_loop
 from .operands import Operands
 from .panels import PanelTiles, is_width
 from .results import Values
-from .stages import Axis
-from .values import read
 from .vector import LINE, Register, convert, fixed, load, prefetch, splat, store, transpose
 
 

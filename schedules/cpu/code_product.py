@@ -9,8 +9,8 @@ from tvm.script.ir_builder import tirx as T
 
 from lowering.tensorir.expressions import Expr
 
-from .codes import Codes, widened
-from .vector import LINE, Register, fixed, load, prefetch, splat, store
+from ..reading.codes import Codes
+from .vector import LINE, Machine, Register, cast, convert, element_type, fixed, like, load, prefetch, splat, store
 
 if TYPE_CHECKING:
     from .blocked import Blocked
@@ -36,7 +36,7 @@ def accumulate_codes(
         if codes.block and waiting:
             _ask(memory[codes.scale.source], place, b.nr, b.tiles.ahead // 4)
         zeros = [
-            T.bind(widened(memory[codes.zero.source], b.lanes, place + v, cpu)) if codes.zero is not None else None
+            T.bind(_widened(memory[codes.zero.source], b.lanes, place + v, cpu)) if codes.zero is not None else None
             for v in vectors
         ]
         c = [[Register(splat(0.0, b.lanes, "float32")) for _ in vectors] for _ in starts]
@@ -48,13 +48,13 @@ def accumulate_codes(
             codes_of_step = [Register(load(b.operands.b, b.lanes, first + v)) for v in vectors]
             with T.serial(group if length % group == 0 else tirx.min(group, length - g * group)) as k:
                 for n, zero in enumerate(zeros):
-                    code = codes.next(codes_of_step[n], cpu)
+                    code = _next(codes, codes_of_step[n], cpu)
                     b_v = fixed(code if zero is None else code - zero)
                     for row_start, accumulators in zip(starts, c):
                         a_ik = splat(a[row_start + start + g * group + k], b.lanes, "float32")
                         accumulators[n].value += a_ik * b_v
         for n, v in enumerate(vectors):
-            scale = T.bind(widened(memory[codes.scale.source], b.lanes, place + v, cpu))
+            scale = T.bind(_widened(memory[codes.scale.source], b.lanes, place + v, cpu))
             for i, accumulators in enumerate(c):
                 at = (row + i) * b.nr + v
                 store(tile, load(tile, b.lanes, at) + scale * accumulators[n].value, at)
@@ -72,3 +72,22 @@ def _ask(buffer: tirx.Buffer, start: Expr, elements: int, ahead: int) -> None:
     size = DataType(buffer.dtype).itemsize
     for line in range(0, elements * size, LINE):
         prefetch(buffer, start + (ahead + line) // size, level=1)
+
+
+def _next(codes: Codes, stored: Register, cpu: Machine) -> Expr:
+    """The code of the lowest k in a vector of stored integers, as a float32 vector; the integers move on."""
+    if codes.group == 1:
+        return cast(stored.value, "float32")
+    bits = fixed(stored.value)
+    stored.value = T.shift_right(bits, like(4, bits))
+    if cpu.vector_bytes == 64:
+        # A table of 16 floats in one register, looked up by the lowest four bits of each lane.
+        table = tirx.Shuffle([T.float32(code if code < 8 else code - 16) for code in range(16)], list(range(16)))
+        return T.call_llvm_pure_intrin("float32x16", "llvm.x86.avx512.permvar.sf.512", table, bits)
+    return cast(T.shift_right(T.shift_left(bits, like(28, bits)), like(28, bits)), "float32")
+
+
+def _widened(memory: tirx.Buffer, lanes: int, start: Expr, cpu: Machine) -> Expr:
+    """A vector of scales or zeros in float32."""
+    vector = load(memory, lanes, start)
+    return cast(vector, "float32") if element_type(vector) == "int8" else convert(vector, "float32", cpu)

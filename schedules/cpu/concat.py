@@ -24,10 +24,10 @@ from tvm.sym import Analyzer
 from lowering.tensorir.blocks import Block, read_block
 from lowering.tensorir.expressions import Expr, is_int
 
+from ..reading.values import flat_view
 from ..tiles import Space
 from ..variant import Variant
 from .loops import LoopTiles, split_among_threads, vector_loop
-from .values import flat_view
 from .vector import Machine, fixed, machine
 
 _ONE = tirx.const(1, "int64")

@@ -15,13 +15,14 @@ from tvm.script.ir_builder import tirx as T
 from lowering.tensorir.expressions import Expr, is_function, is_int, loads, offset, uses, walk
 from lowering.tensorir.facts import Facts
 
+from ..half_precision import is_half
+from ..reading.stages import Axis, Stage, read_stages
+from ..reading.values import Evaluator, Program, View, flat_view
 from ..variant import Variant
-from .half_precision import is_half
+from .fast_math import expand
 from .loops import split_among_threads, split_rows, volume
-from .stages import Axis, Stage, read_stages
 from .sweep import Sweep, plan_sweep
 from .transposition import SweepTiles, read_transposition
-from .values import Evaluator, Program, View, flat_view
 from .vector import Machine, fixed, machine
 
 
@@ -46,6 +47,7 @@ def _emit(func: tirx.PrimFunc, stages: list[Stage], cpu: Machine, tiles: SweepTi
         evaluator = Evaluator(
             stages,
             {buffer: View(flat) for buffer, flat in memory.items() if buffer not in made},
+            expand,
         )
         for stage in stages:
             if stage.output in memory:

@@ -17,8 +17,7 @@ from tvm.script.ir_builder import tirx as T
 
 from lowering.tensorir.expressions import Expr
 
-Bind = Callable[[Expr], Expr]
-"""Gives an expression a name, so that it is computed once."""
+from ..reading.values import Bind
 
 # e^r = 1 + r + r^2 (c0 + c1 r + ...) for |r| <= ln(2) / 2, relative error 3e-9.
 _EXP = (

@@ -12,8 +12,8 @@ from tvm.sym import Analyzer
 
 from lowering.tensorir.expressions import Expr, is_int
 
+from ..reading.stages import Axis
 from ..tiles import Space, Tiles
-from .stages import Axis
 from .vector import Machine, fixed
 
 

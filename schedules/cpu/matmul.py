@@ -37,17 +37,17 @@ from tvm.script.ir_builder import tirx as T
 
 from lowering.tensorir.expressions import Expr, is_int
 
+from ..reading.product import read_groups
+from ..reading.stages import read_stages
+from ..reading.values import flat_view
 from ..variant import Variant
 from .blocked import Blocked
 from .dot_bf16 import using_dot
 from .loops import split_among_threads
 from .operands import Operands
 from .panels import PanelTiles, is_width
-from .product import read_groups
 from .results import Results, Values
-from .stages import read_stages
 from .thin_product import ThinTiles, is_thin, thin_kernels
-from .values import flat_view
 from .vector import fixed, machine, workspace
 
 Plan = list[list[Blocked]]

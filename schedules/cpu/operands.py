@@ -6,7 +6,7 @@ from tvm import tirx
 
 from lowering.tensorir.expressions import Expr, offset, substitute, uses
 
-from .product import Product
+from ..reading.product import Product
 from .results import Memory, Results
 
 

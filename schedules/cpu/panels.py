@@ -11,10 +11,10 @@ from tvm import tirx
 
 from lowering.tensorir.expressions import Expr
 
+from ..reading.product import Group
 from ..tiles import Space
 from .cycles import L1, L2, L2_LINE, TYPICAL, overflow, register_tile
 from .loops import LoopTiles, volume
-from .product import Group
 from .vector import Machine
 
 

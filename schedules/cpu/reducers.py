@@ -9,7 +9,7 @@ from tvm.ir import prim
 
 from lowering.tensorir.expressions import Expr, loads
 
-from .stages import Stage
+from ..reading.stages import Stage
 
 Combine = Callable[[Expr, Expr], Expr]
 

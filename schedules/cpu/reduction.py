@@ -20,17 +20,19 @@ from tvm.sym import Analyzer
 from lowering.tensorir.expressions import Expr, is_int, loads, offset, substitute
 from lowering.tensorir.facts import Facts
 
+from ..half_precision import is_half
+from ..reading.stages import Axis, Stage, read_stages
+from ..reading.values import Evaluator, Known, Program, View, flat_view
 from ..tiles import Space
 from ..variant import Variant
 from .cycles import LATENCY
 from .elementwise import expensive_outputs, recomputed, scratch_type
-from .half_precision import is_half
+from .fast_math import expand
+from .loop_body import before_loop, emit, is_vectorizable
 from .loops import LoopTiles, nest, split_rows, volume
 from .reducers import Combine, read_term
 from .shared_axes import runs_across, several, shared_rank
-from .stages import Axis, Stage, read_stages
 from .sweep import Piece, plan_sweep
-from .values import Evaluator, Known, Program, View, flat_view
 from .vector import Machine, Register, convert, fixed, machine, reduce_lanes, splat
 
 # Operations per element of a stage that calls functions or divides.
@@ -131,7 +133,7 @@ class _Kernel:
     def row(self, point: list[Expr], scratch: dict[tirx.Buffer, tirx.Buffer]) -> None:
         """All stages at one point of the leading axes."""
         self.point, self.scratch = point, scratch
-        self.evaluator = Evaluator(self.stages, dict(self.inputs))
+        self.evaluator = Evaluator(self.stages, dict(self.inputs), expand)
         self.known: Known = {}
         self.facts = Facts.of(self.func)
         for axis, index in zip(self.kept[0].axes, point):
@@ -150,7 +152,7 @@ class _Kernel:
         return [*self.point, *(_ZERO for _ in stage.axes[self.rank :])]
 
     def evaluate(self, expr: Expr) -> Expr:
-        return self.evaluator.program([expr], self.facts, self.known).emit({})[0]
+        return emit(self.evaluator.program([expr], self.facts, self.known), {})[0]
 
     def keep(self, stage: Stage, value: Expr) -> None:
         """Names the only value of the row, and stores it if it is an output."""
@@ -247,12 +249,12 @@ def _fold(
     count: Expr = Analyzer().simplify(piece.high - piece.low)
     start: Expr = _ZERO
 
-    inside = piece.program.before_loop(piece.index, outer)
+    inside = before_loop(piece.program, piece.index, outer)
 
     def into(register: Register, element: Expr, lane: Expr) -> None:
         T.buffer_store(register.buffer, combine(register.buffer[lane], element), [lane])
 
-    if piece.program.vectorizable(piece.index):
+    if is_vectorizable(piece.program, piece.index):
         for registers in filter(None, (partial, partial[:1])):
             step = lanes * len(registers)
             write = inside(lanes)

@@ -10,10 +10,12 @@ from tvm.script.ir_builder import tirx as T
 from lowering.tensorir.expressions import Expr, offset, substitute
 from lowering.tensorir.facts import Facts
 
+from ..reading.product import Group
+from ..reading.stages import Axis, Stage
+from ..reading.values import Evaluator, View
+from .fast_math import expand
+from .loop_body import before_loop, is_vectorizable
 from .loops import unravel, vector_loop, volume
-from .product import Group
-from .stages import Axis, Stage
-from .values import Evaluator, View
 from .vector import LINE, Machine, fixed, prefetch
 
 Memory = Mapping[tirx.Buffer, tirx.Buffer]
@@ -87,8 +89,8 @@ class Results:
         dtypes = [output.dtype for output in outputs]
         made = {stage.output for stage in self.stages}
         inputs = {buffer: View(flat) for buffer, flat in memory.items() if buffer not in made}
-        program = Evaluator(self.stages, inputs).program([*results, *positions], self.facts, known, dtypes)
-        body = program.before_loop(self.c, {**values, self.m: row})
+        program = Evaluator(self.stages, inputs, expand).program([*results, *positions], self.facts, known, dtypes)
+        body = before_loop(program, self.c, {**values, self.m: row})
 
         def element(width: int) -> Callable[[Expr, Expr], None]:
             write = body(width)
@@ -100,4 +102,4 @@ class Results:
 
             return store_all
 
-        vector_loop(columns, self.lanes if program.vectorizable(self.c) else 1, element)
+        vector_loop(columns, self.lanes if is_vectorizable(program, self.c) else 1, element)

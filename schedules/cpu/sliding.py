@@ -32,12 +32,14 @@ from tvm.sym import Analyzer
 from lowering.tensorir.expressions import Expr, offset, substitute
 from lowering.tensorir.facts import Facts
 
+from ..reading.stages import Axis, Stage, read_stages
+from ..reading.values import Evaluator, View, flat_view
 from ..tiles import Space
 from ..variant import Variant
 from .cycles import LATENCY, TYPICAL
+from .fast_math import expand
+from .loop_body import before_loop, emit
 from .loops import LoopTiles, split_among_threads, unravel, volume
-from .stages import Axis, Stage, read_stages
-from .values import Evaluator, View, flat_view
 from .vector import Machine, fixed, machine
 from .window import Windows, read_windows
 
@@ -112,7 +114,7 @@ class _Kernel:
         with IRBuilder() as builder, T.prim_func():
             self.memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, self.func.params)}
             inputs = {buffer: View(flat) for buffer, flat in self.memory.items() if buffer not in made}
-            self.evaluator = Evaluator(self.stages, inputs)
+            self.evaluator = Evaluator(self.stages, inputs, expand)
             self.rows()
         return self.func.with_body(builder.get().body)
 
@@ -181,7 +183,7 @@ class _Kernel:
         facts.bind(lane, 0, tirx.const(lanes, "int64"))
         here = {problem.channels.var: channel + lane}
         sums = [T.alloc_buffer((lanes,), stage.output.dtype) for _ in points]
-        (initial,) = self.evaluator.program([stage.init], facts).emit({})
+        (initial,) = emit(self.evaluator.program([stage.init], facts), {})
         for total in sums:
             with T.vectorized(tirx.const(lanes, "int64")) as n:
                 T.buffer_store(total, initial, [n])
@@ -189,7 +191,7 @@ class _Kernel:
         with self.elements(points[0], whole) as values:
             term = self.evaluator.program([substitute(problem.term, here)], facts)
             for at, total in ((p, s) for v in values for p, s in zip(({**p, **v} for p in points), sums)):
-                write = term.before_loop(lane, at)(lanes)
+                write = before_loop(term, lane, at)(lanes)
                 with T.vectorized(tirx.const(lanes, "int64")) as n:
                     (value,) = write(n, n)
                     T.buffer_store(total, problem.combine(total[n], value), [n])
@@ -212,7 +214,7 @@ class _Kernel:
         for at, total in zip(points, sums):
             program = self.evaluator.program(wanted, facts, {stage.output: [(index, total[lane])]}, dtypes)
             lanes = total.shape[0].value
-            write = program.before_loop(lane, at)(lanes)
+            write = before_loop(program, lane, at)(lanes)
             with T.vectorized(tirx.const(lanes, "int64")) as n:
                 found = write(n, n)
                 for output, value, position in zip(outputs, found, found[len(outputs) :]):

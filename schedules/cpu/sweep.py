@@ -17,9 +17,10 @@ from tvm.sym import Analyzer
 from lowering.tensorir.expressions import Expr, children, is_int, substitute, walk
 from lowering.tensorir.facts import Facts
 
+from ..reading.stages import Axis
+from ..reading.values import Program
+from .loop_body import Body, before_loop, is_vectorizable
 from .loops import nest, unravel, vector_loop, volume
-from .stages import Axis
-from .values import Body, Program
 from .vector import fixed
 
 Write = Callable[[list[Expr], Facts], Program]
@@ -66,7 +67,7 @@ class Sweep:
                 low, high = (fixed(x) for x in (tirx.max(low, window[0]), tirx.min(high, window[1])))
                 high = tirx.max(low, high)
 
-            inside = piece.program.before_loop(piece.index, outer)
+            inside = before_loop(piece.program, piece.index, outer)
 
             def element(width: int, low: Expr = low, inside: Body = inside) -> Callable[[Expr, Expr], None]:
                 write = inside(width)
@@ -74,7 +75,7 @@ class Sweep:
 
             vector_loop(
                 high - low,
-                lanes if piece.program.vectorizable(piece.index) else 1,
+                lanes if is_vectorizable(piece.program, piece.index) else 1,
                 element,
             )
 
@@ -108,7 +109,7 @@ def plan_sweep(axes: Sequence[Axis], write: Write, facts: Facts) -> Sweep:
         whole = piece(zero, extent)
         if count <= 1 or _is_linear(whole.program, index):
             break
-    if whole.program.vectorizable(index):
+    if is_vectorizable(whole.program, index):
         return Sweep(outer, extent, [whole])
     cuts = [
         zero,

@@ -17,10 +17,10 @@ from tvm.script.ir_builder import tirx as T
 
 from lowering.tensorir.expressions import Expr, is_int, substitute
 
+from ..reading.values import read
 from ..tiles import Space
 from .loops import LoopTiles, split_among_threads
 from .operands import Operands
-from .values import read
 from .vector import Machine, Register, convert, fixed, load, splat, store, sum_each, workspace
 
 _ZERO = tirx.const(0, "int64")

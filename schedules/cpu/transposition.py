@@ -20,12 +20,13 @@ from tvm.sym import Analyzer
 from lowering.tensorir.expressions import Expr, children, is_int, loads, rewrite, substitute, uses
 from lowering.tensorir.facts import Facts
 
+from ..half_precision import is_half
+from ..reading.stages import Axis
+from ..reading.values import Program
 from ..tiles import Space
-from .half_precision import is_half
+from .loop_body import before_loop, is_vectorizable
 from .loops import LoopTiles, split_among_threads, unravel, volume
-from .stages import Axis
 from .sweep import Sweep
-from .values import Program
 from .vector import Machine, element_type, fixed, load, prefetch, reinterpret, store, transpose
 
 
@@ -153,14 +154,14 @@ class Transposition:
 
         bindings = [(var, rewrite(expr, from_tile)) for var, expr in self.program.bindings]
         program = Program(bindings, [rewrite(result, from_tile) for result in self.program.results])
-        write = program.before_loop(j, values)(side)
+        write = before_loop(program, j, values)(side)
         with T.vectorized(tirx.const(side, "int64")) as lane:
             body(write(j0 + lane, lane))
 
 
 def read_transposition(sweep: Sweep, facts: Facts, cpu: Machine, tiles: SweepTiles) -> Transposition | None:
     """The sweep in tiles, if a load of it wants them."""
-    if len(sweep.pieces) != 1 or not sweep.pieces[0].program.vectorizable(sweep.pieces[0].index):
+    if len(sweep.pieces) != 1 or not is_vectorizable(sweep.pieces[0].program, sweep.pieces[0].index):
         return None
     program, last = sweep.pieces[0].program, Axis(sweep.pieces[0].index, sweep.extent)
     axes = {last.var, *(axis.var for axis in sweep.outer)}

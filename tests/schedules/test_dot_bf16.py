@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tvm
 from test_attention_cpu import BF16, CAUSAL, SIZES, THREE_D, at_end, call, draw, placed, problem
+from thinned import thinned
 from this_machine import WIDEST
 
 import schedules
@@ -54,9 +55,10 @@ def test_pairs_become_the_instruction(q_len: int) -> None:
 
 
 @pytest.mark.parametrize("features", FEATURES, ids=str)
-@pytest.mark.parametrize("p", PROBLEMS.values(), ids=PROBLEMS)
-def test_rounding_is_that_of_the_weights(p: AttentionProblem, features: list[str]) -> None:
+@pytest.mark.parametrize("name", thinned(PROBLEMS, 2))
+def test_rounding_is_that_of_the_weights(name: str, features: list[str]) -> None:
     """Each weight may be half a unit in the last place off, and the output another one."""
+    p = PROBLEMS[name]
     run = compiled(p, features)["attention"]
     for batch, q_len, kv_len in (*SIZES, (1, 2, 1001)):
         inputs = draw(p, batch, q_len, kv_len)
@@ -70,6 +72,7 @@ def test_rounding_is_that_of_the_weights(p: AttentionProblem, features: list[str
 @pytest.mark.parametrize("name", ["mask per row", "causal, 3-D, words no vector divides"])
 def test_hidden_values_do_not_leak(name: str, features: list[str]) -> None:
     """NaN and infinity in one key of a word: rows that do not see it are right, whatever the other key is."""
+    p = PROBLEMS[name]
     p = PROBLEMS[name]
     run = compiled(p, features)["attention"]
     for q_len, keys in ((90, (30, 35)), (8, (2, 7))):

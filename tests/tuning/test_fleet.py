@@ -109,6 +109,7 @@ def test_two_keys_in_one_session(tracker: tuple[str, int], tmp_path: Path) -> No
     assert sum(o.trials for o in tuning.outcomes) >= 4 and not any(o.failures for o in tuning.outcomes)
 
 
+@pytest.mark.slow
 def test_a_rack_of_gpus(tracker: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two cards of one kind, both emulated, and a device that has none."""
     gpu = environment("sm_80")

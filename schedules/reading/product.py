@@ -10,8 +10,8 @@ from tvm.ir import prim
 
 from lowering.tensorir.expressions import Expr, loads, substitute, uses
 
+from ..half_precision import HALF
 from .codes import Codes, read_codes
-from .half_precision import HALF
 from .stages import Axis, Stage, same_axes
 
 _FLOATS = ("float32", "float64", *HALF)

@@ -1,4 +1,4 @@
-"""Matrices of small integers with scales: how they are stored for the matrix kernel, and widened in its registers.
+"""Matrices of small integers with scales: how they are stored for the matrix kernels.
 
 An element is (code - zero) * scale. Codes have 8 or 4 bits; scale and zero hold for a column and a block of successive
 k. Like other weights, codes are stored in panels of nr columns:
@@ -19,14 +19,12 @@ from dataclasses import dataclass
 import numpy as np
 from tvm import ir, tirx
 from tvm.ir import prim
-from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
 
 from lowering.tensorir.expressions import Expr, loads, walk
 
-from .half_precision import HALF
+from ..half_precision import HALF
 from .stages import Axis
-from .vector import Machine, Register, cast, convert, element_type, fixed, like, load
 
 NIBBLES = 8  # codes of 4 bits in an int32
 
@@ -69,18 +67,6 @@ class Codes:
     def nr(self) -> int:
         return int(self.load.source.shape[-1])
 
-    def next(self, stored: Register, cpu: Machine) -> Expr:
-        """The code of the lowest k in a vector of stored integers, as a float32 vector; the integers move on."""
-        if self.group == 1:
-            return cast(stored.value, "float32")
-        bits = fixed(stored.value)
-        stored.value = T.shift_right(bits, like(4, bits))
-        if cpu.vector_bytes == 64:
-            # A table of 16 floats in one register, looked up by the lowest four bits of each lane.
-            table = tirx.Shuffle([T.float32(code if code < 8 else code - 16) for code in range(16)], list(range(16)))
-            return T.call_llvm_pure_intrin("float32x16", "llvm.x86.avx512.permvar.sf.512", table, bits)
-        return cast(T.shift_right(T.shift_left(bits, like(28, bits)), like(28, bits)), "float32")
-
 
 def read_codes(expr: Expr, j: Axis, k: Axis) -> Codes | None:
     """The element of a matrix of codes at row k and column j that `expr` is, or None."""
@@ -118,12 +104,6 @@ def _load(expr: Expr) -> ir.TensorLoad | None:
         expr = expr.value
     legal = isinstance(expr, ir.TensorLoad) and str(expr.ty) in ("float32", "int8", *HALF) and len(expr.indices) == 3
     return expr if legal else None
-
-
-def widened(memory: tirx.Buffer, lanes: int, start: Expr, cpu: Machine) -> Expr:
-    """A vector of scales or zeros in float32."""
-    vector = load(memory, lanes, start)
-    return cast(vector, "float32") if element_type(vector) == "int8" else convert(vector, "float32", cpu)
 
 
 def pack_nibbles(codes: np.ndarray) -> np.ndarray:

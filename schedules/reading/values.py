@@ -1,4 +1,4 @@
-"""What stages compute at one point, as straight-line code that can be replayed in scalar and in vector loops.
+"""What stages compute at one point, as straight-line code that a target writes into its loops.
 
 Stages are evaluated on demand: what a stage reads from another one is computed at that very point and bound to a
 variable, once per point, so that a chain of stages becomes one loop body whose size is the sum of theirs.
@@ -7,22 +7,20 @@ variable, once per point, so that a chain of stages becomes one loop body whose 
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from tvm import ir, tirx
 from tvm.ir import prim
 from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
 
-from lowering.tensorir.expressions import Expr, is_int, loads, offset, rebuild, rewrite, substitute, uses, walk
+from lowering.tensorir.expressions import Expr, is_int, loads, offset, rebuild, rewrite, walk
 from lowering.tensorir.facts import Facts
 
-from .fast_math import expand
-from .half_precision import is_half, narrow, rounded, widen
+from ..half_precision import is_half, narrow, rounded, widen
 from .stages import Stage
-from .vector import fixed
 
 _ZERO = tirx.const(0, "int64")
 _IF_THEN_ELSE = ir.Op.get("prim.if_then_else")
@@ -40,140 +38,6 @@ class Program:
     def expressions(self) -> list[Expr]:
         return [*(expr for _, expr in self.bindings), *self.results]
 
-    def vectorizable(self, index: tirx.Var) -> bool:
-        """Whether a loop over `index` around the program can become vectors.
-
-        A condition that guards a load and differs between lanes cannot, nor a function without a vector form. Quotients
-        of integers would be taken apart into lanes, and so would loads at places that are rounded: where nothing is
-        computed of them, lanes gain nothing. A bfloat16 that is the same in all of them TVM cannot spread.
-        """
-        varying = {index}
-        if any(result.ty == "bfloat16" and not self._varies(result, index) for result in self.results):
-            return False
-        for var, expr in [*self.bindings, *((None, result) for result in self.results)]:
-            if not uses(expr, varying):
-                continue
-            if any(uses(node, varying) and not _has_vector_form(node, varying) for node in walk(expr)):
-                return False
-            if var is not None:
-                varying.add(var)
-        bound = dict(self.bindings)
-        return not any(_is_rounded(bound.get(result, result), varying) for result in self.results)
-
-    def _varies(self, result: Expr, index: tirx.Var) -> bool:
-        varying = {index}
-        for var, expr in self.bindings:
-            if uses(expr, varying):
-                varying.add(var)
-        return uses(result, varying)
-
-    def emit(self, values: Mapping[tirx.Var, Expr]) -> list[Expr]:
-        """Writes the bindings where the IRBuilder stands, with free variables replaced; answers with the results."""
-        return self.before_loop(tirx.Var("none", "int64"), values)(1)(_ZERO, _ZERO)
-
-    def before_loop(self, index: tirx.Var, values: Mapping[tirx.Var, Expr]) -> Body:
-        """Writes what does not depend on `index`, with free variables replaced, before a loop over it.
-
-        Answers with the loop's body. Positions in it are a variable plus a multiple of the index.
-        """
-        uses_of = Counter(node for expr in self.expressions for node in walk(expr) if isinstance(node, tirx.Var))
-        hoist = _Hoist(index, values)
-        bindings = []
-        for var, expr in self.bindings:
-            expr = hoist.expression(expr)
-            varies = uses(expr, hoist.varying)
-            if uses_of[var] == 1 or isinstance(expr, prim.IntImm | prim.FloatImm | tirx.Var):
-                hoist.values[var] = expr
-            elif varies:
-                bindings.append((var, expr))
-                hoist.varying.add(var)
-            else:
-                hoist.values[var] = fixed(expr)
-        return Body(index, bindings, [hoist.expression(result) for result in self.results])
-
-
-@dataclass(frozen=True, eq=False)
-class Body:
-    """A loop's body: body(lanes) makes room for its variables, and writes itself for (index, lane) inside the loop.
-
-    A variable is an element of a small buffer that LLVM turns into a register. TVM's own bindings would do, but its
-    simplifier replaces a bound variable by its definition wherever it is used, for minutes where definitions nest.
-    """
-
-    index: tirx.Var
-    bindings: list[tuple[tirx.Var, Expr]]
-    results: list[Expr]
-
-    def __call__(self, lanes: int) -> Callable[[Expr, Expr], list[Expr]]:
-        rooms = [T.alloc_buffer((lanes,), str(expr.ty)) for _, expr in self.bindings]
-
-        def write(index: Expr, lane: Expr) -> list[Expr]:
-            values = {self.index: index}
-            for (var, expr), room in zip(self.bindings, rooms):
-                T.buffer_store(room, substitute(expr, values), [lane])
-                values[var] = T.bind(room[lane])
-            return [substitute(result, values) for result in self.results]
-
-        return write
-
-
-class _Hoist:
-    """Moves what is the same for all values of `index` before the loop."""
-
-    def __init__(self, index: tirx.Var, values: Mapping[tirx.Var, Expr]) -> None:
-        self.index = index
-        self.values = dict(values)
-        self.varying = {index}
-        self.named: list[tuple[Expr, Expr]] = []
-        self.analyzer = Analyzer()
-
-    def expression(self, expr: Expr) -> Expr:
-        expr = rewrite(substitute(expr, self.values), self.load)
-        return self.position(expr) if expr.ty == "int64" else expr
-
-    def load(self, node: Expr) -> Expr | None:
-        if not isinstance(node, ir.TensorLoad):
-            return None
-        (position,) = node.indices
-        return tirx.BufferLoad(node.source, [self.position(rewrite(position, self.load))])
-
-    def position(self, expr: Expr) -> Expr:
-        """start + step * index, with `start` computed outside the loop, if the expression is of that form."""
-        if not uses(expr, self.varying):
-            return self.name(expr)
-        following = substitute(expr, {self.index: self.index + 1})
-        step = self.analyzer.simplify(following - expr)
-        start = self.analyzer.simplify(substitute(expr, {self.index: _ZERO}))
-        if not isinstance(step, prim.IntImm) or uses(start, self.varying):
-            return expr
-        return self.name(start) + self.index * step
-
-    def name(self, expr: Expr) -> Expr:
-        if isinstance(expr, tirx.Var | prim.IntImm):
-            return expr
-        for known, var in self.named:
-            if prim.expr_deep_equal(known, expr):
-                return var
-        self.named.append((expr, fixed(expr)))
-        return self.named[-1][1]
-
-
-def _is_rounded(expr: Expr, varying: set[tirx.Var]) -> bool:
-    """Whether it is a load at places that are made of floating-point numbers."""
-    parts = [part for i in expr.indices for part in walk(i)] if isinstance(expr, ir.TensorLoad) else []
-    casts = [part for part in parts if isinstance(part, prim.Cast) and uses(part, varying)]
-    return any(str(cast.value.ty).startswith("float") for cast in casts)
-
-
-def _has_vector_form(node: Expr, varying: set[tirx.Var]) -> bool:
-    if isinstance(node, prim.FloorDiv | prim.FloorMod | prim.Div | prim.Mod):
-        return not str(node.ty).startswith(("int", "uint"))
-    if not isinstance(node, ir.Call) or node.op.same_as(_REINTERPRET):
-        return True
-    if node.op.same_as(_IF_THEN_ELSE):
-        return not uses(node.args[0], varying)
-    return bool(node.op.get_attr("TVectorizable"))
-
 
 Known = dict[tirx.Buffer, list[tuple[list[Expr], Expr]]]
 """Values at hand: by buffer, the points at which it is known and what it is there."""
@@ -187,15 +51,23 @@ class View:
     leading: int = 0
 
 
+Bind: TypeAlias = Callable[[Expr], Expr]
+"""A variable for a value, which is computed once."""
+
+Expand: TypeAlias = Callable[[ir.Op, list[Expr], Bind], Expr | None]
+"""A function of float32 operands written out, or None where the target has it, or does not know it."""
+
+
 class Evaluator:
     """Writes programs for expressions of stages' values.
 
-    Buffers that have a view are in memory, and loaded from there. The others are computed.
+    Buffers that have a view are in memory, and loaded from there. The others are computed, with functions that the
+    target has not as `expand` writes them.
     """
 
-    def __init__(self, stages: list[Stage], views: dict[tirx.Buffer, View]) -> None:
+    def __init__(self, stages: list[Stage], views: dict[tirx.Buffer, View], expand: Expand | None = None) -> None:
         self.stages = {stage.output: stage for stage in stages}
-        self.views = views
+        self.views, self.expand = views, expand
 
     def program(
         self,
@@ -266,7 +138,8 @@ class _Writer:
                 operands = [narrow(operands[0], str(node.args[0].ty))]
             bits = rebuild(node, operands)
             return widen(bits) if is_half(node.ty) else bits
-        expanded = expand(node.op, operands, functools.partial(self.bind, "t")) if bind else None
+        expand = self.evaluator.expand if bind else None
+        expanded = expand(node.op, operands, functools.partial(self.bind, "t")) if expand is not None else None
         if expanded is not None:
             return expanded
         return ir.Call(

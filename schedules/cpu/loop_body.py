@@ -1,0 +1,159 @@
+"""Programs (reading/values.py) as bodies of scalar and vector loops."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from tvm import ir, tirx
+from tvm.ir import prim
+from tvm.script.ir_builder import tirx as T
+from tvm.sym import Analyzer
+
+from lowering.tensorir.expressions import Expr, rewrite, substitute, uses, walk
+
+from ..reading.values import Program
+from .vector import fixed
+
+_ZERO = tirx.const(0, "int64")
+_IF_THEN_ELSE = ir.Op.get("prim.if_then_else")
+_REINTERPRET = ir.Op.get("tirx.reinterpret")
+
+
+def is_vectorizable(program: Program, index: tirx.Var) -> bool:
+    """Whether a loop over `index` around the program can become vectors.
+
+    A condition that guards a load and differs between lanes cannot, nor a function without a vector form. Quotients
+    of integers would be taken apart into lanes, and so would loads at places that are rounded: where nothing is
+    computed of them, lanes gain nothing. A bfloat16 that is the same in all of them TVM cannot spread.
+    """
+    varying = {index}
+    if any(result.ty == "bfloat16" and not _varies(program, result, index) for result in program.results):
+        return False
+    for var, expr in [*program.bindings, *((None, result) for result in program.results)]:
+        if not uses(expr, varying):
+            continue
+        if any(uses(node, varying) and not _has_vector_form(node, varying) for node in walk(expr)):
+            return False
+        if var is not None:
+            varying.add(var)
+    bound = dict(program.bindings)
+    return not any(_is_rounded(bound.get(result, result), varying) for result in program.results)
+
+
+def _varies(program: Program, result: Expr, index: tirx.Var) -> bool:
+    varying = {index}
+    for var, expr in program.bindings:
+        if uses(expr, varying):
+            varying.add(var)
+    return uses(result, varying)
+
+
+def emit(program: Program, values: Mapping[tirx.Var, Expr]) -> list[Expr]:
+    """Writes the bindings where the IRBuilder stands, with free variables replaced; answers with the results."""
+    return before_loop(program, tirx.Var("none", "int64"), values)(1)(_ZERO, _ZERO)
+
+
+def before_loop(program: Program, index: tirx.Var, values: Mapping[tirx.Var, Expr]) -> Body:
+    """Writes what does not depend on `index`, with free variables replaced, before a loop over it.
+
+    Answers with the loop's body. Positions in it are a variable plus a multiple of the index.
+    """
+    uses_of = Counter(node for expr in program.expressions for node in walk(expr) if isinstance(node, tirx.Var))
+    hoist = _Hoist(index, values)
+    bindings = []
+    for var, expr in program.bindings:
+        expr = hoist.expression(expr)
+        varies = uses(expr, hoist.varying)
+        if uses_of[var] == 1 or isinstance(expr, prim.IntImm | prim.FloatImm | tirx.Var):
+            hoist.values[var] = expr
+        elif varies:
+            bindings.append((var, expr))
+            hoist.varying.add(var)
+        else:
+            hoist.values[var] = fixed(expr)
+    return Body(index, bindings, [hoist.expression(result) for result in program.results])
+
+
+@dataclass(frozen=True, eq=False)
+class Body:
+    """A loop's body: body(lanes) makes room for its variables, and writes itself for (index, lane) inside the loop.
+
+    A variable is an element of a small buffer that LLVM turns into a register. TVM's own bindings would do, but its
+    simplifier replaces a bound variable by its definition wherever it is used, for minutes where definitions nest.
+    """
+
+    index: tirx.Var
+    bindings: list[tuple[tirx.Var, Expr]]
+    results: list[Expr]
+
+    def __call__(self, lanes: int) -> Callable[[Expr, Expr], list[Expr]]:
+        rooms = [T.alloc_buffer((lanes,), str(expr.ty)) for _, expr in self.bindings]
+
+        def write(index: Expr, lane: Expr) -> list[Expr]:
+            values = {self.index: index}
+            for (var, expr), room in zip(self.bindings, rooms):
+                T.buffer_store(room, substitute(expr, values), [lane])
+                values[var] = T.bind(room[lane])
+            return [substitute(result, values) for result in self.results]
+
+        return write
+
+
+class _Hoist:
+    """Moves what is the same for all values of `index` before the loop."""
+
+    def __init__(self, index: tirx.Var, values: Mapping[tirx.Var, Expr]) -> None:
+        self.index = index
+        self.values = dict(values)
+        self.varying = {index}
+        self.named: list[tuple[Expr, Expr]] = []
+        self.analyzer = Analyzer()
+
+    def expression(self, expr: Expr) -> Expr:
+        expr = rewrite(substitute(expr, self.values), self.load)
+        return self.position(expr) if expr.ty == "int64" else expr
+
+    def load(self, node: Expr) -> Expr | None:
+        if not isinstance(node, ir.TensorLoad):
+            return None
+        (position,) = node.indices
+        return tirx.BufferLoad(node.source, [self.position(rewrite(position, self.load))])
+
+    def position(self, expr: Expr) -> Expr:
+        """start + step * index, with `start` computed outside the loop, if the expression is of that form."""
+        if not uses(expr, self.varying):
+            return self.name(expr)
+        following = substitute(expr, {self.index: self.index + 1})
+        step = self.analyzer.simplify(following - expr)
+        start = self.analyzer.simplify(substitute(expr, {self.index: _ZERO}))
+        if not isinstance(step, prim.IntImm) or uses(start, self.varying):
+            return expr
+        return self.name(start) + self.index * step
+
+    def name(self, expr: Expr) -> Expr:
+        if isinstance(expr, tirx.Var | prim.IntImm):
+            return expr
+        for known, var in self.named:
+            if prim.expr_deep_equal(known, expr):
+                return var
+        self.named.append((expr, fixed(expr)))
+        return self.named[-1][1]
+
+
+def _is_rounded(expr: Expr, varying: set[tirx.Var]) -> bool:
+    """Whether it is a load at places that are made of floating-point numbers."""
+    parts = [part for i in expr.indices for part in walk(i)] if isinstance(expr, ir.TensorLoad) else []
+    casts = [part for part in parts if isinstance(part, prim.Cast) and uses(part, varying)]
+    return any(str(cast.value.ty).startswith("float") for cast in casts)
+
+
+def _has_vector_form(node: Expr, varying: set[tirx.Var]) -> bool:
+    if isinstance(node, prim.FloorDiv | prim.FloorMod | prim.Div | prim.Mod):
+        return not str(node.ty).startswith(("int", "uint"))
+    if not isinstance(node, ir.Call) or node.op.same_as(_REINTERPRET):
+        return True
+    if node.op.same_as(_IF_THEN_ELSE):
+        return not uses(node.args[0], varying)
+    return bool(node.op.get_attr("TVectorizable"))
