@@ -49,6 +49,12 @@ def variants(func: tirx.PrimFunc, target: tvm.target.Target) -> tuple[str, Seque
     return None
 
 
+def joins(func: tirx.PrimFunc, target: tvm.target.Target) -> bool | None:
+    """Whether a function that holds products is one of the target's rule for these, and others may join it: False where
+    it is full, None where the rule does not take it."""
+    return {"llvm": cpu.joins, "cuda": cuda.joins}[target.kind.name](func, target)
+
+
 def _scheduled(func: tirx.PrimFunc, target: tvm.target.Target, choose: Choose | None) -> tirx.PrimFunc:
     rule, found = variants(func, target) or ("", ())
     choice = None if choose is None else choose(func, found)

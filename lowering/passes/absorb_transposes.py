@@ -1,7 +1,7 @@
 """Products that read transposed operands where they are.
 
-A product x y of two activations with x or y transposed becomes one whose loads are: schedules/cpu/matmul.py reads or
-packs its operands in any order, and a transposition of its own would read and write all of them.
+A product x y of two activations with x or y transposed becomes one whose loads are: kernels read or pack operands in
+any order, and a transposition of its own would read and write all of them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import tvm
 from tvm import relax, te
 from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from schedules.half_precision import HALF
 
 from .convolutions import OUT_ELEMENTWISE_FUSABLE
 from .main_function import rewritten
@@ -19,15 +21,17 @@ _SUMMED_IN = {"float64": {"float64"}, "float32": {"float32", "float16", "bfloat1
 def absorb_transposes(mod: tvm.IRModule, target: tvm.target.Target) -> tvm.IRModule:
     """The module with matrix products of floating-point numbers in `main` that transpose by themselves.
 
-    Only for CPUs; sums of half precision are in float32.
+    For GPUs only those of half precision, as TVM schedules the others. Sums of half precision are in float32.
     """
-    if target.kind.name != "llvm":
-        return mod
-    return rewritten(mod, _Absorber(mod))
+    return rewritten(mod, _Absorber(mod, on_gpu=target.kind.name != "llvm"))
 
 
 @mutator
 class _Absorber(PyExprMutator):
+    def __init__(self, mod: tvm.IRModule, on_gpu: bool) -> None:
+        super().__init__(mod)
+        self.on_gpu = on_gpu
+
     def visit_call_(self, call: relax.Call) -> relax.Expr:
         call = super().visit_call_(call)
         if call.op != tvm.ir.Op.get("relax.matmul") or any(x.ty.ndim < 2 for x in call.args):
@@ -35,7 +39,7 @@ class _Absorber(PyExprMutator):
         operands = [self.source(x) for x in call.args]
         dtypes = {str(x.ty.dtype) for x in (*call.args, call)}
         acc = next((acc for acc, summed in _SUMMED_IN.items() if dtypes <= summed), None)
-        if all(axes is None for _, axes in operands) or acc is None:
+        if all(axes is None for _, axes in operands) or acc is None or (self.on_gpu and not dtypes <= set(HALF)):
             return call
         (a, a_axes), (b, b_axes) = operands
         return self.builder_.call_te(

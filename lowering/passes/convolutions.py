@@ -1,10 +1,10 @@
 """Convolutions as products of matrices: a row is a patch of the data, read where it is, and the matrix that of the
 weights [k1 ... C, M].
 
-On CPUs the product is implicit: k runs over a patch, and the matrix kernel (schedules/cpu/blocked.py) finds the runs of
-it that are consecutive. Constant weights are packed (pack_weights.py). On GPUs patches are copied, for dlight's
-schedule of products. Groups are products of their own, several at a time where each is narrower than a vector
-(`Groups`); those without constant weights, and those on GPUs, are left to TVM.
+The product is implicit: k runs over a patch, and matrix kernels (schedules/cpu/blocked.py, schedules/cuda/products.py)
+find the runs of it that are consecutive. Constant weights are packed for CPUs (pack_weights.py). On GPUs patches of
+single precision are copied, for dlight's schedule of products. Groups are products of their own, several at a time
+where each is narrower than a vector (`Groups`); those without constant weights, and those on GPUs, are left to TVM.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import numpy as np
 import tvm
 from tvm import ir, relax, te
 from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from schedules.half_precision import HALF
 
 from ..tensorir.expressions import Expr
 from .main_function import rewritten
@@ -153,7 +155,7 @@ class _Lowerer(PyExprMutator):
         *_, channels, columns = w.ty.shape.values
         matrix = emit(relax.op.reshape(w, relax.ShapeExpr([convolution.depth(channels), columns])))
         wide = str(x.ty.dtype) in ("float32", "float16", "bfloat16") and convolution.dtype != "float64"
-        if self.on_gpu or not wide:
+        if not wide or (self.on_gpu and str(x.ty.dtype) not in HALF):
             patches = self.builder_.call_te(
                 lambda x, shape: _patches(convolution, x, shape[:-1]),
                 x,

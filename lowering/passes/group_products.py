@@ -1,7 +1,7 @@
 """Which functions products are computed in: what the matrix kernel takes is in a function of its own, and whole.
 
-Fusion puts operators together by the order in which they stand. What the matrix kernel (schedules/cpu/matmul.py) takes
-is another question, which this pass asks it, after fusion:
+Fusion puts operators together by the order in which they stand. What the target's matrix kernel takes is another
+question, which this pass asks it (schedules.joins), after fusion:
 
 1. A function that holds a product and is not taken as it is, is cut: products stand alone, with the element-wise stages
    around them that the kernel takes.
@@ -21,7 +21,7 @@ import tvm_ffi
 from tvm import ir, relax, tirx
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from schedules.cpu.matmul import Plan, plan
+import schedules
 from schedules.reading.product import read_product
 from schedules.reading.stages import Axis, Stage, read_stages, renamed, write_stages
 
@@ -33,12 +33,7 @@ _CALL_TIR = ir.Op.get("relax.call_tir")
 
 
 def group_products(mod: tvm.IRModule, target: tvm.target.Target, origins: Origins) -> tuple[tvm.IRModule, Origins]:
-    """The module, which FuseTIR wrote, with other functions around its products, and where these come from.
-
-    Only for CPUs.
-    """
-    if target.kind.name != "llvm":
-        return mod, origins
+    """The module, which FuseTIR wrote, with other functions around its products, and where these come from."""
     grouper = _Grouper(mod, target, origins)
     return rewritten(mod, grouper), grouper.origins
 
@@ -86,7 +81,7 @@ class _Grouper(PyExprMutator):
         self.mod, self.target, self.origins = mod, target, dict(origins)
         self.tensors: dict[relax.Expr, tirx.Buffer] = {}  # what the caller has
         self.names: dict[tirx.Buffer, relax.Expr] = {}  # the other way round
-        self.plans: dict[int, list[tuple[tirx.PrimFunc, Plan | None]]] = {}
+        self.answers: dict[int, list[tuple[tirx.PrimFunc, bool | None]]] = {}
         self.readers: Counter[relax.Var] = Counter()  # how often a variable is read
         body = mod["main"].body
         for expr in (body.body, *(binding.value for binding in bindings(body))):
@@ -167,30 +162,30 @@ class _Grouper(PyExprMutator):
         fields = [self.builder_.normalize(relax.TupleGetItem(both, n)) for n in range(len(results))]
         return [relax.VarBinding(both, call), *map(relax.VarBinding, results, fields)]
 
-    def plan(self, call: _Call) -> Plan | None:
-        """How the matrix kernel takes the call's function; functions that are equal are asked for once."""
+    def joins(self, call: _Call) -> bool | None:
+        """What the rule says of the call's function (schedules.joins); functions that are equal are asked for once."""
         function, _ = call.function()
-        known = self.plans.setdefault(tvm_ffi.structural_hash(function), [])
+        known = self.answers.setdefault(tvm_ffi.structural_hash(function), [])
         for other, answer in known:
             if tvm_ffi.structural_equal(other, function):
                 return answer
-        known.append((function, plan(function, self.target)))
+        known.append((function, schedules.joins(function, self.target)))
         return known[-1][1]
 
     # -- what belongs together ----------------------------------------------------------------------------------------
 
     def cut(self, call: _Call, kind: type[relax.Var]) -> list[_Call]:
         """The call, or calls of its parts where the kernel takes a product in it, but not with all that is there."""
-        if self.plan(call) is not None:
+        if self.joins(call) is not None:
             return [call]
-        taken = [bool(stage.reduce) and self.plan(_part(call, [stage])) is not None for stage in call.stages]
+        taken = [bool(stage.reduce) and self.joins(_part(call, [stage])) is not None for stage in call.stages]
         if not any(taken):
             return [call]
         parts: list[list[Stage]] = []
         holds = False  # a product that the kernel takes is in the last part
         for stage, is_taken in zip(call.stages, taken):
             wider = [*parts[-1], stage] if parts else [stage]
-            if not (holds or is_taken) or self.plan(_part(call, wider)) is not None:
+            if not (holds or is_taken) or self.joins(_part(call, wider)) is not None:
                 parts[-1:], holds = [wider], holds or is_taken
             else:
                 parts.append([stage])
@@ -227,8 +222,7 @@ class _Grouper(PyExprMutator):
 
     def factor(self, call: _Call) -> tirx.Buffer | None:
         """The tensor that all products of a call multiply by constant matrices."""
-        found = self.plan(call)
-        if found is None or not all(b.b_in_place and not b.product.batch for group in found for b in group):
+        if not self.joins(call):
             return None
         sources = {p.a.source for p in map(read_product, call.stages) if p is not None}
         return sources.pop() if len(sources) == 1 else None
@@ -241,7 +235,7 @@ class _Grouper(PyExprMutator):
         outputs = [buffer for buffer in (*a.outputs, *b.outputs) if buffer not in inside]
         nodes = tuple(dict.fromkeys((*a.nodes, *b.nodes)))
         call = _Call(f"{a.name}_{b.name}", [*a.stages, *b.stages], outputs, nodes)
-        return call if self.plan(call) is not None else None
+        return call if self.joins(call) is not None else None
 
 
 def _part(call: _Call, stages: list[Stage], name: str = "") -> _Call:

@@ -1,4 +1,4 @@
-"""Packs weights for the CPU's matrix kernel, once, while compiling.
+"""Packs weights for matrix kernels, once, while compiling: here for CPUs, and in weights_by_column.py for GPUs.
 
 A product x W with a constant matrix W becomes a product with W stored in panels (schedules/cpu/matmul.py): panel p
 holds columns p * nr .. p * nr + nr - 1, and the nr elements of each row are consecutive. Columns behind the last are
@@ -33,6 +33,7 @@ from .convolutions import (
     implicit_product,
     read_convolution,
 )
+from .weights_by_column import weights_by_column
 
 Weights = dict[str, np.ndarray]
 
@@ -56,7 +57,7 @@ def pack_weights(
     column and 32 rows, or f16. What that cost is said in `notes`. Quantised weights with other readers become floats.
     """
     if target.kind.name != "llvm":
-        return mod, {name: _plain(weight) for name, weight in weights.items()}
+        return weights_by_column(mod, {name: _plain(weight) for name, weight in weights.items()})
     packer = _Packer(mod, weights, machine(target), scheme)
     main = mod["main"]
     body = packer.visit_expr(main.body)

@@ -7,6 +7,7 @@ from .attention import attention
 from .concat import concat
 from .elementwise import elementwise
 from .gradient import gradient
+from .matmul import joins as joins
 from .matmul import matmul
 from .reduction import reduction
 from .sliding import windows

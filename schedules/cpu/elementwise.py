@@ -16,11 +16,11 @@ from lowering.tensorir.expressions import Expr, is_function, is_int, loads, offs
 from lowering.tensorir.facts import Facts
 
 from ..half_precision import is_half
-from ..reading.stages import Axis, Stage, read_stages
+from ..reading.stages import Axis, Stage, read_stages, volume
 from ..reading.values import Evaluator, Program, View, flat_view
 from ..variant import Variant
 from .fast_math import expand
-from .loops import split_among_threads, split_rows, volume
+from .loops import split_among_threads, split_rows
 from .sweep import Sweep, plan_sweep
 from .transposition import SweepTiles, read_transposition
 from .vector import Machine, fixed, machine

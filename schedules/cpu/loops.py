@@ -12,7 +12,7 @@ from tvm.sym import Analyzer
 
 from lowering.tensorir.expressions import Expr, is_int
 
-from ..reading.stages import Axis
+from ..reading.stages import Axis, unravel, volume
 from ..tiles import Space, Tiles
 from .vector import Machine, fixed
 
@@ -39,23 +39,6 @@ class LoopTiles(Tiles):
 
     def rules(self, problem: Any, machine: Machine) -> dict[str, bool]:
         return {"parallel_work and task_work must be positive": min(self.parallel_work, self.task_work) > 0}
-
-
-def volume(axes: Sequence[Axis]) -> Expr:
-    """Points of a rectangle."""
-    size: Expr = tirx.const(1, "int64")
-    for axis in axes:
-        size = size * axis.extent
-    return Analyzer().simplify(size)
-
-
-def unravel(index: Expr, axes: Sequence[Axis]) -> list[Expr]:
-    """The point of a row-major rectangle with this number."""
-    point: list[Expr] = []
-    for axis in reversed(axes[1:]):
-        point.append(index % axis.extent)
-        index = index // axis.extent
-    return [index, *reversed(point)] if axes else []
 
 
 def split_among_threads(tasks: Expr, work: Expr, parallel_work: int, body: Callable[[Expr], None]) -> None:

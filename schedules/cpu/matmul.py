@@ -91,6 +91,12 @@ def plan(func: tirx.PrimFunc, target: tvm.target.Target, tiles: PanelTiles | Non
     return kernels if first.b_in_place or not _is_linear(first.operands) or not is_thin(first.operands) else None
 
 
+def joins(func: tirx.PrimFunc, target: tvm.target.Target) -> bool | None:
+    """Whether products by other stored matrices may join a function that `matmul` takes; None where it does not."""
+    kernels = plan(func, target)
+    return None if kernels is None else all(b.b_in_place and not b.product.batch for b in _every(kernels))
+
+
 def _emit(func: tirx.PrimFunc, kernels: Plan, thin: ThinTiles) -> tirx.PrimFunc:
     operands = kernels[0][0].operands
     with IRBuilder() as builder, T.prim_func():

@@ -12,9 +12,10 @@ from tvm import tirx
 from lowering.tensorir.expressions import Expr
 
 from ..reading.product import Group
+from ..reading.stages import volume
 from ..tiles import Space
 from .cycles import L1, L2, L2_LINE, TYPICAL, overflow, register_tile
-from .loops import LoopTiles, volume
+from .loops import LoopTiles
 from .vector import Machine
 
 

@@ -21,7 +21,7 @@ from lowering.tensorir.expressions import Expr, is_int, loads, offset, substitut
 from lowering.tensorir.facts import Facts
 
 from ..half_precision import is_half
-from ..reading.stages import Axis, Stage, read_stages
+from ..reading.stages import Axis, Stage, read_stages, volume
 from ..reading.values import Evaluator, Known, Program, View, flat_view
 from ..tiles import Space
 from ..variant import Variant
@@ -29,7 +29,7 @@ from .cycles import LATENCY
 from .elementwise import expensive_outputs, recomputed, scratch_type
 from .fast_math import expand
 from .loop_body import before_loop, emit, is_vectorizable
-from .loops import LoopTiles, nest, split_rows, volume
+from .loops import LoopTiles, nest, split_rows
 from .reducers import Combine, read_term
 from .shared_axes import runs_across, several, shared_rank
 from .sweep import Piece, plan_sweep

@@ -11,11 +11,11 @@ from lowering.tensorir.expressions import Expr, offset, substitute
 from lowering.tensorir.facts import Facts
 
 from ..reading.product import Group
-from ..reading.stages import Axis, Stage
+from ..reading.stages import Axis, Stage, unravel, volume
 from ..reading.values import Evaluator, View
 from .fast_math import expand
 from .loop_body import before_loop, is_vectorizable
-from .loops import unravel, vector_loop, volume
+from .loops import vector_loop
 from .vector import LINE, Machine, fixed, prefetch
 
 Memory = Mapping[tirx.Buffer, tirx.Buffer]

@@ -32,14 +32,14 @@ from tvm.sym import Analyzer
 from lowering.tensorir.expressions import Expr, offset, substitute
 from lowering.tensorir.facts import Facts
 
-from ..reading.stages import Axis, Stage, read_stages
+from ..reading.stages import Axis, Stage, read_stages, unravel, volume
 from ..reading.values import Evaluator, View, flat_view
 from ..tiles import Space
 from ..variant import Variant
 from .cycles import LATENCY, TYPICAL
 from .fast_math import expand
 from .loop_body import before_loop, emit
-from .loops import LoopTiles, split_among_threads, unravel, volume
+from .loops import LoopTiles, split_among_threads
 from .vector import Machine, fixed, machine
 from .window import Windows, read_windows
 

@@ -17,10 +17,10 @@ from tvm.sym import Analyzer
 from lowering.tensorir.expressions import Expr, children, is_int, substitute, walk
 from lowering.tensorir.facts import Facts
 
-from ..reading.stages import Axis
+from ..reading.stages import Axis, unravel, volume
 from ..reading.values import Program
 from .loop_body import Body, before_loop, is_vectorizable
-from .loops import nest, unravel, vector_loop, volume
+from .loops import nest, vector_loop
 from .vector import fixed
 
 Write = Callable[[list[Expr], Facts], Program]

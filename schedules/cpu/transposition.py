@@ -21,11 +21,11 @@ from lowering.tensorir.expressions import Expr, children, is_int, loads, rewrite
 from lowering.tensorir.facts import Facts
 
 from ..half_precision import is_half
-from ..reading.stages import Axis
+from ..reading.stages import Axis, unravel, volume
 from ..reading.values import Program
 from ..tiles import Space
 from .loop_body import before_loop, is_vectorizable
-from .loops import LoopTiles, split_among_threads, unravel, volume
+from .loops import LoopTiles, split_among_threads
 from .sweep import Sweep
 from .vector import Machine, element_type, fixed, load, prefetch, reinterpret, store, transpose
 

@@ -6,7 +6,9 @@ from ..variant import Rule
 from .append import append
 from .attention import attention
 from .gradient import gradient
+from .matmul import joins as joins
+from .matmul import matmul
 from .ordinary import ordinary
 from .scatter import cache_update
 
-RULES: tuple[Rule, ...] = (attention, gradient, append, cache_update, ordinary)
+RULES: tuple[Rule, ...] = (attention, gradient, append, cache_update, matmul, ordinary)

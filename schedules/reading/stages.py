@@ -14,6 +14,7 @@ from tvm import ir, s_tir, tirx
 from tvm.ir import prim
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
+from tvm.sym import Analyzer
 
 from lowering.tensorir.blocks import read_block
 from lowering.tensorir.expressions import Expr, is_int, rewrite, substitute, walk
@@ -48,6 +49,23 @@ class Stage:
     def at(self, point: list[Expr]) -> Expr:
         """The value at a point of the output."""
         return substitute(self.value, dict(zip(self.indices, point)))
+
+
+def volume(axes: Sequence[Axis]) -> Expr:
+    """Points of a rectangle."""
+    size: Expr = tirx.const(1, "int64")
+    for axis in axes:
+        size = size * axis.extent
+    return Analyzer().simplify(size)
+
+
+def unravel(index: Expr, axes: Sequence[Axis]) -> list[Expr]:
+    """The point of a row-major rectangle with this number."""
+    point: list[Expr] = []
+    for axis in reversed(axes[1:]):
+        point.append(index % axis.extent)
+        index = index // axis.extent
+    return [index, *reversed(point)] if axes else []
 
 
 def same_axes(a: Stage, b: Stage) -> bool:

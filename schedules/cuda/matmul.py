@@ -1,0 +1,73 @@
+"""The rule for products of matrices in half precision: tensor cores, with sums in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tvm
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from lowering.tensorir.blocks import FORM
+from lowering.tensorir.expressions import is_int
+
+from ..variant import Variant
+from .device import device
+from .matmul_mma import matmul_mma
+from .matmul_rows import matmul_rows, takes
+from .matmul_tiles import FewRowsTiles, MatmulTiles
+from .products import Operand, Products, read_products
+
+Plan = tuple[Products, Operand, list[Operand]]
+
+
+def matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
+    """Products of one matrix with others, whose sums are read together; None for anything else."""
+    found = plan(func)
+    if found is None:
+        return None
+    products, a, bs = found
+    shape, gpu = products.shape, device(target)
+    tiles: dict[str, Any] = {"tiles": MatmulTiles.default(shape, gpu)}
+    if takes(a, bs):
+        tiles["rows"] = FewRowsTiles.default(shape, gpu)
+    return [Variant("mma", shape, gpu, tiles, lambda tiles: _kernel(func, tiles))]
+
+
+def plan(func: tirx.PrimFunc) -> Plan | None:
+    """How `matmul` reads a function, or None where it does not take it."""
+    products = read_products(func)
+    operands = products.operands() if products is not None else None
+    if products is None or operands is None or len(products.group.products) > 2:
+        return None
+    return products, *operands
+
+
+def joins(func: tirx.PrimFunc, target: tvm.target.Target) -> bool | None:
+    """Whether one more product by another matrix may join a function that `matmul` takes; None where it does not."""
+    found = plan(func)
+    return None if found is None else len(found[2]) == 1 and not found[0].batch_axes
+
+
+def _kernel(func: tirx.PrimFunc, tiles: dict[str, Any]) -> tirx.PrimFunc:
+    """The function: few rows by one kernel, all others by the other."""
+    found = plan(func)
+    assert found is not None
+    products, a, bs = found
+    with IRBuilder() as builder, T.prim_func():
+        if "rows" not in tiles:
+            matmul_mma(products, a, bs, tiles["tiles"])
+        else:
+            few = products.facts.simplify(products.rows <= tiles["rows"].rows)
+            if is_int(few, 1):
+                matmul_rows(products, a, bs, tiles["rows"])
+            elif is_int(few, 0):
+                matmul_mma(products, a, bs, tiles["tiles"])
+            else:
+                with T.If(few):
+                    with T.Then():
+                        matmul_rows(products, a, bs, tiles["rows"])
+                    with T.Else():
+                        matmul_mma(products, a, bs, tiles["tiles"])
+    return func.with_body(builder.get().body).without_attr(FORM)

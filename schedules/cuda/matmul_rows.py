@@ -1,0 +1,149 @@
+"""Products with few rows, which take as long as B takes to be read: decoding.
+
+B lies in rows of k, one for each column of C, and is what mma.sync calls A: 16 of its rows by 16 values of k, times 8
+rows of x, the other operand. k is summed in whatever order, so that a thread asks for 16 bytes at a time: of row g of B
+it has k = 8 t to 8 t + 7 of each piece of 32, which are the operands of two products. B goes from memory to registers,
+as nobody else wants it.
+
+    for each 16 columns of C, a block                              warps share k: pieces of 32, `ahead` at once
+        sums [16, rows] += B [16, 32] x [rows, 32]^T               two products for each 8 rows
+        the sums of the warps meet in shared memory -> epilogue.py
+"""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from lowering.tensorir.expressions import Expr, substitute
+
+from ..reading.stages import unravel
+from . import ptx
+from .epilogue import Epilogue, copy, row_of
+from .host import on_host
+from .matmul_tiles import FewRowsTiles
+from .products import CHUNK, Operand, Order, Products
+from .ptx import WARP, fixed, put, registers, unrolled
+
+COLUMNS, PIECE = 16, 32
+
+
+def takes(a: Operand, bs: list[Operand]) -> bool:
+    """Whether both operands lie in chunks along k, for all sizes."""
+    return all(operand.order is Order.K and operand.condition is None for operand in (a, *bs))
+
+
+def matmul_rows(products: Products, a: Operand, bs: list[Operand], tiles: FewRowsTiles) -> None:
+    """Emits the kernel and its launch, for at most `tiles.rows` rows, into the function that is open."""
+    epilogue = Epilogue(products)
+    rows, columns = on_host(products.rows), on_host(products.columns)
+    groups = on_host(tirx.truncdiv(columns + (COLUMNS - 1), T.int64(COLUMNS)))
+    blocks = on_host(groups * products.batch)
+    with (
+        T.If(blocks * rows > 0),
+        T.Then(),
+        T.launch_thread("blockIdx.x", blocks.astype("int32")) as block,
+        T.launch_thread("threadIdx.x", tiles.warps * WARP) as thread,
+    ):
+        place = (fixed(block // groups.astype("int32")), fixed(block % groups.astype("int32") * COLUMNS))
+        _Columns(products, (a, bs), tiles, epilogue, place, thread).emit(rows, columns)
+
+
+class _Columns:
+    """The code of one block: 16 columns of each product, all rows."""
+
+    def __init__(
+        self,
+        products: Products,
+        operands: tuple[Operand, list[Operand]],
+        tiles: FewRowsTiles,
+        epilogue: Epilogue,
+        place: tuple[Expr, Expr],
+        thread: Expr,
+    ) -> None:
+        self.products, self.tiles, self.epilogue, self.thread = products, tiles, epilogue, thread
+        self.a, self.bs = operands
+        batch, self.n0 = place
+        axes = products.batch_axes
+        self.where = {axis.var: fixed(i) for axis, i in zip(axes, unravel(batch.astype("int64"), axes))}
+        self.lane, self.warp = fixed(thread % WARP), fixed(thread // WARP)
+        self.g, self.t = fixed(self.lane // 4), fixed(self.lane % 4)
+        self.dtype, self.blocks = products.shape.dtype, tiles.rows // 8
+        self.sums = [registers(self.blocks * 4, "float32") for _ in self.bs]
+
+    def emit(self, rows: Expr, columns: Expr) -> None:
+        rows, columns = fixed(rows.astype("int32")), fixed(columns.astype("int32"))
+        depth = fixed(self.products.depth.astype("int32"))
+        ahead, count = self.tiles.ahead, len(self.bs)
+        b_words, x_words = registers(count * 8 * ahead, "uint32"), registers(self.blocks * 4 * ahead, "uint32")
+        for sums in self.sums:
+            with unrolled(self.blocks * 4) as n:
+                put(sums, n, T.float32(0))
+        starts = registers(count * 2, "int64")
+        for p, b in enumerate(self.bs):
+            for r in range(2):
+                put(starts, p * 2 + r, self.start(b, self.n0 + self.g + r * 8))
+        x_starts = registers(self.blocks, "int64")
+        for r in range(self.blocks):
+            put(x_starts, r, self.start(self.a, self.g + r * 8))
+        stride = self.tiles.warps * ahead * PIECE
+        with T.serial((depth + stride - 1) // stride) as turn:
+            for piece in range(ahead):
+                k = fixed(turn * stride + (self.warp * ahead + piece) * PIECE + self.t * CHUNK)
+                for p, b in enumerate(self.bs):
+                    for r in range(2):
+                        there = tirx.all(self.n0 + self.g + r * 8 < columns, k < depth)
+                        self.fetch(b, starts[p * 2 + r], k, there, b_words, ((p * ahead + piece) * 2 + r) * 4)
+                for r in range(self.blocks):
+                    there = tirx.all(self.g + r * 8 < rows, k < depth)
+                    self.fetch(self.a, x_starts[r], k, there, x_words, (r * ahead + piece) * 4)
+            for piece in range(ahead):
+                for half in range(2):
+                    for p, sums in enumerate(self.sums):
+                        at = [((p * ahead + piece) * 2 + r) * 4 + half * 2 for r in range(2)]
+                        ours = [b_words[at[0]], b_words[at[1]], b_words[at[0] + 1], b_words[at[1] + 1]]
+                        for r in range(self.blocks):
+                            x = (r * ahead + piece) * 4 + half * 2
+                            c = [sums[r * 4 + y] for y in range(4)]
+                            ptx.multiply_add(self.dtype, c, ours, [x_words[x], x_words[x + 1]])
+        self.finish(rows, columns)
+
+    def start(self, operand: Operand, outer: Expr) -> Expr:
+        return substitute(operand.start, {**self.where, operand.outer: outer.astype("int64")})
+
+    def fetch(self, operand: Operand, start: Expr, k: Expr, there: Expr, to: tirx.Buffer, at: int) -> None:
+        """to[at : at + 4] := a chunk, or zeros where it does not exist."""
+        memory = self.epilogue.memory[operand.buffer]
+        for n in range(4):
+            put(to, at + n, T.uint32(0))
+        with T.If(there), T.Then():
+            copy(to, at, memory, start + substitute(operand.along, {operand.k: k.astype("int64")}), CHUNK)
+
+    def finish(self, rows: Expr, columns: Expr) -> None:
+        """What the warps summed up, added and stored: rows of the sums are columns of C."""
+        count, most = len(self.bs), self.tiles.rows
+        size = count * most * COLUMNS  # of a warp
+        memory = T.alloc_buffer((self.tiles.warps * size,), "float32", scope="shared", align=16)
+        for p, sums in enumerate(self.sums):
+            for r in range(self.blocks):
+                for y in range(4):
+                    row, column = self.t * 2 + y % 2 + r * 8, self.g + y // 2 * 8
+                    at = self.warp * size + (p * most + row) * COLUMNS + column
+                    put(memory, at, sums[r * 4 + y])
+        ptx.synchronise()
+        width = self.epilogue.width
+        across, threads = COLUMNS // width, self.tiles.warps * WARP
+        with T.serial(-(-most * across // threads)) as turn:
+            chunk = fixed(turn * threads + self.thread)
+            row, c = fixed(chunk // across), fixed(chunk % across * width)
+            with T.If(tirx.all(row < rows, row < most, self.n0 + c < columns)), T.Then():
+                total = registers(count * width, "float32")
+                with unrolled(count * width) as n:
+                    put(total, n, T.float32(0))
+                with T.serial(self.tiles.warps) as warp:
+                    for p in range(count):
+                        at = fixed(warp * size + (p * most + row) * COLUMNS + c)
+                        with unrolled(width) as x:
+                            put(total, p * width + x, total[p * width + x] + memory[at + x])
+                found = [row_of(total, p * width) for p in range(count)]
+                self.epilogue.store(self.where, row, fixed(self.n0 + c), found)

@@ -1,0 +1,163 @@
+"""Tiles of the CUDA kernels for products of matrices."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..tiles import Space, Tiles
+from .cycles import BARRIER, LATENCY, SHARED, TYPICAL, load, step
+from .device import Device
+from .products import Shape
+
+_ADDRESSES = 72  # registers of a thread beside its accumulators
+
+
+@dataclass(frozen=True)
+class MatmulTiles(Tiles):
+    """Tiles of `matmul_mma`, by the names of CUTLASS."""
+
+    m: int
+    """Rows per block."""
+    n: int
+    """Columns per block, of all products together."""
+    k: int
+    """Values of k that are in shared memory at a time; a multiple of 16."""
+    warps_m: int
+    """Warps of a block along the rows ..."""
+    warps_n: int
+    """... and along the columns."""
+    stages: int
+    """Tiles of A, and of B, in shared memory, all but one of which are on their way."""
+    swizzle: int = 8
+    """Tiles of rows that blocks work on together, so that B is read from the second-level cache."""
+    split_steps: int = 8
+    """Where tiles do not fill the GPU, k is split into parts of at least so many steps."""
+
+    @property
+    def threads(self) -> int:
+        """Threads per block."""
+        return 32 * self.warps_m * self.warps_n
+
+    @property
+    def warp_m(self) -> int:
+        """Rows of a warp."""
+        return self.m // self.warps_m
+
+    def shared_memory(self, shape: Shape) -> int:
+        """Bytes per block: the stages, or sums of 16 rows of each warp in their place."""
+        staged = self.stages * (self.m + self.n) * self.k * 2
+        return max(staged, self.warps_m * self.warps_n * 16 * (self.n // self.warps_n + 8) * 4)
+
+    @classmethod
+    def space(cls, problem: Shape, device: Device) -> Space:
+        return {
+            "m": (32, 64, 128, 256),
+            "n": (32, 64, 128, 256),
+            "k": (16, 32, 64),
+            "warps_m": (1, 2, 4),
+            "warps_n": (1, 2, 4),
+            "stages": (2, 3, 4, 5),
+            "swizzle": (1, 4, 8, 16),
+            "split_steps": (4, 8, 16, 32),
+        }
+
+    def rules(self, problem: Shape, device: Device) -> dict[str, bool]:
+        shared = self.shared_memory(problem)
+        each = self.n // problem.products
+        columns = each // self.warps_n
+        accumulators = self.warp_m * columns * problem.products // 32
+        whole = self.m % self.warps_m == 0 and self.n % (problem.products * self.warps_n) == 0
+        return {
+            f"n = {self.n} must be {problem.products} times a power of two": _is_power(each),
+            f"m = {self.m} must be a power of two": _is_power(self.m),
+            f"a warp must have {problem.products} times 16 columns and 16 rows, or more": (
+                whole and columns >= 16 and self.warp_m >= 16
+            ),
+            f"k = {self.k} must be 16, 32 or 64": self.k in (16, 32, 64),
+            f"stages = {self.stages} must be at least 2": self.stages >= 2,
+            f"{self.threads} threads must be 32 to 1024": 32 <= self.threads <= 1024,
+            "swizzle and split_steps must be positive": min(self.swizzle, self.split_steps) > 0,
+            f"a tile of {min(self.m, each)} rows is less than a pass of {self.threads} threads": (
+                self.threads * 8 <= min(self.m, each) * self.k
+            ),
+            f"{shared} bytes of shared memory are more than {device.shared_memory}": shared <= device.shared_memory,
+            f"{accumulators} accumulators leave no registers": accumulators <= 160,
+        }
+
+    def estimate(self, problem: Shape, device: Device) -> float:
+        """Steps along k of the busiest multiprocessor: products, shared memory and cache beside each other."""
+        rows, columns = problem.rows or TYPICAL, (problem.columns or TYPICAL) * problem.products
+        batch, depth = problem.batch or 1, problem.depth or TYPICAL
+        rate = device.tensor_cores * (0.62 if device.generation >= 90 else 1.0)
+        products = 2 * self.m * self.n * self.k / rate
+        arrive = 2 * (self.m + self.n) * self.k
+        warps = self.warps_m * self.warps_n
+        read = 2 * self.k * (self.m * self.warps_n + self.n * self.warps_m)
+        accumulators = self.m * self.n // (32 * warps)
+        tiles = batch * -(-rows // self.m) * -(-columns // self.n)
+        busiest = load(tiles, device, self.threads, min(accumulators + _ADDRESSES, 255), self.shared_memory(problem))
+        units = max(products, (arrive + read) / SHARED, arrive / device.cache)
+        own = products * 4 / min(warps, 4) + BARRIER
+        alone = own + max(LATENCY - (self.stages - 1) * own, 0.0)
+        steps = -(-depth // self.k)
+        return math.log(busiest.blocks * (steps * step(units, alone, busiest.at_once) + LATENCY))
+
+    @classmethod
+    def default(cls, problem: Shape, device: Device) -> MatmulTiles:
+        """Untuned but good: CUTLASS's default for sm_80 (128 x 128 x 32, 64 x 64 of a warp), or half of it where that
+        would leave most of the GPU idle."""
+        stages = 4 if device.shared_memory >= 128 << 10 else 3
+        rows, columns = problem.rows or 1 << 20, (problem.columns or 1 << 20) * problem.products
+        tiles = (problem.batch or 1) * -(-rows // 128) * -(-columns // 128)
+        if rows <= 64 or tiles < device.multiprocessors // 2:
+            return MatmulTiles(64, 64, 32, 2, 2 if problem.products <= 2 else 1, stages)
+        return MatmulTiles(128, 128, 32, 2, 2, stages)
+
+
+@dataclass(frozen=True)
+class FewRowsTiles(Tiles):
+    """Tiles of `few_rows`."""
+
+    warps: int = 8
+    """Warps per block, which share k."""
+    ahead: int = 4
+    """Pieces of 32 values of k that a warp asks for at once."""
+    rows: int = 16
+    """The most rows that the kernel is for; more go to `matmul_mma`."""
+
+    @classmethod
+    def space(cls, problem: Shape, device: Device) -> Space:
+        return {"warps": (2, 4, 8, 16), "ahead": (1, 2, 4, 8), "rows": (8, 16, 32, 64)}
+
+    def rules(self, problem: Shape, device: Device) -> dict[str, bool]:
+        shared = self.shared_memory(problem)
+        return {
+            f"warps = {self.warps} must be from 1 to 32": 1 <= self.warps <= 32,
+            f"ahead = {self.ahead} must be positive": self.ahead > 0,
+            f"rows = {self.rows} must be a multiple of 8 up to 64": self.rows in range(8, 65, 8),
+            f"{shared} bytes of shared memory are more than {device.shared_memory}": shared <= device.shared_memory,
+            "the sums leave no registers": self.rows // 2 * problem.products + 8 * self.ahead <= 160,
+        }
+
+    def shared_memory(self, shape: Shape) -> int:
+        """Bytes per block: the warps' sums of 16 columns of each product."""
+        return 4 * self.warps * 16 * self.rows * shape.products
+
+    def estimate(self, problem: Shape, device: Device) -> float:
+        """Reading B with so many bytes on their way."""
+        columns, depth = (problem.columns or TYPICAL) * problem.products, problem.depth or TYPICAL
+        blocks = (problem.batch or 1) * -(-columns // 16)
+        busiest = load(blocks, device, 32 * self.warps, _ADDRESSES + 8 * self.ahead, self.shared_memory(problem))
+        steps = -(-depth // (32 * self.warps * self.ahead))
+        read = busiest.blocks * 16 * depth * 2 / device.memory
+        waited = busiest.blocks / busiest.at_once * (steps * LATENCY + self.warps * BARRIER)
+        return math.log(max(read, waited))
+
+    @classmethod
+    def default(cls, problem: Shape, device: Device) -> FewRowsTiles:
+        return FewRowsTiles(rows=16 if problem.products == 1 else 8)
+
+
+def _is_power(n: int) -> bool:
+    return n > 0 and n & (n - 1) == 0

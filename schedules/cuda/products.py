@@ -1,0 +1,163 @@
+"""Products of matrices as kernels for GPUs read them: where chunks of A and B are, and what becomes of the sums.
+
+Tensor cores take k in steps of 16, and memory gives 16 bytes at a time: eight elements of half precision, a chunk. An
+operand lies in chunks along k (A of most models, a stored weight) or along its other axis (B as ONNX writes it); what
+lies in neither is copied element by element. Rows of a convolution are patches: element (m, k) is at start(m) +
+along(k), which is all that a kernel asks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from tvm import tirx
+from tvm.ir import prim
+
+from lowering.tensorir.expressions import Expr, offset, substitute, uses
+from lowering.tensorir.facts import Facts
+
+from ..half_precision import HALF
+from ..reading.product import Group, read_groups
+from ..reading.stages import Axis, Stage, read_stages, unravel, volume
+
+CHUNK = 8  # elements of 16 bits
+
+
+class Order(Enum):
+    """Along what chunks of an operand lie."""
+
+    K = "k"
+    OUTER = "rows of A, columns of B"
+    NONE = "nothing: elements are copied one by one"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What tiles are chosen by. Sizes that are symbolic are None."""
+
+    dtype: str
+    batch: int | None
+    rows: int | None
+    columns: int | None
+    depth: int | None
+    products: int
+    """Whose sums are read together."""
+
+
+@dataclass(frozen=True, eq=False)
+class Operand:
+    """A or B: element k of row (or column) n is buffer[start + along], start of the batch axes and n, along of k."""
+
+    buffer: tirx.Buffer
+    outer: tirx.Var
+    k: tirx.Var
+    start: Expr
+    along: Expr
+    order: Order
+    condition: Expr | None
+    """What must hold at run time for chunks to be whole and at multiples of 16 bytes; None where it always does."""
+
+
+class Products:
+    """The products of a function, with one A, and free variables: batch axes as themselves, row m and column j."""
+
+    def __init__(self, func: tirx.PrimFunc, stages: list[Stage], group: Group) -> None:
+        first = group.products[0]
+        self.func, self.stages, self.group = func, stages, group
+        self.facts = Facts.of(func)
+        self.m, self.j, self.k = tirx.Var("m", "int64"), first.j.var, first.k.var
+        self.batch_axes, self.row_axes = first.batch, first.rows
+        self.batch, self.rows = volume(first.batch), volume(first.rows)
+        self.columns, self.depth = first.j.extent, first.k.extent
+        for axis in (*first.batch, Axis(self.m, self.rows), first.j, first.k):
+            self.facts.bind(axis.var, 0, axis.extent)
+        self.point = {axis.var: value for axis, value in zip(first.rows, unravel(self.m, first.rows))}
+
+    @property
+    def shape(self) -> Shape:
+        sizes = (self.batch, self.rows, self.columns, self.depth)
+        batch, rows, columns, depth = (size.value if isinstance(size, tirx.IntImm) else None for size in sizes)
+        return Shape(str(self.group.products[0].a.ty), batch, rows, columns, depth, len(self.group.products))
+
+    def operands(self) -> tuple[Operand, list[Operand]] | None:
+        """A, and B of each product; None where elements are not where a kernel could find them."""
+        ours, theirs = [], []
+        for product in self.group.products:
+            point = {**self.point, product.k.var: self.k}
+            places = ([substitute(index, point) for index in load.indices] for load in (product.a, product.b))
+            a = self._operand(product.a.source, next(places), self.m, self.rows)
+            b = self._operand(product.b.source, next(places), self.j, self.columns)
+            if a is None or b is None:
+                return None
+            ours.append(a)
+            theirs.append(b)
+        first = ours[0]
+        same = all(a.buffer.same_as(first.buffer) and _equal(a.start, first.start) for a in ours)
+        return (first, theirs) if same else None
+
+    def _operand(self, buffer: tirx.Buffer, indices: list[Expr], outer: tirx.Var, extent: Expr) -> Operand | None:
+        simplify, k = self.facts.simplify, self.k
+        # By index: what is behind a product with a symbolic size does not cancel.
+        starts = [simplify(substitute(index, {k: tirx.const(0, "int64")})) for index in indices]
+        steps = [simplify(index - start) for index, start in zip(indices, starts)]
+        along, start = (simplify(offset(buffer.shape, part)) for part in (steps, starts))
+        others = {self.m, self.j, *(axis.var for axis in self.batch_axes)}
+        if uses(along, others):
+            return None
+        order, condition = Order.NONE, None
+        for candidate, var, size in ((Order.K, k, self.depth), (Order.OUTER, outer, extent)):
+            found = self._chunks(buffer, (starts, steps), var, size)
+            if found is not None and (order is Order.NONE or found is True):
+                order, condition = candidate, (None if found is True else found)
+                if found is True:
+                    break
+        return Operand(buffer, outer, k, start, along, order, condition)
+
+    def _chunks(
+        self, buffer: tirx.Buffer, parts: tuple[list[Expr], list[Expr]], var: tirx.Var, extent: Expr
+    ) -> Expr | bool | None:
+        """Whether chunks lie along a variable: always, where an expression holds, or never (None)."""
+        facts = self.facts.copy()
+        number, inside = tirx.Var("number", "int64"), tirx.Var("inside", "int64")
+        facts.bind(number, 0, facts.simplify((extent + (CHUNK - 1)) // CHUNK))
+        facts.bind(inside, 0, tirx.const(CHUNK, "int64"))
+        first, any_of = ({var: facts.simplify(number * CHUNK + more)} for more in (tirx.const(0, "int64"), inside))
+        indices = [a + b for a, b in zip(*parts)]
+        at, behind = ([facts.simplify(substitute(index, where)) for index in indices] for where in (first, any_of))
+        gaps = [facts.simplify(b - a) for a, b in zip(at, behind)]
+        if not _equal(facts.simplify(offset(buffer.shape, gaps)), inside):
+            return None
+        conditions: list[Expr] = []
+        whole = facts.simplify(extent % CHUNK)
+        # Chunks begin at multiples of eight elements: by what is known, or where the last dimension is such a multiple.
+        begins = facts.simplify(offset(buffer.shape, at) % CHUNK)
+        if not _is_zero(begins):
+            if not at or not _is_zero(facts.simplify(at[-1] % CHUNK)):
+                return None
+            conditions.append(buffer.shape[-1] % CHUNK)
+        conditions.append(whole)
+        left = [c for c in conditions if not _is_zero(c)]
+        if any(isinstance(c, tirx.IntImm) for c in left):
+            return None
+        return tirx.all(*(tirx.EQ(c, tirx.const(0, "int64")) for c in left)) if left else True
+
+
+def read_products(func: tirx.PrimFunc) -> Products | None:
+    """A function that is one group of products of half precision, with element-wise stages around them; or None."""
+    stages = read_stages(func)
+    groups = read_groups(stages, set(func.params)) if stages else None
+    if not groups or stages is None or len(groups) != 1:
+        return None
+    types = {str(load.ty) for product in groups[0].products for load in (product.a, product.b)}
+    if len(types) != 1 or not types <= set(HALF) or any(p.codes is not None for p in groups[0].products):
+        return None
+    return Products(func, stages, groups[0])
+
+
+def _equal(a: Expr, b: Expr) -> bool:
+    return bool(prim.expr_deep_equal(a, b))
+
+
+def _is_zero(a: Expr) -> bool:
+    return isinstance(a, tirx.IntImm) and a.value == 0

@@ -1,0 +1,202 @@
+"""Products of matrices on tensor cores, emulated: right for every order of operands, size, epilogue and split of k."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import cuda_emulation as emulated
+import ml_dtypes
+import numpy as np
+import pytest
+import tvm
+from prefill_cases import TURNS
+from thinned import thinned
+from tvm import te, tirx, topi
+
+from lowering.tensorir.blocks import FORM
+from schedules.cuda.matmul import matmul
+from schedules.cuda.matmul_tiles import FewRowsTiles, MatmulTiles
+
+Arrays = list[np.ndarray]
+SMALL = MatmulTiles(32, 32, 32, 2, 1, 3, swizzle=2, split_steps=2)
+
+
+@dataclass(frozen=True)
+class Case:
+    """C [batch, m, n] = A [batch, m, k] B [batch, k, n] under an epilogue; sizes by name are symbolic."""
+
+    m: int | str = "m"
+    n: int | str = 96
+    k: int | str = 72
+    dtype: str = "float16"
+    batch: int | str | None = None
+    a_transposed: bool = False
+    b_transposed: bool = False
+    epilogue: str = "bias"
+    """bias, residual, float32, gate (two products), or none."""
+    tiles: MatmulTiles | None = SMALL
+    sizes: tuple[dict[str, int], ...] = ({"m": 1}, {"m": 45})
+
+    def function(self) -> tirx.PrimFunc:
+        symbols: dict[str, tirx.Var] = {}
+
+        def size(n: int | str) -> Any:
+            return tirx.IntImm("int64", n) if isinstance(n, int) else symbols.setdefault(n, tirx.Var(n, "int64"))
+
+        m, n, k = map(size, (self.m, self.n, self.k))
+        outer = () if self.batch is None else (size(self.batch),)
+        a = te.placeholder((*outer, k, m) if self.a_transposed else (*outer, m, k), self.dtype, "a")
+        names = ("b", "up") if self.epilogue == "gate" else ("b",)
+        shape = (*outer, n, k) if self.b_transposed else (*outer, k, n)
+        bs = [te.placeholder(shape, self.dtype, name) for name in names]
+
+        def product(b: te.Tensor) -> te.Tensor:
+            step = te.reduce_axis((0, k), "step")
+
+            def element(*index: Any) -> Any:
+                *o, i, j = index
+                x = a(*o, step, i) if self.a_transposed else a(*o, i, step)
+                y = b(*o, j, step) if self.b_transposed else b(*o, step, j)
+                return te.sum(x.astype("float32") * y.astype("float32"), axis=step)
+
+            return te.compute((*outer, m, n), element, b.op.name)
+
+        sums = [topi.cast(product(b), self.dtype) for b in bs]
+        given = [a, *bs]
+        if self.epilogue == "bias":
+            given.append(te.placeholder((n,), self.dtype, "bias"))
+            result = topi.add(sums[0], given[-1])
+        elif self.epilogue == "residual":
+            given.append(te.placeholder((*outer, m, n), self.dtype, "residual"))
+            result = topi.add(topi.tanh(sums[0]), given[-1])
+        elif self.epilogue == "gate":
+            result = topi.multiply(topi.multiply(sums[0], topi.sigmoid(sums[0])), sums[1])
+        else:
+            result = topi.cast(sums[0], "float32") if self.epilogue == "float32" else sums[0]
+        return te.create_prim_func([*given, result])
+
+    def arrays(self, sizes: dict[str, int]) -> tuple[Arrays, np.ndarray]:
+        """Random inputs with infinity and NaN nowhere, and what is right, in float64."""
+        rng = np.random.default_rng(sum(sizes.values()))
+        kind = np.dtype(getattr(ml_dtypes, self.dtype, self.dtype))
+        m, n, k = (s if isinstance(s, int) else sizes[s] for s in (self.m, self.n, self.k))
+        outer = () if self.batch is None else (self.batch if isinstance(self.batch, int) else sizes[self.batch],)
+
+        def draw(*shape: int) -> np.ndarray:
+            return rng.standard_normal(shape).astype(kind)
+
+        a = draw(*outer, k, m) if self.a_transposed else draw(*outer, m, k)
+        bs = [
+            draw(*outer, n, k) if self.b_transposed else draw(*outer, k, n)
+            for _ in range(2 if self.epilogue == "gate" else 1)
+        ]
+        x = a.astype("float64").swapaxes(-1, -2) if self.a_transposed else a.astype("float64")
+        ys = [b.astype("float64").swapaxes(-1, -2) if self.b_transposed else b.astype("float64") for b in bs]
+        sums, given = [x @ y / 1.0 for y in ys], [a, *bs]
+        result = sums[0]
+        if self.epilogue == "bias":
+            given.append(draw(n))
+            result = result + given[-1].astype("float64")
+        elif self.epilogue == "residual":
+            given.append(draw(*outer, m, n))
+            result = np.tanh(result) + given[-1].astype("float64")
+        elif self.epilogue == "gate":
+            result = result / (1 + np.exp(-result)) * sums[1]
+        stored = "float32" if self.epilogue == "float32" else kind
+        return [*given, np.full((*outer, m, n), np.nan, stored)], result
+
+
+def made(case: Case, arch: str = "sm_80", rows: int | None = None) -> emulated.Module:
+    """rows: the most for which the kernel for few rows is taken."""
+    (variant,) = matmul(case.function(), tvm.target.Target({"kind": "cuda", "arch": arch}, host="llvm")) or ()
+    tiles: dict[str, Any] = {} if case.tiles is None else {"tiles": case.tiles}
+    if rows is not None:
+        tiles["rows"] = dataclasses.replace(variant.tiles["rows"], rows=rows)
+    return emulated.module({"main": variant.make(**tiles).without_attr(FORM)}, arch=arch)
+
+
+def check(case: Case, module: emulated.Module, turns: list[tuple[Any, Any]]) -> None:
+    for sizes in case.sizes:
+        arrays, want = case.arrays(sizes)
+        for order, arrivals in turns:
+            got = module.call("main", arrays, order=order, arrivals=arrivals)[-1].astype("float64")
+            # Sums of products of normal numbers are as large as the root of their count.
+            scale = math.sqrt(sizes.get("k", case.k if isinstance(case.k, int) else 1)) * (
+                np.abs(want).max() / max(np.abs(want).std(), 1e-9) if case.epilogue == "gate" else 1
+            )
+            eps = {"float16": 2.0**-10, "bfloat16": 2.0**-7}[case.dtype]
+            np.testing.assert_allclose(got, want, rtol=2 * eps, atol=2 * eps * scale, err_msg=f"{case} {sizes}")
+
+
+CASES = {
+    "columns of B": Case(),
+    "rows of B": Case(b_transposed=True),
+    "A transposed, residual": Case(m=40, a_transposed=True, epilogue="residual", sizes=({},)),
+    "bfloat16, gate": Case(epilogue="gate", dtype="bfloat16", n=48, tiles=dataclasses.replace(SMALL, n=64)),
+    "k in parts": Case(k=256, epilogue="residual", b_transposed=True),
+    "k in parts, gate": Case(k=264, epilogue="gate", tiles=dataclasses.replace(SMALL, n=64)),
+    "nothing is a multiple": Case(n=37, k=19, epilogue="float32"),
+    "columns are none": Case(n=37, k=24, b_transposed=True),
+    "symbolic columns": Case(n="n", k=40, epilogue="residual", sizes=({"m": 33, "n": 40}, {"m": 5, "n": 37})),
+    "symbolic depth": Case(k="k", batch=2, sizes=({"m": 33, "k": 48}, {"m": 7, "k": 21}, {"m": 7, "k": 0})),
+    "batches": Case(batch="b", b_transposed=True, epilogue="residual", sizes=({"b": 3, "m": 40}, {"b": 0, "m": 4})),
+    "default tiles": Case(m=130, n=136, k=80, tiles=None, sizes=({},)),
+}
+
+
+@pytest.mark.parametrize("name", thinned(CASES, 3))
+def test_equals_float64(name: str) -> None:
+    case = CASES[name]
+    check(case, made(case), TURNS[:1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_every_order_of_threads_and_copies(name: str) -> None:
+    case = CASES[name]
+    check(case, made(case), TURNS[1:])
+
+
+FEW = {
+    "one row": Case(k=2064, b_transposed=True, sizes=({"m": 1}, {"m": 2}, {"m": 0})),
+    "gate": Case(k=200, n=40, b_transposed=True, epilogue="gate", sizes=({"m": 1}, {"m": 8})),
+    "ragged columns": Case(k=72, n=37, b_transposed=True, epilogue="residual", dtype="bfloat16", sizes=({"m": 13},)),
+}
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_few_rows(name: str) -> None:
+    case = FEW[name]
+    check(case, made(case, rows=8 if case.epilogue == "gate" else 16), TURNS[:2])
+
+
+def test_tiles_change_no_result() -> None:
+    """Records that are far from the default, where they are legal."""
+    rng = np.random.default_rng(3)
+    case = Case(m=70, n=72, k=104, tiles=None, sizes=({},))
+    (variant,) = matmul(case.function(), tvm.target.Target({"kind": "cuda", "arch": "sm_80"}, host="llvm")) or ()
+    space = MatmulTiles.space(variant.problem, variant.machine)
+    for _ in range(4):
+        drawn = MatmulTiles(**{name: values[rng.integers(len(values))] for name, values in space.items()})
+        tiles = drawn.nearest_legal(variant.problem, variant.machine)
+        print(tiles)
+        module = emulated.module({"main": variant.make(tiles=tiles).without_attr(FORM)}, arch="sm_80")
+        check(case, module, TURNS[:1])
+
+
+def test_illegal_tiles_are_refused() -> None:
+    (variant,) = matmul(Case().function(), tvm.target.Target({"kind": "cuda", "arch": "sm_80"}, host="llvm")) or ()
+    with pytest.raises(ValueError, match="at least 2"):
+        variant.make(tiles=dataclasses.replace(SMALL, stages=1))
+    with pytest.raises(ValueError, match="power of two"):
+        variant.make(tiles=dataclasses.replace(SMALL, m=48))
+
+
+def test_other_products_are_left() -> None:
+    target = tvm.target.Target({"kind": "cuda", "arch": "sm_80"}, host="llvm")
+    a, b = (te.placeholder((tirx.IntImm("int64", 8), tirx.IntImm("int64", 8)), "float32", name) for name in "ab")
+    assert matmul(te.create_prim_func([a, b, topi.matmul(a, b)]), target) is None
+    assert FewRowsTiles.default(matmul(Case(b_transposed=True).function(), target)[0].problem, None).rows == 16
