@@ -18,6 +18,7 @@ from ..graph.declared_sizes import Dims, ranges, with_sizes
 from ..graph.donation import donated_pairs
 from ..graph.model import ModelLike, load_model
 from ..graph.paged_decoder import batch_of, serve_decoder
+from ..graph.precision import Precision, use_precision
 from ..graph.serve import Serve
 from ..graph.static_cache import LENGTH, use_static_caches
 from ..graph.written_inputs import name_written_inputs
@@ -52,6 +53,7 @@ def compile(
     serve: Serve | None = None,
     dump: Dump | None = None,
     checks: bool = True,
+    precision: Precision | None = None,
 ) -> Model:
     """Compiles an ONNX model ahead of time; the result runs at once and can be saved.
 
@@ -65,6 +67,8 @@ def compile(
     (a scale for each column), "int4" (a float16 scale for each column and 32 rows) or "f16" compresses the constant
     matrices of products. Sums stay float32; tables of embeddings, biases and convolutions stay as they are. What it
     costs is a note of the manifest.
+    precision="float16" or "bfloat16" computes the products of a model of float32 in that type, and stores their weights
+    and a decoder's caches so; norms, softmax and sums stay float32, as do inputs and outputs (graph/precision.py).
     threads is the default number of workers, at most 1024; None means the CPUs the calling thread may use. dims says
     what is known of symbolic dimensions: dims={"batch": 1} makes one a number, at which sizes and branches (If) that
     it decides are computed now, and dims={"tokens": (1, 512)} bounds one, which calls then check. database is a folder
@@ -83,7 +87,7 @@ def compile(
     """
     from ..runtime import open_compiled
 
-    options = Options(target, donate, threads, cc, dims, static_cache, weights, database, serve, checks)
+    options = Options(target, donate, threads, cc, dims, static_cache, weights, database, serve, checks, precision)
     # What is loaded holds its files open, and needs no folder.
     with tempfile.TemporaryDirectory(prefix="onnx-lowering-") as folder:
         module = Path(folder) / "module"
@@ -106,6 +110,7 @@ def compile_to(
     dump: Dump | None = None,
     sign_key: SigningKey | None = None,
     checks: bool = True,
+    precision: Precision | None = None,
 ) -> Manifest:
     """Compiles straight into an artifact folder, also for machines that cannot run it.
 
@@ -115,7 +120,7 @@ def compile_to(
     check_replaceable(Path(os.path.realpath(folder)))
     if sign_key is not None:
         sign_key = private_key(sign_key)
-    options = Options(target, donate, threads, cc, dims, static_cache, weights, database, serve, checks)
+    options = Options(target, donate, threads, cc, dims, static_cache, weights, database, serve, checks, precision)
     return _write(Path(folder), model, options, dump, sign_key)
 
 
@@ -149,7 +154,10 @@ def compiled(model: ModelLike, options: Options, stand_in: Target | None = None,
         loaded = with_sizes(loaded, {batch: 1})
     written = name_written_inputs(loaded)
     donated = donated_pairs(loaded.graph, options.donate) | written
-    fused = fuse(loaded)
+    fused, notes = fuse(loaded), []
+    if options.precision is not None:
+        fused = fused.clone() if fused is loaded else fused
+        notes.append(use_precision(fused, options.precision))
     slots = served = None
     if options.serve is not None:
         fused = fused.clone() if fused is loaded else fused
@@ -168,7 +176,7 @@ def compiled(model: ModelLike, options: Options, stand_in: Target | None = None,
     imported = import_model(fused, () if slots is None else (LENGTH,), checks)
     inputs, outputs = [p.name for p in imported.inputs], [p.name for p in imported.outputs]
     pairs = {inputs.index(i): outputs.index(o) for i, o in donated.items()}
-    notes = list(imported.warnings)
+    notes += imported.warnings
     libraries, unscheduled = [], []
     for each in targets:
         choose = Records(None if options.database is None else Path(options.database), each).choose

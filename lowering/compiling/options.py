@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ..errors import InputError
 from ..graph.declared_sizes import Dims
+from ..graph.precision import PRECISIONS, Precision
 from ..graph.serve import Serve
 from ..importing.quantised import SCHEMES, Scheme
 from ..runtime.checks import checked_threads, whole_number
@@ -28,6 +29,7 @@ class Options:
     database: str | Path | None = None
     serve: Serve | None = None
     checks: bool = True
+    precision: Precision | None = None
 
     def __post_init__(self) -> None:
         # Python's own numbers in place of NumPy's.
@@ -39,6 +41,11 @@ class Options:
             raise InputError("static_cache and serve are two ways to keep caches: choose one.")
         if self.checks not in (True, False):
             raise InputError(f"checks={self.checks!r} is neither True nor False.")
+        if self.precision is not None and self.precision not in PRECISIONS:
+            raise InputError(
+                f"precision={self.precision!r} is no type to compute products in. Use {', '.join(PRECISIONS)}, or "
+                "leave it out: then every node is computed in the model's own type."
+            )
         if self.weights is not None and self.weights not in SCHEMES:
             raise InputError(
                 f"weights={self.weights!r} is no way to hold weights. Use {', '.join(SCHEMES)}, or leave it out."

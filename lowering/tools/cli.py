@@ -32,6 +32,8 @@ _TARGET = (
 
 _WEIGHTS = "compress the constant matrices of products"
 
+_PRECISION = "compute the products of a model of float32, and store weights and caches, in this type"
+
 _VERIFY = "refuse an artifact that was not signed with the other half of this Ed25519 public key"
 
 
@@ -104,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     c.add_argument("--cache", choices=("model", "int8"), help="with --serve: the type of keys and values in the cache")
     c.add_argument("--weights", choices=("int8", "int4", "f16"), help=_WEIGHTS)
+    c.add_argument("--precision", choices=("float16", "bfloat16"), help=_PRECISION)
     c.add_argument("--database", type=Path, metavar="DIR", help="records of `tune` that pick the tiles of kernels")
     c.add_argument("--threads", type=positive, help="default number of workers (else the CPUs the caller may use)")
     c.add_argument("--no-checks", action="store_true", help="runs look at no tables of serving operators")
@@ -139,6 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     v.add_argument("--against", choices=("reference", "onnxruntime"), default="reference")
     v.add_argument("--target", default="cpu", help=_TARGET)
     v.add_argument("--weights", choices=("int8", "int4", "f16"), help=_WEIGHTS)
+    v.add_argument("--precision", choices=("float16", "bfloat16"), help=_PRECISION)
     v.add_argument("--input", action="append", default=[], metavar="NAME=FILE.npy", help="others are random")
     v.add_argument("--dim", action="append", default=[], metavar="NAME=SIZE", help="a symbolic dimension (else 4)")
     v.add_argument("--rtol", type=not_negative, default=1e-3)
@@ -188,6 +192,7 @@ def _compile(arguments: argparse.Namespace) -> int:
         dump=dump if arguments.dump_dir is not None else None,
         sign_key=arguments.sign,
         checks=not arguments.no_checks,
+        precision=arguments.precision,
     )
     for note in manifest.notes:
         print(f"note: {note}")
@@ -265,6 +270,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         arguments.atol,
         arguments.seed,
         arguments.weights,
+        arguments.precision,
     )
     for c in result.comparisons:
         verdict = "ok" if c.close else "DIFFERS"

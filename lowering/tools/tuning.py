@@ -31,6 +31,7 @@ def add(add_parser: Callable[..., Any], target: str) -> None:
     )
     t.add_argument("--static-cache", type=positive, metavar="TOKENS", help="as for compile")
     t.add_argument("--weights", choices=("int8", "int4", "f16"), help="as for compile")
+    t.add_argument("--precision", choices=("float16", "bfloat16"), help="as for compile")
     t.add_argument("--donate", action="append", default=[], metavar="REGEX", help="as for compile")
     t.add_argument("--threads", type=positive, default=1, help="number of workers (1)")
     t.add_argument("--seed", type=natural, default=0, help="of the search")
@@ -101,6 +102,7 @@ def _tune(arguments: argparse.Namespace) -> int:
             tracker=_tracker(arguments),
             keys=arguments.key,
             export=arguments.export_candidates,
+            precision=arguments.precision,
         )
     if arguments.export_candidates is not None:
         total = sum(outcome.trials for outcome in tuning.outcomes)

@@ -12,6 +12,7 @@ import onnx_ir as ir
 from ..compiling.compiler import compile
 from ..errors import InputError, LoweringError
 from ..graph.model import ModelLike, load_model
+from ..graph.precision import Precision
 from ..importing.quantised import Scheme
 from ..profiling.inputs import random_input
 
@@ -57,19 +58,20 @@ def verify(
     atol: float = 1e-5,
     seed: int = 0,
     weights: Scheme | None = None,
+    precision: Precision | None = None,
 ) -> Verification:
     """Compiles the model and compares every output with onnx's reference evaluator or ONNX Runtime.
 
     inputs gives some or all inputs; the others are random (floats standard normal, integers 0 or 1, which are legal
     indices of anything not empty). sizes gives symbolic dimensions by name, 4 where it says nothing. An element is
-    close when |ours - reference| <= atol + rtol * |reference|. weights is passed to `compile`; the reference keeps the
-    model's own, so that the comparisons show the cost.
+    close when |ours - reference| <= atol + rtol * |reference|. weights and precision are passed to `compile`; the
+    reference computes the model as it is, so that the comparisons show the cost.
 
     Raises as `compile` does; InputError for unknown names; LoweringError if the reference cannot run the model.
     """
     loaded = load_model(model)
     proto = ir.to_proto(loaded)
-    module = compile(loaded, target, weights=weights)
+    module = compile(loaded, target, weights=weights, precision=precision)
     feeds = dict(inputs or {})
     unknown = set(feeds) - {t.name for t in module.inputs}
     if unknown:

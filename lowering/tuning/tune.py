@@ -14,6 +14,7 @@ from ..errors import ArtifactError, InputError
 from ..fleet.devices import Fleet
 from ..graph.declared_sizes import Dims
 from ..graph.model import ModelLike
+from ..graph.precision import Precision
 from ..importing.quantised import Scheme
 from ..manifest import MOST_THREADS
 from ..runtime.checks import whole_number
@@ -66,13 +67,14 @@ def tune(
     tracker: tuple[str, int] | None = None,
     keys: Sequence[str] = (),
     export: str | Path | None = None,
+    precision: Precision | None = None,
 ) -> Tuning:
     """Searches the tiles of a model's kernels, for so many seconds or trials, and files all measurements in a database.
 
     sizes are settings of the symbolic dimensions (names and numbers, as for `bench`): kernels are tuned at all of
-    them. target, dims, static_cache, weights and donate must be what `compile` is given, or its kernels are others.
-    effort says how small a share of a run is still looked at, and how often is measured. Ctrl-C ends the search early,
-    and what was found until then is compared and kept. progress is called after every trial.
+    them. target, dims, static_cache, weights, precision and donate must be what `compile` is given, or its kernels are
+    others. effort says how small a share of a run is still looked at, and how often is measured. Ctrl-C ends the search
+    early, and what was found until then is compared and kept. progress is called after every trial.
 
     tracker is host and port of a TVM tracker, and keys are those of devices that `onnx-lowering device` registered
     there: candidates are measured on them, as many at once as there are, those of each key for its own architecture.
@@ -90,7 +92,7 @@ def tune(
         raise InputError(f"effort={effort!r} is neither 'quick' nor 'full'.")
     threads = whole_number(threads, "threads", 1, MOST_THREADS)
     # What runs of a tuner are fed is made up: tables of serving operators would be refused.
-    options = Options(target, donate, threads, dims=dims, static_cache=static_cache, weights=weights, checks=False)
+    options = Options(target, donate, threads, None, dims, static_cache, weights, checks=False, precision=precision)
     most = None if trials is None else whole_number(trials, "trials", 0, 2**31)
     begin = time.monotonic()
     found, *others = resolve(target)

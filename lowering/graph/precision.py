@@ -1,0 +1,217 @@
+"""Models of float32 whose products are computed in half precision, on request.
+
+Products (MatMul, Gemm, Conv, Attention, Einsum) take operands in float16 or bfloat16, and their weights are stored
+so. What is made of their results element by element, or moves them, goes on in that type where somebody reads it so,
+as do the norms, which read and write it and compute in float32, as ONNX has it (stash_type). Everything else, such as
+softmax and other exponentials, sums, positions and angles, stays float32, with Casts in between, which become part of
+the kernels around them. Sums of products are float32 in any case.
+
+Inputs and outputs keep their types, except for caches: a decoder that gets its past keys back as its present ones keeps
+them in half precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, TypeAlias
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from ..fusion.opset import opset
+from ..fusion.sizes import InferSizesPass
+from .static_cache import grows
+
+Precision: TypeAlias = Literal["float16", "bfloat16"]
+PRECISIONS: dict[str, ir.DataType] = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
+
+_PRODUCTS = {"MatMul", "Gemm", "Conv", "Attention", "Einsum"}
+
+_FOLLOW = {
+    "Abs", "Add", "AveragePool", "Clip", "Concat", "Div", "Dropout", "Elu", "Expand", "Flatten", "Gather", "Gelu",
+    "GlobalAveragePool", "HardSigmoid", "HardSwish", "Identity", "LayerNormalization", "LeakyRelu", "Max", "MaxPool",
+    "Min", "Mul", "Neg", "Pad", "RMSNormalization", "Relu", "Reshape", "RotaryEmbedding", "Sigmoid", "Slice", "Split",
+    "Squeeze", "Sub", "Swish", "Tanh", "TensorScatter", "Tile", "Transpose", "Unsqueeze", "Where",
+}  # fmt: skip
+
+# Of nodes that follow: which inputs decide. Of the others all that are no constants do.
+_DATA = {"Gather": (0,), "Where": (1, 2), "TensorScatter": (0, 1), "RotaryEmbedding": (0,)}
+
+_LARGE = 1 << 14  # elements from which on a table is worth being stored in half precision
+
+
+def use_precision(model: ir.Model, precision: Precision) -> str:
+    """Rewrites a model that `fuse` has been through; says what was done, for the reader."""
+    InferSizesPass()(model)
+    return _Converter(model, PRECISIONS[precision]).convert()
+
+
+class _Converter:
+    def __init__(self, model: ir.Model, dtype: ir.DataType) -> None:
+        self.model, self.graph, self.dtype = model, model.graph, dtype
+        self.opset = opset(model)
+        self.narrow: set[ir.Value] = set()  # values whose type is now dtype
+        self.casts: dict[tuple[ir.Value, ir.DataType], ir.Value] = {}
+        self.clipped = 0
+        self.weights: dict[ir.Value, ir.Value] = {}
+
+    def convert(self) -> str:
+        nodes = list(self.graph)
+        caches = self.caches(nodes)
+        self.read_wide = self.only_read_wide(nodes, set(caches.values()))
+        for past in caches:
+            past.dtype = self.dtype
+            self.narrow.add(past)
+        kept = products = 0
+        for node in nodes:
+            floats = [value for value in node.outputs if value.dtype == ir.DataType.FLOAT]
+            if self.is_narrow(node):
+                products += node.op_type in _PRODUCTS
+                for place, value in self.float_inputs(node):
+                    node.replace_input_with(place, self.as_type(value, self.dtype, node))
+                for value in floats:
+                    value.dtype = self.dtype
+                    self.narrow.add(value)
+                continue
+            kept += bool(floats)
+            for place, given in enumerate(node.inputs):
+                if given is not None and given in self.narrow:
+                    node.replace_input_with(place, self.as_type(given, ir.DataType.FLOAT, node))
+            self.widen_subgraphs(node)
+        self.give_out(set(caches.values()))
+        for value in self.weights:
+            if not value.uses() and value.name is not None and not value.is_graph_output():
+                self.graph.initializers.pop(value.name)
+        name = self.dtype.name.lower()
+        note = f"precision: {products} products are computed in {name}, {kept} other nodes of float32 stay so"
+        if self.clipped:
+            note += f"; {self.clipped} constants beyond its range became its largest numbers"
+        return note
+
+    def caches(self, nodes: list[ir.Node]) -> dict[ir.Value, ir.Value]:
+        """Inputs that hold past keys and values, and the outputs that they become."""
+        found: dict[ir.Value, ir.Value] = {}
+        for node in nodes:
+            pairs: list[tuple[int, int]] = []
+            if grows(node):
+                pairs = [(0, 0)]
+            elif node.domain in ("", "ai.onnx"):
+                pairs = {"TensorScatter": [(0, 0)], "Attention": [(4, 1), (5, 2)]}.get(node.op_type, [])
+            for past, present in pairs:
+                if past < len(node.inputs) and present < len(node.outputs):
+                    value, output = node.inputs[past], node.outputs[present]
+                    if value is not None and self.is_input(value) and output.is_graph_output():
+                        found[value] = output
+        return found
+
+    def only_read_wide(self, nodes: list[ir.Node], caches: set[ir.Value]) -> set[ir.Node]:
+        """Nodes whose results nobody wants in half precision: scores before a softmax, or what is given out."""
+        found: set[ir.Node] = set()
+        for node in reversed(nodes):
+            readers = [reader for output in node.outputs for reader, _ in output.uses()]
+            wanted = any(reader.op_type in _PRODUCTS | _FOLLOW and reader not in found for reader in readers)
+            if node.op_type in _FOLLOW and not wanted and not caches & set(node.outputs):
+                found.add(node)
+        return found
+
+    def is_input(self, value: ir.Value) -> bool:
+        return value.is_graph_input() and value.dtype == ir.DataType.FLOAT and value.name not in self.graph.initializers
+
+    def is_narrow(self, node: ir.Node) -> bool:
+        """Whether the node is to read and write half precision."""
+        if node.domain not in ("", "ai.onnx") or node.op_type not in _PRODUCTS | _FOLLOW:
+            return False
+        if not any(True for _ in self.float_inputs(node)) or not self.is_legal(node):
+            return False
+        if node.op_type in _PRODUCTS:
+            return True
+        if node in self.read_wide:
+            return False
+        places = _DATA.get(node.op_type)
+        deciding = [v for k, v in enumerate(node.inputs) if v is not None and (places is None or k in places)]
+        if any(value in self.narrow for value in deciding):
+            return True
+        # A table of embeddings, most of whose elements nobody reads.
+        return node.op_type == "Gather" and self.is_constant(deciding[0]) and self.size(deciding[0]) >= _LARGE
+
+    def is_legal(self, node: ir.Node) -> bool:
+        """Whether the operator is defined for the type at the model's opset."""
+        schema = onnx.defs.get_schema(node.op_type, self.opset)
+        wanted = f"tensor({self.dtype.name.lower()})"
+        types = {constraint.type_param_str: constraint.allowed_type_strs for constraint in schema.type_constraints}
+        floats = [k for k, _ in self.float_inputs(node)]
+        formal = [schema.inputs[min(k, len(schema.inputs) - 1)].type_str for k in floats]
+        return all(wanted in types.get(name, [name]) for name in formal)
+
+    def float_inputs(self, node: ir.Node) -> Iterator[tuple[int, ir.Value]]:
+        """Inputs of float32, or that were."""
+        for place, value in enumerate(node.inputs):
+            if value is not None and (value.dtype == ir.DataType.FLOAT or value in self.narrow):
+                yield place, value
+
+    def is_constant(self, value: ir.Value) -> bool:
+        return value.is_initializer() and not value.is_graph_input()
+
+    def size(self, value: ir.Value) -> int:
+        return 0 if value.const_value is None else value.const_value.size
+
+    def as_type(self, value: ir.Value, dtype: ir.DataType, reader: ir.Node) -> ir.Value:
+        """The value in that type, made before its reader where it is new."""
+        if value.dtype == dtype:
+            return value
+        if self.is_constant(value) and value.const_value is not None:
+            if value not in self.weights:
+                self.weights[value] = self.weight(value)
+            return self.weights[value]
+        if (value, dtype) not in self.casts:
+            node = ir.node("Cast", [value], {"to": int(dtype)}, name=f"{value.name}/{dtype.name.lower()}")
+            output = node.outputs[0]
+            output.type, output.shape = ir.TensorType(dtype), value.shape
+            self.graph.insert_before(reader, node)
+            self.casts[value, dtype] = output
+        return self.casts[value, dtype]
+
+    def weight(self, value: ir.Value) -> ir.Value:
+        """A constant in half precision. What hides keys is a number beyond float16's range: its lowest one does too."""
+        assert value.const_value is not None
+        array = value.const_value.numpy()
+        most = float(ml_dtypes.finfo(self.dtype.numpy()).max)
+        beyond = np.isfinite(array) & (np.abs(array) > most)
+        self.clipped += int(beyond.any())
+        narrow = np.where(beyond, np.copysign(np.float32(most), array), array).astype(self.dtype.numpy())
+        name = f"{value.name}/{self.dtype.name.lower()}"
+        made = ir.Value(name=name, shape=value.shape, type=ir.TensorType(self.dtype))
+        made.const_value = ir.tensor(narrow, dtype=self.dtype, name=name)
+        self.graph.register_initializer(made)
+        return made
+
+    def widen_subgraphs(self, node: ir.Node) -> None:
+        """What the node's branches and bodies read from outside is float32 for them."""
+        inside: list[ir.Graph] = []
+        for attribute in node.attributes.values():
+            if attribute.type == ir.AttributeType.GRAPH:
+                inside.append(attribute.value)
+            elif attribute.type == ir.AttributeType.GRAPHS:
+                inside += attribute.value
+        for graph in inside:
+            for nested in ir.traversal.RecursiveGraphIterator(graph):
+                for place, value in enumerate(nested.inputs):
+                    if value is not None and value in self.narrow:
+                        nested.replace_input_with(place, self.as_type(value, ir.DataType.FLOAT, node))
+            for place, output in enumerate(graph.outputs):
+                if output in self.narrow:
+                    graph.outputs[place] = self.as_type(output, ir.DataType.FLOAT, node)
+
+    def give_out(self, caches: set[ir.Value]) -> None:
+        """Outputs in float32 under their names, but for caches."""
+        for place, value in enumerate(self.graph.outputs):
+            if value not in self.narrow or value in caches:
+                continue
+            node = ir.node("Cast", [value], {"to": int(ir.DataType.FLOAT)}, name=f"{value.name}/float")
+            output = node.outputs[0]
+            output.type, output.shape, output.name = ir.TensorType(ir.DataType.FLOAT), value.shape, value.name
+            value.name = f"{value.name}/{self.dtype.name.lower()}"
+            self.graph.append(node)
+            self.graph.outputs[place] = output

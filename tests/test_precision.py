@@ -1,0 +1,142 @@
+"""precision=: products in half precision, norms and softmax in float32, inputs and outputs as they were."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from thinned import thinned
+
+import lowering
+from lowering.fusion import fuse
+from lowering.graph.model import load_model
+from lowering.graph.precision import Precision, use_precision
+
+SAMPLES = Path(__file__).parent / "exports" / "samples"
+BARS = {"float16": 5e-3, "bfloat16": 4e-2}
+NAMES = [path.name for path in sorted(SAMPLES.iterdir()) if not path.name.endswith("f16")]
+
+
+@pytest.mark.parametrize(("name", "precision"), thinned([(n, p) for n in NAMES for p in BARS], 7))
+def test_exports(name: str, precision: Precision) -> None:
+    """As near to PyTorch in float64 as the type allows; what differs of inputs and outputs are caches."""
+    model = lowering.compile(SAMPLES / name / "model.onnx", precision=precision)
+    graph = load_model(SAMPLES / name / "model.onnx").graph
+    declared = {value.name: value.dtype for value in (*graph.inputs, *graph.outputs)}
+    kind = np.dtype(getattr(ml_dtypes, precision, precision))
+    for spec in (*model.inputs, *model.outputs):
+        cache = "past" in name and len(spec.dims) == 4 and spec.dtype == precision
+        assert cache or spec.dtype == ir.DataType(declared[spec.name]).numpy().name
+    for path in sorted((SAMPLES / name).glob("*.npz")):
+        with np.load(path) as arrays:
+            types = {spec.name: np.dtype(kind if spec.dtype == precision else spec.dtype) for spec in model.inputs}
+            results = model.run({k: arrays[k].astype(types[k]) for k in arrays.files if not k.startswith("=")})
+            for key in (key for key in arrays.files if key.startswith("=")):
+                difference = results[key[1:]].astype("float64") - arrays[key]
+                assert np.abs(difference).max() / np.ptp(arrays[key]) < BARS[precision], key
+
+
+MODEL = """
+<ir_version: 10, opset_import: ["" : 23]>
+model (float[b, s, 16] x, bool[b, 1, s, s] seen) => (float[b, s, 16] y, float[b, s, s] p) <
+  float[16, 16] w = {WEIGHTS}, float[16] gain = {GAIN}, float hidden = {-3.4e38}, float zero = {0.0}>
+{
+  h = MatMul (x, w)
+  n = RMSNormalization (h, gain)
+  t = Transpose <perm = [0, 2, 1]> (n)
+  scores = MatMul (n, t)
+  shown = Squeeze (seen, axis)
+  mask = Where (shown, zero, hidden)
+  masked = Add (scores, mask)
+  p = Softmax (masked)
+  v = MatMul (p, h)
+  y = Add (x, v)
+}
+"""
+
+
+def model() -> onnx.ModelProto:
+    rng = np.random.default_rng(0)
+    weights = ", ".join(f"{x:.4f}" for x in rng.standard_normal(256) / 4)
+    text = MODEL.replace("WEIGHTS", weights).replace("GAIN", ", ".join(["1.0"] * 16))
+    return onnx.parser.parse_model(text.replace("float zero", "int64[1] axis = {1}, float zero"))
+
+
+@pytest.mark.parametrize("precision", BARS)
+def test_what_stays_float32(precision: Precision) -> None:
+    fused = load_model(model())
+    note = use_precision(fused, precision)
+    types = {node.op_type: {str(v.dtype) for v in node.outputs} for node in fused.graph}
+    half = precision.upper()
+    assert types["MatMul"] == types["RMSNormalization"] == {half}
+    assert types["Softmax"] == types["Add"] == {"FLOAT"}  # what hides keys is no number of float16
+    assert [str(v.dtype) for v in (*fused.graph.inputs, *fused.graph.outputs)] == ["FLOAT", "BOOL", "FLOAT", "FLOAT"]
+    assert {str(v.dtype) for v in fused.graph.initializers.values() if v.name.startswith("w")} == {half}
+    assert note.startswith(f"precision: 3 products are computed in {precision}")
+    assert "beyond its range" not in note
+
+
+@pytest.mark.parametrize("precision", BARS)
+def test_hidden_keys_stay_hidden(precision: Precision) -> None:
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((2, 5, 16)).astype("float32")
+    seen = rng.random((2, 1, 5, 5)) < 0.6
+    seen[:, :, np.arange(5), np.arange(5)] = True
+    feeds = {"x": x, "seen": seen}
+    want, got = (lowering.compile(model(), precision=p).run(feeds) for p in (None, precision))
+    np.testing.assert_allclose(got["y"], want["y"], atol=10 * BARS[precision])
+    assert (got["p"][~seen[:, 0]] == 0).all()
+
+
+def test_an_overflow_is_what_float16_says() -> None:
+    """Sums beyond float16 are infinite where they are stored so, and finite in bfloat16."""
+    proto = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 23]> m (float[2, 64] x, float[64, 2] w) => (float[2, 2] y)'
+        " { h = MatMul (x, w) y = Relu (h) }"
+    )
+    feeds = {"x": np.full((2, 64), 60.0, "float32"), "w": np.full((64, 2), 60.0, "float32")}
+    assert np.isinf(lowering.compile(proto, precision="float16").run(feeds)["y"]).all()
+    np.testing.assert_allclose(lowering.compile(proto, precision="bfloat16").run(feeds)["y"], 230400, rtol=1e-2)
+
+
+def test_branches_read_float32() -> None:
+    text = """
+    <ir_version: 10, opset_import: ["" : 23]>
+    m (float[2, 8] x, float[8, 8] w, bool c) => (float[2, 8] y)
+    {
+      h = MatMul (x, w)
+      y = If (c) <
+        then_branch = t () => (float[2, 8] a) { a = Softmax (h) },
+        else_branch = e () => (float[2, 8] b) { b = Identity (h) }
+      >
+    }
+    """
+    proto = onnx.parser.parse_model(text)
+    rng = np.random.default_rng(2)
+    feeds = {"x": rng.standard_normal((2, 8)).astype("float32"), "w": rng.standard_normal((8, 8)).astype("float32")}
+    for chosen in (True, False):
+        want, got = (
+            lowering.compile(proto, precision=p).run({**feeds, "c": np.array(chosen)})["y"] for p in (None, "float16")
+        )
+        np.testing.assert_allclose(got, want, atol=2e-2)
+
+
+def test_nothing_changes_without_products() -> None:
+    proto = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 23]> m (float[n] x) => (float[n] y) { h = Exp (x) y = Add (h, x) }'
+    )
+    fused = fuse(load_model(proto))
+    before = [(node.op_type, node.outputs[0].dtype) for node in fused.graph]
+    use_precision(fused, "float16")
+    assert [(node.op_type, node.outputs[0].dtype or ir.DataType.FLOAT) for node in fused.graph] == [
+        (op, dtype or ir.DataType.FLOAT) for op, dtype in before
+    ]
+
+
+def test_unknown_types_are_refused() -> None:
+    with pytest.raises(lowering.InputError, match="precision='int8' is no type"):
+        lowering.compile(model(), precision="int8")  # type: ignore[arg-type]
