@@ -7,6 +7,7 @@ approximate instructions name them.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import shutil
 import subprocess
 import tempfile
@@ -24,6 +25,8 @@ _FLAGS = (
     *(f"-U__CUDA_NO_{name}__" for name in ("BFLOAT16_CONVERSIONS", "BFLOAT162_OPERATORS", "BFLOAT162_CONVERSIONS")),
 )
 
+_LOG = logging.getLogger(__name__)
+
 # What NVRTC lacks of what nvcc includes unasked; the complete type of TMA descriptors is in the driver's header.
 _NVRTC_PRELUDE = """\
 #include <cuda/std/cstdint>
@@ -40,9 +43,18 @@ typedef struct CUtensorMap_st CUtensorMap;
 def cubin(source: str) -> bytes:
     """Machine code for the architecture of the current target: what TVM calls with the CUDA C++ of a module's kernels.
 
-    Raises TargetError when there is no compiler, or it refuses.
+    What ptxas has to say of it is logged. Raises TargetError when there is no compiler, or it refuses.
     """
     arch = str(tvm.target.Target.current().attrs["arch"])
+    code, said = machine_code(source, arch)
+    for line in filter(None, map(str.strip, said.splitlines())):
+        # Spills cost some speed; that products wait for each other (C7508 and its like) is a fault of ours.
+        _LOG.log(logging.INFO if "spilled" in line else logging.WARNING, "%s: %s", arch, line)
+    return code
+
+
+def machine_code(source: str, arch: str) -> tuple[bytes, str]:
+    """The code for an architecture, and what ptxas said. Raises TargetError."""
     nvcc = find_nvcc()
     if nvcc is not None:
         return _by_nvcc(nvcc, source, arch)
@@ -59,33 +71,36 @@ def find_nvcc() -> str | None:
     return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 
 
-def _by_nvcc(nvcc: str, source: str, arch: str) -> bytes:
+def _by_nvcc(nvcc: str, source: str, arch: str) -> tuple[bytes, str]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernels.cu"
         path.write_text(source)
         code = f"arch=compute_{arch.removeprefix('sm_')},code={arch}"
-        command = [nvcc, "--cubin", "-O3", "-w", "-gencode", code, *_FLAGS, "--expt-relaxed-constexpr"]
+        # TVM's code has variables that nobody reads: of the front end's warnings nothing is to be learnt.
+        said = ["-Xcudafe", "-w", "-Xptxas", "-warn-spills"]
+        command = [nvcc, "--cubin", "-O3", *said, "-gencode", code, *_FLAGS, "--expt-relaxed-constexpr"]
         done = subprocess.run([*command, path, "-o", path.with_suffix(".cubin")], capture_output=True, text=True)
         if done.returncode != 0:
             raise TargetError(f"nvcc cannot compile kernels for '{arch}':\n{done.stderr}")
-        return path.with_suffix(".cubin").read_bytes()
+        return path.with_suffix(".cubin").read_bytes(), done.stderr
 
 
-def _by_nvrtc(source: str, arch: str) -> bytes:
+def _by_nvrtc(source: str, arch: str) -> tuple[bytes, str]:
     from cuda.bindings import nvrtc
 
     wheel = importlib.util.find_spec("nvidia.cu13")
     folders = [Path(p) / "include" for p in (wheel.submodule_search_locations or [] if wheel else [])]
     includes = [f"-I{path}" for folder in folders for path in (folder, folder / "cccl")]
-    options = [o.encode() for o in (f"--gpu-architecture={arch}", "-default-device", *_FLAGS, *includes)]
+    said = ("-w", "--ptxas-options=-warn-spills")
+    options = [o.encode() for o in (f"--gpu-architecture={arch}", "-default-device", *said, *_FLAGS, *includes)]
     text = _NVRTC_PRELUDE + source.replace("#include <cuda.h>", "")
     _, program = nvrtc.nvrtcCreateProgram(text.encode(), b"kernels.cu", 0, None, None)
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    log = bytearray(nvrtc.nvrtcGetProgramLogSize(program)[1])
+    nvrtc.nvrtcGetProgramLog(program, log)
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        log = bytearray(nvrtc.nvrtcGetProgramLogSize(program)[1])
-        nvrtc.nvrtcGetProgramLog(program, log)
         raise TargetError(f"NVRTC cannot compile kernels for '{arch}':\n{log.decode()}")
     code = bytearray(nvrtc.nvrtcGetCUBINSize(program)[1])
     nvrtc.nvrtcGetCUBIN(program, code)
     nvrtc.nvrtcDestroyProgram(program)
-    return bytes(code)
+    return bytes(code), log.decode().rstrip("\0")

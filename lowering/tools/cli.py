@@ -27,7 +27,7 @@ from .options import arrays, dim, natural, not_negative, positive, sizes
 
 _TARGET = (
     "cpu (this machine, the default), cpu:x86-64-v3, cpu:x86-64-v4, cpu:aarch64, cuda (the GPU here), or cuda: and "
-    "architectures: sm_80, sm_86, sm_89, sm_90a, sm_100a, sm_120, with commas between"
+    "architectures: sm_80, sm_86, sm_89, sm_90a, sm_100, sm_120, with commas between"
 )
 
 _WEIGHTS = "compress the constant matrices of products"

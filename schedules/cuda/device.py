@@ -42,7 +42,7 @@ DEVICES = {
         Device("sm_86", 99 * _KIB, 6 * _MIB, 84, 1024, 20, 6),  # A10, A40, RTX 30
         Device("sm_89", 99 * _KIB, 72 * _MIB, 128, 1024, 20, 3),  # L4, L40, RTX 40
         Device("sm_90a", 227 * _KIB, 50 * _MIB, 132, 4096, 30, 15),  # H100, H200
-        Device("sm_100a", 227 * _KIB, 126 * _MIB, 148, 4096, 30, 28),  # B200
+        Device("sm_100", 227 * _KIB, 126 * _MIB, 148, 4096, 30, 28),  # B200, B300
         Device("sm_120", 99 * _KIB, 96 * _MIB, 170, 1024, 20, 4),  # RTX 50, RTX PRO
     )
 }

@@ -189,6 +189,9 @@ class _Consumer:
                     wgmma.wait(1, S)
                     self.release(self.K, fill + 1)
                     softmax.step(S, *self.tile(keys, j))
+                    # V has long arrived. Without something that it cannot move across, ptxas waits for O first, and
+                    # computes no exponential beside the products.
+                    self.V.wait(fill)
                     wgmma.wait(0, O, P)
                     self.release(self.V, fill)
                     softmax.rescale(O, softmax.alpha, self.problem.v_head_dim)

@@ -23,7 +23,7 @@ from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.bound import Bound
 from lowering.attention.problem import AttentionProblem, Window
-from lowering.target.cubin import cubin
+from lowering.target import cubin
 from schedules.cuda.attention_tiles import MmaTiles, WgmmaTiles, padded
 from schedules.cuda.device import DEVICES
 from schedules.cuda.prefill_mma import prefill_mma
@@ -43,6 +43,8 @@ class MachineCode:
     spills: int  # instructions that store or load registers to or from local memory
     loop: Counter[str]
     whole: Counter[str]
+    beside: int  # exponentials between the wait for S and that for O: what runs beside the products of P V
+    said: str  # by ptxas, but for spills
 
 
 def machine_code(func: tirx.PrimFunc, arch: str) -> MachineCode:
@@ -51,13 +53,15 @@ def machine_code(func: tirx.PrimFunc, arch: str) -> MachineCode:
     with target, tempfile.TemporaryDirectory() as folder:
         module = tvm.compile(tvm.IRModule({"main": func}), target=target, tir_pipeline="tirx").mod
         path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin(module.imports[0].inspect_source()))
+        code, said = cubin.machine_code(module.imports[0].inspect_source(), arch)
+        path.write_bytes(code)
         usage, sass = _tool("cuobjdump", "-res-usage", path), _tool("nvdisasm", "-c", path)
     registers, stack = (max(map(int, re.findall(rf"{what}:(\d+)", usage))) for what in ("REG", "STACK"))
     opcodes = [(number, found[1]) for number, line in enumerate(sass.splitlines()) if (found := _OPCODE.search(line))]
     spills = sum(opcode in ("STL", "LDL") for _, opcode in opcodes)
     loop, whole = _inner_loops(sass, opcodes), Counter(opcode for _, opcode in opcodes)
-    return MachineCode(registers, stack, spills, loop, whole)
+    said = "\n".join(line for line in said.splitlines() if "spilled" not in line)
+    return MachineCode(registers, stack, spills, loop, whole, _beside(sass), said)
 
 
 _OPCODE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_]*)")
@@ -76,6 +80,19 @@ def _inner_loops(sass: str, opcodes: list[tuple[int, str]]) -> Counter[str]:
     loops = [(a, b) for a, b in loops if any(a < n < b for n in products)]
     inner = [(a, b) for a, b in loops if not any((c, d) != (a, b) and a <= c and d <= b for c, d in loops)]
     return Counter(opcode for a, b in inner for number, opcode in opcodes if a < number < b)
+
+
+def _beside(sass: str) -> int:
+    """The fewest exponentials between a wait for all but one group of products and the wait for that one."""
+    counts, open_since = [], None
+    for line in sass.splitlines():
+        if wait := re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d)", line):
+            if open_since is not None:
+                counts.append(open_since)
+            open_since = 0 if wait[1] == "1" else None
+        elif open_since is not None and "MUFU.EX2" in line:
+            open_since += 1
+    return min(counts, default=0)
 
 
 def _tool(name: str, *arguments: str | Path) -> str:

@@ -183,6 +183,9 @@ def test_launches_that_the_driver_refuses() -> None:
         launch("reverse", [1], [128], x, shared_bytes=100 << 10, arch="sm_86")
     with pytest.raises(EmulationError, match="static shared memory"):
         launch("reverse", [1], [128], x, shared_bytes=99 << 10, arch="sm_86")
+    # Static arrays count among the 48 KB that a kernel has unasked.
+    with pytest.raises(EmulationError, match="48640 dynamic are allowed"):
+        launch("reverse", [1], [128], x, shared_bytes=(48 << 10) - 256)
     with pytest.raises(EmulationError, match="cuModuleGetFunction: nothing"):
         launch("nothing", [1], [128], x)
 

@@ -20,12 +20,13 @@ def check(arch: str, p: AttentionProblem, may_spill: bool = False) -> None:
     func, tiles = prefill(p, arch)
     code = machine_code(func, arch)
     assert may_spill or (code.spills, code.stack) == (0, 0)
-    assert code.registers * tiles.threads <= 65536
+    assert code.registers * tiles.threads <= 65536 and not code.said
     if isinstance(tiles, MmaTiles):
         assert code.loop["HMMA"] == products(p, tiles)
         return
     assert code.whole["HGMMA"] % products(p, tiles) == 0
     assert code.whole["WARPGROUP"] < code.whole["HGMMA"] / 2, "wgmma is serialised"
+    assert code.beside >= tiles.kv / 2, "no exponential is evaluated beside the products of P V"
     assert code.whole["UTMALDG"] and code.whole["UTMASTG"], "tiles do not come and go by TMA"
     if p.window is None and p.mask is None:
         assert code.loop["HGMMA"] == products(p, tiles)

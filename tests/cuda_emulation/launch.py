@@ -73,7 +73,8 @@ def _launch(source: str, kernel: str, sizes: tuple[list, list, int], arguments: 
     memory: dict[int, ctypes.c_void_p] = {}
     try:
         _checked(driver.cuModuleGetFunction(ctypes.byref(function), module, kernel.encode()))
-        _checked(driver.cuFuncSetAttribute(function, 8, shared_bytes))
+        if shared_bytes >= 48 << 10:  # as TVM does
+            _checked(driver.cuFuncSetAttribute(function, 8, shared_bytes))
         for i, argument in enumerate(arguments):
             if isinstance(argument, np.ndarray):
                 memory[i] = ctypes.c_void_p()

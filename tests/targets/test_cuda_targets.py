@@ -88,9 +88,9 @@ for call in (lambda: module.run({{}}), load, lambda: lowering.bench(module, {{"n
         ("sm_86", "sm_80", False),
         ("sm_80", "sm_90", False),
         ("sm_90a", "sm_90", True),
-        ("sm_100a", "sm_103", False),
+        ("sm_100", "sm_103", True),
         ("sm_120", "sm_121", True),
-        ("sm_100a", "sm_120", False),
+        ("sm_100", "sm_120", False),
     ],
 )
 def test_what_runs_where(built: str, here: str, runs: bool) -> None:

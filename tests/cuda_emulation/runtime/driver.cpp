@@ -4,6 +4,7 @@
 #include <dlfcn.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <string>
@@ -16,12 +17,19 @@
 namespace emulation {
 namespace {
 
-constexpr size_t DEFAULT_DYNAMIC = 48 << 10;      // without cuFuncSetAttribute
+constexpr size_t DEFAULT_SHARED = 48 << 10;      // static and dynamic, without cuFuncSetAttribute
+
+// Bytes of static shared memory.
+size_t static_bytes(const emu_kernel& kernel) {
+  size_t bytes = 0;
+  for (int i = 0; i < kernel.arrays; i++) bytes += kernel.shared[i].bytes;
+  return bytes;
+}
 
 struct Function {
   std::string name;
   const emu_kernel* kernel;
-  size_t most_dynamic = DEFAULT_DYNAMIC;
+  size_t most_dynamic;
 };
 
 struct Module {
@@ -49,8 +57,7 @@ CUresult refuse_launch(const char* why, CUresult code = CUDA_ERROR_INVALID_VALUE
 // CUDA_SUCCESS if the launch is one that the device could do.
 CUresult check_launch(const CUlaunchConfig& c, const Function& function) {
   static char why[256];
-  size_t fixed = 0, block_threads = (size_t)c.block_x * c.block_y * c.block_z;
-  for (int i = 0; i < function.kernel->arrays; i++) fixed += function.kernel->shared[i].bytes;
+  size_t fixed = static_bytes(*function.kernel), block_threads = (size_t)c.block_x * c.block_y * c.block_z;
   if (!c.grid_x || !c.grid_y || !c.grid_z || !block_threads) return refuse_launch("an extent of the grid or block is 0");
   if (c.grid_x > 0x7FFFFFFF || c.grid_y > 65535 || c.grid_z > 65535) return refuse_launch("the grid is too large");
   if (c.block_x > 1024 || c.block_y > 1024 || c.block_z > 64 || block_threads > MAX_THREADS)
@@ -142,7 +149,7 @@ CUresult cuModuleGetFunction(void** result, void* handle, const char* name) {
   auto module = (Module*)handle;
   auto kernel = (const emu_kernel*)dlsym(module->library, (std::string("emu_kernel_") + name).c_str());
   if (!kernel) return refuse_call(CUDA_ERROR_NOT_FOUND, "cuModuleGetFunction", name);
-  *result = new Function{name, kernel};
+  *result = new Function{name, kernel, DEFAULT_SHARED - std::min(DEFAULT_SHARED, static_bytes(*kernel))};
   module->functions.push_back((Function*)*result);
   return CUDA_SUCCESS;
 }
