@@ -16,8 +16,9 @@ from ..variant import Variant
 from .device import device
 from .matmul_mma import matmul_mma
 from .matmul_rows import matmul_rows, takes
-from .matmul_tiles import FewRowsTiles, MatmulTiles
-from .products import Operand, Products, read_products
+from .matmul_tiles import FewRowsTiles, MatmulTiles, WgmmaMatmulTiles
+from .matmul_wgmma import Reach, matmul_wgmma, reach
+from .products import Operand, Order, Products, read_products
 
 Plan = tuple[Products, Operand, list[Operand]]
 
@@ -29,10 +30,22 @@ def matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | No
         return None
     products, a, bs = found
     shape, gpu = products.shape, device(target)
-    tiles: dict[str, Any] = {"tiles": MatmulTiles.default(shape, gpu)}
-    if takes(a, bs):
-        tiles["rows"] = FewRowsTiles.default(shape, gpu)
-    return [Variant("mma", shape, gpu, tiles, lambda tiles: _kernel(func, tiles))]
+    few = {"rows": FewRowsTiles.default(shape, gpu)} if takes(a, bs) else {}
+    kinds: dict[str, Any] = {"mma": MatmulTiles}
+    if gpu.generation == 90 and _reaches(found) is not None:
+        kinds = {"wgmma": WgmmaMatmulTiles, **kinds}
+    return [
+        Variant(name, shape, gpu, {"tiles": kind.default(shape, gpu), **few}, lambda tiles: _kernel(func, tiles))
+        for name, kind in kinds.items()
+    ]
+
+
+def _reaches(found: Plan) -> tuple[Reach, list[Reach]] | None:
+    """The operands as TMA reaches them, A along k; None where one is out of reach."""
+    products, a, bs = found
+    parts = [reach(products, operand) for operand in (a, *bs)]
+    there = [part for part in parts if part is not None]
+    return (there[0], there[1:]) if len(there) == len(parts) and a.order is Order.K else None
 
 
 def plan(func: tirx.PrimFunc) -> Plan | None:
@@ -51,23 +64,29 @@ def joins(func: tirx.PrimFunc, target: tvm.target.Target) -> bool | None:
 
 
 def _kernel(func: tirx.PrimFunc, tiles: dict[str, Any]) -> tirx.PrimFunc:
-    """The function: few rows by one kernel, all others by the other."""
+    """The function: few rows by one kernel, all others by the one that the tiles are for."""
     found = plan(func)
     assert found is not None
     products, a, bs = found
-    with IRBuilder() as builder, T.prim_func():
-        if "rows" not in tiles:
+
+    def many() -> None:
+        if isinstance(tiles["tiles"], MatmulTiles):
             matmul_mma(products, a, bs, tiles["tiles"])
+            return
+        reaches = _reaches((products, a, bs))
+        assert reaches is not None
+        matmul_wgmma(products, *reaches, tiles["tiles"])
+
+    with IRBuilder() as builder, T.prim_func():
+        few = products.facts.simplify(products.rows <= tiles["rows"].rows) if "rows" in tiles else T.bool(False)
+        if is_int(few, 1):
+            matmul_rows(products, a, bs, tiles["rows"])
+        elif is_int(few, 0):
+            many()
         else:
-            few = products.facts.simplify(products.rows <= tiles["rows"].rows)
-            if is_int(few, 1):
-                matmul_rows(products, a, bs, tiles["rows"])
-            elif is_int(few, 0):
-                matmul_mma(products, a, bs, tiles["tiles"])
-            else:
-                with T.If(few):
-                    with T.Then():
-                        matmul_rows(products, a, bs, tiles["rows"])
-                    with T.Else():
-                        matmul_mma(products, a, bs, tiles["tiles"])
+            with T.If(few):
+                with T.Then():
+                    matmul_rows(products, a, bs, tiles["rows"])
+                with T.Else():
+                    many()
     return func.with_body(builder.get().body).without_attr(FORM)

@@ -20,54 +20,31 @@ from tvm.script.ir_builder import tirx as T
 
 from lowering.tensorir.expressions import Expr, substitute
 
-from ..reading.stages import unravel
 from . import ptx
-from .epilogue import Epilogue, Sum, row_of
-from .host import multiprocessors, on_host
+from .epilogue import Epilogue
+from .matmul_grid import Grid
+from .matmul_sums import Fragment, Sums
 from .matmul_tiles import MatmulTiles
 from .products import CHUNK, Operand, Order, Products
 from .ptx import WARP, fixed, put, registers, unrolled
 from .shared_tile import SharedTile
 
-_PAD = 8  # floats behind a row of sums in shared memory, by which its columns meet each bank once
-
-
-class Sizes:
-    """What the host knows when it launches, as int64 and for kernels as int32."""
-
-    def __init__(self, products: Products, tiles: MatmulTiles) -> None:
-        each = tiles.n // len(products.group.products)
-        self.rows, self.columns = on_host(products.rows), on_host(products.columns)
-        self.depth, self.batch = on_host(products.depth), on_host(products.batch)
-        self.m_tiles, self.n_tiles = on_host(_tiles(self.rows, tiles.m)), on_host(_tiles(self.columns, each))
-        self.steps = on_host(_tiles(self.depth, tiles.k))
-        self.blocks = on_host(self.m_tiles * self.n_tiles * self.batch)
-
-    def parts(self, tiles: MatmulTiles) -> Expr:
-        """Into how many parts k is split: enough that the GPU is full, each of some steps."""
-        wanted = tirx.truncdiv(multiprocessors(), tirx.max(self.blocks, T.int64(1)))
-        most = tirx.truncdiv(self.steps, T.int64(tiles.split_steps))
-        return on_host(tirx.max(tirx.min(wanted, most), T.int64(1)))
-
 
 def matmul_mma(products: Products, a: Operand, bs: list[Operand], tiles: MatmulTiles) -> None:
     """Emits the kernel and its launches into the function that is open."""
-    epilogue = Epilogue(products)
-    sizes = Sizes(products, tiles)
-    with T.If(sizes.blocks > 0), T.Then():
-        parts = sizes.parts(tiles)
-        count = len(products.group.products)
-        elements = sizes.batch * sizes.rows * sizes.columns * count
-        partial = T.alloc_buffer((tirx.Select(parts > 1, parts * elements, T.int64(1)),), "float32")
+    epilogue, grid = Epilogue(products), Grid(products, tiles)
+    with T.If(grid.blocks > 0), T.Then():
+        grid.split()
+        sums = Sums(grid, epilogue)
         conditions = [operand.condition for operand in (a, *bs) if operand.condition is not None]
 
         def launch(chunks: bool) -> None:
             with (
-                T.launch_thread("blockIdx.x", sizes.blocks.astype("int32")) as block,
-                T.launch_thread("blockIdx.y", parts.astype("int32")) as part,
+                T.launch_thread("blockIdx.x", grid.blocks.astype("int32")) as block,
+                T.launch_thread("blockIdx.y", grid.parts.astype("int32")) as part,
                 T.launch_thread("threadIdx.x", tiles.threads) as thread,
             ):
-                _Tile(products, (a, bs), tiles, sizes, epilogue, (block, part, parts, thread), chunks).emit(partial)
+                _Tile(grid, tiles, sums, (a, bs), (block, part, thread), chunks).emit()
 
         if conditions:
             with T.If(tirx.all(*conditions)):
@@ -77,8 +54,8 @@ def matmul_mma(products: Products, a: Operand, bs: list[Operand], tiles: MatmulT
                     launch(False)
         else:
             launch(True)
-        with T.If(parts > 1), T.Then():
-            _sum_up(products, sizes, epilogue, parts, partial)
+        with T.If(grid.parts > 1), T.Then():
+            sums.add_parts()
 
 
 class _Tile:
@@ -86,75 +63,49 @@ class _Tile:
 
     def __init__(
         self,
-        products: Products,
-        operands: tuple[Operand, list[Operand]],
+        grid: Grid,
         tiles: MatmulTiles,
-        sizes: Sizes,
-        epilogue: Epilogue,
-        place: tuple[Expr, Expr, Expr, Expr],
+        sums: Sums,
+        operands: tuple[Operand, list[Operand]],
+        place: tuple[Expr, Expr, Expr],
         chunks: bool,
     ) -> None:
-        self.products, self.tiles, self.sizes, self.epilogue = products, tiles, sizes, epilogue
-        block, self.part, self.parts, self.thread = place
-        self.count = len(products.group.products)
-        self.each = tiles.n // self.count  # columns of a product
-        self.warp_n = self.each // tiles.warps_n  # of which a warp has so many
-        self.rows, self.columns = (size.astype("int32") for size in (sizes.rows, sizes.columns))
-        self.dtype = products.shape.dtype
-        self.find_place(block)
-        a, bs = operands
-        elements = tiles.shared_memory(products.shape) // 2
-        self.memory = T.alloc_buffer((elements,), self.dtype, scope="shared.dyn", align=128)
-        stage = (tiles.m + tiles.n) * tiles.k
-        self.loaders = [self.loader(a, 0, tiles.m, self.m0, self.rows, chunks)]
+        self.grid, self.tiles, self.sums = grid, tiles, sums
+        block, self.part, self.thread = place
+        self.place = grid.place(block)
+        shape = grid.products.shape
+        self.dtype, (a, bs) = shape.dtype, operands
+        self.warp_n = grid.each // tiles.warps_n  # columns of a product that a warp has
+        self.memory = T.alloc_buffer((tiles.shared_memory(shape) // 2,), self.dtype, scope="shared.dyn", align=128)
+        self.stage = (tiles.m + tiles.n) * tiles.k
+        outer = (tiles.m, self.place.m0, grid.rows.astype("int32"))
+        self.loaders = [_Loader(self, a, 0, outer, chunks)]
+        outer = (grid.each, self.place.n0, grid.columns.astype("int32"))
         for n, b in enumerate(bs):
-            start = (tiles.m + n * self.each) * tiles.k
-            self.loaders.append(self.loader(b, start, self.each, self.n0, self.columns, chunks))
-        self.stage = stage
-        warp = fixed(self.thread // WARP)
-        self.lane, self.warp = fixed(self.thread % WARP), warp
-        self.warp_row = fixed(warp // tiles.warps_n * tiles.warp_m)
-        self.warp_column = fixed(warp % tiles.warps_n * self.warp_n)
+            self.loaders.append(_Loader(self, b, (tiles.m + n * grid.each) * tiles.k, outer, chunks))
+        self.lane, self.warp = fixed(self.thread % WARP), fixed(self.thread // WARP)
+        self.warp_row = fixed(self.warp // tiles.warps_n * tiles.warp_m)
+        self.warp_column = fixed(self.warp % tiles.warps_n * self.warp_n)
         self.m_blocks, self.n_blocks = tiles.warp_m // 16, self.warp_n // 8
         self.C = [registers(self.m_blocks * self.n_blocks * 4, "float32") for _ in bs]
         self.a_words, self.b_words = registers(self.m_blocks * 4, "uint32"), registers(4, "uint32")
 
-    def find_place(self, block: Expr) -> None:
-        """m0, n0 and the batch axes of the block's tile."""
-        m_tiles, n_tiles = (fixed(n.astype("int32")) for n in (self.sizes.m_tiles, self.sizes.n_tiles))
-        per_batch = fixed(m_tiles * n_tiles)
-        rest = fixed(block % per_batch)
-        wide = fixed(self.tiles.swizzle * n_tiles)
-        first = fixed(rest // wide * self.tiles.swizzle)
-        high = fixed(tirx.min(m_tiles - first, self.tiles.swizzle))
-        within = fixed(rest % wide)
-        self.m0, self.n0 = fixed((first + within % high) * self.tiles.m), fixed(within // high * self.each)
-        batch = fixed((block // per_batch).astype("int64"))
-        axes = self.products.batch_axes
-        self.where = {axis.var: fixed(index) for axis, index in zip(axes, unravel(batch, axes))}
-
-    def loader(self, operand: Operand, start: int, rows: int, first: Expr, extent: Expr, chunks: bool) -> _Loader:
-        return _Loader(self, operand, start, (rows, first, extent), chunks)
-
-    def emit(self, partial: tirx.Buffer) -> None:
+    def emit(self) -> None:
         tiles = self.tiles
-        steps = self.sizes.steps.astype("int32")
-        per_part = fixed((steps + self.parts.astype("int32") - 1) // self.parts.astype("int32"))
-        first = fixed(self.part * per_part)
-        last = fixed(tirx.min(first + per_part, steps))
+        first, last = self.grid.steps_of(self.part)
         for C in self.C:
             with unrolled(int(C.shape[0])) as n:
                 put(C, n, T.float32(0))
         for s in range(tiles.stages - 1):
             self.load(first + s, tirx.const(s, "int32"), last)
-        with T.serial(tirx.max(last - first, 0)) as n:
+        with T.serial(last - first) as n:
             ptx.wait_for_copies(tiles.stages - 2)
             ptx.synchronise()
             self.load(first + n + (tiles.stages - 1), (n + (tiles.stages - 1)) % tiles.stages, last)
             self.multiply(n % tiles.stages)
         ptx.wait_for_copies(0)
         ptx.synchronise()
-        self.store(partial)
+        self.store()
 
     def load(self, step: Expr, slot: Expr, last: Expr) -> None:
         with T.If(step < last), T.Then():
@@ -182,52 +133,18 @@ class _Tile:
                             ours = [self.a_words[m * 4 + y] for y in range(4)]
                             ptx.multiply_add(self.dtype, c, ours, [self.b_words[2 * x], self.b_words[2 * x + 1]])
 
-    def store(self, partial: tirx.Buffer) -> None:
-        """C by way of shared memory, 16 rows of a warp at a time, to where threads have whole chunks of a row."""
-        width, pitch = self.epilogue.width, self.count * self.warp_n + _PAD
-        sums = T.decl_buffer(
-            (self.tiles.shared_memory(self.products.shape) // 4,), "float32", data=self.memory.data, scope="shared.dyn"
-        )
-        mine = fixed(self.warp * (16 * pitch))
-        across = self.warp_n // width
+    def store(self) -> None:
+        size = self.tiles.shared_memory(self.grid.products.shape) // 4
+        memory = T.decl_buffer((size,), "float32", data=self.memory.data, scope="shared.dyn")
+        mine = fixed(self.warp * (16 * self.sums.pitch(self.warp_n)))
         for m in range(self.m_blocks):
-            for p, C in enumerate(self.C):
-                with unrolled(self.n_blocks) as n:
-                    for r in range(2):
-                        at = (self.lane // 4 + r * 8) * pitch + p * self.warp_n + n * 8 + self.lane % 4 * 2
-                        for x in range(2):
-                            put(sums, mine + at + x, C[(m * self.n_blocks + n) * 4 + r * 2 + x])
-            ptx.synchronise_warp()
-            with T.serial(16 * across // WARP) as n:
-                chunk = fixed(n * WARP + self.lane)
-                r, c = fixed(chunk // across), fixed(chunk % across * width)
-                row = fixed(self.m0 + self.warp_row + m * 16 + r)
-                column = fixed(self.n0 + self.warp_column + c)
-                with T.If(tirx.all(row < self.rows, column < self.columns)), T.Then():
-                    at = fixed(mine + r * pitch + c)
-                    found = [row_of(sums, at + p * self.warp_n) for p in range(self.count)]
-                    with T.If(self.parts == 1):
-                        with T.Then():
-                            self.epilogue.store(self.where, row, column, found)
-                        with T.Else():
-                            self.keep(partial, row, column, found)
-            ptx.synchronise_warp()
 
-    def keep(self, partial: tirx.Buffer, row: Expr, column: Expr, sums: list[Sum]) -> None:
-        """The sums of a part of k, in the device's memory: [parts, products, batch, rows, columns]."""
-        s = self.sizes
-        number = self.products_batch()
-        for p, of in enumerate(sums):
-            start = (self.part.astype("int64") * self.count + p) * s.batch + number
-            at = fixed((start * s.rows + row.astype("int64")) * s.columns + column.astype("int64"))
-            with unrolled(self.epilogue.width) as x:
-                put(partial, at + x.astype("int64"), of(x))
+            def fragment(C: tirx.Buffer, m: int = m) -> Fragment:
+                return lambda n, y: C[(m * self.n_blocks + n) * 4 + y]
 
-    def products_batch(self) -> Expr:
-        number: Expr = T.int64(0)
-        for axis in self.products.batch_axes:
-            number = number * axis.extent + self.where[axis.var]
-        return fixed(number)
+            row0 = fixed(self.place.m0 + self.warp_row + m * 16)
+            rows = (row0, fixed(self.place.n0 + self.warp_column), self.warp_n)
+            self.sums.store(self.place, self.part, rows, [fragment(C) for C in self.C], (memory, mine), self.lane)
 
 
 class _Loader:
@@ -245,14 +162,14 @@ class _Loader:
         self.row, self.chunk = fixed(thread // self.chunks), fixed(thread % self.chunks)
         self.at_once = tile.tiles.threads // self.chunks
         self.passes = self.rows // self.at_once
-        self.memory = tile.epilogue.memory[operand.buffer]
+        self.memory = tile.sums.epilogue.memory[operand.buffer]
         self.starts = registers(self.passes if self.order is Order.K else 1, "int64")
         for n in range(int(self.starts.shape[0])):
             here = self.first + (self.row + n * self.at_once if self.order is Order.K else self.chunk * CHUNK)
             put(self.starts, n, self.start_of(here))
 
     def start_of(self, outer: Expr) -> Expr:
-        return substitute(self.operand.start, {**self.tile.where, self.operand.outer: outer.astype("int64")})
+        return substitute(self.operand.start, {**self.tile.place.where, self.operand.outer: outer.astype("int64")})
 
     def along(self, k: Expr) -> Expr:
         return substitute(self.operand.along, {self.operand.k: k.astype("int64")})
@@ -262,7 +179,7 @@ class _Loader:
 
     def copy(self, at: Expr, k0: Expr) -> None:
         """The tile from k0 on to the stage at `at`."""
-        to, depth = self.shared(at), self.tile.sizes.depth.astype("int32")
+        to, depth = self.shared(at), self.tile.grid.depth.astype("int32")
         with unrolled(self.passes) as n:
             row = self.row + n * self.at_once
             outer, k = (row, self.chunk * CHUNK) if self.order is Order.K else (self.chunk * CHUNK, row)
@@ -297,35 +214,3 @@ class _Loader:
         inner, k = (high % 2, high // 2) if first else (high // 2, high % 2)
         read = tile.reader(fixed(k * 8 + low), fixed(outer // CHUNK + inner))
         return lambda n, step: read(step * 16, n * 2)
-
-
-def _sum_up(products: Products, sizes: Sizes, epilogue: Epilogue, parts: Expr, partial: tirx.Buffer) -> None:
-    """The launch that adds the parts of k, a thread for `width` columns of a row."""
-    width, threads, count = epilogue.width, 256, len(products.group.products)
-    across = on_host(_tiles(sizes.columns, width))
-    total = on_host(sizes.batch * sizes.rows * across)
-    with (
-        T.launch_thread("blockIdx.x", _tiles(total, threads).astype("int32")) as block,
-        T.launch_thread("threadIdx.x", threads) as thread,
-    ):
-        number = fixed(block.astype("int64") * threads + thread)
-        with T.If(number < total), T.Then():
-            line = fixed(number // across)
-            column = fixed(number % across * width)
-            batch, row = fixed(line // sizes.rows), fixed(line % sizes.rows)
-            axes = products.batch_axes
-            where = {axis.var: fixed(index) for axis, index in zip(axes, unravel(batch, axes))}
-            sums = registers(count * width, "float32")
-            with unrolled(count * width) as n:
-                put(sums, n, T.float32(0))
-            with T.serial(parts.astype("int32")) as part:
-                for p in range(count):
-                    start = ((part.astype("int64") * count + p) * sizes.batch + batch) * sizes.rows + row
-                    at = fixed(start * sizes.columns + column)
-                    with unrolled(width) as x:
-                        put(sums, p * width + x, sums[p * width + x] + partial[at + x.astype("int64")])
-            epilogue.store(where, row, column, [row_of(sums, p * width) for p in range(count)])
-
-
-def _tiles(size: Expr, each: int) -> Expr:
-    return tirx.truncdiv(size + (each - 1), T.int64(each))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..tiles import Space, Tiles
 from .cycles import BARRIER, LATENCY, SHARED, TYPICAL, load, step
@@ -113,6 +114,103 @@ class MatmulTiles(Tiles):
         if rows <= 64 or tiles < device.multiprocessors // 2:
             return MatmulTiles(64, 64, 32, 2, 2 if problem.products <= 2 else 1, stages)
         return MatmulTiles(128, 128, 32, 2, 2, stages)
+
+
+@dataclass(frozen=True)
+class WgmmaMatmulTiles(Tiles):
+    """Tiles of `matmul_wgmma`, and how a block's registers are shared out."""
+
+    consumers: int
+    """Warpgroups that multiply, 64 rows each: 1 or 2."""
+    n: int
+    """Columns per block, of all products together."""
+    stages: int
+    """Tiles of A, and of B, in shared memory."""
+    consumer_registers: int
+    """Registers per thread of a consumer ..."""
+    producer_registers: int
+    """... and of the producer, which has nothing to compute."""
+    swizzle: int = 8
+    """Tiles of rows that blocks work on together."""
+    split_steps: int = 8
+    """Where tiles do not fill the GPU, k is split into parts of at least so many steps."""
+
+    k: ClassVar[int] = 64
+    """Values of k that arrive together: 128 bytes, the width of a swizzled tile."""
+    piece: ClassVar[int] = 32
+    """Columns of 16 rows, of all products together, that a warp stores at a time."""
+
+    @property
+    def m(self) -> int:
+        """Rows per block."""
+        return 64 * self.consumers
+
+    @property
+    def threads(self) -> int:
+        """Threads per block."""
+        return 128 * (self.consumers + 1)
+
+    def staged(self, shape: Shape) -> int:
+        """Bytes per block of the stages."""
+        return self.stages * (self.m + self.n) * self.k * 2
+
+    def shared_memory(self, shape: Shape) -> int:
+        """Bytes per block: the stages, what the warps store at a time, and barriers."""
+        return self.staged(shape) + self.consumers * 4 * 16 * (self.piece + 8) * 4 + 1024
+
+    @classmethod
+    def space(cls, problem: Shape, device: Device) -> Space:
+        return {
+            "consumers": (1, 2),
+            "n": (64, 128, 256),
+            "stages": (2, 3, 4, 5, 6),
+            "consumer_registers": (160, 200, 232, 240),
+            "producer_registers": (24, 40),
+            "swizzle": (1, 4, 8, 16),
+            "split_steps": (4, 8, 16, 32),
+        }
+
+    def rules(self, problem: Shape, device: Device) -> dict[str, bool]:
+        shared, each = self.shared_memory(problem), self.n // problem.products
+        taken = self.consumers * self.consumer_registers + self.producer_registers
+        at_launch = 65536 // (128 * (self.consumers + 1)) // 8 * 8
+        counts = (self.consumer_registers, self.producer_registers)
+        return {
+            f"consumers = {self.consumers} must be 1 or 2": self.consumers in (1, 2),
+            f"n = {self.n} must be {problem.products} times 64, 128 or 256": each in (64, 128, 256),
+            f"n = {self.n} leaves no registers": self.n // 2 + 40 <= self.consumer_registers,
+            f"stages = {self.stages} must be at least 2": self.stages >= 2,
+            f"{counts} registers must be multiples of 8 from 24 to 256": all(n in range(24, 257, 8) for n in counts),
+            f"{taken} registers per thread of each warpgroup are more than there are": (
+                taken <= at_launch * (self.consumers + 1)
+            ),
+            "swizzle and split_steps must be positive": min(self.swizzle, self.split_steps) > 0,
+            f"{shared} bytes of shared memory are more than {device.shared_memory}": shared <= device.shared_memory,
+        }
+
+    def estimate(self, problem: Shape, device: Device) -> float:
+        """Steps along k of the busiest multiprocessor, copies `stages` ahead, and what stores take between tiles."""
+        rows, columns = problem.rows or TYPICAL, (problem.columns or TYPICAL) * problem.products
+        batch, depth = problem.batch or 1, problem.depth or TYPICAL
+        products = 2 * self.m * self.n * self.k / device.tensor_cores
+        arrive = 2 * (self.m + self.n) * self.k
+        read = 2 * self.k * (self.m + self.n * self.consumers)
+        tiles = -(-batch * -(-rows // self.m) * -(-columns // self.n) // device.multiprocessors)
+        each = max(products, (arrive + read) / SHARED, arrive / device.cache, LATENCY / (self.stages - 1))
+        stored = self.m * self.n * 12 / SHARED + LATENCY
+        return math.log(tiles * (-(-depth // self.k) * each + stored))
+
+    @classmethod
+    def default(cls, problem: Shape, device: Device) -> WgmmaMatmulTiles:
+        """Untuned but good: CUTLASS's cooperative 128 x 256 x 64, or less where that would leave the GPU idle."""
+        rows, columns = problem.rows or 1 << 20, (problem.columns or 1 << 20) * problem.products
+
+        def tiles(m: int, n: int) -> int:
+            return (problem.batch or 1) * -(-rows // m) * -(-columns // n)
+
+        if tiles(128, 256) >= device.multiprocessors and columns > 128 * problem.products:
+            return WgmmaMatmulTiles(2, 256, 4, 240, 24)
+        return WgmmaMatmulTiles(2 if rows > 64 else 1, 128, 5, 160 if rows > 64 else 200, 24)
 
 
 @dataclass(frozen=True)

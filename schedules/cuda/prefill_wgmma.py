@@ -35,7 +35,7 @@ from .device import Device
 from .finite_values import FiniteValues
 from .fragments import OnlineSoftmax
 from .pipeline import Ring, named_arrive, named_sync
-from .ptx import WARP, fixed, pack, put, registers, synchronise
+from .ptx import WARP, fixed, pack, put, registers, synchronise, uniform
 from .scheduler import Scheduler
 from .survey import Survey
 from .tma import ROW_WORDS, TensorMap, fence_async
@@ -285,8 +285,3 @@ class _Consumer:
         named_sync(barrier, WARPGROUP)
         with T.If(tirx.EQ(tirx.truncmod(self.block.thread, WARPGROUP), 0)), T.Then():
             self.block.maps["y"].store(memory, self.q_at, place)
-
-
-def uniform(value: Expr) -> Expr:
-    """The value, equal in all lanes of a warp, as one that nvcc knows to be equal."""
-    return tirx.call_intrin(value.ty, "tirx.cuda.__shfl_sync", T.uint32(0xFFFFFFFF), value, 0, WARP)

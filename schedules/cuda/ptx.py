@@ -143,6 +143,11 @@ def shuffle_xor(value: Expr, lanes: int) -> Expr:
     return tirx.call_intrin(value.ty, "tirx.cuda.__shfl_xor_sync", T.uint32(0xFFFFFFFF), value, lanes, WARP)
 
 
+def uniform(value: Expr) -> Expr:
+    """The value, equal in all lanes of a warp, as one that nvcc knows to be equal."""
+    return tirx.call_intrin(value.ty, "tirx.cuda.__shfl_sync", T.uint32(0xFFFFFFFF), value, 0, WARP)
+
+
 def ballot(condition: Expr) -> Expr:
     """The lanes of the warp in which the condition holds, a bit each; uint32."""
     return fixed(T.cuda.ballot_sync(T.uint32(0xFFFFFFFF), condition.astype("int32")))

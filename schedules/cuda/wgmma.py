@@ -69,6 +69,21 @@ def product_rs(dtype: str, C: tirx.Buffer, A: tirx.Buffer, b: Expr, shape: tuple
     T.evaluate(T.ptx.wgmma.commit_group.sync.aligned())
 
 
+def add_product(dtype: str, C: tirx.Buffer, a: Expr, b: Expr, k: int, along_k: bool) -> None:
+    """C [64, N] += A B of tiles in shared memory, A [64, K] along k; B along k, [N, K], or across, in panels of 64
+    columns [K, 64]. K is at most the 64 of a panel. A group is not ended."""
+    n = 2 * int(C.shape[0])
+    for step in range(k // K):
+        theirs = _moved(b, step * (K_STEP if along_k else ROW_STEP))
+        operands = (_moved(a, step * K_STEP), theirs, _predicate(True), 1, 1, 0, 0 if along_k else 1)
+        T.evaluate(_instruction(dtype, n)(*_registers(C), *operands))
+
+
+def commit() -> None:
+    """Ends a group of products."""
+    T.evaluate(T.ptx.wgmma.commit_group.sync.aligned())
+
+
 def wait(pending: int, *registers: tirx.Buffer) -> None:
     """Waits until so many products are left; from here on the registers can be used."""
     T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(pending))

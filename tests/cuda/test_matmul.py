@@ -16,9 +16,9 @@ from prefill_cases import TURNS
 from thinned import thinned
 from tvm import te, tirx, topi
 
-from lowering.tensorir.blocks import FORM
 from schedules.cuda.matmul import matmul
-from schedules.cuda.matmul_tiles import FewRowsTiles, MatmulTiles
+from schedules.cuda.matmul_tiles import MatmulTiles, WgmmaMatmulTiles
+from schedules.variant import Variant
 
 Arrays = list[np.ndarray]
 SMALL = MatmulTiles(32, 32, 32, 2, 1, 3, swizzle=2, split_steps=2)
@@ -109,13 +109,17 @@ class Case:
         return [*given, np.full((*outer, m, n), np.nan, stored)], result
 
 
+def first_variant(case: Case, arch: str = "sm_80") -> Variant:
+    return (matmul(case.function(), tvm.target.Target({"kind": "cuda", "arch": arch}, host="llvm")) or [])[0]
+
+
 def made(case: Case, arch: str = "sm_80", rows: int | None = None) -> emulated.Module:
     """rows: the most for which the kernel for few rows is taken."""
-    (variant,) = matmul(case.function(), tvm.target.Target({"kind": "cuda", "arch": arch}, host="llvm")) or ()
+    variant = first_variant(case, arch)
     tiles: dict[str, Any] = {} if case.tiles is None else {"tiles": case.tiles}
     if rows is not None:
         tiles["rows"] = dataclasses.replace(variant.tiles["rows"], rows=rows)
-    return emulated.module({"main": variant.make(**tiles).without_attr(FORM)}, arch=arch)
+    return emulated.module({"main": variant.make(**tiles)}, arch=arch)
 
 
 def check(case: Case, module: emulated.Module, turns: list[tuple[Any, Any]]) -> None:
@@ -160,6 +164,33 @@ def test_every_order_of_threads_and_copies(name: str) -> None:
     check(case, made(case), TURNS[1:])
 
 
+HOPPER = WgmmaMatmulTiles(1, 64, 3, 160, 24, swizzle=2, split_steps=2)
+ON_HOPPER = {
+    "columns of B": Case(tiles=HOPPER, sizes=({"m": 17}, {"m": 130})),
+    "rows of B": Case(b_transposed=True, tiles=HOPPER, epilogue="residual", sizes=({"m": 17}, {"m": 130})),
+    "bfloat16, gate, k in parts": Case(
+        k=272, batch=2, epilogue="gate", dtype="bfloat16", tiles=WgmmaMatmulTiles(2, 128, 3, 160, 24, 2, 2)
+    ),
+    "ragged": Case(n=37, k=40, b_transposed=True, epilogue="float32", tiles=HOPPER),
+    "batches": Case(batch="b", b_transposed=True, tiles=HOPPER, sizes=({"b": 3, "m": 40}, {"b": 0, "m": 4})),
+    "default tiles": Case(m=260, n=520, k=200, b_transposed=True, tiles=None, sizes=({},)),
+}
+
+
+@pytest.mark.parametrize("name", thinned(ON_HOPPER, 2))
+def test_on_hopper(name: str) -> None:
+    """By TMA and wgmma, under every order of threads and of what is asynchronous."""
+    case = ON_HOPPER[name]
+    check(case, made(case, "sm_90a"), TURNS)
+
+
+def test_what_tma_does_not_reach_is_left_to_mma() -> None:
+    """Rows whose length is no multiple of 16 bytes, or not known, and A across k."""
+    for case in (Case(k=19), Case(k="k"), Case(m=40, a_transposed=True), Case(n=37)):
+        variants = matmul(case.function(), tvm.target.Target({"kind": "cuda", "arch": "sm_90a"}, host="llvm"))
+        assert [variant.name for variant in variants or ()] == ["mma"], case
+
+
 FEW = {
     "one row": Case(k=2064, b_transposed=True, sizes=({"m": 1}, {"m": 2}, {"m": 0})),
     "gate": Case(k=200, n=40, b_transposed=True, epilogue="gate", sizes=({"m": 1}, {"m": 8})),
@@ -177,18 +208,18 @@ def test_tiles_change_no_result() -> None:
     """Records that are far from the default, where they are legal."""
     rng = np.random.default_rng(3)
     case = Case(m=70, n=72, k=104, tiles=None, sizes=({},))
-    (variant,) = matmul(case.function(), tvm.target.Target({"kind": "cuda", "arch": "sm_80"}, host="llvm")) or ()
-    space = MatmulTiles.space(variant.problem, variant.machine)
-    for _ in range(4):
-        drawn = MatmulTiles(**{name: values[rng.integers(len(values))] for name, values in space.items()})
-        tiles = drawn.nearest_legal(variant.problem, variant.machine)
-        print(tiles)
-        module = emulated.module({"main": variant.make(tiles=tiles).without_attr(FORM)}, arch="sm_80")
-        check(case, module, TURNS[:1])
+    for kind, arch in ((MatmulTiles, "sm_80"), (WgmmaMatmulTiles, "sm_90a")):
+        variant = first_variant(case, arch)
+        space = kind.space(variant.problem, variant.machine)
+        for _ in range(3):
+            drawn = kind(**{name: values[rng.integers(len(values))] for name, values in space.items()})
+            tiles = drawn.nearest_legal(variant.problem, variant.machine)
+            print(tiles)
+            check(case, emulated.module({"main": variant.make(tiles=tiles)}, arch=arch), TURNS[:1])
 
 
 def test_illegal_tiles_are_refused() -> None:
-    (variant,) = matmul(Case().function(), tvm.target.Target({"kind": "cuda", "arch": "sm_80"}, host="llvm")) or ()
+    variant = first_variant(Case())
     with pytest.raises(ValueError, match="at least 2"):
         variant.make(tiles=dataclasses.replace(SMALL, stages=1))
     with pytest.raises(ValueError, match="power of two"):
@@ -199,4 +230,3 @@ def test_other_products_are_left() -> None:
     target = tvm.target.Target({"kind": "cuda", "arch": "sm_80"}, host="llvm")
     a, b = (te.placeholder((tirx.IntImm("int64", 8), tirx.IntImm("int64", 8)), "float32", name) for name in "ab")
     assert matmul(te.create_prim_func([a, b, topi.matmul(a, b)]), target) is None
-    assert FewRowsTiles.default(matmul(Case(b_transposed=True).function(), target)[0].problem, None).rows == 16

@@ -1,0 +1,262 @@
+"""Products of matrices on Hopper (sm_90a): TMA, wgmma, and warpgroups of their own for both, as in CUTLASS.
+
+    producer warpgroup                          consumer warpgroups, 64 rows of the tile each
+    for each tile of this block                 for each tile of this block
+        for each step of 64 values of k             for each step
+            A [m, 64], B [n, 64] -> ring                C += A B^T, one step's products behind the next one's
+                                                    C -> epilogue, while the next tile's steps arrive
+
+The grid has as many blocks as the machine has multiprocessors. B comes as rows of k, or as ONNX writes it, k down and
+columns across: wgmma takes either. What lies outside the matrices arrives as zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from lowering.tensorir.expressions import Expr, substitute, uses
+
+from . import wgmma
+from .epilogue import Epilogue
+from .host import multiprocessors, on_host
+from .matmul_grid import Grid, Place
+from .matmul_sums import Fragment, Sums
+from .matmul_tiles import WgmmaMatmulTiles
+from .pipeline import Ring
+from .products import Operand, Order, Products
+from .ptx import WARP, fixed, put, registers, synchronise, uniform
+from .tma import COLUMNS, L2_PROMOTION_128B, ROW_BYTES, SWIZZLE_128B
+
+ROWS, WARPGROUP = 64, 128
+_ALIGNMENT = 1024  # bytes, of swizzled tiles
+
+
+@dataclass(frozen=True)
+class Reach:
+    """An operand as a tensor of TMA: elements between neighbours along its rows (or columns), and along batch axes."""
+
+    operand: Operand
+    outer: Expr
+    batch: tuple[tuple[tirx.Var, Expr, Expr], ...]
+    """Batch axes that it has, with their extents and strides."""
+
+
+def reach(products: Products, operand: Operand) -> Reach | None:
+    """The operand for TMA: in chunks at all sizes, and equally far apart along every axis; None for any other."""
+    simplify = products.facts.simplify
+    start, along = operand.start, operand.along
+    if operand.condition is not None or operand.order is Order.NONE:
+        return None
+
+    def stride(expr: Expr, var: tirx.Var) -> Expr | None:
+        step = simplify(substitute(expr, {var: var + 1}) - expr)
+        variables = {operand.outer, operand.k, *(axis.var for axis in products.batch_axes)}
+        return None if uses(step, variables) else step
+
+    outer, k = stride(start, operand.outer), stride(along, operand.k)
+    batch = [(axis.var, axis.extent, stride(start, axis.var)) for axis in products.batch_axes]
+    if outer is None or k is None or any(step is None for *_, step in batch):
+        return None
+    zero = tirx.const(0, "int64")
+    everywhere = {operand.outer: zero, **{axis.var: zero for axis in products.batch_axes}}
+    if not _is_zero(simplify(substitute(start, everywhere))):
+        return None
+    there = tuple((var, extent, step) for var, extent, step in batch if step is not None and not _is_zero(step))
+    strides = [outer if operand.order is Order.K else k, *(step for *_, step in there)]
+    whole = all(_is_zero(simplify(step % 8)) for step in strides)
+    return Reach(operand, outer if operand.order is Order.K else k, there) if whole and len(there) <= 3 else None
+
+
+def matmul_wgmma(products: Products, a: Reach, bs: list[Reach], tiles: WgmmaMatmulTiles) -> None:
+    """Emits the kernel and its launches into the function that is open. A lies in chunks along k."""
+    epilogue, grid = Epilogue(products), Grid(products, tiles)
+    with T.If(grid.blocks > 0), T.Then():
+        grid.split()
+        sums = Sums(grid, epilogue)
+        maps = [_Map(grid, epilogue, a, grid.rows, tiles.m)]
+        maps += [_Map(grid, epilogue, b, grid.columns, grid.each) for b in bs]
+        work = on_host(grid.blocks * grid.parts)
+        blocks = on_host(tirx.min(work, multiprocessors()))
+        with (
+            T.launch_thread("blockIdx.x", blocks.astype("int32")) as block,
+            T.launch_thread("threadIdx.x", tiles.threads) as thread,
+        ):
+            _Block(grid, tiles, sums, maps, (block, thread), (work, blocks)).emit()
+        with T.If(grid.parts > 1), T.Then():
+            sums.add_parts()
+
+
+class _Map:
+    """Tiles of an operand: 64 values of k by `size` rows or columns, as wgmma reads them."""
+
+    def __init__(self, grid: Grid, epilogue: Epilogue, found: Reach, extent: Expr, size: int) -> None:
+        self.reach, self.size, self.along_k = found, size, found.operand.order is Order.K
+        memory = epilogue.memory[found.operand.buffer]
+        inner, rows = (grid.depth, extent) if self.along_k else (extent, grid.depth)
+        sizes = [inner, rows, *(axis_extent for _, axis_extent, _ in found.batch)]
+        strides = [step * 2 for step in (found.outer, *(step for *_, step in found.batch))]
+        box = [COLUMNS, size if self.along_k else COLUMNS, *(1 for _ in found.batch)]
+        self.rank, self.handle = len(sizes), T.bind(T.tvm_stack_alloca("tensormap", 1))
+        # A dimension of one element may have any stride, which has to be one that the driver takes.
+        strides = [tirx.max(step, T.int64(16)) for step in strides]
+        T.evaluate(
+            T.tensormap_encode_tiled(
+                self.handle, memory.data, *sizes, *strides, *box, *(1 for _ in sizes),
+                descriptor_dtype=str(memory.dtype), rank=self.rank, swizzle=SWIZZLE_128B,
+                l2_promotion=L2_PROMOTION_128B,
+            )
+        )  # fmt: skip
+
+    @property
+    def words(self) -> int:
+        """Of 4 bytes, of a tile in shared memory."""
+        return self.size * ROW_BYTES // 4
+
+    def load(self, memory: tirx.Buffer, at: Expr, place: Place, outer: Expr, k: Expr, barrier: Expr) -> None:
+        """One thread: memory[at:] := the tile at (outer, k), told to the barrier."""
+        instruction = T.ptx[f"cp.async.bulk.tensor.{self.rank}d.shared::cluster.global.mbarrier::complete_tx::bytes"]
+        batch = [place.where[var].astype("int32") for var, *_ in self.reach.batch]
+        if self.along_k:
+            T.evaluate(instruction(memory.ptr_to([at]), T.address_of(self.handle), k, outer, *batch, barrier))
+            return
+        for panel in range(self.size // COLUMNS):
+            target = memory.ptr_to([at + panel * (COLUMNS * ROW_BYTES // 4)])
+            column = outer + panel * COLUMNS
+            T.evaluate(instruction(target, T.address_of(self.handle), column, k, *batch, barrier))
+
+
+class _Block:
+    """The code for one thread block."""
+
+    def __init__(
+        self,
+        grid: Grid,
+        tiles: WgmmaMatmulTiles,
+        sums: Sums,
+        maps: list[_Map],
+        place: tuple[Expr, Expr],
+        work: tuple[Expr, Expr],
+    ) -> None:
+        self.grid, self.tiles, self.sums, self.maps = grid, tiles, sums, maps
+        self.block, self.thread = place
+        self.work, self.blocks = (n.astype("int32") for n in work)
+        shape = grid.products.shape
+        words = tiles.shared_memory(shape) // 4
+        self.memory = T.alloc_buffer((words,), "uint32", scope="shared.dyn", align=_ALIGNMENT)
+        self.barriers = T.alloc_buffer((2 * tiles.stages,), "uint64", scope="shared", align=8)
+        self.ring = Ring(self.barriers, 0, tiles.stages, tiles.consumers * 4)
+        # Tiles of A, of all stages, then those of B.
+        self.starts, at = [], 0
+        for each in maps:
+            self.starts.append(at)
+            at += tiles.stages * each.words
+        self.behind = at
+
+    def emit(self) -> None:
+        with T.If(tirx.EQ(self.thread, 0)), T.Then():
+            self.ring.initialise()
+            T.evaluate(T.ptx.fence.mbarrier_init.release.cluster())
+        synchronise()
+        warpgroup = fixed(uniform(tirx.truncdiv(self.thread, WARPGROUP)))
+        with T.If(tirx.EQ(warpgroup, 0)):
+            with T.Then():
+                T.evaluate(T.ptx["setmaxnreg.dec.sync.aligned.u32"](self.tiles.producer_registers))
+                with T.If(tirx.EQ(self.thread, 0)), T.Then():
+                    self.produce()
+            with T.Else():
+                T.evaluate(T.ptx["setmaxnreg.inc.sync.aligned.u32"](self.tiles.consumer_registers))
+                self.consume(fixed(warpgroup - 1))
+
+    def each_tile(self, body: Callable[[Place, Expr, Expr, Expr], None]) -> None:
+        """body(place, part, first step, last step) for the tiles, and parts of k, of this block."""
+        count, blocks = fixed(self.grid.blocks.astype("int32")), fixed(self.blocks)
+        with T.serial(tirx.truncdiv(self.work - self.block + blocks - 1, blocks)) as turn:
+            number = fixed(self.block + turn * blocks)
+            part = fixed(tirx.truncdiv(number, count))
+            place = self.grid.place(fixed(tirx.truncmod(number, count)))
+            body(place, part, *self.grid.steps_of(part))
+
+    def produce(self) -> None:
+        """One thread: the tiles of A and B on their way."""
+        fills = registers(1, "int32")
+        put(fills, 0, 0)
+        total = sum(each.words * 4 for each in self.maps)
+
+        def tile(place: Place, part: Expr, first: Expr, last: Expr) -> None:
+            with T.serial(last - first) as n:
+                fill = fixed(fills[0] + n)
+                self.ring.reserve(fill, total)
+                for each, start, outer in zip(self.maps, self.starts, (place.m0, *(place.n0 for _ in self.maps))):
+                    at = start + self.ring.slot(fill) * each.words
+                    k = fixed((first + n) * self.tiles.k)
+                    each.load(self.memory, at, place, outer, k, self.ring.full(fill))
+            put(fills, 0, fills[0] + (last - first))
+
+        self.each_tile(tile)
+
+    def consume(self, w: Expr) -> None:
+        """Consumer w: rows [64 w, 64 w + 64) of each tile."""
+        lane = fixed(tirx.truncmod(self.thread, WARP))
+        warp = fixed(tirx.truncmod(tirx.truncdiv(self.thread, WARP), 4))
+        a_map, *b_maps = self.maps
+        # A consumer has 64 rows of each tile of A.
+        a_tile = wgmma.descriptor(self.memory, fixed(w * (ROWS * ROW_BYTES // 4)), self.tiles.m)
+        b_tiles = [
+            wgmma.descriptor(self.memory, start, b.size if b.along_k else COLUMNS)
+            for b, start in zip(b_maps, self.starts[1:])
+        ]
+        C = [registers(self.grid.each // 2, "float32") for _ in b_maps]
+        fills = registers(1, "int32")
+        put(fills, 0, 0)
+
+        def release(fill: Expr) -> None:
+            with T.If(tirx.EQ(lane, 0)), T.Then():
+                self.ring.release(fill)
+
+        def tile(place: Place, part: Expr, first: Expr, last: Expr) -> None:
+            for c in C:
+                with T.unroll(self.grid.each // 2) as n:
+                    put(c, n, T.float32(0))
+            wgmma.begin(*C)
+            with T.serial(last - first) as n:
+                fill = fixed(fills[0] + n)
+                self.ring.wait(fill)
+                slot = self.ring.slot(fill)
+                wgmma.begin()  # C is on its way: nothing may touch it before all products are done
+                for c, b, b_tile in zip(C, b_maps, b_tiles):
+                    ours = a_tile + (slot * (a_map.words * 4 // wgmma.UNIT)).astype("uint64")
+                    theirs = b_tile + (slot * (b.words * 4 // wgmma.UNIT)).astype("uint64")
+                    wgmma.add_product(self.grid.products.shape.dtype, c, ours, theirs, self.tiles.k, b.along_k)
+                wgmma.commit()
+                wgmma.wait(1)
+                with T.If(n > 0), T.Then():
+                    release(fill - 1)
+            wgmma.wait(0, *C)
+            with T.If(last > first), T.Then():
+                release(fills[0] + (last - first) - 1)
+            put(fills, 0, fills[0] + (last - first))
+            self.store(place, part, C, fixed(w * 4 + warp), lane)
+
+        self.each_tile(tile)
+
+    def store(self, place: Place, part: Expr, C: list[tirx.Buffer], warp: Expr, lane: Expr) -> None:
+        """The 16 rows of a warp, some columns at a time."""
+        words = self.tiles.shared_memory(self.grid.products.shape) // 4
+        memory = T.decl_buffer((words,), "float32", data=self.memory.data, scope="shared.dyn")
+        columns = self.tiles.piece // self.grid.count
+        mine = fixed(self.behind + warp * (16 * self.sums.pitch(columns)))
+        for first in range(0, self.grid.each, columns):
+
+            def fragment(c: tirx.Buffer, first: int = first) -> Fragment:
+                return lambda n, y: c[first // 2 + n * 4 + y]
+
+            rows = (fixed(place.m0 + warp * 16), fixed(place.n0 + first), columns)
+            self.sums.store(place, part, rows, [fragment(c) for c in C], (memory, mine), lane)
+
+
+def _is_zero(a: Expr) -> bool:
+    return isinstance(a, tirx.IntImm) and a.value == 0
