@@ -103,8 +103,7 @@ class _Tile:
             ptx.synchronise()
             self.load(first + n + (tiles.stages - 1), (n + (tiles.stages - 1)) % tiles.stages, last)
             self.multiply(n % tiles.stages)
-        ptx.wait_for_copies(0)
-        ptx.synchronise()
+        ptx.synchronise()  # sums take the place of the stages, into which no copy is on its way any more
         self.store()
 
     def load(self, step: Expr, slot: Expr, last: Expr) -> None:

@@ -134,6 +134,8 @@ class WgmmaMatmulTiles(Tiles):
     """Tiles of rows that blocks work on together."""
     split_steps: int = 8
     """Where tiles do not fill the GPU, k is split into parts of at least so many steps."""
+    blocks: int | None = None
+    """Most blocks of the grid, where some multiprocessors are for others; None is as many as the GPU has."""
 
     k: ClassVar[int] = 64
     """Values of k that arrive together: 128 bytes, the width of a swizzled tile."""
@@ -168,6 +170,7 @@ class WgmmaMatmulTiles(Tiles):
             "producer_registers": (24, 40),
             "swizzle": (1, 4, 8, 16),
             "split_steps": (4, 8, 16, 32),
+            "blocks": (None,),
         }
 
     def rules(self, problem: Shape, device: Device) -> dict[str, bool]:

@@ -80,7 +80,8 @@ def matmul_wgmma(products: Products, a: Reach, bs: list[Reach], tiles: WgmmaMatm
         maps = [_Map(grid, epilogue, a, grid.rows, tiles.m)]
         maps += [_Map(grid, epilogue, b, grid.columns, grid.each) for b in bs]
         work = on_host(grid.blocks * grid.parts)
-        blocks = on_host(tirx.min(work, multiprocessors()))
+        most = multiprocessors() if tiles.blocks is None else T.int64(tiles.blocks)
+        blocks = on_host(tirx.min(work, most))
         with (
             T.launch_thread("blockIdx.x", blocks.astype("int32")) as block,
             T.launch_thread("threadIdx.x", tiles.threads) as thread,
@@ -221,12 +222,13 @@ class _Block:
             for c in C:
                 with T.unroll(self.grid.each // 2) as n:
                     put(c, n, T.float32(0))
-            wgmma.begin(*C)
+            for c in C:
+                wgmma.fence(c)  # nothing may touch it from here on, until all products are done
             with T.serial(last - first) as n:
                 fill = fixed(fills[0] + n)
                 self.ring.wait(fill)
                 slot = self.ring.slot(fill)
-                wgmma.begin()  # C is on its way: nothing may touch it before all products are done
+                wgmma.begin()
                 for c, b, b_tile in zip(C, b_maps, b_tiles):
                     ours = a_tile + (slot * (a_map.words * 4 // wgmma.UNIT)).astype("uint64")
                     theirs = b_tile + (slot * (b.words * 4 // wgmma.UNIT)).astype("uint64")

@@ -7,31 +7,57 @@ from types import SimpleNamespace
 from typing import Any
 
 import cuda_emulation as emulated
+import ml_dtypes
 import numpy as np
 import pytest
 import tvm_ffi
+from thinned import thinned
 
 import lowering
+from lowering.graph.precision import Precision
 
 SAMPLES = Path(__file__).parents[1] / "exports" / "samples"
 
 
-def sample(name: str) -> float:
-    """The largest difference from PyTorch in float64, relative to the range of the output."""
-    model = lowering.compile(SAMPLES / name / "model.onnx", "cuda:sm_80")
+def sample(name: str, arch: str, precision: Precision | None) -> tuple[float, set[str]]:
+    """The largest difference from PyTorch in float64, relative to the range of the output; and which kernels multiply
+    matrices."""
+    model = lowering.compile(SAMPLES / name / "model.onnx", f"cuda:{arch}", precision=precision)
+    kinds = {kernel.schedule for kernel in model.manifest.kernels if kernel.kind in ("matmul", "conv")}
+    types = {spec.name: np.dtype(getattr(ml_dtypes, spec.dtype, spec.dtype)) for spec in model.inputs}
     worst = 0.0
     for path in sorted((SAMPLES / name).glob("*.npz")):
         with np.load(path) as arrays:
-            results = model.run({key: arrays[key] for key in arrays.files if not key.startswith("=")})
-            for key in arrays.files:
-                if key.startswith("="):
-                    worst = max(worst, float(np.abs(results[key[1:]] - arrays[key]).max() / np.ptp(arrays[key])))
-    return worst
+            given = {key: arrays[key].astype(types[key]) for key in arrays.files if not key.startswith("=")}
+            results = model.run(given)
+            for key in (key for key in arrays.files if key.startswith("=")):
+                difference = results[key[1:]].astype("float64") - arrays[key]
+                worst = max(worst, float(np.abs(difference).max() / np.ptp(arrays[key])))
+    return worst, kinds
 
 
-@pytest.mark.parametrize(("name", "bar"), [("gemma2-past-dynamo23", 1e-5), ("whisper-past-dynamo23-f16", 5e-3)])
-def test_sample(name: str, bar: float) -> None:
-    assert emulated.run(sample, name, arch="sm_80", timeout=500) < bar
+BARS = {None: 1e-5, "float16": 5e-3, "bfloat16": 3e-2}
+MODELS: list[tuple[str, str, Precision | None]] = [
+    ("gemma2-past-dynamo23", "sm_80", None),
+    ("llama-past-dynamo23", "sm_90a", "bfloat16"),
+    ("distilbert-traced17", "sm_80", "float16"),
+    ("t5-dynamo18", "sm_90a", "float16"),
+    ("modernbert-dynamo23", "sm_80", "bfloat16"),
+    ("gemma3-past-dynamo18-batch1", "sm_120", "float16"),
+    ("bloom-dynamo18-fixed", "sm_100", "bfloat16"),
+]
+
+
+@pytest.mark.parametrize(("name", "arch", "precision"), thinned(MODELS, 2))
+def test_sample(name: str, arch: str, precision: Precision | None) -> None:
+    worst, kinds = emulated.run(sample, name, arch, precision, arch=arch, timeout=500)
+    assert worst < BARS[precision]
+    assert kinds == ({"ordinary"} if precision is None else {"matmul"})
+
+
+def test_a_sample_of_float16() -> None:
+    worst, kinds = emulated.run(sample, "whisper-past-dynamo23-f16", "sm_80", None, arch="sm_80", timeout=500)
+    assert worst < BARS["float16"] and kinds == {"matmul"}
 
 
 def decoding() -> tuple[float, bool]:

@@ -1,0 +1,34 @@
+"""No barrier, wait or fence of the kernels for products of matrices can be left out unnoticed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda_emulation as emulated
+import numpy as np
+import pytest
+from cuda_emulation.mutations import survivors
+from test_matmul import Case, first_variant
+
+from schedules.cuda.matmul_tiles import MatmulTiles, WgmmaMatmulTiles
+
+# By architecture, case and tiles: every loop goes round often enough to need all of its steps.
+KERNELS: dict[str, tuple[str, Case, dict[str, Any]]] = {
+    "mma": ("sm_80", Case(m=50, n=40, k=200), {"tiles": MatmulTiles(32, 32, 32, 2, 1, 3, split_steps=100)}),
+    "rows": ("sm_80", Case(m=5, n=40, k=200, b_transposed=True), {}),
+    "wgmma": ("sm_90a", Case(m=70, n=264, k=400), {"tiles": WgmmaMatmulTiles(1, 64, 3, 160, 24, 2, 100, blocks=2)}),
+}
+# Behind what a warp stores of its last rows nobody waits.
+REDUNDANT: dict[str, list[str]] = {"mma": ["cuda_warp_sync"], "rows": [], "wgmma": ["cuda_warp_sync"]}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_nothing_can_be_left_out(name: str) -> None:
+    arch, case, tiles = KERNELS[name]
+    arrays, want = case.arrays({})
+
+    def right(after: list[Any]) -> bool:
+        return np.allclose(after[-1].astype("float64"), want, rtol=2e-3, atol=5e-2, equal_nan=True)
+
+    module = emulated.module({"main": first_variant(case, arch).make(**tiles)}, arch=arch)
+    assert [step.name for step in survivors(module, "main", arrays, right)] == REDUNDANT[name]
