@@ -21,6 +21,8 @@ from lowering.tensorir.expressions import Expr, is_int, loads, offset, substitut
 from lowering.tensorir.facts import Facts
 
 from ..half_precision import is_half
+from ..reading.reducers import Combine, read_term
+from ..reading.shared_axes import runs_across, several, shared_rank
 from ..reading.stages import Axis, Stage, read_stages, volume
 from ..reading.values import Evaluator, Known, Program, View, flat_view
 from ..tiles import Space
@@ -30,8 +32,6 @@ from .elementwise import expensive_outputs, recomputed, scratch_type
 from .fast_math import expand
 from .loop_body import before_loop, emit, is_vectorizable
 from .loops import LoopTiles, nest, split_rows
-from .reducers import Combine, read_term
-from .shared_axes import runs_across, several, shared_rank
 from .sweep import Piece, plan_sweep
 from .vector import Machine, Register, convert, fixed, machine, reduce_lanes, splat
 

@@ -11,9 +11,9 @@ from tvm.sym import Analyzer
 
 from lowering.tensorir.expressions import Expr, is_int, loads, rewrite, substitute, uses, walk
 
+from ..reading.reducers import Combine, read_term
 from ..reading.stages import Axis, Stage, same_axes
 from .elementwise import expensive_outputs
-from .reducers import Combine, read_term
 
 _MOST_ELEMENTS = 1024  # of a window; larger ones are reductions
 _IF_THEN_ELSE = ir.Op.get("prim.if_then_else")

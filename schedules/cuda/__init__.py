@@ -5,10 +5,12 @@ from __future__ import annotations
 from ..variant import Rule
 from .append import append
 from .attention import attention
+from .elementwise import elementwise
 from .gradient import gradient
 from .matmul import joins as joins
 from .matmul import matmul
 from .ordinary import ordinary
+from .reduction import reduction
 from .scatter import cache_update
 
-RULES: tuple[Rule, ...] = (attention, gradient, append, cache_update, matmul, ordinary)
+RULES: tuple[Rule, ...] = (attention, gradient, append, cache_update, matmul, elementwise, reduction, ordinary)

@@ -21,11 +21,12 @@ from tvm.script.ir_builder import tirx as T
 from lowering.tensorir.expressions import Expr, substitute
 
 from . import ptx
+from .chunks import CHUNK
 from .epilogue import Epilogue
 from .matmul_grid import Grid
 from .matmul_sums import Fragment, Sums
 from .matmul_tiles import MatmulTiles
-from .products import CHUNK, Operand, Order, Products
+from .products import Operand, Order, Products
 from .ptx import WARP, fixed, put, registers, unrolled
 from .shared_tile import SharedTile
 

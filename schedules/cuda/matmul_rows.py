@@ -19,10 +19,11 @@ from lowering.tensorir.expressions import Expr, substitute
 
 from ..reading.stages import unravel
 from . import ptx
-from .epilogue import Epilogue, copy, row_of
+from .chunks import CHUNK, copy
+from .epilogue import Epilogue, row_of
 from .host import on_host
 from .matmul_tiles import FewRowsTiles
-from .products import CHUNK, Operand, Order, Products
+from .products import Operand, Order, Products
 from .ptx import WARP, fixed, put, registers, unrolled
 
 COLUMNS, PIECE = 16, 32

@@ -20,8 +20,7 @@ from lowering.tensorir.facts import Facts
 from ..half_precision import HALF
 from ..reading.product import Group, read_groups
 from ..reading.stages import Axis, Stage, read_stages, unravel, volume
-
-CHUNK = 8  # elements of 16 bits
+from .chunks import CHUNK
 
 
 class Order(Enum):

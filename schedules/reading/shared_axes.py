@@ -10,7 +10,7 @@ from tvm.sym import Analyzer
 
 from lowering.tensorir.expressions import Expr, is_int, loads, offset, substitute
 
-from ..reading.stages import Stage
+from .stages import Stage
 
 Read = tuple[tirx.Buffer, list[Expr]]
 

@@ -9,7 +9,7 @@ from tvm.ir import prim
 
 from lowering.tensorir.expressions import Expr, loads
 
-from ..reading.stages import Stage
+from .stages import Stage
 
 Combine = Callable[[Expr, Expr], Expr]
 

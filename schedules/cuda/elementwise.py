@@ -1,0 +1,126 @@
+"""Element-wise functions on GPUs: casts, sums of residuals, activations, masks, gathers, rotary embeddings.
+
+A thread has a chunk of a row (chunks.py), so that memory is read and written in pieces of 16 bytes wherever elements
+are successive. Stages that are no output are computed where they are read.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import tvm
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from lowering.tensorir.blocks import FORM
+from lowering.tensorir.expressions import Expr, is_int, offset, substitute
+from lowering.tensorir.facts import Facts
+
+from ..reading.stages import Axis, Stage, read_stages, same_axes, unravel, volume
+from ..reading.values import Evaluator, View, flat_view
+from ..tiles import Space, Tiles
+from ..variant import Variant
+from .chunks import CHUNK, Row, evaluate, result_registers, store
+from .cycles import BARRIER
+from .device import Device, device
+from .host import on_host
+from .ptx import fixed, put
+
+
+@dataclass(frozen=True)
+class ElementTiles(Tiles):
+    """Tiles of element-wise functions."""
+
+    threads: int = 256
+    """Threads per block."""
+
+    @classmethod
+    def default(cls, problem: Any, machine: Device) -> ElementTiles:
+        return cls()
+
+    @classmethod
+    def space(cls, problem: Any, machine: Device) -> Space:
+        return {"threads": (64, 128, 256, 512, 1024)}
+
+    def rules(self, problem: Any, machine: Device) -> dict[str, bool]:
+        return {f"threads = {self.threads} must be 32 to 1024, by 32": self.threads in range(32, 1025, 32)}
+
+    def estimate(self, problem: Any, machine: Device) -> float:
+        """Starts of blocks."""
+        return math.log(1 + BARRIER / self.threads)
+
+
+def elementwise(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
+    """Functions of stages without reductions; None for anything else."""
+    stages = read_stages(func)
+    if not stages or any(stage.reduce for stage in stages):
+        return None
+    gpu, tiles = device(target), {"chunks": ElementTiles()}
+    return [Variant("chunks", None, gpu, tiles, lambda tiles: _kernels(func, stages, tiles["chunks"]))]
+
+
+def _kernels(func: tirx.PrimFunc, stages: list[Stage], tiles: ElementTiles) -> tirx.PrimFunc:
+    """The function: a launch for outputs with the same axes, in the order of the first of each."""
+    outputs: list[list[Stage]] = []
+    for stage in (stage for stage in stages if stage.output in set(func.params)):
+        group = next((group for group in outputs if same_axes(group[0], stage)), None)
+        outputs.append([stage]) if group is None else group.append(stage)
+    with IRBuilder() as builder, T.prim_func():
+        memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, func.params)}
+        for group in outputs:
+            _launch(func, stages, group, memory, tiles)
+    return func.with_body(builder.get().body).without_attr(FORM)
+
+
+def _launch(
+    func: tirx.PrimFunc,
+    stages: list[Stage],
+    outputs: list[Stage],
+    memory: dict[tirx.Buffer, tirx.Buffer],
+    tiles: ElementTiles,
+) -> None:
+    axes = outputs[0].axes
+    several = [n for n, axis in enumerate(axes) if not is_int(axis.extent, 1)]
+    along = several[-1] if several else len(axes) - 1
+    outer = [axis for n, axis in enumerate(axes) if n != along and n in several]
+    last = axes[along] if axes else Axis(tirx.Var("unit", "int64"), tirx.const(1, "int64"))
+    facts = Facts.of(func)
+    m = tirx.Var("m", "int64")
+    rows = volume(outer)
+    for axis in (Axis(m, rows), last):
+        facts.bind(axis.var, 0, axis.extent)
+    places = dict(zip((axis.var for axis in outer), unravel(m, outer)))
+    zero = tirx.const(0, "int64")
+    point = [axis.var if n == along else places.get(axis.var, zero) for n, axis in enumerate(axes)]
+    made = {stage.output for stage in stages}
+    views = {buffer: View(flat) for buffer, flat in memory.items() if buffer not in made}
+    row = Row(facts, last.var, last.extent)
+    program = Evaluator(stages, views).program([tirx.BufferLoad(s.output, point) for s in outputs], facts)
+    targets = [facts.simplify(offset(stage.output.shape, point)) for stage in outputs]
+    width = CHUNK if row.divides and all(map(row.is_chunk, targets)) else 1
+    chunks = on_host(tirx.truncdiv(last.extent, T.int64(width)))
+    count = on_host(rows * chunks)
+    blocks = tirx.truncdiv(count + (tiles.threads - 1), T.int64(tiles.threads))
+    with (
+        T.If(count > 0),
+        T.Then(),
+        T.launch_thread("blockIdx.x", blocks.astype("int32")) as block,
+        T.launch_thread("threadIdx.x", tiles.threads) as thread,
+    ):
+        number = fixed(block.astype("int64") * tiles.threads + thread)
+        with T.If(number < count), T.Then():
+            values = {m: fixed(tirx.truncdiv(number, chunks))}
+            first = fixed(tirx.truncmod(number, chunks) * width)
+            results = result_registers(program, len(outputs), width)
+
+            def keep(x: Expr, found: list[Expr]) -> None:
+                for register, result in zip(results, found):
+                    put(register, x, result)
+
+            evaluate(row, program, width, values, first, keep)
+            for stage, place, register in zip(outputs, targets, results):
+                at = fixed(substitute(place, {**values, last.var: first}))
+                store(memory[stage.output], at, register)
