@@ -47,15 +47,30 @@ class MachineCode:
     said: str  # by ptxas, but for spills
 
 
-def machine_code(func: tirx.PrimFunc, arch: str) -> MachineCode:
-    """The kernels of a PrimFunc, compiled as artifacts are. Registers are those of the largest."""
+def disassembled(func: tirx.PrimFunc, arch: str) -> tuple[str, str, str]:
+    """The kernels of a PrimFunc, compiled as artifacts are: what they use, their instructions, and what ptxas said."""
     target = tvm.target.Target({"kind": "cuda", "arch": arch}, host="llvm")
     with target, tempfile.TemporaryDirectory() as folder:
         module = tvm.compile(tvm.IRModule({"main": func}), target=target, tir_pipeline="tirx").mod
         path = Path(folder) / "kernel.cubin"
         code, said = cubin.machine_code(module.imports[0].inspect_source(), arch)
         path.write_bytes(code)
-        usage, sass = _tool("cuobjdump", "-res-usage", path), _tool("nvdisasm", "-c", path)
+        return _tool("cuobjdump", "-res-usage", path), _tool("nvdisasm", "-c", path), said
+
+
+def global_accesses(func: tirx.PrimFunc, arch: str) -> Counter[tuple[str, int]]:
+    """Loads (LDG) and stores (STG) of the device's memory in a PrimFunc's kernels, by their bits."""
+    _, sass, _ = disassembled(func, arch)
+    found: Counter[tuple[str, int]] = Counter()
+    for kind, modifiers in re.findall(r"\b(LDG|STG)((?:\.\w+)*)", sass):
+        bits = re.search(r"\.(128|64|U?S?16|U?S?8)\b", modifiers)
+        found[kind, int(bits[1].strip("US")) if bits else 32] += 1
+    return found
+
+
+def machine_code(func: tirx.PrimFunc, arch: str) -> MachineCode:
+    """The kernels of a PrimFunc. Registers are those of the largest."""
+    usage, sass, said = disassembled(func, arch)
     registers, stack = (max(map(int, re.findall(rf"{what}:(\d+)", usage))) for what in ("REG", "STACK"))
     opcodes = [(number, found[1]) for number, line in enumerate(sass.splitlines()) if (found := _OPCODE.search(line))]
     spills = sum(opcode in ("STL", "LDL") for _, opcode in opcodes)

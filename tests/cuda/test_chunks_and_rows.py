@@ -1,0 +1,116 @@
+"""Element-wise functions and rows on emulated GPUs: any length, type and number of warps, and pieces of 16 bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda_emulation as emulated
+import ml_dtypes
+import numpy as np
+import pytest
+import tvm
+from prefill_cases import TURNS
+from thinned import thinned
+from tvm import te, tirx, topi
+
+import schedules
+from schedules.cuda.reduction import RowReductionTiles
+from schedules.variant import Variant
+
+EPS = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 2e-2}
+
+
+def function(dtype: str, sizes: tuple[int | str, ...], kind: str) -> tuple[Variant, str]:
+    """The kernel of a function of x [sizes], computed in float32, and the rule that takes it."""
+    symbols: dict[str, tirx.Var] = {}
+
+    def size(n: int | str) -> Any:
+        return tirx.IntImm("int64", n) if isinstance(n, int) else symbols.setdefault(n, tirx.Var(n, "int64"))
+
+    shape = [size(n) for n in sizes]
+    x, gain = te.placeholder(shape, dtype, "x"), te.placeholder(shape[-1:], dtype, "gain")
+    wide = topi.cast(x, "float32")
+    if kind == "softmax":
+        result = topi.nn.softmax(wide, -1)
+    elif kind == "norm":
+        mean = topi.divide(topi.sum(topi.multiply(wide, wide), -1), shape[-1].astype("float32"))
+        scale = topi.rsqrt(topi.add(mean, tirx.const(1e-6, "float32")))
+        result = te.compute(shape, lambda *at: wide(*at) * scale(*at[:-1]) * gain(at[-1]).astype("float32"), "norm")
+    elif kind == "largest":
+        result = topi.max(wide, -1)
+    else:
+        result = topi.add(topi.multiply(topi.exp(wide), topi.cast(gain, "float32")), wide)
+    given = [x, gain] if kind in ("norm", "chain") else [x]
+    func = te.create_prim_func([*given, topi.cast(result, dtype)])
+    rule, variants = schedules.variants(func, tvm.target.Target({"kind": "cuda", "arch": "sm_80"}, host="llvm")) or (
+        "",
+        [],
+    )
+    return variants[0], rule
+
+
+def expected(kind: str, x: np.ndarray, gain: np.ndarray) -> np.ndarray:
+    x, gain = x.astype("float64"), gain.astype("float64")
+    if kind == "softmax":
+        e = np.exp(x - x.max(-1, keepdims=True))
+        return e / e.sum(-1, keepdims=True)
+    if kind == "norm":
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * gain
+    return x.max(-1) if kind == "largest" else np.exp(x) * gain + x
+
+
+def check(variant: Any, kind: str, dtype: str, shapes: list[tuple[int, ...]], turns: list[Any], **tiles: Any) -> None:
+    module = emulated.module({"main": variant.make(**tiles)}, arch="sm_80")
+    kind_of = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    for shape in shapes:
+        rng = np.random.default_rng(sum(shape))
+        x, gain = (rng.standard_normal(s).astype(kind_of) for s in (shape, shape[-1:]))
+        want = expected(kind, x, gain)
+        given = [x, gain] if kind in ("norm", "chain") else [x]
+        arrays = [*given, np.full(want.shape, np.nan, kind_of)]
+        for order, arrivals in turns:
+            got = module.call("main", arrays, order=order, arrivals=arrivals)[-1].astype("float64")
+            np.testing.assert_allclose(got, want, rtol=EPS[dtype], atol=EPS[dtype], err_msg=f"{kind} {dtype} {shape}")
+
+
+RULES = {"softmax": "reduction", "norm": "reduction", "largest": "reduction", "chain": "elementwise"}
+CASES = [(kind, dtype, length) for kind in RULES for dtype in EPS for length in (1, 8, 37, 264, 1032)]
+
+
+@pytest.mark.parametrize(("kind", "dtype", "length"), thinned(CASES, 7))
+def test_lengths_and_types(kind: str, dtype: str, length: int) -> None:
+    variant, rule = function(dtype, ("b", 3, length), kind)
+    assert rule == RULES[kind]
+    check(variant, kind, dtype, [(1, 3, length), (3, 3, length), (0, 3, length)], TURNS[:1])
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_symbolic_lengths(kind: str) -> None:
+    variant, rule = function("float16", ("b", "n"), kind)
+    assert rule == RULES[kind]
+    check(variant, kind, "float16", [(2, 40), (5, 33), (1, 700)], TURNS[:1])
+
+
+@pytest.mark.parametrize("warps", [1, 2, 8])
+def test_any_number_of_warps(warps: int) -> None:
+    variant, _ = function("float32", ("b", 520), "softmax")
+    check(variant, "softmax", "float32", [(5, 520)], TURNS, rows=RowReductionTiles(warps, block=2))
+
+
+def test_nan_and_infinity_are_kept() -> None:
+    """The largest of a row with NaN is what the plain function says, whichever thread meets it."""
+    variant, _ = function("float32", ("b", 264), "softmax")
+    module = emulated.module({"main": variant.make()}, arch="sm_80")
+    x = np.random.default_rng(0).standard_normal((3, 264)).astype("float32")
+    x[0, 7], x[1, 100] = np.nan, -np.inf
+    got = module.call("main", [x, np.full_like(x, np.nan)])[-1]
+    assert np.isnan(got[0]).all() and got[1, 100] == 0 and np.isfinite(got[1:]).all()
+
+
+@pytest.mark.parametrize(("kind", "loads"), [("chain", 2), ("norm", 3)])
+def test_memory_is_read_in_pieces_of_16_bytes(kind: str, loads: int) -> None:
+    from machine_code import global_accesses
+
+    variant, _ = function("float16", ("b", 1024), kind)
+    widths = global_accesses(variant.make(), "sm_80")
+    assert set(widths) == {("LDG", 128), ("STG", 128)} and widths["LDG", 128] >= loads
