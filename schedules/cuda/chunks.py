@@ -20,7 +20,17 @@ from .ptx import fixed, pack, put, registers, unrolled
 
 CHUNK = 8
 
-_PIECES = ((16, "uint4"), (8, "uint2"), (4, "uint"), (2, "ushort"), (1, "char"))
+_LOAD = {
+    size: f"*({kind}*)((char*)to + i) = *(const {kind}*)((const char*)from + i);"
+    for size, kind in ((16, "uint4"), (8, "uint2"), (4, "uint"), (2, "ushort"), (1, "char"))
+}
+_STORE = _LOAD | {
+    16: 'uint4 v = *(const uint4*)((const char*)from + i); asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" '
+    ':: "l"((char*)to + i), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");',
+    8: 'uint2 v = *(const uint2*)((const char*)from + i); asm volatile("st.global.v2.b32 [%0], {%1, %2};" '
+    ':: "l"((char*)to + i), "r"(v.x), "r"(v.y) : "memory");',
+}
+"""Statements that move a piece of so many bytes."""
 _IF_THEN_ELSE = ir.Op.get("prim.if_then_else")
 
 Element = Callable[[Expr], Expr]
@@ -95,7 +105,7 @@ def _whole(row: Row, program: Program, width: int) -> list[ir.TensorLoad]:
 def _load(node: ir.TensorLoad, row: Row, values: Mapping[tirx.Var, Expr], first: Expr, width: int) -> tirx.Buffer:
     at = fixed(substitute(node.indices[0], {**values, row.j: first}))
     chunk = registers(width, str(node.ty))
-    copy(chunk, 0, node.source, at, width)
+    load(chunk, 0, node.source, at, width)
     return chunk
 
 
@@ -115,21 +125,31 @@ def store(memory: tirx.Buffer, at: Expr, values: tirx.Buffer) -> None:
         chunk = registers(width // 2, "uint32")
         with unrolled(width // 2) as n:
             pack(dtype, chunk[n], values[2 * n], values[2 * n + 1])
-    copy(memory, at, chunk, 0, width * DataType(dtype).itemsize // DataType(chunk.dtype).itemsize)
+    _store(memory, at, chunk, width * DataType(dtype).itemsize // DataType(chunk.dtype).itemsize)
 
 
-def copy(to: tirx.Buffer, at: Expr | int, source: tirx.Buffer, start: Expr | int, count: int) -> None:
-    """to[at + n] := source[start + n] in pieces of 16 bytes, or less where that is all; addresses are multiples."""
-    size = DataType(source.dtype).itemsize * count
-    piece, kind = next((n, kind) for n, kind in _PIECES if size % n == 0)
-    name = f"copy_{size}"
+def load(to: tirx.Buffer, at: Expr | int, source: tirx.Buffer, start: Expr | int, count: int) -> None:
+    """to[at + n] := source[start + n], registers from memory, in pieces of 16 bytes, or less where that is all."""
+    _move("load", to.ptr_to([at]), source.ptr_to([start]), DataType(source.dtype).itemsize * count, _LOAD)
+
+
+def _store(to: tirx.Buffer, at: Expr, chunk: tirx.Buffer, count: int) -> None:
+    """to[at + n] := chunk[n], memory from registers. In PTX, as nvcc takes pieces of the language apart in loops."""
+    size = DataType(chunk.dtype).itemsize * count
+    _move("store", to.ptr_to([at]), chunk.ptr_to([0]), size, _STORE)
+
+
+def _move(name: str, to: Expr, source: Expr, size: int, of: dict[int, str]) -> None:
+    piece = next(n for n in of if size % n == 0)
     code = f"""
-__forceinline__ __device__ void {name}(void* to, const void* from) {{
+__forceinline__ __device__ void {name}_{size}(void* to, const void* from) {{
 #pragma unroll
-  for (int i = 0; i < {size // piece}; ++i) (({kind}*)to)[i] = ((const {kind}*)from)[i];
+  for (int i = 0; i < {size}; i += {piece}) {{
+    {of[piece]}
+  }}
 }}
 """
-    T.evaluate(T.cuda.func_call(name, to.ptr_to([at]), source.ptr_to([start]), source_code=code))
+    T.evaluate(T.cuda.func_call(f"{name}_{size}", to, source, source_code=code))
 
 
 def _unguarded(expr: Expr) -> list[ir.TensorLoad]:

@@ -20,12 +20,13 @@ from lowering.tensorir.expressions import Expr, is_int, offset, substitute
 from lowering.tensorir.facts import Facts
 
 from ..reading.stages import Axis, Stage, read_stages, same_axes, unravel, volume
-from ..reading.values import Evaluator, View, flat_view
+from ..reading.values import flat_view
 from ..tiles import Space, Tiles
 from ..variant import Variant
 from .chunks import CHUNK, Row, evaluate, result_registers, store
 from .cycles import BARRIER
 from .device import Device, device
+from .functions import evaluator
 from .host import on_host
 from .ptx import fixed, put
 
@@ -95,10 +96,8 @@ def _launch(
     places = dict(zip((axis.var for axis in outer), unravel(m, outer)))
     zero = tirx.const(0, "int64")
     point = [axis.var if n == along else places.get(axis.var, zero) for n, axis in enumerate(axes)]
-    made = {stage.output for stage in stages}
-    views = {buffer: View(flat) for buffer, flat in memory.items() if buffer not in made}
     row = Row(facts, last.var, last.extent)
-    program = Evaluator(stages, views).program([tirx.BufferLoad(s.output, point) for s in outputs], facts)
+    program = evaluator(stages, memory).program([tirx.BufferLoad(s.output, point) for s in outputs], facts)
     targets = [facts.simplify(offset(stage.output.shape, point)) for stage in outputs]
     width = CHUNK if row.divides and all(map(row.is_chunk, targets)) else 1
     chunks = on_host(tirx.truncdiv(last.extent, T.int64(width)))

@@ -8,8 +8,9 @@ from tvm import tirx
 
 from lowering.tensorir.expressions import Expr, offset, substitute
 
-from ..reading.values import Evaluator, View, flat_view
+from ..reading.values import flat_view
 from .chunks import CHUNK, Row, evaluate, result_registers, store
+from .functions import evaluator
 from .products import Products
 from .ptx import fixed, put
 
@@ -28,11 +29,9 @@ class Epilogue:
         point = [facts.simplify(substitute(i, products.point)) for i in group.products[0].stage.indices]
         self.sums = [tirx.Var(f"sum{n}", product.acc) for n, product in enumerate(group.products)]
         known = {product.stage.output: [(point, var)] for product, var in zip(group.products, self.sums)}
-        made = {stage.output for stage in products.stages}
-        views = {buffer: View(flat) for buffer, flat in self.memory.items() if buffer not in made}
         wanted = [tirx.BufferLoad(output, point) for output in group.outputs]
         self.places = [facts.simplify(offset(output.shape, point)) for output in group.outputs]
-        self.program = Evaluator(products.stages, views).program(wanted, facts, known)
+        self.program = evaluator(products.stages, self.memory).program(wanted, facts, known)
         self.width = CHUNK if self.row.divides and all(map(self.row.is_chunk, self.places)) else 1
 
     def store(self, where: Mapping[tirx.Var, Expr], row: Expr, column: Expr, sums: Sequence[Sum]) -> None:

@@ -19,7 +19,7 @@ from lowering.tensorir.expressions import Expr, substitute
 
 from ..reading.stages import unravel
 from . import ptx
-from .chunks import CHUNK, copy
+from .chunks import CHUNK, load
 from .epilogue import Epilogue, row_of
 from .host import on_host
 from .matmul_tiles import FewRowsTiles
@@ -118,7 +118,7 @@ class _Columns:
         for n in range(4):
             put(to, at + n, T.uint32(0))
         with T.If(there), T.Then():
-            copy(to, at, memory, start + substitute(operand.along, {operand.k: k.astype("int64")}), CHUNK)
+            load(to, at, memory, start + substitute(operand.along, {operand.k: k.astype("int64")}), CHUNK)
 
     def finish(self, rows: Expr, columns: Expr) -> None:
         """What the warps summed up, added and stored: rows of the sums are columns of C."""

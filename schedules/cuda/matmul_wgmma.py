@@ -26,7 +26,7 @@ from .host import multiprocessors, on_host
 from .matmul_grid import Grid, Place
 from .matmul_sums import Fragment, Sums
 from .matmul_tiles import WgmmaMatmulTiles
-from .pipeline import Ring
+from .pipeline import Ring, move_registers
 from .products import Operand, Order, Products
 from .ptx import WARP, fixed, put, registers, synchronise, uniform
 from .tma import COLUMNS, L2_PROMOTION_128B, ROW_BYTES, SWIZZLE_128B
@@ -165,11 +165,11 @@ class _Block:
         warpgroup = fixed(uniform(tirx.truncdiv(self.thread, WARPGROUP)))
         with T.If(tirx.EQ(warpgroup, 0)):
             with T.Then():
-                T.evaluate(T.ptx["setmaxnreg.dec.sync.aligned.u32"](self.tiles.producer_registers))
+                move_registers(self.tiles, producer=True)
                 with T.If(tirx.EQ(self.thread, 0)), T.Then():
                     self.produce()
             with T.Else():
-                T.evaluate(T.ptx["setmaxnreg.inc.sync.aligned.u32"](self.tiles.consumer_registers))
+                move_registers(self.tiles, producer=False)
                 self.consume(fixed(warpgroup - 1))
 
     def each_tile(self, body: Callable[[Place, Expr, Expr, Expr], None]) -> None:

@@ -8,6 +8,9 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
+from .attention_tiles import WgmmaTiles
+from .matmul_tiles import WgmmaMatmulTiles
+
 
 @dataclass(frozen=True)
 class Ring:
@@ -59,6 +62,17 @@ class Ring:
 
     def _parity(self, n: Expr) -> Expr:
         return tirx.truncmod(tirx.truncdiv(n, self.slots), 2)
+
+
+def move_registers(tiles: WgmmaTiles | WgmmaMatmulTiles, producer: bool) -> None:
+    """This warpgroup goes on with the registers that its role has: fewer, or more once others have let go.
+
+    Not where consumers get no more than a thread has at launch: ptxas would ignore the request (C7508).
+    """
+    at_launch = 65536 // tiles.threads // 8 * 8
+    if tiles.consumer_registers > at_launch:
+        direction, count = ("dec", tiles.producer_registers) if producer else ("inc", tiles.consumer_registers)
+        T.evaluate(T.ptx[f"setmaxnreg.{direction}.sync.aligned.u32"](count))
 
 
 def named_sync(barrier: Expr | int, threads: int) -> None:

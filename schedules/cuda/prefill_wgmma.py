@@ -34,7 +34,7 @@ from .attention_tiles import WgmmaTiles
 from .device import Device
 from .finite_values import FiniteValues
 from .fragments import OnlineSoftmax
-from .pipeline import Ring, named_arrive, named_sync
+from .pipeline import Ring, move_registers, named_arrive, named_sync
 from .ptx import WARP, fixed, pack, put, registers, synchronise, uniform
 from .scheduler import Scheduler
 from .survey import Survey
@@ -107,11 +107,11 @@ class _Block:
         warpgroup = fixed(uniform(tirx.truncdiv(self.thread, WARPGROUP)))
         with T.If(tirx.EQ(warpgroup, 0)):
             with T.Then():
-                T.evaluate(T.ptx["setmaxnreg.dec.sync.aligned.u32"](self.tiles.producer_registers))
+                move_registers(self.tiles, producer=True)
                 with T.If(tirx.EQ(self.thread, 0)), T.Then():
                     self.produce()
             with T.Else():
-                T.evaluate(T.ptx["setmaxnreg.inc.sync.aligned.u32"](self.tiles.consumer_registers))
+                move_registers(self.tiles, producer=False)
                 _Consumer(self, fixed(warpgroup - 1)).emit()
 
     def produce(self) -> None:

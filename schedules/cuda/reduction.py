@@ -25,12 +25,13 @@ from ..reading.product import read_product
 from ..reading.reducers import Combine, read_term
 from ..reading.shared_axes import several, shared_rank
 from ..reading.stages import Axis, Stage, read_stages, unravel, volume
-from ..reading.values import Evaluator, Known, Program, View, flat_view
+from ..reading.values import Known, Program, flat_view
 from ..tiles import Space, Tiles
 from ..variant import Variant
 from .chunks import CHUNK, Row, evaluate, result_registers, store
 from .cycles import BARRIER, LATENCY, TYPICAL
 from .device import Device, device
+from .functions import evaluator
 from .host import on_host
 from .ptx import WARP, fixed, put, reduce_warp, registers, synchronise
 
@@ -164,8 +165,7 @@ class _Row:
         self.point = [zero if is_int(axis.extent, 1) else tirx.Var(axis.var.name, "int64") for axis in axes]
         for index, axis in zip(self.point, axes):
             self.facts.bind(index, 0, axis.extent)
-        made = {stage.output for stage in rows.stages}
-        self.evaluator = Evaluator(rows.stages, {b: View(flat) for b, flat in memory.items() if b not in made})
+        self.evaluator = evaluator(rows.stages, memory)
         self.known: Known = {}
         self.values: dict[tirx.Var, Expr] = {}
         warps = tiles.warps

@@ -65,9 +65,15 @@ class Evaluator:
     target has not as `expand` writes them.
     """
 
-    def __init__(self, stages: list[Stage], views: dict[tirx.Buffer, View], expand: Expand | None = None) -> None:
+    def __init__(
+        self,
+        stages: list[Stage],
+        views: dict[tirx.Buffer, View],
+        expand: Expand | None = None,
+        divide: Callable[[Expr, Expr], Expr] | None = None,
+    ) -> None:
         self.stages = {stage.output: stage for stage in stages}
-        self.views, self.expand = views, expand
+        self.views, self.expand, self.divide = views, expand, divide
 
     def program(
         self,
@@ -117,6 +123,9 @@ class _Writer:
                 return prim.FloatImm("float32", node.value)
             if isinstance(node, ir.Call):
                 return self.call(node, bind)
+            if isinstance(node, prim.Div) and self.evaluator.divide is not None:
+                a, b = (self.lower(operand, bind) for operand in (node.a, node.b))
+                return self.evaluator.divide(a, b) if a.ty == "float32" else a / b
             return None
 
         return rewrite(expr, replace)

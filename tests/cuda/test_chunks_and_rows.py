@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tvm
+from machine_code import global_accesses
 from prefill_cases import TURNS
 from thinned import thinned
 from tvm import te, tirx, topi
@@ -109,8 +110,6 @@ def test_nan_and_infinity_are_kept() -> None:
 
 @pytest.mark.parametrize(("kind", "loads"), [("chain", 2), ("norm", 3)])
 def test_memory_is_read_in_pieces_of_16_bytes(kind: str, loads: int) -> None:
-    from machine_code import global_accesses
-
     variant, _ = function("float16", ("b", 1024), kind)
     widths = global_accesses(variant.make(), "sm_80")
     assert set(widths) == {("LDG", 128), ("STG", 128)} and widths["LDG", 128] >= loads

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tvm
+from machine_code import machine_code
 from prefill_cases import TURNS
 from thinned import thinned
 from tvm import te, tirx, topi
@@ -230,3 +231,30 @@ def test_other_products_are_left() -> None:
     target = tvm.target.Target({"kind": "cuda", "arch": "sm_80"}, host="llvm")
     a, b = (te.placeholder((tirx.IntImm("int64", 8), tirx.IntImm("int64", 8)), "float32", name) for name in "ab")
     assert matmul(te.create_prim_func([a, b, topi.matmul(a, b)]), target) is None
+
+
+AUDITED = {
+    "sm_80": Case(n=768, k=768, tiles=None),
+    "sm_120": Case(n=768, k=768, b_transposed=True, epilogue="gate", tiles=None),
+    "sm_90a": Case(n=4096, k=4096, b_transposed=True, epilogue="residual", tiles=None),
+    "sm_90a, gate": Case(n=4096, k=1024, b_transposed=True, epilogue="gate", tiles=None),
+    "sm_90a, few": Case(m=48, n=768, k=768, epilogue="float32", tiles=None),
+}
+
+
+@pytest.mark.parametrize("name", thinned(AUDITED, 2))
+def test_machine_code(name: str) -> None:
+    """Tensor cores, no register in memory, and nothing that ptxas complains of."""
+    arch = name.split(",")[0]
+    variant = first_variant(AUDITED[name], arch)
+    code = machine_code(variant.make(), arch)
+    assert (code.spills, code.stack, code.said) == (0, 0, "")
+    if arch != "sm_90a":
+        tiles = variant.tiles["tiles"]
+        # 16 x 8 x 16 each, of a warp and a step along k
+        assert code.loop["HMMA"] == tiles.m * tiles.n * tiles.k // (tiles.threads // 32) // 2048
+        assert code.loop["LDGSTS"] == (tiles.m + tiles.n) * tiles.k // 8 // tiles.threads
+        return
+    assert code.whole["HGMMA"] and code.whole["UTMALDG"]
+    moved = variant.tiles["tiles"].consumer_registers > 65536 // variant.tiles["tiles"].threads
+    assert code.whole["USETMAXREG"] == (2 if moved else 0)
