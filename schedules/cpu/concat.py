@@ -9,21 +9,18 @@ without gaps. So a cache that grows by a token is copied by all threads, at the 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import tvm
-from tvm import DataType, ir, s_tir, tirx
-from tvm.ir import prim
+from tvm import DataType, tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
-from tvm.sym import Analyzer
 
-from lowering.tensorir.blocks import Block, read_block
-from lowering.tensorir.expressions import Expr, is_int
+from lowering.tensorir.expressions import Expr
 
+from ..reading.concat import Joined, read_joined
 from ..reading.values import flat_view
 from ..tiles import Space
 from ..variant import Variant
@@ -48,16 +45,6 @@ class ConcatTiles(LoopTiles):
         return super().rules(problem, machine) | {"chunk must be positive": self.chunk > 0}
 
 
-@dataclass(frozen=True)
-class Joined:
-    """The output's rows, elements of a row, and of each tensor where in a row it begins and how many it has there."""
-
-    output: tirx.Buffer
-    rows: Expr
-    row: Expr
-    parts: tuple[tuple[tirx.Buffer, Expr, Expr], ...]
-
-
 def concat(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
     """Vector copies among threads for a concatenation; None for anything else."""
     joined = read_joined(func)
@@ -66,52 +53,6 @@ def concat(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | No
     cpu = machine(target)
     tiles = {"copies": ConcatTiles.default(joined, cpu)}
     return [Variant("copies", joined, cpu, tiles, lambda tiles: _emit(func, joined, cpu, tiles["copies"]))]
-
-
-def read_joined(func: tirx.PrimFunc) -> Joined | None:
-    """The concatenation that a function is, or None."""
-    root = func.body
-    if not isinstance(root, s_tir.SBlockRealize) or root.block.match_buffers or root.block.alloc_buffers:
-        return None
-    blocks = [read_block(nest) for nest in tirx.stmt_list(root.block.body)]
-    found = [_copied(block, func) for block in blocks]
-    if len(found) < 2 or blocks[0] is None or any(copy is None for copy in found):
-        return None
-    output = blocks[0].buffer
-    copies = [copy for copy in found if copy is not None]
-    moved = [axis for axis in range(len(output.shape)) if any(not is_int(starts[axis], 0) for _, starts in copies)]
-    if len(moved) != 1 or any(not block.buffer.same_as(output) for block in blocks if block is not None):
-        return None
-    (axis,) = moved
-    others = [k for k in range(len(output.shape)) if k != axis]
-    if not all(Analyzer().can_prove_equal(source.shape[k], output.shape[k]) for source, _ in copies for k in others):
-        return None
-    behind = math.prod(output.shape[axis + 1 :], start=_ONE)
-    parts = tuple((source, starts[axis] * behind, source.shape[axis] * behind) for source, starts in copies)
-    return Joined(output, math.prod(output.shape[:axis], start=_ONE), output.shape[axis] * behind, parts)
-
-
-def _copied(block: Block | None, func: tirx.PrimFunc) -> tuple[tirx.Buffer, list[Expr]] | None:
-    """The parameter that a block copies to a place of its output, and where that begins along each axis."""
-    if block is None or block.reduce or not isinstance(block.value, ir.TensorLoad):
-        return None
-    source, axes = block.value.source, list(block.spatial)
-    if not all(any(buffer.same_as(p) for p in func.params) for buffer in (source, block.buffer)):
-        return None
-    if source.dtype != block.buffer.dtype or len(source.shape) != len(block.indices):
-        return None
-    starts = []
-    for index, own, extent in zip(block.indices, block.value.indices, source.shape):
-        variable = own if own in axes else None
-        if not (is_int(own, 0) and is_int(extent, 1)) and (
-            variable is None or not prim.expr_deep_equal(block.spatial[variable], extent)
-        ):
-            return None
-        start = Analyzer().simplify(index - own)
-        if any(isinstance(node, tirx.Var) and node in axes for node in tirx.analysis.undefined_vars(start)):
-            return None
-        starts.append(start)
-    return source, starts
 
 
 def _emit(func: tirx.PrimFunc, joined: Joined, cpu: Machine, tiles: ConcatTiles) -> tirx.PrimFunc:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..variant import Rule
 from .append import append
 from .attention import attention
+from .concat import concat
 from .elementwise import elementwise
 from .gradient import gradient
 from .matmul import joins as joins
@@ -13,4 +14,4 @@ from .ordinary import ordinary
 from .reduction import reduction
 from .scatter import cache_update
 
-RULES: tuple[Rule, ...] = (attention, gradient, append, cache_update, matmul, elementwise, reduction, ordinary)
+RULES: tuple[Rule, ...] = (attention, gradient, append, cache_update, matmul, elementwise, concat, reduction, ordinary)

@@ -125,7 +125,7 @@ def store(memory: tirx.Buffer, at: Expr, values: tirx.Buffer) -> None:
         chunk = registers(width // 2, "uint32")
         with unrolled(width // 2) as n:
             pack(dtype, chunk[n], values[2 * n], values[2 * n + 1])
-    _store(memory, at, chunk, width * DataType(dtype).itemsize // DataType(chunk.dtype).itemsize)
+    store_words(memory, at, chunk, width * DataType(dtype).itemsize // DataType(chunk.dtype).itemsize)
 
 
 def load(to: tirx.Buffer, at: Expr | int, source: tirx.Buffer, start: Expr | int, count: int) -> None:
@@ -133,7 +133,7 @@ def load(to: tirx.Buffer, at: Expr | int, source: tirx.Buffer, start: Expr | int
     _move("load", to.ptr_to([at]), source.ptr_to([start]), DataType(source.dtype).itemsize * count, _LOAD)
 
 
-def _store(to: tirx.Buffer, at: Expr, chunk: tirx.Buffer, count: int) -> None:
+def store_words(to: tirx.Buffer, at: Expr, chunk: tirx.Buffer, count: int) -> None:
     """to[at + n] := chunk[n], memory from registers. In PTX, as nvcc takes pieces of the language apart in loops."""
     size = DataType(chunk.dtype).itemsize * count
     _move("store", to.ptr_to([at]), chunk.ptr_to([0]), size, _STORE)

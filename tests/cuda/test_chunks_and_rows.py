@@ -7,6 +7,7 @@ from typing import Any
 import cuda_emulation as emulated
 import ml_dtypes
 import numpy as np
+import onnx
 import pytest
 import tvm
 from machine_code import global_accesses
@@ -14,6 +15,7 @@ from prefill_cases import TURNS
 from thinned import thinned
 from tvm import te, tirx, topi
 
+import lowering
 import schedules
 from schedules.cuda.reduction import RowReductionTiles
 from schedules.variant import Variant
@@ -113,3 +115,36 @@ def test_memory_is_read_in_pieces_of_16_bytes(kind: str, loads: int) -> None:
     variant, _ = function("float16", ("b", 1024), kind)
     widths = global_accesses(variant.make(), "sm_80")
     assert set(widths) == {("LDG", 128), ("STG", 128)} and widths["LDG", 128] >= loads
+
+
+JOINED = """
+<ir_version: 10, opset_import: ["" : 23]>
+m (float16[b, 2, p, 8] a, float16[b, 2, s, 8] c, int8[p, 3] d, int8[s, 3] e, double[b, p] f, double[b, s] g, bool[p] h)
+  => (float16[b, 2, q, 8] ac, int8[q, 3] de, double[b, q] fg, bool[r] hhh)
+{
+  ac = Concat <axis = 2> (a, c)
+  de = Concat <axis = 0> (d, e)
+  fg = Concat <axis = 1> (f, g)
+  hhh = Concat <axis = 0> (h, h, h)
+}
+"""
+
+
+def joined(sizes: list[tuple[int, int, int]]) -> list[str]:
+    """Concatenations that are wrong, and how many kernels are not of the rule."""
+    model = lowering.compile(onnx.parser.parse_model(JOINED), "cuda:sm_80")
+    found = [kernel.name for kernel in model.manifest.kernels if kernel.schedule != "concat"]
+    for b, p, s in sizes:
+        rng = np.random.default_rng(b + p + s)
+        shapes = {"a": (b, 2, p, 8), "c": (b, 2, s, 8), "d": (p, 3), "e": (s, 3), "f": (b, p), "g": (b, s), "h": (p,)}
+        types = {spec.name: spec.dtype for spec in model.inputs}
+        given = {name: (rng.random(shape) * 100).astype(types[name]) for name, shape in shapes.items()}
+        got = model.run(given)
+        for name, axis in (("ac", 2), ("de", 0), ("fg", 1), ("hhh", 0)):
+            if not np.array_equal(got[name], np.concatenate([given[part] for part in name], axis)):
+                found.append(f"{name} at {b, p, s}")
+    return found
+
+
+def test_concatenations() -> None:
+    assert emulated.run(joined, [(2, 3, 1), (1, 16, 8), (3, 0, 5), (2, 4, 0)], arch="sm_80", timeout=300) == []

@@ -1,0 +1,88 @@
+"""Concatenations on GPUs: a cache that grows by a token is copied at the rate of memory.
+
+A launch for each tensor, a thread for each piece of 16 bytes, where all pieces lie at multiples of that; else for each
+element.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import tvm
+from tvm import DataType, tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+from tvm.sym import Analyzer
+
+from lowering.tensorir.blocks import FORM
+from lowering.tensorir.expressions import Expr, is_int
+
+from ..reading.concat import Joined, read_joined
+from ..reading.values import flat_view
+from ..variant import Variant
+from .chunks import load, store_words
+from .device import device
+from .elementwise import ElementTiles
+from .host import on_host
+from .ptx import CHUNK_BYTES, fixed, registers
+
+
+def concat(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
+    """Copies for a concatenation; None for anything else."""
+    joined = read_joined(func)
+    if joined is None:
+        return None
+    tiles = {"copies": ElementTiles()}
+    return [Variant("copies", None, device(target), tiles, lambda tiles: _kernels(func, joined, tiles["copies"]))]
+
+
+def _kernels(func: tirx.PrimFunc, joined: Joined, tiles: ElementTiles) -> tirx.PrimFunc:
+    size = DataType(joined.output.dtype).itemsize
+    piece = CHUNK_BYTES // size if size in (1, 2, 4, 8) else 1
+    places = [joined.row, *(place for _, *rest in joined.parts for place in rest)]
+    whole = Analyzer().simplify(
+        functools.reduce(tirx.And, (tirx.EQ(place % piece, tirx.const(0, "int64")) for place in places))
+    )
+    with IRBuilder() as builder, T.prim_func():
+        memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, func.params)}
+
+        def copies(count: int) -> None:
+            for part in joined.parts:
+                _copy(joined, part, memory, count, tiles)
+
+        if is_int(whole, 1) or is_int(whole, 0):
+            copies(piece if is_int(whole, 1) else 1)
+        else:
+            with T.If(whole):
+                with T.Then():
+                    copies(piece)
+                with T.Else():
+                    copies(1)
+    return func.with_body(builder.get().body).without_attr(FORM)
+
+
+def _copy(
+    joined: Joined,
+    part: tuple[tirx.Buffer, Expr, Expr],
+    memory: dict[tirx.Buffer, tirx.Buffer],
+    count: int,
+    tiles: ElementTiles,
+) -> None:
+    """The launch that copies a tensor, so many elements per thread."""
+    source, start, length = part
+    pieces = on_host(tirx.truncdiv(length, T.int64(count)))
+    total = on_host(joined.rows * pieces)
+    row_length, start, length = on_host(joined.row), on_host(start), on_host(length)
+    blocks = tirx.truncdiv(total + (tiles.threads - 1), T.int64(tiles.threads))
+    with (
+        T.If(total > 0),
+        T.Then(),
+        T.launch_thread("blockIdx.x", blocks.astype("int32")) as block,
+        T.launch_thread("threadIdx.x", tiles.threads) as thread,
+    ):
+        number = fixed(block.astype("int64") * tiles.threads + thread)
+        with T.If(number < total), T.Then():
+            row, column = fixed(tirx.truncdiv(number, pieces)), fixed(tirx.truncmod(number, pieces) * count)
+            chunk = registers(count, str(source.dtype))
+            load(chunk, 0, memory[source], fixed(row * length + column), count)
+            store_words(memory[joined.output], fixed(row * row_length + start + column), chunk, count)
