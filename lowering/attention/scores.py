@@ -89,7 +89,7 @@ class Scores:
         kernel can bring its own tanh, for softcap * tanh(s / softcap)."""
         c = self.problem.softcap
         if c != 0.0:
-            s = (tanh or _tanh)(s / self._constant(c)) * self._constant(c)
+            s = (tanh or _tanh)(s * self._constant(1.0 / c)) * self._constant(c)
         if self.change is None:
             return s
         if not inside and self.problem.score is not None and self.problem.score.tables():

@@ -10,8 +10,19 @@ from .elementwise import elementwise
 from .gradient import gradient
 from .matmul import joins as joins
 from .matmul import matmul
-from .ordinary import ordinary
+from .ordinary import one_number, ordinary
 from .reduction import reduction
 from .scatter import cache_update
 
-RULES: tuple[Rule, ...] = (attention, gradient, append, cache_update, matmul, elementwise, concat, reduction, ordinary)
+RULES: tuple[Rule, ...] = (
+    attention,
+    gradient,
+    append,
+    cache_update,
+    matmul,
+    elementwise,
+    concat,
+    reduction,
+    one_number,
+    ordinary,
+)

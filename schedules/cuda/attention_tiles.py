@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from lowering.attention.formula import Formula
 from lowering.attention.problem import AttentionProblem
 
 from ..tiles import Space, Tiles
@@ -98,15 +99,19 @@ class MmaTiles(Tiles):
     @classmethod
     def default(cls, problem: AttentionProblem, device: Device) -> MmaTiles:
         """Untuned but good: what FlashAttention-2 publishes for these head sizes (flash_fwd_launch_template.h), with
-        half the keys where nvcc would put a register or two of those tiles into memory.
+        fewer keys where nvcc would put a register or two of those tiles into memory.
         """
         dim = max(padded(problem.head_dim), problem.v_head_dim)
         small = device.shared_memory < 128 << 10
         causal = problem.causal
+        if dim <= 64:
+            return MmaTiles(q=128, kv=64, warps=4)
+        if dim <= 128 and small and causal:
+            return MmaTiles(q=64, kv=48, warps=4)
         if dim <= 96:
-            return MmaTiles(q=64 if small and causal and dim > 64 else 128, kv=64, warps=4)
+            return MmaTiles(q=128, kv=48 if problem.softcap else 64, warps=4)
         if dim <= 128:
-            return MmaTiles(q=64, kv=64, warps=4) if small and causal else MmaTiles(q=128, kv=32, warps=4)
+            return MmaTiles(q=128, kv=32, warps=4)
         return MmaTiles(q=64, kv=64, warps=4) if small else MmaTiles(q=128, kv=64, warps=8)
 
 
@@ -195,15 +200,23 @@ class WgmmaTiles(Tiles):
     @classmethod
     def default(cls, problem: AttentionProblem, device: Device) -> WgmmaTiles:
         """Untuned but good: what FlashAttention-3 publishes for these head sizes (hopper/tile_size.h), as far as nvcc
-        keeps it in registers.
+        keeps it in registers, which tests/cuda/test_machine_code.py looks at for every kind of problem.
         """
         dim = max(problem.head_dim, problem.v_head_dim)
         plain = not problem.has_mask and not problem.softcap and problem.score is None
-        if dim <= 64:
-            return WgmmaTiles(3, 128, 160, 32) if plain else WgmmaTiles(2, 128, 240, 24)
+        if dim <= 64 and plain:
+            two_ends = problem.window is not None and problem.window.left is not None
+            return WgmmaTiles(3, 112 if two_ends else 128, 160, 32)
         if dim <= 128:
-            return WgmmaTiles(2, 128 if plain else 96, 240, 24)
-        return WgmmaTiles(2, 80 if plain else 64, 240, 24, ping_pong=False)
+            keys = 128 if plain else 112 if dim <= 96 else 96
+            return WgmmaTiles(2, keys, 240, 24)
+        if plain:
+            keys = 80
+        elif isinstance(problem.mask, Formula):
+            keys = 32
+        else:
+            keys = 48 if problem.mask is not None and problem.mask.dtype != "bool" else 64
+        return WgmmaTiles(2, keys, 240, 24, ping_pong=False)
 
 
 @dataclass(frozen=True)

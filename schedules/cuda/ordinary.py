@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tvm
+import tvm_ffi
 from tvm import s_tir, tirx
 from tvm.s_tir import dlight
 
@@ -18,6 +19,19 @@ _SCHEDULES = tuple(
         dlight.gpu.Fallback,
     )
 )
+
+
+def one_number(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
+    """A function without loops, such as one that stores a length, by one thread; None for anything else."""
+    if isinstance(func.body, s_tir.SBlockRealize) or _has_loops(func.body):
+        return None
+    return [Variant("one thread", None, None, {}, lambda tiles: _by_one_thread(func))]
+
+
+def _has_loops(body: tirx.Stmt) -> bool:
+    found: list[tirx.For] = []
+    tvm_ffi.structural_walk(body, (tirx.For, found.append))
+    return bool(found)
 
 
 def ordinary(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant]:

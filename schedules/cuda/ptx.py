@@ -156,7 +156,7 @@ def ballot(condition: Expr) -> Expr:
 def reduce_quad(value: Expr, combine: Callable[[Expr, Expr], Expr]) -> Expr:
     """Combines the values of four neighbouring threads, which hold the same rows of a fragment; all four get it."""
     for lanes in (1, 2):
-        value = fixed(combine(fixed(value), fixed(shuffle_xor(value, lanes))))
+        value = fixed(combine(fixed(value), shuffle_xor(value, lanes)))
     return value
 
 

@@ -59,13 +59,20 @@ def product_ss(dtype: str, C: tirx.Buffer, a: Expr, b: Expr, shape: tuple[int, i
 
 
 def product_rs(dtype: str, C: tirx.Buffer, A: tirx.Buffer, b: Expr, shape: tuple[int, int]) -> None:
-    """C [64, N] += A B, A [64, K] in registers, the tile B [K, N] in shared memory; shape is (N, K)."""
+    """C [64, N] += A B, A [64, K] in registers, the tile B [K, N] in shared memory; shape is (N, K).
+
+    Where N is no multiple of 64, each panel of B has a product of its own: no layout of CuTe's says what one over a
+    panel and a part of the next would read.
+    """
     n, k = shape
+    width = n if n % COLUMNS == 0 else COLUMNS
     for step in range(k // K):
         operand = [A[4 * step + x] for x in range(4)]
-        T.evaluate(
-            _instruction(dtype, n)(*_registers(C), *operand, _moved(b, step * ROW_STEP), _predicate(True), 1, 1, 1)
-        )
+        for first in range(0, n, width):
+            part = min(width, n - first)
+            sums = [C[(first + x) // 2] for x in range(0, part, 2)]
+            theirs = _moved(b, step * ROW_STEP + first // COLUMNS * (k * ROW_BYTES // UNIT))
+            T.evaluate(_instruction(dtype, part)(*sums, *operand, theirs, _predicate(True), 1, 1, 1))
     T.evaluate(T.ptx.wgmma.commit_group.sync.aligned())
 
 

