@@ -109,7 +109,8 @@ class MmaTiles(Tiles):
         if dim <= 128 and small and causal:
             return MmaTiles(q=64, kv=48, warps=4)
         if dim <= 96:
-            return MmaTiles(q=128, kv=48 if problem.softcap else 64, warps=4)
+            capped = dim > 80 and problem.softcap and problem.mask is None
+            return MmaTiles(q=128, kv=48 if capped else 64, warps=4)
         if dim <= 128:
             return MmaTiles(q=128, kv=32, warps=4)
         return MmaTiles(q=64, kv=64, warps=4) if small else MmaTiles(q=128, kv=64, warps=8)

@@ -176,9 +176,9 @@ have a warp for a row, which reads all keys and evaluates the mask for each.
 
 score_mod is evaluated for each pair of each tile that is left, in float32, on the registers that the product leaves.
 What it says more than once is computed once. Functions are CUDA's accurate ones (`tanhf`, not `tanh.approx`).
-Captured arrays are read from global memory where they are used. On sm_80 nothing of that is spilled; on sm_90a, where
-the accumulators leave less, nvcc puts registers of mask code into memory at head sizes of 80, 96 and 256 (up to 152
-bytes of stack).
+Captured arrays are read from global memory where they are used. `tests/cuda/test_machine_code.py` looks at masks,
+windows, sinks, caps and formulas at every head size: with default tiles no register is put into memory, but for 8 bytes
+of formulas at a head size of 96 on sm_90a.
 
 `tests/cuda/test_skipped_tiles.py` counts the products of whole calls under emulation: exactly those of the tiles in
 which something is visible, for causal masks, windows, documents, masks by head and blocks. `tests/cuda/test_flex.py`
@@ -189,16 +189,20 @@ compares results with float64.
 What nvcc makes of the prefill kernels with their default tiles, float16, every size symbolic: registers of a thread,
 bytes of stack, instructions that spill registers, and those of the loop over tiles of keys. HMMA and HGMMA multiply
 matrices, LDSM reads their operands from shared memory, LDGSTS (cp.async) and UTMALDG (TMA) bring tiles there, MUFU
-evaluates exponentials. On sm_90a the instructions of the whole kernel are counted, as a warpgroup of its own brings the
-tiles; WARPGROUP waits for products, of which several are on their way at a time.
+evaluates exponentials. On sm_90a the instructions of the whole kernel are counted, as a warpgroup of its own brings
+the tiles; waits (WARPGROUP) are for products, of which several are on their way at a time, and *beside* are the
+exponentials between the wait for S and that for O, which run beside the products of P V.
 
-| target | head_dim | mask | tiles | registers | stack | spills | *MMA | LDSM | LDGSTS / UTMALDG | MUFU | WARPGROUP |
-|---|---|---|---|---|---|---|---|---|---|---|---|
+| target | head_dim | mask | tiles | registers | stack | spilt | *MMA | LDSM | LDGSTS, UTMALDG | MUFU | waits | beside |
+|---|---|---|---|---|---|---|---|---|---|---|---|---|
 """
 
 
 def page() -> str:
     """The whole page."""
+    sys.path.append(str(Path(__file__).parents[1]))  # what the tests of products import
+    from test_matmul import AUDITED
+
     lines = []
     for arch in ("sm_80", "sm_86", "sm_90a"):
         for dim in HEAD_DIMS:
@@ -206,11 +210,48 @@ def page() -> str:
                 func, tiles = prefill(problem(dim, causal), arch)
                 code = machine_code(func, arch)
                 n = code.whole if arch == "sm_90a" else code.loop
-                counts = [n["HMMA"] + n["HGMMA"], n["LDSM"], n["LDGSTS"] + n["UTMALDG"], n["MUFU"], n["WARPGROUP"]]
+                counts = [
+                    n["HMMA"] + n["HGMMA"],
+                    n["LDSM"],
+                    n["LDGSTS"] + n["UTMALDG"],
+                    n["MUFU"],
+                    n["WARPGROUP"],
+                    code.beside,
+                ]
                 columns = [arch, dim, "causal" if causal else "-", f"{tiles.q} x {tiles.kv}"]
                 columns += [code.registers, code.stack, code.spills, *counts]
                 lines.append(f"| {' | '.join(map(str, columns))} |")
-    return HEADER + "\n".join(lines) + "\n"
+    return (
+        HEADER + "\n".join(lines) + "\n" + PRODUCTS + "".join(product_row(name, case) for name, case in AUDITED.items())
+    )
+
+
+PRODUCTS = """
+## Products of matrices
+
+The kernels for C [M, N] = A [M, K] B with their default tiles, M symbolic unless said. *gate* is the product of two
+results of one A, one of them under an activation; a residual is added before C is stored. Of a loop along k are
+counted (in the whole kernel on sm_90a) products, reads of operands and copies, and all instructions of it: on sm_80 a
+product of 16 x 8 x 16 takes 8 cycles of a tensor core, so that a loop whose instructions are fewer than 8 times its
+products is bound by these.
+
+| target | M, N, K | B | epilogue | tiles | registers | spills | *MMA | LDSM | LDGSTS / UTMALDG | instructions |
+|---|---|---|---|---|---|---|---|---|---|---|
+"""
+
+
+def product_row(name: str, case: Any) -> str:
+    from test_matmul import first_variant
+
+    arch = name.split(",")[0]
+    variant = first_variant(case, arch)
+    tiles, code = variant.tiles["tiles"], machine_code(variant.make(), arch)
+    n = code.whole if arch == "sm_90a" else code.loop
+    counts = [n["HMMA"] + n["HGMMA"], n["LDSM"], n["LDGSTS"] + n["UTMALDG"], sum(n.values())]
+    sizes, order = f"{case.m}, {case.n}, {case.k}", "[N, K]" if case.b_transposed else "[K, N]"
+    shown = f"{tiles.m} x {tiles.n} x {tiles.k}, {tiles.stages} stages"
+    columns = [arch, sizes, order, case.epilogue, shown, code.registers, code.spills, *counts]
+    return f"| {' | '.join(map(str, columns))} |\n"
 
 
 if __name__ == "__main__":

@@ -10,10 +10,13 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import cuda_emulation as emulated
 import numpy as np
 
+import schedules as schedules  # before the folder of tests, which has one of that name
 from lowering.graph.precision import Precision
+
+sys.path.append(str(Path(__file__).parents[1]))
+import cuda_emulation as emulated
 
 PAGE = Path(__file__).parents[2] / "docs" / "cuda_models.md"
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100", "sm_120")
