@@ -180,6 +180,21 @@ class AttentionProblem:
     def has_mask(self) -> bool:
         return self.mask is not None
 
+    @property
+    def has_formula(self) -> bool:
+        """Whether the mask is computed, not read."""
+        return isinstance(self.mask, Formula)
+
+    @property
+    def adds_mask(self) -> bool:
+        """Whether elements of a mask tensor are added to scores."""
+        return isinstance(self.mask, Mask) and self.mask.dtype != "bool"
+
+    @property
+    def two_ended(self) -> bool:
+        """Whether a row's keys have a first one of their own, too."""
+        return self.window is not None and self.window.left is not None
+
     def parameters(self) -> tuple[str, ...]:
         """Names of the PrimFunc's parameters in order: the inputs present, then the outputs asked for."""
         return (*self.inputs(), *self.outputs())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from lowering.attention.formula import Formula
 from lowering.attention.problem import AttentionProblem
 
 from ..tiles import Space, Tiles
@@ -109,7 +108,7 @@ class MmaTiles(Tiles):
         if dim <= 128 and small and causal:
             return MmaTiles(q=64, kv=48, warps=4)
         if dim <= 96:
-            capped = dim > 80 and problem.softcap and problem.mask is None
+            capped = dim > 80 and problem.softcap and not problem.has_mask
             return MmaTiles(q=128, kv=48 if capped else 64, warps=4)
         if dim <= 128:
             return MmaTiles(q=128, kv=32, warps=4)
@@ -206,17 +205,12 @@ class WgmmaTiles(Tiles):
         dim = max(problem.head_dim, problem.v_head_dim)
         plain = not problem.has_mask and not problem.softcap and problem.score is None
         if dim <= 64 and plain:
-            two_ends = problem.window is not None and problem.window.left is not None
-            return WgmmaTiles(3, 112 if two_ends else 128, 160, 32)
+            return WgmmaTiles(3, 112 if problem.two_ended else 128, 160, 32)
+        if dim <= 96:  # blocks of masks have 128 keys: tiles that lie across two of them are hidden less often
+            return WgmmaTiles(2, 128 if plain or problem.has_formula else 112, 240, 24)
         if dim <= 128:
-            keys = 128 if plain else 112 if dim <= 96 else 96
-            return WgmmaTiles(2, keys, 240, 24)
-        if plain:
-            keys = 80
-        elif isinstance(problem.mask, Formula):
-            keys = 32
-        else:
-            keys = 48 if problem.mask is not None and problem.mask.dtype != "bool" else 64
+            return WgmmaTiles(2, 128 if plain else 96, 240, 24)
+        keys = 80 if plain else 32 if problem.has_formula else 48 if problem.adds_mask else 64
         return WgmmaTiles(2, keys, 240, 24, ping_pong=False)
 
 

@@ -47,13 +47,19 @@ class MachineCode:
     said: str  # by ptxas, but for spills
 
 
+def emitted(func: tirx.PrimFunc, arch: str) -> str:
+    """The CUDA C++ of a PrimFunc's kernels."""
+    target = tvm.target.Target({"kind": "cuda", "arch": arch}, host="llvm")
+    with target:
+        module = tvm.compile(tvm.IRModule({"main": func}), target=target, tir_pipeline="tirx").mod
+    return module.imports[0].inspect_source()
+
+
 def disassembled(func: tirx.PrimFunc, arch: str) -> tuple[str, str, str]:
     """The kernels of a PrimFunc, compiled as artifacts are: what they use, their instructions, and what ptxas said."""
-    target = tvm.target.Target({"kind": "cuda", "arch": arch}, host="llvm")
-    with target, tempfile.TemporaryDirectory() as folder:
-        module = tvm.compile(tvm.IRModule({"main": func}), target=target, tir_pipeline="tirx").mod
+    with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
-        code, said = cubin.machine_code(module.imports[0].inspect_source(), arch)
+        code, said = cubin.machine_code(emitted(func, arch), arch)
         path.write_bytes(code)
         return _tool("cuobjdump", "-res-usage", path), _tool("nvdisasm", "-c", path), said
 
@@ -178,7 +184,7 @@ score_mod is evaluated for each pair of each tile that is left, in float32, on t
 What it says more than once is computed once. Functions are CUDA's accurate ones (`tanhf`, not `tanh.approx`).
 Captured arrays are read from global memory where they are used. `tests/cuda/test_machine_code.py` looks at masks,
 windows, sinks, caps and formulas at every head size: with default tiles no register is put into memory, but for 8 bytes
-of formulas at a head size of 96 on sm_90a.
+of formulas at head sizes of 64 and 96 on sm_90a.
 
 `tests/cuda/test_skipped_tiles.py` counts the products of whole calls under emulation: exactly those of the tiles in
 which something is visible, for causal masks, windows, documents, masks by head and blocks. `tests/cuda/test_flex.py`
@@ -201,7 +207,7 @@ exponentials between the wait for S and that for O, which run beside the product
 def page() -> str:
     """The whole page."""
     sys.path.append(str(Path(__file__).parents[1]))  # what the tests of products import
-    from test_matmul import AUDITED
+    from test_matmul_on_gpus import AUDITED
 
     lines = []
     for arch in ("sm_80", "sm_86", "sm_90a"):
@@ -241,7 +247,7 @@ products is bound by these.
 
 
 def product_row(name: str, case: Any) -> str:
-    from test_matmul import first_variant
+    from test_matmul_on_gpus import first_variant
 
     arch = name.split(",")[0]
     variant = first_variant(case, arch)

@@ -62,5 +62,5 @@ EVERY = [(arch, *case) for arch in ("sm_80", "sm_86", "sm_90a") for case in iter
 def test_variants(arch: str, head_dim: int, variant: str) -> None:
     """Whatever a problem asks for, its default tiles leave the registers that it takes."""
     p = dataclasses.replace(problem(head_dim, False), **VARIANTS[variant])
-    few = (arch, head_dim, variant) == ("sm_90a", 96, "formula")  # 8 bytes, at each number of keys that was tried
+    few = arch == "sm_90a" and head_dim in (64, 96) and variant == "formula"  # 8 bytes, with the keys of a block
     check(arch, p, may_spill=few)

@@ -8,7 +8,7 @@ import cuda_emulation as emulated
 import numpy as np
 import pytest
 from cuda_emulation.mutations import survivors
-from test_matmul import Case, first_variant
+from test_matmul_on_gpus import Case, first_variant
 
 from schedules.cuda.matmul_tiles import MatmulTiles, WgmmaMatmulTiles
 
