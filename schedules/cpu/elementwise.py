@@ -43,12 +43,7 @@ def _emit(func: tirx.PrimFunc, stages: list[Stage], cpu: Machine, tiles: SweepTi
         for stage in stages:
             if stage.output in stored and stage.output not in memory:
                 memory[stage.output] = T.alloc_buffer((volume(stage.axes),), scratch_type(stage.output))
-        made = {stage.output for stage in stages}
-        evaluator = Evaluator(
-            stages,
-            {buffer: View(flat) for buffer, flat in memory.items() if buffer not in made},
-            expand,
-        )
+        evaluator = Evaluator.of(stages, memory, expand)
         for stage in stages:
             if stage.output in memory:
                 _write(stage, evaluator, memory[stage.output], Facts.of(func), cpu, tiles)

@@ -12,7 +12,7 @@ from lowering.tensorir.facts import Facts
 
 from ..reading.product import Group
 from ..reading.stages import Axis, Stage, unravel, volume
-from ..reading.values import Evaluator, View
+from ..reading.values import Evaluator
 from .fast_math import expand
 from .loop_body import before_loop, is_vectorizable
 from .loops import vector_loop
@@ -87,9 +87,8 @@ class Results:
         results = [tirx.BufferLoad(output, point) for output in outputs]
         positions = [self.simplify(offset(output.shape, point)) for output in outputs]
         dtypes = [output.dtype for output in outputs]
-        made = {stage.output for stage in self.stages}
-        inputs = {buffer: View(flat) for buffer, flat in memory.items() if buffer not in made}
-        program = Evaluator(self.stages, inputs, expand).program([*results, *positions], self.facts, known, dtypes)
+        evaluator = Evaluator.of(self.stages, memory, expand)
+        program = evaluator.program([*results, *positions], self.facts, known, dtypes)
         body = before_loop(program, self.c, {**values, self.m: row})
 
         def element(width: int) -> Callable[[Expr, Expr], None]:

@@ -33,7 +33,7 @@ from lowering.tensorir.expressions import Expr, offset, substitute
 from lowering.tensorir.facts import Facts
 
 from ..reading.stages import Axis, Stage, read_stages, unravel, volume
-from ..reading.values import Evaluator, View, flat_view
+from ..reading.values import Evaluator, flat_view
 from ..tiles import Space
 from ..variant import Variant
 from .cycles import LATENCY, TYPICAL
@@ -110,11 +110,9 @@ class _Kernel:
             self.facts.bind(axis.var, 0, axis.extent)
 
     def write(self) -> tirx.PrimFunc:
-        made = {stage.output for stage in self.stages}
         with IRBuilder() as builder, T.prim_func():
             self.memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, self.func.params)}
-            inputs = {buffer: View(flat) for buffer, flat in self.memory.items() if buffer not in made}
-            self.evaluator = Evaluator(self.stages, inputs, expand)
+            self.evaluator = Evaluator.of(self.stages, self.memory, expand)
             self.rows()
         return self.func.with_body(builder.get().body)
 

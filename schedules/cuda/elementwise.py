@@ -20,13 +20,12 @@ from lowering.tensorir.expressions import Expr, is_int, offset, substitute
 from lowering.tensorir.facts import Facts
 
 from ..reading.stages import Axis, Stage, read_stages, same_axes, unravel, volume
-from ..reading.values import flat_view
+from ..reading.values import Evaluator, flat_view
 from ..tiles import Space, Tiles
 from ..variant import Variant
 from .chunks import CHUNK, Row, evaluate, result_registers, store
 from .cycles import BARRIER
 from .device import Device, device
-from .functions import evaluator
 from .host import on_host
 from .ptx import fixed, put
 
@@ -97,7 +96,7 @@ def _launch(
     zero = tirx.const(0, "int64")
     point = [axis.var if n == along else places.get(axis.var, zero) for n, axis in enumerate(axes)]
     row = Row(facts, last.var, last.extent)
-    program = evaluator(stages, memory).program([tirx.BufferLoad(s.output, point) for s in outputs], facts)
+    program = Evaluator.of(stages, memory).program([tirx.BufferLoad(s.output, point) for s in outputs], facts)
     targets = [facts.simplify(offset(stage.output.shape, point)) for stage in outputs]
     width = CHUNK if row.divides and all(map(row.is_chunk, targets)) else 1
     chunks = on_host(tirx.truncdiv(last.extent, T.int64(width)))

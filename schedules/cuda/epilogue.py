@@ -8,9 +8,8 @@ from tvm import tirx
 
 from lowering.tensorir.expressions import Expr, offset, substitute
 
-from ..reading.values import flat_view
+from ..reading.values import Evaluator, flat_view
 from .chunks import CHUNK, Row, evaluate, result_registers, store
-from .functions import evaluator
 from .products import Products
 from .ptx import fixed, put
 
@@ -31,7 +30,7 @@ class Epilogue:
         known = {product.stage.output: [(point, var)] for product, var in zip(group.products, self.sums)}
         wanted = [tirx.BufferLoad(output, point) for output in group.outputs]
         self.places = [facts.simplify(offset(output.shape, point)) for output in group.outputs]
-        self.program = evaluator(products.stages, self.memory).program(wanted, facts, known)
+        self.program = Evaluator.of(products.stages, self.memory).program(wanted, facts, known)
         self.width = CHUNK if self.row.divides and all(map(self.row.is_chunk, self.places)) else 1
 
     def store(self, where: Mapping[tirx.Var, Expr], row: Expr, column: Expr, sums: Sequence[Sum]) -> None:

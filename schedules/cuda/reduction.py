@@ -25,13 +25,12 @@ from ..reading.product import read_product
 from ..reading.reducers import Combine, read_term
 from ..reading.shared_axes import several, shared_rank
 from ..reading.stages import Axis, Stage, read_stages, unravel, volume
-from ..reading.values import Known, Program, flat_view
+from ..reading.values import Evaluator, Known, Program, flat_view
 from ..tiles import Space, Tiles
 from ..variant import Variant
 from .chunks import CHUNK, Row, evaluate, result_registers, store
 from .cycles import BARRIER, LATENCY, TYPICAL
 from .device import Device, device
-from .functions import evaluator
 from .host import on_host
 from .ptx import WARP, fixed, put, reduce_warp, registers, synchronise
 
@@ -53,9 +52,9 @@ class RowReductionTiles(Tiles):
     @classmethod
     def default(cls, problem: int | None, machine: Device) -> RowReductionTiles:
         """A warp where its threads have few chunks each."""
-        return (
-            cls(1) if problem is not None and problem <= 1024 else cls(4 if problem is None or problem < 8192 else 16)
-        )
+        if problem is not None and problem <= 1024:
+            return cls(1)
+        return cls(4 if problem is None or problem < 8192 else 16)
 
     @classmethod
     def space(cls, problem: int | None, machine: Device) -> Space:
@@ -165,11 +164,9 @@ class _Row:
         self.point = [zero if is_int(axis.extent, 1) else tirx.Var(axis.var.name, "int64") for axis in axes]
         for index, axis in zip(self.point, axes):
             self.facts.bind(index, 0, axis.extent)
-        self.evaluator = evaluator(rows.stages, memory)
+        self.evaluator = Evaluator.of(rows.stages, memory)
         self.known: Known = {}
         self.values: dict[tirx.Var, Expr] = {}
-        warps = tiles.warps
-        self.shared = T.alloc_buffer((warps,), "float64", scope="shared") if warps > 1 else None
 
     def emit(self, number: Expr) -> None:
         indices = zip(self.point, unravel(number, self.axes))
@@ -234,26 +231,23 @@ class _Row:
         initial = self.once(stage.init)
         total = registers(1, str(initial.ty))
         put(total, 0, initial)
-        loads_a_chunk = row.divides
-        self.each_chunk(
-            row, program, CHUNK if loads_a_chunk else 1, lambda x, found: put(total, 0, combine(total[0], found[0]))
-        )
+        width = CHUNK if row.divides else 1
+        self.each_chunk(row, program, width, lambda x, found: put(total, 0, combine(total[0], found[0])))
         return self.across(total[0], initial, combine)
 
     def across(self, value: Expr, initial: Expr, combine: Combine) -> Expr:
-        """The value of all threads of the row, each of which gets it."""
-        value = reduce_warp(value, combine)
-        if self.shared is None:
+        """The value of all threads of the row, each of which gets it. Each call has shared memory of its own, so that the
+        next one need not wait until all have read."""
+        value, warps, dtype = reduce_warp(value, combine), self.tiles.warps, str(value.ty)
+        if warps == 1:
             return value
-        warp = fixed(tirx.truncdiv(self.thread, WARP))
+        shared, total = T.alloc_buffer((warps,), dtype, scope="shared"), registers(1, dtype)
         with T.If(tirx.EQ(tirx.truncmod(self.thread, WARP), 0)), T.Then():
-            put(self.shared, warp, value.astype("float64"))
+            put(shared, tirx.truncdiv(self.thread, WARP), value)
         synchronise()
-        total = registers(1, str(value.ty))
         put(total, 0, initial)
-        with T.serial(self.tiles.warps) as n:
-            put(total, 0, combine(total[0], self.shared[n].astype(str(value.ty))))
-        synchronise()
+        with T.serial(warps) as n:
+            put(total, 0, combine(total[0], shared[n]))
         return fixed(total[0])
 
     def store(self, stage: Stage) -> None:

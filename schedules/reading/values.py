@@ -7,7 +7,7 @@ variable, once per point, so that a chain of stages becomes one loop body whose 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -65,15 +65,15 @@ class Evaluator:
     target has not as `expand` writes them.
     """
 
-    def __init__(
-        self,
-        stages: list[Stage],
-        views: dict[tirx.Buffer, View],
-        expand: Expand | None = None,
-        divide: Callable[[Expr, Expr], Expr] | None = None,
-    ) -> None:
+    def __init__(self, stages: list[Stage], views: dict[tirx.Buffer, View], expand: Expand | None = None) -> None:
         self.stages = {stage.output: stage for stage in stages}
-        self.views, self.expand, self.divide = views, expand, divide
+        self.views, self.expand = views, expand
+
+    @staticmethod
+    def of(stages: list[Stage], memory: Mapping[tirx.Buffer, tirx.Buffer], expand: Expand | None = None) -> Evaluator:
+        """Where all tensors are in memory that no stage makes; memory has the function's as vectors (`flat_view`)."""
+        made = {stage.output for stage in stages}
+        return Evaluator(stages, {buffer: View(flat) for buffer, flat in memory.items() if buffer not in made}, expand)
 
     def program(
         self,
@@ -123,9 +123,6 @@ class _Writer:
                 return prim.FloatImm("float32", node.value)
             if isinstance(node, ir.Call):
                 return self.call(node, bind)
-            if isinstance(node, prim.Div) and self.evaluator.divide is not None:
-                a, b = (self.lower(operand, bind) for operand in (node.a, node.b))
-                return self.evaluator.divide(a, b) if a.ty == "float32" else a / b
             return None
 
         return rewrite(expr, replace)

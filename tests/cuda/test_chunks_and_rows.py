@@ -148,3 +148,38 @@ def joined(sizes: list[tuple[int, int, int]]) -> list[str]:
 
 def test_concatenations() -> None:
     assert emulated.run(joined, [(2, 3, 1), (1, 16, 8), (3, 0, 5), (2, 4, 0)], arch="sm_80", timeout=300) == []
+
+
+NUMBERS = """
+<ir_version: 10, opset_import: ["" : 23]>
+m (int64[b, 2000] x, int8[b, 2000] e, double[b, 2000] g, float[n] p, float[n] q)
+  => (int64[b, 1] total, int64[b, 1] least, int8[b, 1] most, double[b, 1] sums, float[n] quotients)
+  <int64[1] axis = {1}>
+{
+  total = ReduceSum (x, axis)
+  least = ReduceMin (x, axis)
+  most = ReduceMax (e, axis)
+  sums = ReduceSum (g, axis)
+  quotients = Div (p, q)
+}
+"""
+
+
+def numbers() -> tuple[set[str], list[str]]:
+    """The rules, and outputs that are wrong: whole numbers beyond 2^53, and quotients of subnormal and huge numbers."""
+    model = lowering.compile(onnx.parser.parse_model(NUMBERS), "cuda:sm_80")
+    rng = np.random.default_rng(0)
+    x, e = rng.integers(2**55, 2**56, (3, 2000)), rng.integers(-128, 0, (3, 2000)).astype("int8")
+    g, inf = rng.standard_normal((3, 2000)), np.inf
+    p = np.array([1e-40, 0, 1e38, 3, 1, 1e-39, inf, 1, 5e-45, -1e-20], "float32")
+    q = np.array([1e-40, 1e-40, 2e38, 1e-39, 0, 2, inf, inf, 5e-45, 3e30], "float32")
+    got = model.run({"x": x, "e": e, "g": g, "p": p, "q": q})
+    with np.errstate(all="ignore"):
+        want = {"total": x.sum(1), "least": x.min(1), "most": e.max(1), "sums": g.sum(1), "quotients": p / q}
+    wrong = [k for k, v in want.items() if not np.allclose(got[k].ravel(), v, rtol=1e-6, atol=0, equal_nan=True)]
+    wrong += [k for k in ("total", "least", "most") if not np.array_equal(got[k].ravel(), want[k])]
+    return {kernel.schedule for kernel in model.manifest.kernels}, wrong
+
+
+def test_numbers_that_another_type_would_not_hold() -> None:
+    assert emulated.run(numbers, arch="sm_80", timeout=300) == ({"reduction", "elementwise"}, [])
