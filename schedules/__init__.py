@@ -24,6 +24,8 @@ LOOPS = "loops"
 RULES = {"llvm": cpu.RULES, "cuda": cuda.RULES}
 """By kind of target. A rule answers with variants, functions of the same parameters, or None for "not mine"."""
 
+_JOINS = {"llvm": cpu.joins, "cuda": cuda.joins}
+
 
 def apply(mod: tvm.IRModule, target: tvm.target.Target, choose: Choose | None = None) -> tvm.IRModule:
     """Replaces each PrimFunc by a variant of the first rule of the target that has any; the others stay as they are.
@@ -52,7 +54,7 @@ def variants(func: tirx.PrimFunc, target: tvm.target.Target) -> tuple[str, Seque
 def joins(func: tirx.PrimFunc, target: tvm.target.Target) -> bool | None:
     """Whether a function that holds products is one of the target's rule for these, and others may join it: False where
     it is full, None where the rule does not take it."""
-    return {"llvm": cpu.joins, "cuda": cuda.joins}[target.kind.name](func, target)
+    return _JOINS[target.kind.name](func, target)
 
 
 def _scheduled(func: tirx.PrimFunc, target: tvm.target.Target, choose: Choose | None) -> tirx.PrimFunc:

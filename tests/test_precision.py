@@ -139,4 +139,4 @@ def test_nothing_changes_without_products() -> None:
 
 def test_unknown_types_are_refused() -> None:
     with pytest.raises(lowering.InputError, match="precision='int8' is no type"):
-        lowering.compile(model(), precision="int8")  # type: ignore[arg-type]
+        lowering.compile(model(), precision="int8")

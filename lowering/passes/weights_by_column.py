@@ -11,12 +11,11 @@ import tvm
 from tvm import relax, te
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from schedules.cuda.shared_tile import CHUNK
 from schedules.half_precision import HALF
 
 from ..tensorir.expressions import Expr
 from .convolutions import OUT_ELEMENTWISE_FUSABLE
-
-_CHUNK = 8  # elements of 16 bytes: rows of any other length are not at multiples of these
 
 
 def weights_by_column(mod: tvm.IRModule, weights: dict[str, np.ndarray]) -> tuple[tvm.IRModule, dict[str, np.ndarray]]:
@@ -47,7 +46,7 @@ class _Transposer(PyExprMutator):
         if call.op != tvm.ir.Op.get("relax.matmul") or not isinstance(call.args[1], relax.Var):
             return call
         x, matrix = call.args[0], self.weights.get(call.args[1].name) if call.args[1] in self.parameters else None
-        if matrix is None or matrix.ndim != 2 or x.ty.ndim < 1 or matrix.shape[0] % _CHUNK:
+        if matrix is None or matrix.ndim != 2 or x.ty.ndim < 1 or matrix.shape[0] % CHUNK:
             return call
         if matrix.dtype.name not in HALF or not matrix.dtype.name == x.ty.dtype == call.ty.dtype:
             return call

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from lowering.attention.problem import AttentionProblem
 
 from ..tiles import Space, Tiles
-from .cycles import BARRIER, EXPONENTIALS, LANES, LATENCY, LAUNCH, SHARED, TYPICAL, load, reading, step
+from .cycles import BARRIER, EXPONENTIALS, LANES, LATENCY, LAUNCH, SHARED, TYPICAL, load, reading, step, warp_products
 from .device import Device
 
 REGISTERS = 255
 """That a thread can have."""
 
 _ADDRESSES = 64  # registers of a thread beside its accumulators
-_WARP_INSTRUCTIONS = 0.62  # of the rate of tensor cores that mma.sync reaches where there is something better
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class MmaTiles(Tiles):
         and what a warp waits for that no other block hides."""
         d, dv = padded(problem.head_dim), problem.v_head_dim
         tile = 2 * self.kv * (d + dv)
-        rate = device.tensor_cores * (_WARP_INSTRUCTIONS if device.generation >= 90 else 1.0)
+        rate = warp_products(device)
         products = 2 * self.q * self.kv * (d + dv) / rate
         softmax = self.q * self.kv / EXPONENTIALS + self.q * dv / LANES  # which rescales O for each tile
         operands = self.warps * tile + (0 if self.q_in_registers else 2 * self.q * d)

@@ -57,8 +57,8 @@ class Row:
         return is_int(step, 1) and is_int(begins, 0)
 
     def width(self, places: Sequence[Expr]) -> int:
-        """Elements of a thread that stores to, or reads, these places."""
-        return CHUNK if self.divides and any(map(self.is_chunk, places)) else 1
+        """Elements of a thread that stores to these places."""
+        return CHUNK if self.divides and all(map(self.is_chunk, places)) else 1
 
 
 def evaluate(

@@ -22,9 +22,9 @@ from ..reading.values import flat_view
 from ..variant import Variant
 from .chunks import load, store_words
 from .device import device
-from .elementwise import ElementTiles
 from .host import on_host
 from .ptx import CHUNK_BYTES, fixed, registers
+from .threads import ThreadTiles, each
 
 
 def concat(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
@@ -32,11 +32,11 @@ def concat(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | No
     joined = read_joined(func)
     if joined is None:
         return None
-    tiles = {"copies": ElementTiles()}
+    tiles = {"copies": ThreadTiles()}
     return [Variant("copies", None, device(target), tiles, lambda tiles: _kernels(func, joined, tiles["copies"]))]
 
 
-def _kernels(func: tirx.PrimFunc, joined: Joined, tiles: ElementTiles) -> tirx.PrimFunc:
+def _kernels(func: tirx.PrimFunc, joined: Joined, tiles: ThreadTiles) -> tirx.PrimFunc:
     size = DataType(joined.output.dtype).itemsize
     piece = CHUNK_BYTES // size if size in (1, 2, 4, 8) else 1
     places = [joined.row, *(place for _, *rest in joined.parts for place in rest)]
@@ -66,23 +66,15 @@ def _copy(
     part: tuple[tirx.Buffer, Expr, Expr],
     memory: dict[tirx.Buffer, tirx.Buffer],
     count: int,
-    tiles: ElementTiles,
+    tiles: ThreadTiles,
 ) -> None:
     """The launch that copies a tensor, so many elements per thread."""
     source, start, length = part
     pieces = on_host(tirx.truncdiv(length, T.int64(count)))
     total = on_host(joined.rows * pieces)
     row_length, start, length = on_host(joined.row), on_host(start), on_host(length)
-    blocks = tirx.truncdiv(total + (tiles.threads - 1), T.int64(tiles.threads))
-    with (
-        T.If(total > 0),
-        T.Then(),
-        T.launch_thread("blockIdx.x", blocks.astype("int32")) as block,
-        T.launch_thread("threadIdx.x", tiles.threads) as thread,
-    ):
-        number = fixed(block.astype("int64") * tiles.threads + thread)
-        with T.If(number < total), T.Then():
-            row, column = fixed(tirx.truncdiv(number, pieces)), fixed(tirx.truncmod(number, pieces) * count)
-            chunk = registers(count, str(source.dtype))
-            load(chunk, 0, memory[source], fixed(row * length + column), count)
-            store_words(memory[joined.output], fixed(row * row_length + start + column), chunk, count)
+    with each(total, tiles) as number:
+        row, column = fixed(tirx.truncdiv(number, pieces)), fixed(tirx.truncmod(number, pieces) * count)
+        chunk = registers(count, str(source.dtype))
+        load(chunk, 0, memory[source], fixed(row * length + column), count)
+        store_words(memory[joined.output], fixed(row * row_length + start + column), chunk, count)

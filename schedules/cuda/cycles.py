@@ -39,6 +39,14 @@ _REGISTERS, _WARPS = 65536, 64  # of a multiprocessor
 _RESERVED = 1024  # bytes of shared memory that a block takes beside its own
 
 
+_WARP_INSTRUCTIONS = 0.62  # of the rate of tensor cores that mma.sync reaches where there is something better
+
+
+def warp_products(device: Device) -> float:
+    """Operations of a multiprocessor in a cycle in products by mma.sync."""
+    return device.tensor_cores * (_WARP_INSTRUCTIONS if device.generation >= 90 else 1.0)
+
+
 @dataclass(frozen=True)
 class Load:
     """Of the busiest multiprocessor: the blocks that it has in all, and how many at a time."""

@@ -6,10 +6,6 @@ are successive. Stages that are no output are computed where they are read.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import Any
-
 import tvm
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
@@ -21,36 +17,12 @@ from lowering.tensorir.facts import Facts
 
 from ..reading.stages import Axis, Stage, read_stages, same_axes, unravel, volume
 from ..reading.values import Evaluator, flat_view
-from ..tiles import Space, Tiles
 from ..variant import Variant
-from .chunks import CHUNK, Row, evaluate, result_registers, store
-from .cycles import BARRIER
-from .device import Device, device
+from .chunks import Row, evaluate, result_registers, store
+from .device import device
 from .host import on_host
 from .ptx import fixed, put
-
-
-@dataclass(frozen=True)
-class ElementTiles(Tiles):
-    """Tiles of element-wise functions."""
-
-    threads: int = 256
-    """Threads per block."""
-
-    @classmethod
-    def default(cls, problem: Any, machine: Device) -> ElementTiles:
-        return cls()
-
-    @classmethod
-    def space(cls, problem: Any, machine: Device) -> Space:
-        return {"threads": (64, 128, 256, 512, 1024)}
-
-    def rules(self, problem: Any, machine: Device) -> dict[str, bool]:
-        return {f"threads = {self.threads} must be 32 to 1024, by 32": self.threads in range(32, 1025, 32)}
-
-    def estimate(self, problem: Any, machine: Device) -> float:
-        """Starts of blocks."""
-        return math.log(1 + BARRIER / self.threads)
+from .threads import ThreadTiles, each
 
 
 def elementwise(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
@@ -58,11 +30,11 @@ def elementwise(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant]
     stages = read_stages(func)
     if not stages or any(stage.reduce for stage in stages):
         return None
-    gpu, tiles = device(target), {"chunks": ElementTiles()}
+    gpu, tiles = device(target), {"chunks": ThreadTiles()}
     return [Variant("chunks", None, gpu, tiles, lambda tiles: _kernels(func, stages, tiles["chunks"]))]
 
 
-def _kernels(func: tirx.PrimFunc, stages: list[Stage], tiles: ElementTiles) -> tirx.PrimFunc:
+def _kernels(func: tirx.PrimFunc, stages: list[Stage], tiles: ThreadTiles) -> tirx.PrimFunc:
     """The function: a launch for outputs with the same axes, in the order of the first of each."""
     outputs: list[list[Stage]] = []
     for stage in (stage for stage in stages if stage.output in set(func.params)):
@@ -80,7 +52,7 @@ def _launch(
     stages: list[Stage],
     outputs: list[Stage],
     memory: dict[tirx.Buffer, tirx.Buffer],
-    tiles: ElementTiles,
+    tiles: ThreadTiles,
 ) -> None:
     axes = outputs[0].axes
     several = [n for n, axis in enumerate(axes) if not is_int(axis.extent, 1)]
@@ -98,27 +70,19 @@ def _launch(
     row = Row(facts, last.var, last.extent)
     program = Evaluator.of(stages, memory).program([tirx.BufferLoad(s.output, point) for s in outputs], facts)
     targets = [facts.simplify(offset(stage.output.shape, point)) for stage in outputs]
-    width = CHUNK if row.divides and all(map(row.is_chunk, targets)) else 1
+    width = row.width(targets)
     chunks = on_host(tirx.truncdiv(last.extent, T.int64(width)))
     count = on_host(rows * chunks)
-    blocks = tirx.truncdiv(count + (tiles.threads - 1), T.int64(tiles.threads))
-    with (
-        T.If(count > 0),
-        T.Then(),
-        T.launch_thread("blockIdx.x", blocks.astype("int32")) as block,
-        T.launch_thread("threadIdx.x", tiles.threads) as thread,
-    ):
-        number = fixed(block.astype("int64") * tiles.threads + thread)
-        with T.If(number < count), T.Then():
-            values = {m: fixed(tirx.truncdiv(number, chunks))}
-            first = fixed(tirx.truncmod(number, chunks) * width)
-            results = result_registers(program, len(outputs), width)
+    with each(count, tiles) as number:
+        values = {m: fixed(tirx.truncdiv(number, chunks))}
+        first = fixed(tirx.truncmod(number, chunks) * width)
+        results = result_registers(program, len(outputs), width)
 
-            def keep(x: Expr, found: list[Expr]) -> None:
-                for register, result in zip(results, found):
-                    put(register, x, result)
+        def keep(x: Expr, found: list[Expr]) -> None:
+            for register, result in zip(results, found):
+                put(register, x, result)
 
-            evaluate(row, program, width, values, first, keep)
-            for stage, place, register in zip(outputs, targets, results):
-                at = fixed(substitute(place, {**values, last.var: first}))
-                store(memory[stage.output], at, register)
+        evaluate(row, program, width, values, first, keep)
+        for stage, place, register in zip(outputs, targets, results):
+            at = fixed(substitute(place, {**values, last.var: first}))
+            store(memory[stage.output], at, register)

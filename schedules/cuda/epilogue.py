@@ -9,7 +9,7 @@ from tvm import tirx
 from lowering.tensorir.expressions import Expr, offset, substitute
 
 from ..reading.values import Evaluator, flat_view
-from .chunks import CHUNK, Row, evaluate, result_registers, store
+from .chunks import Row, evaluate, result_registers, store
 from .products import Products
 from .ptx import fixed, put
 
@@ -31,7 +31,7 @@ class Epilogue:
         wanted = [tirx.BufferLoad(output, point) for output in group.outputs]
         self.places = [facts.simplify(offset(output.shape, point)) for output in group.outputs]
         self.program = Evaluator.of(products.stages, self.memory).program(wanted, facts, known)
-        self.width = CHUNK if self.row.divides and all(map(self.row.is_chunk, self.places)) else 1
+        self.width = self.row.width(self.places)
 
     def store(self, where: Mapping[tirx.Var, Expr], row: Expr, column: Expr, sums: Sequence[Sum]) -> None:
         """C at a row and `width` columns from that one on, all of which exist. where: the batch axes."""

@@ -35,7 +35,7 @@ def matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | No
     if gpu.generation == 90 and _reaches(found) is not None:
         kinds = {"wgmma": WgmmaMatmulTiles, **kinds}
     return [
-        Variant(name, shape, gpu, {"tiles": kind.default(shape, gpu), **few}, lambda tiles: _kernel(func, tiles))
+        Variant(name, shape, gpu, {"tiles": kind.default(shape, gpu), **few}, lambda tiles: _kernel(func, found, tiles))
         for name, kind in kinds.items()
     ]
 
@@ -63,17 +63,15 @@ def joins(func: tirx.PrimFunc, target: tvm.target.Target) -> bool | None:
     return None if found is None else len(found[2]) == 1 and not found[0].batch_axes
 
 
-def _kernel(func: tirx.PrimFunc, tiles: dict[str, Any]) -> tirx.PrimFunc:
+def _kernel(func: tirx.PrimFunc, found: Plan, tiles: dict[str, Any]) -> tirx.PrimFunc:
     """The function: few rows by one kernel, all others by the one that the tiles are for."""
-    found = plan(func)
-    assert found is not None
     products, a, bs = found
 
     def many() -> None:
         if isinstance(tiles["tiles"], MatmulTiles):
             matmul_mma(products, a, bs, tiles["tiles"])
             return
-        reaches = _reaches((products, a, bs))
+        reaches = _reaches(found)
         assert reaches is not None
         matmul_wgmma(products, *reaches, tiles["tiles"])
 

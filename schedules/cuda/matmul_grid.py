@@ -41,8 +41,9 @@ class Grid:
         self.each = tiles.n // self.count  # columns of a product
         self.rows, self.columns = on_host(products.rows), on_host(products.columns)
         self.depth, self.batch = on_host(products.depth), on_host(products.batch)
-        self.m_tiles, self.n_tiles = on_host(ceildiv(self.rows, tiles.m)), on_host(ceildiv(self.columns, self.each))
-        self.steps = on_host(ceildiv(self.depth, tiles.k))
+        self.m_tiles = on_host(tirx.ceildiv(self.rows, tiles.m))
+        self.n_tiles = on_host(tirx.ceildiv(self.columns, self.each))
+        self.steps = on_host(tirx.ceildiv(self.depth, tiles.k))
         self.blocks = on_host(self.m_tiles * self.n_tiles * self.batch)
 
     def split(self) -> None:
@@ -75,7 +76,3 @@ class Grid:
         each = fixed(tirx.truncdiv(steps + parts - 1, parts))
         first = fixed(tirx.min(part * each, steps))
         return first, fixed(tirx.min(first + each, steps))
-
-
-def ceildiv(size: Expr, each: int) -> Expr:
-    return tirx.truncdiv(size + (each - 1), T.int64(each))

@@ -21,14 +21,13 @@ from tvm.script.ir_builder import tirx as T
 from lowering.tensorir.expressions import Expr, substitute
 
 from . import ptx
-from .chunks import CHUNK
 from .epilogue import Epilogue
 from .matmul_grid import Grid
 from .matmul_sums import Fragment, Sums
 from .matmul_tiles import MatmulTiles
 from .products import Operand, Order, Products
 from .ptx import WARP, fixed, put, registers, unrolled
-from .shared_tile import SharedTile
+from .shared_tile import CHUNK, SharedTile
 
 
 def matmul_mma(products: Products, a: Operand, bs: list[Operand], tiles: MatmulTiles) -> None:
@@ -207,10 +206,9 @@ class _Loader:
         """
         lane, tile = self.tile.lane, self.shared(at)
         low, high = lane % 8, lane // 8
+        inner, k = (high % 2, high // 2) if first else (high // 2, high % 2)
         if self.order is Order.K:
-            inner, k = (high % 2, high // 2) if first else (high // 2, high % 2)
             read = tile.reader(fixed(outer + inner * 8 + low), k)
             return lambda n, step: read(n * 16, step * 2)
-        inner, k = (high % 2, high // 2) if first else (high // 2, high % 2)
         read = tile.reader(fixed(k * 8 + low), fixed(outer // CHUNK + inner))
         return lambda n, step: read(step * 16, n * 2)

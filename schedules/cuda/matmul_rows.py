@@ -19,12 +19,13 @@ from lowering.tensorir.expressions import Expr, substitute
 
 from ..reading.stages import unravel
 from . import ptx
-from .chunks import CHUNK, load
+from .chunks import load
 from .epilogue import Epilogue, row_of
 from .host import on_host
 from .matmul_tiles import FewRowsTiles
 from .products import Operand, Order, Products
 from .ptx import WARP, fixed, put, registers, unrolled
+from .shared_tile import CHUNK
 
 COLUMNS, PIECE = 16, 32
 
@@ -38,7 +39,7 @@ def matmul_rows(products: Products, a: Operand, bs: list[Operand], tiles: FewRow
     """Emits the kernel and its launch, for at most `tiles.rows` rows, into the function that is open."""
     epilogue = Epilogue(products)
     rows, columns = on_host(products.rows), on_host(products.columns)
-    groups = on_host(tirx.truncdiv(columns + (COLUMNS - 1), T.int64(COLUMNS)))
+    groups = on_host(tirx.ceildiv(columns, COLUMNS))
     blocks = on_host(groups * products.batch)
     with (
         T.If(blocks * rows > 0),

@@ -15,10 +15,12 @@ from tvm.script.ir_builder import tirx as T
 from lowering.tensorir.expressions import Expr
 
 from . import ptx
+from .chunks import load, store
 from .epilogue import Epilogue, Sum, row_of
 from .host import on_host
-from .matmul_grid import Grid, Place, Where, ceildiv
+from .matmul_grid import Grid, Place, Where
 from .ptx import WARP, fixed, put, registers, unrolled
+from .threads import ThreadTiles, each
 
 PAD = 8  # floats behind a row in shared memory, by which the columns of a fragment meet each bank once
 
@@ -79,9 +81,10 @@ class Sums:
             batch = batch * axis.extent + where[axis.var]
         row, column = (n.astype("int64") for n in place)
         for p, of in enumerate(sums):
-            at = fixed(self.place(part.astype("int64"), p, batch, row) + column)
+            ours = registers(self.epilogue.width, "float32")
             with unrolled(self.epilogue.width) as x:
-                put(self.partial, at + x.astype("int64"), of(x))
+                put(ours, x, of(x))
+            store(self.partial, fixed(self.place(part.astype("int64"), p, batch, row) + column), ours)
 
     def place(self, part: Expr, product: int, batch: Expr, row: Expr) -> Expr:
         """Where a row of a part begins."""
@@ -90,25 +93,22 @@ class Sums:
 
     def add_parts(self) -> None:
         """The launch that adds the parts of k, a thread for `width` columns of a row."""
-        grid, width, threads = self.grid, self.epilogue.width, 256
-        across = on_host(ceildiv(grid.columns, width))
+        grid, width = self.grid, self.epilogue.width
+        across = on_host(tirx.ceildiv(grid.columns, width))
         total = on_host(grid.batch * grid.rows * across)
-        with (
-            T.launch_thread("blockIdx.x", ceildiv(total, threads).astype("int32")) as block,
-            T.launch_thread("threadIdx.x", threads) as thread,
-        ):
-            number = fixed(block.astype("int64") * threads + thread)
-            with T.If(number < total), T.Then():
-                line = fixed(tirx.truncdiv(number, across))
-                column = fixed(tirx.truncmod(number, across) * width)
-                batch, row = fixed(tirx.truncdiv(line, grid.rows)), fixed(tirx.truncmod(line, grid.rows))
-                sums = registers(grid.count * width, "float32")
-                with unrolled(grid.count * width) as n:
-                    put(sums, n, T.float32(0))
-                with T.serial(grid.parts.astype("int32")) as part:
-                    for p in range(grid.count):
-                        at = fixed(self.place(part.astype("int64"), p, batch, row) + column)
-                        with unrolled(width) as x:
-                            put(sums, p * width + x, sums[p * width + x] + self.partial[at + x.astype("int64")])
-                found = [row_of(sums, p * width) for p in range(grid.count)]
-                self.epilogue.store(grid.where(batch), row, column, found)
+        with each(total, ThreadTiles()) as number:
+            line = fixed(tirx.truncdiv(number, across))
+            column = fixed(tirx.truncmod(number, across) * width)
+            batch, row = fixed(tirx.truncdiv(line, grid.rows)), fixed(tirx.truncmod(line, grid.rows))
+            sums = registers(grid.count * width, "float32")
+            with unrolled(grid.count * width) as n:
+                put(sums, n, T.float32(0))
+            with T.serial(grid.parts.astype("int32")) as part:
+                for p in range(grid.count):
+                    at = fixed(self.place(part.astype("int64"), p, batch, row) + column)
+                    ours = registers(width, "float32")
+                    load(ours, 0, self.partial, at, width)
+                    with unrolled(width) as x:
+                        put(sums, p * width + x, sums[p * width + x] + ours[x])
+            found = [row_of(sums, p * width) for p in range(grid.count)]
+            self.epilogue.store(grid.where(batch), row, column, found)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..tiles import Space, Tiles
-from .cycles import BARRIER, LATENCY, SHARED, TYPICAL, load, step
+from .cycles import BARRIER, LATENCY, SHARED, TYPICAL, load, step, warp_products
 from .device import Device
 from .products import Shape
 
@@ -90,8 +90,7 @@ class MatmulTiles(Tiles):
         """Steps along k of the busiest multiprocessor: products, shared memory and cache beside each other."""
         rows, columns = problem.rows or TYPICAL, (problem.columns or TYPICAL) * problem.products
         batch, depth = problem.batch or 1, problem.depth or TYPICAL
-        rate = device.tensor_cores * (0.62 if device.generation >= 90 else 1.0)
-        products = 2 * self.m * self.n * self.k / rate
+        products = 2 * self.m * self.n * self.k / warp_products(device)
         arrive = 2 * (self.m + self.n) * self.k
         warps = self.warps_m * self.warps_n
         read = 2 * self.k * (self.m * self.warps_n + self.n * self.warps_m)

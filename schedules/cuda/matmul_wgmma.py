@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from lowering.tensorir.expressions import Expr, substitute, uses
+from lowering.tensorir.expressions import Expr, is_int, substitute, uses
 
 from . import wgmma
 from .epilogue import Epilogue
@@ -26,12 +26,13 @@ from .host import multiprocessors, on_host
 from .matmul_grid import Grid, Place
 from .matmul_sums import Fragment, Sums
 from .matmul_tiles import WgmmaMatmulTiles
-from .pipeline import Ring, move_registers
+from .pipeline import Ring, initialise, specialise
 from .products import Operand, Order, Products
-from .ptx import WARP, fixed, put, registers, synchronise, uniform
+from .ptx import WARP, fixed, put, registers, synchronise
+from .shared_tile import CHUNK
 from .tma import COLUMNS, L2_PROMOTION_128B, ROW_BYTES, SWIZZLE_128B
 
-ROWS, WARPGROUP = 64, 128
+ROWS = 64  # of a consumer
 _ALIGNMENT = 1024  # bytes, of swizzled tiles
 
 
@@ -63,11 +64,11 @@ def reach(products: Products, operand: Operand) -> Reach | None:
         return None
     zero = tirx.const(0, "int64")
     everywhere = {operand.outer: zero, **{axis.var: zero for axis in products.batch_axes}}
-    if not _is_zero(simplify(substitute(start, everywhere))):
+    if not is_int(simplify(substitute(start, everywhere)), 0):
         return None
-    there = tuple((var, extent, step) for var, extent, step in batch if step is not None and not _is_zero(step))
+    there = tuple((var, extent, step) for var, extent, step in batch if step is not None and not is_int(step, 0))
     strides = [outer if operand.order is Order.K else k, *(step for *_, step in there)]
-    whole = all(_is_zero(simplify(step % 8)) for step in strides)
+    whole = all(is_int(simplify(step % CHUNK), 0) for step in strides)
     return Reach(operand, outer if operand.order is Order.K else k, there) if whole and len(there) <= 3 else None
 
 
@@ -158,19 +159,9 @@ class _Block:
         self.behind = at
 
     def emit(self) -> None:
-        with T.If(tirx.EQ(self.thread, 0)), T.Then():
-            self.ring.initialise()
-            T.evaluate(T.ptx.fence.mbarrier_init.release.cluster())
+        initialise(self.thread, [self.ring])
         synchronise()
-        warpgroup = fixed(uniform(tirx.truncdiv(self.thread, WARPGROUP)))
-        with T.If(tirx.EQ(warpgroup, 0)):
-            with T.Then():
-                move_registers(self.tiles, producer=True)
-                with T.If(tirx.EQ(self.thread, 0)), T.Then():
-                    self.produce()
-            with T.Else():
-                move_registers(self.tiles, producer=False)
-                self.consume(fixed(warpgroup - 1))
+        specialise(self.tiles, self.thread, self.produce, self.consume)
 
     def each_tile(self, body: Callable[[Place, Expr, Expr, Expr], None]) -> None:
         """body(place, part, first step, last step) for the tiles, and parts of k, of this block."""
@@ -258,7 +249,3 @@ class _Block:
 
             rows = (fixed(place.m0 + warp * 16), fixed(place.n0 + first), columns)
             self.sums.store(place, part, rows, [fragment(c) for c in C], (memory, mine), lane)
-
-
-def _is_zero(a: Expr) -> bool:
-    return isinstance(a, tirx.IntImm) and a.value == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from tvm import tirx
@@ -10,6 +11,10 @@ from tvm.script.ir_builder import tirx as T
 
 from .attention_tiles import WgmmaTiles
 from .matmul_tiles import WgmmaMatmulTiles
+from .ptx import fixed, uniform
+
+WARPGROUP = 128
+"""Threads."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +69,34 @@ class Ring:
         return tirx.truncmod(tirx.truncdiv(n, self.slots), 2)
 
 
-def move_registers(tiles: WgmmaTiles | WgmmaMatmulTiles, producer: bool) -> None:
-    """This warpgroup goes on with the registers that its role has: fewer, or more once others have let go.
+def initialise(thread: Expr, rings: Iterable[Ring]) -> None:
+    """Rings are ready behind the next barrier of the block."""
+    with T.If(tirx.EQ(thread, 0)), T.Then():
+        for ring in rings:
+            ring.initialise()
+        T.evaluate(T.ptx.fence.mbarrier_init.release.cluster())
 
-    Not where consumers get no more than a thread has at launch: ptxas would ignore the request (C7508).
+
+def specialise(
+    tiles: WgmmaTiles | WgmmaMatmulTiles, thread: Expr, produce: Callable[[], None], consume: Callable[[Expr], None]
+) -> None:
+    """The first warpgroup lets one thread produce, the others consume; consume is given the consumer's number.
+
+    Registers move from the producer to the consumers, unless these get no more than a thread has at launch: ptxas would
+    ignore the request (C7508).
     """
-    at_launch = 65536 // tiles.threads // 8 * 8
-    if tiles.consumer_registers > at_launch:
-        direction, count = ("dec", tiles.producer_registers) if producer else ("inc", tiles.consumer_registers)
-        T.evaluate(T.ptx[f"setmaxnreg.{direction}.sync.aligned.u32"](count))
+    moved = tiles.consumer_registers > 65536 // tiles.threads // 8 * 8
+    warpgroup = fixed(uniform(tirx.truncdiv(thread, WARPGROUP)))
+    with T.If(tirx.EQ(warpgroup, 0)):
+        with T.Then():
+            if moved:
+                T.evaluate(T.ptx["setmaxnreg.dec.sync.aligned.u32"](tiles.producer_registers))
+            with T.If(tirx.EQ(thread, 0)), T.Then():
+                produce()
+        with T.Else():
+            if moved:
+                T.evaluate(T.ptx["setmaxnreg.inc.sync.aligned.u32"](tiles.consumer_registers))
+            consume(fixed(warpgroup - 1))
 
 
 def named_sync(barrier: Expr | int, threads: int) -> None:

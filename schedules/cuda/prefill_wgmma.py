@@ -34,14 +34,13 @@ from .attention_tiles import WgmmaTiles
 from .device import Device
 from .finite_values import FiniteValues
 from .fragments import OnlineSoftmax
-from .pipeline import Ring, move_registers, named_arrive, named_sync
-from .ptx import WARP, fixed, pack, put, registers, synchronise, uniform
+from .pipeline import WARPGROUP, Ring, initialise, named_arrive, named_sync, specialise
+from .ptx import WARP, fixed, pack, put, registers, synchronise
 from .scheduler import Scheduler
 from .survey import Survey
 from .tma import ROW_WORDS, TensorMap, fence_async
 
 ROWS = 64  # of a consumer
-WARPGROUP = 128
 SWIZZLE_ALIGNMENT = 1024
 FIRST_OWN, ALL_CONSUMERS = 4, 7  # named barriers, after 0 (the block) and 1 to 3 (turns)
 
@@ -97,22 +96,11 @@ class _Block:
         return Ring(self.barriers, 2 * consumer, 1, 1)
 
     def emit(self) -> None:
-        with T.If(tirx.EQ(self.thread, 0)), T.Then():
-            for ring in (*map(self.Q, range(self.tiles.consumers)), self.K, self.V):
-                ring.initialise()
-            T.evaluate(T.ptx.fence.mbarrier_init.release.cluster())
+        initialise(self.thread, [*map(self.Q, range(self.tiles.consumers)), self.K, self.V])
         if self.finite is not None:
             self.finite.initialise(self.thread, self.tiles.threads)
         synchronise()
-        warpgroup = fixed(uniform(tirx.truncdiv(self.thread, WARPGROUP)))
-        with T.If(tirx.EQ(warpgroup, 0)):
-            with T.Then():
-                move_registers(self.tiles, producer=True)
-                with T.If(tirx.EQ(self.thread, 0)), T.Then():
-                    self.produce()
-            with T.Else():
-                move_registers(self.tiles, producer=False)
-                _Consumer(self, fixed(warpgroup - 1)).emit()
+        specialise(self.tiles, self.thread, self.produce, lambda w: _Consumer(self, w).emit())
 
     def produce(self) -> None:
         """One thread: Q, K and V of every query tile on their way."""

@@ -14,13 +14,13 @@ from enum import Enum
 from tvm import tirx
 from tvm.ir import prim
 
-from lowering.tensorir.expressions import Expr, offset, substitute, uses
+from lowering.tensorir.expressions import Expr, is_int, offset, substitute, uses
 from lowering.tensorir.facts import Facts
 
 from ..half_precision import HALF
 from ..reading.product import Group, read_groups
 from ..reading.stages import Axis, Stage, read_stages, unravel, volume
-from .chunks import CHUNK
+from .shared_tile import CHUNK
 
 
 class Order(Enum):
@@ -131,12 +131,12 @@ class Products:
         whole = facts.simplify(extent % CHUNK)
         # Chunks begin at multiples of eight elements: by what is known, or where the last dimension is such a multiple.
         begins = facts.simplify(offset(buffer.shape, at) % CHUNK)
-        if not _is_zero(begins):
-            if not at or not _is_zero(facts.simplify(at[-1] % CHUNK)):
+        if not is_int(begins, 0):
+            if not at or not is_int(facts.simplify(at[-1] % CHUNK), 0):
                 return None
             conditions.append(buffer.shape[-1] % CHUNK)
         conditions.append(whole)
-        left = [c for c in conditions if not _is_zero(c)]
+        left = [c for c in conditions if not is_int(c, 0)]
         if any(isinstance(c, tirx.IntImm) for c in left):
             return None
         return tirx.all(*(tirx.EQ(c, tirx.const(0, "int64")) for c in left)) if left else True
@@ -156,7 +156,3 @@ def read_products(func: tirx.PrimFunc) -> Products | None:
 
 def _equal(a: Expr, b: Expr) -> bool:
     return bool(prim.expr_deep_equal(a, b))
-
-
-def _is_zero(a: Expr) -> bool:
-    return isinstance(a, tirx.IntImm) and a.value == 0

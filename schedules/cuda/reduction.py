@@ -128,7 +128,7 @@ def _kernel(rows: _Rows, tiles: RowReductionTiles) -> tirx.PrimFunc:
         axes = rows.kept[0].axes[: rows.rank]
         count = on_host(volume(axes))
         together = tiles.block if tiles.warps == 1 else 1
-        blocks = tirx.truncdiv(count + (together - 1), T.int64(together))
+        blocks = tirx.ceildiv(count, together)
         with (
             T.If(count > 0),
             T.Then(),
@@ -236,11 +236,11 @@ class _Row:
         return self.across(total[0], initial, combine)
 
     def across(self, value: Expr, initial: Expr, combine: Combine) -> Expr:
-        """The value of all threads of the row, each of which gets it. Each call has shared memory of its own, so that the
-        next one need not wait until all have read."""
+        """The value of all threads of the row, each of which gets it."""
         value, warps, dtype = reduce_warp(value, combine), self.tiles.warps, str(value.ty)
         if warps == 1:
             return value
+        # A place for each call: the next one need not wait until all threads have read.
         shared, total = T.alloc_buffer((warps,), dtype, scope="shared"), registers(1, dtype)
         with T.If(tirx.EQ(tirx.truncmod(self.thread, WARP), 0)), T.Then():
             put(shared, tirx.truncdiv(self.thread, WARP), value)
@@ -255,7 +255,7 @@ class _Row:
         point = [*self.point, *along]
         place = facts.simplify(offset(stage.output.shape, point))
         program = self.evaluator.program([tirx.BufferLoad(stage.output, point)], facts, self.known)
-        width = CHUNK if row.divides and row.is_chunk(place) else 1
+        width = row.width([place])
         (results,) = result_registers(program, 1, width)
         self.each_chunk(
             row,

@@ -7,16 +7,14 @@ tests/exports/export.py makes. Needs the `test` extra; no GPU, and no nvcc.
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from pathlib import Path
-
-import numpy as np
 
 import schedules as schedules  # before the folder of tests, which has one of that name
 from lowering.graph.precision import Precision
 
 sys.path.append(str(Path(__file__).parents[1]))
 import cuda_emulation as emulated
+import exported
 
 PAGE = Path(__file__).parents[2] / "docs" / "cuda_models.md"
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100", "sm_120")
@@ -38,36 +36,10 @@ the range of the output. Nothing here has run on a GPU.
 """
 
 
-def measured(folder: str, arch: str, precision: Precision) -> tuple[Counter[str], float]:
-    """Kernels by the rule that made them, products apart, and the error. Called in the emulation's process."""
-    import ml_dtypes
-
-    import lowering
-
-    model = lowering.compile(Path(folder) / "model.onnx", f"cuda:{arch}", precision=precision)
-    kernels: Counter[str] = Counter()
-    for kernel in model.manifest.kernels:
-        if kernel.kind in ("matmul", "conv"):
-            kernels["products"] += 1
-            kernels["tensor cores"] += kernel.schedule == "matmul"
-        else:
-            kernels[kernel.schedule] += 1
-    types = {spec.name: np.dtype(getattr(ml_dtypes, spec.dtype, spec.dtype)) for spec in model.inputs}
-    worst = 0.0
-    for path in sorted(Path(folder).glob("*.npz")):
-        with np.load(path) as arrays:
-            given = {key: arrays[key].astype(types[key]) for key in arrays.files if not key.startswith("=")}
-            results = model.run(given)
-            for key in (key for key in arrays.files if key.startswith("=")):
-                difference = results[key[1:]].astype("float64") - arrays[key]
-                worst = max(worst, float(np.abs(difference).max() / np.ptp(arrays[key])))
-    return kernels, worst
-
-
 def row(folder: Path, arch: str, precision: Precision) -> str:
-    kernels, error = emulated.run(measured, str(folder), arch, precision, arch=arch, timeout=500)
+    kernels, error = emulated.run(exported.measured, str(folder), arch, precision, arch=arch, timeout=500)
     caches = kernels["cache_update"] + kernels["append"]
-    counts = [kernels["products"], kernels["tensor cores"], kernels["attention"], caches, kernels["elementwise"]]
+    counts = [kernels["products"], kernels["products by matmul"], kernels["attention"], caches, kernels["elementwise"]]
     counts += [kernels["reduction"], kernels["concat"], kernels["one_number"], kernels["ordinary"]]
     return f"| {folder.name} | {precision} | {arch} | {' | '.join(map(str, counts))} | {error:.1e} |\n"
 

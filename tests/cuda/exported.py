@@ -1,0 +1,34 @@
+"""Exported models on the emulated GPU; what tests call in its process."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+import lowering
+from lowering.graph.precision import Precision
+
+
+def measured(folder: str | Path, arch: str, precision: Precision | None) -> tuple[Counter[str], float]:
+    """Kernels of a model by the rule that made them, "products" and "products by" their rule apart; and the largest
+    difference from PyTorch in float64, relative to the range of the output."""
+    model = lowering.compile(Path(folder) / "model.onnx", f"cuda:{arch}", precision=precision)
+    kernels: Counter[str] = Counter()
+    for kernel in model.manifest.kernels:
+        if kernel.kind in ("matmul", "conv"):
+            kernels.update(["products", f"products by {kernel.schedule}"])
+        else:
+            kernels[kernel.schedule] += 1
+    types = {spec.name: np.dtype(getattr(ml_dtypes, spec.dtype, spec.dtype)) for spec in model.inputs}
+    worst = 0.0
+    for path in sorted(Path(folder).glob("*.npz")):
+        with np.load(path) as arrays:
+            given = {key: arrays[key].astype(types[key]) for key in arrays.files if not key.startswith("=")}
+            results = model.run(given)
+            for key in (key for key in arrays.files if key.startswith("=")):
+                difference = results[key[1:]].astype("float64") - arrays[key]
+                worst = max(worst, float(np.abs(difference).max() / np.ptp(arrays[key])))
+    return kernels, worst
