@@ -223,10 +223,12 @@ class DecodeTiles(Tiles):
     """Warps per block; each has every warps-th tile of a split, and a row where parts are put together."""
     stages: int
     """Tiles of K and V of a warp in shared memory, all but one of which are on their way."""
-    blocks: int
-    """Thread blocks that keep the GPU busy: sequences are split until there are so many ..."""
     split: int
-    """... but into parts of at least so many keys of the cache."""
+    """Sequences are split to keep the GPU busy, but into parts of at least so many keys of the cache."""
+    per_multiprocessor: int = 2
+    """Thread blocks that keep each multiprocessor busy."""
+    blocks: int | None = None
+    """Thread blocks in all, where some multiprocessors are for others; None is those of all that the GPU has."""
     rows: int = 64
     """The most packed query rows that the kernel is for: every 16 read K and V again, from the second-level cache."""
     ahead: int = 4
@@ -240,17 +242,17 @@ class DecodeTiles(Tiles):
     def shared_memory(self, problem: AttentionProblem) -> int:
         """Bytes per block: 16 rows of Q and the stages, or m, l and O of the warps in their place."""
         d, dv = padded(problem.head_dim), problem.v_head_dim
-        return max(2 * (16 * d + self.warps * self.stages * self.keys * (d + dv)), 4 * self.warps * 16 * (2 + dv))
+        return max(2 * (16 * d + self.warps * self.stages * self.keys * (d + dv)), 4 * self.warps * 16 * (2 + 8 + dv))
 
     @classmethod
     def space(cls, problem: AttentionProblem, device: Device) -> Space:
-        each = device.multiprocessors
         return {
             "keys": (16, 32, 64),
             "warps": (1, 2, 4, 8),
             "stages": (2, 3, 4, 6),
-            "blocks": (each, 2 * each, 3 * each, 4 * each),
             "split": (32, 64, 128, 256, 512, 1024),
+            "per_multiprocessor": (1, 2, 3, 4),
+            "blocks": (None,),
             "rows": (16, 32, 64, 128),
             "ahead": (1, 2, 4, 8),
         }
@@ -261,7 +263,9 @@ class DecodeTiles(Tiles):
             f"keys = {self.keys} must be a multiple of 16": self.keys > 0 and self.keys % 16 == 0,
             f"warps = {self.warps} must be from 1 to 32": 1 <= self.warps <= 32,
             f"stages = {self.stages} must be 2 or more": self.stages >= 2,
-            "blocks, split, rows and ahead must be positive": min(self.blocks, self.split, self.rows, self.ahead) > 0,
+            "split, per_multiprocessor, rows and ahead must be positive": (
+                min(self.split, self.per_multiprocessor, self.rows, self.ahead) > 0
+            ),
             f"{shared} bytes of shared memory are more than {device.shared_memory}": shared <= device.shared_memory,
         }
 
@@ -270,7 +274,8 @@ class DecodeTiles(Tiles):
         d, dv, keys = padded(problem.head_dim), problem.v_head_dim, problem.kv_len or TYPICAL
         rows = problem.group * (problem.q_len or 1)
         blocks = (problem.batch or 1) * problem.kv_heads * -(-rows // 16)
-        splits = max(min(self.blocks // blocks, -(-keys // self.split)), 1)
+        wanted = self.blocks or self.per_multiprocessor * device.multiprocessors
+        splits = max(min(wanted // blocks, -(-keys // self.split)), 1)
         tile = 2 * self.keys * (d + dv)
         registers = min(dv // 2 + self.keys // 2 + _ADDRESSES, REGISTERS)
         busiest = load(blocks * splits, device, self.threads, registers, self.shared_memory(problem))
@@ -290,7 +295,7 @@ class DecodeTiles(Tiles):
         """
         keys = 32 if padded(problem.head_dim) + problem.v_head_dim <= 128 else 16
         for warps, stages in ((4, 4), (4, 3), (4, 2), (2, 3), (2, 2), (1, 2)):
-            tiles = DecodeTiles(keys, warps, stages, blocks=2 * device.multiprocessors, split=2 * keys * warps)
+            tiles = DecodeTiles(keys, warps, stages, split=2 * keys * warps)
             if tiles.shared_memory(problem) <= device.shared_memory // 2:
                 break
         return tiles
@@ -300,10 +305,12 @@ class DecodeTiles(Tiles):
 class RowTiles(Tiles):
     """Tiles of `decode_rows`."""
 
-    warps: int
-    """Warps that keep the GPU busy: rows are split until there are so many ..."""
     split: int
-    """... but into parts of at least so many keys of the cache."""
+    """Keys are split to keep the GPU busy, but into parts of at least so many keys of the cache."""
+    per_multiprocessor: int = 32
+    """Warps that keep each multiprocessor busy: half of what it can hold."""
+    warps: int | None = None
+    """Warps in all, where some multiprocessors are for others; None is those of all that the GPU has."""
     block: int = 4
     """Warps per thread block."""
     keys: int = 4
@@ -313,19 +320,19 @@ class RowTiles(Tiles):
 
     @classmethod
     def space(cls, problem: AttentionProblem, device: Device) -> Space:
-        each = device.multiprocessors
         return {
-            "warps": (8 * each, 16 * each, 32 * each, 64 * each),
             "split": (8, 16, 32, 64, 128),
+            "per_multiprocessor": (8, 16, 32, 64),
+            "warps": (None,),
             "block": (1, 2, 4, 8),
             "keys": (1, 2, 4, 8),
             "ahead": (1, 2, 4, 8),
         }
 
     def rules(self, problem: AttentionProblem, device: Device) -> dict[str, bool]:
-        least = min(self.warps, self.split, self.keys, self.ahead)
+        least = min(self.split, self.per_multiprocessor, self.keys, self.ahead)
         return {
-            "warps, split, keys and ahead must be positive": least > 0,
+            "split, per_multiprocessor, keys and ahead must be positive": least > 0,
             f"block = {self.block} must be from 1 to 32": 1 <= self.block <= 32,
         }
 
@@ -333,7 +340,8 @@ class RowTiles(Tiles):
         """Waiting for keys, which so many warps do at once, or the cache that they read; and merging the splits."""
         keys = problem.kv_len or TYPICAL
         rows = (problem.batch or 1) * problem.q_heads * (problem.q_len or 1)
-        splits = max(min(self.warps // rows, -(-keys // self.split)), 1)
+        wanted = self.warps or self.per_multiprocessor * device.multiprocessors
+        splits = max(min(wanted // rows, -(-keys // self.split)), 1)
         busiest = load(-(-rows * splits // self.block), device, 32 * self.block, _ADDRESSES, 0)
         size = 4 * (problem.head_dim + problem.v_head_dim)
         steps = -(-keys // (splits * self.keys))
@@ -344,8 +352,8 @@ class RowTiles(Tiles):
 
     @classmethod
     def default(cls, problem: AttentionProblem, device: Device) -> RowTiles:
-        """Untuned but good: half of the warps that a multiprocessor can hold."""
-        return RowTiles(warps=32 * device.multiprocessors, split=16)
+        """Untuned but good."""
+        return RowTiles(split=16)
 
 
 def padded(head_dim: int) -> int:

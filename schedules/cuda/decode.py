@@ -14,8 +14,9 @@ a formula hides from all rows is neither read nor multiplied.
 Queries are packed so that all heads that share keys meet them in one tile; row r is query row r // G of head r % G.
 
 The host chooses the number of splits by the capacity of the cache, the device cuts the valid length into so many:
-blocks that are left without keys end at once. The second launch costs less than what would replace it: counters that
-are zeroed before, and a last block that merges alone while the others have left.
+blocks that are left without keys end at once. With one split its blocks write Y. With more, the second launch costs
+less than what would replace it: counters that are zeroed before, and a last block that merges alone while the others
+have left.
 
 Where rows differ in what they see, a value that one of them does not see may still be infinite or NaN, and 0 * NaN =
 NaN. Rows that come out so are computed again one by one, and so are rows whose keys are all hidden by finite numbers.
@@ -39,8 +40,8 @@ from lowering.attention.scores import HIDDEN
 from . import ptx
 from .attention_tiles import DecodeTiles, padded
 from .fragments import OnlineSoftmax
-from .host import on_host
-from .partial import Partial, each_element, merged
+from .host import multiprocessors, on_host
+from .partial import KeySplits, Partial, each_element, merged
 from .ptx import WARP, fixed, put, unrolled
 from .shared_tile import CHUNK, SharedTile
 from .shown_tiles import ShownTiles
@@ -53,23 +54,18 @@ def decode(bound: Bound, tiles: DecodeTiles) -> None:
     Where batches have packed rows of their own, those with at most tiles.rows of all heads that share keys are served.
     """
     p = bound.problem
-    most = T.int64(1) * bound.S
-    rows = on_host((tirx.min(most, T.int64(tiles.rows // p.group)) if p.packed else most) * p.group)
+    most = tiles.rows // p.group
+    row_blocks = on_host(tirx.ceildiv(tirx.min(T.int64(1) * bound.S, T.int64(most)) * p.group, ROWS))
     heads = on_host(T.int64(1) * bound.B * p.kv_heads)
-    row_blocks = on_host(tirx.ceildiv(rows, ROWS))
     with T.If(heads * row_blocks > 0), T.Then():
-        most = tirx.truncdiv(T.int64(tiles.blocks), heads * row_blocks)
-        most = tirx.min(most, tirx.truncdiv(T.int64(1) * bound.T + (tiles.split - 1), T.int64(tiles.split)))
-        splits = on_host(tirx.max(most, T.int64(1)) if p.splits is None else T.int64(p.splits))
+        wanted = multiprocessors() * tiles.per_multiprocessor if tiles.blocks is None else T.int64(tiles.blocks)
+        by_blocks = tirx.truncdiv(wanted, heads * row_blocks)
+        by_keys = tirx.truncdiv(T.int64(1) * bound.T + (tiles.split - 1), T.int64(tiles.split))
+        by_size = tirx.max(tirx.min(by_blocks, by_keys), T.int64(1))
+        splits = on_host(by_size if p.splits is None else T.int64(p.splits))
+        keys = KeySplits(bound, splits, tiles.keys * tiles.warps)
         partial = Partial(
-            bound,
-            heads,
-            rows,
-            splits,
-            unit=tiles.keys * tiles.warps,
-            warps=tiles.warps,
-            ahead=tiles.ahead,
-            most=tiles.rows // p.group,
+            bound, splits, group=p.group, careful=bound.rows_differ, warps=tiles.warps, ahead=tiles.ahead, most=most
         )
         with (
             T.launch_thread("blockIdx.x", (heads * splits * row_blocks).astype("int32")) as block,
@@ -79,8 +75,8 @@ def decode(bound: Bound, tiles: DecodeTiles) -> None:
             row_block, work = fixed(tirx.truncmod(block, row_blocks)), fixed(tirx.truncdiv(block, row_blocks))
             head, split = fixed(tirx.truncdiv(work, parts)), fixed(tirx.truncmod(work, parts))
             with partial.if_served(fixed(tirx.truncdiv(head, p.kv_heads))):
-                _Split(bound, tiles, partial, head, split, row_block, fixed(thread)).emit()
-        partial.merge(careful=bound.rows_differ)
+                _Split(bound, tiles, partial, keys, (head, split, row_block), fixed(thread)).emit()
+        partial.merge(keys.used)
 
 
 class _Split:
@@ -91,15 +87,14 @@ class _Split:
         bound: Bound,
         tiles: DecodeTiles,
         partial: Partial,
-        head: Expr,
-        split: Expr,
-        row_block: Expr,
+        splits: KeySplits,
+        place: tuple[Expr, Expr, Expr],
         thread: Expr,
     ) -> None:
-        self.bound, self.tiles, self.problem, self.partial = bound, tiles, bound.problem, partial
-        self.head, self.split, self.thread = head, split, thread
-        self.warp, self.lane = fixed(thread // WARP), fixed(thread % WARP)
-        self.b, self.hk = (fixed(f(head, self.problem.kv_heads)) for f in (tirx.truncdiv, tirx.truncmod))
+        self.bound, self.tiles, self.problem, self.partial, self.splits = bound, tiles, bound.problem, partial, splits
+        self.head, self.split, row_block = place
+        self.thread, self.warp, self.lane = thread, fixed(thread // WARP), fixed(thread % WARP)
+        self.b, self.hk = (fixed(f(self.head, self.problem.kv_heads)) for f in (tirx.truncdiv, tirx.truncmod))
         rows = bound.rows(self.b) * self.problem.group if self.problem.packed else partial.rows
         self.rows, self.r0 = fixed(rows.astype("int32")), fixed(row_block * ROWS)
         self.chunks = {"q": padded(self.problem.head_dim) // CHUNK, "v": self.problem.v_head_dim // CHUNK}
@@ -110,8 +105,9 @@ class _Split:
         self.shown: ShownTiles | None = None
 
     def emit(self) -> None:
-        self.keys, _ = self.partial.keys(self.b, self.split)
-        with T.If(length(self.keys) > 0), T.Then():
+        self.keys = self.splits.of(self.b, self.split)
+        self.alone = fixed(self.splits.splits.astype("int32")) == 1
+        with T.If(tirx.any(length(self.keys) > 0, self.alone)), T.Then():
             self.attend()
 
     def attend(self) -> None:
@@ -247,9 +243,10 @@ class _Split:
     # The result of the split.
 
     def keep(self, softmax: OnlineSoftmax, warp: WarpTile) -> None:
-        """The warps' (m, l, O), through shared memory, as one."""
+        """The warps' (m, l, O), through shared memory, as one; Y of it, where there are no other keys."""
         W, dim = self.tiles.warps, self.problem.v_head_dim
-        memory = T.decl_buffer((W * ROWS * (2 + dim),), "float32", data=self.memory.data, scope="shared.dyn")
+        pitch = dim + CHUNK  # so that rows begin in different banks
+        memory = T.decl_buffer((W * ROWS * (2 + pitch),), "float32", data=self.memory.data, scope="shared.dyn")
         m_start, l_start, o_start = 0, W * ROWS, 2 * W * ROWS
         for r in range(2):
             place = fixed(self.warp * ROWS + self.lane // 4 + 8 * r)
@@ -257,21 +254,29 @@ class _Split:
             with T.If(self.lane % 4 == 0), T.Then():
                 put(memory, m_start + place, softmax.maximum(r))
                 put(memory, l_start + place, l)
-            with unrolled(dim // 8) as column:
-                for x in range(2):
-                    d = column * 8 + self.lane % 4 * 2 + x
-                    put(memory, o_start + place * dim + d, warp.O[column * 4 + r * 2 + x])
+            with unrolled(dim // 8) as column, T.vectorized(2) as x:
+                put(
+                    memory, o_start + place * pitch + column * 8 + self.lane % 4 * 2 + x, warp.O[column * 4 + r * 2 + x]
+                )
         ptx.synchronise()
         with T.serial(-(-ROWS // W)) as n:
             row = fixed(n * W + self.warp)
             r = fixed(self.r0 + row)
             with T.If(tirx.all(row < ROWS, r < self.rows)), T.Then():
-                m, l, O = merged(
+                b, h, i = self.partial.row_of(self.head, r)
+                nothing = T.float32(float("-inf")), T.float32(0)
+                sink = self.bound.scores.before_keys(h)  # which the parts have in common
+                state = merged(
                     (tirx.const(W, "int32"), W),
                     lambda w: (memory[m_start + w * ROWS + row], memory[l_start + w * ROWS + row]),
-                    lambda w, d: memory[o_start + (w * ROWS + row) * dim + d],
-                    (T.float32(float("-inf")), T.float32(0)),
+                    lambda w, d: memory[o_start + (w * ROWS + row) * pitch + d],
+                    tuple(tirx.Select(self.alone, *ends) for ends in zip(sink, nothing)),
                     (dim, self.lane),
                 )
-                place = self.partial.keep_ends(self.head, r, self.split, m, l)
-                each_element(dim, self.lane, lambda n, d: put(self.partial.O, place(d), O[n]))
+                with T.If(self.alone):
+                    with T.Then():
+                        self.partial.finish((b, h, i), self.lane, state)
+                    with T.Else():
+                        m, l, O = state
+                        place = self.partial.keep_ends(self.head, r, self.split, m, l)
+                        each_element(dim, self.lane, lambda n, d: put(self.partial.O, place(d), O[n]))

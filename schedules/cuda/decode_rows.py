@@ -18,8 +18,8 @@ from lowering.attention.bound import Bound
 from lowering.attention.keys import Range, length
 
 from .attention_tiles import RowTiles
-from .host import on_host
-from .partial import Partial
+from .host import multiprocessors, on_host
+from .partial import KeySplits, Partial
 from .plain import WarpRow, plain
 from .ptx import WARP, fixed, put
 
@@ -29,34 +29,35 @@ def decode_rows(bound: Bound, tiles: RowTiles) -> None:
 
     Any problem without qk output.
     """
-    rows = on_host(T.int64(1) * bound.S * bound.problem.group)
-    heads = on_host(T.int64(1) * bound.B * bound.problem.kv_heads)
-    most = tirx.truncdiv(T.int64(tiles.warps), tirx.max(heads * rows, T.int64(1)))
-    by_size = tirx.min(most, tirx.truncdiv(T.int64(1) * bound.T + (tiles.split - 1), T.int64(tiles.split)))
+    rows = on_host(T.int64(1) * bound.B * bound.problem.q_heads * bound.S)
+    wanted = multiprocessors() * tiles.per_multiprocessor if tiles.warps is None else T.int64(tiles.warps)
+    by_warps = tirx.truncdiv(wanted, tirx.max(rows, T.int64(1)))
+    by_size = tirx.min(by_warps, tirx.truncdiv(T.int64(1) * bound.T + (tiles.split - 1), T.int64(tiles.split)))
     splits = on_host(by_size if bound.problem.splits is None else T.int64(bound.problem.splits))
-    with T.If(tirx.all(splits > 1, heads * rows > 0)):
+    with T.If(tirx.all(splits > 1, rows > 0)):
         with T.Then():
-            partial = Partial(bound, heads, rows, splits, unit=1, warps=tiles.block, ahead=tiles.ahead)
-            work = heads * rows * splits
+            keys, group = KeySplits(bound, splits, unit=1), bound.problem.group
+            partial = Partial(bound, splits, group=group, careful=False, warps=tiles.block, ahead=tiles.ahead)
+            work = rows * splits
             with (
                 T.launch_thread("blockIdx.x", tirx.ceildiv(work, T.int64(tiles.block)).astype("int32")) as block,
                 T.launch_thread("threadIdx.x", tiles.block * WARP) as thread,
             ):
                 turn = fixed(block * tiles.block + thread // WARP)
                 with T.If(turn < work), T.Then():
-                    _split(partial, turn, fixed(thread % WARP), tiles.keys)
-            partial.merge(careful=False)
+                    _split(partial, keys, turn, fixed(thread % WARP), tiles.keys)
+            partial.merge(keys.used)
         with T.Else():
             plain(bound, tiles)
 
 
-def _split(partial: Partial, turn: Expr, lane: Expr, at_once: int) -> None:
+def _split(partial: Partial, splits: KeySplits, turn: Expr, lane: Expr, at_once: int) -> None:
     """The code of warp number `turn`."""
-    rows, splits = (fixed(size.astype("int32")) for size in (partial.rows, partial.splits))
+    rows, parts = (fixed(size.astype("int32")) for size in (partial.rows, partial.splits))
     r, rest = fixed(tirx.truncmod(turn, rows)), fixed(tirx.truncdiv(turn, rows))
-    split, head = fixed(tirx.truncmod(rest, splits)), fixed(tirx.truncdiv(rest, splits))
+    split, head = fixed(tirx.truncmod(rest, parts)), fixed(tirx.truncdiv(rest, parts))
     b, h, i = partial.row_of(head, r)
-    keys, _ = partial.keys(b, split)
+    keys = splits.of(b, split)
     with T.If(length(keys) > 0), T.Then(), partial.bound.if_there(b, i):
         row = _SplitRow(partial.bound, (b, h, i), lane, at_once, keys)
         row.load_query()

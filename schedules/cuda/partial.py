@@ -18,34 +18,66 @@ from lowering.attention.keys import Range, length, part
 from lowering.attention.scores import HIDDEN
 
 from . import ptx
+from .host import on_host
 from .plain import WarpRow
 from .ptx import WARP, fixed, int32, put, registers, unrolled
 
 
-class Partial:
-    """(m, l, O) of every packed query row and split of its keys, in the device's memory.
+class KeySplits:
+    """The keys of each batch, of which some query may see each, cut into at most `splits` parts of multiples of `unit`
+    keys. Sizes are the host's."""
 
-    `heads` counts the key/value heads of all batches, each of which has `rows` packed rows: row r is query row r // G
-    of its head r % G. Splits have multiples of `unit` keys. Sizes are the host's. Of batches with packed rows of their
-    own, those with at most `most` are served. Blocks of `warps` put parts together, `ahead` at once.
+    def __init__(self, bound: Bound, splits: Expr, unit: int) -> None:
+        self.bound, self.splits, self.unit = bound, splits, unit
+
+    def of(self, b: Expr, split: Expr) -> list[Range]:
+        """The keys of a part; int32."""
+        ranges, total, each = self._of_batch(b)
+        start = fixed(tirx.min(split * each, total))
+        return [(fixed(lo), fixed(hi)) for lo, hi in part(ranges, start, tirx.min(start + each, total))]
+
+    def used(self, b: Expr) -> Expr:
+        """How many parts have keys: these come first; int32."""
+        _, total, each = self._of_batch(b)
+        return fixed(tirx.truncdiv(total + each - 1, each))
+
+    def _of_batch(self, b: Expr) -> tuple[list[Range], Expr, Expr]:
+        """The ranges of all keys, how many these are, and how many a part has."""
+        found = self.bound.keys.of_tile(b, T.int64(0), T.int64(1) * self.bound.S)
+        ranges = [(fixed(int32(lo)), fixed(int32(hi))) for lo, hi in found]
+        total, splits = fixed(length(ranges)), fixed(int32(self.splits))
+        units = fixed(tirx.truncdiv(total + (self.unit - 1), self.unit))
+        return ranges, total, fixed(tirx.max(tirx.truncdiv(units + splits - 1, splits), 1) * self.unit)
+
+
+class Partial:
+    """(m, l, O) of every packed query row and part of its keys, in the device's memory, where there is more than one.
+
+    `group` query heads that share keys are packed: row r of a pack, of which batch b has q_heads / group, is query row
+    r // group of its head r % group. Of batches with packed rows of their own, those with at most `most` are served.
+    careful: a row may hold what invisible values made of 0, or lack keys that finite numbers hide. Such rows are
+    computed again. Blocks of `warps` put parts together, `ahead` at once. `splits` is the host's.
     """
 
     def __init__(
         self,
         bound: Bound,
-        heads: Expr,
-        rows: Expr,
         splits: Expr,
         *,
-        unit: int,
+        group: int,
+        careful: bool,
         warps: int,
         ahead: int,
         most: int | None = None,
     ) -> None:
-        self.warps, self.ahead = warps, ahead
-        self.bound, self.problem, self.acc, self.most = bound, bound.problem, bound.problem.acc_dtype, most
-        self.heads, self.rows, self.splits, self.unit = heads, rows, splits, unit
-        count = heads * rows * splits
+        self.bound, self.problem, self.acc, self.group = bound, bound.problem, bound.problem.acc_dtype, group
+        self.warps, self.ahead, self.most, self.careful = warps, ahead, most, careful
+        self.packs = self.problem.q_heads // group  # of a batch
+        self.splits = splits
+        self.heads = on_host(T.int64(1) * bound.B * self.packs)
+        S = T.int64(1) * bound.S
+        self.rows = on_host((S if most is None else tirx.min(S, T.int64(most))) * group)
+        count = tirx.Select(splits > 1, self.heads * self.rows * splits, T.int64(1))
         self.m, self.l = (T.alloc_buffer((count,), self.acc) for _ in range(2))
         self.O = T.alloc_buffer((count * self.problem.v_head_dim,), self.acc)
 
@@ -53,64 +85,50 @@ class Partial:
         """Runs what it encloses if the rows of batch b are among these."""
         return self.bound.if_rows(b, 1, self.most)
 
-    def keys(self, b: Expr, split: Expr) -> tuple[list[Range], Expr]:
-        """The keys of a split of batch b, of which some query may see each; and how many splits have any; int32."""
-        found = self.bound.keys.of_tile(b, T.int64(0), T.int64(1) * self.bound.S)
-        ranges = [(fixed(int32(lo)), fixed(int32(hi))) for lo, hi in found]
-        total, splits = fixed(length(ranges)), fixed(int32(self.splits))
-        units = fixed(tirx.truncdiv(total + (self.unit - 1), self.unit))
-        each = fixed(tirx.max(tirx.truncdiv(units + splits - 1, splits), 1) * self.unit)
-        start = fixed(tirx.min(split * each, total))
-        keys = part(ranges, start, tirx.min(start + each, total))
-        return [(fixed(lo), fixed(hi)) for lo, hi in keys], fixed(tirx.truncdiv(total + each - 1, each))
+    def row_of(self, pack: Expr, r: Expr) -> tuple[Expr, Expr, Expr]:
+        """Batch, query head and query row of row r of a pack, counted over all batches."""
+        b, first = fixed(tirx.truncdiv(pack, self.packs)), tirx.truncmod(pack, self.packs) * self.group
+        return b, fixed(first + tirx.truncmod(r, self.group)), fixed(tirx.truncdiv(r, self.group))
 
-    def row_of(self, head: Expr, r: Expr) -> tuple[Expr, Expr, Expr]:
-        """Batch, query head and query row of packed row r of a key/value head, counted over all batches."""
-        p = self.problem
-        b, hk = fixed(tirx.truncdiv(head, p.kv_heads)), tirx.truncmod(head, p.kv_heads)
-        return b, fixed(hk * p.group + tirx.truncmod(r, p.group)), fixed(tirx.truncdiv(r, p.group))
-
-    def keep_ends(self, head: Expr, r: Expr, split: Expr, m: Expr, l: Expr) -> Callable[[Expr], Expr]:
-        """m and l of row r with a split; where element d of its O is to be put."""
-        place = self.place(head, r, split)
+    def keep_ends(self, pack: Expr, r: Expr, split: Expr, m: Expr, l: Expr) -> Callable[[Expr], Expr]:
+        """m and l of row r with a part of the keys; where element d of its O is to be put."""
+        place = self.place(pack, r, split)
         put(self.m, place, m)
         put(self.l, place, l)
         return lambda d: place * self.problem.v_head_dim + d
 
-    def place(self, head: Expr, r: Expr, split: Expr) -> Expr:
-        return fixed((head.astype("int64") * self.rows + r) * self.splits + split)
+    def place(self, pack: Expr, r: Expr, split: Expr) -> Expr:
+        return fixed((pack.astype("int64") * self.rows + r) * self.splits + split)
 
-    def merge(self, careful: bool) -> None:
-        """The launch that makes Y of it, a warp for each row.
-
-        careful: a row may hold what invisible values made of 0, or lack keys that finite numbers hide. Such rows are
-        computed again.
-        """
+    def merge(self, used: Callable[[Expr], Expr]) -> None:
+        """The launch that makes Y of it, a warp for each row; of the parts of batch b the first used(b) have keys."""
         total = self.heads * self.rows
         with (
+            T.If(self.splits > 1),
+            T.Then(),
             T.launch_thread("blockIdx.x", tirx.ceildiv(total, T.int64(self.warps)).astype("int32")) as block,
             T.launch_thread("threadIdx.x", self.warps * WARP) as thread,
         ):
             row = fixed(block * self.warps + thread // WARP)
             with T.If(row < total), T.Then():
                 rows = fixed(self.rows.astype("int32"))
-                head, r = fixed(tirx.truncdiv(row, rows)), fixed(tirx.truncmod(row, rows))
-                b, _, i = self.row_of(head, r)
+                pack, r = fixed(tirx.truncdiv(row, rows)), fixed(tirx.truncmod(row, rows))
+                b, h, i = self.row_of(pack, r)
                 with self.if_served(b), self.bound.if_there(b, i):
-                    self.merge_row(head, r, fixed(thread % WARP), careful)
+                    first, dim, lane = self.place(pack, r, T.int32(0)), self.problem.v_head_dim, fixed(thread % WARP)
+                    state = merged(
+                        (used(b), self.ahead),
+                        lambda s: (self.m[first + s], self.l[first + s]),
+                        lambda s, d: self.O[(first + s) * dim + d],
+                        self.bound.scores.before_keys(h),
+                        (dim, lane),
+                    )
+                    self.finish((b, h, i), lane, state)
 
-    def merge_row(self, head: Expr, r: Expr, lane: Expr, careful: bool) -> None:
-        b, h, i = self.row_of(head, r)
-        _, used = self.keys(b, T.int32(0))
-        first, dim = self.place(head, r, T.int32(0)), self.problem.v_head_dim
-        state = merged(
-            (used, self.ahead),
-            lambda s: (self.m[first + s], self.l[first + s]),
-            lambda s, d: self.O[(first + s) * dim + d],
-            self.bound.scores.before_keys(h),
-            (dim, lane),
-        )
-        if not careful:
+    def finish(self, place: tuple[Expr, Expr, Expr], lane: Expr, state: tuple[Expr, Expr, tirx.Buffer]) -> None:
+        """Y of query row i of head h in batch b, by a warp, of its (m, l, O) with all keys."""
+        b, h, i = place
+        if not self.careful:
             self.store(b, h, i, lane, state)
             return
         with T.If(self.is_doubtful(state)):

@@ -65,6 +65,6 @@ def test_what_is_known_to_be_slow_is_last() -> None:
     assert WgmmaTiles(1, 32, 240, 24, ping_pong=False).estimate(p, h100) > best + math.log(1.5)
     alone = problem(1, 128, batch=1)  # eight heads for 108 multiprocessors
     split = DecodeTiles.default(alone, a100)
-    whole = DecodeTiles(split.keys, split.warps, split.stages, blocks=8, split=4096)
+    whole = DecodeTiles(split.keys, split.warps, split.stages, split=4096)
     assert whole.estimate(alone, a100) > split.estimate(alone, a100) + math.log(3)
-    assert RowTiles(warps=32, split=4096).estimate(alone, a100) > RowTiles.default(alone, a100).estimate(alone, a100)
+    assert RowTiles(split=4096).estimate(alone, a100) > RowTiles.default(alone, a100).estimate(alone, a100)
