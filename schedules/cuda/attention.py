@@ -13,9 +13,10 @@ from lowering.attention.bound import Bound
 from lowering.attention.problem import ATTRIBUTE, AttentionProblem, Mask
 
 from ..variant import Variant
-from .attention_tiles import DecodeTiles, MmaTiles, RowTiles, WgmmaTiles
+from .attention_tiles import MmaTiles, WgmmaTiles
 from .decode import decode
 from .decode_rows import decode_rows
+from .decode_tiles import DecodeTiles, RowTiles
 from .device import Device, device
 from .plain import plain
 from .prefill_mma import prefill_mma, takes

@@ -1,20 +1,22 @@
-"""Tiles of the CUDA attention kernels."""
+"""Tiles of the CUDA attention kernels for many query rows, and what all attention kernels make of a problem."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
+from lowering.attention.formula import Formula
 from lowering.attention.problem import AttentionProblem
 
 from ..tiles import Space, Tiles
-from .cycles import BARRIER, EXPONENTIALS, LANES, LATENCY, LAUNCH, SHARED, TYPICAL, load, reading, step, warp_products
+from .cycles import BARRIER, EXPONENTIALS, LANES, LATENCY, LAUNCH, SHARED, TYPICAL, load, step, warp_products
 from .device import Device
 
 REGISTERS = 255
 """That a thread can have."""
 
-_ADDRESSES = 64  # registers of a thread beside its accumulators
+ADDRESSES = 64
+"""Registers of a thread beside its accumulators."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class MmaTiles(Tiles):
         units = max(products, softmax, (tile + operands) / SHARED, tile / device.cache)
         own = (products + softmax) * 4 / min(self.warps, 4)  # a warp has a quarter of the units
         hidden = own / 2 if self.stages == 1 else (self.stages - 1) * own
-        registers = self.registers(problem) + _ADDRESSES
+        registers = self.registers(problem) + ADDRESSES
         busiest = load(
             _row_blocks(problem, self.q), device, self.threads, min(registers, REGISTERS), self.shared_memory(problem)
         )
@@ -130,6 +132,10 @@ class WgmmaTiles(Tiles):
     """Tiles of K, and of V, in shared memory."""
     ping_pong: bool = True
     """Whether consumers take turns at the tensor cores, so that one's softmax runs beside another's products."""
+    y_apart: bool = False
+    """Whether Y_i leaves from a place of its own, while the next Q comes, or from that of Q_i."""
+    split: int = 512
+    """Keys are split to keep the GPU busy, but into parts of at least so many keys of the cache."""
     blocks: int | None = None
     """Most blocks of the grid, where some multiprocessors are for others; None is as many as the GPU has."""
 
@@ -144,9 +150,13 @@ class WgmmaTiles(Tiles):
         return 128 * (self.consumers + 1)
 
     def shared_memory(self, problem: AttentionProblem) -> int:
-        """Bytes per block: Q_i, in whose place Y_i is stored, the stages of K and V, barriers and marks."""
+        """Bytes per block: Q_i and Y_i, the stages of K and V, barriers and marks."""
         d, dv = (-(-n // 64) * 128 for n in (problem.head_dim, problem.v_head_dim))
-        return self.q * max(d, dv) + self.stages * self.kv * (d + dv) + 1024 * (1 + self.stages * self.kv // 256)
+        return (
+            self.q * (d + dv if self.y_apart else max(d, dv))
+            + self.stages * self.kv * (d + dv)
+            + 1024 * (1 + self.stages * self.kv // 256)
+        )
 
     @classmethod
     def space(cls, problem: AttentionProblem, device: Device) -> Space:
@@ -157,6 +167,8 @@ class WgmmaTiles(Tiles):
             "producer_registers": (24, 32, 40),
             "stages": (2, 3, 4),
             "ping_pong": (False, True),
+            "y_apart": (False, True),
+            "split": (256, 512, 1024),
             "blocks": (None,),
         }
 
@@ -171,6 +183,7 @@ class WgmmaTiles(Tiles):
             f"consumers = {self.consumers} must be 1, 2 or 3": self.consumers in (1, 2, 3),
             f"kv = {self.kv} must be a multiple of 16 up to 256": self.kv in range(16, 257, 16),
             f"stages = {self.stages} must be at least 2": self.stages >= 2,
+            f"split = {self.split} must be positive": self.split > 0,
             f"{counts} registers must be multiples of 8 from 24 to 256": all(n in range(24, 257, 8) for n in counts),
             f"{taken} registers per thread of each warpgroup are more than {at_launch * threads}": (
                 taken <= at_launch * threads
@@ -193,8 +206,13 @@ class WgmmaTiles(Tiles):
         in_turns = max(units, own)
         side_by_side = (in_turns + products + softmax) / 2  # they meet as it happens
         each = max(in_turns if self.ping_pong and self.consumers > 1 else side_by_side, LATENCY / (self.stages - 1))
-        blocks = -(-_row_blocks(problem, self.q) // device.multiprocessors)
-        return math.log(blocks * (_key_tiles(problem, self.q, self.kv) * each + LATENCY))
+        group = packed_heads(problem)
+        tiles = _row_blocks(problem, self.q, group)
+        splits = max(min(device.multiprocessors // tiles, -(-(problem.kv_len or TYPICAL) // self.split)), 1)
+        blocks = -(-tiles * splits // device.multiprocessors)
+        keys = _key_tiles(problem, self.q // group, self.kv) / splits
+        merged = LAUNCH + LATENCY if splits > 1 else 0
+        return math.log(blocks * (keys * each + LATENCY * (1 if self.y_apart else 2)) + merged)
 
     @classmethod
     def default(cls, problem: AttentionProblem, device: Device) -> WgmmaTiles:
@@ -204,156 +222,20 @@ class WgmmaTiles(Tiles):
         dim = max(problem.head_dim, problem.v_head_dim)
         plain = not problem.has_mask and not problem.softcap and problem.score is None
         if dim <= 64 and plain:
-            return WgmmaTiles(3, 112 if problem.two_ended else 128, 160, 32)
+            return WgmmaTiles(3, 112 if problem.two_ended else 128, 160, 32, y_apart=True)
         if dim <= 96:  # blocks of masks have 128 keys: tiles that lie across two of them are hidden less often
-            return WgmmaTiles(2, 128 if plain or problem.has_formula else 112, 240, 24)
+            return WgmmaTiles(2, 128 if plain or problem.has_formula else 112, 240, 24, y_apart=True)
         if dim <= 128:
-            return WgmmaTiles(2, 128 if plain else 96, 240, 24)
+            return WgmmaTiles(2, 128 if plain else 96, 240, 24, y_apart=True)
         keys = 80 if plain else 32 if problem.has_formula else 48 if problem.adds_mask else 64
         return WgmmaTiles(2, keys, 240, 24, ping_pong=False)
 
 
-@dataclass(frozen=True)
-class DecodeTiles(Tiles):
-    """Tiles of `decode`."""
-
-    keys: int
-    """Keys per tile of a warp: B_c. Multiple of 16."""
-    warps: int
-    """Warps per block; each has every warps-th tile of a split, and a row where parts are put together."""
-    stages: int
-    """Tiles of K and V of a warp in shared memory, all but one of which are on their way."""
-    split: int
-    """Sequences are split to keep the GPU busy, but into parts of at least so many keys of the cache."""
-    per_multiprocessor: int = 2
-    """Thread blocks that keep each multiprocessor busy."""
-    blocks: int | None = None
-    """Thread blocks in all, where some multiprocessors are for others; None is those of all that the GPU has."""
-    rows: int = 64
-    """The most packed query rows that the kernel is for: every 16 read K and V again, from the second-level cache."""
-    ahead: int = 4
-    """Parts of a row whose O a warp asks for at once where it puts them together."""
-
-    @property
-    def threads(self) -> int:
-        """Threads per block."""
-        return 32 * self.warps
-
-    def shared_memory(self, problem: AttentionProblem) -> int:
-        """Bytes per block: 16 rows of Q and the stages, or m, l and O of the warps in their place."""
-        d, dv = padded(problem.head_dim), problem.v_head_dim
-        return max(2 * (16 * d + self.warps * self.stages * self.keys * (d + dv)), 4 * self.warps * 16 * (2 + 8 + dv))
-
-    @classmethod
-    def space(cls, problem: AttentionProblem, device: Device) -> Space:
-        return {
-            "keys": (16, 32, 64),
-            "warps": (1, 2, 4, 8),
-            "stages": (2, 3, 4, 6),
-            "split": (32, 64, 128, 256, 512, 1024),
-            "per_multiprocessor": (1, 2, 3, 4),
-            "blocks": (None,),
-            "rows": (16, 32, 64, 128),
-            "ahead": (1, 2, 4, 8),
-        }
-
-    def rules(self, problem: AttentionProblem, device: Device) -> dict[str, bool]:
-        shared = self.shared_memory(problem)
-        return {
-            f"keys = {self.keys} must be a multiple of 16": self.keys > 0 and self.keys % 16 == 0,
-            f"warps = {self.warps} must be from 1 to 32": 1 <= self.warps <= 32,
-            f"stages = {self.stages} must be 2 or more": self.stages >= 2,
-            "split, per_multiprocessor, rows and ahead must be positive": (
-                min(self.split, self.per_multiprocessor, self.rows, self.ahead) > 0
-            ),
-            f"{shared} bytes of shared memory are more than {device.shared_memory}": shared <= device.shared_memory,
-        }
-
-    def estimate(self, problem: AttentionProblem, device: Device) -> float:
-        """Reading the keys with so many bytes on their way, or the warps' own work; and merging the splits."""
-        d, dv, keys = padded(problem.head_dim), problem.v_head_dim, problem.kv_len or TYPICAL
-        rows = problem.group * (problem.q_len or 1)
-        blocks = (problem.batch or 1) * problem.kv_heads * -(-rows // 16)
-        wanted = self.blocks or self.per_multiprocessor * device.multiprocessors
-        splits = max(min(wanted // blocks, -(-keys // self.split)), 1)
-        tile = 2 * self.keys * (d + dv)
-        registers = min(dv // 2 + self.keys // 2 + _ADDRESSES, REGISTERS)
-        busiest = load(blocks * splits, device, self.threads, registers, self.shared_memory(problem))
-        steps = -(-keys // (splits * self.keys * self.warps))
-        in_flight = busiest.at_once * self.warps * (self.stages - 1) * tile
-        read = reading(busiest.blocks * keys / splits * 2 * (d + dv), in_flight, device)
-        own = 4 * 16 * self.keys * (2 * (d + dv) / device.tensor_cores + 1 / EXPONENTIALS) + 4 * BARRIER
-        waited = steps * own * busiest.blocks / busiest.at_once
-        merged = LAUNCH + LATENCY * -(-splits // self.ahead) if splits > 1 else 0
-        return math.log(max(read, waited) + LATENCY + merged)
-
-    @classmethod
-    def default(cls, problem: AttentionProblem, device: Device) -> DecodeTiles:
-        """Untuned but good: two blocks on each multiprocessor, with as much of K and V on its way as there is room for.
-
-        Bandwidth times latency is some 20 to 40 KB per multiprocessor.
-        """
-        keys = 32 if padded(problem.head_dim) + problem.v_head_dim <= 128 else 16
-        for warps, stages in ((4, 4), (4, 3), (4, 2), (2, 3), (2, 2), (1, 2)):
-            tiles = DecodeTiles(keys, warps, stages, split=2 * keys * warps)
-            if tiles.shared_memory(problem) <= device.shared_memory // 2:
-                break
-        return tiles
-
-
-@dataclass(frozen=True)
-class RowTiles(Tiles):
-    """Tiles of `decode_rows`."""
-
-    split: int
-    """Keys are split to keep the GPU busy, but into parts of at least so many keys of the cache."""
-    per_multiprocessor: int = 32
-    """Warps that keep each multiprocessor busy: half of what it can hold."""
-    warps: int | None = None
-    """Warps in all, where some multiprocessors are for others; None is those of all that the GPU has."""
-    block: int = 4
-    """Warps per thread block."""
-    keys: int = 4
-    """Keys that a warp asks for at once."""
-    ahead: int = 4
-    """Parts of a row whose O a warp asks for at once where it puts them together."""
-
-    @classmethod
-    def space(cls, problem: AttentionProblem, device: Device) -> Space:
-        return {
-            "split": (8, 16, 32, 64, 128),
-            "per_multiprocessor": (8, 16, 32, 64),
-            "warps": (None,),
-            "block": (1, 2, 4, 8),
-            "keys": (1, 2, 4, 8),
-            "ahead": (1, 2, 4, 8),
-        }
-
-    def rules(self, problem: AttentionProblem, device: Device) -> dict[str, bool]:
-        least = min(self.split, self.per_multiprocessor, self.keys, self.ahead)
-        return {
-            "split, per_multiprocessor, keys and ahead must be positive": least > 0,
-            f"block = {self.block} must be from 1 to 32": 1 <= self.block <= 32,
-        }
-
-    def estimate(self, problem: AttentionProblem, device: Device) -> float:
-        """Waiting for keys, which so many warps do at once, or the cache that they read; and merging the splits."""
-        keys = problem.kv_len or TYPICAL
-        rows = (problem.batch or 1) * problem.q_heads * (problem.q_len or 1)
-        wanted = self.warps or self.per_multiprocessor * device.multiprocessors
-        splits = max(min(wanted // rows, -(-keys // self.split)), 1)
-        busiest = load(-(-rows * splits // self.block), device, 32 * self.block, _ADDRESSES, 0)
-        size = 4 * (problem.head_dim + problem.v_head_dim)
-        steps = -(-keys // (splits * self.keys))
-        waited = steps * (LATENCY + self.keys * 2 * BARRIER) * busiest.blocks / busiest.at_once
-        read = busiest.blocks * self.block * keys / splits * size / device.cache
-        merged = LAUNCH + LATENCY * -(-splits // self.ahead) if splits > 1 else 0
-        return math.log(max(waited, read) + merged)
-
-    @classmethod
-    def default(cls, problem: AttentionProblem, device: Device) -> RowTiles:
-        """Untuned but good."""
-        return RowTiles(split=16)
+def packed_heads(problem: AttentionProblem) -> int:
+    """How many query heads have their rows in one tile of `prefill_wgmma`: all that share keys, so that these are read
+    once, where 64 rows are those of whole query rows and no mask that is computed tells heads apart."""
+    apart = isinstance(problem.mask, Formula) and "h" in problem.mask.over
+    return 1 if apart or 64 % problem.group else problem.group
 
 
 def padded(head_dim: int) -> int:
@@ -361,9 +243,9 @@ def padded(head_dim: int) -> int:
     return -(-head_dim // 16) * 16
 
 
-def _row_blocks(problem: AttentionProblem, q: int) -> int:
-    """Blocks of q query rows of all heads."""
-    return (problem.batch or 1) * problem.q_heads * -(-(problem.q_len or TYPICAL) // q)
+def _row_blocks(problem: AttentionProblem, q: int, group: int = 1) -> int:
+    """Blocks of q query rows of all heads, so many of which are packed."""
+    return (problem.batch or 1) * problem.q_heads // group * -(-(problem.q_len or TYPICAL) * group // q)
 
 
 def _key_tiles(problem: AttentionProblem, q: int, kv: int) -> float:

@@ -38,7 +38,8 @@ from lowering.attention.keys import Range, length
 from lowering.attention.scores import HIDDEN
 
 from . import ptx
-from .attention_tiles import DecodeTiles, padded
+from .attention_tiles import padded
+from .decode_tiles import DecodeTiles
 from .fragments import OnlineSoftmax
 from .host import multiprocessors, on_host
 from .partial import KeySplits, Partial, each_element, merged
@@ -278,5 +279,6 @@ class _Split:
                         self.partial.finish((b, h, i), self.lane, state)
                     with T.Else():
                         m, l, O = state
-                        place = self.partial.keep_ends(self.head, r, self.split, m, l)
-                        each_element(dim, self.lane, lambda n, d: put(self.partial.O, place(d), O[n]))
+                        place = self.partial.place(self.head, r, self.split)
+                        self.partial.keep_ends(place, m, l)
+                        each_element(dim, self.lane, lambda n, d: put(self.partial.O, place * dim + d, O[n]))

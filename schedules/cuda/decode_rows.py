@@ -17,7 +17,7 @@ from tvm.script.ir_builder import tirx as T
 from lowering.attention.bound import Bound
 from lowering.attention.keys import Range, length
 
-from .attention_tiles import RowTiles
+from .decode_tiles import RowTiles
 from .host import multiprocessors, on_host
 from .partial import KeySplits, Partial
 from .plain import WarpRow, plain
@@ -62,9 +62,10 @@ def _split(partial: Partial, splits: KeySplits, turn: Expr, lane: Expr, at_once:
         row = _SplitRow(partial.bound, (b, h, i), lane, at_once, keys)
         row.load_query()
         row.online_softmax()
-        place = partial.keep_ends(head, r, split, row.m[0], row.l[0])
-        with row.elements(partial.problem.v_head_dim) as (slot, d):
-            put(partial.O, place(d), row.o[slot])
+        place, dim = partial.place(head, r, split), partial.problem.v_head_dim
+        partial.keep_ends(place, row.m[0], row.l[0])
+        with row.elements(dim) as (slot, d):
+            put(partial.O, place * dim + d, row.o[slot])
 
 
 class _SplitRow(WarpRow):

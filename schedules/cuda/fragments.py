@@ -39,7 +39,7 @@ class OnlineSoftmax:
         rows: tuple[tuple[Expr, Expr], tuple[Expr, Expr]],
         lane: Expr,
         keys: int,
-        split: bool = False,
+        split: Expr | bool = False,
     ) -> None:
         self.bound, self.problem, self.b, self.rows, self.keys = bound, bound.problem, b, rows, keys
         self.column = fixed(lane % 4 * 2)
@@ -49,7 +49,9 @@ class OnlineSoftmax:
         self.unit = _f32((scale if self.raw else 1.0) * LOG2_E)
         self.m, self.l, self.alpha = (registers(ROWS, "float32") for _ in range(3))
         for r, (h, _) in enumerate(rows):
-            m, l = bound.scores.before_keys(h) if not split else (_f32(float("-inf")), _f32(0))
+            m, l = bound.scores.before_keys(h)
+            if self.problem.sink:
+                m, l = (tirx.Select(split, n, x) for n, x in ((_f32(float("-inf")), m), (_f32(0), l)))
             put(self.m, r, m / _f32(scale) if self.raw and self.problem.sink else m)
             put(self.l, r, tirx.Select(tirx.EQ(self.column, 0), l, _f32(0)))  # a sink counts once in a quad
 

@@ -90,14 +90,13 @@ class Partial:
         b, first = fixed(tirx.truncdiv(pack, self.packs)), tirx.truncmod(pack, self.packs) * self.group
         return b, fixed(first + tirx.truncmod(r, self.group)), fixed(tirx.truncdiv(r, self.group))
 
-    def keep_ends(self, pack: Expr, r: Expr, split: Expr, m: Expr, l: Expr) -> Callable[[Expr], Expr]:
-        """m and l of row r with a part of the keys; where element d of its O is to be put."""
-        place = self.place(pack, r, split)
+    def keep_ends(self, place: Expr, m: Expr, l: Expr) -> None:
+        """m and l of what is kept at that place; the elements of its O are from place * Dv on."""
         put(self.m, place, m)
         put(self.l, place, l)
-        return lambda d: place * self.problem.v_head_dim + d
 
     def place(self, pack: Expr, r: Expr, split: Expr) -> Expr:
+        """Where the results of row r of a pack with a part of the keys are; int64."""
         return fixed((pack.astype("int64") * self.rows + r) * self.splits + split)
 
     def merge(self, used: Callable[[Expr], Expr]) -> None:

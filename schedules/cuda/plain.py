@@ -19,7 +19,7 @@ from lowering.attention.bound import Bound
 from lowering.attention.keys import key_at
 from lowering.attention.plain import Row
 
-from .attention_tiles import RowTiles
+from .decode_tiles import RowTiles
 from .lanes import lane_elements, per_lane
 from .ptx import WARP, fixed, put, registers, shuffle_xor
 

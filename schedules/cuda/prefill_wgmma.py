@@ -12,8 +12,10 @@ Q [64 W, D], K [B_c, D] and V [B_c, Dv] come by TMA, and so does Y go; S, P and 
 operands in shared memory, O += P V takes P from registers. Warpgroups take turns at the tensor cores, so that the
 softmax of one runs beside the products of another ("ping-pong"); registers move from the producer to the consumers.
 
-The grid has as many blocks as the machine has multiprocessors, each of which works through its list of query tiles: the
-expensive ones (late rows, under a causal mask) first, all heads whose K and V fit the second-level cache together.
+All heads that share keys meet them in one tile: its rows are those of G heads in turn, which TMA gathers. The grid has
+as many blocks as the machine has multiprocessors, each of which works through its list of query tiles: the expensive
+ones (late rows, under a causal mask) first, all heads whose K and V fit the second-level cache together. Where that
+leaves multiprocessors idle, keys are split as in decode.py, and a second launch puts the parts (m, l, O) together.
 
 Keys run from last to first. A tile that every row sees in full runs without mask code. In any other tile invisible
 scores are replaced by -inf; and where V is not finite there it is replaced by 0, as 0 * NaN = NaN, while rows that do
@@ -21,6 +23,10 @@ see such a value become NaN.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from tvm import tirx
 from tvm.ir import Expr
@@ -30,18 +36,20 @@ from lowering.attention.bound import Bound
 from lowering.attention.key_tiles import KeyTiles
 
 from . import wgmma
-from .attention_tiles import WgmmaTiles
+from .attention_tiles import WgmmaTiles, packed_heads
 from .device import Device
 from .finite_values import FiniteValues
 from .fragments import OnlineSoftmax
+from .partial import Partial
 from .pipeline import WARPGROUP, Ring, initialise, named_arrive, named_sync, specialise
-from .ptx import WARP, fixed, pack, put, registers, synchronise
+from .ptx import WARP, fixed, int32, pack, put, reduce_quad, registers, synchronise
 from .scheduler import Scheduler
 from .survey import Survey
-from .tma import ROW_WORDS, TensorMap, fence_async
+from .tma import ROW_WORDS, TensorMap, fence_async, stored
 
 ROWS = 64  # of a consumer
 SWIZZLE_ALIGNMENT = 1024
+MERGING_WARPS, AHEAD = 4, 4  # of a block that puts parts together, and parts of a row that a warp asks for at once
 FIRST_OWN, ALL_CONSUMERS = 4, 7  # named barriers, after 0 (the block) and 1 to 3 (turns)
 
 
@@ -51,13 +59,31 @@ def prefill_wgmma(bound: Bound, tiles: WgmmaTiles, device: Device) -> None:
     Any problem that `prefill_mma` takes, for sm_90a.
     """
     with T.If(T.int64(1) * bound.B * bound.S > 0), T.Then():
-        maps = {name: TensorMap.of(bound, name, ROWS if name in "qy" else tiles.kv) for name in "qkvy"}
-        scheduler, survey = Scheduler(bound, tiles, device), Survey(bound, tiles.q, tiles.kv, tiles.threads // WARP)
+        group = packed_heads(bound.problem)
+        maps = {name: TensorMap.of(bound, name, tiles.kv) for name in "kv"}
+        maps |= {name: TensorMap.of(bound, name, ROWS, group) for name in "qy"}
+        scheduler = Scheduler(bound, tiles, device, group)
+        survey = Survey(bound, tiles.q // group, tiles.kv, tiles.threads // WARP)
+        partial = Partial(bound, scheduler.splits, group=group, careful=False, warps=MERGING_WARPS, ahead=AHEAD)
         with (
             T.launch_thread("blockIdx.x", scheduler.blocks) as block,
             T.launch_thread("threadIdx.x", tiles.threads) as thread,
         ):
-            _Block(bound, tiles, maps, scheduler, survey, (block, thread)).emit()
+            _Block(bound, tiles, maps, scheduler, survey, partial, (block, thread)).emit()
+        partial.merge(lambda b: int32(scheduler.splits))
+
+
+@dataclass(frozen=True)
+class _Share:
+    """Of the key tiles of a query tile `count`, from number `first` on, for one block."""
+
+    tiles: KeyTiles
+    first: Expr
+    count: Expr
+
+    def back(self, j: Expr | int) -> Expr:
+        """The number of tile j from the last."""
+        return self.first + self.count - 1 - j
 
 
 class _Block:
@@ -70,14 +96,17 @@ class _Block:
         maps: dict[str, TensorMap],
         scheduler: Scheduler,
         survey: Survey,
+        partial: Partial,
         place: tuple[Expr, Expr],
     ) -> None:
         self.bound, self.problem, self.tiles = bound, bound.problem, tiles
-        self.maps, self.scheduler, self.survey = maps, scheduler, survey
+        self.maps, self.scheduler, self.survey, self.partial = maps, scheduler, survey, partial
         self.block, self.thread = place
-        self.q_words, self.k_words, self.v_words = (maps[name].bytes // 4 for name in "qkv")
-        self.q_words = max(self.q_words, maps["y"].bytes // 4)  # Y_i takes the place of Q_i
-        self.k_at = tiles.consumers * self.q_words
+        self.q_words, self.k_words, self.v_words, self.y_words = (maps[name].bytes // 4 for name in "qkvy")
+        if not tiles.y_apart:  # Y_i takes the place of Q_i
+            self.q_words = self.y_words = max(self.q_words, self.y_words)
+        self.y_at = tiles.consumers * self.q_words if tiles.y_apart else 0
+        self.k_at = self.y_at + tiles.consumers * self.y_words
         self.v_at = self.k_at + tiles.stages * self.k_words
         self.memory = T.alloc_buffer(
             (self.v_at + tiles.stages * self.v_words,), "uint32", scope="shared.dyn", align=SWIZZLE_ALIGNMENT
@@ -93,7 +122,17 @@ class _Block:
 
     def Q(self, consumer: Expr | int) -> Ring:
         """Q has a ring of one slot for every consumer, so that one can be a query tile ahead of another."""
-        return Ring(self.barriers, 2 * consumer, 1, 1)
+        return Ring(self.barriers, 2 * consumer, 1, 4)
+
+    def share(self, place: tuple[Expr, Expr, Expr], split: Expr) -> _Share:
+        """The key tiles of a part of the query tile at (batch, pack, packed row)."""
+        b, pack, r0 = place
+        group = self.partial.group
+        tiles = self.survey.key_tiles(b, fixed(pack * group), fixed(tirx.truncdiv(r0, group)))
+        splits = fixed(int32(self.scheduler.splits))
+        each = fixed(tirx.truncdiv(tiles.count + splits - 1, splits))
+        first = fixed(tirx.min(split * each, tiles.count))
+        return _Share(tiles, first, fixed(tirx.min(tiles.count - first, each)))
 
     def emit(self) -> None:
         initialise(self.thread, [*map(self.Q, range(self.tiles.consumers)), self.K, self.V])
@@ -106,19 +145,20 @@ class _Block:
         """One thread: Q, K and V of every query tile on their way."""
         fills = registers(1, "int32")
         put(fills, 0, 0)
-        with self.scheduler.query_tiles(self.block) as (turn, b, h, i0):
-            keys, hk = self.survey.key_tiles(b, h, i0), fixed(tirx.truncdiv(h, self.problem.group))
-            with T.serial(keys.count + 1) as j:
-                with T.If(j < keys.count), T.Then():
-                    self.fill(self.K, "k", fills[0] + j, (b, hk, keys.first(keys.count - 1 - j)))
+        with self.scheduler.work(self.block) as (turn, b, pack, r0, split):
+            share = self.share((b, pack, r0), split)
+            hk = fixed(tirx.truncdiv(pack * self.partial.group, self.problem.group))
+            with T.serial(share.count + 1) as j:
+                with T.If(j < share.count), T.Then():
+                    self.fill(self.K, "k", fills[0] + j, (b, hk, share.tiles.first(share.back(j))))
                 with T.If(tirx.EQ(j, 0)), T.Then():
                     for consumer in range(self.tiles.consumers):
                         Q, q = self.Q(consumer), self.maps["q"]
                         Q.reserve(turn, q.bytes)
-                        q.load(self.memory, consumer * self.q_words, (b, h, i0 + consumer * ROWS), Q.full(turn))
+                        q.load(self.memory, consumer * self.q_words, (b, pack, r0 + consumer * ROWS), Q.full(turn))
                 with T.If(j > 0), T.Then():
-                    self.fill(self.V, "v", fills[0] + j - 1, (b, hk, keys.first(keys.count - j)))
-            put(fills, 0, fills[0] + keys.count)
+                    self.fill(self.V, "v", fills[0] + j - 1, (b, hk, share.tiles.first(share.back(j - 1))))
+            put(fills, 0, fills[0] + share.count)
 
     def fill(self, ring: Ring, name: str, n: Expr, place: tuple[Expr, Expr, Expr]) -> None:
         start, words = (self.k_at, self.k_words) if name == "k" else (self.v_at, self.v_words)
@@ -136,7 +176,8 @@ class _Consumer:
         self.lane = fixed(tirx.truncmod(block.thread, WARP))
         self.warp = fixed(tirx.truncmod(tirx.truncdiv(block.thread, WARP), 4))
         memory = block.memory
-        self.q_at = fixed(w * block.q_words)
+        self.q_at, self.y_at = fixed(w * block.q_words), fixed(block.y_at + w * block.y_words)
+        self.alone = fixed(int32(block.scheduler.splits)) == 1
         self.q_tile = wgmma.descriptor(memory, self.q_at, ROWS)
         self.k_tile = wgmma.descriptor(memory, block.k_at, self.tiles.kv)
         self.v_tile = wgmma.descriptor(memory, block.v_at, self.tiles.kv)
@@ -149,58 +190,80 @@ class _Consumer:
         fills = registers(1, "int32")
         put(fills, 0, 0)
         self.start_turns()
-        with self.block.scheduler.query_tiles(self.block.block) as (turn, b, h, i0):
-            keys = self.block.survey.key_tiles(b, h, i0)
-            row = fixed(i0 + self.w * ROWS + self.warp * 16 + tirx.truncdiv(self.lane, 4))
-            softmax = OnlineSoftmax(self.bound, b, ((h, row), (h, fixed(row + 8))), self.lane, tiles.kv)
+        with self.block.scheduler.work(self.block.block) as (turn, b, pack, r0, split):
+            share, keys = self.block.share((b, pack, r0), split), self.tiles.kv
+            first = fixed(r0 + self.w * ROWS)  # of the consumer's packed rows
+            rows = [fixed(first + self.warp * 16 + tirx.truncdiv(self.lane, 4) + 8 * r) for r in range(2)]
+            places = self.place_of(pack, rows[0]), self.place_of(pack, rows[1])
+            softmax = OnlineSoftmax(self.bound, b, places, self.lane, keys, split=tirx.Not(self.alone))
             with T.unroll(self.problem.v_head_dim // 2) as n:
                 put(O, n, T.float32(0))
             self.Q.wait(turn)
-            with T.If(keys.count > 0), T.Then():
-                self.K.wait(fills[0])
-                wgmma.begin(S)
-                self.scores(fills[0])
-                wgmma.wait(0, S)
-                self.release(self.K, fills[0])
-                softmax.step(S, *self.tile(keys, T.int32(0)))
-                softmax.pack(S, P)
-                with T.serial(keys.count - 1) as before:
-                    j, fill = before + 1, fills[0] + before
-                    self.clean(softmax, keys.full(keys.count - 1 - before), fill)
-                    self.K.wait(fill + 1)
-                    self.V.wait(fill)
-                    self.take_turn()
-                    wgmma.begin(S, O, P)
-                    self.scores(fill + 1)
-                    self.accumulate(fill)
-                    self.give_turn()
-                    wgmma.wait(1, S)
-                    self.release(self.K, fill + 1)
-                    softmax.step(S, *self.tile(keys, j))
-                    # V has long arrived. Without something that it cannot move across, ptxas waits for O first, and
-                    # computes no exponential beside the products.
-                    self.V.wait(fill)
-                    wgmma.wait(0, O, P)
-                    self.release(self.V, fill)
-                    softmax.rescale(O, softmax.alpha, self.problem.v_head_dim)
+            with T.If(share.count > 0):
+                with T.Then():
+                    self.K.wait(fills[0])
+                    wgmma.begin(S)
+                    self.scores(fills[0])
+                    wgmma.wait(0, S)
+                    self.release(self.K, fills[0])
+                    softmax.step(S, *self.tile(share, T.int32(0)))
                     softmax.pack(S, P)
-                last = fills[0] + keys.count - 1
-                self.clean(softmax, keys.full(T.int32(0)), last)
-                self.V.wait(last)
-                wgmma.begin(O, P)
-                self.accumulate(last)
-                wgmma.wait(0, O, P)
-                self.release(self.V, last)
-                put(fills, 0, fills[0] + keys.count)
-            self.store_y(softmax, (b, h, i0 + self.w * ROWS))
-            with T.If(tirx.EQ(tirx.truncmod(self.block.thread, WARPGROUP), 0)), T.Then():
-                self.Q.release(turn)
+                    with T.serial(share.count - 1) as before:
+                        j, fill = before + 1, fills[0] + before
+                        self.clean(softmax, share.tiles.full(share.back(before)), fill)
+                        self.K.wait(fill + 1)
+                        self.V.wait(fill)
+                        self.take_turn()
+                        wgmma.begin(S, O, P)
+                        self.scores(fill + 1)
+                        self.accumulate(fill)
+                        self.give_turn()
+                        wgmma.wait(1, S)
+                        self.release(self.K, fill + 1)
+                        softmax.step(S, *self.tile(share, j))
+                        # V has long arrived. Without something that it cannot move across, ptxas waits for O first,
+                        # and computes no exponential beside the products.
+                        self.V.wait(fill)
+                        wgmma.wait(0, O, P)
+                        self.release(self.V, fill)
+                        softmax.rescale(O, softmax.alpha, self.problem.v_head_dim)
+                        softmax.pack(S, P)
+                    self.release_q(turn)
+                    last = fills[0] + share.count - 1
+                    self.clean(softmax, share.tiles.full(share.first), last)
+                    self.V.wait(last)
+                    wgmma.begin(O, P)
+                    self.accumulate(last)
+                    wgmma.wait(0, O, P)
+                    self.release(self.V, last)
+                    put(fills, 0, fills[0] + share.count)
+                with T.Else():
+                    self.release_q(turn)
+            with T.If(self.alone):
+                with T.Then():
+                    self.store_y(softmax, (b, pack, first))
+                with T.Else():
+                    self.keep(softmax, b * self.block.scheduler.packs_of_batch + pack, rows, split)
+            if not tiles.y_apart:
+                self.release(self.Q, turn)
         self.end_turns()
+        if tiles.y_apart:
+            self.wait_for_y()
 
-    def tile(self, keys: KeyTiles, j: Expr) -> tuple[Expr, Expr, Expr]:
+    def place_of(self, pack: Expr, row: Expr) -> tuple[Expr, Expr]:
+        """Query head and query row of a packed row."""
+        group = self.block.partial.group
+        return fixed(pack * group + tirx.truncmod(row, group)), fixed(tirx.truncdiv(row, group))
+
+    def release_q(self, turn: Expr) -> None:
+        """The last scores are there."""
+        if self.tiles.y_apart:
+            self.release(self.Q, turn)
+
+    def tile(self, share: _Share, j: Expr) -> tuple[Expr, Expr, Expr]:
         """First key of tile j from the last, whether it needs no mask code, and the number of its range."""
-        u = keys.count - 1 - j
-        return keys.first(u), keys.full(u), keys.number(u)
+        u = share.back(j)
+        return share.tiles.first(u), share.tiles.full(u), share.tiles.number(u)
 
     def scores(self, fill: Expr) -> None:
         """S := Q K^T, begun."""
@@ -256,20 +319,54 @@ class _Consumer:
             with T.If(marked), T.Then():
                 softmax.invalidate(self.P, key_marked)
 
+    # The result.
+
     def store_y(self, softmax: OnlineSoftmax, place: tuple[Expr, Expr, Expr]) -> None:
-        """Y_i := diag(1 / l) O, by way of shared memory, in the place of Q_i."""
-        barrier, memory = FIRST_OWN + self.w, self.block.memory
-        named_sync(barrier, WARPGROUP)  # all warps have read Q_i
+        """Y_i := diag(1 / l) O, by way of shared memory."""
+        memory = self.block.memory
+        if self.tiles.y_apart:
+            self.wait_for_y()  # the one before
+        self.meet()  # in the place of Q_i: all warps have read it
         softmax.rescale(self.O, softmax.finish(), self.problem.v_head_dim)
         word = registers(1, "uint32")
         g, t = tirx.truncdiv(self.lane, 4), tirx.truncmod(self.lane, 4)
         for r in range(2):
-            start = fixed(self.q_at + (self.warp * 16 + r * 8 + g) * ROW_WORDS + t)
+            start = fixed(self.y_at + (self.warp * 16 + r * 8 + g) * ROW_WORDS + t)
             with T.unroll(self.problem.v_head_dim // 8) as n:
                 pack(self.problem.dtype, word[0], self.O[4 * n + 2 * r], self.O[4 * n + 2 * r + 1])
                 panel, chunk = n // 8 * (ROWS * ROW_WORDS), T.bitwise_xor(n % 8, g) * 4
                 put(memory, start + panel + chunk, word[0])
         fence_async()
-        named_sync(barrier, WARPGROUP)
+        self.meet()
+        with self.if_first():
+            self.block.maps["y"].store(memory, self.y_at, place)
+        if not self.tiles.y_apart:
+            self.wait_for_y()
+
+    def keep(self, softmax: OnlineSoftmax, pack: Expr, rows: list[Expr], split: Expr) -> None:
+        """m, l and O of the two packed rows of a thread, with a part of the keys; the pack is counted over batches."""
+        partial = self.block.partial
+        for r, row in enumerate(rows):
+            l = fixed(reduce_quad(softmax.l[r], lambda x, y: x + y))
+            with T.If(row < int32(partial.rows)), T.Then():
+                start = partial.place(pack, row, split)
+                column = fixed(tirx.truncmod(self.lane, 4) * 2)
+                with T.If(tirx.EQ(column, 0)), T.Then():
+                    partial.keep_ends(start, softmax.maximum(r), l)
+                with T.unroll(self.problem.v_head_dim // 8) as n, T.vectorized(2) as x:
+                    put(partial.O, start * self.problem.v_head_dim + n * 8 + column + x, self.O[4 * n + 2 * r + x])
+
+    def meet(self) -> None:
+        """A barrier of the consumer's threads."""
+        named_sync(FIRST_OWN + self.w, WARPGROUP)
+
+    def wait_for_y(self) -> None:
+        """Y_i has left shared memory, for the thread that stored it."""
+        with self.if_first():
+            stored()
+
+    @contextmanager
+    def if_first(self) -> Iterator[None]:
+        """One thread of the consumer: the one that stores."""
         with T.If(tirx.EQ(tirx.truncmod(self.block.thread, WARPGROUP), 0)), T.Then():
-            self.block.maps["y"].store(memory, self.q_at, place)
+            yield

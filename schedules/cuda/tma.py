@@ -9,6 +9,7 @@ and not written.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tvm import DataType, tirx
@@ -23,8 +24,9 @@ ROW_BYTES = 128
 CHUNKS = 8  # of 16 bytes in a row
 ROW_WORDS = ROW_BYTES // 4
 SWIZZLE_128B, L2_PROMOTION_128B = 3, 2  # CUtensorMapSwizzle, CUtensorMapL2promotion
-LOAD = "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-STORE = "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group"
+RANK = 5
+LOAD = f"cp.async.bulk.tensor.{RANK}d.shared::cluster.global.mbarrier::complete_tx::bytes"
+STORE = f"cp.async.bulk.tensor.{RANK}d.global.shared::cta.bulk_group"
 
 
 def panels(dim: int) -> int:
@@ -33,14 +35,18 @@ def panels(dim: int) -> int:
 
 @dataclass(frozen=True)
 class TensorMap:
-    """Tiles of `rows` rows of one head of q, k, v or y; made by the host, used by a kernel. Coordinates are int32."""
+    """Tiles of `rows` packed rows of q, k, v or y; made by the host, used by a kernel. Coordinates are int32.
+
+    `group` heads are packed: row r of a pack is row r // group of its head r % group. It divides `rows`.
+    """
 
     handle: tirx.Var
     dim: int
     rows: int
+    group: int
 
     @staticmethod
-    def of(bound: Bound, name: str, rows: int) -> TensorMap:
+    def of(bound: Bound, name: str, rows: int, group: int = 1) -> TensorMap:
         """Emits the host's code. Elements have 16 bits, rows whole 16 bytes, and B and S are positive.
 
         Where there are no keys, the map is one of Q, as it has to be of something; nothing is read through it.
@@ -52,15 +58,17 @@ class TensorMap:
         size = DataType(buffer.dtype).bits // 8
         length, some = tirx.max(int64(length), T.int64(1)), int64(length) > 0
         batch, head, row = bound.places.strides(name)
-        sizes = [dim, length, heads, bound.B]
-        strides = [row * size, tirx.max(head, dim) * size, tirx.max(batch, heads * dim) * size]
+        head, batch = tirx.max(head, dim), tirx.max(batch, heads * dim)  # where there are no rows
+        sizes = [dim, group, length, heads // group, bound.B]
+        strides = [head * size, row * size, head * group * size, batch * size]
+        box = [COLUMNS, group, rows // group, 1, 1]
         handle = T.bind(T.tvm_stack_alloca("tensormap", 1))
 
         def encode(data: tirx.Var) -> None:
             T.evaluate(
                 T.tensormap_encode_tiled(
-                    handle, data, *sizes, *strides, COLUMNS, rows, 1, 1, 1, 1, 1, 1,
-                    descriptor_dtype=str(buffer.dtype), rank=4, swizzle=SWIZZLE_128B, l2_promotion=L2_PROMOTION_128B,
+                    handle, data, *sizes, *strides, *box, *(1 for _ in box),
+                    descriptor_dtype=str(buffer.dtype), rank=RANK, swizzle=SWIZZLE_128B, l2_promotion=L2_PROMOTION_128B,
                 )
             )  # fmt: skip
 
@@ -69,7 +77,7 @@ class TensorMap:
                 encode(buffer.data)
             with T.Else():
                 encode(bound.buffers["q"].data)
-        return TensorMap(handle, dim, rows)
+        return TensorMap(handle, dim, rows, group)
 
     @property
     def bytes(self) -> int:
@@ -77,22 +85,29 @@ class TensorMap:
         return panels(self.dim) * self.rows * ROW_BYTES
 
     def load(self, memory: tirx.Buffer, at: Expr, place: tuple[Expr, Expr, Expr], barrier: Expr) -> None:
-        """One thread: memory[at:] (words, 1024-byte aligned) := the tile at (batch, head, row), told to barrier."""
-        b, h, row = place
-        for panel in range(panels(self.dim)):
+        """One thread: memory[at:] (words, 1024-byte aligned) := the tile at (batch, pack, row), told to barrier."""
+        for panel, where in self._panels(place):
             target = memory.ptr_to([at + panel * self.rows * ROW_WORDS])
-            column = tirx.const(panel * COLUMNS, "int32")
-            T.evaluate(T.ptx[LOAD](target, T.address_of(self.handle), column, row, h, b, barrier))
+            T.evaluate(T.ptx[LOAD](target, T.address_of(self.handle), *where, barrier))
 
     def store(self, memory: tirx.Buffer, at: Expr, place: tuple[Expr, Expr, Expr]) -> None:
-        """One thread: the tile at (batch, head, row) := memory[at:], of which it waits until it has been read."""
-        b, h, row = place
-        for panel in range(panels(self.dim)):
+        """One thread: the tile at (batch, pack, row) := memory[at:]; see `stored`."""
+        for panel, where in self._panels(place):
             source = memory.ptr_to([at + panel * self.rows * ROW_WORDS])
-            column = tirx.const(panel * COLUMNS, "int32")
-            T.evaluate(T.ptx[STORE](T.address_of(self.handle), column, row, h, b, source))
+            T.evaluate(T.ptx[STORE](T.address_of(self.handle), *where, source))
         T.evaluate(T.ptx["cp.async.bulk.commit_group"]())
-        T.evaluate(T.ptx["cp.async.bulk.wait_group.read"](0))
+
+    def _panels(self, place: tuple[Expr, Expr, Expr]) -> Iterator[tuple[int, list[Expr]]]:
+        """Panels of the tile, and their coordinates."""
+        b, pack, row = place
+        row = tirx.truncdiv(row, self.group)
+        for panel in range(panels(self.dim)):
+            yield panel, [T.int32(panel * COLUMNS), T.int32(0), row, pack, b]
+
+
+def stored() -> None:
+    """The thread that stored tiles waits until they have been read from shared memory."""
+    T.evaluate(T.ptx["cp.async.bulk.wait_group.read"](0))
 
 
 def fence_async() -> None:

@@ -17,7 +17,8 @@ from lowering.attention.problem import AttentionProblem, Mask, Window
 from lowering.attention.reference import reference
 from lowering.attention.store import Store
 from schedules.cuda.attention import attention_kernel
-from schedules.cuda.attention_tiles import DecodeTiles, MmaTiles
+from schedules.cuda.attention_tiles import MmaTiles
+from schedules.cuda.decode_tiles import DecodeTiles
 from schedules.cuda.device import DEVICES, Device
 
 GPU = DEVICES["sm_80"]

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from lowering.attention.problem import AttentionProblem, Window
-from schedules.cuda.attention_tiles import DecodeTiles, MmaTiles, RowTiles, WgmmaTiles
+from schedules.cuda.attention_tiles import MmaTiles, WgmmaTiles
+from schedules.cuda.decode_tiles import DecodeTiles, RowTiles
 from schedules.cuda.device import DEVICES, Device
 from schedules.tiles import Tiles
 

@@ -15,7 +15,8 @@ from cuda_emulation.mutations import survivors
 from lowering.attention.problem import AttentionProblem, Window
 from lowering.attention.reference import reference
 from schedules.cuda.attention import attention_kernel
-from schedules.cuda.attention_tiles import DecodeTiles, MmaTiles
+from schedules.cuda.attention_tiles import MmaTiles
+from schedules.cuda.decode_tiles import DecodeTiles
 from schedules.cuda.device import DEVICES
 
 GPU = DEVICES["sm_80"]

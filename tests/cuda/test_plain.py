@@ -15,7 +15,7 @@ from record_cases import CALLS, ON_CUDA
 from lowering.attention.formula import Formula
 from lowering.attention.problem import Mask
 from schedules.cuda.attention import rows_kernel
-from schedules.cuda.attention_tiles import RowTiles
+from schedules.cuda.decode_tiles import RowTiles
 
 TILES = RowTiles(warps=90, split=2)
 SEEDS = range(19)

@@ -27,6 +27,7 @@ GPU = DEVICES["sm_90a"]
 
 BF16 = {"dtype": "bfloat16", "v_dtype": "bfloat16"}
 TILES = WgmmaTiles(2, 32, 240, 24, blocks=3)
+SPLIT = WgmmaTiles(2, 16, 240, 24, y_apart=True, split=16, blocks=14)
 KERNELS = {
     "full": (problem(lse=True), TILES),
     "causal, narrow values": (problem(window=CAUSAL, head_dim=80, v_head_dim=40, **THREE_D), TILES),
@@ -49,6 +50,16 @@ KERNELS = {
     ),
     "sink, lengths": (problem(sink=True, lengths=True, lse=True, head_dim=8, v_head_dim=8), TILES),
     "formula": (problem(mask=formula(), kv_heads=4), TILES),
+    "split": (problem(window=CAUSAL, lse=True, q_heads=16, kv_heads=2), SPLIT),
+    "split, lengths, sink": (
+        problem(window=Window(70, 0, "lengths"), lengths=True, sink=True, lse=True, **BF16, head_dim=80, v_head_dim=40),
+        SPLIT,
+    ),
+    "split, large heads, mask": (
+        problem(mask=Mask("bool", (None, None, None, None)), head_dim=200, v_head_dim=256, kv_heads=4),
+        WgmmaTiles(1, 16, 240, 24, ping_pong=False, split=16, blocks=30),
+    ),
+    "split formula": (problem(mask=formula(), lse=True), SPLIT),
     "default": (problem(window=CAUSAL, q_heads=2), None),
 }
 SIZES = [(1, 1, 1), (2, 130, 70), (1, 70, 133)]
@@ -98,13 +109,14 @@ def test_hidden_values_do_not_leak(name: str) -> None:
     assert not np.isfinite(got[~clean]).any()
 
 
-def test_every_step_of_synchronisation_counts() -> None:
+@pytest.mark.parametrize("y_apart", (False, True))
+def test_every_step_of_synchronisation_counts(y_apart: bool) -> None:
     """Barriers, waits and fences, left out one by one, over several query tiles, full ones and ones to clean.
 
     Without turns, which make the kernel fast and not right.
     """
     p = problem(window=CAUSAL, lengths=True, q_heads=1, kv_heads=1, head_dim=16, v_head_dim=16)
-    tiles = dataclasses.replace(TILES, kv=16, blocks=1, ping_pong=False)
+    tiles = dataclasses.replace(TILES, kv=16, blocks=1, ping_pong=False, y_apart=y_apart)
     module = emulated.module({"attention": kernel(p, tiles)}, arch=GPU.arch)
     inputs = draw(p, 1, 200, 90)
     inputs["lengths"], inputs["v"][:, :, [5, 60]] = np.array([85]), np.nan

@@ -13,7 +13,8 @@ from emulated_records import equals_the_reference
 from record_cases import CALLS, FEW_ROWS, ON_TENSOR_CORES
 
 from schedules.cuda.attention import attention_kernel
-from schedules.cuda.attention_tiles import DecodeTiles, MmaTiles
+from schedules.cuda.attention_tiles import MmaTiles
+from schedules.cuda.decode_tiles import DecodeTiles
 from schedules.cuda.device import DEVICES
 from schedules.cuda.prefill_mma import takes
 
