@@ -186,6 +186,7 @@ def test_launches_that_the_driver_refuses() -> None:
     # Static arrays count among the 48 KB that a kernel has unasked.
     with pytest.raises(EmulationError, match="48640 dynamic are allowed"):
         launch("reverse", [1], [128], x, shared_bytes=(48 << 10) - 256)
+    launch("reverse", [1], [128], x, shared_bytes=(48 << 10) - 512)
     with pytest.raises(EmulationError, match="cuModuleGetFunction: nothing"):
         launch("nothing", [1], [128], x)
 

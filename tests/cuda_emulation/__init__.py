@@ -1,19 +1,24 @@
 """CUDA kernels on the CPU, for tests: see README.md beside this file."""
 
+from .accesses import Access, factor
 from .device import ARRIVALS, ORDERS, Arrivals, Order
 from .kernels import Module, call, module
-from .launch import TensorMap, launch
-from .worker import EmulationError, run
+from .launch import Pointer, TensorMap, launch
+from .worker import EmulationError, counting, run
 
 __all__ = [
     "ARRIVALS",
     "ORDERS",
+    "Access",
     "Arrivals",
     "EmulationError",
     "Module",
     "Order",
+    "Pointer",
     "TensorMap",
     "call",
+    "counting",
+    "factor",
     "launch",
     "module",
     "run",

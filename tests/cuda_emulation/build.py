@@ -20,7 +20,8 @@ _RUNTIME, _INCLUDE = _HERE / "runtime", _HERE / "include"
 _COMMON = ["g++", "-std=c++17", "-march=native", "-fno-strict-aliasing", "-fPIC", "-w"]
 # -fsanitize=thread makes the compiler announce every load and store (runtime/instrumentation.cpp)
 _SANITIZER = ["-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0", "--param=tsan-distinguish-volatile=1"]
-_KERNEL = [*_COMMON, "-O1", *_SANITIZER]
+# vectors stay in one piece, and instructions know their lines
+_KERNEL = [*_COMMON, "-O1", "-fno-tree-sra", "-g1", *_SANITIZER]
 
 
 def cache_folder() -> Path:
@@ -108,7 +109,9 @@ def compile_for_emulation(source: str) -> bytes:
             kernel, made = Path(scratch) / "kernel.cpp", Path(scratch) / "kernel.so"
             kernel.write_text(code)
             header = ["-I", _precompiled_header(), "-I", _INCLUDE, "-include", "emulation.h"]
-            _run(*_KERNEL, *header, "-c", "-o", made.with_suffix(".o"), kernel)
-            _run("g++", "-shared", "-Wl,--strip-all", "-o", made, made.with_suffix(".o"))
+            file = f'-DEMU_FILE="{path.with_suffix(".cpp")}"'
+            _run(*_KERNEL, *header, file, "-c", "-o", made.with_suffix(".o"), kernel)
+            _run("g++", "-shared", "-o", made, made.with_suffix(".o"))
+            os.replace(kernel, path.with_suffix(".cpp"))
             os.replace(made, path)
     return path.read_bytes()

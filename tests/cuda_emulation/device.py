@@ -89,6 +89,19 @@ def take_products() -> int:
     return _library.emu_take_products()
 
 
+def set_counting(on: bool) -> None:
+    """Whether accesses to memory are counted."""
+    assert _library is not None
+    _library.emu_set_counting(int(on))
+
+
+def take_accesses() -> str:
+    """The counts since the last time, for accesses.py."""
+    assert _library is not None
+    _library.emu_take_accesses.restype = ctypes.c_char_p
+    return _library.emu_take_accesses().decode()
+
+
 def take_failure() -> str:
     """Why the last driver or runtime call failed, once; "" if none did."""
     assert _library is not None

@@ -25,6 +25,14 @@ class TensorMap:
     offset: int = 0
 
 
+@dataclass(frozen=True)
+class Pointer:
+    """A kernel's pointer into the array that stands at index `of` among the arguments, `offset` bytes behind it."""
+
+    of: int
+    offset: int = 0
+
+
 def launch(
     source: str,
     kernel: str,
@@ -39,7 +47,7 @@ def launch(
 ) -> list[Any]:
     """Compiles the source, launches one of its kernels, and returns the arguments as they are afterwards.
 
-    arguments: NumPy arrays (pointers), NumPy scalars, and TensorMaps. Raises EmulationError.
+    arguments: NumPy arrays and Pointers (pointers), NumPy scalars, and TensorMaps. Raises EmulationError.
     """
     sizes = ([*grid, 1, 1][:3], [*block, 1, 1][:3], shared_bytes)
     return run(_launch, source, kernel, sizes, list(arguments), arch=arch, order=order, arrivals=arrivals)
@@ -101,7 +109,9 @@ _TYPES = {"uint8": 0, "uint16": 1, "uint32": 2, "int32": 3, "float16": 6, "float
 
 
 def _value(driver: ctypes.CDLL, argument: Any, arguments: list, memory: dict[int, ctypes.c_void_p]) -> Any:
-    """A scalar, or a tensor map at an address that is aligned as the driver demands."""
+    """A scalar, a pointer, or a tensor map at an address that is aligned as the driver demands."""
+    if isinstance(argument, Pointer):
+        return ctypes.c_void_p((memory[argument.of].value or 0) + argument.offset)
     if not isinstance(argument, TensorMap):
         return ctypes.create_string_buffer(argument.tobytes())
     array = arguments[argument.of]

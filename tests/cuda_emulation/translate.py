@@ -12,7 +12,8 @@ _SHARED = re.compile(
     r"(?P<type>[\w: ]+?)\s+(?P<name>\w+)(?:\[(?P<count>[^\]]*)\])?\s*;"
 )
 _KERNEL = re.compile(
-    r'extern "C" __global__ void\s+(?:__launch_bounds__\((?P<threads>\d+)[^)]*\)\s+)?(?P<name>\w+)\([^)]*\)\s*\{'
+    r'extern "C" __global__ void\s+(?:__launch_bounds__\((?P<threads>\d+)[^)]*\)\s+)?'
+    r"(?P<name>\w+)\((?P<parameters>[^)]*)\)\s*\{"
 )
 _ASM = re.compile(r"\b(?:asm|__asm__)\s*(?:volatile|__volatile__)?\s*\(")
 _STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
@@ -54,13 +55,16 @@ def _kernel(match: re.Match, text: str) -> str:
 
     body = _SHARED.sub(place, text)
     name = match["name"]
+    parameters = [p for p in match["parameters"].split(",") if p.strip()]
+    restricted = [f'"{p.split()[-1]}"' if "__restrict__" in p else "nullptr" for p in parameters]
     return f"""{body}
 static const emu_shared_array emu_arrays_{name}[] = {{{", ".join([*arrays, "{}"])}}};
+static const char* const emu_restricted_{name}[] = {{{", ".join([*restricted, "nullptr"])}}};
 extern "C" {{
 extern const emu_kernel emu_kernel_{name};
 const emu_kernel emu_kernel_{name} = {{
   [](void** arguments) {{ emu_call(&{name}, arguments); }}, {match["threads"] or 0}, {max(alignments)},
-  {len(arrays)}, emu_arrays_{name}}};
+  {len(arrays)}, emu_arrays_{name}, {len(parameters)}, emu_restricted_{name}, EMU_FILE}};
 }}
 """
 

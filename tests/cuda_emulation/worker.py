@@ -7,11 +7,13 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
-from . import device
+from . import accesses, device
+from .accesses import Access
 from .device import Arrivals, Order
 
 
@@ -32,18 +34,26 @@ class Worker:
         self._connection = Connection(ours.detach())
 
     def call(
-        self, function: Callable, arguments: tuple, arch: str, turn: tuple[Order, Arrivals], timeout: float
+        self,
+        function: Callable,
+        arguments: tuple,
+        arch: str,
+        turn: tuple[Order, Arrivals],
+        timeout: float,
+        counted: list[Access] | None,
     ) -> Any:
         """What the function returns or raises there. Function and arguments are pickled: it must be a module's."""
         try:
-            self._connection.send_bytes(pickle.dumps((function, arguments, arch, turn)))
+            self._connection.send_bytes(pickle.dumps((function, arguments, arch, turn, counted is not None)))
             if not self._connection.poll(timeout):
                 self.stop()
                 raise EmulationError(f"the emulation did not answer within {timeout:.0f} seconds: an endless loop?")
-            good, result = pickle.loads(self._connection.recv_bytes())
+            good, result, found = pickle.loads(self._connection.recv_bytes())
         except (EOFError, BrokenPipeError, ConnectionResetError):
             status = self._process.wait()
             raise EmulationError(f"the emulation's process died with exit status {status}") from None
+        if counted is not None:
+            counted += found
         if good:
             return result
         raise result
@@ -58,6 +68,18 @@ class Worker:
 
 
 _worker: Worker | None = None
+_counted: list[Access] | None = None
+
+
+@contextmanager
+def counting() -> Iterator[list[Access]]:
+    """Counts how warps access memory in what is run meanwhile; the list is complete when it ends."""
+    global _counted
+    _counted = []
+    try:
+        yield _counted
+    finally:
+        _counted = None
 
 
 def run(
@@ -78,7 +100,7 @@ def run(
     if _worker is None or not _worker.alive:
         _worker = Worker()
         atexit.register(_worker.stop)
-    return _worker.call(function, arguments, arch, (order, arrivals), timeout)
+    return _worker.call(function, arguments, arch, (order, arrivals), timeout, _counted)
 
 
 def serve(descriptor: int) -> None:
@@ -87,19 +109,21 @@ def serve(descriptor: int) -> None:
     device.pretend()
     while True:
         try:
-            function, arguments, arch, (order, arrivals) = pickle.loads(connection.recv_bytes())
+            function, arguments, arch, (order, arrivals), counts = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
         device.set_arch(arch)
         device.set_order(order, arrivals)
+        device.set_counting(counts)
         try:
             answer = True, function(*arguments)
         except BaseException as error:
             answer = False, _portable(error)
+        found = accesses.read(device.take_accesses())
         try:
-            message = pickle.dumps(answer)
+            message = pickle.dumps((*answer, found))
         except Exception as error:
-            message = pickle.dumps((False, RuntimeError(f"the result cannot be sent: {error}")))
+            message = pickle.dumps((False, RuntimeError(f"the result cannot be sent: {error}"), found))
         connection.send_bytes(message)
 
 

@@ -15,11 +15,11 @@
 #define __global__ __attribute__((noinline))
 #define __device__
 #define __host__
-#define __forceinline__ inline
+#define __forceinline__ inline __attribute__((always_inline))    // each use has instructions of its own
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __align__(n) alignas(n)
-#define __restrict__                    // arrays may overlap without harm here
+#define __restrict__                    // launches see to it, see runtime/aliasing.h
 #define threadIdx emu_thread_index()
 #define blockIdx emu_block_index()
 #define blockDim emu_block_size()

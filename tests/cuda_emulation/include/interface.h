@@ -30,6 +30,9 @@ struct emu_kernel {
   size_t dynamic_alignment;            // of the extern __shared__ array
   int arrays;
   const emu_shared_array* shared;
+  int parameters;
+  const char* const* restricted;       // names of those that are __restrict__, null for others
+  const char* file;                    // that its library was made from
 };
 
 extern "C" {

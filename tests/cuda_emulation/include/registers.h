@@ -15,12 +15,15 @@ inline uint32_t pack(float high, float low) {
   return (uint32_t)T(high).bits << 16 | T(low).bits;
 }
 
+// Elements of a vector that emu_access has announced.
 template <class T>
-inline T load(const void* address, int offset = 0) {
+__attribute__((no_sanitize("thread"))) T load(const void* address, int offset = 0) {
   return *(const T*)((const char*)address + offset);
 }
 template <class T>
-inline void store(void* address, T value, int offset = 0) { *(T*)((char*)address + offset) = value; }
+__attribute__((no_sanitize("thread"))) void store(void* address, T value, int offset = 0) {
+  *(T*)((char*)address + offset) = value;
+}
 
 }  // namespace emu
 

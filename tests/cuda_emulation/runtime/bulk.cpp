@@ -4,6 +4,7 @@
 #include <deque>
 #include <vector>
 
+#include "aliasing.h"
 #include "asynchronous.h"
 #include "failure.h"
 #include "memory.h"
@@ -84,10 +85,11 @@ void add_store(const Operation& operation, std::function<void()> work) {
   groups[current->number].open.push_back({std::move(work), operation});
 }
 
-void check_pieces(const void* global, uint32_t bytes, const char* what) {
+void check_pieces(const void* global, uint32_t bytes, bool write, const char* what) {
   if (bytes % 16 || !bytes) fail("%s of %u bytes, which is no multiple of 16", what, bytes);
   if ((uint64_t)global % 16) fail("%s: the address of device memory is not aligned to 16 bytes", what);
   check(global, bytes, what);
+  note_aliases((uint64_t)global, bytes, write);
 }
 
 }  // namespace
@@ -127,7 +129,7 @@ void emu_tma_store(const void* where, const int* coordinates, int rank, uint32_t
 }
 
 void emu_bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_t mbarrier) {
-  check_pieces(source, bytes, "bulk load");
+  check_pieces(source, bytes, false, "bulk load");
   char* to = shared(destination, bytes, 16, "bulk load");
   check_mbarrier_for_bulk(mbarrier);
   Operation operation = bulk_operation();
@@ -139,7 +141,7 @@ void emu_bulk_load(uint32_t destination, const void* source, uint32_t bytes, uin
 }
 
 void emu_bulk_store(void* destination, uint32_t source, uint32_t bytes) {
-  check_pieces(destination, bytes, "bulk store");
+  check_pieces(destination, bytes, true, "bulk store");
   const char* from = shared(source, bytes, 16, "bulk store");
   Operation operation = bulk_operation();
   order_operation(operation, Proxy::async, source, bytes, false, "read by a bulk store");

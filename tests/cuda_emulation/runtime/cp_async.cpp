@@ -5,6 +5,8 @@
 #include <memory>
 #include <vector>
 
+#include "accesses.h"
+#include "aliasing.h"
 #include "asynchronous.h"
 #include "failure.h"
 #include "memory.h"
@@ -53,7 +55,12 @@ void emu_cp_async(uint32_t destination, const void* source, int bytes, int sourc
   if (source_bytes < 0 || source_bytes > bytes) fail("cp.async of %d bytes from %d bytes", bytes, source_bytes);
   if ((uint64_t)source % bytes) fail("cp.async: the source is not aligned to %d bytes", bytes);
   char* to = shared(destination, bytes, bytes, "cp.async");
-  if (source_bytes) check(source, source_bytes, "cp.async: read");
+  count_access(__builtin_return_address(0), (uint64_t)to, bytes, true);
+  if (source_bytes) {
+    check(source, source_bytes, "cp.async: read");
+    note_aliases((uint64_t)source, source_bytes, false);
+    count_access(__builtin_return_address(0), (uint64_t)source, source_bytes, false);
+  }
   Groups& own = groups[current->number];
   order_operation(operation(agent(), own.number, clock_of_warp()), Proxy::generic, destination, bytes, true,
                   "write by cp.async");

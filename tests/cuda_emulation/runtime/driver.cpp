@@ -10,6 +10,8 @@
 #include <string>
 #include <vector>
 
+#include "accesses.h"
+#include "aliasing.h"
 #include "fibers.h"
 #include "memory.h"
 #include "settings.h"
@@ -172,6 +174,7 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, void* handle, void** par
   block.size = {config->block_x, config->block_y, config->block_z};
   block.threads = config->block_x * config->block_y * config->block_z;
   lay_out_shared(*function.kernel, config->shared_bytes);
+  parameters = with_windows(*function.kernel, parameters);
   size_t blocks = (size_t)config->grid_x * config->grid_y * config->grid_z;
   for (size_t i = 0; i < blocks; i++) {
     size_t at = settings.descending ? blocks - 1 - i : i;
@@ -182,6 +185,7 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, void* handle, void** par
       return CUDA_ERROR_LAUNCH_FAILED;
     }
   }
+  report_accesses(function.name, function.kernel->file);
   return CUDA_SUCCESS;
 }
 

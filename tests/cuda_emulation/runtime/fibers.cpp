@@ -11,6 +11,7 @@
 #include <string>
 #include <utility>
 
+#include "accesses.h"
 #include "asynchronous.h"
 #include "failure.h"
 #include "memory.h"
@@ -212,6 +213,7 @@ bool run_block(void (*entry)(void**), void** parameters) {
   reset_ordering();
   reset_meetings();
   reset_asynchronous();
+  reset_accesses();
 
   sigaltstack(&alternative, &previous_stack);
   for (int i = 0; i < 3; i++) sigaction(signals[i], &action, &previous[i]);
@@ -220,6 +222,7 @@ bool run_block(void (*entry)(void**), void** parameters) {
     launched = true;
     run_threads();
     end_asynchronous();
+    end_accesses();
   }
   launched = false;
   current = nullptr;

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <utility>
 
+#include "accesses.h"
 #include "elements.h"
 #include "memory.h"
 #include "meeting.h"
@@ -18,12 +19,14 @@ struct Rows {
 };
 
 // Lane 8 m + r gives the address of row r of matrix m, which has 8 elements of 16 bits.
-void move_matrices(uint32_t* registers, int count, bool transposed, uint32_t address, bool write) {
+void move_matrices(uint32_t* registers, int count, bool transposed, uint32_t address, bool write,
+                   const void* site) {
   static const char keys[16] = {};
   const char* name = write ? "stmatrix" : "ldmatrix";
   if (current->lane() < 8 * count) {
     shared(address, 16, 16, name);
     order_access(address, 16, write);
+    count_access(site, (uint64_t)shared(address), 16, write);
   }
   Rows own{registers, address};
   meet_warp(&keys[count + 8 * transposed - 1], name, &own, [=](void** lanes) {
@@ -42,11 +45,11 @@ void move_matrices(uint32_t* registers, int count, bool transposed, uint32_t add
 }  // namespace
 
 void emu_ldmatrix(uint32_t* d, int count, int transposed, uint32_t address) {
-  move_matrices(d, count, transposed, address, false);
+  move_matrices(d, count, transposed, address, false, __builtin_return_address(0));
 }
 
 void emu_stmatrix(const uint32_t* s, int count, int transposed, uint32_t address) {
-  move_matrices((uint32_t*)s, count, transposed, address, true);
+  move_matrices((uint32_t*)s, count, transposed, address, true, __builtin_return_address(0));
 }
 
 // D [16, 8] = A [16, k] B [k, 8] + C, k 8 or 16, float32 accumulators.

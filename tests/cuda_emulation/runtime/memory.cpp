@@ -16,7 +16,6 @@ size_t arena_bytes = 0;
 
 namespace {
 
-constexpr size_t CAPACITY = size_t(16) << 30;
 constexpr size_t GRANULE = 8;                 // bytes per entry of the map
 constexpr size_t GAP = 4096;                  // unusable bytes between allocations
 
@@ -33,14 +32,15 @@ size_t used_window;
 
 void open_arena() {
   if (arena) return;
-  auto map = [](size_t bytes) {
-    void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  auto map = [](size_t bytes, int access, int how, void* at = nullptr) {
+    void* p = mmap(at, bytes, access, how | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) fail("no address space for the emulated device");
     return p;
   };
-  usable = (uint8_t*)map(CAPACITY / GRANULE);
-  arena = (char*)map(CAPACITY);
-  arena_bytes = CAPACITY;
+  usable = (uint8_t*)map(CAPACITY / GRANULE, PROT_READ | PROT_WRITE, MAP_PRIVATE);
+  arena = (char*)map(CAPACITY * WINDOWS, PROT_NONE, MAP_PRIVATE);
+  map(CAPACITY, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, arena);    // shared, for other windows to show the same
+  arena_bytes = CAPACITY * WINDOWS;
   top = SHARED_WINDOW + GAP;
 }
 
@@ -80,7 +80,7 @@ bool release(void* pointer) {
   auto [offset, bytes] = *it;
   mark(offset, bytes, false);
   size_t first = round_up(offset, 4096), last = (offset + bytes) / 4096 * 4096;
-  if (last > first) madvise(arena + first, last - first, MADV_DONTNEED);
+  if (last > first) madvise(arena + first, last - first, MADV_REMOVE);
   holes[offset] = round_up(std::max<size_t>(bytes, 1), 512) + GAP;
   allocations.erase(it);
   return true;
@@ -91,9 +91,24 @@ size_t bytes_free() {
   return CAPACITY - top;
 }
 
+std::pair<size_t, size_t> allocation_around(size_t offset) {
+  auto next = allocations.upper_bound(offset);
+  if (next == allocations.begin()) return {offset, 0};
+  auto [begin, bytes] = *std::prev(next);
+  return {begin, offset < begin + bytes ? bytes : 0};
+}
+
+void open_windows(int last) {
+  static int open = 1;
+  for (; open <= last; open++)                 // an old size of 0 maps the same pages once more
+    if (mremap(arena, 0, CAPACITY, MREMAP_MAYMOVE | MREMAP_FIXED, arena + open * CAPACITY) == MAP_FAILED)
+      fail("no address space for the emulated device");
+}
+
 bool accessible(uint64_t address, size_t bytes) {
-  size_t at = address - (uint64_t)arena, end = at + bytes;
-  if (at >= arena_bytes || end > arena_bytes) return false;
+  if (!in_arena(address)) return false;
+  size_t at = offset_of(address), end = at + bytes;
+  if (end > CAPACITY) return false;
   for (size_t granule = at / GRANULE; granule * GRANULE < end; granule++)
     if (usable[granule] < std::min(end - granule * GRANULE, GRANULE)) return false;
   return true;
@@ -103,8 +118,8 @@ namespace {
 
 // The nearest piece of memory below the address, and how far behind its end the address lies.
 [[noreturn]] void report(uint64_t address, size_t bytes, const char* what) {
-  size_t at = address - (uint64_t)arena;
-  if (at >= arena_bytes) fail("%s of %zu bytes at %p, which is not device memory", what, bytes, (void*)address);
+  if (!in_arena(address)) fail("%s of %zu bytes at %p, which is not device memory", what, bytes, (void*)address);
+  size_t at = offset_of(address);
   if (at < SHARED_WINDOW) {
     const Placed* below = nullptr;
     for (auto& array : placed)

@@ -4,21 +4,28 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 
 #include "../include/interface.h"
 
 namespace emulation {
 
 constexpr size_t SHARED_WINDOW = 1 << 20;
+constexpr size_t CAPACITY = size_t(16) << 30;
+constexpr int WINDOWS = 64;               // addresses at which all of it lies, CAPACITY apart, see aliasing.h
 constexpr unsigned char POISON = 0xFF;    // NaN in every float type, -1 in every integer
 
 extern char* arena;                       // null until the first use
-extern size_t arena_bytes;
+extern size_t arena_bytes;                // of all windows
 
+// Maps windows 1 to `last`.
+void open_windows(int last);
 // Device memory, poisoned; null if there is no room.
 void* allocate(size_t bytes);
 // False if the pointer is not the beginning of an allocation.
 bool release(void* pointer);
+// The allocation around an offset in the arena: its offset and its bytes, 0 if there is none.
+std::pair<size_t, size_t> allocation_around(size_t offset);
 size_t bytes_free();
 
 // Whether all bytes lie in one piece of allocated memory.
@@ -29,6 +36,9 @@ inline void check(const void* pointer, size_t bytes, const char* what) { check((
 
 inline bool in_shared(uint64_t address) { return address - (uint64_t)arena < SHARED_WINDOW; }
 inline bool in_arena(uint64_t address) { return address - (uint64_t)arena < arena_bytes; }
+// Of an address in the arena.
+inline size_t offset_of(uint64_t address) { return (address - (uint64_t)arena) % CAPACITY; }
+inline int window_of(uint64_t address) { return (address - (uint64_t)arena) / CAPACITY; }
 inline char* shared(uint32_t address) { return arena + address; }
 // Pointer to `bytes` of shared memory, checked for room and alignment.
 char* shared(uint32_t address, size_t bytes, size_t alignment, const char* what);

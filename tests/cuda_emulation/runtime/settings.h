@@ -15,6 +15,7 @@ struct Settings {
   bool races = true;                     // whether accesses to shared memory are checked for an order
   int left_out = -1;                     // number of the step that kernels are to leave out, see mutations.py
   bool reached = false;                  // whether a thread came to it
+  bool counting = false;                 // whether accesses to memory are counted, see accesses.h
   long long products = 0;                // that warps (mma.sync) and warpgroups (wgmma) have begun
 };
 
@@ -30,5 +31,9 @@ extern "C" void emu_set_order(int descending, int arrivals, int races);
 extern "C" int emu_leave_out(int step);
 // How many products of matrices there were since the last time this was asked for.
 extern "C" long long emu_take_products();
+// Counts accesses from now on, or no longer.
+extern "C" void emu_set_counting(int on);
+// Those of the launches since the last time this was asked for, in the lines that accesses.py reads.
+extern "C" const char* emu_take_accesses();
 // Why the last call of the driver or runtime that failed did so; "" since the start or the last time this was asked for.
 extern "C" const char* emu_take_failure();
