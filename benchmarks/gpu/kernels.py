@@ -13,9 +13,9 @@ from lowering.attention.problem import AttentionProblem
 from lowering.target import Target
 from lowering.tensorir.scatter import CacheUpdate, copy_and_update, update_in_place
 from schedules.cuda.attention_tiles import MmaTiles, WgmmaTiles
-from schedules.cuda.decode_tiles import DecodeTiles, RowTiles
 from schedules.cuda.decode import decode
 from schedules.cuda.decode_rows import decode_rows
+from schedules.cuda.decode_tiles import DecodeTiles, RowTiles
 from schedules.cuda.device import Device, device
 from schedules.cuda.plain import plain
 from schedules.cuda.prefill_mma import prefill_mma

@@ -35,7 +35,8 @@ from lowering.attention.store import Store
 from lowering.tensorir.scatter import CacheUpdate, copy_and_update, update_in_place
 from schedules.cuda.append import append
 from schedules.cuda.attention import attention_kernel
-from schedules.cuda.attention_tiles import DecodeTiles, MmaTiles
+from schedules.cuda.attention_tiles import MmaTiles
+from schedules.cuda.decode_tiles import DecodeTiles
 from schedules.cuda.device import DEVICES
 from schedules.cuda.scatter import cache_update
 
