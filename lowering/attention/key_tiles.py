@@ -49,6 +49,15 @@ class KeyTiles:
         inside = [tirx.all(first >= lo, first + self.size <= hi) for lo, hi in self.whole]
         return tirx.any(*inside)
 
+    def masked_first(self) -> tuple[Expr, Callable[[Expr], Expr]]:
+        """How many tiles need mask code, and the number of tile u in an order of work in which these come first: those
+        behind the full tiles of the last range, those before, the full ones."""
+        (lo, _), (full_lo, full_hi), size = self.ranges[-1], self.whole[-1], self.size
+        before = self.keep((full_lo - lo + size - 1) // size)
+        full = self.keep(tirx.max((full_hi - lo) // size - before, 0))
+        behind = self.keep(self.counts[-1] - full - before)
+        return self.keep(self.count - full), lambda u: tirx.Select(u < behind, u - behind + self.count, u - behind)
+
     def _of(self, u: Expr, value: Callable[[int, Expr], Expr]) -> Expr:
         """value(n, v) for tile v of range n, which is tile u of all."""
         if len(self.ranges) == 1:

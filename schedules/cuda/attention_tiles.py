@@ -33,6 +33,8 @@ class MmaTiles(Tiles):
     """Tiles of K, and of V, in shared memory. With one, a tile of K arrives during P V and one of V during Q K^T."""
     q_in_registers: bool = False
     """Whether Q_i stays in registers, or is read from shared memory for every tile of keys."""
+    split: int = 512
+    """Keys are split to keep the GPU busy, but into parts of at least so many keys of the cache."""
 
     @property
     def threads(self) -> int:
@@ -63,6 +65,7 @@ class MmaTiles(Tiles):
             "warps": (1, 2, 4, 8),
             "stages": (1, 2, 3),
             "q_in_registers": (False, True),
+            "split": (256, 512, 1024),
         }
 
     def rules(self, problem: AttentionProblem, device: Device) -> dict[str, bool]:
@@ -72,6 +75,7 @@ class MmaTiles(Tiles):
             f"q = {self.q} must be 16 or 32 times warps = {self.warps}": self.q in (16 * self.warps, 32 * self.warps),
             f"kv = {self.kv} must be a multiple of 16": self.kv > 0 and self.kv % 16 == 0,
             f"stages = {self.stages} must be positive": self.stages > 0,
+            f"split = {self.split} must be positive": self.split > 0,
             f"{shared} bytes of shared memory are more than {device.shared_memory}": shared <= device.shared_memory,
             f"{accumulators} accumulators do not fit {REGISTERS} registers": accumulators + 32 <= REGISTERS,
         }
@@ -89,12 +93,13 @@ class MmaTiles(Tiles):
         own = (products + softmax) * 4 / min(self.warps, 4)  # a warp has a quarter of the units
         hidden = own / 2 if self.stages == 1 else (self.stages - 1) * own
         registers = self.registers(problem) + ADDRESSES
-        busiest = load(
-            _row_blocks(problem, self.q), device, self.threads, min(registers, REGISTERS), self.shared_memory(problem)
-        )
+        tiles = _row_blocks(problem, self.q)
+        splits = _splits(problem, tiles, self.split, device)
+        busiest = load(tiles * splits, device, self.threads, min(registers, REGISTERS), self.shared_memory(problem))
         each = step(units, own + max(LATENCY - hidden, 0.0) + 2 * BARRIER, busiest.at_once)
         spilled = max(registers - REGISTERS, 0) / REGISTERS
-        return math.log(busiest.blocks * (_key_tiles(problem, self.q, self.kv) * each * (1 + spilled) + LATENCY))
+        keys = _key_tiles(problem, self.q, self.kv) / splits
+        return math.log(busiest.blocks * (keys * each * (1 + spilled) + LATENCY) + _merging(splits))
 
     @classmethod
     def default(cls, problem: AttentionProblem, device: Device) -> MmaTiles:
@@ -208,11 +213,10 @@ class WgmmaTiles(Tiles):
         each = max(in_turns if self.ping_pong and self.consumers > 1 else side_by_side, LATENCY / (self.stages - 1))
         group = packed_heads(problem)
         tiles = _row_blocks(problem, self.q, group)
-        splits = max(min(device.multiprocessors // tiles, -(-(problem.kv_len or TYPICAL) // self.split)), 1)
+        splits = _splits(problem, tiles, self.split, device)
         blocks = -(-tiles * splits // device.multiprocessors)
         keys = _key_tiles(problem, self.q // group, self.kv) / splits
-        merged = LAUNCH + LATENCY if splits > 1 else 0
-        return math.log(blocks * (keys * each + LATENCY * (1 if self.y_apart else 2)) + merged)
+        return math.log(blocks * (keys * each + LATENCY * (1 if self.y_apart else 2)) + _merging(splits))
 
     @classmethod
     def default(cls, problem: AttentionProblem, device: Device) -> WgmmaTiles:
@@ -246,6 +250,16 @@ def padded(head_dim: int) -> int:
 def _row_blocks(problem: AttentionProblem, q: int, group: int = 1) -> int:
     """Blocks of q query rows of all heads, so many of which are packed."""
     return (problem.batch or 1) * problem.q_heads // group * -(-(problem.q_len or TYPICAL) * group // q)
+
+
+def _splits(problem: AttentionProblem, tiles: int, least: int, device: Device) -> int:
+    """Into how many parts of at least so many keys the kernels split the keys of so many blocks of query rows."""
+    return max(min(device.multiprocessors // tiles, -(-(problem.kv_len or TYPICAL) // least)), 1)
+
+
+def _merging(splits: int) -> int:
+    """Cycles until parts are put together."""
+    return LAUNCH + LATENCY if splits > 1 else 0
 
 
 def _key_tiles(problem: AttentionProblem, q: int, kv: int) -> float:

@@ -128,6 +128,7 @@ class _Split:
                 self.load(u)
         rows = self.row_of(0), self.row_of(1)
         softmax = OnlineSoftmax(self.bound, self.b, rows, self.lane, tiles.keys, split=True)
+        softmax.start()
         warp = WarpTile(self.problem, self.lane, tiles.keys)
         ptx.wait_for_copies(tiles.stages - 1)
         ptx.synchronise()

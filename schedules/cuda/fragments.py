@@ -48,11 +48,16 @@ class OnlineSoftmax:
         self.raw = not bound.scores.changes and not self.biased and scale > 0
         self.unit = _f32((scale if self.raw else 1.0) * LOG2_E)
         self.m, self.l, self.alpha = (registers(ROWS, "float32") for _ in range(3))
-        for r, (h, _) in enumerate(rows):
-            m, l = bound.scores.before_keys(h)
+        self.split = split
+
+    def start(self) -> None:
+        """m and l before the first key."""
+        for r, (h, _) in enumerate(self.rows):
+            m, l = self.bound.scores.before_keys(h)
             if self.problem.sink:
-                m, l = (tirx.Select(split, n, x) for n, x in ((_f32(float("-inf")), m), (_f32(0), l)))
-            put(self.m, r, m / _f32(scale) if self.raw and self.problem.sink else m)
+                m, l = (tirx.Select(self.split, n, x) for n, x in ((_f32(float("-inf")), m), (_f32(0), l)))
+                m = m / _f32(self.problem.scale or 1.0) if self.raw else m
+            put(self.m, r, m)
             put(self.l, r, tirx.Select(tirx.EQ(self.column, 0), l, _f32(0)))  # a sink counts once in a quad
 
     def step(self, S: tirx.Buffer, kv0: Expr, full: Expr, number: Expr, stop: Expr | None = None) -> None:

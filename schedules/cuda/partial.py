@@ -18,6 +18,7 @@ from lowering.attention.keys import Range, length, part
 from lowering.attention.scores import HIDDEN
 
 from . import ptx
+from .fragments import OnlineSoftmax
 from .host import on_host
 from .plain import WarpRow
 from .ptx import WARP, fixed, int32, put, registers, unrolled
@@ -54,7 +55,7 @@ class Partial:
     """(m, l, O) of every packed query row and part of its keys, in the device's memory, where there is more than one.
 
     `group` query heads that share keys are packed: row r of a pack, of which batch b has q_heads / group, is query row
-    r // group of its head r % group. Of batches with packed rows of their own, those with at most `most` are served.
+    r // group of its head r % group. Of batches with packed rows of their own, those with `least` to `most` are served.
     careful: a row may hold what invisible values made of 0, or lack keys that finite numbers hide. Such rows are
     computed again. Blocks of `warps` put parts together, `ahead` at once. `splits` is the host's.
     """
@@ -66,12 +67,13 @@ class Partial:
         *,
         group: int,
         careful: bool,
-        warps: int,
-        ahead: int,
+        warps: int = 4,
+        ahead: int = 4,
+        least: int = 1,
         most: int | None = None,
     ) -> None:
         self.bound, self.problem, self.acc, self.group = bound, bound.problem, bound.problem.acc_dtype, group
-        self.warps, self.ahead, self.most, self.careful = warps, ahead, most, careful
+        self.warps, self.ahead, self.served, self.careful = warps, ahead, (least, most), careful
         self.packs = self.problem.q_heads // group  # of a batch
         self.splits = splits
         self.heads = on_host(T.int64(1) * bound.B * self.packs)
@@ -83,7 +85,7 @@ class Partial:
 
     def if_served(self, b: Expr) -> AbstractContextManager[None]:
         """Runs what it encloses if the rows of batch b are among these."""
-        return self.bound.if_rows(b, 1, self.most)
+        return self.bound.if_rows(b, *self.served)
 
     def row_of(self, pack: Expr, r: Expr) -> tuple[Expr, Expr, Expr]:
         """Batch, query head and query row of row r of a pack, counted over all batches."""
@@ -94,6 +96,21 @@ class Partial:
         """m and l of what is kept at that place; the elements of its O are from place * Dv on."""
         put(self.m, place, m)
         put(self.l, place, l)
+
+    def keep_fragment(
+        self, softmax: OnlineSoftmax, O: tirx.Buffer, pack: Expr, rows: list[Expr], split: Expr, lane: Expr
+    ) -> None:
+        """m, l and O of the two rows of a pack that a thread has in accumulators of tensor cores (fragments.py), with a
+        part of the keys. Rows may lie behind the last one."""
+        column, dim = fixed(tirx.truncmod(lane, 4) * 2), self.problem.v_head_dim
+        for r, row in enumerate(rows):
+            l = fixed(ptx.reduce_quad(softmax.l[r], lambda x, y: x + y))
+            with T.If(row < int32(self.rows)), T.Then():
+                place = self.place(pack, row, split)
+                with T.If(tirx.EQ(column, 0)), T.Then():
+                    self.keep_ends(place, softmax.maximum(r), l)
+                with unrolled(dim // 8) as n, T.vectorized(2) as x:
+                    put(self.O, place * dim + n * 8 + column + x, O[4 * n + 2 * r + x])
 
     def place(self, pack: Expr, r: Expr, split: Expr) -> Expr:
         """Where the results of row r of a pack with a part of the keys are; int64."""

@@ -15,7 +15,9 @@ layout in which those of P V take it. K_j and V_j come through shared memory by 
 does not see in full go first, then the others without mask code.
 
 Invisible scores are replaced by -inf, never added to, as they may be NaN, and keys that no row of the tile sees are
-read as zeros. A value that only some rows see may be infinite or NaN too, and 0 * NaN = NaN: then the tile is computed
+read as zeros. Where there are fewer tiles than multiprocessors, keys are split as in decode.py.
+
+A value that only some rows see may be infinite or NaN too, and 0 * NaN = NaN: then the tile is computed
 again, with such values taken out of V, and what they do to the rows that see them computed apart.
 """
 
@@ -34,8 +36,9 @@ from lowering.attention.problem import AttentionProblem
 from . import ptx
 from .attention_tiles import MmaTiles, padded
 from .fragments import OnlineSoftmax
-from .host import on_host
-from .ptx import WARP, fixed, put, registers, unrolled
+from .host import multiprocessors, on_host
+from .partial import Partial
+from .ptx import WARP, fixed, int32, put, registers, unrolled
 from .row_copies import Rows
 from .shared_tile import CHUNK, SharedTile
 from .survey import Survey
@@ -70,22 +73,30 @@ def prefill_mma(bound: Bound, tiles: MmaTiles, more_than: int = 0) -> None:
     tile_count = on_host(tirx.ceildiv(T.int64(1) * bound.S, tiles.q))
     with T.If(batch * tile_count > 0), T.Then():
         survey = Survey(bound, tiles.q, tiles.kv, tiles.warps)
-        _launch(bound, tiles, survey, batch, tile_count, more_than)
+        by_blocks = tirx.truncdiv(multiprocessors(), batch * tile_count * bound.problem.q_heads)
+        by_keys = tirx.ceildiv(T.int64(1) * bound.T, T.int64(tiles.split))
+        splits = on_host(tirx.max(tirx.min(by_blocks, by_keys), T.int64(1)))
+        partial = Partial(bound, splits, group=1, careful=bound.rows_differ, least=more_than + 1)
+        _launch(bound, tiles, survey, partial, batch, tile_count)
+        partial.merge(lambda b: int32(splits))
 
 
-def _launch(bound: Bound, tiles: MmaTiles, survey: Survey, batch: Expr, tile_count: Expr, more_than: int) -> None:
-    p = bound.problem
+def _launch(bound: Bound, tiles: MmaTiles, survey: Survey, partial: Partial, batch: Expr, tile_count: Expr) -> None:
+    p, splits = bound.problem, partial.splits
     with (
         T.serial(tirx.ceildiv(batch, MOST_BLOCKS)) as part,
-        T.launch_thread("blockIdx.x", tile_count.astype("int32")) as x,
+        T.launch_thread("blockIdx.x", (tile_count * splits).astype("int32")) as x,
         T.launch_thread("blockIdx.y", p.q_heads) as h,
         T.launch_thread("blockIdx.z", tirx.min(batch - part * MOST_BLOCKS, MOST_BLOCKS).astype("int32")) as z,
         T.launch_thread("threadIdx.x", tiles.threads) as thread,
     ):
         b = fixed(part.astype("int32") * MOST_BLOCKS + z)
-        i0 = fixed((tile_count.astype("int32") - 1 - x) * tiles.q)  # late rows may see more, so they go first
-        with bound.if_rows(b, more_than + 1, None), bound.if_there(b, i0):
-            _QueryTile(bound, tiles, survey, (b, h, fixed(tirx.truncdiv(h, p.group)), i0), thread).emit()
+        parts = int32(splits)
+        tile, split = fixed(tirx.truncdiv(x, parts)), tirx.truncmod(x, parts)
+        i0 = fixed((int32(tile_count) - 1 - tile) * tiles.q)  # late rows may see more, so they go first
+        with partial.if_served(b), bound.if_there(b, i0):
+            place = b, h, fixed(tirx.truncdiv(h, p.group)), i0
+            _QueryTile(bound, tiles, survey, partial, place, split, thread).emit()
 
 
 Reader = Callable[[Expr | int, Expr | int], ptx.Element]
@@ -95,10 +106,17 @@ class _QueryTile:
     """The code of one block: rows [i0, i0 + B_r) of query head h in batch b. M blocks of 16 rows are a warp's own."""
 
     def __init__(
-        self, bound: Bound, tiles: MmaTiles, survey: Survey, place: tuple[Expr, Expr, Expr, Expr], thread: Expr
+        self,
+        bound: Bound,
+        tiles: MmaTiles,
+        survey: Survey,
+        partial: Partial,
+        place: tuple[Expr, Expr, Expr, Expr],
+        split: Expr,
+        thread: Expr,
     ) -> None:
-        self.bound, self.tiles, self.problem = bound, tiles, bound.problem
-        self.b, self.h, self.hk, self.i0 = place
+        self.bound, self.tiles, self.problem, self.partial = bound, tiles, bound.problem, partial
+        (self.b, self.h, self.hk, self.i0), self.split = place, split
         self.thread, self.lane = thread, fixed(thread % WARP)
         p, self.M = self.problem, tiles.row_blocks
         self.row0 = fixed(thread // WARP * (16 * self.M))  # the warp's first row in the tile
@@ -115,21 +133,40 @@ class _QueryTile:
         self.rows = tirx.Cast("int32", T.int64(1) * bound.rows(self.b))
         self.keys = survey.key_tiles(self.b, self.h, self.i0)
         self.find_tiles()
+        self.softmax = [self.online_softmax(m) for m in range(self.M)]
 
     def find_tiles(self) -> None:
-        """Of the tiles of the last range of keys `full` need no mask code, and `behind` come after those."""
-        size = self.tiles.kv
-        (lo, _), (full_lo, full_hi) = self.keys.ranges[-1], self.keys.whole[-1]
-        self.count = self.keys.count
-        before = fixed((full_lo - lo + size - 1) // size)
-        self.full = fixed(tirx.max((full_hi - lo) // size - before, 0))
-        self.behind = fixed(self.keys.counts[-1] - self.full - before)
+        """Of the tiles of keys, those that need mask code come first; `start` to `stop` are worked on here."""
+        self.masked, self.tile = self.keys.masked_first()
+        splits = int32(self.partial.splits)
+        each = fixed(tirx.truncdiv(self.keys.count + splits - 1, splits))
+        self.start = fixed(tirx.min(self.split * each, self.keys.count))
+        self.stop = fixed(tirx.min(self.start + each, self.keys.count))
+
+    def online_softmax(self, m: int) -> OnlineSoftmax:
+        """Of the warp's rows number 16 m to 16 m + 15."""
+        i = self.i0 + self.row0 + m * 16 + self.lane // 4
+        rows, split = ((self.h, i), (self.h, i + 8)), tirx.Not(self.alone)
+        return OnlineSoftmax(self.bound, self.b, rows, self.lane, self.tiles.kv, split)
+
+    @property
+    def alone(self) -> Expr:
+        """Whether the tile has all of its keys here. Not kept in a register."""
+        return tirx.EQ(self.partial.splits, T.int64(1))
 
     def emit(self) -> None:
-        if not self.bound.rows_differ:
+        if self.bound.rows_differ:
+            self.attend_carefully()
+        else:
             self.attend(None)
-            self.store_y(None)
-            return
+            with T.If(self.alone), T.Then():
+                self.store_y(None)
+        with T.If(tirx.Not(self.alone)), T.Then():
+            self.keep()
+
+    def attend_carefully(self) -> None:
+        """As `attend` and `store_y`, once more where that gave no finite O. With parts of the keys, whoever puts them
+        together sees to that."""
         turn = registers(1, "int32")
         put(turn, 0, tirx.const(RAW, "int32"))
         with T.While(turn[0] <= MINUS):
@@ -137,9 +174,9 @@ class _QueryTile:
             self.attend(now)
             put(turn, 0, now + 1)
             with T.If(now == RAW), T.Then():
-                is_poisoned = ptx.any_thread(self.is_not_finite())
-                put(turn, 0, tirx.Select(is_poisoned, tirx.const(CLEAN, "int32"), tirx.const(MINUS + 1, "int32")))
-            with T.If(turn[0] != CLEAN), T.Then():
+                again = tirx.all(ptx.any_thread(self.is_not_finite()), self.alone)
+                put(turn, 0, tirx.Select(again, tirx.const(CLEAN, "int32"), tirx.const(MINUS + 1, "int32")))
+            with T.If(tirx.all(turn[0] != CLEAN, self.alone)), T.Then():
                 self.store_y(now)
                 ptx.synchronise()
 
@@ -159,19 +196,18 @@ class _QueryTile:
         q = Rows(self.bound, "q", self.b, self.h, self.thread, self.tiles.threads)
         q.copy(self.Q, self.i0, self.tiles.q, self.rows)
         for u in range(stages):
-            self.load_keys(tirx.const(u, "int32"))
+            self.load_keys(self.start + u)
             if u < stages - 1:
-                self.load_values(tirx.const(u, "int32"))
+                self.load_values(self.start + u)
         if self.tiles.q_in_registers:
             self.wait()
             read = self.q_reader()
             with unrolled(self.d_steps) as step:
                 self.load_q(read, step)
-        masked = self.count - self.full
+        masked = self.masked
         if turn is not None:
-            masked = tirx.Select(turn == RAW, masked, self.count)
-        masked = fixed(masked)
-        with T.serial(self.count) as u:
+            masked = fixed(tirx.Select(turn == RAW, masked, self.keys.count))
+        with T.serial(self.start, self.stop) as u:
             self.step(u, turn, masked)
 
     def step(self, u: Expr, turn: Expr | None, masked: Expr) -> None:
@@ -193,11 +229,6 @@ class _QueryTile:
 
     # Tiles of K and V in shared memory: K_0 (with Q), V_0, K_1, V_1, ... are groups of copies, empty behind the last.
 
-    def tile(self, u: Expr) -> Expr:
-        """The key tile that is number u in the order of work: those behind the full ones, those before, full ones."""
-        t = u - self.behind
-        return tirx.Select(t < 0, t + self.count, t)
-
     def key_tile(self, u: Expr) -> SharedTile:
         size = self.tiles.kv * self.Q.chunks
         return SharedTile(self.memory, self.k_start + u % self.tiles.stages * (size * CHUNK), self.Q.chunks)
@@ -213,7 +244,7 @@ class _QueryTile:
         self.load_tile(self.v, self.value_tile(u), u)
 
     def load_tile(self, rows: Rows, tile: SharedTile, u: Expr) -> None:
-        with T.If(u < self.count), T.Then():
+        with T.If(u < self.stop), T.Then():
             t = self.tile(u)
             rows.copy(tile, fixed(self.keys.first(t)), self.tiles.kv, self.keys.stop(t))
         ptx.commit_copies()
@@ -242,11 +273,8 @@ class _QueryTile:
 
     def initialise(self) -> None:
         """m, l and O before the first key."""
-        self.softmax = []
-        for m, O in enumerate(self.O):
-            i = self.i0 + self.row0 + m * 16 + self.lane // 4
-            rows = (self.h, i), (self.h, i + 8)
-            self.softmax.append(OnlineSoftmax(self.bound, self.b, rows, self.lane, self.tiles.kv))
+        for O, softmax in zip(self.O, self.softmax):
+            softmax.start()
             with unrolled(self.o_columns * 4) as n:
                 put(O, n, T.float32(0))
         if self.problem.head_dim % 16:
@@ -320,6 +348,15 @@ class _QueryTile:
         ptx.multiply_add(self.problem.dtype, d, a, b)
 
     # The result.
+
+    def keep(self) -> None:
+        """m, l and O with a part of the keys."""
+        ptx.wait_for_copies(0)
+        for m, (O, softmax) in enumerate(zip(self.O, self.softmax)):
+            i = fixed(self.i0 + self.row0 + m * 16 + self.lane // 4)
+            self.partial.keep_fragment(
+                softmax, O, self.b * self.problem.q_heads + self.h, [i, i + 8], self.split, self.lane
+            )
 
     def store_y(self, turn: Expr | None) -> None:
         """Y_i := O / l, or 0 where l = 0. A NaN in l is no 0 and stays. In PLUS and MINUS, infinities are added to Y_i.

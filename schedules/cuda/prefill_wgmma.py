@@ -42,14 +42,13 @@ from .finite_values import FiniteValues
 from .fragments import OnlineSoftmax
 from .partial import Partial
 from .pipeline import WARPGROUP, Ring, initialise, named_arrive, named_sync, specialise
-from .ptx import WARP, fixed, int32, pack, put, reduce_quad, registers, synchronise
+from .ptx import WARP, fixed, int32, pack, put, registers, synchronise
 from .scheduler import Scheduler
 from .survey import Survey
 from .tma import ROW_WORDS, TensorMap, fence_async, stored
 
 ROWS = 64  # of a consumer
 SWIZZLE_ALIGNMENT = 1024
-MERGING_WARPS, AHEAD = 4, 4  # of a block that puts parts together, and parts of a row that a warp asks for at once
 FIRST_OWN, ALL_CONSUMERS = 4, 7  # named barriers, after 0 (the block) and 1 to 3 (turns)
 
 
@@ -64,7 +63,7 @@ def prefill_wgmma(bound: Bound, tiles: WgmmaTiles, device: Device) -> None:
         maps |= {name: TensorMap.of(bound, name, ROWS, group) for name in "qy"}
         scheduler = Scheduler(bound, tiles, device, group)
         survey = Survey(bound, tiles.q // group, tiles.kv, tiles.threads // WARP)
-        partial = Partial(bound, scheduler.splits, group=group, careful=False, warps=MERGING_WARPS, ahead=AHEAD)
+        partial = Partial(bound, scheduler.splits, group=group, careful=False)
         with (
             T.launch_thread("blockIdx.x", scheduler.blocks) as block,
             T.launch_thread("threadIdx.x", tiles.threads) as thread,
@@ -196,6 +195,7 @@ class _Consumer:
             rows = [fixed(first + self.warp * 16 + tirx.truncdiv(self.lane, 4) + 8 * r) for r in range(2)]
             places = self.place_of(pack, rows[0]), self.place_of(pack, rows[1])
             softmax = OnlineSoftmax(self.bound, b, places, self.lane, keys, split=tirx.Not(self.alone))
+            softmax.start()
             with T.unroll(self.problem.v_head_dim // 2) as n:
                 put(O, n, T.float32(0))
             self.Q.wait(turn)
@@ -243,7 +243,8 @@ class _Consumer:
                 with T.Then():
                     self.store_y(softmax, (b, pack, first))
                 with T.Else():
-                    self.keep(softmax, b * self.block.scheduler.packs_of_batch + pack, rows, split)
+                    partial = self.block.partial
+                    partial.keep_fragment(softmax, O, b * partial.packs + pack, rows, split, self.lane)
             if not tiles.y_apart:
                 self.release(self.Q, turn)
         self.end_turns()
@@ -342,19 +343,6 @@ class _Consumer:
             self.block.maps["y"].store(memory, self.y_at, place)
         if not self.tiles.y_apart:
             self.wait_for_y()
-
-    def keep(self, softmax: OnlineSoftmax, pack: Expr, rows: list[Expr], split: Expr) -> None:
-        """m, l and O of the two packed rows of a thread, with a part of the keys; the pack is counted over batches."""
-        partial = self.block.partial
-        for r, row in enumerate(rows):
-            l = fixed(reduce_quad(softmax.l[r], lambda x, y: x + y))
-            with T.If(row < int32(partial.rows)), T.Then():
-                start = partial.place(pack, row, split)
-                column = fixed(tirx.truncmod(self.lane, 4) * 2)
-                with T.If(tirx.EQ(column, 0)), T.Then():
-                    partial.keep_ends(start, softmax.maximum(r), l)
-                with T.unroll(self.problem.v_head_dim // 8) as n, T.vectorized(2) as x:
-                    put(partial.O, start * self.problem.v_head_dim + n * 8 + column + x, self.O[4 * n + 2 * r + x])
 
     def meet(self) -> None:
         """A barrier of the consumer's threads."""

@@ -94,6 +94,9 @@ class _Listed(KeyTiles):
     def full(self, u: Expr) -> Expr:
         return u >= self.masked
 
+    def masked_first(self) -> tuple[Expr, Callable[[Expr], Expr]]:
+        return self.masked, lambda u: u
+
 
 class _QueryTile:
     """The code of one warp. Tiles of keys have numbers from the first one that the record lets some row see."""

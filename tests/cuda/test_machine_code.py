@@ -19,9 +19,11 @@ ALL = [(arch, *case) for arch in ("sm_80", "sm_86", "sm_90a") for case in iterto
 
 
 def check(arch: str, p: AttentionProblem, may_spill: bool = False) -> None:
+    """may_spill: a few registers, outside of the loop over keys."""
     func, tiles = prefill(p, arch)
     code = machine_code(func, arch)
-    assert may_spill or (code.spills, code.stack) == (0, 0)
+    assert code.loop["STL"] + code.loop["LDL"] == 0
+    assert code.stack <= (32 if may_spill else 0)
     assert code.registers * tiles.threads <= 65536 and not code.said
     if isinstance(tiles, MmaTiles):
         assert code.loop["HMMA"] == products(p, tiles)
@@ -62,5 +64,4 @@ EVERY = [(arch, *case) for arch in ("sm_80", "sm_86", "sm_90a") for case in iter
 def test_variants(arch: str, head_dim: int, variant: str) -> None:
     """Whatever a problem asks for, its default tiles leave the registers that it takes."""
     p = dataclasses.replace(problem(head_dim, False), **VARIANTS[variant])
-    few = arch == "sm_90a" and head_dim in (64, 96) and variant == "formula"  # 8 bytes, with the keys of a block
-    check(arch, p, may_spill=few)
+    check(arch, p, may_spill=p.has_formula)  # outside of the loop over keys, where a tile's place is computed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -22,6 +23,7 @@ GPU = DEVICES["sm_80"]
 
 
 SMALL = MmaTiles(32, 32, warps=2)
+SPLIT = MmaTiles(32, 16, warps=1, split=16)
 KERNELS = {
     "full": (problem(lse=True), None),
     "causal, narrow values": (problem(window=CAUSAL, head_dim=80, v_head_dim=40, row_axes="bte"), None),
@@ -48,6 +50,13 @@ KERNELS = {
     "soft cap, lengths, sink": (problem(softcap=30.0, sink=True, lengths=True, lse=True, head_dim=8), SMALL),
     "scale of 0": (problem(scale=0.0, window=CAUSAL, head_dim=24), SMALL),
     "formula": (problem(mask=formula(), kv_heads=4), SMALL),
+    "split": (problem(lse=True, window=CAUSAL), SPLIT),
+    "split, lengths, window, sink": (
+        problem(window=Window(70, 0, "lengths"), lengths=True, sink=True, lse=True, dtype="bfloat16", v_head_dim=72),
+        dataclasses.replace(SPLIT, stages=2),
+    ),
+    "split, added mask": (problem(mask=Mask("float32", (None, None, None, None)), softcap=5.0, sink=True), SPLIT),
+    "split formula": (problem(mask=formula(), lse=True), SPLIT),
 }
 SIZES = [(1, 1, 1), (1, 7, 64), (2, 130, 63), (1, 65, 200)]
 

@@ -24,7 +24,8 @@ import lowering
 from lowering.flex import masks
 from lowering.flex.captured import specs_of
 from lowering.flex.problem import Problem, settings_of
-from schedules.cuda.attention_tiles import DecodeTiles, MmaTiles, WgmmaTiles
+from schedules.cuda.attention_tiles import MmaTiles, WgmmaTiles
+from schedules.cuda.decode_tiles import DecodeTiles
 from schedules.cuda.device import DEVICES
 
 HEADS, KV_HEADS, DIM, KEYS = 2, 1, 16, 700
