@@ -39,12 +39,14 @@ def batches(operator: str, expanded: bool) -> Iterator[list[Case]]:
 
 
 def parts() -> list[Any]:
-    """By operator, whether expanded, and the number of one of the models that its cases make."""
+    """By operator, whether expanded, the number of one of the models that its cases make, and architecture."""
     return [
-        pytest.param(operator, expanded, k, marks=pytest.mark.slow if expanded else ())
+        pytest.param(operator, expanded, k, arch, marks=pytest.mark.slow if expanded or arch != "sm_80" else ())
         for operator in node_cases.EVERY_TYPE
         for expanded in (False, True)
         for k in range(len(list(batches(operator, expanded))))
+        for arch in ("sm_80", "sm_90a")
+        if arch == "sm_80" or not expanded
     ]
 
 
@@ -83,9 +85,9 @@ def failures_of(cases: list[Case], arch: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("operator", "expanded", "part"), parts())
-def test_operator(operator: str, expanded: bool, part: int) -> None:
-    found = emulated.run(failures, operator, expanded, part, "sm_80", arch="sm_80", timeout=580)
+@pytest.mark.parametrize(("operator", "expanded", "part", "arch"), parts())
+def test_operator(operator: str, expanded: bool, part: int, arch: str) -> None:
+    found = emulated.run(failures, operator, expanded, part, arch, arch=arch, timeout=580)
     assert not found, "\n".join(found)
 
 

@@ -13,30 +13,31 @@ from emulated_records import equals_the_reference
 from record_cases import CALLS, FEW_ROWS, ON_TENSOR_CORES
 
 from schedules.cuda.attention import attention_kernel
-from schedules.cuda.attention_tiles import MmaTiles
+from schedules.cuda.attention_tiles import MmaTiles, WgmmaTiles
 from schedules.cuda.decode_tiles import DecodeTiles
 from schedules.cuda.device import DEVICES
 from schedules.cuda.prefill_mma import takes
 
-GPU = DEVICES["sm_80"]
-PREFILL = MmaTiles(32, 32, warps=2)
+PREFILL = MmaTiles(32, 32, warps=2, split=64)
+ON_HOPPER = WgmmaTiles(1, 32, 240, 24, split=64)
 SEEDS = range(13)
 
 
 @functools.cache
-def kernels(seeds: range) -> emulated.Module:
-    functions = {}
+def kernels(seeds: range, arch: str) -> emulated.Module:
+    functions, gpu = {}, DEVICES[arch]
     for seed in seeds:
         p = made(seed, CALLS, tensor_cores=True)[0].problem
         assert takes(p)
-        decode = dataclasses.replace(DecodeTiles.default(p, GPU), blocks=12, split=16, rows=FEW_ROWS)
-        functions[f"attention_{seed}"] = attention_kernel(p, GPU, PREFILL, decode)
-    return emulated.module(functions, arch=GPU.arch)
+        prefill = ON_HOPPER if gpu.generation == 90 and p.dense else PREFILL
+        decode = dataclasses.replace(DecodeTiles.default(p, gpu), blocks=12, split=16, rows=FEW_ROWS)
+        functions[f"attention_{seed}"] = attention_kernel(p, gpu, prefill, decode)
+    return emulated.module(functions, arch=arch)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_equals_the_reference(seed: int) -> None:
-    equals_the_reference(kernels(SEEDS), seed, tensor_cores=True)
+    equals_the_reference(kernels(SEEDS, "sm_80"), seed, tensor_cores=True)
 
 
 def test_the_drawn_problems_are_of_many_kinds() -> None:
@@ -49,7 +50,9 @@ def test_the_drawn_problems_are_of_many_kinds() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
+@pytest.mark.parametrize("arch", ("sm_80", "sm_90a"))
 @pytest.mark.parametrize("first", ON_TENSOR_CORES[::20])
-def test_equals_the_reference_at_length(first: int) -> None:
-    for seed in range(first, first + 20):
-        equals_the_reference(kernels(range(first, first + 20)), seed, tensor_cores=True)
+def test_equals_the_reference_at_length(first: int, arch: str) -> None:
+    seeds = range(first, first + 20)
+    for seed in seeds:
+        equals_the_reference(kernels(seeds, arch), seed, tensor_cores=True)
