@@ -2,7 +2,7 @@
 
     for each tile of m x n of C, and each part of k, a block                      warps_m x warps_n warps
         for each step of k values                                                 a ring of `stages`
-            A [m, k], B [n, k] -> shared memory, stages - 1 steps ahead
+            A [m, k], B [n, k] -> shared memory, stages - 1 steps ahead           codes by way of registers, expanded
             C += A B^T                                                            in registers, 64 x 64 of a warp
         C -> bias, activation, residual -> output                                 epilogue.py
         where k is in parts: C -> the device's memory, and a second launch sums them
@@ -22,6 +22,7 @@ from lowering.tensorir.expressions import Expr, substitute
 
 from . import ptx
 from .epilogue import Epilogue
+from .expansion import Expansion
 from .matmul_grid import Grid
 from .matmul_sums import Fragment, Sums
 from .matmul_tiles import MatmulTiles
@@ -82,7 +83,8 @@ class _Tile:
         self.loaders = [_Loader(self, a, 0, outer, chunks)]
         outer = (grid.each, self.place.n0, grid.columns.astype("int32"))
         for n, b in enumerate(bs):
-            self.loaders.append(_Loader(self, b, (tiles.m + n * grid.each) * tiles.k, outer, chunks))
+            loader = _Loader if b.codes is None else _Expander
+            self.loaders.append(loader(self, b, (tiles.m + n * grid.each) * tiles.k, outer, chunks))
         self.lane, self.warp = fixed(self.thread % WARP), fixed(self.thread // WARP)
         self.warp_row = fixed(self.warp // tiles.warps_n * tiles.warp_m)
         self.warp_column = fixed(self.warp % tiles.warps_n * self.warp_n)
@@ -98,11 +100,14 @@ class _Tile:
                 put(C, n, T.float32(0))
         for s in range(tiles.stages - 1):
             self.load(first + s, tirx.const(s, "int32"), last)
+            self.expand(first + s, tirx.const(s, "int32"), last)
         with T.serial(last - first) as n:
             ptx.wait_for_copies(tiles.stages - 2)
             ptx.synchronise()
-            self.load(first + n + (tiles.stages - 1), (n + (tiles.stages - 1)) % tiles.stages, last)
+            step, slot = first + n + (tiles.stages - 1), (n + (tiles.stages - 1)) % tiles.stages
+            self.load(step, slot, last)
             self.multiply(n % tiles.stages)
+            self.expand(step, slot, last)
         ptx.synchronise()  # sums take the place of the stages, into which no copy is on its way any more
         self.store()
 
@@ -111,6 +116,14 @@ class _Tile:
             for loader in self.loaders:
                 loader.copy(fixed(slot * self.stage), fixed(step * self.tiles.k))
         ptx.commit_copies()
+
+    def expand(self, step: Expr, slot: Expr, last: Expr) -> None:
+        """The codes that `load` asked for, after what is done meanwhile."""
+        expanders = [loader for loader in self.loaders if isinstance(loader, _Expander)]
+        if expanders:
+            with T.If(step < last), T.Then():
+                for expander in expanders:
+                    expander.expand(fixed(slot * self.stage))
 
     def multiply(self, slot: Expr) -> None:
         """C += A B^T of a stage."""
@@ -212,3 +225,35 @@ class _Loader:
             return lambda n, step: read(n * 16, step * 2)
         read = tile.reader(fixed(k * 8 + low), fixed(outer // CHUNK + inner))
         return lambda n, step: read(step * 16, n * 2)
+
+
+class _Expander(_Loader):
+    """The same of codes, whose chunks a thread keeps until it has them expanded. Only columns that exist are stored,
+    and behind the last k A is 0: what is there must be finite, no more."""
+
+    def __init__(self, tile: _Tile, operand: Operand, start: int, outer: tuple[int, Expr, Expr], chunks: bool) -> None:
+        super().__init__(tile, operand, start, outer, chunks)
+        assert operand.codes is not None
+        self.expansion = Expansion(operand.codes, tile.dtype, tile.sums.epilogue.memory)
+        self.fetched = registers(self.passes * self.expansion.words, "uint32")
+        self.scales = [registers(2, "float32") for _ in range(self.passes)]
+
+    def copy(self, at: Expr, k0: Expr) -> None:
+        """To registers."""
+        k, words = fixed(k0 + self.chunk * CHUNK), self.expansion.words
+        for n in range(self.passes):
+            column = fixed(self.first + self.row + n * self.at_once)
+            there = tirx.all(column < self.extent, k < self.tile.grid.depth.astype("int32"))
+            for x in range(words):
+                put(self.fetched, n * words + x, T.uint32(0))
+            with T.If(there), T.Then():
+                self.expansion.fetch(self.fetched, n * words, self.starts[n] + k.astype("int64"), 1)
+            self.expansion.scale_and_zero(self.scales[n], column, k, there)
+
+    def expand(self, at: Expr) -> None:
+        """To the stage at `at`."""
+        to, words = self.shared(at), registers(4, "uint32")
+        for n in range(self.passes):
+            self.expansion.expand(words, 0, self.fetched, n * self.expansion.words, self.scales[n])
+            place = to.at(self.row + n * self.at_once, self.chunk)
+            ptx.store_chunk(place, words)

@@ -3,10 +3,10 @@
 B lies in rows of k, one for each column of C, and is what mma.sync calls A: 16 of its rows by 16 values of k, times 8
 rows of x, the other operand. k is summed in whatever order, so that a thread asks for 16 bytes at a time: of row g of B
 it has k = 8 t to 8 t + 7 of each piece of 32, which are the operands of two products. B goes from memory to registers,
-as nobody else wants it.
+as nobody else wants it. Of a matrix of codes 16 bytes are c = 2 or 4 times as many k, which are expanded there.
 
-    for each 16 columns of C, a block                              warps share k: pieces of 32, `ahead` at once
-        sums [16, rows] += B [16, 32] x [rows, 32]^T               two products for each 8 rows
+    for each 16 columns of C, a block                              warps share k: pieces of 32 c, `ahead` / c at once
+        sums [16, rows] += B [16, 32 c] x [rows, 32 c]^T           2 c products for each 8 rows
         the sums of the warps meet in shared memory -> epilogue.py
 """
 
@@ -15,14 +15,14 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from lowering.tensorir.expressions import Expr, substitute
+from lowering.tensorir.expressions import Expr
 
 from ..reading.stages import unravel
 from . import ptx
-from .chunks import load
 from .epilogue import Epilogue, row_of
 from .host import on_host
 from .matmul_tiles import FewRowsTiles
+from .pieces import Pieces, chunks_at_once
 from .products import Operand, Order, Products
 from .ptx import WARP, fixed, put, registers, unrolled
 from .shared_tile import CHUNK
@@ -31,8 +31,11 @@ COLUMNS, PIECE = 16, 32
 
 
 def takes(a: Operand, bs: list[Operand]) -> bool:
-    """Whether both operands lie in chunks along k, for all sizes."""
-    return all(operand.order is Order.K and operand.condition is None for operand in (a, *bs))
+    """Whether all operands lie in chunks along k, for all sizes, and as many k of each B in whole 16 bytes."""
+    along_k = all(operand.order is Order.K and operand.condition is None for operand in (a, *bs))
+    pieces = {chunks_at_once(b.codes) for b in bs}
+    whole = all(b.codes is None or b.codes.depth % (chunks_at_once(b.codes) * CHUNK) == 0 for b in bs)
+    return along_k and len(pieces) == 1 and whole
 
 
 def matmul_rows(products: Products, a: Operand, bs: list[Operand], tiles: FewRowsTiles) -> None:
@@ -76,50 +79,39 @@ class _Columns:
     def emit(self, rows: Expr, columns: Expr) -> None:
         rows, columns = fixed(rows.astype("int32")), fixed(columns.astype("int32"))
         depth = fixed(self.products.depth.astype("int32"))
-        ahead, count = self.tiles.ahead, len(self.bs)
-        b_words, x_words = registers(count * 8 * ahead, "uint32"), registers(self.blocks * 4 * ahead, "uint32")
+        c = chunks_at_once(self.bs[0].codes)
+        ahead = max(self.tiles.ahead // c, 1)
+        own = [[fixed(self.n0 + self.g + r * 8), fixed(self.g + r * 8)] for r in range(max(self.blocks, 2))]
+        ours = [
+            [Pieces(b, self.dtype, self.epilogue.memory, self.where, column, column < columns, ahead, c)
+             for column, _ in own[:2]]
+            for b in self.bs
+        ]  # fmt: skip
+        theirs = [
+            Pieces(self.a, self.dtype, self.epilogue.memory, self.where, row, row < rows, ahead, c)
+            for _, row in own[: self.blocks]
+        ]
         for sums in self.sums:
             with unrolled(self.blocks * 4) as n:
                 put(sums, n, T.float32(0))
-        starts = registers(count * 2, "int64")
-        for p, b in enumerate(self.bs):
-            for r in range(2):
-                put(starts, p * 2 + r, self.start(b, self.n0 + self.g + r * 8))
-        x_starts = registers(self.blocks, "int64")
-        for r in range(self.blocks):
-            put(x_starts, r, self.start(self.a, self.g + r * 8))
-        stride = self.tiles.warps * ahead * PIECE
+        stride = self.tiles.warps * ahead * c * PIECE
         with T.serial((depth + stride - 1) // stride) as turn:
             for piece in range(ahead):
-                k = fixed(turn * stride + (self.warp * ahead + piece) * PIECE + self.t * CHUNK)
-                for p, b in enumerate(self.bs):
-                    for r in range(2):
-                        there = tirx.all(self.n0 + self.g + r * 8 < columns, k < depth)
-                        self.fetch(b, starts[p * 2 + r], k, there, b_words, ((p * ahead + piece) * 2 + r) * 4)
-                for r in range(self.blocks):
-                    there = tirx.all(self.g + r * 8 < rows, k < depth)
-                    self.fetch(self.a, x_starts[r], k, there, x_words, (r * ahead + piece) * 4)
+                first = turn * stride + (self.warp * ahead + piece) * (c * PIECE)
+                k = fixed(first + self.t * (c * CHUNK))
+                for pieces in (*(pieces for pair in ours for pieces in pair), *theirs):
+                    pieces.fetch(piece, k, k < depth)
             for piece in range(ahead):
-                for half in range(2):
-                    for p, sums in enumerate(self.sums):
-                        at = [((p * ahead + piece) * 2 + r) * 4 + half * 2 for r in range(2)]
-                        ours = [b_words[at[0]], b_words[at[1]], b_words[at[0] + 1], b_words[at[1] + 1]]
-                        for r in range(self.blocks):
-                            x = (r * ahead + piece) * 4 + half * 2
-                            c = [sums[r * 4 + y] for y in range(4)]
-                            ptx.multiply_add(self.dtype, c, ours, [x_words[x], x_words[x + 1]])
+                for n in range(c):
+                    x = [pieces.chunk(piece, n) for pieces in theirs]
+                    for sums, pair in zip(self.sums, ours):
+                        low, high = (pieces.chunk(piece, n) for pieces in pair)
+                        for half in (0, 2):
+                            b = [low[half], high[half], low[half + 1], high[half + 1]]
+                            for r in range(self.blocks):
+                                into = [sums[r * 4 + y] for y in range(4)]
+                                ptx.multiply_add(self.dtype, into, b, x[r][half : half + 2])
         self.finish(rows, columns)
-
-    def start(self, operand: Operand, outer: Expr) -> Expr:
-        return substitute(operand.start, {**self.where, operand.outer: outer.astype("int64")})
-
-    def fetch(self, operand: Operand, start: Expr, k: Expr, there: Expr, to: tirx.Buffer, at: int) -> None:
-        """to[at : at + 4] := a chunk, or zeros where it does not exist."""
-        memory = self.epilogue.memory[operand.buffer]
-        for n in range(4):
-            put(to, at + n, T.uint32(0))
-        with T.If(there), T.Then():
-            load(to, at, memory, start + substitute(operand.along, {operand.k: k.astype("int64")}), CHUNK)
 
     def finish(self, rows: Expr, columns: Expr) -> None:
         """What the warps summed up, added and stored: rows of the sums are columns of C."""

@@ -50,7 +50,7 @@ def reach(products: Products, operand: Operand) -> Reach | None:
     """The operand for TMA: in chunks at all sizes, and equally far apart along every axis; None for any other."""
     simplify = products.facts.simplify
     start, along = operand.start, operand.along
-    if operand.condition is not None or operand.order is Order.NONE:
+    if operand.condition is not None or operand.order is Order.NONE or operand.codes is not None:
         return None
 
     def stride(expr: Expr, var: tirx.Var) -> Expr | None:

@@ -18,6 +18,7 @@ from lowering.tensorir.expressions import Expr, is_int, offset, substitute, uses
 from lowering.tensorir.facts import Facts
 
 from ..half_precision import HALF
+from ..reading.codes import Codes
 from ..reading.product import Group, read_groups
 from ..reading.stages import Axis, Stage, read_stages, unravel, volume
 from .shared_tile import CHUNK
@@ -56,6 +57,8 @@ class Operand:
     order: Order
     condition: Expr | None
     """What must hold at run time for chunks to be whole and at multiples of 16 bytes; None where it always does."""
+    codes: Codes | None = None
+    """Of a matrix of integers with scales: `buffer` holds its codes, of which `start + along` is a number."""
 
 
 class Products:
@@ -86,7 +89,10 @@ class Products:
             point = {**self.point, product.k.var: self.k}
             places = ([substitute(index, point) for index in load.indices] for load in (product.a, product.b))
             a = self._operand(product.a.source, next(places), self.m, self.rows)
-            b = self._operand(product.b.source, next(places), self.j, self.columns)
+            if product.codes is None:
+                b = self._operand(product.b.source, next(places), self.j, self.columns)
+            else:
+                b = self._codes(product.codes, next(places)[0])
             if a is None or b is None:
                 return None
             ours.append(a)
@@ -112,6 +118,16 @@ class Products:
                 if found is True:
                     break
         return Operand(buffer, outer, k, start, along, order, condition)
+
+    def _codes(self, codes: Codes, column: Expr) -> Operand | None:
+        """Codes that lie in chunks along k, each with one scale, a column behind the other."""
+        depth = self.depth
+        if not isinstance(depth, tirx.IntImm) or codes.nr != 1 or codes.depth != depth.value:
+            return None
+        whole = depth.value % CHUNK == codes.block % CHUNK == 0
+        if not whole or not _equal(self.facts.simplify(column), self.j):
+            return None
+        return Operand(codes.load.source, self.j, self.k, self.j * depth, self.k, Order.K, None, codes)
 
     def _chunks(
         self, buffer: tirx.Buffer, parts: tuple[list[Expr], list[Expr]], var: tirx.Var, extent: Expr
@@ -148,8 +164,9 @@ def read_products(func: tirx.PrimFunc) -> Products | None:
     groups = read_groups(stages, set(func.params)) if stages else None
     if not groups or stages is None or len(groups) != 1:
         return None
-    types = {str(load.ty) for product in groups[0].products for load in (product.a, product.b)}
-    if len(types) != 1 or not types <= set(HALF) or any(p.codes is not None for p in groups[0].products):
+    operands = [(product.a, *(() if product.codes else (product.b,))) for product in groups[0].products]
+    types = {str(load.ty) for loads in operands for load in loads}
+    if len(types) != 1 or not types <= set(HALF):
         return None
     return Products(func, stages, groups[0])
 

@@ -112,6 +112,11 @@ def store_shared(to: Element, register: Element) -> None:
     T.evaluate(T.ptx["st.shared.b32"](_address(to), register))
 
 
+def store_chunk(to: Element, words: tirx.Buffer) -> None:
+    """16 bytes of registers to shared memory, aligned so."""
+    T.evaluate(T.ptx["st.shared.v4.b32"](_address(to), *(words[n] for n in range(4))))
+
+
 def copy_from_shared(to: Element, source: Element) -> None:
     """16 bytes from shared to global memory, both aligned so."""
     four = registers(4, "uint32")

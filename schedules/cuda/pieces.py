@@ -1,0 +1,78 @@
+"""Pieces of a row of k, from memory to the registers of the thread that multiplies them: of codes, expanded there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from lowering.tensorir.expressions import Expr, substitute
+
+from ..reading.codes import Codes
+from .chunks import load
+from .expansion import Expansion
+from .matmul_grid import Where
+from .products import Operand
+from .ptx import fixed, put, registers
+from .shared_tile import CHUNK
+
+
+def chunks_at_once(codes: Codes | None) -> int:
+    """How many chunks 16 bytes of a row have: one of half precision, more of codes."""
+    return 1 if codes is None else 2 if codes.group == 1 else 4
+
+
+class Pieces:
+    """`ahead` pieces of c chunks of a row of A, or of a column of B; zeros where it does not exist. Rows are whole
+    pieces. `memory` are the function's tensors as vectors, `where` the batch axes."""
+
+    def __init__(
+        self,
+        operand: Operand,
+        dtype: str,
+        memory: Mapping[tirx.Buffer, tirx.Buffer],
+        where: Where,
+        outer: Expr,
+        exists: Expr,
+        ahead: int,
+        c: int,
+    ) -> None:
+        self.operand, self.memory, self.outer, self.exists, self.c = operand, memory, outer, exists, c
+        self.expansion = None if operand.codes is None else Expansion(operand.codes, dtype, memory)
+        self.words = 4 if self.expansion is None else self.expansion.words  # of a chunk
+        start = substitute(operand.start, {**where, operand.outer: outer.astype("int64")})
+        self.start, self.fetched = fixed(start), registers(ahead * c * self.words, "uint32")
+        self.scales: dict[tuple[int, int], tirx.Buffer] = {}
+
+    def fetch(self, piece: int, k: Expr, inside: Expr) -> None:
+        """Asks for the piece from k on."""
+        size = self.c * self.words
+        there = tirx.all(self.exists, inside)
+        for n in range(size):
+            put(self.fetched, piece * size + n, T.uint32(0))
+        if self.expansion is None:
+            memory = self.memory[self.operand.buffer]
+            with T.If(there), T.Then():
+                for n in range(self.c):
+                    along = substitute(self.operand.along, {self.operand.k: (k + n * CHUNK).astype("int64")})
+                    load(self.fetched, (piece * self.c + n) * 4, memory, self.start + along, CHUNK)
+            return
+        with T.If(there), T.Then():
+            self.expansion.fetch(self.fetched, piece * size, self.start + k.astype("int64"), self.c)
+        one = self.expansion.block % (CHUNK * self.c) == 0
+        for n in range(self.c):
+            if n and one:
+                self.scales[piece, n] = self.scales[piece, 0]
+            else:
+                self.scales[piece, n] = registers(2, "float32")
+                self.expansion.scale_and_zero(self.scales[piece, n], self.outer, fixed(k + n * CHUNK), there)
+
+    def chunk(self, piece: int, n: int) -> list[Expr]:
+        """The words of its n-th chunk, of two elements each."""
+        at = (piece * self.c + n) * self.words
+        if self.expansion is None:
+            return [self.fetched[at + x] for x in range(4)]
+        words = registers(4, "uint32")
+        self.expansion.expand(words, 0, self.fetched, at, self.scales[piece, n])
+        return [words[x] for x in range(4)]
