@@ -1,0 +1,98 @@
+"""The loops that docs/cuda_kernels.md compares: of our kernels, compiled on the spot, and of others', as recorded."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from loop_model import Kernel, Step
+from machine_code import MachineCode, machine_code, prefill, problem
+
+from schedules.cuda.attention_tiles import MmaTiles, WgmmaTiles, padded
+from schedules.cuda.cycles import load
+from schedules.cuda.device import DEVICES
+from schedules.cuda.matmul_tiles import MatmulTiles, WgmmaMatmulTiles
+
+RECORD = Path(__file__).parent / "peers" / "loops.json"
+ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_120")
+LARGE = ("sm_80", "sm_120", "sm_90a", "sm_90a, gate")  # of the audited products
+
+
+class Compiled(NamedTuple):
+    """A kernel of attention."""
+
+    tiles: MmaTiles | WgmmaTiles
+    code: MachineCode
+
+
+@functools.cache
+def compiled(arch: str, head_dim: int, causal: bool) -> Compiled:
+    """The prefill kernel that an architecture gets by default."""
+    func, tiles = prefill(problem(head_dim, causal), arch)
+    return Compiled(tiles, machine_code(func, arch))
+
+
+def attention(arch: str, head_dim: int, causal: bool) -> Kernel:
+    """Its loop. A step is a tile of keys; head_dim is a multiple of 16, or of 64 by TMA."""
+    tiles, code = compiled(arch, head_dim, causal)
+    p = problem(head_dim, causal)
+    brought = 2 * tiles.kv * (padded(p.head_dim) + p.v_head_dim)
+    return Kernel(
+        name=attention_name(head_dim, causal),
+        arch=arch,
+        tiles=f"{tiles.q} x {tiles.kv}",
+        steps=code.steps,
+        warps=_warps(arch, tiles, code, tiles.shared_memory(p)),
+        work=tiles.q * tiles.kv * 2 * (padded(p.head_dim) + p.v_head_dim),
+        brought=brought,
+        read=brought,
+    )
+
+
+def attention_name(head_dim: int, causal: bool, dtype: str = "float16") -> str:
+    """As the page says it."""
+    return f"attention, {head_dim}{', causal' if causal else ''}{'' if dtype == 'float16' else f', {dtype}'}"
+
+
+@functools.cache
+def product(name: str) -> Kernel:
+    """The loop along k of an audited product of matrices."""
+    # What imports the emulator is imported where it is needed: records of other kernels need none.
+    from test_matmul_on_gpus import AUDITED, first_variant
+
+    arch = name.split(",")[0]
+    variant = first_variant(AUDITED[name], arch)
+    tiles = variant.tiles["tiles"]
+    assert isinstance(tiles, MatmulTiles | WgmmaMatmulTiles)
+    code = machine_code(variant.make(), arch)
+    brought = 2 * (tiles.m + tiles.n) * tiles.k
+    return Kernel(
+        name=f"product, {AUDITED[name].epilogue}",
+        arch=arch,
+        tiles=f"{tiles.m} x {tiles.n} x {tiles.k}",
+        steps=code.steps,
+        warps=_warps(arch, tiles, code, tiles.shared_memory(variant.problem)),
+        work=2 * tiles.m * tiles.n * tiles.k,
+        brought=brought,
+        read=brought,
+    )
+
+
+def _warps(arch: str, tiles: Any, code: MachineCode, shared_memory: int) -> int:
+    """That run the loop on a multiprocessor: of as many blocks as fit there. A producer's are not among them."""
+    blocks = load(1 << 20, DEVICES[arch], tiles.threads, code.registers, shared_memory).at_once
+    consumers = 4 * tiles.consumers if isinstance(tiles, WgmmaTiles | WgmmaMatmulTiles) else tiles.threads // 32
+    return blocks * consumers
+
+
+def recorded() -> dict[str, Any]:
+    """What peer_kernels.py wrote: `kernels`, by whose they are, and the versions they were made of and by."""
+    record = json.loads(RECORD.read_text())
+    record["kernels"] = {owner: [_kernel(**each) for each in kernels] for owner, kernels in record["kernels"].items()}
+    return record
+
+
+def _kernel(steps: list[list[Any]], **rest: Any) -> Kernel:
+    return Kernel(steps=tuple(Step(*step) for step in steps), **rest)

@@ -1,0 +1,270 @@
+"""How fast a kernel's main loop can be, from its machine code: the cycles that each pipe of a multiprocessor needs.
+
+A pipe does so much in a cycle (a roofline of many roofs); nothing is known here of latencies, of stalls on registers,
+of bank conflicts, of clocks that fall under load, or of what runs before and after the loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from sass import Instruction
+
+from schedules.cuda.cycles import EXPONENTIALS, LANES, SHARED
+from schedules.cuda.device import DEVICES, Device
+
+SCHEDULERS = 4  # of a multiprocessor, an instruction of a warp each in a cycle
+_WARP = 32
+_ALU_LANES = 64  # of integers, comparisons, selections and conversions (CUDA C++ Programming Guide, arithmetic)
+_FP32 = {"FADD", "FMUL", "FFMA", "HADD2", "HMUL2", "HFMA2", "IMAD", "IMUL"}  # integers are multiplied there
+_ALU = {
+    *(
+        "IADD",
+        "IADD3",
+        "VIADD",
+        "IABS",
+        "LEA",
+        "LOP3",
+        "PLOP3",
+        "SHF",
+        "PRMT",
+        "SEL",
+        "MOV",
+        "ISETP",
+        "VIMNMX",
+        "IMNMX",
+    ),
+    *("FSETP", "FSEL", "FMNMX", "FMNMX3", "F2FP", "HSETP2", "HMNMX2", "VOTE", "P2R", "R2P"),
+}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A card, as its maker publishes it."""
+
+    name: str
+    device: Device
+    """Whose `tensor_cores` are those of this card."""
+    clock: float
+    """Cycles of a second: that of the published peak."""
+
+    @property
+    def peak(self) -> float:
+        """TFLOP/s of products in half precision with sums in float32."""
+        return self.device.tensor_cores * self.device.multiprocessors * self.clock / 1e12
+
+
+def _geforce(arch: str) -> Device:
+    """Cards for games have half of the rate with sums in float32."""
+    return dataclasses.replace(DEVICES[arch], tensor_cores=DEVICES[arch].tensor_cores // 2)
+
+
+GPUS = {
+    "sm_80": Gpu("A100", DEVICES["sm_80"], 1.41e9),
+    "sm_89": Gpu("RTX 4090", _geforce("sm_89"), 2.52e9),
+    "sm_90a": Gpu("H100 SXM", DEVICES["sm_90a"], 1.83e9),
+    "sm_120": Gpu("RTX 5090", _geforce("sm_120"), 2.407e9),
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a warp does up to an event, and that."""
+
+    instructions: int
+    exponentials: int
+    """Instructions of the unit for them (MUFU)."""
+    fp32: int
+    alu: int
+    shared: int
+    """Bytes that the warp reads or writes in shared memory, but for copies from outside."""
+    event: str = ""
+    """HMMA, a product that the next one waits for; HGMMA, which goes on beside what follows; HGMMA., the last one of a
+    group; `wait n` for all but n groups; nothing, at the end of the loop."""
+    operations: int = 0
+    """Of the product, this warp's share."""
+    operands: int = 0
+    """Bytes that the product reads in shared memory itself, this warp's share."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel's loop, and what the machine code does not tell."""
+
+    name: str
+    arch: str
+    tiles: str
+    steps: tuple[Step, ...]
+    warps: int
+    """That run the loop at a time on a multiprocessor, of all blocks there."""
+    work: int
+    """Operations of products for one tile of keys, or step along k, of a block."""
+    brought: int
+    """Bytes of operands that arrive in a block's shared memory for that ..."""
+    read: int
+    """... and those that the second-level cache gives for them: fewer where blocks of a cluster share what arrives."""
+
+    @property
+    def operations(self) -> int:
+        """Of all warps, once through the loop."""
+        return self.warps * sum(step.operations for step in self.steps)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Cycles once through the loop, of all warps of a multiprocessor."""
+
+    pipes: dict[str, float]
+    """Of each pipe, on its own."""
+    alone: float
+    """Of one warp of each scheduler, if the others left it all pipes: what no overlap between warps can hide."""
+    in_step: float
+    """If all warps were at the same place all the time: what overlaps is what the machine code puts side by side."""
+    kernel: Kernel
+    gpu: Gpu
+
+    @property
+    def cycles(self) -> float:
+        """At least: with every pipe beside every other, as far as a warp's own order allows."""
+        return max(self.alone, *self.pipes.values())
+
+    @property
+    def binding(self) -> str:
+        """The pipe that takes longest, or `order`, the order of a warp's own work."""
+        name = max(self.pipes, key=lambda name: self.pipes[name])
+        return name if self.pipes[name] >= self.alone else "order"
+
+    @property
+    def inside(self) -> float:
+        """The share of tensor cores of the busiest pipe of the multiprocessor, that is but for the cache."""
+        return self.pipes["tensor"] / max(self.alone, *(n for name, n in self.pipes.items() if name != "L2"))
+
+    @property
+    def share(self) -> float:
+        """The same, the cache included."""
+        return self.pipes["tensor"] / self.cycles
+
+    def tflops(self, cycles: float) -> float:
+        """Of the GPU, if once through takes so many cycles."""
+        return self.kernel.operations / cycles * self.gpu.device.multiprocessors * self.gpu.clock / 1e12
+
+
+def bound(kernel: Kernel, gpu: Gpu) -> Bound:
+    """The bounds of a kernel on a GPU of its architecture."""
+    device, steps, warps = gpu.device, kernel.steps, kernel.warps
+    tiles = kernel.operations / kernel.work
+    pipes = _pipes(steps, warps, device)
+    read = sum(step.operands for step in steps) * warps
+    pipes = {
+        "tensor": kernel.operations / device.tensor_cores,
+        **pipes,
+        "shared": pipes["shared"] + (read + tiles * kernel.brought) / SHARED,
+        "L2": tiles * kernel.read / device.cache,
+    }
+    alone, in_step = (_in_step(steps, n, device) for n in (min(SCHEDULERS, warps), warps))
+    return Bound(pipes, alone, max(in_step, *pipes.values()), kernel, gpu)
+
+
+def _pipes(steps: Iterable[Step], warps: int, device: Device) -> dict[str, float]:
+    """Cycles of the pipes that warps use themselves."""
+    total: Counter[str] = Counter()
+    for step in steps:
+        total.update({name: getattr(step, name) for name in ("instructions", "exponentials", "fp32", "alu", "shared")})
+    lanes = LANES // 2 if device.generation == 80 else LANES
+    return {
+        "issue": warps * total["instructions"] / min(SCHEDULERS, warps),
+        "MUFU": warps * _WARP * total["exponentials"] / EXPONENTIALS,
+        "FP32": warps * _WARP * total["fp32"] / lanes,
+        "ALU": warps * _WARP * total["alu"] / _ALU_LANES,
+        "shared": warps * total["shared"] / SHARED,
+    }
+
+
+def _in_step(steps: tuple[Step, ...], warps: int, device: Device) -> float:
+    """Cycles once through the loop, in the long run, where products queue and warps wait for them all together. Tiles
+    have always arrived."""
+    now = products = 0.0  # when the warps are at the last event they waited for; when the last product is done
+    since: list[Step] = []
+    groups: list[float] = []
+    ends = []
+    for step in steps * 4:
+        since.append(step)
+        reached = now + max(_pipes(since, warps, device).values())
+        taken = warps * max(step.operations / device.tensor_cores, step.operands / SHARED)
+        if step.event == "HMMA":
+            now, since = max(reached, products), []
+            products = now + taken
+        elif step.event.startswith("HGMMA"):
+            issued = now + _pipes(since, warps, device)["issue"]
+            products = max(issued, products) + taken
+            if step.event.endswith("."):
+                groups.append(products)
+        elif step.event:
+            unfinished = int(step.event.removeprefix("wait "))
+            now, since = max(reached, *groups[: len(groups) - unfinished][-1:], 0.0), []
+        else:
+            now, since = reached, []
+            ends.append(now)
+    return ends[-1] - ends[-2]
+
+
+def beside(steps: Sequence[Step]) -> int:
+    """Exponentials between the wait for all groups of products but one and that for the last: beside those of P V."""
+    found, open_since = 0, False
+    for step in steps:
+        found += step.exponentials if open_since else 0
+        if step.event.startswith("wait"):
+            open_since = step.event == "wait 1"
+    return found
+
+
+def steps(loop: Sequence[Instruction]) -> tuple[Step, ...]:
+    """The steps of a path through a loop."""
+    found = []
+    counts: Counter[str] = Counter()
+    for instruction in loop:
+        opcode = instruction.opcode
+        counts["instructions"] += 1
+        counts["exponentials"] += opcode == "MUFU"
+        counts["fp32"] += opcode in _FP32
+        counts["alu"] += opcode in _ALU
+        counts["shared"] += _shared(instruction)
+        if event := _event(instruction):
+            operations, operands = instruction.operations, _operands(instruction)
+            found.append(_step(counts, event, operations, operands))
+            counts.clear()
+    return (*found, _step(counts))
+
+
+def _step(counts: Counter[str], event: str = "", operations: int = 0, operands: int = 0) -> Step:
+    c = counts
+    return Step(c["instructions"], c["exponentials"], c["fp32"], c["alu"], c["shared"], event, operations, operands)
+
+
+def _event(instruction: Instruction) -> str:
+    if instruction.opcode == "HGMMA":
+        return "HGMMA." if "gsb0" in instruction.operands else "HGMMA"
+    if instruction.opcode == "WARPGROUP" and instruction.modifiers[:1] == ("DEPBAR",):
+        return f"wait {int(instruction.operands.split(', ')[1], 16)}"
+    return "HMMA" if instruction.opcode == "HMMA" else ""
+
+
+def _shared(instruction: Instruction) -> int:
+    """Bytes, as whole cycles: a warp's access takes one or more, however narrow."""
+    if instruction.opcode in ("LDSM", "STSM"):
+        return 128 * int(instruction.modifiers[-1] if instruction.modifiers[-1] in ("2", "4") else 1)
+    if instruction.opcode in ("LDS", "STS"):
+        return 512 if "128" in instruction.modifiers else 256 if "64" in instruction.modifiers else 128
+    return 0
+
+
+def _operands(instruction: Instruction) -> int:
+    """A quarter of what wgmma reads in shared memory: B, and A where that is not in registers. 16 bits each."""
+    if instruction.opcode != "HGMMA":
+        return 0
+    m, n, k = map(int, instruction.modifiers[0].split("x"))
+    in_registers = instruction.operands.split(", ")[1].startswith("R")
+    return 2 * k * (n + (0 if in_registers else m)) // 4
