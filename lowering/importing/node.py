@@ -154,7 +154,12 @@ class Node:
         stored = storage_shape(value.dtype, shape)
         if empty(stored):  # a 0 has another meaning in Relax
             zero = tirx.const(0, storage_dtype(value.dtype))
-            return self.emit_te(lambda _: te.compute(stored, lambda *_: zero), self.tensor(value), dtype=value.dtype)
+            return self.emit_te(
+                lambda _: te.compute(stored, lambda *_: zero),
+                self.tensor(value),
+                dtype=value.dtype,
+                primfunc_name_hint="zeros",
+            )
         return self.emit(relax.op.reshape(self.tensor(value), self.shape_expr(stored)), value.dtype)
 
     def emit_te(self, function: Callable[..., Any], *args: Any, dtype: str | None = None, **kwargs: Any) -> Value:

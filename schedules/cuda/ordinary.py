@@ -6,6 +6,8 @@ import tvm
 import tvm_ffi
 from tvm import s_tir, tirx
 from tvm.s_tir import dlight
+from tvm.script.ir_builder import tirx as T
+from tvm.sym import Analyzer
 
 from ..variant import Variant
 
@@ -23,14 +25,14 @@ _SCHEDULES = tuple(
 
 def one_number(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
     """A function without loops, such as one that stores a length, by one thread; None for anything else."""
-    if isinstance(func.body, s_tir.SBlockRealize) or _has_loops(func.body):
+    if _has_loops(func.body):
         return None
     return [Variant("one thread", None, None, {}, lambda tiles: _by_one_thread(func))]
 
 
 def _has_loops(body: tirx.Stmt) -> bool:
-    found: list[tirx.For] = []
-    tvm_ffi.structural_walk(body, (tirx.For, found.append))
+    found: list[tirx.Stmt] = []
+    tvm_ffi.structural_walk(body, (tirx.For, found.append), (tirx.While, found.append))
     return bool(found)
 
 
@@ -49,8 +51,27 @@ def _scheduled(func: tirx.PrimFunc, target: tvm.target.Target) -> tirx.PrimFunc:
             except (ValueError, AssertionError, RuntimeError):
                 continue
             if not scheduled["main"].same_as(func):
-                return scheduled["main"]
+                return _launched_for_some(scheduled["main"])
     return _by_one_thread(func)
+
+
+def _launched_for_some(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """The function, whose launches of no blocks are left out: the driver refuses them, and where none is known to be
+    there TVM makes one, which would touch what is not there."""
+    root = func.body.block
+
+    def guarded(nest: tirx.Stmt) -> tirx.Stmt:
+        loops: list[tirx.For] = []
+        tvm_ffi.structural_walk(nest, (tirx.For, loops.append))
+        counts = [loop.extent for loop in loops if loop.kind == tirx.ForKind.THREAD_BINDING]
+        some = Analyzer().simplify(tirx.all(*(count > 0 for count in counts)))
+        if isinstance(some, tirx.IntImm):
+            return nest if some.value else tirx.Evaluate(0)
+        # TVM puts no barrier into a condition.
+        return tirx.For(tirx.Var("once", "int64"), T.int64(0), some.astype("int64"), tirx.ForKind.SERIAL, nest)
+
+    body = tirx.stmt_seq(*map(guarded, tirx.stmt_list(root.body)))
+    return func.with_body(s_tir.SBlockRealize([], tirx.const(True), _with_body(root, body)))
 
 
 def _by_one_thread(func: tirx.PrimFunc) -> tirx.PrimFunc:
@@ -58,17 +79,20 @@ def _by_one_thread(func: tirx.PrimFunc) -> tirx.PrimFunc:
     thread = tirx.IterVar((0, 1), tirx.Var("thread", "int32"), tirx.IterVar.ThreadIndex, "threadIdx.x")
     if not isinstance(func.body, s_tir.SBlockRealize):
         return func.with_body(tirx.AttrStmt(thread, "thread_extent", 1, func.body))
-    outer = func.body.block
-    inside = tirx.AttrStmt(thread, "thread_extent", 1, outer.body)
-    block = s_tir.SBlock(
-        outer.iter_vars,
-        outer.reads,
-        outer.writes,
-        outer.name_hint,
-        inside,
-        outer.init,
-        outer.alloc_buffers,
-        outer.match_buffers,
-        outer.annotations,
+    root = func.body.block
+    inside = _with_body(root, tirx.AttrStmt(thread, "thread_extent", 1, root.body))
+    return func.with_body(s_tir.SBlockRealize([], tirx.const(True), inside))
+
+
+def _with_body(block: s_tir.SBlock, body: tirx.Stmt) -> s_tir.SBlock:
+    return s_tir.SBlock(
+        block.iter_vars,
+        block.reads,
+        block.writes,
+        block.name_hint,
+        body,
+        block.init,
+        block.alloc_buffers,
+        block.match_buffers,
+        block.annotations,
     )
-    return func.with_body(s_tir.SBlockRealize([], tirx.const(True), block))
