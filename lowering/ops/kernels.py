@@ -7,7 +7,7 @@ fused into them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -69,9 +69,11 @@ def loops(
     outputs: Sequence[tuple[Shape, str]],
     sizes: Sequence[Size] = (),
     scratch: Sequence[tuple[Shape, str]] = (),
+    attributes: Mapping[str, str] | None = None,
 ) -> tuple[Value, ...]:
     """The tensors (shape, ONNX dtype) that statements compute: body(*inputs, *outputs, *scratch), called with buffers
-    inside an open PrimFunc of the IRBuilder. It may use the symbols of the shapes and of `sizes`.
+    inside an open PrimFunc of the IRBuilder. It may use the symbols of the shapes and of `sizes`. The function gets the
+    attributes, by which rules know it.
     """
 
     def block(inputs: list[Any], results: list[Any]) -> None:
@@ -82,7 +84,7 @@ def loops(
             body(*inputs, *results, *temporary)
 
     used = [*sizes, *(d for s, _ in scratch for d in s)]
-    return _primfunc(node, name, block, tensors, outputs, used)
+    return _primfunc(node, name, block, tensors, outputs, used, attributes or {})
 
 
 def blocks(
@@ -94,7 +96,7 @@ def blocks(
     def inside(inputs: list[Any], results: list[Any]) -> None:
         body(*inputs, *results)
 
-    (result,) = _primfunc(node, name, inside, tensors, [output], [])
+    (result,) = _primfunc(node, name, inside, tensors, [output], [], {})
     return result
 
 
@@ -120,6 +122,7 @@ def _primfunc(
     tensors: Sequence[Value],
     outputs: Sequence[tuple[Shape, str]],
     sizes: Sequence[Size],
+    attributes: Mapping[str, str],
 ) -> tuple[Value, ...]:
     given = [(storage_shape(v.dtype, v.shape), storage_dtype(v.dtype)) for v in tensors]
     made = [(storage_shape(d, s), storage_dtype(d)) for s, d in outputs]
@@ -127,7 +130,7 @@ def _primfunc(
     scalars = _parameters([*sizes, *(d for s in shapes for d in s)], shapes)
     with IRBuilder() as builder, T.prim_func(s_tir=True):
         T.func_name(name)
-        T.func_attr({"op_pattern": 8, "tirx.noalias": True})
+        T.func_attr({"op_pattern": 8, "tirx.noalias": True, **attributes})
         inputs = [T.arg(f"x{k}", T.Buffer(_extents(s), d)) for k, (s, d) in enumerate(given)]
         for scalar in scalars:
             T.arg(scalar.name, scalar)

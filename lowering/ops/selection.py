@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from tvm import relax, tirx
+from tvm import relax, te, tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..importing import symbolic
+from ..importing.compute import Reducer, is_float, largest, read, smallest
 from ..importing.node import Node
 from ..importing.values import Shape, Size, Value, product, storage_dtype
+from ..tensorir.along_rows import ATTRIBUTE, RunningSum, Top, less, to_json
 from . import op
 from .asserted import inside, required
 from .contents import sizes, static_axis
@@ -20,13 +23,6 @@ from .reshape import reshape_to
 from .run_time import bind
 
 _INT64 = "int64"
-
-
-def _less(a: Any, b: Any, dtype: str) -> Any:
-    """a < b, where NaN is larger than all numbers, as NumPy and PyTorch sort."""
-    if "float" not in dtype:
-        return a < b
-    return tirx.Or(a < b, tirx.And(_is_nan(b), tirx.Not(_is_nan(a))))
 
 
 def _is_nan(x: Any) -> Any:
@@ -57,7 +53,7 @@ def top_k(node: Node, data: Value, k: Value) -> tuple[Value, ...]:
 
 def _top_k(node: Node, data: Value, k: Size) -> tuple[Value, ...]:
     """A stable bottom-up merge sort of the indices of each row: equal elements keep their order."""
-    axis, largest = static_axis(node, node.attr("axis", -1), data.rank), bool(node.attr("largest", 1))
+    axis, top = static_axis(node, node.attr("axis", -1), data.rank), Top(bool(node.attr("largest", 1)))
     rows = _rows(node, data, axis)
     outer, n, inner = rows.shape
     fits = symbolic.logical_and(symbolic.less_or_equal(0, k), symbolic.less_or_equal(k, n))
@@ -70,7 +66,7 @@ def _top_k(node: Node, data: Value, k: Size) -> tuple[Value, ...]:
 
             def before(a: Any, b: Any) -> Any:
                 a, b = x[o, a, j], x[o, b, j]
-                return _less(b, a, data.dtype) if largest else _less(a, b, data.dtype)
+                return less(b, a) if top.largest else less(a, b)
 
             _merge_sort(order, merged, at, n, before)
             with serial(k) as i:
@@ -79,7 +75,8 @@ def _top_k(node: Node, data: Value, k: Size) -> tuple[Value, ...]:
 
     shape = (outer, k, inner)
     scratch = [((n,), _INT64), ((n,), _INT64), ((3,), _INT64)]
-    results = loops(node, "top_k", statements, [rows], [(shape, data.dtype), (shape, _INT64)], [k], scratch)
+    made, known = [(shape, data.dtype), (shape, _INT64)], {ATTRIBUTE: to_json(top)}
+    results = loops(node, "top_k", statements, [rows], made, [k], scratch, known)
     final = (*data.shape[:axis], k, *data.shape[axis + 1 :])
     return tuple(reshape_to(node, r, final) for r in results)
 
@@ -109,34 +106,45 @@ def _merge_sort(order: Any, merged: Any, at: Any, n: Size, before: Any) -> None:
 
 @op("ArgMax", since=1)
 def arg_max(node: Node, data: Value) -> Value:
-    return _arg(node, data, lambda a, b: a > b, lambda a, b: a >= b)
+    return _arg(node, data, largest)
 
 
 @op("ArgMin", since=1)
 def arg_min(node: Node, data: Value) -> Value:
-    return _arg(node, data, lambda a, b: a < b, lambda a, b: a <= b)
+    return _arg(node, data, smallest)
 
 
-def _arg(node: Node, data: Value, better: Any, as_good: Any) -> Value:
-    """The first, or the last, of the best elements along an axis. NaN is better than all numbers, as in NumPy."""
+def _arg(node: Node, data: Value, extreme: Reducer) -> Value:
+    """The first, or the last, of the best elements along an axis. NaN is better than all numbers, as in NumPy.
+
+    Two reductions, that of the elements and that of the places of those that equal it: rules for reductions take them.
+    """
     axis, last = static_axis(node, node.attr("axis", 0), data.rank), bool(node.attr("select_last_index", 0))
     rows = _rows(node, data, axis)
-    outer, n, inner = rows.shape
-    rows = required(node, rows, symbolic.less(0, n), f"dimension {axis} is empty: nothing in it is the best.")
-    is_float = "float" in data.dtype
+    rows = required(
+        node, rows, symbolic.less(0, rows.shape[1]), f"dimension {axis} is empty: nothing in it is the best."
+    )
 
-    def statements(x: Any, out: Any, best: Any) -> None:
-        with serial(outer) as o, serial(inner) as j:
-            T.buffer_store(best, tirx.IntImm(_INT64, 0), [0])
-            with serial(n) as i:
-                new, old = x[o, i, j], x[o, best[0], j]
-                chosen = as_good(new, old) if last else better(new, old)
-                if is_float:
-                    chosen = tirx.Or(chosen, _is_nan(new) if last else tirx.And(_is_nan(new), tirx.Not(_is_nan(old))))
-                T.buffer_store(best, tirx.Select(chosen, i, best[0]), [0])
-            T.buffer_store(out, best[0], [o, j])
+    def kernel(x: te.Tensor) -> te.Tensor:
+        outer, n, inner = x.shape
+        none = tirx.IntImm(_INT64, -1) if last else n * tirx.IntImm(_INT64, 1)
 
-    (result,) = loops(node, "arg", statements, [rows], [((outer, inner), _INT64)], scratch=[((1,), _INT64)])
+        def along(reducer: Reducer, element: Callable[..., Any], name: str) -> te.Tensor:
+            i = te.reduce_axis((0, n), "i")
+            return te.compute((outer, inner), lambda o, j: reducer.combine(element(o, i.var, j), axis=i), name=name)
+
+        best = along(extreme, lambda *index: read(x, index), "best")
+
+        def place(o: Any, i: Any, j: Any) -> Any:
+            element = read(x, (o, i, j))
+            is_best = element == best(o, j)
+            if is_float(data.dtype):
+                is_best = tirx.Or(is_best, tirx.isnan(element))
+            return tirx.Select(is_best, i, none)
+
+        return along(largest if last else smallest, place, "arg")
+
+    result = node.emit_te(kernel, node.tensor(rows), dtype=_INT64, primfunc_name_hint="arg")
     kept = (1,) if node.attr("keepdims", 1) else ()
     return reshape_to(node, result, (*data.shape[:axis], *kept, *data.shape[axis + 1 :]))
 
@@ -201,36 +209,37 @@ def compress(node: Node, data: Value, condition: Value) -> Value:
 def cum_sum(node: Node, data: Value, axis: Value) -> Value:
     if storage_dtype(data.dtype) != data.dtype or data.dtype == "bool":
         raise node.error(f"elements of type {data.dtype} cannot be added.", "Cast them to an ordinary number type.")
-    exclusive, reverse = bool(node.attr("exclusive", 0)), bool(node.attr("reverse", 0))
-    rank, total = data.rank, product(data.shape)
-    fixed = axis.constant
-    rest = []
-    if fixed is None:
-        axis = inside(node, axis, rank, of=f"the rank of {node.name_of(data, False)}")
+    what = RunningSum(bool(node.attr("exclusive", 0)), bool(node.attr("reverse", 0)))
+    known, rest, attributes = axis.constant is not None, [], {}
+    if axis.constant is not None:
+        given = _rows(node, data, static_axis(node, int(np.ravel(axis.constant)[0]), data.rank))
+        attributes = {ATTRIBUTE: to_json(what)}
+    else:
+        given = reshape_to(node, data, (product(data.shape),))
+        axis = inside(node, axis, data.rank, of=f"the rank of {node.name_of(data, False)}")
         rest = [node.emit(relax.op.astype(node.tensor(reshape_to(node, axis, ())), _INT64))]
-    known = None if fixed is None else static_axis(node, int(np.ravel(fixed)[0]), rank)
 
     def statements(x: Any, *buffers: Any) -> None:
         out = buffers[-1]
-        outer, n, inner = _split_at(data.shape, known if known is not None else buffers[0][()])
-        with serial(outer) as o, serial(n) as step:
-            i = n - 1 - step if reverse else step
-            before = inner if reverse else -inner
-            with serial(inner) as j:
-                here = T.bind((o * n + i) * inner + j)
-                added = x[here + before] if exclusive else x[here]
-                start = tirx.const(0, data.dtype) if exclusive else added
-                T.buffer_store(out, tirx.if_then_else(step == 0, start, out[here + before] + added), [here])
+        outer, n, inner = x.shape if known else _split_at(data.shape, buffers[0][()])
 
-    flat = reshape_to(node, data, (total,))
-    (result,) = loops(node, "cum_sum", statements, [flat, *rest], [((total,), data.dtype)], data.shape)
+        def at(o: Any, i: Any, j: Any) -> list[Any]:
+            return [o, i, j] if known else [(o * n + i) * inner + j]
+
+        with serial(outer) as o, serial(n) as step, serial(inner) as j:
+            i = n - 1 - step if what.reverse else step
+            before = at(o, i + 1 if what.reverse else i - 1, j)
+            added = x[tuple(before if what.exclusive else at(o, i, j))]
+            start = tirx.const(0, data.dtype) if what.exclusive else added
+            T.buffer_store(out, tirx.if_then_else(step == 0, start, out[tuple(before)] + added), at(o, i, j))
+
+    outputs = [(given.shape, data.dtype)]
+    (result,) = loops(node, "cum_sum", statements, [given, *rest], outputs, data.shape, attributes=attributes)
     return reshape_to(node, result, data.shape)
 
 
 def _split_at(shape: Shape, axis: Any) -> tuple[Any, Any, Any]:
-    """The number of elements before, along and after an axis, which may be known at run time only."""
-    if isinstance(axis, int):
-        return product(shape[:axis]), shape[axis], product(shape[axis + 1 :])
+    """The number of elements before, along and after an axis that is known at run time only."""
     axis, one = T.bind(tirx.floormod(axis, len(shape))), tirx.IntImm(_INT64, 1)
     outer, n, inner = one, one, one
     for k, size in enumerate(shape):

@@ -12,7 +12,9 @@ from .matmul import joins as joins
 from .matmul import matmul
 from .ordinary import one_number, ordinary
 from .reduction import reduction
+from .running_sum import running_sum
 from .scatter import cache_update
+from .top_k import top_k
 
 RULES: tuple[Rule, ...] = (
     attention,
@@ -23,6 +25,8 @@ RULES: tuple[Rule, ...] = (
     elementwise,
     concat,
     reduction,
+    running_sum,
+    top_k,
     one_number,
     ordinary,
 )

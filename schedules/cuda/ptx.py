@@ -148,9 +148,14 @@ def shuffle_xor(value: Expr, lanes: int) -> Expr:
     return tirx.call_intrin(value.ty, "tirx.cuda.__shfl_xor_sync", T.uint32(0xFFFFFFFF), value, lanes, WARP)
 
 
-def uniform(value: Expr) -> Expr:
-    """The value, equal in all lanes of a warp, as one that nvcc knows to be equal."""
-    return tirx.call_intrin(value.ty, "tirx.cuda.__shfl_sync", T.uint32(0xFFFFFFFF), value, 0, WARP)
+def shuffle_up(value: Expr, lanes: Expr | int) -> Expr:
+    """The value of the thread of the warp whose number is smaller by that; the first ones keep their own."""
+    return tirx.call_intrin(value.ty, "tirx.cuda.__shfl_up_sync", T.uint32(0xFFFFFFFF), value, lanes, WARP)
+
+
+def uniform(value: Expr, lane: int = 0) -> Expr:
+    """The value of a lane in all lanes of a warp, as one that nvcc knows to be equal."""
+    return tirx.call_intrin(value.ty, "tirx.cuda.__shfl_sync", T.uint32(0xFFFFFFFF), value, lane, WARP)
 
 
 def ballot(condition: Expr) -> Expr:

@@ -91,17 +91,8 @@ def test_operator(operator: str, expanded: bool, part: int, arch: str) -> None:
     assert not found, "\n".join(found)
 
 
-# TVM's schedules of these want memory of the device that a function has not.
-_LEFT = {"ArgMax", "ArgMin", "TopK"}
-# Arrays of no elements, which TVM launches no threads for.
-_EMPTY = {
-    "test_reduce_sum_empty_set_non_reduced_axis_zero", "test_reshape_allowzero_reordered",
-    "test_shape_start_greater_than_end",
-}  # fmt: skip
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("operator", [o for o in node_cases.OPERATORS if o not in _LEFT])
+@pytest.mark.parametrize("operator", node_cases.OPERATORS)
 def test_ordinary_operator(operator: str) -> None:
     found = emulated.run(ordinary_failures, operator, "sm_80", arch="sm_80", timeout=580)
     assert not found, "\n".join(found)
@@ -112,5 +103,5 @@ def ordinary_failures(operator: str, arch: str) -> list[str]:
     return [
         failure
         for part in batches(operator, expanded=False)
-        for failure in failures_of([c for c in part if c.name not in _EMPTY and not node_cases.refusal(c)], arch)
+        for failure in failures_of([c for c in part if not node_cases.refusal(c)], arch)
     ]

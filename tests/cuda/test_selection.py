@@ -1,0 +1,64 @@
+"""ArgMax, ArgMin, TopK and CumSum on the emulated GPU, against NumPy, whole artifacts in one model."""
+
+from __future__ import annotations
+
+import cuda_emulation as emulated
+import numpy as np
+import onnx
+
+import lowering
+
+MODEL = """
+<ir_version: 10, opset_import: ["" : 23]>
+model (float[a, n] x, float16[b, m, 3] y, int64[1] k, int64[b, m] z, float[a, 0] nothing) =>
+  (int64[a] first, int64[a, 1] last, int64[b, 1, 3] smallest, float[a, k] top, int64[a, k] places, float16[b, 4, 3] low,
+   int64[b, 4, 3] low_places, int64[b, m] sums, float16[b, m, 3] behind, float[a, 0] none)
+{
+  first = ArgMax <axis=1, keepdims=0> (x)
+  last = ArgMax <axis=1, select_last_index=1> (x)
+  smallest = ArgMin <axis=1> (y)
+  top, places = TopK (x, k)
+  four = Constant <value_ints=[4]> ()
+  low, low_places = TopK <axis=1, largest=0> (y, four)
+  axis = Constant <value_int=1> ()
+  sums = CumSum (z, axis)
+  behind = CumSum <exclusive=1, reverse=1> (y, axis)
+  none = CumSum (nothing, axis)
+}
+"""
+
+
+def run(feeds: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], set[str]]:
+    """The outputs, and the functions that no rule of ours took."""
+    model = lowering.compile(onnx.parser.parse_model(MODEL), "cuda:sm_80")
+    others = {k.name for k in model.manifest.kernels if k.schedule in ("ordinary", "plain")}
+    return model.run(feeds), others
+
+
+def test_against_numpy() -> None:
+    """Equal elements everywhere, NaN in a row; rows longer than what a block sorts, and of one element."""
+    rng = np.random.default_rng(0)
+    for a, n, b, m, k in ((2, 2500, 2, 70, 2500), (3, 1, 1, 4, 1), (1, 40, 0, 5, 0)):
+        x = rng.integers(-200, 200, (a, n)).astype("float32")
+        if n > 1000:
+            x[1, [7, 1900]] = np.nan
+        y, z = rng.integers(-9, 9, (b, m, 3)).astype("float16"), rng.integers(-(2**40), 2**40, (b, m))
+        given = {"x": x, "y": y, "k": np.array([k]), "z": z, "nothing": np.zeros((a, 0), "float32")}
+        got, others = emulated.run(run, given, arch="sm_80")
+        assert all(name.startswith("zeros") for name in others), others
+        order = np.argsort(np.where(np.isnan(x), -np.inf, -x), axis=1, kind="stable")[:, :k]
+        lowest = np.argsort(y, axis=1, kind="stable")[:, :4]
+        expected = {
+            "first": np.argmax(x, 1),
+            "last": n - 1 - np.argmax(x[:, ::-1], 1, keepdims=True),
+            "smallest": np.argmin(y, 1, keepdims=True),
+            "top": np.take_along_axis(x, order, 1),
+            "places": order,
+            "low": np.take_along_axis(y, lowest, 1),
+            "low_places": lowest,
+            "sums": np.cumsum(z, 1),
+            "behind": np.cumsum(y[:, ::-1].astype("float64"), 1)[:, ::-1] - y,
+            "none": np.zeros((a, 0)),
+        }
+        for name, array in expected.items():
+            np.testing.assert_array_equal(got[name], array, err_msg=f"{name} at {a, n, b, m, k}")
