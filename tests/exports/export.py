@@ -26,7 +26,7 @@ import onnx
 import torch
 from forms import DYNAMO_OPSETS, FORMS, PARTIAL, TRACED_OPSET, Export, published
 from models import BY_NAME, MODELS
-from sizes import PUBLISHED, Size
+from sizes import PUBLISHED, Size, Width
 from wrappers import Wrapper, build
 
 _WEIGHTS = "model.onnx.data"  # as the exporter calls it
@@ -76,7 +76,7 @@ def samples() -> list[Export]:
     return [export for export in (*exports(), *formed) if export.name in (*_EVERY_MASK, *_FORMS)]
 
 
-def make(export: Export, folder: Path, tiny: bool = False) -> Path:
+def make(export: Export, folder: Path, width: Width = "whole") -> Path:
     """The folder of the export within `folder`; made where it is missing."""
     made = folder / export.name
     if made.is_dir():
@@ -84,11 +84,11 @@ def make(export: Export, folder: Path, tiny: bool = False) -> Path:
     partial = folder / f"{export.name}{PARTIAL}"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    module = build(BY_NAME[export.model], export.past, _size(export, tiny), export.half)
+    module = build(BY_NAME[export.model], export.past, _size(export, width), export.half)
     rng = np.random.default_rng(0)
     dtype = np.float16 if export.half else np.float32
     example = _rounded(module.inputs(export.seen(), rng), dtype)
-    calls = [_rounded(module.inputs(setting, rng), dtype) for setting in export.settings(tiny)]
+    calls = [_rounded(module.inputs(setting, rng), dtype) for setting in export.settings(width)]
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         _write(export, module, example, partial / "model.onnx")
@@ -96,7 +96,7 @@ def make(export: Export, folder: Path, tiny: bool = False) -> Path:
         wide = module.double()
         for k, call in enumerate(calls):
             results = wide(**_map(call, lambda a: _tensor(a, wide=True)))
-            kept = np.float32 if tiny or export.published else np.float64
+            kept = np.float32 if width == "tiny" or export.published else np.float64
             outputs = {f"={name}": r.numpy().astype(kept) for name, r in zip(module.results(), results, strict=True)}
             save = np.savez if export.published else np.savez_compressed
             save(partial / f"{k}.npz", **dict(zip(names, _leaves(call), strict=True)), **outputs)
@@ -104,9 +104,9 @@ def make(export: Export, folder: Path, tiny: bool = False) -> Path:
     return made
 
 
-def _size(export: Export, tiny: bool) -> Size:
+def _size(export: Export, width: Width) -> Size:
     size = PUBLISHED[export.model].size if export.published else BY_NAME[export.model].size
-    return size.tiny() if tiny else size
+    return size.of_width(width)
 
 
 def _write(export: Export, module: Wrapper, call: dict[str, Any], path: Path) -> None:
@@ -160,7 +160,7 @@ def write_samples(folder: Path) -> None:
     for export in samples():
         if (folder / export.name).is_dir():
             continue
-        path = make(export, folder, tiny=True) / "model.onnx"
+        path = make(export, folder, "tiny") / "model.onnx"
         model = onnx.load(path)
         del model.graph.value_info[:], model.graph.metadata_props[:], model.metadata_props[:]
         for node in model.graph.node:
@@ -177,6 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("names", nargs="*", help="exports, models for all of their exports, or patterns")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--published", action="store_true", help="at the widths of published models, in every form")
+    parser.add_argument("--narrow", action="store_true", help="few heads, for emulated GPUs")
     parser.add_argument("--samples", action="store_true")
     given = parser.parse_args(arguments)
     if given.samples:
@@ -186,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--folder says where the exports go.")
     for export in published() if given.published else exports():
         if not given.names or export.model in given.names or any(fnmatchcase(export.name, n) for n in given.names):
-            print(make(export, given.folder), flush=True)
+            print(make(export, given.folder, "narrow" if given.narrow else "whole"), flush=True)
 
 
 if __name__ == "__main__":

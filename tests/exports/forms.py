@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from sizes import PUBLISHED, Kind
+from sizes import PUBLISHED, Kind, Width
 
 Form = Literal["symbolic", "batch1", "fixed"]
 """Every size symbolic; the batch fixed at 1 and the others symbolic; every size fixed."""
@@ -35,7 +35,7 @@ class Setting:
 # The first is what the exporter sees. The second has batch 1 and one new token, as decoding has; the last exceeds
 # every window.
 SETTINGS = (Setting(2, 5, 6, 7), Setting(1, 1, 4, 9), Setting(3, 21, 11, 12))
-_TINY_SETTINGS = 2
+_SETTINGS: dict[Width, tuple[Setting, ...]] = {"whole": SETTINGS, "narrow": SETTINGS[1:], "tiny": SETTINGS[:2]}
 
 # What a caller of the published widths asks for: (without past, with past).
 _CALLS: dict[Kind, tuple[Setting, ...]] = {
@@ -71,15 +71,15 @@ class Export:
     def exporter(self) -> str:
         return "traced" if self.traced else "dynamo"
 
-    def settings(self, tiny: bool = False) -> tuple[Setting, ...]:
+    def settings(self, width: Width = "whole") -> tuple[Setting, ...]:
         """The sizes at which it is compared with PyTorch, those that its form allows."""
         if self.published:
             return (_CALLS[PUBLISHED[self.model].kind][self.past],)
-        settings = SETTINGS[: _TINY_SETTINGS if tiny else None]
+        settings = SETTINGS[:1] if self.form == "fixed" else _SETTINGS[width]
         if self.form == "symbolic":
             return settings
         alone = tuple(Setting(1, s.tokens, s.past, s.source) for s in settings)
-        return alone if self.form == "batch1" else alone[:1]
+        return alone
 
     def seen(self) -> Setting:
         """The sizes of the exporter's example: where they are symbolic any that differ, and none of them 1."""

@@ -8,6 +8,9 @@ from typing import Literal
 # What goes in and out: see tests/exports/wrappers.py.
 Kind = Literal["encoder", "decoder", "seq2seq", "speech", "vision", "clip"]
 
+Width = Literal["whole", "narrow", "tiny"]
+"""narrow: few heads, as wide as published ones, for emulated GPUs; tiny: a model of a few thousand numbers."""
+
 
 @dataclass(frozen=True)
 class Size:
@@ -32,6 +35,17 @@ class Size:
     frames: int = 96
     vision: Size | None = None
     projection: int = 32
+
+    def of_width(self, width: Width) -> Size:
+        return {"whole": lambda: self, "narrow": self.narrow, "tiny": self.tiny}[width]()
+
+    def narrow(self) -> Size:
+        """As many query heads for a key head, and two of these where heads share none, each as wide as before."""
+        group = self.heads // self.kv_heads if self.kv_heads else 1
+        heads = max(2, group)
+        hidden = heads * (self.hidden // self.heads)
+        kv_heads = self.kv_heads and heads // group
+        return replace(self, hidden=hidden, heads=heads, inner=2 * hidden, kv_heads=kv_heads, vocab=128)
 
     def tiny(self) -> Size:
         """The same proportions between heads in a model of a few thousand numbers."""
