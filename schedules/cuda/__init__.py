@@ -15,6 +15,7 @@ from .reduction import reduction
 from .running_sum import running_sum
 from .scatter import cache_update
 from .top_k import top_k
+from .transposition import transposition
 
 RULES: tuple[Rule, ...] = (
     attention,
@@ -22,6 +23,7 @@ RULES: tuple[Rule, ...] = (
     append,
     cache_update,
     matmul,
+    transposition,
     elementwise,
     concat,
     reduction,

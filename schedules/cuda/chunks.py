@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from tvm import DataType, ir, tirx
+from tvm.ir import prim
 from tvm.script.ir_builder import tirx as T
 
-from lowering.tensorir.expressions import Expr, children, is_int, loads, rewrite, substitute, uses
+from lowering.tensorir.expressions import Expr, children, is_int, loads, rewrite, substitute, uses, walk
 from lowering.tensorir.facts import Facts
 
 from ..half_precision import HALF, is_half
@@ -44,6 +45,8 @@ class Row:
         self.facts, self.j, self.length = facts, j, length
         self.number = tirx.Var("chunk", "int64")
         facts.bind(self.number, 0, facts.simplify((length + CHUNK - 1) // CHUNK))
+        self.inside = tirx.Var("inside", "int64")
+        facts.bind(self.inside, 0, tirx.const(CHUNK, "int64"))
 
     @property
     def divides(self) -> bool:
@@ -51,10 +54,24 @@ class Row:
         return isinstance(self.length, tirx.IntImm) and self.length.value % CHUNK == 0
 
     def is_chunk(self, place: Expr) -> bool:
-        """Whether places of successive elements are successive, those of a chunk at a multiple of eight."""
-        step = self.facts.simplify(substitute(place, {self.j: self.j + 1}) - place)
-        begins = self.facts.simplify(substitute(place, {self.j: self.number * CHUNK}) % CHUNK)
-        return is_int(step, 1) and is_int(begins, 0)
+        """Whether the places of a chunk are successive, and begin at a multiple of eight."""
+        start = substitute(place, {self.j: self.number * CHUNK})
+        behind = self.facts.simplify(substitute(place, {self.j: self.number * CHUNK + self.inside}) - start)
+        return behind.same_as(self.inside) and self._is_multiple(start)
+
+    def _is_multiple(self, place: Expr) -> bool:
+        """Whether the place is a multiple of eight, whichever it is of those that it selects from."""
+        place = self.facts.simplify(place)
+        if is_int(self.facts.simplify(place % CHUNK), 0):
+            return True
+        choice = next((node for node in walk(place) if isinstance(node, prim.Select)), None)
+        if choice is None:
+            return False
+
+        def having(value: Expr) -> Expr:
+            return rewrite(place, lambda node: value if node.same_as(choice) else None)
+
+        return self._is_multiple(having(choice.true_value)) and self._is_multiple(having(choice.false_value))
 
     def width(self, places: Sequence[Expr]) -> int:
         """Elements of a thread that stores to these places."""

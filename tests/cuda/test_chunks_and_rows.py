@@ -117,6 +117,27 @@ def test_memory_is_read_in_pieces_of_16_bytes(kind: str, loads: int) -> None:
     assert set(widths) == {("LDG", 128), ("STG", 128)} and widths["LDG", 128] >= loads
 
 
+def test_halves_of_a_rotated_head_are_read_in_pieces_of_16_bytes() -> None:
+    """Places that depend on the half and on the remainder of a column, but not within eight of them."""
+    b = tirx.Var("b", "int64")
+    n = [b, tirx.IntImm("int64", 64)]
+    x, table = te.placeholder(n, "float16", "x"), te.placeholder([b, tirx.IntImm("int64", 32)], "float16", "table")
+    step = [tirx.const(k, "int64") for k in (32, -32)]
+
+    def rotated(i: Any, j: Any) -> Any:
+        return x(i, j) + x(i, j + tirx.Select(j < 32, *step)) * table(i, j % 32)
+
+    func = te.create_prim_func([x, table, te.compute(n, rotated)])
+    rule, (variant,) = schedules.variants(func, tvm.target.Target({"kind": "cuda", "arch": "sm_80"})) or ("", [])
+    assert rule == "elementwise"
+    assert global_accesses(variant.make(), "sm_80") == {("LDG", 128): 3, ("STG", 128): 1}
+    rng = np.random.default_rng(0)
+    given = [rng.standard_normal(size).astype("float16") for size in ((3, 64), (3, 32))]
+    got = emulated.module({"main": variant.make()}, arch="sm_80").call("main", [*given, np.zeros_like(given[0])])[-1]
+    wide, angles = given[0].astype("float64"), np.tile(given[1], 2)
+    np.testing.assert_allclose(got, wide + np.roll(wide, 32, 1) * angles, rtol=2e-3, atol=2e-3)
+
+
 JOINED = """
 <ir_version: 10, opset_import: ["" : 23]>
 m (float16[b, 2, p, 8] a, float16[b, 2, s, 8] c, int8[p, 3] d, int8[s, 3] e, double[b, p] f, double[b, s] g, bool[p] h)
