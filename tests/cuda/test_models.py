@@ -9,8 +9,10 @@ from typing import Any
 import cuda_emulation as emulated
 import exported
 import numpy as np
+import onnx
 import pytest
 import tvm_ffi
+from product_code import products
 from thinned import thinned
 
 import lowering
@@ -21,27 +23,62 @@ SAMPLES = Path(__file__).parents[1] / "exports" / "samples"
 
 BARS = {None: 1e-5, "float16": 5e-3, "bfloat16": 3e-2}
 MODELS: list[tuple[str, str, Precision | None]] = [
-    ("gemma2-past-dynamo23", "sm_80", None),
     ("llama-past-dynamo23", "sm_90a", "bfloat16"),
-    ("distilbert-traced17", "sm_80", "float16"),
+    ("gemma2-past-dynamo23", "sm_80", None),
     ("t5-dynamo18", "sm_90a", "float16"),
     ("modernbert-dynamo23", "sm_80", "bfloat16"),
+    ("distilbert-traced17", "sm_80", "float16"),
     ("gemma3-past-dynamo18-batch1", "sm_120", "float16"),
     ("bloom-dynamo18-fixed", "sm_100", "bfloat16"),
 ]
 
 
-@pytest.mark.parametrize(("name", "arch", "precision"), thinned(MODELS, 2))
+@pytest.mark.parametrize(("name", "arch", "precision"), thinned(MODELS, 4))
 def test_sample(name: str, arch: str, precision: Precision | None) -> None:
     kernels, worst = emulated.run(exported.measured, SAMPLES / name, arch, precision, arch=arch, timeout=500)
     assert worst < BARS[precision] and kernels["products"] > 0
     assert kernels["products by ordinary" if precision is None else "products by matmul"] == kernels["products"]
 
 
+@pytest.mark.slow
 def test_a_sample_of_float16() -> None:
     folder = SAMPLES / "whisper-past-dynamo23-f16"
     kernels, worst = emulated.run(exported.measured, folder, "sm_80", None, arch="sm_80", timeout=500)
     assert worst < BARS["float16"] and kernels["products by matmul"] == kernels["products"] > 0
+
+
+@pytest.mark.parametrize(("name", "arch", "precision"), thinned([m for m in MODELS if m[2] is not None], 6))
+def test_products_are_on_tensor_cores(name: str, arch: str, precision: Precision) -> None:
+    """By the machine code of every launch. (Attentions have heads too narrow for that in samples.)"""
+    manifest, found = products(SAMPLES / name / "model.onnx", arch, precision)
+    own = [product for product in found if product.kind != "attention"]
+    assert {kernel.name for kernel in manifest.kernels if kernel.kind in ("matmul", "conv")} == {p.name for p in own}
+    assert own and all(product.on_tensor_cores for product in own), [str(product) for product in own]
+
+
+@pytest.mark.slow
+def test_products_of_float32_are_not() -> None:
+    _, found = products(SAMPLES / "distilbert-traced17" / "model.onnx", "sm_80", None)
+    assert found and not any(product.on_tensor_cores for product in found)
+
+
+def greedy() -> tuple[list[str], bool]:
+    """A decoder that ends in ArgMax: the rules that its functions without products got, and whether each token is that
+    of the largest logit."""
+    folder = SAMPLES / "llama-past-dynamo23"
+    model = onnx.load(folder / "model.onnx")
+    model.graph.node.append(onnx.helper.make_node("ArgMax", ["logits"], ["token"], axis=-1, keepdims=0))
+    model.graph.output.append(onnx.helper.make_tensor_value_info("token", onnx.TensorProto.INT64, ["b", "s"]))
+    compiled = lowering.compile(model, "cuda:sm_80")
+    with np.load(folder / "0.npz") as arrays:
+        results = compiled.run({spec.name: arrays[spec.name] for spec in compiled.inputs})
+    rules = [kernel.schedule for kernel in compiled.manifest.kernels if kernel.kind == "other"]
+    return rules, np.array_equal(results["token"], results["logits"].argmax(-1))
+
+
+def test_a_greedy_decoder() -> None:
+    rules, right = emulated.run(greedy, arch="sm_80", timeout=500)
+    assert right and not set(rules) & {"ordinary", "plain"}
 
 
 def decoding() -> tuple[float, bool]:

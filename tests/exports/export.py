@@ -1,7 +1,8 @@
 """Exports the models of models.py with torch.onnx, and keeps what PyTorch computes in float64 beside them.
 
 A folder of an export holds model.onnx (weights in model.onnx.data) and one npz per shape setting: inputs by name, and
-outputs as `=name`. Nothing is downloaded.
+outputs as `=name`. Narrow ones have half.json too: how far PyTorch itself is from that in half precision, by type,
+relative to the range of the output. Nothing is downloaded.
 
 `python tests/exports/export.py [names] --folder F` makes exports by name (all by default) where they are missing, with
 `--published` those at the widths of published models (sizes.py), in every form (forms.py);
@@ -11,10 +12,12 @@ outputs as `=name`. Nothing is downloaded.
 from __future__ import annotations
 
 import argparse
+import copy
+import json
 import os
 import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,9 @@ from forms import DYNAMO_OPSETS, FORMS, PARTIAL, TRACED_OPSET, Export, published
 from models import BY_NAME, MODELS
 from sizes import PUBLISHED, Size, Width
 from wrappers import Wrapper, build
+
+HALF = ("float16", "bfloat16")
+HALF_ERRORS = "half.json"
 
 _WEIGHTS = "model.onnx.data"  # as the exporter calls it
 
@@ -93,13 +99,19 @@ def make(export: Export, folder: Path, width: Width = "whole") -> Path:
         warnings.simplefilter("ignore")
         _write(export, module, example, partial / "model.onnx")
         names = _names(partial / "model.onnx")
-        wide = module.double()
+        narrow = {name: copy.deepcopy(module).to(getattr(torch, name)) for name in HALF} if width == "narrow" else {}
+        wide, errors = module.double(), dict.fromkeys(narrow, 0.0)
         for k, call in enumerate(calls):
-            results = wide(**_map(call, lambda a: _tensor(a, wide=True)))
+            results = wide(**_map(call, _tensor(torch.float64)))
+            for name, half in narrow.items():
+                found = zip(half(**_map(call, _tensor(getattr(torch, name)))), results, strict=True)
+                errors[name] = max(errors[name], *(float((a - b).abs().max() / (b.max() - b.min())) for a, b in found))
             kept = np.float32 if width == "tiny" or export.published else np.float64
             outputs = {f"={name}": r.numpy().astype(kept) for name, r in zip(module.results(), results, strict=True)}
             save = np.savez if export.published else np.savez_compressed
             save(partial / f"{k}.npz", **dict(zip(names, _leaves(call), strict=True)), **outputs)
+    if errors:
+        (partial / HALF_ERRORS).write_text(json.dumps(errors))
     partial.rename(made)
     return made
 
@@ -110,7 +122,7 @@ def _size(export: Export, width: Width) -> Size:
 
 
 def _write(export: Export, module: Wrapper, call: dict[str, Any], path: Path) -> None:
-    arguments = tuple(_map(call, _tensor).values())
+    arguments = tuple(_map(call, _tensor()).values())
     dims = _dims(module, export)
     shared: dict[str, Any] = {"opset_version": export.opset, "output_names": module.results(), "verbose": False}
     if not export.traced:
@@ -137,9 +149,14 @@ def _rounded(call: dict[str, Any], dtype: Any) -> dict[str, Any]:
     return _map(call, lambda a: a.astype(dtype) if a.dtype.kind == "f" else a)
 
 
-def _tensor(array: np.ndarray, wide: bool = False) -> torch.Tensor:
-    tensor = torch.from_numpy(array)
-    return tensor.double() if wide and tensor.is_floating_point() else tensor
+def _tensor(dtype: torch.dtype | None = None) -> Callable[[np.ndarray], torch.Tensor]:
+    """Arrays as tensors, floats of that type."""
+
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        made = torch.from_numpy(array)
+        return made.to(dtype) if made.is_floating_point() else made
+
+    return tensor
 
 
 def _map(call: dict[str, Any], function: Any) -> dict[str, Any]:

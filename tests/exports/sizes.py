@@ -40,12 +40,14 @@ class Size:
         return {"whole": lambda: self, "narrow": self.narrow, "tiny": self.tiny}[width]()
 
     def narrow(self) -> Size:
-        """As many query heads for a key head, and two of these where heads share none, each as wide as before."""
+        """As many query heads for a key head, and two where heads share none, each as wide as before. There are more
+        than 64 positions of every kind, with fewer of which attention is that of decoding."""
         group = self.heads // self.kv_heads if self.kv_heads else 1
         heads = max(2, group)
         hidden = heads * (self.hidden // self.heads)
         kv_heads = self.kv_heads and heads // group
-        return replace(self, hidden=hidden, heads=heads, inner=2 * hidden, kv_heads=kv_heads, vocab=128)
+        fewer = replace(self, hidden=hidden, heads=heads, inner=2 * hidden, kv_heads=kv_heads, vocab=128)
+        return replace(fewer, positions=96, image=9 * self.patch, frames=160)
 
     def tiny(self) -> Size:
         """The same proportions between heads in a model of a few thousand numbers."""

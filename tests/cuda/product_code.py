@@ -1,0 +1,88 @@
+"""Which machine code the products of a model become: that of its own artifact, by nvcc."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import sass
+import tvm_ffi
+from machine_code import tool
+
+from lowering.compiling.compiler import compile_to
+from lowering.graph.model import ModelLike
+from lowering.graph.precision import Precision
+from lowering.manifest import Manifest
+from lowering.target.cubin import cubin
+
+TENSOR_CORES = ("HGMMA", "HMMA")
+
+
+@dataclass(frozen=True)
+class Product:
+    """A function that multiplies matrices: its kind, the ONNX nodes that it computes, and for each of its launches how
+    many instructions of which kind multiply on tensor cores, 0 of "" where none does."""
+
+    name: str
+    kind: str
+    nodes: tuple[str, ...]
+    launches: tuple[tuple[str, int], ...]
+
+    @property
+    def on_tensor_cores(self) -> bool:
+        """Whether every launch multiplies there, but for the last of a product, which adds parts of k, and for launches
+        of an attention that bring keys together."""
+        counts = [count for _, count in self.launches]
+        return any(counts) if self.kind == "attention" else bool(counts and counts[0] and all(counts[:-1]))
+
+    def __str__(self) -> str:
+        return ", ".join(f"{count} {opcode}" if count else "-" for opcode, count in self.launches)
+
+
+def products(model: ModelLike, arch: str, precision: Precision | None) -> tuple[Manifest, list[Product]]:
+    """Compiles the model, and reads the machine code of its products and attentions."""
+    with tempfile.TemporaryDirectory() as folder, _kept(Path(folder) / "kernels.cubin") as path:
+        manifest = compile_to(Path(folder) / "artifact", model, f"cuda:{arch}", precision=precision)
+        launches = _launches(tool("nvdisasm", "-c", path))
+    nodes = {call.kernel: call.nodes for call in reversed(manifest.calls)}
+    found = []
+    for kernel in manifest.kernels:
+        if kernel.kind in ("matmul", "conv", "attention"):
+            own = [name for name in launches if re.fullmatch(rf"{re.escape(kernel.name)}_kernel(_\d+)?", name)]
+            counts = tuple(_multiplying(launches[name]) for name in sorted(own, key=_number))
+            found.append(Product(kernel.name, kernel.kind, nodes[kernel.name], counts))
+    return manifest, found
+
+
+@contextmanager
+def _kept(path: Path) -> Iterator[Path]:
+    """The machine code of what is compiled meanwhile goes to this file too."""
+
+    def compiled(source: str) -> bytes:
+        code = cubin(source)
+        path.write_bytes(code)
+        return code
+
+    tvm_ffi.register_global_func("tvm_callback_cuda_compile", compiled, override=True)
+    try:
+        yield path
+    finally:
+        tvm_ffi.register_global_func("tvm_callback_cuda_compile", cubin, override=True)
+
+
+def _launches(text: str) -> dict[str, Counter[str]]:
+    """Opcodes of each kernel."""
+    return {function.name: Counter(i.opcode for i in function.instructions) for function in sass.read(text)}
+
+
+def _multiplying(opcodes: Counter[str]) -> tuple[str, int]:
+    return next(((opcode, opcodes[opcode]) for opcode in TENSOR_CORES if opcodes[opcode]), ("", 0))
+
+
+def _number(name: str) -> int:
+    return int(found[1]) if (found := re.search(r"_kernel_(\d+)$", name)) else 0
