@@ -102,6 +102,21 @@ def take_accesses() -> str:
     return _library.emu_take_accesses().decode()
 
 
+class Call(NamedTuple):
+    """A call of the driver or the runtime; stream is the address of its stream, None for calls that have none."""
+
+    name: str
+    stream: int | None
+
+
+def take_calls() -> list[Call]:
+    """The calls since the last time, in order."""
+    assert _library is not None
+    _library.emu_take_calls.restype = ctypes.c_char_p
+    lines = (line.split("\t") for line in _library.emu_take_calls().decode().splitlines())
+    return [Call(name, int(stream[0]) if stream else None) for name, *stream in lines]
+
+
 def take_failure() -> str:
     """Why the last driver or runtime call failed, once; "" if none did."""
     assert _library is not None

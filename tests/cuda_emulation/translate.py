@@ -64,7 +64,8 @@ extern "C" {{
 extern const emu_kernel emu_kernel_{name};
 const emu_kernel emu_kernel_{name} = {{
   [](void** arguments) {{ emu_call(&{name}, arguments); }}, {match["threads"] or 0}, {max(alignments)},
-  {len(arrays)}, emu_arrays_{name}, {len(parameters)}, emu_restricted_{name}, EMU_FILE}};
+  {len(arrays)}, emu_arrays_{name}, {len(parameters)}, emu_restricted_{name},
+  emu_bytes(&{name}), EMU_FILE}};
 }}
 """
 

@@ -53,3 +53,8 @@ template <class... P>
 __attribute__((no_sanitize("thread"))) void emu_call(void (*kernel)(P...), void** arguments) {
   emu_call(kernel, arguments, std::index_sequence_for<P...>());
 }
+template <class... P>
+const size_t* emu_bytes(void (*)(P...)) {
+  static constexpr size_t bytes[] = {sizeof(P)..., 0};
+  return bytes;
+}

@@ -32,6 +32,7 @@ struct emu_kernel {
   const emu_shared_array* shared;
   int parameters;
   const char* const* restricted;       // names of those that are __restrict__, null for others
+  const size_t* bytes;                 // of each parameter
   const char* file;                    // that its library was made from
 };
 

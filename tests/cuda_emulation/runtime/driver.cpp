@@ -7,14 +7,18 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
 #include "accesses.h"
 #include "aliasing.h"
+#include "calls.h"
 #include "fibers.h"
 #include "memory.h"
 #include "settings.h"
+#include "streams.h"
 
 namespace emulation {
 namespace {
@@ -47,9 +51,19 @@ const struct {
     {CUDA_ERROR_INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE", "invalid argument"},
     {CUDA_ERROR_OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory"},
     {CUDA_ERROR_INVALID_IMAGE, "CUDA_ERROR_INVALID_IMAGE", "device kernel image is invalid"},
+    {CUDA_ERROR_INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
+    {CUDA_ERROR_ILLEGAL_STATE, "CUDA_ERROR_ILLEGAL_STATE", "the operation cannot be performed in the present state"},
     {CUDA_ERROR_NOT_FOUND, "CUDA_ERROR_NOT_FOUND", "named symbol not found"},
     {CUDA_ERROR_LAUNCH_FAILED, "CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure"},
     {CUDA_ERROR_NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED", "operation not supported"},
+    {CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
+     "operation not permitted when stream is capturing"},
+    {CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED",
+     "operation failed due to a previous error during capture"},
+    {CUDA_ERROR_STREAM_CAPTURE_IMPLICIT, "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT",
+     "operation would make the legacy stream depend on a capturing blocking stream"},
+    {CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD, "CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD",
+     "attempt to terminate a thread-local capture sequence from another thread"},
 };
 
 CUresult refuse_launch(const char* why, CUresult code = CUDA_ERROR_INVALID_VALUE) {
@@ -87,6 +101,49 @@ CUresult check_launch(const CUlaunchConfig& c, const Function& function) {
   return CUDA_SUCCESS;
 }
 
+CUresult run_kernel(const CUlaunchConfig& config, const Function& function, void** parameters) {
+  block = Block();
+  block.grid = {config.grid_x, config.grid_y, config.grid_z};
+  block.size = {config.block_x, config.block_y, config.block_z};
+  block.threads = config.block_x * config.block_y * config.block_z;
+  lay_out_shared(*function.kernel, config.shared_bytes);
+  parameters = with_windows(*function.kernel, parameters);
+  size_t blocks = (size_t)config.grid_x * config.grid_y * config.grid_z;
+  for (size_t i = 0; i < blocks; i++) {
+    size_t at = settings.descending ? blocks - 1 - i : i;
+    block.index = {unsigned(at % config.grid_x), unsigned(at / config.grid_x % config.grid_y),
+                   unsigned(at / config.grid_x / config.grid_y)};
+    if (!run_block(function.kernel->entry, parameters)) {
+      set_failure((function.name + ", " + failure()).c_str());
+      return CUDA_ERROR_LAUNCH_FAILED;
+    }
+  }
+  report_accesses(function.name, function.kernel->file);
+  return CUDA_SUCCESS;
+}
+
+// What a graph keeps of a launch. Tensor maps demand 64 bytes of alignment.
+struct Parameters {
+  struct alignas(64) Line {
+    char bytes[64];
+  };
+  std::vector<Line> lines;
+  std::vector<void*> pointers;
+
+  Parameters(const emu_kernel& kernel, void** given) {
+    size_t count = 0;
+    auto lines_of = [&](int i) { return (kernel.bytes[i] + sizeof(Line) - 1) / sizeof(Line); };
+    for (int i = 0; i < kernel.parameters; i++) count += lines_of(i);
+    lines.resize(count);
+    for (int i = 0, at = 0; i < kernel.parameters; at += lines_of(i++)) {
+      pointers.push_back(&lines[at]);
+      memcpy(&lines[at], given[i], kernel.bytes[i]);
+    }
+  }
+};
+
+std::set<void*> functions;    // of modules that are loaded
+
 }  // namespace
 
 CUresult refuse_call(CUresult code, const char* call, const char* why) {
@@ -116,6 +173,8 @@ using namespace emulation;
 extern "C" {
 
 CUresult cuModuleLoadData(void** result, const void* image) {
+  note_call(__func__);
+  if (CUresult refused = check_unsafe(__func__)) return refused;
   auto bytes = (const unsigned char*)image;
   if (memcmp(bytes, "\x7F" "ELF", 4)) return refuse_call(CUDA_ERROR_INVALID_IMAGE, "cuModuleLoadData", "not made for the emulation");
   // The size is not given: the table of sections is the last thing in the file.
@@ -140,23 +199,31 @@ CUresult cuModuleLoadData(void** result, const void* image) {
 }
 
 CUresult cuModuleUnload(void* handle) {
+  note_call(__func__);
+  if (CUresult refused = check_unsafe(__func__)) return refused;
   auto module = (Module*)handle;
-  for (auto* function : module->functions) delete function;
+  for (auto* function : module->functions) {
+    functions.erase(function);
+    delete function;
+  }
   dlclose(module->library);
   delete module;
   return CUDA_SUCCESS;
 }
 
 CUresult cuModuleGetFunction(void** result, void* handle, const char* name) {
+  note_call(__func__);
   auto module = (Module*)handle;
   auto kernel = (const emu_kernel*)dlsym(module->library, (std::string("emu_kernel_") + name).c_str());
   if (!kernel) return refuse_call(CUDA_ERROR_NOT_FOUND, "cuModuleGetFunction", name);
   *result = new Function{name, kernel, DEFAULT_SHARED - std::min(DEFAULT_SHARED, static_bytes(*kernel))};
   module->functions.push_back((Function*)*result);
+  functions.insert(*result);
   return CUDA_SUCCESS;
 }
 
 CUresult cuFuncSetAttribute(void* handle, int attribute, int value) {
+  note_call(__func__);
   constexpr int MAX_DYNAMIC_SHARED = 8;
   if (attribute != MAX_DYNAMIC_SHARED) return CUDA_SUCCESS;        // hints about caches
   if (value < 0 || (size_t)value > settings.shared_memory)
@@ -167,26 +234,16 @@ CUresult cuFuncSetAttribute(void* handle, int attribute, int value) {
 
 CUresult cuLaunchKernelEx(const CUlaunchConfig* config, void* handle, void** parameters, void** extra) {
   auto& function = *(Function*)handle;
+  note_call(__func__, config->stream);
   if (extra) return refuse_launch("parameters in `extra` are not emulated", CUDA_ERROR_NOT_SUPPORTED);
   if (CUresult refused = check_launch(*config, function)) return refused;
-  block = Block();
-  block.grid = {config->grid_x, config->grid_y, config->grid_z};
-  block.size = {config->block_x, config->block_y, config->block_z};
-  block.threads = config->block_x * config->block_y * config->block_z;
-  lay_out_shared(*function.kernel, config->shared_bytes);
-  parameters = with_windows(*function.kernel, parameters);
-  size_t blocks = (size_t)config->grid_x * config->grid_y * config->grid_z;
-  for (size_t i = 0; i < blocks; i++) {
-    size_t at = settings.descending ? blocks - 1 - i : i;
-    block.index = {unsigned(at % config->grid_x), unsigned(at / config->grid_x % config->grid_y),
-                   unsigned(at / config->grid_x / config->grid_y)};
-    if (!run_block(function.kernel->entry, parameters)) {
-      set_failure((function.name + ", " + failure()).c_str());
-      return CUDA_ERROR_LAUNCH_FAILED;
-    }
-  }
-  report_accesses(function.name, function.kernel->file);
-  return CUDA_SUCCESS;
+  if (!captures(config->stream))
+    return enqueue(__func__, config->stream, [&] { return run_kernel(*config, function, parameters); });
+  auto copy = std::make_shared<Parameters>(*function.kernel, parameters);
+  return enqueue(__func__, config->stream, [config = *config, handle, copy]() mutable {
+    if (!functions.count(handle)) return refuse_launch("a kernel of a module that was unloaded", CUDA_ERROR_INVALID_HANDLE);
+    return run_kernel(config, *(Function*)handle, copy->pointers.data());
+  });
 }
 
 CUresult cuGetErrorName(CUresult code, const char** text) { return *text = error_name(code), CUDA_SUCCESS; }

@@ -1,12 +1,15 @@
-// libcudart.so.13: the runtime functions that TVM imports. Everything is synchronous; nothing can be timed.
+// libcudart.so.13: the runtime functions that TVM imports. Work is done when it is enqueued; nothing can be timed.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 
+#include "calls.h"
 #include "driver.h"
 #include "fibers.h"
 #include "memory.h"
 #include "settings.h"
+#include "streams.h"
 
 using namespace emulation;
 
@@ -46,14 +49,26 @@ int attribute(int id) {
   }
 }
 
+std::map<const void*, size_t> pinned;            // host memory that the device can reach: address -> bytes
+
+bool is_pinned(const void* pointer, size_t bytes) {
+  auto next = pinned.upper_bound(pointer);
+  if (next == pinned.begin()) return false;
+  auto [begin, size] = *std::prev(next);
+  return (const char*)pointer + bytes <= (const char*)begin + size;
+}
+
 }  // namespace
 
 extern "C" {
 
 int cudaGetDeviceCount(int* n) { return *n = 1, 0; }
-int cudaGetDevice(int* device) { return *device = 0, 0; }
-int cudaSetDevice(int device) { return device ? done(101) : 0; }
-int cudaDeviceGetAttribute(int* value, int id, int device) { return device ? done(101) : (*value = attribute(id), 0); }
+int cudaGetDevice(int* device) { return note_call(__func__), *device = 0, 0; }
+int cudaSetDevice(int device) { return note_call(__func__), device ? done(101) : 0; }
+int cudaDeviceGetAttribute(int* value, int id, int device) {
+  note_call(__func__);
+  return device ? done(101) : (*value = attribute(id), 0);
+}
 
 // The first fields of cudaDeviceProp; TVM reads no others.
 int cudaGetDeviceProperties(void* properties, int) {
@@ -72,43 +87,77 @@ int cudaGetDeviceProperties(void* properties, int) {
 
 int cudaMemGetInfo(size_t* free, size_t* total) { return *free = *total = bytes_free(), 0; }
 int cudaMalloc(void** pointer, size_t bytes) {
+  note_call(__func__);
+  if (CUresult refused = check_unsafe(__func__)) return done(refused);
   *pointer = allocate(bytes);
-  return *pointer ? 0 : refuse("cudaMalloc", "out of emulated memory", CUDA_ERROR_OUT_OF_MEMORY);
+  return *pointer ? 0 : refuse(__func__, "out of emulated memory", CUDA_ERROR_OUT_OF_MEMORY);
 }
 int cudaFree(void* pointer) {
-  return !pointer || release(pointer) ? 0 : refuse("cudaFree", "not the beginning of an allocation", CUDA_ERROR_INVALID_VALUE);
+  note_call(__func__);
+  if (CUresult refused = check_unsafe(__func__)) return done(refused);
+  return !pointer || release(pointer) ? 0 : refuse(__func__, "not the beginning of an allocation", CUDA_ERROR_INVALID_VALUE);
 }
-int cudaMallocHost(void** pointer, size_t bytes) { return *pointer = malloc(bytes), 0; }
-int cudaFreeHost(void* pointer) { return free(pointer), 0; }
-
-int cudaMemcpyAsync(void* to, const void* from, size_t bytes, int, void*) {
-  for (const void* side : {(const void*)to, from})
-    if (bytes && in_arena((uint64_t)side) && !accessible((uint64_t)side, bytes))
-      return refuse("cudaMemcpyAsync", "bytes outside of an allocation", CUDA_ERROR_INVALID_VALUE);
-  memmove(to, from, bytes);
+int cudaMallocHost(void** pointer, size_t bytes) {
+  note_call(__func__);
+  if (CUresult refused = check_unsafe(__func__)) return done(refused);
+  pinned[*pointer = malloc(bytes)] = bytes;
   return 0;
+}
+int cudaFreeHost(void* pointer) {
+  note_call(__func__);
+  if (CUresult refused = check_unsafe(__func__)) return done(refused);
+  return pinned.erase(pointer), free(pointer), 0;
+}
+
+int cudaMemcpyAsync(void* to, const void* from, size_t bytes, int, void* stream) {
+  note_call(__func__, stream);
+  for (const void* side : {(const void*)to, from}) {
+    bool on_device = in_arena((uint64_t)side);
+    if (bytes && on_device && !accessible((uint64_t)side, bytes))
+      return refuse(__func__, "bytes outside of an allocation", CUDA_ERROR_INVALID_VALUE);
+    if (bytes && !on_device && captures(stream) && !is_pinned(side, bytes))
+      return done(refuse_capture(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, __func__, stream, "a copy of pageable host memory"));
+  }
+  return done(enqueue(__func__, stream, [=] {
+    for (const void* side : {(const void*)to, from})
+      if (bytes && in_arena((uint64_t)side) && !accessible((uint64_t)side, bytes))
+        return refuse_call(CUDA_ERROR_INVALID_VALUE, "cudaMemcpyAsync", "bytes outside of an allocation");
+    memmove(to, from, bytes);
+    return CUDA_SUCCESS;
+  }));
 }
 int cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t bytes, void* stream) {
   return cudaMemcpyAsync(to, from, bytes, 0, stream);
 }
 
-int cudaStreamCreate(void** stream) { return *stream = malloc(1), 0; }
-int cudaStreamCreateWithFlags(void** stream, unsigned) { return cudaStreamCreate(stream); }
-int cudaStreamDestroy(void* stream) { return free(stream), 0; }
-int cudaStreamSynchronize(void*) { return 0; }
-int cudaStreamWaitEvent(void*, void*, unsigned) { return 0; }
-int cudaEventCreate(void** event) { return *event = malloc(1), 0; }
-int cudaEventDestroy(void* event) { return free(event), 0; }
-int cudaEventRecord(void*, void*) { return 0; }
-int cudaEventSynchronize(void*) { return 0; }
+int cudaStreamCreateWithFlags(void** stream, unsigned flags) {
+  note_call("cudaStreamCreate");
+  return *stream = make_stream(!(flags & 1)), 0;
+}
+int cudaStreamCreate(void** stream) { return cudaStreamCreateWithFlags(stream, 0); }
+int cudaStreamDestroy(void* stream) { return note_call(__func__, stream), done(destroy_stream(stream)); }
+int cudaStreamSynchronize(void* stream) { return note_call(__func__, stream), done(check_wait(__func__, stream)); }
+
+// Outside of a capture nothing is left to wait for; inside, events would join streams to it, which is not emulated.
+int event(const char* call, void* stream) {
+  note_call(call, stream);
+  return captures(stream) ? done(refuse_capture(CUDA_ERROR_NOT_SUPPORTED, call, stream, "events of captures are not emulated")) : 0;
+}
+int cudaStreamWaitEvent(void* stream, void*, unsigned) { return event(__func__, stream); }
+int cudaEventCreate(void** event) { return note_call(__func__), *event = malloc(1), 0; }
+int cudaEventDestroy(void* event) { return note_call(__func__), free(event), 0; }
+int cudaEventRecord(void*, void* stream) { return event(__func__, stream); }
+int cudaEventSynchronize(void*) { return note_call(__func__), done(check_unsafe(__func__)); }
 int cudaEventElapsedTime(float*, void*, void*) { return refuse("cudaEventElapsedTime", "an emulation cannot be timed"); }
 
-int cudaStreamBeginCapture(void*, int) { return refuse("cudaStreamBeginCapture", "graphs are not emulated"); }
-int cudaStreamEndCapture(void*, void**) { return refuse("cudaStreamEndCapture", "graphs are not emulated"); }
-int cudaGraphInstantiate(void**, void*, unsigned long long) { return refuse("cudaGraphInstantiate", "graphs are not emulated"); }
-int cudaGraphLaunch(void*, void*) { return refuse("cudaGraphLaunch", "graphs are not emulated"); }
-int cudaGraphDestroy(void*) { return 0; }
-int cudaGraphExecDestroy(void*) { return 0; }
+int cudaStreamBeginCapture(void* stream, int mode) { return note_call(__func__, stream), done(begin_capture(stream, mode)); }
+int cudaStreamEndCapture(void* stream, void** graph) { return note_call(__func__, stream), done(end_capture(stream, graph)); }
+int cudaGraphInstantiate(void** executable, void* graph, unsigned long long) {
+  return note_call(__func__), done(instantiate(executable, graph));
+}
+int cudaGraphLaunch(void* executable, void* stream) { return note_call(__func__, stream), done(launch_graph(executable, stream)); }
+int cudaGraphDestroy(void* graph) { return note_call(__func__), done(destroy_graph(graph)); }
+int cudaGraphExecDestroy(void* executable) { return note_call(__func__), done(destroy_executable(executable)); }
 
 int cudaGetLastError() {
   int code = last_error;

@@ -2,6 +2,7 @@
 
 #include <cstring>
 
+#include "calls.h"
 #include "driver.h"
 #include "failure.h"
 
@@ -37,6 +38,7 @@ CUresult refuse(const char* why) { return refuse_call(CUDA_ERROR_INVALID_VALUE, 
 CUresult cuTensorMapEncodeTiled(void* map, int type, unsigned rank, void* base, const uint64_t* dims,
                                 const uint64_t* strides, const uint32_t* box, const uint32_t* element_strides,
                                 int interleave, int swizzle, int l2_promotion, int fill) {
+  note_call(__func__);
   if (!map || (uint64_t)map % 64) return refuse("the map is not aligned to 64 bytes");
   if (type < 0 || type >= (int)(sizeof ELEMENT_BYTES / sizeof *ELEMENT_BYTES)) return refuse("unknown element type");
   if (rank < 1 || rank > MAX_RANK) return refuse("the rank is not 1 to 5");
