@@ -35,6 +35,7 @@ from ..passes.pack_weights import pack_weights
 from ..passes.plan_memory import plan_memory
 from ..passes.prove_indices import prove_indices
 from ..passes.release import add_release
+from ..passes.replay import add_replay
 from ..passes.shape_errors import shape_errors
 from ..passes.size_classes import size_classes
 from ..passes.sizes_first import sizes_first
@@ -140,6 +141,7 @@ def lower(
         ("hold_divisions", hold_divisions),
         # Virtual machine
         ("add_release", add_release),
+        ("add_replay", add_replay if target.architecture else lambda mod: mod),
         ("bundle_weights", lambda mod: t.BundleModelParams("weights")(mod) if weights else mod),
         ("remove_purity_checking", t.RemovePurityChecking()),
         ("lower_call_tir", t.CallTIRRewrite()),

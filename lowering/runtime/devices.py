@@ -1,7 +1,8 @@
 """Memory of the GPU that a model runs on: what goes there, what comes back, and in which order.
 
 A call enqueues its kernels and returns; whoever reads device memory on the same stream later sees the results, as
-between kernels of PyTorch. Calls follow PyTorch's current stream where arrays are its own, else the default stream.
+between kernels of PyTorch. Calls follow PyTorch's current stream where arrays are its own, else the one that the caller
+has set by `tvm_ffi.use_raw_stream`, which must live until calls go to another; the default stream where none is set.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -94,14 +95,16 @@ class Gpu:
         tvm_ffi.get_global_func("runtime.Device_StreamSync")(self.device, stream)
 
     @contextmanager
-    def stream_of(self, inputs: Iterable[Any]) -> Iterator[None]:
-        """While it is open, work goes to the stream that the arrays are ordered on."""
+    def stream_of(self, inputs: Iterable[Any]) -> Iterator[int]:
+        """While it is open, work goes to the stream that the arrays are ordered on, which it gives."""
         torch = sys.modules.get("torch")
-        ours = torch is not None and any(isinstance(array, torch.Tensor) and array.is_cuda for array in inputs)
-        stream = torch.cuda.current_stream(self.number).cuda_stream if torch is not None and ours else 0
+        if torch is not None and any(isinstance(array, torch.Tensor) and array.is_cuda for array in inputs):
+            stream = torch.cuda.current_stream(self.number).cuda_stream
+        else:
+            stream = tvm_ffi.get_raw_stream(self.device)
         if _last_streams.setdefault(self.number, stream) != stream:
             before = _last_streams[self.number]
-            tvm_ffi.get_global_func("runtime.Device_StreamSync")(self.device, before)
+            tvm_ffi.get_global_func("runtime.Device_StreamSyncFromTo")(self.device, before, stream)
             _last_streams[self.number] = stream
-        with tvm_ffi.use_raw_stream(self.device, stream) if stream else nullcontext():
-            yield
+        with tvm_ffi.use_raw_stream(self.device, stream):
+            yield stream

@@ -88,6 +88,15 @@ class Library:
             machine["set_instrument"](tvm_ffi.convert(instrument))
         return Machine(machine)
 
+    def new_replay(self) -> tvm_ffi.Function:
+        """`replay` (passes/replay.py) of a virtual machine of its own. Raises ArtifactError if the code has none."""
+        machine = self._load()
+        machine["vm_initialization"](*self._devices, CPU, 0, _POOLED)
+        try:
+            return machine["replay"]
+        except AttributeError as error:
+            raise ArtifactError("the artifact is from before there were graphs: compile the model again.") from error
+
     def function(self, name: str) -> tvm_ffi.Function:
         """A compiled function by name."""
         return self._executable.get_function(name, query_imports=True)

@@ -19,6 +19,7 @@ from .failures import sentence
 from .files import Files
 from .folders import replaced_folder
 from .gpu import CPU
+from .graphs import Graph, check_graph
 from .inputs import Port, Sizes
 from .library import Instrument, Library, Machine
 from .outputs import FromDLPack, OutputPort, from_dlpack_of
@@ -105,18 +106,22 @@ class Model:
         return self.run(inputs)
 
     def bind(
-        self, inputs: Arrays, outputs: Arrays | None = None, threads: int | None = None
+        self, inputs: Arrays, outputs: Arrays | None = None, threads: int | None = None, graph: bool = False
     ) -> Callable[[], dict[str, Any]]:
         """A function that runs the model on these arrays, checked here once and for all, and returns what `run` does.
 
         What the arrays hold when it is called counts. outputs, by name, are arrays that results are written to; the
         returned dictionary has them in place of new ones. The arrays must be contiguous and, but for donated ones and
         outputs, may be read-only. Calls from several threads are as safe as the arrays are.
+
+        graph, for models on GPUs, makes the first call a CUDA graph, which all others launch: one call of the driver
+        instead of one for each kernel. The outputs are then the same arrays in every call. Raises InputError, at once
+        or in the first call, where the host reads what arrays hold, on which sizes or kernels depend.
         """
         inputs = dict(inputs)  # the caller's may change
         strings = Dictionary(self.manifest.strings)
         from_dlpack, on_host = _kind(inputs)
-        gpu = self.gpu
+        gpu = check_graph(self.manifest, self.gpu, inputs, outputs) if graph else self.gpu
         threads = self._threads if threads is None else checked_threads(threads)
         sizes: Sizes = {}
         ports = [
@@ -146,6 +151,24 @@ class Model:
 
         slots = self.manifest.slots
         arrays = list(inputs.values())
+        if graph and gpu is not None:
+            donated = frozenset(address for address, owner in memory.items() if owner is not None)
+
+            def delivered(results: list[Tensor]) -> dict[str, Any]:
+                arrays = {}
+                for port, tensor in zip(self._outputs, results):
+                    name, array = memory.get(tensor.data_ptr()) or (None, None)
+                    own = name == port.name
+                    arrays[port.name] = array if own else port.deliver(tensor, from_dlpack, strings)
+                return arrays
+
+            captured = Graph(self._library, gpu, (*tensors, *self._weights.argument), donated, delivered)
+
+            def launch() -> dict[str, Any]:
+                with gpu.stream_of(arrays) as stream:
+                    return captured(stream)
+
+            return launch
         if slots is not None:
             rows, length = self._new_rows(slots, tensors), inputs[slots.length]
             if gpu is None:  # the memory that the code reads, whatever becomes of the caller's array object

@@ -10,6 +10,8 @@ from functools import cache
 
 import tvm_ffi
 
+from .gpu import CPU
+
 # The TVM Python package registers a class of its own for tensors; this one is tvm_ffi's, which it derives from.
 Tensor = tvm_ffi.Tensor
 
@@ -37,8 +39,16 @@ def copy_of(tensor: Tensor, device: tvm_ffi.Device | None = None) -> Tensor:
 
 
 def copy_to(source: Tensor, target: Tensor) -> None:
-    """Copies the contents of a tensor to another of the same size in bytes, both contiguous."""
+    """Copies the contents of a tensor to another of the same size in bytes, both contiguous, on the current stream."""
+    device = source.device if target.device.dlpack_device_type() == CPU else target.device
+    stream = tvm_ffi.get_raw_stream(device)
+    if device.dlpack_device_type() == CPU or not stream:
+        _function("runtime.TVMTensorCopyFromTo")(source, target)
+        return
+    # The runtime copies on the default stream, whichever is current, and some streams do not wait for that one.
+    _function("runtime.Device_StreamSyncFromTo")(device, stream, 0)
     _function("runtime.TVMTensorCopyFromTo")(source, target)
+    _function("runtime.Device_StreamSyncFromTo")(device, 0, stream)
 
 
 def held_elsewhere(tensor: Tensor) -> bool:

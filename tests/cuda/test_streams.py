@@ -55,8 +55,8 @@ class Gpu:
 
 
 def record() -> list[Any]:
-    """What x holds after the capture, and after launches on another stream and on the default one; the copy of it that is
-    a part of them; what a launch says once the kernel was unloaded; the calls by name and stream."""
+    """What x holds after the capture, and after launches on another stream and on the default one; the copy of it that
+    is a part of them; what a launch says once the kernel was unloaded; the calls by name and stream."""
     gpu = Gpu()
     stream, other, executable = gpu.stream(), gpu.stream(), ctypes.c_void_p()
     y = ctypes.c_void_p()

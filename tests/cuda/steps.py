@@ -1,0 +1,259 @@
+"""Decode steps on the emulated GPU, call by call of the driver; what tests call in its process."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from functools import cache, partial
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import onnx
+import tvm_ffi
+from cuda_emulation import device
+
+import lowering
+from lowering.demo.decoder import DecoderConfig, build_decoder
+from lowering.runtime import graphs, library, tensors
+
+TARGET, STEPS = "cuda:sm_80", 6
+# What only asks or sets something in the host's memory.
+FREE = {"cudaGetDevice", "cudaSetDevice", "cudaDeviceGetAttribute"}
+
+# One token attends to a cache that grows by it.
+ATTENTION = """
+<ir_version: 11, opset_import: ["" : 24]>
+decode (
+  float[B, 4, 1, 32] q, float[B, 2, 1, 32] k, float[B, 2, 1, 32] v, int64[B] write_indices,
+  float[B, 2, C, 32] cache_k, float[B, 2, C, 32] cache_v
+) => (float[B, 4, 1, 32] y, float[B, 2, C, 32] present_k, float[B, 2, C, 32] present_v) {
+  present_k = TensorScatter <axis = 2> (cache_k, k, write_indices)
+  present_v = TensorScatter <axis = 2> (cache_v, v, write_indices)
+  one = Constant <value_int = 1> ()
+  valid = Add (write_indices, one)
+  attended = Attention (q, present_k, present_v, , , , valid)
+  y = Add (attended, q)
+}
+"""
+DECODER = DecoderConfig(layers=2, vocabulary=64)
+
+
+@cache
+def model(name: str) -> lowering.Model:
+    proto = build_decoder(DECODER) if name == "decoder" else onnx.parser.parse_model(ATTENTION)
+    return lowering.compile(proto, TARGET, donate=("cache_.*",))
+
+
+class Steps:
+    """A bound step of a model. Two of them with one seed get the same tokens."""
+
+    def __init__(self, model: lowering.Model, graph: bool, capacity: int = 600, batch: int = 2) -> None:
+        self.model, self._rng, self._number = model, np.random.default_rng(0), 0
+        sizes = {"C": capacity, "capacity": capacity, "B": batch, "batch": batch, "tokens": 1}
+        self.arrays = {}
+        for spec in model.inputs:
+            shape = [sizes.get(d, d) for d in spec.dims]
+            self.arrays[spec.name] = model.gpu.copy(np.zeros(shape, spec.dtype))
+        self._call = model.bind(self.arrays, graph=graph)
+        self.outputs: dict[str, Any] = {}
+        self.calls: list[device.Call] = []
+
+    def __call__(self) -> dict[str, np.ndarray]:
+        """The outputs of the next step on new tokens; `outputs` are its arrays, `calls` those of the driver in it."""
+        for name, array in self.arrays.items():
+            if name == "write_indices":
+                tensors.copy_to(tvm_ffi.from_dlpack(np.full(array.shape, self._number)), array)
+            elif name == "ids":
+                tensors.copy_to(tvm_ffi.from_dlpack(self._rng.integers(0, DECODER.vocabulary, array.shape)), array)
+            elif not name.startswith("cache_"):
+                tensors.copy_to(tvm_ffi.from_dlpack(self._rng.standard_normal(array.shape).astype("f")), array)
+        self._number += 1
+        device.take_calls()
+        self.outputs = self._call()
+        self.calls = device.take_calls()
+        return {name: on_host(array) for name, array in self.outputs.items()}
+
+
+def on_host(array: Any) -> np.ndarray:
+    """A copy of what an array of the GPU holds."""
+    return np.from_dlpack(tensors.copy_of(array, tvm_ffi.device("cpu")))
+
+
+def work(calls: Iterable[device.Call]) -> Counter[str]:
+    """How many calls there were, by name, of those that do more than look into memory."""
+    return Counter(call.name for call in calls if call.name not in FREE)
+
+
+@contextmanager
+def own_stream(model: lowering.Model) -> Iterator[int]:
+    """While it is open, calls go to a new stream, whose address it gives."""
+    gpu = model.gpu.device
+    stream = tvm_ffi.get_global_func("runtime.Device_StreamCreate")(gpu)
+    try:
+        with tvm_ffi.use_raw_stream(gpu, stream):
+            yield stream
+    finally:
+        with model.gpu.stream_of([]):  # the next call does not look for this one
+            tvm_ffi.get_global_func("runtime.Device_StreamFree")(gpu, stream)
+
+
+def calls_of_steps(name: str, graph: bool) -> list[tuple[Counter[str], Counter[str]]]:
+    """Of each step on a stream of the caller's: the calls that do something, and the others.
+
+    Those on the caller's stream have their names, those on others have "elsewhere" behind it.
+    """
+    step, found = Steps(model(name), graph), []
+    with own_stream(step.model) as stream:
+        for _ in range(STEPS):
+            step()
+            calls = [
+                device.Call(call.name + (" elsewhere" if call.stream not in (None, stream) else ""), call.stream)
+                for call in step.calls
+            ]
+            found.append((work(calls), Counter(call.name for call in calls if call.name in FREE)))
+    return found
+
+
+def disturb(name: str, number: int) -> None:
+    """What may happen between steps: the same thread runs the model at a size that needs more memory than any before,
+    and the runtime gives back to the driver what nobody holds."""
+    Steps(model(name), False, batch=4 << number)()
+    tvm_ffi.get_global_func("vm.builtin.memory_manager.clear")()
+
+
+def replayed(name: str, fault: str | None = None) -> tuple[float, bool]:
+    """The largest difference between outputs of replayed steps and of those that are not; and whether the arrays of a
+    replayed step are always the same, those of caches the ones that were bound."""
+    with ThreadPoolExecutor(1) as fresh:  # a thread whose workspaces are small
+        return fresh.submit(_replayed, name, fault).result()
+
+
+def _replayed(name: str, fault: str | None) -> tuple[float, bool]:
+    plain = Steps(model(name), False)
+    worst, first, same = 0.0, {}, True
+    with FAULTS[fault]() if fault else nullcontext():
+        steps = Steps(model(name), True)
+        for number in range(STEPS):
+            right = plain()
+            disturb(name, number)
+            found = steps()
+            worst = max([worst, *(float(np.abs(found[key] - right[key]).max()) for key in right)])
+            first = first or steps.outputs
+            same = same and all(first[key] is steps.outputs[key] for key in first)
+    donated = steps.model.manifest.donated
+    return worst, same and all(steps.arrays[key] is first[output] for key, output in donated.items())
+
+
+class _Copying(graphs.Graph):
+    def __init__(self, library: Any, gpu: Any, arguments: Any, *others: Any) -> None:
+        self._originals = arguments
+        super().__init__(library, gpu, [tensors.copy_of(argument) for argument in arguments], *others)
+
+
+class _Waiting(library.Machine):
+    def __init__(self, machine: Any) -> None:
+        super().__init__(machine)
+        main = self.main
+
+        def main_and_wait(*arguments: Any) -> Any:
+            results, gpu = main(*arguments), tvm_ffi.device("cuda", 0)
+            tvm_ffi.get_global_func("runtime.Device_StreamSync")(gpu, tvm_ffi.get_raw_stream(gpu))
+            return results
+
+        self.main = main_and_wait
+
+
+class _Forgetting(graphs.Graph):
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, [] if name == "_kept" else value)
+
+
+class _Here:
+    """A ThreadPoolExecutor without threads."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._done: Future = Future()
+
+    def submit(self, function: Any, *arguments: Any) -> Future:
+        self._done.set_result(function(*arguments))
+        return self._done
+
+
+FAULTS = {
+    "copies are recorded": partial(mock.patch, "lowering.runtime.model.Graph", _Copying),
+    "a step waits": partial(mock.patch.object, library, "Machine", _Waiting),
+    "memory is not kept": partial(mock.patch, "lowering.runtime.model.Graph", _Forgetting),
+    "no thread is kept": partial(mock.patch.object, graphs, "ThreadPoolExecutor", _Here),
+}
+
+
+def copies_of_a_step() -> list[str]:
+    """What a step on a stream of the caller's does after its kernels, where an array is bound to its output y: names of
+    calls, with the stream, "own" or "default"."""
+    steps = Steps(model("attention"), False)
+    y = steps.model.gpu.copy(np.zeros((2, 4, 1, 32), "f"))
+    call = steps.model.bind(steps.arrays, {"y": y})
+    with own_stream(steps.model) as stream:
+        call()
+        device.take_calls()
+        call()
+        calls = device.take_calls()
+    names = {stream: " own", 0: " default", None: ""}
+    last = max(k for k, call in enumerate(calls) if call.name == "cuLaunchKernelEx")
+    return [call.name + names[call.stream] for call in calls[last + 1 :] if call.name not in FREE]
+
+
+def product_by_tensor_maps() -> list[tuple[float, int]]:
+    """Of each step: how far a replayed product is from the same that is not, and how many tensor maps were made."""
+    rng = np.random.default_rng(0)
+    weight = onnx.numpy_helper.from_array(rng.standard_normal((128, 128)).astype("float16"), "w")
+    text = """<ir_version: 11, opset_import: ["" : 24]>
+    product (float16[n, 128] x, float16[128, 128] w) => (float16[n, 128] y) { y = MatMul (x, w) }"""
+    proto = onnx.parser.parse_model(text)
+    proto.graph.initializer.append(weight)
+    del proto.graph.input[1]
+    made = lowering.compile(proto, "cuda:sm_90a")
+    x = made.gpu.copy(np.zeros((128, 128), "float16"))
+    plain, replayed = made.bind({"x": x}), made.bind({"x": x}, graph=True)
+    found = []
+    for _ in range(3):
+        tensors.copy_to(tvm_ffi.from_dlpack(rng.standard_normal((128, 128)).astype("float16")), x)
+        right = on_host(plain()["y"]).astype("f")
+        device.take_calls()
+        difference = float(np.abs(on_host(replayed()["y"]).astype("f") - right).max() / np.ptp(right))
+        found.append((difference, work(device.take_calls())["cuTensorMapEncodeTiled"]))
+    return found
+
+
+# -- refusals
+
+
+def reads_a_size() -> None:
+    graph = """
+    <ir_version: 11, opset_import: ["" : 24]>
+    pick (float[N] x, bool c) => (float[N] y) {
+      y = If (c) <then_branch = first () => (float[N] a) { a = Neg (x) },
+                  else_branch = second () => (float[N] b) { b = Exp (x) }>
+    }
+    """
+    made = lowering.compile(onnx.parser.parse_model(graph), TARGET)
+    arrays = {"x": made.gpu.copy(np.ones(3, "f")), "c": made.gpu.copy(np.array(True))}
+    made.bind(arrays)()
+    made.bind(arrays, graph=True)()
+
+
+def has_slots(folder: str) -> None:
+    made = lowering.compile(f"{folder}/model.onnx", TARGET, static_cache=16)
+    sizes = {d: 1 for spec in made.inputs for d in spec.dims if isinstance(d, str)}
+    made.bind(
+        {t.name: made.gpu.copy(np.zeros([sizes.get(d, d) for d in t.dims], t.dtype)) for t in made.inputs}, graph=True
+    )
+
+
+def binds_an_output() -> None:
+    steps = Steps(model("attention"), False)
+    y = steps.model.gpu.copy(np.zeros((2, 4, 1, 32), "f"))
+    steps.model.bind(steps.arrays, {"y": y}, graph=True)

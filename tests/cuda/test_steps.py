@@ -1,0 +1,85 @@
+"""Decode steps on a GPU: what each costs the host in calls of the driver, and that graphs compute the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cuda_emulation as emulated
+import pytest
+import steps
+
+from lowering.errors import InputError
+
+SAMPLES = Path(__file__).parents[1] / "exports" / "samples"
+# Kernels of a step, as docs/architecture.md has them.
+LAUNCHES = {"attention": 6, "decoder": 45}
+MODELS = pytest.mark.parametrize("name", ["attention", pytest.param("decoder", marks=pytest.mark.slow)])
+
+
+def run(function: Callable, *arguments: Any) -> Any:
+    return emulated.run(function, *arguments, arch="sm_80", timeout=500)
+
+
+@MODELS
+def test_a_bound_step_launches_kernels_and_nothing_else(name: str) -> None:
+    """On the caller's stream. Memory comes from the runtime's pool, which has what it needs after two steps."""
+    for calls, free in run(steps.calls_of_steps, name, False)[2:]:
+        assert calls == {"cuLaunchKernelEx": LAUNCHES[name]}
+        assert free["cudaGetDevice"] == LAUNCHES[name]
+
+
+def test_copies_wait_for_the_callers_stream_and_it_for_them() -> None:
+    """The runtime copies on the default stream, of which other streams may know nothing."""
+    calls = [call for call in run(steps.copies_of_a_step) if call not in ("cudaEventCreate", "cudaEventDestroy")]
+    assert calls == [
+        "cudaEventRecord own", "cudaStreamWaitEvent default", "cudaMemcpyAsync default",
+        "cudaEventRecord default", "cudaStreamWaitEvent own",
+    ]  # fmt: skip
+
+
+@MODELS
+def test_a_replayed_step_is_one_call(name: str) -> None:
+    first, *others = run(steps.calls_of_steps, name, True)
+    for calls, free in others:
+        assert (calls, free) == ({"cudaGraphLaunch": 1}, {"cudaGetDevice": 1})
+    assert first[0]["cuLaunchKernelEx"] == first[0]["cuLaunchKernelEx elsewhere"] == LAUNCHES[name]
+    assert first[0]["cudaStreamSynchronize"] == 0
+
+
+@MODELS
+def test_replayed_steps_are_the_others(name: str) -> None:
+    """Whatever else runs, and wherever the runtime's pool gives memory back."""
+    assert run(steps.replayed, name) == (0, True)
+
+
+def test_a_graph_of_copies_is_noticed() -> None:
+    worst, same = run(steps.replayed, "attention", "copies are recorded")
+    assert worst > 0 and not same
+
+
+def test_a_step_that_waits_is_noticed() -> None:
+    with pytest.raises(emulated.EmulationError, match=r"does no work to wait for|the capture has failed before"):
+        run(steps.replayed, "attention", "a step waits")
+
+
+@pytest.mark.parametrize("fault", ["memory is not kept", "no thread is kept"])
+def test_memory_that_is_not_kept_is_noticed(fault: str) -> None:
+    with pytest.raises(emulated.EmulationError, match="freed"):
+        run(steps.replayed, "attention", fault)
+
+
+def test_tensor_maps_are_part_of_a_graph() -> None:
+    found = emulated.run(steps.product_by_tensor_maps, arch="sm_90a", timeout=500)
+    assert [difference for difference, _ in found] == [0, 0, 0]
+    assert found[0][1] > 0 and [maps for _, maps in found[1:]] == [0, 0]
+
+
+def test_what_cannot_be_a_graph() -> None:
+    with pytest.raises(InputError, match="an If or a Loop depends on the content of an array, which the host reads"):
+        run(steps.reads_a_size)
+    with pytest.raises(InputError, match=r"static_cache cannot be a graph: the host reads '.*'"):
+        run(steps.has_slots, str(SAMPLES / "llama-past-dynamo23"))
+    with pytest.raises(InputError, match="bind without outputs"):
+        run(steps.binds_an_output)
