@@ -11,7 +11,9 @@
 //
 // Models for GPUs also need libtvm_runtime_cuda (-ltvm_runtime_cuda). Their tensors are in the memory of one GPU, at
 // multiples of 16 bytes: view(pointer, "float16", shape, lowering::gpu(0)), and Model(folder, spec, 0). A call returns
-// when its kernels are enqueued, on the stream that TVMFFIEnvSetStream set, else on the default one.
+// when its kernels are enqueued, on the stream that TVMFFIEnvSetStream set, else on the default one. That stream may capture:
+// after a run of the same tensors in the same thread, whose outputs are gone, a run enqueues kernels and nothing else.
+// docs/gpu_steps.md says what must hold while the graph is used.
 //
 // Errors are exceptions: std::runtime_error for an artifact that cannot be loaded, std::invalid_argument for tensors
 // that cannot be and inputs that the model does not take. Nothing is written before all inputs are checked; sizes that do

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -228,6 +230,28 @@ def product_by_tensor_maps() -> list[tuple[float, int]]:
     return found
 
 
+def memory_of_a_graph() -> tuple[int, int]:
+    """How many pieces of memory a graph took from the driver, and how many came back when it was dropped."""
+    made, clear = model("attention"), tvm_ffi.get_global_func("vm.builtin.memory_manager.clear")
+    arrays = Steps(made, False).arrays
+    made.bind(arrays)()
+    gc.collect()
+    clear()
+    device.take_calls()
+    step = made.bind(arrays, graph=True)
+    for _ in range(3):
+        step()
+    del step
+    gc.collect()
+    clear()
+    calls = work(device.take_calls())
+    deadline = time.monotonic() + 10
+    while calls["cudaFree"] < calls["cudaMalloc"] and time.monotonic() < deadline:  # the graph's thread is ending
+        time.sleep(0.01)
+        calls += work(device.take_calls())
+    return calls["cudaMalloc"], calls["cudaFree"]
+
+
 # -- refusals
 
 
@@ -257,3 +281,9 @@ def binds_an_output() -> None:
     steps = Steps(model("attention"), False)
     y = steps.model.gpu.copy(np.zeros((2, 4, 1, 32), "f"))
     steps.model.bind(steps.arrays, {"y": y}, graph=True)
+
+
+def is_old() -> None:
+    with mock.patch("lowering.compiling.pipeline.add_replay", lambda module: module):
+        made = lowering.compile(onnx.parser.parse_model(ATTENTION), TARGET)
+    made.bind(Steps(made, False).arrays, graph=True)
