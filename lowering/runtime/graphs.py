@@ -155,9 +155,10 @@ def _refusal(error: Exception, reads: list[str], has_run: bool) -> str:
         )
     if not has_run:
         return f"the model cannot run on these inputs: {sentence(error)}"
+    reason = str(error).strip().partition("\n")[0]
     return (
-        f"the call has run, but could not be captured as a graph: {str(error).splitlines()[-1]}. During the first call "
-        "no other thread may allocate or free memory of the GPU, or load code."
+        f"the call has run, but could not be captured as a graph ({reason}). During the first call no other thread may "
+        "allocate or free memory of the GPU, or load code. Call again, or bind the arrays without graph=True."
     )
 
 

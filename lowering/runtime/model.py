@@ -18,11 +18,10 @@ from .devices import Gpu
 from .failures import sentence
 from .files import Files
 from .folders import replaced_folder
-from .gpu import CPU
 from .graphs import Graph, check_graph
 from .inputs import Port, Sizes
 from .library import Instrument, Library, Machine
-from .outputs import FromDLPack, OutputPort, from_dlpack_of
+from .outputs import FromDLPack, OutputPort, kind_of
 from .signature import SigningKey, sign
 from .strings import Dictionary
 from .tensors import Tensor, copy_of, copy_to, held_elsewhere, item
@@ -87,7 +86,7 @@ class Model:
         inside the model.
         """
         strings = Dictionary(self.manifest.strings)
-        from_dlpack, on_host = _kind(inputs)
+        from_dlpack, on_host = kind_of(inputs)
         shapes = [getattr(inputs.get(port.name), "shape", None) for port in self._ports]
         tensors = self._accept(self._ports, inputs, None if shapes == self._shapes else {}, strings)
         self._shapes = shapes
@@ -120,7 +119,7 @@ class Model:
         """
         inputs = dict(inputs)  # the caller's may change
         strings = Dictionary(self.manifest.strings)
-        from_dlpack, on_host = _kind(inputs)
+        from_dlpack, on_host = kind_of(inputs)
         gpu = check_graph(self.manifest, self.gpu, inputs, outputs) if graph else self.gpu
         threads = self._threads if threads is None else checked_threads(threads)
         sizes: Sizes = {}
@@ -388,23 +387,6 @@ def _write(name: str, result: Tensor, target: Tensor) -> None:
         )
     if result.data_ptr() != target.data_ptr():
         copy_to(result, target)
-
-
-def _kind(inputs: Arrays) -> tuple[FromDLPack, bool]:
-    """What makes the caller's kind of array, and whether that is in the host's memory."""
-    for array in inputs.values():
-        if type(array) is np.ndarray or isinstance(array, (np.ndarray, np.generic)):
-            continue
-        if hasattr(array, "__dlpack__"):
-            return from_dlpack_of(array), _on_host(array)
-    return np.from_dlpack, True
-
-
-def _on_host(array: Any) -> bool:
-    try:
-        return array.__dlpack_device__()[0] == CPU
-    except Exception:  # of a kind that DLPack does not know, which the input's port refuses
-        return True
 
 
 def _names(specs: tuple[TensorSpec, ...]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import tvm_ffi
 from ..errors import InputError
 from ..manifest import TensorSpec
 from .elements import ElementType
+from .gpu import CPU
 from .strings import Dictionary
 from .tensors import Tensor, view_as
 
@@ -37,6 +38,23 @@ def from_dlpack_of(array: Any) -> FromDLPack:
             "outputs could not be given back in kind. Pass NumPy arrays."
         )
     return function
+
+
+def kind_of(inputs: Mapping[str, Any]) -> tuple[FromDLPack, bool]:
+    """What makes the caller's kind of array, and whether that is in the host's memory."""
+    for array in inputs.values():
+        if type(array) is np.ndarray or isinstance(array, (np.ndarray, np.generic)):
+            continue
+        if hasattr(array, "__dlpack__"):
+            return from_dlpack_of(array), _on_host(array)
+    return np.from_dlpack, True
+
+
+def _on_host(array: Any) -> bool:
+    try:
+        return array.__dlpack_device__()[0] == CPU
+    except Exception:  # of a kind that DLPack does not know, which the input's port refuses
+        return True
 
 
 class OutputPort:

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache, partial
 from typing import Any
 from unittest import mock
@@ -149,6 +149,23 @@ def _replayed(name: str, fault: str | None) -> tuple[float, bool]:
     return worst, same and all(steps.arrays[key] is first[output] for key, output in donated.items())
 
 
+def captured_again() -> tuple[str, float]:
+    """The error of a first call during which another thread allocates, and how far the outputs of the next calls are
+    from those of calls that are no graph."""
+    plain, steps = Steps(model("attention"), False), Steps(model("attention"), True)
+    _Disturbed.calls, message, worst = 0, "", 0.0
+    with mock.patch.object(library, "Machine", _Disturbed):
+        for _ in range(STEPS):
+            right = plain()
+            try:
+                found = steps()
+            except lowering.InputError as error:
+                message += str(error)
+                continue
+            worst = max([worst, *(float(np.abs(found[key] - right[key]).max()) for key in right)])
+    return message, worst
+
+
 class _Copying(graphs.Graph):
     def __init__(self, library: Any, gpu: Any, arguments: Any, *others: Any) -> None:
         self._originals = arguments
@@ -182,6 +199,25 @@ class _Here:
     def submit(self, function: Any, *arguments: Any) -> Future:
         self._done.set_result(function(*arguments))
         return self._done
+
+
+class _Disturbed(library.Machine):
+    """Machines of which the first has, in its second call, another thread allocate memory of the GPU."""
+
+    calls = 0
+
+    def __init__(self, machine: Any) -> None:
+        super().__init__(machine)
+        main = self.main
+
+        def main_and_allocate(*arguments: Any) -> Any:
+            _Disturbed.calls += 1
+            if _Disturbed.calls == 2:
+                with ThreadPoolExecutor(1) as other, suppress(RuntimeError):
+                    other.submit(tensors.copy_of, arguments[0]).result()
+            return main(*arguments)
+
+        self.main = main_and_allocate
 
 
 FAULTS = {
@@ -287,3 +323,9 @@ def is_old() -> None:
     with mock.patch("lowering.compiling.pipeline.add_replay", lambda module: module):
         made = lowering.compile(onnx.parser.parse_model(ATTENTION), TARGET)
     made.bind(Steps(made, False).arrays, graph=True)
+
+
+def has_no_inputs() -> None:
+    text = """<ir_version: 11, opset_import: ["" : 24]>
+    constant () => (float[2] y) { y = Constant <value_floats = [1.0, 2.0]> () }"""
+    lowering.compile(onnx.parser.parse_model(text), TARGET).bind({}, graph=True)

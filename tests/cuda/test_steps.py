@@ -72,6 +72,16 @@ def test_memory_that_is_not_kept_is_noticed(fault: str) -> None:
         run(steps.replayed, "attention", fault)
 
 
+def test_a_disturbed_capture_says_so_and_is_made_by_the_next_call() -> None:
+    message, worst = run(steps.captured_again)
+    assert worst == 0
+    assert re.match(
+        r"the call has run, but could not be captured as a graph \(.*CUDA_ERROR_STREAM_CAPTURE_INVALIDATED.*\)\. "
+        r"During the first call no other thread may allocate",
+        message,
+    )
+
+
 def test_tensor_maps_are_part_of_a_graph() -> None:
     found = emulated.run(steps.product_by_tensor_maps, arch="sm_90a", timeout=500)
     assert [difference for difference, _ in found] == [0, 0, 0]
@@ -92,3 +102,5 @@ def test_what_cannot_be_a_graph() -> None:
         run(steps.binds_an_output)
     with pytest.raises(ArtifactError, match="compile the model again"):
         run(steps.is_old)
+    with pytest.raises(InputError, match="a model without inputs"):
+        run(steps.has_no_inputs)

@@ -46,6 +46,11 @@ def test_inputs(model: Load, inputs: dict[str, Any], message: str) -> None:
         module.run(inputs)
 
 
+def test_graphs_are_for_gpus(model: Load) -> None:
+    with pytest.raises(InputError, match=r"graphs are for models on GPUs.*bind without graph=True"):
+        model("sums").bind({"x": ONES, "y": ONES}, graph=True)
+
+
 def test_static_sizes(model: Load) -> None:
     with pytest.raises(InputError, match=r"'x' must have size 64 along axis 1, not 63: it takes \[n, 64\] and"):
         model("dense").run({"x": np.ones((2, 63), "f")})
