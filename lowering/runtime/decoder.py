@@ -9,8 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import InputError
-from .elements import ElementType
+from ..manifest import TensorSpec
+from .elements import BYTES_ELSEWHERE, ElementType
 from .inputs import plain_array
+from .outputs import OutputPort
+from .strings import Dictionary
+from .tensors import copy_of, view_as
 
 if TYPE_CHECKING:
     from .model import Model
@@ -19,7 +23,8 @@ if TYPE_CHECKING:
 class Decoder:
     """The state of one batch of sequences: its caches, how many tokens they hold, and which of those count.
 
-    Made by `Model.decoder`. Caches are written in place; a call that raises leaves the decoder as it was.
+    Made by `Model.decoder`. Caches lie where the model runs and are written in place; a call that raises leaves the
+    decoder as it was.
     """
 
     def __init__(self, model: Model, ids: str, mask: str, positions: str, fixed: Mapping[str, Any]) -> None:
@@ -37,8 +42,8 @@ class Decoder:
         if others:
             raise InputError(f"a decoder cannot know input '{others[0]}': pass its array in `fixed`.")
         caches = set(manifest.donated.values())
-        self._output = next(t.name for t in model.outputs if t.name not in caches)
-        self._caches: dict[str, np.ndarray] = {}
+        self._output = OutputPort(next(t for t in model.outputs if t.name not in caches))
+        self._caches: dict[str, Any] = {}  # NumPy's, or tensors of a GPU
         self._batch: int | None = None  # of the caches
         self.reset()
 
@@ -60,7 +65,8 @@ class Decoder:
     def fork(self) -> Decoder:
         """A second decoder that goes on from here, with caches of its own."""
         other = copy.copy(self)
-        other._caches = {name: cache.copy() for name, cache in self._caches.items()}
+        copied = np.copy if self._model.gpu is None else copy_of
+        other._caches = {name: copied(cache) for name, cache in self._caches.items()}
         other._seen = None if self._seen is None else self._seen.copy()
         return other
 
@@ -88,7 +94,9 @@ class Decoder:
         if self._positions in self._specs:
             at = np.maximum(seen.cumsum(axis=1) - 1, 0)[:, self._length :]
             inputs[self._positions] = at.astype(self._specs[self._positions].dtype)
-        result = self._model.run({**inputs, **self._fixed})[self._output]
+        result = self._model.run({**inputs, **self._fixed})[self._output.name]
+        if self._model.gpu is not None:  # in the kind of the caches
+            result = self._output.deliver(self._model.gpu.to_host(result), np.from_dlpack, Dictionary(()))
         self._length, self._seen = seen.shape[1], seen
         return result
 
@@ -96,7 +104,7 @@ class Decoder:
         """Reads one more token of each sequence, int [B] or a number; answers for it, [B, ...]."""
         return self.prefill(np.atleast_1d(plain_array(ids, "the array of token ids")).reshape(-1, 1))[:, -1]
 
-    def _memory(self, batch: int) -> dict[str, np.ndarray]:
+    def _memory(self, batch: int) -> dict[str, Any]:
         """The caches; new ones for the first prompt, and where the batch size has changed, by way of `reset`."""
         if batch != self._batch:
             caches = {}
@@ -105,6 +113,13 @@ class Decoder:
                 sizes = [batch, *(size for size in spec.dims[1:] if isinstance(size, int))]
                 if len(sizes) < len(spec.dims):
                     raise InputError(f"cache {spec} has a symbolic size besides its batch: call `run` instead.")
-                caches[name] = np.zeros(sizes, ElementType(spec.dtype, spec.storage).numpy)
+                caches[name] = self._zeros(spec, sizes)
             self._caches, self._batch = caches, batch
         return self._caches
+
+    def _zeros(self, spec: TensorSpec, sizes: list[int]) -> Any:
+        zeros = np.zeros(sizes, ElementType(spec.dtype, spec.storage).numpy)
+        if self._model.gpu is None:
+            return zeros
+        dtype = spec.storage if spec.dtype in BYTES_ELSEWHERE else spec.dtype
+        return view_as(self._model.gpu.copy(zeros.reshape(-1).view(np.uint8)), dtype, zeros.shape)
