@@ -154,12 +154,11 @@ class Model:
             donated = frozenset(address for address, owner in memory.items() if owner is not None)
 
             def delivered(results: list[Tensor]) -> dict[str, Any]:
-                arrays = {}
+                made = {}
                 for port, tensor in zip(self._outputs, results):
-                    name, array = memory.get(tensor.data_ptr()) or (None, None)
-                    own = name == port.name
-                    arrays[port.name] = array if own else port.deliver(tensor, from_dlpack, strings)
-                return arrays
+                    owner, array = memory.get(tensor.data_ptr()) or (None, None)
+                    made[port.name] = array if owner == port.name else port.deliver(tensor, from_dlpack, strings)
+                return made
 
             captured = Graph(self._library, gpu, (*tensors, *self._weights.argument), donated, delivered)
 

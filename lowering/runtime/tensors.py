@@ -40,15 +40,17 @@ def copy_of(tensor: Tensor, device: tvm_ffi.Device | None = None) -> Tensor:
 
 def copy_to(source: Tensor, target: Tensor) -> None:
     """Copies the contents of a tensor to another of the same size in bytes, both contiguous, on the current stream."""
+    copy = _function("runtime.TVMTensorCopyFromTo")
     device = source.device if target.device.dlpack_device_type() == CPU else target.device
-    stream = tvm_ffi.get_raw_stream(device)
-    if device.dlpack_device_type() == CPU or not stream:
-        _function("runtime.TVMTensorCopyFromTo")(source, target)
+    stream = 0 if device.dlpack_device_type() == CPU else tvm_ffi.get_raw_stream(device)
+    if not stream:
+        copy(source, target)
         return
     # The runtime copies on the default stream, whichever is current, and some streams do not wait for that one.
-    _function("runtime.Device_StreamSyncFromTo")(device, stream, 0)
-    _function("runtime.TVMTensorCopyFromTo")(source, target)
-    _function("runtime.Device_StreamSyncFromTo")(device, 0, stream)
+    order = _function("runtime.Device_StreamSyncFromTo")
+    order(device, stream, 0)
+    copy(source, target)
+    order(device, 0, stream)
 
 
 def held_elsewhere(tensor: Tensor) -> bool:
