@@ -115,6 +115,7 @@ def serve(descriptor: int) -> None:
         device.set_arch(arch)
         device.set_order(order, arrivals)
         device.set_counting(counts)
+        device.take_calls()  # those of the call before
         try:
             answer = True, function(*arguments)
         except BaseException as error:
