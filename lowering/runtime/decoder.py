@@ -10,11 +10,9 @@ import numpy as np
 
 from ..errors import InputError
 from ..manifest import TensorSpec
-from .elements import BYTES_ELSEWHERE, ElementType
+from .elements import ElementType
 from .inputs import plain_array
-from .outputs import OutputPort
-from .strings import Dictionary
-from .tensors import copy_of, view_as
+from .tensors import copy_of
 
 if TYPE_CHECKING:
     from .model import Model
@@ -42,7 +40,7 @@ class Decoder:
         if others:
             raise InputError(f"a decoder cannot know input '{others[0]}': pass its array in `fixed`.")
         caches = set(manifest.donated.values())
-        self._output = OutputPort(next(t for t in model.outputs if t.name not in caches))
+        self._output = next(t.name for t in model.outputs if t.name not in caches)
         self._caches: dict[str, Any] = {}  # NumPy's, or tensors of a GPU
         self._batch: int | None = None  # of the caches
         self.reset()
@@ -94,9 +92,7 @@ class Decoder:
         if self._positions in self._specs:
             at = np.maximum(seen.cumsum(axis=1) - 1, 0)[:, self._length :]
             inputs[self._positions] = at.astype(self._specs[self._positions].dtype)
-        result = self._model.run({**inputs, **self._fixed})[self._output.name]
-        if self._model.gpu is not None:  # in the kind of the caches
-            result = self._output.deliver(self._model.gpu.to_host(result), np.from_dlpack, Dictionary(()))
+        result = self._model.to_numpy(self._output, self._model.run({**inputs, **self._fixed})[self._output])
         self._length, self._seen = seen.shape[1], seen
         return result
 
@@ -118,8 +114,5 @@ class Decoder:
         return self._caches
 
     def _zeros(self, spec: TensorSpec, sizes: list[int]) -> Any:
-        zeros = np.zeros(sizes, ElementType(spec.dtype, spec.storage).numpy)
-        if self._model.gpu is None:
-            return zeros
-        dtype = spec.storage if spec.dtype in BYTES_ELSEWHERE else spec.dtype
-        return view_as(self._model.gpu.copy(zeros.reshape(-1).view(np.uint8)), dtype, zeros.shape)
+        gpu = self._model.gpu
+        return np.zeros(sizes, ElementType(spec.dtype, spec.storage).numpy) if gpu is None else gpu.zeros(spec, sizes)

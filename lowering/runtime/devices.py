@@ -7,6 +7,7 @@ has set by `tvm_ffi.use_raw_stream`, which must live until calls go to another; 
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,9 +18,11 @@ import numpy as np
 import tvm_ffi
 
 from ..errors import InputError
+from ..manifest import TensorSpec
+from .elements import BYTES_ELSEWHERE, ElementType
 from .gpu import CUDA
 from .inputs import Port
-from .tensors import Tensor, copy_of, copy_to
+from .tensors import Tensor, copy_of, copy_to, row_of, view_as
 
 # What generated code takes memory from outside to be aligned to: its widest access.
 _ALIGNMENT = 16
@@ -70,6 +73,16 @@ class Gpu:
     def copy(self, array: Any) -> Tensor:
         """An array of the host in this GPU's memory."""
         return copy_of(tvm_ffi.from_dlpack(array), self.device)
+
+    def zeros(self, spec: TensorSpec, shape: Sequence[int]) -> Tensor:
+        """A new array of this GPU for an input."""
+        element = ElementType(spec.dtype, spec.storage)
+        memory = self.copy(np.zeros(math.prod(shape) * element.numpy.itemsize, np.uint8))
+        return view_as(memory, spec.storage if spec.dtype in BYTES_ELSEWHERE else spec.dtype, tuple(shape))
+
+    def copy_row(self, array: Tensor, source: int, target: int) -> None:
+        """Copies one index of the first axis to another."""
+        copy_to(row_of(array, source), row_of(array, target))
 
     def copy_bandwidth(self, size: int) -> float:
         """Bytes per second that a copy of `size` bytes reads and writes, in the best of some."""

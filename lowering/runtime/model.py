@@ -227,6 +227,13 @@ class Model:
             if self.manifest.weights:
                 self._files.copy(WEIGHTS, new / WEIGHTS)
 
+    def to_numpy(self, name: str, array: Any) -> np.ndarray:
+        """An output as NumPy's array, copied and waited for where it is in a GPU's memory."""
+        if self.gpu is None:
+            return array
+        port = next(port for port in self._outputs if port.name == name)
+        return port.deliver(self.gpu.to_host(array), np.from_dlpack, Dictionary(self.manifest.strings))
+
     def wait(self) -> None:
         """Until a GPU has done what calls have asked of it."""
         if self.gpu is not None:

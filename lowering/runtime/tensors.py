@@ -6,6 +6,7 @@ All of it through the runtime's registered functions, so that nothing of the com
 from __future__ import annotations
 
 import ctypes
+import math
 from functools import cache
 
 import tvm_ffi
@@ -29,6 +30,13 @@ def _function(name: str) -> tvm_ffi.Function:
 def view_as(tensor: Tensor, dtype: str, shape: tuple[int, ...]) -> Tensor:
     """The memory of a contiguous tensor under another element type and shape."""
     return _function("runtime.TVMTensorCreateView")(tensor, shape, dtype, 0)
+
+
+def row_of(tensor: Tensor, index: int) -> Tensor:
+    """The memory of one index of the first axis of a contiguous tensor."""
+    shape = tensor.shape[1:]
+    size = math.prod(shape) * tensor.dtype.itemsize
+    return _function("runtime.TVMTensorCreateView")(tensor, shape, str(tensor.dtype), index * size)
 
 
 def copy_of(tensor: Tensor, device: tvm_ffi.Device | None = None) -> Tensor:

@@ -20,7 +20,12 @@ class Runs(Protocol):
     @property
     def manifest(self) -> Manifest: ...
 
+    @property
+    def gpu(self) -> Any: ...
+
     def run(self, inputs: Any) -> Any: ...
+
+    def to_numpy(self, name: str, array: Any) -> np.ndarray: ...
 
 
 @dataclass(eq=False)
@@ -59,8 +64,13 @@ class Batcher:
             blocks, served.tokens_per_block, layers=served.layers, kv_heads=served.kv_heads, head_dim=served.head_dim,
             dtype=served.dtype,
         )  # fmt: skip
-        shape = (*self.cache.pool.shape[:-1], served.scales)
-        self._scales = np.zeros(shape, np.float32) if served.scales else None
+        # What the model writes, by input, where it runs: for one on a GPU the cache's own pool stays empty.
+        self._stores: dict[str, Any] = {CACHE: self.cache.pool}
+        if served.scales:
+            self._stores[SCALE] = np.zeros((*self.cache.pool.shape[:-1], served.scales), np.float32)
+        if model.gpu is not None:
+            specs = {spec.name: spec for spec in model.manifest.inputs}
+            self._stores = {name: model.gpu.zeros(specs[name], a.shape) for name, a in self._stores.items()}
         self._ids = next(t for t in model.manifest.inputs if t.name == served.ids).dtype
         self._output = model.manifest.outputs[0].name
         self._requests: dict[Hashable, _Request] = {}  # in the order in which they came
@@ -122,11 +132,9 @@ class Batcher:
             ROW_STARTS: np.cumsum([0, *counts.values()], dtype=np.int64),
             PAST_LENGTHS: past,
             BLOCK_TABLE: self.cache.block_table(names),
-            CACHE: self.cache.pool,
+            **self._stores,
         }
-        if self._scales is not None:
-            inputs[SCALE] = self._scales
-        answers = self._model.run(inputs)[self._output]
+        answers = self._model.to_numpy(self._output, self._model.run(inputs)[self._output])
         for name, read in zip(names, tokens):
             self.cache.advance(name, read)
         found = {}
@@ -172,9 +180,12 @@ class Batcher:
                 if not younger:
                     raise
                 self._drop(younger[-1])
-        if self._scales is not None:
-            for source, target in copies:
-                self._scales[target] = self._scales[source]
+        for source, target in copies:
+            for store in self._stores.values():
+                if self._model.gpu is not None:
+                    self._model.gpu.copy_row(store, source, target)
+                elif store is not self.cache.pool:  # which the cache has copied
+                    store[target] = store[source]
 
     def _left(self, ours: _Request) -> int:
         """Tokens that are not read yet."""

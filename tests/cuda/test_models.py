@@ -8,6 +8,7 @@ from typing import Any
 
 import cuda_emulation as emulated
 import exported
+import ml_dtypes
 import numpy as np
 import onnx
 import pytest
@@ -18,6 +19,9 @@ from thinned import thinned
 
 import lowering
 from lowering.graph.precision import Precision
+from lowering.manifest import TensorSpec
+from lowering.runtime import tensors
+from lowering.runtime.devices import Gpu
 
 SAMPLES = Path(__file__).parents[1] / "exports" / "samples"
 
@@ -113,26 +117,51 @@ def decoding(precision: Precision | None) -> tuple[float, set[int], bool]:
     return worst, copies, kept
 
 
-def serving() -> float:
-    """Requests over a served decoder with an int8 cache beside the same on the CPU: the difference of logits."""
+def serving() -> tuple[float, set[int]]:
+    """Requests over a served decoder with an int8 cache beside the same on the CPU: the difference of logits, and how
+    many copies between host and GPU a step takes."""
     path, worst = SAMPLES / "mistral-past-dynamo18" / "model.onnx", 0.0
     how = lowering.Serve(32, 8, cache="int8")
     batchers = [lowering.Batcher(lowering.compile(path, target, serve=how), 8, 9) for target in ("cuda:sm_80", "cpu")]
     for name, prompt in (("a", range(13)), ("b", range(3, 8))):
         for batcher in batchers:
             batcher.add(name, prompt)
+    copies = set()
     for token in range(4):
+        device.take_calls()
         gpu, cpu = (batcher.step() for batcher in batchers)
+        copies.add(sum(call.name.startswith("cudaMemcpy") for call in device.take_calls()))
         assert gpu.keys() == cpu.keys()
         for name, logits in cpu.items():
             worst = max(worst, float(np.abs(gpu[name] - logits).max() / np.ptp(logits)))
             for batcher in batchers:
                 batcher.extend(name, token)
-    return worst
+    return worst, copies
 
 
 def test_a_served_decoder() -> None:
-    assert emulated.run(serving, arch="sm_80", timeout=500) < 1e-5
+    difference, copies = emulated.run(serving, arch="sm_80", timeout=500)
+    assert difference < 1e-5
+    assert copies == {6}  # of tokens, row starts, lengths and tables to the GPU, of a size and the logits from it
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float32", "bfloat16"])
+def test_rows_are_copied_on_the_gpu(dtype: str) -> None:
+    assert emulated.run(rows, dtype, arch="sm_80") == ([1, 2, 1, 4], 0)
+
+
+def rows(dtype: str) -> tuple[list[int], int]:
+    """An array whose third row became its first, by its first element; and how many bytes of a new array are not 0."""
+    gpu = Gpu(0)
+    spec = TensorSpec("x", dtype, dtype, (4, 8))
+    array, size = gpu.zeros(spec, (4, 8)), np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
+    memory = tensors.view_as(array, "uint8", (4, 8 * size))
+    left = int(np.count_nonzero(np.from_dlpack(gpu.to_host(memory))))
+    tensors.copy_to(tvm_ffi.from_dlpack(np.repeat(np.arange(1, 5, dtype=np.uint8), 8 * size)), memory)
+    gpu.copy_row(array, 0, 2)
+    held = np.from_dlpack(gpu.to_host(memory))
+    assert (held == held[:, :1]).all() and str(array.dtype) == dtype
+    return held[:, 0].tolist(), left
 
 
 class OnGpu:

@@ -24,6 +24,11 @@ class Recorder:
         self.block, self.calls = block, 0
         self.most = 0  # tokens of a call
 
+    gpu = None
+
+    def to_numpy(self, name: str, array: np.ndarray) -> np.ndarray:
+        return array
+
     def run(self, inputs: Any) -> Any:
         self.calls += 1
         ids, starts, past, table = (inputs[n] for n in ("ids", "row_starts", "past_lengths", "block_table"))
