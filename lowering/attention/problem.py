@@ -186,6 +186,11 @@ class AttentionProblem:
         return isinstance(self.mask, Formula)
 
     @property
+    def formula_per_head(self) -> bool:
+        """Whether a mask that is computed may differ from query head to query head."""
+        return isinstance(self.mask, Formula) and "h" in self.mask.over
+
+    @property
     def adds_mask(self) -> bool:
         """Whether elements of a mask tensor are added to scores."""
         return isinstance(self.mask, Mask) and self.mask.dtype != "bool"

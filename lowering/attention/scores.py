@@ -154,11 +154,6 @@ class Scores:
             return "i" in mask.over or ("h" in mask.over and self.problem.group > 1)
         return mask is not None and (mask.dims[2] != 1 or (mask.dims[1] != 1 and self.problem.group > 1))
 
-    @property
-    def formula_per_head(self) -> bool:
-        """Whether the formula that is the mask may differ from query head to query head."""
-        return isinstance(self.problem.mask, Formula) and "h" in self.problem.mask.over
-
     def mask_extremes(self, b: Expr, h: Expr, heads: int, rows: Interval, keys: Interval) -> Interval:
         """Bounds of the formula as additive values, -inf where it hides a key, over rows and keys (ends included) of
         so many query heads from h on.
@@ -167,7 +162,7 @@ class Scores:
         """
         assert self.formula is not None
         zero, hidden = self._constant(0.0), self._constant(float("-inf"))
-        heads = heads if self.formula_per_head else 1
+        heads = heads if self.problem.formula_per_head else 1
         low, high = (self.scratch(1, self.problem.acc_dtype) for _ in range(2))
         T.buffer_store(low, -hidden, [0])
         T.buffer_store(high, hidden, [0])

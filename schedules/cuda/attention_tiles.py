@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from lowering.attention.formula import Formula
 from lowering.attention.problem import AttentionProblem
 
 from ..tiles import Space, Tiles
@@ -238,8 +237,7 @@ class WgmmaTiles(Tiles):
 def packed_heads(problem: AttentionProblem) -> int:
     """How many query heads have their rows in one tile of `prefill_wgmma`: all that share keys, so that these are read
     once, where 64 rows are those of whole query rows and no mask that is computed tells heads apart."""
-    apart = isinstance(problem.mask, Formula) and "h" in problem.mask.over
-    return 1 if apart or 64 % problem.group else problem.group
+    return 1 if problem.formula_per_head or 64 % problem.group else problem.group
 
 
 def padded(head_dim: int) -> int:

@@ -40,7 +40,7 @@ class Survey:
         self.lists = bound.scores.formula is not None and bound.keys.parts == 1
         if not self.lists:
             return
-        self.heads = bound.problem.q_heads if bound.scores.formula_per_head else 1
+        self.heads = bound.problem.q_heads if bound.problem.formula_per_head else 1
         self.count = on_host(tirx.ceildiv(T.int64(1) * bound.S, rows))
         self.room = on_host(tirx.ceildiv(T.int64(1) * bound.T, keys))
         total = on_host(T.int64(1) * bound.B * self.heads * self.count)
