@@ -6,13 +6,20 @@ import numpy as np
 
 from ..importing.quantised import INT4_BLOCK, Quantised, Scheme, quantise
 
-MIN_BLOCK = 8
-"""Rows that share a scale; with fewer, scales would be as large as the matrix."""
+_MIN_BLOCK = 8  # rows that share a scale; with fewer, scales would be as large as the matrix
 
 
 def plain(weight: np.ndarray | Quantised) -> np.ndarray:
     """The elements, in the weight's type."""
     return weight.array() if isinstance(weight, Quantised) else weight
+
+
+def stored(matrix: np.ndarray | Quantised, compression: Compression | None) -> np.ndarray | Quantised:
+    """What becomes of a matrix [K, N] that is packed: compressed if asked for; floats where blocks are short."""
+    if isinstance(matrix, np.ndarray) and compression is not None:
+        matrix = compression.compress(matrix)
+    short = isinstance(matrix, Quantised) and min(matrix.block[0], matrix.shape[0]) < _MIN_BLOCK
+    return plain(matrix) if short else matrix
 
 
 class Compression:
@@ -28,7 +35,7 @@ class Compression:
     def compress(self, matrix: np.ndarray) -> np.ndarray | Quantised:
         """A float matrix [K, N] in the scheme; as it is where that is no smaller, or cannot hold it."""
         bits = {"f16": 16, "int8": 8, "int4": 4}[self.scheme]
-        if matrix.dtype.itemsize * 8 <= bits or not np.isfinite(matrix).all() or matrix.shape[0] < MIN_BLOCK:
+        if matrix.dtype.itemsize * 8 <= bits or not np.isfinite(matrix).all() or matrix.shape[0] < _MIN_BLOCK:
             self.left += 1
             return matrix
         with np.errstate(over="ignore"):

@@ -1,14 +1,17 @@
-"""Which weight an expression is made from."""
+"""Which weight an expression is made from, and parameters in its place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 
 import numpy as np
 import tvm
 from tvm import relax
 
 from ..importing.quantised import Quantised
+from .compression import plain
+
+Weights = dict[str, np.ndarray]
 
 FLOATS = ("float32", "float16", "bfloat16")
 
@@ -44,3 +47,38 @@ class Constants:
                     return steps, array  # the kernel widens elements
                 return (*steps, dtype), array.astype(np.dtype(dtype))
         return (), None
+
+
+def parameters_for(
+    steps: tuple[str, ...], parts: Mapping[str, np.ndarray], taken: Container[str]
+) -> list[tuple[relax.Var, np.ndarray]]:
+    """New parameters for what a weight is stored as, by what it is of the weight that `steps` names."""
+    made = []
+    for part, array in parts.items():
+        name = "_".join((*steps, part))
+        while name in taken:
+            name += "_"
+        made.append((relax.Var(name, relax.TensorType(array.shape, array.dtype.name)), array))
+    return made
+
+
+def with_parameters(
+    mod: tvm.IRModule,
+    main: relax.Function,
+    body: relax.Expr,
+    made: Iterable[tuple[relax.Var, np.ndarray]],
+    weights: Mapping[str, np.ndarray | Quantised],
+) -> tuple[tvm.IRModule, Weights]:
+    """The module with that body of `main`, and its weights in the order of its parameters: those behind the first
+    `num_input`, then the new ones, without any that nobody reads. Quantised ones that are still read become floats."""
+    new = list(made)
+    inputs = list(main.params[: int(main.attrs["num_input"])])
+    candidates = [*main.params[len(inputs) :], *(var for var, _ in new)]
+    mod["main"] = relax.Function([*inputs, *candidates], body, main.ret_ty, main.is_pure, main.attrs)
+    mod = relax.transform.DeadCodeElimination()(mod)
+    main = mod["main"]
+    used = set(relax.analysis.free_vars(main.body))
+    kept = [var for var in main.params[len(inputs) :] if var in used]
+    mod["main"] = relax.Function([*main.params[: len(inputs)], *kept], main.body, main.ret_ty, main.is_pure, main.attrs)
+    arrays = {**weights, **{var.name: array for var, array in new}}
+    return mod, {var.name: plain(arrays[var.name]) for var in kept}

@@ -22,8 +22,8 @@ from schedules.cpu.panels import panel_width
 from schedules.cpu.vector import Machine, machine
 
 from ..importing.quantised import Quantised, Scheme
-from .compression import MIN_BLOCK, Compression, plain
-from .constants import FLOATS, Constants
+from .compression import Compression, stored
+from .constants import FLOATS, Constants, Weights, parameters_for, with_parameters
 from .convolutions import (
     OUT_ELEMENTWISE_FUSABLE,
     Convolution,
@@ -34,8 +34,6 @@ from .convolutions import (
 )
 from .panels import Element, codes_in_panels, element_of_pair, pack, pack_pairs, packed_matmul, plain_element
 from .weights_by_column import weights_by_column
-
-Weights = dict[str, np.ndarray]
 
 _MIN_COLUMNS = 4  # products with fewer are dot products: nothing to pack
 
@@ -68,26 +66,9 @@ def _by_panel(
     mod: tvm.IRModule, weights: dict[str, np.ndarray | Quantised], cpu: Machine, compression: Compression | None
 ) -> tuple[tvm.IRModule, Weights]:
     packer = _Packer(mod, weights, cpu, compression)
-    main = mod["main"]
-    body = packer.visit_expr(main.body)
-    inputs = list(main.params[: int(main.attrs["num_input"])])
-    candidates = list(main.params[len(inputs) :]) + [var for parts in packer.packed.values() for var, _ in parts]
-    arrays = {**weights, **{var.name: array for parts in packer.packed.values() for var, array in parts}}
-    mod = packer.builder_.get()
-    mod["main"] = relax.Function([*inputs, *candidates], body, main.ret_ty, main.is_pure, main.attrs)
-    mod = relax.transform.DeadCodeElimination()(mod)
-    return _drop_unused(mod, len(inputs), arrays)
-
-
-def _drop_unused(
-    mod: tvm.IRModule, inputs: int, arrays: dict[str, np.ndarray | Quantised]
-) -> tuple[tvm.IRModule, Weights]:
-    main = mod["main"]
-    used = set(relax.analysis.free_vars(main.body))
-    kept = [var for var in main.params[inputs:] if var in used]
-    params = [*main.params[:inputs], *kept]
-    mod["main"] = relax.Function(params, main.body, main.ret_ty, main.is_pure, main.attrs)
-    return mod, {var.name: plain(arrays[var.name]) for var in kept}
+    body = packer.visit_expr(mod["main"].body)
+    made = [part for parts in packer.packed.values() for part in parts]
+    return with_parameters(packer.builder_.get(), mod["main"], body, made, weights)
 
 
 @mutator
@@ -180,14 +161,10 @@ class _Packer(PyExprMutator):
 
     def pack(self, steps: tuple[str, ...], matrix: np.ndarray | Quantised, pairs: bool) -> None:
         """Stores a matrix [K, N], compressed if asked for, in panels."""
-        if isinstance(matrix, np.ndarray) and self.compression is not None:
-            matrix = self.compression.compress(matrix)
-        self.store(steps, matrix, pairs)
+        self.store(steps, stored(matrix, self.compression), pairs)
 
     def store(self, steps: tuple[str, ...], matrix: np.ndarray | Quantised, pairs: bool) -> None:
         """Stores a matrix [K, N] in panels, of pairs of rows if asked for."""
-        if isinstance(matrix, Quantised) and min(matrix.block[0], matrix.shape[0]) < MIN_BLOCK:
-            matrix = matrix.array()
         nr = panel_width(matrix.shape[1], self.cpu)
         if isinstance(matrix, Quantised):
             parts, self.element[steps] = codes_in_panels(matrix, nr)
@@ -199,10 +176,4 @@ class _Packer(PyExprMutator):
 
     def keep(self, steps: tuple[str, ...], parts: Mapping[str, np.ndarray]) -> None:
         """Makes new parameters of arrays, by what they are of the weight that `steps` names."""
-        self.packed[steps] = []
-        for part, array in parts.items():
-            name = "_".join((*steps, part))
-            while name in self.weights:
-                name += "_"
-            var = relax.Var(name, relax.TensorType(array.shape, array.dtype.name))
-            self.packed[steps].append((var, array))
+        self.packed[steps] = parameters_for(steps, parts, self.weights)
