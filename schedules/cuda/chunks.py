@@ -12,7 +12,7 @@ from tvm import DataType, ir, tirx
 from tvm.ir import prim
 from tvm.script.ir_builder import tirx as T
 
-from lowering.tensorir.expressions import Expr, children, is_int, loads, rewrite, substitute, uses, walk
+from lowering.tensorir.expressions import Expr, children, is_int, loads, rewrite, substitute, uses
 from lowering.tensorir.facts import Facts
 
 from ..half_precision import HALF, is_half
@@ -61,17 +61,15 @@ class Row:
 
     def _is_multiple(self, place: Expr) -> bool:
         """Whether the place is a multiple of eight, whichever it is of those that it selects from."""
-        place = self.facts.simplify(place)
-        if is_int(self.facts.simplify(place % CHUNK), 0):
-            return True
-        choice = next((node for node in walk(place) if isinstance(node, prim.Select)), None)
-        if choice is None:
-            return False
 
-        def having(value: Expr) -> Expr:
-            return rewrite(place, lambda node: value if node.same_as(choice) else None)
+        def either(node: Expr) -> Expr | None:
+            """One of two values that differ by a multiple of eight."""
+            if not isinstance(node, prim.Select):
+                return None
+            first, second = (rewrite(value, either) for value in (node.true_value, node.false_value))
+            return first if is_int(self.facts.simplify((first - second) % CHUNK), 0) else None
 
-        return self._is_multiple(having(choice.true_value)) and self._is_multiple(having(choice.false_value))
+        return is_int(self.facts.simplify(rewrite(self.facts.simplify(place), either) % CHUNK), 0)
 
     def width(self, places: Sequence[Expr]) -> int:
         """Elements of a thread that stores to these places."""

@@ -27,8 +27,7 @@ class Expansion:
     """Of a matrix of codes; `memory` are the function's tensors as vectors."""
 
     def __init__(self, codes: Codes, dtype: str, memory: Mapping[tirx.Buffer, tirx.Buffer]) -> None:
-        self.dtype, self.group = dtype, codes.group
-        self.bits = 32 // codes.group if codes.group > 1 else 8
+        self.dtype, self.group, self.bits = dtype, codes.group, codes.bits
         self.memory, self.scale = memory[codes.load.source], memory[codes.scale.source]
         self.zero = None if codes.zero is None else memory[codes.zero.source]
         self.block = codes.block or codes.depth
@@ -41,7 +40,7 @@ class Expansion:
 
     def fetch(self, to: tirx.Buffer, at: int, place: Expr, chunks: int) -> None:
         """to[at:] := the codes of successive chunks, from number `place` on; uint32."""
-        load(to, at, self.memory, place // self.group if self.group > 1 else place, chunks * CHUNK // self.group)
+        load(to, at, self.memory, place // self.group, chunks * CHUNK // self.group)
 
     def scale_and_zero(self, to: tirx.Buffer, column: Expr, k: Expr, there: Expr) -> None:
         """to[0], to[1] := scale and zero of the chunk from k on in a column, float32; 0 where it does not exist."""

@@ -81,16 +81,13 @@ class _Columns:
         depth = fixed(self.products.depth.astype("int32"))
         c = chunks_at_once(self.bs[0].codes)
         ahead = max(self.tiles.ahead // c, 1)
-        own = [[fixed(self.n0 + self.g + r * 8), fixed(self.g + r * 8)] for r in range(max(self.blocks, 2))]
-        ours = [
-            [Pieces(b, self.dtype, self.epilogue.memory, self.where, column, column < columns, ahead, c)
-             for column, _ in own[:2]]
-            for b in self.bs
-        ]  # fmt: skip
-        theirs = [
-            Pieces(self.a, self.dtype, self.epilogue.memory, self.where, row, row < rows, ahead, c)
-            for _, row in own[: self.blocks]
-        ]
+
+        def pieces_of(operand: Operand, outer: Expr, extent: Expr) -> Pieces:
+            outer = fixed(outer)
+            return Pieces(operand, self.dtype, self.epilogue.memory, self.where, outer, outer < extent, ahead, c)
+
+        ours = [[pieces_of(b, self.n0 + self.g + r * 8, columns) for r in range(2)] for b in self.bs]
+        theirs = [pieces_of(self.a, self.g + r * 8, rows) for r in range(self.blocks)]
         for sums in self.sums:
             with unrolled(self.blocks * 4) as n:
                 put(sums, n, T.float32(0))

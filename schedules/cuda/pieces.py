@@ -20,7 +20,7 @@ from .shared_tile import CHUNK
 
 def chunks_at_once(codes: Codes | None) -> int:
     """How many chunks 16 bytes of a row have: one of half precision, more of codes."""
-    return 1 if codes is None else 2 if codes.group == 1 else 4
+    return 16 // (16 if codes is None else codes.bits)
 
 
 class Pieces:

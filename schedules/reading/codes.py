@@ -64,6 +64,11 @@ class Codes:
         return NIBBLES if self.load.ty == "int32" else 1
 
     @property
+    def bits(self) -> int:
+        """Of a code."""
+        return 8 if self.group == 1 else 32 // NIBBLES
+
+    @property
     def depth(self) -> int:
         """Codes of a column."""
         return int(self.load.source.shape[1]) * self.group
