@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import runpy
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -26,20 +28,7 @@ TARGET, STEPS = "cuda:sm_80", 6
 FREE = {"cudaGetDevice", "cudaSetDevice", "cudaDeviceGetAttribute"}
 
 # One token attends to a cache that grows by it.
-ATTENTION = """
-<ir_version: 11, opset_import: ["" : 24]>
-decode (
-  float[B, 4, 1, 32] q, float[B, 2, 1, 32] k, float[B, 2, 1, 32] v, int64[B] write_indices,
-  float[B, 2, C, 32] cache_k, float[B, 2, C, 32] cache_v
-) => (float[B, 4, 1, 32] y, float[B, 2, C, 32] present_k, float[B, 2, C, 32] present_v) {
-  present_k = TensorScatter <axis = 2> (cache_k, k, write_indices)
-  present_v = TensorScatter <axis = 2> (cache_v, v, write_indices)
-  one = Constant <value_int = 1> ()
-  valid = Add (write_indices, one)
-  attended = Attention (q, present_k, present_v, , , , valid)
-  y = Add (attended, q)
-}
-"""
+ATTENTION = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "cpp_host" / "compile_model.py"))["MODEL"]
 DECODER = DecoderConfig(layers=2, vocabulary=64)
 
 
