@@ -107,14 +107,13 @@ class MmaTiles(Tiles):
         """
         dim = max(padded(problem.head_dim), problem.v_head_dim)
         small = device.shared_memory < 128 << 10
-        causal = problem.causal
+        causal, two_ended = problem.causal, problem.two_ended
         if dim <= 64:
             return MmaTiles(q=128, kv=64, warps=4)
         if dim <= 128 and small and causal:
-            return MmaTiles(q=64, kv=48, warps=4)
+            return MmaTiles(q=64, kv=48 if dim > 96 or two_ended else 64, warps=4)
         if dim <= 96:
-            capped = dim > 80 and problem.softcap and not problem.has_mask
-            return MmaTiles(q=128, kv=48 if capped else 64, warps=4)
+            return MmaTiles(q=128, kv=48 if dim > 80 and two_ended else 64, warps=4)
         if dim <= 128:
             return MmaTiles(q=128, kv=32, warps=4)
         return MmaTiles(q=64, kv=64, warps=4) if small else MmaTiles(q=128, kv=64, warps=8)
@@ -225,13 +224,14 @@ class WgmmaTiles(Tiles):
         dim = max(problem.head_dim, problem.v_head_dim)
         plain = not problem.has_mask and not problem.softcap and problem.score is None
         if dim <= 64 and plain:
-            return WgmmaTiles(3, 112 if problem.two_ended else 128, 160, 32, y_apart=True)
+            return WgmmaTiles(3, 96 if problem.two_ended else 128, 160, 32, y_apart=True)
         if dim <= 96:  # blocks of masks have 128 keys: tiles that lie across two of them are hidden less often
-            return WgmmaTiles(2, 128 if plain or problem.has_formula else 112, 240, 24, y_apart=True)
+            masked = problem.has_formula and not problem.softcap
+            return WgmmaTiles(2, 128 if plain or masked else 112, 232, 40, y_apart=True)
         if dim <= 128:
             return WgmmaTiles(2, 128 if plain else 96, 240, 24, y_apart=True)
-        keys = 80 if plain else 32 if problem.has_formula else 48 if problem.adds_mask else 64
-        return WgmmaTiles(2, keys, 240, 24, ping_pong=False)
+        keys = 80 if plain else 32 if problem.has_formula else 48 if problem.has_mask else 64
+        return WgmmaTiles(2, keys, 232, 40, ping_pong=False)
 
 
 def packed_heads(problem: AttentionProblem) -> int:

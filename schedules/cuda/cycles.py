@@ -44,7 +44,7 @@ _WARP_INSTRUCTIONS = 0.62  # of the rate of tensor cores that mma.sync reaches w
 
 def warp_products(device: Device) -> float:
     """Operations of a multiprocessor in a cycle in products by mma.sync."""
-    return device.tensor_cores * (_WARP_INSTRUCTIONS if device.generation >= 90 else 1.0)
+    return device.tensor_cores * (_WARP_INSTRUCTIONS if device.generation in (90, 100) else 1.0)
 
 
 @dataclass(frozen=True)

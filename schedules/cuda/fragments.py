@@ -22,6 +22,7 @@ from lowering.attention.keys import Range
 from .ptx import LOG2_E, exp2, fixed, int32, pack, put, reciprocal, reduce_quad, registers, tanh
 
 ROWS = 2  # of a thread, in one accumulator
+AT_ONCE = 4  # columns for which a mask is computed, which divide those of a thread
 
 
 class OnlineSoftmax:
@@ -73,7 +74,8 @@ class OnlineSoftmax:
                     s = fixed(S[at] * self.bound.scores.scale)
                     put(S, at, self.bound.scores.changed(s, self.b, h, i, key, tanh=tanh))
         with T.If(tirx.Not(full)), T.Then():
-            self._mask(S, kv0, number, stop)
+            for r in range(ROWS):
+                self._mask(S, r, kv0, number, stop)
         m_new = registers(1, "float32")
         for r in range(ROWS):
             put(m_new, 0, self.m[r])
@@ -102,20 +104,42 @@ class OnlineSoftmax:
         """m of the thread's row r, in units of the problem's scores."""
         return self.m[r] * self.bound.scores.scale if self.raw else self.m[r]
 
-    def _mask(self, S: tirx.Buffer, kv0: Expr, number: Expr, stop: Expr | None) -> None:
-        """S := logits under the mask, or -inf where a key is invisible: selected, as what is there may be NaN."""
-        first = fixed(kv0 + self.column)
-        for r, (h, i) in enumerate(self.rows):
-            # What depends on the row alone is computed here, as it would cost registers in all other tiles.
-            lo, hi = self._range(i, number)
-            below = fixed((hi if stop is None else tirx.min(hi, stop)) - first)
-            above = None if isinstance(lo, tirx.IntImm) else fixed(lo - first)
-            row = fixed(tirx.min(i, int32(T.int64(1) * self.bound.rows(self.b)) - 1))
-            with T.unroll(self.keys // 4) as n:
-                at, key = _element(n, r), n // 2 * 8 + n % 2
-                seen = key < below if above is None else tirx.all(key < below, key >= above)
-                s, seen = self._under_mask(S[at], seen, (h, row, first + key))
-                put(S, at, tirx.Select(seen, s, _f32(float("-inf"))))
+    def _mask(self, S: tirx.Buffer, r: int, kv0: Expr, number: Expr, stop: Expr | None) -> None:
+        """S := logits under the mask, or -inf where a key is invisible: selected, as what is there may be NaN. Of the
+        thread's row r."""
+        first, (h, i) = fixed(kv0 + self.column), self.rows[r]
+        # What depends on the row alone is computed here, as it would cost registers in all other tiles.
+        lo, hi = self._range(i, number)
+        below = fixed((hi if stop is None else tirx.min(hi, stop)) - first)
+        above = None if isinstance(lo, tirx.IntImm) else fixed(lo - first)
+        row = fixed(tirx.min(i, int32(T.int64(1) * self.bound.rows(self.b)) - 1))
+
+        def under_mask(s: Expr, n: Expr) -> tuple[Expr, Expr]:
+            key = n // 2 * 8 + n % 2
+            seen = key < below if above is None else tirx.all(key < below, key >= above)
+            return self._under_mask(s, seen, (h, row, first + key))
+
+        if self.bound.scores.formula is not None and not self.biased:
+            self._select(S, r, lambda n: under_mask(_f32(0), n)[1])
+            return
+        with T.unroll(self.keys // 4) as n:
+            s, seen = under_mask(S[_element(n, r)], n)
+            put(S, _element(n, r), tirx.Select(seen, s, _f32(float("-inf"))))
+
+    def _select(self, S: tirx.Buffer, r: int, seen: Callable[[Expr], Expr]) -> None:
+        """S := -inf where the thread's row r does not see its n-th column, which is asked in a loop that stays one:
+        nvcc would else compute so many columns at once that it has no register for values of the whole tile."""
+        bits = registers(1, "uint32")
+        for start in range(0, self.keys // 4, 32):
+            count = min(32, self.keys // 4 - start)
+            put(bits, 0, T.uint32(0))
+            with T.serial(count, unroll=AT_ONCE) as n:
+                bit = T.shift_left(seen(start + n).astype("uint32"), n.astype("uint32"))
+                put(bits, 0, T.bitwise_or(bits[0], bit))
+            with T.unroll(count) as n:
+                at = _element(start + n, r)
+                bit = T.bitwise_and(bits[0], T.shift_left(T.uint32(1), n.astype("uint32")))
+                put(S, at, tirx.Select(tirx.NE(bit, T.uint32(0)), S[at], _f32(float("-inf"))))
 
     def _range(self, i: Expr, number: Expr) -> Range:
         """The row's range of keys of that number; int32."""

@@ -68,7 +68,7 @@ class Partial:
         group: int,
         careful: bool,
         warps: int = 4,
-        ahead: int = 4,
+        ahead: int = 2,
         least: int = 1,
         most: int | None = None,
     ) -> None:

@@ -85,15 +85,14 @@ def _launch(bound: Bound, tiles: MmaTiles, survey: Survey, partial: Partial, bat
     p, splits = bound.problem, partial.splits
     with (
         T.serial(tirx.ceildiv(batch, MOST_BLOCKS)) as part,
-        T.launch_thread("blockIdx.x", (tile_count * splits).astype("int32")) as x,
-        T.launch_thread("blockIdx.y", p.q_heads) as h,
+        T.launch_thread("blockIdx.x", tile_count.astype("int32")) as x,
+        T.launch_thread("blockIdx.y", (splits * p.q_heads).astype("int32")) as y,
         T.launch_thread("blockIdx.z", tirx.min(batch - part * MOST_BLOCKS, MOST_BLOCKS).astype("int32")) as z,
         T.launch_thread("threadIdx.x", tiles.threads) as thread,
     ):
         b = fixed(part.astype("int32") * MOST_BLOCKS + z)
-        parts = int32(splits)
-        tile, split = fixed(tirx.truncdiv(x, parts)), tirx.truncmod(x, parts)
-        i0 = fixed((int32(tile_count) - 1 - tile) * tiles.q)  # late rows may see more, so they go first
+        h, split = (f(y, p.q_heads) for f in (tirx.truncmod, tirx.truncdiv))
+        i0 = fixed((int32(tile_count) - 1 - x) * tiles.q)  # late rows may see more, so they go first
         with partial.if_served(b), bound.if_there(b, i0):
             place = b, h, fixed(tirx.truncdiv(h, p.group)), i0
             _QueryTile(bound, tiles, survey, partial, place, split, thread).emit()
@@ -366,6 +365,7 @@ class _QueryTile:
         """
         ptx.wait_for_copies(0)
         ptx.synchronise()
+        h = ptx.fresh(self.h)
         if turn is not None:
             with T.If(turn >= PLUS), T.Then():
                 infinity = fixed(tirx.Select(turn == PLUS, *(T.float32(float(x)) for x in ("inf", "-inf"))))
@@ -392,7 +392,7 @@ class _QueryTile:
                 exists = tirx.all(chunk < chunks, exists)
             with T.If(exists), T.Then():
                 place = self.Y.at(row, column)
-                buffer, indices = self.bound.places.at("y", self.b, self.h, i.astype("int64"), column * CHUNK)
+                buffer, indices = self.bound.places.at("y", self.b, h, i.astype("int64"), column * CHUNK)
                 if turn is None:
                     ptx.copy_from_shared(buffer[tuple(indices)], place)
                     return
@@ -402,4 +402,4 @@ class _QueryTile:
                     with T.Else(), T.serial(CHUNK) as d:
                         indices[-1] = indices[-1] + d
                         y = [widened(x, "float32") for x in (buffer[tuple(indices)], self.memory[place.indices[0] + d])]
-                        self.bound.places.store_y(self.b, self.h, i.astype("int64"), column * CHUNK + d, y[0] + y[1])
+                        self.bound.places.store_y(self.b, h, i.astype("int64"), column * CHUNK + d, y[0] + y[1])

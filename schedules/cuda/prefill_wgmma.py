@@ -42,7 +42,7 @@ from .finite_values import FiniteValues
 from .fragments import OnlineSoftmax
 from .partial import Partial
 from .pipeline import WARPGROUP, Ring, initialise, named_arrive, named_sync, specialise
-from .ptx import WARP, fixed, int32, pack, put, registers, synchronise
+from .ptx import WARP, fixed, fresh, int32, pack, put, registers, synchronise
 from .scheduler import Scheduler
 from .survey import Survey
 from .tma import ROW_WORDS, TensorMap, fence_async, stored
@@ -74,15 +74,16 @@ def prefill_wgmma(bound: Bound, tiles: WgmmaTiles, device: Device) -> None:
 
 @dataclass(frozen=True)
 class _Share:
-    """Of the key tiles of a query tile `count`, from number `first` on, for one block."""
+    """Of the key tiles of a query tile the `count` up to number `last`, for one block. Kept in as few registers as
+    can be."""
 
     tiles: KeyTiles
-    first: Expr
+    last: Expr
     count: Expr
 
     def back(self, j: Expr | int) -> Expr:
         """The number of tile j from the last."""
-        return self.first + self.count - 1 - j
+        return self.last - j
 
 
 class _Block:
@@ -130,8 +131,9 @@ class _Block:
         tiles = self.survey.key_tiles(b, fixed(pack * group), fixed(tirx.truncdiv(r0, group)))
         splits = fixed(int32(self.scheduler.splits))
         each = fixed(tirx.truncdiv(tiles.count + splits - 1, splits))
-        first = fixed(tirx.min(split * each, tiles.count))
-        return _Share(tiles, first, fixed(tirx.min(tiles.count - first, each)))
+        first = tirx.min(split * each, tiles.count)
+        count = fixed(tirx.min(tiles.count - first, each))
+        return _Share(tiles, fixed(first + count - 1), count)
 
     def emit(self) -> None:
         initialise(self.thread, [*map(self.Q, range(self.tiles.consumers)), self.K, self.V])
@@ -175,14 +177,22 @@ class _Consumer:
         self.lane = fixed(tirx.truncmod(block.thread, WARP))
         self.warp = fixed(tirx.truncmod(tirx.truncdiv(block.thread, WARP), 4))
         memory = block.memory
-        self.q_at, self.y_at = fixed(w * block.q_words), fixed(block.y_at + w * block.y_words)
-        self.alone = fixed(int32(block.scheduler.splits)) == 1
-        self.q_tile = wgmma.descriptor(memory, self.q_at, ROWS)
+        self.q_tile = wgmma.descriptor(memory, fixed(w * block.q_words), ROWS)
         self.k_tile = wgmma.descriptor(memory, block.k_at, self.tiles.kv)
         self.v_tile = wgmma.descriptor(memory, block.v_at, self.tiles.kv)
         self.S = registers(self.tiles.kv // 2, "float32")  # S, then P
         self.P = registers(self.tiles.kv // 4, "uint32")  # P in 16 bits
         self.O = registers(self.problem.v_head_dim // 2, "float32")
+
+    @property
+    def alone(self) -> Expr:
+        """Whether query tiles have all of their keys here. Not kept in a register."""
+        return tirx.EQ(self.block.scheduler.splits, T.int64(1))
+
+    @property
+    def y_at(self) -> Expr:
+        """Where Y_i is put together. Not kept in a register."""
+        return self.block.y_at + self.w * self.block.y_words
 
     def emit(self) -> None:
         tiles, S, P, O = self.tiles, self.S, self.P, self.O
@@ -192,8 +202,8 @@ class _Consumer:
         with self.block.scheduler.work(self.block.block) as (turn, b, pack, r0, split):
             share, keys = self.block.share((b, pack, r0), split), self.tiles.kv
             first = fixed(r0 + self.w * ROWS)  # of the consumer's packed rows
-            rows = [fixed(first + self.warp * 16 + tirx.truncdiv(self.lane, 4) + 8 * r) for r in range(2)]
-            places = self.place_of(pack, rows[0]), self.place_of(pack, rows[1])
+            row = fixed(first + self.warp * 16 + tirx.truncdiv(self.lane, 4))
+            places = self.places_of(pack, row)
             softmax = OnlineSoftmax(self.bound, b, places, self.lane, keys, split=tirx.Not(self.alone))
             softmax.start()
             with T.unroll(self.problem.v_head_dim // 2) as n:
@@ -230,7 +240,7 @@ class _Consumer:
                         softmax.pack(S, P)
                     self.release_q(turn)
                     last = fills[0] + share.count - 1
-                    self.clean(softmax, share.tiles.full(share.first), last)
+                    self.clean(softmax, share.tiles.full(share.back(share.count - 1)), last)
                     self.V.wait(last)
                     wgmma.begin(O, P)
                     self.accumulate(last)
@@ -243,18 +253,20 @@ class _Consumer:
                 with T.Then():
                     self.store_y(softmax, (b, pack, first))
                 with T.Else():
-                    partial = self.block.partial
-                    partial.keep_fragment(softmax, O, b * partial.packs + pack, rows, split, self.lane)
+                    partial, lane = self.block.partial, fresh(self.lane)
+                    row = fixed(first + self.warp * 16 + tirx.truncdiv(lane, 4))
+                    partial.keep_fragment(softmax, O, b * partial.packs + pack, [row, row + 8], split, lane)
             if not tiles.y_apart:
                 self.release(self.Q, turn)
         self.end_turns()
         if tiles.y_apart:
             self.wait_for_y()
 
-    def place_of(self, pack: Expr, row: Expr) -> tuple[Expr, Expr]:
-        """Query head and query row of a packed row."""
+    def places_of(self, pack: Expr, row: Expr) -> tuple[tuple[Expr, Expr], tuple[Expr, Expr]]:
+        """Query head and query row of a thread's packed rows, of which the first is one of the first eight of 16."""
         group = self.block.partial.group
-        return fixed(pack * group + tirx.truncmod(row, group)), fixed(tirx.truncdiv(row, group))
+        h, i = fixed(pack * group + tirx.truncmod(row, group)), fixed(tirx.truncdiv(row, group))
+        return (h, i), ((h, i + 8 // group) if group <= 8 else (h + 8, i))
 
     def release_q(self, turn: Expr) -> None:
         """The last scores are there."""
@@ -330,7 +342,8 @@ class _Consumer:
         self.meet()  # in the place of Q_i: all warps have read it
         softmax.rescale(self.O, softmax.finish(), self.problem.v_head_dim)
         word = registers(1, "uint32")
-        g, t = tirx.truncdiv(self.lane, 4), tirx.truncmod(self.lane, 4)
+        lane = fresh(self.lane)
+        g, t = tirx.truncdiv(lane, 4), tirx.truncmod(lane, 4)
         for r in range(2):
             start = fixed(self.y_at + (self.warp * 16 + r * 8 + g) * ROW_WORDS + t)
             with T.unroll(self.problem.v_head_dim // 8) as n:

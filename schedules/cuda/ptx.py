@@ -158,6 +158,12 @@ def uniform(value: Expr, lane: int = 0) -> Expr:
     return tirx.call_intrin(value.ty, "tirx.cuda.__shfl_sync", T.uint32(0xFFFFFFFF), value, lane, WARP)
 
 
+def fresh(value: Expr) -> Expr:
+    """The same for each lane, but new to nvcc: what is computed of it is computed here, not where the value came from
+    and then kept in registers over a loop."""
+    return fixed(shuffle_xor(value, 0))
+
+
 def ballot(condition: Expr) -> Expr:
     """The lanes of the warp in which the condition holds, a bit each; uint32."""
     return fixed(T.cuda.ballot_sync(T.uint32(0xFFFFFFFF), condition.astype("int32")))
