@@ -90,9 +90,8 @@ class Table:
 
     @staticmethod
     def of(array: np.ndarray) -> Any:
-        """Of an array without dimensions its number."""
-        array = array if np.ndim(array) else np.asarray(array)[()]
-        return Table(array) if np.ndim(array) else array
+        """Of an array without dimensions its number, as it is read."""
+        return Table(array) if np.ndim(array) else _wider(np.asarray(array))[()]
 
     def __getitem__(self, index: Any) -> Any:
         given = (*self.given, *(index if isinstance(index, tuple) else (index,)))
@@ -102,13 +101,16 @@ class Table:
         for at, size in zip(given, self.array.shape, strict=True):
             at = np.asarray(at)
             places.append(np.clip(np.where(at < 0, at + size, at), 0, size - 1))
-        found = self.array[tuple(places)]
-        return found.astype(_WIDER.get(found.dtype.name, found.dtype))
+        return _wider(self.array[tuple(places)])
 
 
 _WIDER = dict.fromkeys(("int8", "int16", "uint8", "uint16"), "int32") | {"uint32": "int64"}
 _WIDER |= dict.fromkeys(("float16", "bfloat16"), "float32")
-"""What elements become when they are read."""
+
+
+def _wider(found: np.ndarray) -> np.ndarray:
+    """What elements become when they are read."""
+    return found.astype(_WIDER.get(found.dtype.name, found.dtype))
 
 
 def assert_close(

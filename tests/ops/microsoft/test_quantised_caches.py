@@ -168,7 +168,7 @@ def reference(case: Case, given: Arrays) -> list[np.ndarray]:
 def check(number: int, calls: int, target: str = "cpu") -> None:
     case, data = drawn(random.Random(number)), np.random.default_rng(number)
     if target != "cpu":
-        case |= {"size": min(case["size"], 24)}
+        case |= {"size": min(case["size"], 16 if case["angles"] else 24)}  # onnxruntime rotates multiples of 16
         case["angles"] = min(case["angles"], case["size"] // 2)
     theirs_too = case["codes"] != "float8_e4m3fn" and case["kinds"][0] == case["kinds"][1]
     if not theirs_too:
