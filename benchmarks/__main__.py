@@ -108,10 +108,10 @@ def _cuda(arguments: argparse.Namespace) -> None:
 def _stores(arguments: argparse.Namespace) -> None:
     import tvm_ffi
 
-    from . import appends, stores
+    from . import appends, page_reads, stores
 
     tvm_ffi.get_global_func("runtime.config_threadpool")(1, arguments.threads)
-    for table in (stores, appends):
+    for table in (stores, appends, page_reads):
         table.run(arguments.threads, arguments.turns, arguments.seconds)
 
 

@@ -20,7 +20,7 @@ from .peers import ONE_THREAD, Contender, Form
 
 _SIZE = 2048
 _STREAMS = (1, 2, 4)
-_VECTOR = 64  # bytes
+VECTOR = 64  # bytes
 
 
 def limits(work: Work, threads: int) -> tuple[dict[str, Form], float]:
@@ -34,11 +34,11 @@ def limits(work: Work, threads: int) -> tuple[dict[str, Form], float]:
         return {}, 0.0
     if work.unit == "FLOP":
         return _products(threads), 2.0 * _SIZE**3
-    count = int(work.amount) // threads // _VECTOR * threads
+    count = int(work.amount) // threads // VECTOR * threads
     forms = _reads(count, threads)
     if threads > 1:
         forms |= {f"{name}{ONE_THREAD}": form for name, form in _reads(count, 1).items()}
-    return forms, float(count * _VECTOR)
+    return forms, float(count * VECTOR)
 
 
 def _form(call: Callable[[], object], threads: int) -> Form:
@@ -69,28 +69,31 @@ def _products(threads: int) -> dict[str, Form]:
 
 def _reads(count: int, threads: int) -> dict[str, Form]:
     """`count` vectors, divided among the threads."""
-    library, part = _library(), count // threads
-    memory = np.full((count + 1) * _VECTOR // 4, 1.0, np.float32)
-    start = -(-memory.ctypes.data // _VECTOR) * _VECTOR
+    part = count // threads
+    memory = np.full((count + 1) * VECTOR // 4, 1.0, np.float32)
+    start = -(-memory.ctypes.data // VECTOR) * VECTOR
     pool = ThreadPoolExecutor(threads)
 
     def reader(read: Callable[[int, int], float]) -> Callable[[], object]:
         if threads == 1:
             return lambda: (memory, read(start, count))
-        starts = [start + k * part * _VECTOR for k in range(threads)]
+        starts = [start + k * part * VECTOR for k in range(threads)]
         return lambda: (memory, list(pool.map(lambda at: read(at, part), starts)))
 
-    return {f"read, {n} streams": _form(reader(getattr(library, f"read_{n}")), threads) for n in _STREAMS}
+    return {f"read, {n} streams": _form(reader(getattr(library(), f"read_{n}")), threads) for n in _STREAMS}
 
 
 @cache
-def _library() -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
+    """streaming_read.c."""
     source = Path(__file__).with_name("streaming_read.c")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "streaming_read.so"
         subprocess.run(["cc", "-O3", "-march=native", "-shared", "-fPIC", "-o", path, source], check=True)
-        library = ctypes.CDLL(str(path))
-    for n in _STREAMS:
-        function = getattr(library, f"read_{n}")
-        function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_size_t), ctypes.c_float
-    return library
+        loaded = ctypes.CDLL(str(path))
+    arguments = {f"read_{n}": (ctypes.c_void_p, ctypes.c_size_t) for n in _STREAMS}
+    arguments["read_blocks"] = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t)
+    for name, types in arguments.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = types, ctypes.c_float
+    return loaded

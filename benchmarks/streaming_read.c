@@ -26,3 +26,19 @@ typedef float vector __attribute__((vector_size(64)));
 READ(1, 8, 1)
 READ(2, 4, 0)
 READ(4, 2, 0)
+
+/* The same of `count` blocks of so many vectors each, in this order; the next block is asked for ahead of time. */
+float read_blocks(const vector *data, const size_t *order, size_t count, size_t vectors) {
+    vector sums[8] = {{0}}, total = {0};
+    for (size_t n = 0; n < count; n++) {
+        const vector *block = data + order[n] * vectors;
+        const vector *next = data + order[n + 1 < count ? n + 1 : n] * vectors;
+        for (size_t i = 0; i < vectors; i += 8)
+            for (int u = 0; u < 8; u++) {
+                __builtin_prefetch(count > 1 ? next + i + u : block + i + u + AHEAD, 0);
+                sums[u] += block[i + u];
+            }
+    }
+    for (int k = 0; k < 8; k++) total += sums[k];
+    return total[0];
+}

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import lowering
-from benchmarks import appends, peers, stores
+from benchmarks import appends, limits, page_reads, peers, stores
 from benchmarks.cases import all_cases, chosen
 from benchmarks.cases.attention import AttentionCase
 from benchmarks.cases.case import Case
@@ -155,6 +155,20 @@ def test_stores_are_compared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     monkeypatch.setattr(stores, "TOLERANCE", -1.0)
     with pytest.raises(LoweringError, match="off by"):
         stores.run(threads=1, turns=1, seconds=0.001)
+
+
+def test_reads_of_pages_are_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(page_reads, "TOTAL", 1 << 20)
+    monkeypatch.setattr(page_reads, "BLOCKS", {"all": 1 << 20, "rows": 512})
+    page_reads.run(threads=1, turns=1, seconds=0.001)
+    assert "rows" in capsys.readouterr().out
+    memory = np.zeros(9 * 512, np.uint8)
+    start = -memory.ctypes.data % limits.VECTOR
+    blocks = memory[start : start + 8 * 512].view(np.float32).reshape(8, 128)
+    blocks[:] = np.arange(8)[:, None]
+    order = np.array([5, 2], np.uint64)
+    sums = limits.library().read_blocks(blocks.ctypes.data, order.ctypes.data, 2, 8)
+    assert sums == 8 * (5 + 2), "a lane of the eight vectors of two blocks"
 
 
 def test_appends_are_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -244,6 +244,7 @@ class KeyValueTile:
         """
         if self.next is None:
             return
+        self.prefetch_scale(name, j, d)
         b, hk, start = self.next
         words = self.pairs and name == "k"
         line = LINE // DataType(self.bound.problem.stored_types[name == "v"]).itemsize // (2 if words else 1)
@@ -261,6 +262,24 @@ class KeyValueTile:
                 buffer, indices = self.bound.places.flat(name, place)
             else:
                 buffer, indices = self.bound.places.at(name, b, hk, start + j, d)
+            prefetch(buffer, *indices)
+
+    def prefetch_scale(self, name: str, j: Expr, d: Expr | int) -> None:
+        """Asks for the line of the scale of such a code, once for all codes whose scales are in it: the scales of a
+        page, or of a few tokens, are a line far from any other."""
+        p, places = self.bound.problem, self.bound.places
+        if p.store.codec is None or not places.group():
+            return
+        assert self.next is not None
+        b, hk, start = self.next
+        row = p.head_dim if name == "k" else p.v_head_dim
+        codes = LINE // DataType(p.store.codec.scale_dtype).itemsize * places.group()
+        once = tirx.EQ(T.int64(1) * d % min(codes, row), T.int64(0))
+        if codes > row:
+            once = tirx.all(once, tirx.EQ(T.int64(1) * j % (codes // row), T.int64(0)))
+        with T.If(once), T.Then():
+            offset = self.memory[f"{name}_next"][j] + d if self.by_offset else places.offset(name, b, hk, start + j, d)
+            buffer, indices = places.scales(name, tirx.floordiv(offset, places.group()))
             prefetch(buffer, *indices)
 
     def add_pv(
