@@ -24,10 +24,11 @@ from lowering.ops import registered
 # Operators of transformers.
 OPERATORS = (
     "Abs", "Add", "And", "ArgMax", "ArgMin", "Cast", "CastLike", "Clip", "Concat", "Constant", "ConstantOfShape",
-    "Conv", "Cos", "CumSum", "Div", "Equal", "Erf", "Exp", "Expand", "Flatten", "Gather", "GatherElements",
-    "GatherND", "Gelu", "Gemm", "Greater", "GreaterOrEqual", "Identity", "If", "IsNaN", "LayerNormalization",
-    "Less", "LessOrEqual", "Log", "MatMul", "Max", "Min", "Mod", "Mul", "Neg", "NonZero", "Not", "OneHot", "Or",
-    "Pad", "Pow", "RMSNormalization", "Range", "Reciprocal", "ReduceL2", "ReduceMax", "ReduceMean", "ReduceMin",
+    "Conv", "ConvInteger", "Cos", "CumSum", "DequantizeLinear", "Div", "DynamicQuantizeLinear", "Equal", "Erf",
+    "Exp", "Expand", "Flatten", "Gather", "GatherElements", "GatherND", "Gelu", "Gemm", "Greater", "GreaterOrEqual",
+    "Identity", "If", "IsNaN", "LayerNormalization", "Less", "LessOrEqual", "Log", "MatMul", "MatMulInteger", "Max",
+    "Min", "Mod", "Mul", "Neg", "NonZero", "Not", "OneHot", "Or", "Pad", "Pow", "QLinearConv", "QLinearMatMul",
+    "QuantizeLinear", "RMSNormalization", "Range", "Reciprocal", "ReduceL2", "ReduceMax", "ReduceMean", "ReduceMin",
     "ReduceProd", "ReduceSum", "Relu", "Reshape", "RotaryEmbedding", "ScatterElements", "ScatterND", "Shape",
     "Sigmoid", "Sin", "Size", "Slice", "Softmax", "Split", "Sqrt", "Squeeze", "Sub", "Swish", "Tanh", "Tile",
     "TopK", "Transpose", "Trilu", "Unsqueeze", "Where",

@@ -38,7 +38,7 @@ def conv(node: Node, x: Value, w: Value, bias: Value | None = None) -> Value:
     w = asserted(node, w, (w.shape[0], symbolic.divide(node.symbols, channels, group), *kernel))
     bias = None if bias is None else vector_of(node, bias, w.shape[0])
     x = fitting(node, channels_last(node, x), window)
-    w = _transposed(node, w)
+    w = transposed(node, w)
     y = convolved(node, x, w, window, group)
     if bias is not None:
         y = relax_call(node, relax.op.add, y, rounded(node, bias, y.dtype))
@@ -71,11 +71,11 @@ def convolved(node: Node, x: Value, w: Value, window: Window, group: int) -> Val
     """x [N, D1, ..., C] with weights [k1, ..., C / group, M], in the type of the sums."""
     inside = w.shape[-2]  # channels of a group
     by_product = len(window.kernel) in _CONVOLUTIONS and (group == 1 or (w.constant is not None and inside > 1))
-    summed = _as_product if by_product and not empty((inside, w.shape[-1])) else _sums
+    summed = _as_product if by_product and not empty((inside, w.shape[-1])) else summed_over_windows
     return summed(node, x, w, window, group)
 
 
-def _transposed(node: Node, w: Value) -> Value:
+def transposed(node: Node, w: Value) -> Value:
     """W as [k1, ..., C / group, M]; a constant stays one, so that it can be packed."""
     axes = [*range(2, w.rank), 1, 0]
     return permuted(node, w, axes) if w.constant is None else node.constant(w.constant.transpose(axes))
@@ -124,7 +124,7 @@ def _padded(node: Node, x: Value, window: Window) -> Value:
     return compute(node, "padded", element, [x], shape, sizes=[*before, *sizes])
 
 
-def _sums(node: Node, x: Value, w: Value, window: Window, group: int) -> Value:
+def summed_over_windows(node: Node, x: Value, w: Value, window: Window, group: int) -> Value:
     """Sums over the windows of x [N, D1, ..., C] with the weights [k1, ..., C / group, M] of their group."""
     tensors = [node.tensor(v) for v in (x, w)]
     return node.emit_te(lambda x, w: _sum(window, group, x, w), *tensors, primfunc_name_hint="conv")

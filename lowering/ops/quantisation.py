@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from tvm import tirx
+from tvm import relax, tirx
 
 from ..importing import symbolic
+from ..importing.compute import pointwise, relax_call
 from ..importing.node import Node
 from ..importing.quantised import Quantised
 from ..importing.values import MOST_SIZE, Value, storage_dtype
@@ -55,11 +56,7 @@ def quantize_linear(node: Node, x: Value, scale: Value, zero: Value | None = Non
         if dtype in FORMATS:
             number = number if z is None else number + z(*place)
             return encode(number.astype("float64"), dtype, saturate)
-        number = tirx.nearbyint(number)
-        number = number if z is None else number + z(*place)
-        low, high = (tirx.const(float(bound), wide) for bound in _RANGES[dtype])
-        number = tirx.min(tirx.max(number, low), high).astype("int32")
-        return (number & 15 if dtype == "uint4" else number).astype(storage_dtype(dtype))
+        return _code(number, None if z is None else z(*place), dtype)
 
     # Rounded to the type of the quotient first, where that is narrower.
     operands = [cast_to(node, cast_to(node, value, precise), wide) for value in (x, scale)]
@@ -85,6 +82,54 @@ def dequantize_linear(node: Node, x: Value, scale: Value, zero: Value | None = N
 
     operands = [cast_to(node, value, "float32") for value in (x, scale, zero) if value is not None]
     return compute(node, "dequantize", element, operands, x.shape, dtype=dtype)
+
+
+@op("DynamicQuantizeLinear", since=11)
+def dynamic_quantize_linear(node: Node, x: Value) -> tuple[Value, ...]:
+    """Bytes of x [...] float32, their scale and zero point, so that codes reach from the smallest number, or 0, to the
+    largest, or 0: https://onnx.ai/onnx/operators/onnx__DynamicQuantizeLinear.html
+
+    Where all numbers are 0 the scale is 1 / 255, as in ONNX's reference.
+    """
+    axes = list(range(x.rank))
+    low, high = (node.emit(f(node.tensor(x), axis=axes, keepdims=False)) for f in (relax.op.min, relax.op.max))
+
+    def scale_of(low: Any, high: Any) -> Any:
+        width = tirx.max(high, tirx.const(0, x.dtype)) - tirx.min(low, tirx.const(0, x.dtype))
+        return tirx.Select(tirx.EQ(width, tirx.const(0, x.dtype)), tirx.const(1, x.dtype), width) / tirx.const(
+            255, x.dtype
+        )
+
+    def zero_of(low: Any, scale: Any) -> Any:
+        zero = tirx.nearbyint(-tirx.min(low, tirx.const(0, x.dtype)) / scale)
+        return tirx.min(tirx.max(zero, tirx.const(0, x.dtype)), tirx.const(255, x.dtype)).astype("int32")
+
+    scale = pointwise(node, scale_of, low, high, name="scale")
+    zero = pointwise(node, zero_of, low, scale, dtype="uint8", name="zero_point")
+    y = quantised(node, relax_call(node, relax.op.divide, x, scale), zero, "uint8")
+    return y, scale, zero
+
+
+def quantised(node: Node, numbers: Value, zero: Value, dtype: str) -> Value:
+    """Numbers [...] float32, which are over their scale, as integers: rounded to nearest even, plus a zero point,
+    saturated."""
+    return pointwise(
+        node,
+        lambda x, z: _code(x, z.astype("float32"), dtype),
+        numbers,
+        zero,
+        dtype=dtype,
+        name="quantize",
+    )
+
+
+def _code(number: Any, zero: Any, dtype: str) -> Any:
+    """The integer that stands for a number over its scale."""
+    number = tirx.nearbyint(number)
+    number = number if zero is None else number + zero
+    low, high = (tirx.const(float(bound), str(number.ty.dtype)) for bound in _RANGES[dtype])
+    number = tirx.min(tirx.max(number, low), high).astype("int32")
+    return (number & 15 if dtype == "uint4" else number).astype(storage_dtype(dtype))
 
 
 def _named(onnx_type: int) -> str | None:

@@ -32,7 +32,17 @@ from .convolutions import (
     implicit_product,
     read_convolution,
 )
-from .panels import Element, codes_in_panels, element_of_pair, pack, pack_pairs, packed_matmul, plain_element
+from .panels import (
+    Element,
+    codes_in_panels,
+    element_of_pair,
+    element_of_quad,
+    pack,
+    pack_pairs,
+    pack_quads,
+    packed_matmul,
+    plain_element,
+)
 from .weights_by_column import weights_by_column
 
 _MIN_COLUMNS = 4  # products with fewer are dot products: nothing to pack
@@ -101,6 +111,8 @@ class _Packer(PyExprMutator):
         types = {str(x.ty.dtype), str(call.ty.dtype)}
         if matrix is None or matrix.ndim != 2 or matrix.shape[1] < _MIN_COLUMNS or x.ty.ndim < 1:
             return call
+        if types == {"int32"} and isinstance(matrix, np.ndarray) and matrix.dtype.name == "int8":
+            return self.product_of_bytes(call, steps, matrix)
         if not {*types, matrix.dtype.name} <= set(FLOATS):
             return call
         pairs = self.cpu.bf16_dot and matrix.dtype.name == x.ty.dtype == "bfloat16"
@@ -108,7 +120,25 @@ class _Packer(PyExprMutator):
             steps = (*steps, "pairs")
         if steps not in self.packed:
             self.pack(steps, matrix, pairs)
-        columns, dtype, element = matrix.shape[1], str(call.ty.dtype), self.element[steps]
+        return self.product(x, steps, matrix.shape[1], str(call.ty.dtype))
+
+    def product_of_bytes(self, call: relax.Call, steps: tuple[str, ...], matrix: np.ndarray) -> relax.Expr:
+        """A product in int32 of bytes that are widened for it, without a sign those of x."""
+        x = call.args[0]
+        bound = self.lookup_binding(x) if isinstance(x, relax.Var) else x
+        if not isinstance(bound, relax.Call) or bound.op != tvm.ir.Op.get("relax.astype"):
+            return call
+        if str(bound.args[0].ty.dtype) != "uint8":
+            return call
+        steps = (*steps, "quads")
+        if steps not in self.packed:
+            self.element[steps] = element_of_quad
+            self.keep(steps, {"packed": pack_quads(matrix, panel_width(matrix.shape[1], self.cpu, "int32"))})
+        return self.product(bound.args[0], steps, matrix.shape[1], "int32")
+
+    def product(self, x: relax.Expr, steps: tuple[str, ...], columns: int, dtype: str) -> relax.Expr:
+        """x times a packed matrix."""
+        element = self.element[steps]
         return self.builder_.call_te(
             lambda x, *parts: packed_matmul(x, list(parts), columns, dtype, element),
             x,

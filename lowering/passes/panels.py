@@ -34,6 +34,13 @@ def pack_pairs(matrix: np.ndarray, nr: int) -> np.ndarray:
     return np.stack([pack(even[half::2], nr) for half in (0, 1)], axis=-1)
 
 
+def pack_quads(matrix: np.ndarray, nr: int) -> np.ndarray:
+    """[K, N] to panels [ceil(N / nr), ceil(K / 4), nr, 4], zeros behind column N and row K."""
+    even = np.zeros((-(-len(matrix) // 4) * 4, matrix.shape[1]), matrix.dtype)
+    even[: len(matrix)] = matrix
+    return np.stack([pack(even[n::4], nr) for n in range(4)], axis=-1)
+
+
 # B[k, j] in float32, of its parts in panels.
 Element: TypeAlias = Callable[..., tvm.ir.Expr]
 
@@ -48,6 +55,12 @@ def element_of_pair(parts: list[te.Tensor], k: tvm.ir.Expr, j: tvm.ir.Expr) -> t
     (panels,) = parts
     nr = panels.shape[-2]
     return panels(j // nr, k // 2, j % nr, k % 2).astype("float32")
+
+
+def element_of_quad(parts: list[te.Tensor], k: tvm.ir.Expr, j: tvm.ir.Expr) -> tvm.ir.Expr:
+    (panels,) = parts
+    nr = panels.shape[-2]
+    return panels(j // nr, k // 4, j % nr, k % 4).astype("int32")
 
 
 def codes_in_panels(matrix: Quantised, nr: int) -> tuple[dict[str, np.ndarray], Element]:
@@ -70,12 +83,14 @@ def codes_in_panels(matrix: Quantised, nr: int) -> tuple[dict[str, np.ndarray], 
 
 
 def packed_matmul(x: te.Tensor, parts: list[te.Tensor], columns: int, dtype: str, element: Element) -> te.Tensor:
-    """x [..., K] times a matrix [K, columns] that is stored in panels, in `dtype`."""
+    """x [..., K] times a matrix [K, columns] that is stored in panels, in `dtype`. Sums are in float32, of bytes in
+    int32."""
+    acc = "int32" if dtype == "int32" else "float32"
     k = te.reduce_axis((0, x.shape[-1]), name="k")
 
     def sum_of_products(*index: tvm.ir.Expr) -> tvm.ir.Expr:
         *row, j = index
-        return te.sum(x(*row, k).astype("float32") * element(parts, k, j), axis=k)
+        return te.sum(x(*row, k).astype(acc) * element(parts, k, j), axis=k)
 
     total = te.compute((*x.shape[:-1], columns), sum_of_products, name="matmul")
-    return total if dtype == "float32" else topi.cast(total, dtype)
+    return total if dtype == acc else topi.cast(total, dtype)

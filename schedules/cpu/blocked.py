@@ -16,20 +16,20 @@ from lowering.tensorir.facts import Facts
 from ..reading.stages import Axis
 from ..reading.values import read
 from .code_product import accumulate_codes
-from .dot_bf16 import dot, words_of, zip_rows
 from .loops import vector_loop
 from .operands import Operands
 from .panels import PanelTiles, is_width
 from .results import Values
 from .vector import LINE, Register, convert, fixed, load, prefetch, splat, store, transpose
+from .words import Words, words_for
 
 
 class Blocked:
     """The free variables of the offsets below: batch axes as themselves, row m of M, step k, and column c of a panel.
 
-    A step is `together` values of k, one or a pair; each has an offset of its own. Panels have nr columns. Elements of
-    a row of A are equally far apart, for all steps or within runs of them, such as the places that a row of a
-    convolution's window covers.
+    A step is `together` values of k, one or those of a word (words.py); each has an offset of its own. Panels have nr
+    columns. Elements of a row of A are equally far apart, for all steps or within runs of them, such as the places that
+    a row of a convolution's window covers.
     """
 
     def __init__(self, operands: Operands, tiles: PanelTiles) -> None:
@@ -41,35 +41,36 @@ class Blocked:
         self.a_offsets = self.offsets(product.a, [substitute(index, self.results.point) for index in product.a.indices])
         self.a_step = self.operands.stride(self.a_offsets[0], self.k.var)
         self.run: int | None = None
-        if self.pairs or product.codes is not None:
+        if self.words is not None or product.codes is not None:
             self.a_in_place = self.is_dense(self.a_offsets, self.k.var, self.together)
         else:
             self.choose_runs()
             self.a_in_place = not uses(self.a_step, {self.k.var})
-        self.a_in_place &= self.pairs or product.a.ty == self.acc
+        self.a_in_place &= self.words is not None or product.a.ty == self.acc
 
     @property
     def facts(self) -> Facts:
         return self.results.facts
 
     def choose_panels(self) -> None:
-        """Sets nr, kc, pairs, and where B lies: in panels as it is stored, or else where they are made from."""
+        """Sets nr, kc, words, and where B lies: in panels as it is stored, or else where they are made from."""
         product, lanes = self.product, self.lanes
         self.kc = self.tiles.kc
         if product.codes is not None:
             self.nr, self.b_in_place, block = product.codes.nr, True, product.codes.block
             self.kc = max(self.kc // block, 1) * block if block else self.kc
-            self.set_step(pairs=False)
+            self.set_step(None)
             return
-        may_pair = self.cpu.bf16_dot and product.a.ty == product.b.ty == "bfloat16"
+        words = words_for(str(product.a.ty), str(product.b.ty), self.acc, self.cpu)
+        steps = [words] if self.acc == "int32" else [None, words] if words is not None else [None]
         stored = [size.value for size in product.b.source.shape[-2:] if isinstance(size, tirx.IntImm)]
         known = self.results.facts
         # Whichever form B is stored in; the last is what is made where it is in neither.
-        for pairs in (False, True) if may_pair else (False,):
+        for step in steps:
             for nr in (*(size for size in stored if is_width(size, lanes)), self.tiles.vectors * lanes):
                 # Facts of its own: what is known of a panel of one width is wrong for another.
                 self.results.facts = known.copy()
-                self.set_step(pairs)
+                self.set_step(step)
                 self.nr = nr
                 indices = self.b_panel(nr)
                 self.b_offsets = self.offsets(product.b, indices)
@@ -102,12 +103,14 @@ class Blocked:
     def uses_rows(self, expr: Expr) -> bool:
         return uses(expr, {self.results.m, *(axis.var for axis in (*self.product.rows, *self.product.batch))})
 
-    def set_step(self, pairs: bool) -> None:
-        """Steps along k of one value, or of two."""
+    def set_step(self, words: Words | None) -> None:
+        """Steps along k of one value, or of those of a word."""
         k = self.product.k
-        self.pairs, self.together = pairs, 2 if pairs else 1
-        self.k = Axis(tirx.Var("pair", "int64"), self.results.simplify((k.extent + 1) // 2)) if pairs else k
-        self.whole = k.extent // self.together  # steps that are complete
+        self.words, self.together = words, 1 if words is None else words.together
+        n = self.together
+        self.k = k if n == 1 else Axis(tirx.Var("word", "int64"), self.results.simplify((k.extent + (n - 1)) // n))
+        self.whole = k.extent // n  # steps that are complete
+        self.rest = self.results.simplify(k.extent % n)  # values of the step behind them
         self.is_whole = is_int(self.results.simplify(self.k.extent - self.whole), 0)
         self.facts.bind(self.k.var, 0, self.k.extent)
 
@@ -254,7 +257,7 @@ class Blocked:
 
     def pack(self, panel: tirx.Buffer, k0: Expr, depth: Expr, columns: Expr) -> None:
         """Columns of B into panel[k, c], numbers that are not used behind the last one."""
-        if not self.pairs and is_int(self.operands.stride(self.b_offsets[0], self.k.var), 1):
+        if self.words is None and is_int(self.operands.stride(self.b_offsets[0], self.k.var), 1):
             self.pack_transposed(panel, k0, depth, columns)
             return
 
@@ -289,7 +292,7 @@ class Blocked:
 
     def steps(self, k0: Expr, depth: Expr, body: Callable[[Expr, Expr, bool], None]) -> None:
         """body(k, how far A's element is behind `first_of_row`, whether step k0 + k is complete) for k < depth. The
-        last pair of an odd number of values is not."""
+        last word is not where values are left over."""
         if self.run is not None:
             with self.runs(k0, depth) as (first, behind), T.serial(self.run) as n:
                 body(first + n, behind + n * self.a_step, True)
@@ -315,10 +318,16 @@ class Blocked:
 
     def read(self, memory: tirx.Buffer, at: list[Expr], complete: bool) -> Expr:
         """The element or the word of a step whose elements lie there."""
-        if not self.pairs:
+        if self.words is None:
             return read(memory, at[0])
-        low, high = (tirx.BufferLoad(memory, [position]) for position in at)
-        return zip_rows(low, high if complete else None)
+        return self.words.join([tirx.BufferLoad(memory, [position]) for position in self.there(at, complete)])
+
+    def there(self, values: list[Expr], complete: bool) -> list[Expr]:
+        """Those of a step's values that there are. Two behind the last word of four are no case of their own: one by
+        one, so that K is known then."""
+        if complete:
+            return values
+        return values[: self.rest.value if isinstance(self.rest, tirx.IntImm) else 1]
 
     def micro_kernel(
         self,
@@ -344,7 +353,7 @@ class Blocked:
         else:
             self.fill(strip, height, row, k0, depth)
             a, starts = strip, [tirx.const(i * self.kc, "int64") for i in range(height)]
-        zero = splat(0.0, self.lanes, self.acc)
+        zero = splat(tirx.const(0, self.acc), self.lanes, self.acc)
         if p.codes is not None:
             with T.If(k0 == 0), T.Then(), T.serial(height * (self.nr // self.lanes)) as v:
                 store(tile, zero, place * self.nr + v * self.lanes)
@@ -362,14 +371,16 @@ class Blocked:
             b = [self.b_vector(panel, k0, k, v) for v in vectors]
             for i in range(height):
                 at = starts[i] + (behind if strip is None else k)
-                if strip is not None or not self.pairs:
+                if strip is not None or self.words is None:
                     a_ik = a[at]
+                elif complete:
+                    a_ik = self.words.of(load(a, self.together, at))
                 else:
-                    a_ik = words_of(load(a, 2, at)) if complete else zip_rows(a[at], None)
+                    a_ik = self.words.join([a[at + n] for n in range(len(self.there([at] * self.together, False)))])
                 a_ik = T.bind(splat(a_ik, self.lanes, self.acc))
                 for accumulator, b_v in zip(c[i], b):
                     total = accumulator.value
-                    accumulator.value = dot(total, a_ik, b_v) if self.pairs else total + a_ik * b_v
+                    accumulator.value = total + a_ik * b_v if self.words is None else self.words.dot(total, a_ik, b_v)
 
         self.steps(k0, depth, add)
         for i in range(height):
@@ -381,8 +392,9 @@ class Blocked:
         if panel is not None:
             return T.bind(load(panel, self.lanes, k * self.nr + v))
         start = fixed(self.at(self.b_offsets[0], k=k0 + k, c=tirx.const(0, "int64")))
-        if self.pairs:
-            return words_of(load(self.operands.b, 2 * self.lanes, start + 2 * v))
+        if self.words is not None:
+            n = self.together
+            return self.words.of(load(self.operands.b, n * self.lanes, start + n * v))
         return convert(load(self.operands.b, self.lanes, start + v), self.acc, self.cpu)
 
     def fill(self, strip: tirx.Buffer, height: int, first: Expr, k0: Expr, depth: Expr) -> None:

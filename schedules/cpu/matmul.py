@@ -21,13 +21,15 @@ groups, such as queries, keys and values, are panels of one long row of tasks.
 
 Where B is not stored in panels, few rows or columns are not worth packing it (thin_product.py).
 
-Where the machine multiplies pairs of bfloat16 (dot_bf16.py) and A and B are bfloat16, a step along k takes two values:
-a panel's elements are words of two successive k, and the last of an odd number meets a zero.
+Pairs of bfloat16, where the machine multiplies them, and four bytes, whose products are added up in int32, are words
+(words.py): a step along k takes as many values, a panel's elements are words of successive k, and what is missing in
+the last one is zeros. Bytes are multiplied only where B is stored so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import tvm
@@ -42,7 +44,6 @@ from ..reading.stages import read_stages
 from ..reading.values import flat_view
 from ..variant import Variant
 from .blocked import Blocked
-from .dot_bf16 import using_dot
 from .loops import split_among_threads
 from .operands import Operands
 from .panels import PanelTiles, is_width
@@ -85,6 +86,8 @@ def plan(func: tirx.PrimFunc, target: tvm.target.Target, tiles: PanelTiles | Non
     for group in groups:
         results = Results(func, stages, group, cpu)
         kernels.append([Blocked(Operands(results, product), tiles) for product in group.products])
+    if any(b.acc == "int32" and not b.b_in_place for b in _every(kernels)):
+        return None
     if len(_every(kernels)) > 1:
         return kernels if _in_one_pass(kernels) else None
     first = kernels[0][0]
@@ -189,7 +192,8 @@ def _blocked(kernels: Plan) -> None:
         of(0, tirx.const(0, "int64"))
 
     work = [batch * rows * b.results.columns * b.operands.depth for b in every]
-    with using_dot(any(b.pairs for b in every)):
+    words = next((b.words for b in every if b.words is not None), None)
+    with nullcontext() if words is None else words.using():
         split_among_threads(batch * row_blocks * all_panels, sum(work[1:], work[0]), tiles.parallel_work, task)
 
 

@@ -35,12 +35,13 @@ LINE = 64  # bytes of a cache line
 @dataclass(frozen=True)
 class Machine:
     """What a kernel has to know about the processor: width and number of vector registers, fp16 conversion,
-    products of pairs of bfloat16."""
+    products of pairs of bfloat16, and of four bytes."""
 
     vector_bytes: int
     registers: int
     f16_conversion: bool
     bf16_dot: bool = False
+    int8_dot: bool = False
 
     def lanes(self, dtype: str) -> int:
         """Elements of dtype in one register."""
@@ -50,9 +51,11 @@ class Machine:
 def machine(target: tvm.target.Target) -> Machine:
     """The features that the target's triple, mcpu and mattr promise, and no others."""
     if target_has_features("avx512f", target):
-        return Machine(64, registers=32, f16_conversion=True, bf16_dot=target_has_features("avx512bf16", target))
+        bf16_dot, int8_dot = (target_has_features(name, target) for name in ("avx512bf16", "avx512vnni"))
+        return Machine(64, registers=32, f16_conversion=True, bf16_dot=bf16_dot, int8_dot=int8_dot)
     if target_has_features("avx2", target):
-        return Machine(vector_bytes=32, registers=16, f16_conversion=target_has_features("f16c", target))
+        f16_conversion, int8_dot = (target_has_features(name, target) for name in ("f16c", "avxvnni"))
+        return Machine(vector_bytes=32, registers=16, f16_conversion=f16_conversion, int8_dot=int8_dot)
     if target_has_features("neon", target):
         return Machine(vector_bytes=16, registers=32, f16_conversion=True)
     return Machine(vector_bytes=16, registers=16, f16_conversion=False)

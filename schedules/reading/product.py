@@ -14,7 +14,9 @@ from ..half_precision import HALF
 from .codes import Codes, read_codes
 from .stages import Axis, Stage, same_axes
 
-_FLOATS = ("float32", "float64", *HALF)
+_SUMS = ("float32", "float64", "int32", *HALF)
+_TYPES = {"float64": ("float64",), "float32": ("float32", *HALF), "int32": ("uint8", "int8")}
+"""Of operands, by the type of the sums."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def read_product(stage: Stage) -> Product | None:
     total, term = (value.a, value.b) if isinstance(value.b, prim.Mul) else (value.b, value.a)
     if not isinstance(term, prim.Mul) or not isinstance(total, ir.TensorLoad):
         return None
-    if not total.source.same_as(stage.output) or stage.output.dtype not in _FLOATS:
+    if not total.source.same_as(stage.output) or stage.output.dtype not in _SUMS:
         return None
     k, j, outer = stage.reduce[0], stage.axes[-1], stage.axes[:-1]
     left, right = sorted((term.a, term.b), key=lambda operand: uses(operand, {j.var}))
@@ -79,6 +81,8 @@ def read_product(stage: Stage) -> Product | None:
         return None
     batch = tuple(axis for axis in outer if uses(b, {axis.var}))
     rows = tuple(axis for axis in outer if not uses(b, {axis.var}))
+    if acc == "int32" and (a.ty, b.ty) != ("uint8", "int8"):
+        return None
     return Product(stage, a, b, batch, rows, j, k, codes)
 
 
@@ -150,14 +154,14 @@ def _alike(products: tuple[Product, ...]) -> bool:
 
 def _acc(stage: Stage) -> str:
     """The type of sums that are stored so."""
-    return "float64" if stage.output.dtype == "float64" else "float32"
+    dtype = str(stage.output.dtype)
+    return dtype if dtype in _TYPES else "float32"
 
 
 def _operand(expr: Expr, acc: str) -> ir.TensorLoad | None:
     """A load, possibly widened to the type of the sums."""
     if isinstance(expr, prim.Cast) and expr.ty == acc:
         expr = expr.value
-    types = ("float64",) if acc == "float64" else ("float32", *HALF)
-    if not isinstance(expr, ir.TensorLoad) or str(expr.ty) not in types or len(loads(expr)) > 1:
+    if not isinstance(expr, ir.TensorLoad) or str(expr.ty) not in _TYPES[acc] or len(loads(expr)) > 1:
         return None
     return expr

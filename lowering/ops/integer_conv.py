@@ -1,0 +1,117 @@
+"""Convolutions of bytes: ONNX ConvInteger and QLinearConv. Sums are exact in int32, as in integer_matmul.py.
+
+One of all channels is a product of patches [windows, k1 ... C], which are bytes still, with the weights [k1 ... C, M];
+places outside the data hold the zero point. One of groups is a sum over windows.
+"""
+
+from __future__ import annotations
+
+import math
+
+from tvm import relax, tirx
+
+from ..importing import symbolic
+from ..importing.channels import channels_last, channels_second
+from ..importing.compute import Element, agreed, pointwise, relax_call, with_shape
+from ..importing.node import Node
+from ..importing.values import Value
+from . import op
+from .asserted import asserted, divisible
+from .cast import cast_to
+from .conv import kernel_of, summed_over_windows, transposed, vector_of
+from .integer_matmul import BYTES, along, integer_product
+from .kernels import compute
+from .quantisation import quantised
+from .reshape import reshape_to
+from .window import Window, fitting
+
+
+@op("ConvInteger", since=10)
+def conv_integer(node: Node, x: Value, w: Value, x_zero: Value | None = None, w_zero: Value | None = None) -> Value:
+    """https://onnx.ai/onnx/operators/onnx__ConvInteger.html; a zero point of W for the tensor or for each output
+    channel."""
+    return channels_second(node, _convolved(node, x, w, x_zero, w_zero))
+
+
+@op("QLinearConv", since=10)
+def qlinear_conv(
+    node: Node,
+    x: Value,
+    x_scale: Value,
+    x_zero: Value,
+    w: Value,
+    w_scale: Value,
+    w_zero: Value,
+    y_scale: Value,
+    y_zero: Value,
+    bias: Value | None = None,
+) -> Value:
+    """The convolution's numbers over y_scale, rounded to nearest even, plus y_zero, saturated; the bias is int32, in
+    units of x_scale w_scale: https://onnx.ai/onnx/operators/onnx__QLinearConv.html"""
+    sums = _convolved(node, x, w, x_zero, w_zero)
+    if bias is not None:
+        sums = relax_call(node, relax.op.add, sums, vector_of(node, bias, w.shape[0]))
+    scales = [along(node, scale, x, of_rows=False) for scale in (x_scale, w_scale, y_scale)]
+    scale = pointwise(node, lambda x, w, y: x * w / y, *scales, name="scale")
+    numbers = relax_call(node, relax.op.multiply, cast_to(node, sums, "float32"), scale)
+    return channels_second(node, quantised(node, numbers, along(node, y_zero, x, of_rows=False), y_zero.dtype))
+
+
+def _convolved(node: Node, x: Value, w: Value, x_zero: Value | None, w_zero: Value | None) -> Value:
+    """The sums [N, D1, ..., M], int32."""
+    for name, value in (("X", x), ("W", w)):
+        if value.dtype not in BYTES:
+            raise node.error(f"{name} has type {value.dtype}.", "Give it bytes: uint8 or int8.")
+    kernel, group = kernel_of(node, x, w, "[M, C / group, k1, ...]"), node.attr("group", 1)
+    window = Window.of(node, kernel)
+    w, x = divisible(node, w, 0, group, "group"), divisible(node, x, 1, group, "group")
+    channels = agreed(node, "the number of channels (C, and group times the second dimension of W)", x.shape[1],
+                      w.shape[1] * group)  # fmt: skip
+    x = with_shape(node, x, (x.shape[0], channels, *x.shape[2:]))
+    w = asserted(node, w, (w.shape[0], symbolic.divide(node.symbols, channels, group), *kernel))
+    x_zero = None if x_zero is None else along(node, x_zero, x, of_rows=False)
+    w_zero = None if w_zero is None else along(node, w_zero, x, of_rows=False)
+    x, w = fitting(node, channels_last(node, x), window), transposed(node, w)
+    if group > 1:
+        return summed_over_windows(node, _centred(node, x, x_zero), _centred(node, w, w_zero), window, group)
+    depth, outputs = math.prod(kernel) * channels, w.shape[-1]
+    matrix = (
+        node.constant(w.constant.reshape(-1, outputs))
+        if w.constant is not None
+        else reshape_to(node, w, (depth, outputs))
+    )
+    return integer_product(node, _patches(node, x, x_zero, window), matrix, x_zero, w_zero)
+
+
+def _centred(node: Node, value: Value, zero: Value | None) -> Value:
+    """Numbers less their zero point, in int32."""
+    wide = cast_to(node, value, "int32")
+    return wide if zero is None else relax_call(node, relax.op.subtract, wide, cast_to(node, zero, "int32"))
+
+
+def _patches(node: Node, x: Value, zero: Value | None, window: Window) -> Value:
+    """[N, windows ..., k1 ... C] of x [N, D1, ..., C]."""
+    axes, channels, sizes = len(window.kernel), x.shape[-1], x.shape[1:-1]
+    counts = [node.simplify(window.count(axis, size)) for axis, size in enumerate(sizes)]
+    if window.elements == 1 and not window.leaves and set(window.strides) == {1}:
+        return x
+
+    def element(index: tuple[Element, ...], x: Element, *rest: Element) -> Element:
+        zero_point = [read() for read in rest[: len(zeros)]]
+        *extents, c_count = rest[len(zeros) :]
+        *windows, place = index[1:]
+        c, place = place % c_count, place // c_count
+        ks: list[Element] = []
+        for size in reversed(window.kernel):
+            ks.insert(0, place % size)
+            place = place // size
+        at = [window.position(axis, extents[axis], windows[axis], ks[axis]) for axis in range(axes)]
+        value = x(index[0], *at, c)
+        if not window.leaves:
+            return value
+        inside = tirx.all(*(tirx.all(p >= 0, p < size) for p, size in zip(at, extents)))
+        return tirx.if_then_else(inside, value, zero_point[0] if zero_point else tirx.const(0, value.ty))
+
+    zeros = [zero] if zero is not None and window.leaves else []
+    shape = (x.shape[0], *counts, node.simplify(math.prod(window.kernel) * channels))
+    return compute(node, "patches", element, [x, *zeros], shape, sizes=[*sizes, channels])

@@ -1,0 +1,170 @@
+"""Products and convolutions of bytes: exact on every machine, for whatever zero points; whole models quantised by
+onnxruntime."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import helper, numpy_helper
+from onnxruntime.quantization import QuantType, quantize_dynamic
+from placed_arrays import guarded, unaligned
+
+import lowering
+from lowering.errors import NodeError
+
+from .expectations import model, value_info
+
+TARGETS = ("cpu", "cpu:x86-64-v4", "cpu:x86-64-v3")
+SAMPLES = Path(__file__).parents[1] / "exports" / "samples"
+# Rows, depth and columns: words that are left over, one row and many, columns behind a panel.
+SIZES = [(1, 64, 64), (5, 63, 50), (7, 130, 33), (150, 257, 129), (2, 1, 4), (3, 2, 70), (13, 1030, 5), (6, 31, 3)]
+
+
+def numbers(rng: np.random.Generator, dtype: str, shape: Any) -> np.ndarray:
+    info = np.iinfo(dtype)
+    return rng.integers(info.min, info.max + 1, shape).astype(dtype)
+
+
+def node(name: str, given: dict[str, np.ndarray | None], known: set[str], rows: str | None) -> onnx.ModelProto:
+    """A model of one node; `known` are constants, the first axis of A is `rows` if that is a name."""
+    names = [n if x is not None else "" for n, x in given.items()]
+    while not names[-1]:
+        names.pop()
+    there = {n: x for n, x in given.items() if x is not None}
+    inputs = [
+        value_info(n, x.dtype.name, [rows, *x.shape[1:]] if rows and n == "a" else x.shape)
+        for n, x in there.items()
+        if n not in known
+    ]
+    constants = [numpy_helper.from_array(x, n) for n, x in there.items() if n in known]
+    dims = ["y0", "y1"]
+    return model([helper.make_node(name, names, ["y"])], inputs, [value_info("y", "int32", dims)], 21, constants)
+
+
+def exact(given: dict[str, np.ndarray | None]) -> np.ndarray:
+    a, b, a_zero, b_zero = (None if x is None else x.astype(np.int64) for x in given.values())
+    assert a is not None and b is not None
+    a_zero = a_zero[:, None] if a_zero is not None and a_zero.ndim else a_zero
+    product = (a - (0 if a_zero is None else a_zero)) @ (b - (0 if b_zero is None else b_zero))
+    return np.asarray(product.astype(np.int32))
+
+
+def drawn(rng: random.Random, data: np.random.Generator) -> tuple[dict[str, np.ndarray | None], set[str]]:
+    m, k, n = rng.choice(SIZES)
+    of_a, of_b = (rng.choice(["uint8", "int8"]) for _ in range(2))
+    zero_a, zero_b = rng.choice([None, (), (m,)]), rng.choice([None, (), (n,)])
+    given = {
+        "a": numbers(data, of_a, (m, k)),
+        "b": numbers(data, of_b, (k, n)),
+        "a_zero": None if zero_a is None else numbers(data, of_a, zero_a),
+        "b_zero": None if zero_b is None else numbers(data, of_b, zero_b),
+    }
+    known = {"b"} if rng.random() < 0.8 else set()
+    return given, known | ({"b_zero"} if rng.random() < 0.8 else set()) | ({"a_zero"} if rng.random() < 0.2 else set())
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_products_are_exact(seed: int) -> None:
+    rng, data = random.Random(seed), np.random.default_rng(seed)
+    given, known = drawn(rng, data)
+    symbolic = rng.random() < 0.5 and (given["a_zero"] is None or given["a_zero"].ndim == 0)
+    made = lowering.compile(node("MatMulInteger", given, known, "rows" if symbolic else None), TARGETS[seed % 3])
+    for place in (lambda x: guarded(x, True), lambda x: guarded(x, False), unaligned):
+        feed = {n: place(x) for n, x in given.items() if x is not None and n not in known}
+        np.testing.assert_array_equal(made.run(feed)["y"], exact(given))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("low", [-128, 127])
+def test_sums_are_neither_saturated_nor_rounded(target: str, low: int) -> None:
+    """Pairs of products leave 16 bits; sums of 70,000 leave 32, and are what is left modulo 2^32."""
+    given: dict[str, np.ndarray | None] = {
+        "a": np.full((2, 70_000), 255, np.uint8),
+        "b": np.full((70_000, 5), low, np.int8),
+        "a_zero": None,
+        "b_zero": None,
+    }
+    made = lowering.compile(node("MatMulInteger", given, {"b"}, None), target)
+    np.testing.assert_array_equal(made.run({"a": given["a"]})["y"], exact(given))
+
+
+def test_one_or_two_threads() -> None:
+    data = np.random.default_rng(0)
+    given = {"a": numbers(data, "uint8", (300, 128)), "b": numbers(data, "int8", (128, 200)), "z": None, "y": None}
+    made = lowering.compile(node("MatMulInteger", given, {"b"}, "rows"))
+    for threads in (1, 2):
+        np.testing.assert_array_equal(made.run({"a": given["a"]}, threads=threads)["y"], exact(given))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_convolutions_are_those_of_onnxruntime(seed: int) -> None:
+    """Strides, dilations, pads, groups; the padding stands for the zero point."""
+    rng, data = random.Random(seed), np.random.default_rng(seed)
+    group, of_group = rng.choice([(1, 3), (1, 8), (2, 4), (4, 1)])
+    kernel, outputs = rng.choice([1, 2, 3]), group * rng.choice([1, 4, 9])
+    x = numbers(data, "uint8", (2, group * of_group, 9, 11))
+    w = numbers(data, rng.choice(["uint8", "int8"]), (outputs, of_group, kernel, kernel))
+    zeros = {"xz": numbers(data, "uint8", ()), "wz": numbers(data, w.dtype.name, ())}
+    attributes: dict[str, Any] = {"group": group, "strides": [rng.choice([1, 2])] * 2}
+    attributes["pads"] = [rng.choice([0, 1]) for _ in range(4)]
+    made = helper.make_node("ConvInteger", ["x", "w", "xz", "wz"], ["y"], **attributes)
+    inputs = [value_info("x", "uint8", ["n", *x.shape[1:]]), value_info("xz", "uint8", ())]
+    constants = [numpy_helper.from_array(w, "w"), numpy_helper.from_array(zeros["wz"], "wz")]
+    whole = model([made], inputs, [value_info("y", "int32", ["n", "c", "h", "v"])], 21, constants)
+    feed = {"x": x, "xz": zeros["xz"]}
+    wide = [(v.astype(np.float64) - zeros[z].astype(np.float64)) for v, z in ((x, "xz"), (w, "wz"))]
+    convolution = helper.make_node("Conv", ["x", "w"], ["y"], **attributes)
+    shapes = [value_info(n, "float64", v.shape) for n, v in zip("xw", wide)]
+    truth = model([convolution], shapes, [value_info("y", "float64", ["n", "c", "h", "v"])], 21)
+    want = lowering.compile(truth).run(dict(zip("xw", wide)))["y"]
+    np.testing.assert_array_equal(lowering.compile(whole, TARGETS[seed % 3]).run(feed)["y"], want)
+
+
+def test_dynamic_quantisation_of_zeros() -> None:
+    """Where all numbers are 0, so are all codes."""
+    made = helper.make_node("DynamicQuantizeLinear", ["x"], ["y", "s", "z"])
+    outputs = [value_info("y", "uint8", ["n"]), value_info("s", "float32", ()), value_info("z", "uint8", ())]
+    whole = lowering.compile(model([made], [value_info("x", "float32", ["n"])], outputs, 21))
+    found = whole.run({"x": np.zeros(7, np.float32)})
+    assert not found["y"].any() and found["z"] == 0 and found["s"] == np.float32(1) / 255
+
+
+def test_other_types_are_refused() -> None:
+    given = {"a": np.zeros((2, 3), np.int32), "b": np.zeros((3, 2), np.int8), "a_zero": None, "b_zero": None}
+    whole = node("MatMulInteger", given, set(), None)
+    with pytest.raises(NodeError, match=r"A has type int32.*uint8 or int8"):
+        lowering.compile(whole)
+
+
+FORMS = [("U8S8", QuantType.QInt8, False), ("U8U8", QuantType.QUInt8, False), ("by column", QuantType.QInt8, True)]
+
+
+@pytest.mark.parametrize(("form", "kind", "by_column"), FORMS)
+@pytest.mark.parametrize("name", ["distilbert-traced17", "t5-dynamo18", "mistral-past-dynamo18"])
+def test_quantised_exports_are_as_near_as_onnxruntime(
+    name: str, form: str, kind: QuantType, by_column: bool, tmp_path: Path
+) -> None:
+    """quantize_dynamic's models: errors from float64 are those of onnxruntime, and answers a step of quantisation from
+    its own at most."""
+    path = tmp_path / "quantised.onnx"
+    quantize_dynamic(SAMPLES / name / "model.onnx", path, weight_type=kind, per_channel=by_column)
+    made = lowering.compile(path)
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    names = [output.name for output in session.get_outputs()]
+    assert any(n.op_type == "MatMulInteger" for n in onnx.load(path).graph.node)
+    for call in sorted((SAMPLES / name).glob("*.npz")):
+        arrays = dict(np.load(call))
+        feed = {n: x for n, x in arrays.items() if not n.startswith("=")}
+        ours, theirs = made.run(feed), dict(zip(names, session.run(names, feed)))
+        for output in names:
+            truth = arrays[f"={output}"]
+            size = float(np.ptp(truth))
+            errors = [float(np.abs(found[output] - truth).max()) / size for found in (ours, theirs)]
+            apart = float(np.abs(ours[output] - theirs[output]).max()) / size
+            assert errors[0] <= 1.3 * errors[1] + 1e-3 and apart <= max(0.6 * errors[1], 2e-3), (output, errors, apart)
