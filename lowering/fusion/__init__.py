@@ -13,6 +13,7 @@ from onnx_ir.passes import common
 from .attention import FuseAttentionPass
 from .gelu import FuseGeluPass
 from .grouped_heads import GroupHeadsPass
+from .integer_products import FuseIntegerProductsPass
 from .layer_norm import FuseLayerNormPass
 from .no_ops import RemoveNoOpsPass
 from .opset import UpgradeOpsetPass
@@ -29,6 +30,7 @@ PREPARE: list[tuple[str, ir.passes.InPlacePass]] = [
     ("eliminate_common_subexpressions", common.CommonSubexpressionEliminationPass()),
 ]
 PASSES: list[tuple[str, ir.passes.InPlacePass]] = [
+    ("fuse_integer_products", FuseIntegerProductsPass()),
     ("fuse_layer_norm", FuseLayerNormPass()),
     ("fuse_rms_norm", FuseRmsNormPass()),
     ("fuse_gelu", FuseGeluPass()),

@@ -187,6 +187,11 @@ def _along_axes(node: Node, x: Value, kernel: Callable[[te.Tensor, Sequence[int]
     return node.emit_te(lambda t: kernel(t, axes), node.tensor(x), primfunc_name_hint=node.op_type.lower())
 
 
+def softmax_over(node: Node, x: Value, axes: Sequence[int]) -> Value:
+    """Numbers that add up to 1 over the axes together."""
+    return node.emit_te(lambda t: _softmax(t, axes), node.tensor(x), primfunc_name_hint="softmax")
+
+
 @op("Softmax", since=1)
 def softmax(node: Node, x: Value) -> Value:
     return _along_axes(node, x, _softmax)

@@ -64,17 +64,15 @@ def integer_product(node: Node, a: Value, b: Value, a_zero: Value | None, b_zero
     b_zero = None if b_zero is None else along(node, b_zero, a, of_rows=False)
     a, a_zero = _as_bytes(node, a, a_zero, "uint8")
     b, b_zero = _as_bytes(node, b, b_zero, "int8")
-    # A constant is widened where it is used, and can be packed so.
-    wide_a, wide_b = (node.emit(relax.op.astype(node.tensor(x), "int32"), "int32") for x in (a, b))
-    y = matrix_product(node, wide_a, wide_b)
+    y = matrix_product(node, a, b, "int32")
     if a_zero is not None:
-        sums = _sums(node, b, wide_b, -2, keep=a.rank > 1)
+        sums = _sums(node, b, -2, keep=a.rank > 1)
         if b_zero is not None:
             depth = cast_to(node, reshape_to(node, node.sizes([a.shape[-1]]), ()), "int32")
             sums = relax_call(node, relax.op.subtract, sums, relax_call(node, relax.op.multiply, b_zero, depth))
         y = relax_call(node, relax.op.subtract, y, relax_call(node, relax.op.multiply, sums, a_zero))
     if b_zero is not None:
-        sums = _sums(node, a, wide_a, -1, keep=b.rank > 1)
+        sums = _sums(node, a, -1, keep=b.rank > 1)
         y = relax_call(node, relax.op.subtract, y, relax_call(node, relax.op.multiply, sums, b_zero))
     return y
 
@@ -107,8 +105,8 @@ def along(node: Node, value: Value, a: Value, of_rows: bool) -> Value:
     return value
 
 
-def _sums(node: Node, x: Value, wide: Value, axis: int, keep: bool) -> Value:
+def _sums(node: Node, x: Value, axis: int, keep: bool) -> Value:
     """Sums of bytes along an axis in int32."""
     if x.constant is not None:
         return node.constant(x.constant.sum(axis, dtype=np.int32, keepdims=keep))
-    return node.emit(relax.op.sum(node.tensor(wide), axis=[axis], keepdims=keep), "int32")
+    return node.emit(relax.op.sum(node.tensor(cast_to(node, x, "int32")), axis=[axis], keepdims=keep), "int32")

@@ -19,8 +19,8 @@ from .asserted import broadcast_to
 from .kernels import compute
 
 
-def matrix_product(node: Node, a: Value, b: Value) -> Value:
-    """A B as numpy.matmul has it, in the type that sums of products happen in (float32 for half precision)."""
+def matrix_product(node: Node, a: Value, b: Value, sums: str | None = None) -> Value:
+    """A B as numpy.matmul has it, in the type of the sums: `sums`, or else float32 for half precision."""
     require_numbers(node, a, b)
     if a.rank == 0 or b.rank == 0:
         raise node.error(f"operands {list(a.shape)} and {list(b.shape)}: a scalar is no matrix.", "Use Mul.")
@@ -31,11 +31,11 @@ def matrix_product(node: Node, a: Value, b: Value) -> Value:
         if not is_one(a.shape[-k]) and not is_one(b.shape[-k]):
             a_shape[-k] = b_shape[-k] = agreed(node, "a batch dimension", a.shape[-k], b.shape[-k])
     a, b = with_shape(node, a, a_shape), with_shape(node, b, b_shape)
-    inside = widened(a.dtype)
+    inside = sums or widened(a.dtype)
     out_dtype = inside if inside != a.dtype else None
     y = node.emit(relax.op.matmul(node.tensor(a), node.tensor(b), out_dtype=out_dtype))
     if a_shape[column] == 0:  # sums of nothing, which no kernel begins
-        return compute(node, "no_product", lambda *_: tirx.const(0, y.dtype), [a, b], y.shape, dtype=y.dtype)
+        return compute(node, "no_product", lambda *_: tirx.const(0, inside), [a, b], y.shape, dtype=inside)
     return y
 
 

@@ -86,6 +86,10 @@ def dequantize_linear(node: Node, x: Value, scale: Value, zero: Value | None = N
 
 @op("DynamicQuantizeLinear", since=11)
 def dynamic_quantize_linear(node: Node, x: Value) -> tuple[Value, ...]:
+    return dynamically_quantised(node, x)
+
+
+def dynamically_quantised(node: Node, x: Value) -> tuple[Value, Value, Value]:
     """Bytes of x [...] float32, their scale and zero point, so that codes reach from the smallest number, or 0, to the
     largest, or 0: https://onnx.ai/onnx/operators/onnx__DynamicQuantizeLinear.html
 
@@ -110,16 +114,13 @@ def dynamic_quantize_linear(node: Node, x: Value) -> tuple[Value, ...]:
     return y, scale, zero
 
 
-def quantised(node: Node, numbers: Value, zero: Value, dtype: str) -> Value:
+def quantised(node: Node, numbers: Value, zero: Value | None, dtype: str) -> Value:
     """Numbers [...] float32, which are over their scale, as integers: rounded to nearest even, plus a zero point,
     saturated."""
+    if zero is None:
+        return pointwise(node, lambda x: _code(x, None, dtype), numbers, dtype=dtype, name="quantize")
     return pointwise(
-        node,
-        lambda x, z: _code(x, z.astype("float32"), dtype),
-        numbers,
-        zero,
-        dtype=dtype,
-        name="quantize",
+        node, lambda x, z: _code(x, z.astype("float32"), dtype), numbers, zero, dtype=dtype, name="quantize"
     )
 
 

@@ -41,12 +41,10 @@ class Constants:
                 axes = bound.attrs.axes
                 axes = (1, 0) if axes is None else tuple(int(axis) for axis in axes)
                 return (*steps, f"permuted_{axes[0]}{axes[1]}"), array.transpose(axes)
-            if array is not None and bound.op.name == "relax.astype":
+            if array is not None and bound.op.name == "relax.astype" and str(bound.attrs.dtype) in FLOATS:
                 dtype = str(bound.attrs.dtype)
-                if (dtype == "float32" and array.dtype.name in FLOATS) or (dtype == "int32" and array.dtype == np.int8):
+                if dtype == "float32" and array.dtype.name in FLOATS:
                     return steps, array  # the kernel widens elements
-                if dtype not in FLOATS:
-                    return (), None
                 return (*steps, dtype), array.astype(np.dtype(dtype))
         return (), None
 

@@ -111,8 +111,8 @@ class _Packer(PyExprMutator):
         types = {str(x.ty.dtype), str(call.ty.dtype)}
         if matrix is None or matrix.ndim != 2 or matrix.shape[1] < _MIN_COLUMNS or x.ty.ndim < 1:
             return call
-        if types == {"int32"} and isinstance(matrix, np.ndarray) and matrix.dtype.name == "int8":
-            return self.product_of_bytes(call, steps, matrix)
+        if types == {"uint8", "int32"} and isinstance(matrix, np.ndarray) and matrix.dtype.name == "int8":
+            return self.product_of_bytes(x, steps, matrix)
         if not {*types, matrix.dtype.name} <= set(FLOATS):
             return call
         pairs = self.cpu.bf16_dot and matrix.dtype.name == x.ty.dtype == "bfloat16"
@@ -122,19 +122,13 @@ class _Packer(PyExprMutator):
             self.pack(steps, matrix, pairs)
         return self.product(x, steps, matrix.shape[1], str(call.ty.dtype))
 
-    def product_of_bytes(self, call: relax.Call, steps: tuple[str, ...], matrix: np.ndarray) -> relax.Expr:
-        """A product in int32 of bytes that are widened for it, without a sign those of x."""
-        x = call.args[0]
-        bound = self.lookup_binding(x) if isinstance(x, relax.Var) else x
-        if not isinstance(bound, relax.Call) or bound.op != tvm.ir.Op.get("relax.astype"):
-            return call
-        if str(bound.args[0].ty.dtype) != "uint8":
-            return call
+    def product_of_bytes(self, x: relax.Expr, steps: tuple[str, ...], matrix: np.ndarray) -> relax.Expr:
+        """A product in int32 of bytes, those of x without a sign."""
         steps = (*steps, "quads")
         if steps not in self.packed:
             self.element[steps] = element_of_quad
             self.keep(steps, {"packed": pack_quads(matrix, panel_width(matrix.shape[1], self.cpu, "int32"))})
-        return self.product(bound.args[0], steps, matrix.shape[1], "int32")
+        return self.product(x, steps, matrix.shape[1], "int32")
 
     def product(self, x: relax.Expr, steps: tuple[str, ...], columns: int, dtype: str) -> relax.Expr:
         """x times a packed matrix."""

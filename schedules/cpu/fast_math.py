@@ -127,8 +127,13 @@ def isnan(x: Expr, bind: Bind) -> Expr:
     return (_bits(x) & _i32(0x7FFFFFFF, x)) > _i32(0x7F800000, x)
 
 
+def nearbyint(x: Expr, bind: Bind) -> Expr:
+    """A machine instruction, which TVM has a vector form of under its LLVM name alone."""
+    return T.call_llvm_pure_intrin(x.ty, "llvm.nearbyint", x)
+
+
 _FUNCTIONS: dict[str, Callable[[Expr, Bind], Expr]] = {
-    f"tirx.{function.__name__}": function for function in (exp, exp2, sigmoid, tanh, erf, log, rsqrt, isnan)
+    f"tirx.{function.__name__}": function for function in (exp, exp2, sigmoid, tanh, erf, log, rsqrt, isnan, nearbyint)
 }
 
 

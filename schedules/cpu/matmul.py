@@ -86,12 +86,10 @@ def plan(func: tirx.PrimFunc, target: tvm.target.Target, tiles: PanelTiles | Non
     for group in groups:
         results = Results(func, stages, group, cpu)
         kernels.append([Blocked(Operands(results, product), tiles) for product in group.products])
-    if any(b.acc == "int32" and not b.b_in_place for b in _every(kernels)):
-        return None
     if len(_every(kernels)) > 1:
         return kernels if _in_one_pass(kernels) else None
     first = kernels[0][0]
-    return kernels if first.b_in_place or not _is_linear(first.operands) or not is_thin(first.operands) else None
+    return None if _may_be_thin(first) and is_thin(first.operands) else kernels
 
 
 def joins(func: tirx.PrimFunc, target: tvm.target.Target) -> bool | None:
@@ -106,14 +104,16 @@ def _emit(func: tirx.PrimFunc, kernels: Plan, thin: ThinTiles) -> tirx.PrimFunc:
         memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, func.params)}
         for b in _every(kernels):
             b.operands.open(memory)
-        special = [] if kernels[0][0].b_in_place or not _is_linear(operands) else thin_kernels(operands, thin)
+        special = thin_kernels(operands, thin) if _may_be_thin(kernels[0][0]) else []
         _first_possible(operands.results, special, lambda: _blocked(kernels))
     return func.with_body(builder.get().body)
 
 
-def _is_linear(operands: Operands) -> bool:
-    """Whether rows of A lie in memory as one, not as patches do."""
-    return operands.is_linear(operands.a_offset, operands.k)
+def _may_be_thin(b: Blocked) -> bool:
+    """Whether there are other kernels for few rows or columns: B is not stored in panels, rows of A lie in memory as
+    one, not as patches do, and numbers are no bytes."""
+    operands = b.operands
+    return not b.b_in_place and b.acc != "int32" and operands.is_linear(operands.a_offset, operands.k)
 
 
 def _every(kernels: Plan) -> list[Blocked]:

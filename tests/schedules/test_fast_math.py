@@ -22,6 +22,7 @@ FUNCTIONS = {
     "erf": np.vectorize(math.erf, otypes=[float]),
     "log": np.log,
     "rsqrt": lambda x: 1 / np.sqrt(x),
+    "nearbyint": np.rint,
 }
 UNITS = 4  # in the last place
 SMALLEST = 2.0**-125  # smaller results may be 0
@@ -69,3 +70,15 @@ def test_no_calls_for_single_elements(name: str) -> None:
     assembly = kernel(name, target).mod.inspect_source("asm")
     assert "zmm" in assembly
     assert f"{name}f" not in assembly and f"{name}@" not in assembly
+
+
+@pytest.mark.parametrize("target", RUNS.values(), ids=RUNS)
+def test_ties_go_to_even_and_zeros_keep_their_sign(target: tvm.target.Target) -> None:
+    rng = np.random.default_rng(0)
+    halves = np.arange(-300, 300, dtype=np.float32) / 2
+    near = np.nextafter(np.repeat(halves, 2), np.tile([-np.inf, np.inf], len(halves))).astype(np.float32)
+    large = rng.uniform(-(2**25), 2**25, 10_000).astype(np.float32)
+    x = np.concatenate([halves, near, large, np.array([0.0, -0.0, -0.4, 0.5, -0.5, 2**23 - 0.5], np.float32)])
+    y = apply(kernel("nearbyint", target), x)
+    np.testing.assert_array_equal(y, np.rint(x))
+    np.testing.assert_array_equal(np.signbit(y), np.signbit(np.rint(x)))

@@ -1,0 +1,173 @@
+"""com.microsoft operators of bytes: sums and functions of dequantised numbers, and products with their scales.
+
+Each is what its ai.onnx parts are: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm import relax, tirx
+
+from ...importing.compute import pointwise, relax_call
+from ...importing.node import Node
+from ...importing.values import Value
+from .. import op
+from ..activation import softmax_over
+from ..cast import cast_to
+from ..contents import static_axis
+from ..integer_matmul import along, integer_product
+from ..matmul import permuted
+from ..movement import concat
+from ..quantisation import dynamically_quantised, quantised
+from . import DOMAIN
+
+
+def _numbers(node: Node, x: Value, scale: Value, zero: Value | None) -> Value:
+    """(x - zero) scale, float32."""
+    number, scale = cast_to(node, x, "float32"), along(node, scale, x, of_rows=False)
+    if zero is not None:
+        zero = cast_to(node, along(node, zero, x, of_rows=False), "float32")
+        number = relax_call(node, relax.op.subtract, number, zero)
+    return relax_call(node, relax.op.multiply, number, scale)
+
+
+def _bytes(node: Node, numbers: Value, scale: Value, zero: Value | None, dtype: str) -> Value:
+    """The numbers over the scale as integers of that type, which is that of the zero point if there is one."""
+    over = relax_call(node, relax.op.divide, numbers, along(node, scale, numbers, of_rows=False))
+    return quantised(node, over, None if zero is None else along(node, zero, numbers, of_rows=False), dtype)
+
+
+@op("QLinearAdd", since=1, domain=DOMAIN)
+def qlinear_add(
+    node: Node,
+    a: Value,
+    a_scale: Value,
+    a_zero: Value | None,
+    b: Value,
+    b_scale: Value,
+    b_zero: Value | None,
+    c_scale: Value,
+    c_zero: Value | None = None,
+) -> Value:
+    c = relax_call(node, relax.op.add, _numbers(node, a, a_scale, a_zero), _numbers(node, b, b_scale, b_zero))
+    return _bytes(node, c, c_scale, c_zero, a.dtype)
+
+
+@op("QLinearMul", since=1, domain=DOMAIN)
+def qlinear_mul(
+    node: Node,
+    a: Value,
+    a_scale: Value,
+    a_zero: Value | None,
+    b: Value,
+    b_scale: Value,
+    b_zero: Value | None,
+    c_scale: Value,
+    c_zero: Value | None = None,
+) -> Value:
+    c = relax_call(node, relax.op.multiply, _numbers(node, a, a_scale, a_zero), _numbers(node, b, b_scale, b_zero))
+    return _bytes(node, c, c_scale, c_zero, a.dtype)
+
+
+@op("QLinearSigmoid", since=1, domain=DOMAIN)
+def qlinear_sigmoid(
+    node: Node, x: Value, x_scale: Value, x_zero: Value | None, y_scale: Value, y_zero: Value | None = None
+) -> Value:
+    y = pointwise(node, tirx.sigmoid, _numbers(node, x, x_scale, x_zero), name="sigmoid")
+    return _bytes(node, y, y_scale, y_zero, x.dtype)
+
+
+@op("QLinearLeakyRelu", since=1, domain=DOMAIN)
+def qlinear_leaky_relu(
+    node: Node, x: Value, x_scale: Value, x_zero: Value | None, y_scale: Value, y_zero: Value | None = None
+) -> Value:
+    alpha = node.attr("alpha", 0.01)
+
+    def leaky_relu(x: Any) -> Any:
+        return tirx.Select(x >= tirx.const(0.0, "float32"), x, x * tirx.const(alpha, "float32"))
+
+    y = pointwise(node, leaky_relu, _numbers(node, x, x_scale, x_zero), name="leaky_relu")
+    return _bytes(node, y, y_scale, y_zero, x.dtype)
+
+
+@op("QLinearSoftmax", since=1, domain=DOMAIN)
+def qlinear_softmax(
+    node: Node, x: Value, x_scale: Value, x_zero: Value | None, y_scale: Value, y_zero: Value | None = None
+) -> Value:
+    """Along an axis; of models below opset 13, along it and all behind it."""
+    axis = static_axis(node, node.attr("axis", -1), x.rank)
+    axes = [axis] if node.attr("opset", 13) >= 13 else list(range(axis, x.rank))
+    return _bytes(node, softmax_over(node, _numbers(node, x, x_scale, x_zero), axes), y_scale, y_zero, x.dtype)
+
+
+@op("QLinearConcat", since=1, domain=DOMAIN)
+def qlinear_concat(node: Node, y_scale: Value, y_zero: Value, *parts: Value) -> Value:
+    """Of parts that are three inputs each: bytes, scale and zero point."""
+    if len(parts) % 3:
+        raise node.error(
+            f"{len(parts)} inputs are behind Y_zero_point.", "Give each part with its scale and zero point."
+        )
+    numbers = [_numbers(node, *parts[n : n + 3]) for n in range(0, len(parts), 3)]
+    return _bytes(node, concat(node, *numbers), y_scale, y_zero, y_zero.dtype)
+
+
+@op("MatMulIntegerToFloat", since=1, domain=DOMAIN)
+def matmul_integer_to_float(
+    node: Node,
+    a: Value,
+    b: Value,
+    a_scale: Value,
+    b_scale: Value,
+    a_zero: Value | None = None,
+    b_zero: Value | None = None,
+    bias: Value | None = None,
+) -> Value:
+    """MatMulInteger times both scales, plus the bias."""
+    return _scaled(node, integer_product(node, a, b, a_zero, b_zero), a, (a_scale, b_scale), bias)
+
+
+@op("DynamicQuantizeMatMul", since=1, domain=DOMAIN)
+def dynamic_quantize_matmul(
+    node: Node, a: Value, b: Value, b_scale: Value, b_zero: Value | None = None, bias: Value | None = None
+) -> Value:
+    """DynamicQuantizeLinear of A, and MatMulIntegerToFloat."""
+    codes, scale, zero = dynamically_quantised(node, a)
+    return _scaled(node, integer_product(node, codes, b, zero, b_zero), a, (scale, b_scale), bias)
+
+
+@op("QGemm", since=1, domain=DOMAIN)
+def qgemm(
+    node: Node,
+    a: Value,
+    a_scale: Value,
+    a_zero: Value,
+    b: Value,
+    b_scale: Value,
+    b_zero: Value,
+    c: Value | None = None,
+    y_scale: Value | None = None,
+    y_zero: Value | None = None,
+) -> Value:
+    """alpha times the product of numbers, to which C is added in units of alpha a_scale b_scale; bytes where there is
+    y_scale, else float32."""
+    if a.rank != 2 or b.rank != 2:
+        raise node.error(f"A and B have ranks {a.rank} and {b.rank}.", "QGemm takes matrices.")
+    a = permuted(node, a, [1, 0]) if node.attr("transA", 0) else a
+    if node.attr("transB", 0):
+        b = permuted(node, b, [1, 0]) if b.constant is None else node.constant(b.constant.T)
+    sums = integer_product(node, a, b, a_zero, b_zero)
+    if c is not None:
+        sums = relax_call(node, relax.op.add, sums, c)
+    y = _scaled(node, sums, a, (a_scale, b_scale), None, node.attr("alpha", 1.0))
+    return y if y_scale is None else _bytes(node, y, y_scale, y_zero, a.dtype)
+
+
+def _scaled(
+    node: Node, sums: Value, a: Value, scales: tuple[Value, Value], bias: Value | None, alpha: float = 1.0
+) -> Value:
+    """Sums of bytes as float32: times alpha and both scales, plus the bias."""
+    row, column = (along(node, scale, a, of_rows) for scale, of_rows in zip(scales, (True, False)))
+    factor = pointwise(node, lambda a, b: a * b * tirx.const(alpha, "float32"), row, column, name="scale")
+    y = relax_call(node, relax.op.multiply, cast_to(node, sums, "float32"), factor)
+    return y if bias is None else relax_call(node, relax.op.add, y, bias)

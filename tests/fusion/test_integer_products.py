@@ -1,0 +1,89 @@
+"""Products of dequantised bytes become integer products; others, and those that int32 might not hold, stay."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from graphs import parse, same, untouched
+
+RNG = np.random.default_rng(0)
+SCALES = {"s": np.array(0.03, np.float32), "z": np.array(113, np.uint8), "t": np.array([0.02], np.float32)}
+SCALES |= {"zt": np.array([-7], np.int8), "rows": np.full(5, 0.02, np.float32), "half": np.array(0.03, np.float16)}
+SCALES |= {"columns": RNG.uniform(0.01, 0.03, 6).astype(np.float32), "zeros": RNG.integers(-9, 9, 6).astype(np.int8)}
+WEIGHTS = {
+    **SCALES,
+    "w": RNG.integers(-128, 128, (5, 6)).astype(np.int8),
+    "turned": RNG.integers(-128, 128, (6, 5)).astype(np.int8),
+    "c": RNG.standard_normal(6).astype(np.float32),
+    "kernel": RNG.integers(-128, 128, (6, 2, 3, 3)).astype(np.int8),
+    "deep": np.ones((40_000, 2), np.int8),
+}
+A = "a = DequantizeLinear (x, s, z)"
+INPUT = "(uint8[B, 3, 5] x)"
+
+
+@pytest.mark.parametrize(
+    "b",
+    [
+        "b = DequantizeLinear (w, s)",
+        "b = DequantizeLinear (w, t, zt)",
+        "b = DequantizeLinear <axis = 1> (w, columns, zeros)",
+        "b = DequantizeLinear <axis = -1> (w, columns)",
+    ],
+)
+def test_matmul(b: str) -> None:
+    result = same(
+        parse(f"{INPUT} => (float[B, 3, 6] y) {{ {A} {b} y = MatMul (a, b) }}", 21, WEIGHTS),
+        {"MatMulInteger": 1, "MatMul": 0, "DequantizeLinear": 0},
+    )
+    assert all("fused_from" in node.metadata_props for node in result.graph if node.op_type == "MatMulInteger")
+
+
+def test_matmul_of_two_that_are_computed() -> None:
+    nodes = f"{A} b = DequantizeLinear (v, t, zt) y = MatMul (a, b)"
+    same(parse(f"(uint8[B, 3, 5] x, int8[B, 5, N] v) => (float[B, 3, N] y) {{ {nodes} }}", 21, WEIGHTS),
+         {"MatMulInteger": 1, "MatMul": 0})  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("b", "attributes"),
+    [("w, columns", ""), ("turned, s", "<transB = 1>"), ("turned, t, zt", "<transB = 1>")],
+)
+@pytest.mark.parametrize("c", ["", ", c"])
+def test_gemm(b: str, attributes: str, c: str) -> None:
+    nodes = f"{A} b = DequantizeLinear <axis = 1> ({b}) y = Gemm {attributes} (a, b{c})"
+    same(parse(f"(uint8[N, 5] x) => (float[N, 6] y) {{ {nodes} }}", 21, WEIGHTS), {"MatMulInteger": 1, "Gemm": 0})
+
+
+def test_gemm_with_a_scale_for_each_row_of_what_it_turns() -> None:
+    nodes = f"{A} b = DequantizeLinear <axis = 0> (turned, columns, zeros) y = Gemm <transB = 1> (a, b, c)"
+    same(parse(f"(uint8[N, 5] x) => (float[N, 6] y) {{ {nodes} }}", 21, WEIGHTS), {"MatMulInteger": 1, "Gemm": 0})
+
+
+@pytest.mark.parametrize("w", ["kernel, s", "kernel, columns", "kernel, columns, zeros"])
+@pytest.mark.parametrize("c", ["", ", c"])
+def test_conv(w: str, c: str) -> None:
+    nodes = f"{A} b = DequantizeLinear <axis = 0> ({w}) y = Conv <pads = [1, 0, 1, 1], strides = [2, 1]> (a, b{c})"
+    same(parse(f"(uint8[B, 2, 7, 8] x) => (float[B, 6, 4, 7] y) {{ {nodes} }}", 21, WEIGHTS),
+         {"ConvInteger": 1, "Conv": 0})  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        f"{A} b = Cast <to = 1> (w) y = MatMul (a, b)",
+        f"{A} b = DequantizeLinear <axis = 0> (w, rows) y = MatMul (a, b)",
+        "a = Cast <to = 1> (x) b = DequantizeLinear (w, s) y = MatMul (a, b)",
+        f"{A} b = DequantizeLinear (w, s) y = Gemm <alpha = 2.0> (a, b)",
+    ],
+)
+def test_other_products_stay(nodes: str) -> None:
+    shape = "(uint8[N, 5] x) => (float[N, 6] y)"
+    untouched(parse(f"{shape} {{ {nodes} }}", 21, WEIGHTS))
+
+
+def test_sums_that_int32_may_not_hold_stay() -> None:
+    nodes = f"{A} b = DequantizeLinear (deep, s) y = MatMul (a, b)"
+    untouched(parse(f"(uint8[N, 40000] x) => (float[N, 2] y) {{ {nodes} }}", 21, WEIGHTS))
+    nodes = f"{A} b = DequantizeLinear (v, t) y = MatMul (a, b)"
+    untouched(parse(f"(uint8[N, T] x, int8[T, 2] v) => (float[N, 2] y) {{ {nodes} }}", 21, WEIGHTS))

@@ -1,0 +1,98 @@
+"""com.microsoft operators of bytes: codes are those of onnxruntime, or one beside where it rounds numbers that lie
+between two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import helper, numpy_helper
+
+import lowering
+
+from ..expectations import value_info
+from .comparison import opsets
+
+RNG = np.random.default_rng(0)
+SCALES = {name: np.array(RNG.uniform(0.01, 0.05), np.float32) for name in ("s1", "s2", "s3")}
+
+
+def run(name: str, given: dict[str, Any], dtype: str, rank: int, known: str = "", **attributes: Any) -> None:
+    """The node's answers here and by onnxruntime; `known` names constants."""
+    constants = set(known.split())
+    inputs = [value_info(n, x.dtype.name, x.shape) for n, x in given.items() if x is not None and n not in constants]
+    node = helper.make_node(
+        name, [n if x is not None else "" for n, x in given.items()], ["y"], domain="com.microsoft", **attributes
+    )
+    weights = [numpy_helper.from_array(given[n], n) for n in sorted(constants)]
+    graph = helper.make_graph([node], "g", inputs, [value_info("y", dtype, [f"d{k}" for k in range(rank)])], weights)
+    model = helper.make_model(graph, opset_imports=opsets(21), ir_version=10)
+    feed = {n: x for n, x in given.items() if x is not None and n not in constants}
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    (want,) = session.run(None, feed)
+    got = lowering.compile(onnx.load_model_from_string(model.SerializeToString())).run(feed)["y"]
+    assert (got.dtype, got.shape) == (want.dtype, want.shape)
+    if got.dtype == np.float32:
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+        return
+    apart = np.abs(got.astype(int) - want.astype(int))
+    assert apart.max() <= 1 and (apart > 0).mean() < 0.02
+
+
+def codes(dtype: str, *shape: int) -> np.ndarray:
+    info = np.iinfo(dtype)
+    return RNG.integers(info.min, info.max + 1, shape).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8"])
+@pytest.mark.parametrize("name", ["QLinearAdd", "QLinearMul"])
+def test_sums_and_products(name: str, dtype: str) -> None:
+    a, b, zero = codes(dtype, 2, 7, 33), codes(dtype, 33), codes(dtype)
+    run(name, {"a": a, "s1": SCALES["s1"], "z1": zero, "b": b, "s2": SCALES["s2"], "z2": codes(dtype),
+               "s3": SCALES["s3"], "z3": codes(dtype)}, dtype, 3)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8"])
+@pytest.mark.parametrize(
+    ("name", "attributes"),
+    [("QLinearSigmoid", {}), ("QLinearLeakyRelu", {"alpha": 0.2}), ("QLinearSoftmax", {"axis": -1, "opset": 13}),
+     ("QLinearSoftmax", {"axis": 1, "opset": 11})],
+)  # fmt: skip
+def test_functions(name: str, attributes: dict[str, Any], dtype: str) -> None:
+    given = {"x": codes(dtype, 3, 5, 40), "s1": SCALES["s1"], "z1": codes(dtype)}
+    given |= {"s2": np.array(1 / 256, np.float32), "z2": np.array(-128 if dtype == "int8" else 0, dtype)}
+    run(name, given, dtype, 3, known="s1 z1 s2 z2", **attributes)
+
+
+def test_joined() -> None:
+    given = {"s3": SCALES["s3"], "z3": codes("uint8"), "a": codes("uint8", 2, 3), "s1": SCALES["s1"],
+             "z1": codes("uint8"), "b": codes("uint8", 2, 5), "s2": SCALES["s2"], "z2": codes("uint8")}  # fmt: skip
+    run("QLinearConcat", given, "uint8", 2, known="s1 s2 s3 z1 z2 z3", axis=1)
+
+
+@pytest.mark.parametrize("by_column", [False, True])
+@pytest.mark.parametrize("of_b", ["uint8", "int8"])
+def test_products_of_matrices(of_b: str, by_column: bool) -> None:
+    scale = RNG.uniform(0.01, 0.02, 50 if by_column else ()).astype(np.float32)
+    zero, bias = codes(of_b, *scale.shape), RNG.standard_normal(50).astype(np.float32)
+    b, a = codes(of_b, 37, 50), RNG.standard_normal((2, 9, 37)).astype(np.float32)
+    run("DynamicQuantizeMatMul", {"a": a, "b": b, "s2": scale, "z2": zero, "bias": bias}, "float32", 3,
+        known="b s2 z2 bias")  # fmt: skip
+    given = {"a": codes("uint8", 2, 9, 37), "b": b, "s1": SCALES["s1"], "s2": scale, "z1": codes("uint8"), "z2": zero}
+    run("MatMulIntegerToFloat", {**given, "bias": bias}, "float32", 3, known="b z2")
+    run("MatMulIntegerToFloat", given, "float32", 3)
+
+
+@pytest.mark.parametrize("floats", [False, True])
+@pytest.mark.parametrize("turned", [0, 1])
+def test_gemm(turned: int, floats: bool) -> None:
+    b = codes("int8", 30, 21) if turned else codes("int8", 21, 30)
+    given = {"a": codes("uint8", 8, 21), "s1": SCALES["s1"], "z1": codes("uint8"), "b": b, "s2": SCALES["s2"],
+             "z2": np.array(0, np.int8), "c": RNG.integers(-999, 999, 30).astype(np.int32)}  # fmt: skip
+    if not floats:
+        given |= {"s3": np.array(0.5, np.float32), "z3": np.array(99, np.uint8)}
+    run("QGemm", given, "float32" if floats else "uint8", 2, known="b z2 s1 s2 z1" + ("" if floats else " s3 z3"),
+        transB=turned, alpha=0.5)  # fmt: skip
