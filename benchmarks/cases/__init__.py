@@ -17,6 +17,7 @@ from . import (
     left_over,
     matmul,
     published,
+    quantised,
     transformers,
 )
 from .case import Case
@@ -33,6 +34,7 @@ _KINDS = (
     left_over,
     exported,
     published,
+    quantised,
 )
 
 

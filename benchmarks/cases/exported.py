@@ -62,7 +62,7 @@ class ExportCase(Case):
         if not self.exists:
             raise FileNotFoundError(
                 f"'{path}' is missing: run `python tests/exports/export.py {self.export} --folder {self.folder}`"
-                f"{' with --published' if self.group == 'published' else ''}."
+                f"{' with --published' if self.export.startswith('published') else ''}."
             )
         return path
 

@@ -51,10 +51,10 @@ def qlinear_conv(
     sums = _convolved(node, x, w, x_zero, w_zero)
     if bias is not None:
         sums = relax_call(node, relax.op.add, sums, vector_of(node, bias, w.shape[0]))
-    scales = [along(node, scale, x, of_rows=False) for scale in (x_scale, w_scale, y_scale)]
+    scales = along(node, x_scale), along(node, w_scale, w.shape[0]), along(node, y_scale)
     scale = pointwise(node, lambda x, w, y: x * w / y, *scales, name="scale")
     numbers = relax_call(node, relax.op.multiply, cast_to(node, sums, "float32"), scale)
-    return channels_second(node, quantised(node, numbers, along(node, y_zero, x, of_rows=False), y_zero.dtype))
+    return channels_second(node, quantised(node, numbers, along(node, y_zero), y_zero.dtype))
 
 
 def _convolved(node: Node, x: Value, w: Value, x_zero: Value | None, w_zero: Value | None) -> Value:
@@ -69,17 +69,16 @@ def _convolved(node: Node, x: Value, w: Value, x_zero: Value | None, w_zero: Val
                       w.shape[1] * group)  # fmt: skip
     x = with_shape(node, x, (x.shape[0], channels, *x.shape[2:]))
     w = asserted(node, w, (w.shape[0], symbolic.divide(node.symbols, channels, group), *kernel))
-    x_zero = None if x_zero is None else along(node, x_zero, x, of_rows=False)
-    w_zero = None if w_zero is None else along(node, w_zero, x, of_rows=False)
+    x_zero = None if x_zero is None else along(node, x_zero)
+    w_zero = None if w_zero is None else along(node, w_zero, w.shape[0])
     x, w = fitting(node, channels_last(node, x), window), transposed(node, w)
     if group > 1:
         return summed_over_windows(node, _centred(node, x, x_zero), _centred(node, w, w_zero), window, group)
-    depth, outputs = math.prod(kernel) * channels, w.shape[-1]
-    matrix = (
-        node.constant(w.constant.reshape(-1, outputs))
-        if w.constant is not None
-        else reshape_to(node, w, (depth, outputs))
-    )
+    shape = math.prod(kernel) * channels, w.shape[-1]
+    if w.constant is None:
+        matrix = reshape_to(node, w, shape)
+    else:
+        matrix = node.constant(w.constant.reshape(math.prod(w.constant.shape[:-1]), w.constant.shape[-1]))
     return integer_product(node, _patches(node, x, x_zero, window), matrix, x_zero, w_zero)
 
 

@@ -13,7 +13,7 @@ from tvm import relax
 
 from ..importing.compute import pointwise, relax_call
 from ..importing.node import Node
-from ..importing.values import Value, is_one
+from ..importing.values import Size, Value, is_one
 from . import op
 from .asserted import asserted
 from .cast import cast_to
@@ -47,12 +47,10 @@ def qlinear_matmul(
     """The product's numbers over y_scale, rounded to nearest even, plus y_zero, saturated:
     https://onnx.ai/onnx/operators/onnx__QLinearMatMul.html"""
     sums = cast_to(node, integer_product(node, a, b, a_zero, b_zero), "float32")
-    row, column, of_y = (
-        along(node, v, a, of_rows) for v, of_rows in ((a_scale, True), (b_scale, False), (y_scale, True))
-    )
-    factors = [cast_to(node, v, "float32") for v in (row, column, of_y)]
+    scales = of_rows(node, a_scale, a, b), of_columns(node, b_scale, b), of_rows(node, y_scale, a, b)
+    factors = [cast_to(node, scale, "float32") for scale in scales]
     scale = pointwise(node, lambda a, b, y: a * b / y, *factors, name="scale")
-    return quantised(node, relax_call(node, relax.op.multiply, sums, scale), along(node, y_zero, a, True), y_zero.dtype)
+    return quantised(node, relax_call(node, relax.op.multiply, sums, scale), of_rows(node, y_zero, a, b), y_zero.dtype)
 
 
 def integer_product(node: Node, a: Value, b: Value, a_zero: Value | None, b_zero: Value | None) -> Value:
@@ -60,19 +58,28 @@ def integer_product(node: Node, a: Value, b: Value, a_zero: Value | None, b_zero
     for name, value in (("A", a), ("B", b)):
         if value.dtype not in BYTES:
             raise node.error(f"{name} has type {value.dtype}.", "Give it bytes: uint8 or int8.")
-    a_zero = None if a_zero is None else along(node, a_zero, a, of_rows=True)
-    b_zero = None if b_zero is None else along(node, b_zero, a, of_rows=False)
+    if a.rank == 1 or b.rank == 1:  # a vector is a matrix of one row or column
+        row, column = a.rank == 1, b.rank == 1
+        a_zero = None if a_zero is None else along(node, a_zero, a.shape[-2] if a.rank > 1 else None)
+        b_zero = None if b_zero is None else along(node, b_zero, b.shape[-1] if b.rank > 1 else None)
+        a = reshape_to(node, a, (1, *a.shape)) if row else a
+        b = reshape_to(node, b, (*b.shape, 1)) if column else b
+        y = integer_product(node, a, b, a_zero, b_zero)
+        kept = [n for k, n in enumerate(y.shape) if not (row and k == y.rank - 2) and not (column and k == y.rank - 1)]
+        return reshape_to(node, y, tuple(kept))
+    a_zero = None if a_zero is None else of_rows(node, a_zero, a, b)
+    b_zero = None if b_zero is None else of_columns(node, b_zero, b)
     a, a_zero = _as_bytes(node, a, a_zero, "uint8")
     b, b_zero = _as_bytes(node, b, b_zero, "int8")
     y = matrix_product(node, a, b, "int32")
     if a_zero is not None:
-        sums = _sums(node, b, -2, keep=a.rank > 1)
+        sums = _sums(node, b, b.rank - 2)
         if b_zero is not None:
             depth = cast_to(node, reshape_to(node, node.sizes([a.shape[-1]]), ()), "int32")
             sums = relax_call(node, relax.op.subtract, sums, relax_call(node, relax.op.multiply, b_zero, depth))
         y = relax_call(node, relax.op.subtract, y, relax_call(node, relax.op.multiply, sums, a_zero))
     if b_zero is not None:
-        sums = _sums(node, a, -1, keep=b.rank > 1)
+        sums = _sums(node, a, a.rank - 1)
         y = relax_call(node, relax.op.subtract, y, relax_call(node, relax.op.multiply, sums, b_zero))
     return y
 
@@ -95,18 +102,32 @@ def _as_bytes(node: Node, x: Value, zero: Value | None, dtype: str) -> tuple[Val
     return pointwise(node, lambda x: x.astype("int32") + shift, x, dtype=dtype, name="shifted"), at
 
 
-def along(node: Node, value: Value, a: Value, of_rows: bool) -> Value:
-    """A scale or zero point: one for the tensor has no dimensions then, and that of rows of A has an axis of columns
-    behind it."""
+def along(node: Node, value: Value, size: Size | None = None, behind: bool = False) -> Value:
+    """A scale or zero point, as what broadcasts: one for the tensor has no dimensions then; a vector is known or
+    asserted at run time to have so many, with an axis `behind` it. Raises NodeError for a vector where size is None.
+    """
     if value.rank == 1 and is_one(value.shape[0]):
         return reshape_to(node, value, ())
-    if of_rows and value.rank == 1 and a.rank > 1:
-        return reshape_to(node, asserted(node, value, (a.shape[-2],)), (a.shape[-2], 1))
-    return value
+    if value.rank != 1:
+        return value
+    if size is None:
+        raise node.error(f"{node.name_of(value, False)} is a vector of {value.shape[0]}.", "Give it one element.")
+    value = asserted(node, value, (size,))
+    return reshape_to(node, value, (size, 1)) if behind else value
 
 
-def _sums(node: Node, x: Value, axis: int, keep: bool) -> Value:
-    """Sums of bytes along an axis in int32."""
+def of_rows(node: Node, value: Value, a: Value, b: Value) -> Value:
+    """Those of the first matrix."""
+    return along(node, value, a.shape[-2] if a.rank > 1 else None, behind=b.rank > 1)
+
+
+def of_columns(node: Node, value: Value, b: Value) -> Value:
+    """Those of the second matrix."""
+    return along(node, value, b.shape[-1] if b.rank > 1 else None)
+
+
+def _sums(node: Node, x: Value, axis: int) -> Value:
+    """Sums of bytes along an axis in int32, which stays as one of 1."""
     if x.constant is not None:
-        return node.constant(x.constant.sum(axis, dtype=np.int32, keepdims=keep))
-    return node.emit(relax.op.sum(node.tensor(cast_to(node, x, "int32")), axis=[axis], keepdims=keep), "int32")
+        return node.constant(x.constant.sum(axis, dtype=np.int32, keepdims=True))
+    return node.emit(relax.op.sum(node.tensor(cast_to(node, x, "int32")), axis=[axis], keepdims=True), "int32")

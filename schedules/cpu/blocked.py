@@ -320,14 +320,18 @@ class Blocked:
         """The element or the word of a step whose elements lie there."""
         if self.words is None:
             return read(memory, at[0])
-        return self.words.join([tirx.BufferLoad(memory, [position]) for position in self.there(at, complete)])
+        return self.word([tirx.BufferLoad(memory, [position]) for position in at], complete)
 
-    def there(self, values: list[Expr], complete: bool) -> list[Expr]:
-        """Those of a step's values that there are. Two behind the last word of four are no case of their own: one by
-        one, so that K is known then."""
-        if complete:
-            return values
-        return values[: self.rest.value if isinstance(self.rest, tirx.IntImm) else 1]
+    def word(self, loads: list[Expr], complete: bool) -> Expr:
+        """The word of a step's values; of one that is not complete only those are read that there are."""
+        assert self.words is not None
+        if not complete and isinstance(self.rest, tirx.IntImm):
+            loads = loads[: self.rest.value]
+        elif not complete:
+            zero = tirx.const(0, loads[0].ty)
+            there = (tirx.if_then_else(n < self.rest, load, zero) for n, load in enumerate(loads[1:-1], 1))
+            loads = [loads[0], *there]
+        return self.words.join(loads)
 
     def micro_kernel(
         self,
@@ -376,7 +380,7 @@ class Blocked:
                 elif complete:
                     a_ik = self.words.of(load(a, self.together, at))
                 else:
-                    a_ik = self.words.join([a[at + n] for n in range(len(self.there([at] * self.together, False)))])
+                    a_ik = self.word([a[at + n] for n in range(self.together)], complete=False)
                 a_ik = T.bind(splat(a_ik, self.lanes, self.acc))
                 for accumulator, b_v in zip(c[i], b):
                     total = accumulator.value

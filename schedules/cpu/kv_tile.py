@@ -268,12 +268,13 @@ class KeyValueTile:
         """Asks for the line of the scale of such a code, once for all codes whose scales are in it: the scales of a
         page, or of a few tokens, are a line far from any other."""
         p, places = self.bound.problem, self.bound.places
-        if p.store.codec is None or not places.group():
+        if not p.coded or not places.group():
             return
         assert self.next is not None
         b, hk, start = self.next
         row = p.head_dim if name == "k" else p.v_head_dim
-        codes = LINE // DataType(p.store.codec.scale_dtype).itemsize * places.group()
+        memory, _ = places.scales(name, T.int64(0))
+        codes = LINE // DataType(memory.dtype).itemsize * places.group()
         once = tirx.EQ(T.int64(1) * d % min(codes, row), T.int64(0))
         if codes > row:
             once = tirx.all(once, tirx.EQ(T.int64(1) * j % (codes // row), T.int64(0)))

@@ -16,7 +16,7 @@ from .. import op
 from ..activation import softmax_over
 from ..cast import cast_to
 from ..contents import static_axis
-from ..integer_matmul import along, integer_product
+from ..integer_matmul import along, integer_product, of_columns, of_rows
 from ..matmul import permuted
 from ..movement import concat
 from ..quantisation import dynamically_quantised, quantised
@@ -25,17 +25,17 @@ from . import DOMAIN
 
 def _numbers(node: Node, x: Value, scale: Value, zero: Value | None) -> Value:
     """(x - zero) scale, float32."""
-    number, scale = cast_to(node, x, "float32"), along(node, scale, x, of_rows=False)
+    number, scale = cast_to(node, x, "float32"), along(node, scale)
     if zero is not None:
-        zero = cast_to(node, along(node, zero, x, of_rows=False), "float32")
+        zero = cast_to(node, along(node, zero), "float32")
         number = relax_call(node, relax.op.subtract, number, zero)
     return relax_call(node, relax.op.multiply, number, scale)
 
 
 def _bytes(node: Node, numbers: Value, scale: Value, zero: Value | None, dtype: str) -> Value:
     """The numbers over the scale as integers of that type, which is that of the zero point if there is one."""
-    over = relax_call(node, relax.op.divide, numbers, along(node, scale, numbers, of_rows=False))
-    return quantised(node, over, None if zero is None else along(node, zero, numbers, of_rows=False), dtype)
+    over = relax_call(node, relax.op.divide, numbers, along(node, scale))
+    return quantised(node, over, None if zero is None else along(node, zero), dtype)
 
 
 @op("QLinearAdd", since=1, domain=DOMAIN)
@@ -124,7 +124,7 @@ def matmul_integer_to_float(
     bias: Value | None = None,
 ) -> Value:
     """MatMulInteger times both scales, plus the bias."""
-    return _scaled(node, integer_product(node, a, b, a_zero, b_zero), a, (a_scale, b_scale), bias)
+    return _scaled(node, integer_product(node, a, b, a_zero, b_zero), a, b, (a_scale, b_scale), bias)
 
 
 @op("DynamicQuantizeMatMul", since=1, domain=DOMAIN)
@@ -133,7 +133,7 @@ def dynamic_quantize_matmul(
 ) -> Value:
     """DynamicQuantizeLinear of A, and MatMulIntegerToFloat."""
     codes, scale, zero = dynamically_quantised(node, a)
-    return _scaled(node, integer_product(node, codes, b, zero, b_zero), a, (scale, b_scale), bias)
+    return _scaled(node, integer_product(node, codes, b, zero, b_zero), a, b, (scale, b_scale), bias)
 
 
 @op("QGemm", since=1, domain=DOMAIN)
@@ -159,15 +159,15 @@ def qgemm(
     sums = integer_product(node, a, b, a_zero, b_zero)
     if c is not None:
         sums = relax_call(node, relax.op.add, sums, c)
-    y = _scaled(node, sums, a, (a_scale, b_scale), None, node.attr("alpha", 1.0))
+    y = _scaled(node, sums, a, b, (a_scale, b_scale), None, node.attr("alpha", 1.0))
     return y if y_scale is None else _bytes(node, y, y_scale, y_zero, a.dtype)
 
 
 def _scaled(
-    node: Node, sums: Value, a: Value, scales: tuple[Value, Value], bias: Value | None, alpha: float = 1.0
+    node: Node, sums: Value, a: Value, b: Value, scales: tuple[Value, Value], bias: Value | None, alpha: float = 1.0
 ) -> Value:
     """Sums of bytes as float32: times alpha and both scales, plus the bias."""
-    row, column = (along(node, scale, a, of_rows) for scale, of_rows in zip(scales, (True, False)))
+    row, column = of_rows(node, scales[0], a, b), of_columns(node, scales[1], b)
     factor = pointwise(node, lambda a, b: a * b * tirx.const(alpha, "float32"), row, column, name="scale")
     y = relax_call(node, relax.op.multiply, cast_to(node, sums, "float32"), factor)
     return y if bias is None else relax_call(node, relax.op.add, y, bias)

@@ -1,0 +1,94 @@
+"""Models at published widths as onnxruntime's tools quantise them: on the way or with calibrated scales."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from .case import Arrays, Bar
+from .exported import ExportCase, exports_module
+
+GROUP = "quantised"
+_MODELS = ("bert", "vit", "gpt2", "llama", "qwen2")
+_EXPORTS = exports_module("forms")
+# Type of weights, by column, and for calibrated scales the format.
+_WAYS: dict[str, tuple[str, bool, str]] = {
+    "dynamic, U8S8": ("QInt8", False, ""),
+    "dynamic, U8U8": ("QUInt8", False, ""),
+    "dynamic, U8S8 by column": ("QInt8", True, ""),
+    "QDQ": ("QInt8", False, "QDQ"),
+    "QDQ by column": ("QInt8", True, "QDQ"),
+    "QLinear": ("QInt8", False, "QOperator"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantisedCase(ExportCase):
+    """An export with its products in 8 bits, by one of `_WAYS`; static scales come from the inputs of the call."""
+
+    way: str
+
+    @property
+    def tolerance(self) -> float:
+        """Of quantisation: peers differ from float64 as much."""
+        return 0.1
+
+    @property
+    def source(self) -> str:
+        return self.name
+
+    @property
+    def setting(self) -> int:
+        return 0
+
+    def model(self) -> onnx.ModelProto:
+        return self._quantised
+
+    @cached_property
+    def _quantised(self) -> onnx.ModelProto:
+        from onnxruntime.quantization import QuantFormat, QuantType, quantize_dynamic, quantize_static
+
+        weights, by_column, form = _WAYS[self.way]
+        given: dict[str, Any] = {"weight_type": QuantType[weights], "per_channel": by_column}
+        logging.getLogger().setLevel(logging.ERROR)  # the tools ask for a pre-processing that changes nothing here
+        with tempfile.TemporaryDirectory() as folder:
+            source, path = self._path() / "model.onnx", Path(folder) / "model.onnx"
+            if form:
+                reader = _Once(self.feeds())
+                quantize_static(source, path, reader, quant_format=QuantFormat[form], **given)
+            else:
+                quantize_dynamic(source, path, **given)
+            return onnx.load(path)
+
+
+class _Once:
+    """What calibration reads: one call."""
+
+    def __init__(self, feeds: Arrays) -> None:
+        self.calls: Iterator[Arrays] = iter([feeds])
+
+    def get_next(self) -> Arrays | None:
+        return next(self.calls, None)
+
+
+def cases() -> list[QuantisedCase]:
+    """Encoders with a prompt, decoders with a token behind a past."""
+    found = []
+    for export in _EXPORTS.published():
+        decodes = export.model not in ("bert", "vit")
+        if export.model in _MODELS and export.opset == 18 and export.form == "symbolic" and export.past == decodes:
+            found += [
+                QuantisedCase(
+                    name=f"{export.name}, {way}", group=GROUP, bar=Bar(ratio=1.0), export=export.name,
+                    past=export.past, way=way,
+                )
+                for way in _WAYS
+            ]  # fmt: skip
+    return found
