@@ -8,8 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import tvm
+import tvm_ffi
 from tvm import relax, tirx
 from tvm.tirx import compilation_pipeline
+
+from schedules.cpu.dot_int8 import INSTRUCTIONS
 
 from ..errors import TargetError
 from ..runtime.parallel import link_options
@@ -41,10 +44,11 @@ def build(module: tvm.IRModule, target: Target) -> bytes:
         make_modules_of_machine_code(target.linker)
     unused = () if target.architecture else _UNUSED_ON_CPUS
     called = _called(module)
-    with target.tvm, tvm.transform.PassContext(disabled_pass=list(unused)):
+    made_for = target.tvm if target.architecture else _with_needed_features(module, target.tvm)
+    with made_for, tvm.transform.PassContext(disabled_pass=list(unused)):
         executable = tvm.compile(
             module,
-            target=target.tvm,
+            target=made_for,
             relax_pipeline=tvm.transform.Sequential([]),
             tir_pipeline=_PIPELINE if target.architecture else "default",
         )
@@ -55,6 +59,36 @@ def build(module: tvm.IRModule, target: Target) -> bytes:
         except (RuntimeError, OSError) as error:
             raise TargetError(f"'{target.linker}' could not link for target '{target.name}': {error}") from error
         return path.read_bytes()
+
+
+def _with_needed_features(module: tvm.IRModule, target: tvm.target.Target) -> tvm.target.Target:
+    """The target without products of bytes where no kernel asks for them: of what it finds in loops by itself, LLVM 22
+    makes such products of which it adds up a part (combineVPDPBUSDPattern, sums of 8 to 16)."""
+    config = dict(target.export())
+    if not any(f"+{name}" in config.get("mattr", ()) for name in _BYTES) or _multiplies_bytes(module):
+        return target
+    return tvm.target.Target({**config, "mattr": [f for f in config["mattr"] if f.lstrip("+") not in _BYTES]})
+
+
+_BYTES = ("avx512vnni", "avxvnni")
+
+
+def _multiplies_bytes(module: tvm.IRModule) -> bool:
+    """Whether a kernel has an instruction for products of bytes."""
+    numbers = {tvm.target.codegen.llvm_lookup_intrinsic_id(name) for name in INSTRUCTIONS.values()}
+    found: list[tvm.ir.Call] = []
+
+    def visit(call: tvm.ir.Call) -> None:
+        if call.op.same_as(_INTRINSIC) and isinstance(call.args[0], tirx.IntImm) and call.args[0].value in numbers:
+            found.append(call)
+
+    for _, function in module.functions_items():
+        if isinstance(function, tirx.PrimFunc):
+            tvm_ffi.structural_walk(function.body, (tvm.ir.Call, visit))
+    return bool(found)
+
+
+_INTRINSIC = tvm.ir.Op.get("tirx.call_llvm_pure_intrin")
 
 
 def _called(module: tvm.IRModule) -> set[str]:

@@ -13,7 +13,8 @@ from tvm.script.ir_builder import tirx as T
 
 from .vector import Machine, fixed, lanes_of, like, reinterpret, vector_type
 
-_VNNI = {16: "llvm.x86.avx512.vpdpbusd.512", 8: "llvm.x86.avx512.vpdpbusd.256"}
+INSTRUCTIONS = {16: "llvm.x86.avx512.vpdpbusd.512", 8: "llvm.x86.avx512.vpdpbusd.256"}
+"""By lanes; LLVM's names."""
 _PAIRS = {16: "llvm.x86.avx512.pmaddw.d.512", 8: "llvm.x86.avx2.pmadd.wd"}
 
 
@@ -23,7 +24,7 @@ def dot(total: Expr, a: Expr, b: Expr, cpu: Machine) -> Expr:
     lanes = lanes_of(total)
     if cpu.int8_dot:
         a, b = (fixed(T.reinterpret(vector_type("int8", 4 * lanes), x)) for x in (a, b))
-        return T.call_llvm_pure_intrin(vector_type("int32", lanes), _VNNI[lanes], total, a, b)
+        return T.call_llvm_pure_intrin(vector_type("int32", lanes), INSTRUCTIONS[lanes], total, a, b)
     if lanes in _PAIRS:
         for x, y in ((_even(a), _signed(b, even=True)), (_even(T.shift_right(a, like(8, a))), _signed(b, even=False))):
             total = fixed(total + T.call_llvm_pure_intrin(vector_type("int32", lanes), _PAIRS[lanes], x, y))

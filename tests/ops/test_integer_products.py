@@ -110,6 +110,18 @@ def test_sums_are_neither_saturated_nor_rounded(target: str, low: int) -> None:
     np.testing.assert_array_equal(made.run({"a": given["a"]})["y"], exact(given))
 
 
+@pytest.mark.parametrize("depth", [8, 15, 16, 40])
+def test_bytes_that_the_model_widens_itself(depth: int) -> None:
+    """LLVM makes products of bytes of such loops where the machine has them, wrong ones in version 22."""
+    nodes = [helper.make_node("Cast", [name], [f"{name}_wide"], to=onnx.TensorProto.INT32) for name in "ab"]
+    nodes.append(helper.make_node("MatMul", ["a_wide", "b_wide"], ["y"]))
+    inputs = [value_info("a", "uint8", (3, depth)), value_info("b", "int8", (depth,))]
+    made = lowering.compile(model(nodes, inputs, [value_info("y", "int32", (3,))], 21))
+    data = np.random.default_rng(depth)
+    a, b = numbers(data, "uint8", (3, depth)), numbers(data, "int8", depth)
+    np.testing.assert_array_equal(made.run({"a": a, "b": b})["y"], a.astype(np.int32) @ b.astype(np.int32))
+
+
 def test_one_or_two_threads() -> None:
     data = np.random.default_rng(0)
     given = {"a": numbers(data, "uint8", (300, 128)), "b": numbers(data, "int8", (128, 200)), "z": None, "y": None}
