@@ -84,6 +84,18 @@ class ExportCase(Case):
         return Work(0.0, "FLOP")
 
 
+class PublishedWidths(ExportCase):
+    """An export at the widths of a checkpoint, which is called at the one setting that it was made for."""
+
+    @property
+    def source(self) -> str:
+        return self.name
+
+    @property
+    def setting(self) -> int:
+        return 0
+
+
 def cases() -> list[ExportCase]:
     """By the page's table: model, past, exporter, opset, type."""
     found = []

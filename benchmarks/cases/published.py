@@ -12,7 +12,7 @@ import onnx
 from lowering.graph.static_cache import LENGTH
 
 from .case import Arrays, Bar
-from .exported import ExportCase, exports_module
+from .exported import PublishedWidths, exports_module
 
 _EXPORTS = exports_module("forms")
 _WIDTHS = exports_module("sizes").PUBLISHED
@@ -27,7 +27,7 @@ _TOKENS = "tokens"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PublishedCase(ExportCase):
+class PublishedCase(PublishedWidths):
     """One export at the sizes that a caller asks for: a prompt, or one token behind a past.
 
     slots: ours keeps the past in caches of so many slots, written in place; peers have it grow, which is their way.
@@ -38,14 +38,6 @@ class PublishedCase(ExportCase):
     opset: int
     form: str
     slots: int = 0
-
-    @property
-    def source(self) -> str:
-        return self.name
-
-    @property
-    def setting(self) -> int:
-        return 0
 
     @property
     def checkpoint(self) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import onnx
 
 from .case import Arrays, Bar
-from .exported import ExportCase, exports_module
+from .exported import PublishedWidths, exports_module
 
 GROUP = "quantised"
 _MODELS = ("bert", "vit", "gpt2", "llama", "qwen2")
@@ -30,7 +30,7 @@ _WAYS: dict[str, tuple[str, bool, str]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantisedCase(ExportCase):
+class QuantisedCase(PublishedWidths):
     """An export with its products in 8 bits, by one of `_WAYS`; static scales come from the inputs of the call."""
 
     way: str
@@ -39,14 +39,6 @@ class QuantisedCase(ExportCase):
     def tolerance(self) -> float:
         """Of quantisation: peers differ from float64 as much."""
         return 0.1
-
-    @property
-    def source(self) -> str:
-        return self.name
-
-    @property
-    def setting(self) -> int:
-        return 0
 
     def model(self) -> onnx.ModelProto:
         return self._quantised

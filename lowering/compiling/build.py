@@ -12,7 +12,7 @@ import tvm_ffi
 from tvm import relax, tirx
 from tvm.tirx import compilation_pipeline
 
-from schedules.cpu.dot_int8 import INSTRUCTIONS
+from schedules.cpu.dot_int8 import INSTRUCTION
 
 from ..errors import TargetError
 from ..runtime.parallel import link_options
@@ -65,21 +65,21 @@ def _with_needed_features(module: tvm.IRModule, target: tvm.target.Target) -> tv
     """The target without products of bytes where no kernel asks for them: of what it finds in loops by itself, LLVM 22
     makes such products of which it adds up a part (combineVPDPBUSDPattern, sums of 8 to 16)."""
     config = dict(target.export())
-    if not any(f"+{name}" in config.get("mattr", ()) for name in _BYTES) or _multiplies_bytes(module):
+    if _VNNI not in config.get("mattr", ()) or _multiplies_bytes(module):
         return target
-    return tvm.target.Target({**config, "mattr": [f for f in config["mattr"] if f.lstrip("+") not in _BYTES]})
+    return tvm.target.Target({**config, "mattr": [feature for feature in config["mattr"] if feature != _VNNI]})
 
 
-_BYTES = ("avx512vnni", "avxvnni")
+_VNNI = "+avx512vnni"
 
 
 def _multiplies_bytes(module: tvm.IRModule) -> bool:
     """Whether a kernel has an instruction for products of bytes."""
-    numbers = {tvm.target.codegen.llvm_lookup_intrinsic_id(name) for name in INSTRUCTIONS.values()}
+    number = tvm.target.codegen.llvm_lookup_intrinsic_id(INSTRUCTION)
     found: list[tvm.ir.Call] = []
 
     def visit(call: tvm.ir.Call) -> None:
-        if call.op.same_as(_INTRINSIC) and isinstance(call.args[0], tirx.IntImm) and call.args[0].value in numbers:
+        if call.op.same_as(_INTRINSIC) and isinstance(call.args[0], tirx.IntImm) and call.args[0].value == number:
             found.append(call)
 
     for _, function in module.functions_items():

@@ -27,6 +27,16 @@ _AXES = "DHW"
 
 @op("Conv", since=1)
 def conv(node: Node, x: Value, w: Value, bias: Value | None = None) -> Value:
+    bias = None if bias is None else vector_of(node, bias, w.shape[0])
+    y = convolved(node, *read_operands(node, x, w))
+    if bias is not None:
+        y = relax_call(node, relax.op.add, y, rounded(node, bias, y.dtype))
+    return channels_second(node, rounded(node, y, x.dtype))
+
+
+def read_operands(node: Node, x: Value, w: Value) -> tuple[Value, Value, Window, int]:
+    """Data [N, D1, ..., C] and weights [k1, ..., C / group, M], whose sizes agree or are asserted to at run time, of X
+    [N, C, D1, ...] and W [M, C / group, k1, ...]; the window, and the number of groups. Raises NodeError for others."""
     kernel, group = kernel_of(node, x, w, "[M, C / group, k1, ...]"), node.attr("group", 1)
     window = Window.of(node, kernel)
     w = divisible(node, w, 0, group, "group")
@@ -36,13 +46,7 @@ def conv(node: Node, x: Value, w: Value, bias: Value | None = None) -> Value:
     )
     x = with_shape(node, x, (x.shape[0], channels, *x.shape[2:]))
     w = asserted(node, w, (w.shape[0], symbolic.divide(node.symbols, channels, group), *kernel))
-    bias = None if bias is None else vector_of(node, bias, w.shape[0])
-    x = fitting(node, channels_last(node, x), window)
-    w = transposed(node, w)
-    y = convolved(node, x, w, window, group)
-    if bias is not None:
-        y = relax_call(node, relax.op.add, y, rounded(node, bias, y.dtype))
-    return channels_second(node, rounded(node, y, x.dtype))
+    return fitting(node, channels_last(node, x), window), _transposed(node, w), window, group
 
 
 def kernel_of(node: Node, x: Value, w: Value, form: str) -> list[int]:
@@ -75,7 +79,7 @@ def convolved(node: Node, x: Value, w: Value, window: Window, group: int) -> Val
     return summed(node, x, w, window, group)
 
 
-def transposed(node: Node, w: Value) -> Value:
+def _transposed(node: Node, w: Value) -> Value:
     """W as [k1, ..., C / group, M]; a constant stays one, so that it can be packed."""
     axes = [*range(2, w.rank), 1, 0]
     return permuted(node, w, axes) if w.constant is None else node.constant(w.constant.transpose(axes))

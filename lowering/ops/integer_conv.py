@@ -10,20 +10,17 @@ import math
 
 from tvm import relax, tirx
 
-from ..importing import symbolic
-from ..importing.channels import channels_last, channels_second
-from ..importing.compute import Element, agreed, pointwise, relax_call, with_shape
+from ..importing.channels import channels_second
+from ..importing.compute import Element, relax_call
 from ..importing.node import Node
 from ..importing.values import Value
 from . import op
-from .asserted import asserted, divisible
 from .cast import cast_to
-from .conv import kernel_of, summed_over_windows, transposed, vector_of
-from .integer_matmul import BYTES, along, integer_product
+from .conv import read_operands, summed_over_windows, vector_of
+from .integer_matmul import BYTES, along, integer_product, requantised
 from .kernels import compute
-from .quantisation import quantised
 from .reshape import reshape_to
-from .window import Window, fitting
+from .window import Window
 
 
 @op("ConvInteger", since=10)
@@ -52,9 +49,7 @@ def qlinear_conv(
     if bias is not None:
         sums = relax_call(node, relax.op.add, sums, vector_of(node, bias, w.shape[0]))
     scales = along(node, x_scale), along(node, w_scale, w.shape[0]), along(node, y_scale)
-    scale = pointwise(node, lambda x, w, y: x * w / y, *scales, name="scale")
-    numbers = relax_call(node, relax.op.multiply, cast_to(node, sums, "float32"), scale)
-    return channels_second(node, quantised(node, numbers, along(node, y_zero), y_zero.dtype))
+    return channels_second(node, requantised(node, sums, *scales, along(node, y_zero)))
 
 
 def _convolved(node: Node, x: Value, w: Value, x_zero: Value | None, w_zero: Value | None) -> Value:
@@ -62,19 +57,12 @@ def _convolved(node: Node, x: Value, w: Value, x_zero: Value | None, w_zero: Val
     for name, value in (("X", x), ("W", w)):
         if value.dtype not in BYTES:
             raise node.error(f"{name} has type {value.dtype}.", "Give it bytes: uint8 or int8.")
-    kernel, group = kernel_of(node, x, w, "[M, C / group, k1, ...]"), node.attr("group", 1)
-    window = Window.of(node, kernel)
-    w, x = divisible(node, w, 0, group, "group"), divisible(node, x, 1, group, "group")
-    channels = agreed(node, "the number of channels (C, and group times the second dimension of W)", x.shape[1],
-                      w.shape[1] * group)  # fmt: skip
-    x = with_shape(node, x, (x.shape[0], channels, *x.shape[2:]))
-    w = asserted(node, w, (w.shape[0], symbolic.divide(node.symbols, channels, group), *kernel))
     x_zero = None if x_zero is None else along(node, x_zero)
     w_zero = None if w_zero is None else along(node, w_zero, w.shape[0])
-    x, w = fitting(node, channels_last(node, x), window), transposed(node, w)
+    x, w, window, group = read_operands(node, x, w)
     if group > 1:
         return summed_over_windows(node, _centred(node, x, x_zero), _centred(node, w, w_zero), window, group)
-    shape = math.prod(kernel) * channels, w.shape[-1]
+    shape = window.elements * x.shape[-1], w.shape[-1]
     if w.constant is None:
         matrix = reshape_to(node, w, shape)
     else:
@@ -112,5 +100,5 @@ def _patches(node: Node, x: Value, zero: Value | None, window: Window) -> Value:
         return tirx.if_then_else(inside, value, zero_point[0] if zero_point else tirx.const(0, value.ty))
 
     zeros = [zero] if zero is not None and window.leaves else []
-    shape = (x.shape[0], *counts, node.simplify(math.prod(window.kernel) * channels))
+    shape = (x.shape[0], *counts, node.simplify(window.elements * channels))
     return compute(node, "patches", element, [x, *zeros], shape, sizes=[*sizes, channels])

@@ -46,15 +46,26 @@ def qlinear_matmul(
 ) -> Value:
     """The product's numbers over y_scale, rounded to nearest even, plus y_zero, saturated:
     https://onnx.ai/onnx/operators/onnx__QLinearMatMul.html"""
-    sums = cast_to(node, integer_product(node, a, b, a_zero, b_zero), "float32")
     scales = of_rows(node, a_scale, a, b), of_columns(node, b_scale, b), of_rows(node, y_scale, a, b)
-    factors = [cast_to(node, scale, "float32") for scale in scales]
-    scale = pointwise(node, lambda a, b, y: a * b / y, *factors, name="scale")
-    return quantised(node, relax_call(node, relax.op.multiply, sums, scale), of_rows(node, y_zero, a, b), y_zero.dtype)
+    return requantised(node, integer_product(node, a, b, a_zero, b_zero), *scales, of_rows(node, y_zero, a, b))
+
+
+def requantised(node: Node, sums: Value, a_scale: Value, b_scale: Value, y_scale: Value, y_zero: Value) -> Value:
+    """Sums [...] int32 in units of a_scale b_scale as bytes in units of y_scale, of the type of y_zero; scales are of
+    any float type, and all four broadcast to the sums."""
+    scales = [cast_to(node, scale, "float32") for scale in (a_scale, b_scale, y_scale)]
+    factor = pointwise(node, lambda a, b, y: a * b / y, *scales, name="scale")
+    return quantised(
+        node, relax_call(node, relax.op.multiply, cast_to(node, sums, "float32"), factor), y_zero, y_zero.dtype
+    )
 
 
 def integer_product(node: Node, a: Value, b: Value, a_zero: Value | None, b_zero: Value | None) -> Value:
-    """sum over k of (a - a_zero) (b - b_zero), int32: numpy.matmul of bytes."""
+    """sum over k of (a - a_zero) (b - b_zero), int32 modulo 2^32: numpy.matmul of A [..., M, K] and B [..., K, N], each
+    uint8 or int8. Zero points have the type of what they are of, for the tensor, or for rows [M] and columns [N].
+
+    Raises NodeError for other types, and for shapes that do not fit.
+    """
     for name, value in (("A", a), ("B", b)):
         if value.dtype not in BYTES:
             raise node.error(f"{name} has type {value.dtype}.", "Give it bytes: uint8 or int8.")

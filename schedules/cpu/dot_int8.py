@@ -1,7 +1,7 @@
 """Products of four unsigned by four signed bytes, added up in int32: exact, whatever the machine.
 
-A word is 32 bits that hold four bytes, which are multiplied with those of another word. AVX-512 VNNI and AVX-VNNI have
-an instruction (VPDPBUSD, which does not saturate). Elsewhere bytes are widened to 16 bits, those with even places apart
+A word is 32 bits that hold four bytes, which are multiplied with those of another word. AVX-512 VNNI has an
+instruction (VPDPBUSD, which does not saturate). Elsewhere bytes are widened to 16 bits, those with even places apart
 from those with odd ones, so that x86 can multiply and add pairs of them (VPMADDWD), and to 32 bits where there is no
 such instruction.
 """
@@ -13,8 +13,7 @@ from tvm.script.ir_builder import tirx as T
 
 from .vector import Machine, fixed, lanes_of, like, reinterpret, vector_type
 
-INSTRUCTIONS = {16: "llvm.x86.avx512.vpdpbusd.512", 8: "llvm.x86.avx512.vpdpbusd.256"}
-"""By lanes; LLVM's names."""
+INSTRUCTION = "llvm.x86.avx512.vpdpbusd.512"
 _PAIRS = {16: "llvm.x86.avx512.pmaddw.d.512", 8: "llvm.x86.avx2.pmadd.wd"}
 
 
@@ -24,7 +23,7 @@ def dot(total: Expr, a: Expr, b: Expr, cpu: Machine) -> Expr:
     lanes = lanes_of(total)
     if cpu.int8_dot:
         a, b = (fixed(T.reinterpret(vector_type("int8", 4 * lanes), x)) for x in (a, b))
-        return T.call_llvm_pure_intrin(vector_type("int32", lanes), INSTRUCTIONS[lanes], total, a, b)
+        return T.call_llvm_pure_intrin(vector_type("int32", lanes), INSTRUCTION, total, a, b)
     if lanes in _PAIRS:
         for x, y in ((_even(a), _signed(b, even=True)), (_even(T.shift_right(a, like(8, a))), _signed(b, even=False))):
             total = fixed(total + T.call_llvm_pure_intrin(vector_type("int32", lanes), _PAIRS[lanes], x, y))
@@ -37,17 +36,17 @@ def dot(total: Expr, a: Expr, b: Expr, cpu: Machine) -> Expr:
 
 def _even(a: Expr) -> Expr:
     """Bytes 0 and 2 of words, as 16 bits each."""
-    return reinterpret_halves(T.bitwise_and(a, like(0x00FF00FF, a)))
+    return _halves(T.bitwise_and(a, like(0x00FF00FF, a)))
 
 
 def _signed(b: Expr, even: bool) -> Expr:
     """Bytes 0 and 2 of words, or 1 and 3, as 16 bits each with their sign."""
-    halves = fixed(reinterpret_halves(b))
+    halves = fixed(_halves(b))
     halves = T.shift_left(halves, like(8, halves)) if even else halves
     return T.shift_right(halves, like(8, halves))
 
 
-def reinterpret_halves(words: Expr) -> Expr:
+def _halves(words: Expr) -> Expr:
     """Words as twice as many integers of 16 bits."""
     return fixed(T.reinterpret(vector_type("int16", 2 * lanes_of(words)), words))
 

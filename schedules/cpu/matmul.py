@@ -23,7 +23,7 @@ Where B is not stored in panels, few rows or columns are not worth packing it (t
 
 Pairs of bfloat16, where the machine multiplies them, and four bytes, whose products are added up in int32, are words
 (words.py): a step along k takes as many values, a panel's elements are words of successive k, and what is missing in
-the last one is zeros. Bytes are multiplied only where B is stored so.
+the last one is zeros.
 """
 
 from __future__ import annotations

@@ -54,8 +54,7 @@ def machine(target: tvm.target.Target) -> Machine:
         bf16_dot, int8_dot = (target_has_features(name, target) for name in ("avx512bf16", "avx512vnni"))
         return Machine(64, registers=32, f16_conversion=True, bf16_dot=bf16_dot, int8_dot=int8_dot)
     if target_has_features("avx2", target):
-        f16_conversion, int8_dot = (target_has_features(name, target) for name in ("f16c", "avxvnni"))
-        return Machine(vector_bytes=32, registers=16, f16_conversion=f16_conversion, int8_dot=int8_dot)
+        return Machine(vector_bytes=32, registers=16, f16_conversion=target_has_features("f16c", target))
     if target_has_features("neon", target):
         return Machine(vector_bytes=16, registers=32, f16_conversion=True)
     return Machine(vector_bytes=16, registers=16, f16_conversion=False)

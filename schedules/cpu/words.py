@@ -15,12 +15,9 @@ from .vector import Machine
 
 @dataclass(frozen=True)
 class Words:
-    """`together` numbers, of the types `a` and `b` in the two operands. Buffers hold words as elements of the type of
-    the sums."""
+    """`together` numbers. Buffers hold words as elements of the type of the sums."""
 
     together: int
-    a: str
-    b: str
     of: Callable[[Expr], Expr]
     """Words of a vector of so many times as many numbers."""
     join: Callable[[list[Expr]], Expr]
@@ -34,9 +31,9 @@ class Words:
 def words_for(a: str, b: str, acc: str, cpu: Machine) -> Words | None:
     """Words of such numbers, whose products are added up in `acc`; None where they are multiplied one by one."""
     if cpu.bf16_dot and a == b == "bfloat16":
-        return Words(2, a, b, dot_bf16.words_of, _pair, dot_bf16.dot, partial(dot_bf16.using_dot, True))
+        return Words(2, dot_bf16.words_of, _pair, dot_bf16.dot, partial(dot_bf16.using_dot, True))
     if acc == "int32":
-        return Words(4, a, b, dot_int8.words_of, dot_int8.word_of, partial(dot_int8.dot, cpu=cpu))
+        return Words(4, dot_int8.words_of, dot_int8.word_of, partial(dot_int8.dot, cpu=cpu))
     return None
 
 

@@ -38,24 +38,12 @@ def _bytes(node: Node, numbers: Value, scale: Value, zero: Value | None, dtype: 
     return quantised(node, over, None if zero is None else along(node, zero), dtype)
 
 
-@op("QLinearAdd", since=1, domain=DOMAIN)
-def qlinear_add(
-    node: Node,
-    a: Value,
-    a_scale: Value,
-    a_zero: Value | None,
-    b: Value,
-    b_scale: Value,
-    b_zero: Value | None,
-    c_scale: Value,
-    c_zero: Value | None = None,
-) -> Value:
-    c = relax_call(node, relax.op.add, _numbers(node, a, a_scale, a_zero), _numbers(node, b, b_scale, b_zero))
-    return _bytes(node, c, c_scale, c_zero, a.dtype)
+_BINARY = {"QLinearAdd": relax.op.add, "QLinearMul": relax.op.multiply}
 
 
 @op("QLinearMul", since=1, domain=DOMAIN)
-def qlinear_mul(
+@op("QLinearAdd", since=1, domain=DOMAIN)
+def binary(
     node: Node,
     a: Value,
     a_scale: Value,
@@ -66,8 +54,9 @@ def qlinear_mul(
     c_scale: Value,
     c_zero: Value | None = None,
 ) -> Value:
-    c = relax_call(node, relax.op.multiply, _numbers(node, a, a_scale, a_zero), _numbers(node, b, b_scale, b_zero))
-    return _bytes(node, c, c_scale, c_zero, a.dtype)
+    """Of the dequantised numbers, which broadcast; C is of the type of A, uint8 or int8."""
+    numbers = _numbers(node, a, a_scale, a_zero), _numbers(node, b, b_scale, b_zero)
+    return _bytes(node, relax_call(node, _BINARY[node.op_type], *numbers), c_scale, c_zero, a.dtype)
 
 
 @op("QLinearSigmoid", since=1, domain=DOMAIN)
