@@ -11,6 +11,7 @@ import onnxruntime as ort
 
 from ..cases.attention import AttentionCase
 from ..cases.case import Arrays, Case
+from ..cases.linear import LinearCase
 from ..cases.published import PublishedCase
 from ..cases.transformers import LlamaCase
 from . import Contender, Form, llama_forms, microsoft
@@ -34,6 +35,8 @@ class Peer:
                 special = build(case)
                 if special is not None:
                     found[name] = self._form(partial(self._special, special))
+        if isinstance(case, LinearCase):
+            found["com.microsoft"] = self._form(lambda: self._run(case.model("com.microsoft"), case.feeds()))
         if isinstance(case, LlamaCase):
             found["grown cache"] = self._form(lambda: self._run(*llama_forms.grown(case)))
             found["GroupQueryAttention"] = self._form(

@@ -197,6 +197,31 @@ _register("SimplifiedLayerNormalization", "X scale", "Y inv_std_var?", _NORM, _l
 
 _SKIP = "output mean? inv_std_var? input_skip_bias_sum?"
 _MATMUL = "alpha:float transA:int transB:int"
+
+
+def _linear_attention(context: Any) -> dict[int, _Kind]:
+    (element, query), (_, value), (state, past) = (_input(context, k) for k in (0, 2, 3))
+    heads, kv_heads = (_number(context, name) for name in ("q_num_heads", "kv_num_heads"))
+    if not query or not value or min(heads, kv_heads) < 1:
+        return {0: _tensor(element, None), 1: _tensor(state or element, past)}
+    (size, given), (width, known) = (
+        (dims[-1].dim_value // count, dims[-1].HasField("dim_value"))
+        for dims, count in ((query, heads), (value, kv_heads))
+    )
+    made = past or [query[0], kv_heads, size if given else None, width if known else None]
+    wide = max(heads, kv_heads) * width if known else None
+    return {0: _tensor(element, [*query[:-1], wide]), 1: _tensor(state or element, made)}
+
+
+def _causal_conv(context: Any) -> dict[int, _Kind]:
+    (element, data), (_, weight), (_, past) = (_input(context, k) for k in (0, 1, 3))
+    if past is None and data and weight:
+        known, dilation = weight[-1].HasField("dim_value"), _number(context, "dilation", 1)
+        kept = (weight[-1].dim_value - 1) * dilation if known else None
+        past = [data[0], kept, *data[2:]] if _number(context, "channels_last") else [*data[:2], kept]
+    return {0: _tensor(element, data), 1: _tensor(element, past)}
+
+
 for _name, _inputs, _outputs, _attributes, _infer in (
     ("SimplifiedLayerNormalization", "X scale", "Y inv_std_var?", _NORM, _like_second),
     ("SkipLayerNormalization", "input skip gamma beta? bias?", _SKIP, "epsilon:float", _like_first(0, 3)),
@@ -263,6 +288,21 @@ for _name, _inputs, _outputs, _attributes, _infer in (
         "output present_key? present_value? qk?",
         "mask_filter_value:float num_heads:int! output_qk:int past_present_share_buffer:int scale:float",
         _decoder_attention,
+    ),
+    (
+        "CausalConvWithState",
+        "input weight bias? past_state?",
+        "output present_state? state_update?",
+        "activation:string channels_last:int dilation:int input_channel_offset:int input_channels:int ndim:int "
+        "state_channels_last:int state_length:int state_update_capacity:int state_window:int",
+        _causal_conv,
+    ),
+    (
+        "LinearAttention",
+        "query key value past_state? decay? beta?",
+        "output present_state?",
+        "chunk_size:int kv_num_heads:int! q_num_heads:int! scale:float state_window:int update_rule:string",
+        _linear_attention,
     ),
     (
         "PagedAttention",

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import tvm
 from tvm import relax
 
 from .node import Node
@@ -36,8 +37,22 @@ def channels_last(node: Node, value: Value) -> Value:
         return Value(value.dtype, shape, contents=np.moveaxis(value.contents, 1, -1))
     if _same_order(value.shape):
         return node.called(node.reshaped(value, shape), value)
-    moved = relax.op.permute_dims(node.tensor(value), channels_last_axes(value.rank))
+    tensor = node.tensor(value)
+    source = _transposed_from(node, tensor, channels_second_axes(value.rank))
+    if source is not None:
+        return node.called(Value(value.dtype, shape, source), value)
+    moved = relax.op.permute_dims(tensor, channels_last_axes(value.rank))
     return node.called(node.emit(moved, value.dtype), value)
+
+
+def _transposed_from(node: Node, tensor: relax.Expr, axes: list[int]) -> relax.Expr | None:
+    """What the model transposed by these axes, if that is how it made the tensor."""
+    made = node.importer.builder.lookup_binding(tensor) if isinstance(tensor, relax.Var) else None
+    if isinstance(made, relax.Call) and made.op == tvm.ir.Op.get("relax.permute_dims"):
+        given = made.attrs.axes
+        if given is not None and [int(axis) for axis in given] == axes:
+            return made.args[0]
+    return None
 
 
 def channels_second(node: Node, value: Value) -> Value:

@@ -46,7 +46,7 @@ def read_operands(node: Node, x: Value, w: Value) -> tuple[Value, Value, Window,
     )
     x = with_shape(node, x, (x.shape[0], channels, *x.shape[2:]))
     w = asserted(node, w, (w.shape[0], symbolic.divide(node.symbols, channels, group), *kernel))
-    return fitting(node, channels_last(node, x), window), _transposed(node, w), window, group
+    return fitting(node, channels_last(node, x), window), transposed(node, w), window, group
 
 
 def kernel_of(node: Node, x: Value, w: Value, form: str) -> list[int]:
@@ -79,7 +79,7 @@ def convolved(node: Node, x: Value, w: Value, window: Window, group: int) -> Val
     return summed(node, x, w, window, group)
 
 
-def _transposed(node: Node, w: Value) -> Value:
+def transposed(node: Node, w: Value) -> Value:
     """W as [k1, ..., C / group, M]; a constant stays one, so that it can be packed."""
     axes = [*range(2, w.rank), 1, 0]
     return permuted(node, w, axes) if w.constant is None else node.constant(w.constant.transpose(axes))

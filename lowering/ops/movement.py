@@ -61,10 +61,10 @@ def concat(node: Node, *parts: Value) -> Value:
     parts = tuple(_aligned(node, p, parts[0].shape, axis) for p in parts)
     parts = tuple(p for p in parts if not empty((p.shape[axis],))) or parts[:1]
     stored, order, back = as_computed(node, *parts)
-    return back(in_groups(lambda group: _joined(node, group, order.index(axis)), stored))
+    return back(in_groups(lambda group: join(node, group, order.index(axis)), stored))
 
 
-def _joined(node: Node, parts: Sequence[Value], axis: int) -> Value:
+def join(node: Node, parts: Sequence[Value], axis: int) -> Value:
     """A kernel that copies the parts, whose shapes agree, behind each other."""
     if len(parts) == 1:
         return parts[0]

@@ -8,22 +8,40 @@ each cache update on the way from a donated input to its output, in the final or
    made before the update, and `notes` says so.
 3. An update tensor that shares the cache's memory is copied first.
 
-Donated or not, the pass ends with two more. 4: kernels that append to several caches at once (lowering/attention/
-append.py) work in place, on copies of what is not donated. 5: an output that would be an input's, a weight's or another
-output's own memory is a copy, since the caller may write to either.
+Donated or not, the pass ends with two more. 4: kernels that append to several caches at once, and those that carry a
+state on (lowering/attention/append.py, linear.py), work in place, on copies of what is not donated. 5: an output that
+would be an input's, a weight's or another output's own memory is a copy, since the caller may write to either.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import tvm
 from tvm import relax, te, tirx
 
-from ..attention import append
+from ..attention import append, linear
 from ..importing.checks import checked
 from ..tensorir import scatter
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A kind of cache updates: their in-place form, how many of their results are caches (None: all), and whether
+    they work in place even where nothing is donated."""
+
+    in_place: Callable[[tirx.PrimFunc], tirx.PrimFunc]
+    caches: int | None
+    always: bool
+
+
+_KINDS = {
+    scatter.ATTRIBUTE: _Kind(scatter.in_place, caches=1, always=False),
+    append.ATTRIBUTE: _Kind(append.in_place, caches=None, always=True),
+    linear.ATTRIBUTE: _Kind(linear.in_place, caches=1, always=True),
+}
 
 _VIEWS = ("relax.reshape", "relax.memory.view", "relax.memory.ensure_zero_offset")
 
@@ -38,7 +56,7 @@ def donate(mod: tvm.IRModule, donated: dict[int, int], notes: list[str]) -> tvm.
     chains = [editor.chain(parameter, output) for parameter, output in donated.items()]
     for chain in chains:
         editor.update_in_place(chain, [step for other in chains for step in other.steps], notes)
-    editor.append_in_place()
+    editor.rest_in_place()
     editor.copy_shared_outputs(donated)
     return editor.finish()
 
@@ -109,8 +127,7 @@ class _Editor:
         if not (isinstance(value, relax.Call) and value.op == tvm.ir.Op.get("relax.call_tir")):
             return None
         function = self.mod[value.args[0]]
-        attributes = function.attrs or {}
-        return function if scatter.ATTRIBUTE in attributes or append.ATTRIBUTE in attributes else None
+        return function if _kind(function) is not None else None
 
     def _step(self, result: relax.Var) -> _Step:
         """The update that gives the variable: the first arguments of its call are its caches, in the order of its
@@ -142,9 +159,9 @@ class _Editor:
             if self._update(self._definition(step.call)) is not None:
                 self._convert(step.call, {other.number for other in donated if other.call.same_as(step.call)})
 
-    def append_in_place(self) -> None:
-        """Makes the appends that are left write into copies."""
-        for binding in [b for b in self.bindings if (f := self._update(b)) and append.ATTRIBUTE in f.attrs]:
+    def rest_in_place(self) -> None:
+        """Makes what is left of the updates that always work in place write into copies."""
+        for binding in [b for b in self.bindings if (kind := _kind(self._update(b))) and kind.always]:
             self._convert(binding.var, set())
 
     def _make_room(self, cache: relax.Var, step: _Step, notes: list[str]) -> None:
@@ -171,19 +188,20 @@ class _Editor:
         """Makes a call write into its caches: those of these numbers, and copies of the others."""
         position = self._position(var)
         function = self._update(self.bindings[position])
-        assert function is not None
+        kind = _kind(function)
+        assert kind is not None
         arguments = list(self.bindings[position].value.args[1].fields)
         result = self.bindings[position].var.ty
-        count = len(result.fields) if isinstance(result, relax.TupleType) else 1
-        for k in range(count):
+        outputs = list(result.fields) if isinstance(result, relax.TupleType) else [result]
+        caches = len(outputs) if kind.caches is None else kind.caches
+        for k in range(caches):
             if k not in donated:
                 arguments[k] = self._insert_copy(position, arguments[k])
                 position += 1
-        maker = append if append.ATTRIBUTE in function.attrs else scatter
-        new = self.builder.add_func(maker.in_place(function), "update_cache_in_place")
+        new = self.builder.add_func(kind.in_place(function), "update_cache_in_place")
         self.mod = self.builder.get()
-        outputs = list(result.fields) if isinstance(result, relax.TupleType) else [result]
-        call = relax.op.call_tir_inplace(new, relax.Tuple(arguments), list(range(count)), outputs)
+        places = [k if k < caches else -1 for k in range(len(outputs))]  # -1: an array of its own
+        call = relax.op.call_tir_inplace(new, relax.Tuple(arguments), places, outputs)
         self.bindings[position] = relax.VarBinding(var, call)
 
     def _call_with(self, position: int, arguments: list[Any]) -> None:
@@ -270,6 +288,11 @@ class _Editor:
         relax.analysis.post_order_visit(main, lambda e: called.add(e) if isinstance(e, tvm.ir.GlobalVar) else None)
         left = {var: f for var, f in self.mod.functions_items() if var in called or not isinstance(f, tirx.PrimFunc)}
         return tvm.IRModule(left, attrs=self.mod.attrs)
+
+
+def _kind(function: tirx.PrimFunc | None) -> _Kind | None:
+    attributes = (function.attrs if function is not None else None) or {}
+    return next((kind for attribute, kind in _KINDS.items() if attribute in attributes), None)
 
 
 def _viewed(binding: Any) -> Any:

@@ -7,9 +7,10 @@ from .attention import attention
 from .concat import concat
 from .elementwise import elementwise
 from .gradient import gradient
+from .linear import linear
 from .matmul import joins as joins
 from .matmul import matmul
 from .reduction import reduction
 from .sliding import windows
 
-RULES: tuple[Rule, ...] = (attention, gradient, matmul, elementwise, concat, windows, reduction)
+RULES: tuple[Rule, ...] = (attention, gradient, linear, matmul, elementwise, concat, windows, reduction)

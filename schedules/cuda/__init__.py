@@ -8,6 +8,7 @@ from .attention import attention
 from .concat import concat
 from .elementwise import elementwise
 from .gradient import gradient
+from .linear import linear
 from .matmul import joins as joins
 from .matmul import matmul
 from .ordinary import one_number, ordinary
@@ -20,6 +21,7 @@ from .transposition import transposition
 RULES: tuple[Rule, ...] = (
     attention,
     gradient,
+    linear,
     append,
     cache_update,
     matmul,

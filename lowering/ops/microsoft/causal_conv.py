@@ -1,0 +1,33 @@
+"""com.microsoft CausalConvWithState: that of ai.onnx over one axis, with dilation, and channels last on request."""
+
+from __future__ import annotations
+
+from ...importing.channels import channels_last, channels_second
+from ...importing.node import Node
+from ...importing.values import Value
+from .. import op
+from ..causal_conv import convolved_behind, of_rank, window_of
+from . import DOMAIN
+
+_OTHERS = {"ndim": 1, "state_window": 0, "state_update_capacity": 0, "state_length": 0, "state_channels_last": -1,
+           "input_channels": 0, "input_channel_offset": 0}  # fmt: skip
+"""Attributes and the values that mean nothing."""
+
+
+@op("CausalConvWithState", since=1, domain=DOMAIN)
+def causal_conv_with_state(
+    node: Node, x: Value, weight: Value, bias: Value | None = None, past_state: Value | None = None
+) -> tuple[Value, Value]:
+    for name, neutral in _OTHERS.items():
+        if node.attr(name, neutral) != neutral:
+            raise node.error(f"attribute {name} is {node.attr(name)}.", f"Leave it at {neutral}.")
+    dilation, last = node.attr("dilation", 1), bool(node.attr("channels_last", 0))
+    if dilation < 1:
+        raise node.error(f"attribute dilation is {dilation}.", "Make it 1 or more.")
+    window = window_of(node, x, weight, dilation)
+    past = None if past_state is None else of_rank(node, past_state)
+    if last:
+        return convolved_behind(node, x, weight, bias, past, window)
+    past = None if past is None else channels_last(node, past)
+    y, present = convolved_behind(node, channels_last(node, x), weight, bias, past, window)
+    return channels_second(node, y), channels_second(node, present)

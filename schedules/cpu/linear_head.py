@@ -1,0 +1,155 @@
+"""What a head of linear attention has in memory while tokens go by: their rows in tiles, and the state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tvm import tirx
+from tvm.ir import Expr
+from tvm.script.ir_builder import tirx as T
+
+from lowering.attention.expr.emit import widened
+from lowering.attention.linear import ACC, BoundLinear
+
+from .linear_tiles import LinearTiles
+from .vector import LOG2_E, Buffer, Machine, Register, convert, exp2, fixed, like, load, splat, store, workspace
+
+
+class Head:
+    """The code for head h of the state, in batch b."""
+
+    def __init__(self, bound: BoundLinear, tiles: LinearTiles, cpu: Machine, b: Expr, h: Expr) -> None:
+        self.bound, self.tiles, self.cpu, self.b, self.h = bound, tiles, cpu, b, h
+        self.p = p = bound.linear
+        self.W, self.C = cpu.lanes(ACC), tiles.chunk
+        self.D, self.Dv, self.G = p.head_dim, p.v_head_dim, p.group
+        self.width = -(-self.Dv // self.W) * self.W  # of rows in tiles: whole vectors
+        self.direct = p.state_dtype == ACC and self.width == self.Dv
+        C, D = self.C, self.D
+        self.memory = workspace(
+            k=(C * D, ACC),  # k_i, then P_i k_i
+            q=(self.G * C * D, ACC),
+            kt=(D * C, ACC),  # [element][token]: k_j, by rows of i P_ij k_j
+            kw=(C * D, ACC),  # P_Cj k_j
+            u=(C * self.width, ACC),  # v_i, then u_i
+            y=(self.G * C * self.width, ACC),
+            kk=(C * C, ACC),  # k_i . P_ij k_j, for j < i
+            qk=(self.G * C * C, ACC),  # q_i . P_ij k_j, for j <= i
+            a=(C * max(p.decay, 1), ACC),  # the decays of a token
+            beta=(C, ACC),
+            S=(0 if self.direct else D * self.width, ACC),
+        )
+
+    def clear(self, buffer: Buffer) -> None:
+        with T.serial(buffer.shape[0]) as n:
+            T.buffer_store(buffer, tirx.const(0.0, ACC), [n])
+
+    def row(self, size: int, body: Callable[[Expr, int], None]) -> None:
+        """body(first, w) for vectors of w lanes that cover a row exactly."""
+        first, w = 0, self.W
+        while first < size:
+            if size - first >= w:
+                with T.serial(T.int64((size - first) // w)) as n:
+                    body(fixed(n * w + first), w)
+                first += (size - first) // w * w
+            w //= 2
+
+    def read(self, name: str, t: Expr, at: Expr, w: int) -> Expr:
+        """Elements [at, at + w) of row t of a parameter."""
+        return convert(load(self.bound.buffers[name], w, self.b, t, at), ACC, self.cpu)
+
+    def copy_state(self, out: bool) -> None:
+        S, state = self.memory["S"], self.bound.state
+        with T.serial(T.int64(self.D)) as d:
+
+            def vector(c: Expr, w: int) -> None:
+                if out:
+                    value = convert(load(S, w, d * self.width + c), self.p.state_dtype, self.cpu)
+                    store(state, value, self.b, self.h, d, c)
+                else:
+                    value = convert(load(state, w, self.b, self.h, d, c), ACC, self.cpu)
+                    store(S, value, d * self.width + c)
+
+            self.row(self.Dv, vector)
+
+    def state(self, d: Expr, c: Expr) -> Expr:
+        """A vector of row d of the state."""
+        if self.direct:
+            return load(self.bound.state, self.W, self.b, self.h, d, c)
+        return load(self.memory["S"], self.W, d * self.width + c)
+
+    def put_state(self, value: Expr, d: Expr, c: Expr) -> None:
+        if self.direct:
+            store(self.bound.state, value, self.b, self.h, d, c)
+        else:
+            store(self.memory["S"], value, d * self.width + c)
+
+    def number(self, name: str, at: Expr) -> Expr:
+        """An element of a tile in every lane."""
+        return splat(self.memory[name][at], self.W, ACC)
+
+    def decay(self, i: Expr, d: Expr, w: int) -> Expr:
+        """Of elements [d, d + w) of token i; of one, in every lane."""
+        if self.p.decay == 1:
+            return splat(self.memory["a"][i], w, ACC)
+        return load(self.memory["a"], w, i * self.D + d)
+
+    def one_decay(self, i: Expr, d: Expr) -> Expr:
+        return splat(self.memory["a"][i if self.p.decay == 1 else i * self.D + d], self.W, ACC)
+
+    def open(self, first: Expr, count: Expr) -> None:
+        """The rows of so many tokens come into tiles."""
+        p, bound, memory = self.p, self.bound, self.memory
+        with T.serial(count) as i:
+            t = fixed(first + i)
+
+            def copy(name: str, to: str, at: Callable[[Expr], Expr], row: Expr, size: int) -> None:
+                self.row(size, lambda d, w: store(memory[to], self.read(name, t, at(d), w), row + d))
+
+            copy("k", "k", lambda d: bound.k_at(self.h, d), i * self.D, self.D)
+            with T.serial(T.int64(self.G)) as g:
+                copy("q", "q", lambda d: bound.q_at(self.h, g, d), (g * self.C + i) * self.D, self.D)
+            copy("v", "u", lambda c: bound.v_at(self.h, c), i * self.width, self.Dv)
+            if p.decay:
+                self.row(
+                    p.decay,
+                    lambda d, w: store(
+                        memory["a"], _exp(self.read("decay", t, bound.decay_at(self.h, d), w)), i * p.decay + d
+                    ),
+                )
+            if p.betas:
+                value = widened(bound.buffers["beta"][self.b, t, bound.beta_at(self.h)], ACC)
+                T.buffer_store(memory["beta"], value, [i])
+
+    def close(self, first: Expr, count: Expr) -> None:
+        """The outputs of so many tokens go to y."""
+        with T.serial(T.int64(self.G)) as g, T.serial(count) as i:
+
+            def vector(c: Expr, w: int) -> None:
+                value = load(self.memory["y"], w, (g * self.C + i) * self.width + c)
+                value = convert(value * splat(self.p.scale, w, ACC), self.p.dtype, self.cpu)
+                store(self.bound.buffers["y"], value, self.b, first + i, self.bound.y_at(self.h, g, c))
+
+            self.row(self.Dv, vector)
+
+    def column_blocks(self, vectors: int, body: Callable[[Expr, int], None]) -> None:
+        """body(first column, count of vectors)."""
+        whole, rest = divmod(self.width // self.W, vectors)
+        if whole:
+            with T.serial(T.int64(whole)) as n:
+                body(fixed(n * (vectors * self.W)), vectors)
+        if rest:
+            body(T.int64(whole * vectors * self.W), rest)
+
+
+def _exp(x: Expr) -> Expr:
+    """e^x, infinity where float32 has no such number."""
+    power = fixed(x * like(LOG2_E, x))
+    return tirx.Select(power >= like(128.0, power), like(float("inf"), power), exp2(power))
+
+
+def total_of(parts: list[Register]) -> Expr:
+    total = parts[0].value
+    for other in parts[1:]:
+        total = total + other.value
+    return T.bind(total)

@@ -1,0 +1,147 @@
+"""Linear attention on GPUs: the state lies in registers, and tokens go one by one.
+
+    for each batch, head of the state and share of its columns, in blocks; for each column, in 8 lanes of a warp:
+        for each token:     u = beta (v - S^T (a k)),  S = a S + k u,  y = scale S^T q
+
+Columns of the state do not depend on each other. A lane has every eighth row of one, so that lanes add up by shuffles,
+and threads wait for nobody but their warp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import tvm
+from tvm import tirx
+from tvm.ir import Expr
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from lowering.attention.expr.emit import cast, widened
+from lowering.attention.linear import ACC, ATTRIBUTE, BoundLinear, LinearAttention
+
+from ..tiles import Space, Tiles
+from ..variant import Variant
+from .device import Device, device
+from .ptx import WARP, fixed, put, registers, shuffle_xor, unrolled
+
+_LANES = 8  # of a column
+_LARGEST_HEAD = 64 * _LANES  # whose part of a column fits a thread's registers
+
+
+@dataclass(frozen=True)
+class LinearTiles(Tiles):
+    """Tiles of `linear`."""
+
+    warps: int = 4
+    """Of a block, each with four columns."""
+
+    @classmethod
+    def default(cls, problem: LinearAttention, device: Device) -> LinearTiles:
+        return LinearTiles()
+
+    @classmethod
+    def space(cls, problem: LinearAttention, device: Device) -> Space:
+        return {"warps": (1, 2, 4, 8)}
+
+    def rules(self, problem: LinearAttention, device: Device) -> dict[str, bool]:
+        return {f"warps = {self.warps} must be 1 to 32": self.warps in range(1, 33)}
+
+
+def linear(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
+    """A function that holds a LinearAttention, and carries its state on in place."""
+    if func.attrs is None or ATTRIBUTE not in func.attrs:
+        return None
+    problem, gpu = LinearAttention.from_json(str(func.attrs[ATTRIBUTE])), device(target)
+    if problem.head_dim > _LARGEST_HEAD or len(func.params) != len(problem.inputs()) + 1:
+        return None
+    tiles = {"linear": LinearTiles.default(problem, gpu)}
+    return [Variant("columns", problem, gpu, tiles, lambda tiles: _kernel(problem, tiles["linear"]))]
+
+
+def _kernel(problem: LinearAttention, tiles: LinearTiles) -> tirx.PrimFunc:
+    """The PrimFunc (*inputs, y), with the state in place."""
+    with IRBuilder() as builder, T.prim_func(private=True):
+        bound = BoundLinear(problem)
+        columns = tiles.warps * (WARP // _LANES)
+        shares = -(-problem.v_head_dim // columns)
+        count = T.int64(problem.v_heads * shares) * bound.B
+        with (
+            T.launch_thread("blockIdx.x", tirx.max(count, T.int64(1))) as block,
+            T.launch_thread("threadIdx.x", tiles.warps * WARP) as thread,
+        ):
+            index = fixed(block.astype("int64"))
+            with T.If(index < count), T.Then():
+                head = fixed(tirx.truncdiv(index, T.int64(shares)))
+                b, h = (f(head, T.int64(problem.v_heads)) for f in (tirx.truncdiv, tirx.truncmod))
+                c = tirx.truncmod(index, T.int64(shares)) * columns + (thread // _LANES).astype("int64")
+                _Column(bound, fixed(b), fixed(h), fixed(c), fixed((thread % _LANES).astype("int64"))).emit()
+    return builder.get()
+
+
+class _Column:
+    """The code of a lane for its part of column c of the state's head h, in batch b; there may be no such column."""
+
+    def __init__(self, bound: BoundLinear, b: Expr, h: Expr, c: Expr, lane: Expr) -> None:
+        self.bound, self.p, self.b, self.h, self.c, self.lane = bound, bound.linear, b, h, c, lane
+        self.there = fixed(c < self.p.v_head_dim)
+        self.count = -(-self.p.head_dim // _LANES)
+        self.S = registers(self.count, ACC)
+
+    def emit(self) -> None:
+        p, state = self.p, self.bound.state
+        with unrolled(self.count) as m:
+            d = self.row(m)
+            put(self.S, m, self.guarded(self.is_element(m), lambda: state[self.b, self.h, d, self.c]))
+        with T.serial(T.int64(1) * self.bound.L) as t:
+            self.token(t)
+        with unrolled(self.count) as m, T.If(self.is_element(m)), T.Then():
+            T.buffer_store(state, cast(self.S[m], p.state_dtype), [self.b, self.h, self.row(m), self.c])
+
+    def row(self, m: Expr) -> Expr:
+        return m.astype("int64") * _LANES + self.lane
+
+    def is_element(self, m: Expr) -> Expr:
+        whole = self.p.head_dim % _LANES == 0
+        return self.there if whole else tirx.all(self.there, self.row(m) < self.p.head_dim)
+
+    def guarded(self, there: Expr, value: Callable[[], Expr]) -> Expr:
+        return T.if_then_else(there, widened(value(), ACC), tirx.const(0.0, ACC))
+
+    def element(self, name: str, t: Expr, at: Expr, there: Expr) -> Expr:
+        return self.guarded(there, lambda: self.bound.buffers[name][self.b, t, at])
+
+    def sum_over_rows(self, name: str, t: Expr, at: Callable[[Expr], Expr]) -> Expr:
+        """Of the column times a row of a parameter, in every lane."""
+        total = registers(1, ACC)
+        put(total, 0, tirx.const(0.0, ACC))
+        with unrolled(self.count) as m:
+            x = self.element(name, t, at(self.row(m)), self.is_element(m))
+            put(total, 0, total[0] + self.S[m] * x)
+        for lanes in (4, 2, 1):
+            put(total, 0, total[0] + shuffle_xor(total[0], lanes))
+        return total[0]
+
+    def token(self, t: Expr) -> None:
+        p, bound, S, h = self.p, self.bound, self.S, self.h
+        if p.decay == 1:
+            a = fixed(tirx.exp(self.element("decay", t, bound.decay_at(h, T.int64(0)), self.there)))
+        if p.decay:
+            with unrolled(self.count) as m:
+                if p.decay > 1:
+                    a = tirx.exp(self.element("decay", t, bound.decay_at(h, self.row(m)), self.is_element(m)))
+                put(S, m, S[m] * a)
+        u = registers(1, ACC)
+        put(u, 0, self.element("v", t, bound.v_at(h, self.c), self.there))
+        if p.betas:
+            recalled = self.sum_over_rows("k", t, lambda d: bound.k_at(h, d))
+            beta = self.element("beta", t, bound.beta_at(h), self.there)
+            put(u, 0, (u[0] - recalled) * beta)
+        with unrolled(self.count) as m:
+            put(S, m, S[m] + self.element("k", t, bound.k_at(h, self.row(m)), self.is_element(m)) * u[0])
+        with T.serial(T.int64(p.group)) as g:
+            y = self.sum_over_rows("q", t, lambda d: bound.q_at(h, g, d))
+            with T.If(tirx.all(self.there, self.lane == 0)), T.Then():
+                value = cast(y * tirx.const(p.scale, ACC), p.dtype)
+                T.buffer_store(bound.buffers["y"], value, [self.b, t, bound.y_at(h, g, self.c)])
