@@ -15,6 +15,7 @@ import lowering
 from lowering.fusion import fuse
 from lowering.graph.model import load_model
 from lowering.graph.precision import Precision, use_precision
+from lowering.target import host_features
 
 SAMPLES = Path(__file__).parent / "exports" / "samples"
 BARS = {"float16": 5e-3, "bfloat16": 4e-2}
@@ -135,6 +136,38 @@ def test_nothing_changes_without_products() -> None:
     assert [(node.op_type, node.outputs[0].dtype or ir.DataType.FLOAT) for node in fused.graph] == [
         (op, dtype or ir.DataType.FLOAT) for op, dtype in before
     ]
+
+
+HERE = bool({"avx512_bf16"} & set(host_features()))
+
+
+@pytest.mark.parametrize("name", ["llama-past-dynamo23", "whisper-past-dynamo23-f16", "distilbert-traced17"])
+def test_fast(name: str) -> None:
+    """Products in bfloat16 where the machine has them, and the model's own types outside, those of caches too."""
+    path = SAMPLES / name / "model.onnx"
+    model, graph = lowering.compile(path, precision="fast"), load_model(path).graph
+    (note,) = (note for note in model.manifest.notes if note.startswith("precision"))
+    assert note.startswith("precision: fast changes nothing") != HERE
+    assert ("products are computed in bfloat16" in note) == HERE
+    declared = {value.name: ir.DataType(value.dtype).numpy().name for value in (*graph.inputs, *graph.outputs)}
+    assert {spec.name: spec.dtype for spec in (*model.inputs, *model.outputs)} == declared
+    for file in sorted(path.parent.glob("*.npz")):
+        with np.load(file) as arrays:
+            results = model.run({k: arrays[k].astype(declared[k]) for k in arrays.files if not k.startswith("=")})
+            for key in (key for key in arrays.files if key.startswith("=")):
+                difference = results[key[1:]].astype("float64") - arrays[key]
+                assert np.abs(difference).max() / np.ptp(arrays[key]) < BARS["bfloat16"], key
+
+
+def test_fast_is_not_for_every_machine() -> None:
+    """Without products of bfloat16 a model is what it was; an attention that reads a cache is so everywhere."""
+    path = SAMPLES / "llama-past-dynamo23" / "model.onnx"
+    other = lowering.compile(path, "cpu:x86-64-v3", precision="fast")
+    assert [note for note in other.manifest.notes if note.startswith("precision: fast changes nothing")]
+    fused = fuse(load_model(path)).clone()
+    use_precision(fused, "fast", ("float32", "float16"))
+    types = {node.op_type: {str(v.dtype) for v in node.outputs if v.dtype} for node in fused.graph}
+    assert types["MatMul"] == {"BFLOAT16"} and types["Attention"] == {"FLOAT"}
 
 
 def test_unknown_types_are_refused() -> None:

@@ -14,6 +14,7 @@ from . import (
     convolutions,
     exported,
     flex,
+    half,
     left_over,
     linear,
     matmul,
@@ -37,6 +38,7 @@ _KINDS = (
     exported,
     published,
     quantised,
+    half,
 )
 
 

@@ -69,6 +69,8 @@ def compile(
     costs is a note of the manifest.
     precision="float16" or "bfloat16" computes the products of a model of float32 in that type, and stores their weights
     and a decoder's caches so; norms, softmax and sums stay float32, as do inputs and outputs (graph/precision.py).
+    "fast" computes those of a model of float32 or float16 in bfloat16 where every target multiplies that faster, and
+    leaves inputs, outputs and caches as they are.
     threads is the default number of workers, at most 1024; None means the CPUs the calling thread may use. dims says
     what is known of symbolic dimensions: dims={"batch": 1} makes one a number, at which sizes and branches (If) that
     it decides are computed now, and dims={"tokens": (1, 512)} bounds one, which calls then check. database is a folder
@@ -157,7 +159,8 @@ def compiled(model: ModelLike, options: Options, stand_in: Target | None = None,
     fused, notes = fuse(loaded), []
     if options.precision is not None:
         fused = fused.clone() if fused is loaded else fused
-        notes.append(use_precision(fused, options.precision))
+        slower = set.intersection(*(set(target.slower_than_bfloat16) for target in targets))
+        notes.append(use_precision(fused, options.precision, slower))
     slots = served = None
     if options.serve is not None:
         fused = fused.clone() if fused is loaded else fused

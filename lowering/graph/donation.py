@@ -1,7 +1,7 @@
 """Which output takes over the memory of a donated input: the one that a chain of cache updates leads to.
 
-Cache updates are TensorScatter, LinearAttention, attention operators of com.microsoft where the model declares one shape
-for a cache before and behind it, and serving operators (written_inputs.py).
+Cache updates are TensorScatter, LinearAttention, attention operators of com.microsoft where the model declares one
+shape for a cache before and behind it, and serving operators (written_inputs.py).
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def donated_pairs(graph: ir.Graph, patterns: Sequence[str]) -> dict[str, str]:
         for name in matched:
             if name not in roots:
                 raise InputError(
-                    f"input '{name}' cannot be donated: no chain of TensorScatter or LinearAttention nodes leads from it to an "
-                    "output, nor of serving operators that give their cache out, nor of com.microsoft attention nodes for "
-                    "which the model declares past and present with one shape, "
+                    f"input '{name}' cannot be donated: no chain of TensorScatter or LinearAttention nodes leads from "
+                    "it to an output, nor of serving operators that give their cache out, nor of com.microsoft "
+                    "attention nodes for which the model declares past and present with one shape, "
                     f"so no output can take over its memory. Narrow the donate pattern '{pattern}'."
                 )
             pairs[name] = roots[name]

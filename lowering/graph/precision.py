@@ -1,4 +1,4 @@
-"""Models of float32 whose products are computed in half precision, on request.
+"""Models whose products are computed in half precision, on request.
 
 Products (MatMul, Gemm, Conv, Attention, Einsum) take operands in float16 or bfloat16, and their weights are stored
 so. What is made of their results element by element, or moves them, goes on in that type where somebody reads it so,
@@ -8,11 +8,14 @@ the kernels around them. Sums of products are float32 in any case.
 
 Inputs and outputs keep their types, except for caches: a decoder that gets its past keys back as its present ones keeps
 them in half precision.
+
+"fast" is bfloat16 where all targets multiply it, for models of float16 too, and nothing anywhere else. Caches keep
+their types then, and so does an attention that reads one: it waits for memory, of which a copy would read more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Literal, TypeAlias
 
 import ml_dtypes
@@ -24,8 +27,12 @@ from ..fusion.opset import opset
 from ..fusion.sizes import InferSizesPass
 from .static_cache import grows
 
-Precision: TypeAlias = Literal["float16", "bfloat16"]
-PRECISIONS: dict[str, ir.DataType] = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
+Precision: TypeAlias = Literal["float16", "bfloat16", "fast"]
+PRECISIONS: dict[str, ir.DataType] = {
+    "float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16, "fast": ir.DataType.BFLOAT16,
+}  # fmt: skip
+
+_TYPES = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16}
 
 _PRODUCTS = {"MatMul", "Gemm", "Conv", "Attention", "Einsum"}
 
@@ -39,56 +46,70 @@ _FOLLOW = {
 # Of nodes that follow: which inputs decide. Of the others all that are no constants do.
 _DATA = {"Gather": (0,), "Where": (1, 2), "TensorScatter": (0, 1), "RotaryEmbedding": (0,)}
 
+# What may lie between a cache and the attention that reads it.
+_KEPT = {"Concat", "Expand", "Identity", "Reshape", "Slice", "Squeeze", "TensorScatter", "Transpose", "Unsqueeze"}
+
 _LARGE = 1 << 14  # elements from which on a table is worth being stored in half precision
 
 
-def use_precision(model: ir.Model, precision: Precision) -> str:
-    """Rewrites a model that `fuse` has been through; says what was done, for the reader."""
+def use_precision(model: ir.Model, precision: Precision, slower: Collection[str] = ()) -> str:
+    """Rewrites a model that `fuse` has been through; says what was done, for the reader.
+
+    slower are the types of which the targets multiply fewer numbers in the time than of bfloat16: what "fast" replaces.
+    """
+    if precision == "fast" and not slower:
+        return "precision: fast changes nothing for a target that has no products of bfloat16"
     InferSizesPass()(model)
-    return _Converter(model, PRECISIONS[precision]).convert()
+    replaced = slower if precision == "fast" else ("float32",)
+    return _Converter(model, PRECISIONS[precision], {_TYPES[name] for name in replaced}, precision == "fast").convert()
 
 
 class _Converter:
-    def __init__(self, model: ir.Model, dtype: ir.DataType) -> None:
-        self.model, self.graph, self.dtype = model, model.graph, dtype
+    def __init__(self, model: ir.Model, dtype: ir.DataType, sources: set[ir.DataType], keeps_caches: bool) -> None:
+        self.model, self.graph, self.dtype, self.sources = model, model.graph, dtype, sources
+        self.keeps_caches = keeps_caches
         self.opset = opset(model)
-        self.narrow: set[ir.Value] = set()  # values whose type is now dtype
+        self.narrow: dict[ir.Value, ir.DataType] = {}  # values whose type is now dtype, and what it was
         self.casts: dict[tuple[ir.Value, ir.DataType], ir.Value] = {}
         self.clipped = 0
         self.weights: dict[ir.Value, ir.Value] = {}
 
     def convert(self) -> str:
         nodes = list(self.graph)
-        caches = self.caches(nodes)
+        caches = {} if self.keeps_caches else self.caches(nodes)
+        self.wide = self.around_caches(nodes) if self.keeps_caches else set()
         self.read_wide = self.only_read_wide(nodes, set(caches.values()))
         for past in caches:
-            past.dtype = self.dtype
-            self.narrow.add(past)
+            self.make_narrow(past)
         kept = products = 0
         for node in nodes:
-            floats = [value for value in node.outputs if value.dtype == ir.DataType.FLOAT]
+            floats = [value for value in node.outputs if value.dtype in self.sources]
             if self.is_narrow(node):
                 products += node.op_type in _PRODUCTS
                 for place, value in self.float_inputs(node):
                     node.replace_input_with(place, self.as_type(value, self.dtype, node))
                 for value in floats:
-                    value.dtype = self.dtype
-                    self.narrow.add(value)
+                    self.make_narrow(value)
                 continue
             kept += bool(floats)
             for place, given in enumerate(node.inputs):
-                if given is not None and given in self.narrow:
-                    node.replace_input_with(place, self.as_type(given, ir.DataType.FLOAT, node))
+                if given is not None and given in self.narrow and node.op_type != "Cast":
+                    node.replace_input_with(place, self.as_type(given, self.narrow[given], node))
             self.widen_subgraphs(node)
         self.give_out(set(caches.values()))
         for value in self.weights:
             if not value.uses() and value.name is not None and not value.is_graph_output():
                 self.graph.initializers.pop(value.name)
         name = self.dtype.name.lower()
-        note = f"precision: {products} products are computed in {name}, {kept} other nodes of float32 stay so"
+        note = f"precision: {products} products are computed in {name}, {kept} other nodes keep their type"
         if self.clipped:
             note += f"; {self.clipped} constants beyond its range became its largest numbers"
         return note
+
+    def make_narrow(self, value: ir.Value) -> None:
+        assert value.dtype is not None
+        self.narrow[value] = value.dtype
+        value.dtype = self.dtype
 
     def caches(self, nodes: list[ir.Node]) -> dict[ir.Value, ir.Value]:
         """Inputs that hold past keys and values, and the outputs that they become."""
@@ -117,13 +138,29 @@ class _Converter:
         return found
 
     def is_input(self, value: ir.Value) -> bool:
-        return value.is_graph_input() and value.dtype == ir.DataType.FLOAT and value.name not in self.graph.initializers
+        return value.is_graph_input() and value.dtype in self.sources and value.name not in self.graph.initializers
+
+    def around_caches(self, nodes: list[ir.Node]) -> set[ir.Node]:
+        """Attentions that read keys or values of an earlier call, and what leads from those to them."""
+        from_caches: dict[ir.Value, bool] = {}
+        found: set[ir.Node] = set()
+        for node in nodes:
+            given = [value for value in node.inputs if value is not None and value.dtype in self.sources]
+            kept = [value for value in given if self.is_input(value) or from_caches.get(value, False)]
+            if node.op_type == "Attention":
+                kept = [value for value in kept if value not in node.inputs[:1]]
+            elif node.op_type not in _KEPT:
+                kept = []
+            from_caches.update(dict.fromkeys(node.outputs, bool(kept)))
+            if kept:
+                found.add(node)
+        return found
 
     def is_narrow(self, node: ir.Node) -> bool:
         """Whether the node is to read and write half precision."""
         if node.domain not in ("", "ai.onnx") or node.op_type not in _PRODUCTS | _FOLLOW:
             return False
-        if not any(True for _ in self.float_inputs(node)) or not self.is_legal(node):
+        if not any(True for _ in self.float_inputs(node)) or not self.is_legal(node) or node in self.wide:
             return False
         if node.op_type in _PRODUCTS:
             return True
@@ -146,9 +183,9 @@ class _Converter:
         return all(wanted in types.get(name, [name]) for name in formal)
 
     def float_inputs(self, node: ir.Node) -> Iterator[tuple[int, ir.Value]]:
-        """Inputs of float32, or that were."""
+        """Inputs of a type that is replaced, or that were."""
         for place, value in enumerate(node.inputs):
-            if value is not None and (value.dtype == ir.DataType.FLOAT or value in self.narrow):
+            if value is not None and (value.dtype in self.sources or value in self.narrow):
                 yield place, value
 
     def is_constant(self, value: ir.Value) -> bool:
@@ -176,7 +213,7 @@ class _Converter:
     def weight(self, value: ir.Value) -> ir.Value:
         """A constant in half precision. What hides keys is a number beyond float16's range: its lowest one does too."""
         assert value.const_value is not None
-        array = value.const_value.numpy()
+        array = value.const_value.numpy().astype(np.float32)
         most = float(ml_dtypes.finfo(self.dtype.numpy()).max)
         beyond = np.isfinite(array) & (np.abs(array) > most)
         self.clipped += int(beyond.any())
@@ -188,7 +225,7 @@ class _Converter:
         return made
 
     def widen_subgraphs(self, node: ir.Node) -> None:
-        """What the node's branches and bodies read from outside is float32 for them."""
+        """What the node's branches and bodies read from outside has the model's type for them."""
         inside: list[ir.Graph] = []
         for attribute in node.attributes.values():
             if attribute.type == ir.AttributeType.GRAPH:
@@ -199,19 +236,20 @@ class _Converter:
             for nested in ir.traversal.RecursiveGraphIterator(graph):
                 for place, value in enumerate(nested.inputs):
                     if value is not None and value in self.narrow:
-                        nested.replace_input_with(place, self.as_type(value, ir.DataType.FLOAT, node))
+                        nested.replace_input_with(place, self.as_type(value, self.narrow[value], node))
             for place, output in enumerate(graph.outputs):
                 if output in self.narrow:
-                    graph.outputs[place] = self.as_type(output, ir.DataType.FLOAT, node)
+                    graph.outputs[place] = self.as_type(output, self.narrow[output], node)
 
     def give_out(self, caches: set[ir.Value]) -> None:
-        """Outputs in float32 under their names, but for caches."""
+        """Outputs in the model's types under their names, but for caches."""
         for place, value in enumerate(self.graph.outputs):
             if value not in self.narrow or value in caches:
                 continue
-            node = ir.node("Cast", [value], {"to": int(ir.DataType.FLOAT)}, name=f"{value.name}/float")
+            was = self.narrow[value]
+            node = ir.node("Cast", [value], {"to": int(was)}, name=f"{value.name}/{was.name.lower()}")
             output = node.outputs[0]
-            output.type, output.shape, output.name = ir.TensorType(ir.DataType.FLOAT), value.shape, value.name
+            output.type, output.shape, output.name = ir.TensorType(was), value.shape, value.name
             value.name = f"{value.name}/{self.dtype.name.lower()}"
             self.graph.append(node)
             self.graph.outputs[place] = output

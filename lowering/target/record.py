@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import tvm
+from tvm.target.codegen import target_has_features
 
 
 @dataclass(frozen=True)
@@ -19,3 +20,10 @@ class Target:
     cpu_features: tuple[str, ...]
     linker: str
     architecture: str = ""
+
+    @property
+    def slower_than_bfloat16(self) -> tuple[str, ...]:
+        """Element types of which it multiplies fewer numbers in the time than of bfloat16."""
+        if self.architecture:
+            return ("float32",)
+        return ("float32", "float16") if target_has_features("avx512bf16", self.tvm) else ()

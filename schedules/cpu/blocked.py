@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from tvm import DataType, ir, tirx
-from tvm.ir import prim
 from tvm.script.ir_builder import tirx as T
 
-from lowering.tensorir.expressions import Expr, is_int, offset, substitute, uses, walk
+from lowering.tensorir.expressions import Expr, is_int, offset, substitute, uses
 from lowering.tensorir.facts import Facts
 
 from ..reading.stages import Axis
@@ -20,6 +19,7 @@ from .loops import vector_loop
 from .operands import Operands
 from .panels import PanelTiles, is_width
 from .results import Values
+from .runs import Runs, find_runs
 from .vector import LINE, Register, convert, fixed, load, prefetch, splat, store, transpose
 from .words import Words, words_for
 
@@ -40,13 +40,15 @@ class Blocked:
         product = self.product
         self.a_offsets = self.offsets(product.a, [substitute(index, self.results.point) for index in product.a.indices])
         self.a_step = self.operands.stride(self.a_offsets[0], self.k.var)
-        self.run: int | None = None
-        if self.words is not None or product.codes is not None:
-            self.a_in_place = self.is_dense(self.a_offsets, self.k.var, self.together)
-        else:
+        self.runs: Runs | None = None
+        if product.codes is None:
             self.choose_runs()
-            self.a_in_place = not uses(self.a_step, {self.k.var})
-        self.a_in_place &= self.words is not None or product.a.ty == self.acc
+        if self.words is not None or product.codes is not None:
+            apart = self.is_dense(self.a_offsets, self.k.var, self.together)
+        else:
+            apart = not uses(self.a_step, {self.k.var})
+        fits = self.words is not None or product.a.ty == self.acc
+        self.a_in_place: bool = fits and (apart or self.runs is not None)
 
     @property
     def facts(self) -> Facts:
@@ -79,26 +81,18 @@ class Blocked:
                     return
 
     def choose_runs(self) -> None:
-        """Sets run, the steps of one, and in a_behind how far a step's element of A is behind that of step 0; kc
-        becomes a multiple of run. Nothing where all steps are one run, and where there are none."""
-        a, k, zero = self.product.a, self.k.var, tirx.const(0, "int64")
+        """Sets runs, if there are any; kc becomes a multiple of their length."""
+        a, zero = self.product.a, tirx.const(0, "int64")
         # By index: what is behind a product with a symbolic size does not cancel.
-        steps = [self.results.simplify(index - substitute(index, {k: zero})) for index in a.indices]
-        behind = self.results.simplify(offset(a.source.shape, steps))
-        parts = [node for node in walk(behind) if isinstance(node, prim.FloorDiv | prim.FloorMod) and uses(node.a, {k})]
-        if not parts or not all(isinstance(node.b, tirx.IntImm) for node in parts) or self.uses_rows(behind):
-            return
-        run = math.gcd(*(node.b.value for node in parts))
-        number, within = tirx.Var("number", "int64"), tirx.Var("within", "int64")
-        self.facts.bind(number, 0, self.k.extent)
-        self.facts.bind(within, 0, tirx.const(run, "int64"))
-        in_run = self.results.simplify(substitute(behind, {k: number * run + within}))
-        step = self.operands.stride(in_run, within)
-        if uses(step, {number, within}) or not is_int(self.results.simplify(self.k.extent % run), 0):
-            return
-        run = run if run <= self.kc else max(n for n in range(1, self.kc + 1) if run % n == 0)
-        self.run, self.a_behind, self.a_step = run, behind, step
-        self.kc = max(self.kc // run, 1) * run
+        steps = [self.results.simplify(i - substitute(i, {self.product.k.var: zero})) for i in a.indices]
+        values = [self.results.simplify(at) for at in self.of_step(offset(a.source.shape, steps))]
+        whole = self.words is None or self.is_whole
+        runs = None if self.uses_rows(values[0]) or not whole else find_runs(values, self.k, self.results)
+        if runs is not None:
+            n = runs.length
+            length = n if n <= self.kc else max(m for m in range(1, self.kc + 1) if n % m == 0)
+            self.runs, self.a_step = replace(runs, length=length), runs.step
+            self.kc = max(self.kc // length, 1) * length
 
     def uses_rows(self, expr: Expr) -> bool:
         return uses(expr, {self.results.m, *(axis.var for axis in (*self.product.rows, *self.product.batch))})
@@ -218,7 +212,7 @@ class Blocked:
         """Steps of a block of k. A few rows wait for memory, and what they ask for is the block behind theirs: it is
         to be near, and few sums are cheap to keep in between."""
         long = tirx.const(self.kc, "int64")
-        if not self.asks or self.run is not None or self.tiles.streamed_kc >= self.kc:
+        if not self.asks or self.runs is not None or self.tiles.streamed_kc >= self.kc:
             return long
         return fixed(tirx.Select(rows <= self.tiles.streamed_rows, tirx.const(self.tiles.streamed_kc, "int64"), long))
 
@@ -293,8 +287,8 @@ class Blocked:
     def steps(self, k0: Expr, depth: Expr, body: Callable[[Expr, Expr, bool], None]) -> None:
         """body(k, how far A's element is behind `first_of_row`, whether step k0 + k is complete) for k < depth. The
         last word is not where values are left over."""
-        if self.run is not None:
-            with self.runs(k0, depth) as (first, behind), T.serial(self.run) as n:
+        if self.runs is not None:
+            with self.each_run(k0, depth) as (first, behind), T.serial(self.runs.length) as n:
                 body(first + n, behind + n * self.a_step, True)
             return
         whole = depth if self.is_whole else fixed(tirx.min(depth, self.whole - k0))
@@ -305,16 +299,16 @@ class Blocked:
                 body(whole, whole * self.a_step, False)
 
     @contextmanager
-    def runs(self, k0: Expr, depth: Expr) -> Iterator[tuple[Expr, Expr]]:
+    def each_run(self, k0: Expr, depth: Expr) -> Iterator[tuple[Expr, Expr]]:
         """Of each run of a block of steps the first step, and how far A's element is behind `first_of_row`."""
-        assert self.run is not None
-        with T.serial(depth // self.run) as number:
-            first = fixed(number * self.run)
-            yield first, fixed(self.at(self.a_behind, k=k0 + first))
+        assert self.runs is not None
+        with T.serial(depth // self.runs.length) as number:
+            first = fixed(number * self.runs.length)
+            yield first, fixed(self.at(self.runs.behind, k=k0 + first))
 
     def first_of_row(self, row: Expr, k0: Expr) -> Expr:
         """Where the elements of A's row begin that a block of steps needs; those of all steps, where there are runs."""
-        return fixed(self.at(self.a_offsets[0], m=row, k=k0 if self.run is None else tirx.const(0, "int64")))
+        return fixed(self.at(self.a_offsets[0], m=row, k=k0 if self.runs is None else tirx.const(0, "int64")))
 
     def read(self, memory: tirx.Buffer, at: list[Expr], complete: bool) -> Expr:
         """The element or the word of a step whose elements lie there."""
@@ -405,11 +399,11 @@ class Blocked:
         """strip[i, k] = step k0 + k of row first + i of A."""
         whole = depth if self.is_whole else fixed(tirx.min(depth, self.whole - k0))
 
-        def fill_runs(i: int) -> None:
+        def fill_runs(i: int, length: int) -> None:
             start = self.first_of_row(first + i, k0)
-            with self.runs(k0, depth) as (k, behind):
+            with self.each_run(k0, depth) as (k, behind):
                 vector_loop(
-                    tirx.const(self.run, "int64"),
+                    tirx.const(length, "int64"),
                     self.lanes,
                     lambda width: (
                         lambda n, lane: store(
@@ -429,4 +423,4 @@ class Blocked:
                     copy(whole, False)
 
         for i in range(height):
-            fill_row(i) if self.run is None else fill_runs(i)
+            fill_row(i) if self.runs is None else fill_runs(i, self.runs.length)

@@ -27,7 +27,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import numpy as np
 import onnx
 import torch
-from forms import DYNAMO_OPSETS, FORMS, PARTIAL, TRACED_OPSET, Export, published
+from forms import DYNAMO_OPSETS, FORMS, PARTIAL, TRACED_OPSET, Export, published, published_half
 from models import BY_NAME, MODELS
 from sizes import PUBLISHED, Size, Width
 from wrappers import Wrapper, build
@@ -202,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if given.folder is None:
         parser.error("--folder says where the exports go.")
-    for export in published() if given.published else exports():
+    for export in [*published(), *published_half()] if given.published else exports():
         if not given.names or export.model in given.names or any(fnmatchcase(export.name, n) for n in given.names):
             print(make(export, given.folder, "narrow" if given.narrow else "whole"), flush=True)
 

@@ -107,6 +107,15 @@ def published() -> list[Export]:
     ]
 
 
+def published_half() -> list[Export]:
+    """Of some of these models float16 ones, every size symbolic."""
+    return [
+        Export(model, past, DYNAMO_OPSETS[-1], half=True, published=True)
+        for model in ("bert", "gpt2", "llama", "qwen3", "t5", "whisper", "vit")
+        for past in ((False, True) if PUBLISHED[model].past else (False,))
+    ]
+
+
 def found(folder: Path) -> Iterator[tuple[str, Path]]:
     """Name and model of every export in the folder, of all widths and in all forms, sorted by name."""
     for path in sorted(folder.glob("*/model.onnx")):
