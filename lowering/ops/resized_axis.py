@@ -1,0 +1,143 @@
+"""What Resize computes along one axis: coordinates in X, neighbours and weights, in float64 as the standard has it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tvm import tirx
+
+from ..importing.node import Node
+from ..importing.values import Size, Value
+from .kernels import compute
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The attributes of a node."""
+
+    mode: str
+    coordinates: str
+    rounding: str = "floor"
+    cubic: float = -0.75
+    exclude_outside: bool = False
+    antialias: bool = False
+    extrapolation: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Along:
+    """How one axis changes: places of X, of the result, and the scale: a number, None for the ratio of sizes, or a
+    float64 tensor of one element. roi, for tf_crop_and_resize, is where the result begins and ends in X, in its length:
+    a float64 tensor [2]."""
+
+    axis: int
+    given: Size
+    made: Size
+    scale: float | Value | None
+    roi: Value | None = None
+
+    @property
+    def grows(self) -> bool:
+        known = known_scale(self)
+        return known is None or known >= 1
+
+    def table(self, node: Node, name: str, body: Callable[..., Any], dtype: str, columns: int = 0) -> Value:
+        """body(index, place) at every place of the result: place has what the run knows of the axis."""
+        scale = [self.scale] if isinstance(self.scale, Value) else []
+        roi = [] if self.roi is None else [self.roi]
+
+        def element(index: Any, *rest: Any) -> Any:
+            *reads, given, made = rest
+            zero, one = (tirx.const(n, "int64") for n in (0, 1))
+            scales = wide(made) / wide(given) if self.scale is None else self.scale
+            if scale:
+                scales = reads[0](zero)
+            ends = (reads[-1](zero), reads[-1](one)) if roi else (wide(0.0), wide(1.0))
+            return body(index, Place(given, made, wide(scales), ends, self.scale is None))
+
+        shape = (self.made, columns) if columns else (self.made,)
+        return compute(node, name, element, [*scale, *roi], shape, sizes=[self.given, self.made], dtype=dtype)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Of an axis: places of X and of the result (int64), the scale and the roi (float64), and whether the scale is the
+    ratio of the sizes."""
+
+    given: Any
+    made: Any
+    scale: Any
+    roi: tuple[Any, Any]
+    by_sizes: bool
+
+
+def known_scale(change: Along) -> float | None:
+    if change.scale is None and isinstance(change.given, int) and isinstance(change.made, int) and change.given:
+        return change.made / change.given
+    return None if isinstance(change.scale, Value) else change.scale
+
+
+def wide(value: Any) -> Any:
+    return tirx.const(float(value), "float64") if isinstance(value, int | float) else value.astype("float64")
+
+
+def coordinate(settings: Settings, o: Any, place: Place) -> Any:
+    o, given, made, scale = wide(o), wide(place.given), wide(place.made), place.scale
+    zero, half, one = wide(0.0), wide(0.5), wide(1.0)
+    length = made if place.by_sizes else given * scale
+    rest = length - one  # 0 where the result has one place, which is place 0
+    safe = tirx.Select(rest == zero, one, rest)
+    if settings.coordinates == "align_corners":
+        return tirx.Select(rest == zero, zero, o * (given - one) / safe)
+    if settings.coordinates == "asymmetric":
+        return o / scale
+    if settings.coordinates == "tf_crop_and_resize":
+        first, last = place.roi
+        span = (last - first) * (given - one)
+        return tirx.Select(rest == zero, span * half, o * span / safe) + first * (given - one)
+    centre = (o + half) / scale - half
+    if settings.coordinates == "pytorch_half_pixel":
+        return tirx.Select(rest == zero, -half, centre)
+    if settings.coordinates == "half_pixel_symmetric":
+        return centre + given * half * (one - made / length)
+    return centre
+
+
+def clamped(index: Any, given: Any) -> Any:
+    zero = tirx.const(0, "int64")
+    return tirx.max(tirx.min(index, given - 1), zero)
+
+
+def as_index(value: Any) -> Any:
+    """A coordinate as an index; those far outside of every X stay there."""
+    most = wide(2.0**40)
+    return tirx.max(tirx.min(value, most), -most).astype("int64")
+
+
+def neighbours(node: Node, settings: Settings, change: Along) -> tuple[int, int]:
+    """How many elements are weighed, and where the first of them is."""
+    reach = 2 if settings.mode == "cubic" else 1
+    if not settings.antialias:
+        return 2 * reach, 1 - reach
+    scale = known_scale(change)
+    if scale is None:
+        raise node.error("attribute antialias needs a scale that is a number.", "Fix the sizes (dims), or give scales.")
+    first = math.floor(-reach / min(scale, 1.0)) + 1
+    if 2 - 2 * first > 2**12:
+        raise node.error(f"a scale of {scale} weighs {2 - 2 * first} elements.", "Use a larger one.")
+    return 2 - 2 * first, first
+
+
+def weight_at(settings: Settings, change: Along, distance: Any) -> Any:
+    """Of an element so far from the place asked for; with antialias before it is divided by the sum of all."""
+    scale = min(known_scale(change) or 1.0, 1.0) if settings.antialias else 1.0
+    x, one, zero = tirx.abs(distance * wide(scale)), wide(1.0), wide(0.0)
+    if settings.mode == "linear":
+        return tirx.max(one - x, zero)
+    a = settings.cubic
+    near = ((wide(a + 2) * x - wide(a + 3)) * x) * x + one
+    far = ((wide(a) * x - wide(5 * a)) * x + wide(8 * a)) * x - wide(4 * a)
+    return tirx.Select(x <= one, near, tirx.Select(x < wide(2.0), far, zero))
