@@ -21,7 +21,9 @@ _ATTRIBUTE = {
     "int": defs.OpSchema.AttrType.INT,
     "ints": defs.OpSchema.AttrType.INTS,
     "float": defs.OpSchema.AttrType.FLOAT,
+    "floats": defs.OpSchema.AttrType.FLOATS,
     "string": defs.OpSchema.AttrType.STRING,
+    "strings": defs.OpSchema.AttrType.STRINGS,
 }
 # Types are checked by the lowerings, which say more.
 _ANY = [
@@ -213,6 +215,14 @@ def _linear_attention(context: Any) -> dict[int, _Kind]:
     return {0: _tensor(element, [*query[:-1], wide]), 1: _tensor(state or element, made)}
 
 
+def _lstm(context: Any) -> dict[int, _Kind]:
+    (element, x), (_, w), (_, r) = (_input(context, k) for k in range(3))
+    if not x or not w or not r:
+        return {k: _tensor(element, None) for k in range(3)}
+    state = [w[0], x[1], r[1]]
+    return {0: _tensor(element, [x[0], *state]), 1: _tensor(element, state), 2: _tensor(element, state)}
+
+
 def _causal_conv(context: Any) -> dict[int, _Kind]:
     (element, data), (_, weight), (_, past) = (_input(context, k) for k in (0, 1, 3))
     if past is None and data and weight:
@@ -296,6 +306,14 @@ for _name, _inputs, _outputs, _attributes, _infer in (
         "activation:string channels_last:int dilation:int input_channel_offset:int input_channels:int ndim:int "
         "state_channels_last:int state_length:int state_update_capacity:int state_window:int",
         _causal_conv,
+    ),
+    (
+        "DynamicQuantizeLSTM",
+        "X W R B? sequence_lens? initial_h? initial_c? P? W_scale W_zero_point R_scale R_zero_point",
+        "Y? Y_h? Y_c?",
+        "activation_alpha:floats activation_beta:floats activations:strings clip:float direction:string "
+        "hidden_size:int input_forget:int",
+        _lstm,
     ),
     (
         "LinearAttention",

@@ -10,7 +10,8 @@ from .gradient import gradient
 from .linear import linear
 from .matmul import joins as joins
 from .matmul import matmul
+from .recurrence import recurrence
 from .reduction import reduction
 from .sliding import windows
 
-RULES: tuple[Rule, ...] = (attention, gradient, linear, matmul, elementwise, concat, windows, reduction)
+RULES: tuple[Rule, ...] = (attention, gradient, linear, recurrence, matmul, elementwise, concat, windows, reduction)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 import node_cases
@@ -20,21 +19,10 @@ from .expectations import model, value_info
 CASES = [case for case in node_cases.cases("Resize") if not case.expanded]
 
 
-def with_constants(case: node_cases.Case) -> node_cases.Case:
-    """All inputs but the first become constants of the model."""
-    made = onnx.ModelProto()
-    made.CopyFrom(case.model)
-    given = list(made.graph.input)
-    for value, array in list(zip(given, case.inputs))[1:]:
-        made.graph.initializer.append(numpy_helper.from_array(array, value.name))
-        made.graph.input.remove(value)
-    return dataclasses.replace(case, model=made, inputs=case.inputs[:1])
-
-
 @pytest.mark.parametrize("part", range(4))
 def test_cases_with_constants(part: int) -> None:
     for case in CASES[part::4]:
-        node_cases.run(with_constants(case))
+        node_cases.run(node_cases.with_constants(case))
 
 
 def resized(scales: list[float], rank: int = 4, dtype: str = "float32", **attributes: object) -> onnx.ModelProto:

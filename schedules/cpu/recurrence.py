@@ -1,0 +1,79 @@
+"""Recurrences (lowering/tensorir/recurrence.py) in vectors of units, rows of several batches at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import tvm
+from tvm import tirx
+from tvm.ir import Expr
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from lowering.tensorir.recurrence import ATTRIBUTE, BLOCK, Recurrence, Rows, declare
+
+from ..tiles import Space, Tiles
+from ..variant import Variant
+from .vector import Machine, fixed, machine, of_vectors
+
+_PARALLEL_WORK = 1 << 18
+"""Multiplications from which on threads share the batches."""
+
+
+@dataclass(frozen=True)
+class RecurrenceTiles(Tiles):
+    """Tiles of `recurrence`."""
+
+    rows: int
+    """Batches that a row of R is read for."""
+
+    @classmethod
+    def default(cls, problem: Recurrence, cpu: Machine) -> RecurrenceTiles:
+        return RecurrenceTiles(4 if cpu.registers == 32 else 2)
+
+    @classmethod
+    def space(cls, problem: Recurrence, cpu: Machine) -> Space:
+        return {"rows": (1, 2, 3, 4, 6)}
+
+    def rules(self, problem: Recurrence, cpu: Machine) -> dict[str, bool]:
+        return {f"rows = {self.rows} must be 1 to 8": self.rows in range(1, 9)}
+
+
+def recurrence(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
+    """A function that holds a Recurrence."""
+    if func.attrs is None or ATTRIBUTE not in func.attrs:
+        return None
+    problem, cpu = Recurrence.from_json(str(func.attrs[ATTRIBUTE])), machine(target)
+    tiles = {"recurrence": RecurrenceTiles.default(problem, cpu)}
+    return [Variant("vectors", problem, cpu, tiles, lambda t: _kernel(problem, cpu, t["recurrence"]))]
+
+
+def _kernel(problem: Recurrence, cpu: Machine, tiles: RecurrenceTiles) -> tirx.PrimFunc:
+    lanes = min(cpu.lanes("float32"), BLOCK)
+
+    def function(name: str, x: Expr) -> Expr:
+        value = of_vectors(f"tirx.{name}", [x])
+        assert value is not None
+        return value
+
+    with IRBuilder() as builder, T.prim_func(private=True):
+        buffers = declare(problem)
+        L, B, _ = buffers["x"].shape
+        groups = (B + (tiles.rows - 1)) // tiles.rows
+        work = L * B * (problem.units * problem.units * problem.gates)
+
+        def rows(group: Expr) -> None:
+            first = fixed(group * tiles.rows)
+            left = fixed(B - first)
+            with T.If(left >= tiles.rows):
+                with T.Then():
+                    Rows(problem, buffers, first, tiles.rows, lanes, function).emit()
+                with T.Else(), T.serial(left) as row:
+                    Rows(problem, buffers, fixed(first + row), 1, lanes, function).emit()
+
+        with T.If(work >= _PARALLEL_WORK):
+            with T.Then(), T.parallel(groups) as group:
+                rows(group)
+            with T.Else(), T.serial(groups) as group:
+                rows(group)
+    return builder.get()

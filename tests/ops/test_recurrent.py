@@ -1,0 +1,171 @@
+"""LSTM, GRU and RNN against float64, with every attribute; weights as bytes beside onnxruntime."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import helper, numpy_helper
+from onnxruntime.quantization import QuantType, quantize_dynamic
+from placed_arrays import unaligned
+
+import lowering
+from lowering.errors import NodeError
+
+from .expectations import model, value_info
+from .recurrent_reference import functions, recurrent
+
+GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
+COUNT = {"LSTM": 3, "GRU": 2, "RNN": 1}
+DEFAULTS = {"LSTM": ["Sigmoid", "Tanh", "Tanh"], "GRU": ["Sigmoid", "Tanh"], "RNN": ["Tanh"]}
+TARGETS = ("cpu", "cpu:x86-64-v3", "cpu:x86-64-v4")
+
+
+def check(seed: int) -> None:
+    rng, data = random.Random(seed), np.random.default_rng(seed)
+    kind, H, width = rng.choice(["LSTM", "GRU", "RNN"]), rng.choice([1, 5, 16, 17, 40]), rng.choice([1, 3, 24])
+    direction = rng.choice(["forward", "reverse", "bidirectional"])
+    D, dtype = 1 + (direction == "bidirectional"), rng.choice(["float32", "float32", "float16"])
+    numbers = rng.choice([None, (0.3, 0.4)])
+    # The first is a gate's: one without bounds would make states grow beyond all numbers.
+    first_of = [rng.choice(["HardSigmoid", "ScaledTanh", "Sigmoid", "Softsign", "Tanh"])]
+    names = [*first_of, *(rng.choice(sorted(functions(0, 0))) for _ in range(COUNT[kind] - 1))]
+    names = names if numbers else DEFAULTS[kind]
+    attributes: dict[str, Any] = {"direction": direction, "hidden_size": H}
+    if numbers:
+        taking = {"Affine": 2, "ScaledTanh": 2, "HardSigmoid": 2, "LeakyRelu": 1, "ThresholdedRelu": 1, "Elu": 1}
+        alphas, betas = (sum(taking.get(n, 0) >= k for n in names) * D for k in (1, 2))
+        attributes |= {"activations": names * D}
+        attributes |= {"activation_alpha": [numbers[0]] * alphas} if alphas else {}
+        attributes |= {"activation_beta": [numbers[1]] * betas} if betas else {}
+    clip = rng.choice([0.0, 0.5])
+    attributes |= {"clip": clip} if clip else {}
+    before = kind == "GRU" and rng.random() < 0.5
+    coupled = kind == "LSTM" and rng.random() < 0.3
+    attributes |= {"linear_before_reset": 1} if before else {}
+    attributes |= {"input_forget": 1} if coupled else {}
+    first = rng.random() < 0.3
+    attributes |= {"layout": 1} if first else {}
+    shapes = {"w": (D, GATES[kind] * H, width), "r": (D, GATES[kind] * H, H)}
+    if rng.random() < 0.7:
+        shapes["b"] = (D, 2 * GATES[kind] * H)
+    if kind == "LSTM" and rng.random() < 0.4:
+        shapes["p"] = (D, 3 * H)
+    weights = {n: (data.standard_normal(s) * 0.4).astype(dtype) for n, s in shapes.items()}
+    has_lens, has_state = rng.random() < 0.5, rng.random() < 0.6
+    constant = rng.random() < 0.7
+    print(f"seed {seed}: {kind} {attributes} {dtype} {sorted(shapes)} lens {has_lens} state {has_state}")
+    order = ["x", "w", "r", "b", "lens", "h", *(["c", "p"] if kind == "LSTM" else [])]
+    there = {"x", *shapes, *(["lens"] if has_lens else []), *(["h", "c"] if has_state else [])}
+    inputs = [value_info("x", dtype, ["B", "L", width] if first else ["L", "B", width])]
+    inputs += [value_info("lens", "int32", ["B"])] if has_lens else []
+    state = ["B", D, H] if first else [D, "B", H]
+    inputs += [value_info(n, dtype, state) for n in ("h", "c") if has_state and n in order]
+    if not constant:
+        inputs += [value_info(n, dtype, list(w.shape)) for n, w in weights.items()]
+    made = ["y", "y_h", "y_c"][: 2 + (kind == "LSTM")]
+    outputs = [value_info(n, dtype, [f"{n}{k}" for k in range(4 if n == "y" else 3)]) for n in made]
+    node = helper.make_node(kind, [n if n in there else "" for n in order], made, **attributes)
+    constants = [numpy_helper.from_array(w, n) for n, w in weights.items()] if constant else []
+    target, threads = rng.choice(TARGETS), rng.choice([1, 2])
+    module = lowering.compile(model([node], inputs, outputs, 22, constants), target, threads=threads)
+    acts = [functions(*(numbers or (0, 0)))[name] for name in names]
+    for L, B in ((1, 1), (7, 3), (4, 9)):
+        given = {"x": data.standard_normal((L, B, width)).astype(dtype)}
+        if has_lens:
+            given["lens"] = data.integers(0, L + 1, B).astype(np.int32)
+        if has_state:
+            given |= {n: data.standard_normal((D, B, H)).astype(dtype) for n in ("h", "c") if n in order}
+        reverses = [direction == "reverse"] if D == 1 else [False, True]
+        want = recurrent(kind, {**given, **weights}, [acts] * D, reverses, clip, coupled, before)
+        if first:
+            given = {n: a if n == "lens" else a.swapaxes(0, 1).copy() for n, a in given.items()}
+            want = [a.transpose(2, 0, 1, 3) if a.ndim == 4 else a.swapaxes(0, 1) for a in want]
+        found = module(**{n: unaligned(a) for n, a in {**given, **({} if constant else weights)}.items()})
+        for name, expected in zip(made, want):
+            tolerance = (3e-4 if numbers else 2e-5) if dtype == "float32" else 4e-3
+            np.testing.assert_allclose(
+                np.asarray(found[name]).astype(np.float64), expected, rtol=tolerance, atol=tolerance
+            )
+
+
+@pytest.mark.parametrize("seed", range(14))
+def test_any_recurrence(seed: int) -> None:
+    check(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 300))
+def test_more_recurrences(seed: int) -> None:
+    check(seed)
+
+
+@pytest.mark.parametrize("value", [-5, 99])
+def test_lengths_that_do_not_fit(value: int) -> None:
+    """A length outside of the sequence is its nearest end."""
+    node = helper.make_node("RNN", ["x", "w", "r", "", "lens"], ["y"], hidden_size=4)
+    w = {n: np.ones((1, 4, 4), np.float32) / 9 for n in "wr"}
+    inputs = [value_info("x", "float32", ["L", "B", 4]), value_info("lens", "int32", ["B"])]
+    proto = model([node], inputs, [value_info("y", "float32", ["L", 1, "B", 4])], 22,
+                  [numpy_helper.from_array(a, n) for n, a in w.items()])  # fmt: skip
+    x = np.ones((3, 2, 4), np.float32)
+    lens = np.asarray([value, 2], np.int32)
+    found = np.asarray(lowering.compile(proto)(x=x, lens=lens)["y"])
+    want, _ = recurrent("RNN", {"x": x, "lens": lens, **w}, [[np.tanh]], [False])
+    np.testing.assert_allclose(found, want, atol=1e-6)
+
+
+def test_weights_as_bytes(tmp_path: Any) -> None:
+    """DynamicQuantizeLSTM of onnxruntime's tool: nearer to the float model than with inputs rounded, too."""
+    rng = np.random.default_rng(3)
+    arrays = {"w": (2, 4 * 24, 10), "r": (2, 4 * 24, 24), "b": (2, 8 * 24)}
+    weights = {n: (rng.standard_normal(s) * 0.3).astype(np.float32) for n, s in arrays.items()}
+    node = helper.make_node("LSTM", ["x", "w", "r", "b"], ["y"], hidden_size=24, direction="bidirectional")
+    proto = model([node], [value_info("x", "float32", ["L", "B", 10])], [value_info("y", "float32", ["L", 2, "B", 24])],
+                  17, [numpy_helper.from_array(a, n) for n, a in weights.items()])  # fmt: skip
+    onnx.save(proto, tmp_path / "float.onnx")
+    quantize_dynamic(tmp_path / "float.onnx", tmp_path / "bytes.onnx", weight_type=QuantType.QInt8)
+    assert {n.op_type for n in onnx.load(tmp_path / "bytes.onnx").graph.node} == {"DynamicQuantizeLSTM"}
+    x = rng.standard_normal((9, 2, 10)).astype(np.float32)
+    truth = np.asarray(lowering.compile(proto)(x=x)["y"])
+    ours = np.asarray(lowering.compile(tmp_path / "bytes.onnx")(x=x)["y"])
+    theirs = onnxruntime.InferenceSession(tmp_path / "bytes.onnx").run(None, {"x": x})[0]
+    assert np.abs(ours - truth).max() < max(np.abs(theirs - truth).max(), 1e-3) < 0.1
+
+
+@pytest.mark.parametrize(
+    "attributes, words",
+    [
+        ({"direction": "both"}, "attribute direction is 'both'"),
+        ({"hidden_size": 3}, "attribute hidden_size is 3, for 4 units"),
+        ({"activations": ["Tanh"]}, "attribute activations is"),
+        ({"activations": ["Cosh"] * 3}, "attribute activations is"),
+    ],
+)
+def test_refusals(attributes: dict[str, Any], words: str) -> None:
+    node = helper.make_node("LSTM", ["x", "w", "r"], ["y"], **attributes)
+    constants = [numpy_helper.from_array(np.zeros((1, 16, 4), np.float32), n) for n in "wr"]
+    proto = model([node], [value_info("x", "float32", ["L", "B", 4])], [value_info("y", "float32", ["L", 1, "B", 4])],
+                  22, constants)  # fmt: skip
+    with pytest.raises(NodeError, match=words):
+        lowering.compile(proto)
+
+
+def test_bfloat16() -> None:
+    rng = np.random.default_rng(5)
+    weights = {n: (rng.standard_normal((1, 48, 16)) * 0.3).astype(ml_dtypes.bfloat16) for n in "wr"}
+    node = helper.make_node("GRU", ["x", "w", "r"], ["y"], hidden_size=16)
+    proto = model([node], [value_info("x", "bfloat16", ["L", "B", 16])],
+                  [value_info("y", "bfloat16", ["L", 1, "B", 16])], 22,
+                  [numpy_helper.from_array(a, n) for n, a in weights.items()])  # fmt: skip
+    x = rng.standard_normal((6, 2, 16)).astype(ml_dtypes.bfloat16)
+    acts = functions(0, 0)
+    want, _ = recurrent("GRU", {"x": x.astype(np.float32), **{n: a.astype(np.float32) for n, a in weights.items()}},
+                        [[acts["Sigmoid"], acts["Tanh"]]], [False])  # fmt: skip
+    found = np.asarray(lowering.compile(proto)(x=x)["y"]).astype(np.float64)
+    np.testing.assert_allclose(found, want, atol=1e-2)
