@@ -147,7 +147,7 @@ def test_second_registration_names_both_places() -> None:
 
 
 @pytest.mark.parametrize("name", ["Loop", "Scan"])
-def test_loops_are_refused_by_name(name: str) -> None:
+def test_loops_without_a_known_end_are_refused_by_name(name: str) -> None:
     body = helper.make_graph(
         [helper.make_node("Identity", ["a"], ["b"])],
         "body",
@@ -167,8 +167,8 @@ def test_loops_are_refused_by_name(name: str) -> None:
     graph = helper.make_graph(
         [node],
         "g",
-        [helper.make_tensor_value_info("x", 1, [2] if name == "Loop" else [3, 2])],
-        [helper.make_tensor_value_info("y", 1, [2] if name == "Loop" else [3, 2])],
+        [helper.make_tensor_value_info("x", 1, [2] if name == "Loop" else ["steps", 2])],
+        [helper.make_tensor_value_info("y", 1, [2] if name == "Loop" else ["steps", 2])],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=10)
     with pytest.raises(lowering.NodeError, match=f"{name}-24 'the_loop'"):

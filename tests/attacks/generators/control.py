@@ -55,7 +55,8 @@ def branches(d: Draw, op: str) -> Attack:
 
 @attacks("Loop", "Scan")
 def loops(d: Draw, op: str) -> Attack:
-    """Refused by name."""
+    """Numbers of steps that are none, negative, or more than are written out."""
+    steps = d.pick((0, 1, 3, 7, -1, -(2**62), 10**6, 2**62))
     kind = [helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, [2]) for n in ("s", "t")]
     number = helper.make_tensor_value_info("i", onnx.TensorProto.INT64, [])
     goes = [helper.make_tensor_value_info(n, onnx.TensorProto.BOOL, []) for n in ("c", "g")]
@@ -69,7 +70,12 @@ def loops(d: Draw, op: str) -> Attack:
 
     def feed() -> Arrays:
         if op == "Scan":
-            return [d.array("float32", (3, 2))]
-        return [np.array(3, np.int64), np.array(True), d.array("float32", (2,))]
+            return [d.array("float32", (d.pick((0, 1, 3)), 2))]
+        return [np.array(steps, np.int64), np.array(d.chance(0.8)), d.array("float32", (2,))]
 
-    return Attack(op, feed, lambda *arrays: [arrays[-1]], attributes=attributes)
+    def rule(*arrays: np.ndarray) -> Answer:
+        if op == "Scan" and not len(arrays[0]):
+            raise Unspecified("no step, and so no shape of its outputs")
+        return [arrays[-1]]
+
+    return Attack(op, feed, rule, attributes=attributes, parameters=[0, 1], numbers=[(0, 0)])
