@@ -11,7 +11,7 @@ import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
 # Folding must not turn a small recipe for a large tensor (Expand, Range, ConstantOfShape) into a large weight.
-_GROWTH_BYTES = 2**20
+_GROWTH_BYTES = 2**22
 
 # Inputs whose contents may say how large an output is.
 _SMALL_BYTES = 2**12
@@ -21,12 +21,13 @@ _NUMBERS = set(onnx.TensorProto.DataType.values()) - {onnx.TensorProto.UNDEFINED
 # Never folded: random operators, those with bodies, and the one that makes weights larger; and those whose evaluator
 # does not follow the standard, or computes something of sizes and indices that do not fit: their lowerings check them.
 _NOT_FOLDED = {
-    "Attention", "AveragePool", "BatchNormalization", "Bernoulli", "Clip", "Conv", "DequantizeLinear", "Dropout",
-    "GatherElements", "Gelu", "GlobalAveragePool", "GlobalMaxPool", "GroupNormalization", "If", "InstanceNormalization",
-    "LayerNormalization", "Loop", "LpNormalization", "MaxPool", "Multinomial", "PRelu", "QuantizeLinear",
-    "RMSNormalization",
-    "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "ReverseSequence", "RotaryEmbedding",
-    "Scan", "Scatter", "ScatterElements", "ScatterND", "SequenceMap", "TensorScatter", "TopK",
+    "Attention", "AveragePool", "BatchNormalization", "Bernoulli", "CausalConvWithState", "Conv", "DFT",
+    "DequantizeLinear", "Dropout", "GRU", "GatherElements", "Gelu", "GlobalAveragePool", "GlobalMaxPool",
+    "GridSample", "GroupNormalization", "If", "InstanceNormalization", "LSTM", "LayerNormalization",
+    "LinearAttention", "Loop", "LpNormalization", "MaxPool", "Multinomial", "NonMaxSuppression", "PRelu",
+    "QuantizeLinear", "RMSNormalization", "RNN", "RandomNormal", "RandomNormalLike", "RandomUniform",
+    "RandomUniformLike", "Resize", "ReverseSequence", "RotaryEmbedding", "STFT", "Scan", "Scatter", "ScatterElements",
+    "ScatterND", "SequenceMap", "TensorScatter", "TopK", "Upsample",
 }  # fmt: skip
 
 
@@ -59,7 +60,8 @@ def fold(
     if _grows(model, feeds, budget):
         return None
     try:
-        results = ReferenceEvaluator(model).run(None, feeds)
+        with np.errstate(all="ignore"):  # NaN and infinities are answers
+            results = ReferenceEvaluator(model).run(None, feeds)
     except Exception:
         return None  # what the evaluator cannot do is left to the lowering, which has the better error
     if any(not isinstance(r, (np.ndarray, np.generic)) for r in results):
@@ -83,6 +85,10 @@ def _is_misread(node: ir.Node, inputs: Sequence[np.ndarray | None]) -> bool:
     match node.op_type:
         case "Slice":  # it clamps as Python does, and backwards loses the first element
             return len(inputs) > 4 and inputs[4] is not None and bool((inputs[4] < 0).any())
+        case "Clip":  # bounds are numbers of its type, of which the lower one is the smaller; NaN has rules of its own
+            numbers = all(a.ndim == 0 and a.dtype == given[0].dtype for a in given[1:])
+            ordered = len(inputs) < 3 or len(given) < 3 or bool((given[1] <= given[2]).all())
+            return not numbers or not ordered or any(bool(np.isnan(a).any()) for a in given if a.dtype.kind == "f")
         case "Range":
             return any(a.dtype.kind == "f" and not np.isfinite(a).all() for a in given)
         case "Flatten":

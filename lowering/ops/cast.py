@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import onnx_ir as ir
-from tvm import relax, tirx
+from tvm import DataType, relax, tirx
 
 from ..importing import symbolic
 from ..importing.channels import in_their_order
 from ..importing.compute import pointwise, widened
 from ..importing.node import Node
-from ..importing.values import Value, storage_dtype
+from ..importing.values import Value, numpy_dtype, storage_dtype
 from . import op
 from .float8 import FORMATS, SCALE, decode, encode, encode_scale
 from .kernels import compute
@@ -90,3 +90,29 @@ def _from_nibble(code: Any, dtype: str) -> Any:
     """The number that the low four bits of a byte stand for."""
     low = code & 15
     return (low ^ 8) - 8 if dtype == "int4" else low
+
+
+@op("BitCast", since=26)
+def bit_cast(node: Node, data: Value) -> Value:
+    """The same bits as elements of another type of as many."""
+    dtype = ir.DataType(node.attr("to")).numpy().name
+    for name in (data.dtype, dtype):
+        if name not in (*_PLAIN, *FORMATS):
+            raise node.error(f"the bits of {name} are not supported.", "Use numbers of 8 bits or more.")
+    given, made = (storage_dtype(name) for name in (data.dtype, dtype))
+    if DataType(given).bits != DataType(made).bits:
+        raise node.error(f"elements of {data.dtype} and {dtype} have different numbers of bits.")
+    if data.contents is not None and data.constant is not None:
+        data = node.constant(data.constant.astype(numpy_dtype(data.dtype)).view(numpy_dtype(dtype)))
+        return data
+    if given == made:
+        return Value(dtype, data.shape, node.tensor(data))
+
+    def element(index: Any, x: Any) -> Any:
+        if given == "bool":  # a byte of 0 or 1, which is one bit to LLVM
+            return tirx.reinterpret(made, tirx.Select(x(*index), tirx.const(1, "uint8"), tirx.const(0, "uint8")))
+        if made == "bool":
+            return tirx.reinterpret("uint8", x(*index)) != tirx.const(0, "uint8")
+        return tirx.reinterpret(made, x(*index))
+
+    return compute(node, "bit_cast", element, [data], data.shape, dtype=dtype)

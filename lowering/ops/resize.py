@@ -234,8 +234,8 @@ def _interpolated(node: Node, x: Value, settings: Settings, change: Along, dtype
     def base(at: Any) -> Any:
         return tirx.ceil(at) - wide(1.0)  # an element counts as the second of two, as in the standard
 
-    def start(index: Any, place: Place) -> Any:
-        return as_index(base(coordinate(settings, index[0], place))) + first
+    def neighbour(index: Any, place: Place) -> Any:
+        return clamped(as_index(base(coordinate(settings, index[0], place))) + first + index[1], place.given)
 
     def weight(index: Any, place: Place) -> Any:
         at = coordinate(settings, index[0], place)
@@ -253,16 +253,14 @@ def _interpolated(node: Node, x: Value, settings: Settings, change: Along, dtype
     if settings.exclude_outside or settings.antialias:
         weights = _normalised(node, weights)
     weights = node.emit(relax.op.astype(node.tensor(weights), acc))
-    tables = [change.table(node, "neighbours", start, "int64"), weights, *_outside(node, settings, change)]
+    tables = [change.table(node, "neighbours", neighbour, "int64", count), weights, *_outside(node, settings, change)]
     shape = (*stored.shape[:axis], change.made, *stored.shape[axis + 1 :])
 
-    def element(index: tuple[Any, ...], x: Any, start: Any, weights: Any, *rest: Any) -> Any:
-        *outside, given = rest
+    def element(index: tuple[Any, ...], x: Any, neighbours: Any, weights: Any, *outside: Any) -> Any:
         o = index[axis]
 
         def term(k: Any) -> Any:
-            at = clamped(start(o) + k, given)
-            return x(*index[:axis], at, *index[axis + 1 :]).astype(acc) * weights(o, k)
+            return x(*index[:axis], neighbours(o, k), *index[axis + 1 :]).astype(acc) * weights(o, k)
 
         if count <= _UNROLLED or outside:
             total = term(tirx.const(0, "int64"))
@@ -273,7 +271,7 @@ def _interpolated(node: Node, x: Value, settings: Settings, change: Along, dtype
             total = te.sum(term(k.var.astype("int64")), axis=[k])
         return _unless(outside, o, total, settings)
 
-    return back(compute(node, "resize", element, [stored, *tables], shape, sizes=[change.given], dtype=acc))
+    return back(compute(node, "resize", element, [stored, *tables], shape, dtype=acc))
 
 
 def _normalised(node: Node, weights: Value) -> Value:

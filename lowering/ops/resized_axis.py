@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from tvm import tirx
+from tvm.script.ir_builder import tirx as T
 
 from ..importing.node import Node
 from ..importing.values import Size, Value
-from .kernels import compute
+from .kernels import grid, loops
 
 
 @dataclass(frozen=True)
@@ -45,21 +46,27 @@ class Along:
         return known is None or known >= 1
 
     def table(self, node: Node, name: str, body: Callable[..., Any], dtype: str, columns: int = 0) -> Value:
-        """body(index, place) at every place of the result: place has what the run knows of the axis."""
+        """body(index, place) at every place of the result: place has what the run knows of the axis.
+
+        A kernel of its own: TVM does not fuse two functions that are given one symbol.
+        """
         scale = [self.scale] if isinstance(self.scale, Value) else []
         roi = [] if self.roi is None else [self.roi]
-
-        def element(index: Any, *rest: Any) -> Any:
-            *reads, given, made = rest
-            zero, one = (tirx.const(n, "int64") for n in (0, 1))
-            scales = wide(made) / wide(given) if self.scale is None else self.scale
-            if scale:
-                scales = reads[0](zero)
-            ends = (reads[-1](zero), reads[-1](one)) if roi else (wide(0.0), wide(1.0))
-            return body(index, Place(given, made, wide(scales), ends, self.scale is None))
-
         shape = (self.made, columns) if columns else (self.made,)
-        return compute(node, name, element, [*scale, *roi], shape, sizes=[self.given, self.made], dtype=dtype)
+
+        def statements(*buffers: Any) -> None:
+            *reads, table = buffers
+            zero, one = (tirx.const(n, "int64") for n in (0, 1))
+            scales = wide(self.made) / wide(self.given) if self.scale is None else self.scale
+            if scale:
+                scales = reads[0][zero]
+            ends = (reads[-1][zero], reads[-1][one]) if roi else (wide(0.0), wide(1.0))
+            place = Place(self.given, self.made, wide(scales), ends, self.scale is None)
+            with grid(table.shape) as index:
+                T.buffer_store(table, body(index, place), list(index))
+
+        (result,) = loops(node, name, statements, [*scale, *roi], [(shape, dtype)], sizes=[self.given, self.made])
+        return result
 
 
 @dataclass(frozen=True)

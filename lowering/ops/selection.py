@@ -207,13 +207,28 @@ def compress(node: Node, data: Value, condition: Value) -> Value:
 
 @op("CumSum", since=11)
 def cum_sum(node: Node, data: Value, axis: Value) -> Value:
+    return _running(node, data, axis, lambda a, b: a + b, 0, sums=True)
+
+
+@op("CumProd", since=26)
+def cum_prod(node: Node, data: Value, axis: Value) -> Value:
+    return _running(node, data, axis, lambda a, b: a * b, 1, sums=False)
+
+
+def _running(
+    node: Node, data: Value, axis: Value, combine: Callable[[Any, Any], Any], nothing: int, sums: bool
+) -> Value:
+    """What comes of all elements before each, and of itself unless the attribute exclusive is set; nothing is what
+    comes of none. sums says that rules know it as running sums."""
     if storage_dtype(data.dtype) != data.dtype or data.dtype == "bool":
-        raise node.error(f"elements of type {data.dtype} cannot be added.", "Cast them to an ordinary number type.")
+        raise node.error(
+            f"elements of type {data.dtype} cannot be added or multiplied.", "Cast them to an ordinary number type."
+        )
     what = RunningSum(bool(node.attr("exclusive", 0)), bool(node.attr("reverse", 0)))
     known, rest, attributes = axis.constant is not None, [], {}
     if axis.constant is not None:
         given = _rows(node, data, static_axis(node, int(np.ravel(axis.constant)[0]), data.rank))
-        attributes = {ATTRIBUTE: to_json(what)}
+        attributes = {ATTRIBUTE: to_json(what)} if sums else {}
     else:
         given = reshape_to(node, data, (product(data.shape),))
         axis = inside(node, axis, data.rank, of=f"the rank of {node.name_of(data, False)}")
@@ -230,11 +245,11 @@ def cum_sum(node: Node, data: Value, axis: Value) -> Value:
             i = n - 1 - step if what.reverse else step
             before = at(o, i + 1 if what.reverse else i - 1, j)
             added = x[tuple(before if what.exclusive else at(o, i, j))]
-            start = tirx.const(0, data.dtype) if what.exclusive else added
-            T.buffer_store(out, tirx.if_then_else(step == 0, start, out[tuple(before)] + added), at(o, i, j))
+            start = tirx.const(nothing, data.dtype) if what.exclusive else added
+            T.buffer_store(out, tirx.if_then_else(step == 0, start, combine(out[tuple(before)], added)), at(o, i, j))
 
     outputs = [(given.shape, data.dtype)]
-    (result,) = loops(node, "cum_sum", statements, [given, *rest], outputs, data.shape, attributes=attributes)
+    (result,) = loops(node, "running", statements, [given, *rest], outputs, data.shape, attributes=attributes)
     return reshape_to(node, result, data.shape)
 
 

@@ -1,0 +1,111 @@
+"""ONNX NonMaxSuppression (https://onnx.ai/onnx/operators/onnx__NonMaxSuppression.html)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ..importing.node import Node
+from ..importing.values import Value, product
+from . import op
+from .asserted import asserted
+from .kernels import loops, serial
+from .reshape import reshape_to
+from .run_time import bind
+from .slice import cut
+
+
+@op("NonMaxSuppression", since=10)
+def non_max_suppression(
+    node: Node,
+    boxes: Value,
+    scores: Value,
+    most: Value | None = None,
+    iou_threshold: Value | None = None,
+    score_threshold: Value | None = None,
+) -> Value:
+    """[selected, 3]: batch, class and box, of boxes [N, boxes, 4] and scores [N, classes, boxes]; of each class the
+    best first, and of equal ones the first."""
+    for name, value in (("boxes", boxes), ("scores", scores)):
+        if value.rank != 3 or value.dtype != "float32":
+            raise node.error(f"input {name} is {value.dtype} of rank {value.rank}.", "Make it float32 of rank 3.")
+    batch, classes, count = scores.shape
+    boxes = asserted(node, boxes, (batch, count, 4))
+    limits = [
+        _number(node, most, np.asarray([0], np.int64)),
+        _number(node, iou_threshold, np.asarray([0], np.float32)),
+        _number(node, score_threshold, np.asarray([-np.inf], np.float32)),
+    ]
+    centred = bool(node.attr("center_point_box", 0))
+    rows = node.simplify(product((batch, classes, count)))
+
+    def statements(
+        boxes: Any, scores: Any, most: Any, iou: Any, least: Any, found: Any, total: Any, alive: Any
+    ) -> None:
+        T.buffer_store(total, tirx.const(0, "int64"), [0])
+        with serial(batch) as b, serial(classes) as c:
+            # Kept so far, the best that is left, and whether there is one.
+            state = T.alloc_buffer((3,), "int64")
+            T.buffer_store(state, tirx.const(0, "int64"), [0])
+            T.buffer_store(state, tirx.const(1, "int64"), [2])
+            with serial(count) as i:
+                score = scores[b, c, i]
+                every = tirx.isinf(least[0]) & (least[0] < tirx.const(0.0, "float32"))
+                wanted = tirx.all(tirx.any(score > least[0], every), tirx.Not(tirx.isnan(score)))
+                T.buffer_store(alive, wanted.astype("int64"), [i])
+            with T.While(tirx.all(state[2] > 0, state[0] < most[0])):
+                T.buffer_store(state, tirx.const(-1, "int64"), [1])
+                with serial(count) as i, T.If(alive[i] > 0), T.Then():
+                    best = tirx.max(state[1], tirx.const(0, "int64"))
+                    better = tirx.any(state[1] < 0, scores[b, c, i] > scores[b, c, best])
+                    T.buffer_store(state, tirx.Select(better, i, state[1]), [1])
+                T.buffer_store(state, (state[1] >= 0).astype("int64"), [2])
+                with T.If(state[2] > 0), T.Then():
+                    best = T.bind(state[1])
+                    for k, value in enumerate((b, c, best)):
+                        T.buffer_store(found, value, [total[0], k])
+                    T.buffer_store(total, total[0] + 1, [0])
+                    T.buffer_store(state, state[0] + 1, [0])
+                    T.buffer_store(alive, tirx.const(0, "int64"), [best])
+                    with serial(count) as i, T.If(alive[i] > 0), T.Then():
+                        over = _overlap(boxes, b, best, i, centred) > iou[0]
+                        T.buffer_store(alive, tirx.Select(over, tirx.const(0, "int64"), alive[i]), [i])
+
+    made = [((rows, 3), "int64"), ((1,), "int64")]
+    found, total = loops(node, "non_max_suppression", statements, [boxes, scores, *limits], made,
+                         scratch=[((count,), "int64")])  # fmt: skip
+    (selected,) = bind(node, total)
+    return cut(node, found, [0, 0], [1, 1], (selected, 3))
+
+
+def _number(node: Node, value: Value | None, default: np.ndarray) -> Value:
+    if value is None:
+        return node.constant(default)
+    if value.dtype != default.dtype.name:
+        raise node.error(f"{node.name_of(value, False)} is {value.dtype}.", f"Make it {default.dtype.name}.")
+    return reshape_to(node, value, (1,))
+
+
+def _overlap(boxes: Any, b: Any, i: Any, j: Any, centred: bool) -> Any:
+    """The area that two boxes share over that of both together; 0 where one has none."""
+    zero, half = tirx.const(0.0, "float32"), tirx.const(0.5, "float32")
+
+    def ends(box: Any, axis: int) -> tuple[Any, Any]:
+        x, y = (boxes[b, box, tirx.const(k, "int64")] for k in (axis, axis + 2))
+        if centred:
+            return x - y * half, x + y * half
+        return tirx.min(x, y), tirx.max(x, y)
+
+    shared, areas = tirx.const(1.0, "float32"), []
+    spans = [[ends(box, axis) for axis in (0, 1)] for box in (i, j)]
+    for axis in (0, 1):
+        (a, b_end), (c, d) = spans[0][axis], spans[1][axis]
+        shared = shared * tirx.max(tirx.min(b_end, d) - tirx.max(a, c), zero)
+    for span in spans:
+        areas.append((span[0][1] - span[0][0]) * (span[1][1] - span[1][0]))
+    both = areas[0] + areas[1] - shared
+    there = tirx.all(areas[0] > zero, areas[1] > zero, both > zero)
+    return tirx.Select(there, shared / tirx.Select(both > zero, both, tirx.const(1.0, "float32")), zero)
