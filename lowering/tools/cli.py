@@ -23,7 +23,7 @@ from urllib.parse import quote
 from ..errors import InputError, LoweringError
 from ..graph.serve import Serve
 from . import tuning
-from .options import arrays, dim, natural, not_negative, positive, sizes
+from .options import arrays, call, dim, natural, not_negative, positive, sizes
 
 _TARGET = (
     "cpu (this machine, the default), cpu:x86-64-v3, cpu:x86-64-v4, cpu:aarch64, cuda (the GPU here), or cuda: and "
@@ -152,6 +152,19 @@ def _parser() -> argparse.ArgumentParser:
     v.add_argument("--atol", type=not_negative, default=1e-5)
     v.add_argument("--seed", type=natural, default=0, help="of the random inputs")
     v.set_defaults(run=_verify)
+
+    q = add_parser("quantise", help="write a float model with its products in 8 bits, and tell the error by node")
+    q.add_argument("model", type=Path, help="the .onnx file")
+    q.add_argument("-o", "--output", type=Path, required=True, help="the .onnx file to write")
+    q.add_argument(
+        "--calls", action="append", default=[], type=Path, metavar="FILE.npz", help="inputs by name of one call"
+    )
+    q.add_argument("--dynamic", action="store_true", help="scales from each call, also with --calls")
+    q.add_argument("--weights", choices=("int8", "uint8"), default="int8", help="the type of weights (int8)")
+    q.add_argument("--per-tensor", action="store_true", help="one scale for a matrix, not one for each column")
+    q.add_argument("--exclude", action="append", default=[], metavar="NODE", help="a product that stays in floats")
+    q.add_argument("--json", type=Path, metavar="FILE", help="write the report, with all nodes")
+    q.set_defaults(run=_quantise)
 
     k = add_parser("check", help="list every node that cannot be lowered, before any compile")
     k.add_argument("model", type=Path, help="the .onnx file")
@@ -284,6 +297,24 @@ def _verify(arguments: argparse.Namespace) -> int:
         return 0
     print(f"first output that differs: {first.name}, most at {list(first.worst)}")
     return 1
+
+
+def _quantise(arguments: argparse.Namespace) -> int:
+    from ..quantising import quantise
+
+    report = quantise(
+        arguments.model,
+        arguments.output,
+        [call(path) for path in arguments.calls],
+        "dynamic" if arguments.dynamic else None,
+        arguments.weights,
+        not arguments.per_tensor,
+        arguments.exclude,
+    )
+    print(report)
+    if arguments.json is not None:
+        arguments.json.write_text(report.to_json())
+    return 0
 
 
 def _check(arguments: argparse.Namespace) -> int:

@@ -111,3 +111,18 @@ def arrays(options: list[str]) -> dict[str, Any]:
                 f"--input {option}: {path} is no .npy file, or is cut off (numpy.save writes one)."
             ) from error
     return found
+
+
+def call(path: Path) -> dict[str, Any]:
+    """The arrays of a .npz file, by name. Raises InputError."""
+    import numpy as np
+
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            if not isinstance(file, np.lib.npyio.NpzFile):
+                raise ValueError("one array")
+            return {name: file[name] for name in file.files if not name.startswith("=")}
+    except OSError as error:
+        raise InputError(f"--calls {path}: it cannot be read: {error.strerror or error}.") from error
+    except Exception as error:
+        raise InputError(f"--calls {path}: it is no .npz file of arrays (numpy.savez writes one).") from error

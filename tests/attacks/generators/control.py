@@ -76,6 +76,8 @@ def loops(d: Draw, op: str) -> Attack:
     def rule(*arrays: np.ndarray) -> Answer:
         if op == "Scan" and not len(arrays[0]):
             raise Unspecified("no step, and so no shape of its outputs")
+        if op == "Loop" and steps > 100 and arrays[1]:
+            raise Unspecified("more steps than are written out")
         return [arrays[-1]]
 
-    return Attack(op, feed, rule, attributes=attributes, parameters=[0, 1], numbers=[(0, 0)])
+    return Attack(op, feed, rule, attributes=attributes, fixed=[0, 1])

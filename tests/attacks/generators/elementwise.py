@@ -283,3 +283,19 @@ def cast_like(d: Draw, op: str) -> Attack:
         return [d.array(source, d.shape(rank), 0.3), d.array(target, d.shape(1))]
 
     return Attack(op, feed, lambda x, like: _converted(x, like.dtype.name))
+
+
+@attacks("BitCast")
+def bit_cast(d: Draw, op: str) -> Attack:
+    """Of as many bits, and sometimes not."""
+    of_bits = (("int8", "uint8"), ("int16", "uint16", "float16"), ("int32", "uint32", "float32"), ("int64", "float64"))
+    alike, other = d.pick(of_bits), d.pick(of_bits)
+    source, to = d.pick(alike), d.pick(alike if d.chance(0.9) else other)
+
+    def rule(x: np.ndarray) -> Answer:
+        require(np.dtype(source).itemsize == np.dtype(to).itemsize, "bits")
+        raise Unspecified("the values are those of the standard's cases")
+
+    rank = d.int(0, 3)
+    attributes = {"to": int(helper.np_dtype_to_tensor_dtype(np.dtype(to)))}
+    return Attack(op, lambda: [d.array(source, d.shape(rank))], rule, attributes=attributes, opset=26)

@@ -282,8 +282,8 @@ def compress(d: Draw, op: str) -> Attack:
     return Attack(op, feed, rule, attributes={"axis": axis}, parameters={1}, opset=d.pick((11, 24)))
 
 
-@attacks("CumSum")
-def cum_sum(d: Draw, op: str) -> Attack:
+@attacks("CumSum", "CumProd")
+def running(d: Draw, op: str) -> Attack:
     rank = d.int(1, 4)
     dtype = d.dtype(("float32", "int64", "int32", "float64"))
     exclusive, reverse = d.int(0, 1), d.int(0, 1)
@@ -294,12 +294,12 @@ def cum_sum(d: Draw, op: str) -> Attack:
     def rule(data: np.ndarray, axis: np.ndarray) -> Answer:
         a = axis_of(int(axis), data.ndim)
         x = np.flip(data, a) if reverse else data
-        sums = np.cumsum(x, axis=a, dtype=x.dtype)
+        with np.errstate(all="ignore"):
+            sums = (np.cumsum if op == "CumSum" else np.cumprod)(x, axis=a, dtype=x.dtype)
         if exclusive:
             sums = np.roll(sums, 1, a)
-            sums[(slice(None),) * a + (slice(0, 1),)] = 0
+            sums[(slice(None),) * a + (slice(0, 1),)] = op == "CumProd"
         return [np.flip(sums, a) if reverse else sums]  # the reference fails on empty axes
 
-    return Attack(
-        op, feed, rule, attributes={"exclusive": exclusive, "reverse": reverse}, parameters={1}, opset=d.pick((11, 24))
-    )
+    attributes, opset = {"exclusive": exclusive, "reverse": reverse}, d.pick((11, 24)) if op == "CumSum" else 26
+    return Attack(op, feed, rule, attributes=attributes, parameters={1}, opset=opset, close=1e-4)

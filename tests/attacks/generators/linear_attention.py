@@ -82,6 +82,15 @@ def microsoft_linear_attention(d: Draw, op: str) -> Attack:
 
 @attacks("CausalConvWithState")
 def causal_conv(d: Draw, op: str) -> Attack:
+    return _causal_conv(d, "")
+
+
+@attacks("CausalConvWithState", domain=MICROSOFT)
+def microsoft_causal_conv(d: Draw, op: str) -> Attack:
+    return _causal_conv(d, MICROSOFT)
+
+
+def _causal_conv(d: Draw, domain: str) -> Attack:
     channels, k, past, bias = d.pick((1, 3, 17)), d.pick((1, 2, 4)), d.chance(0.7), d.chance(0.5)
     activation = d.pick(("none", "silu", "swish"))
 
@@ -107,6 +116,6 @@ def causal_conv(d: Draw, op: str) -> Attack:
         return [y.astype(np.float32), joined[:, :, x.shape[2] :].astype(np.float32)]
 
     return Attack(
-        op, feed, answer, outputs=2, opset=27, attributes={"activation": activation}, close=1e-4,
-        parameters=[1, 2], numbers=[(1, 0), (1, 1), (1, 2)],
+        "CausalConvWithState", feed, answer, outputs=2, domain=domain, opset=27,
+        attributes={"activation": activation}, close=1e-4, parameters=[1, 2], numbers=[(1, 0), (1, 1), (1, 2)],
     )  # fmt: skip

@@ -1,10 +1,10 @@
-"""LSTM, GRU, RNN, Resize and NonMaxSuppression: lengths, scales and sizes that do not fit."""
+"""LSTM, GRU, RNN, Resize, NonMaxSuppression, DFT and STFT: lengths, scales and sizes that do not fit."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from ..attack import Answer, Arrays, Attack, Unspecified, attacks, require
+from ..attack import MICROSOFT, Answer, Arrays, Attack, Unspecified, attacks, require
 from ..draw import Draw
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
@@ -107,3 +107,64 @@ def grid_sample(d: Draw, op: str) -> Attack:
         raise Unspecified("the values are those of tests/ops/test_places.py")
 
     return Attack(op, feed, rule, attributes=attributes, numbers=[(1, 3)], opset=20)
+
+
+@attacks("Upsample")
+def upsample(d: Draw, op: str) -> Attack:
+    rank, mode = d.pick((1, 2, 4)), d.pick(("nearest", "linear"))
+
+    def feed() -> Arrays:
+        scales = d.rng.choice([1.0, 2.0, 1.5], rank).astype(np.float32)
+        if d.chance(0.2):
+            scales[d.int(0, rank - 1)] = d.pick((0.0, -1.0, np.nan, np.inf))
+        return [d.array("float32", tuple(d.pick((1, 2, 5)) for _ in range(rank)), scale=1.0), scales]
+
+    def rule(x: np.ndarray, scales: np.ndarray) -> Answer:
+        require(bool((scales > 0).all() and np.isfinite(scales).all()), "scales")
+        raise Unspecified("the values are those of tests/ops/test_resize.py")
+
+    return Attack(op, feed, rule, attributes={"mode": mode}, parameters=[1], opset=9)
+
+
+@attacks("DFT", "STFT")
+def transforms(d: Draw, op: str) -> Attack:
+    parts = d.pick((1, 1, 2, 3))
+    length = d.pick((1, 5, 8, 0, -1, 2**40))
+
+    def feed() -> Arrays:
+        x = d.array("float32", (d.pick((1, 2)), d.pick((1, 8, 20)), parts), scale=1.0)
+        if op == "DFT":
+            return [x, np.asarray(length) if d.chance(0.5) else None, np.asarray(d.pick((1, -2, 2, 7)))]
+        return [x, np.asarray(d.pick((1, 3, 0, -4, 2**40))), None, np.asarray(length)]
+
+    def rule(x: np.ndarray, *rest: np.ndarray | None) -> Answer:
+        require(x.shape[2] in (1, 2), "parts")
+        raise Unspecified("the values are those of tests/ops/test_spectral.py")
+
+    return Attack(op, feed, rule, fixed=[1, 2, 3], numbers=[(0, 1), (0, 2)], opset=20)
+
+
+@attacks("DynamicQuantizeLSTM", domain=MICROSOFT)
+def quantised_lstm(d: Draw, op: str) -> Attack:
+    units, width, by_column = d.pick((1, 3, 16)), d.pick((1, 4)), d.chance(0.5)
+
+    def feed() -> Arrays:
+        shapes = [(1, width, 4 * units), (1, units, 4 * units)]
+        if d.chance(0.15):
+            shapes[d.int(0, 1)] = d.spoilt(d.pick(shapes))  # type: ignore[call-overload]
+        w, r = (d.rng.integers(-100, 100, shape).astype(np.int8) for shape in shapes)
+        scales = (1, 4 * units) if by_column else (1,)
+        scale, zero = np.full(scales, 0.01, np.float32), np.zeros(scales, np.int8)
+        x = d.array("float32", (d.pick((1, 3, 0)), d.pick((1, 2)), width), scale=1.0)
+        return [x, w, r, None, None, None, None, None, scale, zero, scale, zero]
+
+    def rule(x: np.ndarray, w: np.ndarray, r: np.ndarray, *rest: np.ndarray | None) -> Answer:
+        require(r.shape[2] == 4 * r.shape[1] and r.shape[1] and w.shape[2] == r.shape[2], "R and W")
+        require(w.shape[:2] == (1, x.shape[2]) and r.shape[0] == 1, "W")
+        require(rest[5] is None or rest[5].ndim == 1 or rest[5].shape == (1, w.shape[2]), "scales")
+        raise Unspecified("the values are those of tests/ops/test_recurrent.py")
+
+    return Attack(
+        op, feed, rule, domain=MICROSOFT, attributes={"hidden_size": units}, parameters=[1, 2], fixed=[8, 9, 10, 11],
+        numbers=[(0, 2), *((k, a) for k in (1, 2) for a in range(3))], results=[("float32", 4)],
+    )  # fmt: skip

@@ -1,0 +1,98 @@
+"""onnx-lowering quantise: legal models that onnxruntime runs too, errors by node, and nothing half written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+import lowering
+from lowering.errors import InputError
+from lowering.quantising import quantise
+from lowering.tools.cli import main
+
+SAMPLE = Path(__file__).parent / "exports" / "samples" / "distilbert-traced17"
+
+
+def calls() -> list[dict[str, np.ndarray]]:
+    found = []
+    for path in sorted(SAMPLE.glob("*.npz")):
+        with np.load(path) as arrays:
+            found.append({name: arrays[name] for name in arrays.files if not name.startswith("=")})
+    return found
+
+
+@pytest.mark.parametrize("form", ["static", "dynamic"])
+def test_models_in_8_bits(form: str, tmp_path: Path) -> None:
+    made, given = tmp_path / "q.onnx", calls()
+    report = quantise(SAMPLE / "model.onnx", made, given, form)  # type: ignore[arg-type]
+    onnx.checker.check_model(onnx.load(made), full_check=True)
+    operators = {(node.domain, node.op_type) for node in onnx.load(made).graph.node}
+    assert ("", "MatMulInteger" if form == "dynamic" else "QuantizeLinear") in operators
+    assert not {domain for domain, _ in operators} - {""}
+    assert 0 < report.quantised <= report.products
+    assert report.nodes[0].error == max(each.error for each in report.nodes) > 0
+    session, model = onnxruntime.InferenceSession(made), lowering.compile(made)
+    whole = [lowering.compile(SAMPLE / "model.onnx").run(call) for call in given]
+    for call, truth in zip(given, whole):
+        ours = model.run(call)
+        for value, theirs in zip(session.get_outputs(), session.run(None, call)):
+            right = np.asarray(truth[value.name], np.float64)
+            error = np.sqrt(np.square(np.asarray(ours[value.name]) - right).sum() / np.square(right).sum())
+            assert error < 2 * max(each.error for each in report.outputs) + 1e-3
+            assert np.abs(ours[value.name] - theirs).max() < 0.1 * np.ptp(right) + 1e-6
+
+
+def test_excluded_products_stay_floats(tmp_path: Path) -> None:
+    model = onnx.load(SAMPLE / "model.onnx")
+    for number, node in enumerate(model.graph.node):  # the samples have no names
+        node.name = f"node_{number}"
+    onnx.save(model, tmp_path / "named.onnx")
+    names = [node.name for node in model.graph.node if node.op_type in ("MatMul", "Gemm")]
+    every = quantise(tmp_path / "named.onnx", tmp_path / "a.onnx")
+    fewer = quantise(tmp_path / "named.onnx", tmp_path / "b.onnx", exclude=names[:2])
+    assert every.quantised - fewer.quantised == 2
+    with pytest.raises(InputError, match="no product 'nothing'"):
+        quantise(tmp_path / "named.onnx", tmp_path / "c.onnx", exclude=["nothing"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.onnx", "b.onnx", "named.onnx"]
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [str(path) for path in sorted(SAMPLE.glob("*.npz"))]
+    given = [option for path in files for option in ("--calls", path)]
+    report, made = tmp_path / "report.json", tmp_path / "q.onnx"
+    assert main(["quantise", str(SAMPLE / "model.onnx"), "-o", str(made), *given, "--json", str(report)]) == 0
+    assert "products in 8 bits (static)" in capsys.readouterr().out
+    assert json.loads(report.read_text())["nodes"][0]["error"] > 0 and made.is_file()
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["-o", "nowhere/q.onnx"], "there is no folder 'nowhere'"),
+        (["-o", "q.onnx", "--calls", "nothing.npz"], "nothing.npz: it cannot be read"),
+        (["-o", "model.onnx"], "is the model itself"),
+    ],
+)
+def test_refusals(
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.onnx").write_bytes((SAMPLE / "model.onnx").read_bytes())
+    assert main(["quantise", "model.onnx", *arguments]) == 1
+    assert words in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
+
+
+def test_a_file_that_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "text.onnx").write_text("no model")
+    with pytest.raises(InputError, match="is no ONNX model"):
+        quantise(tmp_path / "text.onnx", tmp_path / "q.onnx")
