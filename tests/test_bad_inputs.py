@@ -201,7 +201,7 @@ MODELS: dict[str, tuple[bytes, str]] = {
         text("m (float[3, 4] x) => (float[A, B] y) { [turns] y = Transpose <perm = [0, 5]> (x) }"),
         "ai.onnx.Transpose-24 'turns'",
     ),
-    "a loop": (text(LOOP), "ai.onnx.Loop-24 'loops': loops over a body graph are not supported"),
+    "a loop": (text(LOOP), "ai.onnx.Loop-24 'loops': the number of steps is not known before the run"),
     "a bomb of functions": (functions(14), "function 'f.F14', which stands for 16,384"),
     "a larger bomb": (functions(60), "function 'f.F33' calls functions and has bodies 33 deep"),
     "a function that calls itself": (calls_itself(), "F1"),
