@@ -160,9 +160,9 @@ def _by_run_time_scales(node: Node, x: Value, axes: Sequence[int], scales: Value
 
     places = compute_sizes(node, "resized", len(axes), made, [scales], given)
     others = tuple(size for axis, size in enumerate(x.shape) if axis not in axes)
-    wide = node.emit(relax.op.astype(node.tensor(scales), "float64"))
+    numbers = node.emit(relax.op.astype(node.tensor(scales), "float64"))
     return [
-        Along(axis, size, new, cut(node, wide, [k], [1], (1,)))
+        Along(axis, size, new, cut(node, numbers, [k], [1], (1,)))
         for k, (axis, size, new) in enumerate(zip(axes, given, bind(node, places, (others, x.dtype), of=scales)))
     ]
 

@@ -12,7 +12,7 @@ from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 import lowering
-from lowering.errors import NodeError
+from lowering.errors import InputError, NodeError
 
 from .expectations import model, value_info
 
@@ -56,6 +56,22 @@ def test_half_precision_and_bytes() -> None:
         x = (rng.random((4, 6)) * 200).astype(dtype)
         wide = ReferenceEvaluator(resized([1.0, 2.0], 2, mode="linear")).run(None, {"x": x.astype(np.float32)})[0]
         assert np.abs(np.asarray(module(x=x)["y"]).astype(np.float64) - wide).max() <= (1 if dtype == "uint8" else 0.1)
+
+
+def test_scales_of_the_run() -> None:
+    """Of symbolic sizes; those that make no size are an error."""
+    node = helper.make_node("Resize", ["x", "", "scales"], ["y"], mode="linear")
+    inputs = [value_info("x", "float32", ["a", "b"]), value_info("scales", "float32", [2])]
+    proto = model([node], inputs, [value_info("y", "float32", ["p", "q"])], 19)
+    module, reference = lowering.compile(proto), ReferenceEvaluator(proto)
+    x = np.random.default_rng(3).standard_normal((3, 5)).astype(np.float32)
+    for scales in ([1.0, 2.0], [0.5, 1.5], [4.0, 0.25]):
+        feeds = {"x": x, "scales": np.asarray(scales, np.float32)}
+        (want,) = reference.run(None, feeds)
+        np.testing.assert_allclose(np.asarray(module.run(feeds)["y"]), want, rtol=1e-5, atol=1e-5)
+    for hostile in (0.0, -1.0, np.nan, np.inf, 1e30):
+        with pytest.raises(InputError):
+            module.run({"x": x, "scales": np.asarray([1.0, hostile], np.float32)})
 
 
 def test_between_convolutions() -> None:
