@@ -31,6 +31,7 @@ from ..passes.fold_constants import fold_constants
 from ..passes.group_products import group_products
 from ..passes.hold_divisions import hold_divisions
 from ..passes.kernels import schedule as schedule_kernels
+from ..passes.one_shape import one_shape
 from ..passes.pack_weights import pack_weights
 from ..passes.plan_memory import plan_memory
 from ..passes.prove_indices import prove_indices
@@ -129,6 +130,7 @@ def lower(
         ("annotate_patterns", t.AnnotateTIROpPattern()),
         ("fold_constants", fold_constants),
         ("fuse_ops", fuse),
+        ("one_shape", one_shape),
         ("fuse_tir", t.FuseTIR()),
         ("eliminate_dead_functions", t.DeadCodeElimination()),
         ("sizes_first", sizes_first),
