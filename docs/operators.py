@@ -28,8 +28,11 @@ through compile, save, load and run (graphs of operators that the project promis
 8 bits or more; for Attention, FlexAttention and TensorScatter on every type).
 
 An operator that is not listed goes through its ONNX function body where the standard gives one, then, for static
-shapes, through TVM's own converter; otherwise it is an error that names the node. `Loop` and `Scan` are refused by
-name.
+shapes, through TVM's own converter; otherwise it is an error that names the node.
+
+`Loop` and `Scan` of few steps, whose number is known before the run, are written out. All others are loops of the run,
+for any number of steps: carried values keep their types and shapes, and the sizes of what a step gives out do not
+depend on data.
 
 Models may be as long and as wide as memory allows. Bodies and functions inside each other lie at most {deepest} deep.
 With all functions inlined, a file of n nodes may have {most:,} + {each} n nodes. A size is at most 2^40, and so is the

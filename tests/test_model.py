@@ -146,35 +146,6 @@ def test_second_registration_names_both_places() -> None:
         ops.op("Slice", since=10)(lambda node: None)
 
 
-@pytest.mark.parametrize("name", ["Loop", "Scan"])
-def test_loops_without_a_known_end_are_refused_by_name(name: str) -> None:
-    body = helper.make_graph(
-        [helper.make_node("Identity", ["a"], ["b"])],
-        "body",
-        [helper.make_tensor_value_info("a", TensorProto.FLOAT, [2])],
-        [helper.make_tensor_value_info("b", TensorProto.FLOAT, [2])],
-    )
-    if name == "Scan":
-        node = helper.make_node("Scan", ["x"], ["y"], "the_loop", body=body, num_scan_inputs=1)
-    else:
-        del body.input[:], body.node[:], body.output[:]
-        for label, kind, shape in (("i", TensorProto.INT64, []), ("go", TensorProto.BOOL, []), ("a", 1, [2])):
-            body.input.append(helper.make_tensor_value_info(label, kind, shape))
-        body.node.extend([helper.make_node("Identity", ["go"], ["still"]), helper.make_node("Identity", ["a"], ["b"])])
-        body.output.append(helper.make_tensor_value_info("still", TensorProto.BOOL, []))
-        body.output.append(helper.make_tensor_value_info("b", 1, [2]))
-        node = helper.make_node("Loop", ["", "", "x"], ["y"], "the_loop", body=body)
-    graph = helper.make_graph(
-        [node],
-        "g",
-        [helper.make_tensor_value_info("x", 1, [2] if name == "Loop" else ["steps", 2])],
-        [helper.make_tensor_value_info("y", 1, [2] if name == "Loop" else ["steps", 2])],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=10)
-    with pytest.raises(lowering.NodeError, match=f"{name}-24 'the_loop'"):
-        lowering.compile(model)
-
-
 def test_function_body_serves_an_operator_without_a_lowering() -> None:
     model = parse("m (float[N, 4] x) => (float[N, 4] y) { y = MeanVarianceNormalization <axes = [1]> (x) }")
     assert ops.lookup("", "MeanVarianceNormalization", 24) is None

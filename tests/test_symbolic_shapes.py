@@ -448,15 +448,14 @@ def test_if_at_run_time() -> None:
     agree(proto, [{"c": np.array(c), "x": floats(n, 4)} for c in (True, False) for n in (1, 3)])
 
 
-def test_loops_are_refused_by_name() -> None:
+def test_a_loop_of_the_run() -> None:
     proto = model("""(int64 n, float[2] x) => (float[2] y) {
         go = Constant<value=bool{1}>()
         y = Loop(n, go, x) <
             body = b (int64 i, bool c, float[2] s) => (bool d, float[2] t) { d = Identity(c) t = Add(s, s) }
         >
     }""")
-    with pytest.raises(lowering.NodeError, match=r"Loop-18.*the number of steps is not known.*unroll"):
-        lowering.compile(proto)
+    agree(proto, [{"n": np.array(n), "x": floats(2)} for n in (3, 1)])
 
 
 def test_quotients_of_sizes_that_are_zero() -> None:

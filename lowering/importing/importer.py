@@ -7,7 +7,8 @@ evaluator.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +73,14 @@ class Imported:
     warnings: list[str]
     origins: Origins
     assertions: dict[str, str]  # what the user reads when one fails, by the names of its variable
+
+
+@dataclass
+class Scope:
+    """Bindings with a value of their own: a branch, or the body of a function."""
+
+    result: relax.Expr | None = None
+    sequence: relax.SeqExpr | None = None
 
 
 def import_model(model: ir.Model, sizes: Collection[str] = (), checks: bool = True) -> Imported:
@@ -234,16 +243,24 @@ class Importer:
     def branch(self, graph: ir.Graph) -> tuple[relax.SeqExpr, list[Value]]:
         """Lowers a body graph to a scope of its own, whose result is the tuple of the graph's outputs. The values tell
         their types; their tensors exist inside the scope only."""
-        known = dict(self._materialised)
+        with self.scope() as scope:
+            values = self.graph(graph)
+            scope.result = relax.Tuple([self.tensor(v) for v in values])
+        assert scope.sequence is not None
+        return scope.sequence, values
+
+    @contextmanager
+    def scope(self) -> Iterator[Scope]:
+        """What is emitted inside is a sequence of its own, whose value is what is set as its result."""
+        known, scope = dict(self._materialised), Scope()
         self.builder._begin_binding_block()
         try:
-            values = self.graph(graph)
-            result = self.builder.emit(relax.Tuple([self.tensor(v) for v in values]))
+            yield scope
+            value = self.builder.emit(scope.result)
         finally:
             block = self.builder._end_block()
-        scope = relax.SeqExpr([block], result)
-        self._materialised = known  # what the branch made cannot be read outside
-        return scope, values
+            self._materialised = known  # what was made inside cannot be read outside
+        scope.sequence = relax.SeqExpr([block], value)
 
     def _initializer(self, value: ir.Value) -> Value:
         tensor = value.const_value

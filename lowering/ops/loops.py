@@ -1,28 +1,34 @@
-"""Loop and Scan, written out: one body for each step, where the number of steps is known before the run.
+"""Loop and Scan: written out, one body for each step, where their number is known before the run and small; else loops
+of the virtual machine (repeated.py).
 
-Bodies see their step as a number, so that what depends on it alone is computed now, and so do conditions that end a
-loop.
+Bodies that are written out see their step as a number, so that what depends on it alone is computed now, and so do
+conditions that end a loop.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from ..importing.compute import in_groups
+from ..importing.compute import agreed, in_groups
 from ..importing.node import Node
 from ..importing.values import Size, Value
 from . import op
 from .asserted import asserted
 from .contents import sizes as contents_of
 from .contents import static_axis
+from .kernels import compute
+from .matmul import permuted
 from .movement import join
+from .repeated import repeated
 from .reshape import reshape_to
 from .slice import cut
 
-_MOST_NODES = 1 << 13
+_FOREVER = 2**63 - 1
+_MOST_NODES = 1 << 9
 """Nodes of all steps together: each takes its part of the compiler's time."""
 
 
@@ -30,18 +36,38 @@ _MOST_NODES = 1 << 13
 def loop(node: Node, trips: Value | None, condition: Value | None, *carried: Value) -> tuple[Value, ...]:
     """The carried values behind the last step, and then what each step gives out, stacked."""
     most = None if trips is None else contents_of(reshape_to(node, trips, (1,)))
-    if trips is not None and (most is None or not isinstance(most[0], int)):
-        raise _unknown(node, "the number of steps")
-    last = None if most is None else int(most[0])
+    known = trips is None or (most is not None and isinstance(most[0], int))
+    last = None if most is None or not known else int(most[0])
+    found = _written_out(node, last, condition, carried) if known else None
+    if found is not None:
+        return found
+    count = node.constant(np.asarray(_FOREVER)) if trips is None else reshape_to(node, trips, ())
+    go = node.constant(np.asarray(True)) if condition is None else reshape_to(node, condition, ())
+
+    def step(number: Value, yes: Value, state: Sequence[Value]) -> tuple[Value, Sequence[Value]]:
+        goes_on, *results = node.subgraph("body", number, yes, *state)
+        return goes_on, results
+
+    return tuple(repeated(node, count, go, carried, step))
+
+
+def _written_out(
+    node: Node, last: int | None, condition: Value | None, carried: Sequence[Value]
+) -> tuple[Value, ...] | None:
+    """A body for each step; None where there would be many, or a condition is not known."""
     state, given, step = list(carried), list[list[Value]](), 0
-    goes_on = _decided(node, condition)
+    goes_on = _decided(condition)
+    size = _nodes(node)
     while goes_on and (last is None or step < last):
-        _check_length(node, step + 1)
+        if (step + 1 if last is None else last) * size > _MOST_NODES:
+            return None
         number, yes = node.constant(np.asarray(step, np.int64)), node.constant(np.asarray(True))
         condition, *results = node.subgraph("body", number, yes, *state)
         state, step = results[: len(state)], step + 1
         given.append(results[len(state) :])
-        goes_on = _decided(node, condition)
+        goes_on = _decided(condition)
+    if goes_on is None or (not given and len(node.outputs) > len(state)):
+        return None
     return *state, *_stacked(node, given, len(node.outputs) - len(state), [0], [0])
 
 
@@ -51,25 +77,57 @@ def scan(node: Node, *inputs: Value) -> tuple[Value, ...]:
     count = node.attr("num_scan_inputs")
     if not 1 <= count <= len(inputs):
         raise node.error(f"attribute num_scan_inputs is {count}, for {len(inputs)} inputs.")
-    state, read = list(inputs[: len(inputs) - count]), inputs[len(inputs) - count :]
+    state, read = list(inputs[: len(inputs) - count]), list(inputs[len(inputs) - count :])
     axes = node.attr("scan_input_axes", None) or [0] * count
     backwards = node.attr("scan_input_directions", None) or [0] * count
     axes = [static_axis(node, axis, x.rank, "scan_input_axes") for axis, x in zip(axes, read, strict=True)]
-    lengths: list[Size] = [x.shape[axis] for axis, x in zip(axes, read)]
-    length = lengths[0]
-    if not isinstance(length, int) or any(other != length for other in lengths):
-        raise _unknown(node, f"the number of steps ({', '.join(map(str, lengths))})")
-    _check_length(node, length)
-    given: list[list[Value]] = []
-    for step in range(length):
-        places = [length - 1 - step if back else step for back in backwards]
-        parts = [_step_of(node, x, axis, at) for x, axis, at in zip(read, axes, places)]
-        results = node.subgraph("body", *state, *parts)
-        state = results[: len(state)]
-        given.append(results[len(state) :])
+    length = agreed(node, "the number of steps", *(x.shape[axis] for axis, x in zip(axes, read)))
     made = len(node.outputs) - len(state)
-    out_axes = node.attr("scan_output_axes", None) or [0] * made
-    return *state, *_stacked(node, given, made, out_axes, node.attr("scan_output_directions", None) or [0] * made)
+    out_axes = [*(node.attr("scan_output_axes", None) or []), *[0] * made]
+    out_backwards = [*(node.attr("scan_output_directions", None) or []), *[0] * made]
+    if isinstance(length, int) and 0 < length * _nodes(node) <= _MOST_NODES:
+        given: list[list[Value]] = []
+        for number in range(length):
+            places = [length - 1 - number if back else number for back in backwards]
+            parts = [_step_of(node, x, axis, at) for x, axis, at in zip(read, axes, places)]
+            results = node.subgraph("body", *state, *parts)
+            state = results[: len(state)]
+            given.append(results[len(state) :])
+        return *state, *_stacked(node, given, made, out_axes, out_backwards)
+    read = [asserted(node, x, (*x.shape[:a], length, *x.shape[a + 1 :])) for x, a in zip(read, axes)]
+
+    def step(number: Value, yes: Value, state: Sequence[Value]) -> tuple[Value, Sequence[Value]]:
+        parts = [_read_at(node, x, a, number, length, back) for x, a, back in zip(read, axes, backwards)]
+        return yes, node.subgraph("body", *state, *parts)
+
+    steps = reshape_to(node, node.sizes([length]), ())
+    results = repeated(node, steps, node.constant(np.asarray(True)), state, step)
+    outputs = [
+        _in_place(node, asserted(node, y, (length, *y.shape[1:]), "what the steps give out"), axis, back)
+        for y, axis, back in zip(results[len(state) :], out_axes, out_backwards)
+    ]
+    return *results[: len(state)], *outputs
+
+
+def _read_at(node: Node, x: Value, axis: int, number: Value, length: Size, back: int) -> Value:
+    """x at a step along an axis, which is left out."""
+
+    def element(index: Any, x: Any, number: Any, length: Any) -> Any:
+        at = length - 1 - number() if back else number()
+        return x(*index[:axis], at, *index[axis:])
+
+    return compute(node, "step", element, [x, number], (*x.shape[:axis], *x.shape[axis + 1 :]), sizes=[length])
+
+
+def _in_place(node: Node, stacked: Value, axis: int, back: int) -> Value:
+    """Values of all steps along the first axis with that axis where it belongs, and the last step first if back."""
+    axis = static_axis(node, axis, stacked.rank, "scan_output_axes")
+    if back:
+        length = stacked.shape[0]
+        stacked = cut(
+            node, stacked, [length - 1, *[0] * (stacked.rank - 1)], [-1, *[1] * (stacked.rank - 1)], stacked.shape
+        )
+    return permuted(node, stacked, [*range(1, axis + 1), 0, *range(axis + 1, stacked.rank)])
 
 
 @op("Scan", since=8)
@@ -77,30 +135,17 @@ def scan_8(node: Node, *inputs: Value | None) -> Value:
     raise node.error("Scan-8 goes over batches.", "Export the model for opset 9 or newer.")
 
 
-def _unknown(node: Node, what: str) -> Exception:
-    return node.error(
-        f"{what} is not known before the run, and only loops that can be written out are supported.",
-        "Fix the sizes that decide it (dims), unroll the loop in the exporter, or run it in the host program around "
-        "the compiled body.",
-    )
-
-
-def _decided(node: Node, condition: Value | None) -> bool:
+def _decided(condition: Value | None) -> bool | None:
+    """Whether to go on; None where that is not known."""
     if condition is None:
         return True
-    if condition.constant is None:
-        raise _unknown(node, "the condition to go on")
-    return bool(condition.constant.all())
+    return None if condition.constant is None else bool(condition.constant.all())
 
 
-def _check_length(node: Node, steps: int) -> None:
+def _nodes(node: Node) -> int:
+    """Of the body."""
     body: ir.Graph = node.attr("body")
-    nodes = max(sum(1 for _ in ir.traversal.RecursiveGraphIterator(body)), 1)
-    if steps * nodes > _MOST_NODES:
-        raise node.error(
-            f"{steps} steps of {nodes} nodes would be written out, and {_MOST_NODES} nodes are the most.",
-            "Run the loop in the host program around the compiled body.",
-        )
+    return max(sum(1 for _ in ir.traversal.RecursiveGraphIterator(body)), 1)
 
 
 def _step_of(node: Node, x: Value, axis: int, at: int) -> Value:
@@ -113,9 +158,6 @@ def _stacked(
     node: Node, given: list[list[Value]], count: int, axes: Sequence[int], backwards: Sequence[int]
 ) -> list[Value]:
     """For each output the values of all steps, along a new axis."""
-    if count and not given:
-        raise node.error("it has no steps, which leaves the shape of what they give out unknown.")
-    axes, backwards = [*axes, *[0] * count], [*backwards, *[0] * count]
     made = []
     for k in range(count):
         parts = [results[k] for results in given]

@@ -285,7 +285,11 @@ class _Editor:
         self.mod["main"] = main
         # Of what works in place now, the copying form is not called any more.
         called: set[tvm.ir.GlobalVar] = set()
-        relax.analysis.post_order_visit(main, lambda e: called.add(e) if isinstance(e, tvm.ir.GlobalVar) else None)
+        for _, function in self.mod.functions_items():
+            if isinstance(function, relax.Function):
+                relax.analysis.post_order_visit(
+                    function, lambda e: called.add(e) if isinstance(e, tvm.ir.GlobalVar) else None
+                )
         left = {var: f for var, f in self.mod.functions_items() if var in called or not isinstance(f, tirx.PrimFunc)}
         return tvm.IRModule(left, attrs=self.mod.attrs)
 

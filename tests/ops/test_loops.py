@@ -1,4 +1,4 @@
-"""Loop and Scan whose steps are known: written out, as onnxruntime runs them; If that squeezes."""
+"""Loop and Scan, written out and as loops of the run, as onnxruntime runs them; If that squeezes."""
 
 from __future__ import annotations
 
@@ -57,6 +57,94 @@ def test_scan(back: int, out: int) -> None:
     same(SCAN.replace("BACK", str(back)).replace("OUT", str(out)), {"x": x, "start": start}, dims={"S": 6})
 
 
+def compared(text: str, calls: list[dict[str, np.ndarray]]) -> None:
+    """The same for calls of one module with other numbers of steps."""
+    model = onnx.parser.parse_model(f"{HEADER} {text}")
+    module, session = lowering.compile(model), onnxruntime.InferenceSession(model.SerializeToString())
+    for feeds in calls:
+        found = module.run(feeds)
+        for value, want in zip(model.graph.output, session.run(None, feeds)):
+            assert found[value.name].shape == want.shape
+            np.testing.assert_allclose(found[value.name], want, rtol=1e-5, atol=1e-6)
+
+
+def test_loop_of_the_run() -> None:
+    """By a number, a condition or both, of the run; none and negative ones are no steps."""
+    rng = np.random.default_rng(2)
+    free = LOOP.replace("m (", "m (int64 trips, bool go, int64 last, ")
+    free = free.replace("<int64 trips = {TRIPS}, bool go = {1}, int64 last = {LAST}>", "")
+    steps = [(5, True, 99, 2), (1, True, 99, 2), (700, True, 99999, 1), (2**62, True, 20, 3)]
+    none = [(0, True, 9, 2), (-1, True, 9, 2), (-(2**62), True, 9, 0), (5, False, 9, 2)]
+    calls = [
+        {"trips": np.asarray(t), "go": np.asarray(g), "last": np.asarray(last),
+         "x": rng.standard_normal((n, 3)).astype(np.float32)}
+        for t, g, last, n in steps + none
+    ]  # fmt: skip
+    compared(free, calls[:3])  # onnxruntime reserves memory for all steps that there may be
+    module = lowering.compile(onnx.parser.parse_model(f"{HEADER} {free}"))
+    assert module.run(calls[3])["all"].shape == (21, 3, 3)
+    for feeds in calls[4:]:
+        found = module.run(feeds)
+        assert np.array_equal(found["y"], feeds["x"]) and found["all"].shape == (0, *feeds["x"].shape)
+
+
+def test_outputs_are_no_inputs() -> None:
+    """What no step has changed is a copy, too."""
+    free = LOOP.replace("m (", "m (int64 trips, ").replace("int64 trips = {TRIPS}, ", "").replace("LAST", "9")
+    module = lowering.compile(onnx.parser.parse_model(f"{HEADER} {free}"))
+    x = np.ones((2, 3), np.float32)
+    found = module.run({"trips": np.asarray(0), "x": x})["y"]
+    x[:] = 2
+    assert np.array_equal(found, np.ones((2, 3)))
+
+
+@pytest.mark.parametrize("back, out", [(1, 0), (0, 1)])
+def test_scan_of_the_run(back: int, out: int) -> None:
+    rng = np.random.default_rng(3)
+    calls = [
+        {"x": rng.standard_normal((2, steps, 4)).astype(np.float32), "start": np.ones(4, np.float32)}
+        for steps in (6, 1, 33)
+    ]
+    compared(SCAN.replace("BACK", str(back)).replace("OUT", str(out)), calls)
+
+
+NESTED = """m (float[S, 4] x, float[4] h, int64 inner, float[Q] other) => (float[4] last, float[S, 4] all)
+    <float[4, 4] W = {WEIGHTS}> {
+    size = Shape (other) w = Exp (h) zero = Constant <value_float = 0.0> () axis = Constant <value_ints = [0]> ()
+    last, all = Scan <num_scan_inputs = 1, body = b (float[4] s, float[4] at) => (float[4] t, float[4] o) {
+        row = Unsqueeze (s, axis) product = MatMul (row, W) flat = Squeeze (product, axis) f = CastLike (size, s)
+        some = Add (flat, f) more = Tanh (some)
+        r = Loop (inner, , more) <body = c (int64 i, bool g, float[4] u) => (bool go, float[4] v) {
+            go = Identity (g) sum = Add (u, at) v = Mul (sum, w) }>
+        total = ReduceSum <keepdims = 0> (r) positive = Greater (total, zero)
+        t = If (positive) <then_branch = th () => (float[4] p) { p = Tanh (r) },
+                           else_branch = el () => (float[4] q) { q = Sigmoid (r) }>
+        o = Neg (t) }> (h, x) }"""
+
+
+def test_bodies_that_read_what_is_around_them() -> None:
+    """A loop and a branch inside a loop, with weights, values and sizes of the graphs around."""
+    rng = np.random.default_rng(4)
+    weights = ", ".join(f"{w:.5f}" for w in rng.standard_normal(16))
+    calls = [
+        {"x": rng.standard_normal((s, 4)).astype(np.float32), "h": rng.standard_normal(4).astype(np.float32),
+         "inner": np.asarray(n), "other": np.zeros(q, np.float32)}
+        for s, n, q in ((6, 2, 3), (1, 0, 0), (17, 1, 2))
+    ]  # fmt: skip
+    compared(NESTED.replace("WEIGHTS", weights), calls)
+
+
+WHILE = """m (float[N] x, float limit) => (float[N] y, int64 count)
+    { one = Constant <value_int = 1> () zero = Constant <value_int = 0> ()
+      y, count = Loop (, , x, zero) <body = b (int64 i, bool c, float[N] s, int64 k) => (bool g, float[N] t, int64 n) {
+          t = Add (s, s) total = ReduceSum <keepdims = 0> (t) g = Less (total, limit) n = Add (k, one) }> }"""
+
+
+def test_while() -> None:
+    x = np.asarray([0.5, 0.25, 0.125], np.float32)
+    compared(WHILE, [{"x": x, "limit": np.asarray(limit, np.float32)} for limit in (100, 1e6, 0)])
+
+
 def test_standard_cases() -> None:
     """With the number of steps a constant, as exporters have it."""
     (case,) = node_cases.cases("Loop")
@@ -70,12 +158,30 @@ def test_standard_cases() -> None:
         np.testing.assert_allclose(results[value.name], want)
 
 
-def test_steps_that_are_not_known() -> None:
-    model = onnx.parser.parse_model(f"{HEADER} {SCAN.replace('BACK', '0').replace('OUT', '0')}")
-    with pytest.raises(NodeError, match=r"the number of steps .* is not known before the run"):
-        lowering.compile(model)
-    with pytest.raises(NodeError, match="steps of 4 nodes would be written out"):
-        lowering.compile(model, dims={"S": 10**6})
+CHANGED = """m (int64 trips, float[N] x) => (float[K] y)
+    { y = Loop (trips, , x) <body = b (int64 i, bool c, float[N] s) => (bool g, float[M] t) {
+        axis = Constant <value_ints = [0]> () g = Identity (c) t = BODY }> }"""
+
+
+def test_values_that_change() -> None:
+    """Rank, type or size of a carried value, where steps cannot be written out."""
+    for body, words in (
+        ("Cast <to = 11> (s)", "float64 of rank 1 behind"),
+        ("Unsqueeze (s, axis)", "of rank 2 behind"),
+    ):
+        with pytest.raises(NodeError, match=words):
+            lowering.compile(onnx.parser.parse_model(f"{HEADER} {CHANGED.replace('BODY', body)}"))
+    text = CHANGED.replace("BODY", "Concat <axis = 0> (s, s)")
+    module = lowering.compile(onnx.parser.parse_model(f"{HEADER} {text}"))
+    with pytest.raises(InputError, match="carried value 0 behind a step must be"):
+        module.run({"trips": np.asarray(2), "x": np.ones(3, np.float32)})
+
+
+def test_outputs_of_sizes_that_depend_on_data() -> None:
+    text = """m (float[S, 4] x) => (int64[S, 1, K] y) { y = Scan <num_scan_inputs = 1, body = b (float[4] s)
+              => (int64[1, M] places) { places = NonZero (s) }> (x) }"""
+    with pytest.raises(NodeError, match="which depends on data of the step"):
+        lowering.compile(onnx.parser.parse_model(f"{HEADER} {text}"))
 
 
 SQUEEZE = """m (float[A, C] x) => (float[C] y)

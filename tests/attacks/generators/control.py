@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from ..attack import Answer, Arrays, Attack, Unspecified, attacks
+from ..attack import Answer, Arrays, Attack, Unspecified, attacks, require
 from ..draw import ANY, Draw
 
 
@@ -55,29 +55,39 @@ def branches(d: Draw, op: str) -> Attack:
 
 @attacks("Loop", "Scan")
 def loops(d: Draw, op: str) -> Attack:
-    """Numbers of steps that are none, negative, or more than are written out."""
+    """Numbers of steps that are none, negative, or more than the 41 behind which the condition fails."""
     steps = d.pick((0, 1, 3, 7, -1, -(2**62), 10**6, 2**62))
-    kind = [helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, [2]) for n in ("s", "t")]
+    names = ("s", "t", "o")
+    kind = [helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, [2]) for n in names]
     number = helper.make_tensor_value_info("i", onnx.TensorProto.INT64, [])
     goes = [helper.make_tensor_value_info(n, onnx.TensorProto.BOOL, []) for n in ("c", "g")]
-    nodes = [helper.make_node("Identity", ["s"], ["t"])]
+    one = numpy_helper.from_array(np.ones(2, np.float32), "one")
+    last = numpy_helper.from_array(np.asarray(40), "last")
+    nodes = [helper.make_node("Add", ["s", "one"], ["t"])]
     if op == "Scan":
-        body = helper.make_graph(nodes, "body", kind[:1], kind[1:])
+        body = helper.make_graph(nodes, "body", kind[:1], kind[1:2], [one])
         attributes: dict = {"body": body, "num_scan_inputs": 1}
     else:
-        nodes.append(helper.make_node("Identity", ["c"], ["g"]))
-        attributes = {"body": helper.make_graph(nodes, "body", [number, goes[0], kind[0]], [goes[1], kind[1]])}
+        nodes += [helper.make_node("Less", ["i", "last"], ["g"]), helper.make_node("Neg", ["s"], ["o"])]
+        inputs, outputs = [number, goes[0], kind[0]], [goes[1], *kind[1:]]
+        attributes = {"body": helper.make_graph(nodes, "body", inputs, outputs, [one, last])}
 
     def feed() -> Arrays:
         if op == "Scan":
-            return [d.array("float32", (d.pick((0, 1, 3)), 2))]
+            return [d.array("float32", (d.pick((0, 1, 3, 40)), 2 if d.chance(0.95) else 3))]
         return [np.array(steps, np.int64), np.array(d.chance(0.8)), d.array("float32", (2,))]
 
     def rule(*arrays: np.ndarray) -> Answer:
-        if op == "Scan" and not len(arrays[0]):
-            raise Unspecified("no step, and so no shape of its outputs")
-        if op == "Loop" and steps > 100 and arrays[1]:
-            raise Unspecified("more steps than are written out")
-        return [arrays[-1]]
+        x = arrays[-1]
+        require(x.shape[-1] == 2, "the body is of two")
+        if op == "Scan":
+            return [x + 1]
+        count = min(max(int(arrays[0]), 0), 41) if arrays[1] else 0
+        values = [x]
+        for _ in range(count):
+            values.append(values[-1] + np.float32(1))
+        return [values[-1], -np.stack(values[:-1]) if count else np.empty((0, 2), np.float32)]
 
-    return Attack(op, feed, rule, attributes=attributes, fixed=[0, 1])
+    results = [("float32", 2)] if op == "Scan" else [("float32", 1), ("float32", 2)]
+    return Attack(op, feed, rule, outputs=len(results), attributes=attributes, parameters=[0, 1], numbers=[(0, 0)],
+                  results=results)  # fmt: skip
