@@ -1,0 +1,51 @@
+"""RoiAlign and AffineGrid: regions, batches and sizes that do not fit."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..attack import Answer, Arrays, Attack, Unspecified, attacks, bounded, require
+from ..draw import Draw
+
+
+@attacks("RoiAlign")
+def roi_align(d: Draw, op: str) -> Attack:
+    attributes = {"mode": d.pick(("avg", "max")), "output_height": d.pick((1, 3)), "output_width": d.pick((1, 2)),
+                  "sampling_ratio": d.pick((0, 0, 2))}  # fmt: skip
+
+    def feed() -> Arrays:
+        n, c, h, w = (0 if d.chance(0.03) else d.pick((1, 2, 7)) for _ in range(4))
+        r = d.pick((0, 1, 4))
+        rois = d.array("float32", (r, 4 if d.chance(0.95) else 3), scale=4.0)
+        if rois.size:
+            rois.ravel()[0] = d.pick((np.nan, np.inf, -np.inf, 3e38, -3e38, 0))
+        batch = d.indices((r if d.chance(0.95) else r + 1,), n, dtype="int64")
+        return [d.array("float32", (n, c, h, w), scale=1.0), rois, batch]
+
+    def rule(x: np.ndarray, rois: np.ndarray, batch: np.ndarray) -> Answer:
+        require(rois.shape[1] == 4 and rois.shape[0] == batch.shape[0], "regions")
+        require(not batch.size or (batch.min() >= 0 and batch.max() < x.shape[0]), "batches")
+        require(not batch.size or 0 not in x.shape[2:], "places of nothing")
+        raise Unspecified("the values are those of tests/ops/test_regions.py")
+
+    return Attack(op, feed, rule, attributes=attributes, numbers=[(1, 1)], opset=16)
+
+
+@attacks("AffineGrid")
+def affine_grid(d: Draw, op: str) -> Attack:
+    axes = d.pick((2, 3))
+
+    def feed() -> Arrays:
+        size = d.rng.integers(0, 6, axes + 2)
+        theta = d.array("float32", (int(size[0]) if d.chance(0.9) else 7, axes, axes + 1), scale=1.0)
+        if d.chance(0.25):
+            size[d.int(0, axes + 1)] = d.wild(0, 3, 1.0)
+        return [theta, size]
+
+    def rule(theta: np.ndarray, size: np.ndarray) -> Answer:
+        require(bool((size >= 0).all()), "negative size")
+        require(int(size[0]) == theta.shape[0], "batches")
+        bounded([*map(int, (size[0], *size[2:])), axes])
+        raise Unspecified("the values are those of tests/ops/test_regions.py")
+
+    return Attack(op, feed, rule, parameters=[1], numbers=[(0, 1), (0, 2), (1, 0)], opset=20)
