@@ -9,6 +9,7 @@ from ..importing.compute import Element, Reducer, largest, reduced, require_numb
 from ..importing.node import Node
 from ..importing.values import Value
 from . import op
+from .unpooling import largest_and_places
 from .window import Window, fitting
 
 
@@ -42,10 +43,10 @@ def _pooled(x: te.Tensor, window: Window, reducer: Reducer, dtype: str) -> te.Te
 
 
 @op("MaxPool", since=8)
-def max_pool(node: Node, x: Value) -> tuple[Value, None]:
-    if node.wants(1):
-        raise node.error("output Indices is asked for.", "Only the pooled values are computed: leave it out.")
+def max_pool(node: Node, x: Value) -> tuple[Value, Value | None]:
     x, window = _window(node, x)
+    if node.wants(1):
+        return largest_and_places(node, x, window)
 
     def kernel(t: te.Tensor) -> te.Tensor:
         pooled = _pooled(t, window, largest, widened(x.dtype))

@@ -1,4 +1,4 @@
-"""RoiAlign and AffineGrid: regions, batches and sizes that do not fit."""
+"""RoiAlign, AffineGrid and MaxUnpool: regions, batches, places and sizes that do not fit."""
 
 from __future__ import annotations
 
@@ -49,3 +49,37 @@ def affine_grid(d: Draw, op: str) -> Attack:
         raise Unspecified("the values are those of tests/ops/test_regions.py")
 
     return Attack(op, feed, rule, parameters=[1], numbers=[(0, 1), (0, 2), (1, 0)], opset=20)
+
+
+@attacks("MaxUnpool")
+def max_unpool(d: Draw, op: str) -> Attack:
+    sized, stride = d.chance(0.4), d.pick((1, 2))
+
+    def feed() -> Arrays:
+        n, c, h, w = (0 if d.chance(0.03) else d.pick((1, 2, 4)) for _ in range(4))
+        pooled = np.asarray([n, c, (h - 1) * stride + 2, (w - 1) * stride + 2])
+        places = np.abs(d.indices((n, c, h, w), int(pooled.prod()), 0.0, "int64"))
+        if places.size and d.chance(0.3):
+            places.ravel()[0] = d.pick((-1, int(pooled.prod()), 2**62, -(2**63)))
+        shape = pooled + d.rng.integers(0, 2, 4) * [0, 0, 1, 1]
+        if d.chance(0.2):
+            shape[d.int(0, 3)] = d.wild(0, 4, 1.0)
+        return [d.array("float32", (n, c, h, w)), places, *([shape] if sized else [])]
+
+    def rule(x: np.ndarray, places: np.ndarray, shape: np.ndarray | None = None) -> Answer:
+        pooled = [*x.shape[:2], *((s - 1) * stride + 2 for s in x.shape[2:])]
+        require(places.shape == x.shape and all(s >= 0 for s in pooled), "sizes")
+        wanted = pooled if shape is None else [int(s) for s in shape]
+        require(wanted[:2] == pooled[:2] and all(a >= b for a, b in zip(wanted, pooled)), "output_shape")
+        bounded(wanted)
+        total = int(np.prod(pooled))
+        require(not places.size or (places.min() >= 0 and places.max() < total), "places")
+        y = np.zeros(total, np.float32)
+        for place, value in zip(places.ravel(), x.ravel()):
+            y[place] = value
+        result = np.zeros(wanted, np.float32)
+        result[tuple(slice(0, s) for s in pooled)] = y.reshape(pooled)
+        return [result]
+
+    return Attack(op, feed, rule, attributes={"kernel_shape": [2, 2], "strides": [stride, stride]}, parameters=[2],
+                  numbers=[(2, 0)], opset=11)  # fmt: skip
