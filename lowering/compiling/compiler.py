@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tvm import tirx
 
+from ..errors import InputError
 from ..fusion import fuse
 from ..graph.declared_sizes import Dims, ranges, with_sizes
 from ..graph.donation import donated_pairs
 from ..graph.model import ModelLike, load_model
 from ..graph.paged_decoder import batch_of, serve_decoder
-from ..graph.precision import Precision, use_precision
+from ..graph.precision import TF32, Precision, use_precision
 from ..graph.serve import Serve
 from ..graph.static_cache import LENGTH, use_static_caches
 from ..graph.written_inputs import name_written_inputs
@@ -71,6 +72,8 @@ def compile(
     and a decoder's caches so; norms, softmax and sums stay float32, as do inputs and outputs (graph/precision.py).
     "fast" computes those of a model of float32 or float16 in bfloat16 where every target multiplies that faster, and
     leaves inputs, outputs and caches as they are.
+    "tf32" and "3xtf32" leave the model float32, and have the GPU's tensor cores multiply matrices of it, with an error
+    of 2^-11 of each operand, or in two parts with about none (schedules/cuda/tensor_types.py).
     threads is the default number of workers, at most 1024; None means the CPUs the calling thread may use. dims says
     what is known of symbolic dimensions: dims={"batch": 1} makes one a number, at which sizes and branches (If) that
     it decides are computed now, and dims={"tokens": (1, 512)} bounds one, which calls then check. database is a folder
@@ -151,13 +154,19 @@ def compiled(model: ModelLike, options: Options, stand_in: Target | None = None,
     as for `compile`."""
     dims = options.dims or {}
     targets = resolve(options.target, options.cc)
+    products = options.precision if options.precision in TF32 else None
+    if products is not None and not all(target.architecture for target in targets):
+        raise InputError(
+            f"precision='{products}' is how tensor cores of GPUs multiply float32, and target='{options.target}' has "
+            "none. Leave it out: a CPU computes such products in float32."
+        )
     loaded = with_sizes(load_model(model), dims)
     if options.serve is not None and (batch := batch_of(loaded, options.serve)) is not None:
         loaded = with_sizes(loaded, {batch: 1})
     written = name_written_inputs(loaded)
     donated = donated_pairs(loaded.graph, options.donate) | written
     fused, notes = fuse(loaded), []
-    if options.precision is not None:
+    if options.precision is not None and products is None:
         fused = fused.clone() if fused is loaded else fused
         slower = set.intersection(*(set(target.slower_than_bfloat16) for target in targets))
         notes.append(use_precision(fused, options.precision, slower))
@@ -184,7 +193,7 @@ def compiled(model: ModelLike, options: Options, stand_in: Target | None = None,
     for each in targets:
         choose = Records(None if options.database is None else Path(options.database), each).choose
         runs_on = stand_in or each
-        lowered = lower(imported, each, pairs, notes, dump, options.weights, choose, runs_on)
+        lowered = lower(imported, each, pairs, notes, dump, options.weights, choose, runs_on, products)
         libraries.append(build(lowered.module, runs_on))
         unscheduled.append(lowered.unscheduled)
         if not each.architecture:

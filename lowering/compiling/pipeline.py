@@ -14,6 +14,7 @@ import onnx_ir as ir
 import tvm
 from tvm import relax, tirx
 
+from schedules.half_precision import HALF
 from schedules.variant import Choose
 
 from ..errors import LoweringError
@@ -31,6 +32,8 @@ from ..passes.fold_constants import fold_constants
 from ..passes.group_products import group_products
 from ..passes.hold_divisions import hold_divisions
 from ..passes.kernels import schedule as schedule_kernels
+from ..passes.mark_products import mark_products
+from ..passes.mark_products import note as note_of_products
 from ..passes.one_shape import one_shape
 from ..passes.pack_weights import pack_weights
 from ..passes.plan_memory import plan_memory
@@ -71,16 +74,19 @@ def lower(
     scheme: Scheme | None = None,
     choose: Choose | None = None,
     runs_on: Target | None = None,
+    products: str | None = None,
 ) -> Lowered:
     """Runs the passes.
 
     donated maps the position of a consumed input to the output that takes over its memory. What could not be done in
     place is said in `notes`, and what it cost to compress constant matrices by `scheme`. choose picks variants and
-    tiles (schedules/variant.py). runs_on is what kernels are made for, where that is not the target.
+    tiles (schedules/variant.py). runs_on is what kernels are made for, where that is not the target. products is how
+    a GPU's tensor cores compute those of float32, "tf32" or "3xtf32"; None leaves them to other code.
     """
     runs_on = runs_on or target
     t = relax.transform
     weights: dict[str, np.ndarray] = {}
+    on_tensor_cores = (*HALF, *(["float32"] if products else []))
     origins = imported.origins
     kernels: tuple[KernelSpec, ...] = ()
     calls: tuple[CallSpec, ...] = ()
@@ -88,7 +94,7 @@ def lower(
 
     def pack(mod: tvm.IRModule) -> tvm.IRModule:
         nonlocal weights
-        mod, weights = pack_weights(mod, imported.weights, target.tvm, scheme, notes)
+        mod, weights = pack_weights(mod, imported.weights, target.tvm, scheme, notes, on_tensor_cores)
         return mod
 
     def fuse(mod: tvm.IRModule) -> tvm.IRModule:
@@ -106,6 +112,8 @@ def lower(
         nonlocal kernels, calls, unscheduled
         unscheduled = {v.name_hint: f for v, f in mod.functions_items() if isinstance(f, tirx.PrimFunc)}
         mod, kernels, calls = schedule_kernels(mod, runs_on.tvm, origins, choose)
+        if products is not None:
+            notes.append(note_of_products(mod, products))
         return mod
 
     passes: list[tuple[str, Callable[[tvm.IRModule], tvm.IRModule]]] = [
@@ -115,8 +123,8 @@ def lower(
         ("eliminate_common_subexpressions", t.EliminateCommonSubexpr()),
         ("eliminate_dead_code", t.DeadCodeElimination()),
         ("pack_weights", pack),
-        ("lower_convolutions", lambda mod: lower_convolutions(mod, target.tvm)),
-        ("absorb_transposes", lambda mod: absorb_transposes(mod, target.tvm)),
+        ("lower_convolutions", lambda mod: lower_convolutions(mod, target.tvm, on_tensor_cores)),
+        ("absorb_transposes", lambda mod: absorb_transposes(mod, target.tvm, on_tensor_cores)),
         # Relax to TensorIR, fused
         # Reshapes stay operators, which share memory with what they reshape; as kernels they would copy and divide.
         ("legalize", t.LegalizeOps({"relax.reshape": lambda _, call: call})),
@@ -134,6 +142,7 @@ def lower(
         ("fuse_tir", t.FuseTIR()),
         ("eliminate_dead_functions", t.DeadCodeElimination()),
         ("sizes_first", sizes_first),
+        ("mark_products", lambda mod: mark_products(mod, products)),
         ("group_products", group),
         # Fusion may move a reader behind a write: only now is the order of execution final.
         ("to_non_dataflow", t.ToNonDataflow()),

@@ -27,12 +27,17 @@ from ..fusion.opset import opset
 from ..fusion.sizes import InferSizesPass
 from .static_cache import grows
 
-Precision: TypeAlias = Literal["float16", "bfloat16", "fast"]
-PRECISIONS: dict[str, ir.DataType] = {
+Precision: TypeAlias = Literal["float16", "bfloat16", "fast", "tf32", "3xtf32"]
+"""How products of floats are computed. TF32 is no type of tensors: models stay as they are, and so it is a matter of
+kernels (passes/mark_products.py)."""
+
+TYPES: dict[str, ir.DataType] = {
     "float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16, "fast": ir.DataType.BFLOAT16,
 }  # fmt: skip
+TF32 = ("tf32", "3xtf32")
+PRECISIONS: tuple[str, ...] = (*TYPES, *TF32)
 
-_TYPES = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16}
+_REPLACED = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16}
 
 _PRODUCTS = {"MatMul", "Gemm", "Conv", "Attention", "Einsum"}
 
@@ -53,7 +58,7 @@ _LARGE = 1 << 14  # elements from which on a table is worth being stored in half
 
 
 def use_precision(model: ir.Model, precision: Precision, slower: Collection[str] = ()) -> str:
-    """Rewrites a model that `fuse` has been through; says what was done, for the reader.
+    """Rewrites a model that `fuse` has been through for one of TYPES; says what was done, for the reader.
 
     slower are the types of which the targets multiply fewer numbers in the time than of bfloat16: what "fast" replaces.
     """
@@ -61,7 +66,7 @@ def use_precision(model: ir.Model, precision: Precision, slower: Collection[str]
         return "precision: fast changes nothing for a target that has no products of bfloat16"
     InferSizesPass()(model)
     replaced = slower if precision == "fast" else ("float32",)
-    return _Converter(model, PRECISIONS[precision], {_TYPES[name] for name in replaced}, precision == "fast").convert()
+    return _Converter(model, TYPES[precision], {_REPLACED[name] for name in replaced}, precision == "fast").convert()
 
 
 class _Converter:

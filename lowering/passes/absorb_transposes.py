@@ -6,6 +6,8 @@ any order, and a transposition of its own would read and write all of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import tvm
 from tvm import relax, te
 from tvm.relax.expr_functor import PyExprMutator, mutator
@@ -18,19 +20,23 @@ from .main_function import rewritten
 _SUMMED_IN = {"float64": {"float64"}, "float32": {"float32", "float16", "bfloat16"}}
 
 
-def absorb_transposes(mod: tvm.IRModule, target: tvm.target.Target) -> tvm.IRModule:
+def absorb_transposes(
+    mod: tvm.IRModule, target: tvm.target.Target, on_tensor_cores: Sequence[str] = HALF
+) -> tvm.IRModule:
     """The module with matrix products of floating-point numbers in `main` that transpose by themselves.
 
-    For GPUs only those of half precision, as TVM schedules the others. Sums of half precision are in float32.
+    For GPUs only those of types that tensor cores multiply, as TVM schedules the others. Sums of half precision are in
+    float32.
     """
-    return rewritten(mod, _Absorber(mod, on_gpu=target.kind.name != "llvm"))
+    taken = set(on_tensor_cores) if target.kind.name != "llvm" else set().union(*_SUMMED_IN.values())
+    return rewritten(mod, _Absorber(mod, taken))
 
 
 @mutator
 class _Absorber(PyExprMutator):
-    def __init__(self, mod: tvm.IRModule, on_gpu: bool) -> None:
+    def __init__(self, mod: tvm.IRModule, taken: set[str]) -> None:
         super().__init__(mod)
-        self.on_gpu = on_gpu
+        self.taken = taken
 
     def visit_call_(self, call: relax.Call) -> relax.Expr:
         call = super().visit_call_(call)
@@ -39,7 +45,7 @@ class _Absorber(PyExprMutator):
         operands = [self.source(x) for x in call.args]
         dtypes = {str(x.ty.dtype) for x in (*call.args, call)}
         acc = next((acc for acc, summed in _SUMMED_IN.items() if dtypes <= summed), None)
-        if all(axes is None for _, axes in operands) or acc is None or (self.on_gpu and not dtypes <= set(HALF)):
+        if all(axes is None for _, axes in operands) or acc is None or not dtypes <= self.taken:
             return call
         (a, a_axes), (b, b_axes) = operands
         return self.builder_.call_te(

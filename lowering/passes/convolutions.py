@@ -3,8 +3,9 @@ weights [k1 ... C, M].
 
 The product is implicit: k runs over a patch, and matrix kernels (schedules/cpu/blocked.py, schedules/cuda/products.py)
 find the runs of it that are consecutive. Constant weights are packed for CPUs (pack_weights.py). On GPUs patches of
-single precision are copied, for dlight's schedule of products. Groups are products of their own, several at a time
-where each is narrower than a vector (`Groups`); those without constant weights, and those on GPUs, are left to TVM.
+types that tensor cores do not multiply are copied, for dlight's schedule of products. Groups are products of their own,
+several at a time where each is narrower than a vector (`Groups`); those without constant weights, and those on GPUs,
+are left to TVM.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 from schedules.half_precision import HALF
 
 from ..tensorir.expressions import Expr
+from .constants import FLOATS
 from .main_function import rewritten
 
 OUT_ELEMENTWISE_FUSABLE = 4  # TVM's pattern kind of a product: element-wise operations behind it fuse with it
@@ -134,16 +136,19 @@ def grouped_product(
     return total if convolution.dtype == "float32" else tvm.topi.cast(total, convolution.dtype)
 
 
-def lower_convolutions(mod: tvm.IRModule, target: tvm.target.Target) -> tvm.IRModule:
-    """The module with products in place of Relax's convolutions in `main`."""
-    return rewritten(mod, _Lowerer(mod, on_gpu=target.kind.name != "llvm"))
+def lower_convolutions(
+    mod: tvm.IRModule, target: tvm.target.Target, on_tensor_cores: Sequence[str] = HALF
+) -> tvm.IRModule:
+    """The module with products in place of Relax's convolutions in `main`. on_tensor_cores are the types of elements
+    that a GPU's multiply."""
+    return rewritten(mod, _Lowerer(mod, FLOATS if target.kind.name == "llvm" else on_tensor_cores))
 
 
 @mutator
 class _Lowerer(PyExprMutator):
-    def __init__(self, mod: tvm.IRModule, on_gpu: bool) -> None:
+    def __init__(self, mod: tvm.IRModule, implicit: Sequence[str]) -> None:
         super().__init__(mod)
-        self.on_gpu = on_gpu
+        self.implicit = implicit
 
     def visit_call_(self, call: relax.Call) -> relax.Expr:
         call = super().visit_call_(call)
@@ -154,8 +159,7 @@ class _Lowerer(PyExprMutator):
         emit = self.builder_.emit
         *_, channels, columns = w.ty.shape.values
         matrix = emit(relax.op.reshape(w, relax.ShapeExpr([convolution.depth(channels), columns])))
-        wide = str(x.ty.dtype) in ("float32", "float16", "bfloat16") and convolution.dtype != "float64"
-        if not wide or (self.on_gpu and str(x.ty.dtype) not in HALF):
+        if str(x.ty.dtype) not in self.implicit or convolution.dtype == "float64":
             patches = self.builder_.call_te(
                 lambda x, shape: _patches(convolution, x, shape[:-1]),
                 x,

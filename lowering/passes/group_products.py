@@ -22,7 +22,7 @@ from tvm import ir, relax, tirx
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 import schedules
-from schedules.reading.product import read_product
+from schedules.reading.product import PRODUCTS, read_product
 from schedules.reading.stages import Axis, Stage, read_stages, renamed, write_stages
 
 from ..importing.origins import Origins, bindings
@@ -42,13 +42,15 @@ def group_products(mod: tvm.IRModule, target: tvm.target.Target, origins: Origin
 class _Call:
     """A call of a function of stages, over tensors and symbols of the caller, of which `outputs` are results.
 
-    nodes are the ONNX nodes that it computes; binding is what it was read from, while that is all it is.
+    nodes are the ONNX nodes that it computes; binding is what it was read from, while that is all it is. multiplied is
+    how products of float32 are computed (PRODUCTS), "" as usual.
     """
 
     name: str
     stages: list[Stage]
     outputs: list[tirx.Buffer]
     nodes: tuple[str, ...]
+    multiplied: str
     binding: relax.Binding | None = None
 
     def inputs(self) -> list[tirx.Buffer]:
@@ -64,7 +66,10 @@ class _Call:
         used = [*(extent for buffer in tensors for extent in buffer.shape), *self._expressions()]
         free = (node for expr in used for node in walk(expr) if isinstance(node, tirx.Var) and node not in known)
         given = [*self.inputs(), *dict.fromkeys(free)]
-        return write_stages(self.stages, [*given, *self.outputs]), given
+        func = write_stages(self.stages, [*given, *self.outputs])
+        if self.multiplied and any(map(read_product, self.stages)):
+            func = func.with_attr(PRODUCTS, self.multiplied)
+        return func, given
 
     def _expressions(self) -> Iterator[Expr]:
         for stage in self.stages:
@@ -140,7 +145,8 @@ class _Grouper(PyExprMutator):
             tensors.setdefault(stage.output, tirx.decl_buffer(shape, stage.output.dtype, stage.output.name))
         outputs, nodes = [self.tensors[result] for result in results], self.origins.get(binding.var.name, ())
         moved = [_renamed(stage, tensors, symbols) for stage in stages]
-        return _Call(value.args[0].name_hint, moved, outputs, nodes, binding)
+        multiplied = str(func.attrs.get(PRODUCTS, ""))
+        return _Call(value.args[0].name_hint, moved, outputs, nodes, multiplied, binding)
 
     def bound(self, item: _Item, kind: type[relax.Var]) -> list[relax.Binding]:
         """The bindings that compute a call."""
@@ -234,7 +240,7 @@ class _Grouper(PyExprMutator):
         inside = [buffer for buffer in a.outputs if self.readers[self.names[buffer]] <= read[self.names[buffer]]]
         outputs = [buffer for buffer in (*a.outputs, *b.outputs) if buffer not in inside]
         nodes = tuple(dict.fromkeys((*a.nodes, *b.nodes)))
-        call = _Call(f"{a.name}_{b.name}", [*a.stages, *b.stages], outputs, nodes)
+        call = _Call(f"{a.name}_{b.name}", [*a.stages, *b.stages], outputs, nodes, a.multiplied)
         return call if self.joins(call) is not None else None
 
 
@@ -242,7 +248,7 @@ def _part(call: _Call, stages: list[Stage], name: str = "") -> _Call:
     """Some stages of a call; what others read of them are outputs."""
     others = [stage for stage in call.stages if stage not in stages]
     read = {node.source for stage in others for node in loads(stage.value)} | set(call.outputs)
-    return _Call(name, stages, [stage.output for stage in stages if stage.output in read], call.nodes)
+    return _Call(name, stages, [stage.output for stage in stages if stage.output in read], call.nodes, call.multiplied)
 
 
 def _renamed(stage: Stage, tensors: Mapping[tirx.Buffer, tirx.Buffer], symbols: Mapping[tirx.Var, Expr]) -> Stage:

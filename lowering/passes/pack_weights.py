@@ -11,7 +11,7 @@ asked for.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import tvm
@@ -20,6 +20,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from schedules.cpu.panels import panel_width
 from schedules.cpu.vector import Machine, machine
+from schedules.half_precision import HALF
 
 from ..importing.quantised import Quantised, Scheme
 from .compression import Compression, stored
@@ -54,19 +55,21 @@ def pack_weights(
     target: tvm.target.Target,
     scheme: Scheme | None = None,
     notes: list[str] | None = None,
+    on_tensor_cores: Sequence[str] = HALF,
 ) -> tuple[tvm.IRModule, Weights]:
     """The module with `main` multiplying by packed weights, and its weights in the order of its parameters.
 
     weights holds main's parameters behind the first `num_input`, by name; those that nobody reads any more are dropped.
     Only matrices of float32, float16 and bfloat16 on the right of a product are packed; sums are in float32. scheme
     says what float matrices become: int8 with a scale for each column, int4 with a scale for each column and 32 rows,
-    or f16. What that cost is said in `notes`. Quantised weights with other readers become floats.
+    or f16. What that cost is said in `notes`. Quantised weights with other readers become floats. on_tensor_cores are
+    the types of elements that a GPU's multiply.
     """
     compression = None if scheme is None else Compression(scheme)
     if target.kind.name == "llvm":
         mod, packed = _by_panel(mod, weights, machine(target), compression)
     else:
-        mod, packed = weights_by_column(mod, weights, compression)
+        mod, packed = weights_by_column(mod, weights, compression, on_tensor_cores)
     if compression is not None and notes is not None:
         notes.append(compression.cost())
     return mod, packed

@@ -1,19 +1,20 @@
 """Constant matrices for GPUs, whose kernels read a column's elements at successive k (schedules/cuda/matmul_rows.py).
 
 x W with a constant W [K, N] becomes a product with its columns, one behind the other, stored while compiling: where W
-is of half precision, or integers with scales, which stay so and are expanded on the way to tensor cores. What a model
-transposes itself is read where it is (absorb_transposes.py), but for what is compressed.
+is of a type that tensor cores multiply, or integers with scales, which stay so and are expanded on the way there. What
+a model transposes itself is read where it is (absorb_transposes.py), but for what is compressed.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from schedules.cuda.shared_tile import CHUNK
-from schedules.half_precision import HALF
+from schedules.cuda.ptx import CHUNK_BYTES
 
 from ..importing.quantised import Quantised
 from .compression import Compression, stored
@@ -23,10 +24,13 @@ from .panels import Element, codes_in_panels, pack, packed_matmul, plain_element
 
 
 def weights_by_column(
-    mod: tvm.IRModule, weights: dict[str, np.ndarray | Quantised], compression: Compression | None
+    mod: tvm.IRModule,
+    weights: dict[str, np.ndarray | Quantised],
+    compression: Compression | None,
+    on_tensor_cores: Sequence[str],
 ) -> tuple[tvm.IRModule, Weights]:
     """The module with such products in `main`, and its weights; see `with_parameters`."""
-    packer = _Packer(mod, weights, compression)
+    packer = _Packer(mod, weights, compression, on_tensor_cores)
     body = packer.visit_expr(mod["main"].body)
     made = [part for parts in packer.made.values() for part in parts]
     return with_parameters(packer.builder_.get(), mod["main"], body, made, weights)
@@ -38,10 +42,14 @@ class _Packer(PyExprMutator):
     matrix that stays where it is."""
 
     def __init__(
-        self, mod: tvm.IRModule, weights: dict[str, np.ndarray | Quantised], compression: Compression | None
+        self,
+        mod: tvm.IRModule,
+        weights: dict[str, np.ndarray | Quantised],
+        compression: Compression | None,
+        on_tensor_cores: Sequence[str],
     ) -> None:
         super().__init__(mod)
-        self.weights, self.compression = weights, compression
+        self.weights, self.compression, self.on_tensor_cores = weights, compression, on_tensor_cores
         self.constants = Constants(weights, set(mod["main"].params), self.lookup_binding)
         self.made: dict[tuple[str, ...], list[tuple[relax.Var, np.ndarray]]] = {}
         self.elements: dict[tuple[str, ...], Element] = {}
@@ -74,6 +82,7 @@ class _Packer(PyExprMutator):
             parts, self.elements[steps] = codes_in_panels(matrix, 1)
             return parts
         compressed = self.compression is not None and matrix.dtype == np.float16 != np.dtype(dtype)
-        together = matrix.dtype.name == dtype and dtype in HALF and matrix.shape[0] % CHUNK == 0 and len(steps) == 1
+        whole = matrix.shape[0] * matrix.dtype.itemsize % CHUNK_BYTES == 0
+        together = matrix.dtype.name == dtype and dtype in self.on_tensor_cores and whole and len(steps) == 1
         self.elements[steps] = plain_element
         return {"columns": pack(matrix, 1)} if compressed or together else {}

@@ -23,7 +23,7 @@ from urllib.parse import quote
 from ..errors import InputError, LoweringError
 from ..graph.serve import Serve
 from . import tuning
-from .options import arrays, call, dim, natural, not_negative, positive, sizes
+from .options import PRECISIONS, arrays, call, dim, natural, not_negative, positive, sizes
 
 _TARGET = (
     "cpu (this machine, the default), cpu:x86-64-v3, cpu:x86-64-v4, cpu:aarch64, cuda (the GPU here), or cuda: and "
@@ -34,7 +34,8 @@ _WEIGHTS = "compress the constant matrices of products"
 
 _PRECISION = (
     "compute the products of a model of float32, and store weights and caches, in this type; fast: products of float32 "
-    "and float16 in bfloat16 where the target multiplies it faster, with caches as they are"
+    "and float16 in bfloat16 where the target multiplies it faster, with caches as they are; tf32, 3xtf32: multiply "
+    "float32 itself on tensor cores, rounded to TF32 or in two parts"
 )
 
 _VERIFY = "refuse an artifact that was not signed with the other half of this Ed25519 public key"
@@ -109,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     c.add_argument("--cache", choices=("model", "int8"), help="with --serve: the type of keys and values in the cache")
     c.add_argument("--weights", choices=("int8", "int4", "f16"), help=_WEIGHTS)
-    c.add_argument("--precision", choices=("float16", "bfloat16", "fast"), help=_PRECISION)
+    c.add_argument("--precision", choices=PRECISIONS, help=_PRECISION)
     c.add_argument("--database", type=Path, metavar="DIR", help="records of `tune` that pick the tiles of kernels")
     c.add_argument("--threads", type=positive, help="default number of workers (else the CPUs the caller may use)")
     c.add_argument("--no-checks", action="store_true", help="runs look at no tables of serving operators")
@@ -145,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     v.add_argument("--against", choices=("reference", "onnxruntime"), default="reference")
     v.add_argument("--target", default="cpu", help=_TARGET)
     v.add_argument("--weights", choices=("int8", "int4", "f16"), help=_WEIGHTS)
-    v.add_argument("--precision", choices=("float16", "bfloat16", "fast"), help=_PRECISION)
+    v.add_argument("--precision", choices=PRECISIONS, help=_PRECISION)
     v.add_argument("--input", action="append", default=[], metavar="NAME=FILE.npy", help="others are random")
     v.add_argument("--dim", action="append", default=[], metavar="NAME=SIZE", help="a symbolic dimension (else 4)")
     v.add_argument("--rtol", type=not_negative, default=1e-3)

@@ -12,6 +12,9 @@ from typing import Any
 from ..arithmetic import LARGEST_SIZE
 from ..errors import InputError
 
+PRECISIONS = ("float16", "bfloat16", "fast", "tf32", "3xtf32")
+"""Of graph/precision.py, which takes a second to import."""
+
 
 def sizes(options: list[str]) -> dict[str, int]:
     """Sizes by name, of --dim NAME=SIZE. Raises InputError."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
-from .options import address, natural, positive, seconds, settings
+from .options import PRECISIONS, address, natural, positive, seconds, settings
 
 
 def add(add_parser: Callable[..., Any], target: str) -> None:
@@ -31,7 +31,7 @@ def add(add_parser: Callable[..., Any], target: str) -> None:
     )
     t.add_argument("--static-cache", type=positive, metavar="TOKENS", help="as for compile")
     t.add_argument("--weights", choices=("int8", "int4", "f16"), help="as for compile")
-    t.add_argument("--precision", choices=("float16", "bfloat16", "fast"), help="as for compile")
+    t.add_argument("--precision", choices=PRECISIONS, help="as for compile")
     t.add_argument("--donate", action="append", default=[], metavar="REGEX", help="as for compile")
     t.add_argument("--threads", type=positive, default=1, help="number of workers (1)")
     t.add_argument("--seed", type=natural, default=0, help="of the search")

@@ -1,4 +1,5 @@
-"""The rule for products of matrices in half precision: tensor cores, with sums in float32."""
+"""The rule for products of matrices on tensor cores, with sums in float32: in half precision, and of float32 as TF32
+where a function asks for it."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from tvm.script.ir_builder import tirx as T
 from lowering.tensorir.blocks import FORM
 from lowering.tensorir.expressions import is_int
 
+from ..half_precision import HALF
 from ..variant import Variant
 from .device import device
 from .matmul_mma import matmul_mma
@@ -31,8 +33,9 @@ def matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | No
     products, a, bs = found
     shape, gpu = products.shape, device(target)
     few = {"rows": FewRowsTiles.default(shape, gpu)} if takes(a, bs) else {}
-    kinds: dict[str, Any] = {"mma": MatmulTiles}
-    if gpu.generation == 90 and _reaches(found) is not None:
+    # By a name of its own in TF32: what was tuned for one way to multiply says nothing of the others.
+    kinds: dict[str, Any] = {"mma" if shape.dtype in HALF else shape.dtype: MatmulTiles}
+    if gpu.generation == 90 and shape.dtype in HALF and _reaches(found) is not None:
         kinds = {"wgmma": WgmmaMatmulTiles, **kinds}
     return [
         Variant(name, shape, gpu, {"tiles": kind.default(shape, gpu), **few}, lambda tiles: _kernel(func, found, tiles))

@@ -3,7 +3,8 @@
     for each tile of m x n of C, and each part of k, a block                      warps_m x warps_n warps
         for each step of k values                                                 a ring of `stages`
             A [m, k], B [n, k] -> shared memory, stages - 1 steps ahead           codes by way of registers, expanded
-            C += A B^T                                                            in registers, 64 x 64 of a warp
+            C += A B^T                                                            in registers, 64 x 64 of a warp,
+                                                                                  float32 as tensor_types.py says
         C -> bias, activation, residual -> output                                 epilogue.py
         where k is in parts: C -> the device's memory, and a second launch sums them
 
@@ -13,7 +14,7 @@ Rows, columns and k behind the last are zeros in shared memory, and not stored.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -28,7 +29,7 @@ from .matmul_sums import Fragment, Sums
 from .matmul_tiles import MatmulTiles
 from .products import Operand, Order, Products
 from .ptx import WARP, fixed, put, registers, unrolled
-from .shared_tile import CHUNK, SharedTile
+from .shared_tile import SharedTile
 
 
 def matmul_mma(products: Products, a: Operand, bs: list[Operand], tiles: MatmulTiles) -> None:
@@ -75,9 +76,10 @@ class _Tile:
         block, self.part, self.thread = place
         self.place = grid.place(block)
         shape = grid.products.shape
-        self.dtype, (a, bs) = shape.dtype, operands
+        self.type, (a, bs) = shape.type, operands
         self.warp_n = grid.each // tiles.warps_n  # columns of a product that a warp has
-        self.memory = T.alloc_buffer((tiles.shared_memory(shape) // 2,), self.dtype, scope="shared.dyn", align=128)
+        elements = tiles.shared_memory(shape) // self.type.bytes
+        self.memory = T.alloc_buffer((elements,), self.type.element, scope="shared.dyn", align=128)
         self.stage = (tiles.m + tiles.n) * tiles.k
         outer = (tiles.m, self.place.m0, grid.rows.astype("int32"))
         self.loaders = [_Loader(self, a, 0, outer, chunks)]
@@ -90,7 +92,8 @@ class _Tile:
         self.warp_column = fixed(self.warp % tiles.warps_n * self.warp_n)
         self.m_blocks, self.n_blocks = tiles.warp_m // 16, self.warp_n // 8
         self.C = [registers(self.m_blocks * self.n_blocks * 4, "float32") for _ in bs]
-        self.a_words, self.b_words = registers(self.m_blocks * 4, "uint32"), registers(4, "uint32")
+        self.a_words = registers(self.m_blocks * 4 * self.type.parts, "uint32")
+        self.b_words = registers(4 * self.type.parts, "uint32")
 
     def emit(self) -> None:
         tiles = self.tiles
@@ -127,23 +130,25 @@ class _Tile:
 
     def multiply(self, slot: Expr) -> None:
         """C += A B^T of a stage."""
-        at = fixed(slot * self.stage)
+        at, parts = fixed(slot * self.stage), range(self.type.parts)
         a, *bs = self.loaders
         read_a = a.reader(at, self.warp_row, first=True)
         readers = [b.reader(at, self.warp_column, first=False) for b in bs]
-        with unrolled(self.tiles.k // 16) as k:
+        of_a = self.m_blocks * 4
+        with unrolled(self.tiles.k // self.type.depth) as k:
             with unrolled(self.m_blocks) as m:
-                words = [self.a_words[m * 4 + x] for x in range(4)]
-                ptx.load_matrices(words, read_a(m, k), transposed=a.order is not Order.K)
-            for C, b, read_b in zip(self.C, bs, readers):
+                read_a([self.a_words[m * 4 + x] for x in range(4)], m, k)
+            self.type.split(self.a_words, of_a)
+            for C, read_b in zip(self.C, readers):
                 with unrolled(self.n_blocks // 2) as pair:
-                    words = [self.b_words[x] for x in range(4)]
-                    ptx.load_matrices(words, read_b(pair, k), transposed=b.order is not Order.K)
+                    read_b([self.b_words[x] for x in range(4)], pair, k)
+                    self.type.split(self.b_words, 4)
                     with unrolled(self.m_blocks) as m:
                         for x in range(2):
                             c = [C[(m * self.n_blocks + pair * 2 + x) * 4 + y] for y in range(4)]
-                            ours = [self.a_words[m * 4 + y] for y in range(4)]
-                            ptx.multiply_add(self.dtype, c, ours, [self.b_words[2 * x], self.b_words[2 * x + 1]])
+                            ours = [[self.a_words[part * of_a + m * 4 + y] for y in range(4)] for part in parts]
+                            theirs = [[self.b_words[part * 4 + 2 * x + y] for y in range(2)] for part in parts]
+                            self.type.multiply_add(c, ours, theirs)
 
     def store(self) -> None:
         size = self.tiles.shared_memory(self.grid.products.shape) // 4
@@ -169,7 +174,8 @@ class _Loader:
         size, self.first, self.extent = outer
         depth = tile.tiles.k
         self.rows, length = (size, depth) if self.order is Order.K else (depth, size)
-        self.chunks = length // CHUNK
+        self.chunk_size = tile.type.chunk
+        self.chunks = length // self.chunk_size
         thread = tile.thread
         self.row, self.chunk = fixed(thread // self.chunks), fixed(thread % self.chunks)
         self.at_once = tile.tiles.threads // self.chunks
@@ -177,7 +183,7 @@ class _Loader:
         self.memory = tile.sums.epilogue.memory[operand.buffer]
         self.starts = registers(self.passes if self.order is Order.K else 1, "int64")
         for n in range(int(self.starts.shape[0])):
-            here = self.first + (self.row + n * self.at_once if self.order is Order.K else self.chunk * CHUNK)
+            here = self.first + (self.row + n * self.at_once if self.order is Order.K else self.chunk * self.chunk_size)
             put(self.starts, n, self.start_of(here))
 
     def start_of(self, outer: Expr) -> Expr:
@@ -187,14 +193,16 @@ class _Loader:
         return substitute(self.operand.along, {self.operand.k: k.astype("int64")})
 
     def shared(self, at: Expr) -> SharedTile:
-        return SharedTile(self.tile.memory, at + self.start, self.chunks)
+        down = self.order is Order.OUTER and self.tile.type.bytes == 4
+        return SharedTile(self.tile.memory, at + self.start, self.chunks, down)
 
     def copy(self, at: Expr, k0: Expr) -> None:
         """The tile from k0 on to the stage at `at`."""
         to, depth = self.shared(at), self.tile.grid.depth.astype("int32")
         with unrolled(self.passes) as n:
             row = self.row + n * self.at_once
-            outer, k = (row, self.chunk * CHUNK) if self.order is Order.K else (self.chunk * CHUNK, row)
+            along = self.chunk * self.chunk_size
+            outer, k = (row, along) if self.order is Order.K else (along, row)
             outer, k = fixed(self.first + outer), fixed(k0 + k)
             place = to.at(row, self.chunk)
             if self.whole:
@@ -205,15 +213,15 @@ class _Loader:
 
     def copy_elements(self, place: ptx.Element, outer: Expr, k: Expr, depth: Expr) -> None:
         """A chunk, element by element: whatever lies between them."""
-        with unrolled(CHUNK) as x:
+        with unrolled(self.chunk_size) as x:
             o, kk = (outer, fixed(k + x)) if self.order is Order.K else (fixed(outer + x), k)
             there = tirx.all(o < self.extent, kk < depth)
             source = self.start_of(o) + self.along(kk)
-            zero = tirx.const(0, self.tile.dtype)
+            zero = tirx.const(0, self.tile.type.element)
             put(self.tile.memory, place.indices[0] + x, T.if_then_else(there, self.memory[source], zero))
 
-    def reader(self, at: Expr, outer: Expr, first: bool) -> Callable[[Expr, Expr], ptx.Element]:
-        """(n, k) -> what ldmatrix reads for the n-th 16 rows (or columns) from `outer` on, and the k-th 16 values of k.
+    def reader(self, at: Expr, outer: Expr, first: bool) -> Callable[[Sequence[ptx.Element], Expr, Expr], None]:
+        """(words, n, k): words := the operands of the n-th 16 rows (or columns) from `outer` on, and the k-th product.
 
         first: as operand A of mma.sync, whose matrices come in another order than those of B.
         """
@@ -221,10 +229,22 @@ class _Loader:
         low, high = lane % 8, lane // 8
         inner, k = (high % 2, high // 2) if first else (high // 2, high % 2)
         if self.order is Order.K:
-            read = tile.reader(fixed(outer + inner * 8 + low), k)
-            return lambda n, step: read(n * 16, step * 2)
-        read = tile.reader(fixed(k * 8 + low), fixed(outer // CHUNK + inner))
-        return lambda n, step: read(step * 16, n * 2)
+            along_k = tile.reader(fixed(outer + inner * 8 + low), k)
+            return lambda words, n, step: ptx.load_matrices(words, along_k(n * 16, step * 2))
+        if not tile.down:
+            across = tile.reader(fixed(k * 8 + low), fixed(outer // self.chunk_size + inner))
+            return lambda words, n, step: ptx.load_matrices(words, across(step * 16, n * 2), transposed=True)
+        each = tile.reader(lane % 4, fixed(outer // 4 + lane // 16))
+        within = fixed(lane // 4 % 4)
+
+        def one_by_one(words: Sequence[ptx.Element], n: Expr, step: Expr) -> None:
+            for x, word in enumerate(words):
+                row, column = (x // 2, x % 2) if first else (x % 2, x // 2)
+                element = each(step * 8 + row * 4, n * 4 + column * 2)
+                value = self.tile.memory[element.indices[0] + within]
+                put(word.source, word.indices[0], T.reinterpret("uint32", value))
+
+        return one_by_one
 
 
 class _Expander(_Loader):
@@ -234,13 +254,13 @@ class _Expander(_Loader):
     def __init__(self, tile: _Tile, operand: Operand, start: int, outer: tuple[int, Expr, Expr], chunks: bool) -> None:
         super().__init__(tile, operand, start, outer, chunks)
         assert operand.codes is not None
-        self.expansion = Expansion(operand.codes, tile.dtype, tile.sums.epilogue.memory)
+        self.expansion = Expansion(operand.codes, tile.type.element, tile.sums.epilogue.memory)
         self.fetched = registers(self.passes * self.expansion.words, "uint32")
         self.scales = [registers(2, "float32") for _ in range(self.passes)]
 
     def copy(self, at: Expr, k0: Expr) -> None:
         """To registers."""
-        k, words = fixed(k0 + self.chunk * CHUNK), self.expansion.words
+        k, words = fixed(k0 + self.chunk * self.chunk_size), self.expansion.words
         for n in range(self.passes):
             column = fixed(self.first + self.row + n * self.at_once)
             there = tirx.all(column < self.extent, k < self.tile.grid.depth.astype("int32"))

@@ -2,8 +2,9 @@
 
 B lies in rows of k, one for each column of C, and is what mma.sync calls A: 16 of its rows by 16 values of k, times 8
 rows of x, the other operand. k is summed in whatever order, so that a thread asks for 16 bytes at a time: of row g of B
-it has k = 8 t to 8 t + 7 of each piece of 32, which are the operands of two products. B goes from memory to registers,
-as nobody else wants it. Of a matrix of codes 16 bytes are c = 2 or 4 times as many k, which are expanded there.
+it has k = 8 t to 8 t + 7 of each piece of 32, which are the operands of two products. In float32 these numbers are half
+as large. B goes from memory to registers, as nobody else wants it. Of a matrix of codes 16 bytes are c = 2 or 4 times
+as many k, which are expanded there.
 
     for each 16 columns of C, a block                              warps share k: pieces of 32 c, `ahead` / c at once
         sums [16, rows] += B [16, 32 c] x [rows, 32 c]^T           2 c products for each 8 rows
@@ -27,7 +28,7 @@ from .products import Operand, Order, Products
 from .ptx import WARP, fixed, put, registers, unrolled
 from .shared_tile import CHUNK
 
-COLUMNS, PIECE = 16, 32
+COLUMNS, PIECE = 16, 4  # rows of B, and chunks of k that a warp has of each
 
 
 def takes(a: Operand, bs: list[Operand]) -> bool:
@@ -73,7 +74,7 @@ class _Columns:
         self.where = {axis.var: fixed(i) for axis, i in zip(axes, unravel(batch.astype("int64"), axes))}
         self.lane, self.warp = fixed(thread % WARP), fixed(thread // WARP)
         self.g, self.t = fixed(self.lane // 4), fixed(self.lane % 4)
-        self.dtype, self.blocks = products.shape.dtype, tiles.rows // 8
+        self.type, self.blocks = products.shape.type, tiles.rows // 8
         self.sums = [registers(self.blocks * 4, "float32") for _ in self.bs]
 
     def emit(self, rows: Expr, columns: Expr) -> None:
@@ -84,18 +85,19 @@ class _Columns:
 
         def pieces_of(operand: Operand, outer: Expr, extent: Expr) -> Pieces:
             outer = fixed(outer)
-            return Pieces(operand, self.dtype, self.epilogue.memory, self.where, outer, outer < extent, ahead, c)
+            return Pieces(operand, self.type, self.epilogue.memory, self.where, outer, outer < extent, ahead, c)
 
         ours = [[pieces_of(b, self.n0 + self.g + r * 8, columns) for r in range(2)] for b in self.bs]
         theirs = [pieces_of(self.a, self.g + r * 8, rows) for r in range(self.blocks)]
         for sums in self.sums:
             with unrolled(self.blocks * 4) as n:
                 put(sums, n, T.float32(0))
-        stride = self.tiles.warps * ahead * c * PIECE
+        chunk = self.type.chunk
+        stride = self.tiles.warps * ahead * c * PIECE * chunk
         with T.serial((depth + stride - 1) // stride) as turn:
             for piece in range(ahead):
-                first = turn * stride + (self.warp * ahead + piece) * (c * PIECE)
-                k = fixed(first + self.t * (c * CHUNK))
+                first = turn * stride + (self.warp * ahead + piece) * (c * PIECE * chunk)
+                k = fixed(first + self.t * (c * chunk))
                 for pieces in (*(pieces for pair in ours for pieces in pair), *theirs):
                     pieces.fetch(piece, k, k < depth)
             for piece in range(ahead):
@@ -104,10 +106,10 @@ class _Columns:
                     for sums, pair in zip(self.sums, ours):
                         low, high = (pieces.chunk(piece, n) for pieces in pair)
                         for half in (0, 2):
-                            b = [low[half], high[half], low[half + 1], high[half + 1]]
+                            b = [[x[half + n] for n in range(2) for x in both] for both in zip(low, high)]
                             for r in range(self.blocks):
                                 into = [sums[r * 4 + y] for y in range(4)]
-                                ptx.multiply_add(self.dtype, into, b, x[r][half : half + 2])
+                                self.type.multiply_add(into, b, [part[half : half + 2] for part in x[r]])
         self.finish(rows, columns)
 
     def finish(self, rows: Expr, columns: Expr) -> None:

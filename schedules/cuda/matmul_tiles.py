@@ -47,7 +47,7 @@ class MatmulTiles(Tiles):
 
     def shared_memory(self, shape: Shape) -> int:
         """Bytes per block: the stages, or sums of 16 rows of each warp in their place."""
-        staged = self.stages * (self.m + self.n) * self.k * 2
+        staged = self.stages * (self.m + self.n) * self.k * shape.type.bytes
         return max(staged, self.warps_m * self.warps_n * 16 * (self.n // self.warps_n + 8) * 4)
 
     @classmethod
@@ -64,7 +64,7 @@ class MatmulTiles(Tiles):
         }
 
     def rules(self, problem: Shape, device: Device) -> dict[str, bool]:
-        shared = self.shared_memory(problem)
+        shared, chunk = self.shared_memory(problem), problem.type.chunk
         each = self.n // problem.products
         columns = each // self.warps_n
         accumulators = self.warp_m * columns * problem.products // 32
@@ -80,7 +80,10 @@ class MatmulTiles(Tiles):
             f"{self.threads} threads must be 32 to 1024": 32 <= self.threads <= 1024,
             "swizzle and split_steps must be positive": min(self.swizzle, self.split_steps) > 0,
             f"a tile of {min(self.m, each)} rows is less than a pass of {self.threads} threads": (
-                self.threads * 8 <= min(self.m, each) * self.k
+                self.threads * chunk <= min(self.m, each) * self.k
+            ),
+            f"{self.threads} threads are fewer than the chunks of {max(self.m, each)} columns": (
+                self.threads * chunk >= max(self.m, each)
             ),
             f"{shared} bytes of shared memory are more than {device.shared_memory}": shared <= device.shared_memory,
             f"{accumulators} accumulators leave no registers": accumulators <= 160,
@@ -90,10 +93,10 @@ class MatmulTiles(Tiles):
         """Steps along k of the busiest multiprocessor: products, shared memory and cache beside each other."""
         rows, columns = problem.rows or TYPICAL, (problem.columns or TYPICAL) * problem.products
         batch, depth = problem.batch or 1, problem.depth or TYPICAL
-        products = 2 * self.m * self.n * self.k / warp_products(device)
-        arrive = 2 * (self.m + self.n) * self.k
+        products = 2 * self.m * self.n * self.k / (warp_products(device) * problem.type.rate)
+        arrive = problem.type.bytes * (self.m + self.n) * self.k
         warps = self.warps_m * self.warps_n
-        read = 2 * self.k * (self.m * self.warps_n + self.n * self.warps_m)
+        read = problem.type.bytes * self.k * (self.m * self.warps_n + self.n * self.warps_m)
         accumulators = self.m * self.n // (32 * warps)
         tiles = batch * -(-rows // self.m) * -(-columns // self.n)
         busiest = load(tiles, device, self.threads, min(accumulators + _ADDRESSES, 255), self.shared_memory(problem))
@@ -105,14 +108,15 @@ class MatmulTiles(Tiles):
 
     @classmethod
     def default(cls, problem: Shape, device: Device) -> MatmulTiles:
-        """Untuned but good: CUTLASS's default for sm_80 (128 x 128 x 32, 64 x 64 of a warp), or half of it where that
-        would leave most of the GPU idle."""
+        """Untuned but good: CUTLASS's default for sm_80 (128 x 128 x 32, 64 x 64 of a warp; of k as many bytes in
+        float32), or half of it where that would leave most of the GPU idle."""
+        k = 64 // problem.type.bytes
         stages = 4 if device.shared_memory >= 128 << 10 else 3
         rows, columns = problem.rows or 1 << 20, (problem.columns or 1 << 20) * problem.products
         tiles = (problem.batch or 1) * -(-rows // 128) * -(-columns // 128)
         if rows <= 64 or tiles < device.multiprocessors // 2:
-            return MatmulTiles(64, 64, 32, 2, 2 if problem.products <= 2 else 1, stages)
-        return MatmulTiles(128, 128, 32, 2, 2, stages)
+            return MatmulTiles(64, 64, k, 2, 2 if problem.products <= 2 else 1, stages)
+        return MatmulTiles(128, 128, k, 2, 2, stages)
 
 
 @dataclass(frozen=True)
@@ -222,7 +226,7 @@ class FewRowsTiles(Tiles):
     warps: int = 8
     """Warps per block, which share k."""
     ahead: int = 4
-    """Pieces of 32 values of k that a warp asks for at once."""
+    """Pieces of k, of four chunks each, that a warp asks for at once."""
     rows: int = 16
     """The most rows that the kernel is for; more go to `matmul_mma`."""
 
@@ -249,8 +253,8 @@ class FewRowsTiles(Tiles):
         columns, depth = (problem.columns or TYPICAL) * problem.products, problem.depth or TYPICAL
         blocks = (problem.batch or 1) * -(-columns // 16)
         busiest = load(blocks, device, 32 * self.warps, _ADDRESSES + 8 * self.ahead, self.shared_memory(problem))
-        steps = -(-depth // (32 * self.warps * self.ahead))
-        read = busiest.blocks * 16 * depth * 2 / device.memory
+        steps = -(-depth // (4 * problem.type.chunk * self.warps * self.ahead))
+        read = busiest.blocks * 16 * depth * problem.type.bytes / device.memory
         waited = busiest.blocks / busiest.at_once * (steps * LATENCY + self.warps * BARRIER)
         return math.log(max(read, waited))
 

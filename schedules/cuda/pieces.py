@@ -15,11 +15,11 @@ from .expansion import Expansion
 from .matmul_grid import Where
 from .products import Operand
 from .ptx import fixed, put, registers
-from .shared_tile import CHUNK
+from .tensor_types import TensorType
 
 
 def chunks_at_once(codes: Codes | None) -> int:
-    """How many chunks 16 bytes of a row have: one of half precision, more of codes."""
+    """How many chunks 16 bytes of a row have: one of elements, more of codes."""
     return 16 // (16 if codes is None else codes.bits)
 
 
@@ -30,7 +30,7 @@ class Pieces:
     def __init__(
         self,
         operand: Operand,
-        dtype: str,
+        type: TensorType,
         memory: Mapping[tirx.Buffer, tirx.Buffer],
         where: Where,
         outer: Expr,
@@ -39,7 +39,8 @@ class Pieces:
         c: int,
     ) -> None:
         self.operand, self.memory, self.outer, self.exists, self.c = operand, memory, outer, exists, c
-        self.expansion = None if operand.codes is None else Expansion(operand.codes, dtype, memory)
+        self.type = type
+        self.expansion = None if operand.codes is None else Expansion(operand.codes, type.element, memory)
         self.words = 4 if self.expansion is None else self.expansion.words  # of a chunk
         start = substitute(operand.start, {**where, operand.outer: outer.astype("int64")})
         self.start, self.fetched = fixed(start), registers(ahead * c * self.words, "uint32")
@@ -55,24 +56,27 @@ class Pieces:
             memory = self.memory[self.operand.buffer]
             with T.If(there), T.Then():
                 for n in range(self.c):
-                    along = substitute(self.operand.along, {self.operand.k: (k + n * CHUNK).astype("int64")})
-                    load(self.fetched, (piece * self.c + n) * 4, memory, self.start + along, CHUNK)
+                    along = substitute(self.operand.along, {self.operand.k: (k + n * self.type.chunk).astype("int64")})
+                    load(self.fetched, (piece * self.c + n) * 4, memory, self.start + along, self.type.chunk)
             return
         with T.If(there), T.Then():
             self.expansion.fetch(self.fetched, piece * size, self.start + k.astype("int64"), self.c)
-        one = self.expansion.block % (CHUNK * self.c) == 0
+        one = self.expansion.block % (self.type.chunk * self.c) == 0
         for n in range(self.c):
             if n and one:
                 self.scales[piece, n] = self.scales[piece, 0]
             else:
                 self.scales[piece, n] = registers(2, "float32")
-                self.expansion.scale_and_zero(self.scales[piece, n], self.outer, fixed(k + n * CHUNK), there)
+                first = fixed(k + n * self.type.chunk)
+                self.expansion.scale_and_zero(self.scales[piece, n], self.outer, first, there)
 
-    def chunk(self, piece: int, n: int) -> list[Expr]:
-        """The words of its n-th chunk, of two elements each."""
-        at = (piece * self.c + n) * self.words
-        if self.expansion is None:
-            return [self.fetched[at + x] for x in range(4)]
-        words = registers(4, "uint32")
-        self.expansion.expand(words, 0, self.fetched, at, self.scales[piece, n])
-        return [words[x] for x in range(4)]
+    def chunk(self, piece: int, n: int) -> list[list[Expr]]:
+        """The words of its n-th chunk, of each part that elements are multiplied by."""
+        at, words = (piece * self.c + n) * self.words, registers(4 * self.type.parts, "uint32")
+        if self.expansion is not None:
+            self.expansion.expand(words, 0, self.fetched, at, self.scales[piece, n])
+        else:
+            for x in range(4):
+                put(words, x, self.fetched[at + x])
+        self.type.split(words, 4)
+        return [[words[4 * part + x] for x in range(4)] for part in range(self.type.parts)]

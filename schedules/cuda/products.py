@@ -1,9 +1,9 @@
 """Products of matrices as kernels for GPUs read them: where chunks of A and B are, and what becomes of the sums.
 
-Tensor cores take k in steps of 16, and memory gives 16 bytes at a time: eight elements of half precision, a chunk. An
-operand lies in chunks along k (A of most models, a stored weight) or along its other axis (B as ONNX writes it); what
-lies in neither is copied element by element. Rows of a convolution are patches: element (m, k) is at start(m) +
-along(k), which is all that a kernel asks.
+Tensor cores take k in steps of 16, or 8 in TF32, and memory gives 16 bytes at a time: eight elements of half precision,
+or four of float32, a chunk. An operand lies in chunks along k (A of most models, a stored weight) or along its other
+axis (B as ONNX writes it); what lies in neither is copied element by element. Rows of a convolution are patches:
+element (m, k) is at start(m) + along(k), which is all that a kernel asks.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from lowering.tensorir.facts import Facts
 
 from ..half_precision import HALF
 from ..reading.codes import Codes
-from ..reading.product import Group, read_groups
+from ..reading.product import PRODUCTS, Group, read_groups
 from ..reading.stages import Axis, Stage, read_stages, unravel, volume
-from .shared_tile import CHUNK
+from .tensor_types import TENSOR_TYPES, TensorType
 
 
 class Order(Enum):
@@ -37,12 +37,17 @@ class Shape:
     """What tiles are chosen by. Sizes that are symbolic are None."""
 
     dtype: str
+    """Of TENSOR_TYPES."""
     batch: int | None
     rows: int | None
     columns: int | None
     depth: int | None
     products: int
     """Whose sums are read together."""
+
+    @property
+    def type(self) -> TensorType:
+        return TENSOR_TYPES[self.dtype]
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,11 +67,14 @@ class Operand:
 
 
 class Products:
-    """The products of a function, with one A, and free variables: batch axes as themselves, row m and column j."""
+    """The products of a function, with one A, and free variables: batch axes as themselves, row m and column j.
 
-    def __init__(self, func: tirx.PrimFunc, stages: list[Stage], group: Group) -> None:
+    dtype is how they are multiplied, of TENSOR_TYPES."""
+
+    def __init__(self, func: tirx.PrimFunc, stages: list[Stage], group: Group, dtype: str) -> None:
         first = group.products[0]
         self.func, self.stages, self.group = func, stages, group
+        self.dtype, self.chunk = dtype, TENSOR_TYPES[dtype].chunk
         self.facts = Facts.of(func)
         self.m, self.j, self.k = tirx.Var("m", "int64"), first.j.var, first.k.var
         self.batch_axes, self.row_axes = first.batch, first.rows
@@ -80,7 +88,7 @@ class Products:
     def shape(self) -> Shape:
         sizes = (self.batch, self.rows, self.columns, self.depth)
         batch, rows, columns, depth = (size.value if isinstance(size, tirx.IntImm) else None for size in sizes)
-        return Shape(str(self.group.products[0].a.ty), batch, rows, columns, depth, len(self.group.products))
+        return Shape(self.dtype, batch, rows, columns, depth, len(self.group.products))
 
     def operands(self) -> tuple[Operand, list[Operand]] | None:
         """A, and B of each product; None where elements are not where a kernel could find them."""
@@ -124,7 +132,7 @@ class Products:
         depth = self.depth
         if not isinstance(depth, tirx.IntImm) or codes.nr != 1 or codes.depth != depth.value:
             return None
-        whole = depth.value % CHUNK == codes.block % CHUNK == 0
+        whole = depth.value % self.chunk == codes.block % self.chunk == 0
         if not whole or not _equal(self.facts.simplify(column), self.j):
             return None
         return Operand(codes.load.source, self.j, self.k, self.j * depth, self.k, Order.K, None, codes)
@@ -133,24 +141,24 @@ class Products:
         self, buffer: tirx.Buffer, parts: tuple[list[Expr], list[Expr]], var: tirx.Var, extent: Expr
     ) -> Expr | bool | None:
         """Whether chunks lie along a variable: always, where an expression holds, or never (None)."""
-        facts = self.facts.copy()
+        facts, chunk = self.facts.copy(), self.chunk
         number, inside = tirx.Var("number", "int64"), tirx.Var("inside", "int64")
-        facts.bind(number, 0, facts.simplify((extent + (CHUNK - 1)) // CHUNK))
-        facts.bind(inside, 0, tirx.const(CHUNK, "int64"))
-        first, any_of = ({var: facts.simplify(number * CHUNK + more)} for more in (tirx.const(0, "int64"), inside))
+        facts.bind(number, 0, facts.simplify((extent + (chunk - 1)) // chunk))
+        facts.bind(inside, 0, tirx.const(chunk, "int64"))
+        first, any_of = ({var: facts.simplify(number * chunk + more)} for more in (tirx.const(0, "int64"), inside))
         indices = [a + b for a, b in zip(*parts)]
         at, behind = ([facts.simplify(substitute(index, where)) for index in indices] for where in (first, any_of))
         gaps = [facts.simplify(b - a) for a, b in zip(at, behind)]
         if not _equal(facts.simplify(offset(buffer.shape, gaps)), inside):
             return None
         conditions: list[Expr] = []
-        whole = facts.simplify(extent % CHUNK)
-        # Chunks begin at multiples of eight elements: by what is known, or where the last dimension is such a multiple.
-        begins = facts.simplify(offset(buffer.shape, at) % CHUNK)
+        whole = facts.simplify(extent % chunk)
+        # Chunks begin at multiples of their size: by what is known, or where the last dimension is such a multiple.
+        begins = facts.simplify(offset(buffer.shape, at) % chunk)
         if not is_int(begins, 0):
-            if not at or not is_int(facts.simplify(at[-1] % CHUNK), 0):
+            if not at or not is_int(facts.simplify(at[-1] % chunk), 0):
                 return None
-            conditions.append(buffer.shape[-1] % CHUNK)
+            conditions.append(buffer.shape[-1] % chunk)
         conditions.append(whole)
         left = [c for c in conditions if not is_int(c, 0)]
         if any(isinstance(c, tirx.IntImm) for c in left):
@@ -159,16 +167,17 @@ class Products:
 
 
 def read_products(func: tirx.PrimFunc) -> Products | None:
-    """A function that is one group of products of half precision, with element-wise stages around them; or None."""
+    """A function that is one group of products, with element-wise stages around them, of half precision, or of float32
+    that it wants multiplied as TF32; or None."""
     stages = read_stages(func)
     groups = read_groups(stages, set(func.params)) if stages else None
     if not groups or stages is None or len(groups) != 1:
         return None
     operands = [(product.a, *(() if product.codes else (product.b,))) for product in groups[0].products]
     types = {str(load.ty) for loads in operands for load in loads}
-    if len(types) != 1 or not types <= set(HALF):
-        return None
-    return Products(func, stages, groups[0])
+    if types == {"float32"} and PRODUCTS in func.attrs and not any(product.codes for product in groups[0].products):
+        return Products(func, stages, groups[0], str(func.attrs[PRODUCTS]))
+    return Products(func, stages, groups[0], *types) if len(types) == 1 and types <= set(HALF) else None
 
 
 def _equal(a: Expr, b: Expr) -> bool:

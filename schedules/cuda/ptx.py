@@ -68,9 +68,17 @@ def load_matrices(to: Sequence[Element], address: Element, *, transposed: bool =
 
 
 def multiply_add(dtype: str, d: Sequence[Element], a: Sequence[Element], b: Sequence[Element]) -> None:
-    """mma.sync: D [16, 8] += A [16, 16] B [16, 8] by a warp; A and B of that type, D float32 (4 + 4 + 2 registers)."""
-    short = SHORT[dtype]
-    T.evaluate(T.ptx[f"mma.sync.aligned.m16n8k16.row.col.f32.{short}.{short}.f32"](*d, *a, *b, *d))
+    """mma.sync: D [16, 8] += A [16, 16] B [16, 8] by a warp; A and B of that type, D float32 (4 + 4 + 2 registers).
+
+    Of tf32 A is [16, 8] and B [8, 8]: a register holds one element where it has two of half precision.
+    """
+    kind, depth = ("tf32", 8) if dtype == "tf32" else (SHORT[dtype], 16)
+    T.evaluate(T.ptx[f"mma.sync.aligned.m16n8k{depth}.row.col.f32.{kind}.{kind}.f32"](*d, *a, *b, *d))
+
+
+def round_to_tf32(to: Element, x: Expr) -> None:
+    """cvt: a float32 number rounded to TF32, ties away from zero, in a register of 32 bits."""
+    T.evaluate(T.ptx["cvt.rna.tf32.f32"](to, x))
 
 
 def pack(dtype: str, to: Element, low: Expr, high: Expr) -> None:

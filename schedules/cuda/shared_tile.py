@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tvm import tirx
+from tvm import DataType, tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
@@ -16,23 +16,29 @@ CHUNK = 8
 
 
 class SharedTile:
-    """Rows of `chunks` chunks each, from element `start` of a buffer of 16-bit elements in shared memory.
+    """Rows of `chunks` chunks each, from element `start` of a buffer in shared memory.
 
     ldmatrix reads one chunk of 8 rows at a time, which is free of conflicts if the chunks lie in different groups of
     four of the 32 banks, that is, if their addresses differ modulo 8 chunks. Rows of 2^k * odd chunks provide 2^(3-k)
     different ones; the number of the row, divided by that, flips the low k bits of the chunk's, which provides the
     others and leaves every chunk in its row.
+
+    down: of elements of 32 bits, which ldmatrix cannot transpose: a warp reads 8 successive ones of 4 successive rows,
+    each thread its own. Two chunks of each row are to differ from those of the others then, and stay neighbours.
     """
 
-    def __init__(self, memory: tirx.Buffer, start: Expr | int, chunks: int) -> None:
-        self.memory, self.start, self.chunks = memory, start, chunks
+    def __init__(self, memory: tirx.Buffer, start: Expr | int, chunks: int, down: bool = False) -> None:
+        self.memory, self.start, self.chunks, self.down = memory, start, chunks, down
         self.bits = min(3, (chunks & -chunks).bit_length() - 1)
+        self.chunk = ptx.CHUNK_BYTES // DataType(memory.dtype).itemsize
 
     def at(self, row: Expr, chunk: Expr) -> Element:
         """The first element of a chunk; int32 indices."""
-        return self.memory[self.start + (row * self.chunks + T.bitwise_xor(chunk, self.flips(row))) * CHUNK]
+        return self.memory[self.start + (row * self.chunks + T.bitwise_xor(chunk, self.flips(row))) * self.chunk]
 
     def flips(self, row: Expr) -> Expr:
+        if self.down:
+            return T.shift_left(T.shift_right(T.bitwise_and(row, 3), 3 - self.bits), 1)
         return T.bitwise_and(T.shift_right(row, 3 - self.bits), (1 << self.bits) - 1)
 
     def reader(self, row: Expr, chunk: Expr) -> Callable[[Expr | int, Expr | int], Element]:
@@ -46,7 +52,7 @@ class SharedTile:
         base = ptx.fixed(self.at(row, chunk).indices[0])
 
         def at(rows: Expr | int, chunks: Expr | int) -> Element:
-            permuted = T.bitwise_xor(base, T.bitwise_and(chunks, low) * CHUNK)
-            return self.memory[permuted + (rows * self.chunks + T.bitwise_and(chunks, ~low)) * CHUNK]
+            permuted = T.bitwise_xor(base, T.bitwise_and(chunks, low) * self.chunk)
+            return self.memory[permuted + (rows * self.chunks + T.bitwise_and(chunks, ~low)) * self.chunk]
 
         return at

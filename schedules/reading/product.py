@@ -14,6 +14,10 @@ from ..half_precision import HALF
 from .codes import Codes, read_codes
 from .stages import Axis, Stage, same_axes
 
+PRODUCTS = "lowering.products"
+"""Attribute of a function whose products of float32 are computed otherwise than in float32: "tf32" or "3xtf32", where
+the target can (schedules/cuda/tensor_types.py)."""
+
 _SUMS = ("float32", "float64", "int32", *HALF)
 _TYPES = {"float64": ("float64",), "float32": ("float32", *HALF), "int32": ("uint8", "int8")}
 """Of operands, by the type of the sums."""

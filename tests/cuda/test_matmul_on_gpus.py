@@ -19,6 +19,7 @@ from tvm import te, tirx, topi
 
 from schedules.cuda.matmul import matmul
 from schedules.cuda.matmul_tiles import MatmulTiles, WgmmaMatmulTiles
+from schedules.reading.product import PRODUCTS
 from schedules.variant import Variant
 
 Arrays = list[np.ndarray]
@@ -40,6 +41,8 @@ class Case:
     """bias, residual, float32, gate (two products), or none."""
     tiles: MatmulTiles | None = SMALL
     sizes: tuple[dict[str, int], ...] = ({"m": 1}, {"m": 45})
+    products: str = ""
+    """tf32 or 3xtf32, of float32."""
 
     def function(self) -> tirx.PrimFunc:
         symbols: dict[str, tirx.Var] = {}
@@ -77,7 +80,8 @@ class Case:
             result = topi.multiply(topi.multiply(sums[0], topi.sigmoid(sums[0])), sums[1])
         else:
             result = topi.cast(sums[0], "float32") if self.epilogue == "float32" else sums[0]
-        return te.create_prim_func([*given, result])
+        func = te.create_prim_func([*given, result])
+        return func.with_attr(PRODUCTS, self.products) if self.products else func
 
     def arrays(self, sizes: dict[str, int]) -> tuple[Arrays, np.ndarray]:
         """Random inputs with infinity and NaN nowhere, and what is right, in float64."""
@@ -123,6 +127,9 @@ def made(case: Case, arch: str = "sm_80", rows: int | None = None) -> emulated.M
     return emulated.module({"main": variant.make(**tiles)}, arch=arch)
 
 
+EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "tf32": 2.0**-10, "3xtf32": 2.0**-20}
+
+
 def check(case: Case, module: emulated.Module, turns: list[tuple[Any, Any]]) -> None:
     for sizes in case.sizes:
         arrays, want = case.arrays(sizes)
@@ -132,7 +139,7 @@ def check(case: Case, module: emulated.Module, turns: list[tuple[Any, Any]]) -> 
             scale = math.sqrt(sizes.get("k", case.k if isinstance(case.k, int) else 1)) * (
                 np.abs(want).max() / max(np.abs(want).std(), 1e-9) if case.epilogue == "gate" else 1
             )
-            eps = {"float16": 2.0**-10, "bfloat16": 2.0**-7}[case.dtype]
+            eps = EPS[case.products or case.dtype]
             np.testing.assert_allclose(got, want, rtol=2 * eps, atol=2 * eps * scale, err_msg=f"{case} {sizes}")
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 _UNIQUE = itertools.count()
-_KIND = {"f16": 0, "bf16": 1}
+_KIND = {"f16": 0, "bf16": 1, "tf32": 2}
 _HALF = {"f16": "half", "bf16": "nv_bfloat16"}
 _TYPES = {
     "pred": "bool", "f32": "float", "f64": "double",
@@ -151,7 +151,7 @@ def _(m, o):
     return f"{_array('uint32_t', 'emu_s', o[1])} emu_stmatrix(emu_s, {m[1]}, {int(bool(m[2]))}, {_shared(o[0])});"
 
 
-@_instruction(r"mma\.sync\.aligned\.m16n8k(8|16)\.row\.col\.f32\.(f16|bf16)\.\2\.f32")
+@_instruction(r"mma\.sync\.aligned\.m16n8k(8|16)\.row\.col\.f32\.(f16|bf16|tf32)\.\2\.f32")
 def _(m, o):
     d, a, b, c = o
     inputs = _array("uint32_t", "emu_a", a) + _array("uint32_t", "emu_b", b) + _array("float", "emu_c", c)
@@ -408,6 +408,11 @@ def _(m, o):
 @_instruction(r"cvt\.rn(?:\.satfinite)?\.(f16|bf16)x2\.f32")
 def _(m, o):
     return _assign(o[0], f"emu::pack<{_HALF[m[1]]}>({o[1]}, {o[2]})")
+
+
+@_instruction(r"cvt\.rna\.tf32\.f32")
+def _(m, o):
+    return _assign(o[0], f"emu::to_tf32({o[1]})")
 
 
 @_instruction(r"cvt\.rn\.(f16|bf16)\.f32")

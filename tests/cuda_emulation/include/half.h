@@ -1,4 +1,4 @@
-// float16 and bfloat16: every operation rounds to the type.
+// float16 and bfloat16: every operation rounds to the type. TF32: a float32 whose last 13 bits are 0.
 #pragma once
 
 namespace emu {
@@ -28,6 +28,13 @@ inline float from_bits(uint16_t bits, Bfloat16*) {
   float value;
   memcpy(&value, &wide, 4);
   return value;
+}
+
+// To the nearest, ties away from zero.
+inline uint32_t to_tf32(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, 4);
+  return value != value ? 0x7FFFE000 : (bits + 0x1000) & ~0x1FFFu;
 }
 
 // 16 bits that count as a float.

@@ -1,6 +1,6 @@
 // What generated kernels call and the emulator provides. Plain C, so that every kernel library finds it by name.
 //
-// Shared memory has 32-bit addresses (`uint32_t`), as in PTX. Element kinds: 0 float16, 1 bfloat16.
+// Shared memory has 32-bit addresses (`uint32_t`), as in PTX. Element kinds: 0 float16, 1 bfloat16, 2 TF32.
 #pragma once
 #include <cstddef>
 #include <cstdint>

@@ -1,11 +1,11 @@
-// Elements of 16 bits as the tensor cores take them.
+// Elements as the tensor cores take them.
 #pragma once
 #include <cstdint>
 #include <cstring>
 
 namespace emulation {
 
-constexpr int BFLOAT16 = 1;                // of the element kinds of interface.h
+constexpr int BFLOAT16 = 1, TF32 = 2;      // of the element kinds of interface.h
 
 inline float to_float(uint16_t bits, int kind) {
   if (kind == BFLOAT16) {

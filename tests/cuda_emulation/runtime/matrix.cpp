@@ -13,6 +13,13 @@ using namespace emulation;
 
 namespace {
 
+float from_tf32(uint32_t bits) {
+  if (bits & 0x1FFF) fail("mma.sync multiplies a float32 that was not rounded to TF32");
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+
 struct Rows {
   uint32_t* registers;
   uint32_t address;
@@ -52,7 +59,7 @@ void emu_stmatrix(const uint32_t* s, int count, int transposed, uint32_t address
   move_matrices((uint32_t*)s, count, transposed, address, true, __builtin_return_address(0));
 }
 
-// D [16, 8] = A [16, k] B [k, 8] + C, k 8 or 16, float32 accumulators.
+// D [16, 8] = A [16, k] B [k, 8] + C, k 8 or 16, float32 accumulators. Of TF32, k is 8, and a register one element.
 void emu_mma(float* d, const uint32_t* a, const uint32_t* b, const float* c, int k, int kind) {
   static const char keys[64] = {};
   struct Fragments {
@@ -63,11 +70,19 @@ void emu_mma(float* d, const uint32_t* a, const uint32_t* b, const float* c, int
   meet_warp(&keys[k + kind], "mma.sync", &own, [=](void** lanes) {
     settings.products++;
     static float A[16][16], B[16][8];
+    if (kind == TF32) {
+      for (int lane = 0; lane < WARP; lane++) {
+        auto& f = *(Fragments*)lanes[lane];
+        int g = lane / 4, t = lane % 4;
+        for (int i = 0; i < 4; i++) A[g + i % 2 * 8][t + i / 2 * 4] = from_tf32(f.a[i]);
+        for (int i = 0; i < 2; i++) B[t + i * 4][g] = from_tf32(f.b[i]);
+      }
+    }
     auto element = [kind](uint32_t word, int e) { return to_float(word >> 16 * e, kind); };
     for (int lane = 0; lane < WARP; lane++) {
       auto& f = *(Fragments*)lanes[lane];
       int g = lane / 4, t = lane % 4;
-      for (int step = 0; step < k / 8; step++)
+      for (int step = 0; step < (kind == TF32 ? 0 : k / 8); step++)
         for (int e = 0; e < 2; e++) {
           A[g][8 * step + 2 * t + e] = element(f.a[2 * step], e);
           A[g + 8][8 * step + 2 * t + e] = element(f.a[2 * step + 1], e);
