@@ -14,7 +14,7 @@ from ..reading.stages import unravel
 from .host import multiprocessors, on_host
 from .matmul_tiles import MatmulTiles, WgmmaMatmulTiles
 from .products import Products
-from .ptx import fixed
+from .ptx import fixed, int32
 
 Where: TypeAlias = dict[tirx.Var, Expr]
 """The batch axes at a batch."""
@@ -32,23 +32,25 @@ class Place:
 class Grid:
     """Made by the host, of int64, for kernels whose blocks have such tiles.
 
-    k is in parts where tiles alone would not fill the GPU: so many, of so many steps each or more.
+    k is in parts where tiles alone would not fill the GPU: so many, of so many steps each or more. A tile is that of a
+    cluster of so many blocks, whose own lie below each other.
     """
 
-    def __init__(self, products: Products, tiles: MatmulTiles | WgmmaMatmulTiles) -> None:
-        self.products, self.tiles = products, tiles
+    def __init__(self, products: Products, tiles: MatmulTiles | WgmmaMatmulTiles, cluster: Expr | int = 1) -> None:
+        self.products, self.tiles, self.cluster = products, tiles, cluster
         self.count = len(products.group.products)
         self.each = tiles.n // self.count  # columns of a product
         self.rows, self.columns = on_host(products.rows), on_host(products.columns)
         self.depth, self.batch = on_host(products.depth), on_host(products.batch)
-        self.m_tiles = on_host(tirx.ceildiv(self.rows, tiles.m))
+        self.high = on_host(T.int64(tiles.m) * cluster)
+        self.m_tiles = on_host(tirx.ceildiv(self.rows, self.high))
         self.n_tiles = on_host(tirx.ceildiv(self.columns, self.each))
         self.steps = on_host(tirx.ceildiv(self.depth, tiles.k))
         self.blocks = on_host(self.m_tiles * self.n_tiles * self.batch)
 
     def split(self) -> None:
         """Decides on the parts; there are blocks."""
-        wanted = tirx.truncdiv(multiprocessors(), self.blocks)
+        wanted = tirx.truncdiv(multiprocessors(), self.blocks * self.cluster)
         most = tirx.truncdiv(self.steps, T.int64(self.tiles.split_steps))
         self.parts = on_host(tirx.max(tirx.min(wanted, most), T.int64(1)))
 
@@ -61,7 +63,7 @@ class Grid:
         first = fixed(tirx.truncdiv(rest, wide) * self.tiles.swizzle)
         high = fixed(tirx.min(m_tiles - first, self.tiles.swizzle))
         within = fixed(tirx.truncmod(rest, wide))
-        m0 = fixed((first + tirx.truncmod(within, high)) * self.tiles.m)
+        m0 = fixed((first + tirx.truncmod(within, high)) * int32(self.high))
         n0 = fixed(tirx.truncdiv(within, high) * self.each)
         return Place(m0, n0, self.where(tirx.truncdiv(block, per_batch)))
 

@@ -139,6 +139,8 @@ class WgmmaMatmulTiles(Tiles):
     """Where tiles do not fill the GPU, k is split into parts of at least so many steps."""
     blocks: int | None = None
     """Most blocks of the grid, where some multiprocessors are for others; None is as many as the GPU has."""
+    cluster: int = 1
+    """Blocks below each other that bring tiles of B together, each a part for all: 1 or 2."""
 
     k: ClassVar[int] = 64
     """Values of k that arrive together: 128 bytes, the width of a swizzled tile."""
@@ -174,6 +176,7 @@ class WgmmaMatmulTiles(Tiles):
             "swizzle": (1, 4, 8, 16),
             "split_steps": (4, 8, 16, 32),
             "blocks": (None,),
+            "cluster": (1, 2),
         }
 
     def rules(self, problem: Shape, device: Device) -> dict[str, bool]:
@@ -191,6 +194,7 @@ class WgmmaMatmulTiles(Tiles):
                 taken <= at_launch * (self.consumers + 1)
             ),
             "swizzle and split_steps must be positive": min(self.swizzle, self.split_steps) > 0,
+            f"cluster = {self.cluster} must be 1 or 2": self.cluster in (1, 2),
             f"{shared} bytes of shared memory are more than {device.shared_memory}": shared <= device.shared_memory,
         }
 
@@ -200,22 +204,25 @@ class WgmmaMatmulTiles(Tiles):
         batch, depth = problem.batch or 1, problem.depth or TYPICAL
         products = 2 * self.m * self.n * self.k / device.tensor_cores
         arrive = 2 * (self.m + self.n) * self.k
+        asked = 2 * (self.m + self.n / self.cluster) * self.k
         read = 2 * self.k * (self.m + self.n * self.consumers)
-        tiles = -(-batch * -(-rows // self.m) * -(-columns // self.n) // device.multiprocessors)
-        each = max(products, (arrive + read) / SHARED, arrive / device.cache, LATENCY / (self.stages - 1))
+        high = -(-rows // (self.m * self.cluster)) * self.cluster
+        tiles = -(-batch * high * -(-columns // self.n) // device.multiprocessors)
+        each = max(products, (arrive + read) / SHARED, asked / device.cache, LATENCY / (self.stages - 1))
         stored = self.m * self.n * 12 / SHARED + LATENCY
         return math.log(tiles * (-(-depth // self.k) * each + stored))
 
     @classmethod
     def default(cls, problem: Shape, device: Device) -> WgmmaMatmulTiles:
-        """Untuned but good: CUTLASS's cooperative 128 x 256 x 64, or less where that would leave the GPU idle."""
+        """Untuned but good: CUTLASS's cooperative 128 x 256 x 64 in clusters of two, or less where that would leave the
+        GPU idle."""
         rows, columns = problem.rows or 1 << 20, (problem.columns or 1 << 20) * problem.products
 
         def tiles(m: int, n: int) -> int:
             return (problem.batch or 1) * -(-rows // m) * -(-columns // n)
 
         if tiles(128, 256) >= device.multiprocessors and columns > 128 * problem.products:
-            return WgmmaMatmulTiles(2, 256, 4, 240, 24)
+            return WgmmaMatmulTiles(2, 256, 4, 232, 40, cluster=2)
         return WgmmaMatmulTiles(2 if rows > 64 else 1, 128, 5, 160 if rows > 64 else 200, 24)
 
 

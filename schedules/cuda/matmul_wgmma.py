@@ -6,13 +6,18 @@
             A [m, 64], B [n, 64] -> ring                C += A B^T, one step's products behind the next one's
                                                     C -> epilogue, while the next tile's steps arrive
 
-The grid has as many blocks as the machine has multiprocessors. B comes as rows of k, or as ONNX writes it, k down and
-columns across: wgmma takes either. What lies outside the matrices arrives as zeros.
+The grid has as many blocks as the machine has multiprocessors. Two blocks below each other may be a cluster: each
+brings half of a tile of B, for both (multicast), so that the second-level cache is asked for it once. A slot of the
+ring is empty when the consumers of both have let go of it. Where tiles of rows are few and odd there are no clusters,
+as half of one would have no rows: the host chooses between two launches. B comes as rows of k, or as ONNX writes it, k
+down and columns across: wgmma takes either. What lies outside the matrices arrives as zeros.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from tvm import tirx
@@ -28,12 +33,13 @@ from .matmul_sums import Fragment, Sums
 from .matmul_tiles import WgmmaMatmulTiles
 from .pipeline import Ring, initialise, specialise
 from .products import Operand, Order, Products
-from .ptx import WARP, fixed, put, registers, synchronise
+from .ptx import WARP, fixed, put, registers, synchronise, synchronise_cluster
 from .shared_tile import CHUNK
-from .tma import COLUMNS, L2_PROMOTION_128B, ROW_BYTES, SWIZZLE_128B
+from .tma import COLUMNS, L2_PROMOTION_128B, ROW_BYTES, ROW_WORDS, SWIZZLE_128B
 
 ROWS = 64  # of a consumer
 _ALIGNMENT = 1024  # bytes, of swizzled tiles
+_MANY = 4  # clusters above each other of which the last may be part empty
 
 
 @dataclass(frozen=True)
@@ -74,34 +80,58 @@ def reach(products: Products, operand: Operand) -> Reach | None:
 
 def matmul_wgmma(products: Products, a: Reach, bs: list[Reach], tiles: WgmmaMatmulTiles) -> None:
     """Emits the kernel and its launches into the function that is open. A lies in chunks along k."""
-    epilogue, grid = Epilogue(products), Grid(products, tiles)
+    epilogue, facts = Epilogue(products), products.facts
+    m_tiles = tirx.ceildiv(products.rows, tiles.m)
+    even = tirx.EQ(tirx.floormod(m_tiles, tiles.cluster), tirx.const(0, "int64"))
+    clusters = facts.simplify(tirx.any(even, m_tiles >= _MANY * tiles.cluster))
+    grid = Grid(products, tiles, facts.simplify(tirx.Select(clusters, T.int64(tiles.cluster), T.int64(1))))
     with T.If(grid.blocks > 0), T.Then():
         grid.split()
         sums = Sums(grid, epilogue)
-        maps = [_Map(grid, epilogue, a, grid.rows, tiles.m)]
-        maps += [_Map(grid, epilogue, b, grid.columns, grid.each) for b in bs]
-        work = on_host(grid.blocks * grid.parts)
-        most = multiprocessors() if tiles.blocks is None else T.int64(tiles.blocks)
-        blocks = on_host(tirx.min(work, most))
-        with (
-            T.launch_thread("blockIdx.x", blocks.astype("int32")) as block,
-            T.launch_thread("threadIdx.x", tiles.threads) as thread,
-        ):
-            _Block(grid, tiles, sums, maps, (block, thread), (work, blocks)).emit()
+
+        def launch(cluster: int) -> None:
+            _launch(grid, sums, a, bs, dataclasses.replace(tiles, cluster=cluster))
+
+        if isinstance(clusters, tirx.IntImm):
+            launch(tiles.cluster if clusters.value else 1)
+        else:
+            with T.If(clusters):
+                with T.Then():
+                    launch(tiles.cluster)
+                with T.Else():
+                    launch(1)
         with T.If(grid.parts > 1), T.Then():
             sums.add_parts()
 
 
-class _Map:
-    """Tiles of an operand: 64 values of k by `size` rows or columns, as wgmma reads them."""
+def _launch(grid: Grid, sums: Sums, a: Reach, bs: list[Reach], tiles: WgmmaMatmulTiles) -> None:
+    """Blocks in clusters as the tiles have it, and the grid."""
+    maps = [_Map(grid, sums.epilogue, a, grid.rows, tiles.m, 1)]
+    maps += [_Map(grid, sums.epilogue, b, grid.columns, grid.each, tiles.cluster) for b in bs]
+    work = on_host(grid.blocks * grid.parts)
+    most = multiprocessors() if tiles.blocks is None else T.int64(tiles.blocks)
+    clusters = on_host(tirx.min(work, tirx.max(tirx.truncdiv(most, tiles.cluster), T.int64(1))))
+    with ExitStack() as stack:
+        if tiles.cluster > 1:
+            stack.enter_context(T.launch_thread("clusterCtaIdx.x", tiles.cluster))
+        blocks = (clusters * tiles.cluster).astype("int32")
+        block = stack.enter_context(T.launch_thread("blockIdx.x", blocks))
+        thread = stack.enter_context(T.launch_thread("threadIdx.x", tiles.threads))
+        _Block(grid, tiles, sums, maps, (block, thread), (work, clusters)).emit()
 
-    def __init__(self, grid: Grid, epilogue: Epilogue, found: Reach, extent: Expr, size: int) -> None:
-        self.reach, self.size, self.along_k = found, size, found.operand.order is Order.K
+
+class _Map:
+    """Tiles of an operand: 64 values of k by `size` rows or columns, as wgmma reads them. `blocks` of a cluster bring
+    one together: each has its share of the rows of 128 bytes."""
+
+    def __init__(self, grid: Grid, epilogue: Epilogue, found: Reach, extent: Expr, size: int, blocks: int) -> None:
+        self.reach, self.size, self.along_k, self.blocks = found, size, found.operand.order is Order.K, blocks
+        self.share = (size if self.along_k else COLUMNS) // blocks
         memory = epilogue.memory[found.operand.buffer]
         inner, rows = (grid.depth, extent) if self.along_k else (extent, grid.depth)
         sizes = [inner, rows, *(axis_extent for _, axis_extent, _ in found.batch)]
         strides = [step * 2 for step in (found.outer, *(step for *_, step in found.batch))]
-        box = [COLUMNS, size if self.along_k else COLUMNS, *(1 for _ in found.batch)]
+        box = [COLUMNS, self.share, *(1 for _ in found.batch)]
         self.rank, self.handle = len(sizes), T.bind(T.tvm_stack_alloca("tensormap", 1))
         # A dimension of one element may have any stride, which has to be one that the driver takes.
         strides = [tirx.max(step, T.int64(16)) for step in strides]
@@ -118,17 +148,27 @@ class _Map:
         """Of 4 bytes, of a tile in shared memory."""
         return self.size * ROW_BYTES // 4
 
-    def load(self, memory: tirx.Buffer, at: Expr, place: Place, outer: Expr, k: Expr, barrier: Expr) -> None:
-        """One thread: memory[at:] := the tile at (outer, k), told to the barrier."""
-        instruction = T.ptx[f"cp.async.bulk.tensor.{self.rank}d.shared::cluster.global.mbarrier::complete_tx::bytes"]
+    def load(
+        self, memory: tirx.Buffer, at: Expr, place: Place, at_k: tuple[Expr, Expr], block: Expr, told: Expr
+    ) -> None:
+        """One thread: memory[at:] := the tile at (outer, k), told to the barrier; of one for a cluster this block's
+        share, which goes to all."""
+        name = f"cp.async.bulk.tensor.{self.rank}d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        (outer, k), mask = at_k, [] if self.blocks == 1 else [tirx.const((1 << self.blocks) - 1, "uint16")]
+        instruction = T.ptx[f"{name}.multicast::cluster" if mask else name]
         batch = [place.where[var].astype("int32") for var, *_ in self.reach.batch]
+        first = block * self.share if mask else T.int32(0)
+        at = at + first * ROW_WORDS
+
+        def copy(at: Expr, *where: Expr) -> None:
+            target = memory.ptr_to([at])
+            T.evaluate(instruction(target, T.address_of(self.handle), *where, *batch, told, *mask))
+
         if self.along_k:
-            T.evaluate(instruction(memory.ptr_to([at]), T.address_of(self.handle), k, outer, *batch, barrier))
+            copy(at, k, outer + first)
             return
         for panel in range(self.size // COLUMNS):
-            target = memory.ptr_to([at + panel * (COLUMNS * ROW_BYTES // 4)])
-            column = outer + panel * COLUMNS
-            T.evaluate(instruction(target, T.address_of(self.handle), column, k, *batch, barrier))
+            copy(at + panel * (COLUMNS * ROW_WORDS), outer + panel * COLUMNS, k + first)
 
 
 class _Block:
@@ -144,13 +184,15 @@ class _Block:
         work: tuple[Expr, Expr],
     ) -> None:
         self.grid, self.tiles, self.sums, self.maps = grid, tiles, sums, maps
-        self.block, self.thread = place
-        self.work, self.blocks = (n.astype("int32") for n in work)
+        block, self.thread = place
+        # Of the block in its cluster, and of that; computed anew where they are needed.
+        self.rank, self.cluster = tirx.truncmod(block, tiles.cluster), tirx.truncdiv(block, tiles.cluster)
+        self.work, self.clusters = (n.astype("int32") for n in work)
         shape = grid.products.shape
         words = tiles.shared_memory(shape) // 4
         self.memory = T.alloc_buffer((words,), "uint32", scope="shared.dyn", align=_ALIGNMENT)
         self.barriers = T.alloc_buffer((2 * tiles.stages,), "uint64", scope="shared", align=8)
-        self.ring = Ring(self.barriers, 0, tiles.stages, tiles.consumers * 4)
+        self.ring = Ring(self.barriers, 0, tiles.stages, tiles.consumers * 4, tiles.cluster)
         # Tiles of A, of all stages, then those of B.
         self.starts, at = [], 0
         for each in maps:
@@ -160,16 +202,20 @@ class _Block:
 
     def emit(self) -> None:
         initialise(self.thread, [self.ring])
-        synchronise()
+        together = self.tiles.cluster > 1
+        synchronise_cluster() if together else synchronise()
         specialise(self.tiles, self.thread, self.produce, self.consume)
+        if together:
+            synchronise_cluster()  # the other block may still let go of slots here
 
     def each_tile(self, body: Callable[[Place, Expr, Expr, Expr], None]) -> None:
         """body(place, part, first step, last step) for the tiles, and parts of k, of this block."""
-        count, blocks = fixed(self.grid.blocks.astype("int32")), fixed(self.blocks)
-        with T.serial(tirx.truncdiv(self.work - self.block + blocks - 1, blocks)) as turn:
-            number = fixed(self.block + turn * blocks)
+        count, clusters = fixed(self.grid.blocks.astype("int32")), fixed(self.clusters)
+        with T.serial(tirx.truncdiv(self.work - self.cluster + clusters - 1, clusters)) as turn:
+            number = fixed(self.cluster + turn * clusters)
             part = fixed(tirx.truncdiv(number, count))
             place = self.grid.place(fixed(tirx.truncmod(number, count)))
+            place = dataclasses.replace(place, m0=fixed(place.m0 + self.rank * self.tiles.m))
             body(place, part, *self.grid.steps_of(part))
 
     def produce(self) -> None:
@@ -185,7 +231,7 @@ class _Block:
                 for each, start, outer in zip(self.maps, self.starts, (place.m0, *(place.n0 for _ in self.maps))):
                     at = start + self.ring.slot(fill) * each.words
                     k = fixed((first + n) * self.tiles.k)
-                    each.load(self.memory, at, place, outer, k, self.ring.full(fill))
+                    each.load(self.memory, at, place, (outer, k), self.rank, self.ring.full(fill))
             put(fills, 0, fills[0] + (last - first))
 
         self.each_tile(tile)
@@ -205,10 +251,6 @@ class _Block:
         fills = registers(1, "int32")
         put(fills, 0, 0)
 
-        def release(fill: Expr) -> None:
-            with T.If(tirx.EQ(lane, 0)), T.Then():
-                self.ring.release(fill)
-
         def tile(place: Place, part: Expr, first: Expr, last: Expr) -> None:
             for c in C:
                 with T.unroll(self.grid.each // 2) as n:
@@ -227,10 +269,10 @@ class _Block:
                 wgmma.commit()
                 wgmma.wait(1)
                 with T.If(n > 0), T.Then():
-                    release(fill - 1)
+                    self.ring.release(fill - 1, lane)
             wgmma.wait(0, *C)
             with T.If(last > first), T.Then():
-                release(fills[0] + (last - first) - 1)
+                self.ring.release(fills[0] + (last - first) - 1, lane)
             put(fills, 0, fills[0] + (last - first))
             self.store(place, part, C, fixed(w * 4 + warp), lane)
 

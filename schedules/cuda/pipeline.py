@@ -11,7 +11,7 @@ from tvm.script.ir_builder import tirx as T
 
 from .attention_tiles import WgmmaTiles
 from .matmul_tiles import WgmmaMatmulTiles
-from .ptx import fixed, uniform
+from .ptx import fixed, registers, uniform
 
 WARPGROUP = 128
 """Threads."""
@@ -29,7 +29,9 @@ class Ring:
     first: Expr | int
     slots: int
     consumers: int
-    """Arrivals that empty a slot."""
+    """Arrivals that empty a slot, from each block."""
+    cluster: int = 1
+    """Blocks of the cluster, all of which empty a slot, as copies of each go to all."""
 
     @property
     def end(self) -> Expr | int:
@@ -39,7 +41,10 @@ class Ring:
     def initialise(self) -> None:
         """By one thread, before a fence and a barrier of the block."""
         for slot in range(self.slots):
-            for at, arrivals in ((self.first + slot, 1), (self.first + self.slots + slot, self.consumers)):
+            for at, arrivals in (
+                (self.first + slot, 1),
+                (self.first + self.slots + slot, self.consumers * self.cluster),
+            ):
                 T.evaluate(T.ptx.mbarrier.init.shared.b64(self.barriers.ptr_to([at]), T.uint32(arrivals)))
 
     def slot(self, n: Expr) -> Expr:
@@ -58,9 +63,15 @@ class Ring:
         """A consumer: waits until fill n has arrived."""
         T.evaluate(T.cuda.mbarrier_wait(self.full(n), self._parity(n)))
 
-    def release(self, n: Expr) -> None:
-        """A consumer, as often as `consumers` says: lets go of fill n."""
-        T.evaluate(T.ptx.mbarrier.arrive.shared.b64(self._empty(n)))
+    def release(self, n: Expr, lane: Expr) -> None:
+        """A consumer, by one of its warps, as often as `consumers` says: lets go of fill n, in each block."""
+        with T.If(lane < self.cluster), T.Then():
+            if self.cluster == 1:
+                T.evaluate(T.ptx.mbarrier.arrive.shared.b64(self._empty(n)))
+            else:
+                there, here = registers(1, "uint32"), T.cuda.cvta_generic_to_shared(self._empty(n))
+                T.evaluate(T.ptx["mapa.shared::cluster.u32"](there[0], here, lane.astype("uint32")))
+                T.evaluate(T.ptx["mbarrier.arrive.release.cluster.shared::cluster.b64"](there[0]))
 
     def _empty(self, n: Expr) -> Expr:
         return self.barriers.ptr_to([self.first + self.slots + self.slot(n)])

@@ -294,8 +294,7 @@ class _Consumer:
 
     def release(self, ring: Ring, fill: Expr) -> None:
         """Every warp lets go for itself: its share of the products is done, another's may not be."""
-        with T.If(tirx.EQ(self.lane, 0)), T.Then():
-            ring.release(fill)
+        ring.release(fill, self.lane)
 
     # Turns at the tensor cores: consumer w waits at named barrier 1 + w for consumer w - 1.
 

@@ -146,6 +146,13 @@ def synchronise_warp() -> None:
     T.evaluate(T.cuda.warp_sync())
 
 
+def synchronise_cluster() -> None:
+    """barrier.cluster: of all blocks of the cluster, whose shared memory is there for each other from here on, or until
+    here."""
+    T.evaluate(T.ptx["barrier.cluster.arrive.release"]())
+    T.evaluate(T.ptx["barrier.cluster.wait.acquire"]())
+
+
 def any_thread(condition: Expr) -> Expr:
     """__syncthreads_or: whether the condition holds for some thread of the block, which all of them wait to know."""
     return fixed(T.cuda.syncthreads_or(condition.astype("int32"))) != 0

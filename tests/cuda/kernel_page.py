@@ -13,6 +13,7 @@ from loop_model import beside
 from loop_table import loop_table
 from machine_code import HEAD_DIMS, machine_code
 from test_matmul_on_gpus import AUDITED, first_variant
+from test_tf32 import AUDITED as IN_TF32
 
 PAGE = Path(__file__).parents[2] / "docs" / "cuda_kernels.md"
 
@@ -68,7 +69,7 @@ def page() -> str:
         HEADER
         + "".join(prefill_row(*row) for row in rows)
         + PRODUCTS
-        + "".join(product_row(name, case) for name, case in AUDITED.items())
+        + "".join(product_row(name, case) for name, case in (*AUDITED.items(), *IN_TF32.items()))
         + loop_table()
     )
 
@@ -86,7 +87,8 @@ PRODUCTS = """
 ## Products of matrices
 
 The kernels for C [M, N] = A [M, K] B with their default tiles, M symbolic unless said. *gate* is the product of two
-results of one A, one of them under an activation; a residual is added before C is stored. Of the loop along k, which
+results of one A, one of them under an activation; a residual is added before C is stored. Products of float32 say how
+they are computed; on sm_90a blocks are clusters of two where that is written. Of the loop along k, which
 may have several steps, are counted products, reads of operands and copies (UTMALDG in the whole kernel), and all
 instructions of it.
 
@@ -103,7 +105,9 @@ def product_row(name: str, case: Any) -> str:
     counts = [n["HMMA"] + n["HGMMA"], n["LDSM"], n["LDGSTS"] + code.whole["UTMALDG"], sum(n.values())]
     sizes, order = f"{case.m}, {case.n}, {case.k}", "[N, K]" if case.b_transposed else "[K, N]"
     shown = f"{tiles.m} x {tiles.n} x {tiles.k}, {tiles.stages} stages"
-    columns = [arch, sizes, order, case.epilogue, shown, code.registers, code.spills, *counts]
+    shown += ", clusters" if getattr(tiles, "cluster", 1) > 1 else ""
+    epilogue = f"{case.epilogue}, {case.products}" if case.products else case.epilogue
+    columns = [arch, sizes, order, epilogue, shown, code.registers, code.spills, *counts]
     return f"| {' | '.join(map(str, columns))} |\n"
 
 

@@ -67,16 +67,18 @@ def product(name: str) -> Kernel:
     tiles = variant.tiles["tiles"]
     assert isinstance(tiles, MatmulTiles | WgmmaMatmulTiles)
     code = machine_code(variant.make(), arch)
-    brought = 2 * (tiles.m + tiles.n) * tiles.k
+    size = variant.problem.type.bytes
+    cluster = tiles.cluster if isinstance(tiles, WgmmaMatmulTiles) else 1
+    together = f", clusters of {cluster}" if cluster > 1 else ""
     return Kernel(
         name=f"product, {AUDITED[name].epilogue}",
         arch=arch,
-        tiles=f"{tiles.m} x {tiles.n} x {tiles.k}",
+        tiles=f"{tiles.m} x {tiles.n} x {tiles.k}{together}",
         steps=code.steps,
         warps=_warps(arch, tiles, code, tiles.shared_memory(variant.problem)),
         work=2 * tiles.m * tiles.n * tiles.k,
-        brought=brought,
-        read=brought,
+        brought=size * (tiles.m + tiles.n) * tiles.k,
+        read=size * (tiles.m + tiles.n // cluster) * tiles.k,
     )
 
 

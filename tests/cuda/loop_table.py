@@ -58,8 +58,9 @@ What the table says:
 * At a head size of 64 the exponentials are what bounds tiles of 128 keys, theirs and ours. FlashAttention-3's tiles of
   192 keys put P into shared memory, which is then the limit.
 * Products on H100 are bound by tensor cores and shared memory alike, and by the cache before both, if that gives as
-  little as is said here: ours asks it for 48 bytes in each cycle of the tensor cores, CUTLASS's clusters of two for 32.
-  The product of a gate has A read in shared memory for each of its halves.
+  little as is said here: clusters of two, ours and CUTLASS's, ask it for 32 bytes in each cycle of the tensor cores,
+  and blocks alone, which are left to few rows, for 48. The product of a gate has A read in shared memory for each of
+  its halves.
 * On A100 a head size of 256 is bound by shared memory: each of eight warps reads all of K and V there for 16 rows.
 """
 

@@ -41,19 +41,28 @@ def launch(
     arguments: Sequence[Any],
     *,
     shared_bytes: int = 0,
+    cluster: int = 1,
     arch: str = "sm_90a",
     order: Order = "ascending",
     arrivals: Arrivals = "late",
 ) -> list[Any]:
     """Compiles the source, launches one of its kernels, and returns the arguments as they are afterwards.
 
-    arguments: NumPy arrays and Pointers (pointers), NumPy scalars, and TensorMaps. Raises EmulationError.
+    arguments: NumPy arrays and Pointers (pointers), NumPy scalars, and TensorMaps; cluster: blocks along x. Raises
+    EmulationError.
     """
-    sizes = ([*grid, 1, 1][:3], [*block, 1, 1][:3], shared_bytes)
+    sizes = ([*grid, 1, 1][:3], [*block, 1, 1][:3], shared_bytes, cluster)
     return run(_launch, source, kernel, sizes, list(arguments), arch=arch, order=order, arrivals=arrivals)
 
 
 # ---- in the worker
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute of a cluster's dimensions."""
+
+    _fields_ = [("id", ctypes.c_int), ("padding", ctypes.c_char * 4), ("cluster", ctypes.c_uint * 3),
+                ("rest", ctypes.c_char * 52)]  # fmt: skip
 
 
 class _Config(ctypes.Structure):
@@ -70,10 +79,10 @@ def _checked(status: int) -> None:
         raise EmulationError(take_failure() or f"error {status}")
 
 
-def _launch(source: str, kernel: str, sizes: tuple[list, list, int], arguments: list) -> list[Any]:
+def _launch(source: str, kernel: str, sizes: tuple[list, list, int, int], arguments: list) -> list[Any]:
     from .build import compile_for_emulation, libraries
 
-    grid, block, shared_bytes = sizes
+    grid, block, shared_bytes, cluster = sizes
     driver, runtime = (ctypes.CDLL(str(path)) for path in libraries())
     image = compile_for_emulation(source)
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
@@ -90,7 +99,9 @@ def _launch(source: str, kernel: str, sizes: tuple[list, list, int], arguments: 
                 ctypes.memmove(memory[i], argument.ctypes.data, argument.nbytes)
         values = [memory[i] if i in memory else _value(driver, a, arguments, memory) for i, a in enumerate(arguments)]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        config = _Config((ctypes.c_uint * 6)(*grid, *block), shared_bytes, None, None, 0)
+        attribute = _Attribute(4, b"", (cluster, 1, 1))
+        where = ctypes.addressof(attribute)
+        config = _Config((ctypes.c_uint * 6)(*grid, *block), shared_bytes, None, where, int(cluster > 1))
         _checked(driver.cuLaunchKernelEx(ctypes.byref(config), function, pointers, None))
         results = []
         for i, argument in enumerate(arguments):

@@ -204,13 +204,19 @@ def _(m, o):
 
 @_instruction(r"mbarrier\.arrive\.expect_tx" + _AT)
 def _(m, o):
-    return f"uint64_t emu_state = emu_mbarrier_arrive({_shared(o[1])}, 1, {o[2]}); {_assign(o[0], 'emu_state')}"
+    return f"uint64_t emu_state = emu_mbarrier_arrive({_shared(o[1])}, 1, {o[2]}, 0); {_assign(o[0], 'emu_state')}"
 
 
 @_instruction(r"mbarrier\.arrive" + _AT)
 def _(m, o):
     target, where, count = ["_", *o] if isinstance(o[0], Address) else o if len(o) > 2 else [*o, "1"]
-    return f"uint64_t emu_state = emu_mbarrier_arrive({_shared(where)}, {count}, 0); {_assign(target, 'emu_state')}"
+    return f"uint64_t emu_state = emu_mbarrier_arrive({_shared(where)}, {count}, 0, 0); {_assign(target, 'emu_state')}"
+
+
+@_instruction(r"mbarrier\.arrive(\.release|\.relaxed)?\.cluster\.shared::cluster\.b64")
+def _(m, o):
+    where, count = [*o, "1"][1:3] if o[0] == "_" else [*o, "1"][:2]
+    return f"emu_mbarrier_arrive({_shared(where)}, {count}, 0, 1);"
 
 
 @_instruction(r"mbarrier\.expect_tx" + _AT)
@@ -234,6 +240,13 @@ _TO_SHARED = r"\.shared::(?:cluster|cta)\.global(?:\.tile)?\.mbarrier::complete_
 def _(m, o):
     source = o[1]
     return f"{_coordinates(source)} emu_tma_load({_shared(o[0])}, {source.base}, emu_at, {m[1]}, {_shared(o[2])});"
+
+
+@_instruction(r"cp\.async\.bulk\.tensor\.(\d)d" + _TO_SHARED + r"\.multicast::cluster")
+def _(m, o):
+    source, mask = o[1], f"(uint32_t)({o[3]})"
+    where = f"{_shared(o[0])}, {source.base}, emu_at, {m[1]}, {_shared(o[2])}, {mask}"
+    return f"{_coordinates(source)} emu_tma_multicast({where});"
 
 
 @_instruction(r"cp\.async\.bulk\.tensor\.(\d)d\.global\.shared::cta(\.tile)?\.bulk_group" + _HINTS)
@@ -303,9 +316,19 @@ def _(m, o):
     return f"emu_barrier({o[0]}, {o[1] if len(o) > 1 else 0}, {int(m[1] == 'arrive')});"
 
 
-@_instruction(r"barrier\.cluster\.(arrive|wait)(\.\w+)*")
+@_instruction(r"barrier\.cluster\.arrive(?:\.(release|relaxed))?(?:\.aligned)?")
 def _(m, o):
-    return "emu_barrier(0, 0, 0);" if m[1] == "wait" else ""  # a cluster is one block here
+    return f"emu_cluster_arrive({int(m[1] == 'relaxed')});"
+
+
+@_instruction(r"barrier\.cluster\.wait(\.acquire)?(\.aligned)?")
+def _(m, o):
+    return "emu_cluster_wait();"
+
+
+@_instruction(r"mapa\.shared::cluster\.u32")
+def _(m, o):
+    return _assign(o[0], f"emu_map_shared({o[1]}, {o[2]})")
 
 
 @_instruction(r"fence\.mbarrier_init\.release\.cluster")
@@ -372,7 +395,12 @@ def _(m, o):
     return f"{o[0]} = ({_TYPES[m[2]]})({o[1]}) {op} ({_TYPES[m[2]]})({o[2]});"
 
 
-_SPECIAL = {"emu_laneid": "emu::lane()", "emu_tid.x": "threadIdx.x", "emu_ctaid.x": "blockIdx.x"}
+_SPECIAL = {
+    "emu_laneid": "emu::lane()",
+    "emu_tid.x": "threadIdx.x",
+    "emu_ctaid.x": "blockIdx.x",
+    "emu_cluster_ctarank": "emu_cluster_rank()",
+}
 
 
 @_instruction(r"mov\.(\w\d+)")

@@ -42,12 +42,14 @@ __attribute__((const)) emu_dim emu_thread_index();
 __attribute__((const)) emu_dim emu_block_index();
 __attribute__((const)) emu_dim emu_block_size();
 __attribute__((const)) emu_dim emu_grid_size();
+__attribute__((const)) uint32_t emu_cluster_rank();
 
 // ---- memory
 __attribute__((const)) void* emu_dynamic_shared();
 __attribute__((const)) void* emu_static_shared(int number);
 uint32_t emu_shared_address(const void* generic);
 void* emu_shared_pointer(uint32_t address);
+uint32_t emu_map_shared(uint32_t address, uint32_t rank);    // the same place in another block of the cluster
 // Checks an access that the compiler's instrumentation does not see in one piece; it must be aligned to its size.
 enum emu_access_kind { EMU_READ, EMU_WRITE, EMU_ATOMIC };
 void emu_access(const void* generic, size_t bytes, emu_access_kind kind);
@@ -58,6 +60,8 @@ bool emu_keeps(int step);
 // ---- meeting points
 void emu_barrier(int id, int count, int arrive_only);   // count 0: all threads of the block
 int emu_barrier_count(int predicate);                    // of all threads of the block: how many predicates hold
+void emu_cluster_arrive(int relaxed);
+void emu_cluster_wait();
 void emu_syncwarp(uint32_t mask);
 uint32_t emu_active_mask();
 // Lane `source` of the mask gives its 8 bytes; -1 keeps the own ones.
@@ -78,13 +82,15 @@ void emu_cp_async_arrive(uint32_t mbarrier, int no_increment);
 // ---- mbarriers
 void emu_mbarrier_init(uint32_t address, uint32_t count);
 void emu_mbarrier_invalidate(uint32_t address);
-uint64_t emu_mbarrier_arrive(uint32_t address, uint32_t count, uint32_t expect_bytes);
+uint64_t emu_mbarrier_arrive(uint32_t address, uint32_t count, uint32_t expect_bytes, int remote);
 void emu_mbarrier_expect(uint32_t address, uint32_t bytes);
 bool emu_mbarrier_test(uint32_t address, uint32_t parity);      // yields if the phase is not complete
 bool emu_mbarrier_test_state(uint32_t address, uint64_t state);
 
 // ---- bulk copies
 void emu_tma_load(uint32_t destination, const void* map, const int* coordinates, int rank, uint32_t mbarrier);
+void emu_tma_multicast(uint32_t destination, const void* map, const int* coordinates, int rank, uint32_t mbarrier,
+                       uint32_t mask);
 void emu_tma_store(const void* map, const int* coordinates, int rank, uint32_t source);
 void emu_bulk_load(uint32_t destination, const void* source, uint32_t bytes, uint32_t mbarrier);
 void emu_bulk_store(void* destination, uint32_t source, uint32_t bytes);

@@ -119,6 +119,26 @@ void emu_tma_load(uint32_t destination, const void* where, const int* coordinate
   });
 }
 
+// Each block of the mask gets the box at the same place, and its mbarrier at the same place hears of it.
+void emu_tma_multicast(uint32_t destination, const void* where, const int* coordinates, int rank, uint32_t mbarrier,
+                       uint32_t mask) {
+  const TensorMap& map = tensor_map(where);
+  check_box(map, rank, destination, "bulk tensor load");
+  if (!mask || mask >> block.cluster) fail("bulk tensor load for the blocks 0x%x of a cluster of %d", mask, block.cluster);
+  Operation operation = bulk_operation();
+  std::vector<int> at(coordinates, coordinates + rank);
+  for (int to = 0; to < block.cluster; to++) {
+    if (!(mask >> to & 1)) continue;
+    uint32_t there = in_block(destination, to), told = in_block(mbarrier, to);
+    check_mbarrier_for_bulk(told);
+    order_operation(operation, Proxy::async, there, map.box_bytes(), true, "write by a bulk tensor load");
+    do_later([map, at, there, told, operation] {
+      load(map, at.data(), there);
+      complete_bytes(told, map.box_bytes(), operation.clock);
+    });
+  }
+}
+
 void emu_tma_store(const void* where, const int* coordinates, int rank, uint32_t source) {
   const TensorMap& map = tensor_map(where);
   check_box(map, rank, source, "bulk tensor store");

@@ -70,6 +70,8 @@ CUresult refuse_launch(const char* why, CUresult code = CUDA_ERROR_INVALID_VALUE
   return refuse_call(code, "cuLaunchKernelEx", why);
 }
 
+enum { COOPERATIVE = 2, CLUSTER = 4, PROGRAMMATIC_SERIALIZATION = 6 };
+
 // CUDA_SUCCESS if the launch is one that the device could do.
 CUresult check_launch(const CUlaunchConfig& c, const Function& function) {
   static char why[256];
@@ -88,29 +90,45 @@ CUresult check_launch(const CUlaunchConfig& c, const Function& function) {
              c.shared_bytes, fixed, settings.shared_memory, function.most_dynamic);
     return refuse_launch(why);
   }
-  enum { COOPERATIVE = 2, CLUSTER = 4, PROGRAMMATIC_SERIALIZATION = 6 };
   for (unsigned i = 0; i < c.attribute_count; i++) {
     auto& attribute = c.attributes[i];
     if (attribute.id == PROGRAMMATIC_SERIALIZATION) continue;      // launches follow each other here anyway
     if (attribute.id == COOPERATIVE && !attribute.value) continue;
-    auto [x, y, z] = attribute.cluster;
-    if (attribute.id == CLUSTER && x == 1 && y == 1 && z == 1) continue;
-    snprintf(why, sizeof why, "launch attribute %d is not emulated (clusters, cooperative launches)", attribute.id);
+    if (attribute.id == CLUSTER) {
+      auto [x, y, z] = attribute.cluster;
+      if (x == 1 && y == 1 && z == 1) continue;
+      if (settings.major < 9) return refuse_launch("clusters need compute capability 9.0");
+      if (!x || c.grid_x % x) return refuse_launch("the grid is no multiple of the cluster");
+      if (x <= MAX_CLUSTER && y == 1 && z == 1 && block_threads * x <= MAX_THREADS && block_threads % WARPGROUP == 0) continue;
+      return refuse_launch("clusters of other than 2 to 8 whole blocks along x, with at most 1024 threads in all, are not "
+                           "emulated", CUDA_ERROR_NOT_SUPPORTED);
+    }
+    snprintf(why, sizeof why, "launch attribute %d is not emulated (cooperative launches)", attribute.id);
     return refuse_launch(why, CUDA_ERROR_NOT_SUPPORTED);
   }
   return CUDA_SUCCESS;
 }
 
-CUresult run_kernel(const CUlaunchConfig& config, const Function& function, void** parameters) {
+// Blocks of a cluster, along x.
+int cluster_of(const CUlaunchConfig& config) {
+  for (unsigned i = 0; i < config.attribute_count; i++)
+    if (config.attributes[i].id == CLUSTER) return config.attributes[i].cluster.x;
+  return 1;
+}
+
+// The launch's attributes may be gone.
+CUresult run_kernel(const CUlaunchConfig& config, int cluster, const Function& function, void** parameters) {
   block = Block();
   block.grid = {config.grid_x, config.grid_y, config.grid_z};
   block.size = {config.block_x, config.block_y, config.block_z};
-  block.threads = config.block_x * config.block_y * config.block_z;
-  lay_out_shared(*function.kernel, config.shared_bytes);
+  block.cluster = cluster;
+  block.each = config.block_x * config.block_y * config.block_z;
+  block.threads = block.cluster * block.each;
+  lay_out_shared(*function.kernel, config.shared_bytes, block.cluster);
   parameters = with_windows(*function.kernel, parameters);
-  size_t blocks = (size_t)config.grid_x * config.grid_y * config.grid_z;
-  for (size_t i = 0; i < blocks; i++) {
-    size_t at = settings.descending ? blocks - 1 - i : i;
+  size_t clusters = (size_t)config.grid_x * config.grid_y * config.grid_z / block.cluster;
+  for (size_t i = 0; i < clusters; i++) {
+    size_t at = (settings.descending ? clusters - 1 - i : i) * block.cluster;
     block.index = {unsigned(at % config.grid_x), unsigned(at / config.grid_x % config.grid_y),
                    unsigned(at / config.grid_x / config.grid_y)};
     if (!run_block(function.kernel->entry, parameters)) {
@@ -237,12 +255,13 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, void* handle, void** par
   note_call(__func__, config->stream);
   if (extra) return refuse_launch("parameters in `extra` are not emulated", CUDA_ERROR_NOT_SUPPORTED);
   if (CUresult refused = check_launch(*config, function)) return refused;
+  int cluster = cluster_of(*config);
   if (!captures(config->stream))
-    return enqueue(__func__, config->stream, [&] { return run_kernel(*config, function, parameters); });
+    return enqueue(__func__, config->stream, [&] { return run_kernel(*config, cluster, function, parameters); });
   auto copy = std::make_shared<Parameters>(*function.kernel, parameters);
-  return enqueue(__func__, config->stream, [config = *config, handle, copy]() mutable {
+  return enqueue(__func__, config->stream, [config = *config, cluster, handle, copy]() mutable {
     if (!functions.count(handle)) return refuse_launch("a kernel of a module that was unloaded", CUDA_ERROR_INVALID_HANDLE);
-    return run_kernel(config, *(Function*)handle, copy->pointers.data());
+    return run_kernel(config, cluster, *(Function*)handle, copy->pointers.data());
   });
 }
 

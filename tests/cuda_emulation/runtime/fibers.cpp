@@ -4,6 +4,7 @@
 #include <signal.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
@@ -91,7 +92,8 @@ void run_thread() {
   entry_point(entry_parameters);
   leave_block();
   current->done = true;
-  block.alive--;
+  block.alive[current->rank]--;
+  block.running--;
   progress++;
   yield();
   abort();
@@ -100,7 +102,11 @@ void run_thread() {
 void prepare(Thread& thread, int number) {
   unsigned x = block.size.x, y = block.size.y;
   thread.number = number;
-  thread.index = {number % x, number / x % y, number / (x * y)};
+  thread.rank = number / block.each;
+  thread.block_index = block.index;
+  thread.block_index.x += thread.rank;
+  unsigned own = number % block.each;
+  thread.index = {own % x, own / x % y, own / (x * y)};
   thread.stack = stack_of(number);
   void** top = (void**)(thread.stack + STACK - 64);
   *--top = nullptr;                     // run_thread does not return
@@ -113,6 +119,7 @@ std::string describe(const Thread& thread) {
   char text[160];
   switch (thread.waits) {
     case Waits::barrier: return describe_barrier(thread.waits_for);
+    case Waits::cluster: return "barrier.cluster, which not all threads reach";
     case Waits::mbarrier: return describe_mbarrier(thread.waits_for);
     case Waits::warp: snprintf(text, sizeof text, "%s, which not all lanes reach", thread.operation); return text;
     case Waits::warpgroup: snprintf(text, sizeof text, "%s, which not all of the warpgroup reach", thread.operation); return text;
@@ -141,7 +148,7 @@ std::string describe(const Thread& thread) {
 void run_threads() {
   int n = block.threads, idle = 0;
   unsigned long seen = progress;
-  while (block.alive) {
+  while (block.running) {
     for (int i = 0; i < n; i++) {
       Thread& thread = threads[settings.descending ? n - 1 - i : i];
       if (thread.done) continue;
@@ -178,7 +185,7 @@ void fail(const char* format, ...) {
   va_start(arguments, format);
   vsnprintf(text, sizeof text, format, arguments);
   va_end(arguments);
-  auto [bx, by, bz] = block.index;
+  auto [bx, by, bz] = current ? current->block_index : block.index;
   if (current) {
     auto [x, y, z] = current->index;
     snprintf(where, sizeof where, "block (%u, %u, %u), thread (%u, %u, %u): ", bx, by, bz, x, y, z);
@@ -208,7 +215,8 @@ bool run_block(void (*entry)(void**), void** parameters) {
   entry_parameters = parameters;
   threads.assign(block.threads, Thread());
   for (int i = 0; i < block.threads; i++) prepare(threads[i], i);
-  block.alive = block.threads;
+  std::fill_n(block.alive, block.cluster, block.each);
+  block.running = block.threads;
   poison_shared();
   reset_ordering();
   reset_meetings();
@@ -236,7 +244,8 @@ bool run_block(void (*entry)(void**), void** parameters) {
 using namespace emulation;
 
 emu_dim emu_thread_index() { return current->index; }
-emu_dim emu_block_index() { return block.index; }
+emu_dim emu_block_index() { return current->block_index; }
+uint32_t emu_cluster_rank() { return current->rank; }
 emu_dim emu_block_size() { return block.size; }
 emu_dim emu_grid_size() { return block.grid; }
 void emu_trap(const char* text) { fail("%s", text); }

@@ -27,8 +27,15 @@ Mbarrier& at(uint32_t address) {
   return it->second;
 }
 
-// For the running thread: after the initialisation, that is.
-Mbarrier& use(uint32_t address) {
+void need_alive(uint32_t address, const char* what) {
+  if (!block.alive[block_of(address)]) fail("%s at 0x%x, which is in the shared memory of a block that has ended", what, address);
+}
+
+// For the running thread: after the initialisation, that is. remote: whether it may be that of another block.
+Mbarrier& use(uint32_t address, bool remote = false) {
+  if (!remote && block_of(address) != current->rank)
+    fail("mbarrier at 0x%x: it is that of another block of the cluster", address);
+  need_alive(address, "an mbarrier");
   Mbarrier& barrier = at(address);
   order_access(address, 8, false);
   return barrier;
@@ -57,6 +64,7 @@ std::string describe_mbarrier(uint32_t address) {
 }
 
 void complete_bytes(uint32_t address, uint32_t bytes, const Clock& clock) {
+  need_alive(address, "a bulk copy tells an mbarrier");
   Mbarrier& barrier = at(address);
   barrier.clock.join(clock);
   barrier.bytes -= bytes;
@@ -64,7 +72,7 @@ void complete_bytes(uint32_t address, uint32_t bytes, const Clock& clock) {
 }
 
 void check_mbarrier_for_bulk(uint32_t address) {
-  Mbarrier& barrier = use(address);
+  Mbarrier& barrier = use(address, true);
   if (threads[barrier.initialised_by].init_fences <= barrier.fences)
     fail("mbarrier at 0x%x: a bulk copy uses it, but there was no fence.mbarrier_init or fence.proxy.async after its "
          "initialisation", address);
@@ -98,8 +106,8 @@ void emu_mbarrier_invalidate(uint32_t address) {
   mbarriers.erase(address);
 }
 
-uint64_t emu_mbarrier_arrive(uint32_t address, uint32_t count, uint32_t expect_bytes) {
-  Mbarrier& barrier = use(address);
+uint64_t emu_mbarrier_arrive(uint32_t address, uint32_t count, uint32_t expect_bytes, int remote) {
+  Mbarrier& barrier = use(address, remote);
   uint64_t state = barrier.phase;
   publish(barrier.clock);
   progress++;

@@ -15,7 +15,8 @@ struct Barrier {
   Clock clock, completed;
 };
 
-Barrier barriers[BARRIERS];
+Barrier barriers[MAX_CLUSTER][BARRIERS];      // of each block
+Barrier of_cluster;                            // which counts threads that have not returned
 std::map<std::pair<int, uint32_t>, Meeting> warp_meetings;      // by warp and mask
 std::map<int, Meeting> warpgroup_meetings;
 
@@ -60,7 +61,9 @@ void meet_lanes(uint32_t mask, const void* key, const char* name, void* argument
 }  // namespace
 
 void reset_meetings() {
-  for (auto& barrier : barriers) barrier = Barrier();
+  for (auto& own : barriers)
+    for (auto& barrier : own) barrier = Barrier();
+  of_cluster = Barrier();
   warp_meetings.clear();
   warpgroup_meetings.clear();
 }
@@ -74,18 +77,20 @@ void need_whole_warp(const char* name) {
 }
 
 std::string describe_barrier(int id) {
-  Barrier& barrier = barriers[id];
+  Barrier& barrier = barriers[0][id];
   return "barrier " + std::to_string(id) + " (" + std::to_string(barrier.arrived) + " of " +
          std::to_string(barrier.expected) + " threads arrived)";
 }
 
 // A barrier of the whole block counts the threads that have not returned.
 void leave_block() {
-  Barrier& barrier = barriers[0];
-  if (barrier.expected == block.alive && barrier.arrived) {
+  Barrier& barrier = barriers[current->rank][0];
+  if (barrier.expected == block.alive[current->rank] && barrier.arrived) {
     barrier.expected--;
     if (barrier.arrived == barrier.expected) complete(barrier);
   }
+  if (current->at_cluster) fail("a thread arrived at barrier.cluster and returned without waiting for it");
+  if (of_cluster.arrived && of_cluster.arrived == block.running - 1) complete(of_cluster);
 }
 
 }  // namespace emulation
@@ -95,8 +100,8 @@ using namespace emulation;
 void emu_barrier(int id, int count, int arrive_only) {
   if (id < 0 || id >= BARRIERS) fail("barrier %d: there are barriers 0 to 15", id);
   if (count % WARP && count) fail("barrier %d for %d threads, which is no multiple of 32", id, count);
-  if (!count) count = block.alive;
-  Barrier& barrier = barriers[id];
+  if (!count) count = block.alive[current->rank];
+  Barrier& barrier = barriers[current->rank][id];
   if (!barrier.expected) barrier.expected = count;
   if (barrier.expected != count)
     fail("divergence: barrier %d for %d threads, while others are at it for %d", id, count, barrier.expected);
@@ -110,9 +115,26 @@ void emu_barrier(int id, int count, int arrive_only) {
 }
 
 int emu_barrier_count(int predicate) {
-  barriers[0].votes += predicate != 0;
+  Barrier& own = barriers[current->rank][0];
+  own.votes += predicate != 0;
   emu_barrier(0, 0, 0);
-  return barriers[0].counted;
+  return own.counted;
+}
+
+void emu_cluster_arrive(int relaxed) {
+  if (current->at_cluster) fail("barrier.cluster.arrive twice, without a wait between");
+  current->at_cluster = true;
+  current->cluster_phase = of_cluster.generation;
+  if (!relaxed) publish(of_cluster.clock);
+  progress++;
+  if (++of_cluster.arrived == block.running) complete(of_cluster);
+}
+
+void emu_cluster_wait() {
+  if (!current->at_cluster) fail("barrier.cluster.wait without an arrive before it");
+  wait_until(Waits::cluster, 0, "barrier.cluster", [] { return of_cluster.generation != current->cluster_phase; });
+  current->at_cluster = false;
+  observe(of_cluster.completed);
 }
 
 void emu_syncwarp(uint32_t mask) {

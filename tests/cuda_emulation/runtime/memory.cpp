@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "failure.h"
+#include "fibers.h"
 
 namespace emulation {
 
@@ -29,6 +30,7 @@ struct Placed {
 };
 std::vector<Placed> placed;                   // shared arrays; the first is the dynamic one
 size_t used_window;
+int blocks = 1;                               // whose shared memory is laid out
 
 void open_arena() {
   if (arena) return;
@@ -121,6 +123,7 @@ namespace {
   if (!in_arena(address)) fail("%s of %zu bytes at %p, which is not device memory", what, bytes, (void*)address);
   size_t at = offset_of(address);
   if (at < SHARED_WINDOW) {
+    at %= BLOCK_WINDOW;
     const Placed* below = nullptr;
     for (auto& array : placed)
       if (array.offset <= at && (!below || array.offset > below->offset)) below = &array;
@@ -147,6 +150,8 @@ void check(uint64_t address, size_t bytes, const char* what) {
 
 char* shared(uint32_t address, size_t bytes, size_t alignment, const char* what) {
   if (address >= SHARED_WINDOW) fail("%s: 0x%x is no address of shared memory", what, address);
+  if (current && block_of(address) != current->rank)
+    fail("%s: address 0x%x lies in the shared memory of another block of the cluster", what, address);
   if (address % alignment) fail("%s: address 0x%x of shared memory is not aligned to %zu bytes", what, address, alignment);
   check(shared(address), bytes, what);
   return shared(address);
@@ -154,15 +159,18 @@ char* shared(uint32_t address, size_t bytes, size_t alignment, const char* what)
 
 // Each array ends as close as its alignment permits to a gap. Alignment is what was asked for and no more, so that a
 // kernel that needs a better one (the 1024 bytes of a 128-byte swizzle) fails here before it fails by chance elsewhere.
-void lay_out_shared(const emu_kernel& kernel, size_t dynamic_bytes) {
+void lay_out_shared(const emu_kernel& kernel, size_t dynamic_bytes, int cluster) {
   open_arena();
-  for (auto& array : placed) mark(array.offset, array.bytes, false);
+  for (auto& array : placed)
+    for (int rank = 0; rank < blocks; rank++) mark(in_block(array.offset, rank), array.bytes, false);
   placed.clear();
+  blocks = cluster;
   size_t offset = 0;
   auto place = [&](const char* name, size_t bytes, size_t alignment) {
     offset = round_up(offset, 2 * alignment) + alignment;
     placed.push_back({name, offset, bytes});
-    mark(offset, bytes, true);
+    if (offset + bytes > BLOCK_WINDOW) fail("no room for the shared memory of a block");
+    for (int rank = 0; rank < blocks; rank++) mark(in_block(offset, rank), bytes, true);
     offset += round_up(bytes, 16) + 16;
   };
   place("(dynamic)", dynamic_bytes, std::max<size_t>(kernel.dynamic_alignment, 16));
@@ -171,15 +179,21 @@ void lay_out_shared(const emu_kernel& kernel, size_t dynamic_bytes) {
   used_window = offset;
 }
 
-void poison_shared() { memset(arena, POISON, used_window); }
-size_t shared_end() { return used_window; }
+void poison_shared() {
+  for (int rank = 0; rank < blocks; rank++) memset(arena + rank * BLOCK_WINDOW, POISON, used_window);
+}
+size_t shared_end() { return (blocks - 1) * BLOCK_WINDOW + used_window; }
 
 }  // namespace emulation
 
 using namespace emulation;
 
-void* emu_dynamic_shared() { return arena + placed[0].offset; }
-void* emu_static_shared(int number) { return arena + placed[number + 1].offset; }
+void* emu_dynamic_shared() { return arena + in_block(placed[0].offset, current->rank); }
+void* emu_static_shared(int number) { return arena + in_block(placed[number + 1].offset, current->rank); }
+uint32_t emu_map_shared(uint32_t address, uint32_t rank) {
+  if (rank >= (uint32_t)blocks) fail("mapa: block %u of a cluster of %d", rank, blocks);
+  return in_block(shared(address, 1, 1, "mapa") - arena, rank);
+}
 uint32_t emu_shared_address(const void* generic) {
   if (!in_shared((uint64_t)generic)) fail("%p is no generic address of shared memory", generic);
   return (const char*)generic - arena;

@@ -1,6 +1,7 @@
 // Device and shared memory: one range of addresses, with a map of the bytes that may be accessed.
 //
-// Shared memory is a window at its beginning, so that 32-bit addresses of shared memory are offsets in it.
+// Shared memory is a window at its beginning, so that 32-bit addresses of shared memory are offsets in it. Blocks of a
+// cluster have a part of it each.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -10,7 +11,8 @@
 
 namespace emulation {
 
-constexpr size_t SHARED_WINDOW = 1 << 20;
+constexpr size_t BLOCK_WINDOW = 1 << 18;
+constexpr size_t SHARED_WINDOW = 8 * BLOCK_WINDOW;
 constexpr size_t CAPACITY = size_t(16) << 30;
 constexpr int WINDOWS = 64;               // addresses at which all of it lies, CAPACITY apart, see aliasing.h
 constexpr unsigned char POISON = 0xFF;    // NaN in every float type, -1 in every integer
@@ -40,12 +42,16 @@ inline bool in_arena(uint64_t address) { return address - (uint64_t)arena < aren
 inline size_t offset_of(uint64_t address) { return (address - (uint64_t)arena) % CAPACITY; }
 inline int window_of(uint64_t address) { return (address - (uint64_t)arena) / CAPACITY; }
 inline char* shared(uint32_t address) { return arena + address; }
-// Pointer to `bytes` of shared memory, checked for room and alignment.
+// The block of the cluster whose shared memory it is.
+inline int block_of(uint32_t address) { return address / BLOCK_WINDOW; }
+// The address of the same in the shared memory of a block.
+inline uint32_t in_block(uint32_t address, int rank) { return address % BLOCK_WINDOW + rank * BLOCK_WINDOW; }
+// Pointer to `bytes` of the running thread's own shared memory, checked for room and alignment.
 char* shared(uint32_t address, size_t bytes, size_t alignment, const char* what);
 
-// Lays out dynamic and static shared memory of a kernel, with unusable gaps between them.
-void lay_out_shared(const emu_kernel& kernel, size_t dynamic_bytes);
-// Poisons it for the next block.
+// Lays out dynamic and static shared memory of a kernel, with unusable gaps between them, for each block of a cluster.
+void lay_out_shared(const emu_kernel& kernel, size_t dynamic_bytes, int cluster);
+// Poisons it for the next cluster.
 void poison_shared();
 // End of the used part of the window.
 size_t shared_end();

@@ -25,9 +25,9 @@ struct Descriptor {
   uint32_t start, leading, stride;       // bytes
   int swizzle;                           // as in a tensor map
 
-  explicit Descriptor(uint64_t bits) {
+  Descriptor(uint64_t bits, int rank) {    // of a block of the cluster
     static const int swizzles[4] = {0, 3, 2, 1};
-    start = (bits & 0x3FFF) << 4;
+    start = in_block((bits & 0x3FFF) << 4, rank);
     leading = (bits >> 16 & 0x3FFF) << 4;
     stride = (bits >> 32 & 0x3FFF) << 4;
     swizzle = swizzles[bits >> 62];
@@ -53,7 +53,7 @@ struct Registers {
 
 // One instruction, of 128 threads.
 struct Product {
-  int n, kind;
+  int n, kind, rank;
   bool a_in_registers, a_transposed, b_transposed, accumulate;
   int scale_a, scale_b;
   uint64_t a_descriptor, b_descriptor;
@@ -82,11 +82,11 @@ struct Product {
         A[row][k] = scale_a * to_float((x.where ? *x.where : x.value) >> 16 * e, kind);
       });
     } else {
-      Descriptor from(a_descriptor);
+      Descriptor from(a_descriptor, rank);
       for (int m = 0; m < M; m++)
         for (int k = 0; k < K; k++) A[m][k] = scale_a * element(from.at(m, k, a_transposed));
     }
-    Descriptor from(b_descriptor);
+    Descriptor from(b_descriptor, rank);
     for (int j = 0; j < n; j++)
       for (int k = 0; k < K; k++) B[k][j] = scale_b * element(from.at(j, k, b_transposed));
     for (int m = 0; m < M; m++) {
@@ -133,7 +133,7 @@ int agent() { return WGMMA_AT + first_warp(); }
 
 // Whether each warp of the warpgroup has what the operand's bytes need: a past, a proxy fence, room.
 void check_operand(const Operation& operation, uint64_t descriptor, int rows, bool transposed, const char* what) {
-  Descriptor from(descriptor);
+  Descriptor from(descriptor, current->rank);
   if (from.swizzle && from.start % 16) fail("%s: the descriptor is not aligned to 16 bytes", what);
   for (int row = 0; row < rows; row += transposed ? 8 : 1)
     for (int k = 0; k < K; k += transposed ? 1 : 8) {
@@ -204,6 +204,7 @@ void emu_wgmma(float* const* d, int n, int kind, const emu_register* a, uint64_t
     auto product = std::make_shared<Product>();
     product->n = n;
     product->kind = kind;
+    product->rank = current->rank;
     product->a_in_registers = a != nullptr;
     product->a_transposed = a_transposed;
     product->b_transposed = b_transposed;
