@@ -236,18 +236,18 @@ def copies_of_a_step() -> list[str]:
 def product_by_tensor_maps() -> list[tuple[float, int]]:
     """Of each step: how far a replayed product is from the same that is not, and how many tensor maps were made."""
     rng = np.random.default_rng(0)
-    weight = onnx.numpy_helper.from_array(rng.standard_normal((128, 128)).astype("float16"), "w")
+    weight = onnx.numpy_helper.from_array(rng.standard_normal((128, 264)).astype("float16"), "w")
     text = """<ir_version: 11, opset_import: ["" : 24]>
-    product (float16[n, 128] x, float16[128, 128] w) => (float16[n, 128] y) { y = MatMul (x, w) }"""
+    product (float16[n, 128] x, float16[128, 264] w) => (float16[n, 264] y) { y = MatMul (x, w) }"""
     proto = onnx.parser.parse_model(text)
     proto.graph.initializer.append(weight)
     del proto.graph.input[1]
     made = lowering.compile(proto, "cuda:sm_90a")
-    x = made.gpu.copy(np.zeros((128, 128), "float16"))
+    x = made.gpu.copy(np.zeros((200, 128), "float16"))  # rows of a cluster of two blocks
     plain, replayed = made.bind({"x": x}), made.bind({"x": x}, graph=True)
     found = []
     for _ in range(3):
-        tensors.copy_to(tvm_ffi.from_dlpack(rng.standard_normal((128, 128)).astype("float16")), x)
+        tensors.copy_to(tvm_ffi.from_dlpack(rng.standard_normal((200, 128)).astype("float16")), x)
         right = on_host(plain()["y"]).astype("f")
         device.take_calls()
         difference = float(np.abs(on_host(replayed()["y"]).astype("f") - right).max() / np.ptp(right))

@@ -9,6 +9,7 @@ from typing import Any
 
 import cuda_emulation as emulated
 import numpy as np
+import onnx
 import pytest
 from cuda_emulation import EmulationError, TensorMap
 from cuda_emulation.mutations import survivors
@@ -17,6 +18,7 @@ from prefill_cases import TURNS
 from test_matmul_on_gpus import Case, check, first_variant, made
 from thinned import thinned
 
+import lowering
 from schedules.cuda.matmul_tiles import WgmmaMatmulTiles
 
 SOURCE = Path(__file__).with_name("clusters.cu").read_text()
@@ -139,3 +141,24 @@ def test_few_rows_are_no_clusters() -> None:
     for source, kernels in ((both, 2), (together, 1), (alone, 1)):
         assert source.count("__launch_bounds__(384)") == 2 * kernels  # with their declarations
         assert ("multicast::cluster" in source) == (source is not alone)
+
+
+def of_a_model() -> float:
+    """The largest difference from float64, at rows for both launches."""
+    weight = np.random.default_rng(1).standard_normal((64, 264)).astype("float16")
+    text = """<ir_version: 10, opset_import: ["" : 23]>
+    product (float16[m, 64] x, float16[64, 264] w) => (float16[m, 264] y) { y = MatMul (x, w) }"""
+    model = onnx.parser.parse_model(text)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(weight, "w"))
+    del model.graph.input[1]
+    made, worst = lowering.compile(model, "cuda:sm_90a"), 0.0
+    for rows in (200, 300):
+        x = np.random.default_rng(rows).standard_normal((rows, 64)).astype("float16")
+        want = x.astype("float64") @ weight.astype("float64")
+        worst = max(worst, float(np.abs(made.run({"x": x})["y"] - want).max()))
+    return worst
+
+
+def test_a_model() -> None:
+    """By TVM's own launch; `test_steps.py` has clusters in graphs."""
+    assert emulated.run(of_a_model, arch="sm_90a", timeout=300) < 0.05
