@@ -152,7 +152,7 @@ def lower(
         ("hold_divisions", hold_divisions),
         # Virtual machine
         ("add_release", add_release),
-        ("add_replay", add_replay if target.architecture else lambda mod: mod),
+        ("add_replay", add_replay if runs_on.architecture else lambda mod: mod),
         ("bundle_weights", lambda mod: t.BundleModelParams("weights")(mod) if weights else mod),
         ("remove_purity_checking", t.RemovePurityChecking()),
         ("lower_call_tir", t.CallTIRRewrite()),
