@@ -11,6 +11,7 @@ import exported
 import numpy as np
 import onnx
 import pytest
+import tvm
 from cuda_emulation.mutations import survivors
 from machine_code import machine_code
 from prefill_cases import TURNS
@@ -20,6 +21,8 @@ from thinned import thinned
 from tvm.tirx import reinterpret
 
 import lowering
+from lowering.tuning.database import identity
+from lowering.tuning.task import tiles_task
 from schedules.cuda import ptx, tensor_types
 from schedules.cuda.matmul_tiles import MatmulTiles
 from schedules.cuda.ptx import put
@@ -210,6 +213,18 @@ def test_convolutions(precision: str) -> None:
     for name, array in want.items():
         np.testing.assert_allclose(got[name], array, atol=BARS[precision] * np.ptp(array), err_msg=name)
     assert "precision: 3 kernels of products compute in TF32" in notes and "0 others" in notes
+
+
+def test_records_of_one_way_are_none_of_another() -> None:
+    """What was tuned for TF32 is found for TF32 alone."""
+    shapes, target = [(16, 72), (72, 96), (96,), (16, 96)], tvm.target.Target({"kind": "cuda", "arch": "sm_80"}, "llvm")
+    names = set()
+    for products in ("tf32", "3xtf32"):
+        task = tiles_task(float32(products).function(), shapes, target)
+        assert task is not None
+        names.add(identity(task))
+    plain = dataclasses.replace(float32("tf32"), products="")
+    assert len(names) == 2 and tiles_task(plain.function(), shapes, target) is None
 
 
 def test_a_cpu_refuses() -> None:
