@@ -79,8 +79,12 @@ def _for_tensor_cores(rng: random.Random) -> AttentionProblem:
     while True:
         p = _problem(rng)
         dtype, dims = rng.choice(["float16", "bfloat16"]), (rng.choice([8, 16, 40, 64]), rng.choice([8, 32, 64]))
-        if p.qk_mode is None and not p.coded and "float64" not in (p.mask.dtype if p.mask else ""):
-            types = {"dtype": dtype, "v_dtype": dtype, "acc_dtype": "float32"}
+        if p.qk_mode is None and "float64" not in (p.mask.dtype if p.mask else ""):
+            types: dict[str, Any] = {"dtype": dtype, "v_dtype": dtype, "acc_dtype": "float32"}
+            if p.store.codec is not None:  # codes and their groups are whole chunks
+                dims = rng.choice([16, 64]), rng.choice([16, 32, 64])
+                codec = dataclasses.replace(p.store.codec, group=8 if p.store.codec.group else 0)
+                types["store"] = dataclasses.replace(p.store, codec=codec)
             head_dim, v_head_dim = dims if not p.store.joint else dims[:1] * 2
             score = formula_cases.change(rng, "float32") if p.score is not None else None
             return dataclasses.replace(p, **types, score=score, head_dim=head_dim, v_head_dim=v_head_dim)
@@ -255,7 +259,8 @@ def at_end(case: Case) -> bool:
 
 
 def check(case: Case, inputs: dict[str, Any], results: Results, rounding: float = 0.0) -> None:
-    """Asserts that the results equal the reference up to rounding, of probabilities too if the kernel rounds them.
+    """Asserts that the results equal the reference up to rounding, of probabilities too if the kernel rounds them, and
+    then of Q or K where these are multiplied by scales of channels or groups.
 
     Rows that see NaN or inf are left out: what they give is not defined. All others must be untouched by poison, and
     so must be packed rows of no batch.
@@ -267,7 +272,9 @@ def check(case: Case, inputs: dict[str, Any], results: Results, rounding: float 
     with np.errstate(all="ignore"):
         clean = ~_sees_poison(case, inputs, given)
         epsilon = max(float(np.finfo(dtype).eps) for dtype in (p.acc_dtype, *_computed(p)))
-        by_row = epsilon * (32 + 8 * size.max(-1, initial=0))
+        codec = p.store.codec
+        scaled = codec is not None and (codec.channels or codec.group > 0)
+        by_row = epsilon * 32 + (epsilon * 8 + (rounding if scaled else 0)) * size.max(-1, initial=0)
         v_size = np.nanmax(np.where(np.isfinite(given.v), abs(given.v), 0), initial=0)
         got = {name: by_batch(p, name, x.astype(np.float64), inputs) for name, x in results.items()}
         want = {name: by_batch(p, name, x, inputs) for name, x in want.items()}

@@ -146,8 +146,9 @@ def page() -> str:
 
 NOTES = (
     "* **qk output**: the matrix of scores exists then, so that there is nothing to tile: plain kernels serve it.",
-    "* **CUDA decode, mma**: tensor cores take 16 bits. Codes (int8, float8) and other types decline: the kernel of",
-    "  warps by rows (`CUDA rows`) reads them.",
+    "* **CUDA decode, mma**: tensor cores take 16 bits, and codes that become them on the way: keys of multiples of",
+    "  16 elements, groups of multiples of 8 and, with scales of float16, an even number of them in a row. Other",
+    "  codes and types decline: the kernel of warps by rows (`CUDA rows`) reads them.",
     "* **CUDA wgmma** (Hopper): dense rows and stores. TMA would write whole tiles of Y over rows of the next batch,",
     "  and looks no slot up; such problems run by mma there.",
 )

@@ -180,6 +180,12 @@ class Places:
         assert self.problem.store.codec is not None
         return self.problem.store.codec.group
 
+    def factor(self, name: str) -> Expr | None:
+        """What all of k, or all of v, is to be multiplied by, in acc_dtype, if there is such a number."""
+        if not self.problem.coded or self.group() or self.channels:
+            return None
+        return self.scale(name, T.int64(0))
+
     def product_type(self) -> str:
         """The type that a code times its scale is rounded to: acc_dtype, but for scales of half precision by group."""
         codec = self.problem.store.codec

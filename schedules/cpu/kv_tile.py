@@ -210,9 +210,8 @@ class KeyValueTile:
 
     def factor(self, name: str) -> Expr | None:
         """What all of k, or all of v, is to be multiplied by, if there is such a number."""
-        if not self.bound.problem.coded or self.bound.places.group() or self.bound.places.channels:
-            return None
-        return fixed(self.bound.places.scale(name, T.int64(0)))
+        factor = self.bound.places.factor(name)
+        return None if factor is None else fixed(factor)
 
     def finished(self, o: Sequence[Expr]) -> list[Expr]:
         """Vectors of O times the factor of v. Where no value has a part, no factor has one."""

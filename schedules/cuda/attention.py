@@ -75,17 +75,17 @@ def attention_kernel(
         most = decode_tiles.rows // problem.group
         if problem.packed:
             if most:
-                decode(bound, decode_tiles)
+                decode(bound, decode_tiles, gpu)
             with T.If(T.int64(1) * bound.S > most), T.Then():
                 _prefill(bound, prefill_tiles, gpu, more_than=most)
         elif bound.problem.q_len is None and most:
             with T.If(tirx.LE(bound.S, T.int64(most))):
                 with T.Then():
-                    decode(bound, decode_tiles)
+                    decode(bound, decode_tiles, gpu)
                 with T.Else():
                     _prefill(bound, prefill_tiles, gpu)
         elif bound.problem.q_len is not None and bound.problem.q_len <= most:
-            decode(bound, decode_tiles)
+            decode(bound, decode_tiles, gpu)
         else:
             _prefill(bound, prefill_tiles, gpu)
     return builder.get()
@@ -95,7 +95,7 @@ def _prefill(bound: Bound, tiles: MmaTiles | WgmmaTiles, gpu: Device, more_than:
     if isinstance(tiles, WgmmaTiles):
         prefill_wgmma(bound, tiles, gpu)
     else:
-        prefill_mma(bound, tiles, more_than)
+        prefill_mma(bound, tiles, gpu, more_than)
 
 
 def _bound(problem: AttentionProblem) -> Bound:

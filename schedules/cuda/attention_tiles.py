@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lowering.attention.problem import AttentionProblem
 
 from ..tiles import Space, Tiles
-from .cycles import BARRIER, EXPONENTIALS, LANES, LATENCY, LAUNCH, SHARED, TYPICAL, load, step, warp_products
+from .cycles import BARRIER, EXPANSION, EXPONENTIALS, LANES, LATENCY, LAUNCH, SHARED, TYPICAL, load, step, warp_products
 from .device import Device
+from .kv_codes import arriving_bytes
+from .shared_tile import CHUNK
 
 REGISTERS = 255
 """That a thread can have."""
@@ -29,7 +31,8 @@ class MmaTiles(Tiles):
     warps: int
     """Warps per block; each has q / warps rows of its own."""
     stages: int = 1
-    """Tiles of K, and of V, in shared memory. With one, a tile of K arrives during P V and one of V during Q K^T."""
+    """Tiles of K, and of V, in shared memory. With one, a tile of K arrives during P V and one of V during Q K^T. Of
+    codes, those that are on their way, beside one that is read."""
     q_in_registers: bool = False
     """Whether Q_i stays in registers, or is read from shared memory for every tile of keys."""
     split: int = 512
@@ -46,9 +49,11 @@ class MmaTiles(Tiles):
         return self.q // (16 * self.warps)
 
     def shared_memory(self, problem: AttentionProblem) -> int:
-        """Bytes per block: Q_i, in whose place Y_i is stored, and the stages of K and V; 16-bit elements."""
+        """Bytes per block: Q_i, in whose place Y_i is stored, the stages of K and V, and what codes become."""
         d, dv = padded(problem.head_dim), problem.v_head_dim
-        return 2 * (self.q * max(d, dv) + self.stages * self.kv * (d + dv))
+        expanded = 2 * CHUNK if problem.coded else 0
+        each = self.stages * arriving_bytes(problem) + expanded
+        return 2 * self.q * max(d, dv) + self.kv * (d + dv) // CHUNK * each
 
     def registers(self, problem: AttentionProblem) -> int:
         """Registers of a thread for O, S and, if it stays, Q; addresses, operands, m and l come on top."""
@@ -83,13 +88,15 @@ class MmaTiles(Tiles):
         """Tiles of keys of the busiest multiprocessor: products, softmax, shared memory and cache beside each other,
         and what a warp waits for that no other block hides."""
         d, dv = padded(problem.head_dim), problem.v_head_dim
-        tile = 2 * self.kv * (d + dv)
+        chunks = self.kv * (d + dv) // CHUNK
+        tile, arriving = 2 * CHUNK * chunks, arriving_bytes(problem) * chunks
         rate = warp_products(device)
         products = 2 * self.q * self.kv * (d + dv) / rate
         softmax = self.q * self.kv / EXPONENTIALS + self.q * dv / LANES  # which rescales O for each tile
+        expansion, moved = (EXPANSION * CHUNK * chunks / LANES, 2 * arriving + tile) if problem.coded else (0, tile)
         operands = self.warps * tile + (0 if self.q_in_registers else 2 * self.q * d)
-        units = max(products, softmax, (tile + operands) / SHARED, tile / device.cache)
-        own = (products + softmax) * 4 / min(self.warps, 4)  # a warp has a quarter of the units
+        units = max(products, softmax + expansion, (moved + operands) / SHARED, arriving / device.cache)
+        own = (products + softmax + expansion) * 4 / min(self.warps, 4)  # a warp has a quarter of the units
         hidden = own / 2 if self.stages == 1 else (self.stages - 1) * own
         registers = self.registers(problem) + ADDRESSES
         tiles = _row_blocks(problem, self.q)
@@ -103,11 +110,22 @@ class MmaTiles(Tiles):
     @classmethod
     def default(cls, problem: AttentionProblem, device: Device) -> MmaTiles:
         """Untuned but good: what FlashAttention-2 publishes for these head sizes (flash_fwd_launch_template.h), with
-        fewer keys where nvcc would put a register or two of those tiles into memory.
+        fewer keys where nvcc would put a register or two of those tiles into memory; other ones for codes.
         """
+        tiles = MmaTiles._published(problem, device)
+        while tiles.shared_memory(problem) > device.shared_memory:
+            tiles = replace(tiles, kv=tiles.kv - 16)
+        return tiles
+
+    @staticmethod
+    def _published(problem: AttentionProblem, device: Device) -> MmaTiles:
         dim = max(padded(problem.head_dim), problem.v_head_dim)
         small = device.shared_memory < 128 << 10
         causal, two_ended = problem.causal, problem.two_ended
+        if problem.coded and dim <= 96:
+            return MmaTiles(q=128, kv=48, warps=4)
+        if problem.coded:  # more warps have less to expand each, and registers left for it
+            return MmaTiles(q=128, kv=64 if dim <= 128 else 32, warps=8)
         if dim <= 64:
             return MmaTiles(q=128, kv=64, warps=4)
         if dim <= 128 and small and causal:

@@ -17,6 +17,9 @@ EXPONENTIALS = 16
 LANES = 128
 """Of arithmetic in float32."""
 
+EXPANSION = 3
+"""Instructions that make a number of half precision of a code of a cache, roughly."""
+
 SHARED = 128
 """Bytes of shared memory that it reads or writes in a cycle."""
 

@@ -25,8 +25,8 @@ NaN. Rows that come out so are computed again one by one, and so are rows whose 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 from tvm import tirx
 from tvm.ir import Expr
@@ -39,17 +39,21 @@ from lowering.attention.scores import HIDDEN
 
 from . import ptx
 from .attention_tiles import padded
+from .coded_rows import CodedRows
 from .decode_tiles import DecodeTiles
+from .device import Device
 from .fragments import OnlineSoftmax
 from .host import multiprocessors, on_host
+from .kv_codes import KvCodes, arriving_bytes
 from .partial import KeySplits, Partial, each_element, merged
 from .ptx import WARP, fixed, put, unrolled
+from .row_copies import Rows
 from .shared_tile import CHUNK, SharedTile
 from .shown_tiles import ShownTiles
 from .warp_tile import ROWS, WarpTile
 
 
-def decode(bound: Bound, tiles: DecodeTiles) -> None:
+def decode(bound: Bound, tiles: DecodeTiles, gpu: Device) -> None:
     """Emits the kernels and their launches into the PrimFunc that `bound` has opened, for what `prefill_mma` takes.
 
     Where batches have packed rows of their own, those with at most tiles.rows of all heads that share keys are served.
@@ -64,19 +68,20 @@ def decode(bound: Bound, tiles: DecodeTiles) -> None:
         by_keys = tirx.truncdiv(T.int64(1) * bound.T + (tiles.split - 1), T.int64(tiles.split))
         by_size = tirx.max(tirx.min(by_blocks, by_keys), T.int64(1))
         splits = on_host(by_size if p.splits is None else T.int64(p.splits))
-        keys = KeySplits(bound, splits, tiles.keys * tiles.warps)
+        keys, codes = KeySplits(bound, splits, tiles.keys * tiles.warps), KvCodes(bound, gpu) if p.coded else None
         partial = Partial(
             bound, splits, group=p.group, careful=bound.rows_differ, warps=tiles.warps, ahead=tiles.ahead, most=most
         )
         with (
             T.launch_thread("blockIdx.x", (heads * splits * row_blocks).astype("int32")) as block,
             T.launch_thread("threadIdx.x", tiles.threads) as thread,
+            nullcontext() if codes is None else ptx.all_registers(),
         ):
             row_blocks, parts = (fixed(size.astype("int32")) for size in (row_blocks, splits))
             row_block, work = fixed(tirx.truncmod(block, row_blocks)), fixed(tirx.truncdiv(block, row_blocks))
             head, split = fixed(tirx.truncdiv(work, parts)), fixed(tirx.truncmod(work, parts))
             with partial.if_served(fixed(tirx.truncdiv(head, p.kv_heads))):
-                _Split(bound, tiles, partial, keys, (head, split, row_block), fixed(thread)).emit()
+                _Split(bound, tiles, codes, partial, keys, (head, split, row_block), fixed(thread)).emit()
         partial.merge(keys.used)
 
 
@@ -87,6 +92,7 @@ class _Split:
         self,
         bound: Bound,
         tiles: DecodeTiles,
+        codes: KvCodes | None,
         partial: Partial,
         splits: KeySplits,
         place: tuple[Expr, Expr, Expr],
@@ -103,7 +109,22 @@ class _Split:
         size = tiles.shared_memory(self.problem) // 2
         self.memory = T.alloc_buffer((size,), self.problem.dtype, scope="shared.dyn", align=128)
         self.Q = SharedTile(self.memory, 0, self.chunks["q"])
+        self.codes, self.rings = codes, dict[str, CodedRows]()
+        if codes is not None:
+            self.begin_rings(codes)
         self.shown: ShownTiles | None = None
+
+    def begin_rings(self, codes: KvCodes) -> None:
+        """The warp's rings for codes of K and V, behind a place of each warp where it expands them."""
+        tiles, room = self.tiles, self.tiles.keys * max(self.chunks["k"], self.chunks["v"]) * CHUNK
+        first = ROWS * self.chunks["q"] * CHUNK
+        self.expanded = fixed(first + self.warp * room)
+        each = tiles.stages * tiles.keys * (self.chunks["k"] + self.chunks["v"]) * arriving_bytes(self.problem) // 2
+        start = fixed(first + tiles.warps * room + self.warp * each)
+        for name in ("k", "v"):
+            rows = Rows(self.bound, name, self.b, self.hk, self.lane, WARP)
+            self.rings[name] = CodedRows(codes, rows, self.memory, start, tiles.keys)
+            start = fixed(start + tiles.stages * self.rings[name].size)
 
     def emit(self) -> None:
         self.keys = self.splits.of(self.b, self.split)
@@ -131,6 +152,8 @@ class _Split:
         softmax.start()
         warp = WarpTile(self.problem, self.lane, tiles.keys)
         ptx.wait_for_copies(tiles.stages - 1)
+        if self.codes is not None and self.codes.in_query:
+            self.scale_queries(self.codes)
         ptx.synchronise()
         with T.serial(self.steps) as u:
             ptx.wait_for_copies(tiles.stages - 2)
@@ -139,11 +162,11 @@ class _Split:
             with self.if_shown():
                 t = self.warp + u * tiles.warps
                 kv0, full = fixed(self.key_tiles.first(t)), self.key_tiles.full(t)
-                warp.scores(self.Q, self.tile("k", u))
+                warp.scores(self.Q, self.read("k", u))
                 softmax.step(warp.S, kv0, full, self.key_tiles.number(t), self.key_tiles.stop(t))
                 softmax.rescale(warp.O, softmax.alpha, self.problem.v_head_dim)
                 softmax.pack(warp.S, warp.P)
-                warp.accumulate(self.tile("v", u))
+                warp.accumulate(self.read("v", u))
         ptx.synchronise()  # all tiles have been read
         self.keep(softmax, warp)
 
@@ -178,15 +201,26 @@ class _Split:
 
     def load_queries(self) -> None:
         """Q: rows that do not exist are zeros."""
+
+        def load(row: Expr, chunk: Expr) -> None:
+            _, h, i = self.partial.row_of(self.head, fixed(self.r0 + row))
+            exists = tirx.all(self.r0 + row < self.rows, chunk < self.problem.head_dim // CHUNK)
+            buffer, indices = self.bound.places.at("q", self.b, h, i.astype("int64"), chunk * CHUNK)
+            ptx.copy_chunk(self.Q.at(row, chunk), buffer[tuple(indices)], exists)
+
+        self.each_chunk_of_queries(load)
+
+    def scale_queries(self, codes: KvCodes) -> None:
+        """Q := Q times the scales of K; a thread what it has copied."""
+        self.each_chunk_of_queries(lambda row, chunk: codes.scale_query(self.Q.at(row, chunk), self.hk, chunk))
+
+    def each_chunk_of_queries(self, body: Callable[[Expr, Expr], None]) -> None:
+        """body(row, chunk) for those of the thread."""
         chunks, threads = self.chunks["q"], self.tiles.threads
         with unrolled(-(-ROWS * chunks // threads)) as n:
             c = fixed(n * threads + self.thread)
             with T.If(c < ROWS * chunks), T.Then():
-                row, chunk = fixed(tirx.truncdiv(c, chunks)), fixed(tirx.truncmod(c, chunks))
-                _, h, i = self.partial.row_of(self.head, fixed(self.r0 + row))
-                exists = tirx.all(self.r0 + row < self.rows, chunk < self.problem.head_dim // CHUNK)
-                buffer, indices = self.bound.places.at("q", self.b, h, i.astype("int64"), chunk * CHUNK)
-                ptx.copy_chunk(self.Q.at(row, chunk), buffer[tuple(indices)], exists)
+                body(fixed(tirx.truncdiv(c, chunks)), fixed(tirx.truncmod(c, chunks)))
 
     # Keys and values.
 
@@ -207,6 +241,17 @@ class _Split:
         )
         return SharedTile(self.memory, fixed(start), self.chunks[name])
 
+    def read(self, name: str, u: Expr) -> SharedTile:
+        """The warp's tile number u of K, and then of V, which is there; codes are expanded in one place."""
+        if self.codes is None:
+            return self.tile(name, u)
+        tile = SharedTile(self.memory, self.expanded, self.chunks[name])
+        if name == "v":
+            ptx.synchronise_warp()  # no lane reads K any longer
+        self.rings[name].expand(tirx.truncmod(u, self.tiles.stages), tile)
+        ptx.synchronise_warp()
+        return tile
+
     def load(self, u: Expr) -> None:
         """Asks for the warp's tile number u, if there is one and the mask shows it."""
         exists = u < self.steps if self.shown is None else self.shown.ask(u)
@@ -214,7 +259,10 @@ class _Split:
             t = self.warp + u * self.tiles.warps
             kv0, stop = fixed(self.key_tiles.first(t)), fixed(self.key_tiles.stop(t))
             for name in ("k", "v"):
-                self.load_rows(name, self.tile(name, u), kv0, stop)
+                if self.codes is None:
+                    self.load_rows(name, self.tile(name, u), kv0, stop)
+                else:
+                    self.rings[name].copy(tirx.truncmod(u, self.tiles.stages), kv0, stop)
         ptx.commit_copies()
 
     def load_rows(self, name: str, tile: SharedTile, kv0: Expr, stop: Expr) -> None:
@@ -246,6 +294,8 @@ class _Split:
 
     def keep(self, softmax: OnlineSoftmax, warp: WarpTile) -> None:
         """The warps' (m, l, O), through shared memory, as one; Y of it, where there are no other keys."""
+        if self.codes is not None:
+            self.codes.scale_values(warp.O, self.hk, self.lane)
         W, dim = self.tiles.warps, self.problem.v_head_dim
         pitch = dim + CHUNK  # so that rows begin in different banks
         memory = T.decl_buffer((W * ROWS * (2 + pitch),), "float32", data=self.memory.data, scope="shared.dyn")

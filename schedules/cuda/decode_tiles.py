@@ -9,8 +9,10 @@ from lowering.attention.problem import AttentionProblem
 
 from ..tiles import Space, Tiles
 from .attention_tiles import ADDRESSES, REGISTERS, packed_heads, padded
-from .cycles import BARRIER, EXPONENTIALS, LATENCY, LAUNCH, TYPICAL, load, reading
+from .cycles import BARRIER, EXPANSION, EXPONENTIALS, LANES, LATENCY, LAUNCH, TYPICAL, load, reading
 from .device import Device
+from .kv_codes import arriving_bytes
+from .shared_tile import CHUNK
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,12 @@ class DecodeTiles(Tiles):
         return 32 * self.warps
 
     def shared_memory(self, problem: AttentionProblem) -> int:
-        """Bytes per block: 16 rows of Q and the stages, or m, l and O of the warps in their place."""
+        """Bytes per block: 16 rows of Q and the stages, or m, l and O of the warps in their place. Of codes a warp has
+        room for a tile of what they become, of K and then of V."""
         d, dv = padded(problem.head_dim), problem.v_head_dim
-        return max(2 * (16 * d + self.warps * self.stages * self.keys * (d + dv)), 4 * self.warps * 16 * (2 + 8 + dv))
+        expanded = 2 * self.keys * max(d, dv) if problem.coded else 0
+        arriving = self.stages * self.keys * (d + dv) // CHUNK * arriving_bytes(problem)
+        return max(2 * 16 * d + self.warps * (arriving + expanded), 4 * self.warps * 16 * (2 + 8 + dv))
 
     @classmethod
     def space(cls, problem: AttentionProblem, device: Device) -> Space:
@@ -76,13 +81,15 @@ class DecodeTiles(Tiles):
         blocks = (problem.batch or 1) * problem.kv_heads * -(-rows // 16)
         wanted = self.blocks or self.per_multiprocessor * device.multiprocessors
         splits = max(min(wanted // blocks, -(-keys // self.split)), 1)
-        tile = 2 * self.keys * (d + dv)
+        key = (d + dv) // CHUNK * arriving_bytes(problem)
         registers = min(dv // 2 + self.keys // 2 + ADDRESSES, REGISTERS)
         busiest = load(blocks * splits, device, self.threads, registers, self.shared_memory(problem))
         steps = -(-keys // (splits * self.keys * self.warps))
-        in_flight = busiest.at_once * self.warps * (self.stages - 1) * tile
-        read = reading(busiest.blocks * keys / splits * 2 * (d + dv), in_flight, device)
+        in_flight = busiest.at_once * self.warps * (self.stages - 1) * self.keys * key
+        read = reading(busiest.blocks * keys / splits * key, in_flight, device)
         own = 4 * 16 * self.keys * (2 * (d + dv) / device.tensor_cores + 1 / EXPONENTIALS) + 4 * BARRIER
+        if problem.coded:
+            own += 4 * EXPANSION * self.keys * (d + dv) / LANES + 3 * BARRIER
         waited = steps * own * busiest.blocks / busiest.at_once
         merged = LAUNCH + LATENCY * -(-splits // self.ahead) if splits > 1 else 0
         return math.log(max(read, waited) + LATENCY + merged)

@@ -45,8 +45,11 @@ class OnlineSoftmax:
         self.bound, self.problem, self.b, self.rows, self.keys = bound, bound.problem, b, rows, keys
         self.column = fixed(lane % 4 * 2)
         self.biased = bound.scores.has_bias
+        self.lowest = self.biased or self.problem.score is not None  # a score may be the lowest number
         scale = self.problem.scale or 0.0  # that is known
-        self.raw = not bound.scores.changes and not self.biased and scale > 0
+        factor = bound.places.factor("k")
+        self.scale = bound.scores.scale if factor is None else fixed(bound.scores.scale * factor)
+        self.raw = not bound.scores.changes and not self.biased and scale > 0 and factor is None
         self.unit = _f32((scale if self.raw else 1.0) * LOG2_E)
         self.m, self.l, self.alpha = (registers(ROWS, "float32") for _ in range(3))
         self.split = split
@@ -71,7 +74,7 @@ class OnlineSoftmax:
             for r, (h, i) in enumerate(self.rows):
                 with T.unroll(self.keys // 4) as n:
                     at, key = _element(n, r), kv0 + self.column + (n // 2 * 8 + n % 2)
-                    s = fixed(S[at] * self.bound.scores.scale)
+                    s = fixed(S[at] * self.scale)
                     put(S, at, self.bound.scores.changed(s, self.b, h, i, key, tanh=tanh))
         with T.If(tirx.Not(full)), T.Then():
             for r in range(ROWS):
@@ -93,16 +96,16 @@ class OnlineSoftmax:
                 put(self.l, r, self.l[r] + S[at])
 
     def _scaled(self, m: Expr) -> Expr:
-        """What `_exponential` subtracts. Masks add the lowest number, of which log2(e) times as much is none."""
-        return m if self.biased else m * self.unit
+        """What `_exponential` subtracts. Of the lowest number log2(e) times as much is none."""
+        return m if self.lowest else m * self.unit
 
     def _exponential(self, x: Expr, shift: Expr) -> Expr:
         """exp of a score or maximum, relative to the shift."""
-        return exp2((x - shift) * self.unit if self.biased else x * self.unit - shift)
+        return exp2((x - shift) * self.unit if self.lowest else x * self.unit - shift)
 
     def maximum(self, r: int) -> Expr:
         """m of the thread's row r, in units of the problem's scores."""
-        return self.m[r] * self.bound.scores.scale if self.raw else self.m[r]
+        return self.m[r] * self.scale if self.raw else self.m[r]
 
     def _mask(self, S: tirx.Buffer, r: int, kv0: Expr, number: Expr, stop: Expr | None) -> None:
         """S := logits under the mask, or -inf where a key is invisible: selected, as what is there may be NaN. Of the

@@ -124,6 +124,7 @@ class Partial:
             T.Then(),
             T.launch_thread("blockIdx.x", tirx.ceildiv(total, T.int64(self.warps)).astype("int32")) as block,
             T.launch_thread("threadIdx.x", self.warps * WARP) as thread,
+            ptx.all_registers(),
         ):
             row = fixed(block * self.warps + thread // WARP)
             with T.If(row < total), T.Then():

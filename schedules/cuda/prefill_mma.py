@@ -24,6 +24,7 @@ again, with such values taken out of V, and what they do to the rows that see th
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 from tvm import tirx
 from tvm.ir import Expr
@@ -33,10 +34,12 @@ from lowering.attention.bound import Bound
 from lowering.attention.expr.emit import widened
 from lowering.attention.problem import AttentionProblem
 
-from . import ptx
+from . import kv_codes, ptx
 from .attention_tiles import MmaTiles, padded
+from .device import Device
 from .fragments import OnlineSoftmax
 from .host import multiprocessors, on_host
+from .kv_tiles import CodedTiles, HalfTiles, KeyValueTiles, Work
 from .partial import Partial
 from .ptx import WARP, fixed, int32, put, registers, unrolled
 from .row_copies import Rows
@@ -52,7 +55,8 @@ NaN, else 0; and 1 where it is -inf or NaN."""
 
 
 def takes(problem: AttentionProblem) -> bool:
-    """Whether `prefill_mma` serves the problem: half precision in rows of whole chunks, no codes, no qk output."""
+    """Whether `prefill_mma` serves the problem: half precision in rows of whole chunks, or codes that `kv_codes` takes;
+    no qk output."""
     return (
         problem.dtype in ptx.SHORT
         and problem.v_dtype == problem.dtype
@@ -60,11 +64,11 @@ def takes(problem: AttentionProblem) -> bool:
         and problem.head_dim % CHUNK == problem.v_head_dim % CHUNK == 0
         and max(problem.head_dim, problem.v_head_dim) <= 256
         and problem.qk_mode is None
-        and not problem.coded
+        and (not problem.coded or kv_codes.takes(problem))
     )
 
 
-def prefill_mma(bound: Bound, tiles: MmaTiles, more_than: int = 0) -> None:
+def prefill_mma(bound: Bound, tiles: MmaTiles, gpu: Device, more_than: int = 0) -> None:
     """Emits the kernel and its launch into the PrimFunc that `bound` has opened, for a problem that it `takes`.
 
     Where batches have packed rows of their own, those with more rows than so many are served.
@@ -77,25 +81,34 @@ def prefill_mma(bound: Bound, tiles: MmaTiles, more_than: int = 0) -> None:
         by_keys = tirx.ceildiv(T.int64(1) * bound.T, T.int64(tiles.split))
         splits = on_host(tirx.max(tirx.min(by_blocks, by_keys), T.int64(1)))
         partial = Partial(bound, splits, group=1, careful=bound.rows_differ, least=more_than + 1)
-        _launch(bound, tiles, survey, partial, batch, tile_count)
+        codes = kv_codes.KvCodes(bound, gpu) if bound.problem.coded else None
+        _launch(bound, tiles, codes, survey, partial, (batch, tile_count))
         partial.merge(lambda b: int32(splits))
 
 
-def _launch(bound: Bound, tiles: MmaTiles, survey: Survey, partial: Partial, batch: Expr, tile_count: Expr) -> None:
-    p, splits = bound.problem, partial.splits
+def _launch(
+    bound: Bound,
+    tiles: MmaTiles,
+    codes: kv_codes.KvCodes | None,
+    survey: Survey,
+    partial: Partial,
+    sizes: tuple[Expr, Expr],
+) -> None:
+    p, splits, (batch, tile_count) = bound.problem, partial.splits, sizes
     with (
         T.serial(tirx.ceildiv(batch, MOST_BLOCKS)) as part,
         T.launch_thread("blockIdx.x", tile_count.astype("int32")) as x,
         T.launch_thread("blockIdx.y", (splits * p.q_heads).astype("int32")) as y,
         T.launch_thread("blockIdx.z", tirx.min(batch - part * MOST_BLOCKS, MOST_BLOCKS).astype("int32")) as z,
         T.launch_thread("threadIdx.x", tiles.threads) as thread,
+        nullcontext() if codes is None else ptx.all_registers(),
     ):
         b = fixed(part.astype("int32") * MOST_BLOCKS + z)
         h, split = (f(y, p.q_heads) for f in (tirx.truncmod, tirx.truncdiv))
         i0 = fixed((int32(tile_count) - 1 - x) * tiles.q)  # late rows may see more, so they go first
         with partial.if_served(b), bound.if_there(b, i0):
             place = b, h, fixed(tirx.truncdiv(h, p.group)), i0
-            _QueryTile(bound, tiles, survey, partial, place, split, thread).emit()
+            _QueryTile(bound, tiles, codes, survey, partial, place, split, thread).emit()
 
 
 Reader = Callable[[Expr | int, Expr | int], ptx.Element]
@@ -108,13 +121,14 @@ class _QueryTile:
         self,
         bound: Bound,
         tiles: MmaTiles,
+        codes: kv_codes.KvCodes | None,
         survey: Survey,
         partial: Partial,
         place: tuple[Expr, Expr, Expr, Expr],
         split: Expr,
         thread: Expr,
     ) -> None:
-        self.bound, self.tiles, self.problem, self.partial = bound, tiles, bound.problem, partial
+        self.bound, self.tiles, self.problem, self.partial, self.codes = bound, tiles, bound.problem, partial, codes
         (self.b, self.h, self.hk, self.i0), self.split = place, split
         self.thread, self.lane = thread, fixed(thread % WARP)
         p, self.M = self.problem, tiles.row_blocks
@@ -122,16 +136,19 @@ class _QueryTile:
         d, dv = padded(p.head_dim) // CHUNK, p.v_head_dim // CHUNK
         self.d_steps, self.s_columns, self.o_columns = d // 2, tiles.kv // 8, dv
         self.memory = T.alloc_buffer((tiles.shared_memory(p) // 2,), p.dtype, scope="shared.dyn", align=128)
-        self.k_start = tiles.q * max(d, dv) * CHUNK
-        self.v_start = self.k_start + tiles.stages * tiles.kv * d * CHUNK
         self.Q, self.Y = SharedTile(self.memory, 0, d), SharedTile(self.memory, 0, dv)
         self.S, self.O = ([registers(n * 4, "float32") for _ in range(self.M)] for n in (self.s_columns, dv))
         self.q = registers(self.M * 4 * (self.d_steps if tiles.q_in_registers else 1), "uint32")
-        self.P, self.kv = [registers(4, "uint32") for _ in range(self.M)], registers(4, "uint32")
-        self.k, self.v = (Rows(bound, name, self.b, self.hk, thread, tiles.threads) for name in ("k", "v"))
+        self.P, self.operand = [registers(4, "uint32") for _ in range(self.M)], registers(4, "uint32")
         self.rows = tirx.Cast("int32", T.int64(1) * bound.rows(self.b))
         self.keys = survey.key_tiles(self.b, self.h, self.i0)
         self.find_tiles()
+        work = Work(self.b, self.hk, thread, self.keys_of, self.stop)
+        self.kv: KeyValueTiles
+        if codes is None:
+            self.kv = HalfTiles(bound, tiles, self.memory, work)
+        else:
+            self.kv = CodedTiles(bound, tiles, self.memory, work, codes)
         self.softmax = [self.online_softmax(m) for m in range(self.M)]
 
     def find_tiles(self) -> None:
@@ -141,6 +158,11 @@ class _QueryTile:
         each = fixed(tirx.truncdiv(self.keys.count + splits - 1, splits))
         self.start = fixed(tirx.min(self.split * each, self.keys.count))
         self.stop = fixed(tirx.min(self.start + each, self.keys.count))
+
+    def keys_of(self, u: Expr) -> tuple[Expr, Expr]:
+        """The first key of the tile that is worked on as number u, and the one behind its range."""
+        t = self.tile(u)
+        return self.keys.first(t), self.keys.stop(t)
 
     def online_softmax(self, m: int) -> OnlineSoftmax:
         """Of the warp's rows number 16 m to 16 m + 15."""
@@ -190,16 +212,14 @@ class _QueryTile:
 
     def attend(self, turn: Expr | None) -> None:
         """O, m and l of the tile, in a pass of that kind."""
-        stages = self.tiles.stages
         self.initialise()
         q = Rows(self.bound, "q", self.b, self.h, self.thread, self.tiles.threads)
         q.copy(self.Q, self.i0, self.tiles.q, self.rows)
-        for u in range(stages):
-            self.load_keys(self.start + u)
-            if u < stages - 1:
-                self.load_values(self.start + u)
+        self.kv.begin(self.start)
+        if self.codes is not None and self.codes.in_query:
+            self.scale_query(q, self.codes)
         if self.tiles.q_in_registers:
-            self.wait()
+            self.kv.wait()
             read = self.q_reader()
             with unrolled(self.d_steps) as step:
                 self.load_q(read, step)
@@ -209,56 +229,31 @@ class _QueryTile:
         with T.serial(self.start, self.stop) as u:
             self.step(u, turn, masked)
 
+    def scale_query(self, q: Rows, codes: kv_codes.KvCodes) -> None:
+        """Q_i := Q_i times the scales of K; a thread what it has copied."""
+        ptx.wait_for_copies(self.kv.pending)
+        q.each(self.tiles.q, lambda row, chunk: codes.scale_query(self.Q.at(row, chunk), self.hk, chunk))
+
     def step(self, u: Expr, turn: Expr | None, masked: Expr) -> None:
-        """One tile of keys. What is free for the tiles to come is asked for first."""
-        stages = self.tiles.stages
-        self.wait()
-        self.load_values(u + (stages - 1))
-        self.scores(u)
-        self.wait()
-        self.load_keys(u + stages)
+        """One tile of keys."""
+        self.kv.await_keys(u)
+        self.scores(self.kv.tile("k", u))
+        self.kv.await_values(u)
         for m, softmax in enumerate(self.softmax):
             t = self.tile(u)
             softmax.step(self.S[m], fixed(self.keys.first(t)), u >= masked, self.keys.number(t))
             softmax.rescale(self.O[m], softmax.alpha, self.problem.v_head_dim)
+        values = self.kv.tile("v", u)
         if turn is not None:
             with T.If(turn != RAW), T.Then():
-                self.replace_values(u, turn)
-        self.accumulate(u)
+                self.replace_values(values, turn)
+        self.accumulate(values)
 
-    # Tiles of K and V in shared memory: K_0 (with Q), V_0, K_1, V_1, ... are groups of copies, empty behind the last.
-
-    def key_tile(self, u: Expr) -> SharedTile:
-        size = self.tiles.kv * self.Q.chunks
-        return SharedTile(self.memory, self.k_start + u % self.tiles.stages * (size * CHUNK), self.Q.chunks)
-
-    def value_tile(self, u: Expr) -> SharedTile:
-        size = self.tiles.kv * self.Y.chunks
-        return SharedTile(self.memory, self.v_start + u % self.tiles.stages * (size * CHUNK), self.Y.chunks)
-
-    def load_keys(self, u: Expr) -> None:
-        self.load_tile(self.k, self.key_tile(u), u)
-
-    def load_values(self, u: Expr) -> None:
-        self.load_tile(self.v, self.value_tile(u), u)
-
-    def load_tile(self, rows: Rows, tile: SharedTile, u: Expr) -> None:
-        with T.If(u < self.stop), T.Then():
-            t = self.tile(u)
-            rows.copy(tile, fixed(self.keys.first(t)), self.tiles.kv, self.keys.stop(t))
-        ptx.commit_copies()
-
-    def wait(self) -> None:
-        """The tile that comes next is there, and no warp reads any longer the one that came before."""
-        ptx.wait_for_copies(2 * self.tiles.stages - 2)
-        ptx.synchronise()
-
-    def replace_values(self, u: Expr, turn: Expr) -> None:
+    def replace_values(self, values: SharedTile, turn: Expr) -> None:
         """V_j := what a pass other than RAW makes of it."""
         one, infinity = {"float16": (0x3C00, 0x7C00), "bfloat16": (0x3F80, 0x7F80)}[self.problem.dtype]
-        start, size = self.value_tile(u).start, self.tiles.kv * self.problem.v_head_dim
-        with T.serial(size // WARP // self.tiles.warps) as n:
-            at = fixed(start + n * self.tiles.threads + self.thread)
+        with T.serial(self.kv.sizes["v"] // self.tiles.threads) as n:
+            at = fixed(values.start + n * self.tiles.threads + self.thread)
             bits = fixed(T.reinterpret("uint16", self.memory[at]).astype("int32"))
             magnitude = T.bitwise_and(bits, 0x7FFF)
             clean = tirx.Select(magnitude >= infinity, 0, bits)
@@ -286,7 +281,7 @@ class _QueryTile:
             row = fixed(n * self.tiles.threads + self.thread)
             with T.If(row < rows), T.Then(), T.serial(CHUNK) as d:
                 k_row = row - self.tiles.q
-                tile = SharedTile(self.memory, self.k_start, self.Q.chunks)
+                tile = SharedTile(self.memory, self.kv.starts["k"], self.Q.chunks)
                 q = self.Q.at(row, self.Q.chunks - 1)
                 k = tile.at(k_row, self.Q.chunks - 1)
                 at = tirx.Select(row < self.tiles.q, q.indices[0], k.indices[0])
@@ -304,9 +299,9 @@ class _QueryTile:
         first = (m * self.d_steps + step) * 4 if self.tiles.q_in_registers else m * 4
         return [self.q[first + x] for x in range(4)]
 
-    def scores(self, u: Expr) -> None:
+    def scores(self, keys: SharedTile) -> None:
         """S = Q_i K_j^T"""
-        read_k = self.key_tile(u).reader(self.lane // 16 * 8 + self.lane % 8, self.lane // 8 % 2)
+        read_k = keys.reader(self.lane // 16 * 8 + self.lane % 8, self.lane // 8 % 2)
         read_q = None if self.tiles.q_in_registers else self.q_reader()
         for S in self.S:
             with unrolled(self.s_columns * 4) as n:
@@ -315,24 +310,24 @@ class _QueryTile:
             if read_q is not None:
                 self.load_q(read_q, step)
             with unrolled(self.s_columns // 2) as pair:
-                ptx.load_matrices([self.kv[x] for x in range(4)], read_k(pair * 16, step * 2))
+                ptx.load_matrices([self.operand[x] for x in range(4)], read_k(pair * 16, step * 2))
                 for m, S in enumerate(self.S):
                     for x in range(2):
                         self.multiply_add(S, pair * 2 + x, self.q_fragment(m, step), x)
 
-    def accumulate(self, u: Expr) -> None:
+    def accumulate(self, values: SharedTile) -> None:
         """O += P V_j"""
-        read = self.value_tile(u).reader(self.lane % 16, self.lane // 16)
+        read = values.reader(self.lane % 16, self.lane // 16)
         with unrolled(self.tiles.kv // 16) as step:
             for P, S in zip(self.P, self.S):
                 with unrolled(4) as x:
                     ptx.pack(self.problem.dtype, P[x], S[step * 8 + x * 2], S[step * 8 + x * 2 + 1])
             with unrolled(self.o_columns // 2) as pair:
-                ptx.load_matrices([self.kv[x] for x in range(4)], read(step * 16, pair * 2), transposed=True)
+                ptx.load_matrices([self.operand[x] for x in range(4)], read(step * 16, pair * 2), transposed=True)
                 self.add_products(pair * 2, 2)
             if self.o_columns % 2:
                 last = read(step * 16, self.o_columns - 1)
-                ptx.load_matrices([self.kv[x] for x in range(2)], last, transposed=True)
+                ptx.load_matrices([self.operand[x] for x in range(2)], last, transposed=True)
                 self.add_products(self.o_columns - 1, 1)
 
     def add_products(self, column: Expr | int, count: int) -> None:
@@ -343,14 +338,22 @@ class _QueryTile:
 
     def multiply_add(self, D: tirx.Buffer, column: Expr | int, a: list[ptx.Element], x: int) -> None:
         """Eight columns of D += a B, where B is half x of the fragments of K or V."""
-        d, b = [D[column * 4 + y] for y in range(4)], [self.kv[2 * x], self.kv[2 * x + 1]]
+        d, b = [D[column * 4 + y] for y in range(4)], [self.operand[2 * x], self.operand[2 * x + 1]]
         ptx.multiply_add(self.problem.dtype, d, a, b)
 
     # The result.
 
+    def scale_values(self) -> None:
+        """O := O times the scales of V that all keys share."""
+        if self.codes is None:
+            return
+        for O in self.O:
+            self.codes.scale_values(O, self.hk, self.lane)
+
     def keep(self) -> None:
         """m, l and O with a part of the keys."""
         ptx.wait_for_copies(0)
+        self.scale_values()
         for m, (O, softmax) in enumerate(zip(self.O, self.softmax)):
             i = fixed(self.i0 + self.row0 + m * 16 + self.lane // 4)
             self.partial.keep_fragment(
@@ -372,12 +375,13 @@ class _QueryTile:
                 for O in self.O:
                     with unrolled(self.o_columns * 4) as n:
                         put(O, n, tirx.Select(O[n] > T.float32(0), infinity, T.float32(0)))
+        self.scale_values()
         for m, (O, softmax) in enumerate(zip(self.O, self.softmax)):
             softmax.rescale(O, softmax.finish(), self.problem.v_head_dim)
             row = self.row0 + m * 16 + self.lane // 4
             with unrolled(self.o_columns) as column:
                 for r in range(2):
-                    word, at = self.kv[r], column * 4 + r * 2
+                    word, at = self.operand[r], column * 4 + r * 2
                     ptx.pack(self.problem.dtype, word, O[at], O[at + 1])
                     place = self.Y.at(row + r * 8, column)
                     ptx.store_shared(self.memory[place.indices[0] + self.lane % 4 * 2], word)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 from tvm import tirx
@@ -86,20 +87,55 @@ def pack(dtype: str, to: Element, low: Expr, high: Expr) -> None:
     T.evaluate(T.ptx[f"cvt.rn.{SHORT[dtype]}x2.f32"](to, high, low))
 
 
+# Two numbers of 16 bits in one register.
+
+
+def unpack(dtype: str, pair: Expr) -> tuple[Expr, Expr]:
+    """The lower and the upper one in float32."""
+    if dtype == "bfloat16":
+        bits = (pair << T.uint32(16), T.bitwise_and(pair, T.uint32(0xFFFF0000)))
+        return T.reinterpret("float32", bits[0]), T.reinterpret("float32", bits[1])
+    halves = (pair.astype("uint16"), (pair >> T.uint32(16)).astype("uint16"))
+    low, high = (T.reinterpret(dtype, half).astype("float32") for half in halves)
+    return low, high
+
+
+def fma_pair(dtype: str, a: Expr, b: Expr, c: Expr) -> Expr:
+    """fma: a b + c of both, rounded once; subnormal numbers are numbers."""
+    register = registers(1, "uint32")
+    T.evaluate(T.ptx[f"fma.rn.{SHORT[dtype]}x2"](register[0], a, b, c))
+    return register[0]
+
+
+def permute(low: Expr, high: Expr, places: int) -> Expr:
+    """prmt: four of the eight bytes of two registers. Hexadecimal digits of `places` say which."""
+    register = registers(1, "uint32")
+    T.evaluate(T.ptx["prmt.b32"](register[0], low, high, T.uint32(places)))
+    return register[0]
+
+
+def from_float8(pair: Expr) -> Expr:
+    """cvt: two float16 of the float8_e4m3fn in a uint16; from sm_89 on."""
+    register = registers(1, "uint32")
+    T.evaluate(T.ptx["cvt.rn.f16x2.e4m3x2"](register[0], pair))
+    return register[0]
+
+
 # Asynchronous copies.
 
 CHUNK_BYTES = 16
 
 
-def copy_chunk(to: Element, source: Element, condition: Expr | None = None) -> None:
-    """cp.async: 16 bytes from global to shared memory, both aligned so; zeros where the condition does not hold.
+def copy_chunk(to: Element, source: Element, condition: Expr | None = None, size: int = CHUNK_BYTES) -> None:
+    """cp.async: 4, 8 or 16 bytes from global to shared memory, both aligned so; zeros where the condition fails.
 
     Nothing is read from the source then, which need not exist.
     """
-    operands: list[Expr | int] = [_address(to), _address(source), CHUNK_BYTES]
+    operands: list[Expr | int] = [_address(to), _address(source), size]
     if condition is not None:
-        operands.append(tirx.Select(condition, T.uint32(CHUNK_BYTES), T.uint32(0)))
-    T.evaluate(T.ptx["cp.async.cg.shared.global"](*operands))
+        operands.append(tirx.Select(condition, T.uint32(size), T.uint32(0)))
+    cached = "cg" if size == CHUNK_BYTES else "ca"  # past the first level go only whole chunks
+    T.evaluate(T.ptx[f"cp.async.{cached}.shared.global"](*operands))
 
 
 def commit_copies() -> None:
@@ -125,6 +161,13 @@ def store_chunk(to: Element, words: tirx.Buffer) -> None:
     T.evaluate(T.ptx["st.shared.v4.b32"](_address(to), *(words[n] for n in range(4))))
 
 
+def load_shared(to: tirx.Buffer, source: Element) -> None:
+    """One, two or four registers of 32 bits from shared memory, aligned as a whole."""
+    words = [to[n] for n in range(int(to.shape[0]))]
+    several = f".v{len(words)}" if len(words) > 1 else ""
+    T.evaluate(T.ptx[f"ld.shared{several}.b32"](*words, _address(source)))
+
+
 def copy_from_shared(to: Element, source: Element) -> None:
     """16 bytes from shared to global memory, both aligned so."""
     four = registers(4, "uint32")
@@ -134,6 +177,13 @@ def copy_from_shared(to: Element, source: Element) -> None:
 
 
 # Threads of a block and of a warp.
+
+
+def all_registers() -> AbstractContextManager[object]:
+    """Around the whole of a kernel: a thread may have as many registers as there are. Else the CUDA compiler moves some
+    to memory where that lets one more block on a multiprocessor."""
+    one = tirx.const(1, "int32")
+    return T.attr(one, "tirx.launch_bounds_min_blocks_per_sm", one)
 
 
 def synchronise() -> None:

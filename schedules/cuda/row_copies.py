@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
@@ -24,6 +25,8 @@ class Rows:
     def __init__(self, bound: Bound, name: str, b: Expr, h: Expr, thread: Expr, threads: int) -> None:
         p = bound.problem
         self.chunks = (p.v_head_dim if name == "v" else p.head_dim) // CHUNK
+        self.size = CHUNK if name == "q" else CHUNK // p.store.packing
+        """Elements of the buffer that a chunk has."""
         self.across = math.gcd(self.chunks, threads)  # threads along a row
         self.at_once = threads // self.across
         self.row, self.chunk = fixed(thread // self.across), fixed(thread % self.across)
@@ -31,27 +34,53 @@ class Rows:
         self.looked_up = name in ("k", "v") and bound.places.looked_up
         _, _, self.stride = bound.places.strides(name)
         self.head = bound.places.offset(name, b, h, T.int64(0))
-        self.mine = fixed(self.row * self.stride.astype("int32") + self.chunk * CHUNK)  # within one pass over the rows
+        self.mine = fixed(
+            self.row * self.stride.astype("int32") + self.chunk * self.size
+        )  # within one pass over the rows
 
     def copy(self, tile: SharedTile, first: Expr, count: int, end: Expr | None = None) -> None:
         """Begins to copy so many rows from `first` on to a tile; rows from `end` on become zeros."""
+
+        def copy_chunk(row: Expr, chunk: Expr, place: Expr, there: Expr | None) -> None:
+            buffer, indices = self.places.flat(self.name, place)
+            ptx.copy_chunk(tile.at(row, chunk), buffer[tuple(indices)], there)
+
+        self.find(first, count, end, copy_chunk)
+
+    def find(
+        self, first: Expr, count: int, end: Expr | None, body: Callable[[Expr, Expr, Expr, Expr | None], None]
+    ) -> None:
+        """body(row, chunk, place, there) for each of the thread's chunks in so many rows from `first` on: where it is
+        in memory, and whether it comes before `end`."""
         start = None if self.looked_up else fixed(self.head + first.astype("int64") * self.stride) + self.mine
         left = None if end is None else fixed(end - first - self.row)
 
-        def copy_row(step: Expr) -> None:
+        def find_row(step: Expr) -> None:
             if start is not None:
-                row = start + step * self.at_once * self.stride
+                place = start + step * self.at_once * self.stride
             else:
                 key = fixed((first + step * self.at_once + self.row).astype("int64"))
-                row = fixed(self.places.offset(self.name, self.b, self.h, key)) + self.chunk * CHUNK
+                place = fixed(self.places.offset(self.name, self.b, self.h, key)) + self.chunk * self.size
             with unrolled(self.chunks // self.across) as n:
-                buffer, indices = self.places.flat(self.name, row + n * self.across * CHUNK)
-                to = tile.at(step * self.at_once + self.row, n * self.across + self.chunk)
-                ptx.copy_chunk(to, buffer[tuple(indices)], None if left is None else step * self.at_once < left)
+                there = None if left is None else step * self.at_once < left
+                row, chunk = step * self.at_once + self.row, n * self.across + self.chunk
+                body(row, chunk, place + n * self.across * self.size, there)
 
+        self._each_row(count, find_row)
+
+    def each(self, count: int, body: Callable[[Expr, Expr], None]) -> None:
+        """body(row, chunk) for each of the thread's chunks in so many rows."""
+
+        def chunks(step: Expr) -> None:
+            with unrolled(self.chunks // self.across) as n:
+                body(step * self.at_once + self.row, n * self.across + self.chunk)
+
+        self._each_row(count, chunks)
+
+    def _each_row(self, count: int, body: Callable[[Expr], None]) -> None:
         with unrolled(-(-count // self.at_once)) as step:
             if count % self.at_once:
                 with T.If(step * self.at_once + self.row < count), T.Then():
-                    copy_row(step)
+                    body(step)
             else:
-                copy_row(step)
+                body(step)

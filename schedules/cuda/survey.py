@@ -22,7 +22,7 @@ from lowering.attention.key_tiles import KeyTiles
 from lowering.attention.scores import HIDDEN
 
 from .host import on_host
-from .ptx import WARP, ballot, fixed, int32, put, reduce_warp, registers
+from .ptx import WARP, all_registers, ballot, fixed, int32, put, reduce_warp, registers
 
 _MASKED, _ALL, _END, _FIRST = range(4)
 """Of a list: how many of its tiles need mask code, how many there are, the key behind the last one, and from there on
@@ -48,6 +48,7 @@ class Survey:
         with (
             T.launch_thread("blockIdx.x", tirx.ceildiv(total, warps).astype("int32")) as block,
             T.launch_thread("threadIdx.x", warps * WARP) as thread,
+            all_registers(),
         ):
             place = fixed(block.astype("int64") * warps + thread // WARP)
             with T.If(place < total), T.Then():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +14,13 @@ sys.path.append(str(Path(__file__).parents[1]))  # what the tests of products im
 from loop_kernels import compiled
 from loop_model import beside
 from loop_table import loop_table
-from machine_code import HEAD_DIMS, machine_code
+from machine_code import HEAD_DIMS, decode_alone, machine_code, prefill, problem
 from test_matmul_on_gpus import AUDITED, first_variant
 from test_tf32 import AUDITED as IN_TF32
+
+from lowering.attention.store import Codec, Store
+from schedules.cuda.decode_tiles import DecodeTiles
+from schedules.cuda.device import DEVICES
 
 PAGE = Path(__file__).parents[2] / "docs" / "cuda_kernels.md"
 
@@ -68,6 +75,8 @@ def page() -> str:
     return (
         HEADER
         + "".join(prefill_row(*row) for row in rows)
+        + CODED
+        + "".join(coded_rows(*row) for row in itertools.product(("sm_80", "sm_90a"), (64, 128, 256), CODECS))
         + PRODUCTS
         + "".join(product_row(name, case) for name, case in (*AUDITED.items(), *IN_TF32.items()))
         + loop_table()
@@ -81,6 +90,38 @@ def prefill_row(arch: str, dim: int, causal: bool) -> str:
     columns = [arch, dim, "causal" if causal else "-", f"{tiles.q} x {tiles.kv}"]
     columns += [code.registers, code.stack, code.spills, *counts, beside(code.steps)]
     return f"| {' | '.join(map(str, columns))} |\n"
+
+
+CODED = """
+## Caches of codes
+
+Prefill by mma.sync, causal, and decoding, float16, over K and V of codes, which are expanded between LDGSTS and LDSM:
+LDS reads codes and their scales, STS writes half precision. Of the loop over tiles of keys; *instructions* are all of
+it. A tile of decoding is a warp's own.
+
+| target | head_dim | codes | kernel | tiles | registers | spilt | HMMA | LDSM | LDGSTS | LDS | STS | instructions |
+|---|---|---|---|---|---|---|---|---|---|---|---|---|
+"""
+CODECS: dict[str, Callable[[int], Codec]] = {
+    "int8": lambda dim: Codec("int8", 0),
+    "float8": lambda dim: Codec("float8_e4m3fn", 0),
+    "int8, a scale for each token": lambda dim: Codec("int8", dim),
+}
+
+
+def coded_rows(arch: str, dim: int, name: str) -> str:
+    p = replace(problem(dim, causal=True), store=Store(codec=CODECS[name](dim)))
+    func, tiles = prefill(p, arch)
+    few = DecodeTiles.default(p, DEVICES[arch])
+    lines = []
+    for kernel, shown, code in (
+        ("prefill", f"{tiles.q} x {tiles.kv}", machine_code(func, arch)),
+        ("decode", f"{few.keys}, {few.stages} stages", machine_code(decode_alone(p, arch), arch)),
+    ):
+        counts = [code.loop[opcode] for opcode in ("HMMA", "LDSM", "LDGSTS", "LDS", "STS")]
+        columns = [arch, dim, name, kernel, shown, code.registers, code.spills, *counts, sum(code.loop.values())]
+        lines.append(f"| {' | '.join(map(str, columns))} |\n")
+    return "".join(lines)
 
 
 PRODUCTS = """

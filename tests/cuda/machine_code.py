@@ -26,6 +26,8 @@ from lowering.attention.bound import Bound
 from lowering.attention.problem import AttentionProblem, Window
 from lowering.target import cubin
 from schedules.cuda.attention_tiles import MmaTiles, WgmmaTiles, padded
+from schedules.cuda.decode import decode
+from schedules.cuda.decode_tiles import DecodeTiles
 from schedules.cuda.device import DEVICES
 from schedules.cuda.prefill_mma import prefill_mma
 from schedules.cuda.prefill_wgmma import prefill_wgmma
@@ -116,13 +118,22 @@ def prefill(p: AttentionProblem, arch: str) -> tuple[tirx.PrimFunc, MmaTiles | W
         T.func_name("attention")
         bound = Bound(p, scope="local")
         tiles: MmaTiles | WgmmaTiles
-        if gpu.generation == 90:
+        if gpu.generation == 90 and p.dense:
             tiles = WgmmaTiles.default(p, gpu)
             prefill_wgmma(bound, tiles, gpu)
         else:
             tiles = MmaTiles.default(p, gpu)
-            prefill_mma(bound, tiles)
+            prefill_mma(bound, tiles, gpu)
     return builder.get(), tiles
+
+
+def decode_alone(p: AttentionProblem, arch: str) -> tirx.PrimFunc:
+    """The kernel for few rows, whatever their number, with its default tiles."""
+    gpu = DEVICES[arch]
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name("attention")
+        decode(Bound(p, scope="local"), DecodeTiles.default(p, gpu), gpu)
+    return builder.get()
 
 
 def products(p: AttentionProblem, tiles: MmaTiles | WgmmaTiles) -> int:

@@ -64,7 +64,7 @@ SIZES = [(1, 1, 1), (1, 7, 64), (2, 130, 63), (1, 65, 200)]
 def kernel(p: AttentionProblem, tiles: MmaTiles) -> tirx.PrimFunc:
     with IRBuilder() as builder, T.prim_func():
         T.func_name("attention")
-        prefill_mma(Bound(p, scope="local"), tiles)
+        prefill_mma(Bound(p, scope="local"), tiles, GPU)
     return builder.get()
 
 

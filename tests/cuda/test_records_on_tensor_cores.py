@@ -46,6 +46,7 @@ def test_the_drawn_problems_are_of_many_kinds() -> None:
     assert {p.store.looked_up for p in problems} == {False, True}
     assert {type(p.store.slots).__name__ for p in problems} == {"Whole", "Offset", "Pages"}
     assert {p.mask is None for p in problems} == {False, True}
+    assert {p.coded for p in problems} == {False, True}
 
 
 @pytest.mark.slow

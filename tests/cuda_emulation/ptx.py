@@ -433,6 +433,21 @@ def _(m, o):
     return f"{o[0]} = fmaf({o[1]}, {o[2]}, {o[3]});"
 
 
+@_instruction(r"fma\.rn\.(f16|bf16)x2")
+def _(m, o):
+    return _assign(o[0], f"emu::fma_pair<{_HALF[m[1]]}>({o[1]}, {o[2]}, {o[3]})")
+
+
+@_instruction(r"prmt\.b32")
+def _(m, o):
+    return _assign(o[0], f"emu::permute({o[1]}, {o[2]}, {o[3]})")
+
+
+@_instruction(r"cvt\.rn\.f16x2\.e4m3x2")
+def _(m, o):
+    return _assign(o[0], f"emu::pack<half>(emu::from_e4m3(({o[1]}) >> 8), emu::from_e4m3(({o[1]}) & 0xFF))")
+
+
 @_instruction(r"cvt\.rn(?:\.satfinite)?\.(f16|bf16)x2\.f32")
 def _(m, o):
     return _assign(o[0], f"emu::pack<{_HALF[m[1]]}>({o[1]}, {o[2]})")
