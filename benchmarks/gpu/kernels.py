@@ -27,7 +27,7 @@ from .plan import Kernel
 _ATTENTION: dict[str, Callable[[Bound, AttentionProblem, Device], None]] = {
     "wgmma": lambda bound, p, gpu: prefill_wgmma(bound, WgmmaTiles.default(p, gpu), gpu),
     "mma": lambda bound, p, gpu: prefill_mma(bound, MmaTiles.default(p, gpu), gpu),
-    "decode": lambda bound, p, gpu: decode(bound, DecodeTiles.default(p, gpu)),
+    "decode": lambda bound, p, gpu: decode(bound, DecodeTiles.default(p, gpu), gpu),
     "rows": lambda bound, p, gpu: decode_rows(bound, RowTiles.default(p, gpu)),
     "plain": lambda bound, p, gpu: plain(bound, RowTiles.default(p, gpu)),
 }

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .formula import Formula
-from .store import DENSE, Axes, Store
+from .store import DENSE, Axes, Codec, Store
 
 Offset = Literal["zero", "past", "lengths", "behind"]
 
@@ -157,9 +157,14 @@ class AttentionProblem:
         return (self.dtype, self.v_dtype) if codec is None else (codec.stored, codec.stored)
 
     @property
+    def codec(self) -> Codec | None:
+        """What K and V are codes of, with scales, if they are."""
+        return self.store.codec
+
+    @property
     def coded(self) -> bool:
         """Whether K and V are codes with scales."""
-        return self.store.codec is not None
+        return self.codec is not None
 
     @property
     def packed(self) -> bool:

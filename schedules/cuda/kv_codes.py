@@ -36,7 +36,7 @@ _SIGN, _NAN_BY = 0x8000, 9  # 0x8000 - (0x8000 >> 9) are the bits of a NaN of bo
 
 def takes(problem: AttentionProblem) -> bool:
     """Whether a problem over codes has rows and groups of whole chunks, and scales that copies of 4 bytes can fetch."""
-    codec = problem.store.codec
+    codec = problem.codec
     assert codec is not None
     if problem.head_dim % 16 or problem.v_head_dim % CHUNK or codec.group % CHUNK:
         return False
@@ -50,12 +50,13 @@ def takes(problem: AttentionProblem) -> bool:
 
 def code_bytes(problem: AttentionProblem) -> int:
     """Of the codes of a chunk."""
-    return CHUNK // problem.store.packing
+    assert problem.codec is not None
+    return CHUNK // problem.codec.packing
 
 
 def arriving_bytes(problem: AttentionProblem) -> int:
     """In which a chunk of K or V comes to shared memory: codes with the scale of their group, if they have one."""
-    codec = problem.store.codec
+    codec = problem.codec
     return 2 * CHUNK if codec is None else code_bytes(problem) + (4 if codec.group else 0)
 
 
@@ -63,7 +64,7 @@ class KvCodes:
     """The codes of a problem on a GPU."""
 
     def __init__(self, bound: Bound, gpu: Device) -> None:
-        codec = bound.problem.store.codec
+        codec = bound.problem.codec
         assert codec is not None
         self.bound, self.codec, self.dtype = bound, codec, bound.problem.dtype
         self.converts = gpu.generation >= 89 and self.dtype == "float16"

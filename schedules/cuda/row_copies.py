@@ -25,7 +25,7 @@ class Rows:
     def __init__(self, bound: Bound, name: str, b: Expr, h: Expr, thread: Expr, threads: int) -> None:
         p = bound.problem
         self.chunks = (p.v_head_dim if name == "v" else p.head_dim) // CHUNK
-        self.size = CHUNK if name == "q" else CHUNK // p.store.packing
+        self.size = CHUNK if name == "q" else CHUNK // bound.places.packing
         """Elements of the buffer that a chunk has."""
         self.across = math.gcd(self.chunks, threads)  # threads along a row
         self.at_once = threads // self.across

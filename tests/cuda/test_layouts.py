@@ -67,7 +67,8 @@ def lines() -> list[str]:
     for transposed in (False, True):
         variant = first_variant(Case(n=4096, k=4096, b_transposed=transposed, tiles=None), "sm_90a")
         tiles, source = variant.tiles["tiles"], emitted(variant.make(), "sm_90a")
-        a, b = descriptors(source)
+        a, b, *of_clusters = descriptors(source)
+        assert of_clusters == [a, b]  # another kernel of the same source
         found.append(_line("k_major", tiles.m, tiles.k, "A", *a, steps(source, "ss", 0)))
         sizes = ("k_major", tiles.n, tiles.k) if transposed else ("mn_major", tiles.k, tiles.n)
         found.append(_line(*sizes, f"B, transposed {transposed}", *b, steps(source, "ss", 1)))

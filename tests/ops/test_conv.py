@@ -151,5 +151,3 @@ def test_refusals() -> None:
         imported("Conv", [(f, (1, 4, 8, 8)), (f, (5, 2, 3, 3))], group=2)
     with pytest.raises(lowering.NodeError, match="numbers for k1"):
         imported("Conv", [(f, (1, 4, 8, 8)), (f, (4, 4, "k", 3))])
-    with pytest.raises(lowering.NodeError, match="Indices"):
-        imported("MaxPool", [(f, (1, 4, 8, 8))], results=2, kernel_shape=[2, 2])
