@@ -14,6 +14,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .version import VERSION
+
 if TYPE_CHECKING:
     from . import flex as flex
     from .compiling.compiler import compile as compile
@@ -68,6 +70,7 @@ _HOME = {
     "InputError": "errors",
 }
 
+__version__ = VERSION
 __all__ = sorted(_HOME)
 
 

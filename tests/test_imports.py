@@ -13,7 +13,11 @@ ROOT = Path(__file__).parents[1]
 
 # Package -> (modules of this project that it may import, whether it may import tvm)
 RULES = {
-    "lowering/runtime": ({"lowering.runtime", "lowering.arithmetic", "lowering.errors", "lowering.manifest"}, False),
+    "lowering/runtime": (
+        {"lowering.runtime", "lowering.arithmetic", "lowering.errors", "lowering.machine", "lowering.manifest"},
+        False,
+    ),
+    "lowering/diagnosis": ({"lowering.diagnosis", "lowering.machine"}, False),
     "lowering/graph": (
         {
             "lowering.graph",
@@ -48,7 +52,10 @@ RULES = {
         False,
     ),
     "lowering/measuring": ({"lowering.measuring", "lowering.runtime", "lowering.records", "lowering.errors"}, False),
-    "lowering/fleet": ({"lowering.fleet", "lowering.measuring", "lowering.runtime", "lowering.errors"}, True),
+    "lowering/fleet": (
+        {"lowering.fleet", "lowering.machine", "lowering.measuring", "lowering.runtime", "lowering.errors"},
+        True,
+    ),
     "lowering/attention": ({"lowering.attention", "lowering.arithmetic", "lowering.tensorir"}, True),
     "lowering/serving": ({"lowering.serving", "lowering.manifest", "lowering.errors"}, False),
     "lowering/functions": (
@@ -62,6 +69,7 @@ RULES = {
             "lowering.attention.expr.node",
             "lowering.attention.flex_node",
             "lowering.compiling.compiler",
+            "lowering.machine",
             "lowering.runtime",
             "lowering.errors",
         },

@@ -17,7 +17,7 @@ from pathlib import Path
 import tvm
 
 from lowering.compiling.build import build
-from lowering.runtime.gpu import CUDART, find_cudart
+from lowering.machine import CUDART, find_cudart
 from lowering.target import Target, resolve
 
 from . import kernels, models

@@ -32,6 +32,7 @@ from ..runtime.folders import check_replaceable
 from ..runtime.signature import SigningKey, private_key
 from ..target import Target, resolve
 from ..tuning.lookup import Records
+from ..version import VERSION
 from . import artifact
 from .build import build
 from .options import Options
@@ -209,7 +210,7 @@ def compiled(model: ModelLike, options: Options, stand_in: Target | None = None,
         threads=options.threads,
         ranges=ranges(dims, {dim for port in imported.inputs for dim in _spec(port).dims}),
         strings=tuple(imported.strings),
-        versions={name: version(name) for name in ("apache-tvm", "apache-tvm-ffi", "onnx")},
+        versions={"onnx-lowering": VERSION} | {n: version(n) for n in ("apache-tvm", "apache-tvm-ffi", "onnx")},
         notes=tuple(dict.fromkeys(notes)),
         kernels=lowered.kernels,
         calls=lowered.calls,

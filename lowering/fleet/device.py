@@ -16,11 +16,11 @@ import tvm_ffi
 from tvm import rpc
 
 from ..errors import ArtifactError, InputError
+from ..machine import cpu_flags
 from ..measuring.isolated import Failed, Helper
 from ..measuring.machine import machine
 from ..measuring.measure import Job
 from ..measuring.trial import compared, runner, tried
-from ..runtime.checks import cpu_flags
 from ..runtime.gpu import architecture_here
 
 MACHINE, MEASURE = "lowering.fleet.machine", "lowering.fleet.measure"

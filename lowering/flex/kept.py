@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ..errors import ArtifactError, LoweringError
+from ..machine import cache_folder
 from ..runtime import Model, load
 from ..runtime.folders import check_replaceable
 
@@ -129,11 +130,7 @@ def _from_disk(problem: Problem, target: str) -> Model | None:
 
 def folder() -> Path:
     """Where kernels are kept."""
-    named = os.environ.get("ONNX_LOWERING_CACHE")
-    if named:
-        return Path(named) / "flex"
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "onnx-lowering" / "flex"
+    return cache_folder() / "flex"
 
 
 def _remove_other(place: Path) -> None:

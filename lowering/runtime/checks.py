@@ -7,10 +7,10 @@ import operator
 import platform
 from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from ..errors import ArtifactError, InputError
+from ..machine import cpu_flags as cpu_flags
 from ..manifest import FILE, FORMAT, MOST_THREADS, SIGNATURE, WEIGHTS, Manifest, digest, weights_sample
 from .files import Files
 from .rules import contradictions
@@ -150,12 +150,3 @@ def check_machine(code: bytes, features: Sequence[str], target: str, what: str, 
     missing = [f for f in features if f not in cpu_flags()]
     if missing:
         raise ArtifactError(f"{what} was built for a CPU with {', '.join(missing)}, which this one lacks: {remedy}")
-
-
-def cpu_flags() -> frozenset[str]:
-    """The features of this machine's CPUs, as Linux names them."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() in ("flags", "Features"):
-            return frozenset(value.split())
-    return frozenset()

@@ -11,15 +11,13 @@ from typing import Any
 import tvm_ffi
 
 from ..errors import ArtifactError
+from ..machine import CUDART, DRIVER, find_cudart, first_file
 
 CPU, CUDA = 1, 2  # kDLCPU, kDLCUDA
-DRIVER, CUDART = "libcuda.so.1", "libcudart.so.13"
 
 _RUNTIME = "libtvm_runtime_cuda.so"
 # What loading the runtime registers.
 _LOADER = "ffi.Module.load_from_bytes.cuda"
-# Where CUDA's wheel and its installer put CUDART.
-_WHEEL, _TOOLKIT = Path("nvidia/cu13/lib"), Path("/usr/local/cuda/lib64")
 # DeviceAttrKind of the runtime.
 _COMPUTE_VERSION, _NAME, _L2_BYTES = 4, 5, 13  # the first is "9.0"
 
@@ -32,7 +30,7 @@ def load_device_runtime(beside: Path | None = None) -> None:
     if tvm_ffi.get_global_func(_LOADER, allow_missing=True) is not None:
         return
     places = [] if beside is None else [beside.absolute()]
-    runtime = _first([*places, *(Path(p) / "tvm" / "lib" for p in sys.path)], _RUNTIME)
+    runtime = first_file([*places, *(Path(p) / "tvm" / "lib" for p in sys.path)], _RUNTIME)
     if runtime is None:
         raise ArtifactError(f"{_RUNTIME} is in no installed apache-tvm. Install apache-tvm.")
     try:
@@ -40,21 +38,12 @@ def load_device_runtime(beside: Path | None = None) -> None:
     except OSError as error:
         raise ArtifactError(f"this machine has no NVIDIA driver ({DRIVER}).") from error
     try:
-        ctypes.CDLL(str(_first(places, CUDART) or find_cudart() or CUDART), ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(str(first_file(places, CUDART) or find_cudart() or CUDART), ctypes.RTLD_GLOBAL)
         ctypes.CDLL(str(runtime))
     except OSError as error:
         raise ArtifactError(
             f"the CUDA runtime cannot be loaded: {error}. Install it: pip install 'onnx-lowering[cuda]'."
         ) from error
-
-
-def find_cudart() -> Path | None:
-    """CUDA's runtime library, from its wheel or its installer."""
-    return _first([*(Path(p) / _WHEEL for p in sys.path), _TOOLKIT], CUDART)
-
-
-def _first(folders: list[Path], name: str) -> Path | None:
-    return next((f / name for f in folders if (f / name).is_file()), None)
 
 
 def architecture_here(device: int) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ..errors import TargetError
-from .cpu import CPUS, cpu, host_features
+from ..machine import host_features
+from .cpu import CPUS, cpu
 from .cuda import ARCHITECTURES, cuda
 from .record import Target
 

@@ -13,7 +13,8 @@ import tempfile
 from pathlib import Path
 
 from ..errors import ArtifactError, TargetError
-from ..runtime.gpu import CUDART, DRIVER, find_cudart, load_device_runtime
+from ..machine import CUDART, DRIVER, find_cudart
+from ..runtime.gpu import load_device_runtime
 from . import cubin as cubin  # what compiles kernels, registered with TVM
 
 _SOURCE = Path(__file__).with_name("stand_in.c")

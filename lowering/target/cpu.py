@@ -7,26 +7,15 @@ a virtual machine may hide AMX, bf16 or fp16 units, and a name alone would give 
 from __future__ import annotations
 
 import platform
-from pathlib import Path
 
 import tvm
 
 from ..errors import TargetError
+from ..machine import V3, V4, X86_FEATURES, host_features
 from .record import Target
 
 CPUS = ("x86-64-v3", "x86-64-v4", "aarch64")
 """Names behind `cpu:`."""
-
-# Linux /proc/cpuinfo names and LLVM's names of the x86 features that the generated code may use.
-_X86_FEATURES = {
-    "sse4_2": "sse4.2", "popcnt": "popcnt", "avx": "avx", "f16c": "f16c", "fma": "fma", "bmi1": "bmi", "bmi2": "bmi2",
-    "avx2": "avx2", "abm": "lzcnt", "movbe": "movbe",
-    "avx512f": "avx512f", "avx512bw": "avx512bw", "avx512cd": "avx512cd", "avx512dq": "avx512dq",
-    "avx512vl": "avx512vl", "avx512_vnni": "avx512vnni", "avx512_bf16": "avx512bf16",
-}  # fmt: skip
-
-_V3 = ("sse4_2", "popcnt", "avx", "f16c", "fma", "bmi1", "bmi2", "avx2", "abm", "movbe")
-_V4 = (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 
 
 def cpu(name: str, arch: str, cc: str | None) -> Target:
@@ -38,19 +27,12 @@ def cpu(name: str, arch: str, cc: str | None) -> Target:
         return Target(name, tvm.target.Target(config), (), linker)
     if arch == "" and machine != "x86_64":
         raise TargetError(f"Target 'cpu' knows no {machine} machines. Name a target, such as cpu:x86-64-v3.")
-    features = {"": host_features, "x86-64-v3": lambda: _V3, "x86-64-v4": lambda: _V4}[arch]()
-    mcpu = "x86-64-v4" if set(_V4) <= set(features) else "x86-64-v3" if set(_V3) <= set(features) else "x86-64"
+    features = {"": host_features, "x86-64-v3": lambda: V3, "x86-64-v4": lambda: V4}[arch]()
+    mcpu = "x86-64-v4" if set(V4) <= set(features) else "x86-64-v3" if set(V3) <= set(features) else "x86-64"
     config = {
         "kind": "llvm",
         "mtriple": "x86_64-linux-gnu",
         "mcpu": mcpu,
-        "mattr": [f"+{_X86_FEATURES[f]}" for f in features],
+        "mattr": [f"+{X86_FEATURES[f]}" for f in features],
     }
     return Target(name, tvm.target.Target(config), features, cc or "gcc")
-
-
-def host_features() -> tuple[str, ...]:
-    """The x86 features this machine shows, by /proc/cpuinfo name, of those the generated code may use."""
-    text = Path("/proc/cpuinfo").read_text()
-    flags = next((line.partition(":")[2].split() for line in text.splitlines() if line.startswith("flags")), [])
-    return tuple(f for f in _X86_FEATURES if f in flags)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -17,6 +16,7 @@ import tvm
 import tvm_ffi
 
 from ..errors import TargetError
+from ..machine import find_nvcc as find_nvcc
 
 # TVM's code uses the operators of the types of 16 bits. ptxas keeps its --register-usage-level of 5: with 10, which TVM
 # asks for, it spills in the kernels for Hopper.
@@ -64,11 +64,6 @@ def machine_code(source: str, arch: str) -> tuple[bytes, str]:
         f"Code for '{arch}' is compiled by nvcc, which is not installed, or by NVRTC: "
         "pip install 'onnx-lowering[cuda]'."
     )
-
-
-def find_nvcc() -> str | None:
-    """The toolkit's compiler, on PATH or where its installer puts it."""
-    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 
 
 def _by_nvcc(nvcc: str, source: str, arch: str) -> tuple[bytes, str]:

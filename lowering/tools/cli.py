@@ -17,13 +17,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from ..errors import InputError, LoweringError
-from ..graph.serve import Serve
-from . import tuning
+from ..version import VERSION
+from . import doctor, tuning
 from .options import PRECISIONS, arrays, call, dim, natural, not_negative, positive, sizes
+
+if TYPE_CHECKING:
+    from ..graph.serve import Serve
 
 _TARGET = (
     "cpu (this machine, the default), cpu:x86-64-v3, cpu:x86-64-v4, cpu:aarch64, cuda (the GPU here), or cuda: and "
@@ -81,6 +84,8 @@ def _serve(arguments: argparse.Namespace) -> Serve | None:
         if arguments.cache is not None:
             raise InputError("--cache says how --serve CONTEXT keeps keys and values: give both.")
         return None
+    from ..graph.serve import Serve
+
     return Serve(arguments.serve, cache=arguments.cache or "model")
 
 
@@ -88,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="onnx-lowering", description="Compiles ONNX models ahead of time; attention becomes tiled TensorIR."
     )
+    parser.add_argument("--version", action="version", version=f"onnx-lowering {VERSION}")
     subparsers = parser.add_subparsers(metavar="command", dest="command", required=True)
     every = argparse.ArgumentParser(add_help=False)
     every.add_argument("-v", "--verbose", action="store_true", help="on an error, print Python's traceback as well")
@@ -172,6 +178,8 @@ def _parser() -> argparse.ArgumentParser:
     k.add_argument("--dim", action="append", default=[], metavar="NAME=SIZE", help="fix a symbolic dimension")
     k.add_argument("--json", action="store_true", help="print the report as JSON")
     k.set_defaults(run=_check)
+
+    doctor.add(add_parser)
 
     d = add_parser("demo", help="build, compile, load and run a small decoder with in-place caches")
     d.add_argument("-o", "--output", type=Path, help="keep the model and its artifact in this folder")

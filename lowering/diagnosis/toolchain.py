@@ -1,0 +1,81 @@
+"""Compilers and linkers, the NVIDIA driver and GPUs."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import platform
+import shutil
+import subprocess
+import tempfile
+
+from ..machine import CUDART, DRIVER, find_cudart, find_nvcc
+from .report import Report
+
+_OLDEST_DRIVER = 13000  # what cuDriverGetVersion says of CUDA 13.0, of driver 580
+_MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
+# What libraries of models are linked with (runtime/parallel.c): the C library's headers, and threads.
+_TRIAL = "#include <pthread.h>\n#include <stdint.h>\nint32_t f(void) { return (int32_t)pthread_self(); }\n"
+
+
+def examine(report: Report) -> None:
+    _linker(report)
+    if platform.machine() != "aarch64":
+        cross = shutil.which("aarch64-linux-gnu-gcc")
+        report.say("linkers", "aarch64", cross or "none (Debian's gcc-aarch64-linux-gnu), for --target cpu:aarch64")
+    _cuda_compiler(report)
+    _driver(report)
+
+
+def _linker(report: Report) -> None:
+    gcc = shutil.which("gcc")
+    report.say("linkers", "this machine", gcc or "none")
+    mend = "Install it with the C library's headers, for instance: apt-get install gcc libc6-dev"
+    if gcc is None:
+        report.blame("there is no gcc, which links compiled models.", mend, blocks=True)
+        return
+    with tempfile.NamedTemporaryFile(suffix=".so") as file:
+        command = [gcc, "-shared", "-fPIC", "-pthread", "-x", "c", "-", "-o", file.name]
+        done = subprocess.run(command, input=_TRIAL, capture_output=True, text=True)
+    if done.returncode != 0:
+        said = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[0]
+        report.blame(f"gcc cannot make a shared library: {said}.", mend, blocks=True)
+
+
+def _cuda_compiler(report: Report) -> None:
+    nvcc = find_nvcc()
+    try:
+        nvrtc = importlib.util.find_spec("cuda.bindings") is not None
+    except ModuleNotFoundError:
+        nvrtc = False
+    found = nvcc or ("NVRTC, of cuda-bindings" if nvrtc else None)
+    report.say("gpu", "compiler", found or "none (nvcc, or pip install 'onnx-lowering[cuda]'), for --target cuda:...")
+    cudart = find_cudart()
+    report.say("gpu", "CUDA runtime", str(cudart) if cudart else f"no {CUDART}, which running on a GPU needs")
+
+
+def _driver(report: Report) -> None:
+    try:
+        driver = ctypes.CDLL(DRIVER)
+    except OSError:
+        report.say("gpu", "driver", f"none ({DRIVER})")
+        return
+    version, count = ctypes.c_int(), ctypes.c_int()
+    driver.cuDriverGetVersion(ctypes.byref(version))
+    report.say("gpu", "driver", f"for CUDA {version.value // 1000}.{version.value % 1000 // 10}")
+    if version.value < _OLDEST_DRIVER:
+        what = f"the NVIDIA driver is for CUDA {version.value // 1000}, and artifacts need CUDA 13."
+        report.blame(what, "Install driver 580 or later.")
+    status = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    if status:
+        report.blame(f"the NVIDIA driver is there and says error {status}.", "Run nvidia-smi, which says more.")
+    for number in range(count.value):
+        name, size, capability = ctypes.create_string_buffer(100), ctypes.c_size_t(), [ctypes.c_int(), ctypes.c_int()]
+        driver.cuDeviceGetName(name, len(name), number)
+        driver.cuDeviceTotalMem_v2(ctypes.byref(size), number)
+        for value, attribute in zip(capability, (_MAJOR, _MINOR)):
+            driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, number)
+        architecture = f"sm_{capability[0].value}{capability[1].value}"
+        report.say("gpu", f"GPU {number}", f"{name.value.decode()}, {architecture}, {size.value / 2**30:.0f} GiB")
+    if count.value and find_cudart() is None:
+        report.blame(f"there is a GPU and no {CUDART} to run on it.", "pip install 'onnx-lowering[cuda]'")

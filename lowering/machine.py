@@ -1,0 +1,61 @@
+"""What this machine has for compiling and running, found without importing the compiler or the runtime."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+DRIVER, CUDART = "libcuda.so.1", "libcudart.so.13"
+
+# Where CUDA's wheel and its installer put CUDART.
+_WHEEL, _TOOLKIT = Path("nvidia/cu13/lib"), Path("/usr/local/cuda/lib64")
+
+# Linux /proc/cpuinfo names and LLVM's names of the x86 features that the generated code may use.
+X86_FEATURES = {
+    "sse4_2": "sse4.2", "popcnt": "popcnt", "avx": "avx", "f16c": "f16c", "fma": "fma", "bmi1": "bmi", "bmi2": "bmi2",
+    "avx2": "avx2", "abm": "lzcnt", "movbe": "movbe",
+    "avx512f": "avx512f", "avx512bw": "avx512bw", "avx512cd": "avx512cd", "avx512dq": "avx512dq",
+    "avx512vl": "avx512vl", "avx512_vnni": "avx512vnni", "avx512_bf16": "avx512bf16",
+}  # fmt: skip
+
+V3 = ("sse4_2", "popcnt", "avx", "f16c", "fma", "bmi1", "bmi2", "avx2", "abm", "movbe")
+V4 = (*V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+
+
+def cpu_flags() -> frozenset[str]:
+    """The features of this machine's CPUs, as Linux names them."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in ("flags", "Features"):
+            return frozenset(value.split())
+    return frozenset()
+
+
+def host_features() -> tuple[str, ...]:
+    """The x86 features this machine shows, by /proc/cpuinfo name, of those the generated code may use."""
+    flags = cpu_flags()
+    return tuple(f for f in X86_FEATURES if f in flags)
+
+
+def first_file(folders: list[Path], name: str) -> Path | None:
+    """The file of that name in the first folder that has it."""
+    return next((f / name for f in folders if (f / name).is_file()), None)
+
+
+def find_cudart() -> Path | None:
+    """CUDA's runtime library, from its wheel or its installer."""
+    return first_file([*(Path(p) / _WHEEL for p in sys.path), _TOOLKIT], CUDART)
+
+
+def find_nvcc() -> str | None:
+    """The toolkit's compiler, on PATH or where its installer puts it."""
+    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept for the next process: ONNX_LOWERING_CACHE, else in the user's cache folder."""
+    named = os.environ.get("ONNX_LOWERING_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(named) if named else Path(base) / "onnx-lowering"

@@ -1,0 +1,140 @@
+"""`onnx-lowering doctor` on machines where something is missing, and `--version`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lowering
+from lowering.diagnosis import here, packages, toolchain
+from lowering.diagnosis.report import Report
+from lowering.tools.cli import main
+
+
+def doctor(*options: str, **environment: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "lowering", "doctor", *options]
+    environment = {**os.environ, **environment}
+    root = Path(lowering.__file__).parents[1]
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
+    return done.returncode, done.stdout
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    """Other versions than those that are here, by names with _ for -."""
+    true = metadata.version
+    monkeypatch.setattr(packages.metadata, "version", lambda name: versions.get(name.replace("-", "_")) or true(name))
+    monkeypatch.setattr(packages, "_try_import", lambda report: None)
+
+
+def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["ok"] and not any(problem["blocks"] for problem in said["problems"])
+    assert said["facts"]["packages"]["apache-tvm"] == metadata.version("apache-tvm")
+    assert said["facts"]["packages"]["import tvm"] == "works"
+    assert said["facts"]["machine"]["threads"].startswith(f"{len(os.sched_getaffinity(0))} of ")
+
+
+@pytest.mark.parametrize("package", ["tvm", "tvm_ffi"])
+def test_packages_that_cannot_be_imported(package: str, tmp_path: Path) -> None:
+    (tmp_path / f"{package}.py").write_text("raise OSError('libodd.so: undefined symbol')\n")
+    places = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    status, text = doctor(PYTHONPATH=places)
+    assert status == 1
+    assert "PROBLEM: the compiler, apache-tvm, cannot be imported: OSError: libodd.so: undefined symbol." in text
+    assert "pip install --force-reinstall onnx-lowering" in text
+
+
+def test_an_import_that_ends_the_process(tmp_path: Path) -> None:
+    (tmp_path / "tvm.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
+    status, text = doctor(PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    assert status == 1 and "cannot be imported: the process ended with status -11." in text
+
+
+def test_versions_that_do_not_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, apache_tvm="0.27.0.post1", apache_tvm_ffi="0.1.15.post2", numpy="1.26.4")
+    report = Report()
+    packages.examine(report)
+    assert not report.ok
+    (pair,) = (p for p in report.problems if "do not go together" in p.what)
+    assert "segmentation fault" in pair.what and pair.mend == "pip install apache-tvm-ffi==0.1.14.post1"
+    assert any(p.what == "numpy 1.26.4 is installed, and onnx-lowering needs numpy>=2.1." for p in report.problems)
+
+
+def test_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch)
+    monkeypatch.setattr(packages, "version_of", lambda name: None if name in ("onnx", "cryptography") else "99")
+    report = Report()
+    packages.examine(report)
+    assert "onnx is not installed." in [p.what for p in report.problems if p.blocks]
+    assert report.facts["extras"]["sign"] == "lacks cryptography: pip install 'onnx-lowering[sign]'"
+
+
+@pytest.mark.parametrize(
+    ("version", "bounds", "fits"),
+    [
+        ("2.10.0", ">=2.9", True),
+        ("2.1rc1", ">=2.1", True),
+        ("13.4", ">=13,<14", True),
+        ("14.0", ">=13,<14", False),
+        ("0.1.14", "==0.1.14.post1", False),
+        ("1.0", "", True),
+    ],
+)
+def test_bounds(version: str, bounds: str, fits: bool) -> None:
+    assert packages.satisfies(version, bounds) == fits
+
+
+def test_no_linker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    report = Report()
+    toolchain.examine(report)
+    assert [p.what for p in report.problems if p.blocks] == ["there is no gcc, which links compiled models."]
+    gcc = tmp_path / "gcc"
+    gcc.write_text("#!/bin/sh\necho 'pthread.h: No such file' >&2\nexit 1\n")
+    gcc.chmod(0o755)
+    report = Report()
+    toolchain.examine(report)
+    assert report.problems[0].what == "gcc cannot make a shared library: pthread.h: No such file."
+    assert not report.ok and "libc6-dev" in report.problems[0].mend
+
+
+def test_a_control_group_with_less_time_than_cpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    (tmp_path / "memory.max").write_text(f"{3 * 2**30}\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    report = Report()
+    here.examine(report, tmp_path)
+    assert report.facts["machine"]["memory limit"] == "3.0 GiB by the control group"
+    (problem,) = (p for p in report.problems if "control group" in p.what)
+    assert "1.5 CPUs, and a call takes 8 threads" in problem.what and "threads=1" in problem.mend
+    assert not problem.blocks
+
+
+def test_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "kernel").write_bytes(bytes(3 * 2**20))
+    monkeypatch.setenv("ONNX_LOWERING_CACHE", str(tmp_path / "cache"))
+    usage: Any = type("Usage", (), {"free": 2**20})
+    monkeypatch.setattr(here.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(here.os, "access", lambda place, _: place != tmp_path / "cache")
+    report = Report()
+    here.examine(report)
+    assert report.facts["folders"]["cache"].endswith("holds 3.0 MiB")
+    said = [p.what for p in report.problems]
+    assert f"'{tmp_path / 'cache'}', for cache, cannot be written." in said
+    assert any("for temporary files, has 1 MiB left." in what for what in said)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"onnx-lowering {lowering.__version__}\n"
