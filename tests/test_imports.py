@@ -17,6 +17,10 @@ RULES = {
         {"lowering.runtime", "lowering.arithmetic", "lowering.errors", "lowering.machine", "lowering.manifest"},
         False,
     ),
+    "lowering/packaging": (
+        {"lowering.packaging", "lowering.runtime", "lowering.manifest", "lowering.errors", "lowering.version"},
+        False,
+    ),
     "lowering/diagnosis": ({"lowering.diagnosis", "lowering.machine"}, False),
     "lowering/graph": (
         {

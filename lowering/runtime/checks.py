@@ -127,16 +127,22 @@ def check_versions(manifest: Manifest) -> None:
     Both packages change it with the minor version (tvm-ffi: "0.X.Y where X breaks the C ABI").
     """
     for package in ("apache-tvm", "apache-tvm-ffi"):
-        wanted = manifest.versions.get(package)
         try:
             installed = metadata.version(package)
         except metadata.PackageNotFoundError:
-            continue  # a runtime without a wheel, beside the artifact
-        if wanted is not None and wanted.split(".")[:2] != installed.split(".")[:2]:
-            raise ArtifactError(
-                f"the artifact was built with {package} {wanted} and {installed} is installed: "
-                f"install {package}=={wanted}, or compile the model again."
-            )
+            continue  # a runtime without a wheel
+        check_version(manifest, package, installed)
+
+
+def check_version(manifest: Manifest, package: str, installed: str) -> None:
+    """Raises ArtifactError unless the artifact accepts that version of a package: it does where the first two numbers
+    are those of the version that it was built with."""
+    wanted = manifest.versions.get(package)
+    if wanted is not None and wanted.split(".")[:2] != installed.split(".")[:2]:
+        raise ArtifactError(
+            f"the artifact was built with {package} {wanted} and {installed} is installed: "
+            f"install {package}=={wanted}, or compile the model again."
+        )
 
 
 def check_machine(code: bytes, features: Sequence[str], target: str, what: str, remedy: str) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import tvm_ffi
 
-from ..errors import ArtifactError, InputError
-from ..manifest import FILE, SIGNATURE, WEIGHTS, Manifest, SlotCaches, TensorSpec
-from .checks import check_files, check_weights, checked_threads, read_manifest
+from ..errors import InputError
+from ..manifest import FILE, Manifest, SlotCaches, TensorSpec
+from .checks import checked_threads
+from .copies import copy_artifact
 from .decoder import Decoder
 from .devices import Gpu
 from .failures import sentence
@@ -209,23 +210,9 @@ class Model:
         signs it for `load(verify_key=)`; without one, a signature that is there stays. Raises ArtifactError if the
         files have been written to since the load, if `folder` holds something else, or if it cannot be written.
         """
-        manifest = self._files.read(FILE)
-        if sign_key is not None:
-            signature = sign(manifest, sign_key)
-        else:
-            signature = self._files.read(SIGNATURE) if SIGNATURE in self._files else b""
-        if read_manifest(self._files) != self.manifest:
-            raise ArtifactError(f"'{self._files.folder}' has been written to since it was loaded: load it again.")
-        contents = check_files(self._files, self.manifest)
-        if self.manifest.weights:
-            size = self._files.size(WEIGHTS)
-            check_weights(self._files, self.manifest, size, lambda at, n: self._files.read(WEIGHTS, at, n))
-        contents |= {FILE: manifest, **({SIGNATURE: signature} if signature else {})}
+        signature = None if sign_key is None else sign(self._files.read(FILE), sign_key)
         with replaced_folder(Path(folder)) as new:
-            for name, content in contents.items():
-                (new / name).write_bytes(content)
-            if self.manifest.weights:
-                self._files.copy(WEIGHTS, new / WEIGHTS)
+            copy_artifact(self._files, self.manifest, new, signature)
 
     def to_numpy(self, name: str, array: Any) -> np.ndarray:
         """An output as NumPy's array, copied and waited for where it is in a GPU's memory."""

@@ -22,7 +22,7 @@ from urllib.parse import quote
 
 from ..errors import InputError, LoweringError
 from ..version import VERSION
-from . import doctor, tuning
+from . import doctor, packaging, tuning
 from .options import PRECISIONS, arrays, call, dim, natural, not_negative, positive, sizes
 
 if TYPE_CHECKING:
@@ -179,6 +179,7 @@ def _parser() -> argparse.ArgumentParser:
     k.add_argument("--json", action="store_true", help="print the report as JSON")
     k.set_defaults(run=_check)
 
+    packaging.add(add_parser)
     doctor.add(add_parser)
 
     d = add_parser("demo", help="build, compile, load and run a small decoder with in-place caches")

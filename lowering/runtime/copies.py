@@ -1,0 +1,28 @@
+"""A copy of an artifact that is open."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..errors import ArtifactError
+from ..manifest import FILE, SIGNATURE, WEIGHTS, Manifest
+from .checks import check_files, check_weights, read_manifest
+from .files import Files
+
+
+def copy_artifact(files: Files, manifest: Manifest, target: Path, signature: bytes | None = None) -> None:
+    """Writes what the artifact of that manifest holds to the empty folder `target`; the signature that is there stays,
+    unless another is given. Raises ArtifactError where the files were written to since, and OSError.
+    """
+    text = files.read(FILE)
+    if signature is None:
+        signature = files.read(SIGNATURE) if SIGNATURE in files else b""
+    if read_manifest(files) != manifest:
+        raise ArtifactError(f"'{files.folder}' has been written to since it was loaded: load it again.")
+    contents = check_files(files, manifest) | {FILE: text, **({SIGNATURE: signature} if signature else {})}
+    if manifest.weights:
+        check_weights(files, manifest, files.size(WEIGHTS), lambda at, count: files.read(WEIGHTS, at, count))
+    for name, content in contents.items():
+        (target / name).write_bytes(content)
+    if manifest.weights:
+        files.copy(WEIGHTS, target / WEIGHTS)

@@ -1,0 +1,170 @@
+"""`onnx-lowering package`: a folder that is built and run without Python, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+import lowering
+from lowering.compiling.compiler import compile_to
+from lowering.manifest import FILE, Manifest
+from lowering.packaging import libraries
+from lowering.packaging.folder import package
+from lowering.tools.cli import main
+
+MODEL = """
+<ir_version: 10, opset_import: ["" : 21]>
+model (float[n, 256] x, int64[m] rows) => (float[m, 64] y) <float[256, 64] w = {0}> {
+  picked = Gather (x, rows)
+  y = MatMul (picked, w)
+}
+"""
+RNG = np.random.default_rng(0)
+CLEAN = {"PATH": "/usr/bin:/bin", "HOME": "/nonexistent"}
+
+
+def made() -> onnx.ModelProto:
+    model = onnx.parser.parse_model(MODEL)
+    weights = np.random.default_rng(0).standard_normal((256, 64), np.float32)
+    model.graph.initializer[0].CopyFrom(onnx.numpy_helper.from_array(weights, "w"))
+    return model
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("artifact") / "out"
+    compile_to(folder, made())
+    return folder
+
+
+def clean(command: list[str | Path] | str, folder: Path) -> str:
+    """What a command prints that sees no Python packages, nor libraries of this environment."""
+    shell = isinstance(command, str)
+    done = subprocess.run(command, cwd=folder, env=CLEAN, shell=shell, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def check_host(host: Path, app: Path, artifact: Path) -> None:
+    x, rows = RNG.standard_normal((5, 256), np.float32), np.array([4, 1])
+    x.tofile(app.parent / "x.bin")
+    rows.tofile(app.parent / "rows.bin")
+    said = clean([host, app / "model", "n=5", "m=2", "x=x.bin", "rows=rows.bin"], app.parent)
+    expected = lowering.load(artifact).run({"x": x, "rows": rows})["y"]
+    found = re.fullmatch(r"y: float32 \[ 2 64 \] (.*)\n", said)
+    assert found is not None, said
+    np.testing.assert_allclose(np.array(found[1].split(), np.float32), expected.ravel()[:8], rtol=1e-6)
+
+
+def test_a_folder_is_built_and_run_without_python(artifact: Path, tmp_path: Path) -> None:
+    """By the command that its README says, after it was moved."""
+    assert main(["package", str(artifact), "--to", str(tmp_path / "first")]) == 0
+    app = (tmp_path / "first").rename(tmp_path / "app")
+    assert {p.name for p in (app / "lib").iterdir()} == {"libtvm_ffi.so", "libtvm_runtime.so"}
+    command = re.search(r"^g\+\+ .*$", (app / "README.md").read_text(), re.MULTILINE)
+    assert command is not None
+    clean(command[0] + " -Wall -Wextra -Werror -Wno-unused-parameter", app)
+    check_host(app / "host", app, artifact)
+    lowering.load(app / "model")
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="needs cmake")
+def test_an_application_of_cmake_links_with_the_model(artifact: Path, tmp_path: Path) -> None:
+    assert main(["package", str(artifact), "--to", str(tmp_path / "app.tar.gz")]) == 0
+    with tarfile.open(tmp_path / "app.tar.gz") as tar:
+        tar.extractall(tmp_path, filter="data")
+    project = "cmake_minimum_required(VERSION 3.13)\nproject(mine CXX)\nadd_subdirectory(app)\n"
+    project += "add_executable(mine app/main.cc)\ntarget_link_libraries(mine lowering::model)\n"
+    (tmp_path / "CMakeLists.txt").write_text(project)
+    clean(["cmake", "-S", ".", "-B", "build", "-DCMAKE_BUILD_TYPE=Release"], tmp_path)
+    clean(["cmake", "--build", "build"], tmp_path)
+    assert not list((tmp_path / "build").rglob("host")), "host is built for the folder alone"
+    check_host(tmp_path / "build" / "mine", tmp_path / "app", artifact)
+
+
+def test_licences(artifact: Path, tmp_path: Path) -> None:
+    main(["package", str(artifact), "--to", str(tmp_path / "app")])
+    names = {p.name for p in (tmp_path / "app" / "licenses").iterdir()}
+    assert {"apache-tvm-LICENSE", "apache-tvm-NOTICE", "apache-tvm-ffi-LICENSE", "apache-tvm-ffi-NOTICE"} <= names
+    assert "apache-tvm-ffi-libbacktrace-LICENSE" in names
+    assert "Apache License" in (tmp_path / "app" / "LICENSE").read_text()
+    for name in ("apache-tvm", "apache-tvm-ffi"):
+        assert f"* {name} {libraries.metadata.version(name)}\n" in (tmp_path / "app" / "NOTICE").read_text()
+
+
+def test_the_same_artifact_makes_the_same_files(artifact: Path, tmp_path: Path) -> None:
+    for name in ("first.tar.gz", "second.tar.gz"):
+        assert main(["package", str(artifact), "--to", str(tmp_path / name)]) == 0
+    found = []
+    for name in ("first", "second"):
+        with tarfile.open(tmp_path / f"{name}.tar.gz") as tar:
+            found.append({m.name.removeprefix(name): (m.mtime, m.uid, m.size) for m in tar})
+    assert found[0] == found[1] and sorted(os.listdir(tmp_path)) == ["first.tar.gz", "second.tar.gz"]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    assert main(["package", *map(str, arguments)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1
+    return said
+
+
+def test_places_that_hold_something(artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "main.cc").write_text("int main() {}")
+    assert "is there and not empty: name a new folder" in refused(capsys, artifact, "--to", tmp_path / "app")
+    assert (tmp_path / "app" / "main.cc").read_text() == "int main() {}"
+    assert "is there and not empty" in refused(capsys, artifact, "--to", artifact)
+    for name in ("app/main.cc/new", "app/main.cc/new.tar.gz"):
+        assert "cannot be written: File exists" in refused(capsys, artifact, "--to", tmp_path / name)
+    assert os.listdir(tmp_path) == ["app"]
+
+
+def test_damaged_artifacts(artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(artifact, tmp_path / "out")
+    with (tmp_path / "out" / "weights.bin").open("r+b") as file:
+        file.write(b"other")
+    for place in ("app", "app.tar.gz"):
+        assert "weights.bin' is not the file that" in refused(capsys, tmp_path / "out", "--to", tmp_path / place)
+    assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.skipif(shutil.which("aarch64-linux-gnu-gcc") is None, reason="needs a cross compiler")
+def test_artifacts_of_another_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are shipped with libraries of that machine, which the message says how to get."""
+    compile_to(tmp_path / "out", made(), "cpu:aarch64")
+    said = refused(capsys, tmp_path / "out", "--to", tmp_path / "app")
+    assert "the artifact is for aarch64 and the runtime libraries installed here are for x86_64" in said
+    assert "--platform manylinux_2_28_aarch64 apache-tvm==" in said and "--runtime FOLDER." in said
+    assert f"is not in '{tmp_path}'" in refused(
+        capsys, tmp_path / "out", "--to", tmp_path / "app", "--runtime", tmp_path
+    )
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_applications_for_gpus_are_linked_without_a_driver(artifact: Path, tmp_path: Path) -> None:
+    """Without the CUDA runtime, they say what is missing."""
+    shutil.copytree(artifact, tmp_path / "out")
+    path = tmp_path / "out" / "manifest.json"
+    manifest = Manifest.from_dict(json.loads(path.read_text()))
+    manifest = replace(manifest, architectures=("sm_90a",), target="cuda:sm_90a")
+    path.write_text(replace(manifest, hashes={**manifest.hashes, FILE: manifest.digest()}).to_json())
+    package(tmp_path / "out", tmp_path / "app")
+    assert (tmp_path / "app" / "lib" / "libtvm_runtime_cuda.so").is_file()
+    text = (tmp_path / "app" / "README.md").read_text()
+    assert "driver 580 or later" in text and "libcudart.so.13" in text
+    command = re.search(r"^g\+\+ .*$", text, re.MULTILINE)
+    assert command is not None
+    clean(command[0], tmp_path / "app")
+    done = subprocess.run([tmp_path / "app" / "host", "model"], env=CLEAN, capture_output=True, text=True)
+    assert done.returncode != 0 and re.search(r"libcu(da|dart)\.so\.1.*cannot open", done.stderr)
