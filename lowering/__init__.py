@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .machine import runtime_alone
 from .version import VERSION
 
 if TYPE_CHECKING:
@@ -79,7 +80,17 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(".flex", __name__)
     if name not in _HOME:
         raise AttributeError(f"module 'lowering' has no attribute '{name}'")
-    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    try:
+        module = importlib.import_module(f".{_HOME[name]}", __name__)
+    except ModuleNotFoundError as error:
+        if not runtime_alone():
+            raise
+        raise ModuleNotFoundError(
+            f"lowering.{name} needs the compiler, which onnx-lowering-runtime leaves out: "
+            "pip uninstall onnx-lowering-runtime, then pip install onnx-lowering.",
+            name=error.name,
+        ) from error
+    return getattr(module, name)
 
 
 def __dir__() -> list[str]:

@@ -9,6 +9,11 @@ from pathlib import Path
 
 DRIVER, CUDART = "libcuda.so.1", "libcudart.so.13"
 
+SHIPPED = Path(__file__).parent / "runtime" / "lib"
+"""Where the wheel onnx-lowering-runtime has TVM's libraries, which other installations take from apache-tvm."""
+VERSION_FILE = "apache-tvm.version"
+"""Which version these are of."""
+
 # Where CUDA's wheel and its installer put CUDART.
 _WHEEL, _TOOLKIT = Path("nvidia/cu13/lib"), Path("/usr/local/cuda/lib64")
 
@@ -42,6 +47,16 @@ def host_features() -> tuple[str, ...]:
 def first_file(folders: list[Path], name: str) -> Path | None:
     """The file of that name in the first folder that has it."""
     return next((f / name for f in folders if (f / name).is_file()), None)
+
+
+def runtime_folders() -> list[Path]:
+    """Where TVM's runtime libraries may be."""
+    return [SHIPPED, *(Path(p) / "tvm" / "lib" for p in sys.path)]
+
+
+def runtime_alone() -> bool:
+    """Whether this is onnx-lowering-runtime, which leaves the compiler out."""
+    return (SHIPPED / VERSION_FILE).is_file()
 
 
 def find_cudart() -> Path | None:

@@ -18,7 +18,14 @@ RULES = {
         False,
     ),
     "lowering/packaging": (
-        {"lowering.packaging", "lowering.runtime", "lowering.manifest", "lowering.errors", "lowering.version"},
+        {
+            "lowering.packaging",
+            "lowering.runtime",
+            "lowering.machine",
+            "lowering.manifest",
+            "lowering.errors",
+            "lowering.version",
+        },
         False,
     ),
     "lowering/diagnosis": ({"lowering.diagnosis", "lowering.machine"}, False),

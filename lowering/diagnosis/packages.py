@@ -7,9 +7,10 @@ import subprocess
 import sys
 from importlib import metadata
 
+from ..machine import runtime_alone
 from .report import Report
 
-_OURS = "onnx-lowering"
+_OURS = "onnx-lowering-runtime" if runtime_alone() else "onnx-lowering"
 # Extras of users; others are for work on the project.
 _EXTRAS = ("cuda", "fleet", "quantise", "sign", "tune", "bench")
 # Packages and versions that are known to fail together, by prefix: what happens, and what to install.
@@ -21,6 +22,16 @@ _KNOWN_BAD = [
         "pip install apache-tvm-ffi==0.1.14.post1",
     ),
 ]
+# What is tried, what it is called, and what it means that it fails.
+_TRIAL, _LOADED, _WHAT = (
+    (
+        "from lowering.runtime.library import load_runtime; load_runtime()",
+        "load the runtime",
+        "the runtime libraries, which run models, cannot be loaded",
+    )
+    if runtime_alone()
+    else ("import tvm", "import tvm", "the compiler, apache-tvm, cannot be imported")
+)
 _SECONDS = 60  # for an import
 
 
@@ -32,14 +43,15 @@ def examine(report: Report) -> None:
     except metadata.PackageNotFoundError:
         report.blame(f"{_OURS} is not installed, only found: requirements are unknown.", f"pip install {_OURS}")
         requirements = []
-    lacking: dict[str, list[str]] = {extra: [] for extra in _EXTRAS}
+    lacking: dict[str, list[str]] = {}
     for text in requirements:
         name, bounds, marker = _parsed(text)
         of_extra = re.search(r"extra == ['\"]([a-z]+)['\"]", marker)
         found = version_of(name)
         if of_extra is not None:
-            if found is None and of_extra[1] in lacking and "platform_machine" not in marker:
-                lacking[of_extra[1]].append(name)
+            names = lacking.setdefault(of_extra[1], []) if of_extra[1] in _EXTRAS else []
+            if found is None and "platform_machine" not in marker:
+                names.append(name)
             continue
         report.say("packages", name, found or "missing")
         if found is None:
@@ -54,6 +66,9 @@ def examine(report: Report) -> None:
         one, other = version_of(first) or "", version_of(second) or ""
         if one.startswith(bad) and other.startswith(worse):
             report.blame(f"{first} {one} and {second} {other} do not go together: {what}.", mend, blocks=True)
+    if version_of("onnx-lowering") and version_of("onnx-lowering-runtime"):
+        what = "onnx-lowering and onnx-lowering-runtime are both installed, and have files of the same names."
+        report.blame(what, "pip uninstall both, then install one of them.", blocks=True)
     _try_import(report)
 
 
@@ -88,17 +103,17 @@ def _parsed(requirement: str) -> tuple[str, str, str]:
 
 
 def _try_import(report: Report) -> None:
-    """In a process of its own: what is broken there may end it."""
-    command = [sys.executable, "-c", "import sys; sys.modules['torch'] = None; import tvm"]
+    """In a process of its own, as what is broken may end it, and where no folder hides what is installed."""
+    command = [sys.executable, "-c", "import sys; sys.modules['torch'] = None; " + _TRIAL]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, cwd="/")
         said = done.stderr.strip().splitlines()
         failed = said[-1] if said else f"the process ended with status {done.returncode}"
         if done.returncode == 0:
-            report.say("packages", "import tvm", "works")
+            report.say("packages", _LOADED, "works")
             return
     except subprocess.TimeoutExpired:
         failed = f"it did not end within {_SECONDS} s"
-    report.say("packages", "import tvm", "fails")
+    report.say("packages", _LOADED, "fails")
     mend = f"pip install --force-reinstall {_OURS}, in a new virtual environment if that does not help."
-    report.blame(f"the compiler, apache-tvm, cannot be imported: {failed}.", mend, blocks=True)
+    report.blame(f"{_WHAT}: {failed.rstrip('.')}.", mend, blocks=True)

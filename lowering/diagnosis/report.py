@@ -39,4 +39,4 @@ class Report:
             lines += [area, *(f"  {name:{width}}  {value}" for name, value in facts.items())]
         for problem in self.problems:
             lines += [f"{'PROBLEM' if problem.blocks else 'note'}: {problem.what}", f"  {problem.mend}"]
-        return "\n".join([*lines, "all that compiling needs is here" if self.ok else "compiling will fail here"])
+        return "\n".join([*lines, "all that is needed is here" if self.ok else "something that is needed is missing"])

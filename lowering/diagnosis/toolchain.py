@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import tempfile
 
-from ..machine import CUDART, DRIVER, find_cudart, find_nvcc
+from ..machine import CUDART, DRIVER, find_cudart, find_nvcc, runtime_alone
 from .report import Report
 
 _OLDEST_DRIVER = 13000  # what cuDriverGetVersion says of CUDA 13.0, of driver 580
@@ -19,11 +19,12 @@ _TRIAL = "#include <pthread.h>\n#include <stdint.h>\nint32_t f(void) { return (i
 
 
 def examine(report: Report) -> None:
-    _linker(report)
-    if platform.machine() != "aarch64":
-        cross = shutil.which("aarch64-linux-gnu-gcc")
-        report.say("linkers", "aarch64", cross or "none (Debian's gcc-aarch64-linux-gnu), for --target cpu:aarch64")
-    _cuda_compiler(report)
+    if not runtime_alone():
+        _linker(report)
+        if platform.machine() != "aarch64":
+            cross = shutil.which("aarch64-linux-gnu-gcc")
+            report.say("linkers", "aarch64", cross or "none (Debian's gcc-aarch64-linux-gnu), for --target cpu:aarch64")
+        _cuda_compiler(report)
     _driver(report)
 
 
@@ -50,11 +51,11 @@ def _cuda_compiler(report: Report) -> None:
         nvrtc = False
     found = nvcc or ("NVRTC, of cuda-bindings" if nvrtc else None)
     report.say("gpu", "compiler", found or "none (nvcc, or pip install 'onnx-lowering[cuda]'), for --target cuda:...")
-    cudart = find_cudart()
-    report.say("gpu", "CUDA runtime", str(cudart) if cudart else f"no {CUDART}, which running on a GPU needs")
 
 
 def _driver(report: Report) -> None:
+    cudart = find_cudart()
+    report.say("gpu", "CUDA runtime", str(cudart) if cudart else f"no {CUDART}, which running on a GPU needs")
     try:
         driver = ctypes.CDLL(DRIVER)
     except OSError:
@@ -77,5 +78,5 @@ def _driver(report: Report) -> None:
             driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, number)
         architecture = f"sm_{capability[0].value}{capability[1].value}"
         report.say("gpu", f"GPU {number}", f"{name.value.decode()}, {architecture}, {size.value / 2**30:.0f} GiB")
-    if count.value and find_cudart() is None:
+    if count.value and cudart is None:
         report.blame(f"there is a GPU and no {CUDART} to run on it.", "pip install 'onnx-lowering[cuda]'")

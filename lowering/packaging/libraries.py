@@ -17,13 +17,15 @@ _TVM, _FFI = "apache-tvm", "apache-tvm-ffi"
 
 @dataclass(frozen=True)
 class Libraries:
-    """Files to ship. versions are those of the packages that they are of, by name; licences are texts by file name."""
+    """Files to ship. versions are those of the packages that they are of, by name, tags those
+    of apache-tvm's wheel; licences are texts by file name."""
 
     ffi: Path
     runtime: Path
     cuda: Path
     headers: Path
     versions: dict[str, str]
+    tags: list[str]
     licences: dict[str, bytes]
 
     @property
@@ -56,6 +58,7 @@ def find_libraries(folder: Path | None = None) -> Libraries:
         runtime=file(_TVM, "tvm/lib/libtvm_runtime.so"),
         cuda=file(_TVM, "tvm/lib/libtvm_runtime_cuda.so"),
         headers=file(_FFI, "tvm_ffi/include"),
+        tags=[line.split()[1] for line in (found[_TVM].read_text("WHEEL") or "").splitlines() if line[:4] == "Tag:"],
         versions={name: distribution.version for name, distribution in found.items()},
         licences=licences,
     )

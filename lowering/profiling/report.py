@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
+import textwrap
+from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from rich.console import Console
-from rich.table import Table
 
 from ..errors import InputError
 from .expected import SLOW
@@ -16,6 +15,8 @@ if TYPE_CHECKING:
     from .benchmark import Cost, Profile
 
 _COSTLIEST = 15
+_WIDTH = 150  # characters
+_NUMBERS = ("time", "share", "GF/s", "GB/s", "expected", "of limit")
 _NOTABLE = 0.01  # of a run: what is below the expected share of the limit is marked from here on
 
 
@@ -24,38 +25,32 @@ def text(profile: Profile) -> str:
 
     A mark stands behind what reaches less than 30 % of the limit and takes more than a hundredth of the run.
     """
-    buffer = io.StringIO()
-    console = Console(file=buffer, width=150, markup=False)  # names are no markup
     low, high = profile.quartiles
     limits = profile.limits
     sizes = ", ".join(f"{name}={size}" for name, size in profile.sizes.items())
     total = profile.total()
-    console.print(
+    lines = [
         f"{_time(profile.seconds)} a run (half of the runs {_time(low)} to {_time(high)}), CPU time "
         f"{_time(profile.cpu_seconds)}; median of {profile.runs} runs, threads: {profile.threads}"
         + (f"; {sizes}" if sizes else ""),
         f"{_rates(total)}, {total.of_limit:.0%} of the limit",
         f"limit: {limits}, threads: {profile.threads}",
-        sep="\n",
-        highlight=False,
-    )
-    kinds = _table("computes", "calls")
-    for kind, cost in profile.by_kind().items():
-        kinds.add_row(kind, str(cost.calls), *_cells(cost, profile))
-    rest = profile.seconds - sum(call.seconds for call in profile.calls)
-    kinds.add_row("between kernels", "", _time(max(rest, 0.0)), _share(max(rest, 0.0), profile), "", "", "", "")
-    console.print(kinds)
+    ]
+    kinds = [(kind, str(cost.calls), *_cells(cost, profile)) for kind, cost in profile.by_kind().items()]
+    rest = max(profile.seconds - sum(call.seconds for call in profile.calls), 0.0)
+    kinds.append(("between kernels", "", _time(rest), _share(rest, profile), "", "", "", ""))
+    lines += _table(("computes", "calls"), kinds)
     schedules = {call.kernel.name: call.kernel.schedule for call in profile.calls}
-    kernels = _table("kernel", "schedule", "calls")
-    for name, cost in list(profile.by_kernel().items())[:_COSTLIEST]:
-        kernels.add_row(name, schedules[name], str(cost.calls), *_cells(cost, profile))
-    console.print(kernels)
-    single = _table("call", "kernel", "ONNX nodes")
-    for position, call in sorted(enumerate(profile.calls), key=lambda item: -item[1].seconds)[:_COSTLIEST]:
-        nodes = ", ".join(call.nodes) or "-"
-        single.add_row(str(position), call.kernel.name, nodes, *_cells(profile.cost(call), profile))
-    console.print(single)
-    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
+    kernels = list(profile.by_kernel().items())[:_COSTLIEST]
+    rows = [(name, schedules[name], str(cost.calls), *_cells(cost, profile)) for name, cost in kernels]
+    lines += _table(("kernel", "schedule", "calls"), rows)
+    calls = sorted(enumerate(profile.calls), key=lambda item: -item[1].seconds)[:_COSTLIEST]
+    rows = [
+        (str(position), call.kernel.name, ", ".join(call.nodes) or "-", *_cells(profile.cost(call), profile))
+        for position, call in calls
+    ]
+    lines += _table(("call", "kernel", "ONNX nodes"), rows)
+    return "\n".join(lines)
 
 
 def picture(profile: Profile, path: Path) -> None:
@@ -84,25 +79,32 @@ def picture(profile: Profile, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _table(*first: str) -> Table:
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column(first[0], no_wrap=first[0] == "call")
-    for name in first[1:]:
-        table.add_column(name)
-    for name in ("time", "share", "GF/s", "GB/s", "expected", "of limit"):
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
+def _table(first: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """The lines of a table whose first columns are words, which are broken where they would not fit."""
+    rows = [(*first, *_NUMBERS), *rows]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    while sum(widths) + 2 * len(widths) > _WIDTH:
+        widest = max(range(len(first)), key=widths.__getitem__)
+        widths[widest] -= 1
+    lines = []
+    for row in rows:
+        broken = [textwrap.wrap(cell, width) for cell, width in zip(row, widths)]
+        for parts in zip_longest(*broken, fillvalue=""):
+            words = [part.ljust(width) for part, width in zip(parts[: len(first)], widths)]
+            numbers = [part.rjust(width) for part, width in zip(parts[len(first) :], widths[len(first) :])]
+            lines.append("  ".join([*words, *numbers]).rstrip())
+    return lines
 
 
-def _cells(cost: Cost, profile: Profile) -> list[str]:
-    return [
+def _cells(cost: Cost, profile: Profile) -> tuple[str, ...]:
+    return (
         _time(cost.seconds),
         _share(cost.seconds, profile),
         f"{cost.flops / cost.seconds / 1e9:.1f}",
         f"{cost.bytes / cost.seconds / 1e9:.1f}",
         _time(cost.expected),
         f"{cost.of_limit:.0%}" + (" !" if cost.of_limit < SLOW and cost.seconds > _NOTABLE * profile.seconds else ""),
-    ]
+    )
 
 
 def _rates(cost: Cost) -> str:

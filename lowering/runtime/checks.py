@@ -10,6 +10,7 @@ from importlib import metadata
 from typing import Any
 
 from ..errors import ArtifactError, InputError
+from ..machine import SHIPPED, VERSION_FILE, runtime_alone
 from ..machine import cpu_flags as cpu_flags
 from ..manifest import FILE, FORMAT, MOST_THREADS, SIGNATURE, WEIGHTS, Manifest, digest, weights_sample
 from .files import Files
@@ -130,7 +131,9 @@ def check_versions(manifest: Manifest) -> None:
         try:
             installed = metadata.version(package)
         except metadata.PackageNotFoundError:
-            continue  # a runtime without a wheel
+            if package != "apache-tvm" or not runtime_alone():
+                continue  # libraries without a wheel
+            installed = (SHIPPED / VERSION_FILE).read_text()
         check_version(manifest, package, installed)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import tvm_ffi
 
 from ..errors import ArtifactError
-from ..machine import CUDART, DRIVER, find_cudart, first_file
+from ..machine import CUDART, DRIVER, find_cudart, first_file, runtime_folders
 
 CPU, CUDA = 1, 2  # kDLCPU, kDLCUDA
 
@@ -30,7 +29,7 @@ def load_device_runtime(beside: Path | None = None) -> None:
     if tvm_ffi.get_global_func(_LOADER, allow_missing=True) is not None:
         return
     places = [] if beside is None else [beside.absolute()]
-    runtime = first_file([*places, *(Path(p) / "tvm" / "lib" for p in sys.path)], _RUNTIME)
+    runtime = first_file([*places, *runtime_folders()], _RUNTIME)
     if runtime is None:
         raise ArtifactError(f"{_RUNTIME} is in no installed apache-tvm. Install apache-tvm.")
     try:

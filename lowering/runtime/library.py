@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import tvm_ffi
 
 from ..errors import ArtifactError
+from ..machine import first_file, runtime_folders
 from .gpu import CPU, CUDA
 
 _RUNTIME = "libtvm_runtime.so"
@@ -27,14 +27,14 @@ Instrument = Callable[..., int]
 def load_runtime(beside: Path | None = None) -> None:
     """Makes the TVM runtime available to the process.
 
-    It is looked for in the folder `beside`, then where the apache-tvm wheel puts it; never in an artifact, which would
-    bring code that no digest covers. The wheel is not imported, nor asked of the import system: that would load the
-    compiler, or fail where it is barred. Raises ArtifactError.
+    It is looked for in the folder `beside`, then where the wheels of onnx-lowering-runtime and apache-tvm put it; never
+    in an artifact, which would bring code that no digest covers. apache-tvm is not imported, nor asked of the import
+    system: that would load the compiler, or fail where it is barred. Raises ArtifactError.
     """
     if tvm_ffi.get_global_func(_LOADER, allow_missing=True) is not None:
         return
-    places = [*([] if beside is None else [beside]), *(Path(p) / "tvm" / "lib" for p in sys.path)]
-    found = next((p / _RUNTIME for p in places if (p / _RUNTIME).is_file()), None)
+    places = [*([] if beside is None else [beside]), *runtime_folders()]
+    found = first_file(places, _RUNTIME)
     if found is None:
         raise ArtifactError(
             f"the TVM runtime library {_RUNTIME} is in no installed apache-tvm. Install apache-tvm, or put the library "

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from ..errors import InputError, LoweringError
+from ..machine import runtime_alone
 from ..version import VERSION
 from . import doctor, packaging, tuning
 from .options import PRECISIONS, arrays, call, dim, natural, not_negative, positive, sizes
@@ -74,6 +75,11 @@ def _sentence(arguments: argparse.Namespace, error: BaseException) -> str:
         if not files and getattr(arguments, "output", None) is not None:
             files = [arguments.output]  # what was being written: errors of a write, such as a full disk, name no file
         return f"error: {command}: {error.strerror or error}" + (f": {' and '.join(map(str, files))}" if files else "")
+    if isinstance(error, ModuleNotFoundError) and runtime_alone():
+        return (
+            f"error: {command} needs the compiler, which onnx-lowering-runtime leaves out: "
+            "pip uninstall onnx-lowering-runtime, then pip install onnx-lowering."
+        )
     if isinstance(error, MemoryError):
         return f"error: {command} needs more memory than there is"
     return f"error: {command} failed by a fault of ours ({type(error).__name__}); please report it with what -v prints"

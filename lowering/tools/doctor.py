@@ -17,7 +17,7 @@ def add(add_parser: Callable[..., Any]) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    """1 where something is missing that compiling for this machine needs."""
+    """1 where something is missing that compiling for this machine needs, or running where the runtime is alone."""
     from ..diagnosis import here, packages, toolchain
     from ..diagnosis.report import Report
 

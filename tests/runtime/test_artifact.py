@@ -107,6 +107,23 @@ def test_versions(folder: Path) -> None:
     refused(folder, r"was built with apache-tvm-ffi 0\.2\.0 and ")
 
 
+def test_versions_of_the_runtime_alone(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """apache-tvm is not installed there; its library's version is beside it."""
+
+    def version(name: str) -> str:
+        if name == "apache-tvm":
+            raise checks.metadata.PackageNotFoundError(name)
+        return "0.1.14"
+
+    monkeypatch.setattr(checks.metadata, "version", version)
+    monkeypatch.setattr(checks, "SHIPPED", tmp_path)
+    monkeypatch.setattr(checks, "runtime_alone", lambda: True)
+    (tmp_path / "apache-tvm.version").write_text("0.27.0.post1")
+    lowering.load(folder)
+    (tmp_path / "apache-tvm.version").write_text("0.28.0")
+    refused(folder, r"was built with apache-tvm 0\.27\S* and 0\.28\.0 is installed: install apache-tvm==0\.27")
+
+
 def test_missing_cpu_features(folder: Path) -> None:
     edit(folder, cpu_features=("fma", "amx_from_the_future", "avx1024"))
     refused(folder, r"for a CPU with (fma, )?amx_from_the_future, avx1024, which this one lacks: compile")

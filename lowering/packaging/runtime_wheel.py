@@ -1,0 +1,76 @@
+"""The wheel onnx-lowering-runtime: what loads, runs and measures artifacts, with TVM's runtime library, no compiler.
+
+    python -m lowering.packaging.runtime_wheel dist/
+
+It has the package `lowering`, as onnx-lowering does, less what compiles: applications say `import lowering` either way,
+and an environment has one of the two.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ..machine import SHIPPED, VERSION_FILE
+from ..version import VERSION
+from .libraries import find_libraries, our_licence
+from .wheel import Wheel
+
+NAME = "onnx-lowering-runtime"
+
+# What it is made of, in lowering/.
+_PACKAGES = ("diagnosis", "profiling", "runtime", "serving")
+_MODULES = (
+    "__init__.py", "__main__.py", "arithmetic.py", "errors.py", "machine.py", "manifest.py", "py.typed", "records.py",
+    "version.py",
+    "graph/__init__.py", "graph/serve.py",  # what Serve holds
+    "tools/__init__.py", "tools/cli.py", "tools/doctor.py", "tools/options.py", "tools/packaging.py", "tools/tuning.py",
+)  # fmt: skip
+
+_DESCRIPTION = """\
+Runs what onnx-lowering compiled: `lowering.load("out/").run({...})`, `onnx-lowering run` and `bench`, without a
+compiler. Do not install it beside onnx-lowering, which has all of it.
+"""
+
+
+def write_runtime_wheel(folder: Path) -> Path:
+    """Writes the wheel for machines like this one, with the libraries of the installed apache-tvm.
+
+    Raises ArtifactError where these are missing or the folder cannot be written.
+    """
+    root, libraries = Path(__file__).parents[1], find_libraries()
+    sources = [*(root / name for name in _MODULES), *(p for each in _PACKAGES for p in (root / each).glob("*.py"))]
+    files: dict[str, bytes | Path] = {f"lowering/{path.relative_to(root)}": path for path in sorted(sources)}
+    place = f"lowering/{SHIPPED.relative_to(root)}"
+    files |= {f"{place}/{path.name}": path for path in (libraries.runtime, libraries.cuda)}
+    files[f"{place}/{VERSION_FILE}"] = libraries.versions["apache-tvm"].encode()
+    info = f"onnx_lowering_runtime-{VERSION}.dist-info"
+    files[f"{info}/entry_points.txt"] = b"[console_scripts]\nonnx-lowering = lowering.tools.cli:main\n"
+    licences = {"LICENSE": our_licence(), **{n: t for n, t in libraries.licences.items() if "-ffi-" not in n}}
+    files |= {f"{info}/licenses/{name}": text for name, text in licences.items()}
+    wheel = Wheel(
+        NAME,
+        VERSION,
+        libraries.tags,
+        [
+            "Summary: Runs artifacts of onnx-lowering, without a compiler",
+            "License-Expression: Apache-2.0",
+            *(f"License-File: {name}" for name in licences),
+            "Requires-Python: >=3.10",
+            f"Requires-Dist: apache-tvm-ffi=={libraries.versions['apache-tvm-ffi']}",
+            "Requires-Dist: numpy>=2.1",
+            "Requires-Dist: ml_dtypes>=0.5",
+            "Provides-Extra: sign",
+            "Requires-Dist: cryptography>=42; extra == 'sign'",
+            "Provides-Extra: cuda",
+            "Requires-Dist: nvidia-cuda-runtime>=13,<14; extra == 'cuda'",
+        ],
+        _DESCRIPTION,
+    )
+    return wheel.write(folder, files)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m lowering.packaging.runtime_wheel", description="Writes its wheel.")
+    parser.add_argument("folder", type=Path, help="where to write it")
+    print(write_runtime_wheel(parser.parse_args().folder))
