@@ -7,24 +7,47 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..errors import InputError
+
 
 def add(add_parser: Callable[..., Any]) -> None:
     """Its options."""
-    p = add_parser("package", help="an artifact with runtime libraries, headers and a C++ application, ready to ship")
+    p = add_parser("package", help="an artifact with its runtime and a C++ application, or as a wheel, ready to ship")
     p.add_argument("artifact", type=Path, help="the artifact folder")
-    p.add_argument("--to", type=Path, required=True, metavar="PLACE", help="a new folder, or a file that is X.tar.gz")
+    p.add_argument(
+        "--to", type=Path, required=True, metavar="PLACE", help="a new folder, a file X.tar.gz, or a folder for wheels"
+    )
     p.add_argument(
         "--runtime",
         type=Path,
         metavar="DIR",
         help="take libraries from wheels that pip installed with --target DIR",
     )
+    p.add_argument("--wheel", action="store_true", help="write a Python package, which needs onnx-lowering-runtime")
+    p.add_argument("--name", help="with --wheel: of the package (the artifact folder's)")
+    p.add_argument("--version", help="with --wheel: of the package (0.1.0)")
     p.set_defaults(run=_package)
 
 
 def _package(arguments: argparse.Namespace) -> int:
+    if arguments.wheel:
+        return _wheel(arguments)
+    if arguments.name is not None or arguments.version is not None:
+        raise InputError("--name and --version are of a --wheel: give it too.")
     from ..packaging.folder import package
 
     manifest = package(arguments.artifact, arguments.to, arguments.runtime)
     print(f"wrote {arguments.to} for {manifest.target}; its README.md says how to build and run")
+    return 0
+
+
+def _wheel(arguments: argparse.Namespace) -> int:
+    from ..packaging.model_wheel import write_model_wheel
+
+    if arguments.runtime is not None:
+        raise InputError(
+            "--runtime is for C++ applications: a --wheel needs onnx-lowering-runtime, which has the libraries."
+        )
+    path = write_model_wheel(arguments.artifact, arguments.to, arguments.name, arguments.version or "0.1.0")
+    print(f"wrote {path}")
     return 0
