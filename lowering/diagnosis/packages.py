@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 import subprocess
 import sys
@@ -50,7 +51,7 @@ def examine(report: Report) -> None:
         found = version_of(name)
         if of_extra is not None:
             names = lacking.setdefault(of_extra[1], []) if of_extra[1] in _EXTRAS else []
-            if found is None and "platform_machine" not in marker:
+            if found is None and _applies(marker):
                 names.append(name)
             continue
         report.say("packages", name, found or "missing")
@@ -93,6 +94,12 @@ def satisfies(version: str, bounds: str) -> bool:
 def _numbers(version: str) -> tuple[int, ...]:
     """1.23.0rc1 as (1, 23, 0)."""
     return tuple(int(n) for n in re.match(r"\s*(\d+(?:\.\d+)*)", version)[1].split("."))  # type: ignore[index]
+
+
+def _applies(marker: str) -> bool:
+    """Whether a requirement is one on a machine like this."""
+    found = re.search(r"platform_machine (==|!=) ['\"](\w+)['\"]", marker)
+    return found is None or (platform.machine() == found[2]) == (found[1] == "==")
 
 
 def _parsed(requirement: str) -> tuple[str, str, str]:

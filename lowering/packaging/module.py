@@ -70,7 +70,9 @@ def source(manifest: Manifest) -> str:
     taken = [_said(t) + _donated(manifest, t) for t in manifest.inputs]
     given = [_said(t) for t in manifest.outputs]
     fields = [f'    {name}: {_hint(t)}\n    """{said}"""' for name, t, said in zip(outputs, manifest.outputs, given)]
-    what = ["Runs the model; arrays have these types and shapes:\n", *(f"    {n}: {s}" for n, s in zip(inputs, taken))]
+    named = zip(inputs, manifest.inputs, taken)
+    what = ["Runs the model; arrays have these types and shapes:\n"]
+    what += [f"    {said if name == t.name else f'{name}, input {said}'}" for name, t, said in named]
     return _TEMPLATE.format(
         summary="\n".join([*(f"* input {said}" for said in taken), *(f"* output {said}" for said in given)]),
         artifact=ARTIFACT,

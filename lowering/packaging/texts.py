@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
 
 from ..manifest import Manifest
+from .libraries import Libraries
 
 _README = """\
 # A compiled model and all it needs
@@ -64,14 +64,6 @@ model/weights.bin and what model/model.so computes are of the model that was com
 
 lib/ and include/ are of other projects, unchanged; their terms are in licenses/:
 {packages}
-
-Apache TVM
-Copyright 2019-2023 The Apache Software Foundation
-Apache TVM FFI
-Copyright 2024-present The Apache Software Foundation
-
-This product includes software developed at
-The Apache Software Foundation (http://www.apache.org/).
 """
 
 
@@ -99,8 +91,11 @@ def cmake(manifest: Manifest) -> str:
     return _CMAKE.format(options=" ".join(link_options(manifest)), libraries="\n  ".join(paths))
 
 
-def notice(versions: Mapping[str, str]) -> str:
-    return _NOTICE.format(packages="\n".join(f"* {name} {version}" for name, version in versions.items()))
+def notice(libraries: Libraries) -> str:
+    """What is whose, and the notices of others, which their licence wants to be passed on."""
+    packages = "\n".join(f"* {name} {version}" for name, version in libraries.versions.items())
+    others = [text.decode().strip() for name, text in libraries.licences.items() if name.endswith("NOTICE")]
+    return "\n\n".join([_NOTICE.format(packages=packages).strip(), *others]) + "\n"
 
 
 def library_names(manifest: Manifest) -> list[str]:

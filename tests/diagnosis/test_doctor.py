@@ -71,10 +71,13 @@ def test_versions_that_do_not_go_together(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch)
-    monkeypatch.setattr(packages, "version_of", lambda name: None if name in ("onnx", "cryptography") else "99")
+    missing = ("onnx", "cryptography", "xgboost", "xgboost-cpu")
+    monkeypatch.setattr(packages, "version_of", lambda name: None if name in missing else "99")
     report = Report()
     packages.examine(report)
     assert "onnx is not installed." in [p.what for p in report.problems if p.blocks]
+    xgboost = "xgboost-cpu" if os.uname().machine == "x86_64" else "xgboost"
+    assert report.facts["extras"]["tune"] == f"lacks {xgboost}: pip install 'onnx-lowering[tune]'"
     assert report.facts["extras"]["sign"] == "lacks cryptography: pip install 'onnx-lowering[sign]'"
 
 

@@ -98,8 +98,10 @@ def test_licences(artifact: Path, tmp_path: Path) -> None:
     assert {"apache-tvm-LICENSE", "apache-tvm-NOTICE", "apache-tvm-ffi-LICENSE", "apache-tvm-ffi-NOTICE"} <= names
     assert "apache-tvm-ffi-libbacktrace-LICENSE" in names
     assert "Apache License" in (tmp_path / "app" / "LICENSE").read_text()
-    for name in ("apache-tvm", "apache-tvm-ffi"):
-        assert f"* {name} {libraries.metadata.version(name)}\n" in (tmp_path / "app" / "NOTICE").read_text()
+    notice = (tmp_path / "app" / "NOTICE").read_text()
+    for name, title in (("apache-tvm", "Apache TVM"), ("apache-tvm-ffi", "Apache TVM FFI")):
+        assert f"* {name} {libraries.metadata.version(name)}\n" in notice
+        assert f"\n{title}\nCopyright " in notice
 
 
 def test_the_same_artifact_makes_the_same_files(artifact: Path, tmp_path: Path) -> None:
