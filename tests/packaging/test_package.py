@@ -141,17 +141,42 @@ def test_damaged_artifacts(artifact: Path, tmp_path: Path, capsys: pytest.Captur
     assert os.listdir(tmp_path) == ["out"]
 
 
+def wheels_of(machine: int, folder: Path) -> Path:
+    """What pip --target would make of wheels for a machine, by its number in ELF, as far as it matters."""
+    for name in ("apache-tvm", "apache-tvm-ffi"):
+        for path in libraries.metadata.distribution(name).files or []:
+            said = path.name.startswith(("LICENSE", "NOTICE")) or ".dist-info" in path.parts[0]
+            header = path.parts[:2] == ("tvm_ffi", "include")
+            if said or header or path.name.startswith(("libtvm_ffi.so", "libtvm_runtime")):
+                place = folder / path
+                place.parent.mkdir(parents=True, exist_ok=True)
+                content = bytearray(Path(str(path.locate())).read_bytes())
+                if path.suffix == ".so":
+                    content[18:20] = machine.to_bytes(2, "little")
+                place.write_bytes(content)
+    return folder
+
+
 @pytest.mark.skipif(shutil.which("aarch64-linux-gnu-gcc") is None, reason="needs a cross compiler")
 def test_artifacts_of_another_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """They are shipped with libraries of that machine, which the message says how to get."""
-    compile_to(tmp_path / "out", made(), "cpu:aarch64")
-    said = refused(capsys, tmp_path / "out", "--to", tmp_path / "app")
+    out, app = tmp_path / "out", tmp_path / "app"
+    compile_to(out, made(), "cpu:aarch64")
+    said = refused(capsys, out, "--to", app)
     assert "the artifact is for aarch64 and the runtime libraries installed here are for x86_64" in said
     assert "--platform manylinux_2_28_aarch64 apache-tvm==" in said and "--runtime FOLDER." in said
-    assert f"is not in '{tmp_path}'" in refused(
-        capsys, tmp_path / "out", "--to", tmp_path / "app", "--runtime", tmp_path
-    )
+    assert f"is not in '{tmp_path}'" in refused(capsys, out, "--to", app, "--runtime", tmp_path)
     assert os.listdir(tmp_path) == ["out"]
+    wheels = wheels_of(183, tmp_path / "wheels")
+    app.mkdir()
+    assert main(["package", str(out), "--to", str(app), "--runtime", str(wheels)]) == 0
+    library = "libtvm_runtime.so"
+    assert (app / "lib" / library).read_bytes() == (wheels / "tvm" / "lib" / library).read_bytes()
+    (info,) = wheels.glob("apache_tvm-*.dist-info")
+    metadata = (info / "METADATA").read_text()
+    (info / "METADATA").write_text(re.sub(r"^Version: .*$", "Version: 0.26.0", metadata, flags=re.MULTILINE))
+    said = refused(capsys, out, "--to", tmp_path / "other", "--runtime", wheels)
+    assert "was built with apache-tvm 0." in said and "and 0.26.0 is installed" in said
 
 
 def test_applications_for_gpus_are_linked_without_a_driver(artifact: Path, tmp_path: Path) -> None:
