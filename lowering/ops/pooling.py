@@ -58,6 +58,11 @@ def max_pool(node: Node, x: Value) -> tuple[Value, Value | None]:
 @op("AveragePool", since=7)
 def average_pool(node: Node, x: Value) -> Value:
     """Divides by the elements of the window; unless count_include_pad is set, by those that are data."""
+    return averaged(node, x)
+
+
+def averaged(node: Node, x: Value, by_all: bool = False) -> Value:
+    """AveragePool; by_all divides by all elements of the window, even those behind the padding that ceil_mode adds."""
     x, window = _window(node, x)
     padded = bool(node.attr("count_include_pad", 0))
     n, dtype = x.rank - 2, widened(x.dtype)
@@ -66,6 +71,8 @@ def average_pool(node: Node, x: Value) -> Value:
         pooled, sizes = _pooled(t, window, total, dtype), t.shape[1:-1]
 
         def divisor(*windows: Element) -> Element:
+            if by_all:
+                return tirx.const(window.elements, dtype)
             count = tirx.const(1, "int64")
             for axis in range(n):
                 before = window.before(axis, sizes[axis])

@@ -9,6 +9,7 @@ from typing import Any
 
 from tvm import relax, tirx
 
+from ...importing.channels import channels_last, channels_second
 from ...importing.compute import pointwise, relax_call
 from ...importing.node import Node
 from ...importing.values import Value
@@ -18,7 +19,8 @@ from ..cast import cast_to
 from ..contents import static_axis
 from ..integer_matmul import along, integer_product, of_columns, of_rows
 from ..matmul import permuted
-from ..movement import concat
+from ..movement import concat, where
+from ..pooling import averaged, global_average_pool
 from ..quantisation import dynamically_quantised, quantised
 from . import DOMAIN
 
@@ -99,6 +101,42 @@ def qlinear_concat(node: Node, y_scale: Value, y_zero: Value, *parts: Value) -> 
         )
     numbers = [_numbers(node, *parts[n : n + 3]) for n in range(0, len(parts), 3)]
     return _bytes(node, concat(node, *numbers), y_scale, y_zero, y_zero.dtype)
+
+
+@op("QLinearWhere", since=1, domain=DOMAIN)
+def qlinear_where(
+    node: Node,
+    condition: Value,
+    x: Value,
+    x_scale: Value,
+    x_zero: Value,
+    y: Value,
+    y_scale: Value,
+    y_zero: Value,
+    z_scale: Value,
+    z_zero: Value,
+) -> Value:
+    numbers = _numbers(node, x, x_scale, x_zero), _numbers(node, y, y_scale, y_zero)
+    return _bytes(node, where(node, condition, *numbers), z_scale, z_zero, x.dtype)
+
+
+@op("QLinearAveragePool", since=1, domain=DOMAIN)
+@op("QLinearGlobalAveragePool", since=1, domain=DOMAIN)
+def qlinear_pool(
+    node: Node, x: Value, x_scale: Value, x_zero: Value | None, y_scale: Value, y_zero: Value | None = None
+) -> Value:
+    """Of X [N, C, D1, ...], or [N, D1, ..., C] where channels_last is set. onnxruntime divides by all elements of a
+    window where count_include_pad is set."""
+    if x.rank < 3:
+        raise node.error(f"X has rank {x.rank}.", "X is [N, C, D1, ...].")
+    last = node.attr("channels_last", 0)
+    numbers = _numbers(node, x, x_scale, x_zero)
+    numbers = channels_second(node, numbers) if last else numbers
+    if node.op_type == "QLinearGlobalAveragePool":
+        y = global_average_pool(node, numbers)
+    else:
+        y = averaged(node, numbers, by_all=bool(node.attr("count_include_pad", 0)))
+    return _bytes(node, channels_last(node, y) if last else y, y_scale, y_zero, x.dtype)
 
 
 @op("MatMulIntegerToFloat", since=1, domain=DOMAIN)

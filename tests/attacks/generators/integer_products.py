@@ -10,6 +10,7 @@ import numpy as np
 from ..attack import MICROSOFT, Answer, Arrays, Attack, Unspecified, attacks, axis_of, broadcast_of, require
 from ..draw import Draw
 from .products import conv
+from .reductions import pool, whole_pool
 
 BYTES = ("uint8", "int8")
 
@@ -244,6 +245,52 @@ def concat(d: Draw, op: str) -> Attack:
         return [_codes(np.concatenate(numbers, at), y_scale.astype(float), y_zero)]
 
     return _microsoft(op, feed, rule, kind, rank, attributes={"axis": axis})
+
+
+@attacks("QLinearWhere", domain=MICROSOFT)
+def selected(d: Draw, op: str) -> Attack:
+    rank, kind = d.int(1, 3), d.pick(BYTES)
+
+    def feed() -> Arrays:
+        shape = d.shape(rank)
+        others = [d.broadcast(shape) for _ in range(2)]
+        shapes = [shape, *((*[1] * (rank - len(other)), *other) for other in others)]
+        turned = d.int(0, 2)
+        c, x, y = (*shapes[turned:], *shapes[:turned])
+        return [d.array("bool", c), d.array(kind, x), _scale(d), _zero(d, kind), d.array(kind, y), _scale(d),
+                _zero(d, kind), _scale(d), _zero(d, kind)]  # fmt: skip
+
+    def rule(*given: np.ndarray) -> Answer:
+        c, x, x_scale, x_zero, y, y_scale, y_zero, z_scale, z_zero = given
+        broadcast_of(c.shape, x.shape, y.shape)
+        a, b = ((_wide(v) - _wide(z)) * s.astype(float) for v, s, z in ((x, x_scale, x_zero), (y, y_scale, y_zero)))
+        return [_codes(np.where(c, a, b), z_scale.astype(float), z_zero)]
+
+    return _microsoft(op, feed, rule, kind, rank)
+
+
+@attacks("QLinearAveragePool", "QLinearGlobalAveragePool", domain=MICROSOFT)
+def qlinear_pool(d: Draw, op: str) -> Attack:
+    """As the pools of floats, of numbers with channels second or last."""
+    base = (whole_pool if "Global" in op else pool)(d, op.removeprefix("QLinear"))
+    kind, last = d.pick(BYTES), d.int(0, 1)
+    base.attributes.pop("dilations", None)
+    (first,) = base.feed()
+    assert first is not None
+
+    def feed() -> Arrays:
+        (x,) = base.feed()
+        assert x is not None
+        codes = d.array(kind, np.moveaxis(x, 1, -1).shape if last else x.shape)
+        return [codes, _scale(d), _zero(d, kind), _scale(d), _zero(d, kind)]
+
+    def rule(x: np.ndarray, scale: np.ndarray, zero: np.ndarray, y_scale: np.ndarray, y_zero: np.ndarray) -> Answer:
+        numbers = (_wide(x) - _wide(zero)) * scale.astype(float)
+        found = base.rule(np.moveaxis(numbers, -1, 1) if last else numbers)
+        assert found is not None
+        return [_codes(np.moveaxis(found[0], 1, -1) if last else found[0], y_scale.astype(float), y_zero)]
+
+    return _microsoft(op, feed, rule, kind, first.ndim, attributes={**base.attributes, "channels_last": last})
 
 
 @attacks("MatMulIntegerToFloat", "DynamicQuantizeMatMul", domain=MICROSOFT)

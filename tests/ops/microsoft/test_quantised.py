@@ -73,6 +73,34 @@ def test_joined() -> None:
     run("QLinearConcat", given, "uint8", 2, known="s1 s2 s3 z1 z2 z3", axis=1)
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int8"])
+def test_selected(dtype: str) -> None:
+    given = {"c": RNG.random((3, 1)) > 0.5, "a": codes(dtype, 2, 1, 5), "s1": SCALES["s1"], "z1": codes(dtype),
+             "b": codes(dtype, 5), "s2": SCALES["s2"], "z2": codes(dtype), "s3": SCALES["s3"],
+             "z3": codes(dtype)}  # fmt: skip
+    run("QLinearWhere", given, dtype, 3, known="s1 s2 s3 z1 z2 z3")
+
+
+@pytest.mark.parametrize("last", [0, 1])
+@pytest.mark.parametrize(
+    ("dtype", "shape", "attributes"),
+    [
+        ("uint8", (2, 3, 7), {"strides": [2], "pads": [1, 1], "count_include_pad": 1}),
+        ("int8", (2, 3, 7, 9), {"strides": [2, 1], "pads": [1, 0, 1, 1]}),
+        ("uint8", (2, 3, 7, 9), {"auto_pad": "SAME_UPPER", "strides": [2, 2]}),
+        # The last window along the second axis lies partly behind the padding.
+        ("uint8", (1, 2, 5, 4), {"ceil_mode": 1, "strides": [2, 2], "pads": [1] * 4, "count_include_pad": 1}),
+        ("int8", (2, 3, 5, 4, 6), {}),
+    ],
+)
+def test_pools(dtype: str, shape: tuple[int, ...], attributes: dict[str, Any], last: int) -> None:
+    given = {"x": codes(dtype, *shape), "s1": SCALES["s1"], "z1": codes(dtype), "s2": SCALES["s2"], "z2": codes(dtype)}
+    kernel = [3] * (len(shape) - 2)
+    run("QLinearAveragePool", given, dtype, len(shape), channels_last=last, kernel_shape=kernel, **attributes)
+    if not attributes:
+        run("QLinearGlobalAveragePool", given, dtype, len(shape), channels_last=last)
+
+
 @pytest.mark.parametrize("by_column", [False, True])
 @pytest.mark.parametrize("of_b", ["uint8", "int8"])
 def test_products_of_matrices(of_b: str, by_column: bool) -> None:
