@@ -153,6 +153,12 @@ def _attention(context: Any) -> dict[int, _Kind]:
     return {0: _tensor(element, [*x[:2], width or None] if x else None), 1: _tensor(element, None)}
 
 
+def _q_attention(context: Any) -> dict[int, _Kind]:
+    (_, x), (_, weights), (element, _) = (_input(context, k) for k in range(3))
+    width = weights[1].dim_value // 3 if weights and len(weights) > 1 else 0
+    return {0: _tensor(element, [*x[:2], width or None] if x else None), 1: _tensor(element, None)}
+
+
 def _multi_head_attention(context: Any) -> dict[int, _Kind]:
     (element, query), (_, key), (_, value) = (_input(context, k) for k in range(3))
     heads, source = _number(context, "num_heads"), value or key or query
@@ -271,6 +277,14 @@ for _name, _inputs, _outputs, _attributes, _infer in (
         "do_rotary:int mask_filter_value:float num_heads:int! past_present_share_buffer:int qkv_hidden_sizes:ints "
         "rotary_embedding_dim:int scale:float unidirectional:int",
         _attention,
+    ),
+    (
+        "QAttention",
+        "input weight bias input_scale weight_scale mask_index? input_zero_point? weight_zero_point? past?",
+        "output present?",
+        "do_rotary:int mask_filter_value:float num_heads:int! past_present_share_buffer:int scale:float "
+        "unidirectional:int",
+        _q_attention,
     ),
     (
         "MultiHeadAttention",

@@ -17,7 +17,9 @@ from ..kernels import compute
 from ..matmul import matrix_product, rounded
 from . import DOMAIN
 from .masks import Padding, Scores, biased, filter_value, padding
-from .projections import check_floats, head_size, part
+from .projections import check_floats, head_size, packed_bias, part
+
+Widths = tuple[int, int, int]
 
 
 @op("Attention", since=1, domain=DOMAIN)
@@ -32,21 +34,23 @@ def attention(
     past_sequence_length: Value | None = None,
 ) -> tuple[Value, Value | None]:
     """Y [B, S, H * Dv], present [2, B, H, T, D], of x [B, S, E], weights [E, H * (2 D + Dv)], past [2, B, H, P, D]."""
-    if past_sequence_length is not None or node.attr("past_present_share_buffer", 0):
-        raise node.error("attribute past_present_share_buffer is 1.", "Export with a growing cache.")
-    if node.attr("do_rotary", 0):
-        raise node.error("attribute do_rotary is 1.", "Use MultiHeadAttention behind RotaryEmbedding.")
+    if past_sequence_length is not None:
+        raise node.error("input past_sequence_length is given.", "Export with a growing cache.")
     check_floats(node, input=x, weights=weights, bias=bias, past=past)
-    if x.rank != 3 or weights.rank != 2:
-        raise node.error(f"input and weights have ranks {x.rank} and {weights.rank}.", "They have 3 and 2.")
-    heads = node.attr("num_heads")
-    widths = _widths(node, weights, heads)
+    widths = projected_widths(node, x, weights)
     qkv = matrix_product(node, x, weights)
     if bias is not None:
+        bias = packed_bias(node, bias, sum(widths))
         qkv = relax_call(node, relax.op.add, qkv, rounded(node, bias, qkv.dtype))
-    qkv = rounded(node, qkv, x.dtype)
-    q, k, v = (part(node, qkv, sum(widths[:n]), widths[n]) for n in range(3))
+    return attended(node, rounded(node, qkv, x.dtype), widths, mask_index, past, attention_bias)
 
+
+def attended(
+    node: Node, qkv: Value, widths: Widths, mask_index: Value | None, past: Value | None, attention_bias: Value | None
+) -> tuple[Value, Value | None]:
+    """Y and present of the node, for the projections qkv [B, S, sum of widths]."""
+    heads, (batch, rows, _) = node.attr("num_heads"), qkv.shape
+    q, k, v = (part(node, qkv, sum(widths[:n]), widths[n]) for n in range(3))
     if (past is not None or node.wants(1)) and widths[1] != widths[2]:
         raise node.error(f"attribute qkv_hidden_sizes is {list(widths)}.", "A cache needs K and V of one width.")
     before = 0
@@ -54,18 +58,18 @@ def attention(
         if past.rank != 5:
             raise node.error(f"input past has rank {past.rank}.", "Make it [2, batch, heads, length, head size].")
         before = past.shape[3]
-        past = asserted(node, past, (2, x.shape[0], heads, before, widths[1] // heads))
+        past = asserted(node, past, (2, batch, heads, before, widths[1] // heads))
         k, v = (concatenated(node, _half(node, past, n), heads_first(node, new, heads)) for n, new in ((0, k), (1, v)))
     elif node.wants(1):
         k, v = heads_first(node, k, heads), heads_first(node, v, heads)
-    scores = Scores(x.shape[0], heads, x.shape[1], node.simplify(before + x.shape[1]), filter_value(node))
+    scores = Scores(batch, heads, rows, node.simplify(before + rows), filter_value(node))
     mask = Padding() if mask_index is None else padding(node, "mask_index", mask_index, scores)
     bias = biased(node, scores, attention_bias, mask.bias)
     results = attend(
         node,
         {"q": q, "k": k, "v": v, "mask": bias, "lengths": mask.lengths, "past": before},
         heads=(heads, heads),
-        acc_dtype="float64" if x.dtype == "float64" else "float32",
+        acc_dtype="float64" if qkv.dtype == "float64" else "float32",
         scale=node.attr("scale", 0.0) or 1 / math.sqrt(widths[0] // heads),
         window=Window(right=0, offset="zero" if past is None else "past") if node.attr("unidirectional", 0) else None,
         mask=mask_of(bias),
@@ -73,8 +77,16 @@ def attention(
     return results["y"], _stacked(node, k, v) if node.wants(1) else None
 
 
-def _widths(node: Node, weights: Value, heads: int) -> tuple[int, int, int]:
-    """The widths of Q, K and V."""
+def projected_widths(node: Node, x: Value, weights: Value) -> Widths:
+    """The widths of Q, K and V that x [B, S, E] and weights [E, their sum] make. Raises NodeError where the node asks
+    for what is not lowered."""
+    if node.attr("past_present_share_buffer", 0):
+        raise node.error("attribute past_present_share_buffer is 1.", "Export with a growing cache.")
+    if node.attr("do_rotary", 0):
+        raise node.error("attribute do_rotary is 1.", "Use MultiHeadAttention behind RotaryEmbedding.")
+    if x.rank != 3 or weights.rank != 2:
+        raise node.error(f"input and weights have ranks {x.rank} and {weights.rank}.", "They have 3 and 2.")
+    heads = node.attr("num_heads")
     total = number(node, "last dimension of weights", weights.shape[1])
     sizes = node.attr("qkv_hidden_sizes", None) or [total // 3] * 3
     if len(sizes) != 3 or sum(sizes) != total or sizes[0] != sizes[1]:

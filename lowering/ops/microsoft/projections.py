@@ -55,12 +55,7 @@ def bias_parts(node: Node, bias: Value | None, widths: tuple[int, ...]) -> list[
     """The biases of several projections, which lie one behind the other in bias."""
     if bias is None:
         return [None] * len(widths)
-    if bias.rank != 1:
-        raise node.error(f"input bias has rank {bias.rank}.", "It is one vector for Q, K and V.")
-    total = sum(widths)
-    if isinstance(bias.shape[0], int) and bias.shape[0] != total:
-        raise node.error(f"input bias has {bias.shape[0]} elements, for {total} of Q, K and V.", "Correct one of them.")
-    bias = asserted(node, bias, (total,))
+    bias = packed_bias(node, bias, sum(widths))
     starts = [sum(widths[:k]) for k in range(len(widths))]
 
     def cut(start: int, width: int) -> Value:
@@ -68,6 +63,15 @@ def bias_parts(node: Node, bias: Value | None, widths: tuple[int, ...]) -> list[
         return compute(node, "bias", lambda i, x: x(i[0] + shifted), [bias], (width,))
 
     return [cut(start, width) for start, width in zip(starts, widths)]
+
+
+def packed_bias(node: Node, bias: Value, total: int) -> Value:
+    """The bias, which is known or asserted at run time to be [total]."""
+    if bias.rank != 1:
+        raise node.error(f"input bias has rank {bias.rank}.", "It is one vector for Q, K and V.")
+    if isinstance(bias.shape[0], int) and bias.shape[0] != total:
+        raise node.error(f"input bias has {bias.shape[0]} elements, for {total} of Q, K and V.", "Correct one of them.")
+    return asserted(node, bias, (total,))
 
 
 def normalised(node: Node, x: Value, heads: int, weight: Value | None, epsilon: str = "qk_norm_epsilon") -> Value:

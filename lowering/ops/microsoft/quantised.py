@@ -151,7 +151,7 @@ def matmul_integer_to_float(
     bias: Value | None = None,
 ) -> Value:
     """MatMulInteger times both scales, plus the bias."""
-    return _scaled(node, integer_product(node, a, b, a_zero, b_zero), a, b, (a_scale, b_scale), bias)
+    return scaled(node, integer_product(node, a, b, a_zero, b_zero), a, b, (a_scale, b_scale), bias)
 
 
 @op("DynamicQuantizeMatMul", since=1, domain=DOMAIN)
@@ -160,7 +160,7 @@ def dynamic_quantize_matmul(
 ) -> Value:
     """DynamicQuantizeLinear of A, and MatMulIntegerToFloat."""
     codes, scale, zero = dynamically_quantised(node, a)
-    return _scaled(node, integer_product(node, codes, b, zero, b_zero), a, b, (scale, b_scale), bias)
+    return scaled(node, integer_product(node, codes, b, zero, b_zero), a, b, (scale, b_scale), bias)
 
 
 @op("QGemm", since=1, domain=DOMAIN)
@@ -186,11 +186,11 @@ def qgemm(
     sums = integer_product(node, a, b, a_zero, b_zero)
     if c is not None:
         sums = relax_call(node, relax.op.add, sums, c)
-    y = _scaled(node, sums, a, b, (a_scale, b_scale), None, node.attr("alpha", 1.0))
+    y = scaled(node, sums, a, b, (a_scale, b_scale), None, node.attr("alpha", 1.0))
     return y if y_scale is None else _bytes(node, y, y_scale, y_zero, a.dtype)
 
 
-def _scaled(
+def scaled(
     node: Node, sums: Value, a: Value, b: Value, scales: tuple[Value, Value], bias: Value | None, alpha: float = 1.0
 ) -> Value:
     """Sums of bytes as float32: times alpha and both scales, plus the bias."""
