@@ -128,6 +128,12 @@ def _embedding(context: Any) -> dict[int, _Kind]:
     return {0: _tensor(element, dims), 1: _tensor(onnx.TensorProto.INT32, batch), 2: _tensor(element, dims)}
 
 
+def _q_embedding(context: Any) -> dict[int, _Kind]:
+    kinds = _embedding(context)
+    kinds[0].tensor_type.elem_type = onnx.TensorProto.FLOAT
+    return {k: kinds[k] for k in (0, 1)}
+
+
 def _product(context: Any) -> dict[int, _Kind]:
     (element, a), (_, b) = _input(context, 0), _input(context, 1)
     if not a or not b or min(len(a), len(b)) < 2:
@@ -248,6 +254,16 @@ for _name, _inputs, _outputs, _attributes, _infer in (
         "output mask_index? embedding_sum?",
         "epsilon:float mask_index_type:int",
         _embedding,
+    ),
+    (
+        "QEmbedLayerNormalization",
+        "input_ids segment_ids? word_embedding_quant position_embedding_quant segment_embedding? gamma_quant "
+        "beta_quant mask? word_embedding_scale position_embedding_scale segment_embedding_scale? gamma_scale "
+        "beta_scale word_embedding_zero_point position_embedding_zero_point segment_embedding_zero_point? "
+        "gamma_zero_point beta_zero_point",
+        "layernorm_out mask_index_out",
+        "epsilon:float",
+        _q_embedding,
     ),
     ("Gelu", "X", "Y", "", _like_first(0)),
     ("FastGelu", "X bias?", "Y", "", _like_first(0)),

@@ -25,7 +25,7 @@ from ..quantisation import dynamically_quantised, quantised
 from . import DOMAIN
 
 
-def _numbers(node: Node, x: Value, scale: Value, zero: Value | None) -> Value:
+def dequantised(node: Node, x: Value, scale: Value, zero: Value | None) -> Value:
     """(x - zero) scale, float32."""
     number, scale = cast_to(node, x, "float32"), along(node, scale)
     if zero is not None:
@@ -57,7 +57,7 @@ def binary(
     c_zero: Value | None = None,
 ) -> Value:
     """Of the dequantised numbers, which broadcast; C is of the type of A, uint8 or int8."""
-    numbers = _numbers(node, a, a_scale, a_zero), _numbers(node, b, b_scale, b_zero)
+    numbers = dequantised(node, a, a_scale, a_zero), dequantised(node, b, b_scale, b_zero)
     return _bytes(node, relax_call(node, _BINARY[node.op_type], *numbers), c_scale, c_zero, a.dtype)
 
 
@@ -65,7 +65,7 @@ def binary(
 def qlinear_sigmoid(
     node: Node, x: Value, x_scale: Value, x_zero: Value | None, y_scale: Value, y_zero: Value | None = None
 ) -> Value:
-    y = pointwise(node, tirx.sigmoid, _numbers(node, x, x_scale, x_zero), name="sigmoid")
+    y = pointwise(node, tirx.sigmoid, dequantised(node, x, x_scale, x_zero), name="sigmoid")
     return _bytes(node, y, y_scale, y_zero, x.dtype)
 
 
@@ -78,7 +78,7 @@ def qlinear_leaky_relu(
     def leaky_relu(x: Any) -> Any:
         return tirx.Select(x >= tirx.const(0.0, "float32"), x, x * tirx.const(alpha, "float32"))
 
-    y = pointwise(node, leaky_relu, _numbers(node, x, x_scale, x_zero), name="leaky_relu")
+    y = pointwise(node, leaky_relu, dequantised(node, x, x_scale, x_zero), name="leaky_relu")
     return _bytes(node, y, y_scale, y_zero, x.dtype)
 
 
@@ -89,7 +89,7 @@ def qlinear_softmax(
     """Along an axis; of models below opset 13, along it and all behind it."""
     axis = static_axis(node, node.attr("axis", -1), x.rank)
     axes = [axis] if node.attr("opset", 13) >= 13 else list(range(axis, x.rank))
-    return _bytes(node, softmax_over(node, _numbers(node, x, x_scale, x_zero), axes), y_scale, y_zero, x.dtype)
+    return _bytes(node, softmax_over(node, dequantised(node, x, x_scale, x_zero), axes), y_scale, y_zero, x.dtype)
 
 
 @op("QLinearConcat", since=1, domain=DOMAIN)
@@ -99,7 +99,7 @@ def qlinear_concat(node: Node, y_scale: Value, y_zero: Value, *parts: Value) -> 
         raise node.error(
             f"{len(parts)} inputs are behind Y_zero_point.", "Give each part with its scale and zero point."
         )
-    numbers = [_numbers(node, *parts[n : n + 3]) for n in range(0, len(parts), 3)]
+    numbers = [dequantised(node, *parts[n : n + 3]) for n in range(0, len(parts), 3)]
     return _bytes(node, concat(node, *numbers), y_scale, y_zero, y_zero.dtype)
 
 
@@ -116,7 +116,7 @@ def qlinear_where(
     z_scale: Value,
     z_zero: Value,
 ) -> Value:
-    numbers = _numbers(node, x, x_scale, x_zero), _numbers(node, y, y_scale, y_zero)
+    numbers = dequantised(node, x, x_scale, x_zero), dequantised(node, y, y_scale, y_zero)
     return _bytes(node, where(node, condition, *numbers), z_scale, z_zero, x.dtype)
 
 
@@ -130,7 +130,7 @@ def qlinear_pool(
     if x.rank < 3:
         raise node.error(f"X has rank {x.rank}.", "X is [N, C, D1, ...].")
     last = node.attr("channels_last", 0)
-    numbers = _numbers(node, x, x_scale, x_zero)
+    numbers = dequantised(node, x, x_scale, x_zero)
     numbers = channels_second(node, numbers) if last else numbers
     if node.op_type == "QLinearGlobalAveragePool":
         y = global_average_pool(node, numbers)

@@ -144,7 +144,7 @@ def _from_the_front(d: Draw, shape: tuple[int, ...], bound: int) -> np.ndarray:
 
 @attacks("EmbedLayerNormalization", domain=MICROSOFT)
 def embedding(d: Draw, op: str) -> Attack:
-    segments, placed = d.chance(0.5), d.chance(0.4)
+    segments, placed = d.chance(0.5), d.chance(0.4) and not op.startswith("Q")
 
     def feed() -> Arrays:
         batch, length, width, words, places = d.size(), d.size(), d.size(0), d.size(0.05), d.pick((8, 17, 40))

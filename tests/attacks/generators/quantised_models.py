@@ -1,4 +1,5 @@
-"""QAttention: what onnxruntime's quantiser makes of the Attention of floats, by whose rule the numbers go."""
+"""QAttention and QEmbedLayerNormalization: what onnxruntime's quantiser makes of the operators of floats, by whose
+rules the numbers go."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import numpy as np
 
 from ..attack import MICROSOFT, Answer, Arrays, Attack, attacks, require
 from ..draw import Draw
-from .microsoft import projected
+from .microsoft import embedding, projected
 
 _BYTES = ("uint8", "int8")
 
@@ -42,3 +43,23 @@ def attention(d: Draw, op: str) -> Attack:
 
     return Attack(op, feed, rule, domain=MICROSOFT, opset=21, close=2e-3, attributes=base.attributes,
                   parameters={1, 2}, numbers=base.numbers)  # fmt: skip
+
+
+@attacks("QEmbedLayerNormalization", domain=MICROSOFT)
+def q_embedding(d: Draw, op: str) -> Attack:
+    kind, base = d.pick(_BYTES), embedding(d, op)
+
+    def feed() -> Arrays:
+        ids, kinds, *tables = base.feed()[:7]
+        bytes_ = [None if t is None else d.array(kind, t.shape) for t in tables]
+        scales = [None if t is None else _scale(d) for t in tables]
+        zeros = [None if t is None else d.array(kind, ()) for t in tables]
+        return [ids, kinds, *bytes_, None, *scales, *zeros]
+
+    def rule(ids: np.ndarray, kinds: Any, *rest: Any) -> Answer:
+        tables, scales, zeros = rest[:5], rest[6:11], rest[11:]
+        floats = (None if t is None else _numbers(t, s, z) for t, s, z in zip(tables, scales, zeros))
+        return base.rule(ids, kinds, *floats)
+
+    return Attack(op, feed, rule, outputs=2, domain=MICROSOFT, opset=21, close=2e-3, attributes=base.attributes,
+                  parameters={2, 3, 4, 5, 6})  # fmt: skip

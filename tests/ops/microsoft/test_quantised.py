@@ -14,7 +14,7 @@ from onnx import helper, numpy_helper
 import lowering
 
 from ..expectations import value_info
-from .comparison import opsets
+from .comparison import Comparison, imported, opsets
 
 RNG = np.random.default_rng(0)
 SCALES = {name: np.array(RNG.uniform(0.01, 0.05), np.float32) for name in ("s1", "s2", "s3")}
@@ -124,3 +124,44 @@ def test_gemm(turned: int, floats: bool) -> None:
         given |= {"s3": np.array(0.5, np.float32), "z3": np.array(99, np.uint8)}
     run("QGemm", given, "float32" if floats else "uint8", 2, known="b z2 s1 s2 z1" + ("" if floats else " s3 z3"),
         transB=turned, alpha=0.5)  # fmt: skip
+
+
+def embedding(dtype: str, segments: bool, masked: bool) -> list[np.ndarray | None]:
+    """Inputs of QEmbedLayerNormalization: 3 sequences of 5 tokens."""
+    ids, kinds = (RNG.integers(0, n, (3, 5)).astype(np.int32) for n in (7, 2))
+    tables: list[np.ndarray | None] = [codes(dtype, *shape) for shape in ((7, 6), (9, 6), (2, 6), (6,), (6,))]
+    scales: list[np.ndarray | None] = [np.asarray(RNG.uniform(0.01, 0.05), np.float32) for _ in tables]
+    zeros: list[np.ndarray | None] = [codes(dtype) for _ in tables]
+    if not segments:
+        tables[2] = scales[2] = zeros[2] = None
+    mask = RNG.integers(0, 2, (3, 5)).astype(np.int32) if masked else None
+    return [ids, kinds if segments else None, *tables, mask, *scales, *zeros]
+
+
+def test_embeddings() -> None:
+    case, sizes = Comparison(), {0: ("b", "s"), 1: ("b", "s")}
+    for dtype, segments in (("uint8", True), ("int8", False)):
+        given = embedding(dtype, segments, masked=segments)
+        how = {"outputs": ("float32", "int32"), "epsilon": 0.1}
+        case.add("QEmbedLayerNormalization", given, constant=[2, 3], **how)
+        case.add("QEmbedLayerNormalization", given, dims=sizes if segments else {0: ("b", "s")}, **how)
+    case.check()
+
+
+@pytest.mark.parametrize(
+    ("k", "kind", "message"),
+    [
+        (0, ("int32", (15,)), "'x0' has rank 1"),
+        (0, ("int32", (1, 10)), "position_embedding has 9 rows, and there are 10 tokens"),
+        (2, ("float32", (7, 6)), "word_embedding is float32"),
+        (3, ("uint8", (9, 5)), "dimension 1 of input 'x3' is 5, and must be 6"),
+        (8, ("float32", (7,)), "'x8' is a vector of 7"),
+        (10, None, "segment_embedding_scale is missing"),
+    ],
+)
+def test_refused_embeddings(k: int, kind: Any, message: str) -> None:
+    given = embedding("uint8", segments=True, masked=False)
+    kinds: list[Any] = [None if a is None else (a.dtype.name, a.shape) for a in given]
+    kinds[k] = kind
+    with pytest.raises(lowering.NodeError, match=message):
+        imported("QEmbedLayerNormalization", kinds, results=2)
