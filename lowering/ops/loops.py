@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ..importing.compute import agreed, in_groups
+from ..importing.compute import agreed, in_groups, number
 from ..importing.node import Node
 from ..importing.values import Size, Value
 from . import op
@@ -74,18 +74,24 @@ def _written_out(
 @op("Scan", since=9)
 def scan(node: Node, *inputs: Value) -> tuple[Value, ...]:
     """The carried values behind the last step, and then what each step gives out, stacked."""
+    return _scanned(node, inputs, node.attr("scan_input_directions", None))
+
+
+def _scanned(node: Node, inputs: Sequence[Value], backwards: Sequence[int] | None, times: int = 1) -> tuple[Value, ...]:
+    """Scan, which the node is so many times; backwards says of each scanned input whether its last element comes
+    first."""
     count = node.attr("num_scan_inputs")
     if not 1 <= count <= len(inputs):
         raise node.error(f"attribute num_scan_inputs is {count}, for {len(inputs)} inputs.")
     state, read = list(inputs[: len(inputs) - count]), list(inputs[len(inputs) - count :])
     axes = node.attr("scan_input_axes", None) or [0] * count
-    backwards = node.attr("scan_input_directions", None) or [0] * count
+    backwards = backwards or [0] * count
     axes = [static_axis(node, axis, x.rank, "scan_input_axes") for axis, x in zip(axes, read, strict=True)]
     length = agreed(node, "the number of steps", *(x.shape[axis] for axis, x in zip(axes, read)))
     made = len(node.outputs) - len(state)
     out_axes = [*(node.attr("scan_output_axes", None) or []), *[0] * made]
     out_backwards = [*(node.attr("scan_output_directions", None) or []), *[0] * made]
-    if isinstance(length, int) and 0 < length * _nodes(node) <= _MOST_NODES:
+    if isinstance(length, int) and 0 < length * times * _nodes(node) <= _MOST_NODES:
         given: list[list[Value]] = []
         for number in range(length):
             places = [length - 1 - number if back else number for back in backwards]
@@ -131,8 +137,25 @@ def _in_place(node: Node, stacked: Value, axis: int, back: int) -> Value:
 
 
 @op("Scan", since=8)
-def scan_8(node: Node, *inputs: Value | None) -> Value:
-    raise node.error("Scan-8 goes over batches.", "Export the model for opset 9 or newer.")
+def scan_8(node: Node, lengths: Value | None, *inputs: Value) -> tuple[Value, ...]:
+    """Scan of each entry of a batch, which is the first axis of all inputs and outputs."""
+    if lengths is not None:
+        raise node.error("input sequence_lens is given.", "Leave it out, or export the model for opset 9 or newer.")
+    if not all(x.rank for x in inputs):
+        raise node.error("an input has no dimensions.", "Scan-8 goes over batches: the first one is the batch.")
+    batch = number(node, "the batch", agreed(node, "the batch", *(x.shape[0] for x in inputs)))
+    if not 1 <= batch * _nodes(node) <= _MOST_NODES:
+        raise node.error(
+            f"a batch of {batch} has its body, of {_nodes(node)} nodes, written out for each entry.",
+            f"Make that 1 to {_MOST_NODES} nodes, or export the model for opset 9 or newer.",
+        )
+    inputs = tuple(asserted(node, x, (batch, *x.shape[1:])) for x in inputs)
+    entries = [
+        list(_scanned(node, [_step_of(node, x, 0, k) for x in inputs], node.attr("directions", None), batch))
+        for k in range(batch)
+    ]
+    count = len(entries[0])
+    return tuple(_stacked(node, entries, count, [0] * count, [0] * count))
 
 
 def _decided(condition: Value | None) -> bool | None:

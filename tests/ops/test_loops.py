@@ -197,3 +197,32 @@ def test_squeeze_under_a_condition() -> None:
     assert np.array_equal(module.run({"x": x[None]})["y"], x)
     with pytest.raises(InputError, match=r"If-21"):
         module.run({"x": np.stack([x, x])})
+
+
+SCAN_8 = """<ir_version: 10, opset_import: ["" : 8]> m (float[B, 2] start, float[B, S, 2] x)
+    => (float[B, 2] last, float[B, S, 2] sums) {
+    last, sums = Scan <num_scan_inputs = 1, directions = [BACK], body = b (float[2] s, float[2] at) =>
+        (float[2] t, float[2] o) { t = Add (s, at) o = Neg (t) }> (LENGTHS, start, x) }"""
+
+
+@pytest.mark.parametrize("back", [0, 1])
+def test_scan_over_batches(back: int) -> None:
+    model = onnx.parser.parse_model(SCAN_8.replace("BACK", str(back)).replace("LENGTHS", ""))
+    module, rng = lowering.compile(model, dims={"B": 3}), np.random.default_rng(2)
+    for length in (1, 5, 70):
+        start, x = (rng.standard_normal(s).astype(np.float32) for s in ((3, 2), (3, length, 2)))
+        sums = start[:, None] + np.cumsum(x[:, ::-1] if back else x, axis=1)
+        found = module.run({"start": start, "x": x})
+        np.testing.assert_allclose(found["last"], sums[:, -1], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(found["sums"], -sums, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "batch, lengths, message",
+    [(None, "", "the batch is the symbolic size B"), (1000, "", "a batch of 1000"), (2, "n", "sequence_lens is given")],
+)
+def test_refused_batches(batch: int | None, lengths: str, message: str) -> None:
+    text = SCAN_8.replace("BACK", "0").replace("LENGTHS", lengths)
+    text = text.replace("m (float", "m (int64[B] n, float") if lengths else text
+    with pytest.raises(NodeError, match=message):
+        lowering.compile(onnx.parser.parse_model(text), dims={} if batch is None else {"B": batch})

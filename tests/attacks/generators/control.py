@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
@@ -57,6 +59,7 @@ def branches(d: Draw, op: str) -> Attack:
 def loops(d: Draw, op: str) -> Attack:
     """Numbers of steps that are none, negative, or more than the 41 behind which the condition fails."""
     steps = d.pick((0, 1, 3, 7, -1, -(2**62), 10**6, 2**62))
+    batches = op == "Scan" and d.chance(0.3)  # Scan-8
     names = ("s", "t", "o")
     kind = [helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, [2]) for n in names]
     number = helper.make_tensor_value_info("i", onnx.TensorProto.INT64, [])
@@ -74,10 +77,11 @@ def loops(d: Draw, op: str) -> Attack:
 
     def feed() -> Arrays:
         if op == "Scan":
-            return [d.array("float32", (d.pick((0, 1, 3, 40)), 2 if d.chance(0.95) else 3))]
+            shape = d.pick((0, 1, 3, 40)), 2 if d.chance(0.95) else 3
+            return [None, d.array("float32", (d.pick((1, 2)), *shape))] if batches else [d.array("float32", shape)]
         return [np.array(steps, np.int64), np.array(d.chance(0.8)), d.array("float32", (2,))]
 
-    def rule(*arrays: np.ndarray) -> Answer:
+    def rule(*arrays: Any) -> Answer:
         x = arrays[-1]
         require(x.shape[-1] == 2, "the body is of two")
         if op == "Scan":
@@ -88,6 +92,6 @@ def loops(d: Draw, op: str) -> Attack:
             values.append(values[-1] + np.float32(1))
         return [values[-1], -np.stack(values[:-1]) if count else np.empty((0, 2), np.float32)]
 
-    results = [("float32", 2)] if op == "Scan" else [("float32", 1), ("float32", 2)]
-    return Attack(op, feed, rule, outputs=len(results), attributes=attributes, parameters=[0, 1], numbers=[(0, 0)],
-                  results=results)  # fmt: skip
+    results = [("float32", 2 + batches)] if op == "Scan" else [("float32", 1), ("float32", 2)]
+    return Attack(op, feed, rule, outputs=len(results), attributes=attributes, parameters=[0, 1],
+                  numbers=[(0, 0), (1, 0)], results=results, opset=8 if batches else 24)  # fmt: skip
