@@ -24,7 +24,7 @@ _NOT_FOLDED = {
     "AffineGrid", "Attention", "AveragePool", "BatchNormalization", "Bernoulli", "CausalConvWithState", "Conv", "DFT",
     "DequantizeLinear", "Dropout", "GRU", "GatherElements", "Gelu", "GlobalAveragePool", "GlobalMaxPool", "GridSample",
     "GroupNormalization", "If", "InstanceNormalization", "LSTM", "LayerNormalization", "LinearAttention", "Loop",
-    "LpNormalization", "MaxPool", "MaxUnpool", "Multinomial", "NonMaxSuppression", "PRelu", "QuantizeLinear",
+    "LpNormalization", "LpPool", "MaxPool", "MaxUnpool", "Multinomial", "NonMaxSuppression", "PRelu", "QuantizeLinear",
     "RMSNormalization", "RNN", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Resize",
     "ReverseSequence", "RoiAlign", "RotaryEmbedding", "STFT", "Scan", "Scatter", "ScatterElements", "ScatterND",
     "SequenceMap", "TensorScatter", "TopK", "Upsample",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tvm import te, tirx
 
 from ..importing.channels import as_computed, channels_last, channels_second
-from ..importing.compute import Element, Reducer, largest, reduced, require_numbers, total, widened
+from ..importing.compute import Element, Reducer, is_float, largest, reduced, require_numbers, total, widened
 from ..importing.node import Node
 from ..importing.values import Value
 from . import op
@@ -96,6 +98,37 @@ def _within(first: Element, step: int, count: int, low: Element, high: Element) 
     begin = tirx.max(tirx.floordiv(low - first + (step - 1), tirx.const(step, "int64")), tirx.const(0, "int64"))
     end = tirx.min(tirx.floordiv(high - first + (step - 1), tirx.const(step, "int64")), tirx.const(count, "int64"))
     return end - begin
+
+
+def _norm(node: Node, x: Value) -> tuple[Callable[[Element], Element], Callable[[Element], Element]]:
+    """What |x|^p of an element is, and the p-th root of a sum, for attribute p."""
+    p = node.attr("p", 2)
+    if p < 1:
+        raise node.error(f"attribute p is {p}.", "Use 1 or more.")
+    if not is_float(x.dtype):
+        raise node.error(f"X is {x.dtype}.", "Cast it to a float type.")
+
+    def power(x: Element) -> Element:
+        return x * x if p == 2 else tirx.abs(x) if p == 1 else tirx.pow(tirx.abs(x), tirx.const(p, x.ty.dtype))
+
+    def root(x: Element) -> Element:
+        return tirx.sqrt(x) if p == 2 else x if p == 1 else tirx.pow(x, tirx.const(1 / p, x.ty.dtype))
+
+    return power, root
+
+
+@op("LpPool", since=2)
+def lp_pool(node: Node, x: Value) -> Value:
+    """The p-norm of each window: https://onnx.ai/onnx/operators/onnx__LpPool.html"""
+    x, window = _window(node, x)
+    (power, root), dtype = _norm(node, x), widened(x.dtype)
+
+    def kernel(t: te.Tensor) -> te.Tensor:
+        powers = te.compute(t.shape, lambda *i: power(t(*i).astype(dtype)), name="powers")
+        sums = _pooled(powers, window, total, dtype)
+        return te.compute(sums.shape, lambda *i: root(sums(*i)).astype(x.dtype), name="lp_pool")
+
+    return channels_second(node, node.emit_te(kernel, node.tensor(x), primfunc_name_hint="lp_pool"))
 
 
 # -- over all positions -----------------------------------------------------------------------------------------------

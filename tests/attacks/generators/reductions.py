@@ -198,7 +198,7 @@ def over_places(d: Draw, op: str) -> Attack:
 # -- windows ----------------------------------------------------------------------------------------------------------
 
 
-@attacks("MaxPool", "AveragePool")
+@attacks("MaxPool", "AveragePool", "LpPool")
 def pool(d: Draw, op: str) -> Attack:
     places, dtype = d.int(1, 2), d.dtype(("float32", "float64"))
     kernel = [d.pick((1, 2, 3)) for _ in range(places)]
@@ -212,6 +212,9 @@ def pool(d: Draw, op: str) -> Attack:
     attributes |= d.some(strides=strides, dilations=dilations, pads=pads, ceil_mode=d.int(0, 1))
     if op == "AveragePool":
         attributes |= d.some(count_include_pad=d.int(0, 1))
+    power = d.int(1, 3)
+    if op == "LpPool":
+        attributes["p"] = power
 
     def feed() -> Arrays:
         shape = (d.size(), d.size(), *(d.int(0, 3) if d.chance(0.1) else d.int(4, 9) for _ in range(places)))
@@ -228,7 +231,9 @@ def pool(d: Draw, op: str) -> Attack:
             if not inside:
                 raise Unspecified("a window of which no element is inside")
             values = np.stack([x[(slice(None), slice(None), *cell)] for cell in inside], -1).astype(np.float64)
-            if op == "MaxPool":
+            if op == "LpPool":
+                result[(slice(None), slice(None), *place)] = (abs(values) ** power).sum(-1) ** (1 / power)
+            elif op == "MaxPool":
                 result[(slice(None), slice(None), *place)] = values.max(-1) if values.size else 0
             else:
                 if attributes.get("count_include_pad") and attributes.get("ceil_mode"):

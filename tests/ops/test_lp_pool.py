@@ -1,0 +1,34 @@
+"""LpPool beside onnxruntime, of symbolic sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+from onnx import helper
+
+import lowering
+
+from .expectations import imported, model, value_info
+
+
+@pytest.mark.parametrize("p", [1, 2, 3])
+def test_lp_pool(p: int) -> None:
+    node = helper.make_node("LpPool", ["x"], ["y"], p=p, kernel_shape=[3, 2], strides=[2, 1], pads=[1, 0, 1, 1])
+    dims = ["n", "c", "h", "w"]
+    proto = model([node], [value_info("x", "float32", dims)], [value_info("y", "float32", ["a", "b", "d", "e"])], 18)
+    module, session = lowering.compile(proto), onnxruntime.InferenceSession(proto.SerializeToString())
+    for shape in ((1, 3, 7, 9), (2, 17, 4, 5)):
+        feeds = {"x": np.random.default_rng(0).standard_normal(shape).astype(np.float32)}
+        (want,) = session.run(None, feeds)
+        np.testing.assert_allclose(module.run(feeds)["y"], want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "attributes, message", [({"p": 0}, "attribute p is 0"), ({"kernel_shape": [2]}, "kernel_shape")]
+)
+def test_refusals(attributes: dict[str, Any], message: str) -> None:
+    with pytest.raises(lowering.NodeError, match=message):
+        imported("LpPool", [("float32", (1, 2, 5, 5))], opset=18, **{"kernel_shape": [2, 2], **attributes})
