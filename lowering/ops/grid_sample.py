@@ -19,7 +19,7 @@ from ..importing.node import Node
 from ..importing.values import Shape, Size, Value
 from . import op
 from .asserted import asserted, required
-from .kernels import compute, loops
+from .kernels import compute, held, loops
 from .kernels import grid as grid_of
 
 _CUBIC = -0.75
@@ -79,17 +79,17 @@ class Along:
             with grid_of(made[0].shape[:-1]) as index:
                 number = grid[(*index, tirx.const(where, "int64"))].astype(self.acc)
                 at = (number + one) * half * (wide - one) if self.corners else ((number + one) * wide - one) * half
-                at = T.bind(tirx.nearbyint(at) if self.count == 1 else at)
+                at = held(tirx.nearbyint(at) if self.count == 1 else at)
                 if self.padding == "border":
                     inside = tirx.max(tirx.min(at, wide - one), half - half)
-                    at = T.bind(tirx.Select(tirx.any(at < low, at > high), inside, at))
+                    at = held(tirx.Select(tirx.any(at < low, at > high), inside, at))
                 elif self.padding == "reflection":
-                    at = T.bind(_reflected(at, low, high, self.acc))
-                before = T.bind(tirx.floor(at))
-                first = T.bind(_index(before))
+                    at = held(_reflected(at, low, high, self.acc))
+                before = held(tirx.floor(at))
+                first = held(_index(before))
                 for k in range(self.count):
                     place = (*index, tirx.const(k, "int64"))
-                    element = T.bind(first + (k - (1 if self.count == 4 else 0)))
+                    element = held(first + (k - (1 if self.count == 4 else 0)))
                     T.buffer_store(made[0], self.element(element, size, low, high), list(place))
                     if self.count > 1:
                         T.buffer_store(made[1], _weight(at - before, k, self.count, self.acc), list(place))
@@ -103,7 +103,7 @@ class Along:
         if self.padding == "zeros":
             return tirx.if_then_else(tirx.all(number >= 0, number < size), number, tirx.const(-1, "int64"))
         if self.padding == "reflection":  # neighbours lie outside where the place itself does not
-            number = T.bind(_index(T.bind(_reflected(number.astype(self.acc), low, high, self.acc))))
+            number = held(_index(held(_reflected(number.astype(self.acc), low, high, self.acc))))
         return tirx.max(tirx.min(number, size - 1), zero)
 
 
@@ -159,8 +159,8 @@ def _reflected(at: Any, low: Any, high: Any, acc: str) -> Any:
     span = high - low
     two = tirx.const(2.0, acc)
     period = tirx.Select(span > tirx.const(0.0, acc), span * two, tirx.const(1.0, acc))
-    away = T.bind(at - low)
-    away = T.bind(away - tirx.floor(away / period) * period)
+    away = held(at - low)
+    away = held(away - tirx.floor(away / period) * period)
     away = tirx.Select(away > span, period - away, away)
     return tirx.Select(span > tirx.const(0.0, acc), low + away, low)
 
@@ -170,7 +170,7 @@ def _weight(fraction: Any, k: int, count: int, acc: str) -> Any:
     one = tirx.const(1.0, acc)
     if count == 2:
         return one - fraction if k == 0 else fraction
-    x = T.bind(tirx.abs(fraction - tirx.const(float(k - 1), acc)))
+    x = held(tirx.abs(fraction - tirx.const(float(k - 1), acc)))
     a = _CUBIC
     near = ((tirx.const(a + 2, acc) * x - tirx.const(a + 3, acc)) * x) * x + one
     far = ((tirx.const(a, acc) * x - tirx.const(5 * a, acc)) * x + tirx.const(8 * a, acc)) * x - tirx.const(4 * a, acc)

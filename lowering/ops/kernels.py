@@ -105,6 +105,14 @@ def serial(extent: Size) -> Any:
     return T.serial(tirx.IntImm("int64", extent) if isinstance(extent, int) else extent)
 
 
+def held(value: Any) -> Any:
+    """The value, computed once: in memory. What is bound to a variable TVM's passes put in everywhere while they
+    simplify, which multiplies a chain of floats that are used twice; of what is bound they know integers only."""
+    buffer = T.alloc_buffer((1,), str(value.ty.dtype))
+    T.buffer_store(buffer, value, [0])
+    return buffer[0]
+
+
 @contextmanager
 def grid(shape: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
     """Loops over all indices of a shape, of any rank."""
