@@ -27,8 +27,8 @@ Versions are the opsets from which a lowering holds, up to the next one. Every o
 through compile, save, load and run (graphs of operators that the project promises, on float, integer and bool types of
 8 bits or more; for Attention, FlexAttention and TensorScatter on every type).
 
-An operator that is not listed goes through its ONNX function body where the standard gives one, then, for static
-shapes, through TVM's own converter; otherwise it is an error that names the node.
+An operator that is not listed goes through its ONNX function body where the standard gives one; otherwise it is an
+error that names the node.
 
 `Loop` and `Scan` of few steps, whose number is known before the run, are written out. All others are loops of the run,
 for any number of steps: carried values keep their types and shapes, and the sizes of what a step gives out do not

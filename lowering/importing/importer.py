@@ -28,7 +28,6 @@ from .function_body import function_body
 from .node import Node
 from .origins import Builder, Origins
 from .quantised import Quantised
-from .tvm_frontend import convert
 from .values import (
     MOST_SIZE,
     Shape,
@@ -339,15 +338,11 @@ class Importer:
     def _without_lowering(
         self, context: Node, node: ir.Node, version: int, inputs: list[Value | None]
     ) -> list[Value | None]:
-        """Lowers an operator that is not registered: by its ONNX function body, else by TVM's own converter."""
+        """Lowers an operator that is not registered, by its ONNX function body."""
         body = function_body(node, version, inputs)
         if body is None:
-            converted = convert(node, version, inputs, self.tensor)
-            if converted is not None:
-                return [self.emit(e, None, output.name or "") for e, output in zip(converted, node.outputs)]
             raise context.error(
-                "no lowering is registered for this operator, it has no ONNX function body, and no converter does it "
-                "right.",
+                "no lowering is registered for this operator, and it has no ONNX function body.",
                 "See docs/operators.md for what is supported, docs/adding_an_operator.md to add it.",
             )
         outer = self._values, self._opsets, self.errors

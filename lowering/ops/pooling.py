@@ -14,6 +14,8 @@ from . import op
 from .unpooling import largest_and_places
 from .window import Window, fitting
 
+_LARGEST_NORM = 64  # p of a norm; powers beyond it leave float32's range for numbers of 4
+
 
 def _window(node: Node, x: Value) -> tuple[Value, Window]:
     """X as [N, D1, ..., C], over which the window is known or asserted at run time to fit."""
@@ -103,13 +105,19 @@ def _within(first: Element, step: int, count: int, low: Element, high: Element) 
 def _norm(node: Node, x: Value) -> tuple[Callable[[Element], Element], Callable[[Element], Element]]:
     """What |x|^p of an element is, and the p-th root of a sum, for attribute p."""
     p = node.attr("p", 2)
-    if p < 1:
-        raise node.error(f"attribute p is {p}.", "Use 1 or more.")
+    if not 1 <= p <= _LARGEST_NORM:
+        raise node.error(f"attribute p is {p}.", f"Use 1 to {_LARGEST_NORM}.")
     if not is_float(x.dtype):
         raise node.error(f"X is {x.dtype}.", "Cast it to a float type.")
 
     def power(x: Element) -> Element:
-        return x * x if p == 2 else tirx.abs(x) if p == 1 else tirx.pow(tirx.abs(x), tirx.const(p, x.ty.dtype))
+        if p % 2 == 0:
+            return power_of(x * x, p // 2)
+        return tirx.abs(x) if p == 1 else tirx.abs(x) * power_of(x * x, p // 2)
+
+    def power_of(x: Element, n: int) -> Element:
+        half = x if n < 2 else power_of(x * x, n // 2)
+        return half * x if n > 1 and n % 2 else half
 
     def root(x: Element) -> Element:
         return tirx.sqrt(x) if p == 2 else x if p == 1 else tirx.pow(x, tirx.const(1 / p, x.ty.dtype))

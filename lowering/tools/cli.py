@@ -23,7 +23,7 @@ from urllib.parse import quote
 from ..errors import InputError, LoweringError
 from ..machine import runtime_alone
 from ..version import VERSION
-from . import doctor, packaging, tuning
+from . import cache, doctor, packaging, tuning
 from .options import PRECISIONS, arrays, call, dim, natural, not_negative, positive, sizes
 
 if TYPE_CHECKING:
@@ -187,6 +187,7 @@ def _parser() -> argparse.ArgumentParser:
 
     packaging.add(add_parser)
     doctor.add(add_parser)
+    cache.add(add_parser)
 
     d = add_parser("demo", help="build, compile, load and run a small decoder with in-place caches")
     d.add_argument("-o", "--output", type=Path, help="keep the model and its artifact in this folder")

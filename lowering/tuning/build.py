@@ -49,4 +49,4 @@ def compiled(func: tirx.PrimFunc, target: Target) -> bytes:
     module = tvm.IRModule({MAIN: func.with_attr("global_symbol", MAIN)})
     with target.tvm:
         module = assume_alignment(hold_divisions(module), 16 if target.architecture else 1)
-    return build(module, target)
+    return build(module, target, kept=False)  # few candidates come again

@@ -14,7 +14,7 @@ import lowering
 from .expectations import imported, model, value_info
 
 
-@pytest.mark.parametrize("p", [1, 2, 3])
+@pytest.mark.parametrize("p", [1, 2, 3, 10])
 def test_lp_pool(p: int) -> None:
     node = helper.make_node("LpPool", ["x"], ["y"], p=p, kernel_shape=[3, 2], strides=[2, 1], pads=[1, 0, 1, 1])
     dims = ["n", "c", "h", "w"]

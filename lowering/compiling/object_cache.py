@@ -1,0 +1,88 @@
+"""Object code, kept on disk: what was compiled once by the same compiler for the same machine is only linked.
+
+The files lie in `objects` of the cache folder (machine.py), each under the key of what it was made of. One is written
+whole under another name and then renamed, and says what its bytes must be: writers may race or be killed. The least
+recently used ones go when all together are more than MOST bytes. Who can write there can run code as you.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from ..machine import cache_folder
+
+MOST = 1 << 30
+_DIGEST = hashlib.sha256().digest_size
+_SUFFIX = ".object"
+_ABANDONED = 3600.0  # seconds after which a file that is still being written is nobody's
+
+
+def folder() -> Path:
+    """Where objects are kept."""
+    return cache_folder() / "objects"
+
+
+def get(key: str) -> bytes | None:
+    """What was kept under the key, a file name, if it is there and whole."""
+    path = folder() / f"{key}{_SUFFIX}"
+    try:
+        content = path.read_bytes()
+        os.utime(path)
+    except OSError:
+        return None
+    found = content[_DIGEST:]
+    return found if hashlib.sha256(found).digest() == content[:_DIGEST] else None
+
+
+def put(key: str, content: bytes) -> None:
+    """Keeps it, where that can be written: a cache that cannot is none."""
+    with suppress(OSError):
+        place = folder()
+        place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle, name = tempfile.mkstemp(dir=place, prefix=".")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(hashlib.sha256(content).digest() + content)
+            os.replace(name, place / f"{key}{_SUFFIX}")
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(name)
+            raise
+
+
+def size() -> tuple[int, int]:
+    """How many objects there are, and their bytes."""
+    found = [stat.st_size for _, stat in _files()]
+    return len(found), sum(found)
+
+
+def clear() -> None:
+    """Removes all."""
+    for path, _ in _files():
+        with suppress(OSError):
+            os.unlink(path)
+
+
+def trim(most: int = MOST) -> None:
+    """Removes the least recently used ones beyond so many bytes, and what killed writers left."""
+    found = sorted(_files(), key=lambda entry: -entry[1].st_mtime)
+    total = 0
+    for path, stat in found:
+        total += stat.st_size
+        if total > most if path.suffix == _SUFFIX else stat.st_mtime < time.time() - _ABANDONED:
+            with suppress(OSError):
+                os.unlink(path)
+
+
+def _files() -> Iterator[tuple[Path, os.stat_result]]:
+    """All files, those that are being written too."""
+    with suppress(OSError), os.scandir(folder()) as entries:
+        for entry in entries:
+            with suppress(OSError):
+                yield Path(entry.path), entry.stat()

@@ -1,0 +1,160 @@
+"""Object code of a CPU's kernels, each compiled by itself: what was compiled before is found again (object_cache.py).
+
+A kernel is compiled under a name that says what it computes, its key, so that models share it whatever they call it;
+the linker is told the names of the model.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import tvm
+import tvm_ffi
+from tvm import tirx
+from tvm.target import codegen
+from tvm.tirx import compilation_pipeline
+
+from schedules.cpu.dot_int8 import INSTRUCTION
+
+from ..target import Target
+from . import object_cache
+
+_PREFIX = "__tvm_ffi_"
+"""Of the symbols of functions."""
+
+
+@dataclass(frozen=True)
+class Object:
+    """The code of kernel `name`, in which it is called `symbol`."""
+
+    name: str
+    symbol: str
+    code: bytes
+
+
+def taken_out(module: tvm.IRModule, target: Target, kept: bool) -> tuple[tvm.IRModule, list[Object]]:
+    """The module without the kernels that call no other function, and their code, compiled on all CPUs that the caller
+    may use; kept says whether for later."""
+    names = {name: func for name, func in module.functions_items() if _stands_alone(func)}
+    rest = tvm.IRModule({n: f for n, f in module.functions_items() if n not in names}, attrs=module.attrs)
+    compiler = _Compiler(target, kept)
+    pool = ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0)))
+    try:
+        found = list(pool.map(compiler.object, names.values()))
+    finally:
+        pool.shutdown(cancel_futures=True)
+    if compiler.new:
+        object_cache.trim()
+    return rest, found
+
+
+def link_options(kernels: Sequence[Object], folder: str | Path) -> list[str]:
+    """Options that have the C compiler link them; their files go to `folder`."""
+    options = []
+    for symbol, code in {kernel.symbol: kernel.code for kernel in kernels}.items():
+        path = Path(folder) / f"{symbol}.o"
+        path.write_bytes(code)
+        options.append(str(path))
+    names = [f"-Wl,--defsym={_PREFIX}{kernel.name}={_PREFIX}{kernel.symbol}" for kernel in kernels]
+    return options + names
+
+
+def unused(target: Target) -> tuple[str, ...]:
+    """TVM's passes that do nothing for the target."""
+    return () if target.architecture else _UNUSED_ON_CPUS
+
+
+class _Compiler:
+    """Kernels of a target, from the cache or compiled."""
+
+    def __init__(self, target: Target, kept: bool) -> None:
+        self.target, self.made_for, self.kept = target, target.tvm.with_host(target.tvm), kept
+        self.new = False
+        """Whether something was kept that had not been."""
+
+    def object(self, func: tirx.PrimFunc) -> Object:
+        name = str(func.attrs["global_symbol"])
+        plain = _with_needed_features(func, self.made_for)
+        anonymous = func.with_attr("global_symbol", "")
+        what = (tvm_ffi.structural_hash(anonymous), str(plain), _versions())
+        symbol = "k" + hashlib.sha256(repr(what).encode()).hexdigest()[:32]
+        code = object_cache.get(symbol) if self.kept else None
+        if code is None:
+            code = self.compiled(func.with_attr("global_symbol", symbol), plain)
+            if self.kept:
+                object_cache.put(symbol, code)
+                self.new = True
+        return Object(name, symbol, code)
+
+    def compiled(self, func: tirx.PrimFunc, target: tvm.target.Target) -> bytes:
+        run, finish, _ = compilation_pipeline.get_default_tir_pipeline(target)
+        with target, tvm.transform.PassContext(disabled_pass=list(unused(self.target))):
+            module = tirx.transform.BindTarget(target)(tvm.IRModule({str(func.attrs["global_symbol"]): func}))
+            # A module of one function would have an entry, and so would the next one.
+            lowered = {n: f.without_attr("tirx.is_entry_func") for n, f in run(module).functions_items()}
+            code = tvm.get_global_func("target.build.llvm")(finish()(tvm.IRModule(lowered)), target)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "kernel.o"
+            code.write_to_file(str(path), "o")
+            return path.read_bytes()
+
+
+@functools.cache
+def _versions() -> tuple[str, ...]:
+    """Of what makes code of functions: TVM and this file."""
+    return version("apache-tvm"), hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+
+
+def _stands_alone(func: tvm.ir.BaseFunc) -> bool:
+    """Whether it is a kernel that calls no function of the module."""
+    if not isinstance(func, tirx.PrimFunc):
+        return False
+    found: list[tvm.ir.GlobalVar] = []
+    tvm_ffi.structural_walk(func.body, (tvm.ir.GlobalVar, found.append))
+    return not found
+
+
+_UNUSED_ON_CPUS = (
+    # Takes half the time of compiling an attention, and finds nothing: what rules make allocates what it needs.
+    "s_tir.CompactBufferAllocation",
+    # Look for what only schedules of GPUs ask for.
+    "s_tir.InjectPermutedLayout", "s_tir.InjectSoftwarePipeline", "s_tir.InjectVirtualThread", "s_tir.ThreadSync",
+    "s_tir.InferFragment", "s_tir.LowerThreadAllreduce",
+)  # fmt: skip
+
+
+def _with_needed_features(func: tirx.PrimFunc, target: tvm.target.Target) -> tvm.target.Target:
+    """The target without products of bytes where the kernel does not ask for them: of what it finds in loops by itself,
+    LLVM 22 makes such products of which it adds up a part (combineVPDPBUSDPattern, sums of 8 to 16)."""
+    config = dict(target.export())
+    if _VNNI not in config.get("mattr", ()) or _multiplies_bytes(func):
+        return target
+    plain = tvm.target.Target({**config, "mattr": [feature for feature in config["mattr"] if feature != _VNNI]})
+    return plain.with_host(plain)
+
+
+_VNNI = "+avx512vnni"
+
+
+def _multiplies_bytes(func: tirx.PrimFunc) -> bool:
+    """Whether the kernel has an instruction for products of bytes."""
+    number = codegen.llvm_lookup_intrinsic_id(INSTRUCTION)
+    found: list[tvm.ir.Call] = []
+
+    def visit(call: tvm.ir.Call) -> None:
+        if call.op.same_as(_INTRINSIC) and isinstance(call.args[0], tirx.IntImm) and call.args[0].value == number:
+            found.append(call)
+
+    tvm_ffi.structural_walk(func.body, (tvm.ir.Call, visit))
+    return bool(found)
+
+
+_INTRINSIC = tvm.ir.Op.get("tirx.call_llvm_pure_intrin")
