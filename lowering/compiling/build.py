@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import tvm
+import tvm_ffi
 from tvm import relax, tirx
 from tvm.tirx import compilation_pipeline
 
@@ -15,7 +16,7 @@ from ..errors import TargetError
 from ..runtime.parallel import link_options
 from ..target import Target
 from ..target.building import make_modules_of_machine_code
-from . import objects
+from . import objects, progress
 
 Pass = Callable[[tvm.IRModule], tvm.IRModule]
 
@@ -25,11 +26,7 @@ def build(module: tvm.IRModule, target: Target, kept: bool = True) -> bytes:
 
     Raises TargetError when a compiler or the linker is missing or fails.
     """
-    if shutil.which(target.linker) is None:
-        raise TargetError(
-            f"Target '{target.name}' is linked by '{target.linker}', which is not installed. "
-            "Install it or name another with --cc."
-        )
+    check_linker(target)
     if target.architecture:
         make_modules_of_machine_code(target.linker)
     called = _called(module)
@@ -43,6 +40,7 @@ def build(module: tvm.IRModule, target: Target, kept: bool = True) -> bytes:
             relax_pipeline=tvm.transform.Sequential([]),
             tir_pipeline=_PIPELINE if target.architecture else "default",
         )
+    progress.at("linking")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.so"
         try:
@@ -53,17 +51,22 @@ def build(module: tvm.IRModule, target: Target, kept: bool = True) -> bytes:
         return path.read_bytes()
 
 
+def check_linker(target: Target) -> None:
+    """Raises TargetError where the linker is missing."""
+    if shutil.which(target.linker) is None:
+        raise TargetError(
+            f"Target '{target.name}' is linked by '{target.linker}', which is not installed. "
+            "Install it or name another with --cc."
+        )
+
+
 def _called(module: tvm.IRModule) -> set[str]:
     """Names of the functions outside the module that it calls."""
     found: set[str] = set()
 
-    def visit(expr: relax.Expr) -> None:
-        if isinstance(expr, relax.ExternFunc):
-            found.add(expr.global_symbol)
-
     for _, function in module.functions_items():
         if isinstance(function, relax.Function):
-            relax.analysis.post_order_visit(function, visit)
+            tvm_ffi.structural_walk(function.body, (relax.ExternFunc, lambda extern: found.add(extern.global_symbol)))
     return found
 
 

@@ -33,8 +33,8 @@ from ..runtime.signature import SigningKey, private_key
 from ..target import Target, resolve
 from ..tuning.lookup import Records
 from ..version import VERSION
-from . import artifact
-from .build import build
+from . import artifact, progress
+from .build import build, check_linker
 from .options import Options
 from .pipeline import Dump, lower
 
@@ -155,12 +155,15 @@ def compiled(model: ModelLike, options: Options, stand_in: Target | None = None,
     as for `compile`."""
     dims = options.dims or {}
     targets = resolve(options.target, options.cc)
+    for each in targets:
+        check_linker(each)
     products = options.precision if options.precision in TF32 else None
     if products is not None and not all(target.architecture for target in targets):
         raise InputError(
             f"precision='{products}' is how tensor cores of GPUs multiply float32, and target='{options.target}' has "
             "none. Leave it out: a CPU computes such products in float32."
         )
+    progress.at("reading the model")
     loaded = with_sizes(load_model(model), dims)
     if options.serve is not None and (batch := batch_of(loaded, options.serve)) is not None:
         loaded = with_sizes(loaded, {batch: 1})

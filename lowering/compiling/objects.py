@@ -25,7 +25,7 @@ from tvm.tirx import compilation_pipeline
 from schedules.cpu.dot_int8 import INSTRUCTION
 
 from ..target import Target
-from . import object_cache
+from . import object_cache, progress
 
 _PREFIX = "__tvm_ffi_"
 """Of the symbols of functions."""
@@ -48,7 +48,10 @@ def taken_out(module: tvm.IRModule, target: Target, kept: bool) -> tuple[tvm.IRM
     compiler = _Compiler(target, kept)
     pool = ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0)))
     try:
-        found = list(pool.map(compiler.object, names.values()))
+        found = []
+        for each in pool.map(compiler.object, names.values()):
+            found.append(each)
+            progress.at("compiling kernels", len(found), len(names))
     finally:
         pool.shutdown(cancel_futures=True)
     if compiler.new:

@@ -44,6 +44,7 @@ from ..passes.shape_errors import shape_errors
 from ..passes.size_classes import size_classes
 from ..passes.sizes_first import sizes_first
 from ..target import Target
+from . import progress
 
 # Operations in a fused group; in exported models the largest have 4. Chains of 240 operators run fastest in groups of
 # 16, or close to it, but for cheap operators on 64 elements. What walks expressions recurses no deeper than a group is
@@ -170,7 +171,8 @@ def lower(
     ]
     module = imported.module
     with target.tvm, tvm.transform.PassContext(config={"relax.FuseOps.max_depth": _FUSED}):
-        for name, run in passes:
+        for number, (name, run) in enumerate(passes):
+            progress.at("lowering", number, len(passes))
             try:
                 module = run(module)
             except LoweringError:

@@ -36,14 +36,14 @@ def _changed(function: tirx.PrimFunc, least: int) -> tirx.PrimFunc:
             (s_tir.SBlock, lambda s: allocated.update(s.alloc_buffers)),
         ],
     )
-    known: dict[tirx.Buffer, tirx.Buffer] = {}
+    known: dict[tvm.ir.Var, tvm.ir.Var] = {}
 
     def replace(variable: tvm.ir.Var) -> tvm.ir.Var:
-        if not is_buffer_var(variable) or variable in allocated:
-            return variable
-        if variable not in known:
-            known[variable] = _with_alignment(variable, least)
-        return known[variable]
+        found = known.get(variable)
+        if found is None:
+            kept = not is_buffer_var(variable) or variable in allocated
+            found = known[variable] = variable if kept else _with_alignment(variable, least)
+        return found
 
     return tvm_ffi.structural_map(function, (tvm.ir.Var, replace))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
@@ -19,21 +20,25 @@ def is_int(value: Expr, wanted: int) -> bool:
 
 def children(expr: Expr) -> list[Expr]:
     """Operands of a scalar expression; a load's are its indices."""
-    if isinstance(expr, prim.BinaryOpExpr | prim.CmpExpr | prim.And | prim.Or):
-        return [expr.a, expr.b]
-    if isinstance(expr, ir.Call):
-        return list(expr.args)
-    if isinstance(expr, ir.TensorLoad):
-        return list(expr.indices)
-    if isinstance(expr, prim.Select):
-        return [expr.condition, expr.true_value, expr.false_value]
-    if isinstance(expr, prim.Cast):
-        return [expr.value]
-    if isinstance(expr, prim.Not | prim.BitwiseNot):
-        return [expr.a]
-    if isinstance(expr, prim.Let):
-        return [expr.value, expr.body]
-    return []
+    kind: object = type(expr)
+    fields, several = _operands(kind)
+    return list(getattr(expr, several)) if several else [getattr(expr, field) for field in fields]
+
+
+@functools.cache
+def _operands(kind: type) -> tuple[tuple[str, ...], str]:
+    """In which fields expressions of a type have their operands; or in which one all of them. TVM's types are abstract,
+    and asking each expression what it is takes long."""
+    if issubclass(kind, ir.Call | ir.TensorLoad):
+        return (), "args" if issubclass(kind, ir.Call) else "indices"
+    fields: dict[tuple[type, ...], tuple[str, ...]] = {
+        (prim.BinaryOpExpr, prim.CmpExpr, prim.And, prim.Or): ("a", "b"),
+        (prim.Select,): ("condition", "true_value", "false_value"),
+        (prim.Cast,): ("value",),
+        (prim.Not, prim.BitwiseNot): ("a",),
+        (prim.Let,): ("value", "body"),
+    }
+    return next((names for kinds, names in fields.items() if issubclass(kind, kinds)), ()), ""
 
 
 def rebuild(expr: Expr, operands: list[Expr]) -> Expr:

@@ -199,6 +199,7 @@ def _compile(arguments: argparse.Namespace) -> int:
     import onnx_ir as ir
 
     from ..compiling.compiler import compile_to
+    from . import progress
 
     steps = itertools.count(1)
 
@@ -210,23 +211,24 @@ def _compile(arguments: argparse.Namespace) -> int:
 
     if arguments.dump_dir is not None:
         arguments.dump_dir.mkdir(parents=True, exist_ok=True)
-    manifest = compile_to(
-        arguments.output,
-        arguments.model,
-        arguments.target,
-        arguments.donate,
-        arguments.threads,
-        arguments.cc,
-        dims=dict(dim(text) for text in arguments.dim),
-        static_cache=arguments.static_cache,
-        weights=arguments.weights,
-        database=arguments.database,
-        serve=_serve(arguments),
-        dump=dump if arguments.dump_dir is not None else None,
-        sign_key=arguments.sign,
-        checks=not arguments.no_checks,
-        precision=arguments.precision,
-    )
+    with progress.shown():
+        manifest = compile_to(
+            arguments.output,
+            arguments.model,
+            arguments.target,
+            arguments.donate,
+            arguments.threads,
+            arguments.cc,
+            dims=dict(dim(text) for text in arguments.dim),
+            static_cache=arguments.static_cache,
+            weights=arguments.weights,
+            database=arguments.database,
+            serve=_serve(arguments),
+            dump=dump if arguments.dump_dir is not None else None,
+            sign_key=arguments.sign,
+            checks=not arguments.no_checks,
+            precision=arguments.precision,
+        )
     for note in manifest.notes:
         print(f"note: {note}")
     for title, tensors in (("inputs", manifest.inputs), ("outputs", manifest.outputs)):
