@@ -143,6 +143,35 @@ def test_importing_lowering_imports_no_compiler() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
+def test_help_imports_nothing_heavy() -> None:
+    """The command answers at once: neither NumPy nor TVM nor what they bring."""
+    code = """
+import sys
+from lowering.tools.cli import main
+try:
+    main(["--help"])
+except SystemExit:
+    pass
+heavy = {"numpy", "onnx", "onnx_ir", "rich", "torch", "tvm", "tvm_ffi"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+
+
+def test_the_runtime_imports_no_torch(tmp_path: Path) -> None:
+    """Though tvm_ffi would where it is installed. It can be imported afterwards."""
+    (tmp_path / "torch.py").write_text("imported = True\n")
+    code = """
+import lowering
+lowering.load
+assert "tvm_ffi" in sys.modules and "torch" not in sys.modules
+import torch
+assert torch.imported
+"""
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{code}"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
 def test_public_names_are_what_they_say_however_often_they_are_used() -> None:
     """A submodule of the same name would replace the function at its first import."""
     code = """

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..errors import ArtifactError
 from ..manifest import Manifest
+from . import without_torch  # noqa: F401  (before whatever imports tvm_ffi)
 from .checks import check_files, check_machine, check_versions, checked_threads, read_manifest, whole_number
 from .files import Files
 from .foreign import ForeignModel

@@ -11,6 +11,7 @@ import io
 import itertools
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -34,6 +35,8 @@ _TARGET = (
     "architectures: sm_80, sm_86, sm_89, sm_90a, sm_100, sm_120, with commas between"
 )
 
+_DIM = "fix a symbolic dimension, or NAME=LOW..HIGH: its legal sizes"
+
 _WEIGHTS = "compress the constant matrices of products"
 
 _PRECISION = (
@@ -48,15 +51,21 @@ _VERIFY = "refuse an artifact that was not signed with the other half of this Ed
 def main(argv: list[str] | None = None) -> int:
     """Runs one command.
 
-    Returns 0, or 1 when the model, the comparison or an input is not all right, or 130 when it was interrupted. What
-    went wrong is one sentence; with -v, Python's traceback comes before it.
+    Returns 0, or 1 when the model, the comparison or an input is not all right, or as shells do 130 when it was
+    interrupted and 141 when nobody reads what it prints. What went wrong is one sentence; with -v, Python's traceback
+    comes before it.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # names of any characters, whatever the locale can write
             stream.reconfigure(errors="backslashreplace")
     arguments = _parser().parse_args(argv)
     try:
-        return arguments.run(arguments)
+        code = arguments.run(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # who reads has read enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python still wants to write at its end
+        return 128 + signal.SIGPIPE
     except (Exception, KeyboardInterrupt) as error:
         if arguments.verbose:
             traceback.print_exc()
@@ -111,9 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     c.add_argument("--target", default="cpu", help=_TARGET)
     c.add_argument("--cc", help="the C compiler that links, for instance a cross compiler")
     c.add_argument("--donate", action="append", default=[], metavar="REGEX", help="inputs to consume; may be repeated")
-    c.add_argument(
-        "--dim", action="append", default=[], metavar="NAME=SIZE", help="fix a symbolic dimension, or NAME=LOW..HIGH"
-    )
+    c.add_argument("--dim", action="append", default=[], metavar="NAME=SIZE", help=_DIM)
     c.add_argument(
         "--static-cache", type=positive, metavar="TOKENS", help="turn a growing past into in-place slot caches"
     )
@@ -181,7 +188,7 @@ def _parser() -> argparse.ArgumentParser:
 
     k = add_parser("check", help="list every node that cannot be lowered, before any compile")
     k.add_argument("model", type=Path, help="the .onnx file")
-    k.add_argument("--dim", action="append", default=[], metavar="NAME=SIZE", help="fix a symbolic dimension")
+    k.add_argument("--dim", action="append", default=[], metavar="NAME=SIZE", help=_DIM)
     k.add_argument("--json", action="store_true", help="print the report as JSON")
     k.set_defaults(run=_check)
 
@@ -309,7 +316,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     )
     for c in result.comparisons:
         verdict = "ok" if c.close else "DIFFERS"
-        print(f"{c.name}: max abs {c.max_abs:.3g}, max rel {c.max_rel:.3g}, rms {c.rms:.3g}, {verdict}")
+        print(f"{c.name}: max abs {c.max_abs:.3g}, max rel {c.max_rel:.3g}, rms {c.rms:.3g} of its rms, {verdict}")
     first = result.first_difference
     if first is None:
         print(f"all outputs agree with {arguments.against}")
@@ -339,7 +346,7 @@ def _quantise(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> int:
     from .checking import check
 
-    report = check(arguments.model, sizes(arguments.dim))
+    report = check(arguments.model, dict(dim(text) for text in arguments.dim))
     if arguments.json:
         print(json.dumps({"ok": report.ok, **asdict(report)}, indent=1))
     else:
