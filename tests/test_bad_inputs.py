@@ -286,7 +286,7 @@ X3, Z3, Z4 = "--input x=x3.npy", "--input z=x3.npy", "--input z=x4.npy"
 
 COMMANDS = {
     "check gone.onnx": "There is no file gone.onnx",
-    "check other": "There is no file other",
+    "check other": "other is a folder, and no .onnx file",
     "compile gone.onnx -o never": "There is no file gone.onnx",
     "compile good.onnx -o file": "file",
     "compile good.onnx -o other": "other",
@@ -335,8 +335,9 @@ COMMANDS = {
     "bench good --dim N=4 --dim M=4 --input q=x3.npy": "'q'",
     "verify gone.onnx": "There is no file gone.onnx",
     "verify good.onnx --dim N=4 --dim M=5": "its size along axis 0 is 5, not 4",
+    "verify good.onnx --dim Q=4": "no input has a symbolic dimension 'Q'. There are: M, N.",
     "verify good.onnx --dim N": "write NAME=SIZE",
-    "verify good.onnx --input q=x3.npy": "the model has no input q",
+    "verify good.onnx --input q=x3.npy": "there is no input 'q'. The inputs are x, z.",
     "verify good.onnx --input x=short.npy": "short.npy",
 }
 

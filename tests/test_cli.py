@@ -94,6 +94,25 @@ def test_check_of_a_good_model(model: Path, capsys: pytest.CaptureFixture[str]) 
     assert "1 nodes, 0 cannot be lowered" in capsys.readouterr().out
 
 
+def test_check_counts_the_nodes_of_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And not those that are left when x * sigmoid(x) is one."""
+    text = '<ir_version: 10, opset_import: ["" : 24]> m (float[n] x) => (float[n] y) { s = Sigmoid(x) y = Mul(x, s) }'
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "m.onnx")
+    assert main(["check", str(tmp_path / "m.onnx")]) == 0
+    assert "2 nodes, 0 cannot be lowered" in capsys.readouterr().out
+
+
+def test_who_stops_reading_is_told_nothing(model: Path) -> None:
+    """As `| head` does. What is printed last waits in a buffer, and meets the closed pipe when that is emptied."""
+    command = [sys.executable, "-m", "lowering", "check", str(model)]
+    reader, writer = os.pipe()
+    os.close(reader)
+    with subprocess.Popen(command, stdout=writer, stderr=subprocess.PIPE, text=True) as child:
+        os.close(writer)
+        _, error = child.communicate(timeout=120)
+    assert (child.returncode, error) == (128 + signal.SIGPIPE, "")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -109,7 +128,11 @@ def test_check_of_a_good_model(model: Path, capsys: pytest.CaptureFixture[str]) 
         (["compile", "MODEL", "-o", "out", "--sign", "MODEL"], "is no private key of Ed25519."),
         (["run", "nowhere", "--threads", "2000"], "threads must be a whole number from 1 to 1024, not 2000."),
         (["run", "nowhere"], "nowhere"),
+        (["compile", ".", "-o", "out"], ". is a folder, and no .onnx file"),
+        (["check", "MODEL", "--dim", "S=9..8"], "the range of dimension 'S' is empty: 9 to 8."),
         (["verify", "MODEL", "--dim", "S"], "write NAME=SIZE"),
+        (["verify", "MODEL", "--dim", "nosuch=3"], "no input has a symbolic dimension 'nosuch'. There are: B, S, T."),
+        (["verify", "MODEL", "--input", "x=x.npy"], "there is no input 'x'. The inputs are q, k, v."),
         (["verify", "MODEL", "--input", "q"], "write NAME=FILE.npy"),
     ],
 )
@@ -117,6 +140,7 @@ def test_errors_are_one_plain_sentence(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments, message
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    np.save("x.npy", np.zeros(1))
     assert main([str(model) if a == "MODEL" else a for a in arguments]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and "Traceback" not in error

@@ -42,6 +42,11 @@ def test_a_fixed_size_is_a_number_and_decides_branches() -> None:
     assert dims == ["batch", "tokens"], "the caller's model stays"
 
 
+def test_equal_bounds_are_a_number() -> None:
+    compiled = lowering.compile(branches(), dims={"batch": (1, 1)})
+    assert compiled.manifest.inputs[0].dims == (1, "tokens") and not compiled.manifest.ranges
+
+
 def test_other_sizes_take_the_other_branch() -> None:
     compiled = lowering.compile(branches(), dims={"batch": np.int64(2)})  # type: ignore[dict-item]
     np.testing.assert_array_equal(compiled.run({"x": X.reshape(2, 3)})["y"], X.reshape(2, 3))

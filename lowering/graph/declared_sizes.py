@@ -12,7 +12,9 @@ from ..runtime.checks import check_dimensions, whole_number
 from .legality import graphs
 
 Dims: TypeAlias = Mapping[str, int | tuple[int, int]]
-"""By the name of a symbolic dimension the size that it always has, or the smallest and the largest one."""
+"""By the name of a symbolic dimension the size that it always has, or the smallest and the largest one.
+
+Equal bounds are a size that it always has."""
 
 # How exporters write a size of which they know nothing. As a name it would say that all such sizes are equal.
 _UNKNOWN = (-1, "", "?", "None")
@@ -28,9 +30,9 @@ def forget_unknown_sizes(model: ir.Model) -> None:
 def with_sizes(model: ir.Model, dims: Dims) -> ir.Model:
     """The model, with numbers for the symbolic dimensions that always have one size.
 
-    Raises InputError for a dimension that no input has.
+    Raises InputError for a dimension that no input has, and for a range that holds no size.
     """
-    sizes = {name: _size(name, size) for name, size in dims.items() if not isinstance(size, tuple)}
+    sizes = {name: low for name, (low, high) in _bounds(dims).items() if low == high}
     if not sizes:
         return model
     declared = {dim for value in model.graph.inputs for dim in map(_said, value.shape or ())}
@@ -45,21 +47,23 @@ def with_sizes(model: ir.Model, dims: Dims) -> ir.Model:
 def ranges(dims: Dims, names: Collection[int | str]) -> dict[str, tuple[int, int]]:
     """The smallest and the largest size of the dimensions that have more than one; names are those of all inputs.
 
-    Raises InputError for a dimension that no input has, and for a range that holds no size.
+    Raises InputError for a dimension that no input has.
     """
-    legal = {}
-    for name, bounds in dims.items():
-        if isinstance(bounds, tuple):
-            low, high = (_size(name, bound) for bound in bounds)
-            if low > high:
-                raise InputError(f"the range of dimension '{name}' is empty: {low} to {high}.")
-            legal[name] = (low, high)
+    legal = {name: (low, high) for name, (low, high) in _bounds(dims).items() if low != high}
     check_dimensions(legal, (name for name in names if isinstance(name, str)))
     return legal
 
 
-def _size(name: str, size: int) -> int:
-    return whole_number(size, f"the size of dimension '{name}'", 0, 2**63 - 1)
+def _bounds(dims: Dims) -> dict[str, tuple[int, int]]:
+    """The smallest and the largest size, by name. Raises InputError for what is none, and for a range that is empty."""
+    found = {}
+    for name, said in dims.items():
+        bounds = said if isinstance(said, tuple) else (said, said)
+        low, high = (whole_number(size, f"the size of dimension '{name}'", 0, 2**63 - 1) for size in bounds)
+        if low > high:
+            raise InputError(f"the range of dimension '{name}' is empty: {low} to {high}.")
+        found[name] = (low, high)
+    return found
 
 
 def _said(dim: int | ir.SymbolicDim) -> int | str | None:

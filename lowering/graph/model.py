@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from ..errors import ModelError
+from ..manifest import FILE
 from . import schemas  # noqa: F401  (what onnxruntime writes passes onnx's checker)
 from .declared_sizes import forget_unknown_sizes
 from .legality import check_attributes, check_bodies, check_domains, check_tensors, graphs
@@ -61,6 +62,9 @@ def _read(model: ModelLike) -> ir.Model:
         return model.clone()
     if isinstance(model, (str, os.PathLike)):
         path = Path(model)
+        if path.is_dir():
+            what = "a compiled artifact" if (path / FILE).is_file() else "a folder"
+            raise ModelError(f"{path} is {what}, and no .onnx file: name the model's file.")
         if not path.is_file():
             raise ModelError(f"There is no file {path}.")
         onnx.checker.check_model(str(path))

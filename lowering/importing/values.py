@@ -95,7 +95,7 @@ def is_one(size: Size) -> bool:
 
 def as_text(size: Size) -> str:
     """A size for the reader."""
-    return re.sub(r"T\.int64\((-?\d+)\)", r"\1", str(size))
+    return re.sub(r"\bT\.(?!\d)", "", re.sub(r"T\.int64\((-?\d+)\)", r"\1", str(size)))
 
 
 def is_long(size: Size) -> bool:

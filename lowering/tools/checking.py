@@ -27,7 +27,8 @@ class Finding:
 class Report:
     """The findings of `check`, and its warnings: things that compile but may not mean what the user meant.
 
-    unexamined counts the nodes that depend on a blocked one through a value whose type nobody knows.
+    nodes counts those of the model as it is given, with bodies, before any fusion. unexamined counts the nodes that
+    depend on a blocked one through a value whose type nobody knows.
     """
 
     findings: tuple[Finding, ...]
@@ -46,7 +47,9 @@ def check(model: ModelLike, dims: Dims | None = None) -> Report:
     A node behind a blocked one is still examined, with the type that ONNX shape inference gives its input. Raises
     ModelError if the model cannot be read at all. dims is as for `compile`.
     """
-    loaded = fuse(with_sizes(load_model(model), dims or {}))
+    given = with_sizes(load_model(model), dims or {})
+    nodes = sum(1 for _ in given.graph.all_nodes())
+    loaded = fuse(given)
     importer = _imported(loaded)
     if importer.errors:  # once more, with a type for whatever is behind the blocked nodes
         inferred = loaded.clone()
@@ -55,7 +58,6 @@ def check(model: ModelLike, dims: Dims | None = None) -> Report:
         importer = _imported(inferred)
     errors = importer.errors or []
     findings = tuple(Finding(e.where, e.what, e.remedy) for e in errors)
-    nodes = sum(1 for _ in loaded.graph.all_nodes())
     return Report(findings, tuple(importer.warnings), nodes, importer.unexamined)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from ..compiling.compiler import compile
 from ..errors import InputError, LoweringError
+from ..graph.declared_sizes import with_sizes
 from ..graph.model import ModelLike, load_model
 from ..graph.precision import Precision
 from ..importing.quantised import Scheme
@@ -67,15 +68,16 @@ def verify(
     close when |ours - reference| <= atol + rtol * |reference|. weights and precision are passed to `compile`; the
     reference computes the model as it is, so that the comparisons show the cost.
 
-    Raises as `compile` does; InputError for unknown names; LoweringError if the reference cannot run the model.
+    Raises as `compile` does; InputError for unknown names, before anything is compiled; LoweringError if the
+    reference cannot run the model.
     """
     loaded = load_model(model)
+    taken = [v for v in loaded.graph.inputs if v.name not in loaded.graph.initializers]
+    _check_inputs(inputs or {}, [v.name or "" for v in taken])
+    with_sizes(loaded, sizes or {})  # refuses names that no input has; the model stays symbolic
     proto = ir.to_proto(loaded)
     module = compile(loaded, target, weights=weights, precision=precision)
     feeds = dict(inputs or {})
-    unknown = set(feeds) - {t.name for t in module.inputs}
-    if unknown:
-        raise InputError(f"the model has no input {', '.join(sorted(unknown))}.")
     rng = np.random.default_rng(seed)
     for spec in module.inputs:
         if spec.name not in feeds:
@@ -85,6 +87,12 @@ def verify(
     return Verification(
         tuple(compare(t.name, actual[t.name], e, rtol, atol) for t, e in zip(module.outputs, expected)), feeds
     )
+
+
+def _check_inputs(given: Iterable[str], known: Sequence[str]) -> None:
+    unknown = next((name for name in given if name not in known), None)
+    if unknown is not None:
+        raise InputError(f"there is no input '{unknown}'. The inputs are {', '.join(known)}.")
 
 
 def _reference(proto: Any, against: Against, feeds: dict[str, Any]) -> Any:
