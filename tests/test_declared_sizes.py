@@ -103,3 +103,24 @@ def test_sizes_that_say_nothing(unknown: int | str) -> None:
                 dim.dim_param = unknown
     x = X.reshape(2, 3)
     np.testing.assert_array_equal(lowering.compile(model).run({"x": x})["y"], x)
+
+
+def test_dimensions_are_called_as_the_model_calls_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names that are no identifiers, as exporters of other frameworks write them, and of which two would be one."""
+    names = ["p2o.DynamicDimension.0", "p2o_DynamicDimension_0", 'a "b"']
+    x, y = (onnx.helper.make_tensor_value_info(name, 1, names) for name in "xy")
+    twice = onnx.helper.make_tensor_value_info("z", 1, [None, None, None])
+    nodes = [onnx.helper.make_node("Relu", ["x"], ["y"]), onnx.helper.make_node("Concat", ["x", "x"], ["z"], axis=0)]
+    opset = onnx.helper.make_opsetid("", 20)
+    graph = onnx.helper.make_graph(nodes, "g", [x], [y, twice])
+    proto = onnx.helper.make_model(graph, opset_imports=[opset], ir_version=10)
+    model = lowering.compile(proto, dims={names[0]: (1, 5), names[2]: 3})
+    assert model.manifest.inputs[0].dims == (names[0], names[1], 3)
+    assert model.manifest.outputs[1].dims == (f"{names[0]} * 2", names[1], 3)
+    with pytest.raises(lowering.InputError, match=r"dimension 'p2o\.DynamicDimension\.0' is 7 .* takes 1 to 5"):
+        model.run({"x": np.zeros((7, 2, 3), np.float32)})
+    lowering.compile(proto).save(tmp_path / "out")
+    sizes = [f"--dim={name}={size}" for name, size in zip(names, (2, 3, 4))]
+    assert main(["bench", str(tmp_path / "out"), "--seconds", "0", *sizes]) == 0
+    assert main(["bench", str(tmp_path / "out"), "--seconds", "0", *sizes[1:]]) == 1
+    assert "p2o.DynamicDimension.0" in capsys.readouterr().err

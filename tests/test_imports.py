@@ -158,12 +158,13 @@ assert not heavy, heavy
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
 
 
-def test_the_runtime_imports_no_torch(tmp_path: Path) -> None:
-    """Though tvm_ffi would where it is installed. It can be imported afterwards."""
+@pytest.mark.parametrize("name", ["load", "compile"])
+def test_torch_is_not_imported(tmp_path: Path, name: str) -> None:
+    """Though tvm_ffi and tvm would where it is installed. It can be imported afterwards."""
     (tmp_path / "torch.py").write_text("imported = True\n")
-    code = """
+    code = f"""
 import lowering
-lowering.load
+lowering.{name}
 assert "tvm_ffi" in sys.modules and "torch" not in sys.modules
 import torch
 assert torch.imported

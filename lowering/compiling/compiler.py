@@ -25,7 +25,7 @@ from ..graph.static_cache import LENGTH, use_static_caches
 from ..graph.written_inputs import name_written_inputs
 from ..importing.importer import Port, import_model
 from ..importing.quantised import Scheme
-from ..importing.values import Size, as_text, storage_dtype
+from ..importing.values import storage_dtype
 from ..manifest import Manifest, SlotCaches, TensorSpec
 from ..profiling.expected import warnings
 from ..runtime.folders import check_replaceable
@@ -211,7 +211,7 @@ def compiled(model: ModelLike, options: Options, stand_in: Target | None = None,
         cpu_features=targets[0].cpu_features,
         architectures=tuple(each.architecture for each in targets if each.architecture and stand_in is None),
         threads=options.threads,
-        ranges=ranges(dims, {dim for port in imported.inputs for dim in _spec(port).dims}),
+        ranges=ranges(dims, {dim for port in imported.inputs for dim in port.dims}),
         strings=tuple(imported.strings),
         versions={"onnx-lowering": VERSION} | {n: version(n) for n in ("apache-tvm", "apache-tvm-ffi", "onnx")},
         notes=tuple(dict.fromkeys(notes)),
@@ -224,11 +224,4 @@ def compiled(model: ModelLike, options: Options, stand_in: Target | None = None,
 
 
 def _spec(port: Port) -> TensorSpec:
-    return TensorSpec(port.name, port.dtype, storage_dtype(port.dtype), tuple(_dim(d) for d in port.shape))
-
-
-def _dim(size: Size) -> int | str:
-    """A size as the manifest has it: a number, a name, or for the reader an expression of names."""
-    if isinstance(size, int):
-        return size
-    return size.name if isinstance(size, tirx.Var) else as_text(size)
+    return TensorSpec(port.name, port.dtype, storage_dtype(port.dtype), port.dims)

@@ -53,11 +53,12 @@ _FIRST = 16
 
 @dataclass(frozen=True)
 class Port:
-    """An input or output of the model: its ONNX name, element type and symbolic shape."""
+    """An input or output of the model: its ONNX name, element type and shape, whose sizes the model calls dims."""
 
     name: str
     dtype: str
     shape: Shape
+    dims: tuple[int | str, ...]
 
 
 @dataclass
@@ -153,7 +154,7 @@ class Importer:
                 raise
             output = relax.Tuple([self.tensor(v) for v in results])
             self.builder.emit_func_output(output, params + self._weight_vars)
-        outputs = [Port(v.name or "", r.dtype, r.shape) for v, r in zip(graph.outputs, results)]
+        outputs = [self._as_port(v.name or "", r.dtype, r.shape) for v, r in zip(graph.outputs, results)]
         weights: dict[str, np.ndarray | Quantised] = {**self._weights, **self._quantised}
         module, origins = self.builder.finalize(), self.builder.origins
         return Imported(module, weights, ports, outputs, self.strings, self.warnings, origins, self._assertions)
@@ -168,7 +169,10 @@ class Importer:
             dim if isinstance(dim, int) else self.symbols.named(dim.value or f"{name}_{axis}")
             for axis, dim in enumerate(value.shape)
         )
-        return Port(name, dtype_name(value.dtype), shape)
+        return self._as_port(name, dtype_name(value.dtype), shape)
+
+    def _as_port(self, name: str, dtype: str, shape: Shape) -> Port:
+        return Port(name, dtype, shape, tuple(map(self.symbols.as_dim, shape)))
 
     def _check_outputs(self, results: list[Value]) -> None:
         """Refuses outputs that are not what the model says of them: its readers would prepare for the wrong ones."""

@@ -41,11 +41,13 @@ class Symbols:
         self._analyzer = sym.Analyzer()
         self._named: dict[str, tirx.Var] = {}
         self._taken: set[str] = set()
+        self._said: dict[str, str] = {}  # what the model calls the sizes of these names
 
     def named(self, name: str) -> tirx.Var:
         """The size that the model calls `name`; made at first use."""
         if name not in self._named:
             self._named[name] = self.fresh(name)
+            self._said[self._named[name].name] = name
         return self._named[name]
 
     def fresh(self, hint: str, signed: bool = False) -> tirx.Var:
@@ -60,6 +62,13 @@ class Symbols:
         if not signed:
             self._analyzer.bind(var, ir.Range(0, LARGEST_SIZE))
         return var
+
+    def as_dim(self, size: Size) -> int | str:
+        """A size as the manifest has it: a number, a name as the model has it, or an expression of names to read."""
+        return size if isinstance(size, int) else re.sub(r"[A-Za-z_]\w*", self._said_of, as_text(size))
+
+    def _said_of(self, found: re.Match[str]) -> str:
+        return self._said.get(found[0], found[0])
 
     def simplify(self, size: Size) -> Size:
         """The simplest equal size: a Python int (or bool) where it is constant."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -28,9 +29,16 @@ class _NoTorch(MetaPathFinder):
         return None
 
 
-_finder = _NoTorch()
-sys.meta_path.insert(0, _finder)
-try:
+@contextmanager
+def hidden() -> Iterator[None]:
+    """Around imports of what would import PyTorch if there were one."""
+    finder = _NoTorch()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+with hidden():
     import tvm_ffi  # noqa: F401
-finally:
-    sys.meta_path.remove(_finder)
