@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import pty
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
+import tvm
 
 import lowering
+from lowering.compiling import pipeline
 from lowering.compiling.progress import watched
 
 PROTO = onnx.parser.parse_model(
@@ -57,3 +61,17 @@ def test_a_terminal_shows_stages_and_a_file_does_not(tmp_path: Path) -> None:
     assert not done.stderr
     y = lowering.load(tmp_path / "out").run({"x": np.zeros(2, np.float32), "z": np.zeros(2, np.float32)})["y"]
     assert y.tolist() == [1, 1]
+
+
+def test_an_interrupt_in_the_middle_of_a_pass_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TVM makes a RuntimeError of it where it calls Python, and a pass that fails is a fault of ours."""
+
+    def interrupted(mod: tvm.IRModule, ctx: object) -> tvm.IRModule:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+        return mod
+
+    monkeypatch.setattr(pipeline, "one_shape", tvm.transform.module_pass(interrupted, opt_level=0))
+    with pytest.raises(KeyboardInterrupt):
+        lowering.compile(PROTO)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

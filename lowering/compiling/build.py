@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import tvm
 import tvm_ffi
 from tvm import relax, tirx
+from tvm.support import cc
 from tvm.tirx import compilation_pipeline
 
 from ..errors import TargetError
@@ -45,10 +46,24 @@ def build(module: tvm.IRModule, target: Target, kept: bool = True) -> bytes:
         path = Path(folder) / "model.so"
         try:
             options = [*link_options(target.linker, folder, called), *objects.link_options(kernels, folder)]
-            executable.export_library(str(path), cc=target.linker, options=options)
+            executable.export_library(str(path), fcompile=_Linker(target, options))
         except (RuntimeError, OSError) as error:
             raise TargetError(f"'{target.linker}' could not link for target '{target.name}': {error}") from error
         return path.read_bytes()
+
+
+class _Linker:
+    """What links, as TVM calls it; it asks for the machine where no module tells."""
+
+    def __init__(self, target: Target, options: list[str]) -> None:
+        self.target, self.options = target, options
+
+    def __call__(self, path: str, files: list[str], options: Sequence[str] = ()) -> None:
+        cc.create_shared(path, files, [*self.options, *options], cc=self.target.linker)
+
+    def get_target_triple(self) -> str:
+        host = self.target.tvm.host or self.target.tvm
+        return str(host.attrs["mtriple"])
 
 
 def check_linker(target: Target) -> None:

@@ -35,6 +35,7 @@ from ..tuning.lookup import Records
 from ..version import VERSION
 from . import artifact, progress
 from .build import build, check_linker
+from .interrupts import interrupts_kept
 from .options import Options
 from .pipeline import Dump, lower
 
@@ -150,6 +151,7 @@ class Compiled:
     unscheduled: tuple[dict[str, tirx.PrimFunc], ...]
 
 
+@interrupts_kept()
 def compiled(model: ModelLike, options: Options, stand_in: Target | None = None, dump: Dump | None = None) -> Compiled:
     """The way itself. stand_in is a CPU that runs the functions of a GPU in its place, by kernels of its own; dump is
     as for `compile`."""

@@ -58,11 +58,12 @@ def _driver(report: Report) -> None:
     report.say("gpu", "CUDA runtime", str(cudart) if cudart else f"no {CUDART}, which running on a GPU needs")
     try:
         driver = ctypes.CDLL(DRIVER)
-    except OSError:
+        get_version = driver.cuDriverGetVersion
+    except (OSError, AttributeError):  # what stands in for a driver while compiling (target/stand_in.c) has no version
         report.say("gpu", "driver", f"none ({DRIVER})")
         return
     version, count = ctypes.c_int(), ctypes.c_int()
-    driver.cuDriverGetVersion(ctypes.byref(version))
+    get_version(ctypes.byref(version))
     report.say("gpu", "driver", f"for CUDA {version.value // 1000}.{version.value % 1000 // 10}")
     if version.value < _OLDEST_DRIVER:
         what = f"the NVIDIA driver is for CUDA {version.value // 1000}, and artifacts need CUDA 13."

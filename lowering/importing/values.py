@@ -65,7 +65,11 @@ class Symbols:
 
     def as_dim(self, size: Size) -> int | str:
         """A size as the manifest has it: a number, a name as the model has it, or an expression of names to read."""
-        return size if isinstance(size, int) else re.sub(r"[A-Za-z_]\w*", self._said_of, as_text(size))
+        if isinstance(size, int):
+            return size
+        if isinstance(size, tirx.Var):  # TVM prints some of other names
+            return self._said.get(size.name, size.name)
+        return re.sub(r"[A-Za-z_]\w*", self._said_of, as_text(size))
 
     def _said_of(self, found: re.Match[str]) -> str:
         return self._said.get(found[0], found[0])

@@ -24,7 +24,8 @@ _MODULES = (
     "__init__.py", "__main__.py", "arithmetic.py", "errors.py", "machine.py", "manifest.py", "py.typed", "records.py",
     "version.py",
     "graph/__init__.py", "graph/serve.py",  # what Serve holds
-    "tools/__init__.py", "tools/cli.py", "tools/doctor.py", "tools/options.py", "tools/packaging.py", "tools/tuning.py",
+    "tools/__init__.py", "tools/cache.py", "tools/cli.py", "tools/doctor.py", "tools/options.py",
+    "tools/packaging.py", "tools/tuning.py",
 )  # fmt: skip
 
 _DESCRIPTION = """\
