@@ -10,6 +10,7 @@ import functools
 import io
 import itertools
 import json
+import math
 import os
 import signal
 import sys
@@ -29,6 +30,7 @@ from .options import PRECISIONS, arrays, call, dim, natural, not_negative, posit
 
 if TYPE_CHECKING:
     from ..graph.serve import Serve
+    from .verification import Comparison
 
 _TARGET = (
     "cpu (this machine, the default), cpu:x86-64-v3, cpu:x86-64-v4, cpu:aarch64, cuda (the GPU here), or cuda: and "
@@ -166,11 +168,14 @@ def _parser() -> argparse.ArgumentParser:
     v.add_argument("--target", default="cpu", help=_TARGET)
     v.add_argument("--weights", choices=("int8", "int4", "f16"), help=_WEIGHTS)
     v.add_argument("--precision", choices=PRECISIONS, help=_PRECISION)
-    v.add_argument("--input", action="append", default=[], metavar="NAME=FILE.npy", help="others are random")
+    v.add_argument("--input", action="append", default=[], metavar="NAME=FILE.npy", help="others are made up")
     v.add_argument("--dim", action="append", default=[], metavar="NAME=SIZE", help="a symbolic dimension (else 4)")
-    v.add_argument("--rtol", type=not_negative, default=1e-3)
-    v.add_argument("--atol", type=not_negative, default=1e-5)
-    v.add_argument("--seed", type=natural, default=0, help="of the random inputs")
+    v.add_argument("--rtol", type=not_negative, help="allowed of an element (1e-3; where numbers are rounded, by type)")
+    v.add_argument("--atol", type=not_negative, help="allowed beside it (1e-5)")
+    v.add_argument("--seed", type=natural, default=0, help="of the inputs that are made up")
+    v.add_argument("--donate", action="append", default=[], metavar="REGEX", help="as for compile")
+    v.add_argument("--threads", type=positive, help="number of workers")
+    v.add_argument("--json", action="store_true", help="print the comparisons as JSON")
     v.set_defaults(run=_verify)
 
     q = add_parser("quantise", help="write a float model with its products in 8 bits, and tell the error by node")
@@ -313,16 +318,28 @@ def _verify(arguments: argparse.Namespace) -> int:
         arguments.seed,
         arguments.weights,
         arguments.precision,
+        arguments.donate,
+        arguments.threads,
     )
+    first = result.first_difference
+    if arguments.json:
+        said = {"ok": first is None, "allowed": result.allowed, "seed": arguments.seed}
+        print(json.dumps({**said, "comparisons": [_as_json(c) for c in result.comparisons]}, indent=1))
+        return int(first is not None)
     for c in result.comparisons:
         verdict = "ok" if c.close else "DIFFERS"
         print(f"{c.name}: max abs {c.max_abs:.3g}, max rel {c.max_rel:.3g}, rms {c.rms:.3g} of its rms, {verdict}")
-    first = result.first_difference
+    print(f"allowed: {result.allowed}; inputs that are made up are of seed {arguments.seed}")
     if first is None:
         print(f"all outputs agree with {arguments.against}")
         return 0
     print(f"first output that differs: {first.name}, most at {list(first.worst)}")
     return 1
+
+
+def _as_json(comparison: Comparison) -> dict[str, Any]:
+    """What JSON can say of it: no infinite numbers."""
+    return {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in asdict(comparison).items()}
 
 
 def _quantise(arguments: argparse.Namespace) -> int:
