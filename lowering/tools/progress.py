@@ -24,7 +24,7 @@ def shown() -> Iterator[None]:
         task = progress.add_task("starting", total=None)
 
         def show(stage: str, done: int, of: int) -> None:
-            progress.update(task, description=stage, completed=done, total=of or None)
+            progress.update(task, description=stage, completed=done, total=of or None, refresh=True)
 
         with watched(show):
             yield
