@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import platform
-import re
 import subprocess
 import sys
 from importlib import metadata
+
+from packaging.requirements import Requirement
 
 from ..machine import runtime_alone
 from .report import Report
@@ -46,18 +46,17 @@ def examine(report: Report) -> None:
         requirements = []
     lacking: dict[str, list[str]] = {}
     for text in requirements:
-        name, bounds, marker = _parsed(text)
-        of_extra = re.search(r"extra == ['\"]([a-z]+)['\"]", marker)
-        found = version_of(name)
-        if of_extra is not None:
-            names = lacking.setdefault(of_extra[1], []) if of_extra[1] in _EXTRAS else []
-            if found is None and _applies(marker):
-                names.append(name)
+        wanted = Requirement(text)
+        name, bounds, found = wanted.name, str(wanted.specifier), version_of(wanted.name)
+        if wanted.marker is not None and "extra" in str(wanted.marker):
+            for extra in _EXTRAS:
+                if wanted.marker.evaluate({"extra": extra}):
+                    lacking.setdefault(extra, []).extend([name] if found is None else [])
             continue
         report.say("packages", name, found or "missing")
         if found is None:
             report.blame(f"{name} is not installed.", f"pip install '{name}{bounds}'", blocks=True)
-        elif not satisfies(found, bounds):
+        elif not wanted.specifier.contains(found, prereleases=True):
             what = f"{name} {found} is installed, and {_OURS} needs {name}{bounds}."
             report.blame(what, f"pip install '{name}{bounds}'", blocks=True)
     for extra, names in lacking.items():
@@ -79,34 +78,6 @@ def version_of(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def satisfies(version: str, bounds: str) -> bool:
-    """Whether a version is inside bounds such as `>=1.1,<2`, by its numbers; == wants the very version."""
-    for bound in filter(None, bounds.split(",")):
-        sign, wanted = re.fullmatch(r"\s*(==|>=|<)(.*)", bound).groups()  # type: ignore[union-attr]
-        have, limit = _numbers(version), _numbers(wanted)
-        if not {"==": version == wanted.strip(), ">=": have >= limit, "<": have < limit}[sign]:
-            return False
-    return True
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """1.23.0rc1 as (1, 23, 0)."""
-    return tuple(int(n) for n in re.match(r"\s*(\d+(?:\.\d+)*)", version)[1].split("."))  # type: ignore[index]
-
-
-def _applies(marker: str) -> bool:
-    """Whether a requirement is one on a machine like this."""
-    found = re.search(r"platform_machine (==|!=) ['\"](\w+)['\"]", marker)
-    return found is None or (platform.machine() == found[2]) == (found[1] == "==")
-
-
-def _parsed(requirement: str) -> tuple[str, str, str]:
-    """Name, bounds and marker of a requirement as metadata has it."""
-    text, _, marker = requirement.partition(";")
-    name = re.match(r"[\w.-]+", text)[0]  # type: ignore[index]
-    return name, re.sub(r"^\[.*?\]", "", text[len(name) :].strip()).strip("() "), marker
 
 
 def _try_import(report: Report) -> None:

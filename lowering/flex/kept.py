@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ..errors import ArtifactError, LoweringError
-from ..machine import cache_folder
+from ..machine import cache_folder, cpu_flags
 from ..runtime import Model, load
 from ..runtime.folders import check_replaceable
 
@@ -149,7 +149,7 @@ def _remove_oldest(place: Path) -> None:
 
 
 def _key(problem: Problem, target: str) -> str:
-    text = repr((problem, target, _versions(), _machine()))
+    text = repr((problem, target, _versions(), sorted(cpu_flags())))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -160,10 +160,3 @@ def _versions() -> tuple[str, ...]:
     files = sorted(path for package in ("lowering", "schedules") for path in (root / package).rglob("*.py"))
     stamps = hashlib.sha256(repr([(p.name, p.stat().st_mtime_ns, p.stat().st_size) for p in files]).encode())
     return version("onnx-lowering"), version("apache-tvm"), stamps.hexdigest()
-
-
-@functools.cache
-def _machine() -> str:
-    """What this machine shows of its CPU."""
-    text = Path("/proc/cpuinfo").read_text()
-    return next((line for line in text.splitlines() if line.startswith(("flags", "Features"))), "")

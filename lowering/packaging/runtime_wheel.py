@@ -61,6 +61,7 @@ def write_runtime_wheel(folder: Path) -> Path:
             f"Requires-Dist: apache-tvm-ffi=={libraries.versions['apache-tvm-ffi']}",
             "Requires-Dist: numpy>=2.1",
             "Requires-Dist: ml_dtypes>=0.5",
+            "Requires-Dist: packaging>=23",
             "Provides-Extra: sign",
             "Requires-Dist: cryptography>=42; extra == 'sign'",
             "Provides-Extra: cuda",
