@@ -23,7 +23,8 @@ from ..graph.precision import TF32, Precision, use_precision
 from ..graph.serve import Serve
 from ..graph.static_cache import LENGTH, use_static_caches
 from ..graph.written_inputs import name_written_inputs
-from ..importing.importer import Port, import_model
+from ..importing.imported import Port
+from ..importing.importer import import_model
 from ..importing.quantised import Scheme
 from ..importing.values import storage_dtype
 from ..manifest import Manifest, SlotCaches, TensorSpec

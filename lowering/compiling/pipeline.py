@@ -18,7 +18,7 @@ from schedules.half_precision import HALF
 from schedules.variant import Choose
 
 from ..errors import LoweringError
-from ..importing.importer import Imported
+from ..importing.imported import Imported
 from ..importing.origins import after_fusion
 from ..importing.quantised import Scheme
 from ..manifest import CallSpec, KernelSpec

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import tvm
 from tvm import relax, tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
@@ -25,8 +24,9 @@ from ..graph.fold import fold
 from ..graph.model import dtype_name
 from .channels import channels_second_axes
 from .function_body import function_body
+from .imported import Imported, Port
 from .node import Node
-from .origins import Builder, Origins
+from .origins import Builder
 from .quantised import Quantised
 from .values import (
     MOST_SIZE,
@@ -49,30 +49,6 @@ _SMALL_BYTES = 256
 
 # Elements that tell most weights of one shape apart.
 _FIRST = 16
-
-
-@dataclass(frozen=True)
-class Port:
-    """An input or output of the model: its ONNX name, element type and shape, whose sizes the model calls dims."""
-
-    name: str
-    dtype: str
-    shape: Shape
-    dims: tuple[int | str, ...]
-
-
-@dataclass
-class Imported:
-    """A model in Relax, under the conventions of docs/architecture.md."""
-
-    module: tvm.IRModule
-    weights: dict[str, np.ndarray | Quantised]
-    inputs: list[Port]
-    outputs: list[Port]
-    strings: list[str]
-    warnings: list[str]
-    origins: Origins
-    assertions: dict[str, str]  # what the user reads when one fails, by the names of its variable
 
 
 @dataclass

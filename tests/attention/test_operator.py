@@ -16,7 +16,8 @@ from onnx_oracle import attention
 
 import lowering
 from lowering.errors import NodeError
-from lowering.importing.importer import Imported, import_model
+from lowering.importing.imported import Imported
+from lowering.importing.importer import import_model
 
 INPUTS = ("q", "k", "v", "mask", "past_key", "past_value", "nonpad")
 TYPES = ("float32", "float16", "bfloat16", "float64")

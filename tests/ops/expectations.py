@@ -12,7 +12,8 @@ from onnx import helper
 
 import lowering
 from lowering.graph.model import load_model
-from lowering.importing.importer import Imported, import_model
+from lowering.importing.imported import Imported
+from lowering.importing.importer import import_model
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")

@@ -12,7 +12,8 @@ from onnx import helper
 
 import lowering
 from lowering.graph.model import load_model
-from lowering.importing.importer import Imported, import_model
+from lowering.importing.imported import Imported
+from lowering.importing.importer import import_model
 
 from ..expectations import Dims, value_info
 

@@ -1,0 +1,36 @@
+"""What an import gives: a model in Relax, and what it is called outside."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import tvm
+
+from .origins import Origins
+from .quantised import Quantised
+from .values import Shape
+
+
+@dataclass(frozen=True)
+class Port:
+    """An input or output of the model: its ONNX name, element type and shape, whose sizes the model calls dims."""
+
+    name: str
+    dtype: str
+    shape: Shape
+    dims: tuple[int | str, ...]
+
+
+@dataclass
+class Imported:
+    """A model in Relax, under the conventions of docs/architecture.md."""
+
+    module: tvm.IRModule
+    weights: dict[str, np.ndarray | Quantised]
+    inputs: list[Port]
+    outputs: list[Port]
+    strings: list[str]
+    warnings: list[str]
+    origins: Origins
+    assertions: dict[str, str]  # what the user reads when one fails, by the names of its variable
