@@ -20,7 +20,7 @@ from lowering.compiling.build import build
 from lowering.machine import CUDART, find_cudart
 from lowering.target import Target, resolve
 
-from . import kernels, models
+from . import kernels, llama, models
 from .cases import plan as all_parts
 from .plan import Case, Kernel, Plan
 
@@ -30,11 +30,12 @@ _ROOT = Path(__file__).parents[2]
 _RUNTIMES = ("libtvm_runtime.so", "libtvm_runtime_cuda.so")
 _WHEELS = ("apache-tvm-ffi", "ml_dtypes", "typing_extensions")
 _SOURCES = (
-    *("lowering/__init__.py", "lowering/errors.py", "lowering/manifest.py", "lowering/runtime"),
+    *(f"lowering/{name}.py" for name in ("__init__", "errors", "machine", "manifest", "records", "version")),
+    "lowering/runtime",
     *("benchmarks/__init__.py", "benchmarks/bars.py"),
-    *(f"benchmarks/gpu/{name}.py" for name in ("__init__", "attention", "check", "contest", "isolate", "limits")),
-    *(f"benchmarks/gpu/{name}.py" for name in ("measure", "memory", "peers", "plan", "report", "results")),
-    *(f"benchmarks/gpu/{name}.py" for name in ("timing", "update")),
+    *(f"benchmarks/gpu/{name}.py" for name in ("__init__", "attention", "check", "contest", "decoding", "drawn")),
+    *(f"benchmarks/gpu/{name}.py" for name in ("isolate", "limits", "measure", "memory", "peers", "plan")),
+    *(f"benchmarks/gpu/{name}.py" for name in ("product", "report", "results", "timing", "update")),
 )
 
 _START = '''\
@@ -65,7 +66,7 @@ def write(folder: Path, python: str) -> Plan:
     folder.mkdir(parents=True, exist_ok=True)
     made, cases = all_parts()
     plan = libraries(folder, made, cases, resolve(TARGET)[0])
-    plan = replace(plan, models=models.write(folder, TARGET))
+    plan = replace(plan, models=models.write(folder, TARGET), steps=llama.write(folder / "steps", TARGET))
     _copy_sources(folder / "source")
     _copy_runtime(folder, python)
     (folder / "measure.py").write_text(_START)
@@ -92,7 +93,7 @@ def libraries(folder: Path, made: dict[str, Kernel], cases: dict[str, Case], tar
     for path in set(place.iterdir()) - kept:
         path.unlink()
     digest = hashlib.sha256("".join(sorted(path.name for path in kept)).encode()).hexdigest()[:12]
-    return Plan(digest, found, cases, ())
+    return Plan(digest, found, cases)
 
 
 def _copy_sources(place: Path) -> None:

@@ -12,6 +12,7 @@ from lowering.attention.problem import AttentionProblem, Mask, Window
 from lowering.tensorir.scatter import CacheUpdate
 
 from .plan import TOLERANCE, Bar, Case, Kernel, Sizes
+from .products import product
 
 TYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
 LENGTHS = (4096, 8192, 16384)
@@ -31,7 +32,7 @@ Parts = tuple[list[Kernel], list[Case]]
 def plan() -> tuple[dict[str, Kernel], dict[str, Case]]:
     """Kernels and cases by name."""
     others = (("f16", 64), ("f16", 256), ("bf16", 128), ("bf16", 64), ("bf16", 256))
-    parts = [_prefill("f16", 128), _decode("f16"), _variants(), *(_prefill(*other) for other in others)]
+    parts = [_prefill("f16", 128), _decode("f16"), _products(), _variants(), *(_prefill(*other) for other in others)]
     parts += [_decode("bf16"), _updates(), _fallbacks()]
     kernels = {kernel.name: kernel for found, _ in parts for kernel in found}
     return kernels, {case.name: case for _, found in parts for case in found}
@@ -160,6 +161,42 @@ def _decode(dtype: str) -> Parts:
 def _stream(name: str, group: str, p: AttentionProblem, sizes: Sizes, kernel: str, bars: tuple[Bar, ...] = ()) -> Case:
     flex = sizes.kv_len == 16384 and sizes.batch == 8
     return Case(name, group, (kernel,), _peers(p, sizes, flex), sizes, cache_bytes(p, sizes), "byte", bars)
+
+
+def _products() -> Parts:
+    """Of Llama 3 8B: what is projected down, and the gate; the square that everybody quotes; and odd sizes, checked."""
+    kernels, cases = [], []
+
+    def add(name: str, dtype: str, n: int, k: int, form: tuple[bool, str], rows: dict[str, tuple[int, ...]]) -> None:
+        """form is whether B is [N, K], and the epilogue; rows are those that are timed, by contender ..."""
+        p = product(TYPES[dtype], n, k, transposed=form[0], epilogue=form[1])
+        checks = tuple(Sizes(1, m, 1) for m in ((1, 16, 45, 131, 300) if n * k < 1 << 20 else (1, 131)))
+        full = f"product {dtype} {name}"
+        for contender in ("wgmma", "mma"):
+            kernels.append(
+                Kernel(f"{contender} {full}", contender, "product", p.to_json(), p.parameters, "c",
+                       TOLERANCE[p.dtype], checks)
+            )  # fmt: skip
+        names = tuple(kernel.name for kernel in kernels[-2:])
+        peers = ("cublas", "compiled") if form[1] == "gate" else ("cublas",)
+        moved = 2.0 * len(p.factors) * n * k
+        for m in rows.get("many", ()):
+            done = 2.0 * len(p.factors) * m * n * k
+            bars = (Bar("wgmma", ratio=0.9),) if m >= 1024 else ()
+            cases.append(Case(f"{full} m {m}", "product", names, peers, Sizes(1, m, 1), done, "FLOP", bars))
+        for m in rows.get("few", ()):  # one kernel, in every variant
+            case = Case(f"{full} m {m}", "few rows", names[:1], peers, Sizes(1, m, 1), moved, "byte")
+            cases.append(replace(case, bars=(Bar("wgmma", share=0.85),)))
+
+    add("odd", "f16", 264, 200, (False, "bias"), {})
+    add("odd, stored", "bf16", 264, 200, (True, "none"), {})
+    add("odd gate", "f16", 264, 200, (True, "gate"), {})
+    add("8192", "bf16", 8192, 8192, (False, "none"), {"many": (8192,)})
+    add("8192, stored", "bf16", 8192, 8192, (True, "none"), {"many": (8192,)})
+    add("4096 x 4096", "f16", 4096, 4096, (True, "bias"), {"many": (4096, 512, 64), "few": (1, 16)})
+    add("gate 14336 x 4096", "f16", 14336, 4096, (True, "gate"), {"many": (4096, 512), "few": (1, 8)})
+    add("down 4096 x 14336", "f16", 4096, 14336, (True, "none"), {"many": (4096, 512), "few": (1,)})
+    return kernels, cases
 
 
 def _updates() -> Parts:

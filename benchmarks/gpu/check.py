@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from . import attention, update
+from . import attention, product, update
 from .memory import Host
 from .plan import Kernel, Sizes, read
 
-OPERATIONS: dict[str, ModuleType] = {"attention": attention, "update": update}
+OPERATIONS: dict[str, ModuleType] = {"attention": attention, "product": product, "update": update}
 
 
 def function_of(folder: Path, kernel: Kernel) -> Callable[..., object]:

@@ -38,6 +38,6 @@ def draw(path: Path) -> None:
     from .plan import Plan
 
     found = results.read(path)
-    plan = Plan(found.bundle, *cases.plan(), ())
+    plan = Plan(found.bundle, *cases.plan())
     print(report.table(plan, found))
     report.draw(plan, found, path.with_suffix(".png"))

@@ -17,12 +17,14 @@ from schedules.cuda.decode import decode
 from schedules.cuda.decode_rows import decode_rows
 from schedules.cuda.decode_tiles import DecodeTiles, RowTiles
 from schedules.cuda.device import Device, device
+from schedules.cuda.matmul import matmul
 from schedules.cuda.plain import plain
 from schedules.cuda.prefill_mma import prefill_mma
 from schedules.cuda.prefill_wgmma import prefill_wgmma
 from schedules.cuda.scatter import cache_update
 
 from .plan import Kernel
+from .products import Product
 
 _ATTENTION: dict[str, Callable[[Bound, AttentionProblem, Device], None]] = {
     "wgmma": lambda bound, p, gpu: prefill_wgmma(bound, WgmmaTiles.default(p, gpu), gpu),
@@ -40,6 +42,11 @@ def function(kernel: Kernel, target: Target) -> tirx.PrimFunc:
         with IRBuilder() as builder, T.prim_func():
             _ATTENTION[kernel.contender](Bound(problem, scope="local"), problem, device(target.tvm))
         made = builder.get()
+    elif kernel.operation == "product":
+        variants = {
+            variant.name: variant for variant in matmul(Product.from_json(kernel.problem).function(), target.tvm) or ()
+        }
+        made = variants.get(kernel.contender, next(iter(variants.values()))).make()
     else:
         update = CacheUpdate.from_json(kernel.problem)
         unscheduled = copy_and_update(update) if kernel.result == "present" else update_in_place(update)

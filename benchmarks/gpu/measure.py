@@ -1,8 +1,8 @@
 """`python measure.py --out DIR [--minutes N] [case or group ...]` in a bundle: everything that is not in DIR yet.
 
-First the limits of the GPU, then every kernel against float64, all of them under compute-sanitizer, whole models; then
-the cases. Each in a process of its own with a time limit. The table comes last. What failed is tried again by the next
-run, after what is missing.
+First the limits of the GPU, then every kernel against float64, several at a time; all of them under compute-sanitizer,
+whole models, and a decoder's step beside torch.compile; then the cases. Each in a process of its own with a time limit.
+The table comes last. What failed is tried again by the next run, after what is missing.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from .results import read as read_results
 
 RESULTS = "results.json"
 _LEAST = 10  # seconds that must be left to start a job
+_CHECKED_AT_ONCE = 8
 
 
 class Job(NamedTuple):
@@ -47,6 +49,7 @@ def main(folder: Path, arguments: list[str]) -> None:
     parser.add_argument("case", nargs="*", help="names, groups or patterns of cases; default: all")
     parser.add_argument("--out", type=Path, required=True, help=f"folder of {RESULTS} and its picture")
     parser.add_argument("--minutes", type=float, default=8.0, help="then no new job is started; default: %(default)s")
+    parser.add_argument("--without", nargs="*", default=[], help="peers to leave out, of which flex takes longest")
     parser.add_argument("--list", action="store_true", help="print the cases and stop")
     given = parser.parse_args(arguments)
     plan = read(folder)
@@ -59,6 +62,8 @@ def main(folder: Path, arguments: list[str]) -> None:
             print(f"{case.group:12} {case.name}")
         return
     given.out.mkdir(parents=True, exist_ok=True)
+    plan = plan.without(given.without)
+    cases = [plan.cases[case.name] for case in cases]
     todo, path = jobs(folder, plan, cases, everything=not given.case), given.out / RESULTS
     measure(plan, device_here(), todo, path, given.minutes * 60)
 
@@ -84,6 +89,13 @@ def measure(plan: Plan, device: str, todo: Callable[[Results], list[Job]], path:
     end = time.monotonic() + seconds
     left = [job for job in todo(results) if not results.has(job.kind, job.name)]
     left.sort(key=lambda job: job.name in results.found[job.kind])  # stable: what failed comes last
+    checks = [job for job in left if job.kind == "checks"] if seconds >= _LEAST else []
+    with ThreadPoolExecutor(_CHECKED_AT_ONCE) as pool:
+        for job, answer in zip(checks, pool.map(lambda job: job.run(min(job.limit, seconds)), checks)):
+            print(f"{job.kind}: {job.name}: {_why(answer) or 'done'}", flush=True)
+            results.found[job.kind][job.name] = _entry(answer)
+            results.write(path)
+    left = [job for job in left if job not in checks]
     for k, job in enumerate(left, 1):
         remaining = end - time.monotonic()
         if remaining < _LEAST:
@@ -95,7 +107,7 @@ def measure(plan: Plan, device: str, todo: Callable[[Results], list[Job]], path:
         print(f"[{k}/{len(left)}] {job.kind}: {job.name}: {_why(answer) or 'done'}, {took:.1f} s", flush=True)
         if answer.late and remaining < job.limit:
             continue  # it had less than its time
-        results.found[job.kind][job.name] = answer.result if not answer.problem else {"problem": _why(answer)}
+        results.found[job.kind][job.name] = _entry(answer)
         results.write(path)
     print(table(plan, results))
     draw(plan, results, path.with_suffix(".png"))
@@ -111,6 +123,7 @@ def jobs(folder: Path, plan: Plan, cases: list[Case], *, everything: bool) -> Ca
         if everything:
             found.append(Job("sanitizer", "memcheck", partial(sanitized, folder), 180))
             found += [Job("models", name, partial(alone, model, folder, name), 60) for name in plan.models]
+            found += [Job("steps", name, partial(alone, step, folder, name), 180) for name in plan.steps]
         return found + [Job("cases", case.name, partial(timed, folder, plan, case, results), 120) for case in cases]
 
     return todo
@@ -160,6 +173,10 @@ def sanitized(folder: Path, limit: float) -> Answer:
     return Answer(result={"note": said.strip().splitlines()[-1]})
 
 
+def _entry(answer: Answer) -> Any:
+    return answer.result if not answer.problem else {"problem": _why(answer)}
+
+
 def _why(answer: Answer) -> str:
     """What went wrong, and where; "" if nothing did."""
     return f"{answer.doing}: {answer.problem}" if answer.problem and answer.doing else answer.problem
@@ -184,6 +201,18 @@ def contest(folder: Path, name: str, without: dict[str, str], say: Callable[[str
     from .contest import contest
 
     return contest(folder, name, without, say)
+
+
+def step(folder: Path, name: str, say: Callable[[str], None]) -> dict[str, Any]:
+    """A step of a decoder for one sequence, beside torch.compile."""
+    from lowering.runtime.gpu import load_device_runtime
+    from lowering.runtime.library import load_runtime
+
+    from .decoding import decoding
+
+    load_runtime(folder)
+    load_device_runtime(folder)
+    return decoding(folder / "steps" / name, 1, ("compiled",), say)
 
 
 def model(folder: Path, name: str, say: Callable[[str], None]) -> dict[str, Any]:

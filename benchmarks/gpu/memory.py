@@ -41,6 +41,9 @@ class Host:
     def double(self, array: Array) -> Array:
         return array.astype(np.float64)
 
+    def times(self, array: Array, factor: float) -> Array:
+        return (array.astype(np.float32) * np.float32(factor)).astype(array.dtype)
+
     def copy(self, array: Array) -> Array:
         return array.copy()
 
@@ -91,6 +94,9 @@ class Torch:
 
     def double(self, array: Array) -> Array:
         return array.double()
+
+    def times(self, array: Array, factor: float) -> Array:
+        return array * factor
 
     def copy(self, array: Array) -> Array:
         return array.clone()

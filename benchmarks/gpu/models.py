@@ -29,7 +29,7 @@ def write(folder: Path, target: str) -> tuple[str, ...]:
     for name, model in models.items():
         rounded, place = _with_half_weights(model), folder / "models" / name
         place.mkdir(parents=True, exist_ok=True)
-        compile_to(place / "artifact", _in_half(rounded), target, donate=["cache_.*"] if name == "decoder" else [])
+        compile_to(place / "artifact", in_half(rounded), target, donate=["cache_.*"] if name == "decoder" else [])
         for number, feeds in enumerate(calls[name]):
             outputs = tuple(output.name for output in model.graph.output)
             right = evaluated(rounded, {key: _wide(array) for key, array in feeds.items()}, outputs)
@@ -61,7 +61,7 @@ def _with_half_weights(model: onnx.ModelProto) -> onnx.ModelProto:
     return _mapped(model, TensorProto.FLOAT, lambda array: array.astype(np.float16).astype(np.float32))
 
 
-def _in_half(model: onnx.ModelProto) -> onnx.ModelProto:
+def in_half(model: onnx.ModelProto) -> onnx.ModelProto:
     return _mapped(model, TensorProto.FLOAT16, lambda array: array.astype(np.float16))
 
 

@@ -33,6 +33,8 @@ def peers(names: tuple[str, ...], problem: Any, memory: Torch) -> dict[str, Peer
         **{name: partial(partial, _sdpa, backend) for name, backend in _BACKENDS.items()},
         "flex": _Flex,
         "index": partial(partial, _index),
+        "cublas": partial(partial, _cublas),
+        "compiled": _compiled,
     }
     return {name: makers[name](problem, memory) for name in names}
 
@@ -116,6 +118,28 @@ class _Flex:
             "scale": problem.scale,
             "enable_gqa": problem.q_heads != problem.kv_heads,
         }
+
+
+def _cublas(problem: Any, memory: Torch, arrays: Arrays) -> Callable[[], torch.Tensor]:
+    """PyTorch's own products, which are cuBLAS's, with the bias in it; a gate is two of them, and more kernels."""
+    return partial(_product, problem, *(arrays[name] for name in ("a", *problem.factors)), bias=arrays.get("bias"))
+
+
+def _compiled(problem: Any, memory: Torch) -> Peer:
+    """The same by torch.compile, which puts what is elementwise together."""
+    import torch._inductor.config
+
+    torch._inductor.config.compile_threads = 1
+    call = torch.compile(partial(_product, problem), dynamic=False)
+    names = ("a", *problem.factors)
+    return lambda arrays: partial(call, *(arrays[name] for name in names), bias=arrays.get("bias"))
+
+
+def _product(problem: Any, a: torch.Tensor, b: torch.Tensor, *up: torch.Tensor, bias: Any) -> torch.Tensor:
+    b, *up = (factor.T if problem.transposed else factor for factor in (b, *up))
+    if bias is not None:
+        return torch.addmm(bias, a, b)
+    return torch.nn.functional.silu(a @ b) * (a @ up[0]) if up else a @ b
 
 
 def _index(problem: Any, memory: Torch, arrays: Arrays) -> Callable[[], torch.Tensor]:

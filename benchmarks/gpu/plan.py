@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +19,8 @@ so is P."""
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is symbolic in a kernel. lengths holds the valid keys of each batch, or the write indices of an update."""
+    """What is symbolic in a kernel. lengths holds the valid keys of each batch, or the write indices of an update; of a
+    product only q_len counts, the rows of A."""
 
     batch: int
     q_len: int
@@ -31,9 +32,9 @@ class Sizes:
 class Kernel:
     """One library with one function, `kernel`.
 
-    operation is "attention" or "update", whose problem (AttentionProblem, CacheUpdate) is JSON; parameters are in the
-    order of the function, and result is the one that holds the answer. contender is its column among those of a case.
-    checks are small and odd, the first one the smallest.
+    operation is "attention", "update" or "product", whose problem (AttentionProblem, CacheUpdate, Product) is JSON;
+    parameters are in the order of the function, and result is the one that holds the answer. contender is its column
+    among those of a case. checks are small and odd, the first one the smallest.
     """
 
     name: str
@@ -81,12 +82,24 @@ class Case:
 
 @dataclass(frozen=True)
 class Plan:
-    """digest names the code of the kernels; models are folders below `models`."""
+    """digest names the code of the kernels; models are folders below `models`, and steps folders below `steps`."""
 
     digest: str
     kernels: dict[str, Kernel]
     cases: dict[str, Case]
-    models: tuple[str, ...]
+    models: tuple[str, ...] = ()
+    steps: tuple[str, ...] = ()
+
+    def without(self, peers: list[str]) -> Plan:
+        """The plan without these peers. Raises ValueError for one that no case has."""
+        known = {peer for case in self.cases.values() for peer in case.peers}
+        for peer in set(peers) - known:
+            raise ValueError(f"no case has the peer '{peer}'. The peers are {', '.join(sorted(known))}.")
+        cases = {
+            name: replace(case, peers=tuple(peer for peer in case.peers if peer not in peers))
+            for name, case in self.cases.items()
+        }
+        return replace(self, cases=cases)
 
     def write(self, folder: Path) -> None:
         (folder / FILE).write_text(json.dumps(dataclasses.asdict(self), indent=1))
@@ -110,7 +123,7 @@ def read(folder: Path) -> Plan:
     data = json.loads((folder / FILE).read_text())
     kernels = {name: _kernel(fields) for name, fields in data["kernels"].items()}
     cases = {name: _case(fields) for name, fields in data["cases"].items()}
-    return Plan(data["digest"], kernels, cases, tuple(data["models"]))
+    return Plan(data["digest"], kernels, cases, tuple(data["models"]), tuple(data["steps"]))
 
 
 def _kernel(fields: dict[str, Any]) -> Kernel:

@@ -71,6 +71,7 @@ def table(plan: Plan, results: Results) -> str:
         others = list(dict.fromkeys(peer for row in part for peer in row.case.peers))
         headings = [group, "", "us", "spread", "speed", "of limit", "ratio", *others, "error", "bars"]
         lines += [*_aligned([headings, *(_cells(row, others) for row in part)]), ""]
+    lines += _steps(results)
     for row in found:
         if why := row.entry.get(row.contender, {}).get("problem"):
             lines.append(f"cases: {row.case.name}: {row.contender}: {why}")
@@ -87,6 +88,19 @@ def table(plan: Plan, results: Results) -> str:
         lines.append(f"limits: {rates} (bfloat16 product, copy); {results.device}, {about}; {results.date}")
     bars = [met for row in found for _, met in row.bars]
     return "\n".join([*lines, f"bars met: {sum(bars)} of {len(bars)}; kernels {plan.digest}"])
+
+
+def _steps(results: Results) -> list[str]:
+    """Of decoders: microseconds of a step, each contender by the ratio of its time to ours."""
+    lines = []
+    for name, entry in results.found["steps"].items():
+        if "problem" not in entry:
+            ours = entry["ours"]["timing"]["median"]
+            parts = (
+                f"{who} {_time(found)} us, {found['timing']['median'] / ours:.2f}x" for who, found in entry.items()
+            )
+            lines.append(f"step of {name}: {'; '.join(parts)}")
+    return lines
 
 
 def _cells(row: Row, others: list[str]) -> list[str]:

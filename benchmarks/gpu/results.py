@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-KINDS = ("limits", "checks", "sanitizer", "models", "cases")
+KINDS = ("limits", "checks", "sanitizer", "models", "steps", "cases")
 
 
 @dataclass

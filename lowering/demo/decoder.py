@@ -46,20 +46,21 @@ class Graph:
         self.initializers.append(numpy_helper.from_array(array, name))
         return name
 
-    def weight(self, *shape: int, name: str) -> str:
-        scale = 1 / np.sqrt(shape[0])
+    def weight(self, *shape: int, name: str, scale: float | None = None) -> str:
+        """Normal numbers times `scale`; without one, products by it keep the size of activations."""
+        scale = 1 / np.sqrt(shape[0]) if scale is None else scale
         return self.constant((self.rng.standard_normal(shape) * scale).astype(np.float32), name)
 
 
-def build_decoder(config: DecoderConfig | None = None) -> onnx.ModelProto:
-    """The model.
+def build_decoder(config: DecoderConfig | None = None, graph: Graph | None = None) -> onnx.ModelProto:
+    """The model, collected by `graph`, which draws the weights.
 
     Inputs: ids int64 [batch, tokens], write_indices int64 [batch] (the tokens already in each row's cache), and for
     each layer cache_k.N, cache_v.N float32 [batch, kv_heads, capacity, head_dim]. Outputs: logits float32
     [batch, vocabulary] of the last token, and the updated caches present_k.N, present_v.N.
     """
     c = config or DecoderConfig()
-    g = Graph(c.seed)
+    g = graph or Graph(c.seed)
     one = g.constant(np.array([1], np.int64), "one")
     zero = g.constant(np.array(0, np.int64), "zero")
     step = g.constant(np.array(1, np.int64), "step")
@@ -73,8 +74,8 @@ def build_decoder(config: DecoderConfig | None = None) -> onnx.ModelProto:
     cos, sin = (g.constant(t, n) for t, n in zip(rotary_tables(c.positions, c.head_dim), ("cos_cache", "sin_cache")))
 
     # The embedding is scaled like its transpose would be, so that activations start at unit size.
-    table = g.rng.standard_normal((c.vocabulary, c.hidden)).astype(np.float32)
-    x = g.node("Gather", g.constant(table, "embedding"), "ids", name="embedded")
+    table = g.weight(c.vocabulary, c.hidden, name="embedding", scale=1.0)
+    x = g.node("Gather", table, "ids", name="embedded")
     inputs = [
         helper.make_tensor_value_info("ids", TensorProto.INT64, ["batch", "tokens"]),
         helper.make_tensor_value_info("write_indices", TensorProto.INT64, ["batch"]),
@@ -120,8 +121,8 @@ def build_decoder(config: DecoderConfig | None = None) -> onnx.ModelProto:
     x = g.node("RMSNormalization", x, g.constant(np.ones(c.hidden, np.float32), "norm.weight"), name="norm", axis=-1)
     last = g.node("Gather", x, g.constant(np.array(-1, np.int64), "last"), name="last_token", axis=1)
     g.node("MatMul", last, g.weight(c.hidden, c.vocabulary, name="lm_head"), name="logits")
-    graph = helper.make_graph(g.nodes, "decoder", inputs, outputs, g.initializers)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=11)
+    made = helper.make_graph(g.nodes, "decoder", inputs, outputs, g.initializers)
+    return helper.make_model(made, opset_imports=[helper.make_opsetid("", 24)], ir_version=11)
 
 
 def rotary_tables(positions: int, head_dim: int, base: float = 10000.0) -> tuple[np.ndarray, np.ndarray]:

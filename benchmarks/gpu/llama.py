@@ -1,0 +1,69 @@
+"""A decoder of the widths of Llama 3.2 1B in float16, as an artifact whose weights do not travel: hosts draw them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto
+
+from lowering.compiling.compiler import compile_to
+from lowering.demo.decoder import DecoderConfig, Graph, build_decoder
+from lowering.manifest import FILE, WEIGHTS, Manifest, digest
+
+from . import drawn
+from .models import in_half
+
+LLAMA = DecoderConfig(
+    layers=16, hidden=2048, heads=32, kv_heads=8, head_dim=64, mlp=8192, vocabulary=128256, positions=4096
+)
+_DATA, _NAME = "model.data", "llama-3.2-1b"
+
+
+class _Drawn(Graph):
+    """Weights go to a file beside the model; what they are is in `parts`."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(0)
+        self.file = (folder / _DATA).open("wb")
+        self.parts: list[drawn.Part] = []
+
+    def weight(self, *shape: int, name: str, scale: float | None = None) -> str:
+        part = drawn.Part(name, shape, float(shape[0] ** -0.5 if scale is None else scale))
+        self.parts.append(part)
+        tensor = TensorProto(name=name, dims=shape, data_type=TensorProto.FLOAT16)
+        tensor.data_location = TensorProto.EXTERNAL
+        data = part.draw()
+        for key, value in (("location", _DATA), ("offset", self.file.tell()), ("length", data.nbytes)):
+            tensor.external_data.add(key=key, value=str(value))
+        self.file.write(data.data)
+        self.initializers.append(tensor)
+        return name
+
+
+def write(folder: Path, target: str) -> tuple[str, ...]:
+    """The artifact, in a folder below `folder`; the names of those folders."""
+    artifact(folder / _NAME, target)
+    return (_NAME,)
+
+
+def artifact(folder: Path, target: str, config: DecoderConfig = LLAMA) -> None:
+    """With weights.json and others.bin in place of weights.bin, of which `drawn.fill` makes it again."""
+    with tempfile.TemporaryDirectory() as place:
+        graph = _Drawn(Path(place))
+        model = in_half(build_decoder(config, graph))
+        graph.file.close()
+        onnx.save(model, Path(place) / "model.onnx")
+        compile_to(folder, Path(place) / "model.onnx", target, donate=["cache_.*"])
+    manifest = Manifest.from_dict(json.loads((folder / FILE).read_text()))
+    data = np.memmap(folder / WEIGHTS, np.uint8, "r")
+    found = drawn.recipe(data, [(weight.offset, weight.nbytes) for weight in manifest.weights], graph.parts)
+    found.write(folder, graph.parts, dataclasses.asdict(config))
+    drawn.fill(folder)
+    if digest((folder / WEIGHTS).read_bytes()) != manifest.hashes[WEIGHTS]:
+        raise AssertionError("weights drawn again differ from those of the artifact")
+    (folder / WEIGHTS).unlink()

@@ -1,0 +1,70 @@
+"""Products of matrices as functions to schedule: C [M, N] = A [M, K] B, the sums in float32, M symbolic."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from tvm import te, tirx, topi
+
+from lowering.records import decode
+from schedules.reading.product import WEIGHTS
+
+
+@dataclass(frozen=True)
+class Product:
+    """transposed: B is [N, K], as weights are stored. epilogue is "none", "bias" or "gate": silu(A B) times (A U)."""
+
+    dtype: str
+    columns: int
+    depth: int
+    transposed: bool
+    epilogue: str
+    factors: tuple[str, ...]
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Of the function, in order."""
+        return ("a", *self.factors, *(("bias",) if self.epilogue == "bias" else ()), "c")
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Product:
+        """What `to_json` wrote."""
+        return decode(Product, json.loads(text), "the product")
+
+    def function(self) -> tirx.PrimFunc:
+        """Unscheduled."""
+        m, n, k = tirx.Var("m", "int64"), *(tirx.IntImm("int64", size) for size in (self.columns, self.depth))
+        a = te.placeholder((m, k), self.dtype, "a")
+        bs = [te.placeholder((n, k) if self.transposed else (k, n), self.dtype, name) for name in self.factors]
+
+        def product(b: te.Tensor) -> te.Tensor:
+            step = te.reduce_axis((0, k), "step")
+
+            def element(i: Any, j: Any) -> Any:
+                y = b(j, step) if self.transposed else b(step, j)
+                return te.sum(a(i, step).astype("float32") * y.astype("float32"), axis=step)
+
+            return topi.cast(te.compute((m, n), element, b.op.name), self.dtype)
+
+        given, sums = [a, *bs], [product(b) for b in bs]
+        result = sums[0]
+        if self.epilogue == "bias":
+            given.append(te.placeholder((n,), self.dtype, "bias"))
+            result = topi.add(result, given[-1])
+        elif self.epilogue == "gate":
+            result = topi.multiply(topi.multiply(result, topi.sigmoid(result)), sums[1])
+        elif self.epilogue == "none":
+            result = topi.identity(result)
+        func = te.create_prim_func([*given, result])
+        return func.with_attr(WEIGHTS, [1 + n for n, _ in enumerate(bs)])
+
+
+def product(dtype: str, columns: int, depth: int, *, transposed: bool, epilogue: str) -> Product:
+    """The product with its factors."""
+    return Product(dtype, columns, depth, transposed, epilogue, ("b", "up") if epilogue == "gate" else ("b",))
