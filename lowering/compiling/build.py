@@ -18,6 +18,7 @@ from ..runtime.parallel import link_options
 from ..target import Target
 from ..target.building import make_modules_of_machine_code
 from . import objects, progress
+from .early_launch import early_launch
 
 Pass = Callable[[tvm.IRModule], tvm.IRModule]
 
@@ -110,7 +111,7 @@ def _by_kind() -> tuple[Pass, Callable[[], Pass], Callable[[], Pass]]:
                 whole.update(lowered(tvm.IRModule(parts[is_final], attrs=mod.attrs)))
         return whole
 
-    return run, host, device
+    return run, host, lambda: tvm.transform.Sequential([early_launch, device()])
 
 
 def _is_final(func: tirx.PrimFunc) -> bool:

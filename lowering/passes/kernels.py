@@ -8,6 +8,7 @@ import tvm
 from tvm import ir, relax, tirx
 
 import schedules
+from schedules.reading.product import WEIGHTS
 from schedules.variant import Choose
 
 from ..attention.pairs import count_pairs
@@ -32,7 +33,7 @@ def schedule(
         if isinstance(binding.value, relax.Call) and binding.value.op in map(ir.Op.get, _CALLS)
     )
     called = {call.kernel for call in calls}
-    scheduled = schedules.apply(mod, target, choose)
+    scheduled = schedules.apply(_with_weights(mod) if target.kind.name == "cuda" else mod, target, choose)
     kernels = []
     for name, func in mod.functions_items():
         if not isinstance(func, tirx.PrimFunc) or name.name_hint not in called:
@@ -48,3 +49,20 @@ def schedule(
             spec = dataclasses.replace(spec, counter=counter)
         kernels.append(spec)
     return scheduled, tuple(kernels), calls
+
+
+def _with_weights(mod: tvm.IRModule) -> tvm.IRModule:
+    """The module whose functions know which of their parameters are weights, in every call."""
+    main = mod["main"]
+    weights = set(main.params[int(main.attrs["num_input"]) :])
+    known: dict[ir.GlobalVar, set[int]] = {}
+    for binding in bindings(main.body):
+        value = binding.value
+        if isinstance(value, relax.Call) and value.op in map(ir.Op.get, _CALLS):
+            mine = {n for n, argument in enumerate(value.args[1].fields) if argument in weights}
+            known[value.args[0]] = mine & known.get(value.args[0], mine)
+    functions = {
+        name: func.with_attr(WEIGHTS, sorted(known[name])) if known.get(name) else func
+        for name, func in mod.functions_items()
+    }
+    return tvm.IRModule(functions, attrs=mod.attrs)

@@ -40,7 +40,11 @@ class Expansion:
 
     def fetch(self, to: tirx.Buffer, at: int, place: Expr, chunks: int) -> None:
         """to[at:] := the codes of successive chunks, from number `place` on; uint32."""
-        load(to, at, self.memory, place // self.group, chunks * CHUNK // self.group)
+        load(to, at, self.memory, self.place(place), chunks * CHUNK // self.group)
+
+    def place(self, number: Expr) -> Expr:
+        """Where in memory the code of that number is."""
+        return number // self.group
 
     def scale_and_zero(self, to: tirx.Buffer, column: Expr, k: Expr, there: Expr) -> None:
         """to[0], to[1] := scale and zero of the chunk from k on in a column, float32; 0 where it does not exist."""

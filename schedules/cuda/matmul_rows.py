@@ -13,6 +13,10 @@ as many k, which are expanded there.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import TypeAlias
+
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
@@ -20,39 +24,65 @@ from lowering.tensorir.expressions import Expr
 
 from ..reading.stages import unravel
 from . import ptx
+from .device import Device
 from .epilogue import Epilogue, row_of
 from .host import on_host
 from .matmul_tiles import FewRowsTiles
-from .pieces import Pieces, chunks_at_once
+from .pieces import Pieces, Ring, chunks_at_once
 from .products import Operand, Order, Products
 from .ptx import WARP, fixed, put, registers, unrolled
 from .shared_tile import CHUNK
 
 COLUMNS, PIECE = 16, 4  # rows of B, and chunks of k that a warp has of each
+PITCH = COLUMNS + 4  # floats of a row of sums in shared memory: threads of a fragment meet each bank once
 
 
-def takes(a: Operand, bs: list[Operand]) -> bool:
+Group: TypeAlias = tuple[Products, Operand, list[Operand]]
+"""Products whose sums are read together, with A and their Bs."""
+
+
+def takes(groups: Sequence[Group]) -> bool:
     """Whether all operands lie in chunks along k, for all sizes, and as many k of each B in whole 16 bytes."""
-    along_k = all(operand.order is Order.K and operand.condition is None for operand in (a, *bs))
+    operands = [operand for _, a, bs in groups for operand in (a, *bs)]
+    along_k = all(operand.order is Order.K and operand.condition is None for operand in operands)
+    bs = [b for _, _, bs in groups for b in bs]
     pieces = {chunks_at_once(b.codes) for b in bs}
     whole = all(b.codes is None or b.codes.depth % (chunks_at_once(b.codes) * CHUNK) == 0 for b in bs)
     return along_k and len(pieces) == 1 and whole
 
 
-def matmul_rows(products: Products, a: Operand, bs: list[Operand], tiles: FewRowsTiles) -> None:
-    """Emits the kernel and its launch, for at most `tiles.rows` rows, into the function that is open."""
-    epilogue = Epilogue(products)
-    rows, columns = on_host(products.rows), on_host(products.columns)
-    groups = on_host(tirx.ceildiv(columns, COLUMNS))
-    blocks = on_host(groups * products.batch)
+def matmul_rows(groups: Sequence[Group], tiles: FewRowsTiles, device: Device) -> None:
+    """Emits the kernel and its launch, for at most `tiles.rows` rows, into the function that is open. Several groups
+    multiply the same A, one product each: blocks for one are behind those for the others."""
+    rows = on_host(groups[0][0].rows)
+    shared = max(tiles.shared_memory(products.shape) for products, *_ in groups)
+    sizes = [on_host(tirx.ceildiv(products.columns, COLUMNS)) for products, *_ in groups]
+    counts = [on_host(size * products.batch) for size, (products, *_) in zip(sizes, groups)]
+    columns = [on_host(products.columns) for products, *_ in groups]
+    epilogues = [Epilogue(products) for products, *_ in groups]
+    blocks = on_host(sum(counts[1:], counts[0]))
     with (
         T.If(blocks * rows > 0),
         T.Then(),
         T.launch_thread("blockIdx.x", blocks.astype("int32")) as block,
         T.launch_thread("threadIdx.x", tiles.warps * WARP) as thread,
     ):
-        place = (fixed(block // groups.astype("int32")), fixed(block % groups.astype("int32") * COLUMNS))
-        _Columns(products, (a, bs), tiles, epilogue, place, thread).emit(rows, columns)
+        ring = Ring(thread, tiles.threads, shared)
+
+        def emit(n: int, first: Expr) -> None:
+            """The code of blocks for group n and those behind it, which begin at `first`."""
+            own, last = fixed(block - first), n == len(groups) - 1
+            with nullcontext() if last else T.If(own < counts[n].astype("int32")):
+                with nullcontext() if last else T.Then():
+                    size = sizes[n].astype("int32")
+                    place = (fixed(own // size), fixed(own % size * COLUMNS))
+                    ring.taken = 0
+                    _Columns(groups[n], tiles, epilogues[n], place, ring, device).emit(rows, columns[n])
+                if not last:
+                    with T.Else():
+                        emit(n + 1, fixed(first + counts[n].astype("int32")))
+
+        emit(0, T.int32(0))
 
 
 class _Columns:
@@ -60,19 +90,21 @@ class _Columns:
 
     def __init__(
         self,
-        products: Products,
-        operands: tuple[Operand, list[Operand]],
+        group: Group,
         tiles: FewRowsTiles,
         epilogue: Epilogue,
         place: tuple[Expr, Expr],
-        thread: Expr,
+        ring: Ring,
+        device: Device,
     ) -> None:
-        self.products, self.tiles, self.epilogue, self.thread = products, tiles, epilogue, thread
-        self.a, self.bs = operands
+        self.waits = device.generation >= 90  # kernels begin before the one before has ended
+        self.products, self.a, self.bs = group
+        products = self.products
+        self.tiles, self.epilogue, self.ring, self.thread = tiles, epilogue, ring, ring.thread
         batch, self.n0 = place
         axes = products.batch_axes
         self.where = {axis.var: fixed(i) for axis, i in zip(axes, unravel(batch.astype("int64"), axes))}
-        self.lane, self.warp = fixed(thread % WARP), fixed(thread // WARP)
+        self.lane, self.warp = fixed(self.thread % WARP), fixed(self.thread // WARP)
         self.g, self.t = fixed(self.lane // 4), fixed(self.lane % 4)
         self.type, self.blocks = products.shape.type, tiles.rows // 8
         self.sums = [registers(self.blocks * 4, "float32") for _ in self.bs]
@@ -81,47 +113,69 @@ class _Columns:
         rows, columns = fixed(rows.astype("int32")), fixed(columns.astype("int32"))
         depth = fixed(self.products.depth.astype("int32"))
         c = chunks_at_once(self.bs[0].codes)
-        ahead = max(self.tiles.ahead // c, 1)
+        ahead = self.tiles.pieces(c)
 
         def pieces_of(operand: Operand, outer: Expr, extent: Expr) -> Pieces:
-            outer = fixed(outer)
-            return Pieces(operand, self.type, self.epilogue.memory, self.where, outer, outer < extent, ahead, c)
+            place = (outer, outer < extent)
+            return Pieces(operand, self.type, self.epilogue.memory, self.where, place, self.ring, ahead, c)
 
         ours = [[pieces_of(b, self.n0 + self.g + r * 8, columns) for r in range(2)] for b in self.bs]
         theirs = [pieces_of(self.a, self.g + r * 8, rows) for r in range(self.blocks)]
+        every = [*(pieces for pair in ours for pieces in pair), *theirs]
         for sums in self.sums:
             with unrolled(self.blocks * 4) as n:
                 put(sums, n, T.float32(0))
-        chunk = self.type.chunk
-        stride = self.tiles.warps * ahead * c * PIECE * chunk
+        each = c * PIECE * self.type.chunk  # values of k of a piece
+        stride = self.tiles.warps * ahead * each
+
+        def fetch(turn: Expr | int, piece: int, some: list[Pieces]) -> None:
+            k = fixed(turn * stride + (self.warp * ahead + piece) * each + self.t * (each // PIECE))
+            for pieces in some:
+                pieces.fetch(piece, k, k < depth)
+
+        early = all(map(self.products.is_weight, self.bs))  # what no kernel writes need not wait for any
+        if early:
+            for piece in range(ahead):
+                fetch(0, piece, every[: -self.blocks])
+        if self.waits:
+            ptx.wait_for_earlier_kernels()
+        for piece in range(ahead):
+            fetch(0, piece, theirs if early else every)
+            ptx.commit_copies()
         with T.serial((depth + stride - 1) // stride) as turn:
             for piece in range(ahead):
-                first = turn * stride + (self.warp * ahead + piece) * (c * PIECE * chunk)
-                k = fixed(first + self.t * (c * chunk))
-                for pieces in (*(pieces for pair in ours for pieces in pair), *theirs):
-                    pieces.fetch(piece, k, k < depth)
-            for piece in range(ahead):
+                ptx.wait_for_copies(ahead - 1)
+                for pieces in every:
+                    pieces.read(piece)
                 for n in range(c):
-                    x = [pieces.chunk(piece, n) for pieces in theirs]
-                    for sums, pair in zip(self.sums, ours):
-                        low, high = (pieces.chunk(piece, n) for pieces in pair)
-                        for half in (0, 2):
-                            b = [[x[half + n] for n in range(2) for x in both] for both in zip(low, high)]
-                            for r in range(self.blocks):
-                                into = [sums[r * 4 + y] for y in range(4)]
-                                self.type.multiply_add(into, b, [part[half : half + 2] for part in x[r]])
+                    self.multiply([pieces.chunk(piece, n) for pieces in theirs],
+                                  [[pieces.chunk(piece, n) for pieces in pair] for pair in ours])  # fmt: skip
+                fetch(turn + 1, piece, every)
+                ptx.commit_copies()
         self.finish(rows, columns)
+
+    def multiply(self, x: list[list[list[Expr]]], ours: list[list[list[list[Expr]]]]) -> None:
+        """sums += a chunk of the rows of B by one of those of x."""
+        for sums, (low, high) in zip(self.sums, ours):
+            for half in (0, 2):
+                b = [[words[half + n] for n in range(2) for words in both] for both in zip(low, high)]
+                for r in range(self.blocks):
+                    into = [sums[r * 4 + y] for y in range(4)]
+                    self.type.multiply_add(into, b, [part[half : half + 2] for part in x[r]])
 
     def finish(self, rows: Expr, columns: Expr) -> None:
         """What the warps summed up, added and stored: rows of the sums are columns of C."""
         count, most = len(self.bs), self.tiles.rows
-        size = count * most * COLUMNS  # of a warp
-        memory = T.alloc_buffer((self.tiles.warps * size,), "float32", scope="shared", align=16)
+        size = count * most * PITCH  # of a warp
+        # In the place of what has been read; the last copies, of nothing, may be on their way there.
+        ptx.wait_for_copies(0)
+        ptx.synchronise()
+        memory = T.decl_buffer((self.tiles.warps * size,), "float32", data=self.ring.memory.data, scope="shared.dyn")
         for p, sums in enumerate(self.sums):
             for r in range(self.blocks):
                 for y in range(4):
                     row, column = self.t * 2 + y % 2 + r * 8, self.g + y // 2 * 8
-                    at = self.warp * size + (p * most + row) * COLUMNS + column
+                    at = self.warp * size + (p * most + row) * PITCH + column
                     put(memory, at, sums[r * 4 + y])
         ptx.synchronise()
         width = self.epilogue.width
@@ -135,7 +189,7 @@ class _Columns:
                     put(total, n, T.float32(0))
                 with T.serial(self.tiles.warps) as warp:
                     for p in range(count):
-                        at = fixed(warp * size + (p * most + row) * COLUMNS + c)
+                        at = fixed(warp * size + (p * most + row) * PITCH + c)
                         with unrolled(width) as x:
                             put(total, p * width + x, total[p * width + x] + memory[at + x])
                 found = [row_of(total, p * width) for p in range(count)]

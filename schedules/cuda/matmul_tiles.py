@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import ClassVar
@@ -223,23 +224,42 @@ class WgmmaMatmulTiles(Tiles):
 
         if tiles(128, 256) >= device.multiprocessors and columns > 128 * problem.products:
             return WgmmaMatmulTiles(2, 256, 4, 232, 40, cluster=2)
-        return WgmmaMatmulTiles(2 if rows > 64 else 1, 128, 5, 160 if rows > 64 else 200, 24)
+        narrow = cls.narrow()
+        return narrow if rows > 64 else dataclasses.replace(narrow, consumers=1, consumer_registers=200)
+
+    @classmethod
+    def narrow(cls) -> WgmmaMatmulTiles:
+        """For sizes whose large tiles are fewer than multiprocessors."""
+        return WgmmaMatmulTiles(2, 128, 6, 160, 24)
 
 
 @dataclass(frozen=True)
 class FewRowsTiles(Tiles):
-    """Tiles of `few_rows`."""
+    """Tiles of `matmul_rows`."""
 
-    warps: int = 8
+    warps: int
     """Warps per block, which share k."""
-    ahead: int = 4
-    """Pieces of k, of four chunks each, that a warp asks for at once."""
-    rows: int = 16
+    ahead: int
+    """Chunks of k that each of its threads has on their way, of each row."""
+    rows: int = 8
     """The most rows that the kernel is for; more go to `matmul_mma`."""
+
+    @property
+    def threads(self) -> int:
+        """Threads per block."""
+        return 32 * self.warps
+
+    def pieces(self, c: int) -> int:
+        """Pieces of c chunks that are on their way."""
+        return max(self.ahead // c, 1)
+
+    def places(self, products: int, c: int) -> int:
+        """Of 16 bytes that a thread has in shared memory; where B is codes, c chunks of it are one place."""
+        return self.pieces(c) * (2 * products + self.rows // 8 * c)
 
     @classmethod
     def space(cls, problem: Shape, device: Device) -> Space:
-        return {"warps": (2, 4, 8, 16), "ahead": (1, 2, 4, 8), "rows": (8, 16, 32, 64)}
+        return {"warps": (2, 4, 8, 16), "ahead": (2, 4, 8, 16), "rows": (8, 16, 32, 64)}
 
     def rules(self, problem: Shape, device: Device) -> dict[str, bool]:
         shared = self.shared_memory(problem)
@@ -248,18 +268,20 @@ class FewRowsTiles(Tiles):
             f"ahead = {self.ahead} must be positive": self.ahead > 0,
             f"rows = {self.rows} must be a multiple of 8 up to 64": self.rows in range(8, 65, 8),
             f"{shared} bytes of shared memory are more than {device.shared_memory}": shared <= device.shared_memory,
-            "the sums leave no registers": self.rows // 2 * problem.products + 8 * self.ahead <= 160,
+            "the sums leave no registers": self.rows // 2 * problem.products <= 128,
         }
 
     def shared_memory(self, shape: Shape) -> int:
-        """Bytes per block: the warps' sums of 16 columns of each product."""
-        return 4 * self.warps * 16 * self.rows * shape.products
+        """Bytes per block: what is on its way, and in its place the warps' sums of 16 columns of each product, 20
+        apart."""
+        sums = 4 * self.warps * 20 * self.rows * shape.products
+        return max(16 * self.threads * self.places(shape.products, 1), sums)
 
     def estimate(self, problem: Shape, device: Device) -> float:
         """Reading B with so many bytes on their way."""
         columns, depth = (problem.columns or TYPICAL) * problem.products, problem.depth or TYPICAL
         blocks = (problem.batch or 1) * -(-columns // 16)
-        busiest = load(blocks, device, 32 * self.warps, _ADDRESSES + 8 * self.ahead, self.shared_memory(problem))
+        busiest = load(blocks, device, self.threads, _ADDRESSES, self.shared_memory(problem))
         steps = -(-depth // (4 * problem.type.chunk * self.warps * self.ahead))
         read = busiest.blocks * 16 * depth * problem.type.bytes / device.memory
         waited = busiest.blocks / busiest.at_once * (steps * LATENCY + self.warps * BARRIER)
@@ -267,7 +289,32 @@ class FewRowsTiles(Tiles):
 
     @classmethod
     def default(cls, problem: Shape, device: Device) -> FewRowsTiles:
-        return FewRowsTiles(rows=16 if problem.products == 1 else 8)
+        """What an H200 is fastest with: of few columns about 32 KiB of B on their way to a multiprocessor, or all of a
+        short k; more take longer, and so do fewer. Of many columns as much as lets two blocks be there at a time, but
+        one where that would leave the last blocks alone."""
+        blocks = (problem.batch or 1) * -(-(problem.columns or 1 << 20) // 16)
+        at_once, depth = -(-blocks // device.multiprocessors), problem.depth or TYPICAL
+        if problem.products > 1:
+            pairs = 2 * device.multiprocessors
+            alone = -(-blocks // pairs) * pairs > 1.1 * blocks and depth >= 4096
+            wanted = FewRowsTiles(8, 8 if alone else 4)
+        elif at_once > 4:
+            wanted = FewRowsTiles(8, 8)
+        else:
+            wanted = FewRowsTiles(16, 4) if depth <= 2048 else FewRowsTiles(8, max(4 // at_once, 2))
+        return wanted.fitting(problem, device)
+
+    @classmethod
+    def several(cls, problem: Shape, device: Device) -> FewRowsTiles:
+        """For more rows than those."""
+        return FewRowsTiles(8, 4, rows=32).fitting(problem, device)
+
+    def fitting(self, problem: Shape, device: Device) -> FewRowsTiles:
+        """With less on its way, where there is no room for so much."""
+        tiles = self
+        while tiles.ahead > 1 and tiles.shared_memory(problem) > device.shared_memory:
+            tiles = dataclasses.replace(tiles, ahead=tiles.ahead // 2)
+        return tiles
 
 
 def _is_power(n: int) -> bool:

@@ -9,8 +9,9 @@
 The grid has as many blocks as the machine has multiprocessors. Two blocks below each other may be a cluster: each
 brings half of a tile of B, for both (multicast), so that the second-level cache is asked for it once. A slot of the
 ring is empty when the consumers of both have let go of it. Where tiles of rows are few and odd there are no clusters,
-as half of one would have no rows: the host chooses between two launches. B comes as rows of k, or as ONNX writes it, k
-down and columns across: wgmma takes either. What lies outside the matrices arrives as zeros.
+as half of one would have no rows, and where tiles are few there are narrow ones: the host chooses between two launches.
+B comes as rows of k, or as ONNX writes it, k down and columns across: wgmma takes either. What lies outside the
+matrices arrives as zeros.
 """
 
 from __future__ import annotations
@@ -78,28 +79,42 @@ def reach(products: Products, operand: Operand) -> Reach | None:
     return Reach(operand, outer if operand.order is Order.K else k, there) if whole and len(there) <= 3 else None
 
 
-def matmul_wgmma(products: Products, a: Reach, bs: list[Reach], tiles: WgmmaMatmulTiles) -> None:
-    """Emits the kernel and its launches into the function that is open. A lies in chunks along k."""
+def matmul_wgmma(
+    products: Products, a: Reach, bs: list[Reach], tiles: WgmmaMatmulTiles, narrow: WgmmaMatmulTiles | None = None
+) -> None:
+    """Emits the kernels and their launches into the function that is open. A lies in chunks along k.
+
+    Sizes that are too small for `tiles`, as they leave multiprocessors or half of a cluster without work, get `narrow`
+    ones, or no clusters.
+    """
     epilogue, facts = Epilogue(products), products.facts
     m_tiles = tirx.ceildiv(products.rows, tiles.m)
     even = tirx.EQ(tirx.floormod(m_tiles, tiles.cluster), tirx.const(0, "int64"))
-    clusters = facts.simplify(tirx.any(even, m_tiles >= _MANY * tiles.cluster))
-    grid = Grid(products, tiles, facts.simplify(tirx.Select(clusters, T.int64(tiles.cluster), T.int64(1))))
+    whole = facts.simplify(tirx.any(even, m_tiles >= _MANY * tiles.cluster))
+    single = dataclasses.replace(tiles, cluster=1) if narrow is None else narrow
+
+    def emit(tiles: WgmmaMatmulTiles) -> None:
+        _emit(products, a, bs, tiles, epilogue)
+
+    if narrow is None and isinstance(whole, tirx.IntImm):
+        emit(tiles if whole.value else single)
+        return
+    if narrow is not None:
+        columns = tirx.ceildiv(products.columns * len(bs), tiles.n)
+        whole = tirx.all(whole, m_tiles * columns * products.batch >= multiprocessors())
+    with T.If(on_host(whole) > 0):
+        with T.Then():
+            emit(tiles)
+        with T.Else():
+            emit(single)
+
+
+def _emit(products: Products, a: Reach, bs: list[Reach], tiles: WgmmaMatmulTiles, epilogue: Epilogue) -> None:
+    grid = Grid(products, tiles, tiles.cluster)
     with T.If(grid.blocks > 0), T.Then():
         grid.split()
         sums = Sums(grid, epilogue)
-
-        def launch(cluster: int) -> None:
-            _launch(grid, sums, a, bs, dataclasses.replace(tiles, cluster=cluster))
-
-        if isinstance(clusters, tirx.IntImm):
-            launch(tiles.cluster if clusters.value else 1)
-        else:
-            with T.If(clusters):
-                with T.Then():
-                    launch(tiles.cluster)
-                with T.Else():
-                    launch(1)
+        _launch(grid, sums, a, bs, tiles)
         with T.If(grid.parts > 1), T.Then():
             sums.add_parts()
 

@@ -1,4 +1,8 @@
-"""Pieces of a row of k, from memory to the registers of the thread that multiplies them: of codes, expanded there."""
+"""Pieces of a row of k on their way from memory to the thread that multiplies them: of codes, expanded there.
+
+A thread copies its own chunks to places in shared memory that nobody else touches, asynchronously. Registers would do,
+but ptxas moves a load to where its value is used, to save them, and then next to nothing is on its way.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +14,37 @@ from tvm.script.ir_builder import tirx as T
 from lowering.tensorir.expressions import Expr, substitute
 
 from ..reading.codes import Codes
-from .chunks import load
+from . import ptx
 from .expansion import Expansion
 from .matmul_grid import Where
 from .products import Operand
-from .ptx import fixed, put, registers
+from .ptx import CHUNK_BYTES, fixed, put, registers
 from .tensor_types import TensorType
+
+WORDS = CHUNK_BYTES // 4
 
 
 def chunks_at_once(codes: Codes | None) -> int:
     """How many chunks 16 bytes of a row have: one of elements, more of codes."""
     return 16 // (16 if codes is None else codes.bits)
+
+
+class Ring:
+    """Places in shared memory, of 16 bytes for each thread of a block, of which operands take some in turn."""
+
+    def __init__(self, thread: Expr, threads: int, size: int) -> None:
+        """size: bytes of the memory."""
+        self.thread, self.threads, self.taken = thread, threads, 0
+        self.memory = T.alloc_buffer((size // 4,), "uint32", scope="shared.dyn", align=CHUNK_BYTES)
+
+    def take(self, places: int) -> int:
+        """The first of so many places."""
+        self.taken += places
+        return self.taken - places
+
+    def at(self, place: int) -> ptx.Element:
+        """This thread's."""
+        return self.memory[(place * self.threads + self.thread) * WORDS]
 
 
 class Pieces:
@@ -33,50 +57,54 @@ class Pieces:
         type: TensorType,
         memory: Mapping[tirx.Buffer, tirx.Buffer],
         where: Where,
-        outer: Expr,
-        exists: Expr,
+        place: tuple[Expr, Expr],
+        ring: Ring,
         ahead: int,
         c: int,
     ) -> None:
-        self.operand, self.memory, self.outer, self.exists, self.c = operand, memory, outer, exists, c
-        self.type = type
+        """place: of the row or column, and whether it exists."""
+        self.outer, self.exists = map(fixed, place)
+        self.operand, self.memory, self.type, self.ring, self.c = operand, memory, type, ring, c
         self.expansion = None if operand.codes is None else Expansion(operand.codes, type.element, memory)
-        self.words = 4 if self.expansion is None else self.expansion.words  # of a chunk
-        start = substitute(operand.start, {**where, operand.outer: outer.astype("int64")})
-        self.start, self.fetched = fixed(start), registers(ahead * c * self.words, "uint32")
-        self.scales: dict[tuple[int, int], tirx.Buffer] = {}
+        self.start = fixed(substitute(operand.start, {**where, operand.outer: self.outer.astype("int64")}))
+        self.copies = c if self.expansion is None else 1  # of 16 bytes, for a piece
+        self.first = ring.take(ahead * self.copies)
+        self.words = registers(self.copies * WORDS, "uint32")
+        self.scales: dict[int, list[tirx.Buffer]] = {}
 
     def fetch(self, piece: int, k: Expr, inside: Expr) -> None:
-        """Asks for the piece from k on."""
-        size = self.c * self.words
-        there = tirx.all(self.exists, inside)
-        for n in range(size):
-            put(self.fetched, piece * size + n, T.uint32(0))
+        """Begins to copy the piece from k on."""
+        there, place = fixed(tirx.all(self.exists, inside)), self.first + piece * self.copies
         if self.expansion is None:
             memory = self.memory[self.operand.buffer]
-            with T.If(there), T.Then():
-                for n in range(self.c):
-                    along = substitute(self.operand.along, {self.operand.k: (k + n * self.type.chunk).astype("int64")})
-                    load(self.fetched, (piece * self.c + n) * 4, memory, self.start + along, self.type.chunk)
+            for n in range(self.c):
+                along = substitute(self.operand.along, {self.operand.k: (k + n * self.type.chunk).astype("int64")})
+                ptx.copy_chunk(self.ring.at(place + n), memory[self.start + along], there)
             return
-        with T.If(there), T.Then():
-            self.expansion.fetch(self.fetched, piece * size, self.start + k.astype("int64"), self.c)
+        codes = self.expansion.place(self.start + k.astype("int64"))
+        ptx.copy_chunk(self.ring.at(place), self.expansion.memory[codes], there)
         one = self.expansion.block % (self.type.chunk * self.c) == 0
-        for n in range(self.c):
-            if n and one:
-                self.scales[piece, n] = self.scales[piece, 0]
-            else:
-                self.scales[piece, n] = registers(2, "float32")
-                first = fixed(k + n * self.type.chunk)
-                self.expansion.scale_and_zero(self.scales[piece, n], self.outer, first, there)
+        if piece not in self.scales:
+            self.scales[piece] = [registers(2, "float32") for _ in range(1 if one else self.c)]
+        for n, scale in enumerate(self.scales[piece]):
+            self.expansion.scale_and_zero(scale, self.outer, fixed(k + n * self.type.chunk), there)
+
+    def read(self, piece: int) -> None:
+        """The piece, which has arrived, to registers."""
+        for n in range(self.copies):
+            four = registers(WORDS, "uint32")
+            ptx.load_shared(four, self.ring.at(self.first + piece * self.copies + n))
+            for x in range(WORDS):
+                put(self.words, n * WORDS + x, four[x])
 
     def chunk(self, piece: int, n: int) -> list[list[Expr]]:
-        """The words of its n-th chunk, of each part that elements are multiplied by."""
-        at, words = (piece * self.c + n) * self.words, registers(4 * self.type.parts, "uint32")
+        """The words of the n-th chunk of the piece that was read, of each part that elements are multiplied by."""
+        words = registers(4 * self.type.parts, "uint32")
         if self.expansion is not None:
-            self.expansion.expand(words, 0, self.fetched, at, self.scales[piece, n])
+            scales = self.scales[piece]
+            self.expansion.expand(words, 0, self.words, n * self.expansion.words, scales[min(n, len(scales) - 1)])
         else:
-            for x in range(4):
-                put(words, x, self.fetched[at + x])
+            for x in range(WORDS):
+                put(words, x, self.words[n * WORDS + x])
         self.type.split(words, 4)
         return [[words[4 * part + x] for x in range(4)] for part in range(self.type.parts)]

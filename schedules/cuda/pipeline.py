@@ -70,8 +70,10 @@ class Ring:
                 T.evaluate(T.ptx.mbarrier.arrive.shared.b64(self._empty(n)))
             else:
                 there, here = registers(1, "uint32"), T.cuda.cvta_generic_to_shared(self._empty(n))
+                # No .release.cluster: consumers wrote nothing, and ptxas puts a fence of the whole GPU before it, which
+                # takes as long as half of a step.
                 T.evaluate(T.ptx["mapa.shared::cluster.u32"](there[0], here, lane.astype("uint32")))
-                T.evaluate(T.ptx["mbarrier.arrive.release.cluster.shared::cluster.b64"](there[0]))
+                T.evaluate(T.ptx["mbarrier.arrive.shared::cluster.b64"](there[0]))
 
     def _empty(self, n: Expr) -> Expr:
         return self.barriers.ptr_to([self.first + self.slots + self.slot(n)])

@@ -19,7 +19,7 @@ from lowering.tensorir.facts import Facts
 
 from ..half_precision import HALF
 from ..reading.codes import Codes
-from ..reading.product import PRODUCTS, Group, read_groups
+from ..reading.product import PRODUCTS, WEIGHTS, Group, read_groups
 from ..reading.stages import Axis, Stage, read_stages, unravel, volume
 from .tensor_types import TENSOR_TYPES, TensorType
 
@@ -90,6 +90,15 @@ class Products:
         batch, rows, columns, depth = (size.value if isinstance(size, tirx.IntImm) else None for size in sizes)
         return Shape(self.dtype, batch, rows, columns, depth, len(self.group.products))
 
+    def is_weight(self, b: Operand) -> bool:
+        """Whether no kernel of the model writes B."""
+        params = list(self.func.params)
+        weights = {params[int(n)] for n in self.func.attrs.get(WEIGHTS, ())}
+        parts = [b.buffer]
+        if b.codes is not None:
+            parts += [load.source for load in (b.codes.scale, b.codes.zero) if load is not None]
+        return weights.issuperset(parts)
+
     def operands(self) -> tuple[Operand, list[Operand]] | None:
         """A, and B of each product; None where elements are not where a kernel could find them."""
         ours, theirs = [], []
@@ -108,6 +117,16 @@ class Products:
         first = ours[0]
         same = all(a.buffer.same_as(first.buffer) and _equal(a.start, first.start) for a in ours)
         return (first, theirs) if same else None
+
+    def same_a(self, ours: Operand, other: Products, theirs: Operand) -> bool:
+        """Whether two groups multiply the same A, row by row."""
+        rows = [(axis.extent, theirs.extent) for axis, theirs in zip(self.row_axes, other.row_axes)]
+        start = substitute(theirs.start, {other.m: self.m})
+        return (
+            ours.buffer.same_as(theirs.buffer)
+            and len(self.row_axes) == len(other.row_axes)
+            and all(_equal(*pair) for pair in (*rows, (ours.start, start)))
+        )
 
     def _operand(self, buffer: tirx.Buffer, indices: list[Expr], outer: tirx.Var, extent: Expr) -> Operand | None:
         simplify, k = self.facts.simplify, self.k
@@ -166,18 +185,21 @@ class Products:
         return tirx.all(*(tirx.EQ(c, tirx.const(0, "int64")) for c in left)) if left else True
 
 
-def read_products(func: tirx.PrimFunc) -> Products | None:
-    """A function that is one group of products, with element-wise stages around them, of half precision, or of float32
-    that it wants multiplied as TF32; or None."""
+def read_products(func: tirx.PrimFunc) -> list[Products] | None:
+    """A function that is groups of products, with element-wise stages around them, of half precision, or of float32
+    that it wants multiplied as TF32: each group; or None."""
     stages = read_stages(func)
     groups = read_groups(stages, set(func.params)) if stages else None
-    if not groups or stages is None or len(groups) != 1:
+    if not groups or stages is None:
         return None
-    operands = [(product.a, *(() if product.codes else (product.b,))) for product in groups[0].products]
-    types = {str(load.ty) for loads in operands for load in loads}
-    if types == {"float32"} and PRODUCTS in func.attrs and not any(product.codes for product in groups[0].products):
-        return Products(func, stages, groups[0], str(func.attrs[PRODUCTS]))
-    return Products(func, stages, groups[0], *types) if len(types) == 1 and types <= set(HALF) else None
+    products = [product for group in groups for product in group.products]
+    loads = [load for product in products for load in (product.a, *(() if product.codes else (product.b,)))]
+    types = {str(load.ty) for load in loads}
+    if types == {"float32"} and PRODUCTS in func.attrs and not any(product.codes for product in products):
+        types = {str(func.attrs[PRODUCTS])}
+    elif len(types) > 1 or not types <= set(HALF):
+        return None
+    return [Products(func, stages, group, *types) for group in groups]
 
 
 def _equal(a: Expr, b: Expr) -> bool:

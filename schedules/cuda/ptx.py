@@ -26,6 +26,10 @@ SHORT = {"float16": "f16", "bfloat16": "bf16"}
 """PTX names of the element types that tensor cores multiply."""
 
 
+WAIT = "wait_for_earlier_kernels"
+"""The name of that function in CUDA C++."""
+
+
 # Registers.
 
 
@@ -201,6 +205,19 @@ def synchronise_cluster() -> None:
     here."""
     T.evaluate(T.ptx["barrier.cluster.arrive.release"]())
     T.evaluate(T.ptx["barrier.cluster.wait.acquire"]())
+
+
+def wait_for_earlier_kernels() -> None:
+    """griddepcontrol.wait, from sm_90 on: the kernels before this one have ended, and what they wrote is there.
+
+    Kernels begin before that (lowering/compiling/early_launch.py), which puts this at the begin of each that has none.
+    """
+    code = f"""
+__forceinline__ __device__ void {WAIT}() {{
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}}
+"""
+    T.evaluate(T.cuda.func_call(WAIT, source_code=code))
 
 
 def any_thread(condition: Expr) -> Expr:

@@ -18,6 +18,9 @@ PRODUCTS = "lowering.products"
 """Attribute of a function whose products of float32 are computed otherwise than in float32: "tf32" or "3xtf32", where
 the target can (schedules/cuda/tensor_types.py)."""
 
+WEIGHTS = "lowering.weights"
+"""Of a function: the numbers of its parameters that are weights of the model, which no kernel writes."""
+
 _SUMS = ("float32", "float64", "int32", *HALF)
 _TYPES = {"float64": ("float64",), "float32": ("float32", *HALF), "int32": ("uint8", "int8")}
 """Of operands, by the type of the sums."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import tempfile
 from collections import Counter
@@ -35,10 +36,12 @@ class Product:
 
     @property
     def on_tensor_cores(self) -> bool:
-        """Whether every launch multiplies there, but for the last of a product, which adds parts of k, and for launches
-        of an attention that bring keys together."""
+        """Whether every launch multiplies there, but for those behind one that does, which add parts of k, and for
+        launches of an attention that bring keys together."""
         counts = [count for _, count in self.launches]
-        return any(counts) if self.kind == "attention" else bool(counts and counts[0] and all(counts[:-1]))
+        if self.kind == "attention":
+            return any(counts)
+        return bool(counts and counts[0]) and all(before or here for before, here in itertools.pairwise(counts))
 
     def __str__(self) -> str:
         return ", ".join(f"{count} {opcode}" if count else "-" for opcode, count in self.launches)
@@ -46,9 +49,8 @@ class Product:
 
 def products(model: ModelLike, arch: str, precision: Precision | None) -> tuple[Manifest, list[Product]]:
     """Compiles the model, and reads the machine code of its products and attentions."""
-    with tempfile.TemporaryDirectory() as folder, _kept(Path(folder) / "kernels.cubin") as path:
-        manifest = compile_to(Path(folder) / "artifact", model, f"cuda:{arch}", precision=precision)
-        launches = _launches(tool("nvdisasm", "-c", path))
+    manifest, functions = machine_code_of(model, arch, precision)
+    launches = {function.name: Counter(i.opcode for i in function.instructions) for function in functions}
     nodes = {call.kernel: call.nodes for call in reversed(manifest.calls)}
     found = []
     for kernel in manifest.kernels:
@@ -57,6 +59,15 @@ def products(model: ModelLike, arch: str, precision: Precision | None) -> tuple[
             counts = tuple(_multiplying(launches[name]) for name in sorted(own, key=_number))
             found.append(Product(kernel.name, kernel.kind, nodes[kernel.name], counts))
     return manifest, found
+
+
+def machine_code_of(
+    model: ModelLike, arch: str, precision: Precision | None = None
+) -> tuple[Manifest, list[sass.Function]]:
+    """Compiles the model, and reads the machine code of all of its kernels."""
+    with tempfile.TemporaryDirectory() as folder, _kept(Path(folder) / "kernels.cubin") as path:
+        manifest = compile_to(Path(folder) / "artifact", model, f"cuda:{arch}", precision=precision)
+        return manifest, sass.read(tool("nvdisasm", "-c", path))
 
 
 @contextmanager
@@ -73,11 +84,6 @@ def _kept(path: Path) -> Iterator[Path]:
         yield path
     finally:
         tvm_ffi.register_global_func("tvm_callback_cuda_compile", cubin, override=True)
-
-
-def _launches(text: str) -> dict[str, Counter[str]]:
-    """Opcodes of each kernel."""
-    return {function.name: Counter(i.opcode for i in function.instructions) for function in sass.read(text)}
 
 
 def _multiplying(opcodes: Counter[str]) -> tuple[str, int]:

@@ -20,7 +20,7 @@ import lowering
 from lowering.importing.quantised import quantise
 from lowering.passes.panels import codes_in_panels, packed_matmul
 from schedules.cuda.matmul import matmul
-from schedules.cuda.matmul_tiles import MatmulTiles
+from schedules.cuda.matmul_tiles import FewRowsTiles, MatmulTiles
 from schedules.variant import Variant
 
 
@@ -162,7 +162,8 @@ def variant_of(func: tirx.PrimFunc, arch: str) -> Variant:
 @pytest.mark.parametrize(("rows", "bits", "redundant"), [(50, 4, ["cuda_warp_sync"]), (5, 8, [])])
 def test_nothing_can_be_left_out(rows: int, bits: int, redundant: list[str]) -> None:
     func, parts, w = function(rows, 224, 40, bits)
-    tiles = {"tiles": MatmulTiles(32, 32, 32, 2, 1, 3, split_steps=100)} if rows > 16 else {}
+    many = {"tiles": MatmulTiles(32, 32, 32, 2, 1, 3, split_steps=100)}
+    tiles = many if rows > 16 else {"rows": FewRowsTiles(2, 2)}  # more than one turn for a warp
     module = emulated.module({"main": variant_of(func, "sm_80").make(**tiles)}, arch="sm_80")
     x = np.random.default_rng(0).standard_normal((rows, 224)).astype("float16")
     want = x.astype("float64") @ w

@@ -213,7 +213,7 @@ def _(m, o):
     return f"uint64_t emu_state = emu_mbarrier_arrive({_shared(where)}, {count}, 0, 0); {_assign(target, 'emu_state')}"
 
 
-@_instruction(r"mbarrier\.arrive(\.release|\.relaxed)?\.cluster\.shared::cluster\.b64")
+@_instruction(r"mbarrier\.arrive((\.release|\.relaxed)?\.cluster)?\.shared::cluster\.b64")
 def _(m, o):
     where, count = [*o, "1"][1:3] if o[0] == "_" else [*o, "1"][:2]
     return f"emu_mbarrier_arrive({_shared(where)}, {count}, 0, 1);"
@@ -309,6 +309,11 @@ def _(m, o):
 
 
 # ---- meeting points and fences
+
+
+@_instruction(r"griddepcontrol\.(wait|launch_dependents)")
+def _(m, o):
+    return ""  # kernels follow each other here
 
 
 @_instruction(r"(?:bar|barrier)(?:\.cta)?\.(sync|arrive)(?:\.aligned)?")

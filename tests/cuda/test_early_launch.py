@@ -1,0 +1,48 @@
+"""Kernels that begin before the one before has ended touch nothing of others until it has."""
+
+from __future__ import annotations
+
+import onnx
+import pytest
+import sass
+from product_code import machine_code_of
+
+from benchmarks.gpu.models import in_half
+from lowering.demo.decoder import DecoderConfig, build_decoder
+
+MEMORY = {"LDG", "STG", "RED", "ATOM", "ATOMG", "LDGSTS", "UTMALDG", "UTMASTG", "UBLKCP", "LD", "ST"}
+"""What reads or writes the device's memory."""
+BEGIN, WAIT = "PREEXIT", "ACQBULK"  # griddepcontrol.launch_dependents and .wait
+
+
+def decoder() -> onnx.ModelProto:
+    """With rows of k that are whole chunks, so that few rows have a kernel of their own."""
+    return in_half(build_decoder(DecoderConfig(1, 256, 4, 2, 64, 512, 256, 64)))
+
+
+def before_the_wait(function: sass.Function) -> set[str]:
+    """The opcodes that are in front of it; raises where a kernel has none or several."""
+    opcodes = [instruction.opcode for instruction in function.instructions]
+    assert opcodes.count(WAIT) == 1 or "matmul" in function.name, function.name
+    return set(opcodes[: opcodes.index(WAIT)])
+
+
+def test_kernels_wait_before_they_touch_memory() -> None:
+    _, functions = machine_code_of(decoder(), "sm_90a")
+    assert len(functions) > 10
+    early = {}
+    for function in functions:
+        before = before_the_wait(function)
+        assert BEGIN in before, function.name
+        if before & MEMORY:
+            early[function.name] = before & MEMORY
+    # Weights, which no kernel writes, in the kernels for few rows: these are the first launches of products.
+    assert early and all("matmul" in name for name in early)
+    assert set().union(*early.values()) == {"LDGSTS"}
+
+
+@pytest.mark.parametrize("arch", ["sm_80"])
+def test_before_hopper_kernels_follow_each_other(arch: str) -> None:
+    _, functions = machine_code_of(decoder(), arch)
+    opcodes = {instruction.opcode for function in functions for instruction in function.instructions}
+    assert not opcodes & {BEGIN, WAIT}
