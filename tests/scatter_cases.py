@@ -29,12 +29,16 @@ def random_bits(rng: np.random.Generator, dtype: str, shape: tuple[int, ...]) ->
 
 def random_rows(rng: np.random.Generator, case: Case) -> tuple[np.ndarray, np.ndarray]:
     """A cache and an update of random bits."""
-    rows = (*case.dims[: case.update.axis], case.length, *case.dims[case.update.axis + 1 :])
-    return random_bits(rng, case.update.dtype, case.dims), random_bits(rng, case.update.dtype, rows)
+    rows = [*case.dims[: case.update.axis], case.length, *case.dims[case.update.axis + 1 :]]
+    if case.update.rows_first:
+        rows.insert(1, rows.pop(case.update.axis))
+    return random_bits(rng, case.update.dtype, case.dims), random_bits(rng, case.update.dtype, tuple(rows))
 
 
 def expected(case: Case, cache: np.ndarray, rows: np.ndarray) -> np.ndarray:
     update, present = case.update, cache.copy()
+    if update.rows_first:
+        rows = np.moveaxis(rows, 1, update.axis)
     for prefix in np.ndindex(cache.shape[: update.axis]):
         for s in range(case.length):
             position = (case.indices[prefix[0]] if update.indices else 0) + s

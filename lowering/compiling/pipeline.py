@@ -22,6 +22,7 @@ from ..importing.imported import Imported
 from ..importing.origins import after_fusion
 from ..importing.quantised import Scheme
 from ..manifest import CallSpec, KernelSpec
+from ..passes.absorb_heads import absorb_heads
 from ..passes.absorb_masks import absorb_masks
 from ..passes.absorb_scores import absorb_scores
 from ..passes.absorb_transposes import absorb_transposes
@@ -126,6 +127,7 @@ def lower(
         ("pack_weights", pack),
         ("lower_convolutions", lambda mod: lower_convolutions(mod, target.tvm, on_tensor_cores)),
         ("absorb_transposes", lambda mod: absorb_transposes(mod, target.tvm, on_tensor_cores)),
+        ("absorb_heads", absorb_heads),
         # Relax to TensorIR, fused
         # Reshapes stay operators, which share memory with what they reshape; as kernels they would copy and divide.
         ("legalize", t.LegalizeOps({"relax.reshape": lambda _, call: call})),

@@ -38,15 +38,15 @@ def channels_last(node: Node, value: Value) -> Value:
     if _same_order(value.shape):
         return node.called(node.reshaped(value, shape), value)
     tensor = node.tensor(value)
-    source = _transposed_from(node, tensor, channels_second_axes(value.rank))
+    source = transposed_from(node, tensor, channels_second_axes(value.rank))
     if source is not None:
         return node.called(Value(value.dtype, shape, source), value)
     moved = relax.op.permute_dims(tensor, channels_last_axes(value.rank))
     return node.called(node.emit(moved, value.dtype), value)
 
 
-def _transposed_from(node: Node, tensor: relax.Expr, axes: list[int]) -> relax.Expr | None:
-    """What the model transposed by these axes, if that is how it made the tensor."""
+def transposed_from(node: Node, tensor: relax.Expr, axes: list[int]) -> relax.Expr | None:
+    """What the model transposed by these axes, if that is how it made the tensor; None else."""
     made = node.importer.builder.lookup_binding(tensor) if isinstance(tensor, relax.Var) else None
     if isinstance(made, relax.Call) and made.op == tvm.ir.Op.get("relax.permute_dims"):
         given = made.attrs.axes

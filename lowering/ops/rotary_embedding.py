@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tvm import te, tirx
+from tvm import relax, te, tirx
 
+from ..importing.channels import transposed_from
 from ..importing.compute import Element, agreed, read, require_numbers, with_shape
 from ..importing.node import Node
 from ..importing.values import Size, Value, is_one
@@ -38,6 +39,9 @@ class Head:
         else:
             first, angle, distance = d < half, d, half
         return tirx.floormod(angle, half), tirx.Select(first, distance, -distance), first
+
+
+HEADS_FIRST = [0, 2, 1, 3]
 
 
 @op("RotaryEmbedding", since=23)
@@ -73,7 +77,9 @@ def rotate(
     if positions is not None:
         positions = inside(node, positions, cos.shape[0], of="the number of positions", from_the_back=from_the_back)
     x, cos, sin, positions = _same_sizes(node, head, x, cos, sin, positions)
-    sequence_axis = x.rank - 2 if x.rank == 4 else 1
+    # Heads are rotated where they are: what reads them may have no need of the transposition.
+    rows = transposed_from(node, node.tensor(x), HEADS_FIRST) if x.rank == 4 else None
+    sequence_axis = 2 if x.rank == 4 and rows is None else 1
     dtype = x.dtype
 
     def kernel(x: te.Tensor, cos: te.Tensor, sin: te.Tensor, *positions: te.Tensor) -> te.Tensor:
@@ -97,8 +103,12 @@ def rotate(
 
         return te.compute(x.shape, rotated, name="rotary_embedding")
 
-    tensors = [node.tensor(v) for v in (x, cos, sin, positions) if v is not None]
-    return node.emit_te(kernel, *tensors, primfunc_name_hint="rotary_embedding")
+    tensors = [
+        node.tensor(x) if rows is None else rows,
+        *(node.tensor(v) for v in (cos, sin, positions) if v is not None),
+    ]
+    y = node.emit_te(kernel, *tensors, primfunc_name_hint="rotary_embedding")
+    return y if rows is None else node.emit(relax.op.permute_dims(node.tensor(y), HEADS_FIRST), dtype)
 
 
 def _head(node: Node, x: Value) -> Head:

@@ -60,11 +60,13 @@ class Attention:
         rows, keys = q[self.problem.row_axes.index("t")], k[self.problem.store.axes.index("t")]
         return q[0], self.problem.q_heads, rows, keys
 
-    def solving(self, builder: relax.BlockBuilder, problem: AttentionProblem, given: Mapping[str, Any]) -> relax.Call:
-        """The call for another problem with the same outputs, with these arguments by name."""
+    def solving(
+        self, builder: relax.BlockBuilder, problem: AttentionProblem, given: Mapping[str, Any], outputs: Any = None
+    ) -> relax.Call:
+        """The call for another problem with these arguments by name; with the same outputs, or of other types."""
         function = plain(problem).without_attr("global_symbol")
         arguments = [given[name] for name in problem.inputs()]
-        return relax.call_tir(builder.add_func(function, "attention"), arguments, self.call.ty_args[0])
+        return relax.call_tir(builder.add_func(function, "attention"), arguments, outputs or self.call.ty_args[0])
 
 
 def replaced(

@@ -34,7 +34,8 @@ class CacheUpdate:
     """What one cache update does. dims are the cache's, length is L; None is symbolic. Bits are copied, dtype
     is storage.
 
-    indices: an int64 [batch] parameter of write indices; without it they are 0.
+    indices: an int64 [batch] parameter of write indices; without it they are 0. rows_first: the rows of the update come
+    before the other axes of the prefix, [batch, length, heads, suffix].
     """
 
     dtype: str
@@ -43,6 +44,7 @@ class CacheUpdate:
     axis: int  # 1 .. rank - 1
     circular: bool = False
     indices: bool = True
+    rows_first: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.axis < len(self.dims):
@@ -75,8 +77,9 @@ def in_place(function: tirx.PrimFunc) -> tirx.PrimFunc:
 class BoundUpdate:
     """`update` with the parameters of the PrimFunc frame that is open in the IRBuilder, which the constructor declares.
 
-    In memory the cache is [prefixes, max_len, suffix] and the update [prefixes, length, suffix]; `rest` prefixes share
-    a batch. `target` names the parameter that is written: with copy a new array, else the cache.
+    In memory the cache is [prefixes, max_len, suffix] and the update [prefixes, length, suffix], or with rows_first
+    [batch, length, rest, suffix]; `rest` prefixes share a batch. `target` names the parameter that is written: with
+    copy a new array, else the cache.
     """
 
     def __init__(self, update: CacheUpdate, copy: bool) -> None:
@@ -89,7 +92,7 @@ class BoundUpdate:
         self.length = _size("length", update.length)
         shapes = {
             "cache": dims,
-            "update": [self.length if axis == update.axis else d for axis, d in enumerate(dims)],
+            "update": _update_shape(dims, update, self.length),
             "write_indices": dims[:1],
             "present": dims,
         }
@@ -119,6 +122,13 @@ class BoundUpdate:
         b = prefix // tirx.max(self.rest, 1)
         return self.flat("write_indices")[b] if self.update.indices else T.int64(0)
 
+    def source_row(self, prefix: Expr, s: Expr) -> Expr:
+        """The number of the update's row s of a prefix, in memory."""
+        if not self.update.rows_first:
+            return prefix * self.length + s
+        b = prefix // tirx.max(self.rest, 1)
+        return (b * self.length + s) * self.rest + (prefix - b * self.rest)
+
     @contextmanager
     def position(self, w: Expr, s: Expr) -> Iterator[Expr]:
         """Where row s goes when row 0 goes to w; the body is skipped for a row that goes nowhere."""
@@ -129,6 +139,11 @@ class BoundUpdate:
             position = T.bind(w + s)
             with T.If(tirx.all(position >= 0, position < self.max_len)), T.Then():
                 yield position
+
+
+def _update_shape(dims: Sequence[Expr], update: CacheUpdate, length: Expr) -> list[Expr]:
+    inner, suffix = dims[1 : update.axis], dims[update.axis + 1 :]
+    return [dims[0], length, *inner, *suffix] if update.rows_first else [dims[0], *inner, length, *suffix]
 
 
 def _prim_func(update: CacheUpdate, copy: bool) -> tirx.PrimFunc:
@@ -147,7 +162,7 @@ def _prim_func(update: CacheUpdate, copy: bool) -> tirx.PrimFunc:
                     _copy(flat["present"], prefix * size, flat["cache"], prefix * size, size)
                 w = T.bind(bound.first_position(prefix))
                 with T.serial(length) as s, bound.position(w, s) as position:
-                    to, source = (prefix * max_len + position) * suffix, (prefix * length + s) * suffix
+                    to, source = (prefix * max_len + position) * suffix, bound.source_row(prefix, s) * suffix
                     _copy(flat[target], to, flat["update"], source, suffix)
 
             written = bound.prefixes * (max_len if copy else length) * suffix * bound.itemsize

@@ -76,12 +76,13 @@ def _write_rows(bound: BoundUpdate, tiles: ThreadTiles, size: int) -> None:
         prefix, s = fixed(tirx.truncdiv(row, bound.length)), fixed(tirx.truncmod(row, bound.length))
         with bound.position(fixed(bound.first_position(prefix)), s) as position:
             to = (prefix * bound.max_len + position) * per_row + column
+            source = fixed(bound.source_row(prefix, s) * per_row + column)
             if not bound.update.circular:
-                _move(bound, size, "update", to, thread)
+                _move(bound, size, "update", to, source)
                 return
             # Of rows that go to one place, the last one is to stay there.
             with T.If(s >= bound.length - bound.max_len), T.Then():
-                _move(bound, size, "update", to, thread)
+                _move(bound, size, "update", to, source)
 
 
 def _move(bound: BoundUpdate, size: int, source: str, to: Expr, start: Expr) -> None:

@@ -22,6 +22,7 @@ UPDATES = {
     "rows of 3 bytes, no indices": CacheUpdate("bool", (None, None, 3), None, 1, indices=False),
     "rows of any size": CacheUpdate("float32", (None, 2, None, None), None, 2, circular=True),
     "the last axis": CacheUpdate("uint16", (None, 7, None), None, 2),
+    "heads behind rows": CacheUpdate("float16", (None, 3, None, 8), None, 2, rows_first=True),
     "complex128": CacheUpdate("uint64", (None, None, 3, 2), None, 1),
 }
 # Sizes of what is symbolic in an update: batch, slots and other axes; rows of the update; write indices.
