@@ -23,6 +23,9 @@ from .host import on_host
 from .plain import WarpRow
 from .ptx import WARP, fixed, int32, put, registers, unrolled
 
+MERGED = 8
+"""Parts that the last launch reads at once: each waits for memory once."""
+
 
 class KeySplits:
     """The keys of each batch, of which some query may see each, cut into at most `splits` parts of multiples of `unit`
@@ -57,7 +60,7 @@ class Partial:
     `group` query heads that share keys are packed: row r of a pack, of which batch b has q_heads / group, is query row
     r // group of its head r % group. Of batches with packed rows of their own, those with `least` to `most` are served.
     careful: a row may hold what invisible values made of 0, or lack keys that finite numbers hide. Such rows are
-    computed again. Blocks of `warps` put parts together, `ahead` at once. `splits` is the host's.
+    computed again, `ahead` keys at once. Blocks of `warps` put parts together. `splits` is the host's.
     """
 
     def __init__(
@@ -134,7 +137,7 @@ class Partial:
                 with self.if_served(b), self.bound.if_there(b, i):
                     first, dim, lane = self.place(pack, r, T.int32(0)), self.problem.v_head_dim, fixed(thread % WARP)
                     state = merged(
-                        (used(b), self.ahead),
+                        (used(b), MERGED),
                         lambda s: (self.m[first + s], self.l[first + s]),
                         lambda s, d: self.O[(first + s) * dim + d],
                         self.bound.scores.before_keys(h),

@@ -15,6 +15,9 @@ from .ptx import fixed, unrolled
 from .shared_tile import CHUNK, SharedTile
 
 
+_LOOKED_UP = 4  # rows of a thread at once, of codes
+
+
 class Rows:
     """The rows of head h of q, k or v in batch b, which the threads of a block copy in chunks.
 
@@ -66,7 +69,9 @@ class Rows:
                 row, chunk = step * self.at_once + self.row, n * self.across + self.chunk
                 body(row, chunk, place + n * self.across * self.size, there)
 
-        self._each_row(count, find_row)
+        # Places that are looked up for many rows at once do not fit beside what expands codes.
+        some = self.looked_up and self.places.problem.coded and count > _LOOKED_UP * self.at_once
+        self._each_row(count, find_row, _LOOKED_UP if some else True)
 
     def each(self, count: int, body: Callable[[Expr, Expr], None]) -> None:
         """body(row, chunk) for each of the thread's chunks in so many rows."""
@@ -77,8 +82,8 @@ class Rows:
 
         self._each_row(count, chunks)
 
-    def _each_row(self, count: int, body: Callable[[Expr], None]) -> None:
-        with unrolled(-(-count // self.at_once)) as step:
+    def _each_row(self, count: int, body: Callable[[Expr], None], unroll: int | bool = True) -> None:
+        with T.serial(-(-count // self.at_once), unroll=unroll) as step:
             if count % self.at_once:
                 with T.If(step * self.at_once + self.row < count), T.Then():
                     body(step)
