@@ -14,7 +14,6 @@ from . import ptx
 from .ptx import fixed, unrolled
 from .shared_tile import CHUNK, SharedTile
 
-
 _LOOKED_UP = 4  # rows of a thread at once, of codes
 
 
