@@ -99,6 +99,11 @@ def lower(
         mod, weights = pack_weights(mod, imported.weights, target.tvm, scheme, notes, on_tensor_cores)
         return mod
 
+    def heads(mod: tvm.IRModule) -> tvm.IRModule:
+        nonlocal origins
+        mod, origins = absorb_heads(mod, origins)
+        return mod
+
     def fuse(mod: tvm.IRModule) -> tvm.IRModule:
         nonlocal origins
         fused = t.FuseOps()(mod)
@@ -127,7 +132,7 @@ def lower(
         ("pack_weights", pack),
         ("lower_convolutions", lambda mod: lower_convolutions(mod, target.tvm, on_tensor_cores)),
         ("absorb_transposes", lambda mod: absorb_transposes(mod, target.tvm, on_tensor_cores)),
-        ("absorb_heads", absorb_heads),
+        ("absorb_heads", heads),
         # Relax to TensorIR, fused
         # Reshapes stay operators, which share memory with what they reshape; as kernels they would copy and divide.
         ("legalize", t.LegalizeOps({"relax.reshape": lambda _, call: call})),

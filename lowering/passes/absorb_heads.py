@@ -12,6 +12,7 @@ import tvm
 from tvm import ir, relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from ..importing.origins import Origins
 from ..tensorir.scatter import ATTRIBUTE, CacheUpdate, copy_and_update
 from .absorber import Attention
 from .main_function import rewritten
@@ -20,16 +21,22 @@ _TURNED = [0, 2, 1, 3]  # its own inverse
 _PERMUTE, _CALL_TIR, _CALL_PACKED = map(ir.Op.get, ("relax.permute_dims", "relax.call_tir", "relax.call_pure_packed"))
 
 
-def absorb_heads(mod: tvm.IRModule) -> tvm.IRModule:
-    """The module; transpositions that nobody reads any more are left to the elimination of dead code."""
-    return rewritten(mod, _Absorber(mod))
+def absorb_heads(mod: tvm.IRModule, origins: Origins) -> tuple[tvm.IRModule, Origins]:
+    """The module, and where its calls come from; transpositions that nobody reads any more are left to the elimination
+    of dead code."""
+    absorber = _Absorber(mod, origins)
+    return rewritten(mod, absorber), absorber.origins
 
 
 @mutator
 class _Absorber(PyExprMutator):
-    def __init__(self, mod: tvm.IRModule) -> None:
+    def __init__(self, mod: tvm.IRModule, origins: Origins) -> None:
         super().__init__(mod)
-        self.mod = mod
+        self.mod, self.origins, self.result = mod, dict(origins), ""
+
+    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+        self.result = binding.var.name
+        super().visit_var_binding_(binding)
 
     def visit_call_(self, call: relax.Call) -> relax.Expr:
         call = super().visit_call_(call)
@@ -56,7 +63,9 @@ class _Absorber(PyExprMutator):
         new = attention.solving(
             self.builder_, inside, attention.arguments | {"q": rows}, relax.TensorType(shape, size.dtype)
         )
-        return relax.op.permute_dims(self.builder_.emit(new, "heads"), _TURNED)
+        rows = self.builder_.emit(new, "heads")
+        self.origins[rows.name] = self.origins.get(self.result, ())
+        return relax.op.permute_dims(rows, _TURNED)
 
     def update(self, call: relax.Call, record: str) -> relax.Expr:
         """One whose new rows were transposed."""

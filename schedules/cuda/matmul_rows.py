@@ -3,8 +3,8 @@
 B lies in rows of k, one for each column of C, and is what mma.sync calls A: 16 of its rows by 16 values of k, times 8
 rows of x, the other operand. k is summed in whatever order, so that a thread asks for 16 bytes at a time: of row g of B
 it has k = 8 t to 8 t + 7 of each piece of 32, which are the operands of two products. In float32 these numbers are half
-as large. B goes from memory to registers, as nobody else wants it. Of a matrix of codes 16 bytes are c = 2 or 4 times
-as many k, which are expanded there.
+as large. A thread copies its own chunks of both to shared memory, several pieces ahead, and nobody else looks at them.
+Of a matrix of codes 16 bytes are c = 2 or 4 times as many k, which are expanded in registers.
 
     for each 16 columns of C, a block                              warps share k: pieces of 32 c, `ahead` / c at once
         sums [16, rows] += B [16, 32 c] x [rows, 32 c]^T           2 c products for each 8 rows
@@ -35,7 +35,6 @@ from .shared_tile import CHUNK
 
 COLUMNS, PIECE = 16, 4  # rows of B, and chunks of k that a warp has of each
 PITCH = COLUMNS + 4  # floats of a row of sums in shared memory: threads of a fragment meet each bank once
-
 
 Group: TypeAlias = tuple[Products, Operand, list[Operand]]
 """Products whose sums are read together, with A and their Bs."""

@@ -242,7 +242,7 @@ class FewRowsTiles(Tiles):
     ahead: int
     """Chunks of k that each of its threads has on their way, of each row."""
     rows: int = 8
-    """The most rows that the kernel is for; more go to `matmul_mma`."""
+    """The most rows that the kernel is for; more go to the next."""
 
     @property
     def threads(self) -> int:
