@@ -112,6 +112,49 @@ def test_command_without_the_compiler(artifact: Path, tmp_path: Path) -> None:
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_run_as_a_timeline(artifact: Path, tmp_path: Path) -> None:
+    """Kernels one behind the other, with their work and nodes, for Perfetto."""
+    file = tmp_path / "trace.json"
+    sizes = ["--dim", f"batch={B}", "--dim", f"tokens={S}", "--seconds", "0"]
+    assert main(["bench", str(artifact), *sizes, "--trace", str(file)]) == 0
+    first, second, *events = json.loads(file.read_text())["traceEvents"]
+    assert f"tokens={S}" in first["args"]["name"] and second["ph"] == "M"
+    assert len(events) > 4 and all(event["ph"] == "X" and event["dur"] > 0 for event in events)
+    ends = [event["ts"] + event["dur"] for event in events]
+    assert all(end <= event["ts"] for end, event in zip(ends, events[1:]))
+    (attention,) = [event for event in events if event["cat"] == "attention"]
+    assert "a" in attention["args"]["ONNX nodes"].split() and attention["args"]["FLOP"] > 0
+
+
+def test_several_sizes(artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "bench.json"
+    command = ["bench", str(artifact), "--seconds", "0", "--dim", "batch=1", "--dim", "tokens=1,64"]
+    assert main([*command, "--json", str(file)]) == 0
+    table = capsys.readouterr().out.rstrip().splitlines()[-3:]
+    assert [line.split()[:2] for line in table[1:]] == [["batch=1,", "tokens=1"], ["batch=1,", "tokens=64"]]
+    one, many = json.loads(file.read_text())
+    assert (one["sizes"]["tokens"], many["sizes"]["tokens"]) == (1, 64)
+    assert sum(call["flops"] for call in many["calls"]) > 60 * sum(call["flops"] for call in one["calls"])
+    assert main([*command, "--trace", str(file)]) == 1
+    assert "--trace and --png are of one run" in capsys.readouterr().err
+
+
+def test_beside_onnxruntime(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = '<ir_version: 10, opset_import: ["" : 20]> m (float[n, 8] x) => (float[n, 8] y) { y = Exp (x) }'
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
+    lowering.compile(tmp_path / "model.onnx").save(tmp_path / "out")
+    command = ["bench", str(tmp_path / "out"), "--seconds", "0", "--dim", "n=3", "--against"]
+    assert main([*command, str(tmp_path / "model.onnx")]) == 0
+    assert re.search(r"^onnxruntime, in turns with it: [\d.]+ .s, [\d.]+ times as long$", capsys.readouterr().out, re.M)
+    other = text.replace("(float[n, 8] x)", "(float[n, 8] z)").replace("Exp (x)", "Exp (z)")
+    onnx.save(onnx.parser.parse_model(other), tmp_path / "other.onnx")
+    assert main([*command, str(tmp_path / "other.onnx")]) == 1
+    assert "has the inputs z, and the artifact x" in capsys.readouterr().err
+    (tmp_path / "broken.onnx").write_bytes(b"no model")
+    assert main([*command, str(tmp_path / "broken.onnx")]) == 1
+    assert "onnxruntime does not take" in capsys.readouterr().err
+
+
 def test_sizes_that_are_missing_or_unknown(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(lowering.InputError, match=r"dimensions 'batch', 'tokens': .* --dim batch=8 --dim tokens=8"):
         lowering.bench(artifact)

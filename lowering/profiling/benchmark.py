@@ -21,6 +21,7 @@ from ..runtime.profiler import KernelCall, Profiler
 from .expected import seconds as expected_seconds
 from .inputs import is_integer, random_input
 from .limits import Limits, measure_gpu_limits, measure_limits
+from .peer import onnxruntime
 
 _FEWEST, _MOST = 5, 1000
 
@@ -51,7 +52,9 @@ class Profile:
 
     seconds are of whole runs: the median, and the quarters below and above it. cpu_seconds is the median of the time
     that all threads of the process took, which a noisy neighbour does not make longer. calls are the kernels of one
-    run, in order; what is missing to the whole is the virtual machine, Python, and the memory of results.
+    run, in order; what is missing to the whole is the virtual machine, Python, and the memory of results. timeline has
+    the begin of each in one run, the middle one by length, and how long it took there. peer is the median of the runs
+    of another runtime, if there was one, which took turns with ours.
     """
 
     seconds: float
@@ -63,6 +66,8 @@ class Profile:
     sizes: dict[str, int]
     limits: Limits
     calls: tuple[TimedCall, ...]
+    timeline: tuple[tuple[float, float], ...]
+    peer: float | None = None
 
     def total(self) -> Cost:
         """All calls of a run, in the time of a whole run."""
@@ -91,6 +96,12 @@ class Profile:
 
         picture(self, Path(path))
 
+    def trace(self) -> str:
+        """One run as a timeline for ui.perfetto.dev: JSON in the Trace Event Format."""
+        from .trace import trace
+
+        return trace(self)
+
     def __str__(self) -> str:
         from .report import text
 
@@ -117,6 +128,7 @@ def bench(
     inputs: Mapping[str, Any] | None = None,
     threads: int = 1,
     seconds: float = 2.0,
+    against: str | os.PathLike[str] | None = None,
 ) -> Profile:
     """Measures a compiled model, or an artifact folder; needs no compiler.
 
@@ -126,7 +138,11 @@ def bench(
     half runs in which each kernel is timed; both take turns. The machine's limits are measured at the end, with as many
     threads (lowering/profiling/limits.py). For a model on a GPU, given arrays must be in its memory.
 
-    Raises InputError where sizes are missing or not the model's, and ArtifactError for what `load` refuses.
+    against is the ONNX model that a CPU's artifact was compiled from: onnxruntime runs it on the same inputs, with as
+    many threads, in turns with ours.
+
+    Raises InputError where sizes are missing or not the model's, or onnxruntime cannot take part, and ArtifactError for
+    what `load` refuses.
     """
     if not isinstance(model, Model):
         model = load(Path(model))
@@ -134,11 +150,17 @@ def bench(
     sizes = _sizes(model.manifest, sizes or {}, given)
     arrays = made_up(model, sizes, given)
     threads = whole_number(threads, "threads", 1, MOST_THREADS)
+    peer = None
+    if against is not None:
+        if model.gpu is not None:
+            raise InputError("onnxruntime is measured on CPUs, and this artifact is for GPUs.")
+        peer = onnxruntime(against, model.manifest, arrays, threads)
     call = model.bind(arrays, threads=threads)
     profiler = Profiler(model)
     call()
     wall: list[float] = []
     cpu: list[float] = []
+    theirs: list[float] = []
     begin = time.perf_counter()
     while len(wall) < _FEWEST or (time.perf_counter() - begin < seconds and len(wall) < _MOST):
         start, busy = time.perf_counter(), time.process_time()
@@ -149,13 +171,21 @@ def bench(
         with model.instrumented(profiler):
             profiler.start()
             call()
+        if peer is not None:
+            start = time.perf_counter()
+            peer()
+            theirs.append(time.perf_counter() - start)
     times = np.median(np.array(profiler.times), axis=0) / 1e9
     calls = tuple(TimedCall(c.kernel, c.nodes, c.flops, c.bytes, float(t)) for c, t in zip(profiler.calls, times))
     low, middle, high = (float(q) for q in np.quantile(wall, (0.25, 0.5, 0.75)))
     read = sum(c.bytes for c in calls)
     limits = measure_limits(threads, read) if model.gpu is None else measure_gpu_limits(model.gpu)
-    taken = float(np.median(cpu))
-    return Profile(middle, (low, high), taken, len(wall), threads, model.manifest.target, sizes, limits, calls)
+    taken, other = float(np.median(cpu)), float(np.median(theirs)) if theirs else None
+    kept = int(np.argsort([sum(each) for each in profiler.times])[len(profiler.times) // 2])
+    spans = zip(profiler.begins[kept], profiler.times[kept])
+    timeline = tuple((begin / 1e9, nanoseconds / 1e9) for begin, nanoseconds in spans)
+    target, runs = model.manifest.target, len(wall)
+    return Profile(middle, (low, high), taken, runs, threads, target, sizes, limits, calls, timeline, other)
 
 
 def made_up(model: Model, sizes: Mapping[str, int], given: Mapping[str, Any] | None = None) -> dict[str, Any]:

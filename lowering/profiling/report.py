@@ -36,6 +36,9 @@ def text(profile: Profile) -> str:
         f"{_rates(total)}, {total.of_limit:.0%} of the limit",
         f"limit: {limits}, threads: {profile.threads}",
     ]
+    if profile.peer is not None:
+        ratio = profile.peer / profile.seconds
+        lines.insert(1, f"onnxruntime, in turns with it: {_time(profile.peer)}, {ratio:.2f} times as long")
     kinds = [(kind, str(cost.calls), *_cells(cost, profile)) for kind, cost in profile.by_kind().items()]
     rest = max(profile.seconds - sum(call.seconds for call in profile.calls), 0.0)
     kinds.append(("between kernels", "", _time(rest), _share(rest, profile), "", "", "", ""))
@@ -51,6 +54,26 @@ def text(profile: Profile) -> str:
     ]
     lines += _table(("call", "kernel", "ONNX nodes"), rows)
     return "\n".join(lines)
+
+
+def overview(profiles: Sequence[Profile]) -> str:
+    """A line for each of several sizes."""
+    rows = [
+        (
+            ", ".join(f"{name}={size}" for name, size in profile.sizes.items()) or "-",
+            _time(profile.seconds),
+            _time(profile.cpu_seconds),
+            f"{profile.total().of_limit:.0%}",
+            "" if profile.peer is None else _time(profile.peer),
+            "" if profile.peer is None else f"{profile.peer / profile.seconds:.2f}",
+        )
+        for profile in profiles
+    ]
+    headings = ("sizes", "a run", "CPU time", "of limit", "onnxruntime", "ratio")
+    count = 6 if any(profile.peer is not None for profile in profiles) else 4
+    cells = [row[:count] for row in (headings, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cells)
 
 
 def picture(profile: Profile, path: Path) -> None:
