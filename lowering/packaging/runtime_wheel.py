@@ -25,7 +25,7 @@ _MODULES = (
     "version.py",
     "graph/__init__.py", "graph/serve.py",  # what Serve holds
     "tools/__init__.py", "tools/cache.py", "tools/cli.py", "tools/doctor.py", "tools/options.py",
-    "tools/packaging.py", "tools/tuning.py",
+    "tools/inspecting.py", "tools/packaging.py", "tools/tuning.py",
 )  # fmt: skip
 
 _DESCRIPTION = """\

@@ -30,7 +30,7 @@ def sizes(options: list[str]) -> dict[str, int]:
 
 
 def settings(options: list[str]) -> list[dict[str, int]]:
-    """Several sizes to tune at: --dim n=1,128 are two settings; another dimension has one size for both, or two.
+    """Several settings of sizes: --dim n=1,128 are two; another dimension has one size for both, or two.
 
     Raises InputError.
     """
