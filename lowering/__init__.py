@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .profiling.benchmark import bench as bench
     from .runtime import Model as Model
     from .runtime import load as load
+    from .runtime.batching import Batching as Batching
     from .serving import Batcher as Batcher
     from .serving import PagedKVCache as PagedKVCache
     from .serving import PoolFullError as PoolFullError
@@ -48,6 +49,7 @@ _HOME = {
     "compile": "compiling.compiler",
     "load": "runtime",
     "Model": "runtime",
+    "Batching": "runtime.batching",
     "bench": "profiling.benchmark",
     "Profile": "profiling.benchmark",
     "tune": "tuning.tune",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -65,6 +67,8 @@ class Model:
         self._shapes: list[Any] = []
         # Virtual machines that no call uses now. A call takes one for itself: two calls on one would crash.
         self._machines: list[Machine] = [library.new_machine()]
+        self._lock = Lock()
+        self._background: ThreadPoolExecutor | None = None
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -100,6 +104,16 @@ class Model:
             results = self._call(placed, threads, release=True)
             self.gpu.take_back(self._ports, tensors, placed)
             return self._deliver(results, self._memory(placed, inputs), {}, from_dlpack, on_host, strings)
+
+    def submit(self, inputs: Arrays, threads: int | None = None) -> Future[dict[str, Any]]:
+        """`run` in the background: a future of the outputs, or of what it raises.
+
+        Calls that are submitted run one after the other, in that order; the arrays must stay as they are until then.
+        """
+        with self._lock:
+            if self._background is None:
+                self._background = ThreadPoolExecutor(1, "onnx-lowering")
+        return self._background.submit(self.run, inputs, threads)
 
     def __call__(self, **inputs: Any) -> dict[str, Any]:
         """`run` with inputs as keyword arguments."""

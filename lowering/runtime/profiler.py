@@ -32,20 +32,23 @@ class KernelCall:
 class Profiler:
     """An instrument (library.Instrument) that takes the times of kernels; `calls` is what the first run called.
 
-    `times` has the nanoseconds of each of them, one list for each run.
+    `times` has the nanoseconds of each of them, one list for each run, and `begins` those since the run began.
     """
 
     def __init__(self, model: Model) -> None:
         self._model = model
         self._kernels = {kernel.name: kernel for kernel in model.manifest.kernels}
         self._expected = list(model.manifest.calls)
-        self._begin = 0
+        self._begin = self._start = 0
         self.calls: list[KernelCall] = []
         self.times: list[list[int]] = []
+        self.begins: list[list[int]] = []
 
     def start(self) -> None:
         """The next run begins."""
         self.times.append([])
+        self.begins.append([])
+        self._start = time.perf_counter_ns()
 
     def __call__(self, function: Any, name: str, before: bool, result: Any, *arguments: Any) -> int:
         if before:
@@ -55,6 +58,7 @@ class Profiler:
         end = time.perf_counter_ns()
         if name in self._kernels:
             self.times[-1].append(end - self._begin)
+            self.begins[-1].append(self._begin - self._start)
             if len(self.times) == 1:
                 self.calls.append(self._call(self._kernels[name], arguments))
         return 0
