@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import tvm
 import tvm_ffi
-from tvm import s_tir, tirx
+from tvm import ir, s_tir, tirx
 from tvm.s_tir import dlight
 from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
 
+from lowering.tensorir.expressions import Expr, is_int, rewrite, substitute
+
+from ..reading.stages import Stage, read_stages, write_stages
 from ..variant import Variant
 
 _SCHEDULES = tuple(
@@ -38,7 +41,33 @@ def _has_loops(body: tirx.Stmt) -> bool:
 
 def ordinary(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant]:
     """Any function, with its loops bound to threads. TVM's schedules choose their sizes themselves."""
-    return [Variant("dlight", None, None, {}, lambda tiles: _scheduled(func, target))]
+    return [Variant("dlight", None, None, {}, lambda tiles: _scheduled(_without_single(func), target))]
+
+
+def _without_single(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """The function, whose reductions over one element are none: into such a one dlight puts what comes behind it, and
+    that is applied to the first value too."""
+    stages = read_stages(func)
+    if stages is None or not any(map(_is_single, stages)):
+        return func
+    made = write_stages([_unreduced(stage) if _is_single(stage) else stage for stage in stages], list(func.params))
+    for key, value in func.attrs.items():
+        made = made.with_attr(key, value)
+    return made
+
+
+def _is_single(stage: Stage) -> bool:
+    return bool(stage.reduce) and all(is_int(axis.extent, 1) for axis in stage.reduce)
+
+
+def _unreduced(stage: Stage) -> Stage:
+    """init combined with the one element."""
+
+    def first(node: Expr) -> Expr | None:
+        return stage.init if isinstance(node, ir.TensorLoad) and node.source.same_as(stage.output) else None
+
+    only = {axis.var: tirx.const(0, "int64") for axis in stage.reduce}
+    return Stage(stage.output, stage.axes, (), None, substitute(rewrite(stage.value, first), only))
 
 
 def _scheduled(func: tirx.PrimFunc, target: tvm.target.Target) -> tirx.PrimFunc:

@@ -10,8 +10,10 @@ import numpy as np
 import onnx
 import pytest
 import tvm
-from tvm import te, topi
+from tvm import te, tirx, topi
 from tvm.s_tir import dlight
+
+from schedules.cuda.ordinary import ordinary
 
 TARGET = {"max_threads_per_block": 1024, "max_shared_memory_per_block": 49152, "thread_warp_size": 32}
 
@@ -68,3 +70,19 @@ def test_whole_artifacts(tmp_path: Path) -> None:
     y = emulated.run(compile_and_run, str(tmp_path / "out"), x)["y"]
     e = np.exp(np.exp(x.astype("float64")))
     np.testing.assert_allclose(y, x + e / e.sum(1, keepdims=True), rtol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_a_reduction_over_one_element(rows: int) -> None:
+    """What comes behind the sum is applied once, to the sum, and not to 0 before."""
+    one, m, n = (tirx.IntImm("int64", size) for size in (1, rows, 5))
+    a, b = te.placeholder((m, one), "float32", "a"), te.placeholder((one, n), "float32", "b")
+    k = te.reduce_axis((0, one), "k")
+    total = te.compute((m, n), lambda i, j: te.sum(a[i, k] * b[k, j], axis=k), "total")
+    func = te.create_prim_func([a, b, topi.add(topi.cos(total), total)])
+    (variant,) = ordinary(func, tvm.target.Target({"kind": "cuda", "arch": "sm_80", **TARGET}, host="llvm"))
+    module = emulated.module({"main": variant.make()}, arch="sm_80")
+    rng = np.random.default_rng(rows)
+    x, y = (rng.standard_normal(shape).astype("float32") for shape in ((rows, 1), (1, 5)))
+    found = module.call("main", [x, y, np.full((rows, 5), np.nan, "float32")])[-1]
+    np.testing.assert_allclose(found, np.cos(x * y) + x * y, rtol=1e-5)
