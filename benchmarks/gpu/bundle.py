@@ -67,7 +67,7 @@ def write(folder: Path, python: str) -> Plan:
     made, cases = all_parts()
     plan = libraries(folder, made, cases, resolve(TARGET)[0])
     plan = replace(plan, models=models.write(folder, TARGET), steps=llama.write(folder / "steps", TARGET))
-    _copy_sources(folder / "source")
+    copy_sources(folder / "source")
     _copy_runtime(folder, python)
     (folder / "measure.py").write_text(_START)
     plan.write(folder)
@@ -96,7 +96,8 @@ def libraries(folder: Path, made: dict[str, Kernel], cases: dict[str, Case], tar
     return Plan(digest, found, cases)
 
 
-def _copy_sources(place: Path) -> None:
+def copy_sources(place: Path) -> None:
+    """What measure.py imports of this repository."""
     shutil.rmtree(place, ignore_errors=True)
     for name in _SOURCES:
         source, target = _ROOT / name, place / name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +14,8 @@ import errands
 import numpy as np
 import pytest
 
-from benchmarks.gpu import attention, cases, command, kernels, measure, results
+import lowering
+from benchmarks.gpu import attention, bundle, cases, command, drawn, kernels, llama, measure, results
 from benchmarks.gpu.check import check
 from benchmarks.gpu.isolate import Answer, isolated
 from benchmarks.gpu.memory import Host, Torch
@@ -20,6 +23,7 @@ from benchmarks.gpu.plan import Bar, Case, Kernel, Plan, Sizes, read
 from benchmarks.gpu.report import rows, table
 from lowering.attention.problem import AttentionProblem, Window
 from lowering.attention.reference import reference
+from lowering.demo.decoder import DecoderConfig
 from lowering.target import resolve
 
 TINY = Sizes(2, 5, 9, (4, 12))
@@ -38,8 +42,6 @@ def small(kernel: Kernel) -> AttentionProblem:
 
 def build_and_check(folder: Path) -> list[Any]:
     """In the emulation: a bundle's libraries, and what `check` says of each kernel, right and wrong."""
-    from benchmarks.gpu import bundle
-
     heads, ragged_window = {"q_heads": 4, "kv_heads": 2}, Window(right=0, offset="lengths")
     causal = cases.problem("f16", 64, window=Window(right=0), **heads)
     ragged = cases.problem("bf16", 64, lengths=True, window=ragged_window, **heads)
@@ -270,3 +272,28 @@ def test_results_are_drawn_anywhere(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_every_kernel_can_be_made(kernel: Kernel) -> None:
     function = kernels.function(kernel, resolve("cuda:sm_90a")[0])
     assert len(function.params) == len(kernel.parameters) and kernel.result in kernel.parameters
+
+
+# -- what travels ------------------------------------------------------------------------------------------------------
+
+
+def test_a_bundle_has_all_sources(tmp_path: Path) -> None:
+    """Where nothing else of this repository is."""
+    bundle.copy_sources(tmp_path)
+    names = ["lowering.runtime.gpu", "lowering.runtime.library"]
+    names += [f"benchmarks.gpu.{name}" for name in ("measure", "check", "memory", "product", "drawn", "report")]
+    code = f"import sys; sys.path.insert(0, sys.argv[1]); import lowering, {', '.join(names)}; print(lowering.__file__)"
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith(str(tmp_path)), done.stderr
+
+
+def test_weights_are_drawn_again(tmp_path: Path) -> None:
+    """Those of a decoder, whose artifact travels without them; an artifact that was changed would not load."""
+    config = DecoderConfig(1, hidden=128, heads=4, kv_heads=2, head_dim=32, mlp=256, vocabulary=500, positions=64)
+    llama.artifact(tmp_path, "cpu", config)
+    assert not (tmp_path / drawn.WEIGHTS).exists()
+    assert drawn.fill(tmp_path)["config"]["mlp"] == 256
+    rng = np.random.default_rng(0)
+    caches = {f"cache_{kind}.0": rng.standard_normal((1, 2, 16, 32)).astype("float16") for kind in "kv"}
+    logits = lowering.load(tmp_path).run({"ids": np.array([[3]]), "write_indices": np.array([0]), **caches})["logits"]
+    assert np.isfinite(logits).all() and 0.2 < logits.std() < 5
