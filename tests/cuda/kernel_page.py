@@ -50,8 +50,9 @@ windows, sinks, caps and formulas at every head size: with default tiles no regi
 of formulas at head sizes of 64 and 96 on sm_90a.
 
 `tests/cuda/test_skipped_tiles.py` counts the products of whole calls under emulation: exactly those of the tiles in
-which something is visible, for causal masks, windows, documents, masks by head and blocks. `tests/cuda/test_flex.py`
-compares results with float64.
+which something is visible, for causal masks, windows, documents, masks by head and blocks; of documents with a mask of
+positions inside of them all tiles of one document, as bounds of these positions do not know that it is one.
+`tests/cuda/test_flex.py` compares results with float64.
 
 ## Machine code
 
