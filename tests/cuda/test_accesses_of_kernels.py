@@ -81,7 +81,8 @@ PREFILL = {
 def test_prefill(arch: str, name: str) -> None:
     p = problem(**PREFILL[name])
     found = measured(attention(p, prefill(p, arch)[0], arch, 128, 256))
-    is_good(found)
+    # A warp has rows of all heads that share keys, which are apart in lse: 4 bytes for a row of a tile, twice as many.
+    is_good(found, 2.0 if arch == "sm_90a" and p.lse else 1.0)
     assert factor([a for a in found if a.memory == "shared"]) == 1  # Y goes through it as well
 
 
