@@ -18,9 +18,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from schedules.cuda import ptx
-
-FIRST = 90
-"""The compute capability that begins to have it."""
+from schedules.cuda.device import device
 
 _TAGS, _TAG, _LAST = (
     "tirx.kernel_launch_params",
@@ -33,16 +31,10 @@ _TAGS, _TAG, _LAST = (
 def early_launch(mod: tvm.IRModule, _: tvm.transform.PassContext) -> tvm.IRModule:
     """The device functions of a module, launched early where their target has it."""
     for name, func in mod.functions_items():
-        if isinstance(func, tirx.PrimFunc) and func.attrs is not None and _TAGS in func.attrs and _has_it(func):
+        is_kernel = isinstance(func, tirx.PrimFunc) and func.attrs is not None and _TAGS in func.attrs
+        if is_kernel and device(func.attrs["target"]).begins_early:
             mod.update_func(name, _launched_early(func))
     return mod
-
-
-def _has_it(func: tirx.PrimFunc) -> bool:
-    target = func.attrs.get("target")
-    arch = str(target.attrs.get("arch", "")) if target is not None and target.kind.name == "cuda" else ""
-    number = arch.removeprefix("sm_").rstrip("abcdefghijklmnopqrstuvwxyz")
-    return number.isdigit() and int(number) >= FIRST
 
 
 def _launched_early(func: tirx.PrimFunc) -> tirx.PrimFunc:

@@ -32,6 +32,11 @@ class Device:
         """The compute capability: 80, 86, 89, 90, 100 or 120."""
         return int(self.arch.removeprefix("sm_").rstrip("a"))
 
+    @property
+    def begins_early(self) -> bool:
+        """Whether kernels begin while the one before ends (lowering/compiling/early_launch.py)."""
+        return self.generation >= 90
+
 
 _KIB, _MIB = 1 << 10, 1 << 20
 

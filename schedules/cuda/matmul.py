@@ -23,7 +23,8 @@ from .matmul_tiles import FewRowsTiles, MatmulTiles, WgmmaMatmulTiles
 from .matmul_wgmma import Reach, matmul_wgmma, reach
 from .products import Order, read_products
 
-MOST = 3  # groups of one function: queries, keys and values
+MOST = 3
+"""Groups of one function: queries, keys and values."""
 
 
 def matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:

@@ -36,13 +36,13 @@ class Grid:
     cluster of so many blocks, whose own lie below each other.
     """
 
-    def __init__(self, products: Products, tiles: MatmulTiles | WgmmaMatmulTiles, cluster: Expr | int = 1) -> None:
+    def __init__(self, products: Products, tiles: MatmulTiles | WgmmaMatmulTiles, cluster: int = 1) -> None:
         self.products, self.tiles, self.cluster = products, tiles, cluster
         self.count = len(products.group.products)
         self.each = tiles.n // self.count  # columns of a product
         self.rows, self.columns = on_host(products.rows), on_host(products.columns)
         self.depth, self.batch = on_host(products.depth), on_host(products.batch)
-        self.high = on_host(T.int64(tiles.m) * cluster)
+        self.high = T.int64(tiles.m * cluster)
         self.m_tiles = on_host(tirx.ceildiv(self.rows, self.high))
         self.n_tiles = on_host(tirx.ceildiv(self.columns, self.each))
         self.steps = on_host(tirx.ceildiv(self.depth, tiles.k))

@@ -96,7 +96,7 @@ class _Columns:
         ring: Ring,
         device: Device,
     ) -> None:
-        self.waits = device.generation >= 90  # kernels begin before the one before has ended
+        self.waits = device.begins_early
         self.products, self.a, self.bs = group
         products = self.products
         self.tiles, self.epilogue, self.ring, self.thread = tiles, epilogue, ring, ring.thread

@@ -25,7 +25,6 @@ WARP = 32
 SHORT = {"float16": "f16", "bfloat16": "bf16"}
 """PTX names of the element types that tensor cores multiply."""
 
-
 WAIT = "wait_for_earlier_kernels"
 """The name of that function in CUDA C++."""
 
