@@ -168,7 +168,8 @@ def _products() -> Parts:
     kernels, cases = [], []
 
     def add(name: str, dtype: str, n: int, k: int, form: tuple[bool, str], rows: dict[str, tuple[int, ...]]) -> None:
-        """form is whether B is [N, K], and the epilogue; rows are those that are timed, by contender ..."""
+        """form is whether B is [N, K], and the epilogue; rows are those that are timed: "many" in every variant, "few"
+        in one, as few rows have one kernel for all."""
         p = product(TYPES[dtype], n, k, transposed=form[0], epilogue=form[1])
         checks = tuple(Sizes(1, m, 1) for m in ((1, 16, 45, 131, 300) if n * k < 1 << 20 else (1, 131)))
         full = f"product {dtype} {name}"
@@ -184,7 +185,7 @@ def _products() -> Parts:
             done = 2.0 * len(p.factors) * m * n * k
             bars = (Bar("wgmma", ratio=0.9),) if m >= 1024 else ()
             cases.append(Case(f"{full} m {m}", "product", names, peers, Sizes(1, m, 1), done, "FLOP", bars))
-        for m in rows.get("few", ()):  # one kernel, in every variant
+        for m in rows.get("few", ()):
             case = Case(f"{full} m {m}", "few rows", names[:1], peers, Sizes(1, m, 1), moved, "byte")
             cases.append(replace(case, bars=(Bar("wgmma", share=0.85),)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from . import drawn
-from .timing import TURNS, seconds
+from .timing import TURNS, Timing, seconds
 
 CAPACITY, PLACE = 2048, 1024
 TOLERANCE = 2e-2  # of logits, relative to their range: sixteen layers in float16
@@ -75,9 +76,11 @@ class Decoder(torch.nn.Module):
         return functional.rms_norm(x, (x.shape[-1],), self.norm, 1e-5)
 
 
-def decoding(folder: Path, batch: int, peers: tuple[str, ...], say: Callable[[str], None]) -> dict[str, Any]:
-    """{contender: {"error", "timing"}} of steps of the artifact in `folder`, and of the peers: "compiled" as
-    torch.compile does it for decoding, "tuned" with its search of tiles by coordinate descent."""
+def decoding(folder: Path, batch: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """{contender: {"error", "timing"}} of steps of the artifact in `folder`, "ours", and of torch.compile, "compiled".
+
+    Raises ValueError for logits that are wrong.
+    """
     say("weights")
     made = drawn.fill(folder)
     config = made["config"]
@@ -98,10 +101,8 @@ def decoding(folder: Path, batch: int, peers: tuple[str, ...], say: Callable[[st
         torch.cuda.empty_cache()
     say("ours")
     calls = {"ours": ours(folder, ids, at, start)}
-    for peer in peers:
-        say(peer)
-        calls[peer] = compiled(config, dict(weights), ids, at, start, tuned=peer == "tuned")
-    del weights
+    say("compiled")
+    calls["compiled"] = compiled(config, weights, ids, at, start)
     found: dict[str, Any] = {}
     for name, call in calls.items():
         say(f"{name} is checked")
@@ -115,9 +116,7 @@ def decoding(folder: Path, batch: int, peers: tuple[str, ...], say: Callable[[st
         for name, call in calls.items():
             times[name].append(seconds(call, 20))
     for name, each in times.items():
-        found[name]["timing"] = {
-            "median": statistics.median(each), "low": min(each), "high": max(each), "graph": True
-        }  # fmt: skip
+        found[name]["timing"] = dataclasses.asdict(Timing(statistics.median(each), min(each), max(each), graph=True))
     return found
 
 
@@ -142,12 +141,8 @@ def compiled(
     ids: torch.Tensor,
     at: torch.Tensor,
     start: dict[str, torch.Tensor],
-    tuned: bool,
 ) -> Callable[[], Any]:
     """The same by torch.compile, with CUDA graphs."""
-    import torch._inductor.config
-
-    torch._inductor.config.coordinate_descent_tuning = tuned
     decoder = Decoder(config, weights, len(ids))
     for name, cache in _caches(decoder):
         cache.copy_(start[name])

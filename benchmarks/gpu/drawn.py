@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 
-RECIPE, OTHERS, WEIGHTS = "weights.json", "others.bin", "weights.bin"
+from lowering.manifest import WEIGHTS
+
+RECIPE, OTHERS = "weights.json", "others.bin"
 
 _TILE = 1_000_003  # numbers; prime, so that rows of a matrix are not each other's
 

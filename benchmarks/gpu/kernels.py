@@ -43,10 +43,9 @@ def function(kernel: Kernel, target: Target) -> tirx.PrimFunc:
             _ATTENTION[kernel.contender](Bound(problem, scope="local"), problem, device(target.tvm))
         made = builder.get()
     elif kernel.operation == "product":
-        variants = {
-            variant.name: variant for variant in matmul(Product.from_json(kernel.problem).function(), target.tvm) or ()
-        }
-        made = variants.get(kernel.contender, next(iter(variants.values()))).make()
+        function = Product.from_json(kernel.problem).function()
+        variants = {variant.name: variant for variant in matmul(function, target.tvm) or ()}
+        made = variants[kernel.contender].make()
     else:
         update = CacheUpdate.from_json(kernel.problem)
         unscheduled = copy_and_update(update) if kernel.result == "present" else update_in_place(update)

@@ -212,7 +212,7 @@ def step(folder: Path, name: str, say: Callable[[str], None]) -> dict[str, Any]:
 
     load_runtime(folder)
     load_device_runtime(folder)
-    return decoding(folder / "steps" / name, 1, ("compiled",), say)
+    return decoding(folder / "steps" / name, 1, say)
 
 
 def model(folder: Path, name: str, say: Callable[[str], None]) -> dict[str, Any]:

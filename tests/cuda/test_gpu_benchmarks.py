@@ -24,6 +24,7 @@ from benchmarks.gpu.report import rows, table
 from lowering.attention.problem import AttentionProblem, Window
 from lowering.attention.reference import reference
 from lowering.demo.decoder import DecoderConfig
+from lowering.manifest import WEIGHTS
 from lowering.target import resolve
 
 TINY = Sizes(2, 5, 9, (4, 12))
@@ -291,7 +292,7 @@ def test_weights_are_drawn_again(tmp_path: Path) -> None:
     """Those of a decoder, whose artifact travels without them; an artifact that was changed would not load."""
     config = DecoderConfig(1, hidden=128, heads=4, kv_heads=2, head_dim=32, mlp=256, vocabulary=500, positions=64)
     llama.artifact(tmp_path, "cpu", config)
-    assert not (tmp_path / drawn.WEIGHTS).exists()
+    assert not (tmp_path / WEIGHTS).exists()
     assert drawn.fill(tmp_path)["config"]["mlp"] == 256
     rng = np.random.default_rng(0)
     caches = {f"cache_{kind}.0": rng.standard_normal((1, 2, 16, 32)).astype("float16") for kind in "kv"}
