@@ -71,9 +71,13 @@ def overview(profiles: Sequence[Profile]) -> str:
     ]
     headings = ("sizes", "a run", "CPU time", "of limit", "onnxruntime", "ratio")
     count = 6 if any(profile.peer is not None for profile in profiles) else 4
-    cells = [row[:count] for row in (headings, *rows)]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cells)
+    return "\n".join(aligned([row[:count] for row in (headings, *rows)]))
+
+
+def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """A line for each row, whose cells stand below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
 
 
 def picture(profile: Profile, path: Path) -> None:

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +70,8 @@ def _about(files: Files, manifest: Manifest) -> Iterator[str]:
 
 def _kernels(manifest: Manifest) -> Iterator[str]:
     """A line for each kernel; those that are called most come first."""
+    from ..profiling.report import aligned
+
     counts = Counter(call.kernel for call in manifest.calls)
     nodes: dict[str, str] = {}
     for call in manifest.calls:
@@ -81,16 +83,12 @@ def _kernels(manifest: Manifest) -> Iterator[str]:
         source = kernel.source or "default"
         rows.append((str(counts[kernel.name]), kernel.name, kernel.kind, kernel.schedule, source, short or "-"))
     yield f"{len(manifest.calls)} calls of {len(manifest.kernels)} kernels"
-    yield from _aligned(rows)
+    yield from aligned(rows)
 
 
 def _calls(manifest: Manifest) -> Iterator[str]:
-    rows = [("call", "kernel", "ONNX nodes")]
+    from ..profiling.report import aligned
+
+    rows: list[tuple[str, ...]] = [("call", "kernel", "ONNX nodes")]
     rows += [(str(n), call.kernel, ", ".join(call.nodes) or "-") for n, call in enumerate(manifest.calls)]
-    yield from _aligned(rows)
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
+    yield from aligned(rows)
