@@ -19,6 +19,8 @@ from .version import VERSION
 
 if TYPE_CHECKING:
     from . import flex as flex
+    from .checking.check import check as check
+    from .checking.verification import verify as verify
     from .compiling.compiler import compile as compile
     from .errors import ArtifactError as ArtifactError
     from .errors import InputError as InputError
@@ -39,8 +41,6 @@ if TYPE_CHECKING:
     from .serving import Batcher as Batcher
     from .serving import PagedKVCache as PagedKVCache
     from .serving import PoolFullError as PoolFullError
-    from .tools.checking import check as check
-    from .tools.verification import verify as verify
     from .tuning.batches import file_results as file_results
     from .tuning.tune import Tuning as Tuning
     from .tuning.tune import tune as tune
@@ -63,8 +63,8 @@ _HOME = {
     "PagedKVCache": "serving",
     "Serve": "graph.serve",
     "PoolFullError": "serving",
-    "check": "tools.checking",
-    "verify": "tools.verification",
+    "check": "checking.check",
+    "verify": "checking.verification",
     "LoweringError": "errors",
     "ModelError": "errors",
     "NodeError": "errors",

@@ -18,8 +18,8 @@ import pytest
 from onnx import TensorProto, helper
 
 import lowering
+from lowering.commands.cli import main
 from lowering.errors import LoweringError
-from lowering.tools.cli import main
 
 FOREIGN = re.compile(
     r"match_cast|heap_data|storage allocation|Check failed|TVM|T\.int64|Traceback|ErrorContext|std::|0x"

@@ -17,9 +17,9 @@ from onnx import numpy_helper
 
 import lowering
 from lowering.arithmetic import evaluate
+from lowering.commands.cli import main
 from lowering.manifest import FILE, Manifest
 from lowering.profiling import limits
-from lowering.tools.cli import main
 
 B, S, H, D, WIDTH, ROWS = 3, 37, 4, 16, 256, 500
 
@@ -100,7 +100,7 @@ def test_command_without_the_compiler(artifact: Path, tmp_path: Path) -> None:
     assert documented is not None
     arguments = ["artifact" if a == "out/" else a for a in shlex.split(documented[1])]
     (tmp_path / "artifact").symlink_to(artifact)
-    code = "import sys; sys.modules['tvm'] = None; from lowering.tools.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; sys.modules['tvm'] = None; from lowering.commands.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, *arguments, "--seconds", "0", "--png", "bench.png"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -23,7 +23,7 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
-from lowering.tools.cli import main
+from lowering.commands.cli import main
 
 ATTENTION = """
 <ir_version: 10, opset_import: ["" : 24]>

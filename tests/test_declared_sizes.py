@@ -10,7 +10,7 @@ import onnx_ir as ir
 import pytest
 
 import lowering
-from lowering.tools.cli import main
+from lowering.commands.cli import main
 
 # Doubled where the batch is 1.
 BRANCHES = """<ir_version: 10, opset_import: ["" : 21]>

@@ -147,7 +147,7 @@ def test_help_imports_nothing_heavy() -> None:
     """The command answers at once: neither NumPy nor TVM nor what they bring."""
     code = """
 import sys
-from lowering.tools.cli import main
+from lowering.commands.cli import main
 try:
     main(["--help"])
 except SystemExit:
@@ -176,7 +176,7 @@ assert torch.imported
 def test_public_names_are_what_they_say_however_often_they_are_used() -> None:
     """A submodule of the same name would replace the function at its first import."""
     code = """
-import lowering, lowering.tools.cli
+import lowering, lowering.commands.cli
 for _ in range(2):
     for name in lowering.__all__:
         assert callable(getattr(lowering, name)), name

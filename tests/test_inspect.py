@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import lowering
+from lowering.commands.cli import main
 from lowering.demo.decoder import DecoderConfig, build_decoder
-from lowering.tools.cli import main
 
 CONFIG = DecoderConfig(2, hidden=64, heads=4, kv_heads=2, head_dim=16, mlp=96, vocabulary=50, positions=64)
 
@@ -61,7 +61,7 @@ def test_without_the_compiler_and_code_that_runs_here(artifact: Path, tmp_path: 
     copy = tmp_path / "out"
     subprocess.run(["cp", "-r", artifact, copy], check=True)
     (copy / "model.so").write_bytes(b"no code")
-    code = "import sys; sys.modules['tvm'] = None; from lowering.tools.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; sys.modules['tvm'] = None; from lowering.commands.cli import main; sys.exit(main(sys.argv[1:]))"
     done = subprocess.run([sys.executable, "-c", code, "inspect", copy], capture_output=True, text=True)
     assert done.returncode == 0 and "ids: int64[batch, tokens]" in done.stdout, done.stderr
 

@@ -13,8 +13,8 @@ import onnx.parser
 import pytest
 
 import lowering
+from lowering.commands.cli import main
 from lowering.compiling import object_cache, objects
-from lowering.tools.cli import main
 
 TEXT = """
     m (float[N, 24] x) => (float[N, 40] {y}) <float[24, 40] w, float[40] b> {{

@@ -11,9 +11,9 @@ import onnxruntime
 import pytest
 
 import lowering
+from lowering.commands.cli import main
 from lowering.errors import InputError
 from lowering.quantising import quantise
-from lowering.tools.cli import main
 
 SAMPLE = Path(__file__).parent / "exports" / "samples" / "distilbert-traced17"
 

@@ -12,10 +12,10 @@ import onnx_ir as ir
 import pytest
 
 import lowering
+from lowering.checking import verification
+from lowering.checking.made_up import made_up
+from lowering.commands.cli import main
 from lowering.manifest import TensorSpec
-from lowering.tools import verification
-from lowering.tools.cli import main
-from lowering.tools.made_up import made_up
 
 ROWS, POSITIONS, WIDTH = 50, 12, 96
 

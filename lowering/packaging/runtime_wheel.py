@@ -19,13 +19,11 @@ from .wheel import Wheel
 NAME = "onnx-lowering-runtime"
 
 # What it is made of, in lowering/.
-_PACKAGES = ("diagnosis", "profiling", "runtime", "serving")
+_PACKAGES = ("commands", "diagnosis", "profiling", "runtime", "serving")
 _MODULES = (
     "__init__.py", "__main__.py", "arithmetic.py", "errors.py", "machine.py", "manifest.py", "py.typed", "records.py",
     "version.py",
     "graph/__init__.py", "graph/serve.py",  # what Serve holds
-    "tools/__init__.py", "tools/cache.py", "tools/cli.py", "tools/doctor.py", "tools/options.py",
-    "tools/inspecting.py", "tools/packaging.py", "tools/tuning.py",
 )  # fmt: skip
 
 _DESCRIPTION = """\
@@ -46,7 +44,7 @@ def write_runtime_wheel(folder: Path) -> Path:
     files |= {f"{place}/{path.name}": path for path in (libraries.runtime, libraries.cuda)}
     files[f"{place}/{VERSION_FILE}"] = libraries.versions["apache-tvm"].encode()
     info = f"onnx_lowering_runtime-{VERSION}.dist-info"
-    files[f"{info}/entry_points.txt"] = b"[console_scripts]\nonnx-lowering = lowering.tools.cli:main\n"
+    files[f"{info}/entry_points.txt"] = b"[console_scripts]\nonnx-lowering = lowering.commands.cli:main\n"
     licences = {"LICENSE": our_licence(), **{n: t for n, t in libraries.licences.items() if "-ffi-" not in n}}
     files |= {f"{info}/licenses/{name}": text for name, text in licences.items()}
     wheel = Wheel(

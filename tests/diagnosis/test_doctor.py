@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import lowering
+from lowering.commands.cli import main
 from lowering.diagnosis import here, packages, toolchain
 from lowering.diagnosis.report import Report
-from lowering.tools.cli import main
 
 
 def doctor(*options: str, **environment: str) -> tuple[int, str]:

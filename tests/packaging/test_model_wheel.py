@@ -14,10 +14,10 @@ import onnx
 import pytest
 from test_runtime_wheel import check_record
 
+from lowering.commands.cli import main
 from lowering.compiling.compiler import compile_to
 from lowering.manifest import Manifest, TensorSpec
 from lowering.packaging.module import identifiers, source
-from lowering.tools.cli import main
 
 MODEL = """
 <ir_version: 10, opset_import: ["" : 21]>

@@ -16,11 +16,11 @@ import onnx
 import pytest
 
 import lowering
+from lowering.commands.cli import main
 from lowering.compiling.compiler import compile_to
 from lowering.manifest import FILE, Manifest
 from lowering.packaging import libraries
 from lowering.packaging.folder import package
-from lowering.tools.cli import main
 
 MODEL = """
 <ir_version: 10, opset_import: ["" : 21]>

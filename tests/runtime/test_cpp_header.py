@@ -79,7 +79,7 @@ def test_a_model_with_ugly_names(tmp_path: Path) -> None:
     model = onnx.helper.make_model(graph, opset_imports=[opset], ir_version=10)
     onnx.save(model, tmp_path / "model.onnx")
     command = ["onnx-lowering", "compile", str(tmp_path / "model.onnx"), "-o", str(tmp_path / "out")]
-    code = f"from lowering.tools.cli import main; raise SystemExit(main({command[1:]!r}))"
+    code = f"from lowering.commands.cli import main; raise SystemExit(main({command[1:]!r}))"
     ascii_locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "utf-8"}
     subprocess.run(
         [os.sys.executable, "-c", code], cwd=modules.ROOT, env={**os.environ, **ascii_locale}, check=True, timeout=120

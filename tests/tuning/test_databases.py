@@ -11,7 +11,7 @@ from models import product
 from tvm.s_tir import meta_schedule as ms
 
 import lowering
-from lowering.tools.cli import main
+from lowering.commands.cli import main
 from lowering.tuning import database, upkeep
 from lowering.tuning.choices import recorded
 from lowering.tuning.database import best, held, journal, opened, records_of

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 DEVICE = """
 import sys
 sys.modules["onnx"] = sys.modules["onnx_ir"] = sys.modules["schedules"] = None
-from lowering.tools.cli import main
+from lowering.commands.cli import main
 sys.exit(main(["device", "--tracker", sys.argv[1], "--key", sys.argv[2]]))
 """
 

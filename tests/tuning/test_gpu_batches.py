@@ -31,7 +31,7 @@ MEASURE = """
 import sys
 for name in ("tvm", "onnx", "onnx_ir", "schedules", "xgboost"):
     sys.modules[name] = None
-from lowering.tools.cli import main
+from lowering.commands.cli import main
 sys.exit(main(["measure", sys.argv[1]]))
 """
 

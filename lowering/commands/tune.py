@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
-from .options import PRECISIONS, address, natural, positive, seconds, settings
+from .options import PRECISIONS, TARGET, address, natural, positive, seconds, settings
 
 
-def add(add_parser: Callable[..., Any], target: str) -> None:
-    """Their options; target explains --target."""
+def add(add_parser: Callable[..., Any]) -> None:
+    """Their options."""
     t = add_parser("tune", help="search the tiles of a model's kernels on this machine")
     t.add_argument("model", type=Path, help="the .onnx file")
     t.add_argument(
         "--database", type=Path, required=True, metavar="DIR", help="where records are kept, and resumed from"
     )
-    t.add_argument("--target", default="cpu", help=target)
+    t.add_argument("--target", default="cpu", help=TARGET)
     t.add_argument("--budget", type=seconds, default=1200.0, metavar="TIME", help="such as 90s, 20m (default) or 2h")
     t.add_argument("--trials", type=natural, help="end after so many trials, if the time is not over before")
     t.add_argument("--effort", choices=("quick", "full"), default="full", help="how small a kernel is still tuned")
@@ -76,8 +76,8 @@ def add(add_parser: Callable[..., Any], target: str) -> None:
 
 def _tune(arguments: argparse.Namespace) -> int:
     from ..tuning.batches import file_results
+    from ..tuning.table import Watch, show
     from ..tuning.tune import tune
-    from .tuning_table import Watch, show
 
     if arguments.import_results is not None:
         filed = file_results(arguments.import_results, arguments.database, arguments.target)
@@ -146,6 +146,6 @@ def _measure(arguments: argparse.Namespace) -> int:
 
 
 def _db(arguments: argparse.Namespace) -> int:
-    from .databases import act
+    from ..tuning.db import act
 
     return act(arguments.action, arguments.databases, arguments.output, arguments.keep, arguments.least)

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from ..tuning.session import State
-from ..tuning.tune import Tuning
+from .session import State
+from .tune import Tuning
 
 _PAUSE = 10.0  # seconds between lines where there is no terminal
 

@@ -16,7 +16,7 @@ from ..graph.declared_sizes import with_sizes
 from ..graph.model import ModelLike, load_model
 from ..graph.precision import Precision
 from ..importing.quantised import Scheme
-from .checking import check
+from .check import check
 from .made_up import made_up
 
 Against = Literal["reference", "onnxruntime"]
@@ -78,7 +78,7 @@ def verify(
 ) -> Verification:
     """Compiles the model and compares every output with onnx's reference evaluator or ONNX Runtime.
 
-    inputs gives some or all inputs; the others are made up by seed (tools/made_up.py). sizes gives symbolic dimensions
+    inputs gives some or all inputs; the others are made up by seed (made_up.py). sizes gives symbolic dimensions
     by name, 4 where it says nothing. An element is close when |ours - reference| <= atol + rtol * |reference|, 1e-5
     and 1e-3 where neither is given. weights, precision, donate and threads are passed to `compile`; the reference
     computes the model as it is, so that the comparisons show the cost: where that rounds numbers, or the model's own

@@ -12,6 +12,26 @@ from typing import Any
 from ..arithmetic import LARGEST_SIZE
 from ..errors import InputError
 
+TARGET = (
+    "cpu (this machine, the default), cpu:x86-64-v3, cpu:x86-64-v4, cpu:aarch64, cuda (the GPU here), or cuda: and "
+    "architectures: sm_80, sm_86, sm_89, sm_90a, sm_100, sm_120, with commas between"
+)
+
+DIM = "fix a symbolic dimension, or NAME=LOW..HIGH: its legal sizes"
+
+WEIGHTS = "compress the constant matrices of products"
+
+PRECISION = (
+    "compute the products of a model of float32, and store weights and caches, in this type; fast: products of float32 "
+    "and float16 in bfloat16 where the target multiplies it faster, with caches as they are; tf32, 3xtf32: multiply "
+    "float32 itself on tensor cores, rounded to TF32 or in two parts"
+)
+
+VERIFY_KEY = "refuse an artifact that was not signed with the other half of this Ed25519 public key"
+
+WEIGHT_SCHEMES = ("int8", "int4", "f16")
+"""Of importing/quantised.py."""
+
 PRECISIONS = ("float16", "bfloat16", "fast", "tf32", "3xtf32")
 """Of graph/precision.py, which takes a second to import."""
 

@@ -1,4 +1,4 @@
-"""The command `db`."""
+"""What the command `db` does."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import InputError
-from ..tuning import upkeep
-from .tuning_table import causes, time_of
+from . import upkeep
+from .table import causes, time_of
 
 
 def act(action: str, databases: Sequence[Path], output: Path | None, keep: int, least: float) -> int:
@@ -34,7 +34,7 @@ def act(action: str, databases: Sequence[Path], output: Path | None, keep: int, 
     elif output is not None and action == "pack":
         print(f"packed {upkeep.pack(database, output, least)} kernels into {output}")
     elif output is not None:
-        from ..tuning.plot import plot
+        from .plot import plot
 
         plot(database, output)
         print(f"wrote {output}")

@@ -1,0 +1,60 @@
+"""The command that measures an artifact: bench."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+from .options import VERIFY_KEY, arrays, not_negative, positive, settings
+from .written import written
+
+
+def add(add_parser: Callable[..., Any]) -> None:
+    """Its options."""
+    b = add_parser("bench", help="time an artifact, kernel by kernel, beside what this machine can do")
+    b.add_argument("artifact", type=Path, help="the artifact folder")
+    b.add_argument(
+        "--dim", action="append", default=[], metavar="NAME=SIZE[,SIZE]",
+        help="one per symbolic dimension; several sizes are measured one after the other",
+    )  # fmt: skip
+    b.add_argument("--input", action="append", default=[], metavar="NAME=FILE.npy", help="others are made up")
+    b.add_argument("--threads", type=positive, default=1, help="number of workers (1)")
+    b.add_argument("--seconds", type=not_negative, default=2.0, help="how long to measure (2)")
+    b.add_argument("--verify-key", type=Path, metavar="KEY.pem", help=VERIFY_KEY)
+    b.add_argument(
+        "--against", type=Path, metavar="MODEL.onnx", help="the model it was compiled from: onnxruntime takes turns"
+    )
+    b.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
+    b.add_argument("--trace", type=Path, metavar="FILE", help="write a run as a timeline for ui.perfetto.dev")
+    b.add_argument("--png", type=Path, metavar="FILE", help="draw the kernels' times; needs matplotlib")
+    b.set_defaults(run=_bench)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from ..profiling.benchmark import bench
+    from ..profiling.report import overview
+    from ..runtime import load
+
+    inputs, every = arrays(arguments.input), settings(arguments.dim)
+    if len(every) > 1 and (arguments.trace or arguments.png):
+        raise InputError("--trace and --png are of one run: give each --dim one size.")
+    model = load(arguments.artifact, verify_key=arguments.verify_key)
+    profiles = []
+    for each in every:
+        profiles.append(bench(model, each, inputs, arguments.threads, arguments.seconds, arguments.against))
+        print(profiles[-1], end="\n\n" if len(every) > 1 else "\n", flush=True)
+    if len(every) > 1:
+        print(overview(profiles))
+    if arguments.json is not None:
+        found = [profile.to_json() for profile in profiles]
+        with written(arguments.json) as path:
+            path.write_text(found[0] if len(every) == 1 else f"[{','.join(found)}]\n")
+    if arguments.trace is not None:
+        with written(arguments.trace) as path:
+            path.write_text(profiles[0].trace())
+    if arguments.png is not None:
+        profiles[0].save_png(arguments.png)
+    return 0

@@ -1,0 +1,100 @@
+"""The command that makes artifacts: compile."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InputError
+from .options import DIM, PRECISION, PRECISIONS, TARGET, WEIGHT_SCHEMES, WEIGHTS, dim, positive
+
+if TYPE_CHECKING:
+    from ..graph.serve import Serve
+
+
+def add(add_parser: Callable[..., Any]) -> None:
+    """Its options."""
+    c = add_parser("compile", help="compile a model into an artifact folder")
+    c.add_argument("model", type=Path, help="the .onnx file")
+    c.add_argument("-o", "--output", type=Path, required=True, help="the artifact folder to write")
+    c.add_argument("--target", default="cpu", help=TARGET)
+    c.add_argument("--cc", help="the C compiler that links, for instance a cross compiler")
+    c.add_argument("--donate", action="append", default=[], metavar="REGEX", help="inputs to consume; may be repeated")
+    c.add_argument("--dim", action="append", default=[], metavar="NAME=SIZE", help=DIM)
+    c.add_argument(
+        "--static-cache", type=positive, metavar="TOKENS", help="turn a growing past into in-place slot caches"
+    )
+    c.add_argument(
+        "--serve", type=positive, metavar="CONTEXT", help="serve packed requests of up to so many tokens, paged"
+    )
+    c.add_argument("--cache", choices=("model", "int8"), help="with --serve: the type of keys and values in the cache")
+    c.add_argument("--weights", choices=WEIGHT_SCHEMES, help=WEIGHTS)
+    c.add_argument("--precision", choices=PRECISIONS, help=PRECISION)
+    c.add_argument("--database", type=Path, metavar="DIR", help="records of `tune` that pick the tiles of kernels")
+    c.add_argument("--threads", type=positive, help="default number of workers (else the CPUs the caller may use)")
+    c.add_argument("--no-checks", action="store_true", help="runs look at no tables of serving operators")
+    c.add_argument("--sign", type=Path, metavar="KEY.pem", help="sign the artifact with this Ed25519 private key")
+    c.add_argument("--dump-dir", type=Path, help="write fused.onnx and the module after every pass into this folder")
+    c.set_defaults(run=_compile)
+
+
+def _compile(arguments: argparse.Namespace) -> int:
+    import onnx_ir as ir
+
+    from ..compiling import progress_bar
+    from ..compiling.compiler import compile_to
+
+    steps = itertools.count(1)
+
+    def dump(name: str, module: Any) -> None:
+        if isinstance(module, ir.Model):
+            ir.save(module, arguments.dump_dir / f"{name}.onnx", external_data=f"{name}.onnx.data")
+            return
+        (arguments.dump_dir / f"{next(steps):02}_{name}.py").write_text(module.script() + "\n")
+
+    if arguments.dump_dir is not None:
+        arguments.dump_dir.mkdir(parents=True, exist_ok=True)
+    with progress_bar.shown():
+        manifest = compile_to(
+            arguments.output,
+            arguments.model,
+            arguments.target,
+            arguments.donate,
+            arguments.threads,
+            arguments.cc,
+            dims=dict(dim(text) for text in arguments.dim),
+            static_cache=arguments.static_cache,
+            weights=arguments.weights,
+            database=arguments.database,
+            serve=_serve(arguments),
+            dump=dump if arguments.dump_dir is not None else None,
+            sign_key=arguments.sign,
+            checks=not arguments.no_checks,
+            precision=arguments.precision,
+        )
+    for note in manifest.notes:
+        print(f"note: {note}")
+    for title, tensors in (("inputs", manifest.inputs), ("outputs", manifest.outputs)):
+        print(f"{title}:")
+        for t in tensors:
+            where = manifest.donated.get(t.name)
+            print(f"  {t.name}: {t.dtype}{list(t.dims)}" + (f", donated to {where}" if where else ""))
+    if arguments.database is not None or any(kernel.source for kernel in manifest.kernels):
+        for kernel in manifest.kernels:
+            print(f"{kernel.name}: {kernel.source or 'default'}")
+    print(f"weights: {sum(w.nbytes for w in manifest.weights) / 2**20:.1f} MiB")
+    print(f"wrote {arguments.output} for {manifest.target}")
+    return 0
+
+
+def _serve(arguments: argparse.Namespace) -> Serve | None:
+    if arguments.serve is None:
+        if arguments.cache is not None:
+            raise InputError("--cache says how --serve CONTEXT keeps keys and values: give both.")
+        return None
+    from ..graph.serve import Serve
+
+    return Serve(arguments.serve, cache=arguments.cache or "model")

@@ -1,0 +1,21 @@
+"""The command that shows the main job: demo."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def add(add_parser: Callable[..., Any]) -> None:
+    """Its options."""
+    d = add_parser("demo", help="build, compile, load and run a small decoder with in-place caches")
+    d.add_argument("-o", "--output", type=Path, help="keep the model and its artifact in this folder")
+    d.set_defaults(run=_demo)
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from ..demo import demo
+
+    return demo(arguments.output)

@@ -1,1 +1,0 @@
-"""The commands, and what they need beside compiling and running."""
