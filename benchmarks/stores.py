@@ -24,6 +24,7 @@ from lowering.attention.plain import plain
 from lowering.attention.problem import AttentionProblem, Window
 from lowering.attention.reference import reference
 from lowering.attention.store import Codec, Offset, Pages, Store
+from lowering.compiling.in_process import provide
 from lowering.errors import LoweringError
 from lowering.target import resolve
 
@@ -140,6 +141,7 @@ _kernels: dict[AttentionProblem, Any] = {}
 def _kernel(p: AttentionProblem) -> Any:
     if p not in _kernels:
         target = resolve("cpu")[0].tvm
+        provide()
         module = schedules.apply(tvm.IRModule({"attention": plain(p)}), target)
         _kernels[p] = tvm.compile(module, target=target)["attention"]
     return _kernels[p]

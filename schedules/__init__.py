@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import tvm
 from tvm import tirx
@@ -18,6 +19,9 @@ ATTRIBUTE = "lowering.schedule"
 SOURCE = "lowering.source"
 """Of such a function whose tiles were chosen from outside: where they come from."""
 
+CODE = "lowering.code"
+"""Of a function that `Known` was asked about: the key that it gave."""
+
 LOOPS = "loops"
 """In place of a rule's name: the function is scheduled by what is not ours (variant.Code)."""
 
@@ -27,18 +31,31 @@ RULES = {"llvm": cpu.RULES, "cuda": cuda.RULES}
 _JOINS = {"llvm": cpu.joins, "cuda": cuda.joins}
 
 
-def apply(mod: tvm.IRModule, target: tvm.target.Target, choose: Choose | None = None) -> tvm.IRModule:
+class Known(Protocol):
+    """Tells of which kernels there is code, from before."""
+
+    def key(self, func: tirx.PrimFunc, how: str) -> str | None:
+        """What stands for the code of a function that is scheduled so; None where nobody will know."""
+
+    def has(self, key: str) -> bool:
+        """Whether there is that code."""
+
+
+def apply(
+    mod: tvm.IRModule, target: tvm.target.Target, choose: Choose | None = None, known: Known | None = None
+) -> tvm.IRModule:
     """Replaces each PrimFunc by a variant of the first rule of the target that has any; the others stay as they are.
 
     choose says which variant, and its tiles; without it the default of each is taken. Name, parameters and attributes
-    of a function survive: its callers need not know. ATTRIBUTE is added.
+    of a function survive: its callers need not know. ATTRIBUTE is added. A function whose code is known stays as it is,
+    but for what is said of it.
 
     Raises ValueError for a choice that does not exist or is illegal.
     """
     scheduled = tvm.IRModule(dict(mod.functions_items()), attrs=mod.attrs)
     for name, func in mod.functions_items():
         if isinstance(func, tirx.PrimFunc):
-            scheduled.update_func(name, _scheduled(func, target, choose))
+            scheduled.update_func(name, _scheduled(func, target, choose, known))
     return scheduled
 
 
@@ -57,14 +74,24 @@ def joins(func: tirx.PrimFunc, target: tvm.target.Target) -> bool | None:
     return _JOINS[target.kind.name](func, target)
 
 
-def _scheduled(func: tirx.PrimFunc, target: tvm.target.Target, choose: Choose | None) -> tirx.PrimFunc:
+def _scheduled(
+    func: tirx.PrimFunc, target: tvm.target.Target, choose: Choose | None, known: Known | None
+) -> tirx.PrimFunc:
     rule, found = variants(func, target) or ("", ())
     choice = None if choose is None else choose(func, found)
     if not found and choice is None:
         return func
+    marks = {ATTRIBUTE: LOOPS if isinstance(choice, Code) else rule}
+    if choice is not None and choice.source:
+        marks[SOURCE] = choice.source
+    if known is not None and not isinstance(choice, Code):
+        key = known.key(func, repr((rule, choice)))
+        if key is not None:
+            marks[CODE] = key
+            if known.has(key):
+                return func.with_attr(marks)
     new = made(func, found, choice)
-    for key, value in func.attrs.items():
-        if key != FORM:
-            new = new.with_attr(key, value)
-    made_by = LOOPS if isinstance(choice, Code) else rule
-    return new.with_attr({ATTRIBUTE: made_by, **({SOURCE: choice.source} if choice and choice.source else {})})
+    for name, value in func.attrs.items():
+        if name != FORM:
+            new = new.with_attr(name, value)
+    return new.with_attr(marks)

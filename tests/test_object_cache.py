@@ -7,12 +7,15 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx.parser
 import pytest
+from tvm import tirx
 
 import lowering
+import schedules
 from lowering.commands.cli import main
 from lowering.compiling import object_cache, objects
 
@@ -46,13 +49,13 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Symbols of the kernels that are compiled from now on, with a cache of this test alone."""
     monkeypatch.setenv("ONNX_LOWERING_CACHE", str(tmp_path / "cache"))
     found: list[str] = []
-    compiles = objects._Compiler.compiled
+    compiles = objects.Kernels.compiled
 
-    def noted(self: objects._Compiler, func, target) -> bytes:
+    def noted(self: objects.Kernels, func, target) -> bytes:
         found.append(str(func.attrs["global_symbol"]))
         return compiles(self, func, target)
 
-    monkeypatch.setattr(objects._Compiler, "compiled", noted)
+    monkeypatch.setattr(objects.Kernels, "compiled", noted)
     return found
 
 
@@ -75,6 +78,30 @@ def test_other_weights_and_names_share_code_and_other_targets_do_not(compiled: l
 
     compile_to(tmp_path / "out", model(), "cpu:x86-64-v3")
     assert compiled
+
+
+def test_what_has_code_is_not_scheduled_again(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless somebody looks inside, or the sources are others."""
+    lowering.compile(model())
+    compiled.clear()
+    made: list[tirx.PrimFunc] = []
+    makes = schedules.made
+
+    def noted(func: tirx.PrimFunc, *how: Any) -> tirx.PrimFunc:
+        made.append(func)
+        return makes(func, *how)
+
+    monkeypatch.setattr(schedules, "made", noted)
+    other = model(seed=3, y="z")
+    found = lowering.compile(other)
+    assert not made and right(found, other)
+    assert [(k.schedule, k.kind) for k in found.manifest.kernels] == [("matmul", "matmul")]
+    lowering.compile(model(), dump=lambda name, module: None)
+    assert made and not compiled
+    made.clear()
+    monkeypatch.setattr(objects, "_sources", lambda: "other sources")
+    lowering.compile(model())
+    assert made and not compiled
 
 
 @pytest.mark.parametrize("harm", ["short", "other", "empty"])

@@ -17,6 +17,7 @@ from pathlib import Path
 import tvm
 
 from lowering.compiling.build import build
+from lowering.compiling.objects import Kernels
 from lowering.machine import CUDART, find_cudart
 from lowering.target import Target, resolve
 
@@ -86,7 +87,7 @@ def libraries(folder: Path, made: dict[str, Kernel], cases: dict[str, Case], tar
         if not library.exists():
             print(f"[{number}/{len(made)}] {kernel.name}", file=sys.stderr, flush=True)
             partial = library.with_suffix(".partial")
-            partial.write_bytes(build(tvm.IRModule({"kernel": function}), target))
+            partial.write_bytes(build(tvm.IRModule({"kernel": function}), target, Kernels(target)))
             partial.rename(library)
         found[name] = replace(kernel, library=str(library.relative_to(folder)))
     kept = {folder / kernel.library for kernel in found.values()}

@@ -23,8 +23,8 @@ from .early_launch import early_launch
 Pass = Callable[[tvm.IRModule], tvm.IRModule]
 
 
-def build(module: tvm.IRModule, target: Target, kept: bool = True) -> bytes:
-    """The shared library. kept says whether the code of its kernels is, for the next library that has them.
+def build(module: tvm.IRModule, target: Target, kernels: objects.Kernels) -> bytes:
+    """The shared library; kernels makes the code of a CPU's, or has it already.
 
     Raises TargetError when a compiler or the linker is missing or fails.
     """
@@ -32,9 +32,9 @@ def build(module: tvm.IRModule, target: Target, kept: bool = True) -> bytes:
     if target.architecture:
         make_modules_of_machine_code(target.linker)
     called = _called(module)
-    kernels: list[objects.Object] = []
+    taken: list[objects.Object] = []
     if not target.architecture:
-        module, kernels = objects.taken_out(module, target, kept)
+        module, taken = kernels.taken_out(module)
     with target.tvm, tvm.transform.PassContext(disabled_pass=list(objects.unused(target))):
         executable = tvm.compile(
             module,
@@ -46,7 +46,7 @@ def build(module: tvm.IRModule, target: Target, kept: bool = True) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.so"
         try:
-            options = [*link_options(target.linker, folder, called), *objects.link_options(kernels, folder)]
+            options = [*link_options(target.linker, folder, called), *objects.link_options(taken, folder)]
             executable.export_library(str(path), fcompile=_Linker(target, options))
         except (RuntimeError, OSError) as error:
             raise TargetError(f"'{target.linker}' could not link for target '{target.name}': {error}") from error

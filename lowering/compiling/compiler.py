@@ -37,6 +37,7 @@ from ..version import VERSION
 from . import artifact, progress
 from .build import build, check_linker
 from .interrupts import interrupts_kept
+from .objects import Kernels
 from .options import Options
 from .pipeline import Dump, lower
 
@@ -200,8 +201,10 @@ def compiled(model: ModelLike, options: Options, stand_in: Target | None = None,
     for each in targets:
         choose = Records(None if options.database is None else Path(options.database), each).choose
         runs_on = stand_in or each
-        lowered = lower(imported, each, pairs, notes, dump, options.weights, choose, runs_on, products)
-        libraries.append(build(lowered.module, runs_on))
+        kernels = Kernels(runs_on)
+        known = kernels if dump is None else None  # who looks inside wants to see all that is scheduled
+        lowered = lower(imported, each, pairs, notes, dump, options.weights, choose, runs_on, products, known)
+        libraries.append(build(lowered.module, runs_on, kernels))
         unscheduled.append(lowered.unscheduled)
         if not each.architecture:
             notes += warnings(lowered.kernels, lowered.calls)

@@ -1,6 +1,7 @@
 """Object code, kept on disk: what was compiled once by the same compiler for the same machine is only linked.
 
-The files lie in `objects` of the cache folder (machine.py), each under the key of what it was made of. One is written
+The files lie in `objects` of the cache folder (machine.py), each under the key of what it was made of; beside them, by
+what a kernel was before it was scheduled, which of them has its code. One is written
 whole under another name and then renamed, and says what its bytes must be: writers may race or be killed. The least
 recently used ones go when all together are more than MOST bytes. Who can write there can run code as you.
 """
@@ -19,7 +20,8 @@ from ..machine import cache_folder
 
 MOST = 1 << 30
 _DIGEST = hashlib.sha256().digest_size
-_SUFFIX = ".object"
+OBJECT, MADE_OF = ".object", ".made_of"
+"""Kinds of files: object code, and the key of an object by what it was made of."""
 _ABANDONED = 3600.0  # seconds after which a file that is still being written is nobody's
 
 
@@ -28,9 +30,9 @@ def folder() -> Path:
     return cache_folder() / "objects"
 
 
-def get(key: str) -> bytes | None:
+def get(key: str, kind: str = OBJECT) -> bytes | None:
     """What was kept under the key, a file name, if it is there and whole."""
-    path = folder() / f"{key}{_SUFFIX}"
+    path = folder() / f"{key}{kind}"
     try:
         content = path.read_bytes()
         os.utime(path)
@@ -40,7 +42,7 @@ def get(key: str) -> bytes | None:
     return found if hashlib.sha256(found).digest() == content[:_DIGEST] else None
 
 
-def put(key: str, content: bytes) -> None:
+def put(key: str, content: bytes, kind: str = OBJECT) -> None:
     """Keeps it, where that can be written: a cache that cannot is none."""
     with suppress(OSError):
         place = folder()
@@ -49,7 +51,7 @@ def put(key: str, content: bytes) -> None:
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(hashlib.sha256(content).digest() + content)
-            os.replace(name, place / f"{key}{_SUFFIX}")
+            os.replace(name, place / f"{key}{kind}")
         except BaseException:
             with suppress(OSError):
                 os.unlink(name)
@@ -57,9 +59,9 @@ def put(key: str, content: bytes) -> None:
 
 
 def size() -> tuple[int, int]:
-    """How many objects there are, and their bytes."""
-    found = [stat.st_size for _, stat in _files()]
-    return len(found), sum(found)
+    """How many objects there are, and the bytes of all files."""
+    found = [(path.suffix, stat.st_size) for path, stat in _files()]
+    return sum(kind == OBJECT for kind, _ in found), sum(size for _, size in found)
 
 
 def clear() -> None:
@@ -75,7 +77,7 @@ def trim(most: int = MOST) -> None:
     total = 0
     for path, stat in found:
         total += stat.st_size
-        if total > most if path.suffix == _SUFFIX else stat.st_mtime < time.time() - _ABANDONED:
+        if total > most if path.suffix in (OBJECT, MADE_OF) else stat.st_mtime < time.time() - _ABANDONED:
             with suppress(OSError):
                 os.unlink(path)
 

@@ -1,7 +1,8 @@
 """Object code of a CPU's kernels, each compiled by itself: what was compiled before is found again (object_cache.py).
 
-A kernel is compiled under a name that says what it computes, its key, so that models share it whatever they call it;
-the linker is told the names of the model.
+A kernel is compiled under a name that says what it computes, its symbol, so that models share it whatever they call it;
+the linker is told the names of the model. What was scheduled before by the same sources need not be scheduled again to
+learn its symbol.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -22,6 +23,9 @@ from tvm import tirx
 from tvm.target import codegen
 from tvm.tirx import compilation_pipeline
 
+import lowering
+import schedules
+from schedules import CODE
 from schedules.cpu.dot_int8 import INSTRUCTION
 
 from ..target import Target
@@ -40,23 +44,79 @@ class Object:
     code: bytes
 
 
-def taken_out(module: tvm.IRModule, target: Target, kept: bool) -> tuple[tvm.IRModule, list[Object]]:
-    """The module without the kernels that call no other function, and their code, compiled on all CPUs that the caller
-    may use; kept says whether for later."""
-    names = {name: func for name, func in module.functions_items() if _stands_alone(func)}
-    rest = tvm.IRModule({n: f for n, f in module.functions_items() if n not in names}, attrs=module.attrs)
-    compiler = _Compiler(target, kept)
-    pool = ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0)))
-    try:
-        found = []
-        for each in pool.map(compiler.object, names.values()):
-            found.append(each)
-            progress.at("compiling kernels", len(found), len(names))
-    finally:
-        pool.shutdown(cancel_futures=True)
-    if compiler.new:
-        object_cache.trim()
-    return rest, found
+class Kernels:
+    """The kernels of a module for a target: from the cache, or compiled and, if so wanted, kept for later."""
+
+    def __init__(self, target: Target, kept: bool = True) -> None:
+        self.target, self.made_for, self.kept = target, target.tvm.with_host(target.tvm), kept
+        self.new = False
+        """Whether something was kept that had not been."""
+        self._known: dict[str, Object] = {}
+        """By what they are made of, in memory: others may clear the cache at any time."""
+
+    def key(self, func: tirx.PrimFunc, how: str) -> str | None:
+        """What stands for the code of a kernel that is still to be scheduled, in the way that `how` tells; None where
+        it is not compiled by itself."""
+        if not self.kept or self.target.architecture or not _stands_alone(func):
+            return None
+        what = (tvm_ffi.structural_hash(_anonymous(func)), how, str(self.made_for), _sources())
+        return "m" + hashlib.sha256(repr(what).encode()).hexdigest()[:32]
+
+    def has(self, key: str) -> bool:
+        """Whether that kernel need not be scheduled."""
+        if key not in self._known:
+            symbol = object_cache.get(key, object_cache.MADE_OF)
+            code = None if symbol is None else object_cache.get(symbol.decode())
+            if symbol is None or code is None:
+                return False
+            self._known[key] = Object("", symbol.decode(), code)
+        return True
+
+    def taken_out(self, module: tvm.IRModule) -> tuple[tvm.IRModule, list[Object]]:
+        """The module without the kernels that call no other function, and their code, compiled on all CPUs that the
+        caller may use."""
+        names = {name: func for name, func in module.functions_items() if _stands_alone(func)}
+        rest = tvm.IRModule({n: f for n, f in module.functions_items() if n not in names}, attrs=module.attrs)
+        pool = ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0)))
+        try:
+            found = []
+            for each in pool.map(self.object, names.values()):
+                found.append(each)
+                progress.at("compiling kernels", len(found), len(names))
+        finally:
+            pool.shutdown(cancel_futures=True)
+        if self.new:
+            object_cache.trim()
+        return rest, found
+
+    def object(self, func: tirx.PrimFunc) -> Object:
+        name, key = str(func.attrs["global_symbol"]), func.attrs.get(CODE)
+        if key in self._known:
+            return replace(self._known[key], name=name)
+        plain = _with_needed_features(func, self.made_for)
+        what = (tvm_ffi.structural_hash(_anonymous(func)), str(plain), _versions())
+        symbol = "k" + hashlib.sha256(repr(what).encode()).hexdigest()[:32]
+        code = object_cache.get(symbol) if self.kept else None
+        if code is None:
+            code = self.compiled(func.with_attr("global_symbol", symbol), plain)
+            if self.kept:
+                object_cache.put(symbol, code)
+                self.new = True
+        if key is not None:
+            object_cache.put(key, symbol.encode(), object_cache.MADE_OF)
+        return Object(name, symbol, code)
+
+    def compiled(self, func: tirx.PrimFunc, target: tvm.target.Target) -> bytes:
+        run, finish, _ = compilation_pipeline.get_default_tir_pipeline(target)
+        with target, tvm.transform.PassContext(disabled_pass=list(unused(self.target))):
+            module = tirx.transform.BindTarget(target)(tvm.IRModule({str(func.attrs["global_symbol"]): func}))
+            # A module of one function would have an entry, and so would the next one.
+            lowered = {n: f.without_attr("tirx.is_entry_func") for n, f in run(module).functions_items()}
+            code = tvm.get_global_func("target.build.llvm")(finish()(tvm.IRModule(lowered)), target)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "kernel.o"
+            code.write_to_file(str(path), "o")
+            return path.read_bytes()
 
 
 def link_options(kernels: Sequence[Object], folder: str | Path) -> list[str]:
@@ -75,45 +135,24 @@ def unused(target: Target) -> tuple[str, ...]:
     return () if target.architecture else _UNUSED_ON_CPUS
 
 
-class _Compiler:
-    """Kernels of a target, from the cache or compiled."""
-
-    def __init__(self, target: Target, kept: bool) -> None:
-        self.target, self.made_for, self.kept = target, target.tvm.with_host(target.tvm), kept
-        self.new = False
-        """Whether something was kept that had not been."""
-
-    def object(self, func: tirx.PrimFunc) -> Object:
-        name = str(func.attrs["global_symbol"])
-        plain = _with_needed_features(func, self.made_for)
-        anonymous = func.with_attr("global_symbol", "")
-        what = (tvm_ffi.structural_hash(anonymous), str(plain), _versions())
-        symbol = "k" + hashlib.sha256(repr(what).encode()).hexdigest()[:32]
-        code = object_cache.get(symbol) if self.kept else None
-        if code is None:
-            code = self.compiled(func.with_attr("global_symbol", symbol), plain)
-            if self.kept:
-                object_cache.put(symbol, code)
-                self.new = True
-        return Object(name, symbol, code)
-
-    def compiled(self, func: tirx.PrimFunc, target: tvm.target.Target) -> bytes:
-        run, finish, _ = compilation_pipeline.get_default_tir_pipeline(target)
-        with target, tvm.transform.PassContext(disabled_pass=list(unused(self.target))):
-            module = tirx.transform.BindTarget(target)(tvm.IRModule({str(func.attrs["global_symbol"]): func}))
-            # A module of one function would have an entry, and so would the next one.
-            lowered = {n: f.without_attr("tirx.is_entry_func") for n, f in run(module).functions_items()}
-            code = tvm.get_global_func("target.build.llvm")(finish()(tvm.IRModule(lowered)), target)
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "kernel.o"
-            code.write_to_file(str(path), "o")
-            return path.read_bytes()
-
-
 @functools.cache
 def _versions() -> tuple[str, ...]:
     """Of what makes code of functions: TVM and this file."""
     return version("apache-tvm"), hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+
+
+@functools.cache
+def _sources() -> str:
+    """Of what makes kernels from the functions of a model: TVM and the sources of this project."""
+    digest = hashlib.sha256(version("apache-tvm").encode())
+    for package in (lowering, schedules):
+        for path in sorted(Path(package.__path__[0]).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _anonymous(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    return func.with_attr("global_symbol", "").without_attr(CODE)
 
 
 def _stands_alone(func: tvm.ir.BaseFunc) -> bool:

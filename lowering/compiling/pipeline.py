@@ -14,6 +14,7 @@ import onnx_ir as ir
 import tvm
 from tvm import relax, tirx
 
+from schedules import Known
 from schedules.half_precision import HALF
 from schedules.variant import Choose
 
@@ -77,13 +78,15 @@ def lower(
     choose: Choose | None = None,
     runs_on: Target | None = None,
     products: str | None = None,
+    known: Known | None = None,
 ) -> Lowered:
     """Runs the passes.
 
     donated maps the position of a consumed input to the output that takes over its memory. What could not be done in
     place is said in `notes`, and what it cost to compress constant matrices by `scheme`. choose picks variants and
     tiles (schedules/variant.py). runs_on is what kernels are made for, where that is not the target. products is how
-    a GPU's tensor cores compute those of float32, "tf32" or "3xtf32"; None leaves them to other code.
+    a GPU's tensor cores compute those of float32, "tf32" or "3xtf32"; None leaves them to other code. known tells which
+    kernels have code already and are left as they are.
     """
     runs_on = runs_on or target
     t = relax.transform
@@ -118,7 +121,7 @@ def lower(
     def schedule(mod: tvm.IRModule) -> tvm.IRModule:
         nonlocal kernels, calls, unscheduled
         unscheduled = {v.name_hint: f for v, f in mod.functions_items() if isinstance(f, tirx.PrimFunc)}
-        mod, kernels, calls = schedule_kernels(mod, runs_on.tvm, origins, choose)
+        mod, kernels, calls = schedule_kernels(mod, runs_on.tvm, origins, choose, known)
         if products is not None:
             notes.append(note_of_products(mod, products))
         return mod

@@ -21,7 +21,11 @@ _CALLS = ("relax.call_tir", "relax.call_tir_inplace")
 
 
 def schedule(
-    mod: tvm.IRModule, target: tvm.target.Target, origins: Origins, choose: Choose | None = None
+    mod: tvm.IRModule,
+    target: tvm.target.Target,
+    origins: Origins,
+    choose: Choose | None = None,
+    known: schedules.Known | None = None,
 ) -> tuple[tvm.IRModule, tuple[KernelSpec, ...], tuple[CallSpec, ...]]:
     """The module with fast kernels, a description of each, and the calls in the order of execution.
 
@@ -33,7 +37,7 @@ def schedule(
         if isinstance(binding.value, relax.Call) and binding.value.op in map(ir.Op.get, _CALLS)
     )
     called = {call.kernel for call in calls}
-    scheduled = schedules.apply(_with_weights(mod) if target.kind.name == "cuda" else mod, target, choose)
+    scheduled = schedules.apply(_with_weights(mod) if target.kind.name == "cuda" else mod, target, choose, known)
     kernels = []
     for name, func in mod.functions_items():
         if not isinstance(func, tirx.PrimFunc) or name.name_hint not in called:

@@ -68,6 +68,7 @@ static Worker* idle;
 static Worker* made;
 
 static _Thread_local int requested_threads; /* 0: as many as the mask has CPUs */
+static _Thread_local int alone;             /* the next launch gets no workers */
 static _Thread_local int in_task;           /* a launch from inside a task gets no workers */
 
 static void futex_sleep(atomic_uint* word, unsigned value) {
@@ -199,20 +200,32 @@ static void wait_for_workers(Job* job) {
     }
 }
 
+/* Generated code says before a loop whether its work is too little to be shared (schedules/cpu/loops.py): so it holds
+ * the loop once, and not a serial one beside it. */
+__attribute__((visibility("hidden"))) int lowering_launch_alone(int yes) { return alone = yes; }
+
+static int launch_alone(Lambda lambda, void* data) {
+    atomic_int arrivals = 0;
+    Group group = {&arrivals, 1};
+    int was_in_task = in_task;
+    alone = 0, in_task = 1;
+    int result = lambda(0, &group, data);
+    in_task = was_in_task;
+    return result;
+}
+
 /* TVMBackendParallelLaunch. num_task is 0 in all code that TVM's LLVM back end generates: as many as are useful. */
 static int launch(Lambda lambda, void* data, int num_task) {
+    if (alone || in_task || requested_threads == 1) return launch_alone(lambda, data);
     Worker* taken = NULL;
-    int workers = 0;
-    if (!in_task && requested_threads != 1) {
-        cpu_set_t mask;
-        CPU_ZERO(&mask);
-        int threads = 1; /* when the mask cannot be read: machines with more than 1024 CPUs */
-        if (sched_getaffinity(0, sizeof(mask), &mask) == 0) threads = CPU_COUNT(&mask);
-        if (requested_threads > 0) threads = requested_threads;
-        if (num_task > 0) threads = num_task;
-        if (threads > MOST) threads = MOST;
-        if (threads > 1) workers = take_workers(threads - 1, &mask, &taken);
-    }
+    cpu_set_t mask;
+    CPU_ZERO(&mask);
+    int threads = 1; /* when the mask cannot be read: machines with more than 1024 CPUs */
+    if (sched_getaffinity(0, sizeof(mask), &mask) == 0) threads = CPU_COUNT(&mask);
+    if (requested_threads > 0) threads = requested_threads;
+    if (num_task > 0) threads = num_task;
+    if (threads > MOST) threads = MOST;
+    int workers = threads > 1 ? take_workers(threads - 1, &mask, &taken) : 0;
 
     /* Callers may have small stacks. */
     atomic_int few[FEW * BARRIER_STRIDE], *arrivals = few, *many = NULL;
@@ -230,10 +243,9 @@ static int launch(Lambda lambda, void* data, int num_task) {
         worker->task = task++;
         set_state(worker, WORKING);
     }
-    int was_in_task = in_task;
     in_task = 1;
     int result = lambda(0, &job.group, data);
-    in_task = was_in_task;
+    in_task = 0;
     wait_for_workers(&job);
     give_back_workers(taken);
     free(many);

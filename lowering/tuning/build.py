@@ -10,6 +10,7 @@ from tvm import tirx
 import schedules
 
 from ..compiling.build import build
+from ..compiling.objects import Kernels
 from ..passes.alignment import assume_alignment
 from ..passes.hold_divisions import hold_divisions
 from ..target import Target
@@ -49,4 +50,4 @@ def compiled(func: tirx.PrimFunc, target: Target) -> bytes:
     module = tvm.IRModule({MAIN: func.with_attr("global_symbol", MAIN)})
     with target.tvm:
         module = assume_alignment(hold_divisions(module), 16 if target.architecture else 1)
-    return build(module, target, kept=False)  # few candidates come again
+    return build(module, target, Kernels(target, kept=False))  # few candidates come again

@@ -16,6 +16,9 @@ from ..reading.stages import Axis, unravel, volume
 from ..tiles import Space, Tiles
 from .vector import Machine, fixed
 
+LAUNCH_ALONE = "lowering_launch_alone"
+"""Of lowering/runtime/parallel.c: whether the parallel loop that follows is for the calling thread alone."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoopTiles(Tiles):
@@ -47,15 +50,14 @@ def split_among_threads(tasks: Expr, work: Expr, parallel_work: int, body: Calla
     Threads share tasks of `parallel_work` and more.
     """
     work = Analyzer().simplify(work)
-    if isinstance(work, tirx.IntImm):
-        with (T.parallel if work.value >= parallel_work else T.serial)(tasks) as task:
+    if isinstance(work, tirx.IntImm) and work.value < parallel_work:
+        with T.serial(tasks) as task:
             body(task)
         return
-    with T.If(work >= parallel_work):
-        with T.Then(), T.parallel(tasks) as task:
-            body(task)
-        with T.Else(), T.serial(tasks) as task:
-            body(task)
+    if not isinstance(work, tirx.IntImm):
+        T.evaluate(T.call_extern("int32", LAUNCH_ALONE, (work < parallel_work).astype("int32")))
+    with T.parallel(tasks) as task:
+        body(task)
 
 
 def split_rows(

@@ -14,6 +14,7 @@ from lowering.tensorir.recurrence import ATTRIBUTE, BLOCK, Recurrence, Rows, dec
 
 from ..tiles import Space, Tiles
 from ..variant import Variant
+from .loops import split_among_threads
 from .vector import Machine, fixed, machine, of_vectors
 
 _PARALLEL_WORK = 1 << 18
@@ -71,9 +72,5 @@ def _kernel(problem: Recurrence, cpu: Machine, tiles: RecurrenceTiles) -> tirx.P
                 with T.Else(), T.serial(left) as row:
                     Rows(problem, buffers, fixed(first + row), 1, lanes, function).emit()
 
-        with T.If(work >= _PARALLEL_WORK):
-            with T.Then(), T.parallel(groups) as group:
-                rows(group)
-            with T.Else(), T.serial(groups) as group:
-                rows(group)
+        split_among_threads(groups, work, _PARALLEL_WORK, rows)
     return builder.get()
