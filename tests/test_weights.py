@@ -77,6 +77,51 @@ def test_products_of_compressed_weights(scheme: Scheme, most: float, tmp_path: P
         np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
 
 
+@pytest.mark.parametrize(
+    ("scheme", "name", "most"), [("f16", "float16", 5e-4), ("int8", "int8", 4e-3), ("int4", "int8", 4e-3)]
+)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_tables_are_rows_of_codes(scheme: Scheme, name: str, most: float, dtype: str, tmp_path: Path) -> None:
+    """Also one that a product reads as well; wrong ids are errors as before, and zeros stay zeros."""
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+        tied (int64[N] ids) => (T[N, 96] x, T[N, 500] y, T[500, 96] same) {
+          x = Gather (table, ids)
+          across = Transpose (table)
+          y = MatMul (x, across)
+          same = Identity (table)
+        }"""
+    model = onnx.parser.parse_model(text.replace("T[", {"float32": "float[", "float16": "float16["}[dtype]))
+    table = np.random.default_rng(0).standard_normal((500, 96)).astype(dtype)
+    table[3] = 0
+    model.graph.initializer.append(numpy_helper.from_array(table, "table"))
+    before = onnx.ModelProto.FromString(model.SerializeToString())
+    module = lowering.compile(model, weights=scheme)
+    assert model == before
+    smaller = scheme != "f16" or dtype == "float32"
+    assert any(note.startswith(f"1 table of embeddings is {name}") for note in module.manifest.notes) is smaller
+    ids = np.array([499, 3, -500, 0, -1])
+    x, y, same = module.run({"ids": ids}).values()
+    assert x.dtype == y.dtype == np.dtype(dtype) and (same == table).all() and not x[1].any()
+    largest = np.abs(table[ids]).max(axis=1, keepdims=True)
+    assert (np.abs(x.astype(np.float64) - table[ids]) <= (most + 5e-4) * largest).all()
+    with pytest.raises(lowering.InputError, match="500"):
+        module.run({"ids": np.array([500])})
+
+
+def test_a_table_of_what_codes_cannot_hold_stays() -> None:
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 21]> m (int64[N] ids) => (float[N, 96] x) { x = Gather (table, ids) }'
+    )
+    table = np.full((500, 96), 1e6, np.float32)
+    table[2, 2] = np.inf
+    for scheme, stays in (("int8", True), ("f16", True)):
+        del model.graph.initializer[:]
+        model.graph.initializer.append(numpy_helper.from_array(table, "table"))
+        module = lowering.compile(model, weights=scheme)
+        np.testing.assert_array_equal(module.run({"ids": np.array([2, 7])})["x"], table[[2, 7]])
+        assert stays is not any("tables" in note or "table of" in note for note in module.manifest.notes)
+
+
 def test_verify_shows_what_it_costs() -> None:
     """Scales that float16 cannot hold are float32."""
     model = replaced(

@@ -15,6 +15,7 @@ from tvm import tirx
 
 from ..errors import InputError
 from ..fusion import fuse
+from ..graph.compressed_tables import compress_tables
 from ..graph.declared_sizes import Dims, ranges, with_sizes
 from ..graph.donation import donated_pairs
 from ..graph.model import ModelLike, load_model
@@ -70,8 +71,8 @@ def compile(
     is a new input (graph/static_cache.py); `Model.decoder` keeps it. serve=Serve(context=N) makes it a decoder for
     packed tokens of many requests over one paged cache (graph/paged_decoder.py), which a `Batcher` runs. weights="int8"
     (a scale for each column), "int4" (a float16 scale for each column and 32 rows) or "f16" compresses the constant
-    matrices of products. Sums stay float32; tables of embeddings, biases and convolutions stay as they are. What it
-    costs is a note of the manifest.
+    matrices of products, and tables of embeddings by rows, in 8 bits for int4 too (graph/compressed_tables.py). Sums
+    stay float32; biases and convolutions stay as they are. What it costs is a note of the manifest.
     precision="float16" or "bfloat16" computes the products of a model of float32 in that type, and stores their weights
     and a decoder's caches so; norms, softmax and sums stay float32, as do inputs and outputs (graph/precision.py).
     "fast" computes those of a model of float32 or float16 in bfloat16 where every target multiplies that faster, and
@@ -178,6 +179,9 @@ def compiled(model: ModelLike, options: Options, stand_in: Target | None = None,
         fused = fused.clone() if fused is loaded else fused
         slower = set.intersection(*(set(target.slower_than_bfloat16) for target in targets))
         notes.append(use_precision(fused, options.precision, slower))
+    if options.weights is not None:
+        fused = fused.clone() if fused is loaded else fused
+        notes += filter(None, [compress_tables(fused, options.weights)])
     slots = served = None
     if options.serve is not None:
         fused = fused.clone() if fused is loaded else fused

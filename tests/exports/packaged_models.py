@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import subprocess
 import sys
 import time
@@ -44,6 +45,9 @@ SIZES = {"layout_cdla": (1, 3, 800, 608), "slanet": (1, 3, 488, 488), "common_de
 GIVEN = {"sr": np.asarray(16000, np.int64)}
 ALONE, SEVERAL = (16000, 512, 64, 1), (64, 512, 224, 1)
 """What one symbolic size beside the batch may be, a second of sound first, and what several may be."""
+
+MOST = 1 << 24
+"""Elements of an input: what is a batch for one model is a length for another."""
 
 PAGE = Path(__file__).parents[2] / "docs" / "packaged_models.md"
 HEADER = """# Models of other makers
@@ -84,6 +88,9 @@ def inputs_of(session: ort.InferenceSession, name: str) -> tuple[dict[str, np.nd
     tried = ALONE if len(free) == 1 else SEVERAL
     for numbers in itertools.product(*[tried if s in free else (1,) for s in symbols]):
         known = dict(zip(symbols, numbers))
+        sizes = ([d if isinstance(d, int) else known[d] for d in value.shape] for value in session.get_inputs())
+        if max(map(math.prod, sizes)) > MOST:
+            continue
         feeds = {}
         for value in session.get_inputs():
             shape = [d if isinstance(d, int) else known[d] for d in value.shape]
