@@ -138,6 +138,7 @@ _RULES: dict[str, Callable[[ir.Node, Size], bool]] = {
     "Expand": lambda node, tokens: len({_from_back(v, tokens) for v in (operand(node, 0), node.outputs[0])}) == 1,
     "Concat": _concat,
     "Gather": _gather,
+    "GatherBlockQuantized": lambda node, tokens: attribute(node, "gather_axis", 0) == 0,
     "GatherND": _gather_parts,
     "RotaryEmbedding": lambda node, tokens: True,
 }  # fmt: skip

@@ -152,6 +152,10 @@ def _packed_product(context: Any) -> dict[int, _Kind]:
     return {0: _tensor(element, None if dims is None else [*dims[:-1], _number(context, "N")])}
 
 
+def _rows_of_codes(context: Any) -> dict[int, _Kind]:
+    return {0: _tensor(_input(context, 2)[0], None)}
+
+
 def _attention(context: Any) -> dict[int, _Kind]:
     (element, x), (_, weights) = _input(context, 0), _input(context, 1)
     sizes = context.get_attribute("qkv_hidden_sizes")
@@ -278,6 +282,13 @@ for _name, _inputs, _outputs, _attributes, _infer in (
         "Y",
         "K:int! N:int! accuracy_level:int bits:int block_size:int! weight_prepacked:int",
         _packed_product,
+    ),
+    (
+        "GatherBlockQuantized",
+        "data indices scales zero_points?",
+        "output",
+        "bits:int block_size:int gather_axis:int quantize_axis:int",
+        _rows_of_codes,
     ),
     (
         "RotaryEmbedding",

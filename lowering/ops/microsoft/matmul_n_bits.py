@@ -62,15 +62,15 @@ def _weight(node: Node, packed: Value, scales: Value, zero_points: Value | None,
     if zeros is None:
         z = None
     elif zeros.dtype == np.uint8:
-        z = (_unpacked(zeros.reshape(columns, -1), bits)[:, :blocks].astype(np.int16) - middle).astype(np.int8)
+        z = (unpacked(zeros.reshape(columns, -1), bits)[:, :blocks].astype(np.int16) - middle).astype(np.int8)
     else:
         z = zeros.reshape(columns, blocks).astype(np.float32) - middle
-    q = _unpacked(q.reshape(columns * blocks, -1), bits).reshape(columns, -1)[:, :rows]
+    q = unpacked(q.reshape(columns * blocks, -1), bits).reshape(columns, -1)[:, :rows]
     codes = (q.astype(np.int16) - middle).astype(np.int8)
     return Quantised(codes, scale.reshape(columns, blocks), z, (1, size), max(bits, 4), dtype)
 
 
-def _unpacked(packed: np.ndarray, bits: int) -> np.ndarray:
-    """[R, bytes] as [R, elements] of so many bits, lowest first."""
+def unpacked(packed: np.ndarray, bits: int) -> np.ndarray:
+    """[..., bytes] as [..., elements] of so many bits, lowest first."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
-    return (packed[..., None] >> shifts & (2**bits - 1)).reshape(packed.shape[0], -1)
+    return (packed[..., None] >> shifts & (2**bits - 1)).reshape(*packed.shape[:-1], -1)
