@@ -12,6 +12,7 @@ import pytest
 from thinned import thinned
 
 import lowering
+from lowering.commands.cli import main
 from lowering.fusion import fuse
 from lowering.graph.model import load_model
 from lowering.graph.precision import Precision, use_precision
@@ -173,3 +174,66 @@ def test_fast_is_not_for_every_machine() -> None:
 def test_unknown_types_are_refused() -> None:
     with pytest.raises(lowering.InputError, match="precision='int8' is no type"):
         lowering.compile(model(), precision="int8")
+
+
+LARGE = """
+<ir_version: 10, opset_import: ["" : 23]>
+m (float[n, 16] x, float[n, n] hide) => (float[n, 8] y, float[n, n] p) <
+  float[16, 64] up = {UP}, float[64, 8] down = {DOWN}>
+{
+  a = MatMul (x, up)
+  s = Mul (a, a)
+  b = MatMul (s, down)
+  y = RMSNormalization (b, gain)
+  t = Transpose <perm = [1, 0]> (y)
+  scores = MatMul (y, t)
+  masked = Add (scores, hide)
+  p = Softmax (masked)
+}
+"""
+
+
+def large(scale: float) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
+    """Squares of numbers of about `scale`, and a mask; what it is called with."""
+    rng = np.random.default_rng(0)
+    up, down = (", ".join(f"{x:.4f}" for x in rng.standard_normal(n)) for n in (16 * 64, 64 * 8))
+    text = LARGE.replace("UP", up).replace("DOWN", down)
+    made = onnx.parser.parse_model(text)
+    made.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(8, np.float32), "gain"))
+    hide = np.where(np.tri(5, dtype=bool), 0, np.finfo(np.float32).min).astype(np.float32)
+    return made, {"x": (scale / 4 * rng.standard_normal((5, 16))).astype(np.float32), "hide": hide}
+
+
+def test_numbers_that_float16_cannot_hold(tmp_path: Path) -> None:
+    """On calls that have them, what they pass through stays float32; the products before and behind do not."""
+    proto, call = large(1000)
+    want = onnx.reference.ReferenceEvaluator(proto).run(None, call)
+    plain = lowering.compile(proto, precision="float16").run(call)
+    assert not np.isfinite(plain["y"]).all()
+    module = lowering.compile(proto, precision="float16", calls=[{"x": call["x"] * 0, "hide": call["hide"]}, call])
+    assert any(
+        "2 products are computed in float16" in note and "3 of these for" in note for note in module.manifest.notes
+    )
+    for found, right in zip(module.run(call).values(), want):
+        np.testing.assert_allclose(found, right, rtol=2e-2, atol=2e-3)
+
+    np.savez(tmp_path / "call.npz", **call)
+    onnx.save(proto, tmp_path / "m.onnx")
+    command = ["compile", str(tmp_path / "m.onnx"), "-o", str(tmp_path / "out"), "--precision", "float16"]
+    assert main([*command, "--calls", str(tmp_path / "call.npz")]) == 0
+    for found, right in zip(lowering.load(tmp_path / "out").run(call).values(), want):
+        np.testing.assert_allclose(found, right, rtol=2e-2, atol=2e-3)
+
+
+def test_numbers_that_float16_holds_change_nothing() -> None:
+    proto, call = large(1)
+    before, after = (lowering.compile(proto, precision="float16", calls=calls) for calls in ((), (call,)))
+    assert before.manifest.notes == after.manifest.notes
+
+
+def test_calls_that_are_none_of_the_model() -> None:
+    proto, call = large(1)
+    with pytest.raises(lowering.InputError, match=r"call 1 of calls= is none of this model: .*'x'"):
+        lowering.compile(proto, precision="float16", calls=[call, {**call, "x": call["x"][:, :3]}])
+    with pytest.raises(lowering.InputError, match="leave them out for anything else"):
+        lowering.compile(proto, precision="bfloat16", calls=[call])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
-from .options import DIM, PRECISION, PRECISIONS, TARGET, WEIGHT_SCHEMES, WEIGHTS, dim, positive
+from .options import DIM, PRECISION, PRECISIONS, TARGET, WEIGHT_SCHEMES, WEIGHTS, call, dim, positive
 
 if TYPE_CHECKING:
     from ..graph.serve import Serve
@@ -33,6 +33,10 @@ def add(add_parser: Callable[..., Any]) -> None:
     c.add_argument("--cache", choices=("model", "int8"), help="with --serve: the type of keys and values in the cache")
     c.add_argument("--weights", choices=WEIGHT_SCHEMES, help=WEIGHTS)
     c.add_argument("--precision", choices=PRECISIONS, help=PRECISION)
+    c.add_argument(
+        "--calls", action="append", default=[], type=Path, metavar="FILE.npz",
+        help="with --precision float16: inputs by name of one call, at whose numbers beyond its range nodes stay wide",
+    )  # fmt: skip
     c.add_argument("--database", type=Path, metavar="DIR", help="records of `tune` that pick the tiles of kernels")
     c.add_argument("--threads", type=positive, help="default number of workers (else the CPUs the caller may use)")
     c.add_argument("--no-checks", action="store_true", help="runs look at no tables of serving operators")
@@ -74,6 +78,7 @@ def _compile(arguments: argparse.Namespace) -> int:
             sign_key=arguments.sign,
             checks=not arguments.no_checks,
             precision=arguments.precision,
+            calls=[call(path) for path in arguments.calls],
         )
     for note in manifest.notes:
         print(f"note: {note}")

@@ -40,6 +40,7 @@ from .build import build, check_linker
 from .interrupts import interrupts_kept
 from .objects import Kernels
 from .options import Options
+from .overflow import Call, overflowing
 from .pipeline import Dump, lower
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ def compile(
     dump: Dump | None = None,
     checks: bool = True,
     precision: Precision | None = None,
+    calls: Sequence[Call] = (),
 ) -> Model:
     """Compiles an ONNX model ahead of time; the result runs at once and can be saved.
 
@@ -75,6 +77,7 @@ def compile(
     stay float32; biases and convolutions stay as they are. What it costs is a note of the manifest.
     precision="float16" or "bfloat16" computes the products of a model of float32 in that type, and stores their weights
     and a decoder's caches so; norms, softmax and sums stay float32, as do inputs and outputs (graph/precision.py).
+    calls, arrays by the names of inputs, show which numbers float16 cannot hold: what reads or makes them stays wide.
     "fast" computes those of a model of float32 or float16 in bfloat16 where every target multiplies that faster, and
     leaves inputs, outputs and caches as they are.
     "tf32" and "3xtf32" leave the model float32, and have the GPU's tensor cores multiply matrices of it, with an error
@@ -97,7 +100,9 @@ def compile(
     """
     from ..runtime import open_compiled
 
-    options = Options(target, donate, threads, cc, dims, static_cache, weights, database, serve, checks, precision)
+    options = Options(
+        target, donate, threads, cc, dims, static_cache, weights, database, serve, checks, precision, calls
+    )
     # What is loaded holds its files open, and needs no folder.
     with tempfile.TemporaryDirectory(prefix="onnx-lowering-") as folder:
         module = Path(folder) / "module"
@@ -121,6 +126,7 @@ def compile_to(
     sign_key: SigningKey | None = None,
     checks: bool = True,
     precision: Precision | None = None,
+    calls: Sequence[Call] = (),
 ) -> Manifest:
     """Compiles straight into an artifact folder, also for machines that cannot run it.
 
@@ -130,7 +136,9 @@ def compile_to(
     check_replaceable(Path(os.path.realpath(folder)))
     if sign_key is not None:
         sign_key = private_key(sign_key)
-    options = Options(target, donate, threads, cc, dims, static_cache, weights, database, serve, checks, precision)
+    options = Options(
+        target, donate, threads, cc, dims, static_cache, weights, database, serve, checks, precision, calls
+    )
     return _write(Path(folder), model, options, dump, sign_key)
 
 
@@ -178,7 +186,8 @@ def compiled(model: ModelLike, options: Options, stand_in: Target | None = None,
     if options.precision is not None and products is None:
         fused = fused.clone() if fused is loaded else fused
         slower = set.intersection(*(set(target.slower_than_bfloat16) for target in targets))
-        notes.append(use_precision(fused, options.precision, slower))
+        beyond = overflowing(fused, options.calls, compile) if options.calls else ()
+        notes.append(use_precision(fused, options.precision, slower, beyond))
     if options.weights is not None:
         fused = fused.clone() if fused is loaded else fused
         notes += filter(None, [compress_tables(fused, options.weights)])

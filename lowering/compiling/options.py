@@ -12,6 +12,7 @@ from ..graph.precision import PRECISIONS, Precision
 from ..graph.serve import Serve
 from ..importing.quantised import SCHEMES, Scheme
 from ..runtime.checks import checked_threads, whole_number
+from .overflow import Call
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Options:
     serve: Serve | None = None
     checks: bool = True
     precision: Precision | None = None
+    calls: Sequence[Call] = ()
 
     def __post_init__(self) -> None:
         # Python's own numbers in place of NumPy's.
@@ -45,6 +47,10 @@ class Options:
             raise InputError(
                 f"precision={self.precision!r} is no type to compute products in. Use {', '.join(PRECISIONS)}, or "
                 "leave it out: then every node is computed in the model's own type."
+            )
+        if self.calls and self.precision != "float16":
+            raise InputError(
+                "calls= show which numbers precision='float16' cannot hold; leave them out for anything else."
             )
         if self.weights is not None and self.weights not in SCHEMES:
             raise InputError(

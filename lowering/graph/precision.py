@@ -57,26 +57,38 @@ _KEPT = {"Concat", "Expand", "Identity", "Reshape", "Slice", "Squeeze", "TensorS
 _LARGE = 1 << 14  # elements from which on a table is worth being stored in half precision
 
 
-def use_precision(model: ir.Model, precision: Precision, slower: Collection[str] = ()) -> str:
+def use_precision(
+    model: ir.Model, precision: Precision, slower: Collection[str] = (), beyond: Collection[ir.Value] = ()
+) -> str:
     """Rewrites a model that `fuse` has been through for one of TYPES; says what was done, for the reader.
 
     slower are the types of which the targets multiply fewer numbers in the time than of bfloat16: what "fast" replaces.
+    beyond are values that the type cannot hold: nodes that read or make one are not narrowed.
     """
     if precision == "fast" and not slower:
         return "precision: fast changes nothing for a target that has no products of bfloat16"
     InferSizesPass()(model)
     replaced = slower if precision == "fast" else ("float32",)
-    return _Converter(model, TYPES[precision], {_REPLACED[name] for name in replaced}, precision == "fast").convert()
+    sources = {_REPLACED[name] for name in replaced}
+    return _Converter(model, TYPES[precision], sources, precision == "fast", set(beyond)).convert()
 
 
 class _Converter:
-    def __init__(self, model: ir.Model, dtype: ir.DataType, sources: set[ir.DataType], keeps_caches: bool) -> None:
+    def __init__(
+        self,
+        model: ir.Model,
+        dtype: ir.DataType,
+        sources: set[ir.DataType],
+        keeps_caches: bool,
+        beyond: set[ir.Value],
+    ) -> None:
+        self.beyond = beyond
         self.model, self.graph, self.dtype, self.sources = model, model.graph, dtype, sources
         self.keeps_caches = keeps_caches
         self.opset = opset(model)
         self.narrow: dict[ir.Value, ir.DataType] = {}  # values whose type is now dtype, and what it was
         self.casts: dict[tuple[ir.Value, ir.DataType], ir.Value] = {}
-        self.clipped = 0
+        self.clipped = self.held_wide = 0
         self.weights: dict[ir.Value, ir.Value] = {}
 
     def convert(self) -> str:
@@ -107,6 +119,8 @@ class _Converter:
                 self.graph.initializers.pop(value.name)
         name = self.dtype.name.lower()
         note = f"precision: {products} products are computed in {name}, {kept} other nodes keep their type"
+        if self.held_wide:
+            note += f"; {self.held_wide} of these for numbers that {name} cannot hold"
         if self.clipped:
             note += f"; {self.clipped} constants beyond its range became its largest numbers"
         return note
@@ -167,16 +181,24 @@ class _Converter:
             return False
         if not any(True for _ in self.float_inputs(node)) or not self.is_legal(node) or node in self.wide:
             return False
+        if node.op_type not in _PRODUCTS and node in self.read_wide:
+            return False
+        if self.is_beyond(node):
+            self.held_wide += 1
+            return False
         if node.op_type in _PRODUCTS:
             return True
-        if node in self.read_wide:
-            return False
         places = _DATA.get(node.op_type)
         deciding = [v for k, v in enumerate(node.inputs) if v is not None and (places is None or k in places)]
         if any(value in self.narrow for value in deciding):
             return True
         # A table of embeddings, most of whose elements nobody reads.
         return node.op_type == "Gather" and self.is_constant(deciding[0]) and self.size(deciding[0]) >= _LARGE
+
+    def is_beyond(self, node: ir.Node) -> bool:
+        """Whether the node reads or makes numbers that the type cannot hold. What hides keys may be any large one."""
+        read = [value for k, value in enumerate(node.inputs) if not (node.op_type == "Attention" and k == 3)]
+        return any(value in self.beyond for value in (*read, *node.outputs) if value is not None)
 
     def is_legal(self, node: ir.Node) -> bool:
         """Whether the operator is defined for the type at the model's opset."""

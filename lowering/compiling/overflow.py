@@ -1,0 +1,73 @@
+"""Numbers of a model that float16 cannot hold, as some calls bring them about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx_ir as ir
+
+from ..errors import InputError
+from ..fusion.sizes import InferSizesPass
+
+if TYPE_CHECKING:
+    from ..runtime import Model
+
+Call = Mapping[str, Any]
+"""Arrays by the name of an input."""
+
+LIMIT = float(np.finfo(np.float16).max) / 2
+"""Other calls may have numbers twice as large."""
+
+_PREFIX = "largest of "
+
+
+def overflowing(model: ir.Model, calls: Sequence[Call], compile: Callable[[ir.Model], Model]) -> set[ir.Value]:
+    """The float32 values of the model's graph of which a call has a finite number beyond LIMIT, or NaN.
+
+    The model is compiled with the largest number of each value as an output, by `compile`, and run on the calls. Raises
+    InputError for a call that is not one of the model.
+    """
+    InferSizesPass()(model)
+    found = {value for value in model.graph.inputs for call in calls if _is_beyond(call.get(value.name or ""))}
+    observed = model.clone()
+    names = [_observe(observed.graph, value, f"{_PREFIX}{n}") for n, value in enumerate(list(_made(observed.graph)))]
+    module = compile(observed)
+    for number, call in enumerate(calls):
+        try:
+            largest = module.run(dict(call))
+        except InputError as error:
+            raise InputError(f"call {number} of calls= is none of this model: {error}") from error
+        beyond = {n for n, name in enumerate(names) if not largest[name] <= LIMIT}
+        found |= {value for n, value in enumerate(_made(model.graph)) if n in beyond}
+    return found
+
+
+def _is_beyond(array: Any) -> bool:
+    numbers = np.asarray(0 if array is None else array)
+    return numbers.dtype == np.float32 and bool((np.abs(numbers[np.isfinite(numbers)]) > LIMIT).any())
+
+
+def _made(graph: ir.Graph) -> Iterator[ir.Value]:
+    """What the nodes make of float32, in their order."""
+    for node in graph:
+        yield from (v for v in node.outputs if v.dtype == ir.DataType.FLOAT and isinstance(v.type, ir.TensorType))
+
+
+def _observe(graph: ir.Graph, value: ir.Value, name: str) -> str:
+    """Makes the largest finite magnitude of a value an output of that name."""
+    size = ir.node("Abs", [value])
+    infinite = ir.node("IsInf", [value])
+    zero = ir.node("Constant", [], {"value": ir.tensor(np.zeros((), np.float32))})
+    finite = ir.node("Where", [infinite.outputs[0], zero.outputs[0], size.outputs[0]])
+    largest = ir.node("ReduceMax", [finite.outputs[0]], {"keepdims": 0})
+    nodes = (size, infinite, zero, finite, largest)
+    for step, node in enumerate(nodes):
+        node.outputs[0].name = f"{name}, step {step}"
+        node.name = node.outputs[0].name
+    output = largest.outputs[0]
+    output.name, output.type, output.shape = name, ir.TensorType(ir.DataType.FLOAT), ir.Shape([])
+    graph.extend(nodes)
+    graph.outputs.append(output)
+    return name
