@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +92,15 @@ def test_times_add_up(artifact: Path) -> None:
     assert sum(k.calls for k in kinds.values()) == len(profile.calls) == profile.total().calls
     assert sum(k.flops for k in profile.by_kernel().values()) == profile.total().flops
     assert all(profile.cost(call).of_limit > 0 for call in profile.calls)
+
+
+def test_what_noise_makes_of_it_is_said(artifact: Path) -> None:
+    profile = lowering.bench(artifact, {"batch": 1, "tokens": 16}, seconds=0)
+    quiet = replace(profile, cpu_seconds=profile.seconds, limits=replace(profile.limits, flops=1e15, bandwidth=1e15))
+    assert "busy" not in str(quiet) and "more than 100%" not in str(quiet)
+    assert "for 75% of a run another process had the CPU" in str(replace(quiet, cpu_seconds=quiet.seconds / 4))
+    slow = replace(quiet, limits=replace(quiet.limits, flops=1e6))
+    assert "more than 100%: NumPy was slower than the kernel" in str(slow)
 
 
 def test_command_without_the_compiler(artifact: Path, tmp_path: Path) -> None:

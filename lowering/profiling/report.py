@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _COSTLIEST = 15
 _WIDTH = 150  # characters
 _NUMBERS = ("time", "share", "GF/s", "GB/s", "expected", "of limit")
+_BUSY = 0.1  # of a run: what is lost to other processes, or beyond the limit, from which on it is said
 _NOTABLE = 0.01  # of a run: what is below the expected share of the limit is marked from here on
 
 
@@ -36,6 +37,14 @@ def text(profile: Profile) -> str:
         f"{_rates(total)}, {total.of_limit:.0%} of the limit",
         f"limit: {limits}, threads: {profile.threads}",
     ]
+    waited = 1 - profile.cpu_seconds / profile.seconds
+    if profile.threads == 1 and profile.limits.flops is not None and waited > _BUSY:
+        lines.append(
+            f"the machine was busy: for {waited:.0%} of a run another process had the CPU, which counts as between "
+            "kernels; measure again when it is quiet"
+        )
+    if any(profile.cost(call).of_limit > 1 + _BUSY for call in profile.calls):
+        lines.append("more than 100%: NumPy was slower than the kernel, by its BLAS or while it was measured")
     if profile.peer is not None:
         ratio = profile.peer / profile.seconds
         lines.insert(1, f"onnxruntime, in turns with it: {_time(profile.peer)}, {ratio:.2f} times as long")
