@@ -12,7 +12,7 @@ import onnx_ir as ir
 import pytest
 
 import lowering
-from lowering.checking import verification
+from lowering.checking import trial
 from lowering.checking.made_up import made_up
 from lowering.commands.cli import main
 from lowering.manifest import TensorSpec
@@ -50,14 +50,13 @@ def encoder(seed: int = 0, dtype: Any = np.float32) -> onnx.ModelProto:
 def test_what_is_made_up_fits_the_graph() -> None:
     graph, rng = ir.from_proto(encoder()).graph, np.random.default_rng(0)
     sizes = {"B": 40, "T": 16}
-    ids, positions, mask = (
-        made_up(graph, TensorSpec(name, "int64", "int64", ("B", "T")), sizes, rng)
-        for name in ("ids", "position_ids", "attention_mask")
-    )
+    names = ("ids", "position_ids", "attention_mask")
+    specs = [TensorSpec(name, "int64", "int64", ("B", "T")) for name in names]
+    ids, positions, mask = made_up(graph, specs, sizes, rng).values()
     assert ids.min() == 0 and ids.max() == ROWS - 1 and len(np.unique(ids)) > ROWS // 2
     assert (positions == np.minimum(np.arange(16), POSITIONS - 1)).all()
     assert (np.sort(mask, axis=1) == mask).all() and set(np.unique(mask)) == {0, 1} and (mask.sum(axis=1) >= 8).all()
-    other = made_up(graph, TensorSpec("lengths", "int64", "int64", ("B",)), sizes, rng)
+    (other,) = made_up(graph, [TensorSpec("lengths", "int64", "int64", ("B",))], sizes, rng).values()
     assert set(np.unique(other)) == {0, 1}
 
 
@@ -78,7 +77,7 @@ def test_a_sound_model_agrees(tmp_path: Path, how: str, capsys: pytest.CaptureFi
 @pytest.mark.parametrize("weights", [None, "int8"])
 def test_an_unsound_one_does_not(monkeypatch: pytest.MonkeyPatch, weights: Any) -> None:
     """A wrong answer is found, however much its scheme may cost."""
-    compiled = verification.compile
+    compiled = trial.compile
 
     def wrong(model: Any, *options: Any, **more: Any) -> lowering.Model:
         other = ir.to_proto(model)
@@ -87,13 +86,13 @@ def test_an_unsound_one_does_not(monkeypatch: pytest.MonkeyPatch, weights: Any) 
         return compiled(other, *options, **more)
 
     assert lowering.verify(encoder(), weights=weights).first_difference is None
-    monkeypatch.setattr(verification, "compile", wrong)
+    monkeypatch.setattr(trial, "compile", wrong)
     assert lowering.verify(encoder(), weights=weights).first_difference is not None
 
 
 def test_a_reference_that_cannot_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
     text = """<ir_version: 10, opset_import: ["" : 23, "com.microsoft" : 1]>
         m (float[N, 8] x) => (float[N, 8] y) { y = com.microsoft.FastGelu (x) }"""
-    monkeypatch.setattr(verification, "compile", lambda *_, **__: pytest.fail("compiled before"))
+    monkeypatch.setattr(trial, "compile", lambda *_, **__: pytest.fail("compiled before"))
     with pytest.raises(lowering.LoweringError, match=r"reference evaluator cannot run .*--against onnxruntime may"):
         lowering.verify(onnx.parser.parse_model(text))
