@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
 
 import lowering
-from lowering.checking import trial
+from lowering.checking import reproducer, trial
+from lowering.checking.parts import Part, Whole
+from lowering.checking.reduce import reduce
+from lowering.checking.references import Feeds, reference
 from lowering.commands.cli import main
 from lowering.errors import CompilerError
+from lowering.graph.model import load_model
 
 WIDTH, LAYERS = 8, 6
 
 
-def network(dtype: Any = np.float32) -> onnx.ModelProto:
-    """Layers of seven nodes: a product, a bias, an activation, sizes and a reshape, and a sum around them.
-
-    Only the fourth has Tanh; the others have Sigmoid.
-    """
+def network() -> onnx.ModelProto:
+    """Layers of seven nodes, of which the fourth has Tanh and the others have Sigmoid."""
     nodes, arrays, rng = [], {}, np.random.default_rng(0)
     for k in range(LAYERS):
         act = "Tanh" if k == 3 else "Sigmoid"
@@ -37,9 +39,9 @@ def network(dtype: Any = np.float32) -> onnx.ModelProto:
             r{k} = Reshape (t{k}, s{k})
             q{k} = Mul (r{k}, half)
             x{k + 1} = Add (x{k}, q{k})""")
-        arrays[f"w{k}"] = rng.standard_normal((WIDTH, WIDTH)).astype(dtype)
-        arrays[f"b{k}"] = rng.standard_normal(WIDTH).astype(dtype)
-    arrays["half"] = np.array(0.5, dtype)
+        arrays[f"w{k}"] = rng.standard_normal((WIDTH, WIDTH)).astype(np.float32)
+        arrays[f"b{k}"] = rng.standard_normal(WIDTH).astype(np.float32)
+    arrays["half"] = np.array(0.5, np.float32)
     text = f"""<ir_version: 10, opset_import: ["" : 23]>
         m (float[N, {WIDTH}] x0) => (float[N, {WIDTH}] x{LAYERS}, float[N, {WIDTH}] x2) {{ {"".join(nodes)} }}"""
     model = onnx.parser.parse_model(text)
@@ -120,3 +122,101 @@ def test_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     error = capsys.readouterr().err
     assert "in its pass 'fuse'" in error and "3 of 42 nodes still fail (MatMul, Add, Tanh)" in error
     assert main(["verify", str(tmp_path / "small" / "model.onnx")]) == 1
+
+
+SAMPLES = Path(__file__).parent / "exports" / "samples"
+
+# A branch that reads what nodes outside have made, constants, a sequence, and arrays that no .npy file holds.
+ODD = """<ir_version: 10, opset_import: ["" : 23]>
+    m (float[N, 4] x, bool c, bfloat16[4] small, string[2] words) => (float[N, 4] y, string[2] same) {
+      two = Constant <value_float = 2.0> ()
+      w = Mul (two, two)
+      a = Mul (x, w)
+      b = Neg (x)
+      z = If (c) <then_branch = t () => (float[N, 4] u) { u = Add (a, b) },
+                  else_branch = e () => (float[N, 4] v) { v = Identity (b) }>
+      both = SequenceConstruct (z, a)
+      one = Constant <value_int = 1> ()
+      d = SequenceAt (both, one)
+      wide = Cast <to = 1> (small)
+      f = Add (d, wide)
+      y = Mul (f, z)
+      same = Identity (words) }"""
+
+
+def odd() -> tuple[ir.Model, dict[str, Any]]:
+    rng = np.random.default_rng(0)
+    small = rng.standard_normal(4).astype(ml_dtypes.bfloat16)
+    feeds = {"x": rng.standard_normal((3, 4)).astype(np.float32), "c": np.array(True), "small": small}
+    return load_model(onnx.parser.parse_model(ODD)), {**feeds, "words": np.array(["a", "b"], object)}
+
+
+def sample(name: str) -> tuple[ir.Model, dict[str, Any]]:
+    with np.load(min((SAMPLES / name).glob("*.npz"))) as arrays:
+        feeds = {key: arrays[key] for key in arrays.files if not key.startswith("=")}
+    return load_model(SAMPLES / name / "model.onnx"), feeds
+
+
+@pytest.mark.parametrize("name", ["odd", "gemma3-past-dynamo18-batch1", "t5-dynamo18"])
+def test_parts_are_models_with_the_values_of_the_whole(name: str) -> None:
+    """Whatever nodes are chosen: legal ones, whose inputs can be written to files."""
+    model, feeds = odd() if name == "odd" else sample(name)
+    whole, rng, seen = Whole(model, feeds, "reference"), np.random.default_rng(0), 0
+    names = [value.name or "" for node in model.graph for value in node.outputs]
+    every = model.clone()
+    every.graph.outputs[:] = [value for node in every.graph for value in node.outputs]
+    values = dict(zip(names, reference(every, "reference")(feeds)))
+    for _ in range(24):
+        count = int(rng.integers(1, len(whole.nodes) + 1))
+        part = whole.beginning(count)
+        if part is not None and rng.random() < 0.7:
+            kept = [k for k in range(count) if rng.random() < 0.8]
+            part = whole.part(kept, [value.name or "" for value in part.model.graph.outputs][:2])
+        if part is None:
+            continue
+        seen += 1
+        proto = ir.to_proto(part.model)
+        onnx.checker.check_model(proto)
+        assert all(array.dtype.kind in "biufc" for array in part.feeds.values())
+        results = reference(load_model(proto), "reference")(part.feeds)
+        for value, result in zip(part.model.graph.outputs, results):
+            np.testing.assert_array_equal(result, values[value.name or ""])
+    assert seen > 8
+
+
+def test_a_needle() -> None:
+    """Of an export the two nodes that are to blame if they are there together; few of its parts are asked for."""
+    model, feeds = sample("t5-dynamo18")
+    wanted = [node.outputs[0].name for node in model.graph if node.op_type == "Softmax"][1]
+    softmax = next(node for node in model.graph if node.outputs[0].name == wanted)
+    before = softmax.inputs[0]
+    assert before is not None
+    asked = []
+
+    def blamed(part: ir.Model, _: Feeds) -> Collection[str]:
+        asked.append(part)
+        made = {value.name for node in part.graph for value in node.outputs}
+        return [value.name or "" for value in part.graph.outputs] if {wanted, before.name} <= made else ()
+
+    part = reduce(model, feeds, "reference", blamed)
+    assert part is not None and {v.name for n in part.model.graph for v in n.outputs} == {wanted, before.name}
+    assert len(asked) < 40 < len(list(model.graph))
+    assert reduce(model, feeds, "reference", lambda *_: ()) is None
+
+
+def test_folders_that_are_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "notes.txt").write_text("somebody's")
+    onnx.save(network(), tmp_path / "m.onnx")
+    for taken in (tmp_path, tmp_path / "notes.txt"):
+        assert main(["verify", str(tmp_path / "m.onnx"), "--reduce", str(taken)]) == 1
+        assert "is there, and is no empty folder" in capsys.readouterr().err
+    below = tmp_path / "notes.txt" / "small"
+    with pytest.raises(lowering.LoweringError, match="cannot be written"):
+        reproducer.write(Part(load_model(network()), {}, (0,)), below, [])
+    with pytest.raises(lowering.InputError, match="leave these out"):
+        lowering.verify(network(), static_cache=8, reduce=tmp_path / "small")
+
+
+def test_nothing_to_reduce(tmp_path: Path) -> None:
+    result = lowering.verify(network(), reduce=tmp_path / "small")
+    assert result.first_difference is None and result.reproducer is None and not (tmp_path / "small").exists()

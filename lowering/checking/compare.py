@@ -73,8 +73,8 @@ class Comparison:
 
     worst is the index of the element that differs most; NaN and infinities must be in the same places to be close. rms
     is the root mean square of the differences over that of the reference. truth is there where the output was not close
-    to the reference and could be computed in float64 (checking/truth.py): then it is close if it is so to the truth, or,
-    where no tolerance was demanded, at most FACTOR times as far from it as the reference.
+    to the reference and could be computed in float64 (checking/truth.py): then it is close if it is so to the truth, or
+    at most FACTOR times as far from it as the reference, unless a tolerance was demanded.
     """
 
     name: str

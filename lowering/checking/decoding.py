@@ -50,8 +50,9 @@ class Session:
         found, end = [], 0
         for number, size in enumerate(self.calls):
             which = f"token {end + 1}" if size == 1 else f"tokens {end + 1} to {end + size}"
-            found += [f"{self.output} of {which} of a fork"] if number == 1 else []
             found.append(f"{self.output} of {which}")
+            if number == 1:
+                found.append(f"{self.output} of {which} of a fork")
             end += size
         return found
 
@@ -73,11 +74,12 @@ class Session:
         found, end = [], 0
         for number, size in enumerate(self.calls):
             here = slice(end, end + size)
-            if number == 1:  # which must leave the decoder as it is
-                found.append(decoder.fork().prefill(self.forked, np.ones_like(self.forked)))
+            fork = decoder.fork() if number == 1 else None
             logits, counts = decoder.prefill(self.tokens[:, here], self.counts[:, here]), self.counts[:, here]
             # What a model says behind padding means nothing.
             found.append(logits[counts.astype(bool)] if logits.shape[:2] == counts.shape else logits)
+            if fork is not None:  # what it reads must not become the decoder's
+                found.append(fork.prefill(self.forked, np.ones_like(self.forked)))
             end += size
         return found
 
@@ -147,6 +149,11 @@ def session(
         if name in caches or name == POSITIONS:
             raise InputError(f"a decoder keeps '{name}' itself: leave it out, and let it begin empty.")
     mask = MASK if MASK in specs and not _is_of_others(specs[MASK], ids, specs, caches) else ""
+    others = [s for s in specs.values() if s.name not in {*caches, ids, mask, POSITIONS}]
+    known = {dim for spec in (specs[ids], *others) for dim in spec.dims}
+    for name in sizes:
+        if name not in known:
+            raise InputError(f"dimension '{name}' follows from the tokens that a decoder reads: leave it out.")
     batch, tokens = (_size(specs[ids], axis, sizes, default) for axis, default in ((0, 2), (1, _PROMPT)))
     if ids in given:
         batch, total = _checked(given[ids], ids).shape
@@ -165,7 +172,6 @@ def session(
     if mask:
         hidden = rng.integers(0, calls[0] // 2 + 1, batch)
         counts[:, : calls[0]] = np.arange(calls[0]) >= hidden[:, None]
-    others = [s for s in specs.values() if s.name not in {*caches, ids, mask, POSITIONS}]
     fixed = {s.name: given[s.name] for s in others if s.name in given}
     fixed |= made_up(model.graph, [s for s in others if s.name not in given], sizes, rng)
     output = next(spec.name for spec in compiled.outputs if spec.name not in compiled.manifest.donated.values())

@@ -47,16 +47,28 @@ def feeds_of(
     sizes: Mapping[str, int],
     rng: np.random.Generator,
 ) -> dict[str, Any]:
-    """Arrays for all inputs. Raises InputError for a size that the artifact has fixed otherwise."""
-    known: dict[str, int] = {name: min(max(_SIZE, low), high) for name, (low, high) in ranges.items()}
+    """Arrays for all inputs of the specs. A dimension has the size that `sizes` says, or else that of an array that is
+    given; one that is named as a sum of others, such as "past + tokens", is that; all others are 4, or as near to it as
+    their range allows. Raises InputError for a size that the artifact has fixed otherwise.
+    """
+    known = {str(dim): min(max(_SIZE, low), high) for dim, (low, high) in ranges.items()}
     declared = {value.name: value.shape for value in model.graph.inputs}
     for spec in specs:
-        known |= dict(zip((str(d) for d in spec.dims), np.shape(given[spec.name]))) if spec.name in given else {}
+        if spec.name in given:
+            known |= dict(zip(map(str, spec.dims), np.shape(given[spec.name])))
         for dim, fixed in zip(declared[spec.name] or (), spec.dims):
             name = dim.value if isinstance(dim, ir.SymbolicDim) else None
-            if isinstance(fixed, int) and name is not None and sizes.get(name, fixed) != fixed:
-                raise InputError(f"dimension '{name}' is always {fixed} in the artifact, not {sizes[name]}.")
-    made = made_up(model.graph, [spec for spec in specs if spec.name not in given], {**known, **sizes}, rng)
+            if isinstance(fixed, int) and name is not None:
+                known[name] = fixed
+                if sizes.get(name, fixed) != fixed:
+                    raise InputError(f"dimension '{name}' is always {fixed} in the artifact, not {sizes[name]}.")
+    known |= sizes
+    names = {dim for spec in specs for dim in spec.dims if isinstance(dim, str)}
+    for name in names - known.keys():
+        terms = [term.strip() for term in name.split("+")]
+        if len(terms) > 1 and all(term.isdecimal() or term in names | known.keys() for term in terms):
+            known[name] = sum(int(term) if term.isdecimal() else known.get(term, _SIZE) for term in terms)
+    made = made_up(model.graph, [spec for spec in specs if spec.name not in given], known, rng)
     return {spec.name: given.get(spec.name, made.get(spec.name)) for spec in specs}
 
 

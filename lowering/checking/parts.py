@@ -85,7 +85,7 @@ class Whole:
         graph.outputs[:] = [self._as_output(named[name]) for name in outputs]
         for value in cut:
             self._cut(graph, value)
-        graph.remove([node for node, place in places.items() if place not in needed], safe=True)
+        _remove(graph, [node for node, place in places.items() if place not in needed])
         for name, value in list(graph.initializers.items()):
             if not value.uses() and not value.is_graph_output():
                 del graph.initializers[name]
@@ -159,11 +159,23 @@ def _constants(nodes: Sequence[ir.Node], initializers: set[str]) -> set[str | No
 
 def _read(node: ir.Node) -> Iterator[ir.Value]:
     """What the node reads, and what its bodies read, from outside or of their own."""
-    yield from (value for value in node.inputs if value is not None)
+    for each in (node, *_inside(node)):
+        yield from (value for value in each.inputs if value is not None)
+
+
+def _inside(node: ir.Node) -> Iterator[ir.Node]:
+    """The nodes of its bodies."""
     for attribute in node.attributes.values():
         if attribute.type == ir.AttributeType.GRAPH:
-            for inner in ir.traversal.RecursiveGraphIterator(attribute.as_graph()):
-                yield from (value for value in inner.inputs if value is not None)
+            yield from ir.traversal.RecursiveGraphIterator(attribute.as_graph())
+
+
+def _remove(graph: ir.Graph, nodes: Sequence[ir.Node]) -> None:
+    for node in nodes:
+        for inner in _inside(node):  # which would go on to use what is outside
+            for place in range(len(inner.inputs)):
+                inner.replace_input_with(place, None)
+    graph.remove(nodes, safe=True)
 
 
 def _can_be_file(array: Any) -> bool:

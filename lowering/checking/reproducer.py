@@ -67,7 +67,7 @@ def write(part: Part, folder: Path, options: Sequence[str]) -> str:
             for name, file in files.items():
                 np.save(new / file, part.feeds[name])
             (new / _TEXT).write_text(
-                f"Part of a larger model that onnx-lowering {VERSION} compiles wrongly or not at all. Its inputs are "
+                f"Part of a larger model that onnx-lowering {VERSION} compiles wrongly or not at all.\nIts inputs are "
                 f"values of that model as the reference computes them. To see it:\n\n    {command}\n"
             )
             new.rename(folder)

@@ -13,10 +13,12 @@ import onnx_ir as ir
 
 from ..compiling.compiler import compile
 from ..errors import CompilerError
-from ..graph.model import load_model
+from ..graph.model import dtype_name, load_model
 from ..graph.precision import Precision
 from ..importing.quantised import Scheme
+from ..manifest import Manifest
 from ..runtime import Model
+from ..runtime.elements import ElementType
 from . import reproducer
 from .compare import Allowed, Comparison, beside_truth, compare
 from .decoding import session
@@ -82,7 +84,9 @@ class Trial:
             talk = session(model, compiled, manifest.slots, given, sizes, rng)
             return talk.inputs, allowed, self._judged(model, talk.names, talk.ours(), talk.theirs, evaluate, allowed)
         feeds = feeds_of(model, manifest.inputs, manifest.ranges, given, sizes, rng)
-        results = compiled.run({name: np.array(array, copy=True) for name, array in feeds.items()})
+        narrow, declared = _halved(model, manifest)
+        results = compiled.run({name: np.array(array) for name, array in _retyped(feeds, narrow).items()})
+        feeds, results = _retyped(feeds, declared), _retyped(results, declared)
         names = [value.name or "" for value in model.graph.outputs]
         actual = [results[name] for name in names]
         return feeds, allowed, self._judged(model, names, actual, lambda run: run(feeds), evaluate, allowed)
@@ -136,6 +140,19 @@ class Trial:
 
 def _alike(error: Exception, other: Exception) -> bool:
     return type(error) is type(other) and (not isinstance(error, CompilerError) or str(error) == str(other))
+
+
+def _halved(model: ir.Model, manifest: Manifest) -> tuple[dict[str, np.dtype], dict[str, np.dtype]]:
+    """The types of caches that `precision` keeps in half of it, compiled and as the model declares them."""
+    declared = {value.name or "": value.dtype for value in (*model.graph.inputs, *model.graph.outputs)}
+    specs = [s for s in (*manifest.inputs, *manifest.outputs) if declared.get(s.name) is not None]
+    halved = [s for s in specs if dtype_name(declared[s.name]) != s.dtype]
+    compiled = {s.name: ElementType(s.dtype, s.storage).numpy for s in halved}
+    return compiled, {s.name: np.dtype(dtype_name(declared[s.name])) for s in halved}
+
+
+def _retyped(arrays: Feeds, types: Mapping[str, np.dtype]) -> dict[str, Any]:
+    return {name: np.asarray(a).astype(types[name]) if name in types else a for name, a in arrays.items()}
 
 
 def _types(model: ir.Model) -> set[str]:
