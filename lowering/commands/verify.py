@@ -46,7 +46,13 @@ def add(add_parser: Callable[..., Any]) -> None:
     )
     v.add_argument("--threads", type=positive, help="number of workers")
     v.add_argument("--input", action="append", default=[], metavar="NAME=FILE.npy", help="others are made up")
-    v.add_argument("--dim", action="append", default=[], metavar="NAME=SIZE", help="a symbolic dimension (else 4)")
+    v.add_argument(
+        "--dim",
+        action="append",
+        default=[],
+        metavar="NAME=SIZE",
+        help="a symbolic dimension (else as inputs say, or 4)",
+    )
     v.add_argument("--seed", type=natural, default=0, help="of the inputs that are made up")
     v.add_argument("--rtol", type=not_negative, help="allowed of an element (1e-3; where numbers are rounded, by type)")
     v.add_argument("--atol", type=not_negative, help="allowed beside it (1e-5)")
