@@ -18,7 +18,7 @@ import lowering
 from lowering.checking import reproducer, trial
 from lowering.checking.parts import Part, Whole
 from lowering.checking.reduce import reduce
-from lowering.checking.references import Feeds, reference
+from lowering.checking.references import Feeds, reference, with_weights_inside
 from lowering.commands.cli import main
 from lowering.errors import CompilerError
 from lowering.graph.model import load_model
@@ -80,7 +80,7 @@ def inject(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = trial.compile
 
     def faulty(model: ir.Model, *options: Any, **more: Any) -> lowering.Model:
-        other = ir.to_proto(model)
+        other = ir.to_proto(with_weights_inside(model))
         fault(other.graph)
         return compiled(other, *options, **more)
 
@@ -92,7 +92,7 @@ def test_a_wrong_answer(
     fault: Fault, left: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, folder = tmp_path / "m.onnx", tmp_path / "new" / "small"
-    onnx.save(network(), path)
+    onnx.save(network(), path, save_as_external_data=fault is fused, size_threshold=0, location="weights")
     with monkeypatch.context() as patch:
         inject(fault, patch)
         assert main(["verify", str(path), "--dim", "N=3", "--reduce", str(folder), "--json"]) == 1

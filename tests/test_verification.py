@@ -15,7 +15,7 @@ import onnx_ir as ir
 import pytest
 
 import lowering
-from lowering.checking import trial
+from lowering.checking import references, trial
 from lowering.checking.made_up import made_up
 from lowering.commands.cli import main
 from lowering.compiling.compiler import compile_to
@@ -77,6 +77,15 @@ def test_a_sound_model_agrees(tmp_path: Path, how: str, capsys: pytest.CaptureFi
     assert said["ok"] and said["seed"] == 3 and y["close"]
     assert ("of itself" if how == "" else "of an output's rms") in said["allowed"]
     assert how in ("", "f16") or y["rms"] > 1e-5  # what is allowed is something that there is
+
+
+@pytest.mark.parametrize("against", ["reference", "onnxruntime"])
+def test_weights_in_a_file_of_their_own(tmp_path: Path, against: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it is; and for ONNX Runtime again in a file, if they are too many for a protobuf."""
+    onnx.save(encoder(), tmp_path / "m.onnx", save_as_external_data=True, size_threshold=0, location="weights")
+    assert lowering.verify(tmp_path / "m.onnx", against).first_difference is None
+    monkeypatch.setattr(references, "MOST_INSIDE", 1)
+    assert lowering.verify(tmp_path / "m.onnx", against).first_difference is None
 
 
 @pytest.mark.parametrize("weights", [None, "int8"])
@@ -204,7 +213,7 @@ def test_a_decoder_with_static_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.first_difference is None and result.inputs["input_ids"] is ids
     for options, wanted in (
         ({"inputs": {"past_0": np.zeros(1)}}, "a decoder keeps 'past_0' itself"),
-        ({"sizes": {"past": 2}}, "dimension 'past' follows from the tokens"),
+        ({"sizes": {"past": 2}}, "do not choose dimension 'past'"),
         ({"inputs": {"input_ids": np.zeros(3)}}, "'input_ids' must be integers \\[batch, tokens\\], not float64"),
         ({"inputs": {"attention_mask": np.ones((1, 1))}}, "the mask must be of the tokens"),
         ({"inputs": {"input_ids": np.zeros((1, 12), np.int64)}}, "the caches have 9 slots"),
@@ -225,5 +234,6 @@ def test_static_cache_of_the_command(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_halved_caches_are_compared_as_what_they_were() -> None:
-    result = lowering.verify(DECODER, precision="float16", sizes={"total": 8})
+    model = lowering.compile(DECODER, precision="float16")
+    result = lowering.verify(DECODER, artifact=model, sizes={"total": 8})
     assert result.first_difference is None and result.inputs["past_0"].dtype == np.float32

@@ -13,7 +13,7 @@ import onnx_ir as ir
 from ..errors import InputError
 from ..manifest import SlotCaches, TensorSpec
 from ..runtime.model import Model
-from .made_up import made_up
+from .made_up import feeds_of, made_up
 from .references import Evaluate
 
 IDS = ("input_ids", "decoder_input_ids")
@@ -153,16 +153,16 @@ def session(
     known = {dim for spec in (specs[ids], *others) for dim in spec.dims}
     for name in sizes:
         if name not in known:
-            raise InputError(f"dimension '{name}' follows from the tokens that a decoder reads: leave it out.")
+            raise InputError(f"the calls of a decoder do not choose dimension '{name}': leave it out.")
     batch, tokens = (_size(specs[ids], axis, sizes, default) for axis, default in ((0, 2), (1, _PROMPT)))
     if ids in given:
         batch, total = _checked(given[ids], ids).shape
         first = max(1, total - _CALLS)
         calls = (first,) + (1,) * (total - first)
     elif isinstance(specs[ids].dims[1], int):
-        calls = (tokens,) * min(_CALLS, slots.capacity // tokens)
+        calls = (tokens,) * max(1, min(_CALLS, slots.capacity // max(1, tokens)))
     else:
-        first = min(tokens, slots.capacity)
+        first = max(1, min(tokens, slots.capacity))
         calls = (first,) + (1,) * min(_CALLS, slots.capacity - first)
     sizes = {**sizes, **{name: batch for name in specs[ids].dims[:1] if isinstance(name, str)}}
     shape = TensorSpec(ids, specs[ids].dtype, specs[ids].storage, (batch, sum(calls)))
@@ -172,12 +172,11 @@ def session(
     if mask:
         hidden = rng.integers(0, calls[0] // 2 + 1, batch)
         counts[:, : calls[0]] = np.arange(calls[0]) >= hidden[:, None]
-    fixed = {s.name: given[s.name] for s in others if s.name in given}
-    fixed |= made_up(model.graph, [s for s in others if s.name not in given], sizes, rng)
+    fixed = feeds_of(model, others, compiled.manifest.ranges, given, sizes, rng)
     output = next(spec.name for spec in compiled.outputs if spec.name not in compiled.manifest.donated.values())
     return Session(
         model, compiled, output, ids, mask,
-        tokens=given.get(ids, chosen), counts=_counts(given.get(mask, counts), chosen.shape), calls=calls,
+        tokens=np.asarray(given.get(ids, chosen)), counts=_counts(given.get(mask, counts), chosen.shape), calls=calls,
         forked=second, fixed=fixed,
     )  # fmt: skip
 

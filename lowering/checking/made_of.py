@@ -10,6 +10,8 @@ from ..errors import ArtifactError
 from ..graph.model import dtype_name
 from ..manifest import Manifest, TensorSpec
 
+_HALVES = ("float16", "bfloat16")  # of caches, for a precision
+
 
 def check_made_of(manifest: Manifest, model: ir.Model) -> None:
     """Raises ArtifactError for an artifact of another model, and for one that no reference of the model can be compared
@@ -34,14 +36,15 @@ def _differences(manifest: Manifest, model: ir.Model) -> Iterator[str]:
         if value.name not in outputs:
             yield f"the model gives '{value.name}', which it does not"
     for name, spec in ours.items():
-        if name not in manifest.donated and not _fits(spec, theirs[name]):
-            dtype, shape = dtype_name(theirs[name].dtype), theirs[name].shape
+        dtype, shape = dtype_name(theirs[name].dtype), theirs[name].shape
+        halved = manifest.precision is not None and spec.dtype in _HALVES and dtype == "float32"
+        if not (dtype == spec.dtype or halved) or not _fits(spec, shape):
             yield f"it takes {spec}, and the model {dtype}{'' if shape is None else shape}"
 
 
-def _fits(spec: TensorSpec, value: ir.Value) -> bool:
+def _fits(spec: TensorSpec, shape: ir.Shape | None) -> bool:
     """Sizes of the artifact may be fixed where the model's are symbolic."""
-    if dtype_name(value.dtype) != spec.dtype or value.shape is None:
-        return dtype_name(value.dtype) == spec.dtype
-    same = [not isinstance(theirs, int) or ours == theirs for ours, theirs in zip(spec.dims, value.shape)]
-    return len(spec.dims) == len(value.shape) and all(same)
+    if shape is None:
+        return True
+    same = [not isinstance(theirs, int) or ours == theirs for ours, theirs in zip(spec.dims, shape)]
+    return len(spec.dims) == len(shape) and all(same)

@@ -69,7 +69,7 @@ def feeds_of(
         if len(terms) > 1 and all(term.isdecimal() or term in names | known.keys() for term in terms):
             known[name] = sum(int(term) if term.isdecimal() else known.get(term, _SIZE) for term in terms)
     made = made_up(model.graph, [spec for spec in specs if spec.name not in given], known, rng)
-    return {spec.name: given.get(spec.name, made.get(spec.name)) for spec in specs}
+    return {s.name: np.asanyarray(given[s.name]) if s.name in given else made[s.name] for s in specs}
 
 
 def made_up(

@@ -16,9 +16,9 @@ import onnx_ir as ir
 from ..errors import InputError, LoweringError
 from ..version import VERSION
 from .parts import Part
+from .references import MOST_INSIDE, bytes_of_weights, with_weights_inside
 
 MODEL, _TEXT = "model.onnx", "README.txt"
-_INSIDE = 2**30  # bytes of weights that the file of a model holds itself
 _NAMED = 8  # operators
 
 
@@ -61,9 +61,10 @@ def write(part: Part, folder: Path, options: Sequence[str]) -> str:
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as work:
             new = Path(work) / "new"
             new.mkdir()
-            weights = (value.const_value for value in part.model.graph.initializers.values())
-            large = sum(tensor.nbytes for tensor in weights if tensor is not None) > _INSIDE
-            ir.save(part.model, new / MODEL, external_data=f"{MODEL}.data" if large else None)
+            if bytes_of_weights(part.model) < MOST_INSIDE:
+                ir.save(with_weights_inside(part.model), new / MODEL)
+            else:
+                ir.save(part.model, new / MODEL, external_data=f"{MODEL}.data")
             for name, file in files.items():
                 np.save(new / file, part.feeds[name])
             (new / _TEXT).write_text(

@@ -108,8 +108,7 @@ def verify(
         if folder is None or not _is_fault(error):
             raise
         feeds = feeds_of(loaded, specs_of(loaded), {}, given, sizes, rng)
-        found = trial.reproducer(loaded, feeds, folder, error)
-        raise CompilerError(f"{error} {_said(found)}") from error
+        raise CompilerError(f"{_fault(error)} {_reduced(trial, loaded, feeds, folder, error)}") from error
     feeds, allowed, comparisons = trial.compared(loaded, compiled, given, sizes, rng, evaluate)
     result = Verification(tuple(comparisons), feeds, str(allowed))
     if folder is None or result.first_difference is None:
@@ -135,5 +134,15 @@ def _is_fault(error: Exception) -> bool:
     return isinstance(error, CompilerError) or not isinstance(error, (LoweringError, OSError, MemoryError))
 
 
-def _said(found: Reproducer | None) -> str:
+def _fault(error: Exception) -> str:
+    if isinstance(error, CompilerError):
+        return str(error)
+    return f"the compiler failed ({type(error).__name__}): a fault of ours, not of the model."
+
+
+def _reduced(trial: Trial, model: ir.Model, feeds: dict[str, Any], folder: Path, crash: Exception) -> str:
+    try:
+        found = trial.reproducer(model, feeds, folder, crash)
+    except LoweringError as error:
+        return f"It cannot be reduced: {error}"
     return "A second try did not fail." if found is None else f"Reduced: {found}"
