@@ -115,12 +115,25 @@ def test_a_wrong_answer(
     assert main(command[1:]) == 0  # without the fault
 
 
-def test_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def other_crash(graph: onnx.GraphProto) -> None:
+    """Something that nobody has thought of."""
+    try:
+        crash(graph)
+    except CompilerError:
+        raise RuntimeError("an unreachable place") from None
+
+
+@pytest.mark.parametrize(
+    "fault, said", [(crash, "in its pass 'fuse'"), (other_crash, "failed (RuntimeError): a fault")]
+)
+def test_a_crash(
+    fault: Fault, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     onnx.save(network(), tmp_path / "m.onnx")
-    inject(crash, monkeypatch)
+    inject(fault, monkeypatch)
     assert main(["verify", str(tmp_path / "m.onnx"), "--reduce", str(tmp_path / "small")]) == 1
     error = capsys.readouterr().err
-    assert "in its pass 'fuse'" in error and "3 of 42 nodes still fail (MatMul, Add, Tanh)" in error
+    assert said in error and "3 of 42 nodes still fail (MatMul, Add, Tanh)" in error
     assert main(["verify", str(tmp_path / "small" / "model.onnx")]) == 1
 
 
@@ -207,12 +220,11 @@ def test_a_needle() -> None:
 def test_folders_that_are_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "notes.txt").write_text("somebody's")
     onnx.save(network(), tmp_path / "m.onnx")
-    for taken in (tmp_path, tmp_path / "notes.txt"):
+    for taken in (tmp_path, tmp_path / "notes.txt", tmp_path / "notes.txt" / "small"):
         assert main(["verify", str(tmp_path / "m.onnx"), "--reduce", str(taken)]) == 1
         assert "is there, and is no empty folder" in capsys.readouterr().err
-    below = tmp_path / "notes.txt" / "small"
-    with pytest.raises(lowering.LoweringError, match="cannot be written"):
-        reproducer.write(Part(load_model(network()), {}, (0,)), below, [])
+    with pytest.raises(lowering.LoweringError, match="'/proc/small' cannot be written"):
+        reproducer.write(Part(load_model(network()), {}, (0,)), Path("/proc/small"), [])
     with pytest.raises(lowering.InputError, match="leave these out"):
         lowering.verify(network(), static_cache=8, reduce=tmp_path / "small")
 

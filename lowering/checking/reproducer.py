@@ -42,11 +42,12 @@ class Reproducer:
 
 
 def check_free(folder: Path) -> None:
-    """Raises InputError where something is in the place of a new folder."""
-    if folder.is_dir() and not os.listdir(folder):
-        return
-    if os.path.lexists(folder):
-        raise InputError(f"'{folder}' is there, and is no empty folder: name a new one for the reduced model.")
+    """Raises InputError where something is in the place of a new folder, or of one that it is in."""
+    for there in (folder, *folder.parents):
+        if os.path.lexists(there):
+            if not there.is_dir() or (there == folder and os.listdir(folder)):
+                raise InputError(f"'{there}' is there, and is no empty folder: name a new one for the reduced model.")
+            return
 
 
 def write(part: Part, folder: Path, options: Sequence[str]) -> str:
