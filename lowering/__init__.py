@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .checking.verification import verify as verify
     from .compiling.compiler import compile as compile
     from .errors import ArtifactError as ArtifactError
+    from .errors import CompilerError as CompilerError
     from .errors import InputError as InputError
     from .errors import LoweringError as LoweringError
     from .errors import ModelError as ModelError
@@ -71,6 +72,7 @@ _HOME = {
     "TargetError": "errors",
     "ArtifactError": "errors",
     "InputError": "errors",
+    "CompilerError": "errors",
 }
 
 __version__ = VERSION

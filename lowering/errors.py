@@ -23,6 +23,10 @@ class NodeError(LoweringError):
         super().__init__(f"{where}: {what}" + (f" {remedy}" if remedy else ""))
 
 
+class CompilerError(LoweringError):
+    """The compiler failed by a fault of its own, not of the model."""
+
+
 class TargetError(LoweringError):
     """The target is unknown, or this machine cannot build for it."""
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from .records import decode
 
-FORMAT = 5
+FORMAT = 6
 FILE, CODE, WEIGHTS, HEADER, HOST = "manifest.json", "model.so", "weights.bin", "model.h", "host.hpp"
 SIGNATURE = "manifest.sig"
 
@@ -136,7 +136,7 @@ class Manifest:
     constants; code k is strings[k]. hashes are SHA-256 of every file by name, and `digest` for the manifest itself;
     weights_sample is what every load compares instead (the function of that name), "" without weights. architectures
     are those of the GPUs that it was built for, () for CPUs. threads is the default worker count, None for the caller's
-    affinity.
+    affinity. scheme and precision are the `weights` and the `precision` that it was compiled with.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -157,6 +157,8 @@ class Manifest:
     calls: tuple[CallSpec, ...] = ()  # in the order of execution
     slots: SlotCaches | None = None  # with static_cache: then `donated` holds the caches
     served: ServedCache | None = None  # with serve, likewise
+    scheme: str | None = None
+    precision: str | None = None
     format: int = FORMAT
 
     def code(self) -> dict[str, str]:

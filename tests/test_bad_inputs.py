@@ -339,6 +339,18 @@ COMMANDS = {
     "verify good.onnx --dim N": "write NAME=SIZE",
     "verify good.onnx --input q=x3.npy": "there is no input 'q'. The inputs are x, z.",
     "verify good.onnx --input x=short.npy": "short.npy",
+    "verify good.onnx --artifact good --input x=matrix.npy": "input 'x' must have 1 dimensions",
+    "verify good.onnx --artifact good --input x=double.npy": "input 'x' must be float32, not float64",
+    f"verify good.onnx --artifact good {X3} {Z4}": "its size along axis 0 is 4, not 3",
+    f"verify good.onnx --artifact good {X3} --dim N=2": "its size along axis 0 is 4, not 3",
+    "verify good.onnx --artifact gone": "gone",
+    "verify good.onnx --artifact other": "'other' is no artifact",
+    "verify good.onnx --artifact good --precision fast": "leave out the options of compile",
+    "verify good.onnx --artifact good --reduce never": "leave these out",
+    "verify good.onnx --verify-key key.pub": "give --artifact as well",
+    "verify good.onnx --static-cache 8": "cache",
+    "verify good.onnx --reduce other": "'other' is there, and is no empty folder",
+    "verify good": "good is a compiled artifact, and no .onnx file",
 }
 
 

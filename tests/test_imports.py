@@ -62,6 +62,21 @@ RULES = {
         },
         False,
     ),
+    "lowering/checking": (
+        {
+            "lowering.checking",
+            "lowering.compiling",
+            "lowering.fusion",
+            "lowering.graph",
+            "lowering.importing",
+            "lowering.profiling",
+            "lowering.runtime",
+            "lowering.manifest",
+            "lowering.errors",
+            "lowering.version",
+        },
+        False,
+    ),
     "lowering/measuring": ({"lowering.measuring", "lowering.runtime", "lowering.records", "lowering.errors"}, False),
     "lowering/fleet": (
         {"lowering.fleet", "lowering.machine", "lowering.measuring", "lowering.runtime", "lowering.errors"},

@@ -237,3 +237,11 @@ def test_calls_that_are_none_of_the_model() -> None:
         lowering.compile(proto, precision="float16", calls=[call, {**call, "x": call["x"][:, :3]}])
     with pytest.raises(lowering.InputError, match="leave them out for anything else"):
         lowering.compile(proto, precision="bfloat16", calls=[call])
+
+
+def test_the_model_that_is_given_stays_as_it_is() -> None:
+    """Copies of onnx_ir's models share their types."""
+    model = ir.from_proto(onnx.load(SAMPLES / "llama-past-dynamo23" / "model.onnx"))
+    types = [value.dtype for value in model.graph.inputs]
+    assert lowering.compile(model, precision="float16").inputs[-1].dtype == "float16"
+    assert [value.dtype for value in model.graph.inputs] == types

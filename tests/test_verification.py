@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,12 @@ import onnx_ir as ir
 import pytest
 
 import lowering
-from lowering.checking import verification
+from lowering.checking import references, trial
 from lowering.checking.made_up import made_up
 from lowering.commands.cli import main
-from lowering.manifest import TensorSpec
+from lowering.compiling.compiler import compile_to
+from lowering.manifest import FILE, Manifest, TensorSpec
+from lowering.runtime.decoder import Decoder
 
 ROWS, POSITIONS, WIDTH = 50, 12, 96
 
@@ -50,14 +55,13 @@ def encoder(seed: int = 0, dtype: Any = np.float32) -> onnx.ModelProto:
 def test_what_is_made_up_fits_the_graph() -> None:
     graph, rng = ir.from_proto(encoder()).graph, np.random.default_rng(0)
     sizes = {"B": 40, "T": 16}
-    ids, positions, mask = (
-        made_up(graph, TensorSpec(name, "int64", "int64", ("B", "T")), sizes, rng)
-        for name in ("ids", "position_ids", "attention_mask")
-    )
+    names = ("ids", "position_ids", "attention_mask")
+    specs = [TensorSpec(name, "int64", "int64", ("B", "T")) for name in names]
+    ids, positions, mask = made_up(graph, specs, sizes, rng).values()
     assert ids.min() == 0 and ids.max() == ROWS - 1 and len(np.unique(ids)) > ROWS // 2
     assert (positions == np.minimum(np.arange(16), POSITIONS - 1)).all()
     assert (np.sort(mask, axis=1) == mask).all() and set(np.unique(mask)) == {0, 1} and (mask.sum(axis=1) >= 8).all()
-    other = made_up(graph, TensorSpec("lengths", "int64", "int64", ("B",)), sizes, rng)
+    (other,) = made_up(graph, [TensorSpec("lengths", "int64", "int64", ("B",))], sizes, rng).values()
     assert set(np.unique(other)) == {0, 1}
 
 
@@ -75,10 +79,19 @@ def test_a_sound_model_agrees(tmp_path: Path, how: str, capsys: pytest.CaptureFi
     assert how in ("", "f16") or y["rms"] > 1e-5  # what is allowed is something that there is
 
 
+@pytest.mark.parametrize("against", ["reference", "onnxruntime"])
+def test_weights_in_a_file_of_their_own(tmp_path: Path, against: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it is; and for ONNX Runtime again in a file, if they are too many for a protobuf."""
+    onnx.save(encoder(), tmp_path / "m.onnx", save_as_external_data=True, size_threshold=0, location="weights")
+    assert lowering.verify(tmp_path / "m.onnx", against).first_difference is None
+    monkeypatch.setattr(references, "MOST_INSIDE", 1)
+    assert lowering.verify(tmp_path / "m.onnx", against).first_difference is None
+
+
 @pytest.mark.parametrize("weights", [None, "int8"])
 def test_an_unsound_one_does_not(monkeypatch: pytest.MonkeyPatch, weights: Any) -> None:
     """A wrong answer is found, however much its scheme may cost."""
-    compiled = verification.compile
+    compiled = trial.compile
 
     def wrong(model: Any, *options: Any, **more: Any) -> lowering.Model:
         other = ir.to_proto(model)
@@ -87,13 +100,140 @@ def test_an_unsound_one_does_not(monkeypatch: pytest.MonkeyPatch, weights: Any) 
         return compiled(other, *options, **more)
 
     assert lowering.verify(encoder(), weights=weights).first_difference is None
-    monkeypatch.setattr(verification, "compile", wrong)
+    monkeypatch.setattr(trial, "compile", wrong)
     assert lowering.verify(encoder(), weights=weights).first_difference is not None
 
 
 def test_a_reference_that_cannot_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
     text = """<ir_version: 10, opset_import: ["" : 23, "com.microsoft" : 1]>
         m (float[N, 8] x) => (float[N, 8] y) { y = com.microsoft.FastGelu (x) }"""
-    monkeypatch.setattr(verification, "compile", lambda *_, **__: pytest.fail("compiled before"))
+    monkeypatch.setattr(trial, "compile", lambda *_, **__: pytest.fail("compiled before"))
     with pytest.raises(lowering.LoweringError, match=r"reference evaluator cannot run .*--against onnxruntime may"):
         lowering.verify(onnx.parser.parse_model(text))
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the encoder, beside it: with compressed weights, of one batch and 5 to 8 tokens."""
+    folder = tmp_path_factory.mktemp("artifact")
+    onnx.save(encoder(), folder / "m.onnx")
+    compile_to(folder / "out", encoder(), weights="int8", dims={"B": 1, "T": (5, 8)})
+    return folder / "out"
+
+
+def test_an_artifact(artifact: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is compiled; the manifest says what sizes are legal, and what its weights may cost."""
+    monkeypatch.setattr(trial, "compile", lambda *_, **__: pytest.fail("compiled"))
+    assert main(["verify", str(artifact.parent / "m.onnx"), "--artifact", str(artifact), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["ok"] and said["allowed"] == "0.1 of an output's rms, for weights int8"
+    result = lowering.verify(encoder(), artifact=lowering.load(artifact), sizes={"T": 7})
+    assert result.inputs["ids"].shape == (1, 7) and result.first_difference is None
+    result = lowering.verify(encoder(), artifact=artifact, inputs={"ids": np.zeros((1, 6), np.int64)})
+    assert result.inputs["attention_mask"].shape == (1, 6)
+    assert lowering.verify(encoder(seed=1), artifact=artifact).first_difference is not None  # of other weights
+
+
+BAD: dict[str, tuple[list[str], str]] = {
+    "another size": (["--dim", "B=2"], "dimension 'B' is always 1 in the artifact, not 2"),
+    "a size out of range": (["--dim", "T=9"], "the model takes 5 to 8"),
+    "an option of compile": (["--weights", "int8"], "leave out the options of compile"),
+    "a pattern of compile": (["--donate", "x"], "leave out the options of compile"),
+    "a part": (["--reduce", "new"], "leave these out"),
+    "no artifact": (["--artifact", "empty"], "'empty' is no artifact: it has no manifest.json"),
+    "nothing": (["--artifact", "gone"], "gone"),
+    "for another machine": (
+        ["--artifact", "foreign"],
+        "was built for a CPU with no_such_feature, which this one lacks",
+    ),
+    "another model": (["--artifact", "other"], "not made of this model: it takes 'x', which the model does not"),
+    "other shapes": (["--artifact", "turned"], "it takes ids: int64[B, T, N], and the model int64[B,T]"),
+    "not signed": (["--verify-key", "key.pub"], "is not signed"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_artifacts_that_will_not_do(
+    case: str, artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options, wanted = BAD[case]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    if case == "another model":
+        save('<ir_version: 10, opset_import: ["" : 23]> m (float[N] x) => (float[N] y) { y = Neg (x) }', "other")
+    if case == "other shapes":
+        save(
+            """<ir_version: 10, opset_import: ["" : 23]>
+            m (int64[B, T, N] ids, int64[B, T] position_ids, int64[B, T] attention_mask) => (int64[B, T, N] y) {
+              y = Neg (ids) }""",
+            "turned",
+        )
+    if case == "for another machine":
+        shutil.copytree(artifact, "foreign")
+        manifest = Manifest.from_dict(json.loads((artifact / FILE).read_text()))
+        manifest = dataclasses.replace(manifest, cpu_features=("no_such_feature",))
+        manifest = dataclasses.replace(manifest, hashes={**manifest.hashes, FILE: manifest.digest()})
+        Path("foreign", FILE).write_text(manifest.to_json())
+    model, chosen = artifact.parent / "m.onnx", [] if options[0] == "--artifact" else ["--artifact", str(artifact)]
+    assert main(["verify", str(model), *chosen, *options]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and wanted in error and "Traceback" not in error, error
+    assert not Path("new").exists()
+
+
+def save(text: str, folder: str) -> None:
+    lowering.compile(onnx.parser.parse_model(text)).save(folder)
+
+
+def test_sizes_that_are_sums_of_others() -> None:
+    """As exporters name them."""
+    text = """<ir_version: 10, opset_import: ["" : 23]>
+        m (float[N, S] x, float[N, P] past, float[N, L] all) => (float[N, L] y) {
+          both = Concat <axis = 1> (past, x)
+          y = Add (both, all) }"""
+    model = onnx.parser.parse_model(text)
+    model.graph.input[2].type.tensor_type.shape.dim[1].dim_param = "P + S"
+    assert lowering.verify(model, sizes={"P": 3}).inputs["all"].shape == (4, 7)
+    assert lowering.verify(model, inputs={"x": np.ones((2, 1), np.float32)}).inputs["all"].shape == (2, 5)
+
+
+DECODER = Path(__file__).parent / "exports" / "samples" / "llama-past-dynamo23" / "model.onnx"
+
+
+def test_a_decoder_with_static_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled here or before: a prompt with padding, steps, and a fork."""
+    model = lowering.compile(DECODER, static_cache=9)
+    result = lowering.verify(DECODER, artifact=model)
+    assert result.first_difference is None and len(result.comparisons) == 1 + 3 + 1  # until the slots are full
+    names = [c.name for c in result.comparisons]
+    assert names[:3] == ["logits of tokens 1 to 6", "logits of token 7", "logits of token 7 of a fork"]
+    assert result.inputs["attention_mask"].min() == 0
+    ids = np.full((3, 7), 5)
+    result = lowering.verify(DECODER, artifact=model, inputs={"input_ids": ids})
+    assert result.first_difference is None and result.inputs["input_ids"] is ids
+    for options, wanted in (
+        ({"inputs": {"past_0": np.zeros(1)}}, "a decoder keeps 'past_0' itself"),
+        ({"sizes": {"past": 2}}, "do not choose dimension 'past'"),
+        ({"inputs": {"input_ids": np.zeros(3)}}, "'input_ids' must be integers \\[batch, tokens\\], not float64"),
+        ({"inputs": {"attention_mask": np.ones((1, 1))}}, "the mask must be of the tokens"),
+        ({"inputs": {"input_ids": np.zeros((1, 12), np.int64)}}, "the caches have 9 slots"),
+    ):
+        with pytest.raises(lowering.InputError, match=wanted):
+            lowering.verify(DECODER, artifact=model, **options)
+
+    monkeypatch.setattr(Decoder, "fork", copy.copy)  # which shares the caches
+    first = lowering.verify(DECODER, artifact=model).first_difference
+    assert first is not None and first.name == "logits of token 8"
+
+
+def test_static_cache_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    decoder = DECODER.parents[1] / "flan-t5-past-dynamo18-batch1" / "model.onnx"
+    assert main(["verify", str(decoder), "--static-cache", "8"]) == 0
+    out = capsys.readouterr().out
+    assert "logits of token 7 of a fork: max abs" in out and "all outputs agree with reference" in out
+
+
+def test_halved_caches_are_compared_as_what_they_were() -> None:
+    model = lowering.compile(DECODER, precision="float16")
+    result = lowering.verify(DECODER, artifact=model, sizes={"total": 8})
+    assert result.first_difference is None and result.inputs["past_0"].dtype == np.float32

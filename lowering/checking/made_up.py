@@ -1,30 +1,94 @@
-"""Inputs made up for a model, by what its graph does with them: what it looks up is in the table that it looks into."""
+"""Inputs of a model: those that are given, and others made up by what its graph does with them.
+
+What it looks up, for instance, is in the table that it looks into.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
+from ..errors import InputError
+from ..graph.model import dtype_name
 from ..manifest import TensorSpec
 from ..profiling.inputs import is_integer, random_input
+from ..runtime.elements import STORAGE
+from .references import Feeds
+
+_SIZE = 4  # of symbolic dimensions of which nothing is said
 
 # Operators that hand on the elements of their first input.
 _THROUGH = {"Cast", "Expand", "Flatten", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"}
 
 
-def made_up(graph: ir.Graph, spec: TensorSpec, sizes: Mapping[str, int], rng: np.random.Generator) -> np.ndarray:
-    """An array for an input; symbolic dimensions are 4 unless `sizes` says otherwise.
+def taken(model: ir.Model) -> list[ir.Value]:
+    """The inputs that a call gives."""
+    return [value for value in model.graph.inputs if value.name not in model.graph.initializers]
+
+
+def specs_of(model: ir.Model) -> list[TensorSpec]:
+    """The inputs of a model that is not compiled."""
+    found = []
+    for value in taken(model):
+        dtype = dtype_name(value.dtype)
+        dims = tuple(d if isinstance(d, int) else str(d.value) for d in value.shape or ())
+        found.append(TensorSpec(value.name or "", dtype, STORAGE[dtype], dims))
+    return found
+
+
+def feeds_of(
+    model: ir.Model,
+    specs: Sequence[TensorSpec],
+    ranges: Mapping[str, tuple[int, int]],
+    given: Feeds,
+    sizes: Mapping[str, int],
+    rng: np.random.Generator,
+) -> dict[str, Any]:
+    """Arrays for all inputs of the specs. A dimension has the size that `sizes` says, or else that of an array that is
+    given; one that is named as a sum of others, such as "past + tokens", is that; all others are 4, or as near to it as
+    their range allows. Raises InputError for a size that the artifact has fixed otherwise.
+    """
+    known = {str(dim): min(max(_SIZE, low), high) for dim, (low, high) in ranges.items()}
+    declared = {value.name: value.shape for value in model.graph.inputs}
+    for spec in specs:
+        if spec.name in given:
+            known |= dict(zip(map(str, spec.dims), np.shape(given[spec.name])))
+        for dim, fixed in zip(declared[spec.name] or (), spec.dims):
+            name = dim.value if isinstance(dim, ir.SymbolicDim) else None
+            if isinstance(fixed, int) and name is not None:
+                known[name] = fixed
+                if sizes.get(name, fixed) != fixed:
+                    raise InputError(f"dimension '{name}' is always {fixed} in the artifact, not {sizes[name]}.")
+    known |= sizes
+    names = {dim for spec in specs for dim in spec.dims if isinstance(dim, str)}
+    for name in names - known.keys():
+        terms = [term.strip() for term in name.split("+")]
+        if len(terms) > 1 and all(term.isdecimal() or term in names | known.keys() for term in terms):
+            known[name] = sum(int(term) if term.isdecimal() else known.get(term, _SIZE) for term in terms)
+    made = made_up(model.graph, [spec for spec in specs if spec.name not in given], known, rng)
+    return {s.name: np.asanyarray(given[s.name]) if s.name in given else made[s.name] for s in specs}
+
+
+def made_up(
+    graph: ir.Graph, specs: Iterable[TensorSpec], sizes: Mapping[str, int], rng: np.random.Generator
+) -> dict[str, np.ndarray]:
+    """An array for each of the inputs, by name; symbolic dimensions are 4 unless `sizes` says otherwise.
 
     Floats are standard normal. Integers that index a table are of all its rows, or count up where the input is named
     for positions; an integer mask of batches hides up to half of the tokens of each, from the left as padding does.
     All other integers are 0 or 1, which are legal indices of what is not empty.
     """
+    rows = _rows(graph)
+    return {spec.name: _array(spec, rows.get(spec.name), sizes, rng) for spec in specs}
+
+
+def _array(spec: TensorSpec, rows: int | None, sizes: Mapping[str, int], rng: np.random.Generator) -> np.ndarray:
     array = random_input(spec, sizes, rng)
     if not is_integer(spec) or array.size == 0:
         return array
-    rows = _rows(graph).get(spec.name)
     if "position" in spec.name:
         count = np.arange(array.shape[-1] if array.ndim else 1, dtype=array.dtype)
         return np.ascontiguousarray(np.broadcast_to(np.minimum(count, (rows or len(count)) - 1), array.shape))

@@ -14,6 +14,7 @@ from .options import (
     PRECISION,
     PRECISIONS,
     TARGET,
+    VERIFY_KEY,
     WEIGHT_SCHEMES,
     WEIGHTS,
     arrays,
@@ -24,61 +25,111 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from ..checking.verification import Comparison
+    from ..checking.verification import Verification
 
 
 def add(add_parser: Callable[..., Any]) -> None:
     """Its options."""
-    v = add_parser("verify", help="compile, run, and compare every output with a reference")
+    v = add_parser("verify", help="compile a model, or load its artifact, and compare every output with a reference")
     v.add_argument("model", type=Path, help="the .onnx file")
+    v.add_argument(
+        "--artifact", type=Path, metavar="DIR", help="compare this artifact of the model, and compile nothing"
+    )
+    v.add_argument("--verify-key", type=Path, metavar="KEY.pem", help=f"with --artifact: {VERIFY_KEY}")
     v.add_argument("--against", choices=("reference", "onnxruntime"), default="reference")
     v.add_argument("--target", default="cpu", help=TARGET)
     v.add_argument("--weights", choices=WEIGHT_SCHEMES, help=WEIGHTS)
     v.add_argument("--precision", choices=PRECISIONS, help=PRECISION)
+    v.add_argument("--donate", action="append", default=[], metavar="REGEX", help="as for compile")
+    v.add_argument(
+        "--static-cache", type=positive, metavar="TOKENS", help="as for compile; a prompt and steps follow it"
+    )
+    v.add_argument("--threads", type=positive, help="number of workers")
     v.add_argument("--input", action="append", default=[], metavar="NAME=FILE.npy", help="others are made up")
-    v.add_argument("--dim", action="append", default=[], metavar="NAME=SIZE", help="a symbolic dimension (else 4)")
+    v.add_argument(
+        "--dim",
+        action="append",
+        default=[],
+        metavar="NAME=SIZE",
+        help="a symbolic dimension (else as inputs say, or 4)",
+    )
+    v.add_argument("--seed", type=natural, default=0, help="of the inputs that are made up")
     v.add_argument("--rtol", type=not_negative, help="allowed of an element (1e-3; where numbers are rounded, by type)")
     v.add_argument("--atol", type=not_negative, help="allowed beside it (1e-5)")
-    v.add_argument("--seed", type=natural, default=0, help="of the inputs that are made up")
-    v.add_argument("--donate", action="append", default=[], metavar="REGEX", help="as for compile")
-    v.add_argument("--threads", type=positive, help="number of workers")
+    v.add_argument(
+        "--reduce", type=Path, metavar="DIR", help="write the smallest part of the model that fails, to this new folder"
+    )
     v.add_argument("--json", action="store_true", help="print the comparisons as JSON")
     v.set_defaults(run=_verify)
 
 
 def _verify(arguments: argparse.Namespace) -> int:
     from ..checking.verification import verify
+    from ..compiling import progress_bar
+    from ..errors import InputError
+    from ..runtime import load
 
-    result = verify(
-        arguments.model,
-        arguments.against,
-        arguments.target,
-        arrays(arguments.input),
-        sizes(arguments.dim),
-        arguments.rtol,
-        arguments.atol,
-        arguments.seed,
-        arguments.weights,
-        arguments.precision,
-        arguments.donate,
-        arguments.threads,
-    )
-    first = result.first_difference
+    artifact = None
+    if arguments.artifact is not None:
+        artifact = load(arguments.artifact, arguments.threads, verify_key=arguments.verify_key)
+    elif arguments.verify_key is not None:
+        raise InputError("--verify-key is of an artifact: give --artifact as well.")
+    with progress_bar.shown():
+        result = verify(
+            arguments.model,
+            arguments.against,
+            arguments.target,
+            arrays(arguments.input),
+            sizes(arguments.dim),
+            arguments.rtol,
+            arguments.atol,
+            arguments.seed,
+            arguments.weights,
+            arguments.precision,
+            arguments.donate,
+            arguments.threads,
+            arguments.static_cache,
+            artifact,
+            arguments.reduce,
+        )
     if arguments.json:
-        said = {"ok": first is None, "allowed": result.allowed, "seed": arguments.seed}
-        print(json.dumps({**said, "comparisons": [_as_json(c) for c in result.comparisons]}, indent=1))
-        return int(first is not None)
-    for c in result.comparisons:
-        verdict = "ok" if c.close else "DIFFERS"
-        print(f"{c.name}: max abs {c.max_abs:.3g}, max rel {c.max_rel:.3g}, rms {c.rms:.3g} of its rms, {verdict}")
-    print(f"allowed: {result.allowed}; inputs that are made up are of seed {arguments.seed}")
+        print(json.dumps(_as_json(result, arguments), indent=1))
+    else:
+        print("\n".join(map(str, result.comparisons)))
+        print(f"allowed: {result.allowed}; inputs that are made up are of seed {arguments.seed}")
+        print(_verdict(result, arguments))
+    return int(result.first_difference is not None)
+
+
+def _verdict(result: Verification, arguments: argparse.Namespace) -> str:
+    first = result.first_difference
     if first is None:
-        print(f"all outputs agree with {arguments.against}")
-        return 0
-    print(f"first output that differs: {first.name}, most at {list(first.worst)}")
-    return 1
+        return f"all outputs agree with {arguments.against}"
+    said = f"first output that differs: {first.name}, most at {list(first.worst)}"
+    if arguments.reduce is None:
+        return said
+    return f"{said}\n{result.reproducer or 'asked once more, no output differs: nothing is left to reduce'}"
 
 
-def _as_json(comparison: Comparison) -> dict[str, Any]:
+def _as_json(result: Verification, arguments: argparse.Namespace) -> Any:
+    comparisons = [{**asdict(c), "said": str(c)} for c in result.comparisons]
+    return _finite(
+        {
+            "ok": result.first_difference is None,
+            "allowed": result.allowed,
+            "seed": arguments.seed,
+            "against": arguments.against,
+            "verdict": _verdict(result, arguments),
+            "comparisons": comparisons,
+            "reproducer": None if result.reproducer is None else asdict(result.reproducer),
+        }
+    )
+
+
+def _finite(said: Any) -> Any:
     """What JSON can say of it: no infinite numbers."""
-    return {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in asdict(comparison).items()}
+    if isinstance(said, dict):
+        return {name: _finite(value) for name, value in said.items()}
+    if isinstance(said, (list, tuple)):
+        return [_finite(value) for value in said]
+    return None if isinstance(said, float) and not math.isfinite(said) else said

@@ -238,6 +238,8 @@ def compiled(model: ModelLike, options: Options, stand_in: Target | None = None,
         calls=lowered.calls,
         slots=slots,
         served=served,
+        scheme=options.weights,
+        precision=options.precision,
     )
     return Compiled(manifest, tuple(libraries), lowered.weights, targets, tuple(unscheduled))
 

@@ -18,7 +18,7 @@ from schedules import Known
 from schedules.half_precision import HALF
 from schedules.variant import Choose
 
-from ..errors import LoweringError
+from ..errors import CompilerError, LoweringError
 from ..importing.imported import Imported
 from ..importing.origins import after_fusion
 from ..importing.quantised import Scheme
@@ -188,7 +188,7 @@ def lower(
             except LoweringError:
                 raise
             except Exception as error:
-                raise LoweringError(
+                raise CompilerError(
                     f"the compiler failed in its pass '{name}': a fault of ours, not of the model. Please report it "
                     "with the model; the cause of this error has the details (-v on the command line)."
                 ) from error

@@ -128,7 +128,7 @@ class _Converter:
     def make_narrow(self, value: ir.Value) -> None:
         assert value.dtype is not None
         self.narrow[value] = value.dtype
-        value.dtype = self.dtype
+        value.type = ir.TensorType(self.dtype)  # a new one: copies of a model share their types
 
     def caches(self, nodes: list[ir.Node]) -> dict[ir.Value, ir.Value]:
         """Inputs that hold past keys and values, and the outputs that they become."""

@@ -32,7 +32,7 @@ TEXTS = ["[" * 100_000, '{"format":' * 50_000, "9" * 10_000, "\x00", '{"a": "', 
 
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
 def test_texts(folder: Path, text: str) -> None:
-    for format in ("{}", '{{"format": 5, "inputs": {}}}'):
+    for format in ("{}", '{{"format": 6, "inputs": {}}}'):
         (folder / "manifest.json").write_text(format.format(text))
         refused(folder)
 

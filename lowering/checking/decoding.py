@@ -1,0 +1,206 @@
+"""A decoder with static caches beside the model that it was made of: both read the same tokens, call by call."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import onnx_ir as ir
+
+from ..errors import InputError
+from ..manifest import SlotCaches, TensorSpec
+from ..runtime.model import Model
+from .made_up import feeds_of, made_up
+from .references import Evaluate
+
+IDS = ("input_ids", "decoder_input_ids")
+MASK, POSITIONS = "attention_mask", "position_ids"
+
+_PROMPT, _CALLS = 6, 4  # tokens where no size says otherwise, and calls behind the first
+
+
+class _Reader(Protocol):
+    def prefill(self, ids: Any, mask: Any) -> np.ndarray: ...
+
+    def fork(self) -> _Reader: ...
+
+
+@dataclass(frozen=True)
+class Session:
+    """Tokens [batch, all], which of them count (as padding does not), how many each call reads, those that a fork reads
+    in place of the second call's, and arrays for what is the same in every call."""
+
+    model: ir.Model
+    compiled: Model
+    output: str
+    ids: str
+    mask: str  # "" where no input says which tokens count
+    tokens: np.ndarray
+    counts: np.ndarray
+    calls: tuple[int, ...]
+    forked: np.ndarray
+    fixed: dict[str, Any]
+
+    @property
+    def names(self) -> list[str]:
+        """What each of the results is of."""
+        found, end = [], 0
+        for number, size in enumerate(self.calls):
+            which = f"token {end + 1}" if size == 1 else f"tokens {end + 1} to {end + size}"
+            found.append(f"{self.output} of {which}")
+            if number == 1:
+                found.append(f"{self.output} of {which} of a fork")
+            end += size
+        return found
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """The arrays that were chosen, by the names of inputs."""
+        masks = {self.mask: self.counts} if self.mask else {}
+        return {self.ids: self.tokens, **masks, **self.fixed}
+
+    def ours(self) -> list[np.ndarray]:
+        """What the compiled decoder answers."""
+        return self._read(self.compiled.decoder(self.ids, self.mask, POSITIONS, self.fixed))
+
+    def theirs(self, evaluate: Evaluate) -> list[np.ndarray]:
+        """What the model as it was answers, whose caches grow."""
+        return self._read(_Growing(self, evaluate))
+
+    def _read(self, decoder: _Reader) -> list[np.ndarray]:
+        found, end = [], 0
+        for number, size in enumerate(self.calls):
+            here = slice(end, end + size)
+            fork = decoder.fork() if number == 1 else None
+            logits, counts = decoder.prefill(self.tokens[:, here], self.counts[:, here]), self.counts[:, here]
+            # What a model says behind padding means nothing.
+            found.append(logits[counts.astype(bool)] if logits.shape[:2] == counts.shape else logits)
+            if fork is not None:  # what it reads must not become the decoder's
+                found.append(fork.prefill(self.forked, np.ones_like(self.forked)))
+            end += size
+        return found
+
+
+class _Growing:
+    """The model as it was, whose present keys and values are the past ones of the next call."""
+
+    def __init__(self, session: Session, evaluate: Evaluate) -> None:
+        self._session, self._evaluate = session, evaluate
+        self._types = {value.name or "": value for value in session.model.graph.inputs}
+        self._outputs = [value.name for value in session.model.graph.outputs]
+        self._seen = session.counts[:, :0]
+        self._past = {name: self._empty(self._types[name]) for name in session.compiled.manifest.donated}
+
+    def _empty(self, past: ir.Value) -> np.ndarray:
+        assert past.shape is not None and past.dtype is not None
+        _, heads, length, size = past.shape
+        if not (isinstance(heads, int) and isinstance(size, int)) or isinstance(length, int):
+            raise InputError(
+                f"the past '{past.name}' is {past.shape}, and cannot begin empty: "
+                "verify follows decoders whose past has a symbolic length, and no other symbolic size but its batch."
+            )
+        return np.zeros((len(self._seen), heads, 0, size), past.dtype.numpy())
+
+    def fork(self) -> _Growing:
+        return copy.copy(self)  # nothing is written in place
+
+    def prefill(self, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        session, before = self._session, self._seen.shape[1]
+        self._seen = np.concatenate([self._seen, mask], axis=1)
+        feeds = {session.ids: ids, **self._past}
+        if session.mask:
+            feeds[session.mask] = self._seen
+        if POSITIONS in self._types:
+            feeds[POSITIONS] = np.maximum(self._seen.cumsum(axis=1) - 1, 0)[:, before:]
+        typed = {name: array.astype(self._numpy(name)) for name, array in feeds.items() if name not in self._past}
+        results = dict(zip(self._outputs, self._evaluate({**feeds, **typed, **session.fixed})))
+        self._past = {name: results[present] for name, present in session.compiled.manifest.donated.items()}
+        return results[session.output]
+
+    def _numpy(self, name: str) -> np.dtype:
+        dtype = self._types[name].dtype
+        assert dtype is not None
+        return dtype.numpy()
+
+
+def session(
+    model: ir.Model,
+    compiled: Model,
+    slots: SlotCaches,
+    given: Mapping[str, Any],
+    sizes: Mapping[str, int],
+    rng: np.random.Generator,
+) -> Session:
+    """Tokens for a decoder, whose batch is 2 and whose first call reads 6 unless `sizes` or the model says otherwise.
+
+    The batch is padded on the left where the model takes a mask. `given` may hold the ids of all tokens, the mask that
+    says which of them count, and inputs that are the same in every call; the others are made up. Raises InputError for
+    a model without ids, and for caches that are given.
+    """
+    specs = {spec.name: spec for spec in compiled.inputs}
+    caches = {*compiled.manifest.donated, slots.length}
+    ids = next((name for name in IDS if name in specs), None)
+    if ids is None or len(specs[ids].dims) != 2:
+        raise InputError(f"verify finds no input of token ids [batch, tokens], such as {' or '.join(IDS)}.")
+    for name in given:
+        if name in caches or name == POSITIONS:
+            raise InputError(f"a decoder keeps '{name}' itself: leave it out, and let it begin empty.")
+    mask = MASK if MASK in specs and not _is_of_others(specs[MASK], ids, specs, caches) else ""
+    others = [s for s in specs.values() if s.name not in {*caches, ids, mask, POSITIONS}]
+    known = {dim for spec in (specs[ids], *others) for dim in spec.dims}
+    for name in sizes:
+        if name not in known:
+            raise InputError(f"the calls of a decoder do not choose dimension '{name}': leave it out.")
+    batch, tokens = (_size(specs[ids], axis, sizes, default) for axis, default in ((0, 2), (1, _PROMPT)))
+    if ids in given:
+        batch, total = _checked(given[ids], ids).shape
+        first = max(1, total - _CALLS)
+        calls = (first,) + (1,) * (total - first)
+    elif isinstance(specs[ids].dims[1], int):
+        calls = (tokens,) * max(1, min(_CALLS, slots.capacity // max(1, tokens)))
+    else:
+        first = max(1, min(tokens, slots.capacity))
+        calls = (first,) + (1,) * min(_CALLS, slots.capacity - first)
+    sizes = {**sizes, **{name: batch for name in specs[ids].dims[:1] if isinstance(name, str)}}
+    shape = TensorSpec(ids, specs[ids].dtype, specs[ids].storage, (batch, sum(calls)))
+    chosen = made_up(model.graph, [shape], {}, rng)[ids]
+    second = made_up(model.graph, [TensorSpec(ids, shape.dtype, shape.storage, (batch, calls[-1]))], {}, rng)[ids]
+    counts = np.ones(chosen.shape, np.int64)
+    if mask:
+        hidden = rng.integers(0, calls[0] // 2 + 1, batch)
+        counts[:, : calls[0]] = np.arange(calls[0]) >= hidden[:, None]
+    fixed = feeds_of(model, others, compiled.manifest.ranges, given, sizes, rng)
+    output = next(spec.name for spec in compiled.outputs if spec.name not in compiled.manifest.donated.values())
+    return Session(
+        model, compiled, output, ids, mask,
+        tokens=np.asarray(given.get(ids, chosen)), counts=_counts(given.get(mask, counts), chosen.shape), calls=calls,
+        forked=second, fixed=fixed,
+    )  # fmt: skip
+
+
+def _is_of_others(mask: TensorSpec, ids: str, specs: Mapping[str, TensorSpec], caches: set[str]) -> bool:
+    """Whether a mask hides what another input has, as an encoder's states, and not the tokens of the decoder."""
+    others = [spec for name, spec in specs.items() if name not in {mask.name, ids, POSITIONS, *caches}]
+    return any(isinstance(dim, str) and dim in spec.dims for spec in others for dim in mask.dims[1:])
+
+
+def _size(spec: TensorSpec, axis: int, sizes: Mapping[str, int], default: int) -> int:
+    dim = spec.dims[axis]
+    return dim if isinstance(dim, int) else sizes.get(dim, default)
+
+
+def _checked(ids: Any, name: str) -> np.ndarray:
+    array = np.asarray(ids)
+    if array.ndim != 2 or array.dtype.kind not in "iu" or not array.size:
+        raise InputError(f"'{name}' must be integers [batch, tokens], not {array.dtype}{list(array.shape)}.")
+    return array
+
+
+def _counts(mask: Any, shape: tuple[int, ...]) -> np.ndarray:
+    array = np.asarray(mask)
+    if array.shape != shape:
+        raise InputError(f"the mask must be of the tokens, {list(shape)}, and is {list(array.shape)}.")
+    return array.astype(np.int64)

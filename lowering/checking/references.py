@@ -1,0 +1,82 @@
+"""Who says what a model's outputs should be: onnx's reference evaluator, or ONNX Runtime."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import onnx_ir as ir
+
+from ..errors import LoweringError
+
+Against: TypeAlias = Literal["reference", "onnxruntime"]
+Feeds: TypeAlias = Mapping[str, Any]
+Evaluate: TypeAlias = Callable[[Feeds], list[Any]]
+"""All outputs of a model, in order, for arrays by input name."""
+
+MOST_INSIDE = 2**30
+"""Bytes of weights that a model's file, or its bytes, hold themselves; Protobuf ends at twice that."""
+
+
+def reference(model: ir.Model, against: Against) -> Evaluate:
+    """What computes all outputs of inputs by name. It, and what it returns, raise LoweringError where the reference
+    does not know an operator or cannot run the model."""
+    try:
+        run = _loaded(model, against)
+    except ImportError as error:
+        raise LoweringError("onnxruntime is not installed; pip install 'onnx-lowering[test]' brings it.") from error
+    except Exception as error:
+        raise _unable(against, error) from error
+
+    def evaluate(feeds: Feeds) -> list[Any]:
+        try:
+            with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore", category=RuntimeWarning):
+                return run(dict(feeds))
+        except Exception as error:
+            raise _unable(against, error) from error
+
+    return evaluate
+
+
+def _loaded(model: ir.Model, against: Against) -> Callable[[dict[str, Any]], list[Any]]:
+    if against == "onnxruntime":
+        session = _session(model)
+        return lambda feeds: list(session.run(None, feeds))
+    from onnx.reference import ReferenceEvaluator
+
+    evaluator = ReferenceEvaluator(ir.to_proto(with_weights_inside(model)))
+    return lambda feeds: list(evaluator.run(None, feeds))
+
+
+def _session(model: ir.Model) -> Any:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4  # what it cannot run is said by its exceptions
+    if bytes_of_weights(model) < MOST_INSIDE:
+        proto = ir.to_proto(with_weights_inside(model)).SerializeToString()
+        return onnxruntime.InferenceSession(proto, options, ["CPUExecutionProvider"])
+    with tempfile.TemporaryDirectory(prefix="onnx-lowering-") as folder:
+        path = Path(folder) / "model.onnx"
+        ir.save(model, path, external_data="weights")
+        return onnxruntime.InferenceSession(path, options, ["CPUExecutionProvider"])
+
+
+def with_weights_inside(model: ir.Model) -> ir.Model:
+    """The model with what files beside it hold in memory."""
+    return ir.external_data.load_to_model(model.clone())
+
+
+def bytes_of_weights(model: ir.Model) -> int:
+    tensors = (value.const_value for value in model.graph.initializers.values())
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def _unable(against: Against, error: Exception) -> LoweringError:
+    first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    other = " --against onnxruntime may." if against == "reference" else ""
+    return LoweringError(f"the {against} evaluator cannot run this model: {first}{other}")

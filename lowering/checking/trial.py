@@ -1,0 +1,168 @@
+"""One way to compile a model and to compare it, which `verify` goes with a whole model and `reduce` with its parts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from ..compiling import progress
+from ..compiling.compiler import compile
+from ..errors import CompilerError, LoweringError
+from ..graph.model import dtype_name, load_model
+from ..graph.precision import Precision
+from ..importing.quantised import Scheme
+from ..manifest import Manifest
+from ..runtime import Model
+from ..runtime.elements import ElementType
+from . import reproducer
+from .compare import Allowed, Comparison, beside_truth, compare
+from .decoding import session
+from .made_up import feeds_of
+from .reduce import reduce
+from .references import Against, Evaluate, Feeds, reference
+from .reproducer import Reproducer
+from .truth import in_float64
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How a model is compiled, and compared with what."""
+
+    against: Against
+    target: str
+    rtol: float | None
+    atol: float | None
+    weights: Scheme | None
+    precision: Precision | None
+    donate: tuple[str, ...]
+    threads: int | None
+    static_cache: int | None
+
+    @property
+    def has_options_of_compile(self) -> bool:
+        given = (self.weights, self.precision, self.static_cache, *self.donate)
+        return self.target != "cpu" or any(option is not None for option in given)
+
+    def options(self) -> Iterator[str]:
+        """Those of the command line."""
+        default = {"against": "reference", "target": "cpu"}
+        for name in ("against", "target", "rtol", "atol", "weights", "precision", "threads"):
+            if (value := getattr(self, name)) != default.get(name):
+                yield from (f"--{name}", str(value))
+        for pattern in self.donate:
+            yield from ("--donate", pattern)
+
+    def of_part(self, model: ir.Model) -> Trial:
+        """For a part of the model, which may not have all inputs that are donated."""
+        names = [value.name or "" for value in model.graph.inputs]
+        return replace(self, donate=tuple(p for p in self.donate if any(re.fullmatch(p, name) for name in names)))
+
+    def compiled(self, model: ir.Model) -> Model:
+        return compile(
+            model, self.target, self.donate, self.threads,
+            static_cache=self.static_cache, weights=self.weights, precision=self.precision,
+        )  # fmt: skip
+
+    def compared(
+        self,
+        model: ir.Model,
+        compiled: Model,
+        given: Feeds,
+        sizes: Mapping[str, int],
+        rng: np.random.Generator,
+        evaluate: Evaluate,
+    ) -> tuple[dict[str, Any], Allowed, list[Comparison]]:
+        """The inputs, what is allowed, and the comparisons."""
+        manifest = compiled.manifest
+        allowed = Allowed.of(_types(model), manifest.scheme, manifest.precision, self.rtol, self.atol)
+        if manifest.slots is not None:
+            talk = session(model, compiled, manifest.slots, given, sizes, rng)
+            return talk.inputs, allowed, self._judged(model, talk.names, talk.ours(), talk.theirs, evaluate, allowed)
+        feeds = feeds_of(model, manifest.inputs, manifest.ranges, given, sizes, rng)
+        narrow, declared = _halved(model, manifest)
+        results = compiled.run({name: np.array(array, subok=True) for name, array in _retyped(feeds, narrow).items()})
+        feeds, results = _retyped(feeds, declared), _retyped(results, declared)
+        names = [value.name or "" for value in model.graph.outputs]
+        actual = [results[name] for name in names]
+        return feeds, allowed, self._judged(model, names, actual, lambda run: run(feeds), evaluate, allowed)
+
+    def _judged(
+        self,
+        model: ir.Model,
+        names: Sequence[str],
+        actual: Sequence[Any],
+        compute: Callable[[Evaluate], list[Any]],
+        evaluate: Evaluate,
+        allowed: Allowed,
+    ) -> list[Comparison]:
+        """compute is what an evaluator of the model is asked for."""
+        progress.at("running the reference")
+        expected = compute(evaluate)
+        found = [compare(*each, allowed) for each in zip(names, actual, expected)]
+        if all(c.close for c in found):
+            return found
+        progress.at("running the reference in float64")
+        truth = in_float64(model, self.against, compute)
+        if truth is None:
+            return found
+        return [
+            c if c.close else beside_truth(c, ours, theirs, true, allowed)
+            for c, ours, theirs, true in zip(found, actual, expected, truth)
+        ]
+
+    def reproducer(
+        self, model: ir.Model, feeds: dict[str, Any], folder: Path, crash: Exception | None
+    ) -> Reproducer | None:
+        """The smallest part of the model that fails in the same way, written to the folder; None if even the whole
+        model, asked once more, does not."""
+
+        def blamed(part: ir.Model, feeds: Feeds) -> Collection[str]:
+            trial = self.of_part(part)
+            try:
+                compiled = trial.compiled(part)
+                if crash is not None:
+                    return ()
+                _, _, comparisons = trial.compared(
+                    part, compiled, feeds, {}, np.random.default_rng(0), reference(part, self.against)
+                )
+            except Exception as error:
+                return [v.name or "" for v in part.graph.outputs] if crash is not None and _alike(error, crash) else ()
+            return [c.name for c in comparisons if not c.close]
+
+        part = reduce(model, feeds, self.against, blamed)
+        if part is None:
+            return None
+        command = reproducer.write(part, folder, [*self.of_part(part.model).options()])
+        fails = False
+        with suppress(LoweringError):  # of a file that is no legal model
+            fails = bool(blamed(load_model(folder / reproducer.MODEL), part.feeds))
+        return Reproducer(str(folder), reproducer.operators(part), len(model.graph), command, fails)
+
+
+def _alike(error: Exception, other: Exception) -> bool:
+    return type(error) is type(other) and (not isinstance(error, CompilerError) or str(error) == str(other))
+
+
+def _halved(model: ir.Model, manifest: Manifest) -> tuple[dict[str, np.dtype], dict[str, np.dtype]]:
+    """The types of caches that `precision` keeps in half of it, compiled and as the model declares them."""
+    declared = {value.name or "": value.dtype for value in (*model.graph.inputs, *model.graph.outputs)}
+    specs = [s for s in (*manifest.inputs, *manifest.outputs) if declared.get(s.name) is not None]
+    halved = [s for s in specs if dtype_name(declared[s.name]) != s.dtype]
+    compiled = {s.name: ElementType(s.dtype, s.storage).numpy for s in halved}
+    return compiled, {s.name: np.dtype(dtype_name(declared[s.name])) for s in halved}
+
+
+def _retyped(arrays: Feeds, types: Mapping[str, np.dtype]) -> dict[str, Any]:
+    return {name: np.asarray(a).astype(types[name]) if name in types else a for name, a in arrays.items()}
+
+
+def _types(model: ir.Model) -> set[str]:
+    values = (*model.graph.inputs, *model.graph.outputs, *model.graph.initializers.values())
+    return {value.dtype.name.lower() for value in values if value.dtype is not None}
