@@ -14,10 +14,10 @@ from tvm.support import cc
 from tvm.tirx import compilation_pipeline
 
 from ..errors import TargetError
-from ..runtime.parallel import link_options
 from ..target import Target
 from ..target.building import make_modules_of_machine_code
 from . import objects, progress
+from .carried import link_options
 from .early_launch import early_launch
 
 Pass = Callable[[tvm.IRModule], tvm.IRModule]

@@ -20,8 +20,10 @@ from ..machine import cache_folder
 
 MOST = 1 << 30
 _DIGEST = hashlib.sha256().digest_size
-OBJECT, MADE_OF = ".object", ".made_of"
-"""Kinds of files: object code, and the key of an object by what it was made of."""
+OBJECT, MADE_OF, CARRIED = ".object", ".made_of", ".carried"
+"""Kinds of files: kernels, the key of a kernel by what it was made of, and C code that all libraries have."""
+
+_KINDS = (OBJECT, MADE_OF, CARRIED)
 _ABANDONED = 3600.0  # seconds after which a file that is still being written is nobody's
 
 
@@ -59,7 +61,7 @@ def put(key: str, content: bytes, kind: str = OBJECT) -> None:
 
 
 def size() -> tuple[int, int]:
-    """How many objects there are, and the bytes of all files."""
+    """How many kernels there are, and the bytes of all files."""
     found = [(path.suffix, stat.st_size) for path, stat in _files()]
     return sum(kind == OBJECT for kind, _ in found), sum(size for _, size in found)
 
@@ -77,7 +79,7 @@ def trim(most: int = MOST) -> None:
     total = 0
     for path, stat in found:
         total += stat.st_size
-        if total > most if path.suffix in (OBJECT, MADE_OF) else stat.st_mtime < time.time() - _ABANDONED:
+        if total > most if path.suffix in _KINDS else stat.st_mtime < time.time() - _ABANDONED:
             with suppress(OSError):
                 os.unlink(path)
 

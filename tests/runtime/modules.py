@@ -15,12 +15,12 @@ from tvm import relax, tirx
 from tvm.script import tirx as T
 
 from lowering.compiling import artifact
+from lowering.compiling.carried import link_options
 from lowering.manifest import Manifest, TensorSpec
 from lowering.passes.alignment import assume_alignment
 from lowering.passes.plan_memory import plan_memory
 from lowering.passes.release import add_release
 from lowering.passes.size_classes import size_classes
-from lowering.runtime.parallel import link_options
 from lowering.target import resolve
 
 ROOT = Path(__file__).parents[2]

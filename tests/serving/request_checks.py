@@ -16,13 +16,13 @@ import onnx
 import tvm_ffi
 from tvm import relax
 
+from lowering.compiling.carried import link_options
 from lowering.functions.gpt_attention import gpt_attention
 from lowering.graph.model import load_model
 from lowering.graph.written_inputs import name_written_inputs
 from lowering.importing.checks import OPENPPL, TENSORRT_LLM, called
 from lowering.importing.importer import import_model
 from lowering.importing.origins import bindings
-from lowering.runtime.parallel import link_options
 
 _FUNCTION = sys.modules[gpt_attention.__module__]
 

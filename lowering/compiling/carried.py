@@ -4,13 +4,21 @@ calls them, of the tables of serving operators (requests_*.c)."""
 from __future__ import annotations
 
 import functools
+import hashlib
+import os
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Collection
+from importlib.metadata import version
 from pathlib import Path
 
 from tvm_ffi import libinfo
 
+from . import object_cache
+
+_FOLDER = Path(__file__).parents[1] / "runtime"
+_FLAGS = ("-O2", "-fPIC", "-pthread", "-std=gnu11")
 _SOURCES = ("parallel", "checks")
 _BY_FUNCTION = {
     "lowering_check_openppl": ("requests_openppl",),
@@ -35,12 +43,37 @@ def link_options(cc: str, folder: str | Path, called: Collection[str] = tuple(_B
 
 @functools.cache
 def _object(cc: str, name: str) -> bytes:
-    """A compiled source: once per process, since it takes longer than compiling a small model."""
-    source = Path(__file__).with_name(f"{name}.c")
+    """A compiled source: once per process, and kept for others, since it takes longer than compiling a small model."""
+    key = "c" + hashlib.sha256(repr((_compiler(cc), _FLAGS, name, _sources())).encode()).hexdigest()[:32]
+    found = object_cache.get(key, object_cache.CARRIED)
+    if found is None:
+        found = _compiled(cc, name)
+        object_cache.put(key, found, object_cache.CARRIED)
+    return found
+
+
+def _compiled(cc: str, name: str) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{name}.o"
-        flags = ["-O2", "-fPIC", "-pthread", "-std=gnu11", "-I", libinfo.find_include_path()]
-        done = subprocess.run([cc, *flags, "-c", "-x", "c", source, "-o", path], capture_output=True, text=True)
+        files = ["-c", "-x", "c", str(_FOLDER / f"{name}.c"), "-o", str(path)]
+        command = [cc, *_FLAGS, "-I", libinfo.find_include_path(), *files]
+        done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:
             raise RuntimeError(done.stderr)
         return path.read_bytes()
+
+
+def _compiler(cc: str) -> tuple[object, ...]:
+    """What tells a compiler from its next version."""
+    path = os.path.realpath(shutil.which(cc) or cc)
+    stat = os.stat(path)
+    return path, stat.st_size, stat.st_mtime_ns
+
+
+@functools.cache
+def _sources() -> str:
+    """Of the code, with what it includes."""
+    digest = hashlib.sha256(version("apache-tvm-ffi").encode())
+    for path in sorted((*_FOLDER.glob("*.c"), *_FOLDER.glob("*.h"))):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
