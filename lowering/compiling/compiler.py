@@ -87,7 +87,7 @@ def compile(
     it decides are computed now, and dims={"tokens": (1, 512)} bounds one, which calls then check. database is a folder
     of `tune`, whose records for this target pick the tiles of kernels, before presets do; the manifest says which.
     checks=False leaves out what runs look at in the tables of serving operators (starts, lengths, pages, blocks): no
-    request is refused then, and kernels still touch no memory but their arrays; docs/serving_operators.md has the rules
+    request is refused then, and kernels still touch no memory but their arrays; docs/serving.md has the rules
     and their cost.
     dump is called with ("fused", the `onnx_ir.Model` to import), then with (name of the pass, module) after each pass.
 
