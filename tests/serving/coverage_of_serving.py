@@ -1,7 +1,7 @@
 """Which random cases cover which feature of the serving operators on which target.
 
-`python tests/serving/coverage_of_serving.py` writes docs/serving_coverage.md: the cases of the tests, every one of which follows
-from a seed.
+`python tests/serving/coverage_of_serving.py` writes docs/serving_coverage.md: the cases of the tests, which follow from
+seeds.
 """
 
 from __future__ import annotations
@@ -163,8 +163,8 @@ HEADER = (
     "(`-m slow`). Attention is compared with float64, codes and scales bit for bit. `CUDA` is the emulator of",
     "`tests/cuda_emulation`, which runs whole artifacts on the CPU; what its few cases leave out shares the record and",
     "the kernels with what they have ([The record, field by field](records.md)). This page is written by",
-    "`python tests/serving/coverage_of_serving.py` from the seeds of the tests; [serving.md](serving.md) says what each",
-    "feature is.",
+    "`python tests/serving/coverage_of_serving.py` from the seeds of the tests; [serving.md](serving.md) says what",
+    "each feature is.",
 )
 
 if __name__ == "__main__":
