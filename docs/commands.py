@@ -33,6 +33,9 @@ onnx-lowering compile model.onnx -o out/ --sign key.pem               # signed w
 onnx-lowering run out/ --input x=x.npy --verify-key key.pub           # ... for those who got it from elsewhere
 onnx-lowering verify model.onnx --against onnxruntime                 # compared with a reference, output by output
 onnx-lowering verify model.onnx --weights int4                        # what that costs
+onnx-lowering verify model.onnx --artifact out/                       # an artifact that is there
+onnx-lowering verify decoder.onnx --static-cache 64                   # a decoder, step by step
+onnx-lowering verify model.onnx --reduce small/                       # and the smallest part that differs
 onnx-lowering tune model.onnx --database tuned/ --budget 20m --dim n=1,128    # measure what its kernels could be,
 onnx-lowering compile model.onnx -o out/ --database tuned/            # ... and use what was found
 onnx-lowering inspect out/                                            # what an artifact takes, gives, and consists of
