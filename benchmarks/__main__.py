@@ -1,4 +1,4 @@
-"""The commands: `python -m benchmarks cpu|tune|cuda [case or group ...]`, `python -m benchmarks stores|readme`."""
+"""The commands: `python -m benchmarks cpu|tune|cuda [case or group ...]`, `python -m benchmarks stores|pages`."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def main() -> None:
     stores.add_argument("--turns", type=int, default=7, help="turns of every contender; default: %(default)s")
     stores.add_argument("--seconds", type=float, default=0.1, help="length of a turn; default: %(default)s")
     stores.set_defaults(run=_stores)
-    readme = commands.add_parser("readme", help="quote benchmarks/results in README.md")
-    readme.add_argument("--check", action="store_true", help="change nothing, fail where it is out of date")
-    readme.set_defaults(run=_readme)
+    pages = commands.add_parser("pages", help="quote benchmarks/results in docs/results.md and README.md")
+    pages.add_argument("--check", action="store_true", help="change nothing, fail where one is out of date")
+    pages.set_defaults(run=_pages)
     arguments = parser.parse_args()
     arguments.run(arguments)
 
@@ -115,8 +115,8 @@ def _stores(arguments: argparse.Namespace) -> None:
         table.run(arguments.threads, arguments.turns, arguments.seconds)
 
 
-def _readme(arguments: argparse.Namespace) -> None:
-    from .readme import update
+def _pages(arguments: argparse.Namespace) -> None:
+    from .pages import update
 
     update(arguments.check)
 

@@ -1,4 +1,4 @@
-"""Reads records: rows of figures, the table of a run, and the section of the README."""
+"""Reads records: rows of figures, the table of a run, and what pages quote."""
 
 from __future__ import annotations
 

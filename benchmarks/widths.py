@@ -1,4 +1,4 @@
-"""The README's tables of the models at published widths: a row for each model, a column for each form."""
+"""Tables of the models at published widths: a row for each model, a column for each form."""
 
 from __future__ import annotations
 

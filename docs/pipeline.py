@@ -15,8 +15,8 @@ STAGES = [
     ("importer", "one function per\noperator version", "#d5e3f5"),
     ("Relax", "fused, caches\nin place", "#d5e3f5"),
     ("TensorIR", "AttentionProblem\nplain lowering", "#d9efdd"),
-    ("schedules", "online softmax tiles\nsplit-KV, packed matmul", "#d9efdd"),
-    ("model.so", "weights mapped\nmanifest, C++ header", "#f7ead7"),
+    ("schedules", "online softmax tiles\nsplit-KV, products", "#d9efdd"),
+    ("model.so", "weights, manifest\nC++ headers", "#f7ead7"),
 ]
 
 
@@ -25,7 +25,7 @@ def main() -> None:
     for k, (name, detail, colour) in enumerate(STAGES):
         axes.add_patch(plt.Rectangle((k * 2, 0), 1.6, 1, facecolor=colour, edgecolor="#445566"))
         axes.text(k * 2 + 0.8, 0.7, name, ha="center", va="center", fontsize=12, weight="bold")
-        axes.text(k * 2 + 0.8, 0.33, detail, ha="center", va="center", fontsize=8.5)
+        axes.text(k * 2 + 0.8, 0.33, detail, ha="center", va="center", fontsize=8)
         if k:
             axes.annotate("", (k * 2, 0.5), (k * 2 - 0.4, 0.5), arrowprops={"arrowstyle": "->", "color": "#445566"})
     axes.set_xlim(-0.1, 2 * len(STAGES) - 0.3)

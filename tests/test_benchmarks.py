@@ -1,4 +1,4 @@
-"""The benchmarks measure, check before they time, and the README quotes what they found."""
+"""The benchmarks measure, check before they time, and pages quote what they found."""
 
 from __future__ import annotations
 
@@ -139,8 +139,8 @@ def test_every_model_of_the_page_is_a_case() -> None:
         chosen(["bert-dynamo18"])
 
 
-def test_readme_quotes_the_results() -> None:
-    done = command("readme", "--check")
+def test_pages_quote_the_results() -> None:
+    done = command("pages", "--check")
     assert done.returncode == 0, done.stderr
 
 

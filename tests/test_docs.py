@@ -1,26 +1,68 @@
-"""Generated pages and pictures are up to date, what docs/flex.md shows runs, and it names all there is."""
+"""Generated pages and pictures are up to date, what pages show runs, and they name all there is."""
 
 from __future__ import annotations
 
-import doctest
+import dataclasses
 import inspect
+import json
+import os
 import re
 import runpy
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from pages import blocks, follow
 
+import lowering
+from lowering import flex
+from lowering.commands.cli import _parser
 from lowering.flex import masks, mods
+from lowering.manifest import Manifest
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+EVERY = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 FLEX = (DOCS / "flex.md").read_text()
+
+
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    """Dead links and anchors, pages that the menu lacks, and names that are not found are warnings."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-f", str(DOCS / "site" / "mkdocs.yml")]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run([*command, "-d", str(tmp_path)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "reference" / "python.html").is_file()
 
 
 def test_operators_page_is_generated_anew() -> None:
     page = runpy.run_path(str(DOCS / "operators.py"))["page"]()
     assert (DOCS / "operators.md").read_text() == page, "run `python docs/operators.py`"
+
+
+@pytest.mark.parametrize("name", ["commands", "errors"])
+def test_pages_of_the_reference_are_generated_anew(name: str) -> None:
+    page = runpy.run_path(str(DOCS / f"{name}.py"))["page"]()
+    assert (DOCS / "reference" / f"{name}.md").read_text() == page, f"run `python docs/{name}.py`"
+
+
+def test_the_reference_has_every_public_name() -> None:
+    """lowering.compile_flex and its like are the same objects as those of lowering.flex."""
+    for module, page in ((lowering, "python.md"), (flex, "flex.md")):
+        text = (DOCS / "reference" / page).read_text()
+        named = set(re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)) | set(re.findall(r"`([\w.]+)`", text))
+        for name in module.__all__:
+            same = module is lowering and getattr(lowering, name) is getattr(flex, name, None)
+            assert same or {f"{module.__name__}.{name}", name} & named, f"{name} is not in docs/reference/{page}"
+
+
+def test_the_page_of_artifacts_names_every_field() -> None:
+    text = (DOCS / "reference" / "artifact.md").read_text()
+    assert not [field.name for field in dataclasses.fields(Manifest) if f"`{field.name}`" not in text]
 
 
 def test_pictures_of_masks_are_drawn_anew(tmp_path: Path) -> None:
@@ -32,6 +74,36 @@ def test_pictures_of_masks_are_drawn_anew(tmp_path: Path) -> None:
         assert made.read_text() == kept.read_text(), "run `python docs/flex_pictures.py`"
         assert kept.stat().st_size < 30_000
         assert f"pictures/{name}.svg" in FLEX
+
+
+CHEAP = ("online_softmax", "tiles", "masks", "memory")
+
+
+@pytest.mark.parametrize(
+    "name", [*CHEAP, *(pytest.param(name, marks=pytest.mark.slow) for name in ("stages", "numerics"))]
+)
+def test_figures_are_of_runs(name: str) -> None:
+    """Numbers that rounding decides may be others on another machine."""
+    run, _ = runpy.run_path(str(DOCS / "figures.py"))["FIGURES"][name]
+    kept = json.loads((DOCS / "figures" / "data.json").read_text())[name]
+    found = json.loads(json.dumps(run()))
+    assert close(found, kept, 1.0 if name == "numerics" else 1e-3), "run `python docs/figures.py`"
+
+
+def close(found: Any, kept: Any, tolerance: float) -> bool:
+    """Whether two values of JSON are the same but for numbers that are close."""
+    if isinstance(kept, dict):
+        return list(found) == list(kept) and all(close(found[key], kept[key], tolerance) for key in kept)
+    if isinstance(kept, list):
+        return len(found) == len(kept) and all(close(a, b, tolerance) for a, b in zip(found, kept))
+    return found == kept or abs(found - kept) <= tolerance * max(abs(kept), 1e-2 * tolerance)
+
+
+def test_every_figure_is_shown() -> None:
+    pages = "".join(path.read_text() for path in EVERY)
+    drawn = {path.stem for path in (DOCS / "figures").glob("*.svg")}
+    assert drawn == set(json.loads((DOCS / "figures" / "data.json").read_text()))
+    assert not [name for name in drawn if f"figures/{name}.svg)" not in pages]
 
 
 def library(module: ModuleType) -> set[str]:
@@ -48,16 +120,31 @@ def test_the_page_of_flex_attention_names_the_library(module: ModuleType) -> Non
     assert library(module) and library(module) <= listed
 
 
-def test_examples_of_flex_attention_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Blocks of code one after the other, and what the prompts in them print."""
+# Those that are followed from the first block to the last one.
+FOLLOWED = ["tutorial.md", "deployment.md", "flex.md", "flex_onnx.md"]
+FOLLOWED += sorted(path.relative_to(DOCS).as_posix() for path in (DOCS / "howto").glob("*.md"))
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_what_a_page_shows_runs(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.chdir(tmp_path)  # where they save
-    names: dict[str, Any] = {}
-    blocks = re.findall(r"```python\n(.*?)```", FLEX, re.DOTALL)
-    assert blocks
-    for block in blocks:
-        if block.startswith(">>>"):
-            test = doctest.DocTestParser().get_doctest(block, names, "docs/flex.md", None, None)
-            assert not doctest.DocTestRunner(verbose=False).run(test).failed
-        else:
-            exec(block, names)
+    monkeypatch.chdir(tmp_path)
+    follow(DOCS / name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in FOLLOWED if any(b.mark == "slow" for b in blocks(DOCS / n))])
+def test_all_that_a_page_shows_runs(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    follow(DOCS / name, slow=True)
+
+
+def test_every_command_that_is_shown_can_be_given() -> None:
+    parser = _parser()
+    shown = [(block.where, words) for page in EVERY for block in blocks(page) for words in block.commands()]
+    assert {words[0] for _, words in shown} >= {"compile", "verify", "tune", "measure", "device", "db", "package"}
+    for where, words in shown:
+        try:
+            parser.parse_args(words)
+        except SystemExit as error:
+            assert error.code == 0, f"{where}: onnx-lowering {shlex.join(words)}"

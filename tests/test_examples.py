@@ -1,13 +1,16 @@
-"""Every example runs, and so does the demo."""
+"""Every example runs, and so do the notebook and the demo."""
 
 from __future__ import annotations
 
+import os
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -42,3 +45,13 @@ def test_demo(tmp_path: Path) -> None:
     for row in ("compile time", "load time", "prefill", "decode", "cache bytes written per token", "max error"):
         assert row in result.stdout
     assert (tmp_path / "model.onnx").is_file() and (tmp_path / "artifact" / "model.so").is_file()
+
+
+def test_notebook(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every cell runs, and it is kept without what cells gave."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]))
+    notebook = nbformat.read(EXAMPLES / "tutorial.ipynb", as_version=4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert cells and not any(cell.outputs or cell.execution_count for cell in cells)
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert (tmp_path / "out" / "model.so").is_file()

@@ -1,4 +1,4 @@
-"""Models at published widths: what each contender is fed, the tables of the README, what a quick run leaves out."""
+"""Models at published widths: what each contender is fed, their tables, what a quick run leaves out."""
 
 from __future__ import annotations
 

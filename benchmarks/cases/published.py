@@ -46,7 +46,7 @@ class PublishedCase(PublishedWidths):
 
     @property
     def task(self) -> str:
-        """What is asked: rows of the README's table."""
+        """What is asked: rows of the table in docs/results.md."""
         return f"decode, {SLOTS}" if self.slots else "decode, growing" if self.past else "prefill"
 
     def model(self) -> onnx.ModelProto:

@@ -65,31 +65,38 @@ def compile(
 ) -> Model:
     """Compiles an ONNX model ahead of time; the result runs at once and can be saved.
 
-    model is a path, bytes, an `onnx.ModelProto` or an `onnx_ir.Model`; files with external data are read lazily.
-    target is `cpu` for this machine, or `cpu:x86-64-v3`, `cpu:x86-64-v4`, `cpu:aarch64` for others, or `cuda:` and a
-    list of architectures of GPUs, such as `cuda:sm_80,sm_90a`, or `cuda` for the GPU here; cc names the compiler that
-    links. donate holds regular expressions that match whole names of inputs to be consumed: the matching output takes
-    over their memory. static_cache=N makes a decoder's growing past a cache of N slots, written in place, whose length
-    is a new input (graph/static_cache.py); `Model.decoder` keeps it. serve=Serve(context=N) makes it a decoder for
-    packed tokens of many requests over one paged cache (graph/paged_decoder.py), which a `Batcher` runs. weights="int8"
-    (a scale for each column), "int4" (a float16 scale for each column and 32 rows) or "f16" compresses the constant
-    matrices of products, and tables of embeddings by rows, in 8 bits for int4 too (graph/compressed_tables.py). Sums
-    stay float32; biases and convolutions stay as they are. What it costs is a note of the manifest.
-    precision="float16" or "bfloat16" computes the products of a model of float32 in that type, and stores their weights
-    and a decoder's caches so; norms, softmax and sums stay float32, as do inputs and outputs (graph/precision.py).
-    calls, arrays by the names of inputs, show which numbers float16 cannot hold: what reads or makes them stays wide.
-    "fast" computes those of a model of float32 or float16 in bfloat16 where every target multiplies that faster, and
-    leaves inputs, outputs and caches as they are.
-    "tf32" and "3xtf32" leave the model float32, and have the GPU's tensor cores multiply matrices of it, with an error
-    of 2^-11 of each operand, or in two parts with about none (schedules/cuda/tensor_types.py).
-    threads is the default number of workers, at most 1024; None means the CPUs the calling thread may use. dims says
-    what is known of symbolic dimensions: dims={"batch": 1} makes one a number, at which sizes and branches (If) that
-    it decides are computed now, and dims={"tokens": (1, 512)} bounds one, which calls then check. database is a folder
-    of `tune`, whose records for this target pick the tiles of kernels, before presets do; the manifest says which.
-    checks=False leaves out what runs look at in the tables of serving operators (starts, lengths, pages, blocks): no
-    request is refused then, and kernels still touch no memory but their arrays; docs/serving_operators.md has the rules
-    and their cost.
-    dump is called with ("fused", the `onnx_ir.Model` to import), then with (name of the pass, module) after each pass.
+    * `model` is a path, bytes, an `onnx.ModelProto` or an `onnx_ir.Model`; files with external data are read lazily.
+    * `target` is `cpu` for this machine, or `cpu:x86-64-v3`, `cpu:x86-64-v4`, `cpu:aarch64` for others, or `cuda:` and
+      a list of architectures of GPUs, such as `cuda:sm_80,sm_90a`, or `cuda` for the GPU here.
+    * `donate` holds regular expressions that match whole names of inputs to be consumed: the matching output takes over
+      their memory.
+    * `threads` is the default number of workers, at most 1024; None means the CPUs the calling thread may use.
+    * `cc` names the compiler that links.
+    * `dims` says what is known of symbolic dimensions: `{"batch": 1}` makes one a number, at which sizes and branches
+      (If) that it decides are computed now, and `{"tokens": (1, 512)}` bounds one, which calls then check.
+    * `static_cache=N` makes a decoder's growing past a cache of N slots, written in place, whose length is a new input
+      (graph/static_cache.py); `Model.decoder` keeps it.
+    * `weights="int8"` (a scale for each column), "int4" (a float16 scale for each column and 32 rows) or "f16"
+      compresses the constant matrices of products, and tables of embeddings by rows, in 8 bits for int4 too
+      (graph/compressed_tables.py). Sums stay float32; biases and convolutions stay as they are. What it costs is a note
+      of the manifest.
+    * `database` is a folder of `tune`, whose records for this target pick the tiles of kernels, before presets do; the
+      manifest says which.
+    * `serve=Serve(context=N)` makes a decoder with a growing past one for packed tokens of many requests over one paged
+      cache (graph/paged_decoder.py), which a `Batcher` runs.
+    * `dump` is called with ("fused", the `onnx_ir.Model` to import), then with (name of the pass, module) after each
+      pass.
+    * `checks=False` leaves out what runs look at in the tables of serving operators (starts, lengths, pages, blocks):
+      no request is refused then, and kernels still touch no memory but their arrays; docs/serving.md has the rules and
+      their cost.
+    * `precision="float16"` or "bfloat16" computes the products of a model of float32 in that type, and stores their
+      weights and a decoder's caches so; norms, softmax and sums stay float32, as do inputs and outputs
+      (graph/precision.py). "fast" computes those of a model of float32 or float16 in bfloat16 where every target
+      multiplies that faster, and leaves inputs, outputs and caches as they are. "tf32" and "3xtf32" leave the model
+      float32, and have the GPU's tensor cores multiply matrices of it, with an error of 2^-11 of each operand, or in
+      two parts with about none (schedules/cuda/tensor_types.py).
+    * `calls`, arrays by the names of inputs, show which numbers float16 cannot hold: what reads or makes them stays
+      wide.
 
     What this machine cannot run, code for a GPU or for another CPU, is a model that can be looked at and saved, and
     says why when it is called (ArtifactError).

@@ -1,7 +1,7 @@
 """Which random cases cover which feature of the serving operators on which target.
 
-`python tests/serving/coverage_of_serving.py` writes docs/serving.md: the cases of the tests, every one of which follows
-from a seed.
+`python tests/serving/coverage_of_serving.py` writes docs/serving_coverage.md: the cases of the tests, which follow from
+seeds.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from gpt_case_features import DOMAINS, NA, TRAPS
 
 sys.path.append(str(Path(__file__).parents[2]))  # for the modules of tests.ops
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
-TEXT = PAGE.with_name("serving_operators.md")
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "serving_coverage.md"
 
 # Seed, configurations and calls of each, by test.
 GPT = {"CPU": (0, 7, 20), "CPU, long": (1, 200, 10), "CUDA": (2, 2, 2), "CUDA, long": (3, 40, 2)}
@@ -148,14 +147,14 @@ def page() -> str:
     values = [(name, str(value)) for name, domain in DOMAINS.items() for value in domain if value != NA]
     rows = [(f"`{ARGUMENTS[name]}`", f"{name}: {value}", [c[name, value] for c in gpt]) for name, value in values]
     rows += [("several at once", trap, [c["trap", trap] for c in gpt]) for trap in TRAPS]
-    lines = [TEXT.read_text().rstrip(), "", "## What the tests cover", "", *HEADER, "", "### gpt_attention", ""]
+    lines = ["# What the tests of serving cover", "", *HEADER, "", "## gpt_attention", ""]
     lines += table("argument", rows, GPT)
     for operator in cache_attention_cases.INPUTS:
         ppl = [ppl_counts(operator, *run) for run in PPL.values()]
-        lines += ["", f"### {operator}", "", *by_feature(ppl, PPL)]
+        lines += ["", f"## {operator}", "", *by_feature(ppl, PPL)]
     for operator, module in MICROSOFT.items():
-        lines += ["", f"### com.microsoft {operator}", "", *by_feature(microsoft_counts(module), GPT)]
-    lines += ["", "### Whole decoders, caches and checks", "", *others()]
+        lines += ["", f"## com.microsoft {operator}", "", *by_feature(microsoft_counts(module), GPT)]
+    lines += ["", "## Whole decoders, caches and checks", "", *others()]
     return "\n".join([*lines, ""])
 
 
@@ -164,7 +163,8 @@ HEADER = (
     "(`-m slow`). Attention is compared with float64, codes and scales bit for bit. `CUDA` is the emulator of",
     "`tests/cuda_emulation`, which runs whole artifacts on the CPU; what its few cases leave out shares the record and",
     "the kernels with what they have ([The record, field by field](records.md)). This page is written by",
-    "`python tests/serving/coverage_of_serving.py`, from `docs/serving_operators.md` and the seeds of the tests.",
+    "`python tests/serving/coverage_of_serving.py` from the seeds of the tests; [serving.md](serving.md) says what",
+    "each feature is.",
 )
 
 if __name__ == "__main__":

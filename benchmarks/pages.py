@@ -1,0 +1,169 @@
+"""What docs/results.md and the README quote of the files in benchmarks/results."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from .cases import all_cases
+from .cases.published import GROUP
+from .peers import OURS, PEERS
+from .records import Results, read
+from .report import (
+    Row,
+    by_group,
+    gains,
+    is_tuned,
+    limit_speeds,
+    markdown,
+    mean,
+    number,
+    ours_cell,
+    peer_cell,
+    rows,
+    scalings,
+    speed,
+    tuned_cells,
+)
+from .widths import tables
+
+_ROOT = Path(__file__).parents[1]
+_BEGIN, _END = "<!-- results -->", "<!-- end of results -->"
+_NAMES = {"torch": "PyTorch", "onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}
+
+_ABOUT = """## {title}
+
+{threads} of an {machine}, {dates}, float32 unless said otherwise, symbolic batch and lengths,
+{tuned}. {turns}; medians in milliseconds where no unit is said. *Of the limit* is what we reach of the fastest
+float32 matrix product of 2048^3 (MKL, OpenBLAS), or of the fastest streaming read of the same bytes; bfloat16, whose
+units are faster, goes beyond 1. *Ratio* is the best peer's time by ours. A dash is a refusal, *wrong* an answer that
+differs from float64. Versions: {versions}.
+"""
+
+_SHAPES = """
+The batch is 1 where none is said. Decode has 32 query heads on 8 key heads of 128.
+
+![bar chart of all cases]({chart})
+"""
+
+# The first words of cases that are named by a code.
+_CODES = {
+    "P1": "8 heads of 64, 1024 tokens",
+    "P2": "8 heads of 128, 2048 tokens",
+    "P3": "32 heads of 128 on 8, 2048 tokens",
+}
+
+# What the README shows, by case.
+_SHORT = {
+    "P2 full": "attention, 8 heads of 128, 2048 tokens",
+    "P2 causal": "the same, causal",
+    "P2 bool mask": "the same, with a mask of booleans",
+    "window 256, S 4096": "a sliding window of 256 over 4096 tokens",
+    "flex documents": "packed documents, by FlexAttention",
+    "decode B1 kv 4096": "one new token behind 4096 in a cache",
+    "decode B8 ragged": "one new token for each of 8 requests of different lengths",
+    "P1 causal bf16": "causal attention in bfloat16, 8 heads of 64, 1024 tokens",
+    "gradients, causal": "gradients of causal attention",
+    "BERT 384 tokens": "BERT-base, 384 tokens",
+    "Llama prefill 512": "a Llama, a prompt of 512 tokens",
+    "Llama decode, 4096 slots": "a Llama, one token, caches of 4096",
+    "Llama decode, int4 weights": "the same with caches of 1024 and weights in 4 bits (peers: float32)",
+    "MobileNetV3-Small, 224": "MobileNetV3-Small",
+    "ResNet-18, first blocks, 224": "first blocks of ResNet-18",
+    "bert-dynamo23-f16": "two layers of BERT in float16",
+}
+_SHORT_FROM = "cpu-1-thread.json"
+
+_TURNS = "Contenders take turns in one run"
+_TUNED = "tuned by `python -m benchmarks tune` in the column of that name alone"
+_APART = "Contenders take turns, each in a process of its own\nthat stands still while others have theirs"
+
+
+def section(folder: Path) -> str:
+    """For every results file there, one thread first: the cases with a bar, and a summary of all."""
+    parts = [_part(read(path), path) for path in sorted(folder.glob("*.json"))]
+    return "\n".join(parts)
+
+
+def short(folder: Path) -> str:
+    """A few cases in plain words."""
+    found = {row.record.case: row for row in rows(read(folder / _SHORT_FROM))}
+    headings = ["milliseconds, one thread", OURS, *(_NAMES[peer] for peer in PEERS), "best of them by ours"]
+    body = []
+    for case, name in _SHORT.items():
+        row = found[case]
+        times = [peer_cell(row.record, peer) for peer in PEERS]
+        body.append([name, f"**{ours_cell(row)}**", *times, number(row.ratio)])
+    return markdown(headings, body)
+
+
+def _part(results: Results, path: Path) -> str:
+    found = rows(results)
+    dates = sorted({row.record.date for row in found})
+    about = _ABOUT.format(
+        title=_title(results, found),
+        threads=_threads(results),
+        machine=results.machine,
+        tuned=_TUNED if is_tuned(results) else "nothing tuned",
+        turns=_APART if results.apart else _TURNS,
+        dates=" to ".join(dict.fromkeys((dates[0], dates[-1]))),
+        versions=", ".join(f"{name} {version}" for name, version in results.packages.items() if name in _NAMES),
+    )
+    scaling = ["scaling", "the limit scales"] if results.threads > 1 else []
+    tuned = ["tuned", "gain"] if is_tuned(results) else []
+    headings = ["case", OURS, *tuned, "speed", "of the limit", *(_NAMES[peer] for peer in PEERS), "ratio", *scaling]
+    shown = found if tuned else [row for row in found if _is_shown(row, results.threads)]
+    body = [_cells(row, bool(tuned), bool(scaling)) for row in shown]
+    groups = [
+        [group, str(len(ratios)), str(sum(ratio < 1 for ratio in ratios)), number(mean(ratios)), number(min(ratios))]
+        for group, ratios in by_group(found).items()
+    ]
+    limits = "; ".join(f"{name} {speed}" for name, speed in limit_speeds(results).items())
+    summary = markdown(["all cases, by group", "with a peer", "behind it", "geometric mean", "worst"], groups)
+    if tuned:
+        columns = ["tuned, by group", "gain", "least", "ratio to the best peer", "worst"]
+        summary += f"\n{markdown(columns, gains(found))}"
+    widths = "".join(f"{part}\n" for part in [tables(found)] if part)
+    shapes = _SHAPES.format(chart=Path("..") / path.with_suffix(".png").relative_to(_ROOT))
+    cases = f"{shapes}\n{markdown(headings, body)}" if body else ""
+    ends = f"\nLimits, median and range over the cases: {limits}.\n" if limits else ""
+    return f"{about}{cases}\n{widths}{summary}{ends}"
+
+
+def _threads(results: Results) -> str:
+    return "One thread" if results.threads == 1 else f"{results.threads} threads"
+
+
+def _title(results: Results, found: list[Row]) -> str:
+    published = all(row.record.group == GROUP for row in found)
+    return _threads(results) + ", models at published widths" * published + ", tuned" * is_tuned(results)
+
+
+def _is_shown(row: Row, threads: int) -> bool:
+    """Cases with something to reach; of the many exported models those that are behind; published widths elsewhere."""
+    if row.record.group == GROUP:
+        return False
+    if row.record.group == "models":
+        return row.ratio is not None and row.ratio < 1
+    return all_cases()[row.record.case].bar.asks(threads)
+
+
+def _cells(row: Row, tuned: bool, scaling: bool) -> list[str]:
+    first, _, others = row.record.case.partition(" ")
+    name = f"{_CODES[first]}, {others}" if first in _CODES else row.record.case
+    cells = [name, f"**{ours_cell(row)}**", *(tuned_cells(row) if tuned else [])]
+    cells += [speed(row), number(row.share)]
+    cells += [*(peer_cell(row.record, peer) for peer in PEERS), number(row.ratio)]
+    return [*cells, *scalings(row)] if scaling else cells
+
+
+def update(check: bool) -> None:
+    """Writes what both pages quote; with check, exits with a message where it is something else."""
+    folder = _ROOT / "benchmarks" / "results"
+    for path, quoted in ((_ROOT / "README.md", short(folder)), (_ROOT / "docs" / "results.md", section(folder))):
+        text = path.read_text()
+        before, after = text[: text.index(_BEGIN)], text[text.index(_END) :]
+        new = f"{before}{_BEGIN}\n\n{quoted}\n{after}"
+        if check and new != text:
+            sys.exit(f"{path.name} does not quote benchmarks/results: run `python -m benchmarks pages`.")
+        path.write_text(new)
