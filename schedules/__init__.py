@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import tvm
 from tvm import tirx
@@ -11,7 +12,8 @@ from tvm import tirx
 from lowering.tensorir.blocks import FORM
 
 from . import cpu, cuda
-from .variant import Choose, Code, Variant, made
+from .declined import listening
+from .variant import Choose, Code, Variant, described, made
 
 ATTRIBUTE = "lowering.schedule"
 """Of a function that a rule made: the name of the rule."""
@@ -21,6 +23,10 @@ SOURCE = "lowering.source"
 
 CODE = "lowering.code"
 """Of a function that `Known` was asked about: the key that it gave."""
+
+CHOICE = "lowering.choice"
+"""Of a function that was looked at, as JSON: which variants the rule had, which of them runs with which tiles
+(variant.described), and which kernels declined, by what they need (declined.py). For those who read a dump."""
 
 LOOPS = "loops"
 """In place of a rule's name: the function is scheduled by what is not ours (variant.Code)."""
@@ -77,10 +83,12 @@ def joins(func: tirx.PrimFunc, target: tvm.target.Target) -> bool | None:
 def _scheduled(
     func: tirx.PrimFunc, target: tvm.target.Target, choose: Choose | None, known: Known | None
 ) -> tirx.PrimFunc:
-    rule, found = variants(func, target) or ("", ())
+    with listening() as declined:
+        rule, found = variants(func, target) or ("", ())
     choice = None if choose is None else choose(func, found)
+    noted: dict[str, Any] = {"declined": {each.kernel: each.needs for each in declined}}
     if not found and choice is None:
-        return func
+        return func.with_attr(CHOICE, json.dumps(noted)) if declined else func
     marks = {ATTRIBUTE: LOOPS if isinstance(choice, Code) else rule}
     if choice is not None and choice.source:
         marks[SOURCE] = choice.source
@@ -91,6 +99,8 @@ def _scheduled(
             if known.has(key):
                 return func.with_attr(marks)
     new = made(func, found, choice)
+    noted |= {"variants": [variant.name for variant in found], "chosen": described(found, choice)}
+    marks[CHOICE] = json.dumps(noted)
     for name, value in func.attrs.items():
         if name != FORM:
             new = new.with_attr(name, value)

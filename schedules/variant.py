@@ -135,6 +135,19 @@ def made(func: tirx.PrimFunc, variants: Sequence[Variant], choice: Choice | BySi
     raise ValueError(f"There is no variant '{choice.variant}'; there are {', '.join(v.name for v in variants)}.")
 
 
+def described(variants: Sequence[Variant], choice: Choice | BySize | Code | None) -> dict[str, Any]:
+    """What `made` makes, as JSON can hold it: a variant with the tiles of its kernels, {"variant", "tiles"}; by size
+    {"most", "small", "large"}; and for code of others {"otherwise"}, what runs at other sizes, or None."""
+    if isinstance(choice, BySize):
+        sides = {"small": described(variants, choice.small), "large": described(variants, choice.large)}
+        return {"most": choice.most, **sides}
+    if isinstance(choice, Code):
+        return {"otherwise": described(variants, choice.otherwise) if choice.at and variants else None}
+    found = variants[0] if choice is None else next(v for v in variants if v.name == choice.variant)
+    tiles = found.tiles if choice is None else {**found.tiles, **choice.tiles}
+    return {"variant": found.name, "tiles": {name: each.to_data() for name, each in tiles.items()}}
+
+
 def _with_parameters_of(func: tirx.PrimFunc, other: tirx.PrimFunc) -> tirx.PrimFunc:
     """`other`, a function of the same parameters, with those of `func`."""
     renamed: dict[tirx.Var, tirx.Var] = {}

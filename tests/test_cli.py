@@ -213,6 +213,20 @@ def test_dump_dir_shows_every_pass(model: Path, tmp_path: Path) -> None:
     assert main(["compile", str(model), "-o", str(tmp_path / "a"), "--dump-dir", str(folder)]) == 0
     names = sorted(p.name for p in folder.iterdir())
     assert names[0] == "01_canonicalize.py" and any(n.endswith("_schedule.py") for n in names)
+    assert {"given.onnx", "fused.onnx", "artifact.json"} <= set(names)
+
+
+def test_another_dump_into_a_folder_removes_nothing_else(model: Path, tmp_path: Path) -> None:
+    """Only scripts of modules, which may have been more than there are now."""
+    folder = tmp_path / "dump"
+    folder.mkdir()
+    kept = {"model.onnx": "mine", "99_mine.py": "import this\n", "manifest.json": "{}"}
+    for name, text in kept.items():
+        (folder / name).write_text(text)
+    old = folder / "99_schedule.py"
+    old.write_text("# from tvm.script import ir as I\n")
+    assert main(["compile", str(model), "-o", str(tmp_path / "a"), "--dump-dir", str(folder)]) == 0
+    assert not old.exists() and {name: (folder / name).read_text() for name in kept} == kept
 
 
 def test_an_interrupted_compile_leaves_nothing_half_written(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_the_page_of_flex_attention_names_the_library(module: ModuleType) -> Non
 
 
 # Those that are followed from the first block to the last one.
-FOLLOWED = ["tutorial.md", "deployment.md", "flex.md", "flex_onnx.md"]
+FOLLOWED = ["tutorial.md", "inspecting.md", "deployment.md", "flex.md", "flex_onnx.md"]
 FOLLOWED += sorted(path.relative_to(DOCS).as_posix() for path in (DOCS / "howto").glob("*.md"))
 
 

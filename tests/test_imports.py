@@ -77,6 +77,21 @@ RULES = {
         },
         False,
     ),
+    "lowering/reporting": (
+        {
+            "lowering.reporting",
+            "lowering.arithmetic",
+            "lowering.compiling.dump_folder",
+            "lowering.attention",
+            "lowering.profiling",
+            "lowering.runtime",
+            "lowering.manifest",
+            "lowering.records",
+            "lowering.errors",
+            "schedules",
+        },
+        False,
+    ),
     "lowering/measuring": ({"lowering.measuring", "lowering.runtime", "lowering.records", "lowering.errors"}, False),
     "lowering/fleet": (
         {"lowering.fleet", "lowering.machine", "lowering.measuring", "lowering.runtime", "lowering.errors"},

@@ -235,11 +235,11 @@ def _bias(problem: AttentionProblem, shape: tuple[int, ...], rows: np.ndarray, g
     i, j = np.arange(most_rows)[:, None], np.arange(keys)[None, :]
     bias = np.zeros(shape) + _mask(problem, shape, rows, given)
     for b in range(batch):
-        bias[b][:, ~_seen(problem, b, i, j, int(rows[b]), given)] = -np.inf
+        bias[b][:, ~sees(problem, b, i, j, int(rows[b]), given)] = -np.inf
     return bias
 
 
-def _seen(problem: AttentionProblem, b: int, i: np.ndarray, j: np.ndarray, rows: int, given: Given) -> np.ndarray:
+def sees(problem: AttentionProblem, b: int, i: np.ndarray, j: np.ndarray, rows: int, given: Given) -> np.ndarray:
     """Whether row i of batch b sees key j, before the mask."""
     window, lengths = problem.window, given.get("lengths")
     seen = (i < rows) & (j >= 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,26 +40,20 @@ def add(add_parser: Callable[..., Any]) -> None:
     c.add_argument("--threads", type=positive, help="default number of workers (else the CPUs the caller may use)")
     c.add_argument("--no-checks", action="store_true", help="runs look at no tables of serving operators")
     c.add_argument("--sign", type=Path, metavar="KEY.pem", help="sign the artifact with this Ed25519 private key")
-    c.add_argument("--dump-dir", type=Path, help="write fused.onnx and the module after every pass into this folder")
+    c.add_argument(
+        "--dump-dir",
+        type=Path,
+        help="write the model before and after fusion, and the module after every pass, into this folder",
+    )
     c.set_defaults(run=_compile)
 
 
 def _compile(arguments: argparse.Namespace) -> int:
-    import onnx_ir as ir
-
     from ..compiling import progress_bar
     from ..compiling.compiler import compile_to
+    from ..compiling.dump_folder import DumpFolder
 
-    steps = itertools.count(1)
-
-    def dump(name: str, module: Any) -> None:
-        if isinstance(module, ir.Model):
-            ir.save(module, arguments.dump_dir / f"{name}.onnx", external_data=f"{name}.onnx.data")
-            return
-        (arguments.dump_dir / f"{next(steps):02}_{name}.py").write_text(module.script() + "\n")
-
-    if arguments.dump_dir is not None:
-        arguments.dump_dir.mkdir(parents=True, exist_ok=True)
+    dump = None if arguments.dump_dir is None else DumpFolder(arguments.dump_dir)
     with progress_bar.shown():
         manifest = compile_to(
             arguments.output,
@@ -74,12 +67,14 @@ def _compile(arguments: argparse.Namespace) -> int:
             weights=arguments.weights,
             database=arguments.database,
             serve=_serve(arguments),
-            dump=dump if arguments.dump_dir is not None else None,
+            dump=dump,
             sign_key=arguments.sign,
             checks=not arguments.no_checks,
             precision=arguments.precision,
             calls=[call(path) for path in arguments.calls],
         )
+    if dump is not None:
+        dump.finish(manifest)
     for note in manifest.notes:
         print(f"note: {note}")
     for title, tensors in (("inputs", manifest.inputs), ("outputs", manifest.outputs)):

@@ -10,6 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..errors import InputError
+from .options import sizes
+from .written import written
+
 if TYPE_CHECKING:
     from ..manifest import Manifest
     from ..runtime.files import Files
@@ -23,6 +27,10 @@ def add(add_parser: Callable[..., Any]) -> None:
     i.add_argument("artifact", type=Path, help="the artifact folder")
     i.add_argument("--calls", action="store_true", help="every call of a kernel in order, with its ONNX nodes")
     i.add_argument("--json", action="store_true", help="print everything as JSON")
+    i.add_argument("--html", type=Path, metavar="FILE", help="write everything as one HTML page; needs the compiler")
+    i.add_argument("--dump", type=Path, metavar="DIR", help="for --html: what `compile --dump-dir DIR` wrote")
+    i.add_argument("--bench", type=Path, metavar="FILE", help="for --html: what `bench --json FILE` measured")
+    i.add_argument("--dim", action="append", default=[], metavar="NAME=SIZE", help="for --html: a size to show it for")
     i.set_defaults(run=_inspect)
 
 
@@ -32,12 +40,26 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
     files = Files(arguments.artifact)
     manifest = read_manifest(files)
+    if arguments.html is not None:
+        return _html(arguments, files, manifest)
+    if arguments.dump or arguments.bench or arguments.dim:
+        raise InputError("--dump, --bench and --dim are for the page that --html FILE writes.")
     if arguments.json:
         found = dataclasses.asdict(manifest)
         names = [name for name in manifest.hashes if name in files]
         print(json.dumps({**found, "files": {name: files.size(name) for name in names}}, indent=1))
         return 0
     print("\n".join([*_about(files, manifest), "", *(_calls(manifest) if arguments.calls else _kernels(manifest))]))
+    return 0
+
+
+def _html(arguments: argparse.Namespace, files: Files, manifest: Manifest) -> int:
+    from ..reporting.page import page
+
+    text = page(files, manifest, arguments.dump, arguments.bench, sizes(arguments.dim))
+    with written(arguments.html) as path:
+        path.write_text(text, encoding="utf-8")
+    print(f"wrote {arguments.html}")
     return 0
 
 

@@ -84,8 +84,8 @@ def compile(
       manifest says which.
     * `serve=Serve(context=N)` makes a decoder with a growing past one for packed tokens of many requests over one paged
       cache (graph/paged_decoder.py), which a `Batcher` runs.
-    * `dump` is called with ("fused", the `onnx_ir.Model` to import), then with (name of the pass, module) after each
-      pass.
+    * `dump` is called with ("given", the `onnx_ir.Model` as it was read), ("fused", the one to import), then with (name
+      of the pass, module) after each pass.
     * `checks=False` leaves out what runs look at in the tables of serving operators (starts, lengths, pages, blocks):
       no request is refused then, and kernels still touch no memory but their arrays; docs/serving.md has the rules and
       their cost.
@@ -188,6 +188,8 @@ def compiled(model: ModelLike, options: Options, stand_in: Target | None = None,
     if options.serve is not None and (batch := batch_of(loaded, options.serve)) is not None:
         loaded = with_sizes(loaded, {batch: 1})
     written = name_written_inputs(loaded)
+    if dump is not None:
+        dump("given", loaded)
     donated = donated_pairs(loaded.graph, options.donate) | written
     fused, notes = fuse(loaded), []
     if options.precision is not None and products is None:

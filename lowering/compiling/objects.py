@@ -25,7 +25,7 @@ from tvm.tirx import compilation_pipeline
 
 import lowering
 import schedules
-from schedules import CODE
+from schedules import CHOICE, CODE
 from schedules.cpu.dot_int8 import INSTRUCTION
 
 from ..target import Target
@@ -152,7 +152,7 @@ def _sources() -> str:
 
 
 def _anonymous(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    return func.with_attr("global_symbol", "").without_attr(CODE)
+    return func.with_attr("global_symbol", "").without_attr(CODE).without_attr(CHOICE)
 
 
 def _stands_alone(func: tvm.ir.BaseFunc) -> bool:

@@ -11,6 +11,7 @@ from lowering.attention.bound import Bound
 from lowering.attention.parameters import Parameters
 from lowering.attention.problem import ATTRIBUTE, AttentionProblem
 
+from ..declined import fits
 from ..variant import Variant
 from .attention_tiles import DecodeTiles, PrefillTiles
 from .decode import decode
@@ -27,7 +28,11 @@ def attention(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] |
         return None
     problem = AttentionProblem.from_json(func.attrs[ATTRIBUTE])
     sizes = problem.head_dim, problem.v_head_dim
-    if problem.qk_mode is not None or not min(sizes) or max(sizes) > _LARGEST_HEAD:
+    needs = {
+        "the scores themselves are no output": problem.qk_mode is None,
+        f"heads have 1 to {_LARGEST_HEAD} elements": min(sizes) >= 1 and max(sizes) <= _LARGEST_HEAD,
+    }
+    if not fits("tiled", needs):
         return None
     cpu = machine(target)
     tiles = {"prefill": PrefillTiles.default(problem, cpu), "decode": DecodeTiles.default(problem, cpu)}

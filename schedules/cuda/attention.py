@@ -12,6 +12,7 @@ from tvm.script.ir_builder import tirx as T
 from lowering.attention.bound import Bound
 from lowering.attention.problem import ATTRIBUTE, AttentionProblem, Mask
 
+from ..declined import fits
 from ..variant import Variant
 from .attention_tiles import MmaTiles, WgmmaTiles
 from .decode import decode
@@ -46,9 +47,12 @@ def _on_tensor_cores(problem: AttentionProblem, gpu: Device) -> dict[str, type[M
     """The prefill kernels that take the problem, the best first."""
     if not takes(problem):
         return {}
-    # TMA would write whole tiles of Y over the rows of the next batch, and knows nothing of tables.
-    wgmma = gpu.generation == 90 and problem.dense
-    return ({"wgmma": WgmmaTiles} if wgmma else {}) | {"mma": MmaTiles}
+    needs = {
+        "the GPU is a Hopper": gpu.generation == 90,
+        # TMA would write whole tiles of Y over the rows of the next batch, and knows nothing of tables.
+        "neither rows nor keys are packed, looked up or codes": problem.dense,
+    }
+    return ({"wgmma": WgmmaTiles} if fits("wgmma", needs) else {}) | {"mma": MmaTiles}
 
 
 def rows_kernel(problem: AttentionProblem, tiles: RowTiles) -> tirx.PrimFunc:

@@ -34,6 +34,7 @@ from lowering.attention.bound import Bound
 from lowering.attention.expr.emit import widened
 from lowering.attention.problem import AttentionProblem
 
+from ..declined import fits
 from . import kv_codes, ptx
 from .attention_tiles import MmaTiles, padded
 from .device import Device
@@ -57,15 +58,16 @@ NaN, else 0; and 1 where it is -inf or NaN."""
 def takes(problem: AttentionProblem) -> bool:
     """Whether `prefill_mma` serves the problem: half precision in rows of whole chunks, or codes that `kv_codes` takes;
     no qk output."""
-    return (
-        problem.dtype in ptx.SHORT
-        and problem.v_dtype == problem.dtype
-        and problem.acc_dtype == "float32"
-        and problem.head_dim % CHUNK == problem.v_head_dim % CHUNK == 0
-        and max(problem.head_dim, problem.v_head_dim) <= 256
-        and problem.qk_mode is None
-        and (not problem.coded or kv_codes.takes(problem))
-    )
+    needs = {
+        "Q, K and V are of one type of half precision": (
+            problem.dtype in ptx.SHORT and problem.v_dtype == problem.dtype and problem.acc_dtype == "float32"
+        ),
+        f"sizes of heads are multiples of {CHUNK}": problem.head_dim % CHUNK == problem.v_head_dim % CHUNK == 0,
+        "heads have at most 256 elements": max(problem.head_dim, problem.v_head_dim) <= 256,
+        "the scores themselves are no output": problem.qk_mode is None,
+        "codes are of a kind that tensor cores are fed with": not problem.coded or kv_codes.takes(problem),
+    }
+    return fits("mma", needs)
 
 
 def prefill_mma(bound: Bound, tiles: MmaTiles, gpu: Device, more_than: int = 0) -> None:

@@ -1,0 +1,39 @@
+"""Why a kernel does not take a function: said where that is decided, kept for whoever listens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Declined:
+    """A kernel, and what it needs that does not hold."""
+
+    kernel: str
+    needs: tuple[str, ...]
+
+
+_HEARD: ContextVar[list[Declined] | None] = ContextVar("heard", default=None)
+
+
+def fits(kernel: str, needs: Mapping[str, bool]) -> bool:
+    """Whether all that the kernel needs holds, by what it says; what does not is told to who listens."""
+    broken = tuple(need for need, holds in needs.items() if not holds)
+    heard = _HEARD.get()
+    if broken and heard is not None:
+        heard.append(Declined(kernel, broken))
+    return not broken
+
+
+@contextmanager
+def listening() -> Iterator[list[Declined]]:
+    """Gives a list that fills with what kernels decline inside."""
+    heard: list[Declined] = []
+    token = _HEARD.set(heard)
+    try:
+        yield heard
+    finally:
+        _HEARD.reset(token)

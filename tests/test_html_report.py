@@ -1,0 +1,446 @@
+"""The page of `inspect --html`: what it says and that it is right, names as text, and how a browser takes it."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import tvm
+from onnx import TensorProto, helper
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+import lowering
+import schedules
+from lowering.attention.bound import Bound
+from lowering.attention.expr.evaluate import evaluate
+from lowering.attention.expr.node import Expr
+from lowering.attention.formula import Formula
+from lowering.attention.key_tiles import KeyTiles
+from lowering.attention.plain import plain
+from lowering.attention.problem import AttentionProblem, Window
+from lowering.commands.cli import main
+from lowering.demo.decoder import DecoderConfig, build_decoder
+from lowering.reporting.block_map import Geometry, visited
+from lowering.reporting.dump import Dump
+from lowering.reporting.formula_text import formula_text
+from lowering.reporting.memory import plan
+from lowering.reporting.visibility import ALWAYS, BY_DATA, CHANGED, NEVER, visibility
+from schedules import CHOICE
+
+CONFIG = DecoderConfig(2, hidden=64, heads=4, kv_heads=2, head_dim=16, mlp=96, vocabulary=50, positions=512)
+SIZES = {"batch": 1, "tokens": 128, "capacity": 256}
+SECTIONS = ["overview", "kernels", "phases", "attention", "measurements", "memory", "code"]
+EVIL = "<script>alert(1)</script>"
+QUOTED = "q\"'><img src=x onerror=alert(2)>\x00\n"
+DIM = "</style><b>"
+VOID = {"meta", "link"}
+
+
+@dataclass
+class Element:
+    tag: str
+    attributes: dict[str, str | None]
+    children: list[Element | str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(child if isinstance(child, str) else child.text for child in self.children)
+
+    def all(self, tag: str | None = None, class_: str | None = None) -> Iterator[Element]:
+        for child in self.children:
+            if isinstance(child, Element):
+                classes = (child.attributes.get("class") or "").split()
+                if tag in (child.tag, None) and (class_ is None or class_ in classes):
+                    yield child
+                yield from child.all(tag, class_)
+
+
+class Reader(html.parser.HTMLParser):
+    """Elements of a page, each of which must be closed where it was opened."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.root = Element("", {})
+        self.open = [self.root]
+        self.feed(text)
+        self.close()
+        assert self.open == [self.root]
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        element = Element(tag, dict(attrs))
+        self.open[-1].children.append(element)
+        if tag not in VOID:
+            self.open.append(element)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop().tag == tag
+
+    def handle_data(self, data: str) -> None:
+        self.open[-1].children.append(data)
+
+
+def section(page: Element, name: str) -> Element:
+    (found,) = (each for each in page.all("section") if each.attributes["id"] == name)
+    return found
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a decoder's artifact, its dump, its measurements, and the page of all of them."""
+    folder = tmp_path_factory.mktemp("html")
+    onnx.save(build_decoder(CONFIG), folder / "decoder.onnx")
+    command = ["compile", str(folder / "decoder.onnx"), "-o", str(folder / "out"), "--donate", "cache_.*"]
+    assert (
+        main([*command, "--target", "cpu:x86-64-v3", "--dim", "tokens=1..300", "--dump-dir", str(folder / "dump")]) == 0
+    )
+    (folder / "bench.json").write_text(lowering.bench(folder / "out", SIZES, seconds=0).to_json())
+    inspect = ["inspect", str(folder / "out"), "--html", str(folder / "report.html")]
+    assert main([*inspect, "--dump", str(folder / "dump"), "--bench", str(folder / "bench.json")]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(made: Path) -> Element:
+    return Reader((made / "report.html").read_text(encoding="utf-8")).root
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An attention that was written out, by nodes, inputs and a dimension whose names are markup; and its page."""
+    folder = tmp_path_factory.mktemp("hostile")
+    shape = [1, 2, DIM, 8]
+    inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in (QUOTED, "k", "v")]
+    nodes = [
+        helper.make_node("Transpose", ["k"], ["kt"], f"{EVIL}0", perm=[0, 1, 3, 2]),
+        helper.make_node("MatMul", [QUOTED, "kt"], ["s"], f"{EVIL}1"),
+        helper.make_node("Softmax", ["s"], ["p"], f"{EVIL}2", axis=-1),
+        helper.make_node("MatMul", ["p", "v"], ["o"], f"{EVIL}3"),
+        helper.make_node("Tanh", ["o"], [f"{EVIL}y"], f"{EVIL}4"),
+    ]
+    outputs = [helper.make_tensor_value_info(f"{EVIL}y", TensorProto.FLOAT, shape)]
+    graph = helper.make_graph(nodes, EVIL, inputs, outputs)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=10)
+    onnx.save(model, folder / "model.onnx")
+    out, dump = str(folder / "out"), str(folder / "dump")
+    assert main(["compile", str(folder / "model.onnx"), "-o", out, "--dump-dir", dump]) == 0
+    assert main(["inspect", out, "--html", str(folder / "report.html"), "--dump", dump]) == 0
+    return folder
+
+
+def test_sections_and_contents(page: Element) -> None:
+    assert [each.attributes["id"] for each in page.all("section")] == SECTIONS
+    (contents,) = page.all("nav")
+    assert [link.attributes["href"] for link in contents.all("a")] == [f"#{name}" for name in SECTIONS]
+    assert not [each for name in SECTIONS for each in section(page, name).all("p", "note") if "Not shown" in each.text]
+
+
+@pytest.mark.parametrize("which", ["made", "hostile"])
+def test_one_file_without_scripts(which: str, request: pytest.FixtureRequest) -> None:
+    text = (request.getfixturevalue(which) / "report.html").read_text(encoding="utf-8")
+    page = Reader(text).root
+    for each in page.all():
+        assert each.tag not in ("script", "img", "iframe", "object", "b")
+        assert not [name for name in each.attributes if name.startswith("on") or name == "src"]
+        assert (each.attributes.get("href") or "#").startswith(("#", "data:,"))
+    (style,) = page.all("style")
+    assert "url(" not in style.text and "@import" not in style.text
+    (policy,) = (m for m in page.all("meta") if m.attributes.get("http-equiv") == "Content-Security-Policy")
+    assert str(policy.attributes["content"]).startswith("default-src 'none';")
+
+
+def test_overview_and_kernels(page: Element, made: Path) -> None:
+    shown, manifest = section(page, "overview").text, lowering.load(made / "out").manifest
+    for text in ("cpu:x86-64-v3", "[batch, 2, capacity, 16]", "donated to present_k.0", "tokens: 1 to 300"):
+        assert text in shown
+    assert "batch = 1, tokens = 128, capacity = 256 (as the page was told)" in shown
+    rows = [[cell.text for cell in row.all("td")] for row in section(page, "kernels").all("tr")][1:]
+    assert {row[1] for row in rows} == {kernel.name for kernel in manifest.kernels}
+    assert sum(int(row[0]) for row in rows) == len(manifest.calls)
+
+
+def test_fused_and_removed_nodes_are_marked(hostile: Path) -> None:
+    """Nodes whose names are markup: what was fused is marked so, and the new node says of what it is made."""
+    page = Reader((hostile / "report.html").read_text(encoding="utf-8")).root
+    phases = section(page, "phases")
+    lines = [line for line in phases.all("div", "line") if list(line.all("span", "chip"))]
+    marks = [next(line.all("span", "chip")).text for line in lines]
+    assert marks == ["removed", "fused", "fused", "fused", "new"]
+    (new,) = (line for line in lines if "Attention(" in line.text)
+    assert next(new.all("span", "chip")).text == "new" and f"{EVIL}3" in new.text
+    assert f"{EVIL}y = Tanh(" in phases.text
+
+
+def test_names_are_text(hostile: Path) -> None:
+    page = Reader((hostile / "report.html").read_text(encoding="utf-8")).root
+    shown = section(page, "overview").text
+    assert QUOTED.replace("\x00", "\ufffd") in shown and f"{EVIL}y" in shown and f"[1, 2, {DIM}, 8]" in shown
+    assert f"{DIM} = 256" in section(page, "memory").text
+    assert f"Tanh {EVIL}4" in section(page, "kernels").text
+
+
+def test_an_attention_and_its_tiles(page: Element) -> None:
+    attention = section(page, "attention")
+    facts = dict(zip((each.text for each in attention.all("dt")), (each.text for each in attention.all("dd"))))
+    assert facts["Heads"] == "4 of queries, 2 of keys and values, 2 share a key/value head"
+    assert facts["Visible keys"].endswith("row i sees key j where j <= i + lengths[b] - rows")
+    tiles = {
+        row[0].text: row[1].text
+        for table in attention.all("table")
+        for row in [list(table.all("td"))[k : k + 2] for k in (0, 2)]
+    }
+    assert tiles["prefill"].startswith("q 48, kv 64, ") and tiles["decode"].startswith("q_len 8, ")
+    (caption,) = attention.all("figcaption")
+    assert "prefill: tiles of 48 rows" in caption.text and "128 query rows, 256 keys" in caption.text
+    # Row tile t has the rows 24 t to 24 t + 23, of which the last sees keys up to 128 + that row.
+    full = sum((128 + first + 1) // 64 for first in range(0, 128, 24))
+    some = sum(-(-(128 + min(first + 24, 128)) // 64) for first in range(0, 128, 24))
+    found = {word: int(count) for count, word in re.findall(r"(\d+) (full|partial):", caption.text)}
+    assert found == {"full": full, "partial": some - full}
+    pairs = sum(24 * (128 + first + 24) for first in range(0, 120, 24)) + 8 * 256
+    assert f"{1 - pairs / (128 * 256):.0%} of all pairs skipped" in caption.text
+
+
+def problem(**fields: object) -> AttentionProblem:
+    """Four heads that share two, of float32."""
+    sizes = {"batch": 1, "q_len": None, "kv_len": None, "q_heads": 4, "kv_heads": 2, "head_dim": 8, "v_head_dim": 8}
+    types = {"dtype": "float32", "v_dtype": "float32", "acc_dtype": "float32", "scale": 1.0}
+    return AttentionProblem(**{**sizes, **types, **fields})  # type: ignore[arg-type]
+
+
+def looped_over(
+    p: AttentionProblem, tiles: Geometry, rows: int, keys: int, past: int
+) -> set[tuple[int, int, int, bool]]:
+    """What the loops of a kernel visit, as it asks for it: packed row, first key, key behind the last, whether full."""
+    count, most = -(-rows * tiles.group // tiles.rows), -(-keys // tiles.keys) + 1
+    with IRBuilder() as builder, T.prim_func(s_tir=True):
+        T.func_name("main")
+        bound = Bound(p)
+        out = T.arg("out", T.Buffer((count, most, 3), "int64"))
+        with T.serial(T.int64(count)) as n:
+            first = n * tiles.rows
+            i0 = T.bind(first // tiles.group)
+            i1 = T.bind((tirx.min(first + tiles.rows, bound.S * tiles.group) - 1) // tiles.group + 1)
+            b = T.int64(0)
+            found = KeyTiles(bound.keys.of_tile(b, i0, i1), bound.keys.of_all(b, i0, i1), tiles.keys, T.bind)
+            with T.serial(found.count) as u:
+                for k, value in enumerate((found.first(u), found.end(u), found.full(u))):
+                    T.buffer_store(out, tirx.Cast("int64", value), [n, u, k])
+    run = tvm.compile(builder.get(), target="llvm")["main"]
+    shapes = {"q": (1, 4, rows, 8), "k": (1, 2, keys, 8), "v": (1, 2, keys, 8), "y": (1, 4, rows, 8)}
+    given = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()} | {"lengths": np.array([keys])}
+    out = np.full((count, most, 3), -1)
+    arguments = [past if name == "past" else tvm.runtime.tensor(given[name]) for name in p.parameters()]
+    result = tvm.runtime.tensor(out)
+    run(*arguments, result)
+    return {
+        (n * tiles.rows, int(a), int(b), bool(c)) for n, row in enumerate(result.numpy()) for a, b, c in row if a >= 0
+    }
+
+
+@pytest.mark.parametrize(
+    "window, lengths",
+    [
+        (None, False),
+        (Window(right=0, offset="past"), False),
+        (Window(left=37, right=0, offset="past"), False),
+        (Window(left=37, right=5, offset="lengths", sinks=3), True),
+    ],
+)
+def test_the_picture_shows_what_kernels_visit(window: Window | None, lengths: bool) -> None:
+    p, tiles = problem(window=window, lengths=lengths), Geometry("prefill", 48, 32, 2)
+    rows, keys = 150, 205
+    states = visited(p, tiles, rows, keys, {"past": 55})
+    drawn = {(round(i0 * 2), j0, j1, state == "full") for state, places in states.items() for i0, _, j0, j1 in places}
+    assert drawn == looped_over(p, tiles, rows, keys, 55)
+
+
+def test_masks_that_depend_on_data() -> None:
+    """A causal mask and the padding of keys: the bounds hold for every table, and some table reaches each of them."""
+    i, j = Expr("index", "int64", value="i"), Expr("index", "int64", value="j")
+    past = Expr("sum", "int64", (i, Expr("scalar", "int64", value="size_0")))
+    padding = Expr("load", "bool", (j,), "table_0")
+    zero, lowest = Expr("number", "float32", value="0.0"), Expr("number", "float32", value="-3.4028234663852886e+38")
+    seen = Expr("and", "bool", (Expr("le", "bool", (j, past)), padding))
+    value = Expr("select", "float32", (seen, zero, lowest))
+    found = visibility(problem(mask=Formula(value)), 20, 30, {"size_0": 10})
+    rows, keys = np.ogrid[:20, :30]
+    shown = []
+    for table in (np.zeros(30, bool), np.ones(30, bool), np.arange(30) % 3 == 0):
+        shown.append(evaluate(value, {"i": rows, "j": keys}, {"size_0": 10, "table_0": table}) == 0)
+    assert np.array_equal(found == NEVER, ~shown[1]) and not (found == ALWAYS).any() and not shown[0].any()
+    assert np.array_equal(found == BY_DATA, shown[1]) and (shown[2] <= shown[1]).all()
+    assert formula_text(value) == "0.0 if (j <= (i + size_0)) and table_0[j] else -3.4028234663852886e+38"
+    two, less = (Expr("number", "int64", value=n) for n in (2, -1))
+    terms = (Expr("mul", "int64", (less, j)), Expr("mul", "int64", (two, i)), less)
+    assert formula_text(Expr("sum", "int64", terms)) == "2 * i - j - 1"
+    added = Formula(Expr("select", "float32", (Expr("le", "bool", (j, past)), Expr("cast", "float32", (j,)), lowest)))
+    biased = visibility(problem(mask=added), 20, 30, {"size_0": 10})
+    assert np.array_equal(biased == CHANGED, shown[1] & (keys > 0)) and (biased[:, 0] == ALWAYS).all()
+    unpadded = Formula(Expr("le", "bool", (j, past)))
+    assert np.array_equal(visibility(problem(mask=unpadded), 20, 30, {"size_0": 10}) == ALWAYS, shown[1])
+
+
+def test_why_kernels_decline() -> None:
+    """It is noted with the function: on a GPU for heads of 6 elements, on a CPU for scores as an output."""
+
+    def noted(p: AttentionProblem, target: dict[str, object] | str) -> dict[str, object]:
+        mod = schedules.apply(tvm.IRModule({"main": plain(p)}), tvm.target.Target(target))
+        return json.loads(mod["main"].attrs[CHOICE])
+
+    half = {"dtype": "float16", "v_dtype": "float16"}
+    gpu = noted(problem(**half, head_dim=6), {"kind": "cuda", "arch": "sm_90a"})
+    assert gpu["declined"] == {"mma": ["sizes of heads are multiples of 8"]} and gpu["variants"] == ["rows"]
+    older = noted(problem(**half), {"kind": "cuda", "arch": "sm_80"})
+    assert older["declined"] == {"wgmma": ["the GPU is a Hopper"]} and older["chosen"]["variant"] == "mma"
+    cpu = noted(problem(qk_mode=0), {"kind": "llvm", "mcpu": "x86-64-v3"})
+    assert cpu == {"declined": {"tiled": ["the scores themselves are no output"]}}
+
+
+def test_measurements(page: Element, made: Path) -> None:
+    measured = json.loads((made / "bench.json").read_text())
+    rows = [[cell.text for cell in row.all("td")] for row in section(page, "measurements").all("tr")][1:]
+    assert [row[1] for row in rows] == list(measured["by_kernel"])
+    assert {row[1]: int(row[3]) for row in rows} == {k: v["calls"] for k, v in measured["by_kernel"].items()}
+    roofline, timeline = section(page, "measurements").all("svg")
+    worked = [cost for cost in measured["by_kernel"].values() if cost["flops"] and cost["bytes"]]
+    assert len(list(roofline.all("circle"))) == len(worked)
+    assert len(list(timeline.all("rect"))) == len(measured["calls"])
+
+
+def test_memory(page: Element, made: Path) -> None:
+    """Tensors that are needed at the same time are apart, inside their block, and what is left are the outputs."""
+    manifest = lowering.load(made / "out").manifest
+    dump = Dump(made / "dump", manifest)
+    found = plan(dump.script("lower_call_tir").main, dump.script("plan_memory").main, SIZES)
+    ((block, (size, _)),) = found.blocks.items()
+    assert found.calls == len(manifest.calls) and not found.unknown and size is not None
+    planned = [t for t in found.tensors if t.block == block]
+    assert len(planned) > 20 and max(t.offset + t.size for t in planned) <= size
+    for n, a in enumerate(planned):
+        for b in planned[:n]:
+            at_once = a.first <= b.last and b.first <= a.last
+            assert not at_once or a.offset + a.size <= b.offset or b.offset + b.size <= a.offset, (a, b)
+    (logits,) = (t for t in found.tensors if t.block is None)
+    assert (logits.size, logits.last) == (50 * 4, found.calls - 1)
+    memory = section(page, "memory")
+    assert len(list(memory.all("rect"))) == len(planned)
+    assert max(found.alive(block)) <= size < sum(t.size for t in planned)
+
+
+def test_code(page: Element, made: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    code = section(page, "code")
+    for text in ("TensorIR before scheduling", "TensorIR as it is compiled", "Machine code"):
+        assert sum(text in each.text for each in code.all("summary")) == len(
+            lowering.load(made / "out").manifest.kernels
+        )
+    assert "vfmadd" in code.text
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert main(["inspect", str(made / "out"), "--html", str(made / "without.html")]) == 0
+    without = Reader((made / "without.html").read_text(encoding="utf-8")).root
+    assert section(without, "code").text == (
+        "CodeNot all machine code is shown: neither llvm-objdump nor objdump is installed (Debian: binutils)."
+    )
+    for name in ("phases", "attention", "memory"):
+        assert "--dump-dir" in section(without, name).text
+    assert "bench ARTIFACT --json FILE" in section(without, "measurements").text
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--dim", "heads=3"], "no input has a symbolic dimension 'heads'"),
+        (["--dim", "tokens=301"], "--dim tokens=301: the artifact was compiled for 1 to 300"),
+        (["--dump", "other"], "'other' is the dump of another compilation"),
+        (["--dump", "nothing"], "'nothing' is no complete dump: it has no artifact.json"),
+        (["--bench", "other.json"], "--bench other.json: it is of another artifact"),
+        (["--bench", "decoder.onnx"], "--bench decoder.onnx: it cannot be read"),
+    ],
+)
+def test_what_does_not_belong_to_it(
+    made: Path, hostile: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    options: list[str], message: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(made)
+    if not Path("other").exists():
+        Path("other").symlink_to(hostile / "dump")
+        measured = json.loads(Path("bench.json").read_text())
+        for call in measured["calls"]:
+            call["kernel"]["flops"] = "7"
+        Path("other.json").write_text(json.dumps(measured))
+    assert main(["inspect", "out", "--html", "none.html", *options]) == 1
+    assert f"error: {message}" in capsys.readouterr().err and not Path("none.html").exists()
+
+
+def test_code_for_a_gpu(tmp_path: Path) -> None:
+    """Of the machine code inside a library, the launches of each kernel; and why a kernel for Hopper is not used."""
+    text = """
+    <ir_version: 10, opset_import: ["" : 24]>
+    model (float16[1, 2, S, 64] q, float16[1, 2, S, 64] k, float16[1, 2, S, 64] v) => (float16[1, 2, S, 64] y) {
+      y = Attention <is_causal = 1> (q, k, v)
+    }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "m.onnx")
+    out, dump, target = str(tmp_path / "out"), str(tmp_path / "dump"), "cuda:sm_80"
+    assert main(["compile", str(tmp_path / "m.onnx"), "-o", out, "--dump-dir", dump, "--target", target]) == 0
+    assert main(["inspect", out, "--html", str(tmp_path / "report.html"), "--dump", dump]) == 0
+    page = Reader((tmp_path / "report.html").read_text(encoding="utf-8")).root
+    titles = [each.text for each in section(page, "code").all("summary")]
+    assert any(title.startswith("GPU code of attention_kernel") for title in titles)
+    assert "HMMA.16816.F32" in section(page, "code").text
+    assert "wgmmathe GPU is a Hopper" in section(page, "attention").text
+
+
+def test_options_of_the_page_want_a_page(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(made / "out"), "--dim", "batch=2"]) == 1
+    assert "--dump, --bench and --dim are for the page" in capsys.readouterr().err
+
+
+PROBE = """<script>
+for (const each of document.querySelectorAll('details')) each.open = true;
+const room = document.documentElement.clientWidth;
+const inside = element => !element.closest('.wide, pre') && element.getBoundingClientRect().right > room + 0.5;
+parent.postMessage({
+  width: innerWidth, overflow: document.documentElement.scrollWidth - room,
+  wide: [...document.querySelectorAll('body *')].filter(inside).map(e => e.tagName + '.' + e.className),
+  sections: [...document.querySelectorAll('section')].filter(e => e.offsetHeight > 50).map(e => e.id),
+  loaded: performance.getEntriesByType('resource').map(e => e.name)}, '*');
+</script>"""
+
+# A window cannot be as narrow as a telephone, a frame can.
+FRAME = """<script>onmessage = event => { document.body.dataset.found = JSON.stringify(event.data); }</script>
+<iframe src="probed.html" style="width: WIDTHpx; height: 900px; border: 0"></iframe>"""
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
+@pytest.mark.parametrize("which", ["made", "hostile"])
+def test_in_a_browser(which: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """No message, nothing loaded, and nothing wider than the window with everything unfolded. A script measures that,
+    in a copy whose policy lets it."""
+    text = (request.getfixturevalue(which) / "report.html").read_text(encoding="utf-8")
+
+    def shown(name: str, page: str) -> str:
+        (tmp_path / name).write_text(page, encoding="utf-8")
+        options = ["--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--user-data-dir={tmp_path}/user"]
+        command = ["chromium", "--headless", *options, "--window-size=1300,1000", "--dump-dom"]
+        url = (tmp_path / name).as_uri()
+        done = subprocess.run([*command, url], capture_output=True, text=True, timeout=120, check=True)
+        assert "CONSOLE" not in done.stderr, done.stderr
+        return done.stdout
+
+    assert [each.attributes["id"] for each in Reader(shown("page.html", text)).root.all("section")] == SECTIONS
+    probed = text.replace("img-src data:", "img-src data:; script-src 'unsafe-inline'")
+    (tmp_path / "probed.html").write_text(probed.replace("</body>", f"{PROBE}</body>"), encoding="utf-8")
+    for width in (400, 1200):
+        (body,) = Reader(shown("frame.html", FRAME.replace("WIDTH", str(width)))).root.all("body")
+        found = json.loads(body.attributes["data-found"] or "")
+        assert found == {"width": width, "overflow": 0, "wide": [], "sections": SECTIONS, "loaded": []}
