@@ -9,7 +9,7 @@ import onnx_ir as ir
 from ..errors import NodeError
 from ..fusion import fuse, keep_declared_outputs
 from ..fusion.sizes import InferSizesPass
-from ..graph.declared_sizes import Dims, with_sizes
+from ..graph.declared_sizes import Dims, ranges, with_sizes
 from ..graph.model import ModelLike, load_model
 from ..importing.importer import Importer
 
@@ -48,6 +48,7 @@ def check(model: ModelLike, dims: Dims | None = None) -> Report:
     ModelError if the model cannot be read at all. dims is as for `compile`.
     """
     given = with_sizes(load_model(model), dims or {})
+    ranges(dims or {}, given)  # refuses names that no input has
     nodes = sum(1 for _ in given.graph.all_nodes())
     loaded = fuse(given)
     importer = _imported(loaded)

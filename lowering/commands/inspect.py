@@ -23,7 +23,13 @@ _NODES = 60  # characters of the nodes of a kernel
 
 def add(add_parser: Callable[..., Any]) -> None:
     """Its options."""
-    i = add_parser("inspect", help="what an artifact takes and gives, what it was made of and by; needs no compiler")
+    i = add_parser(
+        "inspect",
+        help="what an artifact takes and gives, what it was made of and by; needs no compiler",
+        description="Reads an artifact's manifest, and loads none of its code: inputs, outputs, legal sizes, versions, "
+        "notes, and its kernels with the ONNX nodes that they compute.",
+        example="inspect out/ --calls",
+    )
     i.add_argument("artifact", type=Path, help="the artifact folder")
     i.add_argument("--calls", action="store_true", help="every call of a kernel in order, with its ONNX nodes")
     i.add_argument("--json", action="store_true", help="print everything as JSON")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -217,7 +218,7 @@ def _sizes(manifest: Manifest, said: Mapping[str, int], given: Mapping[str, Any]
     missing = sorted(needed - set(sizes))
     if missing:
         names = ", ".join(f"'{name}'" for name in missing)
-        options = " ".join(f"--dim {name}=8" for name in missing)
+        options = " ".join(f"--dim {shlex.quote(f'{name}=8')}" for name in missing)
         raise InputError(f"the model's inputs have symbolic dimensions {names}: say how large, for instance {options}.")
     return sizes
 
