@@ -92,6 +92,19 @@ def test_json_of_package(artifact: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert Path(wheel).is_file()
 
 
+def test_json_of_tune(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["tune", model, "--database", tmp_path / "tuned", "--budget", "0.1s", "--dim", "n=8"]
+    found = said(capsys, *command)
+    assert Path(found["database"]).parent == tmp_path / "tuned" and found["gain"] == 1 and not found["interrupted"]
+    assert {outcome["name"] for outcome in found["outcomes"]} == {"exp"} and found["outcomes"][0]["gain"] == 1
+    folder = tmp_path / "candidates"
+    made = said(capsys, *command, "--export-candidates", folder, "--trials", "1")["exported"]
+    assert made["folder"] == str(folder)
+    results = said(capsys, "measure", folder)["results"]
+    assert len(results) >= made["candidates"]
+    assert said(capsys, *command, "--import-results", folder)["filed"]["trials"] == made["candidates"]
+
+
 @pytest.mark.parametrize("command", ["verify", "bench", "tune"])
 def test_a_range_where_one_size_is_needed(
     model: Path, artifact: Path, tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]

@@ -18,9 +18,9 @@ from typing import Any
 from ..errors import LoweringError
 from ..machine import runtime_alone
 from ..version import VERSION
-from . import bench, cache, check, compile, demo, doctor, inspect, package, quantise, run, tune, verify
+from . import bench, cache, check, compile, completion, demo, doctor, inspect, package, quantise, run, tune, verify
 
-_COMMANDS = (compile, tune, run, bench, inspect, verify, quantise, check, package, doctor, cache, demo)
+_COMMANDS = (compile, tune, run, bench, inspect, verify, quantise, check, package, doctor, cache, completion, demo)
 
 _DESCRIPTION = (
     "Compiles ONNX models ahead of time, with attention as tiled kernels. What comes out is a folder, an artifact, "
@@ -44,7 +44,9 @@ def main(argv: list[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # names of any characters, whatever the locale can write
             stream.reconfigure(errors="backslashreplace")
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    completion.answer(parser)
+    arguments = parser.parse_args(argv)
     try:
         with _logged(arguments.verbose):
             code = arguments.run(arguments)

@@ -60,6 +60,8 @@ def write_runtime_wheel(folder: Path) -> Path:
             "Requires-Dist: numpy>=2.1",
             "Requires-Dist: ml_dtypes>=0.5",
             "Requires-Dist: packaging>=23",
+            "Provides-Extra: completion",
+            "Requires-Dist: argcomplete>=3; extra == 'completion'",
             "Provides-Extra: sign",
             "Requires-Dist: cryptography>=42; extra == 'sign'",
             "Provides-Extra: cuda",
