@@ -34,10 +34,5 @@ def _check(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"ok": report.ok, **asdict(report)})
     else:
-        for finding in report.findings:
-            print(f"{finding.where}: {finding.what} {finding.remedy}".rstrip())
-        for warning in report.warnings:
-            print(f"warning: {warning}")
-        behind = f", {report.unexamined} behind them could not be examined" if report.unexamined else ""
-        print(f"{report.nodes} nodes, {len(report.findings)} cannot be lowered{behind}")
+        print(report)
     return 0 if report.ok else 1

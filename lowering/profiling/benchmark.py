@@ -108,6 +108,16 @@ class Profile:
 
         return text(self)
 
+    def __repr__(self) -> str:
+        from .report import headline
+
+        return f"Profile({headline(self)[0]})"
+
+    def _repr_html_(self) -> str:
+        from .report import html
+
+        return html(self)
+
     def _grouped(self, key: Callable[[TimedCall], str]) -> dict[str, Cost]:
         groups: dict[str, list[TimedCall]] = {}
         for call in self.calls:

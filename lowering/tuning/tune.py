@@ -41,6 +41,16 @@ class Tuning:
     interrupted: bool
     whole_gain: float | None = None
 
+    def __repr__(self) -> str:
+        from .table import summary
+
+        return f"Tuning({summary(self)}; records: {self.database})"
+
+    def _repr_html_(self) -> str:
+        from .table import html
+
+        return html(self)
+
     @property
     def gain(self) -> float:
         saved: dict[str, float] = {}
