@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.live import Live
@@ -15,6 +15,9 @@ from rich.table import Table
 from .. import notebook
 from .session import Outcome, State
 from .tune import Tuning
+
+if TYPE_CHECKING:
+    from typing import Self  # of Python 3.11
 
 _PAUSE = 10.0  # seconds between lines where there is no terminal
 
