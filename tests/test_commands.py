@@ -97,12 +97,19 @@ def test_json_of_tune(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     found = said(capsys, *command)
     assert Path(found["database"]).parent == tmp_path / "tuned" and found["gain"] == 1 and not found["interrupted"]
     assert {outcome["name"] for outcome in found["outcomes"]} == {"exp"} and found["outcomes"][0]["gain"] == 1
-    folder = tmp_path / "candidates"
-    made = said(capsys, *command, "--export-candidates", folder, "--trials", "1")["exported"]
-    assert made["folder"] == str(folder)
-    results = said(capsys, "measure", folder)["results"]
-    assert len(results) >= made["candidates"]
-    assert said(capsys, *command, "--import-results", folder)["filed"]["trials"] == made["candidates"]
+
+
+def test_verbose_logs_while_its_command_runs(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(model), "-vv"]) == 0
+    out, error = capsys.readouterr()
+    lines = error.splitlines()
+    assert any(line.startswith("reading the model: ") for line in lines) and "pass schedule: " in error
+    assert "reading" not in out
+    assert main(["verify", str(model), "-v"]) == 0
+    fewer = capsys.readouterr().err.splitlines()
+    assert any(line.startswith("linking: ") for line in fewer) and len(fewer) < len(lines)
+    assert main(["verify", str(model)]) == 0
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["verify", "bench", "tune"])
