@@ -54,7 +54,7 @@ def _bench(arguments: argparse.Namespace) -> int:
             print(profiles[-1], end="\n\n" if len(every) > 1 else "\n", flush=True)
     if arguments.json:
         found = [profile.to_json() for profile in profiles]
-        print(found[0] if len(found) == 1 else f"[{','.join(found)}]", end="")
+        print(found[0].rstrip() if len(found) == 1 else f"[{','.join(found)}]")
     elif len(every) > 1:
         print(overview(profiles))
     if arguments.trace is not None:

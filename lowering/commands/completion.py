@@ -39,6 +39,6 @@ def _completion(arguments: argparse.Namespace) -> int:
     try:
         import argcomplete
     except ImportError as error:
-        raise InputError("completion needs argcomplete: pip install 'onnx-lowering[completion]'.") from error
+        raise InputError("completion needs argcomplete: pip install argcomplete.") from error
     print(argcomplete.shellcode(["onnx-lowering"], shell=arguments.shell))
     return 0

@@ -63,10 +63,10 @@ def settings(options: list[str]) -> list[dict[str, int]]:
     lists = {}
     for name, said in _named(options).items():
         if ".." in said:
-            last = said.rpartition("..")[2] or "128"
+            last = said.rpartition("..")[2]
             raise InputError(
                 f"--dim {name}={said}: a range bounds sizes for compile and check, and this command runs at one size: "
-                f"write --dim {name}={last}."
+                f"write --dim {name}={last if last.isdecimal() else 128}."
             )
         lists[name] = [_size(name, size) for size in said.split(",")]
     count = max(map(len, lists.values()), default=1)

@@ -28,13 +28,19 @@ def forget_unknown_sizes(model: ir.Model) -> None:
             value.shape = ir.Shape([None if _said(dim) in _UNKNOWN else dim for dim in value.shape])
     taken = {_said(dim) for value in _values(model) for dim in value.shape or ()}
     for value in model.graph.inputs:
-        for axis, dim in enumerate(value.shape or ()):
-            if value.shape is not None and _said(dim) is None:
-                name = f"{value.name}_{axis}"
-                while name in taken:
-                    name += "_"
-                value.shape[axis] = name
-                taken.add(name)
+        if value.shape is not None:
+            value.shape = ir.Shape(
+                [_name(value, axis, taken) if _said(dim) is None else dim for axis, dim in enumerate(value.shape)]
+            )
+
+
+def _name(value: ir.Value, axis: int, taken: set[int | str | None]) -> str:
+    """A name that is not taken, and then is."""
+    name = f"{value.name}_{axis}"
+    while name in taken:
+        name += "_"
+    taken.add(name)
+    return name
 
 
 def with_sizes(model: ir.Model, dims: Dims) -> ir.Model:
