@@ -80,6 +80,7 @@ RULES = {
             "lowering.profiling",
             "lowering.runtime",
             "lowering.manifest",
+            "lowering.notebook",
             "lowering.errors",
             "lowering.version",
         },
