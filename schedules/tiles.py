@@ -12,7 +12,10 @@ import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+
+if TYPE_CHECKING:
+    from typing import Self  # of Python 3.11
 
 Value: TypeAlias = int | bool | None
 

@@ -63,7 +63,7 @@ class Block:
         """The arguments of each onnx-lowering."""
         if self.language in ("", "bash"):
             for line in self.lines():
-                for part in re.split(r"&&|\|", line):
+                for part in re.split(r"&&|\||>", line):
                     if part.split()[:1] == [_COMMAND]:
                         yield shlex.split(part, comments=True)[1:]
 

@@ -353,7 +353,7 @@ def test_code(page: Element, made: Path, monkeypatch: pytest.MonkeyPatch, capsys
     )
     for name in ("phases", "attention", "memory"):
         assert "--dump-dir" in section(without, name).text
-    assert "bench ARTIFACT --json FILE" in section(without, "measurements").text
+    assert "bench ARTIFACT --json > FILE" in section(without, "measurements").text
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,14 @@ ROOT = Path(__file__).parents[1]
 # Package -> (modules of this project that it may import, whether it may import tvm)
 RULES = {
     "lowering/runtime": (
-        {"lowering.runtime", "lowering.arithmetic", "lowering.errors", "lowering.machine", "lowering.manifest"},
+        {
+            "lowering.runtime",
+            "lowering.arithmetic",
+            "lowering.errors",
+            "lowering.machine",
+            "lowering.manifest",
+            "lowering.notebook",
+        },
         False,
     ),
     "lowering/packaging": (
@@ -57,6 +64,7 @@ RULES = {
             "lowering.profiling",
             "lowering.runtime",
             "lowering.manifest",
+            "lowering.notebook",
             "lowering.arithmetic",
             "lowering.errors",
         },
@@ -72,6 +80,7 @@ RULES = {
             "lowering.profiling",
             "lowering.runtime",
             "lowering.manifest",
+            "lowering.notebook",
             "lowering.errors",
             "lowering.version",
         },

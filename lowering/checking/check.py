@@ -9,9 +9,10 @@ import onnx_ir as ir
 from ..errors import NodeError
 from ..fusion import fuse, keep_declared_outputs
 from ..fusion.sizes import InferSizesPass
-from ..graph.declared_sizes import Dims, with_sizes
+from ..graph.declared_sizes import Dims, ranges, with_sizes
 from ..graph.model import ModelLike, load_model
 from ..importing.importer import Importer
+from ..notebook import table
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,23 @@ class Report:
     def ok(self) -> bool:
         return not self.findings
 
+    @property
+    def _counts(self) -> str:
+        behind = f", {self.unexamined} behind them could not be examined" if self.unexamined else ""
+        return f"{self.nodes} nodes, {len(self.findings)} cannot be lowered{behind}"
+
+    def __str__(self) -> str:
+        lines = [f"{finding.where}: {finding.what} {finding.remedy}".rstrip() for finding in self.findings]
+        return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings), self._counts])
+
+    def __repr__(self) -> str:
+        return f"Report({self._counts})"
+
+    def _repr_html_(self) -> str:
+        rows = [(finding.where, finding.what, finding.remedy) for finding in self.findings]
+        rows += [("warning", warning, "") for warning in self.warnings]
+        return table(self._counts, ("node", "what blocks it", "what to do"), rows)
+
 
 def check(model: ModelLike, dims: Dims | None = None) -> Report:
     """Walks the whole model, bodies of If included, and collects every node that cannot be lowered.
@@ -48,6 +66,7 @@ def check(model: ModelLike, dims: Dims | None = None) -> Report:
     ModelError if the model cannot be read at all. dims is as for `compile`.
     """
     given = with_sizes(load_model(model), dims or {})
+    ranges(dims or {}, given)  # refuses names that no input has
     nodes = sum(1 for _ in given.graph.all_nodes())
     loaded = fuse(given)
     importer = _imported(loaded)

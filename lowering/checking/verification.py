@@ -16,6 +16,7 @@ from ..graph.declared_sizes import with_sizes
 from ..graph.model import ModelLike, load_model
 from ..graph.precision import Precision
 from ..importing.quantised import Scheme
+from ..notebook import table
 from ..runtime import Model, load
 from . import reproducer
 from .check import check
@@ -41,6 +42,18 @@ class Verification:
     def first_difference(self) -> Comparison | None:
         """The first output that is not close to the reference; None when all are."""
         return next((c for c in self.comparisons if not c.close), None)
+
+    def __repr__(self) -> str:
+        first = self.first_difference
+        said = "all outputs agree" if first is None else f"first output that differs: {first.name}"
+        return f"Verification({said}; allowed: {self.allowed})"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (c.name, f"{c.max_abs:.3g}", f"{c.max_rel:.3g}", f"{c.rms:.3g}", "ok" if c.close else "DIFFERS")
+            for c in self.comparisons
+        ]
+        return table(f"allowed: {self.allowed}", ("output", "max abs", "max rel", "rms, of its rms", ""), rows)
 
 
 def verify(

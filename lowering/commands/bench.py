@@ -8,18 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
-from .options import VERIFY_KEY, arrays, not_negative, positive, settings
+from .options import RUNS, VERIFY_KEY, arrays, not_negative, positive, settings
+from .printed import add_json
 from .written import written
 
 
 def add(add_parser: Callable[..., Any]) -> None:
     """Its options."""
-    b = add_parser("bench", help="time an artifact, kernel by kernel, beside what this machine can do")
+    b = add_parser(
+        "bench",
+        help="time an artifact, kernel by kernel, beside what this machine can do",
+        description="Runs an artifact on inputs that are made up, or given, and tells where the time goes: by what is "
+        "computed, by kernel and by call, each beside the limits of this machine, which are measured too.",
+        example="bench out/ --dim batch=1 --dim tokens=128\n"
+        "bench out/ --dim batch=1 --dim tokens=1,128 --against model.onnx",
+    )
     b.add_argument("artifact", type=Path, help="the artifact folder")
-    b.add_argument(
-        "--dim", action="append", default=[], metavar="NAME=SIZE[,SIZE]",
-        help="one per symbolic dimension; several sizes are measured one after the other",
-    )  # fmt: skip
+    b.add_argument("--dim", action="append", default=[], metavar="NAME=SIZES", help=RUNS)
     b.add_argument("--input", action="append", default=[], metavar="NAME=FILE.npy", help="others are made up")
     b.add_argument("--threads", type=positive, default=1, help="number of workers (1)")
     b.add_argument("--seconds", type=not_negative, default=2.0, help="how long to measure (2)")
@@ -27,7 +32,7 @@ def add(add_parser: Callable[..., Any]) -> None:
     b.add_argument(
         "--against", type=Path, metavar="MODEL.onnx", help="the model it was compiled from: onnxruntime takes turns"
     )
-    b.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
+    add_json(b)
     b.add_argument("--trace", type=Path, metavar="FILE", help="write a run as a timeline for ui.perfetto.dev")
     b.add_argument("--png", type=Path, metavar="FILE", help="draw the kernels' times; needs matplotlib")
     b.set_defaults(run=_bench)
@@ -45,13 +50,13 @@ def _bench(arguments: argparse.Namespace) -> int:
     profiles = []
     for each in every:
         profiles.append(bench(model, each, inputs, arguments.threads, arguments.seconds, arguments.against))
-        print(profiles[-1], end="\n\n" if len(every) > 1 else "\n", flush=True)
-    if len(every) > 1:
-        print(overview(profiles))
-    if arguments.json is not None:
+        if not arguments.json:
+            print(profiles[-1], end="\n\n" if len(every) > 1 else "\n", flush=True)
+    if arguments.json:
         found = [profile.to_json() for profile in profiles]
-        with written(arguments.json) as path:
-            path.write_text(found[0] if len(every) == 1 else f"[{','.join(found)}]\n")
+        print(found[0].rstrip() if len(found) == 1 else f"[{','.join(found)}]")
+    elif len(every) > 1:
+        print(overview(profiles))
     if arguments.trace is not None:
         with written(arguments.trace) as path:
             path.write_text(profiles[0].trace())

@@ -6,19 +6,32 @@ No logic of its own.
 from __future__ import annotations
 
 import argparse
-import functools
 import io
 import os
 import signal
 import sys
+import textwrap
 import traceback
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from ..errors import LoweringError
 from ..machine import runtime_alone
 from ..version import VERSION
-from . import bench, cache, check, compile, demo, doctor, inspect, package, quantise, run, tune, verify
+from . import bench, cache, check, compile, completion, demo, doctor, inspect, package, quantise, run, tune, verify
 
-_COMMANDS = (compile, tune, run, bench, inspect, verify, quantise, check, package, doctor, cache, demo)
+_COMMANDS = (compile, tune, run, bench, inspect, verify, quantise, check, package, doctor, cache, completion, demo)
+
+_DESCRIPTION = (
+    "Compiles ONNX models ahead of time, with attention as tiled kernels. What comes out is a folder, an artifact, "
+    "which runs from Python or C++ without a compiler."
+)
+_EXAMPLE = """\
+check model.onnx
+compile model.onnx -o out/
+run out/ --input x=x.npy"""
+_VERBOSE = "log stages and their seconds on stderr, -vv: all passes and kernels; on an error print Python's traceback"
+_WIDTH = 79  # of descriptions
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -31,9 +44,12 @@ def main(argv: list[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # names of any characters, whatever the locale can write
             stream.reconfigure(errors="backslashreplace")
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    completion.answer(parser)
+    arguments = parser.parse_args(argv)
     try:
-        code = arguments.run(arguments)
+        with _logged(arguments.verbose):
+            code = arguments.run(arguments)
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # who reads has read enough, as `head` does
@@ -44,6 +60,15 @@ def main(argv: list[str] | None = None) -> int:
             traceback.print_exc()
         print(_sentence(arguments, error), file=sys.stderr)
         return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _logged(verbosity: int) -> AbstractContextManager[None]:
+    """While a command works; without -v the log costs no import."""
+    if not verbosity:
+        return nullcontext()
+    from .log import shown
+
+    return shown(verbosity)
 
 
 def _sentence(arguments: argparse.Namespace, error: BaseException) -> str:
@@ -68,14 +93,25 @@ def _sentence(arguments: argparse.Namespace, error: BaseException) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="onnx-lowering", description="Compiles ONNX models ahead of time; attention becomes tiled TensorIR."
-    )
-    parser.add_argument("--version", action="version", version=f"onnx-lowering {VERSION}")
-    subparsers = parser.add_subparsers(metavar="command", dest="command", required=True)
+    """The command line. Each command has a line of help, a description and an example, which is a command line too."""
+    whole = argparse.ArgumentParser(**_texts(_DESCRIPTION, _EXAMPLE), prog="onnx-lowering")
+    whole.add_argument("--version", action="version", version=f"onnx-lowering {VERSION}")
+    subparsers = whole.add_subparsers(metavar="command", dest="command", required=True)
     every = argparse.ArgumentParser(add_help=False)
-    every.add_argument("-v", "--verbose", action="store_true", help="on an error, print Python's traceback as well")
-    add_parser = functools.partial(subparsers.add_parser, parents=[every])
+    every.add_argument("-v", "--verbose", action="count", default=0, help=_VERBOSE)
+
+    def add_parser(name: str, help: str, description: str, example: str) -> argparse.ArgumentParser:
+        return subparsers.add_parser(name, help=help, parents=[every], **_texts(description, example))
+
     for command in _COMMANDS:
         command.add(add_parser)
-    return parser
+    return whole
+
+
+def _texts(description: str, example: str) -> dict[str, Any]:
+    lines = [f"  onnx-lowering {line}" for line in example.splitlines()]
+    return {
+        "description": textwrap.fill(description, _WIDTH),
+        "epilog": "\n".join(["example:" if len(lines) == 1 else "examples:", *lines]),
+        "formatter_class": argparse.RawDescriptionHelpFormatter,
+    }

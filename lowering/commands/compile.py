@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
-from .options import DIM, PRECISION, PRECISIONS, TARGET, WEIGHT_SCHEMES, WEIGHTS, call, dim, positive
+from .options import DIM, PRECISION, PRECISIONS, TARGET, WEIGHT_SCHEMES, WEIGHTS, call, dims, positive
+from .printed import add_json, print_json
 
 if TYPE_CHECKING:
     from ..graph.serve import Serve
+    from ..manifest import Manifest
 
 
 def add(add_parser: Callable[..., Any]) -> None:
     """Its options."""
-    c = add_parser("compile", help="compile a model into an artifact folder")
+    c = add_parser(
+        "compile",
+        help="compile a model into an artifact folder",
+        description="Compiles a model into a folder that holds a shared library, weights and a manifest. It serves "
+        "every size that the model leaves open, from Python or C++, and needs no compiler.",
+        example="compile model.onnx -o out/\n"
+        "compile model.onnx -o out/ --dim batch=1 --dim tokens=1..512 --target cpu:x86-64-v3\n"
+        "compile decoder.onnx -o out/ --static-cache 1024 --weights int4",
+    )
     c.add_argument("model", type=Path, help="the .onnx file")
     c.add_argument("-o", "--output", type=Path, required=True, help="the artifact folder to write")
     c.add_argument("--target", default="cpu", help=TARGET)
     c.add_argument("--cc", help="the C compiler that links, for instance a cross compiler")
     c.add_argument("--donate", action="append", default=[], metavar="REGEX", help="inputs to consume; may be repeated")
-    c.add_argument("--dim", action="append", default=[], metavar="NAME=SIZE", help=DIM)
+    c.add_argument("--dim", action="append", default=[], metavar="NAME=SIZES", help=DIM)
     c.add_argument(
         "--static-cache", type=positive, metavar="TOKENS", help="turn a growing past into in-place slot caches"
     )
@@ -45,6 +56,7 @@ def add(add_parser: Callable[..., Any]) -> None:
         type=Path,
         help="write the model before and after fusion, and the module after every pass, into this folder",
     )
+    add_json(c)
     c.set_defaults(run=_compile)
 
 
@@ -62,7 +74,7 @@ def _compile(arguments: argparse.Namespace) -> int:
             arguments.donate,
             arguments.threads,
             arguments.cc,
-            dims=dict(dim(text) for text in arguments.dim),
+            dims=dims(arguments.dim),
             static_cache=arguments.static_cache,
             weights=arguments.weights,
             database=arguments.database,
@@ -75,6 +87,9 @@ def _compile(arguments: argparse.Namespace) -> int:
         )
     if dump is not None:
         dump.finish(manifest)
+    if arguments.json:
+        print_json(_summary(arguments.output, manifest))
+        return 0
     for note in manifest.notes:
         print(f"note: {note}")
     for title, tensors in (("inputs", manifest.inputs), ("outputs", manifest.outputs)):
@@ -88,6 +103,24 @@ def _compile(arguments: argparse.Namespace) -> int:
     print(f"weights: {sum(w.nbytes for w in manifest.weights) / 2**20:.1f} MiB")
     print(f"wrote {arguments.output} for {manifest.target}")
     return 0
+
+
+def _summary(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """What `inspect --json` says in full, under the same names."""
+    kernels = [
+        {name: getattr(kernel, name) for name in ("name", "kind", "schedule", "source")} for kernel in manifest.kernels
+    ]
+    return {
+        "output": folder,
+        "target": manifest.target,
+        "inputs": [asdict(tensor) for tensor in manifest.inputs],
+        "outputs": [asdict(tensor) for tensor in manifest.outputs],
+        "donated": manifest.donated,
+        "ranges": manifest.ranges,
+        "weights_bytes": sum(weight.nbytes for weight in manifest.weights),
+        "kernels": kernels,
+        "notes": manifest.notes,
+    }
 
 
 def _serve(arguments: argparse.Namespace) -> Serve | None:

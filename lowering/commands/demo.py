@@ -10,7 +10,13 @@ from typing import Any
 
 def add(add_parser: Callable[..., Any]) -> None:
     """Its options."""
-    d = add_parser("demo", help="build, compile, load and run a small decoder with in-place caches")
+    d = add_parser(
+        "demo",
+        help="build, compile, load and run a small decoder with in-place caches",
+        description="Does the main job once, from nothing: builds a decoder, compiles it, loads it in a process that "
+        "has no compiler, generates tokens and checks them against the ONNX reference.",
+        example="demo -o demo/",
+    )
     d.add_argument("-o", "--output", type=Path, help="keep the model and its artifact in this folder")
     d.set_defaults(run=_demo)
 

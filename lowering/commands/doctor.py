@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Callable
 from typing import Any
+
+from .printed import add_json, print_json
 
 
 def add(add_parser: Callable[..., Any]) -> None:
     """Its options."""
-    d = add_parser("doctor", help="look at packages, CPU, linkers, GPUs and folders; each problem with its mend")
-    d.add_argument("--json", action="store_true", help="print the report as JSON")
+    d = add_parser(
+        "doctor",
+        help="look at packages, CPU, linkers, GPUs and folders; each problem with its mend",
+        description="Shows what this machine has for compiling and running models: packages and versions that do not "
+        "go together, CPU, threads, folders, linkers, driver and GPUs. Ends with 1 where something is missing that "
+        "is needed.",
+        example="doctor",
+    )
+    add_json(d)
     d.set_defaults(run=_doctor)
 
 
@@ -24,5 +32,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
     report = Report()
     for area in (packages, here, toolchain):
         area.examine(report)
-    print(json.dumps({"ok": report.ok, **dataclasses.asdict(report)}, indent=1) if arguments.json else report)
+    if arguments.json:
+        print_json({"ok": report.ok, **dataclasses.asdict(report)})
+    else:
+        print(report)
     return 0 if report.ok else 1

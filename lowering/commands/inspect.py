@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
 from .options import sizes
+from .printed import add_json, print_json
 from .written import written
 
 if TYPE_CHECKING:
@@ -23,13 +23,19 @@ _NODES = 60  # characters of the nodes of a kernel
 
 def add(add_parser: Callable[..., Any]) -> None:
     """Its options."""
-    i = add_parser("inspect", help="what an artifact takes and gives, what it was made of and by; needs no compiler")
+    i = add_parser(
+        "inspect",
+        help="what an artifact takes and gives, what it was made of and by; needs no compiler",
+        description="Reads an artifact's manifest, and loads none of its code: inputs, outputs, legal sizes, versions, "
+        "notes, and its kernels with the ONNX nodes that they compute. --html writes all there is to see as a page.",
+        example="inspect out/ --calls\ninspect out/ --html report.html --dump dump/ --bench bench.json",
+    )
     i.add_argument("artifact", type=Path, help="the artifact folder")
     i.add_argument("--calls", action="store_true", help="every call of a kernel in order, with its ONNX nodes")
-    i.add_argument("--json", action="store_true", help="print everything as JSON")
+    add_json(i)
     i.add_argument("--html", type=Path, metavar="FILE", help="write everything as one HTML page; needs the compiler")
     i.add_argument("--dump", type=Path, metavar="DIR", help="for --html: what `compile --dump-dir DIR` wrote")
-    i.add_argument("--bench", type=Path, metavar="FILE", help="for --html: what `bench --json FILE` measured")
+    i.add_argument("--bench", type=Path, metavar="FILE", help="for --html: what `bench --json > FILE` printed")
     i.add_argument("--dim", action="append", default=[], metavar="NAME=SIZE", help="for --html: a size to show it for")
     i.set_defaults(run=_inspect)
 
@@ -47,7 +53,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     if arguments.json:
         found = dataclasses.asdict(manifest)
         names = [name for name in manifest.hashes if name in files]
-        print(json.dumps({**found, "files": {name: files.size(name) for name in names}}, indent=1))
+        print_json({**found, "files": {name: files.size(name) for name in names}})
         return 0
     print("\n".join([*_about(files, manifest), "", *(_calls(manifest) if arguments.calls else _kernels(manifest))]))
     return 0

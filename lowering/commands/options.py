@@ -17,7 +17,9 @@ TARGET = (
     "architectures: sm_80, sm_86, sm_89, sm_90a, sm_100, sm_120, with commas between"
 )
 
-DIM = "fix a symbolic dimension, or NAME=LOW..HIGH: its legal sizes"
+DIM = "what is known of a symbolic dimension, by the model's name: batch=2, its size; tokens=1..512, its legal sizes"
+
+RUNS = "the size of a symbolic dimension in a run, by the model's name; n=1,128: one run after the other"
 
 WEIGHTS = "compress the constant matrices of products"
 
@@ -36,33 +38,64 @@ PRECISIONS = ("float16", "bfloat16", "fast", "tf32", "3xtf32")
 """Of graph/precision.py, which takes a second to import."""
 
 
-def sizes(options: list[str]) -> dict[str, int]:
-    """Sizes by name, of --dim NAME=SIZE. Raises InputError."""
-    found = {}
-    for text in options:
-        name, _, size = text.rpartition("=")
-        if not (name and _is_size(size)):
-            raise InputError(
-                f"--dim {text}: write NAME=SIZE, for instance --dim batch=2; sizes are 0 to {LARGEST_SIZE}."
-            )
-        found[name] = int(size)
+def dims(options: list[str]) -> dict[str, int | tuple[int, int]]:
+    """By name a size that a dimension always has, or the smallest and the largest one, of --dim. Raises InputError."""
+    found: dict[str, int | tuple[int, int]] = {}
+    for name, said in _named(options).items():
+        low, dots, high = said.partition("..")
+        found[name] = (_size(name, low), _size(name, high)) if dots else _size(name, low)
     return found
 
 
-def settings(options: list[str]) -> list[dict[str, int]]:
-    """Several settings of sizes: --dim n=1,128 are two; another dimension has one size for both, or two.
+def sizes(options: list[str]) -> dict[str, int]:
+    """Sizes of one run by name, of --dim NAME=SIZE. Raises InputError."""
+    found = settings(options)
+    if len(found) > 1:
+        raise InputError("--dim: this command runs a model at one size of each dimension: leave the others out.")
+    return found[0]
 
-    Raises InputError.
+
+def settings(options: list[str]) -> list[dict[str, int]]:
+    """Several runs: --dim n=1,128 are two; another dimension has one size for both, or two.
+
+    Raises InputError, also for a range, at which nothing can run.
     """
     lists = {}
-    for text in options:
-        name, _, said = text.rpartition("=")
-        lists[name] = [sizes([f"{name}={size}"])[name] for size in said.split(",")]
+    for name, said in _named(options).items():
+        if ".." in said:
+            last = said.rpartition("..")[2]
+            raise InputError(
+                f"--dim {name}={said}: a range bounds sizes for compile and check, and this command runs at one size: "
+                f"write --dim {name}={last if last.isdecimal() else 128}."
+            )
+        lists[name] = [_size(name, size) for size in said.split(",")]
     count = max(map(len, lists.values()), default=1)
     for name, found in lists.items():
         if len(found) not in (1, count):
             raise InputError(f"--dim {name}: {len(found)} sizes are given, and {count} of another dimension.")
     return [{name: found[k % len(found)] for name, found in lists.items()} for k in range(count)]
+
+
+def _named(options: list[str]) -> dict[str, str]:
+    """What --dim says, by the name of the dimension, which may be of any characters. Raises InputError."""
+    found: dict[str, str] = {}
+    for text in options:
+        name, equals, said = text.rpartition("=")
+        if not (name and equals):
+            raise InputError(f"--dim {text}: {_WRITE}")
+        if name in found:
+            raise InputError(f"--dim {text}: '{name}' is {found[name]} already: give each dimension once.")
+        found[name] = said
+    return found
+
+
+def _size(name: str, text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,13}", text) or int(text) > LARGEST_SIZE:
+        raise InputError(f"--dim {name}: {text!r} is no size: {_WRITE}")
+    return int(text)
+
+
+_WRITE = f"write NAME=SIZE or NAME=LOW..HIGH, for instance batch=2 or tokens=1..512; sizes are 0 to {LARGEST_SIZE}."
 
 
 def address(text: str) -> tuple[str, int]:
@@ -71,22 +104,6 @@ def address(text: str) -> tuple[str, int]:
     if not host or not port.isdecimal():
         raise InputError(f"{text!r}: write HOST:PORT.")
     return host, int(port)
-
-
-def dim(text: str) -> tuple[str, int | tuple[int, int]]:
-    """A dimension's name, and its size or the smallest and the largest one. Raises InputError."""
-    name, _, said = text.rpartition("=")
-    low, dots, high = said.partition("..")
-    if not (name and _is_size(low) and (not dots or _is_size(high))):
-        raise InputError(
-            f"--dim {text}: write NAME=SIZE or NAME=LOW..HIGH, for instance --dim batch=1 or --dim tokens=1..512; "
-            f"sizes are 0 to {LARGEST_SIZE}."
-        )
-    return name, (int(low), int(high)) if dots else int(low)
-
-
-def _is_size(text: str) -> bool:
-    return re.fullmatch(r"[0-9]{1,13}", text) is not None and int(text) <= LARGEST_SIZE
 
 
 def _number(kind: type, least: float, text: str) -> Any:

@@ -8,11 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
+from .printed import add_json, print_json
 
 
 def add(add_parser: Callable[..., Any]) -> None:
     """Its options."""
-    p = add_parser("package", help="an artifact with its runtime and a C++ application, or as a wheel, ready to ship")
+    p = add_parser(
+        "package",
+        help="an artifact with its runtime and a C++ application, or as a wheel, ready to ship",
+        description="Puts beside an artifact what a machine without a compiler needs of it: libraries, headers, a C++ "
+        "application and CMake. With --wheel it becomes a typed Python package instead.",
+        example="package out/ --to app.tar.gz\npackage --wheel out/ --to dist/ --name my-model --version 1.0.0",
+    )
     p.add_argument("artifact", type=Path, help="the artifact folder")
     p.add_argument(
         "--to", type=Path, required=True, metavar="PLACE", help="a new folder, a file X.tar.gz, or a folder for wheels"
@@ -26,6 +33,7 @@ def add(add_parser: Callable[..., Any]) -> None:
     p.add_argument("--wheel", action="store_true", help="write a Python package, which needs onnx-lowering-runtime")
     p.add_argument("--name", help="with --wheel: of the package (the artifact folder's)")
     p.add_argument("--version", help="with --wheel: of the package (0.1.0)")
+    add_json(p)
     p.set_defaults(run=_package)
 
 
@@ -37,7 +45,10 @@ def _package(arguments: argparse.Namespace) -> int:
     from ..packaging.folder import package
 
     manifest = package(arguments.artifact, arguments.to, arguments.runtime)
-    print(f"wrote {arguments.to} for {manifest.target}; its README.md says how to build and run")
+    if arguments.json:
+        print_json({"output": arguments.to, "target": manifest.target})
+    else:
+        print(f"wrote {arguments.to} for {manifest.target}; its README.md says how to build and run")
     return 0
 
 
@@ -49,5 +60,8 @@ def _wheel(arguments: argparse.Namespace) -> int:
             "--runtime is for C++ applications: a --wheel needs onnx-lowering-runtime, which has the libraries."
         )
     path = write_model_wheel(arguments.artifact, arguments.to, arguments.name, arguments.version or "0.1.0")
-    print(f"wrote {path}")
+    if arguments.json:
+        print_json({"output": path})
+    else:
+        print(f"wrote {path}")
     return 0

@@ -8,12 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from .options import call
-from .written import written
+from .printed import add_json
 
 
 def add(add_parser: Callable[..., Any]) -> None:
     """Its options."""
-    q = add_parser("quantise", help="write a float model with its products in 8 bits, and tell the error by node")
+    q = add_parser(
+        "quantise",
+        help="write a float model with its products in 8 bits, and tell the error by node",
+        description="Makes a model of 8 bits of a float one by onnxruntime's tool, with scales from the calls that "
+        "are given, or computed in each call, and tells how far every product and output is from the float model's.",
+        example="quantise model.onnx -o model.int8.onnx --calls first.npz --calls second.npz",
+    )
     q.add_argument("model", type=Path, help="the .onnx file")
     q.add_argument("-o", "--output", type=Path, required=True, help="the .onnx file to write")
     q.add_argument(
@@ -23,7 +29,7 @@ def add(add_parser: Callable[..., Any]) -> None:
     q.add_argument("--weights", choices=("int8", "uint8"), default="int8", help="the type of weights (int8)")
     q.add_argument("--per-tensor", action="store_true", help="one scale for a matrix, not one for each column")
     q.add_argument("--exclude", action="append", default=[], metavar="NODE", help="a product that stays in floats")
-    q.add_argument("--json", type=Path, metavar="FILE", help="write the report, with all nodes")
+    add_json(q)
     q.set_defaults(run=_quantise)
 
 
@@ -39,8 +45,5 @@ def _quantise(arguments: argparse.Namespace) -> int:
         not arguments.per_tensor,
         arguments.exclude,
     )
-    print(report)
-    if arguments.json is not None:
-        with written(arguments.json) as path:
-            path.write_text(report.to_json())
+    print(report.to_json() if arguments.json else report)
     return 0

@@ -9,12 +9,19 @@ from typing import Any
 from urllib.parse import quote
 
 from .options import VERIFY_KEY, arrays, positive
+from .printed import add_json, print_json
 from .written import written
 
 
 def add(add_parser: Callable[..., Any]) -> None:
     """Its options."""
-    r = add_parser("run", help="run an artifact on .npy files")
+    r = add_parser(
+        "run",
+        help="run an artifact on .npy files",
+        description="Runs an artifact once and prints its outputs, or writes each into a file of its own. Needs no "
+        "compiler.",
+        example="run out/ --input x=x.npy --output-dir results/",
+    )
     r.add_argument("artifact", type=Path, help="the artifact folder")
     r.add_argument("--input", action="append", default=[], metavar="NAME=FILE.npy", help="one per input")
     r.add_argument(
@@ -22,6 +29,7 @@ def add(add_parser: Callable[..., Any]) -> None:
     )
     r.add_argument("--threads", type=positive, help="number of workers")
     r.add_argument("--verify-key", type=Path, metavar="KEY.pem", help=VERIFY_KEY)
+    add_json(r)
     r.set_defaults(run=_run)
 
 
@@ -32,11 +40,18 @@ def _run(arguments: argparse.Namespace) -> int:
 
     model = load(arguments.artifact, threads=arguments.threads, verify_key=arguments.verify_key)
     outputs = model.run(arrays(arguments.input))
+    found = []
     for name, array in outputs.items():
-        print(f"{name}: {array.dtype}{list(array.shape)}")
-        if arguments.output_dir is None:
-            print(np.array2string(np.asarray(array), threshold=16, edgeitems=2))
-        else:
-            with written(arguments.output_dir / f"{quote(name, safe='')}.npy") as path, path.open("wb") as file:
+        place = None
+        if arguments.output_dir is not None:
+            place = arguments.output_dir / f"{quote(name, safe='')}.npy"
+            with written(place) as path, path.open("wb") as file:
                 np.save(file, array.astype(str) if array.dtype == object else array, allow_pickle=False)
+        found.append({"name": name, "dtype": str(array.dtype), "shape": list(array.shape), "file": place})
+        if not arguments.json:
+            print(f"{name}: {array.dtype}{list(array.shape)}")
+            if place is None:
+                print(np.array2string(np.asarray(array), threshold=16, edgeitems=2))
+    if arguments.json:
+        print_json({"outputs": found})
     return 0

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
-from .options import PRECISIONS, TARGET, address, natural, positive, seconds, settings
+from .options import PRECISIONS, RUNS, TARGET, address, natural, positive, seconds, settings
+from .printed import add_json, print_json
+
+if TYPE_CHECKING:
+    from ..tuning.tune import Tuning
 
 
 def add(add_parser: Callable[..., Any]) -> None:
     """Their options."""
-    t = add_parser("tune", help="search the tiles of a model's kernels on this machine")
+    t = add_parser(
+        "tune",
+        help="search the tiles of a model's kernels on this machine",
+        description="Measures what the kernels of a model could be, at the sizes that you name, each candidate beside "
+        "the default, and keeps everything in a database, which `compile --database` uses. It goes on where it ended.",
+        example="tune model.onnx --database tuned/ --budget 20m --dim batch=1 --dim tokens=1,128",
+    )
     t.add_argument("model", type=Path, help="the .onnx file")
     t.add_argument(
         "--database", type=Path, required=True, metavar="DIR", help="where records are kept, and resumed from"
@@ -26,8 +37,8 @@ def add(add_parser: Callable[..., Any]) -> None:
         "--dim",
         action="append",
         default=[],
-        metavar="NAME=SIZE[,SIZE]",
-        help="sizes to tune at, each once or all alike",
+        metavar="NAME=SIZES",
+        help=RUNS,
     )
     t.add_argument("--static-cache", type=positive, metavar="TOKENS", help="as for compile")
     t.add_argument("--weights", choices=("int8", "int4", "f16"), help="as for compile")
@@ -50,20 +61,38 @@ def add(add_parser: Callable[..., Any]) -> None:
         metavar="DIR",
         help="build --trials candidates of each kernel (32) into a new folder for `measure`; no search",
     )
+    add_json(t)
     t.set_defaults(run=_tune)
 
-    m = add_parser("measure", help="measure the candidates of `tune --export-candidates`; needs no compiler")
+    m = add_parser(
+        "measure",
+        help="measure the candidates of `tune --export-candidates`; needs no compiler",
+        description="Measures the candidates in a folder that somebody carried to this machine, and writes the results "
+        "beside them, for `tune --import-results`. It goes on where it ended.",
+        example="measure candidates/",
+    )
     m.add_argument("folder", type=Path, metavar="DIR", help="which also takes the results")
+    add_json(m)
     m.set_defaults(run=_measure)
 
     e = add_parser(
-        "device", help="measure candidates for `tune --runner rpc`; needs no compiler, and a trusted network"
+        "device",
+        help="measure candidates for `tune --runner rpc`; needs no compiler, and a trusted network",
+        description="Registers this machine at a tracker of TVM and measures what `tune --runner rpc` sends, until it "
+        "is interrupted. Who reaches the tracker runs code here.",
+        example="device --tracker 10.0.0.1:9190 --key arm-board",
     )
     e.add_argument("--tracker", required=True, metavar="HOST:PORT", help="where this device registers")
     e.add_argument("--key", required=True, help="the name of machines like this one")
     e.set_defaults(run=_device)
 
-    x = add_parser("db", help="look at databases of `tune`, join them, keep what matters")
+    x = add_parser(
+        "db",
+        help="look at databases of `tune`, join them, keep what matters",
+        description="Shows what was tuned (show, plot), joins databases (merge), removes all but the fastest trials "
+        "(prune), and copies what won: for another machine (export), or compressed as presets are (pack).",
+        example="db show tuned/\ndb merge here/ there/ -o both/",
+    )
     x.add_argument("action", choices=("show", "merge", "prune", "export", "pack", "plot"))
     x.add_argument("databases", type=Path, nargs="+", metavar="DIR", help="of `tune --database`; merge takes several")
     x.add_argument(
@@ -71,21 +100,50 @@ def add(add_parser: Callable[..., Any]) -> None:
     )
     x.add_argument("--keep", type=positive, default=16, help="prune: trials that stay of each task (16)")
     x.add_argument("--least", type=float, default=1.03, help="pack: what won by so much, as presets are (1.03)")
+    add_json(x)
     x.set_defaults(run=_db)
 
 
 def _tune(arguments: argparse.Namespace) -> int:
-    from ..tuning.batches import file_results
-    from ..tuning.table import Watch, show
+    said: dict[str, Any] = {}
+    tuning = None
+    if arguments.import_results is not None:
+        from ..tuning.batches import file_results
+
+        filed = file_results(arguments.import_results, arguments.database, arguments.target)
+        said["filed"] = asdict(filed)
+        if not arguments.json:
+            faster = f"{filed.won} of these are faster than the default"
+            print(f"filed {filed.trials} trials of {filed.tasks} kernels; {faster}")
+    if arguments.import_results is None or arguments.export_candidates is not None:
+        tuning = _tuned(arguments)
+        if arguments.export_candidates is not None:
+            _exported(arguments, tuning, said)
+        elif arguments.json:
+            outcomes = [{**vars(o), "failures": dict(o.failures), "gain": o.gain} for o in tuning.outcomes]
+            said |= {**vars(tuning), "outcomes": outcomes, "gain": tuning.gain}
+        else:
+            from ..tuning.table import show
+
+            show(tuning)
+    if arguments.json:
+        print_json(said)
+    return 130 if tuning is not None and tuning.interrupted else 0
+
+
+def _exported(arguments: argparse.Namespace, tuning: Tuning, said: dict[str, Any]) -> None:
+    total, folder = sum(outcome.trials for outcome in tuning.outcomes), arguments.export_candidates
+    said["exported"] = {"folder": folder, "candidates": total, "kernels": len(tuning.outcomes)}
+    if not arguments.json:
+        print(f"wrote {total} candidates of {len(tuning.outcomes)} kernels to {folder}")
+
+
+def _tuned(arguments: argparse.Namespace) -> Tuning:
+    from ..tuning.table import Watch
     from ..tuning.tune import tune
 
-    if arguments.import_results is not None:
-        filed = file_results(arguments.import_results, arguments.database, arguments.target)
-        print(f"filed {filed.trials} trials of {filed.tasks} kernels; {filed.won} of these are faster than the default")
-        if arguments.export_candidates is None:
-            return 0
     with Watch() as watch:
-        tuning = tune(
+        return tune(
             arguments.model,
             arguments.database,
             arguments.target,
@@ -104,12 +162,6 @@ def _tune(arguments: argparse.Namespace) -> int:
             export=arguments.export_candidates,
             precision=arguments.precision,
         )
-    if arguments.export_candidates is not None:
-        total = sum(outcome.trials for outcome in tuning.outcomes)
-        print(f"wrote {total} candidates of {len(tuning.outcomes)} kernels to {arguments.export_candidates}")
-        return 0
-    show(tuning)
-    return 130 if tuning.interrupted else 0
 
 
 def _tracker(arguments: argparse.Namespace) -> tuple[str, int] | None:
@@ -139,6 +191,9 @@ def _measure(arguments: argparse.Namespace) -> int:
         )
         print(f"{task.title} [{result.candidate}]{' again' if result.last else ''}: {found}", flush=True)
 
+    if arguments.json:
+        print_json({"results": [asdict(result) for result in measure(arguments.folder)]})
+        return 0
     results = measure(arguments.folder, report)
     failed = sum(result.cause is not None for result in results)
     print(f"{len(results)} results in {arguments.folder}, {failed} of candidates that failed")
@@ -148,4 +203,9 @@ def _measure(arguments: argparse.Namespace) -> int:
 def _db(arguments: argparse.Namespace) -> int:
     from ..tuning.db import act
 
-    return act(arguments.action, arguments.databases, arguments.output, arguments.keep, arguments.least)
+    done = act(arguments.action, arguments.databases, arguments.output, arguments.keep, arguments.least)
+    if arguments.json:
+        print_json(done.document)
+    else:
+        print(done.text)
+    return 0

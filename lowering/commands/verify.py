@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import math
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -23,6 +21,7 @@ from .options import (
     positive,
     sizes,
 )
+from .printed import add_json, print_json
 
 if TYPE_CHECKING:
     from ..checking.verification import Verification
@@ -30,7 +29,16 @@ if TYPE_CHECKING:
 
 def add(add_parser: Callable[..., Any]) -> None:
     """Its options."""
-    v = add_parser("verify", help="compile a model, or load its artifact, and compare every output with a reference")
+    v = add_parser(
+        "verify",
+        help="compile a model, or load its artifact, and compare every output with a reference",
+        description="Compiles a model, runs it on inputs that are made up, or given, and compares every output with "
+        "that of ONNX's reference or of onnxruntime. Ends with 1 where one differs; --reduce finds the smallest part "
+        "of the model that does.",
+        example="verify model.onnx --against onnxruntime --dim batch=2\n"
+        "verify decoder.onnx --static-cache 64\n"
+        "verify model.onnx --artifact out/",
+    )
     v.add_argument("model", type=Path, help="the .onnx file")
     v.add_argument(
         "--artifact", type=Path, metavar="DIR", help="compare this artifact of the model, and compile nothing"
@@ -59,7 +67,7 @@ def add(add_parser: Callable[..., Any]) -> None:
     v.add_argument(
         "--reduce", type=Path, metavar="DIR", help="write the smallest part of the model that fails, to this new folder"
     )
-    v.add_argument("--json", action="store_true", help="print the comparisons as JSON")
+    add_json(v)
     v.set_defaults(run=_verify)
 
 
@@ -93,7 +101,7 @@ def _verify(arguments: argparse.Namespace) -> int:
             arguments.reduce,
         )
     if arguments.json:
-        print(json.dumps(_as_json(result, arguments), indent=1))
+        print_json(_as_json(result, arguments))
     else:
         print("\n".join(map(str, result.comparisons)))
         print(f"allowed: {result.allowed}; inputs that are made up are of seed {arguments.seed}")
@@ -111,25 +119,13 @@ def _verdict(result: Verification, arguments: argparse.Namespace) -> str:
     return f"{said}\n{result.reproducer or 'asked once more, no output differs: nothing is left to reduce'}"
 
 
-def _as_json(result: Verification, arguments: argparse.Namespace) -> Any:
-    comparisons = [{**asdict(c), "said": str(c)} for c in result.comparisons]
-    return _finite(
-        {
-            "ok": result.first_difference is None,
-            "allowed": result.allowed,
-            "seed": arguments.seed,
-            "against": arguments.against,
-            "verdict": _verdict(result, arguments),
-            "comparisons": comparisons,
-            "reproducer": None if result.reproducer is None else asdict(result.reproducer),
-        }
-    )
-
-
-def _finite(said: Any) -> Any:
-    """What JSON can say of it: no infinite numbers."""
-    if isinstance(said, dict):
-        return {name: _finite(value) for name, value in said.items()}
-    if isinstance(said, (list, tuple)):
-        return [_finite(value) for value in said]
-    return None if isinstance(said, float) and not math.isfinite(said) else said
+def _as_json(result: Verification, arguments: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "ok": result.first_difference is None,
+        "allowed": result.allowed,
+        "seed": arguments.seed,
+        "against": arguments.against,
+        "verdict": _verdict(result, arguments),
+        "comparisons": [{**asdict(c), "said": str(c)} for c in result.comparisons],
+        "reproducer": None if result.reproducer is None else asdict(result.reproducer),
+    }

@@ -35,15 +35,15 @@ def build(module: tvm.IRModule, target: Target, kernels: objects.Kernels) -> byt
     taken: list[objects.Object] = []
     if not target.architecture:
         module, taken = kernels.taken_out(module)
-    with target.tvm, tvm.transform.PassContext(disabled_pass=list(objects.unused(target))):
+    disabled = list(objects.unused(target))
+    with progress.stage("generating code"), target.tvm, tvm.transform.PassContext(disabled_pass=disabled):
         executable = tvm.compile(
             module,
             target=target.tvm,
             relax_pipeline=tvm.transform.Sequential([]),
             tir_pipeline=_PIPELINE if target.architecture else "default",
         )
-    progress.at("linking")
-    with tempfile.TemporaryDirectory() as folder:
+    with progress.stage("linking"), tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.so"
         try:
             options = [*link_options(target.linker, folder, called), *objects.link_options(taken, folder)]

@@ -153,7 +153,8 @@ def _write(
     folder: Path, model: ModelLike, options: Options, dump: Dump | None, sign_key: SigningKey | None = None
 ) -> Manifest:
     done = compiled(model, options, dump=dump)
-    return artifact.write(folder, done.libraries, done.manifest, done.weights, sign_key)
+    with progress.stage("writing"):
+        return artifact.write(folder, done.libraries, done.manifest, done.weights, sign_key)
 
 
 @dataclass(frozen=True)
@@ -183,15 +184,17 @@ def compiled(model: ModelLike, options: Options, stand_in: Target | None = None,
             f"precision='{products}' is how tensor cores of GPUs multiply float32, and target='{options.target}' has "
             "none. Leave it out: a CPU computes such products in float32."
         )
-    progress.at("reading the model")
-    loaded = with_sizes(load_model(model), dims)
+    with progress.stage("reading the model"):
+        loaded = with_sizes(load_model(model), dims)
     if options.serve is not None and (batch := batch_of(loaded, options.serve)) is not None:
         loaded = with_sizes(loaded, {batch: 1})
     written = name_written_inputs(loaded)
     if dump is not None:
         dump("given", loaded)
     donated = donated_pairs(loaded.graph, options.donate) | written
-    fused, notes = fuse(loaded), []
+    notes: list[str] = []
+    with progress.stage("fusing"):
+        fused = fuse(loaded)
     if options.precision is not None and products is None:
         fused = fused.clone() if fused is loaded else fused
         slower = set.intersection(*(set(target.slower_than_bfloat16) for target in targets))
@@ -213,9 +216,11 @@ def compiled(model: ModelLike, options: Options, stand_in: Target | None = None,
         slots = SlotCaches(options.static_cache, LENGTH, static.tokens)
     if dump is not None:
         dump("fused", fused)
+    legal = ranges(dims, fused)
     # What a GPU has in its memory the host does not read.
     checks = options.checks and not any(target.architecture for target in targets)
-    imported = import_model(fused, () if slots is None else (LENGTH,), checks)
+    with progress.stage("importing"):
+        imported = import_model(fused, () if slots is None else (LENGTH,), checks)
     inputs, outputs = [p.name for p in imported.inputs], [p.name for p in imported.outputs]
     pairs = {inputs.index(i): outputs.index(o) for i, o in donated.items()}
     notes += imported.warnings
@@ -225,7 +230,8 @@ def compiled(model: ModelLike, options: Options, stand_in: Target | None = None,
         runs_on = stand_in or each
         kernels = Kernels(runs_on)
         known = kernels if dump is None else None  # who looks inside wants to see all that is scheduled
-        lowered = lower(imported, each, pairs, notes, dump, options.weights, choose, runs_on, products, known)
+        with progress.stage("lowering"):
+            lowered = lower(imported, each, pairs, notes, dump, options.weights, choose, runs_on, products, known)
         libraries.append(build(lowered.module, runs_on, kernels))
         unscheduled.append(lowered.unscheduled)
         if not each.architecture:
@@ -239,7 +245,7 @@ def compiled(model: ModelLike, options: Options, stand_in: Target | None = None,
         cpu_features=targets[0].cpu_features,
         architectures=tuple(each.architecture for each in targets if each.architecture and stand_in is None),
         threads=options.threads,
-        ranges=ranges(dims, {dim for port in imported.inputs for dim in port.dims}),
+        ranges=legal,
         strings=tuple(imported.strings),
         versions={"onnx-lowering": VERSION} | {n: version(n) for n in ("apache-tvm", "apache-tvm-ffi", "onnx")},
         notes=tuple(dict.fromkeys(notes)),

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import os
 import tempfile
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -49,8 +50,8 @@ class Kernels:
 
     def __init__(self, target: Target, kept: bool = True) -> None:
         self.target, self.made_for, self.kept = target, target.tvm.with_host(target.tvm), kept
-        self.new = False
-        """Whether something was kept that had not been."""
+        self.new: list[str] = []
+        """What was not in the cache."""
         self._known: dict[str, Object] = {}
         """By what they are made of, in memory: others may clear the cache at any time."""
 
@@ -77,6 +78,7 @@ class Kernels:
         caller may use."""
         names = {name: func for name, func in module.functions_items() if _stands_alone(func)}
         rest = tvm.IRModule({n: f for n, f in module.functions_items() if n not in names}, attrs=module.attrs)
+        begin = time.perf_counter()
         pool = ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0)))
         try:
             found = []
@@ -85,7 +87,9 @@ class Kernels:
                 progress.at("compiling kernels", len(found), len(names))
         finally:
             pool.shutdown(cancel_futures=True)
-        if self.new:
+        new, seconds = len(self.new), time.perf_counter() - begin
+        progress.LOG.info("%d kernels compiled, %d from the cache: %.2f s", new, len(found) - new, seconds)
+        if new and self.kept:
             object_cache.trim()
         return rest, found
 
@@ -98,10 +102,12 @@ class Kernels:
         symbol = "k" + hashlib.sha256(repr(what).encode()).hexdigest()[:32]
         code = object_cache.get(symbol) if self.kept else None
         if code is None:
+            begin = time.perf_counter()
             code = self.compiled(func.with_attr("global_symbol", symbol), plain)
+            progress.LOG.debug("kernel %s: %.2f s", name, time.perf_counter() - begin)
+            self.new.append(symbol)
             if self.kept:
                 object_cache.put(symbol, code)
-                self.new = True
         if key is not None:
             object_cache.put(key, symbol.encode(), object_cache.MADE_OF)
         return Object(name, symbol, code)

@@ -6,6 +6,8 @@ inside.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -52,6 +54,8 @@ from . import progress
 # 16, or close to it, but for cheap operators on 64 elements. What walks expressions recurses no deeper than a group is
 # long.
 _FUSED = 16
+
+_LONG = 0.05  # seconds, from which on the log names a pass among the stages
 
 Dump = Callable[[str, ir.Model | tvm.IRModule], None]
 
@@ -183,6 +187,7 @@ def lower(
     with target.tvm, tvm.transform.PassContext(config={"relax.FuseOps.max_depth": _FUSED}):
         for number, (name, run) in enumerate(passes):
             progress.at("lowering", number, len(passes))
+            begin = time.perf_counter()
             try:
                 module = run(module)
             except LoweringError:
@@ -192,6 +197,8 @@ def lower(
                     f"the compiler failed in its pass '{name}': a fault of ours, not of the model. Please report it "
                     "with the model; the cause of this error has the details (-v on the command line)."
                 ) from error
+            seconds = time.perf_counter() - begin
+            progress.LOG.log(logging.INFO if seconds >= _LONG else logging.DEBUG, "pass %s: %.2f s", name, seconds)
             if dump is not None:
                 dump(name, module)
     return Lowered(module, weights, kernels, calls, unscheduled)

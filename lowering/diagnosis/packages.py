@@ -13,7 +13,7 @@ from .report import Report
 
 _OURS = "onnx-lowering-runtime" if runtime_alone() else "onnx-lowering"
 # Extras of users; others are for work on the project.
-_EXTRAS = ("cuda", "fleet", "quantise", "sign", "tune", "bench")
+_EXTRAS = ("cuda", "fleet", "quantise", "sign", "tune", "bench", "completion")
 # Packages and versions that are known to fail together, by prefix: what happens, and what to install.
 _KNOWN_BAD = [
     (

@@ -13,6 +13,7 @@ from ..machine import CUDART, DRIVER, find_cudart, find_nvcc, runtime_alone
 from .report import Report
 
 _OLDEST_DRIVER = 13000  # what cuDriverGetVersion says of CUDA 13.0, of driver 580
+_OLDEST_GPU = 8  # major compute capability
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
 # What libraries of models are linked with (runtime/parallel.c): the C library's headers, and threads.
 _TRIAL = "#include <pthread.h>\n#include <stdint.h>\nint32_t f(void) { return (int32_t)pthread_self(); }\n"
@@ -78,6 +79,9 @@ def _driver(report: Report) -> None:
         for value, attribute in zip(capability, (_MAJOR, _MINOR)):
             driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, number)
         architecture = f"sm_{capability[0].value}{capability[1].value}"
+        if capability[0].value < _OLDEST_GPU:
+            what = f"GPU {number} is {architecture}, and artifacts are for GPUs from sm_{_OLDEST_GPU}0 on."
+            report.blame(what, "Compile for the CPU, or run on a newer GPU: lowering.load(..., device=N).")
         report.say("gpu", f"GPU {number}", f"{name.value.decode()}, {architecture}, {size.value / 2**30:.0f} GiB")
     if count.value and cudart is None:
         report.blame(f"there is a GPU and no {CUDART} to run on it.", "pip install 'onnx-lowering[cuda]'")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import abc
+import logging
 from typing import ClassVar
 
 import onnx_ir as ir
 
 from .matching import is_op
 from .opset import opset
+
+_LOG = logging.getLogger(__name__)
 
 
 class NodePass(ir.passes.InPlacePass):
@@ -18,13 +21,15 @@ class NodePass(ir.passes.InPlacePass):
     operators: ClassVar[tuple[str, ...]] = ()
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        modified = False
+        count = 0
         if opset(model) >= self.since:
             for node in list(model.graph.all_nodes()):
                 wanted = not self.operators or is_op(node, *self.operators)
                 if wanted and node.graph is not None:  # else an earlier match took it away
-                    modified |= self.rewrite(node)
-        return ir.passes.PassResult(model, modified)
+                    count += self.rewrite(node)
+        if count:
+            _LOG.info("%s: %d times", type(self).__name__.removesuffix("Pass"), count)
+        return ir.passes.PassResult(model, modified=count > 0)
 
     @abc.abstractmethod
     def rewrite(self, node: ir.Node) -> bool:

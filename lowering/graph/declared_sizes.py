@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
 import onnx_ir as ir
@@ -21,10 +21,26 @@ _UNKNOWN = (-1, "", "?", "None")
 
 
 def forget_unknown_sizes(model: ir.Model) -> None:
-    """Takes the names off declared sizes that mean nothing, in place."""
+    """Takes the names off declared sizes that mean nothing, in place. Those of inputs get names, by which users can
+    speak of them: of the input and the axis."""
     for value in _values(model):
         if value.shape is not None and any(_said(dim) in _UNKNOWN for dim in value.shape):
             value.shape = ir.Shape([None if _said(dim) in _UNKNOWN else dim for dim in value.shape])
+    taken = {_said(dim) for value in _values(model) for dim in value.shape or ()}
+    for value in model.graph.inputs:
+        if value.shape is not None:
+            value.shape = ir.Shape(
+                [_name(value, axis, taken) if _said(dim) is None else dim for axis, dim in enumerate(value.shape)]
+            )
+
+
+def _name(value: ir.Value, axis: int, taken: set[int | str | None]) -> str:
+    """A name that is not taken, and then is."""
+    name = f"{value.name}_{axis}"
+    while name in taken:
+        name += "_"
+    taken.add(name)
+    return name
 
 
 def with_sizes(model: ir.Model, dims: Dims) -> ir.Model:
@@ -35,8 +51,7 @@ def with_sizes(model: ir.Model, dims: Dims) -> ir.Model:
     sizes = {name: low for name, (low, high) in _bounds(dims).items() if low == high}
     if not sizes:
         return model
-    declared = {dim for value in model.graph.inputs for dim in map(_said, value.shape or ())}
-    check_dimensions(sizes, (dim for dim in declared if isinstance(dim, str)))
+    check_dimensions(sizes, _symbolic(model))
     model = model.clone()
     for value in _values(model):
         if value.shape is not None and any(_said(dim) in sizes for dim in value.shape):
@@ -44,20 +59,31 @@ def with_sizes(model: ir.Model, dims: Dims) -> ir.Model:
     return model
 
 
-def ranges(dims: Dims, names: Collection[int | str]) -> dict[str, tuple[int, int]]:
-    """The smallest and the largest size of the dimensions that have more than one; names are those of all inputs.
+def ranges(dims: Dims, model: ir.Model) -> dict[str, tuple[int, int]]:
+    """The smallest and the largest size of the dimensions that have more than one.
 
     Raises InputError for a dimension that no input has.
     """
     legal = {name: (low, high) for name, (low, high) in _bounds(dims).items() if low != high}
-    check_dimensions(legal, (name for name in names if isinstance(name, str)))
+    check_dimensions(legal, _symbolic(model))
     return legal
+
+
+def _symbolic(model: ir.Model) -> set[str]:
+    """The names of the inputs' symbolic dimensions."""
+    taken = [value for value in model.graph.inputs if value.name not in model.graph.initializers]
+    return {dim for value in taken for dim in map(_said, value.shape or ()) if isinstance(dim, str)}
 
 
 def _bounds(dims: Dims) -> dict[str, tuple[int, int]]:
     """The smallest and the largest size, by name. Raises InputError for what is none, and for a range that is empty."""
     found = {}
     for name, said in dims.items():
+        if name in _UNKNOWN:
+            raise InputError(
+                f"dimension '{name}' says nothing of a size: such sizes are called by the input and the axis, for "
+                "instance x_0."
+            )
         bounds = said if isinstance(said, tuple) else (said, said)
         low, high = (whole_number(size, f"the size of dimension '{name}'", 0, 2**63 - 1) for size in bounds)
         if low > high:

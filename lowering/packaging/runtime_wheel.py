@@ -21,8 +21,8 @@ NAME = "onnx-lowering-runtime"
 # What it is made of, in lowering/.
 _PACKAGES = ("commands", "diagnosis", "profiling", "runtime", "serving")
 _MODULES = (
-    "__init__.py", "__main__.py", "arithmetic.py", "errors.py", "machine.py", "manifest.py", "py.typed", "records.py",
-    "version.py",
+    "__init__.py", "__main__.py", "arithmetic.py", "errors.py", "machine.py", "manifest.py", "notebook.py", "py.typed",
+    "records.py", "version.py",
     "graph/__init__.py", "graph/serve.py",  # what Serve holds
 )  # fmt: skip
 
@@ -60,6 +60,8 @@ def write_runtime_wheel(folder: Path) -> Path:
             "Requires-Dist: numpy>=2.1",
             "Requires-Dist: ml_dtypes>=0.5",
             "Requires-Dist: packaging>=23",
+            "Provides-Extra: completion",
+            "Requires-Dist: argcomplete>=3; extra == 'completion'",
             "Provides-Extra: sign",
             "Requires-Dist: cryptography>=42; extra == 'sign'",
             "Provides-Extra: cuda",

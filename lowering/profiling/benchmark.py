@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -106,6 +107,16 @@ class Profile:
         from .report import text
 
         return text(self)
+
+    def __repr__(self) -> str:
+        from .report import headline
+
+        return f"Profile({headline(self)[0]})"
+
+    def _repr_html_(self) -> str:
+        from .report import html
+
+        return html(self)
 
     def _grouped(self, key: Callable[[TimedCall], str]) -> dict[str, Cost]:
         groups: dict[str, list[TimedCall]] = {}
@@ -217,7 +228,7 @@ def _sizes(manifest: Manifest, said: Mapping[str, int], given: Mapping[str, Any]
     missing = sorted(needed - set(sizes))
     if missing:
         names = ", ".join(f"'{name}'" for name in missing)
-        options = " ".join(f"--dim {name}=8" for name in missing)
+        options = " ".join(f"--dim {shlex.quote(f'{name}=8')}" for name in missing)
         raise InputError(f"the model's inputs have symbolic dimensions {names}: say how large, for instance {options}.")
     return sizes
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import InputError
+from ..notebook import table
 from .expected import SLOW
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 _COSTLIEST = 15
 _WIDTH = 150  # characters
+_KERNEL = ("kernel", "schedule", "calls")
 _NUMBERS = ("time", "share", "GF/s", "GB/s", "expected", "of limit")
 _BUSY = 0.1  # of a run: what is lost to other processes, or beyond the limit, from which on it is said
 _NOTABLE = 0.01  # of a run: what is below the expected share of the limit is marked from here on
@@ -26,6 +28,23 @@ def text(profile: Profile) -> str:
 
     A mark stands behind what reaches less than 30 % of the limit and takes more than a hundredth of the run.
     """
+    lines = headline(profile)
+    kinds = [(kind, str(cost.calls), *_cells(cost, profile)) for kind, cost in profile.by_kind().items()]
+    rest = max(profile.seconds - sum(call.seconds for call in profile.calls), 0.0)
+    kinds.append(("between kernels", "", _time(rest), _share(rest, profile), "", "", "", ""))
+    lines += _table(("computes", "calls"), kinds)
+    lines += _table(_KERNEL, _kernels(profile))
+    calls = sorted(enumerate(profile.calls), key=lambda item: -item[1].seconds)[:_COSTLIEST]
+    rows = [
+        (str(position), call.kernel.name, ", ".join(call.nodes) or "-", *_cells(profile.cost(call), profile))
+        for position, call in calls
+    ]
+    lines += _table(("call", "kernel", "ONNX nodes"), rows)
+    return "\n".join(lines)
+
+
+def headline(profile: Profile) -> list[str]:
+    """Lines about whole runs, and about what they are measured by."""
     low, high = profile.quartiles
     limits = profile.limits
     sizes = ", ".join(f"{name}={size}" for name, size in profile.sizes.items())
@@ -48,21 +67,18 @@ def text(profile: Profile) -> str:
     if profile.peer is not None:
         ratio = profile.peer / profile.seconds
         lines.insert(1, f"onnxruntime, in turns with it: {_time(profile.peer)}, {ratio:.2f} times as long")
-    kinds = [(kind, str(cost.calls), *_cells(cost, profile)) for kind, cost in profile.by_kind().items()]
-    rest = max(profile.seconds - sum(call.seconds for call in profile.calls), 0.0)
-    kinds.append(("between kernels", "", _time(rest), _share(rest, profile), "", "", "", ""))
-    lines += _table(("computes", "calls"), kinds)
+    return lines
+
+
+def html(profile: Profile) -> str:
+    """For notebooks: the costliest kernels."""
+    return table("\n".join(headline(profile)), (*_KERNEL, *_NUMBERS), _kernels(profile))
+
+
+def _kernels(profile: Profile) -> list[tuple[str, ...]]:
     schedules = {call.kernel.name: call.kernel.schedule for call in profile.calls}
     kernels = list(profile.by_kernel().items())[:_COSTLIEST]
-    rows = [(name, schedules[name], str(cost.calls), *_cells(cost, profile)) for name, cost in kernels]
-    lines += _table(("kernel", "schedule", "calls"), rows)
-    calls = sorted(enumerate(profile.calls), key=lambda item: -item[1].seconds)[:_COSTLIEST]
-    rows = [
-        (str(position), call.kernel.name, ", ".join(call.nodes) or "-", *_cells(profile.cost(call), profile))
-        for position, call in calls
-    ]
-    lines += _table(("call", "kernel", "ONNX nodes"), rows)
-    return "\n".join(lines)
+    return [(name, schedules[name], str(cost.calls), *_cells(cost, profile)) for name, cost in kernels]
 
 
 def overview(profiles: Sequence[Profile]) -> str:

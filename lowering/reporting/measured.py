@@ -31,10 +31,10 @@ def read_profiles(path: Path, manifest: Manifest) -> list[Profile]:
             profiles.append(decode(Profile, fields, "profile"))
     except (OSError, ValueError, AttributeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise InputError(f"--bench {path}: it cannot be read ({reason}); `bench --json {path}` writes it.") from error
+        raise InputError(f"--bench {path}: it cannot be read ({reason}); `bench --json > {path}` writes it.") from error
     for profile in profiles:
         if any(call.kernel not in manifest.kernels for call in profile.calls):
-            raise InputError(f"--bench {path}: it is of another artifact; `bench --json {path}` measures this one.")
+            raise InputError(f"--bench {path}: it is of another artifact; `bench --json > {path}` measures this one.")
     return profiles
 
 

@@ -25,7 +25,7 @@ _NO_DUMP = (
     "DIR` shows it here."
 )
 _NO_BENCH = (
-    "Not measured: `bench ARTIFACT --json FILE` measures, on the machine that runs the artifact, and `inspect --html "
+    "Not measured: `bench ARTIFACT --json > FILE` measures, on the machine that runs the artifact, and `inspect --html "
     "--bench FILE` shows it here."
 )
 
@@ -39,7 +39,7 @@ def page(
 ) -> str:
     """The page about an artifact.
 
-    dump is the folder that `compile --dump-dir` wrote beside it, bench the file of `bench --json`, said the sizes of
+    dump is the folder that `compile --dump-dir` wrote beside it, bench what `bench --json` printed, said the sizes of
     symbolic dimensions for what depends on them. Raises InputError where one of them is not the artifact's.
     """
     profiles = [] if bench is None else read_profiles(bench, manifest)

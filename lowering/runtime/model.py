@@ -14,6 +14,7 @@ import tvm_ffi
 
 from ..errors import InputError
 from ..manifest import FILE, Manifest, SlotCaches, TensorSpec
+from ..notebook import of_model
 from .checks import checked_threads
 from .copies import copy_artifact
 from .decoder import Decoder
@@ -82,6 +83,9 @@ class Model:
 
     def __repr__(self) -> str:
         return f"Model({', '.join(map(str, self.inputs))} -> {', '.join(map(str, self.outputs))})"
+
+    def _repr_html_(self) -> str:
+        return of_model(self.manifest)
 
     def run(self, inputs: Arrays, threads: int | None = None) -> dict[str, Any]:
         """The outputs by name, for arrays by input name.

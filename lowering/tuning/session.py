@@ -15,6 +15,7 @@ from tvm.s_tir import meta_schedule as ms
 from schedules.cuda.cycles import least_seconds
 from schedules.cuda.device import device
 
+from ..compiling.progress import LOG
 from ..measuring.batch import DEFAULT
 from ..measuring.isolated import Failed
 from ..runtime import load
@@ -187,6 +188,7 @@ class Session:
 
         def told(search: Search, step: str = "searching") -> None:
             state.at_work, state.step, state.left = search, step, end - time.monotonic()
+            LOG.debug("%s %s: %d trials, %.2fx", step, search.name, search.trials, search.gain)
             progress(state)
 
         try:
@@ -207,6 +209,7 @@ class Session:
     def _begin(self, name: str) -> None:
         """Builds the default and what it is compared with, and has it measured everywhere."""
         module, use, folder = self._modules[name], self._uses[name], self.folder / name
+        LOG.info("kernel %s: %.1f%% of a run", _title(use), 100 * use.seconds / self._run_seconds)
         self.workshop.folder = folder
         try:
             plain = self.workshop.build(module, "plain.so", plain=True)

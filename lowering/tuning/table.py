@@ -6,14 +6,18 @@ import sys
 import time
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from .session import State
+from .. import notebook
+from .session import Outcome, State
 from .tune import Tuning
+
+if TYPE_CHECKING:
+    from typing import Self  # of Python 3.11
 
 _PAUSE = 10.0  # seconds between lines where there is no terminal
 
@@ -68,35 +72,57 @@ def _states(state: State) -> Table:
 def show(tuning: Tuning) -> None:
     """Prints what came out."""
     table = Table()
-    for name in ("kernel", "nodes", "searched"):
+    for name in _WORDS:
         table.add_column(name, overflow="fold")
-    for name in ("share", "trials", "default", "tuned", "gain", "in the model"):
+    for name in _NUMBERS:
         table.add_column(name, justify="right")
     table.add_column("failed")
     for outcome in (o for o in tuning.outcomes if not o.why):
-        table.add_row(
-            outcome.name,
-            ", ".join(outcome.nodes),
-            outcome.searched,
-            f"{outcome.share:.1%}",
-            str(outcome.trials),
-            time_of(outcome.default),
-            time_of(outcome.seconds),
-            f"{outcome.gain:.2f}x",
-            "" if outcome.in_model is None else f"{1 / outcome.in_model:.2f}x",
-            causes(outcome.failures),
-        )
+        table.add_row(*_cells(outcome))
     Console(width=None if sys.stdout.isatty() else 200).print(table)
-    for outcome in (o for o in tuning.outcomes if o.why):
-        print(f"not tuned: {outcome.name} ({', '.join(outcome.nodes)}): {outcome.why}")
+    for line in (*_left_out(tuning), summary(tuning), f"records: {tuning.database}"):
+        print(line)
+
+
+def summary(tuning: Tuning) -> str:
+    """One line about the whole."""
     whole = tuning.whole_gain
     kept = sum(o.gain > 1 for o in tuning.outcomes)
     ended = "interrupted after" if tuning.interrupted else "took"
-    print(
+    return (
         f"{ended} {_clock(tuning.seconds)}; {kept} of {len(tuning.outcomes)} kernels got faster, "
         f"a run {tuning.gain:.2f}x by their shares" + ("" if whole is None else f", measured {whole:.2f}x")
     )
-    print(f"records: {tuning.database}")
+
+
+def html(tuning: Tuning) -> str:
+    """For notebooks."""
+    lines = [summary(tuning), f"records: {tuning.database}", *_left_out(tuning)]
+    rows = [_cells(outcome) for outcome in tuning.outcomes if not outcome.why]
+    return notebook.table("\n".join(lines), (*_WORDS, *_NUMBERS, "failed"), rows)
+
+
+_WORDS = ("kernel", "nodes", "searched")
+_NUMBERS = ("share", "trials", "default", "tuned", "gain", "in the model")
+
+
+def _left_out(tuning: Tuning) -> list[str]:
+    return [f"not tuned: {o.name} ({', '.join(o.nodes)}): {o.why}" for o in tuning.outcomes if o.why]
+
+
+def _cells(outcome: Outcome) -> tuple[str, ...]:
+    return (
+        outcome.name,
+        ", ".join(outcome.nodes),
+        outcome.searched,
+        f"{outcome.share:.1%}",
+        str(outcome.trials),
+        time_of(outcome.default),
+        time_of(outcome.seconds),
+        f"{outcome.gain:.2f}x",
+        "" if outcome.in_model is None else f"{1 / outcome.in_model:.2f}x",
+        causes(outcome.failures),
+    )
 
 
 def causes(counts: Mapping[str, int]) -> str:

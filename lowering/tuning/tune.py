@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..compiling.options import Options
+from ..compiling.progress import stage
 from ..errors import ArtifactError, InputError
 from ..fleet.devices import Fleet
 from ..graph.declared_sizes import Dims
@@ -39,6 +40,16 @@ class Tuning:
     seconds: float
     interrupted: bool
     whole_gain: float | None = None
+
+    def __repr__(self) -> str:
+        from .table import summary
+
+        return f"Tuning({summary(self)}; records: {self.database})"
+
+    def _repr_html_(self) -> str:
+        from .table import html
+
+        return html(self)
 
     @property
     def gain(self) -> float:
@@ -105,13 +116,16 @@ def tune(
         stack.callback(workshop.close)
         subject = Subject(model, sizes, options)
         session = Session(folder, subject, sites, found, workshop, effort, seed)
-        session.extract(Path(temporary) / "model")
+        with stage("finding kernels to tune"):
+            session.extract(Path(temporary) / "model")
         if export is not None:
             known = Database(Path(database), found, last_measured_on(Path(database), found))
-            session.export(known, _CANDIDATES if most is None else most)
+            with stage("building candidates"):
+                session.export(known, _CANDIDATES if most is None else most)
         else:
             known = sites[0].database
-            session.search(begin + budget, most, progress or (lambda state: None))
+            with stage("searching"):
+                session.search(begin + budget, most, progress or (lambda state: None))
         seconds = time.monotonic() - begin
         return Tuning(known.folder, session.outcomes(), seconds, session.interrupted, session.whole_gain)
 

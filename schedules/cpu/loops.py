@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -15,6 +15,9 @@ from lowering.tensorir.expressions import Expr, is_int
 from ..reading.stages import Axis, unravel, volume
 from ..tiles import Space, Tiles
 from .vector import Machine, fixed
+
+if TYPE_CHECKING:
+    from typing import Self  # of Python 3.11
 
 LAUNCH_ALONE = "lowering_launch_alone"
 """Of lowering/runtime/parallel.c: whether the parallel loop that follows is for the calling thread alone."""

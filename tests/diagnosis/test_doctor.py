@@ -139,6 +139,49 @@ def test_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert any("for temporary files, has 1 MiB left." in what for what in said)
 
 
+DRIVER = """
+#include <string.h>
+int cuDriverGetVersion(int *v) { *v = VERSION; return 0; }
+int cuInit(unsigned flags) { return INIT; }
+int cuDeviceGetCount(int *n) { *n = 2; return 0; }
+int cuDeviceGetName(char *name, int size, int device) { strcpy(name, device ? "Old" : "New"); return 0; }
+int cuDeviceTotalMem_v2(unsigned long *size, int device) { *size = 8ul << 30; return 0; }
+int cuDeviceGetAttribute(int *v, int what, int device) { *v = what == 75 ? (device ? 7 : 9) : 0; return 0; }
+"""
+
+
+@pytest.mark.parametrize("version, status", [(13000, 0), (12080, 0), (13000, 999)])
+def test_drivers_and_gpus(version: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver of two GPUs, of which one is too old, on a machine without CUDA's runtime library."""
+    library = tmp_path / "libdriver.so"
+    command = [
+        "gcc",
+        "-shared",
+        "-fPIC",
+        f"-DVERSION={version}",
+        f"-DINIT={status}",
+        "-x",
+        "c",
+        "-",
+        "-o",
+        str(library),
+    ]
+    subprocess.run(command, input=DRIVER, text=True, check=True)
+    monkeypatch.setattr(toolchain, "DRIVER", str(library))
+    monkeypatch.setattr(toolchain, "find_cudart", lambda: None)
+    report = Report()
+    toolchain.examine(report)
+    said = [problem.what for problem in report.problems]
+    assert report.ok and all(problem.mend for problem in report.problems)
+    assert report.facts["gpu"]["driver"] == f"for CUDA {version // 1000}.{version % 1000 // 10}"
+    assert ("the NVIDIA driver is for CUDA 12, and artifacts need CUDA 13." in said) == (version < 13000)
+    assert ("the NVIDIA driver is there and says error 999." in said) == (status != 0)
+    if status == 0:
+        assert report.facts["gpu"]["GPU 0"] == "New, sm_90, 8 GiB"
+        assert "GPU 1 is sm_70, and artifacts are for GPUs from sm_80 on." in said
+        assert "there is a GPU and no libcudart.so.13 to run on it." in said and not any("GPU 0 is" in s for s in said)
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])

@@ -16,6 +16,7 @@ import pytest
 from models import product
 
 import lowering
+from lowering.commands.cli import main
 from lowering.errors import ArtifactError, InputError
 from lowering.measuring.batch import BATCH, RESULTS, measure, read, results
 from lowering.tuning.database import journal
@@ -28,12 +29,12 @@ import sys
 for name in ("tvm", "onnx", "onnx_ir", "schedules", "xgboost"):
     sys.modules[name] = None
 from lowering.commands.cli import main
-sys.exit(main(["measure", sys.argv[1]]))
+sys.exit(main(["measure", *sys.argv[1:]]))
 """
 
 
-def measured(folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", MEASURE, str(folder)]
+def measured(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", MEASURE, str(folder), *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
 
 
@@ -51,7 +52,7 @@ def copied(batch: Path, folder: Path) -> Path:
     return folder / "batch"
 
 
-def test_round_trip(exported: Path, tmp_path: Path) -> None:
+def test_round_trip(exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Results become records that compile uses, once; the next candidates are others."""
     batch, database = copied(exported, tmp_path), tmp_path / "database"
     with pytest.raises(InputError, match="was measured yet"):
@@ -59,8 +60,12 @@ def test_round_trip(exported: Path, tmp_path: Path) -> None:
     done = measured(batch)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("default's speed") >= 18 and "0 of candidates that failed" in done.stdout
-    filed = lowering.file_results(batch, database, "cpu")
-    assert (filed.tasks, filed.trials) == (3, 18)
+    again = json.loads(measured(batch, "--json").stdout)["results"]
+    assert len(again) >= 18 and all(result["cause"] is None for result in again)
+    command = ["tune", "model.onnx", "--database", str(database), "--import-results", str(batch), "--json"]
+    assert main(command) == 0
+    filed = json.loads(capsys.readouterr().out)["filed"]
+    assert (filed["tasks"], filed["trials"]) == (3, 18)
     assert lowering.file_results(batch, database, "cpu").trials == 0
     module = lowering.compile(product(rows=64), database=database)
     assert all(kernel.source.startswith("tuned") for kernel in module.manifest.kernels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -41,6 +42,9 @@ def test_show(folders: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["db", "show", str(folders[0])]) == 0
     shown = capsys.readouterr().out
     assert summaries[0].architecture in shown and "8x96" in shown and "1.00x" in shown
+    assert main(["db", "show", str(folders[0]), "--json"]) == 0
+    tasks = json.loads(capsys.readouterr().out)["tasks"]
+    assert [(task["trials"], task["fastest"]) for task in tasks] == [(s.trials, s.fastest) for s in summaries]
 
 
 def test_a_database_is_looked_at_while_it_grows(
@@ -105,8 +109,11 @@ def test_prune_keeps_the_fastest_and_what_is_settled(folders: list[Path], tmp_pa
     assert [(s.fastest, s.settled) for s in before] == [(s.fastest, s.settled) for s in after]
 
 
-def test_an_export_is_all_that_compile_needs(folders: list[Path], tmp_path: Path) -> None:
-    assert main(["db", "export", str(folders[0]), "-o", str(tmp_path / "out")]) == 0
+def test_an_export_is_all_that_compile_needs(
+    folders: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["db", "export", str(folders[0]), "-o", str(tmp_path / "out"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"output": str(tmp_path / "out")}
     assert records(tmp_path / "out", "trials") == 0
     sources = [
         [k.source for k in lowering.compile(product(), database=folder).manifest.kernels]
