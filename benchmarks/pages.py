@@ -166,4 +166,5 @@ def update(check: bool) -> None:
         new = f"{before}{_BEGIN}\n\n{quoted}\n{after}"
         if check and new != text:
             sys.exit(f"{path.name} does not quote benchmarks/results: run `python -m benchmarks pages`.")
-        path.write_text(new)
+        if not check:
+            path.write_text(new)

@@ -24,11 +24,11 @@ from lowering.attention.plain import plain
 from lowering.attention.problem import AttentionProblem, Window
 from lowering.attention.reference import reference
 from lowering.attention.store import Codec, Offset, Pages, Store
-from lowering.compiling.in_process import provide
 from lowering.errors import LoweringError
 from lowering.target import resolve
 
 from .cases.case import error
+from .in_process import provide
 from .timing import Timing, interleaved, timed
 
 HEADS, DIM, PAGE, LAYERS = 32, 128, 16, 4

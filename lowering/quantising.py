@@ -10,8 +10,6 @@ this package: `pip install onnx-lowering[quantise]`.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import logging
 import os
 import tempfile
@@ -56,9 +54,6 @@ class Report:
     quantised: int
     nodes: tuple[NodeError, ...]
     outputs: tuple[NodeError, ...]
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=1)
 
     def __str__(self) -> str:
         lines = [

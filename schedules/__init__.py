@@ -24,7 +24,7 @@ SOURCE = "lowering.source"
 CODE = "lowering.code"
 """Of a function that `Known` was asked about: the key that it gave."""
 
-CHOICE = "lowering.choice"
+CONSIDERED = "lowering.considered"
 """Of a function that was looked at, as JSON: which variants the rule had, which of them runs with which tiles
 (variant.described), and which kernels declined, by what they need (declined.py). For those who read a dump."""
 
@@ -88,7 +88,7 @@ def _scheduled(
     choice = None if choose is None else choose(func, found)
     noted: dict[str, Any] = {"declined": {each.kernel: each.needs for each in declined}}
     if not found and choice is None:
-        return func.with_attr(CHOICE, json.dumps(noted)) if declined else func
+        return func.with_attr(CONSIDERED, json.dumps(noted)) if declined else func
     marks = {ATTRIBUTE: LOOPS if isinstance(choice, Code) else rule}
     if choice is not None and choice.source:
         marks[SOURCE] = choice.source
@@ -100,7 +100,7 @@ def _scheduled(
                 return func.with_attr(marks)
     new = made(func, found, choice)
     noted |= {"variants": [variant.name for variant in found], "chosen": described(found, choice)}
-    marks[CHOICE] = json.dumps(noted)
+    marks[CONSIDERED] = json.dumps(noted)
     for name, value in func.attrs.items():
         if name != FORM:
             new = new.with_attr(name, value)

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lowering.compiling.in_process import provide
-
 sys.path.append(str(Path(__file__).parents[1]))
+from benchmarks.in_process import provide
+
 provide()
 
 

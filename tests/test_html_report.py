@@ -36,7 +36,7 @@ from lowering.reporting.dump import Dump
 from lowering.reporting.formula_text import formula_text
 from lowering.reporting.memory import plan
 from lowering.reporting.visibility import ALWAYS, BY_DATA, CHANGED, NEVER, visibility
-from schedules import CHOICE
+from schedules import CONSIDERED
 
 CONFIG = DecoderConfig(2, hidden=64, heads=4, kv_heads=2, head_dim=16, mlp=96, vocabulary=50, positions=512)
 SIZES = {"batch": 1, "tokens": 128, "capacity": 256}
@@ -296,7 +296,7 @@ def test_why_kernels_decline() -> None:
 
     def noted(p: AttentionProblem, target: dict[str, object] | str) -> dict[str, object]:
         mod = schedules.apply(tvm.IRModule({"main": plain(p)}), tvm.target.Target(target))
-        return json.loads(mod["main"].attrs[CHOICE])
+        return json.loads(mod["main"].attrs[CONSIDERED])
 
     half = {"dtype": "float16", "v_dtype": "float16"}
     gpu = noted(problem(**half, head_dim=6), {"kind": "cuda", "arch": "sm_90a"})

@@ -17,7 +17,7 @@ from tvm import tirx
 import lowering
 import schedules
 from lowering.commands.cli import main
-from lowering.compiling import object_cache, objects
+from lowering.compiling import carried, object_cache, objects
 
 TEXT = """
     m (float[N, 24] x) => (float[N, 40] {y}) <float[24, 40] w, float[40] b> {{
@@ -102,6 +102,16 @@ def test_what_has_code_is_not_scheduled_again(compiled: list[str], monkeypatch: 
     monkeypatch.setattr(objects, "_sources", lambda: "other sources")
     lowering.compile(model())
     assert made and not compiled
+
+
+def test_one_file_may_be_several_compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as ccache, or clang, which compile for what they are called."""
+    (tmp_path / "driver").write_text("#!/bin/sh\n")
+    (tmp_path / "driver").chmod(0o755)
+    for name in ("here-cc", "there-cc"):
+        (tmp_path / name).symlink_to("driver")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert carried._compiler("here-cc") == carried._compiler("here-cc") != carried._compiler("there-cc")
 
 
 @pytest.mark.parametrize("harm", ["short", "other", "empty"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -231,10 +232,25 @@ def test_numbers_that_float16_holds_change_nothing() -> None:
     assert before.manifest.notes == after.manifest.notes
 
 
+def test_outputs_that_are_left_out_are_not_looked_at() -> None:
+    text = """<ir_version: 10, opset_import: ["" : 23]>
+        m (float[B, 2, T, 16] x) => (float[B, 2, T, 16] y, float[B, 2, T, T] p) {
+          y, , , p = Attention <qk_matmul_output_mode = 3> (x, x, x)
+        }"""
+    proto = onnx.parser.parse_model(text)
+    call = {"x": np.random.default_rng(0).standard_normal((1, 2, 5, 16), "f")}
+    y, p = lowering.compile(proto, precision="float16", calls=[call]).run(call).values()
+    assert np.isfinite(y).all() and np.allclose(p.sum(axis=-1), 1, atol=1e-2)
+
+
 def test_calls_that_are_none_of_the_model() -> None:
     proto, call = large(1)
     with pytest.raises(lowering.InputError, match=r"call 1 of calls= is none of this model: .*'x'"):
         lowering.compile(proto, precision="float16", calls=[call, {**call, "x": call["x"][:, :3]}])
+    wrong: Any
+    for wrong in (call, [call, "x"]):
+        with pytest.raises(lowering.InputError, match="a list of calls, each a dictionary"):
+            lowering.compile(proto, precision="float16", calls=wrong)
     with pytest.raises(lowering.InputError, match="leave them out for anything else"):
         lowering.compile(proto, precision="bfloat16", calls=[call])
 

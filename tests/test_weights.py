@@ -108,6 +108,27 @@ def test_tables_are_rows_of_codes(scheme: Scheme, name: str, most: float, dtype:
         module.run({"ids": np.array([500])})
 
 
+def test_angles_are_no_embeddings() -> None:
+    """Cosines and sines of a rotary embedding, looked up by position."""
+    text = """<ir_version: 10, opset_import: ["" : 23]>
+        m (float[B, 2, T, 64] x, int64[B, T] at) => (float[B, 2, T, 64] y) {
+          c = Gather (cos, at)
+          cut = Slice (c, start, end, axis)
+          s = Gather (sin, at)
+          y = RotaryEmbedding (x, cut, s)
+        }"""
+    model = onnx.parser.parse_model(text)
+    angles = np.arange(600)[:, None] / 100 ** (np.arange(32) / 32)
+    arrays = {"cos": np.cos(angles).astype("f"), "sin": np.sin(angles).astype("f")}
+    arrays |= {"start": np.array([0]), "end": np.array([32]), "axis": np.array([2])}
+    model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in arrays.items())
+    module = lowering.compile(model, weights="int8")
+    assert not any("embeddings" in note for note in module.manifest.notes)
+    call = {"x": np.random.default_rng(0).standard_normal((1, 2, 3, 64), "f"), "at": np.array([[5, 599, 0]])}
+    (want,) = ReferenceEvaluator(model).run(None, call)
+    np.testing.assert_allclose(module.run(call)["y"], want, atol=1e-5)
+
+
 def test_a_table_of_what_codes_cannot_hold_stays() -> None:
     model = onnx.parser.parse_model(
         '<ir_version: 10, opset_import: ["" : 21]> m (int64[N] ids) => (float[N, 96] x) { x = Gather (table, ids) }'

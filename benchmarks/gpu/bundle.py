@@ -31,7 +31,10 @@ _ROOT = Path(__file__).parents[2]
 _RUNTIMES = ("libtvm_runtime.so", "libtvm_runtime_cuda.so")
 _WHEELS = ("apache-tvm-ffi", "ml_dtypes", "typing_extensions")
 _SOURCES = (
-    *(f"lowering/{name}.py" for name in ("__init__", "errors", "machine", "manifest", "records", "version")),
+    *(
+        f"lowering/{name}.py"
+        for name in ("__init__", "errors", "machine", "manifest", "notebook", "records", "version")
+    ),
     "lowering/runtime",
     *("benchmarks/__init__.py", "benchmarks/bars.py"),
     *(f"benchmarks/gpu/{name}.py" for name in ("__init__", "attention", "check", "contest", "decoding", "drawn")),

@@ -34,7 +34,8 @@ def reference(model: ir.Model, against: Against) -> Evaluate:
 
     def evaluate(feeds: Feeds) -> list[Any]:
         try:
-            with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore", category=RuntimeWarning):
+            with np.errstate(all="ignore"), warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)
                 return run(dict(feeds))
         except Exception as error:
             raise _unable(against, error) from error

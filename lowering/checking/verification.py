@@ -130,6 +130,8 @@ def verify(
 
 
 def _loaded(artifact: str | Path | Model, threads: int | None, model: ir.Model) -> Model:
+    if isinstance(artifact, Model) and threads is not None:
+        raise InputError("a model that is loaded has its threads: leave threads out, or give the artifact's folder.")
     compiled = artifact if isinstance(artifact, Model) else load(artifact, threads)
     check_made_of(compiled.manifest, model)
     return compiled

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import InputError
 from .options import RUNS, VERIFY_KEY, arrays, not_negative, positive, settings
-from .printed import add_json
+from .printed import add_json, print_json
 from .written import written
 
 
@@ -53,13 +53,14 @@ def _bench(arguments: argparse.Namespace) -> int:
         if not arguments.json:
             print(profiles[-1], end="\n\n" if len(every) > 1 else "\n", flush=True)
     if arguments.json:
-        found = [profile.to_json() for profile in profiles]
-        print(found[0].rstrip() if len(found) == 1 else f"[{','.join(found)}]")
+        found = [profile.to_data() for profile in profiles]
+        print_json(found[0] if len(found) == 1 else found)
     elif len(every) > 1:
         print(overview(profiles))
     if arguments.trace is not None:
         with written(arguments.trace) as path:
             path.write_text(profiles[0].trace())
     if arguments.png is not None:
-        profiles[0].save_png(arguments.png)
+        with written(arguments.png) as path:
+            profiles[0].save_png(path)
     return 0

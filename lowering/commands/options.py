@@ -21,7 +21,7 @@ DIM = "what is known of a symbolic dimension, by the model's name: batch=2, its 
 
 RUNS = "the size of a symbolic dimension in a run, by the model's name; n=1,128: one run after the other"
 
-WEIGHTS = "compress the constant matrices of products"
+WEIGHTS = "compress the constant matrices of products, and tables of embeddings"
 
 PRECISION = (
     "compute the products of a model of float32, and store weights and caches, in this type; fast: products of float32 "

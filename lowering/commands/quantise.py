@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from .options import call
-from .printed import add_json
+from .printed import add_json, print_json
 
 
 def add(add_parser: Callable[..., Any]) -> None:
@@ -45,5 +46,8 @@ def _quantise(arguments: argparse.Namespace) -> int:
         not arguments.per_tensor,
         arguments.exclude,
     )
-    print(report.to_json() if arguments.json else report)
+    if arguments.json:
+        print_json(dataclasses.asdict(report))
+    else:
+        print(report)
     return 0

@@ -95,7 +95,7 @@ def _verify(arguments: argparse.Namespace) -> int:
             arguments.weights,
             arguments.precision,
             arguments.donate,
-            arguments.threads,
+            arguments.threads if artifact is None else None,
             arguments.static_cache,
             artifact,
             arguments.reduce,

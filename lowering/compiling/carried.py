@@ -65,9 +65,9 @@ def _compiled(cc: str, name: str) -> bytes:
 
 def _compiler(cc: str) -> tuple[object, ...]:
     """What tells a compiler from its next version."""
-    path = os.path.realpath(shutil.which(cc) or cc)
+    path = shutil.which(cc) or cc  # one file may be several compilers, by the name that it is called by
     stat = os.stat(path)
-    return path, stat.st_size, stat.st_mtime_ns
+    return path, os.path.realpath(path), stat.st_size, stat.st_mtime_ns
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 from collections.abc import Sequence
@@ -95,8 +96,8 @@ def compile(
       multiplies that faster, and leaves inputs, outputs and caches as they are. "tf32" and "3xtf32" leave the model
       float32, and have the GPU's tensor cores multiply matrices of it, with an error of 2^-11 of each operand, or in
       two parts with about none (schedules/cuda/tensor_types.py).
-    * `calls`, arrays by the names of inputs, show which numbers float16 cannot hold: what reads or makes them stays
-      wide.
+    * `calls` are some calls, each arrays by the names of inputs, that show which numbers float16 cannot hold: what
+      reads or makes them stays wide.
 
     What this machine cannot run, code for a GPU or for another CPU, is a model that can be looked at and saved, and
     says why when it is called (ArtifactError).
@@ -197,8 +198,9 @@ def compiled(model: ModelLike, options: Options, stand_in: Target | None = None,
         fused = fuse(loaded)
     if options.precision is not None and products is None:
         fused = fused.clone() if fused is loaded else fused
+        linker = options.cc if options.target == "cpu" else None  # calls run here
         slower = set.intersection(*(set(target.slower_than_bfloat16) for target in targets))
-        beyond = overflowing(fused, options.calls, compile) if options.calls else ()
+        beyond = overflowing(fused, options.calls, functools.partial(compile, cc=linker)) if options.calls else ()
         notes.append(use_precision(fused, options.precision, slower, beyond))
     if options.weights is not None:
         fused = fused.clone() if fused is loaded else fused

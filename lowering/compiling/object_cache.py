@@ -1,9 +1,9 @@
 """Object code, kept on disk: what was compiled once by the same compiler for the same machine is only linked.
 
-The files lie in `objects` of the cache folder (machine.py), each under the key of what it was made of; beside them, by
-what a kernel was before it was scheduled, which of them has its code. One is written
-whole under another name and then renamed, and says what its bytes must be: writers may race or be killed. The least
-recently used ones go when all together are more than MOST bytes. Who can write there can run code as you.
+The files lie in `objects` of the cache folder (machine.py): kernels under the key of what they were scheduled to
+(objects.py), that key under one of what they were made of, and the C code that all libraries carry (carried.py). A file
+is written whole under another name and then renamed, and says what its bytes must be: writers may race or be killed.
+The least recently used ones go when all together are more than MOST bytes. Who can write there can run code as you.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from tvm.tirx import compilation_pipeline
 
 import lowering
 import schedules
-from schedules import CHOICE, CODE
+from schedules import CODE, CONSIDERED
 from schedules.cpu.dot_int8 import INSTRUCTION
 
 from ..target import Target
@@ -158,7 +158,7 @@ def _sources() -> str:
 
 
 def _anonymous(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    return func.with_attr("global_symbol", "").without_attr(CODE).without_attr(CHOICE)
+    return func.with_attr("global_symbol", "").without_attr(CODE).without_attr(CONSIDERED)
 
 
 def _stands_alone(func: tvm.ir.BaseFunc) -> bool:

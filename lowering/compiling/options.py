@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +48,8 @@ class Options:
                 f"precision={self.precision!r} is no type to compute products in. Use {', '.join(PRECISIONS)}, or "
                 "leave it out: then every node is computed in the model's own type."
             )
+        if isinstance(self.calls, Mapping) or not all(isinstance(call, Mapping) for call in self.calls):
+            raise InputError("calls= is a list of calls, each a dictionary of arrays by the names of inputs.")
         if self.calls and self.precision != "float16":
             raise InputError(
                 "calls= show which numbers precision='float16' cannot hold; leave them out for anything else."

@@ -52,7 +52,7 @@ def _is_beyond(array: Any) -> bool:
 def _made(graph: ir.Graph) -> Iterator[ir.Value]:
     """What the nodes make of float32, in their order."""
     for node in graph:
-        yield from (v for v in node.outputs if v.dtype == ir.DataType.FLOAT and isinstance(v.type, ir.TensorType))
+        yield from (v for v in node.outputs if v.name and v.dtype == ir.DataType.FLOAT)
 
 
 def _observe(graph: ir.Graph, value: ir.Value, name: str) -> str:

@@ -16,6 +16,7 @@ import onnx_ir as ir
 
 _LEAST = 1 << 14  # elements; smaller tables are worth no operators
 _PART = 1 << 12  # rows that are widened at a time
+_MOVE = {"Cast", "Concat", "Expand", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"}
 _FLOATS = {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
 
 
@@ -69,8 +70,22 @@ def _lookups(graph: ir.Graph) -> Iterator[tuple[ir.Node, ir.Value]]:
         if table is None or not table.is_initializer() or table.is_graph_input() or table.const_value is None:
             continue
         shape = table.const_value.shape.numpy()
-        if table.const_value.dtype in _FLOATS and len(shape) == 2 and shape[0] * shape[1] >= _LEAST:
+        large = table.const_value.dtype in _FLOATS and len(shape) == 2 and shape[0] * shape[1] >= _LEAST
+        if large and not _are_angles(node.outputs[0]):
             yield node, table
+
+
+def _are_angles(value: ir.Value) -> bool:
+    """Whether they are the cosines or sines of a RotaryEmbedding, whose every error turns a whole head."""
+    found, seen = [value], {value}
+    while found:
+        for reader, place in found.pop().uses():
+            if reader.op_type == "RotaryEmbedding" and place > 0:
+                return True
+            if reader.op_type in _MOVE:
+                found += set(reader.outputs) - seen
+                seen |= set(reader.outputs)
+    return False
 
 
 def _compressed(graph: ir.Graph, table: ir.Value, scheme: str) -> _Table | None:

@@ -85,11 +85,14 @@ class Profile:
     def cost(self, call: TimedCall) -> Cost:
         return self._cost([call], call.seconds)
 
-    def to_json(self) -> str:
-        """Everything, with the sums by kind and by kernel."""
+    def to_data(self) -> dict[str, Any]:
+        """Everything, with the sums by kind and by kernel, in what JSON has."""
         sums = {"by_kind": self.by_kind(), "by_kernel": self.by_kernel()}
         tables = {name: {key: dataclasses.asdict(cost) for key, cost in table.items()} for name, table in sums.items()}
-        return json.dumps({**dataclasses.asdict(self), **tables}, indent=1) + "\n"
+        return {**dataclasses.asdict(self), **tables}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_data(), indent=1) + "\n"
 
     def save_png(self, path: str | Path) -> None:
         """Draws the time of each kernel as a bar, and the time that the limit would allow in it. Needs matplotlib."""

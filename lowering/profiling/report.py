@@ -128,7 +128,7 @@ def picture(profile: Profile, path: Path) -> None:
     axes.margins(x=0.1)
     axes.set_xlabel("ms a run; dark: what the machine's limit allows")
     axes.set_title(f"{_time(profile.seconds)} a run, {profile.total().of_limit:.0%} of the limit")
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, format="png")
 
 
 def _table(first: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:

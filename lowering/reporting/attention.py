@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from schedules import CHOICE
+from schedules import CONSIDERED
 
 from ..attention.formula import Formula
 from ..attention.problem import ATTRIBUTE, AttentionProblem, Mask, Window
@@ -36,7 +36,7 @@ def attentions(manifest: Manifest, dump: Dump, sizes: ChosenSizes) -> Iterator[N
 
 def choice_of(script: Script, kernel: str) -> dict[str, Any]:
     """What was noted when a function was scheduled; {} where no rule had anything to do with it."""
-    return json.loads(script.attribute(kernel, CHOICE) or "{}")
+    return json.loads(script.attribute(kernel, CONSIDERED) or "{}")
 
 
 def tiles_table(chosen: Mapping[str, Any] | None) -> Iterator[Node]:

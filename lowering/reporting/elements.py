@@ -25,7 +25,7 @@ def E(tag: str, *children: Child | Iterable[Child], **attributes: str | float) -
     return node
 
 
-def written(node: Node) -> str:
+def to_html(node: Node) -> str:
     """As HTML."""
     return ElementTree.tostring(node, encoding="unicode", method="html")
 

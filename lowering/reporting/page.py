@@ -10,7 +10,7 @@ from ..runtime.files import Files
 from .attention import attentions
 from .code import kernel_code
 from .dump import Dump
-from .elements import E, Node, note, written
+from .elements import E, Node, note, to_html
 from .measured import measurements, read_profiles
 from .memory import memory
 from .overview import kernels, overview
@@ -70,4 +70,4 @@ def page(
     )
     body = (E("section", E("h2", name), nodes, id=at) for at, name, nodes in sections)
     header = E("header", E("h1", files.folder.resolve().name), contents)
-    return "<!DOCTYPE html>\n" + written(E("html", head, E("body", header, E("main", body)), lang="en")) + "\n"
+    return "<!DOCTYPE html>\n" + to_html(E("html", head, E("body", header, E("main", body)), lang="en")) + "\n"

@@ -52,15 +52,18 @@ def split_among_threads(tasks: Expr, work: Expr, parallel_work: int, body: Calla
 
     Threads share tasks of `parallel_work` and more.
     """
-    work = Analyzer().simplify(work)
-    if isinstance(work, tirx.IntImm) and work.value < parallel_work:
+    work, tasks = Analyzer().simplify(work), Analyzer().simplify(tasks)
+    if is_int(tasks, 1) or (isinstance(work, tirx.IntImm) and work.value < parallel_work):
         with T.serial(tasks) as task:
             body(task)
         return
-    if not isinstance(work, tirx.IntImm):
+    known = isinstance(work, tirx.IntImm)
+    if not known:
         T.evaluate(T.call_extern("int32", LAUNCH_ALONE, (work < parallel_work).astype("int32")))
     with T.parallel(tasks) as task:
         body(task)
+    if not known:  # a loop that TVM finds to have one task launches nothing
+        T.evaluate(T.call_extern("int32", LAUNCH_ALONE, tirx.const(0, "int32")))
 
 
 def split_rows(

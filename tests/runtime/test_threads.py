@@ -12,6 +12,7 @@ from typing import Any
 
 import modules
 import numpy as np
+import onnx.parser
 import pytest
 from tvm import relax
 from tvm.script import tirx as T
@@ -326,3 +327,17 @@ for task in mine:
         assert int(blocked.split()[1], 16) >> (signal.SIGINT - 1) & 1, blocked
 """
     assert modules.run_python(code) == 0
+
+
+def test_little_work_of_one_task_does_not_leave_the_next_loop_alone() -> None:
+    """A product of one row whose depth only the run tells, then one that is enough for all threads."""
+    text = """<ir_version: 10, opset_import: ["" : 23]>
+        m (float[1, K] a, float[K, 8] b, float[256, 256] x) => (float[1, 8] y, float[256, 256] z) {
+          y = MatMul (a, b)
+          z = MatMul (x, x)
+        }"""
+    module = lowering.compile(onnx.parser.parse_model(text))
+    arrays = {"a": np.ones((1, 3), "f"), "b": np.ones((3, 8), "f"), "x": np.ones((256, 256), "f")}
+    before = workers()
+    y, z = module.run(arrays, threads=3).values()
+    assert workers() == before + 2 and (y == 3).all() and (z == 256).all()

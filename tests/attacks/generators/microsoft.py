@@ -106,6 +106,39 @@ def n_bits(d: Draw, op: str) -> Attack:
     return _attack(op, feed, rule, attributes=said, fixed={1, 2})
 
 
+@attacks("GatherBlockQuantized", domain=MICROSOFT)
+def rows_of_codes(d: Draw, op: str) -> Attack:
+    """What no index can be gives zeros."""
+    bits, block, index_type = d.pick((4, 8)), d.pick((16, 32)), d.pick(("int64", "int32"))
+    said = {"bits": bits, "block_size": block, "gather_axis": 0, "quantize_axis": 1}
+    legal = dict(said)
+    if d.chance(0.12):
+        said[d.pick(("bits", "block_size", "quantize_axis"))] = d.pick((0, -1, 3, 2**31, 2**62))
+    index_rank = d.int(0, 2)
+
+    def feed() -> Arrays:
+        rows, width = d.size(0), d.pick((16, 32, 40, 64))
+        codes = d.rng.integers(0, 256, (rows, width * bits // 8), np.uint8)
+        shape = (rows, -(-width // block))
+        scales = d.rng.random(d.spoilt(shape) if d.chance(0.08) else shape).astype(np.float32)
+        return [codes, d.indices(d.shape(index_rank), rows, dtype=index_type), scales]
+
+    def rule(data: np.ndarray, indices: np.ndarray, scales: np.ndarray) -> Answer:
+        if said != legal and said["quantize_axis"] == -1 and {**said, "quantize_axis": 1} == legal:
+            pass  # the last of two axes
+        else:
+            require(said == legal, "attributes")
+        codes = data if bits == 8 else np.stack([data & 15, data >> 4], -1).reshape(len(data), -1)
+        require(scales.shape == (len(data), -(-codes.shape[1] // block)), f"scales {scales.shape}")
+        table = (codes.astype(np.float32) - 2 ** (bits - 1)) * np.repeat(scales, block, axis=1)[:, : codes.shape[1]]
+        there = (indices >= -len(data)) & (indices < len(data))
+        if not len(data):
+            return [np.zeros((*indices.shape, codes.shape[1]), np.float32)]
+        return [np.where(there[..., None], table[np.where(there, indices, 0)], 0).astype(np.float32)]
+
+    return _attack(op, feed, rule, attributes=said, fixed={0, 2})
+
+
 @attacks("SkipLayerNormalization", "SkipSimplifiedLayerNormalization", "SimplifiedLayerNormalization", domain=MICROSOFT)
 def normalisation(d: Draw, op: str) -> Attack:
     skip, centred = op.startswith("Skip"), op == "SkipLayerNormalization"

@@ -16,7 +16,7 @@ def provide() -> None:
     """Once per process. Raises RuntimeError where no C compiler is."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "provided.so"
-        command = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(path)]
+        command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(path)]
         done = subprocess.run(command, input=_CODE, capture_output=True, text=True)
         if done.returncode != 0:
             raise RuntimeError(done.stderr)
