@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -173,8 +174,10 @@ def test_hidden_values_do_not_leak(name: str, keys: tuple[int, int]) -> None:
 @pytest.fixture
 def workers() -> Iterator[Callable[[int], None]]:
     configure = tvm.get_global_func("runtime.config_threadpool")
+    cpus = os.sched_getaffinity(0)
     yield lambda n: configure(1, n)
     configure(1, 1)
+    os.sched_setaffinity(0, cpus)  # a pool that is configured pins the thread that calls it
 
 
 @pytest.mark.parametrize("q_len", [1, 130])
