@@ -76,7 +76,7 @@ def sweep(drawn: Iterator[Case], calls: int) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_equals_the_reference(part: int) -> None:
     seed, count, calls = GPT["CPU"]
     sweep((case for k, case in enumerate(cases(seed, count)) if k % 2 == part), calls)

@@ -71,6 +71,7 @@ def test_round_trip_of_tiles(arch: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert len(before) == 5 and len(choices) == 2 and not before & set(choices)
 
 
+@pytest.mark.slow
 def test_loops_on_the_gpu_that_is_here(tmp_path: Path) -> None:
     """Live: what is not ours is scheduled by MetaSchedule's rules for GPUs."""
     command = [sys.executable, "-m", "lowering", "tune", str(tmp_path / "model.onnx"), "--target", "cuda:sm_80"]
