@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tvm import relax, tirx
+from tvm.ir import PrimType
 from tvm.script.ir_builder import tirx as T
 
 from ..importing.node import Node
@@ -82,7 +83,8 @@ def _body(node: Node, state: Sequence[Value], step: Step) -> _Body:
         single = [reshape_to(node, v, (1, *v.shape)) for v in given]
         scope.result = relax.Tuple([node.tensor(v) for v in (reshape_to(node, goes_on, ()), *kept, *single)])
     body.outputs = [(v.dtype, v.shape) for v in given]
-    tensors = [v for v in relax.analysis.free_vars(scope.sequence) if not any(v.same_as(p) for p in params)]
+    free = (v for v in relax.analysis.free_vars(scope.sequence) if not isinstance(v.ty, PrimType))  # symbols: below
+    tensors = [v for v in free if not _among(v, params)]
     function = relax.Function([*params, *tensors], scope.sequence, body.result(), is_pure=True)
     around = _symbols([p.ty for p in function.params])
     made = [s for s in relax.analysis.defined_symbolic_vars(function) if not _among(s, around)]

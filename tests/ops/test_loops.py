@@ -134,6 +134,22 @@ def test_bodies_that_read_what_is_around_them() -> None:
     compared(NESTED.replace("WEIGHTS", weights), calls)
 
 
+FRAMES = """m (float[B, N] x) => (float[B, T, 5] frames) {
+    head = Slice (x, zero, three, one) rest = Slice (x, three, last, one) parts = Reshape (rest, shape)
+    kept, frames = Scan <num_scan_inputs = 1, scan_input_axes = [1], scan_output_axes = [1],
+        body = b (float[B, 3] before, float[B, 2] at) => (float[B, 3] next, float[B, 5] frame) {
+            frame = Concat <axis = 1> (before, at) next = Slice (frame, two, last, one) }> (head, parts) }"""
+
+
+def test_a_body_that_reads_a_size_as_a_number() -> None:
+    """Frames that overlap, of as many rows as the run says, cut out by a kernel that takes their number."""
+    named = {"zero": [0], "one": [1], "two": [2], "three": [3], "last": [2**62], "shape": [0, -1, 2]}
+    constants = ", ".join(f"int64[{len(v)}] {k} = {{{', '.join(map(str, v))}}}" for k, v in named.items())
+    text = FRAMES.replace("frames) {", f"frames) <{constants}> {{", 1)
+    rng = np.random.default_rng(5)
+    compared(text, [{"x": rng.standard_normal((b, n)).astype(np.float32)} for b, n in ((2, 9), (1, 5), (3, 41))])
+
+
 WHILE = """m (float[N] x, float limit) => (float[N] y, int64 count)
     { one = Constant <value_int = 1> () zero = Constant <value_int = 0> ()
       y, count = Loop (, , x, zero) <body = b (int64 i, bool c, float[N] s, int64 k) => (bool g, float[N] t, int64 n) {
