@@ -71,6 +71,7 @@ _SHORT = {
     "MobileNetV3-Small, 224": "MobileNetV3-Small",
     "ResNet-18, first blocks, 224": "first blocks of ResNet-18",
     "bert-dynamo23-f16": "two layers of BERT in float16",
+    "published-bert-dynamo23-f16-symbolic, fast": "the same by `--precision fast`, of another batch and length",
 }
 _SHORT_FROM = "cpu-1-thread.json"
 
