@@ -15,6 +15,7 @@ from .gelu import FuseGeluPass
 from .grouped_heads import GroupHeadsPass
 from .integer_products import FuseIntegerProductsPass
 from .layer_norm import FuseLayerNormPass
+from .moved_codes import MoveCodesPass
 from .no_ops import RemoveNoOpsPass
 from .opset import UpgradeOpsetPass
 from .rms_norm import FuseRmsNormPass
@@ -30,6 +31,7 @@ PREPARE: list[tuple[str, ir.passes.InPlacePass]] = [
     ("eliminate_common_subexpressions", common.CommonSubexpressionEliminationPass()),
 ]
 PASSES: list[tuple[str, ir.passes.InPlacePass]] = [
+    ("move_codes", MoveCodesPass()),
     ("fuse_integer_products", FuseIntegerProductsPass()),
     ("fuse_layer_norm", FuseLayerNormPass()),
     ("fuse_rms_norm", FuseRmsNormPass()),
