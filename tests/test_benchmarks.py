@@ -54,6 +54,7 @@ def test_one_case_from_end_to_end(tmp_path: Path) -> None:
     assert json.loads(out.read_text())["records"] == json.loads(written)["records"]
 
 
+@pytest.mark.slow
 def test_a_database_is_measured_beside_the_default(tmp_path: Path) -> None:
     lowering.tune(all_cases()["S 3"].model(), tmp_path / "tuned", trials=2, sizes=[{"B": 1, "S": 3, "T": 3}])
     line = ["cpu", "S 3", "--peers", "", "--tuned", tmp_path / "tuned", "--turns", 2, "--seconds", 0.001]

@@ -158,7 +158,7 @@ def equals_the_standard(case: tuple[onnx.ModelProto, dict[str, np.ndarray]]) -> 
 
 
 def test_random_nodes_equal_the_standard() -> None:
-    sweep(25)
+    sweep(15)
 
 
 @pytest.mark.slow

@@ -193,7 +193,7 @@ class Calls:
 
 EXPORTS = [("distilbert-traced17", "dynamic, U8S8"), ("distilbert-traced17", "QDQ, by column")]
 EXPORTS += [("mistral-past-dynamo18", form) for form, _ in FORMS]
-QUICK = [EXPORTS[0], ("mistral-past-dynamo18", "QDQ, by column")]
+QUICK = EXPORTS[:2]
 RUNS = [pytest.param(*run, marks=() if run in QUICK else pytest.mark.slow) for run in EXPORTS]
 
 

@@ -23,8 +23,8 @@ sys.path.append(str(Path(__file__).parents[2]))  # for the modules of tests.ops
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "serving_coverage.md"
 
 # Seed, configurations and calls of each, by test.
-GPT = {"CPU": (0, 7, 20), "CPU, long": (1, 200, 10), "CUDA": (2, 2, 2), "CUDA, long": (3, 40, 2)}
-PPL = {"CPU": (0, 7, 12), "CPU, long": (1, 200, 10), "CUDA": (2, 1, 2), "CUDA, long": (3, 20, 2)}
+GPT = {"CPU": (0, 4, 20), "CPU, long": (1, 200, 10), "CUDA": (2, 2, 2), "CUDA, long": (3, 40, 2)}
+PPL = {"CPU": (0, 4, 12), "CPU, long": (1, 200, 10), "CUDA": (2, 1, 2), "CUDA, long": (3, 20, 2)}
 
 # Modules of tests with RUNS and with cases `drawn` from a number, by what they test.
 MICROSOFT = {
