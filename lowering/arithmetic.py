@@ -28,17 +28,18 @@ def evaluate(text: str, values: Mapping[str, int]) -> int:
 
     Raises ValueError for anything else.
     """
+    return value(ast.parse(text, mode="eval").body, values)
 
-    def value(node: ast.expr) -> int:
-        match node:
-            case ast.Constant(value=int(number)):
-                return number
-            case ast.Name(id=name) if name in values:
-                return values[name]
-            case ast.BinOp(left=a, op=sign, right=b) if type(sign) in _SIGNS:
-                return _SIGNS[type(sign)](value(a), value(b))
-            case ast.Call(func=ast.Name(id="min" | "max" as name), args=[a, b]):
-                return (min if name == "min" else max)(value(a), value(b))
-        raise ValueError(f"'{text}' is no arithmetic of {', '.join(values)}")
 
-    return value(ast.parse(text, mode="eval").body)
+def value(node: ast.expr, values: Mapping[str, int]) -> int:
+    """The same of an expression that has been parsed."""
+    match node:
+        case ast.Constant(value=int(number)):
+            return number
+        case ast.Name(id=name) if name in values:
+            return values[name]
+        case ast.BinOp(left=a, op=sign, right=b) if type(sign) in _SIGNS:
+            return _SIGNS[type(sign)](value(a, values), value(b, values))
+        case ast.Call(func=ast.Name(id="min" | "max" as name), args=[a, b]):
+            return (min if name == "min" else max)(value(a, values), value(b, values))
+    raise ValueError(f"'{ast.unparse(node)}' is no arithmetic of {', '.join(values)}")

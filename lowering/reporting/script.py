@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ast
+import copy
 import functools
-import operator
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from .. import arithmetic
 
 Sizes = Mapping[str, int]
 
@@ -81,33 +83,28 @@ def called(statement: ast.stmt) -> Call | None:
 
 
 def number(expr: ast.expr, sizes: Sizes) -> int:
-    """Arithmetic of sizes. Raises Unknown."""
-    match expr:
-        case ast.Constant(value=int(value)):
-            return value
-        case ast.Name(id=name) if name in sizes:
-            return sizes[name]
-        case ast.BinOp(left=a, op=sign, right=b) if type(sign) in _SIGNS:
-            try:
-                return _SIGNS[type(sign)](number(a, sizes), number(b, sizes))
-            except ZeroDivisionError as error:
-                raise Unknown from error
-        case ast.UnaryOp(op=ast.USub(), operand=a):
-            return -number(a, sizes)
-        case ast.Call(func=ast.Attribute(attr="int64" | "int32"), args=[a]):
-            return number(a, sizes)
-        case ast.Call(func=ast.Attribute(attr="min" | "max" as name), args=[a, b]):
-            return (min if name == "min" else max)(number(a, sizes), number(b, sizes))
-    raise Unknown
+    """Arithmetic of sizes, as a script has it. Raises Unknown."""
+    try:
+        return arithmetic.value(_Plain().visit(copy.deepcopy(expr)), sizes)
+    except (ValueError, ZeroDivisionError) as error:
+        raise Unknown from error
 
 
-_SIGNS: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
+class _Plain(ast.NodeTransformer):
+    """Makes T.int64(n) n, T.min min, and -n 0 - n."""
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        match node:
+            case ast.Call(func=ast.Attribute(attr="int64" | "int32"), args=[a]):
+                return a
+            case ast.Call(func=ast.Attribute(attr="min" | "max" as name), args=arguments):
+                return ast.Call(ast.Name(name, ast.Load()), arguments, [])
+        return node
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
+        self.generic_visit(node)
+        return ast.BinOp(ast.Constant(0), ast.Sub(), node.operand) if isinstance(node.op, ast.USub) else node
 
 
 def _parsed(text: str) -> ast.FunctionDef:
