@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from ..fusion.matching import Rewrite, operand
+
 _LEAST = 1 << 14  # elements; smaller tables are worth no operators
 _PART = 1 << 12  # rows that are widened at a time
 _MOVE = {"Cast", "Concat", "Expand", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"}
@@ -40,7 +42,7 @@ def compress_tables(model: ir.Model, scheme: str) -> str | None:
             found[table] = _compressed(graph, table, scheme)
         made = found[table]
         if made is not None:
-            _replace(graph, node, table, made)
+            _replace(node, table, made)
     done = {table: made for table, made in found.items() if made is not None}
     for table, made in done.items():
         assert table.const_value is not None and made.codes.const_value is not None and table.name is not None
@@ -105,7 +107,8 @@ def _compressed(graph: ir.Graph, table: ir.Value, scheme: str) -> _Table | None:
         with np.errstate(over="ignore"):
             if bits == 8:
                 largest = np.abs(rows).max(axis=1, keepdims=True)
-                scales[part] = np.where(largest > 0, largest / np.float32(127), 1)
+                scales[part] = largest / np.float32(127)
+                scales[part][scales[part] == 0] = 1  # of nothing, or of less than a scale can be
                 codes[part] = np.rint(rows / scales[part]).clip(-127, 127)
             else:
                 codes[part] = rows
@@ -121,29 +124,23 @@ def _compressed(graph: ir.Graph, table: ir.Value, scheme: str) -> _Table | None:
 def _initializer(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
     while name in graph.initializers:
         name += "_"
-    value = ir.val(name, const_value=ir.tensor(array, name=name))
-    graph.initializers[name] = value
+    tensor = ir.tensor(array, name=name)
+    value = ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
+    graph.register_initializer(value)
     return value
 
 
-def _replace(graph: ir.Graph, node: ir.Node, table: ir.Value, made: _Table) -> None:
+def _replace(node: ir.Node, table: ir.Value, made: _Table) -> None:
     """Has the node's readers read what is made of rows of codes."""
     assert table.const_value is not None
-    result, wide = node.outputs[0], ir.DataType.FLOAT
-    last = wide if made.scales is not None else table.const_value.dtype
-    rows = ir.node("Gather", [made.codes, node.inputs[1]])
-    nodes = [rows, ir.node("Cast", [rows.outputs[0]], {"to": last})]
-    if made.scales is not None:
-        scales = ir.node("Gather", [made.scales, node.inputs[1]])
-        nodes += [scales, ir.node("Mul", [nodes[-1].outputs[0], scales.outputs[0]])]
-        if table.const_value.dtype != wide:
-            nodes.append(ir.node("Cast", [nodes[-1].outputs[0]], {"to": table.const_value.dtype}))
-    name = node.name or result.name or ""
-    for n, each in enumerate(nodes):
-        each.name = each.outputs[0].name = f"{name}_of_codes_{n}" if n else f"{name}_of_codes"
-        each.metadata_props["fused_from"] = node.metadata_props.get("fused_from", name)
-    new = nodes[-1].outputs[0]
-    new.name, new.type, new.shape = result.name, result.type, result.shape
-    graph.insert_before(node, nodes)
-    result.replace_all_uses_with(new, replace_graph_outputs=True)
-    graph.remove(node, safe=True)
+    ids, wide, dtype = operand(node, 1), ir.DataType.FLOAT, table.const_value.dtype
+    new = Rewrite(node)
+    rows = new.emit("Gather", [made.codes, ids])
+    if made.scales is None:
+        result = new.emit("Cast", [rows], {"to": int(dtype)}, dtype)
+    else:
+        numbers = new.emit("Cast", [rows], {"to": int(wide)}, wide)
+        result = new.emit("Mul", [numbers, new.emit("Gather", [made.scales, ids])])
+        if dtype != wide:
+            result = new.emit("Cast", [result], {"to": int(dtype)}, dtype)
+    new.replace([node], node.outputs[0], result)
