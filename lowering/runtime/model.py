@@ -14,7 +14,6 @@ import tvm_ffi
 
 from ..errors import InputError
 from ..manifest import FILE, Manifest, SlotCaches, TensorSpec
-from ..notebook import of_model
 from .checks import checked_threads
 from .copies import copy_artifact
 from .decoder import Decoder
@@ -85,6 +84,8 @@ class Model:
         return f"Model({', '.join(map(str, self.inputs))} -> {', '.join(map(str, self.outputs))})"
 
     def _repr_html_(self) -> str:
+        from ..notebook import of_model  # what only runs needs no HTML
+
         return of_model(self.manifest)
 
     def run(self, inputs: Arrays, threads: int | None = None) -> dict[str, Any]:

@@ -29,6 +29,9 @@ _TYPES = {"int4": 4, "uint4": 4, "uint8": 0}
 def gather_block_quantized(
     node: Node, data: Value, indices: Value, scales: Value, zero_points: Value | None = None
 ) -> Value:
+    """Rows of a constant table of codes, int4, uint4 or bytes that hold codes, at indices along gather_axis, as numbers
+    of the type of scales; scales and zero_points are [blocks along quantize_axis, else as data].
+    """
     if data.dtype not in _TYPES:
         raise node.error(f"input data is {data.dtype}.", "Use int4, uint4 or uint8.")
     bits, size = _TYPES[data.dtype] or node.attr("bits", 4), node.attr("block_size", 128)
