@@ -6,6 +6,8 @@ expensive stage whose values are needed several times over is stored.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import tvm
 from tvm import ir, tirx
 from tvm.ir import prim
@@ -101,16 +103,6 @@ def _write(
     def store(results: list[Expr]) -> None:
         T.buffer_store(memory, results[0], [results[1]])
 
-    def chunk(task: Expr) -> None:
-        low = fixed(task * tiles.chunk)
-        sweep.emit({}, lanes, store, (low, tirx.min(low + tiles.chunk, sweep.extent)))
-
-    def rows(point: list[Expr], last: Axis) -> None:
-        *before, axis = sweep.outer
-        with T.serial(last.extent) as i:
-            outer = {a.var: value for a, value in zip(before, point)}
-            sweep.emit({**outer, axis.var: fixed(last.var + i)}, lanes, store)
-
     if transposition is not None and is_int(transposition.applies, 1):
         transposition.emit(store)
     elif transposition is not None:
@@ -118,11 +110,30 @@ def _write(
             with T.Then():
                 transposition.emit(store)
             with T.Else():
-                split_rows(sweep.outer, sweep.extent * sweep.work, tiles, rows)
-    elif sweep.outer:
-        split_rows(sweep.outer, sweep.extent * sweep.work, tiles, rows)
-    elif isinstance(sweep.extent, prim.IntImm) and sweep.extent.value <= tiles.chunk:
-        sweep.emit({}, lanes, store)
+                _sweep_in_tasks(sweep, lanes, store, tiles)
     else:
-        tasks = (sweep.extent + (tiles.chunk - 1)) // tiles.chunk
-        split_among_threads(tasks, sweep.extent * sweep.work, tiles.parallel_work, chunk)
+        _sweep_in_tasks(sweep, lanes, store, tiles)
+
+
+def _sweep_in_tasks(sweep: Sweep, lanes: int, store: Callable[[list[Expr]], None], tiles: SweepTiles) -> None:
+    """The sweep at each point of its outer axes. Long ones are cut: there may be one point (a batch of 1)."""
+    one = isinstance(sweep.extent, prim.IntImm) and sweep.extent.value <= tiles.chunk
+    chunks = Axis(tirx.Var("chunk", "int64"), fixed((sweep.extent + (tiles.chunk - 1)) // tiles.chunk))
+
+    def emit(point: Mapping[tirx.Var, Expr]) -> None:
+        low = tirx.const(0, "int64") if one else fixed(point[chunks.var] * tiles.chunk)
+        window = None if one else (low, tirx.min(low + tiles.chunk, sweep.extent))
+        sweep.emit(point, lanes, store, window)
+
+    if not sweep.outer:
+        work = sweep.extent * sweep.work
+        split_among_threads(chunks.extent, work, tiles.parallel_work, lambda task: emit({chunks.var: task}))
+        return
+    *before, last = sweep.outer
+    axes = [*before, last] if one else [*before, chunks, last]
+
+    def rows(point: list[Expr], part: Axis) -> None:
+        with T.serial(part.extent) as i:
+            emit({**dict(zip((axis.var for axis in axes), point)), last.var: fixed(part.var + i)})
+
+    split_rows(axes, tirx.min(sweep.extent, tiles.chunk) * sweep.work, tiles, rows)
