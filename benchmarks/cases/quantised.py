@@ -12,7 +12,7 @@ from typing import Any
 
 import onnx
 
-from .case import Arrays, Bar
+from .case import Arrays, Bar, error
 from .exported import PublishedWidths, exports_module
 
 GROUP = "quantised"
@@ -35,10 +35,15 @@ class QuantisedCase(PublishedWidths):
 
     way: str
 
-    @property
+    @cached_property
     def tolerance(self) -> float:
-        """Of quantisation: peers differ from float64 as much."""
-        return 0.1
+        """Of quantisation. With scales of one call and random weights the tool's own runtime may be further off than
+        0.1: whoever is a fifth further than that is wrong."""
+        import onnxruntime
+
+        session = onnxruntime.InferenceSession(self._quantised.SerializeToString(), providers=["CPUExecutionProvider"])
+        answers = dict(zip((output.name for output in session.get_outputs()), session.run(None, self.feeds())))
+        return max(0.1, 1.2 * max(error(answers[name], wanted) for name, wanted in self.expected().items()))
 
     def model(self) -> onnx.ModelProto:
         return self._quantised
