@@ -46,7 +46,7 @@ onnx-lowering bench out/ --dim batch=1 --dim tokens=128 --trace trace.json    # 
 onnx-lowering package out/ --to app.tar.gz                            # runtime, headers, a C++ application and CMake
 onnx-lowering package --wheel out/ --to dist/                         # a typed Python package
 onnx-lowering doctor                                                  # what is missing or wrong on this machine
-onnx-lowering cache show                                              # kernels that are kept, and only linked again
+onnx-lowering cache show                                              # kernels and artifacts that are kept
 onnx-lowering completion bash                                         # what makes a shell complete commands and options
 ```
 

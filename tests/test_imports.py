@@ -41,6 +41,7 @@ RULES = {
             "lowering.graph",
             "lowering.fusion",
             "lowering.arithmetic",
+            "lowering.choices",
             "lowering.errors",
             "lowering.manifest",
             "lowering.runtime.checks",
@@ -73,6 +74,7 @@ RULES = {
     "lowering/checking": (
         {
             "lowering.checking",
+            "lowering.choices",
             "lowering.compiling",
             "lowering.fusion",
             "lowering.graph",

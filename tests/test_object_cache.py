@@ -17,7 +17,8 @@ from tvm import tirx
 import lowering
 import schedules
 from lowering.commands.cli import main
-from lowering.compiling import carried, object_cache, objects
+from lowering.compiling import object_cache, objects
+from lowering.compiling.fingerprints import program
 
 TEXT = """
     m (float[N, 24] x) => (float[N, 40] {y}) <float[24, 40] w, float[40] b> {{
@@ -99,7 +100,7 @@ def test_what_has_code_is_not_scheduled_again(compiled: list[str], monkeypatch: 
     lowering.compile(model(), dump=lambda name, module: None)
     assert made and not compiled
     made.clear()
-    monkeypatch.setattr(objects, "_sources", lambda: "other sources")
+    monkeypatch.setattr(objects, "sources", lambda: "other sources")
     lowering.compile(model())
     assert made and not compiled
 
@@ -111,7 +112,7 @@ def test_one_file_may_be_several_compilers(tmp_path: Path, monkeypatch: pytest.M
     for name in ("here-cc", "there-cc"):
         (tmp_path / name).symlink_to("driver")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert carried._compiler("here-cc") == carried._compiler("here-cc") != carried._compiler("there-cc")
+    assert program("here-cc") == program("here-cc") != program("there-cc")
 
 
 @pytest.mark.parametrize("harm", ["short", "other", "empty"])
@@ -171,6 +172,6 @@ def test_show_and_clear(compiled: list[str], capsys: pytest.CaptureFixture[str])
     lowering.compile(model())
     assert main(["cache", "show", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert shown["objects"] == len(set(compiled)) and shown["bytes"] > 1000
+    assert shown["kernels"]["count"] == len(set(compiled)) and shown["kernels"]["bytes"] > 1000
     assert main(["cache", "clear"]) == 0 and "removed" in capsys.readouterr().out
     assert object_cache.size() == (0, 0)

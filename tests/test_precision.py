@@ -13,10 +13,11 @@ import pytest
 from thinned import thinned
 
 import lowering
+from lowering.choices import Precision
 from lowering.commands.cli import main
 from lowering.fusion import fuse
 from lowering.graph.model import load_model
-from lowering.graph.precision import Precision, use_precision
+from lowering.graph.precision import use_precision
 from lowering.target import host_features
 
 SAMPLES = Path(__file__).parent / "exports" / "samples"

@@ -13,7 +13,8 @@ from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 import lowering
-from lowering.importing.quantised import Scheme, quantise
+from lowering.choices import Scheme
+from lowering.importing.quantised import quantise
 
 
 def perceptron(rng: np.random.Generator) -> onnx.ModelProto:

@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from ..choices import Precision, Scheme
 from ..compiling import progress
 from ..compiling.compiler import compile
 from ..errors import CompilerError, LoweringError
 from ..graph.model import dtype_name, load_model
-from ..graph.precision import Precision
-from ..importing.quantised import Scheme
 from ..manifest import Manifest
 from ..runtime import Model
 from ..runtime.elements import ElementType

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from ..choices import Precision, Scheme
 from ..compiling.compiler import compile
 from ..errors import CompilerError, InputError, LoweringError
 from ..graph.declared_sizes import with_sizes
 from ..graph.model import ModelLike, load_model
-from ..graph.precision import Precision
-from ..importing.quantised import Scheme
 from ..notebook import table
 from ..runtime import Model, load
 from . import reproducer

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+from ..machine import cache_folder
 from .printed import add_json, print_json
 
 
@@ -13,9 +14,10 @@ def add(add_parser: Callable[..., Any]) -> None:
     """Its options."""
     c = add_parser(
         "cache",
-        help="the code of kernels that was kept: how much there is, or remove it",
+        help="what compiling has kept: how much there is, or remove it",
         description="Kernels that were compiled once are kept, and only linked again by the next compile that needs "
-        "them. The folder is ONNX_LOWERING_CACHE, else one in the user's cache folder.",
+        "them; artifacts, too, which are copied when the same model file is compiled again in the same way. The folder "
+        "is ONNX_LOWERING_CACHE, else one in the user's cache folder.",
         example="cache show",
     )
     c.add_argument("action", choices=("show", "clear"), help="show where and how much, or remove all of it")
@@ -24,15 +26,20 @@ def add(add_parser: Callable[..., Any]) -> None:
 
 
 def _cache(arguments: argparse.Namespace) -> int:
-    from ..compiling import object_cache
+    from ..compiling import artifact_cache, object_cache
 
-    count, size = object_cache.size()
+    kept: dict[str, Any] = {"kernels": object_cache, "artifacts": artifact_cache}
+    found = {name: (*cache.size(), cache.MOST) for name, cache in kept.items()}
     if arguments.action == "clear":
-        object_cache.clear()
-    found = {"folder": str(object_cache.folder()), "objects": count, "bytes": size, "most": object_cache.MOST}
+        for cache in kept.values():
+            cache.clear()
     if arguments.json:
-        print_json(found)
+        parts = {name: dict(zip(("count", "bytes", "most"), sizes)) for name, sizes in found.items()}
+        print_json({"folder": str(cache_folder()), **parts})
         return 0
-    text = f"{count} kernels, {size / 2**20:.1f} of at most {object_cache.MOST / 2**20:.0f} MiB, in {found['folder']}"
-    print(text + (": removed" if arguments.action == "clear" else ""))
+    texts = [
+        f"{count} {name}, {size / 2**20:.1f} of at most {most / 2**20:.0f} MiB"
+        for name, (count, size, most) in found.items()
+    ]
+    print(f"{' and '.join(texts)}, in {cache_folder()}" + (": removed" if arguments.action == "clear" else ""))
     return 0

@@ -8,8 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..choices import PRECISIONS, SCHEMES
 from ..errors import InputError
-from .options import DIM, PRECISION, PRECISIONS, TARGET, WEIGHT_SCHEMES, WEIGHTS, call, dims, positive
+from .options import DIM, PRECISION, TARGET, WEIGHTS, call, dims, positive
 from .printed import add_json, print_json
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def add(add_parser: Callable[..., Any]) -> None:
         "--serve", type=positive, metavar="CONTEXT", help="serve packed requests of up to so many tokens, paged"
     )
     c.add_argument("--cache", choices=("model", "int8"), help="with --serve: the type of keys and values in the cache")
-    c.add_argument("--weights", choices=WEIGHT_SCHEMES, help=WEIGHTS)
+    c.add_argument("--weights", choices=SCHEMES, help=WEIGHTS)
     c.add_argument("--precision", choices=PRECISIONS, help=PRECISION)
     c.add_argument(
         "--calls", action="append", default=[], type=Path, metavar="FILE.npz",

@@ -31,12 +31,6 @@ PRECISION = (
 
 VERIFY_KEY = "refuse an artifact that was not signed with the other half of this Ed25519 public key"
 
-WEIGHT_SCHEMES = ("int8", "int4", "f16")
-"""Of importing/quantised.py."""
-
-PRECISIONS = ("float16", "bfloat16", "fast", "tf32", "3xtf32")
-"""Of graph/precision.py, which takes a second to import."""
-
 
 def dims(options: list[str]) -> dict[str, int | tuple[int, int]]:
     """By name a size that a dimension always has, or the smallest and the largest one, of --dim. Raises InputError."""

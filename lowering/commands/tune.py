@@ -8,8 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..choices import PRECISIONS, SCHEMES
 from ..errors import InputError
-from .options import PRECISIONS, RUNS, TARGET, WEIGHT_SCHEMES, address, natural, positive, seconds, settings
+from .options import RUNS, TARGET, address, natural, positive, seconds, settings
 from .printed import add_json, print_json
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def add(add_parser: Callable[..., Any]) -> None:
         help=RUNS,
     )
     t.add_argument("--static-cache", type=positive, metavar="TOKENS", help="as for compile")
-    t.add_argument("--weights", choices=WEIGHT_SCHEMES, help="as for compile")
+    t.add_argument("--weights", choices=SCHEMES, help="as for compile")
     t.add_argument("--precision", choices=PRECISIONS, help="as for compile")
     t.add_argument("--donate", action="append", default=[], metavar="REGEX", help="as for compile")
     t.add_argument("--threads", type=positive, default=1, help="number of workers (1)")

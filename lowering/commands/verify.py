@@ -8,12 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..choices import PRECISIONS, SCHEMES
 from .options import (
     PRECISION,
-    PRECISIONS,
     TARGET,
     VERIFY_KEY,
-    WEIGHT_SCHEMES,
     WEIGHTS,
     arrays,
     natural,
@@ -46,7 +45,7 @@ def add(add_parser: Callable[..., Any]) -> None:
     v.add_argument("--verify-key", type=Path, metavar="KEY.pem", help=f"with --artifact: {VERIFY_KEY}")
     v.add_argument("--against", choices=("reference", "onnxruntime"), default="reference")
     v.add_argument("--target", default="cpu", help=TARGET)
-    v.add_argument("--weights", choices=WEIGHT_SCHEMES, help=WEIGHTS)
+    v.add_argument("--weights", choices=SCHEMES, help=WEIGHTS)
     v.add_argument("--precision", choices=PRECISIONS, help=PRECISION)
     v.add_argument("--donate", action="append", default=[], metavar="REGEX", help="as for compile")
     v.add_argument(

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Collection
@@ -16,6 +14,7 @@ from pathlib import Path
 from tvm_ffi import libinfo
 
 from . import object_cache
+from .fingerprints import program
 
 _FOLDER = Path(__file__).parents[1] / "runtime"
 _FLAGS = ("-O2", "-fPIC", "-pthread", "-std=gnu11")
@@ -44,7 +43,7 @@ def link_options(cc: str, folder: str | Path, called: Collection[str] = tuple(_B
 @functools.cache
 def _object(cc: str, name: str) -> bytes:
     """A compiled source: once per process, and kept for others, since it takes longer than compiling a small model."""
-    key = "c" + hashlib.sha256(repr((_compiler(cc), _FLAGS, name, _sources())).encode()).hexdigest()[:32]
+    key = "c" + hashlib.sha256(repr((program(cc), _FLAGS, name, _sources())).encode()).hexdigest()[:32]
     found = object_cache.get(key, object_cache.CARRIED)
     if found is None:
         found = _compiled(cc, name)
@@ -61,13 +60,6 @@ def _compiled(cc: str, name: str) -> bytes:
         if done.returncode != 0:
             raise RuntimeError(done.stderr)
         return path.read_bytes()
-
-
-def _compiler(cc: str) -> tuple[object, ...]:
-    """What tells a compiler from its next version."""
-    path = shutil.which(cc) or cc  # one file may be several compilers, by the name that it is called by
-    stat = os.stat(path)
-    return path, os.path.realpath(path), stat.st_size, stat.st_mtime_ns
 
 
 @functools.cache

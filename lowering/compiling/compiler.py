@@ -1,51 +1,29 @@
-"""`compile`: the whole way from an ONNX model to a module that runs."""
+"""`compile`: from an ONNX model to a module that runs. The compiler itself is imported where a model is new to it."""
 
 from __future__ import annotations
 
-import functools
+import gc
 import os
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
-from importlib.metadata import version
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-from tvm import tirx
-
-from ..errors import InputError
-from ..fusion import fuse
-from ..graph.compressed_tables import compress_tables
-from ..graph.declared_sizes import Dims, ranges, with_sizes
-from ..graph.donation import donated_pairs
-from ..graph.model import ModelLike, load_model
-from ..graph.paged_decoder import batch_of, serve_decoder
-from ..graph.precision import TF32, Precision, use_precision
-from ..graph.serve import Serve
-from ..graph.static_cache import LENGTH, use_static_caches
-from ..graph.written_inputs import name_written_inputs
-from ..importing.imported import Port
-from ..importing.importer import import_model
-from ..importing.quantised import Scheme
-from ..importing.values import storage_dtype
-from ..manifest import Manifest, SlotCaches, TensorSpec
-from ..profiling.expected import warnings
+from ..manifest import Manifest
 from ..runtime.folders import check_replaceable
 from ..runtime.signature import SigningKey, private_key
-from ..target import Target, resolve
-from ..tuning.lookup import Records
-from ..version import VERSION
-from . import artifact, progress
-from .build import build, check_linker
-from .interrupts import interrupts_kept
-from .objects import Kernels
+from . import artifact_cache, progress
 from .options import Options
-from .overflow import Call, overflowing
-from .pipeline import Dump, lower
 
 if TYPE_CHECKING:
+    from ..choices import Precision, Scheme
+    from ..graph.declared_sizes import Dims
+    from ..graph.model import ModelLike
+    from ..graph.serve import Serve
     from ..runtime import Model
+    from .overflow import Call
+    from .pipeline import Dump
 
 
 def compile(
@@ -153,113 +131,32 @@ def compile_to(
 def _write(
     folder: Path, model: ModelLike, options: Options, dump: Dump | None, sign_key: SigningKey | None = None
 ) -> Manifest:
+    key = None
+    if isinstance(model, (str, os.PathLike)) and dump is None:  # who looks inside wants to see all that is done
+        with progress.stage("looking whether it is known"):
+            key = artifact_cache.key(Path(model), options)
+            known = None if key is None else artifact_cache.get(key, folder, sign_key)
+        if known is not None:
+            progress.LOG.info("the same file was compiled before: copied from %s", artifact_cache.folder())
+            return known
+    with uncollected():
+        from . import artifact
+        from .compilation import compiled
     done = compiled(model, options, dump=dump)
     with progress.stage("writing"):
-        return artifact.write(folder, done.libraries, done.manifest, done.weights, sign_key)
+        manifest = artifact.write(folder, done.libraries, done.manifest, done.weights, sign_key)
+        if key is not None:
+            artifact_cache.put(key, folder)
+    return manifest
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """What an artifact is made of, and what a tuner needs to know: the targets that the libraries are for, and by
-    target the functions that were scheduled as they were before, by the name of the kernel.
-    """
-
-    manifest: Manifest
-    libraries: tuple[bytes, ...]
-    weights: dict[str, np.ndarray]
-    targets: tuple[Target, ...]
-    unscheduled: tuple[dict[str, tirx.PrimFunc], ...]
-
-
-@interrupts_kept()
-def compiled(model: ModelLike, options: Options, stand_in: Target | None = None, dump: Dump | None = None) -> Compiled:
-    """The way itself. stand_in is a CPU that runs the functions of a GPU in its place, by kernels of its own; dump is
-    as for `compile`."""
-    dims = options.dims or {}
-    targets = resolve(options.target, options.cc)
-    for each in targets:
-        check_linker(each)
-    products = options.precision if options.precision in TF32 else None
-    if products is not None and not all(target.architecture for target in targets):
-        raise InputError(
-            f"precision='{products}' is how tensor cores of GPUs multiply float32, and target='{options.target}' has "
-            "none. Leave it out: a CPU computes such products in float32."
-        )
-    with progress.stage("reading the model"):
-        loaded = with_sizes(load_model(model), dims)
-    if options.serve is not None and (batch := batch_of(loaded, options.serve)) is not None:
-        loaded = with_sizes(loaded, {batch: 1})
-    written = name_written_inputs(loaded)
-    if dump is not None:
-        dump("given", loaded)
-    donated = donated_pairs(loaded.graph, options.donate) | written
-    notes: list[str] = []
-    with progress.stage("fusing"):
-        fused = fuse(loaded)
-    if options.precision is not None and products is None:
-        fused = fused.clone() if fused is loaded else fused
-        linker = options.cc if options.target == "cpu" else None  # calls run here
-        slower = set.intersection(*(set(target.slower_than_bfloat16) for target in targets))
-        beyond = overflowing(fused, options.calls, functools.partial(compile, cc=linker)) if options.calls else ()
-        notes.append(use_precision(fused, options.precision, slower, beyond))
-    if options.weights is not None:
-        fused = fused.clone() if fused is loaded else fused
-        notes += filter(None, [compress_tables(fused, options.weights)])
-    slots = served = None
-    if options.serve is not None:
-        fused = fused.clone() if fused is loaded else fused
-        decoder = serve_decoder(fused, options.serve)
-        donated |= decoder.donated
-        served = decoder.cache
-    if options.static_cache is not None:
-        fused = fused.clone() if fused is loaded else fused
-        static = use_static_caches(fused, options.static_cache)
-        donated |= static.caches
-        slots = SlotCaches(options.static_cache, LENGTH, static.tokens)
-    if dump is not None:
-        dump("fused", fused)
-    legal = ranges(dims, fused)
-    # What a GPU has in its memory the host does not read.
-    checks = options.checks and not any(target.architecture for target in targets)
-    with progress.stage("importing"):
-        imported = import_model(fused, () if slots is None else (LENGTH,), checks)
-    inputs, outputs = [p.name for p in imported.inputs], [p.name for p in imported.outputs]
-    pairs = {inputs.index(i): outputs.index(o) for i, o in donated.items()}
-    notes += imported.warnings
-    libraries, unscheduled = [], []
-    for each in targets:
-        choose = Records(None if options.database is None else Path(options.database), each).choose
-        runs_on = stand_in or each
-        kernels = Kernels(runs_on)
-        known = kernels if dump is None else None  # who looks inside wants to see all that is scheduled
-        with progress.stage("lowering"):
-            lowered = lower(imported, each, pairs, notes, dump, options.weights, choose, runs_on, products, known)
-        libraries.append(build(lowered.module, runs_on, kernels))
-        unscheduled.append(lowered.unscheduled)
-        if not each.architecture:
-            notes += warnings(lowered.kernels, lowered.calls)
-    manifest = Manifest(
-        inputs=tuple(_spec(p) for p in imported.inputs),
-        outputs=tuple(_spec(p) for p in imported.outputs),
-        donated=donated,
-        weights=(),
-        target=options.target,
-        cpu_features=targets[0].cpu_features,
-        architectures=tuple(each.architecture for each in targets if each.architecture and stand_in is None),
-        threads=options.threads,
-        ranges=legal,
-        strings=tuple(imported.strings),
-        versions={"onnx-lowering": VERSION} | {n: version(n) for n in ("apache-tvm", "apache-tvm-ffi", "onnx")},
-        notes=tuple(dict.fromkeys(notes)),
-        kernels=lowered.kernels,
-        calls=lowered.calls,
-        slots=slots,
-        served=served,
-        scheme=options.weights,
-        precision=options.precision,
-    )
-    return Compiled(manifest, tuple(libraries), lowered.weights, targets, tuple(unscheduled))
-
-
-def _spec(port: Port) -> TensorSpec:
-    return TensorSpec(port.name, port.dtype, storage_dtype(port.dtype), port.dims)
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Around imports, whose objects stay: looking for rubbish among them takes a sixth of their time."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()

@@ -24,13 +24,12 @@ from tvm import tirx
 from tvm.target import codegen
 from tvm.tirx import compilation_pipeline
 
-import lowering
-import schedules
 from schedules import CODE, CONSIDERED
 from schedules.cpu.dot_int8 import INSTRUCTION
 
 from ..target import Target
 from . import object_cache, progress
+from .fingerprints import sources
 
 _PREFIX = "__tvm_ffi_"
 """Of the symbols of functions."""
@@ -60,7 +59,7 @@ class Kernels:
         it is not compiled by itself."""
         if not self.kept or self.target.architecture or not _stands_alone(func):
             return None
-        what = (tvm_ffi.structural_hash(_anonymous(func)), how, str(self.made_for), _sources())
+        what = (tvm_ffi.structural_hash(_anonymous(func)), how, str(self.made_for), sources())
         return "m" + hashlib.sha256(repr(what).encode()).hexdigest()[:32]
 
     def has(self, key: str) -> bool:
@@ -145,16 +144,6 @@ def unused(target: Target) -> tuple[str, ...]:
 def _versions() -> tuple[str, ...]:
     """Of what makes code of functions: TVM and this file."""
     return version("apache-tvm"), hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-
-
-@functools.cache
-def _sources() -> str:
-    """Of what makes kernels from the functions of a model: TVM and the sources of this project."""
-    digest = hashlib.sha256(version("apache-tvm").encode())
-    for package in (lowering, schedules):
-        for path in sorted(Path(package.__path__[0]).rglob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def _anonymous(func: tirx.PrimFunc) -> tirx.PrimFunc:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from ..choices import PRECISIONS, SCHEMES, Precision, Scheme
 from ..errors import InputError
-from ..graph.declared_sizes import Dims
-from ..graph.precision import PRECISIONS, Precision
-from ..graph.serve import Serve
-from ..importing.quantised import SCHEMES, Scheme
 from ..runtime.checks import checked_threads, whole_number
-from .overflow import Call
+
+if TYPE_CHECKING:
+    from ..graph.declared_sizes import Dims
+    from ..graph.serve import Serve
+    from .overflow import Call
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from schedules import Known
 from schedules.half_precision import HALF
 from schedules.variant import Choose
 
+from ..choices import Scheme
 from ..errors import CompilerError, LoweringError
 from ..importing.imported import Imported
 from ..importing.origins import after_fusion
-from ..importing.quantised import Scheme
 from ..manifest import CallSpec, KernelSpec
 from ..passes.absorb_heads import absorb_heads
 from ..passes.absorb_masks import absorb_masks

@@ -16,26 +16,20 @@ their types then, and so does an attention that reads one: it waits for memory, 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import Literal, TypeAlias
 
 import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
 
+from ..choices import Precision
 from ..fusion.opset import opset
 from ..fusion.sizes import InferSizesPass
 from .static_cache import grows
 
-Precision: TypeAlias = Literal["float16", "bfloat16", "fast", "tf32", "3xtf32"]
-"""How products of floats are computed. TF32 is no type of tensors: models stay as they are, and so it is a matter of
-kernels (passes/mark_products.py)."""
-
 TYPES: dict[str, ir.DataType] = {
     "float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16, "fast": ir.DataType.BFLOAT16,
 }  # fmt: skip
-TF32 = ("tf32", "3xtf32")
-PRECISIONS: tuple[str, ...] = (*TYPES, *TF32)
 
 _REPLACED = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16}
 

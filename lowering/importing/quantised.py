@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
-Scheme: TypeAlias = Literal["int8", "int4", "f16"]
-SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 INT4_BLOCK = 32
 
 _LARGEST = {4: 7, 8: 127}

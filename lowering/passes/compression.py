@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..importing.quantised import INT4_BLOCK, Quantised, Scheme, quantise
+from ..choices import Scheme
+from ..importing.quantised import INT4_BLOCK, Quantised, quantise
 
 _MIN_BLOCK = 8  # rows that share a scale; with fewer, scales would be as large as the matrix
 

@@ -22,7 +22,8 @@ from schedules.cpu.panels import panel_width
 from schedules.cpu.vector import Machine, machine
 from schedules.half_precision import HALF
 
-from ..importing.quantised import Quantised, Scheme
+from ..choices import Scheme
+from ..importing.quantised import Quantised
 from .compression import Compression, stored
 from .constants import FLOATS, Constants, Weights, parameters_for, with_parameters
 from .convolutions import (

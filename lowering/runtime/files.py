@@ -60,9 +60,8 @@ class Files:
         """Writes a copy of a file. Raises OSError where it cannot be written."""
         with target.open("wb", buffering=0) as written:
             position = 0
-            while chunk := self.read(name, position, _LARGE):
-                written.write(chunk)
-                position += len(chunk)
+            while sent := os.sendfile(written.fileno(), self._held[name], position, _LARGE):
+                position += sent
 
 
 def _open(folder: Path) -> dict[str, int]:

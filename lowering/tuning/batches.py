@@ -6,6 +6,10 @@ order and a database with their traces, by which the results become records like
 
 from __future__ import annotations
 
+from ..compiling import without_torch  # noqa: F401
+
+# isort: split
+
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..compiling import artifact
-from ..compiling.compiler import Compiled, compiled
+from ..compiling.compilation import Compiled, compiled
 from ..compiling.options import Options
 from ..graph.model import ModelLike
 from ..target import Target

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from ..compiling import without_torch  # noqa: F401
+
+# isort: split
+
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -9,14 +13,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..choices import Precision, Scheme
 from ..compiling.options import Options
 from ..compiling.progress import stage
 from ..errors import ArtifactError, InputError
 from ..fleet.devices import Fleet
 from ..graph.declared_sizes import Dims
 from ..graph.model import ModelLike
-from ..graph.precision import Precision
-from ..importing.quantised import Scheme
 from ..manifest import MOST_THREADS
 from ..runtime.checks import whole_number
 from ..runtime.gpu import architecture_here, runs_on

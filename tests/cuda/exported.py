@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 import lowering
-from lowering.graph.precision import Precision
+from lowering.choices import Precision
 
 
 def measured(folder: str | Path, arch: str, precision: Precision | None) -> tuple[Counter[str], float]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import schedules as schedules  # before the folder of tests, which has one of that name
-from lowering.graph.precision import Precision
+from lowering.choices import Precision
 from lowering.manifest import Manifest
 
 sys.path.append(str(Path(__file__).parents[1]))

@@ -15,9 +15,9 @@ import sass
 import tvm_ffi
 from machine_code import tool
 
+from lowering.choices import Precision
 from lowering.compiling.compiler import compile_to
 from lowering.graph.model import ModelLike
-from lowering.graph.precision import Precision
 from lowering.manifest import Manifest
 from lowering.target.cubin import cubin
 

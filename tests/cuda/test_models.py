@@ -18,7 +18,7 @@ from product_code import products
 from thinned import thinned
 
 import lowering
-from lowering.graph.precision import Precision
+from lowering.choices import Precision
 from lowering.manifest import TensorSpec
 from lowering.runtime import tensors
 from lowering.runtime.devices import Gpu

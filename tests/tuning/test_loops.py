@@ -11,7 +11,7 @@ from onnx import helper, numpy_helper
 from tvm.s_tir import meta_schedule as ms
 
 import lowering
-from lowering.compiling.compiler import compiled
+from lowering.compiling.compilation import compiled
 from lowering.compiling.options import Options
 from lowering.target import resolve
 from lowering.tuning.choices import DEFAULT, annotated

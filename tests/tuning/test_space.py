@@ -15,7 +15,7 @@ from tvm_ffi import structural_equal
 import schedules
 from lowering.attention.plain import plain
 from lowering.attention.problem import AttentionProblem, Window
-from lowering.compiling.compiler import compiled
+from lowering.compiling.compilation import compiled
 from lowering.compiling.options import Options
 from lowering.target import resolve
 from lowering.tuning.build import kernel

@@ -8,7 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 import lowering
-from lowering.compiling import compiler
+from lowering.compiling import compilation, compiler
 
 from ..attack import make_case
 from ..draw import Draw
@@ -29,7 +29,7 @@ def attempt(data: bytes) -> None:
     try:
         lowering.check(data)
         if zlib.crc32(data) % _LOWERED == 0:
-            with tempfile.TemporaryDirectory() as folder, mock.patch.object(compiler, "build", lambda *_: b""):
+            with tempfile.TemporaryDirectory() as folder, mock.patch.object(compilation, "build", lambda *_: b""):
                 compiler.compile_to(Path(folder) / "module", data)
     except lowering.LoweringError as error:
         words = foreign_words(str(error))

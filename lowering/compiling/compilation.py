@@ -1,0 +1,150 @@
+"""The whole way from an ONNX model to what an artifact is made of."""
+
+from __future__ import annotations
+
+from . import without_torch  # noqa: F401
+
+# isort: split
+
+import functools
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+from tvm import tirx
+
+from ..choices import TF32
+from ..errors import InputError
+from ..fusion import fuse
+from ..graph.compressed_tables import compress_tables
+from ..graph.declared_sizes import ranges, with_sizes
+from ..graph.donation import donated_pairs
+from ..graph.model import ModelLike, load_model
+from ..graph.paged_decoder import batch_of, serve_decoder
+from ..graph.precision import use_precision
+from ..graph.static_cache import LENGTH, use_static_caches
+from ..graph.written_inputs import name_written_inputs
+from ..importing.imported import Port
+from ..importing.importer import import_model
+from ..importing.values import storage_dtype
+from ..manifest import Manifest, SlotCaches, TensorSpec
+from ..profiling.expected import warnings
+from ..target import Target, resolve
+from ..tuning.lookup import Records
+from ..version import VERSION
+from . import progress
+from .build import build, check_linker
+from .compiler import compile
+from .interrupts import interrupts_kept
+from .objects import Kernels
+from .options import Options
+from .overflow import overflowing
+from .pipeline import Dump, lower
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What an artifact is made of, and what a tuner needs to know: the targets that the libraries are for, and by
+    target the functions that were scheduled as they were before, by the name of the kernel.
+    """
+
+    manifest: Manifest
+    libraries: tuple[bytes, ...]
+    weights: dict[str, np.ndarray]
+    targets: tuple[Target, ...]
+    unscheduled: tuple[dict[str, tirx.PrimFunc], ...]
+
+
+@interrupts_kept()
+def compiled(model: ModelLike, options: Options, stand_in: Target | None = None, dump: Dump | None = None) -> Compiled:
+    """The way itself. stand_in is a CPU that runs the functions of a GPU in its place, by kernels of its own; dump is
+    as for `compile`."""
+    dims = options.dims or {}
+    targets = resolve(options.target, options.cc)
+    for each in targets:
+        check_linker(each)
+    products = options.precision if options.precision in TF32 else None
+    if products is not None and not all(target.architecture for target in targets):
+        raise InputError(
+            f"precision='{products}' is how tensor cores of GPUs multiply float32, and target='{options.target}' has "
+            "none. Leave it out: a CPU computes such products in float32."
+        )
+    with progress.stage("reading the model"):
+        loaded = with_sizes(load_model(model), dims)
+    if options.serve is not None and (batch := batch_of(loaded, options.serve)) is not None:
+        loaded = with_sizes(loaded, {batch: 1})
+    written = name_written_inputs(loaded)
+    if dump is not None:
+        dump("given", loaded)
+    donated = donated_pairs(loaded.graph, options.donate) | written
+    notes: list[str] = []
+    with progress.stage("fusing"):
+        fused = fuse(loaded)
+    if options.precision is not None and products is None:
+        fused = fused.clone() if fused is loaded else fused
+        linker = options.cc if options.target == "cpu" else None  # calls run here
+        slower = set.intersection(*(set(target.slower_than_bfloat16) for target in targets))
+        beyond = overflowing(fused, options.calls, functools.partial(compile, cc=linker)) if options.calls else ()
+        notes.append(use_precision(fused, options.precision, slower, beyond))
+    if options.weights is not None:
+        fused = fused.clone() if fused is loaded else fused
+        notes += filter(None, [compress_tables(fused, options.weights)])
+    slots = served = None
+    if options.serve is not None:
+        fused = fused.clone() if fused is loaded else fused
+        decoder = serve_decoder(fused, options.serve)
+        donated |= decoder.donated
+        served = decoder.cache
+    if options.static_cache is not None:
+        fused = fused.clone() if fused is loaded else fused
+        static = use_static_caches(fused, options.static_cache)
+        donated |= static.caches
+        slots = SlotCaches(options.static_cache, LENGTH, static.tokens)
+    if dump is not None:
+        dump("fused", fused)
+    legal = ranges(dims, fused)
+    # What a GPU has in its memory the host does not read.
+    checks = options.checks and not any(target.architecture for target in targets)
+    with progress.stage("importing"):
+        imported = import_model(fused, () if slots is None else (LENGTH,), checks)
+    inputs, outputs = [p.name for p in imported.inputs], [p.name for p in imported.outputs]
+    pairs = {inputs.index(i): outputs.index(o) for i, o in donated.items()}
+    notes += imported.warnings
+    libraries, unscheduled = [], []
+    for each in targets:
+        choose = Records(None if options.database is None else Path(options.database), each).choose
+        runs_on = stand_in or each
+        kernels = Kernels(runs_on)
+        known = kernels if dump is None else None  # who looks inside wants to see all that is scheduled
+        with progress.stage("lowering"):
+            lowered = lower(imported, each, pairs, notes, dump, options.weights, choose, runs_on, products, known)
+        libraries.append(build(lowered.module, runs_on, kernels))
+        unscheduled.append(lowered.unscheduled)
+        if not each.architecture:
+            notes += warnings(lowered.kernels, lowered.calls)
+    manifest = Manifest(
+        inputs=tuple(_spec(p) for p in imported.inputs),
+        outputs=tuple(_spec(p) for p in imported.outputs),
+        donated=donated,
+        weights=(),
+        target=options.target,
+        cpu_features=targets[0].cpu_features,
+        architectures=tuple(each.architecture for each in targets if each.architecture and stand_in is None),
+        threads=options.threads,
+        ranges=legal,
+        strings=tuple(imported.strings),
+        versions={"onnx-lowering": VERSION} | {n: version(n) for n in ("apache-tvm", "apache-tvm-ffi", "onnx")},
+        notes=tuple(dict.fromkeys(notes)),
+        kernels=lowered.kernels,
+        calls=lowered.calls,
+        slots=slots,
+        served=served,
+        scheme=options.weights,
+        precision=options.precision,
+    )
+    return Compiled(manifest, tuple(libraries), lowered.weights, targets, tuple(unscheduled))
+
+
+def _spec(port: Port) -> TensorSpec:
+    return TensorSpec(port.name, port.dtype, storage_dtype(port.dtype), port.dims)
