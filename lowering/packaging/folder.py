@@ -14,7 +14,7 @@ from ..runtime.checks import check_version, read_manifest
 from ..runtime.copies import copy_artifact
 from ..runtime.files import Files
 from ..runtime.folders import replaced_folder
-from .libraries import Libraries, libraries_for, machine_of, our_licence
+from .libraries import Libraries, find_libraries, machine_of, our_licence
 from .texts import cmake, library_names, notice, readme
 
 _HERE = Path(__file__).parent
@@ -31,7 +31,7 @@ def package(artifact: str | Path, to: str | Path, runtime: str | Path | None = N
     files, to = Files(Path(artifact)), Path(to)
     manifest = read_manifest(files)
     machine = machine_of(files.read(next(iter(manifest.code().values())), 0, 20))
-    libraries = libraries_for(machine, None if runtime is None else Path(runtime))
+    libraries = find_libraries(None if runtime is None else Path(runtime), machine)
     for name, version in libraries.versions.items():
         check_version(manifest, name, version)
     if to.name.endswith(_TARBALL):
@@ -80,4 +80,4 @@ def _fill(folder: Path, files: Files, manifest: Manifest, libraries: Libraries) 
     (folder / "LICENSE").write_bytes(our_licence())
     (folder / "NOTICE").write_text(notice(libraries), "utf-8")
     (folder / "CMakeLists.txt").write_text(cmake(manifest), "utf-8")
-    (folder / "README.md").write_text(readme(manifest), "utf-8")
+    (folder / "README.md").write_text(readme(manifest, libraries.machine), "utf-8")

@@ -39,12 +39,13 @@ def machine_of(code: bytes) -> str:
     return _ELF_MACHINES.get(number, f"machine {number}")
 
 
-def find_libraries(folder: Path | None = None) -> Libraries:
+def find_libraries(folder: Path | None = None, machine: str | None = None) -> Libraries:
     """Those of this environment, or of wheels that were installed into `folder` (pip install --target).
 
-    Raises ArtifactError where something is missing.
+    Raises ArtifactError, which says how to get them, where something is missing, and where a machine is named, as
+    `x86_64`, and they are for another one.
     """
-    found = {name: _distribution(name, folder) for name in (_TVM, _FFI)}
+    found = {name: _distribution(name, folder, machine) for name in (_TVM, _FFI)}
 
     def file(package: str, path: str) -> Path:
         place = Path(str(found[package].locate_file(path)))
@@ -53,7 +54,7 @@ def find_libraries(folder: Path | None = None) -> Libraries:
         return place
 
     licences = {f"{name}-{path}": text for name, each in found.items() for path, text in _licences(each)}
-    return Libraries(
+    libraries = Libraries(
         ffi=file(_FFI, "tvm_ffi/lib/libtvm_ffi.so"),
         runtime=file(_TVM, "tvm/lib/libtvm_runtime.so"),
         cuda=file(_TVM, "tvm/lib/libtvm_runtime_cuda.so"),
@@ -62,18 +63,11 @@ def find_libraries(folder: Path | None = None) -> Libraries:
         versions={name: distribution.version for name, distribution in found.items()},
         licences=licences,
     )
-
-
-def libraries_for(machine: str, folder: Path | None) -> Libraries:
-    """Those for a machine, as `x86_64`. Raises ArtifactError, which says how to get them, for any other's."""
-    libraries = find_libraries(folder)
-    if libraries.machine != machine:
-        where = "installed here are" if folder is None else f"in '{folder}' are"
-        wanted = " ".join(f"{name}=={version}" for name, version in libraries.versions.items())
+    if machine not in (None, libraries.machine):
+        where = "installed here" if folder is None else f"in '{folder}'"
         raise ArtifactError(
-            f"the artifact is for {machine} and the runtime libraries {where} for {libraries.machine} (this machine is "
-            f"{platform.machine()}). Get the others: pip install --target FOLDER --no-deps --only-binary=:all: "
-            f"--platform manylinux_2_28_{machine} {wanted}; then name them: --runtime FOLDER."
+            f"the artifact is for {machine} and the runtime libraries {where} are for {libraries.machine} "
+            f"(this machine is {platform.machine()}). {_how_to_get(machine)}"
         )
     return libraries
 
@@ -91,10 +85,20 @@ def _licences(distribution: metadata.Distribution) -> Iterator[tuple[str, bytes]
             yield "-".join(path.parts[-2:]) if of_part else path.name, place.read_bytes()
 
 
-def _distribution(name: str, folder: Path | None) -> metadata.Distribution:
+def _distribution(name: str, folder: Path | None, machine: str | None = None) -> metadata.Distribution:
     places = sys.path if folder is None else [str(folder)]
     found = next(iter(metadata.distributions(name=name, path=places)), None)
+    if found is None and folder is None:
+        raise ArtifactError(f"{name}, which has what is to be shipped, is not installed: install it with pip.")
     if found is None:
-        where = "is not installed" if folder is None else f"is not in '{folder}'"
-        raise ArtifactError(f"{name}, which has what is to be shipped, {where}: install it with pip.")
+        raise ArtifactError(f"{name}, which has what is to be shipped, is not in '{folder}'. {_how_to_get(machine)}")
     return found
+
+
+def _how_to_get(machine: str | None) -> str:
+    """The libraries of a machine, of the versions that are installed here."""
+    wanted = " ".join(f"{name}=={_distribution(name, None).version}" for name in (_TVM, _FFI))
+    return (
+        "Get its libraries: pip install --target FOLDER --no-deps --only-binary=:all: "
+        f"--platform manylinux_2_28_{machine or 'MACHINE'} {wanted}; then name them: --runtime FOLDER."
+    )

@@ -1,6 +1,6 @@
 """The wheel onnx-lowering-runtime: what loads, runs and measures artifacts, with TVM's runtime library, no compiler.
 
-    python -m lowering.packaging.runtime_wheel dist/
+    python -m lowering.packaging.runtime_wheel dist/ [--runtime DIR]
 
 It has the package `lowering`, as onnx-lowering does, less what compiles: applications say `import lowering` either way,
 and an environment has one of the two.
@@ -9,8 +9,10 @@ and an environment has one of the two.
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
+from ..errors import ArtifactError
 from ..machine import SHIPPED, VERSION_FILE
 from ..version import VERSION
 from .libraries import find_libraries, our_licence
@@ -32,12 +34,13 @@ compiler. Do not install it beside onnx-lowering, which has all of it.
 """
 
 
-def write_runtime_wheel(folder: Path) -> Path:
-    """Writes the wheel for machines like this one, with the libraries of the installed apache-tvm.
+def write_runtime_wheel(folder: Path, runtime: Path | None = None) -> Path:
+    """Writes the wheel, with the libraries of the installed apache-tvm, for machines like this one.
 
-    Raises ArtifactError where these are missing or the folder cannot be written.
+    runtime is a folder of wheels (pip install --target), of any machine, whose libraries it has instead: then it is for
+    that machine. Raises ArtifactError where libraries are missing or the folder cannot be written.
     """
-    root, libraries = Path(__file__).parents[1], find_libraries()
+    root, libraries = Path(__file__).parents[1], find_libraries(runtime)
     sources = [*(root / name for name in _MODULES), *(p for each in _PACKAGES for p in (root / each).glob("*.py"))]
     files: dict[str, bytes | Path] = {f"lowering/{path.relative_to(root)}": path for path in sorted(sources)}
     place = f"lowering/{SHIPPED.relative_to(root)}"
@@ -75,4 +78,11 @@ def write_runtime_wheel(folder: Path) -> Path:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m lowering.packaging.runtime_wheel", description="Writes its wheel.")
     parser.add_argument("folder", type=Path, help="where to write it")
-    print(write_runtime_wheel(parser.parse_args().folder))
+    parser.add_argument(
+        "--runtime", type=Path, metavar="DIR", help="take libraries from wheels that pip installed with --target DIR"
+    )
+    arguments = parser.parse_args()
+    try:
+        print(write_runtime_wheel(arguments.folder, arguments.runtime))
+    except ArtifactError as error:
+        sys.exit(f"error: {error}")

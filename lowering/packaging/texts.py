@@ -27,6 +27,15 @@ Built for {target}.{needs}
 or with CMake, `cmake -B build && cmake --build build && build/host model{example}`. An application of CMake says
 `add_subdirectory(this_folder)` and `target_link_libraries(application lowering::model)`.
 
+It runs on {machine}. On a machine of another kind it is built by a cross compiler, `{machine}-linux-gnu-g++` in place
+of `g++` (Debian's g++-{debian}-linux-gnu), or with CMake
+
+```
+cmake -B build -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR={machine} -DCMAKE_CXX_COMPILER={machine}-linux-gnu-g++
+```
+
+and carried over with its folder.
+
 `model/host.hpp` says what there is in C++, `model/model.h` which inputs and outputs. `host` finds `lib/` beside itself.
 `licenses/` and NOTICE hold the terms of what is not yours.
 """
@@ -55,6 +64,7 @@ target_link_libraries(lowering_model INTERFACE {options}
 if(CMAKE_SOURCE_DIR STREQUAL CMAKE_CURRENT_SOURCE_DIR)
   add_executable(host main.cc)
   target_link_libraries(host PRIVATE lowering::model)
+  set_target_properties(host PROPERTIES BUILD_RPATH "$ORIGIN/../lib")  # from build/, where the folder is moved to
 endif()
 """
 
@@ -67,7 +77,8 @@ lib/ and include/ are of other projects, unchanged; their terms are in licenses/
 """
 
 
-def readme(manifest: Manifest) -> str:
+def readme(manifest: Manifest, machine: str) -> str:
+    """machine is what the libraries are for, as `x86_64`."""
     tensors = [f"* input `{t}`" for t in manifest.inputs] + [f"* output `{t}`" for t in manifest.outputs]
     dims = dict.fromkeys(d for t in manifest.inputs for d in t.dims if isinstance(d, str))
     return _README.format(
@@ -75,6 +86,8 @@ def readme(manifest: Manifest) -> str:
         target=manifest.target,
         needs=_GPU if manifest.architectures else "",
         command=command(manifest),
+        machine=machine,
+        debian=machine.replace("_", "-"),
         example="".join(" " + shlex.quote(f"{dim}={manifest.ranges.get(dim, (1, 1))[0]}") for dim in dims),
     )
 

@@ -29,14 +29,13 @@ model (float[n, 256] x, int64[m] rows) => (float[m, 64] y) <float[256, 64] w = {
   y = MatMul (picked, w)
 }
 """
-RNG = np.random.default_rng(0)
+WEIGHTS = np.random.default_rng(0).standard_normal((256, 64), np.float32)
 CLEAN = {"PATH": "/usr/bin:/bin", "HOME": "/nonexistent"}
 
 
 def made() -> onnx.ModelProto:
     model = onnx.parser.parse_model(MODEL)
-    weights = np.random.default_rng(0).standard_normal((256, 64), np.float32)
-    model.graph.initializer[0].CopyFrom(onnx.numpy_helper.from_array(weights, "w"))
+    model.graph.initializer[0].CopyFrom(onnx.numpy_helper.from_array(WEIGHTS, "w"))
     return model
 
 
@@ -55,15 +54,16 @@ def clean(command: list[str | Path] | str, folder: Path) -> str:
     return done.stdout
 
 
-def check_host(host: Path, app: Path, artifact: Path) -> None:
-    x, rows = RNG.standard_normal((5, 256), np.float32), np.array([4, 1])
+def check_host(host: list[str | Path], app: Path) -> None:
+    """The command `host` computes with app's model what float64 does."""
+    x, rows = np.random.default_rng(1).standard_normal((5, 256), np.float32), np.array([4, 1])
     x.tofile(app.parent / "x.bin")
     rows.tofile(app.parent / "rows.bin")
-    said = clean([host, app / "model", "n=5", "m=2", "x=x.bin", "rows=rows.bin"], app.parent)
-    expected = lowering.load(artifact).run({"x": x, "rows": rows})["y"]
+    said = clean([*host, app / "model", "n=5", "m=2", "x=x.bin", "rows=rows.bin"], app.parent)
+    expected = x[rows].astype(np.float64) @ WEIGHTS
     found = re.fullmatch(r"y: float32 \[ 2 64 \] (.*)\n", said)
     assert found is not None, said
-    np.testing.assert_allclose(np.array(found[1].split(), np.float32), expected.ravel()[:8], rtol=1e-6)
+    np.testing.assert_allclose(np.array(found[1].split(), np.float32), expected.ravel()[:8], rtol=1e-4, atol=1e-5)
 
 
 def test_a_folder_is_built_and_run_without_python(artifact: Path, tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_a_folder_is_built_and_run_without_python(artifact: Path, tmp_path: Path
     command = re.search(r"^g\+\+ .*$", (app / "README.md").read_text(), re.MULTILINE)
     assert command is not None
     clean(command[0] + " -Wall -Wextra -Werror -Wno-unused-parameter", app)
-    check_host(app / "host", app, artifact)
+    check_host([app / "host"], app)
     lowering.load(app / "model")
 
 
@@ -89,7 +89,7 @@ def test_an_application_of_cmake_links_with_the_model(artifact: Path, tmp_path: 
     clean(["cmake", "-S", ".", "-B", "build"], tmp_path)
     clean(["cmake", "--build", "build"], tmp_path)
     assert not list((tmp_path / "build").rglob("host")), "host is built for the folder alone"
-    check_host(tmp_path / "build" / "mine", tmp_path / "app", artifact)
+    check_host([tmp_path / "build" / "mine"], tmp_path / "app")
 
 
 def test_licences(artifact: Path, tmp_path: Path) -> None:
@@ -165,7 +165,8 @@ def test_artifacts_of_another_machine(tmp_path: Path, capsys: pytest.CaptureFixt
     said = refused(capsys, out, "--to", app)
     assert "the artifact is for aarch64 and the runtime libraries installed here are for x86_64" in said
     assert "--platform manylinux_2_28_aarch64 apache-tvm==" in said and "--runtime FOLDER." in said
-    assert f"is not in '{tmp_path}'" in refused(capsys, out, "--to", app, "--runtime", tmp_path)
+    said = refused(capsys, out, "--to", app, "--runtime", tmp_path)
+    assert f"is not in '{tmp_path}'. Get its libraries: pip" in said and "manylinux_2_28_aarch64 apache-tvm==" in said
     assert os.listdir(tmp_path) == ["out"]
     wheels = wheels_of(183, tmp_path / "wheels")
     app.mkdir()
