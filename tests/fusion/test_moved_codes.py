@@ -1,4 +1,4 @@
-"""Codes that are dequantised, transposed and quantised again as they were stay what they are."""
+"""Codes that are dequantised, moved and quantised again as they were stay what they are."""
 
 from __future__ import annotations
 
@@ -72,3 +72,67 @@ def test_what_is_another_number_is_not(other: dict[str, np.ndarray]) -> None:
     (want,) = onnx.reference.ReferenceEvaluator(proto).run(None, ids)
     found = lowering.compile(proto).run(ids)["y"]
     np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-5 * (np.abs(want).max() + 1e-30))
+
+
+GROWING = """<ir_version: 10, opset_import: ["" : 21]>
+    growing (float[B, 2, P, 8] past, float[B, 2, T, 8] new) => ({outputs})
+        <float s = {{0.02}}, float t = {{0.03}}, int8 z = {{-3}},
+        int64[1] two = {{2}}, int64[5] three = {{1, 1, 3, 1, 1}}, int64[4] own = {{0, 6, -1, 8}}> {{
+      pq = QuantizeLinear (past, s, z)
+      pd = DequantizeLinear (pq, s, z)
+      joined = Concat <axis = 2> (pd, new)
+      jq = QuantizeLinear (joined, {scale}, z)
+      present = DequantizeLinear (jq, {scale}, z)
+      wide = Unsqueeze (present, two)
+      repeated = Expand (wide, three)
+      heads = Reshape (repeated, own)
+      turned = Transpose <perm = [0, 1, 3, 2]> (heads)
+      keys = QuantizeLinear (turned, {scale}, z)
+      {more}
+    }}"""
+
+
+def growing(outputs: str, scale: str = "t", more: str = "") -> onnx.ModelProto:
+    """A cache that is quantised, grows by what is quantised with it, and is read with its heads repeated."""
+    return onnx.parser.parse_model(GROWING.format(outputs=outputs, scale=scale, more=more))
+
+
+CODES = "int8[B, 6, 8, L] keys, float[B, 2, L, 8] present"
+
+
+@pytest.mark.parametrize(
+    ("proto", "left"),
+    [
+        (growing(CODES), 3),  # of the past, once more with the other scale, and of what is new
+        (growing(CODES, scale="s"), 2),
+        (growing(CODES + ", float[B, 2, L, 8] joined"), 2),  # which is read as it is, too
+        (growing(CODES + ", int64[4] size", more="size = Shape (joined)"), 3),
+        (growing(CODES + ", float[B, 6, L, 8] heads"), 3),
+    ],
+    ids=["two scales", "one scale", "read elsewhere", "its size is read", "moved floats are read"],
+)
+def test_what_is_joined_and_repeated_is_bytes(proto: onnx.ModelProto, left: int) -> None:
+    """Exactly, ends of the range included."""
+    fused = fuse(load_model(proto)).graph
+    assert sum(node.op_type == "QuantizeLinear" for node in fused) == left
+    rng, module = np.random.default_rng(3), lowering.compile(proto)
+    for batch, past, new in ((1, 5, 1), (2, 1, 4), (1, 0, 3), (2, 33, 1)):
+        feeds = {
+            name: (rng.standard_normal((batch, 2, length, 8)) * 2).astype(np.float32)
+            for name, length in (("past", past), ("new", new))
+        }
+        want = onnx.reference.ReferenceEvaluator(proto).run(None, feeds)
+        for name, expected in zip((output.name for output in proto.graph.output), want):
+            np.testing.assert_array_equal(module.run(feeds)[name], expected, err_msg=name)
+
+
+def test_scales_of_an_axis_are_joined_as_floats() -> None:
+    proto = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 21]>
+        axis (float[N, 2] a, float[N, 2] b) => (int8[N, 4] q) <float[4] s = {0.1, 0.2, 0.3, 0.4}> {
+          joined = Concat <axis = 1> (a, b)
+          q = QuantizeLinear <axis = 1, output_dtype = 3> (joined, s)
+        }""")
+    assert [node.op_type for node in fuse(load_model(proto)).graph] == ["Concat", "QuantizeLinear"]
+    feeds = {name: np.random.default_rng(0).standard_normal((3, 2), np.float32) for name in "ab"}
+    (want,) = onnx.reference.ReferenceEvaluator(proto).run(None, feeds)
+    np.testing.assert_array_equal(lowering.compile(proto).run(feeds)["q"], want)
