@@ -135,7 +135,7 @@ def test_an_artifact(artifact: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 BAD: dict[str, tuple[list[str], str]] = {
-    "another size": (["--dim", "B=2"], "dimension 'B' is always 1 in the artifact, not 2"),
+    "another size": (["--dim", "B=2"], "dimension 'B' was fixed to 1 when the model was compiled, and is not 2"),
     "a size out of range": (["--dim", "T=9"], "the model takes 5 to 8"),
     "an option of compile": (["--weights", "int8"], "leave out the options of compile"),
     "a pattern of compile": (["--donate", "x"], "leave out the options of compile"),

@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from ..errors import InputError
 from ..manifest import SlotCaches, TensorSpec
+from ..runtime.checks import check_fixed
 from ..runtime.model import Model
 from .made_up import feeds_of, made_up
 from .references import Evaluate
@@ -150,7 +151,8 @@ def session(
             raise InputError(f"a decoder keeps '{name}' itself: leave it out, and let it begin empty.")
     mask = MASK if MASK in specs and not _is_of_others(specs[MASK], ids, specs, caches) else ""
     others = [s for s in specs.values() if s.name not in {*caches, ids, mask, POSITIONS}]
-    known = {dim for spec in (specs[ids], *others) for dim in spec.dims}
+    check_fixed(sizes, compiled.manifest.ranges)
+    known = {dim for spec in (specs[ids], *others) for dim in spec.dims} | compiled.manifest.ranges.keys()
     for name in sizes:
         if name not in known:
             raise InputError(f"the calls of a decoder do not choose dimension '{name}': leave it out.")
