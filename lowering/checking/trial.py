@@ -15,6 +15,7 @@ import onnx_ir as ir
 from ..choices import Precision, Scheme
 from ..compiling import progress
 from ..compiling.compiler import compile
+from ..compiling.overflow import Call
 from ..errors import CompilerError, LoweringError
 from ..graph.model import dtype_name, load_model
 from ..manifest import Manifest
@@ -43,10 +44,11 @@ class Trial:
     donate: tuple[str, ...]
     threads: int | None
     static_cache: int | None
+    calls: Sequence[Call]
 
     @property
     def has_options_of_compile(self) -> bool:
-        given = (self.weights, self.precision, self.static_cache, *self.donate)
+        given = (self.weights, self.precision, self.static_cache, *self.donate, *self.calls)
         return self.target != "cpu" or any(option is not None for option in given)
 
     def options(self) -> Iterator[str]:
@@ -66,7 +68,7 @@ class Trial:
     def compiled(self, model: ir.Model) -> Model:
         return compile(
             model, self.target, self.donate, self.threads,
-            static_cache=self.static_cache, weights=self.weights, precision=self.precision,
+            static_cache=self.static_cache, weights=self.weights, precision=self.precision, calls=self.calls,
         )  # fmt: skip
 
     def compared(

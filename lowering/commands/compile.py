@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..choices import PRECISIONS, SCHEMES
 from ..errors import InputError
-from .options import DIM, PRECISION, TARGET, WEIGHTS, call, dims, positive
+from .options import DIM, PRECISION, TARGET, WEIGHTS, add_calls, call, dims, positive
 from .printed import add_json, print_json
 
 if TYPE_CHECKING:
@@ -44,10 +44,7 @@ def add(add_parser: Callable[..., Any]) -> None:
     c.add_argument("--cache", choices=("model", "int8"), help="with --serve: the type of keys and values in the cache")
     c.add_argument("--weights", choices=SCHEMES, help=WEIGHTS)
     c.add_argument("--precision", choices=PRECISIONS, help=PRECISION)
-    c.add_argument(
-        "--calls", action="append", default=[], type=Path, metavar="FILE.npz",
-        help="with --precision float16: inputs by name of one call, at whose numbers beyond its range nodes stay wide",
-    )  # fmt: skip
+    add_calls(c)
     c.add_argument("--database", type=Path, metavar="DIR", help="records of `tune` that pick the tiles of kernels")
     c.add_argument("--threads", type=positive, help="default number of workers (else the CPUs the caller may use)")
     c.add_argument("--no-checks", action="store_true", help="runs look at no tables of serving operators")

@@ -147,6 +147,14 @@ def arrays(options: list[str]) -> dict[str, Any]:
     return found
 
 
+def add_calls(parser: argparse.ArgumentParser) -> None:
+    """The option of commands that compile, whose files `call` reads."""
+    parser.add_argument(
+        "--calls", action="append", default=[], type=Path, metavar="FILE.npz",
+        help="with --precision float16: inputs by name of one call, at whose numbers beyond its range nodes stay wide",
+    )  # fmt: skip
+
+
 def call(path: Path) -> dict[str, Any]:
     """The arrays of a .npz file, by name. Raises InputError."""
     import numpy as np

@@ -14,7 +14,9 @@ from .options import (
     TARGET,
     VERIFY_KEY,
     WEIGHTS,
+    add_calls,
     arrays,
+    call,
     natural,
     not_negative,
     positive,
@@ -47,6 +49,7 @@ def add(add_parser: Callable[..., Any]) -> None:
     v.add_argument("--target", default="cpu", help=TARGET)
     v.add_argument("--weights", choices=SCHEMES, help=WEIGHTS)
     v.add_argument("--precision", choices=PRECISIONS, help=PRECISION)
+    add_calls(v)
     v.add_argument("--donate", action="append", default=[], metavar="REGEX", help="as for compile")
     v.add_argument(
         "--static-cache", type=positive, metavar="TOKENS", help="as for compile; a prompt and steps follow it"
@@ -98,6 +101,7 @@ def _verify(arguments: argparse.Namespace) -> int:
             arguments.static_cache,
             artifact,
             arguments.reduce,
+            [call(path) for path in arguments.calls],
         )
     if arguments.json:
         print_json(_as_json(result, arguments))
