@@ -81,6 +81,7 @@ RULES = {
             "lowering.importing",
             "lowering.profiling",
             "lowering.runtime",
+            "lowering.serving",
             "lowering.manifest",
             "lowering.notebook",
             "lowering.errors",

@@ -15,11 +15,13 @@ from .options import (
     VERIFY_KEY,
     WEIGHTS,
     add_calls,
+    add_serve,
     arrays,
     call,
     natural,
     not_negative,
     positive,
+    serve,
     sizes,
 )
 from .printed import add_json, print_json
@@ -38,6 +40,7 @@ def add(add_parser: Callable[..., Any]) -> None:
         "of the model that does.",
         example="verify model.onnx --against onnxruntime --dim batch=2\n"
         "verify decoder.onnx --static-cache 64\n"
+        "verify decoder.onnx --serve 2048 --cache int8\n"
         "verify model.onnx --artifact out/",
     )
     v.add_argument("model", type=Path, help="the .onnx file")
@@ -54,6 +57,7 @@ def add(add_parser: Callable[..., Any]) -> None:
     v.add_argument(
         "--static-cache", type=positive, metavar="TOKENS", help="as for compile; a prompt and steps follow it"
     )
+    add_serve(v)
     v.add_argument("--threads", type=positive, help="number of workers")
     v.add_argument("--input", action="append", default=[], metavar="NAME=FILE.npy", help="others are made up")
     v.add_argument(
@@ -102,6 +106,7 @@ def _verify(arguments: argparse.Namespace) -> int:
             artifact,
             arguments.reduce,
             [call(path) for path in arguments.calls],
+            serve(arguments),
         )
     if arguments.json:
         print_json(_as_json(result, arguments))
