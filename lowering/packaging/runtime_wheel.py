@@ -24,7 +24,7 @@ NAME = "onnx-lowering-runtime"
 _PACKAGES = ("commands", "diagnosis", "profiling", "runtime", "serving")
 _MODULES = (
     "__init__.py", "__main__.py", "arithmetic.py", "errors.py", "machine.py", "manifest.py", "notebook.py", "py.typed",
-    "records.py", "version.py",
+    "records.py", "units.py", "version.py",
     "graph/__init__.py", "graph/serve.py",  # what Serve holds
 )  # fmt: skip
 

@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from .. import units
 from ..manifest import Manifest
-from . import units
 from .dump import Dump
 from .elements import Child, E, Node, folded, note, svg, table
 from .script import Main, Sizes, Unknown, called, number

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from .. import units
 from ..manifest import SIGNATURE, Manifest, TensorSpec
 from ..runtime.files import Files
-from . import units
 from .elements import Child, E, Node, facts, folded, note, table
 from .sizes import ChosenSizes
 
