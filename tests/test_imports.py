@@ -93,6 +93,7 @@ RULES = {
     "lowering/reporting": (
         {
             "lowering.reporting",
+            "lowering.about",
             "lowering.arithmetic",
             "lowering.compiling.dump_folder",
             "lowering.attention",
