@@ -18,6 +18,7 @@ from .records import decode
 FORMAT = 6
 FILE, CODE, WEIGHTS, HEADER, HOST = "manifest.json", "model.so", "weights.bin", "model.h", "host.hpp"
 SIGNATURE = "manifest.sig"
+SYMBOL = "__tvm_ffi_"  # in front of the names of functions in a library
 
 MOST_THREADS = 1024
 """The largest number of threads that a call may be given."""
