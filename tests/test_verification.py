@@ -222,6 +222,13 @@ def test_a_decoder_with_static_caches(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(lowering.InputError, match=wanted):
             lowering.verify(DECODER, artifact=model, **options)
 
+    fixed = lowering.compile(DECODER, static_cache=9, dims={"batch": 3, "total": (1, 9)})
+    result = lowering.verify(DECODER, artifact=fixed, sizes={"batch": 3})
+    assert result.first_difference is None and result.inputs["input_ids"].shape == (3, 9)
+    for name, wanted in (("batch", "was fixed to 3 when the model was compiled"), ("total", "do not choose")):
+        with pytest.raises(lowering.InputError, match=wanted):
+            lowering.verify(DECODER, artifact=fixed, sizes={name: 2})
+
     monkeypatch.setattr(Decoder, "fork", copy.copy)  # which shares the caches
     first = lowering.verify(DECODER, artifact=model).first_difference
     assert first is not None and first.name == "logits of token 8"

@@ -143,7 +143,8 @@ def session(
     mask = MASK if MASK in specs and not _is_of_others(specs[MASK], ids, specs, caches) else ""
     others = [s for s in specs.values() if s.name not in {*caches, ids, mask, POSITIONS}]
     check_fixed(sizes, compiled.manifest.ranges)
-    known = {dim for spec in (specs[ids], *others) for dim in spec.dims} | compiled.manifest.ranges.keys()
+    known = {dim for spec in (specs[ids], *others) for dim in spec.dims}
+    known |= {name for name, (low, high) in compiled.manifest.ranges.items() if low == high}
     for name in sizes:
         if name not in known:
             raise InputError(f"the calls of a decoder do not choose dimension '{name}': leave it out.")
