@@ -36,6 +36,7 @@ onnx-lowering verify model.onnx --against onnxruntime                 # compared
 onnx-lowering verify model.onnx --weights int4                        # what that costs
 onnx-lowering verify model.onnx --artifact out/                       # an artifact that is there
 onnx-lowering verify decoder.onnx --static-cache 64                   # a decoder, step by step
+onnx-lowering verify decoder.onnx --serve 2048                        # ... or requests that come and go
 onnx-lowering verify model.onnx --reduce small/                       # and the smallest part that differs
 onnx-lowering tune model.onnx --database tuned/ --budget 20m --dim n=1,128    # measure what its kernels could be,
 onnx-lowering compile model.onnx -o out/ --database tuned/            # ... and use what was found

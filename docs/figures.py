@@ -5,6 +5,7 @@ What runs gave is in docs/figures/data.json, which a test compares with runs of 
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import sys
@@ -20,6 +21,8 @@ import onnx_ir as ir
 import lowering
 from lowering import flex
 from lowering.demo.decoder import DecoderConfig, build_decoder
+from lowering.reporting.memory import plan
+from lowering.reporting.script import Main
 
 matplotlib.use("svg")
 matplotlib.rcParams.update({"svg.hashsalt": "figures", "font.size": 9})
@@ -133,41 +136,18 @@ _STAGES = {
 TOKENS = 128
 
 
-# Lines of a printed function: a tensor in a block; in the place of an earlier one; another name of it; a call.
-_VIEW = re.compile(r'\s+(\w+): .*CreateView", block\d+, R.shape\(\[(.*?)\]\), R.dtype\("(\w+)"\), (.*), ty_args')
-_AGAIN = re.compile(r"\s+(alloc\w*): R.Tensor.* = (\w+)$")
-_ALIAS = re.compile(r'\s+(\w+): R.Tensor.* = (?:R.call_packed\("vm.builtin.ensure_zero_offset", )?(\w+)(?:,|$)')
-_CALL = re.compile(r"\s+cls\.\w+\((.*)\)")
-
-
 def memory() -> Any:
     """Of each intermediate tensor of a decoder its offset, its bytes, and the first and the last call that uses it."""
-    *_, (_, module) = _until("plan_memory", build_decoder(DecoderConfig(layers=2)), donate=("cache_.*",))
-    text = module.script()
-    lines = text[text.index("    def main(") :].splitlines()
-    sizes = {"batch": 1, "tokens": TOKENS, "capacity": 1024}
-    owner: dict[str, str] = {}  # of each name the tensor that it stands for
-    place: dict[str, tuple[int, int]] = {}
-    used: dict[str, list[int]] = {}
-    calls = 0
-    for line in lines:
-        view, again, alias, call = (pattern.match(line) for pattern in (_VIEW, _AGAIN, _ALIAS, _CALL))
-        if view:
-            name, shape, dtype, offset = view.groups()
-            count = int(np.prod([eval(size, {}, sizes) for size in shape.split(", ")]))
-            place[name] = int(eval(offset, {}, sizes)), count * np.dtype(dtype).itemsize
-            owner[name] = name
-        elif again and again[2] in owner:  # another tensor of that shape in that place
-            place[again[1]], owner[again[1]] = place[owner[again[2]]], again[1]
-        elif call:
-            for argument in re.findall(r"\w+", call[1]):
-                if argument in owner:
-                    used.setdefault(owner[argument], []).append(calls)
-            calls += 1
-        elif alias and alias[2] in owner:
-            owner[alias[1]] = owner[alias[2]]
-    tensors = [[*place[name], min(at), max(at)] for name, at in used.items()]
-    return {"calls": calls, "tensors": tensors}
+    modules = dict(_until("plan_memory", build_decoder(DecoderConfig(layers=2)), donate=("cache_.*",)))
+    before, after = (_main(modules[name].script()) for name in ("lower_call_tir", "plan_memory"))
+    found = plan(before, after, {"batch": 1, "tokens": TOKENS, "capacity": 1024})
+    tensors = [[t.offset, t.size, t.first, t.last] for t in found.tensors if t.block is not None]
+    return {"calls": found.calls, "tensors": tensors}
+
+
+def _main(script: str) -> Main:
+    functions = (node for node in ast.walk(ast.parse(script)) if isinstance(node, ast.FunctionDef))
+    return Main(next(function for function in functions if function.name == "main"))
 
 
 def numerics() -> Any:

@@ -1,4 +1,4 @@
-"""Arithmetic of sizes as text, which a manifest holds: names, numbers, + - * // %, min and max."""
+"""Arithmetic of sizes: as text, which a manifest holds (names, numbers, + - * // %, min and max), and of memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from collections.abc import Callable, Mapping
 # No dimension is larger. Products of a few such numbers still fit into 64 bits.
 LARGEST_SIZE = 2**40
 
+PAGE = 4096
+"""Bytes: the granule of the runtime's allocator."""
+
 _SIGNS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -16,6 +19,11 @@ _SIGNS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
+
+
+def size_class(size: int) -> int:
+    """Bytes that are asked of the allocator for so many: a power of two, at least a page (passes/size_classes.py)."""
+    return max(PAGE, 1 << max(size - 1, 0).bit_length())
 
 
 def names(text: str) -> set[str]:

@@ -18,6 +18,7 @@ from .records import decode
 FORMAT = 6
 FILE, CODE, WEIGHTS, HEADER, HOST = "manifest.json", "model.so", "weights.bin", "model.h", "host.hpp"
 SIGNATURE = "manifest.sig"
+SYMBOL = "__tvm_ffi_"  # in front of the names of functions in a library
 
 MOST_THREADS = 1024
 """The largest number of threads that a call may be given."""
@@ -132,11 +133,12 @@ class Manifest:
 
     donated maps the name of a consumed input to the output that takes over its memory. cpu_features are Linux
     /proc/cpuinfo names that the machine must have. ranges gives the smallest and largest legal size of symbolic
-    dimensions by name; any size is legal for those it does not mention. strings is the dictionary of a model's string
-    constants; code k is strings[k]. hashes are SHA-256 of every file by name, and `digest` for the manifest itself;
-    weights_sample is what every load compares instead (the function of that name), "" without weights. architectures
-    are those of the GPUs that it was built for, () for CPUs. threads is the default worker count, None for the caller's
-    affinity. scheme and precision are the `weights` and the `precision` that it was compiled with.
+    dimensions by name; any size is legal for those it does not mention, and where both are equal the dimension was
+    fixed by `compile` and is a number in all dims. strings is the dictionary of a model's string constants; code k is
+    strings[k]. hashes are SHA-256 of every file by name, and `digest` for the manifest itself; weights_sample is what
+    every load compares instead (the function of that name), "" without weights. architectures are those of the GPUs
+    that it was built for, () for CPUs. threads is the default worker count, None for the caller's affinity. scheme and
+    precision are the `weights` and the `precision` that it was compiled with.
     """
 
     inputs: tuple[TensorSpec, ...]

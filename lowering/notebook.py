@@ -24,5 +24,6 @@ def of_model(manifest: Manifest) -> str:
     rows += [("output", t.name, t.dtype, list(t.dims), "") for t in manifest.outputs]
     size = sum(weight.nbytes for weight in manifest.weights) / 2**20
     said = f"model for {manifest.target}, {len(manifest.kernels)} kernels, {size:.1f} MiB of weights"
-    said += "".join(f"\n{name}: {low} to {high}" for name, (low, high) in manifest.ranges.items())
+    for name, (low, high) in manifest.ranges.items():
+        said += f"\n{name}: {low}" if low == high else f"\n{name}: {low} to {high}"
     return table(said, ("", "name", "dtype", "shape", "donated to"), rows)

@@ -156,7 +156,7 @@ def test_sizes_are_called_alike_by_all_commands(tmp_path: Path, capsys: pytest.C
     assert main(["check", str(path), *sizes]) == 0
     capsys.readouterr()
     fixed = said(capsys, "compile", path, "-o", out, "--dim", "x_0_=2", "--dim", "a = b=1..4")
-    assert fixed["inputs"][0]["dims"] == [2, *called[1:]] and fixed["ranges"] == {"a = b": [1, 4]}
+    assert fixed["inputs"][0]["dims"] == [2, *called[1:]] and fixed["ranges"] == {"x_0_": [2, 2], "a = b": [1, 4]}
     assert main(["compile", str(path), "-o", str(out), "--dim", "?=2"]) == 1
     assert (
         "dimension '?' says nothing of a size: such sizes are called by the input and the axis"

@@ -33,7 +33,7 @@ def test_a_fixed_size_is_a_number_and_decides_branches() -> None:
     model = ir.from_proto(branches())
     compiled = lowering.compile(model, dims={"batch": 1, "tokens": (1, 6)})
     assert compiled.manifest.inputs[0].dims == compiled.manifest.outputs[0].dims == (1, "tokens")
-    assert compiled.manifest.ranges == {"tokens": (1, 6)}
+    assert compiled.manifest.ranges == {"batch": (1, 1), "tokens": (1, 6)}
     assert len(compiled.manifest.calls) == 1
     np.testing.assert_array_equal(compiled.run({"x": X[None]})["y"], X[None] * 2)
     with pytest.raises(lowering.InputError, match="'x' must have size 1 along axis 0, not 2"):
@@ -44,7 +44,26 @@ def test_a_fixed_size_is_a_number_and_decides_branches() -> None:
 
 def test_equal_bounds_are_a_number() -> None:
     compiled = lowering.compile(branches(), dims={"batch": (1, 1)})
-    assert compiled.manifest.inputs[0].dims == (1, "tokens") and not compiled.manifest.ranges
+    assert compiled.manifest.inputs[0].dims == (1, "tokens")
+    assert compiled.manifest.ranges == {"batch": (1, 1)}
+
+
+def test_a_fixed_size_keeps_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Who says it once more says nothing new; another one is another model."""
+    compiled = lowering.compile(branches(), dims={"batch": 2})
+    compiled.save(tmp_path / "out")
+    bench, inspect = (["bench", str(tmp_path / "out"), "--seconds", "0"], ["inspect", str(tmp_path / "out")])
+    assert main([*bench, "--dim", "tokens=3", "--dim", "batch=2"]) == 0
+    assert main([*inspect, "--html", str(tmp_path / "page.html"), "--dim", "batch=2"]) == 0
+    assert main(inspect) == 0 and "Legal sizes: batch: 2\n" in capsys.readouterr().out
+    text = r"dimension 'batch' was fixed to 2 when the model was compiled, and is not 1: .* --dim batch=1\."
+    with pytest.raises(lowering.InputError, match=text):
+        lowering.bench(compiled, {"tokens": 3, "batch": 1})
+    with pytest.raises(lowering.InputError, match=text):
+        lowering.verify(branches(), sizes={"batch": 1}, artifact=compiled)
+    assert main([*inspect, "--html", str(tmp_path / "page.html"), "--dim", "batch=1"]) == 1
+    with pytest.raises(lowering.InputError, match=r"dimension 'bach'\. There are: batch, tokens"):
+        lowering.bench(compiled, {"tokens": 3, "bach": 2})
 
 
 def test_other_sizes_take_the_other_branch() -> None:

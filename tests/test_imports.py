@@ -68,6 +68,7 @@ RULES = {
             "lowering.notebook",
             "lowering.arithmetic",
             "lowering.errors",
+            "lowering.units",
         },
         False,
     ),
@@ -81,6 +82,7 @@ RULES = {
             "lowering.importing",
             "lowering.profiling",
             "lowering.runtime",
+            "lowering.serving",
             "lowering.manifest",
             "lowering.notebook",
             "lowering.errors",
@@ -91,6 +93,7 @@ RULES = {
     "lowering/reporting": (
         {
             "lowering.reporting",
+            "lowering.about",
             "lowering.arithmetic",
             "lowering.compiling.dump_folder",
             "lowering.attention",
@@ -99,6 +102,7 @@ RULES = {
             "lowering.manifest",
             "lowering.records",
             "lowering.errors",
+            "lowering.units",
             "schedules",
         },
         False,

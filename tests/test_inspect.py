@@ -28,12 +28,12 @@ def test_an_artifact_in_words(artifact: Path, capsys: pytest.CaptureFixture[str]
     shown = capsys.readouterr().out
     manifest = lowering.load(artifact).manifest
     for text in (
-        "for cpu:x86-64-v3, which needs ",
+        "Target: cpu:x86-64-v3, which needs ",
         "  ids: int64[batch, tokens]\n",
         "  cache_k.0: float32[batch, 2, capacity, 16], donated to present_k.0\n",
         "  logits: float32[batch, 50]\n",
-        "tokens is from 1 to 32\n",
-        f"{len(manifest.weights)} weights",
+        "Legal sizes: tokens: 1 to 32\n",
+        f"Weights: {len(manifest.weights)}, ",
         f"{len(manifest.calls)} calls of {len(manifest.kernels)} kernels\n",
     ):
         assert text in shown

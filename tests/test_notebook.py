@@ -88,6 +88,6 @@ def test_a_tuning() -> None:
     text, rows = shown(tuning)
     summary = "took 1:01; 1 of 2 kernels got faster, a run 1.33x by their shares, measured 1.25x"
     assert text.splitlines() == [summary, "records: tuned/here", "not tuned: relu (r): it <is> nothing"]
-    found = ["exp", ODD, "tiles", "50.0%", "16", "2.000 ms", "1.000 ms", "2.00x", "1.60x", "2 wrong"]
+    found = ["exp", ODD, "tiles", "50.0%", "16", "2 ms", "1 ms", "2.00x", "1.60x", "2 wrong"]
     assert rows[1:] == [found] and len(rows[0]) == len(found)
     assert repr(tuning) == f"Tuning({summary}; records: tuned/here)"

@@ -226,6 +226,16 @@ def test_numbers_that_float16_cannot_hold(tmp_path: Path) -> None:
     for found, right in zip(lowering.load(tmp_path / "out").run(call).values(), want):
         np.testing.assert_allclose(found, right, rtol=2e-2, atol=2e-3)
 
+    command = ["verify", str(tmp_path / "m.onnx"), "--precision", "float16"]
+    for name, array in call.items():
+        np.save(tmp_path / f"{name}.npy", array)
+        command += ["--input", f"{name}={tmp_path / name}.npy"]
+    assert main(command) == 1
+    command += ["--calls", str(tmp_path / "call.npz")]
+    assert main(command) == 0
+    assert main([*command, "--reduce", str(tmp_path / "small")]) == 1 and not (tmp_path / "small").exists()
+    assert main([*command[:2], "--artifact", str(tmp_path / "out"), *command[4:]]) == 1  # which has its own
+
 
 def test_numbers_that_float16_holds_change_nothing() -> None:
     proto, call = large(1)

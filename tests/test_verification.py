@@ -21,6 +21,7 @@ from lowering.commands.cli import main
 from lowering.compiling.compiler import compile_to
 from lowering.manifest import FILE, Manifest, TensorSpec
 from lowering.runtime.decoder import Decoder
+from lowering.serving.paged_cache import PagedKVCache
 
 ROWS, POSITIONS, WIDTH = 50, 12, 96
 
@@ -135,7 +136,7 @@ def test_an_artifact(artifact: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 BAD: dict[str, tuple[list[str], str]] = {
-    "another size": (["--dim", "B=2"], "dimension 'B' is always 1 in the artifact, not 2"),
+    "another size": (["--dim", "B=2"], "dimension 'B' was fixed to 1 when the model was compiled, and is not 2"),
     "a size out of range": (["--dim", "T=9"], "the model takes 5 to 8"),
     "an option of compile": (["--weights", "int8"], "leave out the options of compile"),
     "a pattern of compile": (["--donate", "x"], "leave out the options of compile"),
@@ -221,6 +222,13 @@ def test_a_decoder_with_static_caches(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(lowering.InputError, match=wanted):
             lowering.verify(DECODER, artifact=model, **options)
 
+    fixed = lowering.compile(DECODER, static_cache=9, dims={"batch": 3, "total": (1, 9)})
+    result = lowering.verify(DECODER, artifact=fixed, sizes={"batch": 3})
+    assert result.first_difference is None and result.inputs["input_ids"].shape == (3, 9)
+    for name, wanted in (("batch", "was fixed to 3 when the model was compiled"), ("total", "do not choose")):
+        with pytest.raises(lowering.InputError, match=wanted):
+            lowering.verify(DECODER, artifact=fixed, sizes={name: 2})
+
     monkeypatch.setattr(Decoder, "fork", copy.copy)  # which shares the caches
     first = lowering.verify(DECODER, artifact=model).first_difference
     assert first is not None and first.name == "logits of token 8"
@@ -231,6 +239,52 @@ def test_static_cache_of_the_command(capsys: pytest.CaptureFixture[str]) -> None
     assert main(["verify", str(decoder), "--static-cache", "8"]) == 0
     out = capsys.readouterr().out
     assert "logits of token 7 of a fork: max abs" in out and "all outputs agree with reference" in out
+
+
+def test_a_served_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that come and go, share a block, wait for blocks and are put back: each gets what it gets alone."""
+    model = lowering.compile(DECODER, serve=lowering.Serve(40, tokens_per_block=8))
+    add, shared = PagedKVCache.add, []
+    monkeypatch.setattr(PagedKVCache, "add", lambda *given: shared.append(add(*given)) or shared[-1])  # type: ignore[func-returns-value]
+    result = lowering.verify(DECODER, artifact=model)
+    assert result.first_difference is None and result.allowed.startswith("of each element")
+    assert [c.name for c in result.comparisons][:2] == [f"logits of request {r}, tokens 9 to 16" for r in (0, 1)]
+    assert result.inputs["input_ids"].shape == (5, 16) and shared == [0, 8, 0, 0, 0, 0]  # the last one twice
+    longer = lowering.verify(DECODER, artifact=model, sizes={"tokens": 40}, seed=1)
+    assert longer.first_difference is None and longer.inputs["input_ids"].shape == (5, 40)
+    ids = np.full((1, 3), 5)
+    result = lowering.verify(DECODER, artifact=model, inputs={"input_ids": ids})
+    assert result.first_difference is None and len(result.comparisons) == 1
+
+    for options, wanted in (
+        ({"inputs": {"attention_mask": np.ones((1, 1))}}, "given tokens alone, and knows 'attention_mask' itself"),
+        ({"sizes": {"past": 2}}, "do not choose dimension 'past'"),
+        ({"sizes": {"tokens": 41}}, "the requests have 41 tokens, and the model was compiled for at most 40"),
+        ({"inputs": {"input_ids": np.zeros(3)}}, "'input_ids' must be integers \\[batch, tokens\\], not float64"),
+        ({"serve": lowering.Serve(40)}, "leave out the options of compile"),
+    ):
+        with pytest.raises(lowering.InputError, match=wanted):
+            lowering.verify(DECODER, artifact=model, **options)
+    other = onnx.load(DECODER)
+    other.graph.input[3].type.tensor_type.shape.dim[3].dim_value = 8
+    with pytest.raises(lowering.ArtifactError, match=r"for pasts \[batch,1,length,4\], .* one of .*8\]"):
+        lowering.verify(other, artifact=model)
+    with pytest.raises(lowering.ArtifactError, match="it takes 'input_ids', which the model does not"):
+        lowering.verify(DECODER.parents[1] / "flan-t5-past-dynamo18-batch1" / "model.onnx", artifact=model)
+
+    first = lowering.verify(DECODER, artifact=model, seed=2).inputs["input_ids"][0]
+    monkeypatch.setattr(PagedKVCache, "add", lambda cache, name, ids: add(cache, name, first[: len(ids)]))
+    wrong = lowering.verify(DECODER, artifact=model, seed=2).first_difference
+    assert wrong is not None and wrong.rms > 0.5 and "request 2" in wrong.name  # which reads what others wrote
+
+
+def test_serve_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(DECODER), "--serve", "24", "--cache", "int8"]) == 0
+    out = capsys.readouterr().out
+    assert "allowed: 0.1 of an output's rms, for cache int8" in out and "logits of request 4, token" in out
+    assert main(["verify", str(DECODER), "--serve", "24", "--reduce", "small"]) == 1
+    assert main(["verify", str(DECODER), "--cache", "int8"]) == 1
+    assert "give both" in capsys.readouterr().err
 
 
 def test_halved_caches_are_compared_as_what_they_were() -> None:

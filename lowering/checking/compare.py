@@ -9,6 +9,8 @@ from typing import Any
 import ml_dtypes  # noqa: F401  (NumPy knows bfloat16 by it)
 import numpy as np
 
+from ..manifest import Manifest
+
 RTOL, ATOL = 1e-3, 1e-5
 """By how much elements may differ, where everything is computed in float32 or wider."""
 
@@ -16,7 +18,7 @@ RTOL, ATOL = 1e-3, 1e-5
 # several times over.
 _ROUNDED = {
     "float16": 2e-2, "bfloat16": 0.1, "fast": 0.1, "tf32": 2e-2,
-    "weights f16": 1e-2, "weights int8": 0.1, "weights int4": 0.3,
+    "weights f16": 1e-2, "weights int8": 0.1, "weights int4": 0.3, "cache int8": 0.1,
 }  # fmt: skip
 
 FACTOR = 2
@@ -37,14 +39,12 @@ class Allowed:
     strict: bool = False
 
     @staticmethod
-    def of(
-        types: Iterable[str], scheme: str | None, precision: str | None, rtol: float | None, atol: float | None
-    ) -> Allowed:
-        """types are those of a model's inputs, outputs and weights; scheme and precision are as for `compile`, and a
+    def of(types: Iterable[str], manifest: Manifest, rtol: float | None, atol: float | None) -> Allowed:
+        """types are those of a model's inputs, outputs and weights; the manifest says how it was compiled, and a
         tolerance that is given takes the place of everything else."""
-        rounding = max(
-            {f"weights {scheme}", str(precision), *types} & _ROUNDED.keys(), key=_ROUNDED.__getitem__, default=None
-        )
+        cache = "" if manifest.served is None else f"cache {manifest.served.dtype}"
+        found = {f"weights {manifest.scheme}", str(manifest.precision), cache, *types}
+        rounding = max(found & _ROUNDED.keys(), key=_ROUNDED.__getitem__, default=None)
         strict = rtol is not None or atol is not None
         if rounding is not None and not strict:
             return Allowed(0.0, 0.0, _ROUNDED[rounding], rounding)

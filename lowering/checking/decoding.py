@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from ..errors import InputError
 from ..manifest import SlotCaches, TensorSpec
+from ..runtime.checks import check_fixed
 from ..runtime.model import Model
 from .made_up import feeds_of, made_up
 from .references import Evaluate
@@ -49,7 +50,7 @@ class Session:
         """What each of the results is of."""
         found, end = [], 0
         for number, size in enumerate(self.calls):
-            which = f"token {end + 1}" if size == 1 else f"tokens {end + 1} to {end + size}"
+            which = said(end + 1, end + size)
             found.append(f"{self.output} of {which}")
             if number == 1:
                 found.append(f"{self.output} of {which} of a fork")
@@ -92,17 +93,8 @@ class _Growing:
         self._types = {value.name or "": value for value in session.model.graph.inputs}
         self._outputs = [value.name for value in session.model.graph.outputs]
         self._seen = session.counts[:, :0]
-        self._past = {name: self._empty(self._types[name]) for name in session.compiled.manifest.donated}
-
-    def _empty(self, past: ir.Value) -> np.ndarray:
-        assert past.shape is not None and past.dtype is not None
-        _, heads, length, size = past.shape
-        if not (isinstance(heads, int) and isinstance(size, int)) or isinstance(length, int):
-            raise InputError(
-                f"the past '{past.name}' is {past.shape}, and cannot begin empty: "
-                "verify follows decoders whose past has a symbolic length, and no other symbolic size but its batch."
-            )
-        return np.zeros((len(self._seen), heads, 0, size), past.dtype.numpy())
+        caches = session.compiled.manifest.donated
+        self._past = {name: empty_past(self._types[name], len(self._seen)) for name in caches}
 
     def fork(self) -> _Growing:
         return copy.copy(self)  # nothing is written in place
@@ -150,13 +142,15 @@ def session(
             raise InputError(f"a decoder keeps '{name}' itself: leave it out, and let it begin empty.")
     mask = MASK if MASK in specs and not _is_of_others(specs[MASK], ids, specs, caches) else ""
     others = [s for s in specs.values() if s.name not in {*caches, ids, mask, POSITIONS}]
+    check_fixed(sizes, compiled.manifest.ranges)
     known = {dim for spec in (specs[ids], *others) for dim in spec.dims}
+    known |= {name for name, (low, high) in compiled.manifest.ranges.items() if low == high}
     for name in sizes:
         if name not in known:
             raise InputError(f"the calls of a decoder do not choose dimension '{name}': leave it out.")
     batch, tokens = (_size(specs[ids], axis, sizes, default) for axis, default in ((0, 2), (1, _PROMPT)))
     if ids in given:
-        batch, total = _checked(given[ids], ids).shape
+        batch, total = checked_ids(given[ids], ids).shape
         first = max(1, total - _CALLS)
         calls = (first,) + (1,) * (total - first)
     elif isinstance(specs[ids].dims[1], int):
@@ -192,7 +186,25 @@ def _size(spec: TensorSpec, axis: int, sizes: Mapping[str, int], default: int) -
     return dim if isinstance(dim, int) else sizes.get(dim, default)
 
 
-def _checked(ids: Any, name: str) -> np.ndarray:
+def said(first: int, last: int) -> str:
+    """Tokens, counted from 1."""
+    return f"token {last}" if first == last else f"tokens {first} to {last}"
+
+
+def empty_past(past: ir.Value, batch: int) -> np.ndarray:
+    """An array of no rows for an input [batch, heads, length, size]. Raises InputError for any other input."""
+    assert past.shape is not None and past.dtype is not None
+    heads, length, size = (past.shape[axis] for axis in (1, 2, 3)) if len(past.shape) == 4 else (None, None, None)
+    if not (isinstance(heads, int) and isinstance(size, int)) or isinstance(length, int):
+        raise InputError(
+            f"the past '{past.name}' is {past.shape}, and cannot begin empty: "
+            "verify follows decoders whose past has a symbolic length, and no other symbolic size but its batch."
+        )
+    return np.zeros((batch, heads, 0, size), past.dtype.numpy())
+
+
+def checked_ids(ids: Any, name: str) -> np.ndarray:
+    """Raises InputError for what are no token ids."""
     array = np.asarray(ids)
     if array.ndim != 2 or array.dtype.kind not in "iu" or not array.size:
         raise InputError(f"'{name}' must be integers [batch, tokens], not {array.dtype}{list(array.shape)}.")

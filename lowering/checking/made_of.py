@@ -8,19 +8,15 @@ import onnx_ir as ir
 
 from ..errors import ArtifactError
 from ..graph.model import dtype_name
-from ..manifest import Manifest, TensorSpec
+from ..manifest import Manifest, ServedCache, TensorSpec
 
 _HALVES = ("float16", "bfloat16")  # of caches, for a precision
 
 
 def check_made_of(manifest: Manifest, model: ir.Model) -> None:
-    """Raises ArtifactError for an artifact of another model, and for one that no reference of the model can be compared
-    with."""
-    if manifest.served is not None:
-        raise ArtifactError(
-            "an artifact of compile --serve takes packed requests, for which no reference computes the model."
-        )
-    differs = next(_differences(manifest, model), None)
+    """Raises ArtifactError for an artifact of another model."""
+    found = _differences(manifest, model) if manifest.served is None else _of_served(manifest, manifest.served, model)
+    differs = next(found, None)
     if differs is not None:
         raise ArtifactError(f"the artifact was not made of this model: {differs}.")
 
@@ -40,6 +36,23 @@ def _differences(manifest: Manifest, model: ir.Model) -> Iterator[str]:
         halved = manifest.precision is not None and spec.dtype in _HALVES and dtype == "float32"
         if not (dtype == spec.dtype or halved) or not _fits(spec, shape):
             yield f"it takes {spec}, and the model {dtype}{'' if shape is None else shape}"
+
+
+def _of_served(manifest: Manifest, served: ServedCache, model: ir.Model) -> Iterator[str]:
+    """What is left of the model's inputs are its ids; its caches are those of the layers in the pool."""
+    theirs = {value.name: value for value in model.graph.inputs if value.name not in model.graph.initializers}
+    if served.ids not in theirs:
+        yield f"it takes '{served.ids}', which the model does not"
+    output, first = manifest.outputs[0].name, model.graph.outputs[0].name
+    if output != first:
+        yield f"its output is '{output}', and the model's first one '{first}'"
+    pasts = [shape for value in theirs.values() if (shape := value.shape) is not None and len(shape) == 4]
+    if len(pasts) != 2 * served.layers:
+        yield f"it keeps keys and values of {served.layers} layers, and the model has {len(pasts)} inputs of a past"
+    for shape in pasts:
+        if (shape[1], shape[3]) != (served.kv_heads, served.head_dim):
+            kept = f"[batch,{served.kv_heads},length,{served.head_dim}]"
+            yield f"it was made for pasts {kept}, and the model has one of {shape}"
 
 
 def _fits(spec: TensorSpec, shape: ir.Shape | None) -> bool:

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ..errors import InputError
 from ..graph.model import dtype_name
 from ..manifest import TensorSpec
 from ..profiling.inputs import is_integer, random_input
+from ..runtime.checks import check_fixed
 from ..runtime.elements import STORAGE
 from .references import Feeds
 
@@ -51,17 +51,11 @@ def feeds_of(
     given; one that is named as a sum of others, such as "past + tokens", is that; all others are 4, or as near to it as
     their range allows. Raises InputError for a size that the artifact has fixed otherwise.
     """
+    check_fixed(sizes, ranges)
     known = {str(dim): min(max(_SIZE, low), high) for dim, (low, high) in ranges.items()}
-    declared = {value.name: value.shape for value in model.graph.inputs}
     for spec in specs:
         if spec.name in given:
             known |= dict(zip(map(str, spec.dims), np.shape(given[spec.name])))
-        for dim, fixed in zip(declared[spec.name] or (), spec.dims):
-            name = dim.value if isinstance(dim, ir.SymbolicDim) else None
-            if isinstance(fixed, int) and name is not None:
-                known[name] = fixed
-                if sizes.get(name, fixed) != fixed:
-                    raise InputError(f"dimension '{name}' is always {fixed} in the artifact, not {sizes[name]}.")
     known |= sizes
     names = {dim for spec in specs for dim in spec.dims if isinstance(dim, str)}
     for name in names - known.keys():

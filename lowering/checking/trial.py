@@ -15,18 +15,21 @@ import onnx_ir as ir
 from ..choices import Precision, Scheme
 from ..compiling import progress
 from ..compiling.compiler import compile
+from ..compiling.overflow import Call
 from ..errors import CompilerError, LoweringError
 from ..graph.model import dtype_name, load_model
+from ..graph.serve import Serve
 from ..manifest import Manifest
 from ..runtime import Model
 from ..runtime.elements import ElementType
 from . import reproducer
 from .compare import Allowed, Comparison, beside_truth, compare
-from .decoding import session
+from .decoding import Session, session
 from .made_up import feeds_of
 from .reduce import reduce
 from .references import Against, Evaluate, Feeds, reference
 from .reproducer import Reproducer
+from .served import Requests, requests
 from .truth import in_float64
 
 
@@ -43,10 +46,12 @@ class Trial:
     donate: tuple[str, ...]
     threads: int | None
     static_cache: int | None
+    calls: Sequence[Call]
+    serve: Serve | None
 
     @property
     def has_options_of_compile(self) -> bool:
-        given = (self.weights, self.precision, self.static_cache, *self.donate)
+        given = (self.weights, self.precision, self.static_cache, self.serve, *self.donate, *self.calls)
         return self.target != "cpu" or any(option is not None for option in given)
 
     def options(self) -> Iterator[str]:
@@ -66,7 +71,8 @@ class Trial:
     def compiled(self, model: ir.Model) -> Model:
         return compile(
             model, self.target, self.donate, self.threads,
-            static_cache=self.static_cache, weights=self.weights, precision=self.precision,
+            static_cache=self.static_cache, serve=self.serve, weights=self.weights, precision=self.precision,
+            calls=self.calls,
         )  # fmt: skip
 
     def compared(
@@ -80,9 +86,13 @@ class Trial:
     ) -> tuple[dict[str, Any], Allowed, list[Comparison]]:
         """The inputs, what is allowed, and the comparisons."""
         manifest = compiled.manifest
-        allowed = Allowed.of(_types(model), manifest.scheme, manifest.precision, self.rtol, self.atol)
+        allowed = Allowed.of(_types(model), manifest, self.rtol, self.atol)
+        talk: Session | Requests | None = None
         if manifest.slots is not None:
             talk = session(model, compiled, manifest.slots, given, sizes, rng)
+        elif manifest.served is not None:
+            talk = requests(model, compiled, manifest.served, given, sizes, rng)
+        if talk is not None:
             return talk.inputs, allowed, self._judged(model, talk.names, talk.ours(), talk.theirs, evaluate, allowed)
         feeds = feeds_of(model, manifest.inputs, manifest.ranges, given, sizes, rng)
         narrow, declared = _halved(model, manifest)

@@ -12,9 +12,11 @@ import onnx_ir as ir
 
 from ..choices import Precision, Scheme
 from ..compiling.compiler import compile
+from ..compiling.overflow import Call
 from ..errors import CompilerError, InputError, LoweringError
 from ..graph.declared_sizes import with_sizes
 from ..graph.model import ModelLike, load_model
+from ..graph.serve import Serve
 from ..notebook import table
 from ..runtime import Model, load
 from . import reproducer
@@ -71,13 +73,16 @@ def verify(
     static_cache: int | None = None,
     artifact: str | Path | Model | None = None,
     reduce: str | Path | None = None,
+    calls: Sequence[Call] = (),
+    serve: Serve | None = None,
 ) -> Verification:
     """Compares every output of the compiled model with onnx's reference evaluator or ONNX Runtime.
 
     What is compared is `artifact`, a folder or a loaded model that was made of the model, or else the model compiled
-    with target, weights, precision, donate, threads and static_cache, which are as for `compile`. The reference
-    computes the model as it is. A decoder with static caches reads a prompt, some tokens and, by a fork, others in
-    their place (decoding.py), and the logits of each call are compared.
+    with target, weights, precision, calls, donate, threads, static_cache and serve, which are as for `compile`. The
+    reference computes the model as it is. A decoder with static caches reads a prompt, some tokens and, by a fork,
+    others in their place (decoding.py), and the logits of each call are compared. A served decoder answers requests
+    that come and go (served.py), and the reference each of them alone.
 
     inputs gives some or all inputs; the others are made up by seed (made_up.py). sizes gives symbolic dimensions by
     name; where it says nothing they are those of the inputs that are given, or 4. An element is close when
@@ -95,15 +100,17 @@ def verify(
     """
     loaded = load_model(model)
     given, sizes = dict(inputs or {}), sizes or {}
-    trial = Trial(against, target, rtol, atol, weights, precision, tuple(donate), threads, static_cache)
+    trial = Trial(against, target, rtol, atol, weights, precision, tuple(donate), threads, static_cache, calls, serve)
     folder = None if reduce is None else Path(reduce)
     if artifact is not None and trial.has_options_of_compile:
         raise InputError("an artifact says itself how it was compiled: leave out the options of compile.")
     if folder is not None:
-        if artifact is not None or static_cache is not None:
+        if artifact is not None or static_cache is not None or serve is not None:
             raise InputError(
                 "reduce compiles parts of a model, which are no artifacts and no decoders: leave these out."
             )
+        if calls:
+            raise InputError("reduce compiles parts of a model, of which calls of the whole are none: leave calls out.")
         reproducer.check_free(folder)
     _check_inputs(given, loaded)
     with_sizes(loaded, sizes)  # refuses names that no input has; the model stays symbolic

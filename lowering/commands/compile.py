@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..choices import PRECISIONS, SCHEMES
-from ..errors import InputError
-from .options import DIM, PRECISION, TARGET, WEIGHTS, call, dims, positive
+from .options import DIM, PRECISION, TARGET, WEIGHTS, add_calls, add_serve, call, dims, positive, serve
 from .printed import add_json, print_json
 
 if TYPE_CHECKING:
-    from ..graph.serve import Serve
     from ..manifest import Manifest
 
 
@@ -38,16 +36,10 @@ def add(add_parser: Callable[..., Any]) -> None:
     c.add_argument(
         "--static-cache", type=positive, metavar="TOKENS", help="turn a growing past into in-place slot caches"
     )
-    c.add_argument(
-        "--serve", type=positive, metavar="CONTEXT", help="serve packed requests of up to so many tokens, paged"
-    )
-    c.add_argument("--cache", choices=("model", "int8"), help="with --serve: the type of keys and values in the cache")
+    add_serve(c)
     c.add_argument("--weights", choices=SCHEMES, help=WEIGHTS)
     c.add_argument("--precision", choices=PRECISIONS, help=PRECISION)
-    c.add_argument(
-        "--calls", action="append", default=[], type=Path, metavar="FILE.npz",
-        help="with --precision float16: inputs by name of one call, at whose numbers beyond its range nodes stay wide",
-    )  # fmt: skip
+    add_calls(c)
     c.add_argument("--database", type=Path, metavar="DIR", help="records of `tune` that pick the tiles of kernels")
     c.add_argument("--threads", type=positive, help="default number of workers (else the CPUs the caller may use)")
     c.add_argument("--no-checks", action="store_true", help="runs look at no tables of serving operators")
@@ -79,7 +71,7 @@ def _compile(arguments: argparse.Namespace) -> int:
             static_cache=arguments.static_cache,
             weights=arguments.weights,
             database=arguments.database,
-            serve=_serve(arguments),
+            serve=serve(arguments),
             dump=dump,
             sign_key=arguments.sign,
             checks=not arguments.no_checks,
@@ -122,13 +114,3 @@ def _summary(folder: Path, manifest: Manifest) -> dict[str, Any]:
         "kernels": kernels,
         "notes": manifest.notes,
     }
-
-
-def _serve(arguments: argparse.Namespace) -> Serve | None:
-    if arguments.serve is None:
-        if arguments.cache is not None:
-            raise InputError("--cache says how --serve CONTEXT keeps keys and values: give both.")
-        return None
-    from ..graph.serve import Serve
-
-    return Serve(arguments.serve, cache=arguments.cache or "model")

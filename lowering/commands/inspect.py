@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,46 +69,28 @@ def _html(arguments: argparse.Namespace, files: Files, manifest: Manifest) -> in
 
 
 def _about(files: Files, manifest: Manifest) -> Iterator[str]:
-    from ..manifest import SIGNATURE
+    from ..about import about
 
-    needed = f", which needs {', '.join(manifest.cpu_features)}" if manifest.cpu_features else ""
-    yield f"for {manifest.target}{needed}; threads: {manifest.threads or 'the CPUs that a process may use'}"
-    versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
-    yield f"made by {versions}; format {manifest.format}{'; signed' if SIGNATURE in files else ''}"
-    for title, tensors in (("inputs", manifest.inputs), ("outputs", manifest.outputs)):
+    yield from (f"{title}: {text}" for title, text in about(files, manifest))
+    for title, tensors in (("Inputs", manifest.inputs), ("Outputs", manifest.outputs)):
         yield f"{title}:"
         for tensor in tensors:
-            donated = manifest.donated.get(tensor.name) if title == "inputs" else None
+            donated = manifest.donated.get(tensor.name) if title == "Inputs" else None
             yield f"  {tensor}" + (f", donated to {donated}" if donated else "")
-    for name, (low, high) in manifest.ranges.items():
-        yield f"{name} is {low}" if low == high else f"{name} is from {low} to {high}"
-    if manifest.slots is not None:
-        yield f"caches of {manifest.slots.capacity} slots, of which '{manifest.slots.length}' says how many are filled"
-    if manifest.served is not None:
-        of = manifest.served
-        pages = f"pages of {of.tokens_per_block}, keys and values {of.dtype}"
-        yield f"serves requests of up to {of.context} tokens, in {pages}"
-    code = sum(files.size(name) for name in manifest.code().values() if name in files)
-    size = sum(weight.nbytes for weight in manifest.weights)
-    yield f"{len(manifest.weights)} weights, {size / 2**20:.1f} MiB; code, {code / 2**20:.1f} MiB"
     for note in manifest.notes:
         yield f"note: {note}"
 
 
 def _kernels(manifest: Manifest) -> Iterator[str]:
-    """A line for each kernel; those that are called most come first."""
+    """A line for each kernel."""
+    from ..about import most_called
     from ..profiling.report import aligned
 
-    counts = Counter(call.kernel for call in manifest.calls)
-    nodes: dict[str, str] = {}
-    for call in manifest.calls:
-        nodes.setdefault(call.kernel, ", ".join(call.nodes))
-    rows: list[tuple[str, ...]] = [("calls", "kernel", "computes", "schedule", "tiles", "its first ONNX nodes")]
-    for kernel in sorted(manifest.kernels, key=lambda kernel: -counts[kernel.name]):
-        first = nodes.get(kernel.name, "")
-        short = first if len(first) <= _NODES else f"{first[: _NODES - 3]}..."
-        source = kernel.source or "default"
-        rows.append((str(counts[kernel.name]), kernel.name, kernel.kind, kernel.schedule, source, short or "-"))
+    rows: list[tuple[str, ...]] = [("calls", "kernel", "computes", "schedule", "tiles", "ONNX nodes")]
+    for kernel, count, nodes in most_called(manifest):
+        named = ", ".join(nodes) or "-"
+        short = named if len(named) <= _NODES else f"{named[: _NODES - 3]}..."
+        rows.append((str(count), kernel.name, kernel.kind, kernel.schedule, kernel.source or "default", short))
     yield f"{len(manifest.calls)} calls of {len(manifest.kernels)} kernels"
     yield from aligned(rows)
 

@@ -7,10 +7,13 @@ import functools
 import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..arithmetic import LARGEST_SIZE
 from ..errors import InputError
+
+if TYPE_CHECKING:
+    from ..graph.serve import Serve
 
 TARGET = (
     "cpu (this machine, the default), cpu:x86-64-v3, cpu:x86-64-v4, cpu:aarch64, cuda (the GPU here), or cuda: and "
@@ -145,6 +148,35 @@ def arrays(options: list[str]) -> dict[str, Any]:
                 f"--input {option}: {path} is no .npy file, or is cut off (numpy.save writes one)."
             ) from error
     return found
+
+
+def add_serve(parser: argparse.ArgumentParser) -> None:
+    """The options of commands that compile, of which `serve` makes what `compile` is told."""
+    parser.add_argument(
+        "--serve", type=positive, metavar="CONTEXT", help="serve packed requests of up to so many tokens, paged"
+    )
+    parser.add_argument(
+        "--cache", choices=("model", "int8"), help="with --serve: the type of keys and values in the cache"
+    )
+
+
+def serve(arguments: argparse.Namespace) -> Serve | None:
+    """Raises InputError for --cache without --serve."""
+    if arguments.serve is None:
+        if arguments.cache is not None:
+            raise InputError("--cache says how --serve CONTEXT keeps keys and values: give both.")
+        return None
+    from ..graph.serve import Serve
+
+    return Serve(arguments.serve, cache=arguments.cache or "model")
+
+
+def add_calls(parser: argparse.ArgumentParser) -> None:
+    """The option of commands that compile, whose files `call` reads."""
+    parser.add_argument(
+        "--calls", action="append", default=[], type=Path, metavar="FILE.npz",
+        help="with --precision float16: inputs by name of one call, at whose numbers beyond its range nodes stay wide",
+    )  # fmt: skip
 
 
 def call(path: Path) -> dict[str, Any]:

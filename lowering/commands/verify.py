@@ -14,10 +14,14 @@ from .options import (
     TARGET,
     VERIFY_KEY,
     WEIGHTS,
+    add_calls,
+    add_serve,
     arrays,
+    call,
     natural,
     not_negative,
     positive,
+    serve,
     sizes,
 )
 from .printed import add_json, print_json
@@ -36,6 +40,7 @@ def add(add_parser: Callable[..., Any]) -> None:
         "of the model that does.",
         example="verify model.onnx --against onnxruntime --dim batch=2\n"
         "verify decoder.onnx --static-cache 64\n"
+        "verify decoder.onnx --serve 2048 --cache int8\n"
         "verify model.onnx --artifact out/",
     )
     v.add_argument("model", type=Path, help="the .onnx file")
@@ -47,10 +52,12 @@ def add(add_parser: Callable[..., Any]) -> None:
     v.add_argument("--target", default="cpu", help=TARGET)
     v.add_argument("--weights", choices=SCHEMES, help=WEIGHTS)
     v.add_argument("--precision", choices=PRECISIONS, help=PRECISION)
+    add_calls(v)
     v.add_argument("--donate", action="append", default=[], metavar="REGEX", help="as for compile")
     v.add_argument(
         "--static-cache", type=positive, metavar="TOKENS", help="as for compile; a prompt and steps follow it"
     )
+    add_serve(v)
     v.add_argument("--threads", type=positive, help="number of workers")
     v.add_argument("--input", action="append", default=[], metavar="NAME=FILE.npy", help="others are made up")
     v.add_argument(
@@ -98,6 +105,8 @@ def _verify(arguments: argparse.Namespace) -> int:
             arguments.static_cache,
             artifact,
             arguments.reduce,
+            [call(path) for path in arguments.calls],
+            serve(arguments),
         )
     if arguments.json:
         print_json(_as_json(result, arguments))

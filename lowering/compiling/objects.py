@@ -27,12 +27,10 @@ from tvm.tirx import compilation_pipeline
 from schedules import CODE, CONSIDERED
 from schedules.cpu.dot_int8 import INSTRUCTION
 
+from ..manifest import SYMBOL
 from ..target import Target
 from . import object_cache, progress
 from .fingerprints import sources
-
-_PREFIX = "__tvm_ffi_"
-"""Of the symbols of functions."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,7 @@ def link_options(kernels: Sequence[Object], folder: str | Path) -> list[str]:
         path = Path(folder) / f"{symbol}.o"
         path.write_bytes(code)
         options.append(str(path))
-    names = [f"-Wl,--defsym={_PREFIX}{kernel.name}={_PREFIX}{kernel.symbol}" for kernel in kernels]
+    names = [f"-Wl,--defsym={SYMBOL}{kernel.name}={SYMBOL}{kernel.symbol}" for kernel in kernels]
     return options + names
 
 

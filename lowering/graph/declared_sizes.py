@@ -60,12 +60,12 @@ def with_sizes(model: ir.Model, dims: Dims) -> ir.Model:
 
 
 def ranges(dims: Dims, model: ir.Model) -> dict[str, tuple[int, int]]:
-    """The smallest and the largest size of the dimensions that have more than one.
+    """The smallest and the largest size of dimensions, of which `with_sizes` has made numbers where both are equal.
 
     Raises InputError for a dimension that no input has.
     """
-    legal = {name: (low, high) for name, (low, high) in _bounds(dims).items() if low != high}
-    check_dimensions(legal, _symbolic(model))
+    legal = _bounds(dims)
+    check_dimensions((name for name, (low, high) in legal.items() if low != high), _symbolic(model))
     return legal
 
 

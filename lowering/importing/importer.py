@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 from tvm import relax, tirx
-from tvm.script.ir_builder import IRBuilder
-from tvm.script.ir_builder import tirx as T
 
 from .. import ops
 from ..errors import LoweringError, ModelError, NodeError
@@ -28,6 +26,7 @@ from .imported import Imported, Port
 from .node import Node
 from .origins import Builder
 from .quantised import Quantised
+from .size_kernel import size_kernel
 from .values import (
     MOST_SIZE,
     Shape,
@@ -40,15 +39,10 @@ from .values import (
     storage_dtype,
     storage_shape,
 )
-
-# Constants below this many bytes are embedded in the code, where TVM can fold them; larger ones are weights.
-_EMBED_BYTES = 256
+from .weights import Weights
 
 # By how many bytes folding may make numbers more where recipes are kept (Importer.body).
 _SMALL_BYTES = 256
-
-# Elements that tell most weights of one shape apart.
-_FIRST = 16
 
 
 @dataclass
@@ -98,11 +92,7 @@ class Importer:
         self.strings: list[str] = []
         self._assertions: dict[str, str] = {}
         self._values: dict[str, Value | None] = {}
-        self._weights: dict[str, np.ndarray] = {}
-        self._quantised: dict[str, Quantised] = {}
-        self._weight_vars: list[relax.Var] = []
-        # By element type, shape and first bytes.
-        self._alike: dict[tuple[str, tuple[int, ...], bytes], list[relax.Var]] = {}
+        self._weights = Weights()
         self._materialised: dict[int, tuple[Value, relax.Expr]] = {}
 
     def run(self) -> Imported:
@@ -129,10 +119,9 @@ class Importer:
                 self.builder._end_block()  # else the builder's own warning follows our error
                 raise
             output = relax.Tuple([self.tensor(v) for v in results])
-            self.builder.emit_func_output(output, params + self._weight_vars)
+            self.builder.emit_func_output(output, params + self._weights.variables)
         outputs = [self._as_port(v.name or "", r.dtype, r.shape) for v, r in zip(graph.outputs, results)]
-        weights: dict[str, np.ndarray | Quantised] = {**self._weights, **self._quantised}
-        module, origins = self.builder.finalize(), self.builder.origins
+        module, origins, weights = self.builder.finalize(), self.builder.origins, self._weights.contents
         return Imported(module, weights, ports, outputs, self.strings, self.warnings, origins, self._assertions)
 
     def _port(self, value: ir.Value) -> Port:
@@ -361,10 +350,10 @@ class Importer:
         if value.dtype == "string":
             assert value.contents is not None
             codes = np.array([self._code(s) for s in value.contents.flat], "int32").reshape(value.shape)
-            return self._number_tensor(codes)
+            return self._weights.numbers(codes)
         numbers = value.constant
         if numbers is not None:
-            return self._number_tensor(storage_array(numbers))
+            return self._weights.numbers(storage_array(numbers))
         return self._size_tensor(value)
 
     def _code(self, text: str) -> int:
@@ -372,54 +361,17 @@ class Importer:
             self.strings.append(text)
         return self.strings.index(text)
 
-    def _number_tensor(self, array: np.ndarray) -> relax.Expr:
-        # TVM cannot load a module that holds an empty constant.
-        if 0 < array.nbytes <= _EMBED_BYTES:
-            return relax.const(np.asarray(array, order="C"), array.dtype.name)
-        # Exporters write tied weights twice. Bytes are compared only where the first ones agree: whatever is read of a
-        # mapped file takes time and memory.
-        alike = self._alike.setdefault((array.dtype.name, array.shape, array.flat[:_FIRST].tobytes()), [])
-        for known in alike:
-            if _same_bytes(self._weights[known.name], array):
-                return known
-        name = f"weight_{len(self._weights)}"
-        self._weights[name] = array
-        alike.append(relax.Var(name, relax.TensorType(array.shape, array.dtype.name)))
-        self._weight_vars.append(alike[-1])
-        return alike[-1]
-
     def quantised(self, matrix: Quantised) -> Value:
         """A weight of the matrix's elements, which are computed only where they are not multiplied by."""
-        name = f"quantised_{len(self._quantised)}"
-        self._quantised[name] = matrix
-        var = relax.Var(name, relax.TensorType(matrix.shape, matrix.dtype.name))
-        self._weight_vars.append(var)
-        return Value(matrix.dtype.name, matrix.shape, var)
+        return Value(matrix.dtype.name, matrix.shape, self._weights.quantised(matrix))
 
     def _size_tensor(self, value: Value) -> relax.Expr:
-        """A tensor of sizes computed at run time: a kernel that takes each symbol as a scalar and stores the
-        contents."""
-        contents = value.contents
-        assert contents is not None
-        symbolic = [c for c in contents.flat if not isinstance(c, (int, bool, np.integer, np.bool_))]
-        variables: list[tirx.Var] = []
-        for entry in symbolic:
-            variables += [v for v in tirx.analysis.undefined_vars(entry) if not any(v.same_as(w) for w in variables)]
-        with IRBuilder() as ib, T.prim_func(s_tir=True):
-            T.func_name("sizes")
-            T.func_attr({"op_pattern": 8, "tirx.noalias": True})
-            for variable in variables:
-                T.arg(variable.name, variable)
-            out = T.arg("out", T.Buffer((contents.size,), value.dtype))
-            for k, size in enumerate(contents.flat):
-                number = isinstance(size, (int, bool, np.integer, np.bool_))
-                T.buffer_store(out, tirx.const(int(size), value.dtype) if number else size.astype(value.dtype), [k])
-        flat = relax.TensorType((contents.size,), value.dtype)
-        result = self.builder.emit(
-            relax.op.call_tir(
-                self.builder.add_func(ib.get().without_attr("global_symbol"), "sizes"), variables, out_ty=flat
-            )
-        )
+        """A tensor of sizes that is computed at run time."""
+        assert value.contents is not None
+        kernel, symbols = size_kernel(value.contents, value.dtype)
+        flat = relax.TensorType((value.contents.size,), value.dtype)
+        function = self.builder.add_func(kernel, "sizes")
+        result = self.builder.emit(relax.op.call_tir(function, symbols, out_ty=flat))
         return self.builder.emit(relax.op.reshape(result, shape_expr(value.shape)))
 
     def emit(self, expr: relax.Expr, dtype: str | None, hint: str) -> Value:
@@ -445,11 +397,6 @@ class Importer:
         result = self.builder.match_cast(forgotten, stored, f"assertion_{len(self._assertions)}")
         self._assertions[result.name] = f"{name} must be [{', '.join(map(as_text, shape))}]"
         return Value(value.dtype, shape, result, value.contents)
-
-
-def _same_bytes(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether arrays of one type and shape hold the same bits, NaNs and signed zeros included."""
-    return np.array_equal(a.view(f"u{a.itemsize}"), b.view(f"u{b.itemsize}"))
 
 
 def _contradicts(declared: ir.Value, computed: Value) -> str:

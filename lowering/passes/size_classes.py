@@ -10,11 +10,9 @@ import tvm
 from tvm import relax, tirx
 from tvm.ir import prim
 
+from ..arithmetic import PAGE, size_class
 from ..importing.values import MOST_BYTES
 from ..tensorir.expressions import Expr
-
-# The allocator's own granule.
-_PAGE = 4096
 
 
 def size_classes(mod: tvm.IRModule) -> tvm.IRModule:
@@ -39,8 +37,8 @@ class _Rounded(relax.PyExprMutator):
 def _power_of_two(size: Expr) -> Expr:
     """The smallest that is at least `size` and a page."""
     if isinstance(size, prim.IntImm):
-        return tirx.const(max(_PAGE, 1 << (int(size.value) - 1).bit_length()), "int64")
-    bits = 64 - tirx.clz(tirx.max(size, _PAGE) - 1)
+        return tirx.const(size_class(int(size.value)), "int64")
+    bits = 64 - tirx.clz(tirx.max(size, PAGE) - 1)
     rounded = tirx.shift_left(tirx.const(1, "int64"), bits)
     # Products of sizes may wrap, and look small. In float64 they do not; no allocator has that much.
     wraps = _real(size) > tirx.const(float(MOST_BYTES), "float64")

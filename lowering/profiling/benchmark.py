@@ -17,7 +17,7 @@ import numpy as np
 from ..errors import InputError
 from ..manifest import MOST_THREADS, Manifest, TensorSpec
 from ..runtime import Model, load
-from ..runtime.checks import check_dimensions, whole_number
+from ..runtime.checks import check_dimensions, check_fixed, whole_number
 from ..runtime.profiler import KernelCall, Profiler
 from .expected import seconds as expected_seconds
 from .inputs import is_integer, random_input
@@ -227,7 +227,8 @@ def _sizes(manifest: Manifest, said: Mapping[str, int], given: Mapping[str, Any]
     if manifest.slots is not None:
         known.add(manifest.slots.length)
         needed |= {t.name for t in free if t.name == manifest.slots.length}
-    check_dimensions(sizes, known)
+    check_dimensions(sizes, known | manifest.ranges.keys())
+    check_fixed(sizes, manifest.ranges)
     missing = sorted(needed - set(sizes))
     if missing:
         names = ", ".join(f"'{name}'" for name in missing)

@@ -8,6 +8,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .. import units
 from ..errors import InputError
 from ..notebook import table
 from .expected import SLOW
@@ -31,7 +32,7 @@ def text(profile: Profile) -> str:
     lines = headline(profile)
     kinds = [(kind, str(cost.calls), *_cells(cost, profile)) for kind, cost in profile.by_kind().items()]
     rest = max(profile.seconds - sum(call.seconds for call in profile.calls), 0.0)
-    kinds.append(("between kernels", "", _time(rest), _share(rest, profile), "", "", "", ""))
+    kinds.append(("between kernels", "", units.time(rest), _share(rest, profile), "", "", "", ""))
     lines += _table(("computes", "calls"), kinds)
     lines += _table(_KERNEL, _kernels(profile))
     calls = sorted(enumerate(profile.calls), key=lambda item: -item[1].seconds)[:_COSTLIEST]
@@ -50,8 +51,8 @@ def headline(profile: Profile) -> list[str]:
     sizes = ", ".join(f"{name}={size}" for name, size in profile.sizes.items())
     total = profile.total()
     lines = [
-        f"{_time(profile.seconds)} a run (half of the runs {_time(low)} to {_time(high)}), CPU time "
-        f"{_time(profile.cpu_seconds)}; median of {profile.runs} runs, threads: {profile.threads}"
+        f"{units.time(profile.seconds)} a run (half of the runs {units.time(low)} to {units.time(high)}), CPU time "
+        f"{units.time(profile.cpu_seconds)}; median of {profile.runs} runs, threads: {profile.threads}"
         + (f"; {sizes}" if sizes else ""),
         f"{_rates(total)}, {total.of_limit:.0%} of the limit",
         f"limit: {limits}, threads: {profile.threads}",
@@ -66,7 +67,7 @@ def headline(profile: Profile) -> list[str]:
         lines.append("more than 100%: NumPy was slower than the kernel, by its BLAS or while it was measured")
     if profile.peer is not None:
         ratio = profile.peer / profile.seconds
-        lines.insert(1, f"onnxruntime, in turns with it: {_time(profile.peer)}, {ratio:.2f} times as long")
+        lines.insert(1, f"onnxruntime, in turns with it: {units.time(profile.peer)}, {ratio:.2f} times as long")
     return lines
 
 
@@ -86,10 +87,10 @@ def overview(profiles: Sequence[Profile]) -> str:
     rows = [
         (
             ", ".join(f"{name}={size}" for name, size in profile.sizes.items()) or "-",
-            _time(profile.seconds),
-            _time(profile.cpu_seconds),
+            units.time(profile.seconds),
+            units.time(profile.cpu_seconds),
             f"{profile.total().of_limit:.0%}",
-            "" if profile.peer is None else _time(profile.peer),
+            "" if profile.peer is None else units.time(profile.peer),
             "" if profile.peer is None else f"{profile.peer / profile.seconds:.2f}",
         )
         for profile in profiles
@@ -127,7 +128,7 @@ def picture(profile: Profile, path: Path) -> None:
     axes.invert_yaxis()
     axes.margins(x=0.1)
     axes.set_xlabel("ms a run; dark: what the machine's limit allows")
-    axes.set_title(f"{_time(profile.seconds)} a run, {profile.total().of_limit:.0%} of the limit")
+    axes.set_title(f"{units.time(profile.seconds)} a run, {profile.total().of_limit:.0%} of the limit")
     figure.savefig(path, dpi=150, format="png")
 
 
@@ -150,11 +151,11 @@ def _table(first: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]
 
 def _cells(cost: Cost, profile: Profile) -> tuple[str, ...]:
     return (
-        _time(cost.seconds),
+        units.time(cost.seconds),
         _share(cost.seconds, profile),
         f"{cost.flops / cost.seconds / 1e9:.1f}",
         f"{cost.bytes / cost.seconds / 1e9:.1f}",
-        _time(cost.expected),
+        units.time(cost.expected),
         f"{cost.of_limit:.0%}" + (" !" if cost.of_limit < SLOW and cost.seconds > _NOTABLE * profile.seconds else ""),
     )
 
@@ -168,7 +169,3 @@ def _rates(cost: Cost) -> str:
 
 def _share(seconds: float, profile: Profile) -> str:
     return f"{seconds / profile.seconds:.1%}"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"

@@ -12,12 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import InputError
-
-_PREFIX = "__tvm_ffi_"
-"""Of the symbols of functions that the virtual machine calls."""
+from ..manifest import SYMBOL
 
 _LABEL = re.compile(r"^([0-9a-f]+) <(.*)>:$")
-_SYMBOL = re.compile(rf"^([0-9a-f]+) .* {_PREFIX}(\w+)$")
+_SYMBOL = re.compile(rf"^([0-9a-f]+) .* {SYMBOL}(\w+)$")
 _SASS = re.compile(r"^\s*\.section\s+\.text\.([\w$]+)", re.MULTILINE)
 _CUDA = 190  # e_machine
 _SECONDS = 120
@@ -42,7 +40,7 @@ def host_code(library: bytes) -> dict[str, str]:
     here: list[str] = []
     for line in listing.splitlines():
         match = _LABEL.match(line)
-        if match is not None and match[2].startswith(_PREFIX):
+        if match is not None and match[2].startswith(SYMBOL):
             here = []
             found.update(dict.fromkeys(names.get(int(match[1], 16), []), here))
         here.append(line)

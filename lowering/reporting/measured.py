@@ -7,11 +7,11 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from .. import units
 from ..errors import InputError
 from ..manifest import Manifest
 from ..profiling.benchmark import Cost, Profile
 from ..records import decode
-from . import units
 from .elements import Child, E, Node, svg, table
 from .ticks import decades, ticks
 

@@ -7,8 +7,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from .. import units
+from ..arithmetic import size_class
 from ..manifest import Manifest
-from . import units
 from .dump import Dump
 from .elements import Child, E, Node, folded, note, svg, table
 from .script import Main, Sizes, Unknown, called, number
@@ -16,7 +17,6 @@ from .sizes import ChosenSizes
 from .ticks import byte_ticks, ticks
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 1000.0, 320.0, 80.0, 36.0
-_PAGE = 4096  # what is asked for is a power of two from here on (passes/size_classes.py)
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def memory(manifest: Manifest, dump: Dump, sizes: ChosenSizes) -> Iterator[Node]
         yield note(f"{found.unknown} tensors are not shown: their sizes depend on data.")
     rows: list[tuple[Child, ...]] = []
     for name, (size, formula) in found.blocks.items():
-        asked = "" if size is None else units.size(max(_PAGE, 1 << max(size - 1, 0).bit_length()))
+        asked = "" if size is None else units.size(size_class(size))
         rows.append((name, "depends on data" if size is None else units.size(size), asked, E("code", formula)))
     if rows:
         yield table(("block", "size", "asked of the allocator", "formula"), rows)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 
-from ..manifest import SIGNATURE, Manifest, TensorSpec
+from ..about import about, most_called
+from ..manifest import Manifest, TensorSpec
 from ..runtime.files import Files
-from . import units
 from .elements import Child, E, Node, facts, folded, note, table
 from .sizes import ChosenSizes
 
@@ -15,7 +14,7 @@ _NODES = 6  # of a kernel that are shown at once
 
 
 def overview(files: Files, manifest: Manifest, sizes: ChosenSizes) -> Iterator[Node]:
-    yield facts(_facts(files, manifest))
+    yield facts(about(files, manifest))
     for title, tensors in (("Inputs", manifest.inputs), ("Outputs", manifest.outputs)):
         yield E("h3", title)
         yield table(("name", "type", "shape", ""), (_tensor(manifest, t, title == "Inputs") for t in tensors))
@@ -29,41 +28,12 @@ def overview(files: Files, manifest: Manifest, sizes: ChosenSizes) -> Iterator[N
 
 def kernels(manifest: Manifest) -> Iterator[Node]:
     """The kernels, those that are called most first."""
-    counts = Counter(call.kernel for call in manifest.calls)
-    nodes: dict[str, list[str]] = {}
-    for call in manifest.calls:
-        nodes.setdefault(call.kernel, []).extend(call.nodes)
     rows: list[tuple[Child, ...]] = []
-    for kernel in sorted(manifest.kernels, key=lambda kernel: -counts[kernel.name]):
+    for kernel, count, nodes in most_called(manifest):
         name = E("code", kernel.name)
-        found = list(dict.fromkeys(nodes.get(kernel.name, ())))
-        rows.append((str(counts[kernel.name]), name, kernel.kind, kernel.schedule, kernel.source or "-", _list(found)))
+        rows.append((str(count), name, kernel.kind, kernel.schedule, kernel.source or "-", _list(nodes)))
     yield E("p", f"{len(manifest.calls)} calls of {len(manifest.kernels)} kernels, those that are called most first.")
     yield table(("calls", "kernel", "computes", "rule", "tiles from", "ONNX nodes"), rows, numbers=[0])
-
-
-def _facts(files: Files, manifest: Manifest) -> Iterator[tuple[str, Child]]:
-    needed = f", which needs {', '.join(manifest.cpu_features)}" if manifest.cpu_features else ""
-    built = f", built for {', '.join(manifest.architectures)}" if manifest.architectures else ""
-    yield "Target", f"{manifest.target}{built}{needed}"
-    yield "Threads", str(manifest.threads or "the CPUs that a process may use")
-    versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
-    yield "Made by", f"{versions}; format {manifest.format}{'; signed' if SIGNATURE in files else ''}"
-    weights = sum(weight.nbytes for weight in manifest.weights)
-    yield "Weights", f"{len(manifest.weights)}, {units.size(weights)}"
-    yield "Code", units.size(sum(files.size(name) for name in manifest.code().values() if name in files))
-    if manifest.ranges:
-        texts = (
-            f"{name}: {low}" if low == high else f"{name}: {low} to {high}"
-            for name, (low, high) in manifest.ranges.items()
-        )
-        yield "Legal sizes", "; ".join(texts)
-    if manifest.slots is not None:
-        yield "Caches", f"{manifest.slots.capacity} slots, of which '{manifest.slots.length}' says how many are filled"
-    if manifest.served is not None:
-        of = manifest.served
-        pages = f"pages of {of.tokens_per_block} tokens, keys and values {of.dtype}"
-        yield "Serves", f"requests of up to {of.context} tokens, in {pages}"
 
 
 def _tensor(manifest: Manifest, spec: TensorSpec, is_input: bool) -> tuple[Child, ...]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import operator
 import platform
-from collections.abc import Callable, Iterable, Sequence
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -38,6 +39,16 @@ def check_dimensions(given: Iterable[str], known: Iterable[str]) -> None:
     for name in given:
         if name not in names:
             raise InputError(f"no input has a symbolic dimension '{name}'. There are: {', '.join(names) or 'none'}.")
+
+
+def check_fixed(given: Mapping[str, int], ranges: Mapping[str, tuple[int, int]]) -> None:
+    """Raises InputError for another size of a dimension than the one that `compile` fixed it to."""
+    for name, (low, high) in ranges.items():
+        if low == high and (size := given.get(name, low)) != low:
+            raise InputError(
+                f"dimension '{name}' was fixed to {low} when the model was compiled, and is not {size}: leave it out, "
+                f"or compile the model again with --dim {shlex.quote(f'{name}={size}')}."
+            )
 
 
 def checked_threads(threads: Any) -> int | None:

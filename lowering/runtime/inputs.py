@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -201,6 +201,31 @@ class Port:
         if self.element.carried or not tensor.numel():
             return view_as(tensor, self.element.storage, shape)
         return tensor
+
+
+def check_apart(ports: Sequence[Port], tensors: Sequence[Tensor], donated: Mapping[str, str]) -> None:
+    """Refuses donated inputs whose memory another input uses: it would see the update, or lose its own."""
+    spans = [
+        (begin, begin + tensor.numel() * port.element.itemsize, port)
+        for port, tensor in zip(ports, tensors)
+        if (begin := tensor.data_ptr()) and tensor.numel()
+    ]
+    spans.sort(key=lambda span: span[:2])
+    # The farthest end so far of any input and of a donated one, with the input it belongs to.
+    reach: tuple[int, Port | None] = (0, None)
+    donated_reach: tuple[int, Port | None] = (0, None)
+    for begin, end, port in spans:
+        before, other = reach if port.written else donated_reach
+        if other is not None and begin < before:
+            first, second = (port, other) if port.written else (other, port)
+            raise InputError(
+                f"inputs '{first.name}' and '{second.name}' share memory, but '{first.name}' is donated: its "
+                f"memory becomes output '{donated[first.name]}'. Pass separate arrays."
+            )
+        if end > reach[0]:
+            reach = (end, port)
+        if port.written and end > donated_reach[0]:
+            donated_reach = (end, port)
 
 
 def plain_array(array: Any, where: str) -> np.ndarray:

@@ -22,7 +22,7 @@ from .failures import sentence
 from .files import Files
 from .folders import replaced_folder
 from .graphs import Graph, check_graph
-from .inputs import Port, Sizes
+from .inputs import Port, Sizes, check_apart
 from .library import Instrument, Library, Machine
 from .outputs import FromDLPack, OutputPort, kind_of
 from .signature import SigningKey, sign
@@ -281,7 +281,7 @@ class Model:
             unknown = next(name for name in inputs if all(name != p.name for p in ports))
             raise InputError(f"there is no input '{unknown}'. The inputs are {_names(self.manifest.inputs)}.")
         if self.manifest.donated:
-            self._check_shared_memory(ports, tensors)
+            check_apart(ports, tensors, self.manifest.donated)
         slots = self.manifest.slots
         if slots is not None:
             _check_room(slots, inputs[slots.length], self._new_rows(slots, tensors))
@@ -296,30 +296,6 @@ class Model:
 
     def _tensor(self, name: str, tensors: list[Tensor]) -> Tensor:
         return next(tensor for port, tensor in zip(self._ports, tensors) if port.name == name)
-
-    def _check_shared_memory(self, ports: list[Port], tensors: list[Tensor]) -> None:
-        """Refuses donated inputs whose memory another input uses: it would see the update, or lose its own."""
-        spans = [
-            (begin, begin + tensor.numel() * port.element.itemsize, port)
-            for port, tensor in zip(ports, tensors)
-            if (begin := tensor.data_ptr()) and tensor.numel()
-        ]
-        spans.sort(key=lambda span: span[:2])
-        # The farthest end so far of any input and of a donated one, with the input it belongs to.
-        reach: tuple[int, Port | None] = (0, None)
-        donated_reach: tuple[int, Port | None] = (0, None)
-        for begin, end, port in spans:
-            before, other = reach if port.written else donated_reach
-            if other is not None and begin < before:
-                donated, second = (port, other) if port.written else (other, port)
-                raise InputError(
-                    f"inputs '{donated.name}' and '{second.name}' share memory, but '{donated.name}' is donated: its "
-                    f"memory becomes output '{self.manifest.donated[donated.name]}'. Pass separate arrays."
-                )
-            if end > reach[0]:
-                reach = (end, port)
-            if port.written and end > donated_reach[0]:
-                donated_reach = (end, port)
 
     def _memory(self, tensors: list[Tensor], inputs: Arrays) -> _Memory:
         memory: _Memory = {tensor.data_ptr(): None for tensor in tensors}

@@ -11,9 +11,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from .. import units
 from ..errors import InputError
 from . import upkeep
-from .table import causes, time_of
+from .table import causes
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,9 @@ def _cells(s: upkeep.Summary) -> tuple[str, ...]:
     return (
         " ".join("x".join(map(str, a)) if isinstance(a, tuple) else str(a) for a in s.shapes),
         str(s.trials),
-        time_of(s.default),
-        time_of(s.fastest),
-        "-" if s.settled is None else time_of(s.settled),
+        units.time(s.default),
+        units.time(s.fastest),
+        "-" if s.settled is None else units.time(s.settled),
         "-" if s.settled is None else f"{s.default / s.settled:.2f}x",
         "-" if s.estimate is None else f"{s.estimate:.2f}",
         causes(s.failures),

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from .. import notebook
+from .. import notebook, units
 from .session import Outcome, State
 from .tune import Tuning
 
@@ -60,8 +60,8 @@ def _states(state: State) -> Table:
             search.name,
             search.space.kind,
             str(search.trials),
-            time_of(search.reference),
-            time_of(search.best),
+            units.time(search.reference),
+            units.time(search.best),
             f"{search.gain:.2f}x",
             causes(search.causes()),
             style="bold" if search is state.at_work else None,
@@ -117,8 +117,8 @@ def _cells(outcome: Outcome) -> tuple[str, ...]:
         outcome.searched,
         f"{outcome.share:.1%}",
         str(outcome.trials),
-        time_of(outcome.default),
-        time_of(outcome.seconds),
+        units.time(outcome.default),
+        units.time(outcome.seconds),
         f"{outcome.gain:.2f}x",
         "" if outcome.in_model is None else f"{1 / outcome.in_model:.2f}x",
         causes(outcome.failures),
@@ -128,11 +128,6 @@ def _cells(outcome: Outcome) -> tuple[str, ...]:
 def causes(counts: Mapping[str, int]) -> str:
     """How many candidates failed, by why."""
     return ", ".join(f"{count} {cause}" for cause, count in counts.items())
-
-
-def time_of(seconds: float) -> str:
-    """For a table."""
-    return f"{seconds * 1e3:.3f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.2f} us"
 
 
 def _clock(seconds: float) -> str:

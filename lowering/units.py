@@ -12,10 +12,11 @@ def size(count: float) -> str:
 
 
 def time(seconds: float) -> str:
-    for unit, factor in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= factor:
-            return f"{seconds / factor:.3g} {unit}"
-    return f"{seconds * 1e9:.3g} ns"
+    """Three digits, or more of seconds."""
+    larger = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
+    unit, factor = next(((unit, factor) for unit, factor in larger if seconds >= 0.9995 * factor), ("ns", 1e-9))
+    count = seconds / factor
+    return f"{count:.3g} {unit}" if count < 999.5 else f"{count:.0f} {unit}"
 
 
 def rate(per_second: float, what: str) -> str:

@@ -1,0 +1,45 @@
+"""What an artifact is and consists of, for `inspect` and for its page."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from . import units
+from .manifest import SIGNATURE, KernelSpec, Manifest
+
+if TYPE_CHECKING:
+    from .runtime.files import Files
+
+
+def about(files: Files, manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Facts, each behind what it is about."""
+    needed = f", which needs {', '.join(manifest.cpu_features)}" if manifest.cpu_features else ""
+    built = f", built for {', '.join(manifest.architectures)}" if manifest.architectures else ""
+    yield "Target", f"{manifest.target}{built}{needed}"
+    yield "Threads", str(manifest.threads or "the CPUs that a process may use")
+    versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
+    yield "Made by", f"{versions}; format {manifest.format}{'; signed' if SIGNATURE in files else ''}"
+    yield "Weights", f"{len(manifest.weights)}, {units.size(sum(weight.nbytes for weight in manifest.weights))}"
+    yield "Code", units.size(sum(files.size(name) for name in manifest.code().values() if name in files))
+    if manifest.ranges:
+        legal = manifest.ranges.items()
+        texts = (f"{name}: {low}" if low == high else f"{name}: {low} to {high}" for name, (low, high) in legal)
+        yield "Legal sizes", "; ".join(texts)
+    if manifest.slots is not None:
+        yield "Caches", f"{manifest.slots.capacity} slots, of which '{manifest.slots.length}' says how many are filled"
+    if manifest.served is not None:
+        of = manifest.served
+        pages = f"pages of {of.tokens_per_block} tokens, keys and values {of.dtype}"
+        yield "Serves", f"requests of up to {of.context} tokens, in {pages}"
+
+
+def most_called(manifest: Manifest) -> list[tuple[KernelSpec, int, list[str]]]:
+    """With how often each is called, and the ONNX nodes that it computes; those that are called most come first."""
+    counts = Counter(call.kernel for call in manifest.calls)
+    nodes: dict[str, dict[str, None]] = {}
+    for call in manifest.calls:
+        nodes.setdefault(call.kernel, {}).update(dict.fromkeys(call.nodes))
+    ordered = sorted(manifest.kernels, key=lambda kernel: -counts[kernel.name])
+    return [(kernel, counts[kernel.name], list(nodes.get(kernel.name, ()))) for kernel in ordered]

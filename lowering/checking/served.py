@@ -1,0 +1,131 @@
+"""A served decoder beside the model that it was made of: requests that come and go get what each gets alone."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from ..errors import InputError
+from ..manifest import ServedCache, TensorSpec
+from ..runtime.model import Model
+from ..serving.batcher import Batcher
+from .decoding import MASK, POSITIONS, checked_ids, empty_past, said
+from .made_up import made_up, specs_of, taken
+from .references import Evaluate
+
+_REQUESTS, _TOGETHER = 5, 3
+_BEHIND = 8  # tokens behind the first block, where no size says otherwise
+
+
+@dataclass(frozen=True)
+class Requests:
+    """Tokens [requests, all] for a decoder, and how many of each request are its prompt; it reads on one by one.
+
+    One request comes before each call, until some are there together; each leaves when all of its tokens are read. The
+    pool has room for all but one of those that are together, unless they share blocks.
+    """
+
+    model: ir.Model
+    compiled: Model
+    served: ServedCache
+    tokens: np.ndarray
+    prompts: np.ndarray
+
+    @property
+    def names(self) -> list[str]:
+        """What each of the results is of."""
+        output, total = self.compiled.outputs[0].name, self.tokens.shape[1]
+        return [f"{output} of request {r}, {said(count, total)}" for r, count in enumerate(self.prompts)]
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """The arrays that were chosen, by the names of inputs."""
+        return {self.served.ids: self.tokens}
+
+    def ours(self) -> list[np.ndarray]:
+        """What the compiled decoder answers to each request, [answers, ...]."""
+        total, block = self.tokens.shape[1], self.served.tokens_per_block
+        blocks = -(-total // block) * (_TOGETHER - 1)
+        batcher = Batcher(self.compiled, blocks, tokens_per_step=max(block, total // 4))  # prompts are read in parts
+        rows: dict[Hashable, np.ndarray] = dict(enumerate(self.tokens))
+        answers: dict[Hashable, list[np.ndarray]] = {request: [] for request in rows}
+        coming, there = list(enumerate(self.prompts)), 0
+        while coming or there:
+            if coming and there < _TOGETHER:
+                request, count = coming.pop(0)
+                batcher.add(request, rows[request][:count])
+                there += 1
+            for name, answer in batcher.step().items():
+                answers[name].append(answer)
+                read = len(batcher.tokens(name))
+                if read < total:
+                    batcher.extend(name, int(rows[name][read]))
+                else:
+                    batcher.free(name)
+                    there -= 1
+        return [np.stack(each) for each in answers.values()]
+
+    def theirs(self, evaluate: Evaluate) -> list[np.ndarray]:
+        """What the model as it was answers to each request alone, whose past begins empty."""
+        total = self.tokens.shape[1]
+        counts = {MASK: np.ones((1, total)), POSITIONS: np.arange(total)[None]}
+        feeds: dict[str, np.ndarray] = {}
+        for value in taken(self.model):
+            name, dtype = value.name or "", value.dtype
+            assert dtype is not None
+            if name == self.served.ids:
+                tokens = self.tokens.astype(dtype.numpy())
+            else:
+                feeds[name] = counts[name].astype(dtype.numpy()) if name in counts else empty_past(value, 1)
+        whole = [evaluate({**feeds, self.served.ids: row[None]})[0][0] for row in tokens]
+        return [logits[prompt - 1 :] for logits, prompt in zip(whole, self.prompts)]
+
+
+def requests(
+    model: ir.Model,
+    compiled: Model,
+    served: ServedCache,
+    given: Mapping[str, Any],
+    sizes: Mapping[str, int],
+    rng: np.random.Generator,
+) -> Requests:
+    """5 requests of a block of tokens and 8 more, as far as the context allows, unless `sizes` or the ids say
+    otherwise.
+
+    `given` may hold the ids of all tokens [requests, tokens]; of those that are made up, the first two requests begin
+    alike, and share a block. Raises InputError for other inputs, for requests beyond the context, and for a model whose
+    inputs have other names.
+    """
+    spec = next(spec for spec in specs_of(model) if spec.name == served.ids)
+    for name in given:
+        if name != served.ids:
+            raise InputError(f"a served decoder is given tokens alone, and knows '{name}' itself: leave it out.")
+    for name in sizes:
+        if name != spec.dims[1]:
+            raise InputError(f"the calls of a decoder do not choose dimension '{name}': leave it out.")
+    for value in taken(model):
+        if value.name not in (served.ids, MASK, POSITIONS) and (value.shape is None or len(value.shape) != 4):
+            raise InputError(
+                f"verify does not know what '{value.name}' of this decoder is: a mask is called '{MASK}', positions "
+                f"'{POSITIONS}', and a past has 4 dimensions."
+            )
+    block = served.tokens_per_block
+    if served.ids in given:
+        tokens = checked_ids(given[served.ids], served.ids)
+    else:
+        total = sizes.get(str(spec.dims[1]), min(served.context, block + _BEHIND))
+        shape = TensorSpec(spec.name, spec.dtype, spec.storage, (_REQUESTS, total))
+        tokens = checked_ids(made_up(model.graph, [shape], {}, rng)[spec.name], spec.name)
+        if total > block:
+            tokens[1, :block] = tokens[0, :block]
+    count, total = tokens.shape
+    if total > served.context:
+        raise InputError(f"the requests have {total} tokens, and the model was compiled for at most {served.context}.")
+    prompts = rng.integers(1, max(1, total - 1), count, endpoint=True)
+    if total > block:
+        prompts[:2] = block + 1  # so that the first one is still there, and has written a block, when the second comes
+    return Requests(model, compiled, served, tokens, prompts)
