@@ -1,6 +1,6 @@
 """What this machine can do at most, by kernels that need nothing but NumPy; of a GPU, how fast it copies its memory.
 
-Arithmetic: a product of two float32 matrices of 2048 x 2048. Reading: a float32 dot product of a vector with itself.
+Arithmetic: a product of two float32 matrices of 1024 x 1024. Reading: a float32 dot product of a vector with itself.
 Both are calls of NumPy's BLAS, which takes its number of threads from the environment when it is loaded; hence a
 process of its own.
 """
@@ -21,7 +21,7 @@ import numpy as np
 if TYPE_CHECKING:
     from ..runtime.devices import Gpu
 
-_SIZE = 2048
+_SIZE = 1024
 _SMALLEST, _LARGEST = 2**20, 2**30
 _COPIED = 2**28
 _SECONDS = 0.5  # for each
@@ -48,7 +48,7 @@ class Limits:
         if self.flops is None:
             return f"{self.bandwidth / 1e9:.1f} GB/s (copies of {size} in the GPU's memory)"
         return (
-            f"{self.flops / 1e9:.1f} GF/s (NumPy's sgemm, 2048 x 2048), {self.bandwidth / 1e9:.1f} GB/s "
+            f"{self.flops / 1e9:.1f} GF/s (NumPy's sgemm, 1024 x 1024), {self.bandwidth / 1e9:.1f} GB/s "
             f"(NumPy's sdot over {size})"
         )
 
