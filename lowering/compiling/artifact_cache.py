@@ -2,8 +2,8 @@
 
 They lie in `artifacts` of the cache folder (machine.py), each under a digest of all that it was made of: to find one
 nothing is imported that compiles. A folder is written as every artifact is, whole or not at all, and its digests are
-looked at when it is copied. The least recently used ones go when all together are more than MOST bytes; what is larger
-than half of that is not kept.
+looked at when it is copied; who can write there can run code as you. The least recently used ones go when all together
+are more than MOST bytes, and what is larger than half of that is not kept.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import onnx
 from ..errors import ArtifactError
 from ..machine import cache_folder, find_nvcc, host_features
 from ..manifest import FILE, SIGNATURE, Manifest
+from ..measuring.machine import caches
 from ..runtime.checks import check_files, read_manifest
 from ..runtime.copies import copy_artifact
 from ..runtime.files import Files
@@ -160,6 +161,7 @@ def _made_by(options: Options) -> tuple[object, ...]:
         sorted((name, value) for name, value in plain.items() if name not in ("calls", "database")),
         platform.machine(),
         host_features() if options.target == "cpu" else (),
+        caches(),  # by which records are chosen
         [fingerprints.program(name) for name in programs if name and shutil.which(name)],
         fingerprints.libraries(),
         fingerprints.sources(),
