@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import sys
 from pathlib import Path
@@ -17,13 +18,15 @@ VERSION_FILE = "apache-tvm.version"
 # Where CUDA's wheel and its installer put CUDART.
 _WHEEL, _TOOLKIT = Path("nvidia/cu13/lib"), Path("/usr/local/cuda/lib64")
 
-# Linux /proc/cpuinfo names and LLVM's names of the x86 features that the generated code may use.
+# Linux /proc/cpuinfo names and LLVM's names of the features that the generated code may use.
 X86_FEATURES = {
     "sse4_2": "sse4.2", "popcnt": "popcnt", "avx": "avx", "f16c": "f16c", "fma": "fma", "bmi1": "bmi", "bmi2": "bmi2",
     "avx2": "avx2", "abm": "lzcnt", "movbe": "movbe",
     "avx512f": "avx512f", "avx512bw": "avx512bw", "avx512cd": "avx512cd", "avx512dq": "avx512dq",
-    "avx512vl": "avx512vl", "avx512_vnni": "avx512vnni", "avx512_bf16": "avx512bf16",
+    "avx512vl": "avx512vl", "avx512_vnni": "avx512vnni", "avx512_bf16": "avx512bf16", "avx_vnni": "avxvnni",
 }  # fmt: skip
+AARCH64_FEATURES = {"asimddp": "dotprod", "i8mm": "i8mm"}
+FEATURES = {"x86_64": X86_FEATURES, "aarch64": AARCH64_FEATURES}
 
 V3 = ("sse4_2", "popcnt", "avx", "f16c", "fma", "bmi1", "bmi2", "avx2", "abm", "movbe")
 V4 = (*V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
@@ -39,9 +42,9 @@ def cpu_flags() -> frozenset[str]:
 
 
 def host_features() -> tuple[str, ...]:
-    """The x86 features this machine shows, by /proc/cpuinfo name, of those the generated code may use."""
+    """The features this machine shows, by /proc/cpuinfo name, of those the generated code may use."""
     flags = cpu_flags()
-    return tuple(f for f in X86_FEATURES if f in flags)
+    return tuple(f for f in FEATURES.get(platform.machine(), {}) if f in flags)
 
 
 def first_file(folders: list[Path], name: str) -> Path | None:

@@ -45,7 +45,8 @@ def compile(
     """Compiles an ONNX model ahead of time; the result runs at once and can be saved.
 
     * `model` is a path, bytes, an `onnx.ModelProto` or an `onnx_ir.Model`; files with external data are read lazily.
-    * `target` is `cpu` for this machine, or `cpu:x86-64-v3`, `cpu:x86-64-v4`, `cpu:aarch64` for others, or `cuda:` and
+    * `target` is `cpu` for this machine, or `cpu:x86-64-v3`, `cpu:x86-64-v4`, `cpu:aarch64` for others, with features
+      that these names do not promise behind them (`cpu:x86-64-v4+avx512vnni`, `cpu:aarch64+dotprod`), or `cuda:` and
       a list of architectures of GPUs, such as `cuda:sm_80,sm_90a`, or `cuda` for the GPU here.
     * `donate` holds regular expressions that match whole names of inputs to be consumed: the matching output takes over
       their memory.

@@ -25,7 +25,7 @@ from tvm.target import codegen
 from tvm.tirx import compilation_pipeline
 
 from schedules import CODE, CONSIDERED
-from schedules.cpu.dot_int8 import INSTRUCTION
+from schedules.cpu.vector import VNNI_256, VNNI_512
 
 from ..manifest import SYMBOL
 from ..target import Target
@@ -170,22 +170,22 @@ def _with_needed_features(func: tirx.PrimFunc, target: tvm.target.Target) -> tvm
     """The target without products of bytes where the kernel does not ask for them: of what it finds in loops by itself,
     LLVM 22 makes such products of which it adds up a part (combineVPDPBUSDPattern, sums of 8 to 16)."""
     config = dict(target.export())
-    if _VNNI not in config.get("mattr", ()) or _multiplies_bytes(func):
+    if not _VNNI & set(config.get("mattr", ())) or _multiplies_bytes(func):
         return target
-    plain = tvm.target.Target({**config, "mattr": [feature for feature in config["mattr"] if feature != _VNNI]})
+    plain = tvm.target.Target({**config, "mattr": [feature for feature in config["mattr"] if feature not in _VNNI]})
     return plain.with_host(plain)
 
 
-_VNNI = "+avx512vnni"
+_VNNI = {"+avx512vnni", "+avxvnni"}
 
 
 def _multiplies_bytes(func: tirx.PrimFunc) -> bool:
     """Whether the kernel has an instruction for products of bytes."""
-    number = codegen.llvm_lookup_intrinsic_id(INSTRUCTION)
+    numbers = [codegen.llvm_lookup_intrinsic_id(name) for name in (VNNI_512, VNNI_256)]
     found: list[tvm.ir.Call] = []
 
     def visit(call: tvm.ir.Call) -> None:
-        if call.op.same_as(_INTRINSIC) and isinstance(call.args[0], tirx.IntImm) and call.args[0].value == number:
+        if call.op.same_as(_INTRINSIC) and isinstance(call.args[0], tirx.IntImm) and call.args[0].value in numbers:
             found.append(call)
 
     tvm_ffi.structural_walk(func.body, (tvm.ir.Call, visit))

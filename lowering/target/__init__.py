@@ -18,11 +18,13 @@ def resolve(name: str, cc: str | None = None) -> tuple[Target, ...]:
     unknown name, or when this machine cannot be read.
     """
     kind, _, arch = name.partition(":")
-    if kind == "cpu" and arch in ("", *CPUS):
-        return (cpu(name, arch, cc),)
+    base, *more = arch.split("+")
+    if kind == "cpu" and base in ("", *CPUS):
+        return (cpu(name, base, tuple(more), cc),)
     if kind == "cuda" and set(arch.split(",")) <= {*ARCHITECTURES, *([""] if not arch else [])}:
         return cuda(name, arch, cc)
     known = ", ".join(["cpu", *(f"cpu:{a}" for a in CPUS), "cuda", *(f"cuda:{a}" for a in ARCHITECTURES)])
     raise TargetError(
-        f"There is no target '{name}'. Use one of: {known}. Architectures of CUDA may be a list, with commas between."
+        f"There is no target '{name}'. Use one of: {known}. Architectures of CUDA may be a list, with commas between; "
+        "CPUs may have more features than the name promises, such as cpu:aarch64+dotprod."
     )

@@ -1,4 +1,5 @@
-"""CPUs: `cpu` (this machine), `cpu:x86-64-v3`, `cpu:x86-64-v4`, `cpu:aarch64`.
+"""CPUs: `cpu` (this machine), and `cpu:x86-64-v3`, `cpu:x86-64-v4` or `cpu:aarch64`, with `+feature` for what those do
+not promise.
 
 `cpu` takes the features from the machine itself and never from the CPU's name:
 a virtual machine may hide AMX, bf16 or fp16 units, and a name alone would give illegal instructions.
@@ -11,28 +12,30 @@ import platform
 import tvm
 
 from ..errors import TargetError
-from ..machine import V3, V4, X86_FEATURES, host_features
+from ..machine import FEATURES, V3, V4, host_features
 from .record import Target
 
-CPUS = ("x86-64-v3", "x86-64-v4", "aarch64")
-"""Names behind `cpu:`."""
+CPUS: dict[str, tuple[str, ...]] = {"x86-64-v3": V3, "x86-64-v4": V4, "aarch64": ()}
+"""Names behind `cpu:`, and the features that they promise, as Linux names them."""
 
 
-def cpu(name: str, arch: str, cc: str | None) -> Target:
-    """The target `name`; arch is what stands behind `cpu:`."""
-    machine = platform.machine()
-    if arch == "aarch64" or (arch == "" and machine == "aarch64"):
-        linker = cc or ("gcc" if machine == "aarch64" else "aarch64-linux-gnu-gcc")
-        config = {"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mattr": ["+neon"]}
-        return Target(name, tvm.target.Target(config), (), linker)
-    if arch == "" and machine != "x86_64":
+def cpu(name: str, base: str, more: tuple[str, ...], cc: str | None) -> Target:
+    """The target `name`; base is what stands behind `cpu:`, and more are features, as LLVM names them."""
+    machine = platform.machine() if base == "" else "aarch64" if base == "aarch64" else "x86_64"
+    if machine not in FEATURES:
         raise TargetError(f"Target 'cpu' knows no {machine} machines. Name a target, such as cpu:x86-64-v3.")
-    features = {"": host_features, "x86-64-v3": lambda: V3, "x86-64-v4": lambda: V4}[arch]()
+    linux = {feature: flag for flag, feature in FEATURES[machine].items()}
+    for feature in more:
+        if feature not in linux or base == "":
+            what = "of this machine are found by themselves" if base == "" else f"of {base} are {', '.join(linux)}"
+            raise TargetError(f"Target '{name}' asks for the feature '{feature}', and those {what}.")
+    promised = host_features() if base == "" else CPUS[base]
+    features = (*promised, *(linux[feature] for feature in more if linux[feature] not in promised))
+    attributes = [f"+{FEATURES[machine][flag]}" for flag in features]
+    if machine == "aarch64":
+        linker = cc or ("gcc" if platform.machine() == "aarch64" else "aarch64-linux-gnu-gcc")
+        config = {"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mattr": ["+neon", *attributes]}
+        return Target(name, tvm.target.Target(config), features, linker)
     mcpu = "x86-64-v4" if set(V4) <= set(features) else "x86-64-v3" if set(V3) <= set(features) else "x86-64"
-    config = {
-        "kind": "llvm",
-        "mtriple": "x86_64-linux-gnu",
-        "mcpu": mcpu,
-        "mattr": [f"+{X86_FEATURES[f]}" for f in features],
-    }
+    config = {"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": mcpu, "mattr": attributes}
     return Target(name, tvm.target.Target(config), features, cc or "gcc")

@@ -1,9 +1,10 @@
 """Products of four unsigned by four signed bytes, added up in int32: exact, whatever the machine.
 
-A word is 32 bits that hold four bytes, which are multiplied with those of another word. AVX-512 VNNI has an
-instruction (VPDPBUSD, which does not saturate). Elsewhere bytes are widened to 16 bits, those with even places apart
-from those with odd ones, so that x86 can multiply and add pairs of them (VPMADDWD), and to 32 bits where there is no
-such instruction.
+A word is 32 bits that hold four bytes, which are multiplied with those of another word. AVX-512 VNNI and AVX-VNNI have
+an instruction for that (VPDPBUSD, which does not saturate), and so has AArch64 with i8mm (USDOT). With dotprod alone it
+multiplies bytes that both have a sign (SDOT): the first are made smaller by 128, and 128 times the others are added.
+Elsewhere bytes are widened to 16 bits, those with even places apart from those with odd ones, so that x86 can multiply
+and add pairs of them (VPMADDWD), and to 32 bits where there is no such instruction.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ from __future__ import annotations
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
-from .vector import Machine, fixed, lanes_of, like, reinterpret, vector_type
+from .vector import SDOT, Machine, fixed, lanes_of, like, reinterpret, vector_type
 
-INSTRUCTION = "llvm.x86.avx512.vpdpbusd.512"
 _PAIRS = {16: "llvm.x86.avx512.pmaddw.d.512", 8: "llvm.x86.avx2.pmadd.wd"}
 
 
@@ -21,9 +21,13 @@ def dot(total: Expr, a: Expr, b: Expr, cpu: Machine) -> Expr:
     """total + a_0 b_0 + a_1 b_1 + a_2 b_2 + a_3 b_3 in every lane, modulo 2^32; a and b are vectors of words, of bytes
     without and with a sign."""
     lanes = lanes_of(total)
+    if cpu.int8_dot == SDOT:
+        halves = like(0x40404040, b)  # 64 in every byte, twice: 128 is no byte with a sign
+        for x in (T.bitwise_xor(a, like(-0x7F7F7F80, a)), halves, halves):
+            total = fixed(_added(total, x, b, SDOT))
+        return total
     if cpu.int8_dot:
-        a, b = (fixed(T.reinterpret(vector_type("int8", 4 * lanes), x)) for x in (a, b))
-        return T.call_llvm_pure_intrin(vector_type("int32", lanes), INSTRUCTION, total, a, b)
+        return _added(total, a, b, cpu.int8_dot)
     if lanes in _PAIRS:
         for x, y in ((_even(a), _signed(b, even=True)), (_even(T.shift_right(a, like(8, a))), _signed(b, even=False))):
             total = fixed(total + T.call_llvm_pure_intrin(vector_type("int32", lanes), _PAIRS[lanes], x, y))
@@ -32,6 +36,12 @@ def dot(total: Expr, a: Expr, b: Expr, cpu: Machine) -> Expr:
         x = T.bitwise_and(T.shift_right(a, like(8 * n, a)), like(255, a))
         total = fixed(total + x * T.shift_right(T.shift_left(b, like(24 - 8 * n, b)), like(24, b)))
     return total
+
+
+def _added(total: Expr, a: Expr, b: Expr, instruction: str) -> Expr:
+    lanes = lanes_of(total)
+    a, b = (fixed(T.reinterpret(vector_type("int8", 4 * lanes), x)) for x in (a, b))
+    return T.call_llvm_pure_intrin(vector_type("int32", lanes), instruction, total, a, b)
 
 
 def _even(a: Expr) -> Expr:

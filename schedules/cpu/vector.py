@@ -31,17 +31,22 @@ Buffer = tirx.Buffer
 LOG2_E = math.log2(math.e)
 LINE = 64  # bytes of a cache line
 
+# LLVM's names of instructions that multiply four bytes by four and add the products to a sum. SDOT is for bytes that
+# both have a sign, the others for bytes without and with one. None saturates.
+VNNI_512, VNNI_256 = "llvm.x86.avx512.vpdpbusd.512", "llvm.x86.avx512.vpdpbusd.256"
+USDOT, SDOT = "llvm.aarch64.neon.usdot.v4i32.v16i8", "llvm.aarch64.neon.sdot.v4i32.v16i8"
+
 
 @dataclass(frozen=True)
 class Machine:
-    """What a kernel has to know about the processor: width and number of vector registers, fp16 conversion,
-    products of pairs of bfloat16, and of four bytes."""
+    """What a kernel has to know about the processor: width and number of vector registers, fp16 conversion, products
+    of pairs of bfloat16, and LLVM's name of the instruction for those of four bytes, of `dot_int8.py`."""
 
     vector_bytes: int
     registers: int
     f16_conversion: bool
     bf16_dot: bool = False
-    int8_dot: bool = False
+    int8_dot: str = ""
 
     def lanes(self, dtype: str) -> int:
         """Elements of dtype in one register."""
@@ -50,13 +55,16 @@ class Machine:
 
 def machine(target: tvm.target.Target) -> Machine:
     """The features that the target's triple, mcpu and mattr promise, and no others."""
-    if target_has_features("avx512f", target):
-        bf16_dot, int8_dot = (target_has_features(name, target) for name in ("avx512bf16", "avx512vnni"))
-        return Machine(64, registers=32, f16_conversion=True, bf16_dot=bf16_dot, int8_dot=int8_dot)
-    if target_has_features("avx2", target):
-        return Machine(vector_bytes=32, registers=16, f16_conversion=target_has_features("f16c", target))
-    if target_has_features("neon", target):
-        return Machine(vector_bytes=16, registers=32, f16_conversion=True)
+
+    def has(feature: str) -> bool:
+        return bool(target_has_features(feature, target))
+
+    if has("avx512f"):
+        return Machine(64, 32, f16_conversion=True, bf16_dot=has("avx512bf16"), int8_dot=VNNI_512 * has("avx512vnni"))
+    if has("avx2"):
+        return Machine(32, 16, f16_conversion=has("f16c"), int8_dot=VNNI_256 * has("avxvnni"))
+    if has("neon"):
+        return Machine(16, 32, f16_conversion=True, int8_dot=USDOT if has("i8mm") else SDOT * has("dotprod"))
     return Machine(vector_bytes=16, registers=16, f16_conversion=False)
 
 

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
 import numpy as np
+import onnx.parser
 import pytest
 import tvm
+import tvm_ffi
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
+from tvm.support import cc
 
+from lowering.compiling.compiler import compile_to
 from lowering.target import host_features, resolve
 from schedules.cpu.dot_int8 import dot
-from schedules.cpu.vector import Machine, load, store
+from schedules.cpu.vector import SDOT, USDOT, VNNI_256, VNNI_512, Machine, load, machine, store
+
+HOST = Path(__file__).parents[1] / "targets" / "kernel_host.c"
 
 WAYS = {
-    "AVX-512 VNNI": (Machine(64, 32, f16_conversion=True, int8_dot=True), "avx512_vnni"),
+    "AVX-512 VNNI": (Machine(64, 32, f16_conversion=True, int8_dot=VNNI_512), "avx512_vnni"),
+    "VNNI in 256 bits": (Machine(32, 16, f16_conversion=True, int8_dot=VNNI_256), "avx512_vnni"),
     "pairs in 512 bits": (Machine(64, 32, f16_conversion=True), "avx512bw"),
     "pairs in 256 bits": (Machine(32, 16, f16_conversion=True), "avx2"),
     "one by one": (Machine(16, 16, f16_conversion=False), ""),
@@ -30,17 +42,74 @@ def kernel(cpu: Machine) -> tirx.PrimFunc:
     return builder.get()
 
 
+def words(lanes: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """Sums, bytes without and with a sign, four in each lane, and what must come out."""
+    rng = np.random.default_rng(0)
+    a = rng.choice([0, 1, 127, 128, 254, 255], (lanes, 4)).astype(np.uint8)
+    b = rng.choice([-128, -127, -1, 0, 1, 127], (lanes, 4)).astype(np.int8)
+    total = rng.integers(-(2**31), 2**31, lanes).astype(np.int32)
+    want = total.astype(np.int64) + (a.astype(np.int64) * b.astype(np.int64)).sum(1)
+    return [total, a.view(np.int32)[:, 0], b.view(np.int32)[:, 0]], want.astype(np.int32)
+
+
 @pytest.mark.parametrize("way", [way for way, (_, feature) in WAYS.items() if feature in ("", *host_features())])
 def test_sums_are_exact(way: str) -> None:
     cpu, _ = WAYS[way]
     target = resolve("cpu")[0].tvm
     run = tvm.compile(tvm.IRModule({"dot": kernel(cpu)}), target=target)["dot"]
-    lanes, rng = cpu.lanes("int32"), np.random.default_rng(0)
     for _ in range(20):
-        a = rng.choice([0, 1, 127, 128, 254, 255], (lanes, 4)).astype(np.uint8)
-        b = rng.choice([-128, -127, -1, 0, 1, 127], (lanes, 4)).astype(np.int8)
-        total = rng.integers(-(2**31), 2**31, lanes).astype(np.int32)
-        given = [tvm.runtime.tensor(x) for x in (total, a.view(np.int32)[:, 0], b.view(np.int32)[:, 0], total)]
-        run(*given)
-        want = total.astype(np.int64) + (a.astype(np.int64) * b.astype(np.int64)).sum(1)
-        np.testing.assert_array_equal(given[-1].numpy(), want.astype(np.int32))
+        given, want = words(cpu.lanes("int32"))
+        arguments = [tvm.runtime.tensor(x) for x in (*given, given[0])]
+        run(*arguments)
+        np.testing.assert_array_equal(arguments[-1].numpy(), want)
+
+
+@pytest.mark.skipif(shutil.which("aarch64-linux-gnu-gcc") is None, reason="needs Debian's gcc-aarch64-linux-gnu")
+@pytest.mark.skipif(shutil.which("qemu-aarch64") is None, reason="needs Debian's qemu-user")
+@pytest.mark.parametrize(
+    ("target", "instruction"), [("aarch64+dotprod", SDOT), ("aarch64+i8mm", USDOT), ("aarch64", "")]
+)
+def test_sums_are_exact_on_aarch64(target: str, instruction: str, tmp_path: Path) -> None:
+    (made_for,) = resolve(f"cpu:{target}")
+    cpu = machine(made_for.tvm)
+    assert cpu.int8_dot == instruction
+    library, host = tmp_path / "dot.so", tmp_path / "kernel_host"
+    linker = cc.cross_compiler("aarch64-linux-gnu-gcc")
+    tvm.compile(tvm.IRModule({"dot": kernel(cpu)}), target=made_for.tvm).export_library(str(library), fcompile=linker)
+    command = ["aarch64-linux-gnu-gcc", "-O1", "-rdynamic", "-I", tvm_ffi.libinfo.find_include_path(), HOST, "-o", host]
+    subprocess.run([*command, "-ldl"], check=True)
+    given, want = words(cpu.lanes("int32"))
+    emulated = ["qemu-aarch64", "-cpu", "max", "-L", "/usr/aarch64-linux-gnu"]
+    shapes = ["i1", str(len(want))] * 4
+    done = subprocess.run(
+        [*emulated, host, library, "__tvm_ffi_dot", *shapes],
+        input=b"".join(x.tobytes() for x in given),
+        capture_output=True,
+        check=True,
+    )
+    np.testing.assert_array_equal(np.frombuffer(done.stdout, np.int32), want)
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="needs Debian's binutils")
+@pytest.mark.parametrize(
+    ("target", "instruction"),
+    [
+        ("x86-64-v3+avxvnni", r"\{vex\} vpdpbusd .*%ymm"),
+        ("x86-64-v4+avx512vnni", r"vpdpbusd .*%zmm"),
+        ("x86-64-v4", r"vpmaddwd .*%zmm"),
+        ("x86-64-v3", r"vpmaddwd .*%ymm"),
+    ],
+)
+def test_products_of_a_model_use_what_the_target_has(target: str, instruction: str, tmp_path: Path) -> None:
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 21]>
+        m (uint8[n, 64] a) => (int32[n, 32] y) <int8[64, 32] b> { y = MatMulInteger (a, b) }""")
+    del model.graph.initializer[:]
+    b = np.random.default_rng(0).integers(-128, 128, (64, 32)).astype(np.int8)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(b, "b"))
+    manifest = compile_to(tmp_path / "out", model, f"cpu:{target}")
+    assert (("avx_vnni" in manifest.cpu_features), ("avx512_vnni" in manifest.cpu_features)) == (
+        "+avxvnni" in target,
+        "+avx512vnni" in target,
+    )
+    text = subprocess.run(["objdump", "-d", tmp_path / "out" / "model.so"], capture_output=True, text=True, check=True)
+    assert re.search(instruction, text.stdout)

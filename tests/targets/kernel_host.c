@@ -1,6 +1,6 @@
 /* Calls one kernel of a model.so without TVM: `kernel_host model.so symbol rank dims... rank dims... ...`.
- * Every argument is a float32 tensor; inputs are read from stdin one after another, the last argument is the output and
- * goes to stdout. Stands in for the few runtime functions that kernels call, so that it runs under an emulator for which
+ * Every argument is a float32 tensor, or an int32 one if its rank begins with an i; inputs are read from stdin one after
+ * another, the last argument is the output and goes to stdout. Stands in for the few runtime functions that kernels call, so that it runs under an emulator for which
  * no build of the runtime is at hand. */
 #include <dlfcn.h>
 #include <stdio.h>
@@ -54,14 +54,14 @@ int main(int argc, char** argv) {
     size_t bytes[MOST];
     int count = 0;
     for (int at = 3; at < argc; ++count) {
-        int rank = atoi(argv[at++]);
+        const int integers = argv[at][0] == 'i', rank = atoi(argv[at++] + integers);
         bytes[count] = sizeof(float);
         for (int d = 0; d < rank; ++d) bytes[count] *= (size_t)(shapes[count][d] = atoll(argv[at++]));
         for (int d = rank - 1; d >= 0; --d) strides[count][d] = d == rank - 1 ? 1 : strides[count][d + 1] * shapes[count][d + 1];
         tensors[count] = (DLTensor){.data = allocate(0, 0, bytes[count], 0, 0),
                                     .device = {kDLCPU, 0},
                                     .ndim = rank,
-                                    .dtype = {kDLFloat, 32, 1},
+                                    .dtype = {integers ? kDLInt : kDLFloat, 32, 1},
                                     .shape = shapes[count],
                                     .strides = strides[count]};
         arguments[count].type_index = kTVMFFIDLTensorPtr;
