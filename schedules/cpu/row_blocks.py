@@ -130,8 +130,9 @@ class _Blocks:
         count = fixed((rows + (height - 1)) // height)
 
         def task(index: Expr) -> None:
-            first = fixed(index % count * height)
-            self.block(fixed(index // count), first, fixed(tirx.min(height, rows - first)), height)
+            # The same rows of all batches one after the other: heads share a mask.
+            first = fixed(index // batch * height)
+            self.block(fixed(index % batch), first, fixed(tirx.min(height, rows - first)), height)
 
         split_among_threads(batch * count, batch * rows * self.work(), tiles.parallel_work, task)
 
