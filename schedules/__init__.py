@@ -34,6 +34,9 @@ LOOPS = "loops"
 RULES = {"llvm": cpu.RULES, "cuda": cuda.RULES}
 """By kind of target. A rule answers with variants, functions of the same parameters, or None for "not mine"."""
 
+ROW_BLOCKS = "row_blocks"
+"""The name of the rule that takes rows through several products (reading/row_parts.py), where a target has one."""
+
 _JOINS = {"llvm": cpu.joins, "cuda": cuda.joins}
 
 

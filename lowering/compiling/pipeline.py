@@ -35,6 +35,7 @@ from ..passes.donation import donate
 from ..passes.fold_constants import fold_constants
 from ..passes.group_products import group_products
 from ..passes.hold_divisions import hold_divisions
+from ..passes.join_rows import join_rows
 from ..passes.kernels import schedule as schedule_kernels
 from ..passes.mark_products import mark_products
 from ..passes.mark_products import note as note_of_products
@@ -122,6 +123,11 @@ def lower(
         mod, origins = group_products(mod, target.tvm, origins)
         return mod
 
+    def rows(mod: tvm.IRModule) -> tvm.IRModule:
+        nonlocal origins
+        mod, origins = join_rows(mod, target.tvm, origins)
+        return mod
+
     def schedule(mod: tvm.IRModule) -> tvm.IRModule:
         nonlocal kernels, calls, unscheduled
         unscheduled = {v.name_hint: f for v, f in mod.functions_items() if isinstance(f, tirx.PrimFunc)}
@@ -159,6 +165,8 @@ def lower(
         ("sizes_first", sizes_first),
         ("mark_products", lambda mod: mark_products(mod, products)),
         ("group_products", group),
+        # GPUs have no kernel for what it makes.
+        ("join_rows", rows if not target.architecture else lambda mod: mod),
         # Fusion may move a reader behind a write: only now is the order of execution final.
         ("to_non_dataflow", t.ToNonDataflow()),
         ("donate", lambda mod: donate(mod, donated, notes)),

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from .matching import Rewrite, Size, array, attribute, dims, numbers, operand, producer
+from .matching import Rewrite, Size, array, attribute, dims, is_op, number, numbers, operand, producer
 from .node_pass import NodePass
 
 _BYTES = (ir.DataType.UINT8, ir.DataType.INT8)
 _MOST = 2**31 // 255**2
 """Products of differences of bytes whose sum fits int32."""
+
+_MOST_CODES = 2**30 // 255
+"""What a row's codes may add up to, where the bytes that they are multiplied by are anything: half of what fits."""
 
 
 class FuseIntegerProductsPass(NodePass):
@@ -26,7 +29,8 @@ class FuseIntegerProductsPass(NodePass):
     3. Conv of one group by constant weights: ConvInteger, Cast, Mul, and Add of the bias.
 
     Blocks, scales in another type than float32, codes of other widths, a Gemm that turns a matrix that is computed, and
-    sums of unknown length, or of so many that int32 may not hold them, refuse the match: those keep their floats.
+    sums of unknown length, or of so many that int32 may not hold them, refuse the match: those keep their floats. The
+    length does not matter where A holds the codes of probabilities, which add up to little.
     """
 
     since = 10
@@ -68,7 +72,7 @@ def _codes(value: ir.Value) -> _Codes | None:
 def _matmul(node: ir.Node, a: _Codes, b: _Codes) -> bool:
     if b.axis not in (None, len(dims(b.codes)) - 1) or len(dims(b.codes)) < 2 or len(dims(a.codes)) < 1:
         return False
-    if not _fits(dims(b.codes)[-2:-1]):
+    if not _fits(dims(b.codes)[-2:-1]) and not _sum_of_codes(a) <= _MOST_CODES:
         return False
     new, result = Rewrite(node), node.outputs[0]
     new.replace([node, a.node, b.node], result, _scaled(new, _sums(new, a, b, b.codes, result), a, b, result))
@@ -116,6 +120,37 @@ def _fits(sizes: Iterable[Size]) -> bool:
     """Whether sums over such axes fit int32."""
     known = numbers(sizes)
     return known is not None and math.prod(known) <= _MOST
+
+
+def _sum_of_codes(a: _Codes) -> float:
+    """What the differences of a row's codes and their zero point add up to at most, whatever the length of the row:
+    probabilities add up to 1, and a number that is not negative is at most doubled when it is rounded to an integer.
+    Infinite where they are codes of anything else."""
+    node, scale = producer(a.codes, "QuantizeLinear"), number(a.scale)
+    if (
+        node is None
+        or not scale
+        or scale < 0
+        or operand(node, 1) is not a.scale
+        or [*node.inputs, None][2] is not a.zero
+    ):
+        return math.inf
+    return 2 * _sum_of_row(operand(node, 0)) / scale
+
+
+def _sum_of_row(value: ir.Value) -> float:
+    """The same of the numbers that a softmax leaves, also where they were rounded on the way, or NaN became 0."""
+    node = producer(value, "Softmax", "Where", "DequantizeLinear")
+    if node is None:
+        return math.inf
+    if is_op(node, "Softmax"):
+        return 1.0 if attribute(node, "axis", None) in (-1, len(dims(value)) - 1) else math.inf
+    if is_op(node, "Where"):
+        guard, kept = producer(operand(node, 0), "IsNaN"), operand(node, 2)
+        zero = guard is not None and guard.inputs[0] is kept and number(operand(node, 1)) == 0
+        return _sum_of_row(kept) if zero else math.inf
+    codes, scale = _codes(value), number(operand(node, 1))
+    return _sum_of_codes(codes) * scale if codes is not None and scale else math.inf
 
 
 def _operands(new: Rewrite, a: _Codes, b: _Codes, matrix: ir.Value) -> list[ir.Value | None]:

@@ -12,6 +12,18 @@ from .matmul import joins as joins
 from .matmul import matmul
 from .recurrence import recurrence
 from .reduction import reduction
+from .row_blocks import row_blocks
 from .sliding import windows
 
-RULES: tuple[Rule, ...] = (attention, gradient, linear, recurrence, matmul, elementwise, concat, windows, reduction)
+RULES: tuple[Rule, ...] = (
+    attention,
+    gradient,
+    linear,
+    recurrence,
+    row_blocks,
+    matmul,
+    elementwise,
+    concat,
+    windows,
+    reduction,
+)

@@ -40,7 +40,7 @@ from tvm.script.ir_builder import tirx as T
 from lowering.tensorir.expressions import Expr, is_int
 
 from ..reading.product import read_groups
-from ..reading.stages import read_stages
+from ..reading.stages import Stage, read_stages
 from ..reading.values import flat_view
 from ..variant import Variant
 from .blocked import Blocked
@@ -49,7 +49,7 @@ from .operands import Operands
 from .panels import PanelTiles, is_width
 from .results import Results, Values
 from .thin_product import ThinTiles, is_thin, thin_kernels
-from .vector import fixed, machine, workspace
+from .vector import Machine, fixed, machine, workspace
 
 Plan = list[list[Blocked]]
 """Kernels of the products of each group."""
@@ -74,10 +74,20 @@ def matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | No
 def plan(func: tirx.PrimFunc, target: tvm.target.Target, tiles: PanelTiles | None = None) -> Plan | None:
     """How `matmul` takes a function, or None where it does not."""
     stages = read_stages(func)
-    groups = read_groups(stages, set(func.params)) if stages else None
-    if not groups or stages is None:
+    return plan_stages(func, stages, set(func.params), machine(target), tiles) if stages else None
+
+
+def plan_stages(
+    func: tirx.PrimFunc,
+    stages: list[Stage],
+    parameters: set[tirx.Buffer],
+    cpu: Machine,
+    tiles: PanelTiles | None = None,
+) -> Plan | None:
+    """The same for some of the function's stages, to which tensors that others make or read are parameters, too."""
+    groups = read_groups(stages, parameters)
+    if not groups:
         return None
-    cpu = machine(target)
     codes = [product.codes for group in groups for product in group.products if product.codes is not None]
     if not all(is_width(c.nr, cpu.lanes("float32")) for c in codes):
         return None
@@ -198,15 +208,26 @@ def _blocked(kernels: Plan) -> None:
 
 
 def _panel(group: list[Blocked], values: Values, panel: Expr, first: Expr, rows: Expr, most: int) -> None:
-    """One panel's columns of a group's products for `rows` rows from `first` on, at most so many."""
+    """`sum_panel` in memory of its own."""
+    sum_panel(group, values, panel, first, rows, workspace(**panel_memory(group, most)))
+
+
+def panel_memory(group: list[Blocked], most: int) -> dict[str, tuple[int | Expr, str]]:
+    """Elements and their type of the memory that `sum_panel` needs for at most so many rows, by name."""
+    sizes = {f"tile{n}": most * b.nr for n, b in enumerate(group)}
+    for b in group:
+        for name, size in b.scratch().items():
+            sizes[name] = max(size, sizes.get(name, 0))
+    return {name: (size, group[0].acc) for name, size in sizes.items()}
+
+
+def sum_panel(
+    group: list[Blocked], values: Values, panel: Expr, first: Expr, rows: Expr, scratch: dict[str, tirx.Buffer]
+) -> None:
+    """One panel's columns of a group's products for `rows` rows from `first` on."""
     results, last = group[0].results, group[-1]
     values = {**values, results.panel: fixed(panel)}
     columns = last.columns_of(values)
-    sizes: dict[str, tuple[int | Expr, str]] = {f"tile{n}": (most * b.nr, b.acc) for n, b in enumerate(group)}
-    for b in group:
-        for name, size in b.scratch().items():
-            sizes[name] = (max(size, sizes[name][0]) if name in sizes else size, b.acc)
-    scratch = workspace(**sizes)
     tiles = [scratch[f"tile{n}"] for n in range(len(group))]
 
     def finish(row: Expr, place: Expr) -> None:

@@ -32,6 +32,7 @@ from .elementwise import expensive_outputs, recomputed, scratch_type
 from .fast_math import expand
 from .loop_body import before_loop, emit, is_vectorizable
 from .loops import LoopTiles, nest, split_rows
+from .results import Memory
 from .sweep import Piece, plan_sweep
 from .vector import Machine, Register, convert, fixed, machine, reduce_lanes, splat
 
@@ -66,16 +67,48 @@ def reduction(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] |
         return None
     cpu = machine(target)
     tiles = {"rows": ReductionTiles.default(stages, cpu)}
-    return [Variant("rows", stages, cpu, tiles, lambda tiles: _Kernel(func, stages, cpu, tiles["rows"]).write())]
+    return [Variant("rows", stages, cpu, tiles, lambda tiles: _write(RowKernel(func, stages, cpu, tiles["rows"])))]
 
 
-class _Kernel:
-    """`kept` are the stages with values of their own; the others are computed where they are read."""
+def _write(kernel: RowKernel) -> tirx.PrimFunc:
+    """The function with the kernel as its body."""
+    func = kernel.func
+    with IRBuilder() as builder, T.prim_func():
+        kernel.open({buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, func.params)})
+        axes = kernel.axes
+        long = [axis for axis in axes if not is_int(axis.extent, 1)]
 
-    def __init__(self, func: tirx.PrimFunc, stages: list[Stage], cpu: Machine, tiles: ReductionTiles) -> None:
+        def rows(outer: list[Expr], last: Axis) -> None:
+            scratch = kernel.allocate()
+            with T.serial(last.extent) as i:
+                point = iter([*outer, fixed(last.var + i)])
+                kernel.row([next(point) if axis in long else _ZERO for axis in axes], scratch)
+
+        if long:
+            split_rows(long, kernel.work(), kernel.tiles, rows)
+        else:
+            kernel.row([_ZERO for _ in axes], kernel.allocate())
+    return func.with_body(builder.get().body)
+
+
+class RowKernel:
+    """All stages, or some of a function's, for a row. `parameters` are the tensors that others make or read, by default
+    those of the function; `kept` are the stages with values of their own, the others are computed where they are read.
+    """
+
+    def __init__(
+        self,
+        func: tirx.PrimFunc,
+        stages: list[Stage],
+        cpu: Machine,
+        tiles: ReductionTiles,
+        parameters: set[tirx.Buffer] | None = None,
+    ) -> None:
         self.func, self.stages, self.cpu, self.tiles = func, stages, cpu, tiles
         self.lanes = cpu.lanes("float32")
-        needed = [stage for stage in stages if stage.reduce or stage.output in set(func.params)]
+        parameters = set(func.params) if parameters is None else parameters
+        self.stored = parameters & {stage.output for stage in stages}
+        needed = [stage for stage in stages if stage.reduce or stage.output in self.stored]
         self.rank = shared_rank(needed, stages)
         while self.rank and any(stage.reduce and runs_across(stage, self.rank) for stage in stages):
             self.rank -= 1
@@ -87,29 +120,15 @@ class _Kernel:
             if stage in needed or extra:
                 self.kept.append(stage)
 
-    def write(self) -> tirx.PrimFunc:
-        made = {stage.output for stage in self.stages}
-        with IRBuilder() as builder, T.prim_func():
-            memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, self.func.params)}
-            self.inputs = {buffer: View(flat) for buffer, flat in memory.items() if buffer not in made}
-            self.outputs = {buffer: flat for buffer, flat in memory.items() if buffer in made}
-            axes = self.kept[0].axes[: self.rank]
-            long = [axis for axis in axes if not is_int(axis.extent, 1)]
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """Those that number the rows."""
+        return self.kept[0].axes[: self.rank]
 
-            def rows(outer: list[Expr], last: Axis) -> None:
-                scratch = self.allocate()
-                with T.serial(last.extent) as i:
-                    point = iter([*outer, fixed(last.var + i)])
-                    self.row(
-                        [next(point) if axis in long else _ZERO for axis in axes],
-                        scratch,
-                    )
-
-            if long:
-                split_rows(long, self.work(), self.tiles, rows)
-            else:
-                self.row([_ZERO for _ in axes], self.allocate())
-        return self.func.with_body(builder.get().body)
+    def open(self, memory: Memory) -> None:
+        """Where the parameters are, as vectors of their elements."""
+        self.inputs = {buffer: View(flat) for buffer, flat in memory.items() if buffer not in self.stored}
+        self.outputs = {buffer: memory[buffer] for buffer in self.stored}
 
     def work(self) -> Expr:
         """Simple operations per row, roughly."""
@@ -120,14 +139,18 @@ class _Kernel:
         return Analyzer().simplify(total)
 
     def allocate(self) -> dict[tirx.Buffer, tirx.Buffer]:
-        """Scratch rows for the stages that need them, in float32 where their own type is half precision."""
+        """Memory for `scratch_rows`."""
+        return {output: T.alloc_buffer((size,), dtype) for output, (size, dtype) in self.scratch_rows().items()}
+
+    def scratch_rows(self) -> dict[tirx.Buffer, tuple[Expr, str]]:
+        """Elements and their type of a row of the stages that need one, in float32 where their own type is half
+        precision."""
         rows = {}
         for stage in self.kept:
             output, half = stage.output, is_half(stage.output.dtype)
             in_memory = several(stage, self.rank) or (stage.reduce and read_term(stage) is None)
-            if in_memory and (output not in self.outputs or (half and stage.reduce)):
-                size = volume(stage.axes[self.rank :])
-                rows[output] = T.alloc_buffer((size,), scratch_type(output))
+            if in_memory and (output not in self.stored or (half and stage.reduce)):
+                rows[output] = volume(stage.axes[self.rank :]), scratch_type(output)
         return rows
 
     def row(self, point: list[Expr], scratch: dict[tirx.Buffer, tirx.Buffer]) -> None:

@@ -19,14 +19,16 @@ def shared_rank(kept: list[Stage], stages: list[Stage]) -> int:
     """How many leading axes the kept stages share.
 
     They have equal extents there, and read each other's output at their own point, also by way of stages that are not
-    kept, which are computed where they are read.
+    kept, which are computed where they are read. On an axis of one element that is so whatever the index looks like.
     """
     reads = _reads(kept, stages)
     for rank in range(min(len(stage.axes) for stage in kept)):
         extent = kept[0].axes[rank].extent
         for stage in kept:
-            same = prim.expr_deep_equal(stage.axes[rank].extent, extent)
-            if not same or not all(stage.indices[rank].same_as(indices[rank]) for _, indices in reads[stage.output]):
+            if not prim.expr_deep_equal(stage.axes[rank].extent, extent):
+                return rank
+            own = all(stage.indices[rank].same_as(indices[rank]) for _, indices in reads[stage.output])
+            if not own and not is_int(extent, 1):
                 return rank
     return min(len(stage.axes) for stage in kept)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from graphs import parse, same, untouched
+from graphs import fused, operators, parse, same, untouched
 
 RNG = np.random.default_rng(0)
 SCALES = {"s": np.array(0.03, np.float32), "z": np.array(113, np.uint8), "t": np.array([0.02], np.float32)}
@@ -87,3 +87,33 @@ def test_sums_that_int32_may_not_hold_stay() -> None:
     untouched(parse(f"(uint8[N, 40000] x) => (float[N, 2] y) {{ {nodes} }}", 21, WEIGHTS))
     nodes = f"{A} b = DequantizeLinear (v, t) y = MatMul (a, b)"
     untouched(parse(f"(uint8[N, T] x, int8[T, 2] v) => (float[N, 2] y) {{ {nodes} }}", 21, WEIGHTS))
+
+
+PROBABILITIES = {"ps": np.array(1 / 255, np.float32), "pz": np.array(0, np.uint8), "qs": np.array(0.003, np.float32)}
+PROBABILITIES |= {"tiny": np.array(1e-7, np.float32), "other": np.array(0, np.uint8), "zero": np.array(0, np.float32)}
+P, V = "p = Softmax <axis = -1> (s)", "w = DequantizeLinear (v, t, zt)"
+CODES = "q = QuantizeLinear (p, ps, pz) d = DequantizeLinear (q, ps, pz)"
+GUARD = "n = IsNaN (d) g = Where (n, zero, d) h = QuantizeLinear (g, qs, pz) a = DequantizeLinear (h, qs, pz)"
+WEIGHTED = "(float[B, S, T] s, int8[B, T, 4] v) => (float[B, S, 4] y)"
+
+
+@pytest.mark.parametrize("nodes", [f"{P} {CODES} {V} y = MatMul (d, w)", f"{P} {CODES} {GUARD} {V} y = MatMul (a, w)"])
+def test_codes_of_probabilities_add_up_to_little(nodes: str) -> None:
+    weights = {name: SCALES[name] for name in ("t", "zt")} | PROBABILITIES
+    same(parse(f"{WEIGHTED} {{ {nodes} }}", 21, weights), {"MatMulInteger": 1, "MatMul": 0})
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        f"p = Softmax <axis = 1> (s) {CODES} {V} y = MatMul (d, w)",
+        f"p = Sigmoid (s) {CODES} {V} y = MatMul (d, w)",
+        f"{P} q = QuantizeLinear (p, tiny, pz) d = DequantizeLinear (q, tiny, pz) {V} y = MatMul (d, w)",
+        f"{P} q = QuantizeLinear (p, ps, pz) d = DequantizeLinear (q, ps, other) {V} y = MatMul (d, w)",
+        f"{P} {CODES} n = IsNaN (d) g = Where (n, ps, d) h = QuantizeLinear (g, qs, pz) "
+        f"a = DequantizeLinear (h, qs, pz) {V} y = MatMul (a, w)",
+    ],
+)
+def test_sums_of_unknown_length_that_may_be_large_stay(nodes: str) -> None:
+    weights = {name: SCALES[name] for name in ("t", "zt")} | PROBABILITIES
+    assert not operators(fused(parse(f"{WEIGHTED} {{ {nodes} }}", 21, weights)))["MatMulInteger"]

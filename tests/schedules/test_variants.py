@@ -15,6 +15,7 @@ from lowering.attention.plain import plain
 from lowering.attention.problem import AttentionProblem, Window
 from lowering.passes.hold_divisions import hold_divisions
 from lowering.tensorir.scatter import CacheUpdate, copy_and_update
+from schedules.reading.row_parts import PARTS
 from schedules.tiles import Tiles
 from schedules.variant import Choice, Variant
 
@@ -27,8 +28,8 @@ def attention(dtype: str = "float32") -> AttentionProblem:
     return AttentionProblem(1, None, None, 4, 2, 32, 32, **types, scale=0.2, window=Window(None, 0, "zero"))
 
 
-def placeholder(name: str, *shape: int) -> te.Tensor:
-    return te.placeholder([tirx.IntImm("int64", n) for n in shape], "float32", name)
+def placeholder(name: str, *shape: int, dtype: str = "float32") -> te.Tensor:
+    return te.placeholder([tirx.IntImm("int64", n) for n in shape], dtype, name)
 
 
 def product(m: int, n: int, k: int, transposed: bool = False) -> tirx.PrimFunc:
@@ -46,6 +47,25 @@ def total() -> tirx.PrimFunc:
     return te.create_prim_func([a, topi.sum(topi.exp(a), axis=1)])
 
 
+def codes() -> tirx.PrimFunc:
+    """Two products of bytes, and a reduction of the first one's rows between."""
+    q, k, v = (placeholder(n, 2, *shape, dtype=t) for n, shape, t in (
+        ("q", (130, 8), "uint8"), ("k", (8, 64), "int8"), ("v", (64, 32), "int8"),
+    ))  # fmt: skip
+
+    def sums(a: te.Tensor, b: te.Tensor) -> te.Tensor:
+        d = te.reduce_axis((tirx.const(0, "int64"), b.shape[1]), "d")
+        shape = *a.shape[:2], b.shape[2]
+        return te.compute(
+            shape, lambda n, i, j: te.sum(a[n, i, d].astype("int32") * b[n, d, j].astype("int32"), axis=d)
+        )
+
+    s = sums(q, k)
+    top = topi.max(s, axis=2)
+    p = te.compute(s.shape, lambda n, i, j: tirx.max(255 - (top[n, i] - s[n, i, j]) // 64, 0).astype("uint8"))
+    return te.create_prim_func([q, k, v, sums(p, v)]).with_attr(PARTS, [1, 2, 1])
+
+
 FUNCTIONS: dict[str, tuple[Callable[[], tirx.PrimFunc], tvm.target.Target]] = {
     "attention": (lambda: plain(attention()), CPU),
     "product": (lambda: product(37, 50, 70), CPU),
@@ -53,6 +73,7 @@ FUNCTIONS: dict[str, tuple[Callable[[], tirx.PrimFunc], tvm.target.Target]] = {
     "product, few rows, transposed": (lambda: product(3, 90, 70, transposed=True), CPU),
     "element-wise": (sweep, CPU),
     "reduction": (total, CPU),
+    "rows of codes": (codes, CPU),
     "attention on a GPU": (lambda: plain(attention("float16")), GPU),
     "attention in float32 on a GPU": (lambda: plain(attention()), GPU),
     "cache update on a GPU": (lambda: copy_and_update(CacheUpdate("float16", (1, 2, 8, 4), 1, 2)), GPU),
@@ -144,7 +165,13 @@ def _arguments(function: tirx.PrimFunc) -> list[np.ndarray]:
         return [RNG.standard_normal(shape).astype(np.float32) for shape in ((1, 4, 9, 32), *[(1, 2, 70, 32)] * 2)] + [
             np.empty((1, 4, 9, 32), np.float32)
         ]
-    return [RNG.standard_normal([int(n) for n in x.shape]).astype(np.float32) for x in function.params]
+    shapes = [[int(n) for n in x.shape] for x in function.params]
+    return [
+        RNG.standard_normal(shape).astype(x.dtype)
+        if x.dtype == "float32"
+        else RNG.integers(0, 128, shape).astype(x.dtype)
+        for x, shape in zip(function.params, shapes)
+    ]
 
 
 def _run(module: tvm.IRModule, arrays: list[np.ndarray]) -> np.ndarray:
