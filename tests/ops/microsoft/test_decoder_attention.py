@@ -237,13 +237,15 @@ def check(number: int, calls: int, target: str = "cpu") -> None:
         arguments = {name: x.copy() for name, x in given.items()}
         got = compiled.run(arguments)
         tolerance = {"float32": 3e-5, "float16": 6e-3, "bfloat16": 5e-2}[case["dtype"]]
+        if case["filter"] is None and not given.get("mask", np.ones(1)).any(-1).all():
+            tolerance = max(tolerance, 2e-3)  # all scores of a row are near -10000
         for name, x in got.items():
             label = f"{name} of {number}: {case}"
             np.testing.assert_allclose(x.astype(np.float64), want[name], tolerance, tolerance, err_msg=label)
             if name in theirs:
                 assert x.shape == theirs[name].shape, label
                 y = np.nan_to_num(x) if name.startswith("present") else x
-                tolerance_ = 2e-3 if name == "qk" else 3e-5  # masked scores are near -10000
+                tolerance_ = 2e-3 if name == "qk" else tolerance  # masked scores are near -10000
                 np.testing.assert_allclose(y, theirs[name], tolerance_, tolerance_, err_msg=label)
 
 
