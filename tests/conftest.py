@@ -10,8 +10,19 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1]))
 from benchmarks.in_process import provide
+from lowering.compiling import artifact_cache
 
 provide()
+
+# What a test compiles is compiled, whatever was compiled before: its GPU may be emulated, or a pass replaced.
+_KEY = artifact_cache.key
+pytest.MonkeyPatch().setattr(artifact_cache, "key", lambda *_: None)
+
+
+@pytest.fixture
+def artifacts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for users."""
+    monkeypatch.setattr(artifact_cache, "key", _KEY)
 
 
 @pytest.fixture(autouse=True)

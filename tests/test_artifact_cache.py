@@ -40,7 +40,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, artifacts_are_kept: None) -> list[Any]:
     """One entry for each time that the compiler does its work, with a cache of this test alone."""
     monkeypatch.setenv("ONNX_LOWERING_CACHE", str(tmp_path / "cache"))
     found: list[Any] = []
