@@ -137,7 +137,8 @@ class WgmmaMatmulTiles(Tiles):
     swizzle: int = 8
     """Tiles of rows that blocks work on together."""
     split_steps: int = 8
-    """Where tiles do not fill the GPU, k is split into parts of at least so many steps."""
+    """What a part of a tile costs, in steps. Where tiles do not fill the GPU, k is split into parts of at least so
+    many; steps are dealt out evenly where that saves what two parts cost."""
     blocks: int | None = None
     """Most blocks of the grid, where some multiprocessors are for others; None is as many as the GPU has."""
     cluster: int = 1
@@ -212,16 +213,23 @@ class WgmmaMatmulTiles(Tiles):
         arrive = 2 * (self.m + self.n) * self.k
         asked = 2 * (self.m + self.n / self.cluster) * self.k
         read = 2 * self.k * (self.m + self.n * self.m // 64)
-        high = -(-rows // (self.m * self.cluster)) * self.cluster
-        tiles = -(-batch * high * -(-columns // self.n) // device.multiprocessors)
-        shared, steps = (arrive + read) / SHARED, -(-depth // self.k)
+        tiles = batch * -(-rows // (self.m * self.cluster)) * -(-columns // self.n)
+        turns, steps = self.busiest(tiles, device.multiprocessors // self.cluster, -(-depth // self.k))
+        shared = (arrive + read) / SHARED
         each = max(products, shared, asked / device.cache, LATENCY / (self.stages - 1))
         stored = self.m * self.n * 12 / SHARED + LATENCY
         if not self.ping_pong:
-            return math.log(tiles * (steps * each + stored))
+            return math.log(steps * each + turns * stored)
         # Both consumers want the tensor cores, and shared memory; each on its own has half of the tiles.
-        units = max(steps * each, steps * shared + self.m * self.n * 8 / SHARED)
-        return math.log(tiles * max(units, (steps * each + stored) / 2) + stored)
+        units = max(steps * each, steps * shared + turns * self.m * self.n * 8 / SHARED)
+        return math.log(max(units, (steps * each + turns * stored) / 2) + stored)
+
+    def busiest(self, tiles: int, at_once: int, steps: int) -> tuple[int, int]:
+        """Tiles of the busiest block, and steps with what parts of tiles cost, as `Grid.deal` has it."""
+        turns = -(-tiles // at_once)
+        parts = max(min(at_once // tiles, steps // self.split_steps), 1)
+        split = turns * -(-steps // parts) + (self.split_steps if parts > 1 else 0)
+        return turns, min(split, -(-tiles * steps // at_once) + 2 * self.split_steps)
 
     @classmethod
     def default(cls, problem: Shape, device: Device) -> WgmmaMatmulTiles:
@@ -234,7 +242,7 @@ class WgmmaMatmulTiles(Tiles):
             return (problem.batch or 1) * -(-rows // m) * -(-columns // n)
 
         if tiles(128, 256) >= device.multiprocessors and columns > 128 * problem.products:
-            cooperative = WgmmaMatmulTiles(2, 256, 4, 232, 40, cluster=2)
+            cooperative = WgmmaMatmulTiles(2, 256, 4, 232, 40, split_steps=10, cluster=2)
             in_turn = dataclasses.replace(cooperative, stages=5, ping_pong=True)
             return min(cooperative, in_turn, key=lambda each: each.estimate(many, device))
         narrow = cls.narrow()

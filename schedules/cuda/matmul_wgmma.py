@@ -35,7 +35,7 @@ from lowering.tensorir.expressions import Expr, is_int, substitute, uses
 from . import wgmma
 from .epilogue import Epilogue
 from .host import multiprocessors, on_host
-from .matmul_grid import Grid, Place
+from .matmul_grid import Grid, Piece, Place
 from .matmul_sums import Fragment, Sums
 from .matmul_tiles import WgmmaMatmulTiles
 from .pipeline import WARPGROUP, Ring, initialise, named_arrive, named_sync, specialise
@@ -119,27 +119,27 @@ def matmul_wgmma(
 def _emit(products: Products, a: Reach, bs: list[Reach], tiles: WgmmaMatmulTiles, epilogue: Epilogue) -> None:
     grid = Grid(products, tiles, tiles.cluster)
     with T.If(grid.blocks > 0), T.Then():
-        grid.split()
+        most = multiprocessors() if tiles.blocks is None else T.int64(tiles.blocks)
+        clusters = on_host(tirx.max(tirx.truncdiv(most, tiles.cluster), T.int64(1)))
+        grid.deal(clusters)
         sums = Sums(grid, epilogue)
-        _launch(grid, sums, a, bs, tiles)
-        with T.If(grid.parts > 1), T.Then():
+        _launch(grid, sums, a, bs, tiles, clusters)
+        with T.If(grid.shares > 0), T.Then():
             sums.add_parts()
 
 
-def _launch(grid: Grid, sums: Sums, a: Reach, bs: list[Reach], tiles: WgmmaMatmulTiles) -> None:
-    """Blocks in clusters as the tiles have it, and the grid."""
+def _launch(grid: Grid, sums: Sums, a: Reach, bs: list[Reach], tiles: WgmmaMatmulTiles, most: Expr) -> None:
+    """Blocks in clusters as the tiles have it, and the grid of at most so many."""
     maps = [_Map(grid, sums.epilogue, a, grid.rows, tiles.m, 1)]
     maps += [_Map(grid, sums.epilogue, b, grid.columns, grid.each, tiles.cluster) for b in bs]
-    work = on_host(grid.blocks * grid.parts)
-    most = multiprocessors() if tiles.blocks is None else T.int64(tiles.blocks)
-    clusters = on_host(tirx.min(work, tirx.max(tirx.truncdiv(most, tiles.cluster), T.int64(1))))
+    clusters = on_host(tirx.min(grid.whole + grid.shares, most))
     with ExitStack() as stack:
         if tiles.cluster > 1:
             stack.enter_context(T.launch_thread("clusterCtaIdx.x", tiles.cluster))
         blocks = (clusters * tiles.cluster).astype("int32")
         block = stack.enter_context(T.launch_thread("blockIdx.x", blocks))
         thread = stack.enter_context(T.launch_thread("threadIdx.x", tiles.threads))
-        _Block(grid, tiles, sums, maps, (block, thread), (work, clusters)).emit()
+        _Block(grid, tiles, sums, maps, (block, thread), clusters).emit()
 
 
 class _Map:
@@ -195,21 +195,20 @@ class _Map:
 
 @dataclass(frozen=True)
 class _Turn:
-    """A tile, or a part of its steps along k, of one block."""
+    """A tile, or a part of one, of a block."""
 
     number: Expr
     """How many the block had before."""
     more: Expr
     """Whether it has another after this one."""
-    place: Place
-    part: Expr
-    first: Expr
-    """Of its steps, and the one behind its last."""
-    last: Expr
+    piece: Piece
+    """Of the cluster's tile."""
+    m0: Expr
+    """The first row of the block's own."""
 
     @property
     def steps(self) -> Expr:
-        return self.last - self.first
+        return self.piece.steps
 
 
 class _Block:
@@ -222,13 +221,13 @@ class _Block:
         sums: Sums,
         maps: list[_Map],
         place: tuple[Expr, Expr],
-        work: tuple[Expr, Expr],
+        clusters: Expr,
     ) -> None:
         self.grid, self.tiles, self.sums, self.maps = grid, tiles, sums, maps
         block, self.thread = place
         # Of the block in its cluster, and of that; computed anew where they are needed.
         self.rank, self.cluster = tirx.truncmod(block, tiles.cluster), tirx.truncdiv(block, tiles.cluster)
-        self.work, self.clusters = (n.astype("int32") for n in work)
+        self.clusters = clusters.astype("int32")
         shape = grid.products.shape
         words = tiles.shared_memory(shape) // 4
         self.memory = T.alloc_buffer((words,), "uint32", scope="shared.dyn", align=_ALIGNMENT)
@@ -251,15 +250,24 @@ class _Block:
             synchronise_cluster()  # the other block may still let go of slots here
 
     def each_tile(self, body: Callable[[_Turn], None]) -> None:
-        """For the tiles, and parts of k, of this block."""
-        count, clusters = fixed(self.grid.blocks.astype("int32")), fixed(self.clusters)
-        turns = fixed(tirx.truncdiv(self.work - self.cluster + clusters - 1, clusters))
+        """For the whole tiles of this block, every so many, and then for those in its share."""
+        grid, clusters = self.grid, fixed(self.clusters)
+        whole, steps = (fixed(n.astype("int32")) for n in (grid.whole, grid.steps))
+        wholes = fixed(tirx.truncdiv(whole - self.cluster + clusters - 1, clusters))
+        share = registers(2, "int32")  # its first step, and the one behind its last
+        for n in range(2):
+            put(share, n, T.int32(0))
+        with T.If(grid.shares > 0), T.Then():
+            for n, step in enumerate(grid.share(self.cluster)):
+                put(share, n, step)
+        first = fixed(tirx.truncdiv(share[0], steps))
+        turns = fixed(wholes + tirx.truncdiv(share[1] + steps - 1, steps) - first)
         with T.serial(turns) as turn:
-            number = fixed(self.cluster + turn * clusters)
-            part = fixed(tirx.truncdiv(number, count))
-            place = self.grid.place(fixed(tirx.truncmod(number, count)))
-            place = dataclasses.replace(place, m0=fixed(place.m0 + self.rank * self.tiles.m))
-            body(_Turn(turn, turn + 1 < turns, place, part, *self.grid.steps_of(part)))
+            behind = whole + first + (turn - wholes)
+            tile = fixed(tirx.Select(turn < wholes, self.cluster + turn * clusters, behind))
+            piece = grid.piece(tile, self.cluster, (share[0], share[1]))
+            m0 = fixed(piece.place.m0 + self.rank * self.tiles.m)
+            body(_Turn(turn, turn + 1 < turns, piece, m0))
 
     def produce(self) -> None:
         """One thread: the tiles of A and B on their way."""
@@ -268,14 +276,14 @@ class _Block:
         total = sum(each.words * 4 for each in self.maps)
 
         def tile(turn: _Turn) -> None:
-            place = turn.place
+            m0, n0 = turn.m0, turn.piece.place.n0
             with T.serial(turn.steps) as n:
                 fill = fixed(fills[0] + n)
                 self.ring.reserve(fill, total)
-                for each, start, outer in zip(self.maps, self.starts, (place.m0, *(place.n0 for _ in self.maps))):
+                for each, start, outer in zip(self.maps, self.starts, (m0, *(n0 for _ in self.maps))):
                     at = start + self.ring.slot(fill) * each.words
-                    k = fixed((turn.first + n) * self.tiles.k)
-                    each.load(self.memory, at, place, (outer, k), self.rank, self.ring.full(fill))
+                    k = fixed((turn.piece.first + n) * self.tiles.k)
+                    each.load(self.memory, at, turn.piece.place, (outer, k), self.rank, self.ring.full(fill))
             put(fills, 0, fills[0] + turn.steps)
 
         self.each_tile(tile)
@@ -334,8 +342,8 @@ class _Block:
 
         self.each_tile(tile)
 
-    # Turns at the tensor cores. They are more than fast: a consumer leaves out the other's fills, and the parity of a
-    # fill tells nothing to one that may be two rounds of the ring ahead of what has arrived.
+    # Turns at the tensor cores. Without them results would be wrong, too: a consumer leaves out the other's fills, and
+    # by its parity alone a fill cannot be told from the one two rounds of the ring before.
 
     def take_turn(self, w: Expr, turn: _Turn) -> None:
         with T.If(turn.number > 0), T.Then():
@@ -359,5 +367,5 @@ class _Block:
             def fragment(c: tirx.Buffer, first: int = first) -> Fragment:
                 return lambda n, y: c[first // 2 + n * 4 + y]
 
-            rows = (fixed(turn.place.m0 + of_tile * 16), fixed(turn.place.n0 + first), columns)
-            self.sums.store(turn.place, turn.part, rows, [fragment(c) for c in C], (memory, mine), lane)
+            rows = (fixed(turn.m0 + of_tile * 16), fixed(turn.piece.place.n0 + first), columns)
+            self.sums.store(turn.piece, rows, [fragment(c) for c in C], (memory, mine), lane)

@@ -26,12 +26,10 @@ ALONE = WgmmaMatmulTiles(2, 64, 3, 160, 24, swizzle=2, split_steps=100, blocks=2
 PAIR = dataclasses.replace(ALONE, blocks=4, cluster=2)
 GATE = WgmmaMatmulTiles(2, 128, 3, 160, 24, swizzle=2, split_steps=2, ping_pong=True)
 CASES = {
-    "clusters, B across": Case(
-        n=72, k=400, tiles=PAIR, epilogue="residual", sizes=({"m": 70}, {"m": 130}, {"m": 330}, {"m": 0})
-    ),
+    "clusters, B across": Case(n=72, k=400, tiles=PAIR, epilogue="residual", sizes=({"m": 70}, {"m": 330})),
     "B along k": Case(b_transposed=True, k=400, tiles=ALONE, sizes=({"m": 17}, {"m": 300})),
     "gate, k in parts": Case(m=200, n=64, k=272, batch=2, epilogue="gate", dtype="bfloat16", tiles=GATE, sizes=({},)),
-    "ragged": Case(n=37, k=40, b_transposed=True, epilogue="float32", tiles=ALONE, sizes=({"m": 1}, {"m": 333})),
+    "ragged": Case(n=37, k=40, b_transposed=True, epilogue="float32", tiles=ALONE, sizes=({"m": 0}, {"m": 333})),
     "batches": Case(
         batch="b", k=136, b_transposed=True, tiles=ALONE, sizes=({"b": 3, "m": 40}, {"b": 5, "m": 65}, {"b": 0, "m": 4})
     ),
