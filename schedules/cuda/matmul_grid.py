@@ -1,4 +1,9 @@
-"""Tiles of the result of products of matrices: how many, in which order, and into how many parts k is split."""
+"""Tiles of the result of products of matrices: how many, in which order, and how their steps along k are dealt out.
+
+Where tiles do not fill the GPU their steps are in shares: all of them in a row, tile by tile, are cut into equal ones.
+A split of k has several shares for each tile; stream-K (Osama et al., arXiv:2301.03598) one for each block, wherever
+tiles end. Sums of parts of tiles are added by a second launch, in the order of k.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ from tvm.script.ir_builder import tirx as T
 from lowering.tensorir.expressions import Expr
 
 from ..reading.stages import unravel
-from .host import multiprocessors, on_host
+from .host import on_host
 from .matmul_tiles import MatmulTiles, WgmmaMatmulTiles
 from .products import Products
 from .ptx import fixed, int32
@@ -29,15 +34,32 @@ class Place:
     where: Where
 
 
+@dataclass(frozen=True)
+class Piece:
+    """What a block multiplies of a tile: its steps along k from the first to the one behind the last, int32."""
+
+    place: Place
+    first: Expr
+    last: Expr
+    whole: Expr
+    """Whether that is all steps of the tile."""
+    slot: Expr
+    """Where its sums go if not: a number of its own, int32."""
+
+    @property
+    def steps(self) -> Expr:
+        return self.last - self.first
+
+
 class Grid:
     """Made by the host, of int64, for kernels whose blocks have such tiles.
 
-    k is in parts where tiles alone would not fill the GPU: so many, of so many steps each or more. A tile is that of a
-    cluster of so many blocks, whose own lie below each other.
+    After `split` or `deal` the first `whole` tiles are in no share, and the steps of the others in `shares` equal ones.
+    A tile is that of a cluster of so many blocks, whose own lie below each other.
     """
 
     def __init__(self, products: Products, tiles: MatmulTiles | WgmmaMatmulTiles, cluster: int = 1) -> None:
-        self.products, self.tiles, self.cluster = products, tiles, cluster
+        self.products, self.tiles = products, tiles
         self.count = len(products.group.products)
         self.each = tiles.n // self.count  # columns of a product
         self.rows, self.columns = on_host(products.rows), on_host(products.columns)
@@ -48,11 +70,26 @@ class Grid:
         self.steps = on_host(tirx.ceildiv(self.depth, tiles.k))
         self.blocks = on_host(self.m_tiles * self.n_tiles * self.batch)
 
-    def split(self) -> None:
-        """Decides on the parts; there are blocks."""
-        wanted = tirx.truncdiv(multiprocessors(), self.blocks * self.cluster)
+    def split(self, at_once: Expr) -> None:
+        """k in parts of `split_steps` or more, all tiles in as many, where that many tiles are worked on at a time."""
         most = tirx.truncdiv(self.steps, T.int64(self.tiles.split_steps))
-        self.parts = on_host(tirx.max(tirx.min(wanted, most), T.int64(1)))
+        self.parts = on_host(tirx.max(tirx.min(tirx.truncdiv(at_once, self.blocks), most), T.int64(1)))
+        is_split, none = self.parts > 1, T.int64(0)
+        self._share(tirx.Select(is_split, none, self.blocks), tirx.Select(is_split, self.blocks * self.parts, none))
+
+    def deal(self, at_once: Expr) -> None:
+        """As `split`, or one share for each of so many, where that saves more than two parts of tiles cost, as the ends
+        of a share may be. Tiles of the last turn, which is not full, and of the one before are in shares then."""
+        self.split(at_once)
+        turns, longest = tirx.ceildiv(self.blocks, at_once), tirx.ceildiv(self.steps, self.parts)
+        ends = T.int64(2 * self.tiles.split_steps)
+        saves = on_host(self.blocks * self.steps + ends * at_once < turns * longest * at_once) > 0
+        full = tirx.max(tirx.truncdiv(self.blocks, at_once) - 1, T.int64(0)) * at_once
+        self._share(tirx.Select(saves, full, self.whole), tirx.Select(saves, at_once, self.shares))
+
+    def _share(self, whole: Expr, shares: Expr) -> None:
+        self.whole, self.shares = on_host(whole), on_host(shares)
+        self.shared = on_host(self.blocks - self.whole)  # tiles whose steps are
 
     def place(self, block: Expr) -> Place:
         """The tile of that number: `swizzle` tiles of rows are worked on together, column by column."""
@@ -72,9 +109,32 @@ class Grid:
         axes = self.products.batch_axes
         return {axis.var: fixed(i) for axis, i in zip(axes, unravel(fixed(batch.astype("int64")), axes))}
 
-    def steps_of(self, part: Expr) -> tuple[Expr, Expr]:
-        """The first step of a part of k, and the one behind its last; int32."""
+    def part(self, tile: Expr, part: Expr) -> Piece:
+        """That part of a tile, after `split`."""
         steps, parts = (fixed(n.astype("int32")) for n in (self.steps, self.parts))
-        each = fixed(tirx.truncdiv(steps + parts - 1, parts))
-        first = fixed(tirx.min(part * each, steps))
-        return first, fixed(tirx.min(first + each, steps))
+        first, last = (fixed(tirx.truncdiv(n * steps, parts)) for n in (part, part + 1))
+        return Piece(self.place(tile), first, last, self.parts == 1, fixed(tile * parts + part + tile))
+
+    def share(self, number: Expr) -> tuple[Expr, Expr]:
+        """The first step of a share, and the one behind its last, of those in shares; int32. There are shares."""
+        steps, number = fixed(self.shared * self.steps), number.astype("int64")
+        first, behind = (tirx.truncdiv(n * steps, self.shares).astype("int32") for n in (number, number + 1))
+        return fixed(first), fixed(behind)
+
+    def piece(self, tile: Expr, share: Expr, steps: tuple[Expr, Expr]) -> Piece:
+        """Of a tile what is in a share of such steps, or all of it if the tile is in none."""
+        all_steps, whole = (fixed(n.astype("int32")) for n in (self.steps, self.whole))
+        among = fixed(tile - whole)
+        before = fixed(among * all_steps)
+        first = fixed(tirx.Select(among < 0, T.int32(0), tirx.max(steps[0] - before, T.int32(0))))
+        last = fixed(tirx.Select(among < 0, all_steps, tirx.min(steps[1] - before, all_steps)))
+        return Piece(self.place(tile), first, last, tirx.EQ(last - first, all_steps), fixed(share + among))
+
+    def shares_of(self, among: Expr) -> tuple[Expr, Expr]:
+        """The first and the last share that has steps of a tile, by its number among those in shares; int64."""
+        steps = fixed(self.shared * self.steps)
+
+        def share(step: Expr) -> Expr:
+            return fixed(tirx.truncdiv((step + 1) * self.shares - 1, steps))
+
+        return share(among * self.steps), share((among + 1) * self.steps - 1)

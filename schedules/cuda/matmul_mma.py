@@ -24,6 +24,7 @@ from lowering.tensorir.expressions import Expr, substitute
 from . import ptx
 from .epilogue import Epilogue
 from .expansion import Expansion
+from .host import multiprocessors
 from .matmul_grid import Grid
 from .matmul_sums import Fragment, Sums
 from .matmul_tiles import MatmulTiles
@@ -36,7 +37,7 @@ def matmul_mma(products: Products, a: Operand, bs: list[Operand], tiles: MatmulT
     """Emits the kernel and its launches into the function that is open."""
     epilogue, grid = Epilogue(products), Grid(products, tiles)
     with T.If(grid.blocks > 0), T.Then():
-        grid.split()
+        grid.split(multiprocessors())
         sums = Sums(grid, epilogue)
         conditions = [operand.condition for operand in (a, *bs) if operand.condition is not None]
 
@@ -56,7 +57,7 @@ def matmul_mma(products: Products, a: Operand, bs: list[Operand], tiles: MatmulT
                     launch(False)
         else:
             launch(True)
-        with T.If(grid.parts > 1), T.Then():
+        with T.If(grid.shares > 0), T.Then():
             sums.add_parts()
 
 
@@ -73,8 +74,9 @@ class _Tile:
         chunks: bool,
     ) -> None:
         self.grid, self.tiles, self.sums = grid, tiles, sums
-        block, self.part, self.thread = place
-        self.place = grid.place(block)
+        block, part, self.thread = place
+        self.piece = grid.part(block, part)
+        self.place = self.piece.place
         shape = grid.products.shape
         self.type, (a, bs) = shape.type, operands
         self.warp_n = grid.each // tiles.warps_n  # columns of a product that a warp has
@@ -97,7 +99,7 @@ class _Tile:
 
     def emit(self) -> None:
         tiles = self.tiles
-        first, last = self.grid.steps_of(self.part)
+        first, last = self.piece.first, self.piece.last
         for C in self.C:
             with unrolled(int(C.shape[0])) as n:
                 put(C, n, T.float32(0))
@@ -161,7 +163,7 @@ class _Tile:
 
             row0 = fixed(self.place.m0 + self.warp_row + m * 16)
             rows = (row0, fixed(self.place.n0 + self.warp_column), self.warp_n)
-            self.sums.store(self.place, self.part, rows, [fragment(C) for C in self.C], (memory, mine), self.lane)
+            self.sums.store(self.piece, rows, [fragment(C) for C in self.C], (memory, mine), self.lane)
 
 
 class _Loader:

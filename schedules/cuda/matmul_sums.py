@@ -1,5 +1,5 @@
-"""Sums of products, from the registers of warps to the output: through shared memory, and where k was in parts through
-the device's memory too.
+"""Sums of products, from the registers of warps to the output: through shared memory, and where they are of a part of a
+tile through the device's memory too.
 
 A warp has sums of 16 rows as fragments (ptx.py): they go to shared memory, from where its threads take whole chunks of
 a row (epilogue.py).
@@ -18,7 +18,7 @@ from . import ptx
 from .chunks import load, store
 from .epilogue import Epilogue, Sum, row_of
 from .host import on_host
-from .matmul_grid import Grid, Place, Where
+from .matmul_grid import Grid, Piece
 from .ptx import WARP, fixed, put, registers, unrolled
 from .threads import ThreadTiles, each
 
@@ -29,12 +29,13 @@ Fragment = Callable[[Expr, int], Expr]
 
 
 class Sums:
-    """What becomes of sums. `partial` holds those of parts of k: [parts, products, batch, rows, columns]."""
+    """What becomes of sums. `partial` holds those of parts of tiles: [slots, products, rows, columns]. Along the steps
+    of all tiles the next part is in the next share or of the next tile: the sum of both numbers is that of its slot."""
 
     def __init__(self, grid: Grid, epilogue: Epilogue) -> None:
         self.grid, self.epilogue = grid, epilogue
-        elements = grid.batch * grid.rows * grid.columns * grid.count
-        size = tirx.Select(grid.parts > 1, grid.parts * elements, T.int64(1))
+        slots = grid.shares + grid.shared - 1
+        size = tirx.Select(grid.shares > 0, slots * (grid.count * grid.high * grid.each), T.int64(1))
         self.partial = T.alloc_buffer((size,), "float32")
 
     def pitch(self, columns: int) -> int:
@@ -43,8 +44,7 @@ class Sums:
 
     def store(
         self,
-        place: Place,
-        part: Expr,
+        piece: Piece,
         rows: tuple[Expr, Expr, int],
         fragments: list[Fragment],
         memory: tuple[tirx.Buffer, Expr],
@@ -68,47 +68,46 @@ class Sums:
             with T.If(tirx.all(row < all_rows, column < all_columns)), T.Then():
                 at = fixed(mine + r * pitch + c)
                 sums = [row_of(shared, at + p * columns) for p in range(self.grid.count)]
-                with T.If(self.grid.parts == 1):
+                with T.If(piece.whole):
                     with T.Then():
-                        self.epilogue.store(place.where, row, column, sums)
+                        self.epilogue.store(piece.place.where, row, column, sums)
                     with T.Else():
-                        self.keep(place.where, part, (row, column), sums)
+                        self.keep(piece, (row, column), sums)
         ptx.synchronise_warp()
 
-    def keep(self, where: Where, part: Expr, place: tuple[Expr, Expr], sums: list[Sum]) -> None:
-        batch: Expr = T.int64(0)
-        for axis in self.grid.products.batch_axes:
-            batch = batch * axis.extent + where[axis.var]
-        row, column = (n.astype("int64") for n in place)
+    def keep(self, piece: Piece, place: tuple[Expr, Expr], sums: list[Sum]) -> None:
+        slot, row = piece.slot.astype("int64"), place[0] - piece.place.m0
         for p, of in enumerate(sums):
             ours = registers(self.epilogue.width, "float32")
             with unrolled(self.epilogue.width) as x:
                 put(ours, x, of(x))
-            store(self.partial, fixed(self.place(part.astype("int64"), p, batch, row) + column), ours)
+            store(self.partial, fixed(self.at(slot, p, row) + (place[1] - piece.place.n0)), ours)
 
-    def place(self, part: Expr, product: int, batch: Expr, row: Expr) -> Expr:
-        """Where a row of a part begins."""
-        g = self.grid
-        return (((part * g.count + product) * g.batch + batch) * g.rows + row) * g.columns
+    def at(self, slot: Expr, product: int, row: Expr) -> Expr:
+        """Where a row of a slot begins."""
+        return ((slot * self.grid.count + product) * self.grid.high + row) * self.grid.each
 
     def add_parts(self) -> None:
-        """The launch that adds the parts of k, a thread for `width` columns of a row."""
+        """The launch that adds parts of tiles, a thread for `width` columns of a row."""
         grid, width = self.grid, self.epilogue.width
-        across = on_host(tirx.ceildiv(grid.columns, width))
-        total = on_host(grid.batch * grid.rows * across)
-        with each(total, ThreadTiles()) as number:
-            line = fixed(tirx.truncdiv(number, across))
-            column = fixed(tirx.truncmod(number, across) * width)
-            batch, row = fixed(tirx.truncdiv(line, grid.rows)), fixed(tirx.truncmod(line, grid.rows))
-            sums = registers(grid.count * width, "float32")
-            with unrolled(grid.count * width) as n:
-                put(sums, n, T.float32(0))
-            with T.serial(grid.parts.astype("int32")) as part:
-                for p in range(grid.count):
-                    at = fixed(self.place(part.astype("int64"), p, batch, row) + column)
-                    ours = registers(width, "float32")
-                    load(ours, 0, self.partial, at, width)
-                    with unrolled(width) as x:
-                        put(sums, p * width + x, sums[p * width + x] + ours[x])
-            found = [row_of(sums, p * width) for p in range(grid.count)]
-            self.epilogue.store(grid.where(batch), row, column, found)
+        across = grid.each // width
+        of_tile = grid.high * across
+        with each(on_host(grid.shared * of_tile), ThreadTiles()) as number:
+            among, inside = fixed(tirx.truncdiv(number, of_tile)), fixed(tirx.truncmod(number, of_tile))
+            place = grid.place(fixed((grid.whole + among).astype("int32")))
+            r, c = fixed(tirx.truncdiv(inside, across)), fixed(tirx.truncmod(inside, across) * width)
+            row, column = fixed(place.m0 + r), fixed(place.n0 + c)
+            first, last = grid.shares_of(among)
+            with T.If(tirx.all(first < last, row < grid.rows, column < grid.columns)), T.Then():
+                sums = registers(grid.count * width, "float32")
+                with unrolled(grid.count * width) as n:
+                    put(sums, n, T.float32(0))
+                with T.serial((last - first + 1).astype("int32")) as part:
+                    for p in range(grid.count):
+                        at = fixed(self.at(first + part + among, p, r) + c)
+                        ours = registers(width, "float32")
+                        load(ours, 0, self.partial, at, width)
+                        with unrolled(width) as x:
+                            put(sums, p * width + x, sums[p * width + x] + ours[x])
+                found = [row_of(sums, p * width) for p in range(grid.count)]
+                self.epilogue.store(place.where, row, column, found)

@@ -127,7 +127,7 @@ class WgmmaMatmulTiles(Tiles):
     consumers: int
     """Warpgroups that multiply, 64 rows each: 1 or 2."""
     n: int
-    """Columns per block, of all products together."""
+    """Columns per tile, of all products together."""
     stages: int
     """Tiles of A, and of B, in shared memory."""
     consumer_registers: int
@@ -137,11 +137,14 @@ class WgmmaMatmulTiles(Tiles):
     swizzle: int = 8
     """Tiles of rows that blocks work on together."""
     split_steps: int = 8
-    """Where tiles do not fill the GPU, k is split into parts of at least so many steps."""
+    """What a part of a tile costs, in steps. Where tiles do not fill the GPU, k is split into parts of at least so
+    many; steps are dealt out evenly where that saves what two parts cost."""
     blocks: int | None = None
     """Most blocks of the grid, where some multiprocessors are for others; None is as many as the GPU has."""
     cluster: int = 1
     """Blocks below each other that bring tiles of B together, each a part for all: 1 or 2."""
+    ping_pong: bool = False
+    """Whether two consumers have tiles of their own, in turn, so that one stores beside the products of the other."""
 
     k: ClassVar[int] = 64
     """Values of k that arrive together: 128 bytes, the width of a swizzled tile."""
@@ -150,8 +153,8 @@ class WgmmaMatmulTiles(Tiles):
 
     @property
     def m(self) -> int:
-        """Rows per block."""
-        return 64 * self.consumers
+        """Rows per tile."""
+        return 64 if self.ping_pong else 64 * self.consumers
 
     @property
     def threads(self) -> int:
@@ -178,6 +181,7 @@ class WgmmaMatmulTiles(Tiles):
             "split_steps": (4, 8, 16, 32),
             "blocks": (None,),
             "cluster": (1, 2),
+            "ping_pong": (False, True),
         }
 
     def rules(self, problem: Shape, device: Device) -> dict[str, bool]:
@@ -196,34 +200,51 @@ class WgmmaMatmulTiles(Tiles):
             ),
             "swizzle and split_steps must be positive": min(self.swizzle, self.split_steps) > 0,
             f"cluster = {self.cluster} must be 1 or 2": self.cluster in (1, 2),
+            f"{self.consumers} consumers cannot take turns": self.consumers == 2 or not self.ping_pong,
             f"{shared} bytes of shared memory are more than {device.shared_memory}": shared <= device.shared_memory,
         }
 
     def estimate(self, problem: Shape, device: Device) -> float:
-        """Steps along k of the busiest multiprocessor, copies `stages` ahead, and what stores take between tiles."""
+        """Steps along k of the busiest multiprocessor, copies `stages` ahead, and what stores take between tiles, or by
+        ping-pong beside the next tile, but for the last."""
         rows, columns = problem.rows or TYPICAL, (problem.columns or TYPICAL) * problem.products
         batch, depth = problem.batch or 1, problem.depth or TYPICAL
         products = 2 * self.m * self.n * self.k / device.tensor_cores
         arrive = 2 * (self.m + self.n) * self.k
         asked = 2 * (self.m + self.n / self.cluster) * self.k
-        read = 2 * self.k * (self.m + self.n * self.consumers)
-        high = -(-rows // (self.m * self.cluster)) * self.cluster
-        tiles = -(-batch * high * -(-columns // self.n) // device.multiprocessors)
-        each = max(products, (arrive + read) / SHARED, asked / device.cache, LATENCY / (self.stages - 1))
+        read = 2 * self.k * (self.m + self.n * self.m // 64)
+        tiles = batch * -(-rows // (self.m * self.cluster)) * -(-columns // self.n)
+        turns, steps = self.busiest(tiles, device.multiprocessors // self.cluster, -(-depth // self.k))
+        shared = (arrive + read) / SHARED
+        each = max(products, shared, asked / device.cache, LATENCY / (self.stages - 1))
         stored = self.m * self.n * 12 / SHARED + LATENCY
-        return math.log(tiles * (-(-depth // self.k) * each + stored))
+        if not self.ping_pong:
+            return math.log(steps * each + turns * stored)
+        # Both consumers want the tensor cores, and shared memory; each on its own has half of the tiles.
+        units = max(steps * each, steps * shared + turns * self.m * self.n * 8 / SHARED)
+        return math.log(max(units, (steps * each + turns * stored) / 2) + stored)
+
+    def busiest(self, tiles: int, at_once: int, steps: int) -> tuple[int, int]:
+        """Tiles of the busiest block, and steps with what parts of tiles cost, as `Grid.deal` has it."""
+        turns = -(-tiles // at_once)
+        parts = max(min(at_once // tiles, steps // self.split_steps), 1)
+        split = turns * -(-steps // parts) + (self.split_steps if parts > 1 else 0)
+        return turns, min(split, -(-tiles * steps // at_once) + 2 * self.split_steps)
 
     @classmethod
     def default(cls, problem: Shape, device: Device) -> WgmmaMatmulTiles:
-        """Untuned but good: CUTLASS's cooperative 128 x 256 x 64 in clusters of two, or less where that would leave the
-        GPU idle."""
-        rows, columns = problem.rows or 1 << 20, (problem.columns or 1 << 20) * problem.products
+        """Untuned but good: CUTLASS's cooperative 128 x 256 x 64 in clusters of two, its ping-pong of 64 x 256 where k
+        is so short that stores take longer than larger tiles save, or less where that would leave the GPU idle."""
+        many = dataclasses.replace(problem, rows=problem.rows or 1 << 20, columns=problem.columns or 1 << 20)
+        rows, columns = many.rows or 0, (many.columns or 0) * problem.products
 
         def tiles(m: int, n: int) -> int:
             return (problem.batch or 1) * -(-rows // m) * -(-columns // n)
 
         if tiles(128, 256) >= device.multiprocessors and columns > 128 * problem.products:
-            return WgmmaMatmulTiles(2, 256, 4, 232, 40, cluster=2)
+            cooperative = WgmmaMatmulTiles(2, 256, 4, 232, 40, split_steps=10, cluster=2)
+            in_turn = dataclasses.replace(cooperative, stages=5, ping_pong=True)
+            return min(cooperative, in_turn, key=lambda each: each.estimate(many, device))
         narrow = cls.narrow()
         return narrow if rows > 64 else dataclasses.replace(narrow, consumers=1, consumer_registers=200)
 

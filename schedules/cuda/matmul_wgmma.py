@@ -6,6 +6,12 @@
             A [m, 64], B [n, 64] -> ring                C += A B^T, one step's products behind the next one's
                                                     C -> epilogue, while the next tile's steps arrive
 
+That is cooperative. By ping-pong consumers have tiles of 64 rows of their own, in turn, so that the epilogue of one
+runs beside the products of the other:
+
+    consumer 0    tile 0: C += A B^T, turn to 1    C -> epilogue                      tile 2 ...
+    consumer 1                                     tile 1: C += A B^T, turn to 0      C -> epilogue
+
 The grid has as many blocks as the machine has multiprocessors. Two blocks below each other may be a cluster: each
 brings half of a tile of B, for both (multicast), so that the second-level cache is asked for it once. A slot of the
 ring is empty when the consumers of both have let go of it. Where tiles of rows are few and odd there are no clusters,
@@ -29,10 +35,10 @@ from lowering.tensorir.expressions import Expr, is_int, substitute, uses
 from . import wgmma
 from .epilogue import Epilogue
 from .host import multiprocessors, on_host
-from .matmul_grid import Grid, Place
+from .matmul_grid import Grid, Piece, Place
 from .matmul_sums import Fragment, Sums
 from .matmul_tiles import WgmmaMatmulTiles
-from .pipeline import Ring, initialise, specialise
+from .pipeline import WARPGROUP, Ring, initialise, named_arrive, named_sync, specialise
 from .products import Operand, Order, Products
 from .ptx import WARP, fixed, put, registers, synchronise, synchronise_cluster
 from .shared_tile import CHUNK
@@ -40,6 +46,7 @@ from .tma import COLUMNS, L2_PROMOTION_128B, ROW_BYTES, ROW_WORDS, SWIZZLE_128B
 
 ROWS = 64  # of a consumer
 _ALIGNMENT = 1024  # bytes, of swizzled tiles
+_FIRST_TURN = 1  # a named barrier; that of the other consumer follows
 _MANY = 4  # clusters above each other of which the last may be part empty
 
 
@@ -112,27 +119,27 @@ def matmul_wgmma(
 def _emit(products: Products, a: Reach, bs: list[Reach], tiles: WgmmaMatmulTiles, epilogue: Epilogue) -> None:
     grid = Grid(products, tiles, tiles.cluster)
     with T.If(grid.blocks > 0), T.Then():
-        grid.split()
+        most = multiprocessors() if tiles.blocks is None else T.int64(tiles.blocks)
+        clusters = on_host(tirx.max(tirx.truncdiv(most, tiles.cluster), T.int64(1)))
+        grid.deal(clusters)
         sums = Sums(grid, epilogue)
-        _launch(grid, sums, a, bs, tiles)
-        with T.If(grid.parts > 1), T.Then():
+        _launch(grid, sums, a, bs, tiles, clusters)
+        with T.If(grid.shares > 0), T.Then():
             sums.add_parts()
 
 
-def _launch(grid: Grid, sums: Sums, a: Reach, bs: list[Reach], tiles: WgmmaMatmulTiles) -> None:
-    """Blocks in clusters as the tiles have it, and the grid."""
+def _launch(grid: Grid, sums: Sums, a: Reach, bs: list[Reach], tiles: WgmmaMatmulTiles, most: Expr) -> None:
+    """Blocks in clusters as the tiles have it, and the grid of at most so many."""
     maps = [_Map(grid, sums.epilogue, a, grid.rows, tiles.m, 1)]
     maps += [_Map(grid, sums.epilogue, b, grid.columns, grid.each, tiles.cluster) for b in bs]
-    work = on_host(grid.blocks * grid.parts)
-    most = multiprocessors() if tiles.blocks is None else T.int64(tiles.blocks)
-    clusters = on_host(tirx.min(work, tirx.max(tirx.truncdiv(most, tiles.cluster), T.int64(1))))
+    clusters = on_host(tirx.min(grid.whole + grid.shares, most))
     with ExitStack() as stack:
         if tiles.cluster > 1:
             stack.enter_context(T.launch_thread("clusterCtaIdx.x", tiles.cluster))
         blocks = (clusters * tiles.cluster).astype("int32")
         block = stack.enter_context(T.launch_thread("blockIdx.x", blocks))
         thread = stack.enter_context(T.launch_thread("threadIdx.x", tiles.threads))
-        _Block(grid, tiles, sums, maps, (block, thread), (work, clusters)).emit()
+        _Block(grid, tiles, sums, maps, (block, thread), clusters).emit()
 
 
 class _Map:
@@ -186,6 +193,24 @@ class _Map:
             copy(at + panel * (COLUMNS * ROW_WORDS), outer + panel * COLUMNS, k + first)
 
 
+@dataclass(frozen=True)
+class _Turn:
+    """A tile, or a part of one, of a block."""
+
+    number: Expr
+    """How many the block had before."""
+    more: Expr
+    """Whether it has another after this one."""
+    piece: Piece
+    """Of the cluster's tile."""
+    m0: Expr
+    """The first row of the block's own."""
+
+    @property
+    def steps(self) -> Expr:
+        return self.piece.steps
+
+
 class _Block:
     """The code for one thread block."""
 
@@ -196,18 +221,19 @@ class _Block:
         sums: Sums,
         maps: list[_Map],
         place: tuple[Expr, Expr],
-        work: tuple[Expr, Expr],
+        clusters: Expr,
     ) -> None:
         self.grid, self.tiles, self.sums, self.maps = grid, tiles, sums, maps
         block, self.thread = place
         # Of the block in its cluster, and of that; computed anew where they are needed.
         self.rank, self.cluster = tirx.truncmod(block, tiles.cluster), tirx.truncdiv(block, tiles.cluster)
-        self.work, self.clusters = (n.astype("int32") for n in work)
+        self.clusters = clusters.astype("int32")
         shape = grid.products.shape
         words = tiles.shared_memory(shape) // 4
         self.memory = T.alloc_buffer((words,), "uint32", scope="shared.dyn", align=_ALIGNMENT)
         self.barriers = T.alloc_buffer((2 * tiles.stages,), "uint64", scope="shared", align=8)
-        self.ring = Ring(self.barriers, 0, tiles.stages, tiles.consumers * 4, tiles.cluster)
+        warps = tiles.m // ROWS * 4  # that multiply a tile
+        self.ring = Ring(self.barriers, 0, tiles.stages, warps, tiles.cluster)
         # Tiles of A, of all stages, then those of B.
         self.starts, at = [], 0
         for each in maps:
@@ -223,15 +249,25 @@ class _Block:
         if together:
             synchronise_cluster()  # the other block may still let go of slots here
 
-    def each_tile(self, body: Callable[[Place, Expr, Expr, Expr], None]) -> None:
-        """body(place, part, first step, last step) for the tiles, and parts of k, of this block."""
-        count, clusters = fixed(self.grid.blocks.astype("int32")), fixed(self.clusters)
-        with T.serial(tirx.truncdiv(self.work - self.cluster + clusters - 1, clusters)) as turn:
-            number = fixed(self.cluster + turn * clusters)
-            part = fixed(tirx.truncdiv(number, count))
-            place = self.grid.place(fixed(tirx.truncmod(number, count)))
-            place = dataclasses.replace(place, m0=fixed(place.m0 + self.rank * self.tiles.m))
-            body(place, part, *self.grid.steps_of(part))
+    def each_tile(self, body: Callable[[_Turn], None]) -> None:
+        """For the whole tiles of this block, every so many, and then for those in its share."""
+        grid, clusters = self.grid, fixed(self.clusters)
+        whole, steps = (fixed(n.astype("int32")) for n in (grid.whole, grid.steps))
+        wholes = fixed(tirx.truncdiv(whole - self.cluster + clusters - 1, clusters))
+        share = registers(2, "int32")  # its first step, and the one behind its last
+        for n in range(2):
+            put(share, n, T.int32(0))
+        with T.If(grid.shares > 0), T.Then():
+            for n, step in enumerate(grid.share(self.cluster)):
+                put(share, n, step)
+        first = fixed(tirx.truncdiv(share[0], steps))
+        turns = fixed(wholes + tirx.truncdiv(share[1] + steps - 1, steps) - first)
+        with T.serial(turns) as turn:
+            behind = whole + first + (turn - wholes)
+            tile = fixed(tirx.Select(turn < wholes, self.cluster + turn * clusters, behind))
+            piece = grid.piece(tile, self.cluster, (share[0], share[1]))
+            m0 = fixed(piece.place.m0 + self.rank * self.tiles.m)
+            body(_Turn(turn, turn + 1 < turns, piece, m0))
 
     def produce(self) -> None:
         """One thread: the tiles of A and B on their way."""
@@ -239,25 +275,27 @@ class _Block:
         put(fills, 0, 0)
         total = sum(each.words * 4 for each in self.maps)
 
-        def tile(place: Place, part: Expr, first: Expr, last: Expr) -> None:
-            with T.serial(last - first) as n:
+        def tile(turn: _Turn) -> None:
+            m0, n0 = turn.m0, turn.piece.place.n0
+            with T.serial(turn.steps) as n:
                 fill = fixed(fills[0] + n)
                 self.ring.reserve(fill, total)
-                for each, start, outer in zip(self.maps, self.starts, (place.m0, *(place.n0 for _ in self.maps))):
+                for each, start, outer in zip(self.maps, self.starts, (m0, *(n0 for _ in self.maps))):
                     at = start + self.ring.slot(fill) * each.words
-                    k = fixed((first + n) * self.tiles.k)
-                    each.load(self.memory, at, place, (outer, k), self.rank, self.ring.full(fill))
-            put(fills, 0, fills[0] + (last - first))
+                    k = fixed((turn.piece.first + n) * self.tiles.k)
+                    each.load(self.memory, at, turn.piece.place, (outer, k), self.rank, self.ring.full(fill))
+            put(fills, 0, fills[0] + turn.steps)
 
         self.each_tile(tile)
 
     def consume(self, w: Expr) -> None:
-        """Consumer w: rows [64 w, 64 w + 64) of each tile."""
+        """Consumer w: rows [64 w, 64 w + 64) of each tile, or by ping-pong each tile whose turn is w, modulo 2."""
+        ping_pong = self.tiles.ping_pong
         lane = fixed(tirx.truncmod(self.thread, WARP))
         warp = fixed(tirx.truncmod(tirx.truncdiv(self.thread, WARP), 4))
         a_map, *b_maps = self.maps
-        # A consumer has 64 rows of each tile of A.
-        a_tile = wgmma.descriptor(self.memory, fixed(w * (ROWS * ROW_BYTES // 4)), self.tiles.m)
+        own = T.int32(0) if ping_pong else fixed(w * (ROWS * ROW_BYTES // 4))
+        a_tile = wgmma.descriptor(self.memory, own, self.tiles.m)
         b_tiles = [
             wgmma.descriptor(self.memory, start, b.size if b.along_k else COLUMNS)
             for b, start in zip(b_maps, self.starts[1:])
@@ -266,13 +304,15 @@ class _Block:
         fills = registers(1, "int32")
         put(fills, 0, 0)
 
-        def tile(place: Place, part: Expr, first: Expr, last: Expr) -> None:
+        def multiply(turn: _Turn) -> None:
             for c in C:
                 with T.unroll(self.grid.each // 2) as n:
                     put(c, n, T.float32(0))
             for c in C:
                 wgmma.fence(c)  # nothing may touch it from here on, until all products are done
-            with T.serial(last - first) as n:
+            if ping_pong:
+                self.take_turn(w, turn)
+            with T.serial(turn.steps) as n:
                 fill = fixed(fills[0] + n)
                 self.ring.wait(fill)
                 slot = self.ring.slot(fill)
@@ -285,24 +325,47 @@ class _Block:
                 wgmma.wait(1)
                 with T.If(n > 0), T.Then():
                     self.ring.release(fill - 1, lane)
+            if ping_pong:
+                self.give_turn(w, turn)
             wgmma.wait(0, *C)
-            with T.If(last > first), T.Then():
-                self.ring.release(fills[0] + (last - first) - 1, lane)
-            put(fills, 0, fills[0] + (last - first))
-            self.store(place, part, C, fixed(w * 4 + warp), lane)
+            with T.If(turn.steps > 0), T.Then():
+                self.ring.release(fills[0] + turn.steps - 1, lane)
+            self.store(turn, C, (w, warp), lane)
+
+        def tile(turn: _Turn) -> None:
+            if ping_pong:
+                with T.If(tirx.EQ(tirx.truncmod(turn.number, 2), w)), T.Then():
+                    multiply(turn)
+            else:
+                multiply(turn)
+            put(fills, 0, fills[0] + turn.steps)
 
         self.each_tile(tile)
 
-    def store(self, place: Place, part: Expr, C: list[tirx.Buffer], warp: Expr, lane: Expr) -> None:
-        """The 16 rows of a warp, some columns at a time."""
+    # Turns at the tensor cores. Without them results would be wrong, too: a consumer leaves out the other's fills, and
+    # by its parity alone a fill cannot be told from the one two rounds of the ring before.
+
+    def take_turn(self, w: Expr, turn: _Turn) -> None:
+        with T.If(turn.number > 0), T.Then():
+            named_sync(_FIRST_TURN + w, 2 * WARPGROUP)
+
+    def give_turn(self, w: Expr, turn: _Turn) -> None:
+        with T.If(turn.more), T.Then():
+            named_arrive(_FIRST_TURN + 1 - w, 2 * WARPGROUP)
+
+    def store(self, turn: _Turn, C: list[tirx.Buffer], warp: tuple[Expr, Expr], lane: Expr) -> None:
+        """The 16 rows of a warp, that of a number in a consumer, some columns at a time."""
         words = self.tiles.shared_memory(self.grid.products.shape) // 4
         memory = T.decl_buffer((words,), "float32", data=self.memory.data, scope="shared.dyn")
         columns = self.tiles.piece // self.grid.count
-        mine = fixed(self.behind + warp * (16 * self.sums.pitch(columns)))
+        consumer, warp_of_consumer = warp
+        of_block = fixed(consumer * 4 + warp_of_consumer)
+        mine = fixed(self.behind + of_block * (16 * self.sums.pitch(columns)))
+        of_tile = warp_of_consumer if self.tiles.ping_pong else of_block
         for first in range(0, self.grid.each, columns):
 
             def fragment(c: tirx.Buffer, first: int = first) -> Fragment:
                 return lambda n, y: c[first // 2 + n * 4 + y]
 
-            rows = (fixed(place.m0 + warp * 16), fixed(place.n0 + first), columns)
-            self.sums.store(place, part, rows, [fragment(c) for c in C], (memory, mine), lane)
+            rows = (fixed(turn.m0 + of_tile * 16), fixed(turn.piece.place.n0 + first), columns)
+            self.sums.store(turn.piece, rows, [fragment(c) for c in C], (memory, mine), lane)

@@ -130,9 +130,9 @@ PRODUCTS = """
 
 The kernels for C [M, N] = A [M, K] B with their default tiles, M symbolic unless said. *gate* is the product of two
 results of one A, one of them under an activation; a residual is added before C is stored. Products of float32 say how
-they are computed; on sm_90a blocks are clusters of two where that is written. Of the loop along k, which
-may have several steps, are counted products, reads of operands and copies (UTMALDG in the whole kernel), and all
-instructions of it.
+they are computed; on sm_90a blocks are clusters of two, and consumers multiply by ping-pong, where that is written. Of
+the loop along k, which may have several steps, are counted products, reads of operands and copies (UTMALDG in the whole
+kernel), and all instructions of it.
 
 | target | M, N, K | B | epilogue | tiles | registers | spills | *MMA | LDSM | LDGSTS / UTMALDG | instructions |
 |---|---|---|---|---|---|---|---|---|---|---|
@@ -148,6 +148,7 @@ def product_row(name: str, case: Any) -> str:
     sizes, order = f"{case.m}, {case.n}, {case.k}", "[N, K]" if case.b_transposed else "[K, N]"
     shown = f"{tiles.m} x {tiles.n} x {tiles.k}, {tiles.stages} stages"
     shown += ", clusters" if getattr(tiles, "cluster", 1) > 1 else ""
+    shown += ", ping-pong" if getattr(tiles, "ping_pong", False) else ""
     epilogue = f"{case.epilogue}, {case.products}" if case.products else case.epilogue
     columns = [arch, sizes, order, epilogue, shown, code.registers, code.spills, *counts]
     return f"| {' | '.join(map(str, columns))} |\n"

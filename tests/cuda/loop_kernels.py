@@ -17,7 +17,7 @@ from schedules.cuda.matmul_tiles import MatmulTiles, WgmmaMatmulTiles
 
 RECORD = Path(__file__).parent / "peers" / "loops.json"
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_120")
-LARGE = ("sm_80", "sm_120", "sm_90a", "sm_90a, gate")  # of the audited products
+LARGE = ("sm_80", "sm_120", "sm_90a", "sm_90a, gate", "sm_90a, ping-pong")  # of the audited products
 
 
 class Compiled(NamedTuple):
@@ -68,10 +68,10 @@ def product(name: str) -> Kernel:
     assert isinstance(tiles, MatmulTiles | WgmmaMatmulTiles)
     code = machine_code(variant.make(), arch)
     size = variant.problem.type.bytes
-    cluster = tiles.cluster if isinstance(tiles, WgmmaMatmulTiles) else 1
+    cluster, in_turn = (tiles.cluster, tiles.ping_pong) if isinstance(tiles, WgmmaMatmulTiles) else (1, False)
     together = f", clusters of {cluster}" if cluster > 1 else ""
     return Kernel(
-        name=f"product, {AUDITED[name].epilogue}",
+        name=f"product, {AUDITED[name].epilogue}{', ping-pong' if in_turn else ''}",
         arch=arch,
         tiles=f"{tiles.m} x {tiles.n} x {tiles.k}{together}",
         steps=code.steps,

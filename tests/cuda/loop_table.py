@@ -61,6 +61,11 @@ What the table says:
   little as is said here: clusters of two, ours and CUTLASS's, ask it for 32 bytes in each cycle of the tensor cores,
   and blocks alone, which are left to few rows, for 48. The product of a gate has A read in shared memory for each of
   its halves.
+* By ping-pong a tile of B is read in shared memory, and asked of the cache, for 64 rows and not for 128. That bounds
+  the loop at four fifths inside of the multiprocessor and at two thirds of a cooperative one by the cache, ours as
+  CUTLASS's. What it hides is no part of the table: storing a tile of 128 x 256 is taken for 3800 cycles
+  (`WgmmaMatmulTiles.estimate`), where a step along k takes about 1100. So ping-pong is the default of large tiles where
+  k is about 6 steps (384) or less, and not above.
 * On A100 a head size of 256 is bound by shared memory: each of eight warps reads all of K and V there for 16 rows.
 """
 
