@@ -35,6 +35,7 @@ from ..passes.donation import donate
 from ..passes.fold_constants import fold_constants
 from ..passes.group_products import group_products
 from ..passes.hold_divisions import hold_divisions
+from ..passes.join_launches import join_launches
 from ..passes.join_rows import join_rows
 from ..passes.kernels import schedule as schedule_kernels
 from ..passes.mark_products import mark_products
@@ -45,6 +46,7 @@ from ..passes.plan_memory import plan_memory
 from ..passes.prove_indices import prove_indices
 from ..passes.release import add_release
 from ..passes.replay import add_replay
+from ..passes.results_apart import results_apart
 from ..passes.shape_errors import shape_errors
 from ..passes.size_classes import size_classes
 from ..passes.sizes_first import sizes_first
@@ -136,6 +138,11 @@ def lower(
             notes.append(note_of_products(mod, products))
         return mod
 
+    def join(mod: tvm.IRModule) -> tvm.IRModule:
+        nonlocal kernels, calls
+        mod, kernels, calls = join_launches(mod, kernels, calls, unscheduled)
+        return mod
+
     passes: list[tuple[str, Callable[[tvm.IRModule], tvm.IRModule]]] = [
         # Relax: what the model computes
         ("canonicalize", t.CanonicalizeBindings()),
@@ -172,6 +179,7 @@ def lower(
         ("donate", lambda mod: donate(mod, donated, notes)),
         # How it runs
         ("schedule", schedule),
+        ("join_launches", join if runs_on.architecture else lambda mod: mod),
         ("hold_divisions", hold_divisions),
         # Virtual machine
         ("add_release", add_release),
@@ -179,6 +187,7 @@ def lower(
         ("bundle_weights", lambda mod: t.BundleModelParams("weights")(mod) if weights else mod),
         ("remove_purity_checking", t.RemovePurityChecking()),
         ("lower_call_tir", t.CallTIRRewrite()),
+        ("results_apart", results_apart if runs_on.architecture else lambda mod: mod),
         ("plan_memory", plan_memory),
         ("lower_allocations", t.LowerAllocTensor()),
         ("size_classes", size_classes),

@@ -1,0 +1,239 @@
+"""Small kernels that do not depend on each other are one launch (schedules/cuda/joined.py), on GPUs.
+
+In a decode step most kernels take less time than their launch: rotary embeddings of Q and K, updates of the caches of
+both, what is computed of masks and positions. A group is put together along the order of execution: a small kernel
+joins the last group, unless it reads or writes what that writes, or writes what that reads. The group runs where its
+last kernel stood. What stands between its kernels runs before it, and views and checks of its results behind it; where
+neither is possible the group ends, as it does in front of a large kernel, so that none is moved along one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import ir, relax, tirx
+
+import schedules
+from schedules.cuda.joined import Launch, joined, read_launch
+
+from ..importing.checks import checked
+from ..importing.origins import bindings
+from ..manifest import CallSpec, KernelSpec
+from .costs import kernel_spec
+
+RULE = "joined"
+"""What stands for a rule in kernels that are several (schedules.ATTRIBUTE)."""
+
+_SMALL = ("elementwise", "cache_update", "concat", "reduction", "one_number")  # rules
+_MOST = 8  # kernels of a launch, which takes the parameters of all
+
+_CALL, _IN_PLACE = map(ir.Op.get, ("relax.call_tir", "relax.call_tir_inplace"))
+
+
+def join_launches(
+    mod: tvm.IRModule,
+    kernels: tuple[KernelSpec, ...],
+    calls: tuple[CallSpec, ...],
+    unscheduled: dict[str, tirx.PrimFunc],
+) -> tuple[tvm.IRModule, tuple[KernelSpec, ...], tuple[CallSpec, ...]]:
+    """A scheduled module without dataflow blocks in fewer launches, with the descriptions of its kernels and calls.
+
+    unscheduled are its functions as they were before, by name.
+    """
+    joiner = _Joiner(mod, kernels, calls, unscheduled)
+    main = mod["main"]
+    blocks = [relax.BindingBlock(joiner.regrouped(block.bindings)) for block in main.body.blocks]
+    body = relax.SeqExpr(blocks, main.body.body)
+    mod = joiner.builder.get()
+    mod["main"] = relax.Function(main.params, body, main.ret_ty, main.is_pure, main.attrs)
+    called = tuple(joiner.calls[binding.var] for binding in bindings(body) if binding.var in joiner.calls)
+    names = {call.kernel for call in called}
+    gone = {call.kernel for call in calls} - names
+    functions = {variable: func for variable, func in mod.functions_items() if variable.name_hint not in gone}
+    return (
+        tvm.IRModule(functions, attrs=mod.attrs),
+        tuple(k for k in joiner.kernels.values() if k.name in names),
+        called,
+    )
+
+
+@dataclass
+class _Group:
+    """Kernels that are to be one launch: their calls, the variables whose memory they touch, and the bindings that are
+    to follow them."""
+
+    members: list[relax.Binding] = field(default_factory=list)
+    read: set[relax.Var] = field(default_factory=set)
+    written: set[relax.Var] = field(default_factory=set)
+    behind: list[relax.Binding] = field(default_factory=list)
+
+    def meets(self, read: set[relax.Var], written: set[relax.Var]) -> bool:
+        """Whether what touches this memory must keep its place behind or in front of the group."""
+        return bool((read | written) & self.written or written & self.read)
+
+
+class _Joiner:
+    def __init__(
+        self,
+        mod: tvm.IRModule,
+        kernels: Sequence[KernelSpec],
+        calls: Sequence[CallSpec],
+        unscheduled: dict[str, tirx.PrimFunc],
+    ) -> None:
+        self.mod, self.unscheduled = mod, unscheduled
+        self.builder = relax.BlockBuilder(mod)
+        self.kernels = {kernel.name: kernel for kernel in kernels}
+        called = [binding.var for binding in bindings(mod["main"].body) if _kernel(binding) is not None]
+        self.calls: dict[relax.Var, CallSpec] = dict(zip(called, calls, strict=True))
+        self.memory: dict[relax.Var, set[relax.Var]] = {}  # by whose names a variable's memory goes
+        self.launches: dict[ir.GlobalVar, Launch | None] = {}
+        self.made: dict[tuple[ir.GlobalVar, ...], ir.GlobalVar] = {}
+
+    def regrouped(self, given: Sequence[relax.Binding]) -> list[relax.Binding]:
+        result: list[relax.Binding] = []
+        group = _Group()
+        for binding in given:
+            read, written = self.touched(binding)
+            meets = group.meets(read, written)
+            kernel = _kernel(binding)
+            small = kernel is not None and self.rule(kernel) in _SMALL
+            if small and self.fits(binding, group) and not meets:
+                self.add(binding, group)
+            elif _is_view(binding) and meets:
+                group.behind.append(binding)
+            elif (small or _is_view(binding)) and not meets:
+                result.append(binding)
+            else:
+                result += self.bound(group)
+                group = _Group()
+                if small and self.fits(binding, group):
+                    self.add(binding, group)
+                else:
+                    result.append(binding)
+        return [*result, *self.bound(group)]
+
+    # -- questions ----------------------------------------------------------------------------------------------------
+
+    def touched(self, binding: relax.Binding) -> tuple[set[relax.Var], set[relax.Var]]:
+        """By whose names the memory goes that a binding reads, and that it writes."""
+        value = binding.value
+        read = self.names(relax.analysis.free_vars(value))
+        written = self.names(_updated(value)) | {binding.var}
+        kept = self.names(_updated(value)) if _kernel(binding) is not None else read
+        self.memory[binding.var] = {binding.var, *kept}
+        return read, written if _kernel(binding) is not None else set()
+
+    def names(self, variables: Sequence[relax.Var]) -> set[relax.Var]:
+        return {name for var in variables for name in self.memory.get(var, {var})}
+
+    def rule(self, kernel: ir.GlobalVar) -> str:
+        return str(self.mod[kernel].attrs.get(schedules.ATTRIBUTE, ""))
+
+    def launch(self, binding: relax.Binding) -> Launch | None:
+        """That of the kernel which a binding calls, for one tensor."""
+        kernel = _kernel(binding)
+        if kernel not in self.launches:
+            self.launches[kernel] = read_launch(self.mod[kernel])
+        return self.launches[kernel] if isinstance(binding.var.ty, relax.TensorType) else None
+
+    def fits(self, binding: relax.Binding, group: _Group) -> bool:
+        launch = self.launch(binding)
+        if launch is None or len(group.members) == _MOST:
+            return False
+        first = self.launch(group.members[0]) if group.members else launch
+        return first is not None and first.threads == launch.threads
+
+    # -- groups -------------------------------------------------------------------------------------------------------
+
+    def add(self, binding: relax.Binding, group: _Group) -> None:
+        read, written = self.touched(binding)
+        group.members.append(binding)
+        group.read |= read
+        group.written |= written
+
+    def bound(self, group: _Group) -> Iterator[relax.Binding]:
+        """The bindings of a group."""
+        members = group.members
+        if len(members) < 2:
+            yield from (*members, *group.behind)
+            return
+        arguments: list[Any] = []
+        places: list[int] = []
+        for member in members:
+            places += [len(arguments) + n for n in _places(member.value)] or [-1]
+            arguments += member.value.args[1].fields
+        types = [member.var.ty for member in members]
+        kernel = self.kernel([member.value.args[0] for member in members], places)
+        if max(places) < 0:
+            call = relax.call_tir(kernel, relax.Tuple(arguments), types)
+        else:
+            call = relax.op.call_tir_inplace(kernel, relax.Tuple(arguments), places, types)
+        results = relax.Var("_".join(member.var.name for member in members), relax.TupleType(types))
+        yield relax.VarBinding(results, self.builder.normalize(call))
+        for n, member in enumerate(members):
+            yield relax.VarBinding(member.var, self.builder.normalize(relax.TupleGetItem(results, n)))
+        nodes = dict.fromkeys(node for member in members for node in self.calls.pop(member.var).nodes)
+        self.calls[results] = CallSpec(kernel.name_hint, tuple(nodes))
+        yield from group.behind
+
+    def kernel(self, parts: Sequence[ir.GlobalVar], places: Sequence[int]) -> ir.GlobalVar:
+        """The function of these in one launch: it takes what they take, in their order, then what they make anew."""
+        key = tuple(parts)
+        if key not in self.made:
+            names = [part.name_hint for part in parts]
+            made = [place < 0 for place in places]
+            functions = [_renamed(self.mod[part]) for part in parts]
+            launches = [launch for launch in map(read_launch, functions) if launch is not None]
+            attributes = {"tirx.noalias": True, "op_pattern": 8, schedules.ATTRIBUTE: RULE}
+            func = tirx.PrimFunc(_parameters(functions, made), joined(launches)).with_attr(attributes)
+            self.made[key] = self.builder.add_func(func, "_and_".join(names))
+            plain = [_renamed(self.unscheduled[name]) for name in names]
+            body = tirx.stmt_seq(*(each.body for each in plain))
+            name = self.made[key].name_hint
+            spec = kernel_spec(name, tirx.PrimFunc(_parameters(plain, made), body), RULE)
+            sources = dict.fromkeys(self.kernels[each].source for each in names)
+            self.kernels[name] = dataclasses.replace(spec, source="; ".join(filter(None, sources)))
+        return self.made[key]
+
+
+def _kernel(binding: relax.Binding) -> ir.GlobalVar | None:
+    """What a binding calls that is a kernel."""
+    value = binding.value
+    return value.args[0] if isinstance(value, relax.Call) and value.op in (_CALL, _IN_PLACE) else None
+
+
+def _places(value: relax.Expr) -> list[int]:
+    """Which arguments a call of a kernel works on in place, by result; [] where all results are new."""
+    return [int(place) for place in value.attrs.inplace_indices] if value.op == _IN_PLACE else []
+
+
+def _updated(value: relax.Expr) -> list[relax.Var]:
+    """The variables whose memory a call writes to, beside that of new results."""
+    if not isinstance(value, relax.Call) or value.op != _IN_PLACE:
+        return []
+    return [value.args[1].fields[place] for place in _places(value) if place >= 0]
+
+
+def _is_view(binding: relax.Binding) -> bool:
+    """Whether a binding gives memory another name, having checked it or not, and does nothing else."""
+    value = binding.value
+    if isinstance(binding, relax.MatchCast):
+        return False
+    is_reshape = isinstance(value, relax.Call) and value.op == ir.Op.get("relax.reshape")
+    return is_reshape or isinstance(value, relax.Var | relax.TupleGetItem) or checked(value) is not None
+
+
+def _renamed(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """The function with variables of its own, as it may be there twice."""
+    return tvm_ffi.get_global_func("s_tir.RenewDefs")(func)
+
+
+def _parameters(functions: Sequence[tirx.PrimFunc], made: Sequence[bool]) -> list[tirx.Var]:
+    """What all functions take, and then the results of those that make one anew, their last parameters."""
+    taken = [p for func, new in zip(functions, made) for p in (func.params[:-1] if new else func.params)]
+    return [*taken, *(func.params[-1] for func, new in zip(functions, made) if new)]
