@@ -37,6 +37,7 @@ from ..passes.group_products import group_products
 from ..passes.hold_divisions import hold_divisions
 from ..passes.join_launches import join_launches
 from ..passes.join_rows import join_rows
+from ..passes.kernels import Scheduled
 from ..passes.kernels import schedule as schedule_kernels
 from ..passes.mark_products import mark_products
 from ..passes.mark_products import note as note_of_products
@@ -47,6 +48,7 @@ from ..passes.prove_indices import prove_indices
 from ..passes.release import add_release
 from ..passes.replay import add_replay
 from ..passes.results_apart import results_apart
+from ..passes.rows_into_caches import rows_into_caches
 from ..passes.shape_errors import shape_errors
 from ..passes.size_classes import size_classes
 from ..passes.sizes_first import sizes_first
@@ -132,16 +134,18 @@ def lower(
 
     def schedule(mod: tvm.IRModule) -> tvm.IRModule:
         nonlocal kernels, calls, unscheduled
-        unscheduled = {v.name_hint: f for v, f in mod.functions_items() if isinstance(f, tirx.PrimFunc)}
-        mod, kernels, calls = schedule_kernels(mod, runs_on.tvm, origins, choose, known)
+        mod, kernels, calls, unscheduled = schedule_kernels(mod, runs_on.tvm, origins, choose, known)
         if products is not None:
             notes.append(note_of_products(mod, products))
         return mod
 
-    def join(mod: tvm.IRModule) -> tvm.IRModule:
-        nonlocal kernels, calls
-        mod, kernels, calls = join_launches(mod, kernels, calls, unscheduled)
-        return mod
+    def on_gpu(rewrite: Callable[[Scheduled], Scheduled]) -> Callable[[tvm.IRModule], tvm.IRModule]:
+        def run(mod: tvm.IRModule) -> tvm.IRModule:
+            nonlocal kernels, calls, unscheduled
+            mod, kernels, calls, unscheduled = rewrite(Scheduled(mod, kernels, calls, unscheduled))
+            return mod
+
+        return run if runs_on.architecture else lambda mod: mod
 
     passes: list[tuple[str, Callable[[tvm.IRModule], tvm.IRModule]]] = [
         # Relax: what the model computes
@@ -179,7 +183,8 @@ def lower(
         ("donate", lambda mod: donate(mod, donated, notes)),
         # How it runs
         ("schedule", schedule),
-        ("join_launches", join if runs_on.architecture else lambda mod: mod),
+        ("rows_into_caches", on_gpu(rows_into_caches)),
+        ("join_launches", on_gpu(join_launches)),
         ("hold_divisions", hold_divisions),
         # Virtual machine
         ("add_release", add_release),

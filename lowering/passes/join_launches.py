@@ -14,52 +14,28 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import tvm
 import tvm_ffi
 from tvm import ir, relax, tirx
 
 import schedules
 from schedules.cuda.joined import Launch, joined, read_launch
 
-from ..importing.checks import checked
-from ..importing.origins import bindings
-from ..manifest import CallSpec, KernelSpec
+from ..manifest import CallSpec
+from .calls_of_kernels import CallRewriter, Memory, is_view, kernel_of, places_in
 from .costs import kernel_spec
+from .kernels import Scheduled
 
-RULE = "joined"
+RULE = "several"
 """What stands for a rule in kernels that are several (schedules.ATTRIBUTE)."""
 
-_SMALL = ("elementwise", "cache_update", "concat", "reduction", "one_number")  # rules
+# What may be joined, or at least stand between what is.
+_SMALL = ("elementwise", "cache_update", "concat", "reduction", "one_number")
 _MOST = 8  # kernels of a launch, which takes the parameters of all
 
-_CALL, _IN_PLACE = map(ir.Op.get, ("relax.call_tir", "relax.call_tir_inplace"))
 
-
-def join_launches(
-    mod: tvm.IRModule,
-    kernels: tuple[KernelSpec, ...],
-    calls: tuple[CallSpec, ...],
-    unscheduled: dict[str, tirx.PrimFunc],
-) -> tuple[tvm.IRModule, tuple[KernelSpec, ...], tuple[CallSpec, ...]]:
-    """A scheduled module without dataflow blocks in fewer launches, with the descriptions of its kernels and calls.
-
-    unscheduled are its functions as they were before, by name.
-    """
-    joiner = _Joiner(mod, kernels, calls, unscheduled)
-    main = mod["main"]
-    blocks = [relax.BindingBlock(joiner.regrouped(block.bindings)) for block in main.body.blocks]
-    body = relax.SeqExpr(blocks, main.body.body)
-    mod = joiner.builder.get()
-    mod["main"] = relax.Function(main.params, body, main.ret_ty, main.is_pure, main.attrs)
-    called = tuple(joiner.calls[binding.var] for binding in bindings(body) if binding.var in joiner.calls)
-    names = {call.kernel for call in called}
-    gone = {call.kernel for call in calls} - names
-    functions = {variable: func for variable, func in mod.functions_items() if variable.name_hint not in gone}
-    return (
-        tvm.IRModule(functions, attrs=mod.attrs),
-        tuple(k for k in joiner.kernels.values() if k.name in names),
-        called,
-    )
+def join_launches(scheduled: Scheduled) -> Scheduled:
+    """The module, without dataflow blocks, in fewer launches."""
+    return _Joiner(scheduled).result()
 
 
 @dataclass
@@ -77,36 +53,26 @@ class _Group:
         return bool((read | written) & self.written or written & self.read)
 
 
-class _Joiner:
-    def __init__(
-        self,
-        mod: tvm.IRModule,
-        kernels: Sequence[KernelSpec],
-        calls: Sequence[CallSpec],
-        unscheduled: dict[str, tirx.PrimFunc],
-    ) -> None:
-        self.mod, self.unscheduled = mod, unscheduled
-        self.builder = relax.BlockBuilder(mod)
-        self.kernels = {kernel.name: kernel for kernel in kernels}
-        called = [binding.var for binding in bindings(mod["main"].body) if _kernel(binding) is not None]
-        self.calls: dict[relax.Var, CallSpec] = dict(zip(called, calls, strict=True))
-        self.memory: dict[relax.Var, set[relax.Var]] = {}  # by whose names a variable's memory goes
+class _Joiner(CallRewriter):
+    def __init__(self, scheduled: Scheduled) -> None:
+        super().__init__(scheduled)
+        self.memory = Memory()
         self.launches: dict[ir.GlobalVar, Launch | None] = {}
         self.made: dict[tuple[ir.GlobalVar, ...], ir.GlobalVar] = {}
 
-    def regrouped(self, given: Sequence[relax.Binding]) -> list[relax.Binding]:
+    def rewritten(self, given: Sequence[relax.Binding]) -> list[relax.Binding]:
         result: list[relax.Binding] = []
         group = _Group()
         for binding in given:
-            read, written = self.touched(binding)
+            read, written = self.memory.touched(binding)
             meets = group.meets(read, written)
-            kernel = _kernel(binding)
-            small = kernel is not None and self.rule(kernel) in _SMALL
-            if small and self.fits(binding, group) and not meets:
+            small = self.rule(binding) in _SMALL
+            full = small and len(group.members) == _MOST
+            if small and self.fits(binding, group) and not meets and not full:
                 self.add(binding, group)
-            elif _is_view(binding) and meets:
+            elif is_view(binding) and meets:
                 group.behind.append(binding)
-            elif (small or _is_view(binding)) and not meets:
+            elif (small or is_view(binding)) and not meets and not full:
                 result.append(binding)
             else:
                 result += self.bound(group)
@@ -119,31 +85,16 @@ class _Joiner:
 
     # -- questions ----------------------------------------------------------------------------------------------------
 
-    def touched(self, binding: relax.Binding) -> tuple[set[relax.Var], set[relax.Var]]:
-        """By whose names the memory goes that a binding reads, and that it writes."""
-        value = binding.value
-        read = self.names(relax.analysis.free_vars(value))
-        written = self.names(_updated(value)) | {binding.var}
-        kept = self.names(_updated(value)) if _kernel(binding) is not None else read
-        self.memory[binding.var] = {binding.var, *kept}
-        return read, written if _kernel(binding) is not None else set()
-
-    def names(self, variables: Sequence[relax.Var]) -> set[relax.Var]:
-        return {name for var in variables for name in self.memory.get(var, {var})}
-
-    def rule(self, kernel: ir.GlobalVar) -> str:
-        return str(self.mod[kernel].attrs.get(schedules.ATTRIBUTE, ""))
-
     def launch(self, binding: relax.Binding) -> Launch | None:
         """That of the kernel which a binding calls, for one tensor."""
-        kernel = _kernel(binding)
+        kernel = kernel_of(binding)
         if kernel not in self.launches:
             self.launches[kernel] = read_launch(self.mod[kernel])
         return self.launches[kernel] if isinstance(binding.var.ty, relax.TensorType) else None
 
     def fits(self, binding: relax.Binding, group: _Group) -> bool:
         launch = self.launch(binding)
-        if launch is None or len(group.members) == _MOST:
+        if launch is None:
             return False
         first = self.launch(group.members[0]) if group.members else launch
         return first is not None and first.threads == launch.threads
@@ -151,7 +102,7 @@ class _Joiner:
     # -- groups -------------------------------------------------------------------------------------------------------
 
     def add(self, binding: relax.Binding, group: _Group) -> None:
-        read, written = self.touched(binding)
+        read, written = self.memory.touched(binding)
         group.members.append(binding)
         group.read |= read
         group.written |= written
@@ -165,7 +116,7 @@ class _Joiner:
         arguments: list[Any] = []
         places: list[int] = []
         for member in members:
-            places += [len(arguments) + n for n in _places(member.value)] or [-1]
+            places += [len(arguments) + n for n in places_in(member.value)] or [-1]
             arguments += member.value.args[1].fields
         types = [member.var.ty for member in members]
         kernel = self.kernel([member.value.args[0] for member in members], places)
@@ -195,37 +146,11 @@ class _Joiner:
             plain = [_renamed(self.unscheduled[name]) for name in names]
             body = tirx.stmt_seq(*(each.body for each in plain))
             name = self.made[key].name_hint
-            spec = kernel_spec(name, tirx.PrimFunc(_parameters(plain, made), body), RULE)
+            self.unscheduled[name] = tirx.PrimFunc(_parameters(plain, made), body)
+            spec = kernel_spec(name, self.unscheduled[name], RULE)
             sources = dict.fromkeys(self.kernels[each].source for each in names)
             self.kernels[name] = dataclasses.replace(spec, source="; ".join(filter(None, sources)))
         return self.made[key]
-
-
-def _kernel(binding: relax.Binding) -> ir.GlobalVar | None:
-    """What a binding calls that is a kernel."""
-    value = binding.value
-    return value.args[0] if isinstance(value, relax.Call) and value.op in (_CALL, _IN_PLACE) else None
-
-
-def _places(value: relax.Expr) -> list[int]:
-    """Which arguments a call of a kernel works on in place, by result; [] where all results are new."""
-    return [int(place) for place in value.attrs.inplace_indices] if value.op == _IN_PLACE else []
-
-
-def _updated(value: relax.Expr) -> list[relax.Var]:
-    """The variables whose memory a call writes to, beside that of new results."""
-    if not isinstance(value, relax.Call) or value.op != _IN_PLACE:
-        return []
-    return [value.args[1].fields[place] for place in _places(value) if place >= 0]
-
-
-def _is_view(binding: relax.Binding) -> bool:
-    """Whether a binding gives memory another name, having checked it or not, and does nothing else."""
-    value = binding.value
-    if isinstance(binding, relax.MatchCast):
-        return False
-    is_reshape = isinstance(value, relax.Call) and value.op == ir.Op.get("relax.reshape")
-    return is_reshape or isinstance(value, relax.Var | relax.TupleGetItem) or checked(value) is not None
 
 
 def _renamed(func: tirx.PrimFunc) -> tirx.PrimFunc:

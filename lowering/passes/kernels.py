@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import tvm
 from tvm import ir, relax, tirx
@@ -17,6 +18,17 @@ from ..importing.origins import Origins, bindings
 from ..manifest import CallSpec, KernelSpec
 from .costs import kernel_spec
 
+
+class Scheduled(NamedTuple):
+    """A module with fast kernels, the description of each, the calls in the order of execution, and its functions as
+    they were before, by name."""
+
+    module: tvm.IRModule
+    kernels: tuple[KernelSpec, ...]
+    calls: tuple[CallSpec, ...]
+    unscheduled: dict[str, tirx.PrimFunc]
+
+
 _CALLS = ("relax.call_tir", "relax.call_tir_inplace")
 
 
@@ -26,8 +38,8 @@ def schedule(
     origins: Origins,
     choose: Choose | None = None,
     known: schedules.Known | None = None,
-) -> tuple[tvm.IRModule, tuple[KernelSpec, ...], tuple[CallSpec, ...]]:
-    """The module with fast kernels, a description of each, and the calls in the order of execution.
+) -> Scheduled:
+    """The module with fast kernels.
 
     Each kind of attention gets a function beside it that counts what it has to do (lowering/attention/pairs.py).
     """
@@ -52,7 +64,8 @@ def schedule(
             scheduled[counter] = count if target.host is None else count.with_attr("target", target.host)
             spec = dataclasses.replace(spec, counter=counter)
         kernels.append(spec)
-    return scheduled, tuple(kernels), calls
+    unscheduled = {name.name_hint: func for name, func in mod.functions_items() if isinstance(func, tirx.PrimFunc)}
+    return Scheduled(scheduled, tuple(kernels), calls, unscheduled)
 
 
 def _with_weights(mod: tvm.IRModule) -> tvm.IRModule:

@@ -26,6 +26,7 @@ _RATES = {
     ("other", "concat"): 0.08,
     ("other", "windows"): 0.08,
     ("other", "reduction"): 0.08,
+    ("other", "several"): 0.08,
     ("other", "loops"): 0.08,
     ("other", ""): 0.01,
 }

@@ -129,6 +129,14 @@ class BoundUpdate:
         b = prefix // tirx.max(self.rest, 1)
         return (b * self.length + s) * self.rest + (prefix - b * self.rest)
 
+    def of_source_row(self, row: Expr) -> tuple[Expr, Expr]:
+        """The prefix and s of row number `row` of the update in memory: the inverse of source_row."""
+        end = tirx.max(self.length, 1)
+        if not self.update.rows_first:
+            return row // end, row % end
+        rest = tirx.max(self.rest, 1)
+        return row // rest // end * rest + row % rest, row // rest % end
+
     @contextmanager
     def position(self, w: Expr, s: Expr) -> Iterator[Expr]:
         """Where row s goes when row 0 goes to w; the body is skipped for a row that goes nowhere."""

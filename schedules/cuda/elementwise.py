@@ -6,6 +6,8 @@ are successive. Stages that are no output are computed where they are read.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import tvm
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
@@ -42,18 +44,25 @@ def _kernels(func: tirx.PrimFunc, stages: list[Stage], tiles: ThreadTiles) -> ti
         outputs.append([stage]) if group is None else group.append(stage)
     with IRBuilder() as builder, T.prim_func():
         memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, func.params)}
+
+        def put(stage: Stage, at: Expr, chunk: tirx.Buffer) -> None:
+            store(memory[stage.output], at, chunk)
+
         for group in outputs:
-            _launch(func, stages, group, memory, tiles)
+            launch(func, stages, group, memory, tiles, put)
     return func.with_body(builder.get().body).without_attr(FORM)
 
 
-def _launch(
+def launch(
     func: tirx.PrimFunc,
     stages: list[Stage],
     outputs: list[Stage],
     memory: dict[tirx.Buffer, tirx.Buffer],
     tiles: ThreadTiles,
+    put_chunk: Callable[[Stage, Expr, tirx.Buffer], None],
 ) -> None:
+    """A launch that computes outputs with the same axes, by put_chunk(output, place of its first element, registers)
+    for each chunk. memory is that of what the function reads."""
     axes = outputs[0].axes
     several = [n for n, axis in enumerate(axes) if not is_int(axis.extent, 1)]
     along = several[-1] if several else len(axes) - 1
@@ -84,5 +93,4 @@ def _launch(
 
         evaluate(row, program, width, values, first, keep)
         for stage, place, register in zip(outputs, targets, results):
-            at = fixed(substitute(place, {**values, last.var: first}))
-            store(memory[stage.output], at, register)
+            put_chunk(stage, fixed(substitute(place, {**values, last.var: first})), register)

@@ -40,12 +40,11 @@ architectures share all kernels (tiles differ), so that none is left out. Nothin
 
 *products* are those of matrices and convolutions, of which so many are *on* tensor cores by their machine code (below);
 *attention*, *cache*, *elements* (element-wise, also by tiles where they transpose), *rows* (norms, softmax, other
-reductions, running sums) and *joined* (concatenations) are kernels of ours; *sizes* are functions by one thread, which
-store a few numbers; *TVM* are functions that dlight schedules. The *error* is the largest difference from PyTorch in
-float64, over the range of the output; *PyTorch* is that of PyTorch itself with the model in that precision.
+reductions, running sums), *joined* (concatenations) and *several* of these in one launch are kernels of ours; *sizes*
+are functions by one thread, which store a few numbers; *TVM* are functions that dlight schedules. The *error* is the
+largest difference from PyTorch in float64, over the range of the output; *PyTorch* is that of PyTorch itself with the
+model in that precision.
 
-| model | type | target | products | on | attention | cache | elements | rows | joined | sizes | TVM | error | PyTorch |
-|---|---|---|---|---|---|---|---|---|---|---|---|---|---|
 """
 
 PRODUCTS = """
@@ -75,6 +74,7 @@ _RULES = {
     "elements": ("elementwise", "transposition"),
     "rows": ("reduction", "running_sum", "top_k"),
     "joined": ("concat",),
+    "several": ("several",),
     "sizes": ("one_number",),
     "TVM": ("ordinary",),
 }
@@ -116,7 +116,9 @@ def outcome(folder: Path, arch: str, precision: Precision) -> Outcome:
 def page(outcomes: list[Outcome]) -> str:
     models = list(dict.fromkeys(o.model for o in outcomes))
     by_model = {model: [o for o in outcomes if o.model == model] for model in models}
-    text = HEADER + "".join(o.row() for o in outcomes) + PRODUCTS
+    heads = ["model", "type", "target", "products", "on", *_RULES, "error", "PyTorch"]
+    text = f"{HEADER}| {' | '.join(heads)} |\n|{'---|' * len(heads)}\n"
+    text += "".join(o.row() for o in outcomes) + PRODUCTS
     for model, mine in by_model.items():
         cells: dict[tuple[str, str], dict[str, list[str]]] = {}
         for o in mine:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from pathlib import Path
+from contextlib import ExitStack
 from unittest import mock
 
 import cuda_emulation as emulated
@@ -15,9 +14,9 @@ from onnx.reference import ReferenceEvaluator
 from steps import work
 
 import lowering
+from lowering.manifest import CallSpec
 from lowering.passes import join_launches
 
-SAMPLES = Path(__file__).parents[1] / "exports" / "samples"
 TARGET = "cuda:sm_90a"
 
 CACHES = "float[B, 2, 16, 8] k, float[B, 2, 16, 8] v, float[B, 2, L, 8] new, int64[B] at"
@@ -53,6 +52,31 @@ MODELS = {
         "one = Constant <value_int = 1> () later = Add (at, one) first = TensorScatter (k, new, at) "
         "twice = Add (new, new) next_k = TensorScatter (first, twice, later) next_v = TensorScatter (v, twice, later)",
         [3, 2],
+    ),
+    "rows are computed on their way to a cache": (
+        CACHES,
+        "float[B, 2, 16, 8] next_k, float[B, 2, 16, 8] next_v",
+        'y = Exp (new) next_k = TensorScatter <mode = "circular"> (k, y, at) y2 = Neg (new) '
+        "next_v = TensorScatter (v, y2)",
+        [2],
+    ),
+    "but not where somebody else reads them": (
+        CACHES,
+        "float[B, 2, 16, 8] next_k, float[B, 2, L, 8] y",
+        "y = Exp (new) next_k = TensorScatter (k, y, at)",
+        [1, 1],
+    ),
+    "nor where they are made of the cache": (
+        CACHES,
+        "float[B, 2, 16, 8] next_k",
+        'y = Exp (k) next_k = TensorScatter <mode = "circular"> (k, y, at)',
+        [1, 1],
+    ),
+    "nor where that is written in between": (
+        CACHES,
+        "float[B, 2, 16, 8] next_k, float[B, 2, 16, 8] next_v",
+        'y = Exp (v) next_v = TensorScatter (v, new, at) next_k = TensorScatter <mode = "circular"> (k, y, at)',
+        [1, 2],
     ),
     "norms of rows that may be none": (
         "float[N, 64] a, float[M, 64] b, float[64] scale",
@@ -109,31 +133,62 @@ def test_kernels_that_depend_on_each_other_are_noticed_in_one_launch() -> None:
     assert "LAUNCH_FAILED" in emulated.run(joined_all_the_same, name, arch="sm_90a", timeout=500)
 
 
-def decoding(is_joined: bool) -> tuple[list[int], list[np.ndarray], list[set[str]]]:
-    """Of a Llama of two layers with static caches: launches of each step of a token; logits; and of every launch that
-    is several kernels the operators."""
-    proto = onnx.load(SAMPLES / "llama-past-dynamo23" / "model.onnx")
-    apart = mock.patch(
-        "lowering.compiling.pipeline.join_launches", lambda mod, kernels, calls, _: (mod, kernels, calls)
-    )
-    with nullcontext() if is_joined else apart:
-        model = lowering.compile(proto, TARGET, static_cache=16)
-    ids, decoder, counts = np.random.default_rng(0).integers(0, 30, (2, 7)), model.decoder(), []
-    logits = [decoder.prefill(ids[:, :4])]
-    for column in (4, 5, 6):
-        device.take_calls()
-        logits.append(decoder.step(ids[:, column]))
-        counts.append(work(device.take_calls())["cuLaunchKernelEx"])
-    several = {kernel.name for kernel in model.manifest.kernels if kernel.schedule == join_launches.RULE}
-    calls = [call for call in model.manifest.calls if call.kernel in several]
-    return counts, logits, [{node.split()[0] for node in call.nodes} for call in calls]
+def too_many_rows() -> tuple[int, str]:
+    text = f'<ir_version: 12, opset_import: ["" : 24]> model ({CACHES}) => (float[B, 2, 16, 8] next_k)'
+    proto = onnx.parser.parse_model(text + "{ y = Exp (new) next_k = TensorScatter (k, y, at) }")
+    model = lowering.compile(proto, TARGET, donate=["k"])
+    cache = np.zeros((1, 2, 16, 8), "float32")
+    try:
+        model.run(
+            {"k": cache, "v": cache.copy(), "new": np.zeros((1, 2, 17, 8), "float32"), "at": np.zeros(1, "int64")}
+        )
+    except lowering.InputError as error:
+        return len(model.manifest.calls), str(error)
+    return 0, ""
 
 
-def test_a_decoder_computes_the_same_in_fewer_launches() -> None:
-    """One for both rotary embeddings of a layer, and one for both of its caches."""
-    counts, logits, nodes = emulated.run(decoding, True, arch="sm_90a", timeout=500)
-    before, right, none = emulated.run(decoding, False, arch="sm_90a", timeout=500)
-    assert (counts, before, none) == ([35] * 3, [48] * 3, [])
-    assert nodes.count({"RotaryEmbedding"}) == nodes.count({"TensorScatter"}) == 1
-    for ours, theirs in zip(logits, right, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+def test_rows_that_are_stored_at_once_are_checked() -> None:
+    calls, message = emulated.run(too_many_rows, arch="sm_90a", timeout=500)
+    assert calls == 1 and "has 17 rows, for a cache of 16" in message
+
+
+LAYER = """
+<ir_version: 12, opset_import: ["" : 24]>
+layer (float[B, 4, 1, 32] q, float[B, 2, 1, 32] new_k, float[B, 2, 1, 32] new_v, float[B, 1, 16] cos,
+       float[B, 1, 16] sin, float[B, 2, C, 32] k, float[B, 2, C, 32] v, int64[B] at)
+      => (float[B, 4, 1, 32] y, float[B, 2, C, 32] next_k, float[B, 2, C, 32] next_v) {
+  one = Constant <value_int = 1> ()
+  valid = Add (at, one)
+  q1 = RotaryEmbedding (q, cos, sin)
+  k1 = RotaryEmbedding (new_k, cos, sin)
+  next_k = TensorScatter (k, k1, at)
+  next_v = TensorScatter (v, new_v, at)
+  y = Attention (q1, next_k, next_v, , , , valid)
+}"""
+
+
+def decoding(is_joined: bool) -> tuple[list[CallSpec], int, dict[str, np.ndarray]]:
+    """Of what a layer of a decoder does between its products, for one token of two sequences each: the calls of
+    kernels, how many launches they are, and what comes out."""
+    with ExitStack() as apart:
+        for name in () if is_joined else ("join_launches", "rows_into_caches"):
+            apart.enter_context(mock.patch(f"lowering.compiling.pipeline.{name}", lambda given: given))
+        model = lowering.compile(onnx.parser.parse_model(LAYER), TARGET, donate=["k", "v"])
+    rng, sizes = np.random.default_rng(0), {"B": 2, "C": 600}
+    shapes = {spec.name: [sizes.get(d, d) for d in spec.dims] for spec in model.inputs}
+    given = {name: rng.standard_normal(shape).astype("float32") for name, shape in shapes.items()}
+    device.take_calls()
+    results = model.run({**given, "at": np.array([3, 599])})
+    return list(model.manifest.calls), work(device.take_calls())["cuLaunchKernelEx"], results
+
+
+def test_a_layer_computes_the_same_in_fewer_launches() -> None:
+    """One for both rotary embeddings, both cache updates and a sum, in whatever order its blocks run; two are the
+    attention."""
+    calls, launches, results = emulated.run(decoding, True, arch="sm_90a", order="descending", timeout=500)
+    before, more, right = emulated.run(decoding, False, arch="sm_90a", timeout=500)
+    assert (len(calls), launches, len(before), more) == (2, 3, 6, 7)
+    operators = sorted(node.split()[0] for node in calls[0].nodes)
+    assert operators == ["Add", "RotaryEmbedding", "RotaryEmbedding", "TensorScatter", "TensorScatter"]
+    for name in right:
+        np.testing.assert_array_equal(results[name], right[name])
