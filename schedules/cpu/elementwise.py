@@ -117,16 +117,16 @@ def _write(
 
 def _sweep_in_tasks(sweep: Sweep, lanes: int, store: Callable[[list[Expr]], None], tiles: SweepTiles) -> None:
     """The sweep at each point of its outer axes. Long ones are cut: there may be one point (a batch of 1)."""
-    one = isinstance(sweep.extent, prim.IntImm) and sweep.extent.value <= tiles.chunk
-    chunks = Axis(tirx.Var("chunk", "int64"), fixed((sweep.extent + (tiles.chunk - 1)) // tiles.chunk))
+    one, extent = isinstance(sweep.extent, prim.IntImm) and sweep.extent.value <= tiles.chunk, fixed(sweep.extent)
+    chunks = Axis(tirx.Var("chunk", "int64"), fixed((extent + (tiles.chunk - 1)) // tiles.chunk))
 
     def emit(point: Mapping[tirx.Var, Expr]) -> None:
         low = tirx.const(0, "int64") if one else fixed(point[chunks.var] * tiles.chunk)
-        window = None if one else (low, tirx.min(low + tiles.chunk, sweep.extent))
+        window = None if one else (low, tirx.min(low + tiles.chunk, extent))
         sweep.emit(point, lanes, store, window)
 
     if not sweep.outer:
-        work = sweep.extent * sweep.work
+        work = extent * sweep.work
         split_among_threads(chunks.extent, work, tiles.parallel_work, lambda task: emit({chunks.var: task}))
         return
     *before, last = sweep.outer
@@ -136,4 +136,4 @@ def _sweep_in_tasks(sweep: Sweep, lanes: int, store: Callable[[list[Expr]], None
         with T.serial(part.extent) as i:
             emit({**dict(zip((axis.var for axis in axes), point)), last.var: fixed(part.var + i)})
 
-    split_rows(axes, tirx.min(sweep.extent, tiles.chunk) * sweep.work, tiles, rows)
+    split_rows(axes, fixed(tirx.min(extent, tiles.chunk) * sweep.work), tiles, rows)

@@ -65,7 +65,7 @@ class Sweep:
             low, high = piece.low, piece.high
             if window is not None:
                 low, high = (fixed(x) for x in (tirx.max(low, window[0]), tirx.min(high, window[1])))
-                high = tirx.max(low, high)
+                high = low + fixed(tirx.max(high - low, 0))
 
             inside = before_loop(piece.program, piece.index, outer)
 
