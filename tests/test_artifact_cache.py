@@ -142,12 +142,14 @@ def test_signatures_are_made_anew(compiles: list[Any], tmp_path: Path) -> None:
     assert len(compiles) == 1 and "manifest.sig" not in files(tmp_path / "unsigned")
 
 
+@pytest.mark.parametrize("harm", ["short", "other"])
 @pytest.mark.parametrize("name", ["model.so", "manifest.json", "weights.bin"])
-def test_what_is_not_whole_is_compiled_anew(compiles: list[Any], tmp_path: Path, name: str) -> None:
+def test_what_is_not_whole_is_compiled_anew(compiles: list[Any], tmp_path: Path, name: str, harm: str) -> None:
     w = write(tmp_path / "m.onnx")
     lowering.compile(tmp_path / "m.onnx")
     (part,) = artifact_cache.folder().glob(f"*/{name}")
-    part.write_bytes(part.read_bytes()[:-70])
+    content = part.read_bytes()
+    part.write_bytes(content[:-70] if harm == "short" else content[:999] + bytes([content[999] ^ 1]) + content[1000:])
     module = lowering.compile(tmp_path / "m.onnx")
     assert len(compiles) == 2
     np.testing.assert_allclose(module.run({"x": X})["y"], X @ w, rtol=1e-4, atol=1e-5)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import without_torch  # noqa: F401
+from . import without_torch  # noqa: F401  (before whatever imports tvm)
 
 # isort: split
 

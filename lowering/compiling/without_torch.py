@@ -3,4 +3,4 @@
 from ..runtime.without_torch import hidden
 
 with hidden():
-    import tvm.relax  # noqa: F401
+    import tvm.relax  # noqa: F401  (for what it imports)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Iterable, Sequence
 
 import tvm
@@ -17,7 +18,7 @@ from .kernels import Scheduled
 _CALL, _IN_PLACE = map(ir.Op.get, ("relax.call_tir", "relax.call_tir_inplace"))
 
 
-class CallRewriter:
+class CallRewriter(abc.ABC):
     """Writes the blocks of `main` anew by `rewritten`, which has to keep kernels, calls and unscheduled right."""
 
     def __init__(self, scheduled: Scheduled) -> None:
@@ -28,8 +29,9 @@ class CallRewriter:
         self.calls: dict[relax.Var, CallSpec] = dict(zip(called, scheduled.calls, strict=True))
         """By the variable of the result."""
 
+    @abc.abstractmethod
     def rewritten(self, given: Sequence[relax.Binding]) -> list[relax.Binding]:
-        raise NotImplementedError
+        """The bindings of a block, in their order of execution."""
 
     def result(self) -> Scheduled:
         """What comes out, without functions that are not called any more."""

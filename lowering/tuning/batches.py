@@ -6,7 +6,7 @@ order and a database with their traces, by which the results become records like
 
 from __future__ import annotations
 
-from ..compiling import without_torch  # noqa: F401
+from ..compiling import without_torch  # noqa: F401  (before whatever imports tvm)
 
 # isort: split
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..compiling import without_torch  # noqa: F401
+from ..compiling import without_torch  # noqa: F401  (before whatever imports tvm)
 
 # isort: split
 

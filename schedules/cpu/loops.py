@@ -12,7 +12,7 @@ from tvm.sym import Analyzer
 
 from lowering.tensorir.expressions import Expr, is_int
 
-from ..reading.stages import Axis, volume
+from ..reading.stages import Axis, unravel, volume
 from ..tiles import Space, Tiles
 from .vector import Machine, fixed
 
@@ -79,20 +79,11 @@ def split_rows(
     blocks = fixed((last.extent + (rows - 1)) // rows)
 
     def task(index: Expr) -> None:
-        point = _point(fixed(index // blocks), outer)
+        point = unravel(fixed(index // blocks), outer, fixed)
         first = fixed(index % blocks * rows)
         body(point, Axis(first, fixed(tirx.min(rows, last.extent - first))))
 
     split_among_threads(volume(outer) * blocks, volume(axes) * row_work, tiles.parallel_work, task)
-
-
-def _point(index: Expr, axes: Sequence[Axis]) -> list[Expr]:
-    """As `unravel`, without quotients of quotients, which TVM would simplify for minutes."""
-    point: list[Expr] = []
-    for axis in reversed(axes[1:]):
-        point.append(fixed(index % axis.extent))
-        index = fixed(index // axis.extent)
-    return [*point, index][::-1] if axes else []
 
 
 def nest(axes: Sequence[Axis], body: Callable[[dict[tirx.Var, Expr]], None]) -> None:

@@ -6,7 +6,7 @@ rules of this folder read stages, and write a new body for the function from the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -59,12 +59,15 @@ def volume(axes: Sequence[Axis]) -> Expr:
     return Analyzer().simplify(size)
 
 
-def unravel(index: Expr, axes: Sequence[Axis]) -> list[Expr]:
-    """The point of a row-major rectangle with this number."""
+def unravel(index: Expr, axes: Sequence[Axis], hold: Callable[[Expr], Expr] = lambda x: x) -> list[Expr]:
+    """The point of a row-major rectangle with this number.
+
+    hold makes a variable of each quotient and remainder: quotients of quotients TVM simplifies for minutes.
+    """
     point: list[Expr] = []
     for axis in reversed(axes[1:]):
-        point.append(index % axis.extent)
-        index = index // axis.extent
+        point.append(hold(index % axis.extent))
+        index = hold(index // axis.extent)
     return [index, *reversed(point)] if axes else []
 
 
