@@ -10,3 +10,6 @@ LEVELS = [
 """Levels of x86-64 that can be run, narrowest vectors first."""
 
 WIDEST = LEVELS[-1]
+
+TARGETS = ("cpu", *(f"cpu:{level}" for level in LEVELS[1:]))
+"""What compiles for this machine, and for the levels of x86-64 that it runs."""

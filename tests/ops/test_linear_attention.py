@@ -12,11 +12,11 @@ import pytest
 from linear_cases import RULES, LinearCase, differences
 from onnx import helper, numpy_helper
 from placed_arrays import guarded, unaligned
+from this_machine import TARGETS
 
 import lowering
 from lowering.errors import InputError, NodeError
 
-TARGETS = ("cpu", "cpu:x86-64-v4", "cpu:x86-64-v3")
 LENGTHS = (1, 2, 7, 8, 15, 16, 17, 33, 50)  # chunks are of 8 or 16 tokens
 
 

@@ -13,6 +13,7 @@ import pytest
 from onnx import helper, numpy_helper
 from onnxruntime.quantization import QuantType, quantize_dynamic
 from placed_arrays import unaligned
+from this_machine import TARGETS
 
 import lowering
 from lowering.errors import NodeError
@@ -23,7 +24,6 @@ from .recurrent_reference import functions, recurrent
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 COUNT = {"LSTM": 3, "GRU": 2, "RNN": 1}
 DEFAULTS = {"LSTM": ["Sigmoid", "Tanh", "Tanh"], "GRU": ["Sigmoid", "Tanh"], "RNN": ["Tanh"]}
-TARGETS = ("cpu", "cpu:x86-64-v3", "cpu:x86-64-v4")
 
 
 def check(seed: int) -> None:
