@@ -202,9 +202,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if given.folder is None:
         parser.error("--folder says where the exports go.")
-    for export in [*published(), *published_half()] if given.published else exports():
-        if not given.names or export.model in given.names or any(fnmatchcase(export.name, n) for n in given.names):
+    known = [*published(), *published_half()] if given.published else exports()
+    for name in given.names:
+        if not any(_is_named(export, name) for export in known):
+            parser.error(f"no export is called {name}; there are {', '.join(export.name for export in known)}.")
+    for export in known:
+        if not given.names or any(_is_named(export, name) for name in given.names):
             print(make(export, given.folder, "narrow" if given.narrow else "whole"), flush=True)
+
+
+def _is_named(export: Export, name: str) -> bool:
+    """Whether the name is that of the export, of its model, or a pattern that it fits."""
+    return export.model == name or fnmatchcase(export.name, name)
 
 
 if __name__ == "__main__":
