@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from .attention import FuseAttentionPass
+from .flattened_products import UnflattenProductsPass
 from .gelu import FuseGeluPass
 from .grouped_heads import GroupHeadsPass
 from .integer_products import FuseIntegerProductsPass
@@ -33,6 +34,7 @@ PREPARE: list[tuple[str, ir.passes.InPlacePass]] = [
 PASSES: list[tuple[str, ir.passes.InPlacePass]] = [
     ("move_codes", MoveCodesPass()),
     ("fuse_integer_products", FuseIntegerProductsPass()),
+    ("unflatten_products", UnflattenProductsPass()),
     ("fuse_layer_norm", FuseLayerNormPass()),
     ("fuse_rms_norm", FuseRmsNormPass()),
     ("fuse_gelu", FuseGeluPass()),
