@@ -37,6 +37,9 @@ RULES = {"llvm": cpu.RULES, "cuda": cuda.RULES}
 ROW_BLOCKS = "row_blocks"
 """The name of the rule that takes rows through several products (reading/row_parts.py), where a target has one."""
 
+NORMED_MATMUL = "normed_matmul"
+"""The name of the rule that takes products whose rows are computed first, where a target has one."""
+
 _JOINS = {"llvm": cpu.joins, "cuda": cuda.joins}
 
 

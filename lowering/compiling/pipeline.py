@@ -41,6 +41,7 @@ from ..passes.kernels import Scheduled
 from ..passes.kernels import schedule as schedule_kernels
 from ..passes.mark_products import mark_products
 from ..passes.mark_products import note as note_of_products
+from ..passes.norms_into_products import norms_into_products
 from ..passes.one_shape import one_shape
 from ..passes.pack_weights import pack_weights
 from ..passes.plan_memory import plan_memory
@@ -132,6 +133,11 @@ def lower(
         mod, origins = join_rows(mod, target.tvm, origins)
         return mod
 
+    def norms(mod: tvm.IRModule) -> tvm.IRModule:
+        nonlocal origins
+        mod, origins = norms_into_products(mod, target.tvm, origins)
+        return mod
+
     def schedule(mod: tvm.IRModule) -> tvm.IRModule:
         nonlocal kernels, calls, unscheduled
         mod, kernels, calls, unscheduled = schedule_kernels(mod, runs_on.tvm, origins, choose, known)
@@ -178,6 +184,7 @@ def lower(
         ("group_products", group),
         # GPUs have no kernel for what it makes.
         ("join_rows", rows if not target.architecture else lambda mod: mod),
+        ("norms_into_products", norms if target.architecture else lambda mod: mod),
         # Fusion may move a reader behind a write: only now is the order of execution final.
         ("to_non_dataflow", t.ToNonDataflow()),
         ("donate", lambda mod: donate(mod, donated, notes)),

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 import tvm
-import tvm_ffi
 from tvm import relax, tirx
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
@@ -27,7 +26,7 @@ from schedules.reading.stages import Stage
 from ..importing.origins import Origins, bindings
 from ..tensorir.expressions import loads
 from .main_function import rewritten
-from .stage_calls import StageCall, StageCalls
+from .stage_calls import Asked, StageCall, StageCalls, variables
 
 
 def group_products(mod: tvm.IRModule, target: tvm.target.Target, origins: Origins) -> tuple[tvm.IRModule, Origins]:
@@ -43,12 +42,12 @@ _Item: TypeAlias = StageCall | relax.Binding
 class _Grouper(PyExprMutator):
     def __init__(self, mod: tvm.IRModule, target: tvm.target.Target, origins: Origins) -> None:
         super().__init__(mod)
-        self.target, self.calls = target, StageCalls(mod, origins)
-        self.answers: dict[int, list[tuple[tirx.PrimFunc, bool | None]]] = {}
+        self.calls = StageCalls(mod, origins)
+        self.asked = Asked(lambda function: schedules.joins(function, target))
         self.readers: Counter[relax.Var] = Counter()  # how often a variable is read
         body = mod["main"].body
         for expr in (body.body, *(binding.value for binding in bindings(body))):
-            tvm_ffi.structural_walk(expr, (relax.Var, lambda var: self.readers.update([var])))
+            self.readers.update(variables(expr))
 
     def visit_binding_block_(self, block: relax.BindingBlock) -> relax.BindingBlock:
         return relax.BindingBlock(self.regrouped(super().visit_binding_block_(block).bindings, relax.Var))
@@ -77,14 +76,8 @@ class _Grouper(PyExprMutator):
         ]
 
     def joins(self, call: StageCall) -> bool | None:
-        """What the rule says of the call's function (schedules.joins); functions that are equal are asked for once."""
-        function, _ = call.function()
-        known = self.answers.setdefault(tvm_ffi.structural_hash(function), [])
-        for other, answer in known:
-            if tvm_ffi.structural_equal(other, function):
-                return answer
-        known.append((function, schedules.joins(function, self.target)))
-        return known[-1][1]
+        """What the rule says of the call's function (schedules.joins)."""
+        return self.asked(call.function()[0])
 
     # -- what belongs together ----------------------------------------------------------------------------------------
 

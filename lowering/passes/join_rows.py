@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Sequence
 
 import tvm
-import tvm_ffi
 from tvm import ir, relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
@@ -21,7 +20,7 @@ from schedules.reading.product import read_product
 
 from ..importing.origins import Origins, bindings
 from .main_function import rewritten
-from .stage_calls import StageCall, StageCalls, callee
+from .stage_calls import StageCall, StageCalls, callee, variables
 
 
 def join_rows(mod: tvm.IRModule, target: tvm.target.Target, origins: Origins) -> tuple[tvm.IRModule, Origins]:
@@ -41,7 +40,7 @@ class _Joiner(PyExprMutator):
         self.weights = set(main.params[int(main.attrs["num_input"]) :])
         body = main.body
         for expr in (body.body, *(binding.value for binding in bindings(body))):
-            self.readers.update(_variables(expr))
+            self.readers.update(variables(expr))
 
     def visit_binding_block_(self, block: relax.BindingBlock) -> relax.BindingBlock:
         return relax.BindingBlock(self.joined(super().visit_binding_block_(block).bindings, relax.Var))
@@ -52,7 +51,7 @@ class _Joiner(PyExprMutator):
     def joined(self, given: Sequence[relax.Binding], kind: type[relax.Var]) -> list[relax.Binding]:
         """The bindings, those that belong together as one in the place of the last."""
         instead: dict[int, list[relax.Binding]] = {}
-        read = [_variables(binding.value) for binding in given]
+        read = [variables(binding.value) for binding in given]
         for n, binding in enumerate(given):
             if n in instead or not self.multiplies_bytes(binding):
                 continue
@@ -111,10 +110,3 @@ class _Joiner(PyExprMutator):
         """Whether a call multiplies by constants: all rows share what is made of them, not those of a block."""
         matrices = [self.calls.names.get(p.b.source) for p in map(read_product, call.stages) if p is not None]
         return any(matrix in self.weights or isinstance(matrix, ir.GenericConst) for matrix in matrices)
-
-
-def _variables(expr: relax.Expr) -> list[relax.Var]:
-    """All that are read, as often as they are."""
-    found: list[relax.Var] = []
-    tvm_ffi.structural_walk(expr, (relax.Var, found.append))
-    return found

@@ -3,10 +3,12 @@ lines between functions otherwise than fusion does."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import tvm
+import tvm_ffi
 from tvm import ir, relax, tirx
 
 from schedules.reading.product import PRODUCTS, read_product
@@ -15,6 +17,8 @@ from schedules.reading.stages import Axis, Stage, read_stages, renamed, write_st
 
 from ..importing.origins import Origins
 from ..tensorir.expressions import Expr, loads, walk
+
+T = TypeVar("T")
 
 _CALL_TIR = ir.Op.get("relax.call_tir")
 
@@ -60,10 +64,33 @@ class StageCall:
             yield from (*(axis.extent for axis in (*stage.axes, *stage.reduce)), *stage.output.shape, stage.value)
 
 
+class Asked(Generic[T]):
+    """What is asked about functions, once about those that are equal: a model has the same ones in every layer."""
+
+    def __init__(self, question: Callable[[tirx.PrimFunc], T]) -> None:
+        self._question = question
+        self._answers: dict[int, list[tuple[tirx.PrimFunc, T]]] = {}
+
+    def __call__(self, function: tirx.PrimFunc) -> T:
+        known = self._answers.setdefault(tvm_ffi.structural_hash(function), [])
+        for other, answer in known:
+            if tvm_ffi.structural_equal(other, function):
+                return answer
+        known.append((function, self._question(function)))
+        return known[-1][1]
+
+
 def callee(binding: relax.Binding) -> ir.GlobalVar | None:
     """The function that a binding calls, None where it calls none of TensorIR."""
     value = binding.value
     return value.args[0] if isinstance(value, relax.Call) and value.op == _CALL_TIR else None
+
+
+def variables(expr: relax.Expr) -> list[relax.Var]:
+    """All that an expression reads, as often as it does."""
+    found: list[relax.Var] = []
+    tvm_ffi.structural_walk(expr, (relax.Var, found.append))
+    return found
 
 
 class StageCalls:

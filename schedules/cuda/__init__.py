@@ -11,6 +11,7 @@ from .gradient import gradient
 from .linear import linear
 from .matmul import joins as joins
 from .matmul import matmul
+from .normed_matmul import normed_matmul
 from .ordinary import one_number, ordinary
 from .reduction import reduction
 from .running_sum import running_sum
@@ -24,6 +25,7 @@ RULES: tuple[Rule, ...] = (
     linear,
     append,
     cache_update,
+    normed_matmul,
     matmul,
     transposition,
     elementwise,

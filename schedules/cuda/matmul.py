@@ -4,6 +4,7 @@ where a function asks for it."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tvm
@@ -12,7 +13,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from lowering.tensorir.blocks import FORM
-from lowering.tensorir.expressions import is_int
+from lowering.tensorir.expressions import Expr, is_int
 
 from ..half_precision import HALF
 from ..variant import Variant
@@ -21,7 +22,7 @@ from .matmul_mma import matmul_mma
 from .matmul_rows import Group, matmul_rows, takes
 from .matmul_tiles import FewRowsTiles, MatmulTiles, WgmmaMatmulTiles
 from .matmul_wgmma import Reach, matmul_wgmma, reach
-from .products import Order, read_products
+from .products import Order, Products, Shape, read_products
 
 MOST = 3
 """Groups of one function: queries, keys and values."""
@@ -32,12 +33,34 @@ def matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | No
     found = plan(func)
     if found is None:
         return None
-    gpu, shapes = device(target), [products.shape for products, *_ in found]
-    shape = max(shapes, key=lambda shape: shape.columns or 0)
+
+    def emit(tiles: dict[str, Any]) -> tirx.PrimFunc:
+        with IRBuilder() as builder, T.prim_func():
+            emit_products(found, tiles, gpu)
+        return func.with_body(builder.get().body).without_attr(FORM)
+
+    gpu = device(target)
+    return [Variant(name, widest(found), gpu, tiles, emit) for name, tiles in tiles_of(found, gpu).items()]
+
+
+def widest(found: list[Group]) -> Shape:
+    """The shape of the products with most columns."""
+    return max((products.shape for products, *_ in found), key=lambda shape: shape.columns or 0)
+
+
+def together(found: list[Group]) -> Shape:
+    """That of all products side by side."""
+    columns = [products.shape.columns for products, *_ in found]
+    known = [n for n in columns if n is not None]
+    return dataclasses.replace(widest(found), columns=sum(known) if len(known) == len(columns) else None)
+
+
+def tiles_of(found: list[Group], gpu: Device) -> dict[str, dict[str, Any]]:
+    """By variant, the tiles of its kernels; the default first."""
+    shape = widest(found)
     few: dict[str, Any] = {}
     if takes(found):
-        together = None if None in (each.columns for each in shapes) else sum(each.columns or 0 for each in shapes)
-        few = {"rows": FewRowsTiles.default(dataclasses.replace(shape, columns=together), gpu)}
+        few = {"rows": FewRowsTiles.default(together(found), gpu)}
         if shape.rows is None or shape.rows > few["rows"].rows:
             few["several"] = FewRowsTiles.several(shape, gpu)
     # By a name of its own in TF32: what was tuned for one way to multiply says nothing of the others.
@@ -45,13 +68,13 @@ def matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | No
     if gpu.generation == 90 and shape.dtype in HALF and all(_reaches(group) for group in found):
         kinds = {"wgmma": WgmmaMatmulTiles, **kinds}
 
-    def variant(name: str, kind: Any) -> Variant:
-        tiles = {"tiles": kind.default(shape, gpu), **few}
-        if kind is WgmmaMatmulTiles and tiles["tiles"].cluster > 1 and shape.rows is None:
-            tiles["narrow"] = WgmmaMatmulTiles.narrow()
-        return Variant(name, shape, gpu, tiles, lambda tiles: _kernel(func, found, tiles, gpu))
+    def tiles(kind: Any) -> dict[str, Any]:
+        own = {"tiles": kind.default(shape, gpu), **few}
+        if kind is WgmmaMatmulTiles and own["tiles"].cluster > 1 and shape.rows is None:
+            own["narrow"] = WgmmaMatmulTiles.narrow()
+        return own
 
-    return [variant(name, kind) for name, kind in kinds.items()]
+    return {name: tiles(kind) for name, kind in kinds.items()}
 
 
 def _reaches(group: Group) -> tuple[Reach, list[Reach]] | None:
@@ -64,8 +87,13 @@ def _reaches(group: Group) -> tuple[Reach, list[Reach]] | None:
 
 def plan(func: tirx.PrimFunc) -> list[Group] | None:
     """How `matmul` reads a function, or None where it does not take it. Several groups multiply one A, one by one."""
+    return planned(read_products(func) or ())
+
+
+def planned(of_products: Sequence[Products]) -> list[Group] | None:
+    """The groups with their operands, if the kernels take them."""
     found: list[Group] = []
-    for products in read_products(func) or ():
+    for products in of_products:
         operands = products.operands()
         if operands is None or len(products.group.products) > 2:
             return None
@@ -87,8 +115,9 @@ def joins(func: tirx.PrimFunc, target: tvm.target.Target) -> bool | None:
     return len(found) < MOST and all(len(bs) == 1 and not products.batch_axes for products, _, bs in found)
 
 
-def _kernel(func: tirx.PrimFunc, found: list[Group], tiles: dict[str, Any], gpu: Device) -> tirx.PrimFunc:
-    """The function: few rows by one kernel for all groups, more by one for each, that the tiles are for."""
+def emit_products(found: list[Group], tiles: dict[str, Any], gpu: Device) -> None:
+    """Emits the kernels and their launches into the function that is open: few rows by one kernel for all groups, more
+    by one for each, that the tiles are for."""
 
     def many() -> None:
         for group in found:
@@ -101,19 +130,25 @@ def _kernel(func: tirx.PrimFunc, found: list[Group], tiles: dict[str, Any], gpu:
 
     def by_rows(few: list[FewRowsTiles]) -> None:
         """The first of these tiles that is for so many rows."""
+        if not few:
+            many()
+            return
         first = found[0][0]
-        fits = first.facts.simplify(first.rows <= few[0].rows) if few else T.bool(False)
-        if is_int(fits, 1):
-            matmul_rows(found, few[0], gpu)
-        elif is_int(fits, 0):
-            by_rows(few[1:]) if few else many()
-        else:
-            with T.If(fits):
-                with T.Then():
-                    matmul_rows(found, few[0], gpu)
-                with T.Else():
-                    by_rows(few[1:])
+        fits = first.facts.simplify(first.rows <= few[0].rows)
+        either(fits, lambda: matmul_rows(found, few[0], gpu), lambda: by_rows(few[1:]))
 
-    with IRBuilder() as builder, T.prim_func():
-        by_rows([tiles[name] for name in ("rows", "several") if name in tiles])
-    return func.with_body(builder.get().body).without_attr(FORM)
+    by_rows([tiles[name] for name in ("rows", "several") if name in tiles])
+
+
+def either(condition: Expr, then: Callable[[], None], otherwise: Callable[[], None]) -> None:
+    """The code of one, as far as that is known, or of both under a condition of the host."""
+    if is_int(condition, 1):
+        then()
+    elif is_int(condition, 0):
+        otherwise()
+    else:
+        with T.If(condition):
+            with T.Then():
+                then()
+            with T.Else():
+                otherwise()

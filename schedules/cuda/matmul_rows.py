@@ -9,6 +9,8 @@ Of a matrix of codes 16 bytes are c = 2 or 4 times as many k, which are expanded
     for each 16 columns of C, a block                              warps share k: pieces of 32 c, `ahead` / c at once
         sums [16, rows] += B [16, 32 c] x [rows, 32 c]^T           2 c products for each 8 rows
         the sums of the warps meet in shared memory -> epilogue.py
+
+Rows of x may be computed by the block itself, in front, while its first columns of B are on their way (normed_rows.py).
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from .device import Device
 from .epilogue import Epilogue, row_of
 from .host import on_host
 from .matmul_tiles import FewRowsTiles
+from .normed_rows import NormedPieces, NormedRows
 from .pieces import Pieces, Ring, chunks_at_once
 from .products import Operand, Order, Products
 from .ptx import WARP, fixed, put, registers, unrolled
@@ -50,9 +53,10 @@ def takes(groups: Sequence[Group]) -> bool:
     return along_k and len(pieces) == 1 and whole
 
 
-def matmul_rows(groups: Sequence[Group], tiles: FewRowsTiles, device: Device) -> None:
+def matmul_rows(groups: Sequence[Group], tiles: FewRowsTiles, device: Device, normed: NormedRows | None = None) -> None:
     """Emits the kernel and its launch, for at most `tiles.rows` rows, into the function that is open. Several groups
-    multiply the same A, one product each: blocks for one are behind those for the others."""
+    multiply the same A, one product each: blocks for one are behind those for the others. A may be made of `normed`, by
+    every block for itself; the first one stores it, too."""
     rows = on_host(groups[0][0].rows)
     shared = max(tiles.shared_memory(products.shape) for products, *_ in groups)
     sizes = [on_host(tirx.ceildiv(products.columns, COLUMNS)) for products, *_ in groups]
@@ -66,7 +70,8 @@ def matmul_rows(groups: Sequence[Group], tiles: FewRowsTiles, device: Device) ->
         T.launch_thread("blockIdx.x", blocks.astype("int32")) as block,
         T.launch_thread("threadIdx.x", tiles.warps * WARP) as thread,
     ):
-        ring = Ring(thread, tiles.threads, shared)
+        front = 0 if normed is None else normed.shared_memory
+        ring = Ring(thread, tiles.threads, front + shared, front)
 
         def emit(n: int, first: Expr) -> None:
             """The code of blocks for group n and those behind it, which begin at `first`."""
@@ -76,7 +81,8 @@ def matmul_rows(groups: Sequence[Group], tiles: FewRowsTiles, device: Device) ->
                     size = sizes[n].astype("int32")
                     place = (fixed(own // size), fixed(own % size * COLUMNS))
                     ring.taken = 0
-                    _Columns(groups[n], tiles, epilogues[n], place, ring, device).emit(rows, columns[n])
+                    of_a = None if normed is None else (normed, tirx.EQ(block, 0) if n == 0 else None)
+                    _Columns(groups[n], tiles, epilogues[n], place, ring, device, of_a).emit(rows, columns[n])
                 if not last:
                     with T.Else():
                         emit(n + 1, fixed(first + counts[n].astype("int32")))
@@ -95,8 +101,10 @@ class _Columns:
         place: tuple[Expr, Expr],
         ring: Ring,
         device: Device,
+        normed: tuple[NormedRows, Expr | None] | None,
     ) -> None:
-        self.waits = device.begins_early
+        """normed: what A is made of, and whether it is stored by this block, which may be out of the question."""
+        self.waits, self.normed = device.begins_early, normed
         self.products, self.a, self.bs = group
         products = self.products
         self.tiles, self.epilogue, self.ring, self.thread = tiles, epilogue, ring, ring.thread
@@ -119,7 +127,11 @@ class _Columns:
             return Pieces(operand, self.type, self.epilogue.memory, self.where, place, self.ring, ahead, c)
 
         ours = [[pieces_of(b, self.n0 + self.g + r * 8, columns) for r in range(2)] for b in self.bs]
-        theirs = [pieces_of(self.a, self.g + r * 8, rows) for r in range(self.blocks)]
+        theirs: Sequence[Pieces | NormedPieces] = (
+            [pieces_of(self.a, self.g + r * 8, rows) for r in range(self.blocks)]
+            if self.normed is None
+            else [NormedPieces(self.normed[0], self.ring, (self.g, self.g < rows), c)]
+        )
         every = [*(pieces for pair in ours for pieces in pair), *theirs]
         for sums in self.sums:
             with unrolled(self.blocks * 4) as n:
@@ -127,10 +139,15 @@ class _Columns:
         each = c * PIECE * self.type.chunk  # values of k of a piece
         stride = self.tiles.warps * ahead * each
 
-        def fetch(turn: Expr | int, piece: int, some: list[Pieces]) -> None:
+        def place(turn: Expr | int, piece: int) -> tuple[Expr, Expr]:
+            """The first k of the thread's chunks, and whether they exist."""
             k = fixed(turn * stride + (self.warp * ahead + piece) * each + self.t * (each // PIECE))
+            return k, k < depth
+
+        def fetch(turn: Expr | int, piece: int, some: Sequence[Pieces | NormedPieces]) -> None:
+            at = place(turn, piece)
             for pieces in some:
-                pieces.fetch(piece, k, k < depth)
+                pieces.fetch(piece, *at)
 
         early = all(map(self.products.is_weight, self.bs))  # what no kernel writes need not wait for any
         if early:
@@ -138,20 +155,27 @@ class _Columns:
                 fetch(0, piece, every[: -self.blocks])
         if self.waits:
             ptx.wait_for_earlier_kernels()
+        if self.normed is not None:
+            self.make(*self.normed, rows)
         for piece in range(ahead):
             fetch(0, piece, theirs if early else every)
             ptx.commit_copies()
         with T.serial((depth + stride - 1) // stride) as turn:
             for piece in range(ahead):
                 ptx.wait_for_copies(ahead - 1)
+                at = place(turn, piece)
                 for pieces in every:
-                    pieces.read(piece)
+                    pieces.read(piece, *at)
                 for n in range(c):
                     self.multiply([pieces.chunk(piece, n) for pieces in theirs],
                                   [[pieces.chunk(piece, n) for pieces in pair] for pair in ours])  # fmt: skip
                 fetch(turn + 1, piece, every)
                 ptx.commit_copies()
         self.finish(rows, columns)
+
+    def make(self, normed: NormedRows, stores: Expr | None, rows: Expr) -> None:
+        """A, in shared memory."""
+        normed.emit(rows, self.tiles.warps, self.epilogue.memory, (self.ring.memory, self.thread), stores)
 
     def multiply(self, x: list[list[list[Expr]]], ours: list[list[list[list[Expr]]]]) -> None:
         """sums += a chunk of the rows of B by one of those of x."""

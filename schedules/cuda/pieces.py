@@ -32,9 +32,9 @@ def chunks_at_once(codes: Codes | None) -> int:
 class Ring:
     """Places in shared memory, of 16 bytes for each thread of a block, of which operands take some in turn."""
 
-    def __init__(self, thread: Expr, threads: int, size: int) -> None:
-        """size: bytes of the memory."""
-        self.thread, self.threads, self.taken = thread, threads, 0
+    def __init__(self, thread: Expr, threads: int, size: int, front: int = 0) -> None:
+        """size: bytes of the memory; front: of them in front of the places, for something else."""
+        self.thread, self.threads, self.taken, self.first = thread, threads, 0, front // 4
         self.memory = T.alloc_buffer((size // 4,), "uint32", scope="shared.dyn", align=CHUNK_BYTES)
 
     def take(self, places: int) -> int:
@@ -44,7 +44,7 @@ class Ring:
 
     def at(self, place: int) -> ptx.Element:
         """This thread's."""
-        return self.memory[(place * self.threads + self.thread) * WORDS]
+        return self.memory[self.first + (place * self.threads + self.thread) * WORDS]
 
 
 class Pieces:
@@ -89,8 +89,8 @@ class Pieces:
         for n, scale in enumerate(self.scales[piece]):
             self.expansion.scale_and_zero(scale, self.outer, fixed(k + n * self.type.chunk), there)
 
-    def read(self, piece: int) -> None:
-        """The piece, which has arrived, to registers."""
+    def read(self, piece: int, k: Expr, inside: Expr) -> None:
+        """The piece, which was fetched there and has arrived, to registers."""
         for n in range(self.copies):
             four = registers(WORDS, "uint32")
             ptx.load_shared(four, self.ring.at(self.first + piece * self.copies + n))

@@ -189,8 +189,13 @@ def read_products(func: tirx.PrimFunc) -> list[Products] | None:
     """A function that is groups of products, with element-wise stages around them, of half precision, or of float32
     that it wants multiplied as TF32: each group; or None."""
     stages = read_stages(func)
-    groups = read_groups(stages, set(func.params)) if stages else None
-    if not groups or stages is None:
+    return products_of(func, stages) if stages else None
+
+
+def products_of(func: tirx.PrimFunc, stages: list[Stage]) -> list[Products] | None:
+    """Of the stages of a function, or some of them, between which and the others stand parameters."""
+    groups = read_groups(stages, set(func.params))
+    if not groups:
         return None
     products = [product for group in groups for product in group.products]
     loads = [load for product in products for load in (product.a, *(() if product.codes else (product.b,)))]

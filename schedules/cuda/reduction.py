@@ -74,7 +74,8 @@ class RowReductionTiles(Tiles):
 
 def reduction(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
     """Functions whose reductions give one number for each row, but for products of matrices; None for anything else."""
-    rows = _read(func)
+    stages = read_stages(func)
+    rows = None if stages is None else read_rows(func, stages)
     if rows is None:
         return None
     gpu = device(target)
@@ -83,13 +84,18 @@ def reduction(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] |
 
 
 @dataclass(frozen=True, eq=False)
-class _Rows:
+class Rows:
     """Stages by rows: `kept` are reductions and outputs, the first `rank` axes of which are the rows."""
 
     func: tirx.PrimFunc
     stages: list[Stage]
     kept: list[Stage]
     rank: int
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """Those of the rows."""
+        return self.kept[0].axes[: self.rank]
 
     @property
     def longest(self) -> int | None:
@@ -103,16 +109,16 @@ class _Rows:
         return stage.reduce or stage.axes[self.rank :]
 
 
-def _read(func: tirx.PrimFunc) -> _Rows | None:
-    stages = read_stages(func)
-    if not stages or not any(stage.reduce for stage in stages) or any(map(read_product, stages)):
+def read_rows(func: tirx.PrimFunc, stages: list[Stage]) -> Rows | None:
+    """The stages of a function, or some of them, by rows; None where they are anything else."""
+    if not any(stage.reduce for stage in stages) or any(map(read_product, stages)):
         return None
     kept = [stage for stage in stages if stage.reduce or stage.output in set(func.params)]
     rank = shared_rank(kept, stages)
     for stage in kept:
         if stage.reduce and (not _starts_from_nothing(stage) or several(stage, rank)):
             return None
-    return _Rows(func, stages, kept, rank)
+    return Rows(func, stages, kept, rank)
 
 
 def _starts_from_nothing(stage: Stage) -> bool:
@@ -122,42 +128,40 @@ def _starts_from_nothing(stage: Stage) -> bool:
     return read_term(stage) is not None and (neutral is None or neutral == initial)
 
 
-def _kernel(rows: _Rows, tiles: RowReductionTiles) -> tirx.PrimFunc:
+def _kernel(rows: Rows, tiles: RowReductionTiles) -> tirx.PrimFunc:
     with IRBuilder() as builder, T.prim_func():
-        memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, rows.func.params)}
-        axes = rows.kept[0].axes[: rows.rank]
-        count = on_host(volume(axes))
-        together = tiles.block if tiles.warps == 1 else 1
-        blocks = tirx.ceildiv(count, together)
-        with (
-            T.If(count > 0),
-            T.Then(),
-            T.launch_thread("blockIdx.x", blocks.astype("int32")) as b,
-            T.launch_thread("threadIdx.x", tiles.threads) as thread,
-        ):
-            kernel = _Row(rows, tiles, memory, axes, thread)
-            if tiles.warps > 1:
-                kernel.emit(b.astype("int64"))
-            else:
-                number = fixed(b.astype("int64") * together + tirx.truncdiv(thread, WARP).astype("int64"))
-                with T.If(number < count), T.Then():
-                    kernel.emit(number)
+        emit_rows(rows, tiles)
     return rows.func.with_body(builder.get().body).without_attr(FORM)
 
 
-class _Row:
-    """The code for one row."""
+def emit_rows(rows: Rows, tiles: RowReductionTiles) -> None:
+    """Emits the kernel and its launch into the function that is open."""
+    memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, rows.func.params)}
+    count = on_host(volume(rows.axes))
+    together = tiles.block if tiles.warps == 1 else 1
+    blocks = tirx.ceildiv(count, together)
+    with (
+        T.If(count > 0),
+        T.Then(),
+        T.launch_thread("blockIdx.x", blocks.astype("int32")) as b,
+        T.launch_thread("threadIdx.x", tiles.threads) as thread,
+    ):
+        kernel = OneRow(rows, tiles.warps, memory, thread)
+        if tiles.warps > 1:
+            kernel.emit(b.astype("int64"))
+        else:
+            number = fixed(b.astype("int64") * together + tirx.truncdiv(thread, WARP).astype("int64"))
+            with T.If(number < count), T.Then():
+                kernel.emit(number)
 
-    def __init__(
-        self,
-        rows: _Rows,
-        tiles: RowReductionTiles,
-        memory: dict[tirx.Buffer, tirx.Buffer],
-        axes: tuple[Axis, ...],
-        thread: Expr,
-    ) -> None:
-        self.rows, self.tiles, self.memory, self.axes = rows, tiles, memory, axes
-        self.lanes = WARP * tiles.warps
+
+class OneRow:
+    """The code for one row, which so many warps share. memory: the function's tensors as vectors."""
+
+    def __init__(self, rows: Rows, warps: int, memory: dict[tirx.Buffer, tirx.Buffer], thread: Expr) -> None:
+        self.rows, self.warps, self.memory, self.axes = rows, warps, memory, rows.axes
+        axes = rows.axes
+        self.lanes = WARP * warps
         self.thread, self.lane = thread, fixed(tirx.truncmod(thread, self.lanes))
         self.facts = Facts.of(rows.func)
         zero = tirx.const(0, "int64")
@@ -237,18 +241,22 @@ class _Row:
 
     def across(self, value: Expr, initial: Expr, combine: Combine) -> Expr:
         """The value of all threads of the row, each of which gets it."""
-        value, warps, dtype = reduce_warp(value, combine), self.tiles.warps, str(value.ty)
+        value, warps, dtype = reduce_warp(value, combine), self.warps, str(value.ty)
         if warps == 1:
             return value
-        # A place for each call: the next one need not wait until all threads have read.
-        shared, total = T.alloc_buffer((warps,), dtype, scope="shared"), registers(1, dtype)
+        (shared, first), total = self.meeting(dtype), registers(1, dtype)
         with T.If(tirx.EQ(tirx.truncmod(self.thread, WARP), 0)), T.Then():
-            put(shared, tirx.truncdiv(self.thread, WARP), value)
+            put(shared, first + tirx.truncdiv(self.thread, WARP), value)
         synchronise()
         put(total, 0, initial)
         with T.serial(warps) as n:
-            put(total, 0, combine(total[0], shared[n]))
+            put(total, 0, combine(total[0], shared[first + n]))
         return fixed(total[0])
+
+    def meeting(self, dtype: str) -> tuple[tirx.Buffer, int]:
+        """Where the warps leave a number each: shared memory, and the place of the first. Another one for each call, so
+        that the next need not wait until all threads have read."""
+        return T.alloc_buffer((self.warps,), dtype, scope="shared"), 0
 
     def store(self, stage: Stage) -> None:
         row, along, facts = self.along(stage)
@@ -262,7 +270,9 @@ class _Row:
             program,
             width,
             lambda x, found: put(results, x, found[0]),
-            lambda first: store(
-                self.memory[stage.output], fixed(substitute(place, {**self.values, row.j: first})), results
-            ),
+            lambda first: self.keep_chunk(stage, fixed(substitute(place, {**self.values, row.j: first})), results),
         )
+
+    def keep_chunk(self, stage: Stage, at: Expr, values: tirx.Buffer) -> None:
+        """Stores a chunk of the stage's output, in registers, at that place."""
+        store(self.memory[stage.output], at, values)

@@ -45,8 +45,8 @@ class RowParts:
         return [part.group for part in self.parts if part.group is not None]
 
 
-def read_row_parts(func: tirx.PrimFunc) -> RowParts | None:
-    """The parts of a function that has some, None where rows do not go through them one by one."""
+def cut_parts(func: tirx.PrimFunc) -> list[list[Stage]] | None:
+    """The stages of each part of a function that has some, None of any other."""
     if func.attrs is None or PARTS not in func.attrs:
         return None
     stages = read_stages(func)
@@ -56,6 +56,14 @@ def read_row_parts(func: tirx.PrimFunc) -> RowParts | None:
     cut: list[list[Stage]] = []
     for count in counts:
         cut, stages = [*cut, stages[:count]], stages[count:]
+    return cut
+
+
+def read_row_parts(func: tirx.PrimFunc) -> RowParts | None:
+    """The parts of a function that has some, None where rows do not go through them one by one."""
+    cut = cut_parts(func)
+    if cut is None:
+        return None
     parameters = set(func.params)
     place = {stage.output: n for n, part in enumerate(cut) for stage in part}
     readers = {(node.source, n) for n, part in enumerate(cut) for stage in part for node in loads(stage.value)}

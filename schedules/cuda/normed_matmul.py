@@ -1,0 +1,74 @@
+"""The rule for products whose rows are computed first: norms in front of them (lowering/passes/norms_into_products.py).
+
+With few rows the blocks of the product compute them (normed_rows.py). With more that would be done too often: a launch
+computes them, and others multiply.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tvm
+from tvm import tirx
+from tvm.ir import prim
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from lowering.tensorir.blocks import FORM
+from lowering.tensorir.expressions import is_int
+
+from ..half_precision import HALF
+from ..reading.row_parts import cut_parts
+from ..reading.stages import Stage
+from ..variant import Variant
+from .device import device
+from .matmul import either, emit_products, planned, tiles_of, together, widest
+from .matmul_rows import Group, matmul_rows, takes
+from .normed_rows import NormedRows, most_rows
+from .normed_tiles import NormedRowsTiles, NormTiles
+from .products import products_of
+from .reduction import emit_rows, read_rows
+
+
+def normed_matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
+    """A function of two parts, rows with reductions and products of them; None for any other, and where rows are too
+    many, or too long."""
+    parts = cut_parts(func)
+    found = _read(func, *parts) if parts is not None and len(parts) == 2 else None
+    if found is None:
+        return None
+    groups, normed = found
+    gpu = device(target)
+
+    def emit(tiles: dict[str, Any]) -> tirx.PrimFunc:
+        def otherwise() -> None:
+            emit_rows(normed.rows, tiles["norm"])
+            emit_products(groups, tiles, gpu)
+
+        with IRBuilder() as builder, T.prim_func():
+            fits = groups[0][0].facts.simplify(groups[0][0].rows <= normed.most)
+            either(fits, lambda: matmul_rows(groups, tiles["normed"], gpu, normed), otherwise)
+        return func.with_body(builder.get().body).without_attr(FORM)
+
+    own = {"normed": NormedRowsTiles.default(together(groups), gpu), "norm": NormTiles.default(widest(groups), gpu)}
+    return [Variant(name, widest(groups), gpu, {**tiles, **own}, emit) for name, tiles in tiles_of(groups, gpu).items()]
+
+
+def _read(func: tirx.PrimFunc, first: list[Stage], second: list[Stage]) -> tuple[list[Group], NormedRows] | None:
+    """The products, and A, of which row m begins at m K; at least one row may be computed by a block."""
+    rows, groups = read_rows(func, first), planned(products_of(func, second) or ())
+    if rows is None or groups is None or not takes(groups):
+        return None
+    products, a, _ = groups[0]
+    depth = products.depth
+    whole = [stage for stage in rows.kept if not stage.reduce]
+    if products.dtype not in HALF or products.batch_axes or not isinstance(depth, tirx.IntImm):
+        return None
+    if [stage.output for stage in whole] != [a.buffer] or len(whole[0].axes) != rows.rank + 1:
+        return None
+    in_rows = products.facts.simplify(a.start - products.m * depth)
+    most = most_rows(depth.value)
+    many = isinstance(products.rows, tirx.IntImm) and products.rows.value > most
+    if not is_int(in_rows, 0) or not prim.expr_deep_equal(a.along, products.k) or most == 0 or many:
+        return None
+    return groups, NormedRows(rows, a.buffer, depth.value)
