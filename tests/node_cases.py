@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
+import re
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx.backend.test.case.node as case_package
 
 import lowering
 from lowering.graph.model import load_model
@@ -83,41 +86,74 @@ class Case:
 
 def operators() -> list[str]:
     """The operators above, and all others of the standard that have a lowering and cases."""
-    others = {name for domain, name in registered() if domain in DOMAINS and cases(name)}
+    others = {name for domain, name in registered() if domain in DOMAINS and name in _modules()}
     return sorted({*OPERATORS, *EVERY_TYPE, *others})
+
+
+def expandable() -> set[str]:
+    """The operators that the standard writes out as functions: those with expanded cases."""
+    schemas = (schema for schema in onnx.defs.get_all_schemas() if schema.domain in DOMAINS)
+    return {schema.name for schema in schemas if schema.has_function or schema.has_context_dependent_function}
 
 
 def cases(operator: str) -> list[Case]:
     """The cases of an operator of the standard, on the types that count."""
-    return [c for c in _collected().get(operator, []) if operator in EVERY_TYPE or c.wide_enough]
+    modules = _modules()
+    for module in [modules[operator]] if operator in modules else modules.values():
+        _import(module)
+    return [c for c in _found().get(operator, []) if operator in EVERY_TYPE or c.wide_enough]
 
 
 @functools.cache
-def _collected() -> dict[str, list[Case]]:
-    """All cases of the standard's operators, by operator: no two have one name."""
+def _modules() -> dict[str, str]:
+    """By operator, the module of onnx's that makes its cases. It has a class of the operator's name, which makes them
+    when it is imported: those of pooling take seconds."""
+    folder = Path(case_package.__file__).parent
+    return {
+        name: ".".join((case_package.__name__, *path.relative_to(folder).with_suffix("").parts))
+        for path in sorted(folder.rglob("*.py"))
+        for name in re.findall(r"^class (\w+)\(Base\)", path.read_text(), re.MULTILINE)
+    }
+
+
+@functools.cache
+def _import(module: str) -> None:
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")  # the cases divide by zero and overflow on purpose
-        from onnx.backend.test.case.node import collect_testcases
+        importlib.import_module(module)
 
-        collected = collect_testcases(None)
-    operators: dict[str, str] = {}
-    result: dict[str, list[Case]] = {}
-    for case in collected:
+
+def _found() -> dict[str, list[Case]]:
+    """The cases that were made until now, by operator: no two have one name."""
+    for case in case_package._NodeTestCases[_READ.cases :]:
+        _READ.cases += 1
         stem = case.name.partition("_expanded")[0]
         if stem == case.name:
             nodes = case.model.graph.node
             if len(nodes) != 1 or nodes[0].domain not in DOMAINS:
                 continue
-            operators[stem] = nodes[0].op_type
-        if stem not in operators:
+            _READ.operators[stem] = nodes[0].op_type
+        if stem not in _READ.operators:
             continue
         for inputs, outputs in case.data_sets:
             arrays = ([_array(v) for v in values] for values in (inputs, outputs))
-            operator = operators[stem]
+            operator = _READ.operators[stem]
             atol = max(case.atol, NOISE.get(operator, 0))
             made = Case(case.name, operator, case.model, *map(tuple, arrays), case.rtol, atol)
-            result.setdefault(operator, []).append(made)
-    return result
+            _READ.by_operator.setdefault(operator, []).append(made)
+    return _READ.by_operator
+
+
+@dataclass
+class _Read:
+    """Of onnx's list so many cases were read: the operators of those that are not expanded, by name, and all."""
+
+    cases: int = 0
+    operators: dict[str, str] = field(default_factory=dict)
+    by_operator: dict[str, list[Case]] = field(default_factory=dict)
+
+
+_READ = _Read()
 
 
 def with_constants(case: Case) -> Case:

@@ -46,7 +46,7 @@ from .fragments import OnlineSoftmax
 from .host import multiprocessors, on_host
 from .kv_codes import KvCodes, arriving_bytes
 from .partial import KeySplits, Partial, each_element, merged
-from .ptx import WARP, fixed, put, unrolled
+from .ptx import WARP, fixed, put, shared_memory, unrolled
 from .row_copies import Rows
 from .shared_tile import CHUNK, SharedTile
 from .shown_tiles import ShownTiles
@@ -107,7 +107,7 @@ class _Split:
         self.chunks = {"q": padded(self.problem.head_dim) // CHUNK, "v": self.problem.v_head_dim // CHUNK}
         self.chunks["k"] = self.chunks["q"]
         size = tiles.shared_memory(self.problem) // 2
-        self.memory = T.alloc_buffer((size,), self.problem.dtype, scope="shared.dyn", align=128)
+        self.memory = shared_memory(size, self.problem.dtype, 128)
         self.Q = SharedTile(self.memory, 0, self.chunks["q"])
         self.codes, self.rings = codes, dict[str, CodedRows]()
         if codes is not None:

@@ -29,7 +29,7 @@ from .matmul_grid import Grid
 from .matmul_sums import Fragment, Sums
 from .matmul_tiles import MatmulTiles
 from .products import Operand, Order, Products
-from .ptx import WARP, fixed, put, registers, unrolled
+from .ptx import WARP, fixed, put, registers, shared_memory, unrolled
 from .shared_tile import SharedTile
 
 
@@ -81,7 +81,7 @@ class _Tile:
         self.type, (a, bs) = shape.type, operands
         self.warp_n = grid.each // tiles.warps_n  # columns of a product that a warp has
         elements = tiles.shared_memory(shape) // self.type.bytes
-        self.memory = T.alloc_buffer((elements,), self.type.element, scope="shared.dyn", align=128)
+        self.memory = shared_memory(elements, self.type.element, 128)
         self.stage = (tiles.m + tiles.n) * tiles.k
         outer = (tiles.m, self.place.m0, grid.rows.astype("int32"))
         self.loaders = [_Loader(self, a, 0, outer, chunks)]

@@ -146,6 +146,7 @@ class WgmmaMatmulTiles(Tiles):
     ping_pong: bool = False
     """Whether two consumers have tiles of their own, in turn, so that one stores beside the products of the other."""
 
+    version: ClassVar[int] = 2
     k: ClassVar[int] = 64
     """Values of k that arrive together: 128 bytes, the width of a swizzled tile."""
     piece: ClassVar[int] = 32

@@ -40,7 +40,7 @@ from .matmul_sums import Fragment, Sums
 from .matmul_tiles import WgmmaMatmulTiles
 from .pipeline import WARPGROUP, Ring, initialise, named_arrive, named_sync, specialise
 from .products import Operand, Order, Products
-from .ptx import WARP, fixed, put, registers, synchronise, synchronise_cluster
+from .ptx import WARP, fixed, put, registers, shared_memory, synchronise, synchronise_cluster
 from .shared_tile import CHUNK
 from .tma import COLUMNS, L2_PROMOTION_128B, ROW_BYTES, ROW_WORDS, SWIZZLE_128B
 
@@ -230,7 +230,7 @@ class _Block:
         self.clusters = clusters.astype("int32")
         shape = grid.products.shape
         words = tiles.shared_memory(shape) // 4
-        self.memory = T.alloc_buffer((words,), "uint32", scope="shared.dyn", align=_ALIGNMENT)
+        self.memory = shared_memory(words, "uint32", _ALIGNMENT)
         self.barriers = T.alloc_buffer((2 * tiles.stages,), "uint64", scope="shared", align=8)
         warps = tiles.m // ROWS * 4  # that multiply a tile
         self.ring = Ring(self.barriers, 0, tiles.stages, warps, tiles.cluster)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tvm import tirx
-from tvm.script.ir_builder import tirx as T
 
 from lowering.tensorir.expressions import Expr, substitute
 
@@ -18,7 +17,7 @@ from . import ptx
 from .expansion import Expansion
 from .matmul_grid import Where
 from .products import Operand
-from .ptx import CHUNK_BYTES, fixed, put, registers
+from .ptx import CHUNK_BYTES, fixed, put, registers, shared_memory
 from .tensor_types import TensorType
 
 WORDS = CHUNK_BYTES // 4
@@ -35,7 +34,7 @@ class Ring:
     def __init__(self, thread: Expr, threads: int, size: int, front: int = 0) -> None:
         """size: bytes of the memory; front: of them in front of the places, for something else."""
         self.thread, self.threads, self.taken, self.first = thread, threads, 0, front // 4
-        self.memory = T.alloc_buffer((size // 4,), "uint32", scope="shared.dyn", align=CHUNK_BYTES)
+        self.memory = shared_memory(size // 4, "uint32", CHUNK_BYTES)
 
     def take(self, places: int) -> int:
         """The first of so many places."""

@@ -42,7 +42,7 @@ from .fragments import OnlineSoftmax
 from .host import multiprocessors, on_host
 from .kv_tiles import CodedTiles, HalfTiles, KeyValueTiles, Work
 from .partial import Partial
-from .ptx import WARP, fixed, int32, put, registers, unrolled
+from .ptx import WARP, fixed, int32, put, registers, shared_memory, unrolled
 from .row_copies import Rows
 from .shared_tile import CHUNK, SharedTile
 from .survey import Survey
@@ -137,7 +137,7 @@ class _QueryTile:
         self.row0 = fixed(thread // WARP * (16 * self.M))  # the warp's first row in the tile
         d, dv = padded(p.head_dim) // CHUNK, p.v_head_dim // CHUNK
         self.d_steps, self.s_columns, self.o_columns = d // 2, tiles.kv // 8, dv
-        self.memory = T.alloc_buffer((tiles.shared_memory(p) // 2,), p.dtype, scope="shared.dyn", align=128)
+        self.memory = shared_memory(tiles.shared_memory(p) // 2, p.dtype, 128)
         self.Q, self.Y = SharedTile(self.memory, 0, d), SharedTile(self.memory, 0, dv)
         self.S, self.O = ([registers(n * 4, "float32") for _ in range(self.M)] for n in (self.s_columns, dv))
         self.q = registers(self.M * 4 * (self.d_steps if tiles.q_in_registers else 1), "uint32")

@@ -42,7 +42,7 @@ from .finite_values import FiniteValues
 from .fragments import OnlineSoftmax
 from .partial import Partial
 from .pipeline import WARPGROUP, Ring, initialise, named_arrive, named_sync, specialise
-from .ptx import WARP, fixed, fresh, int32, pack, put, registers, synchronise
+from .ptx import WARP, fixed, fresh, int32, pack, put, registers, shared_memory, synchronise
 from .scheduler import Scheduler
 from .survey import Survey
 from .tma import ROW_WORDS, TensorMap, fence_async, stored
@@ -108,9 +108,7 @@ class _Block:
         self.y_at = tiles.consumers * self.q_words if tiles.y_apart else 0
         self.k_at = self.y_at + tiles.consumers * self.y_words
         self.v_at = self.k_at + tiles.stages * self.k_words
-        self.memory = T.alloc_buffer(
-            (self.v_at + tiles.stages * self.v_words,), "uint32", scope="shared.dyn", align=SWIZZLE_ALIGNMENT
-        )
+        self.memory = shared_memory(self.v_at + tiles.stages * self.v_words, "uint32", SWIZZLE_ALIGNMENT)
         rings = 2 * tiles.consumers + 4 * tiles.stages
         self.barriers = T.alloc_buffer((rings,), "uint64", scope="shared", align=8)
         self.K = Ring(self.barriers, 2 * tiles.consumers, tiles.stages, 4 * tiles.consumers)

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 from tvm import tirx
 from tvm.ir import Expr
+from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 Element: TypeAlias = Any  # an element of a buffer: buffer[...]
@@ -29,12 +30,19 @@ WAIT = "wait_for_earlier_kernels"
 """The name of that function in CUDA C++."""
 
 
-# Registers.
+# Registers and memory.
 
 
 def registers(count: int, dtype: str) -> tirx.Buffer:
     """So many registers of the thread."""
     return T.alloc_buffer((count,), dtype, scope="local")
+
+
+def shared_memory(count: int, dtype: str, align: int) -> tirx.Buffer:
+    """The block's shared memory whose size the launch says, aligned to so many bytes. In CUDA C++ it is one variable of
+    the file to all kernels that call it by one name, who must agree on its type: the name says it."""
+    memory = T.alloc_buffer((count,), dtype, scope="shared.dyn", align=align)
+    return IRBuilder.name(f"shared_{dtype}_{align}", memory)
 
 
 def put(buffer: tirx.Buffer, index: Expr | int, value: Expr) -> None:

@@ -8,8 +8,12 @@ from pathlib import Path
 
 import cuda_emulation as emulated
 import numpy as np
+import onnx
 import pytest
 from cuda_emulation import EmulationError, TensorMap
+
+from lowering.compiling import artifact_cache
+from lowering.compiling.compiler import compile_to
 
 SOURCE = Path(__file__).with_name("bugs.cu").read_text()
 BOTH = pytest.mark.parametrize("order", emulated.ORDERS)
@@ -208,3 +212,24 @@ def test_unknown_instructions_are_named() -> None:
     source = 'extern "C" __global__ void k() { asm volatile("tcgen05.wait::ld.sync.aligned;"); }'
     with pytest.raises(NotImplementedError, match="does not know the PTX instruction"):
         emulated.launch(source, "k", [1], [32], [])
+
+
+def test_what_is_compiled_for_it_is_not_kept(tmp_path: Path) -> None:
+    """Whoever compiles the same file for a GPU would be given it."""
+    value = onnx.helper.make_tensor_value_info
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("Relu", ["x"], ["y"])],
+        "relu",
+        [value("x", onnx.TensorProto.FLOAT, [64])],
+        [value("y", onnx.TensorProto.FLOAT, [64])],
+    )
+    onnx.save(onnx.helper.make_model(graph), tmp_path / "model.onnx")
+    assert emulated.run(kept, tmp_path, arch="sm_80") == 0
+
+
+def kept(folder: Path) -> int:
+    """How many artifacts are kept when the model of a folder is compiled. Called in the emulation's process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ONNX_LOWERING_CACHE", str(folder / "cache"))
+        compile_to(folder / "artifact", folder / "model.onnx", "cuda:sm_80")
+        return artifact_cache.size()[0]

@@ -1,0 +1,31 @@
+"""Processes that build and measure candidates live on from one tuning to the next: to start them takes most of the time
+of a short one. What they are asked is done in children of theirs, as always."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from lowering.measuring import measure
+from lowering.measuring.isolated import Helper
+from lowering.tuning import local
+
+
+@pytest.fixture(scope="session", autouse=True)
+def helpers_live_on() -> Iterator[None]:
+    kept: dict[tuple, Helper] = {}
+
+    def helper(imports: Sequence[str]) -> Helper:
+        environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+        return kept.setdefault((*imports, *sorted(environment.items())), Helper(imports))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local, "Helper", helper)
+        patch.setattr(local, "runner", lambda: helper([measure.__name__]))
+        patch.setattr(local.LocalBench, "close", lambda self: None)
+        patch.setattr(local.Workshop, "close", lambda self: None)
+        yield
+    for one in kept.values():
+        one.close()
