@@ -33,6 +33,7 @@ class Scores:
         self.S, self.places = parameters.S, places
         mask = self.problem.mask
         self.has_mask = mask is not None
+        self.has_tensor = isinstance(mask, Mask)
         self.has_bias = mask is not None and mask.dtype != "bool"  # what is added to scores
         self.formula, self.change = (
             parameters.bind(part.value) if isinstance(part, Formula) else None for part in (mask, self.problem.score)
@@ -120,12 +121,31 @@ class Scores:
 
         inside promises that every lane lies in [0, S) x `Keys.of_tile`, so that a mask can be read without clamping.
         """
-        count = max(lanes(i), lanes(j))
-        value = broadcast(self._mask(b, h, i, j, inside), count)
+        return self.added(broadcast(self._mask(b, h, i, j, inside), max(lanes(i), lanes(j))))
+
+    def added(self, element: Expr) -> Expr:
+        """An element of the mask, or a vector of them, as what is added to the score."""
+        value = self._number(element)
         if not value.ty.dtype.is_bool:
             return value
-        shown, hidden = (broadcast(self._constant(x), count) for x in (0.0, float("-inf")))
+        shown, hidden = (broadcast(self._constant(x), lanes(value)) for x in (0.0, float("-inf")))
         return tirx.Select(value, shown, hidden)
+
+    def element(self, b: Expr, h: Expr, i: Expr, j: Expr, *, inside: bool = False) -> Expr:
+        """The mask tensor's element for the pair, as it is; i is no vector."""
+        buffer, indices = self.mask_at(b, h, i, j, inside=inside)
+        value, mask = buffer[tuple(indices)], self.problem.mask
+        if not isinstance(mask, Mask) or not mask.starts:
+            return value
+        shown = tirx.const(True if mask.dtype == "bool" else 0.0, mask.dtype)
+        return tirx.if_then_else(buffer.shape[3] > 0, value, broadcast(shown, lanes(value)))
+
+    def column(self, b: Expr, j: Expr) -> Expr:
+        """Which column of the mask tensor is key j's."""
+        mask = self.problem.mask
+        if not isinstance(mask, Mask) or not mask.starts:
+            return j
+        return j + cast(tirx.max(self.buffers["key_starts"][b], T.int64(0)), scalar_type(j))
 
     def mask_at(
         self, b: Expr, h: Expr, i: Expr, j: Expr, *, inside: bool = False
@@ -135,8 +155,7 @@ class Scores:
         assert isinstance(mask, Mask)
         indices: list[Expr | int] = []
         i = self.places.row(b, i)
-        if mask.starts:
-            j = j + cast(tirx.max(self.buffers["key_starts"][b], T.int64(0)), scalar_type(j))
+        j = self.column(b, j)
         for axis, index in enumerate((b, h, i, j)):
             if mask.dims[axis] == 1 and not (axis == 3 and mask.pad):
                 indices.append(0)
@@ -188,14 +207,10 @@ class Scores:
         assert isinstance(mask, Mask)
 
         def load(row: Expr) -> Expr:
-            buffer, indices = self.mask_at(b, h, row, j, inside=inside)
-            if mask.starts:
-                value = self._number(buffer[tuple(indices)])
-                shown = tirx.const(mask.dtype == "bool" or 0.0, scalar_type(value))
-                return tirx.if_then_else(buffer.shape[3] > 0, value, broadcast(shown, lanes(value)))
             if lanes(j) == 1 or not inside or 3 not in mask.broadcasts:
-                return self._number(buffer[tuple(indices)])
+                return self._number(self.element(b, h, row, j, inside=inside))
             # A clamped vector of indices is read one by one.
+            buffer, indices = self.mask_at(b, h, row, j, inside=inside)
             first, each = (self._number(buffer[(*indices[:3], at)]) for at in (0, j))
             return tirx.if_then_else(buffer.shape[3] > 1, each, broadcast(first, lanes(j)))
 

@@ -131,7 +131,7 @@ class MmaTiles(Tiles):
         if dim <= 128 and small and causal:
             return MmaTiles(q=64, kv=48 if dim > 96 or two_ended else 64, warps=4)
         if dim <= 96:
-            return MmaTiles(q=128, kv=48 if dim > 80 and two_ended else 64, warps=4)
+            return MmaTiles(q=128, kv=48 if dim > 80 and (two_ended or problem.adds_mask) else 64, warps=4)
         if dim <= 128:
             return MmaTiles(q=128, kv=32, warps=4)
         return MmaTiles(q=64, kv=64, warps=4) if small else MmaTiles(q=128, kv=64, warps=8)

@@ -45,6 +45,7 @@ from .device import Device
 from .fragments import OnlineSoftmax
 from .host import multiprocessors, on_host
 from .kv_codes import KvCodes, arriving_bytes
+from .mask_words import MaskWords
 from .partial import KeySplits, Partial, each_element, merged
 from .ptx import WARP, fixed, put, shared_memory, unrolled
 from .row_copies import Rows
@@ -156,6 +157,7 @@ class _Split:
             self.scale_queries(self.codes)
         ptx.synchronise()
         with T.serial(self.steps) as u:
+            words = self.ask(softmax, u) if self.bound.scores.has_tensor else None
             ptx.wait_for_copies(tiles.stages - 2)
             ptx.synchronise_warp()
             self.load(u + (tiles.stages - 1))
@@ -163,12 +165,17 @@ class _Split:
                 t = self.warp + u * tiles.warps
                 kv0, full = fixed(self.key_tiles.first(t)), self.key_tiles.full(t)
                 warp.scores(self.Q, self.read("k", u))
-                softmax.step(warp.S, kv0, full, self.key_tiles.number(t), self.key_tiles.stop(t))
+                softmax.step(warp.S, kv0, full, self.key_tiles.number(t), words, self.key_tiles.stop(t))
                 softmax.rescale(warp.O, softmax.alpha, self.problem.v_head_dim)
                 softmax.pack(warp.S, warp.P)
                 warp.accumulate(self.read("v", u))
         ptx.synchronise()  # all tiles have been read
         self.keep(softmax, warp)
+
+    def ask(self, softmax: OnlineSoftmax, u: Expr) -> MaskWords:
+        """The mask's elements for the warp's tile number u, on their way while it waits for the tile."""
+        t = self.warp + u * self.tiles.warps
+        return softmax.ask(fixed(self.key_tiles.first(t)), self.key_tiles.number(t), self.key_tiles.stop(t))
 
     # Tiles that a formula hides.
 

@@ -19,6 +19,7 @@ from tvm.script.ir_builder import tirx as T
 from lowering.attention.bound import Bound
 from lowering.attention.keys import Range
 
+from .mask_words import MaskWords, Span
 from .ptx import LOG2_E, exp2, fixed, int32, pack, put, reciprocal, reduce_quad, registers, tanh
 
 ROWS = 2  # of a thread, in one accumulator
@@ -64,9 +65,17 @@ class OnlineSoftmax:
             put(self.m, r, m)
             put(self.l, r, tirx.Select(tirx.EQ(self.column, 0), l, _f32(0)))  # a sink counts once in a quad
 
-    def step(self, S: tirx.Buffer, kv0: Expr, full: Expr, number: Expr, stop: Expr | None = None) -> None:
+    def step(
+        self,
+        S: tirx.Buffer,
+        kv0: Expr,
+        full: Expr,
+        number: Expr,
+        words: MaskWords | None,
+        stop: Expr | None = None,
+    ) -> None:
         """S := P = exp(S - m'), alpha = exp(m - m'), l = alpha l + rowsum P, m = m', for the keys from kv0, which is in
-        the row's range of that number; keys from `stop` on are left to others.
+        the row's range of that number; keys from `stop` on are left to others. words is what `ask` gave for these keys.
 
         l is the sum over the thread's own columns.
         """
@@ -76,9 +85,12 @@ class OnlineSoftmax:
                     at, key = _element(n, r), kv0 + self.column + (n // 2 * 8 + n % 2)
                     s = fixed(S[at] * self.scale)
                     put(S, at, self.bound.scores.changed(s, self.b, h, i, key, tanh=tanh))
-        with T.If(tirx.Not(full)), T.Then():
-            for r in range(ROWS):
-                self._mask(S, r, kv0, number, stop)
+        if words is not None:
+            self._under_words(S, words)
+        else:
+            with T.If(tirx.Not(full)), T.Then():
+                for r in range(ROWS):
+                    self._mask(S, r, kv0, number, stop)
         m_new = registers(1, "float32")
         for r in range(ROWS):
             put(m_new, 0, self.m[r])
@@ -107,22 +119,35 @@ class OnlineSoftmax:
         """m of the thread's row r, in units of the problem's scores."""
         return self.m[r] * self.scale if self.raw else self.m[r]
 
-    def _mask(self, S: tirx.Buffer, r: int, kv0: Expr, number: Expr, stop: Expr | None) -> None:
-        """S := logits under the mask, or -inf where a key is invisible: selected, as what is there may be NaN. Of the
-        thread's row r."""
-        first, (h, i) = fixed(kv0 + self.column), self.rows[r]
-        # What depends on the row alone is computed here, as it would cost registers in all other tiles.
+    def ask(self, kv0: Expr, number: Expr, stop: Expr | None = None) -> MaskWords:
+        """The elements of a mask that is a tensor for the `step` of the keys from kv0: on their way to registers while
+        the kernel does something else."""
+        first = fixed(kv0 + self.column)
+        rows = [(h, self._inside(i), self._span(i, first, number, stop)) for h, i in self.rows]
+        return MaskWords(self.bound.scores, self.b, first, rows, self.keys // 8)
+
+    def _span(self, i: Expr, first: Expr, number: Expr, stop: Expr | None) -> Span:
+        """Which keys, counted from `first`, row i may see."""
         lo, hi = self._range(i, number)
-        below = fixed((hi if stop is None else tirx.min(hi, stop)) - first)
-        above = None if isinstance(lo, tirx.IntImm) else fixed(lo - first)
-        row = fixed(tirx.min(i, int32(T.int64(1) * self.bound.rows(self.b)) - 1))
+        end = fixed((hi if stop is None else tirx.min(hi, stop)) - first)
+        return Span(None if isinstance(lo, tirx.IntImm) else fixed(lo - first), end)
+
+    def _inside(self, i: Expr) -> Expr:
+        """The row, or the last one."""
+        return fixed(tirx.min(i, int32(T.int64(1) * self.bound.rows(self.b)) - 1))
+
+    def _mask(self, S: tirx.Buffer, r: int, kv0: Expr, number: Expr, stop: Expr | None) -> None:
+        """S := logits, or -inf where a key is invisible: selected, as what is there may be NaN. Of the thread's row r,
+        where the mask is no tensor."""
+        # What depends on the row alone is computed here, as it would cost registers in all other tiles.
+        first, (h, i) = fixed(kv0 + self.column), self.rows[r]
+        span, row = self._span(i, first, number, stop), self._inside(i)
 
         def under_mask(s: Expr, n: Expr) -> tuple[Expr, Expr]:
             key = n // 2 * 8 + n % 2
-            seen = key < below if above is None else tirx.all(key < below, key >= above)
-            return self._under_mask(s, seen, (h, row, first + key))
+            return self._under_mask(s, span.holds(key, key), (h, row, first + key))
 
-        if self.bound.scores.formula is not None and not self.biased:
+        if self.bound.scores.has_mask and not self.biased:
             self._select(S, r, lambda n: under_mask(_f32(0), n)[1])
             return
         with T.unroll(self.keys // 4) as n:
@@ -153,20 +178,25 @@ class OnlineSoftmax:
         return lo, hi
 
     def _under_mask(self, s: Expr, seen: Expr, place: tuple[Expr, Expr, Expr]) -> tuple[Expr, Expr]:
-        """s plus the mask's element, if it is added, and whether the row sees the key. Masks are read where it may."""
+        """s plus what the mask computes, if that is added, and whether the row sees the key. Asked where it may."""
         if not self.bound.scores.has_mask:
             return s, seen
         hidden = _f32(float("-inf")) if self.biased else tirx.const(False, "bool")
         read = self.bound.scores.additive if self.biased else self.bound.scores.unmasked
-        if self.bound.scores.formula is None:
-            element = fixed(T.if_then_else(seen, read(self.b, *place, inside=True), hidden))
-        else:  # which may take several statements
-            register = registers(1, str(hidden.ty))
-            put(register, 0, hidden)
-            with T.If(seen), T.Then():
-                put(register, 0, read(self.b, *place, inside=True))
-            element = register[0]
+        register = registers(1, str(hidden.ty))  # a formula may take several statements
+        put(register, 0, hidden)
+        with T.If(seen), T.Then():
+            put(register, 0, read(self.b, *place, inside=True))
+        element = register[0]
         return (s + element, tirx.NE(element, hidden)) if self.biased else (s, element)
+
+    def _under_words(self, S: tirx.Buffer, words: MaskWords) -> None:
+        """S := logits under the mask's elements, or -inf where a key is invisible, as above."""
+        for r in range(ROWS):
+            with T.unroll(self.keys // 8) as n:
+                for x in range(2):
+                    at = _element(n * 2 + x, r)
+                    put(S, at, words.under_mask(r, n, x, S[at], self.biased))
 
     def pack(self, S: tirx.Buffer, P: tirx.Buffer) -> None:
         """P := S in 16 bits: word 2 n + r holds both columns of group n in row r."""

@@ -243,7 +243,9 @@ class _QueryTile:
         self.kv.await_values(u)
         for m, softmax in enumerate(self.softmax):
             t = self.tile(u)
-            softmax.step(self.S[m], fixed(self.keys.first(t)), u >= masked, self.keys.number(t))
+            first, number = fixed(self.keys.first(t)), self.keys.number(t)
+            words = softmax.ask(first, number) if self.bound.scores.has_tensor else None
+            softmax.step(self.S[m], first, u >= masked, number, words)
             softmax.rescale(self.O[m], softmax.alpha, self.problem.v_head_dim)
         values = self.kv.tile("v", u)
         if turn is not None:

@@ -40,6 +40,7 @@ from .attention_tiles import WgmmaTiles, packed_heads
 from .device import Device
 from .finite_values import FiniteValues
 from .fragments import OnlineSoftmax
+from .mask_words import MaskWords
 from .partial import Partial
 from .pipeline import WARPGROUP, Ring, initialise, named_arrive, named_sync, specialise
 from .ptx import WARP, fixed, fresh, int32, pack, put, registers, shared_memory, synchronise
@@ -212,9 +213,10 @@ class _Consumer:
                     self.K.wait(fills[0])
                     wgmma.begin(S)
                     self.scores(fills[0])
+                    words = self.ask(softmax, share, T.int32(0))
                     wgmma.wait(0, S)
                     self.release(self.K, fills[0])
-                    softmax.step(S, *self.tile(share, T.int32(0)))
+                    softmax.step(S, *self.tile(share, T.int32(0)), words)
                     softmax.pack(S, P)
                     with T.serial(share.count - 1) as before:
                         j, fill = before + 1, fills[0] + before
@@ -226,9 +228,10 @@ class _Consumer:
                         self.scores(fill + 1)
                         self.accumulate(fill)
                         self.give_turn()
+                        words = self.ask(softmax, share, j)
                         wgmma.wait(1, S)
                         self.release(self.K, fill + 1)
-                        softmax.step(S, *self.tile(share, j))
+                        softmax.step(S, *self.tile(share, j), words)
                         # V has long arrived. Without something that it cannot move across, ptxas waits for O first,
                         # and computes no exponential beside the products.
                         self.V.wait(fill)
@@ -275,6 +278,13 @@ class _Consumer:
         """First key of tile j from the last, whether it needs no mask code, and the number of its range."""
         u = share.back(j)
         return share.tiles.first(u), share.tiles.full(u), share.tiles.number(u)
+
+    def ask(self, softmax: OnlineSoftmax, share: _Share, j: Expr) -> MaskWords | None:
+        """The elements of a mask tensor for tile j from the last, on their way beside the products."""
+        if not self.bound.scores.has_tensor:
+            return None
+        u = share.back(j)
+        return softmax.ask(share.tiles.first(u), share.tiles.number(u))
 
     def scores(self, fill: Expr) -> None:
         """S := Q K^T, begun."""

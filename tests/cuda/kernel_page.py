@@ -54,6 +54,17 @@ which something is visible, for causal masks, windows, documents, masks by head 
 positions inside of them all tiles of one document, as bounds of these positions do not know that it is one.
 `tests/cuda/test_flex.py` compares results with float64.
 
+## Mask tensors
+
+A thread's columns of S are pairs of neighbouring keys. Where rows of a mask have an even number of elements, and a tile
+begins at an even key, a pair is a word of memory: 16 bits of bool, 32 of half precision, 64 of float32, by one load
+(`lowering/attention/mask_pairs.py`, `schedules/cuda/mask_words.py`). So a warp asks for half as much as element by
+element, and for half of the sectors: rows lie apart, and a sector is asked for again for each element of a thread in
+it. On Hopper the words of a tile, 24 for 96 keys, are asked for behind the products of Q K^T and before the wait for
+them; in decoding before the wait for K and V. Rows of an odd size, tiles that begin at an odd key, and pairs of which a
+row sees one key are read element by element, so that nothing is read that no row sees.
+`tests/cuda/test_mask_words.py` counts loads and compares with float64.
+
 ## Machine code
 
 What nvcc makes of the prefill kernels with their default tiles, float16, every size symbolic: registers of a thread,

@@ -50,6 +50,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sink": {"window": Window(right=0, offset="past"), "sink": True},
     "lse": {"lse": True},
     "float mask": {"mask": Mask("float16", (None, None, None, None))},
+    "float32 mask": {"mask": Mask("float32", (None, None, None, None))},
     "bool mask": {"mask": Mask("bool", (None, 1, None, None))},
     "soft cap": {"softcap": 30.0},
     "formula": {"mask": formula()},
