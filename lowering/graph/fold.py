@@ -21,13 +21,13 @@ _NUMBERS = set(onnx.TensorProto.DataType.values()) - {onnx.TensorProto.UNDEFINED
 # Never folded: random operators, those with bodies, and the one that makes weights larger; and those whose evaluator
 # does not follow the standard, or computes something of sizes and indices that do not fit: their lowerings check them.
 _NOT_FOLDED = {
-    "AffineGrid", "Attention", "AveragePool", "BatchNormalization", "Bernoulli", "CausalConvWithState", "Conv", "DFT",
-    "DequantizeLinear", "Dropout", "GRU", "GatherElements", "Gelu", "GlobalAveragePool", "GlobalMaxPool", "GridSample",
-    "GroupNormalization", "If", "InstanceNormalization", "LSTM", "LayerNormalization", "LinearAttention", "Loop",
-    "LpNormalization", "LpPool", "MaxPool", "MaxUnpool", "Multinomial", "NonMaxSuppression", "PRelu", "QuantizeLinear",
-    "RMSNormalization", "RNN", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Resize",
-    "ReverseSequence", "RoiAlign", "RotaryEmbedding", "STFT", "Scan", "Scatter", "ScatterElements", "ScatterND",
-    "SequenceMap", "TensorScatter", "TopK", "Upsample",
+    "AffineGrid", "Attention", "AveragePool", "BatchNormalization", "Bernoulli", "CausalConvWithState", "Col2Im",
+    "Conv", "DFT", "DequantizeLinear", "Det", "Dropout", "GRU", "GatherElements", "Gelu", "GlobalAveragePool",
+    "GlobalLpPool", "GlobalMaxPool", "GridSample", "GroupNormalization", "If", "InstanceNormalization", "LRN", "LSTM",
+    "LayerNormalization", "LinearAttention", "Loop", "LpNormalization", "LpPool", "MaxPool", "MaxUnpool", "Multinomial",
+    "NonMaxSuppression", "PRelu", "QuantizeLinear", "RMSNormalization", "RNN", "RandomNormal", "RandomNormalLike",
+    "RandomUniform", "RandomUniformLike", "Resize", "ReverseSequence", "RoiAlign", "RotaryEmbedding", "STFT", "Scan",
+    "Scatter", "ScatterElements", "ScatterND", "SequenceMap", "TensorScatter", "TopK", "Upsample",
 }  # fmt: skip
 
 

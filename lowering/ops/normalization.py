@@ -14,12 +14,14 @@ import onnx
 from tvm import te, tirx
 
 from ..importing.channels import as_computed
-from ..importing.compute import Element, Extent, read, reduced, require_numbers, total, widened
+from ..importing.compute import Element, Extent, is_float, read, reduced, require_numbers, total, widened
 from ..importing.node import Node
 from ..importing.values import Value
 from . import op
 from .asserted import broadcast_to, divisible, over_channels
 from .contents import static_axis
+
+_MOST_CHANNELS = 2**31 - 1  # of a window of LRN
 
 
 @dataclass(frozen=True)
@@ -202,6 +204,43 @@ def batch_normalization(node: Node, x: Value, scale: Value, bias: Value, mean: V
 
     tensors = [node.tensor(v) for v in (x, scale, bias, mean, variance)]
     return back(node.emit_te(kernel, *tensors, primfunc_name_hint="batch_normalization"))
+
+
+@op("LRN", since=1)
+def lrn(node: Node, x: Value) -> Value:
+    """x / (bias + alpha / size * s)^beta, s the sum of squares over `size` channels around the element's own.
+
+    https://onnx.ai/onnx/operators/onnx__LRN.html"""
+    (x,) = over_channels(node, x)
+    require_numbers(node, x)
+    size, alpha, beta, bias = (node.attr(*a) for a in (("size",), ("alpha", 1e-4), ("beta", 0.75), ("bias", 1.0)))
+    if not 1 <= size <= _MOST_CHANNELS:
+        raise node.error(f"attribute size is {size}.", f"Use 1 to {_MOST_CHANNELS}.")
+    if not is_float(x.dtype):
+        raise node.error(f"X is {x.dtype}.", "Cast it to a float type.")
+    dtype, before = widened(x.dtype), (size - 1) // 2
+    (x,), order, back = as_computed(node, x)
+    channel = order.index(1)
+
+    def kernel(x: te.Tensor) -> te.Tensor:
+        squares = te.compute(x.shape, lambda *i: read(x, i) * read(x, i), name="squares")
+
+        def around(*index: Element) -> Element:
+            k = te.reduce_axis((0, size), "k")
+            at = index[channel] + k.var - before
+            inside = tirx.all(at >= 0, at < x.shape[channel])
+            square = squares(*index[:channel], at, *index[channel + 1 :])
+            return te.sum(tirx.if_then_else(inside, square, tirx.const(0, dtype)), axis=[k])
+
+        sums = te.compute(x.shape, around, name="sums")
+
+        def result(*index: Element) -> Element:
+            base = tirx.const(bias, dtype) + sums(*index) * tirx.const(alpha / size, dtype)
+            return (read(x, index) * tirx.power(base, tirx.const(-beta, dtype))).astype(x.dtype)
+
+        return te.compute(x.shape, result, name="normalized")
+
+    return back(node.emit_te(kernel, node.tensor(x), primfunc_name_hint="lrn"))
 
 
 # -- by a norm --------------------------------------------------------------------------------------------------------

@@ -142,20 +142,30 @@ def lp_pool(node: Node, x: Value) -> Value:
 # -- over all positions -----------------------------------------------------------------------------------------------
 
 
-def _globally(node: Node, x: Value, reducer: Reducer, mean: bool) -> Value:
+def _same(value: Element, *_: Element) -> Element:
+    return value
+
+
+def _globally(
+    node: Node,
+    x: Value,
+    reducer: Reducer,
+    before: Callable[[Element], Element] = _same,
+    behind: Callable[[Element, Element], Element] = _same,
+) -> Value:
+    """behind(what the reducer makes of before(each element) over all places, how many places there are)."""
     require_numbers(node, x)
     (x,), order, back = as_computed(node, x)
     axes, dtype = [place for place, axis in enumerate(order) if axis >= 2], widened(x.dtype)
 
     def kernel(t: te.Tensor) -> te.Tensor:
-        pooled = reduced(t.shape, axes, reducer, lambda *i: t(*i).astype(dtype), "pooled")
+        pooled = reduced(t.shape, axes, reducer, lambda *i: before(t(*i).astype(dtype)), "pooled")
         count = tirx.const(1, "int64")
         for axis in axes:
             count = count * t.shape[axis]
 
         def result(*index: Element) -> Element:
-            value = pooled(*index)
-            return (value / count.astype(dtype) if mean else value).astype(x.dtype)
+            return behind(pooled(*index), count.astype(dtype)).astype(x.dtype)
 
         return te.compute(pooled.shape, result, name="global_pool")
 
@@ -164,9 +174,16 @@ def _globally(node: Node, x: Value, reducer: Reducer, mean: bool) -> Value:
 
 @op("GlobalAveragePool", since=1)
 def global_average_pool(node: Node, x: Value) -> Value:
-    return _globally(node, x, total, mean=True)
+    return _globally(node, x, total, behind=lambda value, count: value / count)
 
 
 @op("GlobalMaxPool", since=1)
 def global_max_pool(node: Node, x: Value) -> Value:
-    return _globally(node, x, largest, mean=False)
+    return _globally(node, x, largest)
+
+
+@op("GlobalLpPool", since=2)
+def global_lp_pool(node: Node, x: Value) -> Value:
+    """The p-norm over all places: https://onnx.ai/onnx/operators/onnx__GlobalLpPool.html"""
+    power, root = _norm(node, x)
+    return _globally(node, x, total, before=power, behind=lambda value, _: root(value))

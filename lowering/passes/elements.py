@@ -60,15 +60,22 @@ class Elements:
             self._add_size(end)
             self.facts.bind(var, 0, end)
         self.leaves: dict[relax.Expr, tirx.Buffer] = {}
+        # By tensor, the elements at the indices that were asked for: who reads a tensor twice does so mostly at one.
+        self._found: dict[relax.Expr, list[tuple[list[Expr], Expr]]] = {}
 
     def at(self, tensor: relax.Expr, indices: list[Expr]) -> Expr:
         """The element of `tensor` at these indices. Raises NoExpression."""
         while isinstance(tensor, relax.Var) and isinstance(self.bindings.get(tensor), relax.Var):
             tensor = self.bindings[tensor]
         indices = [self.simplify(index) for index in indices]
+        known = self._found.setdefault(tensor, [])
+        for place, element in known:
+            if all(prim.expr_deep_equal(a, b) for a, b in zip(place, indices, strict=True)):
+                return element
         element = self._produced(tensor, indices)
         if element is None or self.keep(indices, element):
-            return self._leaf(tensor, indices)
+            element = self._leaf(tensor, indices)
+        known.append((indices, element))
         return element
 
     def ends(self, expr: Expr) -> tuple[Expr, Expr] | None:
@@ -90,13 +97,14 @@ class Elements:
 
     def _decide(self, node: Expr) -> Expr | None:
         """min(j, T - 1) is j, which the analyzer proves but does not find by itself."""
-        if isinstance(node, prim.Min | prim.Max) and str(node.ty) == "int64":
-            a, b = (rewrite(x, self._decide) for x in (node.a, node.b))
-            if self.analyzer.can_prove(a <= b):
-                return a if isinstance(node, prim.Min) else b
-            if self.analyzer.can_prove(b <= a):
-                return b if isinstance(node, prim.Min) else a
-        return None
+        if not isinstance(node, prim.Min | prim.Max) or str(node.ty) != "int64":
+            return None
+        a, b = (rewrite(x, self._decide) for x in (node.a, node.b))
+        if self.facts.can_prove(a <= b):
+            return a if isinstance(node, prim.Min) else b
+        if self.facts.can_prove(b <= a):
+            return b if isinstance(node, prim.Min) else a
+        return type(node)(a, b)  # not None, for which its operands would be looked at again
 
     def _add_size(self, size: Expr) -> None:
         """Elements exist where sizes are positive."""
@@ -116,7 +124,7 @@ class Elements:
 
     def _kept_inside(self, index: Expr, extent: Expr) -> Expr:
         """Both branches of a condition are evaluated: an index that only holds in one of them must do no harm."""
-        if self.analyzer.can_prove(tirx.all(index >= 0, index < extent)):
+        if self.facts.can_prove(tirx.all(index >= 0, index < extent)):
             return index
         return self.simplify(tirx.max(tirx.min(index, extent - 1), 0))
 

@@ -54,7 +54,7 @@ def _is_proved(mod: tvm.IRModule, values: dict[relax.Var, relax.Expr], call: rel
             return False
         elements.facts.add_size(bound)
         least = -bound if int(from_the_back) else tirx.const(0, "int64")
-        prove = elements.analyzer.can_prove
+        prove = elements.facts.can_prove
         low, high = elements.ends(index) or (index, index)
         if not (prove(index >= least) or prove(low >= least)) or not (prove(index < bound) or prove(high < bound)):
             return False

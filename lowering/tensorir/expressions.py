@@ -18,6 +18,10 @@ def is_int(value: Expr, wanted: int) -> bool:
     return isinstance(value, prim.IntImm) and value.value == wanted
 
 
+def is_float(value: Expr) -> bool:
+    return str(value.ty).startswith(("float", "bfloat"))
+
+
 def children(expr: Expr) -> list[Expr]:
     """Operands of a scalar expression; a load's are its indices."""
     kind: object = type(expr)

@@ -1,4 +1,4 @@
-"""LpPool beside onnxruntime, of symbolic sizes."""
+"""LpPool and GlobalLpPool beside onnxruntime, of symbolic sizes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import pytest
-from onnx import helper
+from onnx import helper, numpy_helper
 
 import lowering
 
@@ -24,6 +24,24 @@ def test_lp_pool(p: int) -> None:
         feeds = {"x": np.random.default_rng(0).standard_normal(shape).astype(np.float32)}
         (want,) = session.run(None, feeds)
         np.testing.assert_allclose(module.run(feeds)["y"], want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("p", [1, 2, 5])
+def test_global_lp_pool(p: int) -> None:
+    """Behind a convolution, whose channels are last."""
+    nodes = [helper.make_node("Conv", ["x", "w"], ["c"]), helper.make_node("GlobalLpPool", ["c"], ["y"], p=p)]
+    weight = np.random.default_rng(1).standard_normal((5, 3, 1, 1)).astype(np.float32)
+    proto = model(nodes, [value_info("x", "float32", ["n", 3, "h", "w"])], [value_info("y", "float32", ["a", 5, 1, 1])],
+                  18, [numpy_helper.from_array(weight, "w")])  # fmt: skip
+    module, session = lowering.compile(proto), onnxruntime.InferenceSession(proto.SerializeToString())
+    for shape in ((1, 3, 7, 9), (2, 3, 1, 1)):
+        feeds = {"x": np.random.default_rng(0).standard_normal(shape).astype(np.float32)}
+        np.testing.assert_allclose(module.run(feeds)["y"], session.run(None, feeds)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_global_refusals() -> None:
+    with pytest.raises(lowering.NodeError, match="attribute p is 0"):
+        imported("GlobalLpPool", [("float32", (1, 2, 5, 5))], opset=18, p=0)
 
 
 @pytest.mark.parametrize(

@@ -101,3 +101,27 @@ def test_refusals() -> None:
     for shape in ((5,), (2, 2, 3, 4)):
         with pytest.raises(lowering.NodeError, match="broadcast"):
             imported("RMSNormalization", [(f, (2, 3, 1)), (f, shape)])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_across_channels(dtype: str) -> None:
+    x = (RNG.standard_normal((2, 5, 3, 2)) * 3).astype(dtype)
+    case = Expectations()
+    for size, settings in ((1, {}), (2, {"alpha": 0.25}), (5, {"beta": 0.5, "bias": 2.0}), (40, {"alpha": 2.0})):
+        sums = np.zeros(x.shape)
+        for c in range(5):
+            first = c - (size - 1) // 2
+            sums[:, c] = (wide(x)[:, max(first, 0) : first + size] ** 2).sum(1)
+        base = settings.get("bias", 1.0) + settings.get("alpha", 1e-4) / size * sums
+        y = wide(x) / base ** settings.get("beta", 0.75)
+        case.expect("LRN", [x], y.astype(dtype), dims=["abcd"], size=size, **settings)
+        case.expect("LRN", [x[:, :, 0, 0]], y[:, :, 0, 0].astype(dtype), size=size, **settings)
+    case.check()
+
+
+@pytest.mark.parametrize(
+    "dims, dtype, size, message", [("nchw", "float32", 0, "size is 0"), ("n", "float32", 3, "rank 1"),
+                                   ("nchw", "int32", 3, "int32")])  # fmt: skip
+def test_across_channels_refusals(dims: str, dtype: str, size: int, message: str) -> None:
+    with pytest.raises(lowering.NodeError, match=message):
+        imported("LRN", [(dtype, list(dims))], size=size)

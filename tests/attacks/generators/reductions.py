@@ -198,6 +198,46 @@ def over_places(d: Draw, op: str) -> Attack:
 # -- windows ----------------------------------------------------------------------------------------------------------
 
 
+@attacks("LRN")
+def across_channels(d: Draw, op: str) -> Attack:
+    rank, dtype, size = d.int(1 if d.chance(0.05) else 2, 5), d.dtype(("float32", "float64")), d.wild(1, 6)
+    settings: dict[str, float] = {"alpha": 1e-4, "beta": 0.75, "bias": 1.0}
+    given = d.some(alpha=0.5, beta=d.pick((0.5, 0.75, 2.0)), bias=2.0)
+    settings |= given
+
+    def feed() -> Arrays:
+        return [d.array(dtype, d.shape(rank))]
+
+    def rule(x: np.ndarray) -> Answer:
+        require(x.ndim >= 2 and 1 <= size < 1 << 31, f"rank {x.ndim}, size {size}")
+        if size > 1 << 20:
+            raise Unspecified("too long for this rule")
+        squares, sums = x.astype(np.float64) ** 2, np.zeros(x.shape)
+        for c in range(x.shape[1]):
+            first = c - (size - 1) // 2
+            sums[:, c] = squares[:, max(first, 0) : first + size].sum(1)
+        return [(x / (settings["bias"] + settings["alpha"] / size * sums) ** settings["beta"]).astype(x.dtype)]
+
+    return Attack(op, feed, rule, attributes={"size": size, **given}, opset=13)
+
+
+@attacks("Det")
+def determinant(d: Draw, op: str) -> Attack:
+    rank, dtype = d.int(1 if d.chance(0.05) else 2, 4), d.dtype(("float32", "float64"))
+
+    def feed() -> Arrays:
+        *outer, n = d.shape(max(rank - 1, 1))
+        n = min(n, 7)
+        shape = [*outer, n, n][-rank:]
+        return [d.array(dtype, d.spoilt(shape) if d.chance(0.1) else shape)]
+
+    def rule(x: np.ndarray) -> Answer:
+        require(x.ndim >= 2 and x.shape[-1] == x.shape[-2], f"shape {x.shape}")
+        return [np.asarray(np.linalg.det(x.astype(np.float64)), x.dtype)]
+
+    return Attack(op, feed, rule, opset=22)
+
+
 @attacks("MaxPool", "AveragePool", "LpPool")
 def pool(d: Draw, op: str) -> Attack:
     places, dtype = d.int(1, 2), d.dtype(("float32", "float64"))
@@ -276,18 +316,22 @@ def _window(x: np.ndarray, attributes: dict[str, Any], places: int) -> Any:
     return out, cells
 
 
-@attacks("GlobalAveragePool", "GlobalMaxPool")
+@attacks("GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool")
 def whole_pool(d: Draw, op: str) -> Attack:
     rank, dtype = d.int(3, 5), d.dtype(("float32", "float64"))
+    power = d.wild(1, 4)
 
     def feed() -> Arrays:
         return [d.array(dtype, d.shape(rank))]
 
     def rule(x: np.ndarray) -> Answer:
         axes = tuple(range(2, x.ndim))
+        require(op != "GlobalLpPool" or 1 <= power <= 64, f"p {power}")
         if any(x.shape[a] == 0 for a in axes):
-            raise Unspecified("the mean or the best of nothing")
+            raise Unspecified("the mean, the norm or the best of nothing")
+        if op == "GlobalLpPool":
+            return [np.sum(abs(x) ** power, axis=axes, keepdims=True) ** np.array(1 / power, x.dtype)]
         find = np.mean if op == "GlobalAveragePool" else np.max
         return [np.asarray(find(x, axis=axes, keepdims=True), x.dtype)]
 
-    return Attack(op, feed, rule, opset=22)
+    return Attack(op, feed, rule, attributes={"p": power} if op == "GlobalLpPool" else {}, opset=22)

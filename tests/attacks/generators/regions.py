@@ -1,4 +1,4 @@
-"""RoiAlign, AffineGrid and MaxUnpool: regions, batches, places and sizes that do not fit."""
+"""RoiAlign, AffineGrid, MaxUnpool and Col2Im: regions, batches, places and sizes that do not fit."""
 
 from __future__ import annotations
 
@@ -83,3 +83,49 @@ def max_unpool(d: Draw, op: str) -> Attack:
 
     return Attack(op, feed, rule, attributes={"kernel_shape": [2, 2], "strides": [stride, stride]}, parameters=[2],
                   numbers=[(2, 0)], opset=11)  # fmt: skip
+
+
+@attacks("Col2Im")
+def col2im(d: Draw, op: str) -> Attack:
+    axes = d.int(1, 3)
+    strides, dilations = ([d.pick((1, 1, 2, 3)) for _ in range(axes)] for _ in range(2))
+    pads = [d.pick((0, 0, 1)) for _ in range(2 * axes)]
+    if d.chance(0.1):
+        d.pick((strides, dilations, pads))[0] = d.pick((0, -1, 2**31, 2**62))
+    attributes = d.some(strides=strides, dilations=dilations, pads=pads)
+    steps, holes = (attributes.get(name, [1] * axes) for name in ("strides", "dilations"))
+    around = attributes.get("pads", [0] * 2 * axes)
+
+    def counts(image: np.ndarray, block: np.ndarray) -> list[int]:
+        sizes = zip(image.tolist(), block.tolist(), around[:axes], around[axes:], steps, holes)
+        return [(i + a + b - h * (k - 1) - 1) // max(s, 1) + 1 for i, k, a, b, s, h in sizes]
+
+    def feed() -> Arrays:
+        block, image = d.rng.integers(1, 4, axes), d.rng.integers(0 if d.chance(0.1) else 7, 10, axes)
+        n, c = (0 if d.chance(0.05) else d.pick((1, 2, 3)) for _ in range(2))
+        number = int(np.prod([min(max(k, 0), 12) for k in counts(image, block)]))
+        if d.chance(0.15):
+            d.pick((block, image))[d.int(0, axes - 1)] = d.wild(0, 4, 1.0)
+        data = d.array("float32", (n, c * int(np.prod(d.rng.integers(1, 4, axes) if d.chance(0.05) else
+                       np.clip(block, 0, 4))), number + d.chance(0.05)))  # fmt: skip
+        return [data, image, block[: axes - d.chance(0.03)]]
+
+    def rule(data: np.ndarray, image: np.ndarray, block: np.ndarray) -> Answer:
+        require(len(image) == len(block), "axes")
+        require(all(0 < n < 1 << 31 for n in (*steps, *holes)), "attributes")
+        require(all(0 <= n < 1 << 31 for n in around), "pads")
+        require(bool((block > 0).all() and (image >= 0).all()), "sizes")
+        windows, elements = counts(image, block), int(np.prod([int(k) for k in block], dtype=object))
+        require(all(k > 0 for k in windows) and data.shape[1] % elements == 0, "blocks")
+        require(data.shape[2] == int(np.prod(windows, dtype=object)), "number of blocks")
+        n, channels = data.shape[0], data.shape[1] // elements
+        bounded([n, channels, *map(int, image)])
+        result = np.zeros((n, channels, *image), np.float64)
+        for at, place in enumerate(np.ndindex(*windows)):
+            for k, inner in enumerate(np.ndindex(*block)):
+                cell = [w * s + i * h - a for w, s, i, h, a in zip(place, steps, inner, holes, around)]
+                if all(0 <= p < size for p, size in zip(cell, image)):
+                    result[(slice(None), slice(None), *cell)] += data[:, k::elements, at]
+        return [result.astype(np.float32)]
+
+    return Attack(op, feed, rule, attributes=attributes, parameters=[1, 2], opset=18)

@@ -1,0 +1,60 @@
+"""ONNX Det: determinants of [..., M, M] by elimination with the largest element of each column as its pivot
+(https://onnx.ai/onnx/operators/onnx__Det.html)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ..importing.compute import is_float, require_numbers, widened
+from ..importing.node import Node
+from ..importing.values import Value
+from . import op
+from .asserted import asserted
+from .kernels import grid, held, loops, serial
+
+
+@op("Det", since=11)
+def det(node: Node, x: Value) -> Value:
+    require_numbers(node, x)
+    if x.rank < 2 or not is_float(x.dtype):
+        raise node.error(f"X is {x.dtype} of rank {x.rank}.", "Make it floats [..., M, M].")
+    rows = next((size for size in x.shape[-2:] if isinstance(size, int)), x.shape[-1])
+    x = asserted(node, x, (*x.shape[:-2], rows, rows))
+    dtype, size = widened(x.dtype), x.shape[-1]
+    zero, one = tirx.const(0, dtype), tirx.const(1, dtype)
+
+    def statements(x: Any, y: Any, left: Any, found: Any, best: Any) -> None:
+        def swapped(column: Any, row: Any) -> None:
+            """The row and the one of the column's number, from that column on."""
+            with serial(size - column) as k:
+                kept = held(left[column, column + k])
+                T.buffer_store(left, left[row, column + k], [column, column + k])
+                T.buffer_store(left, kept, [row, column + k])
+
+        with grid(x.shape[:-2]) as outer:
+            with grid((size, size)) as (i, j):
+                T.buffer_store(left, x[(*outer, i, j)].astype(dtype), [i, j])
+            T.buffer_store(found, one, [0])
+            with serial(size) as c:
+                T.buffer_store(best, c, [0])
+                with serial(size - c) as i, T.If(tirx.abs(left[c + i, c]) > tirx.abs(left[best[0], c])), T.Then():
+                    T.buffer_store(best, c + i, [0])
+                with T.If(best[0] != c), T.Then():
+                    swapped(c, best[0])
+                    T.buffer_store(found, -found[0], [0])
+                T.buffer_store(found, found[0] * left[c, c], [0])
+                with T.If(left[c, c] != zero), T.Then(), serial(size - c - 1) as i:
+                    row = c + 1 + i
+                    T.buffer_store(left, left[row, c] / left[c, c], [row, c])
+                    with serial(size - c - 1) as j:
+                        column = c + 1 + j
+                        value = left[row, column] - left[row, c] * left[c, column]
+                        T.buffer_store(left, value, [row, column])
+            T.buffer_store(y, found[0].astype(x.dtype), list(outer))
+
+    scratch = [((size, size), dtype), ((1,), dtype), ((1,), "int64")]
+    (result,) = loops(node, "det", statements, [x], [(x.shape[:-2], x.dtype)], scratch=scratch)
+    return result
