@@ -76,7 +76,7 @@ def decode(bound: Bound, tiles: DecodeTiles, gpu: Device) -> None:
         with (
             T.launch_thread("blockIdx.x", (heads * splits * row_blocks).astype("int32")) as block,
             T.launch_thread("threadIdx.x", tiles.threads) as thread,
-            nullcontext() if codes is None else ptx.all_registers(),
+            ptx.all_registers() if codes is not None or bound.scores.has_tensor else nullcontext(),
         ):
             row_blocks, parts = (fixed(size.astype("int32")) for size in (row_blocks, splits))
             row_block, work = fixed(tirx.truncmod(block, row_blocks)), fixed(tirx.truncdiv(block, row_blocks))

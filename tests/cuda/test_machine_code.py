@@ -1,4 +1,4 @@
-"""The machine code of prefill: no registers in memory, no product more than tiles ask for, none waited for alone."""
+"""The machine code of attention: no registers in memory, no product more than tiles ask for, none waited for alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from loop_model import beside
-from machine_code import HEAD_DIMS, machine_code, prefill, problem, products
+from machine_code import HEAD_DIMS, decode_alone, machine_code, prefill, problem, products
 from prefill_cases import formula
 from thinned import thinned
 
@@ -56,6 +56,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "formula": {"mask": formula()},
     "formula under a cap": {"mask": formula(), "softcap": 20.0},
 }
+TENSORS = ("float32 mask", "float mask", "bool mask")
 EVERY = [(arch, *case) for arch in ("sm_80", "sm_86", "sm_90a") for case in itertools.product(HEAD_DIMS, VARIANTS)]
 
 
@@ -64,3 +65,12 @@ def test_variants(arch: str, head_dim: int, variant: str) -> None:
     """Whatever a problem asks for, its default tiles leave the registers that it takes."""
     p = dataclasses.replace(problem(head_dim, False), **VARIANTS[variant])
     check(arch, p)
+
+
+MASKED = [(arch, *case) for arch in ("sm_80", "sm_90a") for case in itertools.product((128, 64, 256), TENSORS)]
+
+
+@pytest.mark.parametrize(("arch", "head_dim", "variant"), thinned(MASKED, 11))
+def test_decoding_under_a_mask(arch: str, head_dim: int, variant: str) -> None:
+    code = machine_code(decode_alone(dataclasses.replace(problem(head_dim, False), **VARIANTS[variant]), arch), arch)
+    assert (code.spills, code.stack, code.said) == (0, 0, "")
