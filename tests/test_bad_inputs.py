@@ -400,6 +400,7 @@ CALLS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "compile a number": (lambda _: lowering.compile(12), "ONNX model"),  # type: ignore[arg-type]
     "compile None": (lambda _: lowering.compile(None), "ONNX model"),  # type: ignore[arg-type]
     "compile a wrong output": (lambda _: lowering.compile(MODELS["another output size"][0]), "declared 5"),
+    "compile a function": (lambda _: lowering.compile(len), "torch.onnx.export"),  # type: ignore[arg-type]
     "check nothing": (lambda _: lowering.check(b""), "no legal ONNX model"),
     "load nothing": (lambda f: lowering.load(f / "gone"), "gone"),
     "load a file": (lambda f: lowering.load(f / "file"), "file"),
@@ -409,6 +410,10 @@ CALLS: dict[str, tuple[Callable[[Path], Any], str]] = {
         "'adds': input 'z' must be [N]; its size along axis 0 is 4, not 3",
     ),
     "run a list": (lambda f: lowering.load(f / "good").run({"x": [1.0], "z": X}), "input 'x' is a list"),
+    "run arrays without names": (
+        lambda f: lowering.load(f / "good").run([X, X]),  # type: ignore[arg-type]
+        "the inputs are a list; pass a dict",
+    ),
     "bind other sizes": (
         lambda f: lowering.load(f / "good").bind({"x": X, "z": np.zeros(4, np.float32)})(),
         "'adds': input 'z' must be [N]; its size along axis 0 is 4, not 3",

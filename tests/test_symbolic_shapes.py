@@ -470,3 +470,29 @@ def test_quotients_of_sizes_that_are_zero() -> None:
     for n, m in ((4, 7), (0, 3), (3, 0)):
         results = module.run({"x": np.zeros((n, m), np.float32)})
         assert [int(r[0]) for r in results.values()] == [6 // n if n else 0, m % n if n else 0, 6]
+
+
+def test_heads_that_are_what_remains() -> None:
+    """A length that is computed in two ways does not cancel: the number of heads is the declared one, and asserted."""
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 20]>
+        g (float[B, 1, N] x, float[96, 1, 10] w) => (float[B, S, 96] y) <float[B, S, 4, 24] split> {
+          c = Conv <strides = [5]> (x, w) h = Transpose <perm = [0, 2, 1]> (c)
+          n = Shape <start = 2, end = 3> (x) b = Shape <start = 0, end = 1> (x) all = Constant <value_ints = [-1]> ()
+          ten = Constant <value_ints = [10]> () five = Constant <value_ints = [5]> ()
+          size = Constant <value_ints = [24]> () wide = Constant <value_ints = [96]> ()
+          one = Constant <value_ints = [1]> ()
+          rest = Sub (n, ten) most = Div (rest, five) s = Add (most, one)
+          to = Concat <axis = 0> (b, s, all, size) split = Reshape (h, to)
+          q = Transpose <perm = [0, 2, 1, 3]> (split) kt = Transpose <perm = [0, 2, 3, 1]> (split)
+          scores = MatMul (q, kt) p = Softmax <axis = -1> (scores) o = MatMul (p, q)
+          t = Transpose <perm = [0, 2, 1, 3]> (o) flat = Concat <axis = 0> (b, s, wide) y = Reshape (t, flat) }""")
+    module, reference = lowering.compile(model), ReferenceEvaluator(model)
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal((96, 1, 10)).astype(np.float32)
+    for batch, length in ((2, 40), (1, 10)):
+        feeds = {"x": rng.standard_normal((batch, 1, length)).astype(np.float32), "w": weight}
+        (want,) = reference.run(None, feeds)
+        np.testing.assert_allclose(module.run(feeds)["y"], want, atol=1e-4, rtol=1e-4)
+    model.graph.value_info[0].type.tensor_type.shape.dim[2].dim_value = 3  # a declaration that is wrong
+    with pytest.raises(lowering.InputError, match="elements and cannot be given the shape"):
+        lowering.compile(model).run({"x": np.ones((1, 1, 40), np.float32), "w": weight})

@@ -69,6 +69,11 @@ def _read(model: ModelLike) -> ir.Model:
             raise ModelError(f"There is no file {path}.")
         onnx.checker.check_model(str(path))
         return ir.load(path)
+    if not isinstance(model, (bytes, onnx.ModelProto)):
+        raise ModelError(
+            f"A {type(model).__name__} is no ONNX model: give a path, bytes, an onnx.ModelProto or an onnx_ir.Model. "
+            "torch.onnx.export makes one of a PyTorch module."
+        )
     proto = onnx.load_model_from_string(model) if isinstance(model, bytes) else model
     if proto.ByteSize() <= _PROTOBUF_LIMIT:
         onnx.checker.check_model(proto)

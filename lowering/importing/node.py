@@ -96,6 +96,12 @@ class Node:
         one, other = self._ir.inputs[input], self._ir.outputs[output]
         return one is not None and declared_alike(one, other)
 
+    def declared_size(self, output: int, axis: int) -> int | None:
+        """The number that the model declares for that dimension of that output; None where it declares none."""
+        shape = self._ir.outputs[output].shape
+        size = shape[axis] if shape is not None and axis < len(shape) else None
+        return size if isinstance(size, int) and size > 0 else None
+
     def warn(self, message: str) -> None:
         """Tells the user, once per node, about something that compiles but may not be what they meant."""
         self._importer.warnings.append(f"{self.where}: {message}")

@@ -1,8 +1,9 @@
-"""ONNX Einsum: a matrix product where the equation is one, else a kernel that sums products over its indices."""
+"""ONNX Einsum: matrix products where the equation has some, else a kernel that sums products over its indices."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ def einsum(node: Node, *values: Value) -> Value:
     require_numbers(node, *values)
     operands, result = _parse(node, node.attr("equation"), [v.rank for v in values])
     values = tuple(_agreed(node, values, operands))
+    while (pair := _product_inside(values, operands, result)) is not None:
+        values, operands = _with_product(node, values, operands, *pair)
     roles = _roles(operands[0], operands[1], result) if len(operands) == 2 else None
     if roles is not None:
         return _as_product(node, values[0], values[1], operands, result, roles)
@@ -110,6 +113,36 @@ def _roles(a: Labels, b: Labels, result: Labels) -> _Roles | None:
     )
     plain = len(set(a)) == len(a) and len(set(b)) == len(b)
     return roles if whole and plain and roles.rows and roles.columns and roles.inner else None
+
+
+def _product_inside(
+    values: Sequence[Value], operands: Sequence[Labels], result: Labels
+) -> tuple[int, int, Labels] | None:
+    """Of three operands or more the first two that make a matrix product, and its labels: those that the others or the
+    result have. Multiplied first they leave fewer sums of fewer factors than all operands at once. None, too, where a
+    dimension broadcasts."""
+    sized = {(x, is_one(size)) for value, labels in zip(values, operands) for x, size in zip(labels, value.shape)}
+    if len(operands) < 3 or len(sized) > len({x for x, _ in sized}):
+        return None
+    for i, j in itertools.combinations(range(len(operands)), 2):
+        others = [labels for k, labels in enumerate(operands) if k not in (i, j)]
+        needed = {*result, *itertools.chain(*others)}
+        made = tuple(x for x in dict.fromkeys((*operands[i], *operands[j])) if x in needed)
+        if _roles(operands[i], operands[j], made) is not None:
+            return i, j, made
+    return None
+
+
+def _with_product(
+    node: Node, values: tuple[Value, ...], operands: list[Labels], i: int, j: int, made: Labels
+) -> tuple[tuple[Value, ...], list[Labels]]:
+    """The operands with a product in place of two of them."""
+    pair = [operands[i], operands[j]]
+    roles = _roles(pair[0], pair[1], made)
+    assert roles is not None
+    made_of_two = _as_product(node, values[i], values[j], pair, made, roles)
+    rest = [k for k in range(len(values)) if k not in (i, j)]
+    return (made_of_two, *(values[k] for k in rest)), [made, *(operands[k] for k in rest)]
 
 
 def _as_product(node: Node, a: Value, b: Value, operands: Sequence[Labels], result: Labels, roles: _Roles) -> Value:

@@ -98,7 +98,11 @@ def _reshape_dims(node: Node, data: Shape, wanted: list[Size], allow_zero: bool)
     if len(inferred) > 1:
         raise node.error("input shape holds -1 more than once.")
     if inferred:
-        dims[inferred[0]] = _quotient(node, data, [d for k, d in enumerate(dims) if k != inferred[0]])
+        axis = inferred[0]
+        dims[axis] = _quotient(node, data, [d for k, d in enumerate(dims) if k != axis])
+        if not isinstance(dims[axis], int):
+            # Sizes that were computed in two ways do not cancel; the number of elements is asserted.
+            dims[axis] = node.declared_size(0, axis) or dims[axis]
     if any(isinstance(d, int) and d < 0 for d in dims):
         raise node.error(f"input shape is {dims}, which has a negative dimension.")
     return tuple(dims)

@@ -23,6 +23,7 @@ from .reshape import reshape_to
 from .run_time import bind
 
 _INT64 = "int64"
+_FEW = 32  # elements of a row that are kept in order one by one; each that belongs to them moves half of them
 
 
 def _is_nan(x: Any) -> Any:
@@ -52,37 +53,57 @@ def top_k(node: Node, data: Value, k: Value) -> tuple[Value, ...]:
 
 
 def _top_k(node: Node, data: Value, k: Size) -> tuple[Value, ...]:
-    """A stable bottom-up merge sort of the indices of each row: equal elements keep their order."""
+    """The indices of each row, sorted so that equal elements keep their order: of a few by insertion of what is better
+    than the last of them, which most elements are not, else by merging."""
     axis, top = static_axis(node, node.attr("axis", -1), data.rank), Top(bool(node.attr("largest", 1)))
     rows = _rows(node, data, axis)
     outer, n, inner = rows.shape
     fits = symbolic.logical_and(symbolic.less_or_equal(0, k), symbolic.less_or_equal(k, n))
     rows = required(node, rows, fits, f"k is {{}}, and dimension {axis} has {{}} elements.", k, n)
 
-    def statements(x: Any, values: Any, indices: Any, order: Any, merged: Any, at: Any) -> None:
+    def statements(x: Any, values: Any, indices: Any, order: Any, *others: Any) -> None:
+        *merged, at = others
         with serial(outer) as o, serial(inner) as j:
-            with serial(n) as i:
-                T.buffer_store(order, i, [i])
 
             def before(a: Any, b: Any) -> Any:
                 a, b = x[o, a, j], x[o, b, j]
                 return less(b, a) if top.largest else less(a, b)
 
-            _merge_sort(order, merged, at, n, before)
+            if isinstance(k, int) and k <= _FEW:
+                _insert(order, at, n, k, before)
+            else:
+                _merge_sort(order, merged[0], at, n, before)
             with serial(k) as i:
                 T.buffer_store(indices, order[i], [o, i, j])
                 T.buffer_store(values, x[o, order[i], j], [o, i, j])
 
     shape = (outer, k, inner)
-    scratch = [((n,), _INT64), ((n,), _INT64), ((3,), _INT64)]
+    scratch: list[tuple[Shape, str]] = [((n,), _INT64), ((n,), _INT64), ((3,), _INT64)]
+    if isinstance(k, int) and k <= _FEW:
+        scratch = [((max(k, 1),), _INT64), ((1,), _INT64)]
     made, known = [(shape, data.dtype), (shape, _INT64)], {ATTRIBUTE: to_json(top)}
     results = loops(node, "top_k", statements, [rows], made, [k], scratch, known)
     final = (*data.shape[:axis], k, *data.shape[axis + 1 :])
     return tuple(reshape_to(node, r, final) for r in results)
 
 
+def _insert(order: Any, at: Any, n: Size, k: int, before: Any) -> None:
+    """order[0:k] become the first k of 0 to n - 1. at[0] is where the next one goes."""
+    with serial(n if k else 0) as i:
+        yes, no = tirx.const(True, "bool"), tirx.const(False, "bool")
+        with T.If(tirx.if_then_else(i < k, yes, before(i, order[k - 1]))), T.Then():
+            T.buffer_store(at, tirx.min(i, k - 1), [0])
+            with T.While(tirx.if_then_else(at[0] > 0, before(i, order[at[0] - 1]), no)):
+                T.buffer_store(order, order[at[0] - 1], [at[0]])
+                T.buffer_store(at, at[0] - 1, [0])
+            T.buffer_store(order, i, [at[0]])
+
+
 def _merge_sort(order: Any, merged: Any, at: Any, n: Size, before: Any) -> None:
-    """Sorts order[0:n]. Scratch: merged, and at, the width of the sorted runs and the heads of the two in hand."""
+    """order[0:n] become 0 to n - 1 in their order. Scratch: merged, and at, the width of the sorted runs and the heads
+    of the two in hand."""
+    with serial(n) as i:
+        T.buffer_store(order, i, [i])
     T.buffer_store(at, tirx.IntImm(_INT64, 1), [0])
     with T.While(at[0] < n):
         width = T.bind(at[0])

@@ -41,7 +41,10 @@ def from_dlpack_of(array: Any) -> FromDLPack:
 
 
 def kind_of(inputs: Mapping[str, Any]) -> tuple[FromDLPack, bool]:
-    """What makes the caller's kind of array, and whether that is in the host's memory."""
+    """What makes the caller's kind of array, and whether that is in the host's memory. Raises InputError for what holds
+    no arrays by name."""
+    if not isinstance(inputs, Mapping):
+        raise InputError(f"the inputs are a {type(inputs).__name__}; pass a dict of arrays by the names of inputs.")
     for array in inputs.values():
         if type(array) is np.ndarray or isinstance(array, (np.ndarray, np.generic)):
             continue

@@ -103,6 +103,9 @@ EQUATIONS: list[tuple[str, list[Dims], list[Dims]]] = [
     ("ij->ji", [(3, 4)], [("n", "m")]),
     ("i,j", [(3,), (4,)], [("i",), ("j",)]),
     ("ab,bc,cd->ad", [(2, 3), (3, 4), (4, 5)], [("a", "b"), ("b", "c"), ("c", "d")]),
+    ("bhst,bthd,hde->bse", [(2, 3, 4, 5), (2, 5, 3, 2), (3, 2, 7)], ["bhst", "bthd", "hde"]),
+    ("bi,ij,bj->b", [(3, 4), (4, 5), (3, 5)], ["bi", "ij", "bj"]),
+    ("ab,bc,bd->a", [(2, 3), (3, 4), (3, 5)], ["ab", "bc", "bd"]),
     ("Zij,Zjk", [(2, 3, 4), (2, 4, 5)], [("x", "y", "z"), ("x", "w", "v")]),
     ("i...->...", [(3, 2, 2)], [("a", "b", "c")]),
 ]
@@ -117,6 +120,13 @@ def test_einsum() -> None:
     integers = random((3, 4), "int32")
     case.expect("Einsum", [integers, integers], np.einsum("ij,kj->ik", integers, integers), equation="ij,kj->ik")
     case.check()
+
+
+def test_products_inside_of_an_equation() -> None:
+    """Of three operands two are multiplied first: no kernel sums over all labels at once."""
+    shapes = [("float32", [*labels]) for labels in ("bhst", "bthd", "hde")]
+    text = str(imported("Einsum", shapes, opset=20, equation="bhst,bthd,hde->bhse").module["main"])
+    assert text.count("R.matmul") == 2 and "einsum" not in text
 
 
 @pytest.mark.parametrize(

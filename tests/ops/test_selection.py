@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from onnx import helper, numpy_helper
 
 import lowering
+from lowering.graph.model import load_model
+from lowering.importing.importer import import_model
 
-from .expectations import Expectations, imported
+from .expectations import Expectations, imported, model, value_info
 
 RNG = np.random.default_rng(0)
 
@@ -20,6 +23,20 @@ def top(x: np.ndarray, k: int, axis: int, largest: bool) -> tuple[np.ndarray, np
     order = np.argsort(-x if largest else x, axis=axis, kind="stable")
     indices = np.take(order, np.arange(k), axis)
     return np.take_along_axis(x, indices, axis), indices
+
+
+def test_a_few_of_a_long_row_are_kept_without_sorting_it() -> None:
+    """No memory but for those few; of ascending, descending and equal elements, where each or none moves the others."""
+    e, n = Expectations(), 5000
+    for x in (np.arange(n), -np.arange(n), np.zeros(n), np.arange(n) % 7):
+        e.expect("TopK", [x.astype(np.float32), ints(32)], *top(x.astype(np.float32), 32, 0, True), constant=[1])
+    e.check()
+    node = helper.make_node("TopK", ["x", "k"], ["v", "i"])
+    outputs = [value_info("v", "float32", [32]), value_info("i", "int64", [32])]
+    proto = model([node], [value_info("x", "float32", [n])], outputs, 25, [numpy_helper.from_array(ints(32), "k")])
+    text = import_model(load_model(proto)).module.script()
+    allocated = [line for line in text.splitlines() if "alloc_buffer" in line]
+    assert allocated and not any(str(n) in line for line in allocated)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int64", "int32"])
