@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 import tvm
 from tvm import relax, tirx
-from tvm.relax.expr_functor import PyExprMutator, mutator
+from tvm.relax.expr_functor import mutator
 
 import schedules
 from schedules.reading.product import read_product
@@ -25,7 +25,7 @@ from schedules.reading.stages import Stage
 
 from ..importing.origins import Origins, bindings
 from ..tensorir.expressions import loads
-from .main_function import rewritten
+from .main_function import BlockMutator, rewritten
 from .stage_calls import Asked, StageCall, StageCalls, variables
 
 
@@ -39,7 +39,7 @@ _Item: TypeAlias = StageCall | relax.Binding
 
 
 @mutator
-class _Grouper(PyExprMutator):
+class _Grouper(BlockMutator):
     def __init__(self, mod: tvm.IRModule, target: tvm.target.Target, origins: Origins) -> None:
         super().__init__(mod)
         self.calls = StageCalls(mod, origins)
@@ -49,13 +49,7 @@ class _Grouper(PyExprMutator):
         for expr in (body.body, *(binding.value for binding in bindings(body))):
             self.readers.update(variables(expr))
 
-    def visit_binding_block_(self, block: relax.BindingBlock) -> relax.BindingBlock:
-        return relax.BindingBlock(self.regrouped(super().visit_binding_block_(block).bindings, relax.Var))
-
-    def visit_dataflow_block_(self, block: relax.DataflowBlock) -> relax.DataflowBlock:
-        return relax.DataflowBlock(self.regrouped(super().visit_dataflow_block_(block).bindings, relax.DataflowVar))
-
-    def regrouped(self, given: Sequence[relax.Binding], kind: type[relax.Var]) -> list[relax.Binding]:
+    def block(self, given: Sequence[relax.Binding], kind: type[relax.Var]) -> list[relax.Binding]:
         items: list[_Item] = []
         for binding in given:
             stages = self.calls.stages(binding)

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 
 import tvm
 from tvm import ir, relax
-from tvm.relax.expr_functor import PyExprMutator, mutator
+from tvm.relax.expr_functor import mutator
 
 import schedules
 from schedules.reading.product import read_product
 
 from ..importing.origins import Origins, bindings
-from .main_function import rewritten
+from .main_function import BlockMutator, rewritten
 from .stage_calls import StageCall, StageCalls, callee, variables
 
 
@@ -30,7 +30,7 @@ def join_rows(mod: tvm.IRModule, target: tvm.target.Target, origins: Origins) ->
 
 
 @mutator
-class _Joiner(PyExprMutator):
+class _Joiner(BlockMutator):
     def __init__(self, mod: tvm.IRModule, target: tvm.target.Target, origins: Origins) -> None:
         super().__init__(mod)
         self.target, self.calls = target, StageCalls(mod, origins)
@@ -42,13 +42,7 @@ class _Joiner(PyExprMutator):
         for expr in (body.body, *(binding.value for binding in bindings(body))):
             self.readers.update(variables(expr))
 
-    def visit_binding_block_(self, block: relax.BindingBlock) -> relax.BindingBlock:
-        return relax.BindingBlock(self.joined(super().visit_binding_block_(block).bindings, relax.Var))
-
-    def visit_dataflow_block_(self, block: relax.DataflowBlock) -> relax.DataflowBlock:
-        return relax.DataflowBlock(self.joined(super().visit_dataflow_block_(block).bindings, relax.DataflowVar))
-
-    def joined(self, given: Sequence[relax.Binding], kind: type[relax.Var]) -> list[relax.Binding]:
+    def block(self, given: Sequence[relax.Binding], kind: type[relax.Var]) -> list[relax.Binding]:
         """The bindings, those that belong together as one in the place of the last."""
         instead: dict[int, list[relax.Binding]] = {}
         read = [variables(binding.value) for binding in given]

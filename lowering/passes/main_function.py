@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Sequence
+
 import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator
@@ -14,3 +17,17 @@ def rewritten(mod: tvm.IRModule, mutator: PyExprMutator) -> tvm.IRModule:
     mod = mutator.builder_.get()
     mod["main"] = relax.Function(main.params, body, main.ret_ty, main.is_pure, main.attrs)
     return relax.transform.DeadCodeElimination()(mod)
+
+
+class BlockMutator(PyExprMutator):
+    """Writes the bindings of a block anew, all at once. Its classes are decorated with `mutator`."""
+
+    @abstractmethod
+    def block(self, given: Sequence[relax.Binding], kind: type[relax.Var]) -> list[relax.Binding]:
+        """What stands in the place of these; new variables are of that kind."""
+
+    def visit_binding_block_(self, block: relax.BindingBlock) -> relax.BindingBlock:
+        return relax.BindingBlock(self.block(super().visit_binding_block_(block).bindings, relax.Var))
+
+    def visit_dataflow_block_(self, block: relax.DataflowBlock) -> relax.DataflowBlock:
+        return relax.DataflowBlock(self.block(super().visit_dataflow_block_(block).bindings, relax.DataflowVar))

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 import tvm
 from tvm import relax
-from tvm.relax.expr_functor import PyExprMutator, mutator
+from tvm.relax.expr_functor import mutator
 
 import schedules
 from schedules.reading.product import read_product
 
 from ..importing.origins import Origins
-from .main_function import rewritten
+from .main_function import BlockMutator, rewritten
 from .stage_calls import Asked, StageCall, StageCalls, variables
 
 
@@ -28,19 +28,13 @@ def norms_into_products(mod: tvm.IRModule, target: tvm.target.Target, origins: O
 
 
 @mutator
-class _Joiner(PyExprMutator):
+class _Joiner(BlockMutator):
     def __init__(self, mod: tvm.IRModule, target: tvm.target.Target, origins: Origins) -> None:
         super().__init__(mod)
         self.calls = StageCalls(mod, origins)
         self.asked = Asked(lambda function: schedules.variants(function, target))
 
-    def visit_binding_block_(self, block: relax.BindingBlock) -> relax.BindingBlock:
-        return relax.BindingBlock(self.joined(super().visit_binding_block_(block).bindings, relax.Var))
-
-    def visit_dataflow_block_(self, block: relax.DataflowBlock) -> relax.DataflowBlock:
-        return relax.DataflowBlock(self.joined(super().visit_dataflow_block_(block).bindings, relax.DataflowVar))
-
-    def joined(self, given: Sequence[relax.Binding], kind: type[relax.Var]) -> list[relax.Binding]:
+    def block(self, given: Sequence[relax.Binding], kind: type[relax.Var]) -> list[relax.Binding]:
         """The bindings; a norm and the next that reads it as one, at the place of that."""
         place = {binding.var: n for n, binding in enumerate(given)}
         seen: set[relax.Var] = set()
