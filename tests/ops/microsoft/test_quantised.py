@@ -14,7 +14,7 @@ from onnx import helper, numpy_helper
 import lowering
 
 from ..expectations import value_info
-from .comparison import Comparison, imported, opsets
+from .comparison import Comparison, factors, imported, opsets
 
 RNG = np.random.default_rng(0)
 SCALES = {name: np.array(RNG.uniform(0.01, 0.05), np.float32) for name in ("s1", "s2", "s3")}
@@ -106,7 +106,7 @@ def test_pools(dtype: str, shape: tuple[int, ...], attributes: dict[str, Any], l
 def test_products_of_matrices(of_b: str, by_column: bool) -> None:
     scale = RNG.uniform(0.01, 0.02, 50 if by_column else ()).astype(np.float32)
     zero, bias = codes(of_b, *scale.shape), RNG.standard_normal(50).astype(np.float32)
-    b, a = codes(of_b, 37, 50), RNG.standard_normal((2, 9, 37)).astype(np.float32)
+    b, a = factors(RNG, of_b, 37, 50), RNG.standard_normal((2, 9, 37)).astype(np.float32)
     run("DynamicQuantizeMatMul", {"a": a, "b": b, "s2": scale, "z2": zero, "bias": bias}, "float32", 3,
         known="b s2 z2 bias")  # fmt: skip
     given = {"a": codes("uint8", 2, 9, 37), "b": b, "s1": SCALES["s1"], "s2": scale, "z1": codes("uint8"), "z2": zero}
@@ -117,7 +117,7 @@ def test_products_of_matrices(of_b: str, by_column: bool) -> None:
 @pytest.mark.parametrize("floats", [False, True])
 @pytest.mark.parametrize("turned", [0, 1])
 def test_gemm(turned: int, floats: bool) -> None:
-    b = codes("int8", 30, 21) if turned else codes("int8", 21, 30)
+    b = factors(RNG, "int8", *((30, 21) if turned else (21, 30)))
     given = {"a": codes("uint8", 8, 21), "s1": SCALES["s1"], "z1": codes("uint8"), "b": b, "s2": SCALES["s2"],
              "z2": np.array(0, np.int8), "c": RNG.integers(-999, 999, 30).astype(np.int32)}  # fmt: skip
     if not floats:

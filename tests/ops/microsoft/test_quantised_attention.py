@@ -12,7 +12,7 @@ from onnx import helper
 import lowering
 
 from ..expectations import value_info
-from .comparison import Comparison, assert_close, imported, opsets
+from .comparison import Comparison, assert_close, factors, imported, opsets
 from .test_multi_head_attention import padding_masks
 
 RNG = np.random.default_rng(0)
@@ -35,7 +35,7 @@ def projection(x: str, weights: str, columns: int) -> list[np.ndarray | None]:
     are `columns`."""
     each = (columns,) if columns else ()
     bias = RNG.standard_normal(W).astype(np.float32)
-    return [codes(x, B, S, E), codes(weights, E, W), bias, scales(), scales(*each), None, codes(x),
+    return [codes(x, B, S, E), factors(RNG, weights, E, W), bias, scales(), scales(*each), None, codes(x),
             codes(weights, *each)]  # fmt: skip
 
 
