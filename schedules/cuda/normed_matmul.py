@@ -71,4 +71,4 @@ def _read(func: tirx.PrimFunc, first: list[Stage], second: list[Stage]) -> tuple
     many = isinstance(products.rows, tirx.IntImm) and products.rows.value > most
     if not is_int(in_rows, 0) or not prim.expr_deep_equal(a.along, products.k) or most == 0 or many:
         return None
-    return groups, NormedRows(rows, a.buffer, depth.value)
+    return groups, NormedRows(rows, depth.value)

@@ -48,10 +48,9 @@ def shared_memory(depth: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class NormedRows:
-    """A [rows, depth] in half precision, and the stages by which it is computed, the last of which is A itself."""
+    """A [rows, depth] in half precision, by the stages that compute it, the last of which is A itself."""
 
     rows: Rows
-    a: tirx.Buffer
     depth: int
 
     @property
