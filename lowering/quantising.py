@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import onnx
 
+from .checking.references import session_options
 from .errors import InputError
 
 Call: TypeAlias = Mapping[str, np.ndarray]
@@ -212,8 +213,7 @@ def _with_outputs(path: Path, names: Sequence[str]) -> Any:
     model = onnx.load(path)
     known = {value.name for value in model.graph.output}
     model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in known)
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
+    options = session_options()
     if model.ByteSize() < _MOST_BYTES:
         return onnxruntime.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"])
     with tempfile.TemporaryDirectory() as folder:
