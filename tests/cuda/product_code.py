@@ -6,7 +6,7 @@ import itertools
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,11 +64,11 @@ def products(model: ModelLike, arch: str, precision: Precision | None) -> tuple[
 
 
 def machine_code_of(
-    model: ModelLike, arch: str, precision: Precision | None = None
+    model: ModelLike, arch: str, precision: Precision | None = None, donate: Sequence[str] = ()
 ) -> tuple[Manifest, list[sass.Function]]:
     """Compiles the model, and reads the machine code of all of its kernels."""
     with tempfile.TemporaryDirectory() as folder, _kept(Path(folder) / "kernels.cubin") as path:
-        manifest = compile_to(Path(folder) / "artifact", model, f"cuda:{arch}", precision=precision)
+        manifest = compile_to(Path(folder) / "artifact", model, f"cuda:{arch}", precision=precision, donate=donate)
         return manifest, sass.read(tool("nvdisasm", "-c", path))
 
 
