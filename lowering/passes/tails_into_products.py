@@ -90,7 +90,7 @@ class _Joiner(BlockMutator):
         mine = {n, *(place for tail in tails for place in (*tail.places, *tail.views))}
         last = max(place for tail in tails for place in tail.places)
         behind = block.moved_along(mine, last)
-        if behind is None:
+        if behind is None or not block.are_apart(n, tails, mine):
             return {}
         bound = self.bound(block, n, stages, tails, kind)
         if not bound:
@@ -297,6 +297,18 @@ class _Block:
             for place in reversed(tail.views)
             if self.given[place].var in variables(self.given[tail.made].value)
         )
+
+    def are_apart(self, n: int, tails: Sequence[_Tail], mine: set[int]) -> bool:
+        """Whether each tail reads one thing that is made here, and nothing else reads or writes a cache."""
+        inner = {self.given[place].var for place in mine}
+        places = [place for tail in tails for place in tail.places]
+        if any(sum(var in inner for var in variables(self.given[place].value)) != 1 for place in places):
+            return False
+        updates = [tail.update for tail in tails if tail.update is not None]
+        written = [name for place in updates for name in self.touched[place][1] - {self.given[place].var}]
+        others = [n, *(tail.made for tail in tails if tail.made is not None)]
+        read = set().union(*(self.touched[place][0] for place in others))
+        return len(written) == len(set(written)) and not read & set(written)
 
     def moved_along(self, mine: set[int], last: int) -> list[int] | None:
         """The places of views that have to follow these bindings, when they run together at the last place; None where

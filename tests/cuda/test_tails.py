@@ -38,8 +38,12 @@ class Case:
     mode: str = "linear"
     cached: bool = True
     """Otherwise keys and values are outputs."""
+    one_cache: bool = False
+    """Whether values go to what keys have been stored in."""
     reads_cache: str = ""
     """Whether a cache is read "before" its update, or the first one "between" the updates."""
+    sizes: tuple[int, int] | None = None
+    """Batches and tokens, where the model says how many."""
     joined: bool = True
     """Whether all is one kernel."""
 
@@ -68,8 +72,10 @@ class Case:
                 if self.reads_cache == "before":
                     nodes.append(node("Neg", [f"cache_{name}"], [f"was_{name}"]))
                     outputs[f"was_{name}"] = ["B", J, LENGTH, D]
-                nodes.append(node("TensorScatter", [f"cache_{name}", turned, "at"], [f"next_{name}"], mode=self.mode))
-                outputs[f"next_{name}"] = ["B", J, LENGTH, D]
+                cache = "next_k" if name == "v" and self.one_cache else f"cache_{name}"
+                nodes.append(node("TensorScatter", [cache, turned, "at"], [f"next_{name}"], mode=self.mode))
+                if name == "v" or not self.one_cache:
+                    outputs[f"next_{name}"] = ["B", J, LENGTH, D]
                 if self.reads_cache == "between" and name == "k":
                     nodes.append(node("Neg", ["next_k"], ["is_k"]))
                     outputs["is_k"] = ["B", J, LENGTH, D]
@@ -80,16 +86,22 @@ class Case:
         if self.rotary:
             inputs |= {"cos": ["B", "S", D // 2], "sin": ["B", "S", D // 2]}
         if self.cached:
-            inputs |= {"cache_k": ["B", J, LENGTH, D], "cache_v": ["B", J, LENGTH, D]}
+            inputs |= {f"cache_{n}": ["B", J, LENGTH, D] for n in self.caches}
+        fixed = dict(zip("BS", self.sizes or "BS"))
+        inputs, outputs = ({n: [fixed.get(d, d) for d in dims] for n, dims in x.items()} for x in (inputs, outputs))
         graph = helper.make_graph(
             nodes,
             "tails",
             [helper.make_tensor_value_info(n, kind, dims) for n, dims in inputs.items()]
-            + ([helper.make_tensor_value_info("at", onnx.TensorProto.INT64, ["B"])] if self.cached else []),
+            + ([helper.make_tensor_value_info("at", onnx.TensorProto.INT64, [fixed["B"]])] if self.cached else []),
             [helper.make_tensor_value_info(n, kind, dims) for n, dims in outputs.items()],
             [numpy_helper.from_array(w.astype(self.numpy), n) for n, w in weights.items() if self.norm or n != "scale"],
         )
         return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=12)
+
+    @property
+    def caches(self) -> str:
+        return "k" if self.one_cache else "kv"
 
     @property
     def numpy(self) -> np.dtype:
@@ -124,7 +136,10 @@ class Case:
         if self.rotary:
             feeds |= {"cos": np.cos(angles), "sin": np.sin(angles)}
         if self.cached:
-            feeds |= {f"cache_{n}": rng.standard_normal((batch, self.kv_heads, LENGTH, D)) for n in "kv"}
+            feeds |= {
+                f"cache_{n}": rng.standard_normal((batch, self.kv_heads, LENGTH, D))
+                for n in ("k" if self.one_cache else "kv")
+            }
         rounded = {name: array.astype(self.numpy) for name, array in feeds.items()}
         # The last ones of a linear cache end behind it: those rows are dropped.
         return rounded | ({"at": rng.integers(0, LENGTH + 1, batch)} if self.cached else {})
@@ -148,7 +163,7 @@ class Case:
             if name == "q" or not self.cached:
                 found[name] = rows
                 continue
-            cache = feeds[f"cache_{name}"].astype("float64")
+            cache = feeds[f"cache_{name}"].astype("float64") if name in self.caches else found["next_k"]
             found[f"was_{name}"], found[f"next_{name}"] = -cache, cache.copy()
             for b, first in enumerate(feeds["at"]):
                 for s in range(rows.shape[2]):
@@ -168,6 +183,9 @@ CASES = {
     "caches that wrap": Case(mode="circular"),
     "no rotation": Case(rotary="", bias=True),
     "no caches": Case(cached=False),
+    "one token": Case(sizes=(1, 1)),
+    "as many as say that few are never": Case(sizes=(2, 40)),
+    "one cache for both": Case(one_cache=True, joined=False),
     "pairs of neighbours": Case(rotary="pairs", joined=False),
     "caches are read before": Case(reads_cache="before"),
     "a cache is read between the updates": Case(reads_cache="between", joined=False),
@@ -181,10 +199,10 @@ def measured(name: str, arch: str) -> tuple[list[str], list[int], float]:
     place of the range is. Bits that no row goes to are what they were."""
     case = CASES[name]
     proto = case.model()
-    donated = ("cache_k", "cache_v") if case.cached else ()
+    donated = ("cache_.*",) if case.cached else ()
     model = lowering.compile(proto, f"cuda:{arch}", donate=donated)
     launches, worst = [], 0.0
-    for batch, tokens in SIZES:
+    for batch, tokens in SIZES if case.sizes is None else [case.sizes]:
         feeds = case.draw(batch, tokens)
         kept = {n: array.copy() for n, array in feeds.items()}
         device.take_calls()
@@ -196,7 +214,7 @@ def measured(name: str, arch: str) -> tuple[list[str], list[int], float]:
             wide, want = result.astype("float64"), right[output]
             assert result.shape == want.shape
             if output.startswith("next_"):
-                still = want == kept[f"cache_{output[-1]}"].astype("float64")
+                still = want == kept[f"cache_{case.caches[-1] if output == 'next_v' else 'k'}"].astype("float64")
                 assert (wide[still] == want[still]).all()
             error = np.abs(wide - want).max(initial=0.0) / np.abs(want).max(initial=1.0)
             worst = max(worst, error / float(ml_dtypes.finfo(case.numpy).eps))
@@ -213,7 +231,7 @@ def test_tails(name: str, arch: str) -> None:
     assert ("tailed_matmul" in rules) == case.joined
     if len(rules) > 1:
         return
-    for (batch, tokens), count in zip(SIZES, launches, strict=True):
+    for (batch, tokens), count in zip(SIZES if case.sizes is None else [case.sizes], launches, strict=True):
         rows = batch * tokens
         few = 8 if case.norm else 32
         assert count == min(rows, 1) if rows <= few else count >= 2
