@@ -40,6 +40,9 @@ ROW_BLOCKS = "row_blocks"
 NORMED_MATMUL = "normed_matmul"
 """The name of the rule that takes products whose rows are computed first, where a target has one."""
 
+TAILED_MATMUL = "tailed_matmul"
+"""The name of the rule that takes products with tails (reading/tails.py), where a target has one."""
+
 _JOINS = {"llvm": cpu.joins, "cuda": cuda.joins}
 
 

@@ -53,6 +53,7 @@ from ..passes.rows_into_caches import rows_into_caches
 from ..passes.shape_errors import shape_errors
 from ..passes.size_classes import size_classes
 from ..passes.sizes_first import sizes_first
+from ..passes.tails_into_products import tails_into_products
 from ..target import Target
 from . import progress
 
@@ -138,6 +139,11 @@ def lower(
         mod, origins = norms_into_products(mod, target.tvm, origins)
         return mod
 
+    def tails(mod: tvm.IRModule) -> tvm.IRModule:
+        nonlocal origins
+        mod, origins = tails_into_products(mod, target.tvm, origins)
+        return mod
+
     def schedule(mod: tvm.IRModule) -> tvm.IRModule:
         nonlocal kernels, calls, unscheduled
         mod, kernels, calls, unscheduled = schedule_kernels(mod, runs_on.tvm, origins, choose, known)
@@ -188,6 +194,8 @@ def lower(
         # Fusion may move a reader behind a write: only now is the order of execution final.
         ("to_non_dataflow", t.ToNonDataflow()),
         ("donate", lambda mod: donate(mod, donated, notes)),
+        # Behind donation, which says what is updated in place.
+        ("tails_into_products", tails if target.architecture else lambda mod: mod),
         # How it runs
         ("schedule", schedule),
         ("rows_into_caches", on_gpu(rows_into_caches)),

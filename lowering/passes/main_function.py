@@ -11,11 +11,13 @@ from tvm.relax.expr_functor import PyExprMutator
 
 
 def rewritten(mod: tvm.IRModule, mutator: PyExprMutator) -> tvm.IRModule:
-    """The module with what a mutator of it makes of main's body, without what nobody reads then."""
+    """The module with what a mutator of it makes of main's body, without what nobody reads then; no tuple is put
+    together to be taken apart."""
     main = mod["main"]
     body = mutator.visit_expr(main.body)
     mod = mutator.builder_.get()
     mod["main"] = relax.Function(main.params, body, main.ret_ty, main.is_pure, main.attrs)
+    mod = relax.transform.CanonicalizeBindings()(mod)
     return relax.transform.DeadCodeElimination()(mod)
 
 

@@ -18,6 +18,7 @@ import schedules
 from schedules.cuda.computed_rows import into_cache
 from schedules.cuda.joined import read_launch
 from schedules.cuda.threads import ThreadTiles
+from schedules.reading.tails import axis_of_rows
 
 from ..importing.checks import checked
 from ..importing.origins import bindings
@@ -95,7 +96,7 @@ class _Storer(CallRewriter):
             arguments[held] = relax.Var(f"{value.name}_{check.var.name}", value.ty)
             stored.append((check, relax.VarBinding(arguments[held], self.builder.normalize(call))))
         update = _update_of(self.mod[updated.value.args[0]])
-        length = [] if update.length is not None else [rows.ty.shape.values[_axis_of_rows(update)]]
+        length = [] if update.length is not None else [rows.ty.shape.values[axis_of_rows(update)]]
         taken = relax.Tuple([*arguments, cache, *others, *length])
         call = relax.op.call_tir_inplace(kernel, taken, [len(arguments)], [updated.var.ty])
         nodes = dict.fromkeys((*self.calls.pop(made.var).nodes, *self.calls[updated.var].nodes))
@@ -116,7 +117,7 @@ class _Storer(CallRewriter):
             return None
         variable = self.builder.add_func(func.with_attr(schedules.ATTRIBUTE, _UPDATE), f"{made.name_hint}_into_cache")
         cache, rows, *others = then.params
-        length = [] if update.length is not None else [rows.shape[_axis_of_rows(update)]]
+        length = [] if update.length is not None else [rows.shape[axis_of_rows(update)]]
         parameters, name = [*plain.params[:-1], cache, *others, *length], variable.name_hint
         self.unscheduled[name] = tirx.PrimFunc(parameters, tirx.stmt_seq(plain.body, then.body))
         spec = kernel_spec(name, self.unscheduled[name], _UPDATE)
@@ -126,11 +127,6 @@ class _Storer(CallRewriter):
 
 def _update_of(func: tirx.PrimFunc) -> CacheUpdate:
     return CacheUpdate.from_json(str(func.attrs[ATTRIBUTE]))
-
-
-def _axis_of_rows(update: CacheUpdate) -> int:
-    """Along which an update has its rows."""
-    return 1 if update.rows_first else update.axis
 
 
 def _viewed(value: relax.Expr) -> Any:

@@ -29,6 +29,7 @@ class StageCall:
 
     nodes are the ONNX nodes that it computes; binding is what it was read from, while that is all it is. multiplied is
     how products of float32 are computed (PRODUCTS), "" as usual; parts are how many stages belong together (PARTS).
+    touched are tensors that it takes, too, though no stage reads them.
     """
 
     name: str
@@ -38,11 +39,12 @@ class StageCall:
     multiplied: str
     binding: relax.Binding | None = None
     parts: tuple[int, ...] = ()
+    touched: tuple[tirx.Buffer, ...] = ()
 
     def inputs(self) -> list[tirx.Buffer]:
         made = {stage.output for stage in self.stages}
         read = (node.source for stage in self.stages for node in loads(stage.value))
-        return [buffer for buffer in dict.fromkeys(read) if buffer not in made]
+        return [buffer for buffer in dict.fromkeys((*read, *self.touched)) if buffer not in made]
 
     def function(self) -> tuple[tirx.PrimFunc, list[tirx.Var]]:
         """The function, and what it takes before its outputs: tensors, and integers that are no size of these."""

@@ -17,6 +17,7 @@ from .limits import Limits
 _RATES = {
     ("matmul", "matmul"): 0.9,
     ("matmul", "normed_matmul"): 0.9,
+    ("matmul", "tailed_matmul"): 0.9,
     ("matmul", "windows"): 0.4,
     ("matmul", "row_blocks"): 0.2,
     ("matmul", "loops"): 0.3,

@@ -75,34 +75,42 @@ def in_place(function: tirx.PrimFunc) -> tirx.PrimFunc:
 
 
 class BoundUpdate:
-    """`update` with the parameters of the PrimFunc frame that is open in the IRBuilder, which the constructor declares.
+    """`update` with buffers for its parameters, by name; `target` names the one that is written.
 
     In memory the cache is [prefixes, max_len, suffix] and the update [prefixes, length, suffix], or with rows_first
-    [batch, length, rest, suffix]; `rest` prefixes share a batch. `target` names the parameter that is written: with
-    copy a new array, else the cache.
+    [batch, length, rest, suffix]; `rest` prefixes share a batch.
     """
 
-    def __init__(self, update: CacheUpdate, copy: bool) -> None:
-        self.update, self.target = update, "present" if copy else "cache"
+    def __init__(
+        self, update: CacheUpdate, buffers: dict[str, tirx.Buffer], length: Expr, target: str = "cache"
+    ) -> None:
+        self.update, self.buffers, self.length, self.target = update, buffers, length, target
+        dims = list(buffers["cache"].shape)
+        self.rest, self.max_len = _product(dims[1 : update.axis]), dims[update.axis]
+        self.prefixes, self.suffix = dims[0] * self.rest, _product(dims[update.axis + 1 :])
+
+    @staticmethod
+    def declared(update: CacheUpdate, copy: bool) -> BoundUpdate:
+        """With the parameters of the PrimFunc frame that is open in the IRBuilder, declared here; with copy a new array
+        is written, "present", and not the cache."""
         T.func_name("update_cache")
         T.func_attr({"tirx.noalias": True, "op_pattern": 8, ATTRIBUTE: update.to_json()})
         names = ("cache", "update") + ("write_indices",) * update.indices + ("present",) * copy
         arguments = {name: T.arg(name, T.handle()) for name in names}
         dims = [_size(f"d{axis}", d) for axis, d in enumerate(update.dims)]
-        self.length = _size("length", update.length)
+        length = _size("length", update.length)
         shapes = {
             "cache": dims,
-            "update": _update_shape(dims, update, self.length),
+            "update": _update_shape(dims, update, length),
             "write_indices": dims[:1],
             "present": dims,
         }
-        self.buffers = {}
+        buffers = {}
         for name, argument in arguments.items():
             dtype = "int64" if name == "write_indices" else update.dtype
             matched = T.match_buffer(argument, shapes[name], dtype, align=_bytes(dtype))
-            self.buffers[name] = IRBuilder.name(name, matched)
-        self.rest, self.max_len = _product(dims[1 : update.axis]), dims[update.axis]
-        self.prefixes, self.suffix = dims[0] * self.rest, _product(dims[update.axis + 1 :])
+            buffers[name] = IRBuilder.name(name, matched)
+        return BoundUpdate(update, buffers, length, "present" if copy else "cache")
 
     @property
     def itemsize(self) -> int:
@@ -157,7 +165,7 @@ def _update_shape(dims: Sequence[Expr], update: CacheUpdate, length: Expr) -> li
 def _prim_func(update: CacheUpdate, copy: bool) -> tirx.PrimFunc:
     # Private: a module gives each function a name of its own.
     with IRBuilder() as builder, T.prim_func(s_tir=True, private=True):
-        bound = BoundUpdate(update, copy)
+        bound = BoundUpdate.declared(update, copy)
         length, max_len, suffix, target = bound.length, bound.max_len, bound.suffix, bound.target
         with T.sblock("update_cache"):
             T.reads([whole(buffer) for name, buffer in bound.buffers.items() if name != target])

@@ -16,6 +16,7 @@ from .ordinary import one_number, ordinary
 from .reduction import reduction
 from .running_sum import running_sum
 from .scatter import cache_update
+from .tailed_matmul import tailed_matmul
 from .top_k import top_k
 from .transposition import transposition
 
@@ -25,6 +26,7 @@ RULES: tuple[Rule, ...] = (
     linear,
     append,
     cache_update,
+    tailed_matmul,
     normed_matmul,
     matmul,
     transposition,

@@ -61,36 +61,49 @@ def launch(
     tiles: ThreadTiles,
     put_chunk: Callable[[Stage, Expr, tirx.Buffer], None],
 ) -> None:
-    """A launch that computes outputs with the same axes, by put_chunk(output, place of its first element, registers)
-    for each chunk. memory is that of what the function reads."""
-    axes = outputs[0].axes
-    several = [n for n, axis in enumerate(axes) if not is_int(axis.extent, 1)]
-    along = several[-1] if several else len(axes) - 1
-    outer = [axis for n, axis in enumerate(axes) if n != along and n in several]
-    last = axes[along] if axes else Axis(tirx.Var("unit", "int64"), tirx.const(1, "int64"))
-    facts = Facts.of(func)
-    m = tirx.Var("m", "int64")
-    rows = volume(outer)
-    for axis in (Axis(m, rows), last):
-        facts.bind(axis.var, 0, axis.extent)
-    places = dict(zip((axis.var for axis in outer), unravel(m, outer)))
-    zero = tirx.const(0, "int64")
-    point = [axis.var if n == along else places.get(axis.var, zero) for n, axis in enumerate(axes)]
-    row = Row(facts, last.var, last.extent)
-    program = Evaluator.of(stages, memory).program([tirx.BufferLoad(s.output, point) for s in outputs], facts)
-    targets = [facts.simplify(offset(stage.output.shape, point)) for stage in outputs]
-    width = row.width(targets)
-    chunks = on_host(tirx.truncdiv(last.extent, T.int64(width)))
-    count = on_host(rows * chunks)
-    with each(count, tiles) as number:
-        values = {m: fixed(tirx.truncdiv(number, chunks))}
-        first = fixed(tirx.truncmod(number, chunks) * width)
-        results = result_registers(program, len(outputs), width)
+    """A launch that computes outputs with the same axes, a chunk by each thread (Chunks)."""
+    chunks = Chunks(func, stages, outputs, memory)
+    with each(chunks.count, tiles) as number:
+        chunks.emit(number, put_chunk)
+
+
+class Chunks:
+    """The chunks of outputs with the same axes, `count` of them (int64, computed by the host where the IRBuilder
+    stands). memory is that of what the function reads."""
+
+    def __init__(
+        self, func: tirx.PrimFunc, stages: list[Stage], outputs: list[Stage], memory: dict[tirx.Buffer, tirx.Buffer]
+    ) -> None:
+        axes = outputs[0].axes
+        several = [n for n, axis in enumerate(axes) if not is_int(axis.extent, 1)]
+        along = several[-1] if several else len(axes) - 1
+        outer = [axis for n, axis in enumerate(axes) if n != along and n in several]
+        last = axes[along] if axes else Axis(tirx.Var("unit", "int64"), tirx.const(1, "int64"))
+        facts = Facts.of(func)
+        self.m = tirx.Var("m", "int64")
+        rows = volume(outer)
+        for axis in (Axis(self.m, rows), last):
+            facts.bind(axis.var, 0, axis.extent)
+        places = dict(zip((axis.var for axis in outer), unravel(self.m, outer)))
+        zero = tirx.const(0, "int64")
+        point = [axis.var if n == along else places.get(axis.var, zero) for n, axis in enumerate(axes)]
+        self.outputs, self.row = outputs, Row(facts, last.var, last.extent)
+        self.program = Evaluator.of(stages, memory).program([tirx.BufferLoad(s.output, point) for s in outputs], facts)
+        self.targets = [facts.simplify(offset(stage.output.shape, point)) for stage in outputs]
+        self.width = self.row.width(self.targets)
+        self.in_row = on_host(tirx.truncdiv(last.extent, T.int64(self.width)))
+        self.count = on_host(rows * self.in_row)
+
+    def emit(self, number: Expr, put_chunk: Callable[[Stage, Expr, tirx.Buffer], None]) -> None:
+        """The code for a chunk: put_chunk(output, place of its first element, registers) for each output."""
+        values = {self.m: fixed(tirx.truncdiv(number, self.in_row))}
+        first = fixed(tirx.truncmod(number, self.in_row) * self.width)
+        results = result_registers(self.program, len(self.outputs), self.width)
 
         def keep(x: Expr, found: list[Expr]) -> None:
             for register, result in zip(results, found):
                 put(register, x, result)
 
-        evaluate(row, program, width, values, first, keep)
-        for stage, place, register in zip(outputs, targets, results):
-            put_chunk(stage, fixed(substitute(place, {**values, last.var: first})), register)
+        evaluate(self.row, self.program, self.width, values, first, keep)
+        for stage, place, register in zip(self.outputs, self.targets, results):
+            put_chunk(stage, fixed(substitute(place, {**values, self.row.j: first})), register)

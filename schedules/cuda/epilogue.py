@@ -17,11 +17,25 @@ Sum = Callable[[Expr], Expr]
 """Of a product, at a column of the chunk."""
 
 
-class Epilogue:
-    """Written where the IRBuilder stands; `memory` are the function's tensors as vectors."""
+Put = Callable[[tirx.Buffer, Expr, tirx.Buffer], None]
+"""Stores a chunk of an output, at the place of its first element in memory: registers."""
 
-    def __init__(self, products: Products) -> None:
+HALF = 8
+"""Columns of C, successive ones, that the kernel for few rows has in each half of a block."""
+
+
+class Epilogue:
+    """Written where the IRBuilder stands; `memory` are the function's tensors as vectors. put: what becomes of an
+    output's chunks, if they are not stored there.
+
+    Blocks of few rows have columns `first(n)` to `first(n)` + 7, and as many `apart` from there.
+    """
+
+    apart = HALF
+
+    def __init__(self, products: Products, put: Put | None = None) -> None:
         self.products, facts = products, products.facts
+        self.put = put or (lambda output, at, chunk: store(self.memory[output], at, chunk))
         self.memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, products.func.params)}
         self.row = Row(facts, products.j, products.columns)
         group = products.group
@@ -46,7 +60,21 @@ class Epilogue:
         evaluate(self.row, self.program, self.width, values, first, keep, dict(zip(self.sums, sums)))
         for output, place, register in zip(self.products.group.outputs, self.places, results):
             at = fixed(substitute(place, {**values, self.products.j: first}))
-            store(self.memory[output], at, register)
+            self.put(output, at, register)
+
+    def first(self, number: Expr) -> Expr:
+        """The first column of a block of few rows."""
+        return number * (2 * HALF)
+
+
+class Ends:
+    """What becomes of the results of products: they are stored."""
+
+    def epilogue(self, products: Products) -> Epilogue:
+        return Epilogue(products)
+
+    def behind(self) -> None:
+        """Launches behind kernels whose results have been stored."""
 
 
 def row_of(sums: tirx.Buffer, start: Expr | int) -> Sum:

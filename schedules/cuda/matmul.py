@@ -18,6 +18,7 @@ from lowering.tensorir.expressions import Expr, is_int
 from ..half_precision import HALF
 from ..variant import Variant
 from .device import Device, device
+from .epilogue import Ends
 from .matmul_mma import matmul_mma
 from .matmul_rows import Group, matmul_rows, takes
 from .matmul_tiles import FewRowsTiles, MatmulTiles, WgmmaMatmulTiles
@@ -36,7 +37,7 @@ def matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | No
 
     def emit(tiles: dict[str, Any]) -> tirx.PrimFunc:
         with IRBuilder() as builder, T.prim_func():
-            emit_products(found, tiles, gpu)
+            emit_products(found, tiles, gpu, Ends())
         return func.with_body(builder.get().body).without_attr(FORM)
 
     gpu = device(target)
@@ -115,7 +116,7 @@ def joins(func: tirx.PrimFunc, target: tvm.target.Target) -> bool | None:
     return len(found) < MOST and all(len(bs) == 1 and not products.batch_axes for products, _, bs in found)
 
 
-def emit_products(found: list[Group], tiles: dict[str, Any], gpu: Device) -> None:
+def emit_products(found: list[Group], tiles: dict[str, Any], gpu: Device, ends: Ends) -> None:
     """Emits the kernels and their launches into the function that is open: few rows by one kernel for all groups, more
     by one for each, that the tiles are for."""
 
@@ -127,6 +128,7 @@ def emit_products(found: list[Group], tiles: dict[str, Any], gpu: Device) -> Non
             reaches = _reaches(group)
             assert reaches is not None
             matmul_wgmma(group[0], *reaches, tiles["tiles"], tiles.get("narrow"))
+        ends.behind()
 
     def by_rows(few: list[FewRowsTiles]) -> None:
         """The first of these tiles that is for so many rows."""
@@ -135,7 +137,7 @@ def emit_products(found: list[Group], tiles: dict[str, Any], gpu: Device) -> Non
             return
         first = found[0][0]
         fits = first.facts.simplify(first.rows <= few[0].rows)
-        either(fits, lambda: matmul_rows(found, few[0], gpu), lambda: by_rows(few[1:]))
+        either(fits, lambda: matmul_rows(found, few[0], gpu, ends), lambda: by_rows(few[1:]))
 
     by_rows([tiles[name] for name in ("rows", "several") if name in tiles])
 

@@ -27,7 +27,7 @@ from lowering.tensorir.expressions import Expr
 from ..reading.stages import unravel
 from . import ptx
 from .device import Device
-from .epilogue import Epilogue, row_of
+from .epilogue import HALF, Ends, Epilogue, row_of
 from .host import on_host
 from .matmul_tiles import FewRowsTiles
 from .normed_rows import NormedPieces, NormedRows
@@ -36,7 +36,7 @@ from .products import Operand, Order, Products
 from .ptx import WARP, fixed, put, registers, unrolled
 from .shared_tile import CHUNK
 
-COLUMNS, PIECE = 16, 4  # rows of B, and chunks of k that a warp has of each
+COLUMNS, PIECE = 2 * HALF, 4  # rows of B, and chunks of k that a warp has of each
 PITCH = COLUMNS + 4  # floats of a row of sums in shared memory: threads of a fragment meet each bank once
 
 Group: TypeAlias = tuple[Products, Operand, list[Operand]]
@@ -53,7 +53,9 @@ def takes(groups: Sequence[Group]) -> bool:
     return along_k and len(pieces) == 1 and whole
 
 
-def matmul_rows(groups: Sequence[Group], tiles: FewRowsTiles, device: Device, normed: NormedRows | None = None) -> None:
+def matmul_rows(
+    groups: Sequence[Group], tiles: FewRowsTiles, device: Device, ends: Ends, normed: NormedRows | None = None
+) -> None:
     """Emits the kernel and its launch, for at most `tiles.rows` rows, into the function that is open. Several groups
     multiply the same A, one product each: blocks for one are behind those for the others. A may be made of `normed`, by
     every block for itself; the first one stores it, too."""
@@ -62,7 +64,7 @@ def matmul_rows(groups: Sequence[Group], tiles: FewRowsTiles, device: Device, no
     sizes = [on_host(tirx.ceildiv(products.columns, COLUMNS)) for products, *_ in groups]
     counts = [on_host(size * products.batch) for size, (products, *_) in zip(sizes, groups)]
     columns = [on_host(products.columns) for products, *_ in groups]
-    epilogues = [Epilogue(products) for products, *_ in groups]
+    epilogues = [ends.epilogue(products) for products, *_ in groups]
     blocks = on_host(sum(counts[1:], counts[0]))
     with (
         T.If(blocks * rows > 0),
@@ -79,7 +81,7 @@ def matmul_rows(groups: Sequence[Group], tiles: FewRowsTiles, device: Device, no
             with nullcontext() if last else T.If(own < counts[n].astype("int32")):
                 with nullcontext() if last else T.Then():
                     size = sizes[n].astype("int32")
-                    place = (fixed(own // size), fixed(own % size * COLUMNS))
+                    place = (fixed(own // size), fixed(epilogues[n].first(own % size)))
                     ring.taken = 0
                     of_a = None if normed is None else (normed, tirx.EQ(block, 0) if n == 0 else None)
                     _Columns(groups[n], tiles, epilogues[n], place, ring, device, of_a).emit(rows, columns[n])
@@ -126,7 +128,7 @@ class _Columns:
             place = (outer, outer < extent)
             return Pieces(operand, self.type, self.epilogue.memory, self.where, place, self.ring, ahead, c)
 
-        ours = [[pieces_of(b, self.n0 + self.g + r * 8, columns) for r in range(2)] for b in self.bs]
+        ours = [[pieces_of(b, self.n0 + self.g + r * self.epilogue.apart, columns) for r in range(2)] for b in self.bs]
         theirs: Sequence[Pieces | NormedPieces] = (
             [pieces_of(self.a, self.g + r * 8, rows) for r in range(self.blocks)]
             if self.normed is None
@@ -197,7 +199,7 @@ class _Columns:
         for p, sums in enumerate(self.sums):
             for r in range(self.blocks):
                 for y in range(4):
-                    row, column = self.t * 2 + y % 2 + r * 8, self.g + y // 2 * 8
+                    row, column = self.t * 2 + y % 2 + r * 8, self.g + y // 2 * HALF
                     at = self.warp * size + (p * most + row) * PITCH + column
                     put(memory, at, sums[r * 4 + y])
         ptx.synchronise()

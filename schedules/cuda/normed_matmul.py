@@ -21,7 +21,8 @@ from ..half_precision import HALF
 from ..reading.row_parts import cut_parts
 from ..reading.stages import Stage
 from ..variant import Variant
-from .device import device
+from .device import Device, device
+from .epilogue import Ends
 from .matmul import either, emit_products, planned, tiles_of, together, widest
 from .matmul_rows import Group, matmul_rows, takes
 from .normed_rows import NormedRows, most_rows
@@ -34,27 +35,39 @@ def normed_matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Varian
     """A function of two parts, rows with reductions and products of them; None for any other, and where rows are too
     many, or too long."""
     parts = cut_parts(func)
-    found = _read(func, *parts) if parts is not None and len(parts) == 2 else None
+    found = read_normed(func, *parts) if parts is not None and len(parts) == 2 else None
     if found is None:
         return None
     groups, normed = found
     gpu = device(target)
 
     def emit(tiles: dict[str, Any]) -> tirx.PrimFunc:
-        def otherwise() -> None:
-            emit_rows(normed.rows, tiles["norm"])
-            emit_products(groups, tiles, gpu)
-
         with IRBuilder() as builder, T.prim_func():
-            fits = groups[0][0].facts.simplify(groups[0][0].rows <= normed.most)
-            either(fits, lambda: matmul_rows(groups, tiles["normed"], gpu, normed), otherwise)
+            emit_normed(groups, normed, tiles, gpu, Ends())
         return func.with_body(builder.get().body).without_attr(FORM)
 
+    by_name = tiles_of_normed(groups, gpu)
+    return [Variant(name, widest(groups), gpu, tiles, emit) for name, tiles in by_name.items()]
+
+
+def tiles_of_normed(groups: list[Group], gpu: Device) -> dict[str, dict[str, Any]]:
+    """By variant, the tiles of its kernels; the default first."""
     own = {"normed": NormedRowsTiles.default(together(groups), gpu), "norm": NormTiles.default(widest(groups), gpu)}
-    return [Variant(name, widest(groups), gpu, {**tiles, **own}, emit) for name, tiles in tiles_of(groups, gpu).items()]
+    return {name: {**tiles, **own} for name, tiles in tiles_of(groups, gpu).items()}
 
 
-def _read(func: tirx.PrimFunc, first: list[Stage], second: list[Stage]) -> tuple[list[Group], NormedRows] | None:
+def emit_normed(groups: list[Group], normed: NormedRows, tiles: dict[str, Any], gpu: Device, ends: Ends) -> None:
+    """Emits the kernels and their launches into the function that is open."""
+
+    def otherwise() -> None:
+        emit_rows(normed.rows, tiles["norm"])
+        emit_products(groups, tiles, gpu, ends)
+
+    fits = groups[0][0].facts.simplify(groups[0][0].rows <= normed.most)
+    either(fits, lambda: matmul_rows(groups, tiles["normed"], gpu, ends, normed), otherwise)
+
+
+def read_normed(func: tirx.PrimFunc, first: list[Stage], second: list[Stage]) -> tuple[list[Group], NormedRows] | None:
     """The products, and A, of which row m begins at m K; at least one row may be computed by a block."""
     rows, groups = read_rows(func, first), planned(products_of(func, second) or ())
     if rows is None or groups is None or not takes(groups):

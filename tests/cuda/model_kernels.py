@@ -53,9 +53,9 @@ PRODUCTS = """
 Instructions on tensor cores in the machine code of every product and attention, launch by launch: HGMMA (wgmma) and
 HMMA (mma.sync); `-` is a launch without any. A product has kernels for few rows and for several, where operands allow
 it, then one for many, or two on Hopper, with large and with narrow tiles, and behind each one that adds parts of tiles;
-queries, keys and values in one function have those for many each. An attention has a kernel for decoding, one that
-brings parts of keys together, and what prefill needs. Counts are those of float16, and of bfloat16 behind a stroke
-where they differ.
+queries, keys and values in one function have those for many each, and behind them one that rotates and stores. An
+attention has a kernel for decoding, one that brings parts of keys together, and what prefill needs. Counts are those of
+float16, and of bfloat16 behind a stroke where they differ.
 
 | model | function | ONNX | sm_80 | sm_90a | sm_100 | sm_120 |
 |---|---|---|---|---|---|---|

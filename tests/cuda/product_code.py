@@ -6,7 +6,7 @@ import itertools
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,12 +29,14 @@ TENSOR_CORES = ("HGMMA", "HMMA")
 @dataclass(frozen=True)
 class Product:
     """A function that multiplies matrices: its kind, the ONNX nodes that it computes, and for each of its launches how
-    many instructions of which kind multiply on tensor cores, 0 of "" where none does."""
+    many instructions of which kind multiply on tensor cores, 0 of "" where none does. With tails, the last launch may
+    be theirs."""
 
     name: str
     kind: str
     nodes: tuple[str, ...]
     launches: tuple[tuple[str, int], ...]
+    tails: bool = False
 
     @property
     def on_tensor_cores(self) -> bool:
@@ -43,6 +45,8 @@ class Product:
         counts = [count for _, count in self.launches]
         if self.kind == "attention":
             return any(counts)
+        if self.tails and not counts[-1]:
+            counts = counts[:-1]
         return bool(counts and counts[0]) and all(before or here for before, here in itertools.pairwise(counts))
 
     def __str__(self) -> str:
@@ -59,16 +63,17 @@ def products(model: ModelLike, arch: str, precision: Precision | None) -> tuple[
         if kernel.kind in ("matmul", "conv", "attention"):
             own = [name for name in launches if re.fullmatch(rf"{re.escape(kernel.name)}_kernel(_\d+)?", name)]
             counts = tuple(_multiplying(launches[name]) for name in sorted(own, key=_number))
-            found.append(Product(kernel.name, kernel.kind, nodes[kernel.name], counts))
+            tails = kernel.schedule == "tailed_matmul"
+            found.append(Product(kernel.name, kernel.kind, nodes[kernel.name], counts, tails))
     return manifest, found
 
 
 def machine_code_of(
-    model: ModelLike, arch: str, precision: Precision | None = None
+    model: ModelLike, arch: str, precision: Precision | None = None, donate: Sequence[str] = ()
 ) -> tuple[Manifest, list[sass.Function]]:
     """Compiles the model, and reads the machine code of all of its kernels."""
     with tempfile.TemporaryDirectory() as folder, _kept(Path(folder) / "kernels.cubin") as path:
-        manifest = compile_to(Path(folder) / "artifact", model, f"cuda:{arch}", precision=precision)
+        manifest = compile_to(Path(folder) / "artifact", model, f"cuda:{arch}", precision=precision, donate=donate)
         return manifest, sass.read(tool("nvdisasm", "-c", path))
 
 

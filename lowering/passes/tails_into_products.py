@@ -1,0 +1,326 @@
+"""What becomes of a product's results is computed by the product, where the target has a kernel for both, on GPUs.
+
+The keys of a decoder are rotated and stored in a cache, its values are stored there, its queries are rotated: in a
+decode step a launch that reads three small tensors from memory and writes them again. With few rows the blocks of the
+product do it (schedules/cuda/tails.py); with more, a launch behind the product.
+
+A result has a tail where one function alone reads it: an update of a cache in place, or an element-wise one, whose
+result may go to such an update. The product moves to the place of the last of them, unless what stands between touches
+the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import tvm
+from tvm import relax, tirx
+from tvm.ir import prim
+from tvm.relax.expr_functor import mutator
+
+import schedules
+from schedules.reading.product import read_product
+from schedules.reading.row_parts import PARTS
+from schedules.reading.stages import Axis, Stage
+from schedules.reading.tails import TAILS, TailSpec, axis_of_rows, to_json
+
+from ..importing.checks import checked
+from ..importing.origins import Origins, bindings
+from ..tensorir.scatter import ATTRIBUTE, CacheUpdate
+from .calls_of_kernels import Memory, is_view, kernel_of, places_in
+from .main_function import BlockMutator, rewritten
+from .stage_calls import Asked, StageCall, StageCalls, variables
+
+_FEWEST = 2  # tails: of one alone there may be no launch less
+
+
+def tails_into_products(mod: tvm.IRModule, target: tvm.target.Target, origins: Origins) -> tuple[tvm.IRModule, Origins]:
+    """The module, without dataflow blocks, and where its calls come from."""
+    joiner = _Joiner(mod, target, origins)
+    return rewritten(mod, joiner), joiner.calls.origins
+
+
+@dataclass(frozen=True)
+class _Tail:
+    """Of output `number` of a product: the place in the block of what is made of it, and of the update, None for none;
+    `views` are what stands between."""
+
+    number: int
+    made: int | None
+    update: int | None
+    views: tuple[int, ...]
+
+    @property
+    def places(self) -> list[int]:
+        return [place for place in (self.made, self.update) if place is not None]
+
+
+@mutator
+class _Joiner(BlockMutator):
+    def __init__(self, mod: tvm.IRModule, target: tvm.target.Target, origins: Origins) -> None:
+        super().__init__(mod)
+        self.mod, self.calls = mod, StageCalls(mod, origins)
+        self.asked = Asked(lambda function: schedules.variants(function, target))
+        body = mod["main"].body
+        self.uses: dict[relax.Var, int] = {}
+        for value in (body.body, *(binding.value for binding in bindings(body))):
+            for var in variables(value):
+                self.uses[var] = self.uses.get(var, 0) + 1
+
+    def block(self, given: Sequence[relax.Binding], kind: type[relax.Var]) -> list[relax.Binding]:
+        memory = Memory()
+        block = _Block(given, [memory.touched(binding) for binding in given], self.uses)
+        instead: dict[int, list[relax.Binding]] = {}
+        for n, binding in enumerate(given):
+            stages = self.calls.stages(binding)
+            if stages is not None and any(map(read_product, stages)):
+                instead |= self.joined(block, n, stages, kind)
+        return [new for n, binding in enumerate(given) for new in instead.get(n, [binding])]
+
+    # -- what can be joined -------------------------------------------------------------------------------------------
+
+    def joined(
+        self, block: _Block, n: int, stages: list[Stage], kind: type[relax.Var]
+    ) -> dict[int, list[relax.Binding]]:
+        """What stands in the place of which bindings where product n has tails; {} where it has none."""
+        tails = [tail for views in block.results(n) if (tail := self.tail(block, *views)) is not None]
+        if len(tails) < _FEWEST:
+            return {}
+        mine = {n, *(place for tail in tails for place in (*tail.places, *tail.views))}
+        last = max(place for tail in tails for place in tail.places)
+        behind = block.moved_along(mine, last)
+        if behind is None or not block.are_apart(n, tails, mine):
+            return {}
+        bound = self.bound(block, n, stages, tails, kind)
+        if not bound:
+            return {}
+        gone: dict[int, list[relax.Binding]] = {place: [] for place in (*mine, *behind)}
+        return gone | {last: [*bound, *(block.given[place] for place in behind)]}
+
+    def tail(self, block: _Block, number: int, views: Sequence[int], reader: int) -> _Tail | None:
+        """Of an output, or of what is viewed of it, that one binding alone reads."""
+        if self.is_update(block, reader):
+            return _Tail(number, None, reader, tuple(views))
+        stages = self.calls.stages(block.given[reader])
+        one = isinstance(block.given[reader].var.ty, relax.TensorType)
+        if stages is None or not one or any(stage.reduce for stage in stages):
+            return None
+        found = self.asked(self.mod[kernel_of(block.given[reader])])
+        if found is None or found[0] != "elementwise":
+            return None
+        alone = block.alone(block.given[reader].var)
+        if alone is not None and self.is_update(block, alone[1]):
+            return _Tail(number, reader, alone[1], (*views, *alone[0]))
+        return _Tail(number, reader, None, tuple(views))
+
+    def is_update(self, block: _Block, place: int) -> bool:
+        """Whether it is one of a cache, in place."""
+        kernel = kernel_of(block.given[place])
+        attributes = None if kernel is None else self.mod[kernel].attrs
+        return attributes is not None and ATTRIBUTE in attributes and bool(places_in(block.given[place].value))
+
+    # -- the call of all ----------------------------------------------------------------------------------------------
+
+    def bound(
+        self, block: _Block, n: int, stages: list[Stage], tails: Sequence[_Tail], kind: type[relax.Var]
+    ) -> list[relax.Binding]:
+        """The call of the product with its tails, and what is taken of it; [] where the target has no kernel for it."""
+        product = block.given[n]
+        attributes = self.mod[kernel_of(product)].attrs
+        call = self.calls.read(product, stages, kind)
+        parts = [int(count) for count in attributes.get(PARTS, (len(stages),))]
+        all_stages, outputs, names, nodes = (
+            list(call.stages),
+            list(call.outputs),
+            [call.name],
+            dict.fromkeys(call.nodes),
+        )
+        specs: list[tuple[_Tail, CacheUpdate | None]] = []
+        for tail in tails:
+            rows = call.outputs[tail.number]
+            if tail.made is not None:
+                made = block.given[tail.made]
+                read = self.calls.read(made, self.calls.stages(made) or [], kind)
+                heads = self.heads(rows, block.shown(tail))
+                if heads is None:
+                    return []
+                all_stages += [heads, *read.stages]
+                parts.append(1 + len(read.stages))
+                names.append(read.name)
+                nodes |= dict.fromkeys(read.nodes)
+                rows = read.stages[-1].output
+                if tail.update is None:
+                    outputs += read.outputs
+            update = None
+            if tail.update is not None:
+                value = block.given[tail.update].value
+                update = CacheUpdate.from_json(str(self.mod[value.args[0]].attrs[ATTRIBUTE]))
+                shape, axis = value.args[1].fields[1].ty.shape.values, axis_of_rows(update)
+                if len(rows.shape) <= axis or not prim.expr_deep_equal(shape[axis], rows.shape[axis]):
+                    return []
+                nodes |= dict.fromkeys(self.calls.origins.get(block.given[tail.update].var.name, ()))
+            specs.append((tail, update))
+        caches = [block.given[tail.update].value.args[1].fields for tail in tails if tail.update is not None]
+        touched = [self.calls.tensor(field, "cache" if k == 0 else "write_indices")
+                   for fields in caches for k, field in enumerate(fields) if k != 1]  # fmt: skip
+        item = StageCall("_".join(names), all_stages, outputs, tuple(nodes), call.multiplied, None, tuple(parts),
+                         tuple(dict.fromkeys(touched)))  # fmt: skip
+        return self.called(block, n, item, call, specs, kind)
+
+    def heads(self, rows: tirx.Buffer, shown: relax.Expr) -> Stage | None:
+        """A stage that shows a result [..., N] as heads [..., H, D]; None for another view."""
+        heads = self.calls.tensor(shown, "heads")
+        *lead, H, D = heads.shape
+        *outer, N = rows.shape
+        same = len(lead) == len(outer) and all(map(prim.expr_deep_equal, lead, outer))
+        whole = all(isinstance(size, tirx.IntImm) for size in (H, D, N)) and int(H) * int(D) == int(N)
+        if heads.same_as(rows) or not same or not whole:
+            return None
+        axes = tuple(Axis(tirx.Var(f"v{k}", "int64"), extent) for k, extent in enumerate(heads.shape))
+        *place, h, d = (axis.var for axis in axes)
+        return Stage(heads, axes, (), None, tirx.BufferLoad(rows, [*place, h * D + d]))
+
+    def called(
+        self,
+        block: _Block,
+        n: int,
+        item: StageCall,
+        product: StageCall,
+        specs: Sequence[tuple[_Tail, CacheUpdate | None]],
+        kind: type[relax.Var],
+    ) -> list[relax.Binding]:
+        function, given = item.function()
+        number: Mapping[tirx.Var, int] = {param: k for k, param in enumerate([*given, *item.outputs])}
+        described, caches = [], []
+        for tail, update in specs:
+            rows = number[product.outputs[tail.number]]
+            if tail.update is None or update is None:
+                described.append(TailSpec(rows, tail.made is not None))
+                continue
+            cache, _, *indices = (self.calls.tensors.get(f) for f in block.given[tail.update].value.args[1].fields)
+            place = [number[buffer] for buffer in (cache, *indices)]
+            described.append(TailSpec(rows, tail.made is not None, update.to_json(), *place))
+            caches.append((place[0], block.given[tail.update].var))
+        function = function.with_attr(TAILS, to_json(described))
+        found = self.asked(function)
+        if found is None or found[0] != schedules.TAILED_MATMUL:
+            return []
+        results = [self.calls.names[buffer] for buffer in item.outputs]
+        arguments = [self.calls.names.get(var, var) for var in given]
+        bound = list(self.moved_checks(block, specs, arguments))
+        variable = self.builder_.add_func(function, item.name)
+        variables_ = [*results, *(var for _, var in caches)]
+        types = [var.ty for var in variables_]
+        taken = relax.Tuple(arguments)
+        if caches:
+            places = [*[-1] * len(results), *(place for place, _ in caches)]
+            value = relax.op.call_tir_inplace(variable, taken, places, types)
+        else:
+            value = relax.call_tir(variable, taken, types)
+        every = kind("_".join(var.name for var in variables_), relax.TupleType(types))
+        self.calls.origins[every.name] = item.nodes
+        bound.append(relax.VarBinding(every, self.builder_.normalize(value)))
+        for k, var in enumerate(variables_):
+            bound.append(relax.VarBinding(var, self.builder_.normalize(relax.TupleGetItem(every, k))))
+        var = block.given[n].var
+        if var not in results:
+            bound.append(relax.VarBinding(var, relax.Tuple(results[: len(product.outputs)])))
+        return bound
+
+    def moved_checks(
+        self, block: _Block, specs: Sequence[tuple[_Tail, CacheUpdate | None]], arguments: list[relax.Expr]
+    ) -> Iterator[relax.Binding]:
+        """Checks of sizes of what is not there any more, as checks of the first tensor that is taken."""
+        for place in sorted({place for tail, _ in specs for place in tail.views}):
+            binding = block.given[place]
+            if checked(binding.value) is None:
+                continue
+            held = next(k for k, x in enumerate(arguments) if isinstance(x.ty, relax.TensorType))
+            name, _, *rest = binding.value.args
+            value = arguments[held]
+            call = relax.op.call_pure_packed(name.global_symbol, value, *rest, ty_args=value.ty)
+            arguments[held] = relax.Var(f"{value.name}_{binding.var.name}", value.ty)
+            yield relax.VarBinding(arguments[held], self.builder_.normalize(call))
+
+
+class _Block:
+    """The bindings of a block in their order of execution, what each touches, and how often each variable is used."""
+
+    def __init__(
+        self,
+        given: Sequence[relax.Binding],
+        touched: Sequence[tuple[set[relax.Var], set[relax.Var]]],
+        uses: Mapping[relax.Var, int],
+    ) -> None:
+        self.given, self.touched, self.uses = given, touched, uses
+        self.readers: dict[relax.Var, list[int]] = {}
+        for n, binding in enumerate(given):
+            for var in variables(binding.value):
+                self.readers.setdefault(var, []).append(n)
+
+    def results(self, n: int) -> Iterator[tuple[int, tuple[int, ...], int]]:
+        """Of call n, the outputs that one binding alone reads: number, views between, place of that."""
+        for number, var in self.outputs(self.given[n].var):
+            alone = self.alone(var)
+            if alone is not None:
+                yield number, *alone
+
+    def outputs(self, var: relax.Var) -> Iterator[tuple[int, relax.Var]]:
+        """By number, the variables of the tensors that a call gives, also where they were put together again."""
+        if isinstance(var.ty, relax.TensorType):
+            yield 0, var
+            return
+        for place in self.readers.get(var, []):
+            value = self.given[place].value
+            if isinstance(value, relax.TupleGetItem):
+                yield int(value.index), self.given[place].var
+
+    def alone(self, var: relax.Var) -> tuple[tuple[int, ...], int] | None:
+        """The views between a tensor and the binding that alone reads it, and the place of that."""
+        views: tuple[int, ...] = ()
+        while self.uses.get(var, 0) == 1 and len(self.readers.get(var, [])) == 1:
+            (place,) = self.readers[var]
+            binding = self.given[place]
+            if not is_view(binding):
+                return views, place
+            if not isinstance(binding.var.ty, relax.TensorType):
+                return None
+            views, var = (*views, place), binding.var
+        return None
+
+    def shown(self, tail: _Tail) -> relax.Expr:
+        """What a tail's function reads, a view of the result."""
+        assert tail.made is not None
+        return next(
+            self.given[place].var
+            for place in reversed(tail.views)
+            if self.given[place].var in variables(self.given[tail.made].value)
+        )
+
+    def are_apart(self, n: int, tails: Sequence[_Tail], mine: set[int]) -> bool:
+        """Whether each tail reads one thing that is made here, and nothing else reads or writes a cache."""
+        inner = {self.given[place].var for place in mine}
+        places = [place for tail in tails for place in tail.places]
+        if any(sum(var in inner for var in variables(self.given[place].value)) != 1 for place in places):
+            return False
+        updates = [tail.update for tail in tails if tail.update is not None]
+        written = [name for place in updates for name in self.touched[place][1] - {self.given[place].var}]
+        others = [n, *(tail.made for tail in tails if tail.made is not None)]
+        read = set().union(*(self.touched[place][0] for place in others))
+        return len(written) == len(set(written)) and not read & set(written)
+
+    def moved_along(self, mine: set[int], last: int) -> list[int] | None:
+        """The places of views that have to follow these bindings, when they run together at the last place; None where
+        they may not, as another touches memory that one in front of it does."""
+        behind: list[int] = []
+        read, written = set[relax.Var](), set[relax.Var]()
+        for place in range(min(mine), last):
+            reads, writes = self.touched[place]
+            if place in mine:
+                read, written = read | reads, written | writes
+            elif is_view(self.given[place]) and reads & written:
+                behind.append(place)
+            elif (reads | writes) & written or writes & read:
+                return None
+        return behind

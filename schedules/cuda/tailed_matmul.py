@@ -1,0 +1,64 @@
+"""The rule for products with tails (tails.py), whose rows may be computed first (normed_matmul.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tvm
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from lowering.tensorir.blocks import FORM
+
+from ..reading.tails import cut_tails
+from ..variant import Variant
+from .device import device
+from .matmul import emit_products, planned, tiles_of, widest
+from .matmul_rows import takes
+from .normed_matmul import emit_normed, read_normed, tiles_of_normed
+from .products import products_of
+from .tails import Tails
+from .threads import ThreadTiles
+
+
+def tailed_matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
+    """Products that the kernel for few rows takes, with tails that it can compute; None for anything else."""
+    cut = cut_tails(func)
+    if cut is None:
+        return None
+    parts, tails = cut
+    normed = None
+    if len(parts) == 2:
+        found = read_normed(func, *parts)
+        groups, normed = found if found is not None else (None, None)
+    else:
+        groups = planned(products_of(func, parts[0]) or ()) if len(parts) == 1 else None
+    if groups is None or not takes(groups) or not _can_end(func, groups, Tails(func, tails, ThreadTiles())):
+        return None
+    gpu = device(target)
+
+    def emit(tiles: dict[str, Any]) -> tirx.PrimFunc:
+        ends = Tails(func, tails, tiles["tails"])
+        with IRBuilder() as builder, T.prim_func():
+            if normed is None:
+                emit_products(groups, tiles, gpu, ends)
+            else:
+                emit_normed(groups, normed, tiles, gpu, ends)
+        return func.with_body(builder.get().body).without_attr(FORM)
+
+    by_name = tiles_of(groups, gpu) if normed is None else tiles_of_normed(groups, gpu)
+    return [
+        Variant(name, widest(groups), gpu, {**tiles, "tails": ThreadTiles()}, emit) for name, tiles in by_name.items()
+    ]
+
+
+def _can_end(func: tirx.PrimFunc, groups: list[Any], ends: Tails) -> bool:
+    """Whether the blocks of few rows can compute the tails."""
+    with IRBuilder(), T.prim_func():
+        try:
+            for products, *_ in groups:
+                ends.epilogue(products)
+        except ValueError:
+            return False
+    return True

@@ -1,0 +1,165 @@
+"""Tails of products (reading/tails.py): by the blocks of few rows themselves, behind other kernels by a launch.
+
+A rotation reads two elements of a head that are D / 2 apart. Blocks of few rows have 16 columns: eight of the first
+half of a head, and those that they are rotated with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tvm import tirx
+from tvm.ir import prim
+from tvm.script.ir_builder import tirx as T
+
+from lowering.tensorir.expressions import Expr, offset, substitute
+from lowering.tensorir.scatter import BoundUpdate
+
+from ..reading.stages import Axis, Stage
+from ..reading.tails import Tail, Update
+from ..reading.values import Evaluator, Program, flat_view
+from .chunks import CHUNK, Row, evaluate, result_registers, store
+from .computed_rows import CacheRows, row_size
+from .elementwise import Chunks
+from .epilogue import HALF, Ends, Epilogue, Put, Sum
+from .products import Products
+from .ptx import fixed, put
+from .threads import ThreadTiles, each
+
+_PAIRS = ((0, 1, 2, 3), (0, 2, 1, 3))
+"""Axes of what is made of heads [batch, rows, H, D], by that of heads: as they are, or heads first."""
+
+
+class Tails(Ends):
+    """Written where the IRBuilder stands."""
+
+    def __init__(self, func: tirx.PrimFunc, tails: Sequence[Tail], tiles: ThreadTiles) -> None:
+        self.func, self.tails, self.tiles = func, tails, tiles
+
+    def epilogue(self, products: Products) -> Epilogue:
+        """Raises ValueError where a tail is not made of pairs that are D / 2 apart, or results are several."""
+        outputs = products.group.outputs
+        tail = next((tail for tail in self.tails if tail.rows in outputs), None)
+        if tail is None:
+            return Epilogue(products)
+        if len(outputs) > 1 or len(products.group.products) > 1 or products.batch_axes:
+            raise ValueError("A tail is of one result of one product.")
+        if tail.update is not None and row_size(tail.update.record) is None:
+            raise ValueError("Rows of the cache are no whole chunks.")
+        into = self.into(tail)
+        return PairedEpilogue(products, tail, into) if tail.stages else Epilogue(products, into)
+
+    def behind(self) -> None:
+        """A launch for all tails, which read the results where they were stored."""
+        memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, self.func.params)}
+        stages = [tail.stages or [_itself(tail.rows)] for tail in self.tails]
+        parts = [Chunks(self.func, own, own[-1:], memory) for own in stages]
+        count = sum((part.count for part in parts[1:]), parts[0].count)
+        into = [self.into(tail) for tail in self.tails]
+
+        def emit(n: int, number: Expr) -> None:
+            """The code of the chunk with that number, behind those of the first n tails."""
+
+            def own() -> None:
+                parts[n].emit(number, lambda stage, at, chunk: into[n](stage.output, at, chunk))
+
+            if n == len(parts) - 1:
+                own()
+                return
+            with T.If(number < parts[n].count):
+                with T.Then():
+                    own()
+                with T.Else():
+                    emit(n + 1, fixed(number - parts[n].count))
+
+        with each(count, self.tiles) as number:
+            emit(0, number)
+
+    def into(self, tail: Tail) -> Put:
+        """What stores chunks of what a tail makes."""
+        if tail.update is not None:
+            cache = CacheRows(_bound(tail.update))
+            return lambda _, at, chunk: cache.put(at, chunk)
+        memory = flat_view(tail.stages[-1].output)
+        return lambda _, at, chunk: store(memory, at, chunk)
+
+
+class PairedEpilogue(Epilogue):
+    """Of columns that are half a head apart."""
+
+    def __init__(self, products: Products, tail: Tail, into: Put) -> None:
+        self.products, self.into, facts = products, into, products.facts.copy()
+        heads, *_, last = tail.stages
+        self.result, shape = last.output, heads.output.shape
+        *_, H, D = shape
+        if not isinstance(D, tirx.IntImm) or D.value % (2 * CHUNK) or len(shape) != 4 or len(last.axes) != 4:
+            raise ValueError("Heads have no halves of whole chunks.")
+        self.head_dim, self.apart = D.value, D.value // 2
+        self.memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, products.func.params)}
+        self.h, i = tirx.Var("h", "int64"), tirx.Var("i", "int64")
+        facts.bind(self.h, 0, H)
+        half = tirx.const(self.apart, "int64")
+        facts.bind(i, 0, half)
+        self.row = Row(facts, i, half)
+        sums = products.group.products[0].stage
+        *rows, _ = [substitute(index, products.point) for index in sums.indices]
+        dims = [i, i + self.apart]
+        at = [[*rows, self.h * D.value + d] for d in dims]
+        self.sums = [tirx.Var(name, products.group.acc) for name in ("low", "high")]
+        known = {sums.output: [([facts.simplify(x) for x in each], var) for each, var in zip(at, self.sums)]}
+        stages = [stage for stage in (*products.stages, *tail.stages) if not stage.reduce]
+        evaluator = Evaluator.of(stages, self.memory)
+
+        def program(points: list[list[Expr]]) -> Program:
+            return evaluator.program([tirx.BufferLoad(self.result, point) for point in points], facts, known)
+
+        for order in _PAIRS:
+            if not all(prim.expr_deep_equal(self.result.shape[n], shape[k]) for n, k in enumerate(order)):
+                continue
+            points = [[facts.simplify([*rows, self.h, d][k]) for k in order] for d in dims]
+            try:
+                self.program = program(points)
+            except KeyError:  # a sum that is no part of the pair
+                continue
+            self.places = [facts.simplify(offset(self.result.shape, point)) for point in points]
+            break
+        else:
+            raise ValueError("What is made of a head is made of other elements than pairs half of it apart.")
+        if self.row.width(self.places) != CHUNK:
+            raise ValueError("Chunks of the result are apart.")
+        self.width = 2 * HALF
+
+    def first(self, number: Expr) -> Expr:
+        per_head = self.apart // HALF
+        return number // per_head * self.head_dim + number % per_head * HALF
+
+    def store(self, where: Mapping[tirx.Var, Expr], row: Expr, column: Expr, sums: Sequence[Sum]) -> None:
+        """Both halves, of which the first one begins at that column; `sums` has one behind the other."""
+        first = fixed((column % self.head_dim).astype("int64"))
+        head = fixed((column // self.head_dim).astype("int64"))
+        values = {**where, self.products.m: fixed(row.astype("int64")), self.h: head}
+        results = result_registers(self.program, 2, CHUNK)
+
+        def keep(x: Expr, found: list[Expr]) -> None:
+            for register, result in zip(results, found):
+                put(register, x, result)
+
+        (own,) = sums
+        elements = {self.sums[0]: own, self.sums[1]: lambda x: own(x + HALF)}
+        evaluate(self.row, self.program, CHUNK, values, first, keep, elements)
+        for place, register in zip(self.places, results):
+            self.into(self.result, fixed(substitute(place, {**values, self.row.j: first})), register)
+
+
+def _bound(update: Update) -> BoundUpdate:
+    buffers = {"cache": update.cache}
+    if update.indices is not None:
+        buffers["write_indices"] = update.indices
+    return BoundUpdate(update.record, buffers, update.length)
+
+
+def _itself(rows: tirx.Buffer) -> Stage:
+    """A stage whose output is what the rows are."""
+    axes = tuple(Axis(tirx.Var(f"v{n}", "int64"), extent) for n, extent in enumerate(rows.shape))
+    here = [axis.var for axis in axes]
+    return Stage(tirx.decl_buffer(rows.shape, rows.dtype, "itself"), axes, (), None, tirx.BufferLoad(rows, here))
