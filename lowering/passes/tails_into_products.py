@@ -130,19 +130,15 @@ class _Joiner(BlockMutator):
         attributes = self.mod[kernel_of(product)].attrs
         call = self.calls.read(product, stages, kind)
         parts = [int(count) for count in attributes.get(PARTS, (len(stages),))]
-        all_stages, outputs, names, nodes = (
-            list(call.stages),
-            list(call.outputs),
-            [call.name],
-            dict.fromkeys(call.nodes),
-        )
+        all_stages, outputs = list(call.stages), list(call.outputs)
+        names, nodes = [call.name], dict.fromkeys(call.nodes)
         specs: list[tuple[_Tail, CacheUpdate | None]] = []
         for tail in tails:
             rows = call.outputs[tail.number]
             if tail.made is not None:
                 made = block.given[tail.made]
                 read = self.calls.read(made, self.calls.stages(made) or [], kind)
-                heads = self.heads(rows, block.shown(tail))
+                heads = self.heads(rows, block.shown(n, tail))
                 if heads is None:
                     return []
                 all_stages += [heads, *read.stages]
@@ -261,20 +257,24 @@ class _Block:
 
     def results(self, n: int) -> Iterator[tuple[int, tuple[int, ...], int]]:
         """Of call n, the outputs that one binding alone reads: number, views between, place of that."""
-        for number, var in self.outputs(self.given[n].var):
+        for number, views, var in self.outputs(n):
             alone = self.alone(var)
             if alone is not None:
-                yield number, *alone
+                yield number, (*views, *alone[0]), alone[1]
 
-    def outputs(self, var: relax.Var) -> Iterator[tuple[int, relax.Var]]:
-        """By number, the variables of the tensors that a call gives, also where they were put together again."""
+    def outputs(self, n: int) -> Iterator[tuple[int, tuple[int, ...], relax.Var]]:
+        """By number, the tensors that a call gives, and where they are taken from its tuple, if only once."""
+        var = self.given[n].var
         if isinstance(var.ty, relax.TensorType):
-            yield 0, var
+            yield 0, (), var
             return
-        for place in self.readers.get(var, []):
-            value = self.given[place].value
-            if isinstance(value, relax.TupleGetItem):
-                yield int(value.index), self.given[place].var
+        places = self.readers.get(var, [])
+        taken = [value.index for value in (self.given[place].value for place in places)
+                 if isinstance(value, relax.TupleGetItem)]  # fmt: skip
+        if len(taken) == self.uses.get(var, 0):
+            for place, number in zip(places, taken):
+                if taken.count(number) == 1:
+                    yield int(number), (place,), self.given[place].var
 
     def alone(self, var: relax.Var) -> tuple[tuple[int, ...], int] | None:
         """The views between a tensor and the binding that alone reads it, and the place of that."""
@@ -289,14 +289,11 @@ class _Block:
             views, var = (*views, place), binding.var
         return None
 
-    def shown(self, tail: _Tail) -> relax.Expr:
-        """What a tail's function reads, a view of the result."""
+    def shown(self, n: int, tail: _Tail) -> relax.Expr:
+        """What a tail's function reads of what product n makes."""
         assert tail.made is not None
-        return next(
-            self.given[place].var
-            for place in reversed(tail.views)
-            if self.given[place].var in variables(self.given[tail.made].value)
-        )
+        read = variables(self.given[tail.made].value)
+        return next(var for place in (n, *tail.views) if (var := self.given[place].var) in read)
 
     def are_apart(self, n: int, tails: Sequence[_Tail], mine: set[int]) -> bool:
         """Whether each tail reads one thing that is made here, and nothing else reads or writes a cache."""

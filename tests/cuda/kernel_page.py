@@ -47,7 +47,8 @@ score_mod is evaluated for each pair of each tile that is left, in float32, on t
 What it says more than once is computed once. Functions are CUDA's accurate ones (`tanhf`, not `tanh.approx`).
 Captured arrays are read from global memory where they are used. `tests/cuda/test_machine_code.py` looks at masks,
 windows, sinks, caps and formulas at every head size: with default tiles no register is put into memory, but for 8 bytes
-of formulas at head sizes of 64 and 96 on sm_90a.
+of formulas at head sizes of 64 and 96 on sm_90a. On sm_100 and sm_120 no loop puts any there; around it ptxas keeps up
+to ten numbers in memory, whatever the tiles, which a block stores and loads once.
 
 `tests/cuda/test_skipped_tiles.py` counts the products of whole calls under emulation: exactly those of the tiles in
 which something is visible, for causal masks, windows, documents, masks by head and blocks; of documents with a mask of

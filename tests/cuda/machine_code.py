@@ -17,7 +17,7 @@ from typing import Any
 
 import tvm
 from loop_model import Step, steps
-from sass import main_loop, read
+from sass import main_loop, multiplying, read
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
@@ -32,6 +32,7 @@ from schedules.cuda.device import DEVICES
 from schedules.cuda.prefill_mma import prefill_mma
 from schedules.cuda.prefill_wgmma import prefill_wgmma
 
+_SPILLS = ("STL", "LDL")
 HEAD_DIMS = (64, 80, 96, 128, 256)
 
 
@@ -43,6 +44,7 @@ class MachineCode:
     registers: int
     stack: int
     spills: int  # instructions that store or load registers to or from local memory
+    spills_in_loops: int  # of them those in innermost loops that multiply, with mask code or without
     loop: Counter[str]
     whole: Counter[str]
     steps: tuple[Step, ...]  # of the loop
@@ -88,7 +90,8 @@ def machine_code(func: tirx.PrimFunc, arch: str) -> MachineCode:
     whole = Counter(each.opcode for function in functions for each in function.instructions)
     said = "\n".join(line for line in said.splitlines() if "spilled" not in line)
     loop = Counter(each.opcode for each in path)
-    return MachineCode(registers, stack, whole["STL"] + whole["LDL"], loop, whole, steps(path), said)
+    inside = sum(f.instructions[n].opcode in _SPILLS for f in functions for body in multiplying(f) for n in body)
+    return MachineCode(registers, stack, sum(whole[o] for o in _SPILLS), inside, loop, whole, steps(path), said)
 
 
 def tool(name: str, *arguments: str | Path) -> str:

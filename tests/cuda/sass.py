@@ -77,12 +77,20 @@ def main_loop(functions: list[Function]) -> list[Instruction]:
     fewest instructions for a product, which is the one for tiles without mask code. Empty where no loop multiplies."""
     candidates = []
     for function in functions:
-        multiplying = [loop for loop in loops(function) if _operations(function, loop.path)]
-        for loop in multiplying:
-            if not any(other.body < loop.body for other in multiplying):
-                cost = len(loop.path) / _operations(function, loop.path)
-                candidates.append((cost, [function.instructions[n] for n in loop.path]))
+        for loop in _multiplying(function):
+            cost = len(loop.path) / _operations(function, loop.path)
+            candidates.append((cost, [function.instructions[n] for n in loop.path]))
     return min(candidates, key=lambda candidate: candidate[0])[1] if candidates else []
+
+
+def multiplying(function: Function) -> list[frozenset[int]]:
+    """The innermost loops with products, all of their instructions by number."""
+    return [loop.body for loop in _multiplying(function)]
+
+
+def _multiplying(function: Function) -> list[Loop]:
+    found = [loop for loop in loops(function) if _operations(function, loop.path)]
+    return [loop for loop in found if not any(other.body < loop.body for other in found)]
 
 
 def loops(function: Function) -> list[Loop]:
