@@ -23,7 +23,7 @@ from schedules.variant import Choose
 from ..choices import Scheme
 from ..errors import CompilerError, LoweringError
 from ..importing.imported import Imported
-from ..importing.origins import after_fusion
+from ..importing.origins import Origins, after_fusion
 from ..manifest import CallSpec, KernelSpec
 from ..passes.absorb_heads import absorb_heads
 from ..passes.absorb_masks import absorb_masks
@@ -65,6 +65,7 @@ _FUSED = 16
 _LONG = 0.05  # seconds, from which on the log names a pass among the stages
 
 Dump = Callable[[str, ir.Model | tvm.IRModule], None]
+Pass = Callable[[tvm.IRModule], tvm.IRModule]
 
 
 @dataclass(frozen=True)
@@ -113,36 +114,21 @@ def lower(
         mod, weights = pack_weights(mod, imported.weights, target.tvm, scheme, notes, on_tensor_cores)
         return mod
 
-    def heads(mod: tvm.IRModule) -> tvm.IRModule:
-        nonlocal origins
-        mod, origins = absorb_heads(mod, origins)
-        return mod
-
     def fuse(mod: tvm.IRModule) -> tvm.IRModule:
         nonlocal origins
         fused = t.FuseOps()(mod)
         origins = after_fusion(mod, fused, origins)
         return fused
 
-    def group(mod: tvm.IRModule) -> tvm.IRModule:
-        nonlocal origins
-        mod, origins = group_products(mod, target.tvm, origins)
-        return mod
+    def traced(rewrite: Callable[[tvm.IRModule, Origins], tuple[tvm.IRModule, Origins]]) -> Pass:
+        """A pass that draws the lines between functions otherwise, and says where its calls come from."""
 
-    def rows(mod: tvm.IRModule) -> tvm.IRModule:
-        nonlocal origins
-        mod, origins = join_rows(mod, target.tvm, origins)
-        return mod
+        def run(mod: tvm.IRModule) -> tvm.IRModule:
+            nonlocal origins
+            mod, origins = rewrite(mod, origins)
+            return mod
 
-    def norms(mod: tvm.IRModule) -> tvm.IRModule:
-        nonlocal origins
-        mod, origins = norms_into_products(mod, target.tvm, origins)
-        return mod
-
-    def tails(mod: tvm.IRModule) -> tvm.IRModule:
-        nonlocal origins
-        mod, origins = tails_into_products(mod, target.tvm, origins)
-        return mod
+        return run
 
     def schedule(mod: tvm.IRModule) -> tvm.IRModule:
         nonlocal kernels, calls, unscheduled
@@ -151,15 +137,25 @@ def lower(
             notes.append(note_of_products(mod, products))
         return mod
 
-    def on_gpu(rewrite: Callable[[Scheduled], Scheduled]) -> Callable[[tvm.IRModule], tvm.IRModule]:
+    def of_calls(rewrite: Callable[[Scheduled], Scheduled]) -> Pass:
+        """A pass that changes which kernels are called."""
+
         def run(mod: tvm.IRModule) -> tvm.IRModule:
             nonlocal kernels, calls, unscheduled
             mod, kernels, calls, unscheduled = rewrite(Scheduled(mod, kernels, calls, unscheduled))
             return mod
 
+        return run
+
+    def on_gpu(run: Pass) -> Pass:
+        """Where kernels run on one."""
         return run if runs_on.architecture else lambda mod: mod
 
-    passes: list[tuple[str, Callable[[tvm.IRModule], tvm.IRModule]]] = [
+    def for_gpu(run: Pass) -> Pass:
+        """Where the target is one, whatever stands in for it."""
+        return run if target.architecture else lambda mod: mod
+
+    passes: list[tuple[str, Pass]] = [
         # Relax: what the model computes
         ("canonicalize", t.CanonicalizeBindings()),
         ("to_dataflow", t.ConvertToDataflow(min_size=1)),
@@ -168,12 +164,12 @@ def lower(
         ("pack_weights", pack),
         ("lower_convolutions", lambda mod: lower_convolutions(mod, target.tvm, on_tensor_cores)),
         ("absorb_transposes", lambda mod: absorb_transposes(mod, target.tvm, on_tensor_cores)),
-        ("absorb_heads", heads),
+        ("absorb_heads", traced(absorb_heads)),
         # Relax to TensorIR, fused
         # Reshapes stay operators, which share memory with what they reshape; as kernels they would copy and divide.
         ("legalize", t.LegalizeOps({"relax.reshape": lambda _, call: call})),
         # Only hosts can raise: in device code an assertion does not compile.
-        ("skip_assertions", tvm.tirx.transform.SkipAssert() if target.architecture else lambda mod: mod),
+        ("skip_assertions", for_gpu(tvm.tirx.transform.SkipAssert())),
         # These read kernels, and must see those of indices, masks and changes of scores one by one.
         ("prove_indices", lambda mod: prove_indices(mod, on_gpu=bool(target.architecture))),
         ("absorb_masks", absorb_masks),
@@ -187,27 +183,27 @@ def lower(
         ("eliminate_dead_functions", t.DeadCodeElimination()),
         ("sizes_first", sizes_first),
         ("mark_products", lambda mod: mark_products(mod, products)),
-        ("group_products", group),
+        ("group_products", traced(lambda mod, of: group_products(mod, target.tvm, of))),
         # GPUs have no kernel for what it makes.
-        ("join_rows", rows if not target.architecture else lambda mod: mod),
-        ("norms_into_products", norms if target.architecture else lambda mod: mod),
+        ("join_rows", traced(lambda mod, of: join_rows(mod, target.tvm, of) if not target.architecture else (mod, of))),
+        ("norms_into_products", for_gpu(traced(lambda mod, of: norms_into_products(mod, target.tvm, of)))),
         # Fusion may move a reader behind a write: only now is the order of execution final.
         ("to_non_dataflow", t.ToNonDataflow()),
         ("donate", lambda mod: donate(mod, donated, notes)),
         # Behind donation, which says what is updated in place.
-        ("tails_into_products", tails if target.architecture else lambda mod: mod),
+        ("tails_into_products", for_gpu(traced(lambda mod, of: tails_into_products(mod, target.tvm, of)))),
         # How it runs
         ("schedule", schedule),
-        ("rows_into_caches", on_gpu(rows_into_caches)),
-        ("join_launches", on_gpu(join_launches)),
+        ("rows_into_caches", on_gpu(of_calls(rows_into_caches))),
+        ("join_launches", on_gpu(of_calls(join_launches))),
         ("hold_divisions", hold_divisions),
         # Virtual machine
         ("add_release", add_release),
-        ("add_replay", add_replay if runs_on.architecture else lambda mod: mod),
+        ("add_replay", on_gpu(add_replay)),
         ("bundle_weights", lambda mod: t.BundleModelParams("weights")(mod) if weights else mod),
         ("remove_purity_checking", t.RemovePurityChecking()),
         ("lower_call_tir", t.CallTIRRewrite()),
-        ("results_apart", results_apart if runs_on.architecture else lambda mod: mod),
+        ("results_apart", on_gpu(results_apart)),
         ("plan_memory", plan_memory),
         ("lower_allocations", t.LowerAllocTensor()),
         ("size_classes", size_classes),

@@ -14,9 +14,11 @@ from tvm import ir, relax, tirx
 from schedules.reading.product import PRODUCTS, read_product
 from schedules.reading.row_parts import PARTS
 from schedules.reading.stages import Axis, Stage, read_stages, renamed, write_stages
+from schedules.reading.tails import Update
 
 from ..importing.origins import Origins
 from ..tensorir.expressions import Expr, loads, walk
+from ..tensorir.scatter import write
 
 T = TypeVar("T")
 
@@ -29,7 +31,7 @@ class StageCall:
 
     nodes are the ONNX nodes that it computes; binding is what it was read from, while that is all it is. multiplied is
     how products of float32 are computed (PRODUCTS), "" as usual; parts are how many stages belong together (PARTS).
-    touched are tensors that it takes, too, though no stage reads them.
+    updates of caches come behind the stages.
     """
 
     name: str
@@ -39,12 +41,13 @@ class StageCall:
     multiplied: str
     binding: relax.Binding | None = None
     parts: tuple[int, ...] = ()
-    touched: tuple[tirx.Buffer, ...] = ()
+    updates: tuple[Update, ...] = ()
 
     def inputs(self) -> list[tirx.Buffer]:
         made = {stage.output for stage in self.stages}
-        read = (node.source for stage in self.stages for node in loads(stage.value))
-        return [buffer for buffer in dict.fromkeys((*read, *self.touched)) if buffer not in made]
+        read = [node.source for stage in self.stages for node in loads(stage.value)]
+        read += [buffer for update in self.updates for buffer in update.inputs()]
+        return [buffer for buffer in dict.fromkeys(read) if buffer not in made]
 
     def function(self) -> tuple[tirx.PrimFunc, list[tirx.Var]]:
         """The function, and what it takes before its outputs: tensors, and integers that are no size of these."""
@@ -54,12 +57,17 @@ class StageCall:
         used = [*(extent for buffer in tensors for extent in buffer.shape), *self._expressions()]
         free = (node for expr in used for node in walk(expr) if isinstance(node, tirx.Var) and node not in known)
         given = [*self.inputs(), *dict.fromkeys(free)]
-        func = write_stages(self.stages, [*given, *self.outputs])
+        func = write_stages(self.stages, [*given, *self.outputs], self._write_updates)
         if self.multiplied and any(map(read_product, self.stages)):
             func = func.with_attr(PRODUCTS, self.multiplied)
         if self.parts:
             func = func.with_attr(PARTS, list(self.parts))
         return func, given
+
+    def _write_updates(self, own: Callable[[tirx.Buffer], tirx.Buffer]) -> None:
+        for each in self.updates:
+            indices = None if each.indices is None else own(each.indices)
+            write(Update(each.record, own(each.rows), own(each.cache), indices).bound())
 
     def _expressions(self) -> Iterator[Expr]:
         for stage in self.stages:

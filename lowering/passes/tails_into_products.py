@@ -23,7 +23,7 @@ import schedules
 from schedules.reading.product import read_product
 from schedules.reading.row_parts import PARTS
 from schedules.reading.stages import Axis, Stage
-from schedules.reading.tails import TAILS, TailSpec, axis_of_rows, to_json
+from schedules.reading.tails import TAILS, TailSpec, Update, axis_of_rows, to_json
 
 from ..importing.checks import checked
 from ..importing.origins import Origins, bindings
@@ -132,7 +132,7 @@ class _Joiner(BlockMutator):
         parts = [int(count) for count in attributes.get(PARTS, (len(stages),))]
         all_stages, outputs = list(call.stages), list(call.outputs)
         names, nodes = [call.name], dict.fromkeys(call.nodes)
-        specs: list[tuple[_Tail, CacheUpdate | None]] = []
+        updates: list[Update | None] = []
         for tail in tails:
             rows = call.outputs[tail.number]
             if tail.made is not None:
@@ -148,21 +148,25 @@ class _Joiner(BlockMutator):
                 rows = read.stages[-1].output
                 if tail.update is None:
                     outputs += read.outputs
-            update = None
+            update = None if tail.update is None else self.update(block.given[tail.update], rows)
             if tail.update is not None:
-                value = block.given[tail.update].value
-                update = CacheUpdate.from_json(str(self.mod[value.args[0]].attrs[ATTRIBUTE]))
-                shape, axis = value.args[1].fields[1].ty.shape.values, axis_of_rows(update)
-                if len(rows.shape) <= axis or not prim.expr_deep_equal(shape[axis], rows.shape[axis]):
+                if update is None:
                     return []
                 nodes |= dict.fromkeys(self.calls.origins.get(block.given[tail.update].var.name, ()))
-            specs.append((tail, update))
-        caches = [block.given[tail.update].value.args[1].fields for tail in tails if tail.update is not None]
-        touched = [self.calls.tensor(field, "cache" if k == 0 else "write_indices")
-                   for fields in caches for k, field in enumerate(fields) if k != 1]  # fmt: skip
+            updates.append(update)
         item = StageCall("_".join(names), all_stages, outputs, tuple(nodes), call.multiplied, None, tuple(parts),
-                         tuple(dict.fromkeys(touched)))  # fmt: skip
-        return self.called(block, n, item, call, specs, kind)
+                         tuple(update for update in updates if update is not None))  # fmt: skip
+        return self.called(block, n, item, call, list(zip(tails, updates)), kind)
+
+    def update(self, binding: relax.Binding, rows: tirx.Buffer) -> Update | None:
+        """The update of a cache, with these rows for its own, in which they are viewed; None where they are others."""
+        kernel, (cache, own, *indices) = binding.value.args[0], binding.value.args[1].fields
+        record = CacheUpdate.from_json(str(self.mod[kernel].attrs[ATTRIBUTE]))
+        axis = axis_of_rows(record)
+        if len(rows.shape) <= axis or not prim.expr_deep_equal(own.ty.shape.values[axis], rows.shape[axis]):
+            return None
+        at = self.calls.tensor(indices[0], "write_indices") if indices else None
+        return Update(record, rows, self.calls.tensor(cache, "cache"), at)
 
     def heads(self, rows: tirx.Buffer, shown: relax.Expr) -> Stage | None:
         """A stage that shows a result [..., N] as heads [..., H, D]; None for another view."""
@@ -183,28 +187,27 @@ class _Joiner(BlockMutator):
         n: int,
         item: StageCall,
         product: StageCall,
-        specs: Sequence[tuple[_Tail, CacheUpdate | None]],
+        tails: Sequence[tuple[_Tail, Update | None]],
         kind: type[relax.Var],
     ) -> list[relax.Binding]:
         function, given = item.function()
         number: Mapping[tirx.Var, int] = {param: k for k, param in enumerate([*given, *item.outputs])}
         described, caches = [], []
-        for tail, update in specs:
-            rows = number[product.outputs[tail.number]]
+        for tail, update in tails:
+            rows, has_stages = number[product.outputs[tail.number]], tail.made is not None
             if tail.update is None or update is None:
-                described.append(TailSpec(rows, tail.made is not None))
+                described.append(TailSpec(rows, has_stages))
                 continue
-            cache, _, *indices = (self.calls.tensors.get(f) for f in block.given[tail.update].value.args[1].fields)
-            place = [number[buffer] for buffer in (cache, *indices)]
-            described.append(TailSpec(rows, tail.made is not None, update.to_json(), *place))
-            caches.append((place[0], block.given[tail.update].var))
+            places = [number[buffer] for buffer in update.inputs()]
+            described.append(TailSpec(rows, has_stages, update.record.to_json(), *places))
+            caches.append((places[0], block.given[tail.update].var))
         function = function.with_attr(TAILS, to_json(described))
         found = self.asked(function)
         if found is None or found[0] != schedules.TAILED_MATMUL:
             return []
         results = [self.calls.names[buffer] for buffer in item.outputs]
         arguments = [self.calls.names.get(var, var) for var in given]
-        bound = list(self.moved_checks(block, specs, arguments))
+        bound = list(self.moved_checks(block, [tail for tail, _ in tails], arguments))
         variable = self.builder_.add_func(function, item.name)
         variables_ = [*results, *(var for _, var in caches)]
         types = [var.ty for var in variables_]
@@ -225,10 +228,10 @@ class _Joiner(BlockMutator):
         return bound
 
     def moved_checks(
-        self, block: _Block, specs: Sequence[tuple[_Tail, CacheUpdate | None]], arguments: list[relax.Expr]
+        self, block: _Block, tails: Sequence[_Tail], arguments: list[relax.Expr]
     ) -> Iterator[relax.Binding]:
         """Checks of sizes of what is not there any more, as checks of the first tensor that is taken."""
-        for place in sorted({place for tail, _ in specs for place in tail.views}):
+        for place in sorted({place for tail in tails for place in tail.views}):
             binding = block.given[place]
             if checked(binding.value) is None:
                 continue

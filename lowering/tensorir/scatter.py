@@ -165,29 +165,34 @@ def _update_shape(dims: Sequence[Expr], update: CacheUpdate, length: Expr) -> li
 def _prim_func(update: CacheUpdate, copy: bool) -> tirx.PrimFunc:
     # Private: a module gives each function a name of its own.
     with IRBuilder() as builder, T.prim_func(s_tir=True, private=True):
-        bound = BoundUpdate.declared(update, copy)
-        length, max_len, suffix, target = bound.length, bound.max_len, bound.suffix, bound.target
-        with T.sblock("update_cache"):
-            T.reads([whole(buffer) for name, buffer in bound.buffers.items() if name != target])
-            T.writes([whole(bound.buffers[target])])
-            flat = {name: bound.flat(name) for name in bound.buffers}
-
-            def write(prefix: Expr) -> None:
-                if copy:
-                    size = max_len * suffix
-                    _copy(flat["present"], prefix * size, flat["cache"], prefix * size, size)
-                w = T.bind(bound.first_position(prefix))
-                with T.serial(length) as s, bound.position(w, s) as position:
-                    to, source = (prefix * max_len + position) * suffix, bound.source_row(prefix, s) * suffix
-                    _copy(flat[target], to, flat["update"], source, suffix)
-
-            written = bound.prefixes * (max_len if copy else length) * suffix * bound.itemsize
-            with T.If(written >= _PARALLEL_BYTES):
-                with T.Then(), T.parallel(bound.prefixes) as prefix:
-                    write(prefix)
-                with T.Else(), T.serial(bound.prefixes) as prefix:
-                    write(prefix)
+        write(BoundUpdate.declared(update, copy))
     return builder.get()
+
+
+def write(bound: BoundUpdate) -> None:
+    """A block that does the update, where the IRBuilder stands."""
+    length, max_len, suffix, target = bound.length, bound.max_len, bound.suffix, bound.target
+    copy = target != "cache"
+    with T.sblock("update_cache"):
+        T.reads([whole(buffer) for name, buffer in bound.buffers.items() if name != target])
+        T.writes([whole(bound.buffers[target])])
+        flat = {name: bound.flat(name) for name in bound.buffers}
+
+        def write_rows(prefix: Expr) -> None:
+            if copy:
+                size = max_len * suffix
+                _copy(flat["present"], prefix * size, flat["cache"], prefix * size, size)
+            w = T.bind(bound.first_position(prefix))
+            with T.serial(length) as s, bound.position(w, s) as position:
+                to, source = (prefix * max_len + position) * suffix, bound.source_row(prefix, s) * suffix
+                _copy(flat[target], to, flat["update"], source, suffix)
+
+        written = bound.prefixes * (max_len if copy else length) * suffix * bound.itemsize
+        with T.If(written >= _PARALLEL_BYTES):
+            with T.Then(), T.parallel(bound.prefixes) as prefix:
+                write_rows(prefix)
+            with T.Else(), T.serial(bound.prefixes) as prefix:
+                write_rows(prefix)
 
 
 def _copy(to: tirx.Buffer, to_start: Expr, source: tirx.Buffer, start: Expr, size: Expr) -> None:

@@ -17,25 +17,20 @@ Sum = Callable[[Expr], Expr]
 """Of a product, at a column of the chunk."""
 
 
-Put = Callable[[tirx.Buffer, Expr, tirx.Buffer], None]
-"""Stores a chunk of an output, at the place of its first element in memory: registers."""
-
 HALF = 8
 """Columns of C, successive ones, that the kernel for few rows has in each half of a block."""
 
 
 class Epilogue:
-    """Written where the IRBuilder stands; `memory` are the function's tensors as vectors. put: what becomes of an
-    output's chunks, if they are not stored there.
+    """Written where the IRBuilder stands; `memory` are the function's tensors as vectors.
 
     Blocks of few rows have columns `first(n)` to `first(n)` + 7, and as many `apart` from there.
     """
 
     apart = HALF
 
-    def __init__(self, products: Products, put: Put | None = None) -> None:
+    def __init__(self, products: Products) -> None:
         self.products, facts = products, products.facts
-        self.put = put or (lambda output, at, chunk: store(self.memory[output], at, chunk))
         self.memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, products.func.params)}
         self.row = Row(facts, products.j, products.columns)
         group = products.group
@@ -61,6 +56,10 @@ class Epilogue:
         for output, place, register in zip(self.products.group.outputs, self.places, results):
             at = fixed(substitute(place, {**values, self.products.j: first}))
             self.put(output, at, register)
+
+    def put(self, output: tirx.Buffer, at: Expr, chunk: tirx.Buffer) -> None:
+        """Stores a chunk of an output, at the place of its first element in memory: registers."""
+        store(self.memory[output], at, chunk)
 
     def first(self, number: Expr) -> Expr:
         """The first column of a block of few rows."""

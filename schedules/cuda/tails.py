@@ -1,32 +1,34 @@
 """Tails of products (reading/tails.py): by the blocks of few rows themselves, behind other kernels by a launch.
 
 A rotation reads two elements of a head that are D / 2 apart. Blocks of few rows have 16 columns: eight of the first
-half of a head, and those that they are rotated with.
+half of a head, and those that they are rotated with. Results that have tails are stored all the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tvm import tirx
 from tvm.ir import prim
 from tvm.script.ir_builder import tirx as T
 
 from lowering.tensorir.expressions import Expr, offset, substitute
-from lowering.tensorir.scatter import BoundUpdate
 
 from ..reading.stages import Axis, Stage
-from ..reading.tails import Tail, Update
-from ..reading.values import Evaluator, Program, flat_view
+from ..reading.tails import Tail
+from ..reading.values import Evaluator, flat_view
 from .chunks import CHUNK, Row, evaluate, result_registers, store
 from .computed_rows import CacheRows, row_size
 from .elementwise import Chunks
-from .epilogue import HALF, Ends, Epilogue, Put, Sum
+from .epilogue import HALF, Ends, Epilogue, Sum
 from .products import Products
 from .ptx import fixed, put
 from .threads import ThreadTiles, each
 
-_PAIRS = ((0, 1, 2, 3), (0, 2, 1, 3))
+Put = Callable[[tirx.Buffer, Expr, tirx.Buffer], None]
+"""Stores a chunk of a tensor, at the place of its first element in memory: registers."""
+
+_ORDERS = ((0, 1, 2, 3), (0, 2, 1, 3))
 """Axes of what is made of heads [batch, rows, H, D], by that of heads: as they are, or heads first."""
 
 
@@ -47,7 +49,7 @@ class Tails(Ends):
         if tail.update is not None and row_size(tail.update.record) is None:
             raise ValueError("Rows of the cache are no whole chunks.")
         into = self.into(tail)
-        return PairedEpilogue(products, tail, into) if tail.stages else Epilogue(products, into)
+        return PairedEpilogue(products, tail, into) if tail.stages else TailedEpilogue(products, into)
 
     def behind(self) -> None:
         """A launch for all tails, which read the results where they were stored."""
@@ -78,56 +80,73 @@ class Tails(Ends):
     def into(self, tail: Tail) -> Put:
         """What stores chunks of what a tail makes."""
         if tail.update is not None:
-            cache = CacheRows(_bound(tail.update))
+            cache = CacheRows(tail.update.bound())
             return lambda _, at, chunk: cache.put(at, chunk)
         memory = flat_view(tail.stages[-1].output)
         return lambda _, at, chunk: store(memory, at, chunk)
 
 
+class TailedEpilogue(Epilogue):
+    """Stores results, and what is made of them."""
+
+    def __init__(self, products: Products, into: Put) -> None:
+        super().__init__(products)
+        self.into = into
+
+    def put(self, output: tirx.Buffer, at: Expr, chunk: tirx.Buffer) -> None:
+        super().put(output, at, chunk)
+        self.into(output, at, chunk)
+
+
 class PairedEpilogue(Epilogue):
-    """Of columns that are half a head apart."""
+    """Of columns that are half a head apart: stores both, and what is made of them."""
 
     def __init__(self, products: Products, tail: Tail, into: Put) -> None:
-        self.products, self.into, facts = products, into, products.facts.copy()
-        heads, *_, last = tail.stages
-        self.result, shape = last.output, heads.output.shape
-        *_, H, D = shape
-        if not isinstance(D, tirx.IntImm) or D.value % (2 * CHUNK) or len(shape) != 4 or len(last.axes) != 4:
+        self.products, self.tail, self.into = products, tail, into
+        *_, H, D = tail.stages[0].output.shape
+        if not isinstance(D, tirx.IntImm) or D.value % (2 * CHUNK):
             raise ValueError("Heads have no halves of whole chunks.")
-        self.head_dim, self.apart = D.value, D.value // 2
         self.memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, products.func.params)}
-        self.h, i = tirx.Var("h", "int64"), tirx.Var("i", "int64")
-        facts.bind(self.h, 0, H)
+        self.head_dim, self.apart, self.facts = D.value, D.value // 2, products.facts.copy()
+        self.h, self.i = tirx.Var("h", "int64"), tirx.Var("i", "int64")
         half = tirx.const(self.apart, "int64")
-        facts.bind(i, 0, half)
-        self.row = Row(facts, i, half)
-        sums = products.group.products[0].stage
-        *rows, _ = [substitute(index, products.point) for index in sums.indices]
-        dims = [i, i + self.apart]
-        at = [[*rows, self.h * D.value + d] for d in dims]
+        self.facts.bind(self.h, 0, H)
+        self.facts.bind(self.i, 0, half)
+        self.row = Row(self.facts, self.i, half)
         self.sums = [tirx.Var(name, products.group.acc) for name in ("low", "high")]
-        known = {sums.output: [([facts.simplify(x) for x in each], var) for each, var in zip(at, self.sums)]}
-        stages = [stage for stage in (*products.stages, *tail.stages) if not stage.reduce]
-        evaluator = Evaluator.of(stages, self.memory)
-
-        def program(points: list[list[Expr]]) -> Program:
-            return evaluator.program([tirx.BufferLoad(self.result, point) for point in points], facts, known)
-
-        for order in _PAIRS:
-            if not all(prim.expr_deep_equal(self.result.shape[n], shape[k]) for n, k in enumerate(order)):
-                continue
-            points = [[facts.simplify([*rows, self.h, d][k]) for k in order] for d in dims]
-            try:
-                self.program = program(points)
-            except KeyError:  # a sum that is no part of the pair
-                continue
-            self.places = [facts.simplify(offset(self.result.shape, point)) for point in points]
-            break
-        else:
-            raise ValueError("What is made of a head is made of other elements than pairs half of it apart.")
+        outputs, points = self.find_program()
+        self.outputs = outputs
+        self.places = [self.facts.simplify(offset(x.shape, point)) for x, point in zip(outputs, points)]
         if self.row.width(self.places) != CHUNK:
             raise ValueError("Chunks of the result are apart.")
         self.width = 2 * HALF
+
+    def find_program(self) -> tuple[list[tirx.Buffer], list[list[Expr]]]:
+        """What is stored, and at which points: element i of head h, and that half a head from there."""
+        tail, sums = self.tail, self.products.group.products[0].stage
+        *rows, _ = [substitute(index, self.products.point) for index in sums.indices]
+        dims = [self.i, self.i + self.apart]
+        columns = self.simplified([[*rows, self.h * self.head_dim + d] for d in dims])
+        stages = [stage for stage in (*self.products.stages, *tail.stages) if not stage.reduce]
+        evaluator, made = Evaluator.of(stages, self.memory), tail.stages[-1].output
+        shape = tail.stages[0].output.shape
+        for order in _ORDERS:
+            same = len(made.shape) == len(shape) == len(order)
+            if not same or not all(prim.expr_deep_equal(made.shape[n], shape[k]) for n, k in enumerate(order)):
+                continue
+            points = self.simplified([[[*rows, self.h, d][k] for k in order] for d in dims])
+            outputs, points = [tail.rows, tail.rows, made, made], [*columns, *points]
+            wanted = [tirx.BufferLoad(*place) for place in zip(outputs, points)]
+            try:
+                known = {sums.output: list(zip(columns, self.sums))}
+                self.program = evaluator.program(wanted, self.facts, known)
+            except KeyError:  # a sum that is no part of the pair
+                continue
+            return outputs, points
+        raise ValueError("What is made of a head is made of other elements than pairs half of it apart.")
+
+    def simplified(self, points: list[list[Expr]]) -> list[list[Expr]]:
+        return [[self.facts.simplify(index) for index in point] for point in points]
 
     def first(self, number: Expr) -> Expr:
         per_head = self.apart // HALF
@@ -138,7 +157,7 @@ class PairedEpilogue(Epilogue):
         first = fixed((column % self.head_dim).astype("int64"))
         head = fixed((column // self.head_dim).astype("int64"))
         values = {**where, self.products.m: fixed(row.astype("int64")), self.h: head}
-        results = result_registers(self.program, 2, CHUNK)
+        results = result_registers(self.program, len(self.outputs), CHUNK)
 
         def keep(x: Expr, found: list[Expr]) -> None:
             for register, result in zip(results, found):
@@ -147,15 +166,12 @@ class PairedEpilogue(Epilogue):
         (own,) = sums
         elements = {self.sums[0]: own, self.sums[1]: lambda x: own(x + HALF)}
         evaluate(self.row, self.program, CHUNK, values, first, keep, elements)
-        for place, register in zip(self.places, results):
-            self.into(self.result, fixed(substitute(place, {**values, self.row.j: first})), register)
-
-
-def _bound(update: Update) -> BoundUpdate:
-    buffers = {"cache": update.cache}
-    if update.indices is not None:
-        buffers["write_indices"] = update.indices
-    return BoundUpdate(update.record, buffers, update.length)
+        for output, place, register in zip(self.outputs, self.places, results):
+            at = fixed(substitute(place, {**values, self.i: first}))
+            if output is self.tail.rows:
+                self.put(output, at, register)
+            else:
+                self.into(output, at, register)
 
 
 def _itself(rows: tirx.Buffer) -> Stage:

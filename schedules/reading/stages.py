@@ -135,8 +135,15 @@ def renamed(expr: Expr, tensors: Mapping[tirx.Buffer, tirx.Buffer], symbols: Map
     return rewrite(expr, replaced)
 
 
-def write_stages(stages: Sequence[Stage], params: Sequence[tirx.Var]) -> tirx.PrimFunc:
-    """The inverse: a function of these parameters, tensors and integers, that computes the stages one after the other.
+Behind = Callable[[Callable[[tirx.Buffer], tirx.Buffer]], None]
+"""Writes blocks, given the function's tensor for each that stages know."""
+
+
+def write_stages(
+    stages: Sequence[Stage], params: Sequence[tirx.Var], behind: Behind = lambda own: None
+) -> tirx.PrimFunc:
+    """The inverse: a function of these parameters, tensors and integers, that computes the stages one after the other,
+    and does what stands behind them.
 
     Its variables are its own. A tensor that is no parameter is inside the function.
     """
@@ -174,4 +181,5 @@ def write_stages(stages: Sequence[Stage], params: Sequence[tirx.Var]) -> tirx.Pr
                     with T.init():
                         T.buffer_store(output, own(stage.init), place)
                 T.buffer_store(output, own(stage.value), place)
+        behind(tensors.__getitem__)
     return builder.get()

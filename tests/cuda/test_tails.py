@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import cuda_emulation as emulated
 import ml_dtypes
@@ -11,6 +15,7 @@ import numpy as np
 import onnx
 import pytest
 from cuda_emulation import device
+from cuda_emulation.processes import environment
 from onnx import helper, numpy_helper
 from product_code import machine_code_of
 from steps import work
@@ -269,3 +274,18 @@ def test_machine_code(name: str, arch: str) -> None:
     assert "HMMA" in opcodes and not {"LDL", "STL"} & set(opcodes)
     if arch != "sm_80":
         assert {"LDGSTS"} == before_the_wait(first) & MEMORY
+
+
+@pytest.mark.slow
+def test_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidates give what the CPU makes of the function: results, and what is in the caches."""
+    here = {**os.environ, **environment("sm_80")}
+    monkeypatch.setenv("PATH", here["PATH"])
+    model, sizes, batch = CASES["norm and rotation"].model(), [{"B": 1, "S": 2}], tmp_path / "batch"
+    done = lowering.tune(
+        model, tmp_path / "database", "cuda:sm_80", sizes=sizes, trials=6, export=batch, donate=("cache_.*",)
+    )
+    assert [outcome.trials for outcome in done.outcomes] == [6]
+    command = [sys.executable, "-m", "lowering", "measure", str(batch)]
+    measured = subprocess.run(command, capture_output=True, text=True, timeout=600, env=here)
+    assert measured.returncode == 0 and " 0 of candidates that failed" in measured.stdout, measured
