@@ -64,6 +64,6 @@ class _Joiner(BlockMutator):
             return []
         bound = self.calls.bound(call, kind, self.builder_)
         if len(b.outputs) > 1:
-            fields = relax.Tuple([self.calls.names[buffer] for buffer in b.outputs])
-            bound.append(relax.VarBinding(product.var, fields))
+            self.fields[product.var] = [self.calls.names[buffer] for buffer in b.outputs]
+            bound.append(relax.VarBinding(product.var, relax.Tuple(self.fields[product.var])))
         return bound

@@ -224,7 +224,7 @@ class _Joiner(BlockMutator):
             bound.append(relax.VarBinding(var, self.builder_.normalize(relax.TupleGetItem(every, k))))
         var = block.given[n].var
         if var not in results:
-            bound.append(relax.VarBinding(var, relax.Tuple(results[: len(product.outputs)])))
+            self.fields[var] = results[: len(product.outputs)]
         return bound
 
     def moved_checks(
