@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import tvm
-from tvm import relax, tirx
+from tvm import ir, relax, tirx
 from tvm.ir import prim
 from tvm.relax.expr_functor import mutator
 
@@ -85,7 +85,7 @@ class _Joiner(BlockMutator):
     ) -> dict[int, list[relax.Binding]]:
         """What stands in the place of which bindings where product n has tails; {} where it has none."""
         tails = [tail for views in block.results(n) if (tail := self.tail(block, *views)) is not None]
-        if len(tails) < _FEWEST:
+        if len(tails) < _FEWEST or not any(self.does_more(block, tail) for tail in tails):
             return {}
         mine = {n, *(place for tail in tails for place in (*tail.places, *tail.views))}
         last = max(place for tail in tails for place in tail.places)
@@ -113,6 +113,12 @@ class _Joiner(BlockMutator):
         if alone is not None and self.is_update(block, alone[1]):
             return _Tail(number, reader, alone[1], (*views, *alone[0]))
         return _Tail(number, reader, None, tuple(views))
+
+    def does_more(self, block: _Block, tail: _Tail) -> bool:
+        """Whether it does more than to transpose: that is all that becomes of results in encoders, where rows are many
+        and nothing would be gained."""
+        made = [] if tail.made is None else self.calls.stages(block.given[tail.made]) or []
+        return tail.update is not None or any(not isinstance(stage.value, ir.TensorLoad) for stage in made)
 
     def is_update(self, block: _Block, place: int) -> bool:
         """Whether it is one of a cache, in place."""
