@@ -58,6 +58,12 @@ def checked(value: relax.Expr) -> relax.Expr | None:
     return value.args[1] if name in (INDICES, SIZES, CONDITION, *REQUESTS) else None
 
 
+def checked_instead(value: relax.Call, tensor: relax.Expr) -> relax.Call:
+    """The same check of sizes, which gives this tensor back."""
+    name, _, *rest = value.args
+    return _call(str(name.global_symbol), [tensor, *rest], tensor.ty)
+
+
 def called(value: relax.Expr) -> str | None:
     """The name of the function of the runtime that a call calls."""
     if not isinstance(value, relax.Call) or value.op != ir.Op.get("relax.call_pure_packed"):

@@ -18,9 +18,8 @@ import schedules
 from schedules.cuda.computed_rows import into_cache
 from schedules.cuda.joined import read_launch
 from schedules.cuda.threads import ThreadTiles
-from schedules.reading.tails import axis_of_rows
 
-from ..importing.checks import checked
+from ..importing.checks import checked, checked_instead
 from ..importing.origins import bindings
 from ..manifest import CallSpec
 from ..tensorir.scatter import ATTRIBUTE, CacheUpdate
@@ -90,13 +89,12 @@ class _Storer(CallRewriter):
             return []
         stored: list[tuple[relax.Binding, relax.Binding]] = []
         for check in checks:
-            name, _, *rest = check.value.args
             value = arguments[held]
-            call = relax.op.call_pure_packed(name.global_symbol, value, *rest, ty_args=value.ty)
+            call = checked_instead(check.value, value)
             arguments[held] = relax.Var(f"{value.name}_{check.var.name}", value.ty)
             stored.append((check, relax.VarBinding(arguments[held], self.builder.normalize(call))))
         update = _update_of(self.mod[updated.value.args[0]])
-        length = [] if update.length is not None else [rows.ty.shape.values[axis_of_rows(update)]]
+        length = [] if update.length is not None else [rows.ty.shape.values[update.row_axis]]
         taken = relax.Tuple([*arguments, cache, *others, *length])
         call = relax.op.call_tir_inplace(kernel, taken, [len(arguments)], [updated.var.ty])
         nodes = dict.fromkeys((*self.calls.pop(made.var).nodes, *self.calls[updated.var].nodes))
@@ -117,7 +115,7 @@ class _Storer(CallRewriter):
             return None
         variable = self.builder.add_func(func.with_attr(schedules.ATTRIBUTE, _UPDATE), f"{made.name_hint}_into_cache")
         cache, rows, *others = then.params
-        length = [] if update.length is not None else [rows.shape[axis_of_rows(update)]]
+        length = [] if update.length is not None else [rows.shape[update.row_axis]]
         parameters, name = [*plain.params[:-1], cache, *others, *length], variable.name_hint
         self.unscheduled[name] = tirx.PrimFunc(parameters, tirx.stmt_seq(plain.body, then.body))
         spec = kernel_spec(name, self.unscheduled[name], _UPDATE)

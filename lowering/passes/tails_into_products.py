@@ -23,9 +23,9 @@ import schedules
 from schedules.reading.product import read_product
 from schedules.reading.row_parts import PARTS
 from schedules.reading.stages import Axis, Stage
-from schedules.reading.tails import TAILS, TailSpec, Update, axis_of_rows, to_json
+from schedules.reading.tails import TAILS, TailSpec, Update, to_json
 
-from ..importing.checks import checked
+from ..importing.checks import checked, checked_instead
 from ..importing.origins import Origins, bindings
 from ..tensorir.scatter import ATTRIBUTE, CacheUpdate
 from .calls_of_kernels import Memory, is_view, kernel_of, places_in
@@ -168,7 +168,7 @@ class _Joiner(BlockMutator):
         """The update of a cache, with these rows for its own, in which they are viewed; None where they are others."""
         kernel, (cache, own, *indices) = binding.value.args[0], binding.value.args[1].fields
         record = CacheUpdate.from_json(str(self.mod[kernel].attrs[ATTRIBUTE]))
-        axis = axis_of_rows(record)
+        axis = record.row_axis
         if len(rows.shape) <= axis or not prim.expr_deep_equal(own.ty.shape.values[axis], rows.shape[axis]):
             return None
         at = self.calls.tensor(indices[0], "write_indices") if indices else None
@@ -242,9 +242,8 @@ class _Joiner(BlockMutator):
             if checked(binding.value) is None:
                 continue
             held = next(k for k, x in enumerate(arguments) if isinstance(x.ty, relax.TensorType))
-            name, _, *rest = binding.value.args
             value = arguments[held]
-            call = relax.op.call_pure_packed(name.global_symbol, value, *rest, ty_args=value.ty)
+            call = checked_instead(binding.value, value)
             arguments[held] = relax.Var(f"{value.name}_{binding.var.name}", value.ty)
             yield relax.VarBinding(arguments[held], self.builder_.normalize(call))
 

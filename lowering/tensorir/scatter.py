@@ -50,6 +50,11 @@ class CacheUpdate:
         if not 1 <= self.axis < len(self.dims):
             raise ValueError(f"axis {self.axis} is not in 1 .. {len(self.dims) - 1}")
 
+    @property
+    def row_axis(self) -> int:
+        """Along which the update has its rows."""
+        return 1 if self.rows_first else self.axis
+
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
 

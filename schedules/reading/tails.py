@@ -38,7 +38,7 @@ class TailSpec:
 @dataclass(frozen=True, eq=False)
 class Update:
     """New rows that go to a cache. In memory they lie as CacheUpdate has them; how many there are to a batch is a
-    dimension of theirs (axis_of_rows)."""
+    dimension of theirs (row_axis)."""
 
     record: CacheUpdate
     rows: tirx.Buffer
@@ -47,7 +47,7 @@ class Update:
 
     @property
     def length(self) -> Expr:
-        return self.rows.shape[axis_of_rows(self.record)]
+        return self.rows.shape[self.record.row_axis]
 
     def inputs(self) -> list[tirx.Buffer]:
         """What it takes beside the rows."""
@@ -88,11 +88,6 @@ def cut_tails(func: tirx.PrimFunc) -> tuple[list[list[Stage]], list[Tail]] | Non
     first = len(parts) - sum(spec.has_stages for spec in specs)
     own = iter(parts[first:])
     return parts[:first], [_tail(func, spec, next(own) if spec.has_stages else []) for spec in specs]
-
-
-def axis_of_rows(update: CacheUpdate) -> int:
-    """Along which the new rows of an update lie, one behind the other."""
-    return 1 if update.rows_first else update.axis
 
 
 def _without_updates(func: tirx.PrimFunc, count: int) -> tirx.PrimFunc:
