@@ -7,6 +7,10 @@ comes, and in between it may do what needs nothing of the others: kernels that r
 matmul_rows.py). They wait where they stand; for all others the wait is put here.
 
 What is launched so waits for kernels alone in another way; behind copies and events it is launched as ever.
+
+Pointers of such a kernel are not `__restrict__`. Where nothing is written through a restricted pointer nvcc reads by
+`ld.global.nc`, which is for memory that nobody writes while the kernel runs: such a load may move above the wait, and
+the first-level cache may answer it with an old line (PTX ISA, ld.global.nc). The kernel before still writes.
 """
 
 from __future__ import annotations
@@ -41,7 +45,8 @@ def _launched_early(func: tirx.PrimFunc) -> tirx.PrimFunc:
     tags = [str(tag) for tag in func.attrs[_TAGS] if str(tag) != _LAST]
     last = [_LAST] if any(str(tag) == _LAST for tag in func.attrs[_TAGS]) else []
     first = _statements(waits=not _waits(func))
-    return func.with_body(tirx.SeqStmt([*first, func.body])).with_attr(_TAGS, [*tags, _TAG, *last])
+    func = func.with_body(tirx.SeqStmt([*first, func.body])).without_attr("tirx.noalias")
+    return func.with_attr(_TAGS, [*tags, _TAG, *last])
 
 
 def _waits(func: tirx.PrimFunc) -> bool:

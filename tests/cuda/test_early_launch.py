@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import NamedTuple
+
+import early_launch
 import onnx
+import pytest
 import sass
+import second_ptxas
 from product_code import machine_code_of
+from tvm import tirx
 
 from benchmarks.gpu.models import in_half
+from lowering.compiling import early_launch as pass_under_test
 from lowering.demo.decoder import DecoderConfig, build_decoder
+from lowering.target import cubin
 
-MEMORY = {"LDG", "STG", "RED", "ATOM", "ATOMG", "LDGSTS", "UTMALDG", "UTMASTG", "UBLKCP", "LD", "ST"}
-"""What reads or writes the device's memory."""
-BEGIN, WAIT = "PREEXIT", "ACQBULK"  # griddepcontrol.launch_dependents and .wait
+pytestmark = pytest.mark.no_gpu
+
+ARCH = "sm_90a"
 
 
 def decoder() -> onnx.ModelProto:
@@ -19,29 +28,89 @@ def decoder() -> onnx.ModelProto:
     return in_half(build_decoder(DecoderConfig(1, 256, 4, 2, 64, 512, 256, 64)))
 
 
-def before_the_wait(function: sass.Function) -> set[str]:
-    """The opcodes that are in front of it; raises where a kernel has none or several."""
-    opcodes = [instruction.opcode for instruction in function.instructions]
-    assert opcodes.count(WAIT) == 1 or "matmul" in function.name, function.name
-    return set(opcodes[: opcodes.index(WAIT)])
+RESIDUAL = """<ir_version: 10, opset_import: ["" : 23]>
+m (float16[n, 64] x, float16[n, 64] r) => (float16[n, 64] y)
+<float16[64] scale = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
+1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1}>
+{ s = Add (x, r)  t = RMSNormalization (s, scale)  y = Add (t, s) }"""
 
 
-def test_kernels_wait_before_they_touch_memory() -> None:
-    _, functions = machine_code_of(decoder(), "sm_90a")
+class Code(NamedTuple):
+    """Kernels of a model: their CUDA C++, and the machine code that nvcc made of it."""
+
+    source: str
+    functions: list[sass.Function]
+
+
+@pytest.fixture(scope="module")
+def code() -> Code:
+    """A decoder with donated caches: joined launches, norms, rotations and cache updates in GEMMs."""
+    sources: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        original = cubin.machine_code
+        patch.setattr(cubin, "machine_code", lambda text, arch: (sources.append(text), original(text, arch))[1])
+        manifest, functions = machine_code_of(decoder(), ARCH, donate=["cache_.*"])
+    schedules = {kernel.schedule for kernel in manifest.kernels}
+    assert {"several", "tailed_matmul", "attention"} <= schedules, schedules
+    (source,) = sources
+    return Code(source, functions)
+
+
+def audit(functions: list[sass.Function]) -> None:
     assert len(functions) > 10
-    early = {}
     for function in functions:
-        before = before_the_wait(function)
-        assert BEGIN in before, function.name
-        if before & MEMORY:
-            early[function.name] = before & MEMORY
-    # Weights, which no kernel writes, in the kernels for few rows: these are the first launches of products.
-    assert early and all("matmul" in name for name in early)
-    assert set().union(*early.values()) == {"LDGSTS"}
+        opcodes = {function.instructions[n].opcode for n in early_launch.before_the_wait(function)}
+        assert early_launch.WAIT in opcodes and early_launch.BEGIN in opcodes, function.name
+        assert not (found := early_launch.faults(function)), found
+    # GEMMs of few rows ask for weights before the wait.
+    prefetching = [function for function in functions if early_launch.prefetches(function)]
+    assert prefetching and all("matmul" in function.name for function in prefetching)
+
+
+def recompiled(code: Code) -> list[sass.Function]:
+    return early_launch.disassemble(cubin.machine_code(code.source, ARCH)[0])
+
+
+def test_by_nvcc(code: Code) -> None:
+    audit(code.functions)
+
+
+@pytest.mark.slow
+def test_by_nvrtc(code: Code) -> None:
+    with early_launch.by_nvrtc():
+        audit(recompiled(code))
+
+
+@pytest.mark.slow
+def test_by_another_ptxas(code: Code, tmp_path: Path) -> None:
+    ptxas = second_ptxas.installed(tmp_path)
+    assert ptxas is not None, "the package index is not reached"
+    with second_ptxas.used(ptxas):
+        audit(recompiled(code))
+
+
+@pytest.mark.parametrize("compiler", ["nvcc", "nvrtc"])
+def test_restricted_pointers_fail_the_audit(compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if compiler == "nvrtc":
+        monkeypatch.setattr(cubin, "find_nvcc", lambda: None)
+    model = onnx.parser.parse_model(RESIDUAL)
+    faults = [early_launch.faults(function) for function in machine_code_of(model, ARCH)[1]]
+    assert faults and not any(faults)
+
+    launch = pass_under_test._launched_early
+    restricted: list[tirx.PrimFunc] = []
+
+    def mutant(func: tirx.PrimFunc) -> tirx.PrimFunc:
+        restricted.append(launch(func).with_attr("tirx.noalias", True))
+        return restricted[-1]
+
+    monkeypatch.setattr(pass_under_test, "_launched_early", mutant)
+    faults = [early_launch.faults(function) for function in machine_code_of(model, ARCH)[1]]
+    assert restricted and any(faults)
 
 
 def test_before_hopper_kernels_follow_each_other() -> None:
     text = '<ir_version: 10, opset_import: ["" : 20]> m (float[n] x) => (float[n] y) { y = Exp (x) }'
     _, functions = machine_code_of(onnx.parser.parse_model(text), "sm_80")
     opcodes = {instruction.opcode for function in functions for instruction in function.instructions}
-    assert opcodes and not opcodes & {BEGIN, WAIT}
+    assert opcodes and not opcodes & {early_launch.BEGIN, early_launch.WAIT}
