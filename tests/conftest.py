@@ -1,6 +1,11 @@
-"""`benchmarks` is a package of the checkout, behind all that is installed; random numbers of a test are its own."""
+"""Options of the test suite, and what all tests share.
+
+`benchmarks` is a package of the checkout, after all that is installed. Random numbers of a test are its own.
+`pytest --gpu` runs what compares answers under the emulation on the GPU of this machine (docs/howto/gpu_host.md).
+"""
 
 import gc
+import os
 import sys
 import zlib
 from pathlib import Path
@@ -9,6 +14,10 @@ import numpy as np
 import pytest
 
 sys.path.append(str(Path(__file__).parents[1]))
+import records_of_runs
+import seeds
+from cuda_emulation import card
+
 from benchmarks.in_process import provide
 from lowering.compiling import artifact_cache
 
@@ -37,10 +46,46 @@ def seeded(request: pytest.FixtureRequest) -> None:
 DEAR = ("tuning", "packaging", "serving")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    records_of_runs.add_options(parser)
+    parser.addoption("--gpu", action="store_true", help="run what compares answers of GPUs on the one of this machine")
+    parser.addoption("--seed", type=int, help="draw other random cases: those of this number")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """On a GPU all cores compile, and tests that share kernels stay in one process."""
+    if config.getoption("gpu") and getattr(config.option, "numprocesses", None):
+        config.option.numprocesses, config.option.dist = os.cpu_count(), "loadgroup"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("seed") is not None:
+        os.environ[seeds.VARIABLE] = str(config.getoption("seed"))
+    seeds.renew()
+    if config.getoption("gpu"):
+        os.environ[card.VARIABLE] = "1"
+    config.pluginmanager.register(records_of_runs.Records(config))
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"seed: {config.getoption('seed')}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Modules with dear fixtures come first: towards the end workers take tests from each other, and what two of them
     have of one module, both make fixtures for."""
     items.sort(key=lambda item: item.path.parent.name not in DEAR)
+    if config.getoption("gpu"):
+        config.hook.pytest_deselected(items=[item for item in items if not _needs_a_gpu(item)])
+        items[:] = filter(_needs_a_gpu, items)
+        for item in items:
+            if hasattr(item.module, "kernels") or hasattr(item.module, "KERNELS"):  # built once for all tests
+                item.add_marker(pytest.mark.xdist_group(item.module.__name__))
+
+
+def _needs_a_gpu(item: pytest.Item) -> bool:
+    return item.path.parent.name == "cuda" and item.get_closest_marker("no_gpu") is None
 
 
 def pytest_collection_finish() -> None:

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from cuda_emulation import Access, EmulationError, Pointer
 
+pytestmark = pytest.mark.no_gpu
+
 launch = partial(emulated.launch, Path(__file__).with_name("accesses.cu").read_text())
 LINE = np.zeros(32 * 32, "float32")
 

@@ -40,6 +40,8 @@ from schedules.cuda.decode_tiles import DecodeTiles
 from schedules.cuda.device import DEVICES
 from schedules.cuda.scatter import cache_update
 
+pytestmark = pytest.mark.no_gpu
+
 TARGET = tvm.target.Target({"kind": "cuda", "arch": "sm_80"})
 Call = tuple[emulated.Module, Sequence[Any]]
 

@@ -110,6 +110,7 @@ def test_nan_and_infinity_are_kept() -> None:
     assert np.isnan(got[0]).all() and got[1, 100] == 0 and np.isfinite(got[1:]).all()
 
 
+@pytest.mark.no_gpu
 @pytest.mark.parametrize(("kind", "loads"), [("chain", 2), ("norm", 3)])
 def test_memory_is_read_in_pieces_of_16_bytes(kind: str, loads: int) -> None:
     variant, _ = function("float16", ("b", 1024), kind)
@@ -117,6 +118,7 @@ def test_memory_is_read_in_pieces_of_16_bytes(kind: str, loads: int) -> None:
     assert set(widths) == {("LDG", 128), ("STG", 128)} and widths["LDG", 128] >= loads
 
 
+@pytest.mark.no_gpu
 def test_halves_of_a_rotated_head_are_read_in_pieces_of_16_bytes() -> None:
     """Places that depend on the half and on the remainder of a column, but not within eight of them."""
     b = tirx.Var("b", "int64")

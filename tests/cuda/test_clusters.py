@@ -26,6 +26,7 @@ launch = partial(emulated.launch, SOURCE, cluster=2)
 ALL = 31
 
 
+@pytest.mark.no_gpu
 def test_blocks_know_their_place_and_meet() -> None:
     for order in emulated.ORDERS:
         (y,) = launch("ranks", [6], [128], [np.zeros(12, "int32")], order=order)
@@ -40,6 +41,7 @@ def boxes(steps: int, order: emulated.Order, arrivals: emulated.Arrivals) -> boo
     return np.array_equal(got, np.broadcast_to(x.reshape(2, 1, 8, 64), y.shape))
 
 
+@pytest.mark.no_gpu
 @pytest.mark.parametrize(("order", "arrivals"), TURNS)
 def test_boxes_for_both(order: emulated.Order, arrivals: emulated.Arrivals) -> None:
     assert boxes(ALL, order, arrivals)
@@ -54,6 +56,7 @@ LEFT_OUT = {
 }
 
 
+@pytest.mark.no_gpu
 @pytest.mark.parametrize("step", LEFT_OUT)
 def test_a_step_that_is_left_out_is_found(step: int) -> None:
     """By the emulator, under some order of threads and copies; a result may show it as well."""
@@ -68,6 +71,7 @@ def test_a_step_that_is_left_out_is_found(step: int) -> None:
     assert reported and set(said) <= {*reported, "another result"}
 
 
+@pytest.mark.no_gpu
 def test_what_clusters_cannot_be() -> None:
     y = [np.zeros(128, "int32")]
     with pytest.raises(EmulationError, match="no multiple of the cluster"):
@@ -100,6 +104,7 @@ def test_products(name: str) -> None:
 SMALL = Case(m=256, n=72, k=400, tiles=WgmmaMatmulTiles(1, 64, 3, 160, 24, 2, 100, blocks=2, cluster=2), sizes=({},))
 
 
+@pytest.mark.no_gpu
 def test_nothing_can_be_left_out_of_products() -> None:
     """But what a warp waits for behind its last rows. Among the steps are those of the cluster."""
     arrays, want = SMALL.arrays({})
@@ -119,6 +124,7 @@ WRONG = {
 }
 
 
+@pytest.mark.no_gpu
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_block_is_found(name: str) -> None:
     """Under every order of threads and copies."""

@@ -177,6 +177,7 @@ def test_what_tensor_cores_do_not_take_is_served_by_rows() -> None:
     assert not takes(dataclasses.replace(p, head_dim=72)) and takes(dataclasses.replace(p, v_head_dim=72))
 
 
+@pytest.mark.no_gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_shared_memory_is_accessed_without_conflicts(name: str) -> None:
@@ -209,6 +210,7 @@ def coded(head_dim: int, name: str, causal: bool) -> AttentionProblem:
 ALL = list(itertools.product(("sm_80", "sm_89", "sm_90a"), HEAD_DIMS, KINDS, (False, True)))
 
 
+@pytest.mark.no_gpu
 @pytest.mark.parametrize(("arch", "head_dim", "name", "causal"), thinned(ALL, len(ALL)))
 def test_nothing_is_spilled(arch: str, head_dim: int, name: str, causal: bool) -> None:
     """No register in memory, no conversion of integers, and no product more than tiles ask for."""

@@ -159,6 +159,7 @@ def variant_of(func: tirx.PrimFunc, arch: str) -> Variant:
 
 
 # Behind what a warp stores of its last rows nobody waits.
+@pytest.mark.no_gpu
 @pytest.mark.parametrize(("rows", "bits", "redundant"), [(50, 4, ["cuda_warp_sync"]), (5, 8, [])])
 def test_nothing_can_be_left_out(rows: int, bits: int, redundant: list[str]) -> None:
     func, parts, w = function(rows, 224, 40, bits)
@@ -175,6 +176,7 @@ def test_nothing_can_be_left_out(rows: int, bits: int, redundant: list[str]) -> 
     assert [step.name for step in survivors(module, "main", arrays, right)] == redundant
 
 
+@pytest.mark.no_gpu
 @pytest.mark.parametrize(
     ("arch", "bits", "rows"),
     [

@@ -203,6 +203,7 @@ def test_more_rows_than_the_kernel_is_for_go_elsewhere(name: str) -> None:
     check(name, draw(PROBLEMS[name], 1, 40, 50))
 
 
+@pytest.mark.no_gpu
 @pytest.mark.parametrize("gpu", DEVICES.values(), ids=DEVICES)
 def test_default_tiles_are_legal(gpu: Device) -> None:
     for dim, v_dim in ((8, 8), (64, 64), (80, 40), (128, 128), (256, 256), (256, 64)):
@@ -210,6 +211,7 @@ def test_default_tiles_are_legal(gpu: Device) -> None:
         DecodeTiles.default(p, gpu).check(p, gpu)
 
 
+@pytest.mark.no_gpu
 def test_illegal_tiles_say_why() -> None:
     tiles = DecodeTiles.default(problem(), GPU)
     with pytest.raises(ValueError, match="keys = 24 must be a multiple of 16"):

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from cuda_emulation import EmulationError, TensorMap
 
+pytestmark = pytest.mark.no_gpu
+
 DTYPES = {"f16": np.dtype("float16"), "bf16": np.dtype(ml_dtypes.bfloat16)}
 CTYPES = {"f16": "half", "bf16": "__nv_bfloat16"}
 K = 64

@@ -15,6 +15,8 @@ from cuda_emulation import EmulationError, TensorMap
 from lowering.compiling import artifact_cache
 from lowering.compiling.compiler import compile_to
 
+pytestmark = pytest.mark.no_gpu
+
 SOURCE = Path(__file__).with_name("bugs.cu").read_text()
 BOTH = pytest.mark.parametrize("order", emulated.ORDERS)
 WHENEVER = pytest.mark.parametrize("arrivals", emulated.ARRIVALS)

@@ -14,6 +14,8 @@ from schedules.cuda.decode_tiles import DecodeTiles, RowTiles
 from schedules.cuda.device import DEVICES, Device
 from schedules.tiles import Tiles
 
+pytestmark = pytest.mark.no_gpu
+
 KERNELS = [
     ("sm_80", MmaTiles, 4096),
     ("sm_89", MmaTiles, 4096),

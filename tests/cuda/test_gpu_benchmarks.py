@@ -27,6 +27,8 @@ from lowering.demo.decoder import DecoderConfig
 from lowering.manifest import WEIGHTS
 from lowering.target import resolve
 
+pytestmark = pytest.mark.no_gpu
+
 TINY = Sizes(2, 5, 9, (4, 12))
 KERNELS, CASES = cases.plan()
 PROBLEMS = {k.problem: k for k in KERNELS.values() if k.operation == "attention"}

@@ -15,6 +15,8 @@ from cuda_emulation.build import libraries
 from cuda_emulation.processes import environment
 from tvm_ffi import libinfo
 
+pytestmark = pytest.mark.no_gpu
+
 COMPILE = """
 import sys, onnx, lowering
 proto = onnx.parser.parse_model(sys.argv[1])

@@ -15,6 +15,8 @@ import pytest
 from machine_code import emitted, prefill, problem
 from test_matmul_on_gpus import Case, first_variant
 
+pytestmark = pytest.mark.no_gpu
+
 SOURCE = Path(__file__).with_name("layouts") / "layouts.cpp"
 _DESCRIPTOR = re.compile(r"ptx_wgmma_encode_matrix_descriptor\(\(&\(\w+\[0\]\)\), .*?, (\d+), (\d+), (\d+)\);")
 _PRODUCT = re.compile(r"ptx_wgmma_f16_(ss|rs)_mma_async\w*_m64n(\d+)k16_f32_f16_f16((?:_\d)+)\((.*)\);")

@@ -16,6 +16,8 @@ from test_estimates import problem as sized
 
 from schedules.cuda.device import DEVICES
 
+pytestmark = pytest.mark.no_gpu
+
 # A consumer of a kernel for Hopper: it waits for a tile, out of line; multiplies 64 x 128 x 16 from shared memory, and
 # 64 x 64 x 16 with A in registers; waits for each; and has code for a mask between, which a full tile jumps over.
 LISTING = """

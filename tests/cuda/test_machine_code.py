@@ -15,6 +15,8 @@ from thinned import thinned
 from lowering.attention.problem import AttentionProblem, Mask, Window
 from schedules.cuda.attention_tiles import MmaTiles
 
+pytestmark = pytest.mark.no_gpu
+
 QUICK = [("sm_80", 64, True), ("sm_80", 128, False), ("sm_90a", 128, False), ("sm_90a", 256, True)]
 ALL = [(arch, *case) for arch in ("sm_80", "sm_86", "sm_90a") for case in itertools.product(HEAD_DIMS, (False, True))]
 

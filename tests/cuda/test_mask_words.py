@@ -72,6 +72,7 @@ def of_mask(access: Access) -> bool:
     return access.memory == "global" and "mask_ptr" in access.source
 
 
+@pytest.mark.no_gpu
 @pytest.mark.parametrize(("kernel", "dtype"), thinned(itertools.product(KERNELS, TYPES), 5))
 def test_two_elements_are_one_load(kernel: str, dtype: str) -> None:
     size = {"bool": 1, "float32": 4}.get(dtype, 2)
@@ -107,6 +108,7 @@ def is_right(kernel: str, p: AttentionProblem, inputs: Arrays) -> bool:
     return True
 
 
+@pytest.mark.no_gpu
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_pair_that_is_none_is_noticed(kernel: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,6 +120,7 @@ def test_a_pair_that_is_none_is_noticed(kernel: str, name: str, monkeypatch: pyt
     assert not is_right(kernel, p, inputs)
 
 
+@pytest.mark.no_gpu
 @pytest.mark.parametrize("keys", [41, 42])
 def test_nothing_is_read_behind_the_last_key(keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The emulator knows the end of the mask: it notices where all elements of a tile are read."""

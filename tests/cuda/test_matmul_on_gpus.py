@@ -192,6 +192,7 @@ def test_on_hopper(name: str) -> None:
     check(case, made(case, "sm_90a"), TURNS)
 
 
+@pytest.mark.no_gpu
 def test_what_tma_does_not_reach_is_left_to_mma() -> None:
     """Rows whose length is no multiple of 16 bytes, or not known, and A across k."""
     for case in (Case(k=19), Case(k="k"), Case(m=40, a_transposed=True), Case(n=37)):
@@ -267,6 +268,7 @@ def test_tiles_change_no_result() -> None:
             check(case, emulated.module({"main": variant.make(tiles=tiles)}, arch=arch), TURNS[:1])
 
 
+@pytest.mark.no_gpu
 def test_illegal_tiles_are_refused() -> None:
     variant = first_variant(Case())
     with pytest.raises(ValueError, match="at least 2"):
@@ -275,6 +277,7 @@ def test_illegal_tiles_are_refused() -> None:
         variant.make(tiles=dataclasses.replace(SMALL, m=48))
 
 
+@pytest.mark.no_gpu
 def test_other_products_are_left() -> None:
     target = tvm.target.Target({"kind": "cuda", "arch": "sm_80"}, host="llvm")
     a, b = (te.placeholder((tirx.IntImm("int64", 8), tirx.IntImm("int64", 8)), "float32", name) for name in "ab")
@@ -291,6 +294,7 @@ AUDITED = {
 }
 
 
+@pytest.mark.no_gpu
 @pytest.mark.parametrize("name", thinned(AUDITED, 2))
 def test_machine_code(name: str) -> None:
     """Tensor cores, no register in memory, and nothing that ptxas complains of."""

@@ -9,10 +9,13 @@ from collections.abc import Callable
 
 import cuda_emulation as emulated
 import numpy as np
+import pytest
 from cuda_emulation.mutations import steps_can_be_left_out, survivors
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
+
+pytestmark = pytest.mark.no_gpu
 
 THREADS, TILE = 64, 256
 

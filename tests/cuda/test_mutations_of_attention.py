@@ -20,6 +20,8 @@ from schedules.cuda.attention_tiles import MmaTiles
 from schedules.cuda.decode_tiles import DecodeTiles
 from schedules.cuda.device import DEVICES
 
+pytestmark = pytest.mark.no_gpu
+
 GPU = DEVICES["sm_80"]
 DECODE = DecodeTiles(keys=16, warps=2, stages=3, blocks=2, split=64)
 FLOAT8 = Codec("float8_e4m3fn", 0, channels=True)

@@ -12,6 +12,8 @@ from test_matmul_on_gpus import Case, first_variant
 
 from schedules.cuda.matmul_tiles import FewRowsTiles, MatmulTiles, WgmmaMatmulTiles
 
+pytestmark = pytest.mark.no_gpu
+
 # By architecture, case and tiles: every loop goes round often enough to need all of its steps.
 KERNELS: dict[str, tuple[str, Case, dict[str, Any]]] = {
     "mma": ("sm_80", Case(m=50, n=40, k=200), {"tiles": MatmulTiles(32, 32, 32, 2, 1, 3, split_steps=100)}),

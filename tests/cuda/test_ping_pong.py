@@ -46,6 +46,7 @@ def test_equals_float64(name: str) -> None:
     check(case, made(case, "sm_90a"), TURNS if case.tiles else TURNS[:1])
 
 
+@pytest.mark.no_gpu
 @pytest.mark.parametrize("tiles", [pytest.param(ALONE, marks=pytest.mark.slow), PAIR], ids=["alone", "cluster"])
 def test_nothing_can_be_left_out(tiles: WgmmaMatmulTiles) -> None:
     """But what a warp waits for behind its last rows. Turns can not: a consumer would take fills before they arrive."""
@@ -66,6 +67,7 @@ WRONG = {
 }
 
 
+@pytest.mark.no_gpu
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_turn_is_found(name: str) -> None:
     """By the emulator, under every order of threads and copies; or the result shows it."""
@@ -82,6 +84,7 @@ def test_a_wrong_turn_is_found(name: str) -> None:
         assert not np.allclose(got.astype("float64"), want, rtol=2e-3, atol=5e-2)
 
 
+@pytest.mark.no_gpu
 def test_machine_code() -> None:
     """A consumer gives its turn away before it waits for the last products and stores; nothing spills."""
     func = first_variant(AUDITED["sm_90a, ping-pong"], "sm_90a").make()
@@ -104,6 +107,7 @@ def turns(function: Function) -> list[Instruction]:
     return [i for i in function.instructions if i.opcode == "BAR" and i.operands.endswith("0x100")]
 
 
+@pytest.mark.no_gpu
 @pytest.mark.parametrize("products", (1, 2))
 def test_a_short_k_is_multiplied_in_turn(products: int) -> None:
     """By default, and by what a tuner tries first; a long one by both consumers together. Tiles of 64 rows read B twice

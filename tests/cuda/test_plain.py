@@ -40,6 +40,7 @@ def test_equals_the_reference_at_length(first: int) -> None:
         equals_the_reference(kernels(range(first, first + 20)), seed, tensor_cores=False)
 
 
+@pytest.mark.no_gpu
 def test_the_drawn_problems_are_of_many_kinds() -> None:
     problems = [made(seed, CALLS)[0].problem for seed in SEEDS]
     rows = {

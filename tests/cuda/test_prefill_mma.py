@@ -125,6 +125,7 @@ def test_no_keys_and_no_rows() -> None:
             assert not y.any() and (lse == -np.inf).all()
 
 
+@pytest.mark.no_gpu
 def test_default_tiles_are_legal() -> None:
     for dim, v_dim, gpu in itertools.product(range(8, 257, 24), range(8, 257, 24), DEVICES.values()):
         for window in (None, CAUSAL):
@@ -132,6 +133,7 @@ def test_default_tiles_are_legal() -> None:
             MmaTiles.default(p, gpu).check(p, gpu)
 
 
+@pytest.mark.no_gpu
 @pytest.mark.parametrize(
     ("tiles", "why"),
     [
@@ -148,6 +150,7 @@ def test_illegal_tiles_say_why(tiles: MmaTiles, why: str) -> None:
         tiles.check(problem(), GPU)
 
 
+@pytest.mark.no_gpu
 def test_takes_half_precision_in_whole_chunks() -> None:
     assert takes(problem(head_dim=8, v_head_dim=256))
     for no in ({"head_dim": 36}, {"v_head_dim": 264}, {"v_dtype": "float32"}, {"dtype": "float32"}, {"qk_mode": 0}):

@@ -109,6 +109,7 @@ def test_hidden_values_do_not_leak(name: str) -> None:
     assert not np.isfinite(got[~clean]).any()
 
 
+@pytest.mark.no_gpu
 @pytest.mark.parametrize("y_apart", (False, True))
 def test_every_step_of_synchronisation_counts(y_apart: bool) -> None:
     """Barriers, waits and fences, left out one by one, over several query tiles, full ones and ones to clean.
@@ -143,6 +144,7 @@ def test_no_keys_and_no_rows() -> None:
             assert not y.any() and np.array_equal(lse, np.full(lse.shape, -np.inf))
 
 
+@pytest.mark.no_gpu
 def test_default_tiles_are_legal() -> None:
     for dim, v_dim in itertools.product(range(8, 257, 24), range(8, 257, 24)):
         for mask in (None, Mask("bool", (None, None, None, None))):
@@ -150,6 +152,7 @@ def test_default_tiles_are_legal() -> None:
             WgmmaTiles.default(p, GPU).check(p, GPU)
 
 
+@pytest.mark.no_gpu
 @pytest.mark.parametrize(
     ("tiles", "why"),
     [

@@ -40,6 +40,7 @@ def test_equals_the_reference(seed: int) -> None:
     equals_the_reference(kernels(SEEDS, "sm_80"), seed, tensor_cores=True)
 
 
+@pytest.mark.no_gpu
 def test_the_drawn_problems_are_of_many_kinds() -> None:
     problems = [made(seed, CALLS, tensor_cores=True)[0].problem for seed in SEEDS]
     assert {p.packed for p in problems} == {False, True}

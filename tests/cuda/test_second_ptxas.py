@@ -13,6 +13,7 @@ import test_machine_code
 import test_matmul_on_gpus
 
 pytestmark = [
+    pytest.mark.no_gpu,
     pytest.mark.slow,
     pytest.mark.skipif(not (shutil.which("nvcc") and shutil.which("ptxas")), reason="needs nvcc, which writes the PTX"),
 ]

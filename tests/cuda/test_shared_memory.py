@@ -8,6 +8,8 @@ import pytest
 from machine_code import emitted, prefill, problem
 from test_matmul_on_gpus import Case, first_variant
 
+pytestmark = pytest.mark.no_gpu
+
 DECLARED = re.compile(r"extern __shared__ __align__\((\d+)\) (\w+) (\w+)\[\];")
 KINDS = {
     "sm_80": {("16", "uint"), ("128", "half")},  # chunks of a thread's own, and tiles for mma.sync

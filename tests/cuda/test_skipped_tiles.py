@@ -28,6 +28,8 @@ from schedules.cuda.attention_tiles import MmaTiles, WgmmaTiles
 from schedules.cuda.decode_tiles import DecodeTiles
 from schedules.cuda.device import DEVICES
 
+pytestmark = pytest.mark.no_gpu
+
 HEADS, KV_HEADS, DIM, KEYS = 2, 1, 16, 700
 Mod = Callable[..., Any]
 

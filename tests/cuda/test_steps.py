@@ -24,6 +24,7 @@ def run(function: Callable, *arguments: Any) -> Any:
     return emulated.run(function, *arguments, arch="sm_80", timeout=500)
 
 
+@pytest.mark.no_gpu
 @MODELS
 def test_a_bound_step_launches_kernels_and_nothing_else(name: str) -> None:
     """On the caller's stream. Memory comes from the runtime's pool, which has what it needs after two steps."""
@@ -32,6 +33,7 @@ def test_a_bound_step_launches_kernels_and_nothing_else(name: str) -> None:
         assert free["cudaGetDevice"] == LAUNCHES[name]
 
 
+@pytest.mark.no_gpu
 def test_copies_wait_for_the_callers_stream_and_it_for_them() -> None:
     """The runtime copies on the default stream, of which other streams may know nothing."""
     calls = [call for call in run(steps.copies_of_a_step) if call not in ("cudaEventCreate", "cudaEventDestroy")]
@@ -41,6 +43,7 @@ def test_copies_wait_for_the_callers_stream_and_it_for_them() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.no_gpu
 @MODELS
 def test_a_replayed_step_is_one_call(name: str) -> None:
     first, *others = run(steps.calls_of_steps, name, True)
@@ -56,16 +59,19 @@ def test_replayed_steps_are_the_others(name: str) -> None:
     assert run(steps.replayed, name) == (0, True)
 
 
+@pytest.mark.no_gpu
 def test_a_graph_of_copies_is_noticed() -> None:
     worst, same = run(steps.replayed, "attention", "copies are recorded")
     assert worst > 0 and not same
 
 
+@pytest.mark.no_gpu
 def test_a_step_that_waits_is_noticed() -> None:
     with pytest.raises(emulated.EmulationError, match=r"does no work to wait for|the capture has failed before"):
         run(steps.replayed, "attention", "a step waits")
 
 
+@pytest.mark.no_gpu
 @pytest.mark.parametrize("fault", ["memory is not kept", "no thread is kept"])
 def test_memory_that_is_not_kept_is_noticed(fault: str) -> None:
     with pytest.raises(emulated.EmulationError, match="freed"):
@@ -85,9 +91,11 @@ def test_a_disturbed_capture_says_so_and_is_made_by_the_next_call() -> None:
 def test_tensor_maps_are_part_of_a_graph() -> None:
     found = emulated.run(steps.product_by_tensor_maps, arch="sm_90a", timeout=500)
     assert [difference for difference, _ in found] == [0, 0, 0]
-    assert found[0][1] > 0 and [maps for _, maps in found[1:]] == [0, 0]
+    assert not emulated.counts() or found[0][1] > 0
+    assert [maps for _, maps in found[1:]] == [0, 0]
 
 
+@pytest.mark.no_gpu
 def test_a_dropped_graph_gives_everything_back() -> None:
     taken, given = run(steps.memory_of_a_graph)
     assert 0 < taken <= given  # what tests before have left may come back as well

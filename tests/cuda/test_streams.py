@@ -13,6 +13,8 @@ import pytest
 from cuda_emulation import device
 from cuda_emulation.build import compile_for_emulation, libraries
 
+pytestmark = pytest.mark.no_gpu
+
 GLOBAL, THREAD_LOCAL, RELAXED = range(3)
 FINE, UNSUPPORTED, INVALIDATED, IMPLICIT, WRONG_THREAD, ILLEGAL = 0, 900, 901, 906, 908, 401
 SOURCE = 'extern "C" __global__ void add(float* __restrict__ x, float a) { x[threadIdx.x] += a; }'

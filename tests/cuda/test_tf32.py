@@ -91,6 +91,7 @@ def test_infinity_is_what_it_is_in_float32() -> None:
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
+@pytest.mark.no_gpu
 def test_without_a_part_the_error_is_that_of_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
     """So the other tests would notice that one of the terms is missing."""
     case = float32("3xtf32", m=16, n=32, k=24, epilogue="none", sizes=({},))
@@ -103,6 +104,7 @@ def test_without_a_part_the_error_is_that_of_tf32(monkeypatch: pytest.MonkeyPatc
                 check(case, made(case), TURNS[:1])
 
 
+@pytest.mark.no_gpu
 def test_what_is_not_rounded_is_not_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
     """The emulator takes nothing but TF32, as PTX has it: all operands are rounded."""
     case = float32("tf32", m=16, n=32, k=24, epilogue="none", sizes=({},))
@@ -111,6 +113,7 @@ def test_what_is_not_rounded_is_not_multiplied(monkeypatch: pytest.MonkeyPatch) 
         check(case, made(case), TURNS[:1])
 
 
+@pytest.mark.no_gpu
 @pytest.mark.slow
 def test_nothing_can_be_left_out() -> None:
     """But what a warp waits for behind its last rows."""
@@ -132,6 +135,7 @@ ACCESSED = {
 }
 
 
+@pytest.mark.no_gpu
 @pytest.mark.parametrize("name", thinned(ACCESSED, 3))
 def test_no_bank_is_met_twice(name: str) -> None:
     """Chunks as they come and go, and elements that are read one by one, at swizzled places."""
@@ -151,6 +155,7 @@ AUDITED = {
 }
 
 
+@pytest.mark.no_gpu
 @pytest.mark.parametrize("arch", thinned(AUDITED, 4))
 def test_machine_code(arch: str) -> None:
     """Tensor cores, no register in memory, and nothing that ptxas complains of."""
@@ -215,6 +220,7 @@ def test_convolutions(precision: str) -> None:
     assert "precision: 3 kernels of products compute in TF32" in notes and "0 others" in notes
 
 
+@pytest.mark.no_gpu
 def test_records_of_one_way_are_none_of_another() -> None:
     """What was tuned for TF32 is found for TF32 alone."""
     shapes, target = [(16, 72), (72, 96), (96,), (16, 96)], tvm.target.Target({"kind": "cuda", "arch": "sm_80"}, "llvm")
@@ -227,6 +233,7 @@ def test_records_of_one_way_are_none_of_another() -> None:
     assert len(names) == 2 and tiles_task(plain.function(), shapes, target) is None
 
 
+@pytest.mark.no_gpu
 def test_a_cpu_refuses() -> None:
     with pytest.raises(lowering.InputError, match="tensor cores of GPUs"):
         lowering.compile(SAMPLES / "distilbert-traced17" / "model.onnx", precision="tf32")

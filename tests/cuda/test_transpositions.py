@@ -64,6 +64,7 @@ def test_against_numpy(kind: str) -> None:
                 np.testing.assert_array_equal(got, want, err_msg=f"{kind} {shape}")
 
 
+@pytest.mark.no_gpu
 def test_what_is_written_as_it_is_read_is_left() -> None:
     """Heads that move as a whole, and axes too short for a tile."""
     n = [tirx.IntImm("int64", k) for k in (4, 40, 12, 64)]

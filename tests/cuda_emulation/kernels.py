@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from . import card
 from .device import Arrivals, Order
 from .worker import run
 
@@ -80,22 +81,25 @@ def _build(json: str, code: _Code) -> Any:
     import tvm
     import tvm_ffi
 
+    from lowering.target.cubin import cubin
+
     from .build import compile_for_emulation
 
+    compiler = cubin if card.is_used() else compile_for_emulation
     if (json, code) not in _built:
         mod = tvm.ir.load_json(json)
         scheduled = any("s_tir" in func.attrs and func.attrs["s_tir"] for func in mod.functions.values())
         target = tvm.target.Target({"kind": "cuda", "arch": code.arch}, host="llvm")
 
         def compiled(written: str) -> bytes:
-            return compile_for_emulation(written if code.source is None else code.source)
+            return compiler(written if code.source is None else code.source)
 
         tvm_ffi.register_global_func("tvm_callback_cuda_compile", compiled, override=True)
         try:
             with target:
                 built = tvm.compile(mod, target=target, **({} if scheduled else {"tir_pipeline": "tirx"}))
         finally:
-            tvm_ffi.register_global_func("tvm_callback_cuda_compile", compile_for_emulation, override=True)
+            tvm_ffi.register_global_func("tvm_callback_cuda_compile", compiler, override=True)
         _built[json, code] = built
     return _built[json, code]
 

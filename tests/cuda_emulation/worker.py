@@ -12,7 +12,10 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
-from . import accesses, device
+import pytest
+import seeds
+
+from . import accesses, card, device
 from .accesses import Access
 from .device import Arrivals, Order
 
@@ -56,6 +59,8 @@ class Worker:
             counted += found
         if good:
             return result
+        if card.is_used() and "CUDA" in str(result):
+            self.stop()  # whatever the GPU is asked after such an error in this process fails, too
         raise result
 
     @property
@@ -94,9 +99,12 @@ def run(
 
     There `tvm.cuda(0)` is the emulation of a GPU of the architecture, and whatever compiles for CUDA compiles for it.
     Returns what the function returns. Raises what it raises, and EmulationError for launches that failed, crashes and
-    endless loops.
+    endless loops. With `pytest --gpu` the process has the real GPU; a test for an architecture that is none of its own
+    is skipped.
     """
     global _worker
+    if card.is_used() and not card.runs(arch):
+        pytest.skip(f"the GPU here is {card.architecture()}, the code is for {arch}")
     if _worker is None or not _worker.alive:
         _worker = Worker()
         atexit.register(_worker.stop)
@@ -106,21 +114,23 @@ def run(
 def serve(descriptor: int) -> None:
     """The loop of the process itself."""
     connection = Connection(descriptor)
-    device.pretend()
+    seeds.renew()
+    card.prepare() if card.is_used() else device.pretend()
     while True:
         try:
             function, arguments, arch, (order, arrivals), counts = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
-        device.set_arch(arch)
-        device.set_order(order, arrivals)
-        device.set_counting(counts)
-        device.take_calls()  # those of the call before
+        if not card.is_used():
+            device.set_arch(arch)
+            device.set_order(order, arrivals)
+            device.set_counting(counts)
+            device.take_calls()  # those of the call before
         try:
             answer = True, function(*arguments)
         except BaseException as error:
             answer = False, _portable(error)
-        found = accesses.read(device.take_accesses())
+        found = [] if card.is_used() else accesses.read(device.take_accesses())
         try:
             message = pickle.dumps((*answer, found))
         except Exception as error:
@@ -130,7 +140,7 @@ def serve(descriptor: int) -> None:
 
 def _portable(error: BaseException) -> Exception:
     """The error as one that pickles; what the emulation reported is an EmulationError."""
-    failure = device.take_failure()
+    failure = "" if card.is_used() else device.take_failure()
     if failure and "CUDA" in str(error):
         return EmulationError(failure)
     trace = "".join(traceback.format_exception(error))
