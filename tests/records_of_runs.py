@@ -31,6 +31,7 @@ class Records:
     def __init__(self, config: pytest.Config) -> None:
         given = getattr(config, "workerinput", None)
         minutes, folder = config.getoption("minutes"), config.getoption("results")
+        self._is_kept = folder is not None
         self._path = folder / FILE if folder and given is None else None
         if given is None:
             self._deadline = None if minutes is None else time.time() + 60 * minutes
@@ -47,8 +48,9 @@ class Records:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        if self._order:
-            items.sort(key=lambda item: self._order.get(item.nodeid.split("@")[0], 0))
+        """What failed last, what never ran, what ran longest ago; of these what is slow last."""
+        if self._is_kept:
+            items.sort(key=lambda item: (self._order.get(item.nodeid.split("@")[0], 0), _is_slow(item)))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self) -> None:
@@ -70,6 +72,10 @@ class Records:
         }
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
+
+
+def _is_slow(item: pytest.Item) -> bool:
+    return item.get_closest_marker("slow") is not None
 
 
 def read_order(folder: Path) -> dict[str, int]:
