@@ -35,6 +35,9 @@ LAUNCH = 3000
 TYPICAL = 1024
 """What a size that is not known is taken for."""
 
+SMOOTH = 3
+"""How sharply two limits of a kernel meet: the exponent of the norm that joins them."""
+
 CLOCK = 1.5e9
 """Cycles of a second, roughly."""
 
@@ -42,12 +45,12 @@ _REGISTERS, _WARPS = 65536, 64  # of a multiprocessor
 _RESERVED = 1024  # bytes of shared memory that a block takes beside its own
 
 
-_WARP_INSTRUCTIONS = 0.62  # of the rate of tensor cores that mma.sync reaches where there is something better
+_WARP_INSTRUCTIONS = {90: 0.62, 100: 0.31}  # of the rate of tensor cores, where mma.sync is not their best
 
 
 def warp_products(device: Device) -> float:
     """Operations of a multiprocessor in a cycle in products by mma.sync."""
-    return device.tensor_cores * (_WARP_INSTRUCTIONS if device.generation in (90, 100) else 1.0)
+    return device.tensor_cores * _WARP_INSTRUCTIONS.get(device.generation, 1.0)
 
 
 @dataclass(frozen=True)
@@ -58,16 +61,22 @@ class Load:
     at_once: int
 
 
-def load(blocks: int, device: Device, threads: int, registers: int, shared_memory: int) -> Load:
-    """Blocks of so many threads, registers per thread and bytes of shared memory, shared out."""
+def held(device: Device, threads: int, registers: int, shared_memory: int) -> int:
+    """Return how many blocks a multiprocessor holds, of so many threads, registers per thread and bytes of shared
+    memory."""
     warps = -(-threads // 32)
     fit = min(
         _WARPS // warps,
         _REGISTERS // (warps * 32 * -(-registers // 8) * 8),
         (device.shared_memory + _RESERVED) // (shared_memory + _RESERVED),
     )
+    return max(fit, 1)
+
+
+def load(blocks: int, device: Device, threads: int, registers: int, shared_memory: int) -> Load:
+    """Blocks of so many threads, registers per thread and bytes of shared memory, shared out."""
     most = -(-blocks // device.multiprocessors)
-    return Load(most, max(min(fit, most), 1))
+    return Load(most, max(min(held(device, threads, registers, shared_memory), most), 1))
 
 
 def step(units: float, alone: float, at_once: int) -> float:
@@ -75,9 +84,32 @@ def step(units: float, alone: float, at_once: int) -> float:
     return max(units, alone / at_once)
 
 
-def reading(size: float, in_flight: float, device: Device) -> float:
-    """Cycles to read bytes of the device's memory, while so many are on their way (Little's law)."""
-    return size / min(device.memory, max(in_flight, 1.0) / LATENCY)
+@dataclass(frozen=True)
+class Waves:
+    """Blocks of one launch that run in waves of as many as the GPU holds at a time."""
+
+    blocks: int
+    at_once: int
+    """Blocks that a multiprocessor holds."""
+    device: Device
+
+    def cycles(self, size: float, alone: float, uneven: float) -> float:
+        """Return the cycles in which all blocks have read their bytes, `size` each, and done their work.
+
+        A block takes `alone` cycles where memory is not what limits it. Where a kernel begins before the one before it
+        ends and fills more than half of the slots, but not all, its first blocks take the slots that are free and
+        leave the others unevenly shared out: `uneven` says what a slot that stays empty costs.
+        """
+        waves = self.blocks / (self.at_once * self.device.multiprocessors)
+        whole = int(waves) if waves > 1 else 0
+        shares = [1.0] * whole + ([waves - whole] if waves > whole else [])
+        total = 0.0
+        for share in shares:
+            memory = share * self.at_once * size / self.device.memory
+            if self.device.begins_early and 0.5 < share < 1 and not whole:
+                memory *= 1 + uneven * (1 / share - 1)
+            total += (memory**SMOOTH + alone**SMOOTH) ** (1 / SMOOTH)
+        return total
 
 
 def least_seconds(flops: int, size: int, device: Device) -> float:

@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from lowering.attention.problem import AttentionProblem
 
 from ..tiles import Space, Tiles
 from .attention_tiles import ADDRESSES, REGISTERS, packed_heads, padded
-from .cycles import BARRIER, EXPANSION, EXPONENTIALS, LANES, LATENCY, LAUNCH, TYPICAL, load, reading
+from .cycles import BARRIER, EXPANSION, EXPONENTIALS, LANES, LATENCY, LAUNCH, TYPICAL, Waves, held, load
 from .device import Device
 from .kv_codes import arriving_bytes
 from .shared_tile import CHUNK
+
+
+@dataclass(frozen=True)
+class DecodeTiming:
+    """Cycles that `DecodeTiles.estimate` takes for granted: fitted to an H200 (benchmarks/gpu/tile_models.py)."""
+
+    launch: float = 4600
+    """Of a launch, and of what a block does once."""
+    latency: float = 530
+    """Until a tile that a warp asked for is there, where nothing else is on its way."""
+    own: float = 2.9
+    """A warp's work on a tile, by what tensor cores and exponentials take."""
+    block: float = 5800
+    """A block's work that its warps share: queries, and what becomes of their sums."""
+    merge: float = 5400
+    """Of the second launch ..."""
+    part: float = 210
+    """... for each split."""
+    uneven: float = 0.16
+    """See `Waves.cycles`."""
+
+
+TYPICAL_CACHES = ((1, 1024), (1, 4096), (1, 16384), (8, 4096), (64, 4096))
+"""Batches and keys for which defaults are chosen."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +61,8 @@ class DecodeTiles(Tiles):
     """The most packed query rows that the kernel is for: every 16 read K and V again, from the second-level cache."""
     ahead: int = 4
     """Parts of a row whose O a warp asks for at once where it puts them together."""
+
+    TIMING: ClassVar = DecodeTiming()
 
     @property
     def threads(self) -> int:
@@ -74,8 +102,8 @@ class DecodeTiles(Tiles):
             f"{shared} bytes of shared memory are more than {device.shared_memory}": shared <= device.shared_memory,
         }
 
-    def estimate(self, problem: AttentionProblem, device: Device) -> float:
-        """Reading the keys with so many bytes on their way, or the warps' own work; and merging the splits."""
+    def estimate(self, problem: AttentionProblem, device: Device, timing: DecodeTiming = TIMING) -> float:
+        """Reading the keys in waves of blocks, whose warps wait for tiles or work on them; and merging the splits."""
         d, dv, keys = padded(problem.head_dim), problem.v_head_dim, problem.kv_len or TYPICAL
         rows = problem.group * (problem.q_len or 1)
         blocks = (problem.batch or 1) * problem.kv_heads * -(-rows // 16)
@@ -83,32 +111,36 @@ class DecodeTiles(Tiles):
         splits = max(min(wanted // blocks, -(-keys // self.split)), 1)
         key = (d + dv) // CHUNK * arriving_bytes(problem)
         registers = min(dv // 2 + self.keys // 2 + ADDRESSES, REGISTERS)
-        busiest = load(blocks * splits, device, self.threads, registers, self.shared_memory(problem))
-        steps = -(-keys // (splits * self.keys * self.warps))
-        in_flight = busiest.at_once * self.warps * (self.stages - 1) * self.keys * key
-        read = reading(busiest.blocks * keys / splits * key, in_flight, device)
-        own = 4 * 16 * self.keys * (2 * (d + dv) / device.tensor_cores + 1 / EXPONENTIALS) + 4 * BARRIER
+        fit = held(device, self.threads, registers, self.shared_memory(problem))
+        unit = self.keys * self.warps
+        steps = math.ceil(math.ceil(keys / unit) / splits)
+        own = 4 * 16 * self.keys * (2 * (d + dv) / device.tensor_cores + 1 / EXPONENTIALS)
         if problem.coded:
-            own += 4 * EXPANSION * self.keys * (d + dv) / LANES + 3 * BARRIER
-        waited = steps * own * busiest.blocks / busiest.at_once
-        merged = LAUNCH + LATENCY * -(-splits // self.ahead) if splits > 1 else 0
-        return math.log(max(read, waited) + LATENCY + merged)
+            own += 4 * EXPANSION * self.keys * (d + dv) / LANES
+        own = timing.own * own + (7 if problem.coded else 4) * BARRIER
+        alone = steps * max(own, (timing.latency + own) / (self.stages - 1))
+        read = Waves(blocks * splits, fit, device).cycles(keys / splits * key, alone, timing.uneven)
+        merged = timing.merge + timing.part * splits if splits > 1 else 0
+        return math.log(timing.launch + timing.block / self.warps + read + merged)
 
     @classmethod
     def default(cls, problem: AttentionProblem, device: Device) -> DecodeTiles:
-        """Untuned but good: two blocks on each multiprocessor, with as much of K and V on its way as there is room for.
+        """Return the tiles whose estimates are best over caches of typical sizes.
 
-        Bandwidth times latency is some 20 to 40 KB per multiprocessor. `prefill_wgmma` splits keys too, and reads them
-        once for 64 rows of all heads that share them: where it can, it has all that need more than one tile of 16.
+        `prefill_wgmma` splits keys too, and reads them once for 64 rows of all heads that share them: where it can, it
+        has all that need more than one tile of 16.
         """
         wide = device.generation == 90 and problem.dense and packed_heads(problem) == problem.group
         rows = 64 if problem.splits or not wide else 16
         keys = 32 if padded(problem.head_dim) + problem.v_head_dim <= 128 else 16
-        for warps, stages in ((4, 4), (4, 3), (4, 2), (2, 3), (2, 2), (1, 2)):
-            tiles = DecodeTiles(keys, warps, stages, split=2 * keys * warps, rows=rows)
-            if tiles.shared_memory(problem) <= device.shared_memory // 2:
-                break
-        return tiles
+        typical = [dataclasses.replace(problem, batch=b, kv_len=n, q_len=1) for b, n in TYPICAL_CACHES]
+        candidates = [
+            DecodeTiles(keys, warps, stages, split=128, per_multiprocessor=each, rows=rows)
+            for each in (1, 2)
+            for warps, stages in ((8, 2), (4, 4), (4, 3), (4, 2), (2, 3), (2, 2), (1, 2))
+        ]
+        legal = [tiles for tiles in candidates if tiles.is_legal(problem, device)]
+        return min(legal, key=lambda tiles: sum(tiles.estimate(p, device) for p in typical))
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ class Device:
     """Blocks run on so many at a time."""
     tensor_cores: int
     """Operations of a multiprocessor in a cycle, in products of half precision with sums in float32, by its best
-    instructions (architecture white papers)."""
+    instructions (architecture white papers; GeForce cards have half of what their data center siblings have)."""
     cache: int
     """Bytes that the second-level cache gives a multiprocessor in a cycle, roughly."""
     memory: int
@@ -45,10 +45,10 @@ DEVICES = {
     for device in (
         Device("sm_80", 163 * _KIB, 40 * _MIB, 108, 2048, 40, 10),  # A100
         Device("sm_86", 99 * _KIB, 6 * _MIB, 84, 1024, 20, 6),  # A10, A40, RTX 30
-        Device("sm_89", 99 * _KIB, 72 * _MIB, 128, 1024, 20, 3),  # L4, L40, RTX 40
-        Device("sm_90a", 227 * _KIB, 50 * _MIB, 132, 4096, 30, 15),  # H100, H200
-        Device("sm_100", 227 * _KIB, 126 * _MIB, 148, 4096, 30, 28),  # B200, B300
-        Device("sm_120", 99 * _KIB, 96 * _MIB, 170, 1024, 20, 4),  # RTX 50, RTX PRO
+        Device("sm_89", 99 * _KIB, 72 * _MIB, 128, 512, 20, 3),  # RTX 40; L4 and L40 have 1024 operations
+        Device("sm_90a", 227 * _KIB, 50 * _MIB, 132, 4096, 30, 19),  # H200, measured; H100 reads 14
+        Device("sm_100", 227 * _KIB, 126 * _MIB, 148, 8192, 30, 28),  # B200, B300
+        Device("sm_120", 99 * _KIB, 96 * _MIB, 170, 512, 20, 4),  # RTX 50; RTX PRO has 1024 operations
     )
 }
 """By architecture. TMA and wgmma exist from sm_90a, asynchronous copies and mma.sync in bfloat16 from sm_80."""

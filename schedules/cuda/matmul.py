@@ -28,6 +28,9 @@ from .products import Order, Products, Shape, read_products
 MOST = 3
 """Groups of one function: queries, keys and values."""
 
+FEW_ROWS = ("rows", "sixteen", "several")
+"""Kernels for few rows: up to 8, 16 and 32 by default."""
+
 
 def matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
     """Products of one matrix with others, in groups of one product or two; None for anything else."""
@@ -62,8 +65,9 @@ def tiles_of(found: list[Group], gpu: Device) -> dict[str, dict[str, Any]]:
     few: dict[str, Any] = {}
     if takes(found):
         few = {"rows": FewRowsTiles.default(together(found), gpu)}
-        if shape.rows is None or shape.rows > few["rows"].rows:
-            few["several"] = FewRowsTiles.several(shape, gpu)
+        for name, rows in (("sixteen", 16), ("several", 32)):
+            if shape.rows is None or shape.rows > list(few.values())[-1].rows:
+                few[name] = FewRowsTiles.several(together(found), gpu, rows)
     # By a name of its own in TF32: what was tuned for one way to multiply says nothing of the others.
     kinds: dict[str, Any] = {"mma" if shape.dtype in HALF else shape.dtype: MatmulTiles}
     if gpu.generation == 90 and shape.dtype in HALF and all(_reaches(group) for group in found):
@@ -139,7 +143,7 @@ def emit_products(found: list[Group], tiles: dict[str, Any], gpu: Device, ends: 
         fits = first.facts.simplify(first.rows <= few[0].rows)
         either(fits, lambda: matmul_rows(found, few[0], gpu, ends), lambda: by_rows(few[1:]))
 
-    by_rows([tiles[name] for name in ("rows", "several") if name in tiles])
+    by_rows([tiles[name] for name in FEW_ROWS if name in tiles])
 
 
 def either(condition: Expr, then: Callable[[], None], otherwise: Callable[[], None]) -> None:

@@ -8,9 +8,18 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..tiles import Space, Tiles
-from .cycles import BARRIER, LATENCY, SHARED, TYPICAL, load, step, warp_products
+from .cycles import BARRIER, LATENCY, SHARED, TYPICAL, held, load, step, warp_products
 from .device import Device
 from .products import Shape
+
+STORED = 0.35
+"""Cycles of an element of C from registers to memory, where nothing is beside it. Fitted to timings of an H200 ..."""
+
+HIDDEN = 0.6
+"""... and the share of them that ping-pong does not hide (docs/cuda_tile_models.md)."""
+
+CACHE_RATE = 1.5
+"""By how much tiles that several blocks ask for arrive faster than the cache's rate for a multiprocessor."""
 
 _ADDRESSES = 72  # registers of a thread beside its accumulators
 
@@ -206,8 +215,8 @@ class WgmmaMatmulTiles(Tiles):
         }
 
     def estimate(self, problem: Shape, device: Device) -> float:
-        """Steps along k of the busiest multiprocessor, copies `stages` ahead, and what stores take between tiles, or by
-        ping-pong beside the next tile, but for the last."""
+        """Steps along k of the busiest multiprocessor, copies `stages` ahead, and what stores take between tiles, of
+        which ping-pong hides a part beside the products of the other consumer."""
         rows, columns = problem.rows or TYPICAL, (problem.columns or TYPICAL) * problem.products
         batch, depth = problem.batch or 1, problem.depth or TYPICAL
         products = 2 * self.m * self.n * self.k / device.tensor_cores
@@ -216,14 +225,12 @@ class WgmmaMatmulTiles(Tiles):
         read = 2 * self.k * (self.m + self.n * self.m // 64)
         tiles = batch * -(-rows // (self.m * self.cluster)) * -(-columns // self.n)
         turns, steps = self.busiest(tiles, device.multiprocessors // self.cluster, -(-depth // self.k))
-        shared = (arrive + read) / SHARED
-        each = max(products, shared, asked / device.cache, LATENCY / (self.stages - 1))
-        stored = self.m * self.n * 12 / SHARED + LATENCY
-        if not self.ping_pong:
-            return math.log(steps * each + turns * stored)
-        # Both consumers want the tensor cores, and shared memory; each on its own has half of the tiles.
-        units = max(steps * each, steps * shared + turns * self.m * self.n * 8 / SHARED)
-        return math.log(max(units, (steps * each + turns * stored) / 2) + stored)
+        shared = max(arrive, read) / SHARED  # beside each other
+        each = max(products, shared, asked / (device.cache * CACHE_RATE), LATENCY / (self.stages - 1))
+        stored = self.m * self.n * STORED + LATENCY
+        if self.ping_pong:
+            stored *= HIDDEN
+        return math.log(steps * each + turns * stored)
 
     def busiest(self, tiles: int, at_once: int, steps: int) -> tuple[int, int]:
         """Tiles of the busiest block, and steps with what parts of tiles cost, as `Grid.deal` has it."""
@@ -236,7 +243,9 @@ class WgmmaMatmulTiles(Tiles):
     def default(cls, problem: Shape, device: Device) -> WgmmaMatmulTiles:
         """Untuned but good: CUTLASS's cooperative 128 x 256 x 64 in clusters of two, its ping-pong of 64 x 256 where k
         is so short that stores take longer than larger tiles save, or less where that would leave the GPU idle."""
-        many = dataclasses.replace(problem, rows=problem.rows or 1 << 20, columns=problem.columns or 1 << 20)
+        many = dataclasses.replace(
+            problem, rows=problem.rows or 1 << 20, columns=problem.columns or 1 << 20, depth=problem.depth or 1 << 20
+        )
         rows, columns = many.rows or 0, (many.columns or 0) * problem.products
 
         def tiles(m: int, n: int) -> int:
@@ -256,6 +265,31 @@ class WgmmaMatmulTiles(Tiles):
 
 
 @dataclass(frozen=True)
+class RowsTiming:
+    """What `FewRowsTiles.estimate` takes for granted. Fitted to timings of an H200 (benchmarks/gpu/tile_models.py)."""
+
+    launch: float = 3000
+    """Cycles of a launch."""
+    enough: float = 34000
+    """Bytes that a multiprocessor should have on their way."""
+    shortage: float = 0.18
+    """What it costs, of the time, to have half of that ..."""
+    surplus: float = 0.16
+    """... or twice as much, in one wave of blocks, but for what is asked for before the loop."""
+    short_strides: float = 0.04
+    """To ask for half of 2048 values of k at a time, in many waves."""
+    few_warps: float = 0.043
+    """To have half of 16 warps, in many waves."""
+    last_wave: float = 0.135
+    """For the share of the last wave that is empty."""
+    alone: float = 0.285
+    """For blocks of 128 KiB of which a multiprocessor holds one at a time."""
+
+
+_FEW_ROWS_REGISTERS = 40
+
+
+@dataclass(frozen=True)
 class FewRowsTiles(Tiles):
     """Tiles of `matmul_rows`."""
 
@@ -265,6 +299,8 @@ class FewRowsTiles(Tiles):
     """Chunks of k that each of its threads has on their way, of each row."""
     rows: int = 8
     """The most rows that the kernel is for; more go to the next."""
+
+    TIMING: ClassVar = RowsTiming()
 
     @property
     def threads(self) -> int:
@@ -299,37 +335,49 @@ class FewRowsTiles(Tiles):
         sums = 4 * self.warps * 20 * self.rows * shape.products
         return max(16 * self.threads * self.places(shape.products, 1), sums)
 
-    def estimate(self, problem: Shape, device: Device) -> float:
-        """Reading B with so many bytes on their way."""
-        columns, depth = (problem.columns or TYPICAL) * problem.products, problem.depth or TYPICAL
-        blocks = (problem.batch or 1) * -(-columns // 16)
-        busiest = load(blocks, device, self.threads, _ADDRESSES, self.shared_memory(problem))
-        steps = -(-depth // (4 * problem.type.chunk * self.warps * self.ahead))
-        read = busiest.blocks * 16 * depth * problem.type.bytes / device.memory
-        waited = busiest.blocks / busiest.at_once * (steps * LATENCY + self.warps * BARRIER)
-        return math.log(max(read, waited))
+    def estimate(self, problem: Shape, device: Device, timing: RowsTiming = TIMING) -> float:
+        """Reading B, which takes longer by what tiles waste of the rate of memory."""
+        columns, depth = problem.columns or TYPICAL, problem.depth or TYPICAL
+        each = (problem.batch or 1) * -(-columns // 16) / device.multiprocessors
+        size = problem.type.bytes * depth * 16 * problem.products  # of a block
+        at_once = held(device, self.threads, _FEW_ROWS_REGISTERS, self.shared_memory(problem))
+        stride = self.warps * self.ahead * 4 * problem.type.chunk  # of k: what a block asks for at a time
+        in_flight = min(max(each, 1), at_once) * size * min(stride / depth, 1)
+        waves = each / at_once
+        wasted = timing.shortage * max(math.log2(timing.enough / in_flight), 0)
+        if each <= 2.5:  # one wave, in which all blocks keep step
+            rest = max(1 - 2 * stride / depth, 0)
+            wasted += timing.surplus * rest * max(math.log2(in_flight / timing.enough), 0)
+        else:
+            wasted += timing.short_strides * math.log2(max(2048 / min(stride, depth), 1))
+            wasted += timing.few_warps * math.log2(16 / self.warps) * (at_once > 1)
+        if waves > 1:
+            wasted += timing.last_wave * (math.ceil(waves) / waves - 1)
+            wasted += timing.alone * (at_once == 1) * (131072 / size) ** 4
+        return math.log(timing.launch + each * size / device.memory) + wasted
 
     @classmethod
     def default(cls, problem: Shape, device: Device) -> FewRowsTiles:
-        """What an H200 is fastest with: of few columns about 32 KiB of B on their way to a multiprocessor, or all of a
-        short k; more take longer, and so do fewer. Of many columns as much as lets two blocks be there at a time, but
-        one where that would leave the last blocks alone."""
-        blocks = (problem.batch or 1) * -(-(problem.columns or 1 << 20) // 16)
-        at_once, depth = -(-blocks // device.multiprocessors), problem.depth or TYPICAL
-        if problem.products > 1:
-            pairs = 2 * device.multiprocessors
-            alone = -(-blocks // pairs) * pairs > 1.1 * blocks and depth >= 4096
-            wanted = FewRowsTiles(8, 8 if alone else 4)
-        elif at_once > 4:
-            wanted = FewRowsTiles(8, 8)
-        else:
-            wanted = FewRowsTiles(16, 4) if depth <= 2048 else FewRowsTiles(8, max(4 // at_once, 2))
-        return wanted.fitting(problem, device)
+        """Return the tiles for up to 8 rows with the best estimate, of those that have enough of B on its way."""
+        tiles = [FewRowsTiles(warps, ahead) for warps, ahead in ((8, 8), (16, 4), (16, 2), (4, 8), (8, 4), (8, 2))]
+        many = dataclasses.replace(problem, columns=problem.columns or 1 << 20)
+        return min((each.fitting(problem, device) for each in tiles), key=lambda each: each.estimate(many, device))
 
     @classmethod
-    def several(cls, problem: Shape, device: Device) -> FewRowsTiles:
-        """For more rows than those."""
-        return FewRowsTiles(8, 4, rows=32).fitting(problem, device)
+    def several(cls, problem: Shape, device: Device, rows: int) -> FewRowsTiles:
+        """Return the tiles for up to 16 or 32 rows: what an H200 is fastest with, or within 8 % of it.
+
+        16 warps keep enough on its way. Of 16 rows 8 warps with more ahead are faster where all blocks are one wave, or
+        many; of 32 rows of two products they leave room for a second block.
+        """
+        each = (problem.batch or 1) * -(-(problem.columns or 1 << 20) // 16) / device.multiprocessors
+        if rows > 16:
+            tiles = FewRowsTiles(16 if problem.products == 1 else 8, 2, rows)
+        elif problem.products == 1 and not 1.1 < each < 2.5:
+            tiles = FewRowsTiles(8, 8, rows)
+        else:
+            tiles = FewRowsTiles(16, 2, rows)
+        return tiles.fitting(problem, device)
 
     def fitting(self, problem: Shape, device: Device) -> FewRowsTiles:
         """With less on its way, where there is no room for so much."""

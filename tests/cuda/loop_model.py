@@ -6,7 +6,6 @@ of bank conflicts, of clocks that fall under load, or of what runs before and af
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -57,16 +56,11 @@ class Gpu:
         return self.device.tensor_cores * self.device.multiprocessors * self.clock / 1e12
 
 
-def _geforce(arch: str) -> Device:
-    """Cards for games have half of the rate with sums in float32."""
-    return dataclasses.replace(DEVICES[arch], tensor_cores=DEVICES[arch].tensor_cores // 2)
-
-
 GPUS = {
     "sm_80": Gpu("A100", DEVICES["sm_80"], 1.41e9),
-    "sm_89": Gpu("RTX 4090", _geforce("sm_89"), 2.52e9),
+    "sm_89": Gpu("RTX 4090", DEVICES["sm_89"], 2.52e9),
     "sm_90a": Gpu("H100 SXM", DEVICES["sm_90a"], 1.83e9),
-    "sm_120": Gpu("RTX 5090", _geforce("sm_120"), 2.407e9),
+    "sm_120": Gpu("RTX 5090", DEVICES["sm_120"], 2.407e9),
 }
 
 

@@ -287,8 +287,8 @@ def test_other_products_are_left() -> None:
 AUDITED = {
     "sm_80": Case(n=768, k=768, tiles=None),
     "sm_120": Case(n=768, k=768, b_transposed=True, epilogue="gate", tiles=None),
-    "sm_90a": Case(n=4096, k=4096, b_transposed=True, epilogue="residual", tiles=None),
-    "sm_90a, gate": Case(n=4096, k=1024, b_transposed=True, epilogue="gate", tiles=None),
+    "sm_90a": Case(n=4096, k=8192, b_transposed=True, epilogue="residual", tiles=None),
+    "sm_90a, gate": Case(n=4096, k=8192, b_transposed=True, epilogue="gate", tiles=None),
     "sm_90a, ping-pong": Case(n=4096, k=256, b_transposed=True, epilogue="residual", tiles=None),
     "sm_90a, few": Case(m=48, n=768, k=768, epilogue="float32", tiles=None),
 }

@@ -1,0 +1,84 @@
+"""Models of tiles order what an H200 was measured with, also at shapes that the fit has not seen."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.gpu import tile_models
+from benchmarks.gpu.tile_models import GPU, Model, Timing
+from schedules.cuda.decode_tiles import DecodeTiles
+from schedules.cuda.matmul_tiles import FewRowsTiles, WgmmaMatmulTiles
+
+pytestmark = pytest.mark.no_gpu
+
+DECODE, FEW_ROWS = tile_models.decode_model(), tile_models.few_rows_model()
+# Of weights whose tiles differ by a tenth at most, or of which two waves and a bit are read, the order is less sure.
+CLOSE = ("2048 x 2048", "128256 x 2048", "6144 x 4096")
+
+
+@pytest.mark.parametrize("shape", DECODE.timings)
+def test_decode_attention_left_out_of_the_fit(shape: str) -> None:
+    correlation, chosen = DECODE.left_out(shape)
+    assert correlation >= 0.8 and chosen < 1.05
+
+
+@pytest.mark.parametrize("shape", FEW_ROWS.timings)
+def test_few_rows_left_out_of_the_fit(shape: str) -> None:
+    correlation, chosen = FEW_ROWS.left_out(shape)
+    assert chosen < 1.055
+    assert correlation >= 0.6 or shape.endswith(CLOSE)
+
+
+def test_constants_are_those_of_the_fit() -> None:
+    """But for rounding: as good as what the timings give."""
+    for model, constants in ((DECODE, DecodeTiles.TIMING), (FEW_ROWS, FewRowsTiles.TIMING)):
+        shapes = list(model.timings)
+        ours, fitted = (square(model, each, shapes) for each in (constants, model.fitted(shapes)))
+        assert ours < 1.05 * fitted
+
+
+def square(model: Model, constants: object, shapes: list[str]) -> float:
+    return sum(error * error for error in model.errors(constants, shapes))
+
+
+def fastest(timings: list[Timing]) -> float:
+    return min(t.us for t in timings)
+
+
+def taken(timings: list[Timing], tiles: object, names: tuple[str, ...]) -> float:
+    """The measured time of tiles that agree in these fields."""
+    (us,) = {t.us for t in timings if all(getattr(t.tiles, n) == getattr(tiles, n) for n in names)}
+    return us
+
+
+def test_defaults_are_close_to_the_fastest() -> None:
+    for timings in DECODE.timings.values():
+        default = DecodeTiles.default(timings[0].problem, GPU)
+        us = taken(timings, default, ("keys", "warps", "stages", "split", "per_multiprocessor"))
+        assert us < 1.05 * fastest(timings)
+    for timings in FEW_ROWS.timings.values():
+        us = taken(timings, FewRowsTiles.default(timings[0].problem, GPU), ("warps", "ahead"))
+        assert us < 1.055 * fastest(timings)
+
+
+@pytest.mark.parametrize("rows", (16, 32))
+def test_kernels_for_more_rows(rows: int) -> None:
+    for timings in tile_models.product_timings("few rows", FewRowsTiles, rows).values():
+        if timings[0].problem.rows == rows:
+            tiles = FewRowsTiles.several(timings[0].problem, GPU, rows)
+            assert taken(timings, tiles, ("warps", "ahead", "rows")) < 1.08 * fastest(timings)
+
+
+def test_the_faster_form_is_chosen() -> None:
+    compared = 0
+    for timings in tile_models.many_rows().values():
+        by_form = {t.tiles.ping_pong: t.us for t in timings}
+        if len(by_form) == 2:
+            default = WgmmaMatmulTiles.default(timings[0].problem, GPU)
+            assert default.ping_pong == min(by_form, key=lambda form: by_form[form])
+            compared += 1
+    assert compared >= 5
+
+
+def test_page() -> None:
+    assert tile_models.PAGE.read_text() == tile_models.page(), "python -m benchmarks.gpu.tile_models --page"
