@@ -14,14 +14,17 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 ANNOTATION = "lowering.independent"
+_MARKED = {ANNOTATION: True}
 
 
 @contextmanager
 def independent(*extents: Any) -> Iterator[tuple[Any, ...]]:
     """Loops over all indices of a shape, of any rank: each iteration writes what no other reads or writes."""
     with ExitStack() as stack:
-        marked = {ANNOTATION: True}
-        yield tuple(stack.enter_context(T.serial(extent, annotations=marked)) for extent in extents)
+        yield tuple(
+            stack.enter_context(T.serial(T.int64(extent) if isinstance(extent, int) else extent, annotations=_MARKED))
+            for extent in extents
+        )
 
 
 def is_independent(stmt: tirx.Stmt) -> bool:
