@@ -63,3 +63,50 @@ def test_writes_the_rows_and_nothing_else(name: str) -> None:
             updated, read, *_ = kernels().call(f"in_place_{number}", arguments, order=order)
             assert same_bits(updated, want)
             assert same_bits(read, rows)
+
+
+# Every axis of arrays of fixed sizes that are empty, or smaller than what a thread moves at once: dims, length, axis.
+TINY = [
+    ((5, 4), 0, 1), ((2, 1), 1, 1), ((2, 1), 0, 1), ((1, 3), 2, 1), ((0, 3), 1, 1), ((2, 0), 0, 1), ((2, 0), 1, 1),
+    ((2, 1, 3), 1, 1), ((2, 3, 1), 1, 2), ((2, 1, 1), 1, 1), ((1, 2, 1), 2, 2), ((2, 3, 0), 1, 1), ((1, 0, 3), 1, 2),
+    ((2, 3, 7, 5), 0, 2), ((1, 2, 3, 1), 2, 2), ((1, 1, 2, 3), 3, 3), ((1, 1, 1, 1), 1, 3),
+]  # fmt: skip
+TINY_TYPES = ("uint8", "int16", "float64", "float32", "float16")
+
+
+def tiny_updates() -> list[CacheUpdate]:
+    """Two types for each of the sizes above."""
+    updates = []
+    for number, (dims, length, axis) in enumerate(TINY):
+        for k in (0, 2):
+            dtype = TINY_TYPES[(number + k) % len(TINY_TYPES)]
+            circular = bool((number + k // 2) % 2) and dims[axis] > 0
+            updates.append(CacheUpdate(dtype, dims, length, axis, circular, indices=(number + k) % 3 > 0))
+    return updates
+
+
+@functools.cache
+def tiny_kernels() -> emulated.Module:
+    functions = {}
+    for number, update in enumerate(tiny_updates()):
+        for form, function in (("copying", copy_and_update(update)), ("in_place", update_in_place(update))):
+            functions[f"{form}_{number}"] = cache_update(function, TARGET)[0].make()
+    return emulated.module(functions, arch="sm_80")
+
+
+@pytest.mark.parametrize("number", range(2 * len(TINY)))
+def test_tiny_and_empty_updates(number: int) -> None:
+    """Sizes that are known to be 0 or smaller than a chunk: TVM must not divide by them."""
+    rng, update = np.random.default_rng(number), tiny_updates()[number]
+    for indices in ((0, 0, 0, 0, 0), (1, -1, 2, 2, 2)):
+        drawn = Case(update, update.dims, update.length, indices[: update.dims[0]])
+        cache, rows = random_rows(rng, drawn)
+        arguments = [cache, rows] + [np.array(drawn.indices, np.int64)] * update.indices
+        want = expected(drawn, cache, rows)
+        present = random_bits(rng, update.dtype, drawn.dims)
+        *inputs, copied = tiny_kernels().call(f"copying_{number}", [*arguments, present])
+        assert same_bits(copied, want)
+        assert same_bits(inputs[0], cache)
+        updated, read, *_ = tiny_kernels().call(f"in_place_{number}", arguments)
+        assert same_bits(updated, want)
+        assert same_bits(read, rows)
