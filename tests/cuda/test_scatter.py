@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import cuda_emulation as emulated
 import numpy as np
+import onnx
 import pytest
 import tvm
 from scatter_cases import Case, expected, random_bits, random_rows, same_bits
 
+import lowering
 from lowering.tensorir.scatter import CacheUpdate, copy_and_update, update_in_place
 from schedules.cuda.scatter import cache_update
 
@@ -110,3 +113,39 @@ def test_tiny_and_empty_updates(number: int) -> None:
         updated, read, *_ = tiny_kernels().call(f"in_place_{number}", arguments)
         assert same_bits(updated, want)
         assert same_bits(read, rows)
+
+
+ALONE = """
+<ir_version: 11, opset_import: ["" : 24]>
+m (float[2, 0] a, float[2, 0] rows_a) => (float[2, 0] p) { p = TensorScatter <axis = 1> (a, rows_a) }
+"""
+TOGETHER = """
+<ir_version: 11, opset_import: ["" : 24]>
+m (float[2, 0] a, float[2, 0] rows_a, float[5, 4] b, float[5, 0] rows_b, float[2, 1] c, float[2, 1] rows_c)
+=> (float[2, 0] p, float[5, 4] q, float[2, 1] r)
+{
+  p = TensorScatter <axis = 1> (a, rows_a)
+  q = TensorScatter <axis = 1> (b, rows_b)
+  r = TensorScatter <axis = 1> (c, rows_c)
+}
+"""
+SHAPES = {"a": (2, 0), "rows_a": (2, 0), "b": (5, 4), "rows_b": (5, 0), "c": (2, 1), "rows_c": (2, 1)}
+
+
+def run_model(text: str, folder: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Called in the emulation's process."""
+    lowering.compile(onnx.parser.parse_model(text), "cuda:sm_90a").save(folder)
+    return lowering.load(folder).run(arrays)
+
+
+@pytest.mark.parametrize("text", [ALONE, TOGETHER])
+def test_whole_models_of_tiny_and_empty_updates(text: str, tmp_path: Path) -> None:
+    """The first one has no kernel at all."""
+    rng = np.random.default_rng(0)
+    inputs = [value.name for value in onnx.parser.parse_model(text).graph.input]
+    arrays = {name: rng.standard_normal(SHAPES[name]).astype("float32") for name in inputs}
+    found = emulated.run(run_model, text, str(tmp_path / "m"), arrays, arch="sm_90a")
+    want = {"p": "a", "q": "b", "r": "rows_c"}
+    assert len(found) == len(inputs) // 2
+    for name, array in found.items():
+        np.testing.assert_array_equal(array, arrays[want[name]])
