@@ -21,6 +21,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from lowering.tensorir.blocks import FORM, in_loops
+from lowering.tensorir.expressions import is_int
 from lowering.tensorir.independent import is_independent, nest_of
 
 from .threads import ThreadTiles, each
@@ -65,7 +66,7 @@ def by_threads(func: tirx.PrimFunc) -> tirx.PrimFunc:
 
 def _read(func: tirx.PrimFunc) -> _Body:
     """Divide the body of a function into launches."""
-    statements = [s for s in tirx.stmt_list(_without_assertions(func.body)) if not _is_nothing(s)]
+    statements = [s for s in tirx.stmt_list(_without_empty(func.body)) if not _is_nothing(s)]
     body = _Body()
     for statement in statements:
         if isinstance(statement, tirx.AllocBuffer):
@@ -132,11 +133,10 @@ def _place_arrays(body: tirx.Stmt, threads: Expr, thread: tirx.Var | None) -> tu
             return
         shape = list(buffer.shape)
         if _bytes(buffer) <= LOCAL_BYTES:
+            shape = [_at_least_one(extent) for extent in shape]
             local[buffer] = tirx.decl_buffer(shape, buffer.dtype, buffer.name, scope="local", layout=None)
             return
-        # The allocator is not asked for nothing.
-        shape = [*([] if thread is None else [threads]), *shape]
-        shape = [extent if isinstance(extent, tirx.IntImm) else tirx.max(extent, T.int64(1)) for extent in shape]
+        shape = [_at_least_one(extent) for extent in (shape if thread is None else [threads, *shape])]
         shared[buffer] = tirx.decl_buffer(shape, buffer.dtype, f"{buffer.name}_workspace", layout=None)
 
     tvm_ffi.structural_walk(body, (tirx.AllocBuffer, visit))
@@ -175,6 +175,11 @@ def _variables(params: Sequence[tirx.Var]) -> list[tirx.Var]:
     return [*params, *(extent for extent in extents if isinstance(extent, tirx.Var))]
 
 
+def _at_least_one(extent: Expr) -> Expr:
+    """Return the extent with which an array is allocated: neither CUDA C++ nor the allocator takes 0 bytes."""
+    return tirx.max(extent, tirx.const(1, str(extent.ty)))
+
+
 def _bytes(buffer: tirx.Buffer) -> float:
     """Return the size of an array; infinity where it is not constant."""
     if not all(isinstance(extent, tirx.IntImm) for extent in buffer.shape):
@@ -188,8 +193,13 @@ def _loads(extent: Expr) -> bool:
     return bool(found)
 
 
-def _without_assertions(body: tirx.Stmt) -> tirx.Stmt:
-    return tvm_ffi.structural_map(body, (tirx.AssertStmt, lambda _: tirx.Evaluate(0)))
+def _without_empty(body: tirx.Stmt) -> tirx.Stmt:
+    """Leave out assertions, and loops over nothing: TVM would shrink arrays to 0 bytes by them, and divide by 0."""
+
+    def without(loop: tirx.For) -> tirx.Stmt:
+        return tirx.Evaluate(0) if is_int(loop.extent, 0) else loop
+
+    return tvm_ffi.structural_map(body, [(tirx.AssertStmt, lambda _: tirx.Evaluate(0)), (tirx.For, without)])
 
 
 def _is_nothing(statement: tirx.Stmt) -> bool:

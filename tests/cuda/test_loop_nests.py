@@ -76,6 +76,24 @@ def test_each_thread_has_its_own_array(extent: int, rows: int) -> None:
     np.testing.assert_array_equal(y, x[:, ::-1])
 
 
+@pytest.mark.parametrize("extent", [0, LARGE])
+def test_arrays_of_no_elements(extent: int) -> None:
+    """A thread allocates them all the same, and so does the host."""
+
+    def body(x: tirx.Buffer, y: tirx.Buffer) -> None:
+        with independent(x.shape[0]) as (row,):
+            array = T.alloc_buffer((x.shape[1], T.int64(extent)), "float32")
+            T.buffer_store(y, tirx.const(1, "float32"), [row])
+            with T.serial(x.shape[1]) as j, T.serial(T.int64(extent)) as k:
+                T.buffer_store(array, x[row, j], [j, k])
+                T.buffer_store(y, array[j, k], [row])
+
+    columns = 0 if extent else 3
+    func = by_threads(function(body, ("float32", [4, columns]), ("float32", [4])))
+    *_, y = emulated.call(func, [np.zeros((4, columns), "float32"), np.full(4, np.nan, "float32")])
+    np.testing.assert_array_equal(y, 1)
+
+
 def test_loops_inside_each_other_are_threads_of_one_launch() -> None:
     def body(x: tirx.Buffer, y: tirx.Buffer) -> None:
         with independent(*x.shape) as (i, j, k):
