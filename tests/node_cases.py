@@ -104,6 +104,13 @@ def cases(operator: str) -> list[Case]:
     return [c for c in _found().get(operator, []) if operator in EVERY_TYPE or c.wide_enough]
 
 
+def every_case() -> dict[str, list[Case]]:
+    """All cases of the installed onnx package by operator, whatever their types are."""
+    for module in _modules().values():
+        _import(module)
+    return dict(sorted(_found().items()))
+
+
 @functools.cache
 def _modules() -> dict[str, str]:
     """By operator, the module of onnx's that makes its cases. It has a class of the operator's name, which makes them

@@ -41,7 +41,7 @@ def build(module: tvm.IRModule, target: Target, kernels: objects.Kernels) -> byt
             module,
             target=target.tvm,
             relax_pipeline=tvm.transform.Sequential([]),
-            tir_pipeline=_PIPELINE if target.architecture else "default",
+            tir_pipeline=tir_pipeline(target),
         )
     with progress.stage("linking"), tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.so"
@@ -93,6 +93,11 @@ def warm_up(linker: str) -> None:
 
 
 _PIPELINE = "onnx_lowering"
+
+
+def tir_pipeline(target: Target) -> str:
+    """Return the name of TVM's pipeline from TensorIR to code."""
+    return _PIPELINE if target.architecture else "default"
 
 
 def _by_kind() -> tuple[Pass, Callable[[], Pass], Callable[[], Pass]]:

@@ -15,7 +15,7 @@ import numpy as np
 from tvm import tirx
 
 from ..choices import TF32
-from ..errors import InputError
+from ..errors import InputError, LoweringError
 from ..fusion import fuse
 from ..graph.compressed_tables import compress_tables
 from ..graph.declared_sizes import ranges, with_sizes
@@ -35,6 +35,7 @@ from ..tuning.lookup import Records
 from ..version import VERSION
 from . import progress
 from .build import build, check_linker
+from .code_failures import code_failure
 from .compiler import compile
 from .interrupts import interrupts_kept
 from .objects import Kernels
@@ -119,7 +120,14 @@ def compiled(model: ModelLike, options: Options, stand_in: Target | None = None,
         known = kernels if dump is None else None  # who looks inside wants to see all that is scheduled
         with progress.stage("lowering"):
             lowered = lower(imported, each, pairs, notes, dump, options.weights, choose, runs_on, products, known)
-        libraries.append(build(lowered.module, runs_on, kernels))
+        try:
+            libraries.append(build(lowered.module, runs_on, kernels))
+        except LoweringError:
+            raise
+        except Exception as error:
+            if type(error) is RuntimeError:  # an interrupt, which TVM turns into one (interrupts.py)
+                raise
+            raise code_failure(lowered.module, lowered.calls, runs_on) from error
         unscheduled.append(lowered.unscheduled)
         if not each.architecture:
             notes += warnings(lowered.kernels, lowered.calls)

@@ -11,6 +11,7 @@ from tvm.script.ir_builder import tirx as T
 from ..importing.compute import is_float, require_numbers, widened
 from ..importing.node import Node
 from ..importing.values import Value
+from ..tensorir.independent import independent
 from . import op
 from .asserted import asserted
 from .kernels import grid, held, loops, serial
@@ -34,7 +35,7 @@ def det(node: Node, x: Value) -> Value:
                 T.buffer_store(left, left[row, column + k], [column, column + k])
                 T.buffer_store(left, kept, [row, column + k])
 
-        with grid(x.shape[:-2]) as outer:
+        with independent(*x.shape[:-2]) as outer:
             with grid((size, size)) as (i, j):
                 T.buffer_store(left, x[(*outer, i, j)].astype(dtype), [i, j])
             T.buffer_store(found, one, [0])

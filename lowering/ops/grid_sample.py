@@ -17,10 +17,10 @@ from ..importing.channels import channels_last, channels_second
 from ..importing.compute import is_float, widened
 from ..importing.node import Node
 from ..importing.values import Shape, Size, Value
+from ..tensorir.independent import independent
 from . import op
 from .asserted import asserted, required
 from .kernels import compute, held, loops
-from .kernels import grid as grid_of
 
 _CUBIC = -0.75
 _UNROLLED = 8  # elements whose sum is written out
@@ -76,7 +76,7 @@ class Along:
         def statements(grid: Any, *made: Any) -> None:
             wide, half, one = _number(size, self.acc), tirx.const(0.5, self.acc), tirx.const(1.0, self.acc)
             low, high = (half - half, wide - one) if self.corners else (-half, wide - half)
-            with grid_of(made[0].shape[:-1]) as index:
+            with independent(*made[0].shape[:-1]) as index:
                 number = grid[(*index, tirx.const(where, "int64"))].astype(self.acc)
                 at = (number + one) * half * (wide - one) if self.corners else ((number + one) * wide - one) * half
                 at = held(tirx.nearbyint(at) if self.count == 1 else at)

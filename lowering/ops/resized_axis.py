@@ -12,7 +12,8 @@ from tvm.script.ir_builder import tirx as T
 
 from ..importing.node import Node
 from ..importing.values import Size, Value
-from .kernels import grid, loops
+from ..tensorir.independent import independent
+from .kernels import loops
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Along:
                 scales = reads[0][zero]
             ends = (reads[-1][zero], reads[-1][one]) if roi else (wide(0.0), wide(1.0))
             place = Place(self.given, self.made, wide(scales), ends, self.scale is None)
-            with grid(table.shape) as index:
+            with independent(*table.shape) as index:
                 T.buffer_store(table, body(index, place), list(index))
 
         (result,) = loops(node, name, statements, [*scale, *roi], [(shape, dtype)], sizes=[self.given, self.made])

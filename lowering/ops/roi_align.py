@@ -16,6 +16,7 @@ from ..importing.channels import channels_last, channels_second
 from ..importing.compute import is_float, widened
 from ..importing.node import Node
 from ..importing.values import Value
+from ..tensorir.independent import independent
 from . import op
 from .asserted import asserted, inside, required
 from .kernels import held, loops, serial
@@ -67,7 +68,7 @@ def _roi_align(node: Node, x: Value, rois: Value, batches: Value, coordinates: s
         return tirx.const(float(value), acc)
 
     def statements(x: Any, rois: Any, batch: Any, y: Any) -> None:
-        with serial(count) as r:
+        with independent(count, *made) as (r, ph, pw):
             sides = [_side(rois[r, 1 - k], rois[r, 3 - k], made[k], scale, half, ratio, number) for k in (0, 1)]
             text = (
                 f"{node.where}: input 'rois' has a region of which more than {_MOST} places would be sampled at once."
@@ -77,30 +78,29 @@ def _roi_align(node: Node, x: Value, rois: Value, batches: Value, coordinates: s
                     pass
             first = T.bind(batch[r])
             grids = [held(tirx.min(n, number(_MOST)).astype("int64")) for _, _, n in sides]
-            with serial(made[0]) as ph, serial(made[1]) as pw:
+            with serial(channels) as c:
+                T.buffer_store(y, number(0), [r, ph, pw, c])
+            with serial(grids[0]) as iy, serial(grids[1]) as ix:
+                places = [
+                    _place(start, size, p, i, n, extent, number)
+                    for (start, size, n), p, i, extent in zip(sides, (ph, pw), (iy, ix), (height, width))
+                ]
+                there = held(tirx.all(places[0][0], places[1][0]))
+                weights = [held(tirx.Select(there, w, number(0))) for w in _weights(places)]
+                corners = [(places[0][1 + a], places[1][1 + b]) for a in (0, 1) for b in (0, 1)]
                 with serial(channels) as c:
-                    T.buffer_store(y, number(0), [r, ph, pw, c])
-                with serial(grids[0]) as iy, serial(grids[1]) as ix:
-                    places = [
-                        _place(start, size, p, i, n, extent, number)
-                        for (start, size, n), p, i, extent in zip(sides, (ph, pw), (iy, ix), (height, width))
-                    ]
-                    there = held(tirx.all(places[0][0], places[1][0]))
-                    weights = [held(tirx.Select(there, w, number(0))) for w in _weights(places)]
-                    corners = [(places[0][1 + a], places[1][1 + b]) for a in (0, 1) for b in (0, 1)]
-                    with serial(channels) as c:
-                        terms = [w * x[first, h, v, c] for w, (h, v) in zip(weights, corners)]
-                        before = y[r, ph, pw, c]
-                        if mode == "avg":
-                            value = before + (terms[0] + terms[1] + terms[2] + terms[3])
-                        else:  # as the standard's reference has it: the largest of the weighed elements
-                            best = tirx.max(tirx.max(terms[0], terms[1]), tirx.max(terms[2], terms[3]))
-                            value = tirx.Select(tirx.all(iy == 0, ix == 0), best, tirx.max(before, best))
-                        T.buffer_store(y, value, [r, ph, pw, c])
-                if mode == "avg":
-                    samples = held(tirx.max(grids[0] * grids[1], tirx.const(1, "int64")).astype(acc))
-                    with serial(channels) as c:
-                        T.buffer_store(y, y[r, ph, pw, c] / samples, [r, ph, pw, c])
+                    terms = [w * x[first, h, v, c] for w, (h, v) in zip(weights, corners)]
+                    before = y[r, ph, pw, c]
+                    if mode == "avg":
+                        value = before + (terms[0] + terms[1] + terms[2] + terms[3])
+                    else:  # as the standard's reference has it: the largest of the weighed elements
+                        best = tirx.max(tirx.max(terms[0], terms[1]), tirx.max(terms[2], terms[3]))
+                        value = tirx.Select(tirx.all(iy == 0, ix == 0), best, tirx.max(before, best))
+                    T.buffer_store(y, value, [r, ph, pw, c])
+            if mode == "avg":
+                samples = held(tirx.max(grids[0] * grids[1], tirx.const(1, "int64")).astype(acc))
+                with serial(channels) as c:
+                    T.buffer_store(y, y[r, ph, pw, c] / samples, [r, ph, pw, c])
 
     shape = (count, made[0], made[1], channels)
     (y,) = loops(node, "roi_align", statements, [last, rois, batches], [(shape, acc)], x.shape)

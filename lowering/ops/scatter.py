@@ -12,6 +12,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ..importing.node import Node
 from ..importing.values import Shape, Value, storage_dtype
+from ..tensorir.independent import independent
 from . import op
 from .asserted import asserted
 from .contents import static_axis
@@ -94,5 +95,5 @@ def _reduction(node: Node, data: Value) -> Any:
 
 
 def _copy(source: Any, target: Any) -> None:
-    with grid(source.shape) as index:
+    with independent(*source.shape) as index:
         T.buffer_store(target, source[index], list(index))

@@ -14,6 +14,7 @@ from ..importing.channels import channels_second
 from ..importing.compute import is_float, largest
 from ..importing.node import Node
 from ..importing.values import Size, Value, product, storage_dtype
+from ..tensorir.independent import independent
 from . import op
 from .asserted import asserted, inside, required
 from .contents import sizes as contents_of
@@ -31,7 +32,7 @@ def largest_and_places(node: Node, x: Value, window: Window) -> tuple[Value, Val
     counts = [node.simplify(window.count(axis, size)) for axis, size in enumerate(sizes)]
 
     def statements(x: Any, y: Any, places: Any) -> None:
-        with grid(y.shape) as index:
+        with independent(*y.shape) as index:
             T.buffer_store(places, tirx.const(-1, "int64"), list(index))
             T.buffer_store(y, largest.identity(x.dtype), list(index))  # of a window that is all padding
             with grid([tirx.const(k, "int64") for k in window.kernel]) as ks:
@@ -100,7 +101,7 @@ def max_unpool(node: Node, x: Value, places: Value, output_shape: Value | None =
     places = node.emit(relax.op.astype(node.tensor(places), "int64"))
 
     def statements(x: Any, places: Any, y: Any) -> None:
-        with grid(y.shape) as index:
+        with independent(*y.shape) as index:
             T.buffer_store(y, tirx.const(0, x.dtype), list(index))
         with grid(x.shape) as index:
             rest, at = T.bind(places[index]), list[Any]()

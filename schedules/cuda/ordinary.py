@@ -1,4 +1,4 @@
-"""Ordinary operators on GPUs: TVM's own schedules (dlight), and one thread for what they cannot take."""
+"""Ordinary operators on GPUs: TVM's own schedules (dlight), and loop nests by threads for what they do not take."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from lowering.tensorir.expressions import Expr, is_int, rewrite, substitute
 
 from ..reading.stages import Stage, read_stages, write_stages
 from ..variant import Variant
+from .loop_nests import by_threads
 
 _SCHEDULES = tuple(
     dlight.ApplyDefaultSchedule(rule())
@@ -30,12 +31,12 @@ def one_number(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] 
     """A function without loops, such as one that stores a length, by one thread; None for anything else."""
     if _has_loops(func.body):
         return None
-    return [Variant("one thread", None, None, {}, lambda tiles: _by_one_thread(func))]
+    return [Variant("one thread", None, None, {}, lambda tiles: by_threads(func))]
 
 
 def _has_loops(body: tirx.Stmt) -> bool:
     found: list[tirx.Stmt] = []
-    tvm_ffi.structural_walk(body, (tirx.For, found.append), (tirx.While, found.append))
+    tvm_ffi.structural_walk(body, ((tirx.For, tirx.While), found.append))
     return bool(found)
 
 
@@ -81,7 +82,7 @@ def _scheduled(func: tirx.PrimFunc, target: tvm.target.Target) -> tirx.PrimFunc:
                 continue
             if not scheduled["main"].same_as(func):
                 return _launched_for_some(scheduled["main"])
-    return _by_one_thread(func)
+    return by_threads(func)
 
 
 def _launched_for_some(func: tirx.PrimFunc) -> tirx.PrimFunc:
@@ -101,16 +102,6 @@ def _launched_for_some(func: tirx.PrimFunc) -> tirx.PrimFunc:
 
     body = tirx.stmt_seq(*map(guarded, tirx.stmt_list(root.body)))
     return func.with_body(s_tir.SBlockRealize([], tirx.const(True), _with_body(root, body)))
-
-
-def _by_one_thread(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """Right for any function, and slow: for statements without loops, and loops over nothing, by which TVM divides."""
-    thread = tirx.IterVar((0, 1), tirx.Var("thread", "int32"), tirx.IterVar.ThreadIndex, "threadIdx.x")
-    if not isinstance(func.body, s_tir.SBlockRealize):
-        return func.with_body(tirx.AttrStmt(thread, "thread_extent", 1, func.body))
-    root = func.body.block
-    inside = _with_body(root, tirx.AttrStmt(thread, "thread_extent", 1, root.body))
-    return func.with_body(s_tir.SBlockRealize([], tirx.const(True), inside))
 
 
 def _with_body(block: s_tir.SBlock, body: tirx.Stmt) -> s_tir.SBlock:

@@ -14,6 +14,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
 
+from lowering.tensorir.expressions import is_int
 from lowering.tensorir.scatter import ATTRIBUTE, BoundUpdate, CacheUpdate
 
 from ..variant import Variant
@@ -43,7 +44,10 @@ def _kernels(update: CacheUpdate, copy: bool, tiles: ThreadTiles) -> tirx.PrimFu
         if copy:
             _copy(bound, tiles)
         size = Analyzer().simplify(bound.suffix * bound.itemsize)
-        if isinstance(size, prim.IntImm):
+        rows = Analyzer().simplify(bound.prefixes * bound.length * bound.max_len * bound.suffix)
+        if is_int(rows, 0):
+            T.evaluate(0)  # There is nothing to write, or no slot to write to.
+        elif isinstance(size, prim.IntImm):
             _write_rows(bound, tiles, math.gcd(size.value, CHUNK))
         else:
             with T.If(tirx.truncmod(size, T.int64(CHUNK)) == 0):
@@ -56,8 +60,11 @@ def _kernels(update: CacheUpdate, copy: bool, tiles: ThreadTiles) -> tirx.PrimFu
 
 def _copy(bound: BoundUpdate, tiles: ThreadTiles) -> None:
     """present := cache, in chunks, and what is left behind the last chunk by elements."""
-    elements = bound.prefixes * bound.max_len * bound.suffix
+    elements = Analyzer().simplify(bound.prefixes * bound.max_len * bound.suffix)
     per_chunk = CHUNK // bound.itemsize
+    if isinstance(elements, prim.IntImm) and elements.value < per_chunk:
+        _copy_elements(bound, tiles, elements)
+        return
     chunks = tirx.truncdiv(elements, T.int64(per_chunk))
     with each(chunks + per_chunk - 1, tiles) as thread, T.If(thread < chunks):
         with T.Then():
@@ -66,6 +73,15 @@ def _copy(bound: BoundUpdate, tiles: ThreadTiles) -> None:
             element = fixed(chunks * per_chunk + thread - chunks)
             with T.If(element < elements), T.Then():
                 _move(bound, bound.itemsize, "cache", element, element)
+
+
+def _copy_elements(bound: BoundUpdate, tiles: ThreadTiles, elements: Expr) -> None:
+    """present := cache, whose elements are known to be fewer than those of a chunk: TVM would divide by the number of
+    chunks that such an array has."""
+    if is_int(elements, 0):
+        return
+    with each(elements, tiles) as element:
+        _move(bound, bound.itemsize, "cache", element, element)
 
 
 def _write_rows(bound: BoundUpdate, tiles: ThreadTiles, size: int) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import cuda_emulation as emulated
 import numpy as np
+import onnx
 import pytest
 import tvm
 from scatter_cases import Case, expected, random_bits, random_rows, same_bits
 
+import lowering
 from lowering.tensorir.scatter import CacheUpdate, copy_and_update, update_in_place
 from schedules.cuda.scatter import cache_update
 
@@ -63,3 +66,86 @@ def test_writes_the_rows_and_nothing_else(name: str) -> None:
             updated, read, *_ = kernels().call(f"in_place_{number}", arguments, order=order)
             assert same_bits(updated, want)
             assert same_bits(read, rows)
+
+
+# Every axis of arrays of fixed sizes that are empty, or smaller than what a thread moves at once: dims, length, axis.
+TINY = [
+    ((5, 4), 0, 1), ((2, 1), 1, 1), ((2, 1), 0, 1), ((1, 3), 2, 1), ((0, 3), 1, 1), ((2, 0), 0, 1), ((2, 0), 1, 1),
+    ((2, 1, 3), 1, 1), ((2, 3, 1), 1, 2), ((2, 1, 1), 1, 1), ((1, 2, 1), 2, 2), ((2, 3, 0), 1, 1), ((1, 0, 3), 1, 2),
+    ((2, 3, 7, 5), 0, 2), ((1, 2, 3, 1), 2, 2), ((1, 1, 2, 3), 3, 3), ((1, 1, 1, 1), 1, 3),
+]  # fmt: skip
+TINY_TYPES = ("uint8", "int16", "float64", "float32", "float16")
+
+
+def tiny_updates() -> list[CacheUpdate]:
+    """Two types for each of the sizes above."""
+    updates = []
+    for number, (dims, length, axis) in enumerate(TINY):
+        for k in (0, 2):
+            dtype = TINY_TYPES[(number + k) % len(TINY_TYPES)]
+            circular = bool((number + k // 2) % 2) and dims[axis] > 0
+            updates.append(CacheUpdate(dtype, dims, length, axis, circular, indices=(number + k) % 3 > 0))
+    return updates
+
+
+@functools.cache
+def tiny_kernels() -> emulated.Module:
+    functions = {}
+    for number, update in enumerate(tiny_updates()):
+        for form, function in (("copying", copy_and_update(update)), ("in_place", update_in_place(update))):
+            functions[f"{form}_{number}"] = cache_update(function, TARGET)[0].make()
+    return emulated.module(functions, arch="sm_80")
+
+
+@pytest.mark.parametrize("number", range(2 * len(TINY)))
+def test_tiny_and_empty_updates(number: int) -> None:
+    """Sizes that are known to be 0 or smaller than a chunk: TVM must not divide by them."""
+    rng, update = np.random.default_rng(number), tiny_updates()[number]
+    for indices in ((0, 0, 0, 0, 0), (1, -1, 2, 2, 2)):
+        drawn = Case(update, update.dims, update.length, indices[: update.dims[0]])
+        cache, rows = random_rows(rng, drawn)
+        arguments = [cache, rows] + [np.array(drawn.indices, np.int64)] * update.indices
+        want = expected(drawn, cache, rows)
+        present = random_bits(rng, update.dtype, drawn.dims)
+        *inputs, copied = tiny_kernels().call(f"copying_{number}", [*arguments, present])
+        assert same_bits(copied, want)
+        assert same_bits(inputs[0], cache)
+        updated, read, *_ = tiny_kernels().call(f"in_place_{number}", arguments)
+        assert same_bits(updated, want)
+        assert same_bits(read, rows)
+
+
+ALONE = """
+<ir_version: 11, opset_import: ["" : 24]>
+m (float[2, 0] a, float[2, 0] rows_a) => (float[2, 0] p) { p = TensorScatter <axis = 1> (a, rows_a) }
+"""
+TOGETHER = """
+<ir_version: 11, opset_import: ["" : 24]>
+m (float[2, 0] a, float[2, 0] rows_a, float[5, 4] b, float[5, 0] rows_b, float[2, 1] c, float[2, 1] rows_c)
+=> (float[2, 0] p, float[5, 4] q, float[2, 1] r)
+{
+  p = TensorScatter <axis = 1> (a, rows_a)
+  q = TensorScatter <axis = 1> (b, rows_b)
+  r = TensorScatter <axis = 1> (c, rows_c)
+}
+"""
+SHAPES = {"a": (2, 0), "rows_a": (2, 0), "b": (5, 4), "rows_b": (5, 0), "c": (2, 1), "rows_c": (2, 1)}
+
+
+def run_model(text: str, folder: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Called in the emulation's process."""
+    lowering.compile(onnx.parser.parse_model(text), "cuda:sm_90a").save(folder)
+    return lowering.load(folder).run(arrays)
+
+
+@pytest.mark.parametrize("text", [ALONE, TOGETHER])
+def test_whole_models_of_tiny_and_empty_updates(text: str, tmp_path: Path) -> None:
+    """The first one has no kernel at all."""
+    rng = np.random.default_rng(0)
+    inputs = [value.name for value in onnx.parser.parse_model(text).graph.input]
+    arrays = {name: rng.standard_normal(SHAPES[name]).astype("float32") for name in inputs}
+    found = emulated.run(run_model, text, str(tmp_path / "m"), arrays, arch="sm_90a")
+    want = {"p": "a", "q": "b", "r": "rows_c"}
+    assert len(found) == len(inputs) // 2
+    for name, array in found.items():
+        np.testing.assert_array_equal(array, arrays[want[name]])

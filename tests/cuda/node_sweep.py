@@ -1,0 +1,86 @@
+"""Which of ONNX's node cases compile for CUDA, of those that compile for CPUs: writes docs/cuda_cases.json.
+
+`python tests/cuda/node_sweep.py [OPERATOR ...]` compiles every case, without nvcc: what a GPU cannot do fails before,
+in TVM's lowering and code generation. docs/operators.md has the result as a column.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "tests"))
+
+import node_cases  # noqa: E402
+from node_cases import Case  # noqa: E402
+
+import lowering  # noqa: E402
+from lowering.target.cubin import without_machine_code  # noqa: E402
+
+RECORD = ROOT / "docs" / "cuda_cases.json"
+TARGET = "cuda:sm_90a"
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of an operator's cases that compile for CPUs: how many compile for CUDA, and why each of the others does not."""
+
+    compiled: int = 0
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+def sweep(operator: str) -> Found:
+    """Compile the cases of an operator."""
+    compiled, refused = 0, {}
+    with without_machine_code(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for case in node_cases.every_case()[operator]:
+            if node_cases.refusal(case) is None:
+                reason = _failure(case)
+                compiled += reason is None
+                refused |= {} if reason is None else {case.name: reason}
+    return Found(compiled, refused)
+
+
+def _failure(case: Case) -> str | None:
+    try:
+        lowering.compile(case.model, target=TARGET)
+    except Exception as error:  # whatever TVM raises
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return None
+
+
+def recorded() -> dict[str, Found]:
+    """Return what the last sweep found, by operator."""
+    return {operator: Found(**found) for operator, found in json.loads(RECORD.read_text()).items()}
+
+
+def record(found: dict[str, Found]) -> None:
+    """Write what sweeps found of operators with cases that compile for CPUs."""
+    text = {operator: asdict(found[operator]) for operator in sorted(found) if found[operator] != Found()}
+    RECORD.write_text(json.dumps(text, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("operators", nargs="*", help="sweep these alone; the record of the others stays")
+    parser.add_argument("--processes", type=int, default=2)
+    arguments = parser.parse_args()
+    found = recorded() if arguments.operators else {}
+    with ProcessPoolExecutor(arguments.processes, mp_context=get_context("spawn")) as pool:
+        runs = {pool.submit(sweep, operator): operator for operator in arguments.operators or node_cases.every_case()}
+        for run in as_completed(runs):
+            found[runs[run]] = run.result()
+            print(runs[run], run.result().compiled, run.result().refused, flush=True)
+            record(found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""Kernels of which TVM cannot generate code: the error names the nodes, and says nothing of TVM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx
+import pytest
+
+import lowering
+from lowering.errors import CompilerError
+from schedules.cuda import loop_nests
+
+TEXT = """
+<ir_version: 10, opset_import: ["" : 22]>
+m (float[2, 3, 3] x) => (float[2] y) { e = Exp (x)  [of_matrices] d = Det (e)  y = Neg (d) }
+"""
+
+
+def test_error_names_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave_arrays(body: Any, threads: Any, thread: Any) -> tuple[Any, list[Any]]:
+        return body, []
+
+    model = onnx.parser.parse_model(TEXT)
+    monkeypatch.setattr(loop_nests, "_place_arrays", leave_arrays)
+    with pytest.raises(CompilerError, match=r"of_matrices.*kernel 'det'.*cuda:sm_80.*report") as caught:
+        lowering.compile(model, target="cuda:sm_80")
+    assert "Check failed" not in str(caught.value)
+    assert "global memory" in str(caught.value.__cause__)

@@ -1,0 +1,59 @@
+"""Every node case of ONNX that compiles for CPUs compiles for CUDA, and samples give the expected values."""
+
+from __future__ import annotations
+
+import cuda_emulation as emulated
+import node_cases
+import node_sweep
+import pytest
+import test_onnx_cases
+from node_cases import Case
+
+import lowering
+from lowering.ops import registered
+
+# Operators whose kernels are loop nests of no known form.
+LOOP_NESTS = ("Det", "GRU", "GridSample", "LSTM", "MaxUnpool", "NonMaxSuppression", "RNN", "RoiAlign", "ScatterND")
+
+
+def sample(operator: str) -> Case:
+    """The case of an operator that uses most of its inputs; of several the smallest."""
+    found = [case for case in node_cases.cases(operator) if not case.expanded and not node_cases.refusal(case)]
+    return max(found, key=lambda case: (len(case.inputs), -sum(array.size for array in case.inputs)))
+
+
+@pytest.mark.parametrize("operator", LOOP_NESTS)
+def test_loop_nests_are_right(operator: str) -> None:
+    found = emulated.run(failures, operator, arch="sm_90a", timeout=580)
+    assert not found, "\n".join(found)
+
+
+def failures(operator: str) -> list[str]:
+    """What is wrong with the sample of an operator. Called in the emulation's process."""
+    return test_onnx_cases.failures_of([sample(operator)], "sm_90a")
+
+
+@pytest.mark.parametrize("operator", ["LSTM", "NonMaxSuppression"])
+def test_machine_code_of_loop_nests(operator: str) -> None:
+    """nvcc takes them."""
+    lowering.compile(sample(operator).model, target=node_sweep.TARGET)
+
+
+def test_operators_are_recorded() -> None:
+    """Every operator of the standard with cases that compile for CPUs is in docs/cuda_cases.json."""
+    recorded = node_sweep.recorded()
+    for domain, operator in registered():
+        if domain in node_cases.DOMAINS and operator not in recorded:
+            cases = node_cases.cases(operator)
+            assert all(map(node_cases.refusal, cases)), f"{operator}: run `python tests/cuda/node_sweep.py`"
+
+
+@pytest.mark.parametrize("operator", ["Add", "Det", "NonMaxSuppression", "RoiAlign", "TensorScatter"])
+def test_record_is_right(operator: str) -> None:
+    assert node_sweep.sweep(operator) == node_sweep.recorded()[operator]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operator", sorted(node_sweep.recorded()))
+def test_record_is_right_of_all(operator: str) -> None:
+    assert node_sweep.sweep(operator) == node_sweep.recorded()[operator]
