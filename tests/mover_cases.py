@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import onnx
 from onnx import TensorProto, helper
@@ -167,7 +166,7 @@ def takes(operator: str, dtype: str) -> bool:
     """Whether ONNX has the operator for that type of the elements it moves."""
     schema = onnx.defs.get_schema(operator, OPSET)
     number = {"Where": 1, "OneHot": 2, "ConstantOfShape": 0}.get(operator, 0)
-    if dtype == "complex128" and operator in ("ScatterElements", "ScatterND"):
-        return False  # which are refused for complex128
+    if dtype == "complex128" and operator in ("ScatterElements", "ScatterND", "Pad"):
+        return False  # these are refused for complex128
     types = schema.outputs[0].types if operator == "ConstantOfShape" else schema.inputs[number].types
     return f"tensor({dtype})" in types

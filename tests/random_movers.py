@@ -23,9 +23,7 @@ def slice_(m: Model, x: Tensor) -> Tensor:
     size, step = x.bits.shape[axis], int(m.rng.choice([-2, -1, 1, 2]))
     first, last = (0, size) if size < 3 else (1, size - 1)
     start, end = (first, last) if step > 0 else (last - 1, first - 1 if first else -size - 1)
-    cut = tuple(
-        slice(start, end if end > -size else None, step) if k == axis else slice(None) for k in range(x.rank)
-    )
+    cut = tuple(slice(start, end if end > -size else None, step) if k == axis else slice(None) for k in range(x.rank))
     inputs = [m.constant([value]) for value in (start, end, axis, step)]
     return m.moved(x, lambda a: a[cut], "Slice", *inputs)
 
@@ -299,19 +297,23 @@ def behind_a_matmul(m: Model, x: Tensor) -> Tensor:
     return Tensor(name, x.dtype, x.bits, x.compared & ~condition)
 
 
-MIXED = (mixture, around_a_reduction, behind_a_matmul)
+MIXED = (mixture, around_a_reduction)
 
 # -- random models -----------------------------------------------------------------------------------------------------
 
 
 def movers_of(dtype: str) -> list:
     """Those that ONNX has for a type."""
-    found = [mover for operator, mover in {**UNARY, **SEVERAL, **CONTROL}.items() if operator in CONTROL or takes(operator, dtype)]
+    found = [
+        mover
+        for operator, mover in {**UNARY, **SEVERAL, **CONTROL}.items()
+        if operator in CONTROL or takes(operator, dtype)
+    ]
     if takes("ConstantOfShape", dtype):
         found.append(constant_of_shape)
-    if takes("Pad", dtype) and dtype != "complex128":
+    if takes("Pad", dtype):
         found.append(pad_with_itself)
-    return [*found, *(MIXED if dtype in FLOATS else ())]
+    return [*found, *(MIXED if dtype in FLOATS else ()), *([behind_a_matmul] if dtype in HALF else [])]
 
 
 def random_model(seed: int, count: int, dtypes: tuple[str, ...] = TYPES) -> Model:

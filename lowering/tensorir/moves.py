@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import ml_dtypes
+import numpy as np
 import tvm_ffi
 from tvm import ir, tirx
 from tvm.ir import prim
@@ -55,7 +57,22 @@ def is_reinterpreted(value: Expr) -> bool:
 
 def bits_of(value: Expr) -> Expr:
     """Return the bits of a half-precision value."""
+    if isinstance(value, prim.FloatImm):
+        return constant_bits(value)
     return value.args[0] if is_reinterpreted(value) else tirx.reinterpret(BITS, value)
+
+
+def constant_bits(value: prim.FloatImm) -> Expr:
+    """Return the bits of a half-precision constant."""
+    number = np.array(value.value).astype(getattr(ml_dtypes, str(value.ty), str(value.ty)))
+    return tirx.const(int(number.view(BITS)), BITS)
+
+
+def moved_value(bits: Expr) -> Expr | None:
+    """Return the half-precision value whose bits an expression gives; None for any other expression."""
+    if not isinstance(bits, ir.Call) or not bits.op.same_as(_REINTERPRET) or bits.ty != BITS:
+        return None
+    return bits.args[0] if str(bits.args[0].ty) in HALF else None
 
 
 def move_bits(func: tirx.PrimFunc) -> tirx.PrimFunc:

@@ -18,7 +18,7 @@ from tvm.sym import Analyzer
 
 from lowering.tensorir.expressions import Expr, is_int, loads, offset, rebuild, rewrite, walk
 from lowering.tensorir.facts import Facts
-from lowering.tensorir.moves import BITS, bits_of, is_reinterpreted, moved_loads, read_choice
+from lowering.tensorir.moves import BITS, bits_of, constant_bits, is_reinterpreted, moved_loads, read_choice
 
 from ..half_precision import is_half, narrow, rounded, widen
 from .stages import Stage
@@ -121,7 +121,7 @@ class _Writer:
             return self.lower(expr, bind=True)
         if expr.ty == dtype and self.evaluator.moves(expr):
             bits = self.lower_bits(expr, bind=True)
-            return tirx.reinterpret(dtype, bits) if rounds else bits
+            return tirx.reinterpret(dtype, self.bind("bits", bits)) if rounds else bits
         value = self.lower(expr, bind=True)
         return narrow(self.bind("rounded", value), dtype) if rounds else value
 
@@ -206,6 +206,8 @@ class _Writer:
             return self.load_bits(expr, bind)
         if is_reinterpreted(expr):
             return self.lower(expr.args[0], bind)
+        if isinstance(expr, prim.FloatImm):
+            return constant_bits(expr)
         return self.narrowed(self.lower(expr, bind), str(expr.ty), bind)
 
     def load_bits(self, node: ir.TensorLoad, bind: bool) -> Expr:
