@@ -1,8 +1,8 @@
 """Random models of operators that move elements, of every type, with inputs of random bits.
 
-A mover is applied to the bits by NumPy, as unsigned integers, beside the node that it adds to the model: an element that
-is only moved has the same bits in the output. Chains of movers become fused kernels, and in a mixture some elements are
-computed with, whose bits are not compared.
+NumPy moves the bits, as unsigned integers, as each node of the model moves elements: one that is only moved has the
+same bits in the output. Chains of movers become fused kernels. In a mixture some elements are computed with: their bits
+are not compared.
 """
 
 from __future__ import annotations
@@ -96,9 +96,8 @@ class Model:
     def shape(self, rank: int | None = None) -> tuple[int, ...]:
         """Sizes of which some are multiples of eight, and some are no multiples of anything."""
         rank = int(self.rng.integers(2, 5)) if rank is None else rank
-        return tuple(int(self.rng.choice([1, 2, 3, 5, 8])) for _ in range(rank - 1)) + (
-            int(self.rng.choice([1, 3, 8, 16, 17, 40])),
-        )
+        outer = (int(self.rng.choice([1, 2, 3, 5, 8])) for _ in range(rank - 1))
+        return (*outer, int(self.rng.choice([1, 3, 8, 16, 17, 40])))
 
     def tensor(self, dtype: str, shape: tuple[int, ...] | None = None) -> Tensor:
         """A new input, or now and then a weight."""

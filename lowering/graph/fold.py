@@ -13,10 +13,11 @@ from onnx.reference import ReferenceEvaluator
 # Folding must not turn a small recipe for a large tensor (Expand, Range, ConstantOfShape) into a large weight.
 _GROWTH_BYTES = 2**22
 
-# Operators that move elements, where the evaluator may multiply them by ones, or convert them: bits are folded instead.
+# Operators that move elements. The evaluator may multiply these by ones, or convert them: it is given the bits.
 _MOVERS = {
-    "CenterCropPad", "Compress", "Concat", "DepthToSpace", "Expand", "Flatten", "Gather", "GatherND", "Identity", "OneHot",
-    "Pad", "Reshape", "Slice", "SpaceToDepth", "Split", "Squeeze", "Tile", "Transpose", "Trilu", "Unsqueeze", "Where",
+    "CenterCropPad", "Compress", "Concat", "DepthToSpace", "Expand", "Flatten", "Gather", "GatherND", "Identity",
+    "OneHot", "Pad", "Reshape", "Slice", "SpaceToDepth", "Split", "Squeeze", "Tile", "Transpose", "Trilu", "Unsqueeze",
+    "Where",
 }  # fmt: skip
 
 # Inputs whose contents may say how large an output is.

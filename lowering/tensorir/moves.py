@@ -1,10 +1,10 @@
 """Elements that are moved: stored as they were loaded, whatever is selected among them.
 
-A move keeps every bit, those of NaNs included. Kernels and TVM's own passes compute with half precision in float32, so
-that a move in that type would be two conversions, which change NaNs. It is one of unsigned integers instead:
+A move keeps every bit, those of NaNs included. Kernels compute with half precision in float32, and a move in that type
+would be two conversions, which change NaNs. Kernels move the bits as unsigned integers instead:
 
-    y[i] = if_then_else(c, x[i], x[i] + 1)                                                      float16
-    y[i] = reinterpret(if_then_else(c, reinterpret(x[i]), reinterpret(x[i] + 1)))               of uint16
+    before: y[i] = if_then_else(c, x[i], x[i] + 1)                                            of float16
+    after:  y[i] = reinterpret(if_then_else(c, reinterpret(x[i]), reinterpret(x[i] + 1)))     of uint16
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Iterator
 
 import ml_dtypes
 import numpy as np
-import tvm_ffi
 from tvm import ir, tirx
 from tvm.ir import prim
 
@@ -34,7 +33,8 @@ def read_choice(expr: Expr) -> tuple[Expr, Expr, Expr] | None:
     if isinstance(expr, prim.Select):
         return expr.condition, expr.true_value, expr.false_value
     if isinstance(expr, ir.Call) and expr.op.same_as(_IF_THEN_ELSE):
-        return tuple(expr.args)
+        condition, yes, no = expr.args
+        return condition, yes, no
     return None
 
 
@@ -57,8 +57,6 @@ def is_reinterpreted(value: Expr) -> bool:
 
 def bits_of(value: Expr) -> Expr:
     """Return the bits of a half-precision value."""
-    if isinstance(value, prim.FloatImm):
-        return constant_bits(value)
     return value.args[0] if is_reinterpreted(value) else tirx.reinterpret(BITS, value)
 
 
@@ -73,26 +71,3 @@ def moved_value(bits: Expr) -> Expr | None:
     if not isinstance(bits, ir.Call) or not bits.op.same_as(_REINTERPRET) or bits.ty != BITS:
         return None
     return bits.args[0] if str(bits.args[0].ty) in HALF else None
-
-
-def move_bits(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """Rewrite the stores that move half precision, so that TVM's own passes leave the elements as they are."""
-
-    def moved(store: tirx.BufferStore) -> tirx.BufferStore:
-        if str(store.value.ty) not in HALF or not any(moved_loads(store.value)):
-            return store
-        value = tirx.reinterpret(str(store.value.ty), _selected_bits(store.value))
-        return tirx.BufferStore(store.buffer, value, store.indices)
-
-    return tvm_ffi.structural_map(func, (tirx.BufferStore, moved))
-
-
-def _selected_bits(expr: Expr) -> Expr:
-    """Return the bits of a half-precision value, selected as integers."""
-    choice = read_choice(expr)
-    if choice is None:
-        return bits_of(expr)
-    condition, yes, no = choice[0], _selected_bits(choice[1]), _selected_bits(choice[2])
-    if isinstance(expr, prim.Select):
-        return prim.Select(condition, yes, no)
-    return tirx.if_then_else(condition, yes, no)

@@ -62,7 +62,7 @@ def before_loop(program: Program, index: tirx.Var, values: Mapping[tirx.Var, Exp
     Answers with the loop's body. Positions in it are a variable plus a multiple of the index.
     """
     uses_of = Counter(node for expr in program.expressions for node in walk(expr) if isinstance(node, tirx.Var))
-    # Constants among them, or what TVM 0.27 finds to be one, it cannot reinterpret (0), or spread over lanes (bfloat16).
+    # TVM 0.27 cannot reinterpret a constant 0, nor spread a bfloat16 over lanes, once it finds that bits are constant.
     stored_bits = {result.args[0] for result in program.results if is_reinterpreted(result)}
     hoist = _Hoist(index, values)
     bindings = []
