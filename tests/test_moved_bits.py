@@ -14,7 +14,7 @@ TARGETS = ("cpu", "cpu:x86-64-v3")
 
 @pytest.mark.parametrize(("seed", "target"), thinned([(seed, t) for seed in range(40) for t in TARGETS], 21))
 def test_random_models(seed: int, target: str) -> None:
-    drawn = random_model(seed, 40)
+    drawn = random_model(seed, 24)
     results = lowering.compile(drawn.proto(), target).run(drawn.arrays)
     assert drawn.wrong(results) == [], f"seed {seed}"
 
