@@ -49,7 +49,7 @@ def fold(
         return None
     if _is_misread(node, inputs):
         return None
-    if node.op_type in _MOVERS:
+    if node.op_type in _MOVERS and onnx.defs.has(node.op_type, version, ""):
         return _fold_bits(node, version, inputs, growth)
     if node.op_type in ("Cast", "CastLike") and _keeps_type(node, inputs):
         return [inputs[0]]
