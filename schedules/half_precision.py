@@ -9,8 +9,7 @@ from __future__ import annotations
 from tvm import tirx
 
 from lowering.tensorir.expressions import Expr
-
-HALF = ("float16", "bfloat16")
+from lowering.tensorir.moves import HALF as HALF
 
 
 def is_half(dtype: object) -> bool:

@@ -13,6 +13,13 @@ from onnx.reference import ReferenceEvaluator
 # Folding must not turn a small recipe for a large tensor (Expand, Range, ConstantOfShape) into a large weight.
 _GROWTH_BYTES = 2**22
 
+# Operators that move elements. The evaluator may multiply these by ones, or convert them: it is given the bits.
+_MOVERS = {
+    "CenterCropPad", "Compress", "Concat", "DepthToSpace", "Expand", "Flatten", "Gather", "GatherND", "Identity",
+    "OneHot", "Pad", "Reshape", "Slice", "SpaceToDepth", "Split", "Squeeze", "Tile", "Transpose", "Trilu", "Unsqueeze",
+    "Where",
+}  # fmt: skip
+
 # Inputs whose contents may say how large an output is.
 _SMALL_BYTES = 2**12
 
@@ -42,6 +49,48 @@ def fold(
         return None
     if _is_misread(node, inputs):
         return None
+    if node.op_type in _MOVERS and onnx.defs.has(node.op_type, version, ""):
+        return _fold_bits(node, version, inputs, growth)
+    if node.op_type in ("Cast", "CastLike") and _keeps_type(node, inputs):
+        return [inputs[0]]
+    return _evaluate(node, version, inputs, growth)
+
+
+def _keeps_type(node: ir.Node, inputs: Sequence[np.ndarray | None]) -> bool:
+    """Whether a cast is to the type that its input has."""
+    data, like = inputs[0], inputs[1] if len(inputs) > 1 else None
+    if node.op_type == "CastLike":
+        return data is not None and like is not None and data.dtype == like.dtype
+    to = node.attributes.get_int("to", 0)
+    return data is not None and to != onnx.TensorProto.STRING and data.dtype == onnx.helper.tensor_dtype_to_np_dtype(to)
+
+
+def _fold_bits(
+    node: ir.Node, version: int, inputs: Sequence[np.ndarray | None], growth: int
+) -> list[np.ndarray | None] | None:
+    """The outputs of a node that moves elements, of which it is given the bits as unsigned integers."""
+    schema = onnx.defs.get_schema(node.op_type, version)
+    kind = schema.outputs[0].type_str
+    moved = [k for k in range(len(inputs)) if schema.inputs[min(k, len(schema.inputs) - 1)].type_str == kind]
+    dtypes = {a.dtype for k in moved if (a := inputs[k]) is not None}
+    if len(dtypes) != 1 or (dtype := dtypes.pop()).kind in "biu":
+        return _evaluate(node, version, inputs, growth)
+    if dtype.itemsize > 8:
+        return None  # complex128 has no integers of its size
+    bits = np.dtype(f"u{dtype.itemsize}")
+    seen = [a if a is None or k not in moved else _viewed(a, bits) for k, a in enumerate(inputs)]
+    results = _evaluate(node, version, seen, growth)
+    return None if results is None else [None if a is None else _viewed(a, dtype) for a in results]
+
+
+def _viewed(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    return np.ascontiguousarray(array).view(dtype).reshape(array.shape)
+
+
+def _evaluate(
+    node: ir.Node, version: int, inputs: Sequence[np.ndarray | None], growth: int
+) -> list[np.ndarray | None] | None:
+    """The outputs as the evaluator computes them; None where it cannot, or where they are too large."""
     feeds = {f"x{k}": a for k, a in enumerate(inputs) if a is not None}
     proto = ir.to_proto(node)
     del proto.input[:]

@@ -17,9 +17,8 @@ from tvm.script.ir_builder import tirx as T
 from lowering.tensorir.expressions import Expr, is_function, is_int, loads, offset, uses, walk
 from lowering.tensorir.facts import Facts
 
-from ..half_precision import is_half
 from ..reading.stages import Axis, Stage, read_stages, volume
-from ..reading.values import Evaluator, Program, View, flat_view
+from ..reading.values import Evaluator, Program, View, flat_view, scratch_type
 from ..variant import Variant
 from .fast_math import expand
 from .loops import split_among_threads, split_rows
@@ -42,10 +41,12 @@ def _emit(func: tirx.PrimFunc, stages: list[Stage], cpu: Machine, tiles: SweepTi
     stored = set(func.params) | recomputed(stages)
     with IRBuilder() as builder, T.prim_func():
         memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, func.params)}
+        evaluator = Evaluator.of(stages, memory, expand)
         for stage in stages:
             if stage.output in stored and stage.output not in memory:
-                memory[stage.output] = T.alloc_buffer((volume(stage.axes),), scratch_type(stage.output))
-        evaluator = Evaluator.of(stages, memory, expand)
+                memory[stage.output] = T.alloc_buffer(
+                    (volume(stage.axes),), scratch_type(stage.output, evaluator.moved)
+                )
         for stage in stages:
             if stage.output in memory:
                 _write(stage, evaluator, memory[stage.output], Facts.of(func), cpu, tiles)
@@ -78,18 +79,13 @@ def expensive_outputs(stages: list[Stage]) -> set[tirx.Buffer]:
     return expensive
 
 
-def scratch_type(buffer: tirx.Buffer) -> str:
-    """The type in which what would be the elements of `buffer` is kept inside a kernel."""
-    return "float32" if is_half(buffer.dtype) else buffer.dtype
-
-
 def _plan(stage: Stage, evaluator: Evaluator, memory: tirx.Buffer, known: Facts) -> Sweep:
     """A sweep over the output of a stage; its programs give the value to be stored in `memory`, and its position."""
 
     def write(point: list[Expr], facts: Facts) -> Program:
         position = facts.simplify(offset(stage.output.shape, point))
         value = tirx.BufferLoad(stage.output, point)
-        return evaluator.program([value, position], facts, dtypes=[memory.dtype])
+        return evaluator.program([value, position], facts, stored=[memory.dtype])
 
     return plan_sweep(stage.axes, write, known)
 

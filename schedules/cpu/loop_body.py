@@ -12,6 +12,7 @@ from tvm.script.ir_builder import tirx as T
 from tvm.sym import Analyzer
 
 from lowering.tensorir.expressions import Expr, rewrite, substitute, uses, walk
+from lowering.tensorir.moves import is_reinterpreted
 
 from ..reading.values import Program
 from .vector import fixed
@@ -61,12 +62,15 @@ def before_loop(program: Program, index: tirx.Var, values: Mapping[tirx.Var, Exp
     Answers with the loop's body. Positions in it are a variable plus a multiple of the index.
     """
     uses_of = Counter(node for expr in program.expressions for node in walk(expr) if isinstance(node, tirx.Var))
+    # TVM 0.27 cannot reinterpret a constant 0, nor spread a bfloat16 over lanes, once it finds that bits are constant.
+    stored_bits = {result.args[0] for result in program.results if is_reinterpreted(result)}
     hoist = _Hoist(index, values)
     bindings = []
     for var, expr in program.bindings:
         expr = hoist.expression(expr)
         varies = uses(expr, hoist.varying)
-        if uses_of[var] == 1 or isinstance(expr, prim.IntImm | prim.FloatImm | tirx.Var):
+        short = uses_of[var] == 1 or isinstance(expr, prim.IntImm | prim.FloatImm | tirx.Var)
+        if short and var not in stored_bits:
             hoist.values[var] = expr
         elif varies:
             bindings.append((var, expr))

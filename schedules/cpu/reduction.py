@@ -24,11 +24,11 @@ from ..half_precision import is_half
 from ..reading.reducers import Combine, read_term
 from ..reading.shared_axes import runs_across, several, shared_rank
 from ..reading.stages import Axis, Stage, read_stages, volume
-from ..reading.values import Evaluator, Known, Program, View, flat_view
+from ..reading.values import Evaluator, Known, Program, View, flat_view, moved_outputs, scratch_type
 from ..tiles import Space
 from ..variant import Variant
 from .cycles import LATENCY
-from .elementwise import expensive_outputs, recomputed, scratch_type
+from .elementwise import expensive_outputs, recomputed
 from .fast_math import expand
 from .loop_body import before_loop, emit, is_vectorizable
 from .loops import LoopTiles, nest, split_rows
@@ -129,6 +129,7 @@ class RowKernel:
         """Where the parameters are, as vectors of their elements."""
         self.inputs = {buffer: View(flat) for buffer, flat in memory.items() if buffer not in self.stored}
         self.outputs = {buffer: memory[buffer] for buffer in self.stored}
+        self.moved = moved_outputs(self.stages, self.inputs)
 
     def work(self) -> Expr:
         """Simple operations per row, roughly."""
@@ -150,7 +151,7 @@ class RowKernel:
             output, half = stage.output, is_half(stage.output.dtype)
             in_memory = several(stage, self.rank) or (stage.reduce and read_term(stage) is None)
             if in_memory and (output not in self.stored or (half and stage.reduce)):
-                rows[output] = volume(stage.axes[self.rank :]), scratch_type(output)
+                rows[output] = volume(stage.axes[self.rank :]), scratch_type(output, self.moved)
         return rows
 
     def row(self, point: list[Expr], scratch: dict[tirx.Buffer, tirx.Buffer]) -> None:
@@ -174,8 +175,8 @@ class RowKernel:
         """The point of the stage's only element in the row."""
         return [*self.point, *(_ZERO for _ in stage.axes[self.rank :])]
 
-    def evaluate(self, expr: Expr) -> Expr:
-        return emit(self.evaluator.program([expr], self.facts, self.known), {})[0]
+    def evaluate(self, expr: Expr, stored: str = "") -> Expr:
+        return emit(self.evaluator.program([expr], self.facts, self.known, [stored]), {})[0]
 
     def keep(self, stage: Stage, value: Expr) -> None:
         """Names the only value of the row, and stores it if it is an output."""
@@ -183,8 +184,11 @@ class RowKernel:
         self.known[stage.output] = [(point, value)]
         if stage.output in self.outputs:
             position = self.facts.simplify(offset(stage.output.shape, point))
-            rounded = convert(value, stage.output.dtype, self.cpu) if is_half(stage.output.dtype) else value
-            T.buffer_store(self.outputs[stage.output], rounded, [position])
+            if stage.output in self.moved:
+                value = self.evaluate(stage.at(point), stage.output.dtype)
+            elif is_half(stage.output.dtype):
+                value = convert(value, stage.output.dtype, self.cpu)
+            T.buffer_store(self.outputs[stage.output], value, [position])
 
     def map(self, stage: Stage) -> None:
         """An element-wise stage along the row."""

@@ -19,6 +19,7 @@ from tvm.sym import Analyzer
 
 from lowering.tensorir.expressions import Expr, children, is_int, loads, rewrite, substitute, uses
 from lowering.tensorir.facts import Facts
+from lowering.tensorir.moves import moved_value
 
 from ..half_precision import is_half
 from ..reading.stages import Axis, unravel, volume
@@ -146,8 +147,10 @@ class Transposition:
         side, j = self.side, self.last.var
 
         def from_tile(node: Expr) -> Expr | None:
+            # The bits of half precision are in the tile: TVM 0.27 fails where a vector is reinterpreted there and back.
+            value = moved_value(node)
             for known, tile in zip(self.loads, tiles):
-                if node.same_as(known):
+                if known.same_as(node if value is None else value):
                     element = tirx.BufferLoad(tile, [row * side - j0 + j])
                     return tirx.reinterpret(node.ty, element) if is_half(node.ty) else element
             return None

@@ -14,8 +14,9 @@ from tvm.script.ir_builder import tirx as T
 
 from lowering.tensorir.expressions import Expr, children, is_int, loads, rewrite, substitute, uses
 from lowering.tensorir.facts import Facts
+from lowering.tensorir.moves import BITS
 
-from ..half_precision import HALF, is_half
+from ..half_precision import HALF
 from ..reading.values import Program
 from .ptx import fixed, pack, put, registers, unrolled
 
@@ -125,22 +126,35 @@ def _load(node: ir.TensorLoad, row: Row, values: Mapping[tirx.Var, Expr], first:
 
 
 def result_registers(program: Program, count: int, width: int) -> list[tirx.Buffer]:
-    """Registers for the first results of a chunk: half precision is float32 there."""
-    return [registers(width, "float32" if is_half(r.ty) else str(r.ty)) for r in program.results[:count]]
+    """Registers for the first results of a chunk."""
+    return [registers(width, str(result.ty)) for result in program.results[:count]]
 
 
 def store(memory: tirx.Buffer, at: Expr, values: tirx.Buffer) -> None:
-    """memory[at + n] := the registers, rounded where the memory is half precision; `at` is that of a chunk."""
+    """memory[at + n] := the registers; of half precision they are bits, or float32 to be rounded. `at` is that of a
+    chunk."""
     width, dtype = int(values.shape[0]), str(memory.dtype)
     if width == 1:
-        put(memory, at, values[0].astype(dtype) if dtype in HALF else values[0])
+        value = values[0]
+        if dtype in HALF:
+            value = tirx.reinterpret(dtype, value) if values.dtype == BITS else value.astype(dtype)
+        put(memory, at, value)
         return
-    chunk = values
-    if dtype in HALF:
-        chunk = registers(width // 2, "uint32")
-        with unrolled(width // 2) as n:
-            pack(dtype, chunk[n], values[2 * n], values[2 * n + 1])
+    chunk = pack_chunk(dtype, values) if dtype in HALF else values
     store_words(memory, at, chunk, width * DataType(dtype).itemsize // DataType(chunk.dtype).itemsize)
+
+
+def pack_chunk(dtype: str, values: tirx.Buffer) -> tirx.Buffer:
+    """Return the elements of half precision, two in a register; `values` are their bits, or float32 to be rounded."""
+    count = int(values.shape[0]) // 2
+    packed = registers(count, "uint32")
+    with unrolled(count) as n:
+        low, high = values[2 * n], values[2 * n + 1]
+        if values.dtype == BITS:
+            put(packed, n, low.astype("uint32") | (high.astype("uint32") << T.uint32(16)))
+        else:
+            pack(dtype, packed[n], low, high)
+    return packed
 
 
 def load(to: tirx.Buffer, at: Expr | int, source: tirx.Buffer, start: Expr | int, count: int) -> None:

@@ -88,7 +88,9 @@ class Chunks:
         zero = tirx.const(0, "int64")
         point = [axis.var if n == along else places.get(axis.var, zero) for n, axis in enumerate(axes)]
         self.outputs, self.row = outputs, Row(facts, last.var, last.extent)
-        self.program = Evaluator.of(stages, memory).program([tirx.BufferLoad(s.output, point) for s in outputs], facts)
+        wanted = [tirx.BufferLoad(stage.output, point) for stage in outputs]
+        stored = [stage.output.dtype for stage in outputs]
+        self.program = Evaluator.of(stages, memory).program(wanted, facts, stored=stored, rounds=False)
         self.targets = [facts.simplify(offset(stage.output.shape, point)) for stage in outputs]
         self.width = self.row.width(self.targets)
         self.in_row = on_host(tirx.truncdiv(last.extent, T.int64(self.width)))

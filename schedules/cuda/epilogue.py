@@ -38,8 +38,9 @@ class Epilogue:
         self.sums = [tirx.Var(f"sum{n}", product.acc) for n, product in enumerate(group.products)]
         known = {product.stage.output: [(point, var)] for product, var in zip(group.products, self.sums)}
         wanted = [tirx.BufferLoad(output, point) for output in group.outputs]
+        stored = [output.dtype for output in group.outputs]
         self.places = [facts.simplify(offset(output.shape, point)) for output in group.outputs]
-        self.program = Evaluator.of(products.stages, self.memory).program(wanted, facts, known)
+        self.program = Evaluator.of(products.stages, self.memory).program(wanted, facts, known, stored, rounds=False)
         self.width = self.row.width(self.places)
 
     def store(self, where: Mapping[tirx.Var, Expr], row: Expr, column: Expr, sums: Sequence[Sum]) -> None:

@@ -19,9 +19,9 @@ from lowering.tensorir.expressions import Expr
 
 from ..reading.stages import Stage
 from . import ptx
-from .chunks import CHUNK, store_words
+from .chunks import CHUNK, pack_chunk, store_words
 from .pieces import WORDS, Ring
-from .ptx import fixed, pack, put, registers
+from .ptx import fixed, put, registers
 from .reduction import OneRow, Rows
 
 ROOM = 17 << 10
@@ -104,9 +104,8 @@ class _NormedRow(OneRow):
 
     def keep_chunk(self, stage: Stage, at: Expr, values: tirx.Buffer) -> None:
         """To shared memory, and to A."""
-        words, A = registers(WORDS, "uint32"), self.memory[stage.output]
-        for n in range(WORDS):
-            pack(str(A.dtype), words[n], values[2 * n], values[2 * n + 1])
+        A = self.memory[stage.output]
+        words = pack_chunk(str(A.dtype), values)
         here = at + self.row * (pitch(self.normed.depth) - self.normed.depth)
         ptx.store_chunk(self.shared[fixed((here // 2).astype("int32"))], words)
         if self.stores is not None:

@@ -189,9 +189,9 @@ class OneRow:
         """The point of the row's only element of the stage."""
         return [*self.point, *(tirx.const(0, "int64") for _ in stage.axes[self.rows.rank :])]
 
-    def once(self, expr: Expr) -> Expr:
-        """What is the same along the row."""
-        program = self.evaluator.program([expr], self.facts, self.known)
+    def once(self, expr: Expr, stored: str = "") -> Expr:
+        """What is the same along the row; `stored` as for Evaluator.program."""
+        program = self.evaluator.program([expr], self.facts, self.known, [stored], rounds=False)
         here = dict(self.values)
         for var, value in program.bindings:
             here[var] = fixed(substitute(value, here))
@@ -204,6 +204,8 @@ class OneRow:
         self.known[stage.output] = [(self.whole(stage), var)]
         if stage.output in self.memory:
             place = self.facts.simplify(offset(stage.output.shape, self.whole(stage)))
+            if stage.output in self.evaluator.moved:
+                value = self.once(stage.at(self.whole(stage)), stage.output.dtype)
             one = registers(1, str(value.ty))
             put(one, 0, value)
             with T.If(tirx.EQ(self.lane, 0)), T.Then():
@@ -262,7 +264,8 @@ class OneRow:
         row, along, facts = self.along(stage)
         point = [*self.point, *along]
         place = facts.simplify(offset(stage.output.shape, point))
-        program = self.evaluator.program([tirx.BufferLoad(stage.output, point)], facts, self.known)
+        wanted, stored = [tirx.BufferLoad(stage.output, point)], [stage.output.dtype]
+        program = self.evaluator.program(wanted, facts, self.known, stored, rounds=False)
         width = row.width([place])
         (results,) = result_registers(program, 1, width)
         self.each_chunk(

@@ -137,9 +137,10 @@ class PairedEpilogue(Epilogue):
             points = self.simplified([[[*rows, self.h, d][k] for k in order] for d in dims])
             outputs, points = [tail.rows, tail.rows, made, made], [*columns, *points]
             wanted = [tirx.BufferLoad(*place) for place in zip(outputs, points)]
+            stored = [output.dtype for output in outputs]
             try:
                 known = {sums.output: list(zip(columns, self.sums))}
-                self.program = evaluator.program(wanted, self.facts, known)
+                self.program = evaluator.program(wanted, self.facts, known, stored, rounds=False)
             except KeyError:  # a sum that is no part of the pair
                 continue
             return outputs, points

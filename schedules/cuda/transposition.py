@@ -19,7 +19,7 @@ from lowering.tensorir.expressions import Expr, is_int, loads, offset, substitut
 from lowering.tensorir.facts import Facts
 
 from ..reading.stages import Axis, Stage, read_stages, unravel, volume
-from ..reading.values import Evaluator, flat_view
+from ..reading.values import Evaluator, Program, flat_view
 from ..variant import Variant
 from .chunks import Row, evaluate, result_registers, store
 from .host import on_host
@@ -54,7 +54,7 @@ def _across(func: tirx.PrimFunc, stages: list[Stage], output: Stage) -> int | No
     point = [tirx.const(0, "int64") if is_int(axis.extent, 1) else axis.var for axis in output.axes]
     with IRBuilder(), T.prim_func():
         memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, func.params)}
-        program = Evaluator.of(stages, memory).program([tirx.BufferLoad(output.output, point)], facts)
+        program = _program(stages, memory, output, point, facts)
 
     def step(place: Expr, axis: Axis) -> Expr:
         return facts.simplify(substitute(place, {axis.var: axis.var + 1}) - place)
@@ -66,6 +66,14 @@ def _across(func: tirx.PrimFunc, stages: list[Stage], output: Stage) -> int | No
             continue
         found.add(next((n for n, a in enumerate(others) if _is_long(a) and is_int(step(place, a), 1)), -1))
     return found.pop() if len(found) == 1 and -1 not in found else None
+
+
+def _program(
+    stages: list[Stage], memory: dict[tirx.Buffer, tirx.Buffer], output: Stage, point: list[Expr], facts: Facts
+) -> Program:
+    """What is stored at a point of the output."""
+    wanted, stored = [tirx.BufferLoad(output.output, point)], [output.output.dtype]
+    return Evaluator.of(stages, memory).program(wanted, facts, stored=stored, rounds=False)
 
 
 def _is_long(axis: Axis) -> bool:
@@ -93,7 +101,7 @@ class _Kernel:
         point = [where.get(a.var, a.var if a in (read, last) else zero) for a in axes]
         with IRBuilder() as builder, T.prim_func():
             memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, self.func.params)}
-            program = Evaluator.of(self.stages, memory).program([tirx.BufferLoad(self.output.output, point)], facts)
+            program = _program(self.stages, memory, self.output, point, facts)
             place = facts.simplify(offset(self.output.output.shape, point))
             along = [on_host(tirx.ceildiv(axis.extent, SIDE)) for axis in (read, last)]
             blocks = on_host(volume(outer) * along[0] * along[1])

@@ -7,7 +7,7 @@ variable, once per point, so that a chain of stages becomes one loop body whose 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -18,12 +18,12 @@ from tvm.sym import Analyzer
 
 from lowering.tensorir.expressions import Expr, is_int, loads, offset, rebuild, rewrite, walk
 from lowering.tensorir.facts import Facts
+from lowering.tensorir.moves import BITS, bits_of, constant_bits, is_reinterpreted, moved_loads, read_choice
 
 from ..half_precision import is_half, narrow, rounded, widen
 from .stages import Stage
 
 _ZERO = tirx.const(0, "int64")
-_IF_THEN_ELSE = ir.Op.get("prim.if_then_else")
 _REINTERPRET = ir.Op.get("tirx.reinterpret")
 
 
@@ -57,6 +57,9 @@ Bind: TypeAlias = Callable[[Expr], Expr]
 Expand: TypeAlias = Callable[[ir.Op, list[Expr], Bind], Expr | None]
 """A function of float32 operands written out, or None where the target has it, or does not know it."""
 
+Lower: TypeAlias = Callable[[Expr, bool], Expr]
+"""An expression in terms of memory and variables, and whether parts of it may be computed beforehand."""
+
 
 class Evaluator:
     """Writes programs for expressions of stages' values.
@@ -68,6 +71,8 @@ class Evaluator:
     def __init__(self, stages: list[Stage], views: dict[tirx.Buffer, View], expand: Expand | None = None) -> None:
         self.stages = {stage.output: stage for stage in stages}
         self.views, self.expand = views, expand
+        self.inputs = set(views)
+        self.moved = moved_outputs(stages, self.inputs)
 
     @staticmethod
     def of(stages: list[Stage], memory: Mapping[tirx.Buffer, tirx.Buffer], expand: Expand | None = None) -> Evaluator:
@@ -80,22 +85,26 @@ class Evaluator:
         wanted: list[Expr],
         facts: Facts,
         known: Known | None = None,
-        dtypes: Sequence[str] = (),
+        stored: Sequence[str] = (),
+        rounds: bool = True,
     ) -> Program:
         """A program for `wanted`, whose free variables `facts` knows the bounds of.
 
-        Results are in float32 instead of half precision, except where `dtypes` asks for the type to be stored.
+        Results are in float32 instead of half precision, except the first ones, which are to be stored as `stored`
+        says. Of half precision those are in that type, and keep all bits of an element that is moved. Without `rounds`
+        the caller rounds: what is moved are bits as uint16 then, and what is computed stays float32.
         """
         writer = _Writer(
             self,
             facts,
             {buffer: list(points) for buffer, points in (known or {}).items()},
         )
-        results = [writer.lower(expr, bind=True) for expr in wanted]
-        for k, dtype in enumerate(dtypes):
-            if is_half(dtype):
-                results[k] = narrow(writer.bind("rounded", results[k]), dtype)
-        return Program(writer.bindings, results)
+        types = [*stored, *("" for _ in wanted[len(stored) :])]
+        return Program(writer.bindings, [writer.result(*each, rounds) for each in zip(wanted, types)])
+
+    def moves(self, expr: Expr) -> bool:
+        """Whether a half-precision `expr` may be an element that is moved."""
+        return any(load.source in self.moved | self.inputs for load in moved_loads(expr))
 
 
 class _Writer:
@@ -103,7 +112,18 @@ class _Writer:
         self.evaluator = evaluator
         self.facts = facts
         self.known = known
+        self.known_bits: Known = {}
         self.bindings: list[tuple[tirx.Var, Expr]] = []
+
+    def result(self, expr: Expr, dtype: str, rounds: bool) -> Expr:
+        """`expr` as it is stored; dtype is the type of the memory, or empty for a value that is not stored."""
+        if not is_half(dtype):
+            return self.lower(expr, bind=True)
+        if expr.ty == dtype and self.evaluator.moves(expr):
+            bits = self.lower_bits(expr, bind=True)
+            return tirx.reinterpret(dtype, self.bind("bits", bits)) if rounds else bits
+        value = self.lower(expr, bind=True)
+        return narrow(self.bind("rounded", value), dtype) if rounds else value
 
     def lower(self, expr: Expr, bind: bool) -> Expr:
         """`expr` in terms of memory, known values and bound variables; float32 where `expr` is half precision.
@@ -115,8 +135,8 @@ class _Writer:
             if isinstance(node, ir.TensorLoad):
                 indices = [self.facts.simplify(self.lower(index, bind)) for index in node.indices]
                 return self.load(node.source, indices, bind)
-            if isinstance(node, prim.Select):
-                return self.choose(node.condition, node.true_value, node.false_value, bind)
+            if (choice := read_choice(node)) is not None:
+                return self.choose(*choice, bind)
             if isinstance(node, prim.Cast):
                 return self.cast(self.lower(node.value, bind), str(node.ty), bind)
             if isinstance(node, prim.FloatImm) and is_half(node.ty):
@@ -136,8 +156,6 @@ class _Writer:
         return value if value.ty == dtype else prim.Cast(dtype, value)
 
     def call(self, node: ir.Call, bind: bool) -> Expr:
-        if node.op.same_as(_IF_THEN_ELSE):
-            return self.choose(node.args[0], node.args[1], node.args[2], bind)
         operands = [self.lower(operand, bind) for operand in node.args]
         if node.op.same_as(_REINTERPRET):
             if is_half(node.args[0].ty):
@@ -156,15 +174,15 @@ class _Writer:
             ret_ty="float32" if is_half(node.ty) else node.ty,
         )
 
-    def choose(self, condition: Expr, yes: Expr, no: Expr, bind: bool) -> Expr:
+    def choose(self, condition: Expr, yes: Expr, no: Expr, bind: bool, lower: Lower | None = None) -> Expr:
         """Select where both values can be computed without harm, which is what vectors need; else a branch."""
-        done = loads(condition)
+        lower, done = lower or self.lower, loads(condition)
         condition = self.facts.simplify(self.lower(condition, bind))
         if is_int(condition, 1) or is_int(condition, 0):
-            return self.lower(yes if is_int(condition, 1) else no, bind)
+            return lower(yes if is_int(condition, 1) else no, bind)
         if self.harmless(yes, done) and self.harmless(no, done):
-            return prim.Select(condition, self.lower(yes, bind), self.lower(no, bind))
-        return tirx.if_then_else(condition, self.lower(yes, False), self.lower(no, False))
+            return prim.Select(condition, lower(yes, bind), lower(no, bind))
+        return tirx.if_then_else(condition, lower(yes, False), lower(no, False))
 
     def harmless(self, expr: Expr, done: Sequence[ir.TensorLoad]) -> bool:
         """Whether evaluating `expr` can neither leave a buffer nor divide by zero, where such loads are done anyway."""
@@ -179,14 +197,49 @@ class _Writer:
                     return False
         return True
 
+    def lower_bits(self, expr: Expr, bind: bool) -> Expr:
+        """The bits of a half-precision `expr`: those in memory of an element that is moved."""
+        alternatives = read_choice(expr)
+        if alternatives is not None:
+            return self.choose(*alternatives, bind, self.lower_bits)
+        if isinstance(expr, ir.TensorLoad):
+            return self.load_bits(expr, bind)
+        if is_reinterpreted(expr):
+            return self.lower(expr.args[0], bind)
+        if isinstance(expr, prim.FloatImm):
+            return constant_bits(expr)
+        return self.narrowed(self.lower(expr, bind), str(expr.ty), bind)
+
+    def load_bits(self, node: ir.TensorLoad, bind: bool) -> Expr:
+        buffer, indices = node.source, [self.facts.simplify(self.lower(index, bind)) for index in node.indices]
+        view = self.evaluator.views.get(buffer)
+        if view is not None and view.memory.dtype == buffer.dtype:
+            return tirx.reinterpret(BITS, tirx.BufferLoad(view.memory, [self.position(view, buffer, indices)]))
+        if view is not None or buffer not in self.evaluator.moved:
+            return self.narrowed(self.load(buffer, indices, bind), buffer.dtype, bind)
+        for point, bits in self.known_bits.get(buffer, ()):
+            if all(map(prim.expr_deep_equal, point, indices)):
+                return bits
+        bits = self.lower_bits(self.evaluator.stages[buffer].at(indices), bind)
+        if bind:
+            bits = self.bind(buffer.name, bits)
+            self.known_bits.setdefault(buffer, []).append((indices, bits))
+        return bits
+
+    def narrowed(self, value: Expr, dtype: str, bind: bool) -> Expr:
+        """The bits of a float32 value that is rounded to half precision."""
+        return bits_of(narrow(self.bind("rounded", value) if bind else value, dtype))
+
+    def position(self, view: View, buffer: tirx.Buffer, indices: list[Expr]) -> Expr:
+        return self.facts.simplify(offset(buffer.shape[view.leading :], indices[view.leading :]))
+
     def load(self, buffer: tirx.Buffer, indices: list[Expr], bind: bool) -> Expr:
         for point, value in self.known.get(buffer, ()):
             if all(map(prim.expr_deep_equal, point, indices)):
                 return value
         if buffer in self.evaluator.views:
             view = self.evaluator.views[buffer]
-            position = self.facts.simplify(offset(buffer.shape[view.leading :], indices[view.leading :]))
-            return read(view.memory, position)
+            return read(view.memory, self.position(view, buffer, indices))
         value = self.lower(self.evaluator.stages[buffer].at(indices), bind)
         if not bind or isinstance(value, tirx.Var | prim.IntImm | prim.FloatImm):
             return value
@@ -200,6 +253,21 @@ class _Writer:
         var = tirx.Var(name, value.ty)
         self.bindings.append((var, value))
         return var
+
+
+def moved_outputs(stages: Sequence[Stage], inputs: Iterable[tirx.Buffer]) -> set[tirx.Buffer]:
+    """Outputs of half precision whose elements may be moved, from the inputs or from each other."""
+    moved, given = set[tirx.Buffer](), set(inputs)
+    for stage in stages:
+        moves = any(load.source in moved | given for load in moved_loads(stage.value))
+        if is_half(stage.output.dtype) and not stage.reduce and moves:
+            moved.add(stage.output)
+    return moved
+
+
+def scratch_type(output: tirx.Buffer, moved: Container[tirx.Buffer]) -> str:
+    """The type in which the elements of a stage's output are kept inside a kernel; moved ones keep their bits."""
+    return "float32" if is_half(output.dtype) and output not in moved else output.dtype
 
 
 def flat_view(buffer: tirx.Buffer) -> tirx.Buffer:

@@ -425,17 +425,17 @@ _BINARY = {"add": "x + y", "sub": "x - y", "mul": "x * y", "max": "fmaxf(x, y)",
 
 @_instruction(r"(ex2|lg2|rcp|rsqrt|sqrt|tanh|sin|cos)\.(?:approx|rn)(?:\.ftz)?\.f32")
 def _(m, o):
-    return f"float x = {o[1]}; {o[0]} = {_UNARY.get(m[1], m[1] + 'f(x)')};"
+    return f"float x = {o[1]}; {o[0]} = emu::canonical({_UNARY.get(m[1], m[1] + 'f(x)')});"
 
 
 @_instruction(r"(add|sub|mul|max|min)(?:\.(?:rn|ftz|NaN))*\.f32")
 def _(m, o):
-    return f"float x = {o[1]}, y = {o[2]}; {o[0]} = {_BINARY[m[1]]};"
+    return f"float x = {o[1]}, y = {o[2]}; {o[0]} = emu::canonical({_BINARY[m[1]]});"
 
 
 @_instruction(r"fma(?:\.(?:rn|ftz))*\.f32")
 def _(m, o):
-    return f"{o[0]} = fmaf({o[1]}, {o[2]}, {o[3]});"
+    return f"{o[0]} = emu::canonical(fmaf({o[1]}, {o[2]}, {o[3]}));"
 
 
 @_instruction(r"fma\.rn\.(f16|bf16)x2")

@@ -1,9 +1,23 @@
 // float16 and bfloat16: every operation rounds to the type. TF32: a float32 whose last 13 bits are 0.
+//
+// A NaN that comes out of arithmetic or a conversion is canonical, all bits but that of the sign set, whatever NaN went
+// in: so do GPUs, and what cuda_fp16.hpp and cuda_bf16.hpp compute on a host (__internal_float2half and the like). Only
+// bfloat16 to float32 keeps a NaN, as it moves bits.
 #pragma once
 
 namespace emu {
 
+constexpr uint16_t NAN_OF_16_BITS = 0x7FFF;
+
+// The result of an instruction in float32.
+inline float canonical(float value) {
+  constexpr uint32_t nan = 0x7FFFFFFF;
+  if (value != value) memcpy(&value, &nan, 4);
+  return value;
+}
+
 inline uint16_t to_bits(float value, _Float16*) {
+  if (value != value) return NAN_OF_16_BITS;
   _Float16 rounded = (_Float16)value;
   uint16_t bits;
   memcpy(&bits, &rounded, 2);
@@ -12,15 +26,15 @@ inline uint16_t to_bits(float value, _Float16*) {
 inline float from_bits(uint16_t bits, _Float16*) {
   _Float16 value;
   memcpy(&value, &bits, 2);
-  return (float)value;
+  return canonical((float)value);
 }
 
 struct Bfloat16;
-// To the nearest, ties to even; NaN stays NaN.
+// To the nearest, ties to even.
 inline uint16_t to_bits(float value, Bfloat16*) {
   uint32_t bits;
   memcpy(&bits, &value, 4);
-  if (value != value) return bits >> 16 | 0x40;
+  if (value != value) return NAN_OF_16_BITS;
   return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
 }
 inline float from_bits(uint16_t bits, Bfloat16*) {

@@ -2,23 +2,23 @@
 #pragma once
 
 // ---- arithmetic; the fast ones are exact here
-inline float __expf(float x) { return expf(x); }
-inline float __exp10f(float x) { return exp10f(x); }
-inline float __logf(float x) { return logf(x); }
-inline float __log2f(float x) { return log2f(x); }
-inline float __log10f(float x) { return log10f(x); }
-inline float __powf(float x, float y) { return powf(x, y); }
-inline float __sinf(float x) { return sinf(x); }
-inline float __cosf(float x) { return cosf(x); }
-inline float __tanf(float x) { return tanf(x); }
-inline float __fdividef(float x, float y) { return x / y; }
-inline float __frcp_rn(float x) { return 1.0f / x; }
-inline float __fsqrt_rn(float x) { return sqrtf(x); }
-inline float __frsqrt_rn(float x) { return 1.0f / sqrtf(x); }
-inline float __saturatef(float x) { return fminf(fmaxf(x, 0.0f), 1.0f); }
-inline float __fadd_rn(float x, float y) { return x + y; }
-inline float __fmul_rn(float x, float y) { return x * y; }
-inline float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
+inline float __expf(float x) { return emu::canonical(expf(x)); }
+inline float __exp10f(float x) { return emu::canonical(exp10f(x)); }
+inline float __logf(float x) { return emu::canonical(logf(x)); }
+inline float __log2f(float x) { return emu::canonical(log2f(x)); }
+inline float __log10f(float x) { return emu::canonical(log10f(x)); }
+inline float __powf(float x, float y) { return emu::canonical(powf(x, y)); }
+inline float __sinf(float x) { return emu::canonical(sinf(x)); }
+inline float __cosf(float x) { return emu::canonical(cosf(x)); }
+inline float __tanf(float x) { return emu::canonical(tanf(x)); }
+inline float __fdividef(float x, float y) { return emu::canonical(x / y); }
+inline float __frcp_rn(float x) { return emu::canonical(1.0f / x); }
+inline float __fsqrt_rn(float x) { return emu::canonical(sqrtf(x)); }
+inline float __frsqrt_rn(float x) { return emu::canonical(1.0f / sqrtf(x)); }
+inline float __saturatef(float x) { return emu::canonical(fminf(fmaxf(x, 0.0f), 1.0f)); }
+inline float __fadd_rn(float x, float y) { return emu::canonical(x + y); }
+inline float __fmul_rn(float x, float y) { return emu::canonical(x * y); }
+inline float __fmaf_rn(float x, float y, float z) { return emu::canonical(fmaf(x, y, z)); }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline double rsqrt(double x) { return 1.0 / sqrt(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }

@@ -19,4 +19,11 @@ inline float to_float(uint16_t bits, int kind) {
   return value;
 }
 
+// A sum of the tensor cores: a NaN has all bits but that of the sign set.
+inline float canonical(float value) {
+  constexpr uint32_t nan = 0x7FFFFFFF;
+  if (value != value) memcpy(&value, &nan, 4);
+  return value;
+}
+
 }  // namespace emulation

@@ -95,7 +95,7 @@ void emu_mma(float* d, const uint32_t* a, const uint32_t* b, const float* c, int
         int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
         float sum = f.c[i];
         for (int q = 0; q < k; q++) sum += A[row][q] * B[q][column];
-        f.d[i] = sum;
+        f.d[i] = canonical(sum);
       }
     }
   });

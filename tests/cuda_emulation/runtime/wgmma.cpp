@@ -99,7 +99,7 @@ struct Product {
       for (int i = 0; i < n / 2; i++) {
         float value = R[first + g + i / 2 % 2 * 8][i / 4 * 8 + 2 * t + i % 2];
         float& sum = *d[thread * (n / 2) + i];
-        sum = accumulate ? sum + value : value;
+        sum = canonical(accumulate ? sum + value : value);
       }
     }
   }
