@@ -32,7 +32,7 @@ class Sizes:
 class Kernel:
     """One library with one function, `kernel`.
 
-    operation is "attention", "update" or "product", whose problem (AttentionProblem, CacheUpdate, Product) is JSON;
+    operation is "attention", "update" or "matmul", whose problem (AttentionProblem, CacheUpdate, Matmul) is JSON;
     parameters are in the order of the function, and result is the one that holds the answer. contender is its column
     among those of a case. checks are small and odd, the first one the smallest.
     """

@@ -6,7 +6,7 @@ import onnx
 import sass
 from product_code import machine_code_of
 
-from benchmarks.gpu.models import in_half
+from benchmarks.gpu.build.models import in_half
 from lowering.demo.decoder import DecoderConfig, build_decoder
 
 MEMORY = {"LDG", "STG", "RED", "ATOM", "ATOMG", "LDGSTS", "UTMALDG", "UTMASTG", "UBLKCP", "LD", "ST"}

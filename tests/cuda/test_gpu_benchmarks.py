@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 
 import lowering
-from benchmarks.gpu import attention, bundle, cases, command, drawn, kernels, llama, measure, results
-from benchmarks.gpu.check import check
-from benchmarks.gpu.isolate import Answer, isolated
-from benchmarks.gpu.memory import Host, Torch
+from benchmarks.gpu import command, results
+from benchmarks.gpu.build import bundle, cases, kernels, llama
+from benchmarks.gpu.host import attention, drawn, measure
+from benchmarks.gpu.host.check import check
+from benchmarks.gpu.host.isolate import Answer, isolated
+from benchmarks.gpu.host.memory import Host, Torch
 from benchmarks.gpu.plan import Bar, Case, Kernel, Plan, Sizes, read
 from benchmarks.gpu.report import rows, table
 from lowering.attention.problem import AttentionProblem, Window
@@ -138,7 +140,7 @@ def test_the_plan_travels(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kernel", PROBLEMS.values(), ids=lambda kernel: kernel.name)
 def test_pytorch_agrees(kernel: Kernel) -> None:
     pytest.importorskip("torch")
-    from benchmarks.gpu.peers import peers
+    from benchmarks.gpu.host.peers import peers
 
     p, memory = small(replace(kernel, problem=kernel.problem.replace("float16", "float32"))), Torch(0, "cpu")
     p = replace(p, dtype="float32", v_dtype="float32")
@@ -282,7 +284,7 @@ def test_a_bundle_has_all_sources(tmp_path: Path) -> None:
     """Where nothing else of this repository is."""
     bundle.copy_sources(tmp_path)
     names = ["lowering.runtime.gpu", "lowering.runtime.library"]
-    names += [f"benchmarks.gpu.{name}" for name in ("measure", "check", "memory", "product", "drawn", "report")]
+    names += [f"benchmarks.gpu.host.{name}" for name in ("measure", "check", "memory", "matmul", "drawn")]
     code = f"import sys; sys.path.insert(0, sys.argv[1]); import lowering, {', '.join(names)}; print(lowering.__file__)"
     done = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.startswith(str(tmp_path)), done.stderr

@@ -23,8 +23,8 @@ from schedules.cuda.prefill_mma import prefill_mma
 from schedules.cuda.prefill_wgmma import prefill_wgmma
 from schedules.cuda.scatter import cache_update
 
-from .plan import Kernel
-from .products import Product
+from ..plan import Kernel
+from .matmuls import Matmul
 
 _ATTENTION: dict[str, Callable[[Bound, AttentionProblem, Device], None]] = {
     "wgmma": lambda bound, p, gpu: prefill_wgmma(bound, WgmmaTiles.default(p, gpu), gpu),
@@ -42,8 +42,8 @@ def function(kernel: Kernel, target: Target) -> tirx.PrimFunc:
         with IRBuilder() as builder, T.prim_func():
             _ATTENTION[kernel.contender](Bound(problem, scope="local"), problem, device(target.tvm))
         made = builder.get()
-    elif kernel.operation == "product":
-        function = Product.from_json(kernel.problem).function()
+    elif kernel.operation == "matmul":
+        function = Matmul.from_json(kernel.problem).function()
         variants = {variant.name: variant for variant in matmul(function, target.tvm) or ()}
         made = variants[kernel.contender].make()
     else:

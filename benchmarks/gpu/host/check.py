@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from . import attention, product, update
+from ..plan import Kernel, Sizes, read
+from . import attention, matmul, update
 from .memory import Host
-from .plan import Kernel, Sizes, read
 
-OPERATIONS: dict[str, ModuleType] = {"attention": attention, "product": product, "update": update}
+OPERATIONS: dict[str, ModuleType] = {"attention": attention, "matmul": matmul, "update": update}
 
 
 def function_of(folder: Path, kernel: Kernel) -> Callable[..., object]:

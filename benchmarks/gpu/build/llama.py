@@ -15,7 +15,7 @@ from lowering.compiling.compiler import compile_to
 from lowering.demo.decoder import DecoderConfig, Graph, build_decoder
 from lowering.manifest import FILE, WEIGHTS, Manifest, digest
 
-from . import drawn
+from ..host import drawn
 from .models import in_half
 
 LLAMA = DecoderConfig(

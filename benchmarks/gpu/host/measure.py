@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..plan import Case, Plan, read
+from ..report import draw, table
+from ..results import Results
+from ..results import read as read_results
 from .isolate import Answer, isolated
-from .plan import Case, Plan, read
-from .report import draw, table
-from .results import Results
-from .results import read as read_results
 
 RESULTS = "results.json"
 _LEAST = 10  # seconds that must be left to start a job
@@ -156,7 +156,7 @@ def sanitized(folder: Path, limit: float) -> Answer:
     tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if tool is None:
         return Answer(result={"note": "compute-sanitizer is not installed"})
-    code = "import sys; from benchmarks.gpu.check import smallest_of_all; smallest_of_all(sys.argv[1])"
+    code = "import sys; from benchmarks.gpu.host.check import smallest_of_all; smallest_of_all(sys.argv[1])"
     command = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-c", code, str(folder)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
     process = subprocess.Popen(

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from ..plan import Kernel, read
 from .check import OPERATIONS, function_of
 from .memory import Torch
 from .peers import Peer, peers
-from .plan import Kernel, read
 from .timing import interleaved
 
 Arrays = dict[str, Any]

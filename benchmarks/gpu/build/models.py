@@ -13,8 +13,8 @@ from onnx import TensorProto, numpy_helper
 from lowering.compiling.compiler import compile_to
 from lowering.demo.decoder import DecoderConfig, build_decoder
 
-from ..cases.case import Arrays
-from ..cases.transformers import BertConfig, bert, evaluated
+from ...cases.case import Arrays
+from ...cases.transformers import BertConfig, bert, evaluated
 
 TOLERANCE = 5e-3  # relative to the range of an output
 

@@ -23,11 +23,11 @@ from lowering.target import Target, resolve
 
 from . import kernels, llama, models
 from .cases import plan as all_parts
-from .plan import Case, Kernel, Plan
+from ..plan import Case, Kernel, Plan
 
 TARGET = "cuda:sm_90a"
 
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[3]
 _RUNTIMES = ("libtvm_runtime.so", "libtvm_runtime_cuda.so")
 _WHEELS = ("apache-tvm-ffi", "ml_dtypes", "typing_extensions")
 _SOURCES = (
@@ -37,9 +37,8 @@ _SOURCES = (
     ),
     "lowering/runtime",
     *("benchmarks/__init__.py", "benchmarks/bars.py"),
-    *(f"benchmarks/gpu/{name}.py" for name in ("__init__", "attention", "check", "contest", "decoding", "drawn")),
-    *(f"benchmarks/gpu/{name}.py" for name in ("isolate", "limits", "measure", "memory", "peers", "plan")),
-    *(f"benchmarks/gpu/{name}.py" for name in ("product", "report", "results", "timing", "update")),
+    *(f"benchmarks/gpu/{name}.py" for name in ("__init__", "plan", "report", "results")),
+    "benchmarks/gpu/host",
 )
 
 _START = '''\
@@ -56,7 +55,7 @@ sys.path[:0] = [str(FOLDER / "source"), str(FOLDER / "site")]
 sys.path.append(str(FOLDER / "cuda"))  # last: PyTorch's CUDA runtime comes before
 
 if __name__ == "__main__":
-    from benchmarks.gpu.measure import main
+    from benchmarks.gpu.host.measure import main
 
     main(FOLDER, sys.argv[1:])
 '''

@@ -11,8 +11,8 @@ import numpy as np
 from lowering.attention.problem import AttentionProblem, Mask, Window
 from lowering.tensorir.scatter import CacheUpdate
 
-from .plan import TOLERANCE, Bar, Case, Kernel, Sizes
-from .products import product
+from ..plan import TOLERANCE, Bar, Case, Kernel, Sizes
+from .matmuls import matmul_of
 
 TYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
 LENGTHS = (4096, 8192, 16384)
@@ -170,12 +170,12 @@ def _products() -> Parts:
     def add(name: str, dtype: str, n: int, k: int, form: tuple[bool, str], rows: dict[str, tuple[int, ...]]) -> None:
         """form is whether B is [N, K], and the epilogue; rows are those that are timed: "many" in every variant, "few"
         in one, as few rows have one kernel for all."""
-        p = product(TYPES[dtype], n, k, transposed=form[0], epilogue=form[1])
+        p = matmul_of(TYPES[dtype], n, k, transposed=form[0], epilogue=form[1])
         checks = tuple(Sizes(1, m, 1) for m in ((1, 16, 45, 131, 300) if n * k < 1 << 20 else (1, 131)))
-        full = f"product {dtype} {name}"
+        full = f"matmul {dtype} {name}"
         for contender in ("wgmma", "mma"):
             kernels.append(
-                Kernel(f"{contender} {full}", contender, "product", p.to_json(), p.parameters, "c",
+                Kernel(f"{contender} {full}", contender, "matmul", p.to_json(), p.parameters, "c",
                        TOLERANCE[p.dtype], checks)
             )  # fmt: skip
         names = tuple(kernel.name for kernel in kernels[-2:])
@@ -184,7 +184,7 @@ def _products() -> Parts:
         for m in rows.get("many", ()):
             done = 2.0 * len(p.factors) * m * n * k
             bars = (Bar("wgmma", ratio=0.9),) if m >= 1024 else ()
-            cases.append(Case(f"{full} m {m}", "product", names, peers, Sizes(1, m, 1), done, "FLOP", bars))
+            cases.append(Case(f"{full} m {m}", "matmul", names, peers, Sizes(1, m, 1), done, "FLOP", bars))
         for m in rows.get("few", ()):
             case = Case(f"{full} m {m}", "few rows", names[:1], peers, Sizes(1, m, 1), moved, "byte")
             cases.append(replace(case, bars=(Bar("wgmma", share=0.85),)))
