@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
@@ -24,31 +26,50 @@ from schedules.cuda.prefill_wgmma import prefill_wgmma
 from schedules.cuda.scatter import cache_update
 
 from ..plan import Kernel
+from schedules.tiles import Tiles
 from .matmuls import Matmul
+from .reading import Read
 
-_ATTENTION: dict[str, Callable[[Bound, AttentionProblem, Device], None]] = {
-    "wgmma": lambda bound, p, gpu: prefill_wgmma(bound, WgmmaTiles.default(p, gpu), gpu),
-    "mma": lambda bound, p, gpu: prefill_mma(bound, MmaTiles.default(p, gpu), gpu),
-    "decode": lambda bound, p, gpu: decode(bound, DecodeTiles.default(p, gpu), gpu),
-    "rows": lambda bound, p, gpu: decode_rows(bound, RowTiles.default(p, gpu)),
-    "plain": lambda bound, p, gpu: plain(bound, RowTiles.default(p, gpu)),
+_ATTENTION: dict[str, tuple[type[Tiles], Callable[[Bound, Any, Device], None]]] = {
+    "wgmma": (WgmmaTiles, prefill_wgmma),
+    "mma": (MmaTiles, prefill_mma),
+    "decode": (DecodeTiles, decode),
+    "rows": (RowTiles, lambda bound, tiles, gpu: decode_rows(bound, tiles)),
+    "plain": (RowTiles, lambda bound, tiles, gpu: plain(bound, tiles)),
 }
 
 
 def function(kernel: Kernel, target: Target) -> tirx.PrimFunc:
-    """The PrimFunc `kernel`, for a CUDA target."""
-    if kernel.operation == "attention":
-        problem = AttentionProblem.from_json(kernel.problem)
-        with IRBuilder() as builder, T.prim_func():
-            _ATTENTION[kernel.contender](Bound(problem, scope="local"), problem, device(target.tvm))
-        made = builder.get()
-    elif kernel.operation == "matmul":
-        function = Matmul.from_json(kernel.problem).function()
-        variants = {variant.name: variant for variant in matmul(function, target.tvm) or ()}
-        made = variants[kernel.contender].make()
-    else:
-        update = CacheUpdate.from_json(kernel.problem)
-        unscheduled = copy_and_update(update) if kernel.result == "present" else update_in_place(update)
-        (variant,) = cache_update(unscheduled, target.tvm) or ()
-        made = variant.make()
-    return made.with_attr("global_symbol", "kernel")
+    """The PrimFunc `kernel`, for a CUDA target. Raises ValueError for tiles that it cannot have."""
+    return _OPERATIONS[kernel.operation](kernel, target).with_attr("global_symbol", "kernel")
+
+
+def _attention(kernel: Kernel, target: Target) -> tirx.PrimFunc:
+    problem, gpu = AttentionProblem.from_json(kernel.problem), device(target.tvm)
+    kind, emit = _ATTENTION[kernel.variant]
+    tiles = replace(kind.default(problem, gpu), **kernel.tiles.get("tiles", {}))
+    tiles.check(problem, gpu)
+    with IRBuilder() as builder, T.prim_func():
+        emit(Bound(problem, scope="local"), tiles, gpu)
+    return builder.get()
+
+
+def _matmul(kernel: Kernel, target: Target) -> tirx.PrimFunc:
+    unscheduled = Matmul.from_json(kernel.problem).function()
+    variant = {variant.name: variant for variant in matmul(unscheduled, target.tvm) or ()}[kernel.variant]
+    tiles = {name: replace(variant.tiles[name], **fields) for name, fields in kernel.tiles.items()}
+    return variant.make(**tiles)
+
+
+def _update(kernel: Kernel, target: Target) -> tirx.PrimFunc:
+    update = CacheUpdate.from_json(kernel.problem)
+    unscheduled = copy_and_update(update) if kernel.result == "present" else update_in_place(update)
+    (variant,) = cache_update(unscheduled, target.tvm) or ()
+    return variant.make()
+
+
+def _read(kernel: Kernel, target: Target) -> tirx.PrimFunc:
+    return Read.from_json(kernel.problem).function()
+
+
+_OPERATIONS = {"attention": _attention, "matmul": _matmul, "update": _update, "read": _read}

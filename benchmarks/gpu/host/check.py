@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from ..plan import Kernel, Sizes, read
-from . import attention, matmul, update
+from . import attention, matmul, reading, update
 from .memory import Host
 
-OPERATIONS: dict[str, ModuleType] = {"attention": attention, "matmul": matmul, "update": update}
+OPERATIONS: dict[str, ModuleType] = {"attention": attention, "matmul": matmul, "read": reading, "update": update}
 
 
 def function_of(folder: Path, kernel: Kernel) -> Callable[..., object]:
@@ -54,8 +54,9 @@ def error(kernel: Kernel, sizes: Sizes, function: Callable[..., object], seed: i
         return operation.error(dict(zip(kernel.parameters, after))[kernel.result], right, memory)
 
 
-def smallest_of_all(folder: str) -> None:
-    """Every kernel once at its smallest size, for compute-sanitizer to look at; names what it runs."""
-    for kernel in read(Path(folder)).kernels.values():
-        print(kernel.name, flush=True)
-        error(kernel, kernel.checks[0], function_of(Path(folder), kernel), seed=0)
+def run_smallest(folder: str, name: str) -> None:
+    """The kernel once at its smallest size, for compute-sanitizer to look at. Raises ValueError where it is wrong."""
+    kernel = read(Path(folder)).kernels[name]
+    found = error(kernel, kernel.checks[0], function_of(Path(folder), kernel), seed=0)
+    if not found <= kernel.tolerance:
+        raise ValueError(f"wrong: error {found:.2g}, and {kernel.tolerance:.2g} is right")

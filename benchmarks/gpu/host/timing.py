@@ -1,17 +1,15 @@
-"""Timing on a GPU: CUDA events around whole rotations through the input sets, contenders taking turns."""
+"""Timing: the GPU's clock around whole rotations through the input sets, contenders taking turns."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
+from .card import Call, Card
 
-Call = Callable[[], object]
-
-TURNS, SECONDS = 15, 0.01
+SECONDS = 0.01
 
 
 @dataclass(frozen=True)
@@ -24,49 +22,24 @@ class Timing:
     high: float
     graph: bool
 
-
-def rotation(calls: Sequence[Call]) -> tuple[Call, bool]:
-    """All calls one after the other, each on an input set of its own, as one CUDA graph if they can be captured."""
-    import tvm_ffi
-
-    def plain() -> None:
-        for call in calls:
-            call()
-
-    for _ in range(2):
-        plain()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with tvm_ffi.use_torch_stream(torch.cuda.graph(graph)):
-            plain()
-    except RuntimeError:
-        torch.cuda.synchronize()
-        return plain, False
-    return graph.replay, True
+    @staticmethod
+    def over(times: Sequence[float], *, graph: bool) -> Timing:
+        return Timing(statistics.median(times), min(times), max(times), graph)
 
 
-def interleaved(contenders: Mapping[str, Sequence[Call]]) -> dict[str, Timing]:
+def interleaved(contenders: Mapping[str, Sequence[Call]], card: Card) -> dict[str, Timing]:
     """Every contender in every turn; a turn repeats its rotation for about SECONDS."""
-    rotations = {name: rotation(calls) for name, calls in contenders.items()}
-    repeats = {name: max(1, math.ceil(SECONDS / seconds(run, 1))) for name, (run, _) in rotations.items()}
+    rotations = {name: card.rotation(calls) for name, calls in contenders.items()}
+    repeats = {name: max(1, math.ceil(SECONDS / card.seconds(run, 1))) for name, (run, _) in rotations.items()}
     times: dict[str, list[float]] = {name: [] for name in rotations}
-    for _ in range(TURNS):
+    for _ in range(card.turns):
         for name, (run, _) in rotations.items():
-            times[name].append(seconds(run, repeats[name]) / len(contenders[name]))
-    return {
-        name: Timing(statistics.median(found), min(found), max(found), rotations[name][1])
-        for name, found in times.items()
-    }
+            times[name].append(card.seconds(run, repeats[name]) / len(contenders[name]))
+    return {name: Timing.over(found, graph=rotations[name][1]) for name, found in times.items()}
 
 
-def seconds(run: Call, repeat: int) -> float:
-    """By the GPU's clock, per run, after one that is not timed."""
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    run()
-    start.record()
-    for _ in range(repeat):
-        run()
-    stop.record()
-    stop.synchronize()
-    return start.elapsed_time(stop) / 1e3 / repeat
+def repeated(call: Call, card: Card) -> Timing:
+    """A call that launches a graph of its own."""
+    call()
+    repeat = max(1, math.ceil(SECONDS / card.seconds(call, 1)))
+    return Timing.over([card.seconds(call, repeat) for _ in range(card.turns)], graph=True)
