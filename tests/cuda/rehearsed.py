@@ -1,4 +1,4 @@
-"""Writes a tiny bundle of everything that measure.py knows: python rehearsed.py FOLDER, where the emulation is a GPU."""
+"""Writes a tiny bundle of all that measure.py knows: python rehearsed.py FOLDER, where the emulation is a GPU."""
 
 from __future__ import annotations
 

@@ -9,24 +9,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from .memory import HostTorch, Torch
+from .profiles import Launch, kernels_of
 
 Call: TypeAlias = Callable[[], object]
 
 REHEARSAL = "ONNX_LOWERING_REHEARSAL"
 """The variable of the environment that makes every job a rehearsal."""
-
-
-class Launch(NamedTuple):
-    """One kernel of a profile; seconds on the GPU's clock."""
-
-    kernel: str
-    start: float
-    end: float
 
 
 class Card:
@@ -173,12 +166,3 @@ class Rehearsal(Card):
 def card() -> Card:
     """The GPU, or its stand-in where this process belongs to a rehearsal."""
     return Rehearsal() if os.environ.get(REHEARSAL) else Card()
-
-
-def kernels_of(events: Any, device: str) -> list[Launch]:
-    """The events of PyTorch's profiler that ran on a kind of device, in the order in which they began."""
-    there = [event for event in events if device in str(event.device_type)]
-    return sorted(
-        (Launch(event.name, event.time_range.start / 1e6, event.time_range.end / 1e6) for event in there),
-        key=lambda launch: launch.start,
-    )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,8 @@ import torch
 from torch.nn import functional
 
 from . import drawn
-from .card import Card, Launch, card
+from .card import Card, card
+from .profiles import summarize
 from .timing import repeated
 
 TOKENS, ROUNDS = 32, 3
@@ -191,24 +191,6 @@ def profile_step(folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
             call()
 
     return summarize(gpu.launches(steps), PROFILED)
-
-
-def summarize(launches: Sequence[Launch], steps: int) -> dict[str, Any]:
-    """Of the launches of so many steps: seconds and launches of a step by kernel, from the longest on.
-
-    span is from the first beginning to the last end, busy the sum. Raises ValueError where nothing was seen.
-    """
-    if not launches:
-        raise ValueError("the profiler saw no kernel")
-    times: dict[str, list[float]] = {}
-    for launch in launches:
-        times.setdefault(launch.kernel, []).append(launch.end - launch.start)
-    kernels = {
-        name: {"seconds": sum(found) / steps, "launches": len(found) / steps, "median": statistics.median(found)}
-        for name, found in sorted(times.items(), key=lambda item: -sum(item[1]))
-    }
-    span = max(launch.end for launch in launches) - min(launch.start for launch in launches)
-    return {"kernels": kernels, "span": span / steps, "busy": sum(map(sum, times.values())) / steps}
 
 
 def _compiled(step: Step) -> Callable[[], Any]:
