@@ -35,12 +35,11 @@ FAULTS = {"hanging": ("sleep", 1000), "dying": ("abort",)}
 
 
 def kernels_and_cases() -> tuple[dict[str, Kernel], dict[str, Case]]:
-    """A case of each operation, one of them with tiles other than the default, and a wrong kernel."""
+    """A case of each operation, one of them with tiles other than the default and with faulty kernels."""
     p = attention_problem("f16", 64, q_heads=4, kv_heads=2)
     tiles = {"tiles": {"keys": 16, "warps": 2, "stages": 2, "split": 64, "per_multiprocessor": 1}}
     decode = attention_kernel("decode", "decode", p, ((1, 1, 77),))
     other = attention_kernel("decode", "k16w2s2p64m1", p, ((1, 1, 77),), variant="decode", tiles=tiles)
-    wrong = replace(decode, name="wrong", contender="wrong", problem=decode.problem.replace("0.125", "0.5"))
     update = CacheUpdate("float16", (None, 2, None, 16), None, 2)
     names = ("cache", "update", "write_indices")
     updating = Kernel(
@@ -53,9 +52,9 @@ def kernels_and_cases() -> tuple[dict[str, Kernel], dict[str, Case]]:
         "read", "4 blocks", "read", read.to_json(), read.parameters, "found", 0.0,
         (Sizes(1, 1, 5), Sizes(1, 1, 5003)), "read",
     )  # fmt: skip
-    kernels = {k.name: k for k in (decode, other, wrong, updating, matmul, reading)}
+    kernels = {k.name: k for k in (decode, other, updating, matmul, reading)}
     sizes, faults = Sizes(1, 1, 256), tuple(FAULTS)
-    contenders = (decode.name, other.name, wrong.name, *faults)
+    contenders = (decode.name, other.name, "wrong", *faults)
     cases = [
         Case("read", LIMITS, (reading.name,), (), Sizes(1, 1, 4096), 65536.0, "read"),
         Case("decode", "tiles", contenders, ("math", "cudnn", "flashinfer"), sizes, cache_bytes(p, sizes), "read"),
@@ -67,8 +66,10 @@ def kernels_and_cases() -> tuple[dict[str, Kernel], dict[str, Case]]:
 
 
 def faulty(folder: Path, like: Kernel) -> dict[str, Kernel]:
-    """Kernels that never come back, or end their process."""
-    target, found = resolve(TARGET)[0], {}
+    """Kernels that never come back, or end their process; and one that is checked against another problem."""
+    target = resolve(TARGET)[0]
+    problem = like.problem.replace("0.125", "0.5")
+    found = {"wrong": replace(like, name="wrong", contender="wrong", problem=problem)}
     for name, (function, *arguments) in FAULTS.items():
         with IRBuilder() as builder, T.prim_func():
             for parameter in like.parameters:

@@ -107,6 +107,9 @@ class Bundle:
         return found
 
     def _sanitizer(self) -> list[Job]:
+        """None where the tool is missing, which the results say."""
+        if sanitizer.find() is None:
+            return []
         return [
             Job("sanitizer", f"{tool} {name}", partial(sanitizer.look, tool, self.folder, name), 90)
             for tool in sanitizer.TOOLS

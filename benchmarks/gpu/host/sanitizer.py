@@ -1,4 +1,4 @@
-"""A kernel of a bundle under a tool of compute-sanitizer, where that is installed.
+"""A kernel of a bundle under a tool of compute-sanitizer.
 
 initcheck is left out: it does not know bulk stores, whose results it takes for memory that was never written.
 """
@@ -21,15 +21,13 @@ _CODE = "import sys; from benchmarks.gpu.host.check import run_smallest; run_sma
 
 
 def find() -> str | None:
+    """Where the program is."""
     return shutil.which(PROGRAM) or shutil.which(PROGRAM, path="/usr/local/cuda/bin")
 
 
 def look(tool: str, folder: Path, kernel: str, limit: float) -> Answer:
     """The kernel once, at its smallest size, with the values that it must not read poisoned."""
-    program = find()
-    if program is None:
-        return Answer(result={"note": f"{PROGRAM} is not installed"})
-    command = [program, "--tool", tool, "--error-exitcode", "9", "--report-api-errors", "no"]
+    command = [find() or PROGRAM, "--tool", tool, "--error-exitcode", "9", "--report-api-errors", "no"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
     process = subprocess.Popen(
         [*command, sys.executable, "-c", _CODE, str(folder), kernel],
