@@ -60,7 +60,7 @@ def read_rates(plan: Plan, results: Results) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for case in plan.cases.values():
         entry = results.found["cases"].get(case.name, {})
-        if case.group == LIMITS:
+        if case.group == LIMITS and entry:
             medians = {plan.kernels[k].contender: _median(entry, plan.kernels[k].contender) for k in case.kernels}
             found[case.name] = {name: case.amount / median for name, median in medians.items() if median}
     return found

@@ -47,10 +47,10 @@ def kernels_and_cases() -> tuple[dict[str, Kernel], dict[str, Case]]:
     )
     matmul = matmul_kernel("matmul", "mma", matmul_of("float16", 64, 64, transposed=True, epilogue="bias"))
     matmul = replace(matmul, checks=(Sizes(1, 3, 1),))
-    read = Read(4, ahead=2)
+    read = Read(64)
     reading = Kernel(
-        "read", "4 blocks", "read", read.to_json(), read.parameters, "found", 0.0,
-        (Sizes(1, 1, 5), Sizes(1, 1, 5003)), "read",
+        "read", "read", "read", read.to_json(), read.parameters, "found", 0.0,
+        (Sizes(1, 1, 5), Sizes(1, 1, 5003)), "read", {"tiles": {"blocks": 4, "ahead": 2}},
     )  # fmt: skip
     kernels = {k.name: k for k in (decode, other, updating, matmul, reading)}
     sizes, faults = Sizes(1, 1, 256), tuple(FAULTS)

@@ -280,7 +280,7 @@ def test_what_nobody_knows_comes_first(tmp_path: Path) -> None:
     order = [f"{job.kind} {job.name}" for job in found]
     assert len(order) == len(set(order)) and {job.name for job in found if job.kind == "checks"} == set(KERNELS)
     stages = [
-        "limits copy", "checks read 4 blocks", "cases read 4 blocks 16 MiB", "checks decode f16 tiles",
+        "limits copy", "checks 4 blocks memory", "cases read 16 MiB", "checks decode f16 tiles",
         "checks wgmma f16 D128 full", "models model", "steps step tokens", "steps step profile",
         "cases decode tiles B1 kv 16384", "weights weights", "flex flex", "decoders decoder", "decoders batcher",
         "sanitizer racecheck update in place", "cases decode f16 B1 kv 4096", "cases f16 D128 full S4096",

@@ -69,7 +69,7 @@ def _update(kernel: Kernel, target: Target) -> tirx.PrimFunc:
 
 
 def _read(kernel: Kernel, target: Target) -> tirx.PrimFunc:
-    return Read.from_json(kernel.problem).function()
+    return Read.from_json(kernel.problem).function(**kernel.tiles.get("tiles", {}))
 
 
 _OPERATIONS = {"attention": _attention, "matmul": _matmul, "update": _update, "read": _read}
