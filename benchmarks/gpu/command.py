@@ -20,7 +20,8 @@ def run(arguments: argparse.Namespace) -> None:
     elif arguments.bundle is not None:
         plan = bundle.write(arguments.bundle, python)
         print(
-            f"{len(plan.kernels)} kernels and {len(plan.cases)} cases, {bundle.size(arguments.bundle) / 1e6:.1f} MB. "
+            f"{len(plan.kernels)} kernels, {len(plan.cases)} cases and {len(plan.programs)} programs, "
+            f"{bundle.size(arguments.bundle) / 1e6:.1f} MB. "
             f"On a host with a Hopper GPU and PyTorch: cd {arguments.bundle.name} && python measure.py --out results"
         )
     elif arguments.out is None:
@@ -29,7 +30,9 @@ def run(arguments: argparse.Namespace) -> None:
         with tempfile.TemporaryDirectory() as folder:
             bundle.write(Path(folder), python)
             command = [sys.executable, f"{folder}/measure.py", "--out", arguments.out, "--minutes", arguments.minutes]
-            sys.exit(subprocess.run([*map(str, command), *arguments.case]).returncode)
+            command += ["--with", *arguments.requested] if arguments.requested else []
+            command += ["--copy", arguments.copy] if arguments.copy else []
+            sys.exit(subprocess.run([*map(str, command), "--", *arguments.case]).returncode)
 
 
 def draw(path: Path) -> None:

@@ -28,7 +28,7 @@ _DECODE_CHECKS = ((1, 1, 77), (3, 1, 1031), (2, 2, 333), (1, 1, 9000))
 
 def plan() -> tuple[dict[str, Kernel], dict[str, Case]]:
     """Kernels and cases by name."""
-    others = (("f16", 64), ("f16", 256), ("bf16", 128), ("bf16", 64), ("bf16", 256))
+    others = (("f16", 64), ("f16", 256), ("bf16", 128))
     parts = [*sweeps.parts(), _decode("f16"), _matmuls(), _variants(), _decode("bf16"), _updates(), _fallbacks()]
     parts += [_prefill("f16", 128), *(_prefill(*other) for other in others)]
     kernels = {kernel.name: kernel for found, _ in parts for kernel in found}
