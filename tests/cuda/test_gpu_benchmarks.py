@@ -20,7 +20,7 @@ import pytest
 import lowering
 from benchmarks.gpu import command, results
 from benchmarks.gpu.build import bundle, cases, kernels, llama, problems
-from benchmarks.gpu.host import attention, drawn, jobs, measure
+from benchmarks.gpu.host import attention, drawn, jobs, measure, sanitizer
 from benchmarks.gpu.host.check import check
 from benchmarks.gpu.host.isolate import Answer, isolated
 from benchmarks.gpu.host.memory import Host, Torch
@@ -271,7 +271,8 @@ def test_a_job_that_had_less_than_its_time_is_not_blamed(tmp_path: Path) -> None
     assert results.read(store.path).found["cases"]["full"] == {"problem": "no answer"}
 
 
-def test_what_nobody_knows_comes_first(tmp_path: Path) -> None:
+def test_what_nobody_knows_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sanitizer, "find", lambda: "compute-sanitizer")
     kinds = ("model", "step", "weights", "flex", "decoder", "batcher")
     programs = {kind: Program(kind, kind, kind) for kind in kinds}
     plan = Plan("digest", KERNELS, CASES, programs, ("update in place",)).with_peers([], [])
@@ -280,7 +281,7 @@ def test_what_nobody_knows_comes_first(tmp_path: Path) -> None:
     order = [f"{job.kind} {job.name}" for job in found]
     assert len(order) == len(set(order)) and {job.name for job in found if job.kind == "checks"} == set(KERNELS)
     stages = [
-        "limits copy", "checks 4 blocks memory", "cases read 16 MiB", "checks decode f16 tiles",
+        "limits copy", "checks 4 blocks memory", "cases read 16 MiB", "checks k16w8s2p128m1 decode f16",
         "checks wgmma f16 D128 full", "models model", "steps step tokens", "steps step profile",
         "cases decode tiles B1 kv 16384", "weights weights", "flex flex", "decoders decoder", "decoders batcher",
         "sanitizer racecheck update in place", "cases decode f16 B1 kv 4096", "cases f16 D128 full S4096",

@@ -13,7 +13,7 @@ from lowering.tensorir.scatter import CacheUpdate
 
 from ..plan import TOLERANCE, Bar, Case, Kernel, Sizes
 from . import sweeps
-from .problems import GQA, TYPES, Parts, attention_kernel, attention_problem, cache_bytes, flops, matmul_kernel
+from .problems import DECODE_CHECKS, GQA, TYPES, Parts, attention_kernel, attention_problem, cache_bytes, flops, matmul_kernel
 from .matmuls import matmul_of
 
 LENGTHS = (4096, 8192, 16384)
@@ -24,7 +24,6 @@ _MATH_BYTES = 4 << 30  # of scores in float32, several of which the backend "mat
 
 # Small and odd: no multiple of a tile; more rows than keys; one row; blocks that work through several tiles.
 _CHECKS = ((1, 131, 147), (2, 197, 331), (3, 65, 40), (1, 1, 300), (1, 1031, 1100))
-_DECODE_CHECKS = ((1, 1, 77), (3, 1, 1031), (2, 2, 333), (1, 1, 9000))
 
 def plan() -> tuple[dict[str, Kernel], dict[str, Case]]:
     """Kernels and cases by name."""
@@ -98,8 +97,8 @@ def _decode(dtype: str) -> Parts:
     """One new token, Hq 32, Hkv 8, D 128. Ragged lengths have a mean of half the slots."""
     full = attention_problem(dtype, 128, **GQA)
     ragged = replace(full, lengths=True, window=Window(right=0, offset="lengths"))
-    kernels = [attention_kernel(dtype, "decode", full, _DECODE_CHECKS)]
-    kernels.append(attention_kernel(f"{dtype} ragged", "decode", ragged, _DECODE_CHECKS))
+    kernels = [attention_kernel(dtype, "decode", full, DECODE_CHECKS)]
+    kernels.append(attention_kernel(f"{dtype} ragged", "decode", ragged, DECODE_CHECKS))
     shapes = [s for s in itertools.product((1, 8, 64), (4096, 16384, 65536)) if s != (64, 65536)]
     cases = []
     for batch, slots in shapes if dtype == "f16" else shapes[:2]:
@@ -177,7 +176,7 @@ def _fallbacks() -> Parts:
     step = attention_problem("f32", 128, **GQA)
     kernels = [
         attention_kernel("f32 D80", "plain", p, _CHECKS[:4]),
-        attention_kernel("f32", "rows", step, _DECODE_CHECKS),
+        attention_kernel("f32", "rows", step, DECODE_CHECKS),
     ]
     sizes = Sizes(8, 1, 16384)
     moved = 2 * cache_bytes(step, sizes)  # float32
