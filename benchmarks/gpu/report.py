@@ -152,8 +152,8 @@ def _failures(found: list[Row], results: Results) -> list[str]:
 def _limits(plan: Plan, results: Results) -> list[str]:
     limits, about = limits_of(plan, results), results.found["limits"].get("about", {})
     lines = []
-    for case, rates in read_rates(plan, results).items():
-        said = ", ".join(f"{name} {rate / 1e9:.4g}" for name, rate in rates.items())
+    for case, by_contender in read_rates(plan, results).items():
+        said = ", ".join(f"{name} {rate / 1e9:.4g}" for name, rate in by_contender.items())
         lines.append(f"limits: {case}: {said or '-'} GB/s")
     if limits:
         rates = ", ".join(f"{unit} {rate / _UNITS[unit][0]:.4g} {_UNITS[unit][1]}" for unit, rate in limits.items())

@@ -102,7 +102,7 @@ def write(folder: Path) -> Plan:
         *llama.write(folder, TARGET, DECODER),
         *weights.write(folder, TARGET, size=128, layers=2, rows=(1, 9), widths=(16, 4)),
         *flexes.write(folder, TARGET, names=("documents",), shape=(1, 2, 200, 64)),
-        *decoders.write(folder, TARGET, sizes=EXPORT),
+        *decoders.write(folder, TARGET, sizes=EXPORT, names=("static cache, float16", "Batcher, float32")),
     ]
     plan = replace(
         plan,

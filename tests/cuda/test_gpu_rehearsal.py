@@ -25,8 +25,8 @@ main(pathlib.Path(sys.argv[1]), sys.argv[2:])
 """
 LIMIT = 100  # seconds of a job: how long the kernel that hangs is waited for
 
-pytestmark = pytest.mark.slow  # compiles a dozen models for the emulation, and needs torch and transformers
-
+# Seven models are compiled for the emulation; torch and transformers are needed.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 SANITIZER = """\
 #!/bin/sh
@@ -107,7 +107,7 @@ def test_a_fault_while_others_are_timed_costs_one_contender(folder: Path, tmp_pa
 def test_programs_are_right_and_timed(found: dict[str, Any]) -> None:
     assert found["models"]["exp"]["error"] < 2e-3
     assert set(found["weights"]) == {"float16", "int4"} and set(found["flex"]) == {"documents", "documents by blocks"}
-    assert len(found["decoders"]) == 3
+    assert len(found["decoders"]) == 2
     for kind in ("weights", "flex", "decoders"):
         for entry in found[kind].values():
             assert entry["times"] and all(timing["median"] > 0 for timing in entry["times"].values())

@@ -35,10 +35,11 @@ def plan() -> tuple[dict[str, Kernel], dict[str, Case]]:
 
 
 def sanitized(kernels: dict[str, Kernel]) -> tuple[str, ...]:
-    """A kernel of each variant of each operation, with tiles of its own where some have them: the first."""
+    """The first kernel of each variant of each operation; of matmuls one with ping-pong, too."""
     first: dict[tuple[str, str, bool], str] = {}
     for kernel in kernels.values():
-        first.setdefault((kernel.operation, kernel.variant, any("ping_pong" in t for t in kernel.tiles.values())), kernel.name)
+        has_ping_pong = any(fields.get("ping_pong", False) for fields in kernel.tiles.values())
+        first.setdefault((kernel.operation, kernel.variant, has_ping_pong), kernel.name)
     return tuple(first.values())
 
 
@@ -50,7 +51,8 @@ def _peers(p: AttentionProblem, sizes: Sizes, flex: bool) -> tuple[str, ...]:
 
 
 def _prefill(dtype: str, dim: int) -> Parts:
-    kernels, cases = [], []
+    kernels: list[Kernel] = []
+    cases: list[Case] = []
     for kind, window in (("full", None), ("causal", CAUSAL)):
         p, name = attention_problem(dtype, dim, window=window), f"{dtype} D{dim} {kind}"
         kernels += [attention_kernel(name, contender, p, _CHECKS) for contender in ("wgmma", "mma")]
@@ -86,7 +88,8 @@ def _variants() -> Parts:
         "softcap 50 causal": (attention_problem("f16", 128, softcap=50.0, window=CAUSAL), Sizes(2, 8192, 8192)),
         "ragged": (attention_problem("f16", 128, lengths=True), replace(short, lengths=(4096, 3000, 2111, 517))),
     }
-    kernels, cases = [], []
+    kernels: list[Kernel] = []
+    cases: list[Case] = []
     for name, (p, sizes) in found.items():
         kernels += [attention_kernel(name, contender, p, _CHECKS) for contender in ("wgmma", "mma")]
         cases.append(_contest(f"{name} S{sizes.q_len}", "variants", p, sizes, name))
@@ -119,7 +122,8 @@ def _stream(name: str, group: str, p: AttentionProblem, sizes: Sizes, kernel: st
 
 def _matmuls() -> Parts:
     """Of Llama 3 8B: what is projected down, and the gate; the square that everybody quotes; and odd sizes, checked."""
-    kernels, cases = [], []
+    kernels: list[Kernel] = []
+    cases: list[Case] = []
 
     def add(name: str, dtype: str, n: int, k: int, form: tuple[bool, str], rows: dict[str, tuple[int, ...]]) -> None:
         """form is whether B is [N, K], and the epilogue; rows are those that are timed: "many" in every variant, "few"

@@ -54,9 +54,15 @@ def error(kernel: Kernel, sizes: Sizes, function: Callable[..., object], seed: i
         return operation.error(dict(zip(kernel.parameters, after))[kernel.result], right, memory)
 
 
-def run_smallest(folder: str, name: str) -> None:
-    """The kernel once at its smallest size, for compute-sanitizer to look at. Raises ValueError where it is wrong."""
+def run_small(folder: str, name: str) -> None:
+    """The kernel at its smallest size, for compute-sanitizer to look at, which takes a hundred times as long.
+
+    Matmuls run at all sizes of their checks: by the number of rows another kernel is launched. Raises ValueError where
+    an answer is wrong.
+    """
     kernel = read(Path(folder)).kernels[name]
-    found = error(kernel, kernel.checks[0], function_of(Path(folder), kernel), seed=0)
-    if not found <= kernel.tolerance:
-        raise ValueError(f"wrong: error {found:.2g}, and {kernel.tolerance:.2g} is right")
+    function = function_of(Path(folder), kernel)
+    for sizes in kernel.checks if kernel.operation == "matmul" else kernel.checks[:1]:
+        found = error(kernel, sizes, function, seed=0)
+        if not found <= kernel.tolerance:
+            raise ValueError(f"wrong at {sizes}: error {found:.2g}, and {kernel.tolerance:.2g} is right")

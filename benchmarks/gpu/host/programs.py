@@ -111,11 +111,11 @@ def time_batcher(folder: Path, program: Program, say: Say) -> dict[str, Any]:
     for number, start in enumerate(starts):
         batcher.add(number, recorded["tokens"][number, :start].tolist())
     while batcher.waiting:
-        for number, logits in batcher.step().items():
-            read = len(batcher.tokens(number))
-            errors.append(_error(logits, recorded["logits"][number, read - 1]))
+        for request, logits in batcher.step().items():
+            read = len(batcher.tokens(request))
+            errors.append(_error(logits, recorded["logits"][request, read - 1]))
             if read < recorded["tokens"].shape[1]:
-                batcher.extend(number, int(recorded["tokens"][number, read]))
+                batcher.extend(request, int(recorded["tokens"][request, read]))
     say("timing")
 
     def step() -> None:

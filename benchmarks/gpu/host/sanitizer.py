@@ -17,7 +17,7 @@ from .isolate import Answer
 TOOLS = ("memcheck", "synccheck", "racecheck")
 PROGRAM = "compute-sanitizer"
 
-_CODE = "import sys; from benchmarks.gpu.host.check import run_smallest; run_smallest(sys.argv[1], sys.argv[2])"
+_CODE = "import sys; from benchmarks.gpu.host.check import run_small; run_small(sys.argv[1], sys.argv[2])"
 
 
 def find() -> str | None:
@@ -26,7 +26,7 @@ def find() -> str | None:
 
 
 def look(tool: str, folder: Path, kernel: str, limit: float) -> Answer:
-    """The kernel once, at its smallest size, with the values that it must not read poisoned."""
+    """The kernel at small sizes, with the values that it must not read poisoned."""
     command = [find() or PROGRAM, "--tool", tool, "--error-exitcode", "9", "--report-api-errors", "no"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
     process = subprocess.Popen(
