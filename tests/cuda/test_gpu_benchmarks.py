@@ -24,7 +24,6 @@ from benchmarks.gpu.host import attention, drawn, jobs, measure, sanitizer
 from benchmarks.gpu.host.check import check
 from benchmarks.gpu.host.isolate import Answer, isolated
 from benchmarks.gpu.host.memory import Host, Torch
-from benchmarks.gpu.host.profiles import Launch, kernels_of, summarize
 from benchmarks.gpu.plan import Bar, Case, Kernel, Plan, Program, Sizes, read
 from benchmarks.gpu.report import rows, table
 from lowering.attention.problem import AttentionProblem, Window
@@ -183,11 +182,6 @@ PLAN = Plan(
 )  # fmt: skip
 
 
-def timed(seconds: float) -> dict[str, Any]:
-    timing = {"median": seconds, "low": seconds / 2, "high": seconds * 2, "graph": True}
-    return {"error": 1e-4, "timing": timing}
-
-
 def test_a_run_goes_on_where_the_last_one_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done, good = [], {"mma": False}
 
@@ -199,7 +193,12 @@ def test_a_run_goes_on_where_the_last_one_stopped(tmp_path: Path, capsys: pytest
         return jobs.Job(kind, name, run, 30)
 
     def todo(found: results.Results) -> list[jobs.Job]:
-        case = {"wgmma": timed(1e-3), "mma": timed(4e-3), "cudnn": timed(2e-3), "flash": {"problem": "refused"}}
+        case = {
+            "wgmma": errands.timed(1e-3),
+            "mma": errands.timed(4e-3),
+            "cudnn": errands.timed(2e-3),
+            "flash": {"problem": "refused"},
+        }
         return [
             job(
                 "checks", "mma", lambda: Answer({"error": 1e-4}) if good["mma"] else Answer(problem="boom", doing="S 3")
@@ -313,13 +312,13 @@ def test_a_case_goes_on_without_who_ended_it(monkeypatch: pytest.MonkeyPatch) ->
         for contender, problem in dying.items():
             if contender not in without:
                 return Answer(problem=problem, doing=contender)
-        return Answer({"mma": timed(1.0)}, doing="timing")
+        return Answer({"mma": errands.timed(1.0)}, doing="timing")
 
     monkeypatch.setattr(jobs, "alone", alone)
     found = results.Results("digest", "a GPU", "2000-01-01")
     found.found["checks"] = {"mma": {"error": 0.0}, "wgmma": {"error": 0.0}}
     answer = jobs.timed(Path(), PLAN, PLAN.cases["full"], found, 60)
-    assert answer.result == {"mma": timed(1.0)}
+    assert answer.result == {"mma": errands.timed(1.0)}
     assert calls[-1] == {"wgmma": "the process died", "cudnn": "no answer"}
     found.found["checks"]["mma"] = {"problem": "wrong"}
     jobs.timed(Path(), PLAN, PLAN.cases["full"], found, 60)
@@ -330,8 +329,12 @@ def test_results_are_drawn_anywhere(tmp_path: Path, capsys: pytest.CaptureFixtur
     found = results.Results("digest", "a GPU", "2000-01-01")
     found.found["limits"] = {"matmul": {"rate": 8e14}, "about": {"torch": "2", "cuda": "13", "cudnn": 9}}
     name = "f16 D128 full S4096"
-    found.found["cases"][name] = {"wgmma": timed(1e-3), "mma": {"problem": "no answer"}, "cudnn": timed(5e-4)}
-    found.found["cases"]["no longer a case"] = {"wgmma": timed(1.0)}
+    found.found["cases"][name] = {
+        "wgmma": errands.timed(1e-3),
+        "mma": {"problem": "no answer"},
+        "cudnn": errands.timed(5e-4),
+    }
+    found.found["cases"]["no longer a case"] = {"wgmma": errands.timed(1.0)}
     path = tmp_path / "results.json"
     path.write_text(json.dumps(asdict(found)))
     command.draw(path)
@@ -340,45 +343,6 @@ def test_results_are_drawn_anywhere(tmp_path: Path, capsys: pytest.CaptureFixtur
     speed = CASES[name].amount / 1e-3 / 1e12
     assert f"{speed:.4g} TFLOP/s" in shown and f"{speed / 800:.2f}" in shown
     assert (tmp_path / "results.png").stat().st_size > 1000
-
-
-def test_variants_are_shown_by_their_time(tmp_path: Path) -> None:
-    name = "decode tiles B1 kv 4096"
-    contenders = [KERNELS[kernel].contender for kernel in CASES[name].kernels]
-    found = results.Results("digest", "a GPU", "2000-01-01")
-    times = {contender: (1 + (5 * n) % len(contenders)) * 1e-5 for n, contender in enumerate(contenders)}
-    found.found["cases"][name] = {contender: timed(seconds) for contender, seconds in times.items()}
-    found.found["cases"][name]["flashinfer"] = timed(2e-5)
-    plan = Plan("digest", KERNELS, CASES)
-    shown = [row.contender for row in rows(plan, found)]
-    assert shown == sorted(times, key=lambda contender: times[contender])
-    best = min(times, key=lambda contender: times[contender])
-    said = f"best of {name}: {best} 10 us, default decode {times['decode'] * 1e6:.4g} us, {times['decode'] / 1e-5:.3f}x"
-    assert said in table(plan, found)
-
-
-def test_a_profile_is_summed_by_kernel() -> None:
-    launches = [Launch("a", 0.0, 1.0), Launch("b", 1.5, 2.0), Launch("a", 2.0, 5.0), Launch("b", 5.0, 6.0)]
-    found = summarize(launches, 2)
-    assert found["kernels"] == {
-        "a": {"seconds": 2.0, "launches": 1.0, "median": 2.0},
-        "b": {"seconds": 0.75, "launches": 1.0, "median": 0.75},
-    }
-    assert (found["span"], found["busy"]) == (3.0, 2.75)
-    with pytest.raises(ValueError, match="saw no kernel"):
-        summarize([], 2)
-    results_of = results.Results("digest", "a GPU", "2000-01-01")
-    results_of.found["steps"]["llama profile"] = found
-    assert "step of llama profile: 3e+06 us from first to last" in table(Plan("digest", {}, {}), results_of)
-
-
-@pytest.mark.slow  # needs torch
-def test_the_profiler_has_what_is_asked_of_it() -> None:
-    torch = pytest.importorskip("torch")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
-        torch.ones(3) + 1
-    assert any("add" in launch.kernel and launch.end >= launch.start for launch in kernels_of(profiled.events(), "CPU"))
-    assert kernels_of(profiled.events(), "CUDA") == []
 
 
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=lambda kernel: kernel.name)
