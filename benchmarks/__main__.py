@@ -45,6 +45,8 @@ def main() -> None:
     cuda.add_argument("--python", help="version of Python on that host, such as 3.12; default: this one's")
     cuda.add_argument("--out", type=Path, help="folder of the results, where what is there already is kept")
     cuda.add_argument("--minutes", type=float, default=8.0, help="then no new job is started; default: %(default)s")
+    cuda.add_argument("--copy", type=Path, help="a second folder that gets the results at once, too")
+    cuda.add_argument("--with", nargs="*", default=[], dest="requested", help="peers that compile: flex, compiled")
     cuda.add_argument("--draw", type=Path, metavar="FILE", help="only print and draw a results file")
     cuda.set_defaults(run=_cuda)
     stores = commands.add_parser("stores", help="what pages, offsets and codes cost when a CPU reads and writes them")

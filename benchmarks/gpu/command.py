@@ -12,7 +12,7 @@ from pathlib import Path
 
 def run(arguments: argparse.Namespace) -> None:
     """Builds a bundle, or builds one and measures it here, or draws what was measured."""
-    from . import bundle
+    from .build import bundle
 
     python = arguments.python or ".".join(platform.python_version_tuple()[:2])
     if arguments.draw is not None:
@@ -20,7 +20,8 @@ def run(arguments: argparse.Namespace) -> None:
     elif arguments.bundle is not None:
         plan = bundle.write(arguments.bundle, python)
         print(
-            f"{len(plan.kernels)} kernels and {len(plan.cases)} cases, {bundle.size(arguments.bundle) / 1e6:.1f} MB. "
+            f"{len(plan.kernels)} kernels, {len(plan.cases)} cases and {len(plan.programs)} programs, "
+            f"{bundle.size(arguments.bundle) / 1e6:.1f} MB. "
             f"On a host with a Hopper GPU and PyTorch: cd {arguments.bundle.name} && python measure.py --out results"
         )
     elif arguments.out is None:
@@ -29,12 +30,15 @@ def run(arguments: argparse.Namespace) -> None:
         with tempfile.TemporaryDirectory() as folder:
             bundle.write(Path(folder), python)
             command = [sys.executable, f"{folder}/measure.py", "--out", arguments.out, "--minutes", arguments.minutes]
-            sys.exit(subprocess.run([*map(str, command), *arguments.case]).returncode)
+            command += ["--with", *arguments.requested] if arguments.requested else []
+            command += ["--copy", arguments.copy] if arguments.copy else []
+            sys.exit(subprocess.run([*map(str, command), "--", *arguments.case]).returncode)
 
 
 def draw(path: Path) -> None:
     """The table and the picture of a results file. The cases are those of this version."""
-    from . import cases, report, results
+    from . import report, results
+    from .build import cases
     from .plan import Plan
 
     found = results.read(path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,13 +28,24 @@ class Sizes:
     lengths: tuple[int, ...] = ()
 
 
+Tiles = dict[str, dict[str, int | bool]]
+"""By kernel of a function, the fields of its tiles that differ from the default."""
+
+LIMITS = "limits"
+"""The group of cases that say how fast memory can be read."""
+
+OPTIONAL_PEERS = ("flex", "compiled")
+"""Peers that take part only on request: each compiles for seconds before it runs."""
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One library with one function, `kernel`.
 
-    operation is "attention", "update" or "product", whose problem (AttentionProblem, CacheUpdate, Product) is JSON;
-    parameters are in the order of the function, and result is the one that holds the answer. contender is its column
-    among those of a case. checks are small and odd, the first one the smallest.
+    operation is "attention", "update", "matmul" or "read", whose problem (AttentionProblem, CacheUpdate, Matmul, Read)
+    is JSON; parameters are in the order of the function, and result is the one that holds the answer. variant is the
+    schedule and tiles what is not its default, by which contender, the column among those of a case, may differ from
+    variant. checks are small and odd, the first one the smallest.
     """
 
     name: str
@@ -45,6 +56,8 @@ class Kernel:
     result: str
     tolerance: float
     checks: tuple[Sizes, ...]
+    variant: str
+    tiles: Tiles = field(default_factory=dict)
     library: str = ""
 
     @property
@@ -65,9 +78,11 @@ class Bar:
 
 @dataclass(frozen=True)
 class Case:
-    """Kernels of one problem and the sizes at which they are timed; amount is the work of a call, in "FLOP" or "byte".
+    """Kernels of one problem and the sizes at which they are timed.
 
-    FLOPs are those of pairs that window and lengths leave visible, bytes those that must be moved at least.
+    amount is the work of a call, and unit what bounds it: "FLOP", or bytes that are only read, "read", or read and
+    written, "copy". FLOPs are those of pairs that window and lengths leave visible, bytes those that must be moved at
+    least.
     """
 
     name: str
@@ -81,25 +96,53 @@ class Case:
 
 
 @dataclass(frozen=True)
+class Program:
+    """An artifact in a folder of the bundle, measured as a whole.
+
+    kind is "model", "step", "weights", "flex", "decoder" or "batcher"; details are what the kind asks for
+    (host/programs.py).
+    """
+
+    name: str
+    kind: str
+    folder: str
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Plan:
-    """digest names the code of the kernels; models are folders below `models`, and steps folders below `steps`."""
+    """digest names the code of the kernels.
+
+    sanitized are the kernels that compute-sanitizer looks at. peers has libraries by peer, and missing says of what the
+    bundle lacks why it does.
+    """
 
     digest: str
     kernels: dict[str, Kernel]
     cases: dict[str, Case]
-    models: tuple[str, ...] = ()
-    steps: tuple[str, ...] = ()
+    programs: dict[str, Program] = field(default_factory=dict)
+    sanitized: tuple[str, ...] = ()
+    peers: dict[str, str] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
 
-    def without(self, peers: list[str]) -> Plan:
-        """The plan without these peers. Raises ValueError for one that no case has."""
-        known = {peer for case in self.cases.values() for peer in case.peers}
-        for peer in set(peers) - known:
-            raise ValueError(f"no case has the peer '{peer}'. The peers are {', '.join(sorted(known))}.")
+    def with_peers(self, requested: list[str], excluded: list[str]) -> Plan:
+        """The plan without these peers, and of the optional ones with those requested alone.
+
+        Raises ValueError for a peer that no case has.
+        """
+        names = {peer for case in self.cases.values() for peer in case.peers} | set(OPTIONAL_PEERS)
+        for peer in (set(requested) | set(excluded)) - names:
+            raise ValueError(f"no case has the peer '{peer}'. The peers are {', '.join(sorted(names))}.")
+        gone = {*excluded, *(peer for peer in OPTIONAL_PEERS if peer not in requested)}
         cases = {
-            name: replace(case, peers=tuple(peer for peer in case.peers if peer not in peers))
+            name: replace(case, peers=tuple(peer for peer in case.peers if peer not in gone))
             for name, case in self.cases.items()
         }
         return replace(self, cases=cases)
+
+    def has_variants(self, case: Case) -> bool:
+        """Whether kernels of the case differ in their tiles."""
+        return any(self.kernels[name].tiles for name in case.kernels)
 
     def write(self, folder: Path) -> None:
         (folder / FILE).write_text(json.dumps(dataclasses.asdict(self), indent=1))
@@ -121,9 +164,9 @@ def _matches(case: Case, pattern: str) -> bool:
 def read(folder: Path) -> Plan:
     """The plan of a bundle."""
     data = json.loads((folder / FILE).read_text())
-    kernels = {name: _kernel(fields) for name, fields in data["kernels"].items()}
-    cases = {name: _case(fields) for name, fields in data["cases"].items()}
-    return Plan(data["digest"], kernels, cases, tuple(data["models"]), tuple(data["steps"]))
+    readers = {"kernels": _kernel, "cases": _case, "programs": lambda fields: Program(**fields)}
+    parts = {part: {name: reader(fields) for name, fields in data[part].items()} for part, reader in readers.items()}
+    return Plan(**{**data, **parts, "sanitized": tuple(data["sanitized"])})
 
 
 def _kernel(fields: dict[str, Any]) -> Kernel:

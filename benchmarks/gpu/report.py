@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from ..bars import draw_bars
-from .plan import Bar, Case, Plan
+from .plan import LIMITS, Bar, Case, Kernel, Plan
 from .results import Results
 
-_UNITS = {"FLOP": (1e12, "TFLOP/s"), "byte": (1e9, "GB/s")}
+_UNITS = {"FLOP": (1e12, "TFLOP/s"), "read": (1e9, "GB/s"), "copy": (1e9, "GB/s")}
+_LONGEST = 12  # kernels of a profile that are shown
 
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel in one case; None where there is no figure. ratio is the best peer's time by ours."""
+    """One kernel in one case; None where there is no figure. ratio is the best peer's time by ours, and gain the time
+    with default tiles by that with these."""
 
     case: Case
     contender: str
@@ -24,28 +26,58 @@ class Row:
     rate: float | None
     share: float | None
     ratio: float | None
+    gain: float | None
     bars: list[tuple[str, bool]]
 
 
 def rows(plan: Plan, results: Results) -> list[Row]:
-    """Of the cases that were measured, in the order of the plan."""
+    """Of the cases that were measured, in the order of the plan; variants of a kernel by their time."""
+    limits = limits_of(plan, results)
     found = []
     for case in plan.cases.values():
         entry = results.found["cases"].get(case.name)
-        if entry is not None:
-            contenders = [plan.kernels[name].contender for name in case.kernels]
-            found += [_row(case, contender, entry, results) for contender in contenders]
+        if entry is None:
+            continue
+        kernels = [plan.kernels[name] for name in case.kernels]
+        of_case = [_row(case, kernel, kernels, entry, limits) for kernel in kernels]
+        if plan.has_variants(case):
+            of_case.sort(key=lambda row: row.seconds or float("inf"))
+        found += of_case
     return found
 
 
-def _row(case: Case, contender: str, entry: dict[str, Any], results: Results) -> Row:
-    seconds, limit = _median(entry, contender), results.limit(case.unit)
+def limits_of(plan: Plan, results: Results) -> dict[str, float]:
+    """The work in a second that the GPU could do, by unit, as far as it was measured."""
+    entries = results.found["limits"]
+    names = {"FLOP": "matmul", "copy": "copy"}
+    limits = {unit: entries[name]["rate"] for unit, name in names.items() if "rate" in entries.get(name, {})}
+    reads = [rate for of_case in read_rates(plan, results).values() for rate in of_case.values()]
+    return limits | ({"read": max(reads)} if reads else {})
+
+
+def read_rates(plan: Plan, results: Results) -> dict[str, dict[str, float]]:
+    """Bytes in a second by case that only reads, and contender."""
+    found: dict[str, dict[str, float]] = {}
+    for case in plan.cases.values():
+        entry = results.found["cases"].get(case.name, {})
+        if case.group == LIMITS and entry:
+            medians = {plan.kernels[k].contender: _median(entry, plan.kernels[k].contender) for k in case.kernels}
+            found[case.name] = {name: case.amount / median for name, median in medians.items() if median}
+    return found
+
+
+def _row(case: Case, kernel: Kernel, kernels: list[Kernel], entry: dict[str, Any], limits: dict[str, float]) -> Row:
+    contender = kernel.contender
+    seconds, limit = _median(entry, contender), limits.get(case.unit)
     others = [time for peer in case.peers if (time := _median(entry, peer)) is not None]
     rate = case.amount / seconds if seconds else None
     share = rate / limit if rate and limit else None
     ratio = min(others) / seconds if seconds and others else None
+    default = next((k for k in kernels if k.variant == kernel.variant and not k.tiles), None)
+    untuned = _median(entry, default.contender) if default is not None and kernel.tiles else None
+    gain = untuned / seconds if untuned and seconds else None
     bars = [_judged(bar, case.unit, rate, share, ratio) for bar in case.bars if bar.contender == contender]
-    return Row(case, contender, entry, seconds, rate, share, ratio, bars)
+    return Row(case, contender, entry, seconds, rate, share, ratio, gain, bars)
 
 
 def _median(entry: dict[str, Any], contender: str) -> float | None:
@@ -64,42 +96,112 @@ def _judged(bar: Bar, unit: str, rate: float | None, share: float | None, ratio:
 
 
 def table(plan: Plan, results: Results) -> str:
-    """All rows, a part for each group of cases; then what failed, the limits and how many bars are met."""
+    """All rows, a part for each group of cases, and programs; then what failed or is missing, and the limits."""
     found, lines = rows(plan, results), []
     for group in dict.fromkeys(row.case.group for row in found):
-        part = [row for row in found if row.case.group == group]
-        others = list(dict.fromkeys(peer for row in part for peer in row.case.peers))
-        headings = [group, "", "us", "spread", "speed", "of limit", "ratio", *others, "error", "bars"]
-        lines += [*_aligned([headings, *(_cells(row, others) for row in part)]), ""]
-    lines += _steps(results)
+        members = [row for row in found if row.case.group == group]
+        others = list(dict.fromkeys(peer for row in members for peer in row.case.peers))
+        has_variants = any(row.gain is not None for row in members)
+        headings = [group, "", "us", "spread", "speed", "of limit", "ratio", "of default" if has_variants else ""]
+        headings += [*others, "error", "bars"]
+        lines += [*_aligned([headings, *(_cells(row, others) for row in members)]), ""]
+    lines += [*_best(plan, results, found), *_steps(results), *_programs(plan, results)]
+    lines += _failures(found, results)
+    lines += [f"missing: {what}: {entry['note']}" for what, entry in results.found["missing"].items()]
+    lines += _limits(plan, results)
+    bars = [met for row in found for _, met in row.bars]
+    return "\n".join([*lines, f"bars met: {sum(bars)} of {len(bars)}; kernels {plan.digest}"])
+
+
+def _best(plan: Plan, results: Results, found: list[Row]) -> list[str]:
+    """Of each case whose kernels differ in their tiles: the fastest tiles beside the default."""
+    lines = []
+    for case in {row.case.name: row.case for row in found if plan.has_variants(row.case)}.values():
+        timed = [row for row in found if row.case is case and row.seconds is not None]
+        defaults = [row for row in timed if not _tiles(plan, row)]
+        if not timed or not defaults:
+            continue
+        best, default = timed[0], defaults[0]
+        assert best.seconds is not None and default.seconds is not None
+        lines.append(
+            f"best of {case.name}: {best.contender} {best.seconds * 1e6:.4g} us, default {default.contender} "
+            f"{default.seconds * 1e6:.4g} us, {default.seconds / best.seconds:.3f}x"
+        )
+    return lines
+
+
+def _tiles(plan: Plan, row: Row) -> Any:
+    return next(plan.kernels[k].tiles for k in row.case.kernels if plan.kernels[k].contender == row.contender)
+
+
+def _failures(found: list[Row], results: Results) -> list[str]:
+    """What failed of each kind, and how many of it did not."""
+    lines = []
     for row in found:
         if why := row.entry.get(row.contender, {}).get("problem"):
             lines.append(f"cases: {row.case.name}: {row.contender}: {why}")
     for kind, entries in results.found.items():
         failed = {name: entry["problem"] for name, entry in entries.items() if "problem" in entry}
         lines += [f"{kind}: {name}: {problem}" for name, problem in failed.items()]
-        if kind in ("checks", "models", "sanitizer"):
+        if entries and kind not in ("limits", "missing", "cases"):
             lines.append(f"{kind}: {len(entries) - len(failed)} right of {len(entries)}")
-    lines += [f"sanitizer: {entry['note']}" for entry in results.found["sanitizer"].values() if "note" in entry]
-    limits = results.found["limits"].get("limits", {})
-    if "problem" not in limits and limits:
-        rates = ", ".join(f"{limits[unit] / scale:.4g} {name}" for unit, (scale, name) in _UNITS.items())
-        about = ", ".join(f"{key} {limits[key]}" for key in ("torch", "cuda", "cudnn"))
-        lines.append(f"limits: {rates} (bfloat16 product, copy); {results.device}, {about}; {results.date}")
-    bars = [met for row in found for _, met in row.bars]
-    return "\n".join([*lines, f"bars met: {sum(bars)} of {len(bars)}; kernels {plan.digest}"])
+    notes = [entry["note"] for entry in results.found["sanitizer"].values() if "note" in entry]
+    return lines + [f"sanitizer: {notes.count(note)} times: {note}" for note in dict.fromkeys(notes)]
+
+
+def _limits(plan: Plan, results: Results) -> list[str]:
+    limits, about = limits_of(plan, results), results.found["limits"].get("about", {})
+    lines = []
+    for case, by_contender in read_rates(plan, results).items():
+        said = ", ".join(f"{name} {rate / 1e9:.4g}" for name, rate in by_contender.items())
+        lines.append(f"limits: {case}: {said or '-'} GB/s")
+    if limits:
+        rates = ", ".join(f"{unit} {rate / _UNITS[unit][0]:.4g} {_UNITS[unit][1]}" for unit, rate in limits.items())
+        versions = ", ".join(f"{key} {about.get(key, '-')}" for key in ("torch", "cuda", "cudnn"))
+        lines.append(f"limits: {rates}; {results.device}, {versions}; {results.date}")
+    return lines
 
 
 def _steps(results: Results) -> list[str]:
-    """Of decoders: microseconds of a step, each contender by the ratio of its time to ours."""
+    """Of decoders: what each fact of a step says."""
     lines = []
     for name, entry in results.found["steps"].items():
-        if "problem" not in entry:
+        if "rounds" in entry:
+            rounds = ", ".join(f"{error:.2g}" for error in entry["rounds"])
+            lines.append(f"step of {name}: {entry['tokens']} tokens, largest errors of the rounds {rounds}")
+        elif "kernels" in entry:
+            lines += _profile(name, entry)
+        elif "ours" in entry:
             ours = entry["ours"]["timing"]["median"]
-            parts = (
-                f"{who} {_time(found)} us, {found['timing']['median'] / ours:.2f}x" for who, found in entry.items()
-            )
-            lines.append(f"step of {name}: {'; '.join(parts)}")
+            times = (f"{who} {_time(e)} us, {e['timing']['median'] / ours:.2f}x" for who, e in entry.items())
+            lines.append(f"step of {name}: {'; '.join(times)}")
+    return lines
+
+
+def _profile(name: str, entry: dict[str, Any]) -> list[str]:
+    lines = [
+        f"step of {name}: {entry['span'] * 1e6:.4g} us from first to last, kernels {entry['busy'] * 1e6:.4g} us, "
+        f"{sum(kernel['launches'] for kernel in entry['kernels'].values()):.4g} launches"
+    ]
+    cells = [["us a step", "launches", "us each", "kernel"]]
+    for kernel, found in list(entry["kernels"].items())[:_LONGEST]:
+        times = f"{found['seconds'] * 1e6:.4g}", f"{found['launches']:.4g}", f"{found['median'] * 1e6:.4g}"
+        cells.append([*times, kernel[:60]])
+    return [*lines, *_aligned(cells), ""]
+
+
+def _programs(plan: Plan, results: Results) -> list[str]:
+    """Microseconds of whole artifacts, a table for each kind: programs by what was timed."""
+    lines = []
+    for kind in ("weights", "flex", "decoders"):
+        entries = {name: entry for name, entry in results.found[kind].items() if "times" in entry}
+        labels = list(dict.fromkeys(label for entry in entries.values() for label in entry["times"]))
+        if entries:
+            cells = [[kind, *(f"{label}, us" for label in labels), "error"]]
+            for name, entry in entries.items():
+                times = (_time({"timing": entry["times"].get(label)}) for label in labels)
+                cells.append([name, *times, f"{entry['error']:.0e}"])
+            lines += [*_aligned(cells), ""]
     return lines
 
 
@@ -111,6 +213,7 @@ def _cells(row: Row, others: list[str]) -> list[str]:
     return [
         *(row.case.name, row.contender, _time(mine), _spread(mine)),
         *("-" if row.rate is None else f"{row.rate / scale:.4g} {unit}", _number(row.share), _number(row.ratio)),
+        "" if row.gain is None else f"{row.gain:.3f}",
         *(*peers, f"{mine['error']:.0e}" if "error" in mine else "-", bars),
     ]
 

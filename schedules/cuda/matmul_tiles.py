@@ -359,7 +359,7 @@ class FewRowsTiles(Tiles):
     @classmethod
     def default(cls, problem: Shape, device: Device) -> FewRowsTiles:
         """Return the tiles for up to 8 rows with the best estimate, of those that have enough of B on its way."""
-        tiles = [FewRowsTiles(warps, ahead) for warps, ahead in ((8, 8), (16, 4), (16, 2), (4, 8), (8, 4), (8, 2))]
+        tiles = [FewRowsTiles(warps, ahead) for warps, ahead in ((8, 8), (16, 4), (4, 8), (16, 2), (8, 4), (8, 2))]
         many = dataclasses.replace(problem, columns=problem.columns or 1 << 20)
         return min((each.fitting(problem, device) for each in tiles), key=lambda each: each.estimate(many, device))
 

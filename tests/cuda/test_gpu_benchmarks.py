@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +18,13 @@ import numpy as np
 import pytest
 
 import lowering
-from benchmarks.gpu import attention, bundle, cases, command, drawn, kernels, llama, measure, results
-from benchmarks.gpu.check import check
-from benchmarks.gpu.isolate import Answer, isolated
-from benchmarks.gpu.memory import Host, Torch
-from benchmarks.gpu.plan import Bar, Case, Kernel, Plan, Sizes, read
+from benchmarks.gpu import command, results
+from benchmarks.gpu.build import bundle, cases, kernels, llama, problems
+from benchmarks.gpu.host import attention, drawn, jobs, measure, sanitizer
+from benchmarks.gpu.host.check import check
+from benchmarks.gpu.host.isolate import Answer, isolated
+from benchmarks.gpu.host.memory import Host, Torch
+from benchmarks.gpu.plan import Bar, Case, Kernel, Plan, Program, Sizes, read
 from benchmarks.gpu.report import rows, table
 from lowering.attention.problem import AttentionProblem, Window
 from lowering.attention.reference import reference
@@ -46,19 +51,19 @@ def small(kernel: Kernel) -> AttentionProblem:
 def build_and_check(folder: Path) -> list[Any]:
     """In the emulation: a bundle's libraries, and what `check` says of each kernel, right and wrong."""
     heads, ragged_window = {"q_heads": 4, "kv_heads": 2}, Window(right=0, offset="lengths")
-    causal = cases.problem("f16", 64, window=Window(right=0), **heads)
-    ragged = cases.problem("bf16", 64, lengths=True, window=ragged_window, **heads)
+    causal = problems.attention_problem("f16", 64, window=Window(right=0), **heads)
+    ragged = problems.attention_problem("bf16", 64, lengths=True, window=ragged_window, **heads)
     update = replace(KERNELS["update in place"], checks=(Sizes(2, 3, 7, (-1, 5)),))
     made = {
-        "causal": cases.attention_kernel("causal", "wgmma", causal, ((1, 70, 133),)),
-        "ragged": cases.attention_kernel("ragged", "decode", ragged, ((3, 1, 77),)),
+        "causal": problems.attention_kernel("causal", "wgmma", causal, ((1, 70, 133),)),
+        "ragged": problems.attention_kernel("ragged", "decode", ragged, ((3, 1, 77),)),
         "update": update,
         "wrapping": replace(update, problem=update.problem.replace('"circular": false', '"circular": true')),
     }
-    target = resolve("cuda:sm_90a")[0]
-    plan = bundle.libraries(folder, made, {}, target)
+    pool = ThreadPoolExecutor(1)  # the emulation is this process's
+    plan = bundle.libraries(folder, made, {}, pool)
     times = [path.stat().st_mtime_ns for path in folder.rglob("*.so")]
-    assert bundle.libraries(folder, made, {}, target) == plan
+    assert bundle.libraries(folder, made, {}, pool) == plan
     assert [path.stat().st_mtime_ns for path in folder.rglob("*.so")] == times, "they were built again"
     right = plan.kernels
     wrong = {
@@ -119,15 +124,16 @@ def test_work_is_that_of_visible_pairs(kernel: Kernel) -> None:
     for b in range(sizes.batch):
         shown, _ = attention.visible(p, arrays, memory, b, 0, slice(0, sizes.q_len))
         seen += p.q_heads * int(shown.sum())
-    assert cases.pairs(p, sizes) == seen
-    assert cases.flops(p, sizes) == 4 * 8 * seen
+    assert problems.pairs(p, sizes) == seen
+    assert problems.flops(p, sizes) == 4 * 8 * seen
 
 
 def test_the_plan_travels(tmp_path: Path) -> None:
-    plan = Plan("abc", KERNELS, CASES, ("decoder",))
+    programs = {"decoder": Program("decoder", "model", "models/decoder", {"tolerance": 0.1})}
+    plan = Plan("abc", KERNELS, CASES, programs, ("update in place",), {"flashinfer": "x.so"}, {"this": "not there"})
     plan.write(tmp_path)
     assert read(tmp_path) == plan
-    assert {case.group for case in plan.chosen(["decode*", "update"])} == {"decode", "update"}
+    assert {case.group for case in plan.chosen(["decode*", "update"])} == {"decode", "decode tiles", "update"}
     with pytest.raises(ValueError, match="no case or group matches 'nothing'"):
         plan.chosen(["nothing"])
     for case in plan.cases.values():
@@ -140,7 +146,7 @@ def test_the_plan_travels(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kernel", PROBLEMS.values(), ids=lambda kernel: kernel.name)
 def test_pytorch_agrees(kernel: Kernel) -> None:
     pytest.importorskip("torch")
-    from benchmarks.gpu.peers import peers
+    from benchmarks.gpu.host.peers import makers_of
 
     p, memory = small(replace(kernel, problem=kernel.problem.replace("float16", "float32"))), Torch(0, "cpu")
     p = replace(p, dtype="float32", v_dtype="float32")
@@ -151,7 +157,7 @@ def test_pytorch_agrees(kernel: Kernel) -> None:
     if not p.softcap:
         arrays = attention.draw(p, TINY, memory, poison=False)
         sees = attention.expected(p, arrays, memory)
-        y = peers(("math",), p, memory)["math"](arrays)()
+        y = makers_of(("math",), p, memory, {})["math"](arrays)()
         assert attention.error(y.nan_to_num(), sees, memory) < 1e-5
 
 
@@ -175,95 +181,165 @@ PLAN = Plan(
             (Bar("wgmma", rate=1e12), Bar("wgmma", ratio=1.0), Bar("mma", share=0.9)),
         )
     },
-    (),
 )  # fmt: skip
 
 
-def timed(seconds: float) -> dict[str, Any]:
-    timing = {"median": seconds, "low": seconds / 2, "high": seconds * 2, "graph": True}
-    return {"error": 1e-4, "timing": timing}
-
-
 def test_a_run_goes_on_where_the_last_one_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, done, good = tmp_path / "results.json", [], {"mma": False}
+    done, good = [], {"mma": False}
 
-    def job(kind: str, name: str, answer: Callable[[], Answer]) -> measure.Job:
+    def job(kind: str, name: str, answer: Callable[[], Answer]) -> jobs.Job:
         def run(limit: float) -> Answer:
             done.append(name)
             return answer()
 
-        return measure.Job(kind, name, run, 30)
+        return jobs.Job(kind, name, run, 30)
 
-    def todo(found: results.Results) -> list[measure.Job]:
-        limits = {"FLOP": 4e12, "byte": 3e12} | dict.fromkeys(("torch", "cuda", "cudnn"), "none")
-        case = {"wgmma": timed(1e-3), "mma": timed(4e-3), "cudnn": timed(2e-3), "flash": {"problem": "refused"}}
+    def todo(found: results.Results) -> list[jobs.Job]:
+        case = {
+            "wgmma": errands.timed(1e-3),
+            "mma": errands.timed(4e-3),
+            "cudnn": errands.timed(2e-3),
+            "flash": {"problem": "refused"},
+        }
         return [
             job(
                 "checks", "mma", lambda: Answer({"error": 1e-4}) if good["mma"] else Answer(problem="boom", doing="S 3")
             ),
-            job("limits", "limits", lambda: Answer(limits)),
+            job("limits", "matmul", lambda: Answer({"rate": 4e12})),
             job("cases", "full", lambda: Answer(case)),
         ]
 
-    measure.measure(PLAN, "a GPU", todo, path, 60)
-    assert done == ["mma", "limits", "full"]
+    store = results.Store([tmp_path, tmp_path / "copy"], PLAN.digest, "a GPU")
+    measure.measure(PLAN, todo, store, 60, 60)
+    assert done == ["mma", "matmul", "full"]
     shown = capsys.readouterr().out
     assert "checks: mma: S 3: boom" in shown and "bars met: 2 of 3" in shown
-    wgmma, mma = rows(PLAN, results.read(path))
+    wgmma, mma = rows(PLAN, results.read(store.path))
     assert (wgmma.rate, wgmma.share, wgmma.ratio) == (2e12, 0.5, 2.0)
     assert mma.ratio == 0.5 and mma.bars == [("0.9 of limit", False)]
-    measure.measure(PLAN, "a GPU", todo, path, 5)
+    assert results.read(tmp_path / "copy" / store.path.name) == results.read(store.path)
+    measure.measure(PLAN, todo, store, 5, 60)
     assert done[3:] == [], "there was no time"
     assert "1 of 1 jobs are left" in capsys.readouterr().out
     good["mma"] = True
-    measure.measure(PLAN, "a GPU", todo, path, 60)
-    measure.measure(PLAN, "a GPU", todo, path, 60)
+    store = results.Store([tmp_path], PLAN.digest, "a GPU")
+    measure.measure(PLAN, todo, store, 60, 60)
+    measure.measure(PLAN, todo, store, 60, 60)
     assert done[3:] == ["mma"]
-    assert "checks: 1 right of 1" in table(PLAN, results.read(path))
-    with pytest.raises(SystemExit, match="holds results of kernels digest on a GPU, and these are kernels other"):
-        measure.measure(replace(PLAN, digest="other"), "a GPU", todo, path, 60)
+    assert "checks: 1 right of 1" in table(PLAN, store.results)
+
+
+def test_each_gpu_has_results_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "no folder").write_text("")
+    one, other = (
+        results.Store([tmp_path, tmp_path / "no folder"], "abc", name) for name in ("NVIDIA H100", "NVIDIA H200")
+    )
+    one.add("checks", "mma", {"error": 0.0})
+    other.add("checks", "mma", {"problem": "wrong"})
+    assert "no folder" in capsys.readouterr().out, "what cannot be copied is said, and nothing else is lost"
+    assert results.Store([tmp_path], "abc", "NVIDIA H100").results.has("checks", "mma")
+    assert results.read(other.path).found["checks"] == {"mma": {"problem": "wrong"}}
+    assert sorted(path.name for path in tmp_path.glob("*.json")) == [
+        "results-nvidia-h100-abc.json", "results-nvidia-h200-abc.json",
+    ]  # fmt: skip
+
+
+def test_checks_do_not_wait_for_one_that_hangs(tmp_path: Path) -> None:
+    """What others found is in the file before the last one answers, and its time counts."""
+    store = results.Store([tmp_path], PLAN.digest, "a GPU")
+    seen: list[list[str]] = []
+
+    def slow(limit: float) -> Answer:
+        time.sleep(1.0)
+        seen.append(sorted(results.read(store.path).found["checks"]))
+        return Answer(problem=f"no answer in {limit:.0f} s", late=True)
+
+    def todo(found: results.Results) -> list[jobs.Job]:
+        quick = [jobs.Job("checks", name, lambda limit: Answer({"error": 0.0}), 30) for name in ("a", "b")]
+        return [jobs.Job("checks", "hanging", slow, 30), *quick]
+
+    measure.measure(PLAN, todo, store, 60, 12)
+    assert seen == [["a", "b"]]
+    assert store.results.found["checks"]["hanging"] == {"problem": "no answer in 12 s"}
 
 
 def test_a_job_that_had_less_than_its_time_is_not_blamed(tmp_path: Path) -> None:
-    path = tmp_path / "results.json"
-    late = measure.Job("cases", "full", lambda limit: Answer(problem="no answer", late=True), 30)
-    measure.measure(PLAN, "a GPU", lambda _: [late], path, 20)
-    assert not path.exists()
-    measure.measure(PLAN, "a GPU", lambda _: [late], path, 60)
-    assert results.read(path).found["cases"]["full"] == {"problem": "no answer"}
+    store = results.Store([tmp_path], PLAN.digest, "a GPU")
+    late = jobs.Job("cases", "full", lambda limit: Answer(problem="no answer", late=True), 30)
+    measure.measure(PLAN, lambda _: [late], store, 20, 60)
+    assert not store.path.exists()
+    measure.measure(PLAN, lambda _: [late], store, 60, 60)
+    assert results.read(store.path).found["cases"]["full"] == {"problem": "no answer"}
+
+
+def test_what_nobody_knows_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sanitizer, "find", lambda: "compute-sanitizer")
+    kinds = ("model", "step", "weights", "flex", "decoder", "batcher")
+    programs = {kind: Program(kind, kind, kind) for kind in kinds}
+    plan = Plan("digest", KERNELS, CASES, programs, ("update in place",)).with_peers([], [])
+    everything = jobs.Bundle(tmp_path, plan, tuple(plan.cases.values()), everything=True)
+    found = everything.jobs(results.Results("digest", "a GPU", "2000-01-01"))
+    order = [f"{job.kind} {job.name}" for job in found]
+    assert len(order) == len(set(order)) and {job.name for job in found if job.kind == "checks"} == set(KERNELS)
+    stages = [
+        "limits copy", "checks 4 blocks memory", "cases read 16 MiB", "checks k16w8s2p128m1 decode f16",
+        "checks wgmma f16 D128 full", "models model", "steps step tokens", "steps step profile",
+        "cases decode tiles B1 kv 16384", "weights weights", "flex flex", "decoders decoder", "decoders batcher",
+        "sanitizer racecheck update in place", "cases decode f16 B1 kv 4096", "cases f16 D128 full S4096",
+    ]  # fmt: skip
+    assert [order.index(stage) for stage in stages] == sorted(order.index(stage) for stage in stages)
+    peers = {peer for case in plan.cases.values() for peer in case.peers}
+    assert "cublas" in peers and not peers & {"flex", "compiled"}
+    with pytest.raises(ValueError, match="no case has the peer 'nothing'"):
+        plan.with_peers(["nothing"], [])
+
+
+def test_missing_things_are_in_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    plan = Plan("digest", KERNELS, CASES, missing={"flashinfer": "not installed"}).with_peers(["flex"], [])
+    missing = measure.missing_here(plan)
+    assert missing["flashinfer"] == "not installed" and "--with" in missing["compiled"]
+    assert set(missing) == {"flashinfer", "compiled", "compute-sanitizer"}
+    found = results.Results("digest", "a GPU", "2000-01-01")
+    found.found["missing"] = {what: {"note": why} for what, why in missing.items()}
+    assert "missing: flashinfer: not installed" in table(plan, found)
 
 
 def test_a_case_goes_on_without_who_ended_it(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def alone(function: Any, folder: Path, name: str, without: dict[str, str], limit: float) -> Answer:
+    def alone(function: Any, folder: Path, name: str, peers: Any, without: dict[str, str], limit: float) -> Answer:
         calls.append(dict(without))
         dying = {"wgmma": "the process died", "cudnn": "no answer"}
         for contender, problem in dying.items():
             if contender not in without:
                 return Answer(problem=problem, doing=contender)
-        return Answer({"mma": timed(1.0)}, doing="timing")
+        return Answer({"mma": errands.timed(1.0)}, doing="timing")
 
-    monkeypatch.setattr(measure, "alone", alone)
+    monkeypatch.setattr(jobs, "alone", alone)
     found = results.Results("digest", "a GPU", "2000-01-01")
     found.found["checks"] = {"mma": {"error": 0.0}, "wgmma": {"error": 0.0}}
-    answer = measure.timed(Path(), PLAN, PLAN.cases["full"], found, 60)
-    assert answer.result == {"mma": timed(1.0)}
+    answer = jobs.timed(Path(), PLAN, PLAN.cases["full"], found, 60)
+    assert answer.result == {"mma": errands.timed(1.0)}
     assert calls[-1] == {"wgmma": "the process died", "cudnn": "no answer"}
     found.found["checks"]["mma"] = {"problem": "wrong"}
-    measure.timed(Path(), PLAN, PLAN.cases["full"], found, 60)
+    jobs.timed(Path(), PLAN, PLAN.cases["full"], found, 60)
     assert calls[-1]["mma"] == "wrong", "what is not right is not timed"
 
 
 def test_results_are_drawn_anywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = results.Results("digest", "a GPU", "2000-01-01")
-    limits = {"FLOP": 8e14, "byte": 3e12, "torch": "2", "cuda": "13", "cudnn": 9}
-    found.found["limits"]["limits"] = limits
+    found.found["limits"] = {"matmul": {"rate": 8e14}, "about": {"torch": "2", "cuda": "13", "cudnn": 9}}
     name = "f16 D128 full S4096"
-    found.found["cases"][name] = {"wgmma": timed(1e-3), "mma": {"problem": "no answer"}, "cudnn": timed(5e-4)}
-    found.found["cases"]["no longer a case"] = {"wgmma": timed(1.0)}
-    found.write(tmp_path / "results.json")
-    command.draw(tmp_path / "results.json")
+    found.found["cases"][name] = {
+        "wgmma": errands.timed(1e-3),
+        "mma": {"problem": "no answer"},
+        "cudnn": errands.timed(5e-4),
+    }
+    found.found["cases"]["no longer a case"] = {"wgmma": errands.timed(1.0)}
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps(asdict(found)))
+    command.draw(path)
     shown = capsys.readouterr().out
     assert f"cases: {name}: mma: no answer" in shown and "bars met: 1 of 3; kernels digest" in shown
     speed = CASES[name].amount / 1e-3 / 1e12
@@ -284,7 +360,8 @@ def test_a_bundle_has_all_sources(tmp_path: Path) -> None:
     """Where nothing else of this repository is."""
     bundle.copy_sources(tmp_path)
     names = ["lowering.runtime.gpu", "lowering.runtime.library"]
-    names += [f"benchmarks.gpu.{name}" for name in ("measure", "check", "memory", "product", "drawn", "report")]
+    names += [f"benchmarks.gpu.host.{name}" for name in ("measure", "check", "memory", "matmul", "drawn", "mods")]
+    names += ["lowering.serving", "benchmarks.gpu.report"]
     code = f"import sys; sys.path.insert(0, sys.argv[1]); import lowering, {', '.join(names)}; print(lowering.__file__)"
     done = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.startswith(str(tmp_path)), done.stderr

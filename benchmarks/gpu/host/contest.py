@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from ..plan import Kernel, read
+from .card import Card, card
 from .check import OPERATIONS, function_of
 from .memory import Torch
-from .peers import Peer, peers
-from .plan import Kernel, read
+from .peers import Peer, makers_of
 from .timing import interleaved
 
 Arrays = dict[str, Any]
@@ -23,18 +23,21 @@ _SETS = 3  # of inputs at least, and so many that ...
 _CACHES = 4  # ... all of them are so many times the second-level cache
 
 
-def contest(folder: Path, name: str, without: Mapping[str, str], say: Callable[[str], None]) -> dict[str, Any]:
+def contest(
+    folder: Path, name: str, peers: tuple[str, ...], without: Mapping[str, str], say: Callable[[str], None]
+) -> dict[str, Any]:
     """{contender: {"error", and "timing" or "problem"}}, tells `say` whose turn it is.
 
-    without names contenders to leave out, and why.
+    without names contenders to leave out, and why; peers are those that take part.
     """
     plan = read(folder)
-    case = plan.cases[name]
+    case = replace(plan.cases[name], peers=peers)
     kernels = [plan.kernels[kernel] for kernel in case.kernels]
-    problem, operation, memory = kernels[0].record, OPERATIONS[kernels[0].operation], Torch(seed=0)
+    gpu = card()
+    problem, operation, memory = kernels[0].record, OPERATIONS[kernels[0].operation], gpu.memory(seed=0)
     sets = [operation.draw(problem, case.sizes, memory, poison=False)]
     makers: dict[str, Peer] = {kernel.contender: partial(_ours, folder, kernel, memory) for kernel in kernels}
-    makers |= peers(case.peers, problem, memory)
+    makers |= makers_of(case.peers, problem, memory, {peer: folder / path for peer, path in plan.peers.items()})
     found: dict[str, Any] = {contender: {"problem": why} for contender, why in without.items()}
     right = operation.expected(problem, sets[0], memory)
     result = kernels[0].result
@@ -48,7 +51,7 @@ def contest(folder: Path, name: str, without: Mapping[str, str], say: Callable[[
         try:
             call: Callable[[], Any] = make(sets[0])
             error = operation.error(call(), right, memory)
-            torch.cuda.synchronize()
+            gpu.synchronize()
         except Exception as refusal:  # libraries refuse in every way there is
             if contender not in case.peers or "CUDA error" in str(refusal):
                 raise  # what comes later in this process cannot be trusted
@@ -60,15 +63,15 @@ def contest(folder: Path, name: str, without: Mapping[str, str], say: Callable[[
         else:
             found[contender]["problem"] = "wrong"
     del right, untouched
-    sets += [operation.draw(problem, case.sizes, memory, poison=False) for _ in range(_count(sets[0]) - 1)]
+    sets += [operation.draw(problem, case.sizes, memory, poison=False) for _ in range(_count(sets[0], gpu) - 1)]
     for contender in calls:
         say(contender)
         calls[contender] += [makers[contender](arrays) for arrays in sets[1:]]
         for each in calls[contender][1:]:
             each()
-        torch.cuda.synchronize()
+        gpu.synchronize()
     say("timing")
-    for contender, timing in interleaved(calls).items():
+    for contender, timing in interleaved(calls, gpu).items():
         found[contender]["timing"] = dataclasses.asdict(timing)
     return found
 
@@ -83,10 +86,10 @@ def _ours(folder: Path, kernel: Kernel, memory: Torch, arrays: Arrays) -> Callab
     return call
 
 
-def _count(arrays: Arrays) -> int:
+def _count(arrays: Arrays, gpu: Card) -> int:
     """How many input sets to rotate through."""
     size = sum(array.nbytes for array in arrays.values())
-    return max(_SETS, math.ceil(_CACHES * torch.cuda.get_device_properties(0).L2_cache_size / size))
+    return max(_SETS, math.ceil(_CACHES * gpu.l2 / size))
 
 
 def _first_line(error: Exception) -> str:

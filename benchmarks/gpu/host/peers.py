@@ -1,12 +1,14 @@
-"""What users of PyTorch have: each backend of scaled_dot_product_attention, compiled FlexAttention, indexed stores.
+"""What others have: each backend of PyTorch's scaled_dot_product_attention, compiled FlexAttention, indexed stores,
+cuBLAS, and FlashInfer's decoding of one sequence.
 
 A peer makes, from the arrays of a problem, a call that returns the answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,14 +29,15 @@ _BACKENDS = {
 }
 
 
-def peers(names: tuple[str, ...], problem: Any, memory: Torch) -> dict[str, Peer]:
-    """The peers of those names, for attention or a cache update."""
+def makers_of(names: tuple[str, ...], problem: Any, memory: Torch, libraries: Mapping[str, Path]) -> dict[str, Peer]:
+    """Return the peers of those names; libraries has those that are a library of the bundle."""
     makers: dict[str, Callable[[Any, Torch], Peer]] = {
         **{name: partial(partial, _sdpa, backend) for name, backend in _BACKENDS.items()},
         "flex": _Flex,
         "index": partial(partial, _index),
         "cublas": partial(partial, _cublas),
         "compiled": _compiled,
+        "flashinfer": partial(_FlashInfer, libraries.get("flashinfer")),
     }
     return {name: makers[name](problem, memory) for name in names}
 
@@ -118,6 +121,35 @@ class _Flex:
             "scale": problem.scale,
             "enable_gqa": problem.q_heads != problem.kv_heads,
         }
+
+
+class _FlashInfer:
+    """FlashInfer's kernel for one sequence, keys and values [heads, keys, D]; it splits keys where it sees fit."""
+
+    LAYOUT = 1  # flashinfer::QKVLayout::kHND
+    SCRATCH = 32 << 20  # bytes, as its own Python has
+    NO_WINDOW, NO_CAP, NO_ROPE = -1, 0.0, 1.0
+
+    def __init__(self, library: Path | None, problem: Any, memory: Torch) -> None:
+        self._library, self._scale = library, problem.scale
+        self._scratch = memory.full((self.SCRATCH,), 0, "uint8")
+
+    def __call__(self, arrays: Arrays) -> Callable[[], torch.Tensor]:
+        import tvm_ffi
+
+        if self._library is None:
+            raise ValueError("the bundle has no library of FlashInfer")
+        run = tvm_ffi.load_module(str(self._library))["run"]
+        q, k, v, y = (arrays[name] for name in "qkvy")
+        if q.shape[0] != 1:
+            raise ValueError("it decodes one sequence")
+        given = [tvm_ffi.from_dlpack(x) for x in (q[0, :, 0], k[0], v[0], self._scratch, y[0, :, 0])]
+
+        def call() -> torch.Tensor:
+            run(*given, None, self.LAYOUT, self.NO_WINDOW, None, self.NO_CAP, self._scale, self.NO_ROPE, self.NO_ROPE)
+            return y
+
+        return call
 
 
 def _cublas(problem: Any, memory: Torch, arrays: Arrays) -> Callable[[], torch.Tensor]:

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import multiprocessing
+import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -19,15 +22,20 @@ import tvm
 from lowering.compiling.build import build
 from lowering.compiling.objects import Kernels
 from lowering.machine import CUDART, find_cudart
-from lowering.target import Target, resolve
+from lowering.target import resolve
 
-from . import kernels, llama, models
-from .cases import plan as all_parts
-from .plan import Case, Kernel, Plan
+from ..plan import Case, Kernel, Plan
+from . import cases, decoders, flashinfer, flexes, kernels, llama, models, weights
 
 TARGET = "cuda:sm_90a"
 
-_ROOT = Path(__file__).parents[2]
+PROCESSES = 2
+"""That build at a time."""
+
+PROGRAMS = (llama.write, decoders.write, weights.write, flexes.write, models.write)
+"""What write artifacts, those that take longest first."""
+
+_ROOT = Path(__file__).parents[3]
 _RUNTIMES = ("libtvm_runtime.so", "libtvm_runtime_cuda.so")
 _WHEELS = ("apache-tvm-ffi", "ml_dtypes", "typing_extensions")
 _SOURCES = (
@@ -36,10 +44,10 @@ _SOURCES = (
         for name in ("__init__", "errors", "machine", "manifest", "notebook", "records", "version")
     ),
     "lowering/runtime",
+    "lowering/serving",
     *("benchmarks/__init__.py", "benchmarks/bars.py"),
-    *(f"benchmarks/gpu/{name}.py" for name in ("__init__", "attention", "check", "contest", "decoding", "drawn")),
-    *(f"benchmarks/gpu/{name}.py" for name in ("isolate", "limits", "measure", "memory", "peers", "plan")),
-    *(f"benchmarks/gpu/{name}.py" for name in ("product", "report", "results", "timing", "update")),
+    *(f"benchmarks/gpu/{name}.py" for name in ("__init__", "plan", "report", "results")),
+    "benchmarks/gpu/host",
 )
 
 _START = '''\
@@ -56,7 +64,7 @@ sys.path[:0] = [str(FOLDER / "source"), str(FOLDER / "site")]
 sys.path.append(str(FOLDER / "cuda"))  # last: PyTorch's CUDA runtime comes before
 
 if __name__ == "__main__":
-    from benchmarks.gpu.measure import main
+    from benchmarks.gpu.host.measure import main
 
     main(FOLDER, sys.argv[1:])
 '''
@@ -67,10 +75,22 @@ def write(folder: Path, python: str) -> Plan:
 
     Libraries that are there already, made of the same code, stay. Raises TargetError when a compiler is missing.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    made, cases = all_parts()
-    plan = libraries(folder, made, cases, resolve(TARGET)[0])
-    plan = replace(plan, models=models.write(folder, TARGET), steps=llama.write(folder / "steps", TARGET))
+    (folder / "libraries").mkdir(parents=True, exist_ok=True)
+    kernels, chosen = cases.plan()
+    context = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(PROCESSES, mp_context=context) as pool:
+        peer = pool.submit(flashinfer.build_decode, folder / "libraries", TARGET.removeprefix("cuda:"))
+        whole = [pool.submit(write_programs, folder, TARGET) for write_programs in PROGRAMS]
+        plan = libraries(folder, kernels, chosen, pool)
+        programs = {program.name: program for future in whole for program in future.result()}
+        decode, why = peer.result()
+    missing = {"flashinfer": why} if why else {}
+    if not any(program.kind == "decoder" for program in programs.values()):
+        missing["decoders"] = f"the bundle was written without one of {', '.join(decoders.NEEDED)}"
+    plan = replace(
+        plan, programs=programs, sanitized=cases.sanitized(plan.kernels),
+        peers={} if why else {"flashinfer": f"libraries/{decode}"}, missing=missing,
+    )  # fmt: skip
     copy_sources(folder / "source")
     _copy_runtime(folder, python)
     (folder / "measure.py").write_text(_START)
@@ -78,26 +98,34 @@ def write(folder: Path, python: str) -> Plan:
     return plan
 
 
-def libraries(folder: Path, made: dict[str, Kernel], cases: dict[str, Case], target: Target) -> Plan:
-    """Builds a library for each kernel into `folder`."""
+def libraries(folder: Path, kernels: dict[str, Kernel], chosen: dict[str, Case], pool: Executor) -> Plan:
+    """Builds a library for each kernel into `folder`. What else is among them goes."""
     place = folder / "libraries"
-    place.mkdir(exist_ok=True)
+    place.mkdir(parents=True, exist_ok=True)
+    started = {name: pool.submit(library, place, kernel) for name, kernel in kernels.items()}
     found = {}
-    for number, (name, kernel) in enumerate(made.items(), 1):
-        function = kernels.function(kernel, target)
-        digest = hashlib.sha256(f"{target.name} {function.script(show_meta=True)}".encode()).hexdigest()[:12]
-        library = place / f"{kernel.name.replace(' ', '-').replace('/', '-')}-{digest}.so"
-        if not library.exists():
-            print(f"[{number}/{len(made)}] {kernel.name}", file=sys.stderr, flush=True)
-            partial = library.with_suffix(".partial")
-            partial.write_bytes(build(tvm.IRModule({"kernel": function}), target, Kernels(target)))
-            partial.rename(library)
-        found[name] = replace(kernel, library=str(library.relative_to(folder)))
+    for number, (name, future) in enumerate(started.items(), 1):
+        found[name] = replace(kernels[name], library=f"libraries/{future.result()}")
+        print(f"[{number}/{len(kernels)}] {name}", file=sys.stderr, flush=True)
     kept = {folder / kernel.library for kernel in found.values()}
     for path in set(place.iterdir()) - kept:
-        path.unlink()
+        if not path.name.startswith(flashinfer.PREFIX):
+            path.unlink()
     digest = hashlib.sha256("".join(sorted(path.name for path in kept)).encode()).hexdigest()[:12]
-    return Plan(digest, found, cases)
+    return Plan(digest, found, chosen)
+
+
+def library(place: Path, kernel: Kernel) -> str:
+    """Builds the kernel's library into a folder, unless it is there; its name."""
+    target = resolve(TARGET)[0]
+    function = kernels.function(kernel, target)
+    digest = hashlib.sha256(f"{target.name} {function.script(show_meta=True)}".encode()).hexdigest()[:12]
+    path = place / f"{re.sub('[ /]+', '-', kernel.name)}-{digest}.so"
+    if not path.exists():
+        partial = path.with_suffix(".partial")
+        partial.write_bytes(build(tvm.IRModule({"kernel": function}), target, Kernels(target)))
+        partial.rename(path)
+    return path.name
 
 
 def copy_sources(place: Path) -> None:

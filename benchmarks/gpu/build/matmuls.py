@@ -1,4 +1,4 @@
-"""Products of matrices as functions to schedule: C [M, N] = A [M, K] B, the sums in float32, M symbolic."""
+"""Matmuls as functions to schedule: C [M, N] = A [M, K] B, accumulated in float32, M symbolic."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from schedules.reading.product import WEIGHTS
 
 
 @dataclass(frozen=True)
-class Product:
+class Matmul:
     """transposed: B is [N, K], as weights are stored. epilogue is "none", "bias" or "gate": silu(A B) times (A U)."""
 
     dtype: str
@@ -33,9 +33,9 @@ class Product:
         return json.dumps(dataclasses.asdict(self))
 
     @staticmethod
-    def from_json(text: str) -> Product:
+    def from_json(text: str) -> Matmul:
         """What `to_json` wrote."""
-        return decode(Product, json.loads(text), "the product")
+        return decode(Matmul, json.loads(text), "the matmul")
 
     def function(self) -> tirx.PrimFunc:
         """Unscheduled."""
@@ -65,6 +65,6 @@ class Product:
         return func.with_attr(WEIGHTS, [1 + n for n, _ in enumerate(bs)])
 
 
-def product(dtype: str, columns: int, depth: int, *, transposed: bool, epilogue: str) -> Product:
-    """The product with its factors."""
-    return Product(dtype, columns, depth, transposed, epilogue, ("b", "up") if epilogue == "gate" else ("b",))
+def matmul_of(dtype: str, columns: int, depth: int, *, transposed: bool, epilogue: str) -> Matmul:
+    """Return the matmul with the names of its factors."""
+    return Matmul(dtype, columns, depth, transposed, epilogue, ("b", "up") if epilogue == "gate" else ("b",))

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from . import attention, product, update
+from ..plan import Kernel, Sizes, read
+from . import attention, matmul, reading, update
 from .memory import Host
-from .plan import Kernel, Sizes, read
 
-OPERATIONS: dict[str, ModuleType] = {"attention": attention, "product": product, "update": update}
+OPERATIONS: dict[str, ModuleType] = {"attention": attention, "matmul": matmul, "read": reading, "update": update}
 
 
 def function_of(folder: Path, kernel: Kernel) -> Callable[..., object]:
@@ -54,8 +54,15 @@ def error(kernel: Kernel, sizes: Sizes, function: Callable[..., object], seed: i
         return operation.error(dict(zip(kernel.parameters, after))[kernel.result], right, memory)
 
 
-def smallest_of_all(folder: str) -> None:
-    """Every kernel once at its smallest size, for compute-sanitizer to look at; names what it runs."""
-    for kernel in read(Path(folder)).kernels.values():
-        print(kernel.name, flush=True)
-        error(kernel, kernel.checks[0], function_of(Path(folder), kernel), seed=0)
+def run_small(folder: str, name: str) -> None:
+    """The kernel at its smallest size, for compute-sanitizer to look at, which takes a hundred times as long.
+
+    Matmuls run at all sizes of their checks: by the number of rows another kernel is launched. Raises ValueError where
+    an answer is wrong.
+    """
+    kernel = read(Path(folder)).kernels[name]
+    function = function_of(Path(folder), kernel)
+    for sizes in kernel.checks if kernel.operation == "matmul" else kernel.checks[:1]:
+        found = error(kernel, sizes, function, seed=0)
+        if not found <= kernel.tolerance:
+            raise ValueError(f"wrong at {sizes}: error {found:.2g}, and {kernel.tolerance:.2g} is right")

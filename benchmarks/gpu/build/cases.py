@@ -11,81 +11,36 @@ import numpy as np
 from lowering.attention.problem import AttentionProblem, Mask, Window
 from lowering.tensorir.scatter import CacheUpdate
 
-from .plan import TOLERANCE, Bar, Case, Kernel, Sizes
-from .products import product
+from ..plan import TOLERANCE, Bar, Case, Kernel, Sizes
+from . import sweeps
+from .problems import DECODE_CHECKS, GQA, TYPES, Parts, attention_kernel, attention_problem, cache_bytes, flops, matmul_kernel
+from .matmuls import matmul_of
 
-TYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
 LENGTHS = (4096, 8192, 16384)
 TOKENS = 16384  # of the batch of a prefill
 
 CAUSAL = Window(right=0)
-_GQA = {"q_heads": 32, "kv_heads": 8}
 _MATH_BYTES = 4 << 30  # of scores in float32, several of which the backend "math" keeps: beyond that it has no turn
 
 # Small and odd: no multiple of a tile; more rows than keys; one row; blocks that work through several tiles.
 _CHECKS = ((1, 131, 147), (2, 197, 331), (3, 65, 40), (1, 1, 300), (1, 1031, 1100))
-_DECODE_CHECKS = ((1, 1, 77), (3, 1, 1031), (2, 2, 333), (1, 1, 9000))
-
-Parts = tuple[list[Kernel], list[Case]]
-
 
 def plan() -> tuple[dict[str, Kernel], dict[str, Case]]:
     """Kernels and cases by name."""
-    others = (("f16", 64), ("f16", 256), ("bf16", 128), ("bf16", 64), ("bf16", 256))
-    parts = [_prefill("f16", 128), _decode("f16"), _products(), _variants(), *(_prefill(*other) for other in others)]
-    parts += [_decode("bf16"), _updates(), _fallbacks()]
+    others = (("f16", 64), ("f16", 256), ("bf16", 128))
+    parts = [*sweeps.parts(), _decode("f16"), _matmuls(), _variants(), _decode("bf16"), _updates(), _fallbacks()]
+    parts += [_prefill("f16", 128), *(_prefill(*other) for other in others)]
     kernels = {kernel.name: kernel for found, _ in parts for kernel in found}
     return kernels, {case.name: case for _, found in parts for case in found}
 
 
-def problem(dtype: str, dim: int, **changes: Any) -> AttentionProblem:
-    """16 heads; batch and lengths are symbolic."""
-    kind = TYPES[dtype]
-    values: dict[str, Any] = {"q_heads": 16, "kv_heads": 16, "v_head_dim": dim, "scale": dim**-0.5} | changes
-    values |= {"batch": None, "q_len": None, "kv_len": None, "head_dim": dim}
-    return AttentionProblem(**values, dtype=kind, v_dtype=kind, acc_dtype="float32")
-
-
-def attention_kernel(
-    name: str, contender: str, p: AttentionProblem, checks: tuple[tuple[int, int, int], ...]
-) -> Kernel:
-    """checks are batch, q_len and kv_len; lengths are drawn, 0 and more than there are among them."""
-    rng, sizes = np.random.default_rng(0), []
-    for batch, q_len, kv_len in checks:
-        drawn = rng.permutation([kv_len - 3, 0, kv_len + 5]) if batch == 3 else rng.integers(1, kv_len, batch)
-        sizes.append(Sizes(batch, q_len, kv_len, tuple(map(int, drawn)) if p.lengths else ()))
-    tolerance = TOLERANCE[p.dtype]
-    return Kernel(
-        f"{contender} {name}", contender, "attention", p.to_json(), p.parameters(), "y", tolerance, tuple(sizes)
-    )
-
-
-def pairs(p: AttentionProblem, sizes: Sizes) -> int:
-    """Of queries and keys that window and lengths leave visible, over all query heads. Mask tensors hide none here:
-    they must be read to know."""
-    i, found = np.arange(sizes.q_len), 0
-    for length in sizes.lengths or (sizes.kv_len,) * sizes.batch:
-        end, first = np.full_like(i, min(length, sizes.kv_len)), np.zeros_like(i)
-        if p.window is not None:
-            at = i + (length - sizes.q_len if p.window.offset == "lengths" else 0)
-            if p.window.right is not None:
-                end = np.minimum(end, at + p.window.right + 1)
-            if p.window.left is not None:
-                first = np.maximum(first, at - p.window.left)
-        found += int(np.maximum(end - first, 0).sum())
-    return found * p.q_heads
-
-
-def flops(p: AttentionProblem, sizes: Sizes) -> float:
-    """Of the two products."""
-    return 2.0 * (p.head_dim + p.v_head_dim) * pairs(p, sizes)
-
-
-def cache_bytes(p: AttentionProblem, sizes: Sizes) -> float:
-    """K and V that count, once, and Q and Y."""
-    keys = sum(sizes.lengths) if sizes.lengths else sizes.batch * sizes.kv_len
-    rows = sizes.batch * sizes.q_len * p.q_heads
-    return 2.0 * (keys * p.kv_heads + rows) * (p.head_dim + p.v_head_dim)
+def sanitized(kernels: dict[str, Kernel]) -> tuple[str, ...]:
+    """The first kernel of each variant of each operation; of matmuls one with ping-pong, too."""
+    first: dict[tuple[str, str, bool], str] = {}
+    for kernel in kernels.values():
+        has_ping_pong = any(fields.get("ping_pong", False) for fields in kernel.tiles.values())
+        first.setdefault((kernel.operation, kernel.variant, has_ping_pong), kernel.name)
+    return tuple(first.values())
 
 
 def _peers(p: AttentionProblem, sizes: Sizes, flex: bool) -> tuple[str, ...]:
@@ -96,9 +51,10 @@ def _peers(p: AttentionProblem, sizes: Sizes, flex: bool) -> tuple[str, ...]:
 
 
 def _prefill(dtype: str, dim: int) -> Parts:
-    kernels, cases = [], []
+    kernels: list[Kernel] = []
+    cases: list[Case] = []
     for kind, window in (("full", None), ("causal", CAUSAL)):
-        p, name = problem(dtype, dim, window=window), f"{dtype} D{dim} {kind}"
+        p, name = attention_problem(dtype, dim, window=window), f"{dtype} D{dim} {kind}"
         kernels += [attention_kernel(name, contender, p, _CHECKS) for contender in ("wgmma", "mma")]
         for length in LENGTHS:
             sizes = Sizes(TOKENS // length, length, length)
@@ -125,14 +81,15 @@ def _variants() -> Parts:
     long, short = Sizes(1, 16384, 16384), Sizes(4, 4096, 4096)
     mask = Mask("bool", (1, 1, None, None))
     found: dict[str, tuple[AttentionProblem, Sizes]] = {
-        "GQA 32/8 causal": (problem("f16", 128, window=CAUSAL, **_GQA), Sizes(2, 8192, 8192)),
-        "window 1024": (problem("f16", 128, window=Window(left=1023, right=0)), long),
-        "bool mask": (problem("f16", 128, mask=mask), short),
-        "additive mask": (problem("f16", 128, mask=replace(mask, dtype="float16")), short),
-        "softcap 50 causal": (problem("f16", 128, softcap=50.0, window=CAUSAL), Sizes(2, 8192, 8192)),
-        "ragged": (problem("f16", 128, lengths=True), replace(short, lengths=(4096, 3000, 2111, 517))),
+        "GQA 32/8 causal": (attention_problem("f16", 128, window=CAUSAL, **GQA), Sizes(2, 8192, 8192)),
+        "window 1024": (attention_problem("f16", 128, window=Window(left=1023, right=0)), long),
+        "bool mask": (attention_problem("f16", 128, mask=mask), short),
+        "additive mask": (attention_problem("f16", 128, mask=replace(mask, dtype="float16")), short),
+        "softcap 50 causal": (attention_problem("f16", 128, softcap=50.0, window=CAUSAL), Sizes(2, 8192, 8192)),
+        "ragged": (attention_problem("f16", 128, lengths=True), replace(short, lengths=(4096, 3000, 2111, 517))),
     }
-    kernels, cases = [], []
+    kernels: list[Kernel] = []
+    cases: list[Case] = []
     for name, (p, sizes) in found.items():
         kernels += [attention_kernel(name, contender, p, _CHECKS) for contender in ("wgmma", "mma")]
         cases.append(_contest(f"{name} S{sizes.q_len}", "variants", p, sizes, name))
@@ -141,10 +98,10 @@ def _variants() -> Parts:
 
 def _decode(dtype: str) -> Parts:
     """One new token, Hq 32, Hkv 8, D 128. Ragged lengths have a mean of half the slots."""
-    full = problem(dtype, 128, **_GQA)
+    full = attention_problem(dtype, 128, **GQA)
     ragged = replace(full, lengths=True, window=Window(right=0, offset="lengths"))
-    kernels = [attention_kernel(dtype, "decode", full, _DECODE_CHECKS)]
-    kernels.append(attention_kernel(f"{dtype} ragged", "decode", ragged, _DECODE_CHECKS))
+    kernels = [attention_kernel(dtype, "decode", full, DECODE_CHECKS)]
+    kernels.append(attention_kernel(f"{dtype} ragged", "decode", ragged, DECODE_CHECKS))
     shapes = [s for s in itertools.product((1, 8, 64), (4096, 16384, 65536)) if s != (64, 65536)]
     cases = []
     for batch, slots in shapes if dtype == "f16" else shapes[:2]:
@@ -160,33 +117,29 @@ def _decode(dtype: str) -> Parts:
 
 def _stream(name: str, group: str, p: AttentionProblem, sizes: Sizes, kernel: str, bars: tuple[Bar, ...] = ()) -> Case:
     flex = sizes.kv_len == 16384 and sizes.batch == 8
-    return Case(name, group, (kernel,), _peers(p, sizes, flex), sizes, cache_bytes(p, sizes), "byte", bars)
+    return Case(name, group, (kernel,), _peers(p, sizes, flex), sizes, cache_bytes(p, sizes), "read", bars)
 
 
-def _products() -> Parts:
+def _matmuls() -> Parts:
     """Of Llama 3 8B: what is projected down, and the gate; the square that everybody quotes; and odd sizes, checked."""
-    kernels, cases = [], []
+    kernels: list[Kernel] = []
+    cases: list[Case] = []
 
     def add(name: str, dtype: str, n: int, k: int, form: tuple[bool, str], rows: dict[str, tuple[int, ...]]) -> None:
         """form is whether B is [N, K], and the epilogue; rows are those that are timed: "many" in every variant, "few"
         in one, as few rows have one kernel for all."""
-        p = product(TYPES[dtype], n, k, transposed=form[0], epilogue=form[1])
-        checks = tuple(Sizes(1, m, 1) for m in ((1, 16, 45, 131, 300) if n * k < 1 << 20 else (1, 131)))
-        full = f"product {dtype} {name}"
-        for contender in ("wgmma", "mma"):
-            kernels.append(
-                Kernel(f"{contender} {full}", contender, "product", p.to_json(), p.parameters, "c",
-                       TOLERANCE[p.dtype], checks)
-            )  # fmt: skip
+        p = matmul_of(TYPES[dtype], n, k, transposed=form[0], epilogue=form[1])
+        full = f"matmul {dtype} {name}"
+        kernels.extend(matmul_kernel(full, contender, p) for contender in ("wgmma", "mma"))
         names = tuple(kernel.name for kernel in kernels[-2:])
         peers = ("cublas", "compiled") if form[1] == "gate" else ("cublas",)
         moved = 2.0 * len(p.factors) * n * k
         for m in rows.get("many", ()):
             done = 2.0 * len(p.factors) * m * n * k
             bars = (Bar("wgmma", ratio=0.9),) if m >= 1024 else ()
-            cases.append(Case(f"{full} m {m}", "product", names, peers, Sizes(1, m, 1), done, "FLOP", bars))
+            cases.append(Case(f"{full} m {m}", "matmul", names, peers, Sizes(1, m, 1), done, "FLOP", bars))
         for m in rows.get("few", ()):
-            case = Case(f"{full} m {m}", "few rows", names[:1], peers, Sizes(1, m, 1), moved, "byte")
+            case = Case(f"{full} m {m}", "few rows", names[:1], peers, Sizes(1, m, 1), moved, "read")
             cases.append(replace(case, bars=(Bar("wgmma", share=0.85),)))
 
     add("odd", "f16", 264, 200, (False, "bias"), {})
@@ -206,30 +159,30 @@ def _updates() -> Parts:
     checks = (Sizes(1, 3, 17, (5,)), Sizes(3, 1, 40, (0, 39, 7)), Sizes(2, 33, 50, (-4, 30)))
     kernels = [
         Kernel("update in place", "update", "update", update.to_json(),
-               ("cache", "update", "write_indices"), "cache", 0.0, checks),
+               ("cache", "update", "write_indices"), "cache", 0.0, checks, "update"),
         Kernel("update copying", "update", "update", update.to_json(),
-               ("cache", "update", "write_indices", "present"), "present", 0.0, checks),
+               ("cache", "update", "write_indices", "present"), "present", 0.0, checks, "update"),
     ]  # fmt: skip
     row = 2.0 * 8 * 128  # bytes
     cases = []
     for batch, rows, slots in ((8, 4096, 8192), (64, 1, 4096)):
         sizes = Sizes(batch, rows, slots, tuple(b % 7 * 100 for b in range(batch)))
         name, moved = f"update B{batch} rows {rows}", 2 * batch * rows * row
-        cases.append(Case(name, "update", ("update in place",), ("index",), sizes, moved, "byte"))
+        cases.append(Case(name, "update", ("update in place",), ("index",), sizes, moved, "copy"))
     copied = 2 * sizes.batch * sizes.kv_len * row
-    cases.append(Case("update copying B64", "update", ("update copying",), (), sizes, copied, "byte"))
+    cases.append(Case("update copying B64", "update", ("update copying",), (), sizes, copied, "copy"))
     return kernels, cases
 
 
 def _fallbacks() -> Parts:
     """What serves any problem. They are checked; only decoding in float32 is timed."""
-    p = problem("f32", 80, q_heads=8, kv_heads=4, v_head_dim=40, window=CAUSAL)
-    step = problem("f32", 128, **_GQA)
+    p = attention_problem("f32", 80, q_heads=8, kv_heads=4, v_head_dim=40, window=CAUSAL)
+    step = attention_problem("f32", 128, **GQA)
     kernels = [
         attention_kernel("f32 D80", "plain", p, _CHECKS[:4]),
-        attention_kernel("f32", "rows", step, _DECODE_CHECKS),
+        attention_kernel("f32", "rows", step, DECODE_CHECKS),
     ]
     sizes = Sizes(8, 1, 16384)
     moved = 2 * cache_bytes(step, sizes)  # float32
-    case = Case("decode f32 B8 kv 16384", "decode", ("rows f32",), _peers(step, sizes, False), sizes, moved, "byte")
+    case = Case("decode f32 B8 kv 16384", "decode", ("rows f32",), _peers(step, sizes, False), sizes, moved, "read")
     return kernels, [case]

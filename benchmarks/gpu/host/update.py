@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..plan import Sizes
 from .memory import Array, Memory
-from .plan import Sizes
 
 Arrays = dict[str, Array]
 

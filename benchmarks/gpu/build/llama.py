@@ -15,13 +15,17 @@ from lowering.compiling.compiler import compile_to
 from lowering.demo.decoder import DecoderConfig, Graph, build_decoder
 from lowering.manifest import FILE, WEIGHTS, Manifest, digest
 
-from . import drawn
+from ..host import drawn
+from ..plan import Program
+from .folders import make_empty
 from .models import in_half
 
 LLAMA = DecoderConfig(
     layers=16, hidden=2048, heads=32, kv_heads=8, head_dim=64, mlp=8192, vocabulary=128256, positions=4096
 )
-_DATA, _NAME = "model.data", "llama-3.2-1b"
+NAME = "llama-3.2-1b"
+
+_DATA = "model.data"
 
 
 class _Drawn(Graph):
@@ -45,14 +49,17 @@ class _Drawn(Graph):
         return name
 
 
-def write(folder: Path, target: str) -> tuple[str, ...]:
-    """The artifact, in a folder below `folder`; the names of those folders."""
-    artifact(folder / _NAME, target)
-    return (_NAME,)
+def write(folder: Path, target: str, config: DecoderConfig = LLAMA) -> list[Program]:
+    """The artifact, in a folder below `folder` / "steps"."""
+    artifact(make_empty(folder / "steps" / NAME), target, config)
+    return [Program(NAME, "step", f"steps/{NAME}")]
 
 
 def artifact(folder: Path, target: str, config: DecoderConfig = LLAMA) -> None:
-    """With weights.json and others.bin in place of weights.bin, of which `drawn.fill` makes it again."""
+    """With weights.json and others.bin in place of weights.bin, of which `drawn.fill` makes it again.
+
+    A step of it reads a token at half of the caches, which have room for half of its positions.
+    """
     with tempfile.TemporaryDirectory() as place:
         graph = _Drawn(Path(place))
         model = in_half(build_decoder(config, graph))
@@ -62,7 +69,9 @@ def artifact(folder: Path, target: str, config: DecoderConfig = LLAMA) -> None:
     manifest = Manifest.from_dict(json.loads((folder / FILE).read_text()))
     data = np.memmap(folder / WEIGHTS, np.uint8, "r")
     found = drawn.recipe(data, [(weight.offset, weight.nbytes) for weight in manifest.weights], graph.parts)
-    found.write(folder, graph.parts, dataclasses.asdict(config))
+    capacity = config.positions // 2
+    about = {**dataclasses.asdict(config), "capacity": capacity, "place": capacity // 2}
+    found.write(folder, graph.parts, about)
     drawn.fill(folder)
     if digest((folder / WEIGHTS).read_bytes()) != manifest.hashes[WEIGHTS]:
         raise AssertionError("weights drawn again differ from those of the artifact")

@@ -1,15 +1,15 @@
-"""Products of matrices: inputs for a kernel, and how far its answer is from float64.
+"""Matmuls: inputs for a kernel, and how far its answer is from float64.
 
-C [M, N] = A [M, K] B under an epilogue, M the q_len of the sizes. The problem has the attributes of Product.
+C [M, N] = A [M, K] B under an epilogue, M the q_len of the sizes. The problem has the attributes of Matmul.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from ..plan import Sizes
 from . import attention
 from .memory import Array, Memory
-from .plan import Sizes
 
 Arrays = dict[str, Array]
 

@@ -13,8 +13,10 @@ from onnx import TensorProto, numpy_helper
 from lowering.compiling.compiler import compile_to
 from lowering.demo.decoder import DecoderConfig, build_decoder
 
-from ..cases.case import Arrays
-from ..cases.transformers import BertConfig, bert, evaluated
+from ...cases.case import Arrays
+from ...cases.transformers import BertConfig, bert, evaluated
+from ..plan import Program
+from .folders import make_empty
 
 TOLERANCE = 5e-3  # relative to the range of an output
 
@@ -22,21 +24,19 @@ _DECODER = DecoderConfig(2, hidden=256, heads=8, kv_heads=2, head_dim=64, mlp=51
 _ENCODER = BertConfig(layers=2, hidden=256, heads=4, inner=512, vocabulary=1000)
 
 
-def write(folder: Path, target: str) -> tuple[str, ...]:
-    """Artifact and calls (call-N.npz) of each model, in a folder below `models`; the names of those folders."""
+def write(folder: Path, target: str) -> list[Program]:
+    """Artifact and calls (call-N.npz) of each model, in folders below `folder` / "models"."""
     models = {"decoder": build_decoder(_DECODER), "encoder": bert(_ENCODER)}
     calls = {"decoder": [_decoder_feeds(37, 0), _decoder_feeds(1, 150)], "encoder": [_encoder_feeds(2, 77)]}
     for name, model in models.items():
-        rounded, place = _with_half_weights(model), folder / "models" / name
-        place.mkdir(parents=True, exist_ok=True)
+        rounded, place = _with_half_weights(model), make_empty(folder / "models" / name)
         compile_to(place / "artifact", in_half(rounded), target, donate=["cache_.*"] if name == "decoder" else [])
         for number, feeds in enumerate(calls[name]):
             outputs = tuple(output.name for output in model.graph.output)
             right = evaluated(rounded, {key: _wide(array) for key, array in feeds.items()}, outputs)
             arrays = {f"in.{key}": x for key, x in feeds.items()} | {f"out.{key}": x for key, x in right.items()}
-            arrays["tolerance"] = np.array(TOLERANCE)
             np.savez(place / f"call-{number}.npz", allow_pickle=False, **arrays)
-    return tuple(models)
+    return [Program(name, "model", f"models/{name}", {"tolerance": TOLERANCE}) for name in models]
 
 
 def _decoder_feeds(tokens: int, past: int) -> Arrays:

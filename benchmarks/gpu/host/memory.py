@@ -32,6 +32,10 @@ class Host:
     def full(self, shape: Sequence[int], value: float, dtype: str) -> Array:
         return np.full(shape, value, _numpy_type(dtype))
 
+    def words(self, shape: Sequence[int]) -> Array:
+        """Any int32."""
+        return self._rng.integers(-(1 << 31), 1 << 31, shape, np.int32)
+
     def integers(self, values: Sequence[int]) -> Array:
         return np.array(values, np.int64)
 
@@ -86,6 +90,9 @@ class Torch:
     def full(self, shape: Sequence[int], value: float, dtype: str) -> Array:
         return self.xp.full(tuple(shape), value, device=self.device, dtype=getattr(self.xp, dtype))
 
+    def words(self, shape: Sequence[int]) -> Array:
+        return self.xp.randint(-(1 << 31), 1 << 31, tuple(shape), device=self.device, dtype=self.xp.int32)
+
     def integers(self, values: Sequence[int]) -> Array:
         return self.xp.tensor(values, device=self.device, dtype=self.xp.int64)
 
@@ -107,6 +114,28 @@ class Torch:
 
         tensors = [tvm_ffi.from_dlpack(array) for array in arrays]
         return lambda: function(*tensors)
+
+
+class HostTorch(Torch):
+    """Arrays of PyTorch in the host's memory, copied to the GPU and back around each call."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed, "cpu")
+
+    def bound(self, function: Callable[..., object], arrays: Sequence[Array]) -> Callable[[], object]:
+        import tvm_ffi
+
+        from lowering.runtime.tensors import copy_of, copy_to
+
+        tensors = [tvm_ffi.from_dlpack(array) for array in arrays]
+
+        def call() -> None:
+            there = [copy_of(tensor, tvm_ffi.device("cuda", 0)) for tensor in tensors]
+            function(*there)
+            for tensor, source in zip(tensors, there):
+                copy_to(source, tensor)
+
+        return call
 
 
 Memory: TypeAlias = "Host | Torch"

@@ -1,0 +1,75 @@
+"""The functions of a bundle: each kernel of `schedules.cuda` by itself, for symbolic batch and lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+
+from lowering.attention.bound import Bound
+from lowering.attention.problem import AttentionProblem
+from lowering.target import Target
+from lowering.tensorir.scatter import CacheUpdate, copy_and_update, update_in_place
+from schedules.cuda.attention_tiles import MmaTiles, WgmmaTiles
+from schedules.cuda.decode import decode
+from schedules.cuda.decode_rows import decode_rows
+from schedules.cuda.decode_tiles import DecodeTiles, RowTiles
+from schedules.cuda.device import Device, device
+from schedules.cuda.matmul import matmul
+from schedules.cuda.plain import plain
+from schedules.cuda.prefill_mma import prefill_mma
+from schedules.cuda.prefill_wgmma import prefill_wgmma
+from schedules.cuda.scatter import cache_update
+
+from ..plan import Kernel
+from schedules.tiles import Tiles
+from .matmuls import Matmul
+from .reading import Read
+
+_ATTENTION: dict[str, tuple[type[Tiles], Callable[[Bound, Any, Device], None]]] = {
+    "wgmma": (WgmmaTiles, prefill_wgmma),
+    "mma": (MmaTiles, prefill_mma),
+    "decode": (DecodeTiles, decode),
+    "rows": (RowTiles, lambda bound, tiles, gpu: decode_rows(bound, tiles)),
+    "plain": (RowTiles, lambda bound, tiles, gpu: plain(bound, tiles)),
+}
+
+
+def function(kernel: Kernel, target: Target) -> tirx.PrimFunc:
+    """The PrimFunc `kernel`, for a CUDA target. Raises ValueError for tiles that it cannot have."""
+    return _OPERATIONS[kernel.operation](kernel, target).with_attr("global_symbol", "kernel")
+
+
+def _attention(kernel: Kernel, target: Target) -> tirx.PrimFunc:
+    problem, gpu = AttentionProblem.from_json(kernel.problem), device(target.tvm)
+    kind, emit = _ATTENTION[kernel.variant]
+    tiles = replace(kind.default(problem, gpu), **kernel.tiles.get("tiles", {}))
+    tiles.check(problem, gpu)
+    with IRBuilder() as builder, T.prim_func():
+        emit(Bound(problem, scope="local"), tiles, gpu)
+    return builder.get()
+
+
+def _matmul(kernel: Kernel, target: Target) -> tirx.PrimFunc:
+    unscheduled = Matmul.from_json(kernel.problem).function()
+    variant = {variant.name: variant for variant in matmul(unscheduled, target.tvm) or ()}[kernel.variant]
+    tiles = {name: replace(variant.tiles[name], **fields) for name, fields in kernel.tiles.items()}
+    return variant.make(**tiles)
+
+
+def _update(kernel: Kernel, target: Target) -> tirx.PrimFunc:
+    update = CacheUpdate.from_json(kernel.problem)
+    unscheduled = copy_and_update(update) if kernel.result == "present" else update_in_place(update)
+    (variant,) = cache_update(unscheduled, target.tvm) or ()
+    return variant.make()
+
+
+def _read(kernel: Kernel, target: Target) -> tirx.PrimFunc:
+    return Read.from_json(kernel.problem).function(**kernel.tiles.get("tiles", {}))
+
+
+_OPERATIONS = {"attention": _attention, "matmul": _matmul, "update": _update, "read": _read}
