@@ -10,6 +10,8 @@ from pathlib import Path
 import tvm
 import tvm_ffi
 from tvm import relax, tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
 from tvm.support import cc
 from tvm.tirx import compilation_pipeline
 
@@ -35,6 +37,7 @@ def build(module: tvm.IRModule, target: Target, kernels: objects.Kernels) -> byt
     taken: list[objects.Object] = []
     if not target.architecture:
         module, taken = kernels.taken_out(module)
+    module = _with_code(module)
     disabled = list(objects.unused(target))
     with progress.stage("generating code"), target.tvm, tvm.transform.PassContext(disabled_pass=disabled):
         executable = tvm.compile(
@@ -51,6 +54,22 @@ def build(module: tvm.IRModule, target: Target, kernels: objects.Kernels) -> byt
         except (RuntimeError, OSError) as error:
             raise TargetError(f"'{target.linker}' could not link for target '{target.name}': {error}") from error
         return path.read_bytes()
+
+
+def _with_code(module: tvm.IRModule) -> tvm.IRModule:
+    """Add a function that does nothing to a module without kernels.
+
+    TVM makes an empty C file of what has no code, and compiles that with headers of its own, which an installation may
+    lack.
+    """
+    if any(isinstance(function, tirx.PrimFunc) for function in module.functions.values()):
+        return module
+    with IRBuilder() as builder, T.prim_func(s_tir=True):
+        T.func_name("onnx_lowering_no_kernel")
+        T.evaluate(0)
+    added = tvm.IRModule(dict(module.functions_items()), attrs=module.attrs)
+    added["onnx_lowering_no_kernel"] = builder.get().with_attr("global_symbol", "onnx_lowering_no_kernel")
+    return added
 
 
 class _Linker:

@@ -11,6 +11,8 @@ import lowering
 from lowering.errors import CompilerError
 from schedules.cuda import loop_nests
 
+pytestmark = pytest.mark.no_gpu
+
 TEXT = """
 <ir_version: 10, opset_import: ["" : 22]>
 m (float[2, 3, 3] x) => (float[2] y) { e = Exp (x)  [of_matrices] d = Det (e)  y = Neg (d) }

@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 from cuda_emulation import EmulationError, TensorMap
 
-pytestmark = pytest.mark.no_gpu
-
 DTYPES = {"f16": np.dtype("float16"), "bf16": np.dtype(ml_dtypes.bfloat16)}
 CTYPES = {"f16": "half", "bf16": "__nv_bfloat16"}
 K = 64
@@ -194,6 +192,7 @@ def test_wgmma(p: Product, swizzle: int) -> None:
         np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.no_gpu
 @pytest.mark.parametrize("arrivals", emulated.ARRIVALS)
 @pytest.mark.parametrize("order", emulated.ORDERS)
 @pytest.mark.parametrize("p", [PRODUCTS[1], PRODUCTS[4]], ids=["A in memory", "A in registers"])

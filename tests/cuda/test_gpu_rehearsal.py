@@ -26,7 +26,7 @@ main(pathlib.Path(sys.argv[1]), sys.argv[2:])
 LIMIT = 100  # seconds of a job: how long the kernel that hangs is waited for
 
 # Seven models are compiled for the emulation; torch and transformers are needed.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.no_gpu, pytest.mark.slow, pytest.mark.timeout(3600)]
 
 SANITIZER = """\
 #!/bin/sh

@@ -13,6 +13,8 @@ from benchmarks.gpu.host.profiles import Launch, kernels_of, summarize
 from benchmarks.gpu.plan import Plan
 from benchmarks.gpu.report import rows, table
 
+pytestmark = pytest.mark.no_gpu
+
 KERNELS, CASES = cases.plan()
 
 

@@ -33,12 +33,14 @@ def failures(operator: str) -> list[str]:
     return test_onnx_cases.failures_of([sample(operator)], "sm_90a")
 
 
+@pytest.mark.no_gpu
 @pytest.mark.parametrize("operator", ["LSTM", "NonMaxSuppression"])
 def test_machine_code_of_loop_nests(operator: str) -> None:
     """nvcc takes them."""
     lowering.compile(sample(operator).model, target=node_sweep.TARGET)
 
 
+@pytest.mark.no_gpu
 def test_operators_are_recorded() -> None:
     """Every operator of the standard with cases that compile for CPUs is in docs/cuda_cases.json."""
     recorded = node_sweep.recorded()
@@ -48,11 +50,13 @@ def test_operators_are_recorded() -> None:
             assert all(map(node_cases.refusal, cases)), f"{operator}: run `python tests/cuda/node_sweep.py`"
 
 
+@pytest.mark.no_gpu
 @pytest.mark.parametrize("operator", ["Add", "Det", "NonMaxSuppression", "RoiAlign", "TensorScatter"])
 def test_record_is_right(operator: str) -> None:
     assert node_sweep.sweep(operator) == node_sweep.recorded()[operator]
 
 
+@pytest.mark.no_gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("operator", sorted(node_sweep.recorded()))
 def test_record_is_right_of_all(operator: str) -> None:

@@ -53,6 +53,20 @@ def runs(arch: str) -> bool:
     return arch == here or (not arch.endswith("a") and number <= int(here.removeprefix("sm_").rstrip("a")))
 
 
+def libraries() -> tuple[str, str]:
+    """Return the driver's and the runtime's libraries."""
+    from lowering.machine import CUDART, DRIVER, find_cudart
+
+    return DRIVER, str(find_cudart() or CUDART)
+
+
+def compile_source(source: str, arch: str) -> bytes:
+    """Return machine code for this GPU of CUDA C++ that is for an architecture."""
+    from lowering.target.cubin import machine_code
+
+    return machine_code(source, arch)[0]
+
+
 def prepare() -> None:
     """Make this process compile for the GPU that is here, and run code of any older architecture on it."""
     nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")

@@ -1,4 +1,4 @@
-"""Kernels written in CUDA C++, launched through the emulated driver without TVM."""
+"""Kernels written in CUDA C++, launched through the driver, emulated or real, without TVM."""
 
 import ctypes
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from . import card
 from .device import Arrivals, Order
 from .worker import EmulationError, run
 
@@ -52,7 +53,7 @@ def launch(
     EmulationError.
     """
     sizes = ([*grid, 1, 1][:3], [*block, 1, 1][:3], shared_bytes, cluster)
-    return run(_launch, source, kernel, sizes, list(arguments), arch=arch, order=order, arrivals=arrivals)
+    return run(_launch, source, kernel, sizes, list(arguments), arch, arch=arch, order=order, arrivals=arrivals)
 
 
 # ---- in the worker
@@ -76,44 +77,84 @@ def _checked(status: int) -> None:
     from .device import take_failure
 
     if status:
-        raise EmulationError(take_failure() or f"error {status}")
+        raise EmulationError(take_failure() or f"CUDA error {status}")
 
 
-def _launch(source: str, kernel: str, sizes: tuple[list, list, int, int], arguments: list) -> list[Any]:
-    from .build import compile_for_emulation, libraries
+class _Driver:
+    """The driver and the runtime, with the memory of one launch."""
 
+    def __init__(self) -> None:
+        from .build import libraries
+
+        paths = card.libraries() if card.is_used() else libraries()
+        self.driver, self.runtime = (ctypes.CDLL(str(path)) for path in paths)
+        self.memory: dict[int, ctypes.c_void_p] = {}
+        _checked(self.runtime.cudaFree(None))  # makes a context
+
+    def load(self, source: str, arch: str) -> ctypes.c_void_p:
+        """Compile the source and return the module."""
+        from .build import compile_for_emulation
+
+        image = card.compile_source(source, arch) if card.is_used() else compile_for_emulation(source)
+        module = ctypes.c_void_p()
+        _checked(self.driver.cuModuleLoadData(ctypes.byref(module), image))
+        return module
+
+    def put(self, number: int, array: np.ndarray) -> None:
+        """Copy an argument to memory of its own."""
+        self.memory[number] = ctypes.c_void_p()
+        _checked(self.runtime.cudaMalloc(ctypes.byref(self.memory[number]), ctypes.c_size_t(array.nbytes)))
+        self._copy(self.memory[number], array.ctypes.data, array.nbytes)
+
+    def take(self, number: int, array: np.ndarray) -> np.ndarray:
+        """Return a copy of what an argument has become."""
+        copied = np.empty_like(array)
+        self._copy(copied.ctypes.data, self.memory[number], array.nbytes)
+        return copied
+
+    def _copy(self, to: Any, source: Any, size: int) -> None:
+        if card.is_used():
+            _checked(
+                self.runtime.cudaMemcpy(
+                    ctypes.c_void_p(_address(to)), ctypes.c_void_p(_address(source)), ctypes.c_size_t(size), 4
+                )
+            )
+        else:  # the emulation's memory is the host's
+            ctypes.memmove(to, source, size)
+
+    def free(self, module: ctypes.c_void_p) -> None:
+        for pointer in self.memory.values():
+            self.runtime.cudaFree(pointer)
+        self.driver.cuModuleUnload(module)
+
+
+def _address(pointer: Any) -> int:
+    return pointer if isinstance(pointer, int) else pointer.value or 0
+
+
+def _launch(source: str, kernel: str, sizes: tuple[list, list, int, int], arguments: list, arch: str) -> list[Any]:
     grid, block, shared_bytes, cluster = sizes
-    driver, runtime = (ctypes.CDLL(str(path)) for path in libraries())
-    image = compile_for_emulation(source)
-    module, function = ctypes.c_void_p(), ctypes.c_void_p()
-    _checked(driver.cuModuleLoadData(ctypes.byref(module), image))
-    memory: dict[int, ctypes.c_void_p] = {}
+    cuda = _Driver()
+    module, function = cuda.load(source, arch), ctypes.c_void_p()
     try:
-        _checked(driver.cuModuleGetFunction(ctypes.byref(function), module, kernel.encode()))
+        _checked(cuda.driver.cuModuleGetFunction(ctypes.byref(function), module, kernel.encode()))
         if shared_bytes >= 48 << 10:  # as TVM does
-            _checked(driver.cuFuncSetAttribute(function, 8, shared_bytes))
-        for i, argument in enumerate(arguments):
-            if isinstance(argument, np.ndarray):
-                memory[i] = ctypes.c_void_p()
-                _checked(runtime.cudaMalloc(ctypes.byref(memory[i]), ctypes.c_size_t(argument.nbytes)))
-                ctypes.memmove(memory[i], argument.ctypes.data, argument.nbytes)
-        values = [memory[i] if i in memory else _value(driver, a, arguments, memory) for i, a in enumerate(arguments)]
+            _checked(cuda.driver.cuFuncSetAttribute(function, 8, shared_bytes))
+        arrays = {i: argument for i, argument in enumerate(arguments) if isinstance(argument, np.ndarray)}
+        for i, array in arrays.items():
+            cuda.put(i, array)
+        memory = cuda.memory
+        values = [
+            memory[i] if i in memory else _value(cuda.driver, a, arguments, memory) for i, a in enumerate(arguments)
+        ]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         attribute = _Attribute(4, b"", (cluster, 1, 1))
         where = ctypes.addressof(attribute)
         config = _Config((ctypes.c_uint * 6)(*grid, *block), shared_bytes, None, where, int(cluster > 1))
-        _checked(driver.cuLaunchKernelEx(ctypes.byref(config), function, pointers, None))
-        results = []
-        for i, argument in enumerate(arguments):
-            if i in memory:
-                argument = np.empty_like(argument)
-                ctypes.memmove(argument.ctypes.data, memory[i], argument.nbytes)
-            results.append(argument)
-        return results
+        _checked(cuda.driver.cuLaunchKernelEx(ctypes.byref(config), function, pointers, None))
+        return [cuda.take(i, argument) if i in arrays else argument for i, argument in enumerate(arguments)]
     finally:
-        for pointer in memory.values():
-            runtime.cudaFree(pointer)
-        driver.cuModuleUnload(module)
+        cuda.free(module)
 
 
 _TYPES = {"uint8": 0, "uint16": 1, "uint32": 2, "int32": 3, "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9}
