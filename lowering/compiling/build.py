@@ -21,6 +21,7 @@ from ..target.building import make_modules_of_machine_code
 from . import objects, progress
 from .carried import link_options
 from .early_launch import early_launch
+from .own_device import ask_own_device
 
 Pass = Callable[[tvm.IRModule], tvm.IRModule]
 
@@ -135,7 +136,11 @@ def _by_kind() -> tuple[Pass, Callable[[], Pass], Callable[[], Pass]]:
                 whole.update(lowered(tvm.IRModule(parts[is_final], attrs=mod.attrs)))
         return whole
 
-    return run, host, lambda: tvm.transform.Sequential([early_launch, device()])
+    return (
+        run,
+        lambda: tvm.transform.Sequential([ask_own_device, host()]),
+        lambda: tvm.transform.Sequential([early_launch, device()]),
+    )
 
 
 def _is_final(func: tirx.PrimFunc) -> bool:

@@ -73,16 +73,24 @@ def best_for(built: Sequence[str], here: str) -> str:
             f"the artifact was built for GPUs of architecture {', '.join(built)} and the one here is {here}: "
             "compile the model for it."
         )
-    return max(runs, key=lambda a: int(a.removeprefix("sm_").rstrip("a")))
+    return max(runs, key=_newer)
+
+
+def _newer(architecture: str) -> tuple[int, bool, bool]:
+    """Order by version, then code for anything of it, for its family, for itself alone."""
+    number = architecture.removeprefix("sm_")
+    return int(number.rstrip("af")), number[-1] in "af", number[-1] == "a"
 
 
 def runs_on(built: str, here: str) -> bool:
     """Whether code built for an architecture runs on the one that is here.
 
     Code runs on GPUs of the same major version and at least the same minor one (CUDA C++ Programming Guide, Binary
-    Compatibility); what uses features of one architecture (`sm_90a`) on that one alone.
+    Compatibility), and so does code for a family (`sm_100f`); what uses features of one architecture (`sm_90a`) on that
+    one alone.
     """
     number, own = built.removeprefix("sm_"), here.removeprefix("sm_")
     if number.endswith("a"):
         return number[:-1] == own
+    number = number.rstrip("f")
     return number[:-1] == own[:-1] and number[-1] <= own[-1]

@@ -142,7 +142,8 @@ inline Tensor copy_of(const Tensor& source, DLDevice device) {
 }
 
 // Whether code for an architecture runs on GPUs of compute capability major.minor: on those of the same major and at
-// least the same minor version, or, if it uses features of one architecture ("sm_90a"), on that one alone.
+// least the same minor version, also for a family ("sm_100f"), or, if it uses features of one architecture ("sm_90a"),
+// on that one alone.
 inline bool runs_on(const std::string& architecture, int major, int minor) {
   const std::string number = architecture.substr(3);
   const int built = std::stoi(number), built_major = built / 10, built_minor = built % 10;
@@ -353,7 +354,10 @@ class Model {
     const CodeSpec* best = nullptr;
     for (const CodeSpec& code : spec_.codes) {
       const auto newer = [](const CodeSpec& a, const CodeSpec& b) {
-        return std::stoi(a.architecture.substr(3)) > std::stoi(b.architecture.substr(3));
+        const auto rank = [](const std::string& architecture) {
+          return 3 * std::stoi(architecture.substr(3)) + (architecture.back() == 'a' ? 2 : architecture.back() == 'f');
+        };
+        return rank(a.architecture) > rank(b.architecture);
       };
       if (details::runs_on(code.architecture, major, minor) && (!best || newer(code, *best))) best = &code;
     }

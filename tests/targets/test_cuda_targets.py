@@ -8,10 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
+import tvm_ffi
+from tvm import ir, tirx
 
 import lowering
+from lowering.compiling import own_device
 from lowering.compiling.compiler import compile_to
 from lowering.runtime.gpu import best_for, runs_on
 from lowering.target import resolve
@@ -91,6 +95,11 @@ for call in (lambda: module.run({{}}), load, lambda: lowering.bench(module, {{"n
         ("sm_100", "sm_103", True),
         ("sm_120", "sm_121", True),
         ("sm_100", "sm_120", False),
+        ("sm_100f", "sm_100", True),
+        ("sm_100f", "sm_103", True),
+        ("sm_103f", "sm_100", False),
+        ("sm_100f", "sm_120", False),
+        ("sm_100a", "sm_103", False),
     ],
 )
 def test_what_runs_where(built: str, here: str, runs: bool) -> None:
@@ -99,6 +108,8 @@ def test_what_runs_where(built: str, here: str, runs: bool) -> None:
 
 def test_the_best_code_is_chosen_and_foreign_gpus_are_refused() -> None:
     assert best_for(["sm_80", "sm_86", "sm_90a"], "sm_89") == "sm_86"
+    assert best_for(["sm_100", "sm_100f"], "sm_103") == "sm_100f"
+    assert best_for(["sm_100a", "sm_100f", "sm_100"], "sm_100") == "sm_100a"
     with pytest.raises(lowering.ArtifactError, match=r"architecture sm_80, sm_86 and the one here is sm_90"):
         best_for(["sm_80", "sm_86"], "sm_90")
 
@@ -108,3 +119,37 @@ def test_unknown_architectures_name_the_known_ones() -> None:
         resolve("cuda:sm_70")
     with pytest.raises(lowering.TargetError):
         resolve("cuda:sm_80,")
+
+
+def test_host_code_asks_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of multiprocessors is that of the GPU whose arrays a call has."""
+    seen: list[ir.Expr] = []
+    rewrite = own_device._rewritten
+
+    def looked_at(func: tirx.PrimFunc) -> tirx.PrimFunc:
+        func = rewrite(func)
+        calls: list[ir.Call] = []
+        tvm_ffi.structural_walk(func.body, (ir.Call, calls.append))
+        seen.extend(call.args[2] for call in calls if own_device.is_question(call))
+        return func
+
+    monkeypatch.setattr(own_device, "_rewritten", looked_at)
+    text = """<ir_version: 10, opset_import: ["" : 23]> m (float16[b, 2, 1, 64] q, float16[b, 2, t, 64] k,
+    float16[b, 2, t, 64] v) => (float16[b, 2, 1, 64] y) { y = Attention (q, k, v) }"""
+    lowering.compile(onnx.parser.parse_model(text), "cuda:sm_90a")
+    assert seen and all(isinstance(number, tirx.Var) for number in seen)
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda:sm_90a"])
+def test_models_without_kernels_need_no_headers(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installation may lack TVM's."""
+
+    def missing() -> str:
+        raise RuntimeError("Cannot find TVM include path.")
+
+    monkeypatch.setattr("tvm.libinfo.find_include_path", missing)
+    text = '<ir_version: 10, opset_import: ["" : 23]> m (float[n] x) => (float[n] y) { y = Identity (x) }'
+    model = lowering.compile(onnx.parser.parse_model(text), target)
+    if target == "cpu":
+        x = np.arange(3, dtype="float32")
+        np.testing.assert_array_equal(model.run({"x": x})["y"], x)
