@@ -12,7 +12,7 @@ from pathlib import Path
 
 def run(arguments: argparse.Namespace) -> None:
     """Builds a bundle, or builds one and measures it here, or draws what was measured."""
-    from .build import bundle
+    from .bundling import bundle
 
     python = arguments.python or ".".join(platform.python_version_tuple()[:2])
     if arguments.draw is not None:
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> None:
 def draw(path: Path) -> None:
     """The table and the picture of a results file. The cases are those of this version."""
     from . import report, results
-    from .build import cases
+    from .bundling import cases
     from .plan import Plan
 
     found = results.read(path)

@@ -10,15 +10,15 @@ from pathlib import Path
 import numpy as np
 import onnx
 import tvm
-from benchmarks.gpu.build.problems import attention_kernel, attention_problem, cache_bytes, matmul_kernel
-from benchmarks.gpu.build.reading import Read
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 import lowering
-from benchmarks.gpu.build import bundle, decoders, flexes, llama, weights
-from benchmarks.gpu.build.matmuls import matmul_of
+from benchmarks.gpu.bundling import bundle, decoders, flexes, llama, weights
+from benchmarks.gpu.bundling.matmuls import matmul_of
+from benchmarks.gpu.bundling.problems import attention_kernel, attention_problem, cache_bytes, matmul_kernel
+from benchmarks.gpu.bundling.reading import Read
 from benchmarks.gpu.plan import LIMITS, Case, Kernel, Plan, Program, Sizes
 from lowering.compiling.build import build
 from lowering.compiling.objects import Kernels

@@ -13,7 +13,7 @@ import second_ptxas
 from product_code import machine_code_of
 from tvm import tirx
 
-from benchmarks.gpu.build.models import in_half
+from benchmarks.gpu.bundling.models import in_half
 from lowering.compiling import early_launch as pass_under_test
 from lowering.demo.decoder import DecoderConfig, build_decoder
 from lowering.target import cubin

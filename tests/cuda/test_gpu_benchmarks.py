@@ -19,7 +19,7 @@ import pytest
 
 import lowering
 from benchmarks.gpu import command, results
-from benchmarks.gpu.build import bundle, cases, kernels, llama, problems
+from benchmarks.gpu.bundling import bundle, cases, kernels, llama, problems
 from benchmarks.gpu.host import attention, drawn, jobs, measure, sanitizer
 from benchmarks.gpu.host.check import check
 from benchmarks.gpu.host.isolate import Answer, isolated

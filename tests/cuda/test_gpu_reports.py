@@ -8,7 +8,7 @@ import pytest
 from errands import timed
 
 from benchmarks.gpu import results
-from benchmarks.gpu.build import cases
+from benchmarks.gpu.bundling import cases
 from benchmarks.gpu.host.profiles import Launch, kernels_of, summarize
 from benchmarks.gpu.plan import Plan
 from benchmarks.gpu.report import rows, table

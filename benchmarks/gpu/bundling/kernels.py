@@ -24,9 +24,9 @@ from schedules.cuda.plain import plain
 from schedules.cuda.prefill_mma import prefill_mma
 from schedules.cuda.prefill_wgmma import prefill_wgmma
 from schedules.cuda.scatter import cache_update
+from schedules.tiles import Tiles
 
 from ..plan import Kernel
-from schedules.tiles import Tiles
 from .matmuls import Matmul
 from .reading import Read
 

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from lowering.attention.problem import AttentionProblem, Mask, Window
 from lowering.tensorir.scatter import CacheUpdate
 
-from ..plan import TOLERANCE, Bar, Case, Kernel, Sizes
+from ..plan import Bar, Case, Kernel, Sizes
 from . import sweeps
-from .problems import DECODE_CHECKS, GQA, TYPES, Parts, attention_kernel, attention_problem, cache_bytes, flops, matmul_kernel
 from .matmuls import matmul_of
+from .problems import (
+    DECODE_CHECKS,
+    GQA,
+    TYPES,
+    Parts,
+    attention_kernel,
+    attention_problem,
+    cache_bytes,
+    flops,
+    matmul_kernel,
+)
 
 LENGTHS = (4096, 8192, 16384)
 TOKENS = 16384  # of the batch of a prefill
@@ -24,6 +33,7 @@ _MATH_BYTES = 4 << 30  # of scores in float32, several of which the backend "mat
 
 # Small and odd: no multiple of a tile; more rows than keys; one row; blocks that work through several tiles.
 _CHECKS = ((1, 131, 147), (2, 197, 331), (3, 65, 40), (1, 1, 300), (1, 1031, 1100))
+
 
 def plan() -> tuple[dict[str, Kernel], dict[str, Case]]:
     """Kernels and cases by name."""

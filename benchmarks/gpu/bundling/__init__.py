@@ -1,0 +1,1 @@
+"""What writes a bundle: everything here needs the compiler."""

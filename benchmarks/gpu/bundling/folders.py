@@ -1,0 +1,13 @@
+"""Folders of a bundle that are written anew."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+
+def make_empty(folder: Path) -> Path:
+    """The folder, without what it held."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
