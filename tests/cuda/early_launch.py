@@ -8,6 +8,7 @@ ptxas. Needs the `test` extra; no GPU.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -48,14 +49,16 @@ def before_the_wait(function: sass.Function) -> set[int]:
 def faults(function: sass.Function) -> list[str]:
     """Return what a kernel does that is undefined while the kernel before it runs; nothing of a kernel without a wait.
 
-    Loads by the read-only path are undefined anywhere in it: what they read may have been written while the kernel was
-    there. Other accesses are undefined where a path leads to them without a wait.
+    Loads by the read-only path are undefined anywhere in it, but for those of tables that belong to the code: what they
+    read may have been written while the kernel was there. Other accesses are undefined where a path leads to them
+    without a wait.
     """
     if not any(instruction.opcode == WAIT for instruction in function.instructions):
         return []
     found = []
-    for instruction in function.instructions:
-        if instruction.opcode in ("LDG", "LD") and "CONSTANT" in instruction.modifiers:
+    for n, instruction in enumerate(function.instructions):
+        is_read_only = instruction.opcode in ("LDG", "LD") and "CONSTANT" in instruction.modifiers
+        if is_read_only and not _reads_a_table(function, n):
             found.append(f"{function.name}: {instruction.opcode} by the read-only path: {instruction.operands}")
     may_prefetch = "matmul" in function.name or "conv" in function.name
     allowed = PREFETCH if may_prefetch else set()
@@ -64,6 +67,22 @@ def faults(function: sass.Function) -> list[str]:
         if opcode in MEMORY - allowed:
             found.append(f"{function.name}: {opcode} before the wait, instruction {n}")
     return found
+
+
+def _reads_a_table(function: sass.Function, n: int) -> bool:
+    """Return whether a load's address is made of that of a symbol of the code, which bank 4 of constants holds: as the
+    digits of 2 / pi, by which sine and cosine reduce large arguments."""
+    needed = set(re.findall(r"U?R\d+", function.instructions[n].operands.partition(",")[2]))
+    for instruction in reversed(function.instructions[max(n - 60, 0) : n]):
+        result, _, sources = instruction.operands.partition(",")
+        if not (defined := re.match(r"(U?R)(\d+)", result)):
+            continue
+        pair = {defined[0], f"{defined[1]}{int(defined[2]) + 1}"}
+        if pair & needed:
+            if "c[0x4]" in sources:
+                return True
+            needed |= set(re.findall(r"U?R\d+", sources))
+    return False
 
 
 def prefetches(function: sass.Function) -> bool:

@@ -109,6 +109,14 @@ def test_restricted_pointers_fail_the_audit(compiler: str, monkeypatch: pytest.M
     assert restricted and any(faults)
 
 
+def test_tables_of_the_code_may_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cosines of large numbers look up digits of 2 / pi, which nobody writes."""
+    text = '<ir_version: 10, opset_import: ["" : 20]> m (float[n] x) => (float[n] y) { y = Cos (x) }'
+    _, functions = machine_code_of(onnx.parser.parse_model(text), ARCH)
+    read_only = [i for f in functions for i in f.instructions if i.opcode == "LDG" and "CONSTANT" in i.modifiers]
+    assert read_only and not any(map(early_launch.faults, functions))
+
+
 def test_before_hopper_kernels_follow_each_other() -> None:
     text = '<ir_version: 10, opset_import: ["" : 20]> m (float[n] x) => (float[n] y) { y = Exp (x) }'
     _, functions = machine_code_of(onnx.parser.parse_model(text), "sm_80")

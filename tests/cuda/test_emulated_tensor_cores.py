@@ -60,7 +60,9 @@ extern "C" __global__ void __launch_bounds__(32) mma_{short}_{int(transposed)}(
 }}"""
 
 
-MMA = "\n".join(mma_kernel(short, transposed) for short in DTYPES for transposed in (False, True))
+MMA = "#include <cstdint>\n" + "\n".join(
+    mma_kernel(short, transposed) for short in DTYPES for transposed in (False, True)
+)
 
 
 @pytest.mark.parametrize("short", DTYPES)
@@ -115,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(128) {self.name}(const __grid_const
     uint64_t da = ta.descriptor(tiles, k), db = tb.descriptor(tiles + ta.bytes(), k);
     if (!(left_out & 1)) asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
     asm volatile("{{ .reg .pred p; setp.ne.b32 p, {scale}, 0; {instruction} {{{d}}}, {a}, {b}, p, 1, 1, {flags}; }}"
-      : {", ".join(f'"+f"(d[{i}])' for i in range(count))} : {", ".join(operands)}, "l"(db), "r"(k != 0));
+      : {", ".join(f'"+f"(d[{i}])' for i in range(count))} : {", ".join(operands)}, "l"(db), "r"((int)(k != 0)));
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     if (!(left_out & 2)) asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
   }}

@@ -1,4 +1,5 @@
 // Tiles of operands of wgmma, for test_emulated_tensor_cores.py.
+#include <cstdint>
 #include <cuda.h>
 #include <cuda_fp16.h>
 // A tile of `rows` rows in panels of `width` bytes; 8 rows of a panel with a swizzle make its pattern.
