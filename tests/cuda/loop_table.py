@@ -63,9 +63,9 @@ What the table says:
   its halves.
 * By ping-pong a tile of B is read in shared memory, and asked of the cache, for 64 rows and not for 128. That bounds
   the loop at four fifths inside of the multiprocessor and at two thirds of a cooperative one by the cache, ours as
-  CUTLASS's. What it hides is not part of the table: on an H200
-  a store of a cooperative tile costs some 12,000 cycles, of which ping-pong hides two fifths. So ping-pong is the default
-  up to a k of about 4096 ([measured](cuda_measured.md)).
+  CUTLASS's. What it hides is not part of the table: on an H200 a store of a cooperative tile costs some 12,000 cycles,
+  of which ping-pong hides two fifths. So ping-pong is the default up to a k of about 4096
+  ([measured](cuda_measured.md)).
 * On A100 a head size of 256 is bound by shared memory: each of eight warps reads all of K and V there for 16 rows.
 """
 

@@ -77,7 +77,7 @@ def _checked(status: int) -> None:
     from .device import take_failure
 
     if status:
-        raise EmulationError(take_failure() or f"CUDA error {status}")
+        raise EmulationError(("" if card.is_used() else take_failure()) or f"CUDA error {status}")
 
 
 class _Driver:
@@ -114,11 +114,9 @@ class _Driver:
 
     def _copy(self, to: Any, source: Any, size: int) -> None:
         if card.is_used():
-            _checked(
-                self.runtime.cudaMemcpy(
-                    ctypes.c_void_p(_address(to)), ctypes.c_void_p(_address(source)), ctypes.c_size_t(size), 4
-                )
-            )
+            ends = (ctypes.c_void_p(_address(pointer)) for pointer in (to, source))
+            _checked(self.runtime.cudaMemcpyAsync(*ends, ctypes.c_size_t(size), 4, None))
+            _checked(self.runtime.cudaStreamSynchronize(None))
         else:  # the emulation's memory is the host's
             ctypes.memmove(to, source, size)
 
