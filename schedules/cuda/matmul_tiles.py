@@ -365,7 +365,7 @@ class FewRowsTiles(Tiles):
 
     @classmethod
     def several(cls, problem: Shape, device: Device, rows: int) -> FewRowsTiles:
-        """Return the tiles for up to 16 or 32 rows: what an H200 is fastest with, or within 8 % of it.
+        """Return the tiles for up to 16 or 32 rows: what an H200 is fastest with, or within 5 % of it.
 
         16 warps keep enough on its way. Of 16 rows 8 warps with more ahead are faster where all blocks are one wave, or
         many; of 32 rows of two products they leave room for a second block.
