@@ -108,6 +108,7 @@ class RowKernel:
         self.lanes = cpu.lanes("float32")
         parameters = set(func.params) if parameters is None else parameters
         self.stored = parameters & {stage.output for stage in stages}
+        self.moved = moved_outputs(stages, parameters - self.stored)
         needed = [stage for stage in stages if stage.reduce or stage.output in self.stored]
         self.rank = shared_rank(needed, stages)
         while self.rank and any(stage.reduce and runs_across(stage, self.rank) for stage in stages):
@@ -129,7 +130,6 @@ class RowKernel:
         """Where the parameters are, as vectors of their elements."""
         self.inputs = {buffer: View(flat) for buffer, flat in memory.items() if buffer not in self.stored}
         self.outputs = {buffer: memory[buffer] for buffer in self.stored}
-        self.moved = moved_outputs(self.stages, self.inputs)
 
     def work(self) -> Expr:
         """Simple operations per row, roughly."""

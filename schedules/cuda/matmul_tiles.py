@@ -364,14 +364,17 @@ class FewRowsTiles(Tiles):
         return min((each.fitting(problem, device) for each in tiles), key=lambda each: each.estimate(many, device))
 
     @classmethod
-    def several(cls, problem: Shape, device: Device, rows: int) -> FewRowsTiles:
+    def several(cls, problem: Shape, device: Device, rows: int, is_quantized: bool) -> FewRowsTiles:
         """Return the tiles for up to 16 or 32 rows: what an H200 is fastest with, or within 5 % of it.
 
         16 warps keep enough on its way. Of 16 rows 8 warps with more ahead are faster where all blocks are one wave, or
-        many; of 32 rows of two products they leave room for a second block.
+        many; of 32 rows of two products they leave room for a second block. Quantized weights come in pieces of up to
+        four chunks, which have to be there at once.
         """
         each = (problem.batch or 1) * -(-(problem.columns or 1 << 20) // 16) / device.multiprocessors
-        if rows > 16:
+        if is_quantized:
+            tiles = FewRowsTiles(8, 4, rows)
+        elif rows > 16:
             tiles = FewRowsTiles(16 if problem.products == 1 else 8, 2, rows)
         elif problem.products == 1 and not 1.1 < each < 2.5:
             tiles = FewRowsTiles(8, 8, rows)

@@ -88,13 +88,13 @@ MODELS = {
 SIZES = [{"B": 2, "L": 3, "N": 5, "M": 2}, {"B": 1, "L": 1, "N": 0, "M": 3}, {"B": 0, "L": 0, "N": 0, "M": 0}]
 
 
-def measured(name: str) -> tuple[list[int], list[int], float]:
+def measured(name: str, target: str = TARGET) -> tuple[list[int], list[int], float]:
     """How many kernels each launch of a model is, how many launches a call has at each of SIZES, and how far results
     are from ONNX's own."""
     inputs, outputs, nodes, _ = MODELS[name]
     text = f'<ir_version: 12, opset_import: ["" : 24]> model ({inputs}) => ({outputs}) {{ {nodes} }}'
     proto, rng = onnx.parser.parse_model(text), np.random.default_rng(0)
-    model = lowering.compile(proto, TARGET, donate=[cache for cache in "kv" if f"next_{cache}" in outputs])
+    model = lowering.compile(proto, target, donate=[cache for cache in "kv" if f"next_{cache}" in outputs])
     counts, worst = [], 0.0
     for sizes in SIZES:
         shapes = {spec.name: [sizes.get(d, d) for d in spec.dims] for spec in model.inputs}
@@ -122,7 +122,7 @@ def test_launches(name: str) -> None:
 def joined_all_the_same(name: str) -> str:
     with mock.patch.object(join_launches._Group, "meets", lambda *_: False):
         try:
-            measured(name)
+            measured(name, "cuda:sm_80")  # whose kernels say by restricted pointers what they take for apart
         except lowering.InputError as error:
             return str(error.__cause__)
     return ""
@@ -131,7 +131,7 @@ def joined_all_the_same(name: str) -> str:
 @pytest.mark.no_gpu
 def test_kernels_that_depend_on_each_other_are_noticed_in_one_launch() -> None:
     name = "what a cache held is read before it is written"
-    assert "LAUNCH_FAILED" in emulated.run(joined_all_the_same, name, arch="sm_90a", timeout=500)
+    assert "LAUNCH_FAILED" in emulated.run(joined_all_the_same, name, arch="sm_80", timeout=500)
 
 
 def too_many_rows() -> tuple[int, str]:
