@@ -111,7 +111,7 @@ def many_rows() -> dict[str, list[Timing]]:
 
 
 def product_timings(kernel: str, kind: type, most: int) -> dict[str, list[Timing]]:
-    """Timings of products with at most so many rows, by shape."""
+    """Return timings of GEMMs with at most so many rows, by shape."""
     found: dict[str, list[Timing]] = {}
     for row in rows():
         if row["kernel"] == kernel and row["m"] <= most:

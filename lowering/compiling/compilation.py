@@ -41,7 +41,7 @@ from .interrupts import interrupts_kept
 from .objects import Kernels
 from .options import Options
 from .overflow import overflowing
-from .pipeline import Dump, lower
+from .pipeline import Dump, Lowered, lower
 
 
 @dataclass(frozen=True)
@@ -120,14 +120,7 @@ def compiled(model: ModelLike, options: Options, stand_in: Target | None = None,
         known = kernels if dump is None else None  # who looks inside wants to see all that is scheduled
         with progress.stage("lowering"):
             lowered = lower(imported, each, pairs, notes, dump, options.weights, choose, runs_on, products, known)
-        try:
-            libraries.append(build(lowered.module, runs_on, kernels))
-        except LoweringError:
-            raise
-        except Exception as error:
-            if type(error) is RuntimeError:  # an interrupt, which TVM turns into one (interrupts.py)
-                raise
-            raise code_failure(lowered.module, lowered.calls, runs_on) from error
+        libraries.append(_built(lowered, runs_on, kernels))
         unscheduled.append(lowered.unscheduled)
         if not each.architecture:
             notes += warnings(lowered.kernels, lowered.calls)
@@ -152,6 +145,18 @@ def compiled(model: ModelLike, options: Options, stand_in: Target | None = None,
         precision=options.precision,
     )
     return Compiled(manifest, tuple(libraries), lowered.weights, targets, tuple(unscheduled))
+
+
+def _built(lowered: Lowered, target: Target, kernels: Kernels) -> bytes:
+    """Return the library. Raises LoweringError, whose text names the nodes where code generation fails."""
+    try:
+        return build(lowered.module, target, kernels)
+    except LoweringError:
+        raise
+    except Exception as error:
+        if type(error) is RuntimeError:  # an interrupt, which TVM turns into one (interrupts.py)
+            raise
+        raise code_failure(lowered.module, lowered.calls, target) from error
 
 
 def _spec(port: Port) -> TensorSpec:

@@ -65,10 +65,9 @@ def tiles_of(found: list[Group], gpu: Device) -> dict[str, dict[str, Any]]:
     few: dict[str, Any] = {}
     if takes(found):
         few = {"rows": FewRowsTiles.default(together(found), gpu)}
-        is_quantized = any(b.codes is not None for _, _, bs in found for b in bs)
         for name, rows in (("sixteen", 16), ("several", 32)):
             if shape.rows is None or shape.rows > list(few.values())[-1].rows:
-                few[name] = FewRowsTiles.several(together(found), gpu, rows, is_quantized)
+                few[name] = FewRowsTiles.several(together(found), gpu, rows)
     # By a name of its own in TF32: what was tuned for one way to multiply says nothing of the others.
     kinds: dict[str, Any] = {"mma" if shape.dtype in HALF else shape.dtype: MatmulTiles}
     if gpu.generation == 90 and shape.dtype in HALF and all(_reaches(group) for group in found):

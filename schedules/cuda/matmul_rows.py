@@ -31,8 +31,8 @@ from .epilogue import HALF, Ends, Epilogue, row_of
 from .host import on_host
 from .matmul_tiles import FewRowsTiles
 from .normed_rows import NormedPieces, NormedRows
-from .pieces import Pieces, Ring, chunks_at_once
-from .products import Operand, Order, Products
+from .pieces import Pieces, Ring
+from .products import Operand, Order, Products, chunks_at_once
 from .ptx import WARP, fixed, put, registers, unrolled
 from .shared_tile import CHUNK
 
@@ -60,7 +60,7 @@ def matmul_rows(
     multiply the same A, one product each: blocks for one are behind those for the others. A may be made of `normed`, by
     every block for itself; the first one stores it, too."""
     rows = on_host(groups[0][0].rows)
-    shared = max(_shared_memory(tiles, products, bs) for products, _, bs in groups)
+    shared = max(tiles.shared_memory(products.shape) for products, *_ in groups)
     sizes = [on_host(tirx.ceildiv(products.columns, COLUMNS)) for products, *_ in groups]
     counts = [on_host(size * products.batch) for size, (products, *_) in zip(sizes, groups)]
     columns = [on_host(products.columns) for products, *_ in groups]
@@ -90,12 +90,6 @@ def matmul_rows(
                         emit(n + 1, fixed(first + counts[n].astype("int32")))
 
         emit(0, T.int32(0))
-
-
-def _shared_memory(tiles: FewRowsTiles, products: Products, bs: list[Operand]) -> int:
-    """Bytes of a block: of quantized weights a piece is there as a whole, however little is asked for ahead."""
-    places = tiles.places(products.shape.products, chunks_at_once(bs[0].codes))
-    return max(tiles.shared_memory(products.shape), 16 * tiles.threads * places)
 
 
 class _Columns:

@@ -286,7 +286,7 @@ class RowsTiming:
     """For blocks of 128 KiB of which a multiprocessor holds one at a time."""
 
 
-_FEW_ROWS_REGISTERS = 40
+_FEW_ROWS_REGISTERS = 40  # of a thread, for 8 rows and one GEMM: shared memory limits blocks before these do
 
 
 @dataclass(frozen=True)
@@ -333,7 +333,7 @@ class FewRowsTiles(Tiles):
         """Bytes per block: what is on its way, and in its place the warps' sums of 16 columns of each product, 20
         apart."""
         sums = 4 * self.warps * 20 * self.rows * shape.products
-        return max(16 * self.threads * self.places(shape.products, 1), sums)
+        return max(16 * self.threads * self.places(shape.products, shape.chunks), sums)
 
     def estimate(self, problem: Shape, device: Device, timing: RowsTiming = TIMING) -> float:
         """Reading B, which takes longer by what tiles waste of the rate of memory."""
@@ -364,15 +364,15 @@ class FewRowsTiles(Tiles):
         return min((each.fitting(problem, device) for each in tiles), key=lambda each: each.estimate(many, device))
 
     @classmethod
-    def several(cls, problem: Shape, device: Device, rows: int, is_quantized: bool) -> FewRowsTiles:
+    def several(cls, problem: Shape, device: Device, rows: int) -> FewRowsTiles:
         """Return the tiles for up to 16 or 32 rows: what an H200 is fastest with, or within 5 % of it.
 
         16 warps keep enough on its way. Of 16 rows 8 warps with more ahead are faster where all blocks are one wave, or
-        many; of 32 rows of two products they leave room for a second block. Quantized weights come in pieces of up to
+        many; of 32 rows of two GEMMs they leave room for a second block. Quantized weights come in pieces of up to
         four chunks, which have to be there at once.
         """
         each = (problem.batch or 1) * -(-(problem.columns or 1 << 20) // 16) / device.multiprocessors
-        if is_quantized:
+        if problem.chunks > 1:
             tiles = FewRowsTiles(8, 4, rows)
         elif rows > 16:
             tiles = FewRowsTiles(16 if problem.products == 1 else 8, 2, rows)

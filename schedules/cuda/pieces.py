@@ -12,7 +12,6 @@ from tvm import tirx
 
 from lowering.tensorir.expressions import Expr, substitute
 
-from ..reading.codes import Codes
 from . import ptx
 from .expansion import Expansion
 from .matmul_grid import Where
@@ -21,11 +20,6 @@ from .ptx import CHUNK_BYTES, fixed, put, registers, shared_memory
 from .tensor_types import TensorType
 
 WORDS = CHUNK_BYTES // 4
-
-
-def chunks_at_once(codes: Codes | None) -> int:
-    """How many chunks 16 bytes of a row have: one of elements, more of codes."""
-    return 16 // (16 if codes is None else codes.bits)
 
 
 class Ring:

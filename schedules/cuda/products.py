@@ -32,6 +32,11 @@ class Order(Enum):
     NONE = "nothing: elements are copied one by one"
 
 
+def chunks_at_once(codes: Codes | None) -> int:
+    """Return how many chunks of k 16 bytes of a row have: one of elements, more of quantized values."""
+    return 16 // (16 if codes is None else codes.bits)
+
+
 @dataclass(frozen=True)
 class Shape:
     """What tiles are chosen by. Sizes that are symbolic are None."""
@@ -44,6 +49,8 @@ class Shape:
     depth: int | None
     products: int
     """Whose sums are read together."""
+    chunks: int = 1
+    """Of k in 16 bytes of a row of B: more than one where B is quantized."""
 
     @property
     def type(self) -> TensorType:
@@ -88,7 +95,8 @@ class Products:
     def shape(self) -> Shape:
         sizes = (self.batch, self.rows, self.columns, self.depth)
         batch, rows, columns, depth = (size.value if isinstance(size, tirx.IntImm) else None for size in sizes)
-        return Shape(self.dtype, batch, rows, columns, depth, len(self.group.products))
+        chunks = chunks_at_once(self.group.products[0].codes)
+        return Shape(self.dtype, batch, rows, columns, depth, len(self.group.products), chunks)
 
     def is_weight(self, b: Operand) -> bool:
         """Whether no kernel of the model writes B."""

@@ -176,6 +176,20 @@ def test_nothing_can_be_left_out(rows: int, bits: int, redundant: list[str]) -> 
     assert [step.name for step in survivors(module, "main", arrays, right)] == redundant
 
 
+@pytest.mark.parametrize(("rows", "bits"), [(11, 4), (20, 4), (20, 8)])
+def test_a_piece_is_there_as_a_whole(rows: int, bits: int) -> None:
+    """However little tiles ask for ahead: 16 bytes of quantized values are several chunks of k."""
+    func, parts, w = function(rows, 512, 40, bits)
+    tiles = FewRowsTiles(4, 1, 16 if rows <= 16 else 32)
+    variant = variant_of(func, "sm_80")
+    assert tiles.shared_memory(variant.problem) >= 16 * tiles.threads * (2 + tiles.rows // 8 * 16 // bits)
+    x = np.random.default_rng(rows).standard_normal((rows, 512)).astype("float16")
+    kernels = {name: tiles for name in ("sixteen", "several") if name in variant.tiles}
+    module = emulated.module({"main": variant.make(**kernels)}, arch="sm_80")
+    y = module.call("main", [x, *parts, np.full((rows, 40), np.nan, "float16")])[-1]
+    np.testing.assert_allclose(y.astype("float64"), x.astype("float64") @ w, rtol=2e-3, atol=8e-2)
+
+
 @pytest.mark.no_gpu
 @pytest.mark.parametrize(
     ("arch", "bits", "rows"),

@@ -15,7 +15,7 @@ TYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
 GQA = {"q_heads": 32, "kv_heads": 8}
 
 SHORT = 512
-"""The largest depth of a matmul whose stores take as long as its products."""
+"""The largest depth of a matmul that stores as long as it multiplies."""
 
 DECODE_CHECKS = ((1, 1, 77), (3, 1, 1031), (2, 2, 333), (1, 1, 9000))
 """Batch, rows and keys: small and odd, and blocks that work through several tiles."""
@@ -69,7 +69,7 @@ def pairs(p: AttentionProblem, sizes: Sizes) -> int:
 
 
 def flops(p: AttentionProblem, sizes: Sizes) -> float:
-    """Of the two products."""
+    """Return the operations of both matmuls."""
     return 2.0 * (p.head_dim + p.v_head_dim) * pairs(p, sizes)
 
 
