@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 import pytest
+import sass
 from cuda_emulation import device
 from cuda_emulation.processes import environment
 from onnx import helper, numpy_helper
@@ -266,13 +267,15 @@ AUDITED = itertools.product(("norm and rotation", "bfloat16, more heads, no norm
 @pytest.mark.parametrize(("name", "arch"), thinned(AUDITED, 3))
 def test_machine_code(name: str, arch: str) -> None:
     """Nothing goes to memory that registers should hold; weights alone are asked for before earlier
-    kernels are done."""
+    kernels are done. From sm_100 on ptxas keeps a few numbers there that are of use around the loop."""
     manifest, functions = machine_code_of(CASES[name].model(), arch, donate=("cache_k", "cache_v"))
     (kernel,) = manifest.kernels
     assert kernel.schedule == "tailed_matmul"
     first = next(f for f in functions if f.name == f"{kernel.name}_kernel")
-    opcodes = [instruction.opcode for instruction in first.instructions]
-    assert "HMMA" in opcodes and not {"LDL", "STL"} & set(opcodes)
+    spills = [at for at, each in enumerate(first.instructions) if each.opcode in ("LDL", "STL")]
+    assert any(each.opcode == "HMMA" for each in first.instructions)
+    assert not {at for body in sass.multiplying(first) for at in body} & set(spills)
+    assert len(spills) <= (0 if arch in ("sm_80", "sm_90a") else 8)
     if arch != "sm_80":
         assert early_launch.prefetches(first) and not early_launch.faults(first)
 
