@@ -65,10 +65,12 @@ def _prefill(dtype: str, dim: int) -> Parts:
     cases: list[Case] = []
     for kind, window in (("full", None), ("causal", CAUSAL)):
         p, name = attention_problem(dtype, dim, window=window), f"{dtype} D{dim} {kind}"
-        kernels += [attention_kernel(name, contender, p, _CHECKS) for contender in ("wgmma", "mma")]
+        contenders = ("wgmma", "mma") if (dtype, dim) == ("f16", 128) else ("wgmma",)
+        kernels += [attention_kernel(name, contender, p, _CHECKS) for contender in contenders]
         for length in LENGTHS:
             sizes = Sizes(TOKENS // length, length, length)
-            cases.append(_contest(f"{name} S{length}", "prefill", p, sizes, name, _bars(dtype, dim, kind)))
+            names = tuple(f"{contender} {name}" for contender in contenders)
+            cases.append(_contest(f"{name} S{length}", "prefill", p, sizes, names, _bars(dtype, dim, kind)))
     return kernels, cases
 
 
@@ -79,10 +81,11 @@ def _bars(dtype: str, dim: int, kind: str) -> tuple[Bar, ...]:
     return (*first, Bar("wgmma", ratio=1.0))
 
 
-def _contest(name: str, group: str, p: AttentionProblem, sizes: Sizes, kernel: str, bars: tuple[Bar, ...] = ()) -> Case:
-    """Both kernels for many query rows. FlexAttention, slow to compile, has its turn where rules differ or D is 128."""
+def _contest(
+    name: str, group: str, p: AttentionProblem, sizes: Sizes, kernels: tuple[str, ...], bars: tuple[Bar, ...] = ()
+) -> Case:
+    """Kernels for many query rows. FlexAttention, slow to compile, has its turn where rules differ or D is 128."""
     flex = group != "prefill" or (p.head_dim == 128 and p.dtype == "float16")
-    kernels = (f"wgmma {kernel}", f"mma {kernel}")
     return Case(name, group, kernels, _peers(p, sizes, flex), sizes, flops(p, sizes), "FLOP", bars)
 
 
@@ -101,8 +104,8 @@ def _variants() -> Parts:
     kernels: list[Kernel] = []
     cases: list[Case] = []
     for name, (p, sizes) in found.items():
-        kernels += [attention_kernel(name, contender, p, _CHECKS) for contender in ("wgmma", "mma")]
-        cases.append(_contest(f"{name} S{sizes.q_len}", "variants", p, sizes, name))
+        kernels.append(attention_kernel(name, "wgmma", p, _CHECKS))
+        cases.append(_contest(f"{name} S{sizes.q_len}", "variants", p, sizes, (f"wgmma {name}",)))
     return kernels, cases
 
 
@@ -140,8 +143,9 @@ def _matmuls() -> Parts:
         in one, as few rows have one kernel for all."""
         p = matmul_of(TYPES[dtype], n, k, transposed=form[0], epilogue=form[1])
         full = f"matmul {dtype} {name}"
-        kernels.extend(matmul_kernel(full, contender, p) for contender in ("wgmma", "mma"))
-        names = tuple(kernel.name for kernel in kernels[-2:])
+        contenders = ("wgmma", "mma") if "odd" in name or "8192" in name else ("wgmma",)
+        kernels.extend(matmul_kernel(full, contender, p) for contender in contenders)
+        names = tuple(kernel.name for kernel in kernels[-len(contenders) :])
         peers = ("cublas", "compiled") if form[1] == "gate" else ("cublas",)
         moved = 2.0 * len(p.factors) * n * k
         for m in rows.get("many", ()):
