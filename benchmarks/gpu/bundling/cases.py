@@ -143,7 +143,7 @@ def _matmuls() -> Parts:
         in one, as few rows have one kernel for all."""
         p = matmul_of(TYPES[dtype], n, k, transposed=form[0], epilogue=form[1])
         full = f"matmul {dtype} {name}"
-        contenders = ("wgmma", "mma") if "odd" in name or "8192" in name else ("wgmma",)
+        contenders = ("wgmma", "mma") if name == "8192" else ("wgmma",)
         kernels.extend(matmul_kernel(full, contender, p) for contender in contenders)
         names = tuple(kernel.name for kernel in kernels[-len(contenders) :])
         peers = ("cublas", "compiled") if form[1] == "gate" else ("cublas",)
