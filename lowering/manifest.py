@@ -15,7 +15,7 @@ from typing import Any
 
 from .records import decode
 
-FORMAT = 6
+FORMAT = 7
 FILE, CODE, WEIGHTS, HEADER, HOST = "manifest.json", "model.so", "weights.bin", "model.h", "host.hpp"
 SIGNATURE = "manifest.sig"
 SYMBOL = "__tvm_ffi_"  # in front of the names of functions in a library
@@ -73,6 +73,25 @@ class SlotCaches:
 
 
 @dataclass(frozen=True)
+class DecoderSpec:
+    """What `Model.decoder()` keeps between the calls of a model, and which inputs it fills.
+
+    capacity is the largest number of tokens of a sequence. ids, mask and positions name inputs, "" where there is none.
+    states maps each input that holds a state of a fixed size to the output that is its next value. starts names the
+    input, int [B], of the slots that new rows go to, and ends that of the slots that count from then on, for models that
+    write their caches with TensorScatter; both are "" for others.
+    """
+
+    capacity: int
+    ids: str
+    mask: str
+    positions: str
+    states: dict[str, str]
+    starts: str
+    ends: str
+
+
+@dataclass(frozen=True)
 class KernelSpec:
     """One compiled function, for those who measure it.
 
@@ -104,16 +123,26 @@ CACHE, SCALE = "kv_cache", "kv_cache_scale"
 
 
 @dataclass(frozen=True)
-class ServedCache:
-    """The paged cache of a decoder that was compiled with `serve`: kv_cache [blocks, layers, 2, kv_heads,
-    tokens_per_block, head_dim] of dtype, and if scales is not 0 kv_cache_scale with so many float32 in place of
-    head_dim. A request has at most `context` tokens; `ids` is the input of the packed tokens [1, N]."""
+class CachePool:
+    """Keys and values of the layers with so many heads of that size: the input name [blocks, layers, 2, kv_heads,
+    tokens_per_block, head_dim], and the input of its scales, "" where it has none."""
 
-    context: int
-    tokens_per_block: int
+    name: str
+    scale: str
     layers: int
     kv_heads: int
     head_dim: int
+
+
+@dataclass(frozen=True)
+class ServedCache:
+    """The paged cache of a decoder that was compiled with `serve`: pools of one dtype, of which a block has the same
+    tokens in each. If scales is not 0 a pool has so many float32 scales in place of head_dim. A request has at most
+    `context` tokens; `ids` is the input of the packed tokens [1, N]."""
+
+    context: int
+    tokens_per_block: int
+    pools: tuple[CachePool, ...]
     dtype: str
     scales: int
     ids: str
@@ -158,6 +187,7 @@ class Manifest:
     kernels: tuple[KernelSpec, ...] = ()
     calls: tuple[CallSpec, ...] = ()  # in the order of execution
     slots: SlotCaches | None = None  # with static_cache: then `donated` holds the caches
+    decoder: DecoderSpec | None = None
     served: ServedCache | None = None  # with serve, likewise
     scheme: str | None = None
     precision: str | None = None

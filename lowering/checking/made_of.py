@@ -47,12 +47,19 @@ def _of_served(manifest: Manifest, served: ServedCache, model: ir.Model) -> Iter
     if output != first:
         yield f"its output is '{output}', and the model's first one '{first}'"
     pasts = [shape for value in theirs.values() if (shape := value.shape) is not None and len(shape) == 4]
-    if len(pasts) != 2 * served.layers:
-        yield f"it keeps keys and values of {served.layers} layers, and the model has {len(pasts)} inputs of a past"
+    kept = {(pool.kv_heads, pool.head_dim) for pool in served.pools}
     for shape in pasts:
-        if (shape[1], shape[3]) != (served.kv_heads, served.head_dim):
-            kept = f"[batch,{served.kv_heads},length,{served.head_dim}]"
-            yield f"it was made for pasts {kept}, and the model has one of {shape}"
+        if not any(shape[1] == heads and _is_at_most(shape[3], size) for heads, size in kept):
+            caches = " or ".join(f"[batch,{heads},length,{size}]" for heads, size in sorted(kept))
+            yield f"it was made for pasts {caches}, and the model has one of {shape}"
+    layers = sum(pool.layers for pool in served.pools)
+    if len(pasts) != 2 * layers:
+        yield f"it keeps keys and values of {layers} layers, and the model has {len(pasts)} inputs of a past"
+
+
+def _is_at_most(size: object, limit: int) -> bool:
+    """Values may be shorter than keys, with which they share a pool."""
+    return isinstance(size, int) and size <= limit
 
 
 def _fits(spec: TensorSpec, shape: ir.Shape | None) -> bool:

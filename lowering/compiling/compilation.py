@@ -17,18 +17,20 @@ from tvm import tirx
 from ..choices import TF32
 from ..errors import InputError, LoweringError
 from ..fusion import fuse
+from ..graph.cache_forms import unify_caches
 from ..graph.compressed_tables import compress_tables
 from ..graph.declared_sizes import ranges, with_sizes
 from ..graph.donation import donated_pairs
+from ..graph.kept_caches import keep_caches
 from ..graph.model import ModelLike, load_model
 from ..graph.paged_decoder import batch_of, serve_decoder
 from ..graph.precision import use_precision
-from ..graph.static_cache import LENGTH, use_static_caches
+from ..graph.static_cache import LENGTH
 from ..graph.written_inputs import name_written_inputs
 from ..importing.imported import Port
 from ..importing.importer import import_model
 from ..importing.values import storage_dtype
-from ..manifest import Manifest, SlotCaches, TensorSpec
+from ..manifest import Manifest, TensorSpec
 from ..profiling.expected import warnings
 from ..target import Target, resolve
 from ..tuning.lookup import Records
@@ -82,6 +84,9 @@ def compiled(model: ModelLike, options: Options, stand_in: Target | None = None,
     notes: list[str] = []
     with progress.stage("fusing"):
         fused = fuse(loaded)
+    if options.serve is not None or options.static_cache is not None:
+        fused = fused.clone() if fused is loaded else fused
+        unify_caches(fused)
     if options.precision is not None and products is None:
         fused = fused.clone() if fused is loaded else fused
         linker = options.cc if options.target == "cpu" else None  # calls run here
@@ -91,17 +96,16 @@ def compiled(model: ModelLike, options: Options, stand_in: Target | None = None,
     if options.weights is not None:
         fused = fused.clone() if fused is loaded else fused
         notes += filter(None, [compress_tables(fused, options.weights)])
-    slots = served = None
+    served = None
     if options.serve is not None:
         fused = fused.clone() if fused is loaded else fused
         decoder = serve_decoder(fused, options.serve)
         donated |= decoder.donated
         served = decoder.cache
-    if options.static_cache is not None:
-        fused = fused.clone() if fused is loaded else fused
-        static = use_static_caches(fused, options.static_cache)
-        donated |= static.caches
-        slots = SlotCaches(options.static_cache, LENGTH, static.tokens)
+    fused = fused.clone() if fused is loaded and options.static_cache is not None else fused
+    kept = keep_caches(fused, options.static_cache, donated)
+    donated |= kept.donated
+    slots = kept.slots
     if dump is not None:
         dump("fused", fused)
     legal = ranges(dims, fused)
@@ -140,6 +144,7 @@ def compiled(model: ModelLike, options: Options, stand_in: Target | None = None,
         kernels=lowered.kernels,
         calls=lowered.calls,
         slots=slots,
+        decoder=kept.decoder,
         served=served,
         scheme=options.weights,
         precision=options.precision,

@@ -10,6 +10,8 @@ import numpy as np
 import onnx_ir as ir
 
 from ..errors import ModelError
+from ..fusion.matching import attribute
+from .cache_forms import MASK
 from .positions import Positions
 
 # Contexts of which all is looked at in one piece; contexts of which all tokens are looked at, and of longer ones in so
@@ -44,29 +46,74 @@ class Pattern:
         return np.where(seen, added, np.float32(-np.inf))
 
 
-def patterns_of(positions: Positions, masks: Sequence[ir.Value], context: int) -> dict[ir.Value, Pattern]:
-    """What each mask [1, heads or 1, S, P + S] says of tokens up to the context.
+def patterns_of(positions: Positions, attentions: Sequence[ir.Node], context: int) -> dict[ir.Node, Pattern]:
+    """What each Attention shows its tokens, up to the context.
 
-    All tokens are looked at, but some of contexts longer than 16384. Raises ModelError for a mask without a pattern, or
-    that depends on more than positions.
+    That is what its mask [1, heads or 1, S, P + S] says, if it has one, and is_causal and windows that end with a
+    token's own position. All tokens are looked at, but some of contexts longer than 16384. Raises ModelError for what
+    follows no pattern, or depends on more than positions.
     """
+    visible = [Visible.of(node) for node in attentions]
+    distinct = list(dict.fromkeys(visible))
     new = context if context <= _WHOLE else _FEWEST
-    found: dict[ir.Value, Pattern] = {}
-    for mask, array in zip(masks, positions.at(masks, context - new, new)):
-        pattern = pattern_of(_by_head(array), context - new)
+    found: dict[Visible, Pattern] = {}
+    for each, array in zip(distinct, _shown(positions, distinct, context - new, new)):
+        pattern = pattern_of(array, context - new)
         if pattern is None:
             raise ModelError(
-                f"serve: mask '{mask.name}' follows no rule that is known for up to {context} tokens: each sees itself "
-                "and earlier ones, all or the last so many, with something added by key or by distance."
+                f"serve: {each} follows no rule that is known for up to {context} tokens: each sees itself and earlier "
+                "ones, all or the last so many, with something added by key or by distance."
             )
-        found[mask] = pattern
+        found[each] = pattern
     tokens = max(_FEWEST, _ELEMENTS // context)
     for past in range(0, context, tokens if context <= _ALL else context // _SOME):
-        arrays = positions.at(masks, past, min(tokens, context - past))
-        wrong = next((m for m, a in zip(masks, arrays) if not follows(found[m], _by_head(a), past)), None)
+        arrays = _shown(positions, distinct, past, min(tokens, context - past))
+        wrong = next((each for each, a in zip(distinct, arrays) if not follows(found[each], a, past)), None)
         if wrong is not None:
-            raise ModelError(f"serve: what mask '{wrong.name}' hides from a token depends on more than its position.")
-    return found
+            raise ModelError(f"serve: what {wrong} hides from a token depends on more than its position.")
+    return {node: found[each] for node, each in zip(attentions, visible)}
+
+
+@dataclass(frozen=True)
+class Visible:
+    """What says which keys a token of an Attention sees. Sides are windows that end with its own position."""
+
+    mask: ir.Value | None
+    causal: bool
+    left: int
+    right: int
+
+    @classmethod
+    def of(cls, node: ir.Node) -> Visible:
+        mask = node.inputs[MASK] if len(node.inputs) > MASK else None
+        sides = [int(attribute(node, f"{side}_window_size", -1)) for side in ("left", "right")]
+        return Visible(mask, attribute(node, "is_causal", 0) == 1, *sides)
+
+    def __str__(self) -> str:
+        return "the causal mask" if self.mask is None else f"mask '{self.mask.name}'"
+
+    def shown(self, mask: np.ndarray | None, past: int, new: int) -> np.ndarray:
+        """The mask [heads or 1, new, past + new], bool or added, with what the attributes hide."""
+        distance = np.arange(past, past + new)[:, None] - np.arange(past + new)[None, :]
+        seen = np.ones_like(distance, bool)
+        if self.causal or self.right >= 0:
+            seen &= distance >= (0 if self.causal else -self.right)
+        if self.left >= 0:
+            seen &= distance <= self.left
+        if mask is None:
+            return seen[None]
+        by_head = _by_head(mask)
+        if by_head.shape[-1] < past + new:
+            raise ModelError(f"serve: {self} has {by_head.shape[-1]} keys, and attention has {past + new}.")
+        if seen.all():
+            return by_head
+        return np.where(seen, as_bias(by_head), np.float32(-np.inf)) if by_head.dtype != bool else seen & by_head
+
+
+def _shown(positions: Positions, visible: Sequence[Visible], past: int, new: int) -> list[np.ndarray]:
+    masks = list(dict.fromkeys(each.mask for each in visible if each.mask is not None))
+    arrays = dict(zip(masks, positions.at(masks, past, new))) if masks else {}
+    return [each.shown(None if each.mask is None else arrays[each.mask], past, new) for each in visible]
 
 
 def _by_head(mask: np.ndarray) -> np.ndarray:

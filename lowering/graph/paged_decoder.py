@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir as ir
@@ -21,13 +21,14 @@ from onnx_ir.passes import common
 from ..errors import InputError, ModelError
 from ..fusion.matching import Rewrite, Size, attribute, dims, is_op, numbers, operand
 from ..fusion.sizes import InferSizesPass
-from ..manifest import BLOCK_TABLE, CACHE, PAST_LENGTHS, ROW_STARTS, SCALE, ServedCache
+from ..manifest import BLOCK_TABLE, CACHE, PAST_LENGTHS, ROW_STARTS, SCALE, CachePool, ServedCache
+from .cache_forms import MASK, NONPAD, counts_all_keys, grows
 from .legality import OWN_DOMAIN
 from .mask_patterns import Pattern, patterns_of
 from .positions import Positions, rows_by_position
+from .roles import Roles, find_roles
 from .row_wise import check_row_wise, row_axis
 from .serve import Serve
-from .static_cache import grows
 
 _K, _V, _MASK = 1, 2, 3  # inputs of Attention
 
@@ -43,19 +44,26 @@ class Served:
 def batch_of(model: ir.Model, serve: Serve) -> str | None:
     """The name of the batch dimension, None if it is 1. Raises InputError where there are no such token ids, ModelError
     for a decoder of another form."""
-    ids = next((value for value in model.graph.inputs if value.name == serve.ids), None)
-    if ids is None or len(dims(ids)) != 2:
-        names = ", ".join(str(value.name) for value in model.graph.inputs)
-        raise InputError(
-            f"serve: there is no input '{serve.ids}' [batch, tokens] for token ids. The inputs are {names}."
-        )
+    ids = _roles(model, serve)[0]
     batch, tokens = dims(ids)
     if isinstance(tokens, int) or (isinstance(batch, int) and batch != 1):
         raise ModelError(
-            f"serve: '{serve.ids}' is {[str(batch), str(tokens)]}: export the model with any number of tokens, and "
+            f"serve: '{ids.name}' is {[str(batch), str(tokens)]}: export the model with any number of tokens, and "
             "with any number of sequences or with one."
         )
     return None if isinstance(batch, int) else batch.value
+
+
+def _roles(model: ir.Model, serve: Serve) -> tuple[ir.Value, ir.Value | None, ir.Value | None]:
+    """The inputs of token ids, of the mask and of positions."""
+    inputs = {value.name: value for value in model.graph.inputs}
+    caches = [str(name) for name, value in inputs.items() if len(dims(value)) > 3]
+    roles = find_roles(model, Roles(serve.ids, serve.mask, serve.positions), caches)
+    ids = inputs.get(roles.ids)
+    if ids is None or len(dims(ids)) != 2:
+        names = ", ".join(str(name) for name in inputs)
+        raise InputError(f"serve: no input [batch, tokens] is known to hold token ids. Name it: `ids`. They are {names}.")
+    return ids, inputs.get(roles.mask), inputs.get(roles.positions)
 
 
 def serve_decoder(model: ir.Model, serve: Serve) -> Served:
@@ -65,11 +73,21 @@ def serve_decoder(model: ir.Model, serve: Serve) -> Served:
     positions, readers = decoder.positions, [n for n in model.graph if decoder.positions.of_data(n)]
     others = [node for node in readers if node not in decoder.attentions and node not in decoder.grown]
     check_row_wise(others, decoder.tokens)
-    masks = list(dict.fromkeys(operand(node, _MASK) for node in decoder.attentions))
-    patterns = patterns_of(positions, masks, serve.context)
-    read = dict.fromkeys(v for node in others for v in node.inputs if v is not None and v in positions)
+    patterns = patterns_of(positions, decoder.attentions, serve.context)
+    read = dict.fromkeys(v for node in others for v in node.inputs if v is not None and positions.varies(v))
     rows = rows_by_position(positions, list(read), serve.context)
     return _Rewriting(model, decoder, serve.context).run(patterns, rows)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Where keys and values of an attention are: in the pool of that shape (heads, size), at that place. Values are
+    `v_size` long, and padded to the size of keys. Of attentions that share a layer the first one writes."""
+
+    shape: tuple[int, int]
+    place: int
+    v_size: int
+    writes: bool
 
 
 @dataclass(frozen=True)
@@ -83,69 +101,107 @@ class _Decoder:
     dropped: list[ir.Value]
     grown: list[ir.Node]
     attentions: list[ir.Node]
+    layers: dict[ir.Node, _Layer]
     positions: Positions
     cache: ServedCache
     cache_type: ir.DataType
 
 
 def _decoder_of(model: ir.Model, serve: Serve) -> _Decoder:
-    graph = model.graph
-    inputs = {value.name: value for value in graph.inputs}
-    ids, mask, position_ids = inputs[serve.ids], inputs.get(serve.mask), inputs.get(serve.positions)
-    grown = [node for node in graph if grows(node)]
+    ids, mask, position_ids = _roles(model, serve)
+    grown = [node for node in model.graph if grows(node)]
     if not grown:
         raise ModelError(
-            "serve: no output of the model is the Concat of a past input [batch, heads, length, size] and new rows "
-            "along axis 2. Export the model with past_key_values as inputs and outputs."
+            "serve: no output of the model is a past input [batch, heads, length, size] with new rows behind it, joined "
+            "by Concat or by an attention operator. Export the model with past_key_values as inputs and outputs."
         )
     pasts = [operand(node, 0) for node in grown]
     dropped = [value for value in (*pasts, mask, position_ids) if value is not None]
-    others = [value.name for value in graph.inputs if value is not ids and value not in dropped]
+    others = [value.name for value in model.graph.inputs if value is not ids and value not in dropped]
     if others:
         raise ModelError(f"serve: the model has an input '{others[0]}' beside tokens, mask, positions and caches.")
-    shapes = {(dims(past)[1], dims(past)[3]) for past in pasts}
-    shape = numbers(shapes.pop()) if len(shapes) == 1 else None
-    element = pasts[0].dtype
-    if shape is None or element is None:
-        raise ModelError("serve: the caches of the layers differ in their heads or their size, or do not tell it.")
     positions = Positions(model, ids, mask, position_ids, pasts)
-    attentions = [node for node in graph if is_op(node, "Attention") and positions.of_data(node)]
+    attentions = [node for node in model.graph if is_op(node, "Attention") and positions.of_data(node)]
     for node in attentions:
         _check_attention(node, grown, positions)
     read = {operand(node, k).producer() for node in attentions for k in (_K, _V)}
-    if len(grown) != 2 * len(attentions) or read != {*grown}:
-        raise ModelError("serve: the model's caches are not each read by one attention, as its keys or its values.")
-    codes = serve.cache == "int8"
-    cache_type = ir.DataType.INT8 if codes else element
+    if read != {*grown}:
+        raise ModelError("serve: the model's caches are not each read by attention, as its keys or its values.")
+    element = pasts[0].dtype
+    if element is None or any(past.dtype != element for past in pasts):
+        raise ModelError("serve: the caches of the layers have several types, or do not tell it.")
+    is_int8 = serve.cache == "int8"
+    cache_type = ir.DataType.INT8 if is_int8 else element
+    layers = _layers_of(attentions)
     cache = ServedCache(
         context=serve.context,
         tokens_per_block=serve.tokens_per_block,
-        layers=len(attentions),
-        kv_heads=shape[0],
-        head_dim=shape[1],
+        pools=_pools_of(layers, is_int8),
         dtype=cache_type.numpy().name,
-        scales=1 if codes else 0,
-        ids=serve.ids,
+        scales=1 if is_int8 else 0,
+        ids=str(ids.name),
     )
-    return _Decoder(ids, dims(ids)[1], position_ids, dropped, grown, attentions, positions, cache, cache_type)
+    return _Decoder(ids, dims(ids)[1], position_ids, dropped, grown, attentions, layers, positions, cache, cache_type)
+
+
+def _layers_of(attentions: list[ir.Node]) -> dict[ir.Node, _Layer]:
+    """Return where each attention keeps its keys and values. Those that read the same ones share a layer."""
+    layers: dict[tuple[ir.Value, ir.Value], _Layer] = {}
+    counts: dict[tuple[int, int], int] = {}
+    found: dict[ir.Node, _Layer] = {}
+    for node in attentions:
+        k, v = operand(node, _K), operand(node, _V)
+        sizes = numbers((dims(k)[1], dims(v)[1], dims(k)[3], dims(v)[3]))
+        if sizes is None or sizes[0] != sizes[1]:
+            raise ModelError(f"serve: node '{node.name}' (Attention) does not tell the heads or sizes of its caches.")
+        shape = sizes[0], max(sizes[2:])
+        owns = (k, v) not in layers
+        if owns:
+            place = counts.get(shape, 0)
+            counts[shape] = place + 1
+            layers[k, v] = _Layer(shape, place, sizes[3], True)
+        found[node] = layers[k, v] if owns else replace(layers[k, v], writes=False)
+    return found
+
+
+def _pools_of(layers: dict[ir.Node, _Layer], is_int8: bool) -> tuple[CachePool, ...]:
+    pools = []
+    for number, shape in enumerate(dict.fromkeys(layer.shape for layer in layers.values())):
+        suffix = f"_{number}" if number else ""
+        count = 1 + max(layer.place for layer in layers.values() if layer.shape == shape)
+        pools.append(CachePool(f"{CACHE}{suffix}", f"{SCALE}{suffix}" if is_int8 else "", count, *shape))
+    return tuple(pools)
 
 
 def _check_attention(node: ir.Node, grown: list[ir.Node], positions: Positions) -> None:
     ours = all(operand(node, k).producer() in grown for k in (_K, _V))
-    more = any(value is not None for value in node.inputs[_MASK + 1 :])
+    is_behind_past = counts_all_keys(node)
+    more = [v for k, v in enumerate(node.inputs) if k > MASK and not (k == NONPAD and is_behind_past)]
     extra = any(value.uses() or value.is_graph_output() for value in node.outputs[1:])
-    sided = any(attribute(node, f"{side}_window_size", -1) != -1 for side in ("left", "right"))
-    if not ours or more or extra or sided or attribute(node, "is_causal", 0):
+    is_sided = any(attribute(node, f"{side}_window_size", -1) != -1 for side in ("left", "right"))
+    is_aligned = is_sided or attribute(node, "is_causal", 0)
+    if not ours or any(value is not None for value in more) or extra or (is_aligned and not is_behind_past):
         raise ModelError(
             f"serve: node '{node.name}' (Attention) is not over one growing cache of keys and one of values, with all "
-            "that it may see said by its mask."
+            "that it may see said by its mask, or by is_causal and windows that end with the newest token."
         )
-    mask = node.inputs[_MASK] if len(node.inputs) > _MASK else None
-    if mask is None or mask not in positions:
+    mask = node.inputs[MASK] if len(node.inputs) > MASK else None
+    if mask is not None and mask not in positions:
+        raise ModelError(f"serve: node '{node.name}' (Attention) has a mask made of data, not of positions.")
+    if mask is None and not attribute(node, "is_causal", 0):
         raise ModelError(
-            f"serve: node '{node.name}' (Attention) has {'no mask' if mask is None else 'a mask made of data'}: its "
-            "tokens would see later ones of their request."
+            f"serve: node '{node.name}' (Attention) has no mask: its tokens would see later ones of their request."
         )
+
+
+@dataclass
+class _Pool:
+    """A pool, the tables of its blocks, and its arrays behind the attentions so far."""
+
+    spec: CachePool
+    tables: list[ir.Value]
+    kv: ir.Value
+    scale: ir.Value | None
 
 
 class _Rewriting:
@@ -155,21 +211,29 @@ class _Rewriting:
         self.model, self.graph, self.decoder, self.context = model, model.graph, decoder, context
         cache, int64 = decoder.cache, ir.DataType.INT64
         requests, columns, blocks = (ir.SymbolicDim(name) for name in ("requests", "columns", "blocks"))
-        front: list[Size] = [blocks, cache.layers, 2, cache.kv_heads, cache.tokens_per_block]
         tables = {ROW_STARTS: [ir.SymbolicDim("row_starts_0")], PAST_LENGTHS: [requests]}
         tables |= {BLOCK_TABLE: [requests, columns]}
-        given = [self.input(name, int64, shape) for name, shape in tables.items()]
-        self.kv = self.input(CACHE, decoder.cache_type, [*front, cache.head_dim])
-        self.scale = self.input(SCALE, ir.DataType.FLOAT, [*front, cache.scales]) if cache.scales else None
+        self.given = [self.input(name, int64, shape) for name, shape in tables.items()]
+        self.pools = {}
+        for pool in cache.pools:
+            front: list[Size] = [blocks, pool.layers, 2, pool.kv_heads, cache.tokens_per_block]
+            kv = self.input(pool.name, decoder.cache_type, [*front, pool.head_dim])
+            scale = self.input(pool.scale, ir.DataType.FLOAT, [*front, cache.scales]) if pool.scale else None
+            self.pools[pool.kv_heads, pool.head_dim] = _Pool(pool, self.packed(pool, kv), kv, scale)
+        self.token_positions, self.last_rows, *_ = self.pools[cache.pools[0].kv_heads, cache.pools[0].head_dim].tables
+
+    def packed(self, pool: CachePool, kv: ir.Value) -> list[ir.Value]:
+        """What PackedRequests makes of the tables for a pool."""
+        name = "packed_requests" + pool.name.removeprefix(CACHE)
         packed = ir.node(
-            "PackedRequests", [decoder.ids, *given, self.kv], {"context": context}, domain=OWN_DOMAIN, num_outputs=9,
-            name="packed_requests",
+            "PackedRequests", [self.decoder.ids, *self.given, kv], {"context": self.context}, domain=OWN_DOMAIN,
+            num_outputs=9, name=name,
         )  # fmt: skip
         for output in packed.outputs:
-            output.type = ir.TensorType(int64)
+            output.type = ir.TensorType(ir.DataType.INT64)
         self.graph.insert_before(next(iter(self.graph)), packed)
-        self.token_positions, self.last_rows, *self.tables = packed.outputs
-        self.token_positions.shape = ir.Shape([decoder.tokens])
+        packed.outputs[0].shape = ir.Shape([self.decoder.tokens])
+        return list(packed.outputs)
 
     def input(self, name: str, dtype: ir.DataType, shape: Sequence[Size]) -> ir.Value:
         if any(value.name == name for value in self.graph.inputs):
@@ -178,14 +242,17 @@ class _Rewriting:
         self.graph.inputs.append(value)
         return value
 
-    def run(self, patterns: dict[ir.Value, Pattern], rows: dict[ir.Value, tuple[np.ndarray, int]]) -> Served:
-        kv, scale = self.kv, self.scale
-        for layer, node in enumerate(self.decoder.attentions):
-            kv, scale = self.serve_attention(node, layer, patterns[operand(node, _MASK)], kv, scale)
+    def run(self, patterns: dict[ir.Node, Pattern], rows: dict[ir.Value, tuple[np.ndarray, int]]) -> Served:
+        for node in self.decoder.attentions:
+            self.serve_attention(node, patterns[node])
         for value, (table, axis) in rows.items():
             self.look_up(value, table, axis)
         self.fix_sizes()
-        updated = {CACHE: kv} | ({SCALE: scale} if scale is not None else {})
+        updated = {}
+        for pool in self.pools.values():
+            updated[pool.spec.name] = pool.kv
+            if pool.scale is not None:
+                updated[pool.spec.scale] = pool.scale
         donated = {name: f"{name}_updated" for name in updated}
         for name, value in updated.items():
             value.name = donated[name]
@@ -198,27 +265,33 @@ class _Rewriting:
         self.model.opset_imports[OWN_DOMAIN] = 1
         return Served(self.decoder.cache, donated)
 
-    def serve_attention(
-        self, node: ir.Node, layer: int, pattern: Pattern, kv: ir.Value, scale: ir.Value | None
-    ) -> tuple[ir.Value, ir.Value | None]:
-        """ServedAttention in place of the node; answers with the cache and its scales behind it."""
+    def serve_attention(self, node: ir.Node, pattern: Pattern) -> None:
+        """Put ServedAttention in place of the node, behind which its pool holds the new keys and values."""
+        layer = self.decoder.layers[node]
+        pool, q = self.pools[layer.shape], operand(node, 0)
+        size, q_size = layer.shape[1], dims(operand(node, _K))[3]
+        assert isinstance(q_size, int)
         attributes: dict[str, float | int | str] = {
-            "scale": attribute(node, "scale", 1 / math.sqrt(self.decoder.cache.head_dim)),
-            "softcap": attribute(node, "softcap", 0.0), "layer": layer, "context": self.context,
+            "scale": attribute(node, "scale", 1 / math.sqrt(q_size)), "softcap": attribute(node, "softcap", 0.0),
+            "layer": layer.place, "context": self.context, "writes": int(layer.writes),
             "left_window_size": -1 if pattern.left is None else pattern.left,
         }  # fmt: skip
         new, bias = Rewrite(node), None
         if pattern.bias is not None:
             bias, attributes["bias_by"] = new.constant(pattern.bias, ir.DataType.FLOAT), pattern.by
-        inputs = [operand(node, 0), _new_rows(node, _K), _new_rows(node, _V), *self.tables, kv, scale, bias]
+        rows = [_padded(new, x, size) for x in (q, _new_rows(node, _K), _new_rows(node, _V))]
+        inputs = [*rows, *pool.tables[2:], pool.kv, pool.scale, bias]
         served = ir.node("ServedAttention", inputs, attributes, domain=OWN_DOMAIN, num_outputs=3, name=node.name)
         new.nodes.append(served)
         y, after, scales = served.outputs
-        for output, source in ((y, node.outputs[0]), (after, kv), (scales, scale)):
+        for output, source in ((y, rows[0]), (after, pool.kv), (scales, pool.scale)):
             if source is not None:
                 output.type, output.shape = source.type, source.shape
+        if layer.v_size != size:
+            bounds = [new.integers(0), new.integers(layer.v_size), new.integers(-1)]
+            y = new.emit("Slice", [y, *bounds], shape=dims(node.outputs[0]))
         new.replace([node], node.outputs[0], y)
-        return after, None if scale is None else scales
+        pool.kv, pool.scale = after, None if pool.scale is None else scales
 
     def look_up(self, value: ir.Value, table: np.ndarray, axis: int) -> None:
         """Rows of a table for all positions in place of those computed for consecutive positions of one sequence."""
@@ -285,6 +358,16 @@ class _Rewriting:
                     "for something that is no mask and no row of a position."
                 )
             self.graph.inputs.remove(value)
+
+
+def _padded(new: Rewrite, rows: ir.Value, size: int) -> ir.Value:
+    """Rows [1, H, N, D] with zeros behind them up to the size."""
+    own = dims(rows)[3]
+    if own == size:
+        return rows
+    assert isinstance(own, int)
+    ends = new.integers(0, 0, 0, 0, 0, 0, 0, size - own)
+    return new.emit("Pad", [rows, ends], shape=[*dims(rows)[:3], size])
 
 
 def _new_rows(attention: ir.Node, position: int) -> ir.Value:

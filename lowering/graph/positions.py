@@ -42,15 +42,23 @@ class Positions:
         self._model, self._ids, self._mask, self._position_ids, self._pasts = model, ids, mask, position_ids, pasts
         told = {value for value in (mask, position_ids) if value is not None}
         self._data: set[ir.Value] = {value for value in model.graph.inputs if value not in told}
+        self._varying = set(told)
         for node in model.graph:
-            if not is_op(node, "Shape", "Size") and any(value in self._data for value in _read(node)):
+            is_size, read = is_op(node, "Shape", "Size"), _read(node)
+            if not is_size and any(value in self._data for value in read):
                 self._data.update(node.outputs)
+            elif any(value in self._varying or (is_size and value in self._data) for value in read):
+                self._varying.update(node.outputs)
         # of node outputs and inputs: initialisers are what they are
         self._computed = {v for node in model.graph for v in node.outputs if v not in self._data} | told
 
     def __contains__(self, value: ir.Value | None) -> bool:
         """Whether it is computed of positions and sizes."""
         return value in self._computed
+
+    def varies(self, value: ir.Value | None) -> bool:
+        """Whether it is computed of positions and sizes, and not of constants alone."""
+        return value in self._varying
 
     def of_data(self, node: ir.Node) -> bool:
         """Whether the node's results depend on tokens."""

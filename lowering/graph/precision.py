@@ -25,7 +25,7 @@ import onnx_ir as ir
 from ..choices import Precision
 from ..fusion.opset import opset
 from ..fusion.sizes import InferSizesPass
-from .static_cache import grows
+from .cache_forms import grows
 
 TYPES: dict[str, ir.DataType] = {
     "float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16, "fast": ir.DataType.BFLOAT16,

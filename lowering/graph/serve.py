@@ -15,16 +15,16 @@ class Serve:
 
     context is the largest number of tokens of a request, tokens_per_block a power of two. cache is the element type of
     keys and values: "model", the one that the model computes in, or "int8" with a float32 scale for each token and
-    head. ids, mask and positions are the names of the model's inputs, as for `Model.decoder`; it need not have the last
-    two.
+    head. ids, mask and positions are the names of the model's inputs, as for `Model.decoder`; they are found by what they
+    feed if "".
     """
 
     context: int
     tokens_per_block: int = 16
     cache: Literal["model", "int8"] = "model"
-    ids: str = "input_ids"
-    mask: str = "attention_mask"
-    positions: str = "position_ids"
+    ids: str = ""
+    mask: str = ""
+    positions: str = ""
 
     def __post_init__(self) -> None:
         whole_number(self.context, "serve: context", 1, 2**24)

@@ -18,13 +18,12 @@ from ..errors import ModelError
 from ..fusion.matching import Rewrite, Size, attribute, dims, is_op, operand
 from ..fusion.opset import opset
 from ..fusion.sizes import InferSizesPass
+from .cache_forms import LENGTH_AXIS, NONPAD, OPSET, counts_all_keys, grows, use_opset_24
 
 LENGTH = "past_length"
 """The new input: int64 [], the number of rows that the caches hold before the call."""
 
-_LENGTH_AXIS = 2
-_K, _V, _MASK, _NONPAD = 1, 2, 3, 6  # inputs of Attention
-_OPSET = 24  # of TensorScatter
+_K, _V = 1, 2  # inputs of Attention
 
 
 @dataclass(frozen=True)
@@ -44,13 +43,14 @@ def use_static_caches(model: ir.Model, capacity: int) -> StaticCaches:
     grown = [node for node in model.graph if grows(node)]
     if not grown:
         raise ModelError(
-            "static_cache: no output of the model is the Concat of a past input [batch, heads, length, size] and new "
-            "rows along axis 2. Export the model with past_key_values as inputs and outputs."
+            "static_cache: no output of the model is a past input [batch, heads, length, size] with new rows behind it, "
+            "joined by Concat or by an attention operator, and no input is a state. Export the model with "
+            "past_key_values as inputs and outputs."
         )
-    if opset(model) < _OPSET - 1:
-        raise ModelError(f"static_cache: the model has opset {opset(model)}, which cannot be converted to {_OPSET}.")
-    tokens = _input_of(model.graph, dims(operand(grown[0], 1))[_LENGTH_AXIS])
-    _use_opset_24(model)
+    if opset(model) < OPSET - 1:
+        raise ModelError(f"static_cache: the model has opset {opset(model)}, which cannot be converted to {OPSET}.")
+    tokens = _input_of(model.graph, dims(operand(grown[0], 1))[LENGTH_AXIS])
+    use_opset_24(model)
     length = ir.Value(name=LENGTH, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([]))
     model.graph.inputs.append(length)
     slotted = {node for node in model.graph if _reads_caches(node, grown)}
@@ -58,14 +58,6 @@ def use_static_caches(model: ir.Model, capacity: int) -> StaticCaches:
     common.CommonSubexpressionEliminationPass()(model)
     common.RemoveUnusedNodesPass()(model)
     return StaticCaches(caches, tokens)
-
-
-def grows(node: ir.Node) -> bool:
-    """Whether the node is Concat(past, new) along the length, past being an input and the result an output."""
-    if not is_op(node, "Concat") or len(node.inputs) != 2 or not node.outputs[0].is_graph_output():
-        return False
-    past = operand(node, 0)
-    return past.is_graph_input() and len(dims(past)) == 4 and attribute(node, "axis", 0) in (_LENGTH_AXIS, -2)
 
 
 def _input_of(graph: ir.Graph, size: Size) -> tuple[str, int] | None:
@@ -76,37 +68,22 @@ def _input_of(graph: ir.Graph, size: Size) -> tuple[str, int] | None:
     return None
 
 
-def _use_opset_24(model: ir.Model) -> None:
-    """Where opset 23 repeats a mask of one key for all keys, opset 24 hides the others: it is repeated beforehand."""
-    if opset(model) < _OPSET:
-        for node in [n for n in model.graph if is_op(n, "Attention") and len(n.inputs) > _MASK and n.inputs[_MASK]]:
-            mask = operand(node, _MASK)
-            if dims(mask)[-1:] == (1,):
-                new = Rewrite(node)
-                keys = new.emit("Shape", [operand(node, _K)], {"start": -2, "end": -1}, ir.DataType.INT64, [1])
-                shape = new.emit("Concat", [new.integers(*(1 for _ in dims(mask)[1:])), keys], {"axis": 0})
-                full = new.emit("Expand", [mask, shape], shape=[*dims(mask)[:-1], dims(operand(node, _K))[-2]])
-                new.insert()
-                node.replace_input_with(_MASK, full)
-    for domain in {"", "ai.onnx"} & set(model.opset_imports):
-        model.opset_imports[domain] = _OPSET
-    model.ir_version = max(model.ir_version, 11)
-
-
 def _reads_caches(node: ir.Node, grown: list[ir.Node]) -> bool:
     """Whether the node is an Attention that can read both its keys and its values from slots.
 
     One that aligns a causal mask or a window with the first key, or has caches of its own, or gives out scores or
     caches, reads the rows that count from a copy.
     """
-    if not is_op(node, "Attention") or any(value is not None for value in node.inputs[4:]):
+    is_behind_past = counts_all_keys(node) if is_op(node, "Attention") else False
+    others = [value for k, value in enumerate(node.inputs[4:], 4) if k != NONPAD or not is_behind_past]
+    if not is_op(node, "Attention") or any(value is not None for value in others):
         return False
     if any(output.uses() or output.is_graph_output() for output in node.outputs[1:]):
         return False
-    aligned = attribute(node, "is_causal", 0) == 1 or any(
+    is_aligned = attribute(node, "is_causal", 0) == 1 or any(
         attribute(node, f"{side}_window_size", -1) != -1 for side in ("left", "right")
     )
-    return not aligned and all(operand(node, k).producer() in grown for k in (_K, _V))
+    return (is_behind_past or not is_aligned) and all(operand(node, k).producer() in grown for k in (_K, _V))
 
 
 def _rewrite(concat: ir.Node, length: ir.Value, capacity: int, slotted: set[ir.Node]) -> tuple[str, str]:
@@ -128,9 +105,9 @@ def _rewrite(concat: ir.Node, length: ir.Value, capacity: int, slotted: set[ir.N
             _give_rows(node, position, cache, lambda new: _total(new, length, rows))
             continue
         node.replace_input_with(position, cache)
-        if len(node.inputs) <= _NONPAD:
-            node.resize_inputs(_NONPAD + 1)
-        node.replace_input_with(_NONPAD, valid)
+        if len(node.inputs) <= NONPAD:
+            node.resize_inputs(NONPAD + 1)
+        node.replace_input_with(NONPAD, valid)
 
     graph = concat.graph
     assert isinstance(graph, ir.Graph) and past.name is not None and present.name is not None
@@ -157,7 +134,7 @@ def _give_rows(node: ir.Node, position: int, cache: ir.Value, count: Callable[[R
     new = Rewrite(node)
     if not is_op(node, "Shape"):
         batch, heads, _, size = dims(cache)
-        bounds = [new.integers(0), count(new), new.integers(_LENGTH_AXIS)]
+        bounds = [new.integers(0), count(new), new.integers(LENGTH_AXIS)]
         rows = new.emit("Slice", [cache, *bounds], shape=[batch, heads, ir.SymbolicDim(None), size])
         new.insert()
         node.replace_input_with(position, rows)
@@ -166,6 +143,6 @@ def _give_rows(node: ir.Node, position: int, cache: ir.Value, count: Callable[[R
     parts: list[ir.Value] = []
     for axis in range(start, end):
         one = {"start": axis, "end": axis + 1}
-        parts.append(count(new) if axis == _LENGTH_AXIS else new.emit("Shape", [cache], one, ir.DataType.INT64, [1]))
+        parts.append(count(new) if axis == LENGTH_AXIS else new.emit("Shape", [cache], one, ir.DataType.INT64, [1]))
     shape = new.emit("Concat", parts, {"axis": 0}, ir.DataType.INT64, [len(parts)])
     new.replace([node], node.outputs[0], shape)

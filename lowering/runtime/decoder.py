@@ -10,6 +10,7 @@ import numpy as np
 
 from ..errors import InputError
 from ..manifest import TensorSpec
+from .decoder_progress import Progress, SequenceProgress, SharedProgress
 from .elements import ElementType
 from .inputs import plain_array
 from .tensors import copy_of
@@ -26,93 +27,125 @@ class Decoder:
     """
 
     def __init__(self, model: Model, ids: str, mask: str, positions: str, fixed: Mapping[str, Any]) -> None:
-        self._model, self._ids, self._mask_input, self._positions = model, ids, mask, positions
-        self._fixed = fixed
         manifest = model.manifest
-        if manifest.slots is None:
+        if manifest.decoder is None:
             raise InputError("the model keeps no caches: compile it with static_cache=<number of tokens>.")
-        self._slots = manifest.slots
+        self._model, self._spec, self._fixed = model, manifest.decoder, fixed
         self._specs = {t.name: t for t in model.inputs}
-        if ids not in self._specs:
-            raise InputError(f"there is no input '{ids}' for token ids. The inputs are {', '.join(self._specs)}.")
-        ours = {ids, mask, positions, self._slots.length, *manifest.donated} - set(fixed)
-        others = [name for name in self._specs if name not in ours and name not in fixed]
+        self._ids = ids or self._spec.ids
+        if self._ids not in self._specs:
+            raise InputError(f"there is no input '{self._ids}' for token ids. The inputs are {', '.join(self._specs)}.")
+        names = (mask or self._spec.mask, positions or self._spec.positions)
+        self._mask, self._positions = (n if n in self._specs and n not in fixed else "" for n in names)
+        self._length = "" if manifest.slots is None else manifest.slots.length
+        self._caches = [name for name in manifest.donated if name not in self._spec.states]
+        ours = {self._ids, self._mask, self._positions, self._length, self._spec.starts, self._spec.ends}
+        ours |= {*self._caches, *self._spec.states}
+        others = [name for name in self._specs if name not in ours - set(fixed) and name not in fixed]
         if others:
             raise InputError(f"a decoder cannot know input '{others[0]}': pass its array in `fixed`.")
-        caches = set(manifest.donated.values())
-        self._output = next(t.name for t in model.outputs if t.name not in caches)
-        self._caches: dict[str, Any] = {}  # NumPy's, or tensors of a GPU
+        kept = {*manifest.donated.values(), *self._spec.states.values()}
+        self._output = next(t.name for t in model.outputs if t.name not in kept)
+        self._memory: dict[str, Any] = {}  # caches: NumPy's, or tensors of a GPU
+        self._states: dict[str, Any] | None = None
         self._batch: int | None = None  # of the caches
         self.reset()
 
     @property
     def capacity(self) -> int:
         """The largest number of tokens."""
-        return self._slots.capacity
+        return self._spec.capacity
 
     @property
     def length(self) -> int:
-        """Tokens in the caches, padding included."""
-        return self._length
+        """Tokens in the caches: with padding, or of the longest sequence where each has slots of its own."""
+        return self._progress.length
 
     def reset(self) -> None:
-        """Forgets all tokens. Memory is kept for the next prompt of the same batch size."""
-        self._length = 0
-        self._seen: np.ndarray | None = None  # [B, length] of 0 and 1
+        """Forget all tokens. Memory is kept for the next prompt of the same batch size."""
+        self._states = None
+        self._progress: Progress = SequenceProgress() if self._spec.starts else SharedProgress()
 
     def fork(self) -> Decoder:
-        """A second decoder that goes on from here, with caches of its own."""
+        """Return a second decoder that goes on from here, with caches of its own."""
         other = copy.copy(self)
         copied = np.copy if self._model.gpu is None else copy_of
-        other._caches = {name: copied(cache) for name, cache in self._caches.items()}
-        other._seen = None if self._seen is None else self._seen.copy()
+        other._memory = {name: copied(cache) for name, cache in self._memory.items()}
+        if self._states is not None:
+            other._states = {name: copied(state) for name, state in self._states.items()}
         return other
 
     def prefill(self, ids: Any, mask: Any = None) -> np.ndarray:
-        """Reads tokens, int [B, S] or [S]; answers with the model's first output for each of them, [B, S, ...].
+        """Read tokens, and return the model's first output for each of them, [B, S, ...].
 
-        mask, of the shape of ids, is 0 for padding (on the left, so that the next token follows the last one); all
-        tokens count without it. Called again it reads on. Raises InputError where slots run out.
+        Called again it reads on.
+
+        Args:
+            ids: int [B, S] or [S]; float [B, S, H] for a model that takes embeddings.
+            mask: Of the shape [B, S], 0 for padding, which is on the left, so that the next token follows the last one.
+                All tokens count without it.
+
+        Raises:
+            InputError: Shapes or types do not fit, or slots run out.
         """
-        tokens = np.atleast_2d(plain_array(ids, "the array of token ids"))
-        if tokens.ndim != 2 or tokens.dtype.kind not in "iu":
-            raise InputError(f"token ids must be integers [batch, tokens], not {tokens.dtype} {list(tokens.shape)}.")
-        given = np.ones(tokens.shape) if mask is None else plain_array(mask, "the mask")
-        count = np.atleast_2d(given).astype(np.int64)
-        if count.shape != tokens.shape:
-            raise InputError(f"the mask has shape {list(count.shape)}, and the token ids have {list(tokens.shape)}.")
-        before = np.zeros((len(tokens), 0), np.int64) if self._seen is None else self._seen
-        if len(before) != len(tokens):
-            raise InputError(f"the decoder holds {len(before)} sequences and was given {len(tokens)}. Call reset().")
-        seen = np.concatenate([before, count], axis=1)
-        inputs = {self._ids: tokens.astype(self._specs[self._ids].dtype), **self._memory(len(tokens))}
-        inputs[self._slots.length] = np.array(self._length, np.int64)
-        if self._mask_input in self._specs and self._mask_input not in self._fixed:
-            inputs[self._mask_input] = seen.astype(self._specs[self._mask_input].dtype)
-        if self._positions in self._specs:
-            at = np.maximum(seen.cumsum(axis=1) - 1, 0)[:, self._length :]
-            inputs[self._positions] = at.astype(self._specs[self._positions].dtype)
-        result = self._model.to_numpy(self._output, self._model.run({**inputs, **self._fixed})[self._output])
-        self._length, self._seen = seen.shape[1], seen
-        return result
+        tokens = self._tokens(ids)
+        counts = self._counts(mask, tokens.shape[:2])
+        progress = self._progress.after(counts, self.capacity)
+        inputs: dict[str, Any] = {self._ids: progress.arrange(tokens), **self._caches_of(len(tokens))}
+        states = self._states_of(len(tokens))
+        for name, array in (
+            (self._length, progress.past_length), (self._mask, progress.mask), (self._positions, progress.positions),
+            (self._spec.starts, progress.starts), (self._spec.ends, progress.ends),
+        ):  # fmt: skip
+            if name:
+                spec = self._specs[name]
+                shape = np.broadcast_shapes(array.shape, (1,) * len(spec.dims))
+                sizes = [d if isinstance(d, int) else size for d, size in zip(spec.dims, shape)]
+                inputs[name] = np.broadcast_to(array, sizes).astype(spec.dtype)
+        results = self._model.run({**inputs, **states, **self._fixed})
+        answer = self._model.to_numpy(self._output, results[self._output])
+        self._states = {name: results[after] for name, after in self._spec.states.items()}
+        self._progress = progress
+        return progress.restore(answer)
 
     def step(self, ids: Any) -> np.ndarray:
-        """Reads one more token of each sequence, int [B] or a number; answers for it, [B, ...]."""
-        return self.prefill(np.atleast_1d(plain_array(ids, "the array of token ids")).reshape(-1, 1))[:, -1]
+        """Read one more token of each sequence, int [B] or a number, and return the model's answer, [B, ...]."""
+        token = np.atleast_1d(plain_array(ids, "the array of token ids"))
+        is_embedding = token.ndim > 1 and len(self._specs[self._ids].dims) == 3
+        return self.prefill(token[:, None] if is_embedding else token.reshape(-1, 1))[:, -1]
 
-    def _memory(self, batch: int) -> dict[str, Any]:
+    def _tokens(self, ids: Any) -> np.ndarray:
+        spec = self._specs[self._ids]
+        tokens = np.atleast_2d(plain_array(ids, "the array of token ids"))
+        if len(spec.dims) == 3:
+            if tokens.ndim != 3:
+                raise InputError(f"'{self._ids}' must be [batch, tokens, width], not {list(tokens.shape)}.")
+        elif tokens.ndim != 2 or tokens.dtype.kind not in "iu":
+            raise InputError(f"token ids must be integers [batch, tokens], not {tokens.dtype} {list(tokens.shape)}.")
+        return tokens.astype(ElementType(spec.dtype, spec.storage).numpy)
+
+    def _counts(self, mask: Any, shape: tuple[int, ...]) -> np.ndarray:
+        given = np.ones(shape) if mask is None else plain_array(mask, "the mask")
+        counts = np.atleast_2d(given).astype(np.int64)
+        if counts.shape != shape:
+            raise InputError(f"the mask has shape {list(counts.shape)}, and the token ids have {list(shape)}.")
+        return counts
+
+    def _caches_of(self, batch: int) -> dict[str, Any]:
         """The caches; new ones for the first prompt, and where the batch size has changed, by way of `reset`."""
         if batch != self._batch:
-            caches = {}
-            for name in self._model.manifest.donated:
-                spec = self._specs[name]
-                sizes = [batch, *(size for size in spec.dims[1:] if isinstance(size, int))]
-                if len(sizes) < len(spec.dims):
-                    raise InputError(f"cache {spec} has a symbolic size besides its batch: call `run` instead.")
-                caches[name] = self._zeros(spec, sizes)
-            self._caches, self._batch = caches, batch
-        return self._caches
+            self._memory, self._batch = {name: self._zeros(name, batch) for name in self._caches}, batch
+        return self._memory
 
-    def _zeros(self, spec: TensorSpec, sizes: list[int]) -> Any:
+    def _states_of(self, batch: int) -> dict[str, Any]:
+        if self._states is not None:
+            return self._states
+        return {name: self._zeros(name, batch) for name in self._spec.states}
+
+    def _zeros(self, name: str, batch: int) -> Any:
+        spec: TensorSpec = self._specs[name]
+        sizes = [batch, *(size for size in spec.dims[1:] if isinstance(size, int))]
+        if len(sizes) < len(spec.dims):
+            raise InputError(f"cache {spec} has a symbolic size besides its batch: call `run` instead.")
         gpu = self._model.gpu
         return np.zeros(sizes, ElementType(spec.dtype, spec.storage).numpy) if gpu is None else gpu.zeros(spec, sizes)

@@ -207,18 +207,17 @@ class Model:
 
         return call_in_order
 
-    def decoder(
-        self,
-        ids: str = "input_ids",
-        mask: str = "attention_mask",
-        positions: str = "position_ids",
-        fixed: Arrays | None = None,
-    ) -> Decoder:
-        """A text decoder that keeps the caches of this model, which was compiled with static_cache.
+    def decoder(self, ids: str = "", mask: str = "", positions: str = "", fixed: Arrays | None = None) -> Decoder:
+        """Return a decoder that keeps the caches of this model, which was compiled with static_cache.
 
-        ids, mask and positions name the inputs of token ids, int [B, S], and, where the model has them, of the
-        attention mask [B, P + S] and of the positions [B, S]. fixed holds arrays for all other inputs, the same in
-        every call: what an encoder made of the source. Raises InputError for models of another form.
+        Args:
+            ids: The input of token ids, int [B, S], or of embeddings, float [B, S, H]. Found by what it feeds if "".
+            mask: The input of the attention mask, [B, P + S]; likewise.
+            positions: The input of positions, [B, S]; likewise.
+            fixed: Arrays for all other inputs, the same in every call: what an encoder made of the source.
+
+        Raises:
+            InputError: The model keeps no caches, or has an input that none of these is.
         """
         return Decoder(self, ids, mask, positions, fixed or {})
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..errors import InputError
-from ..manifest import BLOCK_TABLE, CACHE, PAST_LENGTHS, ROW_STARTS, SCALE, Manifest
+from ..manifest import BLOCK_TABLE, PAST_LENGTHS, ROW_STARTS, Manifest
 from .blocks import PoolFullError
 from .paged_cache import PagedKVCache, Usage, integer, token_ids, unhashable
 
@@ -60,14 +60,19 @@ class Batcher:
             raise InputError("the model serves no requests: compile it with serve=Serve(context=<number of tokens>).")
         self._model, self._served = model, served
         self._budget = integer(tokens_per_step, "tokens_per_step", 1)
+        first = served.pools[0]
         self.cache = PagedKVCache(
-            blocks, served.tokens_per_block, layers=served.layers, kv_heads=served.kv_heads, head_dim=served.head_dim,
+            blocks, served.tokens_per_block, layers=first.layers, kv_heads=first.kv_heads, head_dim=first.head_dim,
             dtype=served.dtype,
         )  # fmt: skip
         # What the model writes, by input, where it runs: for one on a GPU the cache's own pool stays empty.
-        self._stores: dict[str, Any] = {CACHE: self.cache.pool}
-        if served.scales:
-            self._stores[SCALE] = np.zeros((*self.cache.pool.shape[:-1], served.scales), np.float32)
+        self._stores: dict[str, Any] = {first.name: self.cache.pool}
+        for pool in served.pools:
+            front = (blocks, pool.layers, 2, pool.kv_heads, served.tokens_per_block)
+            if pool is not first:
+                self._stores[pool.name] = np.zeros((*front, pool.head_dim), self.cache.pool.dtype)
+            if pool.scale:
+                self._stores[pool.scale] = np.zeros((*front, served.scales), np.float32)
         if model.gpu is not None:
             specs = {spec.name: spec for spec in model.manifest.inputs}
             self._stores = {name: model.gpu.zeros(specs[name], a.shape) for name, a in self._stores.items()}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lowering import Batcher, InputError, PoolFullError
-from lowering.manifest import ServedCache
+from lowering.manifest import CachePool, ServedCache
 
 VOCABULARY = 64
 
@@ -18,7 +18,8 @@ class Recorder:
     """A model whose cache holds the tokens themselves, and whose answer is a digest of all that a request has seen."""
 
     def __init__(self, context: int = 40, block: int = 4, scales: int = 0) -> None:
-        served = ServedCache(context, block, 1, 1, 1, "int8" if scales else "float32", scales, "ids")
+        pool = CachePool("kv_cache", "kv_cache_scale" if scales else "", 1, 1, 1)
+        served = ServedCache(context, block, (pool,), "int8" if scales else "float32", scales, "ids")
         inputs, outputs = [SimpleNamespace(name="ids", dtype="int32")], [SimpleNamespace(name="logits")]
         self.manifest: Any = SimpleNamespace(served=served, inputs=inputs, outputs=outputs)
         self.block, self.calls = block, 0

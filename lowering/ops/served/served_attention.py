@@ -45,7 +45,8 @@ def served_attention(
     q [1, Hq, N, D]; k, v [1, Hkv, N, D]; the tables are those of PackedRequests. kv_cache [blocks, layers, 2, Hkv,
     tokens, D], int8 with float32 kv_cache_scale [blocks, layers, 2, Hkv, tokens, groups]. A token sees left_window_size
     keys before its own, all if that is -1. bias, float32 [heads or 1, ...], is added to scores, bias_by "key",
-    "distance" or "pair" of positions below `context`.
+    "distance" or "pair" of positions below `context`. Where `writes` is 0, another node of this layer has written k and
+    v.
     """
     heads, size = (number(node, f"dimension {axis} of k", k.shape[axis]) for axis in (1, 3))
     rows, q_heads = q.shape[2], number(node, "dimension 1 of q", q.shape[1])
@@ -61,7 +62,8 @@ def served_attention(
     record = Append(static(past.shape[0]), heads, size, size, k.dtype, store)
     new = {"new_k": _rows_first(node, k), "new_v": _rows_first(node, v)}
     where = {"row_starts": first_rows, "row_counts": row_counts, "starts": past}
-    tensors |= append(node, record, {**new, **where, **tensors})
+    if node.attr("writes"):
+        tensors |= append(node, record, {**new, **where, **tensors})
     most_rows, most_keys = bind(node, most)
     change, read = _change(node, bias, past)
     problem = packed(

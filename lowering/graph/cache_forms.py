@@ -1,0 +1,160 @@
+"""Growing caches in one form, whichever an exporter wrote: Concat of a past input and new rows, read by Attention.
+
+Operators of com.microsoft become Attention first (microsoft_caches.py). Before: an Attention that takes past_key and past_value [B, Hkv, P, D] from inputs of the model and gives present_key and
+present_value [B, Hkv, P + S, D] to outputs. After: two Concat along the length, and an Attention of all keys without a
+past. Its nonpad_kv_seqlen is the number of all keys, so that is_causal and windows count from the end: row i of S still
+sees the keys up to P + i.
+"""
+
+from __future__ import annotations
+
+import onnx
+import onnx_ir as ir
+
+from ..fusion.matching import Rewrite, Size, attribute, dims, is_op, known, operand
+from ..fusion.opset import FIRST, UpgradeOpsetPass, opset
+from ..fusion.sizes import InferSizesPass
+from .microsoft_caches import DOMAIN, to_attention
+
+LENGTH_AXIS = 2
+MASK, NONPAD = 3, 6  # inputs of Attention
+_CACHES = {  # past keys and values among inputs, present ones among outputs
+    ("", "Attention"): ((4, 5), (1, 2)),
+    (DOMAIN, "GroupQueryAttention"): ((3, 4), (1, 2)),
+    (DOMAIN, "MultiHeadAttention"): ((6, 7), (1, 2)),
+}
+_PAST = _CACHES["", "Attention"][0]
+OPSET = 24  # of nonpad_kv_seqlen and TensorScatter
+_OPSET_OF_WINDOWS = 25
+
+
+def unify_caches(model: ir.Model) -> None:
+    """Rewrite every attention of a fused model that holds a growing cache."""
+    UpgradeOpsetPass()(model)  # which fuse undoes where it finds nothing
+    InferSizesPass()(model)
+    nodes = [node for node in model.graph if _holds_caches(node)]
+    if not nodes or opset(model) < FIRST:
+        return
+    use_opset_24(model)
+    attentions = [node if is_op(node, "Attention") else to_attention(node) for node in nodes]
+    for node in [node for node in attentions if node is not None]:
+        if attribute(node, "left_window_size", -1) != -1:
+            set_opset(model, _OPSET_OF_WINDOWS)
+        _write_out(node)
+
+
+def grows(node: ir.Node) -> bool:
+    """Whether the node is Concat(past, new) along the length, past being an input and the result an output."""
+    if not is_op(node, "Concat") or len(node.inputs) != 2 or not node.outputs[0].is_graph_output():
+        return False
+    past = operand(node, 0)
+    return past.is_graph_input() and len(dims(past)) == 4 and attribute(node, "axis", 0) in (LENGTH_AXIS, -2)
+
+
+def counts_all_keys(node: ir.Node) -> bool:
+    """Whether nonpad_kv_seqlen of an Attention is the number of its keys: causal rows are the last ones then."""
+    given = node.inputs[NONPAD] if len(node.inputs) > NONPAD else None
+    expand = given.producer() if given is not None else None
+    count = operand(expand, 0).producer() if expand is not None and is_op(expand, "Expand") else None
+    if count is None or not is_op(count, "Shape") or operand(count, 0) is not node.inputs[1]:
+        return False
+    return (attribute(count, "start", 0), attribute(count, "end", None)) == (LENGTH_AXIS, LENGTH_AXIS + 1)
+
+
+def use_opset_24(model: ir.Model) -> None:
+    """Where opset 23 repeats a mask of one key for all keys, opset 24 hides the others: it is repeated beforehand."""
+    if opset(model) < OPSET:
+        for node in [n for n in model.graph if is_op(n, "Attention") and len(n.inputs) > MASK and n.inputs[MASK]]:
+            _repeat_mask(node)
+        set_opset(model, OPSET)
+
+
+def set_opset(model: ir.Model, version: int) -> None:
+    """Declare an opset in which nothing that the model has means anything else."""
+    for domain in {"", "ai.onnx"} & set(model.opset_imports):
+        model.opset_imports[domain] = max(version, model.opset_imports[domain])
+    imports = [onnx.helper.make_opsetid("", version)]
+    model.ir_version = max(model.ir_version, onnx.helper.find_min_ir_version_for(imports))
+
+
+def _repeat_mask(node: ir.Node) -> None:
+    mask, key = operand(node, MASK), operand(node, 1)
+    if dims(mask)[-1:] != (1,):
+        return
+    new = Rewrite(node)
+    keys = new.emit("Shape", [key], {"start": -2, "end": -1}, ir.DataType.INT64, [1])
+    if (past := node.inputs[_PAST[0]] if len(node.inputs) > _PAST[0] else None) is not None:
+        before = new.emit("Shape", [past], {"start": -2, "end": -1}, ir.DataType.INT64, [1])
+        keys = new.emit("Add", [keys, before], shape=[1])
+    shape = new.emit("Concat", [new.integers(*(1 for _ in dims(mask)[1:])), keys], {"axis": 0})
+    full = new.emit("Expand", [mask, shape], shape=[*dims(mask)[:-1], ir.SymbolicDim(None)])
+    new.insert()
+    node.replace_input_with(MASK, full)
+
+
+def _holds_caches(node: ir.Node) -> bool:
+    """Whether keys and values of an attention are each a past input and new rows, and both are outputs."""
+    places = _CACHES.get(("" if is_op(node, node.op_type) else node.domain, node.op_type))
+    if places is None or len(node.inputs) <= places[0][1] or len(node.outputs) <= places[1][1]:
+        return False
+    pasts, presents = ([values[k] for k in ks] for values, ks in zip((node.inputs, node.outputs), places))
+    if not all(past is not None and past.is_graph_input() and len(dims(past)) == 4 for past in pasts):
+        return False
+    sizes = [size for past in pasts if past is not None for size in (dims(past)[1], dims(past)[3])]
+    return all(present.is_graph_output() for present in presents) and all(map(known, sizes))
+
+
+def _write_out(node: ir.Node) -> None:
+    new = Rewrite(node)
+    pasts = [operand(node, k) for k in _PAST]
+    is_flat = len(dims(operand(node, 0))) == 3
+    q = operand(node, 0)
+    if is_flat:
+        q = _split_heads(new, q, attribute(node, "q_num_heads", 0), dims(pasts[0])[3])
+    presents = []
+    for past, rows, present in zip(pasts, node.inputs[1:3], node.outputs[1:3]):
+        assert rows is not None
+        if is_flat:
+            rows = _split_heads(new, rows, dims(past)[1], dims(past)[3])
+        presents.append(new.emit("Concat", [past, rows], {"axis": LENGTH_AXIS}, shape=dims(present)))
+    attention = _emit_attention(new, node, q, presents)
+    y = attention.outputs[0]
+    if is_flat:
+        y = new.transpose(y, (0, 2, 1, 3))
+        y = new.emit("Reshape", [y, new.integers(0, 0, -1)], shape=dims(node.outputs[0]))
+    new.insert()
+    replaced = [y, *presents, *attention.outputs[3:]]
+    for old, value in zip(node.outputs, replaced):
+        old.replace_all_uses_with(value, replace_graph_outputs=True)
+        value.name, old.name = old.name, None
+    assert isinstance(node.graph, ir.Graph)
+    node.graph.remove(node, safe=True)
+
+
+def _split_heads(new: Rewrite, flat: ir.Value, heads: Size, size: Size) -> ir.Value:
+    """Return [B, H, S, D] of [B, S, H * D]."""
+    assert isinstance(heads, int) and isinstance(size, int)
+    batch, rows, _ = dims(flat)
+    split = new.emit("Reshape", [flat, new.integers(0, 0, heads, size)], shape=[batch, rows, heads, size])
+    return new.transpose(split, (0, 2, 1, 3))
+
+
+def _emit_attention(new: Rewrite, node: ir.Node, q: ir.Value, presents: list[ir.Value]) -> ir.Node:
+    """Return the Attention of all keys, causal from the end on."""
+    k, v = presents
+    batch = new.emit("Shape", [q], {"start": 0, "end": 1}, ir.DataType.INT64, [1])
+    keys = new.emit("Shape", [k], {"start": LENGTH_AXIS, "end": LENGTH_AXIS + 1}, ir.DataType.INT64, [1])
+    nonpad = new.emit("Expand", [keys, batch], shape=[dims(q)[0]])
+    mask = node.inputs[MASK]
+    attributes = {
+        name: given.value for name, given in node.attributes.items() if name not in ("q_num_heads", "kv_num_heads")
+    }
+    shape = [*dims(q)[:3], dims(v)[3]]
+    y = new.emit("Attention", [q, k, v, mask, None, None, nonpad], attributes, shape=shape)
+    attention = y.producer()
+    assert attention is not None
+    if len(node.outputs) > 3:
+        attention.resize_outputs(4)
+        scores = attention.outputs[3]
+        scores.type, scores.shape = node.outputs[3].type, node.outputs[3].shape
+    return attention

@@ -1,0 +1,60 @@
+"""What a decoder keeps between its calls: caches of slots, states, and which inputs tokens and masks go to.
+
+Whatever an exporter wrote its caches by, the compiled decoder is told of them in the same words (`DecoderSpec`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from ..fusion.sizes import InferSizesPass
+from ..manifest import DecoderSpec, SlotCaches
+from .cache_forms import grows
+from .roles import Roles, find_roles
+from .scattered_caches import check_capacity, find_scattered_caches
+from .states import find_states
+from .static_cache import LENGTH, use_static_caches
+
+
+@dataclass(frozen=True)
+class KeptCaches:
+    """donated: output by input, of caches that are written in place."""
+
+    donated: dict[str, str] = field(default_factory=dict)
+    slots: SlotCaches | None = None
+    decoder: DecoderSpec | None = None
+
+
+def keep_caches(model: ir.Model, capacity: int | None, donated: Mapping[str, str]) -> KeptCaches:
+    """Rewrite growing caches of a model that `unify_caches` has been through for `capacity` tokens.
+
+    Without a capacity the model stays as it is: only one that writes its own caches, all of which are donated, is a
+    decoder then. Raises ModelError for a model that keeps nothing, or caches of another capacity.
+    """
+    if capacity is None and not donated:
+        return KeptCaches()
+    InferSizesPass()(model)
+    scattered = find_scattered_caches(model)
+    if scattered is not None and (capacity is not None or scattered.caches.keys() <= donated.keys()):
+        if capacity is not None:
+            check_capacity(scattered, capacity)
+        names = {*scattered.caches, *scattered.caches.values(), scattered.starts, scattered.ends}
+        spec = _decoder_of(model, names, scattered.capacity, scattered.starts, scattered.ends)
+        return KeptCaches(scattered.caches, None, spec)
+    if capacity is None:
+        return KeptCaches()
+    caches = {name for node in model.graph if grows(node) for name in (node.inputs[0].name, node.outputs[0].name)}
+    spec = _decoder_of(model, {str(name) for name in caches}, capacity)
+    if spec.states and not caches:
+        return KeptCaches({}, None, spec)
+    static = use_static_caches(model, capacity)
+    return KeptCaches(static.caches, SlotCaches(capacity, LENGTH, static.tokens), spec)
+
+
+def _decoder_of(model: ir.Model, kept: set[str], capacity: int, starts: str = "", ends: str = "") -> DecoderSpec:
+    states = find_states(model, kept)
+    roles = find_roles(model, Roles(""), {*kept, *states})
+    return DecoderSpec(capacity, roles.ids, roles.mask, roles.positions, states, starts, ends)

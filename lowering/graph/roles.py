@@ -1,0 +1,110 @@
+"""What the inputs of a decoder are for: told by their types, their shapes and what they feed. Names only override.
+
+Token ids pick rows of the table of embeddings, positions have the shape of the ids and pick no such rows, and the
+attention mask has a column for each key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from ..errors import InputError
+from ..fusion.matching import Size, attribute, dims, is_op
+
+_MOVES = ("Cast", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
+_TABLES = {"Gather": (0, 1), "GatherBlockQuantized": (0, 1), "EmbedLayerNormalization": (2, 0)}
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Names of inputs; "" where the model has no such input, or none is known to be it.
+
+    ids is int [B, S], or float [B, S, H] for a model that takes embeddings; mask is [B, P + S]; positions are [B, S], or
+    [n, B, S] where a token has several.
+    """
+
+    ids: str
+    mask: str = ""
+    positions: str = ""
+
+
+def find_roles(model: ir.Model, given: Roles, kept: Collection[str]) -> Roles:
+    """Return the roles: those given by name, and those found for the others.
+
+    Args:
+        model: One whose sizes are inferred.
+        given: Names that override what would be found; "" where nothing is given.
+        kept: Names of caches, states and other inputs that have another use.
+
+    Raises:
+        InputError: A given name is not an input.
+    """
+    inputs = {value.name or "": value for value in model.graph.inputs if value.name not in model.graph.initializers}
+    for name in (given.ids, given.mask, given.positions):
+        if name and name not in inputs:
+            raise InputError(f"there is no input '{name}'. The inputs are {', '.join(inputs)}.")
+    free = {name: value for name, value in inputs.items() if name not in kept}
+    ids = given.ids or _find_ids(model, free)
+    if not ids or len(dims(inputs[ids])) < 2:
+        return Roles(ids)
+    batch, tokens = dims(inputs[ids])[:2]
+    others = {name: value for name, value in free.items() if name != ids}
+    positions = given.positions or _find_positions(others, (batch, tokens))
+    mask = given.mask or _find_mask({n: v for n, v in others.items() if n != positions}, (batch, tokens))
+    return Roles(ids, mask, positions)
+
+
+def _find_ids(model: ir.Model, free: dict[str, ir.Value]) -> str:
+    """Prefer, of the inputs that pick rows of a table, the one whose table has a row for each logit."""
+    rows = {name: _table_rows(value) for name, value in free.items() if _is_integer(value) and len(dims(value)) == 2}
+    candidates = {name: size for name, size in rows.items() if size is not None}
+    if candidates:
+        logits = dims(model.graph.outputs[0])[-1:]
+        exact = [name for name, size in candidates.items() if (size,) == logits]
+        return exact[0] if exact else max(candidates, key=lambda name: _length(candidates[name]))
+    embeddings = [name for name, value in free.items() if _is_float(value) and len(dims(value)) == 3]
+    return embeddings[0] if len(embeddings) == 1 else ""
+
+
+def _find_positions(free: dict[str, ir.Value], tokens: tuple[Size, ...]) -> str:
+    """Return the integers that have the shape of the ids, and feed what positions feed where there are several."""
+    alike = [name for name, value in free.items() if _is_integer(value) and dims(value)[-2:] == tokens]
+    likely = [name for name in alike if _table_rows(free[name]) is None] or alike
+    return likely[0] if likely else ""
+
+
+def _find_mask(free: dict[str, ir.Value], tokens: tuple[Size, ...]) -> str:
+    for name, value in free.items():
+        is_matrix = len(dims(value)) == 2 and dims(value)[0] == tokens[0]
+        if is_matrix and not isinstance(dims(value)[1], int) and dims(value)[1] != tokens[1]:
+            return name
+    return ""
+
+
+def _table_rows(value: ir.Value) -> Size | None:
+    """Return the number of rows of the table that an input indexes, None if it indexes none."""
+    pending, seen = [value], {value}
+    while pending:
+        for node, place in pending.pop().uses():
+            table = _TABLES.get(node.op_type)
+            if table is not None and place == table[1] and attribute(node, "axis", 0) == 0:
+                return next(iter(dims(node.inputs[table[0]]) if node.inputs[table[0]] is not None else ()), None)
+            if is_op(node, *_MOVES) and node.outputs[0] not in seen:
+                seen.add(node.outputs[0])
+                pending.append(node.outputs[0])
+    return None
+
+
+def _length(size: Size) -> int:
+    return size if isinstance(size, int) else 0
+
+
+def _is_integer(value: ir.Value) -> bool:
+    return value.dtype is not None and value.dtype.is_integer()
+
+
+def _is_float(value: ir.Value) -> bool:
+    return value.dtype is not None and value.dtype.is_floating_point()
