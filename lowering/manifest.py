@@ -78,8 +78,8 @@ class DecoderSpec:
 
     capacity is the largest number of tokens of a sequence. ids, mask and positions name inputs, "" where there is none.
     states maps each input that holds a state of a fixed size to the output that is its next value. starts names the
-    input, int [B], of the slots that new rows go to, and ends that of the slots that count from then on, for models that
-    write their caches with TensorScatter; both are "" for others.
+    input, int [B], of the slots that new rows go to, and ends that of the slots that count from then on, for models
+    that write their caches with TensorScatter; both are "" for others.
     """
 
     capacity: int

@@ -11,14 +11,12 @@ import numpy as np
 import onnx_ir as ir
 
 from ..errors import InputError
+from ..fusion.matching import numbers
 from ..manifest import SlotCaches, TensorSpec
 from ..runtime.checks import check_fixed
 from ..runtime.model import Model
 from .made_up import feeds_of, made_up
 from .references import Evaluate
-
-IDS = ("input_ids", "decoder_input_ids")
-MASK, POSITIONS = "attention_mask", "position_ids"
 
 _PROMPT, _CALLS = 6, 4  # tokens where no size says otherwise, and calls behind the first
 
@@ -39,6 +37,7 @@ class Session:
     output: str
     ids: str
     mask: str  # "" where no input says which tokens count
+    positions: str  # "" where no input says where they are
     tokens: np.ndarray
     counts: np.ndarray
     calls: tuple[int, ...]
@@ -65,7 +64,7 @@ class Session:
 
     def ours(self) -> list[np.ndarray]:
         """What the compiled decoder answers."""
-        return self._read(self.compiled.decoder(self.ids, self.mask, POSITIONS, self.fixed))
+        return self._read(self.compiled.decoder(fixed=self.fixed))
 
     def theirs(self, evaluate: Evaluate) -> list[np.ndarray]:
         """What the model as it was answers, whose caches grow."""
@@ -93,8 +92,8 @@ class _Growing:
         self._types = {value.name or "": value for value in session.model.graph.inputs}
         self._outputs = [value.name for value in session.model.graph.outputs]
         self._seen = session.counts[:, :0]
-        caches = session.compiled.manifest.donated
-        self._past = {name: empty_past(self._types[name], len(self._seen)) for name in caches}
+        self._next = {**_states(session.compiled), **session.compiled.manifest.donated}
+        self._past = {name: empty_past(self._types[name], len(self._seen)) for name in self._next}
 
     def fork(self) -> _Growing:
         return copy.copy(self)  # nothing is written in place
@@ -105,11 +104,11 @@ class _Growing:
         feeds = {session.ids: ids, **self._past}
         if session.mask:
             feeds[session.mask] = self._seen
-        if POSITIONS in self._types:
-            feeds[POSITIONS] = np.maximum(self._seen.cumsum(axis=1) - 1, 0)[:, before:]
+        if session.positions:
+            feeds[session.positions] = np.maximum(self._seen.cumsum(axis=1) - 1, 0)[:, before:]
         typed = {name: array.astype(self._numpy(name)) for name, array in feeds.items() if name not in self._past}
         results = dict(zip(self._outputs, self._evaluate({**feeds, **typed, **session.fixed})))
-        self._past = {name: results[present] for name, present in session.compiled.manifest.donated.items()}
+        self._past = {name: results[present] for name, present in self._next.items()}
         return results[session.output]
 
     def _numpy(self, name: str) -> np.dtype:
@@ -133,15 +132,15 @@ def session(
     a model without ids, and for caches that are given.
     """
     specs = {spec.name: spec for spec in compiled.inputs}
-    caches = {*compiled.manifest.donated, slots.length}
-    ids = next((name for name in IDS if name in specs), None)
-    if ids is None or len(specs[ids].dims) != 2:
-        raise InputError(f"verify finds no input of token ids [batch, tokens], such as {' or '.join(IDS)}.")
+    spec = compiled.manifest.decoder
+    assert spec is not None  # of every model with slots
+    caches, ids, mask = {*compiled.manifest.donated, *spec.states, slots.length}, spec.ids, spec.mask
+    if not ids or len(specs[ids].dims) != 2:
+        raise InputError("verify finds no input [batch, tokens] of token ids, which pick rows of a table.")
     for name in given:
-        if name in caches or name == POSITIONS:
+        if name in caches or name == spec.positions:
             raise InputError(f"a decoder keeps '{name}' itself: leave it out, and let it begin empty.")
-    mask = MASK if MASK in specs and not _is_of_others(specs[MASK], ids, specs, caches) else ""
-    others = [s for s in specs.values() if s.name not in {*caches, ids, mask, POSITIONS}]
+    others = [s for s in specs.values() if s.name not in {*caches, ids, mask, spec.positions}]
     check_fixed(sizes, compiled.manifest.ranges)
     known = {dim for spec in (specs[ids], *others) for dim in spec.dims}
     known |= {name for name, (low, high) in compiled.manifest.ranges.items() if low == high}
@@ -167,18 +166,17 @@ def session(
         hidden = rng.integers(0, calls[0] // 2 + 1, batch)
         counts[:, : calls[0]] = np.arange(calls[0]) >= hidden[:, None]
     fixed = feeds_of(model, others, compiled.manifest.ranges, given, sizes, rng)
-    output = next(spec.name for spec in compiled.outputs if spec.name not in compiled.manifest.donated.values())
+    kept = {*compiled.manifest.donated.values(), *spec.states.values()}
+    output = next(spec.name for spec in compiled.outputs if spec.name not in kept)
     return Session(
-        model, compiled, output, ids, mask,
+        model, compiled, output, ids, mask, spec.positions,
         tokens=np.asarray(given.get(ids, chosen)), counts=_counts(given.get(mask, counts), chosen.shape), calls=calls,
         forked=second, fixed=fixed,
     )  # fmt: skip
 
 
-def _is_of_others(mask: TensorSpec, ids: str, specs: Mapping[str, TensorSpec], caches: set[str]) -> bool:
-    """Whether a mask hides what another input has, as an encoder's states, and not the tokens of the decoder."""
-    others = [spec for name, spec in specs.items() if name not in {mask.name, ids, POSITIONS, *caches}]
-    return any(isinstance(dim, str) and dim in spec.dims for spec in others for dim in mask.dims[1:])
+def _states(compiled: Model) -> dict[str, str]:
+    return {} if compiled.manifest.decoder is None else compiled.manifest.decoder.states
 
 
 def _size(spec: TensorSpec, axis: int, sizes: Mapping[str, int], default: int) -> int:
@@ -192,8 +190,13 @@ def said(first: int, last: int) -> str:
 
 
 def empty_past(past: ir.Value, batch: int) -> np.ndarray:
-    """An array of no rows for an input [batch, heads, length, size]. Raises InputError for any other input."""
+    """An array of no rows for an input [batch, heads, length, size], and zeros for a state [batch, sizes].
+
+    Raises InputError for any other input.
+    """
     assert past.shape is not None and past.dtype is not None
+    if (sizes := numbers(past.shape[1:])) is not None:
+        return np.zeros((batch, *sizes), past.dtype.numpy())
     heads, length, size = (past.shape[axis] for axis in (1, 2, 3)) if len(past.shape) == 4 else (None, None, None)
     if not (isinstance(heads, int) and isinstance(size, int)) or isinstance(length, int):
         raise InputError(

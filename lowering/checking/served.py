@@ -10,10 +10,11 @@ import numpy as np
 import onnx_ir as ir
 
 from ..errors import InputError
+from ..graph.roles import Roles, find_roles
 from ..manifest import ServedCache, TensorSpec
 from ..runtime.model import Model
 from ..serving.batcher import Batcher
-from .decoding import MASK, POSITIONS, checked_ids, empty_past, said
+from .decoding import checked_ids, empty_past, said
 from .made_up import made_up, specs_of, taken
 from .references import Evaluate
 
@@ -72,7 +73,8 @@ class Requests:
     def theirs(self, evaluate: Evaluate) -> list[np.ndarray]:
         """What the model as it was answers to each request alone, whose past begins empty."""
         total = self.tokens.shape[1]
-        counts = {MASK: np.ones((1, total)), POSITIONS: np.arange(total)[None]}
+        roles = _roles(self.model, self.served)
+        counts = {roles.mask: np.ones((1, total)), roles.positions: np.arange(total)[None]}
         feeds: dict[str, np.ndarray] = {}
         for value in taken(self.model):
             name, dtype = value.name or "", value.dtype
@@ -83,6 +85,11 @@ class Requests:
                 feeds[name] = counts[name].astype(dtype.numpy()) if name in counts else empty_past(value, 1)
         whole = [evaluate({**feeds, self.served.ids: row[None]})[0][0] for row in tokens]
         return [logits[prompt - 1 :] for logits, prompt in zip(whole, self.prompts)]
+
+
+def _roles(model: ir.Model, served: ServedCache) -> Roles:
+    pasts = [value.name or "" for value in taken(model) if value.shape is not None and len(value.shape) == 4]
+    return find_roles(model, Roles(served.ids), pasts)
 
 
 def requests(
@@ -107,11 +114,13 @@ def requests(
     for name in sizes:
         if name != spec.dims[1]:
             raise InputError(f"the calls of a decoder do not choose dimension '{name}': leave it out.")
+    roles = _roles(model, served)
     for value in taken(model):
-        if value.name not in (served.ids, MASK, POSITIONS) and (value.shape is None or len(value.shape) != 4):
+        names = (served.ids, roles.mask, roles.positions)
+        if value.name not in names and (value.shape is None or len(value.shape) != 4):
             raise InputError(
-                f"verify does not know what '{value.name}' of this decoder is: a mask is called '{MASK}', positions "
-                f"'{POSITIONS}', and a past has 4 dimensions."
+                f"verify does not know what '{value.name}' of this decoder is: it has no column for each key as a "
+                "mask, nor the shape of the tokens as positions, nor the 4 dimensions of a past."
             )
     block = served.tokens_per_block
     if served.ids in given:

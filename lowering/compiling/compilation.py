@@ -25,6 +25,7 @@ from ..graph.kept_caches import keep_caches
 from ..graph.model import ModelLike, load_model
 from ..graph.paged_decoder import batch_of, serve_decoder
 from ..graph.precision import use_precision
+from ..graph.scattered_caches import grow_scattered_caches
 from ..graph.static_cache import LENGTH
 from ..graph.written_inputs import name_written_inputs
 from ..importing.imported import Port
@@ -86,6 +87,8 @@ def compiled(model: ModelLike, options: Options, stand_in: Target | None = None,
         fused = fuse(loaded)
     if options.serve is not None or options.static_cache is not None:
         fused = fused.clone() if fused is loaded else fused
+        if options.serve is not None:
+            grow_scattered_caches(fused)
         unify_caches(fused)
     if options.precision is not None and products is None:
         fused = fused.clone() if fused is loaded else fused

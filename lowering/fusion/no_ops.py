@@ -14,6 +14,7 @@ class RemoveNoOpsPass(ir.passes.InPlacePass):
     2. Dropout outside training: no training_mode, a training_mode that is False, or a ratio of 0.
     3. Cast to the type that the input has.
     4. Reshape to the sizes that the input has.
+    5. CastLike, which becomes a Cast, or nothing where both have one type.
 
     A node that computes an output of the graph stays, and so does a Dropout whose mask is used.
     """
@@ -21,6 +22,8 @@ class RemoveNoOpsPass(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         modified = False
         for node in list(model.graph.all_nodes()):
+            if is_op(node, "CastLike"):
+                _name_type(node)
             if not node.outputs or node.outputs[0].is_graph_output() or not _changes_nothing(node):
                 continue
             output = node.outputs[0]
@@ -29,6 +32,17 @@ class RemoveNoOpsPass(ir.passes.InPlacePass):
             node.graph.remove(node, safe=True)
             modified = True
         return ir.passes.PassResult(model, modified)
+
+
+def _name_type(node: ir.Node) -> None:
+    """Make a Cast of a CastLike whose type is known."""
+    like = operand(node, 1)
+    if like.dtype is None or "saturate" in node.attributes:
+        return
+    node.op_type = "Cast"
+    node.attributes["to"] = ir.AttrInt64("to", int(like.dtype))
+    node.replace_input_with(1, None)
+    node.resize_inputs(1)
 
 
 def _changes_nothing(node: ir.Node) -> bool:

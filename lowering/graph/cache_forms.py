@@ -1,9 +1,11 @@
 """Growing caches in one form, whichever an exporter wrote: Concat of a past input and new rows, read by Attention.
 
-Operators of com.microsoft become Attention first (microsoft_caches.py). Before: an Attention that takes past_key and past_value [B, Hkv, P, D] from inputs of the model and gives present_key and
-present_value [B, Hkv, P + S, D] to outputs. After: two Concat along the length, and an Attention of all keys without a
-past. Its nonpad_kv_seqlen is the number of all keys, so that is_causal and windows count from the end: row i of S still
-sees the keys up to P + i.
+Operators of com.microsoft become Attention first (microsoft_caches.py).
+
+Before: an Attention that takes past_key and past_value [B, Hkv, P, D] from inputs of the model, and gives present_key
+and present_value [B, Hkv, P + S, D] to outputs. After: two Concat along the length, and an Attention of all keys
+without a past. Its nonpad_kv_seqlen is the number of all keys, so that is_causal and windows count from the end: row i of S
+still sees the keys up to P + i.
 """
 
 from __future__ import annotations
@@ -97,11 +99,10 @@ def _holds_caches(node: ir.Node) -> bool:
     places = _CACHES.get(("" if is_op(node, node.op_type) else node.domain, node.op_type))
     if places is None or len(node.inputs) <= places[0][1] or len(node.outputs) <= places[1][1]:
         return False
-    pasts, presents = ([values[k] for k in ks] for values, ks in zip((node.inputs, node.outputs), places))
-    if not all(past is not None and past.is_graph_input() and len(dims(past)) == 4 for past in pasts):
-        return False
-    sizes = [size for past in pasts if past is not None for size in (dims(past)[1], dims(past)[3])]
-    return all(present.is_graph_output() for present in presents) and all(map(known, sizes))
+    pasts, presents = [node.inputs[k] for k in places[0]], [node.outputs[k] for k in places[1]]
+    caches = [past for past in pasts if past is not None and past.is_graph_input() and len(dims(past)) == 4]
+    sizes = [size for past in caches for size in (dims(past)[1], dims(past)[3])]
+    return len(caches) == 2 and all(present.is_graph_output() for present in presents) and all(map(known, sizes))
 
 
 def _write_out(node: ir.Node) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
+from ..fusion.matching import operand
 from ..fusion.sizes import InferSizesPass
 from ..manifest import DecoderSpec, SlotCaches
 from .cache_forms import grows
@@ -46,8 +47,9 @@ def keep_caches(model: ir.Model, capacity: int | None, donated: Mapping[str, str
         return KeptCaches(scattered.caches, None, spec)
     if capacity is None:
         return KeptCaches()
-    caches = {name for node in model.graph if grows(node) for name in (node.inputs[0].name, node.outputs[0].name)}
-    spec = _decoder_of(model, {str(name) for name in caches}, capacity)
+    values = [value for node in model.graph if grows(node) for value in (operand(node, 0), node.outputs[0])]
+    caches = {str(value.name) for value in values}
+    spec = _decoder_of(model, caches, capacity)
     if spec.states and not caches:
         return KeptCaches({}, None, spec)
     static = use_static_caches(model, capacity)

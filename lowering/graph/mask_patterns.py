@@ -21,6 +21,9 @@ _WHOLE, _ALL, _SOME, _FEWEST, _ELEMENTS = 1024, 16384, 32, 64, 2**22
 _LARGEST_TABLE = 2**26
 """Bytes of a bias that follows no rule."""
 
+_HIDES = -1e4
+"""What hides a key: exporters write this number, or a lower one, and scores differ by less than 9,900."""
+
 By = Literal["key", "distance", "pair"]
 
 
@@ -156,6 +159,5 @@ def as_bias(mask: np.ndarray) -> np.ndarray:
     """What a mask adds to scores, float32: -inf for False, and for numbers so low that exp gives 0 beside any other."""
     if mask.dtype == bool:
         return np.where(mask, np.float32(0), np.float32(-np.inf))
-    lowest = np.finfo(mask.dtype).min if mask.dtype.kind == "f" else -3e38  # of bfloat16
     added = mask.astype(np.float32)
-    return np.where(added <= max(float(lowest) / 2, -1e30), np.float32(-np.inf), added)
+    return np.where(added <= _HIDES, np.float32(-np.inf), added)

@@ -1,9 +1,9 @@
 """Attention operators of com.microsoft with growing caches become ai.onnx Attention with the same caches.
 
-GroupQueryAttention counts the tokens of each sequence (seqlens_k), which exporters compute from the attention mask. The
-mask itself goes to Attention: a token then sees what the mask has of the keys up to its own, and its position is the
-number of such keys before it. For sequences that are padded on the right, or not at all, nothing changes. Sequences that
-are padded on the left, of which GroupQueryAttention makes nothing useful, get what they get without padding.
+GroupQueryAttention counts the tokens of each sequence (seqlens_k), which exporters compute from the attention mask.
+The mask itself goes to Attention: a token then sees what the mask has of the keys up to its own, and its position is
+the number of such keys before it. For sequences that are padded on the right, or not at all, nothing changes. Sequences
+that are padded on the left, of which GroupQueryAttention makes nothing useful, get what they get without padding.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ..fusion.matching import Rewrite, attribute, dims, is_op, known, number, operand
+from ..fusion.matching import Rewrite, attribute, dims, is_op, known, number
 
 DOMAIN = "com.microsoft"
 _LENGTH_AXIS = 2  # of caches
@@ -167,9 +167,7 @@ def _split(new: Rewrite, packed: ir.Value, widths: Sequence[int]) -> list[ir.Val
     return parts
 
 
-def _normalize(
-    new: Rewrite, x: ir.Value, heads: tuple[int, int], weight: ir.Value | None, epsilon: float
-) -> ir.Value:
+def _normalize(new: Rewrite, x: ir.Value, heads: tuple[int, int], weight: ir.Value | None, epsilon: float) -> ir.Value:
     if weight is None:
         return x
     split = new.emit("Reshape", [x, new.integers(0, 0, *heads)], shape=[*dims(x)[:2], *heads])

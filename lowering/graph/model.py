@@ -1,9 +1,10 @@
-"""Reads an ONNX model: path, bytes or protobuf in, a checked `onnx_ir.Model` with model-local functions inlined out."""
+"""Reads an ONNX model: path, bytes or protobuf in, a checked `onnx_ir.Model` without model-local functions out."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import onnx
@@ -21,12 +22,17 @@ ModelLike = str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model
 # What onnx_ir notes of illegal models, with tracebacks, is for programs that ask for records; our errors are for users.
 logging.getLogger("onnx_ir").addHandler(logging.NullHandler())
 
+_FUSED_AGAIN = {
+    "BiasGelu", "BiasSplitGelu", "FastGelu", "Gelu", "QuickGelu", "SimplifiedLayerNormalization",
+    "SkipLayerNormalization", "SkipSimplifiedLayerNormalization",
+}  # fmt: skip
+
 # Protobuf cannot serialise more, which the checker would need to do.
 _PROTOBUF_LIMIT = 2**31 - 1
 
 
 def load_model(model: ModelLike) -> ir.Model:
-    """The model, legal and with every model-local function inlined.
+    """The model, legal and without model-local functions: inlined, or nodes of an operator that the compiler has.
 
     External data stays in its file until it is used. Raises ModelError if there is no such file, if it is no ONNX
     model, or if onnx's checker or `lowering.graph.legality` refuses it.
@@ -36,7 +42,7 @@ def load_model(model: ModelLike) -> ir.Model:
         forget_unknown_sizes(loaded)
         check_tensors(loaded)
         check_bodies(loaded)
-        inlined = common.InlinePass()(loaded).model
+        inlined = common.InlinePass(_is_inlined)(loaded).model
         inlined.functions.clear()  # those left are called by nobody
         check_attributes(inlined)
         check_domains(inlined)
@@ -53,6 +59,14 @@ def load_model(model: ModelLike) -> ir.Model:
         ) from error
 
 
+def _is_inlined(function: ir.Function) -> bool:
+    """Whether nodes become the body of a function: not where the compiler has an operator of that name.
+
+    Norms and activations are inlined all the same: passes know the operators that their bodies are made of.
+    """
+    return function.name in _FUSED_AGAIN or not onnx.defs.has(function.name, function.domain)
+
+
 def _name(model: ModelLike) -> str:
     return str(model) if isinstance(model, (str, os.PathLike)) else "The model"
 
@@ -67,17 +81,49 @@ def _read(model: ModelLike) -> ir.Model:
             raise ModelError(f"{path} is {what}, and no .onnx file: name the model's file.")
         if not path.is_file():
             raise ModelError(f"There is no file {path}.")
-        onnx.checker.check_model(str(path))
-        return ir.load(path)
+        return _checked(lambda: onnx.checker.check_model(str(path)), lambda: ir.load(path))
     if not isinstance(model, (bytes, onnx.ModelProto)):
         raise ModelError(
             f"A {type(model).__name__} is no ONNX model: give a path, bytes, an onnx.ModelProto or an onnx_ir.Model. "
             "torch.onnx.export makes one of a PyTorch module."
         )
     proto = onnx.load_model_from_string(model) if isinstance(model, bytes) else model
-    if proto.ByteSize() <= _PROTOBUF_LIMIT:
-        onnx.checker.check_model(proto)
-    return ir.from_proto(proto)
+    if proto.ByteSize() > _PROTOBUF_LIMIT:
+        return ir.from_proto(proto)
+    return _checked(lambda: onnx.checker.check_model(proto), lambda: ir.from_proto(proto))
+
+
+def _checked(check: Callable[[], None], read: Callable[[], ir.Model]) -> ir.Model:
+    """The model that is read, once onnx's checker has passed it. Nodes in any order are sorted first."""
+    try:
+        check()
+        return read()
+    except onnx.checker.ValidationError as error:
+        if "topologically sorted" not in str(error):
+            raise
+        unsorted = error
+    model = read()
+    try:
+        for graph in (model.graph, *(function.graph for function in model.functions.values())):
+            graph.sort()
+        proto = ir.to_proto(_without_files(model))
+    except (ValueError, RuntimeError):  # nodes that need each other, or what nobody computes
+        raise unsorted from None
+    onnx.checker.check_model(proto)
+    return model
+
+
+def _without_files(model: ir.Model) -> ir.Model:
+    """A copy in which initializers from files are inputs: the checker would look for the files in another folder."""
+    copy = model.clone()
+    for name, value in list(copy.graph.initializers.items()):
+        if isinstance(value.const_value, ir.ExternalTensor):
+            del copy.graph.initializers[name]
+            value.type, value.shape = ir.TensorType(value.const_value.dtype), ir.Shape(value.const_value.shape.numpy())
+            value.const_value = None
+            if value not in copy.graph.inputs:
+                copy.graph.inputs.append(value)
+    return copy
 
 
 def _forget_what_says_nothing(model: ir.Model) -> None:

@@ -62,7 +62,7 @@ def _roles(model: ir.Model, serve: Serve) -> tuple[ir.Value, ir.Value | None, ir
     ids = inputs.get(roles.ids)
     if ids is None or len(dims(ids)) != 2:
         names = ", ".join(str(name) for name in inputs)
-        raise InputError(f"serve: no input [batch, tokens] is known to hold token ids. Name it: `ids`. They are {names}.")
+        raise InputError(f"serve: no input [batch, tokens] is known to hold token ids. Name it as `ids`: {names}.")
     return ids, inputs.get(roles.mask), inputs.get(roles.positions)
 
 
@@ -112,8 +112,8 @@ def _decoder_of(model: ir.Model, serve: Serve) -> _Decoder:
     grown = [node for node in model.graph if grows(node)]
     if not grown:
         raise ModelError(
-            "serve: no output of the model is a past input [batch, heads, length, size] with new rows behind it, joined "
-            "by Concat or by an attention operator. Export the model with past_key_values as inputs and outputs."
+            "serve: no output of the model is a past input [batch, heads, length, size] with new rows behind it, "
+            "joined by Concat or by an attention operator. Export the model with past_key_values as inputs and outputs."
         )
     pasts = [operand(node, 0) for node in grown]
     dropped = [value for value in (*pasts, mask, position_ids) if value is not None]

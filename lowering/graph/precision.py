@@ -48,6 +48,9 @@ _DATA = {"Gather": (0,), "Where": (1, 2), "TensorScatter": (0, 1), "RotaryEmbedd
 # What may lie between a cache and the attention that reads it.
 _KEPT = {"Concat", "Expand", "Identity", "Reshape", "Slice", "Squeeze", "TensorScatter", "Transpose", "Unsqueeze"}
 
+# What takes numbers of any type, or reads none.
+_ANY_TYPE = {"Cast", "Shape", "Size"}
+
 _LARGE = 1 << 14  # elements from which on a table is worth being stored in half precision
 
 
@@ -104,7 +107,7 @@ class _Converter:
                 continue
             kept += bool(floats)
             for place, given in enumerate(node.inputs):
-                if given is not None and given in self.narrow and node.op_type != "Cast":
+                if given is not None and given in self.narrow and node.op_type not in _ANY_TYPE:
                     node.replace_input_with(place, self.as_type(given, self.narrow[given], node))
             self.widen_subgraphs(node)
         self.give_out(set(caches.values()))

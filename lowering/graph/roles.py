@@ -22,8 +22,8 @@ _TABLES = {"Gather": (0, 1), "GatherBlockQuantized": (0, 1), "EmbedLayerNormaliz
 class Roles:
     """Names of inputs; "" where the model has no such input, or none is known to be it.
 
-    ids is int [B, S], or float [B, S, H] for a model that takes embeddings; mask is [B, P + S]; positions are [B, S], or
-    [n, B, S] where a token has several.
+    ids is int [B, S], or float [B, S, H] for a model that takes embeddings; mask is [B, P + S]; positions are [B, S],
+    or [n, B, S] where a token has several.
     """
 
     ids: str
@@ -77,9 +77,13 @@ def _find_positions(free: dict[str, ir.Value], tokens: tuple[Size, ...]) -> str:
 
 
 def _find_mask(free: dict[str, ir.Value], tokens: tuple[Size, ...]) -> str:
+    """Return the matrix with a column for each key; one that is as long as another input belongs to an encoder."""
     for name, value in free.items():
-        is_matrix = len(dims(value)) == 2 and dims(value)[0] == tokens[0]
-        if is_matrix and not isinstance(dims(value)[1], int) and dims(value)[1] != tokens[1]:
+        if len(dims(value)) != 2 or dims(value)[0] != tokens[0]:
+            continue
+        keys = dims(value)[1]
+        of_others = any(keys in dims(other) for other in free.values() if other is not value)
+        if not isinstance(keys, int) and keys != tokens[1] and not of_others:
             return name
     return ""
 
@@ -91,7 +95,8 @@ def _table_rows(value: ir.Value) -> Size | None:
         for node, place in pending.pop().uses():
             table = _TABLES.get(node.op_type)
             if table is not None and place == table[1] and attribute(node, "axis", 0) == 0:
-                return next(iter(dims(node.inputs[table[0]]) if node.inputs[table[0]] is not None else ()), None)
+                rows = node.inputs[table[0]]
+                return None if rows is None or not dims(rows) else dims(rows)[0]
             if is_op(node, *_MOVES) and node.outputs[0] not in seen:
                 seen.add(node.outputs[0])
                 pending.append(node.outputs[0])

@@ -70,8 +70,12 @@ def _own(node: ir.Node, tokens: Size) -> int:
 
 
 def _product(node: ir.Node, tokens: Size) -> bool:
-    """Rows times a matrix without rows."""
+    """Rows times a matrix without rows, or a matrix of each row times another of it."""
     rank = len(dims(operand(node, 0)))
+    if node.op_type == "MatMul" and rank == len(dims(operand(node, 1))):
+        axes = {row_axis(operand(node, k), tokens) for k in range(2)}
+        if axes != {None} and len(axes) == 1 and 0 <= _own(node, tokens) < rank - 2:
+            return True
     others = [value for value in node.inputs[1:] if value is not None]
     turned = attribute(node, "transA", 0) or attribute(node, "transBatchA", 0)
     return 0 <= _own(node, tokens) < rank - 1 and not turned and all(row_axis(v, tokens) is None for v in others)
@@ -135,6 +139,10 @@ _RULES: dict[str, Callable[[ir.Node, Size], bool]] = {
                     lambda node, tokens: _axes(node, tokens, 1)),
     "Slice": lambda node, tokens: _axes(node, tokens, 3),
     "Transpose": lambda node, tokens: True,
+    "OneHot": lambda node, tokens: True,  # rows stay where the new axis is another one
+    **dict.fromkeys(("ScatterElements", "GatherElements"),
+                    lambda node, tokens: _along(node, tokens, attribute(node, "axis", 0))),
+    "ReduceProd": lambda node, tokens: _axes(node, tokens, 1),
     "Expand": lambda node, tokens: len({_from_back(v, tokens) for v in (operand(node, 0), node.outputs[0])}) == 1,
     "Concat": _concat,
     "Gather": _gather,

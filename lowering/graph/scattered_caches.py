@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from ..errors import ModelError
-from ..fusion.matching import attribute, dims, is_op, operand
+from ..fusion.matching import Size, attribute, dims, is_op, numbers, operand
+from ..fusion.sizes import InferSizesPass
 from .cache_forms import NONPAD
 
 
@@ -45,9 +46,67 @@ def check_capacity(scattered: ScatteredCaches, capacity: int) -> None:
     """Raise ModelError where the model has caches of another capacity."""
     if scattered.capacity != capacity:
         raise ModelError(
-            f"static_cache: the model writes caches of {scattered.capacity} slots itself, not of {capacity}. Compile with "
-            f"static_cache={scattered.capacity}, or export it with other caches."
+            f"static_cache: the model writes caches of {scattered.capacity} slots itself, not of {capacity}. Compile "
+            f"with static_cache={scattered.capacity}, or export it with other caches."
         )
+
+
+def grow_scattered_caches(model: ir.Model) -> None:
+    """Make caches that a model writes itself, if all are read by Attention as they are, past inputs that grow.
+
+    Before: TensorScatter(cache, rows, starts), read by an Attention up to nonpad_kv_seqlen. After: an Attention of the
+    new rows behind past_key and past_value [B, Hkv, P, D], under the names of the caches.
+    """
+    InferSizesPass()(model)
+    scattered = find_scattered_caches(model)
+    if scattered is None or not scattered.ends:
+        return
+    readers = [node for node in model.graph if is_op(node, "Attention") and _reads_updates(node)]
+    if 2 * len(readers) != len(scattered.caches):
+        return
+    for node in readers:
+        _grow(model.graph, node)
+    for value in [v for v in model.graph.inputs if v.name in (scattered.starts, scattered.ends) and not v.uses()]:
+        model.graph.inputs.remove(value)
+
+
+def _reads_updates(node: ir.Node) -> bool:
+    """Whether keys and values of an Attention are caches that nothing else reads, with known heads and sizes."""
+    if len(node.inputs) <= NONPAD or node.inputs[NONPAD] is None or any(node.inputs[4:NONPAD]):
+        return False
+    for value in node.inputs[1:3]:
+        update = value.producer() if value is not None else None
+        if value is None or update is None or not _updates(update) or len(value.uses()) != 1:
+            return False
+        if numbers(_heads_and_size(node, value)) is None or len(operand(update, 0).uses()) != 1:
+            return False
+    return True
+
+
+def _heads_and_size(node: ir.Node, cache: ir.Value) -> tuple[Size, Size]:
+    """Of a cache [B, Hkv, slots, D] or [B, slots, Hkv * D]."""
+    sizes, heads = dims(cache), attribute(node, "kv_num_heads", 0)
+    if len(sizes) == 4:
+        return sizes[1], sizes[3]
+    return heads, sizes[2] // heads if heads and isinstance(sizes[2], int) else ir.SymbolicDim(None)
+
+
+def _grow(graph: ir.Graph, node: ir.Node) -> None:
+    updates = [operand(node, k).producer() for k in (1, 2)]
+    node.resize_inputs(NONPAD)
+    node.resize_outputs(3)
+    for k, update in enumerate(updates, 1):
+        assert update is not None
+        past, present, grown = operand(update, 0), update.outputs[0], node.outputs[k]
+        heads, size = _heads_and_size(node, present)
+        batch = dims(past)[0]
+        past.shape = ir.Shape([batch, heads, ir.SymbolicDim("past_slots"), size])
+        grown.type, grown.shape = present.type, ir.Shape([batch, heads, ir.SymbolicDim(None), size])
+        node.replace_input_with(k, update.inputs[1])
+        node.replace_input_with(3 + k, past)
+        graph.outputs[list(graph.outputs).index(present)] = grown
+        grown.name, present.name = present.name, None
+        graph.remove(update, safe=True)
 
 
 def _updates(node: ir.Node) -> bool:

@@ -14,8 +14,8 @@ Kind = tuple[str, tuple[Size, ...]]
 def find_states(model: ir.Model, kept: Collection[str]) -> dict[str, str]:
     """Return which output is the next value of which input, by name.
 
-    A state is float [B, ...] with no other symbolic size than the batch. Inputs and outputs of one type and shape belong
-    to each other in their order, as exporters list both layer by layer; where their numbers differ, none does.
+    A state is float [B, ...] with no other symbolic size than the batch. Inputs and outputs of one type and shape
+    belong to each other in their order, as exporters list both layer by layer; where their numbers differ, none does.
 
     Args:
         model: One whose sizes are inferred.

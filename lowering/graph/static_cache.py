@@ -43,8 +43,8 @@ def use_static_caches(model: ir.Model, capacity: int) -> StaticCaches:
     grown = [node for node in model.graph if grows(node)]
     if not grown:
         raise ModelError(
-            "static_cache: no output of the model is a past input [batch, heads, length, size] with new rows behind it, "
-            "joined by Concat or by an attention operator, and no input is a state. Export the model with "
+            "static_cache: no output of the model is a past input [batch, heads, length, size] with new rows behind "
+            "it, joined by Concat or by an attention operator, and no input is a state. Export the model with "
             "past_key_values as inputs and outputs."
         )
     if opset(model) < OPSET - 1:

@@ -140,14 +140,18 @@ class Importer:
         return Port(name, dtype, shape, tuple(map(self.symbols.as_dim, shape)))
 
     def _check_outputs(self, results: list[Value]) -> None:
-        """Refuses outputs that are not what the model says of them: its readers would prepare for the wrong ones."""
+        """Refuse outputs of another element type than is declared; warn of other shapes: the computed ones count."""
         for declared, computed in zip(self.model.graph.outputs, results):
-            contradiction = _contradicts(declared, computed)
-            if not contradiction or declared.name in self._failed:
+            if declared.name in self._failed:
                 continue
-            error = NodeError(
-                f"output '{declared.name}'", f"{contradiction}.", "Correct the declaration, or the nodes that give it."
+            if contradiction := _contradicts(declared, computed):
+                self.warnings.append(f"output '{declared.name}' {contradiction}, which counts")
+            if declared.dtype is None or dtype_name(declared.dtype) == computed.dtype:
+                continue
+            types = (
+                f"its element type is declared {dtype_name(declared.dtype)}, but the nodes compute {computed.dtype}."
             )
+            error = NodeError(f"output '{declared.name}'", types, "Correct the declaration, or the nodes that give it.")
             if self.errors is None:
                 raise error
             self.errors.append(error)
@@ -400,16 +404,14 @@ class Importer:
 
 
 def _contradicts(declared: ir.Value, computed: Value) -> str:
-    """How what a model declares of an output differs from what its nodes compute; "" where both can be true."""
-    if declared.dtype is not None and dtype_name(declared.dtype) != computed.dtype:
-        return f"its element type is declared {dtype_name(declared.dtype)}, but the nodes compute {computed.dtype}"
+    """How the shape that a model declares of an output differs from the computed one; "" where both can be true."""
     if declared.shape is None:
         return ""
     if len(declared.shape) != computed.rank:
-        return f"it is declared with {len(declared.shape)} dimensions, but the nodes compute {computed.rank}"
+        return f"is declared with {len(declared.shape)} dimensions, but the nodes compute {computed.rank}"
     for axis, (says, is_) in enumerate(zip(declared.shape, computed.shape)):
         if isinstance(says, int) and isinstance(is_, int) and says != is_:
-            return f"axis {axis} is declared {says}, but the nodes compute {is_}"
+            return f"is declared {says} along axis {axis}, but the nodes compute {is_}"
     return ""
 
 

@@ -4,44 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 
 from ..errors import InputError
 
 
-class Progress(Protocol):
-    """What all sequences of a batch have read after a call, and the arrays for that call."""
-
-    length: int
-    past_length: np.ndarray
-    mask: np.ndarray
-    positions: np.ndarray
-    starts: np.ndarray
-    ends: np.ndarray
-
-    def after(self, counts: np.ndarray, capacity: int) -> Progress:
-        """Return what has been read after a call of which `counts`, int [B, S], says which tokens are no padding.
-
-        Raises InputError where the batch is another, where slots run out, or where padding is on the right.
-        """
-
-    def arrange(self, tokens: np.ndarray) -> np.ndarray:
-        """Return tokens, [B, S, ...], in the order in which the model takes them."""
-
-    def restore(self, rows: np.ndarray) -> np.ndarray:
-        """Return rows of the model's answer, [B, S, ...], in the order of the tokens."""
-
-
 @dataclass(frozen=True)
 class SharedProgress:
-    """All sequences have the same number of slots, padding included. seen is [B, length] of 0 and 1."""
+    """All sequences have the same number of slots, padding included. seen is [B, length] of 0 and 1.
+
+    past_length, mask, positions, starts and ends are what the last call's inputs hold.
+    """
 
     seen: np.ndarray | None = None
     new: int = 0
 
     def after(self, counts: np.ndarray, capacity: int) -> SharedProgress:
+        """Return what has been read after a call of which `counts`, int [B, S], says which tokens are no padding.
+
+        The model itself refuses tokens beyond the capacity. Raises InputError for another batch.
+        """
         seen = np.zeros((len(counts), 0), np.int64) if self.seen is None else self.seen
         _check_batch(seen, counts)
         return SharedProgress(np.concatenate([seen, counts], axis=1), counts.shape[1])
@@ -65,10 +49,11 @@ class SharedProgress:
 
     starts = ends = past_length  # of other models
 
-    def arrange(self, tokens: np.ndarray) -> np.ndarray:
-        return tokens
+    def arrange(self, rows: np.ndarray) -> np.ndarray:
+        """Return rows of tokens, [B, S, ...], in the order in which the model takes them."""
+        return rows
 
-    restore = arrange
+    restore = arrange  # the other way round
 
 
 @dataclass(frozen=True)
@@ -82,6 +67,7 @@ class SequenceProgress:
     counts: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int64))
 
     def after(self, counts: np.ndarray, capacity: int) -> SequenceProgress:
+        """As of SharedProgress. Raises InputError where slots run out, or where padding is on the right."""
         lengths = np.zeros(len(counts), np.int64) if self.lengths is None else self.lengths
         _check_batch(lengths, counts)
         if (np.diff(counts, axis=1) < 0).any():
@@ -120,8 +106,8 @@ class SequenceProgress:
     def mask(self) -> np.ndarray:
         return (np.arange(self.ends.max(initial=0)) < self.ends[:, None]).astype(np.int64)
 
-    def arrange(self, tokens: np.ndarray) -> np.ndarray:
-        return self._rolled(tokens, -1)
+    def arrange(self, rows: np.ndarray) -> np.ndarray:
+        return self._rolled(rows, -1)
 
     def restore(self, rows: np.ndarray) -> np.ndarray:
         return self._rolled(rows, 1)
@@ -131,6 +117,9 @@ class SequenceProgress:
         if not padding.any() or rows.shape[:2] != self.counts.shape:
             return rows
         return np.stack([np.roll(row, direction * count, axis=0) for row, count in zip(rows, padding)])
+
+
+Progress: TypeAlias = SharedProgress | SequenceProgress
 
 
 def _check_batch(before: np.ndarray, counts: np.ndarray) -> None:

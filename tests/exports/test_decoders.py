@@ -1,0 +1,120 @@
+"""Decoders of ONNX Runtime's exporter, whose attention holds the caches: in place and served, equal to whole runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+from mobius_models import CAPACITY, KEPT
+from thinned import thinned
+
+import lowering
+
+FOLDER = Path(__file__).parent / "decoders"
+VOCABULARY, BATCH, PROMPT, STEPS = 40, 3, 9, 8
+
+# States are carried by `decoder()`, and see padding. Sinks that are written out are no attention.
+STATES = {"bamba", "mamba2", "minimax", "qwen3_5_text"}
+UNPADDED = {*STATES, "bloom"}  # whose export ignores the mask
+UNSERVED = {*STATES, "gpt_oss"}
+
+
+def whole(name: str, sequences: list[np.ndarray]) -> list[np.ndarray]:
+    """The logits [S, vocabulary] of each sequence alone, by onnxruntime, of the model as it was exported."""
+    session = onnxruntime.InferenceSession(FOLDER / f"{name}.onnx")
+    return [session.run(["logits"], feeds(session, ids))[0][0] for ids in sequences]
+
+
+def feeds(session: onnxruntime.InferenceSession, ids: np.ndarray) -> dict[str, np.ndarray]:
+    count = len(ids)
+    known = {
+        "input_ids": ids[None], "attention_mask": np.ones((1, count), np.int64), "position_ids": np.arange(count)[None],
+        "write_indices": np.zeros(1, np.int64), "nonpad_kv_seqlen": np.array([count]),
+    }  # fmt: skip
+    empty = {"batch": 1, "past_sequence_len": 0}
+    return {
+        given.name: known[given.name]
+        if given.name in known
+        else np.zeros([empty.get(size, size) for size in given.shape], np.float32)
+        for given in session.get_inputs()
+    }
+
+
+IN_PLACE = [*((name, None) for name in KEPT), ("llama", "float16"), ("qwen3", "bfloat16")]
+SERVED = [*((name, None) for name in KEPT if name not in UNSERVED), ("llama", "float16"), ("gpt2", "bfloat16")]
+BARS = {None: 1e-5, "float16": 5e-3, "bfloat16": 6e-2}
+
+
+@pytest.mark.parametrize(("name", "precision"), thinned(IN_PLACE, 3))
+def test_caches_in_place(name: str, precision: Any) -> None:
+    """A prompt in two calls and 8 steps, of sequences of different lengths."""
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, VOCABULARY, (BATCH, PROMPT + STEPS))
+    padding = [0, 0, 0] if name in UNPADDED else [0, 3, 1]
+    mask = np.arange(PROMPT + STEPS) >= np.array(padding)[:, None]
+    expected = np.zeros((*ids.shape, VOCABULARY), np.float32)
+    for row, (count, logits) in enumerate(zip(padding, whole(name, [ids[b, n:] for b, n in enumerate(padding)]))):
+        expected[row, count:] = logits
+    model = lowering.compile(FOLDER / f"{name}.onnx", static_cache=CAPACITY, precision=precision)
+    decoder = model.decoder()
+    answers = [decoder.prefill(ids[:, :5], mask[:, :5]), decoder.prefill(ids[:, 5:PROMPT])]
+    addresses = {key: cache.ctypes.data for key, cache in decoder._memory.items()}
+    answers += [decoder.step(ids[:, k])[:, None] for k in range(PROMPT, PROMPT + STEPS)]
+    error = np.abs(np.concatenate(answers, axis=1) - expected)[mask].max() / np.abs(expected).max()
+    assert error < BARS[precision]
+    assert addresses.keys() == model.manifest.donated.keys()
+    assert addresses == {key: cache.ctypes.data for key, cache in decoder._memory.items()}
+    assert {t.dtype for t in model.inputs if t.name in addresses} <= {precision or "float32"}
+
+
+@pytest.mark.parametrize(("name", "precision"), thinned(SERVED, 4))
+def test_served(name: str, precision: Any) -> None:
+    """Requests of different lengths, whose prompts are read in parts beside steps of others."""
+    rng = np.random.default_rng(1)
+    sequences = [rng.integers(0, VOCABULARY, count) for count in (37, 3, 17, 40)]
+    expected = whole(name, sequences)
+    model = lowering.compile(
+        FOLDER / f"{name}.onnx", serve=lowering.Serve(context=CAPACITY, tokens_per_block=8), precision=precision
+    )
+    batcher = lowering.Batcher(model, blocks=24, tokens_per_step=13)
+    for request, ids in enumerate(sequences):
+        batcher.add(request, ids[: max(1, len(ids) // 2)])
+    worst, answered = 0.0, 0
+    while batcher.waiting:
+        for request, logits in batcher.step().items():
+            assert isinstance(request, int)
+            count, ids = len(batcher.tokens(request)), sequences[request]
+            worst = max(worst, np.abs(logits - expected[request][count - 1]).max() / np.abs(expected[request]).max())
+            answered += 1
+            if count < len(ids):
+                batcher.extend(request, int(ids[count]))
+    assert worst < BARS[precision]
+    assert answered == sum(len(ids) - max(1, len(ids) // 2) + 1 for ids in sequences)
+
+
+def test_what_cannot_be_served_says_why() -> None:
+    with pytest.raises(lowering.ModelError, match=r"input 'past_key_values.0.conv_state' beside tokens"):
+        lowering.compile(FOLDER / "bamba.onnx", serve=lowering.Serve(context=CAPACITY))
+
+
+def test_caches_of_another_capacity_are_refused() -> None:
+    with pytest.raises(lowering.ModelError, match=f"caches of {CAPACITY} slots itself, not of 7"):
+        lowering.compile(FOLDER / "llama@static.onnx", static_cache=7)
+
+
+def test_donated_caches_of_an_export_make_a_decoder() -> None:
+    """Sequences of such a model have slots of their own: padding takes none."""
+    model = lowering.compile(FOLDER / "llama@static.onnx", donate=(r"(key|value)_cache\..*",))
+    decoder = model.decoder()
+    decoder.prefill(np.ones((2, 5), np.int64), np.array([[0, 0, 0, 0, 1], [1, 1, 1, 1, 1]]))
+    assert (decoder.length, decoder.capacity) == (5, CAPACITY)
+    with pytest.raises(lowering.InputError, match="padding behind tokens"):
+        decoder.prefill(np.ones((2, 2), np.int64), np.array([[1, 0], [1, 1]]))
+    with pytest.raises(lowering.InputError, match=f"{CAPACITY} slots: 5 tokens are in them and 44 more"):
+        decoder.prefill(np.ones((2, 44), np.int64))
+    fork = decoder.fork()
+    np.testing.assert_array_equal(decoder.step([3, 4]), fork.step([3, 4]))
+    assert np.abs(decoder.step([5, 6]) - fork.step([7, 8])).max() > 0

@@ -1,0 +1,217 @@
+"""Every way to write a growing cache gives the same decoder: steps in place equal the whole run of the plain model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from thinned import thinned
+
+import lowering
+from lowering.errors import InputError
+
+HEADS, KV_HEADS, SIZE, WIDTH, VOCABULARY, CAPACITY = 4, 2, 16, 24, 20, 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention with its attributes, and which optional inputs it has."""
+
+    operator: str
+    attributes: dict[str, Any] = field(default_factory=dict)
+    inputs: tuple[str, ...] = ()
+    opset: int = 24
+
+
+CASES = {
+    "GQA": Case("GroupQueryAttention"),
+    "GQA, packed": Case("GroupQueryAttention", {}, ("packed",)),
+    "GQA, rotary": Case("GroupQueryAttention", {"do_rotary": 1}, ("rotary",)),
+    "GQA, positions, pairs": Case(
+        "GroupQueryAttention", {"do_rotary": 1, "rotary_interleaved": 1}, ("rotary", "positions")
+    ),
+    "GQA, window, cap": Case("GroupQueryAttention", {"local_window_size": 3, "softcap": 2.0}, ("rotary",)),
+    "GQA, norms": Case("GroupQueryAttention", {"qk_norm_epsilon": 1e-5}, ("norms",)),
+    "GQA, bias": Case("GroupQueryAttention", {"scale": 0.3}, ("bias",)),
+    "GQA, opset 21": Case("GroupQueryAttention", {}, (), 21),
+    "MHA, causal": Case("MultiHeadAttention", {"unidirectional": 1}),
+    "MHA, all": Case("MultiHeadAttention", {"unidirectional": 1}, ("projection", "padding", "bias")),
+    "Attention": Case("Attention", {"is_causal": 1}),
+    "Attention, 4-D": Case("Attention", {"is_causal": 1, "softcap": 2.0}, ("heads",)),
+    "Attention, bool mask": Case("Attention", {"is_causal": 1}, ("mask",)),
+    "Attention, float mask": Case("Attention", {"is_causal": 1}, ("bias",)),
+    "Attention, window": Case("Attention", {"is_causal": 1, "left_window_size": 2}, ("mask",), 25),
+    "Attention, opset 23": Case("Attention", {"is_causal": 1}, ("one key",), 23),
+}
+
+
+class Builder:
+    """Nodes and weights of a model."""
+
+    def __init__(self) -> None:
+        self.nodes: list[onnx.NodeProto] = []
+        self.weights: list[onnx.TensorProto] = []
+        self.rng = np.random.default_rng(5)
+
+    def node(self, operator: str, inputs: list[str], outputs: int = 1, domain: str = "", **attributes: Any) -> Any:
+        names = [f"{operator}_{len(self.nodes)}_{k}" for k in range(outputs)]
+        self.nodes.append(helper.make_node(operator, inputs, names, domain=domain, **attributes))
+        return names[0] if outputs == 1 else names
+
+    def weight(self, array: np.ndarray) -> str:
+        name = f"weight_{len(self.weights)}"
+        self.weights.append(numpy_helper.from_array(array, name))
+        return name
+
+    def random(self, *shape: int) -> str:
+        return self.weight(self.rng.standard_normal(shape).astype(np.float32) / np.sqrt(shape[0], dtype=np.float32))
+
+    def integers(self, *elements: int) -> str:
+        return self.weight(np.array(elements, np.int64))
+
+
+def model_of(case: Case) -> onnx.ModelProto:
+    """Embeddings, one attention over a growing cache, logits; ids [B, S], mask [B, T], past [B, H, P, D]."""
+    b = Builder()
+    kv_heads = HEADS if case.operator == "MultiHeadAttention" else KV_HEADS
+    x = b.node("Gather", [b.random(VOCABULARY, WIDTH), "ids"])
+    q, k, v = (b.node("MatMul", [x, b.random(WIDTH, n * SIZE)]) for n in (HEADS, kv_heads, kv_heads))
+    attend = {"GroupQueryAttention": grouped, "MultiHeadAttention": multi_head, "Attention": standard}[case.operator]
+    y, present_k, present_v = attend(b, case, q, k, v)
+    b.nodes.append(helper.make_node("MatMul", [y, b.random(HEADS * SIZE, VOCABULARY)], ["logits"]))
+    rename = {present_k: "present_k", present_v: "present_v"}
+    for node in b.nodes:
+        for place, name in enumerate(node.output):
+            node.output[place] = rename.get(name, name)
+    ints, floats = TensorProto.INT64, TensorProto.FLOAT
+    inputs = [("ids", ints, ["B", "S"]), ("keep", ints, ["B", "T"])]
+    inputs += [("at", ints, ["B", "S"])] if "positions" in case.inputs else []
+    inputs += [(name, floats, ["B", kv_heads, "P", SIZE]) for name in ("past_k", "past_v")]
+    outputs = [("logits", floats, ["B", "S", VOCABULARY])]
+    outputs += [(name, floats, ["B", kv_heads, "T", SIZE]) for name in ("present_k", "present_v")]
+    values = [[helper.make_tensor_value_info(*each) for each in group] for group in (inputs, outputs)]
+    graph = helper.make_graph(b.nodes, "decoder", *values, b.weights)
+    opsets = [helper.make_opsetid("", case.opset), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=11)
+
+
+def grouped(b: Builder, case: Case, q: str, k: str, v: str) -> Any:
+    count = b.node("Sub", [b.node("ReduceSum", ["keep", b.integers(1)], keepdims=0), b.weight(np.int64(1))])
+    total = b.node("Gather", [b.node("Shape", ["keep"]), b.weight(np.int64(1))])
+    lengths = [b.node("Cast", [value], to=TensorProto.INT32) for value in (count, total)]
+    inputs = [q, k, v, "past_k", "past_v", *lengths, *[""] * 9]
+    if "packed" in case.inputs:
+        inputs[:3] = [b.node("Concat", [q, k, v], axis=-1), "", ""]
+    if "rotary" in case.inputs:
+        angles = np.arange(64)[:, None] * 0.1 ** np.arange(SIZE // 2)
+        inputs[7:9] = [b.weight(np.cos(angles).astype("f4")), b.weight(np.sin(angles).astype("f4"))]
+    if "positions" in case.inputs:
+        inputs[9] = "at"
+    if "bias" in case.inputs:
+        inputs[10] = added(b)
+    if "norms" in case.inputs:
+        inputs[14:16] = [b.random(SIZE), b.random(SIZE)]
+    heads = {"num_heads": HEADS, "kv_num_heads": KV_HEADS}
+    return b.node("GroupQueryAttention", inputs, 3, "com.microsoft", **heads, **case.attributes)
+
+
+def multi_head(b: Builder, case: Case, q: str, k: str, v: str) -> Any:
+    inputs = [q, k, v, "", "", "", "past_k", "past_v"]
+    if "projection" in case.inputs:
+        inputs[3] = b.random(3 * HEADS * SIZE)
+    if "padding" in case.inputs:
+        inputs[4] = b.node("Cast", ["keep"], to=TensorProto.INT32)
+    if "bias" in case.inputs:
+        inputs[5] = added(b)
+    return b.node("MultiHeadAttention", inputs, 3, "com.microsoft", num_heads=HEADS, **case.attributes)
+
+
+def standard(b: Builder, case: Case, q: str, k: str, v: str) -> Any:
+    mask, attributes = "", {"q_num_heads": HEADS, "kv_num_heads": KV_HEADS, **case.attributes}
+    if "mask" in case.inputs:
+        mask = b.node("Unsqueeze", [b.node("Cast", ["keep"], to=TensorProto.BOOL), b.integers(1, 2)])
+    elif "bias" in case.inputs:
+        mask = added(b)
+    elif "one key" in case.inputs:  # a number for all keys
+        mask = b.weight(np.full((1, 1, 1, 1), 0.5, np.float32))
+    if "heads" not in case.inputs:
+        return b.node("Attention", [q, k, v, mask, "past_k", "past_v"], 3, **attributes)
+    attributes = case.attributes
+    q, k, v = (
+        b.node("Transpose", [b.node("Reshape", [x, b.integers(0, 0, n, SIZE)])], perm=[0, 2, 1, 3])
+        for x, n in ((q, HEADS), (k, KV_HEADS), (v, KV_HEADS))
+    )
+    y, *presents = b.node("Attention", [q, k, v, mask, "past_k", "past_v"], 3, **attributes)
+    return b.node("Reshape", [b.node("Transpose", [y], perm=[0, 2, 1, 3]), b.integers(0, 0, -1)]), *presents
+
+
+def added(b: Builder) -> str:
+    """A number for each key [1, 1, S, T]: minus its place, in tenths."""
+    keys = b.node("CumSum", ["keep", b.weight(np.int64(1))])
+    by_key = b.node("Mul", [b.node("Cast", [keys], to=TensorProto.FLOAT), b.weight(np.float32(-0.1))])
+    batch, rows = (b.node("Shape", ["ids"], start=axis, end=axis + 1) for axis in (0, 1))
+    shape = b.node("Concat", [batch, b.integers(1), rows, b.node("Shape", ["keep"], start=1)], axis=0)
+    return b.node("Expand", [b.node("Unsqueeze", [by_key, b.integers(1, 2)]), shape])
+
+
+@pytest.mark.parametrize("name", thinned(CASES, 3))
+def test_steps_equal_the_whole(name: str) -> None:
+    model = model_of(CASES[name])
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, VOCABULARY, (2, 9))
+    expected = plainly(model, ids)
+    decoder = lowering.compile(model, static_cache=CAPACITY).decoder()
+    answers = [
+        decoder.prefill(ids[:, :4]),
+        decoder.prefill(ids[:, 4:6]),
+        *(decoder.step(t)[:, None] for t in ids.T[6:]),
+    ]
+    np.testing.assert_allclose(np.concatenate(answers, axis=1), expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+    assert (decoder.length, decoder.capacity) == (9, CAPACITY)
+
+
+@pytest.mark.parametrize("name", thinned(CASES, 4))
+def test_served_requests_equal_the_whole(name: str) -> None:
+    model = model_of(CASES[name])
+    served = lowering.compile(model, serve=lowering.Serve(context=CAPACITY, tokens_per_block=4))
+    batcher = lowering.Batcher(served, blocks=16, tokens_per_step=5)
+    rows = [np.random.default_rng(n).integers(0, VOCABULARY, n) for n in (9, 2, 13)]
+    for request, ids in enumerate(rows):
+        batcher.add(request, ids)
+    while batcher.waiting:
+        for request, logits in batcher.step().items():
+            assert isinstance(request, int)
+            expected = plainly(model, rows[request][None])[0]
+            np.testing.assert_allclose(logits, expected[-1], rtol=0, atol=2e-5 * np.abs(expected).max())
+
+
+def plainly(model: onnx.ModelProto, ids: np.ndarray) -> np.ndarray:
+    """The logits of the model as it is, for whole sequences."""
+    compiled = lowering.compile(model)
+    inputs: dict[str, Any] = {"ids": ids, "keep": np.ones_like(ids)}
+    for spec in compiled.inputs:
+        if spec.name.startswith("past"):
+            inputs[spec.name] = np.zeros((len(ids), spec.dims[1], 0, SIZE), np.float32)
+        elif spec.name == "at":
+            inputs["at"] = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+    return compiled.run(inputs)["logits"]
+
+
+def test_inputs_are_found_by_what_they_feed() -> None:
+    decoder = lowering.compile(model_of(CASES["GQA, positions, pairs"]), static_cache=CAPACITY).manifest.decoder
+    assert decoder is not None
+    assert (decoder.ids, decoder.mask, decoder.positions) == ("ids", "keep", "at")
+
+
+def test_names_override_and_are_checked() -> None:
+    model = model_of(CASES["GQA, rotary"])
+    with pytest.raises(InputError, match="there is no input 'tokens'"):
+        lowering.compile(model, serve=lowering.Serve(context=8, ids="tokens"))
+    with pytest.raises(InputError, match=r"no input 'tokens' for token ids\. The inputs are ids"):
+        lowering.compile(model, static_cache=8).decoder(ids="tokens")
+    with pytest.raises(InputError, match="a decoder cannot know input 'ids'"):
+        lowering.compile(model, static_cache=8).decoder(ids="keep")
