@@ -27,8 +27,11 @@ def about(files: Files, manifest: Manifest) -> Iterator[tuple[str, str]]:
         legal = manifest.ranges.items()
         texts = (f"{name}: {low}" if low == high else f"{name}: {low} to {high}" for name, (low, high) in legal)
         yield "Legal sizes", "; ".join(texts)
-    if manifest.slots is not None:
-        yield "Caches", f"{manifest.slots.capacity} slots, of which '{manifest.slots.length}' says how many are filled"
+    if manifest.decoder is not None:
+        told = "'" + (manifest.slots.length if manifest.slots is not None else manifest.decoder.starts) + "'"
+        states = f", {len(manifest.decoder.states)} states" if manifest.decoder.states else ""
+        caches = f"{manifest.decoder.capacity} slots, of which {told} says how many are filled{states}"
+        yield "Caches", caches if manifest.donated else f"{len(manifest.decoder.states)} states"
     if manifest.served is not None:
         of = manifest.served
         pages = f"pages of {of.tokens_per_block} tokens, keys and values {of.dtype}"

@@ -37,6 +37,51 @@ def test_illegal_model_says_what_the_checker_says() -> None:
         load_model(model)
 
 
+@pytest.mark.parametrize("as_file", [False, True])
+def test_nodes_in_any_order(as_file: bool, tmp_path: Path) -> None:
+    """Bodies included; weights stay in their file."""
+    model = parse("""m (float[N] x, bool yes) => (float[N] y) <float[4] w = {1, 2, 3, 4}> {
+        a = Neg (x)
+        b = Add (a, w)
+        y = If (yes) <then_branch = t () => (float[N] u) { c = Abs (b) u = Neg (c) },
+                      else_branch = e () => (float[N] v) { v = Identity (b) }>
+    }""")
+    branch = model.graph.node[2].attribute[0].g
+    for graph in (model.graph, branch):
+        nodes = list(graph.node)[::-1]
+        del graph.node[:]
+        graph.node.extend(nodes)
+    given: onnx.ModelProto | Path = model
+    if as_file:
+        given = tmp_path / "model.onnx"
+        onnx.save(model, given, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    result = lowering.compile(given).run({"x": np.float32([1, -2, 3, -4]), "yes": np.array(True)})["y"]
+    np.testing.assert_array_equal(result, [0, -4, 0, -8])
+
+
+def test_nodes_in_a_circle() -> None:
+    model = parse("m (float[N] x) => (float[N] y) { a = Neg (x) b = Add (a, c) c = Abs (b) y = Neg (c) }")
+    with pytest.raises(lowering.ModelError, match="topologically sorted"):
+        load_model(model)
+
+
+@pytest.mark.parametrize(("declared", "says"), [("5", "declared 5 along axis 0"), ("N, 1", "declared with 2 dim")])
+def test_a_wrong_declaration_is_a_warning(declared: str, says: str) -> None:
+    model = lowering.compile(parse(f"m (float[4] x) => (float[{declared}] y) {{ y = Neg (x) }}"))
+    assert any(says in note for note in model.manifest.notes)
+    assert model.outputs[0].dims == (4,)
+    np.testing.assert_array_equal(model.run({"x": np.float32([1, 2, 3, 4])})["y"], [-1, -2, -3, -4])
+
+
+def test_functions_with_an_operator_are_not_inlined() -> None:
+    """Exporters ship a body with com.microsoft operators for runtimes that do not know them."""
+    path = Path(__file__).parent / "exports" / "decoders" / "qwen3_5_text.onnx"
+    assert {"LinearAttention", "CausalConvWithState"} <= {function.name for function in onnx.load(path).functions}
+    operators = [node.op_type for node in load_model(path).graph]
+    assert operators.count("LinearAttention") == 1 and "Scan" not in operators
+    assert "SkipSimplifiedLayerNormalization" not in operators and "RMSNormalization" in operators
+
+
 def test_input_without_a_shape() -> None:
     graph = helper.make_graph(
         [helper.make_node("Neg", ["x"], ["y"])],

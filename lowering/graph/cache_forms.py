@@ -4,8 +4,8 @@ Operators of com.microsoft become Attention first (microsoft_caches.py).
 
 Before: an Attention that takes past_key and past_value [B, Hkv, P, D] from inputs of the model, and gives present_key
 and present_value [B, Hkv, P + S, D] to outputs. After: two Concat along the length, and an Attention of all keys
-without a past. Its nonpad_kv_seqlen is the number of all keys, so that is_causal and windows count from the end: row i of S
-still sees the keys up to P + i.
+without a past. Its nonpad_kv_seqlen is the number of all keys, so that is_causal and windows count from the end: row i
+of S still sees the keys up to P + i.
 """
 
 from __future__ import annotations

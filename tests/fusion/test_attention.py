@@ -41,6 +41,7 @@ def node(result: ir.Model) -> ir.Node:
         ("s = MatMul (q, kt)", 1.0),
         ("a = MatMul (q, kt) s = Mul (a, c)", 0.3),
         ("a = MatMul (q, kt) s = Mul (c1, a)", 0.3),
+        ("a = MatMul (q, kt) l = CastLike (c, a) s = Mul (a, l)", 0.3),
         ("a = MatMul (q, kt) s = Div (a, c)", 1 / 0.3),
         ("r = Mul (q, c) s = MatMul (r, kt)", 0.3),
         ("r = Div (q, c) s = MatMul (r, kt)", 1 / 0.3),
