@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 
-from ..manifest import MOST_THREADS, WEIGHTS, Manifest, SlotCaches, TensorSpec, WeightSpec
+from ..manifest import MOST_THREADS, WEIGHTS, DecoderSpec, Manifest, SlotCaches, TensorSpec, WeightSpec
 from .elements import STORAGE, itemsize
 
 _LARGEST = 2**63 - 1
@@ -32,6 +32,8 @@ def contradictions(manifest: Manifest) -> Iterator[str]:
     yield from (f"there is no digest of {name}" for name in files if name not in manifest.hashes)
     if manifest.slots is not None:
         yield from _slots(manifest, manifest.slots)
+    if manifest.decoder is not None:
+        yield from _decoder(manifest, manifest.decoder)
 
 
 def _tensor(role: str, spec: TensorSpec) -> Iterator[str]:
@@ -70,6 +72,18 @@ def _slots(manifest: Manifest, slots: SlotCaches) -> Iterator[str]:
         name, axis = slots.tokens
         if name not in inputs or not 0 <= axis < len(inputs[name].dims):
             yield f"input '{name}' has tokens along axis {axis}"
+
+
+def _decoder(manifest: Manifest, spec: DecoderSpec) -> Iterator[str]:
+    inputs, outputs = ({t.name for t in specs} for specs in (manifest.inputs, manifest.outputs))
+    for name in (spec.ids, spec.mask, spec.positions, spec.starts, spec.ends, *spec.states):
+        if name and name not in inputs:
+            yield f"a decoder fills input '{name}'"
+    for name in spec.states.values():
+        if name not in outputs:
+            yield f"a decoder keeps output '{name}'"
+    if not 0 < spec.capacity <= _LARGEST:
+        yield f"a decoder keeps {spec.capacity} tokens"
 
 
 def _are_sizes(dims: Sequence[int]) -> bool:

@@ -1,0 +1,67 @@
+"""Decoders of ONNX Runtime's exporter on GPUs: caches and states in place, and served, as on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import cuda_emulation as emulated
+import numpy as np
+import pytest
+from thinned import thinned
+
+import lowering
+
+FOLDER = Path(__file__).parents[1] / "exports" / "decoders"
+CAPACITY = 48
+IN_PLACE = (
+    "llama@static", "llama", "llama@cpu", "gemma4_text", "deepseek_v3", "qwen3_5_text", "bamba", "gemma3n_text", "gpt2",
+    "phi3", "mixtral", "gpt_oss",
+)  # fmt: skip
+SERVED = ("gemma4_text", "llama", "deepseek_v3", "llama@static", "bloom")
+
+
+def in_place(name: str, precision: str | None) -> float:
+    """The largest difference of logits from the CPU's in float32, of a prompt and 3 steps, relative to the largest."""
+    path, rng = FOLDER / f"{name}.onnx", np.random.default_rng(0)
+    ids, mask = rng.integers(0, 40, (2, 8)), np.ones((2, 8), np.int64)
+    mask[1, :2] = 0
+    answers = []
+    for target, computed in (("cuda:sm_90a", precision), ("cpu", None)):
+        decoder = lowering.compile(path, target, static_cache=CAPACITY, precision=computed).decoder()
+        prompt = decoder.prefill(ids[:, :5], mask[:, :5])[mask[:, :5].astype(bool)]
+        answers.append(np.concatenate([prompt, *(decoder.step(ids[:, k]) for k in range(5, 8))]))
+    return float(np.abs(answers[0] - answers[1]).max() / np.abs(answers[1]).max())
+
+
+def served(name: str) -> float:
+    path, worst = FOLDER / f"{name}.onnx", 0.0
+    batchers = [
+        lowering.Batcher(lowering.compile(path, target, serve=lowering.Serve(32, 8)), 8, 9)
+        for target in ("cuda:sm_90a", "cpu")
+    ]
+    for request, prompt in (("a", range(13)), ("b", range(3, 8))):
+        for batcher in batchers:
+            batcher.add(request, prompt)
+    for token in range(3):
+        gpu, cpu = (batcher.step() for batcher in batchers)
+        assert gpu.keys() == cpu.keys()
+        for request, logits in cpu.items():
+            worst = max(worst, float(np.abs(gpu[request] - logits).max() / np.abs(logits).max()))
+            for batcher in batchers:
+                batcher.extend(request, token)
+    return worst
+
+
+@pytest.mark.parametrize("name", thinned(IN_PLACE, 6))
+def test_caches_in_place(name: str) -> None:
+    assert emulated.run(in_place, name, None, arch="sm_90a", timeout=500) < 1e-5
+
+
+@pytest.mark.parametrize("name", thinned(("qwen3", "gemma3_text"), 2))
+def test_half_precision(name: str) -> None:
+    assert emulated.run(in_place, name, "float16", arch="sm_90a", timeout=500) < 1e-2
+
+
+@pytest.mark.parametrize("name", thinned(SERVED, 5))
+def test_served(name: str) -> None:
+    assert emulated.run(served, name, arch="sm_90a", timeout=500) < 1e-5
