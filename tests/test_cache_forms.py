@@ -35,7 +35,7 @@ CASES = {
         "GroupQueryAttention", {"do_rotary": 1, "rotary_interleaved": 1}, ("rotary", "positions")
     ),
     "GQA, window, cap": Case("GroupQueryAttention", {"local_window_size": 3, "softcap": 2.0}, ("rotary",)),
-    "GQA, norms": Case("GroupQueryAttention", {"qk_norm_epsilon": 1e-5}, ("norms",)),
+    "GQA, norms": Case("GroupQueryAttention", {"qk_norm_epsilon": 0.1, "k_norm_epsilon": 0.5}, ("norms",)),
     "GQA, bias": Case("GroupQueryAttention", {"scale": 0.3}, ("bias",)),
     "GQA, opset 21": Case("GroupQueryAttention", {}, (), 21),
     "MHA, causal": Case("MultiHeadAttention", {"unidirectional": 1}),
@@ -199,6 +199,45 @@ def plainly(model: onnx.ModelProto, ids: np.ndarray) -> np.ndarray:
         elif spec.name == "at":
             inputs["at"] = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
     return compiled.run(inputs)["logits"]
+
+
+def test_masks_of_all_tokens_are_not_served_as_causal() -> None:
+    """Every token of a prompt sees the later ones, which a paged cache does not have yet."""
+    with pytest.raises(lowering.ModelError, match="follows no rule"):
+        lowering.compile(model_of(Case("MultiHeadAttention", {}, ("padding",))), serve=lowering.Serve(context=CAPACITY))
+    with pytest.raises(lowering.ModelError, match="has no mask"):
+        lowering.compile(model_of(Case("MultiHeadAttention")), serve=lowering.Serve(context=CAPACITY))
+
+
+def test_a_form_that_stays_says_which_node() -> None:
+    model = model_of(Case("GroupQueryAttention", {"smooth_softmax": 1}))
+    for how in ({"static_cache": CAPACITY}, {"serve": lowering.Serve(context=CAPACITY)}):
+        with pytest.raises(lowering.ModelError, match=r"\(GroupQueryAttention\) keeps its past in a form"):
+            lowering.compile(model, **how)  # type: ignore[arg-type]
+
+
+def test_a_batch_of_one_refuses_two() -> None:
+    decoder = lowering.compile(model_of(CASES["GQA, rotary"]), static_cache=CAPACITY, dims={"B": 1}).decoder()
+    with pytest.raises(InputError, match="must have size 1 along axis 0, not 2"):
+        decoder.prefill([[1, 2], [3, 4]])
+    assert decoder.length == 0 and decoder.prefill([1, 2]).shape == (1, 2, VOCABULARY)
+
+
+def test_unnamed_sizes_leave_the_usual_names() -> None:
+    """Where shapes do not tell which inputs go together."""
+    model = model_of(CASES["GQA, positions, pairs"])
+    renamed = {"ids": "input_ids", "keep": "attention_mask", "at": "position_ids"}
+    for value in model.graph.input:
+        value.name = renamed.get(value.name, value.name)
+        for size in value.type.tensor_type.shape.dim:
+            if size.dim_param:
+                size.ClearField("dim_param")
+    for node in model.graph.node:
+        for place, name in enumerate(node.input):
+            node.input[place] = renamed.get(name, name)
+    decoder = lowering.compile(model, static_cache=CAPACITY).decoder()
+    expected = lowering.compile(model_of(CASES["GQA, positions, pairs"]), static_cache=CAPACITY).decoder()
+    np.testing.assert_array_equal(decoder.prefill([[3, 1, 4]]), expected.prefill([[3, 1, 4]]))
 
 
 def test_inputs_are_found_by_what_they_feed() -> None:

@@ -27,7 +27,8 @@ def _differences(manifest: Manifest, model: ir.Model) -> Iterator[str]:
     theirs = {value.name: value for value in model.graph.inputs if value.name not in model.graph.initializers}
     outputs = {spec.name for spec in manifest.outputs}
     yield from (f"it takes '{name}', which the model does not" for name in ours if name not in theirs)
-    yield from (f"the model takes '{name}', which it does not" for name in theirs if name not in ours)
+    unread = {name for name, value in theirs.items() if not value.uses()} if manifest.slots is not None else set()
+    yield from (f"the model takes '{name}', which it does not" for name in theirs if name not in {*ours, *unread})
     for value in model.graph.outputs:
         if value.name not in outputs:
             yield f"the model gives '{value.name}', which it does not"

@@ -101,11 +101,9 @@ def compiled(model: ModelLike, options: Options, stand_in: Target | None = None,
         notes += filter(None, [compress_tables(fused, options.weights)])
     served = None
     if options.serve is not None:
-        fused = fused.clone() if fused is loaded else fused
         decoder = serve_decoder(fused, options.serve)
         donated |= decoder.donated
         served = decoder.cache
-    fused = fused.clone() if fused is loaded and options.static_cache is not None else fused
     kept = keep_caches(fused, options.static_cache, donated)
     donated |= kept.donated
     slots = kept.slots

@@ -13,12 +13,12 @@ from __future__ import annotations
 import onnx
 import onnx_ir as ir
 
+from ..errors import ModelError
 from ..fusion.matching import Rewrite, Size, attribute, dims, is_op, known, operand
 from ..fusion.opset import FIRST, UpgradeOpsetPass, opset
 from ..fusion.sizes import InferSizesPass
-from .microsoft_caches import DOMAIN, to_attention
+from .microsoft_caches import DOMAIN, LENGTH_AXIS, to_attention
 
-LENGTH_AXIS = 2
 MASK, NONPAD = 3, 6  # inputs of Attention
 _CACHES = {  # past keys and values among inputs, present ones among outputs
     ("", "Attention"): ((4, 5), (1, 2)),
@@ -38,11 +38,21 @@ def unify_caches(model: ir.Model) -> None:
     if not nodes or opset(model) < FIRST:
         return
     use_opset_24(model)
-    attentions = [node if is_op(node, "Attention") else to_attention(node) for node in nodes]
-    for node in [node for node in attentions if node is not None]:
+    for node in [node if is_op(node, "Attention") else _to_attention(node) for node in nodes]:
         if attribute(node, "left_window_size", -1) != -1:
             set_opset(model, _OPSET_OF_WINDOWS)
         _write_out(node)
+
+
+def _to_attention(node: ir.Node) -> ir.Node:
+    attention = to_attention(node)
+    if attention is None:
+        raise ModelError(
+            f"node '{node.name}' ({node.op_type}) keeps its past in a form that static_cache and serve do not know: "
+            "sinks, quantized caches, packed inputs, or lengths that are not the sums of an attention mask. Export it "
+            "with past_key and past_value of ai.onnx Attention."
+        )
+    return attention
 
 
 def grows(node: ir.Node) -> bool:
@@ -102,7 +112,17 @@ def _holds_caches(node: ir.Node) -> bool:
     pasts, presents = [node.inputs[k] for k in places[0]], [node.outputs[k] for k in places[1]]
     caches = [past for past in pasts if past is not None and past.is_graph_input() and len(dims(past)) == 4]
     sizes = [size for past in caches for size in (dims(past)[1], dims(past)[3])]
-    return len(caches) == 2 and all(present.is_graph_output() for present in presents) and all(map(known, sizes))
+    held = len(caches) == 2 and all(present.is_graph_output() for present in presents) and all(map(known, sizes))
+    return held and not (places[0] == _PAST and _ends_elsewhere(node))
+
+
+def _ends_elsewhere(node: ir.Node) -> bool:
+    """Whether an Attention has another number of rows than of new keys: its causal mask does not end with the last."""
+    q, k = (dims(value) for value in (operand(node, 0), operand(node, 1)))
+    if len(q) != len(k) or len(q) not in (3, 4):
+        return True
+    rows, keys = q[-2], k[-2]
+    return rows != keys and isinstance(rows, int) == isinstance(keys, int) and str(rows) != str(keys)
 
 
 def _write_out(node: ir.Node) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from ..fusion.matching import operand
+from ..fusion.matching import dims, operand
 from ..fusion.sizes import InferSizesPass
 from ..manifest import DecoderSpec, SlotCaches
 from .cache_forms import grows
@@ -53,10 +53,21 @@ def keep_caches(model: ir.Model, capacity: int | None, donated: Mapping[str, str
     if spec.states and not caches:
         return KeptCaches({}, None, spec)
     static = use_static_caches(model, capacity)
+    _drop_unused_pasts(model)
     return KeptCaches(static.caches, SlotCaches(capacity, LENGTH, static.tokens), spec)
 
 
+def _drop_unused_pasts(model: ir.Model) -> None:
+    """Remove inputs [batch, heads, length, size] that nothing reads, as exporters leave of cross attention."""
+    outputs = set(model.graph.outputs)
+    for value in list(model.graph.inputs):
+        if len(dims(value)) == 4 and not value.uses() and value not in outputs:
+            model.graph.inputs.remove(value)
+
+
 def _decoder_of(model: ir.Model, kept: set[str], capacity: int, starts: str = "", ends: str = "") -> DecoderSpec:
-    states = find_states(model, kept)
-    roles = find_roles(model, Roles(""), {*kept, *states})
+    roles = find_roles(model, Roles(""), kept)
+    ids = next((value for value in model.graph.inputs if value.name == roles.ids), None)
+    used = {*kept, roles.ids, roles.mask, roles.positions}
+    states = {} if ids is None else find_states(model, used, dims(ids)[0])
     return DecoderSpec(capacity, roles.ids, roles.mask, roles.positions, states, starts, ends)

@@ -21,8 +21,8 @@ _WHOLE, _ALL, _SOME, _FEWEST, _ELEMENTS = 1024, 16384, 32, 64, 2**22
 _LARGEST_TABLE = 2**26
 """Bytes of a bias that follows no rule."""
 
-_HIDES = -1e4
-"""What hides a key: exporters write this number, or a lower one, and scores differ by less than 9,900."""
+_HIDES = -9.9e3
+"""Exporters hide keys with -10000 (-9984 in bfloat16), too: scores of a model do not differ by that much."""
 
 By = Literal["key", "distance", "pair"]
 
@@ -35,6 +35,8 @@ class Pattern:
     left: int | None
     bias: np.ndarray | None = None
     by: By = "distance"
+    hides: float | None = None
+    """From which number on what is added hides a key, where that is another than `as_bias` takes."""
 
     def expected(self, past: int, new: int) -> np.ndarray:
         """The bias of tokens past to past + new - 1, float32 [heads or 1, new, past + new], -inf where a key is not
@@ -105,12 +107,14 @@ class Visible:
             seen &= distance <= self.left
         if mask is None:
             return seen[None]
-        by_head = _by_head(mask)
-        if by_head.shape[-1] < past + new:
-            raise ModelError(f"serve: {self} has {by_head.shape[-1]} keys, and attention has {past + new}.")
+        by_head, keys = _by_head(mask), past + new
+        if by_head.shape[-1] < keys:
+            raise ModelError(f"serve: {self} has {by_head.shape[-1]} keys, and attention has {keys}.")
+        by_head = np.broadcast_to(by_head[..., :keys], (len(by_head), new, keys))
         if seen.all():
             return by_head
-        return np.where(seen, as_bias(by_head), np.float32(-np.inf)) if by_head.dtype != bool else seen & by_head
+        hidden = False if by_head.dtype == bool else _lowest(by_head.dtype)
+        return np.where(seen, by_head, np.array(hidden, by_head.dtype))
 
 
 def _shown(positions: Positions, visible: Sequence[Visible], past: int, new: int) -> list[np.ndarray]:
@@ -127,7 +131,11 @@ def _by_head(mask: np.ndarray) -> np.ndarray:
 def pattern_of(mask: np.ndarray, past: int) -> Pattern | None:
     """The pattern of a mask [heads or 1, new, past + new] of the last tokens, bool or added, past being 0 if these are
     all; None where a token sees later keys, or where the bias follows no rule and is too large to be kept."""
-    added = as_bias(mask)
+    return _pattern_of(mask, past, None) or _pattern_of(mask, past, _HIDES)
+
+
+def _pattern_of(mask: np.ndarray, past: int, hides: float | None) -> Pattern | None:
+    added = as_bias(mask, hides)
     new, keys = added.shape[-2:]
     last = added[:, -1]
     seen = last > -np.inf
@@ -136,18 +144,18 @@ def pattern_of(mask: np.ndarray, past: int) -> Pattern | None:
     hidden = np.flatnonzero(~seen[0])
     left = None if len(hidden) == 0 else keys - 2 - int(hidden[-1])
     finite = np.where(seen, last, np.float32(0))
-    candidates = [Pattern(left), Pattern(left, finite[:, ::-1], "distance")]
+    candidates = [Pattern(left, hides=hides), Pattern(left, finite[:, ::-1], "distance", hides)]
     if left is None:
-        candidates.append(Pattern(None, finite, "key"))
+        candidates.append(Pattern(None, finite, "key", hides))
     causal = not (added > -np.inf)[:, np.arange(new)[:, None] + past < np.arange(keys)].any()
     if past == 0 and causal and added.nbytes <= _LARGEST_TABLE:
-        candidates.append(Pattern(None, added, "pair"))
+        candidates.append(Pattern(None, added, "pair", hides))
     return next((one for one in candidates if follows(one, mask, past)), None)
 
 
 def follows(pattern: Pattern, mask: np.ndarray, past: int) -> bool:
     """Whether a mask [heads or 1, new, past + new] of the tokens behind `past` others is what the pattern says."""
-    added = as_bias(mask)
+    added = as_bias(mask, pattern.hides)
     wanted = pattern.expected(past, added.shape[-2])
     hidden = np.isneginf(added)
     if not np.array_equal(np.broadcast_to(np.isneginf(wanted), added.shape), hidden):
@@ -155,9 +163,16 @@ def follows(pattern: Pattern, mask: np.ndarray, past: int) -> bool:
     return bool(np.allclose(np.where(hidden, 0, added), np.where(hidden, 0, wanted), 1e-6, 1e-6))
 
 
-def as_bias(mask: np.ndarray) -> np.ndarray:
-    """What a mask adds to scores, float32: -inf for False, and for numbers so low that exp gives 0 beside any other."""
+def as_bias(mask: np.ndarray, hides: float | None = None) -> np.ndarray:
+    """What a mask adds to scores, float32: -inf for False, and for numbers from `hides` on, or so low that exp gives 0
+    beside any other."""
     if mask.dtype == bool:
         return np.where(mask, np.float32(0), np.float32(-np.inf))
     added = mask.astype(np.float32)
-    return np.where(added <= _HIDES, np.float32(-np.inf), added)
+    return np.where(
+        added <= (max(_lowest(mask.dtype) / 2, -1e30) if hides is None else hides), np.float32(-np.inf), added
+    )
+
+
+def _lowest(dtype: np.dtype) -> float:
+    return float(np.finfo(dtype).min) if dtype.kind == "f" else -3e38  # of bfloat16

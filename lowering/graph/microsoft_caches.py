@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ..fusion.matching import Rewrite, attribute, dims, is_op, known, number
+from ..fusion.matching import Rewrite, attribute, dims, is_op, known, number, numbers
 
 DOMAIN = "com.microsoft"
-_LENGTH_AXIS = 2  # of caches
+LENGTH_AXIS = 2  # of caches
 
 
 def to_attention(node: ir.Node) -> ir.Node | None:
@@ -65,11 +65,11 @@ def _from_group_query(node: ir.Node, inputs: _Inputs) -> Emitted | None:
     q, k, v = query, inputs[1], inputs[2]
     if k is None or v is None:
         q, k, v = _split(new, query, [heads * size, kv_heads * size, kv_heads * size])
-    epsilon = attribute(node, "qk_norm_epsilon", 1e-6)
-    q = _normalize(new, q, (heads, size), inputs[14], epsilon)
-    k = _normalize(new, k, (kv_heads, size), inputs[15], epsilon)
+    both = attribute(node, "qk_norm_epsilon", 1e-6)
+    q = _normalize(new, q, (heads, size), inputs[14], attribute(node, "q_norm_epsilon", both))
+    k = _normalize(new, k, (kv_heads, size), inputs[15], attribute(node, "k_norm_epsilon", both))
     if attribute(node, "do_rotary", 0):
-        if cos is None or sin is None or not known(dims(cos)[1]):
+        if cos is None or sin is None or len(dims(cos)) != 2 or not known(dims(cos)[1]):
             return None
         positions = inputs[9] if inputs[9] is not None else _positions(new, mask, past)
         rotated = 2 * dims(cos)[1]
@@ -96,7 +96,9 @@ def _from_multi_head(node: ir.Node, inputs: _Inputs) -> Emitted | None:
         return None
     if any(len(dims(x)) != 3 for x in (query, key, value)) or any(inputs[k] is not None for k in (8, 9)):
         return None
-    if padding is not None and len(dims(padding)) != 2:
+    if padding is not None and (len(dims(padding)) != 2 or dims(padding)[1] == 1):
+        return None
+    if bias is not None and dims(bias)[-1:] in ((), (1,)):  # one number for all keys
         return None
     heads, size = attribute(node, "num_heads", 0), dims(past)[3]
     if not isinstance(size, int):
@@ -104,19 +106,22 @@ def _from_multi_head(node: ir.Node, inputs: _Inputs) -> Emitted | None:
     new = Rewrite(node)
     q, k, v = query, key, value
     if biases is not None:
-        widths = [dims(x)[2] for x in (q, k, v)]
-        parts = _split(new, biases, [width for width in widths if isinstance(width, int)])
+        widths = numbers(dims(x)[2] for x in (q, k, v))
+        if widths is None:
+            return None
+        parts = _split(new, biases, widths)
         q, k, v = (new.emit("Add", [x, part], shape=dims(x)) for x, part in zip((q, k, v), parts, strict=True))
     mask = bias
     if padding is not None:
         dtype = q.dtype or ir.DataType.FLOAT
-        numbers = (0.0, attribute(node, "mask_filter_value", -10000.0))
-        zero, hidden = (new.constant(np.array(number), dtype) for number in numbers)
+        fills = (0.0, attribute(node, "mask_filter_value", -10000.0))
+        zero, hidden = (new.constant(np.array(number), dtype) for number in fills)
         mask = new.emit("Where", [_keys_of(new, padding), zero, hidden], dtype=dtype)
         if bias is not None:
             mask = new.emit("Add", [mask, bias], shape=dims(bias))
     attributes = {"q_num_heads": heads, "kv_num_heads": heads, "is_causal": int(attribute(node, "unidirectional", 0))}
     attributes["scale"] = attribute(node, "scale", 0.0) or 1 / math.sqrt(size)
+    attributes["qk_matmul_output_mode"] = 2  # scores with masks
     return new, [q, k, v, mask, past, past_value], attributes
 
 
@@ -185,7 +190,7 @@ def _positions(new: Rewrite, mask: ir.Value, past: ir.Value) -> ir.Value:
     counted = new.emit("CumSum", [new.cast(mask, ir.DataType.INT64), axis], shape=dims(mask))
     before = new.emit("Sub", [counted, new.integers(1)], shape=dims(mask))
     at = new.emit("Max", [before, new.integers(0)], shape=dims(mask))
-    ends = {"start": _LENGTH_AXIS, "end": _LENGTH_AXIS + 1}
+    ends = {"start": LENGTH_AXIS, "end": LENGTH_AXIS + 1}
     start = new.emit("Shape", [past], ends, ir.DataType.INT64, [1])
     bounds = [start, new.integers(np.iinfo(np.int64).max), new.integers(1)]
     return new.emit("Slice", [at, *bounds], shape=[dims(mask)[0], ir.SymbolicDim(None)])

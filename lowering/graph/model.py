@@ -42,7 +42,7 @@ def load_model(model: ModelLike) -> ir.Model:
         forget_unknown_sizes(loaded)
         check_tensors(loaded)
         check_bodies(loaded)
-        inlined = common.InlinePass(_is_inlined)(loaded).model
+        inlined = common.InlinePass(lambda function: not _is_known(function, loaded))(loaded).model
         inlined.functions.clear()  # those left are called by nobody
         check_attributes(inlined)
         check_domains(inlined)
@@ -59,12 +59,16 @@ def load_model(model: ModelLike) -> ir.Model:
         ) from error
 
 
-def _is_inlined(function: ir.Function) -> bool:
-    """Whether nodes become the body of a function: not where the compiler has an operator of that name.
+def _is_known(function: ir.Function, model: ir.Model) -> bool:
+    """Whether the nodes of a function are operators that the compiler has: of com.microsoft, with those attributes.
 
     Norms and activations are inlined all the same: passes know the operators that their bodies are made of.
     """
-    return function.name in _FUSED_AGAIN or not onnx.defs.has(function.name, function.domain)
+    name, domain = function.name, function.domain
+    if domain != "com.microsoft" or name in _FUSED_AGAIN or not onnx.defs.has(name, domain):
+        return False
+    schema = onnx.defs.get_schema(name, domain)
+    return len(function.inputs) <= schema.max_input and function.attributes.keys() <= schema.attributes.keys()
 
 
 def _name(model: ModelLike) -> str:

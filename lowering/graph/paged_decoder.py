@@ -44,7 +44,9 @@ class Served:
 def batch_of(model: ir.Model, serve: Serve) -> str | None:
     """The name of the batch dimension, None if it is 1. Raises InputError where there are no such token ids, ModelError
     for a decoder of another form."""
-    ids = _roles(model, serve)[0]
+    sized = model.clone()
+    InferSizesPass()(sized)
+    ids = _roles(sized, serve)[0]
     batch, tokens = dims(ids)
     if isinstance(tokens, int) or (isinstance(batch, int) and batch != 1):
         raise ModelError(

@@ -1,4 +1,4 @@
-"""What the inputs of a decoder are for: told by their types, their shapes and what they feed. Names only override.
+"""What the inputs of a decoder are for: told by their types, their shapes and what they feed; by usual names if not so.
 
 Token ids pick rows of the table of embeddings, positions have the shape of the ids and pick no such rows, and the
 attention mask has a column for each key.
@@ -14,6 +14,12 @@ import onnx_ir as ir
 from ..errors import InputError
 from ..fusion.matching import Size, attribute, dims, is_op
 
+_NAMES = {
+    "ids": ("input_ids", "decoder_input_ids"),
+    "mask": ("attention_mask",),
+    "positions": ("position_ids",),
+}
+_MANY = 8  # rows of a table of positions: tables of token types have fewer
 _MOVES = ("Cast", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
 _TABLES = {"Gather": (0, 1), "GatherBlockQuantized": (0, 1), "EmbedLayerNormalization": (2, 0)}
 
@@ -65,27 +71,39 @@ def _find_ids(model: ir.Model, free: dict[str, ir.Value]) -> str:
         logits = dims(model.graph.outputs[0])[-1:]
         exact = [name for name, size in candidates.items() if (size,) == logits]
         return exact[0] if exact else max(candidates, key=lambda name: _length(candidates[name]))
-    embeddings = [name for name, value in free.items() if _is_float(value) and len(dims(value)) == 3]
-    return embeddings[0] if len(embeddings) == 1 else ""
+    embeddings = [name for name, value in free.items() if _is_float(value) and _has_tokens(value)]
+    return embeddings[0] if len(embeddings) == 1 else _conventional("ids", free)
 
 
 def _find_positions(free: dict[str, ir.Value], tokens: tuple[Size, ...]) -> str:
-    """Return the integers that have the shape of the ids, and feed what positions feed where there are several."""
-    alike = [name for name, value in free.items() if _is_integer(value) and dims(value)[-2:] == tokens]
-    likely = [name for name in alike if _table_rows(free[name]) is None] or alike
-    return likely[0] if likely else ""
+    """Return the integers that have the shape of the ids, but for those that pick rows of a table of a few kinds."""
+    alike = {name: value for name, value in free.items() if _is_integer(value) and dims(value)[-2:] == tokens}
+    likely = [name for name, value in alike.items() if _length(_table_rows(value) or _MANY) >= _MANY]
+    return likely[0] if len(likely) == 1 else _conventional("positions", free)
 
 
 def _find_mask(free: dict[str, ir.Value], tokens: tuple[Size, ...]) -> str:
     """Return the matrix with a column for each key; one that is as long as another input belongs to an encoder."""
+    likely = []
     for name, value in free.items():
         if len(dims(value)) != 2 or dims(value)[0] != tokens[0]:
             continue
         keys = dims(value)[1]
         of_others = any(keys in dims(other) for other in free.values() if other is not value)
         if not isinstance(keys, int) and keys != tokens[1] and not of_others:
-            return name
-    return ""
+            likely.append(name)
+    return likely[0] if len(likely) == 1 else _conventional("mask", free)
+
+
+def _conventional(role: str, free: dict[str, ir.Value]) -> str:
+    """Return the input that has the usual name and rank, for what shapes do not tell."""
+    name = next((name for name in _NAMES[role] if name in free), "")
+    return name if name and len(dims(free[name])) == 2 else ""
+
+
+def _has_tokens(value: ir.Value) -> bool:
+    """Whether it is [B, S, H] of any number of tokens."""
+    return len(dims(value)) == 3 and not isinstance(dims(value)[1], int) and isinstance(dims(value)[2], int)
 
 
 def _table_rows(value: ir.Value) -> Size | None:

@@ -135,14 +135,15 @@ _RULES: dict[str, Callable[[ir.Node, Size], bool]] = {
     **dict.fromkeys(("Split", "ArgMax", "ArgMin"),
                     lambda node, tokens: _along(node, tokens, attribute(node, "axis", 0))),
     "CumSum": lambda node, tokens: _axes(node, tokens, 1),
-    **dict.fromkeys(("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceL2", "ReduceSumSquare"),
+    **dict.fromkeys(("ReduceMean", "ReduceProd", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceL2", "ReduceSumSquare"),
                     lambda node, tokens: _axes(node, tokens, 1)),
     "Slice": lambda node, tokens: _axes(node, tokens, 3),
     "Transpose": lambda node, tokens: True,
     "OneHot": lambda node, tokens: True,  # rows stay where the new axis is another one
     **dict.fromkeys(("ScatterElements", "GatherElements"),
-                    lambda node, tokens: _along(node, tokens, attribute(node, "axis", 0))),
-    "ReduceProd": lambda node, tokens: _axes(node, tokens, 1),
+                    lambda node, tokens: _along(node, tokens, attribute(node, "axis", 0)) and _own(node, tokens) >= 0
+                    and all(row_axis(operand(node, k), tokens) == _own(node, tokens)
+                            for k in range(1, len(node.inputs)))),
     "Expand": lambda node, tokens: len({_from_back(v, tokens) for v in (operand(node, 0), node.outputs[0])}) == 1,
     "Concat": _concat,
     "Gather": _gather,

@@ -74,6 +74,8 @@ def _reads_updates(node: ir.Node) -> bool:
     """Whether keys and values of an Attention are caches that nothing else reads, with known heads and sizes."""
     if len(node.inputs) <= NONPAD or node.inputs[NONPAD] is None or any(node.inputs[4:NONPAD]):
         return False
+    if any(output.uses() or output.is_graph_output() for output in node.outputs[1:]):
+        return False
     for value in node.inputs[1:3]:
         update = value.producer() if value is not None else None
         if value is None or update is None or not _updates(update) or len(value.uses()) != 1:

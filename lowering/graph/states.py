@@ -11,7 +11,7 @@ from ..fusion.matching import Size, dims
 Kind = tuple[str, tuple[Size, ...]]
 
 
-def find_states(model: ir.Model, kept: Collection[str]) -> dict[str, str]:
+def find_states(model: ir.Model, kept: Collection[str], batch: Size) -> dict[str, str]:
     """Return which output is the next value of which input, by name.
 
     A state is float [B, ...] with no other symbolic size than the batch. Inputs and outputs of one type and shape
@@ -20,10 +20,12 @@ def find_states(model: ir.Model, kept: Collection[str]) -> dict[str, str]:
     Args:
         model: One whose sizes are inferred.
         kept: Names of inputs and outputs that have another use: caches, tokens, logits.
+        batch: The first size of every state.
     """
+    passed = set(model.graph.inputs)
     before, after = (
-        _by_kind([value for value in values if value.name not in kept])
-        for values in (model.graph.inputs, model.graph.outputs[1:])
+        _by_kind([value for value in values if value.name not in kept and dims(value)[:1] == (batch,)])
+        for values in (model.graph.inputs, [value for value in model.graph.outputs[1:] if value not in passed])
     )
     pairs: dict[str, str] = {}
     for kind, inputs in before.items():

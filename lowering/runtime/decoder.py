@@ -93,15 +93,12 @@ class Decoder:
         progress = self._progress.after(counts, self.capacity)
         inputs: dict[str, Any] = {self._ids: progress.arrange(tokens), **self._caches_of(len(tokens))}
         states = self._states_of(len(tokens))
-        for name, array in (
-            (self._length, progress.past_length), (self._mask, progress.mask), (self._positions, progress.positions),
-            (self._spec.starts, progress.starts), (self._spec.ends, progress.ends),
+        for name, what in (
+            (self._length, "past_length"), (self._mask, "mask"), (self._positions, "positions"),
+            (self._spec.starts, "starts"), (self._spec.ends, "ends"),
         ):  # fmt: skip
             if name:
-                spec = self._specs[name]
-                shape = np.broadcast_shapes(array.shape, (1,) * len(spec.dims))
-                sizes = [d if isinstance(d, int) else size for d, size in zip(spec.dims, shape)]
-                inputs[name] = np.broadcast_to(array, sizes).astype(spec.dtype)
+                inputs[name] = _of_shape(getattr(progress, what), self._specs[name])
         results = self._model.run({**inputs, **states, **self._fixed})
         answer = self._model.to_numpy(self._output, results[self._output])
         self._states = {name: results[after] for name, after in self._spec.states.items()}
@@ -149,3 +146,10 @@ class Decoder:
             raise InputError(f"cache {spec} has a symbolic size besides its batch: call `run` instead.")
         gpu = self._model.gpu
         return np.zeros(sizes, ElementType(spec.dtype, spec.storage).numpy) if gpu is None else gpu.zeros(spec, sizes)
+
+
+def _of_shape(array: np.ndarray, spec: TensorSpec) -> np.ndarray:
+    """The array in the type of an input, with more axes in front where it has more, repeated along those."""
+    shape = (1,) * (len(spec.dims) - array.ndim) + array.shape
+    sizes = [dim if isinstance(dim, int) and size == 1 else size for dim, size in zip(spec.dims, shape)]
+    return np.broadcast_to(array, sizes).astype(spec.dtype)

@@ -15,7 +15,7 @@ from ..errors import InputError
 class SharedProgress:
     """All sequences have the same number of slots, padding included. seen is [B, length] of 0 and 1.
 
-    past_length, mask, positions, starts and ends are what the last call's inputs hold.
+    past_length, mask and positions are what the last call's inputs hold.
     """
 
     seen: np.ndarray | None = None
@@ -46,8 +46,6 @@ class SharedProgress:
     @property
     def positions(self) -> np.ndarray:
         return np.maximum(self.mask.cumsum(axis=1) - 1, 0)[:, self.length - self.new :]
-
-    starts = ends = past_length  # of other models
 
     def arrange(self, rows: np.ndarray) -> np.ndarray:
         """Return rows of tokens, [B, S, ...], in the order in which the model takes them."""
@@ -84,10 +82,6 @@ class SequenceProgress:
     def length(self) -> int:
         return 0 if self.lengths is None else int(self.lengths.max(initial=0))
 
-    @property
-    def past_length(self) -> np.ndarray:
-        return np.array(self.length - self.counts.shape[1], np.int64)
-
     @cached_property
     def starts(self) -> np.ndarray:
         assert self.lengths is not None
@@ -114,8 +108,12 @@ class SequenceProgress:
 
     def _rolled(self, rows: np.ndarray, direction: int) -> np.ndarray:
         padding = (self.counts == 0).sum(axis=1)
-        if not padding.any() or rows.shape[:2] != self.counts.shape:
+        if not padding.any():
             return rows
+        if rows.shape[:2] != self.counts.shape:
+            raise InputError(
+                f"the model answers {list(rows.shape)}, not a row for each token: give prefill sequences of one length."
+            )
         return np.stack([np.roll(row, direction * count, axis=0) for row, count in zip(rows, padding)])
 
 

@@ -70,6 +70,8 @@ class Port:
             array = plain_array(array, self.where)
         if array.dtype is not self._numpy and array.dtype != self._numpy:
             self._check_dtype(array)
+        if not self._dims and array.shape == (1,):  # what stands for a number in other runtimes
+            array = array.reshape(())
         if sizes is not None:
             self._check_shape(array.shape, sizes)
         if self._plain and array.flags.carray and array.size:

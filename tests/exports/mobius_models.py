@@ -37,61 +37,101 @@ _MLA = {
 }  # fmt: skip
 _EVERY_HEAD = {"num_key_value_heads": 4, "attn_qkv_bias": True, "attn_o_bias": True}
 
+_DELTA_LAYERS = {"layer_types": ["linear_attention", "full_attention"], **_DELTA}
+_LONG_ROPE = {
+    "partial_rotary_factor": 0.5, "rope_type": "longrope", "original_max_position_embeddings": 48,
+    "rope_scaling": {"short_factor": [1.0], "long_factor": [1.0]},
+}  # fmt: skip
+_GEMMA3 = {
+    "attn_qk_norm": True, "rope_local_base_freq": 1e4, "layer_types": ["full_attention", "sliding_attention"],
+    "sliding_window": 4,
+}  # fmt: skip
+
 # By architecture the class of its configuration, and what differs from the sizes above.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("BambaConfig", {"layer_types": ["mamba2", "full_attention"], **_MAMBA, "mamba_expand": 2}),
+    "bart": ("", {"hidden_act": "gelu", "num_decoder_layers": 2, "num_key_value_heads": 4}),
     "bloom": ("", {"alibi": True, "mlp_bias": True, **_EVERY_HEAD}),
+    "chatglm": ("", {}),
     "cohere": ("", {"tie_word_embeddings": True, "logit_scale": 0.0625}),
+    "ctrl": ("", {"hidden_act": "relu", "tie_word_embeddings": True, **_EVERY_HEAD}),
+    "deepseek_v2": ("", {**_EXPERTS, **_MLA, "scoring_func": "softmax", "topk_method": "group_limited_greedy"}),
     "deepseek_v3": ("", {**_EXPERTS, **_MLA}),
+    "ernie4_5": ("", {}),
+    "falcon": ("", {"parallel_attn": True, "dual_ln": True, "hidden_act": "gelu"}),
     "falcon_h1": ("", {"alibi": True, "attn_qkv_bias": True, "num_key_value_heads": 4, "dual_ln": True}),
+    "gemma": ("", {}),
     "gemma2": (
         "Gemma2Config",
         {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 4},
     ),
-    "gemma3_text": (
-        "",
-        {"attn_qk_norm": True, "rope_local_base_freq": 1e4, "layer_types": ["full_attention", "sliding_attention"],
-         "sliding_window": 4},
-    ),
+    "gemma3_text": ("", dict(_GEMMA3)),
     "gemma3n_text": (
         "Gemma3nConfig",
-        {"attn_qk_norm": True, "hidden_act": "gelu_pytorch_tanh", "rope_local_base_freq": 1e4,
-         "layer_types": ["full_attention", "sliding_attention"], "altup_num_inputs": 2, "altup_active_idx": 0,
+        {**_GEMMA3, "hidden_act": "gelu_pytorch_tanh", "altup_num_inputs": 2, "altup_active_idx": 0,
          "altup_correct_scale": True, "laurel_rank": 8, "hidden_size_per_layer_input": 8,
          "vocab_size_per_layer_input": 40},
     ),
     "gemma4_text": (
         "Gemma4Config",
-        {"attn_qk_norm": True, "rope_local_base_freq": 1e4, "layer_types": ["sliding_attention", "full_attention"],
-         "sliding_window": 4, "global_head_dim": 8, "global_rope_theta": 1e4, "final_logit_softcapping": 30.0,
-         "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 40},
+        {**_GEMMA3, "layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 8,
+         "global_rope_theta": 1e4, "final_logit_softcapping": 30.0, "hidden_size_per_layer_input": 8,
+         "vocab_size_per_layer_input": 40},
     ),
     "gpt2": ("", {"hidden_act": "gelu_new", "tie_word_embeddings": True, **_EVERY_HEAD}),
     "gpt_oss": ("", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4, **_EXPERTS}),
     "granite": ("", {}),
+    "granitemoe": ("", dict(_EXPERTS)),
+    "hunyuan_v1_moe": ("", {"attn_qk_norm": True, "shared_expert_intermediate_size": 16, **_EXPERTS}),
+    "internlm2": ("", {"attn_qkv_bias": True}),
     "llama": ("", {}),
     "mamba2": (
         "Mamba2Config",
         {"num_heads": 4, "head_dim": 16, "intermediate_size": 64, "state_size": 8, "n_groups": 2, "conv_kernel": 4,
          "expand": 2},
     ),
+    "minicpm": ("", {}),
     "minimax": ("", {"layer_types": ["full_attention", "lightning_attention"], **_EXPERTS}),
     "mixtral": ("", dict(_EXPERTS)),
-    "phi3": (
-        "",
-        {"partial_rotary_factor": 0.5, "rope_type": "longrope", "original_max_position_embeddings": 48,
-         "rope_scaling": {"short_factor": [1.0], "long_factor": [1.0]}},
-    ),
+    "nanochat": ("NanoChatConfig", {"hidden_act": "relu2", "final_logit_softcapping": 15.0}),
+    "nemotron": ("", {"hidden_act": "relu2", "partial_rotary_factor": 0.5}),
+    "olmo2": ("", {"attn_qk_norm": True, "attn_qk_norm_full": True}),
+    "openelm": ("", {}),
+    "opt": ("", {"hidden_act": "relu", "tie_word_embeddings": True, **_EVERY_HEAD}),
+    "persimmon": ("", {"mlp_bias": True, "partial_rotary_factor": 0.5, "hidden_act": "relu2", **_EVERY_HEAD}),
+    "phi": ("", {"partial_rotary_factor": 0.5, "mlp_bias": True, "hidden_act": "gelu_new", **_EVERY_HEAD}),
+    "phi3": ("", dict(_LONG_ROPE)),
+    "phi3small": ("", {"partial_rotary_factor": 0.5}),
+    "phimoe": ("", {**_LONG_ROPE, **_EXPERTS}),
+    "qwen": ("", {}),
+    "qwen2": ("", {"attn_qkv_bias": True}),
+    "qwen2_moe": ("", {"attn_qkv_bias": True, "shared_expert_intermediate_size": 16, **_EXPERTS}),
     "qwen3": ("", {"attn_qk_norm": True}),
-    "qwen3_5_text": (
-        "", {"partial_rotary_factor": 0.5, "layer_types": ["linear_attention", "full_attention"], **_DELTA}
+    "qwen3_5_moe": (
+        "", {"partial_rotary_factor": 0.5, "shared_expert_intermediate_size": 16, **_DELTA_LAYERS, **_EXPERTS}
     ),
+    "qwen3_5_text": ("", {"partial_rotary_factor": 0.5, **_DELTA_LAYERS}),
+    "qwen3_moe": ("", {"attn_qk_norm": True, **_EXPERTS}),
+    "qwen3_next": (
+        "",
+        {"partial_rotary_factor": 0.5, "attn_qk_norm": True, "norm_topk_prob": True,
+         "shared_expert_intermediate_size": 16, **_DELTA_LAYERS, **_EXPERTS},
+    ),
+    "smollm3": ("", {"no_rope_layers": [1, 0]}),
     "stablelm": ("", {"partial_rotary_factor": 0.5}),
+    "starcoder2": ("", {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}),
+    "zamba": ("", {}),
+    "zamba2": (
+        "Zamba2Config",
+        {"num_hidden_layers": 3, "layer_types": ["mamba2", "full_attention", "mamba2"], "hybrid_layer_indices": [1],
+         "attention_hidden_size": 32, "num_mem_blocks": 1, "adapter_rank": 8, "num_key_value_heads": 4, "head_dim": 8,
+         **_MAMBA, "mamba_expand": 2, "mamba_time_step_min": 0.001},
+    ),
 }  # fmt: skip
 
 KEPT = (
-    "bamba", "bloom", "deepseek_v3", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gpt2", "gpt_oss", "llama",
-    "llama@cpu", "llama@onnx-standard", "llama@static", "mamba2", "minimax", "mixtral", "phi3", "qwen3",
+    "bamba", "bart", "bloom", "deepseek_v3", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gpt2", "gpt_oss",
+    "llama", "llama@cpu", "llama@onnx-standard", "llama@static", "mamba2", "minimax", "mixtral", "phi3", "qwen3",
     "qwen3@static", "qwen3_5_text",
 )  # fmt: skip
 
@@ -117,7 +157,8 @@ def build(name: str) -> ir.Model:
         task = tasks.CausalLMTask(static_cache=True, max_seq_len=CAPACITY)
     provider = "default" if is_static or not form else form
     module = registry.get(architecture)(config)
-    model = build_from_module(module, config, task, execution_provider=provider)["model"]
+    package = build_from_module(module, config, task, execution_provider=provider)
+    model = package["decoder" if "decoder" in package else "model"]
     fill(model, architecture)
     common.ClearMetadataAndDocStringPass()(model)
     return model
@@ -140,9 +181,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("names", nargs="*", help="architectures, with @provider or @static")
     parser.add_argument("--folder", type=Path, default=Path(__file__).parent / "decoders")
+    parser.add_argument("--all", action="store_true", help="every architecture of the table")
     arguments = parser.parse_args()
     arguments.folder.mkdir(exist_ok=True)
-    for name in arguments.names or KEPT:
+    for name in arguments.names or (MODELS if arguments.all else KEPT):
         ir.save(build(name), arguments.folder / f"{name}.onnx")
         print(name)
 
