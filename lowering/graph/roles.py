@@ -84,15 +84,19 @@ def _find_positions(free: dict[str, ir.Value], tokens: tuple[Size, ...]) -> str:
 
 def _find_mask(free: dict[str, ir.Value], tokens: tuple[Size, ...]) -> str:
     """Return the matrix with a column for each key; one that is as long as another input belongs to an encoder."""
-    likely = []
-    for name, value in free.items():
-        if len(dims(value)) != 2 or dims(value)[0] != tokens[0]:
-            continue
-        keys = dims(value)[1]
-        of_others = any(keys in dims(other) for other in free.values() if other is not value)
-        if not isinstance(keys, int) and keys != tokens[1] and not of_others:
-            likely.append(name)
-    return likely[0] if len(likely) == 1 else _conventional("mask", free)
+    own = {name: value for name, value in free.items() if not _belongs_to_others(value, free)}
+    likely = [
+        name
+        for name, value in own.items()
+        if len(dims(value)) == 2 and dims(value)[0] == tokens[0] and not isinstance(dims(value)[1], int)
+        and dims(value)[1] != tokens[1]
+    ]  # fmt: skip
+    return likely[0] if len(likely) == 1 else _conventional("mask", own)
+
+
+def _belongs_to_others(value: ir.Value, free: dict[str, ir.Value]) -> bool:
+    """Whether another input is as long: an encoder's states, which a mask hides parts of."""
+    return any(dims(value)[1] in dims(other) for other in free.values() if other is not value and len(dims(value)) == 2)
 
 
 def _conventional(role: str, free: dict[str, ir.Value]) -> str:
