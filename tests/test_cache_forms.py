@@ -211,9 +211,10 @@ def test_masks_of_all_tokens_are_not_served_as_causal() -> None:
 
 def test_a_form_that_stays_says_which_node() -> None:
     model = model_of(Case("GroupQueryAttention", {"smooth_softmax": 1}))
-    for how in ({"static_cache": CAPACITY}, {"serve": lowering.Serve(context=CAPACITY)}):
-        with pytest.raises(lowering.ModelError, match=r"\(GroupQueryAttention\) keeps its past in a form"):
-            lowering.compile(model, **how)  # type: ignore[arg-type]
+    with pytest.raises(lowering.ModelError, match=r"\(GroupQueryAttention\) keeps its past in a form"):
+        lowering.compile(model, static_cache=CAPACITY)
+    with pytest.raises(lowering.ModelError, match=r"\(GroupQueryAttention\) keeps its past in a form"):
+        lowering.compile(model, serve=lowering.Serve(context=CAPACITY))
 
 
 def test_a_batch_of_one_refuses_two() -> None:
@@ -250,7 +251,7 @@ def test_names_override_and_are_checked() -> None:
     model = model_of(CASES["GQA, rotary"])
     with pytest.raises(InputError, match="there is no input 'tokens'"):
         lowering.compile(model, serve=lowering.Serve(context=8, ids="tokens"))
-    with pytest.raises(InputError, match=r"no input 'tokens' for token ids\. The inputs are ids"):
+    with pytest.raises(InputError, match=r"'tokens' is not an input: name .* The inputs are ids"):
         lowering.compile(model, static_cache=8).decoder(ids="tokens")
     with pytest.raises(InputError, match="a decoder cannot know input 'ids'"):
         lowering.compile(model, static_cache=8).decoder(ids="keep")

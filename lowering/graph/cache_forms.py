@@ -13,7 +13,6 @@ from __future__ import annotations
 import onnx
 import onnx_ir as ir
 
-from ..errors import ModelError
 from ..fusion.matching import Rewrite, Size, attribute, dims, is_op, known, operand
 from ..fusion.opset import FIRST, UpgradeOpsetPass, opset
 from ..fusion.sizes import InferSizesPass
@@ -38,21 +37,10 @@ def unify_caches(model: ir.Model) -> None:
     if not nodes or opset(model) < FIRST:
         return
     use_opset_24(model)
-    for node in [node if is_op(node, "Attention") else _to_attention(node) for node in nodes]:
+    for node in [node if is_op(node, "Attention") else to_attention(node) for node in nodes]:
         if attribute(node, "left_window_size", -1) != -1:
             set_opset(model, _OPSET_OF_WINDOWS)
         _write_out(node)
-
-
-def _to_attention(node: ir.Node) -> ir.Node:
-    attention = to_attention(node)
-    if attention is None:
-        raise ModelError(
-            f"node '{node.name}' ({node.op_type}) keeps its past in a form that static_cache and serve do not know: "
-            "sinks, quantized caches, packed inputs, or lengths that are not the sums of an attention mask. Export it "
-            "with past_key and past_value of ai.onnx Attention."
-        )
-    return attention
 
 
 def grows(node: ir.Node) -> bool:

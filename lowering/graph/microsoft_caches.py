@@ -15,24 +15,26 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from ..errors import ModelError
 from ..fusion.matching import Rewrite, attribute, dims, is_op, known, number, numbers
 
 DOMAIN = "com.microsoft"
 LENGTH_AXIS = 2  # of caches
 
 
-def to_attention(node: ir.Node) -> ir.Node | None:
-    """Return the Attention that replaces the node, None for one that keeps its operator."""
-    if node.domain != DOMAIN:
-        return None
-    inputs = _Inputs(node)
-    emitted = None
-    if node.op_type == "GroupQueryAttention":
-        emitted = _from_group_query(node, inputs)
-    elif node.op_type == "MultiHeadAttention":
-        emitted = _from_multi_head(node, inputs)
+def to_attention(node: ir.Node) -> ir.Node:
+    """Return the ai.onnx Attention that replaces a GroupQueryAttention or a MultiHeadAttention with a past.
+
+    Raises ModelError for one that Attention cannot replace.
+    """
+    emit = _from_group_query if node.op_type == "GroupQueryAttention" else _from_multi_head
+    emitted = emit(node, _Inputs(node))
     if emitted is None:
-        return None
+        raise ModelError(
+            f"node '{node.name}' ({node.op_type}) keeps its past in a form that static_cache and serve do not know: "
+            "sinks, quantized caches, packed inputs, or lengths that are not the sums of an attention mask. Export it "
+            "with past_key and past_value of ai.onnx Attention."
+        )
     new, operands, attributes = emitted
     return _replace(node, new, operands, attributes)
 

@@ -42,7 +42,7 @@ def load_model(model: ModelLike) -> ir.Model:
         forget_unknown_sizes(loaded)
         check_tensors(loaded)
         check_bodies(loaded)
-        inlined = common.InlinePass(lambda function: not _is_known(function, loaded))(loaded).model
+        inlined = common.InlinePass(lambda function: not _is_known(function))(loaded).model
         inlined.functions.clear()  # those left are called by nobody
         check_attributes(inlined)
         check_domains(inlined)
@@ -59,7 +59,7 @@ def load_model(model: ModelLike) -> ir.Model:
         ) from error
 
 
-def _is_known(function: ir.Function, model: ir.Model) -> bool:
+def _is_known(function: ir.Function) -> bool:
     """Whether the nodes of a function are operators that the compiler has: of com.microsoft, with those attributes.
 
     Norms and activations are inlined all the same: passes know the operators that their bodies are made of.

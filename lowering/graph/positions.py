@@ -16,8 +16,7 @@ from onnx.reference import ReferenceEvaluator
 from ..errors import ModelError
 from ..fusion.matching import Size, attribute, dims, is_op, numbers, operand
 from ..fusion.opset import opset
-
-_LENGTH_AXIS = 2  # of caches
+from .cache_forms import LENGTH_AXIS
 
 # New tokens behind others, of which rows of one position are compared; and the most positions that these are.
 _FEW, _MORE, _BEHIND = (0, 5), (0, 7), (3, 4)
@@ -97,7 +96,7 @@ class Positions:
         if self._position_ids is not None:
             feeds[str(self._position_ids.name)] = np.arange(past, past + new, dtype=_numpy(self._position_ids))[None]
         for value in self._pasts:
-            shape = [past if axis == _LENGTH_AXIS else size for axis, size in enumerate(dims(value))]
+            shape = [past if axis == LENGTH_AXIS else size for axis, size in enumerate(dims(value))]
             feeds[str(value.name)] = np.broadcast_to(np.zeros((), _numpy(value)), numbers(shape) or ())
         return feeds
 
@@ -105,7 +104,7 @@ class Positions:
         """A size of some value, where it is a number, S, P or their sum."""
         if isinstance(size, int):
             return size
-        tokens, before = str(dims(self._ids)[1]), str(dims(self._pasts[0])[_LENGTH_AXIS])
+        tokens, before = str(dims(self._ids)[1]), str(dims(self._pasts[0])[LENGTH_AXIS])
         sizes = {tokens: new, before: past, f"{before} + {tokens}": past + new, f"{tokens} + {before}": past + new}
         if self._mask is not None:
             sizes.setdefault(str(dims(self._mask)[1]), past + new)

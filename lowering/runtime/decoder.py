@@ -34,7 +34,8 @@ class Decoder:
         self._specs = {t.name: t for t in model.inputs}
         self._ids = ids or self._spec.ids
         if self._ids not in self._specs:
-            raise InputError(f"there is no input '{self._ids}' for token ids. The inputs are {', '.join(self._specs)}.")
+            what = f"'{self._ids}' is not an input" if self._ids else "no input is known to hold token ids"
+            raise InputError(f"{what}: name the input of token ids as `ids`. The inputs are {', '.join(self._specs)}.")
         names = (mask or self._spec.mask, positions or self._spec.positions)
         self._mask, self._positions = (n if n in self._specs and n not in fixed else "" for n in names)
         self._length = "" if manifest.slots is None else manifest.slots.length
@@ -100,10 +101,10 @@ class Decoder:
             if name:
                 inputs[name] = _of_shape(getattr(progress, what), self._specs[name])
         results = self._model.run({**inputs, **states, **self._fixed})
-        answer = self._model.to_numpy(self._output, results[self._output])
+        answer = progress.restore(self._model.to_numpy(self._output, results[self._output]))
         self._states = {name: results[after] for name, after in self._spec.states.items()}
         self._progress = progress
-        return progress.restore(answer)
+        return answer
 
     def step(self, ids: Any) -> np.ndarray:
         """Read one more token of each sequence, int [B] or a number, and return the model's answer, [B, ...]."""

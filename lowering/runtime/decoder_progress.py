@@ -22,7 +22,7 @@ class SharedProgress:
     new: int = 0
 
     def after(self, counts: np.ndarray, capacity: int) -> SharedProgress:
-        """Return what has been read after a call of which `counts`, int [B, S], says which tokens are no padding.
+        """Return what has been read after a call of which `counts`, int [B, S], says which tokens are not padding.
 
         The model itself refuses tokens beyond the capacity. Raises InputError for another batch.
         """
