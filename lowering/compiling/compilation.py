@@ -6,7 +6,6 @@ from . import without_torch  # noqa: F401  (before whatever imports tvm)
 
 # isort: split
 
-import functools
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -16,18 +15,9 @@ from tvm import tirx
 
 from ..choices import TF32
 from ..errors import InputError, LoweringError
-from ..fusion import fuse
-from ..graph.cache_forms import unify_caches
-from ..graph.compressed_tables import compress_tables
-from ..graph.declared_sizes import ranges, with_sizes
-from ..graph.donation import donated_pairs
-from ..graph.kept_caches import keep_caches
-from ..graph.model import ModelLike, load_model
-from ..graph.paged_decoder import batch_of, serve_decoder
-from ..graph.precision import use_precision
-from ..graph.scattered_caches import grow_scattered_caches
+from ..graph.declared_sizes import ranges
+from ..graph.model import ModelLike
 from ..graph.static_cache import LENGTH
-from ..graph.written_inputs import name_written_inputs
 from ..importing.imported import Port
 from ..importing.importer import import_model
 from ..importing.values import storage_dtype
@@ -39,12 +29,11 @@ from ..version import VERSION
 from . import progress
 from .build import build, check_linker
 from .code_failures import code_failure
-from .compiler import compile
 from .interrupts import interrupts_kept
 from .objects import Kernels
 from .options import Options
-from .overflow import overflowing
 from .pipeline import Dump, Lowered, lower
+from .prepare import prepare_model
 
 
 @dataclass(frozen=True)
@@ -64,7 +53,6 @@ class Compiled:
 def compiled(model: ModelLike, options: Options, stand_in: Target | None = None, dump: Dump | None = None) -> Compiled:
     """The way itself. stand_in is a CPU that runs the functions of a GPU in its place, by kernels of its own; dump is
     as for `compile`."""
-    dims = options.dims or {}
     targets = resolve(options.target, options.cc)
     for each in targets:
         check_linker(each)
@@ -74,42 +62,9 @@ def compiled(model: ModelLike, options: Options, stand_in: Target | None = None,
             f"precision='{products}' is how tensor cores of GPUs multiply float32, and target='{options.target}' has "
             "none. Leave it out: a CPU computes such products in float32."
         )
-    with progress.stage("reading the model"):
-        loaded = with_sizes(load_model(model), dims)
-    if options.serve is not None and (batch := batch_of(loaded, options.serve)) is not None:
-        loaded = with_sizes(loaded, {batch: 1})
-    written = name_written_inputs(loaded)
-    if dump is not None:
-        dump("given", loaded)
-    donated = donated_pairs(loaded.graph, options.donate) | written
-    notes: list[str] = []
-    with progress.stage("fusing"):
-        fused = fuse(loaded)
-    if options.serve is not None or options.static_cache is not None:
-        fused = fused.clone() if fused is loaded else fused
-        if options.serve is not None:
-            grow_scattered_caches(fused)
-        unify_caches(fused)
-    if options.precision is not None and products is None:
-        fused = fused.clone() if fused is loaded else fused
-        linker = options.cc if options.target == "cpu" else None  # calls run here
-        slower = set.intersection(*(set(target.slower_than_bfloat16) for target in targets))
-        beyond = overflowing(fused, options.calls, functools.partial(compile, cc=linker)) if options.calls else ()
-        notes.append(use_precision(fused, options.precision, slower, beyond))
-    if options.weights is not None:
-        fused = fused.clone() if fused is loaded else fused
-        notes += filter(None, [compress_tables(fused, options.weights)])
-    served = None
-    if options.serve is not None:
-        decoder = serve_decoder(fused, options.serve)
-        donated |= decoder.donated
-        served = decoder.cache
-    kept = keep_caches(fused, options.static_cache, donated)
-    donated |= kept.donated
-    slots = kept.slots
-    if dump is not None:
-        dump("fused", fused)
-    legal = ranges(dims, fused)
+    prepared = prepare_model(model, options, targets, dump)
+    fused, donated, slots, notes = prepared.model, prepared.donated, prepared.kept.slots, list(prepared.notes)
+    legal = ranges(options.dims or {}, fused)
     # What a GPU has in its memory the host does not read.
     checks = options.checks and not any(target.architecture for target in targets)
     with progress.stage("importing"):
@@ -145,8 +100,8 @@ def compiled(model: ModelLike, options: Options, stand_in: Target | None = None,
         kernels=lowered.kernels,
         calls=lowered.calls,
         slots=slots,
-        decoder=kept.decoder,
-        served=served,
+        decoder=prepared.kept.decoder,
+        served=prepared.served,
         scheme=options.weights,
         precision=options.precision,
     )

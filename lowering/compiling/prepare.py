@@ -1,0 +1,90 @@
+"""A model as the importer takes it: fused, in the precision that was asked for, with caches of slots or pages.
+
+ONNX in, ONNX out. The order matters: caches are brought to one form before a precision narrows them, and rewritten
+after.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from ..choices import TF32
+from ..fusion import fuse
+from ..graph.cache_forms import unify_caches
+from ..graph.compressed_tables import compress_tables
+from ..graph.declared_sizes import with_sizes
+from ..graph.donation import donated_pairs
+from ..graph.kept_caches import KeptCaches, keep_caches
+from ..graph.model import ModelLike, load_model
+from ..graph.paged_decoder import batch_of, serve_decoder
+from ..graph.precision import use_precision
+from ..graph.scattered_caches import grow_scattered_caches
+from ..graph.written_inputs import name_written_inputs
+from ..manifest import ServedCache
+from ..target import Target
+from . import progress
+from .compiler import compile
+from .options import Options
+from .overflow import overflowing
+from .pipeline import Dump
+
+
+@dataclass(frozen=True)
+class PreparedModel:
+    """donated: output by input whose memory it takes over. notes are for the reader of the manifest."""
+
+    model: ir.Model
+    donated: dict[str, str]
+    kept: KeptCaches
+    served: ServedCache | None
+    notes: tuple[str, ...]
+
+
+def prepare_model(model: ModelLike, options: Options, targets: Sequence[Target], dump: Dump | None) -> PreparedModel:
+    """Rewrite a model for what `compile` was asked for; the model that was given stays as it is."""
+    loaded = _load(model, options)
+    written = name_written_inputs(loaded)
+    if dump is not None:
+        dump("given", loaded)
+    donated = donated_pairs(loaded.graph, options.donate) | written
+    with progress.stage("fusing"):
+        fused = fuse(loaded)
+    fused = fused.clone() if fused is loaded else fused
+    if options.serve is not None:
+        grow_scattered_caches(fused)
+    if options.serve is not None or options.static_cache is not None:
+        unify_caches(fused)
+    notes = _narrow(fused, options, targets)
+    served = None
+    if options.serve is not None:
+        decoder = serve_decoder(fused, options.serve)
+        donated |= decoder.donated
+        served = decoder.cache
+    kept = keep_caches(fused, options.static_cache, donated)
+    if dump is not None:
+        dump("fused", fused)
+    return PreparedModel(fused, donated | kept.donated, kept, served, tuple(notes))
+
+
+def _load(model: ModelLike, options: Options) -> ir.Model:
+    with progress.stage("reading the model"):
+        loaded = with_sizes(load_model(model), options.dims or {})
+    batch = None if options.serve is None else batch_of(loaded, options.serve)
+    return loaded if batch is None else with_sizes(loaded, {batch: 1})
+
+
+def _narrow(fused: ir.Model, options: Options, targets: Sequence[Target]) -> list[str]:
+    """Narrow what is computed and stored, and return what there is to say of it."""
+    notes: list[str | None] = []
+    if options.precision is not None and options.precision not in TF32:
+        linker = options.cc if options.target == "cpu" else None  # calls run here
+        slower = set.intersection(*(set(target.slower_than_bfloat16) for target in targets))
+        beyond = overflowing(fused, options.calls, functools.partial(compile, cc=linker)) if options.calls else ()
+        notes.append(use_precision(fused, options.precision, slower, beyond))
+    if options.weights is not None:
+        notes.append(compress_tables(fused, options.weights))
+    return [note for note in notes if note]
