@@ -18,6 +18,7 @@ from ..graph.cache_forms import unify_caches
 from ..graph.compressed_tables import compress_tables
 from ..graph.declared_sizes import with_sizes
 from ..graph.donation import donated_pairs
+from ..graph.experts import group_experts
 from ..graph.kept_caches import KeptCaches, keep_caches
 from ..graph.model import ModelLike, load_model
 from ..graph.paged_decoder import batch_of, serve_decoder
@@ -65,6 +66,7 @@ def prepare_model(model: ModelLike, options: Options, targets: Sequence[Target],
         donated |= decoder.donated
         served = decoder.cache
     kept = keep_caches(fused, options.static_cache, donated)
+    group_experts(fused)
     if dump is not None:
         dump("fused", fused)
     return PreparedModel(fused, donated | kept.donated, kept, served, tuple(notes))

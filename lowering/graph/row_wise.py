@@ -10,7 +10,7 @@ import onnx_ir as ir
 from ..errors import ModelError
 from ..fusion.matching import Size, attribute, dims, integers, numbers, operand
 
-_BY_ELEMENT = {
+BY_ELEMENT = {
     "Abs", "Add", "And", "BiasGelu", "Cast", "CastLike", "Ceil", "Clip", "Cos", "DequantizeLinear", "Div", "Dropout",
     "Elu", "Equal", "Erf", "Exp", "FastGelu", "Floor", "Gelu", "Greater", "GreaterOrEqual", "HardSigmoid", "HardSwish",
     "Identity", "IsInf", "IsNaN", "LeakyRelu", "Less", "LessOrEqual", "Log", "Max", "Min", "Mish", "Mod", "Mul", "Neg",
@@ -49,7 +49,7 @@ def _is_row_wise(node: ir.Node, tokens: Size) -> bool:
     if several or not moved or any(row_axis(value, tokens) is None for value in outputs):
         return False
     operator = node.op_type
-    if operator in _BY_ELEMENT:
+    if operator in BY_ELEMENT:
         return len({_from_back(value, tokens) for value in (*moved, *outputs)}) == 1
     if operator in _SKIPPING_NORMS:
         return all(_from_back(value, tokens) != -1 for value in moved)

@@ -34,6 +34,7 @@ from .convolutions import (
     implicit_product,
     read_convolution,
 )
+from .grouped_weights import GroupedCall, read_grouped
 from .panels import (
     Element,
     codes_in_panels,
@@ -109,6 +110,9 @@ class _Packer(PyExprMutator):
         convolution = read_convolution(call)
         if convolution is not None:
             return self.convolved(call, convolution)
+        grouped = read_grouped(self.builder_.get(), call)
+        if grouped is not None:
+            return self.grouped_product(call, grouped)
         if call.op != tvm.ir.Op.get("relax.matmul"):
             return call
         x, (steps, matrix) = call.args[0], self.constants.of(call.args[1])
@@ -145,6 +149,24 @@ class _Packer(PyExprMutator):
             primfunc_attrs={"op_pattern": OUT_ELEMENTWISE_FUSABLE},
         )
 
+    def grouped_product(self, call: relax.Call, grouped: GroupedCall) -> relax.Expr:
+        """Rows times the one of several packed matrices that each of them chooses."""
+        steps, matrices = self.constants.of(grouped.matrices)
+        if matrices is None:
+            return call
+        pairs = self.cpu.bf16_dot and matrices.dtype.name == grouped.rows.ty.dtype == "bfloat16"
+        steps, nr = (*steps, "grouped", *(["pairs"] if pairs else [])), panel_width(grouped.columns, self.cpu)
+        if steps not in self.packed:
+            self.store(steps, grouped.pad(stored(matrices, self.compression), nr), pairs, nr)
+        return self.builder_.call_te(
+            grouped.kernel(self.element[steps], nr),
+            grouped.rows,
+            grouped.table,
+            *(var for var, _ in self.packed[steps]),
+            primfunc_name_hint="grouped_matmul",
+            primfunc_attrs={"op_pattern": OUT_ELEMENTWISE_FUSABLE},
+        )
+
     def convolved(self, call: relax.Call, convolution: Convolution) -> relax.Expr:
         """A convolution, by packed weights where they are constant; elements of theirs stay what they are."""
         x, (steps, weights) = call.args[0], self.constants.of(call.args[1])
@@ -157,7 +179,7 @@ class _Packer(PyExprMutator):
         pairs = self.cpu.bf16_dot and matrix.dtype.name == x.ty.dtype == "bfloat16"
         steps = (*steps, "patches", *(["pairs"] if pairs else []))
         if steps not in self.packed:
-            self.store(steps, matrix, pairs)
+            self.store(steps, matrix, pairs, panel_width(matrix.shape[1], self.cpu))
         element = self.element[steps]
         return self.builder_.call_te(
             lambda x, shape, *parts: implicit_product(convolution, x, shape, functools.partial(element, list(parts))),
@@ -189,11 +211,10 @@ class _Packer(PyExprMutator):
 
     def pack(self, steps: tuple[str, ...], matrix: np.ndarray | Quantised, pairs: bool) -> None:
         """Stores a matrix [K, N], compressed if asked for, in panels."""
-        self.store(steps, stored(matrix, self.compression), pairs)
+        self.store(steps, stored(matrix, self.compression), pairs, panel_width(matrix.shape[1], self.cpu))
 
-    def store(self, steps: tuple[str, ...], matrix: np.ndarray | Quantised, pairs: bool) -> None:
-        """Stores a matrix [K, N] in panels, of pairs of rows if asked for."""
-        nr = panel_width(matrix.shape[1], self.cpu)
+    def store(self, steps: tuple[str, ...], matrix: np.ndarray | Quantised, pairs: bool, nr: int) -> None:
+        """Stores a matrix [K, N] in panels of nr columns, of pairs of rows if asked for."""
         if isinstance(matrix, Quantised):
             parts, self.element[steps] = codes_in_panels(matrix, nr)
         elif pairs:

@@ -20,6 +20,7 @@ from ..importing.quantised import Quantised
 from .compression import Compression, stored
 from .constants import FLOATS, Constants, Weights, parameters_for, with_parameters
 from .convolutions import OUT_ELEMENTWISE_FUSABLE
+from .grouped_weights import GroupedCall, read_grouped
 from .panels import Element, codes_in_panels, pack, packed_matmul, plain_element
 
 
@@ -56,6 +57,9 @@ class _Packer(PyExprMutator):
 
     def visit_call_(self, call: relax.Call) -> relax.Expr:
         call = super().visit_call_(call)
+        grouped = read_grouped(self.builder_.get(), call)
+        if grouped is not None:
+            return self.grouped_product(call, grouped)
         if call.op != tvm.ir.Op.get("relax.matmul"):
             return call
         x, (steps, matrix) = call.args[0], self.constants.of(call.args[1])
@@ -72,6 +76,26 @@ class _Packer(PyExprMutator):
             x,
             *(var for var, _ in self.made[steps]),
             primfunc_name_hint="matmul",
+            primfunc_attrs={"op_pattern": OUT_ELEMENTWISE_FUSABLE},
+        )
+
+    def grouped_product(self, call: relax.Call, grouped: GroupedCall) -> relax.Expr:
+        """Rows times the one of several stored matrices that each of them chooses."""
+        steps, matrices = self.constants.of(grouped.matrices)
+        if matrices is None:
+            return call
+        if steps not in self.made:
+            matrices = stored(matrices, self.compression)
+            parts, element = {"columns": pack(matrices, 1)}, plain_element
+            if isinstance(matrices, Quantised):
+                parts, element = codes_in_panels(matrices, 1)
+            self.made[steps], self.elements[steps] = parameters_for(steps, parts, self.weights), element
+        return self.builder_.call_te(
+            grouped.kernel(self.elements[steps], 1),
+            grouped.rows,
+            grouped.table,
+            *(var for var, _ in self.made[steps]),
+            primfunc_name_hint="grouped_matmul",
             primfunc_attrs={"op_pattern": OUT_ELEMENTWISE_FUSABLE},
         )
 

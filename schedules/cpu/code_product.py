@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from tvm import DataType, tirx
 from tvm.script.ir_builder import tirx as T
 
-from lowering.tensorir.expressions import Expr
+from lowering.tensorir.expressions import Expr, substitute
 
 from ..reading.codes import Codes
 from .vector import LINE, Machine, Register, cast, convert, element_type, fixed, like, load, prefetch, splat, store
@@ -23,7 +23,7 @@ def accumulate_codes(
     `Blocked.micro_kernel` does for numbers; row i of A begins at starts[i] of `a`."""
     cpu = b.cpu
     vectors, group = range(0, b.nr, b.lanes), codes.group
-    panel = b.values[b.results.panel]
+    panel = fixed(substitute(codes.first_panel(b.product.j.var), b.values) + b.values[b.results.panel])
     stored, blocks = codes.load.source.shape[1], codes.scale.source.shape[1]
     memory = b.operands.memory
     whole = codes.block or b.kc  # the length of a block

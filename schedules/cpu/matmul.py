@@ -40,6 +40,7 @@ from tvm.script.ir_builder import tirx as T
 from lowering.tensorir.expressions import Expr, is_int
 
 from ..reading.product import read_groups
+from ..reading.selection import read_selection
 from ..reading.stages import Stage, read_stages
 from ..reading.values import flat_view
 from ..variant import Variant
@@ -92,11 +93,14 @@ def plan_stages(
     if not all(is_width(c.nr, cpu.lanes("float32")) for c in codes):
         return None
     tiles = tiles or PanelTiles.default(groups, cpu)
+    selection = read_selection(groups)
+    if selection is not None:
+        groups = [selection.apply(group) for group in groups]
     kernels = []
     for group in groups:
-        results = Results(func, stages, group, cpu)
+        results = Results(func, stages, group, cpu, selection)
         kernels.append([Blocked(Operands(results, product), tiles) for product in group.products])
-    if len(_every(kernels)) > 1:
+    if len(_every(kernels)) > 1 or selection is not None:
         return kernels if _in_one_pass(kernels) else None
     first = kernels[0][0]
     return None if _may_be_thin(first) and is_thin(first.operands) else kernels
@@ -180,6 +184,8 @@ def _blocked(kernels: Plan) -> None:
     row_blocks = fixed(tirx.max((rows + (most - 1)) // most, 1))
     block_rows = T.bind((rows + (row_blocks * tiles.mr - 1)) // (row_blocks * tiles.mr) * tiles.mr)
 
+    sum_rows = _panel if results.selection is None else _panel_by_runs
+
     def task(index: Expr) -> None:
         """One panel's columns for one block of rows."""
         panel = fixed(index % all_panels)
@@ -190,12 +196,12 @@ def _blocked(kernels: Plan) -> None:
         def of(number: int, start: Expr) -> None:
             """In the groups from this number on, whose panels begin at `start`."""
             if number + 1 == len(kernels):
-                _panel(kernels[number], values, panel - start, first, height, tiles.mc)
+                sum_rows(kernels[number], values, panel - start, first, height, tiles.mc)
                 return
             end = start + panels[number]
             with T.If(panel < end):
                 with T.Then():
-                    _panel(kernels[number], values, panel - start, first, height, tiles.mc)
+                    sum_rows(kernels[number], values, panel - start, first, height, tiles.mc)
                 with T.Else():
                     of(number + 1, end)
 
@@ -210,6 +216,24 @@ def _blocked(kernels: Plan) -> None:
 def _panel(group: list[Blocked], values: Values, panel: Expr, first: Expr, rows: Expr, most: int) -> None:
     """`sum_panel` in memory of its own."""
     sum_panel(group, values, panel, first, rows, workspace(**panel_memory(group, most)))
+
+
+def _panel_by_runs(group: list[Blocked], values: Values, panel: Expr, first: Expr, rows: Expr, most: int) -> None:
+    """The same where rows choose their matrix: for each run of successive rows that choose the same one."""
+    results = group[0].results
+    selection = results.selection
+    assert selection is not None
+    table = group[0].operands.memory[selection.table]
+    scratch = workspace(**panel_memory(group, most))
+    begin = T.alloc_buffer((1,), "int64")
+    T.buffer_store(begin, first, [0])
+    with T.serial(rows) as i:
+        row = fixed(first + i)
+        following = fixed(tirx.min(row + 1, results.rows - 1))
+        with T.If(tirx.any(i == rows - 1, table[row] != table[following])), T.Then():
+            start = fixed(begin[0])
+            sum_panel(group, {**values, selection.group: fixed(table[row])}, panel, start, fixed(row + 1 - start), scratch)
+            T.buffer_store(begin, row + 1, [0])
 
 
 def panel_memory(group: list[Blocked], most: int) -> dict[str, tuple[int | Expr, str]]:

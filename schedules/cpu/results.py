@@ -11,6 +11,7 @@ from lowering.tensorir.expressions import Expr, offset, substitute
 from lowering.tensorir.facts import Facts
 
 from ..reading.product import Group
+from ..reading.selection import Selection
 from ..reading.stages import Axis, Stage, unravel, volume
 from ..reading.values import Evaluator
 from .fast_math import expand
@@ -31,8 +32,10 @@ class Results:
     c is the number of a column among those that a kernel has the sums of, such as those of panel `panel` of B.
     """
 
-    def __init__(self, func: tirx.PrimFunc, stages: list[Stage], group: Group, cpu: Machine) -> None:
-        self.stages, self.group, self.cpu = stages, group, cpu
+    def __init__(
+        self, func: tirx.PrimFunc, stages: list[Stage], group: Group, cpu: Machine, selection: Selection | None = None
+    ) -> None:
+        self.stages, self.group, self.cpu, self.selection = stages, group, cpu, selection
         self.lanes = cpu.lanes(group.acc)
         self.facts = Facts.of(func)
         first = group.products[0]

@@ -21,7 +21,7 @@ from tvm import ir, tirx
 from tvm.ir import prim
 from tvm.sym import Analyzer
 
-from lowering.tensorir.expressions import Expr, loads, walk
+from lowering.tensorir.expressions import Expr, loads, substitute, walk
 
 from ..half_precision import HALF
 from .stages import Axis
@@ -77,6 +77,10 @@ class Codes:
     def nr(self) -> int:
         return int(self.load.source.shape[-1])
 
+    def first_panel(self, j: tirx.Var) -> Expr:
+        """The panel of column 0, before which others are of other matrices."""
+        return _at_column_0(self.load.indices[0], j)
+
 
 def read_codes(expr: Expr, j: Axis, k: Axis) -> Codes | None:
     """The element of a matrix of codes at row k and column j that `expr` is, or None."""
@@ -87,7 +91,7 @@ def read_codes(expr: Expr, j: Axis, k: Axis) -> Codes | None:
         value, zero = value.a, _load(value.b)
         if zero is None:
             return None
-    found = loads(value)
+    found = [load for load in loads(value) if str(load.ty) != "int64"]  # but for what selects a matrix
     if scale is None or len(found) != 1 or str(found[0].ty) not in ("int8", "int32") or len(found[0].indices) != 3:
         return None
     codes = found[0]
@@ -100,12 +104,17 @@ def read_codes(expr: Expr, j: Axis, k: Axis) -> Codes | None:
         return lambda *index: tirx.BufferLoad(node.source, list(index))
 
     zeros = of(zero) if zero is not None else None
-    expected = element(of(codes), of(scale), zeros, k.var, j.var, nr.value, block, nibbles)
+    column = _at_column_0(codes.indices[0], j.var) * nr + j.var
+    expected = element(of(codes), of(scale), zeros, k.var, column, nr.value, block, nibbles)
     analyzer = Analyzer()
     for axis in (j, k):
         analyzer.bind(axis.var, ir.Range(0, axis.extent))
     same = prim.expr_deep_equal(analyzer.simplify(expected), analyzer.simplify(expr))
     return Codes(codes, scale, zero, block) if same else None
+
+
+def _at_column_0(panel: Expr, j: tirx.Var) -> Expr:
+    return Analyzer().simplify(substitute(panel, {j: tirx.const(0, "int64")}))
 
 
 def _load(expr: Expr) -> ir.TensorLoad | None:

@@ -31,7 +31,8 @@ class Product:
     """C[batch, rows, j] = sum over k of A[batch, rows, k] * B[batch, k, j].
 
     A and B are loads at those axes; `rows` are the axes that B does not depend on, taken together as M rows. Where the
-    elements of B are `codes`, b loads the integers.
+    elements of B are `codes`, b loads the integers. Where a table says which matrix of B a row is multiplied by,
+    `selector` loads it at that row, which is the only batch axis.
     """
 
     stage: Stage
@@ -42,6 +43,7 @@ class Product:
     j: Axis
     k: Axis
     codes: Codes | None = None
+    selector: ir.TensorLoad | None = None
 
     @property
     def acc(self) -> str:
@@ -79,9 +81,10 @@ def read_product(stage: Stage) -> Product | None:
         return None
     k, j, outer = stage.reduce[0], stage.axes[-1], stage.axes[:-1]
     left, right = sorted((term.a, term.b), key=lambda operand: uses(operand, {j.var}))
+    selector = _selector(right, outer)
     codes = read_codes(right, j, k)
     acc = _acc(stage)
-    a, b = _operand(left, acc), codes.load if codes is not None else _operand(right, acc)
+    a, b = _operand(left, acc), codes.load if codes is not None else _operand(right, acc, selector)
     if a is None or b is None or (codes is not None and acc != "float32"):
         return None
     if uses(a, {j.var}) or not all(uses(b, {axis.var}) for axis in (j, k)) or not uses(a, {k.var}):
@@ -90,7 +93,9 @@ def read_product(stage: Stage) -> Product | None:
     rows = tuple(axis for axis in outer if not uses(b, {axis.var}))
     if acc == "int32" and (a.ty, b.ty) != ("uint8", "int8"):
         return None
-    return Product(stage, a, b, batch, rows, j, k, codes)
+    if selector is not None and (rows or len(batch) != 1):
+        return None
+    return Product(stage, a, b, batch, rows, j, k, codes, selector)
 
 
 def read_groups(stages: list[Stage], parameters: set[tirx.Buffer]) -> list[Group] | None:
@@ -129,7 +134,8 @@ def read_groups(stages: list[Stage], parameters: set[tirx.Buffer]) -> list[Group
         outputs[place].append(stage.output)
     found = [Group(_aligned([products[n] for n in sorted(g)]), tuple(made)) for g, made in zip(groups, outputs)]
     one_type = len({product.acc for product in products}) == 1
-    return found if one_type and all(group.outputs and _alike(group.products) for group in found) else None
+    one_table = len({None if p.selector is None else p.selector.source for p in products}) == 1
+    return found if one_type and one_table and all(group.outputs and _alike(group.products) for group in found) else None
 
 
 def _joined(sets: list[set[int]]) -> list[set[int]]:
@@ -165,10 +171,22 @@ def _acc(stage: Stage) -> str:
     return dtype if dtype in _TYPES else "float32"
 
 
-def _operand(expr: Expr, acc: str) -> ir.TensorLoad | None:
-    """A load, possibly widened to the type of the sums."""
+def _operand(expr: Expr, acc: str, selector: ir.TensorLoad | None = None) -> ir.TensorLoad | None:
+    """A load, possibly widened to the type of the sums, in whose indices nothing is loaded but the selector."""
     if isinstance(expr, prim.Cast) and expr.ty == acc:
         expr = expr.value
-    if not isinstance(expr, ir.TensorLoad) or str(expr.ty) not in _TYPES[acc] or len(loads(expr)) > 1:
+    if not isinstance(expr, ir.TensorLoad) or str(expr.ty) not in _TYPES[acc]:
         return None
-    return expr
+    inner = loads(expr)[1:]
+    return expr if all(selector is not None and prim.expr_deep_equal(load, selector) for load in inner) else None
+
+
+def _selector(expr: Expr, axes: tuple[Axis, ...]) -> ir.TensorLoad | None:
+    """The one load of an integer of a table, at the last of the axes, with which other loads of the expression begin."""
+    inner = [load for node in loads(expr) for index in node.indices for load in loads(index)]
+    if not inner or not axes:
+        return None
+    first = inner[0]
+    same = all(prim.expr_deep_equal(load, first) for load in inner)
+    is_table = len(first.indices) == 1 and first.indices[0].same_as(axes[-1].var) and str(first.ty) == "int64"
+    return first if same and is_table else None

@@ -33,16 +33,18 @@ def matmul_n_bits(
         raise node.error("input g_idx reorders the groups of the weight.", "Quantise without act_order.")
     if node.attr("weight_prepacked", 0):
         raise node.error("attribute weight_prepacked is not 0.", "Export the weight in the operator's own layout.")
-    weight = _weight(node, packed, scales, zero_points, np.dtype(a.dtype))
+    weight = read_weight(node, packed, scales, zero_points, node.attr("N"), np.dtype(a.dtype))
     y = matrix_product(node, a, node.quantised(weight.transpose((1, 0))))
     if bias is not None:
         y = relax_call(node, relax.op.add, y, rounded(node, bias, y.dtype))
     return rounded(node, y, a.dtype)
 
 
-def _weight(node: Node, packed: Value, scales: Value, zero_points: Value | None, dtype: np.dtype) -> Quantised:
-    """The weight [N, K]."""
-    columns, rows, size = (node.attr(name) for name in ("N", "K", "block_size"))
+def read_weight(
+    node: Node, packed: Value, scales: Value, zero_points: Value | None, columns: int, dtype: np.dtype
+) -> Quantised:
+    """Return the weight [columns, K], as attributes K, bits and block_size say it is packed."""
+    rows, size = (node.attr(name) for name in ("K", "block_size"))
     bits = node.attr("bits", 4)
     if bits not in (2, 4, 8):
         raise node.error(f"attribute bits is {bits}.", "Use 2, 4 or 8.")

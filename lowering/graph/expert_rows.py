@@ -1,0 +1,243 @@
+"""The rows of a mixture of experts, sorted by expert, and the subgraphs of its experts as one over all rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from ..fusion.matching import Rewrite, attribute, dims, integers, is_op, operand
+from .legality import OWN_DOMAIN
+from .row_wise import BY_ELEMENT
+
+Values = tuple[ir.Value, ...]  # one of each expert, at the same place of its subgraph
+
+
+class ExpertRows:
+    """Emits nodes over rows [R, ...], of which there are `per_token` for each token.
+
+    Args:
+        new: Where nodes go.
+        chosen: Int [..., per_token], the experts of each token.
+        per_token: How many experts a token chooses.
+        experts: How many there are.
+    """
+
+    def __init__(self, new: Rewrite, chosen: ir.Value, per_token: int, experts: int) -> None:
+        self.new, self.per_token, self.experts = new, per_token, experts
+        self.tokens = dims(chosen)[:-1]
+        self._merged: dict[Values, ir.Value] = {}
+        flat = new.emit("Reshape", [new.cast(chosen, ir.DataType.INT64), new.integers(-1)])
+        sort = self._own("SortByExpert", [flat], {"experts": experts}, 3)
+        self.expert_of_row, order, self.position_of_row = sort
+        self.token_of_row = new.emit("Div", [order, new.integers(per_token)])
+
+    def merge(self, values: Values) -> ir.Value | None:
+        """Return the rows of these values, each row that of its own expert; None where they differ in more than
+        constants, or are not computed for each token by itself."""
+        if values not in self._merged:
+            rows = self._merge(values)
+            if rows is None:
+                return None
+            self._merged[values] = rows
+        return self._merged[values]
+
+    def sum_per_token(self, rows: ir.Value, weights: ir.Value, like: ir.Value) -> ir.Value:
+        """Return the sum of each token's rows times its weights [..., per_token], in the shape of `like`."""
+        new, width = self.new, dims(like)[-1]
+        assert isinstance(width, int)
+        back = new.emit("Gather", [rows, self.position_of_row], {"axis": 0})
+        by_token = new.emit("Reshape", [back, new.integers(-1, self.per_token, width)])
+        factors = new.emit("Reshape", [weights, new.integers(-1, self.per_token, 1)])
+        total = new.emit("ReduceSum", [new.emit("Mul", [by_token, factors]), new.integers(1)], {"keepdims": 0})
+        leading = new.emit("Shape", [weights], {"start": 0, "end": -1}, ir.DataType.INT64)
+        shape = new.emit("Concat", [leading, new.integers(width)], {"axis": 0})
+        return new.emit("Reshape", [total, shape], shape=dims(like))
+
+    def _merge(self, values: Values) -> ir.Value | None:
+        if len(set(values)) == 1:
+            return self._shared(values[0])
+        arrays = [constant(value) for value in values]
+        if all(given is not None for given in arrays):
+            return self._by_expert(arrays)
+        nodes = [value.producer() for value in values]
+        first = nodes[0]
+        if first is None or any(node is None or not _are_alike(first, node) for node in nodes):
+            return None
+        output = list(first.outputs).index(values[0])
+        if any(list(node.outputs).index(value) != output for node, value in zip(nodes, values) if node is not None):
+            return None
+        return self._merge_nodes([node for node in nodes if node is not None], output)
+
+    def _merge_nodes(self, nodes: list[ir.Node], output: int) -> ir.Value | None:
+        first = nodes[0]
+        rule = _RULES.get(first.op_type) if is_op(first, first.op_type) or first.op_type == "MatMulNBits" else None
+        if rule is not None:
+            return rule(self, nodes, output)
+        if first.op_type not in BY_ELEMENT or len(first.outputs) != 1:
+            return None
+        inputs = self._operands(nodes)
+        return None if inputs is None else self._like(first, inputs)[0]
+
+    def _operands(self, nodes: list[ir.Node]) -> list[ir.Value | None] | None:
+        """Return the rows of all inputs."""
+        inputs: list[ir.Value | None] = []
+        for given in zip(*(node.inputs for node in nodes)):
+            rows = None if all(value is None for value in given) else self.merge(given)
+            if rows is None and any(value is not None for value in given):
+                return None
+            inputs.append(rows)
+        return inputs
+
+    def _shared(self, value: ir.Value) -> ir.Value | None:
+        """Return the rows of what all experts read: of tokens, or a constant that suits any row."""
+        sizes = dims(value)
+        if constant(value) is not None:
+            return value if len(sizes) < 2 else None
+        if sizes[:-1] != self.tokens or not isinstance(sizes[-1], int):
+            return None
+        flat = self.new.emit("Reshape", [value, self.new.integers(-1, sizes[-1])])
+        return self.new.emit("Gather", [flat, self.token_of_row], {"axis": 0})
+
+    def _by_expert(self, arrays: Sequence[np.ndarray | None]) -> ir.Value | None:
+        """Return for each row the vector of its expert."""
+        given = [a.reshape(a.shape[-1:]) for a in arrays if a is not None and a.size == (a.shape or (1,))[-1]]
+        if len(given) < len(arrays) or len({a.shape for a in given}) > 1:
+            return None
+        table = self._stack([a.reshape(-1) for a in given])
+        return self.new.emit("Gather", [table, self.expert_of_row], {"axis": 0})
+
+    def _stack(self, arrays: Sequence[np.ndarray]) -> ir.Value:
+        stacked = np.stack(arrays)
+        return self.new.constant(stacked, ir.DataType.from_numpy(stacked.dtype))
+
+    def matmul(self, nodes: list[ir.Node], output: int) -> ir.Value | None:
+        """Rows times the matrix of their expert."""
+        matrices = [constant(operand(node, 1)) for node in nodes]
+        rows = self.merge(tuple(operand(node, 0) for node in nodes))
+        if rows is None or any(m is None or m.ndim != 2 or m.shape != matrices[0].shape for m in matrices):
+            return None
+        stacked = self._stack([m for m in matrices if m is not None])
+        return self._own("GroupedMatMul", [rows, self.expert_of_row, stacked], {}, 1)[0]
+
+    def matmul_n_bits(self, nodes: list[ir.Node], output: int) -> ir.Value | None:
+        """The same for matrices of few bits."""
+        rows = self.merge(tuple(operand(node, 0) for node in nodes))
+        names = dict(enumerate("B scales zero_points g_idx bias".split(), 1))
+        parts: dict[str, ir.Value | None] = {}
+        for k, name in names.items():
+            given = [node.inputs[k] if len(node.inputs) > k else None for node in nodes]
+            arrays = [constant(value) for value in given if value is not None]
+            if any(a is None for a in arrays) or len(arrays) not in (0, len(nodes)):
+                return None
+            if arrays and (name == "g_idx" or len({a.shape for a in arrays if a is not None}) > 1):
+                return None
+            parts[name] = self._stack([a for a in arrays if a is not None]) if arrays else None
+        if rows is None:
+            return None
+        inputs = [rows, self.expert_of_row, parts["B"], parts["scales"], parts["zero_points"]]
+        attributes = {name: attribute(nodes[0], name, default) for name, default in _PACKED}
+        y = self._own("GroupedMatMul", inputs, attributes, 1)[0]
+        if parts["bias"] is None:
+            return y
+        return self.new.emit("Add", [y, self.new.emit("Gather", [parts["bias"], self.expert_of_row], {"axis": 0})])
+
+    def split(self, nodes: list[ir.Node], output: int) -> ir.Value | None:
+        """Parts of each row, of sizes that all experts share."""
+        first, rank = nodes[0], len(self.tokens) + 1
+        rows = self.merge(tuple(operand(node, 0) for node in nodes))
+        if rows is None or attribute(first, "axis", 0) % rank != rank - 1 or not _share(nodes, range(1, 2)):
+            return None
+        key = tuple(node.outputs[output] for node in nodes)
+        for k, made in enumerate(self._like(first, [rows, *first.inputs[1:]], {"axis": -1})):
+            self._merged[tuple(node.outputs[k] for node in nodes)] = made
+        return self._merged[key]
+
+    def slice(self, nodes: list[ir.Node], output: int) -> ir.Value | None:
+        """Some columns of each row."""
+        first, rank = nodes[0], len(self.tokens) + 1
+        rows = self.merge(tuple(operand(node, 0) for node in nodes))
+        axes = integers(first, 3, "axes") if len(first.inputs) > 3 else None
+        if rows is None or axes is None or [axis % rank for axis in axes] != [rank - 1]:
+            return None
+        if not all(_same_constants(nodes, k) for k in range(1, len(first.inputs))):
+            return None
+        return self._like(first, [rows, *first.inputs[1:3], self.new.integers(-1), *first.inputs[4:]])[0]
+
+    def _like(
+        self, node: ir.Node, inputs: Sequence[ir.Value | None], changes: dict[str, int] | None = None
+    ) -> Sequence[ir.Value]:
+        """The outputs of a node that computes of rows what `node` does of tokens."""
+        attributes = {name: given.value for name, given in node.attributes.items()} | (changes or {})
+        return self._node(node.op_type, node.domain, inputs, attributes, len(node.outputs), node.outputs[0].dtype)
+
+    def _own(
+        self, operator: str, inputs: Sequence[ir.Value | None], attributes: dict[str, int], outputs: int
+    ) -> Sequence[ir.Value]:
+        dtype = inputs[0].dtype if inputs[0] is not None else None
+        return self._node(operator, OWN_DOMAIN, inputs, attributes, outputs, dtype)
+
+    def _node(
+        self,
+        operator: str,
+        domain: str,
+        inputs: Sequence[ir.Value | None],
+        attributes: dict[str, int],
+        outputs: int,
+        dtype: ir.DataType | None,
+    ) -> Sequence[ir.Value]:
+        name = f"{self.new.origin}/{operator}_{len(self.new.nodes)}"
+        node = ir.node(operator, inputs, attributes, domain=domain, num_outputs=outputs, name=name)
+        for value in node.outputs:
+            value.type = None if dtype is None else ir.TensorType(dtype)
+        self.new.nodes.append(node)
+        return node.outputs
+
+
+_PACKED = (("K", 0), ("N", 0), ("bits", 4), ("block_size", 0))
+_RULES: dict[str, Callable[[ExpertRows, list[ir.Node], int], ir.Value | None]] = {
+    "MatMul": ExpertRows.matmul,
+    "MatMulNBits": ExpertRows.matmul_n_bits,
+    "Split": ExpertRows.split,
+    "Slice": ExpertRows.slice,
+}
+
+
+def constant(value: ir.Value | None) -> np.ndarray | None:
+    """Return the elements of an initializer or a Constant, also where it is transposed."""
+    if value is None:
+        return None
+    if value.const_value is not None and not value.is_graph_input():
+        return value.const_value.numpy()
+    node = value.producer()
+    if not is_op(node, "Transpose"):
+        return None
+    assert node is not None
+    given = constant(operand(node, 0))
+    return None if given is None else given.transpose(attribute(node, "perm", None))
+
+
+def _share(nodes: list[ir.Node], inputs: range) -> bool:
+    return all(_same_constants(nodes, k) for k in inputs if len(nodes[0].inputs) > k)
+
+
+def _same_constants(nodes: list[ir.Node], k: int) -> bool:
+    """Whether an input is the same constant in all nodes, or a hole."""
+    arrays = [constant(node.inputs[k]) for node in nodes]
+    first = arrays[0]
+    if first is None:
+        return all(node.inputs[k] is None for node in nodes)
+    return all(a is not None and np.array_equal(a, first) for a in arrays)
+
+
+def _are_alike(one: ir.Node, other: ir.Node | None) -> bool:
+    """Whether two nodes are of one operator with the same attributes."""
+    if other is None or one.op_identifier() != other.op_identifier():
+        return False
+    if len(one.inputs) != len(other.inputs) or one.attributes.keys() != other.attributes.keys():
+        return False
+    kinds = (ir.AttributeType.TENSOR, ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+    return all(
+        given.type not in kinds and given.value == other.attributes[name].value for name, given in one.attributes.items()
+    )

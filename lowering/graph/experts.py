@@ -1,0 +1,178 @@
+"""Mixtures of experts that are written out densely compute only the experts that are chosen.
+
+Before, as exporters write it: every expert computes every token, and is weighted by 0 where a token did not choose it.
+
+    sum over e of expert_e(x) * ReduceSum(weights * Cast(chosen == e), -1)        x [..., H], weights and chosen [..., k]
+
+After: rows [R, H], k for each token, sorted by expert; one subgraph of all experts, in which a MatMul is a GroupedMatMul
+and a bias that of the row's expert; then the sum over the k rows of each token.
+
+The experts must be alike up to constants, and chosen by TopK among as many as there are. What an expert computes of a
+token that did not choose it is never seen, not even where it is infinite or NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes import common
+
+from ..fusion.matching import Rewrite, array, attribute, dims, integers, is_op, number, only_reader, operand, pairs
+from ..fusion.opset import opset
+from ..fusion.sizes import InferSizesPass
+from .expert_rows import ExpertRows
+from .legality import OWN_DOMAIN
+
+_OPSET = 18  # from which on axes of ReduceSum and Split are what is written here
+
+
+@dataclass(frozen=True)
+class _Contribution:
+    """expert_e(x) * weight: `output` is that product, `computed` what the expert makes."""
+
+    expert: int
+    weights: ir.Value
+    computed: ir.Value
+    output: ir.Value
+
+
+def group_experts(model: ir.Model) -> None:
+    """Rewrite every dense mixture of experts of a fused model."""
+    if opset(model) < _OPSET or not any(is_op(node, "TopK") for node in model.graph):
+        return
+    InferSizesPass()(model)
+    done = [_rewrite(model.graph, chosen) for chosen in _candidates(model.graph)]
+    if any(done):
+        model.opset_imports[OWN_DOMAIN] = 1
+        common.RemoveUnusedNodesPass()(model)
+
+
+def _candidates(graph: ir.Graph) -> list[ir.Value]:
+    """Return what is compared with numbers of experts."""
+    return list(dict.fromkeys(chosen for node in graph if (chosen := _compared(node)) is not None))
+
+
+def _compared(node: ir.Node) -> ir.Value | None:
+    if not is_op(node, "Equal"):
+        return None
+    return next((value for value, other in pairs(node) if number(other) is not None and number(value) is None), None)
+
+
+def _rewrite(graph: ir.Graph, chosen: ir.Value) -> bool:
+    contributions = list(_contributions(chosen))
+    count = _choices(chosen)
+    first = contributions[0] if contributions else None
+    if first is None or count is None or sorted(c.expert for c in contributions) != list(range(count)):
+        return False
+    tokens, per_token = dims(chosen)[:-1], dims(chosen)[-1]
+    if not isinstance(per_token, int) or per_token >= count or not tokens:
+        return False
+    if any(c.weights is not first.weights or dims(c.computed)[:-1] != tokens for c in contributions):
+        return False
+    total = _sum_of([c.output for c in contributions])
+    if total is None or dims(first.weights) != dims(chosen):
+        return False
+    ordered = sorted(contributions, key=lambda c: c.expert)
+    anchor = total.producer()
+    assert anchor is not None
+    rows = ExpertRows(Rewrite(anchor), chosen, per_token, count)
+    computed = rows.merge(tuple(c.computed for c in ordered))
+    if computed is None:
+        return False
+    rows.new.replace([anchor], total, rows.sum_per_token(computed, first.weights, total))
+    return True
+
+
+def _contributions(chosen: ir.Value) -> Iterator[_Contribution]:
+    for node, _ in chosen.uses():
+        expert = next((number(other) for value, other in pairs(node) if value is chosen), None) if is_op(node, "Equal") else None
+        found = None if expert is None else _contribution(node)
+        if expert is not None and found is not None:
+            yield _Contribution(int(expert), *found)
+
+
+def _contribution(match: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value] | None:
+    """Return the weights, what an expert makes, and both multiplied, for Equal(chosen, expert)."""
+    weighted = _weighted(match)
+    reduced = only_reader(weighted[1], "ReduceSum") if weighted is not None else None
+    if weighted is None or reduced is None:
+        return None
+    weights, product = weighted
+    rank = len(dims(product))
+    axes = integers(reduced, 1, "axes")
+    if axes is None or [axis % rank for axis in axes] != [rank - 1]:
+        return None
+    weight = reduced.outputs[0]
+    if not attribute(reduced, "keepdims", 1):
+        unsqueeze = only_reader(weight, "Unsqueeze")
+        if unsqueeze is None or [axis % rank for axis in integers(unsqueeze, 1, "axes") or ()] != [rank - 1]:
+            return None
+        weight = unsqueeze.outputs[0]
+    times = only_reader(weight, "Mul")
+    if times is None:
+        return None
+    computed = next(value for value, other in pairs(times) if other is weight)
+    return weights, computed, times.outputs[0]
+
+
+def _weighted(match: ir.Node) -> tuple[ir.Value, ir.Value] | None:
+    """Return the weights and what is left of them where a choice matches: times the match, or by Where."""
+    where = only_reader(match.outputs[0], "Where")
+    if where is not None:
+        return (operand(where, 1), where.outputs[0]) if number(operand(where, 2)) == 0 else None
+    cast = only_reader(match.outputs[0], "Cast")
+    times = only_reader(cast.outputs[0], "Mul") if cast is not None else None
+    if cast is None or times is None:
+        return None
+    return next(value for value, other in pairs(times) if other is cast.outputs[0]), times.outputs[0]
+
+
+def _choices(chosen: ir.Value) -> int | None:
+    """Return among how many numbers from 0 on `chosen` is, if TopK chose it."""
+    node = chosen.producer()
+    if node is None:
+        return None
+    if is_op(node, "Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze", "Slice"):
+        return _choices(operand(node, 0))
+    if is_op(node, "Concat"):
+        counts = {_choices(operand(node, k)) for k in range(len(node.inputs))}
+        return counts.pop() if len(counts) == 1 else None
+    if not is_op(node, "TopK") or chosen is not node.outputs[1]:
+        return None
+    sizes = dims(operand(node, 0))
+    size = sizes[attribute(node, "axis", -1)] if sizes else None
+    return size if isinstance(size, int) else None
+
+
+def _sum_of(outputs: list[ir.Value]) -> ir.Value | None:
+    """Return the value that is the sum of these and nothing else."""
+    parts = {output: 1 for output in outputs}
+    while len(parts) > 1 or next(iter(parts.values())) < len(outputs):
+        found = next((add for value in parts if (add := only_reader(value, "Add", "Sum")) and _adds(add, parts)), None)
+        if found is None:
+            return None
+        added = [value for value in found.inputs if value in parts]
+        parts[found.outputs[0]] = sum(parts.pop(value) for value in added if value is not None)
+    return next(iter(parts))
+
+
+def _adds(add: ir.Node, parts: dict[ir.Value, int]) -> bool:
+    """Whether a sum is of parts, and of zeros that one may begin with."""
+    others = [value for value in add.inputs if value not in parts]
+    return all(value is not None and _is_zero(value) for value in others) and (
+        len(others) == 0 or len(add.inputs) - len(others) == 1
+    )
+
+
+def _is_zero(value: ir.Value) -> bool:
+    known = array(value)
+    if known is not None:
+        return not known.any()
+    node = value.producer()
+    if node is not None and is_op(node, "Expand"):
+        return number(operand(node, 0)) == 0
+    fill = attribute(node, "value", None) if node is not None and is_op(node, "ConstantOfShape") else None
+    return is_op(node, "ConstantOfShape") and (fill is None or not np.asarray(fill.numpy()).any())

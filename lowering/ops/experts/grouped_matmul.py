@@ -1,0 +1,72 @@
+"""GroupedMatMul: each row times the matrix of its own expert, a grouped GEMM where rows are sorted by expert.
+
+The matrices of all experts are one [K, experts * N], side by side, until weights are packed (passes/grouped_weights.py).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from tvm import te
+
+from ...graph.legality import OWN_DOMAIN
+from ...importing.compute import agreed, number, require_numbers, widened, with_shape
+from ...importing.node import Node
+from ...importing.values import Value
+from ...tensorir.grouped import GROUPS, grouped_matmul
+from .. import op
+from ..matmul import rounded
+from ..microsoft.matmul_n_bits import read_weight
+
+_FUSABLE = 4  # TVM's pattern kind of a product: element-wise operations after it fuse with it
+
+
+@op("GroupedMatMul", since=1, domain=OWN_DOMAIN)
+def grouped(
+    node: Node,
+    x: Value,
+    experts: Value,
+    weights: Value,
+    scales: Value | None = None,
+    zero_points: Value | None = None,
+) -> Value:
+    """Return [R, N] like x [R, K]: row r times the matrix experts[r], int64 [R], of weights [E, K, N].
+
+    With scales, a matrix is stored as MatMulNBits has it, and attributes K, N, bits and block_size say the same.
+    """
+    require_numbers(node, x)
+    if widened(x.dtype) != "float32":
+        raise node.error(f"rows are {x.dtype}.", "Use float32, float16 or bfloat16.")
+    count = number(node, "dimension 0 of the weights", weights.shape[0])
+    matrices, depth, columns = _side_by_side(node, weights, scales, zero_points, np.dtype(x.dtype))
+    rows = agreed(node, "the number of rows", x.shape[0], experts.shape[0])
+    x, experts = with_shape(node, x, (rows, depth)), with_shape(node, experts, (rows,))
+
+    def kernel(x: te.Tensor, experts: te.Tensor, matrices: te.Tensor) -> te.Tensor:
+        def element(k: te.Var, j: te.Var) -> te.Tensor:
+            return matrices(k, j).astype("float32")
+
+        return grouped_matmul(x, experts, count, columns, columns, element)
+
+    y = node.emit_te(
+        kernel,
+        *(node.tensor(value) for value in (x, experts, matrices)),
+        primfunc_name_hint="grouped_matmul",
+        primfunc_attrs={"op_pattern": _FUSABLE, GROUPS: count},
+    )
+    return rounded(node, y, x.dtype)
+
+
+def _side_by_side(
+    node: Node, weights: Value, scales: Value | None, zero_points: Value | None, dtype: np.dtype
+) -> tuple[Value, int, int]:
+    """The matrices as one [K, E * N], K and N."""
+    if scales is not None:
+        depth, columns = node.attr("K"), node.attr("N")
+        count = number(node, "dimension 0 of the weights", weights.shape[0])
+        matrix = read_weight(node, weights, scales, zero_points, count * columns, dtype)
+        return node.quantised(matrix.transpose((1, 0))), depth, columns
+    array = weights.constant
+    if array is None:
+        raise node.error("the weights are computed at run time.", "Make them initializers.")
+    count, depth, columns = array.shape
+    return node.constant(np.ascontiguousarray(array.transpose(1, 0, 2).reshape(depth, -1))), depth, columns

@@ -1,0 +1,46 @@
+"""SortByExpert: a stable counting sort of rows by the expert that each goes to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ...attention.parameters import int64
+from ...graph.legality import OWN_DOMAIN
+from ...importing.node import Node
+from ...importing.values import Value
+from ...tensorir.independent import independent
+from .. import op
+from ..kernels import loops, serial
+
+
+@op("SortByExpert", since=1, domain=OWN_DOMAIN)
+def sort_by_expert(node: Node, chosen: Value) -> tuple[Value, ...]:
+    """For chosen [R], an expert below attribute `experts` for each row, int64 [R] each:
+
+    sorted, the experts in ascending order; order, which row is at each position of the sorted ones; positions, where
+    each row has gone. A number that is no expert counts as the nearest one.
+    """
+    (rows,), experts = chosen.shape, node.attr("experts")
+
+    def body(chosen: Any, *outputs: Any) -> None:
+        ordered, order, positions = outputs
+
+        def expert_of(row: Any) -> Any:
+            return tirx.max(tirx.min(chosen[row].astype("int64"), int64(experts - 1)), int64(0))
+
+        # An expert reads all rows: no iteration waits for another one.
+        with independent(experts) as (expert,):
+            position = T.alloc_buffer((1,), "int64")
+            T.buffer_store(position, int64(0), [0])
+            with serial(rows) as row:
+                T.buffer_store(position, position[0] + (expert_of(row) < expert).astype("int64"), [0])
+            with serial(rows) as row, T.If(expert_of(row) == expert), T.Then():
+                T.buffer_store(ordered, expert, [position[0]])
+                T.buffer_store(order, row, [position[0]])
+                T.buffer_store(positions, position[0], [row])
+                T.buffer_store(position, position[0] + 1, [0])
+
+    return loops(node, "sort_by_expert", body, [chosen], [((rows,), "int64")] * 3)
