@@ -43,6 +43,25 @@ class ExpertRows:
             self._merged[values] = rows
         return self._merged[values]
 
+    def rows_of(self, tokens: ir.Value, width: int) -> ir.Value:
+        """Return the rows of a tensor [..., width] of tokens."""
+        flat = self.new.emit("Reshape", [tokens, self.new.integers(-1, width)])
+        return self.new.emit("Gather", [flat, self.token_of_row], {"axis": 0})
+
+    def of_expert(self, table: ir.Value) -> ir.Value:
+        """Return for each row the one of the table [experts, ...] that is its expert's."""
+        return self.new.emit("Gather", [table, self.expert_of_row], {"axis": 0})
+
+    def matmul(
+        self, rows: ir.Value, matrices: Sequence[ir.Value | None], bias: ir.Value | None, attributes: dict[str, int]
+    ) -> ir.Value:
+        """Return rows times the matrix of their expert, plus its bias.
+
+        matrices are the weights, scales and zero points of GroupedMatMul (ops/experts/grouped_matmul.py).
+        """
+        y = self._own("GroupedMatMul", [rows, self.expert_of_row, *matrices], attributes, 1)[0]
+        return y if bias is None else self.new.emit("Add", [y, self.of_expert(bias)])
+
     def sum_per_token(self, rows: ir.Value, weights: ir.Value, like: ir.Value) -> ir.Value:
         """Return the sum of each token's rows times its weights [..., per_token], in the shape of `like`."""
         new, width = self.new, dims(like)[-1]
@@ -97,31 +116,28 @@ class ExpertRows:
             return value if len(sizes) < 2 else None
         if sizes[:-1] != self.tokens or not isinstance(sizes[-1], int):
             return None
-        flat = self.new.emit("Reshape", [value, self.new.integers(-1, sizes[-1])])
-        return self.new.emit("Gather", [flat, self.token_of_row], {"axis": 0})
+        return self.rows_of(value, sizes[-1])
 
     def _by_expert(self, arrays: Sequence[np.ndarray | None]) -> ir.Value | None:
         """Return for each row the vector of its expert."""
         given = [a.reshape(a.shape[-1:]) for a in arrays if a is not None and a.size == (a.shape or (1,))[-1]]
         if len(given) < len(arrays) or len({a.shape for a in given}) > 1:
             return None
-        table = self._stack([a.reshape(-1) for a in given])
-        return self.new.emit("Gather", [table, self.expert_of_row], {"axis": 0})
+        return self.of_expert(self._stack([a.reshape(-1) for a in given]))
 
     def _stack(self, arrays: Sequence[np.ndarray]) -> ir.Value:
         stacked = np.stack(arrays)
         return self.new.constant(stacked, ir.DataType.from_numpy(stacked.dtype))
 
-    def matmul(self, nodes: list[ir.Node], output: int) -> ir.Value | None:
+    def merge_matmuls(self, nodes: list[ir.Node], output: int) -> ir.Value | None:
         """Rows times the matrix of their expert."""
         matrices = [constant(operand(node, 1)) for node in nodes]
         rows = self.merge(tuple(operand(node, 0) for node in nodes))
         if rows is None or any(m is None or m.ndim != 2 or m.shape != matrices[0].shape for m in matrices):
             return None
-        stacked = self._stack([m for m in matrices if m is not None])
-        return self._own("GroupedMatMul", [rows, self.expert_of_row, stacked], {}, 1)[0]
+        return self.matmul(rows, [self._stack([m for m in matrices if m is not None])], None, {})
 
-    def matmul_n_bits(self, nodes: list[ir.Node], output: int) -> ir.Value | None:
+    def merge_matmuls_n_bits(self, nodes: list[ir.Node], output: int) -> ir.Value | None:
         """The same for matrices of few bits."""
         rows = self.merge(tuple(operand(node, 0) for node in nodes))
         names = dict(enumerate("B scales zero_points g_idx bias".split(), 1))
@@ -136,14 +152,11 @@ class ExpertRows:
             parts[name] = self._stack([a for a in arrays if a is not None]) if arrays else None
         if rows is None:
             return None
-        inputs = [rows, self.expert_of_row, parts["B"], parts["scales"], parts["zero_points"]]
+        matrices = [parts["B"], parts["scales"], parts["zero_points"]]
         attributes = {name: attribute(nodes[0], name, default) for name, default in _PACKED}
-        y = self._own("GroupedMatMul", inputs, attributes, 1)[0]
-        if parts["bias"] is None:
-            return y
-        return self.new.emit("Add", [y, self.new.emit("Gather", [parts["bias"], self.expert_of_row], {"axis": 0})])
+        return self.matmul(rows, matrices, parts["bias"], attributes)
 
-    def split(self, nodes: list[ir.Node], output: int) -> ir.Value | None:
+    def merge_splits(self, nodes: list[ir.Node], output: int) -> ir.Value | None:
         """Parts of each row, of sizes that all experts share."""
         first, rank = nodes[0], len(self.tokens) + 1
         rows = self.merge(tuple(operand(node, 0) for node in nodes))
@@ -154,7 +167,7 @@ class ExpertRows:
             self._merged[tuple(node.outputs[k] for node in nodes)] = made
         return self._merged[key]
 
-    def slice(self, nodes: list[ir.Node], output: int) -> ir.Value | None:
+    def merge_slices(self, nodes: list[ir.Node], output: int) -> ir.Value | None:
         """Some columns of each row."""
         first, rank = nodes[0], len(self.tokens) + 1
         rows = self.merge(tuple(operand(node, 0) for node in nodes))
@@ -197,10 +210,10 @@ class ExpertRows:
 
 _PACKED = (("K", 0), ("N", 0), ("bits", 4), ("block_size", 0))
 _RULES: dict[str, Callable[[ExpertRows, list[ir.Node], int], ir.Value | None]] = {
-    "MatMul": ExpertRows.matmul,
-    "MatMulNBits": ExpertRows.matmul_n_bits,
-    "Split": ExpertRows.split,
-    "Slice": ExpertRows.slice,
+    "MatMul": ExpertRows.merge_matmuls,
+    "MatMulNBits": ExpertRows.merge_matmuls_n_bits,
+    "Split": ExpertRows.merge_splits,
+    "Slice": ExpertRows.merge_slices,
 }
 
 

@@ -214,6 +214,10 @@ _register("LayerNormalization", "X Scale B?", "Y Mean? InvStdDev?", _NORM, _like
 _register("SimplifiedLayerNormalization", "X scale", "Y inv_std_var?", _NORM, _like_second, "")
 
 _SKIP = "output mean? inv_std_var? input_skip_bias_sum?"
+_MOE = (
+    "activation_alpha:float activation_beta:float activation_type:string k:int normalize_routing_weights:int "
+    "swiglu_fusion:int swiglu_limit:float swiglu_limit_after_activation:int use_sparse_mixer:int"
+)
 _MATMUL = "alpha:float transA:int transB:int"
 
 
@@ -289,6 +293,25 @@ for _name, _inputs, _outputs, _attributes, _infer in (
         "output",
         "bits:int block_size:int gather_axis:int quantize_axis:int",
         _rows_of_codes,
+    ),
+    (
+        "MoE",
+        "input router_probs fc1_experts_weights fc1_experts_bias? fc2_experts_weights fc2_experts_bias? "
+        "fc3_experts_weights? fc3_experts_bias?",
+        "output",
+        _MOE,
+        _like_first(0),
+    ),
+    (
+        "QMoE",
+        "input router_probs fc1_experts_weights fc1_scales? fc1_experts_bias? fc2_experts_weights fc2_scales? "
+        "fc2_experts_bias? fc3_experts_weights? fc3_scales? fc3_experts_bias? fc1_zero_points? fc2_zero_points? "
+        "fc3_zero_points? router_weights? fc1_global_scale? fc2_global_scale? fc1_act_scale? fc2_act_scale? "
+        "fc1_act_block_scale? fc2_act_block_scale?",
+        "output",
+        f"{_MOE} accuracy_level:int block_size:int expert_weight_bits:int fc1_expert_weight_bits:int "
+        "fc2_expert_weight_bits:int fc3_expert_weight_bits:int quant_type:string weights_prepacked:int",
+        _like_first(0),
     ),
     (
         "RotaryEmbedding",

@@ -31,7 +31,7 @@ def grouped(
 ) -> Value:
     """Return [R, N] like x [R, K]: row r times the matrix experts[r], int64 [R], of weights [E, K, N].
 
-    With scales, a matrix is stored as MatMulNBits has it, and attributes K, N, bits and block_size say the same.
+    Weights are [E, N, K] where attribute transB is 1. With scales, a matrix is stored as MatMulNBits has it, and attributes K, N, bits and block_size say the same.
     """
     require_numbers(node, x)
     if widened(x.dtype) != "float32":
@@ -68,5 +68,7 @@ def _side_by_side(
     array = weights.constant
     if array is None:
         raise node.error("the weights are computed at run time.", "Make them initializers.")
+    if node.attr("transB", 0):
+        array = array.transpose(0, 2, 1)
     count, depth, columns = array.shape
     return node.constant(np.ascontiguousarray(array.transpose(1, 0, 2).reshape(depth, -1))), depth, columns
