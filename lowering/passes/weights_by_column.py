@@ -86,10 +86,11 @@ class _Packer(PyExprMutator):
             return call
         if steps not in self.made:
             matrices = stored(matrices, self.compression)
-            parts, element = {"columns": pack(matrices, 1)}, plain_element
             if isinstance(matrices, Quantised):
-                parts, element = codes_in_panels(matrices, 1)
-            self.made[steps], self.elements[steps] = parameters_for(steps, parts, self.weights), element
+                parts, self.elements[steps] = codes_in_panels(matrices, 1)
+            else:
+                parts, self.elements[steps] = {"columns": pack(matrices, 1)}, plain_element
+            self.made[steps] = parameters_for(steps, parts, self.weights)
         return self.builder_.call_te(
             grouped.kernel(self.elements[steps], 1),
             grouped.rows,

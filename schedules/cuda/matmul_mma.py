@@ -270,7 +270,8 @@ class _Expander(_Loader):
                 put(self.fetched, n * words + x, T.uint32(0))
             with T.If(there), T.Then():
                 self.expansion.fetch(self.fetched, n * words, self.starts[n] + k.astype("int64"), 1)
-            self.expansion.scale_and_zero(self.scales[n], column, k, there)
+            stored = fixed(column + substitute(self.operand.first, self.tile.place.where).astype("int32"))
+            self.expansion.scale_and_zero(self.scales[n], stored, k, there)
 
     def expand(self, at: Expr) -> None:
         """To the stage at `at`."""

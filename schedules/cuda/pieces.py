@@ -60,6 +60,7 @@ class Pieces:
         self.operand, self.memory, self.type, self.ring, self.c = operand, memory, type, ring, c
         self.expansion = None if operand.codes is None else Expansion(operand.codes, type.element, memory)
         self.start = fixed(substitute(operand.start, {**where, operand.outer: self.outer.astype("int64")}))
+        self.column = fixed(self.outer + substitute(operand.first, where).astype("int32"))
         self.copies = c if self.expansion is None else 1  # of 16 bytes, for a piece
         self.first = ring.take(ahead * self.copies)
         self.words = registers(self.copies * WORDS, "uint32")
@@ -80,7 +81,7 @@ class Pieces:
         if piece not in self.scales:
             self.scales[piece] = [registers(2, "float32") for _ in range(1 if one else self.c)]
         for n, scale in enumerate(self.scales[piece]):
-            self.expansion.scale_and_zero(scale, self.outer, fixed(k + n * self.type.chunk), there)
+            self.expansion.scale_and_zero(scale, self.column, fixed(k + n * self.type.chunk), there)
 
     def read(self, piece: int, k: Expr, inside: Expr) -> None:
         """The piece, which was fetched there and has arrived, to registers."""

@@ -71,6 +71,8 @@ class Operand:
     """What must hold at run time for chunks to be whole and at multiples of 16 bytes; None where it always does."""
     codes: Codes | None = None
     """Of a matrix of integers with scales: `buffer` holds its codes, of which `start + along` is a number."""
+    first: Expr = tirx.const(0, "int64")
+    """Of such a matrix: which of the stored columns its first one is, an expression of the batch axes."""
 
 
 class Products:
@@ -160,9 +162,11 @@ class Products:
         if not isinstance(depth, tirx.IntImm) or codes.nr != 1 or codes.depth != depth.value:
             return None
         whole = depth.value % self.chunk == codes.block % self.chunk == 0
-        if not whole or not _equal(self.facts.simplify(column), self.j):
+        column = self.facts.simplify(column)
+        first = self.facts.simplify(column - self.j)
+        if not whole or uses(first, {self.j, self.m}):
             return None
-        return Operand(codes.load.source, self.j, self.k, self.j * depth, self.k, Order.K, None, codes)
+        return Operand(codes.load.source, self.j, self.k, column * depth, self.k, Order.K, None, codes, first)
 
     def _chunks(
         self, buffer: tirx.Buffer, parts: tuple[list[Expr], list[Expr]], var: tirx.Var, extent: Expr
