@@ -145,6 +145,7 @@ RULES = {
             "lowering.ops",
             "lowering.importing",
             "lowering.graph.legality",
+            "lowering.graph.mixture",
             "lowering.attention",
             "lowering.tensorir",
             "lowering.arithmetic",

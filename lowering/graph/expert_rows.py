@@ -131,16 +131,18 @@ class ExpertRows:
 
     def merge_matmuls(self, nodes: list[ir.Node], output: int) -> ir.Value | None:
         """Rows times the matrix of their expert."""
-        matrices = [constant(operand(node, 1)) for node in nodes]
+        matrices = [matrix for node in nodes if (matrix := constant(operand(node, 1))) is not None]
         rows = self.merge(tuple(operand(node, 0) for node in nodes))
-        if rows is None or any(m is None or m.ndim != 2 or m.shape != matrices[0].shape for m in matrices):
+        if rows is None or len(matrices) < len(nodes) or {m.ndim for m in matrices} != {2}:
             return None
-        return self.matmul(rows, [self._stack([m for m in matrices if m is not None])], None, {})
+        if len({m.shape for m in matrices}) > 1:
+            return None
+        return self.matmul(rows, [self._stack(matrices)], None, {})
 
     def merge_matmuls_n_bits(self, nodes: list[ir.Node], output: int) -> ir.Value | None:
         """The same for matrices of few bits."""
         rows = self.merge(tuple(operand(node, 0) for node in nodes))
-        names = dict(enumerate("B scales zero_points g_idx bias".split(), 1))
+        names = dict(enumerate(("B", "scales", "zero_points", "g_idx", "bias"), 1))
         parts: dict[str, ir.Value | None] = {}
         for k, name in names.items():
             given = [node.inputs[k] if len(node.inputs) > k else None for node in nodes]
@@ -251,6 +253,5 @@ def _are_alike(one: ir.Node, other: ir.Node | None) -> bool:
     if len(one.inputs) != len(other.inputs) or one.attributes.keys() != other.attributes.keys():
         return False
     kinds = (ir.AttributeType.TENSOR, ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
-    return all(
-        given.type not in kinds and given.value == other.attributes[name].value for name, given in one.attributes.items()
-    )
+    both = ((given, other.attributes[name]) for name, given in one.attributes.items())
+    return all(given.type not in kinds and given.value == also.value for given, also in both)

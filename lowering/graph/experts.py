@@ -2,10 +2,10 @@
 
 Before, as exporters write it: every expert computes every token, and is weighted by 0 where a token did not choose it.
 
-    sum over e of expert_e(x) * ReduceSum(weights * Cast(chosen == e), -1)        x [..., H], weights and chosen [..., k]
+    sum over e of expert_e(x) * ReduceSum(weights * Cast(chosen == e), -1)     x [..., H], weights and chosen [..., k]
 
-After: rows [R, H], k for each token, sorted by expert; one subgraph of all experts, in which a MatMul is a GroupedMatMul
-and a bias that of the row's expert; then the sum over the k rows of each token.
+After: rows [R, H], k for each token, sorted by expert; one subgraph of all experts, in which a MatMul is a
+GroupedMatMul and a bias that of the row's expert; then the sum over the k rows of each token.
 
 The experts must be alike up to constants, and chosen by TopK among as many as there are. What an expert computes of a
 token that did not choose it is never seen, not even where it is infinite or NaN.
@@ -87,8 +87,8 @@ def _rewrite(graph: ir.Graph, chosen: ir.Value) -> bool:
 
 
 def _contributions(chosen: ir.Value) -> Iterator[_Contribution]:
-    for node, _ in chosen.uses():
-        expert = next((number(other) for value, other in pairs(node) if value is chosen), None) if is_op(node, "Equal") else None
+    for node in [use.node for use in chosen.uses() if is_op(use.node, "Equal")]:
+        expert = next((number(other) for value, other in pairs(node) if value is chosen), None)
         found = None if expert is None else _contribution(node)
         if expert is not None and found is not None:
             yield _Contribution(int(expert), *found)
@@ -149,7 +149,7 @@ def _choices(chosen: ir.Value) -> int | None:
 
 def _sum_of(outputs: list[ir.Value]) -> ir.Value | None:
     """Return the value that is the sum of these and nothing else."""
-    parts = {output: 1 for output in outputs}
+    parts = dict.fromkeys(outputs, 1)
     while len(parts) > 1 or next(iter(parts.values())) < len(outputs):
         found = next((add for value in parts if (add := only_reader(value, "Add", "Sum")) and _adds(add, parts)), None)
         if found is None:

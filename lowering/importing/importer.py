@@ -202,8 +202,9 @@ class Importer:
 
     def body(self, graph: ir.Graph, inputs: Sequence[Value], where: str, recipes: bool = False) -> list[Value]:
         """Lowers a graph with these inputs, which sees the values around it; its own names mean nothing outside. Its
-        operators are of the opsets that it imports, or else of the model's. where says in errors what the graph is. recipes says to compute what is made of a few numbers, such as positions, when
-        the model runs: who reads the graph element by element wants to see how."""
+        operators are of the opsets that it imports, or else of the model's. where says in errors what the graph is.
+        recipes says to compute what is made of a few numbers, such as positions, when the model runs: who reads the
+        graph element by element wants to see how."""
         outer = self._values, self.inside, self.recipes, self._opsets
         self._opsets = {**self._opsets, **{_domain(name): version for name, version in graph.opset_imports.items()}}
         self._values = {**self._values, **{v.name or "": given for v, given in zip(graph.inputs, inputs, strict=True)}}

@@ -232,7 +232,8 @@ def _panel_by_runs(group: list[Blocked], values: Values, panel: Expr, first: Exp
         following = fixed(tirx.min(row + 1, results.rows - 1))
         with T.If(tirx.any(i == rows - 1, table[row] != table[following])), T.Then():
             start = fixed(begin[0])
-            sum_panel(group, {**values, selection.group: fixed(table[row])}, panel, start, fixed(row + 1 - start), scratch)
+            chosen = {**values, selection.group: fixed(table[row])}
+            sum_panel(group, chosen, panel, start, fixed(row + 1 - start), scratch)
             T.buffer_store(begin, row + 1, [0])
 
 

@@ -23,6 +23,8 @@ from ..reading.product import PRODUCTS, WEIGHTS, Group, read_groups
 from ..reading.stages import Axis, Stage, read_stages, unravel, volume
 from .tensor_types import TENSOR_TYPES, TensorType
 
+_ZERO = tirx.const(0, "int64")
+
 
 class Order(Enum):
     """Along what chunks of an operand lie."""
@@ -71,7 +73,7 @@ class Operand:
     """What must hold at run time for chunks to be whole and at multiples of 16 bytes; None where it always does."""
     codes: Codes | None = None
     """Of a matrix of integers with scales: `buffer` holds its codes, of which `start + along` is a number."""
-    first: Expr = tirx.const(0, "int64")
+    first: Expr = _ZERO
     """Of such a matrix: which of the stored columns its first one is, an expression of the batch axes."""
 
 

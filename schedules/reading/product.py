@@ -133,9 +133,8 @@ def read_groups(stages: list[Stage], parameters: set[tirx.Buffer]) -> list[Group
             return None
         outputs[place].append(stage.output)
     found = [Group(_aligned([products[n] for n in sorted(g)]), tuple(made)) for g, made in zip(groups, outputs)]
-    one_type = len({product.acc for product in products}) == 1
-    one_table = len({None if p.selector is None else p.selector.source for p in products}) == 1
-    return found if one_type and one_table and all(group.outputs and _alike(group.products) for group in found) else None
+    kinds = {(p.acc, None if p.selector is None else p.selector.source) for p in products}
+    return found if len(kinds) == 1 and all(group.outputs and _alike(group.products) for group in found) else None
 
 
 def _joined(sets: list[set[int]]) -> list[set[int]]:
@@ -182,7 +181,7 @@ def _operand(expr: Expr, acc: str, selector: ir.TensorLoad | None = None) -> ir.
 
 
 def _selector(expr: Expr, axes: tuple[Axis, ...]) -> ir.TensorLoad | None:
-    """The one load of an integer of a table, at the last of the axes, with which other loads of the expression begin."""
+    """The load of an integer of a table, at the last of the axes, that is in the indices of the others."""
     inner = [load for node in loads(expr) for index in node.indices for load in loads(index)]
     if not inner or not axes:
         return None

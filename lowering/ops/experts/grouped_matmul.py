@@ -1,6 +1,7 @@
 """GroupedMatMul: each row times the matrix of its own expert, a grouped GEMM where rows are sorted by expert.
 
-The matrices of all experts are one [K, experts * N], side by side, until weights are packed (passes/grouped_weights.py).
+The matrices of all experts are one [K, experts * N], side by side, until weights are packed
+(passes/grouped_weights.py).
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def grouped(
 ) -> Value:
     """Return [R, N] like x [R, K]: row r times the matrix experts[r], int64 [R], of weights [E, K, N].
 
-    Weights are [E, N, K] where attribute transB is 1. With scales, a matrix is stored as MatMulNBits has it, and attributes K, N, bits and block_size say the same.
+    Weights are [E, N, K] where attribute transB is 1. With scales, a matrix is stored as MatMulNBits has it, and
+    attributes K, N, bits and block_size say the same.
     """
     require_numbers(node, x)
     if widened(x.dtype) != "float32":

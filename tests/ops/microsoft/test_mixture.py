@@ -1,0 +1,176 @@
+"""MoE and QMoE: as onnxruntime has them where it has a kernel, and as their documentation says elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+
+import lowering
+
+from .comparison import Comparison, opsets
+from .mixture_reference import mixture
+
+RNG = np.random.default_rng(38)
+EXPERTS, WIDTH, INNER = 5, 32, 16
+
+
+def normal(*shape: int, dtype: str = "float32") -> np.ndarray:
+    return RNG.standard_normal(shape).astype(dtype)
+
+
+def floats(fused: bool, third: bool = False, dtype: str = "float32") -> dict[str, np.ndarray | None]:
+    columns = 2 * INNER if fused else INNER
+    sizes = {1: (columns, WIDTH), 2: (WIDTH, INNER), **({3: (INNER, WIDTH)} if third else {})}
+    found: dict[str, np.ndarray | None] = {}
+    for n, size in sizes.items():
+        found[f"fc{n}"] = normal(EXPERTS, *size, dtype=dtype) / np.float32(4).astype(dtype)
+        found[f"bias{n}"] = normal(EXPERTS, size[0], dtype=dtype)
+    return found
+
+
+def inputs_of(weights: dict[str, np.ndarray | None], biased: bool = True) -> list[np.ndarray | None]:
+    return [
+        array for n in (1, 2, 3)
+        for array in (weights.get(f"fc{n}"), weights.get(f"bias{n}") if biased else None)
+    ]  # fmt: skip
+
+
+SWIGLU = {"activation_type": "swiglu", "swiglu_fusion": 1}
+
+
+def test_like_onnxruntime() -> None:
+    case = Comparison()
+    for dtype in ("float32", "float16"):
+        x, router = normal(9, WIDTH, dtype=dtype), normal(9, EXPERTS, dtype=dtype)
+        sizes = {0: ("t", WIDTH), 1: ("t", EXPERTS)}
+        for kind, k, normalizes in (("relu", 1, 0), ("silu", 3, 1), ("gelu", 2, 0), ("identity", EXPERTS, 1)):
+            said = {"activation_type": kind, "k": k, "normalize_routing_weights": normalizes}
+            inputs = [x, router, *inputs_of(floats(False, dtype=dtype), kind != "relu")]
+            case.add("MoE", inputs, constant=range(2, 8), dims=sizes, **said)
+        said = {**SWIGLU, "activation_alpha": 1.7, "activation_beta": 1.0, "swiglu_limit": 1.5, "k": 2}
+        inputs = [x, router, *inputs_of(floats(True, dtype=dtype))]
+        case.add("MoE", inputs, constant=range(2, 8), dims=sizes, **said)
+        batch, router = normal(2, 3, WIDTH, dtype=dtype), normal(6, EXPERTS, dtype=dtype)
+        inputs = [batch, router, *inputs_of(floats(False, dtype=dtype))]
+        case.add("MoE", inputs, constant=range(2, 8), dims={0: ("b", "s", WIDTH), 1: ("t", EXPERTS)}, k=2)
+    case.check()
+
+
+def packed(n: int, k: int, bits: int, block: int, zeros: bool) -> tuple[np.ndarray, list[np.ndarray | None]]:
+    """A matrix [E, n, k], and how it is stored: integers, scales and zero points."""
+    blocks, size = (k // block if block else 1), block or k
+    integers = RNG.integers(0, 2**bits, (EXPERTS, n, k))
+    scales = (RNG.random((EXPERTS, n, blocks)) * 0.1 + 0.05).astype(np.float32)
+    zero = RNG.integers(0, 2**bits, scales.shape) if zeros else np.full(scales.shape, 2 ** (bits - 1))
+    matrix = (integers - zero.repeat(size, 2)) * scales.repeat(size, 2)
+
+    def pack(values: np.ndarray) -> np.ndarray:
+        each = 8 // bits
+        padded = np.pad(values, [*[(0, 0)] * (values.ndim - 1), (0, -values.shape[-1] % each)])
+        padded = padded.reshape(*values.shape[:-1], -1, each)
+        return sum(padded[..., n] << bits * n for n in range(each)).astype(np.uint8)
+
+    stored = [pack(integers), scales, pack(zero)] if block else [pack(integers), scales[..., 0], pack(zero[..., 0])]
+    return matrix, [*stored[:2], stored[2] if zeros else None]
+
+
+def q_case(
+    bits: int, block: int, zeros: bool, fused: bool, given: bool
+) -> tuple[list[np.ndarray | None], dict[str, np.ndarray | None]]:
+    columns = 2 * INNER if fused else INNER
+    (one, first), (two, second) = packed(columns, WIDTH, bits, block, zeros), packed(WIDTH, INNER, bits, block, zeros)
+    biases = normal(EXPERTS, columns), normal(EXPERTS, WIDTH)
+    inputs: list[np.ndarray | None] = [
+        normal(9, WIDTH), normal(9, EXPERTS), *first[:2], biases[0], *second[:2], biases[1], None, None, None,
+        first[2], second[2], None, RNG.random((9, EXPERTS)).astype(np.float32) if given else None,
+    ]  # fmt: skip
+    return inputs, {"fc1": one, "bias1": biases[0], "fc2": two, "bias2": biases[1]}
+
+
+Q_CASES = [
+    (4, 16, False, True, False, {"k": 2, **SWIGLU}),
+    (4, 16, True, True, True, {"k": 3, **SWIGLU, "normalize_routing_weights": 1}),
+    (2, 16, False, False, True, {"k": 2, "activation_type": "silu"}),
+    (8, 0, False, False, False, {"k": 1, "activation_type": "relu"}),
+    (4, 0, True, True, False, {"k": EXPERTS, **SWIGLU, "swiglu_limit": 2.0}),
+]
+
+
+def test_quantized_like_onnxruntime() -> None:
+    case = Comparison()
+    for bits, block, zeros, fused, given, said in Q_CASES:
+        inputs, _ = q_case(bits, block, zeros, fused, given)
+        more = {"expert_weight_bits": bits, **({"block_size": block} if block else {})}
+        case.add("QMoE", inputs, constant=range(2, 14), dims={0: ("t", WIDTH)}, **said, **more)
+    case.check()
+
+
+def model(operator: str, inputs: list[np.ndarray | None], **said: Any) -> onnx.ModelProto:
+    """One node whose first two inputs, and router_weights, are those of the model."""
+    names = ["" if array is None else f"x{n}" for n, array in enumerate(inputs)]
+    while not names[-1]:
+        names.pop()
+    free = [n for n in (0, 1, 14) if n < len(names) and names[n]]
+    values = [
+        helper.make_tensor_value_info(names[n], onnx.TensorProto.FLOAT, ["t", a.shape[-1]])
+        for n in free if (a := inputs[n]) is not None
+    ]  # fmt: skip
+    constants = [numpy_helper.from_array(a, names[n]) for n, a in enumerate(inputs) if a is not None and n not in free]
+    node = helper.make_node(operator, names, ["y"], name="experts", domain="com.microsoft", **said)
+    result = helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["t", WIDTH])
+    graph = helper.make_graph([node], "g", values, [result], constants)
+    return helper.make_model(graph, opset_imports=opsets(21), ir_version=10)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"activation_type": "swiglu", "swiglu_fusion": 2, "k": 2},
+        {"activation_type": "geglu", "swiglu_fusion": 1, "k": 2},
+        {"activation_type": "relu2", "k": 2},
+        {"activation_type": "swiglu", "k": 2, "third": True, "activation_beta": 0.5},
+        {"activation_type": "silu", "k": 2, "third": True, "normalize_routing_weights": 1},
+    ],
+    ids=lambda said: said["activation_type"],
+)
+def test_what_onnxruntime_has_no_kernel_for(said: dict[str, Any]) -> None:
+    third = said.pop("third", False)
+    weights = floats(bool(said.get("swiglu_fusion")), third)
+    x, router = normal(7, WIDTH), normal(7, EXPERTS)
+    found = lowering.compile(model("MoE", [x, router, *inputs_of(weights)], **said)).run({"x0": x, "x1": router})["y"]
+    expected = mixture(x, router, weights, None, **said)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("rows", [0, 1, 70])
+def test_any_number_of_tokens(rows: int) -> None:
+    weights = floats(True)
+    x, router = normal(rows, WIDTH), normal(rows, EXPERTS)
+    compiled = lowering.compile(model("MoE", [x, router, *inputs_of(weights)], k=2, **SWIGLU))
+    found = compiled.run({"x0": x, "x1": router})["y"]
+    expected = mixture(x, router, weights, None, k=2, **SWIGLU)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max(initial=1))
+
+
+@pytest.mark.parametrize(
+    "spoil, said, text",
+    [
+        ({"fc1": (4, INNER, WIDTH)}, {}, "of 4 experts"),
+        ({"fc2": (EXPERTS, WIDTH + 1, INNER)}, {}, "33 x 16"),
+        ({"bias1": (EXPERTS, 3)}, {}, "a bias is"),
+        ({}, {"k": EXPERTS + 1}, "attribute k is 6"),
+        ({}, {"activation_type": "tanh"}, "activation_type is tanh"),
+        ({}, {"use_sparse_mixer": 1}, "use_sparse_mixer"),
+        ({}, {"activation_type": "swiglu"}, "fc3_experts_weights is missing"),
+    ],
+    ids=lambda given: str(given)[:20],
+)
+def test_errors_name_the_node(spoil: dict[str, tuple[int, ...]], said: dict[str, Any], text: str) -> None:
+    weights = {**floats(False), **{name: normal(*shape) for name, shape in spoil.items()}}
+    with pytest.raises(lowering.LoweringError, match="experts") as raised:
+        lowering.compile(model("MoE", [normal(3, WIDTH), normal(3, EXPERTS), *inputs_of(weights)], **said))
+    assert text in str(raised.value)

@@ -1,0 +1,182 @@
+"""Mixtures of experts that models write out: only the chosen experts are computed, with the same result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+
+import lowering
+
+HIDDEN, INNER = 20, 12
+CHOSEN = "sort_by_expert"  # the kernel that only a rewritten mixture has
+
+
+class Mixture:
+    """A model with a mixture of experts in some form, and what it computes in float64."""
+
+    def __init__(self, experts: int = 5, per_token: int = 2, seed: int = 0, **form: Any) -> None:
+        """form: how the mixture is written; see `_expert` and `_weight`."""
+        self.rng = np.random.default_rng(seed)
+        self.experts, self.per_token, self.form = experts, per_token, form
+        self.arrays: dict[str, np.ndarray] = {}
+        self.nodes: list[onnx.NodeProto] = []
+        self.constant("router", self.random(HIDDEN, form.get("columns", experts)))
+        logits = self.node("MatMul", "x", "router")
+        count = self.constant("k", np.array([per_token]))
+        best = helper.make_node("TopK", [logits, count], ["values", "indices"], axis=-1)
+        self.nodes.append(best)
+        weights = self.node("Softmax", "values", axis=-1)
+        chosen = "chosen" if form.get("foreign") else "indices"
+        order = self.rng.permutation(experts) if form.get("shuffled") else range(experts)
+        terms = [self.node("Mul", self._expert(e), self._weight(weights, chosen, int(e))) for e in order]
+        if form.get("begins_with_zero"):
+            zero = self.constant("zero", np.zeros((1, 1, HIDDEN), np.float32))
+            terms = [self.node("Add", zero, terms[0]), *terms[1:]]
+        total = terms[0]
+        for term in terms[1:]:
+            total = self.node("Add", total, term)
+        self.nodes.append(helper.make_node("Add", [total, "x"], ["y"]))
+
+    def random(self, *shape: int) -> np.ndarray:
+        return (self.rng.standard_normal(shape) / 3).astype(np.float32)
+
+    def constant(self, name: str, array: np.ndarray) -> str:
+        self.arrays[name] = array
+        return name
+
+    def node(self, operator: str, *inputs: str, **attributes: Any) -> str:
+        name = f"{operator}_{len(self.nodes)}"
+        self.nodes.append(helper.make_node(operator, inputs, [name], name=name, **attributes))
+        return name
+
+    def linear(self, x: str, name: str, rows: int, columns: int) -> str:
+        """x W, and a bias where the form has it; W is stored transposed where it says so."""
+        matrix = self.random(rows, columns)
+        if self.form.get("transposed"):
+            y = self.node("MatMul", x, self.node("Transpose", self.constant(name, matrix.T.copy()), perm=[1, 0]))
+        else:
+            y = self.node("MatMul", x, self.constant(name, matrix))
+        return self.node("Add", y, self.constant(f"{name}_bias", self.random(columns))) if self.form.get("bias") else y
+
+    def _expert(self, e: int) -> str:
+        if self.form.get("fused"):
+            both = self.linear("x", f"both_{e}", HIDDEN, 2 * INNER)
+            axis = self.form.get("axis", -1)
+            split = helper.make_node("Split", [both], [f"gate_{e}", f"up_{e}"], axis=axis, num_outputs=2)
+            self.nodes.append(split)
+            gate, up = f"gate_{e}", f"up_{e}"
+        else:
+            gate, up = (self.linear("x", f"{name}_{e}", HIDDEN, INNER) for name in ("gate", "up"))
+        operator = "Tanh" if self.form.get("unlike") == e else "Sigmoid"
+        active = self.node("Mul", gate, self.node(operator, gate))
+        return self.linear(self.node("Mul", active, up), f"down_{e}", INNER, HIDDEN)
+
+    def _weight(self, weights: str, chosen: str, e: int) -> str:
+        axes = self.constant("last", np.array([-1]))
+        match = self.node("Equal", chosen, self.constant(f"number_{e}", np.array(e)))
+        if self.form.get("where"):
+            left = self.node("Where", match, weights, self.constant("nothing", np.float32(0)))
+        else:
+            left = self.node("Mul", self.node("Cast", match, to=onnx.TensorProto.FLOAT), weights)
+        if self.form.get("keeps", True):
+            return self.node("ReduceSum", left, axes, keepdims=1)
+        return self.node("Unsqueeze", self.node("ReduceSum", left, axes, keepdims=0), axes)
+
+    def model(self) -> onnx.ModelProto:
+        sizes = ["batch", "tokens", HIDDEN]
+        inputs = [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, sizes)]
+        if self.form.get("foreign"):
+            shape = ["batch", "tokens", self.per_token]
+            inputs.append(helper.make_tensor_value_info("chosen", onnx.TensorProto.INT64, shape))
+        outputs = [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, sizes)]
+        constants = [numpy_helper.from_array(array, name) for name, array in self.arrays.items()]
+        graph = helper.make_graph(self.nodes, "g", inputs, outputs, constants)
+        return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+
+    def expected(self, x: np.ndarray) -> np.ndarray:
+        arrays = {name: array.astype(np.float64) for name, array in self.arrays.items()}
+        rows = x.reshape(-1, HIDDEN).astype(np.float64)
+        result = rows.copy()
+        for t, row in enumerate(rows):
+            logits = row @ arrays["router"]
+            chosen = np.argsort(-logits, kind="stable")[: self.per_token]
+            shares = np.exp(logits[chosen] - logits[chosen].max())
+            for e, share in zip(chosen, shares / shares.sum()):
+                if self.form.get("fused"):
+                    gate, up = np.split(self._linear(arrays, row, f"both_{e}"), 2)
+                else:
+                    gate, up = (self._linear(arrays, row, f"{name}_{e}") for name in ("gate", "up"))
+                result[t] += share * self._linear(arrays, gate / (1 + np.exp(-gate)) * up, f"down_{e}")
+        return result.reshape(x.shape)
+
+    def _linear(self, arrays: dict[str, np.ndarray], row: np.ndarray, name: str) -> np.ndarray:
+        matrix = arrays[name].T if self.form.get("transposed") else arrays[name]
+        return row @ matrix + arrays.get(f"{name}_bias", 0)
+
+
+def kernels(compiled: lowering.Model) -> set[str]:
+    return {kernel.name for kernel in compiled.manifest.kernels}
+
+
+FORMS: list[dict[str, Any]] = [
+    {},
+    {"transposed": True, "bias": True},
+    {"where": True, "shuffled": True, "begins_with_zero": True},
+    {"keeps": False, "fused": True},
+    {"fused": True, "axis": 2, "bias": True, "per_token": 4},
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join(form) or "plain")
+def test_only_chosen_experts_are_computed(form: dict[str, Any]) -> None:
+    mixture = Mixture(**form)
+    compiled = lowering.compile(mixture.model())
+    assert CHOSEN in kernels(compiled)
+    for batch, tokens in ((1, 1), (2, 3), (3, 40), (1, 0)):
+        x = mixture.random(batch, tokens, HIDDEN) * 3
+        np.testing.assert_allclose(compiled.run({"x": x})["y"], mixture.expected(x), rtol=0, atol=2e-5)
+
+
+def test_experts_that_nobody_chose_are_not_read() -> None:
+    """Their NaNs would be in the result of the dense form."""
+    mixture = Mixture()
+    x = mixture.random(1, 1, HIDDEN)
+    expected = mixture.expected(x)
+    logits = x.reshape(-1) @ mixture.arrays["router"]
+    for expert in np.argsort(-logits)[mixture.per_token :]:
+        mixture.arrays[f"down_{expert}"][:] = np.nan
+    found = lowering.compile(mixture.model()).run({"x": x})["y"]
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [{"unlike": 3}, {"foreign": True}, {"columns": 7}, {"per_token": 5}],
+    ids=["an expert is unlike the others", "numbers from outside", "numbers that are no experts", "all are chosen"],
+)
+def test_what_is_not_known_stays_as_it_is(form: dict[str, Any]) -> None:
+    compiled = lowering.compile(Mixture(**form).model())
+    assert CHOSEN not in kernels(compiled)
+
+
+@pytest.mark.parametrize("weights, bound", [("int8", 0.02), ("int4", 0.2), ("f16", 1e-3)])
+def test_matrices_of_few_bits(weights: Any, bound: float) -> None:
+    mixture = Mixture()
+    x = mixture.random(2, 30, HIDDEN) * 3
+    compiled = lowering.compile(mixture.model(), weights=weights)
+    error = np.abs(compiled.run({"x": x})["y"] - mixture.expected(x)).max()
+    assert CHOSEN in kernels(compiled)
+    assert error < bound * np.abs(mixture.expected(x)).max()
+
+
+@pytest.mark.parametrize("precision, bound", [("float16", 5e-3), ("bfloat16", 4e-2)])
+def test_half_precision(precision: Any, bound: float) -> None:
+    mixture = Mixture()
+    x = mixture.random(2, 30, HIDDEN)
+    compiled = lowering.compile(mixture.model(), precision=precision, threads=2)
+    assert CHOSEN in kernels(compiled)
+    assert np.abs(compiled.run({"x": x})["y"] - mixture.expected(x)).max() < bound
