@@ -30,8 +30,8 @@ class Layer:
     @property
     def sizes(self) -> tuple[int, int]:
         """N and K."""
-        _, columns, depth = self.weights.shape
-        return columns, self.attributes.get("K", depth)
+        columns, depth = self.weights.shape[1:]
+        return int(columns), self.attributes.get("K", int(depth))
 
     @property
     def arrays(self) -> tuple[np.ndarray | None, ...]:

@@ -145,6 +145,7 @@ _RULES: dict[str, Callable[[ir.Node, Size], bool]] = {
                     and all(row_axis(operand(node, k), tokens) == _own(node, tokens)
                             for k in range(1, len(node.inputs)))),
     "Expand": lambda node, tokens: len({_from_back(v, tokens) for v in (operand(node, 0), node.outputs[0])}) == 1,
+    **dict.fromkeys(("MoE", "QMoE"), lambda node, tokens: _own(node, tokens) in range(len(dims(operand(node, 0))) - 1)),
     "Concat": _concat,
     "Gather": _gather,
     "GatherBlockQuantized": lambda node, tokens: attribute(node, "gather_axis", 0) == 0,
