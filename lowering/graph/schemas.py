@@ -196,6 +196,14 @@ def _decoder_attention(context: Any) -> dict[int, _Kind]:
     return kinds
 
 
+def _packed_attention(context: Any) -> dict[int, _Kind]:
+    (element, query), (_, value) = _input(context, 0), _input(context, 2)
+    if value or not query or len(query) != 4:
+        return {0: _tensor(element, [query[0], value[1]] if query and value and len(value) == 2 else None)}
+    known = all(query[k].HasField("dim_value") for k in (1, 3))
+    return {0: _tensor(element, [query[0], query[1].dim_value * query[3].dim_value if known else None])}
+
+
 def _paged_attention(context: Any) -> dict[int, _Kind]:
     (element, query), (_, key) = _input(context, 0), _input(context, 1)
     heads, kv_heads = _number(context, "num_heads"), _number(context, "kv_num_heads")
@@ -354,6 +362,13 @@ for _name, _inputs, _outputs, _attributes, _infer in (
         "rotary_interleaved:int scale:float sliding_window_cache:int smooth_softmax:int softcap:float "
         "v_quant_type:string",
         _group_query_attention,
+    ),
+    (
+        "PackedMultiHeadAttention",
+        "query key? value? bias? token_offset cumulative_sequence_length attention_bias?",
+        "output",
+        "mask_filter_value:float num_heads:int! scale:float",
+        _packed_attention,
     ),
     (
         "DecoderMaskedMultiHeadAttention",

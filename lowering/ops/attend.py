@@ -60,10 +60,17 @@ def attend(
 
 
 def packed(
-    batch: Size, heads: tuple[int, int], size: int, dtype: str, store: Store, row_axes: Axes = "thd", **fields: Any
+    batch: Size,
+    heads: tuple[int, int],
+    size: int,
+    dtype: str,
+    store: Store,
+    row_axes: Axes = "thd",
+    v_size: int | None = None,
+    **fields: Any,
 ) -> AttentionProblem:
     """The record of packed rows, [rows, heads, size] by default, that sum in float32, over a store whose batches have
-    lengths; heads is (Hq, Hkv)."""
+    lengths; heads is (Hq, Hkv), v_size that of values where it is another one."""
     return AttentionProblem(
         batch=static(batch),
         q_len=None,
@@ -71,7 +78,7 @@ def packed(
         q_heads=heads[0],
         kv_heads=heads[1],
         head_dim=size,
-        v_head_dim=size,
+        v_head_dim=size if v_size is None else v_size,
         dtype=dtype,
         v_dtype=dtype,
         acc_dtype="float32",
