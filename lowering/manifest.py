@@ -15,8 +15,9 @@ from typing import Any
 
 from .records import decode
 
-FORMAT = 7
+FORMAT = 8
 FILE, CODE, WEIGHTS, HEADER, HOST = "manifest.json", "model.so", "weights.bin", "model.h", "host.hpp"
+MODEL, SETUP = "model", "setup"  # of an artifact: what its files of code begin with
 SIGNATURE = "manifest.sig"
 SYMBOL = "__tvm_ffi_"  # in front of the names of functions in a library
 
@@ -168,6 +169,10 @@ class Manifest:
     every load compares instead (the function of that name), "" without weights. architectures are those of the GPUs
     that it was built for, () for CPUs. threads is the default worker count, None for the caller's affinity. scheme and
     precision are the `weights` and the `precision` that it was compiled with.
+
+    setup is the part of a decoder that runs once per sequence (graph/setup_part.py): those of its outputs that are
+    inputs here, by name, are the same in every call. It lies in the same folder, whose hashes are here; its files of
+    code have the name of its `part`.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -191,13 +196,19 @@ class Manifest:
     served: ServedCache | None = None  # with serve, likewise
     scheme: str | None = None
     precision: str | None = None
+    part: str = MODEL
+    setup: Manifest | None = None
     format: int = FORMAT
 
     def code(self) -> dict[str, str]:
         """The files of code by architecture, which is "" on CPUs."""
         if len(self.architectures) < 2:
-            return dict.fromkeys(self.architectures or ("",), CODE)
-        return {a: f"model.{a}.so" for a in self.architectures}
+            return dict.fromkeys(self.architectures or ("",), f"{self.part}.so")
+        return {a: f"{self.part}.{a}.so" for a in self.architectures}
+
+    def parts(self) -> tuple[Manifest, ...]:
+        """The manifest itself, and that of the setup."""
+        return (self,) if self.setup is None else (self, self.setup)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,24 +21,36 @@ ALIGNMENT = 64
 _PART = 1 << 24  # bytes of weights that are in memory at a time, or a row
 
 
-def write(
-    folder: Path,
-    libraries: Sequence[bytes],
-    manifest: Manifest,
-    weights: Mapping[str, np.ndarray],
-    sign_key: SigningKey | None = None,
-) -> Manifest:
+@dataclass(frozen=True)
+class Part:
+    """A model, or its setup: libraries are the files of `manifest.code()`, weights are in the order of the compiled
+    main's tuple."""
+
+    manifest: Manifest
+    libraries: tuple[bytes, ...]
+    weights: dict[str, np.ndarray]
+
+
+def write(folder: Path, parts: Sequence[Part], sign_key: SigningKey | None = None) -> Manifest:
     """Writes the folder and returns the manifest in it, completed with the places of the weights and the hashes.
 
-    libraries are the files of `manifest.code()`. weights are in the order of the compiled main's tuple; arrays mapped
-    from files are copied piece by piece. An artifact that is there is replaced in one step. sign_key is as for
-    `Model.save`. Raises ArtifactError where `folder` holds something else, or cannot be written.
+    parts are the model, and its setup if it has one. Weights that are mapped from files are copied piece by piece. An
+    artifact that is there is replaced in one step. sign_key is as for `Model.save`. Raises ArtifactError where `folder`
+    holds something else, or cannot be written.
     """
     with replaced_folder(Path(folder)) as new:
         hashes: dict[str, str] = {}
-        if weights:
-            manifest, hashes[WEIGHTS] = _write_weights(new / WEIGHTS, manifest, weights)
-        code = dict(zip(manifest.code().values(), libraries, strict=True))
+        manifests = [part.manifest for part in parts]
+        if any(part.weights for part in parts):
+            places, sample, hashes[WEIGHTS] = _write_weights(new / WEIGHTS, [part.weights for part in parts])
+            manifests = [dataclasses.replace(m, weights=specs) for m, specs in zip(manifests, places)]
+            manifests[0] = dataclasses.replace(manifests[0], weights_sample=sample)
+        manifest = dataclasses.replace(manifests[0], setup=next(iter(manifests[1:]), None))
+        code = {
+            name: library
+            for part in parts
+            for name, library in zip(part.manifest.code().values(), part.libraries, strict=True)
+        }
         header = model_header(manifest, code).encode("ascii")
         host = (Path(__file__).parents[1] / "runtime" / HOST).read_bytes()
         for name, content in {**code, HEADER: header, HOST: host}.items():
@@ -52,9 +65,11 @@ def write(
     return manifest
 
 
-def _write_weights(path: Path, manifest: Manifest, weights: Mapping[str, np.ndarray]) -> tuple[Manifest, str]:
-    """Writes weights.bin; the manifest with their places and sample, and the digest of the file."""
-    specs, hasher = [], hashlib.sha256()
+def _write_weights(
+    path: Path, parts: Sequence[Mapping[str, np.ndarray]]
+) -> tuple[list[tuple[WeightSpec, ...]], str, str]:
+    """Writes weights.bin; the places of each part's weights, the sample and the digest of the file."""
+    places, hasher = [], hashlib.sha256()
     with path.open("w+b", buffering=0) as file:  # a buffer makes writes of this size five times slower
 
         def put(data: bytes | memoryview) -> None:
@@ -62,12 +77,15 @@ def _write_weights(path: Path, manifest: Manifest, weights: Mapping[str, np.ndar
             while data:
                 data = data[file.write(data) :]
 
-        for name, array in weights.items():
-            specs.append(WeightSpec(name, array.dtype.name, array.shape, file.tell(), array.nbytes))
-            for part in _parts(array):
-                put(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
-            # At least one byte: a file of empty weights could not be read into memory of its own.
-            put(bytes(ALIGNMENT - file.tell() % ALIGNMENT))
+        for weights in parts:
+            specs = []
+            for name, array in weights.items():
+                specs.append(WeightSpec(name, array.dtype.name, array.shape, file.tell(), array.nbytes))
+                for rows in _rows(array):
+                    put(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
+                # At least one byte: a file of empty weights could not be read into memory of its own.
+                put(bytes(ALIGNMENT - file.tell() % ALIGNMENT))
+            places.append(tuple(specs))
         size = file.tell()
 
         def read(position: int, count: int) -> bytes:
@@ -75,10 +93,10 @@ def _write_weights(path: Path, manifest: Manifest, weights: Mapping[str, np.ndar
             return file.read(count)
 
         sample = weights_sample(size, read)
-    return dataclasses.replace(manifest, weights=tuple(specs), weights_sample=sample), hasher.hexdigest()
+    return places, sample, hasher.hexdigest()
 
 
-def _parts(array: np.ndarray) -> Iterator[np.ndarray]:
+def _rows(array: np.ndarray) -> Iterator[np.ndarray]:
     """An array in parts of some rows: the whole of a mapped one need not fit into memory."""
     if array.ndim < 2 or array.size == 0:
         yield array

@@ -146,7 +146,7 @@ def _write(
 
         done = compiled(model, options, dump=dump)
     with progress.stage("writing"):
-        manifest = artifact.write(folder, done.libraries, done.manifest, done.weights, sign_key)
+        manifest = artifact.write(folder, done.parts, sign_key)
         if key is not None:
             artifact_cache.put(key, folder)
     return manifest

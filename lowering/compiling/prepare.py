@@ -24,6 +24,7 @@ from ..graph.model import ModelLike, load_model
 from ..graph.paged_decoder import batch_of, serve_decoder
 from ..graph.precision import use_precision
 from ..graph.scattered_caches import grow_scattered_caches
+from ..graph.setup_part import split_setup
 from ..graph.written_inputs import name_written_inputs
 from ..manifest import ServedCache
 from ..target import Target
@@ -36,9 +37,11 @@ from .pipeline import Dump
 
 @dataclass(frozen=True)
 class PreparedModel:
-    """donated: output by input whose memory it takes over. notes are for the reader of the manifest."""
+    """donated: output by input whose memory it takes over. notes are for the reader of the manifest. setup is what
+    runs once per sequence."""
 
     model: ir.Model
+    setup: ir.Model | None
     donated: dict[str, str]
     kept: KeptCaches
     served: ServedCache | None
@@ -67,9 +70,13 @@ def prepare_model(model: ModelLike, options: Options, targets: Sequence[Target],
         served = decoder.cache
     kept = keep_caches(fused, options.static_cache, donated)
     group_experts(fused)
+    has_setup = options.static_cache is not None and kept.decoder is not None
+    setup = split_setup(fused, kept.called | donated.keys()) if has_setup else None
     if dump is not None:
         dump("fused", fused)
-    return PreparedModel(fused, donated | kept.donated, kept, served, tuple(notes))
+        if setup is not None:
+            dump("setup", setup)
+    return PreparedModel(fused, setup, donated | kept.donated, kept, served, tuple(notes))
 
 
 def _load(model: ModelLike, options: Options) -> ir.Model:

@@ -119,12 +119,12 @@ def _write_out(node: ir.Node) -> None:
     is_flat = len(dims(operand(node, 0))) == 3
     q = operand(node, 0)
     if is_flat:
-        q = _split_heads(new, q, attribute(node, "q_num_heads", 0), dims(pasts[0])[3])
+        q = split_heads(new, q, attribute(node, "q_num_heads", 0), dims(pasts[0])[3])
     presents = []
     for past, rows, present in zip(pasts, node.inputs[1:3], node.outputs[1:3]):
         assert rows is not None
         if is_flat:
-            rows = _split_heads(new, rows, dims(past)[1], dims(past)[3])
+            rows = split_heads(new, rows, dims(past)[1], dims(past)[3])
         presents.append(new.emit("Concat", [past, rows], {"axis": LENGTH_AXIS}, shape=dims(present)))
     attention = _emit_attention(new, node, q, presents)
     y = attention.outputs[0]
@@ -140,7 +140,7 @@ def _write_out(node: ir.Node) -> None:
     node.graph.remove(node, safe=True)
 
 
-def _split_heads(new: Rewrite, flat: ir.Value, heads: Size, size: Size) -> ir.Value:
+def split_heads(new: Rewrite, flat: ir.Value, heads: Size, size: Size) -> ir.Value:
     """Return [B, H, S, D] of [B, S, H * D]."""
     assert isinstance(heads, int) and isinstance(size, int)
     batch, rows, _ = dims(flat)

@@ -28,6 +28,14 @@ class KeptCaches:
     slots: SlotCaches | None = None
     decoder: DecoderSpec | None = None
 
+    @property
+    def called(self) -> set[str]:
+        """Names of the inputs that change from call to call."""
+        names = {*self.donated, *([] if self.slots is None else [self.slots.length])}
+        if (spec := self.decoder) is not None:
+            names |= {spec.ids, spec.mask, spec.positions, spec.starts, spec.ends, *spec.states} - {""}
+        return names
+
 
 def keep_caches(model: ir.Model, capacity: int | None, donated: Mapping[str, str]) -> KeptCaches:
     """Rewrite growing caches of a model that `unify_caches` has been through for `capacity` tokens.

@@ -14,6 +14,7 @@ from .gpu import architecture_here, best_for, load_device_runtime
 from .library import Library, load_runtime
 from .model import Model as Model
 from .signature import VerifyingKey
+from .weights import read_weights
 
 _ELSEWHERE = "compile the model here, or for a smaller target such as cpu:x86-64-v3."
 
@@ -34,8 +35,7 @@ def load(
     files = Files(Path(folder))
     manifest = read_manifest(files, verify_key)
     check_versions(manifest)
-    library = _library(files, manifest, device)
-    return Model(files, manifest, library, threads, whole=verify_key is not None)
+    return _model(files, manifest, _libraries(files, manifest, device), threads, whole=verify_key is not None)
 
 
 def open_compiled(folder: Path) -> Model:
@@ -43,20 +43,32 @@ def open_compiled(folder: Path) -> Model:
     files = Files(folder)
     manifest = read_manifest(files)
     try:
-        library = _library(files, manifest, 0)
+        libraries = _libraries(files, manifest, 0)
     except ArtifactError as error:
         return ForeignModel(files, manifest, str(error))
-    return Model(files, manifest, library)
+    return _model(files, manifest, libraries)
 
 
-def _library(files: Files, manifest: Manifest, device: int) -> Library:
-    """The code to run on this machine. Raises ArtifactError if there is none, or a file is missing or changed."""
-    contents, names = check_files(files, manifest), manifest.code()
-    code = contents[next(iter(names.values()))]
+def _libraries(files: Files, manifest: Manifest, device: int) -> list[Library]:
+    """Return the code of each part for this machine.
+
+    Raises ArtifactError if there is none, or a file is missing or changed.
+    """
+    contents, names = check_files(files, manifest), [part.code() for part in manifest.parts()]
+    code = contents[next(iter(names[0].values()))]
     check_machine(code, manifest.cpu_features, manifest.target, "the artifact", _ELSEWHERE)
     load_runtime()
     if not manifest.architectures:
-        return Library(contents[names[""]], files.folder / names[""])
+        return [Library(contents[of[""]], files.folder / of[""]) for of in names]
     load_device_runtime()
-    name = names[best_for(manifest.architectures, architecture_here(device))]
-    return Library(contents[name], files.folder / name, device)
+    best = best_for(manifest.architectures, architecture_here(device))
+    return [Library(contents[of[best]], files.folder / of[best], device) for of in names]
+
+
+def _model(
+    files: Files, manifest: Manifest, libraries: list[Library], threads: int | None = None, whole: bool = False
+) -> Model:
+    memory, setup = read_weights(files, manifest, whole), None
+    if manifest.setup is not None:
+        setup = Model(files, manifest.setup, libraries[1], memory, threads)
+    return Model(files, manifest, libraries[0], memory, threads, setup)

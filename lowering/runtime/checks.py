@@ -105,7 +105,8 @@ def check_files(files: Files, manifest: Manifest) -> dict[str, bytes]:
         if digest(content) != manifest.hashes[name]:
             raise _changed(files, name)
     if WEIGHTS in manifest.hashes:
-        size, needed = files.size(WEIGHTS), max((w.offset + w.nbytes for w in manifest.weights), default=0)
+        weights = [weight for part in manifest.parts() for weight in part.weights]
+        size, needed = files.size(WEIGHTS), max((w.offset + w.nbytes for w in weights), default=0)
         if size < needed:
             raise ArtifactError(
                 f"'{files.folder / WEIGHTS}' has {size} bytes of {needed}: copy the whole folder, or compile the model "

@@ -20,9 +20,9 @@ def copy_artifact(files: Files, manifest: Manifest, target: Path, signature: byt
     if read_manifest(files) != manifest:
         raise ArtifactError(f"'{files.folder}' has been written to since it was loaded: load it again.")
     contents = check_files(files, manifest) | {FILE: text, **({SIGNATURE: signature} if signature else {})}
-    if manifest.weights:
+    if WEIGHTS in manifest.hashes:
         check_weights(files, manifest, files.size(WEIGHTS), lambda at, count: files.read(WEIGHTS, at, count))
     for name, content in contents.items():
         (target / name).write_bytes(content)
-    if manifest.weights:
+    if WEIGHTS in manifest.hashes:
         files.copy(WEIGHTS, target / WEIGHTS)

@@ -11,6 +11,8 @@ import numpy as np
 from ..errors import InputError
 from ..manifest import TensorSpec
 from .decoder_progress import Progress, SequenceProgress, SharedProgress
+from .decoder_rows import Reordering, gathered
+from .decoder_sources import Sources, fixed_inputs
 from .elements import ElementType
 from .inputs import plain_array
 from .tensors import copy_of
@@ -30,7 +32,7 @@ class Decoder:
         manifest = model.manifest
         if manifest.decoder is None:
             raise InputError("the model keeps no caches: compile it with static_cache=<number of tokens>.")
-        self._model, self._spec, self._fixed = model, manifest.decoder, fixed
+        self._model, self._spec = model, manifest.decoder
         self._specs = {t.name: t for t in model.inputs}
         self._ids = ids or self._spec.ids
         if self._ids not in self._specs:
@@ -40,16 +42,13 @@ class Decoder:
         self._mask, self._positions = (n if n in self._specs and n not in fixed else "" for n in names)
         self._length = "" if manifest.slots is None else manifest.slots.length
         self._caches = [name for name in manifest.donated if name not in self._spec.states]
-        ours = {self._ids, self._mask, self._positions, self._length, self._spec.starts, self._spec.ends}
-        ours |= {*self._caches, *self._spec.states}
-        others = [name for name in self._specs if name not in ours - set(fixed) and name not in fixed]
-        if others:
-            raise InputError(f"a decoder cannot know input '{others[0]}': pass its array in `fixed`.")
+        self._sources = self._sources_of(fixed)
         kept = {*manifest.donated.values(), *self._spec.states.values()}
         self._output = next(t.name for t in model.outputs if t.name not in kept)
         self._memory: dict[str, Any] = {}  # caches: NumPy's, or tensors of a GPU
         self._states: dict[str, Any] | None = None
         self._batch: int | None = None  # of the caches
+        self._reordering = Reordering()
         self.reset()
 
     @property
@@ -62,19 +61,55 @@ class Decoder:
         """Tokens in the caches: with padding, or of the longest sequence where each has slots of its own."""
         return self._progress.length
 
-    def reset(self) -> None:
-        """Forget all tokens. Memory is kept for the next prompt of the same batch size."""
+    def reset(self, fixed: Mapping[str, Any] | None = None) -> None:
+        """Forget all tokens. Memory is kept for the next prompt of the same batch size.
+
+        Args:
+            fixed: Arrays of another source, as for `Model.decoder`; those of before are kept without it.
+
+        Raises:
+            InputError: One is missing, or does not fit.
+        """
+        if fixed is not None:
+            self._sources = self._sources_of(fixed)
+        self._sources.reset()
         self._states = None
         self._progress: Progress = SequenceProgress() if self._spec.starts else SharedProgress()
 
     def fork(self) -> Decoder:
         """Return a second decoder that goes on from here, with caches of its own."""
         other = copy.copy(self)
+        other._sources, other._reordering = copy.copy(self._sources), Reordering()
         copied = np.copy if self._model.gpu is None else copy_of
         other._memory = {name: copied(cache) for name, cache in self._memory.items()}
         if self._states is not None:
             other._states = {name: copied(state) for name, state in self._states.items()}
         return other
+
+    def reorder(self, rows: Any) -> None:
+        """Let every sequence b go on from what sequence rows[b] has read, as a beam search does between steps.
+
+        Caches are written in place. Sequences that share a source, side by side, keep it: what a setup made of it is
+        copied only where a sequence gets that of another.
+
+        Args:
+            rows: int [B], numbers of sequences, each any number of times.
+
+        Raises:
+            InputError: The decoder has read nothing yet, or `rows` are not that many numbers of sequences.
+        """
+        order, batch = plain_array(rows, "the array of rows"), 0 if self._batch is None else self._batch
+        if not self.length:
+            raise InputError("the decoder has read nothing that could be reordered: call prefill first.")
+        if order.shape != (batch,) or order.dtype.kind not in "iu" or ((order < 0) | (order >= batch)).any():
+            raise InputError(f"rows must be {batch} integers from 0 to {batch - 1}, not {order.dtype} {order.tolist()}.")
+        length = None if self._model.manifest.slots is None else self.length
+        for cache in self._memory.values():
+            self._reordering.apply(cache, order, length)
+        if self._states is not None:
+            self._states = {name: gathered(state, order) for name, state in self._states.items()}
+        self._progress = self._progress.reordered(order)
+        self._sources.reorder(order)
 
     def prefill(self, ids: Any, mask: Any = None) -> np.ndarray:
         """Read tokens, and return the model's first output for each of them, [B, S, ...].
@@ -100,7 +135,7 @@ class Decoder:
         ):  # fmt: skip
             if name:
                 inputs[name] = _of_shape(getattr(progress, what), self._specs[name])
-        results = self._model.run({**inputs, **states, **self._fixed})
+        results = self._model.run({**inputs, **states, **self._sources.of(len(tokens))})
         answer = progress.restore(self._model.to_numpy(self._output, results[self._output]))
         self._states = {name: results[after] for name, after in self._spec.states.items()}
         self._progress = progress
@@ -111,6 +146,13 @@ class Decoder:
         token = np.atleast_1d(plain_array(ids, "the array of token ids"))
         is_embedding = token.ndim > 1 and len(self._specs[self._ids].dims) == 3
         return self.prefill(token[:, None] if is_embedding else token.reshape(-1, 1))[:, -1]
+
+    def _sources_of(self, fixed: Mapping[str, Any]) -> Sources:
+        needed = [spec.name for spec in fixed_inputs(self._model.manifest) if spec.name != self._ids]
+        missing = [name for name in needed if name not in {*fixed, self._mask, self._positions}]
+        if missing:
+            raise InputError(f"a decoder cannot know input '{missing[0]}': pass its array in `fixed`.")
+        return Sources(self._model, fixed, self._specs[self._ids].dims[0])
 
     def _tokens(self, ids: Any) -> np.ndarray:
         spec = self._specs[self._ids]

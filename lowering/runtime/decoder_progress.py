@@ -47,6 +47,10 @@ class SharedProgress:
     def positions(self) -> np.ndarray:
         return np.maximum(self.mask.cumsum(axis=1) - 1, 0)[:, self.length - self.new :]
 
+    def reordered(self, rows: np.ndarray) -> SharedProgress:
+        """Return what has been read once each sequence b goes on from sequence rows[b]."""
+        return SharedProgress(None if self.seen is None else self.seen[rows], self.new)
+
     def arrange(self, rows: np.ndarray) -> np.ndarray:
         """Return rows of tokens, [B, S, ...], in the order in which the model takes them."""
         return rows
@@ -99,6 +103,10 @@ class SequenceProgress:
     @property
     def mask(self) -> np.ndarray:
         return (np.arange(self.ends.max(initial=0)) < self.ends[:, None]).astype(np.int64)
+
+    def reordered(self, rows: np.ndarray) -> SequenceProgress:
+        """As of SharedProgress."""
+        return SequenceProgress(None if self.lengths is None else self.lengths[rows], self.counts[rows])
 
     def arrange(self, rows: np.ndarray) -> np.ndarray:
         return self._rolled(rows, -1)

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import ArtifactError
-from ..manifest import CODE, FILE, HEADER, HOST, SIGNATURE, WEIGHTS
+from ..manifest import FILE, HEADER, HOST, MODEL, SETUP, SIGNATURE, WEIGHTS
 
 # A writer's folder beside the artifact: new/ is what it writes, old/ what it has moved aside.
 _WORK = ".onnx-lowering"
@@ -28,8 +28,8 @@ _UNABLE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTTY)
 
 def is_part(name: str) -> bool:
     """Whether artifacts have a file of that name; only folders that hold nothing else are ever replaced."""
-    names = (FILE, CODE, WEIGHTS, HEADER, HOST, SIGNATURE)
-    return name in names or bool(re.fullmatch(r"model\.sm_\w+\.so", name))
+    names = (FILE, WEIGHTS, HEADER, HOST, SIGNATURE)
+    return name in names or bool(re.fullmatch(rf"({MODEL}|{SETUP})(\.sm_\w+)?\.so", name))
 
 
 def check_replaceable(folder: Path) -> None:

@@ -15,7 +15,7 @@ class ForeignModel(Model):
 
     def __init__(self, files: Files, manifest: Manifest, reason: str) -> None:
         self.manifest = manifest
-        self.gpu = None
+        self.gpu = self.setup = None
         self._files = files
         self._reason = reason
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import tvm_ffi
 
-from ..errors import InputError
-from ..manifest import FILE, Manifest, SlotCaches, TensorSpec
+from ..errors import ArtifactError, InputError
+from ..manifest import FILE, MODEL, Manifest, SlotCaches, TensorSpec
 from .checks import checked_threads
 from .copies import copy_artifact
 from .decoder import Decoder
@@ -47,16 +47,26 @@ class Model:
     not NumPy's, in NumPy's otherwise. Inputs are read in place at any alignment; only strided ones are copied, and
     strings. Outputs are new arrays that own their memory, but for those that take over a donated input's: they are
     the array object that the caller passed. Any number of threads may run one model at the same time.
+
+    `setup` is, for a decoder that reads an encoder's output, the model of what is computed of it once per sequence; its
+    outputs are inputs of this model, by name. None for all others.
     """
 
     def __init__(
-        self, files: Files, manifest: Manifest, library: Library, threads: int | None = None, whole: bool = False
+        self,
+        files: Files,
+        manifest: Manifest,
+        library: Library,
+        weights: memoryview,
+        threads: int | None = None,
+        setup: Model | None = None,
     ) -> None:
         self.manifest = manifest
+        self.setup = setup
         self._files = files
         self._library = library
         self.gpu = None if library.gpu is None else Gpu(library.gpu)
-        self._weights = Weights(files, manifest, self.gpu, whole)
+        self._weights = Weights(weights, manifest, self.gpu)
         self._threads = manifest.threads if threads is None else threads
         self._ports = [
             Port(t, "input", manifest.ranges, self._donation(t.name), t.name in manifest.donated, library.gpu)
@@ -214,7 +224,10 @@ class Model:
             ids: The input of token ids, int [B, S], or of embeddings, float [B, S, H]. Found by what it feeds if "".
             mask: The input of the attention mask, [B, P + S]; likewise.
             positions: The input of positions, [B, S]; likewise.
-            fixed: Arrays for all other inputs, the same in every call: what an encoder made of the source.
+            fixed: Arrays for all other inputs, the same in every call, and for those of the setup, which runs here: what
+                an encoder made of the source, a row for each sequence or for each group of them, side by side, that
+                shares a source. An input `source_lengths`, int64 [B], may say how many rows of each source count; all
+                do without it.
 
         Raises:
             InputError: The model keeps no caches, or has an input that none of these is.
@@ -226,8 +239,11 @@ class Model:
 
         sign_key, the private half of an Ed25519 key (a PEM file, its 32 bytes, or a key of the package `cryptography`),
         signs it for `load(verify_key=)`; without one, a signature that is there stays. Raises ArtifactError if the
-        files have been written to since the load, if `folder` holds something else, or if it cannot be written.
+        files have been written to since the load, if `folder` holds something else, or if it cannot be written, and for
+        a setup.
         """
+        if self.manifest.part != MODEL:
+            raise ArtifactError("a setup is a part of its decoder: save that.")
         signature = None if sign_key is None else sign(self._files.read(FILE), sign_key)
         with replaced_folder(Path(folder)) as new:
             copy_artifact(self._files, self.manifest, new, signature)

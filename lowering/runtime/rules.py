@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterator, Sequence
 
-from ..manifest import MOST_THREADS, WEIGHTS, DecoderSpec, Manifest, SlotCaches, TensorSpec, WeightSpec
+from ..manifest import (
+    MODEL, MOST_THREADS, SETUP, WEIGHTS, DecoderSpec, Manifest, SlotCaches, TensorSpec, WeightSpec,
+)  # fmt: skip
 from .elements import STORAGE, itemsize
 
 _LARGEST = 2**63 - 1
@@ -28,12 +31,15 @@ def contradictions(manifest: Manifest) -> Iterator[str]:
     if manifest.threads is not None and not 1 <= manifest.threads <= MOST_THREADS:
         yield f"calls take {manifest.threads} threads"
     yield from (f"'{a}' is an architecture" for a in manifest.architectures if not re.fullmatch(r"sm_\d{2,3}a?", a))
-    files = [*manifest.code().values(), *([WEIGHTS] if manifest.weights else [])]
-    yield from (f"there is no digest of {name}" for name in files if name not in manifest.hashes)
+    for part in manifest.parts():
+        files = [*part.code().values(), *([WEIGHTS] if part.weights else [])]
+        yield from (f"there is no digest of {name}" for name in files if name not in manifest.hashes)
     if manifest.slots is not None:
         yield from _slots(manifest, manifest.slots)
     if manifest.decoder is not None:
         yield from _decoder(manifest, manifest.decoder)
+    if manifest.setup is not None:
+        yield from _setup(manifest, manifest.setup)
 
 
 def _tensor(role: str, spec: TensorSpec) -> Iterator[str]:
@@ -84,6 +90,16 @@ def _decoder(manifest: Manifest, spec: DecoderSpec) -> Iterator[str]:
             yield f"a decoder keeps output '{name}'"
     if not 0 < spec.capacity <= _LARGEST:
         yield f"a decoder keeps {spec.capacity} tokens"
+
+
+def _setup(manifest: Manifest, setup: Manifest) -> Iterator[str]:
+    if (manifest.part, setup.part, setup.setup) != (MODEL, SETUP, None) or setup.donated:
+        yield f"the part '{setup.part}' is a setup of the part '{manifest.part}'"
+    if not {t.name for t in setup.outputs} & {t.name for t in manifest.inputs}:
+        yield "no output of the setup is an input"
+    hashes = dict.fromkeys([*setup.code().values(), WEIGHTS], "")  # which are looked for in the whole
+    for words in contradictions(dataclasses.replace(setup, hashes=hashes, setup=None)):
+        yield f"in the setup, {words}"
 
 
 def _are_sizes(dims: Sequence[int]) -> bool:

@@ -39,6 +39,12 @@ def row_of(tensor: Tensor, index: int) -> Tensor:
     return _function("runtime.TVMTensorCreateView")(tensor, shape, str(tensor.dtype), index * size)
 
 
+def empty_like(tensor: Tensor, rows: int) -> Tensor:
+    """A tensor of that type and place with so many rows of that shape, which hold anything."""
+    shape = (rows, *tensor.shape[1:])
+    return _function("runtime.TVMTensorAllocWithScope")(shape, tensor.dtype, tensor.device, None)
+
+
 def copy_of(tensor: Tensor, device: tvm_ffi.Device | None = None) -> Tensor:
     """A tensor of its own memory with the same contents, on another device if one is named."""
     copy = _function("runtime.TVMTensorAllocWithScope")(tensor.shape, tensor.dtype, device or tensor.device, None)

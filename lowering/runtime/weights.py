@@ -18,24 +18,18 @@ from .tensors import copy_of, view_as
 
 
 class Weights:
-    """The weights of an artifact, copied to a GPU if the model runs on one.
+    """The weights of a model, in the memory that `read_weights` gave, copied to a GPU if the model runs on one.
 
-    argument is the last argument of the compiled main, () for models without weights. They are read, not mapped: a
-    mapping, private or not, dies with SIGBUS where the file has become shorter, and shows what is written over it
-    (POSIX leaves the latter open, Linux does it for pages that nobody has written to). Processes share them by forking
-    after the load. whole digests all of them, and not samples alone. Raises ArtifactError where they are not those that
-    the manifest was written with, or do not fit into memory.
+    argument is the last argument of the compiled main, () for models without weights.
     """
 
-    def __init__(self, files: Files, manifest: Manifest, gpu: Gpu | None = None, whole: bool = False) -> None:
+    def __init__(self, memory: memoryview, manifest: Manifest, gpu: Gpu | None = None) -> None:
         self.argument: tuple[tvm_ffi.Array, ...] = ()
         # Where each begins and ends, by address.
         self._begins: list[int] = []
         self._ends: list[int] = []
         if not manifest.weights:
             return
-        memory = _read(files)
-        check_weights(files, manifest, len(memory), lambda at, count: memory[at : at + count], whole)
         array = np.frombuffer(memory, np.uint8)
         tensors = [
             view_as(tvm_ffi.from_dlpack(array[w.offset : w.offset + w.nbytes]), w.storage, w.dims)
@@ -54,11 +48,18 @@ class Weights:
         return k >= 0 and address < self._ends[k]
 
 
-def _read(files: Files) -> memoryview:
-    """weights.bin in pages of its own, of 2 MiB where the machine has them.
+def read_weights(files: Files, manifest: Manifest, whole: bool = False) -> memoryview:
+    """weights.bin, if there is one, in pages of its own, of 2 MiB where the machine has them.
+
+    It is read, not mapped: a mapping, private or not, dies with SIGBUS where the file has become shorter, and shows
+    what is written over it (POSIX leaves the latter open, Linux does it for pages that nobody has written to).
+    Processes share it by forking after the load. whole digests all of it, and not samples alone. Raises ArtifactError
+    where it is not what the manifest was written with, or does not fit into memory.
 
     A product that waits for its weights takes 0.6 to 0.9 of the time that it does with pages of 4 KiB.
     """
+    if WEIGHTS not in manifest.hashes:
+        return memoryview(b"")
     size = files.size(WEIGHTS)
     try:
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -69,4 +70,6 @@ def _read(files: Files) -> memoryview:
     with suppress(OSError, AttributeError):  # advice, which not every kernel takes
         pages.madvise(mmap.MADV_HUGEPAGE)
     memory = memoryview(pages)
-    return memory[: files.read_into(WEIGHTS, memory)]
+    memory = memory[: files.read_into(WEIGHTS, memory)]
+    check_weights(files, manifest, len(memory), lambda at, count: memory[at : at + count], whole)
+    return memory

@@ -30,5 +30,5 @@ class Subject:
         """Compiles it into an artifact folder, with the records of that database; stand_in is as for `compiled`.
         Raises what that raises."""
         done = compiled(self.model, replace(self.options, database=database), stand_in)
-        artifact.write(folder, done.libraries, done.manifest, done.weights)
+        artifact.write(folder, done.parts)
         return done

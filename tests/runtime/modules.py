@@ -100,7 +100,8 @@ def build(
         versions={name: version(name) for name in ("apache-tvm", "apache-tvm-ffi")},
         **fields,  # type: ignore[arg-type]
     )
-    artifact.write(folder, [build_library(builder.finalize(), target, views)], manifest, weights)
+    library = build_library(builder.finalize(), target, views)
+    artifact.write(folder, [artifact.Part(manifest, (library,), dict(weights))])
     return folder
 
 

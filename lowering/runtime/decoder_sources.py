@@ -1,0 +1,93 @@
+"""What a decoder is given once per sequence, such as an encoder's output, and what its setup makes of that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import InputError
+from ..manifest import Manifest, TensorSpec
+from .decoder_rows import gathered
+from .inputs import Port
+from .strings import Dictionary
+
+if TYPE_CHECKING:
+    from .model import Model
+
+
+class Sources:
+    """Arrays for the inputs that are the same in every call, where the model runs.
+
+    Sequences may share the row of a source, as beams do: `rows`, int [batch], says which row each sequence reads. Of
+    arrays with a row for each source, one for each sequence is made as long as several share one.
+    """
+
+    def __init__(self, model: Model, given: Mapping[str, Any], batch: int | str) -> None:
+        """Run the setup. batch is the first size of what has a row for each sequence.
+
+        Raises InputError for arrays that the setup does not take.
+        """
+        self._gpu = model.gpu
+        arrays = {name: _placed(model, name, array) for name, array in given.items()}
+        specs = {spec.name: spec for spec in model.inputs}
+        if model.setup is not None:
+            inputs = {spec.name: arrays[spec.name] for spec in model.setup.inputs if spec.name in arrays}
+            made = model.setup.run(inputs) if inputs else {}
+            kept = {name: array for name, array in made.items() if name in specs}
+            arrays = {**kept, **{name: array for name, array in arrays.items() if name in specs or name not in inputs}}
+        self._given = self._arrays = arrays
+        self._by_row = [name for name in arrays if name in specs and specs[name].dims[:1] == (batch,)]
+        self._rows = np.arange(len(arrays[self._by_row[0]]) if self._by_row else 0)
+        self._count = len(self._rows)
+
+    def of(self, batch: int) -> dict[str, Any]:
+        """Return the arrays for so many sequences; those of one source stand side by side.
+
+        Raises InputError where sources cannot be shared equally.
+        """
+        if self._by_row and len(self._rows) != batch:
+            if not self._count or batch % self._count:
+                raise InputError(
+                    f"'{self._by_row[0]}' has {self._count} rows for {batch} sequences. Give a row for each sequence, "
+                    "or for each group of as many sequences."
+                )
+            self._take(np.arange(self._count).repeat(batch // self._count))
+        return self._arrays
+
+    def reorder(self, rows: np.ndarray) -> None:
+        """Let each sequence b read the source that rows[b] read."""
+        if self._by_row and (self._rows[rows] != self._rows).any():
+            self._take(self._rows[rows])
+
+    def reset(self) -> None:
+        """Forget which sequence reads which source."""
+        self._arrays, self._rows = self._given, np.arange(self._count)
+
+    def _take(self, rows: np.ndarray) -> None:
+        self._rows = rows
+        self._arrays = self._given | {name: gathered(self._given[name], rows) for name in self._by_row}
+
+
+def fixed_inputs(manifest: Manifest) -> list[TensorSpec]:
+    """Return the inputs of a decoder, and of its setup, that are the same in every call and that nobody computes."""
+    spec, setup = manifest.decoder, manifest.setup
+    assert spec is not None
+    known = {*manifest.donated, *spec.states, spec.ids, spec.mask, spec.positions, spec.starts, spec.ends}
+    known |= set() if manifest.slots is None else {manifest.slots.length}
+    inputs, outputs = ((), ()) if setup is None else (setup.inputs, setup.outputs)
+    known |= {tensor.name for tensor in outputs}
+    others = {tensor.name: tensor for tensor in (*manifest.inputs, *inputs) if tensor.name not in known}
+    return list(others.values())
+
+
+def _placed(model: Model, name: str, array: Any) -> Any:
+    """Return an array of an input in the memory of the GPU, if the model runs on one."""
+    parts = [model] if model.setup is None else [model, model.setup]
+    part = next((part for part in parts if any(spec.name == name for spec in part.inputs)), None)
+    if model.gpu is None or part is None:
+        return array
+    spec = next(spec for spec in part.inputs if spec.name == name)
+    port = Port(spec, "input", part.manifest.ranges, gpu=model.gpu.number)
+    return model.gpu.place([port], [port.accept(array, {}, Dictionary(part.manifest.strings))], in_place=False)[0]
