@@ -21,8 +21,10 @@ def about(files: Files, manifest: Manifest) -> Iterator[tuple[str, str]]:
     yield "Threads", str(manifest.threads or "the CPUs that a process may use")
     versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
     yield "Made by", f"{versions}; format {manifest.format}{'; signed' if SIGNATURE in files else ''}"
-    yield "Weights", f"{len(manifest.weights)}, {units.size(sum(weight.nbytes for weight in manifest.weights))}"
-    yield "Code", units.size(sum(files.size(name) for name in manifest.code().values() if name in files))
+    weights = [weight for part in manifest.parts() for weight in part.weights]
+    yield "Weights", f"{len(weights)}, {units.size(sum(weight.nbytes for weight in weights))}"
+    code = [name for part in manifest.parts() for name in part.code().values() if name in files]
+    yield "Code", units.size(sum(map(files.size, code)))
     if manifest.ranges:
         legal = manifest.ranges.items()
         texts = (f"{name}: {low}" if low == high else f"{name}: {low} to {high}" for name, (low, high) in legal)
@@ -32,10 +34,16 @@ def about(files: Files, manifest: Manifest) -> Iterator[tuple[str, str]]:
         states = f", {len(manifest.decoder.states)} states" if manifest.decoder.states else ""
         caches = f"{manifest.decoder.capacity} slots, of which {told} says how many are filled{states}"
         yield "Caches", caches if manifest.donated else f"{len(manifest.decoder.states)} states"
+    if manifest.setup is not None:
+        yield "Once per sequence", f"{len(manifest.setup.outputs)} arrays are computed of {_names(manifest.setup)}"
     if manifest.served is not None:
         of = manifest.served
         pages = f"pages of {of.tokens_per_block} tokens, keys and values {of.dtype}"
         yield "Serves", f"requests of up to {of.context} tokens, in {pages}"
+
+
+def _names(manifest: Manifest) -> str:
+    return ", ".join(f"'{spec.name}'" for spec in manifest.inputs)
 
 
 def most_called(manifest: Manifest) -> list[tuple[KernelSpec, int, list[str]]]:

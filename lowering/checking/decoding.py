@@ -14,8 +14,9 @@ from ..errors import InputError
 from ..fusion.matching import numbers
 from ..manifest import SlotCaches, TensorSpec
 from ..runtime.checks import check_fixed
+from ..runtime.decoder_sources import fixed_inputs
 from ..runtime.model import Model
-from .made_up import feeds_of, made_up
+from .made_up import feeds_of, made_up, taken
 from .references import Evaluate
 
 _PROMPT, _CALLS = 6, 4  # tokens where no size says otherwise, and calls behind the first
@@ -94,6 +95,8 @@ class _Growing:
         self._seen = session.counts[:, :0]
         self._next = {**_states(session.compiled), **session.compiled.manifest.donated}
         self._past = {name: empty_past(self._types[name], len(self._seen)) for name in self._next}
+        unread = [value for value in taken(session.model) if not value.uses() and value.name not in session.inputs]
+        self._unread = {value.name: empty_past(value, len(self._seen)) for value in unread}
 
     def fork(self) -> _Growing:
         return copy.copy(self)  # nothing is written in place
@@ -101,12 +104,12 @@ class _Growing:
     def prefill(self, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
         session, before = self._session, self._seen.shape[1]
         self._seen = np.concatenate([self._seen, mask], axis=1)
-        feeds = {session.ids: ids, **self._past}
+        feeds = {**self._unread, session.ids: ids, **self._past}
         if session.mask:
             feeds[session.mask] = self._seen
         if session.positions:
             feeds[session.positions] = np.maximum(self._seen.cumsum(axis=1) - 1, 0)[:, before:]
-        typed = {name: array.astype(self._numpy(name)) for name, array in feeds.items() if name not in self._past}
+        typed = {name: feeds[name].astype(self._numpy(name)) for name in feeds.keys() - self._past.keys()}
         results = dict(zip(self._outputs, self._evaluate({**feeds, **typed, **session.fixed})))
         self._past = {name: results[present] for name, present in self._next.items()}
         return results[session.output]
@@ -140,7 +143,7 @@ def session(
     for name in given:
         if name in caches or name == spec.positions:
             raise InputError(f"a decoder keeps '{name}' itself: leave it out, and let it begin empty.")
-    others = [s for s in specs.values() if s.name not in {*caches, ids, mask, spec.positions}]
+    others = fixed_inputs(compiled.manifest)
     check_fixed(sizes, compiled.manifest.ranges)
     known = {dim for spec in (specs[ids], *others) for dim in spec.dims}
     known |= {name for name, (low, high) in compiled.manifest.ranges.items() if low == high}

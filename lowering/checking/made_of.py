@@ -22,10 +22,13 @@ def check_made_of(manifest: Manifest, model: ir.Model) -> None:
 
 
 def _differences(manifest: Manifest, model: ir.Model) -> Iterator[str]:
-    length = None if manifest.slots is None else manifest.slots.length
-    ours = {spec.name: spec for spec in manifest.inputs if spec.name != length}
+    computed = set() if manifest.slots is None else {manifest.slots.length}
+    parts = manifest.parts()
+    if manifest.setup is not None:
+        computed |= {spec.name for spec in manifest.setup.outputs}
+    ours = {spec.name: spec for part in parts for spec in part.inputs if spec.name not in computed}
     theirs = {value.name: value for value in model.graph.inputs if value.name not in model.graph.initializers}
-    outputs = {spec.name for spec in manifest.outputs}
+    outputs = {spec.name for part in parts for spec in part.outputs}
     yield from (f"it takes '{name}', which the model does not" for name in ours if name not in theirs)
     unread = {name for name, value in theirs.items() if not value.uses()} if manifest.slots is not None else set()
     yield from (f"the model takes '{name}', which it does not" for name in theirs if name not in {*ours, *unread})

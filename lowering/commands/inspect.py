@@ -72,7 +72,10 @@ def _about(files: Files, manifest: Manifest) -> Iterator[str]:
     from ..about import about
 
     yield from (f"{title}: {text}" for title, text in about(files, manifest))
-    for title, tensors in (("Inputs", manifest.inputs), ("Outputs", manifest.outputs)):
+    listed = [("Inputs", manifest.inputs), ("Outputs", manifest.outputs)]
+    if manifest.setup is not None:
+        listed += [("Inputs of the setup", manifest.setup.inputs), ("Outputs of the setup", manifest.setup.outputs)]
+    for title, tensors in listed:
         yield f"{title}:"
         for tensor in tensors:
             donated = manifest.donated.get(tensor.name) if title == "Inputs" else None

@@ -39,8 +39,8 @@ class Sources:
             arrays = {**kept, **{name: array for name, array in arrays.items() if name in specs or name not in inputs}}
         self._given = self._arrays = arrays
         self._by_row = [name for name in arrays if name in specs and specs[name].dims[:1] == (batch,)]
-        self._rows = np.arange(len(arrays[self._by_row[0]]) if self._by_row else 0)
-        self._count = len(self._rows)
+        self._count = arrays[self._by_row[0]].shape[0] if self._by_row else 0
+        self._rows = np.arange(self._count)
 
     def of(self, batch: int) -> dict[str, Any]:
         """Return the arrays for so many sequences; those of one source stand side by side.
@@ -84,6 +84,8 @@ def fixed_inputs(manifest: Manifest) -> list[TensorSpec]:
 
 def _placed(model: Model, name: str, array: Any) -> Any:
     """Return an array of an input in the memory of the GPU, if the model runs on one."""
+    if not hasattr(array, "__dlpack__"):  # a list, or a type that DLPack does not know
+        array = np.asarray(array)
     parts = [model] if model.setup is None else [model, model.setup]
     part = next((part for part in parts if any(spec.name == name for spec in part.inputs)), None)
     if model.gpu is None or part is None:

@@ -9,6 +9,10 @@
 //   g++ -std=c++17 main.cc $(tvm-ffi-config --cxxflags --ldflags --libs)
 //       -L$TVM/lib -Wl,--no-as-needed -ltvm_runtime -Wl,-rpath,$TVM/lib
 //
+// A decoder that reads an encoder's output has a setup, which computes once per sequence what is made of it:
+//   lowering::Model setup("out", model::setup);
+//   auto inputs = setup.run({{"encoder_hidden_states", states}});  // then the decoder's, by the same names
+//
 // Models for GPUs also need libtvm_runtime_cuda (-ltvm_runtime_cuda). Their tensors are in the memory of one GPU, at
 // multiples of 16 bytes: view(pointer, "float16", shape, lowering::gpu(0)), and Model(folder, spec, 0). A call returns
 // when its kernels are enqueued, on the stream that TVMFFIEnvSetStream set, else on the default one. That stream may capture:
@@ -215,14 +219,16 @@ inline tvm::ffi::Module load_code(const std::string& code, const std::string& pa
   throw std::runtime_error("'" + path + "' cannot be loaded: " + error.what());
 }
 
-// A file, read into pages of its own: a mapping would end the process when the file is cut off.
+// `size` bytes of a file from `begin` on, read into pages of its own: a mapping would end the process when the file is
+// cut off.
 class Memory {
  public:
-  explicit Memory(const std::string& path) {
+  Memory(const std::string& path, size_t begin, size_t size) : size(size) {
     const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
     struct stat status;
-    if (file >= 0 && fstat(file, &status) == 0 && status.st_size > 0) {
-      size = static_cast<size_t>(status.st_size);
+    const bool opened = file >= 0 && fstat(file, &status) == 0;
+    const bool whole = opened && static_cast<size_t>(status.st_size) >= begin + size;
+    if (whole) {
       void* address = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
       if (address != MAP_FAILED) data = static_cast<char*>(address);
     }
@@ -232,13 +238,13 @@ class Memory {
       madvise(data, size, MADV_HUGEPAGE);  // advice, which not every kernel takes
 #endif
       for (ssize_t n = 1; n > 0 && done < size; done += n > 0 ? static_cast<size_t>(n) : 0) {
-        n = pread(file, data + done, size - done, static_cast<off_t>(done));
+        n = pread(file, data + done, size - done, static_cast<off_t>(begin + done));
       }
     }
     if (file >= 0) close(file);
     if (data != nullptr && done == size) return;
     if (data != nullptr) munmap(data, size);
-    throw std::runtime_error("'" + path + "' cannot be read");
+    throw std::runtime_error("'" + path + (opened && !whole ? "' is too short" : "' cannot be read"));
   }
   ~Memory() { munmap(data, size); }
   Memory(const Memory&) = delete;
@@ -367,11 +373,12 @@ class Model {
 
   void read_weights(const std::string& path) {
     if (spec_.weights.empty()) return;
-    memory_ = std::make_unique<details::Memory>(path);
-    const WeightSpec& last = spec_.weights.back();
-    if (memory_->size < last.offset + last.nbytes) throw std::runtime_error("'" + path + "' is too short");
+    // A model and its setup have a part of the file each. Empty weights have memory of their own, too.
+    const WeightSpec &first = spec_.weights.front(), &last = spec_.weights.back();
+    const size_t size = last.offset + std::max<size_t>(last.nbytes, 1) - first.offset;
+    memory_ = std::make_unique<details::Memory>(path, first.offset, size);
     for (const WeightSpec& weight : spec_.weights) {
-      const Tensor tensor = view(memory_->data + weight.offset, weight.dtype, weight.dims);
+      const Tensor tensor = view(memory_->data + weight.offset - first.offset, weight.dtype, weight.dims);
       weights_.push_back(device_.device_type == kDLCPU ? tensor : details::copy_of(tensor, device_));
     }
   }

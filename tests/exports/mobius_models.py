@@ -42,6 +42,8 @@ _LONG_ROPE = {
     "partial_rotary_factor": 0.5, "rope_type": "longrope", "original_max_position_embeddings": 48,
     "rope_scaling": {"short_factor": [1.0], "long_factor": [1.0]},
 }  # fmt: skip
+_BART = {"hidden_act": "gelu", "num_decoder_layers": 2, "num_key_value_heads": 4}
+_T5 = {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 16}
 _GEMMA3 = {
     "attn_qk_norm": True, "rope_local_base_freq": 1e4, "layer_types": ["full_attention", "sliding_attention"],
     "sliding_window": 4,
@@ -50,7 +52,8 @@ _GEMMA3 = {
 # By architecture the class of its configuration, and what differs from the sizes above.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("BambaConfig", {"layer_types": ["mamba2", "full_attention"], **_MAMBA, "mamba_expand": 2}),
-    "bart": ("", {"hidden_act": "gelu", "num_decoder_layers": 2, "num_key_value_heads": 4}),
+    "bart": ("", dict(_BART)),
+    "blenderbot": ("", dict(_BART)),
     "bloom": ("", {"alibi": True, "mlp_bias": True, **_EVERY_HEAD}),
     "chatglm": ("", {}),
     "cohere": ("", {"tie_word_embeddings": True, "logit_scale": 0.0625}),
@@ -90,6 +93,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_heads": 4, "head_dim": 16, "intermediate_size": 64, "state_size": 8, "n_groups": 2, "conv_kernel": 4,
          "expand": 2},
     ),
+    "marian": ("", {**_BART, "hidden_act": "silu"}),
+    "mbart": ("", {**_BART, "tie_word_embeddings": True}),
     "minicpm": ("", {}),
     "minimax": ("", {"layer_types": ["full_attention", "lightning_attention"], **_EXPERTS}),
     "mixtral": ("", dict(_EXPERTS)),
@@ -98,6 +103,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("", {"attn_qk_norm": True, "attn_qk_norm_full": True}),
     "openelm": ("", {}),
     "opt": ("", {"hidden_act": "relu", "tie_word_embeddings": True, **_EVERY_HEAD}),
+    "pegasus": ("", {**_BART, "hidden_act": "relu"}),
     "persimmon": ("", {"mlp_bias": True, "partial_rotary_factor": 0.5, "hidden_act": "relu2", **_EVERY_HEAD}),
     "phi": ("", {"partial_rotary_factor": 0.5, "mlp_bias": True, "hidden_act": "gelu_new", **_EVERY_HEAD}),
     "phi3": ("", dict(_LONG_ROPE)),
@@ -120,6 +126,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("", {"no_rope_layers": [1, 0]}),
     "stablelm": ("", {"partial_rotary_factor": 0.5}),
     "starcoder2": ("", {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}),
+    "t5": ("", {**_BART, **_T5, "hidden_act": "relu"}),
+    "trocr": ("", dict(_BART)),
+    "umt5": ("", {**_BART, **_T5, "hidden_act": "gelu_new", "is_gated_act": True, "head_dim": 8}),
+    "whisper": (
+        "WhisperConfig",
+        {**_BART, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 24, "max_source_positions": 16,
+         "max_target_positions": 48},
+    ),
     "zamba": ("", {}),
     "zamba2": (
         "Zamba2Config",

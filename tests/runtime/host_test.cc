@@ -1,4 +1,5 @@
-// Checks host.hpp against the models `cache`, `dense`, `inside`, `shared` and `threads` of modules.py. Prints what fails.
+// Checks host.hpp against the models `cache`, `dense`, `inside`, `shared` and `threads` of modules.py, and against the
+// decoder `bart`, whose logits for one token are in bart.bin. Prints what fails.
 #include <sched.h>
 #include <unistd.h>
 
@@ -6,6 +7,9 @@
 #include <set>
 #include <thread>
 
+#define LOWERING_MODEL bart
+#include "bart/model.h"
+#undef LOWERING_MODEL
 #define LOWERING_MODEL cache
 #include "cache/model.h"
 #undef LOWERING_MODEL
@@ -200,10 +204,29 @@ void test_shared(const std::string& folder) {
   }
 }
 
+void test_setup(const std::string& folder) {
+  const Model setup(folder + "/bart", bart::setup), decoder(folder + "/bart", bart::spec);
+  std::vector<float> states(7 * 16, 0.5f), past(4 * 4 * 48 * 4);
+  std::vector<int64_t> ids{1}, length{0};
+  auto inputs = setup.run({{"encoder_hidden_states", view(states.data(), {1, 7, 16})}});
+  inputs.insert_or_assign("input_ids", view(ids.data(), {1, 1}));
+  inputs.insert_or_assign("past_length", view(length.data(), {}));
+  for (int k = 0; k < 4; ++k) {
+    const std::string name = "past_key_values." + std::to_string(k / 2) + ".self." + (k % 2 ? "value" : "key");
+    inputs.insert_or_assign(name, view(past.data() + k * 4 * 48 * 4, {1, 4, 48, 4}));
+  }
+  const Tensor logits = decoder.run(inputs).at("logits");
+  std::ifstream file(folder + "/bart.bin", std::ios::binary);
+  const std::string wanted{std::istreambuf_iterator<char>(file), {}};
+  const char* data = static_cast<const char*>(logits.data_ptr());
+  expect(wanted == std::string(data, data + 4 * logits.numel()), "a decoder reads what its setup gives");
+}
+
 int main(int, char** argv) {
   test_cache(argv[1]);
   test_dense(argv[1]);
   test_shared(argv[1]);
+  test_setup(argv[1]);
   test_threads(argv[1]);
   test_inside(argv[1]);
   test_loading(argv[1]);
