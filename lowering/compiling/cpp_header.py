@@ -50,9 +50,7 @@ def model_header(manifest: Manifest, code: Mapping[str, bytes]) -> str:
         if part.part == SETUP:
             lines.append("// setup, which runs once per sequence and gives some of these inputs:")
         lines += [f"//   {role} {_comment(t)}" for role, tensors in _roles(part) for t in tensors]
-    return _TEMPLATE.format(
-        summary="\n".join(lines), specs="\n".join(_spec(part, code) for part in manifest.parts())
-    )
+    return _TEMPLATE.format(summary="\n".join(lines), specs="\n".join(_spec(part, code) for part in manifest.parts()))
 
 
 def _spec(manifest: Manifest, code: Mapping[str, bytes]) -> str:

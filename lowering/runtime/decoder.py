@@ -102,7 +102,9 @@ class Decoder:
         if not self.length:
             raise InputError("the decoder has read nothing that could be reordered: call prefill first.")
         if order.shape != (batch,) or order.dtype.kind not in "iu" or ((order < 0) | (order >= batch)).any():
-            raise InputError(f"rows must be {batch} integers from 0 to {batch - 1}, not {order.dtype} {order.tolist()}.")
+            raise InputError(
+                f"rows must be {batch} integers from 0 to {batch - 1}, not {order.dtype} {order.tolist()}."
+            )
         length = None if self._model.manifest.slots is None else self.length
         for cache in self._memory.values():
             self._reordering.apply(cache, order, length)

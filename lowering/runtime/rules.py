@@ -8,7 +8,15 @@ import re
 from collections.abc import Iterator, Sequence
 
 from ..manifest import (
-    MODEL, MOST_THREADS, SETUP, WEIGHTS, DecoderSpec, Manifest, SlotCaches, TensorSpec, WeightSpec,
+    MODEL,
+    MOST_THREADS,
+    SETUP,
+    WEIGHTS,
+    DecoderSpec,
+    Manifest,
+    SlotCaches,
+    TensorSpec,
+    WeightSpec,
 )  # fmt: skip
 from .elements import STORAGE, itemsize
 

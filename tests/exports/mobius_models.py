@@ -1,8 +1,9 @@
 """Tiny decoders as ONNX Runtime's own exporter writes them (package mobius-onnx), with random weights.
 
 `python tests/exports/mobius_models.py llama gemma3_text@cpu llama@static --folder F` writes F/llama.onnx and so on.
-After @ stands an execution provider of the exporter, or "static" for caches of a fixed capacity. Without names it
-writes what tests/exports/decoders keeps. Needs `pip install mobius-onnx==0.1.0 onnx-shape-inference`, and PyTorch.
+After @ stands an execution provider of the exporter, "static" for caches of a fixed capacity, or "encoder" for that of
+an encoder-decoder, of which the decoder is written otherwise. Without names it writes what tests/exports/decoders
+keeps. Needs `pip install mobius-onnx==0.1.0 onnx-shape-inference`, and PyTorch.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 KEPT = (
     "bamba", "bart", "bloom", "deepseek_v3", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gpt2", "gpt_oss",
     "llama", "llama@cpu", "llama@onnx-standard", "llama@static", "mamba2", "minimax", "mixtral", "phi3", "qwen3",
-    "qwen3@static", "qwen3_5_text",
+    "qwen3@static", "qwen3_5_text", "t5", "whisper",
 )  # fmt: skip
 
 
@@ -162,17 +163,18 @@ def build(name: str) -> ir.Model:
     config_class = getattr(_configs, kind or "ArchitectureConfig")
     fields = {field.name for field in dataclasses.fields(config_class)}
     sizes = {key: value for key, value in {**_SIZES, **changes}.items() if key in fields}
-    if "@" in name:
+    has_provider = form not in ("", "static", "encoder")
+    if has_provider or form == "static":
         sizes["head_dim"] = 16  # what GroupQueryAttention asks for
     config = config_class(**sizes)
     is_static = form == "static"
     task: Any = _default_task_for_model(architecture)
     if is_static:
         task = tasks.CausalLMTask(static_cache=True, max_seq_len=CAPACITY)
-    provider = "default" if is_static or not form else form
+    provider = form if has_provider else "default"
     module = registry.get(architecture)(config)
     package = build_from_module(module, config, task, execution_provider=provider)
-    model = package["decoder" if "decoder" in package else "model"]
+    model = package[form if form == "encoder" else "decoder" if "decoder" in package else "model"]
     fill(model, architecture)
     common.ClearMetadataAndDocStringPass()(model)
     return model

@@ -12,33 +12,36 @@ from mobius_models import CAPACITY, KEPT
 from thinned import thinned
 
 import lowering
+from lowering.runtime.decoder import Decoder
 
 FOLDER = Path(__file__).parent / "decoders"
 VOCABULARY, BATCH, PROMPT, STEPS = 40, 3, 9, 8
 
 # States are carried by `decoder()`, and see padding. Sinks that are written out are no attention.
 STATES = {"bamba", "mamba2", "minimax", "qwen3_5_text"}
-UNPADDED = {"bart", "bloom", "falcon_h1"}  # whose export ignores the mask, or has none
-SOURCE = 7  # tokens of what an encoder read
-UNSERVED = {*STATES, "bart", "gpt_oss"}
+ENCODED = {"bart", "t5", "whisper"}  # read what an encoder made
+UNPADDED = {*ENCODED, "bloom", "falcon_h1"}  # whose export ignores the mask, or has none
+SOURCES = (7, 4, 5)  # rows of what an encoder made, by sequence
+UNSERVED = {*STATES, *ENCODED, "gpt_oss"}
 
 
 def whole(name: str, sequences: list[np.ndarray]) -> list[np.ndarray]:
     """The logits [S, vocabulary] of each sequence alone, by onnxruntime, of the model as it was exported."""
     session = onnxruntime.InferenceSession(FOLDER / f"{name}.onnx")
-    return [session.run(["logits"], feeds(session, ids))[0][0] for ids in sequences]
+    return [session.run(["logits"], feeds(session, row, ids))[0][0] for row, ids in enumerate(sequences)]
 
 
-def feeds(session: onnxruntime.InferenceSession, ids: np.ndarray) -> dict[str, np.ndarray]:
+def feeds(session: onnxruntime.InferenceSession, row: int, ids: np.ndarray) -> dict[str, np.ndarray]:
     count = len(ids)
     known = {
         "input_ids": ids[None], "attention_mask": np.ones((1, count), np.int64), "position_ids": np.arange(count)[None],
-        "write_indices": np.zeros(1, np.int64), "nonpad_kv_seqlen": np.array([count]),
+        "write_indices": np.zeros(1, np.int64), "nonpad_kv_seqlen": np.array([count]), "decoder_input_ids": ids[None],
     }  # fmt: skip
-    empty = {"batch": 1, "past_sequence_len": 0, "encoder_sequence_len": SOURCE}
+    empty = {"batch": 1, "past_sequence_len": 0}
     for given in session.get_inputs():
         if given.name == "encoder_hidden_states":
-            known[given.name] = encoded(1, given.shape[2])
+            known[given.name] = encoded(given.shape[2])[row : row + 1, : SOURCES[row]]
+            empty["encoder_sequence_len"] = SOURCES[row]
     return {
         given.name: known[given.name]
         if given.name in known
@@ -47,15 +50,26 @@ def feeds(session: onnxruntime.InferenceSession, ids: np.ndarray) -> dict[str, n
     }
 
 
-IN_PLACE = [*((name, None) for name in KEPT), ("llama", "float16"), ("qwen3", "bfloat16")]
+IN_PLACE = [*((name, None) for name in KEPT), ("llama", "float16"), ("qwen3", "bfloat16"), ("bart", "float16")]
 SERVED = [*((name, None) for name in KEPT if name not in UNSERVED), ("llama", "float16"), ("gpt2", "bfloat16")]
 BARS = {None: 1e-5, "float16": 5e-3, "bfloat16": 6e-2}
 
 
-def encoded(batch: int, width: int) -> np.ndarray:
-    """What an encoder has made of a source, the same for all sequences."""
-    rows = np.random.default_rng(3).standard_normal((1, SOURCE, width)).astype(np.float32)
-    return np.broadcast_to(rows, (batch, SOURCE, width)).copy()
+def encoded(width: int) -> np.ndarray:
+    """What an encoder has made of the sources, with anything behind the shorter ones."""
+    return np.random.default_rng(3).standard_normal((BATCH, max(SOURCES), width)).astype(np.float32)
+
+
+def decoder_of(model: lowering.Model) -> Decoder:
+    """A decoder; arrays of sources that it was given hold nothing any more."""
+    if model.setup is None:
+        return model.decoder()
+    states = encoded(int(model.setup.inputs[0].dims[2]))
+    for row, count in enumerate(SOURCES):
+        states[row, count:] = np.nan
+    decoder = model.decoder(fixed={"encoder_hidden_states": states, "source_lengths": np.array(SOURCES)})
+    states[:] = np.nan
+    return decoder
 
 
 def compiled(name: str, precision: Any = None) -> lowering.Model:
@@ -73,9 +87,7 @@ def error_in_place(name: str, precision: Any) -> float:
     expected = np.zeros((*ids.shape, VOCABULARY), np.float32)
     for row, (count, logits) in enumerate(zip(padding, whole(name, [ids[b, n:] for b, n in enumerate(padding)]))):
         expected[row, count:] = logits
-    specs = {spec.name: spec for spec in model.inputs}
-    source = specs.get("encoder_hidden_states")
-    decoder = model.decoder(fixed={source.name: encoded(BATCH, int(source.dims[2]))} if source else None)
+    decoder = decoder_of(model)
     answers = [decoder.prefill(ids[:, :5], mask[:, :5]), decoder.prefill(ids[:, 5:PROMPT])]
     addresses = {key: cache.ctypes.data for key, cache in decoder._memory.items()}
     answers += [decoder.step(ids[:, k])[:, None] for k in range(PROMPT, PROMPT + STEPS)]

@@ -1,0 +1,208 @@
+"""What depends on an encoder's output alone runs once: the setup, what it takes out of a decoder, and what stays."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+
+import lowering
+from lowering.graph.setup_part import split_setup
+
+DECODERS = Path(__file__).parent / "exports" / "decoders"
+HEAD = '<ir_version: 10, opset_import: ["" : 24]>'
+RNG = np.random.default_rng(0)
+B, S, E, H, D = 2, 3, 5, 2, 4
+SIZES = {"B": B, "S": S, "E": E}
+
+
+def parts(text: str, called: Collection[str] = ("q",)) -> tuple[ir.Model, ir.Model | None]:
+    """The decoder that is left of a model, and its setup, after a check that both compute what the model did."""
+    whole = onnx.parser.parse_model(f"{HEAD} {text}")
+    for name, *shape in (("Wk", H * D, H * D), ("Wv", H * D, H * D)):
+        whole.graph.initializer.append(
+            onnx.numpy_helper.from_array(RNG.standard_normal(shape).astype(np.float32), name)
+        )
+    decoder = ir.from_proto(whole)
+    setup = split_setup(decoder, called)
+    feeds = {value.name: array_for(value) for value in whole.graph.input}
+    expected = run(whole, feeds)
+    kept = {} if setup is None else run(ir.to_proto(setup), feeds)
+    found = {**kept, **run(ir.to_proto(decoder), {**feeds, **kept})}
+    for name, array in expected.items():
+        np.testing.assert_allclose(found[name], array, rtol=1e-5, atol=1e-5)
+    return decoder, setup
+
+
+def array_for(value: onnx.ValueInfoProto) -> np.ndarray:
+    shape = [SIZES.get(dim.dim_param, dim.dim_value) for dim in value.type.tensor_type.shape.dim]
+    if value.type.tensor_type.elem_type == onnx.TensorProto.FLOAT:
+        return RNG.standard_normal(shape).astype(np.float32)
+    return np.arange(np.prod(shape)).reshape(shape) % 4 > 0
+
+
+def run(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    session = onnxruntime.InferenceSession(model.SerializeToString())
+    names = [output.name for output in session.get_outputs()]
+    return dict(zip(names, session.run(None, {i.name: feeds[i.name] for i in session.get_inputs()})))
+
+
+def names(values: Collection[ir.Value]) -> list[str | None]:
+    return [value.name for value in values]
+
+
+FLAT = """
+    k = MatMul (states, Wk)
+    v = MatMul (states, Wv)
+"""
+
+
+def test_flat_keys_and_values_are_kept_by_heads() -> None:
+    """With the number of keys of each source, which attention without a mask reads then."""
+    decoder, setup = parts(
+        f"""g (float[B,S,8] q, float[B,E,8] states) => (float[B,S,8] y) {{ {FLAT}
+        y = Attention <q_num_heads = 2, kv_num_heads = 2> (q, k, v) }}"""
+    )
+    assert setup is not None
+    assert names(decoder.graph.inputs) == ["q", "setup.0", "setup.1", "source_lengths"]
+    assert names(setup.graph.inputs) == ["states"]
+    assert [str(value.shape) for value in setup.graph.outputs] == ["[B,2,E,4]", "[B,2,E,4]", "[B]"]
+    assert not any(node.op_type == "MatMul" for node in decoder.graph)
+
+
+def test_keys_that_are_outputs_keep_their_names_and_leave_the_decoder() -> None:
+    decoder, setup = parts(
+        f"""g (float[B,S,8] q, float[B,E,8] states) => (float[B,S,8] y, float[B,2,E,4] key, float[B,2,E,4] value) {{
+        {FLAT} y, key, value = Attention <q_num_heads = 2, kv_num_heads = 2> (q, k, v) }}"""
+    )
+    assert setup is not None
+    assert names(decoder.graph.outputs) == ["y"]
+    assert names(setup.graph.outputs) == ["key", "value", "source_lengths"]
+    assert names(decoder.graph.inputs) == ["q", "key", "value", "source_lengths"]
+
+
+def test_a_mask_of_the_source_stays_in_the_decoder() -> None:
+    """It needs no matmul. Sizes that the model asks the tokens for are those of the source as well."""
+    decoder, setup = parts(
+        """g (float[B,2,S,4] q, float[B,E,8] states, bool[B,E] mask) => (float[B,2,S,4] y) {
+        batch = Shape <start = 0, end = 1> (q)
+        rest = Constant <value_ints = [-1, 2, 4]> ()
+        by_heads = Concat <axis = 0> (batch, rest)
+        k = MatMul (states, Wk)
+        k3 = Reshape (k, by_heads)
+        k4 = Transpose <perm = [0, 2, 1, 3]> (k3)
+        v = MatMul (states, Wv)
+        v3 = Reshape (v, by_heads)
+        v4 = Transpose <perm = [0, 2, 1, 3]> (v3)
+        axes = Constant <value_ints = [1, 2]> ()
+        seen = Unsqueeze (mask, axes)
+        all = Shape (states)
+        one = Constant <value_ints = [1]> ()
+        two = Constant <value_ints = [2]> ()
+        length = Slice (all, one, two)
+        rows = Shape <start = 2, end = 3> (q)
+        shape = Concat <axis = 0> (one, one, rows, length)
+        full = Expand (seen, shape)
+        y = Attention (q, k4, v4, full) }"""
+    )
+    assert setup is not None
+    assert names(setup.graph.inputs) == ["states"]
+    assert [str(value.shape) for value in setup.graph.outputs] == ["[B,2,E,4]", "[B,2,E,4]"]
+    assert names(decoder.graph.inputs) == ["q", "mask", "setup.0", "setup.1"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "(float[B,S,8] q, float[B,E,8] states) => (float[B,S,8] y) { s = ReduceSum (states) y = Add (q, s) }",
+        "(float[B,S,8] q, float[B,S,8] states) => (float[B,S,8] y) { k = MatMul (states, Wk) y = Add (q, k) }",
+        "(float[B,S,8] q) => (float[B,S,8] y) { y = MatMul (q, Wk) }",
+    ],
+    ids=["no-matmul", "a-row-for-each-token", "no-source"],
+)
+def test_nothing_to_compute_once(text: str) -> None:
+    decoder, setup = parts(f"g {text}")
+    assert setup is None and "q" in names(decoder.graph.inputs)
+
+
+@pytest.fixture(scope="module")
+def model() -> lowering.Model:
+    return lowering.compile(DECODERS / "t5.onnx", static_cache=48)
+
+
+@pytest.fixture(scope="module")
+def states() -> np.ndarray:
+    return np.random.default_rng(1).standard_normal((2, 7, 16)).astype(np.float32)
+
+
+def test_steps_compute_nothing_of_the_source(model: lowering.Model) -> None:
+    assert model.setup is not None
+    kernels = [[k for k in part.manifest.kernels if "encoder" in k.flops] for part in (model, model.setup)]
+    assert not kernels[0] and any(kernel.kind == "matmul" for kernel in kernels[1])
+    assert {t.name for t in model.setup.outputs} <= {t.name for t in model.inputs}
+
+
+def test_a_loaded_artifact_runs_by_hand(model: lowering.Model, states: np.ndarray, tmp_path: Path) -> None:
+    model.save(tmp_path / "out")
+    loaded = lowering.load(tmp_path / "out")
+    decoder, setup = loaded.decoder(fixed={"encoder_hidden_states": states}), loaded.setup
+    assert setup is not None
+    inputs = {t.name: np.zeros([2, *t.dims[1:]], t.dtype) for t in loaded.inputs if t.name in loaded.manifest.donated}
+    inputs |= {"input_ids": np.array([[1, 2], [3, 4]]), "past_length": np.array(0)}
+    logits = loaded.run({**inputs, **setup.run({"encoder_hidden_states": states})})["logits"]
+    np.testing.assert_array_equal(decoder.prefill([[1, 2], [3, 4]]), logits)
+    with pytest.raises(lowering.ArtifactError, match="a part of its decoder"):
+        setup.save(tmp_path / "setup")
+    (tmp_path / "out" / "setup.so").unlink()
+    with pytest.raises(lowering.ArtifactError, match=r"setup\.so' is missing"):
+        lowering.load(tmp_path / "out")
+
+
+def test_sequences_go_on_from_others(model: lowering.Model, states: np.ndarray) -> None:
+    """Four sequences of two sources: some go on from others of their source, some from those of the other one."""
+    rng = np.random.default_rng(2)
+    ids = rng.integers(0, 40, (4, 12))
+    decoder = model.decoder(fixed={"encoder_hidden_states": states, "source_lengths": np.array([7, 4])})
+    decoder.prefill(ids[:, :5])
+    histories, sources = ids[:, :5], np.array([0, 0, 1, 1])
+    for step, rows in enumerate(([1, 1, 3, 2], [0, 1, 2, 3], [2, 0, 1, 1], [3, 3, 3, 0]), 5):
+        addresses = [cache.ctypes.data for cache in decoder._memory.values()]
+        decoder.reorder(rows)
+        assert addresses == [cache.ctypes.data for cache in decoder._memory.values()]
+        histories, sources = np.concatenate([histories[rows], ids[:, step : step + 1]], axis=1), sources[rows]
+        fork = decoder.fork()
+        found = decoder.step(ids[:, step])
+        fixed = {"encoder_hidden_states": states[sources], "source_lengths": np.array([7, 4])[sources]}
+        np.testing.assert_allclose(found, model.decoder(fixed=fixed).prefill(histories)[:, -1], rtol=1e-4, atol=1e-5)
+        np.testing.assert_array_equal(found, fork.step(ids[:, step]))
+
+
+def test_another_source(model: lowering.Model, states: np.ndarray) -> None:
+    decoder = model.decoder(fixed={"encoder_hidden_states": states[:1]})
+    first = decoder.prefill([[1, 2, 3]])
+    decoder.reset(fixed={"encoder_hidden_states": states[1:, :4]})
+    second = decoder.prefill([[1, 2, 3]])
+    decoder.reset()
+    np.testing.assert_array_equal(decoder.prefill([[1, 2, 3]]), second)
+    decoder.reset(fixed={"encoder_hidden_states": states[:1]})
+    np.testing.assert_array_equal(decoder.prefill([[1, 2, 3]]), first)
+
+
+def test_refusals(model: lowering.Model, states: np.ndarray) -> None:
+    for fixed in ({}, {"source_lengths": [7, 7]}):
+        with pytest.raises(lowering.InputError, match="cannot know input 'encoder_hidden_states'"):
+            model.decoder(fixed=fixed)
+    decoder = model.decoder(fixed={"encoder_hidden_states": states})
+    with pytest.raises(lowering.InputError, match="read nothing"):
+        decoder.reorder([0, 1])
+    with pytest.raises(lowering.InputError, match="2 rows for 3 sequences"):
+        decoder.prefill([[1], [2], [3]])
+    decoder.prefill([[1], [2]])
+    for rows in ([0], [0, 2], [-1, 0], [0.0, 1.0]):
+        with pytest.raises(lowering.InputError, match="rows must be 2 integers from 0 to 1"):
+            decoder.reorder(rows)
