@@ -143,7 +143,7 @@ def session(
     for name in given:
         if name in caches or name == spec.positions:
             raise InputError(f"a decoder keeps '{name}' itself: leave it out, and let it begin empty.")
-    others = fixed_inputs(compiled.manifest)
+    others = fixed_inputs(compiled.manifest, (ids, mask, spec.positions))
     check_fixed(sizes, compiled.manifest.ranges)
     known = {dim for spec in (specs[ids], *others) for dim in spec.dims}
     known |= {name for name, (low, high) in compiled.manifest.ranges.items() if low == high}

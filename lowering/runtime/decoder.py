@@ -150,8 +150,8 @@ class Decoder:
         return self.prefill(token[:, None] if is_embedding else token.reshape(-1, 1))[:, -1]
 
     def _sources_of(self, fixed: Mapping[str, Any]) -> Sources:
-        needed = [spec.name for spec in fixed_inputs(self._model.manifest) if spec.name != self._ids]
-        missing = [name for name in needed if name not in {*fixed, self._mask, self._positions}]
+        needed = fixed_inputs(self._model.manifest, (self._ids, self._mask, self._positions))
+        missing = [spec.name for spec in needed if spec.name not in fixed]
         if missing:
             raise InputError(f"a decoder cannot know input '{missing[0]}': pass its array in `fixed`.")
         return Sources(self._model, fixed, self._specs[self._ids].dims[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -70,11 +70,14 @@ class Sources:
         self._arrays = self._given | {name: gathered(self._given[name], rows) for name in self._by_row}
 
 
-def fixed_inputs(manifest: Manifest) -> list[TensorSpec]:
-    """Return the inputs of a decoder, and of its setup, that are the same in every call and that nobody computes."""
+def fixed_inputs(manifest: Manifest, filled: Collection[str]) -> list[TensorSpec]:
+    """Return the inputs of a decoder, and of its setup, that are the same in every call and that nobody computes.
+
+    filled are the names of those that hold tokens, their mask and their positions.
+    """
     spec, setup = manifest.decoder, manifest.setup
     assert spec is not None
-    known = {*manifest.donated, *spec.states, spec.ids, spec.mask, spec.positions, spec.starts, spec.ends}
+    known = {*manifest.donated, *spec.states, spec.starts, spec.ends, *filled}
     known |= set() if manifest.slots is None else {manifest.slots.length}
     inputs, outputs = ((), ()) if setup is None else (setup.inputs, setup.outputs)
     known |= {tensor.name for tensor in outputs}

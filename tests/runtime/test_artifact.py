@@ -53,7 +53,7 @@ def test_what_is_in_it(folder: Path) -> None:
     assert {p.name for p in folder.iterdir()} == {"model.so", "weights.bin", "manifest.json", "model.h", "host.hpp"}
     data = json.loads((folder / "manifest.json").read_text())
     assert data["inputs"] == [{"name": "x", "dtype": "float32", "storage": "float32", "dims": ["n", 64]}]
-    assert data["format"] == 7 and set(data["hashes"]) == {p.name for p in folder.iterdir()}
+    assert data["format"] == 8 and set(data["hashes"]) == {p.name for p in folder.iterdir()}
     assert all(w["offset"] % 64 == 0 for w in data["weights"])
 
 
@@ -67,10 +67,10 @@ def test_no_artifact(tmp_path: Path) -> None:
         ("{", r"manifest\.json' cannot be read: "),
         (
             "[]",
-            r"has artifact format None, and this version of onnx-lowering reads format 7: compile the model",
+            r"has artifact format None, and this version of onnx-lowering reads format 8: compile the model",
         ),
-        ('{"format": 2}', r"has artifact format 2, and this version of onnx-lowering reads format 7"),
-        ('{"format": 7}', r"manifest\.json' is damaged: "),
+        ('{"format": 2}', r"has artifact format 2, and this version of onnx-lowering reads format 8"),
+        ('{"format": 8}', r"manifest\.json' is damaged: "),
     ],
 )
 def test_manifests_that_cannot_be_read(folder: Path, text: str, message: str) -> None:
@@ -235,7 +235,7 @@ def test_a_failed_write_leaves_no_trace(folder: Path, monkeypatch: pytest.Monkey
     manifest = Manifest.from_dict(json.loads(before["manifest.json"]))
     monkeypatch.setattr(artifacts, "model_header", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        artifacts.write(folder, [b"code"], manifest, {"w": np.ones(3)})
+        artifacts.write(folder, [artifacts.Part(manifest, (b"code",), {"w": np.ones(3)})])
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
     assert os.listdir(folder.parent) == ["out"]
 
