@@ -44,6 +44,9 @@ class _Kind(IntEnum):
 def split_setup(model: ir.Model, called: Collection[str]) -> ir.Model | None:
     """Take the setup out of a decoder and return it; None where there is nothing to compute once.
 
+    Outputs other than the first that are the same in every call, such as keys and values of cross attention that are
+    passed on, leave the decoder in any case: it would copy them at every step.
+
     Args:
         model: The decoder, rewritten in place. The setup's outputs are inputs of it, by name, or were outputs of it.
         called: Names of the inputs that change from call to call: tokens, masks, positions, caches, states.
@@ -57,13 +60,16 @@ def split_setup(model: ir.Model, called: Collection[str]) -> ir.Model | None:
     kinds = _kinds(model.graph, sources)
     made = _made_by_products(model.graph, kinds)
     kept = list(_kept(model.graph, made))
+    given = [*kept, *(value for value in model.graph.outputs if value in made and value not in kept)]
+    outputs = [value for value in model.graph.outputs[1:] if kinds[value] != _Kind.SOURCE]
     if not kept:
+        model.graph.outputs[1:] = outputs
         return None
     _name(model.graph, kept)
-    given = [*kept, *(value for value in model.graph.outputs if value in made and value not in kept)]
     lengths = _count_keys(model.graph, kept)
     setup = _setup_of(model, [str(value.name) for value in [*given, *lengths]])
-    _give_as_inputs(model, [*kept, *lengths], made)
+    model.graph.outputs[1:] = outputs
+    _give_as_inputs(model, [*kept, *lengths])
     return setup
 
 
@@ -217,10 +223,9 @@ def _setup_of(model: ir.Model, names: Collection[str]) -> ir.Model:
     return setup
 
 
-def _give_as_inputs(model: ir.Model, values: Sequence[ir.Value], made: Collection[ir.Value]) -> None:
-    """Make values inputs of the model, which gives out nothing of what the setup makes."""
+def _give_as_inputs(model: ir.Model, values: Sequence[ir.Value]) -> None:
+    """Make values inputs of the model."""
     graph = model.graph
-    graph.outputs[:] = [value for value in graph.outputs if value not in made]
     inputs = []
     for value in values:
         given = ir.Value(name=value.name, type=value.type, shape=value.shape)

@@ -39,7 +39,11 @@ class Sources:
             arrays = {**kept, **{name: array for name, array in arrays.items() if name in specs or name not in inputs}}
         self._given = self._arrays = arrays
         self._by_row = [name for name in arrays if name in specs and specs[name].dims[:1] == (batch,)]
-        self._count = arrays[self._by_row[0]].shape[0] if self._by_row else 0
+        counts = {name: arrays[name].shape[0] for name in self._by_row}
+        if len(set(counts.values())) > 1:
+            texts = ", ".join(f"'{name}' {count}" for name, count in counts.items())
+            raise InputError(f"arrays of the sources have rows for different numbers of them: {texts}. Give one each.")
+        self._count = next(iter(counts.values()), 0)
         self._rows = np.arange(self._count)
 
     def of(self, batch: int) -> dict[str, Any]:
