@@ -121,7 +121,10 @@ def _decoder_of(model: ir.Model, serve: Serve) -> _Decoder:
     dropped = [value for value in (*pasts, mask, position_ids) if value is not None]
     others = [value.name for value in model.graph.inputs if value is not ids and value not in dropped]
     if others:
-        raise ModelError(f"serve: the model has an input '{others[0]}' beside tokens, mask, positions and caches.")
+        raise ModelError(
+            f"serve: the model has an input '{others[0]}' beside tokens, mask, positions and caches. Compile it with "
+            "static_cache, whose decoder takes such inputs once per sequence."
+        )
     positions = Positions(model, ids, mask, position_ids, pasts)
     attentions = [node for node in model.graph if is_op(node, "Attention") and positions.of_data(node)]
     for node in attentions:
