@@ -20,7 +20,7 @@ from onnx_ir.passes import common
 
 from ..fusion.matching import Rewrite, Size, attribute, dims, is_op, operand, remove_unused
 from ..fusion.sizes import InferSizesPass
-from .cache_forms import LENGTH_AXIS, MASK, NONPAD, split_heads
+from .cache_forms import LENGTH_AXIS, MASK, NONPAD, split_heads, use_opset_24
 
 SOURCE_LENGTHS = "source_lengths"
 """int64 [B], the number of keys that count of each source."""
@@ -66,7 +66,7 @@ def split_setup(model: ir.Model, called: Collection[str]) -> ir.Model | None:
         model.graph.outputs[1:] = outputs
         return None
     _name(model.graph, kept)
-    lengths = _count_keys(model.graph, kept)
+    lengths = _count_keys(model, kept)
     setup = _setup_of(model, [str(value.name) for value in [*given, *lengths]])
     model.graph.outputs[1:] = outputs
     _give_as_inputs(model, [*kept, *lengths])
@@ -185,15 +185,17 @@ def _name(graph: ir.Graph, kept: Iterable[ir.Value]) -> None:
             value.name = next(free)
 
 
-def _count_keys(graph: ir.Graph, kept: Collection[ir.Value]) -> list[ir.Value]:
+def _count_keys(model: ir.Model, kept: Collection[ir.Value]) -> list[ir.Value]:
     """Let attention over kept keys and values without a mask read SOURCE_LENGTHS; return that value, if there is any.
 
     In the setup it is the number of all keys.
     """
+    graph = model.graph
     readers = [node for node in graph if is_op(node, "Attention") and _reads_all_keys(node, kept)]
     lengths = {dims(operand(node, 1))[LENGTH_AXIS] for node in readers}
     if len(lengths) != 1 or any(value.name == SOURCE_LENGTHS for value in graph.inputs):
         return []
+    use_opset_24(model)
     new = Rewrite(readers[0])
     key = operand(readers[0], 1)
     count = new.emit("Shape", [key], {"start": LENGTH_AXIS, "end": LENGTH_AXIS + 1}, ir.DataType.INT64, [1])

@@ -103,6 +103,8 @@ def _decoder(manifest: Manifest, spec: DecoderSpec) -> Iterator[str]:
 def _setup(manifest: Manifest, setup: Manifest) -> Iterator[str]:
     if (manifest.part, setup.part, setup.setup) != (MODEL, SETUP, None) or setup.donated:
         yield f"the part '{setup.part}' is a setup of the part '{manifest.part}'"
+    if setup.architectures != manifest.architectures:
+        yield "the setup is for other GPUs"
     if not {t.name for t in setup.outputs} & {t.name for t in manifest.inputs}:
         yield "no output of the setup is an input"
     hashes = dict.fromkeys([*setup.code().values(), WEIGHTS], "")  # which are looked for in the whole

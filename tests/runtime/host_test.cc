@@ -1,5 +1,5 @@
-// Checks host.hpp against the models `cache`, `dense`, `inside`, `shared` and `threads` of modules.py, and against the
-// decoder `bart`, whose logits for one token are in bart.bin. Prints what fails.
+// Checks host.hpp against the models `cache`, `dense`, `inside`, `shared`, `threads` and `translator` of modules.py, whose
+// logits for one token are in translator.bin. Prints what fails.
 #include <sched.h>
 #include <unistd.h>
 
@@ -7,9 +7,6 @@
 #include <set>
 #include <thread>
 
-#define LOWERING_MODEL bart
-#include "bart/model.h"
-#undef LOWERING_MODEL
 #define LOWERING_MODEL cache
 #include "cache/model.h"
 #undef LOWERING_MODEL
@@ -24,6 +21,9 @@
 #undef LOWERING_MODEL
 #define LOWERING_MODEL threads
 #include "threads/model.h"
+#undef LOWERING_MODEL
+#define LOWERING_MODEL translator
+#include "translator/model.h"
 
 using lowering::Model;
 using lowering::Tensor;
@@ -205,7 +205,7 @@ void test_shared(const std::string& folder) {
 }
 
 void test_setup(const std::string& folder) {
-  const Model setup(folder + "/bart", bart::setup), decoder(folder + "/bart", bart::spec);
+  const Model setup(folder + "/translator", translator::setup), decoder(folder + "/translator", translator::spec);
   std::vector<float> states(7 * 16, 0.5f), past(4 * 4 * 48 * 4);
   std::vector<int64_t> ids{1}, length{0};
   auto inputs = setup.run({{"encoder_hidden_states", view(states.data(), {1, 7, 16})}});
@@ -216,7 +216,7 @@ void test_setup(const std::string& folder) {
     inputs.insert_or_assign(name, view(past.data() + k * 4 * 48 * 4, {1, 4, 48, 4}));
   }
   const Tensor logits = decoder.run(inputs).at("logits");
-  std::ifstream file(folder + "/bart.bin", std::ios::binary);
+  std::ifstream file(folder + "/translator.bin", std::ios::binary);
   const std::string wanted{std::istreambuf_iterator<char>(file), {}};
   const char* data = static_cast<const char*>(logits.data_ptr());
   expect(wanted == std::string(data, data + 4 * logits.numel()), "a decoder reads what its setup gives");

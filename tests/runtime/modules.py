@@ -14,6 +14,7 @@ import tvm
 from tvm import relax, tirx
 from tvm.script import tirx as T
 
+import lowering
 from lowering.compiling import artifact
 from lowering.compiling.carried import link_options
 from lowering.manifest import Manifest, TensorSpec
@@ -252,6 +253,12 @@ def addresses(folder: Path, dtype: str = "float32", storage: str = "float32", **
         return [builder.emit(relax.op.call_tir(function, inputs, out_ty=relax.TensorType((1,), "int64")))]
 
     return build(folder, [spec("x", dtype, "n", "m", storage=storage)], [spec("at", "int64", 1)], body, **fields)
+
+
+def translator(folder: Path) -> Path:
+    """The decoder of a T5, compiled with static caches: it has a setup."""
+    lowering.compile(ROOT / "tests" / "exports" / "decoders" / "t5.onnx", static_cache=48).save(folder)
+    return folder
 
 
 def add_in_place(size: int) -> tirx.PrimFunc:

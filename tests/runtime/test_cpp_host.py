@@ -17,12 +17,12 @@ import lowering
 
 
 def test_host_header(artifact: Callable[..., Path], tmp_path: Path) -> None:
-    for name in ("cache", "dense", "inside", "shared", "threads"):
+    for name in ("cache", "dense", "inside", "shared", "threads", "translator"):
         lowering.load(artifact(name)).save(tmp_path / name)
-    bart = lowering.compile(modules.ROOT / "tests" / "exports" / "decoders" / "bart.onnx", static_cache=48)
-    bart.save(tmp_path / "bart")
-    decoder = bart.decoder(fixed={"encoder_hidden_states": np.full((1, 7, 16), 0.5, np.float32)})
-    (tmp_path / "bart.bin").write_bytes(decoder.prefill([[1]]).tobytes())
+    decoder = lowering.load(tmp_path / "translator").decoder(
+        fixed={"encoder_hidden_states": np.full((1, 7, 16), 0.5, np.float32)}
+    )
+    (tmp_path / "translator.bin").write_bytes(decoder.prefill([[1]]).tobytes())
     ffi = Path(libinfo.find_libtvm_ffi()).parent
     runtime = Path(tvm.__file__).parent / "lib"
     command = ["g++", "-std=c++17", "-pthread", Path(__file__).with_name("host_test.cc"), "-o", tmp_path / "host"]

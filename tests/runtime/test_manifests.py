@@ -86,10 +86,10 @@ def mutated(data: Any, rng: random.Random) -> Any:
     return data
 
 
-@pytest.mark.parametrize("name", ["cache", "dense"])
+@pytest.mark.parametrize("name", ["cache", "dense", "translator"])
 @pytest.mark.parametrize("redigested", [False, True])
 def test_mutations(name: str, redigested: bool, artifact: Callable[..., Path], tmp_path: Path) -> None:
-    """400 manifests in which something else stands; redigested, as one would write who had made them on purpose."""
+    """600 manifests in which something else stands; redigested, as one would write who had made them on purpose."""
     folder = tmp_path / "out"
     lowering.load(artifact(name)).save(folder)
     path = folder / "manifest.json"
