@@ -29,7 +29,6 @@ class Sources:
 
         Raises InputError for arrays that the setup does not take.
         """
-        self._gpu = model.gpu
         arrays = {name: _placed(model, name, array) for name, array in given.items()}
         specs = {spec.name: spec for spec in model.inputs}
         if model.setup is not None:
@@ -39,7 +38,7 @@ class Sources:
             arrays = {**kept, **{name: array for name, array in arrays.items() if name in specs or name not in inputs}}
         self._given = self._arrays = arrays
         self._by_row = [name for name in arrays if name in specs and specs[name].dims[:1] == (batch,)]
-        counts = {name: arrays[name].shape[0] for name in self._by_row}
+        counts = {name: next(iter(arrays[name].shape), 1) for name in self._by_row}  # a number is refused by the model
         if len(set(counts.values())) > 1:
             texts = ", ".join(f"'{name}' {count}" for name, count in counts.items())
             raise InputError(f"arrays of the sources have rows for different numbers of them: {texts}. Give one each.")

@@ -91,7 +91,12 @@ def error_in_place(name: str, precision: Any) -> float:
     decoder = decoder_of(model)
     answers = [decoder.prefill(ids[:, :5], mask[:, :5]), decoder.prefill(ids[:, 5:PROMPT])]
     addresses = {key: cache.ctypes.data for key, cache in decoder._memory.items()}
-    answers += [decoder.step(ids[:, k])[:, None] for k in range(PROMPT, PROMPT + STEPS)]
+    answers += [decoder.step(ids[:, k])[:, None] for k in range(PROMPT, PROMPT + STEPS - 1)]
+    fork, rows = decoder.fork(), [2, 0, 2]
+    fork.reorder(rows)
+    answers.append(decoder.step(ids[:, -1])[:, None])
+    moved = float(np.abs(fork.step(ids[rows, -1])[:, None] - answers[-1][rows]).max())
+    assert moved < 1e-3 * np.abs(expected).max()
     assert addresses.keys() == model.manifest.donated.keys()
     assert addresses == {key: cache.ctypes.data for key, cache in decoder._memory.items()}
     assert {t.dtype for t in model.inputs if t.name in addresses} <= {precision or "float32"}
@@ -155,3 +160,6 @@ def test_donated_caches_of_an_export_make_a_decoder() -> None:
     fork = decoder.fork()
     np.testing.assert_array_equal(decoder.step([3, 4]), fork.step([3, 4]))
     assert np.abs(decoder.step([5, 6]) - fork.step([7, 8])).max() > 0
+    fork = decoder.fork()
+    fork.reorder([1, 0])
+    np.testing.assert_array_equal(decoder.step([5, 6])[::-1], fork.step([6, 5]))
