@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tvm import tirx
@@ -27,6 +28,7 @@ from .parameters import Sizes, Tensor, matched
 
 ATTRIBUTE = "lowering.linear_attention"
 ACC = "float32"
+_TABLES = ("first_rows", "row_counts", "past", "pages")
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,10 @@ class LinearAttention:
     """Elements of g_t for each head of the state: 0 for no decay, 1, or D."""
     betas: int = 0
     """Elements of beta_t: 0 for no delta rule, 1 for all heads of the state, or Hv."""
+    packed: bool = False
+    """Rows of B sequences lie side by side, [1, N, ...], and their states in a pool [P, Hv, D, Dv]. By int64 tables
+    sequence b has rows first_rows[b] to first_rows[b] + row_counts[b] - 1, and state pages[b, 0], which is zeros where
+    past[b], the number of tokens before, is 0. One without rows leaves its state alone. No two share a state."""
 
     def __post_init__(self) -> None:
         if min(self.q_heads, self.k_heads, self.v_heads, self.head_dim, self.v_head_dim) < 1:
@@ -72,8 +78,8 @@ class LinearAttention:
 
     def inputs(self) -> tuple[str, ...]:
         """Names of the parameters that are read, the state first."""
-        there = {"decay": self.decay, "beta": self.betas}
-        return ("state", "q", "k", "v", *(name for name, count in there.items() if count))
+        there = {"decay": self.decay, "beta": self.betas} | dict.fromkeys(_TABLES, self.packed)
+        return ("state", "q", "k", "v", *(name for name, is_there in there.items() if is_there))
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -81,6 +87,20 @@ class LinearAttention:
     @staticmethod
     def from_json(text: str) -> LinearAttention:
         return LinearAttention(**json.loads(text))
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """Where the tokens of a batch are: so many rows from [batch, first] on, and the state of that index.
+
+    is_new says that the state before them is zeros, whatever memory holds; None: it is what memory holds.
+    """
+
+    batch: Expr
+    first: Expr
+    count: Expr
+    state: Expr
+    is_new: Expr | None
 
 
 class BoundLinear:
@@ -96,7 +116,8 @@ class BoundLinear:
         size = Sizes()
         self.B = size("B") if p.batch is None else p.batch
         self.L = size("L") if p.length is None else p.length
-        state: Tensor = ([self.B, p.v_heads, p.head_dim, p.v_head_dim], p.state_dtype)
+        self.states = size("states") if p.packed else self.B
+        state: Tensor = ([self.states, p.v_heads, p.head_dim, p.v_head_dim], p.state_dtype)
         widths = {
             "q": p.q_heads * p.head_dim,
             "k": p.k_heads * p.head_dim,
@@ -105,10 +126,34 @@ class BoundLinear:
             "beta": p.betas,
             "y": p.y_heads * p.v_head_dim,
         }
-        shapes: dict[str, Tensor] = {name: ([self.B, self.L, width], p.dtype) for name, width in widths.items()}
+        front = T.int64(1) if p.packed else self.B
+        shapes: dict[str, Tensor] = {name: ([front, self.L, width], p.dtype) for name, width in widths.items()}
+        shapes |= dict.fromkeys(_TABLES, ([self.B], "int64")) | {"pages": ([self.B, 1], "int64")}
         shapes |= {"state": state, "present": state}
         self.buffers = {name: matched(name, argument, *shapes[name]) for name, argument in arguments.items()}
         self.state = self.buffers["present" if copy else "state"]
+
+    @property
+    def tokens(self) -> Expr:
+        """How many tokens all sequences have together."""
+        return T.int64(1) * self.L * (1 if self.linear.packed else self.B)
+
+    def sequence(self, b: Expr, bind: Callable[[Expr], Expr]) -> Sequence:
+        """Where the tokens of batch b are; none, where tables lead out of the buffers. bind makes a variable."""
+        if not self.linear.packed:
+            return Sequence(b, T.int64(0), T.int64(1) * self.L, b, None)
+        first, count, past = (bind(self.buffers[name][b]) for name in ("first_rows", "row_counts", "past"))
+        page, rows = bind(self.buffers["pages"][b, T.int64(0)]), T.int64(1) * self.L
+        is_there = tirx.all(first >= 0, first <= rows, page >= 0, page < self.states)
+        count = bind(tirx.Select(is_there, tirx.max(tirx.min(count, rows - first), T.int64(0)), T.int64(0)))
+        return Sequence(T.int64(0), first, count, page, past == 0)
+
+    def state_before(self, sequence: Sequence, h: Expr, d: Expr, c: Expr) -> Expr:
+        """An element of the state before the first token."""
+        value = widened(self.state[sequence.state, h, d, c], ACC)
+        if sequence.is_new is None:
+            return value
+        return tirx.if_then_else(sequence.is_new, tirx.const(0.0, ACC), value)
 
     # Which element of a row of a parameter: of head h of the state, and of its reader g.
 
@@ -155,22 +200,24 @@ def _prim_func(linear: LinearAttention, copy: bool) -> tirx.PrimFunc:
                     T.buffer_store(bound.state, bound.buffers["state"][tuple(place)], list(place))
             heads = T.int64(linear.v_heads)
             with T.parallel(heads * bound.B) as work:
-                _head(bound, T.bind(work // heads), T.bind(work % heads))
+                sequence = bound.sequence(T.bind(work // heads), T.bind)
+                with T.If(sequence.count > 0), T.Then():
+                    _head(bound, sequence, T.bind(work % heads))
     return builder.get()
 
 
-def _head(bound: BoundLinear, b: Expr, h: Expr) -> None:
-    """All tokens of head h of batch b, element by element."""
+def _head(bound: BoundLinear, sequence: Sequence, h: Expr) -> None:
+    """All tokens of head h of a sequence, element by element."""
     p, zero = bound.linear, tirx.const(0.0, ACC)
     D, Dv = T.int64(p.head_dim), T.int64(p.v_head_dim)
     S, u = T.alloc_buffer((p.head_dim, p.v_head_dim), ACC), T.alloc_buffer((p.v_head_dim,), ACC)
 
     def element(name: str, t: Expr, at: Expr) -> Expr:
-        return widened(bound.buffers[name][b, t, at], ACC)
+        return widened(bound.buffers[name][sequence.batch, sequence.first + t, at], ACC)
 
     with T.grid(D, Dv) as (d, c):
-        T.buffer_store(S, widened(bound.state[b, h, d, c], ACC), [d, c])
-    with T.serial(T.int64(1) * bound.L) as t:
+        T.buffer_store(S, bound.state_before(sequence, h, d, c), [d, c])
+    with T.serial(sequence.count) as t:
         if p.decay:
             with T.grid(D, Dv) as (d, c):
                 T.buffer_store(S, S[d, c] * tirx.exp(element("decay", t, bound.decay_at(h, d))), [d, c])
@@ -189,6 +236,6 @@ def _head(bound: BoundLinear, b: Expr, h: Expr) -> None:
             with T.serial(D) as d:
                 T.buffer_store(y, y[0] + S[d, c] * element("q", t, bound.q_at(h, g, d)), [0])
             scaled = cast(y[0] * tirx.const(p.scale, ACC), p.dtype)
-            T.buffer_store(bound.buffers["y"], scaled, [b, t, bound.y_at(h, g, c)])
+            T.buffer_store(bound.buffers["y"], scaled, [sequence.batch, sequence.first + t, bound.y_at(h, g, c)])
     with T.grid(D, Dv) as (d, c):
-        T.buffer_store(bound.state, cast(S[d, c], p.state_dtype), [b, h, d, c])
+        T.buffer_store(bound.state, cast(S[d, c], p.state_dtype), [sequence.state, h, d, c])

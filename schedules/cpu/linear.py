@@ -54,11 +54,12 @@ def linear_kernel(problem: LinearAttention, cpu: Machine, tiles: LinearTiles) ->
     with IRBuilder() as builder, T.prim_func():
         bound = BoundLinear(problem)
         tasks = T.int64(problem.v_heads) * bound.B
-        work = tasks * bound.L * (problem.head_dim * problem.v_head_dim)
+        work = bound.tokens * (problem.v_heads * problem.head_dim * problem.v_head_dim)
 
         def task(index: Expr) -> None:
-            b, h = fixed(index // problem.v_heads), fixed(index % problem.v_heads)
-            _tokens(Head(bound, tiles, cpu, b, h))
+            sequence = bound.sequence(fixed(index // problem.v_heads), fixed)
+            with T.If(sequence.count > 0), T.Then():
+                _tokens(Head(bound, tiles, cpu, sequence, fixed(index % problem.v_heads)))
 
         split_among_threads(tasks, work, _PARALLEL_WORK, task)
     return builder.get()
@@ -66,12 +67,11 @@ def linear_kernel(problem: LinearAttention, cpu: Machine, tiles: LinearTiles) ->
 
 def _tokens(head: Head) -> None:
     """All tokens of a head, by chunks and then one by one."""
-    length = T.int64(1) * head.bound.L
+    length = head.sequence.count
     for name in ("u", "S"):  # rows are wider than those that are copied there
         if head.width > head.Dv:
             head.clear(head.memory[name])
-    if not head.direct:
-        head.copy_state(out=False)
+    head.read_state()
     chunks = fixed(length // head.C)
     with T.serial(chunks) as n:
         first, count = fixed(n * head.C), T.int64(head.C)

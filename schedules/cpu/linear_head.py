@@ -9,17 +9,17 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.expr.emit import widened
-from lowering.attention.linear import ACC, BoundLinear
+from lowering.attention.linear import ACC, BoundLinear, Sequence
 
 from .linear_tiles import LinearTiles
 from .vector import LOG2_E, Buffer, Machine, Register, convert, exp2, fixed, like, load, splat, store, workspace
 
 
 class Head:
-    """The code for head h of the state, in batch b."""
+    """The code for head h of the state of a sequence."""
 
-    def __init__(self, bound: BoundLinear, tiles: LinearTiles, cpu: Machine, b: Expr, h: Expr) -> None:
-        self.bound, self.tiles, self.cpu, self.b, self.h = bound, tiles, cpu, b, h
+    def __init__(self, bound: BoundLinear, tiles: LinearTiles, cpu: Machine, sequence: Sequence, h: Expr) -> None:
+        self.bound, self.tiles, self.cpu, self.sequence, self.h = bound, tiles, cpu, sequence, h
         self.p = p = bound.linear
         self.W, self.C = cpu.lanes(ACC), tiles.chunk
         self.D, self.Dv, self.G = p.head_dim, p.v_head_dim, p.group
@@ -56,7 +56,21 @@ class Head:
 
     def read(self, name: str, t: Expr, at: Expr, w: int) -> Expr:
         """Elements [at, at + w) of row t of a parameter."""
-        return convert(load(self.bound.buffers[name], w, self.b, t, at), ACC, self.cpu)
+        return convert(load(self.bound.buffers[name], w, *self.index(t), at), ACC, self.cpu)
+
+    def index(self, t: Expr) -> tuple[Expr, Expr]:
+        """Where row t of a parameter is."""
+        return self.sequence.batch, fixed(self.sequence.first + t)
+
+    def read_state(self) -> None:
+        """The state before the first token comes to where tokens find it."""
+        if not self.direct:
+            self.copy_state(out=False)
+        if self.sequence.is_new is not None:
+            with T.If(self.sequence.is_new), T.Then():
+                zeros = splat(0.0, self.W, ACC)
+                with T.serial(T.int64(self.D)) as d, T.serial(T.int64(self.width // self.W)) as n:
+                    self.put_state(zeros, d, fixed(n * self.W))
 
     def copy_state(self, out: bool) -> None:
         S, state = self.memory["S"], self.bound.state
@@ -65,9 +79,9 @@ class Head:
             def vector(c: Expr, w: int) -> None:
                 if out:
                     value = convert(load(S, w, d * self.width + c), self.p.state_dtype, self.cpu)
-                    store(state, value, self.b, self.h, d, c)
+                    store(state, value, self.sequence.state, self.h, d, c)
                 else:
-                    value = convert(load(state, w, self.b, self.h, d, c), ACC, self.cpu)
+                    value = convert(load(state, w, self.sequence.state, self.h, d, c), ACC, self.cpu)
                     store(S, value, d * self.width + c)
 
             self.row(self.Dv, vector)
@@ -75,12 +89,12 @@ class Head:
     def state(self, d: Expr, c: Expr) -> Expr:
         """A vector of row d of the state."""
         if self.direct:
-            return load(self.bound.state, self.W, self.b, self.h, d, c)
+            return load(self.bound.state, self.W, self.sequence.state, self.h, d, c)
         return load(self.memory["S"], self.W, d * self.width + c)
 
     def put_state(self, value: Expr, d: Expr, c: Expr) -> None:
         if self.direct:
-            store(self.bound.state, value, self.b, self.h, d, c)
+            store(self.bound.state, value, self.sequence.state, self.h, d, c)
         else:
             store(self.memory["S"], value, d * self.width + c)
 
@@ -118,7 +132,7 @@ class Head:
                     ),
                 )
             if p.betas:
-                value = widened(bound.buffers["beta"][self.b, t, bound.beta_at(self.h)], ACC)
+                value = widened(bound.buffers["beta"][(*self.index(t), bound.beta_at(self.h))], ACC)
                 T.buffer_store(memory["beta"], value, [i])
 
     def close(self, first: Expr, count: Expr) -> None:
@@ -128,7 +142,7 @@ class Head:
             def vector(c: Expr, w: int) -> None:
                 value = load(self.memory["y"], w, (g * self.C + i) * self.width + c)
                 value = convert(value * splat(self.p.scale, w, ACC), self.p.dtype, self.cpu)
-                store(self.bound.buffers["y"], value, self.b, first + i, self.bound.y_at(self.h, g, c))
+                store(self.bound.buffers["y"], value, *self.index(first + i), self.bound.y_at(self.h, g, c))
 
             self.row(self.Dv, vector)
 

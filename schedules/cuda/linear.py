@@ -19,7 +19,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from lowering.attention.expr.emit import cast, widened
-from lowering.attention.linear import ACC, ATTRIBUTE, BoundLinear, LinearAttention
+from lowering.attention.linear import ACC, ATTRIBUTE, BoundLinear, LinearAttention, Sequence
 
 from ..tiles import Space, Tiles
 from ..variant import Variant
@@ -76,15 +76,17 @@ def _kernel(problem: LinearAttention, tiles: LinearTiles) -> tirx.PrimFunc:
                 head = fixed(tirx.truncdiv(index, T.int64(shares)))
                 b, h = (f(head, T.int64(problem.v_heads)) for f in (tirx.truncdiv, tirx.truncmod))
                 c = tirx.truncmod(index, T.int64(shares)) * columns + (thread // _LANES).astype("int64")
-                _Column(bound, fixed(b), fixed(h), fixed(c), fixed((thread % _LANES).astype("int64"))).emit()
+                sequence = bound.sequence(fixed(b), fixed)
+                with T.If(sequence.count > 0), T.Then():
+                    _Column(bound, sequence, fixed(h), fixed(c), fixed((thread % _LANES).astype("int64"))).emit()
     return builder.get()
 
 
 class _Column:
-    """The code of a lane for its part of column c of the state's head h, in batch b; there may be no such column."""
+    """The code of a lane for its part of column c of a sequence's state of head h; there may be no such column."""
 
-    def __init__(self, bound: BoundLinear, b: Expr, h: Expr, c: Expr, lane: Expr) -> None:
-        self.bound, self.p, self.b, self.h, self.c, self.lane = bound, bound.linear, b, h, c, lane
+    def __init__(self, bound: BoundLinear, sequence: Sequence, h: Expr, c: Expr, lane: Expr) -> None:
+        self.bound, self.p, self.sequence, self.h, self.c, self.lane = bound, bound.linear, sequence, h, c, lane
         self.there = fixed(c < self.p.v_head_dim)
         self.count = -(-self.p.head_dim // _LANES)
         self.S = registers(self.count, ACC)
@@ -93,11 +95,14 @@ class _Column:
         p, state = self.p, self.bound.state
         with unrolled(self.count) as m:
             d = self.row(m)
-            put(self.S, m, self.guarded(self.is_element(m), lambda: state[self.b, self.h, d, self.c]))
-        with T.serial(T.int64(1) * self.bound.L) as t:
-            self.token(t)
+            put(self.S, m, self.guarded(self.is_element(m), lambda: self.before(d)))
+        with T.serial(self.sequence.count) as t:
+            self.token(fixed(self.sequence.first + t))
         with unrolled(self.count) as m, T.If(self.is_element(m)), T.Then():
-            T.buffer_store(state, cast(self.S[m], p.state_dtype), [self.b, self.h, self.row(m), self.c])
+            T.buffer_store(state, cast(self.S[m], p.state_dtype), [self.sequence.state, self.h, self.row(m), self.c])
+
+    def before(self, d: Expr) -> Expr:
+        return self.bound.state_before(self.sequence, self.h, d, self.c)
 
     def row(self, m: Expr) -> Expr:
         return m.astype("int64") * _LANES + self.lane
@@ -110,7 +115,7 @@ class _Column:
         return T.if_then_else(there, widened(value(), ACC), tirx.const(0.0, ACC))
 
     def element(self, name: str, t: Expr, at: Expr, there: Expr) -> Expr:
-        return self.guarded(there, lambda: self.bound.buffers[name][self.b, t, at])
+        return self.guarded(there, lambda: self.bound.buffers[name][self.sequence.batch, t, at])
 
     def sum_over_rows(self, name: str, t: Expr, at: Callable[[Expr], Expr]) -> Expr:
         """Of the column times a row of a parameter, in every lane."""
@@ -144,4 +149,4 @@ class _Column:
             y = self.sum_over_rows("q", t, lambda d: bound.q_at(h, g, d))
             with T.If(tirx.all(self.there, self.lane == 0)), T.Then():
                 value = cast(y * tirx.const(p.scale, ACC), p.dtype)
-                T.buffer_store(bound.buffers["y"], value, [self.b, t, bound.y_at(h, g, self.c)])
+                T.buffer_store(bound.buffers["y"], value, [self.sequence.batch, t, bound.y_at(h, g, self.c)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import cuda_emulation as emulated
 import numpy as np
@@ -15,6 +16,7 @@ from schedules.cuda.linear import linear
 
 TARGET = tvm.target.Target({"kind": "cuda", "arch": "sm_80"})
 SEEDS = range(6)
+PACKED = (2, 3)
 
 
 def drawn(seed: int) -> tuple[LinearCase, LinearAttention]:
@@ -41,6 +43,10 @@ def kernels() -> emulated.Module:
         variants = linear(in_place(copying(drawn(seed)[1])), TARGET)
         assert variants
         functions[f"linear_{seed}"] = variants[0].make()
+    for seed in PACKED:
+        variants = linear(in_place(copying(replace(drawn(seed)[1], packed=True))), TARGET)
+        assert variants
+        functions[f"packed_{seed}"] = variants[0].make()
     return emulated.module(functions, arch="sm_80")
 
 
@@ -53,3 +59,27 @@ def test_state_and_outputs(kernels: emulated.Module, seed: int) -> None:
         y = np.full((case.batch, length, case.y_heads * case.v_head_dim), np.nan, given["q"].dtype)
         results = kernels.call(f"linear_{seed}", [*(given[name] for name in record.inputs()), y], order=order)
         assert not differences(case, {"present": results[0], "y": results[-1]}, given)
+
+
+@pytest.mark.parametrize("seed", PACKED)
+def test_packed_sequences(kernels: emulated.Module, seed: int) -> None:
+    """A long one that goes on, one without rows, a new one whose state was another's, and one whose page is nowhere."""
+    case, record = drawn(seed)
+    print(f"seed {seed}: {case}")
+    case, record = replace(case, batch=1), replace(record, packed=True)
+    rows = {name: x for name, x in case.feeds(9, seed).items() if name != "state"}
+    state = np.full((5, *case.feeds(1, seed)["state"].shape[1:]), np.nan, case.state_dtype)
+    state[4] = case.feeds(1, seed)["state"][0]
+    tables = {
+        "first_rows": [0, 5, 5, 7],
+        "row_counts": [5, 0, 2, 2],
+        "past": [3, 9, 0, 1],
+        "pages": [[4], [1], [2], [-9]],
+    }
+    given = {**rows, "state": state.copy(), **{name: np.array(table, np.int64) for name, table in tables.items()}}
+    y = np.full((1, 9, case.y_heads * case.v_head_dim), np.nan, rows["q"].dtype)
+    found, *_, y = kernels.call(f"packed_{seed}", [*(given[name] for name in record.inputs()), y])
+    for first, count, page, before in ((0, 5, 4, state[4]), (5, 2, 2, np.zeros_like(state[4]))):
+        own = {name: x[:, first : first + count] for name, x in rows.items()} | {"state": before[None]}
+        assert not differences(case, {"present": found[page][None], "y": y[:, first : first + count]}, own)
+    assert np.isnan(found[[0, 1, 3]]).all() and np.isnan(y[:, 7:]).all()
