@@ -38,8 +38,9 @@ def about(files: Files, manifest: Manifest) -> Iterator[tuple[str, str]]:
         yield "Once per sequence", f"{len(manifest.setup.outputs)} arrays are computed of {_names(manifest.setup)}"
     if manifest.served is not None:
         of = manifest.served
-        pages = f"pages of {of.tokens_per_block} tokens, keys and values {of.dtype}"
-        yield "Serves", f"requests of up to {of.context} tokens, in {pages}"
+        kept = [f"pages of {of.tokens_per_block} tokens, keys and values {of.dtype}"] if of.pools else []
+        kept += [f"slots of {sum(pool.layers for pool in of.states)} states"] if of.states else []
+        yield "Serves", f"requests of up to {of.context} tokens, in {' and '.join(kept)}"
 
 
 def _names(manifest: Manifest) -> str:

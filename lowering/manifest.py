@@ -119,7 +119,8 @@ class KernelSpec:
 
 
 ROW_STARTS, PAST_LENGTHS, BLOCK_TABLE = "row_starts", "past_lengths", "block_table"
-CACHE, SCALE = "kv_cache", "kv_cache_scale"
+STATE_SLOTS = "state_slots"
+CACHE, SCALE, STATES = "kv_cache", "kv_cache_scale", "states"
 """Inputs of served decoders."""
 
 
@@ -136,10 +137,23 @@ class CachePool:
 
 
 @dataclass(frozen=True)
+class StatePool:
+    """States of the layers that have one of that shape and type: the input name [slots, layers, *shape]."""
+
+    name: str
+    layers: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
 class ServedCache:
-    """The paged cache of a decoder that was compiled with `serve`: pools of one dtype, of which a block has the same
-    tokens in each. If scales is not 0 a pool has so many float32 scales in place of head_dim. A request has at most
-    `context` tokens; `ids` is the input of the packed tokens [1, N]."""
+    """What a decoder that was compiled with `serve` keeps of its requests.
+
+    pools are those of its paged cache, of one dtype, of which a block has the same tokens in each; () where it has
+    none. If scales is not 0 a pool has so many float32 scales in place of head_dim. states are pools of states, of
+    which a slot has those of one request in each. A request has at most `context` tokens; `ids` is the input of the
+    packed tokens [1, N]."""
 
     context: int
     tokens_per_block: int
@@ -147,6 +161,7 @@ class ServedCache:
     dtype: str
     scales: int
     ids: str
+    states: tuple[StatePool, ...] = ()
 
 
 @dataclass(frozen=True)

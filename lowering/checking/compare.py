@@ -42,7 +42,7 @@ class Allowed:
     def of(types: Iterable[str], manifest: Manifest, rtol: float | None, atol: float | None) -> Allowed:
         """types are those of a model's inputs, outputs and weights; the manifest says how it was compiled, and a
         tolerance that is given takes the place of everything else."""
-        cache = "" if manifest.served is None else f"cache {manifest.served.dtype}"
+        cache = "" if manifest.served is None or not manifest.served.pools else f"cache {manifest.served.dtype}"
         found = {f"weights {manifest.scheme}", str(manifest.precision), cache, *types}
         rounding = max(found & _ROUNDED.keys(), key=_ROUNDED.__getitem__, default=None)
         strict = rtol is not None or atol is not None

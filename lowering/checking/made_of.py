@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 
 import onnx_ir as ir
 
 from ..errors import ArtifactError
+from ..fusion.matching import dims, numbers
 from ..graph.model import dtype_name
+from ..graph.served_states import carries_state, past_state
 from ..manifest import Manifest, ServedCache, TensorSpec
 
 _HALVES = ("float16", "bfloat16")  # of caches, for a precision
@@ -44,14 +47,15 @@ def _differences(manifest: Manifest, model: ir.Model) -> Iterator[str]:
 
 
 def _of_served(manifest: Manifest, served: ServedCache, model: ir.Model) -> Iterator[str]:
-    """What is left of the model's inputs are its ids; its caches are those of the layers in the pool."""
+    """What is left of the model's inputs are its ids; its caches and states are those of the layers in the pools."""
     theirs = {value.name: value for value in model.graph.inputs if value.name not in model.graph.initializers}
     if served.ids not in theirs:
         yield f"it takes '{served.ids}', which the model does not"
     output, first = manifest.outputs[0].name, model.graph.outputs[0].name
     if output != first:
         yield f"its output is '{output}', and the model's first one '{first}'"
-    pasts = [shape for value in theirs.values() if (shape := value.shape) is not None and len(shape) == 4]
+    states = {past_state(node): None for node in model.graph if carries_state(node)}
+    pasts = [shape for value in theirs.values() if value not in states and (shape := value.shape) and len(shape) == 4]
     kept = {(pool.kv_heads, pool.head_dim) for pool in served.pools}
     for shape in pasts:
         if not any(shape[1] == heads and _is_at_most(shape[3], size) for heads, size in kept):
@@ -60,6 +64,19 @@ def _of_served(manifest: Manifest, served: ServedCache, model: ir.Model) -> Iter
     layers = sum(pool.layers for pool in served.pools)
     if len(pasts) != 2 * layers:
         yield f"it keeps keys and values of {layers} layers, and the model has {len(pasts)} inputs of a past"
+    yield from _of_states(served, states)
+
+
+def _of_states(served: ServedCache, states: Iterable[ir.Value]) -> Iterator[str]:
+    """A pool has the axes of a convolution's states the other way round."""
+    ours: Counter[tuple[int, ...]] = Counter()
+    for pool in served.states:
+        ours[tuple(sorted(pool.shape))] += pool.layers
+    given = Counter(tuple(sorted(numbers(dims(state)[1:]) or ())) for state in states)
+    for sizes in sorted(ours.keys() | given.keys()):
+        if ours[sizes] != given[sizes]:
+            text = " x ".join(map(str, sizes))
+            yield f"it keeps {ours[sizes]} states of {text} elements, and the model has {given[sizes]}"
 
 
 def _is_at_most(size: object, limit: int) -> bool:

@@ -1,18 +1,19 @@
-"""Decoders with growing caches become decoders over a paged cache, for packed tokens of many requests.
+"""Decoders with caches and states become decoders over pools of them, for packed tokens of many requests.
 
 An exported decoder takes token ids [B, S], past keys and values of each layer, and what tells positions; it computes
 its masks and angles itself. Served, it takes the tokens of all requests side by side as one row of ids [1, N], tables
 that say which request has which of them, and one pool of blocks of keys and values. What depends on positions alone is
 computed now, for all positions up to the context, and looked up by token (positions.py); masks become what they say
-(mask_patterns.py); attention becomes ServedAttention, which appends to the pool and reads it. Everything else must
-compute each token by itself (row_wise.py). The first output is that of each request's last token.
+(mask_patterns.py); attention becomes ServedAttention, which appends to the pool and reads it (served_caches.py); states
+of a fixed size lie in pools of slots, which operators carry on (served_states.py). Everything else must compute each
+token by itself (row_wise.py). The first output is that of each request's last token.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -21,16 +22,22 @@ from onnx_ir.passes import common
 from ..errors import InputError, ModelError
 from ..fusion.matching import Rewrite, Size, attribute, dims, is_op, numbers, operand
 from ..fusion.sizes import InferSizesPass
-from ..manifest import BLOCK_TABLE, CACHE, PAST_LENGTHS, ROW_STARTS, SCALE, CachePool, ServedCache
-from .cache_forms import MASK, NONPAD, counts_all_keys, grows
+from ..manifest import BLOCK_TABLE, CACHE, PAST_LENGTHS, ROW_STARTS, STATE_SLOTS, CachePool, ServedCache
+from .cache_forms import grows
 from .legality import OWN_DOMAIN
 from .mask_patterns import Pattern, patterns_of
 from .positions import Positions, rows_by_position
 from .roles import Roles, find_roles
 from .row_wise import check_row_wise, row_axis
 from .serve import Serve
+from .served_caches import CacheLayer, K, V, cache_layers, cache_pools, check_attention
+from .served_states import StateLayer, carries_state, past_state, serve_state, state_layers
 
-_K, _V, _MASK = 1, 2, 3  # inputs of Attention
+_TABLES = (
+    "positions", "row_requests", "last_rows", "row_starts", "first_rows", "row_counts", "past", "lengths", "most",
+    "entries",
+)  # fmt: skip
+"""What PackedRequests gives out."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,7 @@ def serve_decoder(model: ir.Model, serve: Serve) -> Served:
     decoder = _decoder_of(model, serve)
     positions, readers = decoder.positions, [n for n in model.graph if decoder.positions.of_data(n)]
     others = [node for node in readers if node not in decoder.attentions and node not in decoder.grown]
-    check_row_wise(others, decoder.tokens)
+    check_row_wise([node for node in others if node not in decoder.states], decoder.tokens)
     patterns = patterns_of(positions, decoder.attentions, serve.context)
     read = dict.fromkeys(v for node in others for v in node.inputs if v is not None and positions.varies(v))
     rows = rows_by_position(positions, list(read), serve.context)
@@ -82,20 +89,9 @@ def serve_decoder(model: ir.Model, serve: Serve) -> Served:
 
 
 @dataclass(frozen=True)
-class _Layer:
-    """Where keys and values of an attention are: in the pool of that shape (heads, size), at that place. Values are
-    `v_size` long, and padded to the size of keys. Of attentions that share a layer the first one writes."""
-
-    shape: tuple[int, int]
-    place: int
-    v_size: int
-    writes: bool
-
-
-@dataclass(frozen=True)
 class _Decoder:
-    """The parts of a decoder: `grown` are the nodes that make the caches longer, `dropped` the inputs that a served one
-    does without, `tokens` is the size of the axis over tokens."""
+    """The parts of a decoder: `grown` are the nodes that make the caches longer, `states` those that carry states on,
+    `dropped` the inputs that a served one does without, `tokens` is the size of the axis over tokens."""
 
     ids: ir.Value
     tokens: Size
@@ -103,7 +99,8 @@ class _Decoder:
     dropped: list[ir.Value]
     grown: list[ir.Node]
     attentions: list[ir.Node]
-    layers: dict[ir.Node, _Layer]
+    layers: dict[ir.Node, CacheLayer]
+    states: dict[ir.Node, StateLayer]
     positions: Positions
     cache: ServedCache
     cache_type: ir.DataType
@@ -112,99 +109,64 @@ class _Decoder:
 def _decoder_of(model: ir.Model, serve: Serve) -> _Decoder:
     ids, mask, position_ids = _roles(model, serve)
     grown = [node for node in model.graph if grows(node)]
-    if not grown:
+    carriers = [node for node in model.graph if carries_state(node)]
+    if not grown and not carriers:
         raise ModelError(
             "serve: no output of the model is a past input [batch, heads, length, size] with new rows behind it, "
-            "joined by Concat or by an attention operator. Export the model with past_key_values as inputs and outputs."
+            "joined by Concat or by an attention operator, or the next value of a state that LinearAttention or "
+            "CausalConvWithState carries on. Export the model with past_key_values as inputs and outputs."
         )
-    pasts = [operand(node, 0) for node in grown]
-    dropped = [value for value in (*pasts, mask, position_ids) if value is not None]
+    pasts, states = [operand(node, 0) for node in grown], [past_state(node) for node in carriers]
+    dropped = [value for value in (*pasts, *states, mask, position_ids) if value is not None]
     others = [value.name for value in model.graph.inputs if value is not ids and value not in dropped]
     if others:
         raise ModelError(
-            f"serve: the model has an input '{others[0]}' beside tokens, mask, positions and caches. Compile it with "
-            "static_cache, whose decoder takes such inputs once per sequence."
+            f"serve: the model has an input '{others[0]}' beside tokens, mask, positions, growing caches, and states "
+            "that LinearAttention or CausalConvWithState carries on. Compile it with static_cache, whose decoder takes "
+            "such inputs once per sequence."
         )
     positions = Positions(model, ids, mask, position_ids, pasts)
     attentions = [node for node in model.graph if is_op(node, "Attention") and positions.of_data(node)]
     for node in attentions:
-        _check_attention(node, grown, positions)
-    read = {operand(node, k).producer() for node in attentions for k in (_K, _V)}
+        check_attention(node, grown, positions)
+    read = {operand(node, k).producer() for node in attentions for k in (K, V)}
     if read != {*grown}:
         raise ModelError("serve: the model's caches are not each read by attention, as its keys or its values.")
-    element = pasts[0].dtype
-    if element is None or any(past.dtype != element for past in pasts):
-        raise ModelError("serve: the caches of the layers have several types, or do not tell it.")
-    is_int8 = serve.cache == "int8"
-    cache_type = ir.DataType.INT8 if is_int8 else element
-    layers = _layers_of(attentions)
+    cache_type = _cache_type(pasts, serve)
+    layers, (places, state_pools) = cache_layers(attentions), state_layers(carriers)
     cache = ServedCache(
         context=serve.context,
         tokens_per_block=serve.tokens_per_block,
-        pools=_pools_of(layers, is_int8),
-        dtype=cache_type.numpy().name,
-        scales=1 if is_int8 else 0,
+        pools=cache_pools(layers, cache_type == ir.DataType.INT8),
+        dtype=cache_type.numpy().name if grown else "",
+        scales=1 if cache_type == ir.DataType.INT8 else 0,
         ids=str(ids.name),
+        states=state_pools,
     )
-    return _Decoder(ids, dims(ids)[1], position_ids, dropped, grown, attentions, layers, positions, cache, cache_type)
+    return _Decoder(
+        ids, dims(ids)[1], position_ids, dropped, grown, attentions, layers, places, positions, cache, cache_type
+    )
 
 
-def _layers_of(attentions: list[ir.Node]) -> dict[ir.Node, _Layer]:
-    """Return where each attention keeps its keys and values. Those that read the same ones share a layer."""
-    layers: dict[tuple[ir.Value, ir.Value], _Layer] = {}
-    counts: dict[tuple[int, int], int] = {}
-    found: dict[ir.Node, _Layer] = {}
-    for node in attentions:
-        k, v = operand(node, _K), operand(node, _V)
-        sizes = numbers((dims(k)[1], dims(v)[1], dims(k)[3], dims(v)[3]))
-        if sizes is None or sizes[0] != sizes[1]:
-            raise ModelError(f"serve: node '{node.name}' (Attention) does not tell the heads or sizes of its caches.")
-        shape = sizes[0], max(sizes[2:])
-        owns = (k, v) not in layers
-        if owns:
-            place = counts.get(shape, 0)
-            counts[shape] = place + 1
-            layers[k, v] = _Layer(shape, place, sizes[3], True)
-        found[node] = layers[k, v] if owns else replace(layers[k, v], writes=False)
-    return found
-
-
-def _pools_of(layers: dict[ir.Node, _Layer], is_int8: bool) -> tuple[CachePool, ...]:
-    pools = []
-    for number, shape in enumerate(dict.fromkeys(layer.shape for layer in layers.values())):
-        suffix = f"_{number}" if number else ""
-        count = 1 + max(layer.place for layer in layers.values() if layer.shape == shape)
-        pools.append(CachePool(f"{CACHE}{suffix}", f"{SCALE}{suffix}" if is_int8 else "", count, *shape))
-    return tuple(pools)
-
-
-def _check_attention(node: ir.Node, grown: list[ir.Node], positions: Positions) -> None:
-    ours = all(operand(node, k).producer() in grown for k in (_K, _V))
-    is_behind_past = counts_all_keys(node)
-    more = [v for k, v in enumerate(node.inputs) if k > MASK and not (k == NONPAD and is_behind_past)]
-    extra = any(value.uses() or value.is_graph_output() for value in node.outputs[1:])
-    is_sided = any(attribute(node, f"{side}_window_size", -1) != -1 for side in ("left", "right"))
-    is_aligned = is_sided or attribute(node, "is_causal", 0)
-    if not ours or any(value is not None for value in more) or extra or (is_aligned and not is_behind_past):
-        raise ModelError(
-            f"serve: node '{node.name}' (Attention) is not over one growing cache of keys and one of values, with all "
-            "that it may see said by its mask, or by is_causal and windows that end with the newest token."
-        )
-    mask = node.inputs[MASK] if len(node.inputs) > MASK else None
-    if mask is not None and mask not in positions:
-        raise ModelError(f"serve: node '{node.name}' (Attention) has a mask made of data, not of positions.")
-    if mask is None and not attribute(node, "is_causal", 0):
-        raise ModelError(
-            f"serve: node '{node.name}' (Attention) has no mask: its tokens would see later ones of their request."
-        )
+def _cache_type(pasts: list[ir.Value], serve: Serve) -> ir.DataType:
+    """The element type of all caches; that of no cache where there is none."""
+    types = {past.dtype for past in pasts}
+    element = types.pop() if types else ir.DataType.UNDEFINED
+    if element is None or types:
+        raise ModelError("serve: the caches of the layers have several types, or do not tell it.")
+    if serve.cache == "model":
+        return element
+    if not pasts:
+        raise ModelError("serve: the model has states and no cache, which cannot be int8: leave `cache` out.")
+    return ir.DataType.INT8
 
 
 @dataclass
 class _Pool:
-    """A pool, the tables of its blocks, and its arrays behind the attentions so far."""
+    """A pool, the tables of its requests, and its arrays behind the attentions so far."""
 
     spec: CachePool
-    tables: list[ir.Value]
+    tables: dict[str, ir.Value]
     kv: ir.Value
     scale: ir.Value | None
 
@@ -216,31 +178,40 @@ class _Rewriting:
         self.model, self.graph, self.decoder, self.context = model, model.graph, decoder, context
         cache, int64 = decoder.cache, ir.DataType.INT64
         requests, columns, blocks = (ir.SymbolicDim(name) for name in ("requests", "columns", "blocks"))
-        tables = {ROW_STARTS: [ir.SymbolicDim("row_starts_0")], PAST_LENGTHS: [requests]}
-        tables |= {BLOCK_TABLE: [requests, columns]}
-        self.given = [self.input(name, int64, shape) for name, shape in tables.items()]
+        starts = self.input(ROW_STARTS, int64, [ir.SymbolicDim("row_starts_0")])
+        past = self.input(PAST_LENGTHS, int64, [requests])
+        self.given = [starts, past, self.input(BLOCK_TABLE, int64, [requests, columns]) if cache.pools else None]
+        self.slots = self.input(STATE_SLOTS, int64, [requests]) if cache.states else None
+        types = {layer.pool: past_state(node).dtype for node, layer in decoder.states.items()}
+        self.states: dict[str, ir.Value] = {}
+        for state in cache.states:
+            shape: list[Size] = [ir.SymbolicDim("slots"), state.layers, *state.shape]
+            self.states[state.name] = self.input(state.name, types[state.name], shape)
         self.pools = {}
         for pool in cache.pools:
             front: list[Size] = [blocks, pool.layers, 2, pool.kv_heads, cache.tokens_per_block]
             kv = self.input(pool.name, decoder.cache_type, [*front, pool.head_dim])
             scale = self.input(pool.scale, ir.DataType.FLOAT, [*front, cache.scales]) if pool.scale else None
-            self.pools[pool.kv_heads, pool.head_dim] = _Pool(pool, self.packed(pool, kv), kv, scale)
-        self.token_positions, self.last_rows, *_ = self.pools[cache.pools[0].kv_heads, cache.pools[0].head_dim].tables
+            tables = self.packed(pool.name.removeprefix(CACHE), kv)
+            self.pools[pool.kv_heads, pool.head_dim] = _Pool(pool, tables, kv, scale)
+        self.tables = next(iter(self.pools.values())).tables if self.pools else self.packed("", None)
 
-    def packed(self, pool: CachePool, kv: ir.Value) -> list[ir.Value]:
-        """What PackedRequests makes of the tables for a pool."""
-        name = "packed_requests" + pool.name.removeprefix(CACHE)
+    def packed(self, suffix: str, kv: ir.Value | None) -> dict[str, ir.Value]:
+        """What PackedRequests makes of the tables, for a pool of keys and values if there is one."""
+        states = next(iter(self.states.values()), None)
+        inputs = [self.decoder.ids, *self.given, kv, self.slots, states]
         packed = ir.node(
-            "PackedRequests", [self.decoder.ids, *self.given, kv], {"context": self.context}, domain=OWN_DOMAIN,
-            num_outputs=9, name=name,
+            "PackedRequests", inputs, {"context": self.context}, domain=OWN_DOMAIN, num_outputs=len(_TABLES),
+            name=f"packed_requests{suffix}",
         )  # fmt: skip
         for output in packed.outputs:
             output.type = ir.TensorType(ir.DataType.INT64)
         self.graph.insert_before(next(iter(self.graph)), packed)
         packed.outputs[0].shape = ir.Shape([self.decoder.tokens])
-        return list(packed.outputs)
+        return dict(zip(_TABLES, packed.outputs))
 
-    def input(self, name: str, dtype: ir.DataType, shape: Sequence[Size]) -> ir.Value:
+    def input(self, name: str, dtype: ir.DataType | None, shape: Sequence[Size]) -> ir.Value:
+        assert dtype is not None
         if any(value.name == name for value in self.graph.inputs):
             raise ModelError(f"serve: the model has an input '{name}' already.")
         value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
@@ -252,8 +223,11 @@ class _Rewriting:
             self.serve_attention(node, patterns[node])
         for value, (table, axis) in rows.items():
             self.look_up(value, table, axis)
+        for node, layer in self.decoder.states.items():
+            assert self.slots is not None
+            self.states[layer.pool] = serve_state(node, layer, self.tables, self.slots, self.states[layer.pool])
         self.fix_sizes()
-        updated = {}
+        updated = dict(self.states)
         for pool in self.pools.values():
             updated[pool.spec.name] = pool.kv
             if pool.scale is not None:
@@ -274,7 +248,7 @@ class _Rewriting:
         """Put ServedAttention in place of the node, behind which its pool holds the new keys and values."""
         layer = self.decoder.layers[node]
         pool, q = self.pools[layer.shape], operand(node, 0)
-        size, q_size = layer.shape[1], dims(operand(node, _K))[3]
+        size, q_size = layer.shape[1], dims(operand(node, K))[3]
         assert isinstance(q_size, int)
         attributes: dict[str, float | int | str] = {
             "scale": attribute(node, "scale", 1 / math.sqrt(q_size)), "softcap": attribute(node, "softcap", 0.0),
@@ -284,8 +258,8 @@ class _Rewriting:
         new, bias = Rewrite(node), None
         if pattern.bias is not None:
             bias, attributes["bias_by"] = new.constant(pattern.bias, ir.DataType.FLOAT), pattern.by
-        rows = [_padded(new, x, size) for x in (q, _new_rows(node, _K), _new_rows(node, _V))]
-        inputs = [*rows, *pool.tables[2:], pool.kv, pool.scale, bias]
+        rows = [_padded(new, x, size) for x in (q, _new_rows(node, K), _new_rows(node, V))]
+        inputs = [*rows, *(pool.tables[name] for name in _TABLES[3:]), pool.kv, pool.scale, bias]
         served = ir.node("ServedAttention", inputs, attributes, domain=OWN_DOMAIN, num_outputs=3, name=node.name)
         new.nodes.append(served)
         y, after, scales = served.outputs
@@ -304,7 +278,7 @@ class _Rewriting:
         order = {node: k for k, node in enumerate(self.graph)}
         new = Rewrite(min((use.node for use in readers), key=order.__getitem__))
         assert value.dtype is not None
-        rows = new.emit("Gather", [new.constant(table, value.dtype), self.token_positions], {"axis": axis})
+        rows = new.emit("Gather", [new.constant(table, value.dtype), self.tables["positions"]], {"axis": axis})
         rows.shape = ir.Shape([self.decoder.tokens if k == axis else size for k, size in enumerate(table.shape)])
         new.insert()
         for reader, index in readers:
@@ -327,7 +301,7 @@ class _Rewriting:
         name, result.name = result.name, f"{result.name}_of_last_tokens"
         front = ir.node("Constant", [], {"value": ir.tensor(np.array([0], np.int64))}, name="last_rows/front")
         squeeze = ir.node("Squeeze", [result, front.outputs[0]], name="last_rows")
-        front.outputs[0].type, squeeze.outputs[0].type = self.last_rows.type, result.type
+        front.outputs[0].type, squeeze.outputs[0].type = self.tables["last_rows"].type, result.type
         squeeze.outputs[0].name = name
         self.graph.extend([front, squeeze])
         reader, rows = squeeze, result
@@ -337,7 +311,7 @@ class _Rewriting:
         if axis is None:
             raise ModelError(f"serve: the first output, '{name}', has no row for each token.")
         new = Rewrite(reader)
-        last = new.emit("Gather", [rows, self.last_rows], {"axis": axis})
+        last = new.emit("Gather", [rows, self.tables["last_rows"]], {"axis": axis})
         new.insert()
         reader.replace_input_with(list(reader.inputs).index(rows), last)
         return squeeze.outputs[0]

@@ -104,8 +104,10 @@ class Positions:
         """A size of some value, where it is a number, S, P or their sum."""
         if isinstance(size, int):
             return size
-        tokens, before = str(dims(self._ids)[1]), str(dims(self._pasts[0])[LENGTH_AXIS])
-        sizes = {tokens: new, before: past, f"{before} + {tokens}": past + new, f"{tokens} + {before}": past + new}
+        tokens = str(dims(self._ids)[1])
+        sizes = {tokens: new}
+        for before in [str(dims(value)[LENGTH_AXIS]) for value in self._pasts[:1]]:
+            sizes |= {before: past, f"{before} + {tokens}": past + new, f"{tokens} + {before}": past + new}
         if self._mask is not None:
             sizes.setdefault(str(dims(self._mask)[1]), past + new)
         return sizes.get(str(size))

@@ -57,9 +57,6 @@ def convolved_behind(
     node: Node, x: Value, weight: Value, bias: Value | None, past: Value | None, window: Window
 ) -> tuple[Value, Value]:
     """y [B, L, C] and the places [B, reach - 1, C] behind which it would go on, of x [B, L, C] and past, alike."""
-    activation = node.attr("activation", "none")
-    if activation not in _ACTIVATIONS:
-        raise node.error(f"attribute activation is '{activation}'.", f"Use one of {', '.join(_ACTIVATIONS)}.")
     channels = number(node, "the number of channels", weight.shape[0])
     batch, length = x.shape[:2]
     x = asserted(node, x, (batch, length, channels))
@@ -73,12 +70,19 @@ def convolved_behind(
     places = join(node, [past, x], 1) if kept else x
     weight = asserted(node, weight, (channels, 1, *window.kernel))
     y = summed_over_windows(node, places, transposed(node, weight), window, channels)
+    return finished(node, y, bias, x), _last(node, places, length, before) if kept else past
+
+
+def finished(node: Node, sums: Value, bias: Value | None, x: Value) -> Value:
+    """The output [B, L, C] of sums, in the type of x: with the bias, and what attribute activation says."""
+    activation = node.attr("activation", "none")
+    if activation not in _ACTIVATIONS:
+        raise node.error(f"attribute activation is '{activation}'.", f"Use one of {', '.join(_ACTIVATIONS)}.")
     if bias is not None:
-        y = relax_call(node, relax.op.add, y, rounded(node, vector_of(node, bias, channels), y.dtype))
-    y = rounded(node, y, x.dtype)
-    if activation != "none":
-        y = pointwise(node, lambda x: swish(x, 1.0), y, name="silu")
-    return y, _last(node, places, length, before) if kept else past
+        vector = rounded(node, vector_of(node, bias, x.shape[2]), sums.dtype)
+        sums = relax_call(node, relax.op.add, sums, vector)
+    y = rounded(node, sums, x.dtype)
+    return y if activation == "none" else pointwise(node, lambda x: swish(x, 1.0), y, name="silu")
 
 
 def _last(node: Node, places: Value, first: Size, shape: tuple[Size, ...]) -> Value:

@@ -3,13 +3,13 @@
 #include "requests.h"
 
 /* Sizes, in the order of lowering/ops/served/packed_requests.py: packed rows, the most tokens of a request, blocks of the
- * cache, tokens of a block. */
-enum { ROWS, CONTEXT, BLOCKS, TOKENS, SIZES };
+ * cache, tokens of a block, slots of states. */
+enum { ROWS, CONTEXT, BLOCKS, TOKENS, SLOTS, SIZES };
 
 typedef struct {
     const TVMFFIAny* node;
     const int64_t* sizes;
-    Table row_starts, past_lengths, block_table;
+    Table row_starts, past_lengths, block_table, state_slots;
     int64_t requests, columns;
 } Call;
 
@@ -35,17 +35,23 @@ static int check_starts(const Call* call) {
                   call->requests, rows, call->sizes[ROWS]);
 }
 
+static int check_lengths(const Call* call) {
+    for (int64_t r = 0; r < call->requests; ++r) {
+        const int64_t past = at(&call->past_lengths, r), rows = rows_of(call, r);
+        if (past >= 0 && past <= call->sizes[CONTEXT] - rows) continue;
+        return refuse(call->node,
+                      "past_lengths of request " N " is " N ", and its " N
+                      " new tokens come behind them: a request has 0 to " N " tokens.",
+                      r, past, rows, call->sizes[CONTEXT]);
+    }
+    return 0;
+}
+
 /* Every block that a request needs is in its table, and in the cache. */
 static int check_blocks(const Call* call, int64_t* written) {
     const int64_t tokens = call->sizes[TOKENS], blocks = call->sizes[BLOCKS];
     for (int64_t r = 0; r < call->requests; ++r) {
         const int64_t past = at(&call->past_lengths, r), rows = rows_of(call, r);
-        if (past < 0 || past > call->sizes[CONTEXT] - rows) {
-            return refuse(call->node,
-                          "past_lengths of request " N " is " N ", and its " N
-                          " new tokens come behind them: a request has 0 to " N " tokens.",
-                          r, past, rows, call->sizes[CONTEXT]);
-        }
         const int64_t columns = (past + rows + tokens - 1) / tokens;
         if (columns > call->columns) {
             return refuse(call->node,
@@ -104,23 +110,62 @@ static int check_shared(const Call* call, Spans* spans) {
     return 0;
 }
 
-/* lowering_check_served(row_starts, sizes, node, past_lengths, block_table) -> row_starts
+/* Blocks that are there, and fit each other. */
+static int check_cache(const Call* call) {
+    int64_t written = 0;
+    if (check_blocks(call, &written)) return -1;
+    Spans spans;
+    if (!open_spans(&spans, written)) return refuse(call->node, "there is no memory to check block_table in.");
+    const int failed = check_shared(call, &spans);
+    close_spans(&spans);
+    return failed;
+}
+
+/* Every request with rows has a slot of states that is there, and that no other one has. */
+static int check_slots(const Call* call) {
+    Spans spans;
+    if (!open_spans(&spans, call->requests)) return refuse(call->node, "there is no memory to check state_slots in.");
+    int failed = 0;
+    for (int64_t r = 0; r < call->requests && !failed; ++r) {
+        const int64_t slot = at(&call->state_slots, r);
+        if (rows_of(call, r) == 0) continue;
+        if (slot < 0 || slot >= call->sizes[SLOTS]) {
+            failed = refuse(call->node,
+                            "state_slots of request " N " is " N ", and states have " N " slots: give one that is there.",
+                            r, slot, call->sizes[SLOTS]);
+        } else {
+            add_span(&spans, slot, slot + 1, r, 0);
+        }
+    }
+    sort_spans(&spans);
+    const Span* twice = failed ? NULL : overlapping(&spans);
+    if (twice != NULL) {
+        failed = refuse(call->node, "state_slots has request " N " and request " N " share slot " N
+                        ": give each a slot of its own.",
+                        (twice - 1)->request, twice->request, twice->begin);
+    }
+    close_spans(&spans);
+    return failed;
+}
+
+/* lowering_check_served(row_starts, sizes, node, past_lengths, block_table, state_slots) -> row_starts
  *
- * int64 [R + 1], [R] and [R, M]. Costs a look at each block that is used, and a sort of those that are written. */
+ * int64 [R + 1], [R], [R, M] and [R]; the last two where there are caches, and states. Costs a look at each block that is
+ * used, and a sort of those that are written, and of slots. */
 CHECK(check_served) {
     (void)self, (void)count;
     const TVMFFIShapeCell* sizes = shape_of(&args[1]);
-    Call call = {&args[2], sizes->data, table_of(&args[0]), table_of(&args[3]), table_of(&args[4]), 0, 0};
+    Call call = {.node = &args[2], .sizes = sizes->data, .row_starts = table_of(&args[0])};
+    Table* others[] = {&call.past_lengths, &call.block_table, &call.state_slots};
+    for (int k = 0; k < 3; ++k) *others[k] = table_of(&args[3 + k]);
     call.requests = call.past_lengths.ndim == 1 ? call.past_lengths.shape[0] : -1;
+    const int has_cache = given(&call.block_table), has_states = given(&call.state_slots);
     int fits = sizes->size == SIZES && call.requests >= 0 && has(&call.row_starts, call.requests + 1);
-    fits = fits && call.block_table.ndim == 2 && call.block_table.shape[0] == call.requests;
+    fits = fits && has(&call.state_slots, call.requests);
+    fits = fits && (!has_cache || (call.block_table.ndim == 2 && call.block_table.shape[0] == call.requests));
     if (!fits) return pass(&args[0], result);
-    call.columns = call.block_table.shape[1];
-    int64_t written = 0;
-    if (check_starts(&call) || check_blocks(&call, &written)) return -1;
-    Spans spans;
-    if (!open_spans(&spans, written)) return refuse(call.node, "there is no memory to check block_table in.");
-    const int failed = check_shared(&call, &spans);
-    close_spans(&spans);
+    call.columns = has_cache ? call.block_table.shape[1] : 0;
+    int failed = check_starts(&call) || check_lengths(&call);
+    failed = failed || (has_cache && check_cache(&call)) || (has_states && check_slots(&call));
     return failed ? -1 : pass(&args[0], result);
 }

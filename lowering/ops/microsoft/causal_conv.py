@@ -18,12 +18,7 @@ _OTHERS = {"ndim": 1, "state_window": 0, "state_update_capacity": 0, "state_leng
 def causal_conv_with_state(
     node: Node, x: Value, weight: Value, bias: Value | None = None, past_state: Value | None = None
 ) -> tuple[Value, Value]:
-    for name, neutral in _OTHERS.items():
-        if node.attr(name, neutral) != neutral:
-            raise node.error(f"attribute {name} is {node.attr(name)}.", f"Leave it at {neutral}.")
-    dilation, last = node.attr("dilation", 1), bool(node.attr("channels_last", 0))
-    if dilation < 1:
-        raise node.error(f"attribute dilation is {dilation}.", "Make it 1 or more.")
+    dilation, last = read_attributes(node)
     window = window_of(node, x, weight, dilation)
     past = None if past_state is None else of_rank(node, past_state)
     if last:
@@ -31,3 +26,14 @@ def causal_conv_with_state(
     past = None if past is None else channels_last(node, past)
     y, present = convolved_behind(node, channels_last(node, x), weight, bias, past, window)
     return channels_second(node, y), channels_second(node, present)
+
+
+def read_attributes(node: Node) -> tuple[int, bool]:
+    """The dilation, and whether channels come last. Raises NodeError for what is not supported."""
+    for name, neutral in _OTHERS.items():
+        if node.attr(name, neutral) != neutral:
+            raise node.error(f"attribute {name} is {node.attr(name)}.", f"Leave it at {neutral}.")
+    dilation = node.attr("dilation", 1)
+    if dilation < 1:
+        raise node.error(f"attribute dilation is {dilation}.", "Make it 1 or more.")
+    return dilation, bool(node.attr("channels_last", 0))

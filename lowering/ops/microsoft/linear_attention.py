@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
-from ..linear_attention import state_and_output
+from ..linear_attention import Rows, state_and_output
 from . import DOMAIN
 
 
@@ -19,6 +19,12 @@ def linear_attention(
     decay: Value | None = None,
     beta: Value | None = None,
 ) -> tuple[Value, Value]:
+    rows = Rows(query, key, value, decay, beta)
+    return state_and_output(node, rows, past_state, head_counts(node), shared_keys=True)
+
+
+def head_counts(node: Node) -> tuple[int, int]:
+    """Heads of queries and of the state. Raises NodeError for what is not supported."""
     q_heads, kv_heads = node.attr("q_num_heads"), node.attr("kv_num_heads")
     if q_heads < 1 or kv_heads < 1 or max(q_heads, kv_heads) % min(q_heads, kv_heads):
         raise node.error(
@@ -27,4 +33,4 @@ def linear_attention(
         )
     if node.attr("state_window", 0):
         raise node.error("attribute state_window asks for states behind earlier tokens.", "Leave it at 0.")
-    return state_and_output(node, (query, key, value, past_state, decay, beta), q_heads, kv_heads, shared_keys=True)
+    return q_heads, kv_heads

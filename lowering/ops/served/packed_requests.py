@@ -22,32 +22,44 @@ from ..kernels import compute, loops, serial
 
 @op("PackedRequests", since=1, domain=OWN_DOMAIN)
 def packed_requests(
-    node: Node, ids: Value, row_starts: Value, past_lengths: Value, block_table: Value, kv_cache: Value
-) -> tuple[Value, ...]:
-    """For ids [1, N], block_table [R, M] and kv_cache [blocks, layers, 2, Hkv, tokens, D], int64:
+    node: Node,
+    ids: Value,
+    row_starts: Value,
+    past_lengths: Value,
+    block_table: Value | None = None,
+    kv_cache: Value | None = None,
+    state_slots: Value | None = None,
+    states: Value | None = None,
+) -> tuple[Value | None, ...]:
+    """For ids [1, N], block_table [R, M], kv_cache [blocks, layers, 2, Hkv, tokens, D], state_slots [R] and states
+    [slots, ...], int64:
 
-    positions [N], which token of its request each row is, 0 for rows of no request; last_rows [R]; row_starts [R + 1];
-    first_rows and row_counts [R]; past and lengths [R], of keys; most [2], the most rows and keys of a request, at
-    least 1; entries [R, 2, M], where layer 0 has its blocks of keys and values in kv_cache[:, 0] flattened with the
-    other layers', negative for none.
+    positions [N], which token of its request each row is, and row_requests [N], whose it is, 0 and -1 for rows of no
+    request; last_rows [R]; row_starts [R + 1]; first_rows and row_counts [R]; past and lengths [R], of keys; most [2],
+    the most rows and keys of a request, at least 1; and, where there is a cache, entries [R, 2, M], where layer 0 has
+    its blocks of keys and values in kv_cache[:, 0] flattened with the other layers', negative for none.
 
     No request has more tokens than attribute context says and its blocks hold, whatever the tables say.
     """
     rows, count, context = ids.shape[1], past_lengths.shape[0], node.attr("context")
-    blocks, layers = kv_cache.shape[0], number(node, "dimension 1 of kv_cache", kv_cache.shape[1])
-    tokens = number(node, "dimension 4 of kv_cache", kv_cache.shape[4])
     row_starts = asserted(node, row_starts, (node.simplify(count + 1),))
-    block_table = asserted(node, block_table, (count, block_table.shape[1]))
+    blocks, tokens, slots, room = 0, 0, 0, context
+    if block_table is not None and kv_cache is not None:
+        blocks, tokens = kv_cache.shape[0], number(node, "dimension 4 of kv_cache", kv_cache.shape[4])
+        block_table = asserted(node, block_table, (count, block_table.shape[1]))
+        room = node.simplify(tirx.min(int64(block_table.shape[1] * tokens), int64(context)))
+    if state_slots is not None and states is not None:
+        slots, state_slots = states.shape[0], asserted(node, state_slots, (count,))
     # In the order of runtime/requests_served.c.
-    tables = [row_starts, past_lengths, block_table]
-    row_starts = legal_requests(node, SERVED, tables, [rows, context, blocks, tokens])
-    room = node.simplify(tirx.min(int64(block_table.shape[1] * tokens), int64(context)))
+    tables = [row_starts, past_lengths, block_table, state_slots]
+    row_starts = legal_requests(node, SERVED, tables, [rows, context, blocks, tokens, slots])
 
     def body(row_starts: Any, past_lengths: Any, *made: Any) -> None:
-        positions, last_rows, first_rows, row_counts, past, lengths, most = made
+        positions, row_requests, last_rows, first_rows, row_counts, past, lengths, most = made
         zero = int64(0)
         with serial(rows) as n:
             T.buffer_store(positions, zero, [n])
+            T.buffer_store(row_requests, int64(-1), [n])
         for k in range(2):
             T.buffer_store(most, int64(1), [k])
         with serial(count) as r:
@@ -63,15 +75,23 @@ def packed_requests(
                 T.buffer_store(most, tirx.max(most[k], value), [k])
             with T.serial(new) as i:
                 T.buffer_store(positions, before + i, [begin + i])
+                T.buffer_store(row_requests, r, [begin + i])
+
+    shapes = ((rows,), (rows,), *((count,),) * 5, (2,))
+    outputs = [(shape, "int64") for shape in shapes]
+    given = [row_starts, past_lengths]
+    positions, row_requests, last_rows, *others = loops(node, "requests", body, given, outputs, [count, rows, room])
+    entries = None if block_table is None or kv_cache is None else _entries(node, block_table, kv_cache)
+    return positions, row_requests, last_rows, row_starts, *others, entries
+
+
+def _entries(node: Node, block_table: Value, kv_cache: Value) -> Value:
+    layers = number(node, "dimension 1 of kv_cache", kv_cache.shape[1])
 
     def entry(index: tuple[Any, ...], table: Any, blocks: Any) -> Any:
         block = table(index[0], index[2])
         inside = tirx.all(block >= 0, block < blocks)
         return tirx.Select(inside, block * (2 * layers) + index[1], int64(-LARGEST_SIZE))
 
-    shapes = ((rows,), *((count,),) * 5, (2,))
-    outputs = [(shape, "int64") for shape in shapes]
-    given = [row_starts, past_lengths]
-    positions, last_rows, *others = loops(node, "requests", body, given, outputs, [count, rows, room])
-    entries = compute(node, "entries", entry, [block_table], (count, 2, block_table.shape[1]), [blocks])
-    return positions, last_rows, row_starts, *others, entries
+    shape = (block_table.shape[0], 2, block_table.shape[1])
+    return compute(node, "entries", entry, [block_table], shape, [kv_cache.shape[0]])

@@ -1,0 +1,30 @@
+"""Where a layer's states are in a pool [slots, layers, ...]: for each request one of slots * layers states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm import tirx
+
+from ...arithmetic import LARGEST_SIZE
+from ...attention.parameters import int64
+from ...importing.compute import number
+from ...importing.node import Node
+from ...importing.values import Value, product
+from ..asserted import asserted
+from ..kernels import compute
+
+
+def layer_states(node: Node, state_slots: Value, states: Value, requests: Value) -> tuple[Value, Value]:
+    """The pool as [slots * layers, ...], so that all layers have the same kernels, and int64 [R, 1], which of these
+    states is that of each request in layer `layer`; negative where its slot is not in the pool. `requests` is any table
+    [R]."""
+    layers, layer = number(node, "dimension 1 of states", states.shape[1]), node.attr("layer")
+    state_slots = asserted(node, state_slots, requests.shape)
+
+    def page(index: tuple[Any, ...], table: Any, slots: Any) -> Any:
+        slot = table(index[0])
+        return tirx.Select(tirx.all(slot >= 0, slot < slots), slot * layers + layer, int64(-LARGEST_SIZE))
+
+    pages = compute(node, "pages", page, [state_slots], (*state_slots.shape, 1), [states.shape[0]])
+    return node.reshaped(states, (node.simplify(product(states.shape[:2])), *states.shape[2:])), pages
