@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from ..errors import InputError
 from ..graph.roles import Roles, find_roles
+from ..graph.served_states import carries_state, past_state
 from ..manifest import ServedCache, TensorSpec
 from ..runtime.model import Model
 from ..serving.batcher import Batcher
@@ -27,7 +28,7 @@ class Requests:
     """Tokens [requests, all] for a decoder, and how many of each request are its prompt; it reads on one by one.
 
     One request comes before each call, until some are there together; each leaves when all of its tokens are read. The
-    pool has room for all but one of those that are together, unless they share blocks.
+    pools have room for all but one of those that are together, unless they share blocks.
     """
 
     model: ir.Model
@@ -50,8 +51,12 @@ class Requests:
     def ours(self) -> list[np.ndarray]:
         """What the compiled decoder answers to each request, [answers, ...]."""
         total, block = self.tokens.shape[1], self.served.tokens_per_block
-        blocks = -(-total // block) * (_TOGETHER - 1)
-        batcher = Batcher(self.compiled, blocks, tokens_per_step=max(block, total // 4))  # prompts are read in parts
+        batcher = Batcher(
+            self.compiled,
+            blocks=-(-total // block) * (_TOGETHER - 1) if self.served.pools else None,
+            tokens_per_step=max(block, total // 4),  # prompts are read in parts
+            state_slots=_TOGETHER - 1 if self.served.states else None,
+        )
         rows: dict[Hashable, np.ndarray] = dict(enumerate(self.tokens))
         answers: dict[Hashable, list[np.ndarray]] = {request: [] for request in rows}
         coming, there = list(enumerate(self.prompts)), 0
@@ -88,8 +93,14 @@ class Requests:
 
 
 def _roles(model: ir.Model, served: ServedCache) -> Roles:
-    pasts = [value.name or "" for value in taken(model) if value.shape is not None and len(value.shape) == 4]
-    return find_roles(model, Roles(served.ids), pasts)
+    return find_roles(model, Roles(served.ids), _kept(model))
+
+
+def _kept(model: ir.Model) -> list[str]:
+    """The inputs that are caches and states."""
+    states = {past_state(node) for node in model.graph if carries_state(node)}
+    values = [v for v in taken(model) if v in states or (v.shape is not None and len(v.shape) == 4)]
+    return [value.name or "" for value in values]
 
 
 def requests(
@@ -115,12 +126,12 @@ def requests(
         if name != spec.dims[1]:
             raise InputError(f"the calls of a decoder do not choose dimension '{name}': leave it out.")
     roles = _roles(model, served)
+    names = (served.ids, roles.mask, roles.positions, *_kept(model))
     for value in taken(model):
-        names = (served.ids, roles.mask, roles.positions)
-        if value.name not in names and (value.shape is None or len(value.shape) != 4):
+        if value.name not in names:
             raise InputError(
                 f"verify does not know what '{value.name}' of this decoder is: it has no column for each key as a "
-                "mask, nor the shape of the tokens as positions, nor the 4 dimensions of a past."
+                "mask, nor the shape of the tokens as positions, nor the 4 dimensions of a past, nor is it a state."
             )
     block = served.tokens_per_block
     if served.ids in given:

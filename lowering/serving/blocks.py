@@ -8,14 +8,17 @@ from ..errors import InputError
 
 
 class PoolFullError(InputError):
-    """Fewer blocks are free than are needed: `needed`, of which there are `free`, of `total`. Nothing has changed."""
+    """Fewer blocks are free than are needed: `needed`, of which there are `free`, of `total`. Nothing has changed.
 
-    def __init__(self, who: str, needed: int, free: int, total: int) -> None:
-        self.needed, self.free, self.total = needed, free, total
+    unit is "block", or "state slot" where slots of states are what is missing.
+    """
+
+    def __init__(self, who: str, needed: int, free: int, total: int, unit: str = "block") -> None:
+        self.needed, self.free, self.total, self.unit = needed, free, total, unit
         remedy = "free or truncate other requests and try again" if needed <= total else "reserve less"
         super().__init__(
-            f"{who} needs {needed} more block{'s' * (needed != 1)}, and {free} of the pool's {total} are free: "
-            f"{remedy}, or make a pool of more blocks."
+            f"{who} needs {needed} more {unit}{'s' * (needed != 1)}, and {free} of the pool's {total} are free: "
+            f"{remedy}, or make a pool of more {unit}s."
         )
 
 

@@ -42,6 +42,10 @@ class Usage:
     """Size of the used blocks."""
     filled: float
     """Share of the used blocks' slots that hold tokens; 1 where no block is used."""
+    state_slots: int = 0
+    """Slots for the states of a request; 0 for a decoder without states."""
+    free_state_slots: int = 0
+    """Of these, slots that no request has."""
 
 
 @dataclass(eq=False)

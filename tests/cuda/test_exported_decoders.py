@@ -17,7 +17,7 @@ IN_PLACE = (
     "llama@static", "llama", "llama@cpu", "gemma4_text", "deepseek_v3", "qwen3_5_text", "t5", "bamba", "gemma3n_text",
     "gpt2", "phi3", "mixtral", "gpt_oss",
 )  # fmt: skip
-SERVED = ("gemma4_text", "llama", "deepseek_v3", "llama@static", "bloom")
+SERVED = ("gemma4_text", "llama", "deepseek_v3", "llama@static", "bloom", "qwen3_5_text", "bamba", "mamba2", "minimax")
 
 
 def in_place(name: str, precision: str | None) -> float:
@@ -39,10 +39,8 @@ def in_place(name: str, precision: str | None) -> float:
 
 def served(name: str) -> float:
     path, worst = FOLDER / f"{name}.onnx", 0.0
-    batchers = [
-        lowering.Batcher(lowering.compile(path, target, serve=lowering.Serve(32, 8)), 8, 9)
-        for target in ("cuda:sm_90a", "cpu")
-    ]
+    models = [lowering.compile(path, target, serve=lowering.Serve(32, 8)) for target in ("cuda:sm_90a", "cpu")]
+    batchers = [lowering.Batcher(model, None if name == "mamba2" else 8, 9) for model in models]
     for request, prompt in (("a", range(13)), ("b", range(3, 8))):
         for batcher in batchers:
             batcher.add(request, prompt)
@@ -66,6 +64,6 @@ def test_half_precision(name: str) -> None:
     assert emulated.run(in_place, name, "float16", arch="sm_90a", timeout=500) < 1e-2
 
 
-@pytest.mark.parametrize("name", thinned(SERVED, 5))
+@pytest.mark.parametrize("name", thinned(SERVED, 9))
 def test_served(name: str) -> None:
     assert emulated.run(served, name, arch="sm_90a", timeout=500) < 1e-5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from lowering import Batcher, InputError, PoolFullError
-from lowering.manifest import CachePool, ServedCache
+from lowering.manifest import CachePool, ServedCache, StatePool
 
 VOCABULARY = 64
 
@@ -47,11 +48,39 @@ class Recorder:
         return {"logits": np.array(answers)}
 
 
-def digest(tokens: list[int]) -> int:
-    value = 7
+class Carrier(Recorder):
+    """A model whose states are digests of what requests have read, beside a cache or without one."""
+
+    def __init__(self, has_cache: bool, context: int = 40) -> None:
+        super().__init__(context)
+        pools = self.manifest.served.pools if has_cache else ()
+        states = (StatePool("states", 2, (1,), "float64"),)
+        self.manifest.served = replace(self.manifest.served, pools=pools, states=states)
+        self.slots: set[int] = set()
+
+    def run(self, inputs: Any) -> Any:
+        if self.manifest.served.pools:
+            super().run(inputs)
+        self.calls += 1
+        ids, starts, past = (inputs[n] for n in ("ids", "row_starts", "past_lengths"))
+        self.most, answers = max(self.most, ids.shape[1]), []
+        assert len({*inputs["state_slots"].tolist()}) == len(past)
+        for r, (before, slot) in enumerate(zip(past, inputs["state_slots"])):
+            state = inputs["states"][slot, 1]
+            state[0] = fold(7 if before == 0 else int(state[0]), ids[0, starts[r] : starts[r + 1]])
+            answers.append(np.bincount([int(state[0]) % VOCABULARY], minlength=VOCABULARY))
+            self.slots.add(int(slot))
+        return {"logits": np.array(answers)}
+
+
+def fold(value: int, tokens: Any) -> int:
     for token in tokens:
-        value = (value * 31 + token) % 1009
-    return value % VOCABULARY
+        value = (value * 31 + int(token)) % 1009
+    return value
+
+
+def digest(tokens: list[int]) -> int:
+    return fold(7, tokens) % VOCABULARY
 
 
 def told(prompt: list[int], count: int) -> list[int]:
@@ -99,6 +128,61 @@ def test_equal_beginnings_share_blocks() -> None:
         batcher.add(name, list(range(17)))
         batcher.step()
     assert batcher.usage().shared == 4
+
+
+@pytest.mark.parametrize(("blocks", "slots"), [(200, None), (30, 4), (14, 6), (None, 2), (None, None), (None, 6)])
+def test_states_are_those_of_their_request(blocks: int | None, slots: int | None) -> None:
+    """However few slots there are, and whoever had them before; equal beginnings share nothing."""
+    rng = np.random.default_rng(11)
+    prompts: dict[Any, list[int]] = {k: rng.integers(0, VOCABULARY, rng.integers(1, 25)).tolist() for k in range(20)}
+    for k in range(0, 20, 3):
+        prompts[k] = prompts[(k + 7) % 20][:9] + prompts[k][:8]
+    model = Carrier(has_cache=blocks is not None)
+    batcher = Batcher(model, blocks, 9, slots)
+    assert batcher.usage().state_slots == batcher.usage().free_state_slots == (slots or 9)
+    assert generate(batcher, prompts, 12, 6) == {k: told(prompt, 12) for k, prompt in prompts.items()}
+    assert model.most <= 9 and max(model.slots) < (slots or 9)
+    usage = batcher.usage()
+    assert (usage.used, usage.free_state_slots) == (0, slots or 9) and not batcher.waiting
+
+
+def test_states_behind_a_failed_call_are_made_again() -> None:
+    """What it has written of them is lost, and so are the tokens before."""
+    model = Carrier(has_cache=False)
+    batcher = Batcher(model)
+    batcher.add("a", [5, 6])
+    batcher.extend("a", int(batcher.step()["a"].argmax()))
+    run = model.run
+
+    def broken(inputs: Any) -> Any:
+        run(inputs)
+        raise ZeroDivisionError
+
+    model.run = broken  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        batcher.step()
+    model.run = run  # type: ignore[method-assign]
+    assert batcher.step()["a"].argmax() == digest(batcher.tokens("a"))
+
+
+def test_slots_that_idle_requests_hold() -> None:
+    batcher = Batcher(Carrier(has_cache=False), state_slots=1)
+    batcher.add("a", [1])
+    assert list(batcher.step()) == ["a"]
+    batcher.add("b", [2])
+    with pytest.raises(PoolFullError, match="request 'b' needs 1 more state slot, and 0 of the pool's 1 are free"):
+        batcher.step()
+    batcher.free("a")
+    assert batcher.step()["b"].argmax() == digest([2])
+
+
+def test_pools_that_the_model_does_not_have() -> None:
+    with pytest.raises(InputError, match="blocks is 4, and the model keeps states and no cache: leave it out"):
+        Batcher(Carrier(has_cache=False), 4)
+    with pytest.raises(InputError, match="state_slots is 4, and the model keeps no states: leave it out"):
+        Batcher(Recorder(), 4, state_slots=4)
+    with pytest.raises(InputError, match="blocks must be an integer of at least 1, not None"):
+        Batcher(Carrier(has_cache=True))
 
 
 def test_nothing_waits() -> None:
