@@ -17,6 +17,7 @@ from ..errors import ModelError
 from ..fusion.matching import Rewrite, attribute, dims, numbers, operand
 from ..manifest import STATES, StatePool
 from .legality import OWN_DOMAIN
+from .microsoft_caches import DOMAIN
 
 _PAST, _PRESENT = 3, 1  # input and output of both operators
 _LINEAR, _CONVOLUTION = "LinearAttention", "CausalConvWithState"
@@ -32,7 +33,8 @@ class StateLayer:
 
 def carries_state(node: ir.Node) -> bool:
     """Whether the node is an operator that takes its state from an input of the model and gives it to an output."""
-    if node.op_type not in (_LINEAR, _CONVOLUTION) or len(node.inputs) <= _PAST or len(node.outputs) <= _PRESENT:
+    is_known = node.op_type in (_LINEAR, _CONVOLUTION) and node.domain in ("", "ai.onnx", DOMAIN)
+    if not is_known or len(node.inputs) <= _PAST or len(node.outputs) <= _PRESENT:
         return False
     past = node.inputs[_PAST]
     return past is not None and past.is_graph_input() and node.outputs[_PRESENT].is_graph_output()

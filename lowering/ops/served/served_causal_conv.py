@@ -26,6 +26,7 @@ from ..asserted import asserted
 from ..causal_conv import finished, window_of
 from ..conv import transposed
 from ..kernels import compute
+from ..linear_attention import FLOATS
 from ..microsoft.causal_conv import read_attributes
 from ..window import Window
 from .layer_states import layer_states
@@ -67,10 +68,10 @@ def served_causal_conv(
     dilation, has_channels_last = read_attributes(node)
     window = window_of(node, x, weight, dilation)
     kept, channels = window.reach(0) - 1, number(node, "the number of channels", weight.shape[0])
-    if states.rank != 4 or states.dtype != x.dtype or kept < 1:
+    if states.rank != 4 or states.dtype != x.dtype or x.dtype not in FLOATS or kept < 1:
         raise node.error(
             f"input states is {states.dtype} of rank {states.rank}, for {kept} places of {x.dtype}.",
-            "Make it [slots, layers, k - 1, C] in the type of the input, for k of 2 or more.",
+            f"Make it [slots, layers, k - 1, C] in the type of the input, one of {', '.join(FLOATS)}, for k of 2 or more.",
         )
     x = x if has_channels_last else channels_last(node, x)
     x = asserted(node, x, (1, x.shape[1], channels))
