@@ -1,8 +1,8 @@
 """From an ONNX model to an ONNX model in which operators that were written out are nodes again.
 
 One flat, named list of passes over onnx_ir graphs, one per file, each with its cases numbered. What they make are
-standard ai.onnx operators, so the result is a legal model that other tools open and run. A pattern that does not match
-keeps its meaning.
+standard ai.onnx operators, and of com.microsoft CausalConvWithState and LinearAttention, so the result is a legal model
+that other tools open and run. A pattern that does not match keeps its meaning.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from .gelu import FuseGeluPass
 from .grouped_heads import GroupHeadsPass
 from .integer_products import FuseIntegerProductsPass
 from .layer_norm import FuseLayerNormPass
+from .linear_attention import FuseLinearAttentionPass
 from .moved_codes import MoveCodesPass
 from .no_ops import RemoveNoOpsPass
 from .opset import UpgradeOpsetPass
 from .rms_norm import FuseRmsNormPass
 from .rotary import FuseRotaryPass
 from .sizes import InferSizesPass
+from .stateful_conv import FuseStatefulConvPass
 from .swish import FuseSwishPass
 
 # What makes the graph ready, what fuses, what tidies up.
@@ -32,6 +34,8 @@ PREPARE: list[tuple[str, ir.passes.InPlacePass]] = [
     ("eliminate_common_subexpressions", common.CommonSubexpressionEliminationPass()),
 ]
 PASSES: list[tuple[str, ir.passes.InPlacePass]] = [
+    ("fuse_stateful_conv", FuseStatefulConvPass()),
+    ("fuse_linear_attention", FuseLinearAttentionPass()),  # first: it tells the sizes of what comes after
     ("move_codes", MoveCodesPass()),
     ("fuse_integer_products", FuseIntegerProductsPass()),
     ("unflatten_products", UnflattenProductsPass()),

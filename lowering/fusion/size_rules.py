@@ -111,6 +111,22 @@ def _matmul(_: Contents, node: ir.Node) -> list[Shape | None] | None:
     return [[*broadcast([a[:-2], b[:-2]]), a[-2], b[-1]]]
 
 
+def _conv(_: Contents, node: ir.Node) -> list[Shape | None] | None:
+    """Without strides, which ONNX's inference gives up at where a length is an expression."""
+    data, weight = sizes_of(operand(node, 0)), sizes_of(operand(node, 1))
+    axes = len(data) - 2
+    strides, dilations = (attribute(node, name, [1] * axes) for name in ("strides", "dilations"))
+    pads, kernel = attribute(node, "pads", [0] * 2 * axes), weight[2:]
+    if attribute(node, "auto_pad", "NOTSET") != "NOTSET" or set(strides) != {1} or len(pads) != 2 * len(kernel):
+        return None
+    result: list[Size] = [data[0], weight[0]]
+    for k, (size, taps) in enumerate(zip(data[2:], kernel, strict=True)):
+        if not isinstance(taps, int):
+            raise UnknownError
+        result.append(settled(size + (pads[k] + pads[k + axes] - dilations[k] * (taps - 1))))
+    return [result]
+
+
 def _concat(_: Contents, node: ir.Node) -> list[Shape | None]:
     shapes = [sizes_of(v) for v in node.inputs if v is not None]
     axis = attribute(node, "axis", 0) % len(shapes[0])
@@ -175,6 +191,7 @@ SHAPES: dict[str, Callable[[Contents, ir.Node], list[Shape | None] | None]] = {
     "Expand": _expand,
     "MatMul": _matmul,
     "Concat": _concat,
+    "Conv": _conv,
     "Split": _split,
     "Tile": _tile,
     "Slice": _slice,

@@ -163,6 +163,7 @@ _RULES: dict[str, Callable[[ir.Node, Size], bool]] = {
     "CumSum": lambda node, tokens: _axes(node, tokens, 1),
     **dict.fromkeys(("ReduceMean", "ReduceProd", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceL2", "ReduceSumSquare"),
                     lambda node, tokens: _axes(node, tokens, 1)),
+    "Tile": lambda node, tokens: (times := integers(node, 1, "repeats")) is not None and times[_own(node, tokens)] == 1,
     "Slice": lambda node, tokens: _axes(node, tokens, 3),
     "Transpose": lambda node, tokens: True,
     "OneHot": lambda node, tokens: True,  # rows stay where the new axis is another one

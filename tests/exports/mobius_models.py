@@ -147,7 +147,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 KEPT = (
     "bamba", "bart", "bloom", "deepseek_v3", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gpt2", "gpt_oss",
     "llama", "llama@cpu", "llama@onnx-standard", "llama@static", "mamba2", "minimax", "mixtral", "phi3", "qwen3",
-    "qwen3@static", "qwen3_5_text", "t5", "whisper",
+    "qwen3@static", "bamba@onnx-standard", "qwen3_5_text", "t5", "whisper",
 )  # fmt: skip
 
 

@@ -18,7 +18,6 @@ from lowering.runtime.decoder import Decoder
 FOLDER = Path(__file__).parent / "decoders"
 VOCABULARY, BATCH, PROMPT, STEPS = 40, 3, 9, 8
 
-STATES = {"bamba", "mamba2", "minimax", "qwen3_5_text"}  # which see padding
 ENCODED = {"bart", "t5", "whisper"}  # read what an encoder made
 UNPADDED = {"bloom", "falcon_h1"}  # whose export ignores the mask, as do those that read what an encoder made
 SOURCES = (7, 4, 5)  # rows of what an encoder made, by sequence

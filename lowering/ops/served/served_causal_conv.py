@@ -71,7 +71,7 @@ def served_causal_conv(
     if states.rank != 4 or states.dtype != x.dtype or x.dtype not in FLOATS or kept < 1:
         raise node.error(
             f"input states is {states.dtype} of rank {states.rank}, for {kept} places of {x.dtype}.",
-            f"Make it [slots, layers, k - 1, C] in the type of the input, one of {', '.join(FLOATS)}, for k of 2 or more.",
+            f"Make it [slots, layers, k - 1, C] in the input's type, one of {', '.join(FLOATS)}, for k of 2 or more.",
         )
     x = x if has_channels_last else channels_last(node, x)
     x = asserted(node, x, (1, x.shape[1], channels))
