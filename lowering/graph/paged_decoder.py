@@ -122,8 +122,8 @@ def _decoder_of(model: ir.Model, serve: Serve) -> _Decoder:
     if others:
         raise ModelError(
             f"serve: the model has an input '{others[0]}' beside tokens, mask, positions, growing caches, and states "
-            "that LinearAttention or CausalConvWithState carries on. Compile it with static_cache, whose decoder takes "
-            "such inputs once per sequence."
+            "that LinearAttention or CausalConvWithState carries on. Export recurrences over any number of tokens, as "
+            "these operators; what an encoder made is for a model with static_cache, whose decoder takes it once."
         )
     positions = Positions(model, ids, mask, position_ids, pasts)
     attentions = [node for node in model.graph if is_op(node, "Attention") and positions.of_data(node)]

@@ -15,8 +15,8 @@ class Serve:
 
     context is the largest number of tokens of a request, tokens_per_block a power of two. cache is the element type of
     keys and values: "model", the one that the model computes in, or "int8" with a float32 scale for each token and
-    head. ids, mask and positions are the names of the model's inputs, as for `Model.decoder`; they are found by what
-    they feed if "".
+    head. States of convolutions and recurrences keep their type. ids, mask and positions are the names of the model's
+    inputs, as for `Model.decoder`; they are found by what they feed if "".
     """
 
     context: int
