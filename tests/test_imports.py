@@ -139,7 +139,7 @@ RULES = {
         },
         True,
     ),
-    "lowering/fusion": ({"lowering.fusion", "lowering.graph.fold"}, False),
+    "lowering/fusion": ({"lowering.fusion", "lowering.graph.fold", "lowering.graph.legality"}, False),
     "lowering/ops": (
         {
             "lowering.ops",

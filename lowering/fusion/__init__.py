@@ -2,7 +2,8 @@
 
 One flat, named list of passes over onnx_ir graphs, one per file, each with its cases numbered. What they make are
 standard ai.onnx operators, and of com.microsoft CausalConvWithState and LinearAttention, so the result is a legal model
-that other tools open and run. A pattern that does not match keeps its meaning.
+that other tools open and run; but for attention with sinks, which ai.onnx does not have (attention_node.py). A pattern
+that does not match keeps its meaning.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.passes import common
 
+from ..graph.legality import import_own_domain
 from .attention import FuseAttentionPass
 from .flattened_products import UnflattenProductsPass
 from .gelu import FuseGeluPass
@@ -67,6 +69,7 @@ def fuse(model: ir.Model) -> ir.Model:
         return model
     for _, run in TIDY:
         run(fused)
+    import_own_domain(fused)
     keep_declared_outputs(model, fused)
     return fused
 

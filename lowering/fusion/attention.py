@@ -7,8 +7,11 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from .attention_keys import keys, split_heads
+from .attention_groups import flatten_queries, read_groups, split_queries, without_group
+from .attention_keys import Heads, keys, split_heads
+from .attention_node import emit_attention
 from .attention_scores import Scores, find_scores
+from .attention_sinks import Sink, find_sink, find_subtracted_maximum, leaves_out_sink
 from .matching import (
     Rewrite,
     Size,
@@ -32,7 +35,7 @@ _PRECISIONS = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.FLOAT, ir.
 class FuseAttentionPass(NodePass):
     """Makes one ai.onnx Attention of softmax(Q K^T) V, written out.
 
-    Q is [B, Hq, S, D], V is [B, Hkv, T, Dv] with Hkv = Hq or 1; or all have three dimensions, [N, S, D].
+    Q is [B, Hq, S, D], V is [B, Hkv, T, Dv] with Hkv = Hq or 1; or all have three dimensions, [N, S, D], or five.
 
     1. Scale: Mul or Div by a known number, of the scores, of Q, of K or of several of them.
     2. K: Transpose by any permutation, the Reshape, Transpose, Reshape that PyTorch writes, or K that already is
@@ -47,6 +50,9 @@ class FuseAttentionPass(NodePass):
     9. Three dimensions: Reshape of the scores to [B, H, S, T] and back gives B and H; without it, N is the batch of one
        head. Where they are not reshaped back, V has four dimensions and Q and K have three. A float mask in a type
        wider than Q's makes the whole node that wide.
+    10. Sinks, and the largest score subtracted: attention_sinks.py numbers the ways. With sinks the node is the
+        compiler's own Attention.
+    11. Five dimensions: Q [B, Hkv, G, S, D] beside K and V with an axis of one in place of G.
 
     A score or probability that anybody else reads, or that is an output, refuses the match; so do sizes that would
     broadcast any other way, a mask after the softmax, and a head number or size that is no number. A row whose keys are
@@ -62,26 +68,41 @@ class FuseAttentionPass(NodePass):
 
 def _try_fuse(product: ir.Node) -> bool:
     behind = _behind_the_softmax(product)
-    scores = find_scores(operand(behind[-1], 0)) if behind is not None else None
-    if behind is None or scores is None:
+    if behind is None:
         return False
-    nodes = [product, *behind, *scores.nodes]
+    given, subtracted = find_subtracted_maximum(operand(behind[-1], 0))
+    sink, scores = _sink_and_scores(given, behind)
+    if scores is None:
+        return False
+    nodes = [product, *behind, *subtracted, *(sink.nodes if sink is not None else ()), *scores.nodes]
     if not closed(set(nodes), product.outputs[0]):
         return False
     q, by_q = _scaled(operand(scores.product, 0))
     kt, by_k = _scaled(operand(scores.product, 1))
     views = [dims(node.outputs[0]) for node in (*behind, *scores.nodes) if is_op(node, "Reshape")]
-    attention = _Attention(product, behind[-1], q, kt, operand(product, 1), scores, scores.scale * by_q * by_k)
+    scale = scores.scale * by_q * by_k
+    attention = _Attention(product, behind[-1], q, kt, operand(product, 1), scores, sink, scale)
     if not attention.sizes_fit(views) or not attention.types_fit() or not 0 <= attention.scale < math.inf:
         return False
     attention.replace(nodes)
     return True
 
 
+def _sink_and_scores(given: ir.Value, behind: list[ir.Node]) -> tuple[Sink | None, Scores | None]:
+    """Case 10: what the softmax is of; scores are None where something else is left out behind it."""
+    left_out = [node for node in behind if is_op(node, "Slice", "Split")]
+    if not left_out:
+        return None, find_scores(given)
+    sink = find_sink(given)
+    if sink is None or len(left_out) > 1 or not leaves_out_sink(left_out[0], sink):
+        return None, None
+    return sink, find_scores(sink.scores, sink.scale, sink.masks)
+
+
 def _behind_the_softmax(product: ir.Node) -> list[ir.Node] | None:
-    """Cases 3 and 8, and the Reshape of case 9: from the second product back to the Softmax, which is the last."""
+    """Cases 3, 8 and 10, and the Reshape of case 9: from the second product back to the Softmax, which is the last."""
     value, nodes = operand(product, 0), []
-    while (node := producer(value, "Cast", "Reshape", "Where", "Softmax")) is not None:
+    while (node := producer(value, "Cast", "Reshape", "Slice", "Split", "Where", "Softmax")) is not None:
         nodes.append(node)
         if is_op(node, "Softmax"):
             rank = len(dims(operand(node, 0)))
@@ -110,7 +131,8 @@ def _scaled(value: ir.Value) -> tuple[ir.Value, float]:
 
 @dataclass
 class _Attention:
-    """What the new node is made of. heads is B and H where the first of three dimensions is B * H."""
+    """What the new node is made of. heads is B and H where the first of three dimensions is B * H, groups is Hkv and G
+    of five."""
 
     product: ir.Node
     softmax: ir.Node
@@ -118,13 +140,17 @@ class _Attention:
     kt: ir.Value
     v: ir.Value
     scores: Scores
+    sink: Sink | None
     scale: float
-    heads: tuple[Size, int] | None = None
+    heads: Heads = None
+    groups: tuple[int, int] | None = None
 
     @property
     def shape(self) -> tuple[Size, ...]:
         """[B, Hq, S, T] of the scores."""
         q, kt = dims(self.q), dims(self.kt)
+        if self.groups is not None:
+            return q[0], math.prod(self.groups), q[-2], kt[-1]
         return (*(q[:2] if self.heads is None else self.heads), q[-2], kt[-1])
 
     @property
@@ -137,18 +163,23 @@ class _Attention:
         scores and probabilities are reshaped."""
         shapes = q, kt, v = dims(self.q), dims(self.kt), dims(self.v)
         rank = len(q)
-        if rank not in (3, 4) or len(kt) != rank or len(v) not in (rank, 4):
+        if rank not in (3, 4, 5) or len(kt) != rank or len(v) not in (rank, 4):
             return False
         if not all(known(size) for size in (q[-1], kt[-2], v[-1])):
             return False
         together = shapes if len(v) == rank else (q, kt)
         if any(not may_broadcast(a[0], b[0]) for a in together for b in together):
             return False
-        if rank == 4:
+        if rank == 5:
+            self.groups = read_groups(self.q, self.kt, self.v)
+            fit = not views and self.groups is not None
+        elif rank == 4:
             fit = not views and known(q[1]) and kt[1] == v[1] and kt[1] in (1, q[1])
         else:
             self.heads = _heads(views, q[0], dims(self.scores.product.outputs[0]))
             fit = self.heads is not None and (len(v) == rank or v[:2] == self.heads)
+        if self.sink is not None and not (fit and self.sink.has_heads(self.shape[1])):
+            return False
         return fit and self.scores.masks.fit(self.shape, q[0])
 
     def types_fit(self) -> bool:
@@ -160,11 +191,18 @@ class _Attention:
         _, _, v, product, softmax, _ = (dtype.itemsize for dtype in types if dtype is not None)
         return v <= self.dtype.itemsize and product <= softmax
 
+    def emit_operands(self, new: Rewrite, v_heads: Heads) -> tuple[ir.Value, ir.Value, ir.Value]:
+        """Emit Q, K and V of four dimensions."""
+        if self.groups is not None:
+            kt, v = (without_group(new, x) for x in (self.kt, self.v))
+            return flatten_queries(new, self.q), keys(new, kt, None), v
+        q, k = split_heads(new, self.q, self.heads), keys(new, self.kt, self.heads)
+        return q, k, split_heads(new, self.v, v_heads)
+
     def replace(self, nodes: list[ir.Node]) -> None:
         new, result, dtype = Rewrite(self.product), self.product.outputs[0], self.dtype
         v_heads = self.heads if len(dims(self.v)) == 3 else None
-        inputs = [split_heads(new, self.q, self.heads), keys(new, self.kt, self.heads)]
-        q, k, v = (new.cast(x, dtype) for x in (*inputs, split_heads(new, self.v, v_heads)))
+        q, k, v = (new.cast(x, dtype) for x in self.emit_operands(new, v_heads))
 
         def key_count() -> ir.Value:
             return new.emit("Shape", [k], {"start": 2, "end": 3}, ir.DataType.INT64, [1])
@@ -177,9 +215,14 @@ class _Attention:
         if softmax != dtype:
             attributes["softmax_precision"] = int(softmax or dtype)
         shape = (*self.shape[:3], dims(self.v)[-1])
-        y = new.emit("Attention", [q, k, v] if mask is None else [q, k, v, mask], attributes, dtype, shape)
+        heads = self.shape[1]
+        assert isinstance(heads, int)
+        sink = None if self.sink is None else self.sink.emit_vector(new, heads, dtype)
+        y = emit_attention(new, [q, k, v, mask, None, None, None, sink], attributes, dtype=dtype, shape=shape)
         y = new.cast(y, result.dtype or dtype)
-        if v_heads is not None:
+        if self.groups is not None:
+            y = split_queries(new, y, self.groups)
+        elif v_heads is not None:
             sizes = new.emit("Shape", [y], {"start": 2}, ir.DataType.INT64, [2])
             flat = new.emit("Concat", [new.integers(-1), sizes], {"axis": 0}, ir.DataType.INT64, [3])
             y = new.emit("Reshape", [y, flat], shape=dims(result))

@@ -50,14 +50,16 @@ class Masks:
         ]
 
     def fit(self, scores: tuple[Size, ...], flat: Size) -> bool:
-        """Whether no mask makes the scores larger: [B, H, S, T], or [flat, S, T] where they have three dimensions."""
+        """Whether no mask makes the scores larger: [B, H, S, T], or [flat, S, T] where they have three dimensions. Of
+        five, [B, Hkv, G, S, T], masks have no heads."""
         for mask in self.masks:
             shape, dtype = dims(mask.value), mask.value.dtype
             if mask.value.shape is None or dtype is None or len(shape) > mask.rank:
                 return False
             if mask.fill is None and not dtype.is_floating_point():
                 return False
-            full = (scores if mask.rank == 4 else (flat, *scores[2:]))[mask.rank - len(shape) :]
+            front = {3: (flat,), 4: scores[:2], 5: (scores[0], 1, 1)}[mask.rank]
+            full = (*front, *scores[2:])[mask.rank - len(shape) :]
             if not all(may_broadcast(size, to) for size, to in zip(shape, full)):
                 return False
         return True
@@ -102,6 +104,11 @@ class Masks:
         value = mask.value
         if mask.rank == 3 and len(dims(value)) == 3 and dims(value)[0] != 1:
             value = split_heads(new, value, heads)
+        if mask.rank == 5 and len(dims(value)) > 3:
+            axis = len(dims(value)) - 3  # of the group, which a mask has one of
+            value = new.emit(
+                "Squeeze", [value, new.integers(axis)], shape=[*dims(value)[:axis], *dims(value)[axis + 1 :]]
+            )
         if mask.fill is None:
             if mask.scale != 1.0:
                 assert value.dtype is not None

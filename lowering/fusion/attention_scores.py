@@ -10,6 +10,8 @@ import onnx_ir as ir
 from .attention_masks import Mask, Masks
 from .matching import dims, is_op, number, operand, pairs, producer, widens
 
+_NO_MASKS = Masks()
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -25,10 +27,11 @@ class Scores:
     nodes: tuple[ir.Node, ...] = ()
 
 
-def find_scores(value: ir.Value) -> Scores | None:
-    """Reads backwards from the softmax; None where anything else lies on the way."""
+def find_scores(value: ir.Value, scale: float = 1.0, masks: Masks = _NO_MASKS) -> Scores | None:
+    """Reads backwards from the softmax, or from what is scaled and masked behind it; None where anything else lies on
+    the way."""
     node = value.producer()
-    return None if node is None else _read(value, Scores(product=node))
+    return None if node is None else _read(value, Scores(node, scale, masks=masks))
 
 
 def _read(value: ir.Value, so_far: Scores) -> Scores | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from .attention_node import PAST_KEY, PAST_VALUE, is_attention
 from .matching import Rewrite, Size, array, attribute, dims, is_op, operand, producer
 from .node_pass import NodePass
 from .opset import FIRST
@@ -27,15 +28,14 @@ class GroupHeadsPass(NodePass):
     """
 
     since = FIRST
-    operators = ("Attention",)
 
     def rewrite(self, node: ir.Node) -> bool:
-        return _try_group(node)
+        return is_attention(node) and _try_group(node)
 
 
 def _try_group(node: ir.Node) -> bool:
     k, v = operand(node, 1), operand(node, 2)
-    if len(dims(k)) != 4 or len(dims(v)) != 4 or any(x is not None for x in node.inputs[4:6]):
+    if len(dims(k)) != 4 or len(dims(v)) != 4 or any(x is not None for x in node.inputs[PAST_KEY : PAST_VALUE + 1]):
         return False
     if "kv_num_heads" in node.attributes or "q_num_heads" in node.attributes:
         return False

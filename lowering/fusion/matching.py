@@ -133,6 +133,7 @@ class Rewrite:
         attributes: Mapping[str, Any] | None = None,
         dtype: ir.DataType | None = None,
         shape: Iterable[Size] | None = None,
+        domain: str = "",
     ) -> ir.Value:
         """The output of a new node; its type is that of the first input unless stated."""
         if dtype is None:
@@ -141,7 +142,7 @@ class Rewrite:
         assert dtype is not None
         name = f"{self.origin}/{operator}"
         before = sum(node.op_type == operator for node in self.nodes)
-        node = ir.node(operator, inputs, attributes or {}, name=f"{name}_{before}" if before else name)
+        node = ir.node(operator, inputs, attributes or {}, domain=domain, name=f"{name}_{before}" if before else name)
         output = node.outputs[0]
         output.type = ir.TensorType(dtype)
         output.shape = None if shape is None else ir.Shape(shape)

@@ -135,10 +135,11 @@ def _concat(_: Contents, node: ir.Node) -> list[Shape | None]:
     return [result]
 
 
-def _split(_: Contents, node: ir.Node) -> list[Shape | None]:
+def _split(sizes: Contents, node: ir.Node) -> list[Shape | None]:
     shape = list(sizes_of(operand(node, 0)))
     axis, count = attribute(node, "axis", 0) % len(shape), len(node.outputs)
-    parts = integers(node, 1, "split")
+    given = len(node.inputs) > 1 and node.inputs[1] is not None
+    parts: Sequence[Size] | None = _vector(sizes, node, 1) if given else integers(node, 1, "split")
     if parts is None:
         size = shape[axis]
         if not isinstance(size, int):
@@ -158,9 +159,19 @@ def _slice(sizes: Contents, node: ir.Node) -> list[Shape | None]:
         size = result[axis]
         if isinstance(size, int) and isinstance(start, int) and isinstance(stop, int):
             result[axis] = len(range(*slice(start, stop, step).indices(size)))
-        elif not (isinstance(start, int) and start == 0 and step == 1 and (stop == size or _is_end(stop))):
+        elif not (isinstance(start, int) and start == 0 and step == 1):
             result[axis] = None
+        elif not (stop == size or _is_end(stop)):
+            result[axis] = stop if _is_within(stop, size) else None
     return [result]
+
+
+def _is_within(stop: Any, size: Any) -> bool:
+    """Whether a size that is an expression is a known number larger than another one."""
+    if not isinstance(stop, ir.SymbolicDim) or not isinstance(size, ir.SymbolicDim):
+        return False
+    left = settled(size - stop)
+    return isinstance(left, int) and left >= 0
 
 
 def _is_end(stop: Any) -> bool:

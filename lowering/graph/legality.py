@@ -25,16 +25,22 @@ DEEPEST = 32
 _NUMBERS = range(-(2**31), 2**31)
 _BOUNDED = {"axis": _NUMBERS, "axes": _NUMBERS, "batch_dims": range(2**31)}
 
-OWN_DOMAIN = "onnx_lowering"
-"""Of the operators that the compiler itself puts into models."""
+OWN_DOMAIN, OWN_OPSET = "onnx_lowering", 25
+"""Of the operators that the compiler itself puts into models. Attention of version 25 is that of ai.onnx with sinks."""
 
 Body = ir.Graph | ir.Function
 
 
+def import_own_domain(model: ir.Model) -> None:
+    """Declare the domain of the compiler's operators in a model that has some."""
+    if any(node.domain == OWN_DOMAIN for graph in graphs(model) for node in graph):
+        model.opset_imports[OWN_DOMAIN] = OWN_OPSET
+
+
 def check_domains(model: ir.Model) -> None:
-    """Raises ModelError for operators that no model may have when it comes."""
+    """Raises ModelError for operators that no model may have when it comes: Attention checks its inputs, and may."""
     for graph in graphs(model):
-        own = next((node for node in graph if node.domain == OWN_DOMAIN), None)
+        own = next((node for node in graph if node.domain == OWN_DOMAIN and node.op_type != "Attention"), None)
         if own is not None:
             raise ModelError(
                 f"node '{own.name}' ({own.op_type}) is of the domain {OWN_DOMAIN}, in which the "

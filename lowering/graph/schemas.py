@@ -1,7 +1,8 @@
 """Schemas of what onnxruntime's optimisers write, for onnx's checker and its inference of types and shapes.
 
 LayerNormalization came into ai.onnx with opset 17 and SimplifiedLayerNormalization not at all, but onnxruntime has both
-there. Its other operators are those of lowering/ops/microsoft. Importing this module registers all, once per process.
+there. Its other operators are those of lowering/ops/microsoft. The compiler's own Attention has a schema, too.
+Importing this module registers all, once per process.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 import onnx
 import onnx.reference  # first: it does not import once two operators of one name are registered
 from onnx import defs
+
+from .legality import OWN_DOMAIN
 
 _Kind = onnx.TypeProto  # of a tensor; a dimension that is neither number nor name is unknown
 _Inference = Callable[[Any], dict[int, _Kind]]
@@ -161,6 +164,15 @@ def _attention(context: Any) -> dict[int, _Kind]:
     sizes = context.get_attribute("qkv_hidden_sizes")
     width = sizes.ints[2] if sizes is not None else weights[1].dim_value // 3 if weights else 0
     return {0: _tensor(element, [*x[:2], width or None] if x else None), 1: _tensor(element, None)}
+
+
+def _attention_with_sinks(context: Any) -> dict[int, _Kind]:
+    (element, q), (_, v) = _input(context, 0), _input(context, 2)
+    heads, kv_heads = _number(context, "q_num_heads"), _number(context, "kv_num_heads")
+    y = [*q[:-1], v[-1]] if q and v and len(q) == len(v) else None
+    if y is not None and len(y) == 3:
+        y = _last(y, lambda width: width // kv_heads * heads if kv_heads else None)
+    return {0: _tensor(element, y), **{k: _tensor(_input(context, n)[0], None) for k, n in ((1, 1), (2, 2), (3, 0))}}
 
 
 def _q_attention(context: Any) -> dict[int, _Kind]:
@@ -413,3 +425,13 @@ for _name, _inputs, _outputs, _attributes, _infer in (
     ),
 ):
     _register(_name, _inputs, _outputs, _attributes, _infer, "com.microsoft")
+
+_register(
+    "Attention",
+    "Q K V attn_mask? past_key? past_value? nonpad_kv_seqlen? sink",
+    "Y present_key? present_value? qk_matmul_output?",
+    "is_causal:int kv_num_heads:int left_window_size:int q_num_heads:int qk_matmul_output_mode:int "
+    "right_window_size:int scale:float softcap:float softmax_precision:int",
+    _attention_with_sinks,
+    OWN_DOMAIN,
+)

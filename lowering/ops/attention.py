@@ -1,4 +1,5 @@
-"""ai.onnx Attention 23, 24 and 25 (https://onnx.ai/onnx/operators/onnx__Attention.html), with the errata of onnx 1.23.
+"""ai.onnx Attention 23, 24 and 25 (https://onnx.ai/onnx/operators/onnx__Attention.html), with the errata of onnx 1.23;
+and the compiler's own, which is version 25 with sinks.
 
 The node becomes one call of the kernel that an `AttentionProblem` describes. Here are only the operator's own rules:
 which inputs and attributes are legal, how a mask broadcasts, where query rows lie among the keys. Dimensions that must
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from tvm import relax, tirx
 
 from ..attention.problem import Mask, Offset, Window
+from ..graph.legality import OWN_DOMAIN
 from ..importing import symbolic
 from ..importing.compute import agreed, number
 from ..importing.node import Node
@@ -27,6 +29,7 @@ _SOFTMAX_PRECISIONS = {1: "float32", 10: "float16", 11: "float64", 16: "bfloat16
 _UNBOUNDED = 2**62  # a wider window sees every key, and sums with it stay below 2**63
 
 
+@op("Attention", since=25, domain=OWN_DOMAIN)
 @op("Attention", since=23)
 def attention(
     node: Node,
@@ -37,8 +40,9 @@ def attention(
     past_key: Value | None = None,
     past_value: Value | None = None,
     nonpad: Value | None = None,
+    sink: Value | None = None,
 ) -> tuple[Value | None, ...]:
-    """Y, present_key, present_value and qk_matmul_output; None for what nobody asks for."""
+    """Y, present_key, present_value and qk_matmul_output; None for what nobody asks for. sink is [Hq], of Q's type."""
     attributes = _attributes(node)
     _check_inputs(node, q, k, v, past_key, past_value, nonpad)
     sizes = _sizes(node, q, k, v, past_key, past_value)
@@ -65,13 +69,17 @@ def attention(
         mask, how = _mask(node, mask, q.dtype, scores)
     if nonpad is not None:
         nonpad = asserted(node, nonpad, (sizes.batch,))
+    if sink is not None:
+        if sink.dtype != q.dtype or sink.rank != 1:
+            raise node.error(f"input sink is {sink.dtype} of rank {sink.rank}.", f"Make it {q.dtype} [query heads].")
+        sink = asserted(node, sink, (sizes.q_heads,))
     window = None
     if attributes.left is not None or attributes.right is not None:
         offset: Offset = "past" if past_key is not None else "lengths" if nonpad is not None else "zero"
         window = Window(attributes.left, attributes.right, offset)
     results = attend(
         node,
-        {"q": q, "k": k, "v": v, "mask": mask, "lengths": nonpad, "past": sizes.past},
+        {"q": q, "k": k, "v": v, "mask": mask, "lengths": nonpad, "past": sizes.past, "sink": sink},
         heads=(sizes.q_heads, sizes.kv_heads),
         acc_dtype="float64" if "float64" in (q.dtype, v.dtype, attributes.softmax) else "float32",
         scale=1 / math.sqrt(sizes.head_dim) if attributes.scale is None else attributes.scale,

@@ -1,0 +1,45 @@
+"""Attention as a node: ai.onnx's, or the compiler's own, which is ai.onnx Attention 25 with sinks as one more input.
+
+A sink is a score of a query head that takes its share of each softmax and has no value (arXiv:2309.17453): inputs are
+Q, K, V, attn_mask, past_key, past_value, nonpad_kv_seqlen and sink [Hq], in the type of Q.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+from ..graph.legality import OWN_DOMAIN
+from .matching import Rewrite, Size, is_op
+
+MASK, PAST_KEY, PAST_VALUE, NONPAD, SINK = range(3, 8)
+"""Inputs of Attention."""
+
+
+def is_attention(node: ir.Node | None) -> bool:
+    """Whether the node is ai.onnx Attention, with sinks or without."""
+    is_own = node is not None and node.domain == OWN_DOMAIN and node.op_type == "Attention"
+    return is_op(node, "Attention") or is_own
+
+
+def attention_input(node: ir.Node, position: int) -> ir.Value | None:
+    """Return an input of an Attention; None for one that is absent."""
+    return node.inputs[position] if position < len(node.inputs) else None
+
+
+def emit_attention(
+    new: Rewrite,
+    inputs: Sequence[ir.Value | None],
+    attributes: Mapping[str, Any],
+    *,
+    dtype: ir.DataType | None = None,
+    shape: Iterable[Size] | None = None,
+) -> ir.Value:
+    """Emit an Attention of up to eight inputs and return its output: ai.onnx's where there is no sink."""
+    given = list(inputs)
+    while given and given[-1] is None:
+        given.pop()
+    domain = OWN_DOMAIN if len(given) > SINK else ""
+    return new.emit("Attention", given, attributes, dtype, shape, domain=domain)
