@@ -37,6 +37,8 @@ CASES = {
     "GQA, window, cap": Case("GroupQueryAttention", {"local_window_size": 3, "softcap": 2.0}, ("rotary",)),
     "GQA, norms": Case("GroupQueryAttention", {"qk_norm_epsilon": 0.1, "k_norm_epsilon": 0.5}, ("norms",)),
     "GQA, bias": Case("GroupQueryAttention", {"scale": 0.3}, ("bias",)),
+    "GQA, sinks": Case("GroupQueryAttention", {}, ("sinks",)),
+    "GQA, smooth, window": Case("GroupQueryAttention", {"smooth_softmax": 1, "local_window_size": 3}),
     "GQA, opset 21": Case("GroupQueryAttention", {}, (), 21),
     "MHA, causal": Case("MultiHeadAttention", {"unidirectional": 1}),
     "MHA, all": Case("MultiHeadAttention", {"unidirectional": 1}, ("projection", "padding", "bias")),
@@ -113,6 +115,8 @@ def grouped(b: Builder, case: Case, q: str, k: str, v: str) -> Any:
         inputs[9] = "at"
     if "bias" in case.inputs:
         inputs[10] = added(b)
+    if "sinks" in case.inputs:
+        inputs[11] = b.random(HEADS)
     if "norms" in case.inputs:
         inputs[14:16] = [b.random(SIZE), b.random(SIZE)]
     heads = {"num_heads": HEADS, "kv_num_heads": KV_HEADS}
@@ -210,7 +214,7 @@ def test_masks_of_all_tokens_are_not_served_as_causal() -> None:
 
 
 def test_a_form_that_stays_says_which_node() -> None:
-    model = model_of(Case("GroupQueryAttention", {"smooth_softmax": 1}))
+    model = model_of(Case("GroupQueryAttention", {"qk_output": 1}))
     with pytest.raises(lowering.ModelError, match=r"\(GroupQueryAttention\) keeps its past in a form"):
         lowering.compile(model, static_cache=CAPACITY)
     with pytest.raises(lowering.ModelError, match=r"\(GroupQueryAttention\) keeps its past in a form"):

@@ -13,18 +13,25 @@ from __future__ import annotations
 import onnx
 import onnx_ir as ir
 
+from ..fusion.attention_node import (
+    MASK,
+    NONPAD,
+    PAST_KEY,
+    PAST_VALUE,
+    SINK,
+    attention_input,
+    emit_attention,
+    is_attention,
+)
 from ..fusion.matching import Rewrite, Size, attribute, dims, is_op, known, operand
 from ..fusion.opset import FIRST, UpgradeOpsetPass, opset
 from ..fusion.sizes import InferSizesPass
+from .legality import import_own_domain
 from .microsoft_caches import DOMAIN, LENGTH_AXIS, to_attention
 
-MASK, NONPAD = 3, 6  # inputs of Attention
-_CACHES = {  # past keys and values among inputs, present ones among outputs
-    ("", "Attention"): ((4, 5), (1, 2)),
-    (DOMAIN, "GroupQueryAttention"): ((3, 4), (1, 2)),
-    (DOMAIN, "MultiHeadAttention"): ((6, 7), (1, 2)),
-}
-_PAST = _CACHES["", "Attention"][0]
+_PAST = (PAST_KEY, PAST_VALUE)
+_PAST_BY_OPERATOR = {"GroupQueryAttention": (3, 4), "MultiHeadAttention": (6, 7)}  # of com.microsoft
+_PRESENT = (1, 2)  # outputs of all
 OPSET = 24  # of nonpad_kv_seqlen and TensorScatter
 _OPSET_OF_WINDOWS = 25
 
@@ -37,10 +44,11 @@ def unify_caches(model: ir.Model) -> None:
     if not nodes or opset(model) < FIRST:
         return
     use_opset_24(model)
-    for node in [node if is_op(node, "Attention") else to_attention(node) for node in nodes]:
+    for node in [node if is_attention(node) else to_attention(node) for node in nodes]:
         if attribute(node, "left_window_size", -1) != -1:
             set_opset(model, _OPSET_OF_WINDOWS)
         _write_out(node)
+    import_own_domain(model)
 
 
 def grows(node: ir.Node) -> bool:
@@ -53,7 +61,7 @@ def grows(node: ir.Node) -> bool:
 
 def counts_all_keys(node: ir.Node) -> bool:
     """Whether nonpad_kv_seqlen of an Attention is the number of its keys: causal rows are the last ones then."""
-    given = node.inputs[NONPAD] if len(node.inputs) > NONPAD else None
+    given = attention_input(node, NONPAD)
     expand = given.producer() if given is not None else None
     count = operand(expand, 0).producer() if expand is not None and is_op(expand, "Expand") else None
     if count is None or not is_op(count, "Shape") or operand(count, 0) is not node.inputs[1]:
@@ -94,14 +102,14 @@ def _repeat_mask(node: ir.Node) -> None:
 
 def _holds_caches(node: ir.Node) -> bool:
     """Whether keys and values of an attention are each a past input and new rows, and both are outputs."""
-    places = _CACHES.get(("" if is_op(node, node.op_type) else node.domain, node.op_type))
-    if places is None or len(node.inputs) <= places[0][1] or len(node.outputs) <= places[1][1]:
+    places = _PAST if is_attention(node) else _PAST_BY_OPERATOR.get(node.op_type) if node.domain == DOMAIN else None
+    if places is None or len(node.inputs) <= places[1] or len(node.outputs) <= _PRESENT[1]:
         return False
-    pasts, presents = [node.inputs[k] for k in places[0]], [node.outputs[k] for k in places[1]]
+    pasts, presents = [node.inputs[k] for k in places], [node.outputs[k] for k in _PRESENT]
     caches = [past for past in pasts if past is not None and past.is_graph_input() and len(dims(past)) == 4]
     sizes = [size for past in caches for size in (dims(past)[1], dims(past)[3])]
     held = len(caches) == 2 and all(present.is_graph_output() for present in presents) and all(map(known, sizes))
-    return held and not (places[0] == _PAST and _ends_elsewhere(node))
+    return held and not (is_attention(node) and _ends_elsewhere(node))
 
 
 def _ends_elsewhere(node: ir.Node) -> bool:
@@ -154,12 +162,12 @@ def _emit_attention(new: Rewrite, node: ir.Node, q: ir.Value, presents: list[ir.
     batch = new.emit("Shape", [q], {"start": 0, "end": 1}, ir.DataType.INT64, [1])
     keys = new.emit("Shape", [k], {"start": LENGTH_AXIS, "end": LENGTH_AXIS + 1}, ir.DataType.INT64, [1])
     nonpad = new.emit("Expand", [keys, batch], shape=[dims(q)[0]])
-    mask = node.inputs[MASK]
+    mask, sink = (attention_input(node, position) for position in (MASK, SINK))
     attributes = {
         name: given.value for name, given in node.attributes.items() if name not in ("q_num_heads", "kv_num_heads")
     }
     shape = [*dims(q)[:3], dims(v)[3]]
-    y = new.emit("Attention", [q, k, v, mask, None, None, nonpad], attributes, shape=shape)
+    y = emit_attention(new, [q, k, v, mask, None, None, nonpad, sink], attributes, shape=shape)
     attention = y.producer()
     assert attention is not None
     if len(node.outputs) > 3:

@@ -10,8 +10,8 @@ import numpy as np
 import onnx_ir as ir
 
 from ..errors import ModelError
+from ..fusion.attention_node import MASK, attention_input
 from ..fusion.matching import attribute
-from .cache_forms import MASK
 from .positions import Positions
 
 # Contexts of which all is looked at in one piece; contexts of which all tokens are looked at, and of longer ones in so
@@ -90,7 +90,7 @@ class Visible:
 
     @classmethod
     def of(cls, node: ir.Node) -> Visible:
-        mask = node.inputs[MASK] if len(node.inputs) > MASK else None
+        mask = attention_input(node, MASK)
         sides = [int(attribute(node, f"{side}_window_size", -1)) for side in ("left", "right")]
         return Visible(mask, attribute(node, "is_causal", 0) == 1, *sides)
 

@@ -16,6 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ..errors import ModelError
+from ..fusion.attention_node import emit_attention
 from ..fusion.matching import Rewrite, attribute, dims, is_op, known, number, numbers
 
 DOMAIN = "com.microsoft"
@@ -32,7 +33,7 @@ def to_attention(node: ir.Node) -> ir.Node:
     if emitted is None:
         raise ModelError(
             f"node '{node.name}' ({node.op_type}) keeps its past in a form that static_cache and serve do not know: "
-            "sinks, quantized caches, packed inputs, or lengths that are not the sums of an attention mask. Export it "
+            "quantized caches, packed inputs, or lengths that are not the sums of an attention mask. Export it "
             "with past_key and past_value of ai.onnx Attention."
         )
     new, operands, attributes = emitted
@@ -55,8 +56,8 @@ class _Inputs:
 def _from_group_query(node: ir.Node, inputs: _Inputs) -> Emitted | None:
     query, past, cos, sin = inputs[0], inputs[3], inputs[7], inputs[8]
     mask = _mask_of_lengths(inputs[5])
-    unsupported = [inputs[k] for k in (11, 12, 13, 16)]  # sinks, scales of quantized caches, query_seqlens
-    names = ("smooth_softmax", "qk_output", "sliding_window_cache")
+    unsupported = [inputs[k] for k in (12, 13, 16)]  # scales of quantized caches, query_seqlens
+    names = ("qk_output", "sliding_window_cache")
     if mask is None or past is None or any(unsupported) or any(attribute(node, name, 0) > 0 for name in names):
         return None
     if not attribute(node, "causal", 1) or query is None or len(dims(past)) != 4 or not known(dims(past)[3]):
@@ -89,7 +90,12 @@ def _from_group_query(node: ir.Node, inputs: _Inputs) -> Emitted | None:
     attributes["softcap"] = max(attribute(node, "softcap", 0.0), 0.0)
     if (window := attribute(node, "local_window_size", -1)) > 0:
         attributes["left_window_size"] = window - 1
-    return new, [q, k, v, allowed, past, inputs[4]], attributes
+    sink = inputs[11]
+    if sink is not None:
+        sink = new.cast(sink, q.dtype or ir.DataType.FLOAT)
+    elif attribute(node, "smooth_softmax", -1) == 1:
+        sink = new.constant(np.zeros(heads), q.dtype or ir.DataType.FLOAT)
+    return new, [q, k, v, allowed, past, inputs[4], None, sink], attributes
 
 
 def _from_multi_head(node: ir.Node, inputs: _Inputs) -> Emitted | None:
@@ -128,7 +134,7 @@ def _from_multi_head(node: ir.Node, inputs: _Inputs) -> Emitted | None:
 
 
 def _replace(node: ir.Node, new: Rewrite, operands: list[ir.Value | None], attributes: dict[str, Any]) -> ir.Node:
-    y = new.emit("Attention", operands, attributes, shape=dims(node.outputs[0]))
+    y = emit_attention(new, operands, attributes, shape=dims(node.outputs[0]))
     attention = y.producer()
     assert attention is not None and isinstance(node.graph, ir.Graph)
     attention.resize_outputs(len(node.outputs))

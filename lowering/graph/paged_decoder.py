@@ -20,11 +20,12 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from ..errors import InputError, ModelError
+from ..fusion.attention_node import SINK, attention_input, is_attention
 from ..fusion.matching import Rewrite, Size, attribute, dims, is_op, numbers, operand
 from ..fusion.sizes import InferSizesPass
 from ..manifest import BLOCK_TABLE, CACHE, PAST_LENGTHS, ROW_STARTS, STATE_SLOTS, CachePool, ServedCache
 from .cache_forms import grows
-from .legality import OWN_DOMAIN
+from .legality import OWN_DOMAIN, import_own_domain
 from .mask_patterns import Pattern, patterns_of
 from .positions import Positions, rows_by_position
 from .roles import Roles, find_roles
@@ -126,7 +127,7 @@ def _decoder_of(model: ir.Model, serve: Serve) -> _Decoder:
             "these operators; what an encoder made is for a model with static_cache, whose decoder takes it once."
         )
     positions = Positions(model, ids, mask, position_ids, pasts)
-    attentions = [node for node in model.graph if is_op(node, "Attention") and positions.of_data(node)]
+    attentions = [node for node in model.graph if is_attention(node) and positions.of_data(node)]
     for node in attentions:
         check_attention(node, grown, positions)
     read = {operand(node, k).producer() for node in attentions for k in (K, V)}
@@ -241,7 +242,7 @@ class _Rewriting:
         common.CommonSubexpressionEliminationPass()(self.model)
         common.RemoveUnusedNodesPass()(self.model)
         self.drop_inputs()
-        self.model.opset_imports[OWN_DOMAIN] = 1
+        import_own_domain(self.model)
         return Served(self.decoder.cache, donated)
 
     def serve_attention(self, node: ir.Node, pattern: Pattern) -> None:
@@ -260,6 +261,7 @@ class _Rewriting:
             bias, attributes["bias_by"] = new.constant(pattern.bias, ir.DataType.FLOAT), pattern.by
         rows = [_padded(new, x, size) for x in (q, _new_rows(node, K), _new_rows(node, V))]
         inputs = [*rows, *(pool.tables[name] for name in _TABLES[3:]), pool.kv, pool.scale, bias]
+        inputs.append(attention_input(node, SINK))
         served = ir.node("ServedAttention", inputs, attributes, domain=OWN_DOMAIN, num_outputs=3, name=node.name)
         new.nodes.append(served)
         y, after, scales = served.outputs

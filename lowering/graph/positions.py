@@ -59,6 +59,10 @@ class Positions:
         """Whether it is computed of positions and sizes, and not of constants alone."""
         return value in self._varying
 
+    def is_data(self, value: ir.Value | None) -> bool:
+        """Whether it depends on tokens."""
+        return value in self._data
+
     def of_data(self, node: ir.Node) -> bool:
         """Whether the node's results depend on tokens."""
         return any(output in self._data for output in node.outputs)

@@ -23,6 +23,8 @@ import onnx
 import onnx_ir as ir
 
 from ..choices import Precision
+from ..fusion.attention_node import MASK, PAST_KEY, PAST_VALUE, is_attention
+from ..fusion.matching import is_op
 from ..fusion.opset import opset
 from ..fusion.sizes import InferSizesPass
 from .cache_forms import grows
@@ -132,10 +134,10 @@ class _Converter:
         found: dict[ir.Value, ir.Value] = {}
         for node in nodes:
             pairs: list[tuple[int, int]] = []
-            if grows(node):
+            if grows(node) or is_op(node, "TensorScatter"):
                 pairs = [(0, 0)]
-            elif node.domain in ("", "ai.onnx"):
-                pairs = {"TensorScatter": [(0, 0)], "Attention": [(4, 1), (5, 2)]}.get(node.op_type, [])
+            elif is_attention(node):
+                pairs = [(PAST_KEY, 1), (PAST_VALUE, 2)]
             for past, present in pairs:
                 if past < len(node.inputs) and present < len(node.outputs):
                     value, output = node.inputs[past], node.outputs[present]
@@ -163,7 +165,7 @@ class _Converter:
         for node in nodes:
             given = [value for value in node.inputs if value is not None and value.dtype in self.sources]
             kept = [value for value in given if self.is_input(value) or from_caches.get(value, False)]
-            if node.op_type == "Attention":
+            if is_attention(node):
                 kept = [value for value in kept if value not in node.inputs[:1]]
             elif node.op_type not in _KEPT:
                 kept = []
@@ -174,7 +176,7 @@ class _Converter:
 
     def is_narrow(self, node: ir.Node) -> bool:
         """Whether the node is to read and write half precision."""
-        if node.domain not in ("", "ai.onnx") or node.op_type not in _PRODUCTS | _FOLLOW:
+        if not (is_op(node, *_PRODUCTS, *_FOLLOW) or is_attention(node)):
             return False
         if not any(True for _ in self.float_inputs(node)) or not self.is_legal(node) or node in self.wide:
             return False
@@ -194,12 +196,12 @@ class _Converter:
 
     def is_beyond(self, node: ir.Node) -> bool:
         """Whether the node reads or makes numbers that the type cannot hold. What hides keys may be any large one."""
-        read = [value for k, value in enumerate(node.inputs) if not (node.op_type == "Attention" and k == 3)]
+        read = [value for k, value in enumerate(node.inputs) if not (is_attention(node) and k == MASK)]
         return any(value in self.beyond for value in (*read, *node.outputs) if value is not None)
 
     def is_legal(self, node: ir.Node) -> bool:
         """Whether the operator is defined for the type at the model's opset."""
-        schema = onnx.defs.get_schema(node.op_type, self.opset)
+        schema = onnx.defs.get_schema(node.op_type, self.opset, "" if is_op(node, node.op_type) else node.domain)
         wanted = f"tensor({self.dtype.name.lower()})"
         types = {constraint.type_param_str: constraint.allowed_type_strs for constraint in schema.type_constraints}
         floats = [k for k, _ in self.float_inputs(node)]

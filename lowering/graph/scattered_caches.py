@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from ..errors import ModelError
+from ..fusion.attention_node import NONPAD, PAST_KEY, attention_input, is_attention
 from ..fusion.matching import Size, attribute, dims, is_op, numbers, operand
 from ..fusion.sizes import InferSizesPass
-from .cache_forms import NONPAD
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def find_scattered_caches(model: ir.Model) -> ScatteredCaches | None:
     ends = {
         _root(operand(node, NONPAD))
         for node in model.graph
-        if is_op(node, "Attention") and len(node.inputs) > NONPAD and node.inputs[NONPAD] is not None
+        if is_attention(node) and attention_input(node, NONPAD) is not None
     }
     capacities = {dims(operand(node, 0))[attribute(node, "axis", -2)] for node in updates}
     if len(starts) != 1 or len(ends) > 1 or len(capacities) != 1:
@@ -61,7 +61,7 @@ def grow_scattered_caches(model: ir.Model) -> None:
     scattered = find_scattered_caches(model)
     if scattered is None or not scattered.ends:
         return
-    readers = [node for node in model.graph if is_op(node, "Attention") and _reads_updates(node)]
+    readers = [node for node in model.graph if is_attention(node) and _reads_updates(node)]
     if 2 * len(readers) != len(scattered.caches):
         return
     for node in readers:
@@ -72,7 +72,7 @@ def grow_scattered_caches(model: ir.Model) -> None:
 
 def _reads_updates(node: ir.Node) -> bool:
     """Whether keys and values of an Attention are caches that nothing else reads, with known heads and sizes."""
-    if len(node.inputs) <= NONPAD or node.inputs[NONPAD] is None or any(node.inputs[4:NONPAD]):
+    if attention_input(node, NONPAD) is None or any(node.inputs[PAST_KEY:NONPAD]):
         return False
     if any(output.uses() or output.is_graph_output() for output in node.outputs[1:]):
         return False
@@ -95,7 +95,7 @@ def _heads_and_size(node: ir.Node, cache: ir.Value) -> tuple[Size, Size]:
 
 def _grow(graph: ir.Graph, node: ir.Node) -> None:
     updates = [operand(node, k).producer() for k in (1, 2)]
-    node.resize_inputs(NONPAD)
+    node.replace_input_with(NONPAD, None)
     node.resize_outputs(3)
     for k, update in enumerate(updates, 1):
         assert update is not None

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from ..errors import ModelError
+from ..fusion.attention_node import MASK, NONPAD, SINK, attention_input
 from ..fusion.matching import attribute, dims, numbers, operand
 from ..manifest import CACHE, SCALE, CachePool
-from .cache_forms import MASK, NONPAD, counts_all_keys
+from .cache_forms import counts_all_keys
 from .positions import Positions
 
 K, V = 1, 2  # inputs of Attention
@@ -58,7 +59,8 @@ def cache_pools(layers: dict[ir.Node, CacheLayer], is_int8: bool) -> tuple[Cache
 def check_attention(node: ir.Node, grown: list[ir.Node], positions: Positions) -> None:
     ours = all(operand(node, k).producer() in grown for k in (K, V))
     is_behind_past = counts_all_keys(node)
-    more = [v for k, v in enumerate(node.inputs) if k > MASK and not (k == NONPAD and is_behind_past)]
+    known = (NONPAD, SINK) if is_behind_past else (SINK,)
+    more = [value for k, value in enumerate(node.inputs) if k > MASK and k not in known]
     extra = any(value.uses() or value.is_graph_output() for value in node.outputs[1:])
     is_sided = any(attribute(node, f"{side}_window_size", -1) != -1 for side in ("left", "right"))
     is_aligned = is_sided or attribute(node, "is_causal", 0)
@@ -67,7 +69,9 @@ def check_attention(node: ir.Node, grown: list[ir.Node], positions: Positions) -
             f"serve: node '{node.name}' (Attention) is not over one growing cache of keys and one of values, with all "
             "that it may see said by its mask, or by is_causal and windows that end with the newest token."
         )
-    mask = node.inputs[MASK] if len(node.inputs) > MASK else None
+    mask, sink = (attention_input(node, position) for position in (MASK, SINK))
+    if positions.is_data(sink) or positions.varies(sink):
+        raise ModelError(f"serve: node '{node.name}' (Attention) has sinks that are not constants.")
     if mask is not None and mask not in positions:
         raise ModelError(f"serve: node '{node.name}' (Attention) has a mask made of data, not of positions.")
     if mask is None and not attribute(node, "is_causal", 0):

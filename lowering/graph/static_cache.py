@@ -15,10 +15,11 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from ..errors import ModelError
+from ..fusion.attention_node import NONPAD, PAST_KEY, SINK, is_attention
 from ..fusion.matching import Rewrite, Size, attribute, dims, is_op, operand
 from ..fusion.opset import opset
 from ..fusion.sizes import InferSizesPass
-from .cache_forms import LENGTH_AXIS, NONPAD, OPSET, counts_all_keys, grows, use_opset_24
+from .cache_forms import LENGTH_AXIS, OPSET, counts_all_keys, grows, use_opset_24
 
 LENGTH = "past_length"
 """The new input: int64 [], the number of rows that the caches hold before the call."""
@@ -74,9 +75,10 @@ def _reads_caches(node: ir.Node, grown: list[ir.Node]) -> bool:
     One that aligns a causal mask or a window with the first key, or has caches of its own, or gives out scores or
     caches, reads the rows that count from a copy.
     """
-    is_behind_past = counts_all_keys(node) if is_op(node, "Attention") else False
-    others = [value for k, value in enumerate(node.inputs[4:], 4) if k != NONPAD or not is_behind_past]
-    if not is_op(node, "Attention") or any(value is not None for value in others):
+    is_behind_past = counts_all_keys(node) if is_attention(node) else False
+    known = (NONPAD, SINK) if is_behind_past else (SINK,)
+    others = [value for k, value in enumerate(node.inputs) if k >= PAST_KEY and k not in known]
+    if not is_attention(node) or any(value is not None for value in others):
         return False
     if any(output.uses() or output.is_graph_output() for output in node.outputs[1:]):
         return False

@@ -17,7 +17,9 @@ IN_PLACE = (
     "llama@static", "llama", "llama@cpu", "gemma4_text", "deepseek_v3", "qwen3_5_text", "t5", "bamba", "gemma3n_text",
     "gpt2", "phi3", "mixtral", "gpt_oss",
 )  # fmt: skip
-SERVED = ("gemma4_text", "llama", "deepseek_v3", "llama@static", "bloom", "qwen3_5_text", "bamba", "mamba2", "minimax")
+SERVED = (
+    "gemma4_text", "llama", "deepseek_v3", "llama@static", "bloom", "qwen3_5_text", "bamba", "mamba2", "minimax", "gpt_oss",
+)  # fmt: skip
 
 
 def in_place(name: str, precision: str | None) -> float:
@@ -59,7 +61,7 @@ def test_caches_in_place(name: str) -> None:
     assert emulated.run(in_place, name, None, arch="sm_90a", timeout=500) < 1e-5
 
 
-@pytest.mark.parametrize("name", thinned(("qwen3", "gemma3_text"), 2))
+@pytest.mark.parametrize("name", thinned(("qwen3", "gemma3_text", "gpt_oss"), 3))
 def test_half_precision(name: str) -> None:
     assert emulated.run(in_place, name, "float16", arch="sm_90a", timeout=500) < 1e-2
 

@@ -21,7 +21,6 @@ VOCABULARY, BATCH, PROMPT, STEPS = 40, 3, 9, 8
 ENCODED = {"bart", "t5", "whisper"}  # read what an encoder made
 UNPADDED = {"bloom", "falcon_h1"}  # whose export ignores the mask, as do those that read what an encoder made
 SOURCES = (7, 4, 5)  # rows of what an encoder made, by sequence
-UNSERVED = {*ENCODED, "gpt_oss"}  # sinks that are written out are no attention
 
 
 def whole(name: str, sequences: list[np.ndarray]) -> list[np.ndarray]:
@@ -36,7 +35,7 @@ def feeds(session: onnxruntime.InferenceSession, row: int, ids: np.ndarray) -> d
         "input_ids": ids[None], "attention_mask": np.ones((1, count), np.int64), "position_ids": np.arange(count)[None],
         "write_indices": np.zeros(1, np.int64), "nonpad_kv_seqlen": np.array([count]), "decoder_input_ids": ids[None],
     }  # fmt: skip
-    empty = {"batch": 1, "past_sequence_len": 0}
+    empty = {"batch": 1, "past_sequence_len": 0, "past_sequence_length": 0}
     for given in session.get_inputs():
         if given.name == "encoder_hidden_states":
             known[given.name] = encoded(given.shape[2])[row : row + 1, : SOURCES[row]]
@@ -49,11 +48,14 @@ def feeds(session: onnxruntime.InferenceSession, row: int, ids: np.ndarray) -> d
     }
 
 
-STATES = {"bamba", "mamba2", "minimax", "qwen3_5_text"}  # which see padding
-ENCODED = {"bart", "t5", "whisper"}  # read what an encoder made
-UNPADDED = {"bloom", "falcon_h1"}  # whose export ignores the mask, as do those that read what an encoder made
-SOURCES = (7, 4, 5)  # rows of what an encoder made, by sequence
-UNSERVED = {*ENCODED, "gpt_oss"}  # sinks that are written out are no attention
+IN_PLACE = [
+    *((name, None) for name in KEPT),
+    ("llama", "float16"), ("gpt_oss", "float16"), ("qwen3", "bfloat16"), ("bart", "float16"),
+]  # fmt: skip
+SERVED = [
+    *((name, None) for name in KEPT if name not in ENCODED),
+    ("llama", "float16"), ("gpt2", "bfloat16"), ("bamba", "float16"),
+]  # fmt: skip
 BARS = {None: 1e-5, "float16": 5e-3, "bfloat16": 6e-2}
 
 

@@ -39,14 +39,15 @@ def served_attention(
     kv_cache: Value,
     kv_cache_scale: Value | None = None,
     bias: Value | None = None,
+    sink: Value | None = None,
 ) -> tuple[Value, Value, Value | None]:
     """Y like q, and the cache and its scales with the new keys and values of layer `layer`.
 
     q [1, Hq, N, D]; k, v [1, Hkv, N, D]; the tables are those of PackedRequests. kv_cache [blocks, layers, 2, Hkv,
     tokens, D], int8 with float32 kv_cache_scale [blocks, layers, 2, Hkv, tokens, groups]. A token sees left_window_size
     keys before its own, all if that is -1. bias, float32 [heads or 1, ...], is added to scores, bias_by "key",
-    "distance" or "pair" of positions below `context`. Where `writes` is 0, another node of this layer has written k and
-    v.
+    "distance" or "pair" of positions below `context`. sink is [Hq]. Where `writes` is 0, another node of this layer has
+    written k and v.
     """
     heads, size = (number(node, f"dimension {axis} of k", k.shape[axis]) for axis in (1, 3))
     rows, q_heads = q.shape[2], number(node, "dimension 1 of q", q.shape[1])
@@ -77,8 +78,11 @@ def served_attention(
         softcap=node.attr("softcap"),
         window=Window(None if left < 0 else left, 0, "lengths"),
         score=change,
+        sink=sink is not None,
     )
     given: dict[str, Value | Size] = {"q": node.reshaped(q, (q_heads, rows, size)), **tensors}
+    if sink is not None:
+        given["sink"] = asserted(node, sink, (q_heads,))
     given |= {"row_starts": row_starts, "lengths": lengths, "most_rows": most_rows, "most_keys": most_keys}
     y = solved(node, problem, {**given, **read}, most_keys)["y"]
     scale = None if kv_cache_scale is None else node.reshaped(tensors["kv_scale"], kv_cache_scale.shape)
