@@ -61,6 +61,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "ctrl": ("", {"hidden_act": "relu", "tie_word_embeddings": True, **_EVERY_HEAD}),
     "deepseek_v2": ("", {**_EXPERTS, **_MLA, "scoring_func": "softmax", "topk_method": "group_limited_greedy"}),
     "deepseek_v3": ("", {**_EXPERTS, **_MLA}),
+    "deepseek_v4": (
+        "",
+        {**_EXPERTS, "num_key_value_heads": 1, "head_dim": 8, "q_lora_rank": 16, "qk_rope_head_dim": 4, "o_groups": 2,
+         "o_lora_rank": 8, "index_n_heads": 2, "index_head_dim": 4, "index_topk": 2, "compress_ratios": [0, 4],
+         "scoring_func": "sqrtsoftplus", "n_shared_experts": 1, "routed_scaling_factor": 1.5, "num_hash_layers": 1,
+         "hc_mult": 2, "hc_sinkhorn_iters": 3, "swiglu_limit": 7.0},
+    ),
     "ernie4_5": ("", {}),
     "falcon": ("", {"parallel_attn": True, "dual_ln": True, "hidden_act": "gelu"}),
     "falcon_h1": ("", {"alibi": True, "attn_qkv_bias": True, "num_key_value_heads": 4, "dual_ln": True}),
@@ -145,9 +152,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 KEPT = (
-    "bamba", "bart", "bloom", "deepseek_v3", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gpt2", "gpt_oss",
-    "llama", "llama@cpu", "llama@onnx-standard", "llama@static", "mamba2", "minimax", "mixtral", "phi3", "qwen3",
-    "qwen3@static", "bamba@onnx-standard", "qwen3_5_text", "t5", "whisper",
+    "bamba", "bart", "bloom", "deepseek_v3", "deepseek_v4", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text",
+    "gpt2", "gpt_oss", "llama", "llama@cpu", "llama@onnx-standard", "llama@static", "mamba2", "minimax", "mixtral",
+    "phi3", "qwen3", "qwen3@static", "bamba@onnx-standard", "qwen3_5_text", "t5", "whisper",
 )  # fmt: skip
 
 
