@@ -32,7 +32,9 @@ def about(files: Files, manifest: Manifest) -> Iterator[tuple[str, str]]:
     if manifest.decoder is not None:
         told = "'" + (manifest.slots.length if manifest.slots is not None else manifest.decoder.starts) + "'"
         states = f", {len(manifest.decoder.states)} states" if manifest.decoder.states else ""
-        caches = f"{manifest.decoder.capacity} slots, of which {told} says how many are filled{states}"
+        caches = (
+            f"{manifest.decoder.capacity} slots, of which {told} says how many are filled{_rings(manifest)}{states}"
+        )
         yield "Caches", caches if manifest.donated else f"{len(manifest.decoder.states)} states"
     if manifest.setup is not None:
         yield "Once per sequence", f"{len(manifest.setup.outputs)} arrays are computed of {_names(manifest.setup)}"
@@ -45,6 +47,13 @@ def about(files: Files, manifest: Manifest) -> Iterator[tuple[str, str]]:
 
 def _names(manifest: Manifest) -> str:
     return ", ".join(f"'{spec.name}'" for spec in manifest.inputs)
+
+
+def _rings(manifest: Manifest) -> str:
+    """Which of the caches hold the newest tokens alone."""
+    rings = {} if manifest.slots is None else manifest.slots.rings
+    sizes = ", ".join(map(str, sorted({*rings.values()})))
+    return f", {len(rings)} of {len(manifest.donated)} rings of {sizes}" if rings else ""
 
 
 def most_called(manifest: Manifest) -> list[tuple[KernelSpec, int, list[str]]]:

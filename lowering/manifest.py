@@ -66,11 +66,16 @@ class SlotCaches:
 
     length is the name of the input (int64 []) that says how many. tokens is an input and its axis whose size is the
     number of rows that a call adds; None where no input has it.
+
+    rings are inputs that hold the newest tokens alone, and how many: token t is in slot t % count. rows is the largest
+    number of rows that a call may add then, None without rings.
     """
 
     capacity: int
     length: str
     tokens: tuple[str, int] | None
+    rings: dict[str, int]
+    rows: int | None
 
 
 @dataclass(frozen=True)

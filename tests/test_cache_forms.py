@@ -47,6 +47,7 @@ CASES = {
     "Attention, bool mask": Case("Attention", {"is_causal": 1}, ("mask",)),
     "Attention, float mask": Case("Attention", {"is_causal": 1}, ("bias",)),
     "Attention, window": Case("Attention", {"is_causal": 1, "left_window_size": 2}, ("mask",), 25),
+    "Attention, computed window": Case("Attention", {}, ("computed window",)),
     "Attention, opset 23": Case("Attention", {"is_causal": 1}, ("one key",), 23),
 }
 
@@ -140,6 +141,8 @@ def standard(b: Builder, case: Case, q: str, k: str, v: str) -> Any:
         mask = b.node("Unsqueeze", [b.node("Cast", ["keep"], to=TensorProto.BOOL), b.integers(1, 2)])
     elif "bias" in case.inputs:
         mask = added(b)
+    elif "computed window" in case.inputs:
+        mask = windowed(b)
     elif "one key" in case.inputs:  # a number for all keys
         mask = b.weight(np.full((1, 1, 1, 1), 0.5, np.float32))
     if "heads" not in case.inputs:
@@ -160,6 +163,22 @@ def added(b: Builder) -> str:
     batch, rows = (b.node("Shape", ["ids"], start=axis, end=axis + 1) for axis in (0, 1))
     shape = b.node("Concat", [batch, b.integers(1), rows, b.node("Shape", ["keep"], start=1)], axis=0)
     return b.node("Expand", [b.node("Unsqueeze", [by_key, b.integers(1, 2)]), shape])
+
+
+def windowed(b: Builder) -> str:
+    """A mask [B, 1, S, T] that is added: tokens, counted without padding, see themselves and three before."""
+    keys = b.node("CumSum", ["keep", b.weight(np.int64(1))])
+    new = b.node("Sub", [b.node("Shape", ["keep"], start=1), b.node("Shape", ["ids"], start=1)])
+    rows = b.node("Slice", [keys, new, b.integers(2**62), b.integers(1)])
+    distance = b.node(
+        "Sub", [b.node("Unsqueeze", [rows, b.integers(1, 3)]), b.node("Unsqueeze", [keys, b.integers(1, 2)])]
+    )
+    near = [
+        b.node("GreaterOrEqual", [distance, b.weight(np.int64(0))]), b.node("Less", [distance, b.weight(np.int64(4))]),
+        b.node("Unsqueeze", [b.node("Cast", ["keep"], to=TensorProto.BOOL), b.integers(1, 2)]),
+    ]  # fmt: skip
+    seen = b.node("And", [b.node("And", near[:2]), near[2]])
+    return b.node("Where", [seen, b.weight(np.float32(0)), b.weight(np.finfo(np.float32).min)])
 
 
 @pytest.mark.parametrize("name", thinned(CASES, 3))

@@ -60,9 +60,10 @@ def keep_caches(model: ir.Model, capacity: int | None, donated: Mapping[str, str
     spec = _decoder_of(model, caches, capacity)
     if spec.states and not caches:
         return KeptCaches({}, None, spec)
-    static = use_static_caches(model, capacity)
+    static = use_static_caches(model, capacity, Roles(spec.ids, spec.mask, spec.positions))
     _drop_unused_pasts(model)
-    return KeptCaches(static.caches, SlotCaches(capacity, LENGTH, static.tokens), spec)
+    slots = SlotCaches(capacity, LENGTH, static.tokens, static.rings, static.rows)
+    return KeptCaches(static.caches, slots, spec)
 
 
 def _drop_unused_pasts(model: ir.Model) -> None:

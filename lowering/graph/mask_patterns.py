@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -60,23 +60,70 @@ def patterns_of(positions: Positions, attentions: Sequence[ir.Node], context: in
     """
     visible = [Visible.of(node) for node in attentions]
     distinct = list(dict.fromkeys(visible))
-    new = context if context <= _WHOLE else _FEWEST
+    past, new = _end(context)
     found: dict[Visible, Pattern] = {}
-    for each, array in zip(distinct, _shown(positions, distinct, context - new, new)):
-        pattern = pattern_of(array, context - new)
+    for each, array in zip(distinct, _shown(positions, distinct, past, new)):
+        pattern = pattern_of(array, past)
         if pattern is None:
             raise ModelError(
                 f"serve: {each} follows no rule that is known for up to {context} tokens: each sees itself and earlier "
                 "ones, all or the last so many, with something added by key or by distance."
             )
         found[each] = pattern
-    tokens = max(_FEWEST, _ELEMENTS // context)
-    for past in range(0, context, tokens if context <= _ALL else context // _SOME):
-        arrays = _shown(positions, distinct, past, min(tokens, context - past))
+    for past, new in _pieces(context):
+        arrays = _shown(positions, distinct, past, new)
         wrong = next((each for each, a in zip(distinct, arrays) if not follows(found[each], a, past)), None)
         if wrong is not None:
             raise ModelError(f"serve: what {wrong} hides from a token depends on more than its position.")
     return {node: found[each] for node, each in zip(attentions, visible)}
+
+
+def find_window(positions: Positions, node: ir.Node, context: int) -> int | None:
+    """Return how many keys before its own a token of an Attention sees, up to the context.
+
+    That is proven as `patterns_of` does it, whatever is added to scores, and for some sequences that are padded on the
+    left; None where tokens see all keys or where no rule is known. Raises ModelError for a mask that cannot be
+    computed.
+    """
+    visible = Visible.of(node)
+
+    def seen(past: int, new: int, hides: float | None, padding: int = 0) -> np.ndarray:
+        (array,) = _shown(positions, [visible], past, new, padding)
+        return ~np.isneginf(as_bias(array, hides))
+
+    past, new = _end(context)
+    for hides in (None, _HIDES):
+        pattern = pattern_of(seen(past, new, hides), past)
+        if pattern is None or pattern.left is None:
+            continue
+        if not all(follows(pattern, seen(*piece, hides), piece[0]) for piece in _pieces(context)):
+            return None
+        rows = min(context, pattern.left + _FEWEST)
+        padded = all(_is_inside(pattern.left, seen(0, rows, hides, n)[:, n:], n) for n in (1, rows // 2))
+        return pattern.left if padded else None
+    return None
+
+
+def _is_inside(left: int, seen: np.ndarray, past: int) -> bool:
+    """Whether tokens behind `past` others, [heads, tokens, keys], see nothing but a window."""
+    _, token, key = np.nonzero(seen)
+    distance = token + past - key
+    return bool(((distance >= 0) & (distance <= left)).all())
+
+
+def _end(context: int) -> tuple[int, int]:
+    """Tokens at the end of a context, by which a rule is guessed: how many come before, and how many they are."""
+    new = context if context <= _WHOLE else _FEWEST
+    return context - new, new
+
+
+def _pieces(context: int) -> Iterator[tuple[int, int]]:
+    """Pieces of a context, or some of it, by which a rule is proven; and single tokens, since a mask may depend on how
+    many a call has."""
+    yield from ((2**power - 1, 1) for power in range(context.bit_length()))
+    tokens = max(_FEWEST, _ELEMENTS // context)
+    for past in range(0, context, tokens if context <= _ALL else context // _SOME):
+        yield past, min(tokens, context - past)
 
 
 @dataclass(frozen=True)
@@ -117,9 +164,9 @@ class Visible:
         return np.where(seen, by_head, np.array(hidden, by_head.dtype))
 
 
-def _shown(positions: Positions, visible: Sequence[Visible], past: int, new: int) -> list[np.ndarray]:
+def _shown(positions: Positions, visible: Sequence[Visible], past: int, new: int, padding: int = 0) -> list[np.ndarray]:
     masks = list(dict.fromkeys(each.mask for each in visible if each.mask is not None))
-    arrays = dict(zip(masks, positions.at(masks, past, new))) if masks else {}
+    arrays = dict(zip(masks, positions.at(masks, past, new, padding))) if masks else {}
     return [each.shown(None if each.mask is None else arrays[each.mask], past, new) for each in visible]
 
 

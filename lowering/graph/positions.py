@@ -67,12 +67,12 @@ class Positions:
         """Whether the node's results depend on tokens."""
         return any(output in self._data for output in node.outputs)
 
-    def at(self, values: Sequence[ir.Value], past: int, new: int) -> list[np.ndarray]:
-        """The values for `new` tokens behind `past` others, all of which count.
+    def at(self, values: Sequence[ir.Value], past: int, new: int, padding: int = 0) -> list[np.ndarray]:
+        """The values for `new` tokens behind `past` others, all of which count but for the first so many.
 
         Raises ModelError where they cannot be told.
         """
-        feeds = self._feeds(past, new)
+        feeds = self._feeds(past, new, padding)
         needed: dict[ir.Node, None] = {}
         for value in values:
             self._need(value.producer(), needed, feeds, lambda size: self._size(size, past, new))
@@ -93,12 +93,13 @@ class Positions:
             ) from error
         return [np.asarray(array) for array in found]
 
-    def _feeds(self, past: int, new: int) -> dict[str, np.ndarray]:
+    def _feeds(self, past: int, new: int, padding: int) -> dict[str, np.ndarray]:
         feeds = {str(self._ids.name): np.zeros((1, new), np.int64)}
         if self._mask is not None:
-            feeds[str(self._mask.name)] = np.ones((1, past + new), _numpy(self._mask))
+            feeds[str(self._mask.name)] = (np.arange(past + new) >= padding).astype(_numpy(self._mask))[None]
         if self._position_ids is not None:
-            feeds[str(self._position_ids.name)] = np.arange(past, past + new, dtype=_numpy(self._position_ids))[None]
+            tokens = np.maximum(np.arange(past, past + new) - padding, 0)
+            feeds[str(self._position_ids.name)] = tokens.astype(_numpy(self._position_ids))[None]
         for value in self._pasts:
             shape = [past if axis == LENGTH_AXIS else size for axis, size in enumerate(dims(value))]
             feeds[str(value.name)] = np.broadcast_to(np.zeros((), _numpy(value)), numbers(shape) or ())

@@ -4,11 +4,13 @@ An exported decoder takes past keys [B, Hkv, P, D] and gives present ones [B, Hk
 more rows. Rewritten, it takes a cache [B, Hkv, capacity, D] and the number P as an input of its own; TensorScatter
 writes the new rows, in place as the cache is donated, and Attention reads the first P + S slots
 (nonpad_kv_seqlen). Everything else in the model that asked for the length of the past gets P.
+
+Caches of layers that see a window are rings of fewer slots (windowed_caches.py), which TensorScatter writes around.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -20,6 +22,8 @@ from ..fusion.matching import Rewrite, Size, attribute, dims, is_op, operand
 from ..fusion.opset import opset
 from ..fusion.sizes import InferSizesPass
 from .cache_forms import LENGTH_AXIS, OPSET, counts_all_keys, grows, use_opset_24
+from .roles import Roles
+from .windowed_caches import find_windows, mask_by_slot, ring_slots
 
 LENGTH = "past_length"
 """The new input: int64 [], the number of rows that the caches hold before the call."""
@@ -29,14 +33,20 @@ _K, _V = 1, 2  # inputs of Attention
 
 @dataclass(frozen=True)
 class StaticCaches:
-    """caches: output by input. tokens: an input and its axis whose size is the number of new rows, if there is one."""
+    """caches: output by input. tokens: an input and its axis whose size is the number of new rows, if there is one.
+
+    rings are the slots of inputs that hold the newest tokens alone; rows is how many new ones a call may add, None for
+    any number that there is room for.
+    """
 
     caches: dict[str, str]
     tokens: tuple[str, int] | None
+    rings: dict[str, int]
+    rows: int | None
 
 
-def use_static_caches(model: ir.Model, capacity: int) -> StaticCaches:
-    """Rewrites a model that `fuse` has been through.
+def use_static_caches(model: ir.Model, capacity: int, roles: Roles) -> StaticCaches:
+    """Rewrites a model that `fuse` has been through; roles say which inputs windows are proven by.
 
     Raises ModelError for a model without growing caches or below opset 23.
     """
@@ -52,13 +62,28 @@ def use_static_caches(model: ir.Model, capacity: int) -> StaticCaches:
         raise ModelError(f"static_cache: the model has opset {opset(model)}, which cannot be converted to {OPSET}.")
     tokens = _input_of(model.graph, dims(operand(grown[0], 1))[LENGTH_AXIS])
     use_opset_24(model)
+    slotted = [node for node in model.graph if _reads_caches(node, grown)]
+    windows = find_windows(model, roles, slotted, grown, capacity) if tokens is not None else {}
     length = ir.Value(name=LENGTH, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([]))
     model.graph.inputs.append(length)
-    slotted = {node for node in model.graph if _reads_caches(node, grown)}
-    caches = dict(_rewrite(concat, length, capacity, slotted) for concat in grown)
+    slots = {concat: ring_slots(left) for concat, left in windows.items()}
+    rings = {str(operand(concat, 0).name): count for concat, count in slots.items()}
+    rows = min((slots[concat] - left for concat, left in windows.items()), default=None)
+    for node in slotted:
+        keys = operand(node, _K).producer()
+        if keys is not None and keys in slots:
+            _read_ring(node, length, operand(keys, 1), slots[keys])
+    caches = dict(_rewrite(concat, length, capacity, slots.get(concat), slotted) for concat in grown)
     common.CommonSubexpressionEliminationPass()(model)
     common.RemoveUnusedNodesPass()(model)
-    return StaticCaches(caches, tokens)
+    return StaticCaches(caches, tokens, rings, rows)
+
+
+def _read_ring(node: ir.Node, length: ir.Value, rows: ir.Value, slots: int) -> None:
+    new = Rewrite(node)
+    before, total = _one(new, length), _total(new, length, rows)
+    new.insert()
+    mask_by_slot(node, before, total, slots)
 
 
 def _input_of(graph: ir.Graph, size: Size) -> tuple[str, int] | None:
@@ -88,19 +113,25 @@ def _reads_caches(node: ir.Node, grown: list[ir.Node]) -> bool:
     return (is_behind_past or not is_aligned) and all(operand(node, k).producer() in grown for k in (_K, _V))
 
 
-def _rewrite(concat: ir.Node, length: ir.Value, capacity: int, slotted: set[ir.Node]) -> tuple[str, str]:
-    """One cache; answers with the names of its input and its output."""
+def _rewrite(
+    concat: ir.Node, length: ir.Value, capacity: int, ring: int | None, slotted: Collection[ir.Node]
+) -> tuple[str, str]:
+    """One cache, or a ring of so many slots; answers with the names of its input and its output."""
     past, rows, present = operand(concat, 0), operand(concat, 1), concat.outputs[0]
     batch, heads, _, size = dims(past)
-    past.shape = ir.Shape([batch, heads, capacity, size])
+    past.shape = ir.Shape([batch, heads, capacity if ring is None else ring, size])
     for node, position in [use for use in past.uses() if use.node is not concat]:
         _give_rows(node, position, past, lambda new: _one(new, length))
 
     new = Rewrite(concat)
     batches = new.emit("Shape", [rows], {"start": 0, "end": 1}, ir.DataType.INT64, [1])
     slots = new.emit("Expand", [_one(new, length), batches], shape=[batch])
-    cache = new.emit("TensorScatter", [past, rows, slots], {"axis": -2}, shape=dims(past))
-    valid = new.emit("Expand", [_total(new, length, rows), batches], shape=[batch])
+    mode = {} if ring is None else {"mode": "circular"}
+    cache = new.emit("TensorScatter", [past, rows, slots], {"axis": -2, **mode}, shape=dims(past))
+    count = _total(new, length, rows)
+    if ring is not None:
+        count = new.emit("Min", [count, new.integers(ring)], shape=[1])
+    valid = new.emit("Expand", [count, batches], shape=[batch])
     new.insert()
     for node, position in list(present.uses()):
         if node not in slotted:

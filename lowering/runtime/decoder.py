@@ -116,7 +116,7 @@ class Decoder:
     def prefill(self, ids: Any, mask: Any = None) -> np.ndarray:
         """Read tokens, and return the model's first output for each of them, [B, S, ...].
 
-        Called again it reads on.
+        Called again it reads on. Where caches are rings the tokens are read in several calls of the model.
 
         Args:
             ids: int [B, S] or [S]; float [B, S, H] for a model that takes embeddings.
@@ -124,10 +124,22 @@ class Decoder:
                 All tokens count without it.
 
         Raises:
-            InputError: Shapes or types do not fit, or slots run out.
+            InputError: Shapes or types do not fit, slots run out, or rings have padding between tokens.
         """
         tokens = self._tokens(ids)
         counts = self._counts(mask, tokens.shape[:2])
+        slots = self._model.manifest.slots
+        most = None if slots is None else slots.rows
+        if most is None:
+            return self._read(tokens, counts)
+        self._progress.after(counts, self.capacity).check_rings(self.capacity)
+        starts = range(0, max(1, tokens.shape[1]), most)
+        answers = [self._read(tokens[:, k : k + most], counts[:, k : k + most]) for k in starts]
+        has_rows = answers[0].shape[:2] == counts[:, :most].shape
+        return np.concatenate(answers, axis=1) if has_rows else answers[-1]
+
+    def _read(self, tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Call the model once."""
         progress = self._progress.after(counts, self.capacity)
         inputs: dict[str, Any] = {self._ids: progress.arrange(tokens), **self._caches_of(len(tokens))}
         states = self._states_of(len(tokens))

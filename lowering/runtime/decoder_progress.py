@@ -30,6 +30,23 @@ class SharedProgress:
         _check_batch(seen, counts)
         return SharedProgress(np.concatenate([seen, counts], axis=1), counts.shape[1])
 
+    def check_rings(self, capacity: int) -> None:
+        """Raise InputError where rings would be written in vain, or would lose tokens that a window has.
+
+        A window of so many tokens is one of so many slots only where no padding lies between them.
+        """
+        assert self.seen is not None
+        if self.length > capacity:
+            raise InputError(
+                f"the caches have {capacity} slots: {self.length - self.new} tokens are in them and {self.new} more do "
+                "not fit. Compile with a larger static_cache."
+            )
+        if (np.diff(self.seen, axis=1, prepend=0) > 0).sum(axis=1).max(initial=0) > 1:
+            raise InputError(
+                "the mask has padding between tokens, and some caches hold the newest slots alone: pad sequences on "
+                "the left, in the first call."
+            )
+
     @property
     def length(self) -> int:
         return 0 if self.seen is None else self.seen.shape[1]
@@ -67,6 +84,9 @@ class SequenceProgress:
 
     lengths: np.ndarray | None = None
     counts: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int64))
+
+    def check_rings(self, capacity: int) -> None:
+        """Do nothing: caches that a model writes itself are not rings."""
 
     def after(self, counts: np.ndarray, capacity: int) -> SequenceProgress:
         """As of SharedProgress. Raises InputError where slots run out, or where padding is on the right."""

@@ -380,6 +380,11 @@ def _check_room(slots: SlotCaches, length: Any, rows: int) -> None:
             f"the caches have {slots.capacity} slots: {used} tokens are in them ('{slots.length}') and {rows} more do "
             "not fit. Compile with a larger static_cache."
         )
+    if slots.rows is not None and rows > slots.rows:
+        raise InputError(
+            f"a call adds at most {slots.rows} tokens, since some caches hold the newest ones alone, and this one adds "
+            f"{rows}. Make several calls, as a decoder does."
+        )
 
 
 def _write(name: str, result: Tensor, target: Tensor) -> None:

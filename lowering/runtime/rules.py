@@ -82,6 +82,11 @@ def _slots(manifest: Manifest, slots: SlotCaches) -> Iterator[str]:
         yield f"'{slots.length}' is an input that holds a length"
     if not 0 < slots.capacity <= _LARGEST:
         yield f"caches have {slots.capacity} slots"
+    for name, count in slots.rings.items():
+        if name not in inputs or count not in inputs[name].dims:
+            yield f"input '{name}' is a ring of {count} slots"
+    if slots.rows is not None and not 0 < slots.rows <= _LARGEST:
+        yield f"a call adds {slots.rows} rows"
     if slots.tokens is not None:
         name, axis = slots.tokens
         if name not in inputs or not 0 <= axis < len(inputs[name].dims):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import cuda_emulation as emulated
 import numpy as np
+import onnx
 import pytest
 from thinned import thinned
 
 import lowering
+from lowering.graph import windowed_caches
 
 FOLDER = Path(__file__).parents[1] / "exports" / "decoders"
 CAPACITY = 48
@@ -18,18 +21,19 @@ IN_PLACE = (
     "gpt2", "phi3", "mixtral", "gpt_oss",
 )  # fmt: skip
 SERVED = (
-    "gemma4_text", "llama", "deepseek_v3", "llama@static", "bloom", "qwen3_5_text", "bamba", "mamba2", "minimax", "gpt_oss",
+    "gemma4_text", "llama", "deepseek_v3", "llama@static", "bloom", "qwen3_5_text", "bamba", "mamba2", "minimax",
+    "gpt_oss",
 )  # fmt: skip
 
 
 def in_place(name: str, precision: str | None) -> float:
     """The largest difference of logits from the CPU's in float32, of a prompt and 3 steps, relative to the largest."""
-    path, rng = FOLDER / f"{name}.onnx", np.random.default_rng(0)
+    export, rng = onnx.load(FOLDER / f"{name}.onnx"), np.random.default_rng(0)
     ids, mask = rng.integers(0, 40, (2, 8)), np.ones((2, 8), np.int64)
     mask[1, :2] = 0
     answers = []
     for target, computed in (("cuda:sm_90a", precision), ("cpu", None)):
-        model = lowering.compile(path, target, static_cache=CAPACITY, precision=computed)
+        model = lowering.compile(export, target, static_cache=CAPACITY, precision=computed)
         states = np.random.default_rng(1).standard_normal((1, 7, 16)).astype(np.float32)
         decoder = model.decoder(fixed={} if model.setup is None else {"encoder_hidden_states": states})
         prompt = decoder.prefill(ids[:, :5], mask[:, :5])[mask[:, :5].astype(bool)]
@@ -37,6 +41,12 @@ def in_place(name: str, precision: str | None) -> float:
         decoder.reorder([1, 0])
         answers.append(np.concatenate([prompt, *steps, *(decoder.step(ids[:, k]) for k in range(6, 8))]))
     return float(np.abs(answers[0] - answers[1]).max() / np.abs(answers[1]).max())
+
+
+def in_rings(name: str, precision: str | None) -> float:
+    """As `in_place`, with windows in rings so short that they wrap."""
+    with mock.patch.multiple(windowed_caches, _ROWS=2, _MULTIPLE=1):
+        return in_place(name, precision)
 
 
 def served(name: str) -> float:
@@ -59,6 +69,12 @@ def served(name: str) -> float:
 @pytest.mark.parametrize("name", thinned(IN_PLACE, 7))
 def test_caches_in_place(name: str) -> None:
     assert emulated.run(in_place, name, None, arch="sm_90a", timeout=500) < 1e-5
+
+
+@pytest.mark.parametrize(("name", "precision"), thinned((("gpt_oss", "float16"), ("gemma3_text", None)), 2))
+def test_caches_in_rings(name: str, precision: str | None) -> None:
+    bar = 1e-5 if precision is None else 1e-2
+    assert emulated.run(in_rings, name, precision, arch="sm_90a", timeout=500) < bar
 
 
 @pytest.mark.parametrize("name", thinned(("qwen3", "gemma3_text", "gpt_oss"), 3))

@@ -27,6 +27,7 @@ def folder(artifact: Callable[..., Path], tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
+SLOTS = {"capacity": 4, "length": "n", "tokens": None, "rings": {}, "rows": None}
 TEXTS = ["[" * 100_000, '{"format":' * 50_000, "9" * 10_000, "\x00", '{"a": "', "NaN", '"\\ud800"']
 
 
@@ -131,8 +132,8 @@ def test_mutations(name: str, redigested: bool, artifact: Callable[..., Path], t
         ({"donated": {"past": "nowhere"}}, r"it says that input 'past' becomes output 'nowhere'"),
         ({"architectures": ["../x", "sm_80"]}, r"it says that '\.\./x' is an architecture"),
         ({"hashes": {}}, r"it says that there is no digest of model\.so"),
-        ({"slots": {"capacity": 4, "length": "past", "tokens": None}}, r"'past' is an input that holds a length"),
-        ({"slots": {"capacity": 4, "length": "n", "tokens": ["past", 9]}}, r"'n' is an input that holds a length"),
+        ({"slots": {**SLOTS, "length": "past"}}, r"'past' is an input that holds a length"),
+        ({"slots": {**SLOTS, "tokens": ["past", 9]}}, r"'n' is an input that holds a length"),
     ],
 )
 def test_what_is_said(change: dict[str, Any], message: str, folder: Path) -> None:

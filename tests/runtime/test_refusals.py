@@ -150,7 +150,7 @@ def test_sizes_that_do_not_fit_together_inside(model: Load) -> None:
 def test_bound_lengths_are_those_that_are_read(tmp_path: Path) -> None:
     """The room in slot caches is that of the arrays that were bound, whatever becomes of the caller's dictionary."""
     specs = [modules.spec("x", "int64", "t"), modules.spec("n", "int64")]
-    slots = SlotCaches(4, "n", ("x", 0))
+    slots = SlotCaches(4, "n", ("x", 0), {}, None)
     out = [modules.spec("y", "int64", "t")]
     folder = modules.build(tmp_path / "m", specs, out, lambda b, i, w: [b.emit(relax.op.add(*i))], slots=slots)
     length, x = np.array(2, "int64"), np.zeros(2, "int64")
