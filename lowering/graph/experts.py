@@ -24,7 +24,7 @@ from ..fusion.matching import Rewrite, array, attribute, dims, integers, is_op, 
 from ..fusion.opset import opset
 from ..fusion.sizes import InferSizesPass
 from .expert_rows import ExpertRows
-from .legality import OWN_DOMAIN
+from .legality import import_own_domain
 
 _OPSET = 18  # from which on axes of ReduceSum and Split are what is written here
 
@@ -46,7 +46,7 @@ def group_experts(model: ir.Model) -> None:
     InferSizesPass()(model)
     done = [_rewrite(model.graph, chosen) for chosen in _candidates(model.graph)]
     if any(done):
-        model.opset_imports[OWN_DOMAIN] = 1
+        import_own_domain(model)
         common.RemoveUnusedNodesPass()(model)
 
 
