@@ -180,3 +180,65 @@ def test_half_precision(precision: Any, bound: float) -> None:
     compiled = lowering.compile(mixture.model(), precision=precision, threads=2)
     assert CHOSEN in kernels(compiled)
     assert np.abs(compiled.run({"x": x})["y"] - mixture.expected(x)).max() < bound
+
+
+def gathered(operator: str, is_row: bool, is_transposed: bool, foreign: bool = False) -> tuple[onnx.ModelProto, Any]:
+    """Rows, two for each token, times matrices that are gathered for them, as Transformers exports experts."""
+    rng = np.random.default_rng(2)
+    router = rng.standard_normal((HIDDEN, 4)).astype(np.float32)
+    rows_first = is_row != is_transposed  # [E, K, N] and not [E, N, K]
+    matrices = rng.standard_normal((4, *((HIDDEN, INNER) if rows_first else (INNER, HIDDEN)))).astype(np.float32)
+    arrays = {
+        "router": router, "W": matrices, "two": np.array([2]), "flat": np.array([-1]), "column": np.array([-1, 1]),
+        "repeated": np.array([1, 2, 1]), "one": np.array([1]), "rows": np.array([-1, HIDDEN]),
+        "axis": np.array([1 if is_row else 2]),
+    }  # fmt: skip
+    make = helper.make_node
+    chosen = "given" if foreign else "indices"
+    nodes = [
+        make("MatMul", ["x", "router"], ["logits"]), make("TopK", ["logits", "two"], ["values", "indices"]),
+        make("Unsqueeze", ["x", "one"], ["apart"]), make("Expand", ["apart", "repeated"], ["twice"]),
+        make("Reshape", ["twice", "rows"], ["r"]), make("Unsqueeze", ["r", "axis"], ["vector"]),
+        make("Reshape", [chosen, "flat" if operator == "Gather" else "column"], ["number"]),
+        make(operator, ["W", "number"], ["own"]),
+    ]  # fmt: skip
+    matrix = "own"
+    if is_transposed:
+        nodes.append(make("Transpose", ["own"], ["turned"], perm=[0, 2, 1]))
+        matrix = "turned"
+    nodes.append(make("MatMul", ["vector", matrix] if is_row else [matrix, "vector"], ["y"]))
+    values = [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["t", HIDDEN])]
+    if foreign:
+        values.append(helper.make_tensor_value_info("given", onnx.TensorProto.INT64, ["t", 2]))
+    shape = ["r", 1, INNER] if is_row else ["r", INNER, 1]
+    result = [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, shape)]
+    constants = [numpy_helper.from_array(array, name) for name, array in arrays.items()]
+    graph = helper.make_graph(nodes, "g", values, result, constants)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+    def expected(x: np.ndarray) -> np.ndarray:
+        logits = x.astype(np.float64) @ router
+        rows = [
+            row @ (matrices[e] if rows_first else matrices[e].T)
+            for row, best in zip(x.astype(np.float64), np.argsort(-logits, axis=1, kind="stable")[:, :2]) for e in best
+        ]  # fmt: skip
+        return np.array(rows).reshape(-1, *((1, INNER) if is_row else (INNER, 1)))
+
+    return model, expected
+
+
+@pytest.mark.parametrize(
+    "operator, is_row, is_transposed", [("GatherND", False, False), ("Gather", True, False), ("GatherND", True, True)]
+)
+def test_matrices_are_not_gathered(operator: str, is_row: bool, is_transposed: bool) -> None:
+    model, expected = gathered(operator, is_row, is_transposed)
+    compiled = lowering.compile(model)
+    assert CHOSEN in kernels(compiled)
+    for tokens in (0, 1, 33):
+        x = np.random.default_rng(tokens).standard_normal((tokens, HIDDEN)).astype(np.float32)
+        np.testing.assert_allclose(compiled.run({"x": x})["y"], expected(x), rtol=0, atol=1e-4)
+
+
+def test_matrices_of_any_number_are_gathered() -> None:
+    """Numbers from outside may be negative, or none that there is."""
+    assert CHOSEN not in kernels(lowering.compile(gathered("GatherND", False, False, foreign=True)[0]))

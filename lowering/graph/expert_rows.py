@@ -14,8 +14,68 @@ from .row_wise import BY_ELEMENT
 Values = tuple[ir.Value, ...]  # one of each expert, at the same place of its subgraph
 
 
-class ExpertRows:
-    """Emits nodes over rows [R, ...], of which there are `per_token` for each token.
+class SortedRows:
+    """Emits nodes over rows that are sorted by the expert that each goes to.
+
+    Args:
+        new: Where nodes go.
+        chosen: The experts of the rows, as many integers as there are rows.
+        experts: How many there are.
+    """
+
+    def __init__(self, new: Rewrite, chosen: ir.Value, experts: int) -> None:
+        self.new, self.experts = new, experts
+        flat = new.emit("Reshape", [new.cast(chosen, ir.DataType.INT64), new.integers(-1)])
+        sort = self._own("SortByExpert", [flat], {"experts": experts}, 3)
+        self.expert_of_row, self.order, self.position_of_row = sort
+
+    def sort(self, rows: ir.Value) -> ir.Value:
+        """Return rows [R, ...] in the order of their experts."""
+        return self.new.emit("Gather", [rows, self.order], {"axis": 0})
+
+    def restore(self, rows: ir.Value) -> ir.Value:
+        """Return sorted rows in the order in which they were."""
+        return self.new.emit("Gather", [rows, self.position_of_row], {"axis": 0})
+
+    def of_expert(self, table: ir.Value) -> ir.Value:
+        """Return for each row the one of the table [experts, ...] that is its expert's."""
+        return self.new.emit("Gather", [table, self.expert_of_row], {"axis": 0})
+
+    def matmul(
+        self, rows: ir.Value, matrices: Sequence[ir.Value | None], bias: ir.Value | None, attributes: dict[str, int]
+    ) -> ir.Value:
+        """Return rows times the matrix of their expert, plus its bias.
+
+        matrices are the weights, scales and zero points of GroupedMatMul (ops/experts/grouped_matmul.py).
+        """
+        y = self._own("GroupedMatMul", [rows, self.expert_of_row, *matrices], attributes, 1)[0]
+        return y if bias is None else self.new.emit("Add", [y, self.of_expert(bias)])
+
+    def _own(
+        self, operator: str, inputs: Sequence[ir.Value | None], attributes: dict[str, int], outputs: int
+    ) -> Sequence[ir.Value]:
+        dtype = inputs[0].dtype if inputs[0] is not None else None
+        return self._node(operator, OWN_DOMAIN, inputs, attributes, outputs, dtype)
+
+    def _node(
+        self,
+        operator: str,
+        domain: str,
+        inputs: Sequence[ir.Value | None],
+        attributes: dict[str, int],
+        outputs: int,
+        dtype: ir.DataType | None,
+    ) -> Sequence[ir.Value]:
+        name = f"{self.new.origin}/{operator}_{len(self.new.nodes)}"
+        node = ir.node(operator, inputs, attributes, domain=domain, num_outputs=outputs, name=name)
+        for value in node.outputs:
+            value.type = None if dtype is None else ir.TensorType(dtype)
+        self.new.nodes.append(node)
+        return node.outputs
+
+
+class ExpertRows(SortedRows):
+    """Emits nodes over sorted rows [R, ...], of which there are `per_token` for each token.
 
     Args:
         new: Where nodes go.
@@ -25,13 +85,10 @@ class ExpertRows:
     """
 
     def __init__(self, new: Rewrite, chosen: ir.Value, per_token: int, experts: int) -> None:
-        self.new, self.per_token, self.experts = new, per_token, experts
-        self.tokens = dims(chosen)[:-1]
+        super().__init__(new, chosen, experts)
+        self.per_token, self.tokens = per_token, dims(chosen)[:-1]
         self._merged: dict[Values, ir.Value] = {}
-        flat = new.emit("Reshape", [new.cast(chosen, ir.DataType.INT64), new.integers(-1)])
-        sort = self._own("SortByExpert", [flat], {"experts": experts}, 3)
-        self.expert_of_row, order, self.position_of_row = sort
-        self.token_of_row = new.emit("Div", [order, new.integers(per_token)])
+        self.token_of_row = new.emit("Div", [self.order, new.integers(per_token)])
 
     def merge(self, values: Values) -> ir.Value | None:
         """Return the rows of these values, each row that of its own expert; None where they differ in more than
@@ -48,26 +105,11 @@ class ExpertRows:
         flat = self.new.emit("Reshape", [tokens, self.new.integers(-1, width)])
         return self.new.emit("Gather", [flat, self.token_of_row], {"axis": 0})
 
-    def of_expert(self, table: ir.Value) -> ir.Value:
-        """Return for each row the one of the table [experts, ...] that is its expert's."""
-        return self.new.emit("Gather", [table, self.expert_of_row], {"axis": 0})
-
-    def matmul(
-        self, rows: ir.Value, matrices: Sequence[ir.Value | None], bias: ir.Value | None, attributes: dict[str, int]
-    ) -> ir.Value:
-        """Return rows times the matrix of their expert, plus its bias.
-
-        matrices are the weights, scales and zero points of GroupedMatMul (ops/experts/grouped_matmul.py).
-        """
-        y = self._own("GroupedMatMul", [rows, self.expert_of_row, *matrices], attributes, 1)[0]
-        return y if bias is None else self.new.emit("Add", [y, self.of_expert(bias)])
-
     def sum_per_token(self, rows: ir.Value, weights: ir.Value, like: ir.Value) -> ir.Value:
         """Return the sum of each token's rows times its weights [..., per_token], in the shape of `like`."""
         new, width = self.new, dims(like)[-1]
         assert isinstance(width, int)
-        back = new.emit("Gather", [rows, self.position_of_row], {"axis": 0})
-        by_token = new.emit("Reshape", [back, new.integers(-1, self.per_token, width)])
+        by_token = new.emit("Reshape", [self.restore(rows), new.integers(-1, self.per_token, width)])
         factors = new.emit("Reshape", [weights, new.integers(-1, self.per_token, 1)])
         total = new.emit("ReduceSum", [new.emit("Mul", [by_token, factors]), new.integers(1)], {"keepdims": 0})
         leading = new.emit("Shape", [weights], {"start": 0, "end": -1}, ir.DataType.INT64)
@@ -186,28 +228,6 @@ class ExpertRows:
         """The outputs of a node that computes of rows what `node` does of tokens."""
         attributes = {name: given.value for name, given in node.attributes.items()} | (changes or {})
         return self._node(node.op_type, node.domain, inputs, attributes, len(node.outputs), node.outputs[0].dtype)
-
-    def _own(
-        self, operator: str, inputs: Sequence[ir.Value | None], attributes: dict[str, int], outputs: int
-    ) -> Sequence[ir.Value]:
-        dtype = inputs[0].dtype if inputs[0] is not None else None
-        return self._node(operator, OWN_DOMAIN, inputs, attributes, outputs, dtype)
-
-    def _node(
-        self,
-        operator: str,
-        domain: str,
-        inputs: Sequence[ir.Value | None],
-        attributes: dict[str, int],
-        outputs: int,
-        dtype: ir.DataType | None,
-    ) -> Sequence[ir.Value]:
-        name = f"{self.new.origin}/{operator}_{len(self.new.nodes)}"
-        node = ir.node(operator, inputs, attributes, domain=domain, num_outputs=outputs, name=name)
-        for value in node.outputs:
-            value.type = None if dtype is None else ir.TensorType(dtype)
-        self.new.nodes.append(node)
-        return node.outputs
 
 
 _PACKED = (("K", 0), ("N", 0), ("bits", 4), ("block_size", 0))

@@ -24,6 +24,7 @@ from ..fusion.matching import Rewrite, array, attribute, dims, integers, is_op, 
 from ..fusion.opset import opset
 from ..fusion.sizes import InferSizesPass
 from .expert_rows import ExpertRows
+from .gathered_matrices import choices, group_gathered_matmuls
 from .legality import import_own_domain
 
 _OPSET = 18  # from which on axes of ReduceSum and Split are what is written here
@@ -40,12 +41,12 @@ class _Contribution:
 
 
 def group_experts(model: ir.Model) -> None:
-    """Rewrite every dense mixture of experts of a fused model."""
+    """Rewrite every dense mixture of experts of a fused model, and matrices that are gathered for rows."""
     if opset(model) < _OPSET or not any(is_op(node, "TopK") for node in model.graph):
         return
     InferSizesPass()(model)
     done = [_rewrite(model.graph, chosen) for chosen in _candidates(model.graph)]
-    if any(done):
+    if group_gathered_matmuls(model.graph) or any(done):
         import_own_domain(model)
         common.RemoveUnusedNodesPass()(model)
 
@@ -63,7 +64,7 @@ def _compared(node: ir.Node) -> ir.Value | None:
 
 def _rewrite(graph: ir.Graph, chosen: ir.Value) -> bool:
     contributions = list(_contributions(chosen))
-    count = _choices(chosen)
+    count = choices(chosen)
     first = contributions[0] if contributions else None
     if first is None or count is None or sorted(c.expert for c in contributions) != list(range(count)):
         return False
@@ -128,23 +129,6 @@ def _weighted(match: ir.Node) -> tuple[ir.Value, ir.Value] | None:
     if cast is None or times is None:
         return None
     return next(value for value, other in pairs(times) if other is cast.outputs[0]), times.outputs[0]
-
-
-def _choices(chosen: ir.Value) -> int | None:
-    """Return among how many numbers from 0 on `chosen` is, if TopK chose it."""
-    node = chosen.producer()
-    if node is None:
-        return None
-    if is_op(node, "Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze", "Slice"):
-        return _choices(operand(node, 0))
-    if is_op(node, "Concat"):
-        counts = {_choices(operand(node, k)) for k in range(len(node.inputs))}
-        return counts.pop() if len(counts) == 1 else None
-    if not is_op(node, "TopK") or chosen is not node.outputs[1]:
-        return None
-    sizes = dims(operand(node, 0))
-    size = sizes[attribute(node, "axis", -1)] if sizes else None
-    return size if isinstance(size, int) else None
 
 
 def _sum_of(outputs: list[ir.Value]) -> ir.Value | None:
