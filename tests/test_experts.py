@@ -242,3 +242,97 @@ def test_matrices_are_not_gathered(operator: str, is_row: bool, is_transposed: b
 def test_matrices_of_any_number_are_gathered() -> None:
     """Numbers from outside may be negative, or none that there is."""
     assert CHOSEN not in kernels(lowering.compile(gathered("GatherND", False, False, foreign=True)[0]))
+
+
+def test_two_mixtures_share_a_router() -> None:
+    """As layers do whose tokens keep their experts."""
+    mixture = Mixture()
+    other = Mixture(seed=1)
+    graph = mixture.model().graph
+    names = {name: f"other_{name}" for name in other.arrays if name.startswith(("gate", "up", "down"))}
+    again = [node for node in other.nodes if node.output[0] not in ("values", "y") and node.op_type != "Softmax"]
+    for node in again[1:]:
+        inputs = [names.get(name, name if name in mixture.arrays or name in ("x", "indices") else f"b_{name}")
+                  for name in node.input]  # fmt: skip
+        inputs = [name.removeprefix("b_") if name.startswith("b_Softmax") else name for name in inputs]
+        graph.node.append(helper.make_node(node.op_type, inputs, [f"b_{node.output[0]}"], **attributes_of(node)))
+    graph.node.append(helper.make_node("Add", ["y", f"b_{again[-1].output[0]}"], ["both"]))
+    graph.initializer.extend(numpy_helper.from_array(other.arrays[name], new) for name, new in names.items())
+    graph.output[0].name = "both"
+    opsets = [helper.make_opsetid("", 23)]
+    compiled = lowering.compile(helper.make_model(graph, opset_imports=opsets, ir_version=10))
+    assert sum(kernel.name.startswith(CHOSEN) for kernel in compiled.manifest.kernels) >= 1
+    assert sum("grouped_matmul" in call.kernel for call in compiled.manifest.calls) == 4
+    other.arrays["router"] = mixture.arrays["router"]
+    x = mixture.random(2, 5, HIDDEN) * 3
+    expected = mixture.expected(x) + other.expected(x) - x
+    np.testing.assert_allclose(compiled.run({"x": x})["both"], expected, rtol=0, atol=4e-5)
+
+
+def attributes_of(node: onnx.NodeProto) -> dict[str, Any]:
+    return {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+
+
+def of_experts(dtype: str, before: str = "", after: str = "", rank: int = 3) -> tuple[onnx.ModelProto, Any]:
+    """A mixture of three experts, each a matrix with an operator before or after it, in some type; and its result."""
+    rng, kind = np.random.default_rng(7), helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    make, arrays, nodes, terms = helper.make_node, {"two": np.array([2]), "last": np.array([-1])}, [], []
+    arrays["router"] = rng.standard_normal((HIDDEN, 3)).astype(dtype)
+    nodes += [make("MatMul", ["x", "router"], ["logits"]), make("TopK", ["logits", "two"], ["values", "indices"])]
+    for e in range(3):
+        arrays[f"W{e}"] = rng.standard_normal((HIDDEN, HIDDEN)).astype(dtype)
+        arrays[f"bound{e}"], arrays[f"vector{e}"] = np.array(0.5 + e, dtype), rng.random(HIDDEN).astype(dtype)
+        arrays["limit"], arrays[f"number{e}"] = np.array(0.7, dtype), np.array(e)
+        x = "x"
+        if before == "Clip":
+            nodes.append(make("Clip", ["x", "", f"bound{e}"], [f"c{e}"]))
+            x = f"c{e}"
+        if after == "Gemm":
+            nodes.append(make("Gemm", [x, f"W{e}", f"vector{e}"], [f"h{e}"], transB=1))
+        else:
+            nodes.append(make("MatMul", [x, f"W{e}"], [f"h{e}"]))
+        if after == "Clip":
+            nodes.append(make("Clip", [f"h{e}", "", "limit"], [f"l{e}"]))
+        match = [make("Equal", ["indices", f"number{e}"], [f"m{e}"]), make("Cast", [f"m{e}"], [f"f{e}"], to=kind)]
+        match += [make("Mul", ["values", f"f{e}"], [f"w{e}"]), make("ReduceSum", [f"w{e}", "last"], [f"s{e}"])]
+        nodes += [*match, make("Mul", [f"l{e}" if after == "Clip" else f"h{e}", f"s{e}"], [f"t{e}"])]
+        terms.append(f"t{e}")
+    nodes += [make("Add", terms[:2], ["sum"]), make("Add", ["sum", terms[2]], ["y"])]
+    sizes = ["t"] if rank == 2 else ["b", "t"]
+    values = [helper.make_tensor_value_info("x", kind, [*sizes, HIDDEN])]
+    result = [helper.make_tensor_value_info("y", kind, [*sizes, HIDDEN])]
+    constants = [numpy_helper.from_array(array, name) for name, array in arrays.items()]
+    graph = helper.make_graph(nodes, "g", values, result, constants)
+
+    def expected(x: np.ndarray) -> np.ndarray:
+        logits = x.astype(np.float64) @ arrays["router"]
+        total = np.zeros(x.shape)
+        for row in np.ndindex(*x.shape[:-1]):
+            for e in np.argsort(-logits[row], kind="stable")[:2]:
+                own = np.minimum(x[row], arrays[f"bound{e}"]) if before == "Clip" else x[row]
+                matrix = arrays[f"W{e}"].T if after == "Gemm" else arrays[f"W{e}"]
+                h = own @ matrix + (arrays[f"vector{e}"] if after == "Gemm" else 0)
+                total[row] += logits[row][e] * (np.minimum(h, 0.7) if after == "Clip" else h)
+        return total
+
+    opsets = [helper.make_opsetid("", 21)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10), expected
+
+
+@pytest.mark.parametrize(
+    "form, is_grouped",
+    [
+        ({"dtype": "float32", "after": "Clip"}, True),
+        ({"dtype": "float32", "before": "Clip"}, False),
+        ({"dtype": "float32", "after": "Gemm", "rank": 2}, True),
+        ({"dtype": "float64"}, False),
+    ],
+    ids=["one limit", "limits of their own", "Gemm", "float64"],
+)
+def test_operators_of_experts(form: dict[str, Any], is_grouped: bool) -> None:
+    model, expected = of_experts(**form)
+    compiled = lowering.compile(model)
+    assert (CHOSEN in kernels(compiled)) == is_grouped
+    shape = (11, HIDDEN) if form.get("rank") == 2 else (2, 6, HIDDEN)
+    x = np.random.default_rng(0).standard_normal(shape).astype(form["dtype"])
+    np.testing.assert_allclose(compiled.run({"x": x})["y"], expected(x), rtol=0, atol=1e-3)

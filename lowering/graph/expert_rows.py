@@ -9,7 +9,6 @@ import onnx_ir as ir
 
 from ..fusion.matching import Rewrite, attribute, dims, integers, is_op, operand
 from .legality import OWN_DOMAIN
-from .row_wise import BY_ELEMENT
 
 Values = tuple[ir.Value, ...]  # one of each expert, at the same place of its subgraph
 
@@ -133,10 +132,11 @@ class ExpertRows(SortedRows):
 
     def _merge_nodes(self, nodes: list[ir.Node], output: int) -> ir.Value | None:
         first = nodes[0]
-        rule = _RULES.get(first.op_type) if is_op(first, first.op_type) or first.op_type == "MatMulNBits" else None
+        own_domain = _MICROSOFT if first.op_type == "MatMulNBits" else ""
+        rule = _RULES.get(first.op_type) if (first.domain or "").removeprefix("ai.onnx") == own_domain else None
         if rule is not None:
             return rule(self, nodes, output)
-        if first.op_type not in BY_ELEMENT or len(first.outputs) != 1:
+        if len(first.outputs) != 1 or not (is_op(first, *_BROADCAST) or _is_activation(first)):
             return None
         inputs = self._operands(nodes)
         return None if inputs is None else self._like(first, inputs)[0]
@@ -173,17 +173,29 @@ class ExpertRows(SortedRows):
 
     def merge_matmuls(self, nodes: list[ir.Node], output: int) -> ir.Value | None:
         """Rows times the matrix of their expert."""
-        matrices = [matrix for node in nodes if (matrix := constant(operand(node, 1))) is not None]
-        rows = self.merge(tuple(operand(node, 0) for node in nodes))
-        if rows is None or len(matrices) < len(nodes) or {m.ndim for m in matrices} != {2}:
+        stacked, rows = self._stack_inputs(nodes, 1, rank=2), self._rows_of_first(nodes)
+        if rows is None or stacked is None or operand(nodes[0], 0).dtype not in _MULTIPLIED:
             return None
-        if len({m.shape for m in matrices}) > 1:
+        return self.matmul(rows, [stacked], None, {})
+
+    def merge_gemms(self, nodes: list[ir.Node], output: int) -> ir.Value | None:
+        """Rows times the matrix of their expert, plus its bias."""
+        first, bias = nodes[0], None
+        stacked, rows = self._stack_inputs(nodes, 1, rank=2), self._rows_of_first(nodes)
+        if rows is None or stacked is None or operand(first, 0).dtype not in _MULTIPLIED:
             return None
-        return self.matmul(rows, [self._stack(matrices)], None, {})
+        is_scaled = attribute(first, "alpha", 1.0) != 1 or attribute(first, "beta", 1.0) != 1
+        if is_scaled or attribute(first, "transA", 0):
+            return None
+        if len(first.inputs) > 2 and first.inputs[2] is not None:
+            bias = self._stack_inputs(nodes, 2, rank=1)
+            if bias is None or dims(bias)[1:] != dims(first.outputs[0])[1:]:
+                return None
+        return self.matmul(rows, [stacked], bias, {"transB": attribute(first, "transB", 0)})
 
     def merge_matmuls_n_bits(self, nodes: list[ir.Node], output: int) -> ir.Value | None:
         """The same for matrices of few bits."""
-        rows = self.merge(tuple(operand(node, 0) for node in nodes))
+        rows = self._rows_of_first(nodes)
         names = dict(enumerate(("B", "scales", "zero_points", "g_idx", "bias"), 1))
         parts: dict[str, ir.Value | None] = {}
         for k, name in names.items():
@@ -200,10 +212,29 @@ class ExpertRows(SortedRows):
         attributes = {name: attribute(nodes[0], name, default) for name, default in _PACKED}
         return self.matmul(rows, matrices, parts["bias"], attributes)
 
+    def merge_with_scalars(self, nodes: list[ir.Node], output: int) -> ir.Value | None:
+        """What limits or scales the elements of rows by numbers that all experts share."""
+        first, rows = nodes[0], self._rows_of_first(nodes)
+        others = range(1, len(first.inputs))
+        shared = [constant(first.inputs[k]) for k in others]
+        if rows is None or not _share(nodes, others) or any(a is not None and a.ndim > 0 for a in shared):
+            return None
+        return self._like(first, [rows, *first.inputs[1:]])[0]
+
+    def _rows_of_first(self, nodes: list[ir.Node]) -> ir.Value | None:
+        return self.merge(tuple(operand(node, 0) for node in nodes))
+
+    def _stack_inputs(self, nodes: list[ir.Node], position: int, rank: int) -> ir.Value | None:
+        """Return the constants of all nodes as one, where they are of one shape, of that rank."""
+        arrays = [a for node in nodes if (a := constant(node.inputs[position])) is not None]
+        if len(arrays) < len(nodes) or {a.ndim for a in arrays} != {rank} or len({a.shape for a in arrays}) > 1:
+            return None
+        return self._stack(arrays)
+
     def merge_splits(self, nodes: list[ir.Node], output: int) -> ir.Value | None:
         """Parts of each row, of sizes that all experts share."""
         first, rank = nodes[0], len(self.tokens) + 1
-        rows = self.merge(tuple(operand(node, 0) for node in nodes))
+        rows = self._rows_of_first(nodes)
         if rows is None or attribute(first, "axis", 0) % rank != rank - 1 or not _share(nodes, range(1, 2)):
             return None
         key = tuple(node.outputs[output] for node in nodes)
@@ -214,7 +245,7 @@ class ExpertRows(SortedRows):
     def merge_slices(self, nodes: list[ir.Node], output: int) -> ir.Value | None:
         """Some columns of each row."""
         first, rank = nodes[0], len(self.tokens) + 1
-        rows = self.merge(tuple(operand(node, 0) for node in nodes))
+        rows = self._rows_of_first(nodes)
         axes = integers(first, 3, "axes") if len(first.inputs) > 3 else None
         if rows is None or axes is None or [axis % rank for axis in axes] != [rank - 1]:
             return None
@@ -230,9 +261,18 @@ class ExpertRows(SortedRows):
         return self._node(node.op_type, node.domain, inputs, attributes, len(node.outputs), node.outputs[0].dtype)
 
 
+_MICROSOFT = "com.microsoft"
+_MULTIPLIED = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+_BROADCAST = (  # element by element, of inputs that broadcast
+    "Abs", "Add", "Cast", "CastLike", "Ceil", "Cos", "Div", "Elu", "Erf", "Exp", "Floor", "Gelu", "HardSigmoid",
+    "HardSwish", "Identity", "LeakyRelu", "Log", "Max", "Min", "Mish", "Mul", "Neg", "Pow", "Reciprocal", "Relu",
+    "Round", "Selu", "Sigmoid", "Sign", "Sin", "Softplus", "Softsign", "Sqrt", "Sub", "Sum", "Swish", "Tanh", "Where",
+)  # fmt: skip
 _PACKED = (("K", 0), ("N", 0), ("bits", 4), ("block_size", 0))
 _RULES: dict[str, Callable[[ExpertRows, list[ir.Node], int], ir.Value | None]] = {
     "MatMul": ExpertRows.merge_matmuls,
+    "Gemm": ExpertRows.merge_gemms,
+    **dict.fromkeys(("Clip", "QuantizeLinear", "DequantizeLinear"), ExpertRows.merge_with_scalars),
     "MatMulNBits": ExpertRows.merge_matmuls_n_bits,
     "Split": ExpertRows.merge_splits,
     "Slice": ExpertRows.merge_slices,
@@ -251,6 +291,11 @@ def constant(value: ir.Value | None) -> np.ndarray | None:
     assert node is not None
     given = constant(operand(node, 0))
     return None if given is None else given.transpose(attribute(node, "perm", None))
+
+
+def _is_activation(node: ir.Node) -> bool:
+    """Whether the node is an activation of com.microsoft without a bias."""
+    return node.domain == _MICROSOFT and node.op_type in ("Gelu", "QuickGelu", "FastGelu") and len(node.inputs) == 1
 
 
 def _share(nodes: list[ir.Node], inputs: range) -> bool:

@@ -20,7 +20,19 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from ..fusion.matching import Rewrite, array, attribute, dims, integers, is_op, number, only_reader, operand, pairs
+from ..fusion.matching import (
+    Rewrite,
+    array,
+    attribute,
+    dims,
+    integers,
+    is_op,
+    number,
+    numbers,
+    only_reader,
+    operand,
+    pairs,
+)
 from ..fusion.opset import opset
 from ..fusion.sizes import InferSizesPass
 from .expert_rows import ExpertRows
@@ -63,24 +75,27 @@ def _compared(node: ir.Node) -> ir.Value | None:
 
 
 def _rewrite(graph: ir.Graph, chosen: ir.Value) -> bool:
-    contributions = list(_contributions(chosen))
-    count = choices(chosen)
-    first = contributions[0] if contributions else None
-    if first is None or count is None or sorted(c.expert for c in contributions) != list(range(count)):
+    """Rewrite the mixtures whose experts `chosen` chooses: several may share a router."""
+    count, per_token = choices(chosen), numbers(dims(chosen)[-1:])
+    if count is None or not per_token or per_token[0] >= count:
         return False
-    tokens, per_token = dims(chosen)[:-1], dims(chosen)[-1]
-    if not isinstance(per_token, int) or per_token >= count or not tokens:
+    terms = {term.output: term for term in _contributions(chosen)}
+    sums = _sums_of(list(terms))
+    done = [_rewrite_sum(total, [terms[part] for part in parts], chosen, count) for total, parts in sums.items()]
+    return any(done)
+
+
+def _rewrite_sum(total: ir.Value, terms: list[_Contribution], chosen: ir.Value, count: int) -> bool:
+    first, tokens, per_token = terms[0], dims(chosen)[:-1], dims(chosen)[-1]
+    if sorted(term.expert for term in terms) != list(range(count)) or dims(first.weights) != dims(chosen):
         return False
-    if any(c.weights is not first.weights or dims(c.computed)[:-1] != tokens for c in contributions):
+    if any(term.weights is not first.weights or dims(term.computed)[:-1] != tokens for term in terms):
         return False
-    total = _sum_of([c.output for c in contributions])
-    if total is None or dims(first.weights) != dims(chosen):
-        return False
-    ordered = sorted(contributions, key=lambda c: c.expert)
     anchor = total.producer()
-    assert anchor is not None
+    if anchor is None or dims(total) != dims(first.computed) or not isinstance(per_token, int):
+        return False
     rows = ExpertRows(Rewrite(anchor), chosen, per_token, count)
-    computed = rows.merge(tuple(c.computed for c in ordered))
+    computed = rows.merge(tuple(term.computed for term in sorted(terms, key=lambda term: term.expert)))
     if computed is None:
         return False
     rows.new.replace([anchor], total, rows.sum_per_token(computed, first.weights, total))
@@ -91,7 +106,7 @@ def _contributions(chosen: ir.Value) -> Iterator[_Contribution]:
     for node in [use.node for use in chosen.uses() if is_op(use.node, "Equal")]:
         expert = next((number(other) for value, other in pairs(node) if value is chosen), None)
         found = None if expert is None else _contribution(node)
-        if expert is not None and found is not None:
+        if expert is not None and expert.is_integer() and found is not None:
             yield _Contribution(int(expert), *found)
 
 
@@ -103,7 +118,7 @@ def _contribution(match: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value] | None:
         return None
     weights, product = weighted
     rank = len(dims(product))
-    axes = integers(reduced, 1, "axes")
+    axes = integers(reduced, 1, "axes") if rank else None
     if axes is None or [axis % rank for axis in axes] != [rank - 1]:
         return None
     weight = reduced.outputs[0]
@@ -131,19 +146,19 @@ def _weighted(match: ir.Node) -> tuple[ir.Value, ir.Value] | None:
     return next(value for value, other in pairs(times) if other is cast.outputs[0]), times.outputs[0]
 
 
-def _sum_of(outputs: list[ir.Value]) -> ir.Value | None:
-    """Return the value that is the sum of these and nothing else."""
-    parts = dict.fromkeys(outputs, 1)
-    while len(parts) > 1 or next(iter(parts.values())) < len(outputs):
-        found = next((add for value in parts if (add := only_reader(value, "Add", "Sum")) and _adds(add, parts)), None)
-        if found is None:
-            return None
-        added = [value for value in found.inputs if value in parts]
-        parts[found.outputs[0]] = sum(parts.pop(value) for value in added if value is not None)
-    return next(iter(parts))
+def _sums_of(terms: list[ir.Value]) -> dict[ir.Value, list[ir.Value]]:
+    """Return the values that are sums of these and nothing else, as far as sums go, with the terms of each."""
+    parts = {term: [term] for term in terms}
+    while True:
+        adds = (only_reader(value, "Add", "Sum") for value in parts)
+        add = next((add for add in adds if add is not None and _adds(add, parts)), None)
+        if add is None:
+            return parts
+        added = [value for value in dict.fromkeys(add.inputs) if value is not None and value in parts]
+        parts[add.outputs[0]] = [term for value in added for term in parts.pop(value)]
 
 
-def _adds(add: ir.Node, parts: dict[ir.Value, int]) -> bool:
+def _adds(add: ir.Node, parts: dict[ir.Value, list[ir.Value]]) -> bool:
     """Whether a sum is of parts, and of zeros that one may begin with."""
     others = [value for value in add.inputs if value not in parts]
     return all(value is not None and _is_zero(value) for value in others) and (

@@ -77,6 +77,8 @@ def choices(chosen: ir.Value) -> int | None:
     node = chosen.producer()
     if node is None:
         return None
+    if is_op(node, "Cast") and chosen.dtype not in (ir.DataType.INT64, ir.DataType.INT32):
+        return None
     if is_op(node, "Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze", "Slice"):
         return choices(operand(node, 0))
     if is_op(node, "Concat"):

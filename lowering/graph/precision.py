@@ -37,6 +37,10 @@ _REPLACED = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16}
 
 _PRODUCTS = {"MatMul", "Gemm", "Conv", "Attention", "Einsum"}
 
+# Mixtures of experts of com.microsoft are products, but for the inputs that stay as they are: logits, and the scales of
+# quantized matrices.
+_MIXTURES = {"MoE": (1,), "QMoE": (1, 3, 6, 9, 14)}
+
 _FOLLOW = {
     "Abs", "Add", "AveragePool", "Clip", "Concat", "Div", "Dropout", "Elu", "Expand", "Flatten", "Gather", "Gelu",
     "GlobalAveragePool", "HardSigmoid", "HardSwish", "Identity", "LayerNormalization", "LeakyRelu", "Max", "MaxPool",
@@ -101,7 +105,7 @@ class _Converter:
         for node in nodes:
             floats = [value for value in node.outputs if value.dtype in self.sources]
             if self.is_narrow(node):
-                products += node.op_type in _PRODUCTS
+                products += _is_product(node)
                 for place, value in self.float_inputs(node):
                     node.replace_input_with(place, self.as_type(value, self.dtype, node))
                 for value in floats:
@@ -176,16 +180,16 @@ class _Converter:
 
     def is_narrow(self, node: ir.Node) -> bool:
         """Whether the node is to read and write half precision."""
-        if not (is_op(node, *_PRODUCTS, *_FOLLOW) or is_attention(node)):
+        if not (is_op(node, *_PRODUCTS, *_FOLLOW) or is_attention(node) or _is_mixture(node)):
             return False
         if not any(True for _ in self.float_inputs(node)) or not self.is_legal(node) or node in self.wide:
             return False
-        if node.op_type not in _PRODUCTS and node in self.read_wide:
+        if not _is_product(node) and node in self.read_wide:
             return False
         if self.is_beyond(node):
             self.held_wide += 1
             return False
-        if node.op_type in _PRODUCTS:
+        if _is_product(node):
             return True
         places = _DATA.get(node.op_type)
         deciding = [v for k, v in enumerate(node.inputs) if v is not None and (places is None or k in places)]
@@ -210,8 +214,9 @@ class _Converter:
 
     def float_inputs(self, node: ir.Node) -> Iterator[tuple[int, ir.Value]]:
         """Inputs of a type that is replaced, or that were."""
+        wide = _MIXTURES[node.op_type] if _is_mixture(node) else ()
         for place, value in enumerate(node.inputs):
-            if value is not None and (value.dtype in self.sources or value in self.narrow):
+            if value is not None and place not in wide and (value.dtype in self.sources or value in self.narrow):
                 yield place, value
 
     def is_constant(self, value: ir.Value) -> bool:
@@ -279,3 +284,12 @@ class _Converter:
             value.name = f"{value.name}/{self.dtype.name.lower()}"
             self.graph.append(node)
             self.graph.outputs[place] = output
+
+
+def _is_mixture(node: ir.Node) -> bool:
+    """Whether the node is a mixture of experts of com.microsoft."""
+    return node.domain == "com.microsoft" and node.op_type in _MIXTURES
+
+
+def _is_product(node: ir.Node) -> bool:
+    return node.op_type in _PRODUCTS or _is_mixture(node)

@@ -11,7 +11,7 @@ from ..errors import ModelError
 from ..fusion.matching import Size, attribute, dims, integers, numbers, operand
 from ..fusion.size_rules import settled
 
-BY_ELEMENT = {
+_BY_ELEMENT = {
     "Abs", "Add", "And", "BiasGelu", "Cast", "CastLike", "Ceil", "Clip", "Cos", "DequantizeLinear", "Div", "Dropout",
     "Elu", "Equal", "Erf", "Exp", "FastGelu", "Floor", "Gelu", "Greater", "GreaterOrEqual", "HardSigmoid", "HardSwish",
     "Identity", "IsInf", "IsNaN", "LeakyRelu", "Less", "LessOrEqual", "Log", "Max", "Min", "Mish", "Mod", "Mul", "Neg",
@@ -71,7 +71,7 @@ def _is_row_wise(node: ir.Node, tokens: Size) -> bool:
     counts = {_rows_of_token(dims(value)[_axis(value, tokens)], tokens) for value in (*moved, *outputs)}
     if len(counts) > 1 and operator not in _RESHAPES:
         return False
-    if operator in BY_ELEMENT:
+    if operator in _BY_ELEMENT:
         return len({_from_back(value, tokens) for value in (*moved, *outputs)}) == 1
     if operator in _SKIPPING_NORMS:
         return all(_from_back(value, tokens) != -1 for value in moved)

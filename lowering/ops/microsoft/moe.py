@@ -21,6 +21,7 @@ from . import DOMAIN
 from .matmul_n_bits import unpacked
 
 _GATED = ("swiglu", "geglu")
+_LAYERS = ("the gate of fc1", "fc2", "fc3, or the linear part of fc1,")
 _Layers = tuple[Layer, Layer, Layer | None]
 
 
@@ -54,6 +55,8 @@ def q_moe(node: Node, x: Value, router_probs: Value, *inputs: Value | None) -> V
     if node.attr("weights_prepacked", -1) == 1:
         raise node.error("attribute weights_prepacked is 1.", "Export weights in the operator's own layout.")
     given = [*inputs, *(None,) * (13 - len(inputs))]
+    if any(value is not None for value in given[13:]):
+        raise node.error("it has scales of a whole matrix or of activations.", "Leave out what comes after input 14.")
     layers = [_q_layer(node, k, [*given[3 * k : 3 * k + 3], given[9 + k]]) for k in range(3)]
     weights = given[12]
     return _mixture(node, x, router_probs, weights, layers, CHOSEN if weights is None else GIVEN)
@@ -67,6 +70,9 @@ def _array(node: Node, value: Value | None) -> np.ndarray | None:
 
 def _layer(node: Node, weights: Value | None, bias: Value | None) -> Layer | None:
     matrices = _array(node, weights)
+    if weights is not None and matrices is not None and matrices.ndim != 3:
+        name = node.name_of(weights, full=False)
+        raise node.error(f"{name} has rank {matrices.ndim}.", "Make weights [experts, columns, depth].")
     return None if matrices is None else Layer(matrices, None, None, _array(node, bias), {"transB": 1})
 
 
@@ -80,11 +86,21 @@ def _q_layer(node: Node, k: int, inputs: Sequence[Value | None]) -> Layer | None
     bits = node.attr(f"fc{k + 1}_expert_weight_bits", node.attr("expert_weight_bits", 4))
     if bits not in (2, 4, 8):
         raise node.error(f"weights have {bits} bits.", "Use 2, 4 or 8.")
+    if packed.ndim != 3:
+        raise node.error(f"fc{k + 1}_experts_weights has rank {packed.ndim}.", "Make it [experts, columns, bytes].")
     columns, depth = packed.shape[1], packed.shape[2] * 8 // bits
     if zeros is not None and zeros.ndim == 2:  # packed along the columns
         zeros = unpacked(zeros, bits)[:, :columns, None]
-    attributes = {"K": depth, "N": columns, "bits": bits, "block_size": node.attr("block_size", 0) or depth}
-    return Layer(packed, scales, zeros, bias, attributes)
+    block = node.attr("block_size", 0) or depth
+    if block < 0 or scales.size != packed.shape[0] * columns * -(-depth // max(block, 1)):
+        raise node.error(
+            f"fc{k + 1}_scales is {list(scales.shape)}, for {columns} columns of {depth} in blocks of {block}.",
+            "Give one scale for each expert, column and block.",
+        )
+    # MatMulNBits, whose layout it becomes, has whole blocks.
+    missing = -(-depth // block) * block * bits // 8 - packed.shape[2] if block else 0
+    packed = np.pad(packed, ((0, 0), (0, 0), (0, missing)))
+    return Layer(packed, scales, zeros, bias, {"K": depth, "N": columns, "bits": bits, "block_size": block})
 
 
 def _mixture(
@@ -136,7 +152,12 @@ def _gate_apart(node: Node, layers: Sequence[Layer | None]) -> _Layers:
     if _text(node.attr("activation_type", "relu")) not in _GATED:
         return first, second, third
     fusion = node.attr("swiglu_fusion", 0)
-    if fusion in (1, 2):
+    if fusion not in (0, 1, 2) or (fusion and third is not None):
+        raise node.error(
+            f"attribute swiglu_fusion is {fusion}, {'with' if third else 'without'} fc3_experts_weights.",
+            "Use 0 with fc3_experts_weights, or 1 or 2 without.",
+        )
+    if fusion:
         half = first.sizes[0] // 2
         gate, up = ((slice(0, None, 2), slice(1, None, 2)), (slice(0, half), slice(half, None)))[fusion - 1]
         return first.columns(gate), second, first.columns(up)
@@ -148,19 +169,20 @@ def _gate_apart(node: Node, layers: Sequence[Layer | None]) -> _Layers:
 def _check(node: Node, layers: _Layers, experts: int, width: int) -> None:
     """Raise NodeError for weights and biases that do not fit together: only the second layer gives the output."""
     inner = layers[1].sizes[1]
-    for layer, expected in zip(layers, ((inner, width), (width, inner), (inner, width))):
+    for name, layer, expected in zip(_LAYERS, layers, ((inner, width), (width, inner), (inner, width))):
         if layer is None:
             continue
         counts = {array.shape[0] for array in layer.arrays if array is not None}
         if layer.sizes != expected or counts != {experts}:
             (columns, depth), count = layer.sizes, min(counts, key=lambda count: count == experts)
             raise node.error(
-                f"weights of {count} experts are {columns} x {depth}, where {experts} experts need "
-                f"{expected[0]} x {expected[1]}.",
+                f"{name} has {count} experts of {columns} x {depth}, where router_probs has {experts} and the other "
+                f"matrices need {expected[0]} x {expected[1]}.",
                 "Make fc1 and fc3 [experts, inner, hidden] and fc2 [experts, hidden, inner].",
             )
         if layer.bias is not None and layer.bias.shape != (experts, expected[0]):
-            raise node.error(f"a bias is {list(layer.bias.shape)}, not {[experts, expected[0]]}.", "Correct its shape.")
+            shape = list(layer.bias.shape)
+            raise node.error(f"the bias of {name} is {shape}, not {[experts, expected[0]]}.", "Correct its shape.")
 
 
 def _text(value: Any) -> str:

@@ -159,9 +159,9 @@ def test_any_number_of_tokens(rows: int) -> None:
 @pytest.mark.parametrize(
     "spoil, said, text",
     [
-        ({"fc1": (4, INNER, WIDTH)}, {}, "of 4 experts"),
+        ({"fc1": (4, INNER, WIDTH)}, {}, "has 4 experts"),
         ({"fc2": (EXPERTS, WIDTH + 1, INNER)}, {}, "33 x 16"),
-        ({"bias1": (EXPERTS, 3)}, {}, "a bias is"),
+        ({"bias1": (EXPERTS, 3)}, {}, "the bias of"),
         ({}, {"k": EXPERTS + 1}, "attribute k is 6"),
         ({}, {"activation_type": "tanh"}, "activation_type is tanh"),
         ({}, {"use_sparse_mixer": 1}, "use_sparse_mixer"),
@@ -174,3 +174,35 @@ def test_errors_name_the_node(spoil: dict[str, tuple[int, ...]], said: dict[str,
     with pytest.raises(lowering.LoweringError, match="experts") as raised:
         lowering.compile(model("MoE", [normal(3, WIDTH), normal(3, EXPERTS), *inputs_of(weights)], **said))
     assert text in str(raised.value)
+
+
+def test_precision_narrows_experts() -> None:
+    weights = floats(True)
+    x, router = normal(7, WIDTH), normal(7, EXPERTS)
+    given = model("MoE", [x, router, *inputs_of(weights)], k=2, **SWIGLU)
+    compiled = lowering.compile(given, precision="float16")
+    found = compiled.run({"x0": x, "x1": router})["y"]
+    expected = mixture(x, router, weights, None, k=2, **SWIGLU)
+    assert any("1 products" in note for note in compiled.manifest.notes)
+    assert {weight.storage for weight in compiled.manifest.weights} == {"float16"}
+    np.testing.assert_allclose(found, expected, rtol=0, atol=6e-3 * np.abs(expected).max())
+
+
+def test_blocks_that_are_not_whole() -> None:
+    """48 columns in blocks of 32: onnxruntime has the same."""
+    inner, width, block = 16, 48, 32
+    arrays: list[list[np.ndarray]] = []
+    matrices = []
+    for n, k in ((2 * inner, width), (width, inner)):
+        integers, blocks = RNG.integers(0, 16, (EXPERTS, n, k)), -(-k // block)
+        scales = (RNG.random((EXPERTS, n, blocks)) * 0.1 + 0.05).astype(np.float32)
+        matrices.append((integers - 8) * scales.repeat(block, 2)[:, :, :k])
+        arrays.append([(integers[..., ::2] | integers[..., 1::2] << 4).astype(np.uint8), scales])
+    x, router = normal(5, width), normal(5, EXPERTS)
+    inputs = [x, router, *arrays[0], None, *arrays[1], None]
+    proto = model("QMoE", inputs, k=2, expert_weight_bits=4, block_size=block, **SWIGLU)
+    proto.graph.output[0].type.tensor_type.shape.dim[1].dim_value = width
+    found = lowering.compile(proto).run({"x0": x, "x1": router})["y"]
+    weights: dict[str, np.ndarray | None] = {"fc1": matrices[0], "fc2": matrices[1]}
+    expected = mixture(x, router, weights, None, k=2, chosen=True, **SWIGLU)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
