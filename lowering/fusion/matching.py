@@ -150,7 +150,7 @@ class Rewrite:
         return output
 
     def constant(self, elements: np.ndarray, dtype: ir.DataType) -> ir.Value:
-        tensor = ir.tensor(elements.astype(dtype.numpy()), dtype=dtype)
+        tensor = ir.tensor(elements.astype(dtype.numpy(), copy=False), dtype=dtype)
         value = self.emit("Constant", [], {"value": tensor}, dtype, elements.shape)
         value.const_value = tensor
         return value

@@ -21,9 +21,10 @@ from .device import Device, device
 from .epilogue import Ends
 from .matmul_mma import matmul_mma
 from .matmul_rows import Group, matmul_rows, takes
+from .matmul_runs import BATCHED, matmul_runs
 from .matmul_tiles import FewRowsTiles, MatmulTiles, WgmmaMatmulTiles
 from .matmul_wgmma import Reach, matmul_wgmma, reach
-from .products import Order, Products, Shape, read_products
+from .products import Order, Products, Shape, products_of_runs, read_products
 
 MOST = 3
 """Groups of one function: queries, keys and values."""
@@ -63,7 +64,9 @@ def tiles_of(found: list[Group], gpu: Device) -> dict[str, dict[str, Any]]:
     """By variant, the tiles of its kernels; the default first."""
     shape = widest(found)
     few: dict[str, Any] = {}
-    if takes(found):
+    if takes(found) and found[0][0].is_selected:
+        few = {"rows": FewRowsTiles.default(shape, gpu), "several": FewRowsTiles.several(shape, gpu, 32)}
+    elif takes(found):
         few = {"rows": FewRowsTiles.default(together(found), gpu)}
         for name, rows in (("sixteen", 16), ("several", 32)):
             if shape.rows is None or shape.rows > list(few.values())[-1].rows:
@@ -143,7 +146,19 @@ def emit_products(found: list[Group], tiles: dict[str, Any], gpu: Device, ends: 
         fits = first.facts.simplify(first.rows <= few[0].rows)
         either(fits, lambda: matmul_rows(found, few[0], gpu, ends), lambda: by_rows(few[1:]))
 
-    by_rows([tiles[name] for name in FEW_ROWS if name in tiles])
+    few = [tiles[name] for name in FEW_ROWS if name in tiles]
+    runs = products_of_runs(found[0][0].func) if few and found[0][0].is_selected else None
+    if runs is None:
+        by_rows(few)
+        return
+    selection, products = runs
+    groups = planned(products) or []
+
+    def by_runs() -> None:
+        for group in groups:
+            matmul_runs(group, selection, few[-1], gpu, ends)
+
+    either(found[0][0].facts.simplify(found[0][0].batch <= BATCHED), lambda: by_rows(few), by_runs)
 
 
 def either(condition: Expr, then: Callable[[], None], otherwise: Callable[[], None]) -> None:

@@ -29,6 +29,7 @@ from . import ptx
 from .device import Device
 from .epilogue import HALF, Ends, Epilogue, row_of
 from .host import on_host
+from .matmul_grid import Place
 from .matmul_tiles import FewRowsTiles
 from .normed_rows import NormedPieces, NormedRows
 from .pieces import Pieces, Ring
@@ -81,10 +82,15 @@ def matmul_rows(
             with nullcontext() if last else T.If(own < counts[n].astype("int32")):
                 with nullcontext() if last else T.Then():
                     size = sizes[n].astype("int32")
-                    place = (fixed(own // size), fixed(epilogues[n].first(own % size)))
+                    axes = groups[n][0].batch_axes
+                    numbers = unravel(fixed(own // size).astype("int64"), axes)
+                    n0 = fixed(epilogues[n].first(own % size))
+                    place = Place(T.int32(0), n0, {axis.var: fixed(i) for axis, i in zip(axes, numbers)})
                     ring.taken = 0
                     of_a = None if normed is None else (normed, tirx.EQ(block, 0) if n == 0 else None)
-                    _Columns(groups[n], tiles, epilogues[n], place, ring, device, of_a).emit(rows, columns[n])
+                    Columns(groups[n], tiles, epilogues[n], place, ring, device.begins_early, of_a).emit(
+                        rows, columns[n]
+                    )
                 if not last:
                     with T.Else():
                         emit(n + 1, fixed(first + counts[n].astype("int32")))
@@ -92,34 +98,37 @@ def matmul_rows(
         emit(0, T.int32(0))
 
 
-class _Columns:
-    """The code of one block: 16 columns of each product, all rows."""
+class Columns:
+    """The code of one block: 16 columns of each product, rows from that of its place on."""
 
     def __init__(
         self,
         group: Group,
         tiles: FewRowsTiles,
         epilogue: Epilogue,
-        place: tuple[Expr, Expr],
+        place: Place,
         ring: Ring,
-        device: Device,
+        waits: bool,
         normed: tuple[NormedRows, Expr | None] | None,
     ) -> None:
-        """normed: what A is made of, and whether it is stored by this block, which may be out of the question."""
-        self.waits, self.normed = device.begins_early, normed
+        """waits: whether earlier kernels may still run. normed: what A is made of, and whether it is stored by this
+        block, which may be out of the question."""
+        self.waits, self.normed = waits, normed
         self.products, self.a, self.bs = group
         products = self.products
         self.tiles, self.epilogue, self.ring, self.thread = tiles, epilogue, ring, ring.thread
-        batch, self.n0 = place
-        axes = products.batch_axes
-        self.where = {axis.var: fixed(i) for axis, i in zip(axes, unravel(batch.astype("int64"), axes))}
+        self.m0, self.n0, self.where = place.m0, place.n0, place.where
         self.lane, self.warp = fixed(self.thread % WARP), fixed(self.thread // WARP)
         self.g, self.t = fixed(self.lane // 4), fixed(self.lane % 4)
         self.type, self.blocks = products.shape.type, tiles.rows // 8
         self.sums = [registers(self.blocks * 4, "float32") for _ in self.bs]
 
     def emit(self, rows: Expr, columns: Expr) -> None:
+        """rows: how many there are from the first one on."""
         rows, columns = fixed(rows.astype("int32")), fixed(columns.astype("int32"))
+        is_selected = self.products.is_selected
+        if is_selected and self.waits:  # an earlier kernel has written which matrices these are
+            ptx.wait_for_earlier_kernels()
         depth = fixed(self.products.depth.astype("int32"))
         c = chunks_at_once(self.bs[0].codes)
         ahead = self.tiles.pieces(c)
@@ -128,9 +137,10 @@ class _Columns:
             place = (outer, outer < extent)
             return Pieces(operand, self.type, self.epilogue.memory, self.where, place, self.ring, ahead, c)
 
+        end = fixed(self.m0 + rows)
         ours = [[pieces_of(b, self.n0 + self.g + r * self.epilogue.apart, columns) for r in range(2)] for b in self.bs]
         theirs: Sequence[Pieces | NormedPieces] = (
-            [pieces_of(self.a, self.g + r * 8, rows) for r in range(self.blocks)]
+            [pieces_of(self.a, self.m0 + self.g + r * 8, end) for r in range(self.blocks)]
             if self.normed is None
             else [NormedPieces(self.normed[0], self.ring, (self.g, self.g < rows), c)]
         )
@@ -151,11 +161,12 @@ class _Columns:
             for pieces in some:
                 pieces.fetch(piece, *at)
 
-        early = all(map(self.products.is_weight, self.bs))  # what no kernel writes need not wait for any
+        # What no kernel writes need not wait for any.
+        early = not is_selected and all(map(self.products.is_weight, self.bs))
         if early:
             for piece in range(ahead):
                 fetch(0, piece, every[: -self.blocks])
-        if self.waits:
+        if self.waits and not is_selected:
             ptx.wait_for_earlier_kernels()
         if self.normed is not None:
             self.make(*self.normed, rows)
@@ -218,4 +229,4 @@ class _Columns:
                         with unrolled(width) as x:
                             put(total, p * width + x, total[p * width + x] + memory[at + x])
                 found = [row_of(total, p * width) for p in range(count)]
-                self.epilogue.store(self.where, row, fixed(self.n0 + c), found)
+                self.epilogue.store(self.where, self.m0 + row, fixed(self.n0 + c), found)

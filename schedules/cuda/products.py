@@ -20,6 +20,7 @@ from lowering.tensorir.facts import Facts
 from ..half_precision import HALF
 from ..reading.codes import Codes
 from ..reading.product import PRODUCTS, WEIGHTS, Group, read_groups
+from ..reading.selection import Selection, read_selection
 from ..reading.stages import Axis, Stage, read_stages, unravel, volume
 from .tensor_types import TENSOR_TYPES, TensorType
 
@@ -94,6 +95,11 @@ class Products:
         for axis in (*first.batch, Axis(self.m, self.rows), first.j, first.k):
             self.facts.bind(axis.var, 0, axis.extent)
         self.point = {axis.var: value for axis, value in zip(first.rows, unravel(self.m, first.rows))}
+
+    @property
+    def is_selected(self) -> bool:
+        """Whether each row, a batch of its own, chooses its matrix by a table."""
+        return self.group.products[0].selector is not None
 
     @property
     def shape(self) -> Shape:
@@ -206,8 +212,18 @@ def read_products(func: tirx.PrimFunc) -> list[Products] | None:
     return products_of(func, stages) if stages else None
 
 
-def products_of(func: tirx.PrimFunc, stages: list[Stage]) -> list[Products] | None:
-    """Of the stages of a function, or some of them, between which and the others stand parameters."""
+def products_of_runs(func: tirx.PrimFunc) -> tuple[Selection, list[Products]] | None:
+    """Where rows choose their matrices by a table: the table, and the products of the rows of one matrix."""
+    stages = read_stages(func)
+    groups = read_groups(stages, set(func.params)) if stages else None
+    selection = read_selection(groups) if groups else None
+    products = products_of(func, stages, selection) if stages and selection is not None else None
+    return None if selection is None or products is None else (selection, products)
+
+
+def products_of(func: tirx.PrimFunc, stages: list[Stage], selection: Selection | None = None) -> list[Products] | None:
+    """Of the stages of a function, or some of them, between which and the others stand parameters. With a selection
+    rows are those of one matrix."""
     groups = read_groups(stages, set(func.params))
     if not groups:
         return None
@@ -218,6 +234,8 @@ def products_of(func: tirx.PrimFunc, stages: list[Stage]) -> list[Products] | No
         types = {str(func.attrs[PRODUCTS])}
     elif len(types) > 1 or not types <= set(HALF):
         return None
+    if selection is not None:
+        groups = [selection.apply(group) for group in groups]
     return [Products(func, stages, group, *types) for group in groups]
 
 
