@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -70,45 +71,68 @@ def patterns_of(positions: Positions, attentions: Sequence[ir.Node], context: in
                 "ones, all or the last so many, with something added by key or by distance."
             )
         found[each] = pattern
-    for past, new in _pieces(context):
-        arrays = _shown(positions, distinct, past, new)
-        wrong = next((each for each, a in zip(distinct, arrays) if not follows(found[each], a, past)), None)
-        if wrong is not None:
-            raise ModelError(f"serve: what {wrong} hides from a token depends on more than its position.")
+    wrong = _first_broken(positions, found, context)
+    if wrong is not None:
+        raise ModelError(f"serve: what {wrong} hides from a token depends on more than its position.")
     return {node: found[each] for node, each in zip(attentions, visible)}
 
 
-def find_window(positions: Positions, node: ir.Node, context: int) -> int | None:
-    """Return how many keys before its own a token of an Attention sees, up to the context.
+def windows_of(positions: Positions, attentions: Collection[ir.Node], context: int) -> dict[ir.Node, int | None]:
+    """Return how many keys before its own a token of each Attention sees, up to the context.
 
     That is proven as `patterns_of` does it, whatever is added to scores, and for some sequences that are padded on the
-    left; None where tokens see all keys or where no rule is known. Raises ModelError for a mask that cannot be
-    computed.
+    left; None where tokens see all keys, where no rule is known, or where the mask cannot be computed.
     """
-    visible = Visible.of(node)
+    visible = {node: Visible.of(node) for node in attentions}
+    windows = {each: _window_of(positions, each, context) for each in dict.fromkeys(visible.values())}
+    return {node: windows[each] for node, each in visible.items()}
 
-    def seen(past: int, new: int, hides: float | None, padding: int = 0) -> np.ndarray:
-        (array,) = _shown(positions, [visible], past, new, padding)
-        return ~np.isneginf(as_bias(array, hides))
 
+def _window_of(positions: Positions, visible: Visible, context: int) -> int | None:
     past, new = _end(context)
-    for hides in (None, _HIDES):
-        pattern = pattern_of(seen(past, new, hides), past)
-        if pattern is None or pattern.left is None:
-            continue
-        if not all(follows(pattern, seen(*piece, hides), piece[0]) for piece in _pieces(context)):
-            return None
-        rows = min(context, pattern.left + _FEWEST)
-        padded = all(_is_inside(pattern.left, seen(0, rows, hides, n)[:, n:], n) for n in (1, rows // 2))
-        return pattern.left if padded else None
+    try:
+        (end,) = _shown(positions, [visible], past, new)
+        for hides in (None, _HIDES):
+            pattern = pattern_of(_seen(end, hides), past)
+            if pattern is None or pattern.left is None:
+                continue
+            if _first_broken(positions, {visible: pattern}, context, partial(_seen, hides=hides)):
+                return None
+            return pattern.left if _holds_behind_padding(positions, visible, pattern.left, context, hides) else None
+    except ModelError:  # the mask cannot be computed of positions alone
+        return None
     return None
 
 
-def _is_inside(left: int, seen: np.ndarray, past: int) -> bool:
-    """Whether tokens behind `past` others, [heads, tokens, keys], see nothing but a window."""
-    _, token, key = np.nonzero(seen)
-    distance = token + past - key
-    return bool(((distance >= 0) & (distance <= left)).all())
+def _holds_behind_padding(positions: Positions, visible: Visible, left: int, context: int, hides: float | None) -> bool:
+    """Whether tokens of sequences that are padded on the left see nothing but a window."""
+    rows = min(context, left + _FEWEST)
+    for padding in (1, rows // 2):
+        (array,) = _shown(positions, [visible], 0, rows, padding)
+        _, token, key = np.nonzero(_seen(array, hides)[:, padding:])
+        distance = token + padding - key
+        if not ((distance >= 0) & (distance <= left)).all():
+            return False
+    return True
+
+
+def _first_broken(
+    positions: Positions,
+    patterns: Mapping[Visible, Pattern],
+    context: int,
+    read: Callable[[np.ndarray], np.ndarray] = np.asarray,
+) -> Visible | None:
+    """Return the first whose masks, as `read` takes them, do not follow their pattern in all pieces of the context."""
+    for past, new in _pieces(context):
+        arrays = _shown(positions, list(patterns), past, new)
+        for (visible, pattern), array in zip(patterns.items(), arrays):
+            if not follows(pattern, read(array), past):
+                return visible
+    return None
+
+
+def _seen(mask: np.ndarray, hides: float | None) -> np.ndarray:
+    return ~np.isneginf(as_bias(mask, hides))
 
 
 def _end(context: int) -> tuple[int, int]:

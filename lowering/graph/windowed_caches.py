@@ -14,12 +14,11 @@ from collections.abc import Collection, Mapping
 import numpy as np
 import onnx_ir as ir
 
-from ..errors import ModelError
 from ..fusion.attention_node import MASK, attention_input
 from ..fusion.matching import Rewrite, attribute, dims, is_op, operand
 from ..fusion.sizes import InferSizesPass
 from .declared_sizes import with_sizes
-from .mask_patterns import find_window
+from .mask_patterns import windows_of
 from .positions import Positions
 from .roles import Roles
 
@@ -49,12 +48,8 @@ def find_windows(
     if one is None:
         return {}
     nodes, positions = list(one.graph), _positions_of(one, roles, [operand(c, 0).name for c in grown])
-    lefts: dict[ir.Node, int | None] = {}
-    for node in attentions:
-        try:
-            lefts[node] = find_window(positions, nodes[order[node]], capacity)
-        except ModelError:  # the mask cannot be computed of positions alone
-            lefts[node] = None
+    windows = windows_of(positions, [nodes[order[node]] for node in attentions], capacity)
+    lefts = dict(zip(attentions, windows.values()))
     found: dict[ir.Node, int] = {}
     for concat in candidates:
         sides = [lefts[use.node] for use in concat.outputs[0].uses() if use.node in lefts]

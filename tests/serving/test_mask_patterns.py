@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx.parser
+import onnx_ir as ir
 import pytest
 
-from lowering.graph.mask_patterns import Pattern, as_bias, follows, pattern_of
+from lowering.graph.mask_patterns import Pattern, as_bias, follows, pattern_of, windows_of
+from lowering.graph.positions import Positions
 
 TOKENS = 37
 TOKEN, KEY = np.arange(TOKENS)[:, None], np.arange(TOKENS)[None, :]
@@ -66,3 +69,39 @@ def test_one_bit_decides() -> None:
     found = pattern_of(mask[None], 0)
     assert found is not None and found.by == "pair"
     assert pattern_of(mask[None, 18:], 18) is None  # a table of all pairs needs all of them
+
+
+def test_layers_of_one_mask_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decoder has dozens of them, and a mask of a long context takes seconds."""
+    layers = " ".join(f"y{k} = Attention (q, kv, kv, {('near', 'far', '')[k % 3]})" for k in range(30))
+    proto = onnx.parser.parse_model(f"""
+        <ir_version: 11, opset_import: ["" : 24]>
+        g (int64[1,S] ids, float[1,2,P,8] past, float[1,2,S,8] q, float[1,2,T,8] kv) => (float[1,2,S,8] y0)
+        <int64[1] zero = {{0}}, int64[1] one = {{1}}, int64 step = {{1}}, int64 first = {{0}}, int64 left = {{5}}> {{
+            before = Shape <start = 2, end = 3> (past)
+            new = Shape <start = 1, end = 2> (ids)
+            total = Add (before, new)
+            end = Squeeze (total)
+            keys = Range (first, end, step)
+            shifted = Range (first, end, step)
+            row_keys = Slice (shifted, before, total, zero)
+            rows = Unsqueeze (row_keys, one)
+            distance = Sub (rows, keys)
+            far = GreaterOrEqual (distance, first)
+            inside = LessOrEqual (distance, left)
+            near = And (far, inside)
+            {layers}
+        }}
+    """)
+    model = ir.from_proto(proto)
+    inputs = {value.name: value for value in model.graph.inputs}
+    positions = Positions(model, inputs["ids"], None, None, [inputs["past"]])
+    calls: list[list[ir.Value]] = []
+    compute = positions.at
+    monkeypatch.setattr(positions, "at", lambda values, *where: calls.append(values) or compute(values, *where))
+    attentions = [node for node in model.graph if node.op_type == "Attention"]
+    windows = windows_of(positions, attentions[:3], 100)
+    once = len(calls)
+    assert list(windows.values()) == [5, None, None]
+    assert list(windows_of(positions, attentions, 100).values()) == [5, None, None] * 10
+    assert len(calls) == 2 * once
