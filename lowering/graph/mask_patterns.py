@@ -239,7 +239,8 @@ def as_bias(mask: np.ndarray, hides: float | None = None) -> np.ndarray:
     beside any other."""
     if mask.dtype == bool:
         return np.where(mask, np.float32(0), np.float32(-np.inf))
-    added = mask.astype(np.float32)
+    with np.errstate(over="ignore"):  # of float64
+        added = mask.astype(np.float32)
     return np.where(
         added <= (max(_lowest(mask.dtype) / 2, -1e30) if hides is None else hides), np.float32(-np.inf), added
     )
