@@ -49,7 +49,7 @@ def compile(
       that these names do not promise behind them (`cpu:x86-64-v4+avx512vnni`, `cpu:aarch64+dotprod`), or `cuda:` and
       a list of architectures of GPUs, such as `cuda:sm_80,sm_90a`, or `cuda` for the GPU here.
     * `donate` holds regular expressions that match whole names of inputs to be consumed: the matching output takes over
-      their memory.
+      their memory. Of what `serve` replaces nothing is donated but its pools, without being asked for.
     * `threads` is the default number of workers, at most 1024; None means the CPUs the calling thread may use.
     * `cc` names the compiler that links.
     * `dims` says what is known of symbolic dimensions: `{"batch": 1}` makes one a number, at which sizes and branches

@@ -66,7 +66,7 @@ def prepare_model(model: ModelLike, options: Options, targets: Sequence[Target],
     served = None
     if options.serve is not None:
         decoder = serve_decoder(fused, options.serve)
-        donated |= decoder.donated
+        donated = decoder.donated  # of pools, which have taken the place of all caches and states
         served = decoder.cache
     kept = keep_caches(fused, options.static_cache, donated)
     group_experts(fused)

@@ -13,7 +13,10 @@ from mobius_models import CAPACITY, KEPT
 from thinned import thinned
 
 import lowering
+from lowering.compiling.options import Options
+from lowering.compiling.prepare import PreparedModel, prepare_model
 from lowering.runtime.decoder import Decoder
+from lowering.target import resolve
 
 FOLDER = Path(__file__).parent / "decoders"
 VOCABULARY, BATCH, PROMPT, STEPS = 40, 3, 9, 8
@@ -78,6 +81,11 @@ def decoder_of(model: lowering.Model) -> Decoder:
 
 def compiled(name: str, precision: Any = None) -> lowering.Model:
     return lowering.compile(FOLDER / f"{name}.onnx", static_cache=CAPACITY, precision=precision)
+
+
+def prepared_model(name: str, **options: Any) -> PreparedModel:
+    """What is compiled, without compiling it."""
+    return prepare_model(FOLDER / f"{name}.onnx", Options(**options), resolve("cpu"), None)
 
 
 def error_in_place(name: str, precision: Any) -> float:
@@ -158,6 +166,21 @@ def test_what_cannot_be_served_says_why() -> None:
     model.graph.node.append(onnx.helper.make_node("Mul", ["state", "state"], [present]))
     with pytest.raises(lowering.ModelError, match=r"input 'past_key_values.0.conv_state' beside tokens.*carries on"):
         lowering.compile(model, serve=lowering.Serve(context=CAPACITY))
+
+
+@pytest.mark.parametrize(("name", "pattern"), [("bamba", ".*ssm_state"), ("llama@static", "(key|value)_cache.*")])
+def test_serve_donates_its_pools_in_place_of_what_they_replace(name: str, pattern: str) -> None:
+    prepared = prepared_model(name, donate=(pattern,), serve=lowering.Serve(context=CAPACITY))
+    assert prepared.served is not None
+    pools = [pool.name for pool in (*prepared.served.pools, *prepared.served.states)]
+    assert sorted(prepared.donated) == sorted(pools)
+
+
+@pytest.mark.filterwarnings("error")
+def test_narrowed_masks_warn_of_nothing() -> None:
+    """What hides a key in float32 overflows in float16, where it hides the key, too."""
+    slots = prepared_model("gpt_oss", static_cache=1400, precision="float16").kept.slots
+    assert slots is not None and slots.rings == dict.fromkeys(("past_key_values.0.key", "past_key_values.0.value"), 576)
 
 
 def test_caches_of_another_capacity_are_refused() -> None:
