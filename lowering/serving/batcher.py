@@ -78,6 +78,7 @@ class Batcher:
         self.cache = _cache_of(served, blocks)
         self._slots = _slots_of(served, state_slots, self._budget if blocks is None else min(self._budget, blocks))
         self._stores = _stores_of(served, self.cache, self._slots.total)
+        self._paged = [name for pool in served.pools for name in (pool.name, pool.scale) if name]
         if model.gpu is not None:
             specs = {spec.name: spec for spec in model.manifest.inputs}
             self._stores = {name: model.gpu.zeros(specs[name], a.shape) for name, a in self._stores.items()}
@@ -205,7 +206,7 @@ class Batcher:
         if cache is None:
             return
         for source, target in self._with_room(ours, planned, lambda: cache.reserve(ours.name, count)):
-            for store in self._stores.values():
+            for store in [self._stores[name] for name in self._paged]:
                 if self._model.gpu is not None:
                     self._model.gpu.copy_row(store, source, target)
                 elif store is not cache.pool:  # which the cache has copied

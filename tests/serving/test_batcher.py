@@ -176,6 +176,16 @@ def test_slots_that_idle_requests_hold() -> None:
     assert batcher.step()["b"].argmax() == digest([2])
 
 
+def test_states_stay_where_blocks_are_copied() -> None:
+    """A block that somebody else shares is copied before it is written; its number is not that of a slot."""
+    batcher = Batcher(Carrier(has_cache=True), 9, state_slots=1)
+    batcher.add("a", [5, 6])
+    batcher.extend("a", int(batcher.step()["a"].argmax()))
+    assert batcher.cache is not None
+    batcher.cache.fork("a", "somebody else")
+    assert batcher.step()["a"].argmax() == digest(batcher.tokens("a"))
+
+
 def test_pools_that_the_model_does_not_have() -> None:
     with pytest.raises(InputError, match="blocks is 4, and the model keeps states and no cache: leave it out"):
         Batcher(Carrier(has_cache=False), 4)
