@@ -67,6 +67,17 @@ def test_what_rings_refuse_leaves_the_decoder_as_it_was(tmp_path: Path) -> None:
         in dict(about(model._files, model.manifest))["Caches"]
     )
     decoder = model.decoder()
+    ids = np.random.default_rng(2).integers(0, VOCABULARY, (1, 1350))
+    wrong = ids.copy()
+    wrong[0, 1340] = VOCABULARY
+    for read in (1, 100):
+        decoder.prefill(ids[:, :read])
+        other = decoder.fork()
+        with pytest.raises(InputError, match=rf"at \[0, {192 - read}\].*count from token 1148 on"):
+            decoder.prefill(wrong[:, read:])
+        assert decoder.length == read
+        np.testing.assert_array_equal(decoder.prefill(ids[:, read:110]), other.prefill(ids[:, read:110]))
+        decoder.reset()
     decoder.prefill(np.ones((1, 800), np.int64))
     other = decoder.fork()
     with pytest.raises(InputError, match="800 tokens are in them and 700 more do not fit"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -80,10 +80,8 @@ class Decoder:
         """Return a second decoder that goes on from here, with caches of its own."""
         other = copy.copy(self)
         other._sources, other._reordering = copy.copy(self._sources), Reordering()
-        copied = np.copy if self._model.gpu is None else copy_of
-        other._memory = {name: copied(cache) for name, cache in self._memory.items()}
-        if self._states is not None:
-            other._states = {name: copied(state) for name, state in self._states.items()}
+        other._memory = self._copies(self._memory)
+        other._states = None if self._states is None else self._copies(self._states)
         return other
 
     def reorder(self, rows: Any) -> None:
@@ -116,7 +114,8 @@ class Decoder:
     def prefill(self, ids: Any, mask: Any = None) -> np.ndarray:
         """Read tokens, and return the model's first output for each of them, [B, S, ...].
 
-        Called again it reads on. Where caches are rings the tokens are read in several calls of the model.
+        Called again it reads on. Where caches are rings the tokens are read in several calls of the model; rings that
+        hold tokens already are copied before, so that all of the tokens are read or none.
 
         Args:
             ids: int [B, S] or [S]; float [B, S, H] for a model that takes embeddings.
@@ -129,14 +128,33 @@ class Decoder:
         tokens = self._tokens(ids)
         counts = self._counts(mask, tokens.shape[:2])
         slots = self._model.manifest.slots
-        most = None if slots is None else slots.rows
-        if most is None:
+        if slots is None or slots.rows is None:
             return self._read(tokens, counts)
         self._progress.after(counts, self.capacity).check_rings(self.capacity)
-        starts = range(0, max(1, tokens.shape[1]), most)
-        answers = [self._read(tokens[:, k : k + most], counts[:, k : k + most]) for k in starts]
-        has_rows = answers[0].shape[:2] == counts[:, :most].shape
+        answers = self._read_parts(tokens, counts, slots.rows, slots.rings)
+        has_rows = answers[0].shape[:2] == counts[:, : slots.rows].shape
         return np.concatenate(answers, axis=1) if has_rows else answers[-1]
+
+    def _read_parts(
+        self, tokens: np.ndarray, counts: np.ndarray, most: int, rings: Collection[str]
+    ) -> list[np.ndarray]:
+        """Call the model for so many tokens at a time. If a call fails, the decoder is as it was before all of them."""
+        starts = range(0, max(1, tokens.shape[1]), most)
+        progress, states, kept = self._progress, self._states, dict[str, Any]()
+        if self.length and len(starts) > 1:  # each call writes over what the windows of earlier tokens see
+            kept = self._copies({name: self._memory[name] for name in rings})
+            states = None if states is None else self._copies(states)
+        answers: list[np.ndarray] = []
+        try:
+            for start in starts:
+                answers.append(self._read(tokens[:, start : start + most], counts[:, start : start + most]))
+        except BaseException as error:
+            self._progress, self._states = progress, states
+            self._memory |= kept
+            if isinstance(error, InputError) and start:
+                raise InputError(f"{error} Positions of tokens in this text count from token {start} on.") from error
+            raise
+        return answers
 
     def _read(self, tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Call the model once."""
@@ -195,6 +213,10 @@ class Decoder:
         if self._states is not None:
             return self._states
         return {name: self._zeros(name, batch) for name in self._spec.states}
+
+    def _copies(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        copied = np.copy if self._model.gpu is None else copy_of
+        return {name: copied(array) for name, array in arrays.items()}
 
     def _zeros(self, name: str, batch: int) -> Any:
         spec: TensorSpec = self._specs[name]
