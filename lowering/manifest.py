@@ -128,6 +128,9 @@ STATE_SLOTS = "state_slots"
 CACHE, SCALE, STATES = "kv_cache", "kv_cache_scale", "states"
 """Inputs of served decoders."""
 
+SOURCE_LENGTHS = "source_lengths"
+"""Input of decoders with a setup, int64 [B]: how many of the keys [B, H, E, D] of each source count."""
+
 
 @dataclass(frozen=True)
 class CachePool:

@@ -202,6 +202,16 @@ def test_another_source(model: lowering.Model, states: np.ndarray) -> None:
     np.testing.assert_array_equal(decoder.prefill([[1, 2, 3]]), first)
 
 
+def test_what_the_setup_gave_is_taken_in_place_of_the_source(model: lowering.Model, states: np.ndarray) -> None:
+    assert model.setup is not None
+    expected = model.decoder(fixed={"encoder_hidden_states": states}).prefill([[1, 2], [3, 4]])
+    made = model.setup.run({"encoder_hidden_states": states})
+    np.testing.assert_array_equal(model.decoder(fixed=made).prefill([[1, 2], [3, 4]]), expected)
+    made.popitem()
+    with pytest.raises(lowering.InputError, match="cannot know input 'encoder_hidden_states'"):
+        model.decoder(fixed=made)
+
+
 def test_refusals(model: lowering.Model, states: np.ndarray) -> None:
     for fixed in ({}, {"source_lengths": [7, 7]}):
         with pytest.raises(lowering.InputError, match="cannot know input 'encoder_hidden_states'"):
@@ -211,6 +221,14 @@ def test_refusals(model: lowering.Model, states: np.ndarray) -> None:
         decoder.reorder([0, 1])
     with pytest.raises(lowering.InputError, match=r"different numbers of them: .*'source_lengths' 3"):
         model.decoder(fixed={"encoder_hidden_states": states, "source_lengths": [7, 7, 7]})
+    for lengths in ([8, 7], [-1, 7], [1.0, 2.0]):
+        with pytest.raises(lowering.InputError, match=r"'source_lengths' must be integers from 0 to 7"):
+            model.decoder(fixed={"encoder_hidden_states": states, "source_lengths": lengths})
+    for wrong in ("bogus", "past_length"):
+        with pytest.raises(
+            lowering.InputError, match=f"'{wrong}' is not an input.*takes encoder_hidden_states, present"
+        ):
+            decoder.reset(fixed={"encoder_hidden_states": states, wrong: 1})
     with pytest.raises(lowering.InputError, match="2 rows for 3 sequences"):
         decoder.prefill([[1], [2], [3]])
     decoder.prefill([[1], [2]])

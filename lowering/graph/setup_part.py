@@ -20,10 +20,8 @@ from onnx_ir.passes import common
 
 from ..fusion.matching import Rewrite, Size, attribute, dims, is_op, operand, remove_unused
 from ..fusion.sizes import InferSizesPass
+from ..manifest import SOURCE_LENGTHS
 from .cache_forms import LENGTH_AXIS, MASK, NONPAD, split_heads, use_opset_24
-
-SOURCE_LENGTHS = "source_lengths"
-"""int64 [B], the number of keys that count of each source."""
 
 _PRODUCTS = (
     "Attention", "Conv", "DynamicQuantizeMatMul", "Einsum", "Gemm", "MatMul", "MatMulBnb4", "MatMulInteger",

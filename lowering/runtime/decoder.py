@@ -12,7 +12,7 @@ from ..errors import InputError
 from ..manifest import TensorSpec
 from .decoder_progress import Progress, SequenceProgress, SharedProgress
 from .decoder_rows import Reordering, gathered
-from .decoder_sources import Sources, fixed_inputs
+from .decoder_sources import Sources, check_fixed
 from .elements import ElementType
 from .inputs import plain_array
 from .tensors import copy_of
@@ -68,7 +68,7 @@ class Decoder:
             fixed: Arrays of another source, as for `Model.decoder`; those of before are kept without it.
 
         Raises:
-            InputError: One is missing, or does not fit.
+            InputError: One is missing, is not an input, or does not fit.
         """
         if fixed is not None:
             self._sources = self._sources_of(fixed)
@@ -180,10 +180,7 @@ class Decoder:
         return self.prefill(token[:, None] if is_embedding else token.reshape(-1, 1))[:, -1]
 
     def _sources_of(self, fixed: Mapping[str, Any]) -> Sources:
-        needed = fixed_inputs(self._model.manifest, (self._ids, self._mask, self._positions))
-        missing = [spec.name for spec in needed if spec.name not in fixed]
-        if missing:
-            raise InputError(f"a decoder cannot know input '{missing[0]}': pass its array in `fixed`.")
+        check_fixed(self._model.manifest, (self._ids, self._mask, self._positions), fixed)
         return Sources(self._model, fixed, self._specs[self._ids].dims[0])
 
     def _tokens(self, ids: Any) -> np.ndarray:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import InputError
-from ..manifest import Manifest, TensorSpec
+from ..manifest import SOURCE_LENGTHS, Manifest, TensorSpec
 from .decoder_rows import gathered
-from .inputs import Port
+from .inputs import Port, plain_array
 from .strings import Dictionary
+from .tensors import Tensor
 
 if TYPE_CHECKING:
     from .model import Model
@@ -27,15 +28,18 @@ class Sources:
     def __init__(self, model: Model, given: Mapping[str, Any], batch: int | str) -> None:
         """Run the setup. batch is the first size of what has a row for each sequence.
 
-        Raises InputError for arrays that the setup does not take.
+        The setup does not run where all that it would give is given. Raises InputError for arrays that it does not
+        take, and for lengths that its keys do not have.
         """
         arrays = {name: _placed(model, name, array) for name, array in given.items()}
         specs = {spec.name: spec for spec in model.inputs}
         if model.setup is not None:
             inputs = {spec.name: arrays[spec.name] for spec in model.setup.inputs if spec.name in arrays}
-            made = model.setup.run(inputs) if inputs else {}
-            kept = {name: array for name, array in made.items() if name in specs}
-            arrays = {**kept, **{name: array for name, array in arrays.items() if name in specs or name not in inputs}}
+            if not _gives_all(model.manifest, given):
+                arrays = model.setup.run(inputs) | arrays
+            if SOURCE_LENGTHS in given.keys() & {spec.name for spec in model.setup.outputs}:
+                _check_lengths(model, arrays)
+        arrays = {name: array for name, array in arrays.items() if name in specs}
         self._given = self._arrays = arrays
         self._by_row = [name for name in arrays if name in specs and specs[name].dims[:1] == (batch,)]
         counts = {name: next(iter(arrays[name].shape), 1) for name in self._by_row}  # a number is refused by the model
@@ -86,6 +90,46 @@ def fixed_inputs(manifest: Manifest, filled: Collection[str]) -> list[TensorSpec
     known |= {tensor.name for tensor in outputs}
     others = {tensor.name: tensor for tensor in (*manifest.inputs, *inputs) if tensor.name not in known}
     return list(others.values())
+
+
+def check_fixed(manifest: Manifest, filled: Collection[str], given: Collection[str]) -> None:
+    """Raise InputError for a name that is not one of `fixed_inputs` or made by the setup, and for one that is missing.
+
+    Inputs of the setup may be missing where all that it would give is given.
+    """
+    needed = [spec.name for spec in fixed_inputs(manifest, filled)]
+    made = [] if manifest.setup is None else [spec.name for spec in manifest.setup.outputs]
+    unknown = [name for name in given if name not in needed and name not in made]
+    if unknown:
+        takes = ", ".join([*needed, *made]) or "nothing: the decoder fills all inputs itself"
+        raise InputError(f"'{unknown[0]}' is not an input to pass in `fixed`, which takes {takes}.")
+    inputs = {spec.name for spec in manifest.inputs}
+    missing = [name for name in needed if name not in given and (name in inputs or not _gives_all(manifest, given))]
+    if missing:
+        raise InputError(f"a decoder cannot know input '{missing[0]}': pass its array in `fixed`.")
+
+
+def _gives_all(manifest: Manifest, given: Collection[str]) -> bool:
+    """Whether all that the decoder reads of its setup is given."""
+    assert manifest.setup is not None
+    inputs = {spec.name for spec in manifest.inputs}
+    return all(spec.name in given for spec in manifest.setup.outputs if spec.name in inputs)
+
+
+def _check_lengths(model: Model, arrays: Mapping[str, Any]) -> None:
+    """Raise InputError for numbers of keys that sources do not have."""
+    assert model.setup is not None
+    made = [arrays[spec.name] for spec in model.setup.outputs if spec.name in arrays]
+    keys = max((array.shape[2] for array in made if len(array.shape) == 4), default=0)
+    lengths = arrays[SOURCE_LENGTHS]
+    if isinstance(lengths, Tensor) and model.gpu is not None:
+        lengths = np.from_dlpack(model.gpu.to_host(lengths))
+    lengths = plain_array(lengths, f"'{SOURCE_LENGTHS}'")
+    if lengths.dtype.kind not in "iu" or ((lengths < 0) | (lengths > keys)).any():
+        raise InputError(
+            f"'{SOURCE_LENGTHS}' must be integers from 0 to {keys}, as many keys as sources have, not {lengths.dtype} "
+            f"{lengths.tolist()}."
+        )
 
 
 def _placed(model: Model, name: str, array: Any) -> Any:

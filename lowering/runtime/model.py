@@ -224,12 +224,12 @@ class Model:
             ids: The input of token ids, int [B, S], or of embeddings, float [B, S, H]. Found by what it feeds if "".
             mask: The input of the attention mask, [B, P + S]; likewise.
             positions: The input of positions, [B, S]; likewise.
-            fixed: Arrays for all other inputs, the same in every call, and for those of the setup, which runs here:
-                what an encoder made of the source. A row is for one sequence, or for a group of them side by side. An
-                input `source_lengths`, int64 [B], may say how many rows of each source count; all do without it.
+            fixed: Arrays for all other inputs, the same in every call, and for those of the setup, which runs here, or
+                all that it gives: a row for one sequence, or for a group of them side by side. An input
+                `source_lengths`, int64 [B], may say how many rows of each source count; all do without it.
 
         Raises:
-            InputError: The model keeps no caches, or has an input that none of these is.
+            InputError: The model keeps no caches, has an input that none of these is, or none that has such a name.
         """
         return Decoder(self, ids, mask, positions, fixed or {})
 
