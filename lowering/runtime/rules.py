@@ -8,12 +8,17 @@ import re
 from collections.abc import Iterator, Sequence
 
 from ..manifest import (
+    BLOCK_TABLE,
     MODEL,
     MOST_THREADS,
+    PAST_LENGTHS,
+    ROW_STARTS,
     SETUP,
+    STATE_SLOTS,
     WEIGHTS,
     DecoderSpec,
     Manifest,
+    ServedCache,
     SlotCaches,
     TensorSpec,
     WeightSpec,
@@ -46,6 +51,8 @@ def contradictions(manifest: Manifest) -> Iterator[str]:
         yield from _slots(manifest, manifest.slots)
     if manifest.decoder is not None:
         yield from _decoder(manifest, manifest.decoder)
+    if manifest.served is not None:
+        yield from _served(manifest, manifest.served)
     if manifest.setup is not None:
         yield from _setup(manifest, manifest.setup)
 
@@ -105,9 +112,39 @@ def _decoder(manifest: Manifest, spec: DecoderSpec) -> Iterator[str]:
         yield f"a decoder keeps {spec.capacity} tokens"
 
 
+def _served(manifest: Manifest, served: ServedCache) -> Iterator[str]:
+    inputs = {t.name: t for t in manifest.inputs}
+    if not 0 < served.context <= _LARGEST or served.tokens_per_block < 1:
+        yield f"requests have {served.context} tokens, and blocks {served.tokens_per_block}"
+    pools = [(states.name, states.dtype, (states.layers, *states.shape)) for states in served.states]
+    for pool in served.pools:
+        front = (pool.layers, 2, pool.kv_heads, served.tokens_per_block)
+        pools.append((pool.name, served.dtype, (*front, pool.head_dim)))
+        if pool.scale or served.scales:
+            pools.append((pool.scale, "float32", (*front, served.scales)))
+    if not pools:
+        yield "a served decoder keeps nothing"
+    for name, dtype, dims in pools:
+        spec = inputs.get(name)
+        if spec is None or name not in manifest.donated or (spec.dtype, spec.dims[1:]) != (dtype, dims):
+            yield f"input '{name}' is a pool of {dtype}{list(dims)}, written in place"
+    tables = {ROW_STARTS: 1, PAST_LENGTHS: 1, **({BLOCK_TABLE: 2} if served.pools else {})}
+    for name, rank in (tables | ({STATE_SLOTS: 1} if served.states else {})).items():
+        if name not in inputs or (inputs[name].dtype, len(inputs[name].dims)) != ("int64", rank):
+            yield f"input '{name}' tells of requests"
+    if served.ids not in inputs or len(inputs[served.ids].dims) != 2:
+        yield f"input '{served.ids}' holds the tokens of requests"
+
+
 def _setup(manifest: Manifest, setup: Manifest) -> Iterator[str]:
     if (manifest.part, setup.part, setup.setup) != (MODEL, SETUP, None) or setup.donated:
         yield f"the part '{setup.part}' is a setup of the part '{manifest.part}'"
+    if setup.format != manifest.format:
+        yield f"the setup has format {setup.format}"
+    inputs = {t.name: t for t in manifest.inputs}
+    for spec in (*setup.inputs, *setup.outputs):
+        if spec.name in inputs and not _are_alike(spec, inputs[spec.name]):
+            yield f"'{spec}' of the setup is the input '{inputs[spec.name]}'"
     if setup.architectures != manifest.architectures:
         yield "the setup is for other GPUs"
     if not {t.name for t in setup.outputs} & {t.name for t in manifest.inputs}:
@@ -115,6 +152,12 @@ def _setup(manifest: Manifest, setup: Manifest) -> Iterator[str]:
     hashes = dict.fromkeys([*setup.code().values(), WEIGHTS], "")  # which are looked for in the whole
     for words in contradictions(dataclasses.replace(setup, hashes=hashes, setup=None)):
         yield f"in the setup, {words}"
+
+
+def _are_alike(one: TensorSpec, other: TensorSpec) -> bool:
+    """Whether an array can be both; a size may have another name in each part."""
+    same = (one.dtype, one.storage, len(one.dims)) == (other.dtype, other.storage, len(other.dims))
+    return same and all(isinstance(a, str) or isinstance(b, str) or a == b for a, b in zip(one.dims, other.dims))
 
 
 def _are_sizes(dims: Sequence[int]) -> bool:

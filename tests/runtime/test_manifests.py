@@ -16,9 +16,10 @@ import pytest
 import lowering
 from lowering.errors import ArtifactError, LoweringError
 from lowering.importing.values import storage_dtype
-from lowering.manifest import Manifest
+from lowering.manifest import Manifest, ServedCache, StatePool, TensorSpec
 from lowering.records import decode
 from lowering.runtime.elements import STORAGE
+from lowering.runtime.rules import contradictions
 
 
 @pytest.fixture
@@ -28,6 +29,11 @@ def folder(artifact: Callable[..., Path], tmp_path: Path) -> Path:
 
 
 SLOTS = {"capacity": 4, "length": "n", "tokens": None, "rings": {}, "rows": None}
+SERVED = {
+    "context": 8, "tokens_per_block": 4, "pools": [], "dtype": "", "scales": 0, "ids": "ids",
+    "states": [{"name": "past", "layers": 1, "shape": [3], "dtype": "float32"}],
+}  # fmt: skip
+POOL = {"name": "past", "scale": "", "layers": 1, "kv_heads": 2, "head_dim": 5}
 TEXTS = ["[" * 100_000, '{"format":' * 50_000, "9" * 10_000, "\x00", '{"a": "', "NaN", '"\\ud800"']
 
 
@@ -134,6 +140,13 @@ def test_mutations(name: str, redigested: bool, artifact: Callable[..., Path], t
         ({"hashes": {}}, r"it says that there is no digest of model\.so"),
         ({"slots": {**SLOTS, "length": "past"}}, r"'past' is an input that holds a length"),
         ({"slots": {**SLOTS, "tokens": ["past", 9]}}, r"'n' is an input that holds a length"),
+        ({"served": SERVED}, r"it says that input 'past' is a pool of float32\[1, 3\], written in place"),
+        ({"served": {**SERVED, "states": []}}, r"a served decoder keeps nothing"),
+        ({"served": {**SERVED, "context": 0}}, r"requests have 0 tokens"),
+        (
+            {"served": {**SERVED, "states": [], "pools": [POOL], "dtype": "int8"}},
+            r"input 'past' is a pool of int8\[1, 2, 2, 4, 5\]",
+        ),
     ],
 )
 def test_what_is_said(change: dict[str, Any], message: str, folder: Path) -> None:
@@ -148,6 +161,48 @@ def test_what_is_said(change: dict[str, Any], message: str, folder: Path) -> Non
     path.write_text(json.dumps(data))
     with pytest.raises(ArtifactError, match=message):
         lowering.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda setup: {"format": setup["format"] - 1}, "the setup has format"),
+        (
+            lambda setup: {"outputs": [{**setup["outputs"][0], "dims": ["batch", 4, "encoder_sequence_len", 9]}]},
+            "'present.0.cross.key: float32[batch, 4, encoder_sequence_len, 9]' of the setup is the input 'present",
+        ),
+    ],
+)
+def test_setups_of_other_decoders(
+    change: Callable[[Any], Any], message: str, artifact: Callable[..., Path], tmp_path: Path
+) -> None:
+    lowering.load(artifact("translator")).save(tmp_path / "out")
+    path = tmp_path / "out" / "manifest.json"
+    data = json.loads(path.read_text())
+    data["setup"] |= change(data["setup"])
+    data["hashes"]["manifest.json"] = Manifest.from_dict(data).digest()
+    path.write_text(json.dumps(data))
+    assert message in refused(tmp_path / "out")
+
+
+@pytest.mark.parametrize("change", [{"layers": 3}, {"dtype": "float16"}, {"name": "slots"}, {"shape": (4, 8)}])
+def test_pools_that_the_code_does_not_have(change: dict[str, Any], folder: Path) -> None:
+    """A served decoder's pools are inputs, by name, type and sizes."""
+    specs = [
+        *(TensorSpec(name, "int64", "int64", dims) for name, dims in {
+            "row_starts": ("n",), "past_lengths": ("r",), "state_slots": ("r",), "ids": (1, "t")}.items()),
+        TensorSpec("states", "float32", "float32", ("slots", 2, 4, 5)),
+    ]  # fmt: skip
+    states = StatePool("states", 2, (4, 5), "float32")
+    served = ServedCache(8, 4, (), "", 0, "ids", (states,))
+    right = dataclasses.replace(
+        lowering.load(folder).manifest, inputs=tuple(specs), outputs=(dataclasses.replace(specs[-1], name="after"),),
+        donated={"states": "after"}, served=served,
+    )  # fmt: skip
+    assert not list(contradictions(right))
+    wrong = dataclasses.replace(states, **change)
+    found = list(contradictions(dataclasses.replace(right, served=dataclasses.replace(served, states=(wrong,)))))
+    assert len(found) == 1 and "is a pool of" in found[0]
 
 
 @pytest.mark.parametrize(
