@@ -10,6 +10,8 @@ of S still sees the keys up to P + i.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import onnx
 import onnx_ir as ir
 
@@ -29,6 +31,7 @@ from ..fusion.sizes import InferSizesPass
 from .legality import import_own_domain
 from .microsoft_caches import DOMAIN, LENGTH_AXIS, to_attention
 
+K, V = 1, 2  # inputs of Attention
 _PAST = (PAST_KEY, PAST_VALUE)
 _PAST_BY_OPERATOR = {"GroupQueryAttention": (3, 4), "MultiHeadAttention": (6, 7)}  # of com.microsoft
 _PRESENT = (1, 2)  # outputs of all
@@ -64,9 +67,27 @@ def counts_all_keys(node: ir.Node) -> bool:
     given = attention_input(node, NONPAD)
     expand = given.producer() if given is not None else None
     count = operand(expand, 0).producer() if expand is not None and is_op(expand, "Expand") else None
-    if count is None or not is_op(count, "Shape") or operand(count, 0) is not node.inputs[1]:
+    if count is None or not is_op(count, "Shape") or operand(count, 0) is not node.inputs[K]:
         return False
     return (attribute(count, "start", 0), attribute(count, "end", None)) == (LENGTH_AXIS, LENGTH_AXIS + 1)
+
+
+def reads_slots(node: ir.Node, grown: Collection[ir.Node]) -> bool:
+    """Whether an Attention can read its keys and its values, each a Concat of `grown`, from slots.
+
+    One that aligns a causal mask or a window with the first key, or has caches of its own, or gives out scores or
+    caches, needs the rows that count as they are.
+    """
+    is_behind_past = counts_all_keys(node)
+    known = (NONPAD, SINK) if is_behind_past else (SINK,)
+    others = [value for k, value in enumerate(node.inputs) if k >= PAST_KEY and k not in known]
+    if any(value is not None for value in others):
+        return False
+    if any(output.uses() or output.is_graph_output() for output in node.outputs[1:]):
+        return False
+    sides = [attribute(node, f"{side}_window_size", -1) for side in ("left", "right")]
+    is_aligned = attribute(node, "is_causal", 0) == 1 or sides != [-1, -1]
+    return (is_behind_past or not is_aligned) and all(operand(node, k).producer() in grown for k in (K, V))
 
 
 def use_opset_24(model: ir.Model) -> None:
@@ -86,7 +107,7 @@ def set_opset(model: ir.Model, version: int) -> None:
 
 
 def _repeat_mask(node: ir.Node) -> None:
-    mask, key = operand(node, MASK), operand(node, 1)
+    mask, key = operand(node, MASK), operand(node, K)
     if dims(mask)[-1:] != (1,):
         return
     new = Rewrite(node)
@@ -114,7 +135,7 @@ def _holds_caches(node: ir.Node) -> bool:
 
 def _ends_elsewhere(node: ir.Node) -> bool:
     """Whether an Attention has another number of rows than of new keys: its causal mask does not end with the last."""
-    q, k = (dims(value) for value in (operand(node, 0), operand(node, 1)))
+    q, k = (dims(value) for value in (operand(node, 0), operand(node, K)))
     if len(q) != len(k) or len(q) not in (3, 4):
         return True
     rows, keys = q[-2], k[-2]

@@ -24,14 +24,14 @@ from ..fusion.attention_node import SINK, attention_input, is_attention
 from ..fusion.matching import Rewrite, Size, attribute, dims, is_op, numbers, operand
 from ..fusion.sizes import InferSizesPass
 from ..manifest import BLOCK_TABLE, CACHE, PAST_LENGTHS, ROW_STARTS, STATE_SLOTS, CachePool, ServedCache
-from .cache_forms import grows
+from .cache_forms import K, V, grows
 from .legality import OWN_DOMAIN, import_own_domain
 from .mask_patterns import Pattern, patterns_of
 from .positions import Positions, rows_by_position
 from .roles import Roles, find_roles
 from .row_wise import check_row_wise, row_axis
 from .serve import Serve
-from .served_caches import CacheLayer, K, V, cache_layers, cache_pools, check_attention
+from .served_caches import CacheLayer, cache_layers, cache_pools, check_attention
 from .served_states import StateLayer, carries_state, past_state, serve_state, state_layers
 
 _TABLES = (

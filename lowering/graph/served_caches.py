@@ -7,13 +7,11 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 
 from ..errors import ModelError
-from ..fusion.attention_node import MASK, NONPAD, SINK, attention_input
+from ..fusion.attention_node import MASK, SINK, attention_input
 from ..fusion.matching import attribute, dims, numbers, operand
 from ..manifest import CACHE, SCALE, CachePool
-from .cache_forms import counts_all_keys
+from .cache_forms import K, V, reads_slots
 from .positions import Positions
-
-K, V = 1, 2  # inputs of Attention
 
 
 @dataclass(frozen=True)
@@ -57,14 +55,7 @@ def cache_pools(layers: dict[ir.Node, CacheLayer], is_int8: bool) -> tuple[Cache
 
 
 def check_attention(node: ir.Node, grown: list[ir.Node], positions: Positions) -> None:
-    ours = all(operand(node, k).producer() in grown for k in (K, V))
-    is_behind_past = counts_all_keys(node)
-    known = (NONPAD, SINK) if is_behind_past else (SINK,)
-    more = [value for k, value in enumerate(node.inputs) if k > MASK and k not in known]
-    extra = any(value.uses() or value.is_graph_output() for value in node.outputs[1:])
-    is_sided = any(attribute(node, f"{side}_window_size", -1) != -1 for side in ("left", "right"))
-    is_aligned = is_sided or attribute(node, "is_causal", 0)
-    if not ours or any(value is not None for value in more) or extra or (is_aligned and not is_behind_past):
+    if not reads_slots(node, grown):
         raise ModelError(
             f"serve: node '{node.name}' (Attention) is not over one growing cache of keys and one of values, with all "
             "that it may see said by its mask, or by is_causal and windows that end with the newest token."

@@ -17,18 +17,16 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from ..errors import ModelError
-from ..fusion.attention_node import NONPAD, PAST_KEY, SINK, is_attention
+from ..fusion.attention_node import NONPAD, is_attention
 from ..fusion.matching import Rewrite, Size, attribute, dims, is_op, operand
 from ..fusion.opset import opset
 from ..fusion.sizes import InferSizesPass
-from .cache_forms import LENGTH_AXIS, OPSET, counts_all_keys, grows, use_opset_24
+from .cache_forms import LENGTH_AXIS, OPSET, K, grows, reads_slots, use_opset_24
 from .roles import Roles
 from .windowed_caches import find_windows, mask_by_slot, ring_slots
 
 LENGTH = "past_length"
 """The new input: int64 [], the number of rows that the caches hold before the call."""
-
-_K, _V = 1, 2  # inputs of Attention
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ def use_static_caches(model: ir.Model, capacity: int, roles: Roles) -> StaticCac
         raise ModelError(f"static_cache: the model has opset {opset(model)}, which cannot be converted to {OPSET}.")
     tokens = _input_of(model.graph, dims(operand(grown[0], 1))[LENGTH_AXIS])
     use_opset_24(model)
-    slotted = [node for node in model.graph if _reads_caches(node, grown)]
+    slotted = [node for node in model.graph if is_attention(node) and reads_slots(node, grown)]
     windows = find_windows(model, roles, slotted, grown, capacity) if tokens is not None else {}
     length = ir.Value(name=LENGTH, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([]))
     model.graph.inputs.append(length)
@@ -70,7 +68,7 @@ def use_static_caches(model: ir.Model, capacity: int, roles: Roles) -> StaticCac
     rings = {str(operand(concat, 0).name): count for concat, count in slots.items()}
     rows = min((slots[concat] - left for concat, left in windows.items()), default=None)
     for node in slotted:
-        keys = operand(node, _K).producer()
+        keys = operand(node, K).producer()
         if keys is not None and keys in slots:
             _read_ring(node, length, operand(keys, 1), slots[keys])
     caches = dict(_rewrite(concat, length, capacity, slots.get(concat), slotted) for concat in grown)
@@ -92,25 +90,6 @@ def _input_of(graph: ir.Graph, size: Size) -> tuple[str, int] | None:
             if isinstance(size, ir.SymbolicDim) and size == other and value.name is not None:
                 return value.name, axis
     return None
-
-
-def _reads_caches(node: ir.Node, grown: list[ir.Node]) -> bool:
-    """Whether the node is an Attention that can read both its keys and its values from slots.
-
-    One that aligns a causal mask or a window with the first key, or has caches of its own, or gives out scores or
-    caches, reads the rows that count from a copy.
-    """
-    is_behind_past = counts_all_keys(node) if is_attention(node) else False
-    known = (NONPAD, SINK) if is_behind_past else (SINK,)
-    others = [value for k, value in enumerate(node.inputs) if k >= PAST_KEY and k not in known]
-    if not is_attention(node) or any(value is not None for value in others):
-        return False
-    if any(output.uses() or output.is_graph_output() for output in node.outputs[1:]):
-        return False
-    is_aligned = attribute(node, "is_causal", 0) == 1 or any(
-        attribute(node, f"{side}_window_size", -1) != -1 for side in ("left", "right")
-    )
-    return (is_behind_past or not is_aligned) and all(operand(node, k).producer() in grown for k in (_K, _V))
 
 
 def _rewrite(

@@ -17,12 +17,12 @@ import onnx_ir as ir
 from ..fusion.attention_node import MASK, attention_input
 from ..fusion.matching import Rewrite, attribute, dims, is_op, operand
 from ..fusion.sizes import InferSizesPass
+from .cache_forms import K, V
 from .declared_sizes import with_sizes
 from .mask_patterns import windows_of
 from .positions import Positions
 from .roles import Roles
 
-_K, _V = 1, 2  # inputs of Attention
 _ROWS = 512  # that a call may add at least, so that prompts need few calls
 _MULTIPLE = 64  # of slots
 
@@ -56,7 +56,7 @@ def find_windows(
         known = [left for left in sides if left is not None]
         if known and len(known) == len(sides) and ring_slots(max(known)) < capacity:
             found[concat] = max(known)
-    pairs = [[c for c in grown if c.outputs[0] in node.inputs[_K : _V + 1]] for node in attentions]
+    pairs = [[c for c in grown if c.outputs[0] in node.inputs[K : V + 1]] for node in attentions]
     while split := [pair for pair in pairs if len({found.get(concat) for concat in pair}) > 1]:
         for concat in {concat for pair in split for concat in pair} & found.keys():
             del found[concat]  # keys and values have the same slots
