@@ -35,7 +35,8 @@ def in_place(name: str, precision: str | None) -> float:
     for target, computed in (("cuda:sm_90a", precision), ("cpu", None)):
         model = lowering.compile(export, target, static_cache=CAPACITY, precision=computed)
         states = np.random.default_rng(1).standard_normal((1, 7, 16)).astype(np.float32)
-        decoder = model.decoder(fixed={} if model.setup is None else {"encoder_hidden_states": states})
+        source = {"encoder_hidden_states": states, "source_lengths": np.array([5])}
+        decoder = model.decoder(fixed={} if model.setup is None else source)
         prompt = decoder.prefill(ids[:, :5], mask[:, :5])[mask[:, :5].astype(bool)]
         steps = [decoder.step(ids[:, 5])]
         decoder.reorder([1, 0])
