@@ -44,7 +44,7 @@ _OPSET = 18  # from which on axes of ReduceSum and Split are what is written her
 
 @dataclass(frozen=True)
 class _Contribution:
-    """expert_e(x) * weight: `output` is that product, `computed` what the expert makes."""
+    """expert_e(x) * weight: `output` is both multiplied, `computed` the result of the expert."""
 
     expert: int
     weights: ir.Value
@@ -116,8 +116,8 @@ def _contribution(match: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value] | None:
     reduced = only_reader(weighted[1], "ReduceSum") if weighted is not None else None
     if weighted is None or reduced is None:
         return None
-    weights, product = weighted
-    rank = len(dims(product))
+    weights, masked = weighted
+    rank = len(dims(masked))
     axes = integers(reduced, 1, "axes") if rank else None
     if axes is None or [axis % rank for axis in axes] != [rank - 1]:
         return None

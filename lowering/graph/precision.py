@@ -37,7 +37,7 @@ _REPLACED = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16}
 
 _PRODUCTS = {"MatMul", "Gemm", "Conv", "Attention", "Einsum"}
 
-# Mixtures of experts of com.microsoft are products, but for the inputs that stay as they are: logits, and the scales of
+# Mixtures of experts of com.microsoft are matmuls, but for the inputs that stay as they are: logits, and the scales of
 # quantized matrices.
 _MIXTURES = {"MoE": (1,), "QMoE": (1, 3, 6, 9, 14)}
 

@@ -51,7 +51,7 @@ def _rows_axis(value: ir.Value, tokens: Size) -> int | None:
 
 
 def _rows_of_token(size: Size, tokens: Size) -> int:
-    """How many rows each token has along an axis of that size, 0 where they are no rows of tokens."""
+    """How many rows each token has along an axis of that size, 0 where they are not rows of tokens."""
     if size == tokens:
         return 1
     if isinstance(size, int) or isinstance(tokens, int) or str(tokens) not in str(size):

@@ -48,7 +48,7 @@ def infer_like_first(*outputs: int) -> Inference:
 
 
 def infer_like_second(context: Any) -> dict[int, Kind]:
-    """The shape of the first input with the type of the second: normalisation and its scale."""
+    """The shape of the first input with the type of the second: normalization and its scale."""
     return {0: _tensor(_input(context, 1)[0], _input(context, 0)[1])}
 
 

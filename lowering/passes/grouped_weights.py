@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,7 @@ from tvm import relax, te
 
 from ..importing.quantised import Quantised
 from ..tensorir.grouped import GROUPS, grouped_matmul
+from .convolutions import OUT_ELEMENTWISE_FUSABLE
 from .panels import Element
 
 
@@ -24,14 +26,21 @@ class GroupedCall:
     groups: int
     columns: int
 
-    def kernel(self, element: Element, nr: int) -> tvm.te.Tensor:
-        """Return what computes it from the rows, the table and the parts of matrices that are padded to nr columns."""
+    def emit(self, builder: relax.BlockBuilder, parts: Sequence[relax.Var], element: Element, nr: int) -> relax.Expr:
+        """Emit the call with the parts of matrices that are padded to nr columns, of which `element` reads one."""
 
         def compute(x: te.Tensor, table: te.Tensor, *parts: te.Tensor) -> te.Tensor:
             width = _padded(self.columns, nr)
             return grouped_matmul(x, table, self.groups, self.columns, width, lambda k, j: element(list(parts), k, j))
 
-        return compute
+        return builder.call_te(
+            compute,
+            self.rows,
+            self.table,
+            *parts,
+            primfunc_name_hint="grouped_matmul",
+            primfunc_attrs={"op_pattern": OUT_ELEMENTWISE_FUSABLE},
+        )
 
     def pad(self, matrix: np.ndarray | Quantised, nr: int) -> np.ndarray | Quantised:
         """Return the matrices [K, groups * columns] with zeros after each, up to a multiple of nr columns."""

@@ -98,7 +98,7 @@ class _Packer(PyExprMutator):
         compression: Compression | None,
     ) -> None:
         super().__init__(mod)
-        self.weights = weights
+        self.mod, self.weights = mod, weights
         self.cpu = cpu
         self.compression = compression
         self.packed: dict[tuple[str, ...], list[tuple[relax.Var, np.ndarray]]] = {}
@@ -110,9 +110,9 @@ class _Packer(PyExprMutator):
         convolution = read_convolution(call)
         if convolution is not None:
             return self.convolved(call, convolution)
-        grouped = read_grouped(self.builder_.get(), call)
+        grouped = read_grouped(self.mod, call)
         if grouped is not None:
-            return self.grouped_product(call, grouped)
+            return self.grouped_matmul(call, grouped)
         if call.op != tvm.ir.Op.get("relax.matmul"):
             return call
         x, (steps, matrix) = call.args[0], self.constants.of(call.args[1])
@@ -149,7 +149,7 @@ class _Packer(PyExprMutator):
             primfunc_attrs={"op_pattern": OUT_ELEMENTWISE_FUSABLE},
         )
 
-    def grouped_product(self, call: relax.Call, grouped: GroupedCall) -> relax.Expr:
+    def grouped_matmul(self, call: relax.Call, grouped: GroupedCall) -> relax.Expr:
         """Rows times the one of several packed matrices that each of them chooses."""
         steps, matrices = self.constants.of(grouped.matrices)
         if matrices is None:
@@ -158,14 +158,7 @@ class _Packer(PyExprMutator):
         steps, nr = (*steps, "grouped", *(["pairs"] if pairs else [])), panel_width(grouped.columns, self.cpu)
         if steps not in self.packed:
             self.store(steps, grouped.pad(stored(matrices, self.compression), nr), pairs, nr)
-        return self.builder_.call_te(
-            grouped.kernel(self.element[steps], nr),
-            grouped.rows,
-            grouped.table,
-            *(var for var, _ in self.packed[steps]),
-            primfunc_name_hint="grouped_matmul",
-            primfunc_attrs={"op_pattern": OUT_ELEMENTWISE_FUSABLE},
-        )
+        return grouped.emit(self.builder_, [var for var, _ in self.packed[steps]], self.element[steps], nr)
 
     def convolved(self, call: relax.Call, convolution: Convolution) -> relax.Expr:
         """A convolution, by packed weights where they are constant; elements of theirs stay what they are."""

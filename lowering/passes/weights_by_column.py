@@ -50,16 +50,16 @@ class _Packer(PyExprMutator):
         on_tensor_cores: Sequence[str],
     ) -> None:
         super().__init__(mod)
-        self.weights, self.compression, self.on_tensor_cores = weights, compression, on_tensor_cores
+        self.mod, self.weights, self.compression, self.on_tensor_cores = mod, weights, compression, on_tensor_cores
         self.constants = Constants(weights, set(mod["main"].params), self.lookup_binding)
         self.made: dict[tuple[str, ...], list[tuple[relax.Var, np.ndarray]]] = {}
         self.elements: dict[tuple[str, ...], Element] = {}
 
     def visit_call_(self, call: relax.Call) -> relax.Expr:
         call = super().visit_call_(call)
-        grouped = read_grouped(self.builder_.get(), call)
+        grouped = read_grouped(self.mod, call)
         if grouped is not None:
-            return self.grouped_product(call, grouped)
+            return self.grouped_matmul(call, grouped)
         if call.op != tvm.ir.Op.get("relax.matmul"):
             return call
         x, (steps, matrix) = call.args[0], self.constants.of(call.args[1])
@@ -79,7 +79,7 @@ class _Packer(PyExprMutator):
             primfunc_attrs={"op_pattern": OUT_ELEMENTWISE_FUSABLE},
         )
 
-    def grouped_product(self, call: relax.Call, grouped: GroupedCall) -> relax.Expr:
+    def grouped_matmul(self, call: relax.Call, grouped: GroupedCall) -> relax.Expr:
         """Rows times the one of several stored matrices that each of them chooses."""
         steps, matrices = self.constants.of(grouped.matrices)
         if matrices is None:
@@ -91,14 +91,7 @@ class _Packer(PyExprMutator):
             else:
                 parts, self.elements[steps] = {"columns": pack(matrices, 1)}, plain_element
             self.made[steps] = parameters_for(steps, parts, self.weights)
-        return self.builder_.call_te(
-            grouped.kernel(self.elements[steps], 1),
-            grouped.rows,
-            grouped.table,
-            *(var for var, _ in self.made[steps]),
-            primfunc_name_hint="grouped_matmul",
-            primfunc_attrs={"op_pattern": OUT_ELEMENTWISE_FUSABLE},
-        )
+        return grouped.emit(self.builder_, [var for var, _ in self.made[steps]], self.elements[steps], 1)
 
     def parts(self, steps: tuple[str, ...], matrix: np.ndarray | Quantised, dtype: str) -> Weights:
         """What a matrix [K, N] that an x of that type is multiplied by is stored as; nothing where it stays."""

@@ -21,7 +21,7 @@ def sort_by_expert(node: Node, chosen: Value) -> tuple[Value, ...]:
     """For chosen [R], an expert below attribute `experts` for each row, int64 [R] each:
 
     sorted, the experts in ascending order; order, which row is at each position of the sorted ones; positions, where
-    each row has gone. A number that is no expert counts as the nearest one.
+    each row has gone. A number that is not an expert counts as the nearest one.
     """
     (rows,), experts = chosen.shape, node.attr("experts")
 
