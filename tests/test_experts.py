@@ -136,6 +136,7 @@ def test_only_chosen_experts_are_computed(form: dict[str, Any]) -> None:
     mixture = Mixture(**form)
     compiled = lowering.compile(mixture.model())
     assert CHOSEN in kernels(compiled)
+    assert {kernel.schedule for kernel in compiled.manifest.kernels if "grouped" in kernel.name} == {"matmul"}
     for batch, tokens in ((1, 1), (2, 3), (3, 40), (1, 0)):
         x = mixture.random(batch, tokens, HIDDEN) * 3
         np.testing.assert_allclose(compiled.run({"x": x})["y"], mixture.expected(x), rtol=0, atol=2e-5)

@@ -99,7 +99,7 @@ class Case:
 class Program:
     """An artifact in a folder of the bundle, measured as a whole.
 
-    kind is "model", "step", "weights", "flex", "decoder" or "batcher"; details are what the kind asks for
+    kind is "model", "step", "weights", "experts", "flex", "decoder" or "batcher"; details are what the kind asks for
     (host/programs.py).
     """
 

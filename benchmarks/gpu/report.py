@@ -193,7 +193,7 @@ def _profile(name: str, entry: dict[str, Any]) -> list[str]:
 def _programs(plan: Plan, results: Results) -> list[str]:
     """Microseconds of whole artifacts, a table for each kind: programs by what was timed."""
     lines = []
-    for kind in ("weights", "flex", "decoders"):
+    for kind in ("weights", "experts", "flex", "decoders"):
         entries = {name: entry for name, entry in results.found[kind].items() if "times" in entry}
         labels = list(dict.fromkeys(label for entry in entries.values() for label in entry["times"]))
         if entries:

@@ -10,7 +10,10 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-KINDS = ("limits", "missing", "checks", "sanitizer", "models", "steps", "cases", "weights", "flex", "decoders")
+KINDS = (
+    *("limits", "missing", "checks", "sanitizer", "models", "steps", "cases"),
+    *("weights", "experts", "flex", "decoders"),
+)
 
 
 @dataclass

@@ -108,9 +108,8 @@ class ExpertRows(SortedRows):
         """Return the sum of each token's rows times its weights [..., per_token], in the shape of `like`."""
         new, width = self.new, dims(like)[-1]
         assert isinstance(width, int)
-        by_token = new.emit("Reshape", [self.restore(rows), new.integers(-1, self.per_token, width)])
-        factors = new.emit("Reshape", [weights, new.integers(-1, self.per_token, 1)])
-        total = new.emit("ReduceSum", [new.emit("Mul", [by_token, factors]), new.integers(1)], {"keepdims": 0})
+        factors = new.emit("Reshape", [weights, new.integers(-1, self.per_token)])
+        (total,) = self._own("CombineExperts", [rows, self.position_of_row, factors], {}, 1)
         leading = new.emit("Shape", [weights], {"start": 0, "end": -1}, ir.DataType.INT64)
         shape = new.emit("Concat", [leading, new.integers(width)], {"axis": 0})
         return new.emit("Reshape", [total, shape], shape=dims(like))

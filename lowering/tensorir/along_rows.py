@@ -32,11 +32,19 @@ class Top:
     largest: bool = True
 
 
-AlongRows: TypeAlias = RunningSum | Top
+@dataclass(frozen=True)
+class Grouped:
+    """(x [n], sorted, order, positions, int64 [n]): x in ascending order, its numbers taken as the nearest one below
+    `groups`; which element is at each place, equal ones as they stand in x; and where each element has gone."""
+
+    groups: int
+
+
+AlongRows: TypeAlias = RunningSum | Top | Grouped
 
 ATTRIBUTE = "lowering.along_rows"
 
-_KINDS = {kind.__name__: kind for kind in (RunningSum, Top)}
+_KINDS = {kind.__name__: kind for kind in (RunningSum, Top, Grouped)}
 
 
 def to_json(what: AlongRows) -> str:

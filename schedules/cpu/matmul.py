@@ -232,7 +232,7 @@ def _panel_by_runs(group: list[Blocked], values: Values, panel: Expr, first: Exp
         following = fixed(tirx.min(row + 1, results.rows - 1))
         with T.If(tirx.any(i == rows - 1, table[row] != table[following])), T.Then():
             start = fixed(begin[0])
-            chosen = {**values, selection.group: fixed(table[row])}
+            chosen = {**values, selection.group: fixed(selection.nearest(table[row]))}
             sum_panel(group, chosen, panel, start, fixed(row + 1 - start), scratch)
             T.buffer_store(begin, row + 1, [0])
 

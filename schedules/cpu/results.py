@@ -45,6 +45,8 @@ class Results:
         self.batch, self.rows, self.columns = volume(first.batch), volume(first.rows), first.j.extent
         for axis in (*first.batch, Axis(self.m, self.rows), first.j):
             self.facts.bind(axis.var, 0, axis.extent)
+        if selection is not None:
+            self.facts.bind(selection.group, 0, tirx.const(selection.count, "int64"))
         self.point = {axis.var: value for axis, value in zip(first.rows, unravel(self.m, first.rows))}
 
     def simplify(self, expr: Expr) -> Expr:

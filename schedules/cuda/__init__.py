@@ -7,6 +7,7 @@ from .append import append
 from .attention import attention
 from .concat import concat
 from .elementwise import elementwise
+from .expert_sort import expert_sort
 from .gradient import gradient
 from .linear import linear
 from .matmul import joins as joins
@@ -17,6 +18,7 @@ from .reduction import reduction
 from .running_sum import running_sum
 from .scatter import cache_update
 from .tailed_matmul import tailed_matmul
+from .top_few import top_few
 from .top_k import top_k
 from .transposition import transposition
 
@@ -34,7 +36,9 @@ RULES: tuple[Rule, ...] = (
     concat,
     reduction,
     running_sum,
+    top_few,
     top_k,
+    expert_sort,
     one_number,
     ordinary,
 )

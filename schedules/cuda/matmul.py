@@ -30,7 +30,7 @@ MOST = 3
 """Groups of one function: queries, keys and values."""
 
 FEW_ROWS = ("rows", "sixteen", "several")
-"""Kernels for few rows: up to 8, 16 and 32 by default."""
+"""Kernels for few rows: up to 8, 16 and 32 by default. On Hopper "low" tiles of wgmma are in place of the last."""
 
 
 def matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
@@ -65,7 +65,11 @@ def tiles_of(found: list[Group], gpu: Device) -> dict[str, dict[str, Any]]:
     shape = widest(found)
     few: dict[str, Any] = {}
     if takes(found) and found[0][0].is_selected:
-        few = {"rows": FewRowsTiles.default(shape, gpu), "several": FewRowsTiles.several(shape, gpu, 32)}
+        few = {"rows": FewRowsTiles.default(shape, gpu)}
+        if gpu.generation == 90 and all(_reaches(group) for group in runs_of(found)):
+            wide, narrow = WgmmaMatmulTiles.for_runs()
+            return {"wgmma": {"tiles": wide, "narrow": narrow, **few}}
+        few["several"] = FewRowsTiles.several(shape, gpu, 32)
     elif takes(found):
         few = {"rows": FewRowsTiles.default(together(found), gpu)}
         for name, rows in (("sixteen", 16), ("several", 32)):
@@ -78,6 +82,8 @@ def tiles_of(found: list[Group], gpu: Device) -> dict[str, dict[str, Any]]:
 
     def tiles(kind: Any) -> dict[str, Any]:
         own = {"tiles": kind.default(shape, gpu), **few}
+        if kind is WgmmaMatmulTiles and len(found) == 1 and own.pop("several", None) is not None:
+            own["low"] = WgmmaMatmulTiles.low(shape)
         if kind is WgmmaMatmulTiles and own["tiles"].cluster > 1 and shape.rows is None:
             own["narrow"] = WgmmaMatmulTiles.narrow()
         return own
@@ -115,6 +121,11 @@ def planned(of_products: Sequence[Products]) -> list[Group] | None:
     return found or None
 
 
+def runs_of(found: list[Group]) -> list[Group]:
+    """Groups whose rows choose their matrices by a table, as products of the rows of one matrix."""
+    return planned(products_of_runs(found[0][0].func) or ()) or []
+
+
 def joins(func: tirx.PrimFunc, target: tvm.target.Target) -> bool | None:
     """Whether one more product by another matrix may join a function that `matmul` takes; None where it does not."""
     found = plan(func)
@@ -131,10 +142,8 @@ def emit_products(found: list[Group], tiles: dict[str, Any], gpu: Device, ends: 
         for group in found:
             if isinstance(tiles["tiles"], MatmulTiles):
                 matmul_mma(*group, tiles["tiles"])
-                continue
-            reaches = _reaches(group)
-            assert reaches is not None
-            matmul_wgmma(group[0], *reaches, tiles["tiles"], tiles.get("narrow"))
+            else:
+                _by_wgmma(group, tiles)
         ends.behind()
 
     def by_rows(few: list[FewRowsTiles]) -> None:
@@ -147,18 +156,36 @@ def emit_products(found: list[Group], tiles: dict[str, Any], gpu: Device, ends: 
         either(fits, lambda: matmul_rows(found, few[0], gpu, ends), lambda: by_rows(few[1:]))
 
     few = [tiles[name] for name in FEW_ROWS if name in tiles]
-    runs = products_of_runs(found[0][0].func) if few and found[0][0].is_selected else None
-    if runs is None:
+    if not few or not found[0][0].is_selected:
         by_rows(few)
         return
-    selection, products = runs
-    groups = planned(products) or []
+
+    tile = tiles["tiles"]
 
     def by_runs() -> None:
-        for group in groups:
-            matmul_runs(group, selection, few[-1], gpu, ends)
+        for group in runs_of(found):
+            if not isinstance(tile, WgmmaMatmulTiles):
+                matmul_runs(group, few[-1], gpu, ends)
+            else:
+                _by_wgmma(group, tiles)
 
-    either(found[0][0].facts.simplify(found[0][0].batch <= BATCHED), lambda: by_rows(few), by_runs)
+    most = BATCHED["wgmma" if isinstance(tile, WgmmaMatmulTiles) else "rows"]
+    either(found[0][0].facts.simplify(found[0][0].batch <= most), lambda: by_rows(few), by_runs)
+
+
+def _by_wgmma(group: Group, tiles: dict[str, Any]) -> None:
+    """Rows that are no more than a tile of "low" ones has, by those."""
+    reaches, products = _reaches(group), group[0]
+    assert reaches is not None
+
+    def emit(*tiles: WgmmaMatmulTiles) -> None:
+        matmul_wgmma(products, *reaches, *tiles)
+
+    low, wide = tiles.get("low"), [tiles[name] for name in ("tiles", "narrow") if name in tiles]
+    if low is None:
+        emit(*wide)
+    else:
+        either(products.facts.simplify(products.rows <= low.m), lambda: emit(low), lambda: emit(*wide))
 
 
 def either(condition: Expr, then: Callable[[], None], otherwise: Callable[[], None]) -> None:

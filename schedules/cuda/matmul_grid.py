@@ -16,7 +16,7 @@ from tvm.script.ir_builder import tirx as T
 from lowering.tensorir.expressions import Expr
 
 from ..reading.stages import unravel
-from .host import on_host
+from .host import multiprocessors, on_host
 from .matmul_tiles import MatmulTiles, WgmmaMatmulTiles
 from .products import Products
 from .ptx import fixed, int32
@@ -45,6 +45,8 @@ class Piece:
     """Whether that is all steps of the tile."""
     slot: Expr
     """Where its sums go if not: a number of its own, int32."""
+    end: Expr
+    """The row behind the last one of C that it is for, int32."""
 
     @property
     def steps(self) -> Expr:
@@ -64,11 +66,17 @@ class Grid:
         self.each = tiles.n // self.count  # columns of a product
         self.rows, self.columns = on_host(products.rows), on_host(products.columns)
         self.depth, self.batch = on_host(products.depth), on_host(products.batch)
-        self.high = T.int64(tiles.m * cluster)
-        self.m_tiles = on_host(tirx.ceildiv(self.rows, self.high))
         self.n_tiles = on_host(tirx.ceildiv(self.columns, self.each))
+        self.high = T.int64(tiles.m * cluster) if products.selection is None else self._low(tiles)
+        self.m_tiles = on_host(tirx.ceildiv(self.rows, self.high))
         self.steps = on_host(tirx.ceildiv(self.depth, tiles.k))
         self.blocks = on_host(self.m_tiles * self.n_tiles * self.batch)
+
+    def _low(self, tiles: MatmulTiles | WgmmaMatmulTiles) -> Expr:
+        """Rows of a tile where they choose their matrices: so few that each multiprocessor has two tiles. How many
+        matrices a tile reads, not how many rows it has, is what it costs."""
+        rows = tirx.ceildiv(self.rows * self.n_tiles, 2 * multiprocessors())
+        return on_host(tirx.max(tirx.min(rows, T.int64(tiles.m)), T.int64(1)))
 
     def split(self, at_once: Expr) -> None:
         """k in parts of `split_steps` or more, all tiles in as many, where that many tiles are worked on at a time."""
@@ -86,6 +94,10 @@ class Grid:
         saves = on_host(self.blocks * self.steps + ends * at_once < turns * longest * at_once) > 0
         full = tirx.max(tirx.truncdiv(self.blocks, at_once) - 1, T.int64(0)) * at_once
         self._share(tirx.Select(saves, full, self.whole), tirx.Select(saves, at_once, self.shares))
+
+    def keep_whole(self) -> None:
+        """No shares."""
+        self._share(self.blocks, T.int64(0))
 
     def _share(self, whole: Expr, shares: Expr) -> None:
         self.whole, self.shares = on_host(whole), on_host(shares)
@@ -113,7 +125,8 @@ class Grid:
         """That part of a tile, after `split`."""
         steps, parts = (fixed(n.astype("int32")) for n in (self.steps, self.parts))
         first, last = (fixed(tirx.truncdiv(n * steps, parts)) for n in (part, part + 1))
-        return Piece(self.place(tile), first, last, self.parts == 1, fixed(tile * parts + part + tile))
+        slot = fixed(tile * parts + part + tile)
+        return Piece(self.place(tile), first, last, self.parts == 1, slot, int32(self.rows))
 
     def share(self, number: Expr) -> tuple[Expr, Expr]:
         """The first step of a share, and the one behind its last, of those in shares; int32. There are shares."""
@@ -128,7 +141,8 @@ class Grid:
         before = fixed(among * all_steps)
         first = fixed(tirx.Select(among < 0, T.int32(0), tirx.max(steps[0] - before, T.int32(0))))
         last = fixed(tirx.Select(among < 0, all_steps, tirx.min(steps[1] - before, all_steps)))
-        return Piece(self.place(tile), first, last, tirx.EQ(last - first, all_steps), fixed(share + among))
+        is_whole = tirx.EQ(last - first, all_steps)
+        return Piece(self.place(tile), first, last, is_whole, fixed(share + among), int32(self.rows))
 
     def shares_of(self, among: Expr) -> tuple[Expr, Expr]:
         """The first and the last share that has steps of a tile, by its number among those in shares; int64."""

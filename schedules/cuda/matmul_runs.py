@@ -13,7 +13,8 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ..reading.selection import Selection
+from lowering.tensorir.expressions import Expr
+
 from . import ptx
 from .device import Device
 from .epilogue import Ends
@@ -22,23 +23,24 @@ from .matmul_grid import Place
 from .matmul_rows import COLUMNS, Columns, Group
 from .matmul_tiles import FewRowsTiles
 from .pieces import Ring
-from .ptx import WARP, fixed, put, registers
+from .ptx import WARP, fixed
+from .runs import each_run
 
-BATCHED = 64
-"""Up to so many rows are a batch: a block for each has more of memory on its way."""
+BATCHED = {"rows": 64, "wgmma": 8}
+"""Up to so many rows are a batch, by the kernel for more: a block for each has more of memory on its way."""
 
 
-def matmul_runs(group: Group, selection: Selection, tiles: FewRowsTiles, device: Device, ends: Ends) -> None:
+def matmul_runs(group: Group, tiles: FewRowsTiles, device: Device, ends: Ends) -> None:
     """Emit the kernel and its launch into the function that is open.
 
     Args:
-        group: Products of the rows of one matrix, whose number is `selection.group`, with A and their Bs.
-        selection: The table of matrices, a parameter of the function.
+        group: Products of the rows of one matrix, with A and their Bs.
         tiles: Of a block.
         device: The GPU.
         ends: What becomes of results.
     """
-    products = group[0]
+    products, selection = group[0], group[0].selection
+    assert selection is not None
     epilogue = ends.epilogue(products)
     rows, columns = on_host(products.rows), on_host(products.columns)
     high = on_host(tirx.ceildiv(rows, T.int64(tiles.rows)))
@@ -52,19 +54,14 @@ def matmul_runs(group: Group, selection: Selection, tiles: FewRowsTiles, device:
         ring = Ring(thread, tiles.threads, tiles.shared_memory(products.shape), 0)
         if device.begins_early:
             ptx.wait_for_earlier_kernels()
-        count, last = fixed(high.astype("int32")), fixed(rows.astype("int32") - 1)
+        count = fixed(high.astype("int32"))
         first, n0 = fixed(block % count * tiles.rows), fixed(epilogue.first(block // count))
-        table = epilogue.memory[selection.table]
-        begin = registers(1, "int32")
-        put(begin, 0, first)
-        with T.serial(tiles.rows) as i:
-            row = fixed(first + i)
-            at, following = (fixed(tirx.min(n, last).astype("int64")) for n in (row, row + 1))
-            is_last = tirx.any(tirx.EQ(i, tiles.rows - 1), tirx.EQ(row, last), table[at] != table[following])
-            with T.If(tirx.all(row <= last, is_last)), T.Then():
-                m0 = fixed(begin[0])
-                ring.taken = 0
-                place = Place(m0, n0, {selection.group: fixed(table[at])})
-                Columns(group, tiles, epilogue, place, ring, False, None).emit(row + 1 - m0, columns)
-                put(begin, 0, row + 1)
-                ptx.synchronise()  # the ring is free for the next run
+
+        def run(start: Expr, end: Expr, number: Expr) -> None:
+            ring.taken = 0
+            place = Place(start, n0, {selection.group: number})
+            Columns(group, tiles, epilogue, place, ring, False, None).emit(end - start, columns)
+            ptx.synchronise()  # the ring is free for the next run
+
+        behind = fixed(tirx.min(first + tiles.rows, rows.astype("int32")))
+        each_run(epilogue.memory[selection.table], selection, first, behind, run)

@@ -19,7 +19,7 @@ from .chunks import load, store
 from .epilogue import Epilogue, Sum, row_of
 from .host import on_host
 from .matmul_grid import Grid, Piece
-from .ptx import WARP, fixed, put, registers, unrolled
+from .ptx import WARP, fixed, int32, put, registers, unrolled
 from .threads import ThreadTiles, each
 
 PAD = 8  # floats behind a row in shared memory, by which the columns of a fragment meet each bank once
@@ -60,12 +60,12 @@ class Sums:
                 for y in range(4):
                     put(shared, own + n * 8 + (y // 2 * 8 * pitch + y % 2), fragment(n, y))
         ptx.synchronise_warp()
-        all_rows, all_columns = (size.astype("int32") for size in (self.grid.rows, self.grid.columns))
+        all_columns = int32(self.grid.columns)
         with T.serial(16 * across // WARP) as n:
             chunk = fixed(n * WARP + lane)
             r, c = fixed(tirx.truncdiv(chunk, across)), fixed(tirx.truncmod(chunk, across) * width)
             row, column = fixed(row0 + r), fixed(column0 + c)
-            with T.If(tirx.all(row < all_rows, column < all_columns)), T.Then():
+            with T.If(tirx.all(row < piece.end, column < all_columns)), T.Then():
                 at = fixed(mine + r * pitch + c)
                 sums = [row_of(shared, at + p * columns) for p in range(self.grid.count)]
                 with T.If(piece.whole):

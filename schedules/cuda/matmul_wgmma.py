@@ -16,6 +16,8 @@ The grid has as many blocks as the machine has multiprocessors. Two blocks below
 brings half of a tile of B, for both (multicast), so that the second-level cache is asked for it once. A slot of the
 ring is empty when the consumers of both have let go of it. Where tiles of rows are few and odd there are no clusters,
 as half of one would have no rows, and where tiles are few there are narrow ones: the host chooses between two launches.
+Where rows choose their matrices by a table, a tile is multiplied once for each run of rows with one matrix, from the
+first row of the run on, and of the sums those of its rows are stored: a grouped GEMM.
 B comes as rows of k, or as ONNX writes it, k down and columns across: wgmma takes either. What lies outside the
 matrices arrives as zeros.
 """
@@ -32,6 +34,7 @@ from tvm.script.ir_builder import tirx as T
 
 from lowering.tensorir.expressions import Expr, is_int, substitute, uses
 
+from ..reading.selection import Selection
 from . import wgmma
 from .epilogue import Epilogue
 from .host import multiprocessors, on_host
@@ -40,13 +43,15 @@ from .matmul_sums import Fragment, Sums
 from .matmul_tiles import WgmmaMatmulTiles
 from .pipeline import WARPGROUP, Ring, initialise, named_arrive, named_sync, specialise
 from .products import Operand, Order, Products
-from .ptx import WARP, fixed, put, registers, shared_memory, synchronise, synchronise_cluster
+from .ptx import WARP, fixed, int32, put, registers, shared_memory, synchronise, synchronise_cluster
+from .runs import each_run
 from .shared_tile import CHUNK
 from .tma import COLUMNS, L2_PROMOTION_128B, ROW_BYTES, ROW_WORDS, SWIZZLE_128B
 
 ROWS = 64  # of a consumer
 _ALIGNMENT = 1024  # bytes, of swizzled tiles
 _FIRST_TURN = 1  # a named barrier; that of the other consumer follows
+LONG_RUNS = 96  # rows of a matrix from which on wide tiles are faster; measured on an H200 between 64 and 128
 _MANY = 4  # clusters above each other of which the last may be part empty
 
 
@@ -62,22 +67,22 @@ class Reach:
 
 def reach(products: Products, operand: Operand) -> Reach | None:
     """The operand for TMA: in chunks at all sizes, and equally far apart along every axis; None for any other."""
-    simplify = products.facts.simplify
+    simplify, axes = products.facts.simplify, products.matrices
     start, along = operand.start, operand.along
     if operand.condition is not None or operand.order is Order.NONE or operand.codes is not None:
         return None
 
     def stride(expr: Expr, var: tirx.Var) -> Expr | None:
         step = simplify(substitute(expr, {var: var + 1}) - expr)
-        variables = {operand.outer, operand.k, *(axis.var for axis in products.batch_axes)}
+        variables = {operand.outer, operand.k, *(axis.var for axis in axes)}
         return None if uses(step, variables) else step
 
     outer, k = stride(start, operand.outer), stride(along, operand.k)
-    batch = [(axis.var, axis.extent, stride(start, axis.var)) for axis in products.batch_axes]
+    batch = [(axis.var, axis.extent, stride(start, axis.var)) for axis in axes]
     if outer is None or k is None or any(step is None for *_, step in batch):
         return None
     zero = tirx.const(0, "int64")
-    everywhere = {operand.outer: zero, **{axis.var: zero for axis in products.batch_axes}}
+    everywhere = {operand.outer: zero, **{axis.var: zero for axis in axes}}
     if not is_int(simplify(substitute(start, everywhere)), 0):
         return None
     there = tuple((var, extent, step) for var, extent, step in batch if step is not None and not is_int(step, 0))
@@ -92,7 +97,7 @@ def matmul_wgmma(
     """Emits the kernels and their launches into the function that is open. A lies in chunks along k.
 
     Sizes that are too small for `tiles`, as they leave multiprocessors or half of a cluster without work, get `narrow`
-    ones, or no clusters.
+    ones, or no clusters. So do rows that choose their matrices, where few choose the same one.
     """
     epilogue, facts = Epilogue(products), products.facts
     m_tiles = tirx.ceildiv(products.rows, tiles.m)
@@ -106,7 +111,9 @@ def matmul_wgmma(
     if narrow is None and isinstance(whole, tirx.IntImm):
         emit(tiles if whole.value else single)
         return
-    if narrow is not None:
+    if products.selection is not None:
+        whole = products.rows >= LONG_RUNS * products.selection.count
+    elif narrow is not None:
         columns = tirx.ceildiv(products.columns * len(bs), tiles.n)
         whole = tirx.all(whole, m_tiles * columns * products.batch >= multiprocessors())
     with T.If(on_host(whole) > 0):
@@ -121,11 +128,12 @@ def _emit(products: Products, a: Reach, bs: list[Reach], tiles: WgmmaMatmulTiles
     with T.If(grid.blocks > 0), T.Then():
         most = multiprocessors() if tiles.blocks is None else T.int64(tiles.blocks)
         clusters = on_host(tirx.max(tirx.truncdiv(most, tiles.cluster), T.int64(1)))
-        grid.deal(clusters)
+        grid.deal(clusters) if products.selection is None else grid.keep_whole()
         sums = Sums(grid, epilogue)
         _launch(grid, sums, a, bs, tiles, clusters)
-        with T.If(grid.shares > 0), T.Then():
-            sums.add_parts()
+        if products.selection is None:
+            with T.If(grid.shares > 0), T.Then():
+                sums.add_parts()
 
 
 def _launch(grid: Grid, sums: Sums, a: Reach, bs: list[Reach], tiles: WgmmaMatmulTiles, most: Expr) -> None:
@@ -249,6 +257,29 @@ class _Block:
         if together:
             synchronise_cluster()  # the other block may still let go of slots here
 
+    def each_turn(self, body: Callable[[_Turn], None]) -> None:
+        selection = self.grid.products.selection
+        self.each_tile(body) if selection is None else self.each_run(selection, body)
+
+    def each_run(self, selection: Selection, body: Callable[[_Turn], None]) -> None:
+        """For the runs of rows with one matrix in each tile of this block."""
+        grid, count, table = self.grid, registers(1, "int32"), self.sums.epilogue.memory[selection.table]
+        whole, steps, rows = (fixed(n.astype("int32")) for n in (grid.whole, grid.steps, grid.rows))
+        turns = fixed(tirx.truncdiv(whole - self.cluster + self.clusters - 1, self.clusters))
+        put(count, 0, 0)
+        with T.serial(turns) as turn:
+            place = grid.place(fixed(self.cluster + turn * self.clusters))
+            behind = fixed(tirx.min(place.m0 + int32(grid.high), rows))
+
+            def run(start: Expr, end: Expr, number: Expr) -> None:
+                of_run = Place(start, place.n0, {selection.group: number})
+                piece = Piece(of_run, T.int32(0), steps, T.bool(True), T.int32(0), end)
+                more = fixed(tirx.any(end < behind, turn + 1 < turns))
+                body(_Turn(fixed(count[0]), more, piece, start))
+                put(count, 0, count[0] + 1)
+
+            each_run(table, selection, place.m0, behind, run)
+
     def each_tile(self, body: Callable[[_Turn], None]) -> None:
         """For the whole tiles of this block, every so many, and then for those in its share."""
         grid, clusters = self.grid, fixed(self.clusters)
@@ -286,7 +317,7 @@ class _Block:
                     each.load(self.memory, at, turn.piece.place, (outer, k), self.rank, self.ring.full(fill))
             put(fills, 0, fills[0] + turn.steps)
 
-        self.each_tile(tile)
+        self.each_turn(tile)
 
     def consume(self, w: Expr) -> None:
         """Consumer w: rows [64 w, 64 w + 64) of each tile, or by ping-pong each tile whose turn is w, modulo 2."""
@@ -340,7 +371,7 @@ class _Block:
                 multiply(turn)
             put(fills, 0, fills[0] + turn.steps)
 
-        self.each_tile(tile)
+        self.each_turn(tile)
 
     # Turns at the tensor cores. Without them results would be wrong, too: a consumer leaves out the other's fills, and
     # by its parity alone a fill cannot be told from the one two rounds of the ring before.

@@ -13,6 +13,7 @@ from enum import Enum
 
 from tvm import tirx
 from tvm.ir import prim
+from tvm.script.ir_builder import tirx as T
 
 from lowering.tensorir.expressions import Expr, is_int, offset, substitute, uses
 from lowering.tensorir.facts import Facts
@@ -81,11 +82,13 @@ class Operand:
 class Products:
     """The products of a function, with one A, and free variables: batch axes as themselves, row m and column j.
 
-    dtype is how they are multiplied, of TENSOR_TYPES."""
+    dtype is how they are multiplied, of TENSOR_TYPES. With a selection rows are those of one matrix."""
 
-    def __init__(self, func: tirx.PrimFunc, stages: list[Stage], group: Group, dtype: str) -> None:
+    def __init__(
+        self, func: tirx.PrimFunc, stages: list[Stage], group: Group, dtype: str, selection: Selection | None = None
+    ) -> None:
         first = group.products[0]
-        self.func, self.stages, self.group = func, stages, group
+        self.func, self.stages, self.group, self.selection = func, stages, group, selection
         self.dtype, self.chunk = dtype, TENSOR_TYPES[dtype].chunk
         self.facts = Facts.of(func)
         self.m, self.j, self.k = tirx.Var("m", "int64"), first.j.var, first.k.var
@@ -94,7 +97,15 @@ class Products:
         self.columns, self.depth = first.j.extent, first.k.extent
         for axis in (*first.batch, Axis(self.m, self.rows), first.j, first.k):
             self.facts.bind(axis.var, 0, axis.extent)
+        if selection is not None:
+            self.facts.bind(selection.group, 0, T.int64(selection.count))
         self.point = {axis.var: value for axis, value in zip(first.rows, unravel(self.m, first.rows))}
+
+    @property
+    def matrices(self) -> tuple[Axis, ...]:
+        """The axes by which a matrix of B is chosen: those of the batch, or of what a table says."""
+        chosen = self.selection
+        return self.batch_axes if chosen is None else (Axis(chosen.group, T.int64(chosen.count)),)
 
     @property
     def is_selected(self) -> bool:
@@ -212,13 +223,12 @@ def read_products(func: tirx.PrimFunc) -> list[Products] | None:
     return products_of(func, stages) if stages else None
 
 
-def products_of_runs(func: tirx.PrimFunc) -> tuple[Selection, list[Products]] | None:
-    """Where rows choose their matrices by a table: the table, and the products of the rows of one matrix."""
+def products_of_runs(func: tirx.PrimFunc) -> list[Products] | None:
+    """Where rows choose their matrices by a table, the products of the rows of one matrix."""
     stages = read_stages(func)
     groups = read_groups(stages, set(func.params)) if stages else None
     selection = read_selection(groups) if groups else None
-    products = products_of(func, stages, selection) if stages and selection is not None else None
-    return None if selection is None or products is None else (selection, products)
+    return products_of(func, stages, selection) if stages and selection is not None else None
 
 
 def products_of(func: tirx.PrimFunc, stages: list[Stage], selection: Selection | None = None) -> list[Products] | None:
@@ -236,7 +246,8 @@ def products_of(func: tirx.PrimFunc, stages: list[Stage], selection: Selection |
         return None
     if selection is not None:
         groups = [selection.apply(group) for group in groups]
-    return [Products(func, stages, group, *types) for group in groups]
+    (dtype,) = types
+    return [Products(func, stages, group, dtype, selection) for group in groups]
 
 
 def _equal(a: Expr, b: Expr) -> bool:

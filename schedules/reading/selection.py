@@ -11,18 +11,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tvm import ir, tirx
+from tvm.ir import prim
 
-from lowering.tensorir.expressions import Expr, rewrite
+from lowering.tensorir.expressions import Expr, is_int, rewrite, walk
 
 from .product import Group, Product
 
 
 @dataclass(frozen=True)
 class Selection:
-    """`group` stands for what is read of the table: the number of a matrix."""
+    """`group` stands for the number of a matrix, one of `count`: the nearest one to what is read of the table."""
 
     table: tirx.Buffer
     group: tirx.Var
+    count: int
+
+    def nearest(self, number: Expr) -> Expr:
+        """Return the number of a matrix for what is read of the table, int64."""
+        return tirx.max(tirx.min(number, tirx.const(self.count - 1, "int64")), tirx.const(0, "int64"))
 
     def apply(self, group: Group) -> Group:
         """Return the products of the rows of one matrix: what was their batch are their rows."""
@@ -41,12 +47,25 @@ class Selection:
 
     def _select(self, load: ir.TensorLoad) -> ir.TensorLoad:
         def replace(node: Expr) -> Expr | None:
-            return self.group if isinstance(node, ir.TensorLoad) and node.source.same_as(self.table) else None
+            return self.group if _count(node, self.table) is not None else None
 
         return rewrite(load, replace)
 
 
 def read_selection(groups: Sequence[Group]) -> Selection | None:
     """Return how rows choose their matrices, in all products alike; None where they do not."""
-    selector = groups[0].products[0].selector
-    return None if selector is None else Selection(selector.source, tirx.Var("group", "int64"))
+    first = groups[0].products[0]
+    if first.selector is None:
+        return None
+    table = first.selector.source
+    counts = {n for index in first.b.indices for node in walk(index) if (n := _count(node, table)) is not None}
+    return Selection(table, tirx.Var("group", "int64"), *counts) if len(counts) == 1 else None
+
+
+def _count(node: Expr, table: tirx.Buffer) -> int | None:
+    """Return of how many numbers this is the nearest one to what is read of the table; None for anything else."""
+    if not isinstance(node, prim.Max) or not is_int(node.b, 0) or not isinstance(node.a, prim.Min):
+        return None
+    load, last = node.a.a, node.a.b
+    is_read = isinstance(load, ir.TensorLoad) and load.source.same_as(table)
+    return last.value + 1 if is_read and isinstance(last, tirx.IntImm) else None

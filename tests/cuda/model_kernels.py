@@ -74,7 +74,7 @@ _RULES = {
     "attention": ("attention",),
     "cache": ("cache_update", "append"),
     "elements": ("elementwise", "transposition"),
-    "rows": ("reduction", "running_sum", "top_k"),
+    "rows": ("reduction", "running_sum", "top_few", "top_k", "expert_sort"),
     "joined": ("concat",),
     "several": ("several",),
     "sizes": ("one_number",),

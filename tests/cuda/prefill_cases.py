@@ -63,8 +63,10 @@ def draw(p: AttentionProblem, batch: int, q_len: int, kv_len: int) -> Arrays:
         hidden[:, :, ::5] |= shape[2] > 1
         hidden[..., 32:64] = True
         lowest = 0 if p.mask.dtype == "bool" else ml_dtypes.finfo(p.mask.dtype).min
+        if p.mask.dtype == "float16":  # a row may see no other key: beside -65504, float32 rounds scores to 1/128
+            lowest = -1000
         finite = np.where(rng.random(shape) < 0.2, lowest, rng.standard_normal(shape))
-        if p.mask.dtype != "float16":  # whose lowest number is not so low that scores vanish beside it
+        if p.mask.dtype != "float16":  # beside whose lowest number scores vanish, in float64, too
             finite[:, :, 1::5] = lowest
         inputs["mask"] = ~hidden if p.mask.dtype == "bool" else np.where(hidden, -np.inf, finite).astype(p.mask.dtype)
     if isinstance(p.mask, Formula):

@@ -15,7 +15,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 import lowering
-from benchmarks.gpu.bundling import bundle, decoders, flexes, llama, weights
+from benchmarks.gpu.bundling import bundle, decoders, experts, flexes, llama, weights
 from benchmarks.gpu.bundling.matmuls import matmul_of
 from benchmarks.gpu.bundling.problems import attention_kernel, attention_problem, cache_bytes, matmul_kernel
 from benchmarks.gpu.bundling.reading import Read
@@ -30,6 +30,7 @@ TARGET = "cuda:sm_90a"
 DECODER = DecoderConfig(1, hidden=128, heads=4, kv_heads=2, head_dim=32, mlp=256, vocabulary=500, positions=16)
 EXPORT = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1,
           "num_attention_heads": 2, "num_key_value_heads": 1}  # fmt: skip
+EXPERTS = {"experts": 8, "chosen": 2, "width": 64, "inner": 48}
 FAULTS = {"hanging": ("sleep", 1000), "dying": ("abort",)}
 """Functions of the C library that such a kernel calls in place of a launch."""
 
@@ -101,6 +102,7 @@ def write(folder: Path) -> Plan:
         small_model(folder),
         *llama.write(folder, TARGET, DECODER),
         *weights.write(folder, TARGET, size=128, layers=2, rows=(1, 9), widths=(16, 4)),
+        *experts.write(folder, TARGET, sizes={"8 experts": EXPERTS}, tokens=(1, 9)),
         *flexes.write(folder, TARGET, names=("documents",), shape=(1, 2, 200, 64)),
         *decoders.write(folder, TARGET, sizes=EXPORT, names=("static cache, float16", "Batcher, float32")),
     ]

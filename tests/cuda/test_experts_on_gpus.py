@@ -39,7 +39,7 @@ def differences(dtype: str, weights: Any) -> list[float]:
     kernels = {kernel.schedule for kernel in compiled[0].manifest.kernels if "grouped_matmul" in kernel.name}
     assert kernels == {"ordinary" if dtype == "float32" else "matmul"}
     rng, found = np.random.default_rng(4), []
-    for tokens in (1, 19, 80):  # few rows are a batch, many go by runs
+    for tokens in (1, 19, 200):  # few rows are a batch, many go by runs, by wide tiles where those are long
         feeds = {"x": rng.standard_normal((tokens, WIDTH)), "router": rng.standard_normal((tokens, EXPERTS))}
         gpu, cpu = (m.run({name: array.astype(dtype) for name, array in feeds.items()})["y"] for m in compiled)
         found.append(float(np.abs(gpu.astype(np.float64) - cpu).max() / np.abs(cpu).max()))
@@ -51,6 +51,14 @@ def differences(dtype: str, weights: Any) -> list[float]:
 )
 def test_like_the_cpu(dtype: str, weights: Any, bound: float) -> None:
     assert max(emulated.run(differences, dtype, weights, arch="sm_90a", timeout=500)) < bound
+
+
+def test_many_rows_are_multiplied_by_wgmma() -> None:
+    """Each of the three grouped matmuls has a kernel for few rows, and one for long runs and one for short ones."""
+    _, functions = machine_code_of(model("float16"), "sm_90a")
+    opcodes = [{line.opcode for line in f.instructions} for f in functions if "grouped_matmul" in f.name]
+    assert len([used for used in opcodes if "HGMMA" in used]) == 6 and len(opcodes) == 9
+    assert not set().union(*opcodes) & {"LDL", "STL"}
 
 
 def test_tables_are_read_after_the_wait() -> None:

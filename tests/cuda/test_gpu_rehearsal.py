@@ -107,8 +107,9 @@ def test_a_fault_while_others_are_timed_costs_one_contender(folder: Path, tmp_pa
 def test_programs_are_right_and_timed(found: dict[str, Any]) -> None:
     assert found["models"]["exp"]["error"] < 2e-3
     assert set(found["weights"]) == {"float16", "int4"} and set(found["flex"]) == {"documents", "documents by blocks"}
+    assert set(found["experts"]) == {"8 experts"}
     assert len(found["decoders"]) == 2
-    for kind in ("weights", "flex", "decoders"):
+    for kind in ("weights", "experts", "flex", "decoders"):
         for entry in found[kind].values():
             assert entry["times"] and all(timing["median"] > 0 for timing in entry["times"].values())
     for tool in ("memcheck", "synccheck", "racecheck"):
@@ -131,5 +132,14 @@ def test_the_report_has_all_of_it(folder: Path, found: dict[str, Any]) -> None:
         "limits:",
     ):
         assert said in shown
-    for heading in ("weights  ", "flex  ", "decoders  ", "1 rows, us", "step, us", "step of 5, us"):
+    for heading in (
+        "weights  ",
+        "experts  ",
+        "9 tokens, us",
+        "flex  ",
+        "decoders  ",
+        "1 rows, us",
+        "step, us",
+        "step of 5, us",
+    ):
         assert heading in shown

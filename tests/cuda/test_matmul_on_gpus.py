@@ -122,6 +122,8 @@ def made(case: Case, arch: str = "sm_80", rows: int | None = None) -> emulated.M
     """rows: the most for which the kernel for few rows is taken."""
     variant = first_variant(case, arch)
     tiles: dict[str, Any] = {} if case.tiles is None else {"tiles": case.tiles}
+    if case.tiles is not None and "low" in variant.tiles:
+        tiles["low"] = case.tiles
     if rows is not None:
         tiles["rows"] = dataclasses.replace(variant.tiles["rows"], rows=rows)
     return emulated.module({"main": variant.make(**tiles)}, arch=arch)

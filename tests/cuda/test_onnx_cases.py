@@ -103,5 +103,6 @@ def ordinary_failures(operator: str, arch: str) -> list[str]:
     return [
         failure
         for part in batches(operator, expanded=False)
-        for failure in failures_of([c for c in part if not node_cases.refusal(c)], arch)
+        if (cases := [case for case in part if not node_cases.refusal(case)])
+        for failure in failures_of(cases, arch)
     ]

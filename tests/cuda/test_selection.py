@@ -10,9 +10,11 @@ import lowering
 
 MODEL = """
 <ir_version: 10, opset_import: ["" : 23]>
-model (float[a, n] x, float16[b, m, 3] y, int64[1] k, int64[b, m] z, float[a, 0] nothing) =>
+model (float[a, n] x, float16[b, m, 3] y, int64[1] k, int64[b, m] z, float[a, 0] nothing,
+       float16[c, 100] w, int8[c, 40, 3] v) =>
   (int64[a] first, int64[a, 1] last, int64[b, 1, 3] smallest, float[a, k] top, int64[a, k] places, float16[b, 4, 3] low,
-   int64[b, 4, 3] low_places, int64[b, m] sums, float16[b, m, 3] behind, float[a, 0] none)
+   int64[b, 4, 3] low_places, int64[b, m] sums, float16[b, m, 3] behind, float[a, 0] none,
+   float16[c, 5] few, int64[c, 5] few_places, int8[c, 6, 3] least, int64[c, 6, 3] least_places)
 {
   first = ArgMax <axis=1, keepdims=0> (x)
   last = ArgMax <axis=1, select_last_index=1> (x)
@@ -24,6 +26,10 @@ model (float[a, n] x, float16[b, m, 3] y, int64[1] k, int64[b, m] z, float[a, 0]
   sums = CumSum (z, axis)
   behind = CumSum <exclusive=1, reverse=1> (y, axis)
   none = CumSum (nothing, axis)
+  five = Constant <value_ints=[5]> ()
+  few, few_places = TopK (w, five)
+  six = Constant <value_ints=[6]> ()
+  least, least_places = TopK <axis=1, largest=0> (v, six)
 }
 """
 
@@ -43,10 +49,14 @@ def test_against_numpy() -> None:
         if n > 1000:
             x[1, [7, 1900]] = np.nan
         y, z = rng.integers(-9, 9, (b, m, 3)).astype("float16"), rng.integers(-(2**40), 2**40, (b, m))
-        given = {"x": x, "y": y, "k": np.array([k]), "z": z, "nothing": np.zeros((a, 0), "float32")}
+        w, v = rng.integers(-9, 9, (a, 100)).astype("float16"), rng.integers(-99, 99, (a, 40, 3)).astype("int8")
+        w[0, [99, 3]] = np.nan
+        given = {"x": x, "y": y, "k": np.array([k]), "z": z, "nothing": np.zeros((a, 0), "float32"), "w": w, "v": v}
         got, others = emulated.run(run, given, arch="sm_80")
         assert all(name.startswith("zeros") for name in others), others
         order = np.argsort(np.where(np.isnan(x), -np.inf, -x), axis=1, kind="stable")[:, :k]
+        few = np.argsort(np.where(np.isnan(w), -np.inf, -w), axis=1, kind="stable")[:, :5]
+        least = np.argsort(v, axis=1, kind="stable")[:, :6]
         lowest = np.argsort(y, axis=1, kind="stable")[:, :4]
         expected = {
             "first": np.argmax(x, 1),
@@ -59,6 +69,10 @@ def test_against_numpy() -> None:
             "sums": np.cumsum(z, 1),
             "behind": np.cumsum(y[:, ::-1].astype("float64"), 1)[:, ::-1] - y,
             "none": np.zeros((a, 0)),
+            "few": np.take_along_axis(w, few, 1),
+            "few_places": few,
+            "least": np.take_along_axis(v, least, 1),
+            "least_places": least,
         }
         for name, array in expected.items():
             np.testing.assert_array_equal(got[name], array, err_msg=f"{name} at {a, n, b, m, k}")

@@ -72,10 +72,9 @@ def test_blocks_have_equal_shares(steps: int) -> None:
     case = Case(n=64, k=64 * steps, b_transposed=True, tiles=THREE)
     module = made(case, "sm_90a")
     source = module.source()
-    head = re.search(r'extern "C" __global__ void __launch_bounds__\(256\) (\w+)\([^)]*CUtensorMap[^)]*\) \{', source)
-    assert head is not None
-    alone = [f"{head[0]}\n  if (blockIdx.x != {block}) return;\n" for block in range(3)]
-    modules = [module.with_source(source.replace(head[0], text)) for text in alone]
+    pattern = r'extern "C" __global__ void __launch_bounds__\(256\) (\w+)\([^)]*CUtensorMap[^)]*\) \{'
+    alone = [f"\\g<0>\n  if (blockIdx.x != {block}) return;\n" for block in range(3)]
+    modules = [module.with_source(re.sub(pattern, text, source)) for text in alone]
     for tiles, want in DEALT[steps].items():
         arrays, _ = case.arrays({"m": 64 * tiles})
         found = [products(each, arrays) for each in modules]

@@ -148,4 +148,7 @@ def _portable(error: BaseException) -> Exception:
         copy = pickle.loads(pickle.dumps(error))
     except Exception:
         copy = None
-    return copy if isinstance(copy, Exception) else RuntimeError(trace)
+    if not isinstance(copy, Exception):
+        return RuntimeError(trace)
+    copy.add_note(trace)
+    return copy

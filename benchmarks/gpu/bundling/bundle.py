@@ -25,14 +25,14 @@ from lowering.machine import CUDART, find_cudart
 from lowering.target import resolve
 
 from ..plan import Case, Kernel, Plan
-from . import cases, decoders, flashinfer, flexes, kernels, llama, models, weights
+from . import cases, decoders, experts, flashinfer, flexes, kernels, llama, models, weights
 
 TARGET = "cuda:sm_90a"
 
 PROCESSES = 2
 """That build at a time."""
 
-PROGRAMS = (llama.write, decoders.write, weights.write, flexes.write, models.write)
+PROGRAMS = (llama.write, decoders.write, weights.write, experts.write, flexes.write, models.write)
 """What write artifacts, those that take longest first."""
 
 _ROOT = Path(__file__).parents[3]
@@ -57,7 +57,11 @@ import os
 import sys
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent
+FOLDER, PYTHON = Path(__file__).resolve().parent, "@PYTHON@"
+HERE = ".".join(map(str, sys.version_info[:2]))
+if HERE != PYTHON:
+    sys.exit(f"This bundle is for Python {PYTHON}, and this is {HERE}. Run it with python{PYTHON}, or write it for this"
+             f" host: python -m benchmarks cuda --bundle FOLDER --python {HERE}")
 # torch's own DLPack exchange will do, and compiling another takes a minute.
 os.environ.setdefault("TVM_FFI_DISABLE_TORCH_C_DLPACK", "1")
 sys.path[:0] = [str(FOLDER / "source"), str(FOLDER / "site")]
@@ -93,7 +97,7 @@ def write(folder: Path, python: str) -> Plan:
     )  # fmt: skip
     copy_sources(folder / "source")
     _copy_runtime(folder, python)
-    (folder / "measure.py").write_text(_START)
+    (folder / "measure.py").write_text(_START.replace("@PYTHON@", python))
     plan.write(folder)
     return plan
 

@@ -106,16 +106,16 @@ def _some_rows() -> Parts:
     for name in ("4096 x 4096", "gate 8192 x 2048", "2048 x 8192"):
         matrix = _MATRICES[name]
         p = _matmul(matrix)
-        tiles: list[tuple[str, Tiles]] = [(_name(_FEW_FIELDS, v), {"several": _few(v)}) for v in _SOME]
+        tiles: list[tuple[str, Tiles]] = [(_name(_FEW_FIELDS, v), {"sixteen": _few(v)}) for v in _SOME]
         for consumers, n, stages, split in _SOME_WGMMA:
             values = consumers, n * len(p.factors), stages if n * len(p.factors) < 256 else 4, split
             fields = {**dict(zip(_WGMMA_FIELDS.values(), values)), "consumer_registers": 200, "producer_registers": 24}
-            tiles.append((_name(_WGMMA_FIELDS, values), {"narrow": fields, "several": {"rows": 8}}))
+            tiles.append((_name(_WGMMA_FIELDS, values), {"low": fields, "sixteen": {"rows": 8}}))
         made = _variants(name, "some", p, tiles)
         kernels += made
         for m in (16, 32, 64):
             fitting = [
-                kernel for kernel in made if kernel.tiles.get("several", {}).get("rows", m) in (8, *range(m, 65))
+                kernel for kernel in made if kernel.tiles.get("sixteen", {}).get("rows", m) in (8, *range(m, 65))
             ]
             cases.append(_few_case(f"some rows {name} m {m}", "some rows tiles", fitting, p, m))
     return kernels, cases

@@ -20,7 +20,10 @@ LAST = "prefill"
 AT_ONCE = {"checks": 8, "sanitizer": 4}
 """How many jobs of a kind may run beside each other: those that time nothing."""
 
-_PROGRAM_KINDS = {"model": "models", "weights": "weights", "flex": "flex", "decoder": "decoders", "batcher": "decoders"}
+_PROGRAM_KINDS = {
+    **{"model": "models", "weights": "weights", "experts": "experts", "flex": "flex"},
+    **{"decoder": "decoders", "batcher": "decoders"},
+}
 
 
 class Job(NamedTuple):
@@ -64,7 +67,7 @@ class Bundle:
             jobs += [*self._programs("model"), *self._steps()]
         jobs += map(timed_job, sweeps)
         if self.everything:
-            jobs += [*self._programs("weights"), *self._programs("flex")]
+            jobs += [*self._programs("weights"), *self._programs("experts"), *self._programs("flex")]
             jobs += [*self._programs("decoder"), *self._programs("batcher"), *self._sanitizer()]
         jobs += [*map(timed_job, rest), *map(timed_job, last)]
         return list({(job.kind, job.name): job for job in jobs}.values())
@@ -177,12 +180,14 @@ def contest(
 def measure_program(folder: Path, program: Program, compiled: bool, say: Callable[[str], None]) -> dict[str, Any]:
     """A whole artifact, as its kind says."""
     from . import programs
+    from .experts import time_experts
     from .flex import time_flex
 
     load_runtimes(folder)
     functions = {
         "model": programs.compare_calls,
         "weights": programs.time_weights,
+        "experts": time_experts,
         "flex": partial(time_flex, compiled=compiled),
         "decoder": programs.time_decoder,
         "batcher": programs.time_batcher,

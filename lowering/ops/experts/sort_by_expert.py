@@ -11,6 +11,7 @@ from ...attention.parameters import int64
 from ...graph.legality import OWN_DOMAIN
 from ...importing.node import Node
 from ...importing.values import Value
+from ...tensorir.along_rows import ATTRIBUTE, Grouped, to_json
 from ...tensorir.independent import independent
 from .. import op
 from ..kernels import loops, serial
@@ -43,4 +44,5 @@ def sort_by_expert(node: Node, chosen: Value) -> tuple[Value, ...]:
                 T.buffer_store(positions, position[0], [row])
                 T.buffer_store(position, position[0] + 1, [0])
 
-    return loops(node, "sort_by_expert", body, [chosen], [((rows,), "int64")] * 3)
+    attributes = {ATTRIBUTE: to_json(Grouped(experts))}
+    return loops(node, "sort_by_expert", body, [chosen], [((rows,), "int64")] * 3, attributes=attributes)

@@ -1,0 +1,37 @@
+"""CombineExperts: for each token the weighted sum of its rows, which lie where the sort by expert has put them."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+
+from tvm import ir
+
+from ...graph.legality import OWN_DOMAIN
+from ...importing.compute import number, require_numbers, widened
+from ...importing.node import Node
+from ...importing.values import Value
+from .. import op
+from ..kernels import Read, compute
+
+
+@op("CombineExperts", since=1, domain=OWN_DOMAIN)
+def combine_experts(node: Node, rows: Value, positions: Value, weights: Value) -> Value:
+    """Return [T, N] like rows [T * k, N]: row t is the sum over i of weights[t, i] * rows[positions[t * k + i]].
+
+    weights are [T, k], positions int64 [T * k]. Sums are in float32, or float64 of that type.
+    """
+    require_numbers(node, rows)
+    acc, per_token = widened(rows.dtype), number(node, "dimension 1 of the weights", weights.shape[1])
+
+    def element(index: Sequence[ir.Expr], row: Read, position: Read, weight: Read) -> ir.Expr:
+        token, column = index
+        products = (
+            row(position(token * per_token + i), column).astype(acc) * weight(token, i).astype(acc)
+            for i in range(per_token)
+        )
+        return functools.reduce(operator.add, products).astype(rows.dtype)
+
+    shape = (weights.shape[0], rows.shape[1])
+    return compute(node, "combine_experts", element, [rows, positions, weights], shape)
