@@ -131,6 +131,9 @@ CACHE, SCALE, STATES = "kv_cache", "kv_cache_scale", "states"
 SOURCE_LENGTHS = "source_lengths"
 """Input of decoders with a setup, int64 [B]: how many of the keys [B, H, E, D] of each source count."""
 
+SOURCE_TABLE, SOURCE_CACHE, SOURCE_SCALE = "source_table", "source_cache", "source_cache_scale"
+"""Inputs of served decoders with sources, and of their setup."""
+
 
 @dataclass(frozen=True)
 class CachePool:
@@ -155,13 +158,24 @@ class StatePool:
 
 
 @dataclass(frozen=True)
+class SourceCache:
+    """Where a served decoder keeps the keys and values of sources, such as an encoder's output.
+
+    pools are like those of ServedCache, with a block table of their own. The setup writes them, once per request. rows
+    is an input of the setup and its axis that is over the rows of a source: one token of the pools each."""
+
+    pools: tuple[CachePool, ...]
+    rows: tuple[str, int]
+
+
+@dataclass(frozen=True)
 class ServedCache:
     """What a decoder that was compiled with `serve` keeps of its requests.
 
     pools are those of its paged cache, of one dtype, of which a block has the same tokens in each; () where it has
     none. If scales is not 0 a pool has so many float32 scales in place of head_dim. states are pools of states, of
     which a slot has those of one request in each. A request has at most `context` tokens; `ids` is the input of the
-    packed tokens [1, N]."""
+    packed tokens [1, N]. sources is None for a decoder whose requests are tokens alone."""
 
     context: int
     tokens_per_block: int
@@ -170,6 +184,7 @@ class ServedCache:
     scales: int
     ids: str
     states: tuple[StatePool, ...] = ()
+    sources: SourceCache | None = None
 
 
 @dataclass(frozen=True)
@@ -194,8 +209,8 @@ class Manifest:
     precision are the `weights` and the `precision` that it was compiled with.
 
     setup is the part of a decoder that runs once per sequence (graph/setup_part.py): those of its outputs that are
-    inputs here, by name, are the same in every call. It lies in the same folder, whose hashes are here; its files of
-    code have the name of its `part`.
+    inputs here, by name, are the same in every call. With `serve` it writes the pools of sources. It lies in the same
+    folder, whose hashes are here; its files of code have the name of its `part`.
     """
 
     inputs: tuple[TensorSpec, ...]

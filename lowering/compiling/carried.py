@@ -22,6 +22,7 @@ _SOURCES = ("parallel", "checks")
 _BY_FUNCTION = {
     "lowering_check_openppl": ("requests_openppl",),
     "lowering_check_served": ("requests_served",),
+    "lowering_check_sources": ("requests_served",),
     "lowering_check_tensorrt_llm": ("requests_tensorrt_llm", "requests_tensorrt_llm_slots"),
 }
 
@@ -33,7 +34,7 @@ def link_options(cc: str, folder: str | Path, called: Collection[str] = tuple(_B
     Raises RuntimeError when the compiler fails.
     """
     more = (name for function, names in _BY_FUNCTION.items() if function in called for name in names)
-    sources = (*_SOURCES, *more)
+    sources = (*_SOURCES, *dict.fromkeys(more))
     paths = [Path(folder) / f"{name}.o" for name in sources]
     for name, path in zip(sources, paths):
         path.write_bytes(_object(cc, name))

@@ -70,7 +70,7 @@ def compiled(model: ModelLike, options: Options, stand_in: Target | None = None,
     manifest = replace(part.manifest, ranges=legal, slots=kept.slots, decoder=kept.decoder, served=prepared.served)
     parts = [replace(part, manifest=manifest)]
     if prepared.setup is not None:
-        part, _ = compiling.compile(prepared.setup, {}, (), (), None)
+        part, _ = compiling.compile(prepared.setup.model, prepared.setup.donated, (), (), None)
         sizes = {size for spec in part.manifest.inputs for size in spec.dims}
         bounds = {name: bounds for name, bounds in legal.items() if name in sizes}
         parts.append(replace(part, manifest=replace(part.manifest, ranges=bounds, part=SETUP)))

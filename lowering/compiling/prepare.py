@@ -24,7 +24,7 @@ from ..graph.model import ModelLike, load_model
 from ..graph.paged_decoder import batch_of, serve_decoder
 from ..graph.precision import use_precision
 from ..graph.scattered_caches import grow_scattered_caches
-from ..graph.setup_part import split_setup
+from ..graph.setup_part import Setup, split_setup
 from ..graph.written_inputs import name_written_inputs
 from ..manifest import ServedCache
 from ..target import Target
@@ -41,7 +41,7 @@ class PreparedModel:
     runs once per sequence."""
 
     model: ir.Model
-    setup: ir.Model | None
+    setup: Setup | None
     donated: dict[str, str]
     kept: KeptCaches
     served: ServedCache | None
@@ -63,19 +63,20 @@ def prepare_model(model: ModelLike, options: Options, targets: Sequence[Target],
     if options.serve is not None or options.static_cache is not None:
         unify_caches(fused)
     notes = _narrow(fused, options, targets)
-    served = None
+    served = setup = None
     if options.serve is not None:
         decoder = serve_decoder(fused, options.serve)
         donated = decoder.donated  # of pools, which have taken the place of all caches and states
-        served = decoder.cache
+        served, setup = decoder.cache, decoder.setup
     kept = keep_caches(fused, options.static_cache, donated)
     group_experts(fused)
-    has_setup = options.static_cache is not None and kept.decoder is not None
-    setup = split_setup(fused, kept.called | donated.keys()) if has_setup else None
+    if options.static_cache is not None and kept.decoder is not None:
+        once = split_setup(fused, kept.called | donated.keys())
+        setup = None if once is None else Setup(once)
     if dump is not None:
         dump("fused", fused)
         if setup is not None:
-            dump("setup", setup)
+            dump("setup", setup.model)
     return PreparedModel(fused, setup, donated | kept.donated, kept, served, tuple(notes))
 
 

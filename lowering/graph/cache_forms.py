@@ -62,6 +62,15 @@ def grows(node: ir.Node) -> bool:
     return past.is_graph_input() and len(dims(past)) == 4 and attribute(node, "axis", 0) in (LENGTH_AXIS, -2)
 
 
+def drop_unused_inputs(model: ir.Model, rank: int | None = None) -> None:
+    """Remove inputs, of that rank if one is given, that nothing reads, such as pasts that exporters leave of cross
+    attention."""
+    outputs = set(model.graph.outputs)
+    for value in list(model.graph.inputs):
+        if rank in (None, len(dims(value))) and not value.uses() and value not in outputs:
+            model.graph.inputs.remove(value)
+
+
 def counts_all_keys(node: ir.Node) -> bool:
     """Whether nonpad_kv_seqlen of an Attention is the number of its keys: causal rows are the last ones then."""
     given = attention_input(node, NONPAD)

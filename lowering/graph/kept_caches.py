@@ -13,7 +13,7 @@ import onnx_ir as ir
 from ..fusion.matching import dims, operand
 from ..fusion.sizes import InferSizesPass
 from ..manifest import DecoderSpec, SlotCaches
-from .cache_forms import grows
+from .cache_forms import drop_unused_inputs, grows
 from .roles import Roles, find_roles
 from .scattered_caches import check_capacity, find_scattered_caches
 from .states import find_states
@@ -61,17 +61,9 @@ def keep_caches(model: ir.Model, capacity: int | None, donated: Mapping[str, str
     if spec.states and not caches:
         return KeptCaches({}, None, spec)
     static = use_static_caches(model, capacity, Roles(spec.ids, spec.mask, spec.positions))
-    _drop_unused_pasts(model)
+    drop_unused_inputs(model, rank=4)
     slots = SlotCaches(capacity, LENGTH, static.tokens, static.rings, static.rows)
     return KeptCaches(static.caches, slots, spec)
-
-
-def _drop_unused_pasts(model: ir.Model) -> None:
-    """Remove inputs [batch, heads, length, size] that nothing reads, as exporters leave of cross attention."""
-    outputs = set(model.graph.outputs)
-    for value in list(model.graph.inputs):
-        if len(dims(value)) == 4 and not value.uses() and value not in outputs:
-            model.graph.inputs.remove(value)
 
 
 def _decoder_of(model: ir.Model, kept: set[str], capacity: int, starts: str = "", ends: str = "") -> DecoderSpec:

@@ -4,15 +4,14 @@ An exported decoder takes token ids [B, S], past keys and values of each layer, 
 its masks and angles itself. Served, it takes the tokens of all requests side by side as one row of ids [1, N], tables
 that say which request has which of them, and one pool of blocks of keys and values. What depends on positions alone is
 computed now, for all positions up to the context, and looked up by token (positions.py); masks become what they say
-(mask_patterns.py); attention becomes ServedAttention, which appends to the pool and reads it (served_caches.py); states
-of a fixed size lie in pools of slots, which operators carry on (served_states.py). Everything else must compute each
-token by itself (row_wise.py). The first output is that of each request's last token.
+(mask_patterns.py); attention becomes ServedAppend and ServedAttention over the pool (served_pools.py); states of a
+fixed size lie in pools of slots, which operators carry on (served_states.py); keys and values of an encoder's output
+lie in a pool of their own, which the setup writes (served_sources.py). Everything else must compute each token by
+itself (row_wise.py). The first output is that of each request's last token.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,10 +19,21 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from ..errors import InputError, ModelError
-from ..fusion.attention_node import SINK, attention_input, is_attention
+from ..fusion.attention_node import is_attention
 from ..fusion.matching import Rewrite, Size, attribute, dims, is_op, numbers, operand
 from ..fusion.sizes import InferSizesPass
-from ..manifest import BLOCK_TABLE, CACHE, PAST_LENGTHS, ROW_STARTS, STATE_SLOTS, CachePool, ServedCache
+from ..manifest import (
+    BLOCK_TABLE,
+    CACHE,
+    PAST_LENGTHS,
+    ROW_STARTS,
+    SCALE,
+    SOURCE_LENGTHS,
+    SOURCE_TABLE,
+    STATE_SLOTS,
+    ServedCache,
+    SourceCache,
+)  # fmt: skip
 from .cache_forms import K, V, grows
 from .legality import OWN_DOMAIN, import_own_domain
 from .mask_patterns import Pattern, patterns_of
@@ -32,7 +42,10 @@ from .roles import Roles, find_roles
 from .row_wise import check_row_wise, row_axis
 from .serve import Serve
 from .served_caches import CacheLayer, cache_layers, cache_pools, check_attention
+from .served_pools import ServedPool, add_input, give_updated
+from .served_sources import BLOCKS, SourceReads, pack_sources
 from .served_states import StateLayer, carries_state, past_state, serve_state, state_layers
+from .setup_part import Setup, split_setup
 
 _TABLES = (
     "positions", "row_requests", "last_rows", "row_starts", "first_rows", "row_counts", "past", "lengths", "most",
@@ -43,10 +56,12 @@ _TABLES = (
 
 @dataclass(frozen=True)
 class Served:
-    """What the model has become: the pool, and by consumed input the output that takes its memory."""
+    """What the model has become: the pools, and by consumed input the output that takes its memory; what computes keys
+    and values of sources, if there are any."""
 
     cache: ServedCache
     donated: dict[str, str]
+    setup: Setup | None
 
 
 def batch_of(model: ir.Model, serve: Serve) -> str | None:
@@ -81,7 +96,8 @@ def serve_decoder(model: ir.Model, serve: Serve) -> Served:
     InferSizesPass()(model)
     decoder = _decoder_of(model, serve)
     positions, readers = decoder.positions, [n for n in model.graph if decoder.positions.of_data(n)]
-    others = [node for node in readers if node not in decoder.attentions and node not in decoder.grown]
+    known = {*decoder.attentions, *decoder.reads.layers, *decoder.grown}
+    others = [node for node in readers if node not in known]
     check_row_wise([node for node in others if node not in decoder.states], decoder.tokens)
     patterns = patterns_of(positions, decoder.attentions, serve.context)
     read = dict.fromkeys(v for node in others for v in node.inputs if v is not None and positions.varies(v))
@@ -92,7 +108,8 @@ def serve_decoder(model: ir.Model, serve: Serve) -> Served:
 @dataclass(frozen=True)
 class _Decoder:
     """The parts of a decoder: `grown` are the nodes that make the caches longer, `states` those that carry states on,
-    `dropped` the inputs that a served one does without, `tokens` is the size of the axis over tokens."""
+    `dropped` the inputs that a served one does without, `tokens` is the size of the axis over tokens. `reads` are the
+    attentions over sources, whose keys and values `setup` gives."""
 
     ids: ir.Value
     tokens: Size
@@ -103,6 +120,8 @@ class _Decoder:
     layers: dict[ir.Node, CacheLayer]
     states: dict[ir.Node, StateLayer]
     positions: Positions
+    reads: SourceReads
+    setup: ir.Model | None
     cache: ServedCache
     cache_type: ir.DataType
 
@@ -119,57 +138,67 @@ def _decoder_of(model: ir.Model, serve: Serve) -> _Decoder:
         )
     pasts, states = [operand(node, 0) for node in grown], [past_state(node) for node in carriers]
     dropped = [value for value in (*pasts, *states, mask, position_ids) if value is not None]
-    others = [value.name for value in model.graph.inputs if value is not ids and value not in dropped]
-    if others:
-        raise ModelError(
-            f"serve: the model has an input '{others[0]}' beside tokens, mask, positions, growing caches, and states "
-            "that LinearAttention or CausalConvWithState carries on. Export recurrences over any number of tokens, as "
-            "these operators; what an encoder made is for a model with static_cache, whose decoder takes it once."
-        )
+    setup = split_setup(model, {str(value.name) for value in (ids, *dropped)})
     positions = Positions(model, ids, mask, position_ids, pasts)
     attentions = [node for node in model.graph if is_attention(node) and positions.of_data(node)]
+    reads = SourceReads.of(model, ids, attentions, pasts)
+    attentions = [node for node in attentions if node not in reads.layers]
+    dropped = [value for value in model.graph.inputs if value in dropped or value in reads.inputs]
+    _check_inputs([value for value in model.graph.inputs if value is not ids and value not in dropped], setup)
     for node in attentions:
         check_attention(node, grown, positions)
     read = {operand(node, k).producer() for node in attentions for k in (K, V)}
     if read != {*grown}:
         raise ModelError("serve: the model's caches are not each read by attention, as its keys or its values.")
-    cache_type = _cache_type(pasts, serve)
+    cache_type = _cache_type([*pasts, *reads.inputs], serve)
+    is_int8, sources = cache_type == ir.DataType.INT8, None
+    if reads.layers:
+        setup, rows = reads.finish_setup(setup, model)
+        sources = SourceCache(reads.pools(is_int8), rows)
     layers, (places, state_pools) = cache_layers(attentions), state_layers(carriers)
     cache = ServedCache(
         context=serve.context,
         tokens_per_block=serve.tokens_per_block,
-        pools=cache_pools(layers, cache_type == ir.DataType.INT8),
-        dtype=cache_type.numpy().name if grown else "",
-        scales=1 if cache_type == ir.DataType.INT8 else 0,
+        pools=cache_pools(layers, CACHE, SCALE if is_int8 else ""),
+        dtype=cache_type.numpy().name if grown or sources else "",
+        scales=1 if is_int8 else 0,
         ids=str(ids.name),
         states=state_pools,
+        sources=sources,
     )
     return _Decoder(
-        ids, dims(ids)[1], position_ids, dropped, grown, attentions, layers, places, positions, cache, cache_type
-    )
+        ids, dims(ids)[1], position_ids, dropped, grown, attentions, layers, places, positions, reads, setup, cache,
+        cache_type,
+    )  # fmt: skip
 
 
-def _cache_type(pasts: list[ir.Value], serve: Serve) -> ir.DataType:
+def _check_inputs(others: list[ir.Value], setup: ir.Model | None) -> None:
+    """Raise ModelError for an input that is neither what a decoder keeps nor keys and values of a source."""
+    for value in others:
+        if setup is not None and any(value.name == output.name for output in setup.graph.outputs):
+            node, names = next(iter(value.uses())).node, ", ".join(f"'{source.name}'" for source in setup.graph.inputs)
+            raise ModelError(
+                f"serve: node '{node.name}' ({node.op_type}) reads what is computed of {names} alone, and is not "
+                "attention over keys and values [batch, heads, rows, size] of a source, all of which it sees."
+            )
+        raise ModelError(
+            f"serve: the model has an input '{value.name}' beside tokens, mask, positions, growing caches, what "
+            "attention over an encoder's output has keys and values of, and states that LinearAttention or "
+            "CausalConvWithState carries on. Export recurrences over any number of tokens, as these operators."
+        )
+
+
+def _cache_type(cached: list[ir.Value], serve: Serve) -> ir.DataType:
     """The element type of all caches; that of no cache where there is none."""
-    types = {past.dtype for past in pasts}
+    types = {value.dtype for value in cached}
     element = types.pop() if types else ir.DataType.UNDEFINED
     if element is None or types:
         raise ModelError("serve: the caches of the layers have several types, or do not tell it.")
     if serve.cache == "model":
         return element
-    if not pasts:
+    if not cached:
         raise ModelError("serve: the model has states and no cache, which cannot be int8: leave `cache` out.")
     return ir.DataType.INT8
-
-
-@dataclass
-class _Pool:
-    """A pool, the tables of its requests, and its arrays behind the attentions so far."""
-
-    spec: CachePool
-    tables: dict[str, ir.Value]
-    kv: ir.Value
-    scale: ir.Value | None
 
 
 class _Rewriting:
@@ -177,25 +206,37 @@ class _Rewriting:
 
     def __init__(self, model: ir.Model, decoder: _Decoder, context: int) -> None:
         self.model, self.graph, self.decoder, self.context = model, model.graph, decoder, context
-        cache, int64 = decoder.cache, ir.DataType.INT64
-        requests, columns, blocks = (ir.SymbolicDim(name) for name in ("requests", "columns", "blocks"))
-        starts = self.input(ROW_STARTS, int64, [ir.SymbolicDim("row_starts_0")])
-        past = self.input(PAST_LENGTHS, int64, [requests])
-        self.given = [starts, past, self.input(BLOCK_TABLE, int64, [requests, columns]) if cache.pools else None]
-        self.slots = self.input(STATE_SLOTS, int64, [requests]) if cache.states else None
+        cache, graph, int64 = decoder.cache, model.graph, ir.DataType.INT64
+        requests, columns = ir.SymbolicDim("requests"), ir.SymbolicDim("columns")
+        starts = add_input(graph, ROW_STARTS, int64, [ir.SymbolicDim("row_starts_0")])
+        past = add_input(graph, PAST_LENGTHS, int64, [requests])
+        self.given = [starts, past, add_input(graph, BLOCK_TABLE, int64, [requests, columns]) if cache.pools else None]
+        self.slots = add_input(graph, STATE_SLOTS, int64, [requests]) if cache.states else None
         types = {layer.pool: past_state(node).dtype for node, layer in decoder.states.items()}
         self.states: dict[str, ir.Value] = {}
         for state in cache.states:
             shape: list[Size] = [ir.SymbolicDim("slots"), state.layers, *state.shape]
-            self.states[state.name] = self.input(state.name, types[state.name], shape)
-        self.pools = {}
-        for pool in cache.pools:
-            front: list[Size] = [blocks, pool.layers, 2, pool.kv_heads, cache.tokens_per_block]
-            kv = self.input(pool.name, decoder.cache_type, [*front, pool.head_dim])
-            scale = self.input(pool.scale, ir.DataType.FLOAT, [*front, cache.scales]) if pool.scale else None
-            tables = self.packed(pool.name.removeprefix(CACHE), kv)
-            self.pools[pool.kv_heads, pool.head_dim] = _Pool(pool, tables, kv, scale)
+            self.states[state.name] = add_input(graph, state.name, types[state.name], shape)
+        self.pools: dict[tuple[int, int], ServedPool] = {}
+        for spec in cache.pools:
+            pool = ServedPool.of(graph, spec, decoder.cache_type, cache.tokens_per_block, "blocks")
+            pool.tables = self.packed(spec.name.removeprefix(CACHE), pool.kv)
+            self.pools[spec.kv_heads, spec.head_dim] = pool
         self.tables = next(iter(self.pools.values())).tables if self.pools else self.packed("", None)
+        self.sources = {} if cache.sources is None else self.source_pools(cache.sources, requests)
+
+    def source_pools(self, sources: SourceCache, requests: ir.SymbolicDim) -> dict[tuple[int, int], ServedPool]:
+        graph, int64, pools = self.graph, ir.DataType.INT64, {}
+        lengths = add_input(graph, SOURCE_LENGTHS, int64, [requests])
+        table = add_input(graph, SOURCE_TABLE, int64, [requests, ir.SymbolicDim("source_columns")])
+        requests_packed = self.tables["most"].producer()
+        assert requests_packed is not None
+        for spec in sources.pools:
+            pool = ServedPool.of(graph, spec, self.decoder.cache_type, self.decoder.cache.tokens_per_block, BLOCKS)
+            pool.tables = {name: self.tables[name] for name in ("row_starts", "past")}
+            graph.insert_after(requests_packed, pack_sources(lengths, table, pool, self.tables["most"]))
+            pools[spec.kv_heads, spec.head_dim] = pool
+        return pools
 
     def packed(self, suffix: str, kv: ir.Value | None) -> dict[str, ir.Value]:
         """What PackedRequests makes of the tables, for a pool of keys and values if there is one."""
@@ -211,68 +252,48 @@ class _Rewriting:
         packed.outputs[0].shape = ir.Shape([self.decoder.tokens])
         return dict(zip(_TABLES, packed.outputs))
 
-    def input(self, name: str, dtype: ir.DataType | None, shape: Sequence[Size]) -> ir.Value:
-        assert dtype is not None
-        if any(value.name == name for value in self.graph.inputs):
-            raise ModelError(f"serve: the model has an input '{name}' already.")
-        value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
-        self.graph.inputs.append(value)
-        return value
-
     def run(self, patterns: dict[ir.Node, Pattern], rows: dict[ir.Value, tuple[np.ndarray, int]]) -> Served:
+        setup = self.setup()
         for node in self.decoder.attentions:
             self.serve_attention(node, patterns[node])
+        for node, layer in self.decoder.reads.layers.items():
+            self.sources[layer.shape].attend(Rewrite(node), layer, {"is_causal": 0, "left_window_size": -1})
         for value, (table, axis) in rows.items():
             self.look_up(value, table, axis)
-        for node, layer in self.decoder.states.items():
+        for node, carried in self.decoder.states.items():
             assert self.slots is not None
-            self.states[layer.pool] = serve_state(node, layer, self.tables, self.slots, self.states[layer.pool])
+            self.states[carried.pool] = serve_state(node, carried, self.tables, self.slots, self.states[carried.pool])
         self.fix_sizes()
         updated = dict(self.states)
         for pool in self.pools.values():
-            updated[pool.spec.name] = pool.kv
-            if pool.scale is not None:
-                updated[pool.spec.scale] = pool.scale
-        donated = {name: f"{name}_updated" for name in updated}
-        for name, value in updated.items():
-            value.name = donated[name]
-        outputs = [self.of_last_tokens(self.graph.outputs[0]), *updated.values()]
-        self.graph.outputs.clear()
-        self.graph.outputs.extend(outputs)
+            updated |= pool.updated()
+        donated = give_updated(self.graph, [self.of_last_tokens(self.graph.outputs[0])], updated)
         common.CommonSubexpressionEliminationPass()(self.model)
         common.RemoveUnusedNodesPass()(self.model)
         self.drop_inputs()
         import_own_domain(self.model)
-        return Served(self.decoder.cache, donated)
+        return Served(self.decoder.cache, donated, setup)
+
+    def setup(self) -> Setup | None:
+        """What writes the pools of sources."""
+        decoder, cache = self.decoder, self.decoder.cache
+        if cache.sources is None:
+            return None
+        assert decoder.setup is not None
+        return decoder.reads.write_pools(decoder.setup, cache.sources, decoder.cache_type, cache.tokens_per_block)
 
     def serve_attention(self, node: ir.Node, pattern: Pattern) -> None:
-        """Put ServedAttention in place of the node, behind which its pool holds the new keys and values."""
-        layer = self.decoder.layers[node]
-        pool, q = self.pools[layer.shape], operand(node, 0)
-        size, q_size = layer.shape[1], dims(operand(node, K))[3]
-        assert isinstance(q_size, int)
-        attributes: dict[str, float | int | str] = {
-            "scale": attribute(node, "scale", 1 / math.sqrt(q_size)), "softcap": attribute(node, "softcap", 0.0),
-            "layer": layer.place, "context": self.context, "writes": int(layer.writes),
-            "left_window_size": -1 if pattern.left is None else pattern.left,
+        """Put ServedAttention in place of the node, behind what appends its new keys and values to its pool."""
+        layer, new, bias = self.decoder.layers[node], Rewrite(node), None
+        attributes: dict[str, int | float | str] = {
+            "is_causal": 1, "left_window_size": -1 if pattern.left is None else pattern.left, "context": self.context,
         }  # fmt: skip
-        new, bias = Rewrite(node), None
         if pattern.bias is not None:
             bias, attributes["bias_by"] = new.constant(pattern.bias, ir.DataType.FLOAT), pattern.by
-        rows = [_padded(new, x, size) for x in (q, _new_rows(node, K), _new_rows(node, V))]
-        inputs = [*rows, *(pool.tables[name] for name in _TABLES[3:]), pool.kv, pool.scale, bias]
-        inputs.append(attention_input(node, SINK))
-        served = ir.node("ServedAttention", inputs, attributes, domain=OWN_DOMAIN, num_outputs=3, name=node.name)
-        new.nodes.append(served)
-        y, after, scales = served.outputs
-        for output, source in ((y, rows[0]), (after, pool.kv), (scales, pool.scale)):
-            if source is not None:
-                output.type, output.shape = source.type, source.shape
-        if layer.v_size != size:
-            bounds = [new.integers(0), new.integers(layer.v_size), new.integers(-1)]
-            y = new.emit("Slice", [y, *bounds], shape=dims(node.outputs[0]))
-        new.replace([node], node.outputs[0], y)
-        pool.kv, pool.scale = after, None if pool.scale is None else scales
+        pool = self.pools[layer.shape]
+        if layer.writes:
+            pool.append(new, layer, _new_rows(node, K), _new_rows(node, V))
+        pool.attend(new, layer, attributes, bias)
 
     def look_up(self, value: ir.Value, table: np.ndarray, axis: int) -> None:
         """Rows of a table for all positions in place of those computed for consecutive positions of one sequence."""
@@ -339,16 +360,6 @@ class _Rewriting:
                     "for something that is no mask and no row of a position."
                 )
             self.graph.inputs.remove(value)
-
-
-def _padded(new: Rewrite, rows: ir.Value, size: int) -> ir.Value:
-    """Rows [1, H, N, D] with zeros behind them up to the size."""
-    own = dims(rows)[3]
-    if own == size:
-        return rows
-    assert isinstance(own, int)
-    ends = new.integers(0, 0, 0, 0, 0, 0, 0, size - own)
-    return new.emit("Pad", [rows, ends], shape=[*dims(rows)[:3], size])
 
 
 def _new_rows(attention: ir.Node, position: int) -> ir.Value:

@@ -132,7 +132,7 @@ class Positions:
             node = pending.pop()
             if node is None or node in needed or str(node.outputs[0].name) in feeds:
                 continue
-            if is_op(node, "Shape") and not operand(node, 0).is_graph_input():
+            if is_op(node, "Shape") and str(operand(node, 0).name) not in feeds:
                 sizes = [known(size) for size in dims(operand(node, 0))]
                 if operand(node, 0) in self._data and None not in sizes:
                     part = slice(attribute(node, "start", 0), attribute(node, "end", None))

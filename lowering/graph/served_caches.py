@@ -9,7 +9,7 @@ import onnx_ir as ir
 from ..errors import ModelError
 from ..fusion.attention_node import MASK, SINK, attention_input
 from ..fusion.matching import attribute, dims, numbers, operand
-from ..manifest import CACHE, SCALE, CachePool
+from ..manifest import CACHE, CachePool
 from .cache_forms import K, V, reads_slots
 from .positions import Positions
 
@@ -45,12 +45,13 @@ def cache_layers(attentions: list[ir.Node]) -> dict[ir.Node, CacheLayer]:
     return found
 
 
-def cache_pools(layers: dict[ir.Node, CacheLayer], is_int8: bool) -> tuple[CachePool, ...]:
+def cache_pools(layers: dict[ir.Node, CacheLayer], name: str = CACHE, scale: str = "") -> tuple[CachePool, ...]:
+    """Return the pools of the layers. name is that of the first; so is scale, "" for pools without scales."""
     pools = []
     for number, shape in enumerate(dict.fromkeys(layer.shape for layer in layers.values())):
         suffix = f"_{number}" if number else ""
         count = 1 + max(layer.place for layer in layers.values() if layer.shape == shape)
-        pools.append(CachePool(f"{CACHE}{suffix}", f"{SCALE}{suffix}" if is_int8 else "", count, *shape))
+        pools.append(CachePool(f"{name}{suffix}", f"{scale}{suffix}" if scale else "", count, *shape))
     return tuple(pools)
 
 

@@ -13,6 +13,7 @@ stays in the decoder. Cross attention that has no mask gets the number of keys o
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import onnx_ir as ir
@@ -29,6 +30,14 @@ _PRODUCTS = (
 )  # fmt: skip
 _RANDOM = ("Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike")
 _FLAT_ATTENTION = ("q_num_heads", "kv_num_heads")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model that runs once per sequence. donated: output by input, of pools that it writes."""
+
+    model: ir.Model
+    donated: dict[str, str] = field(default_factory=dict)
 
 
 class _Kind(IntEnum):

@@ -16,8 +16,8 @@ SIZES = "lowering_check_sizes"
 CONDITION = "lowering_check"
 OPENPPL = "lowering_check_openppl"
 TENSORRT_LLM = "lowering_check_tensorrt_llm"
-SERVED = "lowering_check_served"
-REQUESTS = (OPENPPL, TENSORRT_LLM, SERVED)
+SERVED, SOURCES = "lowering_check_served", "lowering_check_sources"
+REQUESTS = (OPENPPL, TENSORRT_LLM, SERVED, SOURCES)
 MATCH_SHAPE = "lowering_match_shape"
 
 

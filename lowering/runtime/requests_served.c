@@ -3,8 +3,9 @@
 #include "requests.h"
 
 /* Sizes, in the order of lowering/ops/served/packed_requests.py: packed rows, the most tokens of a request, blocks of the
- * cache, tokens of a block, slots of states. */
+ * cache, tokens of a block, slots of states; and in that of packed_sources.py: blocks of the cache, tokens of a block. */
 enum { ROWS, CONTEXT, BLOCKS, TOKENS, SLOTS, SIZES };
+enum { SOURCE_BLOCKS, SOURCE_TOKENS, SOURCE_SIZES };
 
 typedef struct {
     const TVMFFIAny* node;
@@ -12,6 +13,13 @@ typedef struct {
     Table row_starts, past_lengths, block_table, state_slots;
     int64_t requests, columns;
 } Call;
+
+/* The blocks of a cache that requests have: what errors call table and cache, and how many tokens a block has. */
+typedef struct {
+    const char *table_name, *cache_name;
+    const Table* table;
+    int64_t columns, blocks, tokens;
+} Pages;
 
 static int64_t rows_of(const Call* call, int64_t r) { return at(&call->row_starts, r + 1) - at(&call->row_starts, r); }
 
@@ -47,27 +55,32 @@ static int check_lengths(const Call* call) {
     return 0;
 }
 
-/* Every block that a request needs is in its table, and in the cache. */
+/* Every block that a request of so many tokens needs is in its table, and in the cache. */
+static int check_pages(const TVMFFIAny* node, const Pages* pages, int64_t r, int64_t length) {
+    const int64_t columns = length / pages->tokens + (length % pages->tokens != 0);
+    if (columns > pages->columns) {
+        return refuse(node,
+                      "%s has " N " blocks of " N " tokens for each request, and request " N " has " N
+                      " tokens: give it " N " blocks.",
+                      pages->table_name, pages->columns, pages->tokens, r, length, columns);
+    }
+    for (int64_t c = 0; c < columns; ++c) {
+        const int64_t block = at(pages->table, r * pages->columns + c);
+        if (block >= 0 && block < pages->blocks) continue;
+        return refuse(node, "%s of request " N ", column " N " is " N ", and %s has " N " blocks: give one that is there.",
+                      pages->table_name, r, c, block, pages->cache_name, pages->blocks);
+    }
+    return 0;
+}
+
+/* The same of all requests; written are the columns that the call writes to. */
 static int check_blocks(const Call* call, int64_t* written) {
-    const int64_t tokens = call->sizes[TOKENS], blocks = call->sizes[BLOCKS];
+    const int64_t tokens = call->sizes[TOKENS];
+    const Pages pages = {"block_table", "kv_cache", &call->block_table, call->columns, call->sizes[BLOCKS], tokens};
     for (int64_t r = 0; r < call->requests; ++r) {
         const int64_t past = at(&call->past_lengths, r), rows = rows_of(call, r);
-        const int64_t columns = (past + rows + tokens - 1) / tokens;
-        if (columns > call->columns) {
-            return refuse(call->node,
-                          "block_table has " N " blocks of " N " tokens for each request, and request " N " has " N
-                          " tokens: give it " N " blocks.",
-                          call->columns, tokens, r, past + rows, columns);
-        }
-        for (int64_t c = 0; c < columns; ++c) {
-            const int64_t block = at(&call->block_table, r * call->columns + c);
-            if (block >= 0 && block < blocks) continue;
-            return refuse(call->node,
-                          "block_table of request " N ", column " N " is " N ", and kv_cache has " N
-                          " blocks: give one that is there.",
-                          r, c, block, blocks);
-        }
-        if (rows > 0) *written += columns - past / tokens;
+        if (check_pages(call->node, &pages, r, past + rows)) return -1;
+        if (rows > 0) *written += (past + rows + tokens - 1) / tokens - past / tokens;
     }
     return 0;
 }
@@ -168,4 +181,26 @@ CHECK(check_served) {
     int failed = check_starts(&call) || check_lengths(&call);
     failed = failed || (has_cache && check_cache(&call)) || (has_states && check_slots(&call));
     return failed ? -1 : pass(&args[0], result);
+}
+
+/* lowering_check_sources(source_lengths, sizes, node, source_table) -> source_lengths
+ *
+ * int64 [R] and [R, M]. Costs a look at each block that is used. */
+CHECK(check_sources) {
+    (void)self, (void)count;
+    const TVMFFIShapeCell* sizes = shape_of(&args[1]);
+    const Table lengths = table_of(&args[0]), table = table_of(&args[3]);
+    const int fits = sizes->size == SOURCE_SIZES && lengths.ndim == 1 && table.ndim == 2;
+    if (!fits || table.shape[0] != lengths.shape[0]) return pass(&args[0], result);
+    const Pages pages = {"source_table",  "source_cache", &table, table.shape[1], sizes->data[SOURCE_BLOCKS],
+                         sizes->data[SOURCE_TOKENS]};
+    for (int64_t r = 0; r < lengths.shape[0]; ++r) {
+        const int64_t length = at(&lengths, r);
+        if (length < 0) {
+            return refuse(&args[2], "source_lengths of request " N " is " N ": make it the number of its source's rows.", r,
+                          length);
+        }
+        if (check_pages(&args[2], &pages, r, length)) return -1;
+    }
+    return pass(&args[0], result);
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ..manifest import (
     BLOCK_TABLE,
@@ -14,18 +14,23 @@ from ..manifest import (
     PAST_LENGTHS,
     ROW_STARTS,
     SETUP,
+    SOURCE_LENGTHS,
+    SOURCE_TABLE,
     STATE_SLOTS,
     WEIGHTS,
+    CachePool,
     DecoderSpec,
     Manifest,
     ServedCache,
     SlotCaches,
+    SourceCache,
     TensorSpec,
     WeightSpec,
 )  # fmt: skip
 from .elements import STORAGE, itemsize
 
 _LARGEST = 2**63 - 1
+_Array = tuple[str, str, tuple[int, ...]]  # name, dtype, and sizes behind the first
 
 
 def contradictions(manifest: Manifest) -> Iterator[str]:
@@ -117,27 +122,60 @@ def _served(manifest: Manifest, served: ServedCache) -> Iterator[str]:
     if not 0 < served.context <= _LARGEST or served.tokens_per_block < 1:
         yield f"requests have {served.context} tokens, and blocks {served.tokens_per_block}"
     pools = [(states.name, states.dtype, (states.layers, *states.shape)) for states in served.states]
-    for pool in served.pools:
-        front = (pool.layers, 2, pool.kv_heads, served.tokens_per_block)
-        pools.append((pool.name, served.dtype, (*front, pool.head_dim)))
-        if pool.scale or served.scales:
-            pools.append((pool.scale, "float32", (*front, served.scales)))
+    pools += [array for pool in served.pools for array in _arrays(served, pool)]
     if not pools:
         yield "a served decoder keeps nothing"
-    for name, dtype, dims in pools:
-        spec = inputs.get(name)
-        if spec is None or name not in manifest.donated or (spec.dtype, spec.dims[1:]) != (dtype, dims):
-            yield f"input '{name}' is a pool of {dtype}{list(dims)}, written in place"
+    yield from _pools(manifest, pools, are_written=True)
+    if served.sources is not None:
+        pools = [array for pool in served.sources.pools for array in _arrays(served, pool)]
+        yield from _pools(manifest, pools, are_written=False)
+        yield from _sources(manifest.setup, served.sources, pools)
     tables = {ROW_STARTS: 1, PAST_LENGTHS: 1, **({BLOCK_TABLE: 2} if served.pools else {})}
-    for name, rank in (tables | ({STATE_SLOTS: 1} if served.states else {})).items():
-        if name not in inputs or (inputs[name].dtype, len(inputs[name].dims)) != ("int64", rank):
-            yield f"input '{name}' tells of requests"
+    tables |= {STATE_SLOTS: 1} if served.states else {}
+    tables |= {SOURCE_LENGTHS: 1, SOURCE_TABLE: 2} if served.sources is not None else {}
+    yield from _tables(inputs, tables)
     if served.ids not in inputs or len(inputs[served.ids].dims) != 2:
         yield f"input '{served.ids}' holds the tokens of requests"
 
 
+def _arrays(served: ServedCache, pool: CachePool) -> Iterator[_Array]:
+    """The arrays of a pool of keys and values."""
+    front = (pool.layers, 2, pool.kv_heads, served.tokens_per_block)
+    yield pool.name, served.dtype, (*front, pool.head_dim)
+    if pool.scale or served.scales:
+        yield pool.scale, "float32", (*front, served.scales)
+
+
+def _pools(manifest: Manifest, arrays: Sequence[_Array], are_written: bool) -> Iterator[str]:
+    inputs = {t.name: t for t in manifest.inputs}
+    for name, dtype, dims in arrays:
+        spec = inputs.get(name)
+        fits = spec is not None and (spec.dtype, spec.dims[1:]) == (dtype, dims)
+        if not fits or (name in manifest.donated) != are_written:
+            yield f"input '{name}' is a pool of {dtype}{list(dims)}, {'written in place' if are_written else 'read'}"
+
+
+def _tables(inputs: Mapping[str, TensorSpec], ranks: Mapping[str, int]) -> Iterator[str]:
+    for name, rank in ranks.items():
+        if name not in inputs or (inputs[name].dtype, len(inputs[name].dims)) != ("int64", rank):
+            yield f"input '{name}' tells of requests"
+
+
+def _sources(setup: Manifest | None, sources: SourceCache, arrays: Sequence[_Array]) -> Iterator[str]:
+    if setup is None or not sources.pools:
+        yield "no setup writes the pools of sources"
+        return
+    inputs, (name, axis) = {t.name: t for t in setup.inputs}, sources.rows
+    yield from _pools(setup, arrays, are_written=True)
+    yield from _tables(inputs, {SOURCE_TABLE: 2})
+    if name not in inputs or not 0 <= axis < len(inputs[name].dims):
+        yield f"input '{name}' of the setup has rows along axis {axis}"
+
+
 def _setup(manifest: Manifest, setup: Manifest) -> Iterator[str]:
-    if (manifest.part, setup.part, setup.setup) != (MODEL, SETUP, None) or setup.donated:
+    sources = None if manifest.served is None else manifest.served.sources
+    pools = set() if sources is None else {name for pool in sources.pools for name in (pool.name, pool.scale) if name}
+    if (manifest.part, setup.part, setup.setup) != (MODEL, SETUP, None) or setup.donated.keys() != pools:
         yield f"the part '{setup.part}' is a setup of the part '{manifest.part}'"
     if setup.format != manifest.format:
         yield f"the setup has format {setup.format}"
@@ -147,7 +185,7 @@ def _setup(manifest: Manifest, setup: Manifest) -> Iterator[str]:
             yield f"'{spec}' of the setup is the input '{inputs[spec.name]}'"
     if setup.architectures != manifest.architectures:
         yield "the setup is for other GPUs"
-    if not {t.name for t in setup.outputs} & {t.name for t in manifest.inputs}:
+    if sources is None and not {t.name for t in setup.outputs} & inputs.keys():
         yield "no output of the setup is an input"
     hashes = dict.fromkeys([*setup.code().values(), WEIGHTS], "")  # which are looked for in the whole
     for words in contradictions(dataclasses.replace(setup, hashes=hashes, setup=None)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -10,9 +10,10 @@ import ml_dtypes
 import numpy as np
 
 from ..errors import InputError
-from ..manifest import BLOCK_TABLE, PAST_LENGTHS, ROW_STARTS, STATE_SLOTS, Manifest, ServedCache
+from ..manifest import BLOCK_TABLE, PAST_LENGTHS, ROW_STARTS, STATE_SLOTS, CachePool, Manifest, ServedCache
 from .blocks import Blocks, PoolFullError
 from .paged_cache import PagedKVCache, Usage, integer, token_ids, unhashable
+from .sources import RunsSetup, Source, Sources
 
 _T = TypeVar("_T")
 
@@ -26,6 +27,9 @@ class Runs(Protocol):
     @property
     def gpu(self) -> Any: ...
 
+    @property
+    def setup(self) -> RunsSetup | None: ...
+
     def run(self, inputs: Any) -> Any: ...
 
     def to_numpy(self, name: str, array: Any) -> np.ndarray: ...
@@ -33,11 +37,12 @@ class Runs(Protocol):
 
 @dataclass(eq=False)
 class _Request:
-    """All tokens, of which `read` are in cache and states. admitted: the cache knows it; started: it has had an answer;
-    slot is that of its states, while it is admitted."""
+    """All tokens, of which `read` are in cache and states, and what it has a source of. admitted: the cache knows it;
+    started: it has had an answer; slot is that of its states, while it is admitted."""
 
     name: Hashable
     tokens: list[int]
+    source: Source | None = None
     read: int = 0
     admitted: bool = False
     started: bool = False
@@ -59,17 +64,24 @@ class Batcher:
 
     A step takes the next token of every request that was extended, and of prompts, oldest first, so many tokens that
     all are at most tokens_per_step. It answers with the model's output for the last token, [vocabulary], of each
-    request whose tokens are all read. Equal beginnings of prompts share blocks, unless the decoder has states. Where
-    blocks or slots of states run out, the youngest request gives its own up, and is read again later. Wrong arguments
-    raise InputError and change nothing. One thread at a time.
+    request whose tokens are all read. Equal beginnings of prompts share blocks, unless the decoder has states or
+    sources. Where blocks or slots of states run out, the youngest request gives its own up, and is read again later. It
+    gives up its source, which is computed again later, where blocks for sources run out. Wrong arguments raise
+    InputError and change nothing. One thread at a time.
     """
 
     def __init__(
-        self, model: Runs, blocks: int | None = None, tokens_per_step: int = 256, state_slots: int | None = None
+        self,
+        model: Runs,
+        blocks: int | None = None,
+        tokens_per_step: int = 256,
+        state_slots: int | None = None,
+        source_blocks: int | None = None,
     ) -> None:
         """blocks is the size of the pool, None for a decoder without a cache; with cache="int8" a block takes about a
         quarter of the memory. state_slots is how many requests can have states, for a decoder that keeps some; by
-        default as many as a step, or the blocks, can be of."""
+        default as many as a step, or the blocks, can be of. source_blocks is the size of the pool of sources, for a
+        decoder that reads an encoder's output; by default that of the other pool."""
         served = model.manifest.served
         if served is None:
             raise InputError("the model serves no requests: compile it with serve=Serve(context=<number of tokens>).")
@@ -77,8 +89,11 @@ class Batcher:
         self._budget = integer(tokens_per_step, "tokens_per_step", 1)
         self.cache = _cache_of(served, blocks)
         self._slots = _slots_of(served, state_slots, self._budget if blocks is None else min(self._budget, blocks))
-        self._stores = _stores_of(served, self.cache, self._slots.total)
-        self._paged = [name for pool in served.pools for name in (pool.name, pool.scale) if name]
+        self._sources = _sources_of(model, source_blocks, blocks)
+        self._stores = _stores_of(served, self.cache, self._slots.total, self._sources)
+        self._are_known = not served.states and self._sources is None  # tokens tell all of what the cache holds
+        self._paged = _names_of(served.pools)
+        self._source_arrays = [] if served.sources is None else _names_of(served.sources.pools)
         if model.gpu is not None:
             specs = {spec.name: spec for spec in model.manifest.inputs}
             self._stores = {name: model.gpu.zeros(specs[name], a.shape) for name, a in self._stores.items()}
@@ -86,17 +101,40 @@ class Batcher:
         self._output = model.manifest.outputs[0].name
         self._requests: dict[Hashable, _Request] = {}  # in the order in which they came
 
-    def add(self, request: Hashable, prompt: Any) -> None:
-        """A new request, whose tokens the next steps read; prompt is a sequence of at least one id."""
+    def add(self, request: Hashable, prompt: Any, fixed: Mapping[str, Any] | None = None) -> None:
+        """A new request, whose tokens the next steps read; prompt is a sequence of at least one id.
+
+        fixed has, for a decoder that reads an encoder's output, an array for each input of its setup, by name, and
+        source_lengths, how many of the rows count, if these are not all. NumPy's arrays are copied; others must stay as
+        they are until the request is freed.
+        """
         tokens = token_ids(prompt, request)
-        if self._known(request) is not None:
-            raise InputError(f"there is a request {request!r} already: free() it first, or choose another name.")
+        self._check_unused(request)
         if not 1 <= len(tokens) <= self._served.context:
             raise InputError(
                 f"the prompt of request {request!r} has {len(tokens)} tokens, and the model was compiled for 1 to "
                 f"{self._served.context}."
             )
-        self._requests[request] = _Request(request, tokens)
+        if self._sources is None and fixed:
+            raise InputError(f"request {request!r} has '{next(iter(fixed))}', and the model takes tokens alone.")
+        source = None if self._sources is None else self._sources.read(request, fixed or {})
+        self._requests[request] = _Request(request, tokens, source)
+
+    def fork(self, request: Hashable, new: Hashable) -> None:
+        """A second request, `new`, that goes on from where `request` is, as beams do. Both share blocks and source.
+
+        States cannot be shared: a decoder that has some reads all tokens of `new` again.
+        """
+        ours = self._request(request)
+        self._check_unused(new)
+        theirs = _Request(new, list(ours.tokens), ours.source)
+        if ours.admitted and self.cache is not None and not self._served.states:
+            self.cache.truncate(request, ours.read)  # gives up what a call that failed had reserved
+            self.cache.fork(request, new)
+            theirs.read, theirs.admitted, theirs.started = ours.read, True, ours.started
+        if self._sources is not None:
+            self._sources.fork(request, new)
+        self._requests[new] = theirs
 
     def extend(self, request: Hashable, token: int) -> None:
         """The next token of a request, one more than a step has read."""
@@ -111,6 +149,8 @@ class Batcher:
     def free(self, request: Hashable) -> None:
         """Forgets a request."""
         self._drop(self._request(request))
+        if self._sources is not None:
+            self._sources.free(request)
         del self._requests[request]
 
     def tokens(self, request: Hashable) -> list[int]:
@@ -123,9 +163,13 @@ class Batcher:
         return [ours.name for ours in self._requests.values() if ours.left]
 
     def usage(self) -> Usage:
-        """What the cache holds, and how many slots of states are free."""
+        """What the cache holds, and how many slots of states and blocks of sources are free."""
         held = Usage(0, 0, 0, 0, 0, 0, 1.0) if self.cache is None else self.cache.usage()
-        return replace(held, state_slots=self._slots.total, free_state_slots=self._slots.free)
+        held = replace(held, state_slots=self._slots.total, free_state_slots=self._slots.free)
+        if self._sources is None:
+            return held
+        sources = self._sources.usage()
+        return replace(held, source_blocks=sources.total, free_source_blocks=sources.free)
 
     def step(self) -> dict[Hashable, np.ndarray]:
         """One call of the model; nothing where no request waits.
@@ -147,6 +191,8 @@ class Batcher:
             inputs[BLOCK_TABLE] = self.cache.block_table([ours.name for ours in counts])
         if self._served.states:
             inputs[STATE_SLOTS] = np.array([ours.slot for ours in counts], np.int64)
+        if self._sources is not None:
+            inputs |= self._sources.tables([ours.name for ours in counts])
         try:
             answers = self._model.to_numpy(self._output, self._model.run(inputs)[self._output])
         except BaseException:
@@ -156,8 +202,8 @@ class Batcher:
             raise
         found = {}
         for ours, read, answer in zip(counts, tokens, answers):
-            if self.cache is not None:  # which may share blocks of known ids, and states cannot go on behind them
-                self.cache.advance(ours.name, len(read) if self._served.states else read)
+            if self.cache is not None:  # which may share blocks of known ids
+                self.cache.advance(ours.name, read if self._are_known else len(read))
             ours.read += len(read)
             if not ours.left:
                 ours.started = True
@@ -188,11 +234,15 @@ class Batcher:
         return counts
 
     def _admit(self, ours: _Request, planned: dict[_Request, int]) -> None:
-        """A request gets a slot of states, and the blocks that it shares."""
+        """A request gets its source, a slot of states, and the blocks that it shares."""
+        sources, source = self._sources, ours.source
+        if sources is not None and source is not None and ours.name not in sources:
+            stores = {name: self._stores[name] for name in self._source_arrays}
+            self._with_room(ours, planned, lambda: sources.put(ours.name, source, stores), of_sources=True)
         if self._served.states:
             self._with_room(ours, planned, lambda: self._take_slot(ours))
         if self.cache is not None:
-            ours.read = self.cache.add(ours.name, None if self._served.states else ours.tokens)
+            ours.read = self.cache.add(ours.name, ours.tokens if self._are_known else None)
         ours.admitted = True
 
     def _take_slot(self, ours: _Request) -> None:
@@ -212,17 +262,25 @@ class Batcher:
                 elif store is not cache.pool:  # which the cache has copied
                     store[target] = store[source]
 
-    def _with_room(self, ours: _Request, planned: dict[_Request, int], take: Callable[[], _T]) -> _T:
+    def _with_room(
+        self, ours: _Request, planned: dict[_Request, int], take: Callable[[], _T], of_sources: bool = False
+    ) -> _T:
         """What `take` gives a request, for which younger ones give up their own if they are not of this call."""
         order = list(self._requests.values())
         while True:
             try:
                 return take()
             except PoolFullError:
-                younger = [o for o in order[order.index(ours) + 1 :] if o.admitted and o not in planned]
-                if not younger:
+                younger = [o for o in order[order.index(ours) + 1 :] if o not in planned]
+                holding = [o for o in younger if (self._has_source(o) if of_sources else o.admitted)]
+                if not holding:
                     raise
-                self._drop(younger[-1])
+                self._drop(holding[-1])
+                if of_sources and self._sources is not None:
+                    self._sources.free(holding[-1].name)
+
+    def _has_source(self, ours: _Request) -> bool:
+        return self._sources is not None and ours.name in self._sources
 
     def _drop(self, ours: _Request) -> None:
         """Its blocks and its slot are free, and all of its tokens to be read again."""
@@ -231,6 +289,10 @@ class Batcher:
         if ours.slot is not None:
             self._slots.release([ours.slot])
         ours.admitted, ours.read, ours.slot = False, 0, None
+
+    def _check_unused(self, name: Hashable) -> None:
+        if self._known(name) is not None:
+            raise InputError(f"there is a request {name!r} already: free() it first, or choose another name.")
 
     def _request(self, name: Hashable) -> _Request:
         ours = self._known(name)
@@ -267,17 +329,45 @@ def _slots_of(served: ServedCache, given: int | None, default: int) -> Blocks:
     return Blocks(default if given is None else integer(given, "state_slots", 1))
 
 
-def _stores_of(served: ServedCache, cache: PagedKVCache | None, slots: int) -> dict[str, np.ndarray]:
-    """What the model writes, by input: for one on a GPU the shapes of it, as the cache's own pool stays empty."""
-    stores = {}
-    for pool in served.pools:
-        assert cache is not None
-        front = (cache.pool.shape[0], pool.layers, 2, pool.kv_heads, served.tokens_per_block)
-        first = pool is served.pools[0]
-        stores[pool.name] = cache.pool if first else np.zeros((*front, pool.head_dim), cache.pool.dtype)
-        if pool.scale:
-            stores[pool.scale] = np.zeros((*front, served.scales), np.float32)
+def _sources_of(model: Runs, given: int | None, default: int | None) -> Sources | None:
+    """The pools of sources, of which there are none where the decoder reads no encoder's output."""
+    served = model.manifest.served
+    if served is None or served.sources is None:
+        if given is not None:
+            raise InputError(f"source_blocks is {given}, and the model reads no sources: leave it out.")
+        return None
+    setup = model.setup
+    assert setup is not None
+    return Sources(setup, served, served.sources, integer(default if given is None else given, "source_blocks", 1))
+
+
+def _stores_of(
+    served: ServedCache, cache: PagedKVCache | None, slots: int, sources: Sources | None
+) -> dict[str, np.ndarray]:
+    """What the model writes, and its setup, by input: for one on a GPU the shapes of it, as the caches' own pools stay
+    empty."""
+    stores: dict[str, np.ndarray] = {}
+    if cache is not None:
+        stores |= _arrays_of(served, served.pools, cache)
+    if sources is not None and served.sources is not None:
+        stores |= _arrays_of(served, served.sources.pools, sources.cache)
     for states in served.states:
         dtype = np.dtype(getattr(ml_dtypes, states.dtype, states.dtype))
         stores[states.name] = np.zeros((slots, states.layers, *states.shape), dtype)
     return stores
+
+
+def _names_of(pools: tuple[CachePool, ...]) -> list[str]:
+    """The inputs that hold the arrays of pools."""
+    return [name for pool in pools for name in (pool.name, pool.scale) if name]
+
+
+def _arrays_of(served: ServedCache, pools: tuple[CachePool, ...], cache: PagedKVCache) -> dict[str, np.ndarray]:
+    """The arrays of pools with the blocks of a cache, of which the first is the cache's own."""
+    arrays = {}
+    for pool in pools:
+        front = (len(cache.pool), pool.layers, 2, pool.kv_heads, served.tokens_per_block)
+        arrays[pool.name] = cache.pool if pool is pools[0] else np.zeros((*front, pool.head_dim), cache.pool.dtype)
+        if pool.scale:
+            arrays[pool.scale] = np.zeros((*front, served.scales), np.float32)
+    return arrays

@@ -10,7 +10,7 @@ from ..errors import InputError
 class PoolFullError(InputError):
     """Fewer blocks are free than are needed: `needed`, of which there are `free`, of `total`. Nothing has changed.
 
-    unit is "block", or "state slot" where slots of states are what is missing.
+    unit is "block", or "state slot" or "source block" where these are what is missing.
     """
 
     def __init__(self, who: str, needed: int, free: int, total: int, unit: str = "block") -> None:

@@ -46,6 +46,10 @@ class Usage:
     """Slots for the states of a request; 0 for a decoder without states."""
     free_state_slots: int = 0
     """Of these, slots that no request has."""
+    source_blocks: int = 0
+    """Blocks for the sources of requests; 0 for a decoder without sources."""
+    free_source_blocks: int = 0
+    """Of these, blocks that no request has."""
 
 
 @dataclass(eq=False)

@@ -22,7 +22,7 @@ IN_PLACE = (
 )  # fmt: skip
 SERVED = (
     "gemma4_text", "llama", "deepseek_v3", "llama@static", "bloom", "qwen3_5_text", "bamba", "mamba2", "minimax",
-    "gpt_oss",
+    "t5", "gpt_oss",
 )  # fmt: skip
 
 
@@ -54,9 +54,11 @@ def served(name: str) -> float:
     path, worst = FOLDER / f"{name}.onnx", 0.0
     models = [lowering.compile(path, target, serve=lowering.Serve(32, 8)) for target in ("cuda:sm_90a", "cpu")]
     batchers = [lowering.Batcher(model, None if name == "mamba2" else 8, 9) for model in models]
-    for request, prompt in (("a", range(13)), ("b", range(3, 8))):
+    states = np.random.default_rng(1).standard_normal((1, 11, 16)).astype(np.float32)
+    for request, prompt, rows in (("a", range(13), 11), ("b", range(3, 8), 5)):
+        source = {} if models[0].setup is None else {"encoder_hidden_states": states, "source_lengths": rows}
         for batcher in batchers:
-            batcher.add(request, prompt)
+            batcher.add(request, prompt, fixed=source)
     for token in range(3):
         gpu, cpu = (batcher.step() for batcher in batchers)
         assert gpu.keys() == cpu.keys()

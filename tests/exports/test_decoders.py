@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnxruntime
@@ -23,7 +24,7 @@ VOCABULARY, BATCH, PROMPT, STEPS = 40, 3, 9, 8
 
 ENCODED = {"bart", "t5", "whisper"}  # read what an encoder made
 UNPADDED = {"bloom", "falcon_h1"}  # whose export ignores the mask, as do those that read what an encoder made
-SOURCES = (7, 4, 5)  # rows of what an encoder made, by sequence
+SOURCES = (7, 4, 5, 17)  # rows of what an encoder made, by sequence
 
 
 def whole(name: str, sequences: list[np.ndarray]) -> list[np.ndarray]:
@@ -56,27 +57,37 @@ IN_PLACE = [
     ("llama", "float16"), ("gpt_oss", "float16"), ("qwen3", "bfloat16"), ("bart", "float16"),
 ]  # fmt: skip
 SERVED = [
-    *((name, None) for name in KEPT if name not in ENCODED),
-    ("llama", "float16"), ("gpt2", "bfloat16"), ("bamba", "float16"),
+    *((name, None) for name in KEPT),
+    ("llama", "float16"), ("gpt2", "bfloat16"), ("bamba", "float16"), ("whisper", "bfloat16"),
 ]  # fmt: skip
 BARS = {None: 1e-5, "float16": 5e-3, "bfloat16": 6e-2}
 
 
 def encoded(width: int) -> np.ndarray:
     """What an encoder has made of the sources, with anything behind the shorter ones."""
-    return np.random.default_rng(3).standard_normal((BATCH, max(SOURCES), width)).astype(np.float32)
+    return np.random.default_rng(3).standard_normal((len(SOURCES), max(SOURCES), width)).astype(np.float32)
 
 
 def decoder_of(model: lowering.Model) -> Decoder:
     """A decoder; arrays of sources that it was given hold nothing any more."""
     if model.setup is None:
         return model.decoder()
-    states = encoded(int(model.setup.inputs[0].dims[2]))
-    for row, count in enumerate(SOURCES):
+    states = encoded(int(model.setup.inputs[0].dims[2]))[:BATCH]
+    for row, count in enumerate(SOURCES[:BATCH]):
         states[row, count:] = np.nan
-    decoder = model.decoder(fixed={"encoder_hidden_states": states, "source_lengths": np.array(SOURCES)})
+    decoder = model.decoder(fixed={"encoder_hidden_states": states, "source_lengths": np.array(SOURCES[:BATCH])})
     states[:] = np.nan
     return decoder
+
+
+def source_of(model: lowering.Model, row: int) -> dict[str, Any]:
+    """What a request is given beside its tokens; rows behind its own are NaN."""
+    if model.setup is None:
+        return {}
+    spec, length = model.setup.inputs[0], SOURCES[row]
+    states = encoded(int(spec.dims[2]))[row : row + 1].astype(getattr(ml_dtypes, spec.dtype, spec.dtype))
+    states[:, length:] = np.nan
+    return {spec.name: states, "source_lengths": length}
 
 
 def compiled(name: str, precision: Any = None) -> lowering.Model:
@@ -118,7 +129,8 @@ def error_in_place(name: str, precision: Any) -> float:
 def error_served(name: str, precision: Any) -> float:
     """Of requests of different lengths, whose prompts are read in parts beside steps of others.
 
-    There are fewer blocks and slots of states than all of them take: some are put back, and others have had them.
+    There are fewer blocks and slots of states than all of them take: some are put back, and others have had them. What
+    blocks of sources held before, and rows of a source that do not count, are not seen.
     """
     rng = np.random.default_rng(1)
     sequences = [rng.integers(0, VOCABULARY, count) for count in (37, 3, 17, 40)]
@@ -128,9 +140,12 @@ def error_served(name: str, precision: Any) -> float:
     )
     assert model.manifest.served is not None and not any("copied" in note for note in model.manifest.notes)
     blocks, slots = 10 if model.manifest.served.pools else None, 3 if model.manifest.served.states else None
-    batcher = lowering.Batcher(model, blocks, tokens_per_step=13, state_slots=slots)
+    sources = model.manifest.served.sources
+    batcher = lowering.Batcher(model, blocks, 13, slots, source_blocks=None if sources is None else 5)
+    for pool in () if sources is None else sources.pools:
+        batcher._stores[pool.name][:] = np.nan
     for request, ids in enumerate(sequences):
-        batcher.add(request, ids[: max(1, len(ids) // 2)])
+        batcher.add(request, ids[: max(1, len(ids) // 2)], fixed=source_of(model, request))
     worst, answered = 0.0, 0
     while batcher.waiting:
         for request, logits in batcher.step().items():

@@ -8,7 +8,6 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...arithmetic import LARGEST_SIZE
 from ...attention.parameters import int64
 from ...graph.legality import OWN_DOMAIN
 from ...importing.checks import SERVED
@@ -17,7 +16,8 @@ from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
 from ..asserted import asserted, legal_requests
-from ..kernels import compute, loops, serial
+from ..kernels import loops, serial
+from .layer_pages import block_entries
 
 
 @op("PackedRequests", since=1, domain=OWN_DOMAIN)
@@ -81,17 +81,5 @@ def packed_requests(
     outputs = [(shape, "int64") for shape in shapes]
     given = [row_starts, past_lengths]
     positions, row_requests, last_rows, *others = loops(node, "requests", body, given, outputs, [count, rows, room])
-    entries = None if block_table is None or kv_cache is None else _entries(node, block_table, kv_cache)
+    entries = None if block_table is None or kv_cache is None else block_entries(node, block_table, kv_cache)
     return positions, row_requests, last_rows, row_starts, *others, entries
-
-
-def _entries(node: Node, block_table: Value, kv_cache: Value) -> Value:
-    layers = number(node, "dimension 1 of kv_cache", kv_cache.shape[1])
-
-    def entry(index: tuple[Any, ...], table: Any, blocks: Any) -> Any:
-        block = table(index[0], index[2])
-        inside = tirx.all(block >= 0, block < blocks)
-        return tirx.Select(inside, block * (2 * layers) + index[1], int64(-LARGEST_SIZE))
-
-    shape = (block_table.shape[0], 2, block_table.shape[1])
-    return compute(node, "entries", entry, [block_table], shape, [kv_cache.shape[0]])

@@ -1,0 +1,106 @@
+"""A pool of a served decoder while the graph is rewritten: what appends to it, and what attends to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from ..errors import ModelError
+from ..fusion.attention_node import SINK, attention_input
+from ..fusion.matching import Rewrite, Size, attribute, dims, operand
+from ..manifest import CachePool
+from .legality import OWN_DOMAIN
+from .served_caches import CacheLayer
+
+APPEND_TABLES = ("first_rows", "row_counts", "past", "entries")
+ATTENTION_TABLES = ("row_starts", "past", "lengths", "most", "entries")
+
+
+@dataclass
+class ServedPool:
+    """A pool, the tables of its requests by name, and its arrays behind the nodes so far; kv and scale as they came."""
+
+    spec: CachePool
+    kv: ir.Value
+    scale: ir.Value | None
+    tables: dict[str, ir.Value] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, graph: ir.Graph, spec: CachePool, dtype: ir.DataType, tokens: int, blocks: str) -> ServedPool:
+        """Make the arrays of a pool inputs of a graph; a block has so many tokens."""
+        front: list[Size] = [ir.SymbolicDim(blocks), spec.layers, 2, spec.kv_heads, tokens]
+        kv = add_input(graph, spec.name, dtype, [*front, spec.head_dim])
+        scale = add_input(graph, spec.scale, ir.DataType.FLOAT, [*front, 1]) if spec.scale else None
+        return cls(spec, kv, scale)
+
+    def updated(self) -> dict[str, ir.Value]:
+        """Return the arrays behind all nodes, by the names of the inputs."""
+        scales = {} if self.scale is None else {self.spec.scale: self.scale}
+        return {self.spec.name: self.kv, **scales}
+
+    def append(self, new: Rewrite, layer: CacheLayer, k: ir.Value, v: ir.Value) -> None:
+        """Emit what puts keys and values [1, H, N, D] into a layer."""
+        rows = [padded(new, x, self.spec.head_dim) for x in (k, v)]
+        tables = [self.tables[name] for name in APPEND_TABLES]
+        node = ir.node(
+            "ServedAppend", [*rows, *tables, self.kv, self.scale], {"layer": layer.place}, domain=OWN_DOMAIN,
+            num_outputs=2, name=f"{new.origin}/append",
+        )  # fmt: skip
+        new.nodes.append(node)
+        for output, before in zip(node.outputs, (self.kv, self.scale)):
+            if before is not None:
+                output.type, output.shape = before.type, before.shape
+        self.kv, self.scale = node.outputs[0], None if self.scale is None else node.outputs[1]
+
+    def attend(
+        self, new: Rewrite, layer: CacheLayer, attributes: Mapping[str, float | int | str], bias: ir.Value | None = None
+    ) -> None:
+        """Put ServedAttention over a layer in place of the attention that `new` is about."""
+        attention = new.anchor
+        q, q_size = operand(attention, 0), dims(operand(attention, 0))[3]
+        assert isinstance(q_size, int)
+        given: dict[str, float | int | str] = {
+            "scale": attribute(attention, "scale", 1 / math.sqrt(q_size)),
+            "softcap": attribute(attention, "softcap", 0.0), "layer": layer.place, **attributes,
+        }  # fmt: skip
+        q = padded(new, q, self.spec.head_dim)
+        tables = [self.tables[name] for name in ATTENTION_TABLES]
+        inputs = [q, *tables, self.kv, self.scale, bias, attention_input(attention, SINK)]
+        y = new.emit("ServedAttention", inputs, given, shape=dims(q), domain=OWN_DOMAIN)
+        if layer.v_size != self.spec.head_dim:
+            bounds = [new.integers(0), new.integers(layer.v_size), new.integers(-1)]
+            y = new.emit("Slice", [y, *bounds], shape=dims(attention.outputs[0]))
+        new.replace([attention], attention.outputs[0], y)
+
+
+def add_input(graph: ir.Graph, name: str, dtype: ir.DataType | None, shape: Sequence[Size]) -> ir.Value:
+    """Return a new input of a graph. Raises ModelError where it has one of that name."""
+    assert dtype is not None
+    if any(value.name == name for value in graph.inputs):
+        raise ModelError(f"serve: the model has an input '{name}' already.")
+    value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
+    graph.inputs.append(value)
+    return value
+
+
+def give_updated(graph: ir.Graph, results: Sequence[ir.Value], updated: Mapping[str, ir.Value]) -> dict[str, str]:
+    """Let a graph give results, and what its pools have become; return the names of these by input."""
+    donated = {name: f"{name}_updated" for name in updated}
+    for name, value in updated.items():
+        value.name = donated[name]
+    graph.outputs.clear()
+    graph.outputs.extend([*results, *updated.values()])
+    return donated
+
+
+def padded(new: Rewrite, rows: ir.Value, size: int) -> ir.Value:
+    """Return rows [1, H, N, D] with zeros behind them up to the size."""
+    own = dims(rows)[3]
+    if own == size:
+        return rows
+    assert isinstance(own, int)
+    ends = new.integers(0, 0, 0, 0, 0, 0, 0, size - own)
+    return new.emit("Pad", [rows, ends], shape=[*dims(rows)[:3], size])

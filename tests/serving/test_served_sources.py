@@ -1,0 +1,334 @@
+"""Requests with sources of their own: keys and values are computed once for each, and seen by no other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+import lowering
+from lowering import Batcher, InputError, PoolFullError
+from lowering.manifest import CachePool, ServedCache, SourceCache, TensorSpec
+
+EXPORTS = Path(__file__).parents[1] / "exports"
+BART = EXPORTS / "decoders" / "bart.onnx"
+TORCH = EXPORTS / "samples" / "flan-t5-past-dynamo18-batch1" / "model.onnx"
+CONTEXT, BLOCK, VOCABULARY, WIDTH = 48, 8, 40, 16
+
+
+@pytest.fixture(scope="module")
+def bart() -> lowering.Model:
+    return lowering.compile(BART, serve=lowering.Serve(CONTEXT, BLOCK))
+
+
+class Sequence:
+    """Tokens, a source, and the logits behind each token, by onnxruntime in one run."""
+
+    def __init__(self, session: onnxruntime.InferenceSession, rng: np.random.Generator, tokens: int, rows: int) -> None:
+        self.ids = rng.integers(0, VOCABULARY, tokens)
+        self.source = rng.standard_normal((1, rows, WIDTH)).astype(np.float32)
+        feeds: dict[str, np.ndarray] = {"input_ids": self.ids[None], "encoder_hidden_states": self.source}
+        pasts = {given.name: np.zeros((1, 4, 0, 4), np.float32) for given in session.get_inputs()}
+        self.expected = session.run(["logits"], pasts | feeds)[0][0]
+
+    def fixed(self, padding: int) -> dict[str, Any]:
+        """The source, with rows of NaN behind it that do not count."""
+        padded = np.concatenate([self.source, np.full((1, padding, WIDTH), np.nan, np.float32)], axis=1)
+        return {"encoder_hidden_states": padded, "source_lengths": np.array([self.source.shape[1]])}
+
+
+def test_requests_get_what_they_get_alone(bart: lowering.Model) -> None:
+    """They come at different steps, one is forked, and others are put back for want of blocks, of either pool."""
+    session, rng = onnxruntime.InferenceSession(BART), np.random.default_rng(5)
+    shapes = ((37, 7), (3, 13), (17, 1), (40, 24), (9, 9))
+    sequences: dict[Any, Sequence] = {k: Sequence(session, rng, *shape) for k, shape in enumerate(shapes)}
+    batcher = Batcher(bart, blocks=10, tokens_per_step=13, source_blocks=4)
+    for store in batcher._stores.values():
+        store[:] = np.nan
+    worst, waiting, live, forked = 0.0, dict(sequences), 0, False
+    while waiting or live:
+        if waiting:
+            name, sequence = waiting.popitem()
+            fixed = sequence.fixed(name)
+            batcher.add(name, sequence.ids[: 1 + len(sequence.ids) // 2], fixed=fixed)
+            fixed["encoder_hidden_states"][:] = np.nan  # a copy was taken
+            live += 1
+        for name, logits in batcher.step().items():
+            sequence, count = sequences[name], len(batcher.tokens(name))
+            expected = sequence.expected
+            worst = max(worst, np.abs(logits - expected[count - 1]).max() / np.abs(expected).max())
+            if name == 3 and not forked:
+                batcher.fork(3, "fork")
+                sequences["fork"], forked, live = sequence, True, live + 1
+                batcher.extend("fork", int(sequence.ids[count]))
+            if count < len(sequence.ids):
+                batcher.extend(name, int(sequence.ids[count]))
+            else:
+                batcher.free(name)
+                live -= 1
+    assert forked and worst < 1e-5
+    usage = batcher.usage()
+    assert (usage.used, usage.source_blocks, usage.free_source_blocks) == (0, 4, 4)
+
+
+def test_keys_and_values_that_an_encoder_gives() -> None:
+    """PyTorch's export takes them as inputs, and a mask of padding: requests have no padding, and no mask."""
+    rng, total = np.random.default_rng(2), 11
+    session = onnxruntime.InferenceSession(TORCH)
+    batcher = Batcher(lowering.compile(TORCH, serve=lowering.Serve(24, 8)), blocks=8, source_blocks=4)
+    assert batcher._served.sources is not None and batcher._served.sources.rows == ("cross_0", 2)
+    sequences, expected = {}, {}
+    for rows in (5, 9):
+        ids, keys = rng.integers(0, 20, total), {f"cross_{k}": rng.standard_normal((1, 2, rows, 4)) for k in range(4)}
+        cross = {name: array.astype(np.float32) for name, array in keys.items()}
+        feeds: dict[str, Any] = {
+            "decoder_input_ids": ids[None],
+            "attention_mask": np.ones((1, rows), np.int64),
+            **cross,
+        }
+        for given in session.get_inputs():
+            shape = (1, rows, 8) if given.name == "states" else (1, 2, 0, 4)
+            feeds.setdefault(given.name, np.zeros(shape, np.float32))
+        sequences[rows], expected[rows] = ids, session.run(["logits"], feeds)[0][0]
+        batcher.add(rows, ids[:4], fixed=cross)
+    for _ in range(4, total):
+        for name, logits in batcher.step().items():
+            count = len(batcher.tokens(name))
+            np.testing.assert_allclose(logits, expected[name][count - 1], 1e-4, 1e-5)
+            batcher.extend(name, int(sequences[name][count]))
+
+
+LEGAL = {
+    "row_starts": [0, 3, 4], "past_lengths": [6, 8], "block_table": [[3, 4], [5, 6]], "source_lengths": [9, 2],
+    "source_table": [[1, 2], [0, -1]],
+}  # fmt: skip
+
+
+def given(model: lowering.Model, tables: dict[str, Any]) -> dict[str, Any]:
+    pools = {t.name: np.zeros((7, *map(int, t.dims[1:])), np.float32) for t in model.inputs if len(t.dims) == 6}
+    arrays = {name: np.array(table, np.int64) for name, table in (LEGAL | tables).items()}
+    return {"input_ids": np.zeros((1, 4), np.int64), **arrays, **pools}
+
+
+@pytest.mark.parametrize(
+    ("tables", "text"),
+    [
+        ({"source_lengths": [-1, 2]}, "source_lengths of request 0 is -1: make it the number of its source's rows"),
+        ({"source_lengths": [9, 17]}, "source_table has 2 blocks of 8 tokens for each request, and request 1 has 17"),
+        ({"source_lengths": [9, 2**63 - 1]}, "give it 1152921504606846976 blocks"),
+        ({"source_table": [[1, 7], [0, 0]]}, "source_table of request 0, column 1 is 7, and source_cache has 7 blocks"),
+        ({"source_table": [[1, 2], [-1, 0]]}, "source_table of request 1, column 0 is -1, and source_cache has 7"),
+    ],
+)
+def test_tables_that_do_not_fit(bart: lowering.Model, tables: dict[str, Any], text: str) -> None:
+    bart.run(given(bart, {}))
+    with pytest.raises(InputError, match=f"PackedSources.*{text}"):
+        bart.run(given(bart, tables))
+
+
+def test_hostile_tables_stay_inside() -> None:
+    """Whatever tables hold, nothing but the pools is read or written, and the process lives."""
+    model = lowering.compile(BART, serve=lowering.Serve(CONTEXT, BLOCK), checks=False)
+    rng, ends = np.random.default_rng(3), np.array([-(2**63), -1, 0, 1, 6, 7, 2**31, 2**62, 2**63 - 1])
+    assert model.setup is not None
+    for _ in range(40):
+        tables = {"source_lengths": rng.choice(ends, 2), "source_table": rng.choice(ends, (2, 3))}
+        arrays = given(model, tables)
+        model.run(arrays)
+        source = {"encoder_hidden_states": np.ones((1, int(rng.integers(1, 30)), WIDTH), np.float32)}
+        model.setup.run({**source, "source_table": tables["source_table"][:1], "source_cache": arrays["source_cache"]})
+
+
+class Translator:
+    """A model that answers with a digest of a request's source and tokens, both of which it reads from its pools."""
+
+    gpu = None
+
+    def __init__(self) -> None:
+        pool, sources = (CachePool(name, "", 1, 1, 1) for name in ("kv_cache", "source_cache"))
+        served = ServedCache(40, 4, (pool,), "float32", 0, "ids", (), SourceCache((sources,), ("source", 1)))
+        inputs, outputs = [SimpleNamespace(name="ids", dtype="int32")], [SimpleNamespace(name="logits")]
+        self.manifest: Any = SimpleNamespace(served=served, inputs=inputs, outputs=outputs)
+        specs = (TensorSpec("source", "float32", "float32", (1, "rows", 2)), TensorSpec("source_table", "", "", ()))
+        self.setup: Any = SimpleNamespace(manifest=SimpleNamespace(inputs=specs), run=self.file)
+        self.setups = 0
+
+    def to_numpy(self, name: str, array: np.ndarray) -> np.ndarray:
+        return array
+
+    def file(self, inputs: Any) -> None:
+        self.setups += 1
+        cells, table = inputs["source_cache"][:, 0, 0, 0, :, 0], inputs["source_table"][0]
+        for t, value in enumerate(inputs["source"][0, :, 0]):
+            cells[table[t // 4], t % 4] = value
+
+    def run(self, inputs: Any) -> Any:
+        ids, starts, answers = inputs["ids"], inputs["row_starts"], []
+        kinds = (("kv_cache", "block_table"), ("source_cache", "source_table"))
+        (cells, table), (sources, of_sources) = ((inputs[a][:, 0, 0, 0, :, 0], inputs[b]) for a, b in kinds)
+        for r, (before, rows) in enumerate(zip(inputs["past_lengths"], inputs["source_lengths"])):
+            new = ids[0, starts[r] : starts[r + 1]]
+            for t, token in enumerate(new, before):
+                cells[table[r, t // 4], t % 4] = token
+            seen = [int(cells[table[r, t // 4], t % 4]) for t in range(before + len(new))]
+            source = [int(sources[of_sources[r, t // 4], t % 4]) for t in range(rows)]
+            answers.append(np.eye(64)[digest(source, seen)])
+        return {"logits": np.array(answers)}
+
+
+def digest(source: list[int], tokens: list[int]) -> int:
+    value = 7
+    for number in (*source, -1, *tokens):
+        value = (value * 31 + number) % 1009
+    return value % 64
+
+
+def array_of(source: list[int]) -> np.ndarray:
+    return np.repeat(np.array(source, np.float32)[None, :, None], 2, axis=2)
+
+
+@pytest.mark.parametrize(("blocks", "source_blocks"), [(200, 200), (30, 8), (12, 60), (60, 6), (12, 6)])
+def test_sources_are_those_of_their_request(blocks: int, source_blocks: int) -> None:
+    """However few blocks there are; equal prompts share nothing, since their keys depend on sources."""
+    rng, model = np.random.default_rng(blocks), Translator()
+    prompt = rng.integers(0, 64, 9).tolist()
+    requests = {k: (prompt[: 1 + k % 9], rng.integers(0, 64, rng.integers(1, 22)).tolist()) for k in range(20)}
+    batcher, queue, done, forks = Batcher(model, blocks, 9, source_blocks=source_blocks), list(requests), {}, 0
+    sources: dict[Any, list[int]] = {}
+    while queue or sources:
+        while queue and len(sources) < 6:
+            name = queue.pop(0)
+            tokens, sources[name] = requests[name]
+            batcher.add(
+                name, tokens, fixed={"source": array_of([*sources[name], 1]), "source_lengths": len(sources[name])}
+            )
+        for name, logits in batcher.step().items():
+            assert logits.argmax() == digest(sources[name], batcher.tokens(name))
+            batcher.extend(name, int(logits.argmax()))
+            if name in requests and name % 5 == 0 and ("fork", name) not in sources and len(batcher.tokens(name)) < 15:
+                batcher.fork(name, ("fork", name))
+                sources["fork", name], forks = sources[name], forks + 1
+            if len(batcher.tokens(name)) > 20:
+                done[name] = sources.pop(name)
+                batcher.free(name)
+    assert forks >= 4 and requests.keys() <= done.keys()
+    assert (batcher.usage().used, batcher.usage().free_source_blocks) == (0, source_blocks)
+    assert model.setups == 20 if source_blocks == 200 else model.setups >= 20
+
+
+def test_a_request_that_is_put_back_keeps_its_source() -> None:
+    model = Translator()
+    batcher = Batcher(model, 4, source_blocks=9)
+    for name in "ab":
+        batcher.add(name, range(7), fixed={"source": array_of([ord(name)])})
+    for _ in range(6):
+        for name, logits in batcher.step().items():
+            assert isinstance(name, str) and logits.argmax() == digest([ord(name)], batcher.tokens(name))
+            batcher.extend(name, 1)
+    assert batcher.waiting == ["a", "b"] and batcher.usage().tokens == 12  # of "a"
+    assert model.setups == 2 and batcher.usage().free_source_blocks == 7
+
+
+def test_a_full_pool_of_sources() -> None:
+    batcher = Batcher(Translator(), 9, source_blocks=2)
+    batcher.add("a", [1], fixed={"source": array_of([1, 2, 3, 4, 5])})
+    assert list(batcher.step()) == ["a"]
+    batcher.add("b", [2], fixed={"source": array_of([3])})
+    with pytest.raises(PoolFullError, match="request 'b' needs 1 more source block, and 0 of the pool's 2 are free"):
+        batcher.step()
+    batcher.free("a")
+    assert list(batcher.step()) == ["b"]
+
+
+def test_a_setup_that_fails_runs_again() -> None:
+    model = Translator()
+    batcher = Batcher(model, 9)
+    batcher.add("a", [1], fixed={"source": array_of([5])})
+    file, model.setup.run = model.setup.run, lambda inputs: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        batcher.step()
+    model.setup.run = file
+    assert batcher.usage().free_source_blocks == 9 and batcher.step()["a"].argmax() == digest([5], [1])
+
+
+SOURCE = array_of([1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("fixed", "text"),
+    [
+        ({}, r"request 'b' has no source: pass 'source' in `fixed`, source: float32\[1, rows, 2\]"),
+        (
+            {"source": SOURCE[0]},
+            r"'source' of request 'b' is float32\[3, 2\], and the model takes source: float32\[1, ",
+        ),
+        ({"source": SOURCE[..., :1]}, r"'source' of request 'b' is float32\[1, 3, 1\]"),
+        ({"source": SOURCE.astype(ml_dtypes.bfloat16)}, "'source' of request 'b' is bfloat16"),
+        ({"source": SOURCE, "x": 1}, "'x' of request 'b' is not of its source: `fixed` takes source: .*source_lengths"),
+        ({"source": SOURCE, "source_table": SOURCE}, "'source_table' of request 'b' is not of its source"),
+        ({"source": SOURCE, "source_lengths": 4}, "'source_lengths' of request 'b' must be one integer from 0 to 3"),
+        ({"source": SOURCE, "source_lengths": [1, 2]}, "'source_lengths' of request 'b' must be one integer"),
+        ({"source": array_of([1] * 9)}, "'source' of request 'b' has 9 rows, which take 3 blocks, and there are 2 for"),
+    ],
+)
+def test_sources_that_are_refused(fixed: dict[str, Any], text: str) -> None:
+    batcher = Batcher(Translator(), 9, source_blocks=2)
+    with pytest.raises(InputError, match=text):
+        batcher.add("b", [1], fixed=fixed)
+    assert not batcher.waiting
+    batcher.add("b", [1], fixed={"source": SOURCE})
+
+
+def test_sources_of_other_decoders() -> None:
+    model = Translator()
+    model.manifest.served = ServedCache(40, 4, model.manifest.served.pools, "float32", 0, "ids")
+    with pytest.raises(InputError, match="source_blocks is 4, and the model reads no sources: leave it out"):
+        Batcher(model, 4, source_blocks=4)
+    with pytest.raises(InputError, match="request 'a' has 'source', and the model takes tokens alone"):
+        Batcher(model, 4).add("a", [1], fixed={"source": SOURCE})
+
+
+def read_elsewhere(model: onnx.ModelProto) -> None:
+    """Add the mean of the source to the logits."""
+    (logits,) = [node for node in model.graph.node if "logits" in node.output]
+    logits.output[:] = ["scores"]
+    weights = onnx.numpy_helper.from_array(np.ones((WIDTH, 1), np.float32), "weights")
+    model.graph.initializer.append(weights)
+    make = onnx.helper.make_node
+    model.graph.node.extend(
+        [
+            make("MatMul", ["encoder_hidden_states", "weights"], ["seen"], name="see"),
+            make("ReduceMean", ["seen"], ["mean"]),
+            make("Add", ["scores", "mean"], ["logits"], name="join"),
+        ]
+    )
+
+
+def mask_by_distance(model: onnx.ModelProto) -> None:
+    """Hide keys of the source from tokens by a mask that no input is."""
+    (node, *_) = [node for node in model.graph.node if node.op_type == "Attention" and "cross" in "".join(node.output)]
+    mask = onnx.numpy_helper.from_array(np.ones((1, 1), bool), "mask")
+    model.graph.initializer.append(mask)
+    node.input.extend([""] * (3 - len(node.input)))
+    node.input.insert(3, "mask")
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (read_elsewhere, "'join' .Add. reads what is computed of 'encoder_hidden_states' alone, and is not attention"),
+        (mask_by_distance, "reads keys .* of a source, and does not see all that count"),
+    ],
+)
+def test_decoders_that_are_refused(change: Callable[[onnx.ModelProto], None], text: str) -> None:
+    model = onnx.load(BART)
+    change(model)
+    with pytest.raises(lowering.ModelError, match=text):
+        lowering.compile(model, serve=lowering.Serve(CONTEXT))
