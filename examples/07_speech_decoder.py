@@ -1,9 +1,10 @@
-"""An encoder-decoder: the encoder runs once, and so does what the decoder makes of its output; greedy and beam search.
+"""An encoder-decoder: the encoder runs once, and so does what the decoder makes of its output; search, and serving.
 
 A Whisper with random weights (nothing is downloaded) is exported in two halves: the encoder, and the decoder with its
 past as inputs, which multiplies the encoder's output by the weights of all cross-attention at each step. Compiled with
 `static_cache`, it does so once for each recording. Beams share a recording, and go on from each other by `reorder`.
-ONNX Runtime runs the same files beside it.
+Compiled with `serve`, it reads many recordings at once, of different lengths, one of which comes before each step. ONNX
+Runtime runs the same files beside it.
 
 Needs the `examples` extra:
 
@@ -156,6 +157,23 @@ def search(decoder: Steps, beams: int) -> tuple[np.ndarray, np.ndarray]:
     return sequences, scores
 
 
+def serve(model: lowering.Model, recordings: list[np.ndarray]) -> list[list[int]]:
+    """The likeliest tokens of each recording [1, E, hidden], one of which comes before each step."""
+    batcher = lowering.Batcher(model, blocks=len(recordings) * CAPACITY // 16, source_blocks=64)
+    waiting, texts = list(enumerate(recordings)), [[] for _ in recordings]
+    while waiting or batcher.waiting:
+        if waiting:
+            request, states = waiting.pop(0)
+            batcher.add(request, [CONFIG.decoder_start_token_id], fixed={"states": states})
+        for request, logits in batcher.step().items():
+            texts[request].append(int(logits.argmax()))
+            if len(texts[request]) < TOKENS:
+                batcher.extend(request, texts[request][-1])
+            else:
+                batcher.free(request)
+    return texts
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
@@ -179,6 +197,14 @@ def main() -> None:
             assert (ours == theirs).all()
             assert np.abs(our_scores - their_scores).max() < 1e-3
             print(*ours[0])
+        recordings = [states[:, :rows] for rows in (200, 60, 131, 17)]
+        served = lowering.compile(decoder, serve=lowering.Serve(CAPACITY), threads=1)
+        start = time.perf_counter()
+        texts = serve(served, recordings)
+        rate = len(texts) * TOKENS / (time.perf_counter() - start)
+        alone = [search(GrowingDecoder(decoder, states, 1), 1)[0][0].tolist() for states in recordings]
+        print(f"served: {len(texts)} recordings, {rate:.0f} tokens/s")
+        assert texts == alone
 
 
 if __name__ == "__main__":

@@ -36,17 +36,17 @@ def about(files: Files, manifest: Manifest) -> Iterator[tuple[str, str]]:
             f"{manifest.decoder.capacity} slots, of which {told} says how many are filled{_rings(manifest)}{states}"
         )
         yield "Caches", caches if manifest.donated else f"{len(manifest.decoder.states)} states"
-    if manifest.setup is not None:
-        yield "Once per sequence", f"{len(manifest.setup.outputs)} arrays are computed of {_names(manifest.setup)}"
+    if manifest.setup is not None and manifest.served is None:
+        names = ", ".join(f"'{spec.name}'" for spec in manifest.setup.inputs)
+        yield "Once per sequence", f"{len(manifest.setup.outputs)} arrays are computed of {names}"
     if manifest.served is not None:
         of = manifest.served
         kept = [f"pages of {of.tokens_per_block} tokens, keys and values {of.dtype}"] if of.pools else []
         kept += [f"slots of {sum(pool.layers for pool in of.states)} states"] if of.states else []
         yield "Serves", f"requests of up to {of.context} tokens, in {' and '.join(kept)}"
-
-
-def _names(manifest: Manifest) -> str:
-    return ", ".join(f"'{spec.name}'" for spec in manifest.inputs)
+        if of.sources is not None:
+            layers = sum(pool.layers for pool in of.sources.pools)
+            yield "Once per request", f"keys and values of {layers} layers are computed of '{of.sources.rows[0]}'"
 
 
 def _rings(manifest: Manifest) -> str:

@@ -199,6 +199,7 @@ def test_sizes_that_are_sums_of_others() -> None:
 
 
 DECODER = Path(__file__).parent / "exports" / "samples" / "llama-past-dynamo23" / "model.onnx"
+ENCODED = DECODER.parents[1] / "flan-t5-past-dynamo18-batch1" / "model.onnx"
 
 
 def test_a_decoder_with_static_caches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +258,10 @@ def test_a_served_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.first_difference is None and len(result.comparisons) == 1
 
     for options, wanted in (
-        ({"inputs": {"attention_mask": np.ones((1, 1))}}, "given tokens alone, and knows 'attention_mask' itself"),
+        (
+            {"inputs": {"attention_mask": np.ones((1, 1))}},
+            "tokens and sources, and knows 'attention_mask' itself",
+        ),
         ({"sizes": {"past": 2}}, "do not choose dimension 'past'"),
         ({"sizes": {"tokens": 41}}, "the requests have 41 tokens, and the model was compiled for at most 40"),
         ({"inputs": {"input_ids": np.zeros(3)}}, "'input_ids' must be integers \\[batch, tokens\\], not float64"),
@@ -276,6 +280,22 @@ def test_a_served_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PagedKVCache, "add", lambda cache, name, ids: add(cache, name, first[: len(ids)]))
     wrong = lowering.verify(DECODER, artifact=model, seed=2).first_difference
     assert wrong is not None and wrong.rms > 0.5 and "request 2" in wrong.name  # which reads what others wrote
+
+
+def test_a_served_decoder_with_sources() -> None:
+    """Of PyTorch, whose mask of padding of the source goes; requests have sources of different lengths."""
+    model = lowering.compile(ENCODED, serve=lowering.Serve(8, tokens_per_block=4), precision="float16")
+    result = lowering.verify(ENCODED, "onnxruntime", artifact=model, sizes={"source": 6})
+    assert result.first_difference is None and result.inputs["cross_3"].shape == (5, 2, 6, 4)
+    sources = {name: result.inputs[name] for name in result.inputs if name.startswith("cross")}
+    again = lowering.verify(ENCODED, "onnxruntime", artifact=model, inputs=sources, seed=3)
+    assert again.first_difference is None and again.inputs.keys() == result.inputs.keys()
+    with pytest.raises(lowering.InputError, match="'cross_0' has 1 rows for 5 requests: give one for each"):
+        lowering.verify(ENCODED, artifact=model, inputs={"cross_0": sources["cross_0"][:1]})
+    other = onnx.load(ENCODED)
+    other.graph.input[7].type.tensor_type.shape.dim[3].dim_value = 8
+    with pytest.raises(lowering.ArtifactError, match=r"its setup takes cross_0: float32\[1, 2, source, 4\], and"):
+        lowering.verify(other, artifact=model)
 
 
 def test_serve_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from ..errors import ArtifactError
 from ..fusion.matching import dims, numbers
 from ..graph.model import dtype_name
 from ..graph.served_states import carries_state, past_state
-from ..manifest import Manifest, ServedCache, TensorSpec
+from ..manifest import SOURCE_TABLE, Manifest, ServedCache, TensorSpec
 
 _HALVES = ("float16", "bfloat16")  # of caches, for a precision
 
@@ -55,11 +55,20 @@ def _of_served(manifest: Manifest, served: ServedCache, model: ir.Model) -> Iter
     if output != first:
         yield f"its output is '{output}', and the model's first one '{first}'"
     states = {past_state(node): None for node in model.graph if carries_state(node)}
-    pasts = [shape for value in theirs.values() if value not in states and (shape := value.shape) and len(shape) == 4]
-    kept = {(pool.kv_heads, pool.head_dim) for pool in served.pools}
+    setup = () if manifest.setup is None else manifest.setup.inputs
+    pools = () if served.sources is None else served.sources.pools
+    computed = {SOURCE_TABLE, *(name for pool in pools for name in (pool.name, pool.scale))}
+    sources = {spec.name: spec for spec in setup if spec.name not in computed}
+    yield from (f"its setup takes '{name}', which the model does not" for name in sources if name not in theirs)
+    for name in sources.keys() & theirs.keys():
+        if not _fits(sources[name], theirs[name].shape):
+            yield f"its setup takes {sources[name]}, and the model {theirs[name].shape}"
+    kept = [v for name, v in theirs.items() if v.uses() and v not in states and name not in sources]
+    pasts = [value.shape for value in kept if value.shape is not None and len(value.shape) == 4]
+    shapes = {(pool.kv_heads, pool.head_dim) for pool in served.pools}
     for shape in pasts:
-        if not any(shape[1] == heads and _is_at_most(shape[3], size) for heads, size in kept):
-            caches = " or ".join(f"[batch,{heads},length,{size}]" for heads, size in sorted(kept))
+        if not any(shape[1] == heads and _is_at_most(shape[3], size) for heads, size in shapes):
+            caches = " or ".join(f"[batch,{heads},length,{size}]" for heads, size in sorted(shapes))
             yield f"it was made for pasts {caches}, and the model has one of {shape}"
     layers = sum(pool.layers for pool in served.pools)
     if len(pasts) != 2 * layers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,13 @@ import onnx_ir as ir
 from ..errors import InputError
 from ..graph.roles import Roles, find_roles
 from ..graph.served_states import carries_state, past_state
-from ..manifest import ServedCache, TensorSpec
+from ..manifest import Manifest, ServedCache, TensorSpec
 from ..runtime.model import Model
 from ..serving.batcher import Batcher
 from .decoding import checked_ids, empty_past, said
 from .made_up import made_up, specs_of, taken
 from .references import Evaluate
+from .request_sources import RequestSources, request_sources
 
 _REQUESTS, _TOGETHER = 5, 3
 _BEHIND = 8  # tokens behind the first block, where no size says otherwise
@@ -26,6 +27,7 @@ _BEHIND = 8  # tokens behind the first block, where no size says otherwise
 @dataclass(frozen=True)
 class Requests:
     """Tokens [requests, all] for a decoder, and how many of each request are its prompt; it reads on one by one.
+    sources are what each request has beside them.
 
     One request comes before each call, until some are there together; each leaves when all of its tokens are read. The
     pools have room for all but one of those that are together, unless they share blocks.
@@ -36,6 +38,7 @@ class Requests:
     served: ServedCache
     tokens: np.ndarray
     prompts: np.ndarray
+    sources: RequestSources
 
     @property
     def names(self) -> list[str]:
@@ -46,30 +49,32 @@ class Requests:
     @property
     def inputs(self) -> dict[str, Any]:
         """The arrays that were chosen, by the names of inputs."""
-        return {self.served.ids: self.tokens}
+        return {self.served.ids: self.tokens, **self.sources.arrays}
 
     def ours(self) -> list[np.ndarray]:
         """What the compiled decoder answers to each request, [answers, ...]."""
         total, block = self.tokens.shape[1], self.served.tokens_per_block
+        rows = int(self.sources.lengths.max(initial=0))
         batcher = Batcher(
             self.compiled,
             blocks=-(-total // block) * (_TOGETHER - 1) if self.served.pools else None,
             tokens_per_step=max(block, total // 4),  # prompts are read in parts
             state_slots=_TOGETHER - 1 if self.served.states else None,
+            source_blocks=None if self.served.sources is None else -(-rows // block) * (_TOGETHER - 1),
         )
-        rows: dict[Hashable, np.ndarray] = dict(enumerate(self.tokens))
-        answers: dict[Hashable, list[np.ndarray]] = {request: [] for request in rows}
+        tokens: dict[Hashable, np.ndarray] = dict(enumerate(self.tokens))
+        answers: dict[Hashable, list[np.ndarray]] = {request: [] for request in tokens}
         coming, there = list(enumerate(self.prompts)), 0
         while coming or there:
             if coming and there < _TOGETHER:
                 request, count = coming.pop(0)
-                batcher.add(request, rows[request][:count])
+                batcher.add(request, tokens[request][:count], fixed=self.sources.fixed(request))
                 there += 1
             for name, answer in batcher.step().items():
                 answers[name].append(answer)
                 read = len(batcher.tokens(name))
                 if read < total:
-                    batcher.extend(name, int(rows[name][read]))
+                    batcher.extend(name, int(tokens[name][read]))
                 else:
                     batcher.free(name)
                     there -= 1
@@ -78,29 +83,37 @@ class Requests:
     def theirs(self, evaluate: Evaluate) -> list[np.ndarray]:
         """What the model as it was answers to each request alone, whose past begins empty."""
         total = self.tokens.shape[1]
-        roles = _roles(self.model, self.served)
+        roles = _roles(self.model, self.compiled.manifest)
         counts = {roles.mask: np.ones((1, total)), roles.positions: np.arange(total)[None]}
         feeds: dict[str, np.ndarray] = {}
+        of_sources = self.sources.feeds(0)
         for value in taken(self.model):
             name, dtype = value.name or "", value.dtype
             assert dtype is not None
+            if name in of_sources:
+                continue
             if name == self.served.ids:
                 tokens = self.tokens.astype(dtype.numpy())
             else:
                 feeds[name] = counts[name].astype(dtype.numpy()) if name in counts else empty_past(value, 1)
-        whole = [evaluate({**feeds, self.served.ids: row[None]})[0][0] for row in tokens]
+        whole = [
+            evaluate({**feeds, **self.sources.feeds(request), self.served.ids: row[None]})[0][0]
+            for request, row in enumerate(tokens)
+        ]
         return [logits[prompt - 1 :] for logits, prompt in zip(whole, self.prompts)]
 
 
-def _roles(model: ir.Model, served: ServedCache) -> Roles:
-    return find_roles(model, Roles(served.ids), _kept(model))
+def _roles(model: ir.Model, manifest: Manifest) -> Roles:
+    assert manifest.served is not None
+    return find_roles(model, Roles(manifest.served.ids), _kept(model, manifest))
 
 
-def _kept(model: ir.Model) -> list[str]:
-    """The inputs that are caches and states."""
+def _kept(model: ir.Model, manifest: Manifest) -> list[str]:
+    """The inputs that are caches and states, but for those that hold sources."""
     states = {past_state(node) for node in model.graph if carries_state(node)}
     values = [v for v in taken(model) if v in states or (v.shape is not None and len(v.shape) == 4)]
-    return [value.name or "" for value in values]
+    sources = set() if manifest.setup is None else {spec.name for spec in manifest.setup.inputs}
+    return [value.name or "" for value in values if value.name not in sources]
 
 
 def requests(
@@ -115,24 +128,21 @@ def requests(
     otherwise.
 
     `given` may hold the ids of all tokens [requests, tokens]; of those that are made up, the first two requests begin
-    alike, and share a block. Raises InputError for other inputs, for requests beyond the context, and for a model whose
-    inputs have other names.
+    alike, and share a block where there are no sources. It may hold these too, [requests, ...]. Raises InputError for
+    other inputs, for requests beyond the context, and for a model whose inputs have other names.
     """
-    spec = next(spec for spec in specs_of(model) if spec.name == served.ids)
+    specs, setup = {spec.name: spec for spec in specs_of(model)}, compiled.manifest.setup
+    spec = specs[served.ids]
+    sources = [] if setup is None else [specs[each.name] for each in setup.inputs if each.name in specs]
     for name in given:
-        if name != served.ids:
-            raise InputError(f"a served decoder is given tokens alone, and knows '{name}' itself: leave it out.")
+        if name not in (served.ids, *(each.name for each in sources)):
+            raise InputError(f"a served decoder is given tokens and sources, and knows '{name}' itself: leave it out.")
     for name in sizes:
-        if name != spec.dims[1]:
+        if name not in {spec.dims[1], *(dim for each in sources for dim in each.dims[1:])}:
             raise InputError(f"the calls of a decoder do not choose dimension '{name}': leave it out.")
-    roles = _roles(model, served)
-    names = (served.ids, roles.mask, roles.positions, *_kept(model))
-    for value in taken(model):
-        if value.name not in names:
-            raise InputError(
-                f"verify does not know what '{value.name}' of this decoder is: it has no column for each key as a "
-                "mask, nor the shape of the tokens as positions, nor the 4 dimensions of a past, nor is it a state."
-            )
+    roles = _roles(model, compiled.manifest)
+    names = (served.ids, roles.mask, roles.positions, *_kept(model, compiled.manifest))
+    _check_known(model, [*names, *(each.name for each in sources)], has_sources=bool(sources))
     block = served.tokens_per_block
     if served.ids in given:
         tokens = checked_ids(given[served.ids], served.ids)
@@ -148,4 +158,17 @@ def requests(
     prompts = rng.integers(1, max(1, total - 1), count, endpoint=True)
     if total > block:
         prompts[:2] = block + 1  # so that the first one is still there, and has written a block, when the second comes
-    return Requests(model, compiled, served, tokens, prompts)
+    chosen = request_sources(model, compiled.manifest, names, given, sizes, count, rng)
+    return Requests(model, compiled, served, tokens, prompts, chosen)
+
+
+def _check_known(model: ir.Model, names: Collection[str], has_sources: bool) -> None:
+    """Raise InputError for an input that is none of these; a decoder with sources may have one that nothing reads, and
+    a mask of their padding."""
+    for value in taken(model):
+        is_spare = not value.uses() or (has_sources and value.shape is not None and len(value.shape) == 2)
+        if value.name not in names and not is_spare:
+            raise InputError(
+                f"verify does not know what '{value.name}' of this decoder is: it has no column for each key as a "
+                "mask, nor the shape of the tokens as positions, nor the 4 dimensions of a past, nor is it a state."
+            )

@@ -5,9 +5,10 @@ every layer again. After: the setup takes the encoder's output and gives keys an
 those in its place, under the same names.
 
 The cut goes through the values that matmuls of the encoder's output lead to, and that nodes read which depend on
-tokens, the past or positions. What depends on the encoder alone and needs no matmul, such as a mask of its padding,
-stays in the decoder. Cross attention that has no mask gets the number of keys of each sequence as an input
-(SOURCE_LENGTHS), so that sources of different lengths may share a batch; the setup gives the number of all keys.
+tokens, the past or positions; and through keys and values of attention, however they are made. What else depends on
+the encoder alone and needs no matmul, such as a mask of its padding, stays in the decoder. Cross attention that has no
+mask gets the number of keys of each sequence as an input (SOURCE_LENGTHS), so that sources of different lengths may
+share a batch; the setup gives the number of all keys.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from enum import IntEnum
 import onnx_ir as ir
 from onnx_ir.passes import common
 
+from ..fusion.attention_node import is_attention
 from ..fusion.matching import Rewrite, Size, attribute, dims, is_op, operand, remove_unused
 from ..fusion.sizes import InferSizesPass
 from ..manifest import SOURCE_LENGTHS
-from .cache_forms import LENGTH_AXIS, MASK, NONPAD, split_heads, use_opset_24
+from .cache_forms import LENGTH_AXIS, MASK, NONPAD, K, V, split_heads, use_opset_24
 
 _PRODUCTS = (
     "Attention", "Conv", "DynamicQuantizeMatMul", "Einsum", "Gemm", "MatMul", "MatMulBnb4", "MatMulInteger",
@@ -101,12 +103,19 @@ def _kinds(graph: ir.Graph, sources: Collection[ir.Value]) -> dict[ir.Value, _Ki
 
 
 def _made_by_products(graph: ir.Graph, kinds: dict[ir.Value, _Kind]) -> dict[ir.Value, None]:
-    """Return the values that depend on sources alone, by way of a matmul."""
+    """Return the values that depend on sources alone, by way of a matmul or as keys and values for tokens."""
     made: dict[ir.Value, None] = {}
+    attended = {
+        operand(node, place)
+        for node in graph
+        for place in (K, V)
+        if is_attention(node) and kinds[node.outputs[0]] == _Kind.CALL
+    }
     for node in graph:
         if kinds[node.outputs[0]] != _Kind.SOURCE or is_op(node, "Shape", "Size"):
             continue
-        if node.op_type in _PRODUCTS or any(value in made for value in node.inputs):
+        is_product = node.op_type in _PRODUCTS or node.outputs[0] in attended
+        if is_product or any(value in made for value in node.inputs):
             made |= dict.fromkeys(node.outputs)
     return made
 

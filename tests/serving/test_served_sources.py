@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +18,7 @@ import pytest
 import lowering
 from lowering import Batcher, InputError, PoolFullError
 from lowering.manifest import CachePool, ServedCache, SourceCache, TensorSpec
+from lowering.runtime.rules import contradictions
 
 EXPORTS = Path(__file__).parents[1] / "exports"
 BART = EXPORTS / "decoders" / "bart.onnx"
@@ -24,8 +27,10 @@ CONTEXT, BLOCK, VOCABULARY, WIDTH = 48, 8, 40, 16
 
 
 @pytest.fixture(scope="module")
-def bart() -> lowering.Model:
-    return lowering.compile(BART, serve=lowering.Serve(CONTEXT, BLOCK))
+def bart(tmp_path_factory: pytest.TempPathFactory) -> lowering.Model:
+    folder = tmp_path_factory.mktemp("bart") / "out"
+    lowering.compile(BART, serve=lowering.Serve(CONTEXT, BLOCK)).save(folder)
+    return lowering.load(folder)
 
 
 class Sequence:
@@ -144,6 +149,31 @@ def test_hostile_tables_stay_inside() -> None:
         model.run(arrays)
         source = {"encoder_hidden_states": np.ones((1, int(rng.integers(1, 30)), WIDTH), np.float32)}
         model.setup.run({**source, "source_table": tables["source_table"][:1], "source_cache": arrays["source_cache"]})
+
+
+SOURCES = SourceCache((CachePool("source_cache", "", 2, 4, 4),), ("encoder_hidden_states", 1))
+
+
+@pytest.mark.parametrize(
+    ("sources", "text"),
+    [
+        (replace(SOURCES, rows=("x", 1)), "input 'x' of the setup has rows along axis 1"),
+        (replace(SOURCES, rows=("encoder_hidden_states", 3)), "'encoder_hidden_states' of the setup has rows along"),
+        (replace(SOURCES, pools=()), "no setup writes the pools of sources"),
+        (
+            replace(SOURCES, pools=(replace(SOURCES.pools[0], layers=3),)),
+            r"'source_cache' is a pool of float32\[3, 2, 4",
+        ),
+        (replace(SOURCES, pools=(replace(SOURCES.pools[0], name="kv_cache"),)), "'kv_cache' is a pool of .*, read"),
+        (None, "the part 'setup' is a setup of the part 'model'"),
+    ],
+)
+def test_manifests_say_where_sources_are(bart: lowering.Model, sources: SourceCache | None, text: str) -> None:
+    served = bart.manifest.served
+    assert served is not None and served.sources == SOURCES and not list(contradictions(bart.manifest))
+    wrong = replace(bart.manifest, served=replace(served, sources=sources))
+    assert re.search(text, "; ".join(contradictions(wrong)))
+    assert "no setup writes the pools of sources" in list(contradictions(replace(bart.manifest, setup=None)))
 
 
 class Translator:
