@@ -43,7 +43,7 @@ from .row_wise import check_row_wise, row_axis
 from .serve import Serve
 from .served_caches import CacheLayer, cache_layers, cache_pools, check_attention
 from .served_pools import ServedPool, add_input, give_updated
-from .served_sources import BLOCKS, SourceReads, pack_sources
+from .served_sources import BLOCKS, SourceReads, find_source_reads, pack_sources
 from .served_states import StateLayer, carries_state, past_state, serve_state, state_layers
 from .setup_part import Setup, split_setup
 
@@ -141,7 +141,7 @@ def _decoder_of(model: ir.Model, serve: Serve) -> _Decoder:
     setup = split_setup(model, {str(value.name) for value in (ids, *dropped)})
     positions = Positions(model, ids, mask, position_ids, pasts)
     attentions = [node for node in model.graph if is_attention(node) and positions.of_data(node)]
-    reads = SourceReads.of(model, ids, attentions, pasts)
+    reads = find_source_reads(model, ids, attentions, pasts)
     attentions = [node for node in attentions if node not in reads.layers]
     dropped = [value for value in model.graph.inputs if value in dropped or value in reads.inputs]
     _check_inputs([value for value in model.graph.inputs if value is not ids and value not in dropped], setup)
@@ -219,7 +219,7 @@ class _Rewriting:
             self.states[state.name] = add_input(graph, state.name, types[state.name], shape)
         self.pools: dict[tuple[int, int], ServedPool] = {}
         for spec in cache.pools:
-            pool = ServedPool.of(graph, spec, decoder.cache_type, cache.tokens_per_block, "blocks")
+            pool = ServedPool.add_to(graph, spec, decoder.cache_type, cache.tokens_per_block, "blocks")
             pool.tables = self.packed(spec.name.removeprefix(CACHE), pool.kv)
             self.pools[spec.kv_heads, spec.head_dim] = pool
         self.tables = next(iter(self.pools.values())).tables if self.pools else self.packed("", None)
@@ -232,7 +232,7 @@ class _Rewriting:
         requests_packed = self.tables["most"].producer()
         assert requests_packed is not None
         for spec in sources.pools:
-            pool = ServedPool.of(graph, spec, self.decoder.cache_type, self.decoder.cache.tokens_per_block, BLOCKS)
+            pool = ServedPool.add_to(graph, spec, self.decoder.cache_type, self.decoder.cache.tokens_per_block, BLOCKS)
             pool.tables = {name: self.tables[name] for name in ("row_starts", "past")}
             graph.insert_after(requests_packed, pack_sources(lengths, table, pool, self.tables["most"]))
             pools[spec.kv_heads, spec.head_dim] = pool
@@ -253,7 +253,7 @@ class _Rewriting:
         return dict(zip(_TABLES, packed.outputs))
 
     def run(self, patterns: dict[ir.Node, Pattern], rows: dict[ir.Value, tuple[np.ndarray, int]]) -> Served:
-        setup = self.setup()
+        setup = self.write_setup()
         for node in self.decoder.attentions:
             self.serve_attention(node, patterns[node])
         for node, layer in self.decoder.reads.layers.items():
@@ -274,7 +274,7 @@ class _Rewriting:
         import_own_domain(self.model)
         return Served(self.decoder.cache, donated, setup)
 
-    def setup(self) -> Setup | None:
+    def write_setup(self) -> Setup | None:
         """What writes the pools of sources."""
         decoder, cache = self.decoder, self.decoder.cache
         if cache.sources is None:

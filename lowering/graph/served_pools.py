@@ -29,8 +29,8 @@ class ServedPool:
     tables: dict[str, ir.Value] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, graph: ir.Graph, spec: CachePool, dtype: ir.DataType, tokens: int, blocks: str) -> ServedPool:
-        """Make the arrays of a pool inputs of a graph; a block has so many tokens."""
+    def add_to(cls, graph: ir.Graph, spec: CachePool, dtype: ir.DataType, tokens: int, blocks: str) -> ServedPool:
+        """Make the arrays of a pool inputs of a graph; a block has so many tokens, and `blocks` names their number."""
         front: list[Size] = [ir.SymbolicDim(blocks), spec.layers, 2, spec.kv_heads, tokens]
         kv = add_input(graph, spec.name, dtype, [*front, spec.head_dim])
         scale = add_input(graph, spec.scale, ir.DataType.FLOAT, [*front, 1]) if spec.scale else None

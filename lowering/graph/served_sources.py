@@ -41,25 +41,6 @@ class SourceReads:
 
     layers: dict[ir.Node, CacheLayer]
 
-    @classmethod
-    def of(
-        cls, model: ir.Model, ids: ir.Value, attentions: Collection[ir.Node], pasts: Collection[ir.Value]
-    ) -> SourceReads:
-        """Return those among the attentions of a model, which no longer reads lengths and masks of its sources then.
-
-        Raise ModelError for an attention that sees other rows than those that count.
-        """
-        readers = [node for node in attentions if _reads_source(node, pasts)]
-        hides_padding = functools.cache(functools.partial(_hides_padding, model, ids))
-        for node in readers:
-            _check(node, hides_padding)
-            for position in (MASK, NONPAD):
-                if attention_input(node, position) is not None:
-                    node.replace_input_with(position, None)
-        common.RemoveUnusedNodesPass()(model)
-        drop_unused_inputs(model)
-        return cls(cache_layers(readers))
-
     @property
     def inputs(self) -> list[ir.Value]:
         """Keys and values, each once."""
@@ -97,7 +78,7 @@ class SourceReads:
         table = add_input(graph, SOURCE_TABLE, int64, [1, ir.SymbolicDim("source_columns")])
         pools = {}
         for spec in sources.pools:
-            pool = ServedPool.of(graph, spec, dtype, tokens, BLOCKS)
+            pool = ServedPool.add_to(graph, spec, dtype, tokens, BLOCKS)
             key = next(iter(given.values()))
             bounds = {"start": LENGTH_AXIS, "end": LENGTH_AXIS + 1}
             count, zero = ir.node("Shape", [key], bounds), ir.node("Constant", [], {"value_ints": [0]})
@@ -120,6 +101,26 @@ class SourceReads:
         common.RemoveUnusedNodesPass()(setup)
         import_own_domain(setup)
         return Setup(setup, donated)
+
+
+def find_source_reads(
+    model: ir.Model, ids: ir.Value, attentions: Collection[ir.Node], pasts: Collection[ir.Value]
+) -> SourceReads:
+    """Return those of the attentions that read keys and values of sources, and let them see all of these.
+
+    Lengths and masks of the sources are inputs of the model no longer. Raises ModelError for an attention that sees
+    other rows than those that count.
+    """
+    readers = [node for node in attentions if _reads_source(node, pasts)]
+    hides_padding = functools.cache(functools.partial(_hides_padding, model, ids))
+    for node in readers:
+        _check(node, hides_padding)
+        for position in (MASK, NONPAD):
+            if attention_input(node, position) is not None:
+                node.replace_input_with(position, None)
+    common.RemoveUnusedNodesPass()(model)
+    drop_unused_inputs(model)
+    return SourceReads(cache_layers(readers))
 
 
 def pack_sources(lengths: ir.Value, table: ir.Value, pool: ServedPool, most: ir.Value | None = None) -> ir.Node:
