@@ -42,6 +42,8 @@ CASES = {
     "GQA, opset 21": Case("GroupQueryAttention", {}, (), 21),
     "MHA, causal": Case("MultiHeadAttention", {"unidirectional": 1}),
     "MHA, all": Case("MultiHeadAttention", {"unidirectional": 1}, ("projection", "padding", "bias")),
+    "joint": Case("JointAttention", {"unidirectional": 1}, ("padding",)),
+    "joint, bias": Case("JointAttention", {"unidirectional": 1, "scale": 0.3}, ("bias",)),
     "Attention": Case("Attention", {"is_causal": 1}),
     "Attention, 4-D": Case("Attention", {"is_causal": 1, "softcap": 2.0}, ("heads",)),
     "Attention, bool mask": Case("Attention", {"is_causal": 1}, ("mask",)),
@@ -80,22 +82,28 @@ class Builder:
 def model_of(case: Case) -> onnx.ModelProto:
     """Embeddings, one attention over a growing cache, logits; ids [B, S], mask [B, T], past [B, H, P, D]."""
     b = Builder()
-    kv_heads = HEADS if case.operator == "MultiHeadAttention" else KV_HEADS
+    is_joint = case.operator == "JointAttention"
+    kv_heads = HEADS if is_joint or case.operator == "MultiHeadAttention" else KV_HEADS
     x = b.node("Gather", [b.random(VOCABULARY, WIDTH), "ids"])
-    q, k, v = (b.node("MatMul", [x, b.random(WIDTH, n * SIZE)]) for n in (HEADS, kv_heads, kv_heads))
-    attend = {"GroupQueryAttention": grouped, "MultiHeadAttention": multi_head, "Attention": standard}[case.operator]
-    y, present_k, present_v = attend(b, case, q, k, v)
+    if is_joint:
+        y, *presents = joint(b, case, x)
+    else:
+        q, k, v = (b.node("MatMul", [x, b.random(WIDTH, n * SIZE)]) for n in (HEADS, kv_heads, kv_heads))
+        write = {"GroupQueryAttention": grouped, "MultiHeadAttention": multi_head, "Attention": standard}[case.operator]
+        y, *presents = write(b, case, q, k, v)
     b.nodes.append(helper.make_node("MatMul", [y, b.random(HEADS * SIZE, VOCABULARY)], ["logits"]))
-    rename = {present_k: "present_k", present_v: "present_v"}
+    caches = ("past",) if is_joint else ("past_k", "past_v")
+    rename = dict(zip(presents, (name.replace("past", "present") for name in caches)))
     for node in b.nodes:
         for place, name in enumerate(node.output):
             node.output[place] = rename.get(name, name)
     ints, floats = TensorProto.INT64, TensorProto.FLOAT
     inputs = [("ids", ints, ["B", "S"]), ("keep", ints, ["B", "T"])]
     inputs += [("at", ints, ["B", "S"])] if "positions" in case.inputs else []
-    inputs += [(name, floats, ["B", kv_heads, "P", SIZE]) for name in ("past_k", "past_v")]
+    front: list[Any] = [2] if is_joint else []
+    inputs += [(name, floats, [*front, "B", kv_heads, "P", SIZE]) for name in caches]
     outputs = [("logits", floats, ["B", "S", VOCABULARY])]
-    outputs += [(name, floats, ["B", kv_heads, "T", SIZE]) for name in ("present_k", "present_v")]
+    outputs += [(name, floats, [*front, "B", kv_heads, "T", SIZE]) for name in rename.values()]
     values = [[helper.make_tensor_value_info(*each) for each in group] for group in (inputs, outputs)]
     graph = helper.make_graph(b.nodes, "decoder", *values, b.weights)
     opsets = [helper.make_opsetid("", case.opset), helper.make_opsetid("com.microsoft", 1)]
@@ -133,6 +141,16 @@ def multi_head(b: Builder, case: Case, q: str, k: str, v: str) -> Any:
     if "bias" in case.inputs:
         inputs[5] = added(b)
     return b.node("MultiHeadAttention", inputs, 3, "com.microsoft", num_heads=HEADS, **case.attributes)
+
+
+def joint(b: Builder, case: Case, x: str) -> Any:
+    """Of com.microsoft, which multiplies its weights itself and has one past of keys and values."""
+    inputs = [x, b.random(WIDTH, 3 * HEADS * SIZE), b.random(3 * HEADS * SIZE), "", "past", ""]
+    if "padding" in case.inputs:
+        inputs[3] = b.node("Cast", ["keep"], to=TensorProto.INT32)
+    if "bias" in case.inputs:
+        inputs[5] = added(b)
+    return b.node("Attention", inputs, 2, "com.microsoft", num_heads=HEADS, **case.attributes)
 
 
 def standard(b: Builder, case: Case, q: str, k: str, v: str) -> Any:
@@ -218,10 +236,34 @@ def plainly(model: onnx.ModelProto, ids: np.ndarray) -> np.ndarray:
     inputs: dict[str, Any] = {"ids": ids, "keep": np.ones_like(ids)}
     for spec in compiled.inputs:
         if spec.name.startswith("past"):
-            inputs[spec.name] = np.zeros((len(ids), spec.dims[1], 0, SIZE), np.float32)
+            inputs[spec.name] = np.zeros((*spec.dims[:-4], len(ids), spec.dims[-3], 0, SIZE), np.float32)
         elif spec.name == "at":
             inputs["at"] = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
     return compiled.run(inputs)["logits"]
+
+
+def test_caches_of_keys_and_values_in_one_are_verified() -> None:
+    """The model keeps one cache, and the compiled decoder its halves."""
+    model = model_of(CASES["joint"])
+    for options in ({"static_cache": CAPACITY}, {"serve": lowering.Serve(context=CAPACITY, tokens_per_block=4)}):
+        assert lowering.verify(model, "onnxruntime", **options).first_difference is None
+
+
+@pytest.mark.parametrize("room", ["room", CAPACITY])
+def test_caches_with_room_grow(room: str | int) -> None:
+    """GroupQueryAttention whose present has the memory, and the size, of its past."""
+    model = model_of(CASES["GQA, rotary"])
+    for value in [*model.graph.input, *model.graph.output]:
+        dim = value.type.tensor_type.shape.dim[2] if value.name.startswith("p") else None
+        if dim is not None and isinstance(room, int):
+            dim.dim_value = room
+        elif dim is not None:
+            dim.dim_param = str(room)
+    ids = np.random.default_rng(0).integers(0, VOCABULARY, (2, 7))
+    expected = plainly(model_of(CASES["GQA, rotary"]), ids)
+    decoder = lowering.compile(model, static_cache=CAPACITY).decoder()
+    logits = np.concatenate([decoder.prefill(ids[:, :5]), decoder.prefill(ids[:, 5:])], axis=1)
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
 
 
 def test_masks_of_all_tokens_are_not_served_as_causal() -> None:

@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from ..errors import InputError
 from ..fusion.matching import numbers
+from ..graph.joint_caches import joint_caches
 from ..manifest import SlotCaches, TensorSpec
 from ..runtime.checks import check_fixed
 from ..runtime.decoder_sources import fixed_inputs
@@ -93,7 +94,9 @@ class _Growing:
         self._types = {value.name or "": value for value in session.model.graph.inputs}
         self._outputs = [value.name for value in session.model.graph.outputs]
         self._seen = session.counts[:, :0]
-        self._next = {**_states(session.compiled), **session.compiled.manifest.donated}
+        kept = {**_states(session.compiled), **session.compiled.manifest.donated}
+        joint = joint_caches(session.model)  # which the compiled decoder keeps in two halves
+        self._next = {name: present for name, present in kept.items() if name in self._types} | joint
         self._past = {name: empty_past(self._types[name], len(self._seen)) for name in self._next}
         unread = [value for value in taken(session.model) if not value.uses() and value.name not in session.inputs]
         self._unread = {value.name: empty_past(value, len(self._seen)) for value in unread}
@@ -193,20 +196,23 @@ def said(first: int, last: int) -> str:
 
 
 def empty_past(past: ir.Value, batch: int) -> np.ndarray:
-    """An array of no rows for an input [batch, heads, length, size], and zeros for a state [batch, sizes].
+    """An array of no rows for an input [batch, heads, length, size], or two of these in one, and zeros for a state
+    [batch, sizes].
 
     Raises InputError for any other input.
     """
     assert past.shape is not None and past.dtype is not None
-    if (sizes := numbers(past.shape[1:])) is not None:
-        return np.zeros((batch, *sizes), past.dtype.numpy())
-    heads, length, size = (past.shape[axis] for axis in (1, 2, 3)) if len(past.shape) == 4 else (None, None, None)
+    if (fixed := numbers(past.shape[1:])) is not None:
+        return np.zeros((batch, *fixed), past.dtype.numpy())
+    front = (2,) if len(past.shape) == 5 and past.shape[0] == 2 else ()
+    sizes = past.shape[len(front) :]
+    heads, length, size = (sizes[axis] for axis in (1, 2, 3)) if len(sizes) == 4 else (None, None, None)
     if not (isinstance(heads, int) and isinstance(size, int)) or isinstance(length, int):
         raise InputError(
             f"the past '{past.name}' is {past.shape}, and cannot begin empty: "
             "verify follows decoders whose past has a symbolic length, and no other symbolic size but its batch."
         )
-    return np.zeros((batch, heads, 0, size), past.dtype.numpy())
+    return np.zeros((*front, batch, heads, 0, size), past.dtype.numpy())
 
 
 def checked_ids(ids: Any, name: str) -> np.ndarray:

@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from ..errors import ArtifactError
 from ..fusion.matching import dims, numbers
+from ..graph.joint_caches import halves, joint_caches
 from ..graph.model import dtype_name
 from ..graph.served_states import carries_state, past_state
 from ..manifest import SOURCE_TABLE, Manifest, ServedCache, TensorSpec
@@ -25,17 +26,17 @@ def check_made_of(manifest: Manifest, model: ir.Model) -> None:
 
 
 def _differences(manifest: Manifest, model: ir.Model) -> Iterator[str]:
+    decodes = manifest.slots is not None  # and leaves out what is the same in every call
     computed = set() if manifest.slots is None else {manifest.slots.length}
     parts = manifest.parts()
     if manifest.setup is not None:
         computed |= {spec.name for spec in manifest.setup.outputs}
     ours = {spec.name: spec for part in parts for spec in part.inputs if spec.name not in computed}
-    theirs = {value.name: value for value in model.graph.inputs if value.name not in model.graph.initializers}
+    theirs = _inputs(model, has_halves=decodes)
     outputs = {spec.name for part in parts for spec in part.outputs}
     yield from (f"it takes '{name}', which the model does not" for name in ours if name not in theirs)
     unread = {name for name, value in theirs.items() if not value.uses()} if manifest.slots is not None else set()
     yield from (f"the model takes '{name}', which it does not" for name in theirs if name not in {*ours, *unread})
-    decodes = manifest.slots is not None  # and leaves out what is the same in every call
     for value in model.graph.outputs[:1] if decodes else model.graph.outputs:
         if value.name not in outputs:
             yield f"the model gives '{value.name}', which it does not"
@@ -46,9 +47,17 @@ def _differences(manifest: Manifest, model: ir.Model) -> Iterator[str]:
             yield f"it takes {spec}, and the model {dtype}{'' if shape is None else shape}"
 
 
+def _inputs(model: ir.Model, has_halves: bool) -> dict[str | None, ir.Value]:
+    """The inputs by name, with two in the place of each that is a cache of keys and values in one."""
+    joint = joint_caches(model) if has_halves else {}
+    values = [value for value in model.graph.inputs if value.name not in model.graph.initializers]
+    parts = [part for value in values for part in (halves(value) if value.name in joint else (value,))]
+    return {part.name: part for part in parts}
+
+
 def _of_served(manifest: Manifest, served: ServedCache, model: ir.Model) -> Iterator[str]:
     """What is left of the model's inputs are its ids; its caches and states are those of the layers in the pools."""
-    theirs = {value.name: value for value in model.graph.inputs if value.name not in model.graph.initializers}
+    theirs = _inputs(model, has_halves=True)
     if served.ids not in theirs:
         yield f"it takes '{served.ids}', which the model does not"
     output, first = manifest.outputs[0].name, model.graph.outputs[0].name
@@ -63,7 +72,8 @@ def _of_served(manifest: Manifest, served: ServedCache, model: ir.Model) -> Iter
     for name in sources.keys() & theirs.keys():
         if not _fits(sources[name], theirs[name].shape):
             yield f"its setup takes {sources[name]}, and the model {theirs[name].shape}"
-    kept = [v for name, v in theirs.items() if v.uses() and v not in states and name not in sources]
+    unread = {value.name for value in model.graph.inputs if not value.uses()}
+    kept = [value for name, value in theirs.items() if value not in states and name not in {*sources, *unread}]
     pasts = [value.shape for value in kept if value.shape is not None and len(value.shape) == 4]
     shapes = {(pool.kv_heads, pool.head_dim) for pool in served.pools}
     for shape in pasts:

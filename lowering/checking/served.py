@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ..errors import InputError
+from ..graph.joint_caches import joint_caches
 from ..graph.roles import Roles, find_roles
 from ..graph.served_states import carries_state, past_state
 from ..manifest import Manifest, ServedCache, TensorSpec
@@ -110,8 +111,8 @@ def _roles(model: ir.Model, manifest: Manifest) -> Roles:
 
 def _kept(model: ir.Model, manifest: Manifest) -> list[str]:
     """The inputs that are caches and states, but for those that hold sources."""
-    states = {past_state(node) for node in model.graph if carries_state(node)}
-    values = [v for v in taken(model) if v in states or (v.shape is not None and len(v.shape) == 4)]
+    states, joint = {past_state(node) for node in model.graph if carries_state(node)}, joint_caches(model)
+    values = [v for v in taken(model) if v in states or v.name in joint or (v.shape is not None and len(v.shape) == 4)]
     sources = set() if manifest.setup is None else {spec.name for spec in manifest.setup.inputs}
     return [value.name or "" for value in values if value.name not in sources]
 

@@ -28,6 +28,7 @@ from ..fusion.attention_node import (
 from ..fusion.matching import Rewrite, Size, attribute, dims, is_op, known, operand
 from ..fusion.opset import FIRST, UpgradeOpsetPass, opset
 from ..fusion.sizes import InferSizesPass
+from .joint_caches import split_joint_caches
 from .legality import import_own_domain
 from .microsoft_caches import DOMAIN, LENGTH_AXIS, to_attention
 
@@ -43,6 +44,7 @@ def unify_caches(model: ir.Model) -> None:
     """Rewrite every attention of a fused model that holds a growing cache."""
     UpgradeOpsetPass()(model)  # which fuse undoes where it finds nothing
     InferSizesPass()(model)
+    split_joint_caches(model)
     nodes = [node for node in model.graph if _holds_caches(node)]
     if not nodes or opset(model) < FIRST:
         return
