@@ -134,6 +134,8 @@ def requests(
     """
     specs, setup = {spec.name: spec for spec in specs_of(model)}, compiled.manifest.setup
     spec = specs[served.ids]
+    if len(spec.dims) != 2:
+        raise InputError(f"verify makes up token ids [batch, tokens], and '{served.ids}' takes embeddings.")
     sources = [] if setup is None else [specs[each.name] for each in setup.inputs if each.name in specs]
     for name in given:
         if name not in (served.ids, *(each.name for each in sources)):

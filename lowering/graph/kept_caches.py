@@ -31,7 +31,9 @@ class KeptCaches:
     @property
     def called(self) -> set[str]:
         """Names of the inputs that change from call to call."""
-        names = {*self.donated, *([] if self.slots is None else [self.slots.length])}
+        names = set(self.donated)
+        if (slots := self.slots) is not None:
+            names |= {slots.length, *([] if slots.tokens is None else slots.tokens[:1])}
         if (spec := self.decoder) is not None:
             names |= {spec.ids, spec.mask, spec.positions, spec.starts, spec.ends, *spec.states} - {""}
         return names

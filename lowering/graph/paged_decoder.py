@@ -1,13 +1,13 @@
 """Decoders with caches and states become decoders over pools of them, for packed tokens of many requests.
 
-An exported decoder takes token ids [B, S], past keys and values of each layer, and what tells positions; it computes
-its masks and angles itself. Served, it takes the tokens of all requests side by side as one row of ids [1, N], tables
-that say which request has which of them, and one pool of blocks of keys and values. What depends on positions alone is
-computed now, for all positions up to the context, and looked up by token (positions.py); masks become what they say
-(mask_patterns.py); attention becomes ServedAppend and ServedAttention over the pool (served_pools.py); states of a
-fixed size lie in pools of slots, which operators carry on (served_states.py); keys and values of an encoder's output
-lie in a pool of their own, which the setup writes (served_sources.py). Everything else must compute each token by
-itself (row_wise.py). The first output is that of each request's last token.
+An exported decoder takes token ids [B, S] or embeddings [B, S, H], past keys and values of each layer, and what tells
+positions; it computes its masks and angles itself. Served, it takes the tokens of all requests side by side as one row
+[1, N] or [1, N, H], tables that say which request has which of them, and one pool of blocks of keys and values. What
+depends on positions alone is computed now, for all positions up to the context, and looked up by token (positions.py);
+masks become what they say (mask_patterns.py); attention becomes ServedAppend and ServedAttention over the pool
+(served_pools.py); states of a fixed size lie in pools of slots, which operators carry on (served_states.py); keys and
+values of an encoder's output lie in a pool of their own, which the setup writes (served_sources.py). Everything else
+must compute each token by itself (row_wise.py). The first output is that of each request's last token.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ class Served:
 
 
 def batch_of(model: ir.Model, serve: Serve) -> str | None:
-    """The name of the batch dimension, None if it is 1. Raises InputError where there are no such token ids, ModelError
+    """The name of the batch dimension, None if it is 1. Raises InputError where there are no such tokens, ModelError
     for a decoder of another form."""
     sized = model.clone()
     InferSizesPass()(sized)
     ids = _roles(sized, serve)[0]
-    batch, tokens = dims(ids)
+    batch, tokens = dims(ids)[:2]
     if isinstance(tokens, int) or (isinstance(batch, int) and batch != 1):
         raise ModelError(
             f"serve: '{ids.name}' is {[str(batch), str(tokens)]}: export the model with any number of tokens, and "
@@ -80,14 +80,17 @@ def batch_of(model: ir.Model, serve: Serve) -> str | None:
 
 
 def _roles(model: ir.Model, serve: Serve) -> tuple[ir.Value, ir.Value | None, ir.Value | None]:
-    """The inputs of token ids, of the mask and of positions."""
+    """The inputs of token ids or embeddings, of the mask and of positions."""
     inputs = {value.name: value for value in model.graph.inputs}
     caches = [str(name) for name, value in inputs.items() if len(dims(value)) > 3]
     roles = find_roles(model, Roles(serve.ids, serve.mask, serve.positions), caches)
     ids = inputs.get(roles.ids)
-    if ids is None or len(dims(ids)) != 2:
+    if ids is None or len(dims(ids)) not in (2, 3):
         names = ", ".join(str(name) for name in inputs)
-        raise InputError(f"serve: no input [batch, tokens] is known to hold token ids. Name it as `ids`: {names}.")
+        raise InputError(
+            "serve: no input [batch, tokens] is known to hold token ids, and none [batch, tokens, width] embeddings. "
+            f"Name it as `ids`: {names}."
+        )
     return ids, inputs.get(roles.mask), inputs.get(roles.positions)
 
 
@@ -311,12 +314,24 @@ class _Rewriting:
         """The sizes of what is no input any more, where they are known: the others nobody may ask for."""
         for node in [n for n in self.graph if is_op(n, "Shape") and operand(n, 0) in self.decoder.dropped]:
             value = operand(node, 0)
-            sizes = numbers(dims(value)[attribute(node, "start", 0) : attribute(node, "end", None)])
-            if sizes is not None:
+            sizes = dims(value)[attribute(node, "start", 0) : attribute(node, "end", None)]
+            if (fixed := numbers(sizes)) is not None:
                 new = Rewrite(node)
-                new.replace([node], node.outputs[0], new.integers(*sizes))
+                new.replace([node], node.outputs[0], new.integers(*fixed))
             elif value is self.decoder.position_ids:
-                node.replace_input_with(0, self.decoder.ids)
+                self.size_of_tokens(node, sizes)
+
+    def size_of_tokens(self, node: ir.Node, sizes: tuple[Size, ...]) -> None:
+        """What is no number of the sizes of position ids is the number of tokens."""
+        new = Rewrite(node)
+        count = {"start": 1, "end": 2}
+        parts = [
+            new.integers(size)
+            if isinstance(size, int)
+            else new.emit("Shape", [self.decoder.ids], count, ir.DataType.INT64, [1])
+            for size in sizes
+        ]
+        new.replace([node], node.outputs[0], new.emit("Concat", parts, {"axis": 0}, ir.DataType.INT64, [len(parts)]))
 
     def of_last_tokens(self, result: ir.Value) -> ir.Value:
         """A result [1, N, ...] of the last token of each request alone: [R, ...], under its name. So is what only that

@@ -26,8 +26,8 @@ _COMPARED = 7
 class Positions:
     """The values of a graph that depend on its mask and position ids, by what these are, and on sizes alone.
 
-    ids [1, S] are the token ids, mask [1, P + S] and position_ids [1, S] are there or not, pasts are the caches
-    [1, H, P, D]; every other input is data, as ids and caches are.
+    ids [1, S] are the token ids, or embeddings [1, S, H]; mask [1, P + S] and position_ids [1, S], or [n, 1, S] of n
+    times the same, are there or not; pasts are the caches [1, H, P, D]; every other input is data, as these are.
     """
 
     def __init__(
@@ -96,12 +96,14 @@ class Positions:
         return [np.asarray(array) for array in found]
 
     def _feeds(self, past: int, new: int, padding: int) -> dict[str, np.ndarray]:
-        feeds = {str(self._ids.name): np.zeros((1, new), np.int64)}
+        tokens_shape = numbers([1, new, *dims(self._ids)[2:]]) or ()
+        feeds = {str(self._ids.name): np.zeros(tokens_shape, _numpy(self._ids))}
         if self._mask is not None:
             feeds[str(self._mask.name)] = (np.arange(past + new) >= padding).astype(_numpy(self._mask))[None]
         if self._position_ids is not None:
             tokens = np.maximum(np.arange(past, past + new) - padding, 0)
-            feeds[str(self._position_ids.name)] = tokens.astype(_numpy(self._position_ids))[None]
+            places = numbers([*dims(self._position_ids)[:-2], 1, new]) or ()
+            feeds[str(self._position_ids.name)] = np.broadcast_to(tokens.astype(_numpy(self._position_ids)), places)
         for value in self._pasts:
             shape = [past if axis == LENGTH_AXIS else size for axis, size in enumerate(dims(value))]
             feeds[str(value.name)] = np.broadcast_to(np.zeros((), _numpy(value)), numbers(shape) or ())

@@ -64,14 +64,23 @@ def find_roles(model: ir.Model, given: Roles, kept: Collection[str]) -> Roles:
 
 
 def _find_ids(model: ir.Model, free: dict[str, ir.Value]) -> str:
-    """Prefer, of the inputs that pick rows of a table, the one whose table has a row for each logit."""
+    """Prefer, of the inputs that pick rows of a table, the one whose table has a row for each logit.
+
+    Where no table has, embeddings [B, S, H] are the tokens of an input [B, S] that picks rows: it holds positions.
+    """
     rows = {name: _table_rows(value) for name, value in free.items() if _is_integer(value) and len(dims(value)) == 2}
     candidates = {name: size for name, size in rows.items() if size is not None}
-    if candidates:
-        logits = dims(model.graph.outputs[0])[-1:]
-        exact = [name for name, size in candidates.items() if (size,) == logits]
-        return exact[0] if exact else max(candidates, key=lambda name: _length(candidates[name]))
+    logits = dims(model.graph.outputs[0])[-1:]
+    for name, size in candidates.items():
+        if (size,) == logits:
+            return name
     embeddings = [name for name, value in free.items() if _is_float(value) and _has_tokens(value)]
+    shapes = [dims(free[name]) for name in candidates]
+    with_positions = [name for name in embeddings if dims(free[name])[:2] in shapes]
+    if with_positions:
+        return with_positions[0] if len(with_positions) == 1 else ""
+    if candidates:
+        return max(candidates, key=lambda name: _length(candidates[name]))
     return embeddings[0] if len(embeddings) == 1 else _conventional("ids", free)
 
 

@@ -134,7 +134,7 @@ def _served(manifest: Manifest, served: ServedCache) -> Iterator[str]:
     tables |= {STATE_SLOTS: 1} if served.states else {}
     tables |= {SOURCE_LENGTHS: 1, SOURCE_TABLE: 2} if served.sources is not None else {}
     yield from _tables(inputs, tables)
-    if served.ids not in inputs or len(inputs[served.ids].dims) != 2:
+    if served.ids not in inputs or len(inputs[served.ids].dims) not in (2, 3):
         yield f"input '{served.ids}' holds the tokens of requests"
 
 

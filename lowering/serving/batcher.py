@@ -12,7 +12,8 @@ import numpy as np
 from ..errors import InputError
 from ..manifest import BLOCK_TABLE, PAST_LENGTHS, ROW_STARTS, STATE_SLOTS, CachePool, Manifest, ServedCache
 from .blocks import Blocks, PoolFullError
-from .paged_cache import PagedKVCache, Usage, integer, token_ids, unhashable
+from .paged_cache import PagedKVCache, Usage, integer, unhashable
+from .request_tokens import RequestTokens
 from .sources import RunsSetup, Source, Sources
 
 _T = TypeVar("_T")
@@ -41,7 +42,7 @@ class _Request:
     started: it has had an answer; slot is that of its states, while it is admitted."""
 
     name: Hashable
-    tokens: list[int]
+    tokens: list[Any]
     source: Source | None = None
     read: int = 0
     admitted: bool = False
@@ -91,24 +92,26 @@ class Batcher:
         self._slots = _slots_of(served, state_slots, self._budget if blocks is None else min(self._budget, blocks))
         self._sources = _sources_of(model, source_blocks, blocks)
         self._stores = _stores_of(served, self.cache, self._slots.total, self._sources)
-        self._are_known = not served.states and self._sources is None  # tokens tell all of what the cache holds
         self._paged = _names_of(served.pools)
         self._source_arrays = [] if served.sources is None else _names_of(served.sources.pools)
         if model.gpu is not None:
             specs = {spec.name: spec for spec in model.manifest.inputs}
             self._stores = {name: model.gpu.zeros(specs[name], a.shape) for name, a in self._stores.items()}
-        self._ids = next(t for t in model.manifest.inputs if t.name == served.ids).dtype
+        self._tokens = RequestTokens(next(t for t in model.manifest.inputs if t.name == served.ids))
+        # Whether tokens tell all of what the cache holds.
+        self._can_share = self._tokens.are_ids and not served.states and self._sources is None
         self._output = model.manifest.outputs[0].name
         self._requests: dict[Hashable, _Request] = {}  # in the order in which they came
 
     def add(self, request: Hashable, prompt: Any, fixed: Mapping[str, Any] | None = None) -> None:
-        """A new request, whose tokens the next steps read; prompt is a sequence of at least one id.
+        """A new request, whose tokens the next steps read.
 
-        fixed has, for a decoder that reads an encoder's output, an array for each input of its setup, by name, and
-        source_lengths, how many of the rows count, if these are not all. NumPy's arrays are copied; others must stay as
-        they are until the request is freed.
+        prompt is a sequence of at least one id, or float [n, width] for a decoder that takes embeddings. fixed has, for a
+        decoder that reads an encoder's output, an array for each input of its setup, by name, and source_lengths, how
+        many of the rows count, if these are not all. NumPy's arrays are copied; others must stay as they are until the
+        request is freed.
         """
-        tokens = token_ids(prompt, request)
+        tokens = self._tokens.of_prompt(prompt, request)
         self._check_unused(request)
         if not 1 <= len(tokens) <= self._served.context:
             raise InputError(
@@ -136,15 +139,16 @@ class Batcher:
             self._sources.fork(request, new)
         self._requests[new] = theirs
 
-    def extend(self, request: Hashable, token: int) -> None:
-        """The next token of a request, one more than a step has read."""
-        ours, number = self._request(request), integer(token, "token", 0)
+    def extend(self, request: Hashable, token: Any) -> None:
+        """The next token of a request, one more than a step has read: an id, or float [width]."""
+        ours = self._request(request)
+        following = self._tokens.of_one(token, request)
         if len(ours.tokens) >= self._served.context:
             raise InputError(
                 f"request {request!r} has {len(ours.tokens)} tokens, as many as the model was compiled for: free() it, "
                 "or compile with a larger context."
             )
-        ours.tokens.append(number)
+        ours.tokens.append(following)
 
     def free(self, request: Hashable) -> None:
         """Forgets a request."""
@@ -153,8 +157,8 @@ class Batcher:
             self._sources.free(request)
         del self._requests[request]
 
-    def tokens(self, request: Hashable) -> list[int]:
-        """All ids of a request."""
+    def tokens(self, request: Hashable) -> list[Any]:
+        """All tokens of a request: ids, or embeddings."""
         return list(self._request(request).tokens)
 
     @property
@@ -182,7 +186,7 @@ class Batcher:
             return {}
         tokens = [ours.tokens[ours.read : ours.read + count] for ours, count in counts.items()]
         inputs: dict[str, Any] = {
-            self._served.ids: np.concatenate(tokens, dtype=np.dtype(self._ids), casting="unsafe")[None],
+            self._served.ids: self._tokens.packed(tokens),
             ROW_STARTS: np.cumsum([0, *counts.values()], dtype=np.int64),
             PAST_LENGTHS: np.array([ours.read for ours in counts], np.int64),
             **self._stores,
@@ -203,7 +207,7 @@ class Batcher:
         found = {}
         for ours, read, answer in zip(counts, tokens, answers):
             if self.cache is not None:  # which may share blocks of known ids
-                self.cache.advance(ours.name, read if self._are_known else len(read))
+                self.cache.advance(ours.name, read if self._can_share else len(read))
             ours.read += len(read)
             if not ours.left:
                 ours.started = True
@@ -242,7 +246,7 @@ class Batcher:
         if self._served.states:
             self._with_room(ours, planned, lambda: self._take_slot(ours))
         if self.cache is not None:
-            ours.read = self.cache.add(ours.name, ours.tokens if self._are_known else None)
+            ours.read = self.cache.add(ours.name, ours.tokens if self._can_share else None)
         ours.admitted = True
 
     def _take_slot(self, ours: _Request) -> None:

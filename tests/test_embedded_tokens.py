@@ -1,0 +1,124 @@
+"""Decoders that take embeddings in place of token ids, as those of models of images do: in place, served, refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import lowering
+from lowering.errors import InputError
+
+HEADS, SIZE, WIDTH, VOCABULARY, CAPACITY = 2, 4, 6, 10, 24
+
+
+def model_of(axes: int = 1, second: bool = False) -> onnx.ModelProto:
+    """One attention over a growing cache, whose angles are rows of a table by position.
+
+    embeddings [B, S, 6], mask [B, T], positions [B, S] or, of several axes, [axes, B, S], which are added up; second:
+    an input of other embeddings, which are added to the first.
+    """
+    rng = np.random.default_rng(2)
+    angles = np.arange(4 * CAPACITY)[:, None] * 0.3 ** np.arange(SIZE // 2)
+    weights = {
+        "wq": rng.standard_normal((WIDTH, HEADS * SIZE)), "wk": rng.standard_normal((WIDTH, HEADS * SIZE)),
+        "wv": rng.standard_normal((WIDTH, HEADS * SIZE)), "wo": rng.standard_normal((HEADS * SIZE, VOCABULARY)),
+        "cos": np.cos(angles), "sin": np.sin(angles),
+    }  # fmt: skip
+    places = ["B", "S"] if axes == 1 else [axes, "B", "S"]
+    node = helper.make_node
+    nodes = [
+        node("Add", ["embeddings", "hidden"], ["x"]) if second else node("Identity", ["embeddings"], ["x"]),
+        node("Identity", ["at"], ["place"]) if axes == 1 else node("ReduceSum", ["at", "first"], ["place"], keepdims=0),
+        *(node("MatMul", ["x", f"w{name}"], [name]) for name in "qkv"),
+        *(node("Gather", [table, "place"], [f"{table}_rows"]) for table in ("cos", "sin")),
+        *(
+            node("RotaryEmbedding", [name, "cos_rows", "sin_rows"], [f"{name}_turned"], num_heads=HEADS)
+            for name in "qk"
+        ),
+        node("Cast", ["keep"], ["kept"], to=TensorProto.BOOL),
+        node("Unsqueeze", ["kept", "middle"], ["mask"]),
+        node(
+            "Attention", ["q_turned", "k_turned", "v", "mask", "past_k", "past_v"], ["y", "present_k", "present_v"],
+            is_causal=1, q_num_heads=HEADS, kv_num_heads=HEADS,
+        ),
+        node("MatMul", ["y", "wo"], ["logits"]),
+    ]  # fmt: skip
+    floats, ints = TensorProto.FLOAT, TensorProto.INT64
+    value = helper.make_tensor_value_info
+    inputs = [value("embeddings", floats, ["B", "S", WIDTH])]
+    inputs += [value("hidden", floats, ["B", "S", WIDTH])] if second else []
+    inputs += [value("keep", ints, ["B", "T"]), value("at", ints, places)]
+    inputs += [value(name, floats, ["B", HEADS, "P", SIZE]) for name in ("past_k", "past_v")]
+    outputs = [value("logits", floats, ["B", "S", VOCABULARY])]
+    outputs += [value(name, floats, ["B", HEADS, "T", SIZE]) for name in ("present_k", "present_v")]
+    tensors = [numpy_helper.from_array(array.astype(np.float32), name) for name, array in weights.items()]
+    tensors += [numpy_helper.from_array(np.array(a, np.int64), n) for n, a in {"first": [0], "middle": [1, 2]}.items()]
+    graph = helper.make_graph(nodes, "decoder", inputs, outputs, tensors)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=11)
+
+
+def whole(model: onnx.ModelProto, embeddings: np.ndarray, axes: int) -> np.ndarray:
+    batch, count = embeddings.shape[:2]
+    past = np.zeros((batch, HEADS, 0, SIZE), np.float32)
+    at = np.broadcast_to(np.arange(count), (batch, count) if axes == 1 else (axes, batch, count))
+    inputs: dict[str, Any] = {"embeddings": embeddings, "keep": np.ones((batch, count), np.int64), "at": at}
+    return lowering.compile(model).run({**inputs, "past_k": past, "past_v": past})["logits"]
+
+
+def embedded(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((*shape, WIDTH)).astype(np.float32)
+
+
+@pytest.mark.parametrize("axes", [1, 3])
+def test_embeddings_in_place_and_served(axes: int) -> None:
+    model = model_of(axes)
+    tokens = embedded(0, 2, 9)
+    expected = whole(model, tokens, axes)
+    bar = 1e-5 * np.abs(expected).max()
+    decoder = lowering.compile(model, static_cache=CAPACITY).decoder()
+    answers = [decoder.prefill(tokens[:, :5]), *(decoder.step(tokens[:, k])[:, None] for k in range(5, 9))]
+    np.testing.assert_allclose(np.concatenate(answers, axis=1), expected, rtol=0, atol=bar)
+    served = lowering.compile(model, serve=lowering.Serve(context=CAPACITY, tokens_per_block=4))
+    batcher = lowering.Batcher(served, blocks=7, tokens_per_step=5)
+    for request in (0, 1):
+        batcher.add(request, tokens[request, :7])
+    while batcher.waiting:
+        for request, logits in batcher.step().items():
+            count = len(batcher.tokens(request))
+            np.testing.assert_allclose(logits, expected[request, count - 1], rtol=0, atol=bar)
+            if count < 9:
+                batcher.extend(request, tokens[request, count])
+
+
+def test_equal_embeddings_share_no_blocks() -> None:
+    served = lowering.compile(model_of(), serve=lowering.Serve(context=CAPACITY, tokens_per_block=4))
+    batcher = lowering.Batcher(served, blocks=8)
+    for request in "ab":
+        batcher.add(request, embedded(0, 9))
+        batcher.step()
+    assert (batcher.usage().used, batcher.usage().shared) == (6, 0)
+
+
+def test_what_is_no_embedding_is_refused() -> None:
+    served = lowering.compile(model_of(), serve=lowering.Serve(context=CAPACITY))
+    batcher = lowering.Batcher(served, blocks=8)
+    for prompt, said in (([1, 2], r"int64\[2\]"), (embedded(0, 3)[:, :5], r"float32\[3, 5\]"), ("ab", "str")):
+        with pytest.raises(InputError, match=rf"must be embeddings \[tokens, 6\], not {said}"):
+            batcher.add("a", prompt)
+    batcher.add("a", embedded(0, 3))
+    with pytest.raises(InputError, match=r"must be embeddings \[tokens, 6\]"):
+        batcher.extend("a", 3)
+    with pytest.raises(InputError, match="0 tokens"):
+        batcher.add("b", np.zeros((0, WIDTH)))
+
+
+def test_two_inputs_of_tokens_stay_inputs() -> None:
+    """Neither is what an encoder made, which would be computed once."""
+    model = lowering.compile(model_of(second=True), static_cache=CAPACITY)
+    assert model.setup is None and {"embeddings", "hidden"} <= {spec.name for spec in model.inputs}
+    with pytest.raises(InputError, match="no input is known to hold token ids: name"):
+        model.decoder()
