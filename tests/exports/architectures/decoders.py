@@ -66,6 +66,7 @@ BY_CLASS: dict[str, dict[str, Any]] = {
         "scoring_func": "sqrtsoftplus", "n_shared_experts": 1, "routed_scaling_factor": 1.5, "num_hash_layers": 1,
         "hc_mult": 2, "hc_sinkhorn_iters": 3, "swiglu_limit": 7.0,
     },
+    "DogeCausalLMModel": {"num_key_value_heads": 4},
     "Eagle3DraftModel": {"draft_vocab_size": 24, "target_hidden_size": 16, "num_hidden_layers": 1},
     "Ernie45MoECausalLMModel": SHARED_EXPERTS,
     "FalconCausalLMModel": {"parallel_attn": True, "dual_ln": True, "hidden_act": "gelu"},
