@@ -6,7 +6,8 @@ A virtual machine has calls and branches. So n steps are the first half of them 
                        run(n - n / 2, i + n / 2, run(n / 2, i, state))          otherwise
 
 Calls lie at most 63 deep, whatever n is, and what the steps give out is stacked half by half: it is copied log n times,
-and alive twice.
+and alive twice. Where its sizes depend on data of the step they are told by the run, and asserted to be the same in all
+steps.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tvm.ir import PrimType
 from tvm.script.ir_builder import tirx as T
 
 from ..importing.node import Node
-from ..importing.values import Shape, Value, storage_dtype, storage_shape
+from ..importing.values import Shape, Size, Value, storage_dtype, storage_shape
 from .asserted import asserted
 from .kernels import compute, loops
 from .movement import join
@@ -37,7 +38,7 @@ def repeated(node: Node, count: Value, go: Value, state: Sequence[Value], step: 
     """The carried values, which keep their types and shapes, behind `count` (int64 scalar) steps, or those until the
     condition (bool scalar) fails; then each output of a step, stacked along a new first axis.
 
-    Raises NodeError for values that change their types or ranks, and for outputs whose sizes depend on data.
+    Raises NodeError for values that change their types or ranks.
     """
     body = _body(node, state, step)
     run, builder = _run(node, body), node.importer.builder
@@ -46,7 +47,8 @@ def repeated(node: Node, count: Value, go: Value, state: Sequence[Value], step: 
     with node.importer.scope() as steps:
         steps.result = relax.Call(run, [tensors[0], relax.const(0, "int64"), *tensors[1:], *body.captured])
     with node.importer.scope() as nothing:
-        empty = (relax.op.zeros(_type(d, (0, *s)).shape, storage_dtype(d)) for d, s in body.outputs)
+        sizes = ((d, (0, *(0 if size is None else size for size in s))) for d, s in body.outputs)
+        empty = (relax.op.zeros(_type(d, s).shape, storage_dtype(d)) for d, s in sizes)
         nothing.result = relax.Tuple([*tensors[1:], *map(builder.emit, empty)])
     parts = _Parts(node, body, builder.emit(relax.If(node.tensor(some), steps.sequence, nothing.sequence)))
     # What no step has changed is the same memory as before, and outputs of the model have their own.
@@ -58,7 +60,7 @@ class _Body:
     """The function of one step, (i, go, *state, *captured) -> (go, *state, *outputs), each output [1, ...]."""
 
     carried: list[tuple[str, Shape]]  # element types and shapes of the state
-    outputs: list[tuple[str, Shape]]  # of what one step gives out
+    outputs: list[tuple[str, tuple[Size | None, ...]]]  # of what one step gives out; None: a size that data tells
     function: Any = None
     captured: list[Any] = field(default_factory=list)  # tensors around the loop that it reads, and a shape of symbols
 
@@ -68,7 +70,8 @@ class _Body:
 
     def result(self) -> Any:
         """What `run` gives: the number of the outputs' steps is open."""
-        open_ = [relax.TensorType(None, storage_dtype(d), ndim=len(storage_shape(d, s)) + 1) for d, s in self.outputs]
+        ranks = [len(storage_shape(d, (0,) * len(s))) for d, s in self.outputs]
+        open_ = [relax.TensorType(None, storage_dtype(d), ndim=n + 1) for n, (d, _) in zip(ranks, self.outputs)]
         return relax.TupleType([*self.types(), *open_])
 
 
@@ -82,16 +85,14 @@ def _body(node: Node, state: Sequence[Value], step: Step) -> _Body:
         given = results[len(state) :]
         single = [reshape_to(node, v, (1, *v.shape)) for v in given]
         scope.result = relax.Tuple([node.tensor(v) for v in (reshape_to(node, goes_on, ()), *kept, *single)])
-    body.outputs = [(v.dtype, v.shape) for v in given]
+    body.outputs = [(v.dtype, (None,) * v.rank) for v in given]  # for the type of the result; the sizes follow
     free = (v for v in relax.analysis.free_vars(scope.sequence) if not isinstance(v.ty, PrimType))  # symbols: below
     tensors = [v for v in free if not _among(v, params)]
     function = relax.Function([*params, *tensors], scope.sequence, body.result(), is_pure=True)
     around = _symbols([p.ty for p in function.params])
     made = [s for s in relax.analysis.defined_symbolic_vars(function) if not _among(s, around)]
-    sizes = _symbols([_type(dtype, shape) for dtype, shape in body.outputs])
-    for symbol in sizes:
-        if _among(symbol, made):
-            raise node.error(f"what a step gives out has the size {symbol}, which depends on data of the step.")
+    body.outputs = [(v.dtype, tuple(None if _reads(size, made) else size for size in v.shape)) for v in given]
+    sizes = _symbols([_type("int64", tuple(d for d in shape if d is not None)) for _, shape in body.outputs])
     symbols = [*around]
     for symbol in (*sizes, *relax.analysis.free_symbolic_vars(function)):
         if not _among(symbol, symbols):
@@ -114,6 +115,11 @@ def _symbols(types: Sequence[Any]) -> list[Any]:
 
 def _among(symbol: Any, symbols: Sequence[Any]) -> bool:
     return any(symbol.same_as(s) for s in symbols)
+
+
+def _reads(size: Size, symbols: Sequence[Any]) -> bool:
+    """Whether a size is computed of one of the symbols."""
+    return any(_among(symbol, symbols) for symbol in _symbols([_type("int64", (size,))]))
 
 
 def _kept(node: Node, k: int, value: Value, like: Value) -> Value:
@@ -145,7 +151,8 @@ def _run(node: Node, body: _Body) -> Any:
             with node.importer.scope() as more:
                 arguments = [others, middle, first.goes_on(), *map(node.tensor, first.state()), *captured]
                 then = _Parts(node, body, builder.emit(relax.Call(run, arguments)))
-                stacked = [join(node, list(pair), 0) for pair in zip(first.outputs(), then.outputs())]
+                pairs = zip(first.outputs(), then.outputs())
+                stacked = [join(node, [a, _alike(node, b, a)], 0) for a, b in pairs]
                 more.result = relax.Tuple([then.goes_on(), *(node.tensor(v) for v in (*then.state(), *stacked))])
             with node.importer.scope() as enough:
                 enough.result = first.tuple
@@ -154,6 +161,11 @@ def _run(node: Node, body: _Body) -> Any:
     function = relax.Function([*params, *captured], scope.sequence, body.result(), is_pure=True)
     builder.update_func(run, relax.utils.copy_with_new_vars(function))
     return run
+
+
+def _alike(node: Node, value: Value, like: Value) -> Value:
+    """What later steps give out, whose sizes are those of earlier steps."""
+    return asserted(node, value, (value.shape[0], *like.shape[1:]), "what a later step gives out")
 
 
 def _split(node: Node, count: Value, at: Value) -> list[Any]:
@@ -193,7 +205,10 @@ class _Parts:
         if not self._body.outputs:
             return []
         steps, first = self._node.symbols.fresh("steps"), 1 + len(self._body.carried)
-        shapes = [(dtype, (steps, *shape)) for dtype, shape in self._body.outputs]
+        shapes = [
+            (dtype, (steps, *(self._node.symbols.fresh("size") if size is None else size for size in shape)))
+            for dtype, shape in self._body.outputs
+        ]
         return [Value(d, s, self._of(first + k, _type(d, s))) for k, (d, s) in enumerate(shapes)]
 
 

@@ -194,10 +194,28 @@ def test_values_that_change() -> None:
 
 
 def test_outputs_of_sizes_that_depend_on_data() -> None:
-    text = """m (float[S, 4] x) => (int64[S, 1, K] y) { y = Scan <num_scan_inputs = 1, body = b (float[4] s)
-              => (int64[1, M] places) { places = NonZero (s) }> (x) }"""
-    with pytest.raises(NodeError, match="which depends on data of the step"):
-        lowering.compile(onnx.parser.parse_model(f"{HEADER} {text}"))
+    """Each step pads its own number of rows to those of the longest, as encoders of images do."""
+    text = """m (int64[S] counts) => (int64[S, M] y, int64[S, 1, K] places)
+        { most = ReduceMax <keepdims = 0> (counts) y, places = Scan <num_scan_inputs = 1, body = b (int64 count)
+            => (int64[M] row, int64[1, K] two) {
+                zero = Constant <value_int = 0> () one = Constant <value_int = 1> ()
+                ones = Constant <value_ints = [1]> () none = Constant <value_ints = [0]> ()
+                own = Range (zero, count, one) left = Sub (most, count) room = Reshape (left, ones)
+                pads = Concat <axis = 0> (none, room) row = Pad (own, pads, zero)
+                first = Slice (row, none, ones) held = Equal (first, first) two = NonZero (held) }> (counts) }"""
+    model = onnx.parser.parse_model(f"{HEADER} {text}")
+    module, session = lowering.compile(model), onnxruntime.InferenceSession(model.SerializeToString())
+    for counts in ([3, 1, 5, 2, 4], [2]):
+        feeds = {"counts": np.array(counts)}
+        for name, want in zip(("y", "places"), session.run(None, feeds)):
+            np.testing.assert_array_equal(module.run(feeds)[name], want)
+    assert module.run({"counts": np.zeros(0, np.int64)})["places"].shape[0] == 0
+    uneven = """m (float[S, 4] x) => (int64[S, 1, K] y) { y = Scan <num_scan_inputs = 1, body = b (float[4] s)
+                => (int64[1, M] places) { places = NonZero (s) }> (x) }"""
+    module = lowering.compile(onnx.parser.parse_model(f"{HEADER} {uneven}"))
+    assert module.run({"x": np.float32([[1, 0, 2, 0], [0, 3, 0, 4]])})["y"].tolist() == [[[0, 2]], [[1, 3]]]
+    with pytest.raises(InputError, match="what a later step gives out must"):
+        module.run({"x": np.float32([[1, 0, 2, 0], [1, 1, 1, 1]])})
 
 
 SQUEEZE = """m (float[A, C] x) => (float[C] y)
