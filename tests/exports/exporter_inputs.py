@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -40,10 +40,10 @@ _WAVES = {"input_values": (800, 1300)}  # whose time is in samples
 
 
 class Inputs:
-    """The inputs of one graph at a setting; batch 0 stands for that of the setting."""
+    """The inputs of one graph at a setting, of which some sizes may be fixed."""
 
-    def __init__(self, model: onnx.ModelProto, setting: int, batch: int = 0) -> None:
-        self.graph, self.setting, self.batch = model.graph, setting, batch
+    def __init__(self, model: onnx.ModelProto, setting: int, fixed: Mapping[str, int]) -> None:
+        self.graph, self.setting, self.fixed = model.graph, setting, fixed
         self.rng = np.random.default_rng(setting)
         self.tables = {value.name: value.dims for value in model.graph.initializer}
         self.shapes = {value.name: self.shape(value) for value in model.graph.input}
@@ -53,8 +53,8 @@ class Inputs:
         """Return the size of a symbol, or of a sum of symbols."""
         if " + " in symbol:
             return sum(map(self.size, symbol.split(" + ")))
-        if symbol == "batch" and self.batch:
-            return self.batch
+        if symbol in self.fixed:
+            return self.fixed[symbol]
         for pattern, sizes in SIZES:
             if re.fullmatch(f"(.*_)?({pattern})", symbol):
                 return sizes[self.setting]

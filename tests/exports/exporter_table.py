@@ -31,13 +31,16 @@ weights ([tests/exports/mobius_models.py](../tests/exports/mobius_models.py)). A
 for each, as `whisper` and `whisper@encoder`; a form of a graph stands after a last @. Graphs that are the same but for
 their weights are compiled once, the first of them, and run on random inputs at two sizes of each symbolic dimension.
 An error is the largest difference from onnxruntime, relative to the range of the output; the bar is 1e-4. Where
-onnxruntime refuses a graph the reference of ONNX runs it. Batch 1: nothing runs the graph on a larger batch.
+onnxruntime refuses a graph the reference of ONNX runs it. Sizes of 1: nothing runs the graph with larger ones.
 
 {types} types, {graphs} graphs, {measured} of them different: {summary}.
 """
 
 
 Feeds = dict[str, np.ndarray]
+
+_ONE_TOKEN = {"sequence_len": 1, "seq_len": 1}
+_SHOWN = ("batch", "sequence_len")
 
 
 def expected(path: Path, model: onnx.ModelProto, settings: list[Feeds]) -> tuple[str, list[Feeds]]:
@@ -62,19 +65,19 @@ def expected(path: Path, model: onnx.ModelProto, settings: list[Feeds]) -> tuple
 def settings_that_run(path: Path, model: onnx.ModelProto) -> tuple[list[Feeds], list[Feeds], dict[str, Any]]:
     """Return inputs, expected outputs (none where nothing runs the model) and what is known of them.
 
-    Some graphs run on a batch of one alone.
+    Some graphs run on a batch of one alone, and some on one token.
     """
     from exporter_inputs import SETTINGS, Inputs
 
     reason = ""
-    for batch in (0, 1):
-        feeds = [Inputs(model, setting, batch).all() for setting in range(SETTINGS)]
+    for fixed in ({}, {"batch": 1}, _ONE_TOKEN, {"batch": 1, **_ONE_TOKEN}):
+        feeds = [Inputs(model, setting, fixed).all() for setting in range(SETTINGS)]
         try:
             who, outputs = expected(path, model, feeds)
         except Exception as error:
             reason = reason or one_line(error)
             continue
-        return feeds, outputs, {"reference": who, "batch": "1" if batch else "any"}
+        return feeds, outputs, {"reference": who, "sizes": ", ".join(name for name in _SHOWN if name in fixed)}
     return feeds, [], {"unrun": reason}
 
 
@@ -121,7 +124,7 @@ def page(rows: Sequence[Row]) -> str:
     types = {path.stem.split("@")[0] for paths, _ in rows for path in paths}
     summary = ", ".join(f"{count} {name}" for name, count in counts.items())
     lines = [HEADER.format(types=len(types), graphs=counts.total(), measured=len(rows), summary=summary)]
-    lines.append("| graph | the same graph | nodes | operators | run by | batch | right | error | compile CPU s |")
+    lines.append("| graph | the same graph | nodes | operators | run by | sizes of 1 | right | error | compile CPU s |")
     lines.append("|" + "---|" * 9)
     compared = [row for row in rows if verdict(row[1]) in ("right", "wrong")]
     for paths, found in sorted(compared, key=lambda row: row[0]):
@@ -131,7 +134,7 @@ def page(rows: Sequence[Row]) -> str:
             found["nodes"],
             found["operators"],
             found["reference"],
-            found["batch"],
+            found["sizes"],
             "yes" if verdict(found) == "right" else "**no**",
             f"{max(found['errors']):.1e}",
             f"{found['compile_s']:.1f}",

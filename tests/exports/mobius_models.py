@@ -3,15 +3,16 @@
 `python tests/exports/mobius_models.py llama gemma3_text@cpu llama@static --folder F` writes F/llama.onnx and so on.
 A type of several graphs gives one file each: `whisper` is the decoder, `whisper@encoder` what it reads. After a last @
 stands the form: an execution provider of the exporter, "static" for caches of a fixed capacity, or "int4" for weights
-in 4 bits; such are written of the decoder only. Without names it writes what tests/exports/decoders keeps, with
---all every registered type, and then what is missing. Needs `pip install mobius-onnx==0.1.0 onnx-shape-inference`, and
-PyTorch.
+in 4 bits; such are written of the decoder only. Without names it writes what tests/exports/decoders and graphs keep,
+with --all every registered type, and then what is missing. Needs
+`pip install mobius-onnx==0.1.0 onnx-shape-inference`, and PyTorch.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,11 @@ KEPT = (
     "bamba", "bart", "bloom", "deepseek_v3", "deepseek_v4", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text",
     "gpt2", "gpt_oss", "llama", "llama@cpu", "llama@onnx-standard", "llama@static", "mamba2", "minimax", "mixtral",
     "phi3", "qwen3", "qwen3@static", "bamba@onnx-standard", "qwen3_5_text", "t5", "whisper",
+)  # fmt: skip
+
+KEPT_GRAPHS = (  # of other models than decoders
+    "bert", "vit", "llava@vision_encoder", "llava@embedding", "qwen2_vl@vision_encoder", "bart@encoder",
+    "whisper@encoder", "segformer", "DiTTransformer2DModel", "fastconformer_rnnt@encoder",
 )  # fmt: skip
 
 _MAIN = ("decoder", "model")  # the graph of a package that is named like its type, or else the first one
@@ -106,20 +112,29 @@ def write_all(folder: Path, form: str) -> None:
         print(f"missing: {name}: {error}")
 
 
+def write(folder: Path, names: Iterable[str]) -> None:
+    for name in names:
+        ir.save(build(name), folder / f"{name}.onnx")
+        print(name)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("names", nargs="*", help="types, with @part and @form")
-    parser.add_argument("--folder", type=Path, default=Path(__file__).parent / "decoders")
+    parser.add_argument("--folder", type=Path)
     parser.add_argument("--all", action="store_true", help="every registered type")
     parser.add_argument("--form", choices=FORMS, default="", help="of --all: the form to write")
     arguments = parser.parse_args()
-    arguments.folder.mkdir(exist_ok=True)
+    here = Path(__file__).parent
+    folder = arguments.folder or here / "decoders"
+    folder.mkdir(exist_ok=True)
     if arguments.all:
-        write_all(arguments.folder, arguments.form)
-        return
-    for name in arguments.names or KEPT:
-        ir.save(build(name), arguments.folder / f"{name}.onnx")
-        print(name)
+        write_all(folder, arguments.form)
+    elif arguments.names:
+        write(folder, arguments.names)
+    else:
+        write(folder, KEPT)
+        write(arguments.folder or here / "graphs", KEPT_GRAPHS)
 
 
 if __name__ == "__main__":
