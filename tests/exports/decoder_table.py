@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-from measured import Row, measure_all, one_line
+from measured import Row, cell, measure_all, one_line
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "decoders.md"
 BAR = 1e-4
@@ -29,8 +29,9 @@ onnxruntime's logits for whole sequences, relative to the largest logit. Types w
 weights are measured once, the first of them.
 
 *In place*: `static_cache=48`, three sequences of different lengths, a prompt in two calls and 8 steps, among them one
-after a reordering. *Served*: four requests of 3 to 40 tokens over a paged cache. Decoders that read what an encoder
-made have a source for each sequence and request. See [serving](serving.md) for what these are.
+after a reordering. *Served*: four requests of 3 to 40 tokens over a paged cache
+([serving](serving.md#whole-decoders)). Decoders that read what an encoder made have a source for each sequence and
+request.
 
 """
 
@@ -62,22 +63,18 @@ def measure(path: Path) -> dict[str, Any]:
 
 def line(paths: list[Path], found: dict[str, Any]) -> str:
     results = [found.get(key, found.get("failed")) for key in ("in place", "served")]
-    cells = [f"{value:.1e}" if isinstance(value, float) else _reason(str(value)) for value in results]
+    cells = [f"{value:.1e}" if isinstance(value, float) else cell(str(value)) for value in results]
     counts = [str(found.get(key, "-")) for key in ("caches", "states")]
     return "| " + " | ".join([", ".join(path.stem for path in paths), *counts, *cells]) + " |"
 
 
-def _reason(text: str) -> str:
-    return text.replace("|", "/").split(". ")[0][:160]
-
-
-def page(rows: list[Row]) -> str:
+def page(rows: list[Row], total: int) -> str:
     count = sum(len(paths) for paths, _ in rows)
     right = [
         sum(len(paths) for paths, found in rows if isinstance(found.get(key), float) and found[key] <= BAR)
         for key in ("in place", "served")
     ]
-    text = f"Of {count} types {right[0]} are right in place and {right[1]} served.\n\n"
+    text = f"Measured: {count} of {total} types, of which {right[0]} are right in place and {right[1]} served.\n\n"
     table = ["| types | caches | states | in place | served |", "|---|---|---|---|---|"]
     return HEADER + text + "\n".join([*table, *(line(*row) for row in sorted(rows, key=lambda row: row[0]))]) + "\n"
 
@@ -93,11 +90,11 @@ def main() -> None:
         print(json.dumps(measure(arguments.one)))
         return
     rows: list[Row] = []
-    decoders = filter(is_decoder, arguments.folder.glob("*.onnx"))
+    decoders = list(filter(is_decoder, arguments.folder.glob("*.onnx")))
     for row in measure_all(__file__, decoders, arguments.folder / "measured_decoders", not arguments.kept):
         rows.append(row)
         print(line(*row), flush=True)
-    PAGE.write_text(page(rows))
+    PAGE.write_text(page(rows, len(decoders)))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from measured import Row, measure_all, one_line
+from measured import Row, cell, measure_all, one_line
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "exporter_models.md"
 BAR = 1e-4  # of an error relative to its range
@@ -33,7 +33,7 @@ their weights are compiled once, the first of them, and run on random inputs at 
 An error is the largest difference from onnxruntime, relative to the range of the output; the bar is 1e-4. Where
 onnxruntime refuses a graph the reference of ONNX runs it. Sizes of 1: nothing runs the graph with larger ones.
 
-{types} types, {graphs} graphs, {measured} of them different: {summary}.
+Measured: {graphs} of {total} graphs, of {types} types; {different} of them are different. {summary}.
 """
 
 
@@ -116,14 +116,14 @@ def reason(found: dict[str, Any]) -> str:
     return next((str(found[key]) for key in ("unrun", "refused", "failed") if key in found), "")
 
 
-def page(rows: Sequence[Row]) -> str:
+def page(rows: Sequence[Row], total: int) -> str:
     """The whole page: graphs by verdict, a table of those that are compared, and what is not."""
     counts = Counter(dict.fromkeys(("right", "wrong", "refused", "not run"), 0))
     for paths, found in rows:
         counts[verdict(found)] += len(paths)
     types = {path.stem.split("@")[0] for paths, _ in rows for path in paths}
     summary = ", ".join(f"{count} {name}" for name, count in counts.items())
-    lines = [HEADER.format(types=len(types), graphs=counts.total(), measured=len(rows), summary=summary)]
+    lines = [HEADER.format(types=len(types), graphs=counts.total(), total=total, different=len(rows), summary=summary)]
     lines.append("| graph | the same graph | nodes | operators | run by | sizes of 1 | right | error | compile CPU s |")
     lines.append("|" + "---|" * 9)
     compared = [row for row in rows if verdict(row[1]) in ("right", "wrong")]
@@ -143,7 +143,7 @@ def page(rows: Sequence[Row]) -> str:
     lines += ["", "## Refused or not run", "", "| graphs | what | reason |", "|---|---|---|"]
     for paths, found in sorted(rows, key=lambda row: row[0]):
         if (paths, found) not in compared:
-            cells = [", ".join(path.stem for path in paths), verdict(found), reason(found).replace("|", "/")[:240]]
+            cells = [", ".join(path.stem for path in paths), verdict(found), cell(reason(found))]
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -166,7 +166,7 @@ def main() -> None:
         count = f" (+{len(paths) - 1})" if len(paths) > 1 else ""
         print(f"{verdict(found)}: {paths[0].stem}{count}: {errors} {reason(found)}", flush=True)
     if arguments.patterns == ["*"]:
-        PAGE.write_text(page(rows))
+        PAGE.write_text(page(rows, len(chosen)))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -65,6 +66,11 @@ def _measured(script: str, path: Path, record: Path) -> dict[str, Any]:
     record.parent.mkdir(exist_ok=True)
     record.write_text(json.dumps(found))
     return found
+
+
+def cell(reason: str) -> str:
+    """Return what a table says of a reason: its first sentence, without bars and paths."""
+    return re.sub(r"(Load model from )?(?<!\S)/\S+( failed:)? ?", "", reason.replace("|", "/").split(". ")[0])[:200]
 
 
 def one_line(error: Exception | str) -> str:

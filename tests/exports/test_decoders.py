@@ -29,7 +29,7 @@ SOURCES = (7, 4, 5, 17)  # rows of what an encoder made, by sequence
 def whole(name: str, sequences: list[np.ndarray]) -> list[np.ndarray]:
     """The logits [S, vocabulary] of each sequence alone, by onnxruntime, of the model as it was exported."""
     session = onnxruntime.InferenceSession(FOLDER / f"{name}.onnx")
-    return [session.run(["logits"], feeds(session, row, ids))[0][0] for row, ids in enumerate(sequences)]
+    return [session.run(None, feeds(session, row, ids))[0][0] for row, ids in enumerate(sequences)]
 
 
 def feeds(session: onnxruntime.InferenceSession, row: int, ids: np.ndarray) -> dict[str, np.ndarray]:
@@ -39,11 +39,13 @@ def feeds(session: onnxruntime.InferenceSession, row: int, ids: np.ndarray) -> d
         "write_indices": np.zeros(1, np.int64), "nonpad_kv_seqlen": np.array([count]), "decoder_input_ids": ids[None],
         "inputs_embeds": ids[None],
     }  # fmt: skip
-    empty = {"batch": 1, "past_sequence_len": 0, "past_sequence_length": 0}
+    empty = {"batch": 1, "past_sequence_len": 0, "past_sequence_length": 0, "sequence_len": count}
     for given in session.get_inputs():
         if given.name == "encoder_hidden_states":
             known[given.name] = encoded(given.shape[2])[row : row + 1, : SOURCES[row]]
             empty["encoder_sequence_len"] = SOURCES[row]
+        elif not given.shape:
+            known[given.name] = np.ones((), np.int64 if given.type == "tensor(int64)" else np.float32)
         elif given.name == "position_ids" and len(given.shape) == 3:
             known[given.name] = np.broadcast_to(known[given.name], (given.shape[0], 1, count))
     return {
@@ -83,7 +85,9 @@ def encoded(width: int) -> np.ndarray:
 def decoder_of(model: lowering.Model) -> Decoder:
     """A decoder; arrays of sources that it was given hold nothing any more."""
     if model.setup is None:
-        return model.decoder()
+        slots = model.manifest.slots
+        switches = [t for t in model.inputs if not t.dims and (slots is None or t.name != slots.length)]
+        return model.decoder(fixed={t.name: np.ones((), t.dtype) for t in switches})
     states = encoded(int(model.setup.inputs[0].dims[2]))[:BATCH]
     for row, count in enumerate(SOURCES[:BATCH]):
         states[row, count:] = np.nan
@@ -121,8 +125,9 @@ def error_in_place(name: str, precision: Any) -> float:
     can_pad = not spec.states and bool(spec.mask or spec.starts) and model.setup is None
     padding = [0, 3, 1] if can_pad else [0, 0, 0]
     mask = np.arange(PROMPT + STEPS) >= np.array(padding)[:, None]
-    expected = np.zeros((*ids.shape[:2], VOCABULARY), np.float32)
-    for row, (count, logits) in enumerate(zip(padding, whole(name, [ids[b, n:] for b, n in enumerate(padding)]))):
+    found = whole(name, [ids[b, n:] for b, n in enumerate(padding)])
+    expected = np.zeros((*ids.shape[:2], found[0].shape[-1]), np.float32)
+    for row, (count, logits) in enumerate(zip(padding, found)):
         expected[row, count:] = logits
     decoder = decoder_of(model)
     answers = [decoder.prefill(ids[:, :5], mask[:, :5]), decoder.prefill(ids[:, 5:PROMPT])]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lowering import Batcher, InputError, PoolFullError
-from lowering.manifest import CachePool, ServedCache, StatePool
+from lowering.manifest import CachePool, ServedCache, StatePool, TensorSpec
 
 VOCABULARY = 64
 
@@ -21,7 +21,7 @@ class Recorder:
     def __init__(self, context: int = 40, block: int = 4, scales: int = 0) -> None:
         pool = CachePool("kv_cache", "kv_cache_scale" if scales else "", 1, 1, 1)
         served = ServedCache(context, block, (pool,), "int8" if scales else "float32", scales, "ids")
-        inputs, outputs = [SimpleNamespace(name="ids", dtype="int32")], [SimpleNamespace(name="logits")]
+        inputs, outputs = [TensorSpec("ids", "int32", "int32", (1, "tokens"))], [SimpleNamespace(name="logits")]
         self.manifest: Any = SimpleNamespace(served=served, inputs=inputs, outputs=outputs)
         self.block, self.calls = block, 0
         self.most = 0  # tokens of a call
