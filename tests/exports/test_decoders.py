@@ -34,10 +34,12 @@ def whole(name: str, sequences: list[np.ndarray]) -> list[np.ndarray]:
 
 def feeds(session: onnxruntime.InferenceSession, row: int, ids: np.ndarray) -> dict[str, np.ndarray]:
     count = len(ids)
+    are_embeddings = ids.ndim > 1
     known = {
-        "input_ids": ids[None], "attention_mask": np.ones((1, count), np.int64), "position_ids": np.arange(count)[None],
-        "write_indices": np.zeros(1, np.int64), "nonpad_kv_seqlen": np.array([count]), "decoder_input_ids": ids[None],
-        "inputs_embeds": ids[None],
+        "input_ids": np.zeros((1, count), np.int64) if are_embeddings else ids[None], "decoder_input_ids": ids[None],
+        "inputs_embeds": ids[None], "attention_mask": np.ones((1, count), np.int64),
+        "position_ids": np.arange(count)[None], "write_indices": np.zeros(1, np.int64),
+        "nonpad_kv_seqlen": np.array([count]),
     }  # fmt: skip
     empty = {"batch": 1, "past_sequence_len": 0, "past_sequence_length": 0, "sequence_len": count}
     for given in session.get_inputs():
