@@ -179,9 +179,9 @@ def lower(
         ("fold_constants", fold_constants),
         ("fuse_ops", fuse),
         ("one_shape", one_shape),
+        ("sizes_first", sizes_first),
         ("fuse_tir", t.FuseTIR()),
         ("eliminate_dead_functions", t.DeadCodeElimination()),
-        ("sizes_first", sizes_first),
         ("mark_products", lambda mod: mark_products(mod, products)),
         ("group_products", traced(lambda mod, of: group_products(mod, target.tvm, of))),
         # GPUs have no kernel for what it makes.

@@ -106,8 +106,8 @@ class Batcher:
     def add(self, request: Hashable, prompt: Any, fixed: Mapping[str, Any] | None = None) -> None:
         """A new request, whose tokens the next steps read.
 
-        prompt is a sequence of at least one id, or float [n, width] for a decoder that takes embeddings. fixed has, for a
-        decoder that reads an encoder's output, an array for each input of its setup, by name, and source_lengths, how
+        prompt is a sequence of at least one id, or float [n, width] for a decoder that takes embeddings. fixed has, for
+        a decoder that reads an encoder's output, an array for each input of its setup, by name, and source_lengths, how
         many of the rows count, if these are not all. NumPy's arrays are copied; others must stay as they are until the
         request is freed.
         """

@@ -218,6 +218,17 @@ def test_outputs_of_sizes_that_depend_on_data() -> None:
         module.run({"x": np.float32([[1, 0, 2, 0], [1, 1, 1, 1]])})
 
 
+REPEATED = """m (int64[S, 3] x) => (int64[S, K] y)
+    <int64[1] one = {1}, int64 zero = {0}, int64 first = {1}, int64 second = {2}, int64[1] axis = {0}> {
+    y = Scan <num_scan_inputs = 1, body = b (int64[3] s) => (int64[M] row) {
+        n = Gather (s, zero) a = Gather (s, first) b = Gather (s, second) product = Mul (a, b)
+        size = Unsqueeze (n, axis) ones = Expand (one, size) row = Mul (ones, product) }> (x) }"""
+
+
+def test_a_step_whose_kernels_join_before_their_size_is_known() -> None:
+    compared(REPEATED, [{"x": np.array([[2, 3, 4], [2, 5, 6]])}, {"x": np.array([[3, 1, 1]])}])
+
+
 SQUEEZE = """m (float[A, C] x) => (float[C] y)
     { shape = Shape <start = 0, end = 1> (x) one = Constant <value_ints = [1]> () c = Equal (shape, one)
       y = If (c) <then_branch = t () => (float[C] a) { axis = Constant <value_ints = [0]> () a = Squeeze (x, axis) },
