@@ -32,6 +32,7 @@ from ..passes.absorb_transposes import absorb_transposes
 from ..passes.alignment import assume_alignment
 from ..passes.convolutions import lower_convolutions
 from ..passes.donation import donate
+from ..passes.equal_functions import merge_equal_functions
 from ..passes.fold_constants import fold_constants
 from ..passes.group_products import group_products
 from ..passes.hold_divisions import hold_divisions
@@ -182,6 +183,7 @@ def lower(
         ("sizes_first", sizes_first),
         ("fuse_tir", t.FuseTIR()),
         ("eliminate_dead_functions", t.DeadCodeElimination()),
+        ("merge_equal_functions", merge_equal_functions),
         ("mark_products", lambda mod: mark_products(mod, products)),
         ("group_products", traced(lambda mod, of: group_products(mod, target.tvm, of))),
         # GPUs have no kernel for what it makes.

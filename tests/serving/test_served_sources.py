@@ -184,7 +184,7 @@ class Translator:
     def __init__(self) -> None:
         pool, sources = (CachePool(name, "", 1, 1, 1) for name in ("kv_cache", "source_cache"))
         served = ServedCache(40, 4, (pool,), "float32", 0, "ids", (), SourceCache((sources,), ("source", 1)))
-        inputs, outputs = [SimpleNamespace(name="ids", dtype="int32")], [SimpleNamespace(name="logits")]
+        inputs, outputs = [TensorSpec("ids", "int32", "int32", (1, "tokens"))], [SimpleNamespace(name="logits")]
         self.manifest: Any = SimpleNamespace(served=served, inputs=inputs, outputs=outputs)
         specs = (TensorSpec("source", "float32", "float32", (1, "rows", 2)), TensorSpec("source_table", "", "", ()))
         self.setup: Any = SimpleNamespace(manifest=SimpleNamespace(inputs=specs), run=self.file)
