@@ -11,9 +11,10 @@ import functools
 import hashlib
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -51,6 +52,9 @@ class Kernels:
         """What was not in the cache."""
         self._known: dict[str, Object] = {}
         """By what they are made of, in memory: others may clear the cache at any time."""
+        self._codes: dict[str, Future[bytes]] = {}
+        """By symbol: of equal kernels one thread compiles the first, and the others wait for its code."""
+        self._guard = threading.Lock()
 
     def key(self, func: tirx.PrimFunc, how: str) -> str | None:
         """What stands for the code of a kernel that is still to be scheduled, in the way that `how` tells; None where
@@ -97,17 +101,30 @@ class Kernels:
         plain = _with_needed_features(func, self.made_for)
         what = (tvm_ffi.structural_hash(_anonymous(func)), str(plain), _versions())
         symbol = "k" + hashlib.sha256(repr(what).encode()).hexdigest()[:32]
+        with self._guard:
+            mine = symbol not in self._codes
+            code = self._codes.setdefault(symbol, Future())
+        if mine:
+            try:
+                code.set_result(self._code(func, symbol, plain))
+            except BaseException as error:
+                code.set_exception(error)
+        found = code.result()
+        if key is not None:
+            object_cache.put(key, symbol.encode(), object_cache.MADE_OF)
+        return Object(name, symbol, found)
+
+    def _code(self, func: tirx.PrimFunc, symbol: str, plain: tvm.target.Target) -> bytes:
+        """Return the code of a kernel under the symbol, which says what it computes."""
         code = object_cache.get(symbol) if self.kept else None
         if code is None:
             begin = time.perf_counter()
             code = self.compiled(func.with_attr("global_symbol", symbol), plain)
-            progress.LOG.debug("kernel %s: %.2f s", name, time.perf_counter() - begin)
+            progress.LOG.debug("kernel %s: %.2f s", func.attrs["global_symbol"], time.perf_counter() - begin)
             self.new.append(symbol)
             if self.kept:
                 object_cache.put(symbol, code)
-        if key is not None:
-            object_cache.put(key, symbol.encode(), object_cache.MADE_OF)
-        return Object(name, symbol, code)
+        return code
 
     def compiled(self, func: tirx.PrimFunc, target: tvm.target.Target) -> bytes:
         run, finish, _ = compilation_pipeline.get_default_tir_pipeline(target)
@@ -160,6 +177,8 @@ def _stands_alone(func: tvm.ir.BaseFunc) -> bool:
 _UNUSED_ON_CPUS = (
     # Takes half the time of compiling an attention, and finds nothing: what rules make allocates what it needs.
     "s_tir.CompactBufferAllocation",
+    # Find nothing: rules write no condition that does not depend on the loop around it.
+    "s_tir.HoistExpression", "s_tir.InsertHoistIfThenElse",
     # Look for what only schedules of GPUs ask for.
     "s_tir.InjectPermutedLayout", "s_tir.InjectSoftwarePipeline", "s_tir.InjectVirtualThread", "s_tir.ThreadSync",
     "s_tir.InferFragment", "s_tir.LowerThreadAllreduce",

@@ -1,6 +1,6 @@
 """Functions that compute the same become one function, which is scheduled and compiled once.
 
-    transpose6(x, height, width)  transpose8(x, width, height)   ->   transpose4(x, height, width), which both calls call
+    transpose6(x, height, width)  transpose8(x, width, height)   ->   transpose4(x, height, width), for both calls
 
 TVM passes the symbols that are no size of a tensor in the order of a hash table of addresses. Functions that differ in
 nothing else are not equal, and how many there are changes from run to run. Here the order is that in which a function
