@@ -18,6 +18,7 @@ from schedules.reading.tails import Update
 
 from ..importing.origins import Origins
 from ..tensorir.expressions import Expr, loads, walk
+from ..tensorir.memo import Memo
 from ..tensorir.scatter import write
 
 T = TypeVar("T")
@@ -79,15 +80,10 @@ class Asked(Generic[T]):
 
     def __init__(self, question: Callable[[tirx.PrimFunc], T]) -> None:
         self._question = question
-        self._answers: dict[int, list[tuple[tirx.PrimFunc, T]]] = {}
+        self._answers = Memo[T]()
 
     def __call__(self, function: tirx.PrimFunc) -> T:
-        known = self._answers.setdefault(tvm_ffi.structural_hash(function), [])
-        for other, answer in known:
-            if tvm_ffi.structural_equal(other, function):
-                return answer
-        known.append((function, self._question(function)))
-        return known[-1][1]
+        return self._answers(function, self._question)
 
 
 def callee(binding: relax.Binding) -> ir.GlobalVar | None:

@@ -15,6 +15,9 @@ from tvm.ir import prim
 from tvm.sym import Analyzer
 
 from .expressions import Expr, children, is_float, rewrite, walk
+from .memo import Memo
+
+_DIVISIONS = (prim.FloorDiv, prim.FloorMod)
 
 
 class Facts:
@@ -23,6 +26,11 @@ class Facts:
     def __init__(self) -> None:
         self.analyzer = Analyzer()
         self.largest: dict[tirx.Var, Expr] = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop what follows from fewer facts. Kernels ask the same of every row of a tile."""
+        self._simplified, self._divided, self._proven = Memo[Expr](), Memo[Expr](), Memo[bool]()
 
     @staticmethod
     def of(func: tirx.PrimFunc) -> Facts:
@@ -38,10 +46,12 @@ class Facts:
         for node in walk(size):
             if isinstance(node, tirx.Var):
                 self.largest[node] = node
+        self._forget()
 
     def copy(self) -> Facts:
         other = copy.copy(self)
         other.analyzer, other.largest = self.analyzer.clone(), dict(self.largest)
+        other._forget()
         return other
 
     def bind(self, var: Expr, low: Expr | int, high: Expr) -> None:
@@ -51,23 +61,29 @@ class Facts:
             low = tirx.const(low, str(var.ty)) if isinstance(low, int) else low
             self.analyzer.bind(var, ir.Range(low, high), allow_override=True)
             self.largest[var] = self.analyzer.simplify(high - 1)
+            self._forget()
 
     def simplify(self, expr: Expr) -> Expr:
-        return self.analyzer.simplify(rewrite(self.analyzer.simplify(expr), self._divide))
+        return self._simplified(
+            expr, lambda given: self.analyzer.simplify(rewrite(self.analyzer.simplify(given), self._divide))
+        )
 
     def can_prove(self, condition: Expr) -> bool:
         """What is made of floats stands for any number: nothing is known of it, and the analyzer, which tries all it
         knows on every branch inside, takes a tenth of a second to find that out."""
-        return self.analyzer.can_prove(_without_floats(condition))
+        return self._proven(condition, lambda given: self.analyzer.can_prove(_without_floats(given)))
 
     def _divide(self, node: Expr) -> Expr | None:
         """Simpler forms of a // n and a % n for symbolic n."""
-        if not isinstance(node, prim.FloorDiv | prim.FloorMod) or node.ty != "int64":
+        if type(node) not in _DIVISIONS or node.ty != "int64":
             return None
+        return self._divided(node, self._quotient_or_rest)
+
+    def _quotient_or_rest(self, node: Expr) -> Expr:
         a, n = (self.analyzer.simplify(rewrite(operand, self._divide)) for operand in (node.a, node.b))
         quotient = isinstance(node, prim.FloorDiv)
         if quotient and isinstance(a, prim.FloorDiv):  # (a // m) // n
-            return self._divide(prim.FloorDiv(a.a, self.analyzer.simplify(a.b * n)))
+            return self._divided(prim.FloorDiv(a.a, self.analyzer.simplify(a.b * n)), self._quotient_or_rest)
         whole, rest = self._multiples(a, n)
         bound = self.bound(rest)
         if bound is not None and self.can_prove(_distributed(n - bound) > 0):
