@@ -8,6 +8,8 @@ import os
 import sys
 from pathlib import Path
 
+_EXPORTS = "folder of the exported models, for 'models', 'published' and 'exporter'"
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
@@ -20,7 +22,7 @@ def main() -> None:
     cpu.add_argument("--tuned", type=Path, metavar="DIR", help="measure ours with this database of `tune`, too")
     cpu.add_argument("--turns", type=int, default=7, help="turns of every contender; default: %(default)s")
     cpu.add_argument("--seconds", type=float, default=0.1, help="length of a turn; default: %(default)s")
-    cpu.add_argument("--exports", type=Path, help="folder of the exported models, for 'models' and 'published'")
+    cpu.add_argument("--exports", type=Path, help=_EXPORTS)
     cpu.add_argument("--minutes", type=float, default=math.inf, help="then no new case is begun; default: no limit")
     cpu.add_argument(
         "--quick",
@@ -37,7 +39,7 @@ def main() -> None:
     tune.add_argument("--effort", choices=("quick", "full"), default="full", help="as for `onnx-lowering tune`")
     tune.add_argument("--threads", type=int, default=1)
     tune.add_argument("--seed", type=int, default=0)
-    tune.add_argument("--exports", type=Path, help="folder of the exported models, for 'models' and 'published'")
+    tune.add_argument("--exports", type=Path, help=_EXPORTS)
     tune.set_defaults(run=_tune)
     cuda = commands.add_parser("cuda", help="check and time every kernel on a Hopper GPU, beside PyTorch")
     cuda.add_argument("case", nargs="*", help="names, groups or patterns of cases; default: all")

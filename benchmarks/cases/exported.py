@@ -57,7 +57,7 @@ class ExportCase(Case):
         """Whether the export is in the folder."""
         return ((self.folder or Path()) / self.export).is_dir()
 
-    def _path(self) -> Path:
+    def path(self) -> Path:
         path = (self.folder or Path()) / self.export
         if not self.exists:
             raise FileNotFoundError(
@@ -67,7 +67,7 @@ class ExportCase(Case):
         return path
 
     def _arrays(self) -> Arrays:
-        with np.load(self._path() / f"{self.setting}.npz") as arrays:
+        with np.load(self.path() / f"{self.setting}.npz") as arrays:
             return dict(arrays)
 
     def feeds(self) -> Arrays:
@@ -77,7 +77,7 @@ class ExportCase(Case):
         return {name[1:]: array for name, array in self._arrays().items() if name.startswith("=")}
 
     def model(self) -> onnx.ModelProto:
-        return onnx.load(self._path() / "model.onnx")
+        return onnx.load(self.path() / "model.onnx")
 
     def work(self) -> Work:
         """Not counted: the models are small, and most of them far from every limit."""

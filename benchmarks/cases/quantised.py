@@ -58,7 +58,7 @@ class QuantisedCase(PublishedWidths):
         given: dict[str, Any] = {"weight_type": QuantType[weights], "per_channel": by_column}
         logging.getLogger().setLevel(logging.ERROR)  # the tools ask for a pre-processing that changes nothing here
         with tempfile.TemporaryDirectory() as folder:
-            source, path = self._path() / "model.onnx", Path(folder) / "model.onnx"
+            source, path = self.path() / "model.onnx", Path(folder) / "model.onnx"
             if form:
                 reader = _Once(self.feeds())
                 quantize_static(source, path, reader, quant_format=QuantFormat[form], **given)

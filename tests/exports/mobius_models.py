@@ -2,10 +2,10 @@
 
 `python tests/exports/mobius_models.py llama gemma3_text@cpu llama@static --folder F` writes F/llama.onnx and so on.
 A type of several graphs gives one file each: `whisper` is the decoder, `whisper@encoder` what it reads. After a last @
-stands the form: an execution provider of the exporter, "static" for caches of a fixed capacity, or "int4" for weights
-in 4 bits; such are written of the decoder only. Without names it writes what tests/exports/decoders and graphs keep,
-with --all every registered type, and then what is missing. Needs
-`pip install mobius-onnx==0.1.0 onnx-shape-inference`, and PyTorch.
+stands the form: an execution provider of the exporter, "static" for caches of a fixed capacity, "int4" for weights in
+4 bits, or "wide" for four layers of width 768; such are written of the decoder only. Without names it writes what
+tests/exports/decoders and graphs keep, with --all every registered type, and then what is missing. Needs `pip install
+mobius-onnx==0.1.0 onnx-shape-inference`, and PyTorch.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from architectures import architecture, registered
+from architectures import architecture, registered, wide
 from onnx_ir.passes import common
 
 CAPACITY = 48  # of static caches
 PROVIDERS = ("cpu", "cuda", "dml", "mlx", "onnx-standard", "openvino", "qnn", "trt-rtx", "webgpu")
-FORMS = (*PROVIDERS, "static", "int4")
+FORMS = (*PROVIDERS, "static", "int4", "wide")
 
 KEPT = (
     "bamba", "bart", "bloom", "deepseek_v3", "deepseek_v4", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text",
@@ -59,6 +59,8 @@ def package(name: str, form: str = "") -> dict[str, ir.Model]:
     changes: dict[str, Any] = dict(_WIDE) if form in (*PROVIDERS, "static") else {}
     if form == "int4":
         changes = {**_QUANTIZED, "quantization": QuantizationConfig(bits=4, group_size=16, quant_method="gptq")}
+    if form == "wide":
+        changes = {**wide.SIZES, **wide.BY_TYPE.get(name, {})}
     source = architecture(name, changes)
     task = TASK_REGISTRY[source.task]
     built = build_from_module(
