@@ -23,7 +23,8 @@ from scipy.stats import spearmanr
 from lowering.attention.problem import AttentionProblem
 from schedules.cuda.decode_tiles import DecodeTiles, DecodeTiming
 from schedules.cuda.device import DEVICES
-from schedules.cuda.matmul_tiles import FewRowsTiles, RowsTiming, WgmmaMatmulTiles
+from schedules.cuda.few_rows_tiles import FewRowsTiles, RowsTiming
+from schedules.cuda.matmul_tiles import WgmmaMatmulTiles
 from schedules.cuda.products import Shape
 
 TIMINGS = Path(__file__).parents[1] / "results" / "gpu" / "h200_tiles.jsonl"

@@ -19,12 +19,14 @@ from ..half_precision import HALF
 from ..variant import Variant
 from .device import Device, device
 from .epilogue import Ends
+from .few_rows_tiles import FewRowsTiles
 from .matmul_mma import matmul_mma
 from .matmul_rows import Group, matmul_rows, takes
 from .matmul_runs import BATCHED, matmul_runs
-from .matmul_tiles import FewRowsTiles, MatmulTiles, WgmmaMatmulTiles
-from .matmul_wgmma import Reach, matmul_wgmma, reach
+from .matmul_tiles import MatmulTiles, WgmmaMatmulTiles
+from .matmul_wgmma import matmul_wgmma
 from .products import Order, Products, Shape, products_of_runs, read_products
+from .reach import Reach, reach
 
 MOST = 3
 """Groups of one function: queries, keys and values."""

@@ -28,9 +28,9 @@ from ..reading.stages import unravel
 from . import ptx
 from .device import Device
 from .epilogue import HALF, Ends, Epilogue, row_of
+from .few_rows_tiles import FewRowsTiles
 from .host import on_host
 from .matmul_grid import Place
-from .matmul_tiles import FewRowsTiles
 from .normed_rows import NormedPieces, NormedRows
 from .pieces import Pieces, Ring
 from .products import Operand, Order, Products, chunks_at_once

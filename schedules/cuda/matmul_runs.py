@@ -18,10 +18,10 @@ from lowering.tensorir.expressions import Expr
 from . import ptx
 from .device import Device
 from .epilogue import Ends
+from .few_rows_tiles import FewRowsTiles
 from .host import on_host
 from .matmul_grid import Place
 from .matmul_rows import COLUMNS, Columns, Group
-from .matmul_tiles import FewRowsTiles
 from .pieces import Ring
 from .ptx import WARP, fixed
 from .runs import each_run

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from lowering.tensorir.expressions import Expr, is_int, substitute, uses
+from lowering.tensorir.expressions import Expr
 
 from ..reading.selection import Selection
 from . import wgmma
@@ -42,10 +42,10 @@ from .matmul_grid import Grid, Piece, Place
 from .matmul_sums import Fragment, Sums
 from .matmul_tiles import WgmmaMatmulTiles
 from .pipeline import WARPGROUP, Ring, initialise, named_arrive, named_sync, specialise
-from .products import Operand, Order, Products
+from .products import Order, Products
 from .ptx import WARP, fixed, int32, put, registers, shared_memory, synchronise, synchronise_cluster
+from .reach import Reach
 from .runs import each_run
-from .shared_tile import CHUNK
 from .tma import COLUMNS, L2_PROMOTION_128B, ROW_BYTES, ROW_WORDS, SWIZZLE_128B
 
 ROWS = 64  # of a consumer
@@ -53,42 +53,6 @@ _ALIGNMENT = 1024  # bytes, of swizzled tiles
 _FIRST_TURN = 1  # a named barrier; that of the other consumer follows
 LONG_RUNS = 96  # rows of a matrix from which on wide tiles are faster; measured on an H200 between 64 and 128
 _MANY = 4  # clusters above each other of which the last may be part empty
-
-
-@dataclass(frozen=True)
-class Reach:
-    """An operand as a tensor of TMA: elements between neighbours along its rows (or columns), and along batch axes."""
-
-    operand: Operand
-    outer: Expr
-    batch: tuple[tuple[tirx.Var, Expr, Expr], ...]
-    """Batch axes that it has, with their extents and strides."""
-
-
-def reach(products: Products, operand: Operand) -> Reach | None:
-    """The operand for TMA: in chunks at all sizes, and equally far apart along every axis; None for any other."""
-    simplify, axes = products.facts.simplify, products.matrices
-    start, along = operand.start, operand.along
-    if operand.condition is not None or operand.order is Order.NONE or operand.codes is not None:
-        return None
-
-    def stride(expr: Expr, var: tirx.Var) -> Expr | None:
-        step = simplify(substitute(expr, {var: var + 1}) - expr)
-        variables = {operand.outer, operand.k, *(axis.var for axis in axes)}
-        return None if uses(step, variables) else step
-
-    outer, k = stride(start, operand.outer), stride(along, operand.k)
-    batch = [(axis.var, axis.extent, stride(start, axis.var)) for axis in axes]
-    if outer is None or k is None or any(step is None for *_, step in batch):
-        return None
-    zero = tirx.const(0, "int64")
-    everywhere = {operand.outer: zero, **{axis.var: zero for axis in axes}}
-    if not is_int(simplify(substitute(start, everywhere)), 0):
-        return None
-    there = tuple((var, extent, step) for var, extent, step in batch if step is not None and not is_int(step, 0))
-    strides = [outer if operand.order is Order.K else k, *(step for *_, step in there)]
-    whole = all(is_int(simplify(step % CHUNK), 0) for step in strides)
-    return Reach(operand, outer if operand.order is Order.K else k, there) if whole and len(there) <= 3 else None
 
 
 def matmul_wgmma(

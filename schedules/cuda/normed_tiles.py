@@ -8,7 +8,7 @@ from typing import Any
 
 from ..tiles import Space
 from .device import Device
-from .matmul_tiles import FewRowsTiles
+from .few_rows_tiles import FewRowsTiles
 from .normed_rows import most_rows, shared_memory
 from .products import Shape
 from .reduction import RowReductionTiles

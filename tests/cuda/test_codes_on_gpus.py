@@ -19,8 +19,9 @@ from tvm import te, tirx
 import lowering
 from lowering.importing.quantised import quantise
 from lowering.passes.panels import codes_in_panels, packed_matmul
+from schedules.cuda.few_rows_tiles import FewRowsTiles
 from schedules.cuda.matmul import matmul
-from schedules.cuda.matmul_tiles import FewRowsTiles, MatmulTiles
+from schedules.cuda.matmul_tiles import MatmulTiles
 from schedules.variant import Variant
 
 

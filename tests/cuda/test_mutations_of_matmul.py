@@ -10,7 +10,8 @@ import pytest
 from cuda_emulation.mutations import survivors
 from test_matmul_on_gpus import Case, first_variant
 
-from schedules.cuda.matmul_tiles import FewRowsTiles, MatmulTiles, WgmmaMatmulTiles
+from schedules.cuda.few_rows_tiles import FewRowsTiles
+from schedules.cuda.matmul_tiles import MatmulTiles, WgmmaMatmulTiles
 
 pytestmark = pytest.mark.no_gpu
 

@@ -7,7 +7,8 @@ import pytest
 from benchmarks.gpu import tile_models
 from benchmarks.gpu.tile_models import GPU, Model, Timing
 from schedules.cuda.decode_tiles import DecodeTiles
-from schedules.cuda.matmul_tiles import FewRowsTiles, WgmmaMatmulTiles
+from schedules.cuda.few_rows_tiles import FewRowsTiles
+from schedules.cuda.matmul_tiles import WgmmaMatmulTiles
 
 pytestmark = pytest.mark.no_gpu
 
