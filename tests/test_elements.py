@@ -93,3 +93,13 @@ def tirx_of(model: onnx.ModelProto) -> Any:
     from tvm import relax
 
     return relax.transform.LegalizeOps()(import_model(load_model(model)).module)
+
+
+def test_answers_follow_new_facts() -> None:
+    """What was asked before a bound was known is asked anew."""
+    facts, n = Facts(), tirx.Var("n", "int64")
+    bounded = n < tirx.const(8, "int64")
+    rest = tirx.floormod(n, tirx.const(8, "int64"))
+    assert not facts.can_prove(bounded) and not facts.simplify(rest).same_as(n)
+    facts.bind(n, 0, tirx.const(8, "int64"))
+    assert facts.can_prove(bounded) and facts.simplify(rest).same_as(n)

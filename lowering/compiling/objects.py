@@ -177,7 +177,7 @@ def _stands_alone(func: tvm.ir.BaseFunc) -> bool:
 _UNUSED_ON_CPUS = (
     # Takes half the time of compiling an attention, and finds nothing: what rules make allocates what it needs.
     "s_tir.CompactBufferAllocation",
-    # Find nothing: rules write no condition that does not depend on the loop around it.
+    # Find nothing in what rules make: they write no condition that does not depend on the loop around it.
     "s_tir.HoistExpression", "s_tir.InsertHoistIfThenElse",
     # Look for what only schedules of GPUs ask for.
     "s_tir.InjectPermutedLayout", "s_tir.InjectSoftwarePipeline", "s_tir.InjectVirtualThread", "s_tir.ThreadSync",

@@ -18,15 +18,25 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from schedules.reading.stages import read_stages
 
-from .main_function import rewritten
-
 _CALLS = [ir.Op.get("relax.call_tir"), ir.Op.get("relax.call_tir_inplace")]
-_NUMBER = re.compile(r"(?<=[a-z])\d+(?=_|$)")
+_NUMBER = re.compile(r"(?<=[a-z])\d+$")
+_MEANT = re.compile(r"exp2|expm1|log2|log10|log1p|atan2|b?float(16|32|64)|u?int(4|8|16|32|64)")
+"""Parts of names whose numbers are no numbering."""
 
 
 def merge_equal_functions(mod: tvm.IRModule) -> tvm.IRModule:
-    """Return the module, which FuseTIR wrote, in which `main` calls one of the functions that are equal."""
-    return rewritten(mod, _Merger(mod))
+    """Return the module, which FuseTIR wrote, in which all call one of the functions that are equal."""
+    merger = _Merger(mod)
+    bodies = {
+        variable: merger.visit_expr(function.body)
+        for variable, function in mod.functions_items()
+        if isinstance(function, relax.Function)
+    }
+    merged = merger.builder_.get()
+    for variable, body in bodies.items():
+        old = mod[variable]
+        merged[variable] = relax.Function(old.params, body, old.ret_ty, old.is_pure, old.attrs)
+    return relax.transform.DeadCodeElimination()(merged)
 
 
 @mutator
@@ -56,7 +66,13 @@ class _Merger(PyExprMutator):
         params = [function.params[n] for n in order]
         ordered = tirx.PrimFunc(params, function.body, function.ret_type, attrs=function.attrs)
         self._orders[callee] = order
-        self._merged[callee] = self.builder_.add_func(ordered, _NUMBER.sub("", callee.name_hint))
+        self._merged[callee] = self.builder_.add_func(ordered, _unnumbered(callee.name_hint))
+
+
+def _unnumbered(name: str) -> str:
+    """Return the name of a function without the numbers that TVM gave it and those that it was fused from."""
+    parts = (_MEANT.match(part) or part for part in name.split("_"))
+    return "_".join(_NUMBER.sub("", part) if isinstance(part, str) else part[0] for part in parts)
 
 
 def _order(function: tirx.PrimFunc) -> list[int]:

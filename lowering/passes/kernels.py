@@ -73,8 +73,8 @@ def _with_weights(mod: tvm.IRModule) -> tvm.IRModule:
     main = mod["main"]
     weights = set(main.params[int(main.attrs["num_input"]) :])
     known: dict[ir.GlobalVar, set[int]] = {}
-    for binding in bindings(main.body):
-        value = binding.value
+    callers = [function for _, function in mod.functions_items() if isinstance(function, relax.Function)]
+    for value in (binding.value for function in callers for binding in bindings(function.body)):
         if isinstance(value, relax.Call) and value.op in map(ir.Op.get, _CALLS):
             mine = {n for n, argument in enumerate(value.args[1].fields) if argument in weights}
             known[value.args[0]] = mine & known.get(value.args[0], mine)

@@ -32,7 +32,8 @@ MOST = 3
 """Groups of one function: queries, keys and values."""
 
 FEW_ROWS = ("rows", "sixteen", "several")
-"""Kernels for few rows: up to 8, 16 and 32 by default. On Hopper "low" tiles of wgmma are in place of the last."""
+"""Kernels for few rows: up to 8, 16 and 32 by default. On Hopper "low" tiles of wgmma are in place of the last, where
+one group is multiplied alone."""
 
 
 def matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
@@ -68,7 +69,8 @@ def tiles_of(found: list[Group], gpu: Device) -> dict[str, dict[str, Any]]:
     few: dict[str, Any] = {}
     if takes(found) and found[0][0].is_selected:
         few = {"rows": FewRowsTiles.default(shape, gpu)}
-        if gpu.generation == 90 and all(_reaches(group) for group in runs_of(found)):
+        runs = runs_of(found)
+        if gpu.generation == 90 and runs and all(map(_reaches, runs)):
             wide, narrow = WgmmaMatmulTiles.for_runs()
             return {"wgmma": {"tiles": wide, "narrow": narrow, **few}}
         few["several"] = FewRowsTiles.several(shape, gpu, 32)
@@ -158,14 +160,15 @@ def emit_products(found: list[Group], tiles: dict[str, Any], gpu: Device, ends: 
         either(fits, lambda: matmul_rows(found, few[0], gpu, ends), lambda: by_rows(few[1:]))
 
     few = [tiles[name] for name in FEW_ROWS if name in tiles]
-    if not few or not found[0][0].is_selected:
+    runs = runs_of(found) if few and found[0][0].is_selected else []
+    if not runs:
         by_rows(few)
         return
 
     tile = tiles["tiles"]
 
     def by_runs() -> None:
-        for group in runs_of(found):
+        for group in runs:
             if not isinstance(tile, WgmmaMatmulTiles):
                 matmul_runs(group, few[-1], gpu, ends)
             else:

@@ -67,15 +67,18 @@ class Grid:
         self.rows, self.columns = on_host(products.rows), on_host(products.columns)
         self.depth, self.batch = on_host(products.depth), on_host(products.batch)
         self.n_tiles = on_host(tirx.ceildiv(self.columns, self.each))
-        self.high = T.int64(tiles.m * cluster) if products.selection is None else self._low(tiles)
+        self.high = T.int64(tiles.m * cluster)
+        if products.selection is not None and isinstance(tiles, WgmmaMatmulTiles):
+            self.high = self._low(tiles)
         self.m_tiles = on_host(tirx.ceildiv(self.rows, self.high))
         self.steps = on_host(tirx.ceildiv(self.depth, tiles.k))
         self.blocks = on_host(self.m_tiles * self.n_tiles * self.batch)
 
-    def _low(self, tiles: MatmulTiles | WgmmaMatmulTiles) -> Expr:
+    def _low(self, tiles: WgmmaMatmulTiles) -> Expr:
         """Rows of a tile where they choose their matrices: so few that each multiprocessor has two tiles. How many
         matrices a tile reads, not how many rows it has, is what it costs."""
-        rows = tirx.ceildiv(self.rows * self.n_tiles, 2 * multiprocessors())
+        at_once = multiprocessors() if tiles.blocks is None else T.int64(tiles.blocks)
+        rows = tirx.ceildiv(self.rows * self.n_tiles, 2 * at_once)
         return on_host(tirx.max(tirx.min(rows, T.int64(tiles.m)), T.int64(1)))
 
     def split(self, at_once: Expr) -> None:

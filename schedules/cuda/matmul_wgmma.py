@@ -64,6 +64,8 @@ def matmul_wgmma(
     ones, or no clusters. So do rows that choose their matrices, where few choose the same one.
     """
     epilogue, facts = Epilogue(products), products.facts
+    if products.selection is not None:
+        tiles = dataclasses.replace(tiles, cluster=1)  # runs end anywhere: blocks have no rows of one matrix in common
     m_tiles = tirx.ceildiv(products.rows, tiles.m)
     even = tirx.EQ(tirx.floormod(m_tiles, tiles.cluster), tirx.const(0, "int64"))
     whole = facts.simplify(tirx.any(even, m_tiles >= _MANY * tiles.cluster))
@@ -223,9 +225,9 @@ class _Block:
 
     def each_turn(self, body: Callable[[_Turn], None]) -> None:
         selection = self.grid.products.selection
-        self.each_tile(body) if selection is None else self.each_run(selection, body)
+        self.each_tile(body) if selection is None else self.each_run_of_tiles(selection, body)
 
-    def each_run(self, selection: Selection, body: Callable[[_Turn], None]) -> None:
+    def each_run_of_tiles(self, selection: Selection, body: Callable[[_Turn], None]) -> None:
         """For the runs of rows with one matrix in each tile of this block."""
         grid, count, table = self.grid, registers(1, "int32"), self.sums.epilogue.memory[selection.table]
         whole, steps, rows = (fixed(n.astype("int32")) for n in (grid.whole, grid.steps, grid.rows))

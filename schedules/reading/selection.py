@@ -58,7 +58,11 @@ def read_selection(groups: Sequence[Group]) -> Selection | None:
     if first.selector is None:
         return None
     table = first.selector.source
-    counts = {n for index in first.b.indices for node in walk(index) if (n := _count(node, table)) is not None}
+    products = [product for group in groups for product in group.products]
+    codes = [product.codes for product in products if product.codes is not None]
+    loads = [*(p.b for p in products), *(load for c in codes for load in (c.load, c.scale, c.zero) if load is not None)]
+    indices = (index for load in loads for index in load.indices)
+    counts = {n for index in indices for node in walk(index) if (n := _count(node, table)) is not None}
     return Selection(table, tirx.Var("group", "int64"), *counts) if len(counts) == 1 else None
 
 

@@ -76,3 +76,40 @@ def test_against_numpy() -> None:
         }
         for name, array in expected.items():
             np.testing.assert_array_equal(got[name], array, err_msg=f"{name} at {a, n, b, m, k}")
+
+
+FEW = """
+<ir_version: 10, opset_import: ["" : 23]>
+model (double[a, 1024] x, uint8[a, 20] y, int64[a, 33] z) =>
+  (double[a, 32] first, int64[a, 32] first_places, uint8[a, 3] second, int64[a, 3] second_places,
+   int64[a, 4] third, int64[a, 4] third_places)
+  <int64[1] k0 = {32}, int64[1] k1 = {3}, int64[1] k2 = {4}>
+{
+  first, first_places = TopK (x, k0)
+  second, second_places = TopK (y, k1)
+  third, third_places = TopK <largest=0> (z, k2)
+}
+"""
+
+
+def few(feeds: dict[str, np.ndarray]) -> tuple[dict[str, np.ndarray], set[str]]:
+    model = lowering.compile(onnx.parser.parse_model(FEW), "cuda:sm_80")
+    return model.run(feeds), {kernel.schedule for kernel in model.manifest.kernels}
+
+
+def test_few_of_short_rows() -> None:
+    """As many as a lane can hold, and fewer than there are lanes; elements of 1 and 8 bytes; no rows."""
+    rng = np.random.default_rng(1)
+    for rows in (3, 0):
+        given = {
+            "x": rng.integers(-99, 99, (rows, 1024)).astype("float64"),
+            "y": rng.integers(0, 255, (rows, 20)).astype("uint8"),
+            "z": rng.integers(-(2**62), 2**62, (rows, 33)),
+        }
+        got, schedules = emulated.run(few, given, arch="sm_80")
+        assert schedules == {"top_few"}
+        for name, source, sign, k in (("first", "x", -1, 32), ("second", "y", -1, 3), ("third", "z", 1, 4)):
+            order = given[source] if sign > 0 else -given[source].astype("float64")
+            places = np.argsort(order, axis=1, kind="stable")[:, :k]
+            np.testing.assert_array_equal(got[f"{name}_places"], places)
+            np.testing.assert_array_equal(got[name], np.take_along_axis(given[source], places, 1))

@@ -12,7 +12,7 @@ import numpy as np
 from ..plan import Program
 from .card import Card, card
 from .packed import repeat
-from .programs import load
+from .programs import load, right
 from .timing import repeated
 
 
@@ -39,15 +39,13 @@ def time_experts(folder: Path, program: Program, say: Callable[[str], None]) -> 
         memory = gpu.memory(seed=tokens)
         x, router = (memory.normal((tokens, n), "float16") for n in (size["width"], size["experts"]))
         call = module.bind({"x": gpu.upload(x), "router": gpu.upload(router)}, graph=True)
-        right = _expected(x, router, weights, size["chosen"])
-        errors.append(float((gpu.download(call()["y"]).double() - right).abs().max() / (right.max() - right.min())))
+        wanted = _expected(x, router, weights, size["chosen"])
+        errors.append(float((gpu.download(call()["y"]).double() - wanted).abs().max() / (wanted.max() - wanted.min())))
         times[f"{tokens} tokens"] = dataclasses.asdict(repeated(call, gpu))
         peer = _grouped(x, router, weights, size["chosen"])
         if peer is not None:
             times[f"torch, {tokens} tokens"] = dataclasses.asdict(repeated(_captured(peer, gpu), gpu))
-    if not max(errors) <= size["tolerance"]:
-        raise ValueError(f"wrong: error {max(errors):.2g}, and {size['tolerance']:.2g} is right")
-    return {"error": max(errors), "times": times}
+    return {"error": right(errors, program), "times": times}
 
 
 def _route(router: Any, chosen: int) -> tuple[Any, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ def compare_calls(folder: Path, program: Program, say: Say) -> dict[str, Any]:
         for key, right in arrays.items():
             if key.startswith("out."):
                 errors.append(_error(outputs[key[4:]], right))
-    return {"error": _right(max(errors), program)}
+    return {"error": right(errors, program)}
 
 
 def time_weights(folder: Path, program: Program, say: Say) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def time_weights(folder: Path, program: Program, say: Say) -> dict[str, Any]:
             right = right @ matrix.to(right.device, right.dtype)
         errors.append(float((y - right).abs().max() / (right.max() - right.min())))
         times[f"{rows} rows"] = _shared(repeated(call, gpu), details["layers"])
-    return {"error": _right(max(errors), program), "times": times}
+    return {"error": right(errors, program), "times": times}
 
 
 def matrix_of(tiles: dict[str, np.ndarray], size: int, block: int, layer: int) -> np.ndarray:
@@ -92,7 +92,7 @@ def time_decoder(folder: Path, program: Program, say: Say) -> dict[str, Any]:
     error = _error(np.concatenate(found), right)
     say("timing")
     times = _by_host(lambda: decoder.step(tokens[:1]), min(card().calls, decoder.capacity - decoder.length))
-    return {"error": _right(error, program), "times": {"step": times}}
+    return {"error": right([error], program), "times": {"step": times}}
 
 
 def time_batcher(folder: Path, program: Program, say: Say) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def time_batcher(folder: Path, program: Program, say: Say) -> dict[str, Any]:
 
     room = program.details["context"] - recorded["tokens"].shape[1]
     times = _by_host(step, min(card().calls, room))
-    return {"error": _right(max(errors), program), "times": {f"step of {len(starts)}": times}}
+    return {"error": right(errors, program), "times": {f"step of {len(starts)}": times}}
 
 
 def _by_host(call: Callable[[], object], calls: int) -> dict[str, Any]:
@@ -148,9 +148,9 @@ def _error(found: Any, right: np.ndarray) -> float:
     return float(np.abs(np.asarray(found, np.float64) - right).max() / np.ptp(right))
 
 
-def _right(error: float, program: Program) -> float:
-    """The error. Raises ValueError where it is beyond the program's tolerance, or not a number."""
-    tolerance = program.details["tolerance"]
+def right(errors: Sequence[float], program: Program) -> float:
+    """The largest error. Raises ValueError where it is beyond the program's tolerance, or one is not a number."""
+    tolerance, error = program.details["tolerance"], float(np.max(errors))
     if not error <= tolerance:
         raise ValueError(f"wrong: error {error:.2g}, and {tolerance:.2g} is right")
     return error
