@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import ArtifactError, InputError
 from ..machine import SHIPPED, VERSION_FILE, runtime_alone
 from ..machine import cpu_flags as cpu_flags
-from ..manifest import FILE, FORMAT, MOST_THREADS, SIGNATURE, WEIGHTS, Manifest, digest, weights_sample
+from ..manifest import FILE, FORMAT, MOST_THREADS, SIGNATURE, WEIGHTS, Manifest, SlotCaches, digest, weights_sample
 from .files import Files
 from .rules import contradictions
 from .signature import VerifyingKey, verify
@@ -171,3 +171,18 @@ def check_machine(code: bytes, features: Sequence[str], target: str, what: str, 
     missing = [f for f in features if f not in cpu_flags()]
     if missing:
         raise ArtifactError(f"{what} was built for a CPU with {', '.join(missing)}, which this one lacks: {remedy}")
+
+
+def check_room(slots: SlotCaches, length: Any, rows: int) -> None:
+    """Raises InputError for rows that the caches have no slots for."""
+    used = int(length)
+    if used < 0 or used + rows > slots.capacity:
+        raise InputError(
+            f"the caches have {slots.capacity} slots: {used} tokens are in them ('{slots.length}') and {rows} more do "
+            "not fit. Compile with a larger static_cache."
+        )
+    if slots.rows is not None and rows > slots.rows:
+        raise InputError(
+            f"a call adds at most {slots.rows} tokens, since some caches hold the newest ones alone, and this one adds "
+            f"{rows}. Make several calls, as a decoder does."
+        )

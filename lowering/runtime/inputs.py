@@ -78,6 +78,20 @@ class Port:
             return tvm_ffi.from_dlpack(array)
         return self._accept_unusual(array, strings)
 
+    def keep(self, array: Any, sizes: Sizes, strings: Dictionary) -> Any:
+        """A copy of an array that `accept` takes; of one in a GPU's memory, the tensor.
+
+        Whatever becomes of the caller's array, `accept` takes the answer. Raises InputError as `accept` does.
+        """
+        if isinstance(array, (np.ndarray, np.generic)):
+            self.accept(array, sizes, strings)
+            return np.array(array, order="C")
+        tensor = self._import_checked(array, sizes)
+        if tensor.__dlpack_device__()[0] == CPU:
+            return _Strided(tensor, self.element.numpy).array().copy()
+        self._accept_foreign(tensor, sizes, strings)  # which checks its strides
+        return tensor
+
     # -- checks
     # -------------------------------------------------------------------------------------------------------
 
@@ -144,6 +158,19 @@ class Port:
 
     def _accept_foreign(self, array: Any, sizes: Sizes | None, strings: Dictionary) -> Tensor:
         """Arrays of other libraries, through DLPack."""
+        tensor = self._import_checked(array, sizes)
+        shape = tensor.shape
+        if self.written and _is_read_only(array):
+            raise InputError(f"{self.where} is read-only, but {self._in_place}. Pass a writable array.")
+        if not tensor.is_contiguous() or tensor.data_ptr() % self.element.itemsize:
+            self._refuse_copy("is not C-contiguous")
+            if tensor.__dlpack_device__()[0] != CPU:
+                raise InputError(f"{self.where} is not C-contiguous. Make it so: only the CPU's arrays are copied.")
+            return self._accept_unusual(_Strided(tensor, self.element.numpy).array().copy(), strings)
+        return self._as_storage(tensor, (*shape, 2) if self.element.pair else shape)
+
+    def _import_checked(self, array: Any, sizes: Sizes | None) -> Tensor:
+        """The tensor of another library's array, of the right type and shape."""
         if not hasattr(array, "__dlpack__"):
             raise InputError(
                 f"{self.where} is a {type(array).__name__}; pass a NumPy array, or any array with __dlpack__."
@@ -154,17 +181,9 @@ class Port:
         if name != (self.spec.storage if self.element.name in BYTES_ELSEWHERE else self.spec.dtype):
             raise InputError(f"{self.where} must be {self.spec.dtype}, not {name}.")
         tensor = self._import(self._with_its_values(array))
-        shape = tensor.shape
         if sizes is not None:
-            self._check_shape(shape, sizes)
-        if self.written and _is_read_only(array):
-            raise InputError(f"{self.where} is read-only, but {self._in_place}. Pass a writable array.")
-        if not tensor.is_contiguous() or tensor.data_ptr() % self.element.itemsize:
-            self._refuse_copy("is not C-contiguous")
-            if tensor.__dlpack_device__()[0] != CPU:
-                raise InputError(f"{self.where} is not C-contiguous. Make it so: only the CPU's arrays are copied.")
-            return self._accept_unusual(_Strided(tensor, self.element.numpy).array().copy(), strings)
-        return self._as_storage(tensor, (*shape, 2) if self.element.pair else shape)
+            self._check_shape(tensor.shape, sizes)
+        return tensor
 
     def _with_its_values(self, array: Any) -> Any:
         """PyTorch's tensors may hold other values in memory than they have, which DLPack does not always tell."""

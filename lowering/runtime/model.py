@@ -14,7 +14,7 @@ import tvm_ffi
 
 from ..errors import ArtifactError, InputError
 from ..manifest import FILE, MODEL, Manifest, SlotCaches, TensorSpec
-from .checks import checked_threads
+from .checks import check_room, checked_threads
 from .copies import copy_artifact
 from .decoder import Decoder
 from .devices import Gpu
@@ -24,10 +24,10 @@ from .folders import replaced_folder
 from .graphs import Graph, check_graph
 from .inputs import Port, Sizes, check_apart
 from .library import Instrument, Library, Machine
-from .outputs import FromDLPack, OutputPort, kind_of
+from .outputs import FromDLPack, OutputPort, kind_of, write_output
 from .signature import SigningKey, sign
 from .strings import Dictionary
-from .tensors import Tensor, copy_of, copy_to, held_elsewhere, item
+from .tensors import Tensor, copy_of, held_elsewhere, item
 from .weights import Weights
 
 Arrays = Mapping[str, Any]
@@ -120,6 +120,17 @@ class Model:
             self.gpu.take_back(self._ports, tensors, placed)
             return self._deliver(results, self._memory(placed, inputs), {}, from_dlpack, on_host, strings)
 
+    def accept(self, inputs: Arrays) -> dict[str, Any]:
+        """Return copies of arrays for some of the inputs, checked as by `run`, which takes them at any later time.
+
+        Arrays in a GPU's memory are imported and not copied. Raises InputError for arrays that the model does not take,
+        and for names that are not inputs.
+        """
+        _check_names(inputs, self.manifest.inputs)
+        ports, strings = {port.name: port for port in self._ports}, Dictionary(self.manifest.strings)
+        sizes: Sizes = {}
+        return {name: ports[name].keep(array, sizes, strings) for name, array in inputs.items()}
+
     def submit(self, inputs: Arrays, threads: int | None = None) -> Future[dict[str, Any]]:
         """`run` in the background: a future of the outputs, or of what it raises.
 
@@ -204,7 +215,7 @@ class Model:
 
         def call() -> dict[str, Any]:
             if slots is not None:  # what the length holds may have changed
-                _check_room(slots, length, rows)
+                check_room(slots, length, rows)
             results = self._call(tensors, threads, release=False)
             return self._deliver(results, memory, targets, from_dlpack, on_host, strings)
 
@@ -292,13 +303,12 @@ class Model:
                 raise InputError(f"input '{port.name}' is missing; the model takes {port.spec}.")
             tensors.append(port.accept(array, sizes, strings))
         if len(inputs) > len(tensors):
-            unknown = next(name for name in inputs if all(name != p.name for p in ports))
-            raise InputError(f"there is no input '{unknown}'. The inputs are {_names(self.manifest.inputs)}.")
+            _check_names(inputs, self.manifest.inputs)
         if self.manifest.donated:
             check_apart(ports, tensors, self.manifest.donated)
         slots = self.manifest.slots
         if slots is not None:
-            _check_room(slots, inputs[slots.length], self._new_rows(slots, tensors))
+            check_room(slots, inputs[slots.length], self._new_rows(slots, tensors))
         return tensors
 
     def _new_rows(self, slots: SlotCaches, tensors: list[Tensor]) -> int:
@@ -355,7 +365,7 @@ class Model:
             address = tensor.data_ptr()
             if targets and port.name in targets:
                 target, outputs[port.name] = targets[port.name]
-                _write(port.name, tensor, target)
+                write_output(port.name, tensor, target)
                 continue
             owner = memory.get(address)
             if owner is not None and owner[0] == port.name:
@@ -372,28 +382,10 @@ class Model:
         return outputs
 
 
-def _check_room(slots: SlotCaches, length: Any, rows: int) -> None:
-    """Refuses rows that the caches have no slots for, before any is written."""
-    used = int(length)
-    if used < 0 or used + rows > slots.capacity:
-        raise InputError(
-            f"the caches have {slots.capacity} slots: {used} tokens are in them ('{slots.length}') and {rows} more do "
-            "not fit. Compile with a larger static_cache."
-        )
-    if slots.rows is not None and rows > slots.rows:
-        raise InputError(
-            f"a call adds at most {slots.rows} tokens, since some caches hold the newest ones alone, and this one adds "
-            f"{rows}. Make several calls, as a decoder does."
-        )
-
-
-def _write(name: str, result: Tensor, target: Tensor) -> None:
-    if result.shape != target.shape:
-        raise InputError(
-            f"output '{name}' has shape {list(result.shape)}, but the array bound to it has {list(target.shape)}."
-        )
-    if result.data_ptr() != target.data_ptr():
-        copy_to(result, target)
+def _check_names(arrays: Arrays, specs: tuple[TensorSpec, ...]) -> None:
+    unknown = next((name for name in arrays if all(name != spec.name for spec in specs)), None)
+    if unknown is not None:
+        raise InputError(f"there is no input '{unknown}'. The inputs are {_names(specs)}.")
 
 
 def _names(specs: tuple[TensorSpec, ...]) -> str:

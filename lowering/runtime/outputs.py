@@ -14,7 +14,7 @@ from ..manifest import TensorSpec
 from .elements import ElementType
 from .gpu import CPU
 from .strings import Dictionary
-from .tensors import Tensor, view_as
+from .tensors import Tensor, copy_to, view_as
 
 # Makes an array of some library from anything that speaks DLPack.
 FromDLPack = Callable[[Any], Any]
@@ -99,3 +99,13 @@ class OutputPort:
         if self.element.carrier != self.element.storage:
             tensor = view_as(tensor, self.element.carrier.name, tensor.shape)
         return self.element.uncarry(np.from_dlpack(tensor))
+
+
+def write_output(name: str, result: Tensor, target: Tensor) -> None:
+    """Copy a result to the array that is bound to an output. Raises InputError for one of another shape."""
+    if result.shape != target.shape:
+        raise InputError(
+            f"output '{name}' has shape {list(result.shape)}, but the array bound to it has {list(target.shape)}."
+        )
+    if result.data_ptr() != target.data_ptr():
+        copy_to(result, target)
