@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .serving import Batcher as Batcher
     from .serving import PagedKVCache as PagedKVCache
     from .serving import PoolFullError as PoolFullError
+    from .serving import RequestError as RequestError
     from .tuning.batches import file_results as file_results
     from .tuning.tune import Tuning as Tuning
     from .tuning.tune import tune as tune
@@ -64,6 +65,7 @@ _HOME = {
     "PagedKVCache": "serving",
     "Serve": "graph.serve",
     "PoolFullError": "serving",
+    "RequestError": "serving",
     "check": "checking.check",
     "verify": "checking.verification",
     "LoweringError": "errors",

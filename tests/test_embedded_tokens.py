@@ -112,6 +112,11 @@ def test_what_is_no_embedding_is_refused() -> None:
     batcher.add("a", embedded(0, 3))
     with pytest.raises(InputError, match=r"must be embeddings \[tokens, 6\]"):
         batcher.extend("a", 3)
+    for prompt in (np.ma.masked_array(embedded(0, 3), mask=True), [[1.0], [1.0, 2.0]]):
+        with pytest.raises(InputError, match=r"must be embeddings \[tokens, 6\]"):
+            batcher.add("b", prompt)
+    with pytest.raises(InputError, match="tokens of request 'b' are too large for float32"):
+        batcher.add("b", np.full((1, WIDTH), 1e300))
     with pytest.raises(InputError, match="0 tokens"):
         batcher.add("b", np.zeros((0, WIDTH)))
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
-import ml_dtypes
 import numpy as np
 
 from ..errors import InputError
-from ..manifest import BLOCK_TABLE, PAST_LENGTHS, ROW_STARTS, STATE_SLOTS, CachePool, Manifest, ServedCache
-from .blocks import Blocks, PoolFullError
-from .paged_cache import PagedKVCache, Usage, integer, unhashable
+from ..manifest import BLOCK_TABLE, PAST_LENGTHS, ROW_STARTS, STATE_SLOTS, Manifest
+from .arguments import integer, unhashable
+from .blocks import PoolFullError
+from .paged_cache import Usage
+from .pools import cache_of, names_of, slots_of, sources_of, stores_of
+from .request_error import RequestError
 from .request_tokens import RequestTokens
-from .sources import RunsSetup, Source, Sources
+from .source_pool import RunsSetup, Source
 
 _T = TypeVar("_T")
 
@@ -55,6 +57,14 @@ class _Request:
         return len(self.tokens) - self.read
 
 
+@dataclass
+class _Plan:
+    """How many tokens of which requests a call reads, and how many rows the sources have whose setup has run for it."""
+
+    counts: dict[_Request, int] = field(default_factory=dict)
+    rows: int = 0
+
+
 class Batcher:
     """Requests over one decoder that was compiled with `serve`, and one paged cache, states, or both.
 
@@ -66,9 +76,9 @@ class Batcher:
     A step takes the next token of every request that was extended, and of prompts, oldest first, so many tokens that
     all are at most tokens_per_step. It answers with the model's output for the last token, [vocabulary], of each
     request whose tokens are all read. Equal beginnings of prompts share blocks, unless the decoder has states or
-    sources. Where blocks or slots of states run out, the youngest request gives its own up, and is read again later. It
-    gives up its source, which is computed again later, where blocks for sources run out. Wrong arguments raise
-    InputError and change nothing. One thread at a time.
+    sources. Where blocks or slots of states run out, the youngest requests give up theirs, and are read again later.
+    Where blocks for sources run out, they give up sources that no older request shares, and the setup runs again later.
+    Nobody gives up anything in vain. Wrong arguments raise InputError and change nothing. One thread at a time.
     """
 
     def __init__(
@@ -88,12 +98,13 @@ class Batcher:
             raise InputError("the model serves no requests: compile it with serve=Serve(context=<number of tokens>).")
         self._model, self._served = model, served
         self._budget = integer(tokens_per_step, "tokens_per_step", 1)
-        self.cache = _cache_of(served, blocks)
-        self._slots = _slots_of(served, state_slots, self._budget if blocks is None else min(self._budget, blocks))
-        self._sources = _sources_of(model, source_blocks, blocks)
-        self._stores = _stores_of(served, self.cache, self._slots.total, self._sources)
-        self._paged = _names_of(served.pools)
-        self._source_arrays = [] if served.sources is None else _names_of(served.sources.pools)
+        self.cache = cache_of(served, blocks)
+        self._slots = slots_of(served, state_slots, self._budget if blocks is None else min(self._budget, blocks))
+        setup = None if served.sources is None else model.setup
+        self._sources = sources_of(setup, served, source_blocks, blocks)
+        self._stores = stores_of(served, self.cache, self._slots.total, self._sources)
+        self._paged = names_of(served.pools)
+        self._source_arrays = [] if served.sources is None else names_of(served.sources.pools)
         if model.gpu is not None:
             specs = {spec.name: spec for spec in model.manifest.inputs}
             self._stores = {name: model.gpu.zeros(specs[name], a.shape) for name, a in self._stores.items()}
@@ -101,6 +112,7 @@ class Batcher:
         # Whether tokens tell all of what the cache holds.
         self._can_share = self._tokens.are_ids and not served.states and self._sources is None
         self._output = model.manifest.outputs[0].name
+        self._failed: dict[Hashable, Exception] = {}  # what no step has raised yet
         self._requests: dict[Hashable, _Request] = {}  # in the order in which they came
 
     def add(self, request: Hashable, prompt: Any, fixed: Mapping[str, Any] | None = None) -> None:
@@ -108,8 +120,8 @@ class Batcher:
 
         prompt is a sequence of at least one id, or float [n, width] for a decoder that takes embeddings. fixed has, for
         a decoder that reads an encoder's output, an array for each input of its setup, by name, and source_lengths, how
-        many of the rows count, if these are not all. NumPy's arrays are copied; others must stay as they are until the
-        request is freed.
+        many of the rows count, if these are not all. They are checked now and copied; arrays in a GPU's memory are not,
+        and must stay as they are until the request is freed.
         """
         tokens = self._tokens.of_prompt(prompt, request)
         self._check_unused(request)
@@ -135,8 +147,8 @@ class Batcher:
             self.cache.truncate(request, ours.read)  # gives up what a call that failed had reserved
             self.cache.fork(request, new)
             theirs.read, theirs.admitted, theirs.started = ours.read, True, ours.started
-        if self._sources is not None:
-            self._sources.fork(request, new)
+        if theirs.source is not None:
+            theirs.source.holders += 1
         self._requests[new] = theirs
 
     def extend(self, request: Hashable, token: Any) -> None:
@@ -152,9 +164,10 @@ class Batcher:
 
     def free(self, request: Hashable) -> None:
         """Forgets a request."""
-        self._drop(self._request(request))
-        if self._sources is not None:
-            self._sources.free(request)
+        ours = self._request(request)
+        self._drop(ours)
+        if self._sources is not None and ours.source is not None:
+            self._sources.release(ours.source)
         del self._requests[request]
 
     def tokens(self, request: Hashable) -> list[Any]:
@@ -178,12 +191,22 @@ class Batcher:
     def step(self) -> dict[Hashable, np.ndarray]:
         """One call of the model; nothing where no request waits.
 
+        Before it the setup runs for requests whose source the pools do not hold: at most for tokens_per_step rows of
+        sources together, or for one request.
+
         Raises PoolFullError where no request can go on: the pool is too small for the oldest one beside those before
-        it, which nobody extends or frees.
+        it, which nobody extends or frees. Raises RequestError where the setup has failed: those requests are freed, and
+        the error has what the call has answered to the others.
         """
         counts = self._planned()
-        if not counts:
-            return {}
+        answers = self._run(counts) if counts else {}
+        if self._failed:
+            failed, self._failed = self._failed, {}
+            raise RequestError(failed, answers)
+        return answers
+
+    def _run(self, counts: dict[_Request, int]) -> dict[Hashable, np.ndarray]:
+        """Call the model, and return what it answers to requests of which all tokens are read then."""
         tokens = [ours.tokens[ours.read : ours.read + count] for ours, count in counts.items()]
         inputs: dict[str, Any] = {
             self._served.ids: self._tokens.packed(tokens),
@@ -196,7 +219,7 @@ class Batcher:
         if self._served.states:
             inputs[STATE_SLOTS] = np.array([ours.slot for ours in counts], np.int64)
         if self._sources is not None:
-            inputs |= self._sources.tables([ours.name for ours in counts])
+            inputs |= self._sources.tables([ours.source for ours in counts if ours.source is not None])
         try:
             answers = self._model.to_numpy(self._output, self._model.run(inputs)[self._output])
         except BaseException:
@@ -215,8 +238,8 @@ class Batcher:
         return found
 
     def _planned(self) -> dict[_Request, int]:
-        """How many tokens of which requests the call reads, for which there is room now."""
-        counts: dict[_Request, int] = {}
+        """Return how many tokens of which requests the call reads, for which there is room now."""
+        plan = _Plan()
         full: PoolFullError | None = None
         room = self._budget
         ready = [ours for ours in self._requests.values() if ours.left]
@@ -224,42 +247,73 @@ class Batcher:
             if not room:
                 break
             try:
-                if not ours.admitted:  # not before its turn: until then others may write what it can share
-                    self._admit(ours, counts)
+                # not before its turn: until then others may write what it can share
+                if not (ours.admitted or self._admit(ours, plan)):
+                    continue
                 count = min(ours.left, room)
-                self._reserve(ours, count, counts)
+                self._reserve(ours, count, plan)
             except PoolFullError as error:
                 full = full or error
             else:
-                counts[ours] = count
+                plan.counts[ours] = count
                 room -= count
-        if full is not None and not counts:
+        if full is not None and not plan.counts and not self._failed:
             raise full
-        return counts
+        return plan.counts
 
-    def _admit(self, ours: _Request, planned: dict[_Request, int]) -> None:
-        """A request gets its source, a slot of states, and the blocks that it shares."""
-        sources, source = self._sources, ours.source
-        if sources is not None and source is not None and ours.name not in sources:
-            stores = {name: self._stores[name] for name in self._source_arrays}
-            self._with_room(ours, planned, lambda: sources.put(ours.name, source, stores), of_sources=True)
+    def _admit(self, ours: _Request, plan: _Plan) -> bool:
+        """Give a request its source, a slot of states, and the blocks that it shares, unless it cannot begin now."""
+        if not self._has_source(ours, plan):
+            return False
         if self._served.states:
-            self._with_room(ours, planned, lambda: self._take_slot(ours))
+            holders = [o for o in self._younger(ours, plan) if o.slot is not None]
+            self._with_room(lambda: self._take_slot(ours), lambda: holders[-1:], self._drop)
         if self.cache is not None:
             ours.read = self.cache.add(ours.name, ours.tokens if self._can_share else None)
         ours.admitted = True
+        return True
+
+    def _has_source(self, ours: _Request, plan: _Plan) -> bool:
+        """Whether the pools hold a request's source, for which the setup runs if its turn has come.
+
+        A request on whose source the setup fails is freed.
+        """
+        pool, source = self._sources, ours.source
+        if pool is None or source is None or source in pool:
+            return True
+        if plan.counts and plan.rows and plan.rows + source.rows > self._budget:
+            return False
+        stores = {name: self._stores[name] for name in self._source_arrays}
+        try:
+            self._with_room(
+                lambda: pool.put(source, ours.name, stores),
+                lambda: pool.fewest(source, self._sources_of_younger(ours, plan)),
+                self._evict,
+            )
+        except PoolFullError:
+            raise
+        except Exception as error:
+            self._failed[ours.name] = error
+            self.free(ours.name)
+        plan.rows += source.rows
+        return ours.name in self._requests
 
     def _take_slot(self, ours: _Request) -> None:
         if not self._slots.free:
             raise PoolFullError(f"request {ours.name!r}", 1, 0, self._slots.total, "state slot")
         ours.slot = self._slots.take()
 
-    def _reserve(self, ours: _Request, count: int, planned: dict[_Request, int]) -> None:
+    def _reserve(self, ours: _Request, count: int, plan: _Plan) -> None:
         """Room for so many tokens of a request."""
         cache = self.cache
         if cache is None:
             return
-        for source, target in self._with_room(ours, planned, lambda: cache.reserve(ours.name, count)):
+        copies = self._with_room(
+            lambda: cache.reserve(ours.name, count),
+            lambda: cache.fewest(ours.name, count, [o.name for o in self._younger(ours, plan) if o.admitted]),
+            lambda name: self._drop(self._requests[name]),
+        )
+        for source, target in copies:
             for store in [self._stores[name] for name in self._paged]:
                 if self._model.gpu is not None:
                     self._model.gpu.copy_row(store, source, target)
@@ -267,24 +321,38 @@ class Batcher:
                     store[target] = store[source]
 
     def _with_room(
-        self, ours: _Request, planned: dict[_Request, int], take: Callable[[], _T], of_sources: bool = False
+        self, take: Callable[[], _T], fewest: Callable[[], list[Any] | None], give_up: Callable[[Any], None]
     ) -> _T:
-        """What `take` gives a request, for which younger ones give up their own if they are not of this call."""
-        order = list(self._requests.values())
-        while True:
-            try:
-                return take()
-            except PoolFullError:
-                younger = [o for o in order[order.index(ours) + 1 :] if o not in planned]
-                holding = [o for o in younger if (self._has_source(o) if of_sources else o.admitted)]
-                if not holding:
-                    raise
-                self._drop(holding[-1])
-                if of_sources and self._sources is not None:
-                    self._sources.free(holding[-1].name)
+        """Return what `take` gives where a pool has room, for which those that `fewest` says give up their own."""
+        try:
+            return take()
+        except PoolFullError:
+            chosen = fewest()
+            if not chosen:
+                raise
+        for each in chosen:
+            give_up(each)
+        return take()
 
-    def _has_source(self, ours: _Request) -> bool:
-        return self._sources is not None and ours.name in self._sources
+    def _younger(self, ours: _Request, plan: _Plan) -> list[_Request]:
+        """The requests that may give something up for this one, the oldest first."""
+        order = list(self._requests.values())
+        return [other for other in order[order.index(ours) + 1 :] if other not in plan.counts]
+
+    def _sources_of_younger(self, ours: _Request, plan: _Plan) -> list[Source]:
+        """The sources in the pools that nobody else reads, those of the oldest ones first."""
+        younger = dict.fromkeys(self._younger(ours, plan))
+        kept = {other.source for other in self._requests.values() if other not in younger}
+        sources = dict.fromkeys(other.source for other in younger if other.source not in kept)
+        return [source for source in sources if source is not None and self._sources and source in self._sources]
+
+    def _evict(self, source: Source) -> None:
+        """Its blocks are free, and all who read it are put back."""
+        for ours in self._requests.values():
+            if ours.source is source:
+                self._drop(ours)
+        if self._sources is not None:
+            self._sources.evict(source)
 
     def _drop(self, ours: _Request) -> None:
         """Its blocks and its slot are free, and all of its tokens to be read again."""
@@ -309,69 +377,3 @@ class Batcher:
             return self._requests.get(name)
         except TypeError:
             raise unhashable(name) from None
-
-
-def _cache_of(served: ServedCache, blocks: int | None) -> PagedKVCache | None:
-    """The cache, with the first pool; None for a decoder that has states alone."""
-    if not served.pools:
-        if blocks is not None:
-            raise InputError(f"blocks is {blocks}, and the model keeps states and no cache: leave it out.")
-        return None
-    first = served.pools[0]
-    return PagedKVCache(
-        integer(blocks, "blocks", 1), served.tokens_per_block, layers=first.layers, kv_heads=first.kv_heads,
-        head_dim=first.head_dim, dtype=served.dtype,
-    )  # fmt: skip
-
-
-def _slots_of(served: ServedCache, given: int | None, default: int) -> Blocks:
-    """The slots of states, of which there are none where the decoder has no states."""
-    if not served.states:
-        if given is not None:
-            raise InputError(f"state_slots is {given}, and the model keeps no states: leave it out.")
-        return Blocks(0)
-    return Blocks(default if given is None else integer(given, "state_slots", 1))
-
-
-def _sources_of(model: Runs, given: int | None, default: int | None) -> Sources | None:
-    """The pools of sources, of which there are none where the decoder reads no encoder's output."""
-    served = model.manifest.served
-    if served is None or served.sources is None:
-        if given is not None:
-            raise InputError(f"source_blocks is {given}, and the model reads no sources: leave it out.")
-        return None
-    setup = model.setup
-    assert setup is not None
-    return Sources(setup, served, served.sources, integer(default if given is None else given, "source_blocks", 1))
-
-
-def _stores_of(
-    served: ServedCache, cache: PagedKVCache | None, slots: int, sources: Sources | None
-) -> dict[str, np.ndarray]:
-    """What the model writes, and its setup, by input: for one on a GPU the shapes of it, as the caches' own pools stay
-    empty."""
-    stores: dict[str, np.ndarray] = {}
-    if cache is not None:
-        stores |= _arrays_of(served, served.pools, cache)
-    if sources is not None and served.sources is not None:
-        stores |= _arrays_of(served, served.sources.pools, sources.cache)
-    for states in served.states:
-        dtype = np.dtype(getattr(ml_dtypes, states.dtype, states.dtype))
-        stores[states.name] = np.zeros((slots, states.layers, *states.shape), dtype)
-    return stores
-
-
-def _names_of(pools: tuple[CachePool, ...]) -> list[str]:
-    """The inputs that hold the arrays of pools."""
-    return [name for pool in pools for name in (pool.name, pool.scale) if name]
-
-
-def _arrays_of(served: ServedCache, pools: tuple[CachePool, ...], cache: PagedKVCache) -> dict[str, np.ndarray]:
-    """The arrays of pools with the blocks of a cache, of which the first is the cache's own."""
-    arrays = {}
-    for pool in pools:
-        front = (len(cache.pool), pool.layers, 2, pool.kv_heads, served.tokens_per_block)
-        arrays[pool.name] = cache.pool if pool is pools[0] else np.zeros((*front, pool.head_dim), cache.pool.dtype)
-        if pool.scale:
-            arrays[pool.scale] = np.zeros((*front, served.scales), np.float32)
-    return arrays

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from ..errors import InputError
 
@@ -38,6 +39,34 @@ class Blocks:
     def owners(self, block: int) -> int:
         """How many owners a block has; 0 for a free one."""
         return self._owners[block]
+
+    def fewest(self, owners: Sequence[Sequence[int]], needed: int, copied: int | None = None) -> list[int] | None:
+        """Return the numbers of those of `owners`, each with the blocks of one, that must release them.
+
+        Then `needed` blocks are free, and one more where somebody else still shares the block `copied`. The first of
+        the owners are spared where that is possible, and whoever would free nothing is. None if all are too few.
+        """
+        left = Counter({block: self._owners[block] for blocks in owners for block in blocks})
+        for blocks in owners:
+            left.subtract(blocks)
+        free = len(self._free) + sum(not count for count in left.values())
+
+        def lacks() -> bool:
+            sharers = 0 if copied is None else left.get(copied, self._owners[copied])
+            return free < needed + (sharers > 1)
+
+        if lacks():
+            return None
+        chosen = []
+        for number, blocks in enumerate(owners):
+            kept = sum(not left[block] for block in blocks)
+            free -= kept
+            left.update(blocks)
+            if lacks():
+                chosen.append(number)
+                free += kept
+                left.subtract(blocks)
+        return chosen
 
     def take(self) -> int:
         """A free block, which has one owner now. Who takes several asks `free` first."""

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import operator
 from array import array
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from ..errors import InputError
+from .arguments import cache_dtype, integer, is_integer, listed, token_ids, unhashable
 from .blocks import Blocks, PoolFullError
-
-_DTYPES = {
-    "float32": np.float32,
-    "float16": np.float16,
-    "bfloat16": ml_dtypes.bfloat16,
-    "int8": np.int8,
-    "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
-}
 
 
 @dataclass(frozen=True)
@@ -108,7 +99,7 @@ class PagedKVCache:
         self._layers = integer(layers, "layers", 1)
         if total * max(2 * self._layers, size) >= 2**31:
             raise InputError(f"blocks must be fewer than {total}: entries of tables and lengths are int32.")
-        self.pool = np.zeros((total, self._layers, 2, *rest), _dtype(dtype))
+        self.pool = np.zeros((total, self._layers, 2, *rest), cache_dtype(dtype))
         self._size, self._blocks, self._root = size, Blocks(total), _Prefix()
         self._requests: dict[Hashable, _Request] = {}
 
@@ -135,6 +126,18 @@ class PagedKVCache:
         donor = next(reversed(prefix.holders), None)
         new = self._requests[request] = _Request() if donor is None else self._copy(donor, prefix.length)
         return new.length
+
+    def fewest(self, request: Hashable, count: int, candidates: Sequence[Hashable]) -> list[Hashable] | None:
+        """Return which of these requests must be freed for reserve(request, count) to have room; the first are spared.
+
+        None where there is no room even without all of them.
+        """
+        ours, tables = self._request(request), [self._request(name).table for name in candidates]
+        column = self._open(ours)
+        copied = None if column is None else ours.table[column]
+        needed = max(0, self._columns(ours.length + count) - len(ours.table))
+        chosen = self._blocks.fewest(tables, needed, copied)
+        return None if chosen is None else [candidates[k] for k in chosen]
 
     def fork(self, request: Hashable, new: Hashable) -> None:
         """A second request, `new`, that goes on from where `request` is, and shares all of its blocks.
@@ -192,8 +195,8 @@ class PagedKVCache:
         They must have been reserved. Blocks can be shared with later requests up to the first token without an id.
         """
         ours = self._request(request)
-        ids = [] if _is_integer(tokens) else token_ids(tokens, request)
-        count = integer(tokens, f"tokens of request {request!r}", 0) if _is_integer(tokens) else len(ids)
+        ids = [] if is_integer(tokens) else token_ids(tokens, request)
+        count = integer(tokens, f"tokens of request {request!r}", 0) if is_integer(tokens) else len(ids)
         if count > ours.reserved:
             raise InputError(
                 f"tokens of request {request!r} are {count}, and room for {ours.reserved} is reserved: call reserve() "
@@ -227,7 +230,7 @@ class PagedKVCache:
 
     def lengths(self, requests: Iterable[Hashable]) -> np.ndarray:
         """How many tokens of each request are written: int32 (B)."""
-        return np.array([ours.length for ours in self._batch(_listed(requests))], np.int32)
+        return np.array([ours.length for ours in self._batch(listed(requests))], np.int32)
 
     def block_offsets(self, requests: Iterable[Hashable | list[Any]], beams: int = 1) -> np.ndarray:
         """kv_cache_block_offsets of gpt_attention: int32 (B, beams, 2, M), M >= 1, of all written and reserved tokens.
@@ -235,14 +238,14 @@ class PagedKVCache:
         An entry is block * layers * 2, one more for values; 0 where a request has no block. A request is a name or a
         list of `beams` names; where beams > 1 all rows of a name alone, a prompt, are its own.
         """
-        wide, listed = integer(beams, "beams", 1), _listed(requests)
-        for group in listed:
+        wide, given = integer(beams, "beams", 1), listed(requests)
+        for group in given:
             if isinstance(group, list) and len(group) != wide:
                 raise InputError(f"requests must have {wide} beams each, and {group!r} has {len(group)}.")
-        self._batch([name for group in listed for name in (group if isinstance(group, list) else [group])])
-        names = [name for group in listed for name in (group if isinstance(group, list) else [group] * wide)]
+        self._batch([name for group in given for name in (group if isinstance(group, list) else [group])])
+        names = [name for group in given for name in (group if isinstance(group, list) else [group] * wide)]
         tables = self._tables([self._requests[name] for name in names])
-        entries = tables.reshape(len(listed), wide, 1, tables.shape[1]) * (2 * self._layers)
+        entries = tables.reshape(len(given), wide, 1, tables.shape[1]) * (2 * self._layers)
         return np.maximum(entries + np.array([[0], [1]]), 0).astype(np.int32)
 
     def block_table(self, requests: Iterable[Hashable]) -> np.ndarray:
@@ -250,7 +253,7 @@ class PagedKVCache:
 
         An entry is the number of a block; -1 where a request has none.
         """
-        return self._tables(self._batch(_listed(requests)))
+        return self._tables(self._batch(listed(requests)))
 
     def first_slots(self, requests: Iterable[Hashable]) -> np.ndarray:
         """cachestarts of MultiHeadCacheAttention, cache_mode 1: int64 (B, M), M >= 1, of written and reserved tokens.
@@ -258,7 +261,7 @@ class PagedKVCache:
         An entry is the first slot of a block, block * tokens_per_block; 0 where a request has no block. That operator's
         caches have other axes than `pool`: what reserve_all answers is to be copied there.
         """
-        return np.maximum(self._tables(self._batch(_listed(requests))) * self._size, 0)
+        return np.maximum(self._tables(self._batch(listed(requests))) * self._size, 0)
 
     def usage(self) -> Usage:
         held = np.zeros(self._blocks.total, np.int64)  # tokens in each block
@@ -346,45 +349,3 @@ class PagedKVCache:
         except TypeError:
             raise unhashable(name) from None
         raise InputError(f"there is a request {name!r} already: free() it first, or choose another name.")
-
-
-def unhashable(name: Any) -> InputError:
-    return InputError(f"the name of a request must be hashable, and {name!r} is not.")
-
-
-def _is_integer(value: Any) -> bool:
-    try:
-        operator.index(value)
-    except TypeError:
-        return False
-    return True
-
-
-def integer(value: Any, what: str, least: int) -> int:
-    if not _is_integer(value) or (number := operator.index(value)) < least:
-        raise InputError(f"{what} must be an integer of at least {least}, not {value!r}.")
-    return number
-
-
-def token_ids(tokens: Any, request: Hashable) -> list[int]:
-    try:
-        # numbers of Python compare and hash faster than NumPy's
-        return [operator.index(i) for i in (tokens.tolist() if isinstance(tokens, np.ndarray) else tokens)]
-    except TypeError:
-        raise InputError(f"tokens of request {request!r} must be a sequence of integers, not {tokens!r}.") from None
-
-
-def _listed(requests: Iterable[Any]) -> list[Any]:
-    if isinstance(requests, str | bytes) or not isinstance(requests, Iterable):
-        raise InputError(f"requests must be a list of names, not {requests!r}.")
-    return list(requests)
-
-
-def _dtype(dtype: Any) -> Any:
-    try:
-        name = np.dtype(dtype).name
-    except TypeError:
-        name = str(dtype)
-    if name not in _DTYPES:
-        raise InputError(f"dtype must be one of {', '.join(_DTYPES)}, not {name}.")
-    return _DTYPES[name]

@@ -6,12 +6,12 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes  # noqa: F401  names its types for NumPy
+import ml_dtypes
 import numpy as np
 
 from ..errors import InputError
 from ..manifest import TensorSpec
-from .paged_cache import integer, token_ids
+from .arguments import integer, numbers, token_ids
 
 
 @dataclass(frozen=True)
@@ -26,31 +26,40 @@ class RequestTokens:
         return len(self.spec.dims) == 2
 
     def of_prompt(self, prompt: Any, request: Hashable) -> list[Any]:
-        """Return the tokens one by one. Raises InputError for what is no sequence of them."""
+        """Return the tokens one by one. Raises InputError for what is no sequence of them, or outside their type."""
         if self.are_ids:
-            return token_ids(prompt, request)
-        width, array = self.spec.dims[2], _floats(prompt)
+            return self._checked(token_ids(prompt, request), request)
+        width, array = self.spec.dims[2], numbers(prompt)
         if array is None or array.ndim != 2 or array.shape[1] != width:
             what = type(prompt).__name__ if array is None else f"{array.dtype}{list(array.shape)}"
             raise InputError(f"the prompt of request {request!r} must be embeddings [tokens, {width}], not {what}.")
-        return list(array.astype(self.spec.dtype))
+        with np.errstate(over="ignore"):
+            tokens = array.astype(self._dtype)
+        if (np.isinf(tokens) & np.isfinite(array)).any():
+            raise InputError(f"tokens of request {request!r} are too large for {self.spec.dtype}: scale them down.")
+        return list(tokens)
 
     def of_one(self, token: Any, request: Hashable) -> Any:
         """Return one more token. Raises InputError for what is none."""
         if self.are_ids:
-            return integer(token, "token", 0)
-        array = _floats(token)
-        return self.of_prompt(array if array is None else array[None], request)[0]
+            return self._checked([integer(token, "token", 0)], request)[0]
+        array = numbers(token)
+        return self.of_prompt(token if array is None else array[None], request)[0]
 
     def packed(self, tokens: Sequence[list[Any]]) -> np.ndarray:
         """Return the tokens of all requests side by side, as the input takes them."""
-        return np.concatenate(tokens, dtype=np.dtype(self.spec.dtype), casting="unsafe")[None]
+        return np.concatenate(tokens, dtype=self._dtype, casting="unsafe")[None]
 
+    @property
+    def _dtype(self) -> np.dtype:
+        return np.dtype(getattr(ml_dtypes, self.spec.dtype, self.spec.dtype))
 
-def _floats(values: Any) -> np.ndarray | None:
-    try:
-        array = np.asarray(values)
-    except ValueError:  # rows of several lengths
-        return None
-    is_number = array.dtype.kind in "iuf" or array.dtype.name == "bfloat16"
-    return array if is_number else None
+    def _checked(self, ids: list[int], request: Hashable) -> list[int]:
+        largest = np.iinfo(self._dtype).max
+        for token in ids:
+            if not 0 <= token <= largest:
+                raise InputError(
+                    f"tokens of request {request!r} must be ids from 0 to {largest}, as {self.spec.dtype} "
+                    f"'{self.spec.name}' takes them, and {token} is not."
+                )
+        return ids

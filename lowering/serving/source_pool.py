@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from ..errors import InputError
-from ..manifest import SOURCE_LENGTHS, SOURCE_TABLE, Manifest, ServedCache, SourceCache, TensorSpec
+from ..manifest import SOURCE_LENGTHS, SOURCE_TABLE, Manifest, ServedCache, SourceCache
+from .arguments import numbers
 from .blocks import PoolFullError
 from .paged_cache import PagedKVCache, Usage
 
@@ -20,22 +21,28 @@ class RunsSetup(Protocol):
     @property
     def manifest(self) -> Manifest: ...
 
+    def accept(self, inputs: Any) -> dict[str, Any]: ...
+
     def run(self, inputs: Any) -> Any: ...
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Source:
-    """Arrays for the inputs of the setup, which has that many rows, and how many of the rows count."""
+    """Arrays for the inputs of the setup, which has that many rows, and how many of the rows count.
+
+    holders are how many requests read it: one, and its forks.
+    """
 
     arrays: dict[str, Any]
     rows: int
     length: int
+    holders: int = 1
 
 
-class Sources:
-    """The sources whose keys and values are in the pools.
+class SourcePool:
+    """Which sources have their keys and values in the pools.
 
-    `put` runs the setup, which writes them. A request keeps its blocks until `free`; a fork shares them.
+    `put` runs the setup, which writes them. They stay until the last holder has released the source, or `evict`.
     """
 
     def __init__(self, setup: RunsSetup, served: ServedCache, sources: SourceCache, blocks: int) -> None:
@@ -47,75 +54,88 @@ class Sources:
         self._setup, self._rows, self._blocks = setup, sources.rows, blocks
         pools = {name for pool in sources.pools for name in (pool.name, pool.scale)}
         self._specs = [spec for spec in setup.manifest.inputs if spec.name not in {SOURCE_TABLE, *pools}]
-        self._held: set[Hashable] = set()
+        self._held: dict[Source, None] = {}
 
-    def read(self, request: Hashable, given: Mapping[str, Any]) -> Source:
-        """Return the source of a request, of copies of NumPy's arrays.
+    def read(self, request: Any, given: Any) -> Source:
+        """Return the source of a request, of copies of the arrays.
 
         Raises InputError, which names the input and the request, for arrays that the setup does not take.
         """
-        unknown = [name for name in given if name not in {SOURCE_LENGTHS, *(spec.name for spec in self._specs)}]
+        if not isinstance(given, Mapping):
+            raise InputError(f"`fixed` of request {request!r} must map names to arrays, not {type(given).__name__}.")
+        names = [spec.name for spec in self._specs]
+        unknown = [name for name in given if name not in (SOURCE_LENGTHS, *names)]
         if unknown:
             takes = ", ".join([*map(str, self._specs), SOURCE_LENGTHS])
             raise InputError(f"'{unknown[0]}' of request {request!r} is not of its source: `fixed` takes {takes}.")
-        arrays: dict[str, Any] = {}
-        sizes: dict[str, int] = {}
-        rows = 0
         for spec in self._specs:
             if spec.name not in given:
                 raise InputError(f"request {request!r} has no source: pass '{spec.name}' in `fixed`, {spec}.")
-            arrays[spec.name] = array = _taken(given[spec.name])
-            shape = tuple(array.shape)
-            _check(spec, request, shape, str(array.dtype).rpartition(".")[2], sizes)
-            if spec.name == self._rows[0]:
-                rows = shape[self._rows[1]]
+        try:
+            arrays = self._setup.accept({name: given[name] for name in names})
+        except InputError as error:
+            raise InputError(f"the source of request {request!r}: {error}") from error
+        name, axis = self._rows
+        rows = arrays[name].shape[axis]
         if self._columns(rows) > self._blocks:
             raise InputError(
-                f"'{self._rows[0]}' of request {request!r} has {rows} rows, which take {self._columns(rows)} blocks, "
-                f"and there are {self._blocks} for sources. Give it fewer rows, or the batcher more source_blocks."
+                f"'{name}' of request {request!r} has {rows} rows, which take {self._columns(rows)} blocks, and there "
+                f"are {self._blocks} for sources. Give it fewer rows, or the batcher more source_blocks."
             )
         return Source(arrays, rows, _length(given.get(SOURCE_LENGTHS, rows), request, rows))
 
-    def __contains__(self, request: Hashable) -> bool:
-        """Whether the pools hold the source of a request."""
-        return request in self._held
+    def __contains__(self, source: Source) -> bool:
+        """Whether the pools hold the keys and values of a source."""
+        return source in self._held
 
-    def put(self, request: Hashable, source: Source, stores: Mapping[str, Any]) -> None:
+    def put(self, source: Source, request: Any, stores: Mapping[str, Any]) -> None:
         """Compute a source's keys and values and write them into the pools, of which `stores` are the arrays.
 
-        Raises PoolFullError, with nothing changed.
+        request is who needs it. Raises PoolFullError, and what the setup raises, with nothing changed.
         """
-        self.cache.add(request)
+        self.cache.add(source)
         try:
-            self.cache.reserve(request, source.rows)
+            self.cache.reserve(source, source.rows)
             if source.length:
-                self._setup.run({**source.arrays, SOURCE_TABLE: self.cache.block_table([request]), **stores})
+                self._setup.run({**source.arrays, SOURCE_TABLE: self.cache.block_table([source]), **stores})
         except PoolFullError as full:
-            self.cache.free(request)
+            self.cache.free(source)
             raise PoolFullError(f"request {request!r}", full.needed, full.free, full.total, "source block") from None
         except BaseException:
-            self.cache.free(request)
+            self.cache.free(source)
             raise
-        self.cache.advance(request, source.rows)
-        self.cache.truncate(request, source.length)
-        self._held.add(request)
+        self.cache.advance(source, source.rows)
+        self.cache.truncate(source, source.length)
+        self._held[source] = None
 
-    def free(self, request: Hashable) -> None:
-        """Forget the source of a request, if the pools hold it."""
-        if request in self._held:
-            self.cache.free(request)
-            self._held.remove(request)
+    def release(self, source: Source) -> None:
+        """One holder less; the last one gives up what the pools hold."""
+        source.holders -= 1
+        if not source.holders:
+            self.evict(source)
 
-    def fork(self, request: Hashable, new: Hashable) -> None:
-        """Let a second request share the source of another one, if the pools hold it."""
-        if request in self._held:
-            self.cache.fork(request, new)
-            self._held.add(new)
+    def evict(self, source: Source) -> None:
+        """Give up the keys and values of a source, if the pools hold them: `put` computes them again."""
+        if source in self._held:
+            self.cache.free(source)
+            del self._held[source]
 
-    def tables(self, requests: Sequence[Hashable]) -> dict[str, np.ndarray]:
-        """Return what a call of the model is told of sources that the pools hold."""
-        lengths = self.cache.lengths(requests).astype(np.int64)
-        return {SOURCE_LENGTHS: lengths, SOURCE_TABLE: self.cache.block_table(requests)}
+    def fewest(self, source: Source, candidates: Sequence[Source]) -> list[Any] | None:
+        """Return which of these the pools must give up for another source to fit; the first ones are spared.
+
+        None where it does not fit even without all of them.
+        """
+        self.cache.add(source)
+        chosen = self.cache.fewest(source, source.rows, candidates)
+        self.cache.free(source)
+        return chosen
+
+    def tables(self, sources: Sequence[Source]) -> dict[str, np.ndarray]:
+        """Return what a call of the model is told of the sources of its requests, which the pools hold."""
+        numbers_of = {source: number for number, source in enumerate(dict.fromkeys(sources))}
+        unique, rows = list(numbers_of), [numbers_of[source] for source in sources]
+        lengths = self.cache.lengths(unique).astype(np.int64)
+        return {SOURCE_LENGTHS: lengths[rows], SOURCE_TABLE: self.cache.block_table(unique)[rows]}
 
     def usage(self) -> Usage:
         return self.cache.usage()
@@ -124,27 +144,11 @@ class Sources:
         return -(-rows // self.cache.tokens_per_block)
 
 
-def _taken(array: Any) -> Any:
-    """Return a copy, but arrays of other libraries as they are: they may be in a GPU's memory."""
-    return array if hasattr(array, "__dlpack__") and not isinstance(array, np.ndarray) else np.array(array)
-
-
-def _check(spec: TensorSpec, request: Hashable, shape: tuple[int, ...], dtype: str, sizes: dict[str, int]) -> None:
-    """Raise InputError for an array of another shape or type. sizes are those of the dimensions with names so far."""
-    fits = len(shape) == len(spec.dims) and dtype == spec.dtype
-    for size, wanted in zip(shape, spec.dims):
-        fits = fits and size == (sizes.setdefault(wanted, size) if isinstance(wanted, str) else wanted)
-    if not fits:
-        known = "".join(f", {name} = {size}" for name, size in sizes.items() if name in spec.dims)
-        raise InputError(
-            f"'{spec.name}' of request {request!r} is {dtype}{list(shape)}, and the model takes {spec}{known}."
-        )
-
-
-def _length(given: Any, request: Hashable, rows: int) -> int:
+def _length(given: Any, request: Any, rows: int) -> int:
     """Return how many rows of a source count, as `source_lengths` says it: an integer, or an array of one."""
-    lengths = np.asarray(given)
-    if lengths.dtype.kind not in "iu" or lengths.size != 1 or not 0 <= int(lengths.reshape(())) <= rows:
+    lengths = numbers(given)
+    is_one = lengths is not None and lengths.dtype.kind in "iu" and lengths.size == 1
+    if lengths is None or not is_one or not 0 <= int(lengths.reshape(())) <= rows:
         raise InputError(
             f"'{SOURCE_LENGTHS}' of request {request!r} must be one integer from 0 to {rows}, as many rows as its "
             f"source has, not {given!r}."

@@ -224,6 +224,28 @@ def test_a_call_that_fails_is_made_again() -> None:
     assert batcher.step()["a"].argmax() == digest([5, 6])
 
 
+def test_nobody_is_put_back_in_vain() -> None:
+    """A fork whose blocks an older request has frees nothing; nor do few blocks where more are needed."""
+    model = Recorder()
+    batcher = Batcher(model, 6)
+    batcher.add("old", list(range(16)))
+    batcher.step()
+    batcher.add("large", [9] * 12)
+    batcher.fork("old", "fork")
+    batcher.add("small", [8] * 2)
+    assert list(batcher.step()) == ["small"]
+    for token in range(2):
+        batcher.extend("fork", token)
+        batcher.extend("small", token)
+        assert sorted(batcher.step()) == ["fork", "small"]  # each reads one token, and none is read again
+    with pytest.raises(PoolFullError, match="request 'large' needs 3 more blocks"):
+        batcher.step()
+    batcher.free("old")
+    assert batcher.usage().tokens == 16 + 2 + 4
+    assert batcher.step()["large"].argmax() == digest([9] * 12)
+    assert batcher.waiting == ["fork"] and batcher.usage().tokens == 12 + 4  # "small" frees too little
+
+
 def test_refusals() -> None:
     batcher = Batcher(Recorder(context=8), 9)
     batcher.add("a", range(8))
@@ -236,6 +258,11 @@ def test_refusals() -> None:
         "there is no request 'c'": lambda: batcher.extend("c", 1),
         "there is no request 'd'": lambda: batcher.free("d"),
         r"the name of a request must be hashable, and \[\] is not": lambda: batcher.add([], [1]),  # type: ignore[arg-type]
+        f"must be ids from 0 to {2**31 - 1}, as int32 'ids' takes them, and {2**70} is not": (
+            lambda: batcher.add("b", [1, 2**70])
+        ),
+        "and -1 is not": lambda: batcher.add("b", [1, -1]),
+        f"and {2**31} is not": lambda: batcher.extend("a", 2**31),
         "token must be an integer": lambda: batcher.extend("a", -1),
     }.items():
         with pytest.raises(InputError, match=text):

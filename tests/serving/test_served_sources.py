@@ -14,11 +14,14 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+import tvm_ffi
 
 import lowering
-from lowering import Batcher, InputError, PoolFullError
+from lowering import Batcher, InputError, PoolFullError, RequestError
 from lowering.manifest import CachePool, ServedCache, SourceCache, TensorSpec
+from lowering.runtime.inputs import Port
 from lowering.runtime.rules import contradictions
+from lowering.runtime.strings import Dictionary
 
 EXPORTS = Path(__file__).parents[1] / "exports"
 BART = EXPORTS / "decoders" / "bart.onnx"
@@ -186,9 +189,13 @@ class Translator:
         served = ServedCache(40, 4, (pool,), "float32", 0, "ids", (), SourceCache((sources,), ("source", 1)))
         inputs, outputs = [TensorSpec("ids", "int32", "int32", (1, "tokens"))], [SimpleNamespace(name="logits")]
         self.manifest: Any = SimpleNamespace(served=served, inputs=inputs, outputs=outputs)
-        specs = (TensorSpec("source", "float32", "float32", (1, "rows", 2)), TensorSpec("source_table", "", "", ()))
-        self.setup: Any = SimpleNamespace(manifest=SimpleNamespace(inputs=specs), run=self.file)
+        spec = TensorSpec("source", "float32", "float32", (1, "rows", 2))
+        specs, self.port = (spec, TensorSpec("source_table", "", "", ())), Port(spec, "input", {"rows": (0, 60)})
+        self.setup: Any = SimpleNamespace(manifest=SimpleNamespace(inputs=specs), accept=self.accept, run=self.file)
         self.setups = 0
+
+    def accept(self, inputs: Any) -> dict[str, Any]:
+        return {"source": self.port.keep(inputs["source"], {}, Dictionary(()))}
 
     def to_numpy(self, name: str, array: np.ndarray) -> np.ndarray:
         return array
@@ -277,15 +284,101 @@ def test_a_full_pool_of_sources() -> None:
     assert list(batcher.step()) == ["b"]
 
 
-def test_a_setup_that_fails_runs_again() -> None:
+def test_a_setup_that_fails_ends_its_request_alone() -> None:
+    """The others are answered in this step, those too whose setup comes after, and in the next ones."""
     model = Translator()
-    batcher = Batcher(model, 9)
+    batcher = Batcher(model, 20, source_blocks=20)
     batcher.add("a", [1], fixed={"source": array_of([5])})
-    file, model.setup.run = model.setup.run, lambda inputs: 1 / 0
-    with pytest.raises(ZeroDivisionError):
+    batcher.extend("a", int(batcher.step()["a"].argmax()))
+    file = model.file
+
+    def refuse(inputs: Any) -> None:
+        if inputs["source"][0, 0, 0] == 9:
+            raise ZeroDivisionError("no such source")
+        file(inputs)
+
+    model.setup.run = refuse
+    for name, value in {"b": 9, "c": 6, "d": 9}.items():
+        batcher.add(name, [1], fixed={"source": array_of([value])})
+    batcher.fork("b", "e")
+    with pytest.raises(RequestError, match="request 'b' and 2 more have ended, since .*: no such source") as error:
         batcher.step()
-    model.setup.run = file
-    assert batcher.usage().free_source_blocks == 9 and batcher.step()["a"].argmax() == digest([5], [1])
+    assert list(error.value.errors) == ["b", "d", "e"]
+    assert isinstance(error.value.errors["b"], ZeroDivisionError)
+    assert error.value.answers["a"].argmax() == digest([5], batcher.tokens("a"))
+    assert error.value.answers["c"].argmax() == digest([6], [1])
+    assert not batcher.waiting and batcher.usage().free_source_blocks == 18
+    batcher.extend("c", 3)
+    assert batcher.step()["c"].argmax() == digest([6], [1, 3])
+    with pytest.raises(InputError, match="there is no request 'b'"):
+        batcher.free("b")
+
+
+def test_a_failed_setup_is_told_after_a_call_that_failed() -> None:
+    model = Translator()
+    batcher = Batcher(model, 20)
+    batcher.add("a", [1], fixed={"source": array_of([5])})
+    batcher.add("b", [1], fixed={"source": array_of([6])})
+    model.setup.run = lambda inputs: model.file(inputs) if inputs["source"][0, 0, 0] == 5 else 1 / 0
+    run, model.run = model.run, lambda inputs: [][0]  # type: ignore[method-assign]
+    with pytest.raises(IndexError):
+        batcher.step()
+    model.run = run  # type: ignore[method-assign]
+    with pytest.raises(RequestError, match="request 'b'") as error:
+        batcher.step()
+    assert error.value.answers["a"].argmax() == digest([5], [1])
+
+
+def test_forks_share_a_source_that_comes_later() -> None:
+    model = Translator()
+    batcher = Batcher(model, 20, source_blocks=2)
+    batcher.add("a", [1], fixed={"source": array_of([1] * 8)})
+    batcher.fork("a", "b")
+    assert list(batcher.step()) == ["a", "b"] and model.setups == 1
+    batcher.free("a")
+    batcher.extend("b", 2)
+    assert batcher.step()["b"].argmax() == digest([1] * 8, [1, 2]) and model.setups == 1
+    batcher.free("b")
+    assert batcher.usage().free_source_blocks == 2
+
+
+def test_no_source_is_given_up_in_vain() -> None:
+    """A fork's is that of an older request, and a small one does not make room for a large one."""
+    model = Translator()
+    batcher = Batcher(model, 50, tokens_per_step=2, source_blocks=3)
+    batcher.add("a", [1], fixed={"source": array_of([1] * 8)})
+    batcher.step()
+    batcher.add("b", [1], fixed={"source": array_of([2] * 8)})
+    batcher.fork("a", "fork")
+    batcher.add("c", [1] * 9, fixed={"source": array_of([3] * 4)})
+    batcher.extend("fork", 4)
+    answers: dict[Any, Any] = {}
+    for _ in range(6):
+        answers |= batcher.step() if not {"fork", "c"} <= answers.keys() else {}
+    assert answers["fork"].argmax() == digest([1] * 8, [1, 4])
+    assert answers["c"].argmax() == digest([3] * 4, [1] * 9) and model.setups == 2
+    with pytest.raises(PoolFullError, match="request 'b' needs 2 more source blocks, and 0"):
+        batcher.step()
+    batcher.free("a")
+    batcher.free("fork")
+    assert list(batcher.step()) == ["b"] and model.setups == 3  # beside that of "c"
+
+
+def test_setups_of_a_step_are_few() -> None:
+    """Their rows are no more than tokens_per_step, but one goes at least; who runs is answered in each step."""
+    model = Translator()
+    batcher = Batcher(model, 300, tokens_per_step=50, source_blocks=200)
+    batcher.add("running", [1], fixed={"source": array_of([1])})
+    for name in range(8):
+        batcher.add(name, [1], fixed={"source": array_of([name] * (20 if name else 60))})
+    counts = []
+    batcher.step()
+    while batcher.waiting:
+        batcher.extend("running", 2)
+        before = model.setups
+        assert "running" in batcher.step()
+        counts.append(model.setups - before)
+    assert model.setups == 9 and counts == [1, 2, 2, 1]
 
 
 SOURCE = array_of([1, 2, 3])
@@ -295,25 +388,52 @@ SOURCE = array_of([1, 2, 3])
     ("fixed", "text"),
     [
         ({}, r"request 'b' has no source: pass 'source' in `fixed`, source: float32\[1, rows, 2\]"),
-        (
-            {"source": SOURCE[0]},
-            r"'source' of request 'b' is float32\[3, 2\], and the model takes source: float32\[1, ",
-        ),
-        ({"source": SOURCE[..., :1]}, r"'source' of request 'b' is float32\[1, 3, 1\]"),
-        ({"source": SOURCE.astype(ml_dtypes.bfloat16)}, "'source' of request 'b' is bfloat16"),
+        ([SOURCE], "`fixed` of request 'b' must map names to arrays, not list"),
+        ({"source": SOURCE[0]}, "the source of request 'b': input 'source' must have 3 dimensions"),
+        ({"source": SOURCE[..., :1]}, "the source of request 'b': input 'source' must have size 2 along axis 2, not 1"),
+        ({"source": SOURCE.astype(ml_dtypes.bfloat16)}, "input 'source' must be float32, not bfloat16"),
+        ({"source": SOURCE.tolist()}, "input 'source' is a list; pass a NumPy array"),
+        ({"source": np.ma.masked_array(SOURCE, mask=True)}, "input 'source' is a masked array"),
+        ({"source": array_of([1] * 61)}, "dimension 'rows' is 61 in input 'source' .axis 1.; the model takes 0 to 60"),
         ({"source": SOURCE, "x": 1}, "'x' of request 'b' is not of its source: `fixed` takes source: .*source_lengths"),
         ({"source": SOURCE, "source_table": SOURCE}, "'source_table' of request 'b' is not of its source"),
         ({"source": SOURCE, "source_lengths": 4}, "'source_lengths' of request 'b' must be one integer from 0 to 3"),
         ({"source": SOURCE, "source_lengths": [1, 2]}, "'source_lengths' of request 'b' must be one integer"),
+        ({"source": SOURCE, "source_lengths": [[1], [2, 3]]}, "'source_lengths' of request 'b' must be one integer"),
+        (
+            {"source": SOURCE, "source_lengths": np.ma.masked_array([1], True)},
+            "'source_lengths' of request 'b' must be",
+        ),
         ({"source": array_of([1] * 9)}, "'source' of request 'b' has 9 rows, which take 3 blocks, and there are 2 for"),
     ],
 )
-def test_sources_that_are_refused(fixed: dict[str, Any], text: str) -> None:
+def test_sources_that_are_refused(fixed: Any, text: str) -> None:
     batcher = Batcher(Translator(), 9, source_blocks=2)
     with pytest.raises(InputError, match=text):
         batcher.add("b", [1], fixed=fixed)
     assert not batcher.waiting
     batcher.add("b", [1], fixed={"source": SOURCE})
+
+
+def test_sources_are_copies() -> None:
+    """Of arrays of NumPy and of others, of any strides; a caller may do with its own what it likes."""
+    batcher, ours = Batcher(Translator(), 20), np.asfortranarray(np.repeat(array_of([1, 2, 3]), 2, axis=2))
+    other, empty = array_of([4, 5]), array_of([])
+    batcher.add("a", [1], fixed={"source": ours[..., ::2]})
+    batcher.add("b", [1], fixed={"source": tvm_ffi.from_dlpack(other), "source_lengths": np.array([[1]])})
+    batcher.add("c", [1], fixed={"source": tvm_ffi.from_dlpack(empty)})
+    ours[:], other[:] = 7, 7
+    answers = batcher.step()
+    assert [answers[name].argmax() for name in "abc"] == [digest(source, [1]) for source in ([1, 2, 3], [4], [])]
+
+
+def test_tensors_without_memory() -> None:
+    torch, batcher = pytest.importorskip("torch"), Batcher(Translator(), 9)
+    with pytest.raises(InputError, match="the source of request 'b': input 'source' cannot be read through DLPack"):
+        batcher.add("b", [1], fixed={"source": torch.ones(1, 3, 2, device="meta")})
+    with pytest.raises(InputError, match="'source_lengths' of request 'b' must be one integer"):
+        batcher.add("b", [1], fixed={"source": SOURCE, "source_lengths": torch.tensor(1, device="meta")})
+    batcher.add("b", [1], fixed={"source": torch.ones(1, 3, 2)})
 
 
 def test_sources_of_other_decoders() -> None:

@@ -1,0 +1,79 @@
+"""The pools that a served decoder needs, of the sizes that a caller asks for, and the arrays that they are of."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+from ..errors import InputError
+from ..manifest import CachePool, ServedCache
+from .arguments import integer
+from .blocks import Blocks
+from .paged_cache import PagedKVCache
+from .source_pool import RunsSetup, SourcePool
+
+
+def cache_of(served: ServedCache, blocks: int | None) -> PagedKVCache | None:
+    """The cache, with the first pool; None for a decoder that has states alone."""
+    if not served.pools:
+        if blocks is not None:
+            raise InputError(f"blocks is {blocks}, and the model keeps states and no cache: leave it out.")
+        return None
+    first = served.pools[0]
+    return PagedKVCache(
+        integer(blocks, "blocks", 1), served.tokens_per_block, layers=first.layers, kv_heads=first.kv_heads,
+        head_dim=first.head_dim, dtype=served.dtype,
+    )  # fmt: skip
+
+
+def slots_of(served: ServedCache, given: int | None, default: int) -> Blocks:
+    """The slots of states, of which there are none where the decoder has no states."""
+    if not served.states:
+        if given is not None:
+            raise InputError(f"state_slots is {given}, and the model keeps no states: leave it out.")
+        return Blocks(0)
+    return Blocks(default if given is None else integer(given, "state_slots", 1))
+
+
+def sources_of(
+    setup: RunsSetup | None, served: ServedCache, given: int | None, default: int | None
+) -> SourcePool | None:
+    """The pools of sources, of which there are none where the decoder reads no encoder's output."""
+    if served.sources is None:
+        if given is not None:
+            raise InputError(f"source_blocks is {given}, and the model reads no sources: leave it out.")
+        return None
+    assert setup is not None
+    return SourcePool(setup, served, served.sources, integer(default if given is None else given, "source_blocks", 1))
+
+
+def stores_of(
+    served: ServedCache, cache: PagedKVCache | None, slots: int, sources: SourcePool | None
+) -> dict[str, np.ndarray]:
+    """What the model writes, and its setup, by input: for one on a GPU the shapes of it, as the caches' own pools stay
+    empty."""
+    stores: dict[str, np.ndarray] = {}
+    if cache is not None:
+        stores |= _arrays_of(served, served.pools, cache)
+    if sources is not None and served.sources is not None:
+        stores |= _arrays_of(served, served.sources.pools, sources.cache)
+    for states in served.states:
+        dtype = np.dtype(getattr(ml_dtypes, states.dtype, states.dtype))
+        stores[states.name] = np.zeros((slots, states.layers, *states.shape), dtype)
+    return stores
+
+
+def names_of(pools: tuple[CachePool, ...]) -> list[str]:
+    """The inputs that hold the arrays of pools."""
+    return [name for pool in pools for name in (pool.name, pool.scale) if name]
+
+
+def _arrays_of(served: ServedCache, pools: tuple[CachePool, ...], cache: PagedKVCache) -> dict[str, np.ndarray]:
+    """The arrays of pools with the blocks of a cache, of which the first is the cache's own."""
+    arrays = {}
+    for pool in pools:
+        front = (len(cache.pool), pool.layers, 2, pool.kv_heads, served.tokens_per_block)
+        arrays[pool.name] = cache.pool if pool is pools[0] else np.zeros((*front, pool.head_dim), cache.pool.dtype)
+        if pool.scale:
+            arrays[pool.scale] = np.zeros((*front, served.scales), np.float32)
+    return arrays
