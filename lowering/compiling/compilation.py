@@ -63,17 +63,16 @@ def compiled(model: ModelLike, options: Options, stand_in: Target | None = None,
         )
     prepared = prepare_model(model, options, targets, dump)
     kept = prepared.kept
-    legal = ranges(options.dims or {}, prepared.model)
+    setup = prepared.setup
+    legal, *of_setup = ranges(options.dims or {}, prepared.model, None if setup is None else setup.model)
     compiling = _PartCompiler(options, targets, stand_in)
     lengths = () if kept.slots is None else (LENGTH,)
     part, unscheduled = compiling.compile(prepared.model, prepared.donated, lengths, prepared.notes, dump)
     manifest = replace(part.manifest, ranges=legal, slots=kept.slots, decoder=kept.decoder, served=prepared.served)
     parts = [replace(part, manifest=manifest)]
-    if prepared.setup is not None:
-        part, _ = compiling.compile(prepared.setup.model, prepared.setup.donated, (), (), None)
-        sizes = {size for spec in part.manifest.inputs for size in spec.dims}
-        bounds = {name: bounds for name, bounds in legal.items() if name in sizes}
-        parts.append(replace(part, manifest=replace(part.manifest, ranges=bounds, part=SETUP)))
+    if setup is not None:
+        part, _ = compiling.compile(setup.model, setup.donated, (), (), None)
+        parts.append(replace(part, manifest=replace(part.manifest, ranges=of_setup[0], part=SETUP)))
     return Compiled(tuple(parts), targets, unscheduled)
 
 

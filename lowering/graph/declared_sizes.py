@@ -59,14 +59,18 @@ def with_sizes(model: ir.Model, dims: Dims) -> ir.Model:
     return model
 
 
-def ranges(dims: Dims, model: ir.Model) -> dict[str, tuple[int, int]]:
+def ranges(dims: Dims, model: ir.Model, setup: ir.Model | None = None) -> list[dict[str, tuple[int, int]]]:
     """The smallest and the largest size of dimensions, of which `with_sizes` has made numbers where both are equal.
 
-    Raises InputError for a dimension that no input has.
+    Those of the model, and those of its setup, if it has one: each has its own dimensions, and the model the numbers
+    too. Raises InputError for a dimension that no input of either has.
     """
     legal = _bounds(dims)
-    check_dimensions((name for name, (low, high) in legal.items() if low != high), _symbolic(model))
-    return legal
+    named = [_symbolic(part) for part in (model, setup) if part is not None]
+    fixed = {name for name, (low, high) in legal.items() if low == high}
+    check_dimensions((name for name in legal if name not in fixed), set().union(*named))
+    named[0] |= fixed
+    return [{name: bounds for name, bounds in legal.items() if name in names} for names in named]
 
 
 def _symbolic(model: ir.Model) -> set[str]:
