@@ -290,6 +290,8 @@ def test_a_served_decoder_with_sources() -> None:
     sources = {name: result.inputs[name] for name in result.inputs if name.startswith("cross")}
     again = lowering.verify(ENCODED, "onnxruntime", artifact=model, inputs=sources, seed=3)
     assert again.first_difference is None and again.inputs.keys() == result.inputs.keys()
+    ids = {"decoder_input_ids": np.full((1, 3), 5)}  # one request, of whose 40 rows 11 count
+    assert lowering.verify(ENCODED, artifact=model, sizes={"source": 40}, inputs=ids, seed=2).first_difference is None
     with pytest.raises(lowering.InputError, match="'cross_0' has 1 rows for 5 requests: give one for each"):
         lowering.verify(ENCODED, artifact=model, inputs={"cross_0": sources["cross_0"][:1]})
     other = onnx.load(ENCODED)

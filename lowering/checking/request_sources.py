@@ -21,13 +21,15 @@ _ROWS = 11  # of a source, where no size says otherwise
 class RequestSources:
     """Arrays [requests, ...] by name, and how many rows of each request's source count: no others are to be seen.
 
-    rows is the size of axes over rows, as text; dtypes are the types that the batcher takes. `others` are inputs of the
-    model that a served one does without, such as a mask of the source's padding.
+    rows is the size of axes over rows, as text, and most what it is in all arrays; dtypes are the types that the
+    batcher takes. `others` are inputs of the model that a served one does without, such as a mask of the source's
+    padding.
     """
 
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     lengths: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     rows: str = ""
+    most: int = 0
     dtypes: dict[str, np.dtype] = field(default_factory=dict)
     specs: tuple[TensorSpec, ...] = ()
     others: tuple[TensorSpec, ...] = ()
@@ -72,7 +74,8 @@ def request_sources(
     names = [spec.name for spec in manifest.setup.inputs if spec.name in specs]
     name, axis = manifest.served.sources.rows
     size = specs[name].dims[axis]
-    rows = sizes.get(str(size), _ROWS) if isinstance(size, str) else size
+    low, high = manifest.setup.ranges.get(str(size), (0, _ROWS))
+    rows = sizes.get(str(size), max(low, min(_ROWS, high))) if isinstance(size, str) else size
     counts = {str(size): rows, str(specs[name].dims[0]): requests} | dict(sizes)
     wanted = [TensorSpec(s.name, s.dtype, s.storage, (requests, *s.dims[1:])) for s in map(specs.__getitem__, names)]
     arrays = made_up(model.graph, wanted, counts, rng)
@@ -85,4 +88,4 @@ def request_sources(
             raise InputError(f"'{key}' has {len(array)} rows for {requests} requests: give one for each.")
     dtypes = {spec.name: ElementType(spec.dtype, spec.storage).numpy for spec in manifest.setup.inputs}
     others = tuple(spec for spec in specs.values() if spec.name not in names)
-    return RequestSources(arrays, lengths, str(size), dtypes, tuple(map(specs.__getitem__, names)), others)
+    return RequestSources(arrays, lengths, str(size), rows, dtypes, tuple(map(specs.__getitem__, names)), others)

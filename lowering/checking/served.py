@@ -55,13 +55,12 @@ class Requests:
     def ours(self) -> list[np.ndarray]:
         """What the compiled decoder answers to each request, [answers, ...]."""
         total, block = self.tokens.shape[1], self.served.tokens_per_block
-        rows = int(self.sources.lengths.max(initial=0))
         batcher = Batcher(
             self.compiled,
             blocks=-(-total // block) * (_TOGETHER - 1) if self.served.pools else None,
             tokens_per_step=max(block, total // 4),  # prompts are read in parts
             state_slots=_TOGETHER - 1 if self.served.states else None,
-            source_blocks=None if self.served.sources is None else -(-rows // block) * (_TOGETHER - 1),
+            source_blocks=None if self.served.sources is None else -(-self.sources.most // block) * (_TOGETHER - 1),
         )
         tokens: dict[Hashable, np.ndarray] = dict(enumerate(self.tokens))
         answers: dict[Hashable, list[np.ndarray]] = {request: [] for request in tokens}
