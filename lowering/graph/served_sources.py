@@ -124,7 +124,9 @@ def find_source_reads(
 
 
 def pack_sources(lengths: ir.Value, table: ir.Value, pool: ServedPool, most: ir.Value | None = None) -> ir.Node:
-    """Return the node that makes of the tables of sources what kernels read, and note its outputs for the pool."""
+    """Return the node that makes of the tables of sources what kernels read, and note its outputs for the pool.
+
+    most is how many rows and keys the requests of a call have at most, None where the blocks are to be written."""
     suffix = pool.spec.name.removeprefix(SOURCE_CACHE)
     node = ir.node(
         "PackedSources", [lengths, table, pool.kv, most], domain=OWN_DOMAIN, num_outputs=3,

@@ -3,9 +3,10 @@
 #include "requests.h"
 
 /* Sizes, in the order of lowering/ops/served/packed_requests.py: packed rows, the most tokens of a request, blocks of the
- * cache, tokens of a block, slots of states; and in that of packed_sources.py: blocks of the cache, tokens of a block. */
+ * cache, tokens of a block, slots of states; and in that of packed_sources.py: blocks of the cache, rows of a block,
+ * and 1 where they are written. */
 enum { ROWS, CONTEXT, BLOCKS, TOKENS, SLOTS, SIZES };
-enum { SOURCE_BLOCKS, SOURCE_TOKENS, SOURCE_SIZES };
+enum { SOURCE_BLOCKS, SOURCE_ROWS, SOURCE_WRITTEN, SOURCE_SIZES };
 
 typedef struct {
     const TVMFFIAny* node;
@@ -14,9 +15,9 @@ typedef struct {
     int64_t requests, columns;
 } Call;
 
-/* The blocks of a cache that requests have: what errors call table and cache, and how many tokens a block has. */
+/* The blocks of a cache that requests have: what errors call table, cache and tokens, and how many of these a block has. */
 typedef struct {
-    const char *table_name, *cache_name;
+    const char *table_name, *cache_name, *unit;
     const Table* table;
     int64_t columns, blocks, tokens;
 } Pages;
@@ -60,9 +61,9 @@ static int check_pages(const TVMFFIAny* node, const Pages* pages, int64_t r, int
     const int64_t columns = length / pages->tokens + (length % pages->tokens != 0);
     if (columns > pages->columns) {
         return refuse(node,
-                      "%s has " N " blocks of " N " tokens for each request, and request " N " has " N
-                      " tokens: give it " N " blocks.",
-                      pages->table_name, pages->columns, pages->tokens, r, length, columns);
+                      "%s has " N " blocks of " N " %s for each request, and request " N " has " N
+                      " %s: give it " N " blocks.",
+                      pages->table_name, pages->columns, pages->tokens, pages->unit, r, length, pages->unit, columns);
     }
     for (int64_t c = 0; c < columns; ++c) {
         const int64_t block = at(pages->table, r * pages->columns + c);
@@ -76,7 +77,7 @@ static int check_pages(const TVMFFIAny* node, const Pages* pages, int64_t r, int
 /* The same of all requests; written are the columns that the call writes to. */
 static int check_blocks(const Call* call, int64_t* written) {
     const int64_t tokens = call->sizes[TOKENS];
-    const Pages pages = {"block_table", "kv_cache", &call->block_table, call->columns, call->sizes[BLOCKS], tokens};
+    const Pages pages = {"block_table", "kv_cache", "tokens", &call->block_table, call->columns, call->sizes[BLOCKS], tokens};
     for (int64_t r = 0; r < call->requests; ++r) {
         const int64_t past = at(&call->past_lengths, r), rows = rows_of(call, r);
         if (check_pages(call->node, &pages, r, past + rows)) return -1;
@@ -183,17 +184,40 @@ CHECK(check_served) {
     return failed ? -1 : pass(&args[0], result);
 }
 
+/* Blocks of sources that a call writes are different ones; all requests have as many as their lengths take. */
+static int check_written(const TVMFFIAny* node, const Pages* pages, const Table* lengths) {
+    int64_t blocks = 0;
+    for (int64_t r = 0; r < lengths->shape[0]; ++r) blocks += (at(lengths, r) + pages->tokens - 1) / pages->tokens;
+    Spans spans;
+    if (!open_spans(&spans, blocks)) return refuse(node, "there is no memory to check %s in.", pages->table_name);
+    for (int64_t r = 0; r < lengths->shape[0]; ++r) {
+        for (int64_t c = 0; c * pages->tokens < at(lengths, r); ++c) {
+            const int64_t block = at(pages->table, r * pages->columns + c);
+            add_span(&spans, block, block + 1, r, c);
+        }
+    }
+    sort_spans(&spans);
+    const Span* twice = overlapping(&spans);
+    const int failed = twice == NULL ? 0
+                                     : refuse(node,
+                                              "%s has request " N " and request " N " write to block " N
+                                              ": give each, and each column, a block of its own.",
+                                              pages->table_name, (twice - 1)->request, twice->request, twice->begin);
+    close_spans(&spans);
+    return failed;
+}
+
 /* lowering_check_sources(source_lengths, sizes, node, source_table) -> source_lengths
  *
- * int64 [R] and [R, M]. Costs a look at each block that is used. */
+ * int64 [R] and [R, M]. Costs a look at each block that is used, and a sort of those that are written. */
 CHECK(check_sources) {
     (void)self, (void)count;
     const TVMFFIShapeCell* sizes = shape_of(&args[1]);
     const Table lengths = table_of(&args[0]), table = table_of(&args[3]);
     const int fits = sizes->size == SOURCE_SIZES && lengths.ndim == 1 && table.ndim == 2;
     if (!fits || table.shape[0] != lengths.shape[0]) return pass(&args[0], result);
-    const Pages pages = {"source_table",  "source_cache", &table, table.shape[1], sizes->data[SOURCE_BLOCKS],
-                         sizes->data[SOURCE_TOKENS]};
+    const Pages pages = {"source_table", "source_cache", "rows", &table, table.shape[1], sizes->data[SOURCE_BLOCKS],
+                         sizes->data[SOURCE_ROWS]};
     for (int64_t r = 0; r < lengths.shape[0]; ++r) {
         const int64_t length = at(&lengths, r);
         if (length < 0) {
@@ -202,5 +226,6 @@ CHECK(check_sources) {
         }
         if (check_pages(&args[2], &pages, r, length)) return -1;
     }
+    if (sizes->data[SOURCE_WRITTEN] && check_written(&args[2], &pages, &lengths)) return -1;
     return pass(&args[0], result);
 }

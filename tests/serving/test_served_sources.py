@@ -32,7 +32,7 @@ CONTEXT, BLOCK, VOCABULARY, WIDTH = 48, 8, 40, 16
 @pytest.fixture(scope="module")
 def bart(tmp_path_factory: pytest.TempPathFactory) -> lowering.Model:
     folder = tmp_path_factory.mktemp("bart") / "out"
-    lowering.compile(BART, serve=lowering.Serve(CONTEXT, BLOCK)).save(folder)
+    lowering.compile(BART, serve=lowering.Serve(CONTEXT, BLOCK), dims={"encoder_sequence_len": (1, 30)}).save(folder)
     return lowering.load(folder)
 
 
@@ -129,7 +129,7 @@ def given(model: lowering.Model, tables: dict[str, Any]) -> dict[str, Any]:
     ("tables", "text"),
     [
         ({"source_lengths": [-1, 2]}, "source_lengths of request 0 is -1: make it the number of its source's rows"),
-        ({"source_lengths": [9, 17]}, "source_table has 2 blocks of 8 tokens for each request, and request 1 has 17"),
+        ({"source_lengths": [9, 17]}, "source_table has 2 blocks of 8 rows for each request, and request 1 has 17 r"),
         ({"source_lengths": [9, 2**63 - 1]}, "give it 1152921504606846976 blocks"),
         ({"source_table": [[1, 7], [0, 0]]}, "source_table of request 0, column 1 is 7, and source_cache has 7 blocks"),
         ({"source_table": [[1, 2], [-1, 0]]}, "source_table of request 1, column 0 is -1, and source_cache has 7"),
@@ -139,6 +139,23 @@ def test_tables_that_do_not_fit(bart: lowering.Model, tables: dict[str, Any], te
     bart.run(given(bart, {}))
     with pytest.raises(InputError, match=f"PackedSources.*{text}"):
         bart.run(given(bart, tables))
+
+
+def test_a_block_that_a_setup_writes_twice(bart: lowering.Model) -> None:
+    pool = given(bart, {})["source_cache"]
+    source = {"encoder_hidden_states": np.ones((1, 12, WIDTH), np.float32), "source_cache": pool}
+    assert bart.setup is not None
+    with pytest.raises(InputError, match="source_table has request 0 and request 0 write to block 1: give each, and"):
+        bart.setup.run({**source, "source_table": np.array([[1, 1]])})
+    assert not pool.any()
+    bart.setup.run({**source, "source_table": np.array([[1, 2, 1]])})  # a block that nothing is written to
+
+
+def test_sizes_of_sources_have_bounds(bart: lowering.Model) -> None:
+    assert bart.setup is not None and bart.setup.manifest.ranges == {"encoder_sequence_len": (1, 30)}
+    batcher = Batcher(bart, blocks=8)
+    with pytest.raises(InputError, match=r"request 'a': dimension 'encoder_sequence_len' is 31 .* takes 1 to 30"):
+        batcher.add("a", [1], fixed={"encoder_hidden_states": np.ones((1, 31, WIDTH), np.float32)})
 
 
 def test_hostile_tables_stay_inside() -> None:
@@ -301,7 +318,7 @@ def test_a_setup_that_fails_ends_its_request_alone() -> None:
     for name, value in {"b": 9, "c": 6, "d": 9}.items():
         batcher.add(name, [1], fixed={"source": array_of([value])})
     batcher.fork("b", "e")
-    with pytest.raises(RequestError, match="request 'b' and 2 more have ended, since .*: no such source") as error:
+    with pytest.raises(RequestError, match=r"request 'b' and 2 more have ended, since .*: no such source") as error:
         batcher.step()
     assert list(error.value.errors) == ["b", "d", "e"]
     assert isinstance(error.value.errors["b"], ZeroDivisionError)

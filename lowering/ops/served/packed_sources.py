@@ -27,14 +27,15 @@ def packed_sources(
     """For source_lengths [R], source_table [R, M] and source_cache [blocks, layers, 2, Hkv, tokens, D], int64:
 
     lengths [R], of keys, no more than the blocks of a request hold, whatever the tables say; most [2], the most rows of
-    a request, which are those of the input `most` or 1, and the most keys of a source, at least 1; entries [R, 2, M],
-    as those of PackedRequests.
+    a request, which are those of the input `most`, or 1 where the blocks are to be written, and the most keys of a
+    source, at least 1; entries [R, 2, M], as those of PackedRequests.
     """
     count, columns = source_lengths.shape[0], source_table.shape[1]
     blocks, tokens = source_cache.shape[0], number(node, "dimension 4 of source_cache", source_cache.shape[4])
     source_table = asserted(node, source_table, (count, columns))
+    tables = [source_lengths, source_table]
     # In the order of runtime/requests_served.c.
-    source_lengths = legal_requests(node, SOURCES, [source_lengths, source_table], [blocks, tokens])
+    source_lengths = legal_requests(node, SOURCES, tables, [blocks, tokens, int(most is None)])
     room = node.simplify(tirx.min(int64(columns * tokens), int64(LARGEST_SIZE)))
 
     def body(source_lengths: Any, *made: Any) -> None:
