@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import lowering
 from lowering.errors import InputError
+from lowering.graph.roles import Roles, find_roles
 
 HEADS, SIZE, WIDTH, VOCABULARY, CAPACITY = 2, 4, 6, 10, 24
 
@@ -101,6 +103,23 @@ def test_equal_embeddings_share_no_blocks() -> None:
         batcher.add(request, embedded(0, 9))
         batcher.step()
     assert (batcher.usage().used, batcher.usage().shared) == (6, 0)
+
+
+@pytest.mark.parametrize(("has_positions", "ids"), [(True, "words"), (False, "embeddings")])
+def test_ids_beside_embeddings(has_positions: bool, ids: str) -> None:
+    """An input that picks rows of a table of no vocabulary holds positions, unless another input can hold them."""
+    node, value = helper.make_node, helper.make_tensor_value_info
+    nodes = [node("Gather", ["table", "words"], ["rows"]), node("Add", ["rows", "embeddings"], ["x"])]
+    nodes += [node("Cast", ["at"], ["angle"], to=TensorProto.FLOAT)] if has_positions else []
+    nodes += [node("MatMul", ["x", "out"], ["logits"])]
+    inputs = [value("embeddings", TensorProto.FLOAT, ["B", "S", WIDTH]), value("words", TensorProto.INT64, ["B", "S"])]
+    inputs += [value("at", TensorProto.INT64, ["B", "S"])] if has_positions else []
+    outputs = [value("logits", TensorProto.FLOAT, ["B", "S", VOCABULARY])]
+    tables = {"table": (VOCABULARY + 3, WIDTH), "out": (WIDTH, VOCABULARY)}
+    tensors = [numpy_helper.from_array(np.ones(shape, np.float32), name) for name, shape in tables.items()]
+    model = ir.from_proto(helper.make_model(helper.make_graph(nodes, "roles", inputs, outputs, tensors)))
+    roles = find_roles(model, Roles(""), [])
+    assert (roles.ids, roles.positions) == (ids, "at" if has_positions else "words")
 
 
 def test_what_is_no_embedding_is_refused() -> None:

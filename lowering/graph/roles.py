@@ -66,7 +66,8 @@ def find_roles(model: ir.Model, given: Roles, kept: Collection[str]) -> Roles:
 def _find_ids(model: ir.Model, free: dict[str, ir.Value]) -> str:
     """Prefer, of the inputs that pick rows of a table, the one whose table has a row for each logit.
 
-    Where no table has, embeddings [B, S, H] are the tokens of an input [B, S] that picks rows: it holds positions.
+    Where no table has, embeddings [B, S, H] are the tokens of an input [B, S] that picks rows: it holds positions, if
+    no other input can.
     """
     rows = {name: _table_rows(value) for name, value in free.items() if _is_integer(value) and len(dims(value)) == 2}
     candidates = {name: size for name, size in rows.items() if size is not None}
@@ -76,7 +77,11 @@ def _find_ids(model: ir.Model, free: dict[str, ir.Value]) -> str:
             return name
     embeddings = [name for name, value in free.items() if _is_float(value) and _has_tokens(value)]
     shapes = [dims(free[name]) for name in candidates]
-    with_positions = [name for name in embeddings if dims(free[name])[:2] in shapes]
+    with_positions = [
+        name
+        for name in embeddings
+        if dims(free[name])[:2] in shapes and len(_like_tokens(free, dims(free[name])[:2])) <= 1
+    ]
     if with_positions:
         return with_positions[0] if len(with_positions) == 1 else ""
     if candidates:
@@ -85,10 +90,14 @@ def _find_ids(model: ir.Model, free: dict[str, ir.Value]) -> str:
 
 
 def _find_positions(free: dict[str, ir.Value], tokens: tuple[Size, ...]) -> str:
+    likely = _like_tokens(free, tokens)
+    return likely[0] if len(likely) == 1 else _conventional("positions", free)
+
+
+def _like_tokens(free: dict[str, ir.Value], tokens: tuple[Size, ...]) -> list[str]:
     """Return the integers that have the shape of the ids, but for those that pick rows of a table of a few kinds."""
     alike = {name: value for name, value in free.items() if _is_integer(value) and dims(value)[-2:] == tokens}
-    likely = [name for name, value in alike.items() if _length(_table_rows(value) or _MANY) >= _MANY]
-    return likely[0] if len(likely) == 1 else _conventional("positions", free)
+    return [name for name, value in alike.items() if _length(_table_rows(value) or _MANY) >= _MANY]
 
 
 def _find_mask(free: dict[str, ir.Value], tokens: tuple[Size, ...]) -> str:
