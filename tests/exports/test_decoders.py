@@ -22,7 +22,6 @@ from lowering.target import resolve
 FOLDER = Path(__file__).parent / "decoders"
 VOCABULARY, BATCH, PROMPT, STEPS = 40, 3, 9, 8
 
-ENCODED = {"bart", "t5", "whisper"}  # read what an encoder made
 SOURCES = (7, 4, 5, 17)  # rows of what an encoder made, by sequence
 
 

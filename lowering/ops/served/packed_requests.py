@@ -56,18 +56,17 @@ def packed_requests(
 
     def body(row_starts: Any, past_lengths: Any, *made: Any) -> None:
         positions, row_requests, last_rows, first_rows, row_counts, past, lengths, most = made
-        zero = int64(0)
         with serial(rows) as n:
-            T.buffer_store(positions, zero, [n])
+            T.buffer_store(positions, int64(0), [n])
             T.buffer_store(row_requests, int64(-1), [n])
         for k in range(2):
             T.buffer_store(most, int64(1), [k])
         with serial(count) as r:
-            begin, end = (tirx.max(tirx.min(row_starts[at], int64(rows)), zero) for at in (r, r + 1))
-            before = T.bind(tirx.max(tirx.min(past_lengths[r], int64(room)), zero))
-            new = T.bind(tirx.max(tirx.min(end - begin, int64(room) - before), zero))
+            begin, end = (tirx.max(tirx.min(row_starts[at], int64(rows)), int64(0)) for at in (r, r + 1))
+            before = T.bind(tirx.max(tirx.min(past_lengths[r], int64(room)), int64(0)))
+            new = T.bind(tirx.max(tirx.min(end - begin, int64(room) - before), int64(0)))
             for table, value in (
-                (last_rows, tirx.max(end - 1, zero)), (first_rows, begin), (row_counts, new), (past, before),
+                (last_rows, tirx.max(end - 1, int64(0))), (first_rows, begin), (row_counts, new), (past, before),
                 (lengths, before + new),
             ):  # fmt: skip
                 T.buffer_store(table, value, [r])
@@ -77,8 +76,7 @@ def packed_requests(
                 T.buffer_store(positions, before + i, [begin + i])
                 T.buffer_store(row_requests, r, [begin + i])
 
-    shapes = ((rows,), (rows,), *((count,),) * 5, (2,))
-    outputs = [(shape, "int64") for shape in shapes]
+    outputs = [(shape, "int64") for shape in ((rows,), (rows,), *((count,),) * 5, (2,))]
     given = [row_starts, past_lengths]
     positions, row_requests, last_rows, *others = loops(node, "requests", body, given, outputs, [count, rows, room])
     entries = None if block_table is None or kv_cache is None else block_entries(node, block_table, kv_cache)
