@@ -295,6 +295,13 @@ def test_a_served_decoder_with_sources() -> None:
     with pytest.raises(lowering.InputError, match="'cross_0' has 1 rows for 5 requests: give one for each"):
         lowering.verify(ENCODED, artifact=model, inputs={"cross_0": sources["cross_0"][:1]})
     other = onnx.load(ENCODED)
+    (ids_of,) = [given for given in other.graph.input if given.name == "decoder_input_ids"]
+    sizes = [size.dim_param or size.dim_value for size in ids_of.type.tensor_type.shape.dim]
+    other.graph.input.append(onnx.helper.make_tensor_value_info("weights", onnx.TensorProto.FLOAT, sizes))
+    other.graph.node.append(onnx.helper.make_node("Identity", ["weights"], ["same"]))
+    with pytest.raises(lowering.InputError, match="verify does not know what 'weights' of this decoder is"):
+        lowering.verify(other, artifact=model)
+    other = onnx.load(ENCODED)
     other.graph.input[7].type.tensor_type.shape.dim[3].dim_value = 8
     with pytest.raises(lowering.ArtifactError, match=r"its setup takes cross_0: float32\[1, 2, source, 4\], and"):
         lowering.verify(other, artifact=model)

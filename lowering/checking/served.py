@@ -144,7 +144,7 @@ def requests(
             raise InputError(f"the calls of a decoder do not choose dimension '{name}': leave it out.")
     roles = _roles(model, compiled.manifest)
     names = (served.ids, roles.mask, roles.positions, *_kept(model, compiled.manifest))
-    _check_known(model, [*names, *(each.name for each in sources)], has_sources=bool(sources))
+    _check_known(model, [*names, *(each.name for each in sources)], spec.dims[1] if sources else None)
     block = served.tokens_per_block
     if served.ids in given:
         tokens = checked_ids(given[served.ids], served.ids)
@@ -164,12 +164,17 @@ def requests(
     return Requests(model, compiled, served, tokens, prompts, chosen)
 
 
-def _check_known(model: ir.Model, names: Collection[str], has_sources: bool) -> None:
-    """Raise InputError for an input that is none of these; a decoder with sources may have one that nothing reads, and
-    a mask of their padding."""
+def _check_known(model: ir.Model, names: Collection[str], tokens: int | str | None) -> None:
+    """Raise InputError for an input that is none of these, but for one that nothing reads, or hides rows of sources.
+
+    tokens is the size of the tokens of a decoder with sources, None for others. A mask of the padding of sources is
+    [batch, rows] of another size.
+    """
+    sizes = {spec.name: spec.dims for spec in specs_of(model)}
     for value in taken(model):
-        is_spare = not value.uses() or (has_sources and value.shape is not None and len(value.shape) == 2)
-        if value.name not in names and not is_spare:
+        name = value.name or ""
+        is_spare = not value.uses() or (tokens is not None and len(sizes[name]) == 2 and sizes[name][1] != tokens)
+        if name not in names and not is_spare:
             raise InputError(
                 f"verify does not know what '{value.name}' of this decoder is: it has no column for each key as a "
                 "mask, nor the shape of the tokens as positions, nor the 4 dimensions of a past, nor is it a state."
