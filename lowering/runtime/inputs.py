@@ -171,9 +171,9 @@ class Port:
 
     def _import_checked(self, array: Any, sizes: Sizes | None) -> Tensor:
         """The tensor of another library's array, of the right type and shape."""
-        if not hasattr(array, "__dlpack__"):
+        if not (hasattr(array, "__dlpack__") and hasattr(array, "dtype")):
             raise InputError(
-                f"{self.where} is a {type(array).__name__}; pass a NumPy array, or any array with __dlpack__."
+                f"{self.where} is a {type(array).__name__}; pass a NumPy array, or any array with __dlpack__ and dtype."
             )
         if self.element.text:
             raise InputError(f"{self.where} must be a NumPy array of str, not a {type(array).__name__}.")

@@ -130,9 +130,12 @@ class Batcher:
                 f"the prompt of request {request!r} has {len(tokens)} tokens, and the model was compiled for 1 to "
                 f"{self._served.context}."
             )
-        if self._sources is None and fixed:
-            raise InputError(f"request {request!r} has '{next(iter(fixed))}', and the model takes tokens alone.")
-        source = None if self._sources is None else self._sources.read(request, fixed or {})
+        given = {} if fixed is None else fixed
+        if not isinstance(given, Mapping):
+            raise InputError(f"`fixed` of request {request!r} must map names to arrays, not {type(given).__name__}.")
+        if self._sources is None and given:
+            raise InputError(f"request {request!r} has '{next(iter(given))}', and the model takes tokens alone.")
+        source = None if self._sources is None else self._sources.read(request, given)
         self._requests[request] = _Request(request, tokens, source)
 
     def fork(self, request: Hashable, new: Hashable) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -56,13 +56,11 @@ class SourcePool:
         self._specs = [spec for spec in setup.manifest.inputs if spec.name not in {SOURCE_TABLE, *pools}]
         self._held: dict[Source, None] = {}
 
-    def read(self, request: Any, given: Any) -> Source:
+    def read(self, request: Hashable, given: Mapping[str, Any]) -> Source:
         """Return the source of a request, of copies of the arrays.
 
         Raises InputError, which names the input and the request, for arrays that the setup does not take.
         """
-        if not isinstance(given, Mapping):
-            raise InputError(f"`fixed` of request {request!r} must map names to arrays, not {type(given).__name__}.")
         names = [spec.name for spec in self._specs]
         unknown = [name for name in given if name not in (SOURCE_LENGTHS, *names)]
         if unknown:
@@ -88,7 +86,7 @@ class SourcePool:
         """Whether the pools hold the keys and values of a source."""
         return source in self._held
 
-    def put(self, source: Source, request: Any, stores: Mapping[str, Any]) -> None:
+    def put(self, source: Source, request: Hashable, stores: Mapping[str, Any]) -> None:
         """Compute a source's keys and values and write them into the pools, of which `stores` are the arrays.
 
         request is who needs it. Raises PoolFullError, and what the setup raises, with nothing changed.
@@ -144,7 +142,7 @@ class SourcePool:
         return -(-rows // self.cache.tokens_per_block)
 
 
-def _length(given: Any, request: Any, rows: int) -> int:
+def _length(given: Any, request: Hashable, rows: int) -> int:
     """Return how many rows of a source count, as `source_lengths` says it: an integer, or an array of one."""
     lengths = numbers(given)
     is_one = lengths is not None and lengths.dtype.kind in "iu" and lengths.size == 1

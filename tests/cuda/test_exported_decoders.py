@@ -56,8 +56,9 @@ def served(name: str) -> float:
     batchers = [lowering.Batcher(model, None if name == "mamba2" else 8, 9) for model in models]
     states = np.random.default_rng(1).standard_normal((1, 11, 16)).astype(np.float32)
     for request, prompt, rows in (("a", range(13), 11), ("b", range(3, 8), 5)):
-        source = {} if models[0].setup is None else {"encoder_hidden_states": states, "source_lengths": rows}
-        for batcher in batchers:
+        for batcher, model in zip(batchers, models):
+            there = states if model.gpu is None or request == "a" else model.gpu.copy(states)  # where the GPU has it
+            source = {} if model.setup is None else {"encoder_hidden_states": there, "source_lengths": rows}
             batcher.add(request, prompt, fixed=source)
     for token in range(3):
         gpu, cpu = (batcher.step() for batcher in batchers)

@@ -23,7 +23,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"x": ONES}, r"input 'y' is missing; the model takes y: float32\[n, m\]\."),
     ({"x": ONES, "y": None}, r"input 'y' is missing"),
     ({"x": ONES, "y": ONES, "z": ONES}, r"there is no input 'z'\. The inputs are x, y\."),
-    ({"x": ONES, "y": [[1.0]]}, r"input 'y' is a list; pass a NumPy array, or any array with __dlpack__\."),
+    ({"x": ONES, "y": [[1.0]]}, r"input 'y' is a list; pass a NumPy array, or any array with __dlpack__ and dtype\."),
     ({"x": ONES.astype("d"), "y": ONES}, r"input 'x' must be float32, not float64\. Convert it with astype\."),
     ({"x": ONES.astype(">f4"), "y": ONES}, r"input 'x' must be float32, not >f4\."),
     ({"x": ONES[0], "y": ONES}, r"input 'x' must have 2 dimensions, \[n, m\], not 1: its shape is \[3\]\."),

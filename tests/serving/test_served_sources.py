@@ -405,7 +405,8 @@ SOURCE = array_of([1, 2, 3])
     ("fixed", "text"),
     [
         ({}, r"request 'b' has no source: pass 'source' in `fixed`, source: float32\[1, rows, 2\]"),
-        ([SOURCE], "`fixed` of request 'b' must map names to arrays, not list"),
+        (SOURCE, "`fixed` of request 'b' must map names to arrays, not ndarray"),
+        ({"source": SimpleNamespace(__dlpack__=None)}, "input 'source' is a SimpleNamespace; pass a NumPy array"),
         ({"source": SOURCE[0]}, "the source of request 'b': input 'source' must have 3 dimensions"),
         ({"source": SOURCE[..., :1]}, "the source of request 'b': input 'source' must have size 2 along axis 2, not 1"),
         ({"source": SOURCE.astype(ml_dtypes.bfloat16)}, "input 'source' must be float32, not bfloat16"),
