@@ -274,7 +274,8 @@ class Absorber:
                 return None
 
             def element(*point: Expr) -> Expr:
-                at = {**dict(zip((var for var, _ in leading), point)), d: point[-1] + first}
+                places = [place.astype("int64") for place in point]  # TVM counts what is known to be short in 32 bits
+                at = {**dict(zip((var for var, _ in leading), places)), d: places[-1] + first}
                 return rewrite(substitute(value, at), load)
 
             return te.compute(shape, element, name="mask_table")
