@@ -2,9 +2,9 @@
 
     transpose6(x, height, width)  transpose8(x, width, height)   ->   transpose4(x, height, width), for both calls
 
-TVM passes the symbols that are no size of a tensor in the order of a hash table of addresses. Functions that differ in
-nothing else are not equal, and how many there are changes from run to run. Here the order is that in which a function
-mentions its symbols, and names are numbered anew: what comes out depends on the model alone.
+TVM passes symbols that are not the size of a tensor in the order of a hash table of addresses. Functions that differ
+in nothing else are not equal, and how many there are changes from run to run. Here the order is that in which a
+function mentions its symbols, and names are numbered anew: what comes out depends on the model alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from schedules.reading.stages import read_stages
 _CALLS = [ir.Op.get("relax.call_tir"), ir.Op.get("relax.call_tir_inplace")]
 _NUMBER = re.compile(r"(?<=[a-z])\d+$")
 _MEANT = re.compile(r"exp2|expm1|log2|log10|log1p|atan2|b?float(16|32|64)|u?int(4|8|16|32|64)")
-"""Parts of names whose numbers are no numbering."""
+"""Parts of names whose numbers belong to them."""
 
 
 def merge_equal_functions(mod: tvm.IRModule) -> tvm.IRModule:
@@ -78,7 +78,7 @@ def _unnumbered(name: str) -> str:
 def _order(function: tirx.PrimFunc) -> list[int]:
     """Return the parameters by place: symbols as the function mentions them, at the places that symbols had.
 
-    Kernels that are no stages read their parameters by place, and keep them.
+    Other kernels than stages read their parameters by place, and keep them.
     """
     places = [n for n, param in enumerate(function.params) if not tirx.is_buffer_var(param)]
     order = list(range(len(function.params)))

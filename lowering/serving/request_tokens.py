@@ -26,7 +26,7 @@ class RequestTokens:
         return len(self.spec.dims) == 2
 
     def of_prompt(self, prompt: Any, request: Hashable) -> list[Any]:
-        """Return the tokens one by one. Raises InputError for what is no sequence of them, or outside their type."""
+        """Return the tokens one by one. Raises InputError for anything else, and beyond their type."""
         if self.are_ids:
             return self._checked(token_ids(prompt, request), request)
         width, array = self.spec.dims[2], numbers(prompt)

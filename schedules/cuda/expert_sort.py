@@ -46,7 +46,7 @@ def _kernel(func: tirx.PrimFunc, what: Grouped, tiles: ThreadTiles) -> tirx.Prim
             first = fixed(warp.astype("int64") * turns * WARP + lane.astype("int64"))
 
             def group_of(row: Expr) -> Expr:
-                """The group of a row, or one behind all where there is no such row."""
+                """The group of a row, or one behind all for rows beyond the last."""
                 known = fixed(chosen[tirx.min(row, rows - 1)].astype("int64"))
                 nearest = tirx.max(tirx.min(known, T.int64(what.groups - 1)), T.int64(0))
                 return fixed(tirx.Select(row < rows, nearest, T.int64(what.groups)).astype("int32"))

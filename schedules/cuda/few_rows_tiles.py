@@ -1,4 +1,4 @@
-"""Tiles of the CUDA kernel for products of few rows (matmul_rows.py)."""
+"""Tiles of the CUDA kernel for matmuls of few rows (matmul_rows.py)."""
 
 from __future__ import annotations
 

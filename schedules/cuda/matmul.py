@@ -165,16 +165,16 @@ def emit_products(found: list[Group], tiles: dict[str, Any], gpu: Device, ends: 
         by_rows(few)
         return
 
-    tile = tiles["tiles"]
+    is_wgmma = isinstance(tiles["tiles"], WgmmaMatmulTiles)
 
     def by_runs() -> None:
         for group in runs:
-            if not isinstance(tile, WgmmaMatmulTiles):
-                matmul_runs(group, few[-1], gpu, ends)
-            else:
+            if is_wgmma:
                 _by_wgmma(group, tiles)
+            else:
+                matmul_runs(group, few[-1], gpu, ends)
 
-    most = BATCHED["wgmma" if isinstance(tile, WgmmaMatmulTiles) else "rows"]
+    most = BATCHED["wgmma" if is_wgmma else "rows"]
     either(found[0][0].facts.simplify(found[0][0].batch <= most), lambda: by_rows(few), by_runs)
 
 

@@ -27,11 +27,11 @@ def combine_experts(node: Node, rows: Value, positions: Value, weights: Value) -
 
     def element(index: Sequence[ir.Expr], row: Read, position: Read, weight: Read) -> ir.Expr:
         token, column = index
-        products = (
+        terms = (
             row(position(token * per_token + i), column).astype(acc) * weight(token, i).astype(acc)
             for i in range(per_token)
         )
-        return functools.reduce(operator.add, products).astype(rows.dtype)
+        return functools.reduce(operator.add, terms).astype(rows.dtype)
 
     shape = (weights.shape[0], rows.shape[1])
     return compute(node, "combine_experts", element, [rows, positions, weights], shape)
