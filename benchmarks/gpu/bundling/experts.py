@@ -14,8 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from lowering.compiling.compiler import compile_to
 
-from ..host.experts import matrices
-from ..host.packed import PERIOD, pack
+from ..host.packed import PERIOD, mixture_matrices, pack
 from ..plan import Program
 from .folders import make_empty
 
@@ -43,7 +42,7 @@ def write(
 
 
 def _model(tile: np.ndarray, size: Mapping[str, int]) -> onnx.ModelProto:
-    weights = [numpy_helper.from_array(array, name) for name, array in matrices(tile, size).items()]
+    weights = [numpy_helper.from_array(array, name) for name, array in mixture_matrices(tile, size).items()]
     node = helper.make_node(
         "MoE", ["x", "router", "fc1", "", "fc2", "", "fc3"], ["y"], domain="com.microsoft", k=size["chosen"],
         activation_type="silu", normalize_routing_weights=1,

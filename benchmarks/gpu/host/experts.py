@@ -11,15 +11,9 @@ import numpy as np
 
 from ..plan import Program
 from .card import Card, card
-from .packed import repeat
+from .packed import mixture_matrices
 from .programs import load, right
 from .timing import repeated
-
-
-def matrices(tile: np.ndarray, size: Mapping[str, int]) -> dict[str, np.ndarray]:
-    """The weights of com.microsoft MoE, [experts, columns, depth], which repeat the numbers of a tile."""
-    up, down = (size["experts"], size["inner"], size["width"]), (size["experts"], size["width"], size["inner"])
-    return {name: repeat(tile, shape, n) for n, (name, shape) in enumerate((("fc1", up), ("fc2", down), ("fc3", up)))}
 
 
 def time_experts(folder: Path, program: Program, say: Callable[[str], None]) -> dict[str, Any]:
@@ -32,7 +26,7 @@ def time_experts(folder: Path, program: Program, say: Callable[[str], None]) -> 
     say("loading")
     gpu, size, module = card(), program.details, load(folder, program)
     tile = np.load(folder / program.folder / "tiles.npz")["values"]
-    weights = {name: torch.from_numpy(array).to(gpu.device) for name, array in matrices(tile, size).items()}
+    weights = {name: torch.from_numpy(array).to(gpu.device) for name, array in mixture_matrices(tile, size).items()}
     errors, times = [], {}
     for tokens in size["tokens"]:
         say(f"{tokens} tokens")
