@@ -15,7 +15,7 @@ from typing import Any
 
 from .records import decode
 
-FORMAT = 8
+FORMAT = 9
 FILE, CODE, WEIGHTS, HEADER, HOST = "manifest.json", "model.so", "weights.bin", "model.h", "host.hpp"
 MODEL, SETUP = "model", "setup"  # of an artifact: what its files of code begin with
 SIGNATURE = "manifest.sig"
@@ -83,18 +83,22 @@ class DecoderSpec:
     """What `Model.decoder()` keeps between the calls of a model, and which inputs it fills.
 
     capacity is the largest number of tokens of a sequence. ids, mask and positions name inputs, "" where there is none.
+    per_token names further inputs [B, S] or [B, S, H] that have a value for each token, as ids has.
     states maps each input that holds a state of a fixed size to the output that is its next value. starts names the
     input, int [B], of the slots that new rows go to, and ends that of the slots that count from then on, for models
-    that write their caches with TensorScatter; both are "" for others.
+    that write their caches with TensorScatter; both are "" for others. most is the largest number of tokens of a call,
+    None for any.
     """
 
     capacity: int
     ids: str
     mask: str
     positions: str
+    per_token: tuple[str, ...]
     states: dict[str, str]
     starts: str
     ends: str
+    most: int | None
 
 
 @dataclass(frozen=True)
@@ -175,7 +179,8 @@ class ServedCache:
     pools are those of its paged cache, of one dtype, of which a block has the same tokens in each; () where it has
     none. If scales is not 0 a pool has so many float32 scales in place of head_dim. states are pools of states, of
     which a slot has those of one request in each. A request has at most `context` tokens; `ids` is the input of the
-    packed tokens [1, N]. sources is None for a decoder whose requests are tokens alone."""
+    packed tokens [1, N] or [1, N, H], and per_token names further ones. fixed names inputs that are the same for all
+    requests and all calls. sources is None for a decoder whose requests are tokens alone."""
 
     context: int
     tokens_per_block: int
@@ -185,6 +190,8 @@ class ServedCache:
     ids: str
     states: tuple[StatePool, ...] = ()
     sources: SourceCache | None = None
+    per_token: tuple[str, ...] = ()
+    fixed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ def model_of(axes: int = 1, second: bool = False) -> onnx.ModelProto:
     """One attention over a growing cache, whose angles are rows of a table by position.
 
     embeddings [B, S, 6], mask [B, T], positions [B, S] or, of several axes, [axes, B, S], which are added up; second:
-    an input of other embeddings, which are added to the first.
+    an input of other embeddings, which are added to the first, times a factor that is an input, too.
     """
     rng = np.random.default_rng(2)
     angles = np.arange(4 * CAPACITY)[:, None] * 0.3 ** np.arange(SIZE // 2)
@@ -33,7 +33,8 @@ def model_of(axes: int = 1, second: bool = False) -> onnx.ModelProto:
     places = ["B", "S"] if axes == 1 else [axes, "B", "S"]
     node = helper.make_node
     nodes = [
-        node("Add", ["embeddings", "hidden"], ["x"]) if second else node("Identity", ["embeddings"], ["x"]),
+        *([node("Mul", ["hidden", "factor"], ["part"])] if second else []),
+        node("Add", ["embeddings", "part"], ["x"]) if second else node("Identity", ["embeddings"], ["x"]),
         node("Identity", ["at"], ["place"]) if axes == 1 else node("ReduceSum", ["at", "first"], ["place"], keepdims=0),
         *(node("MatMul", ["x", f"w{name}"], [name]) for name in "qkv"),
         *(node("Gather", [table, "place"], [f"{table}_rows"]) for table in ("cos", "sin")),
@@ -52,7 +53,7 @@ def model_of(axes: int = 1, second: bool = False) -> onnx.ModelProto:
     floats, ints = TensorProto.FLOAT, TensorProto.INT64
     value = helper.make_tensor_value_info
     inputs = [value("embeddings", floats, ["B", "S", WIDTH])]
-    inputs += [value("hidden", floats, ["B", "S", WIDTH])] if second else []
+    inputs += [value("hidden", floats, ["B", "S", WIDTH]), value("factor", floats, [])] if second else []
     inputs += [value("keep", ints, ["B", "T"]), value("at", ints, places)]
     inputs += [value(name, floats, ["B", HEADS, "P", SIZE]) for name in ("past_k", "past_v")]
     outputs = [value("logits", floats, ["B", "S", VOCABULARY])]
@@ -105,34 +106,38 @@ def test_equal_embeddings_share_no_blocks() -> None:
     assert (batcher.usage().used, batcher.usage().shared) == (6, 0)
 
 
-@pytest.mark.parametrize(("has_positions", "ids"), [(True, "words"), (False, "embeddings")])
-def test_ids_beside_embeddings(has_positions: bool, ids: str) -> None:
-    """An input that picks rows of a table of no vocabulary holds positions, unless another input can hold them."""
+@pytest.mark.parametrize(("other", "ids"), [("Cast", "words"), ("", "embeddings"), ("Equal", "embeddings")])
+def test_ids_beside_embeddings(other: str, ids: str) -> None:
+    """An input that picks rows of a table of no vocabulary holds positions, unless another input can hold them: one
+    that is only compared, as with the id of an image, cannot."""
     node, value = helper.make_node, helper.make_tensor_value_info
     nodes = [node("Gather", ["table", "words"], ["rows"]), node("Add", ["rows", "embeddings"], ["x"])]
-    nodes += [node("Cast", ["at"], ["angle"], to=TensorProto.FLOAT)] if has_positions else []
+    if other:
+        attributes = {"to": TensorProto.FLOAT} if other == "Cast" else {}
+        nodes.append(node(other, ["at"] if other == "Cast" else ["at", "image"], ["angle"], **attributes))
     nodes += [node("MatMul", ["x", "out"], ["logits"])]
     inputs = [value("embeddings", TensorProto.FLOAT, ["B", "S", WIDTH]), value("words", TensorProto.INT64, ["B", "S"])]
-    inputs += [value("at", TensorProto.INT64, ["B", "S"])] if has_positions else []
+    inputs += [value("at", TensorProto.INT64, ["B", "S"])] if other else []
     outputs = [value("logits", TensorProto.FLOAT, ["B", "S", VOCABULARY])]
     tables = {"table": (VOCABULARY + 3, WIDTH), "out": (WIDTH, VOCABULARY)}
     tensors = [numpy_helper.from_array(np.ones(shape, np.float32), name) for name, shape in tables.items()]
+    tensors.append(numpy_helper.from_array(np.int64(3), "image"))
     model = ir.from_proto(helper.make_model(helper.make_graph(nodes, "roles", inputs, outputs, tensors)))
     roles = find_roles(model, Roles(""), [])
-    assert (roles.ids, roles.positions) == (ids, "at" if has_positions else "words")
+    assert (roles.ids, roles.positions) == (ids, "at" if other == "Cast" else "words")
 
 
 def test_what_is_no_embedding_is_refused() -> None:
     served = lowering.compile(model_of(), serve=lowering.Serve(context=CAPACITY))
     batcher = lowering.Batcher(served, blocks=8)
     for prompt, said in (([1, 2], r"int64\[2\]"), (embedded(0, 3)[:, :5], r"float32\[3, 5\]"), ("ab", "str")):
-        with pytest.raises(InputError, match=rf"must be embeddings \[tokens, 6\], not {said}"):
+        with pytest.raises(InputError, match=rf"'embeddings' of request '[ab]' must be \[tokens, 6\], not {said}"):
             batcher.add("a", prompt)
     batcher.add("a", embedded(0, 3))
-    with pytest.raises(InputError, match=r"must be embeddings \[tokens, 6\]"):
+    with pytest.raises(InputError, match=r"'embeddings' of request '[ab]' must be \[tokens, 6\]"):
         batcher.extend("a", 3)
     for prompt in (np.ma.masked_array(embedded(0, 3), mask=True), [[1.0], [1.0, 2.0]]):
-        with pytest.raises(InputError, match=r"must be embeddings \[tokens, 6\]"):
+        with pytest.raises(InputError, match=r"'embeddings' of request '[ab]' must be \[tokens, 6\]"):
             batcher.add("b", prompt)
     with pytest.raises(InputError, match="tokens of request 'b' are too large for float32"):
         batcher.add("b", np.full((1, WIDTH), 1e300))
@@ -140,9 +145,65 @@ def test_what_is_no_embedding_is_refused() -> None:
         batcher.add("b", np.zeros((0, WIDTH)))
 
 
-def test_two_inputs_of_tokens_stay_inputs() -> None:
-    """Neither is what an encoder made, which would be computed once."""
-    model = lowering.compile(model_of(second=True), static_cache=CAPACITY)
-    assert model.setup is None and {"embeddings", "hidden"} <= {spec.name for spec in model.inputs}
-    with pytest.raises(InputError, match="no input is known to hold token ids: name"):
-        model.decoder()
+def test_tokens_of_several_inputs() -> None:
+    """A draft model reads the embedding of a token and the hidden state of another model, and a factor of both."""
+    model = model_of(second=True)
+    x, hidden = embedded(0, 2, 9), embedded(1, 2, 9)
+    factor = np.float32(0.5)
+    expected = whole(model_of(), x + factor * hidden, axes=1)
+    bar = 1e-5 * np.abs(expected).max()
+
+    def given(rows: Any, place: Any) -> dict[str, np.ndarray]:
+        return {"embeddings": x[rows, place], "hidden": hidden[rows, place]}
+
+    everything = slice(None)
+    compiled = lowering.compile(model, static_cache=CAPACITY)
+    assert compiled.setup is None
+    decoder = compiled.decoder(fixed={"factor": factor})
+    answers = [decoder.prefill(given(everything, slice(5)))]
+    answers += [decoder.step(given(everything, k))[:, None] for k in range(5, 9)]
+    np.testing.assert_allclose(np.concatenate(answers, axis=1), expected, rtol=0, atol=bar)
+    served = lowering.compile(model, serve=lowering.Serve(context=CAPACITY, tokens_per_block=4))
+    batcher = lowering.Batcher(served, blocks=7, tokens_per_step=5, fixed={"factor": factor})
+    for request in (0, 1):
+        batcher.add(request, given(request, slice(7)))
+    while batcher.waiting:
+        for request, logits in batcher.step().items():
+            count = len(batcher.tokens(request))
+            np.testing.assert_allclose(logits, expected[request, count - 1], rtol=0, atol=bar)
+            if count < 9:
+                batcher.extend(request, given(request, count))
+
+
+def test_what_is_no_token_of_several_inputs_is_refused() -> None:
+    model = model_of(second=True)
+    x = embedded(0, 3)
+    decoder = lowering.compile(model, static_cache=CAPACITY).decoder(fixed={"factor": 1.0})
+    for tokens, said in (
+        (x[None], "each token has a value of embeddings, hidden: pass a mapping"),
+        ({"embeddings": x[None]}, "the mapping has embeddings"),
+        ({"embeddings": x[None], "hidden": x[None, :2]}, r"not 'embeddings' \[1, 3\], 'hidden' \[1, 2\]"),
+        ({"embeddings": x[None], "hidden": x}, r"'hidden' must be \[batch, tokens, width\]"),
+    ):
+        with pytest.raises(InputError, match=said):
+            decoder.prefill(tokens)
+    served = lowering.compile(model, serve=lowering.Serve(context=CAPACITY))
+    for fixed, said in (
+        (None, "must have factor, and not none"), ({"scale": 1.0}, "and not scale"), ([1.0], "and not list"),
+        ({"factor": [1.0, 2.0]}, r"'factor' as float64\[2\], and the model takes factor: float32\[\]"),
+        ({"factor": "much"}, "'factor' as str"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=said):
+            lowering.Batcher(served, blocks=8, fixed=fixed)
+    batcher = lowering.Batcher(served, blocks=8, fixed={"factor": 1.0})
+    for prompt, said in (
+        (x, "must be a mapping of embeddings, hidden, not ndarray"),
+        ({"embeddings": x}, r"not a mapping of \['embeddings'\]"),
+        ({"embeddings": x, "hidden": x[:2]}, "3 of 'embeddings', 2 of 'hidden': give each token"),
+        ({"embeddings": x, "hidden": x[:, :4]}, r"'hidden' of request 'a' must be \[tokens, 6\], not float32\[3, 4\]"),
+    ):
+        with pytest.raises(InputError, match=said):
+            batcher.add("a", prompt)
+    batcher.add("a", {"embeddings": x, "hidden": x})
+    with pytest.raises(InputError, match="tokens of request 'a' must be a mapping"):
+        batcher.extend("a", x[0])

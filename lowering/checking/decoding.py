@@ -146,6 +146,8 @@ def session(
     for name in given:
         if name in caches or name == spec.positions:
             raise InputError(f"a decoder keeps '{name}' itself: leave it out, and let it begin empty.")
+    if spec.per_token:
+        raise InputError(f"verify makes up token ids alone, and each token has a value of '{spec.per_token[0]}', too.")
     others = fixed_inputs(compiled.manifest, (ids, mask, spec.positions))
     check_fixed(sizes, compiled.manifest.ranges)
     known = {dim for spec in (specs[ids], *others) for dim in spec.dims}

@@ -135,6 +135,8 @@ def requests(
     spec = specs[served.ids]
     if len(spec.dims) != 2:
         raise InputError(f"verify makes up token ids [batch, tokens], and '{served.ids}' takes embeddings.")
+    for name in (*served.per_token, *served.fixed):
+        raise InputError(f"verify makes up token ids alone, and requests have values of '{name}', too.")
     sources = [] if setup is None else [specs[each.name] for each in setup.inputs if each.name in specs]
     for name in given:
         if name not in (served.ids, *(each.name for each in sources)):

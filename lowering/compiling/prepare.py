@@ -21,10 +21,12 @@ from ..graph.donation import donated_pairs
 from ..graph.experts import group_experts
 from ..graph.kept_caches import KeptCaches, keep_caches
 from ..graph.model import ModelLike, load_model
-from ..graph.paged_decoder import batch_of, serve_decoder
+from ..graph.paged_decoder import serve_decoder
 from ..graph.precision import use_precision
 from ..graph.scattered_caches import grow_scattered_caches
+from ..graph.served_inputs import batch_of
 from ..graph.setup_part import Setup, split_setup
+from ..graph.source_pasts import drop_source_pasts
 from ..graph.written_inputs import name_written_inputs
 from ..manifest import ServedCache
 from ..target import Target
@@ -62,6 +64,7 @@ def prepare_model(model: ModelLike, options: Options, targets: Sequence[Target],
         grow_scattered_caches(fused)
     if options.serve is not None or options.static_cache is not None:
         unify_caches(fused)
+        drop_source_pasts(fused)
     notes = _narrow(fused, options, targets)
     served = setup = None
     if options.serve is not None:

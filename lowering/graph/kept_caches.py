@@ -6,7 +6,7 @@ Whatever an exporter wrote its caches by, the compiled decoder is told of them i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 
@@ -16,7 +16,7 @@ from ..manifest import DecoderSpec, SlotCaches
 from .cache_forms import drop_unused_inputs, grows
 from .roles import Roles, find_roles
 from .scattered_caches import check_capacity, find_scattered_caches
-from .states import find_states
+from .states import States, find_states
 from .static_cache import LENGTH, use_static_caches
 
 
@@ -35,7 +35,7 @@ class KeptCaches:
         if (slots := self.slots) is not None:
             names |= {slots.length, *([] if slots.tokens is None else slots.tokens[:1])}
         if (spec := self.decoder) is not None:
-            names |= {spec.ids, spec.mask, spec.positions, spec.starts, spec.ends, *spec.states} - {""}
+            names |= {spec.ids, spec.mask, spec.positions, *spec.per_token, spec.starts, spec.ends, *spec.states} - {""}
         return names
 
 
@@ -65,12 +65,15 @@ def keep_caches(model: ir.Model, capacity: int | None, donated: Mapping[str, str
     static = use_static_caches(model, capacity, Roles(spec.ids, spec.mask, spec.positions))
     drop_unused_inputs(model, rank=4)
     slots = SlotCaches(capacity, LENGTH, static.tokens, static.rings, static.rows)
-    return KeptCaches(static.caches, slots, spec)
+    return KeptCaches(static.caches, slots, replace(spec, most=spec.most or static.rows))
 
 
 def _decoder_of(model: ir.Model, kept: set[str], capacity: int, starts: str = "", ends: str = "") -> DecoderSpec:
     roles = find_roles(model, Roles(""), kept)
     ids = next((value for value in model.graph.inputs if value.name == roles.ids), None)
-    used = {*kept, roles.ids, roles.mask, roles.positions}
-    states = {} if ids is None else find_states(model, used, dims(ids)[0])
-    return DecoderSpec(capacity, roles.ids, roles.mask, roles.positions, states, starts, ends)
+    used = {*kept, roles.ids, roles.mask, roles.positions, *roles.per_token}
+    states = States({}) if ids is None else find_states(model, used, *dims(ids)[:2])
+    most = 1 if states.one_token else None
+    return DecoderSpec(
+        capacity, roles.ids, roles.mask, roles.positions, roles.per_token, states.by_input, starts, ends, most
+    )

@@ -18,7 +18,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from ..errors import InputError, ModelError
+from ..errors import ModelError
 from ..fusion.attention_node import is_attention
 from ..fusion.matching import Rewrite, Size, attribute, dims, is_op, numbers, operand
 from ..fusion.sizes import InferSizesPass
@@ -38,10 +38,10 @@ from .cache_forms import K, V, grows
 from .legality import OWN_DOMAIN, import_own_domain
 from .mask_patterns import Pattern, patterns_of
 from .positions import Positions, rows_by_position
-from .roles import Roles, find_roles
 from .row_wise import check_row_wise, row_axis
 from .serve import Serve
 from .served_caches import CacheLayer, cache_layers, cache_pools, check_attention
+from .served_inputs import check_known, find_inputs, nodes_of
 from .served_pools import ServedPool, add_input, give_updated
 from .served_sources import BLOCKS, SourceReads, find_source_reads, pack_sources
 from .served_states import StateLayer, carries_state, past_state, serve_state, state_layers
@@ -64,48 +64,26 @@ class Served:
     setup: Setup | None
 
 
-def batch_of(model: ir.Model, serve: Serve) -> str | None:
-    """The name of the batch dimension, None if it is 1. Raises InputError where there are no such tokens, ModelError
-    for a decoder of another form."""
-    sized = model.clone()
-    InferSizesPass()(sized)
-    ids = _roles(sized, serve)[0]
-    batch, tokens = dims(ids)[:2]
-    if isinstance(tokens, int) or (isinstance(batch, int) and batch != 1):
-        raise ModelError(
-            f"serve: '{ids.name}' is {[str(batch), str(tokens)]}: export the model with any number of tokens, and "
-            "with any number of sequences or with one."
-        )
-    return None if isinstance(batch, int) else batch.value
-
-
-def _roles(model: ir.Model, serve: Serve) -> tuple[ir.Value, ir.Value | None, ir.Value | None]:
-    """The inputs of token ids or embeddings, of the mask and of positions."""
-    inputs = {value.name: value for value in model.graph.inputs}
-    caches = [str(name) for name, value in inputs.items() if len(dims(value)) > 3]
-    roles = find_roles(model, Roles(serve.ids, serve.mask, serve.positions), caches)
-    ids = inputs.get(roles.ids)
-    if ids is None or len(dims(ids)) not in (2, 3):
-        names = ", ".join(str(name) for name in inputs)
-        raise InputError(
-            "serve: no input [batch, tokens] is known to hold token ids, and none [batch, tokens, width] embeddings. "
-            f"Name it as `ids`: {names}."
-        )
-    return ids, inputs.get(roles.mask), inputs.get(roles.positions)
-
-
 def serve_decoder(model: ir.Model, serve: Serve) -> Served:
     """Rewrites a model of batch 1 that `fuse` has been through. Raises ModelError where it cannot be served."""
     InferSizesPass()(model)
+    _keep_outputs(model)
     decoder = _decoder_of(model, serve)
     positions, readers = decoder.positions, [n for n in model.graph if decoder.positions.of_data(n)]
-    known = {*decoder.attentions, *decoder.reads.layers, *decoder.grown}
+    known = {*decoder.attentions, *decoder.reads.layers, *decoder.grown, *nodes_of(model.graph, decoder.cache.fixed)}
     others = [node for node in readers if node not in known]
     check_row_wise([node for node in others if node not in decoder.states], decoder.tokens)
     patterns = patterns_of(positions, decoder.attentions, serve.context)
     read = dict.fromkeys(v for node in others for v in node.inputs if v is not None and positions.varies(v))
     rows = rows_by_position(positions, list(read), serve.context)
     return _Rewriting(model, decoder, serve.context).run(patterns, rows)
+
+
+def _keep_outputs(model: ir.Model) -> None:
+    """Leave the first output, and those that carry caches and states on."""
+    carried = {output for node in model.graph if grows(node) or carries_state(node) for output in node.outputs}
+    model.graph.outputs[1:] = [value for value in model.graph.outputs[1:] if value in carried]
+    common.RemoveUnusedNodesPass()(model)
 
 
 @dataclass(frozen=True)
@@ -130,7 +108,8 @@ class _Decoder:
 
 
 def _decoder_of(model: ir.Model, serve: Serve) -> _Decoder:
-    ids, mask, position_ids = _roles(model, serve)
+    inputs = find_inputs(model, serve)
+    ids, mask, position_ids = inputs.ids, inputs.mask, inputs.positions
     grown = [node for node in model.graph if grows(node)]
     carriers = [node for node in model.graph if carries_state(node)]
     if not grown and not carriers:
@@ -141,13 +120,15 @@ def _decoder_of(model: ir.Model, serve: Serve) -> _Decoder:
         )
     pasts, states = [operand(node, 0) for node in grown], [past_state(node) for node in carriers]
     dropped = [value for value in (*pasts, *states, mask, position_ids) if value is not None]
-    setup = split_setup(model, {str(value.name) for value in (ids, *dropped)})
+    fixed = [value for value in model.graph.inputs if value not in dropped and value.shape == ir.Shape([])]
+    setup = split_setup(model, {str(value.name) for value in (ids, *dropped, *fixed)})
     positions = Positions(model, ids, mask, position_ids, pasts)
     attentions = [node for node in model.graph if is_attention(node) and positions.of_data(node)]
     reads = find_source_reads(model, ids, attentions, pasts)
     attentions = [node for node in attentions if node not in reads.layers]
     dropped = [value for value in model.graph.inputs if value in dropped or value in reads.inputs]
-    _check_inputs([value for value in model.graph.inputs if value is not ids and value not in dropped], setup)
+    known = [ids, *inputs.per_token, *fixed, *dropped]
+    check_known([value for value in model.graph.inputs if value not in known], setup)
     for node in attentions:
         check_attention(node, grown, positions)
     read = {operand(node, k).producer() for node in attentions for k in (K, V)}
@@ -168,27 +149,13 @@ def _decoder_of(model: ir.Model, serve: Serve) -> _Decoder:
         ids=str(ids.name),
         states=state_pools,
         sources=sources,
+        per_token=tuple(str(value.name) for value in inputs.per_token),
+        fixed=tuple(str(value.name) for value in fixed),
     )
     return _Decoder(
         ids, dims(ids)[1], position_ids, dropped, grown, attentions, layers, places, positions, reads, setup, cache,
         cache_type,
     )  # fmt: skip
-
-
-def _check_inputs(others: list[ir.Value], setup: ir.Model | None) -> None:
-    """Raise ModelError for an input that is neither what a decoder keeps nor keys and values of a source."""
-    for value in others:
-        if setup is not None and any(value.name == output.name for output in setup.graph.outputs):
-            node, names = next(iter(value.uses())).node, ", ".join(f"'{source.name}'" for source in setup.graph.inputs)
-            raise ModelError(
-                f"serve: node '{node.name}' ({node.op_type}) reads what is computed of {names} alone, and is not "
-                "attention over keys and values [batch, heads, rows, size] of a source, all of which it sees."
-            )
-        raise ModelError(
-            f"serve: the model has an input '{value.name}' beside tokens, mask, positions, growing caches, what "
-            "attention over an encoder's output has keys and values of, and states that LinearAttention or "
-            "CausalConvWithState carries on. Export recurrences over any number of tokens, as these operators."
-        )
 
 
 def _cache_type(cached: list[ir.Value], serve: Serve) -> ir.DataType:

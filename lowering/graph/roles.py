@@ -29,12 +29,14 @@ class Roles:
     """Names of inputs; "" where the model has no such input, or none is known to be it.
 
     ids is int [B, S], or float [B, S, H] for a model that takes embeddings; mask is [B, P + S]; positions are [B, S],
-    or [n, B, S] where a token has several.
+    or [n, B, S] where a token has several. per_token are further inputs [B, S] or [B, S, H], with a value for each
+    token.
     """
 
     ids: str
     mask: str = ""
     positions: str = ""
+    per_token: tuple[str, ...] = ()
 
 
 def find_roles(model: ir.Model, given: Roles, kept: Collection[str]) -> Roles:
@@ -60,7 +62,8 @@ def find_roles(model: ir.Model, given: Roles, kept: Collection[str]) -> Roles:
     others = {name: value for name, value in free.items() if name != ids}
     positions = given.positions or _find_positions(others, (batch, tokens))
     mask = given.mask or _find_mask({n: v for n, v in others.items() if n != positions}, (batch, tokens))
-    return Roles(ids, mask, positions)
+    per_token = [name for name, value in others.items() if name not in (mask, positions) and _has_rows(value, tokens)]
+    return Roles(ids, mask, positions, tuple(name for name in per_token if dims(others[name])[0] == batch))
 
 
 def _find_ids(model: ir.Model, free: dict[str, ir.Value]) -> str:
@@ -83,10 +86,15 @@ def _find_ids(model: ir.Model, free: dict[str, ir.Value]) -> str:
         if dims(free[name])[:2] in shapes and len(_like_tokens(free, dims(free[name])[:2])) <= 1
     ]
     if with_positions:
-        return with_positions[0] if len(with_positions) == 1 else ""
+        return _first_of_one_size(with_positions, free)
     if candidates:
         return max(candidates, key=lambda name: _length(candidates[name]))
-    return embeddings[0] if len(embeddings) == 1 else _conventional("ids", free)
+    return _first_of_one_size(embeddings, free) or _conventional("ids", free)
+
+
+def _first_of_one_size(embeddings: list[str], free: dict[str, ir.Value]) -> str:
+    """Return the first of inputs that all have the same tokens, "" for others."""
+    return embeddings[0] if len({dims(free[name])[:2] for name in embeddings}) == 1 else ""
 
 
 def _find_positions(free: dict[str, ir.Value], tokens: tuple[Size, ...]) -> str:
@@ -95,8 +103,10 @@ def _find_positions(free: dict[str, ir.Value], tokens: tuple[Size, ...]) -> str:
 
 
 def _like_tokens(free: dict[str, ir.Value], tokens: tuple[Size, ...]) -> list[str]:
-    """Return the integers that have the shape of the ids, but for those that pick rows of a table of a few kinds."""
+    """Return the integers that have the shape of the ids, but for those that pick rows of a table of a few kinds, and
+    those that are only compared, as ids of images are with that of their place."""
     alike = {name: value for name, value in free.items() if _is_integer(value) and dims(value)[-2:] == tokens}
+    alike = {name: value for name, value in alike.items() if not _is_compared(value)}
     return [name for name, value in alike.items() if _length(_table_rows(value) or _MANY) >= _MANY]
 
 
@@ -128,6 +138,12 @@ def _has_tokens(value: ir.Value) -> bool:
     return len(dims(value)) == 3 and not isinstance(dims(value)[1], int) and isinstance(dims(value)[2], int)
 
 
+def _has_rows(value: ir.Value, tokens: Size) -> bool:
+    """Whether it is [B, S] or [B, S, H] of that number of tokens, which is any."""
+    sizes = dims(value)
+    return not isinstance(tokens, int) and sizes[1:2] == (tokens,) and (len(sizes) == 2 or _has_tokens(value))
+
+
 def _table_rows(value: ir.Value) -> Size | None:
     """Return the number of rows of the table that an input indexes, None if it indexes none."""
     pending, seen = [value], {value}
@@ -141,6 +157,12 @@ def _table_rows(value: ir.Value) -> Size | None:
                 seen.add(node.outputs[0])
                 pending.append(node.outputs[0])
     return None
+
+
+def _is_compared(value: ir.Value) -> bool:
+    """Whether nodes ask which elements equal another value, and nothing else but its size."""
+    operators = {use.node.op_type for use in value.uses()}
+    return "Equal" in operators and operators <= {"Equal", "Shape", "Size"}
 
 
 def _length(size: Size) -> int:

@@ -13,6 +13,7 @@ from ..manifest import TensorSpec
 from .decoder_progress import Progress, SequenceProgress, SharedProgress
 from .decoder_rows import Reordering, gathered
 from .decoder_sources import Sources, check_fixed
+from .decoder_tokens import TokenInputs
 from .elements import ElementType
 from .inputs import plain_array
 from .tensors import copy_of
@@ -38,6 +39,8 @@ class Decoder:
         if self._ids not in self._specs:
             what = f"'{self._ids}' is not an input" if self._ids else "no input is known to hold token ids"
             raise InputError(f"{what}: name the input of token ids as `ids`. The inputs are {', '.join(self._specs)}.")
+        others = [name for name in (self._spec.ids, *self._spec.per_token) if name not in ("", self._ids)]
+        self._tokens = TokenInputs(tuple(self._specs[name] for name in (self._ids, *others)))
         names = (mask or self._spec.mask, positions or self._spec.positions)
         self._mask, self._positions = (n if n in self._specs and n not in fixed else "" for n in names)
         self._length = "" if manifest.slots is None else manifest.slots.length
@@ -114,32 +117,46 @@ class Decoder:
     def prefill(self, ids: Any, mask: Any = None) -> np.ndarray:
         """Read tokens, and return the model's first output for each of them, [B, S, ...].
 
-        Called again it reads on. Where caches are rings the tokens are read in several calls of the model; rings that
-        hold tokens already are copied before, so that all of the tokens are read or none.
+        Called again it reads on. Where caches are rings, or states those of one token, the tokens are read in several
+        calls of the model; rings that hold tokens already are copied before, so that all of the tokens are read or
+        none.
 
         Args:
-            ids: int [B, S] or [S]; float [B, S, H] for a model that takes embeddings.
+            ids: int [B, S] or [S]; float [B, S, H] for a model that takes embeddings. A mapping of names to such arrays
+                for a model that takes several values of each token.
             mask: Of the shape [B, S], 0 for padding, which is on the left, so that the next token follows the last one.
                 All tokens count without it.
 
         Raises:
             InputError: Shapes or types do not fit, slots run out, or rings have padding between tokens.
         """
-        tokens = self._tokens(ids)
-        counts = self._counts(mask, tokens.shape[:2])
-        slots = self._model.manifest.slots
-        if slots is None or slots.rows is None:
+        tokens = self._tokens.of_prompt(ids)
+        return self._read_all(tokens, self._counts(mask, tokens[self._ids].shape[:2]))
+
+    def step(self, ids: Any) -> np.ndarray:
+        """Read one more token of each sequence, and return the model's answer, [B, ...].
+
+        ids is int [B] or a number, float [B, H] for a model that takes embeddings, or a mapping of these.
+        """
+        tokens = self._tokens.of_step(ids)
+        return self._read_all(tokens, self._counts(None, tokens[self._ids].shape[:2]))[:, -1]
+
+    def _read_all(self, tokens: dict[str, np.ndarray], counts: np.ndarray) -> np.ndarray:
+        slots, most = self._model.manifest.slots, self._spec.most
+        if most is None:
             return self._read(tokens, counts)
-        self._progress.after(counts, self.capacity).check_rings(self.capacity)
-        answers = self._read_parts(tokens, counts, slots.rows, slots.rings)
-        has_rows = answers[0].shape[:2] == counts[:, : slots.rows].shape
+        rings = {} if slots is None else slots.rings
+        if rings:
+            self._progress.after(counts, self.capacity).check_rings(self.capacity)
+        answers = self._read_parts(tokens, counts, most, rings)
+        has_rows = answers[0].shape[:2] == counts[:, :most].shape
         return np.concatenate(answers, axis=1) if has_rows else answers[-1]
 
     def _read_parts(
-        self, tokens: np.ndarray, counts: np.ndarray, most: int, rings: Collection[str]
+        self, tokens: dict[str, np.ndarray], counts: np.ndarray, most: int, rings: Collection[str]
     ) -> list[np.ndarray]:
         """Call the model for so many tokens at a time. If a call fails, the decoder is as it was before all of them."""
-        starts = range(0, max(1, tokens.shape[1]), most)
+        starts = range(0, max(1, counts.shape[1]), most)
         progress, states, kept = self._progress, self._states, dict[str, Any]()
         if self.length and len(starts) > 1:  # each call writes over what the windows of earlier tokens see
             kept = self._copies({name: self._memory[name] for name in rings})
@@ -147,7 +164,8 @@ class Decoder:
         answers: list[np.ndarray] = []
         try:
             for start in starts:
-                answers.append(self._read(tokens[:, start : start + most], counts[:, start : start + most]))
+                part = {name: array[:, start : start + most] for name, array in tokens.items()}
+                answers.append(self._read(part, counts[:, start : start + most]))
         except BaseException as error:
             self._progress, self._states = progress, states
             self._memory |= kept
@@ -156,42 +174,28 @@ class Decoder:
             raise
         return answers
 
-    def _read(self, tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    def _read(self, tokens: dict[str, np.ndarray], counts: np.ndarray) -> np.ndarray:
         """Call the model once."""
-        progress = self._progress.after(counts, self.capacity)
-        inputs: dict[str, Any] = {self._ids: progress.arrange(tokens), **self._caches_of(len(tokens))}
-        states = self._states_of(len(tokens))
+        progress, batch = self._progress.after(counts, self.capacity), len(counts)
+        inputs: dict[str, Any] = {name: progress.arrange(array) for name, array in tokens.items()}
+        inputs |= self._caches_of(batch)
+        states = self._states_of(batch)
         for name, what in (
             (self._length, "past_length"), (self._mask, "mask"), (self._positions, "positions"),
             (self._spec.starts, "starts"), (self._spec.ends, "ends"),
         ):  # fmt: skip
             if name:
                 inputs[name] = _of_shape(getattr(progress, what), self._specs[name])
-        results = self._model.run({**inputs, **states, **self._sources.of(len(tokens))})
+        results = self._model.run({**inputs, **states, **self._sources.of(batch)})
         answer = progress.restore(self._model.to_numpy(self._output, results[self._output]))
         self._states = {name: results[after] for name, after in self._spec.states.items()}
         self._progress = progress
         return answer
 
-    def step(self, ids: Any) -> np.ndarray:
-        """Read one more token of each sequence, int [B] or a number, and return the model's answer, [B, ...]."""
-        token = np.atleast_1d(plain_array(ids, "the array of token ids"))
-        is_embedding = token.ndim > 1 and len(self._specs[self._ids].dims) == 3
-        return self.prefill(token[:, None] if is_embedding else token.reshape(-1, 1))[:, -1]
-
     def _sources_of(self, fixed: Mapping[str, Any]) -> Sources:
-        check_fixed(self._model.manifest, (self._ids, self._mask, self._positions), fixed)
+        tokens = [spec.name for spec in self._tokens.specs]
+        check_fixed(self._model.manifest, (*tokens, self._mask, self._positions), fixed)
         return Sources(self._model, fixed, self._specs[self._ids].dims[0])
-
-    def _tokens(self, ids: Any) -> np.ndarray:
-        spec = self._specs[self._ids]
-        tokens = np.atleast_2d(plain_array(ids, "the array of token ids"))
-        if len(spec.dims) == 3:
-            if tokens.ndim != 3:
-                raise InputError(f"'{self._ids}' must be [batch, tokens, width], not {list(tokens.shape)}.")
-        elif tokens.ndim != 2 or tokens.dtype.kind not in "iu":
-            raise InputError(f"token ids must be integers [batch, tokens], not {tokens.dtype} {list(tokens.shape)}.")
-        return tokens.astype(ElementType(spec.dtype, spec.storage).numpy)
 
     def _counts(self, mask: Any, shape: tuple[int, ...]) -> np.ndarray:
         given = np.ones(shape) if mask is None else plain_array(mask, "the mask")

@@ -233,6 +233,7 @@ class Model:
 
         Args:
             ids: The input of token ids, int [B, S], or of embeddings, float [B, S, H]. Found by what it feeds if "".
+                Others of that form are values of tokens, too.
             mask: The input of the attention mask, [B, P + S]; likewise.
             positions: The input of positions, [B, S]; likewise.
             fixed: Arrays for all other inputs, the same in every call, and for those of the setup, which runs here, or

@@ -107,7 +107,7 @@ def _slots(manifest: Manifest, slots: SlotCaches) -> Iterator[str]:
 
 def _decoder(manifest: Manifest, spec: DecoderSpec) -> Iterator[str]:
     inputs, outputs = ({t.name for t in specs} for specs in (manifest.inputs, manifest.outputs))
-    for name in (spec.ids, spec.mask, spec.positions, spec.starts, spec.ends, *spec.states):
+    for name in (spec.ids, spec.mask, spec.positions, *spec.per_token, spec.starts, spec.ends, *spec.states):
         if name and name not in inputs:
             yield f"a decoder fills input '{name}'"
     for name in spec.states.values():
@@ -134,8 +134,12 @@ def _served(manifest: Manifest, served: ServedCache) -> Iterator[str]:
     tables |= {STATE_SLOTS: 1} if served.states else {}
     tables |= {SOURCE_LENGTHS: 1, SOURCE_TABLE: 2} if served.sources is not None else {}
     yield from _tables(inputs, tables)
-    if served.ids not in inputs or len(inputs[served.ids].dims) not in (2, 3):
-        yield f"input '{served.ids}' holds the tokens of requests"
+    for name in (served.ids, *served.per_token):
+        if name not in inputs or len(inputs[name].dims) not in (2, 3):
+            yield f"input '{name}' holds the tokens of requests"
+    for name in served.fixed:
+        if name not in inputs:
+            yield f"all requests share input '{name}'"
 
 
 def _arrays(served: ServedCache, pool: CachePool) -> Iterator[_Array]:

@@ -13,7 +13,7 @@ from ..manifest import BLOCK_TABLE, PAST_LENGTHS, ROW_STARTS, STATE_SLOTS, Manif
 from .arguments import integer, unhashable
 from .blocks import PoolFullError
 from .paged_cache import Usage
-from .pools import cache_of, names_of, slots_of, sources_of, stores_of
+from .pools import cache_of, fixed_of, names_of, slots_of, sources_of, stores_of
 from .request_error import RequestError
 from .request_tokens import RequestTokens
 from .source_pool import RunsSetup, Source
@@ -88,11 +88,13 @@ class Batcher:
         tokens_per_step: int = 256,
         state_slots: int | None = None,
         source_blocks: int | None = None,
+        fixed: Mapping[str, Any] | None = None,
     ) -> None:
         """blocks is the size of the pool, None for a decoder without a cache; with cache="int8" a block takes about a
         quarter of the memory. state_slots is how many requests can have states, for a decoder that keeps some; by
         default as many as a step, or the blocks, can be of. source_blocks is the size of the pool of sources, for a
-        decoder that reads an encoder's output; by default that of the other pool."""
+        decoder that reads an encoder's output; by default that of the other pool. fixed has an array for each input
+        that is the same for all requests, by name."""
         served = model.manifest.served
         if served is None:
             raise InputError("the model serves no requests: compile it with serve=Serve(context=<number of tokens>).")
@@ -105,12 +107,13 @@ class Batcher:
         self._stores = stores_of(served, self.cache, self._slots.total, self._sources)
         self._paged = names_of(served.pools)
         self._source_arrays = [] if served.sources is None else names_of(served.sources.pools)
+        specs = {spec.name: spec for spec in model.manifest.inputs}
         if model.gpu is not None:
-            specs = {spec.name: spec for spec in model.manifest.inputs}
             self._stores = {name: model.gpu.zeros(specs[name], a.shape) for name, a in self._stores.items()}
-        self._tokens = RequestTokens(next(t for t in model.manifest.inputs if t.name == served.ids))
+        self._tokens = RequestTokens(tuple(specs[name] for name in (served.ids, *served.per_token)))
         # Whether tokens tell all of what the cache holds.
         self._can_share = self._tokens.are_ids and not served.states and self._sources is None
+        self._fixed = fixed_of(model.manifest, served, fixed)
         self._output = model.manifest.outputs[0].name
         self._failed: dict[Hashable, Exception] = {}  # what no step has raised yet
         self._requests: dict[Hashable, _Request] = {}  # in the order in which they came
@@ -118,7 +121,8 @@ class Batcher:
     def add(self, request: Hashable, prompt: Any, fixed: Mapping[str, Any] | None = None) -> None:
         """A new request, whose tokens the next steps read.
 
-        prompt is a sequence of at least one id, or float [n, width] for a decoder that takes embeddings. fixed has, for
+        prompt is a sequence of at least one id, or float [n, width] for a decoder that takes embeddings, or a mapping
+        of these by input for one that takes several values of each token. fixed has, for
         a decoder that reads an encoder's output, an array for each input of its setup, by name, and source_lengths, how
         many of the rows count, if these are not all. They are checked now and copied; arrays in a GPU's memory are not,
         and must stay as they are until the request is freed.
@@ -155,7 +159,7 @@ class Batcher:
         self._requests[new] = theirs
 
     def extend(self, request: Hashable, token: Any) -> None:
-        """The next token of a request, one more than a step has read: an id, or float [width]."""
+        """The next token of a request, one more than a step has read: an id, or float [width], or both by input."""
         ours = self._request(request)
         following = self._tokens.of_one(token, request)
         if len(ours.tokens) >= self._served.context:
@@ -174,7 +178,7 @@ class Batcher:
         del self._requests[request]
 
     def tokens(self, request: Hashable) -> list[Any]:
-        """All tokens of a request: ids, or embeddings."""
+        """All tokens of a request: ids, or embeddings, or mappings of both."""
         return list(self._request(request).tokens)
 
     @property
@@ -212,10 +216,11 @@ class Batcher:
         """Call the model, and return what it answers to requests of which all tokens are read then."""
         tokens = [ours.tokens[ours.read : ours.read + count] for ours, count in counts.items()]
         inputs: dict[str, Any] = {
-            self._served.ids: self._tokens.packed(tokens),
+            **self._tokens.packed(tokens),
             ROW_STARTS: np.cumsum([0, *counts.values()], dtype=np.int64),
             PAST_LENGTHS: np.array([ours.read for ours in counts], np.int64),
             **self._stores,
+            **self._fixed,
         }
         if self.cache is not None:
             inputs[BLOCK_TABLE] = self.cache.block_table([ours.name for ours in counts])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 
 from ..errors import InputError
-from ..manifest import CachePool, ServedCache
-from .arguments import integer
+from ..manifest import CachePool, Manifest, ServedCache
+from .arguments import integer, numbers
 from .blocks import Blocks
 from .paged_cache import PagedKVCache
 from .source_pool import RunsSetup, SourcePool
@@ -61,6 +64,23 @@ def stores_of(
         dtype = np.dtype(getattr(ml_dtypes, states.dtype, states.dtype))
         stores[states.name] = np.zeros((slots, states.layers, *states.shape), dtype)
     return stores
+
+
+def fixed_of(manifest: Manifest, served: ServedCache, given: Any) -> dict[str, np.ndarray]:
+    """The arrays of inputs that are the same for all requests, in the types of these."""
+    given = {} if given is None else given
+    if not isinstance(given, Mapping) or given.keys() != set(served.fixed):
+        what = ", ".join(map(str, given)) if isinstance(given, Mapping) else type(given).__name__
+        raise InputError(f"`fixed` must have {', '.join(served.fixed) or 'no inputs'}, and not {what or 'none'}.")
+    arrays = {}
+    for spec in manifest.inputs:
+        if spec.name in served.fixed:
+            array = numbers(given[spec.name])
+            if array is None or array.shape != spec.dims:
+                what = type(given[spec.name]).__name__ if array is None else f"{array.dtype}{list(array.shape)}"
+                raise InputError(f"`fixed` has '{spec.name}' as {what}, and the model takes {spec}.")
+            arrays[spec.name] = array.astype(getattr(ml_dtypes, spec.dtype, spec.dtype))
+    return arrays
 
 
 def names_of(pools: tuple[CachePool, ...]) -> list[str]:

@@ -28,7 +28,8 @@ FORMS = (*PROVIDERS, "static", "int4", "wide")
 KEPT = (
     "bamba", "bart", "bloom", "deepseek_v3", "deepseek_v4", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text",
     "gpt2", "gpt_oss", "llama", "llama@cpu", "llama@onnx-standard", "llama@static", "mamba2", "minimax", "mixtral",
-    "phi3", "qwen3", "qwen3@static", "bamba@onnx-standard", "qwen3_5_text", "t5", "whisper",
+    "phi3", "qwen3", "qwen3@static", "bamba@onnx-standard", "qwen3_5_text", "t5", "jamba", "whisper",
+    "Eagle3DraftModel", "mllama", "qwen3_tts@code_predictor",
 )  # fmt: skip
 
 KEPT_GRAPHS = (  # of other models than decoders

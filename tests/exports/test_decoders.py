@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
@@ -19,52 +20,105 @@ from lowering.compiling.prepare import PreparedModel, prepare_model
 from lowering.runtime.decoder import Decoder
 from lowering.target import resolve
 
+Tokens: TypeAlias = dict[str, np.ndarray]  # by input: [S], [S, H], or the same of several sequences
+
 FOLDER = Path(__file__).parent / "decoders"
 VOCABULARY, BATCH, PROMPT, STEPS = 40, 3, 9, 8
 
+ENCODED = ("encoder_hidden_states", "cross_attention_states")
 SOURCES = (7, 4, 5, 17)  # rows of what an encoder made, by sequence
 
 
-def whole(name: str, sequences: list[np.ndarray]) -> list[np.ndarray]:
+def whole(name: str, sequences: list[Tokens]) -> list[np.ndarray]:
     """The logits [S, vocabulary] of each sequence alone, by onnxruntime, of the model as it was exported."""
     session = onnxruntime.InferenceSession(FOLDER / f"{name}.onnx")
-    return [session.run(None, feeds(session, row, ids))[0][0] for row, ids in enumerate(sequences)]
+    run = token_by_token if takes_one_token(session) else at_once
+    return [run(session, row, tokens) for row, tokens in enumerate(sequences)]
 
 
-def feeds(session: onnxruntime.InferenceSession, row: int, ids: np.ndarray) -> dict[str, np.ndarray]:
-    count = len(ids)
-    are_embeddings = ids.ndim > 1
+def at_once(session: onnxruntime.InferenceSession, row: int, tokens: Tokens) -> np.ndarray:
+    return session.run(None, feeds(session, row, tokens))[0][0]
+
+
+def takes_one_token(session: onnxruntime.InferenceSession) -> bool:
+    """Whether states have the size of states for one token alone."""
+    return any("conv_state" in value.name and isinstance(value.shape[2], str) for value in session.get_outputs())
+
+
+def token_by_token(session: onnxruntime.InferenceSession, row: int, tokens: Tokens) -> np.ndarray:
+    logits, kept, names = [], dict[str, np.ndarray](), [value.name for value in session.get_outputs()]
+    for place in range(length(tokens)):
+        inputs = feeds(session, row, part(tokens, slice(place, place + 1))) | kept
+        inputs |= {name: np.ones((1, place + 1), np.int64) for name in inputs if name == "attention_mask"}
+        inputs |= {name: np.full((1, 1), place) for name in inputs if name == "position_ids"}
+        results = dict(zip(names, session.run(None, inputs)))
+        logits.append(results[names[0]][0])
+        pasts = [name for name in inputs if name.startswith("past")]
+        kept = {
+            name: results[name.replace("past_key_values", "present").replace("past_states", "present")]
+            for name in pasts
+        }
+    return np.concatenate(logits)
+
+
+def feeds(session: onnxruntime.InferenceSession, row: int, tokens: Tokens) -> dict[str, np.ndarray]:
+    count = length(tokens)
     known = {
-        "input_ids": np.zeros((1, count), np.int64) if are_embeddings else ids[None], "decoder_input_ids": ids[None],
-        "inputs_embeds": ids[None], "attention_mask": np.ones((1, count), np.int64),
+        **part(tokens, None), "attention_mask": np.ones((1, count), np.int64),
         "position_ids": np.arange(count)[None], "write_indices": np.zeros(1, np.int64),
         "nonpad_kv_seqlen": np.array([count]),
     }  # fmt: skip
-    empty = {"batch": 1, "past_sequence_len": 0, "past_sequence_length": 0, "sequence_len": count}
-    for given in session.get_inputs():
-        if given.name == "encoder_hidden_states":
-            known[given.name] = encoded(given.shape[2])[row : row + 1, : SOURCES[row]]
+    empty = {
+        "batch": 1,
+        "past_sequence_len": 0,
+        "past_sequence_length": 0,
+        "sequence_len": count,
+        "cross_past_seq_len": 0,
+    }
+    known |= images(value.name for value in session.get_inputs())
+    for value in session.get_inputs():
+        if value.name in ENCODED:
+            known[value.name] = encoded(value.shape[2])[row : row + 1, : SOURCES[row]]
             empty["encoder_sequence_len"] = SOURCES[row]
-        elif not given.shape:
-            known[given.name] = np.ones((), np.int64 if given.type == "tensor(int64)" else np.float32)
-        elif given.name == "position_ids" and len(given.shape) == 3:
-            known[given.name] = np.broadcast_to(known[given.name], (given.shape[0], 1, count))
+        elif not value.shape:
+            known[value.name] = np.ones((), np.int64 if value.type == "tensor(int64)" else np.float32)
+        elif value.name == "position_ids" and len(value.shape) == 3:
+            known[value.name] = np.broadcast_to(known[value.name], (value.shape[0], 1, count))
     return {
-        given.name: known[given.name]
-        if given.name in known
-        else np.zeros([empty.get(size, size) for size in given.shape], np.float32)
-        for given in session.get_inputs()
+        value.name: known[value.name]
+        if value.name in known
+        else np.zeros([empty.get(size, size) for size in value.shape], np.float32)
+        for value in session.get_inputs()
     }
 
 
-def sequences_of(name: str, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Random tokens: ids, or their embeddings where a decoder takes these."""
-    model = onnx.load(FOLDER / f"{name}.onnx", load_external_data=False)
-    for value in model.graph.input:
-        if value.name == "inputs_embeds":
-            width = value.type.tensor_type.shape.dim[2].dim_value
-            return rng.standard_normal((*shape, width)).astype(np.float32)
-    return rng.integers(0, VOCABULARY, shape)
+def sequences_of(name: str, rng: np.random.Generator, shape: tuple[int, ...]) -> Tokens:
+    """Random tokens [*shape] or [*shape, H], for each input that takes a value of each token."""
+    graph, tokens = onnx.load(FOLDER / f"{name}.onnx", load_external_data=False).graph, dict[str, np.ndarray]()
+    sizes = {
+        value.name: [d.dim_value or d.dim_param for d in value.type.tensor_type.shape.dim] for value in graph.input
+    }
+    count = next(sizes[name][1] for name in ("inputs_embeds", "input_ids", "decoder_input_ids") if name in sizes)
+    for value in graph.input:
+        if sizes[value.name][1:2] == [count] and value.name not in ("attention_mask", "position_ids"):
+            if value.type.tensor_type.elem_type == onnx.TensorProto.FLOAT:
+                tokens[value.name] = rng.standard_normal((*shape, *sizes[value.name][2:])).astype(np.float32)
+            else:
+                tokens[value.name] = rng.integers(0, VOCABULARY, shape)
+    return tokens
+
+
+def part(tokens: Tokens, place: Any) -> Tokens:
+    return {name: array[place] for name, array in tokens.items()}
+
+
+def length(tokens: Tokens) -> int:
+    return len(next(iter(tokens.values())))
+
+
+def given(tokens: Tokens) -> Any:
+    """The tokens as a decoder takes them: those of one input alone are an array."""
+    return tokens if len(tokens) > 1 else next(iter(tokens.values()))
 
 
 IN_PLACE = [
@@ -72,7 +126,7 @@ IN_PLACE = [
     ("llama", "float16"), ("gpt_oss", "float16"), ("qwen3", "bfloat16"), ("bart", "float16"),
 ]  # fmt: skip
 SERVED = [
-    *((name, None) for name in KEPT),
+    *((name, None) for name in KEPT if name != "jamba"),  # which is one token a call
     ("llama", "float16"), ("gpt2", "bfloat16"), ("bamba", "float16"), ("whisper", "bfloat16"),
 ]  # fmt: skip
 BARS = {None: 1e-5, "float16": 5e-3, "bfloat16": 6e-2}
@@ -83,16 +137,28 @@ def encoded(width: int) -> np.ndarray:
     return np.random.default_rng(3).standard_normal((len(SOURCES), max(SOURCES), width)).astype(np.float32)
 
 
+def images(names: Iterable[str]) -> dict[str, np.ndarray]:
+    """An image of 4 patches, for a decoder that reads images itself."""
+    arrays = {
+        "pixel_values": np.random.default_rng(4).standard_normal((4, 1176)).astype(np.float32),
+        "grid_thw": np.array([[1, 2, 2]]),
+    }
+    return {name: array for name, array in arrays.items() if name in names}
+
+
 def decoder_of(model: lowering.Model) -> Decoder:
     """A decoder; arrays of sources that it was given hold nothing any more."""
     if model.setup is None:
         slots = model.manifest.slots
         switches = [t for t in model.inputs if not t.dims and (slots is None or t.name != slots.length)]
         return model.decoder(fixed={t.name: np.ones((), t.dtype) for t in switches})
+    inputs = [spec.name for spec in model.setup.inputs]
+    if "pixel_values" in inputs:
+        return model.decoder(fixed=images(inputs))
     states = encoded(int(model.setup.inputs[0].dims[2]))[:BATCH]
     for row, count in enumerate(SOURCES[:BATCH]):
         states[row, count:] = np.nan
-    decoder = model.decoder(fixed={"encoder_hidden_states": states, "source_lengths": np.array(SOURCES[:BATCH])})
+    decoder = model.decoder(fixed={inputs[0]: states, "source_lengths": np.array(SOURCES[:BATCH])})
     states[:] = np.nan
     return decoder
 
@@ -119,25 +185,27 @@ def prepared_model(name: str, **options: Any) -> PreparedModel:
 def error_in_place(name: str, precision: Any) -> float:
     """Of a prompt in two calls and 8 steps, of sequences of different lengths, relative to the largest logit."""
     rng = np.random.default_rng(0)
-    ids = sequences_of(name, rng, (BATCH, PROMPT + STEPS))
     model = compiled(name, precision)
     spec = model.manifest.decoder
     assert spec is not None
+    batch = 1 if model.setup is not None and images(t.name for t in model.setup.inputs) else BATCH
+    tokens = sequences_of(name, rng, (batch, PROMPT + STEPS))
     can_pad = not spec.states and bool(spec.mask or spec.starts) and model.setup is None
-    padding = [0, 3, 1] if can_pad else [0, 0, 0]
+    padding = [0, 3, 1] if can_pad else [0] * batch
     mask = np.arange(PROMPT + STEPS) >= np.array(padding)[:, None]
-    found = whole(name, [ids[b, n:] for b, n in enumerate(padding)])
-    expected = np.zeros((*ids.shape[:2], found[0].shape[-1]), np.float32)
+    found = whole(name, [part(tokens, (b, slice(n, None))) for b, n in enumerate(padding)])
+    expected = np.zeros((*mask.shape, found[0].shape[-1]), np.float32)
     for row, (count, logits) in enumerate(zip(padding, found)):
         expected[row, count:] = logits
     decoder = decoder_of(model)
-    answers = [decoder.prefill(ids[:, :5], mask[:, :5]), decoder.prefill(ids[:, 5:PROMPT])]
+    answers = [decoder.prefill(given(part(tokens, np.s_[:, :5])), mask[:, :5])]
+    answers.append(decoder.prefill(given(part(tokens, np.s_[:, 5:PROMPT]))))
     addresses = {key: cache.ctypes.data for key, cache in decoder._memory.items()}
-    answers += [decoder.step(ids[:, k])[:, None] for k in range(PROMPT, PROMPT + STEPS - 1)]
-    fork, rows = decoder.fork(), [2, 0, 2]
+    answers += [decoder.step(given(part(tokens, np.s_[:, k])))[:, None] for k in range(PROMPT, PROMPT + STEPS - 1)]
+    fork, rows = decoder.fork(), [2 % batch, 0, 2 % batch][:batch]
     fork.reorder(rows)
-    answers.append(decoder.step(ids[:, -1])[:, None])
-    moved = float(np.abs(fork.step(ids[rows, -1])[:, None] - answers[-1][rows]).max())
+    answers.append(decoder.step(given(part(tokens, np.s_[:, -1])))[:, None])
+    moved = float(np.abs(fork.step(given(part(tokens, (rows, -1))))[:, None] - answers[-1][rows]).max())
     assert moved < 1e-3 * np.abs(expected).max()
     assert addresses.keys() == model.manifest.donated.keys()
     assert addresses == {key: cache.ctypes.data for key, cache in decoder._memory.items()}
@@ -160,23 +228,25 @@ def error_served(name: str, precision: Any) -> float:
     assert model.manifest.served is not None and not any("copied" in note for note in model.manifest.notes)
     blocks, slots = 10 if model.manifest.served.pools else None, 3 if model.manifest.served.states else None
     sources = model.manifest.served.sources
-    batcher = lowering.Batcher(model, blocks, 13, slots, source_blocks=None if sources is None else 5)
+    fixed = {name: np.ones(()) for name in model.manifest.served.fixed}
+    batcher = lowering.Batcher(model, blocks, 13, slots, None if sources is None else 5, fixed)
     for pool in () if sources is None else sources.pools:
         batcher._stores[pool.name][:] = np.nan
-    for request, ids in enumerate(sequences):
-        batcher.add(request, ids[: max(1, len(ids) // 2)], fixed=source_of(model, request))
+    for number, tokens in enumerate(sequences):
+        prompt = part(tokens, slice(max(1, length(tokens) // 2)))
+        batcher.add(number, given(prompt), fixed=source_of(model, number))
     worst, answered = 0.0, 0
     while batcher.waiting:
         for request, logits in batcher.step().items():
             assert isinstance(request, int)
-            count, ids = len(batcher.tokens(request)), sequences[request]
+            count, tokens = len(batcher.tokens(request)), sequences[request]
             worst = max(worst, np.abs(logits - expected[request][count - 1]).max() / np.abs(expected[request]).max())
             answered += 1
-            if count < len(ids):
-                batcher.extend(request, ids[count])
+            if count < length(tokens):
+                batcher.extend(request, given(part(tokens, count)))
             else:
                 batcher.free(request)
-    assert answered == sum(len(ids) - max(1, len(ids) // 2) + 1 for ids in sequences)
+    assert answered == sum(count - max(1, count // 2) + 1 for count in map(length, sequences))
     return float(worst)
 
 

@@ -32,6 +32,7 @@ SLOTS = {"capacity": 4, "length": "n", "tokens": None, "rings": {}, "rows": None
 SERVED = {
     "context": 8, "tokens_per_block": 4, "pools": [], "dtype": "", "scales": 0, "ids": "ids",
     "states": [{"name": "past", "layers": 1, "shape": [3], "dtype": "float32"}], "sources": None,
+    "per_token": [], "fixed": [],
 }  # fmt: skip
 POOL = {"name": "past", "scale": "", "layers": 1, "kv_heads": 2, "head_dim": 5}
 TEXTS = ["[" * 100_000, '{"format":' * 50_000, "9" * 10_000, "\x00", '{"a": "', "NaN", '"\\ud800"']
@@ -203,6 +204,9 @@ def test_pools_that_the_code_does_not_have(change: dict[str, Any], folder: Path)
     wrong = dataclasses.replace(states, **change)
     found = list(contradictions(dataclasses.replace(right, served=dataclasses.replace(served, states=(wrong,)))))
     assert len(found) == 1 and "is a pool of" in found[0]
+    absent = dataclasses.replace(served, per_token=("hidden",), fixed=("gate",))
+    said = ["input 'hidden' holds the tokens of requests", "all requests share input 'gate'"]
+    assert list(contradictions(dataclasses.replace(right, served=absent))) == said
 
 
 @pytest.mark.parametrize(
