@@ -63,8 +63,8 @@ def prepare_model(model: ModelLike, options: Options, targets: Sequence[Target],
     if options.serve is not None:
         grow_scattered_caches(fused)
     if options.serve is not None or options.static_cache is not None:
-        unify_caches(fused)
         drop_source_pasts(fused)
+        unify_caches(fused)
     notes = _narrow(fused, options, targets)
     served = setup = None
     if options.serve is not None:

@@ -96,13 +96,9 @@ def reads_slots(node: ir.Node, grown: Collection[ir.Node]) -> bool:
         return False
     if any(output.uses() or output.is_graph_output() for output in node.outputs[1:]):
         return False
-    return (is_behind_past or not is_aligned(node)) and all(operand(node, k).producer() in grown for k in (K, V))
-
-
-def is_aligned(node: ir.Node) -> bool:
-    """Whether what a row sees depends on where it is."""
     sides = [attribute(node, f"{side}_window_size", -1) for side in ("left", "right")]
-    return attribute(node, "is_causal", 0) == 1 or sides != [-1, -1]
+    is_aligned = attribute(node, "is_causal", 0) == 1 or sides != [-1, -1]
+    return (is_behind_past or not is_aligned) and all(operand(node, k).producer() in grown for k in (K, V))
 
 
 def use_opset_24(model: ir.Model) -> None:
@@ -145,7 +141,7 @@ def _holds_caches(node: ir.Node) -> bool:
     caches = [past for past in pasts if past is not None and past.is_graph_input() and len(dims(past)) == 4]
     sizes = [size for past in caches for size in (dims(past)[1], dims(past)[3])]
     held = len(caches) == 2 and all(present.is_graph_output() for present in presents) and all(map(known, sizes))
-    return held and not (is_attention(node) and is_aligned(node) and _ends_elsewhere(node))
+    return held and not (is_attention(node) and _ends_elsewhere(node))
 
 
 def _ends_elsewhere(node: ir.Node) -> bool:

@@ -39,9 +39,9 @@ class Decoder:
         if self._ids not in self._specs:
             what = f"'{self._ids}' is not an input" if self._ids else "no input is known to hold token ids"
             raise InputError(f"{what}: name the input of token ids as `ids`. The inputs are {', '.join(self._specs)}.")
-        others = [name for name in (self._spec.ids, *self._spec.per_token) if name not in ("", self._ids)]
-        self._tokens = TokenInputs(tuple(self._specs[name] for name in (self._ids, *others)))
         names = (mask or self._spec.mask, positions or self._spec.positions)
+        others = [name for name in self._spec.per_token if name not in (self._ids, *names)]
+        self._tokens = TokenInputs(tuple(self._specs[name] for name in (self._ids, *others)))
         self._mask, self._positions = (n if n in self._specs and n not in fixed else "" for n in names)
         self._length = "" if manifest.slots is None else manifest.slots.length
         self._caches = [name for name in manifest.donated if name not in self._spec.states]

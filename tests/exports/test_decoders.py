@@ -219,12 +219,12 @@ def error_served(name: str, precision: Any) -> float:
     There are fewer blocks and slots of states than all of them take: some are put back, and others have had them. What
     blocks of sources held before, and rows of a source that do not count, are not seen.
     """
-    rng = np.random.default_rng(1)
-    sequences = [sequences_of(name, rng, (count,)) for count in (37, 3, 17, 40)]
-    expected = whole(name, sequences)
     model = lowering.compile(
         FOLDER / f"{name}.onnx", serve=lowering.Serve(context=CAPACITY, tokens_per_block=8), precision=precision
     )
+    rng = np.random.default_rng(1)
+    sequences = [sequences_of(name, rng, (count,)) for count in (37, 3, 17, 40)]
+    expected = whole(name, sequences)
     assert model.manifest.served is not None and not any("copied" in note for note in model.manifest.notes)
     blocks, slots = 10 if model.manifest.served.pools else None, 3 if model.manifest.served.states else None
     sources = model.manifest.served.sources
