@@ -36,6 +36,7 @@ from ..passes.equal_functions import merge_equal_functions
 from ..passes.fold_constants import fold_constants
 from ..passes.group_products import group_products
 from ..passes.hold_divisions import hold_divisions
+from ..passes.hold_floats import WITH_ZEROS, hold_floats
 from ..passes.join_launches import join_launches
 from ..passes.join_rows import join_rows
 from ..passes.kernels import Scheduled
@@ -168,7 +169,7 @@ def lower(
         ("absorb_heads", traced(absorb_heads)),
         # Relax to TensorIR, fused
         # Reshapes stay operators, which share memory with what they reshape; as kernels they would copy and divide.
-        ("legalize", t.LegalizeOps({"relax.reshape": lambda _, call: call})),
+        ("legalize", t.LegalizeOps({"relax.reshape": lambda _, call: call, **WITH_ZEROS})),
         # Only hosts can raise: in device code an assertion does not compile.
         ("skip_assertions", for_gpu(tvm.tirx.transform.SkipAssert())),
         # These read kernels, and must see those of indices, masks and changes of scores one by one.
@@ -199,6 +200,7 @@ def lower(
         ("rows_into_caches", on_gpu(of_calls(rows_into_caches))),
         ("join_launches", on_gpu(of_calls(join_launches))),
         ("hold_divisions", hold_divisions),
+        ("hold_floats", hold_floats),
         # Virtual machine
         ("add_release", add_release),
         ("add_replay", on_gpu(add_replay)),

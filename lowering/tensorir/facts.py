@@ -14,7 +14,7 @@ from tvm import ir, tirx
 from tvm.ir import prim
 from tvm.sym import Analyzer
 
-from .expressions import Expr, children, is_float, rewrite, walk
+from .expressions import Expr, children, is_float, rewrite, substitute, walk
 from .memo import Memo
 
 _DIVISIONS = (prim.FloorDiv, prim.FloorMod)
@@ -64,14 +64,17 @@ class Facts:
             self._forget()
 
     def simplify(self, expr: Expr) -> Expr:
-        return self._simplified(
-            expr, lambda given: self.analyzer.simplify(rewrite(self.analyzer.simplify(given), self._divide))
-        )
+        """A simpler form; floats in it stay as they are, as the analyzer takes them for real numbers."""
+        return expr if is_float(expr) else self._simplified(expr, self._simplify)
+
+    def _simplify(self, expr: Expr) -> Expr:
+        hidden, floats = _without_floats(expr)
+        return substitute(self.analyzer.simplify(rewrite(self.analyzer.simplify(hidden), self._divide)), floats)
 
     def can_prove(self, condition: Expr) -> bool:
         """What is made of floats stands for any number: nothing is known of it, and the analyzer, which tries all it
         knows on every branch inside, takes a tenth of a second to find that out."""
-        return self._proven(condition, lambda given: self.analyzer.can_prove(_without_floats(given)))
+        return self._proven(condition, lambda given: self.analyzer.can_prove(_without_floats(given)[0]))
 
     def _divide(self, node: Expr) -> Expr | None:
         """Simpler forms of a // n and a % n for symbolic n."""
@@ -139,8 +142,9 @@ class Facts:
         return None
 
 
-def _without_floats(expr: Expr) -> Expr:
-    """expr with a variable in place of each integer and truth value that is made of floats, one for equal ones."""
+def _without_floats(expr: Expr) -> tuple[Expr, dict[tirx.Var, Expr]]:
+    """expr with a variable in place of each integer and truth value that is made of floats, one for equal ones, and what
+    they stand for."""
     found: list[tuple[Expr, tirx.Var]] = []
 
     def replace(node: Expr) -> Expr | None:
@@ -152,7 +156,7 @@ def _without_floats(expr: Expr) -> Expr:
             found.append((node, known))
         return known
 
-    return rewrite(expr, replace)
+    return rewrite(expr, replace), {var: made for made, var in found}
 
 
 def _terms(expr: Expr) -> list[Expr]:
