@@ -40,7 +40,7 @@ traceback. Anything else, and `CompilerError`, is a fault of ours, and the comma
 | `ArtifactError` | loading | a saved artifact: damaged, of another format, unsigned, or made for another machine |
 | `InputError` | any time | what you gave: a name, type, shape, size or number |
 | `PoolFullError` | serving | a paged cache has no free block; an `InputError` after which nothing has changed |
-| `RequestError` | serving | the setup failed on some requests, which end; an `InputError` with the other answers |
+| `RequestError` | serving | some requests failed, and end; an `InputError` with the other answers |
 
 In the examples `model.onnx` takes ids of a vocabulary of 100, int64 [batch, tokens]; `module` is the compiled model,
 which is saved in `out/`.

@@ -180,7 +180,8 @@ class ServedCache:
     none. If scales is not 0 a pool has so many float32 scales in place of head_dim. states are pools of states, of
     which a slot has those of one request in each. A request has at most `context` tokens; `ids` is the input of the
     packed tokens [1, N] or [1, N, H], and per_token names further ones. fixed names inputs that are the same for all
-    requests and all calls. sources is None for a decoder whose requests are tokens alone."""
+    requests and all calls. vocabularies has the number of rows of the table that an input of ids picks rows of. sources
+    is None for a decoder whose requests are tokens alone."""
 
     context: int
     tokens_per_block: int
@@ -192,6 +193,7 @@ class ServedCache:
     sources: SourceCache | None = None
     per_token: tuple[str, ...] = ()
     fixed: tuple[str, ...] = ()
+    vocabularies: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -151,6 +151,7 @@ def _decoder_of(model: ir.Model, serve: Serve) -> _Decoder:
         sources=sources,
         per_token=tuple(str(value.name) for value in inputs.per_token),
         fixed=tuple(str(value.name) for value in fixed),
+        vocabularies=inputs.vocabularies(),
     )
     return _Decoder(
         ids, dims(ids)[1], position_ids, dropped, grown, attentions, layers, places, positions, reads, setup, cache,

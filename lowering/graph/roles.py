@@ -72,7 +72,7 @@ def _find_ids(model: ir.Model, free: dict[str, ir.Value]) -> str:
     Where no table has, embeddings [B, S, H] are the tokens of an input [B, S] that picks rows: it holds positions, if
     no other input can.
     """
-    rows = {name: _table_rows(value) for name, value in free.items() if _is_integer(value) and len(dims(value)) == 2}
+    rows = {name: table_rows(value) for name, value in free.items() if _is_integer(value) and len(dims(value)) == 2}
     candidates = {name: size for name, size in rows.items() if size is not None}
     logits = dims(model.graph.outputs[0])[-1:]
     for name, size in candidates.items():
@@ -107,7 +107,7 @@ def _like_tokens(free: dict[str, ir.Value], tokens: tuple[Size, ...]) -> list[st
     those that are only compared, as ids of images are with that of their place."""
     alike = {name: value for name, value in free.items() if _is_integer(value) and dims(value)[-2:] == tokens}
     alike = {name: value for name, value in alike.items() if not _is_compared(value)}
-    return [name for name, value in alike.items() if _length(_table_rows(value) or _MANY) >= _MANY]
+    return [name for name, value in alike.items() if _length(table_rows(value) or _MANY) >= _MANY]
 
 
 def _find_mask(free: dict[str, ir.Value], tokens: tuple[Size, ...]) -> str:
@@ -144,7 +144,7 @@ def _has_rows(value: ir.Value, tokens: Size) -> bool:
     return not isinstance(tokens, int) and sizes[1:2] == (tokens,) and (len(sizes) == 2 or _has_tokens(value))
 
 
-def _table_rows(value: ir.Value) -> Size | None:
+def table_rows(value: ir.Value) -> Size | None:
     """Return the number of rows of the table that an input indexes, None if it indexes none."""
     pending, seen = [value], {value}
     while pending:

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from ..errors import InputError, ModelError
 from ..fusion.matching import dims
 from ..fusion.sizes import InferSizesPass
-from .roles import Roles, find_roles
+from .roles import Roles, find_roles, table_rows
 from .serve import Serve
 
 
@@ -22,6 +22,11 @@ class ServedInputs:
     mask: ir.Value | None
     positions: ir.Value | None
     per_token: list[ir.Value]
+
+    def vocabularies(self) -> dict[str, int]:
+        """The rows of the table that each input of ids picks rows of, as far as they are known."""
+        rows = {str(value.name): table_rows(value) for value in (self.ids, *self.per_token)}
+        return {name: count for name, count in rows.items() if isinstance(count, int)}
 
 
 def find_inputs(model: ir.Model, serve: Serve) -> ServedInputs:

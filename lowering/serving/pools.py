@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -16,7 +17,49 @@ from .paged_cache import PagedKVCache
 from .source_pool import RunsSetup, SourcePool
 
 
-def cache_of(served: ServedCache, blocks: int | None) -> PagedKVCache | None:
+class Runs(Protocol):
+    """What is asked of a compiled model."""
+
+    @property
+    def manifest(self) -> Manifest: ...
+
+    @property
+    def gpu(self) -> Any: ...
+
+    @property
+    def setup(self) -> RunsSetup | None: ...
+
+    def run(self, inputs: Any) -> Any: ...
+
+    def to_numpy(self, name: str, array: Any) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class Pools:
+    """What requests have parts of: blocks of the cache, slots of states, blocks of sources; and the arrays of all, by
+    input, where the model runs."""
+
+    cache: PagedKVCache | None
+    slots: Blocks
+    sources: SourcePool | None
+    stores: dict[str, Any]
+
+
+def pools_of(model: Runs, budget: int, blocks: int | None, state_slots: int | None, source_blocks: int | None) -> Pools:
+    """The pools of a served model, of the sizes that are given, or of those that a call of `budget` tokens needs."""
+    served = model.manifest.served
+    assert served is not None
+    cache = _cache_of(served, blocks)
+    slots = _slots_of(served, state_slots, budget if blocks is None else min(budget, blocks))
+    sources = _sources_of(None if served.sources is None else model.setup, served, source_blocks, blocks)
+    stores: dict[str, Any] = _stores_of(served, cache, slots.total, sources)
+    if model.gpu is not None:
+        specs = {spec.name: spec for spec in model.manifest.inputs}
+        stores = {name: model.gpu.zeros(specs[name], array.shape) for name, array in stores.items()}
+    return Pools(cache, slots, sources, stores)
+
+
+def _cache_of(served: ServedCache, blocks: int | None) -> PagedKVCache | None:
     """The cache, with the first pool; None for a decoder that has states alone."""
     if not served.pools:
         if blocks is not None:
@@ -29,7 +72,7 @@ def cache_of(served: ServedCache, blocks: int | None) -> PagedKVCache | None:
     )  # fmt: skip
 
 
-def slots_of(served: ServedCache, given: int | None, default: int) -> Blocks:
+def _slots_of(served: ServedCache, given: int | None, default: int) -> Blocks:
     """The slots of states, of which there are none where the decoder has no states."""
     if not served.states:
         if given is not None:
@@ -38,7 +81,7 @@ def slots_of(served: ServedCache, given: int | None, default: int) -> Blocks:
     return Blocks(default if given is None else integer(given, "state_slots", 1))
 
 
-def sources_of(
+def _sources_of(
     setup: RunsSetup | None, served: ServedCache, given: int | None, default: int | None
 ) -> SourcePool | None:
     """The pools of sources, of which there are none where the decoder reads no encoder's output."""
@@ -50,7 +93,7 @@ def sources_of(
     return SourcePool(setup, served, served.sources, integer(default if given is None else given, "source_blocks", 1))
 
 
-def stores_of(
+def _stores_of(
     served: ServedCache, cache: PagedKVCache | None, slots: int, sources: SourcePool | None
 ) -> dict[str, np.ndarray]:
     """What the model writes, and its setup, by input: for one on a GPU the shapes of it, as the caches' own pools stay

@@ -10,7 +10,7 @@ from ..errors import InputError
 
 
 class RequestError(InputError):
-    """The setup of a served decoder has failed on the sources of some requests, which the batcher has freed.
+    """A served decoder, or its setup, has failed on some requests, which the batcher has freed.
 
     `errors` has the error of each by the name of the request. `answers` are what the step has answered to the others.
     """
@@ -18,7 +18,5 @@ class RequestError(InputError):
     def __init__(self, errors: dict[Hashable, Exception], answers: dict[Hashable, np.ndarray]) -> None:
         self.errors, self.answers = errors, answers
         name, error = next(iter(errors.items()))
-        who, whose = f"request {name!r} has", "its source"
-        if len(errors) > 1:
-            who, whose = f"request {name!r} and {len(errors) - 1} more have", "their sources"
-        super().__init__(f"{who} ended, since the setup failed on {whose}: {error}")
+        who = f"request {name!r} has" if len(errors) == 1 else f"request {name!r} and {len(errors) - 1} more have"
+        super().__init__(f"{who} ended: {error}")

@@ -16,21 +16,25 @@ from .arguments import integer, numbers, token_ids
 
 @dataclass(frozen=True)
 class RequestTokens:
-    """How tokens of requests go into inputs [1, N] or [1, N, width]; a mapping by name where there are several."""
+    """How tokens of requests go into inputs [1, N] or [1, N, width]; a mapping by name where there are several.
+
+    vocabularies: the number of ids by input, where it is known.
+    """
 
     specs: tuple[TensorSpec, ...]
+    vocabularies: Mapping[str, int]
 
     @property
     def are_ids(self) -> bool:
         """Whether equal tokens can be told, so that requests may share what was read of them."""
-        return len(self.specs) == 1 and _TokenInput(self.specs[0]).are_ids
+        return len(self.specs) == 1 and self._input(self.specs[0]).are_ids
 
     def of_prompt(self, prompt: Any, request: Hashable) -> list[Any]:
         """Return the tokens one by one. Raises InputError for anything else, and beyond their type."""
         if len(self.specs) == 1:
-            return _TokenInput(self.specs[0]).of_prompt(prompt, request)
+            return self._input(self.specs[0]).of_prompt(prompt, request)
         given = self._by_name(prompt, request)
-        columns = {spec.name: _TokenInput(spec).of_prompt(given[spec.name], request) for spec in self.specs}
+        columns = {spec.name: self._input(spec).of_prompt(given[spec.name], request) for spec in self.specs}
         if len({len(column) for column in columns.values()}) > 1:
             texts = ", ".join(f"{len(column)} of '{name}'" for name, column in columns.items())
             raise InputError(f"the prompt of request {request!r} has {texts}: give each token a value of every input.")
@@ -39,16 +43,19 @@ class RequestTokens:
     def of_one(self, token: Any, request: Hashable) -> Any:
         """Return one more token. Raises InputError for what is none."""
         if len(self.specs) == 1:
-            return _TokenInput(self.specs[0]).of_one(token, request)
+            return self._input(self.specs[0]).of_one(token, request)
         given = self._by_name(token, request)
-        return {spec.name: _TokenInput(spec).of_one(given[spec.name], request) for spec in self.specs}
+        return {spec.name: self._input(spec).of_one(given[spec.name], request) for spec in self.specs}
 
     def packed(self, tokens: Sequence[list[Any]]) -> dict[str, np.ndarray]:
         """Return the tokens of all requests side by side, as each input takes them."""
         if len(self.specs) == 1:
-            return {self.specs[0].name: _TokenInput(self.specs[0]).packed(tokens)}
+            return {self.specs[0].name: self._input(self.specs[0]).packed(tokens)}
         parts = {spec: [[token[spec.name] for token in each] for each in tokens] for spec in self.specs}
-        return {spec.name: _TokenInput(spec).packed(part) for spec, part in parts.items()}
+        return {spec.name: self._input(spec).packed(part) for spec, part in parts.items()}
+
+    def _input(self, spec: TensorSpec) -> _TokenInput:
+        return _TokenInput(spec, self.vocabularies.get(spec.name))
 
     def _by_name(self, given: Any, request: Hashable) -> Mapping[str, Any]:
         names = [spec.name for spec in self.specs]
@@ -60,9 +67,10 @@ class RequestTokens:
 
 @dataclass(frozen=True)
 class _TokenInput:
-    """One input, [1, N] or [1, N, width]."""
+    """One input, [1, N] or [1, N, width]; vocabulary: the number of ids, None where it is not known."""
 
     spec: TensorSpec
+    vocabulary: int | None
 
     @property
     def are_ids(self) -> bool:
@@ -96,11 +104,13 @@ class _TokenInput:
         return np.dtype(getattr(ml_dtypes, self.spec.dtype, self.spec.dtype))
 
     def _checked(self, ids: list[int], request: Hashable) -> list[int]:
-        largest = np.iinfo(self._dtype).max
-        for token in ids:
-            if not 0 <= token <= largest:
-                raise InputError(
-                    f"tokens of request {request!r} must be ids from 0 to {largest}, as {self.spec.dtype} "
-                    f"'{self.spec.name}' takes them, and {token} is not."
-                )
+        largest = np.iinfo(self._dtype).max if self.vocabulary is None else self.vocabulary - 1
+        wrong = next((token for token in ids if not 0 <= token <= largest), None)
+        if wrong is not None:
+            why = f"as {self.spec.dtype} '{self.spec.name}' takes them"
+            if self.vocabulary is not None:
+                why = f"rows of the model's table of {self.vocabulary} tokens"
+            raise InputError(
+                f"tokens of request {request!r} must be ids from 0 to {largest}, {why}, and {wrong} is not."
+            )
         return ids

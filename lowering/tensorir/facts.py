@@ -143,8 +143,8 @@ class Facts:
 
 
 def _without_floats(expr: Expr) -> tuple[Expr, dict[tirx.Var, Expr]]:
-    """expr with a variable in place of each integer and truth value that is made of floats, one for equal ones, and what
-    they stand for."""
+    """expr with a variable in place of each integer and truth value that is made of floats, one for equal ones, and
+    what they stand for."""
     found: list[tuple[Expr, tirx.Var]] = []
 
     def replace(node: Expr) -> Expr | None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lowering import Batcher, InputError, PoolFullError
+from lowering import Batcher, InputError, PoolFullError, RequestError
 from lowering.manifest import CachePool, ServedCache, StatePool, TensorSpec
 
 VOCABULARY = 64
@@ -224,6 +224,110 @@ def test_a_call_that_fails_is_made_again() -> None:
     assert batcher.step()["a"].argmax() == digest([5, 6])
 
 
+class Picky:
+    """Raises for a call in which a token is one of those that it cannot read."""
+
+    def __init__(self, model: Recorder, *unreadable: int) -> None:
+        self.read, self.unreadable = model.run, unreadable
+        model.run = self.run  # type: ignore[method-assign]
+
+    def run(self, inputs: Any) -> Any:
+        results = self.read(inputs)  # states are carried on before it fails
+        if np.isin(inputs["ids"], self.unreadable).any():
+            raise InputError("a token has no row")
+        return results
+
+
+@pytest.mark.parametrize("has_states", [False, True])
+@pytest.mark.parametrize(("wrong", "place"), [(("b",), 3), (("a",), 0), (("c", "d"), 11), (("a", "b", "c", "d"), 5)])
+def test_who_fails_ends_alone(has_states: bool, wrong: tuple[str, ...], place: int) -> None:
+    """In a call with others, wherever its token stands in the prompt; the others are answered in the same step."""
+    model = Carrier(has_cache=True) if has_states else Recorder()
+    Picky(model, 50)
+    prompts = {name: [k, 7, 8, 9, 1, 2, 3, 4, 5, 6, 7, 8, 9][:12] for k, name in enumerate("abcd")}
+    for name in wrong:
+        prompts[name][place] = 50
+    batcher = Batcher(model, 40, 30)
+    for name, prompt in prompts.items():
+        batcher.add(name, prompt)
+    answers, failed = {}, {}
+    while batcher.waiting:
+        try:
+            answers |= batcher.step()
+        except RequestError as error:
+            assert all("has no row" in str(each) for each in error.errors.values())
+            failed |= error.errors
+            answers |= error.answers
+    assert failed.keys() == set(wrong)
+    assert {n: a.argmax() for n, a in answers.items()} == {n: digest(prompts[n]) for n in prompts if n not in wrong}
+    for name in wrong:
+        with pytest.raises(InputError, match="there is no request"):
+            batcher.free(name)
+    for name in answers:
+        batcher.free(str(name))
+    assert batcher.usage().used == 0
+
+
+def test_the_only_one_that_fails_ends() -> None:
+    model = Recorder()
+    Picky(model, 50)
+    batcher = Batcher(model, 9)
+    batcher.add("a", [1])
+    assert list(batcher.step()) == ["a"]
+    batcher.extend("a", 50)
+    with pytest.raises(RequestError, match="request 'a' has ended: a token has no row"):
+        batcher.step()
+    assert batcher.step() == {} and model.calls == 2
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_nobody_is_answered_twice(seed: int) -> None:
+    """Who is put back behind its answer has something to say again once it is extended."""
+    rng = np.random.default_rng(seed)
+    print(f"seed {seed}")
+    model = Carrier(has_cache=True) if seed % 2 else Recorder()
+    batcher = Batcher(model, 11, 9, 3 if seed % 2 else None)
+    answered: dict[Any, int] = {}
+    for turn in range(300):
+        if len(answered) < 4:
+            batcher.add(turn, rng.integers(0, VOCABULARY, rng.integers(1, 12)).tolist())
+            answered[turn] = 0
+        try:
+            found = batcher.step()
+        except PoolFullError:
+            batcher.free(next(iter(answered)))
+            del answered[next(iter(answered))]
+            continue
+        for name, logits in found.items():
+            tokens = batcher.tokens(name)
+            assert len(tokens) > answered[name] and logits.argmax() == digest(tokens)
+            answered[name] = len(tokens)
+        for name in list(answered):
+            count = len(batcher.tokens(name))
+            if count == answered[name] and rng.random() < 0.5:
+                if count < 20:
+                    batcher.extend(name, int(rng.integers(0, VOCABULARY)))
+                else:
+                    batcher.free(name)
+                    del answered[name]
+    assert len(answered) > 1
+
+
+def test_ids_outside_the_vocabulary() -> None:
+    model = Recorder()
+    model.manifest.served = replace(model.manifest.served, vocabularies={"ids": 60})
+    batcher = Batcher(model, 9)
+    for token in (60, -1, 2**31, 2**70):
+        with pytest.raises(
+            InputError, match=f"from 0 to 59, rows of the model's table of 60 tokens, and {token} is not"
+        ):
+            batcher.add("a", [1, token])
+    batcher.add("a", [59])
+    with pytest.raises(InputError, match="and 60 is not"):
+        batcher.extend("a", 60)
+    assert list(batcher.step()) == ["a"]
+
+
 def test_nobody_is_put_back_in_vain() -> None:
     """A fork whose blocks an older request has frees nothing; nor do few blocks where more are needed."""
     model = Recorder()
@@ -243,7 +347,9 @@ def test_nobody_is_put_back_in_vain() -> None:
     batcher.free("old")
     assert batcher.usage().tokens == 16 + 2 + 4
     assert batcher.step()["large"].argmax() == digest([9] * 12)
-    assert batcher.waiting == ["fork"] and batcher.usage().tokens == 12 + 4  # "small" frees too little
+    assert not batcher.waiting and batcher.usage().tokens == 12 + 4  # "fork" is put back: "small" frees too little
+    batcher.extend("fork", 2)
+    assert batcher.waiting == ["fork"]
 
 
 def test_refusals() -> None:

@@ -58,7 +58,7 @@ class Pool:
         self.cache.reserve_all({name: len(ids) for name, ids in rows.items()})
         names = list(rows)
         inputs = {
-            "input_ids": np.concatenate(list(rows.values()))[None],
+            "input_ids": np.concatenate([np.zeros(0, np.int64), *rows.values()])[None],
             "row_starts": np.cumsum([0, *(len(ids) for ids in rows.values())]),
             "past_lengths": self.cache.lengths(names).astype(np.int64),
             "block_table": self.cache.block_table(names),
@@ -76,6 +76,11 @@ Decoder = tuple[Path, lowering.Model]
 def decoder(request: pytest.FixtureRequest) -> Decoder:
     path = SAMPLES / request.param / "model.onnx"
     return path, lowering.compile(path, serve=lowering.Serve(CONTEXT, BLOCK), threads=2)
+
+
+def test_no_requests_get_no_rows(decoder: Decoder) -> None:
+    pool = Pool(decoder[1])
+    assert pool.call(decoder[1], {}).shape[0] == 0
 
 
 def served_error(path: Path, model: lowering.Model, lengths: tuple[int, ...] = LENGTHS) -> float:

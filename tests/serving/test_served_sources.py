@@ -53,7 +53,7 @@ def test_requests_get_what_they_get_alone(bart: lowering.Model) -> None:
     shapes = ((37, 7), (3, 13), (17, 1), (40, 24), (9, 9))
     sequences: dict[Any, Sequence] = {k: Sequence(session, rng, *shape) for k, shape in enumerate(shapes)}
     batcher = Batcher(bart, blocks=10, tokens_per_step=13, source_blocks=4)
-    for store in batcher._stores.values():
+    for store in batcher._pools.stores.values():
         store[:] = np.nan
     worst, waiting, live, forked = 0.0, dict(sequences), 0, False
     while waiting or live:
