@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -247,6 +248,28 @@ def check_apart(ports: Sequence[Port], tensors: Sequence[Tensor], donated: Mappi
             reach = (end, port)
         if port.written and end > donated_reach[0]:
             donated_reach = (end, port)
+
+
+def check_targets(targets: Mapping[str, Tensor], donated: Mapping[str, Tensor]) -> None:
+    """Refuses arrays bound to outputs that share memory, or share that of a donated input: one result would overwrite
+    another. Both by output; an output may have the array itself that becomes it."""
+    spans = [
+        (tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.dtype.itemsize, name, is_target)
+        for group, is_target in ((targets, True), (donated, False))
+        for name, tensor in group.items()
+        if tensor.numel()
+    ]
+    spans.sort()
+    for (begin, end, name, is_target), (other_begin, other_end, other, is_other_target) in itertools.pairwise(spans):
+        if other_begin >= end or not (is_target or is_other_target):
+            continue
+        if name == other and (begin, end) == (other_begin, other_end):
+            continue
+        first, second = (name, other) if is_target else (other, name)
+        what = f"outputs '{first}' and '{second}' are bound to arrays that share memory"
+        if not (is_target and is_other_target):
+            what = f"output '{first}' is bound to memory of the donated input that becomes '{second}'"
+        raise InputError(f"{what}. Pass separate arrays.")
 
 
 def plain_array(array: Any, where: str) -> np.ndarray:

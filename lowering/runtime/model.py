@@ -22,9 +22,9 @@ from .failures import sentence
 from .files import Files
 from .folders import replaced_folder
 from .graphs import Graph, check_graph
-from .inputs import Port, Sizes, check_apart
+from .inputs import Port, Sizes, check_apart, check_targets
 from .library import Instrument, Library, Machine
-from .outputs import FromDLPack, OutputPort, kind_of, write_output
+from .outputs import FromDLPack, OutputPort, check_output, kind_of, write_output
 from .signature import SigningKey, sign
 from .strings import Dictionary
 from .tensors import Tensor, copy_of, held_elsewhere, item
@@ -187,6 +187,8 @@ class Model:
             targets[name] = (tensor if gpu is None else gpu.place([port], [tensor], in_place=True)[0]), array
         if gpu is not None:
             tensors = gpu.place(ports, tensors, in_place=True)
+        kept = {self.manifest.donated[p.name]: tensor for p, tensor in zip(ports, tensors) if p.written}
+        check_targets({name: tensor for name, (tensor, _) in targets.items()}, kept)
         memory = self._memory(tensors, inputs)
 
         slots = self.manifest.slots
@@ -361,12 +363,15 @@ class Model:
     ) -> dict[str, Any]:
         outputs = {}
         given: set[int] = set()
+        bound: list[tuple[Tensor, Tensor]] = []
         for index, port in enumerate(self._outputs):
             tensor = item(results, index)
             address = tensor.data_ptr()
             if targets and port.name in targets:
                 target, outputs[port.name] = targets[port.name]
-                write_output(port.name, tensor, target)
+                check_output(port.name, tensor, target)
+                # Of an input that is also an output, to which another output may be written.
+                bound.append((copy_of(tensor) if memory.get(address, self) is None else tensor, target))
                 continue
             owner = memory.get(address)
             if owner is not None and owner[0] == port.name:
@@ -380,6 +385,8 @@ class Model:
             else:
                 given.add(address)
             outputs[port.name] = port.deliver(tensor, from_dlpack, strings)
+        for tensor, target in bound:
+            write_output(tensor, target)
         return outputs
 
 

@@ -101,11 +101,15 @@ class OutputPort:
         return self.element.uncarry(np.from_dlpack(tensor))
 
 
-def write_output(name: str, result: Tensor, target: Tensor) -> None:
-    """Copy a result to the array that is bound to an output. Raises InputError for one of another shape."""
+def check_output(name: str, result: Tensor, target: Tensor) -> None:
+    """Raise InputError for a result that has not the shape of the array that is bound to the output."""
     if result.shape != target.shape:
         raise InputError(
             f"output '{name}' has shape {list(result.shape)}, but the array bound to it has {list(target.shape)}."
         )
+
+
+def write_output(result: Tensor, target: Tensor) -> None:
+    """Copy a result to the array that is bound to its output."""
     if result.data_ptr() != target.data_ptr():
         copy_to(result, target)

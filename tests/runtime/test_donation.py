@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import array_api_strict as xp
@@ -149,3 +150,64 @@ def test_a_model_does_not_hold_on_to_arrays(model: Load) -> None:
     outputs = module.run(arrays)
     del arrays, outputs
     assert gone() is None
+
+
+def bound(p1: np.ndarray, q1: np.ndarray, two: lowering.Model, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+    return two.bind(arrays, {"p1": p1, "q1": q1})()
+
+
+@pytest.mark.parametrize(("p1", "q1"), [(24, 24), (24, 31), (31, 24), (30, 26)])
+def test_bound_outputs_that_share_memory(two: lowering.Model, p1: int, q1: int) -> None:
+    buffer = np.arange(48, dtype="f")
+    arrays = {"p": buffer[:8], "q": buffer[8:16], "x": buffer[16:24]}
+    with pytest.raises(InputError, match=r"outputs '[pq]1' and '[pq]1' are bound to arrays that share memory"):
+        bound(buffer[p1 : p1 + 8], buffer[q1 : q1 + 8], two, arrays)
+    np.testing.assert_array_equal(buffer, np.arange(48))
+
+
+@pytest.mark.parametrize(("p1", "q1"), [(8, 24), (24, 0), (15, 24), (24, 7), (1, 24)])
+def test_outputs_bound_to_donated_memory(two: lowering.Model, p1: int, q1: int) -> None:
+    """Of another output, or of a part of the same."""
+    buffer = np.arange(48, dtype="f")
+    arrays = {"p": buffer[:8], "q": buffer[8:16], "x": buffer[16:24]}
+    with pytest.raises(
+        InputError, match=r"output '[pq]1' is bound to memory of the donated input that becomes '[pq]1'"
+    ):
+        bound(buffer[p1 : p1 + 8], buffer[q1 : q1 + 8], two, arrays)
+    np.testing.assert_array_equal(buffer, np.arange(48))
+
+
+def test_outputs_bound_to_their_own_inputs(two: lowering.Model) -> None:
+    """The arrays that become them anyway, and one that is only read, as long as it was."""
+    buffer = np.arange(24, dtype="f")
+    arrays = {"p": buffer[:8], "q": buffer[8:16], "x": buffer[16:24]}
+    expected = {"p1": arrays["p"] + arrays["x"], "q1": arrays["q"] + arrays["x"]}
+    call = two.bind(arrays, {"p1": arrays["p"], "q1": arrays["x"]})
+    outputs = call()
+    assert outputs["p1"] is arrays["p"] and outputs["q1"] is arrays["x"]
+    for name, array in outputs.items():
+        np.testing.assert_array_equal(array, expected[name])
+
+
+def test_an_input_that_is_an_output_beside_one_that_is_bound_to_it(tmp_path: Path) -> None:
+    def body(builder: relax.BlockBuilder, arrays: list, weights: list) -> list:
+        return [builder.emit(relax.op.add(arrays[0], arrays[0])), arrays[0]]
+
+    specs, out = ([modules.spec(n, "float32", 8) for n in ns] for ns in (["x"], ["double", "same"]))
+    model = lowering.load(modules.build(tmp_path / "m", specs, out, body))
+    x, same = np.arange(8, dtype="f"), np.zeros(8, "f")
+    outputs = model.bind({"x": x}, {"double": x, "same": same})()
+    np.testing.assert_array_equal(outputs["double"], 2 * np.arange(8))
+    np.testing.assert_array_equal(outputs["same"], np.arange(8))
+
+
+def test_nothing_is_written_before_all_shapes_are_checked(tmp_path: Path) -> None:
+    def body(builder: relax.BlockBuilder, arrays: list, weights: list) -> list:
+        return [builder.emit(relax.op.add(arrays[0], arrays[0])) for _ in range(2)]
+
+    x, y, z = (modules.spec(name, "float32", size) for name, size in (("x", "n"), ("y", "n"), ("z", "m")))
+    model = lowering.load(modules.build(tmp_path / "m", [x], [y, z], body))
+    bound = np.zeros(8, "f")
+    with pytest.raises(InputError, match="output 'z' has shape"):
+        model.bind({"x": np.ones(8, "f")}, {"y": bound, "z": np.zeros(7, "f")})()
+    assert not bound.any()
