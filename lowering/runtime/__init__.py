@@ -38,15 +38,15 @@ def load(
     return _model(files, manifest, _libraries(files, manifest, device), threads, whole=verify_key is not None)
 
 
-def open_compiled(folder: Path) -> Model:
+def open_compiled(folder: Path, threads: int | None = None, device: int = 0) -> Model:
     """A fresh artifact, which this machine need not be able to run: what would run it then says why it cannot."""
     files = Files(folder)
     manifest = read_manifest(files)
     try:
-        libraries = _libraries(files, manifest, 0)
+        libraries = _libraries(files, manifest, device)
     except ArtifactError as error:
         return ForeignModel(files, manifest, str(error))
-    return _model(files, manifest, libraries)
+    return _model(files, manifest, libraries, threads)
 
 
 def _libraries(files: Files, manifest: Manifest, device: int) -> list[Library]:

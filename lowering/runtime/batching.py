@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import queue
-import threading
 import time
-import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ import numpy as np
 
 from ..errors import InputError
 from ..manifest import Manifest
+from .background import Answer, Background, Task, Worker
 from .checks import checked_threads, whole_number
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class _Request:
     inputs: dict[str, Any]
     key: Any
     rows: int
-    future: Future[dict[str, Any]] = field(default_factory=Future)
+    future: Answer
     since: float = field(default_factory=time.monotonic)
 
 
@@ -55,13 +55,8 @@ class Batching:
         if not 0 <= wait < float("inf"):
             raise InputError(f"wait must be a number of seconds from 0 on, not {wait!r}.")
         most = min(most, model.manifest.ranges.get(self.batch, (1, most))[1])
-        self._queue: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._names = [spec.name for spec in model.inputs]
-        self._closed, self._lock = False, threading.Lock()
-        work = _Worker(self._queue, model, most, wait, checked_threads(threads)).work
-        self._thread = threading.Thread(target=work, name="batching", daemon=True)
-        self._thread.start()
-        self._end = weakref.finalize(self, self._queue.put, None)
+        self._background = Background("Batching", _Groups(model, most, wait, checked_threads(threads)).tasks)
 
     def submit(self, inputs: Arrays) -> Future[dict[str, Any]]:
         """A future of the outputs by name, for NumPy's arrays by input name; what `Model.run` raises, it raises.
@@ -71,12 +66,8 @@ class Batching:
         for name, array in inputs.items():
             if not isinstance(array, np.ndarray):
                 raise InputError(f"input '{name}' is a {type(array).__name__}: batching takes NumPy's arrays.")
-        request = _Request(dict(inputs), *self._kind(inputs))
-        with self._lock:
-            if self._closed:
-                raise InputError("this Batching is closed.")
-            self._queue.put(request)
-        return request.future
+        arrays, kind = dict(inputs), self._kind(inputs)
+        return self._background.submit(lambda answer: _Request(arrays, *kind, answer))
 
     def run(self, inputs: Arrays) -> dict[str, Any]:
         """The outputs by name, waited for."""
@@ -84,10 +75,7 @@ class Batching:
 
     def close(self) -> None:
         """Waits for all that was submitted."""
-        with self._lock:
-            self._closed = True
-            self._end()
-        self._thread.join()
+        self._background.close()
 
     def __enter__(self) -> Batching:
         return self
@@ -106,54 +94,37 @@ class Batching:
         return tuple((array.dtype, array.shape[1:]) for array in arrays), rows.pop()
 
 
-class _Worker:
-    """The thread's part, which knows nothing of who submits, so that nobody need close it."""
+class _Groups:
+    """Requests that wait become one call, and that tasks: an answer each."""
 
-    def __init__(
-        self, requests: queue.SimpleQueue[_Request | None], model: Model, most: int, wait: float, threads: int | None
-    ) -> None:
-        self._requests, self._model, self._most, self._wait, self._threads = requests, model, most, wait, threads
+    def __init__(self, model: Model, most: int, wait: float, threads: int | None) -> None:
+        self._model, self._most, self._wait, self._threads = model, most, wait, threads
 
-    def work(self) -> None:
-        first = self._requests.get()
-        while first is not None:
-            group, behind = self._group(first)
-            self._answer([request for request in group if request.future.set_running_or_notify_cancel()])
-            del group, first  # let go of arrays while there is nothing to do
-            first = self._requests.get() if behind is _NOTHING else behind
-
-    def _group(self, first: _Request) -> tuple[list[_Request], Any]:
-        """The requests that are one call with the first, and what came behind: _NOTHING yet, or None at the end."""
-        group, rows = [first], first.rows
-        while first.key is not None and rows < self._most:
-            left = first.since + self._wait - time.monotonic()
-            try:
-                found = self._requests.get(timeout=max(left, 0.0)) if left > 0 else self._requests.get_nowait()
-            except queue.Empty:
-                break
-            if found is None or found.key != first.key or rows + found.rows > self._most:
-                return group, found
-            group.append(found)
-            rows += found.rows
-        return group, _NOTHING
-
-    def _answer(self, group: list[_Request]) -> None:
+    def tasks(self, first: _Request, worker: Worker) -> list[Task]:
+        group = [r for r in self._group(first, worker) if r.future.set_running_or_notify_cancel()]
         if len(group) > 1:
             try:
                 outputs = self._together(group)
             except Exception:  # one of them is to blame: each for itself
                 pass
             else:
-                for request, answer in zip(group, outputs):
-                    request.future.set_result(answer)
-                return
-        for request in group:
+                return [partial(r.future.set_result, answer) for r, answer in zip(group, outputs)]
+        return [partial(r.future.compute, self._model.run, r.inputs, self._threads) for r in group]
+
+    def _group(self, first: _Request, worker: Worker) -> list[_Request]:
+        """The requests that are one call with the first."""
+        group, rows = [first], first.rows
+        while first.key is not None and rows < self._most:
             try:
-                answer = self._model.run(request.inputs, self._threads)
-            except Exception as error:
-                request.future.set_exception(error)
-            else:
-                request.future.set_result(answer)
+                found = worker.take(first.since + self._wait - time.monotonic())
+            except queue.Empty:
+                break
+            if found is None or found.key != first.key or rows + found.rows > self._most:
+                worker.put_back(found)
+                break
+            group.append(found)
+            rows += found.rows
+        return group
 
     def _together(self, group: list[_Request]) -> list[dict[str, Any]]:
         inputs = {name: np.concatenate([request.inputs[name] for request in group]) for name in group[0].inputs}
@@ -161,9 +132,6 @@ class _Worker:
         ends = np.cumsum([request.rows for request in group])
         begins = [0, *ends[:-1]]
         return [{name: array[a:b] for name, array in outputs.items()} for a, b in zip(begins, ends)]
-
-
-_NOTHING: Any = object()
 
 
 def _batch_dimension(manifest: Manifest) -> str:

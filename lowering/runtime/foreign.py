@@ -17,7 +17,7 @@ class ForeignModel(Model):
         self.manifest = manifest
         self.gpu = self.setup = None
         self._files = files
-        self._reason = reason
+        self._reason, self._threads = reason, None
 
     def _refuse(self, *arguments: Any, **options: Any) -> NoReturn:
         raise ArtifactError(
@@ -25,4 +25,4 @@ class ForeignModel(Model):
             "Save it, and load it on a machine that can."
         )
 
-    run = bind = decoder = instrumented = function = _refuse
+    run = submit = bind = decoder = instrumented = function = _refuse

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ import tvm_ffi
 
 from ..errors import ArtifactError, InputError
 from ..manifest import FILE, MODEL, Manifest, SlotCaches, TensorSpec
+from .background import Answer, Background
 from .checks import check_room, checked_threads
 from .copies import copy_artifact
 from .decoder import Decoder
@@ -25,6 +25,7 @@ from .graphs import Graph, check_graph
 from .inputs import Port, Sizes, check_apart, check_targets
 from .library import Instrument, Library, Machine
 from .outputs import FromDLPack, OutputPort, check_output, kind_of, write_output
+from .pickling import packed, unpacked
 from .signature import SigningKey, sign
 from .strings import Dictionary
 from .tensors import Tensor, copy_of, held_elsewhere, item
@@ -77,8 +78,7 @@ class Model:
         self._shapes: list[Any] = []
         # Virtual machines that no call uses now. A call takes one for itself: two calls on one would crash.
         self._machines: list[Machine] = [library.new_machine()]
-        self._lock = Lock()
-        self._background: ThreadPoolExecutor | None = None
+        self._background = Background("onnx-lowering", lambda task, _: [task])
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -136,10 +136,11 @@ class Model:
 
         Calls that are submitted run one after the other, in that order; the arrays must stay as they are until then.
         """
-        with self._lock:
-            if self._background is None:
-                self._background = ThreadPoolExecutor(1, "onnx-lowering")
-        return self._background.submit(self.run, inputs, threads)
+
+        def task(answer: Answer) -> Callable[[], None]:
+            return lambda: answer.compute(self.run, inputs, threads) if answer.set_running_or_notify_cancel() else None
+
+        return self._background.submit(task)
 
     def __call__(self, **inputs: Any) -> dict[str, Any]:
         """`run` with inputs as keyword arguments."""
@@ -260,6 +261,19 @@ class Model:
         signature = None if sign_key is None else sign(self._files.read(FILE), sign_key)
         with replaced_folder(Path(folder)) as new:
             copy_artifact(self._files, self.manifest, new, signature)
+
+    def __copy__(self) -> Model:
+        """The model itself, which nothing changes."""
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Model:
+        return self
+
+    def __reduce__(self) -> tuple[Callable[..., Model], tuple[Any, ...]]:
+        """All files of the artifact, for a process that may be elsewhere. Raises ArtifactError as `save` does."""
+        if self.manifest.part != MODEL:
+            raise ArtifactError("a setup is a part of its decoder: pickle that.")
+        return unpacked, (packed(self._files, self.manifest), self._threads, self.gpu.number if self.gpu else 0)
 
     def to_numpy(self, name: str, array: Any) -> np.ndarray:
         """An output as NumPy's array, copied and waited for where it is in a GPU's memory."""

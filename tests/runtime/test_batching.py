@@ -135,7 +135,7 @@ def test_nobody_need_close_it(two: lowering.Model) -> None:
     before = threading.active_count()
     batching = lowering.Batching(two)
     batching.run(request(np.random.default_rng(5), 1))
-    thread = batching._thread
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "Batching")
     del batching
     gc.collect()
     thread.join(10)

@@ -1,0 +1,33 @@
+"""Models as bytes, for other processes: pickle, multiprocessing, joblib, Ray."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..manifest import Manifest
+from .copies import copy_artifact
+from .files import Files
+from .folders import is_part
+
+if TYPE_CHECKING:
+    from .model import Model
+
+
+def packed(files: Files, manifest: Manifest) -> dict[str, bytes]:
+    """Return the files of an artifact by name. Raises ArtifactError where they were written to since the load."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy_artifact(files, manifest, Path(folder))
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def unpacked(contents: dict[str, bytes], threads: int | None, device: int) -> Model:
+    """Load a model from its files; one that this machine cannot run says so in a call. Raises ArtifactError."""
+    from . import open_compiled  # which imports this
+
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in contents.items():
+            if is_part(name):
+                (Path(folder) / name).write_bytes(content)
+        return open_compiled(Path(folder), threads, device)
