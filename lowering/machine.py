@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import sys
@@ -70,10 +69,3 @@ def find_cudart() -> Path | None:
 def find_nvcc() -> str | None:
     """The toolkit's compiler, on PATH or where its installer puts it."""
     return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
-
-
-def cache_folder() -> Path:
-    """Where compiled kernels are kept for the next process: ONNX_LOWERING_CACHE, else in the user's cache folder."""
-    named = os.environ.get("ONNX_LOWERING_CACHE")
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(named) if named else Path(base) / "onnx-lowering"

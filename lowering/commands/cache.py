@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from ..machine import cache_folder
+from ..cache_folder import cache_folder
 from .printed import add_json, print_json
 
 

@@ -1,9 +1,9 @@
 """Artifacts, kept on disk: a model file that was compiled before, in the same way by the same compiler, is copied.
 
-They lie in `artifacts` of the cache folder (machine.py), each under a digest of all that it was made of: to find one
-nothing is imported that compiles. A folder is written as every artifact is, whole or not at all, and its digests are
-looked at when it is copied; who can write there can run code as you. The least recently used ones go when all together
-are more than MOST bytes, and what is larger than half of that is not kept.
+They lie in `artifacts` of the cache folder (cache_folder.py), each under a digest of all that it was made of: to find
+one nothing is imported that compiles. A folder is written as every artifact is, whole or not at all, and its digests
+are looked at when it is copied. The least recently used ones go when all together are more than MOST bytes, and what is
+larger than half of that is not kept.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ import numpy as np
 import onnx
 from google.protobuf import message, text_format
 
+from .. import cache_folder
 from ..errors import ArtifactError
-from ..machine import cache_folder, find_nvcc, host_features
+from ..machine import find_nvcc, host_features
 from ..manifest import FILE, SIGNATURE, Manifest
 from ..measuring.machine import caches
 from ..runtime.checks import read_manifest
@@ -50,9 +51,9 @@ class Key:
         return self.files == _states(path for path, *_ in self.files)
 
 
-def folder() -> Path:
-    """Where artifacts are kept."""
-    return cache_folder() / "artifacts"
+def folder() -> Path | None:
+    """Where artifacts are kept; None where others may write."""
+    return cache_folder.part("artifacts")
 
 
 def key(model: Path, options: Options) -> Key | None:
@@ -69,6 +70,8 @@ def key(model: Path, options: Options) -> Key | None:
         digest = hashlib.sha256(repr(_made_by(options)).encode())
         for path in files:
             digest.update(_digest(path))
+        for path in _all_files(options.database):  # whose names say what machine records are of
+            digest.update(str(path.relative_to(os.fspath(options.database or ""))).encode() + b"\0")
         for call in options.calls:
             for name, array in sorted(call.items()):
                 digest.update(f"{name} {np.shape(array)} {np.asarray(array).dtype}".encode())
@@ -83,8 +86,8 @@ def get(key: Key, target: Path, sign_key: SigningKey | None = None) -> Manifest 
 
     Raises ArtifactError where `target` cannot be written.
     """
-    place = folder() / key.name
-    if not place.is_dir():
+    kept = folder()
+    if kept is None or not (place := kept / key.name).is_dir():
         return None
     try:
         files = Files(place)
@@ -104,12 +107,15 @@ def get(key: Key, target: Path, sign_key: SigningKey | None = None) -> Manifest 
 
 def put(key: Key, artifact: Path) -> None:
     """Keeps an artifact that was just made, where that can be written and what it was made of has not changed."""
+    place = folder()
+    if place is None:
+        return
     parts = [path for path in artifact.iterdir() if path.name != SIGNATURE]
     with suppress(OSError, ArtifactError):
         if sum(path.stat().st_size for path in parts) > MOST // 2 or not key.unchanged():
             return
-        folder().mkdir(parents=True, exist_ok=True, mode=0o700)
-        with replaced_folder(folder() / key.name) as new:
+        cache_folder.make(place)
+        with replaced_folder(place / key.name) as new:
             for path in parts:
                 shutil.copyfile(path, new / path.name)
         trim()
@@ -147,8 +153,11 @@ class _Entry:
 
 
 def _entries() -> Iterator[_Entry]:
+    place = folder()
+    if place is None:
+        return
     with suppress(OSError):
-        for path in list(folder().iterdir()):
+        for path in list(place.iterdir()):
             with suppress(OSError):
                 sizes = [part.stat().st_size for part in path.iterdir() if part.is_file()]
                 whole = not path.name.startswith(".")

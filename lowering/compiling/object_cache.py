@@ -1,9 +1,9 @@
 """Object code, kept on disk: what was compiled once by the same compiler for the same machine is only linked.
 
-The files lie in `objects` of the cache folder (machine.py): kernels under the key of what they were scheduled to
+The files lie in `objects` of the cache folder (cache_folder.py): kernels under the key of what they were scheduled to
 (objects.py), that key under one of what they were made of, and the C code that all libraries carry (carried.py). A file
 is written whole under another name and then renamed, and says what its bytes must be: writers may race or be killed.
-The least recently used ones go when all together are more than MOST bytes. Who can write there can run code as you.
+The least recently used ones go when all together are more than MOST bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from ..machine import cache_folder
+from .. import cache_folder
 
 MOST = 1 << 30
 _DIGEST = hashlib.sha256().digest_size
@@ -27,14 +27,17 @@ _KINDS = (OBJECT, MADE_OF, CARRIED)
 _ABANDONED = 3600.0  # seconds after which a file that is still being written is nobody's
 
 
-def folder() -> Path:
-    """Where objects are kept."""
-    return cache_folder() / "objects"
+def folder() -> Path | None:
+    """Where objects are kept; None where others may write."""
+    return cache_folder.part("objects")
 
 
 def get(key: str, kind: str = OBJECT) -> bytes | None:
     """What was kept under the key, a file name, if it is there and whole."""
-    path = folder() / f"{key}{kind}"
+    place = folder()
+    if place is None:
+        return None
+    path = place / f"{key}{kind}"
     try:
         content = path.read_bytes()
         os.utime(path)
@@ -46,9 +49,11 @@ def get(key: str, kind: str = OBJECT) -> bytes | None:
 
 def put(key: str, content: bytes, kind: str = OBJECT) -> None:
     """Keeps it, where that can be written: a cache that cannot is none."""
+    place = folder()
+    if place is None:
+        return
     with suppress(OSError):
-        place = folder()
-        place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        cache_folder.make(place)
         handle, name = tempfile.mkstemp(dir=place, prefix=".")
         try:
             with os.fdopen(handle, "wb") as file:
@@ -86,7 +91,10 @@ def trim(most: int = MOST) -> None:
 
 def _files() -> Iterator[tuple[Path, os.stat_result]]:
     """All files, those that are being written too."""
-    with suppress(OSError), os.scandir(folder()) as entries:
+    place = folder()
+    if place is None:
+        return
+    with suppress(OSError), os.scandir(place) as entries:
         for entry in entries:
             with suppress(OSError):
                 yield Path(entry.path), entry.stat()

@@ -8,7 +8,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from ..machine import V3, V4, cache_folder, cpu_flags, host_features
+from ..cache_folder import cache_folder, distrusted
+from ..machine import V3, V4, cpu_flags, host_features
 from .report import Report
 
 _GIB = 2**30
@@ -81,6 +82,9 @@ def _folder(report: Report, name: str, folder: Path) -> None:
     blocks = name != "cache"
     if not os.access(there, os.W_OK | os.X_OK):
         report.blame(f"'{there}', for {name}, cannot be written.", f"Set {variable} to a folder that can.", blocks)
+    elif name == "cache" and (why := distrusted(folder)) is not None:
+        mend = "Make it yours alone (chmod go-w), or set ONNX_LOWERING_CACHE to a folder that is."
+        report.blame(f"{why}: the cache is not used, as code from there would run as you.", mend)
     elif free < _LEAST_FREE:
         what = f"'{there}', for {name}, has {free / 2**20:.0f} MiB left."
         report.blame(what, f"Remove something, or set {variable} to another folder.")

@@ -20,8 +20,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from .. import cache_folder
 from ..errors import ArtifactError, LoweringError
-from ..machine import cache_folder, cpu_flags
+from ..machine import cpu_flags
 from ..runtime import Model, load
 from ..runtime.folders import check_replaceable
 
@@ -73,8 +74,8 @@ def cache_clear(disk: bool = False) -> None:
         _kept.models.clear()
         _kept.calls.clear()
         _kept.hits = _kept.disk_hits = _kept.misses = 0
-        if disk:
-            shutil.rmtree(folder(), ignore_errors=True)
+        if disk and (place := folder()) is not None:
+            shutil.rmtree(place, ignore_errors=True)
 
 
 def known(call: Hashable) -> Model | None:
@@ -108,16 +109,21 @@ def _compiled(problem: Problem, target: str) -> Model:
     model = compile(problem.to_onnx(), target)
     _kept.misses += 1
     with suppress(LoweringError, OSError):  # a cache that cannot be written is none
-        place = folder() / _key(problem, target)
-        place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _remove_other(place)
-        model.save(place)
-        _remove_oldest(place.parent)
+        kept = folder()
+        if kept is not None:
+            cache_folder.make(kept)
+            place = kept / _key(problem, target)
+            _remove_other(place)
+            model.save(place)
+            _remove_oldest(kept)
     return model
 
 
 def _from_disk(problem: Problem, target: str) -> Model | None:
-    place = folder() / _key(problem, target)
+    kept = folder()
+    if kept is None:
+        return None
+    place = kept / _key(problem, target)
     try:
         model = load(place)
     except (LoweringError, OSError):
@@ -128,9 +134,9 @@ def _from_disk(problem: Problem, target: str) -> Model | None:
     return model
 
 
-def folder() -> Path:
-    """Where kernels are kept."""
-    return cache_folder() / "flex"
+def folder() -> Path | None:
+    """Where kernels are kept; None where others may write."""
+    return cache_folder.part("flex")
 
 
 def _remove_other(place: Path) -> None:
