@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +26,8 @@ SYMBOL = "__tvm_ffi_"  # in front of the names of functions in a library
 MOST_THREADS = 1024
 """The largest number of threads that a call may be given."""
 
-# Weights are sampled whole up to _WHOLE bytes; of more, _SAMPLE bytes at every multiple of _STRIDE.
-_WHOLE, _STRIDE, _SAMPLE = 2**24, 2**20, 2**12
+BLOCK = 2**20
+"""Bytes of weights.bin that have a digest of their own."""
 
 
 @dataclass(frozen=True)
@@ -212,10 +214,10 @@ class Manifest:
     /proc/cpuinfo names that the machine must have. ranges gives the smallest and largest legal size of symbolic
     dimensions by name; any size is legal for those it does not mention, and where both are equal the dimension was
     fixed by `compile` and is a number in all dims. strings is the dictionary of a model's string constants; code k is
-    strings[k]. hashes are SHA-256 of every file by name, and `digest` for the manifest itself; weights_sample is what
-    every load compares instead (the function of that name), "" without weights. architectures are those of the GPUs
-    that it was built for, () for CPUs. threads is the default worker count, None for the caller's affinity. scheme and
-    precision are the `weights` and the `precision` that it was compiled with.
+    strings[k]. hashes are SHA-256 of every file by name, and `digest` for the manifest itself; weights_blocks are those
+    of the blocks of weights.bin, by which a load finds what is damaged (`block_digests`). architectures are those of
+    the GPUs that it was built for, () for CPUs. threads is the default worker count, None for the caller's affinity.
+    scheme and precision are the `weights` and the `precision` that it was compiled with.
 
     setup is the part of a decoder that runs once per sequence (graph/setup_part.py): those of its outputs that are
     inputs here, by name, are the same in every call. With `serve` it writes the pools of sources. It lies in the same
@@ -234,7 +236,7 @@ class Manifest:
     strings: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
     hashes: dict[str, str] = field(default_factory=dict)
-    weights_sample: str = ""
+    weights_blocks: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     kernels: tuple[KernelSpec, ...] = ()
     calls: tuple[CallSpec, ...] = ()  # in the order of execution
@@ -276,15 +278,12 @@ def digest(data: bytes | memoryview) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def weights_sample(size: int, read: Callable[[int, int], bytes | memoryview]) -> str:
-    """SHA-256 of the size and the bytes of weights.bin; of more than 16 MiB, of the size and 4 KiB in every 1 MiB.
+def block_digests(size: int, read: Callable[[int, int], bytes | memoryview], blocks: Iterable[int]) -> Iterator[str]:
+    """Digests of some blocks of weights.bin, of BLOCK bytes each but the last. read(position, count) gives bytes."""
 
-    read(position, count) gives bytes. Digesting gigabytes of weights would make a load several times longer. What goes
-    wrong with weights in practice (another model's file, an unfinished copy, a partly written one) changes the size or
-    nearly every page.
-    """
-    hasher = hashlib.sha256(str(size).encode())
-    step, count = (size or 1, size) if size <= _WHOLE else (_STRIDE, _SAMPLE)
-    for position in range(0, size, step):
-        hasher.update(read(position, min(count, size - position)))
-    return hasher.hexdigest()
+    def of_one(block: int) -> str:
+        content = read(block * BLOCK, min(BLOCK, size - block * BLOCK))
+        return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield from pool.map(of_one, blocks)

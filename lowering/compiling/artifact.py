@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from ..manifest import FILE, HEADER, HOST, SIGNATURE, WEIGHTS, Manifest, WeightSpec, digest, weights_sample
+from ..manifest import BLOCK, FILE, HEADER, HOST, SIGNATURE, WEIGHTS, Manifest, WeightSpec, block_digests, digest
 from ..runtime.folders import replaced_folder
 from ..runtime.signature import SigningKey, sign
 from .cpp_header import model_header
@@ -42,9 +43,9 @@ def write(folder: Path, parts: Sequence[Part], sign_key: SigningKey | None = Non
         hashes: dict[str, str] = {}
         manifests = [part.manifest for part in parts]
         if any(part.weights for part in parts):
-            places, sample, hashes[WEIGHTS] = _write_weights(new / WEIGHTS, [part.weights for part in parts])
+            places, blocks, hashes[WEIGHTS] = _write_weights(new / WEIGHTS, [part.weights for part in parts])
             manifests = [dataclasses.replace(m, weights=specs) for m, specs in zip(manifests, places)]
-            manifests[0] = dataclasses.replace(manifests[0], weights_sample=sample)
+            manifests[0] = dataclasses.replace(manifests[0], weights_blocks=blocks)
         manifest = dataclasses.replace(manifests[0], setup=next(iter(manifests[1:]), None))
         code = {
             name: library
@@ -67,8 +68,8 @@ def write(folder: Path, parts: Sequence[Part], sign_key: SigningKey | None = Non
 
 def _write_weights(
     path: Path, parts: Sequence[Mapping[str, np.ndarray]]
-) -> tuple[list[tuple[WeightSpec, ...]], str, str]:
-    """Writes weights.bin; the places of each part's weights, the sample and the digest of the file."""
+) -> tuple[list[tuple[WeightSpec, ...]], tuple[str, ...], str]:
+    """Writes weights.bin; the places of each part's weights, the digests of its blocks and that of the file."""
     places, hasher = [], hashlib.sha256()
     with path.open("w+b", buffering=0) as file:  # a buffer makes writes of this size five times slower
 
@@ -89,11 +90,10 @@ def _write_weights(
         size = file.tell()
 
         def read(position: int, count: int) -> bytes:
-            file.seek(position)
-            return file.read(count)
+            return os.pread(file.fileno(), count, position)
 
-        sample = weights_sample(size, read)
-    return places, sample, hasher.hexdigest()
+        blocks = tuple(block_digests(size, read, range(-(-size // BLOCK))))
+    return places, blocks, hasher.hexdigest()
 
 
 def _rows(array: np.ndarray) -> Iterator[np.ndarray]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
-from ..errors import ArtifactError
+from ..errors import ArtifactError, InputError
 from ..manifest import Manifest
 from . import without_torch  # noqa: F401  (before whatever imports tvm_ffi)
 from .checks import check_files, check_machine, check_versions, checked_threads, read_manifest, whole_number
@@ -20,22 +21,30 @@ _ELSEWHERE = "compile the model here, or for a smaller target such as cpu:x86-64
 
 
 def load(
-    folder: str | Path, threads: int | None = None, device: int = 0, verify_key: VerifyingKey | None = None
+    folder: str | Path,
+    threads: int | None = None,
+    device: int = 0,
+    verify_key: VerifyingKey | None = None,
+    check: Literal["auto", "full"] = "auto",
 ) -> Model:
     """Loads an artifact folder. What becomes of its files afterwards does not matter to the model.
 
     threads is the default number of threads of a call, at most 1024; None means what the artifact says, else the CPUs
     that the calling thread may use. device is the number of the GPU, for models that run on one. verify_key, the public
     half of an Ed25519 key (a PEM file, its 32 bytes, or a key of the package `cryptography`), demands that the artifact
-    was signed with the other half, and digests all of it; without it, digests find accidents and nothing else, and
-    model.so is code that runs with all your rights: load what you trust. Raises ArtifactError when a file is missing or
+    was signed with the other half; without it, digests find accidents and nothing else, and model.so is code that runs
+    with all your rights: load what you trust. All of an artifact is looked at, but of more than 1 GiB of weights a
+    sample, unless check is "full" or there is a key. Raises ArtifactError when a file is missing or
     changed, or was made for another format, version or machine, and InputError for wrong arguments.
     """
     threads, device = checked_threads(threads), whole_number(device, "device", 0, 2**31 - 1)
+    if check not in ("auto", "full"):
+        raise InputError(f"check must be 'auto' or 'full', not {check!r}.")
     files = Files(Path(folder))
     manifest = read_manifest(files, verify_key)
     check_versions(manifest)
-    return _model(files, manifest, _libraries(files, manifest, device), threads, whole=verify_key is not None)
+    whole = verify_key is not None or check == "full"
+    return _model(files, manifest, _libraries(files, manifest, device), threads, whole)
 
 
 def open_compiled(folder: Path, threads: int | None = None, device: int = 0) -> Model:

@@ -13,13 +13,29 @@ from typing import Any
 from ..errors import ArtifactError, InputError
 from ..machine import SHIPPED, VERSION_FILE, runtime_alone
 from ..machine import cpu_flags as cpu_flags
-from ..manifest import FILE, FORMAT, MOST_THREADS, SIGNATURE, WEIGHTS, Manifest, SlotCaches, digest, weights_sample
+from ..manifest import (
+    BLOCK,
+    FILE,
+    FORMAT,
+    MOST_THREADS,
+    SIGNATURE,
+    WEIGHTS,
+    Manifest,
+    SlotCaches,
+    block_digests,
+    digest,
+)
 from .files import Files
 from .rules import contradictions
 from .signature import VerifyingKey, verify
 
 # e_machine of the ELF header, by platform.machine().
 _ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
+
+
+SMALL = 2**30
+"""Bytes of weights of which every load looks at all."""
+_SAMPLED = 2**8  # blocks of more
 
 
 def whole_number(value: Any, name: str, least: int, most: int) -> int:
@@ -116,20 +132,26 @@ def check_files(files: Files, manifest: Manifest) -> dict[str, bytes]:
 
 
 def check_weights(
-    files: Files, manifest: Manifest, size: int, read: Callable[[int, int], bytes | memoryview], whole: bool = False
+    files: Files, manifest: Manifest, size: int, read: Callable[[int, int], bytes | memoryview], whole: bool
 ) -> None:
     """Raises ArtifactError unless weights of `size` bytes are those that the manifest was written with.
 
-    read(position, count) gives bytes; whole looks at all of them, and not at samples alone.
+    read(position, count) gives bytes. Unless `whole`, of more than SMALL bytes only some blocks are looked at, the
+    first and the last among them.
     """
-    right = weights_sample(size, read) == manifest.weights_sample
-    if not right or (whole and digest(read(0, size)) != manifest.hashes[WEIGHTS]):
-        raise _changed(files, WEIGHTS)
+    count = -(-size // BLOCK)
+    if count != len(manifest.weights_blocks):
+        raise _changed(files, WEIGHTS, f"it has {size} bytes")
+    step = 1 if whole or size <= SMALL else -(-count // _SAMPLED)
+    blocks = sorted({*range(0, count, step), *range(count)[-1:]})
+    for block, found in zip(blocks, block_digests(size, read, blocks)):
+        if found != manifest.weights_blocks[block]:
+            raise _changed(files, WEIGHTS, f"something from byte {block * BLOCK} on differs")
 
 
-def _changed(files: Files, name: str) -> ArtifactError:
+def _changed(files: Files, name: str, what: str = "") -> ArtifactError:
     return ArtifactError(
-        f"'{files.folder / name}' is not the file that {FILE} was written with: "
+        f"'{files.folder / name}' is not the file that {FILE} was written with{what and f' ({what})'}: "
         "copy the whole folder, or compile the model again."
     )
 

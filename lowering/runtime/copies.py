@@ -21,7 +21,7 @@ def copy_artifact(files: Files, manifest: Manifest, target: Path, signature: byt
         raise ArtifactError(f"'{files.folder}' has been written to since it was loaded: load it again.")
     contents = check_files(files, manifest) | {FILE: text, **({SIGNATURE: signature} if signature else {})}
     if WEIGHTS in manifest.hashes:
-        check_weights(files, manifest, files.size(WEIGHTS), lambda at, count: files.read(WEIGHTS, at, count))
+        check_weights(files, manifest, files.size(WEIGHTS), lambda at, count: files.read(WEIGHTS, at, count), True)
     for name, content in contents.items():
         (target / name).write_bytes(content)
     if WEIGHTS in manifest.hashes:

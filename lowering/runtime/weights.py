@@ -48,12 +48,12 @@ class Weights:
         return k >= 0 and address < self._ends[k]
 
 
-def read_weights(files: Files, manifest: Manifest, whole: bool = False) -> memoryview:
+def read_weights(files: Files, manifest: Manifest, whole: bool) -> memoryview:
     """weights.bin, if there is one, in pages of its own, of 2 MiB where the machine has them.
 
     It is read, not mapped: a mapping, private or not, dies with SIGBUS where the file has become shorter, and shows
     what is written over it (POSIX leaves the latter open, Linux does it for pages that nobody has written to).
-    Processes share it by forking after the load. whole digests all of it, and not samples alone. Raises ArtifactError
+    Processes share it by forking after the load. whole looks at all of it, however large it is. Raises ArtifactError
     where it is not what the manifest was written with, or does not fit into memory.
 
     A product that waits for its weights takes 0.6 to 0.9 of the time that it does with pages of 4 KiB.

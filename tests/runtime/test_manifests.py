@@ -32,7 +32,7 @@ SLOTS = {"capacity": 4, "length": "n", "tokens": None, "rings": {}, "rows": None
 SERVED = {
     "context": 8, "tokens_per_block": 4, "pools": [], "dtype": "", "scales": 0, "ids": "ids",
     "states": [{"name": "past", "layers": 1, "shape": [3], "dtype": "float32"}], "sources": None,
-    "per_token": [], "fixed": [],
+    "per_token": [], "fixed": [], "vocabularies": {},
 }  # fmt: skip
 POOL = {"name": "past", "scale": "", "layers": 1, "kv_heads": 2, "head_dim": 5}
 TEXTS = ["[" * 100_000, '{"format":' * 50_000, "9" * 10_000, "\x00", '{"a": "', "NaN", '"\\ud800"']
