@@ -37,6 +37,10 @@ static int check_starts(const Call* call) {
                           r, at(&call->row_starts, r), at(&call->row_starts, r + 1));
         }
     }
+    if (rows == 0 && call->requests > 0) {
+        return refuse(call->node, "row_starts gives none of " N " requests a token: call with those that have some.",
+                      call->requests);
+    }
     if (rows == call->sizes[ROWS]) return 0;
     return refuse(call->node,
                   "row_starts of " N " requests ends with " N ", and there are " N

@@ -81,6 +81,10 @@ def decoder(request: pytest.FixtureRequest) -> Decoder:
 def test_no_requests_get_no_rows(decoder: Decoder) -> None:
     pool = Pool(decoder[1])
     assert pool.call(decoder[1], {}).shape[0] == 0
+    for name in range(2):
+        pool.cache.add(name)
+    with pytest.raises(lowering.InputError, match="row_starts gives none of 2 requests a token: call with those that have some"):
+        pool.call(decoder[1], {name: np.zeros(0, np.int64) for name in range(2)})
 
 
 def served_error(path: Path, model: lowering.Model, lengths: tuple[int, ...] = LENGTHS) -> float:
