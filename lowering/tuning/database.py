@@ -27,7 +27,7 @@ from tvm.s_tir import Trace
 from tvm.s_tir import meta_schedule as ms
 from tvm_ffi import structural_hash
 
-from ..errors import ArtifactError, LoweringError
+from ..errors import ArtifactError
 from ..measuring.isolated import Failed
 from ..measuring.lines import append, mend, whole_lines
 from ..measuring.machine import Machine, machine
@@ -35,6 +35,8 @@ from ..records import decode
 from ..target import Target
 from .architecture import Architecture, architecture
 from .choices import recorded
+from .record_lines import DatabaseError as DatabaseError
+from .record_lines import check_records, check_workloads
 from .task import MAIN
 
 _WORKLOADS, _RECORDS = "database_workload.json", "database_tuning_record.json"
@@ -57,10 +59,6 @@ class Trial:
     at: float
     cause: str | None = None
     text: str = ""
-
-
-class DatabaseError(LoweringError):
-    """A database is damaged, or is none."""
 
 
 class Database:
@@ -148,6 +146,8 @@ def opened(folder: Path) -> ms.database.JSONDatabase:
     """
     for name in (_WORKLOADS, _RECORDS):
         mend(folder / name)
+    check_records(folder / _RECORDS)
+    check_workloads(folder / _WORKLOADS)
     try:
         return ms.database.JSONDatabase(str(folder / _WORKLOADS), str(folder / _RECORDS), allow_missing=True)
     except Exception as error:  # TVM raises what it likes

@@ -83,7 +83,9 @@ def test_no_requests_get_no_rows(decoder: Decoder) -> None:
     assert pool.call(decoder[1], {}).shape[0] == 0
     for name in range(2):
         pool.cache.add(name)
-    with pytest.raises(lowering.InputError, match="row_starts gives none of 2 requests a token: call with those that have some"):
+    with pytest.raises(
+        lowering.InputError, match="row_starts gives none of 2 requests a token: call with those that have some"
+    ):
         pool.call(decoder[1], {name: np.zeros(0, np.int64) for name in range(2)})
 
 

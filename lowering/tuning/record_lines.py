@@ -1,0 +1,71 @@
+"""Lines of MetaSchedule's databases, looked at before TVM reads them: it ends the process where a value is missing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ..errors import LoweringError
+
+
+class DatabaseError(LoweringError):
+    """A database is damaged, or is none."""
+
+
+def check_records(path: Path) -> None:
+    """Raise DatabaseError for a line of a file, which may be missing, that is no record of a measurement."""
+    _check(path, "record", _wrong_in_record)
+
+
+def check_workloads(path: Path) -> None:
+    """Raise DatabaseError for a line of a file, which may be missing, that is no workload."""
+    _check(path, "workload", _wrong_in_workload)
+
+
+def _check(path: Path, what: str, wrong_in: Callable[[Any], Iterator[str]]) -> None:
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            wrong = next(wrong_in(json.loads(line)), None)
+        except (ValueError, RecursionError) as error:
+            wrong = str(error)
+        if wrong is not None:
+            raise DatabaseError(f"'{path}' is damaged: line {number} is no {what}: {wrong}.")
+
+
+def _wrong_in_workload(workload: Any) -> Iterator[str]:
+    """A workload is [hash, module], both text."""
+    if not isinstance(workload, list) or [type(part) for part in workload] != [str, str]:
+        yield "it is not a hash and a module"
+
+
+def _wrong_in_record(record: Any) -> Iterator[str]:
+    """A record is [workload, [[instructions, decisions], seconds, target, arguments]], without null anywhere."""
+    if _has_null(record):
+        yield "it has null in it"
+    if not isinstance(record, list) or len(record) != 2 or not _is_index(record[0]):
+        yield "it is not the number of a workload and what was measured"
+        return
+    measured = record[1]
+    if not isinstance(measured, list) or len(measured) != 4 or not isinstance(measured[0], list):
+        yield "it has no trace, seconds, target and arguments"
+        return
+    trace = measured[0]
+    if len(trace) != 2 or not all(isinstance(part, list) for part in trace):
+        yield "its trace has no instructions and decisions"
+        return
+    instructions, decisions = trace
+    for decision in decisions:
+        if not isinstance(decision, list) or len(decision) != 2 or not _is_index(decision[0], len(instructions)):
+            yield "it decides on an instruction that is not there"
+
+
+def _is_index(value: Any, count: int = 2**31) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < count
+
+
+def _has_null(value: Any) -> bool:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return value is None or any(map(_has_null, parts))
