@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from ..errors import ModelError
+
 Size = int | ir.SymbolicDim
 
 
@@ -139,7 +141,11 @@ class Rewrite:
         if dtype is None:
             assert inputs[0] is not None
             dtype = inputs[0].dtype
-        assert dtype is not None
+        if dtype is None:
+            raise ModelError(
+                f"nobody knows the element type of what node '{self.origin}' reads: a node before it has inputs that "
+                "its operator does not take."
+            )
         name = f"{self.origin}/{operator}"
         before = sum(node.op_type == operator for node in self.nodes)
         node = ir.node(operator, inputs, attributes or {}, domain=domain, name=f"{name}_{before}" if before else name)

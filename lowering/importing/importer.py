@@ -27,6 +27,7 @@ from .node import Node
 from .origins import Builder
 from .quantised import Quantised
 from .size_kernel import size_kernel
+from .type_rules import check_types
 from .values import (
     MOST_SIZE,
     Shape,
@@ -284,6 +285,7 @@ class Importer:
         try:
             if lowering is None:
                 return self._without_lowering(context, node, version, inputs)
+            check_types(context, inputs, node.domain, node.op_type)
             result = lowering(context, *inputs)
         except LoweringError:
             raise

@@ -2,22 +2,48 @@
 // NAME=SIZE is the size of a symbolic dimension (its smallest legal one, or 1, else); NAME=FILE the elements of an input
 // in a file of nothing else (zeros else). What outputs hold is printed: float32 as numbers, others as bytes.
 #include <algorithm>
+#include <charconv>
+#include <cstdint>
 #include <cstdio>
 #include <fstream>
 #include <map>
+#include <new>
+#include <set>
 #include <string>
 #include <vector>
 
 #include "model.h"
 
-int main(int argc, char** argv) try {
-  if (argc < 2) throw std::invalid_argument("say where the folder with model.h is: ./host model");
+// The sizes and the files that are named, each of which must be of the model.
+std::map<std::string, std::string> arguments(int argc, char** argv) {
+  std::set<std::string> known;
+  for (const lowering::TensorSpec& spec : model::spec.inputs) {
+    known.insert(spec.name);
+    for (const lowering::Dim& dim : spec.dims) known.insert(dim.name);
+  }
   std::map<std::string, std::string> said;
   for (int k = 2; k < argc; ++k) {
     const std::string text = argv[k];
     if (text.rfind('=') == std::string::npos) throw std::invalid_argument(text + ": write NAME=SIZE or NAME=FILE");
-    said[text.substr(0, text.rfind('='))] = text.substr(text.rfind('=') + 1);
+    const std::string name = text.substr(0, text.rfind('='));
+    if (name.empty() || !known.count(name)) throw std::invalid_argument(name + " is no input and no dimension of one");
+    said[name] = text.substr(text.rfind('=') + 1);
   }
+  return said;
+}
+
+int64_t size_of(const std::string& name, const std::string& text) {
+  int64_t size = -1;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), size);
+  if (error != std::errc() || end != text.data() + text.size() || size < 0) {
+    throw std::invalid_argument(name + "=" + text + ": write a size, a whole number from 0 on");
+  }
+  return size;
+}
+
+int main(int argc, char** argv) try {
+  if (argc < 2) throw std::invalid_argument("say where the folder with model.h is: ./host model");
+  const std::map<std::string, std::string> said = arguments(argc, argv);
   const lowering::Model loaded(argv[1], model::spec);
   const bool on_gpu = !model::spec.codes[0].architecture.empty();
 
@@ -30,14 +56,16 @@ int main(int argc, char** argv) try {
       const auto range = model::spec.ranges.find(dim.name);
       const int64_t least = range == model::spec.ranges.end() ? 1 : range->second.first;
       const auto size = dim.name.empty() ? said.end() : said.find(dim.name);
-      shape.push_back(!dim.name.empty() ? size == said.end() ? least : std::stoll(size->second) : dim.size);
-      bytes *= static_cast<size_t>(shape.back());
+      shape.push_back(!dim.name.empty() ? size == said.end() ? least : size_of(dim.name, size->second) : dim.size);
+      const size_t count = static_cast<size_t>(shape.back());
+      if (count != 0 && bytes > SIZE_MAX / 2 / count) throw std::invalid_argument(spec.name + " does not fit into memory");
+      bytes *= count;
     }
     memory.emplace_back(std::max<size_t>(bytes, 1));
-    if (said.count(spec.name)) {
-      std::ifstream file(said[spec.name], std::ios::binary);
+    if (const auto path = said.find(spec.name); path != said.end()) {
+      std::ifstream file(path->second, std::ios::binary);
       if (!file.read(memory.back().data(), static_cast<std::streamsize>(bytes)) || file.peek() != EOF) {
-        throw std::invalid_argument(said[spec.name] + " has not the " + std::to_string(bytes) + " bytes of " + spec.name);
+        throw std::invalid_argument(path->second + " has not the " + std::to_string(bytes) + " bytes of " + spec.name);
       }
     }
     const lowering::Tensor view = lowering::view(memory.back().data(), spec.dtype, shape);
@@ -56,6 +84,9 @@ int main(int argc, char** argv) try {
     }
     std::printf("\n");
   }
+} catch (const std::bad_alloc&) {
+  std::fprintf(stderr, "there is not enough memory for inputs of these sizes\n");
+  return 1;
 } catch (const std::exception& error) {
   std::fprintf(stderr, "%s\n", error.what());
   return 1;

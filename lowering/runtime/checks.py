@@ -33,6 +33,8 @@ from .signature import VerifyingKey, verify
 _ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
 
 
+_SIGNATURE = 64  # bytes of one
+
 SMALL = 2**30
 """Bytes of weights of which every load looks at all."""
 _SAMPLED = 2**8  # blocks of more
@@ -84,7 +86,7 @@ def read_manifest(files: Files, key: VerifyingKey | None = None) -> Manifest:
     if key is not None:
         if SIGNATURE not in files:
             raise ArtifactError(f"'{files.folder}' is not signed: it has no {SIGNATURE}.")
-        verify(text, files.read(SIGNATURE), key, files.folder)
+        verify(text, files.read(SIGNATURE, count=_SIGNATURE + 1), key, files.folder)
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:

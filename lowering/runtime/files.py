@@ -14,6 +14,8 @@ from .folders import being_replaced, is_part
 
 # Bytes per read of weights.
 _LARGE = 1 << 25
+# The largest number of bytes that are read at once: of all files but weights.
+_MOST = 1 << 31
 # How long a folder that is being replaced in two steps is waited for.
 _PATIENCE = 2.0  # seconds
 
@@ -38,8 +40,11 @@ class Files:
         return os.fstat(self._held[name]).st_size
 
     def read(self, name: str, position: int = 0, count: int | None = None) -> bytes:
-        """`count` bytes of a file, or all; fewer where it ends."""
+        """`count` bytes of a file, or all; fewer where it ends. Raises ArtifactError, also for more than 2 GiB."""
         count = self.size(name) - position if count is None else count
+        if count > _MOST:
+            size = f"{self.size(name) / 2**30:.1f} GiB"
+            raise ArtifactError(f"'{self.folder / name}' has {size}, and no artifact has such a file: it is damaged.")
         buffer = bytearray(count)
         return bytes(buffer[: self.read_into(name, memoryview(buffer), position)])
 

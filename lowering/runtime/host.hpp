@@ -82,6 +82,13 @@ struct CodeSpec {
   uint32_t crc;
 };
 
+// Caches of a fixed capacity: the input `length` says how many rows they hold. tokens is the input whose size along axis
+// is the number of rows that a call adds, "" where none has it; rows is the largest such number, 0 for any.
+struct Slots {
+  std::string length, tokens;
+  int64_t axis, capacity, rows;
+};
+
 struct Spec {
   std::vector<TensorSpec> inputs, outputs;
   std::vector<WeightSpec> weights;
@@ -89,6 +96,7 @@ struct Spec {
   std::vector<std::string> cpu_features;
   int threads;
   std::vector<CodeSpec> codes;
+  std::vector<Slots> slots;  // one, or none
 };
 
 // -- tensors ---------------------------------------------------------------------------------------------------------
@@ -408,7 +416,24 @@ class Model {
         }
       }
     }
+    for (const Slots& slots : spec_.slots) check(slots, inputs);
     return arguments;
+  }
+
+  // The caches have room for the rows that the call adds.
+  void check(const Slots& slots, const std::map<std::string, Tensor>& inputs) const {
+    const Tensor length = details::copy_of(inputs.at(slots.length), cpu());
+    const int64_t used = *reinterpret_cast<const int64_t*>(details::begin(length));
+    const int64_t rows = slots.tokens.empty() ? 0 : inputs.at(slots.tokens).size(slots.axis);
+    if (used < 0 || used > slots.capacity - rows) {
+      throw std::invalid_argument("the caches have " + std::to_string(slots.capacity) + " slots: " + std::to_string(used) +
+                                  quoted(" tokens are in them (", slots.length) + ") and " + std::to_string(rows) +
+                                  " more do not fit");
+    }
+    if (slots.rows > 0 && rows > slots.rows) {
+      throw std::invalid_argument("a call adds at most " + std::to_string(slots.rows) + " tokens, and this one adds " +
+                                  std::to_string(rows) + ": make several calls");
+    }
   }
 
   void check(const TensorSpec& spec, const Tensor& tensor, std::map<std::string, int64_t>* sizes) const {

@@ -206,7 +206,7 @@ class Port:
                 tensor = tvm_ffi.from_dlpack(array)
             except BufferError:
                 tensor = tvm_ffi.from_dlpack(array.__dlpack__(max_version=(1, 0)))
-        except (BufferError, TypeError, ValueError, RuntimeError) as error:
+        except Exception as error:  # it is code of another library
             reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
             raise InputError(f"{self.where} cannot be read through DLPack: {reason}") from error
         if tensor.__dlpack_device__() not in self._devices:

@@ -159,6 +159,8 @@ class Model:
         instead of one for each kernel. The outputs are then the same arrays in every call. Raises InputError, at once
         or in the first call, where the host reads what arrays hold, on which sizes or kernels depend.
         """
+        if outputs is not None and not isinstance(outputs, Mapping):
+            raise InputError(f"outputs must map names to arrays, not {type(outputs).__name__}.")
         inputs = dict(inputs)  # the caller's may change
         strings = Dictionary(self.manifest.strings)
         from_dlpack, on_host = kind_of(inputs)
@@ -379,7 +381,13 @@ class Model:
         given: set[int] = set()
         bound: list[tuple[Tensor, Tensor]] = []
         for index, port in enumerate(self._outputs):
-            tensor = item(results, index)
+            try:
+                tensor = item(results, index)
+            except IndexError as error:
+                raise ArtifactError(
+                    f"the code gives {index} results, and {FILE} names {len(self._outputs)}: it is not the one that "
+                    "this code was made with. Compile the model again."
+                ) from error
             address = tensor.data_ptr()
             if targets and port.name in targets:
                 target, outputs[port.name] = targets[port.name]

@@ -40,6 +40,8 @@ def contradictions(manifest: Manifest) -> Iterator[str]:
             yield f"two {role}s have one name"
         for spec in specs:
             yield from _tensor(role, spec)
+    if not manifest.outputs:
+        yield "it gives nothing"
     yield from _donated(manifest)
     for weight in manifest.weights:
         yield from _weight(weight)

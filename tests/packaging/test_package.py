@@ -29,6 +29,8 @@ model (float[n, 256] x, int64[m] rows) => (float[m, 64] y) <float[256, 64] w = {
   y = MatMul (picked, w)
 }
 """
+DECODER = Path(__file__).parents[1] / "exports" / "decoders" / "llama.onnx"
+HOSTILE = Path(__file__).with_name("hostile_host_calls.json")
 WEIGHTS = np.random.default_rng(0).standard_normal((256, 64), np.float32)
 CLEAN = {"PATH": "/usr/bin:/bin", "HOME": "/nonexistent"}
 
@@ -76,6 +78,28 @@ def test_a_folder_is_built_and_run_without_python(artifact: Path, tmp_path: Path
     clean(command[0] + " -Wall -Wextra -Werror -Wno-unused-parameter", app)
     check_host([app / "host"], app)
     lowering.load(app / "model")
+
+
+def test_hosts_refuse_what_python_refuses(tmp_path: Path) -> None:
+    """Each call of hostile_host_calls.json, on a decoder with caches of 48 slots; @N is a file with that int64."""
+    compile_to(tmp_path / "out", DECODER, static_cache=48)
+    assert main(["package", str(tmp_path / "out"), "--to", str(tmp_path / "app")]) == 0
+    command = re.search(r"^g\+\+ .*$", (tmp_path / "app" / "README.md").read_text(), re.MULTILINE)
+    assert command is not None
+    clean(command[0], tmp_path / "app")
+    host: list[str | Path] = [tmp_path / "app" / "host", tmp_path / "app" / "model"]
+    right = clean([*host, "batch=1", "sequence_len=3"], tmp_path)
+    for call in json.loads(HOSTILE.read_text()):
+        arguments = []
+        for text in call["arguments"]:
+            name, _, value = text.partition("=@")
+            if value:
+                np.array(int(value)).tofile(tmp_path / f"{name}.bin")
+                text = f"{name}={name}.bin"
+            arguments.append(text)
+        done = subprocess.run([*host, *arguments], cwd=tmp_path, env=CLEAN, capture_output=True, text=True, timeout=120)
+        assert (done.returncode, done.stdout) == (1, "") and call["says"] in done.stderr, (call, done)
+    assert clean([*host, "batch=1", "sequence_len=3"], tmp_path) == right
 
 
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="needs cmake")

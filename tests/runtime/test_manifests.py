@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.asymmetric import ed25519
 
 import lowering
 from lowering.errors import ArtifactError, LoweringError
@@ -250,3 +252,33 @@ def test_decoding_by_types() -> None:
 def test_storage_types_are_those_of_the_compiler() -> None:
     assert all(storage_dtype(name) == storage for name, storage in STORAGE.items())
     assert np.dtype("float32").name in STORAGE
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "manifest.sig", "model.h", "host.hpp", "model.so"])
+def test_files_of_a_size_that_none_has(name: str, folder: Path) -> None:
+    """Sparse, so that they take no place on the disk."""
+    (folder / name).touch()
+    os.truncate(folder / name, 300 * 2**30)
+    if name == "manifest.sig":
+        key = ed25519.Ed25519PrivateKey.generate().public_key()
+        with pytest.raises(ArtifactError, match="was not signed with this key"):
+            lowering.load(folder, verify_key=key)
+    else:
+        with pytest.raises(ArtifactError, match=r"has 300\.0 GiB, and no artifact has such a file: it is damaged"):
+            lowering.load(folder)
+
+
+@pytest.mark.parametrize("count", [0, 3, 5])
+def test_manifests_of_other_outputs(count: int, artifact: Callable[..., Path], tmp_path: Path) -> None:
+    lowering.load(artifact("dense")).save(tmp_path / "out")
+    path = tmp_path / "out" / "manifest.json"
+    data = json.loads(path.read_text())
+    data["outputs"] = [data["outputs"][0] | {"name": f"y{k}"} for k in range(count)]
+    data["hashes"]["manifest.json"] = Manifest.from_dict(data).digest()
+    path.write_text(json.dumps(data))
+    if not count:
+        assert "it gives nothing" in refused(tmp_path / "out")
+        return
+    model = lowering.load(tmp_path / "out")
+    with pytest.raises(ArtifactError, match=f"the code gives 2 results, and manifest.json names {count}"):
+        model.run({"x": np.ones((2, 64), np.float32)})

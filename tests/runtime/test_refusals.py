@@ -184,3 +184,28 @@ def test_results_that_do_not_fit_the_bound_array(tmp_path: Path) -> None:
     x[0] = 7
     with pytest.raises(InputError, match=r"output 'y' has shape \[3\], but the array bound to it has \[2\]\."):
         call()
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError, AttributeError, MemoryError, OSError, AssertionError, ZeroDivisionError, RecursionError]
+)
+def test_arrays_whose_own_code_fails(error: type[Exception], model: Load) -> None:
+    class Broken:
+        __module__ = "numpy"  # to which outputs would go
+        dtype, shape = np.dtype("float32"), (2, 3)
+
+        def __dlpack__(self, **options: Any) -> Any:
+            raise error("broken")
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return 1, 0
+
+    module = model("sums")
+    for refuse in (module.run, module.bind):
+        with pytest.raises(InputError, match=r"input 'x' cannot be read through DLPack: .*broken"):
+            refuse({"x": Broken(), "y": ONES})
+
+
+def test_outputs_that_are_no_mapping(model: Load) -> None:
+    with pytest.raises(InputError, match="outputs must map names to arrays, not list"):
+        model("sums").bind({"x": ONES, "y": ONES}, [1])  # type: ignore[arg-type]
