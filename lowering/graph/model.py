@@ -16,6 +16,7 @@ from ..manifest import FILE
 from . import schemas  # noqa: F401  (what onnxruntime writes passes onnx's checker)
 from .declared_sizes import forget_unknown_sizes
 from .legality import check_attributes, check_bodies, check_domains, check_tensors, graphs
+from .sparse_tensors import make_dense
 
 ModelLike = str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model
 
@@ -47,6 +48,7 @@ def load_model(model: ModelLike) -> ir.Model:
         check_attributes(inlined)
         check_domains(inlined)
         _forget_what_says_nothing(inlined)
+        inlined.graph.outputs[:] = dict.fromkeys(inlined.graph.outputs)  # results have names, each once
         return inlined
     except ModelError:
         raise
@@ -85,7 +87,7 @@ def _read(model: ModelLike) -> ir.Model:
             raise ModelError(f"{path} is {what}, and no .onnx file: name the model's file.")
         if not path.is_file():
             raise ModelError(f"There is no file {path}.")
-        return _checked(lambda: onnx.checker.check_model(str(path)), lambda: ir.load(path))
+        return _checked(lambda: onnx.checker.check_model(str(path)), lambda: _loaded(path))
     if not isinstance(model, (bytes, onnx.ModelProto)):
         raise ModelError(
             f"A {type(model).__name__} is no ONNX model: give a path, bytes, an onnx.ModelProto or an onnx_ir.Model. "
@@ -93,8 +95,16 @@ def _read(model: ModelLike) -> ir.Model:
         )
     proto = onnx.load_model_from_string(model) if isinstance(model, bytes) else model
     if proto.ByteSize() > _PROTOBUF_LIMIT:
-        return ir.from_proto(proto)
-    return _checked(lambda: onnx.checker.check_model(proto), lambda: ir.from_proto(proto))
+        return ir.from_proto(make_dense(proto))
+    return _checked(lambda: onnx.checker.check_model(proto), lambda: ir.from_proto(make_dense(proto)))
+
+
+def _loaded(path: Path) -> ir.Model:
+    """The model of a file, whose external data stays where it is."""
+    folder = str(path.parent)
+    model = ir.from_proto(make_dense(onnx.load(path, load_external_data=False), folder))
+    ir.external_data.set_base_dir(model.graph, folder)
+    return model
 
 
 def _checked(check: Callable[[], None], read: Callable[[], ir.Model]) -> ir.Model:
