@@ -102,6 +102,11 @@ class Node:
         size = shape[axis] if shape is not None and axis < len(shape) else None
         return size if isinstance(size, int) and size > 0 else None
 
+    def declared_rank(self, output: int) -> int | None:
+        """The number of dimensions that the model declares for that output; None where it declares none."""
+        shape = self._ir.outputs[output].shape
+        return None if shape is None else len(shape)
+
     def warn(self, message: str) -> None:
         """Tells the user, once per node, about something that compiles but may not be what they meant."""
         self._importer.warnings.append(f"{self.where}: {message}")

@@ -170,18 +170,41 @@ def squeeze(node: Node, data: Value, axes: Value | None = None) -> Value:
         return _squeeze_at_run_time(node, data, axes)
     given = constant_ints(node, axes, "axes", "axes")
     if given is None:
-        unsure = [k for k, d in enumerate(data.shape) if not isinstance(d, int)]
-        if unsure:
-            raise node.error(
-                f"without axes it removes all dimensions of size 1, but dimension {unsure[0]} is symbolic.",
-                "Give the axes.",
-            )
-        given = [k for k, d in enumerate(data.shape) if d == 1]
+        data, given = _dimensions_of_one(node, data)
     chosen = {static_axis(node, a, data.rank, "axes entry") for a in given}
     for axis in chosen:
         if isinstance(data.shape[axis], int) and data.shape[axis] != 1:
             raise node.error(f"dimension {axis} is {data.shape[axis]} and cannot be squeezed.")
     return reshape_to(node, data, tuple(d for k, d in enumerate(data.shape) if k not in chosen))
+
+
+def _dimensions_of_one(node: Node, data: Value) -> tuple[Value, list[int]]:
+    """The dimensions that Squeeze without axes removes, and the data behind a check of the run that these are they.
+
+    The rank that the model declares decides on symbolic ones: all go, or none, which is also what is taken where it
+    declares none.
+    """
+    ones = [k for k, size in enumerate(data.shape) if size == 1]
+    symbolic_ones = [k for k, size in enumerate(data.shape) if not isinstance(size, int)]
+    rank, kept = node.declared_rank(0), data.rank - len(ones)
+    if rank in (None, kept):
+        gone = []
+    elif rank == kept - len(symbolic_ones):
+        gone = symbolic_ones
+    else:
+        raise node.error(
+            f"without axes it removes all dimensions of size 1, and its output is declared with {rank} dimensions, "
+            f"which dimensions {symbolic_ones} of any size do not tell.",
+            "Give the axes, or compile with --dim NAME=1 for those that are 1.",
+        )
+    for axis in symbolic_ones:
+        is_one = symbolic.equal(data.shape[axis], 1)
+        condition = is_one if gone else symbolic.logical_not(is_one)
+        remedy = "" if gone else ", or compile with --dim NAME=1"
+        text = f"without axes it removes all dimensions of size 1. Dimension {axis} is {{}}, and it was compiled for "
+        text += f"{'1' if gone else 'others'}: give the axes{remedy}."
+        data = required(node, data, condition, text, data.shape[axis])
+    return data, ones + gone
 
 
 def _squeeze_at_run_time(node: Node, data: Value, axes: Value) -> Value:
