@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 import struct
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -426,3 +427,12 @@ def test_calls(case: str, folder: Path) -> None:
     with pytest.raises(LoweringError) as caught:
         call(folder)
     assert wanted in str(caught.value) and not FOREIGN.search(str(caught.value)), caught.value
+
+
+def test_checkpoints_of_pytorch_are_recognized(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "model.pt", "w") as file:
+        file.writestr("archive/data.pkl", b"\x80\x02")
+    with pytest.raises(
+        lowering.ModelError, match=r"model\.pt is a zip file, as PyTorch.*torch\.onnx\.export"
+    ):
+        lowering.compile(tmp_path / "model.pt")

@@ -118,6 +118,13 @@ def test_who_stops_reading_is_told_nothing(model: Path) -> None:
     [
         (["compile", "missing.onnx", "-o", "out"], "There is no file missing.onnx"),
         (["compile", "MODEL", "-o", "out", "--target", "tpu"], "There is no target 'tpu'"),
+        (["compile", "MODEL", "-o", "out", "--target", "cuda:sm_90"], "Did you mean cuda:sm_90a?"),
+        (["compile", "MODEL", "-o", "out", "--target", "cpu:arm64"], "Did you mean cpu:aarch64?"),
+        (["compile", "MODEL", "-o", "out", "--target", "native"], "Did you mean cpu?"),
+        (["compile", "MODEL", "-o", "out", "--target", "GPU"], "Did you mean cuda?"),
+        (["compile", "MODEL", "-o", "out", "--target", "cuda:9.0"], "Did you mean cuda:sm_90a?"),
+        (["compile", "MODEL", "-o", "out", "--target", "cpu:x86_64_v3"], "Did you mean cpu:x86-64-v3?"),
+        (["run", "MODEL"], "is no artifact: it is a model file: compile it first"),
         (["compile", "MODEL", "-o", "out", "--cc", "no-such-cc"], "'no-such-cc', which is not installed"),
         (["compile", "MODEL", "-o", "out", "--donate", "cache.*"], "matches no input. The inputs are: q, k, v."),
         (["compile", "MODEL", "-o", "out", "--donate", "q"], "input 'q' cannot be donated"),

@@ -18,6 +18,8 @@ from .declared_sizes import forget_unknown_sizes
 from .legality import check_attributes, check_bodies, check_domains, check_tensors, graphs
 from .sparse_tensors import make_dense
 
+_ZIP = b"PK\x03\x04"
+
 ModelLike = str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model
 
 # What onnx_ir notes of illegal models, with tracebacks, is for programs that ask for records; our errors are for users.
@@ -87,6 +89,12 @@ def _read(model: ModelLike) -> ir.Model:
             raise ModelError(f"{path} is {what}, and no .onnx file: name the model's file.")
         if not path.is_file():
             raise ModelError(f"There is no file {path}.")
+        with path.open("rb") as file:
+            if file.read(len(_ZIP)) == _ZIP:
+                raise ModelError(
+                    f"{path} is a zip file, as PyTorch's checkpoints and programs are, and no ONNX model: "
+                    "torch.onnx.export makes one of the module."
+                )
         return _checked(lambda: onnx.checker.check_model(str(path)), lambda: _loaded(path))
     if not isinstance(model, (bytes, onnx.ModelProto)):
         raise ModelError(

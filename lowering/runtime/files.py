@@ -82,7 +82,10 @@ def _open(folder: Path) -> dict[str, int]:
                     f"write it again, or rename '{moved}' back."
                 ) from error
             if not moved and not folder.is_dir():
-                raise ArtifactError(f"'{folder}' is no artifact: it has no {FILE}.") from error
+                what = f"it has no {FILE}"
+                if folder.is_file():
+                    what = "it is a model file: compile it first" if folder.suffix == ".onnx" else "it is a file"
+                raise ArtifactError(f"'{folder}' is no artifact: {what}.") from error
             time.sleep(0.001)
             continue
         except (OSError, ValueError) as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+
 from ..errors import TargetError
 from ..machine import host_features
 from .cpu import CPUS, cpu
@@ -23,8 +25,29 @@ def resolve(name: str, cc: str | None = None) -> tuple[Target, ...]:
         return (cpu(name, base, tuple(more), cc),)
     if kind == "cuda" and set(arch.split(",")) <= {*ARCHITECTURES, *([""] if not arch else [])}:
         return cuda(name, arch, cc)
-    known = ", ".join(["cpu", *(f"cpu:{a}" for a in CPUS), "cuda", *(f"cuda:{a}" for a in ARCHITECTURES)])
+    names = ["cpu", *(f"cpu:{a}" for a in CPUS), "cuda", *(f"cuda:{a}" for a in ARCHITECTURES)]
+    meant = _meant(name.lower(), names)
     raise TargetError(
-        f"There is no target '{name}'. Use one of: {known}. Architectures of CUDA may be a list, with commas between; "
-        "CPUs may have more features than the name promises, such as cpu:aarch64+dotprod."
+        f"There is no target '{name}'.{f' Did you mean {meant}?' if meant else ''} Use one of: {', '.join(names)}. "
+        "Architectures of CUDA may be a list, with commas between; CPUs may have more features than the name promises, "
+        "such as cpu:aarch64+dotprod."
     )
+
+
+_ELSEWHERE = {
+    "native": "cpu", "host": "cpu", "llvm": "cpu", "x86": "cpu", "gpu": "cuda", "nvidia": "cuda",
+    "arm64": "cpu:aarch64", "armv8": "cpu:aarch64", "x86_64": "cpu:x86-64-v3", "amd64": "cpu:x86-64-v3",
+    "avx2": "cpu:x86-64-v3", "avx512": "cpu:x86-64-v4", "ampere": "cuda:sm_80", "ada": "cuda:sm_89",
+    "hopper": "cuda:sm_90a", "blackwell": "cuda:sm_100",
+}  # fmt: skip
+"""What others call them, with or without what kind they are."""
+
+
+def _meant(name: str, names: list[str]) -> str | None:
+    """The target that is called nearly so, or so elsewhere."""
+    short = name.removeprefix("cpu:").removeprefix("cuda:").removeprefix("gpu:")
+    if short in _ELSEWHERE:
+        return _ELSEWHERE[short]
+    number = short.removeprefix("sm").removeprefix("_").replace(".", "")
+    begun = [known for known in names if number and known.startswith(f"cuda:sm_{number}")]
+    return next(iter(begun or difflib.get_close_matches(name.replace("_", "-"), names, 1, 0.7)), None)
