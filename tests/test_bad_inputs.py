@@ -432,7 +432,5 @@ def test_calls(case: str, folder: Path) -> None:
 def test_checkpoints_of_pytorch_are_recognized(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "model.pt", "w") as file:
         file.writestr("archive/data.pkl", b"\x80\x02")
-    with pytest.raises(
-        lowering.ModelError, match=r"model\.pt is a zip file, as PyTorch.*torch\.onnx\.export"
-    ):
+    with pytest.raises(lowering.ModelError, match=r"model\.pt is a zip file, as PyTorch.*torch\.onnx\.export"):
         lowering.compile(tmp_path / "model.pt")

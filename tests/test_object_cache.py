@@ -146,9 +146,25 @@ def test_the_least_recently_used_go_first(compiled: list[str]) -> None:
     os.utime(killed, (0, 0))
     writing = object_cache.folder() / ".writing"
     writing.touch()
-    object_cache.trim(most=2500)
+    one = (object_cache.folder() / "k0.object").stat()
+    object_cache.trim(most=int(2.5 * max(one.st_size, one.st_blocks * 512)))
     assert [object_cache.get(f"k{k}") is not None for k in range(5)] == [True, False, False, False, True]
     assert not killed.exists() and writing.exists()
+
+
+def test_many_files_are_seldom_looked_at(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+    monkeypatch.setattr(object_cache, "trim", lambda: looks.append(1))
+    for operator in ("Exp", "Tanh", "Erf"):
+        other = onnx.parser.parse_model(
+            f'<ir_version: 10, opset_import: ["" : 23]> g (float[n] x) => (float[n] y) {{ y = {operator}(x) }}'
+        )
+        lowering.compile(other)
+    assert len(compiled) > 2 and len(looks) == 1
+    stamp = object_cache.folder() / ".trimmed"
+    os.utime(stamp, (0, 0))
+    object_cache.trim_seldom()
+    assert len(looks) == 2 and time.time() - stamp.stat().st_mtime < 60
 
 
 def test_writers_may_race(compiled: list[str]) -> None:

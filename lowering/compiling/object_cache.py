@@ -24,6 +24,7 @@ OBJECT, MADE_OF, CARRIED = ".object", ".made_of", ".carried"
 """Kinds of files: kernels, the key of a kernel by what it was made of, and C code that all libraries have."""
 
 _KINDS = (OBJECT, MADE_OF, CARRIED)
+_TRIMMED, _SELDOM = ".trimmed", 600.0  # seconds
 _ABANDONED = 3600.0  # seconds after which a file that is still being written is nobody's
 
 
@@ -78,12 +79,25 @@ def clear() -> None:
             os.unlink(path)
 
 
+def trim_seldom() -> None:
+    """Trims, unless somebody has lately: to look at many files takes longer than to compile one."""
+    place = folder()
+    if place is None:
+        return
+    stamp = place / _TRIMMED
+    with suppress(OSError):
+        if stamp.exists() and time.time() - stamp.stat().st_mtime < _SELDOM:
+            return
+        stamp.touch()
+        trim()
+
+
 def trim(most: int = MOST) -> None:
-    """Removes the least recently used ones beyond so many bytes, and what killed writers left."""
+    """Removes the least recently used ones beyond so many bytes of disk, and what killed writers left."""
     found = sorted(_files(), key=lambda entry: -entry[1].st_mtime)
     total = 0
     for path, stat in found:
-        total += stat.st_size
+        total += max(stat.st_size, stat.st_blocks * 512)
         if total > most if path.suffix in _KINDS else stat.st_mtime < time.time() - _ABANDONED:
             with suppress(OSError):
                 os.unlink(path)

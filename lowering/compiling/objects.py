@@ -91,7 +91,7 @@ class Kernels:
         new, seconds = len(self.new), time.perf_counter() - begin
         progress.LOG.info("%d kernels compiled, %d from the cache: %.2f s", new, len(found) - new, seconds)
         if new and self.kept:
-            object_cache.trim()
+            object_cache.trim_seldom()
         return rest, found
 
     def object(self, func: tirx.PrimFunc) -> Object:

@@ -9,10 +9,14 @@ has a thread of its own; and the results, which every launch writes anew.
 from __future__ import annotations
 
 import gc
+import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -32,6 +36,7 @@ _READS = {
 }
 # What a launch is given for the function that was captured, which nobody calls.
 _CAPTURED = tvm_ffi.convert(lambda: None)
+_PATIENCE = 1.0  # seconds for a thread to end
 
 
 def check_graph(manifest: Manifest, gpu: Gpu | None, inputs: Mapping[str, Any], outputs: Any) -> Gpu:
@@ -72,7 +77,8 @@ class Graph:
         self._library, self._gpu, self._arguments = library, gpu, arguments
         self._donated, self._delivered = donated, delivered
         self._replay = library.new_replay()
-        self._worker = ThreadPoolExecutor(1, "graph")
+        self._worker, self._threads = ThreadPoolExecutor(1, "graph"), list[int]()
+        weakref.finalize(self, _end, self._worker, self._threads).atexit = False
         self._lock = Lock()
         self._kept: list[Any] = []
         self._outputs: dict[str, Any] | None = None
@@ -88,6 +94,7 @@ class Graph:
 
     def _capture(self, stream: int) -> list[Tensor]:
         """Runs the call, and captures it. The results, which hold what the run gave."""
+        self._threads.append(threading.get_native_id())
         kept: list[Any] = []
         reads: list[str] = []
         first: list[list[_Aside]] = []
@@ -125,6 +132,15 @@ class Graph:
         if result.data_ptr() in self._donated:
             return _Aside(None, False)
         return _Aside(copy_of(result), held_elsewhere(result))
+
+
+def _end(worker: ThreadPoolExecutor, threads: Sequence[int]) -> None:
+    """Wait until the thread of a graph has given its workspaces back: the driver takes none while another captures."""
+    own = threading.get_native_id() in threads
+    worker.shutdown(wait=not own)
+    deadline = time.monotonic() + _PATIENCE
+    while not own and time.monotonic() < deadline and any(Path(f"/proc/self/task/{each}").exists() for each in threads):
+        time.sleep(0.0002)
 
 
 @dataclass(frozen=True)
