@@ -7,9 +7,12 @@ of the folder and of all above it are looked at, and new ones are made for their
 from __future__ import annotations
 
 import functools
+import grp
 import logging
 import os
+import pwd
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 LOG = logging.getLogger("lowering")
@@ -23,8 +26,10 @@ def cache_folder() -> Path:
 
 
 def part(name: str) -> Path | None:
-    """Return a folder in it, whether it is there or not; None where others may write."""
+    """Return a folder in it, whether it is there or not, without links; None where others may write."""
     folder = cache_folder() / name
+    with suppress(OSError, RuntimeError):  # a loop of links
+        folder = folder.resolve()
     return folder if _is_private(folder) else None
 
 
@@ -37,7 +42,10 @@ def make(folder: Path) -> None:
 
 def distrusted(folder: Path) -> str | None:
     """Return why somebody else may write what lies in a folder, which need not be there; None if nobody may."""
-    here = folder.resolve()
+    try:
+        here = folder.resolve()
+    except (OSError, RuntimeError) as error:
+        return f"'{folder}' cannot be looked at: {error}"
     own = (0, os.geteuid())
     for path in (here, *here.parents):
         try:
@@ -48,10 +56,20 @@ def distrusted(folder: Path) -> str | None:
             return f"'{path}' cannot be looked at: {error.strerror}"
         if found.st_uid not in own:
             return f"'{path}' belongs to user {found.st_uid}"
+        others = stat.S_IWOTH if _is_alone(found.st_gid, found.st_uid) else stat.S_IWOTH | stat.S_IWGRP
         # In a folder with the sticky bit, such as /tmp, others cannot remove or rename what is not theirs.
-        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and (path == here or not found.st_mode & stat.S_ISVTX):
+        if found.st_mode & others and (path == here or not found.st_mode & stat.S_ISVTX):
             return f"others may write to '{path}' (mode {stat.S_IMODE(found.st_mode):o})"
     return None
+
+
+def _is_alone(group: int, owner: int) -> bool:
+    """Whether nobody but the owner is in a group, as where each user has a group of the same name."""
+    try:
+        members, user = grp.getgrgid(group).gr_mem, pwd.getpwuid(owner)
+    except KeyError:
+        return False
+    return user.pw_gid == group and group != 0 and not set(members) - {user.pw_name}
 
 
 @functools.cache

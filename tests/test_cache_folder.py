@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -71,6 +72,28 @@ def test_folders_of_others_are_not_used(
     assert not (cache / "objects" / "other.object").exists()
     (text,) = [record.getMessage() for record in caplog.records]  # said once
     assert "is not used" in text and "ONNX_LOWERING_CACHE" in text
+
+
+@pytest.mark.parametrize(
+    ("members", "own_group", "is_trusted"),
+    [([], 77, True), (["me"], 77, True), (["me", "you"], 77, False), ([], 78, False)],
+)
+def test_groups_of_one_user(
+    members: list[str], own_group: int, is_trusted: bool, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """Where each user has a group, that group may write: nobody else is in it."""
+    found = SimpleNamespace(st_uid=os.geteuid(), st_gid=77, st_mode=0o40775)
+    monkeypatch.setattr(cache_folder.grp, "getgrgid", lambda _: SimpleNamespace(gr_mem=members))
+    monkeypatch.setattr(cache_folder.pwd, "getpwuid", lambda _: SimpleNamespace(pw_gid=own_group, pw_name="me"))
+    monkeypatch.setattr(Path, "stat", lambda *_, **__: found)
+    assert (cache_folder.distrusted(tmp_path) is None) == is_trusted
+
+
+def test_loops_of_links_are_no_cache(cache: Path) -> None:
+    cache.parent.mkdir()
+    cache.symlink_to(cache)
+    object_cache.put("k", b"code")
+    assert object_cache.get("k") is None
 
 
 def test_links_are_followed(cache: Path, tmp_path: Path) -> None:

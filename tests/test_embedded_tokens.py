@@ -191,7 +191,7 @@ def test_what_is_no_token_of_several_inputs_is_refused() -> None:
     for fixed, said in (
         (None, "must have factor, and not none"), ({"scale": 1.0}, "and not scale"), ([1.0], "and not list"),
         ({"factor": [1.0, 2.0]}, r"'factor' as float64\[2\], and the model takes factor: float32\[\]"),
-        ({"factor": "much"}, "'factor' as str"),
+        ({"factor": "much"}, "'factor' as str"), ({"factor": 1e300}, "which float32 does not hold"),
     ):  # fmt: skip
         with pytest.raises(InputError, match=said):
             lowering.Batcher(served, blocks=8, fixed=fixed)

@@ -35,6 +35,12 @@ def model_of(tensor: onnx.SparseTensorProto, where: str, dtype: str = "float32")
     elif where == "constant":
         nodes = [node("Constant", [], ["c"], sparse_value=tensor), node("Add", ["x", "c"], ["y"])]
         graph = helper.make_graph(nodes, "g", inputs, outputs)
+    elif where == "function":
+        body = [node("Constant", [], ["c"], sparse_value=tensor), node("Add", ["a", "c"], ["b"])]
+        opsets = [helper.make_opsetid("", 21), helper.make_opsetid("local", 1)]
+        function = helper.make_function("local", "AddSparse", ["a"], ["b"], body, opsets[:1])
+        graph = helper.make_graph([node("AddSparse", ["x"], ["y"], domain="local")], "g", inputs, outputs)
+        return helper.make_model(graph, opset_imports=opsets, functions=[function], ir_version=10)
     else:
         body = [node("Constant", [], ["c"], sparse_value=tensor), node("Add", ["x", "c"], ["z"])]
         branch = helper.make_graph(body, "then", [], [value("z", kind, DIMS)])
@@ -45,7 +51,7 @@ def model_of(tensor: onnx.SparseTensorProto, where: str, dtype: str = "float32")
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
 
 
-@pytest.mark.parametrize("where", ["initializer", "constant", "body"])
+@pytest.mark.parametrize("where", ["initializer", "constant", "body", "function"])
 @pytest.mark.parametrize(("form", "dtype"), [("flat", "float32"), ("by axis", "int64"), ("by axis", "float32")])
 @pytest.mark.parametrize("as_file", [False, True])
 def test_sparse_tensors(where: str, form: str, dtype: str, as_file: bool, tmp_path: Path) -> None:

@@ -59,6 +59,9 @@ class Graph:
             return self.add(operator, [some], UNARY[operator](self.value(some)))
         if kind == "binary":
             operator = self.draw.choice(list(BINARY))
+            a, b = map(self.value, inputs)
+            if operator in ("Max", "Min") and ((a == 0) & (b == 0) & (np.signbit(a) != np.signbit(b))).any():
+                return self.grow()  # of zeros of both signs either may be the result
             return self.add(operator, inputs, BINARY[operator](*map(self.value, inputs)))
         operator = self.draw.choice(list(CONDITIONS))
         condition = self.add(operator, inputs, CONDITIONS[operator](*map(self.value, inputs)))

@@ -213,6 +213,6 @@ def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
 
 def _of_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto]:
     for attribute in (attribute for node in nodes for attribute in node.attribute):
-        yield from (attribute.t, *attribute.tensors)
+        yield from (attribute.t, *attribute.tensors, attribute.sparse_tensor.values, attribute.sparse_tensor.indices)
         for graph in (attribute.g, *attribute.graphs):
             yield from _tensors(graph)

@@ -86,7 +86,7 @@ def trim_seldom() -> None:
         return
     stamp = place / _TRIMMED
     with suppress(OSError):
-        if stamp.exists() and time.time() - stamp.stat().st_mtime < _SELDOM:
+        if stamp.exists() and abs(time.time() - stamp.stat().st_mtime) < _SELDOM:
             return
         stamp.touch()
         trim()

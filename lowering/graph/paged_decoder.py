@@ -120,8 +120,8 @@ def _decoder_of(model: ir.Model, serve: Serve) -> _Decoder:
         )
     pasts, states = [operand(node, 0) for node in grown], [past_state(node) for node in carriers]
     dropped = [value for value in (*pasts, *states, mask, position_ids) if value is not None]
+    setup = split_setup(model, {str(value.name) for value in (ids, *dropped)})
     fixed = [value for value in model.graph.inputs if value not in dropped and value.shape == ir.Shape([])]
-    setup = split_setup(model, {str(value.name) for value in (ids, *dropped, *fixed)})
     positions = Positions(model, ids, mask, position_ids, pasts)
     attentions = [node for node in model.graph if is_attention(node) and positions.of_data(node)]
     reads = find_source_reads(model, ids, attentions, pasts)

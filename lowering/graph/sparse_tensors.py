@@ -24,21 +24,21 @@ def make_dense(model: onnx.ModelProto, folder: str = "") -> onnx.ModelProto:
     Raises:
         ModelError: Indices lie outside of their tensor, or a tensor would take more than 2 GiB.
     """
-    if not any(graph.sparse_initializer or any(_sparse(graph.node)) for graph in _graphs(model)):
+    if not any(graph.sparse_initializer for graph in _graphs(model)) and not any(_sparse(model)):
         return model
     dense = onnx.ModelProto()
     dense.CopyFrom(model)
     for graph in _graphs(dense):
         graph.initializer.extend(_dense(tensor, tensor.values.name, folder) for tensor in graph.sparse_initializer)
         del graph.sparse_initializer[:]
-        for attribute in _sparse(graph.node):
-            value = _dense(attribute.sparse_tensor, "", folder)
-            attribute.CopyFrom(onnx.helper.make_attribute("value", value))
+    for attribute in _sparse(dense):
+        value = _dense(attribute.sparse_tensor, "", folder)
+        attribute.CopyFrom(onnx.helper.make_attribute("value", value))
     return dense
 
 
 def _graphs(model: onnx.ModelProto) -> Iterator[onnx.GraphProto]:
-    """All graphs, bodies of nodes too; functions have none of their own."""
+    """All graphs, bodies of nodes too."""
     pending = [model.graph]
     for function in model.functions:
         pending += _bodies(function.node)
@@ -53,9 +53,11 @@ def _bodies(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.GraphProto]:
         yield from ([attribute.g] if attribute.HasField("g") else attribute.graphs)
 
 
-def _sparse(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.AttributeProto]:
-    for node in nodes:
-        yield from (a for a in node.attribute if node.op_type == "Constant" and a.name == "sparse_value")
+def _sparse(model: onnx.ModelProto) -> Iterator[onnx.AttributeProto]:
+    """The attributes of all Constants, in functions too, that hold sparse tensors."""
+    for part in (*_graphs(model), *model.functions):
+        for node in part.node:
+            yield from (a for a in node.attribute if node.op_type == "Constant" and a.name == "sparse_value")
 
 
 def _dense(tensor: onnx.SparseTensorProto, name: str, folder: str) -> onnx.TensorProto:

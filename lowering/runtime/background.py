@@ -1,12 +1,14 @@
 """A thread that does what others ask of it, and futures that may be waited for in it.
 
-Callbacks of a future run in the thread. One that waits for another future of the same thread would wait for ever: it
-does what is before that instead. A forked child has no threads of its parent: it starts its own.
+Callbacks of a future run in the thread. One that waits for another future of the same thread, by its `result` or its
+`exception`, would wait for ever: it does what is before that instead. A forked child has no threads of its parent: it
+starts its own. At the end of the process all is done that was submitted; nothing can be submitted then.
 """
 
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import queue
 import threading
@@ -17,6 +19,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from ..errors import InputError
+
+LOG = logging.getLogger("lowering")
 
 Task = Callable[[], None]
 
@@ -37,10 +41,10 @@ class Answer(Future[Any]):
         return super().exception(timeout)
 
     def compute(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Set what the function returns or raises."""
+        """Set what the function returns or raises, whatever that is: the thread goes on."""
         try:
             result = function(*arguments)
-        except Exception as error:
+        except BaseException as error:
             self.set_exception(error)
         else:
             self.set_result(result)
@@ -55,16 +59,23 @@ class Worker:
     def __init__(self, name: str, tasks: Callable[[Any, Worker], Iterable[Task]]) -> None:
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()  # None is the last
         self._make, self._put_back, self._tasks = tasks, deque[Any](), deque[Task]()
+        self._lock, self._is_ended = threading.RLock(), False  # a finalizer may come in between
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         _WORKERS.add(self)
         self._thread.start()
 
-    def put(self, request: Any) -> None:
-        self._queue.put(request)
+    def put(self, request: Any) -> bool:
+        """Queue a request; False once the worker is to end."""
+        with self._lock:
+            if not self._is_ended:
+                self._queue.put(request)
+            return not self._is_ended
 
     def end(self) -> None:
-        """Have the thread end behind what was submitted."""
-        self._queue.put(None)
+        """Have the thread end after what was submitted."""
+        with self._lock:
+            self._is_ended = True
+            self._queue.put(None)
 
     def join(self) -> None:
         """Wait until the thread has ended, if that is another one."""
@@ -84,8 +95,12 @@ class Worker:
             pass
 
     def _work(self) -> None:
-        while self._turn():
-            pass
+        goes_on = True
+        while goes_on:
+            try:
+                goes_on = self._turn()
+            except BaseException:  # of a callback, which ends nothing else
+                LOG.exception("a callback of a future has raised")
         _WORKERS.discard(self)
 
     def _turn(self) -> bool:
@@ -123,11 +138,12 @@ class Background:
                 self._worker = Worker(self._name, self._tasks)
                 weakref.finalize(self, self._worker.end).atexit = False
             answer = Answer(self._worker)
-            self._worker.put(request(answer))
+            if not self._worker.put(request(answer)):
+                raise InputError("the process is about to end.")
         return answer
 
     def close(self) -> None:
-        """Wait for all that was submitted."""
+        """Wait for all that was submitted, unless this is called by a callback."""
         with self._lock:
             self._closed = True
         if self._worker is not None:

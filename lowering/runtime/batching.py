@@ -105,7 +105,7 @@ class _Groups:
         if len(group) > 1:
             try:
                 outputs = self._together(group)
-            except Exception:  # one of them is to blame: each for itself
+            except BaseException:  # one of them is to blame: each for itself
                 pass
             else:
                 return [partial(r.future.set_result, answer) for r, answer in zip(group, outputs)]

@@ -97,11 +97,11 @@ class Batcher:
         """
         ours = self._request(request)
         self._check_unused(new)
-        theirs = Request(new, list(ours.tokens), ours.source)
+        theirs = Request(new, list(ours.tokens), ours.source, answered=ours.answered)
         if ours.admitted and self.cache is not None and not self._served.states:
             self.cache.truncate(request, ours.read)  # gives up what a call that failed had reserved
             self.cache.fork(request, new)
-            theirs.read, theirs.admitted, theirs.answered = ours.read, True, ours.answered
+            theirs.read, theirs.admitted = ours.read, True
         if theirs.source is not None:
             theirs.source.holders += 1
         self._scheduler.requests[new] = theirs
@@ -143,7 +143,7 @@ class Batcher:
         """One call of the model; nothing where no request waits.
 
         Before it the setup runs for requests whose source the pools do not hold: at most for tokens_per_step rows of
-        sources together, or for one request.
+        sources together, or for one request. Where the call fails, each of its requests is read alone, to the end.
 
         Raises PoolFullError where no request can go on: the pool is too small for the oldest one beside those before
         it, which nobody extends or frees. Raises RequestError where the setup or the call has failed on some requests:
@@ -161,20 +161,36 @@ class Batcher:
         return answers
 
     def _run_apart(self, requests: Collection[Request], error: InputError) -> dict[Hashable, np.ndarray]:
-        """Call the model for each request alone, where a call for all has failed: who fails alone ends."""
+        """Call the model for each request alone, where a call for all has failed: who fails alone ends.
+
+        What cuts this short takes the answers back.
+        """
+        before = {ours: ours.answered for ours in requests}
         answers: dict[Hashable, np.ndarray] = {}
-        for ours in requests:
-            try:
-                if len(requests) == 1:
-                    raise error
-                while ours.waits and (counts := self._scheduler.plan(ours)):
-                    answers |= self._run(counts)
-            except PoolFullError:  # which others have filled: its turn comes
-                continue
-            except InputError as own:
-                self._scheduler.fail(ours, own)
-        if not self._scheduler.failed and not answers:
+        try:
+            for ours in requests:
+                try:
+                    answers |= self._run_alone(ours, error if len(requests) == 1 else None)
+                except InputError as own:
+                    self._scheduler.fail(ours, own)
+        except BaseException:
+            for ours in requests:
+                if ours.name in answers:
+                    self._scheduler.drop(ours)
+                    ours.answered = before[ours]
+            raise
+        return answers
+
+    def _run_alone(self, ours: Request, error: InputError | None) -> dict[Hashable, np.ndarray]:
+        """What the model answers to one request, if there is room for it; error is what it has answered already."""
+        answers: dict[Hashable, np.ndarray] = {}
+        if error is not None:
             raise error
+        try:
+            while ours.waits and (counts := self._scheduler.plan(ours)):
+                answers |= self._run(counts)
+        except PoolFullError:  # which others have filled: its turn comes
+            pass
         return answers
 
     def _run(self, counts: Mapping[Request, int]) -> dict[Hashable, np.ndarray]:

@@ -122,7 +122,12 @@ def fixed_of(manifest: Manifest, served: ServedCache, given: Any) -> dict[str, n
             if array is None or array.shape != spec.dims:
                 what = type(given[spec.name]).__name__ if array is None else f"{array.dtype}{list(array.shape)}"
                 raise InputError(f"`fixed` has '{spec.name}' as {what}, and the model takes {spec}.")
-            arrays[spec.name] = array.astype(getattr(ml_dtypes, spec.dtype, spec.dtype))
+            with np.errstate(over="ignore", invalid="ignore"):
+                cast = array.astype(getattr(ml_dtypes, spec.dtype, spec.dtype))
+            is_whole = cast.dtype.kind not in "iu" or (cast == array).all()
+            if not is_whole or (np.isfinite(array) & ~np.isfinite(cast.astype(np.float64))).any():
+                raise InputError(f"`fixed` has {array.tolist()} for '{spec.name}', which {spec.dtype} does not hold.")
+            arrays[spec.name] = cast
     return arrays
 
 

@@ -42,9 +42,8 @@ def _wrong_in_workload(workload: Any) -> Iterator[str]:
 
 
 def _wrong_in_record(record: Any) -> Iterator[str]:
-    """A record is [workload, [[instructions, decisions], seconds, target, arguments]], without null anywhere."""
-    if _has_null(record):
-        yield "it has null in it"
+    """A record is [workload, [[instructions, decisions], seconds, target, arguments]]; seconds are null before they are
+    measured."""
     if not isinstance(record, list) or len(record) != 2 or not _is_index(record[0]):
         yield "it is not the number of a workload and what was measured"
         return
@@ -52,6 +51,8 @@ def _wrong_in_record(record: Any) -> Iterator[str]:
     if not isinstance(measured, list) or len(measured) != 4 or not isinstance(measured[0], list):
         yield "it has no trace, seconds, target and arguments"
         return
+    if _has_null([record[0], measured[0], *measured[2:]]):
+        yield "it has null in it"
     trace = measured[0]
     if len(trace) != 2 or not all(isinstance(part, list) for part in trace):
         yield "its trace has no instructions and decisions"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import tarfile
@@ -97,7 +98,10 @@ def test_hosts_refuse_what_python_refuses(tmp_path: Path) -> None:
                 np.array(int(value)).tofile(tmp_path / f"{name}.bin")
                 text = f"{name}={name}.bin"
             arguments.append(text)
-        done = subprocess.run([*host, *arguments], cwd=tmp_path, env=CLEAN, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            [*host, *arguments], cwd=tmp_path, env=CLEAN, capture_output=True, text=True, timeout=120,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (2**34, 2**34)),  # where memory is given unseen
+        )  # fmt: skip
         assert (done.returncode, done.stdout) == (1, "") and call["says"] in done.stderr, (call, done)
     assert clean([*host, "batch=1", "sequence_len=3"], tmp_path) == right
 

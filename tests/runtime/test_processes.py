@@ -39,7 +39,7 @@ def test_a_forked_child_has_threads_of_its_own(exp: lowering.Model, used: str, t
     """Whatever its parent has used before, and whoever holds what lock."""
     exp.save(tmp_path / "m")
     code = f"""
-import os, threading, warnings, lowering, numpy as np
+import os, signal, threading, warnings, lowering, numpy as np
 warnings.simplefilter("ignore")
 model, x = lowering.load({os.fspath(tmp_path / "m")!r}, threads=1), np.ones((2, 4), np.float32)
 batching = lowering.Batching(model)
@@ -56,6 +56,7 @@ thread = threading.Thread(target=others); thread.start()
 for k in range(5):
     child = os.fork()
     if child == 0:
+        signal.alarm(100)
         for _ in range(3):
             (submit,) = calls[{then!r}]
             np.testing.assert_allclose(submit({{"x": x}}).result(60)["y"], np.exp(x), rtol=1e-6)
@@ -115,6 +116,37 @@ futures = [model.submit({{"x": np.ones((20000, 4), np.float32)}}) for _ in range
 futures[-1].add_done_callback(lambda future: open({os.fspath(tmp_path / "done")!r}, "w").close())
 """
     assert modules.run_python(code) == 0 and (tmp_path / "done").exists()
+
+
+def test_a_callback_that_submits_at_the_end_ends_nothing(exp: lowering.Model, tmp_path: Path) -> None:
+    exp.save(tmp_path / "m")
+    code = f"""
+import lowering, numpy as np, time
+model = lowering.load({os.fspath(tmp_path / "m")!r}, threads=1)
+x = {{"x": np.ones((2, 4), np.float32)}}
+def then(future):
+    time.sleep(0.5)
+    model.submit(x).result()
+model.submit(x).add_done_callback(then)
+"""
+    assert modules.run_python(code) == 0
+
+
+def test_calls_that_end_their_thread_do_not(exp: lowering.Model) -> None:
+    class Ending:
+        __module__ = "numpy"
+        dtype, shape = np.dtype("float32"), (2, 4)
+
+        def __dlpack__(self, **options: Any) -> Any:
+            raise SystemExit
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return 1, 0
+
+    future = exp.submit({"x": Ending()})
+    future.add_done_callback(lambda _: (_ for _ in ()).throw(SystemExit))
+    assert isinstance(future.exception(60), SystemExit)
+    np.testing.assert_allclose(exp.submit({"x": X}).result(60)["y"], np.exp(X), rtol=1e-6)
 
 
 def exp_of(model: lowering.Model, x: np.ndarray) -> np.ndarray:

@@ -239,7 +239,7 @@ class Picky:
 
 
 @pytest.mark.parametrize("has_states", [False, True])
-@pytest.mark.parametrize(("wrong", "place"), [(("b",), 3), (("a",), 0), (("c", "d"), 11), (("a", "b", "c", "d"), 5)])
+@pytest.mark.parametrize(("wrong", "place"), [(("b",), 3), (("a",), 0), (("c", "d"), 11), (("a", "b", "d"), 5)])
 def test_who_fails_ends_alone(has_states: bool, wrong: tuple[str, ...], place: int) -> None:
     """In a call with others, wherever its token stands in the prompt; the others are answered in the same step."""
     model = Carrier(has_cache=True) if has_states else Recorder()
@@ -266,6 +266,42 @@ def test_who_fails_ends_alone(has_states: bool, wrong: tuple[str, ...], place: i
     for name in answers:
         batcher.free(str(name))
     assert batcher.usage().used == 0
+
+
+@pytest.mark.parametrize("has_states", [False, True])
+def test_no_answer_is_lost_where_the_rest_is_cut_short(has_states: bool) -> None:
+    """Requests are tried one by one, the first is answered, and then the process is interrupted."""
+    model = Carrier(has_cache=True) if has_states else Recorder()
+    batcher, prompts = Batcher(model, 40, 30), {name: [k, 7, 8] for k, name in enumerate("abc")}
+    for name, prompt in prompts.items():
+        batcher.add(name, prompt)
+    run, calls = model.run, [0]
+
+    def failing(inputs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 1:
+            raise InputError("a token has no row")
+        if calls[0] == 3:
+            raise KeyboardInterrupt
+        return run(inputs)
+
+    model.run = failing  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        batcher.step()
+    model.run = run  # type: ignore[method-assign]
+    answers = batcher.step()
+    assert {name: answer.argmax() for name, answer in answers.items()} == {n: digest(p) for n, p in prompts.items()}
+
+
+def test_a_fork_is_not_answered_for_what_its_parent_was() -> None:
+    for has_states in (False, True):
+        batcher = Batcher(Carrier(has_cache=True) if has_states else Recorder(), 9)
+        batcher.add("a", [1, 2])
+        assert list(batcher.step()) == ["a"]
+        batcher.fork("a", "b")
+        assert batcher.waiting == []
+        batcher.extend("b", 3)
+        assert batcher.step()["b"].argmax() == digest([1, 2, 3])
 
 
 def test_the_only_one_that_fails_ends() -> None:

@@ -71,7 +71,8 @@ def test_any_value_of_a_record_may_be_another(seed: int, tmp_path: Path) -> None
     for place in chosen:
         for value in VALUES:
             found = outcome(tmp_path, [json.dumps(changed(record, place, value)).encode()], workloads)
-            assert found in ("opened", "refused") if value is not None else found == "refused", (place, value)
+            assert found in ("opened", "refused"), (place, value)
+            assert found == "refused" or value is not None or place == (1, 1), place
 
 
 @pytest.mark.parametrize(
