@@ -50,4 +50,4 @@ def _meant(name: str, names: list[str]) -> str | None:
         return _ELSEWHERE[short]
     number = short.removeprefix("sm").removeprefix("_").replace(".", "")
     begun = [known for known in names if number and known.startswith(f"cuda:sm_{number}")]
-    return next(iter(begun or difflib.get_close_matches(name.replace("_", "-"), names, 1, 0.7)), None)
+    return next(iter(begun or difflib.get_close_matches(name.replace("_", "-"), names, 1, 0.8)), None)
