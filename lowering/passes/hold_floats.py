@@ -1,11 +1,13 @@
 """Float expressions that TVM 0.27 simplifies as if numbers were real are held back from its simplifier.
 
-It makes x - x and y - (x + y) shorter, x == x true, and of not (x < y) y <= x, which is wrong of NaN, of infinity, and
-of what is rounded. Constant zeros are hidden where operators are written out: x * 0 is NaN where x is not finite.
+It makes x - x, y - (x + y) and min(x, y) - y shorter, x == x true, and of not (x < y) y <= x, which is wrong of NaN, of
+infinity, and of what is rounded. Constant zeros are hidden where operators are written out: x * 0 is NaN where x is not
+finite.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -34,14 +36,17 @@ def hold_floats(mod: tvm.IRModule) -> tvm.IRModule:
 def _subtract(node: prim.Sub) -> ir.Expr:
     """a + b * -1 in place of a - b where one has the other in it."""
     a, b = node.a, node.b
-    parts = [(a, b), *((part, b) for part in _terms(a)), *((a, part) for part in _terms(b))]
-    if not _is_float(node) or not any(prim.expr_deep_equal(*pair) for pair in parts):
+    pairs = itertools.product([a, *_terms(a)], [b, *_terms(b)])
+    if not _is_float(node) or not any(prim.expr_deep_equal(*pair) for pair in pairs):
         return node
     return prim.Add(a, prim.Mul(b, tirx.const(-1.0, str(b.ty.dtype))))
 
 
 def _terms(expr: ir.Expr) -> list[ir.Expr]:
-    return [expr.a, expr.b] if isinstance(expr, prim.Add) else []
+    """What a sum, or the smaller or larger of two, is made of; a choice may be written as one of the latter."""
+    if isinstance(expr, prim.Select):
+        return [expr.true_value, expr.false_value]
+    return [expr.a, expr.b] if isinstance(expr, (prim.Add, prim.Min, prim.Max)) else []
 
 
 def _equal(node: prim.EQ) -> ir.Expr:
