@@ -35,7 +35,7 @@ RULES = {
         },
         False,
     ),
-    "lowering/diagnosis": ({"lowering.diagnosis", "lowering.machine"}, False),
+    "lowering/diagnosis": ({"lowering.diagnosis", "lowering.cache_folder", "lowering.machine"}, False),
     "lowering/graph": (
         {
             "lowering.graph",
@@ -120,6 +120,7 @@ RULES = {
     ),
     "lowering/flex": (
         {
+            "lowering.cache_folder",
             "lowering.flex",
             "lowering.attention.alibi",
             "lowering.attention.expr.node",
@@ -139,7 +140,10 @@ RULES = {
         },
         True,
     ),
-    "lowering/fusion": ({"lowering.fusion", "lowering.graph.fold", "lowering.graph.legality"}, False),
+    "lowering/fusion": (
+        {"lowering.errors", "lowering.fusion", "lowering.graph.fold", "lowering.graph.legality"},
+        False,
+    ),
     "lowering/ops": (
         {
             "lowering.ops",
