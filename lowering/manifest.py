@@ -285,5 +285,5 @@ def block_digests(size: int, read: Callable[[int, int], bytes | memoryview], blo
         content = read(block * BLOCK, min(BLOCK, size - block * BLOCK))
         return hashlib.blake2b(content, digest_size=16).hexdigest()
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         yield from pool.map(of_one, blocks)

@@ -83,8 +83,8 @@ def _folder(report: Report, name: str, folder: Path) -> None:
     if not os.access(there, os.W_OK | os.X_OK):
         report.blame(f"'{there}', for {name}, cannot be written.", f"Set {variable} to a folder that can.", blocks)
     elif name == "cache" and (why := distrusted(folder)) is not None:
-        mend = "Make it yours alone (chmod go-w), or set ONNX_LOWERING_CACHE to a folder that is."
-        report.blame(f"{why}: the cache is not used, as code from there would run as you.", mend)
+        remedy = "Make it yours alone (chmod go-w), or set ONNX_LOWERING_CACHE to a folder that is."
+        report.blame(f"{why}: the cache is not used, as code from there would run as you.", remedy)
     elif free < _LEAST_FREE:
         what = f"'{there}', for {name}, has {free / 2**20:.0f} MiB left."
         report.blame(what, f"Remove something, or set {variable} to another folder.")

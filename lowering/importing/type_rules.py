@@ -52,7 +52,7 @@ def _schema(operator: str, version: int) -> tuple[list[_Parameter], dict[str, fr
 
 
 def _kind(type_name: str) -> str:
-    """The kind of "tensor(float16)", "bfloat16", "uint4"; "" for what is no tensor of elements."""
+    """The kind of "tensor(float16)", "bfloat16", "uint4"; "" for sequences and optionals."""
     if "(" in type_name and not type_name.startswith("tensor("):
         return ""
     name = type_name.replace("double", "float")

@@ -26,7 +26,7 @@ std::map<std::string, std::string> arguments(int argc, char** argv) {
     const std::string text = argv[k];
     if (text.rfind('=') == std::string::npos) throw std::invalid_argument(text + ": write NAME=SIZE or NAME=FILE");
     const std::string name = text.substr(0, text.rfind('='));
-    if (name.empty() || !known.count(name)) throw std::invalid_argument(name + " is no input and no dimension of one");
+    if (name.empty() || !known.count(name)) throw std::invalid_argument(name + " is neither an input nor a dimension of one");
     said[name] = text.substr(text.rfind('=') + 1);
   }
   return said;

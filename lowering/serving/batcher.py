@@ -165,12 +165,15 @@ class Batcher:
 
         What cuts this short takes the answers back.
         """
+        if len(requests) == 1:
+            self._scheduler.fail(next(iter(requests)), error)
+            return {}
         before = {ours: ours.answered for ours in requests}
         answers: dict[Hashable, np.ndarray] = {}
         try:
             for ours in requests:
                 try:
-                    answers |= self._run_alone(ours, error if len(requests) == 1 else None)
+                    answers |= self._run_alone(ours)
                 except InputError as own:
                     self._scheduler.fail(ours, own)
         except BaseException:
@@ -181,11 +184,9 @@ class Batcher:
             raise
         return answers
 
-    def _run_alone(self, ours: Request, error: InputError | None) -> dict[Hashable, np.ndarray]:
-        """What the model answers to one request, if there is room for it; error is what it has answered already."""
+    def _run_alone(self, ours: Request) -> dict[Hashable, np.ndarray]:
+        """Read one request to its end, if there is room for it, and return its answer by its name."""
         answers: dict[Hashable, np.ndarray] = {}
-        if error is not None:
-            raise error
         try:
             while ours.waits and (counts := self._scheduler.plan(ours)):
                 answers |= self._run(counts)

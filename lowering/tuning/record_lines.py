@@ -15,12 +15,12 @@ class DatabaseError(LoweringError):
 
 
 def check_records(path: Path) -> None:
-    """Raise DatabaseError for a line of a file, which may be missing, that is no record of a measurement."""
+    """Raise DatabaseError for a line of a file, which may be missing, that is not a record of a measurement."""
     _check(path, "record", _wrong_in_record)
 
 
 def check_workloads(path: Path) -> None:
-    """Raise DatabaseError for a line of a file, which may be missing, that is no workload."""
+    """Raise DatabaseError for a line of a file, which may be missing, that is not a workload."""
     _check(path, "workload", _wrong_in_workload)
 
 
@@ -32,7 +32,7 @@ def _check(path: Path, what: str, wrong_in: Callable[[Any], Iterator[str]]) -> N
         except (ValueError, RecursionError) as error:
             wrong = str(error)
         if wrong is not None:
-            raise DatabaseError(f"'{path}' is damaged: line {number} is no {what}: {wrong}.")
+            raise DatabaseError(f"'{path}' is damaged: line {number} is not a {what}: {wrong}.")
 
 
 def _wrong_in_workload(workload: Any) -> Iterator[str]:

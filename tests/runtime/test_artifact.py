@@ -41,7 +41,10 @@ def edit(folder: Path, **fields: object) -> None:
 def blocks_of(path: Path) -> tuple[str, ...]:
     size = os.stat(path).st_size
     with path.open("rb") as file:
-        read = lambda at, count: os.pread(file.fileno(), count, at)  # noqa: E731
+
+        def read(at: int, count: int) -> bytes:
+            return os.pread(file.fileno(), count, at)
+
         return tuple(block_digests(size, read, range(-(-size // BLOCK))))
 
 

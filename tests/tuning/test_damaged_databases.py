@@ -1,4 +1,4 @@
-"""Every line of a database that is no record is refused by its number, and none ends the process."""
+"""Every line of a database that is not a record is refused by its number, and none ends the process."""
 
 from __future__ import annotations
 
@@ -81,6 +81,8 @@ def test_any_value_of_a_record_may_be_another(seed: int, tmp_path: Path) -> None
 def test_lines_that_are_none(line: bytes, tmp_path: Path) -> None:
     records, workloads = lines(RECORDS), lines(WORKLOADS)
     assert outcome(tmp_path, [records[0], line], workloads) == "refused"
-    with pytest.raises(database.DatabaseError, match=r"database_tuning_record\.json' is damaged: line 2 is no record"):
+    with pytest.raises(
+        database.DatabaseError, match=r"database_tuning_record\.json' is damaged: line 2 is not a record"
+    ):
         database.opened(tmp_path)
     assert outcome(tmp_path, records, [line, *workloads]) == "refused"

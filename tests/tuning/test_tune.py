@@ -216,7 +216,7 @@ def test_a_database_that_is_none(tmp_path: Path) -> None:
         lowering.tune(product(), tmp_path / "file", budget=5)
     database = Database(tmp_path, resolve("cpu")[0])
     (database.folder / "best" / "database_workload.json").write_text("[nothing]\n")
-    with pytest.raises(lowering.LoweringError, match="is damaged: line 1 is no workload"):
+    with pytest.raises(lowering.LoweringError, match="is damaged: line 1 is not a workload"):
         lowering.compile(product(), database=tmp_path)
 
 
