@@ -174,7 +174,7 @@ REFUSED = [
     ("input update has 6 rows, for a cache of 5", "float[2, 5, 4] c, float[2, 6, 4] u", "(c, u)"),
     ("dimension 0 of past_cache is 2, and of update 1", "float[2, 5, 4] c, float[1, 1, 4] u", "(c, u)"),
     ("dimension 2 of past_cache is 4, and of update 3", "float[2, 5, 4] c, float[2, 1, 3] u", "(c, u)"),
-    ("its input 1 is float16 and its input 0 float32", "float[2, 5, 4] c, float16[2, 1, 4] u", "(c, u)"),
+    ("input update is float16 and past_cache is float32", "float[2, 5, 4] c, float16[2, 1, 4] u", "(c, u)"),
     ("write_indices is int32 of rank 1", "float[2, 5, 4] c, float[2, 1, 4] u, int32[2] w", "(c, u, w)"),
     ("write_indices is int64 of rank 2", "float[2, 5, 4] c, float[2, 1, 4] u, int64[2, 1] w", "(c, u, w)"),
     ("write_indices has 3 elements, for a batch of 2", "float[2, 5, 4] c, float[2, 1, 4] u, int64[3] w", "(c, u, w)"),

@@ -19,34 +19,49 @@ def check_types(node: Node, inputs: Sequence[Value | None], domain: str, operato
     if schema is None:
         return
     parameters, allowed = schema
-    bound: dict[str, tuple[int, str]] = {}
+    bound: dict[str, tuple[str, str]] = {}
     for index, value in enumerate(inputs):
-        if value is None or not parameters:
+        parameter = _parameter(parameters, index)
+        if value is None or parameter is None:
             continue
-        name, type_name, is_one_type = parameters[min(index, len(parameters) - 1)]
+        name, type_name, is_one_type = parameter
         kinds = allowed.get(type_name, frozenset((_kind(type_name),)))
         if kinds and _kind(value.dtype) not in kinds:
             wanted = " or ".join(_KINDS[kind] for kind in sorted(kinds & _KINDS.keys()))
-            raise node.error(f"its input '{name}' is {value.dtype}, and must be {wanted}.", "Cast it before.")
-        other, dtype = bound.setdefault(type_name, (index, value.dtype))
+            raise node.error(f"input {name} is {value.dtype}, and must be {wanted}.", "Cast it before.")
+        other, dtype = bound.setdefault(type_name, (name, value.dtype))
         if type_name in allowed and is_one_type and dtype != value.dtype:
             raise node.error(
-                f"its input {index} is {value.dtype} and its input {other} {dtype}, and both must have one type.",
+                f"input {name} is {value.dtype} and {other} is {dtype}, and both must have one type.",
                 "Cast one of them before.",
             )
 
 
 _Parameter = tuple[str, str, bool]
+"""A name, the name of a type, and whether all that it takes have one type."""
+
+
+def _parameter(parameters: list[_Parameter], index: int) -> _Parameter | None:
+    """The parameter that takes an input; None where the operator has none for it."""
+    if index < len(parameters) and not parameters[index][0].endswith("[]"):
+        return parameters[index]
+    if not parameters or not parameters[-1][0].endswith("[]"):
+        return None
+    name, type_name, is_one_type = parameters[-1]
+    return f"{name[:-1]}{index - len(parameters) + 1}]", type_name, is_one_type
 
 
 @functools.cache
 def _schema(operator: str, version: int) -> tuple[list[_Parameter], dict[str, frozenset[str]]] | None:
-    """The name, the type and whether it is one of each parameter, and the kinds that named types may be of."""
+    """The parameters of an operator, a variadic one's name followed by "[]", and the kinds of its named types."""
     try:
         schema = onnx.defs.get_schema(operator, version)
     except onnx.defs.SchemaError:
         return None
-    parameters = [(each.name, each.type_str, each.is_homogeneous) for each in schema.inputs]
+    variadic = onnx.defs.OpSchema.FormalParameterOption.Variadic
+    parameters = [
+        (each.name + "[]" * (each.option == variadic), each.type_str, each.is_homogeneous) for each in schema.inputs
+    ]
     kinds = {c.type_param_str: frozenset(map(_kind, c.allowed_type_strs)) for c in schema.type_constraints}
     return parameters, kinds
 

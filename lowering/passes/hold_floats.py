@@ -69,8 +69,9 @@ def _not(node: prim.Not) -> ir.Expr:
 
 
 def _hidden_not(condition: ir.Expr) -> ir.Expr:
-    one = tirx.const(1, "int32")
-    return prim.LT(tirx.bitwise_and(condition.astype("int32"), one), one)
+    dtype = str(condition.ty.dtype).replace("bool", "int32")  # of as many lanes
+    one = tirx.const(1, dtype)
+    return prim.LT(tirx.bitwise_and(condition.astype(dtype), one), one)
 
 
 def _is_float(expr: ir.Expr) -> bool:

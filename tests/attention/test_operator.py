@@ -249,7 +249,7 @@ REFUSED: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
     ("input nonpad_kv_seqlen is int64 of rank 2", 24, {}, {"nonpad": ("int64", (2, 1))}),
     ("input K is float16 and Q is float32", 24, {}, {"k": ("float16", (2, 2, 5, 8))}),
     ("input past_value is float16 and V is float32", 24, {}, {**PAST, "past_value": ("float16", (2, 2, 1, 8))}),
-    ("input V is int32", 24, {}, {"v": ("int32", (2, 2, 5, 8))}),
+    ("input V is int32, and must be a float", 24, {}, {"v": ("int32", (2, 2, 5, 8))}),
     ("input attn_mask has rank 0", 24, {}, mask_of()),
     ("input attn_mask has rank 5", 24, {}, mask_of(1, 1, 1, 3, 5)),
     ("input attn_mask is for 6 keys, and there are 5", 24, {}, mask_of(3, 6)),

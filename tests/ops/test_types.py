@@ -8,25 +8,25 @@ import pytest
 import lowering
 
 WRONG = {
-    "Reshape": ("(float[2,3] x, float[2] s) => (float[a,b] y) { y = Reshape(x, s) }", "'shape' is float32.*an integer"),
+    "Reshape": ("(float[2,3] x, float[2] s) => (float[a,b] y) { y = Reshape(x, s) }", "shape is float32.*an integer"),
     "Gelu behind it": (
         "(float[2,3] x, float[2] s) => (float[a,b] y) <float c = {1.41421356}, float one = {1.0}, float half = {0.5}> "
         "{ r = Reshape(x, s) d = Div(r, c) e = Erf(d) o = Add(e, one) m = Mul(r, o) y = Mul(m, half) }",
-        "'shape' is float32, and must be an integer",
+        "shape is float32, and must be an integer",
     ),
-    "Gather": ("(float[2,3] x, float[2] s) => (float[a,b] y) { y = Gather(x, s) }", "'indices' is float32"),
-    "Slice": ("(float[2,3] x, float[1] s) => (float[a,b] y) { y = Slice(x, s, s) }", "'starts' is float32"),
-    "Expand": ("(float[2,3] x, double[2] s) => (float[a,b] y) { y = Expand(x, s) }", "'shape' is float64"),
-    "Where": ("(float[2,3] x, float[3] s) => (float[a,b] y) { y = Where(s, x, x) }", "'condition' is float32.*bool"),
-    "Not": ("(float[2,3] x) => (bool[a,b] y) { y = Not(x) }", "'X' is float32, and must be bool"),
-    "Erf": ("(string[2,3] x) => (float[a,b] y) { y = Erf(x) }", "'input' is string, and must be a float"),
+    "Gather": ("(float[2,3] x, float[2] s) => (float[a,b] y) { y = Gather(x, s) }", "indices is float32"),
+    "Slice": ("(float[2,3] x, float[1] s) => (float[a,b] y) { y = Slice(x, s, s) }", "starts is float32"),
+    "Expand": ("(float[2,3] x, double[2] s) => (float[a,b] y) { y = Expand(x, s) }", "shape is float64"),
+    "Where": ("(float[2,3] x, float[3] s) => (float[a,b] y) { y = Where(s, x, x) }", "condition is float32.*bool"),
+    "Not": ("(float[2,3] x) => (bool[a,b] y) { y = Not(x) }", "X is float32, and must be bool"),
+    "Erf": ("(string[2,3] x) => (float[a,b] y) { y = Erf(x) }", "input is string, and must be a float"),
     "Add": (
         "(float[2,3] x, int64[3] s) => (float[a,b] y) { y = Add(x, s) }",
-        "input 1 is int64 and its input 0 float32",
+        "input B is int64 and A is float32",
     ),
     "MatMul": ("(float[2,3] x, double[3,2] s) => (float[a,b] y) { y = MatMul(x, s) }", "both must have one type"),
     "Concat": ("(float[2] x, double[2] s) => (float[a] y) { y = Concat<axis = 0>(x, s) }", "both must have one type"),
-    "Clip": ("(float[2] x, double s) => (float[a] y) { y = Clip(x, s) }", "input 1 is float64 and its input 0 float32"),
+    "Clip": ("(float[2] x, double s) => (float[a] y) { y = Clip(x, s) }", "input min is float64 and input is float32"),
 }
 
 
