@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from .case import Arrays, Bar
+from .case import Arrays, Bar, Work
 from .exported import ExportCase, exports_module
 
 _STAGES = {"prefill": (128, 0), "step": (1, 512)}
@@ -50,6 +51,23 @@ class DecoderCase(ExportCase):
 
     def model(self) -> onnx.ModelProto:
         return onnx.load(self.path())
+
+    def work(self) -> Work:
+        """That of the matrices, which is nearly all: a step reads them and the caches, a prefill multiplies each token.
+
+        Not counted where experts are chosen by token, or a source has rows of its own.
+        """
+        graph = onnx.load(self.path(), load_external_data=False).graph
+        if any(node.op_type == "TopK" for node in graph.node) or "encoder_hidden_states" in self.feeds():
+            return Work(0.0, "FLOP")
+        sizes = {weight.name: math.prod(weight.dims) for weight in graph.initializer}
+        turned = {node.output[0]: node.input[0] for node in graph.node if node.op_type == "Transpose"}
+        factors = [turned.get(node.input[1], node.input[1]) for node in graph.node if node.op_type == "MatMul"]
+        elements = sum(sizes.get(name, 0) for name in factors)
+        tokens, past = _STAGES[self.stage]
+        if not past:
+            return Work(2.0 * tokens * elements, "FLOP")
+        return Work(4.0 * elements + sum(array.nbytes for array in self.feeds().values()), "byte")
 
 
 @cache
