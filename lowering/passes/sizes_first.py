@@ -8,7 +8,7 @@ Tables of a later layer are looked at before an earlier one writes to a cache: a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import tvm
@@ -48,10 +48,12 @@ def _ordered(bindings: Iterable[relax.Binding], known: set[Any]) -> list[relax.B
     """The bindings in their order, but for checks of requests, which come first, and for what others need, which comes
     before them."""
     bindings = list(bindings)
-    maker: dict[Any, int] = {}
+    maker: dict[Any, int] = {binding.var: k for k, binding in enumerate(bindings)}
+    candidates: dict[Any, list[int]] = {}
     for k, binding in enumerate(bindings):
-        for variable in (binding.var, *(_symbols(binding) - known)):
-            maker.setdefault(variable, k)
+        for symbol in _symbols(binding) - known:
+            candidates.setdefault(symbol, []).append(k)
+    maker |= {symbol: _definition(symbol, of, bindings, maker) for symbol, of in candidates.items()}
     result: list[relax.Binding] = []
     done: set[int] = set()
 
@@ -69,6 +71,23 @@ def _ordered(bindings: Iterable[relax.Binding], known: set[Any]) -> list[relax.B
         place(k)
     known.update(maker)
     return result
+
+
+def _definition(symbol: Any, candidates: list[int], bindings: list[relax.Binding], maker: Mapping[Any, int]) -> int:
+    """Which of the match_casts that mention a symbol defines it: others look at what was computed with it."""
+    for k in candidates:
+        waiting, seen = _variables(bindings[k].value), {k}
+        while waiting:
+            variable = waiting.pop()
+            if variable.same_as(symbol):
+                break
+            made = maker.get(variable)
+            if made is not None and made not in seen:
+                seen.add(made)
+                waiting += _used(bindings[made])
+        else:
+            return k
+    return candidates[0]
 
 
 def _with_branches(binding: relax.Binding, known: set[Any]) -> relax.Binding:
@@ -93,6 +112,10 @@ def _defined_by(kind: Any) -> list[Any]:
 
 def _used(binding: relax.Binding) -> list[Any]:
     """All variables, of tensors and of sizes, that the binding reads or that its type mentions."""
+    return [*_variables(binding.value), *relax.analysis.tir_vars_in_type(binding.var.ty)]
+
+
+def _variables(value: relax.Expr) -> list[Any]:
     found: list[Any] = []
-    tvm_ffi.structural_walk(binding.value, (tvm.ir.Var, found.append))
-    return [*found, *relax.analysis.tir_vars_in_type(binding.var.ty)]
+    tvm_ffi.structural_walk(value, (tvm.ir.Var, found.append))
+    return found

@@ -1,0 +1,39 @@
+"""Sizes that depend on data are defined before they are used, whatever order fusion leaves bindings in."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import tvm
+from tvm import relax, tirx
+
+from lowering.passes.sizes_first import sizes_first
+
+
+def _module(order: tuple[int, ...]) -> tvm.IRModule:
+    """A size from data, a tensor of that size, and a match_cast that asserts the size of what was made of it."""
+    size = tirx.Var("size", "int64")
+    count = relax.Var("count", relax.TensorType([1], "int64"))
+    shape = relax.Var("shape", relax.ShapeType(ndim=1))
+    known = relax.Var("known", relax.ShapeType([size]))
+    rows = relax.Var("rows", relax.TensorType([size], "float32"))
+    unknown = relax.Var("unknown", relax.TensorType(dtype="float32", ndim=1))
+    checked = relax.Var("checked", relax.TensorType([size], "float32"))
+    normalize = relax.BlockBuilder().normalize
+    bindings = [
+        relax.VarBinding(shape, normalize(relax.op.tensor_to_shape(count))),
+        relax.MatchCast(known, shape, relax.ShapeType([size])),
+        relax.VarBinding(rows, normalize(relax.op.ones([size], "float32"))),
+        relax.MatchCast(unknown, rows, relax.TensorType(dtype="float32", ndim=1)),
+        relax.MatchCast(checked, unknown, relax.TensorType([size], "float32")),
+    ]
+    body = relax.SeqExpr([relax.BindingBlock([bindings[k] for k in order])], checked)
+    return tvm.IRModule({"main": relax.Function([count], body, relax.TensorType(dtype="float32", ndim=1))})
+
+
+@pytest.mark.parametrize("order", itertools.permutations(range(5)))
+def test_definition_comes_first(order: tuple[int, ...]) -> None:
+    ordered = sizes_first(_module(order))
+    names = [binding.var.name for binding in ordered["main"].body.blocks[0].bindings]
+    assert names == ["shape", "known", "rows", "unknown", "checked"]
