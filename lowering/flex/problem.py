@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import ml_dtypes
 import numpy as np
 
-from ..attention.expr.node import parameters
 from ..attention.flex_node import DOMAIN, GRADIENT_INPUTS, Settings
 from ..errors import InputError
 from ..runtime import Model
 from .captured import ArraySpec
-from .mod import Mod, trace_mask, trace_score
+from .mod import Mod, Signature, trace_mask, trace_score
 
 if TYPE_CHECKING:
     import onnx
@@ -148,18 +147,20 @@ def settings_of(
     head_dim: int,
     block_size: tuple[int, int] | None,
 ) -> Settings:
-    """What the node says. Raises InputError for mods that cannot be traced, and for captured arrays that none reads."""
+    """Return what the node says.
+
+    An array that a mod names and does not read is an input of the kernel like the others. Raises InputError for mods
+    that cannot be traced, and for captured arrays that no mod names.
+    """
     acc = "float64" if dtype == "float64" else "float32"
     score = None if score_mod is None else trace_score(score_mod, specs, acc)
     mask = None if mask_mod is None else trace_mask(mask_mod, specs)
-    exprs = [expr for expr in (score, mask) if expr is not None]
-    used = {name for expr in exprs for name in parameters(expr, "load")}
-    used |= {name.rpartition(".")[0] for expr in exprs for name in parameters(expr, "scalar")}
-    unused = [name for name in specs if name not in used]
-    if unused:
+    named = {p.name for mod in (score_mod, mask_mod) if mod is not None for p in Signature(mod).keywords}
+    unknown = [name for name in specs if name not in named]
+    if unknown:
         raise InputError(
-            f"captures has '{unused[0]}', which no mod reads. A mod reads what it names behind a *: "
-            f"def mod(..., *, {unused[0]})."
+            f"captures has '{unknown[0]}', which no mod names. A mod names what it reads after a *: "
+            f"def mod(..., *, {unknown[0]})."
         )
     if scale is not None and not isinstance(scale, (int, float, np.integer, np.floating)):
         raise InputError(f"scale is {scale!r}. Give a number: it is part of the kernel.")

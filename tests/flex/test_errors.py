@@ -326,10 +326,10 @@ UNFIT: dict[str, tuple[dict[str, Any], str]] = {
         {"score_mod": biased},
         r"reads the array 'bias', which is not among captures. Pass captures=",
     ),
-    "an unused capture": ({"captures": {"bias": BIAS}}, r"'bias', which no mod reads.*def mod\(..., \*, bias\)"),
-    "an unread capture": (
-        {"score_mod": lambda s, b, h, i, j, *, bias: s, "captures": {"bias": BIAS}},
-        r"'bias', which no mod reads",
+    "an unused capture": ({"captures": {"bias": BIAS}}, r"'bias', which no mod names.*def mod\(..., \*, bias\)"),
+    "a capture that a mod does not name": (
+        {"score_mod": biased, "captures": {"bias": BIAS, "biases": BIAS}},
+        r"'biases', which no mod names",
     ),
     "a reserved name": (
         {"score_mod": lambda s, b, h, i, j, *, k: s + k[j], "captures": {"k": BIAS}},
