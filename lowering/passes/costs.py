@@ -1,8 +1,10 @@
 """What a kernel costs: floating-point operations and bytes, as expressions of the sizes of its arguments.
 
 They are read off the function before it is scheduled, which says what is computed and not how. Operations are those of
-floating-point numbers that it names, a function such as exp counting as one. Bytes are those of the arguments' elements
-that it needs, each once: of a table that is gathered from the rows that are asked for, of a product all.
+floating-point numbers that it names, a function such as exp counting as one. Only useful work counts: a matmul has two
+operations for each pair of elements, what its operands are made of counts once for each element, and dequantization
+not at all. Bytes are those of the arguments' elements that it needs, each once: of a table that is gathered from the
+rows that are asked for, of a product all.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from ..attention.problem import ATTRIBUTE, AttentionProblem
 from ..manifest import KernelSpec
 from ..profiling.expected import rate
 from ..tensorir.blocks import is_reduction
-from ..tensorir.expressions import Expr, is_function, loads, walk
+from ..tensorir.expressions import Expr, children, is_float, is_function, loads, walk
 from ..tensorir.facts import Facts
 
 _OPERATIONS = prim.Add | prim.Sub | prim.Mul | prim.Div | prim.Max | prim.Min
@@ -146,9 +148,12 @@ class _Counter:
                     self._made_of[iter_var.var] = self._loops(value)
                 reduces = any(map(is_reduction, stmt.block.iter_vars))
                 store = stmt.block.body
-                if reduces and isinstance(store, tirx.BufferStore):
-                    self.product |= self._is_product(store.value)
-                self.statement(store, points)
+                if reduces and isinstance(store, tirx.BufferStore) and any(map(self._is_product, walk(store.value))):
+                    self.product = True
+                    self.touch(store.buffer, store.indices)
+                    self.matmul(store.value, points)
+                else:
+                    self.statement(store, points)
             case tirx.Bind():
                 self._made_of[stmt.var] = self._loops(stmt.value)
                 self.value(stmt.value, points)
@@ -192,18 +197,48 @@ class _Counter:
         for node in walk(expr):
             if isinstance(node, ir.TensorLoad):
                 self.touch(node.source, node.indices)
-            elif isinstance(node, _OPERATIONS) or is_function(node):
-                count += str(node.ty).startswith(("float", "bfloat"))
+            else:
+                count += _is_operation(node)
         if count:
             self.operations = self.operations + points * count
+
+    def matmul(self, value: Expr, points: Expr) -> None:
+        """Counts what is accumulated at each point, and the operands of a multiplication once for each element."""
+        pending = [value]
+        while pending:
+            node = pending.pop()
+            if isinstance(node, ir.TensorLoad):
+                self.touch(node.source, node.indices)
+            elif _is_operation(node):
+                self.operations = self.operations + points
+            if self._is_product(node):
+                self.operand(node.a)
+                self.operand(node.b)
+            else:
+                pending += children(node)
+
+    def operand(self, value: Expr) -> None:
+        """Counts an operand of a multiplication once for each element, and nothing where it is dequantized."""
+        nodes = list(walk(value))
+        for load in loads(value):
+            self.touch(load.source, load.indices)
+        if any(map(_is_dequantization, nodes)):
+            return
+        for node in filter(_is_operation, nodes):
+            self.operations = self.operations + self._points(self._loops(node))
 
     def touch(self, buffer: tirx.Buffer, indices: list[Expr]) -> None:
         buffer = self._views.get(buffer, buffer)
         if any(buffer.same_as(argument) for argument in self.arguments):
-            points = tirx.const(1, "int64")
-            for loop in sorted(set().union(*map(self._loops, indices)), key=lambda var: var.name):
-                points = points * self._extents[loop]
+            points = self._points(set().union(*map(self._loops, indices)))
             self.touched[buffer] = self.touched.get(buffer, _zero()) + points
+
+    def _points(self, loops: set[tirx.Var]) -> Expr:
+        """Return how many values these loops have together."""
+        points = tirx.const(1, "int64")
+        for loop in sorted(loops, key=lambda var: var.name):
+            points = points * self._extents[loop]
+        return points
 
     def _loops(self, expr: Expr) -> set[tirx.Var]:
         """The loops that an expression depends on."""
@@ -213,14 +248,24 @@ class _Counter:
                 found |= {node} if node in self._extents else self._made_of.get(node, set())
         return found
 
-    def _is_product(self, value: Expr) -> bool:
-        """Whether elements of two tensors at different places are multiplied."""
-        for node in walk(value):
-            if isinstance(node, prim.Mul):
-                a, b = ({frozenset(self._loops(n)) for n in loads(x)} for x in (node.a, node.b))
-                if a and b and a != b:
-                    return True
+    def _is_product(self, node: Expr) -> bool:
+        """Whether elements of two tensors at different indices are multiplied here."""
+        if not isinstance(node, prim.Mul):
+            return False
+        a, b = ({frozenset(self._loops(load)) for load in loads(operand)} for operand in (node.a, node.b))
+        return bool(a and b and a != b)
+
+
+def _is_operation(node: Expr) -> bool:
+    """Whether a node is an operation of floating-point numbers that counts."""
+    return is_float(node) and (isinstance(node, _OPERATIONS) or is_function(node))
+
+
+def _is_dequantization(node: Expr) -> bool:
+    """Whether stored integers become floating-point numbers here."""
+    if not isinstance(node, prim.Cast) or not is_float(node) or is_float(node.value):
         return False
+    return str(node.value.ty) != "bool" and any(True for _ in loads(node.value))
 
 
 def _zero() -> Expr:
