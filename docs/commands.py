@@ -43,6 +43,7 @@ onnx-lowering compile model.onnx -o out/ --database tuned/            # ... and 
 onnx-lowering inspect out/                                            # what an artifact takes, gives, and consists of
 onnx-lowering bench out/ --dim batch=1 --dim tokens=128               # time, kernel by kernel, and its limits
 onnx-lowering bench out/ --dim batch=1 --dim tokens=1,128 --against model.onnx    # several sizes, beside onnxruntime
+onnx-lowering bench out/ --dim batch=1 --dim tokens=128 --callers 4     # requests per second, and their latency
 onnx-lowering bench out/ --dim batch=1 --dim tokens=128 --trace trace.json    # a timeline for ui.perfetto.dev
 onnx-lowering package out/ --to app.tar.gz                            # runtime, headers, a C++ application and CMake
 onnx-lowering package --wheel out/ --to dist/                         # a typed Python package

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from .graph.serve import Serve as Serve
     from .profiling.benchmark import Profile as Profile
     from .profiling.benchmark import bench as bench
+    from .profiling.throughput import Throughput as Throughput
+    from .profiling.throughput import throughput as throughput
     from .runtime import Model as Model
     from .runtime import load as load
     from .runtime.batching import Batching as Batching
@@ -54,6 +56,8 @@ _HOME = {
     "Batching": "runtime.batching",
     "bench": "profiling.benchmark",
     "Profile": "profiling.benchmark",
+    "throughput": "profiling.throughput",
+    "Throughput": "profiling.throughput",
     "tune": "tuning.tune",
     "Tuning": "tuning.tune",
     "file_results": "tuning.batches",

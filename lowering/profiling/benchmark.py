@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -15,16 +14,19 @@ from typing import Any
 import numpy as np
 
 from ..errors import InputError
-from ..manifest import MOST_THREADS, Manifest, TensorSpec
+from ..manifest import MOST_THREADS
 from ..runtime import Model, load
-from ..runtime.checks import check_dimensions, check_fixed, whole_number
+from ..runtime.checks import whole_number
 from ..runtime.profiler import KernelCall, Profiler
 from .expected import seconds as expected_seconds
-from .inputs import is_integer, random_input
+from .inputs import run_sizes, synthetic_inputs
 from .limits import Limits, measure_gpu_limits, measure_limits
 from .peer import onnxruntime
+from .percentiles import Percentiles
 
 _FEWEST, _MOST = 5, 1000
+WARM_UP = 0.2
+"""Seconds in which a model runs before it is measured."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class TimedCall(KernelCall):
 class Profile:
     """What `bench` measured.
 
-    seconds are of whole runs: the median, and the quarters below and above it. cpu_seconds is the median of the time
+    seconds is the median of whole runs, percentiles are those of them. cpu_seconds is the median of the time
     that all threads of the process took, which a noisy neighbour does not make longer. calls are the kernels of one
     run, in order; what is missing to the whole is the virtual machine, Python, and the memory of results. timeline has
     the begin of each in one run, the middle one by length, and how long it took there. peer is the median of the runs
@@ -59,7 +61,7 @@ class Profile:
     """
 
     seconds: float
-    quartiles: tuple[float, float]
+    percentiles: Percentiles
     cpu_seconds: float
     runs: int
     threads: int
@@ -143,13 +145,15 @@ def bench(
     threads: int = 1,
     seconds: float = 2.0,
     against: str | os.PathLike[str] | None = None,
+    warm_up: float = WARM_UP,
 ) -> Profile:
     """Measures a compiled model, or an artifact folder; needs no compiler.
 
     sizes gives the model's symbolic dimensions by name, and with static_cache the number of tokens that the caches
     hold. inputs are arrays by name; the others are made up: floating-point numbers are normally distributed, integers
-    and bools are 1, so that masks show everything. It takes at least about `seconds`, of which half are whole runs and
-    half runs in which each kernel is timed; both take turns. The machine's limits are measured at the end, with as many
+    and bools are 1, so that masks show everything. The model runs for `warm_up` seconds, once at least, before anything
+    is measured. That takes at least about `seconds`, of which half are whole runs and half runs in which each kernel is
+    timed; both take turns. The machine's limits are measured at the end, with as many
     threads (lowering/profiling/limits.py). For a model on a GPU, given arrays must be in its memory.
 
     against is the ONNX model that a CPU's artifact was compiled from: onnxruntime runs it on the same inputs, with as
@@ -161,8 +165,8 @@ def bench(
     if not isinstance(model, Model):
         model = load(Path(model))
     given = dict(inputs or {})
-    sizes = _sizes(model.manifest, sizes or {}, given)
-    arrays = made_up(model, sizes, given)
+    sizes = run_sizes(model.manifest, sizes or {}, given)
+    arrays = synthetic_inputs(model, sizes, given)
     threads = whole_number(threads, "threads", 1, MOST_THREADS)
     peer = None
     if against is not None:
@@ -171,7 +175,7 @@ def bench(
         peer = onnxruntime(against, model.manifest, arrays, threads)
     call = model.bind(arrays, threads=threads)
     profiler = Profiler(model)
-    call()
+    warm_up_by(call, model, warm_up)
     wall: list[float] = []
     cpu: list[float] = []
     theirs: list[float] = []
@@ -191,7 +195,7 @@ def bench(
             theirs.append(time.perf_counter() - start)
     times = np.median(np.array(profiler.times), axis=0) / 1e9
     calls = tuple(TimedCall(c.kernel, c.nodes, c.flops, c.bytes, float(t)) for c, t in zip(profiler.calls, times))
-    low, middle, high = (float(q) for q in np.quantile(wall, (0.25, 0.5, 0.75)))
+    percentiles = Percentiles.of(wall)
     read = sum(c.bytes for c in calls)
     limits = measure_limits(threads, read) if model.gpu is None else measure_gpu_limits(model.gpu)
     taken, other = float(np.median(cpu)), float(np.median(theirs)) if theirs else None
@@ -199,46 +203,14 @@ def bench(
     spans = zip(profiler.begins[kept], profiler.times[kept])
     timeline = tuple((begin / 1e9, nanoseconds / 1e9) for begin, nanoseconds in spans)
     target, runs = model.manifest.target, len(wall)
-    return Profile(middle, (low, high), taken, runs, threads, target, sizes, limits, calls, timeline, other)
+    return Profile(percentiles.p50, percentiles, taken, runs, threads, target, sizes, limits, calls, timeline, other)
 
 
-def made_up(model: Model, sizes: Mapping[str, int], given: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """All inputs of a model: those that are given, and others as `bench` makes them up, where the model runs.
-
-    Raises InputError where sizes are missing or not the model's.
-    """
-    given = given or {}
-    known = _sizes(model.manifest, sizes, given)
-    rng = np.random.default_rng(0)
-    free = {t.name: _input(t, model.manifest, known, rng) for t in model.inputs if t.name not in given}
-    return {**given, **(free if model.gpu is None else {name: model.gpu.copy(array) for name, array in free.items()})}
-
-
-def _sizes(manifest: Manifest, said: Mapping[str, int], given: Mapping[str, Any]) -> dict[str, int]:
-    """All sizes that are needed: those said and those of the given arrays."""
-    sizes = {name: whole_number(n, f"the size of '{name}'", 0, 2**63 - 1) for name, n in said.items()}
-    for spec in manifest.inputs:
-        for dim, size in zip(spec.dims, getattr(given.get(spec.name), "shape", ())):
-            if isinstance(dim, str):
-                sizes.setdefault(dim, size)
-    free = [t for t in manifest.inputs if t.name not in given]
-    needed = {d for t in free for d in t.dims if isinstance(d, str)}
-    known = {d for t in manifest.inputs for d in t.dims if isinstance(d, str)}
-    if manifest.slots is not None:
-        known.add(manifest.slots.length)
-        needed |= {t.name for t in free if t.name == manifest.slots.length}
-    check_dimensions(sizes, known | manifest.ranges.keys())
-    check_fixed(sizes, manifest.ranges)
-    missing = sorted(needed - set(sizes))
-    if missing:
-        names = ", ".join(f"'{name}'" for name in missing)
-        options = " ".join(f"--dim {shlex.quote(f'{name}=8')}" for name in missing)
-        raise InputError(f"the model's inputs have symbolic dimensions {names}: say how large, for instance {options}.")
-    return sizes
-
-
-def _input(spec: TensorSpec, manifest: Manifest, sizes: Mapping[str, int], rng: np.random.Generator) -> np.ndarray:
-    if manifest.slots is not None and spec.name == manifest.slots.length:
-        return np.array(sizes[spec.name], np.int64)
-    array = random_input(spec, sizes, rng)
-    return np.ones_like(array) if spec.dtype == "bool" or is_integer(spec) else array
+def warm_up_by(call: Callable[[], object], model: Model, seconds: float) -> None:
+    """Call it for that many seconds, once at least, and wait for each call."""
+    end = time.perf_counter() + seconds
+    while True:
+        call()
+        model.wait()
+        if time.perf_counter() >= end:
+            return

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
-from ..manifest import TensorSpec
+from ..errors import InputError
+from ..manifest import Manifest, TensorSpec
+from ..runtime import Model
+from ..runtime.checks import check_dimensions, check_fixed, whole_number
 from ..runtime.elements import ElementType
 
 
@@ -26,3 +31,50 @@ def random_input(spec: TensorSpec, sizes: Mapping[str, int], rng: np.random.Gene
 
 def is_integer(spec: TensorSpec) -> bool:
     return re.match(r"u?int", spec.dtype) is not None
+
+
+def synthetic_inputs(model: Model, sizes: Mapping[str, int], given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return all inputs of a model: those that are given, and synthetic ones, in the memory where the model runs.
+
+    Floating-point numbers are normally distributed, integers and bools are 1, so that masks show everything.
+
+    Raises InputError where sizes are missing or not the model's.
+    """
+    given = given or {}
+    known = run_sizes(model.manifest, sizes, given)
+    rng = np.random.default_rng(0)
+    free = {t.name: _input(t, model.manifest, known, rng) for t in model.inputs if t.name not in given}
+    return {**given, **(free if model.gpu is None else {name: model.gpu.copy(array) for name, array in free.items()})}
+
+
+def run_sizes(manifest: Manifest, said: Mapping[str, int], given: Mapping[str, Any]) -> dict[str, int]:
+    """Return all sizes that are needed: those said and those of the given arrays.
+
+    Raises InputError where sizes are missing or not the model's.
+    """
+    sizes = {name: whole_number(n, f"the size of '{name}'", 0, 2**63 - 1) for name, n in said.items()}
+    for spec in manifest.inputs:
+        for dim, size in zip(spec.dims, getattr(given.get(spec.name), "shape", ())):
+            if isinstance(dim, str):
+                sizes.setdefault(dim, size)
+    free = [t for t in manifest.inputs if t.name not in given]
+    needed = {d for t in free for d in t.dims if isinstance(d, str)}
+    known = {d for t in manifest.inputs for d in t.dims if isinstance(d, str)}
+    if manifest.slots is not None:
+        known.add(manifest.slots.length)
+        needed |= {t.name for t in free if t.name == manifest.slots.length}
+    check_dimensions(sizes, known | manifest.ranges.keys())
+    check_fixed(sizes, manifest.ranges)
+    missing = sorted(needed - set(sizes))
+    if missing:
+        names = ", ".join(f"'{name}'" for name in missing)
+        options = " ".join(f"--dim {shlex.quote(f'{name}=8')}" for name in missing)
+        raise InputError(f"the model's inputs have symbolic dimensions {names}: say how large, for instance {options}.")
+    return sizes
+
+
+def _input(spec: TensorSpec, manifest: Manifest, sizes: Mapping[str, int], rng: np.random.Generator) -> np.ndarray:
+    if manifest.slots is not None and spec.name == manifest.slots.length:
+        return np.array(sizes[spec.name], np.int64)
+    array = random_input(spec, sizes, rng)
+    return np.ones_like(array) if spec.dtype == "bool" or is_integer(spec) else array

@@ -46,12 +46,11 @@ def text(profile: Profile) -> str:
 
 def headline(profile: Profile) -> list[str]:
     """Lines about whole runs, and about what they are measured by."""
-    low, high = profile.quartiles
-    limits = profile.limits
+    limits, slow = profile.limits, profile.percentiles
     sizes = ", ".join(f"{name}={size}" for name, size in profile.sizes.items())
     total = profile.total()
     lines = [
-        f"{units.time(profile.seconds)} a run (half of the runs {units.time(low)} to {units.time(high)}), CPU time "
+        f"{units.time(profile.seconds)} a run (p90 {units.time(slow.p90)}, p99 {units.time(slow.p99)}), CPU time "
         f"{units.time(profile.cpu_seconds)}; median of {profile.runs} runs, threads: {profile.threads}"
         + (f"; {sizes}" if sizes else ""),
         f"{_rates(total)}, {total.of_limit:.0%} of the limit",

@@ -42,12 +42,12 @@ def measurements(profiles: Sequence[Profile]) -> Iterator[Node]:
     for profile in profiles:
         sizes = ", ".join(f"{name} = {size}" for name, size in profile.sizes.items())
         yield E("h3", sizes or "A run")
-        low, high = profile.quartiles
-        half = f"half of the runs {units.time(low)} to {units.time(high)}, threads: {profile.threads}"
+        slow = profile.percentiles
+        others = f"p90 {units.time(slow.p90)}, p99 {units.time(slow.p99)}, threads: {profile.threads}"
         peer = "" if profile.peer is None else f" onnxruntime, in turns with it: {units.time(profile.peer)}."
         share = f"{profile.total().of_limit:.0%} of the limit"
         middle = f"{units.time(profile.seconds)} a run, the median of {profile.runs}"
-        yield E("p", f"{middle} ({half}); {share}.{peer} Limit: {profile.limits}.")
+        yield E("p", f"{middle} ({others}); {share}.{peer} Limit: {profile.limits}.")
         yield from roofline(profile)
         yield from timeline(profile)
 

@@ -12,7 +12,8 @@ import tvm_ffi
 
 from ..manifest import KernelSpec
 from ..measuring import arguments
-from ..profiling.benchmark import bench, made_up
+from ..profiling.benchmark import bench
+from ..profiling.inputs import synthetic_inputs
 from ..runtime import Model
 from ..runtime.tensors import view_as
 
@@ -47,7 +48,7 @@ class Use:
 
 def uses(model: Model, sizes: Mapping[str, int], threads: int, seconds: float) -> list[Use]:
     """The kernels of a run at these sizes, the costliest first."""
-    inputs = made_up(model, sizes)
+    inputs = synthetic_inputs(model, sizes)
     profile = bench(model, sizes, inputs, threads, seconds)
     found: dict[Call, Use] = {}
     for key, call in zip(called(model, inputs, threads), profile.calls, strict=True):
@@ -101,7 +102,7 @@ def keep(
             )
         return 0
 
-    _run(model, made_up(model, sizes), threads, note)
+    _run(model, synthetic_inputs(model, sizes), threads, note)
 
 
 def _run(model: Model, inputs: Mapping[str, Any], threads: int, note: Callable[..., int]) -> None:

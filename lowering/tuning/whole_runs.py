@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from ..measuring.measure import Measured
-from ..profiling.benchmark import made_up
+from ..profiling.inputs import synthetic_inputs
 from ..runtime import load
 from ..runtime.profiler import Profiler
 from .capture import Call, called
@@ -49,7 +49,7 @@ class _Side:
 
     def __init__(self, folder: Path, sizes: Mapping[str, int], threads: int) -> None:
         self._model = load(folder)
-        inputs = made_up(self._model, sizes)
+        inputs = synthetic_inputs(self._model, sizes)
         self._calls = called(self._model, inputs, threads)
         self._run = self._model.bind(inputs, threads=threads)
         self._profiler = Profiler(self._model)
