@@ -13,6 +13,7 @@ import sys
 import textwrap
 import traceback
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 from ..errors import LoweringError
@@ -48,6 +49,8 @@ def main(argv: list[str] | None = None) -> int:
     completion.answer(parser)
     arguments = parser.parse_args(argv)
     try:
+        if "model" in arguments:
+            _check_model(arguments.model)
         with _logged(arguments.verbose):
             code = arguments.run(arguments)
         sys.stdout.flush()
@@ -60,6 +63,13 @@ def main(argv: list[str] | None = None) -> int:
             traceback.print_exc()
         print(_sentence(arguments, error), file=sys.stderr)
         return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _check_model(path: Path) -> None:
+    """Refuse a misspelt name before a command imports the compiler."""
+    from ..graph.model_file import check_model_file
+
+    check_model_file(path)
 
 
 def _logged(verbosity: int) -> AbstractContextManager[None]:

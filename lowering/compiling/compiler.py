@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..graph.model_file import check_model_file
 from ..manifest import Manifest
 from ..runtime.folders import check_replaceable
 from ..runtime.signature import SigningKey, private_key
@@ -133,6 +134,8 @@ def _write(
     folder: Path, model: ModelLike, options: Options, dump: Dump | None, sign_key: SigningKey | None = None
 ) -> Manifest:
     key = None
+    if isinstance(model, (str, os.PathLike)):
+        check_model_file(Path(model))  # before anything that takes time is imported
     if isinstance(model, (str, os.PathLike)) and dump is None:  # who looks inside wants to see all that is done
         with progress.stage("looking whether it is known"):
             key = artifact_cache.key(Path(model), options)

@@ -12,10 +12,10 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from ..errors import ModelError
-from ..manifest import FILE
 from . import schemas  # noqa: F401  (what onnxruntime writes passes onnx's checker)
 from .declared_sizes import forget_unknown_sizes
 from .legality import check_attributes, check_bodies, check_domains, check_tensors, graphs
+from .model_file import check_model_file
 from .sparse_tensors import make_dense
 
 _ZIP = b"PK\x03\x04"
@@ -84,11 +84,7 @@ def _read(model: ModelLike) -> ir.Model:
         return model.clone()
     if isinstance(model, (str, os.PathLike)):
         path = Path(model)
-        if path.is_dir():
-            what = "a compiled artifact" if (path / FILE).is_file() else "a folder"
-            raise ModelError(f"{path} is {what}, and no .onnx file: name the model's file.")
-        if not path.is_file():
-            raise ModelError(f"There is no file {path}.")
+        check_model_file(path)
         with path.open("rb") as file:
             if file.read(len(_ZIP)) == _ZIP:
                 raise ModelError(
