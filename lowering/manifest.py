@@ -213,11 +213,13 @@ class Manifest:
     donated maps the name of a consumed input to the output that takes over its memory. cpu_features are Linux
     /proc/cpuinfo names that the machine must have. ranges gives the smallest and largest legal size of symbolic
     dimensions by name; any size is legal for those it does not mention, and where both are equal the dimension was
-    fixed by `compile` and is a number in all dims. strings is the dictionary of a model's string constants; code k is
-    strings[k]. hashes are SHA-256 of every file by name, and `digest` for the manifest itself; weights_blocks are those
-    of the blocks of weights.bin, by which a load finds what is damaged (`block_digests`). architectures are those of
-    the GPUs that it was built for, () for CPUs. threads is the default worker count, None for the caller's affinity.
-    scheme and precision are the `weights` and the `precision` that it was compiled with.
+    fixed by `compile` and is a number in all dims. derived has the symbolic dimensions of inputs that the model's nodes
+    require to be sums of others: the factor of each by its name, and by "" what is added. strings is the dictionary of
+    a model's string constants; code k is strings[k]. hashes are SHA-256 of every file by name, and `digest` for the
+    manifest itself; weights_blocks are those of the blocks of weights.bin, by which a load finds what is damaged
+    (`block_digests`). architectures are those of the GPUs that it was built for, () for CPUs. threads is the default
+    worker count, None for the caller's affinity. scheme and precision are the `weights` and the `precision` that it was
+    compiled with.
 
     setup is the part of a decoder that runs once per sequence (graph/setup_part.py): those of its outputs that are
     inputs here, by name, are the same in every call. With `serve` it writes the pools of sources. It lies in the same
@@ -233,6 +235,7 @@ class Manifest:
     architectures: tuple[str, ...] = ()
     threads: int | None = None
     ranges: dict[str, tuple[int, int]] = field(default_factory=dict)
+    derived: dict[str, dict[str, int]] = field(default_factory=dict)
     strings: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
     hashes: dict[str, str] = field(default_factory=dict)

@@ -173,7 +173,7 @@ def session(
     if mask and not any(node.op_type == "GroupQueryAttention" for node in model.graph):  # which has no such padding
         hidden = rng.integers(0, calls[0] // 2 + 1, batch)
         counts[:, : calls[0]] = np.arange(calls[0]) >= hidden[:, None]
-    fixed = feeds_of(model, others, compiled.manifest.ranges, given, sizes, rng)
+    fixed = feeds_of(model, others, compiled.manifest.ranges, given, sizes, rng, compiled.manifest.derived)
     kept = {*compiled.manifest.donated.values(), *spec.states.values()}
     output = next(spec.name for spec in compiled.outputs if spec.name not in kept)
     return Session(

@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from ..graph.model import dtype_name
 from ..manifest import TensorSpec
-from ..profiling.inputs import is_integer, random_input
+from ..profiling.inputs import add_derived, is_integer, random_input
 from ..runtime.checks import check_fixed
 from ..runtime.elements import STORAGE
 from .references import Feeds
@@ -46,22 +46,25 @@ def feeds_of(
     given: Feeds,
     sizes: Mapping[str, int],
     rng: np.random.Generator,
+    derived: Mapping[str, Mapping[str, int]] | None = None,
 ) -> dict[str, Any]:
     """Arrays for all inputs of the specs. A dimension has the size that `sizes` says, or else that of an array that is
-    given; one that is named as a sum of others, such as "past + tokens", is that; all others are 4, or as near to it as
-    their range allows. Raises InputError for a size that the artifact has fixed otherwise.
+    given; one that is named as a sum of others, such as "past + tokens", or `derived` (Manifest.derived), is that; all
+    others are 4, or as near to it as their range allows. Raises InputError for a size that the artifact has fixed
+    otherwise.
     """
     check_fixed(sizes, ranges)
-    known = {str(dim): min(max(_SIZE, low), high) for dim, (low, high) in ranges.items()}
+    known = {str(dim): min(max(_SIZE, low), high) for dim, (low, high) in ranges.items() if dim not in (derived or {})}
     for spec in specs:
         if spec.name in given:
             known |= dict(zip(map(str, spec.dims), np.shape(given[spec.name])))
     known |= sizes
     names = {dim for spec in specs for dim in spec.dims if isinstance(dim, str)}
-    for name in names - known.keys():
+    for name in names - known.keys() - (derived or {}).keys():
         terms = [term.strip() for term in name.split("+")]
         if len(terms) > 1 and all(term.isdecimal() or term in names | known.keys() for term in terms):
             known[name] = sum(int(term) if term.isdecimal() else known.get(term, _SIZE) for term in terms)
+    add_derived(known, derived or {}, _SIZE)
     made = made_up(model.graph, [spec for spec in specs if spec.name not in given], known, rng)
     return {s.name: np.asanyarray(given[s.name]) if s.name in given else made[s.name] for s in specs}
 

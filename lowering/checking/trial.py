@@ -94,7 +94,7 @@ class Trial:
             talk = requests(model, compiled, manifest.served, given, sizes, rng)
         if talk is not None:
             return talk.inputs, allowed, self._judged(model, talk.names, talk.ours(), talk.theirs, evaluate, allowed)
-        feeds = feeds_of(model, manifest.inputs, manifest.ranges, given, sizes, rng)
+        feeds = feeds_of(model, manifest.inputs, manifest.ranges, given, sizes, rng, manifest.derived)
         narrow, declared = _halved(model, manifest)
         results = compiled.run({name: np.array(array, subok=True) for name, array in _retyped(feeds, narrow).items()})
         feeds, results = _retyped(feeds, declared), _retyped(results, declared)

@@ -129,6 +129,7 @@ class _PartCompiler:
             cpu_features=targets[0].cpu_features,
             architectures=tuple(each.architecture for each in targets if each.architecture and self.stand_in is None),
             threads=options.threads,
+            derived=imported.derived,
             strings=tuple(imported.strings),
             versions={"onnx-lowering": VERSION} | {n: version(n) for n in ("apache-tvm", "apache-tvm-ffi", "onnx")},
             notes=tuple(dict.fromkeys(notes)),

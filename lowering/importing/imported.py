@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import tvm
 
+from .expected_sizes import Linear
 from .origins import Origins
 from .quantised import Quantised
 from .values import Shape
@@ -34,3 +35,4 @@ class Imported:
     warnings: list[str]
     origins: Origins
     assertions: dict[str, str]  # what the user reads when one fails, by the names of its variable
+    derived: dict[str, Linear]  # sizes of inputs that follow from others

@@ -21,6 +21,7 @@ from ..errors import LoweringError, ModelError, NodeError
 from ..graph.fold import fold
 from ..graph.model import dtype_name
 from .channels import channels_second_axes
+from .expected_sizes import ExpectedSizes
 from .function_body import function_body
 from .imported import Imported, Port
 from .node import Node
@@ -84,6 +85,7 @@ class Importer:
         self.inside = ""  # which graph inside the model is lowered, for errors
         self.recipes = False  # whether it keeps recipes
         self.symbols = Symbols()
+        self._expected = ExpectedSizes()
         self._opsets = {_domain(d): v for d, v in model.opset_imports.items()}
         self.builder = Builder()
         self.warnings: list[str] = []
@@ -123,7 +125,10 @@ class Importer:
             self.builder.emit_func_output(output, params + self._weights.variables)
         outputs = [self._as_port(v.name or "", r.dtype, r.shape) for v, r in zip(graph.outputs, results)]
         module, origins, weights = self.builder.finalize(), self.builder.origins, self._weights.contents
-        return Imported(module, weights, ports, outputs, self.strings, self.warnings, origins, self._assertions)
+        derived = self._expected.derived((port.shape, port.dims) for port in ports)
+        return Imported(
+            module, weights, ports, outputs, self.strings, self.warnings, origins, self._assertions, derived
+        )
 
     def _port(self, value: ir.Value) -> Port:
         name = value.name or ""
@@ -395,8 +400,16 @@ class Importer:
             shape = tuple(self.symbols.simplify(d) for d in kind.shape.values)
         return self.shortened(Value(dtype, shape[:-1] if dtype == "complex128" else shape, result))
 
+    def expect(self, condition: Size) -> None:
+        """Note which sizes a condition, which the run asserts, makes equal wherever the model runs."""
+        if not self.inside:
+            self._expected.add_condition(condition)
+
     def cast_shape(self, value: Value, shape: Shape, name: str) -> Value:
         """The value with that shape, asserted at run time; name says in the error what it is."""
+        if not self.inside:
+            for have, want in zip(value.shape, shape):
+                self._expected.add(have, want)
         stored = _tensor_type(value.dtype, shape)
         # Forgotten first: TVM's CanonicalizeBindings takes a cast between two known shapes as the proof that they are
         # equal, and removes it.

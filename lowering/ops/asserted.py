@@ -139,6 +139,7 @@ def required(node: Node, value: Value, condition: Size, text: str, *numbers: Siz
         raise node.error(text)
     if node.symbols.prove(condition):
         return value
+    node.importer.expect(condition)
     last = value.channels_last
     check = check_condition(node.tensor(value) if last is None else last, condition, f"{node.where}: {text}", numbers)
     checked = node.importer.builder.emit(check)

@@ -206,6 +206,9 @@ def _broadcast_at_run_time(
         return []
     tensors = [node.emit(relax.op.astype(node.tensor(shape), "int64"))] if data_dependent else []
     missing = len(have) - shape.shape[0]
+    for axis in axes:
+        if want[axis] is not None:
+            node.importer.expect(symbolic.equal(have[axis], want[axis]))
 
     def dims(*target: Any) -> list[Any]:
         result = []

@@ -16,6 +16,27 @@ from ..runtime.checks import check_dimensions, check_fixed, whole_number
 from ..runtime.elements import ElementType
 
 
+def add_derived(sizes: dict[str, int], derived: Mapping[str, Mapping[str, int]], default: int | None = None) -> None:
+    """Add the sizes that are sums of others (Manifest.derived) and not there yet.
+
+    default stands for sizes that are not there and are not sums; without one, sums of such stay away.
+    """
+    pending = {name: terms for name, terms in derived.items() if name not in sizes}
+    while pending:
+        known = {n: t for n, t in pending.items() if all(_has(sizes, k, pending, default) for k in t if k)}
+        if not known:
+            return
+        for name, terms in known.items():
+            size = sum(factor * (sizes.get(k, default or 0) if k else 1) for k, factor in terms.items())
+            if size >= 0:
+                sizes[name] = size
+            del pending[name]
+
+
+def _has(sizes: Mapping[str, int], name: str, pending: Mapping[str, object], default: int | None) -> bool:
+    return name in sizes or (default is not None and name not in pending)
+
+
 def random_input(spec: TensorSpec, sizes: Mapping[str, int], rng: np.random.Generator) -> np.ndarray:
     """An array of the input's type; symbolic dimensions are 4 unless `sizes` says otherwise. Integers are 0 and 1."""
     shape = [d if isinstance(d, int) else sizes.get(d, 4) for d in spec.dims]
@@ -57,6 +78,7 @@ def run_sizes(manifest: Manifest, said: Mapping[str, int], given: Mapping[str, A
         for dim, size in zip(spec.dims, getattr(given.get(spec.name), "shape", ())):
             if isinstance(dim, str):
                 sizes.setdefault(dim, size)
+    add_derived(sizes, manifest.derived)
     free = [t for t in manifest.inputs if t.name not in given]
     needed = {d for t in free for d in t.dims if isinstance(d, str)}
     known = {d for t in manifest.inputs for d in t.dims if isinstance(d, str)}
@@ -65,7 +87,9 @@ def run_sizes(manifest: Manifest, said: Mapping[str, int], given: Mapping[str, A
         needed |= {t.name for t in free if t.name == manifest.slots.length}
     check_dimensions(sizes, known | manifest.ranges.keys())
     check_fixed(sizes, manifest.ranges)
-    missing = sorted(needed - set(sizes))
+    follow = dict(sizes)
+    add_derived(follow, manifest.derived, default=0)
+    missing = sorted(needed - follow.keys())
     if missing:
         names = ", ".join(f"'{name}'" for name in missing)
         options = " ".join(f"--dim {shlex.quote(f'{name}=8')}" for name in missing)
