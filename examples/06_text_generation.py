@@ -6,7 +6,7 @@ Runtime runs the same file beside it, copying its past in every step.
 
 Needs the `examples` extra:
 
-    pip install torch==2.13.0 'onnx-lowering[examples]'
+    pip install '.[examples]'
     python examples/06_text_generation.py
 """
 

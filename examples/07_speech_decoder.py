@@ -8,7 +8,7 @@ Runtime runs the same files beside it.
 
 Needs the `examples` extra:
 
-    pip install torch==2.13.0 'onnx-lowering[examples]'
+    pip install '.[examples]'
     python examples/07_speech_decoder.py
 """
 

@@ -7,7 +7,7 @@ done, and ONNX Runtime, request by request. All choose the same tokens.
 
 Needs the `examples` extra:
 
-    pip install torch==2.13.0 'onnx-lowering[examples]'
+    pip install '.[examples]'
     python examples/08_continuous_batching.py
 """
 

@@ -6,7 +6,7 @@ to it. What they capture, such as a learned bias, they read from the graph aroun
 
 Needs the `examples` extra:
 
-    pip install torch==2.13.0 'onnx-lowering[examples]'
+    pip install '.[examples]'
     python examples/09_flex_from_torch.py
 """
 

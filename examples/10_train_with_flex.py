@@ -7,7 +7,7 @@ same weights, sees the same batches, and has the same loss in every step.
 
 Needs torch:
 
-    pip install torch==2.13.0 onnx-lowering
+    pip install torch==2.13.0 .
     python examples/10_train_with_flex.py
 """
 

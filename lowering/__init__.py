@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .machine import runtime_alone
+from .machine import get_compiler, runtime_alone
 from .version import VERSION
 
 if TYPE_CHECKING:
@@ -96,8 +96,7 @@ def __getattr__(name: str) -> Any:
         if not runtime_alone():
             raise
         raise ModuleNotFoundError(
-            f"lowering.{name} needs the compiler, which onnx-lowering-runtime leaves out: "
-            "pip uninstall onnx-lowering-runtime, then pip install onnx-lowering.",
+            f"lowering.{name} needs the compiler, which onnx-lowering-runtime leaves out: {get_compiler()}.",
             name=error.name,
         ) from error
     return getattr(module, name)

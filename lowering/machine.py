@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import shutil
 import sys
+from importlib import metadata
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 DRIVER, CUDART = "libcuda.so.1", "libcudart.so.13"
 
@@ -59,6 +62,46 @@ def runtime_folders() -> list[Path]:
 def runtime_alone() -> bool:
     """Whether this is onnx-lowering-runtime, which leaves the compiler out."""
     return (SHIPPED / VERSION_FILE).is_file()
+
+
+def not_installed(package: str, distribution: str = "") -> str:
+    """Return the sentence about a package that is missing, and is on the package index as `distribution`."""
+    return f"{package} is not installed: pip install {distribution or package}."
+
+
+def install_command(extra: str = "", options: str = "") -> str:
+    """Return the command that installs this package again, with what an extra needs.
+
+    The package is on no index: the command names the checkout or the wheel file that the package is from, where that is
+    still there.
+    """
+    begin = "pip install" + (f" {options}" if options else "")
+    suffix, origin = f"[{extra}]" if extra else "", _origin()
+    if origin is not None:
+        return f"{begin} '{origin}{suffix}'"
+    if runtime_alone():
+        return f"{begin} 'WHEEL{suffix}', where WHEEL is the file of onnx-lowering-runtime"
+    return f"{begin} '.{suffix}' in a checkout of onnx-lowering"
+
+
+def get_compiler() -> str:
+    """Return what to do where the compiler is needed, and onnx-lowering-runtime is installed."""
+    return "pip uninstall onnx-lowering-runtime, then pip install . in a checkout of onnx-lowering"
+
+
+def _origin() -> Path | None:
+    """Return the checkout or the wheel file that this package is from, None where it is gone or not known."""
+    checkout = Path(__file__).parents[1]
+    if (checkout / "pyproject.toml").is_file():
+        return checkout
+    try:
+        name = "onnx-lowering-runtime" if runtime_alone() else "onnx-lowering"
+        said = metadata.distribution(name).read_text("direct_url.json")
+        url = urlsplit(json.loads(said)["url"]) if said else None
+    except (metadata.PackageNotFoundError, ValueError, KeyError, OSError):
+        return None
+    path = Path(unquote(url.path)) if url is not None and url.scheme == "file" else None
+    return path if path is not None and path.exists() else None
 
 
 def find_cudart() -> Path | None:

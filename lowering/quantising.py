@@ -2,7 +2,7 @@
 
 onnxruntime's `quantization` is the tool that most quantised models were made with. It needs no training framework, and
 keeps to operators of ai.onnx for products; what it makes, this compiler multiplies in 8 bits. It is not installed with
-this package: `pip install onnx-lowering[quantise]`.
+this package: `pip install onnxruntime`.
 
     report = quantise("model.onnx", "model.int8.onnx", calls=[{"x": x}, ...])      # static: scales from these calls
     report = quantise("model.onnx", "model.int8.onnx")                             # dynamic: scales from each call
@@ -23,6 +23,7 @@ import onnx
 
 from .checking.references import session_options
 from .errors import InputError
+from .machine import not_installed
 
 Call: TypeAlias = Mapping[str, np.ndarray]
 
@@ -91,7 +92,7 @@ def quantise(
     try:
         import onnxruntime  # noqa: F401
     except ImportError as error:
-        raise InputError("quantising needs onnxruntime: pip install onnx-lowering[quantise].") from error
+        raise InputError(not_installed("onnxruntime")) from error
     source, target = Path(model), Path(output)
     form = form or ("static" if calls else "dynamic")
     if form not in ("static", "dynamic") or weights not in ("int8", "uint8"):

@@ -64,6 +64,7 @@ RULES = {
         {
             "lowering.profiling",
             "lowering.runtime",
+            "lowering.machine",
             "lowering.manifest",
             "lowering.notebook",
             "lowering.arithmetic",
@@ -83,6 +84,7 @@ RULES = {
             "lowering.profiling",
             "lowering.runtime",
             "lowering.serving",
+            "lowering.machine",
             "lowering.manifest",
             "lowering.notebook",
             "lowering.errors",
@@ -99,6 +101,7 @@ RULES = {
             "lowering.attention",
             "lowering.profiling",
             "lowering.runtime",
+            "lowering.machine",
             "lowering.manifest",
             "lowering.records",
             "lowering.errors",

@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ..errors import LoweringError
+from ..machine import not_installed
 
 Against: TypeAlias = Literal["reference", "onnxruntime"]
 Feeds: TypeAlias = Mapping[str, Any]
@@ -28,7 +29,7 @@ def reference(model: ir.Model, against: Against) -> Evaluate:
     try:
         run = _loaded(model, against)
     except ImportError as error:
-        raise LoweringError("onnxruntime is not installed; pip install 'onnx-lowering[test]' brings it.") from error
+        raise LoweringError(not_installed("onnxruntime")) from error
     except Exception as error:
         raise _unable(against, error) from error
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LoweringError
-from ..machine import runtime_alone
+from ..machine import get_compiler, runtime_alone
 from ..version import VERSION
 from . import bench, cache, check, compile, completion, demo, doctor, inspect, package, quantise, run, tune, verify
 
@@ -93,10 +93,7 @@ def _sentence(arguments: argparse.Namespace, error: BaseException) -> str:
             files = [arguments.output]  # what was being written: errors of a write, such as a full disk, name no file
         return f"error: {command}: {error.strerror or error}" + (f": {' and '.join(map(str, files))}" if files else "")
     if isinstance(error, ModuleNotFoundError) and runtime_alone():
-        return (
-            f"error: {command} needs the compiler, which onnx-lowering-runtime leaves out: "
-            "pip uninstall onnx-lowering-runtime, then pip install onnx-lowering."
-        )
+        return f"error: {command} needs the compiler, which onnx-lowering-runtime leaves out: {get_compiler()}."
     if isinstance(error, MemoryError):
         return f"error: {command} needs more memory than there is"
     return f"error: {command} failed by a fault of ours ({type(error).__name__}); please report it with what -v prints"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import InputError
+from ..machine import not_installed
 
 
 def add(add_parser: Callable[..., Any]) -> None:
@@ -39,6 +40,6 @@ def _completion(arguments: argparse.Namespace) -> int:
     try:
         import argcomplete
     except ImportError as error:
-        raise InputError("completion needs argcomplete: pip install argcomplete.") from error
+        raise InputError(not_installed("argcomplete")) from error
     print(argcomplete.shellcode(["onnx-lowering"], shell=arguments.shell))
     return 0

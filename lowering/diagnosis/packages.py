@@ -8,7 +8,7 @@ from importlib import metadata
 
 from packaging.requirements import Requirement
 
-from ..machine import runtime_alone
+from ..machine import install_command, runtime_alone
 from .report import Report
 
 _OURS = "onnx-lowering-runtime" if runtime_alone() else "onnx-lowering"
@@ -42,7 +42,7 @@ def examine(report: Report) -> None:
     try:
         requirements = metadata.requires(_OURS) or []
     except metadata.PackageNotFoundError:
-        report.blame(f"{_OURS} is not installed, only found: requirements are unknown.", f"pip install {_OURS}")
+        report.blame(f"{_OURS} is not installed, only found: requirements are unknown.", install_command())
         requirements = []
     lacking: dict[str, list[str]] = {}
     for text in requirements:
@@ -60,7 +60,7 @@ def examine(report: Report) -> None:
             what = f"{name} {found} is installed, and {_OURS} needs {name}{bounds}."
             report.blame(what, f"pip install '{name}{bounds}'", blocks=True)
     for extra, names in lacking.items():
-        lacks = f"lacks {', '.join(names)}: pip install '{_OURS}[{extra}]'"
+        lacks = f"lacks {', '.join(names)}: {install_command(extra)}"
         report.say("extras", extra, lacks if names else "complete")
     for (first, bad), (second, worse), what, mend in _KNOWN_BAD:
         one, other = version_of(first) or "", version_of(second) or ""
@@ -93,5 +93,5 @@ def _try_import(report: Report) -> None:
     except subprocess.TimeoutExpired:
         failed = f"it did not end within {_SECONDS} s"
     report.say("packages", _LOADED, "fails")
-    mend = f"pip install --force-reinstall {_OURS}, in a new virtual environment if that does not help."
+    mend = f"{install_command(options='--force-reinstall')}, in a new virtual environment if that does not help."
     report.blame(f"{_WHAT}: {failed.rstrip('.')}.", mend, blocks=True)

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import tempfile
 
-from ..machine import CUDART, DRIVER, find_cudart, find_nvcc, runtime_alone
+from ..machine import CUDART, DRIVER, find_cudart, find_nvcc, install_command, runtime_alone
 from .report import Report
 
 _OLDEST_DRIVER = 13000  # what cuDriverGetVersion says of CUDA 13.0, of driver 580
@@ -51,7 +51,7 @@ def _cuda_compiler(report: Report) -> None:
     except ModuleNotFoundError:
         nvrtc = False
     found = nvcc or ("NVRTC, of cuda-bindings" if nvrtc else None)
-    report.say("gpu", "compiler", found or "none (nvcc, or pip install 'onnx-lowering[cuda]'), for --target cuda:...")
+    report.say("gpu", "compiler", found or f"none (nvcc, or {install_command('cuda')}), for --target cuda:...")
 
 
 def _driver(report: Report) -> None:
@@ -84,4 +84,4 @@ def _driver(report: Report) -> None:
             report.blame(what, "Compile for the CPU, or run on a newer GPU: lowering.load(..., device=N).")
         report.say("gpu", f"GPU {number}", f"{name.value.decode()}, {architecture}, {size.value / 2**30:.0f} GiB")
     if count.value and cudart is None:
-        report.blame(f"there is a GPU and no {CUDART} to run on it.", "pip install 'onnx-lowering[cuda]'")
+        report.blame(f"there is a GPU and no {CUDART} to run on it.", install_command("cuda"))

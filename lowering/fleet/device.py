@@ -16,7 +16,7 @@ import tvm_ffi
 from tvm import rpc
 
 from ..errors import ArtifactError, InputError
-from ..machine import cpu_flags
+from ..machine import cpu_flags, install_command
 from ..measuring.isolated import Failed, Helper
 from ..measuring.machine import machine
 from ..measuring.measure import Job
@@ -32,7 +32,7 @@ def serve(tracker: tuple[str, int], key: str, host: str = "0.0.0.0", ports: tupl
     """Registers at the tracker under a key, and serves until it is killed. Raises InputError where the extra `fleet` is
     not installed."""
     if find_spec("cloudpickle") is None:
-        raise InputError("A device needs what TVM's server is made of: pip install 'onnx-lowering[fleet]'.")
+        raise InputError(f"A device needs what TVM's server is made of: {install_command('fleet')}.")
     server = rpc.Server(host, *ports, tracker_addr=tracker, key=key, silent=True, server_init_callback=register)
     try:
         server.proc.join()

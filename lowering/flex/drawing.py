@@ -13,6 +13,7 @@ import numpy as np
 
 from ..attention.flex_node import FULL
 from ..errors import InputError
+from ..machine import not_installed
 
 _SIDE = 256
 """Of a picture in SVG, the longer one, in pixels."""
@@ -102,10 +103,7 @@ def figure(
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError as error:
-        raise InputError(
-            f"'{path}' is not drawn: matplotlib is not installed; pip install 'onnx-lowering[bench]' brings it. An SVG "
-            "needs none."
-        ) from error
+        raise InputError(f"'{path}' is not drawn: {not_installed('matplotlib')} An SVG needs none.") from error
     colours = LinearSegmentedColormap.from_list("states", ["#f2f4f7", "#9dc0e4", _COLOUR])
     drawn = Figure(figsize=(6, 6.5), layout="constrained")
     drawn.suptitle("\n".join((title, *summary)), fontsize=9, x=0.02, ha="left")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
+from ..machine import not_installed
 from ..manifest import Manifest
 
 
@@ -21,7 +22,7 @@ def onnxruntime(
     try:
         import onnxruntime as ort
     except ImportError as error:
-        raise InputError("onnxruntime is not installed: pip install onnxruntime.") from error
+        raise InputError(not_installed("onnxruntime")) from error
     options = ort.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads, options.log_severity_level = threads, 1, 4
     try:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from .. import units
 from ..errors import InputError
+from ..machine import not_installed
 from ..notebook import table
 from .expected import SLOW
 
@@ -110,9 +111,7 @@ def picture(profile: Profile, path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise InputError(
-            f"'{path}' is not drawn: matplotlib is not installed; pip install 'onnx-lowering[bench]' brings it."
-        ) from error
+        raise InputError(f"'{path}' is not drawn: {not_installed('matplotlib')}") from error
     costs = list(profile.by_kernel().items())[:_COSTLIEST]
     kinds = {call.kernel.name: call.kernel.kind for call in profile.calls}
     colours = {"matmul": "tab:blue", "attention": "tab:orange", "other": "tab:green"}

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import InputError
+from ..machine import not_installed
 from ..manifest import SYMBOL
 
 _LABEL = re.compile(r"^([0-9a-f]+) <(.*)>:$")
@@ -53,7 +54,7 @@ def device_code(library: bytes) -> dict[str, str]:
     folders = [Path(p) / "bin" for p in (wheel.submodule_search_locations or [] if wheel else [])]
     tool = shutil.which("nvdisasm") or next((str(f / "nvdisasm") for f in folders if (f / "nvdisasm").exists()), None)
     if tool is None:
-        raise InputError("nvdisasm is not installed (pip install nvidia-cuda-nvdisasm)")
+        raise InputError(not_installed("nvdisasm", "nvidia-cuda-nvdisasm"))
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for number, code in enumerate(_cubins(library)):

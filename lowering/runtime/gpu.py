@@ -10,7 +10,7 @@ from typing import Any
 import tvm_ffi
 
 from ..errors import ArtifactError
-from ..machine import CUDART, DRIVER, find_cudart, first_file, runtime_folders
+from ..machine import CUDART, DRIVER, find_cudart, first_file, install_command, runtime_folders
 
 CPU, CUDA = 1, 2  # kDLCPU, kDLCUDA
 
@@ -41,7 +41,7 @@ def load_device_runtime(beside: Path | None = None) -> None:
         ctypes.CDLL(str(runtime))
     except OSError as error:
         raise ArtifactError(
-            f"the CUDA runtime cannot be loaded: {error}. Install it: pip install 'onnx-lowering[cuda]'."
+            f"the CUDA runtime cannot be loaded: {error}. Install it: {install_command('cuda')}."
         ) from error
 
 

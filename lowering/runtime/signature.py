@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 from ..errors import ArtifactError, InputError
+from ..machine import not_installed
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -58,9 +59,7 @@ def _package() -> tuple[Any, Any]:
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError as error:
-        raise InputError(
-            "signatures need the package 'cryptography': pip install 'onnx-lowering[sign]' brings it."
-        ) from error
+        raise InputError(f"signatures need a package: {not_installed('cryptography')}") from error
     return ed25519, serialization
 
 

@@ -20,6 +20,7 @@ import tvm_ffi
 
 from ..errors import TargetError
 from ..machine import find_nvcc as find_nvcc
+from ..machine import install_command
 
 # TVM's code uses the operators of the types of 16 bits. ptxas keeps its --register-usage-level of 5: with 10, which TVM
 # asks for, it spills in the kernels for Hopper.
@@ -78,8 +79,7 @@ def machine_code(source: str, arch: str) -> tuple[bytes, str]:
     if importlib.util.find_spec("cuda") and importlib.util.find_spec("cuda.bindings"):
         return _by_nvrtc(source, arch)
     raise TargetError(
-        f"Code for '{arch}' is compiled by nvcc, which is not installed, or by NVRTC: "
-        "pip install 'onnx-lowering[cuda]'."
+        f"Code for '{arch}' is compiled by nvcc, which is not installed, or by NVRTC: {install_command('cuda')}."
     )
 
 

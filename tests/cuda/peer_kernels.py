@@ -92,7 +92,7 @@ def _loop(source: str, arch: str, flags: Sequence[str]) -> list[Instruction]:
     nvcc = find_nvcc()
     assert nvcc is not None, "nvcc is not installed"
     package = importlib.util.find_spec("cutlass_library")
-    assert package is not None and package.submodule_search_locations, "pip install 'onnx-lowering[test]' brings it"
+    assert package is not None and package.submodule_search_locations, "pip install '.[test]' brings it"
     headers = Path(package.submodule_search_locations[0]) / "source" / "include"
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"

@@ -86,7 +86,7 @@ def differences(folder: Path, text: str) -> str:
     """What the program prints about tiles."""
     (folder / "emitted.h").write_text(text)
     package = importlib.util.find_spec("cutlass_library")
-    assert package is not None and package.submodule_search_locations, "pip install 'onnx-lowering[test]' brings it"
+    assert package is not None and package.submodule_search_locations, "pip install '.[test]' brings it"
     includes = [Path(package.submodule_search_locations[0]) / "source" / "include", *cuda_headers(), folder]
     command = ["g++", "-std=c++17", "-w", "-O0", *(f"-I{path}" for path in includes), str(SOURCE), "-o", "layouts"]
     subprocess.run(command, check=True, cwd=folder)

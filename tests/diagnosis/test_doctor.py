@@ -16,6 +16,7 @@ import lowering
 from lowering.commands.cli import main
 from lowering.diagnosis import here, packages, toolchain
 from lowering.diagnosis.report import Report
+from lowering.machine import install_command
 
 
 def doctor(*options: str, **environment: str) -> tuple[int, str]:
@@ -50,7 +51,7 @@ def test_packages_that_cannot_be_imported(package: str, tmp_path: Path) -> None:
     status, text = doctor(PYTHONPATH=places)
     assert status == 1
     assert "PROBLEM: the compiler, apache-tvm, cannot be imported: OSError: libodd.so: undefined symbol." in text
-    assert "pip install --force-reinstall onnx-lowering" in text
+    assert install_command(options="--force-reinstall") in text
 
 
 def test_an_import_that_ends_the_process(tmp_path: Path) -> None:
@@ -77,8 +78,8 @@ def test_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     packages.examine(report)
     assert "onnx is not installed." in [p.what for p in report.problems if p.blocks]
     xgboost = "xgboost-cpu" if os.uname().machine == "x86_64" else "xgboost"
-    assert report.facts["extras"]["tune"] == f"lacks {xgboost}: pip install 'onnx-lowering[tune]'"
-    assert report.facts["extras"]["sign"] == "lacks cryptography: pip install 'onnx-lowering[sign]'"
+    assert report.facts["extras"]["tune"] == f"lacks {xgboost}: {install_command('tune')}"
+    assert report.facts["extras"]["sign"] == f"lacks cryptography: {install_command('sign')}"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,122 @@
+"""What errors and pages say to install can be installed: this package is on no index."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import re
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lowering
+from lowering import machine
+
+ROOT = Path(__file__).parents[1]
+
+
+def texts() -> Iterator[Path]:
+    for pattern in (
+        "README.md",
+        "lowering/**/*.py",
+        "docs/**/*.md",
+        "docs/*.py",
+        "examples/**/*",
+        "benchmarks/**/*.py",
+    ):
+        yield from (path for path in ROOT.glob(pattern) if path.is_file() and path.suffix not in (".png", ".pyc"))
+
+
+def test_nobody_is_sent_to_an_index_for_this_package() -> None:
+    """By its name pip would find nothing, or what somebody else has put there."""
+    found = []
+    for path in texts():
+        for line in path.read_text().splitlines():
+            asked = re.search(r"pip install\b([^&]*)", line)
+            if asked and re.search(r"(?<![/\w])onnx[-_]lowering(-runtime)?(?![\w*.])", asked[1]):
+                is_in_checkout = re.search(r"'?\.(\[\w+\])?'?.* in a checkout of onnx-lowering", asked[1])
+                if not is_in_checkout and "--find-links" not in asked[1] and "WHEEL" not in asked[1]:
+                    found.append(f"{path.relative_to(ROOT)}: {line.strip()}")
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("extra", ["", "cuda", "fleet", "tune"])
+def test_from_a_checkout(extra: str) -> None:
+    suffix = f"[{extra}]" if extra else ""
+    assert machine.install_command(extra) == f"pip install '{ROOT}{suffix}'"
+    assert machine.install_command(extra, "--upgrade") == f"pip install --upgrade '{ROOT}{suffix}'"
+    assert not extra or extra in (ROOT / "pyproject.toml").read_text()
+
+
+class Wheel:
+    """An installed distribution, which knows where it came from."""
+
+    def __init__(self, said: str | None) -> None:
+        self.said = said
+
+    def read_text(self, name: str) -> str | None:
+        return self.said if name == "direct_url.json" else None
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """As if the package lay in site-packages."""
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "site-packages" / "lowering" / "machine.py"))
+    return tmp_path
+
+
+GONE = "pip install '.[tune]' in a checkout of onnx-lowering"
+
+
+def test_from_a_wheel_file(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel = elsewhere / "a folder" / "onnx_lowering-0.1.0-py3-none-any.whl"
+    said = json.dumps({"url": wheel.as_uri(), "archive_info": {}})
+    monkeypatch.setattr(metadata, "distribution", lambda name: Wheel(said))
+    assert machine.install_command("tune") == GONE  # no longer there
+    wheel.parent.mkdir()
+    wheel.write_bytes(b"")
+    assert machine.install_command("tune") == f"pip install '{wheel}[tune]'"
+
+
+def missing(name: str) -> Any:
+    raise metadata.PackageNotFoundError(name)
+
+
+ORIGINS: dict[str, Callable[[str], Any]] = {
+    "not installed": missing,
+    "from an index": lambda name: Wheel(None),
+    "from a web page": lambda name: Wheel('{"url": "https://example.org/onnx_lowering.whl"}'),
+    "damaged": lambda name: Wheel("{"),
+    "of another form": lambda name: Wheel("{}"),
+}
+
+
+@pytest.mark.parametrize("case", ORIGINS)
+def test_where_it_is_from_is_not_known(case: str, elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "distribution", ORIGINS[case])
+    assert machine.install_command("tune") == GONE
+    monkeypatch.setattr(machine, "runtime_alone", lambda: True)
+    assert machine.install_command("cuda") == (
+        "pip install 'WHEEL[cuda]', where WHEEL is the file of onnx-lowering-runtime"
+    )
+
+
+def test_a_missing_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is one package, and no extra of ours."""
+    real = builtins.__import__
+
+    def without(name: str, *others: Any) -> Any:
+        if name.partition(".")[0] == "onnxruntime":
+            raise ImportError(name)
+        return real(name, *others)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    model = '<ir_version: 10, opset_import: ["" : 20]> m (float[n] x) => (float[n] y) { y = Exp (x) }'
+    import onnx
+
+    with pytest.raises(lowering.LoweringError) as error:
+        lowering.verify(onnx.parser.parse_model(model), against="onnxruntime")
+    assert str(error.value) == "onnxruntime is not installed: pip install onnxruntime."
