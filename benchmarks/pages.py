@@ -36,7 +36,8 @@ _ABOUT = """## {title}
 {threads} of an {machine}, {dates}, float32 unless said otherwise, symbolic batch and lengths,
 {tuned}. {turns}; medians in milliseconds where no unit is said. *Of the limit* is what we reach of the fastest
 float32 matrix product of 2048^3 (MKL, OpenBLAS), or of the fastest streaming read of the same bytes; bfloat16, whose
-units are faster, goes beyond 1. *Ratio* is the best peer's time by ours. A dash is a refusal, *wrong* an answer that
+units are faster, goes beyond 1. *Ratio* is the best peer's time by ours, where both compute with weights of one type;
+with int8 and int4 weights peers have float32. A dash is a refusal, *wrong* an answer that
 differs from float64. Versions: {versions}.
 """
 
@@ -67,7 +68,6 @@ _SHORT = {
     "BERT 384 tokens": "BERT-base, 384 tokens",
     "Llama prefill 512": "a Llama, a prompt of 512 tokens",
     "Llama decode, 4096 slots": "a Llama, one token, caches of 4096",
-    "Llama decode, int4 weights": "the same with caches of 1024 and weights in 4 bits (peers: float32)",
     "MobileNetV3-Small, 224": "MobileNetV3-Small",
     "ResNet-18, first blocks, 224": "first blocks of ResNet-18",
     "bert-dynamo23-f16": "two layers of BERT in float16",
@@ -117,7 +117,7 @@ def _part(results: Results, path: Path) -> str:
     body = [_cells(row, bool(tuned), bool(scaling)) for row in shown]
     groups = [
         [group, str(len(ratios)), str(sum(ratio < 1 for ratio in ratios)), number(mean(ratios)), number(min(ratios))]
-        for group, ratios in by_group(found).items()
+        for group, ratios in by_group(list(filter(_is_fair, found))).items()
     ]
     limits = "; ".join(f"{name} {speed}" for name, speed in limit_speeds(results).items())
     summary = markdown(["all cases, by group", "with a peer", "behind it", "geometric mean", "worst"], groups)
@@ -149,12 +149,17 @@ def _is_shown(row: Row, threads: int) -> bool:
     return all_cases()[row.record.case].bar.asks(threads)
 
 
+def _is_fair(row: Row) -> bool:
+    """Whether peers compute the same model: with compressed weights it is ours alone, and theirs has float32."""
+    return row.record.group != "weights"
+
+
 def _cells(row: Row, tuned: bool, scaling: bool) -> list[str]:
     first, _, others = row.record.case.partition(" ")
     name = f"{_CODES[first]}, {others}" if first in _CODES else row.record.case
     cells = [name, f"**{ours_cell(row)}**", *(tuned_cells(row) if tuned else [])]
     cells += [speed(row), number(row.share)]
-    cells += [*(peer_cell(row.record, peer) for peer in PEERS), number(row.ratio)]
+    cells += [*(peer_cell(row.record, peer) for peer in PEERS), number(row.ratio if _is_fair(row) else None)]
     return [*cells, *scalings(row)] if scaling else cells
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -138,6 +139,15 @@ def test_every_model_of_the_page_is_a_case() -> None:
     assert f"Measured: {len(names)} of" in (ROOT / "docs" / "models.md").read_text()
     with pytest.raises(ValueError, match="need --exports"):
         chosen(["bert-dynamo18"])
+
+
+def test_no_ratio_to_peers_that_compute_something_else() -> None:
+    """With weights in fewer bits than theirs; what they were told by was once on the front page."""
+    for page in ("README.md", "docs/results.md"):
+        lines = [line for line in (ROOT / page).read_text().splitlines() if line.startswith("|")]
+        found = [line for line in lines if re.search("(int4|int8|f16) weights|in [48] bits", line)]
+        assert found or page == "README.md"
+        assert all(line.rstrip(" |").endswith(" -") for line in found), found
 
 
 def test_pages_quote_the_results() -> None:
