@@ -1,4 +1,6 @@
-"""Pages of the documentation, as somebody follows them: their blocks of code, one behind the other, in one folder.
+"""Pages of the documentation, as somebody follows them: their blocks of code, one after the other, in one terminal.
+
+It starts in an empty folder. What `cd` and `export` do lasts, and Python runs in the folder where the shell is.
 
 A page says what cannot be followed here, or takes long, by comments in front of a block, which readers do not see:
 
@@ -23,6 +25,8 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +86,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def follow(page: Path, slow: bool = False) -> None:
-    """Does in the current folder what the page says, with what is slow on request.
+    """Do what the page says, from the current folder on, with what is slow on request.
 
     Raises AssertionError where something goes wrong.
     """
@@ -93,15 +97,22 @@ def follow(page: Path, slow: bool = False) -> None:
             shutil.copy(ROOT / source, name)
         assert Path(name).is_file()
     names: dict[str, Any] = {"__name__": "__main__"}
-    for block in blocks(page):
-        runs = not block.mark or (slow and block.mark == "slow")
-        if runs and block.language == "python":
-            _python(block, names)
-        elif runs and block.language == "bash":
-            for line in block.lines():
-                _shell(line, block.where)
-        elif block.language == "python":
-            ast.parse(block.text, block.where)
+    start = Path.cwd()
+    with tempfile.TemporaryDirectory() as programs:
+        terminal = Terminal(Path(programs))
+        try:
+            for block in blocks(page):
+                runs = not block.mark or (slow and block.mark == "slow")
+                if runs and block.language == "python":
+                    _python(block, names)
+                elif runs and block.language == "bash":
+                    for line in block.lines():
+                        terminal.type(line, block.where)
+                elif block.language == "python":
+                    ast.parse(block.text, block.where)
+        finally:
+            terminal.close()
+            os.chdir(start)
 
 
 def _python(block: Block, names: dict[str, Any]) -> None:
@@ -113,17 +124,46 @@ def _python(block: Block, names: dict[str, Any]) -> None:
         exec(compile(block.text, block.where, "exec"), names)
 
 
-def _shell(line: str, where: str) -> None:
-    words = shlex.split(line, comments=True)
-    if words[0] == _COMMAND and not _SHELL & set("".join(words)):  # in this process, which has imported the compiler
-        assert main(words[1:]) == 0, f"{where}: {line}"
-        return
-    Path("bin").mkdir(exist_ok=True)
-    for name, command in ((_COMMAND, "-m lowering"), ("python", "")):
-        script = Path("bin") / name
-        script.write_text(f'#!/bin/sh\nexec {sys.executable} {command} "$@"\n')
-        script.chmod(0o755)
-    path = f"{Path('bin').absolute()}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(["bash", "-euo", "pipefail", "-c", line], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, f"{where}: {line}\n{done.stdout}{done.stderr}"
+class Terminal:
+    """One shell, into which a reader types all lines of a page: folders and variables stay what a line has made them.
+
+    It starts in the current folder, and the current folder follows it: a program of Python is started from it, too.
+    """
+
+    def __init__(self, programs: Path) -> None:
+        """Programs is an empty folder, for onnx-lowering and python as they are installed here."""
+        for name, command in ((_COMMAND, "-m lowering"), ("python", "")):
+            script = programs / name
+            script.write_text(f'#!/bin/sh\nexec {sys.executable} {command} "$@"\n')
+            script.chmod(0o755)
+        environment = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+        self._bash = subprocess.Popen(
+            ["bash", "--norc", "--noprofile", "-uo", "pipefail"],
+            env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+
+    def type(self, line: str, where: str) -> None:
+        """Raise AssertionError where a line ends with another status than 0."""
+        words = shlex.split(line, comments=True)
+        if words[0] == _COMMAND and not _SHELL & set(
+            "".join(words)
+        ):  # in this process, which has imported the compiler
+            assert main(words[1:]) == 0, f"{where}: {line}"
+            return
+        assert self._bash.stdin is not None and self._bash.stdout is not None
+        end = uuid.uuid4().hex
+        self._bash.stdin.write(f"eval {shlex.quote(line)} < /dev/null\nprintf '\\n%s %s %s\\n' {end} $? \"$PWD\"\n")
+        self._bash.stdin.flush()
+        printed: list[str] = []
+        for said in self._bash.stdout:
+            if said.startswith(end):
+                _, status, folder = said.rstrip("\n").split(" ", 2)
+                assert status == "0", f"{where}: {line}\n{''.join(printed)}"
+                os.chdir(folder)
+                return
+            printed.append(said)
+        raise AssertionError(f"{where}: {line}: the shell ended\n{''.join(printed)}")
+
+    def close(self) -> None:
+        """End the shell."""
+        self._bash.communicate()

@@ -23,6 +23,7 @@ from lowering import flex
 from lowering.commands.cli import _parser
 from lowering.flex import masks, mods
 from lowering.manifest import Manifest
+from lowering.version import VERSION
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -137,6 +138,22 @@ def test_what_a_page_shows_runs(name: str, monkeypatch: pytest.MonkeyPatch, tmp_
 def test_all_that_a_page_shows_runs(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     follow(DOCS / name, slow=True)
+
+
+def test_the_front_page_says_what_it_is_for_whom_and_in_what_state() -> None:
+    text = (ROOT / "README.md").read_text().partition("## Why")[0]
+    assert f"**Status**: {VERSION}, not on a package index yet" in text
+    assert re.search(r"\*\*Requirements\*\*: Linux, Python 3\.10 .*gcc.*AVX2.*AArch64", text)
+    assert re.search(r"\*\*Platforms\*\*: .*Windows.*macOS", text)
+    assert "compiles whole models" in text and "It is for " in text
+    assert text.count("```") == 4 and "pip install . && onnx-lowering demo" in text
+
+
+def test_a_block_that_is_not_run_leaves_the_reader_in_place() -> None:
+    """What runs is followed in one terminal, which shows it; of these nobody would notice."""
+    blind = [block for page in EVERY for block in blocks(page) if block.language == "bash" and block.mark]
+    lines = [(block.where, line) for block in blind for line in block.lines()]
+    assert blind and not [(where, line) for where, line in lines if re.search(r"(^|&& *|; *)cd ", line)]
 
 
 def test_every_command_that_is_shown_can_be_given() -> None:
