@@ -84,10 +84,10 @@ def test_a_tuning() -> None:
         Outcome("exp", "tiles", (ODD,), 0.5, 2e-3, 1e-3, 16, {"wrong": 2}, "{}", in_model=0.625),
         Outcome("relu", "", ("r",), 0.1, 1.0, 1.0, 0, {}, "", why="it <is> nothing"),
     )
-    tuning = lowering.Tuning(Path("tuned/here"), outcomes, 61.0, False, 1.25)
+    tuning = lowering.Tuning(Path("tuned/here"), outcomes, 61.0, 61.5, "time", 1.25)
     text, rows = shown(tuning)
-    summary = "took 1:01; 1 of 2 kernels got faster, a run 1.33x by their shares, measured 1.25x"
-    assert text.splitlines() == [summary, "records: tuned/here", "not tuned: relu (r): it <is> nothing"]
-    found = ["exp", ODD, "tiles", "50.0%", "16", "2 ms", "1 ms", "2.00x", "1.60x", "2 wrong"]
+    summary = "1 of 2 kernels got faster, a run 1.33x by their shares, measured 1.25x; took 1:01 of 1:01"
+    assert text.splitlines() == [summary, "records: tuned/here", "not tuned: relu: it <is> nothing"]
+    found = ["exp", ODD, "50.0%", "16", "2 ms", "1 ms", "2.00x", "1.60x", "tiles", "2 wrong"]
     assert rows[1:] == [found] and len(rows[0]) == len(found)
     assert repr(tuning) == f"Tuning({summary}; records: tuned/here)"

@@ -122,7 +122,7 @@ def _tune(arguments: argparse.Namespace) -> int:
             _exported(arguments, tuning, said)
         elif arguments.json:
             outcomes = [{**vars(o), "failures": dict(o.failures), "gain": o.gain} for o in tuning.outcomes]
-            said |= {**vars(tuning), "outcomes": outcomes, "gain": tuning.gain}
+            said |= {**vars(tuning), "outcomes": outcomes, "gain": tuning.gain, "interrupted": tuning.interrupted}
         else:
             from ..tuning.table import show
 

@@ -36,6 +36,9 @@ from .task import NotTunable, loops_task, tiles_task, written
 
 Effort = Literal["quick", "full"]
 
+End = Literal["time", "trials", "candidates", "interrupt"]
+"""What a search ran out of, or what ended it."""
+
 _SHARE = {"quick": 0.02, "full": 0.002}  # of a run, below which a kernel is left as it is
 _PAIRS = {"quick": 6, "full": 12}
 _LAST_SHARE = 0.15  # of the time, for last comparisons
@@ -50,8 +53,9 @@ class Outcome:
 
     A kernel can be two tasks: searched is "tiles" or "loops". seconds is the default's where no candidate won,
     architecture that of the machine that measured. in_model is the seconds in whole runs of the model by those of the
-    default there, None where that was not measured; what takes longer there is not kept. why says what kept a kernel
-    from being tuned, "" for nothing.
+    default there, None where that was not measured; what takes longer there is not kept. fastest is the seconds of the
+    fastest candidate while the search went on, which the last comparison need not have confirmed; None where nothing
+    was searched. why says what kept a kernel from being tuned, "" for nothing.
     """
 
     name: str
@@ -65,12 +69,18 @@ class Outcome:
     choice: str
     architecture: str = ""
     in_model: float | None = None
+    fastest: float | None = None
     why: str = ""
 
     @property
     def gain(self) -> float:
         """How many times faster than the default."""
         return self.default / self.seconds if self.seconds else 1.0
+
+    @property
+    def unconfirmed(self) -> float:
+        """How many times faster than the default the fastest candidate seemed, 1 where something is kept."""
+        return self.default / self.fastest if self.fastest and self.gain == 1 else 1.0
 
 
 @dataclass
@@ -103,7 +113,7 @@ class Session:
         self.folder, self.subject, self.sites, self.target, self.workshop = folder, subject, sites, target, workshop
         self.threads, self.effort, self.seed = subject.threads, effort, seed
         self.searches: list[Search] = []
-        self.interrupted = False
+        self.ended: End = "time"
         self.whole_gain: float | None = None
         self._left_out: list[Outcome] = []
         self._uses: dict[str, Use] = {}
@@ -199,8 +209,9 @@ class Session:
                     self._begin(name)
             state.searches = self.searches
             Scheduler(self.searches, self.workshop, _PAIRS[self.effort], over, told).run(self.target.tvm)
+            self.ended = "candidates" if not over() else "time" if late() else "trials"
         except KeyboardInterrupt:
-            self.interrupted = True
+            self.ended = "interrupt"
         place = self.folder / "settling"
         settling = Settling(self.searches, self.subject, self._model, place, self.workshop, self.target)
         settling.run(_WHOLE_SECONDS[self.effort], told)
@@ -280,6 +291,7 @@ class Session:
                     search.won,
                     search.site.database.architecture.name,
                     search.in_model.ratio if search.in_model else None,
+                    search.best,
                 )
             )
         return (*sorted(found, key=lambda o: -o.share), *self._left_out)

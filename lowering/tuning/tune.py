@@ -26,7 +26,7 @@ from ..runtime.gpu import architecture_here, runs_on
 from ..target import Target, resolve
 from .database import Database, last_measured_on
 from .local import LocalBench, Site, Workshop
-from .session import EFFORTS, Effort, Outcome, Progress, Session
+from .session import EFFORTS, Effort, End, Outcome, Progress, Session
 from .subject import Subject
 
 _CANDIDATES = 32  # of each task, to be measured elsewhere
@@ -36,12 +36,14 @@ _CANDIDATES = 32  # of each task, to be measured elsewhere
 class Tuning:
     """What `tune` did; database is the part for the (first) architecture. gain is that of a whole run there, as the
     shares of its kernels tell it; whole_gain was measured, on geometric average over the sizes, None where models do
-    not run: on other machines."""
+    not run: on other machines. It had `budget` seconds and took `seconds`; ended says what ended the search: "time",
+    "trials", "candidates" (none was left that is new) or "interrupt"."""
 
     database: Path
     outcomes: tuple[Outcome, ...]
     seconds: float
-    interrupted: bool
+    budget: float
+    ended: End
     whole_gain: float | None = None
 
     def __repr__(self) -> str:
@@ -53,6 +55,10 @@ class Tuning:
         from .table import html
 
         return html(self)
+
+    @property
+    def interrupted(self) -> bool:
+        return self.ended == "interrupt"
 
     @property
     def gain(self) -> float:
@@ -130,7 +136,7 @@ def tune(
             with stage("searching"):
                 session.search(begin + budget, most, progress or (lambda state: None))
         seconds = time.monotonic() - begin
-        return Tuning(known.folder, session.outcomes(), seconds, session.interrupted, session.whole_gain)
+        return Tuning(known.folder, session.outcomes(), seconds, budget, session.ended, session.whole_gain)
 
 
 def _empty(folder: Path) -> Path:
