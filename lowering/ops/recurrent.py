@@ -4,7 +4,7 @@ for each direction (lowering/tensorir/recurrence.py). Computed in float32."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from tvm import relax, tirx
@@ -28,6 +28,19 @@ _NUMBERS: dict[str, tuple[float, ...]] = {
     "HardSigmoid": (0.2, 0.5), "Elu": (1.0,), "Sigmoid": (), "Tanh": (), "Relu": (), "Softsign": (), "Softplus": (),
 }  # fmt: skip
 _FLOATS = ("float32", "float16", "bfloat16")
+
+Place = Callable[..., tuple[Any, Any]]
+"""Of arithmetic on indices: whether an element is there, and where it is in the tensor that it is from."""
+
+
+class Codes(Protocol):
+    """W [directions, gates H, I] and R [directions, gates H, H] as bytes."""
+
+    def product(self, node: Node, x: Value, columns: int, place: Place) -> Value:
+        """Return x [L, B, I] times W, whose element [i, column] is where `place` says."""
+
+    def tensors(self, node: Node, record: Recurrence, place: Place) -> dict[str, Value]:
+        """Return r and what belongs to its bytes, whose element [block, k, gate, inside] is where `place` says."""
 
 
 @op("LSTM", since=7)
@@ -85,8 +98,10 @@ def recurrent(
     initial_h: Value | None,
     initial_c: Value | None = None,
     peepholes: Value | None = None,
+    codes: Codes | None = None,
 ) -> tuple[Value, ...]:
-    """The outputs. w is [directions, gates * H, I], r [directions, gates * H, H], in the order of ONNX's gates."""
+    """The outputs. w is [directions, gates * H, I], r [directions, gates * H, H], in the order of ONNX's gates; codes
+    are computed with in their place."""
     gates, batch_first = GATES[kind], node.attr("layout", 0)
     named = {"X": x, "W": w, "R": r, "initial_h": initial_h, "initial_c": initial_c}
     given = {name: value for name, value in named.items() if value is not None}
@@ -135,8 +150,9 @@ def recurrent(
             linear_before_reset=before,
             peepholes=peepholes is not None,
             lengths=lengths is not None,
+            codes=codes is not None,
         )
-        tensors = _tensors(node, record, at, x, w, r, bias)
+        tensors = _tensors(node, record, at, x, w, r, bias, codes)
         tensors |= {name: _part(node, state, at) for name, state in states.items()}
         if peepholes is not None:
             tensors["peepholes"] = _peepholes(node, record, peepholes, at)
@@ -189,7 +205,7 @@ def _part(node: Node, value: Value, at: int) -> Value:
     return reshape_to(node, one, shape)
 
 
-def _arranged(node: Node, value: Value, shape: tuple[int, ...], place: Callable[..., tuple[Any, Any]]) -> Value:
+def _arranged(node: Node, value: Value, shape: tuple[int, ...], place: Place) -> Value:
     """The float32 tensor of `shape` whose element i is value[place(*i)[1]] where place(*i)[0] holds, and 0 elsewhere.
 
     Of a constant it is one. Conditions and indices are arithmetic, of NumPy's arrays or of expressions.
@@ -208,9 +224,9 @@ def _arranged(node: Node, value: Value, shape: tuple[int, ...], place: Callable[
 
 
 def _tensors(
-    node: Node, record: Recurrence, at: int, x: Value, w: Value, r: Value, bias: Value | None
+    node: Node, record: Recurrence, at: int, x: Value, w: Value, r: Value, bias: Value | None, codes: Codes | None
 ) -> dict[str, Value]:
-    """x, r and recurrent of the record, for one direction."""
+    """x, r and what belongs to it, and recurrent of the record, for one direction."""
     units, gates, blocks = record.units, record.gates, record.blocks
     columns = blocks * gates * BLOCK
 
@@ -236,8 +252,11 @@ def _tensors(
 
         return place
 
-    product = matrix_product(node, x, _arranged(node, w, (record_width(w), columns), of_w))
-    tensors = {"r": _arranged(node, r, (blocks, units, gates, BLOCK), of_r)}
+    if codes is not None:
+        product, tensors = codes.product(node, x, columns, of_w), codes.tensors(node, record, of_r)
+    else:
+        product = matrix_product(node, x, _arranged(node, w, (record_width(w), columns), of_w))
+        tensors = {"r": _arranged(node, r, (blocks, units, gates, BLOCK), of_r)}
     if bias is not None:
         halves = [
             _arranged(node, bias, (columns,), of_bias(0, True)),

@@ -6,6 +6,8 @@ x_t = X_t W^T + biases is a product of the whole sequence, computed before. Unit
 block the gates side by side, behind zeros for units that there are not: x [L, B, blocks * gates * BLOCK] and
 R [blocks, H, gates, BLOCK], so that a block of a row of R is read in one go. The code is the same for one unit at a
 time and for vectors of them.
+
+R may be signed bytes, four of successive units in a word: then each step rounds h to bytes, too (rounded_states.py).
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
 from .regions import whole
+from .rounded_states import WORD, Dot, RoundedStates, plain_dot
 
 ATTRIBUTE = "lowering.recurrence"
 BLOCK = 16
@@ -44,6 +47,9 @@ class Recurrence:
     Parameters are float32: x, r, recurrent [blocks, BLOCK] (a GRU's bias of h within its reset, `linear_before_reset`),
     h [B, H], c [B, H] (LSTM), peepholes [3, blocks * BLOCK] for i, o, f, lengths int32 [B]; y [L, B, H], the last h and
     c. Behind its length a sequence has outputs of 0.
+
+    codes: r [blocks, words, gates, BLOCK] int32 has words of signed bytes, and for each column of x there are its scale
+    float32, its zero point int32, and the sum int32 of its bytes less the zero point.
     """
 
     kind: str
@@ -55,6 +61,7 @@ class Recurrence:
     linear_before_reset: bool = False
     peepholes: bool = False
     lengths: bool = False
+    codes: bool = False
 
     @property
     def gates(self) -> int:
@@ -64,8 +71,14 @@ class Recurrence:
     def blocks(self) -> int:
         return -(-self.units // BLOCK)
 
+    @property
+    def words(self) -> int:
+        """Words that all units fill, the last one with zeros behind them."""
+        return -(-self.units // WORD)
+
     def inputs(self) -> tuple[str, ...]:
-        there = {"recurrent": self.linear_before_reset, "h": True, "c": self.kind == "LSTM",
+        there = {"r_scale": self.codes, "r_zero": self.codes, "r_sum": self.codes,
+                 "recurrent": self.linear_before_reset, "h": True, "c": self.kind == "LSTM",
                  "peepholes": self.peepholes, "lengths": self.lengths}  # fmt: skip
         return ("x", "r", *(name for name, given in there.items() if given))
 
@@ -89,7 +102,7 @@ def plain_recurrence(record: Recurrence) -> tirx.PrimFunc:
             T.reads([whole(buffers[name]) for name in record.inputs()])
             T.writes([whole(buffers[name]) for name in record.outputs()])
             with T.parallel(buffers["x"].shape[1]) as b:
-                Rows(record, buffers, b, 1, 1, lambda name, x: getattr(tirx, name)(x)).emit()
+                Rows(record, buffers, b, 1, 1, lambda name, x: getattr(tirx, name)(x), plain_dot).emit()
     return builder.get()
 
 
@@ -101,19 +114,25 @@ def declare(record: Recurrence) -> dict[str, tirx.Buffer]:
     arguments = {name: T.arg(name, T.handle()) for name in names}
     L, B = (IRBuilder.name(name, T.int64()) for name in "LB")
     H, padded = T.int64(record.units), record.blocks * BLOCK
+    columns = T.int64(padded * record.gates)
+    along_k = record.words if record.codes else record.units
     shapes = {
-        "x": [L, B, T.int64(padded * record.gates)],
-        "r": [T.int64(n) for n in (record.blocks, record.units, record.gates, BLOCK)],
+        "x": [L, B, columns],
+        "r": [T.int64(n) for n in (record.blocks, along_k, record.gates, BLOCK)],
+        "r_scale": [columns],
+        "r_zero": [columns],
+        "r_sum": [columns],
         "recurrent": [T.int64(padded)],
         "peepholes": [T.int64(3), T.int64(padded)],
         "lengths": [B],
         "y": [L, B, H],
     }
+    whole_numbers = {"lengths", *(("r", "r_zero", "r_sum") if record.codes else ())}
     return {
         name: IRBuilder.name(
             name,
             T.match_buffer(
-                arguments[name], shapes.get(name, [B, H]), "int32" if name == "lengths" else "float32", align=4
+                arguments[name], shapes.get(name, [B, H]), "int32" if name in whole_numbers else "float32", align=4
             ),
         )
         for name in names
@@ -124,7 +143,14 @@ class Rows:
     """The code for `count` batches from b0 on, in vectors of `lanes` units."""
 
     def __init__(
-        self, record: Recurrence, buffers: dict[str, tirx.Buffer], b0: Expr, count: int, lanes: int, function: Function
+        self,
+        record: Recurrence,
+        buffers: dict[str, tirx.Buffer],
+        b0: Expr,
+        count: int,
+        lanes: int,
+        function: Function,
+        dot: Dot,
     ) -> None:
         self.record, self.buffers, self.b0, self.count = record, buffers, b0, count
         self.lanes, self.function = lanes, function
@@ -132,6 +158,7 @@ class Rows:
         size = (count * self.width,)
         names = ("h", "new", *(["c"] if record.kind == "LSTM" else ["z", "reset"] if record.kind == "GRU" else []))
         self.state = {name: T.alloc_buffer(size, "float32") for name in names}
+        self.rounded = RoundedStates(self, dot) if record.codes else None
 
     def emit(self) -> None:
         for name, buffer in self.state.items():
@@ -191,6 +218,8 @@ class Rows:
             place = length - 1 - step if record.reverse else step
             self.there.append(there)
             self.places.append(T.bind(tirx.Select(there, place, step)))
+        if self.rounded is not None:
+            self.rounded.round()
         sub = BLOCK // self.lanes
         {"LSTM": self.lstm, "GRU": self.gru, "RNN": self.rnn}[record.kind](T.int64(record.blocks * sub), sub)
         for row in range(self.count):
@@ -217,6 +246,9 @@ class Rows:
         """For each row and each of the gates the vector of sums at `inside` a block: of x, unless start is False, and
         of the rows of R times the elements of source."""
         record = self.record
+        if self.rounded is not None:
+            columns = [(block * record.gates + g) * BLOCK + inside for g in gates]
+            return self.rounded.sums(gates, columns, block, inside)
         made = [[T.alloc_buffer((self.lanes,), "float32") for _ in gates] for _ in range(self.count)]
         zero = tirx.const(0, "int64")
         for row, parts in enumerate(made):

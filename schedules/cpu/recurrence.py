@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import tvm
 from tvm import tirx
@@ -14,6 +15,7 @@ from lowering.tensorir.recurrence import ATTRIBUTE, BLOCK, Recurrence, Rows, dec
 
 from ..tiles import Space, Tiles
 from ..variant import Variant
+from .dot_int8 import dot
 from .loops import split_among_threads
 from .vector import Machine, fixed, machine, of_vectors
 
@@ -57,6 +59,7 @@ def _kernel(problem: Recurrence, cpu: Machine, tiles: RecurrenceTiles) -> tirx.P
         assert value is not None
         return value
 
+    multiply = partial(dot, cpu=cpu)
     with IRBuilder() as builder, T.prim_func(private=True):
         buffers = declare(problem)
         L, B, _ = buffers["x"].shape
@@ -68,9 +71,9 @@ def _kernel(problem: Recurrence, cpu: Machine, tiles: RecurrenceTiles) -> tirx.P
             left = fixed(B - first)
             with T.If(left >= tiles.rows):
                 with T.Then():
-                    Rows(problem, buffers, first, tiles.rows, lanes, function).emit()
+                    Rows(problem, buffers, first, tiles.rows, lanes, function, multiply).emit()
                 with T.Else(), T.serial(left) as row:
-                    Rows(problem, buffers, fixed(first + row), 1, lanes, function).emit()
+                    Rows(problem, buffers, fixed(first + row), 1, lanes, function, multiply).emit()
 
         split_among_threads(groups, work, _PARALLEL_WORK, rows)
     return builder.get()

@@ -1,4 +1,4 @@
-"""LSTM, GRU and RNN against float64, with every attribute; weights as bytes beside onnxruntime."""
+"""LSTM, GRU and RNN against float64, with every attribute."""
 
 from __future__ import annotations
 
@@ -7,16 +7,12 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import onnx
-import onnxruntime
 import pytest
 from onnx import helper, numpy_helper
-from onnxruntime.quantization import QuantType, quantize_dynamic
 from placed_arrays import unaligned
 from this_machine import TARGETS
 
 import lowering
-from lowering.checking.references import session_options
 from lowering.errors import NodeError
 
 from .expectations import model, value_info
@@ -119,24 +115,6 @@ def test_lengths_that_do_not_fit(value: int) -> None:
     found = np.asarray(lowering.compile(proto)(x=x, lens=lens)["y"])
     want, _ = recurrent("RNN", {"x": x, "lens": lens, **w}, [[np.tanh]], [False])
     np.testing.assert_allclose(found, want, atol=1e-6)
-
-
-def test_weights_as_bytes(tmp_path: Any) -> None:
-    """DynamicQuantizeLSTM of onnxruntime's tool: nearer to the float model than with inputs rounded, too."""
-    rng = np.random.default_rng(3)
-    arrays = {"w": (2, 4 * 24, 10), "r": (2, 4 * 24, 24), "b": (2, 8 * 24)}
-    weights = {n: (rng.standard_normal(s) * 0.3).astype(np.float32) for n, s in arrays.items()}
-    node = helper.make_node("LSTM", ["x", "w", "r", "b"], ["y"], hidden_size=24, direction="bidirectional")
-    proto = model([node], [value_info("x", "float32", ["L", "B", 10])], [value_info("y", "float32", ["L", 2, "B", 24])],
-                  17, [numpy_helper.from_array(a, n) for n, a in weights.items()])  # fmt: skip
-    onnx.save(proto, tmp_path / "float.onnx")
-    quantize_dynamic(tmp_path / "float.onnx", tmp_path / "bytes.onnx", weight_type=QuantType.QInt8)
-    assert {n.op_type for n in onnx.load(tmp_path / "bytes.onnx").graph.node} == {"DynamicQuantizeLSTM"}
-    x = rng.standard_normal((9, 2, 10)).astype(np.float32)
-    truth = np.asarray(lowering.compile(proto)(x=x)["y"])
-    ours = np.asarray(lowering.compile(tmp_path / "bytes.onnx")(x=x)["y"])
-    theirs = onnxruntime.InferenceSession(tmp_path / "bytes.onnx", session_options()).run(None, {"x": x})[0]
-    assert np.abs(ours - truth).max() < max(np.abs(theirs - truth).max(), 1e-3) < 0.1
 
 
 @pytest.mark.parametrize(

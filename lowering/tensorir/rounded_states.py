@@ -1,0 +1,129 @@
+"""States of a recurrence as bytes: each step rounds h before it multiplies it by bytes of R, as ONNX Runtime does.
+
+    scale = (max(h, 0) - min(h, 0)) / 255    zero = -min(h, 0) / scale, rounded    byte = h / scale, rounded, + zero
+    sum over k of h R = scale r_scale (sum of byte r - r_zero sum of byte - zero r_sum)
+
+for each batch by itself. Sums are exact in int32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tvm import tirx
+from tvm.ir import Expr
+from tvm.script.ir_builder import tirx as T
+
+if TYPE_CHECKING:
+    from .recurrence import Rows
+
+Dot = Callable[[Expr, Expr, Expr], Expr]
+"""A sum int32, plus the products of four bytes without a sign by four with one: of words, or of vectors of them."""
+
+WORD = 4
+"""Bytes of a word."""
+
+
+def plain_dot(total: Expr, a: Expr, b: Expr) -> Expr:
+    """The sum for one word of each."""
+    for n in range(WORD):
+        total = total + (a >> 8 * n & 255) * (b << 24 - 8 * n >> 24)
+    return total
+
+
+class RoundedStates:
+    """The bytes of h, for all batches of `rows`, and the products that read them."""
+
+    def __init__(self, rows: Rows, dot: Dot) -> None:
+        self.rows, self.dot = rows, dot
+        self.bytes = T.alloc_buffer((rows.count * rows.width,), "uint8")
+        self.scale = T.alloc_buffer((rows.count,), "float32")
+        self.zero, self.sum = (T.alloc_buffer((rows.count,), "int32") for _ in range(2))
+
+    def round(self) -> None:
+        """Write the bytes of the present h. Behind the units h is 0, which no range is without."""
+        for row in range(self.rows.count):
+            low, high = self._range(row)
+            width = T.bind(high - low)
+            scale = T.bind(tirx.Select(width > 0, width / 255.0, _float(1.0)))
+            zero = T.bind(tirx.nearbyint(tirx.min(tirx.max((0.0 - low) / scale, _float(0.0)), _float(255.0))))
+            total = self._accumulator("int32", 0)
+            spread = [T.bind(self._spread(number)) for number in (scale, zero, _float(0.0), _float(255.0))]
+
+            def write(at: Expr, h: Expr, spread: list[Expr] = spread, total: tirx.Buffer = total) -> None:
+                scale, zero, least, most = spread
+                number = self.rows.function("nearbyint", h / scale) + zero
+                code = T.bind(tirx.max(tirx.min(number, most), least).astype(self._vector("int32")))
+                self.rows.store(self.bytes, [at], code.astype(self._vector("uint8")))
+                self.rows.store(total, [0], self.rows.load(total, [0]) + code)
+
+            self._each_vector(row, write)
+            T.buffer_store(self.scale, scale, [row])
+            T.buffer_store(self.zero, zero.astype("int32"), [row])
+            unused = self.rows.width - self.rows.record.units
+            T.buffer_store(self.sum, self._reduced(total, lambda a, b: a + b) - unused * self.zero[row], [row])
+
+    def _range(self, row: int) -> tuple[Expr, Expr]:
+        """The smallest and the largest number of h, or 0."""
+        bounds = [(self._accumulator("float32", 0.0), choose) for choose in (tirx.min, tirx.max)]
+
+        def look(at: Expr, h: Expr) -> None:
+            for bound, choose in bounds:
+                self.rows.store(bound, [0], choose(self.rows.load(bound, [0]), h))
+
+        self._each_vector(row, look)
+        low, high = (T.bind(self._reduced(bound, choose)) for bound, choose in bounds)
+        return low, high
+
+    def _each_vector(self, row: int, body: Callable[[Expr, Expr], None]) -> None:
+        """body(place, h there) for all vectors of a row's h."""
+        with T.serial(T.int64(self.rows.width // self.rows.lanes)) as n:
+            at = T.bind(n * self.rows.lanes + row * self.rows.width)
+            body(at, T.bind(self.rows.load(self.rows.state["h"], [at])))
+
+    def _accumulator(self, dtype: str, start: float) -> tirx.Buffer:
+        buffer = T.alloc_buffer((self.rows.lanes,), dtype)
+        self.rows.store(buffer, [0], self._spread(tirx.const(start, dtype)))
+        return buffer
+
+    def _reduced(self, buffer: tirx.Buffer, both: Callable[[Expr, Expr], Expr]) -> Expr:
+        found = buffer[0]
+        for lane in range(1, self.rows.lanes):
+            found = both(found, buffer[lane])
+        return found
+
+    def sums(self, gates: list[int], columns: list[Expr], block: Expr, inside: Expr) -> list[list[Expr]]:
+        """For each row and each of the gates the vector of sums at a column of x."""
+        rows, zero = self.rows, tirx.const(0, "int64")
+        made = [[self._accumulator("int32", 0) for _ in gates] for _ in range(rows.count)]
+        with T.serial(T.int64(rows.record.words)) as k:
+            weights = [T.bind(rows.load(rows.buffers["r"], [block, k, tirx.const(g, "int64"), inside])) for g in gates]
+            for row, parts in enumerate(made):
+                first = k * WORD + row * rows.width
+                word = T.bind(self._spread(T.reinterpret("int32", self.bytes[T.ramp(first, 1, WORD)])))
+                for weight, part in zip(weights, parts):
+                    rows.store(part, [zero], self.dot(rows.load(part, [zero]), word, weight))
+        return [
+            [self._number(row, column, rows.load(part, [zero])) for column, part in zip(columns, parts)]
+            for row, parts in enumerate(made)
+        ]
+
+    def _number(self, row: int, column: Expr, total: Expr) -> Expr:
+        """x plus what a sum of products stands for."""
+        rows = self.rows
+        scale, zero, less = (rows.load(rows.buffers[f"r_{name}"], [column]) for name in ("scale", "zero", "sum"))
+        total = total - zero * self._spread(self.sum[row]) - less * self._spread(self.zero[row])
+        number = total.astype(self._vector("float32"))
+        x = rows.load(rows.buffers["x"], [rows.places[row], rows.b0 + row, column])
+        return T.bind(x + number * (scale * self._spread(self.scale[row])))
+
+    def _vector(self, dtype: str) -> str:
+        return dtype if self.rows.lanes == 1 else f"{dtype}x{self.rows.lanes}"
+
+    def _spread(self, value: Expr) -> Expr:
+        return value if self.rows.lanes == 1 else T.broadcast(value, self.rows.lanes)
+
+
+def _float(number: float) -> Expr:
+    return tirx.const(number, "float32")
