@@ -65,6 +65,11 @@ def test_a_terminal_shows_stages_and_a_file_does_not(tmp_path: Path) -> None:
     except OSError:  # what Linux says where the last writer is gone
         pass
     assert process.wait() == 0 and b"lowering" in shown and b"linking" in shown
+    plain = re.sub(rb"\x1b\[[0-9;?]*[a-zA-Z]", b"", shown).decode()
+    assert "/?" not in plain  # no count of what nobody counts
+    counted = re.search(r"compiling kernels [^\r\n]*?(\d+)/(\d+)", plain)
+    assert counted is not None and int(counted[1]) <= int(counted[2])
+    assert not re.search(r"(linking|writing|importing) [^\r\n]*\d/\d", plain)  # a count is of its own stage
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=True)
     assert not done.stderr
     y = lowering.load(tmp_path / "out").run({"x": np.zeros(2, np.float32), "z": np.zeros(2, np.float32)})["y"]
