@@ -9,6 +9,7 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from browser import what_is_cut
 from pages import blocks, follow
 
 import lowering
@@ -31,13 +33,18 @@ EVERY = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 FLEX = (DOCS / "flex.md").read_text()
 
 
-def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+def test_the_site_is_built_without_a_warning_and_nothing_is_cut_off(tmp_path: Path) -> None:
     """Dead links and anchors, pages that the menu lacks, and names that are not found are warnings."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-f", str(DOCS / "site" / "mkdocs.yml")]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run([*command, "-d", str(tmp_path)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "reference" / "python.html").is_file()
+    if shutil.which("chromium"):  # at the widths of common screens neither code nor tables are cut off
+        names = ["index", "tutorial", "results", "flex", "reference/commands", "howto/gpu_host", "howto/decoder"]
+        pages = [tmp_path / f"{name}.html" for name in names]
+        selector = ".md-content pre > code, .md-content .md-typeset__scrollwrap"
+        assert what_is_cut(pages, (1280, 1400), selector, tmp_path) == {}
 
 
 def test_operators_page_is_generated_anew() -> None:

@@ -6,13 +6,13 @@ import html.parser
 import json
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import onnx
 import pytest
+from browser import needs_browser, opened, what_is_cut
 from onnx import TensorProto, helper
 
 import lowering
@@ -308,7 +308,7 @@ FRAME = """<script>onmessage = event => { document.body.dataset.found = JSON.str
 <iframe src="probed.html" style="width: WIDTHpx; height: 900px; border: 0"></iframe>"""
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
+@needs_browser
 @pytest.mark.parametrize("which", ["made", "hostile"])
 def test_in_a_browser(which: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """No message, nothing loaded, and nothing wider than the window with everything unfolded. A script measures that,
@@ -317,12 +317,7 @@ def test_in_a_browser(which: str, request: pytest.FixtureRequest, tmp_path: Path
 
     def shown(name: str, page: str) -> str:
         (tmp_path / name).write_text(page, encoding="utf-8")
-        options = ["--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--user-data-dir={tmp_path}/user"]
-        command = ["chromium", "--headless", *options, "--window-size=1300,1000", "--dump-dom"]
-        url = (tmp_path / name).as_uri()
-        done = subprocess.run([*command, url], capture_output=True, text=True, timeout=120, check=True)
-        assert "CONSOLE" not in done.stderr, done.stderr
-        return done.stdout
+        return opened(tmp_path / name, tmp_path / "user")
 
     assert [each.attributes["id"] for each in Reader(shown("page.html", text)).root.all("section")] == SECTIONS
     probed = text.replace("img-src data:", "img-src data:; script-src 'unsafe-inline'")
@@ -331,3 +326,15 @@ def test_in_a_browser(which: str, request: pytest.FixtureRequest, tmp_path: Path
         (body,) = Reader(shown("frame.html", FRAME.replace("WIDTH", str(width)))).root.all("body")
         found = json.loads(body.attributes["data-found"] or "")
         assert found == {"width": width, "overflow": 0, "wide": [], "sections": SECTIONS, "loaded": []}
+
+
+@needs_browser
+@pytest.mark.parametrize("length", [10, 40, 90, 150])
+def test_no_table_is_cut_off(length: int, made: Path, tmp_path: Path) -> None:
+    """At the widths of common screens, however long names of kernels are: all columns are seen without scrolling."""
+    text = (made / "report.html").read_text(encoding="utf-8")
+    names = {kernel.name for kernel in lowering.load(made / "out").manifest.kernels}
+    for number, name in enumerate(sorted(names, key=len, reverse=True)):
+        text = text.replace(f"<code>{name}</code>", f"<code>{'fused_matmul_' * (length // 13)}{number}</code>")
+    (tmp_path / "page.html").write_text(text, encoding="utf-8")
+    assert what_is_cut([tmp_path / "page.html"], (1280, 1400), ".wide", tmp_path) == {}
