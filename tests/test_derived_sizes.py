@@ -57,16 +57,24 @@ MODELS: dict[str, tuple[str, str, dict[str, dict[str, int]]]] = {
         "c = Concat <axis = 0> (x, z) d = Add (c, w) e = Concat <axis = 0> (w, x) y = Add (e, v) u = Neg (d)",
         {"s": {"m": 1, "n": 1}, "t": {"s": 1, "m": 1}},
     ),
+    "a mask of Attention 24": (
+        "float[b, 2, n, 8] q, float[b, 2, n, 8] k, float[b, 2, p, 8] past_k, float[b, 1, n, t] mask",
+        "new_k = Concat <axis = 2> (past_k, k) y = Attention (q, new_k, new_k, mask)",
+        {"t": {"p": 1, "n": 1}},
+    ),
     "nothing": ("float[m, 3] x, float[n, 3] z", "y = Concat <axis = 0> (x, z)", {}),
 }
 
 
 def parsed(case: str) -> onnx.ModelProto:
     inputs, nodes, _ = MODELS[case]
-    rank = {"a sum": 1, "a sum before its parts": 1, "a sum of a sum": 1}.get(case, 4 if nodes is ATTENTION else 2)
+    rank = {"a mask of Attention 24": 4, "a sum": 1, "a sum before its parts": 1, "a sum of a sum": 1}.get(
+        case, 4 if nodes is ATTENTION else 2
+    )
     dims = ", ".join(f"y{k}" for k in range(rank))
+    opset = 24 if "24" in case else 23
     return onnx.parser.parse_model(
-        f'<ir_version: 10, opset_import: ["" : 23]> m ({inputs}) => (float[{dims}] y) {{ {nodes} }}'
+        f'<ir_version: 10, opset_import: ["" : {opset}]> m ({inputs}) => (float[{dims}] y) {{ {nodes} }}'
     )
 
 

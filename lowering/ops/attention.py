@@ -287,6 +287,7 @@ def _mask(node: Node, mask: Value, dtype: str, full: Shape) -> tuple[Value, Mask
     pad = node.version >= 24 and not node.symbols.equal(wanted[3], full[3])
     if pad:
         text = "input attn_mask is for {} keys, and there are {}."
+        node.importer.expect(symbolic.equal(wanted[3], full[3]))  # most are for all keys
         mask = required(node, mask, symbolic.less_or_equal(wanted[3], full[3]), text, wanted[3], full[3])
     mask = asserted(node, mask, tuple(wanted))
     return mask, mask_of(mask, pad, tuple(broadcasts))
