@@ -6,6 +6,7 @@ import onnx
 import onnx_ir as ir
 from onnx import version_converter
 
+from ..graph.legality import remember_opset
 from .sizes import InferSizesPass
 
 # Before 13, a Softmax flattens what is behind its axis; which is the last axis, the converter sees from the rank.
@@ -45,6 +46,7 @@ class UpgradeOpsetPass(ir.passes.InPlacePass):
                 graph.inputs.remove(value)
             value.const_value = weights[value.name].const_value
             graph.register_initializer(value)
+        remember_opset(model)
         model.graph, model.ir_version = graph, converted.ir_version
         return ir.passes.PassResult(model, modified=True)
 

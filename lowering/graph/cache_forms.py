@@ -29,7 +29,7 @@ from ..fusion.matching import Rewrite, Size, attribute, dims, is_op, known, oper
 from ..fusion.opset import FIRST, UpgradeOpsetPass, opset
 from ..fusion.sizes import InferSizesPass
 from .joint_caches import split_joint_caches
-from .legality import import_own_domain
+from .legality import import_own_domain, remember_opset
 from .microsoft_caches import DOMAIN, LENGTH_AXIS, to_attention
 
 K, V = 1, 2  # inputs of Attention
@@ -111,6 +111,7 @@ def use_opset_24(model: ir.Model) -> None:
 
 def set_opset(model: ir.Model, version: int) -> None:
     """Declare an opset in which nothing that the model has means anything else."""
+    remember_opset(model)
     for domain in {"", "ai.onnx"} & set(model.opset_imports):
         model.opset_imports[domain] = max(version, model.opset_imports[domain])
     imports = [onnx.helper.make_opsetid("", version)]

@@ -28,6 +28,8 @@ _BOUNDED = {"axis": _NUMBERS, "axes": _NUMBERS, "batch_dims": range(2**31)}
 OWN_DOMAIN, OWN_OPSET = "onnx_lowering", 25
 """Of the operators that the compiler itself puts into models. Attention of version 25 is that of ai.onnx with sinks."""
 
+_DECLARED_OPSET = "onnx_lowering.declared_opset"
+
 Body = ir.Graph | ir.Function
 
 
@@ -35,6 +37,18 @@ def import_own_domain(model: ir.Model) -> None:
     """Declare the domain of the compiler's operators in a model that has some."""
     if any(node.domain == OWN_DOMAIN for graph in graphs(model) for node in graph):
         model.opset_imports[OWN_DOMAIN] = OWN_OPSET
+
+
+def remember_opset(model: ir.Model) -> None:
+    """Note the opset of ai.onnx that the model declares, before it is brought to another."""
+    version = next((v for d, v in model.opset_imports.items() if d in ("", "ai.onnx")), 0)
+    model.metadata_props.setdefault(_DECLARED_OPSET, str(version))
+
+
+def declared_opset(model: ir.Model) -> int | None:
+    """Return what `remember_opset` has noted; None where the model has the opset that it came with."""
+    noted = model.metadata_props.get(_DECLARED_OPSET, "")
+    return int(noted) if noted.isdecimal() else None
 
 
 def check_domains(model: ir.Model) -> None:

@@ -17,6 +17,7 @@ from .declared_sizes import forget_unknown_sizes
 from .legality import check_attributes, check_bodies, check_domains, check_tensors, graphs
 from .model_file import check_model_file
 from .sparse_tensors import make_dense
+from .undeclared import declare_inputs, declare_outputs, forget_unknown_types, is_incomplete, with_stand_ins
 
 _ZIP = b"PK\x03\x04"
 
@@ -43,6 +44,7 @@ def load_model(model: ModelLike) -> ir.Model:
     try:
         loaded = _read(model)
         forget_unknown_sizes(loaded)
+        forget_unknown_types(loaded)
         check_tensors(loaded)
         check_bodies(loaded)
         inlined = common.InlinePass(lambda function: not _is_known(function))(loaded).model
@@ -51,6 +53,9 @@ def load_model(model: ModelLike) -> ir.Model:
         check_domains(inlined)
         _forget_what_says_nothing(inlined)
         inlined.graph.outputs[:] = dict.fromkeys(inlined.graph.outputs)  # results have names, each once
+        declare_inputs(inlined)
+        forget_unknown_sizes(inlined)
+        declare_outputs(inlined)
         return inlined
     except ModelError:
         raise
@@ -112,41 +117,31 @@ def _loaded(path: Path) -> ir.Model:
 
 
 def _checked(check: Callable[[], None], read: Callable[[], ir.Model]) -> ir.Model:
-    """The model that is read, once onnx's checker has passed it. Nodes in any order are sorted first."""
+    """The model that is read, once onnx's checker has passed it. Nodes in any order are sorted first, and inputs and
+    outputs need no shape, and outputs no type."""
     try:
         check()
         return read()
     except onnx.checker.ValidationError as error:
-        if "topologically sorted" not in str(error):
-            raise
-        unsorted = error
+        refused = error
+    is_unsorted = "topologically sorted" in str(refused)
     model = read()
+    if not is_unsorted and not any(map(is_incomplete, (*model.graph.inputs, *model.graph.outputs))):
+        raise refused
     try:
         for graph in (model.graph, *(function.graph for function in model.functions.values())):
             graph.sort()
-        proto = ir.to_proto(_without_files(model))
+        proto = ir.to_proto(with_stand_ins(model))
     except (ValueError, RuntimeError):  # nodes that need each other, or what nobody computes
-        raise unsorted from None
+        raise refused from None
     onnx.checker.check_model(proto)
     return model
-
-
-def _without_files(model: ir.Model) -> ir.Model:
-    """A copy in which initializers from files are inputs: the checker would look for the files in another folder."""
-    copy = model.clone()
-    for name, value in list(copy.graph.initializers.items()):
-        if isinstance(value.const_value, ir.ExternalTensor):
-            del copy.graph.initializers[name]
-            value.type, value.shape = ir.TensorType(value.const_value.dtype), ir.Shape(value.const_value.shape.numpy())
-            value.const_value = None
-            if value not in copy.graph.inputs:
-                copy.graph.inputs.append(value)
-    return copy
 
 
 def _forget_what_says_nothing(model: ir.Model) -> None:
     """Takes declarations off inner values that do not say an element type, as some exporters write; off nodes how they
     are spread over devices; and off everything what only people read, which may be no text."""
+    model.metadata_props.clear()
     for graph in graphs(model):
         outputs = [value for node in graph for value in node.outputs]
         attributes = [attribute for node in graph for attribute in node.attributes.values()]

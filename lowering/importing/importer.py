@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 from tvm import relax, tirx
 
 from .. import ops
 from ..errors import LoweringError, ModelError, NodeError
 from ..graph.fold import fold
+from ..graph.legality import declared_opset
 from ..graph.model import dtype_name
 from .channels import channels_second_axes
 from .expected_sizes import ExpectedSizes
@@ -87,6 +89,7 @@ class Importer:
         self.symbols = Symbols()
         self._expected = ExpectedSizes()
         self._opsets = {_domain(d): v for d, v in model.opset_imports.items()}
+        self._declared_opset = declared_opset(model)
         self.builder = Builder()
         self.warnings: list[str] = []
         self.unexamined = 0  # nodes that depend on a blocked node's output of unknown type
@@ -194,6 +197,12 @@ class Importer:
             return value
         names = tuple(self.symbols.fresh("size") if is_long(d) else d for d in value.shape)
         return self.cast_shape(value, names, "what the model computes")
+
+    def said_version(self, node: ir.Node, version: int) -> int:
+        """Return the version that errors give of an operator: by the opset that the model declares, where it has it."""
+        declared = self._declared_opset
+        has_it = declared is not None and not _domain(node.domain) and onnx.defs.has(node.op_type, declared, "")
+        return declared if declared is not None and has_it else version
 
     # -- the walk -----------------------------------------------------------------------------------------------------
 
@@ -327,7 +336,8 @@ class Importer:
                 "no lowering is registered for this operator, and it has no ONNX function body.",
                 "See docs/operators.md for what is supported, docs/adding_an_operator.md to add it.",
             )
-        outer = self._values, self._opsets, self.errors
+        outer = self._values, self._opsets, self.errors, self._declared_opset
+        self._declared_opset = None
         self._values = {v.name or "": given for v, given in zip(body.inputs, inputs)}
         self._opsets = {_domain(domain): version for domain, version in body.opset_imports.items()}
         self.errors = None
@@ -338,7 +348,7 @@ class Importer:
         except NodeError as error:
             raise context.error(f"its ONNX function body cannot be lowered: {error}") from error
         finally:
-            self._values, self._opsets, self.errors = outer
+            self._values, self._opsets, self.errors, self._declared_opset = outer
 
     # -- values -------------------------------------------------------------------------------------------------------
 

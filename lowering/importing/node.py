@@ -43,7 +43,7 @@ class Node:
         self._checked: list[tuple[Value, Value]] = []
         self.version = version
         self.op_type, self.domain, self.name = node.op_type, node.domain or "ai.onnx", node.name or ""
-        self.where = describe(node, version) + importer.inside
+        self.where = describe(node, importer.said_version(node, version)) + importer.inside
         # Which outputs somebody reads: "" marks a hole.
         self.outputs = tuple(v.name or "" for v in node.outputs)
 
