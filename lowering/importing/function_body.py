@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from .values import Value
+from .values import SequenceValue, Value
 
 
 def function_body(node: ir.Node, version: int, inputs: Sequence[Value | None]) -> ir.Function | None:
@@ -63,4 +63,6 @@ def _type_proto(value: Value) -> onnx.TypeProto:
         if value.dtype == "string"
         else onnx.helper.np_dtype_to_tensor_dtype(np.dtype(value.dtype))
     )
+    if isinstance(value, SequenceValue):
+        return onnx.helper.make_sequence_type_proto(onnx.helper.make_tensor_type_proto(element, None))
     return onnx.helper.make_tensor_type_proto(element, [d if isinstance(d, int) else None for d in value.shape])

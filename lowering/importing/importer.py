@@ -33,11 +33,13 @@ from .size_kernel import size_kernel
 from .type_rules import check_types
 from .values import (
     MOST_SIZE,
+    SequenceValue,
     Shape,
     Size,
     Symbols,
     Value,
     as_text,
+    flatten_values,
     is_long,
     storage_array,
     storage_dtype,
@@ -124,7 +126,7 @@ class Importer:
             except BaseException:
                 self.builder._end_block()  # else the builder's own warning follows our error
                 raise
-            output = relax.Tuple([self.tensor(v) for v in results])
+            output = relax.Tuple([self.tensor(v) for v in flatten_values(results)])
             self.builder.emit_func_output(output, params + self._weights.variables)
         outputs = [self._as_port(v.name or "", r.dtype, r.shape) for v, r in zip(graph.outputs, results)]
         module, origins, weights = self.builder.finalize(), self.builder.origins, self._weights.contents
@@ -153,17 +155,25 @@ class Importer:
         for declared, computed in zip(self.model.graph.outputs, results):
             if declared.name in self._failed:
                 continue
+            if isinstance(computed, SequenceValue):
+                remedy = "Give out its tensors, by SequenceAt, or one of all, by ConcatFromSequence."
+                self._refuse_output(declared, "it is a sequence, and only tensors can be outputs.", remedy)
+                continue
             if contradiction := _contradicts(declared, computed):
                 self.warnings.append(f"output '{declared.name}' {contradiction}, which counts")
             if declared.dtype is None or dtype_name(declared.dtype) == computed.dtype:
                 continue
-            types = (
-                f"its element type is declared {dtype_name(declared.dtype)}, but the nodes compute {computed.dtype}."
+            self._refuse_output(
+                declared,
+                f"its element type is declared {dtype_name(declared.dtype)}, but the nodes compute {computed.dtype}.",
+                "Correct the declaration, or the nodes that give it.",
             )
-            error = NodeError(f"output '{declared.name}'", types, "Correct the declaration, or the nodes that give it.")
-            if self.errors is None:
-                raise error
-            self.errors.append(error)
+
+    def _refuse_output(self, output: ir.Value, what: str, remedy: str) -> None:
+        error = NodeError(f"output '{output.name}'", what, remedy)
+        if self.errors is None:
+            raise error
+        self.errors.append(error)
 
     def _size(self, name: str, param: relax.Var) -> Value:
         """An int64 scalar whose content becomes a symbol."""
@@ -319,7 +329,7 @@ class Importer:
 
     def _stand_in(self, value: ir.Value) -> Value:
         """Keeps `check` going behind a node that failed: a value of the type that the model declares or infers."""
-        if value.dtype is None or value.shape is None:
+        if value.dtype is None or value.shape is None or not isinstance(value.type, ir.TensorType):
             self._unknown.add(value.name or "")
         dtype = dtype_name(value.dtype) if value.dtype is not None else "float32"
         dims = value.shape if value.shape is not None else ()

@@ -8,9 +8,13 @@ from collections.abc import Sequence
 import onnx
 
 from .node import Node
-from .values import Value
+from .values import SequenceValue, Value
 
-_KINDS = {"float": "a float", "int": "an integer", "bool": "bool", "string": "string", "complex": "complex"}
+_SEQUENCE = "sequence"
+_KINDS = {
+    "float": "a float", "int": "an integer", "bool": "bool", "string": "string", "complex": "complex",
+    _SEQUENCE: "a sequence",
+}  # fmt: skip
 
 
 def check_types(node: Node, inputs: Sequence[Value | None], domain: str, operator: str) -> None:
@@ -26,15 +30,24 @@ def check_types(node: Node, inputs: Sequence[Value | None], domain: str, operato
             continue
         name, type_name, is_one_type = parameter
         kinds = allowed.get(type_name, frozenset((_kind(type_name),)))
-        if kinds and _kind(value.dtype) not in kinds:
+        is_sequence = isinstance(value, SequenceValue)
+        if (_SEQUENCE if is_sequence else _kind(value.dtype)) not in kinds:
             wanted = " or ".join(_KINDS[kind] for kind in sorted(kinds & _KINDS.keys()))
-            raise node.error(f"input {name} is {value.dtype}, and must be {wanted}.", "Cast it before.")
+            remedy = "" if is_sequence or kinds == {_SEQUENCE} else "Cast it before."
+            raise node.error(
+                f"input {name} is {'a sequence' if is_sequence else value.dtype}, and must be {wanted}.", remedy
+            )
         other, dtype = bound.setdefault(type_name, (name, value.dtype))
         if type_name in allowed and is_one_type and dtype != value.dtype:
             raise node.error(
                 f"input {name} is {value.dtype} and {other} is {dtype}, and both must have one type.",
                 "Cast one of them before.",
             )
+
+
+def _described(value: Value) -> tuple[str, str]:
+    """The kind of a value, and how errors call its type."""
+    return (_SEQUENCE, _KINDS[_SEQUENCE]) if isinstance(value, SequenceValue) else (_kind(value.dtype), value.dtype)
 
 
 _Parameter = tuple[str, str, bool]
@@ -67,8 +80,9 @@ def _schema(operator: str, version: int) -> tuple[list[_Parameter], dict[str, fr
 
 
 def _kind(type_name: str) -> str:
-    """The kind of "tensor(float16)", "bfloat16", "uint4"; "" for sequences and optionals."""
-    if "(" in type_name and not type_name.startswith("tensor("):
-        return ""
+    """The kind of "tensor(float16)", "bfloat16", "uint4", "seq(tensor(float))", also of optional ones."""
+    type_name = type_name.removeprefix("optional(")
+    if type_name.startswith("seq("):
+        return _SEQUENCE
     name = type_name.replace("double", "float")
     return next((kind for kind in _KINDS if kind in name), "")

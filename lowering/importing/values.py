@@ -156,6 +156,32 @@ class Value:
         return [int(c) if isinstance(c, (int, np.integer, np.bool_)) else c for c in self.contents.flat]
 
 
+@dataclass(frozen=True, eq=False)
+class SequenceValue(Value):
+    """A sequence of tensors of type `dtype`, whose length is known: there is no tensor of it, only those of its items.
+
+    Its shape is ().
+    """
+
+    items: tuple[Value, ...] = ()
+
+
+def flatten_values(values: Iterable[Value]) -> list[Value]:
+    """Return the tensors of values, those of sequences one after the other."""
+    return [item for value in values for item in (value.items if isinstance(value, SequenceValue) else (value,))]
+
+
+def unflatten_values(tensors: Iterable[Value], like: Iterable[Value]) -> list[Value]:
+    """Return values of the kinds of `like` that `flatten_values` makes these tensors of."""
+    rest = iter(tensors)
+    return [
+        SequenceValue(value.dtype, (), items=tuple(islice(rest, len(value.items))))
+        if isinstance(value, SequenceValue)
+        else next(rest)
+        for value in like
+    ]
+
+
 def numpy_dtype(dtype: str) -> np.dtype:
     """NumPy's or ml_dtypes' type of that name."""
     return np.dtype(getattr(ml_dtypes, dtype, dtype))

@@ -28,7 +28,15 @@ def wrapped(index: Any, size: Any) -> Any:
 
 @op("Gather", since=1)
 def gather(node: Node, data: Value, indices: Value) -> Value:
-    axis = static_axis(node, node.attr("axis", 0), data.rank)
+    return gather_along(node, data, indices, static_axis(node, node.attr("axis", 0), data.rank))
+
+
+def gather_along(node: Node, data: Value, indices: Value, axis: int) -> Value:
+    """Return the entries of data along an axis that the indices name; indices [I...] take the place of the axis.
+
+    Raises:
+        NodeError: An index is known to be outside.
+    """
     places, dim = sizes(indices), data.shape[axis]
     shape = (*data.shape[:axis], *indices.shape, *data.shape[axis + 1 :])
     if indices.rank == 0 and places is not None:  # one place that is known: no tensor of indices is needed

@@ -51,7 +51,15 @@ def permute(node: Node, data: Value, order: list[int]) -> Value:
 
 @op("Concat", since=4)
 def concat(node: Node, *parts: Value) -> Value:
-    axis = static_axis(node, node.attr("axis"), parts[0].rank)
+    return concatenate(node, parts, static_axis(node, node.attr("axis"), parts[0].rank))
+
+
+def concatenate(node: Node, parts: Sequence[Value], axis: int) -> Value:
+    """Return the parts one after the other along an axis; other dimensions are known or asserted to be equal.
+
+    Raises:
+        NodeError: Ranks differ, or numbers of other axes.
+    """
     if any(p.rank != parts[0].rank for p in parts):
         raise node.error(f"inputs have different ranks: {[p.rank for p in parts]}.")
     if movable(*parts):
@@ -111,6 +119,16 @@ def split(node: Node, data: Value, lengths: Value | None = None) -> tuple[Value,
         data = required(node, data, symbolic.less_or_equal(parts[0] * (count - 1), dim), text, dim)
     if len(parts) != count:
         raise node.error(f"there are {count} outputs but {len(parts)} lengths.")
+    return tuple(split_axis(node, data, axis, parts))
+
+
+def split_axis(node: Node, data: Value, axis: int, parts: Sequence[Size]) -> list[Value]:
+    """Return parts of these lengths along an axis, which are known or asserted to be all of it.
+
+    Raises:
+        NodeError: Lengths that are numbers are another number together, or one is negative.
+    """
+    dim = data.shape[axis]
     total = node.simplify(sum(parts))
     if isinstance(total, int) and isinstance(dim, int) and total != dim:
         raise node.error(f"the lengths {parts} do not add up to dimension {axis}, which is {dim}.")
@@ -123,7 +141,7 @@ def split(node: Node, data: Value, lengths: Value | None = None) -> tuple[Value,
         shape = (*data.shape[:axis], length, *data.shape[axis + 1 :])
         results.append(cut(node, data, begins, [1] * data.rank, shape))
         start = start + length
-    return tuple(results)
+    return results
 
 
 def _even_parts(node: Node, dim: Size, count: int) -> list[Size]:

@@ -21,7 +21,7 @@ from tvm.ir import PrimType
 from tvm.script.ir_builder import tirx as T
 
 from ..importing.node import Node
-from ..importing.values import Shape, Size, Value, storage_dtype, storage_shape
+from ..importing.values import SequenceValue, Shape, Size, Value, storage_dtype, storage_shape
 from .asserted import asserted
 from .kernels import compute, loops
 from .movement import join
@@ -40,6 +40,12 @@ def repeated(node: Node, count: Value, go: Value, state: Sequence[Value], step: 
 
     Raises NodeError for values that change their types or ranks.
     """
+    if any(isinstance(value, SequenceValue) for value in state):
+        raise node.error(
+            "it carries a sequence, and the number of steps is known by the run only, or the steps are too many to be "
+            "written out.",
+            "Fix the number of steps, with dims= (--dim) where it is a symbolic size.",
+        )
     body = _body(node, state, step)
     run, builder = _run(node, body), node.importer.builder
     some = compute(node, "some", lambda _, n, go: tirx.all(n() > 0, go()), [count, go], (), dtype="bool")

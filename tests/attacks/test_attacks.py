@@ -43,9 +43,19 @@ FOUND = [
 ]
 
 
+# No model of one node has them: they take or give sequences or optional values (tests/ops/test_sequences.py).
+OF_SEQUENCES = {
+    ("", op)
+    for op in (
+        "ConcatFromSequence", "Optional", "OptionalGetElement", "OptionalHasElement", "SequenceAt", "SequenceConstruct",
+        "SequenceEmpty", "SequenceErase", "SequenceInsert", "SequenceLength", "SplitToSequence",
+    )
+}  # fmt: skip
+
+
 def test_every_operator_is_attacked() -> None:
     """Those of our own domain come in no model; tests/serving/test_served_decoders.py attacks their tables."""
-    assert set(GENERATORS) == {(domain, op) for domain, op in registered() if domain != OWN_DOMAIN}
+    assert set(GENERATORS) == {key for key in registered() if key[0] != OWN_DOMAIN} - OF_SEQUENCES
 
 
 @pytest.mark.parametrize("domain, op", sorted(GENERATORS), ids=lambda text: text or "ai.onnx")
