@@ -48,6 +48,14 @@ class InferSizesPass(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, modified=True)
 
 
+def _forget_undecided_shapes(node: ir.Node) -> None:
+    """Take the shapes off results whose branches declare different numbers of dimensions: it is that of one of them."""
+    bodies = [a.as_graph() for a in node.attributes.values() if a.type == ir.AttributeType.GRAPH]
+    for value, *results in zip(node.outputs, *(body.outputs for body in bodies)):
+        if len({len(result.shape) for result in results if result.shape is not None}) > 1:
+            value.shape = None
+
+
 class _Sizes:
     def __init__(self, model: ir.Model) -> None:
         self._opsets = {"" if d == "ai.onnx" else d: v for d, v in model.opset_imports.items()}
@@ -65,6 +73,8 @@ class _Sizes:
         version = self._opsets.get("" if node.domain == "ai.onnx" else node.domain)
         if version is None:
             return
+        if is_op(node, "If"):
+            _forget_undecided_shapes(node)
         self._fold(node, version)
         inferred = self._by_onnx(node, version)
         shape = self._shape(node)

@@ -7,8 +7,10 @@ evaluator.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+import copy
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +33,7 @@ from .origins import Builder
 from .quantised import Quantised
 from .size_kernel import size_kernel
 from .type_rules import check_types
+from .undecided import UndecidedTypeError
 from .values import (
     MOST_SIZE,
     SequenceValue,
@@ -88,6 +91,8 @@ class Importer:
         self.errors = errors
         self.inside = ""  # which graph inside the model is lowered, for errors
         self.recipes = False  # whether it keeps recipes
+        self.undecided: set[str] = set()  # outputs of the branch that is lowered whose types others may decide
+        self.truths: set[str] = set()  # outputs of the graph that is lowered of which only the truth is read
         self.symbols = Symbols()
         self._expected = ExpectedSizes()
         self._opsets = {_domain(d): v for d, v in model.opset_imports.items()}
@@ -216,37 +221,98 @@ class Importer:
 
     # -- the walk -----------------------------------------------------------------------------------------------------
 
-    def graph(self, graph: ir.Graph) -> list[Value]:
-        """Lowers a graph whose inputs are already known; returns the values of its outputs."""
+    def graph(
+        self, graph: ir.Graph, then: Sequence[ir.Node] = (), outputs: Sequence[ir.Value] | None = None
+    ) -> list[Value]:
+        """Lowers a graph whose inputs are already known, and then those nodes; returns the values of the outputs, by
+        default of the graph's."""
+        outputs = graph.outputs if outputs is None else outputs
         for name, initializer in graph.initializers.items():
             self._values[name] = self._initializer(initializer)
-        for node in graph:
-            with self.builder.lowering(node.op_type, node.name or node.outputs[0].name or ""):
-                self._lower(node)
-        return [self._read(v) for v in graph.outputs]
+        self.lower_nodes([*graph, *then], outputs)
+        return [self._read(v) for v in outputs]
 
-    def body(self, graph: ir.Graph, inputs: Sequence[Value], where: str, recipes: bool = False) -> list[Value]:
+    def lower_nodes(self, nodes: Sequence[ir.Node], outputs: Sequence[ir.Value]) -> None:
+        """Lower nodes in their order. Those that follow branches of different types are moved into the branches, until
+        their results have equal types; outputs are what is read of the nodes elsewhere."""
+        rest = deque(nodes)
+        while rest:
+            node = rest.popleft()
+            with self.lowering(node):
+                try:
+                    self.lower_node(node)
+                except UndecidedTypeError as undecided:
+                    try:
+                        rest = deque(undecided.move(rest, outputs))
+                    except UndecidedTypeError:
+                        raise
+                    except NodeError as error:
+                        self._block(node, error)
+
+    def lowering(self, node: ir.Node) -> AbstractContextManager[None]:
+        """What is emitted inside belongs to the node."""
+        return self.builder.lowering(node.op_type, node.name or node.outputs[0].name or "")
+
+    def body(
+        self, graph: ir.Graph, inputs: Sequence[Value], where: str, recipes: bool = False, truths: int = 0
+    ) -> list[Value]:
         """Lowers a graph with these inputs, which sees the values around it; its own names mean nothing outside. Its
         operators are of the opsets that it imports, or else of the model's. where says in errors what the graph is.
         recipes says to compute what is made of a few numbers, such as positions, when the model runs: who reads the
-        graph element by element wants to see how."""
-        outer = self._values, self.inside, self.recipes, self._opsets
+        graph element by element wants to see how. The first outputs, `truths` of them, are conditions: they may have
+        any number of dimensions of 1."""
+        outer = self._values, self.inside, self.recipes, self._opsets, self.truths
+        self.truths = {value.name or "" for value in graph.outputs[:truths]}
         self._opsets = {**self._opsets, **{_domain(name): version for name, version in graph.opset_imports.items()}}
         self._values = {**self._values, **{v.name or "": given for v, given in zip(graph.inputs, inputs, strict=True)}}
         self.inside, self.recipes = where, recipes
         try:
             return self.graph(graph)
         finally:
-            self._values, self.inside, self.recipes, self._opsets = outer
+            self._values, self.inside, self.recipes, self._opsets, self.truths = outer
 
-    def branch(self, graph: ir.Graph) -> tuple[relax.SeqExpr, list[Value]]:
-        """Lowers a body graph to a scope of its own, whose result is the tuple of the graph's outputs. The values tell
-        their types; their tensors exist inside the scope only."""
-        with self.scope() as scope:
-            values = self.graph(graph)
-            scope.result = relax.Tuple([self.tensor(v) for v in values])
+    def branch(self, lower: Callable[[], list[Value]]) -> tuple[relax.SeqExpr, list[Value]]:
+        """Lower what gives some values in a scope of its own, whose result is the tuple of their tensors. The values
+        tell their types; their tensors exist inside the scope only, and so do all names."""
+        outer, self._values = self._values, dict(self._values)
+        try:
+            with self.scope() as scope:
+                values = lower()
+                scope.result = relax.Tuple([self.tensor(v) for v in flatten_values(values)])
+        finally:
+            self._values = outer
         assert scope.sequence is not None
         return scope.sequence, values
+
+    def rehearsal(self) -> Importer:
+        """Return a copy that tells what nodes would give: what it emits is thrown away by `end_rehearsal`."""
+        other = copy.copy(self)
+        other.builder, other.errors, other._weights = Builder(), None, self._weights.copy()
+        other.builder._begin_binding_block()
+        other.warnings, other.strings, other._assertions = [], list(self.strings), dict(self._assertions)
+        other._values, other._materialised = dict(self._values), dict(self._materialised)
+        other.first_to_check = dict(self.first_to_check)
+        return other
+
+    def end_rehearsal(self) -> None:
+        self.builder._end_block()
+
+    @contextmanager
+    def undone(self, error: type[Exception]) -> Iterator[None]:
+        """Where that error ends what is inside, nothing is left of it."""
+        weights, warnings = self._weights.copy(), list(self.warnings)
+        try:
+            yield
+        except error:
+            self._weights, self.warnings = weights, warnings
+            raise
+
+    def value_of(self, name: str) -> Value | None:
+        return self._values.get(name)
+
+    def bind(self, names: Iterable[ir.Value], values: Iterable[Value]) -> None:
+        """Give values their names."""
+        self._values.update({name.name: value for name, value in zip(names, values) if name.name})
 
     @contextmanager
     def scope(self) -> Iterator[Scope]:
@@ -276,7 +342,7 @@ class Importer:
             raise ModelError(f"Value '{value.name}' is used before any node computes it.")
         return known
 
-    def _lower(self, node: ir.Node) -> None:
+    def lower_node(self, node: ir.Node) -> None:
         version = self._opsets.get(_domain(node.domain), 1)
         inputs = [None if v is None or not v.name else self._read(v) for v in node.inputs]
         if self._unknown and any(v is not None and v.name in self._unknown for v in node.inputs):
@@ -286,17 +352,24 @@ class Importer:
             return
         try:
             results = self._results(node, version, inputs)
+        except UndecidedTypeError:
+            raise
         except NodeError as error:
-            if self.errors is None:
-                raise
-            self.errors.append(error)
-            results = [self._stand_in(v) for v in node.outputs]
-            self._failed.update(v.name or "" for v in node.outputs)
+            self._block(node, error)
+            return
         if self._failed and any(v is not None and v.name in self._failed for v in node.inputs):
             self._failed.update(v.name or "" for v in node.outputs)
         for output, result in zip(node.outputs, results):
             if output.name and result is not None:
                 self._values[output.name] = result
+
+    def _block(self, node: ir.Node, error: NodeError) -> None:
+        """Raise the error, or note it and go on behind the node."""
+        if self.errors is None:
+            raise error
+        self.errors.append(error)
+        self.bind(node.outputs, [self._stand_in(v) for v in node.outputs])
+        self._failed.update(v.name or "" for v in node.outputs)
 
     def _results(self, node: ir.Node, version: int, inputs: list[Value | None]) -> list[Value | None]:
         arrays = [None if v is None else v.constant for v in inputs]
@@ -352,8 +425,7 @@ class Importer:
         self._opsets = {_domain(domain): version for domain, version in body.opset_imports.items()}
         self.errors = None
         try:
-            for inner in body:
-                self._lower(inner)
+            self.lower_nodes(list(body), body.outputs)
             return [self._values.get(v.name or "") for v in body.outputs[: len(node.outputs)]]
         except NodeError as error:
             raise context.error(f"its ONNX function body cannot be lowered: {error}") from error

@@ -249,13 +249,18 @@ class Node:
 
     # -- subgraphs ----------------------------------------------------------------------------------------------------
 
-    def subgraph(self, name: str, *inputs: Value, recipes: bool = False) -> list[Value]:
+    def subgraph(self, name: str, *inputs: Value, recipes: bool = False, truths: int = 0) -> list[Value]:
         """Lowers the body graph that is the attribute `name` in place, with these inputs; it sees the values around the
-        node. recipes is as in `Importer.body`.
+        node. recipes and truths are as in `Importer.body`.
 
         Returns its outputs.
         """
-        return self._importer.body(self.attr(name), inputs, f" in {name} of {self.where}", recipes)
+        return self._importer.body(self.attr(name), inputs, f" in {name} of {self.where}", recipes, truths)
+
+    @property
+    def output_values(self) -> Sequence[ir.Value]:
+        """The outputs, as the model declares them."""
+        return self._ir.outputs
 
     @property
     def importer(self) -> Importer:

@@ -25,6 +25,17 @@ class Weights:
         # By element type, shape and first bytes.
         self._alike: dict[tuple[str, tuple[int, ...], bytes], list[relax.Var]] = {}
 
+    def copy(self) -> Weights:
+        """Return a copy, to which weights can be added by itself."""
+        other = Weights()
+        other.variables, other._arrays, other._quantised = (
+            list(self.variables),
+            dict(self._arrays),
+            dict(self._quantised),
+        )
+        other._alike = {key: list(alike) for key, alike in self._alike.items()}
+        return other
+
     @property
     def contents(self) -> dict[str, np.ndarray | Quantised]:
         return {**self._arrays, **self._quantised}
