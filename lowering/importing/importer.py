@@ -227,10 +227,13 @@ class Importer:
         """Lowers a graph whose inputs are already known, and then those nodes; returns the values of the outputs, by
         default of the graph's."""
         outputs = graph.outputs if outputs is None else outputs
-        for name, initializer in graph.initializers.items():
-            self._values[name] = self._initializer(initializer)
+        self.read_initializers(graph)
         self.lower_nodes([*graph, *then], outputs)
         return [self._read(v) for v in outputs]
+
+    def read_initializers(self, graph: ir.Graph) -> None:
+        for name, initializer in graph.initializers.items():
+            self._values[name] = self._initializer(initializer)
 
     def lower_nodes(self, nodes: Sequence[ir.Node], outputs: Sequence[ir.Value]) -> None:
         """Lower nodes in their order. Those that follow branches of different types are moved into the branches, until
@@ -254,14 +257,21 @@ class Importer:
         return self.builder.lowering(node.op_type, node.name or node.outputs[0].name or "")
 
     def body(
-        self, graph: ir.Graph, inputs: Sequence[Value], where: str, recipes: bool = False, truths: int = 0
+        self,
+        graph: ir.Graph,
+        inputs: Sequence[Value],
+        where: str,
+        recipes: bool = False,
+        truths: int = 0,
+        is_open: bool = False,
     ) -> list[Value]:
         """Lowers a graph with these inputs, which sees the values around it; its own names mean nothing outside. Its
         operators are of the opsets that it imports, or else of the model's. where says in errors what the graph is.
         recipes says to compute what is made of a few numbers, such as positions, when the model runs: who reads the
         graph element by element wants to see how. The first outputs, `truths` of them, are conditions: they may have
-        any number of dimensions of 1."""
-        outer = self._values, self.inside, self.recipes, self._opsets, self.truths
+        any number of dimensions of 1. is_open says that what follows the node may decide the types of outputs."""
+        outer = self._values, self.inside, self.recipes, self._opsets, self.truths, self.undecided
+        self.undecided = {value.name or "" for value in graph.outputs} if is_open else set()
         self.truths = {value.name or "" for value in graph.outputs[:truths]}
         self._opsets = {**self._opsets, **{_domain(name): version for name, version in graph.opset_imports.items()}}
         self._values = {**self._values, **{v.name or "": given for v, given in zip(graph.inputs, inputs, strict=True)}}
@@ -269,7 +279,7 @@ class Importer:
         try:
             return self.graph(graph)
         finally:
-            self._values, self.inside, self.recipes, self._opsets, self.truths = outer
+            self._values, self.inside, self.recipes, self._opsets, self.truths, self.undecided = outer
 
     def branch(self, lower: Callable[[], list[Value]]) -> tuple[relax.SeqExpr, list[Value]]:
         """Lower what gives some values in a scope of its own, whose result is the tuple of their tensors. The values

@@ -38,7 +38,7 @@ _BRANCHES = "then_branch", "else_branch"
 @op("If", since=1)
 def if_(node: Node, condition: Value) -> tuple[Value, ...]:
     if condition.constant is not None:
-        return tuple(node.subgraph(_BRANCHES[0] if condition.constant.all() else _BRANCHES[1]))
+        return tuple(_take(node, _BRANCHES[0] if condition.constant.all() else _BRANCHES[1]))
     test = node.tensor(reshape_to(node, condition, ()))
     importer = node.importer
     move = functools.partial(_move, node, condition)
@@ -52,6 +52,27 @@ def if_(node: Node, condition: Value) -> tuple[Value, ...]:
                 text = f"the branches give different types for output {k}: {_kind(a)} and {_kind(b)}."
                 raise UndecidedTypeError(node.error(text), move)
     return tuple(_join(node, test, branches))
+
+
+def _take(node: Node, branch: str) -> list[Value]:
+    """Lower a branch in place of the node."""
+    importer, body = node.importer, node.attr(branch)
+
+    def write_out(rest: Sequence[ir.Node], outputs: Sequence[ir.Value]) -> list[ir.Node]:
+        importer.read_initializers(body)
+        return [*body, *_naming(node, body), *rest]
+
+    with importer.undone(UndecidedTypeError):
+        try:
+            return node.subgraph(branch, is_open=True)
+        except UndecidedTypeError as inside:  # decided by what follows the node
+            raise UndecidedTypeError(inside, write_out) from None
+
+
+def _naming(node: Node, body: ir.Graph) -> list[ir.Node]:
+    """Return nodes that give the results of a body the names of the node's outputs."""
+    pairs = zip(body.outputs, node.output_values)
+    return [ir.Node("", "Identity", [ir.Value(name=a.name)], outputs=[ir.Value(name=b.name)]) for a, b in pairs]
 
 
 def _lower_body(node: Node, importer: Importer, branch: str) -> list[Value]:
@@ -140,9 +161,7 @@ def _move(node: Node, condition: Value, rest: Sequence[ir.Node], outputs: Sequen
 
     def lower(branch: str) -> list[Value]:
         body = node.attr(branch)
-        pairs = zip(body.outputs, node.output_values)
-        named = [ir.Node("", "Identity", [ir.Value(name=a.name)], outputs=[ir.Value(name=b.name)]) for a, b in pairs]
-        values = importer.graph(body, [*named, *following[:count]], frontier)
+        values = importer.graph(body, [*_naming(node, body), *following[:count]], frontier)
         return [reshape_to(node, v, ()) if n.name in importer.truths else v for n, v in zip(frontier, values)]
 
     branches = [importer.branch(functools.partial(lower, name)) for name in _BRANCHES]

@@ -48,6 +48,9 @@ CASES = {
         f = Reshape (b, flat) y = Add (f, p)""",
     "one inside of another": f"""{SQUEEZE} {FLAT}
         {if_("r", "c", "float[Q]: t = Reshape (x, flat)", INNER + " e = Neg (s)")} y = Reshape (r, flat)""",
+    "one inside of a branch that is always taken": f"""{SQUEEZE} {FLAT} yes = Constant <value_int = 1> ()
+        always = Cast <to = 9> (yes) {if_("r", "always", f"{INNER} t = Neg (s)", "e = Neg (x)")}
+        y = Reshape (r, flat)""",
     "shapes of shapes": f"""{SQUEEZE} {FLAT} {SQUEEZED} s = Shape (r) z = ConstantOfShape (s) w = Add (r, z)
         y = Reshape (w, flat)""",
     "sequences of other lengths": """two = Constant <value_int = 2> ()
