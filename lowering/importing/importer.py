@@ -11,55 +11,38 @@ import copy
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
-from tvm import relax, tirx
+from tvm import relax
 
 from .. import ops
 from ..errors import LoweringError, ModelError, NodeError
 from ..graph.fold import fold
 from ..graph.legality import declared_opset
 from ..graph.model import dtype_name
-from .channels import channels_second_axes
-from .expected_sizes import ExpectedSizes
 from .function_body import function_body
 from .imported import Imported, Port
 from .node import Node
 from .origins import Builder
-from .quantised import Quantised
-from .size_kernel import size_kernel
+from .tensors import Tensors, shape_expr, tensor_type
 from .type_rules import check_types
 from .undecided import UndecidedTypeError
 from .values import (
     MOST_SIZE,
     SequenceValue,
     Shape,
-    Size,
-    Symbols,
     Value,
     as_text,
     flatten_values,
-    is_long,
-    storage_array,
     storage_dtype,
     storage_shape,
 )
-from .weights import Weights
 
 # By how many bytes folding may make numbers more where recipes are kept (Importer.body).
 _SMALL_BYTES = 256
-
-
-@dataclass
-class Scope:
-    """Bindings with a value of their own: a branch, or the body of a function."""
-
-    result: relax.Expr | None = None
-    sequence: relax.SeqExpr | None = None
 
 
 def import_model(model: ir.Model, sizes: Collection[str] = (), checks: bool = True) -> Imported:
@@ -71,7 +54,7 @@ def import_model(model: ir.Model, sizes: Collection[str] = (), checks: bool = Tr
     return Importer(model, sizes=sizes, checks=checks).run()
 
 
-class Importer:
+class Importer(Tensors):
     """The state of one import.
 
     `errors`, when a list is given, collects what blocks each node instead of stopping.
@@ -84,29 +67,22 @@ class Importer:
         sizes: Collection[str] = (),
         checks: bool = True,
     ) -> None:
+        super().__init__()
         self.model = model
         self.sizes = sizes
         self.checks = checks
         self.first_to_check: dict[Any, str] = {}  # what is checked -> the node that errors name
         self.errors = errors
-        self.inside = ""  # which graph inside the model is lowered, for errors
         self.recipes = False  # whether it keeps recipes
         self.undecided: set[str] = set()  # outputs of the branch that is lowered whose types others may decide
         self.truths: set[str] = set()  # outputs of the graph that is lowered of which only the truth is read
-        self.symbols = Symbols()
-        self._expected = ExpectedSizes()
         self._opsets = {_domain(d): v for d, v in model.opset_imports.items()}
         self._declared_opset = declared_opset(model)
-        self.builder = Builder()
         self.warnings: list[str] = []
         self.unexamined = 0  # nodes that depend on a blocked node's output of unknown type
         self._unknown: set[str] = set()
         self._failed: set[str] = set()  # outputs of blocked nodes, and what depends on them
-        self.strings: list[str] = []
-        self._assertions: dict[str, str] = {}
         self._values: dict[str, Value | None] = {}
-        self._weights = Weights()
-        self._materialised: dict[int, tuple[Value, relax.Expr]] = {}
 
     def run(self) -> Imported:
         graph = self.model.graph
@@ -124,7 +100,7 @@ class Importer:
         with self.builder.function("main", attrs={"num_input": len(params)}):
             for port, param in zip(ports, params):
                 if port.name in self.sizes:
-                    self._values[port.name] = self._size(port.name, param)
+                    self._values[port.name] = self.size_of(port.name, param)
             try:
                 results = self.graph(graph)
                 self._check_outputs(results)
@@ -135,7 +111,7 @@ class Importer:
             self.builder.emit_func_output(output, params + self._weights.variables)
         outputs = [self._as_port(v.name or "", r.dtype, r.shape) for v, r in zip(graph.outputs, results)]
         module, origins, weights = self.builder.finalize(), self.builder.origins, self._weights.contents
-        derived = self._expected.derived((port.shape, port.dims) for port in ports)
+        derived = self.expected.derived((port.shape, port.dims) for port in ports)
         return Imported(
             module, weights, ports, outputs, self.strings, self.warnings, origins, self._assertions, derived
         )
@@ -179,39 +155,6 @@ class Importer:
         if self.errors is None:
             raise error
         self.errors.append(error)
-
-    def _size(self, name: str, param: relax.Var) -> Value:
-        """An int64 scalar whose content becomes a symbol."""
-        symbol = self.symbols.named(name)
-        self._define(symbol, param)
-        contents = np.empty((), object)
-        contents[()] = symbol
-        return Value("int64", (), param, contents)
-
-    def _define(self, symbol: tirx.Var, scalar: relax.Expr) -> None:
-        """Gives a symbol the value of an int64 tensor of one element."""
-        vector = self.builder.emit(relax.op.reshape(scalar, shape_expr((1,))))
-        self.builder.match_cast(self.builder.emit(relax.op.tensor_to_shape(vector)), relax.ShapeType([symbol]))
-
-    def short(self, size: Size) -> Size:
-        """The size, simplified; one whose expression has become long as a symbol, whose value is computed at run
-        time."""
-        size = self.symbols.simplify(size)
-        if not is_long(size):
-            return size
-        truth = str(size.ty.dtype) == "bool"
-        contents = np.empty((), object)
-        contents[()] = size.astype("int64")
-        symbol = self.symbols.fresh("size", signed=True)
-        self._define(symbol, self._size_tensor(Value("int64", (), contents=contents)))
-        return symbol != 0 if truth else symbol
-
-    def shortened(self, value: Value) -> Value:
-        """The tensor, with symbols in place of dimensions whose expressions have become long."""
-        if not any(is_long(d) for d in value.shape):
-            return value
-        names = tuple(self.symbols.fresh("size") if is_long(d) else d for d in value.shape)
-        return self.cast_shape(value, names, "what the model computes")
 
     def said_version(self, node: ir.Node, version: int) -> int:
         """Return the version that errors give of an operator: by the opset that the model declares, where it has it."""
@@ -324,19 +267,6 @@ class Importer:
         """Give values their names."""
         self._values.update({name.name: value for name, value in zip(names, values) if name.name})
 
-    @contextmanager
-    def scope(self) -> Iterator[Scope]:
-        """What is emitted inside is a sequence of its own, whose value is what is set as its result."""
-        known, scope = dict(self._materialised), Scope()
-        self.builder._begin_binding_block()
-        try:
-            yield scope
-            value = self.builder.emit(scope.result)
-        finally:
-            block = self.builder._end_block()
-            self._materialised = known  # what was made inside cannot be read outside
-        scope.sequence = relax.SeqExpr([block], value)
-
     def _initializer(self, value: ir.Value) -> Value:
         tensor = value.const_value
         if tensor is None:
@@ -417,7 +347,7 @@ class Importer:
         dtype = dtype_name(value.dtype) if value.dtype is not None else "float32"
         dims = value.shape if value.shape is not None else ()
         shape = tuple(d if isinstance(d, int) else self.symbols.fresh(value.name or "n") for d in dims)
-        return Value(dtype, shape, relax.Var(value.name or "unknown", _tensor_type(dtype, shape)))
+        return Value(dtype, shape, relax.Var(value.name or "unknown", tensor_type(dtype, shape)))
 
     def _without_lowering(
         self, context: Node, node: ir.Node, version: int, inputs: list[Value | None]
@@ -442,85 +372,6 @@ class Importer:
         finally:
             self._values, self._opsets, self.errors, self._declared_opset = outer
 
-    # -- values -------------------------------------------------------------------------------------------------------
-
-    def constant(self, array: np.ndarray) -> Value:
-        if array.dtype.kind in "OUS":
-            return Value("string", array.shape, contents=array.astype(object))
-        return Value(array.dtype.name, array.shape, contents=array)
-
-    def tensor(self, value: Value) -> relax.Expr:
-        if value.expr is not None:
-            return value.expr
-        source = value.contents if value.contents is not None else value.channels_last
-        known = self._materialised.get(id(source))
-        if known is None:
-            # The value is kept with the result: an id is only unique while its object lives.
-            known = self._materialised[id(source)] = (value, self._materialise(value))
-        return known[1]
-
-    def _materialise(self, value: Value) -> relax.Expr:
-        if value.channels_last is not None:
-            return self.builder.emit(relax.op.permute_dims(value.channels_last, channels_second_axes(value.rank)))
-        if value.dtype == "string":
-            assert value.contents is not None
-            codes = np.array([self._code(s) for s in value.contents.flat], "int32").reshape(value.shape)
-            return self._weights.numbers(codes)
-        numbers = value.constant
-        if numbers is not None:
-            return self._weights.numbers(storage_array(numbers))
-        return self._size_tensor(value)
-
-    def _code(self, text: str) -> int:
-        if text not in self.strings:
-            self.strings.append(text)
-        return self.strings.index(text)
-
-    def quantised(self, matrix: Quantised) -> Value:
-        """A weight of the matrix's elements, which are computed only where they are not multiplied by."""
-        return Value(matrix.dtype.name, matrix.shape, self._weights.quantised(matrix))
-
-    def _size_tensor(self, value: Value) -> relax.Expr:
-        """A tensor of sizes that is computed at run time."""
-        assert value.contents is not None
-        kernel, symbols = size_kernel(value.contents, value.dtype)
-        flat = relax.TensorType((value.contents.size,), value.dtype)
-        function = self.builder.add_func(kernel, "sizes")
-        result = self.builder.emit(relax.op.call_tir(function, symbols, out_ty=flat))
-        return self.builder.emit(relax.op.reshape(result, shape_expr(value.shape)))
-
-    def emit(self, expr: relax.Expr, dtype: str | None, hint: str) -> Value:
-        result = self.builder.emit(expr)
-        kind = result.ty
-        if not isinstance(kind, relax.TensorType):
-            raise ModelError(f"'{hint}' is no tensor.")
-        dtype = dtype or str(kind.dtype)
-        if kind.shape is None or not hasattr(kind.shape, "values"):
-            shape: Shape = tuple(self.symbols.fresh(f"{hint}_{k}") for k in range(kind.ndim))
-            result = self.builder.match_cast(result, relax.TensorType(shape_expr(shape), str(kind.dtype)))
-        else:
-            shape = tuple(self.symbols.simplify(d) for d in kind.shape.values)
-        return self.shortened(Value(dtype, shape[:-1] if dtype == "complex128" else shape, result))
-
-    def expect(self, condition: Size) -> None:
-        """Note which sizes a condition, which the run asserts, makes equal wherever the model runs."""
-        if not self.inside:
-            self._expected.add_condition(condition)
-
-    def cast_shape(self, value: Value, shape: Shape, name: str) -> Value:
-        """The value with that shape, asserted at run time; name says in the error what it is."""
-        if not self.inside:
-            for have, want in zip(value.shape, shape):
-                self._expected.add(have, want)
-        stored = _tensor_type(value.dtype, shape)
-        # Forgotten first: TVM's CanonicalizeBindings takes a cast between two known shapes as the proof that they are
-        # equal, and removes it.
-        rank = relax.TensorType(None, storage_dtype(value.dtype), ndim=len(storage_shape(value.dtype, shape)))
-        forgotten = self.builder.match_cast(self.tensor(value), rank)
-        result = self.builder.match_cast(forgotten, stored, f"assertion_{len(self._assertions)}")
-        self._assertions[result.name] = f"{name} must be [{', '.join(map(as_text, shape))}]"
-        return Value(value.dtype, shape, result, value.contents)
-
 
 def _contradicts(declared: ir.Value, computed: Value) -> str:
     """How the shape that a model declares of an output differs from the computed one; "" where both can be true."""
@@ -536,11 +387,3 @@ def _contradicts(declared: ir.Value, computed: Value) -> str:
 
 def _domain(name: str) -> str:
     return "" if name == "ai.onnx" else name
-
-
-def shape_expr(shape: Shape) -> relax.ShapeExpr:
-    return relax.ShapeExpr([tirx.IntImm("int64", d) if isinstance(d, int) else d for d in shape])
-
-
-def _tensor_type(dtype: str, shape: Shape) -> relax.TensorType:
-    return relax.TensorType(shape_expr(storage_shape(dtype, shape)), storage_dtype(dtype))
