@@ -125,7 +125,10 @@ def _checked(check: Callable[[], None], read: Callable[[], ir.Model]) -> ir.Mode
     except onnx.checker.ValidationError as error:
         refused = error
     is_unsorted = "topologically sorted" in str(refused)
-    model = read()
+    try:
+        model = read()
+    except Exception:  # what cannot be read either
+        raise refused from None
     if not is_unsorted and not any(map(is_incomplete, (*model.graph.inputs, *model.graph.outputs))):
         raise refused
     try:
