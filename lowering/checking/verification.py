@@ -15,7 +15,9 @@ from ..compiling.compiler import compile
 from ..compiling.overflow import Call
 from ..errors import CompilerError, InputError, LoweringError
 from ..graph.declared_sizes import with_sizes
+from ..graph.legality import graphs
 from ..graph.model import ModelLike, load_model
+from ..graph.random_seed import draws_random
 from ..graph.serve import Serve
 from ..notebook import table
 from ..runtime import Model, load
@@ -113,6 +115,7 @@ def verify(
             raise InputError("reduce compiles parts of a model, of which calls of the whole are none: leave calls out.")
         reproducer.check_free(folder)
     _check_inputs(given, loaded)
+    _refuse_random(loaded)
     with_sizes(loaded, sizes)  # refuses names that no input has; the model stays symbolic
     try:
         evaluate = reference(loaded, against)
@@ -148,6 +151,15 @@ def _check_inputs(given: Feeds, model: ir.Model) -> None:
     unknown = next((name for name in given if name not in known), None)
     if unknown is not None:
         raise InputError(f"there is no input '{unknown}'. The inputs are {', '.join(known)}.")
+
+
+def _refuse_random(model: ir.Model) -> None:
+    """Raises InputError for a model that draws random numbers."""
+    for node in (node for graph in graphs(model) for node in graph if draws_random(node)):
+        raise InputError(
+            f"verify: node '{node.name}' ({node.op_type}) draws random numbers, and every runtime draws others. "
+            "Give the model such numbers by an input in place of the node."
+        )
 
 
 def _is_fault(error: Exception) -> bool:

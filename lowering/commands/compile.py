@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..choices import PRECISIONS, SCHEMES
-from .options import DIM, PRECISION, TARGET, WEIGHTS, add_calls, add_serve, call, dims, positive, serve
+from .options import DIM, PRECISION, SEED, TARGET, WEIGHTS, add_calls, add_serve, call, dims, positive, seed, serve
 from .printed import add_json, print_json
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def add(add_parser: Callable[..., Any]) -> None:
     add_calls(c)
     c.add_argument("--database", type=Path, metavar="DIR", help="records of `tune` that pick the tiles of kernels")
     c.add_argument("--threads", type=positive, help="default number of workers (else the CPUs the caller may use)")
+    c.add_argument("--seed", type=seed, default=0, metavar="NUMBER|INPUT", help=SEED)
     c.add_argument("--no-checks", action="store_true", help="runs look at no tables of serving operators")
     c.add_argument("--sign", type=Path, metavar="KEY.pem", help="sign the artifact with this Ed25519 private key")
     c.add_argument(
@@ -77,6 +78,7 @@ def _compile(arguments: argparse.Namespace) -> int:
             checks=not arguments.no_checks,
             precision=arguments.precision,
             calls=[call(path) for path in arguments.calls],
+            seed=arguments.seed,
         )
     if dump is not None:
         dump.finish(manifest)

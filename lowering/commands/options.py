@@ -33,7 +33,17 @@ PRECISION = (
     "float32 itself on tensor cores, rounded to TF32 or in two parts"
 )
 
+SEED = (
+    "the seed of random operators that have none: a number (default 0), by which every call draws the same numbers, or "
+    "the name of a new input that gives it at each call"
+)
+
 VERIFY_KEY = "refuse an artifact that was not signed with the other half of this Ed25519 public key"
+
+
+def seed(text: str) -> int | str:
+    """A seed of --seed: a number, or else the name of an input."""
+    return int(text) if text.isdecimal() else text
 
 
 def dims(options: list[str]) -> dict[str, int | tuple[int, int]]:

@@ -99,7 +99,7 @@ class _PartCompiler:
         # What a GPU has in its memory the host does not read.
         checks = options.checks and not any(target.architecture for target in self.targets)
         with progress.stage("importing"):
-            imported = import_model(model, tuple(lengths), checks)
+            imported = import_model(model, tuple(lengths), checks, options.seed)
         inputs, outputs = [p.name for p in imported.inputs], [p.name for p in imported.outputs]
         pairs = {inputs.index(i): outputs.index(o) for i, o in donated.items()}
         notes += imported.warnings

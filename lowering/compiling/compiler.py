@@ -42,6 +42,7 @@ def compile(
     checks: bool = True,
     precision: Precision | None = None,
     calls: Sequence[Call] = (),
+    seed: int | str = 0,
 ) -> Model:
     """Compiles an ONNX model ahead of time; the result runs at once and can be saved.
 
@@ -78,6 +79,9 @@ def compile(
       two parts with about none (schedules/cuda/tensor_types.py).
     * `calls` are some calls, each arrays by the names of inputs, that show which numbers float16 cannot hold: what
       reads or makes them stays wide.
+    * `seed` is that of random operators without an attribute `seed`: a number, by which every call draws the same
+      numbers again, or the name of a new input (int64 scalar), from which each call takes its seed
+      (graph/random_seed.py).
 
     What this machine cannot run, code for a GPU or for another CPU, is a model that can be looked at and saved, and
     says why when it is called (ArtifactError).
@@ -89,7 +93,19 @@ def compile(
     from ..runtime import open_compiled
 
     options = Options(
-        target, donate, threads, cc, dims, static_cache, weights, database, serve, checks, precision, calls
+        target,
+        donate,
+        threads,
+        cc,
+        dims,
+        static_cache,
+        weights,
+        database,
+        serve,
+        checks,
+        precision,
+        calls,
+        seed,
     )
     # What is loaded holds its files open, and needs no folder.
     with tempfile.TemporaryDirectory(prefix="onnx-lowering-") as folder:
@@ -115,6 +131,7 @@ def compile_to(
     checks: bool = True,
     precision: Precision | None = None,
     calls: Sequence[Call] = (),
+    seed: int | str = 0,
 ) -> Manifest:
     """Compiles straight into an artifact folder, also for machines that cannot run it.
 
@@ -125,7 +142,19 @@ def compile_to(
     if sign_key is not None:
         sign_key = private_key(sign_key)
     options = Options(
-        target, donate, threads, cc, dims, static_cache, weights, database, serve, checks, precision, calls
+        target,
+        donate,
+        threads,
+        cc,
+        dims,
+        static_cache,
+        weights,
+        database,
+        serve,
+        checks,
+        precision,
+        calls,
+        seed,
     )
     return _write(Path(folder), model, options, dump, sign_key)
 

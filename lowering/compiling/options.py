@@ -34,10 +34,13 @@ class Options:
     checks: bool = True
     precision: Precision | None = None
     calls: Sequence[Call] = ()
+    seed: int | str = 0
 
     def __post_init__(self) -> None:
         # Python's own numbers in place of NumPy's.
         object.__setattr__(self, "threads", checked_threads(self.threads))
+        if not isinstance(self.seed, str):
+            object.__setattr__(self, "seed", whole_number(self.seed, "seed", 0, 2**63 - 1))
         if self.static_cache is not None:
             slots = whole_number(self.static_cache, "static_cache", 1, 2**31 - 1)
             object.__setattr__(self, "static_cache", slots)

@@ -23,6 +23,7 @@ from ..graph.kept_caches import KeptCaches, keep_caches
 from ..graph.model import ModelLike, load_model
 from ..graph.paged_decoder import serve_decoder
 from ..graph.precision import use_precision
+from ..graph.random_seed import add_seed_input
 from ..graph.scattered_caches import grow_scattered_caches
 from ..graph.served_inputs import batch_of
 from ..graph.setup_part import Setup, split_setup
@@ -73,6 +74,8 @@ def prepare_model(model: ModelLike, options: Options, targets: Sequence[Target],
         served, setup = decoder.cache, decoder.setup
     kept = keep_caches(fused, options.static_cache, donated)
     group_experts(fused)
+    if isinstance(options.seed, str):
+        add_seed_input(fused, options.seed)
     if options.static_cache is not None and kept.decoder is not None:
         once = split_setup(fused, kept.called | donated.keys())
         setup = None if once is None else Setup(once)

@@ -85,6 +85,15 @@ def numbers(sizes: Iterable[Size]) -> list[int] | None:
     return [size for size in found if isinstance(size, int)] if all(map(known, found)) else None
 
 
+def may_drop(dropout: ir.Node) -> bool:
+    """Whether a Dropout may be in training, at a ratio that is not 0."""
+    ratio, training = (dropout.inputs[k] if len(dropout.inputs) > k else None for k in (1, 2))
+    if training is None:
+        return False
+    constants = (None if value is None else ir.convenience.get_const_tensor(value) for value in (ratio, training))
+    return not any(constant is not None and not constant.numpy().any() for constant in constants)
+
+
 def widens(cast: ir.Node) -> bool:
     """Whether a Cast goes from a floating-point type to one of more bits."""
     before, after = operand(cast, 0).dtype, cast.outputs[0].dtype

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from .matching import array, dims, is_op, number, operand
+from .matching import dims, is_op, may_drop, operand
 
 
 class RemoveNoOpsPass(ir.passes.InPlacePass):
@@ -49,11 +49,8 @@ def _changes_nothing(node: ir.Node) -> bool:
     if is_op(node, "Identity"):
         return True
     if is_op(node, "Dropout"):
-        ratio, training = (node.inputs[k] if len(node.inputs) > k else None for k in (1, 2))
-        flag = array(training)
-        off = training is None or (flag is not None and not flag.any())
         masked = any(v.uses() or v.is_graph_output() for v in node.outputs[1:])
-        return (off or number(ratio) == 0) and not masked
+        return not may_drop(node) and not masked
     data, output = node.inputs[0] if node.inputs else None, node.outputs[0]
     if is_op(node, "Cast"):
         return data is not None and data.dtype is not None and data.dtype == output.dtype

@@ -25,12 +25,12 @@ from ..fusion.matching import Rewrite, Size, attribute, dims, is_op, operand, re
 from ..fusion.sizes import InferSizesPass
 from ..manifest import SOURCE_LENGTHS
 from .cache_forms import LENGTH_AXIS, MASK, NONPAD, K, V, split_heads, use_opset_24
+from .random_seed import RANDOM
 
 _PRODUCTS = (
     "Attention", "Conv", "DynamicQuantizeMatMul", "Einsum", "Gemm", "MatMul", "MatMulBnb4", "MatMulInteger",
     "MatMulNBits", "QLinearMatMul",
 )  # fmt: skip
-_RANDOM = ("Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike")
 _FLAT_ATTENTION = ("q_num_heads", "kv_num_heads")
 
 
@@ -97,7 +97,7 @@ def _kinds(graph: ir.Graph, sources: Collection[ir.Value]) -> dict[ir.Value, _Ki
     for node in graph:
         has_bodies = any(a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in node.attributes.values())
         kind = max((kinds[value] for value in node.inputs if value is not None), default=_Kind.CONSTANT)
-        kind = _Kind.CALL if has_bodies or node.op_type in _RANDOM else kind
+        kind = _Kind.CALL if has_bodies or node.op_type in RANDOM else kind
         kinds |= dict.fromkeys(node.outputs, kind)
     return kinds
 

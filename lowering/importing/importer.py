@@ -27,6 +27,7 @@ from .function_body import function_body
 from .imported import Imported, Port
 from .node import Node
 from .origins import Builder
+from .random_streams import RandomStreams
 from .tensors import Tensors, shape_expr, tensor_type
 from .type_rules import check_types
 from .undecided import UndecidedTypeError
@@ -45,13 +46,14 @@ from .values import (
 _SMALL_BYTES = 256
 
 
-def import_model(model: ir.Model, sizes: Collection[str] = (), checks: bool = True) -> Imported:
+def import_model(model: ir.Model, sizes: Collection[str] = (), checks: bool = True, seed: int | str = 0) -> Imported:
     """Lowers the model's graph to Relax. `sizes` names inputs (int64 scalars) that the model uses as sizes. checks says
-    whether runs look at the tables of serving operators.
+    whether runs look at the tables of serving operators. seed is that of random nodes, or the name of the input (int64
+    scalar) that gives it.
 
     Raises NodeError at the first node that cannot be lowered.
     """
-    return Importer(model, sizes=sizes, checks=checks).run()
+    return Importer(model, sizes=sizes, checks=checks, seed=seed).run()
 
 
 class Importer(Tensors):
@@ -66,9 +68,12 @@ class Importer(Tensors):
         errors: list[NodeError] | None = None,
         sizes: Collection[str] = (),
         checks: bool = True,
+        seed: int | str = 0,
     ) -> None:
         super().__init__()
         self.model = model
+        self._seed_input = seed if isinstance(seed, str) else None
+        self.random = RandomStreams.from_number(0 if isinstance(seed, str) else seed)
         self.sizes = sizes
         self.checks = checks
         self.first_to_check: dict[Any, str] = {}  # what is checked -> the node that errors name
@@ -97,6 +102,8 @@ class Importer(Tensors):
         ]
         for port, param in zip(ports, params):
             self._values[port.name] = Value(port.dtype, port.shape, param)
+            if port.name == self._seed_input:
+                self.random.seed = Value(port.dtype, port.shape, param)
         with self.builder.function("main", attrs={"num_input": len(params)}):
             for port, param in zip(ports, params):
                 if port.name in self.sizes:

@@ -1,4 +1,4 @@
-"""Activation functions: ONNX Sigmoid, Gelu, Swish, Relu, Softmax and their kin, and Dropout as inference sees it."""
+"""Activation functions: ONNX Sigmoid, Gelu, Swish, Relu, Softmax and their kin."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tvm import relax, te, tirx
+from tvm import te, tirx
 
 from ..importing.compute import Element, Reducer, largest, pointwise, read, reduced, require_numbers, total
 from ..importing.node import Node
@@ -205,26 +205,3 @@ def log_softmax(node: Node, x: Value) -> Value:
 @op("Hardmax", since=1)
 def hardmax(node: Node, x: Value) -> Value:
     return _along_axes(node, x, _hardmax)
-
-
-# -- dropout ----------------------------------------------------------------------------------------------------------
-
-
-@op("Dropout", since=7)
-def dropout(
-    node: Node, x: Value, ratio: Value | None = None, training_mode: Value | None = None
-) -> tuple[Value, Value | None]:
-    """The data as it is, and a mask of ones: nothing is dropped outside training, or at a ratio of 0."""
-    if training_mode is not None and not _is_number(training_mode, False) and not _is_number(ratio, 0):
-        raise node.error(
-            "input training_mode is not the constant False.", "Export the model for inference (model.eval())."
-        )
-    if not node.wants(1):
-        return x, None
-    dtype = "bool" if node.version >= 10 else x.dtype
-    ones = relax.op.full(node.shape_expr(x.shape), relax.const(1, dtype), dtype)
-    return x, node.emit(ones)
-
-
-def _is_number(value: Value | None, number: float) -> bool:
-    return value is not None and value.constant is not None and value.constant.item() == number

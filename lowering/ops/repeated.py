@@ -86,7 +86,9 @@ def _body(node: Node, state: Sequence[Value], step: Step) -> _Body:
     params = [relax.Var("i", _NUMBER), *(relax.Var(f"state{k}", kind) for k, kind in enumerate(body.types()))]
     with node.importer.scope() as scope:
         carried = [Value(v.dtype, v.shape, var) for v, var in zip(state, params[2:])]
-        goes_on, results = step(Value("int64", (), params[0]), Value("bool", (), params[1]), carried)
+        number = Value("int64", (), params[0])
+        with node.importer.random.inside_step(number):
+            goes_on, results = step(number, Value("bool", (), params[1]), carried)
         kept = [_kept(node, k, v, like) for k, (v, like) in enumerate(zip(results, state))]
         given = results[len(state) :]
         single = [reshape_to(node, v, (1, *v.shape)) for v in given]

@@ -116,6 +116,6 @@ def imported(
     node = helper.make_node(operator, names, [f"y{k}" for k in range(results)], name="the_node", **attributes)
     graph_inputs = [value_info(n, dtype, dims) for n, (dtype, dims) in zip(names, inputs)]
     outputs = [helper.make_empty_tensor_value_info(f"y{k}") for k in range(results)]
-    for output, (dtype, dims) in zip(outputs, [inputs[0]] * results):
+    for output, (dtype, dims) in zip(outputs, [inputs[0] if inputs else ("float32", (1,))] * results):
         output.CopyFrom(value_info(output.name, dtype, [f"d{k}" for k in range(len(dims))]))
     return import_model(load_model(model([node], graph_inputs, outputs, opset)))
