@@ -14,11 +14,13 @@ import onnx_ir as ir
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from ..importing import symbolic
 from ..importing.compute import Element, is_float, pointwise, require_numbers, widened
 from ..importing.node import Node
 from ..importing.values import Shape, Value, product
 from ..tensorir.independent import independent
 from . import op
+from .asserted import required
 from .cast import cast_to
 from .kernels import compute, held, loops, serial
 from .random_words import random_words
@@ -72,8 +74,7 @@ def multinomial(node: Node, logits: Value) -> Value:
             f"attribute sample_size is {samples}, and dtype {dtype}.", "Use at least 0, and int32 or int64."
         )
     batch, classes = logits.shape
-    if classes == 0:
-        raise node.error("the input has no classes.", "Give its last dimension at least one.")
+    logits = required(node, logits, symbolic.less(0, classes), "the input has no classes.")
     shares = uniform_numbers(node, (batch, samples), "float64")
 
     def search(sums: Any, shares: Any, out: Any) -> None:
