@@ -18,6 +18,7 @@ from .type_inference import (
     infer_attention,
     infer_attention_with_sinks,
     infer_causal_conv,
+    infer_conv_rank,
     infer_decoder_attention,
     infer_embedding,
     infer_group_query_attention,
@@ -128,6 +129,24 @@ for _name, _inputs, _outputs, _attributes, _infer in (
     ("BiasGelu", "A B", "C", "", infer_like_first(0)),
     ("BiasSplitGelu", "X bias", "Y", "", infer_halved),
     ("QuickGelu", "X", "Y", "alpha:float", infer_like_first(0)),
+    (
+        "FusedConv",
+        "X W B? Z?",
+        "Y",
+        "activation:string activation_params:floats auto_pad:string dilations:ints group:int kernel_shape:ints "
+        "pads:ints strides:ints",
+        infer_conv_rank,
+    ),
+    (
+        "FusedGemm",
+        "A B C?",
+        "Y",
+        "activation:string activation_alpha:float activation_beta:float activation_gamma:float alpha:float beta:float "
+        "transA:int transB:int",
+        infer_product,
+    ),
+    ("Inverse", "X", "Y", "", infer_like_first(0)),
+    ("Trilu", "X k?", "Y", "upper:int", infer_like_first(0)),
     ("FusedMatMul", "A B", "Y", f"{_MATMUL} transBatchA:int transBatchB:int", infer_product),
     ("TransposeMatMul", "A B", "Y", _MATMUL, infer_product),
     (

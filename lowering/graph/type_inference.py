@@ -77,6 +77,13 @@ def infer_q_embedding(context: Any) -> dict[int, Kind]:
     return {k: kinds[k] for k in (0, 1)}
 
 
+def infer_conv_rank(context: Any) -> dict[int, Kind]:
+    """[N, M, ...]: of spatial sizes only their number."""
+    (element, x), (_, weights) = _input(context, 0), _input(context, 1)
+    dims = [x[0], weights[0], *[None] * (len(x) - 2)] if x and weights and len(x) > 2 else None
+    return {0: _tensor(element, dims)}
+
+
 def infer_product(context: Any) -> dict[int, Kind]:
     (element, a), (_, b) = _input(context, 0), _input(context, 1)
     if not a or not b or min(len(a), len(b)) < 2:

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tvm import te, tirx
 
-from ..importing.compute import Element, Reducer, largest, pointwise, read, reduced, require_numbers, total
+from ..importing.compute import (
+    Element,
+    Reducer,
+    dtype_of,
+    largest,
+    maximum,
+    minimum,
+    pointwise,
+    read,
+    reduced,
+    require_numbers,
+    total,
+)
 from ..importing.node import Node
 from ..importing.values import Value
 from . import op
@@ -18,8 +30,29 @@ from .contents import static_axis
 # -- pointwise --------------------------------------------------------------------------------------------------------
 
 
+_FUNCTIONS: dict[str, tuple[Callable[..., Element], dict[str, Any]]] = {
+    "Tanh": (tirx.tanh, {}),
+    "Clip": (lambda x, min, max: _clip(x, min, max), {"min": -math.inf, "max": math.inf}),
+}
+"""By name the scalar function of an activation, and the defaults of its attributes."""
+
+
+def activate(node: Node, x: Value, name: str, attributes: Mapping[str, float]) -> Value:
+    """Emit the activation that a fused node names, with its attributes where they are given.
+
+    Raises:
+        NodeError: There is no such activation.
+    """
+    if name not in _FUNCTIONS:
+        raise node.error(f"attribute activation is '{name}'.", f"Use one of {', '.join(sorted(_FUNCTIONS))}.")
+    function, defaults = _FUNCTIONS[name]
+    parameters = {key: attributes.get(key, default) for key, default in defaults.items()}
+    return pointwise(node, lambda element: function(element, **parameters), x, name=name.lower())
+
+
 def _register(name: str, since: int, function: Callable[..., Element], **defaults: Any) -> None:
     """An operator whose attributes, with these defaults, are arguments of the scalar function."""
+    _FUNCTIONS[name] = function, defaults
 
     @op(name, since=since)
     def lower(node: Node, x: Value) -> Value:
@@ -32,6 +65,10 @@ def _where(condition: Element, a: Element | float, b: Element | float) -> Elemen
     dtype = next(v.ty.dtype for v in (a, b) if not isinstance(v, (int, float)))
     a, b = (tirx.const(v, dtype) if isinstance(v, (int, float)) else v for v in (a, b))
     return tirx.Select(condition, a, b)
+
+
+def _clip(x: Element, low: float, high: float) -> Element:
+    return minimum(maximum(x, tirx.const(low, dtype_of(x))), tirx.const(high, dtype_of(x)))
 
 
 def _sigmoid(x: Element) -> Element:

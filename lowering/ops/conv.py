@@ -27,11 +27,14 @@ _AXES = "DHW"
 
 @op("Conv", since=1)
 def conv(node: Node, x: Value, w: Value, bias: Value | None = None) -> Value:
+    return channels_second(node, rounded(node, convolve(node, x, w, bias), x.dtype))
+
+
+def convolve(node: Node, x: Value, w: Value, bias: Value | None) -> Value:
+    """Emit Conv with channels last [N, D1, ..., M], in the type of the accumulator."""
     bias = None if bias is None else vector_of(node, bias, w.shape[0])
     y = convolved(node, *read_operands(node, x, w))
-    if bias is not None:
-        y = relax_call(node, relax.op.add, y, rounded(node, bias, y.dtype))
-    return channels_second(node, rounded(node, y, x.dtype))
+    return y if bias is None else relax_call(node, relax.op.add, y, rounded(node, bias, y.dtype))
 
 
 def read_operands(node: Node, x: Value, w: Value) -> tuple[Value, Value, Window, int]:

@@ -59,6 +59,11 @@ def matmul(node: Node, a: Value, b: Value) -> Value:
 @op("Gemm", since=7)
 def gemm(node: Node, a: Value, b: Value, c: Value | None = None) -> Value:
     """alpha A' B' + beta C, rounded once."""
+    return rounded(node, gemm_accumulator(node, a, b, c), a.dtype)
+
+
+def gemm_accumulator(node: Node, a: Value, b: Value, c: Value | None) -> Value:
+    """Emit alpha A' B' + beta C in the type of the accumulator."""
     if a.rank != 2 or b.rank != 2:
         raise node.error(f"A and B have ranks {a.rank} and {b.rank}.", "Gemm takes matrices; MatMul takes any rank.")
     a = permuted(node, a, [1, 0]) if node.attr("transA", 0) else a
@@ -67,7 +72,7 @@ def gemm(node: Node, a: Value, b: Value, c: Value | None = None) -> Value:
     if c is not None and node.attr("beta", 1.0) != 0.0:
         y, c = broadcast_to(node, y, c)
         y = relax_call(node, relax.op.add, y, _scaled(node, rounded(node, c, y.dtype), "beta"))
-    return rounded(node, y, a.dtype)
+    return y
 
 
 def _scaled(node: Node, value: Value, attribute: str) -> Value:

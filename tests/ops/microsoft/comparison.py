@@ -17,7 +17,7 @@ from lowering.importing.importer import import_model
 
 from ..expectations import Dims, value_info
 
-TOLERANCE = {"float32": 2e-5, "float16": 4e-3}  # of the largest element of the result
+TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "float16": 4e-3}  # of the largest element of the result
 
 Select = Callable[[list[np.ndarray]], list[np.ndarray]]
 

@@ -1,0 +1,56 @@
+"""com.microsoft Inverse: of [..., M, M] by elimination with the largest element of each column as its pivot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ...importing.compute import is_float, require_numbers, widened
+from ...importing.node import Node
+from ...importing.values import Value
+from ...tensorir.independent import independent
+from .. import op
+from ..asserted import asserted
+from ..kernels import grid, held, loops, serial
+from . import DOMAIN
+
+
+@op("Inverse", since=1, domain=DOMAIN)
+def inverse(node: Node, x: Value) -> Value:
+    """Of a singular matrix infinities or NaNs come, as from onnxruntime."""
+    require_numbers(node, x)
+    if x.rank < 2 or not is_float(x.dtype):
+        raise node.error(f"X is {x.dtype} of rank {x.rank}.", "Make it floats [..., M, M].")
+    rows = next((size for size in x.shape[-2:] if isinstance(size, int)), x.shape[-1])
+    x = asserted(node, x, (*x.shape[:-2], rows, rows))
+    dtype, size = widened(x.dtype), x.shape[-1]
+
+    def statements(x: Any, y: Any, work: Any, pivot: Any) -> None:
+        with independent(*x.shape[:-2]) as outer:
+            with grid((size, size)) as (i, j):
+                T.buffer_store(work, x[(*outer, i, j)].astype(dtype), [i, j])
+                T.buffer_store(work, tirx.Select(i == j, tirx.const(1, dtype), tirx.const(0, dtype)), [i, size + j])
+            with serial(size) as column:
+                T.buffer_store(pivot, column, [0])
+                with serial(size - column) as k:
+                    larger = tirx.abs(work[column + k, column]) > tirx.abs(work[pivot[0], column])
+                    T.buffer_store(pivot, tirx.Select(larger, column + k, pivot[0]), [0])
+                with serial(2 * size) as k:
+                    kept = held(work[column, k])
+                    T.buffer_store(work, work[pivot[0], k], [column, k])
+                    T.buffer_store(work, kept, [pivot[0], k])
+                divisor = held(work[column, column])
+                with serial(2 * size) as k:
+                    T.buffer_store(work, work[column, k] / divisor, [column, k])
+                with serial(size) as row, T.If(row != column), T.Then():
+                    factor = held(work[row, column])
+                    with serial(2 * size) as k:
+                        T.buffer_store(work, work[row, k] - factor * work[column, k], [row, k])
+            with grid((size, size)) as (i, j):
+                T.buffer_store(y, work[i, size + j].astype(x.dtype), [*outer, i, j])
+
+    scratch = [((size, 2 * size), dtype), ((1,), "int64")]
+    (result,) = loops(node, "inverse", statements, [x], [(x.shape, x.dtype)], scratch=scratch)
+    return result

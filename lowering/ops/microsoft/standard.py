@@ -1,0 +1,12 @@
+"""com.microsoft operators that are those of ai.onnx, for more types or as older models have them."""
+
+from __future__ import annotations
+
+from .. import op
+from ..movement import trilu
+from ..quantisation import dequantize_linear, quantize_linear
+from . import DOMAIN
+
+op("QuantizeLinear", since=1, domain=DOMAIN)(quantize_linear)
+op("DequantizeLinear", since=1, domain=DOMAIN)(dequantize_linear)
+op("Trilu", since=1, domain=DOMAIN)(trilu)
