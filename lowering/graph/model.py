@@ -14,6 +14,7 @@ from onnx_ir.passes import common
 from ..errors import ModelError
 from . import schemas  # noqa: F401  (what onnxruntime writes passes onnx's checker)
 from .declared_sizes import forget_unknown_sizes
+from .deprecated_norms import decompose_group_norms
 from .legality import check_attributes, check_bodies, check_domains, check_tensors, graphs
 from .model_file import check_model_file
 from .sparse_tensors import make_dense
@@ -30,6 +31,9 @@ _FUSED_AGAIN = {
     "BiasGelu", "BiasSplitGelu", "FastGelu", "Gelu", "QuickGelu", "SimplifiedLayerNormalization",
     "SkipLayerNormalization", "SkipSimplifiedLayerNormalization",
 }  # fmt: skip
+
+# What onnx's checker says of models that are repaired.
+_REPAIRED = ("topologically sorted", "GroupNormalization is deprecated")
 
 # Protobuf cannot serialise more, which the checker would need to do.
 _PROTOBUF_LIMIT = 2**31 - 1
@@ -117,20 +121,21 @@ def _loaded(path: Path) -> ir.Model:
 
 
 def _checked(check: Callable[[], None], read: Callable[[], ir.Model]) -> ir.Model:
-    """The model that is read, once onnx's checker has passed it. Nodes in any order are sorted first, and inputs and
-    outputs need no shape, and outputs no type."""
+    """The model that is read, once onnx's checker has passed it. Nodes in any order are sorted first, deprecated norms
+    written out, and inputs and outputs need no shape, and outputs no type."""
     try:
         check()
         return read()
     except onnx.checker.ValidationError as error:
         refused = error
-    is_unsorted = "topologically sorted" in str(refused)
+    is_repaired = any(text in str(refused) for text in _REPAIRED)
     try:
         model = read()
     except Exception:  # what cannot be read either
         raise refused from None
-    if not is_unsorted and not any(map(is_incomplete, (*model.graph.inputs, *model.graph.outputs))):
+    if not is_repaired and not any(map(is_incomplete, (*model.graph.inputs, *model.graph.outputs))):
         raise refused
+    decompose_group_norms(model)
     try:
         for graph in (model.graph, *(function.graph for function in model.functions.values())):
             graph.sort()

@@ -32,6 +32,7 @@ def function_body(node: ir.Node, version: int, inputs: Sequence[Value | None]) -
         return None
     body = onnx.FunctionProto()
     body.ParseFromString(text)
+    del body.output[len(proto.output) :]  # bodies that depend on the node leave others out
     _bind_attributes(body, proto, schema)
     return ir.serde.deserialize_function(body)
 
