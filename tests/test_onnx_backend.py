@@ -1,0 +1,154 @@
+"""The backend of onnx.backend.base: by itself, and through onnx's own suite."""
+
+from __future__ import annotations
+
+import unittest
+from typing import Any
+
+import node_cases
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, parser
+from onnx.backend.test import BackendTest
+from onnx.backend.test.case import node as case_package
+
+import lowering
+import lowering.backend as backend
+from lowering.graph.model import load_model
+from lowering.importing.importer import import_model
+
+MODEL = parser.parse_model(
+    '<ir_version: 10, opset_import: ["" : 21]> g (float[N, 3] x, float[3] b) => (float[N, 3] y, float[N, 3] z)'
+    "{ y = Add(x, b) z = Mul(x, b) }"
+)
+X, B = np.arange(6, dtype=np.float32).reshape(2, 3), np.array([1, -2, 3], np.float32)
+
+# Models of onnx's suite that need no download.
+CLASSES = ("Node", "Simple", "PyTorchConverted", "PyTorchOperator")
+
+# By operator a case: several outputs, small types, sizes of data, control flow, functions; and two that are refused.
+SAMPLE = {
+    "Attention": "test_attention_4d_gqa",
+    "Cast": "test_cast_FLOAT_to_BFLOAT16",
+    "Clip": "test_clip_expanded",
+    "Dropout": "test_dropout_default_mask",
+    "Identity": "test_identity_sequence",
+    "If": "test_if",
+    "MatMul": "test_matmul_2d",
+    "NonZero": "test_nonzero_example",
+    "SoftmaxCrossEntropyLoss": "test_sce_mean_log_prob",
+    "Split": "test_split_variable_parts_1d_opset18",
+    "StringSplit": "test_string_split_basic",
+    "TopK": "test_top_k",
+}
+REFUSED = 2
+
+
+def test_models_run() -> None:
+    """Arrays in order, by name, and one alone."""
+    prepared = backend.prepare(MODEL, "CPU")
+    for inputs in ([X, B], (X, B), {"b": B, "x": X}):
+        y, z = prepared.run(inputs)
+        np.testing.assert_array_equal(y, X + B)
+        np.testing.assert_array_equal(z, X * B)
+    relu = parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 21]> g (float[N] x) => (float[N] y) { y = Relu(x) }'
+    )
+    (y,) = backend.run_model(relu, B)
+    np.testing.assert_array_equal(y, [1, 0, 3])
+
+
+def test_nodes_run() -> None:
+    """With inferred outputs, with given ones, with holes, and of another opset and domain."""
+    (y,) = backend.run_node(helper.make_node("Relu", ["x"], ["y"]), [B])
+    np.testing.assert_array_equal(y, [1, 0, 3])
+    (y,) = backend.run_node(helper.make_node("Clip", ["x", "", "most"], ["y"]), [X, np.float32(2)])
+    np.testing.assert_array_equal(y, np.minimum(X, 2))
+    values, places = backend.run_node(helper.make_node("TopK", ["x", "k"], ["v", "i"]), [X, np.array([2])])[:2]
+    np.testing.assert_array_equal(values, X[:, :0:-1])
+    np.testing.assert_array_equal(places, [[2, 1]] * 2)
+    squeeze = helper.make_node("Squeeze", ["x"], ["y"], axes=[0])
+    (y,) = backend.run_node(squeeze, [X[:1]], outputs_info=[(np.float32, (3,))], opset_version=11)
+    np.testing.assert_array_equal(y, X[0])
+    gelu = helper.make_node("QuickGelu", ["x"], ["y"], domain="com.microsoft")
+    (y,) = backend.run_node(gelu, [B], outputs_info=[(np.float32, (3,))])
+    np.testing.assert_allclose(y, B / (1 + np.exp(-1.702 * B)), rtol=1e-5)
+
+
+@pytest.mark.no_gpu
+def test_devices() -> None:
+    assert backend.supports_device("CPU")
+    assert not any(map(backend.supports_device, ("NPU", "CPU:x", "CUDA:7", "")))
+    with pytest.raises(lowering.InputError, match="device 'NPU'"):
+        backend.prepare(MODEL, "NPU")
+
+
+def test_wrong_inputs_are_refused() -> None:
+    with pytest.raises(lowering.InputError, match="1 inputs are given, and the model has 2: x, b"):
+        backend.prepare(MODEL).run([X])
+
+
+def test_what_cannot_be_lowered_is_not_compatible() -> None:
+    assert backend.is_compatible(MODEL)
+    node = helper.make_node("StringSplit", ["x"], ["y", "n"])
+    outputs = [helper.make_tensor_value_info("y", onnx.TensorProto.STRING, ["a", "b"])]
+    inputs = [helper.make_tensor_value_info("x", onnx.TensorProto.STRING, ["a"])]
+    model = helper.make_model(
+        helper.make_graph([node], "g", inputs, outputs), opset_imports=[helper.make_opsetid("", 21)]
+    )
+    assert not backend.is_compatible(model)
+
+
+class TestedBackend(backend.LoweringBackend):
+    """What the importer refuses is skipped: docs/operators.md says which node cases that are, and why."""
+
+    @classmethod
+    def prepare(cls, model: onnx.ModelProto, device: str = "CPU", **kwargs: Any) -> backend.PreparedModel:
+        try:
+            import_model(load_model(model))
+        except lowering.LoweringError as error:
+            raise unittest.SkipTest(str(error)) from error
+        return super().prepare(model, device, **kwargs)
+
+
+def suite() -> unittest.TestSuite:
+    """The cases of onnx's suite for CPUs, but for those that are compared with draws of another generator."""
+    tests = BackendTest(TestedBackend, __name__).exclude("_cuda$")
+    for case in (case for operator in ("Bernoulli", "Dropout") for case in node_cases.cases(operator)):
+        if case.is_random:
+            tests.exclude(f"^{case.name}_cpu$")
+    classes = (tests.test_cases[f"OnnxBackend{name}ModelTest"] for name in CLASSES)
+    loaded = map(unittest.defaultTestLoader.loadTestsFromTestCase, classes)
+    return unittest.TestSuite(loaded)
+
+
+def run(cases: unittest.TestSuite) -> tuple[int, int]:
+    """How many cases passed, and how many were skipped. Raises AssertionError for others."""
+    result = unittest.TestResult()
+    cases.run(result)
+    found = [f"{case.id()}: {text}" for case, text in (*result.failures, *result.errors)]
+    assert not found, "\n".join(found)
+    return result.testsRun - len(result.skipped), len(result.skipped)
+
+
+def test_sample_of_onnx_suite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Making all cases takes onnx half a minute: the suite is given some."""
+    for operator in SAMPLE:
+        node_cases.cases(operator)  # makes them
+
+    def load(kind: str) -> list[Any]:
+        return [case for case in case_package._NodeTestCases if case.name in SAMPLE.values()] if kind == "node" else []
+
+    monkeypatch.setattr(onnx.backend.test.runner, "load_model_tests", load)
+    tests = BackendTest(TestedBackend, __name__).exclude("_cuda$")
+    cases = tests.test_cases["OnnxBackendNodeModelTest"]
+    passed, skipped = run(unittest.defaultTestLoader.loadTestsFromTestCase(cases))
+    assert (passed + skipped, skipped - REFUSED) == (2 * len(SAMPLE), len(SAMPLE))  # those for GPUs are excluded
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(4 * 3600)
+def test_onnx_suite() -> None:
+    passed, _ = run(suite())
+    assert passed > 1500
