@@ -13,7 +13,8 @@ _VERSIONS = range(18, 21)
 
 def decompose_group_norms(model: ir.Model) -> None:
     """Replace such nodes of the model and its functions, in place. A node without num_groups stays, and is refused."""
-    for graph in (model.graph, *model.functions.values()):
+    graphs: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
+    for graph in graphs:
         if graph.opset_imports.get("", model.opset_imports.get("", 0)) in _VERSIONS:
             for node in list(ir.traversal.RecursiveGraphIterator(graph)):
                 if node.op_type == "GroupNormalization" and node.domain == "" and "num_groups" in node.attributes:
@@ -21,6 +22,7 @@ def decompose_group_norms(model: ir.Model) -> None:
 
 
 def _decompose(node: ir.Node) -> None:
+    assert node.graph is not None
     x, scale, bias = node.inputs
     groups = node.attributes["num_groups"].as_int()
     sizes = ir.node("Constant", [], {"value": ir.tensor(np.array([0, groups, -1], np.int64))})
