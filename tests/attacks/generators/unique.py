@@ -1,0 +1,34 @@
+"""Unique: of elements and of slices, none of them included."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..attack import Answer, Arrays, Attack, attacks, axis_of
+from ..draw import INTEGERS, Draw
+
+
+@attacks("Unique")
+def unique(d: Draw, op: str) -> Attack:
+    rank, dtype, in_order = d.int(1, 3), d.dtype(("int64", "float32", "float64", *INTEGERS, "bool")), d.int(0, 1)
+    axis = d.int(-rank - 1, rank) if d.chance(0.6) else None
+    attributes = {"sorted": in_order} | ({} if axis is None else {"axis": axis})
+
+    def feed() -> Arrays:
+        return [(abs(d.array("int32", d.shape(rank, most=400))) % 3).astype(dtype)]
+
+    def rule(x: np.ndarray) -> Answer:
+        along = None if axis is None else axis_of(axis, x.ndim)
+        if along is not None and 0 in x.shape and x.shape[along]:  # NumPy takes slices of nothing for different
+            rows, count = x.shape[along], 1
+            y = np.take(x, [0], along)
+            return [y, np.zeros(count, np.int64), np.zeros(rows, np.int64), np.full(count, rows, np.int64)]
+        y, firsts, inverse, counts = np.unique(x, True, True, True, axis=along)
+        inverse = inverse.ravel()
+        if not in_order:
+            order = np.argsort(firsts)
+            y = np.take(y, order, along if along is not None else 0)
+            firsts, counts, inverse = firsts[order], counts[order], np.argsort(order)[inverse]
+        return [y, *(np.asarray(v, np.int64) for v in (firsts, inverse, counts))]
+
+    return Attack(op, feed, rule, outputs=4, attributes=attributes)

@@ -1,0 +1,61 @@
+"""Unique against NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import lowering
+
+from .expectations import Expectations, imported
+
+RNG = np.random.default_rng(0)
+
+
+def expected(x: np.ndarray, axis: int | None = None, sorted: int = 1) -> list[np.ndarray]:
+    """NumPy's answer; onnx's reference evaluator fails for slices in the order of appearance."""
+    y, firsts, inverse, counts = np.unique(x, True, True, True, axis=axis)
+    inverse = inverse.ravel()
+    if not sorted:
+        order = np.argsort(firsts)
+        names = np.argsort(order)
+        y = y[order] if axis is None else np.take(y, order, axis)
+        firsts, counts, inverse = firsts[order], counts[order], names[inverse]
+    return [y, *(np.asarray(array, np.int64) for array in (firsts, inverse, counts))]
+
+
+def test_unique() -> None:
+    """Of all elements and of slices, sorted and in the order of appearance, of several types, with symbolic sizes."""
+    case, special = Expectations(opset=21), np.array([np.nan, 2, -np.inf, 0.5, 2, np.nan, np.inf, -np.inf], np.float32)
+    wide = RNG.integers(-40, 40, 500)
+    for x, attributes in (
+        (RNG.integers(-3, 3, (4, 5)), {}),
+        (RNG.integers(0, 4, 17).astype(np.float32), {"sorted": 0}),
+        (wide, {"sorted": 0}),
+        (wide.astype(np.float16), {}),
+        (special, {}),
+        (RNG.integers(0, 2, (6, 2, 2)), {"axis": 0}),
+        (RNG.integers(0, 2, (2, 9, 2)).astype(np.uint8), {"axis": 1, "sorted": 0}),
+        (RNG.integers(0, 2, (3, 2, 8)).astype(np.float64), {"axis": -1}),
+        (np.array([7.0], np.float32), {}),
+        (RNG.integers(0, 2, 9).astype(bool), {}),
+    ):
+        dims = [[f"d{k}" for k in range(x.ndim)]]
+        case.expect("Unique", [x], *expected(x, **attributes), dims=dims, **attributes)
+    case.check()
+
+
+def test_unique_of_nothing() -> None:
+    case, none = Expectations(opset=21), np.zeros(0, np.int64)
+    for attributes in ({}, {"sorted": 0}):
+        case.expect(
+            "Unique", [np.zeros(0, np.float32)], np.zeros(0, np.float32), none, none, none, dims=[["n"]], **attributes
+        )
+    case.check()
+
+
+def test_refusals() -> None:
+    with pytest.raises(lowering.NodeError, match="axis 2 does not exist"):
+        imported("Unique", [("float32", (2, 3))], opset=21, axis=2)
+    with pytest.raises(lowering.NodeError, match="string"):
+        imported("Unique", [("object", (2,))], opset=21)
