@@ -88,7 +88,7 @@ def test_affine_grid(axes: int, corners: int) -> None:
 def test_refusals() -> None:
     with pytest.raises(NodeError, match="mode is 'sum'"):
         imported("RoiAlign", [("float32", [1, 1, 4, 4]), ("float32", [2, 4]), ("int64", [2])], opset=16, mode="sum")
-    with pytest.raises(NodeError, match=r"its input .rois. is int64, and must be a float"):
+    with pytest.raises(NodeError, match=r"input rois is int64, and must be a float"):
         imported("RoiAlign", [("float32", [1, 1, 4, 4]), ("int64", [2, 4]), ("int64", [2])], opset=16)
     with pytest.raises(NodeError, match="theta is float32 of rank 2"):
         imported("AffineGrid", [("float32", [2, 3]), ("int64", [4])], opset=20)
