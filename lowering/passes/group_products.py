@@ -37,6 +37,11 @@ def group_products(mod: tvm.IRModule, target: tvm.target.Target, origins: Origin
 
 _Item: TypeAlias = StageCall | relax.Binding
 
+_MOST = 6
+"""Products of a function. Code grows with each, and the time to compile it by more than that: products of one style
+vector, or of a source that all layers look at, are dozens. One layer has five: queries, keys, values, gate and up.
+"""
+
 
 @mutator
 class _Grouper(BlockMutator):
@@ -129,8 +134,10 @@ class _Grouper(BlockMutator):
         return sources.pop() if len(sources) == 1 else None
 
     def both(self, a: _Item, b: StageCall) -> StageCall | None:
-        """Two calls as one; None where the kernel does not take it."""
+        """Two calls as one; None where the kernel does not take it, or they are too many."""
         assert isinstance(a, StageCall)
+        if sum(read_product(stage) is not None for stage in (*a.stages, *b.stages)) > _MOST:
+            return None
         read = Counter(self.calls.names[buffer] for buffer in b.inputs() if buffer in self.calls.names)
         inside = [
             buffer for buffer in a.outputs if self.readers[self.calls.names[buffer]] <= read[self.calls.names[buffer]]

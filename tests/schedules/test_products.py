@@ -184,3 +184,21 @@ def test_many_graphs(graph: Graph) -> None:
     profile = lowering.bench(model, sizes, seconds=0.05)
     total = profile.total()
     assert sum(call.seconds for call in profile.calls) <= 5 * total.expected + 1e-4
+
+
+@pytest.mark.parametrize("widths", [[8] * 14, [24, 8, 40] * 5], ids=["alike", "unlike"])
+def test_many_products_of_one_tensor_are_several_kernels(widths: list[int]) -> None:
+    """Six at most are one: code would grow with all."""
+    rng = np.random.default_rng(len(widths))
+    x = rng.standard_normal((3, 16)).astype(np.float32)
+    weights = {f"w{k}": rng.standard_normal((16, n)).astype(np.float32) for k, n in enumerate(widths)}
+    nodes = [helper.make_node("MatMul", ["x", name], [f"y{name}"]) for name in weights]
+    outputs = [helper.make_tensor_value_info(f"y{name}", 1, ["n", w.shape[1]]) for name, w in weights.items()]
+    constants = [numpy_helper.from_array(w, name) for name, w in weights.items()]
+    graph = helper.make_graph(nodes, "g", [helper.make_tensor_value_info("x", 1, ["n", 16])], outputs, constants)
+    module = lowering.compile(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10))
+    found = module(x=x)
+    for name, weight in weights.items():
+        np.testing.assert_allclose(np.asarray(found[f"y{name}"]), x @ weight, atol=1e-5)
+    calls = module.manifest.calls
+    assert len(calls) == -(-len(widths) // 6), [call.kernel for call in calls]
