@@ -94,14 +94,17 @@ def _origin() -> Path | None:
     checkout = Path(__file__).parents[1]
     if (checkout / "pyproject.toml").is_file():
         return checkout
-    try:
-        name = "onnx-lowering-runtime" if runtime_alone() else "onnx-lowering"
-        said = metadata.distribution(name).read_text("direct_url.json")
-        url = urlsplit(json.loads(said)["url"]) if said else None
-    except (metadata.PackageNotFoundError, ValueError, KeyError, OSError):
-        return None
-    path = Path(unquote(url.path)) if url is not None and url.scheme == "file" else None
-    return path if path is not None and path.exists() else None
+    name = "onnx-lowering-runtime" if runtime_alone() else "onnx-lowering"
+    for installed in metadata.distributions(name=name):  # what a build leaves in a checkout does not say
+        try:
+            said = installed.read_text("direct_url.json")
+            url = urlsplit(json.loads(said)["url"]) if said else None
+        except (ValueError, KeyError, OSError):
+            continue
+        path = Path(unquote(url.path)) if url is not None and url.scheme == "file" else None
+        if path is not None and path.exists():
+            return path
+    return None
 
 
 def find_cudart() -> Path | None:

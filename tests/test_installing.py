@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -74,29 +74,25 @@ GONE = "pip install '.[tune]' in a checkout of onnx-lowering"
 def test_from_a_wheel_file(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel = elsewhere / "a folder" / "onnx_lowering-0.1.0-py3-none-any.whl"
     said = json.dumps({"url": wheel.as_uri(), "archive_info": {}})
-    monkeypatch.setattr(metadata, "distribution", lambda name: Wheel(said))
+    monkeypatch.setattr(metadata, "distributions", lambda name: [Wheel(None), Wheel(said)])
     assert machine.install_command("tune") == GONE  # no longer there
     wheel.parent.mkdir()
     wheel.write_bytes(b"")
     assert machine.install_command("tune") == f"pip install '{wheel}[tune]'"
 
 
-def missing(name: str) -> Any:
-    raise metadata.PackageNotFoundError(name)
-
-
-ORIGINS: dict[str, Callable[[str], Any]] = {
-    "not installed": missing,
-    "from an index": lambda name: Wheel(None),
-    "from a web page": lambda name: Wheel('{"url": "https://example.org/onnx_lowering.whl"}'),
-    "damaged": lambda name: Wheel("{"),
-    "of another form": lambda name: Wheel("{}"),
+ORIGINS = {
+    "not installed": [],
+    "from an index": [Wheel(None)],
+    "from a web page": [Wheel('{"url": "https://example.org/onnx_lowering.whl"}')],
+    "damaged": [Wheel("{")],
+    "of another form": [Wheel("{}")],
 }
 
 
 @pytest.mark.parametrize("case", ORIGINS)
 def test_where_it_is_from_is_not_known(case: str, elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "distribution", ORIGINS[case])
+    monkeypatch.setattr(metadata, "distributions", lambda name: ORIGINS[case])
     assert machine.install_command("tune") == GONE
     monkeypatch.setattr(machine, "runtime_alone", lambda: True)
     assert machine.install_command("cuda") == (

@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     completion.answer(parser)
     arguments = parser.parse_args(argv)
     try:
-        if "model" in arguments:
+        if "model" in arguments and vars(arguments).get("import_results") is None:  # which reads no model
             _check_model(arguments.model)
         with _logged(arguments.verbose):
             code = arguments.run(arguments)
