@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import shutil
 import sys
-from importlib import metadata
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 DRIVER, CUDART = "libcuda.so.1", "libcudart.so.13"
 
@@ -91,6 +88,10 @@ def get_compiler() -> str:
 
 def _origin() -> Path | None:
     """Return the checkout or the wheel file that this package is from, None where it is gone or not known."""
+    import json  # not above: every process imports this module, and few need what an installer wrote
+    from importlib import metadata
+    from urllib.parse import unquote, urlsplit
+
     checkout = Path(__file__).parents[1]
     if (checkout / "pyproject.toml").is_file():
         return checkout
