@@ -17,13 +17,22 @@ from .asserted import asserted
 from .kernels import grid, held, loops, serial
 
 
-@op("Det", since=11)
-def det(node: Node, x: Value) -> Value:
+def require_square(node: Node, x: Value) -> Value:
+    """Return x [..., M, M] float, whose last two sizes are equal or asserted to be at run time.
+
+    Raises:
+        NodeError: It has another element type, fewer dimensions, or two numbers that differ.
+    """
     require_numbers(node, x)
     if x.rank < 2 or not is_float(x.dtype):
         raise node.error(f"X is {x.dtype} of rank {x.rank}.", "Make it floats [..., M, M].")
     rows = next((size for size in x.shape[-2:] if isinstance(size, int)), x.shape[-1])
-    x = asserted(node, x, (*x.shape[:-2], rows, rows))
+    return asserted(node, x, (*x.shape[:-2], rows, rows))
+
+
+@op("Det", since=11)
+def det(node: Node, x: Value) -> Value:
+    x = require_square(node, x)
     dtype, size = widened(x.dtype), x.shape[-1]
     zero, one = tirx.const(0, dtype), tirx.const(1, dtype)
 

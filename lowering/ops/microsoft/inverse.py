@@ -7,12 +7,12 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...importing.compute import is_float, require_numbers, widened
+from ...importing.compute import widened
 from ...importing.node import Node
 from ...importing.values import Value
 from ...tensorir.independent import independent
 from .. import op
-from ..asserted import asserted
+from ..determinant import require_square
 from ..kernels import grid, held, loops, serial
 from . import DOMAIN
 
@@ -20,11 +20,7 @@ from . import DOMAIN
 @op("Inverse", since=1, domain=DOMAIN)
 def inverse(node: Node, x: Value) -> Value:
     """Of a singular matrix infinities or NaNs come, as from onnxruntime."""
-    require_numbers(node, x)
-    if x.rank < 2 or not is_float(x.dtype):
-        raise node.error(f"X is {x.dtype} of rank {x.rank}.", "Make it floats [..., M, M].")
-    rows = next((size for size in x.shape[-2:] if isinstance(size, int)), x.shape[-1])
-    x = asserted(node, x, (*x.shape[:-2], rows, rows))
+    x = require_square(node, x)
     dtype, size = widened(x.dtype), x.shape[-1]
 
     def statements(x: Any, y: Any, work: Any, pivot: Any) -> None:
