@@ -93,7 +93,7 @@ class LoweringBackend(Backend):
 
         Args:
             node: The node.
-            inputs: Arrays in the order of the node's inputs that are no holes.
+            inputs: Arrays in the order of the node's inputs, without the omitted ones.
             device: "CPU" or "CUDA".
             outputs_info: Element type and shape of each output; without it they are inferred.
         """

@@ -15,7 +15,7 @@ _ENTRIES = 10_000  # of a folder that are compared with a misspelt name
 
 
 def check_model_file(path: Path) -> None:
-    """Raise ModelError where there is no such file, with names like it that are there."""
+    """Raise ModelError for a missing file, with similar names in its folder."""
     if path.is_dir():
         what = "a compiled artifact" if (path / FILE).is_file() else "a folder"
         raise ModelError(f"{path} is {what}, and no .onnx file: name the model's file.")

@@ -28,7 +28,7 @@ class Scope:
 
 
 class Tensors:
-    """What a function holds: the bindings of its builder, the symbols of its sizes, weights, and codes of strings."""
+    """The contents of a function: bindings, symbolic sizes, weights, and the dictionary of strings."""
 
     def __init__(self) -> None:
         self.symbols = Symbols()
@@ -102,7 +102,7 @@ class Tensors:
         result = self.builder.emit(expr)
         kind = result.ty
         if not isinstance(kind, relax.TensorType):
-            raise ModelError(f"'{hint}' is no tensor.")
+            raise ModelError(f"'{hint}' is not a tensor.")
         dtype = dtype or str(kind.dtype)
         if kind.shape is None or not hasattr(kind.shape, "values"):
             shape: Shape = tuple(self.symbols.fresh(f"{hint}_{k}") for k in range(kind.ndim))

@@ -158,7 +158,7 @@ class Value:
 
 @dataclass(frozen=True, eq=False)
 class SequenceValue(Value):
-    """A sequence of tensors of type `dtype`, whose length is known: there is no tensor of it, only those of its items.
+    """A sequence of tensors of type `dtype`, whose length is known. Only its items have tensors.
 
     Its shape is ().
     """

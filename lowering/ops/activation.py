@@ -41,7 +41,7 @@ def activate(node: Node, x: Value, name: str, attributes: Mapping[str, float]) -
     """Emit the activation that a fused node names, with its attributes where they are given.
 
     Raises:
-        NodeError: There is no such activation.
+        NodeError: The activation is not known.
     """
     if name not in _FUNCTIONS:
         raise node.error(f"attribute activation is '{name}'.", f"Use one of {', '.join(sorted(_FUNCTIONS))}.")

@@ -30,17 +30,17 @@ _NUMBERS: dict[str, tuple[float, ...]] = {
 _FLOATS = ("float32", "float16", "bfloat16")
 
 Place = Callable[..., tuple[Any, Any]]
-"""Of arithmetic on indices: whether an element is there, and where it is in the tensor that it is from."""
+"""Of arithmetic on indices: whether an element exists, and its index in the tensor that it comes from."""
 
 
-class Codes(Protocol):
-    """W [directions, gates H, I] and R [directions, gates H, H] as bytes."""
+class QuantizedWeights(Protocol):
+    """W [directions, gates H, I] and R [directions, gates H, H] as int8."""
 
-    def product(self, node: Node, x: Value, columns: int, place: Place) -> Value:
-        """Return x [L, B, I] times W, whose element [i, column] is where `place` says."""
+    def multiply_inputs(self, node: Node, x: Value, columns: int, place: Place) -> Value:
+        """Return x [L, B, I] times W, float32 [L, B, columns]; `place` has the index of W's element [i, column]."""
 
-    def tensors(self, node: Node, record: Recurrence, place: Place) -> dict[str, Value]:
-        """Return r and what belongs to its bytes, whose element [block, k, gate, inside] is where `place` says."""
+    def pack_recurrent(self, node: Node, record: Recurrence, place: Place) -> dict[str, Value]:
+        """Return r, r_scale, r_zero and r_sum; `place` has the index of R's element [block, k, gate, inside]."""
 
 
 @op("LSTM", since=7)
@@ -98,10 +98,13 @@ def recurrent(
     initial_h: Value | None,
     initial_c: Value | None = None,
     peepholes: Value | None = None,
-    codes: Codes | None = None,
+    quantized: QuantizedWeights | None = None,
 ) -> tuple[Value, ...]:
-    """The outputs. w is [directions, gates * H, I], r [directions, gates * H, H], in the order of ONNX's gates; codes
-    are computed with in their place."""
+    """Return the outputs.
+
+    w is [directions, gates * H, I], and r [directions, gates * H, H], in the order of ONNX's gates. `quantized` takes
+    their place where it is given.
+    """
     gates, batch_first = GATES[kind], node.attr("layout", 0)
     named = {"X": x, "W": w, "R": r, "initial_h": initial_h, "initial_c": initial_c}
     given = {name: value for name, value in named.items() if value is not None}
@@ -150,9 +153,9 @@ def recurrent(
             linear_before_reset=before,
             peepholes=peepholes is not None,
             lengths=lengths is not None,
-            codes=codes is not None,
+            is_quantized=quantized is not None,
         )
-        tensors = _tensors(node, record, at, x, w, r, bias, codes)
+        tensors = _tensors(node, record, at, x, w, r, bias, quantized)
         tensors |= {name: _part(node, state, at) for name, state in states.items()}
         if peepholes is not None:
             tensors["peepholes"] = _peepholes(node, record, peepholes, at)
@@ -224,7 +227,14 @@ def _arranged(node: Node, value: Value, shape: tuple[int, ...], place: Place) ->
 
 
 def _tensors(
-    node: Node, record: Recurrence, at: int, x: Value, w: Value, r: Value, bias: Value | None, codes: Codes | None
+    node: Node,
+    record: Recurrence,
+    at: int,
+    x: Value,
+    w: Value,
+    r: Value,
+    bias: Value | None,
+    quantized: QuantizedWeights | None,
 ) -> dict[str, Value]:
     """x, r and what belongs to it, and recurrent of the record, for one direction."""
     units, gates, blocks = record.units, record.gates, record.blocks
@@ -252,8 +262,11 @@ def _tensors(
 
         return place
 
-    if codes is not None:
-        product, tensors = codes.product(node, x, columns, of_w), codes.tensors(node, record, of_r)
+    if quantized is not None:
+        product, tensors = (
+            quantized.multiply_inputs(node, x, columns, of_w),
+            quantized.pack_recurrent(node, record, of_r),
+        )
     else:
         product = matrix_product(node, x, _arranged(node, w, (record_width(w), columns), of_w))
         tensors = {"r": _arranged(node, r, (blocks, units, gates, BLOCK), of_r)}

@@ -1,9 +1,9 @@
-"""States of a recurrence as bytes: each step rounds h before it multiplies it by bytes of R, as ONNX Runtime does.
+"""Quantized states of a recurrence: each step quantizes h to uint8 before its matmul with int8 R, as ONNX Runtime does.
 
-    scale = (max(h, 0) - min(h, 0)) / 255    zero = -min(h, 0) / scale, rounded    byte = h / scale, rounded, + zero
-    sum over k of h R = scale r_scale (sum of byte r - r_zero sum of byte - zero r_sum)
+    scale = (max(h, 0) - min(h, 0)) / 255    zero = round(-min(h, 0) / scale)    q = round(h / scale) + zero
+    sum over k of h R = scale r_scale (sum of q r - r_zero sum of q - zero r_sum)
 
-for each batch by itself. Sums are exact in int32.
+Each batch has its own scale and zero point. Accumulators are exact in int32.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ if TYPE_CHECKING:
     from .recurrence import Rows
 
 Dot = Callable[[Expr, Expr, Expr], Expr]
-"""A sum int32, plus the products of four bytes without a sign by four with one: of words, or of vectors of them."""
+"""An int32 accumulator plus the dot product of four uint8 by four int8 values: of packed lanes, or vectors of them."""
 
-WORD = 4
-"""Bytes of a word."""
+PACKED = 4
+"""Values of a packed 32-bit lane."""
 
 
 def plain_dot(total: Expr, a: Expr, b: Expr) -> Expr:
-    """The sum for one word of each."""
-    for n in range(WORD):
+    """Accumulate the dot product of one packed lane of each."""
+    for n in range(PACKED):
         total = total + (a >> 8 * n & 255) * (b << 24 - 8 * n >> 24)
     return total
 
 
-class RoundedStates:
-    """The bytes of h, for all batches of `rows`, and the products that read them."""
+class QuantizedStates:
+    """The quantized h of all batches of `rows`, and the dot products that read it."""
 
     def __init__(self, rows: Rows, dot: Dot) -> None:
         self.rows, self.dot = rows, dot
-        self.bytes = T.alloc_buffer((rows.count * rows.width,), "uint8")
+        self.values = T.alloc_buffer((rows.count * rows.width,), "uint8")
         self.scale = T.alloc_buffer((rows.count,), "float32")
         self.zero, self.sum = (T.alloc_buffer((rows.count,), "int32") for _ in range(2))
 
-    def round(self) -> None:
-        """Write the bytes of the present h. Behind the units h is 0, which no range is without."""
+    def quantize(self) -> None:
+        """Quantize the present h. Padding after the units is 0, which every range includes."""
         for row in range(self.rows.count):
             low, high = self._range(row)
             width = T.bind(high - low)
@@ -54,9 +54,9 @@ class RoundedStates:
             def write(at: Expr, h: Expr, spread: list[Expr] = spread, total: tirx.Buffer = total) -> None:
                 scale, zero, least, most = spread
                 number = self.rows.function("nearbyint", h / scale) + zero
-                code = T.bind(tirx.max(tirx.min(number, most), least).astype(self._vector("int32")))
-                self.rows.store(self.bytes, [at], code.astype(self._vector("uint8")))
-                self.rows.store(total, [0], self.rows.load(total, [0]) + code)
+                value = T.bind(tirx.max(tirx.min(number, most), least).astype(self._vector("int32")))
+                self.rows.store(self.values, [at], value.astype(self._vector("uint8")))
+                self.rows.store(total, [0], self.rows.load(total, [0]) + value)
 
             self._each_vector(row, write)
             T.buffer_store(self.scale, scale, [row])
@@ -97,11 +97,11 @@ class RoundedStates:
         """For each row and each of the gates the vector of sums at a column of x."""
         rows, zero = self.rows, tirx.const(0, "int64")
         made = [[self._accumulator("int32", 0) for _ in gates] for _ in range(rows.count)]
-        with T.serial(T.int64(rows.record.words)) as k:
+        with T.serial(T.int64(rows.record.packed_units)) as k:
             weights = [T.bind(rows.load(rows.buffers["r"], [block, k, tirx.const(g, "int64"), inside])) for g in gates]
             for row, parts in enumerate(made):
-                first = k * WORD + row * rows.width
-                word = T.bind(self._spread(T.reinterpret("int32", self.bytes[T.ramp(first, 1, WORD)])))
+                first = k * PACKED + row * rows.width
+                word = T.bind(self._spread(T.reinterpret("int32", self.values[T.ramp(first, 1, PACKED)])))
                 for weight, part in zip(weights, parts):
                     rows.store(part, [zero], self.dot(rows.load(part, [zero]), word, weight))
         return [

@@ -7,7 +7,7 @@ block the gates side by side, behind zeros for units that there are not: x [L, B
 R [blocks, H, gates, BLOCK], so that a block of a row of R is read in one go. The code is the same for one unit at a
 time and for vectors of them.
 
-R may be signed bytes, four of successive units in a word: then each step rounds h to bytes, too (rounded_states.py).
+R may be int8, four successive units packed in a 32-bit lane: then each step quantizes h (quantized_states.py).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
+from .quantized_states import PACKED, Dot, QuantizedStates, plain_dot
 from .regions import whole
-from .rounded_states import WORD, Dot, RoundedStates, plain_dot
 
 ATTRIBUTE = "lowering.recurrence"
 BLOCK = 16
@@ -48,8 +48,8 @@ class Recurrence:
     h [B, H], c [B, H] (LSTM), peepholes [3, blocks * BLOCK] for i, o, f, lengths int32 [B]; y [L, B, H], the last h and
     c. Behind its length a sequence has outputs of 0.
 
-    codes: r [blocks, words, gates, BLOCK] int32 has words of signed bytes, and for each column of x there are its scale
-    float32, its zero point int32, and the sum int32 of its bytes less the zero point.
+    is_quantized: r [blocks, packed_units, gates, BLOCK] int32 holds packed int8. Each column of x has r_scale float32,
+    the zero point r_zero int32, and r_sum int32, the sum of its values minus the zero point.
     """
 
     kind: str
@@ -61,7 +61,7 @@ class Recurrence:
     linear_before_reset: bool = False
     peepholes: bool = False
     lengths: bool = False
-    codes: bool = False
+    is_quantized: bool = False
 
     @property
     def gates(self) -> int:
@@ -72,12 +72,12 @@ class Recurrence:
         return -(-self.units // BLOCK)
 
     @property
-    def words(self) -> int:
-        """Words that all units fill, the last one with zeros behind them."""
-        return -(-self.units // WORD)
+    def packed_units(self) -> int:
+        """Packed lanes that hold all units, the last one padded with zeros."""
+        return -(-self.units // PACKED)
 
     def inputs(self) -> tuple[str, ...]:
-        there = {"r_scale": self.codes, "r_zero": self.codes, "r_sum": self.codes,
+        there = {"r_scale": self.is_quantized, "r_zero": self.is_quantized, "r_sum": self.is_quantized,
                  "recurrent": self.linear_before_reset, "h": True, "c": self.kind == "LSTM",
                  "peepholes": self.peepholes, "lengths": self.lengths}  # fmt: skip
         return ("x", "r", *(name for name, given in there.items() if given))
@@ -115,7 +115,7 @@ def declare(record: Recurrence) -> dict[str, tirx.Buffer]:
     L, B = (IRBuilder.name(name, T.int64()) for name in "LB")
     H, padded = T.int64(record.units), record.blocks * BLOCK
     columns = T.int64(padded * record.gates)
-    along_k = record.words if record.codes else record.units
+    along_k = record.packed_units if record.is_quantized else record.units
     shapes = {
         "x": [L, B, columns],
         "r": [T.int64(n) for n in (record.blocks, along_k, record.gates, BLOCK)],
@@ -127,7 +127,7 @@ def declare(record: Recurrence) -> dict[str, tirx.Buffer]:
         "lengths": [B],
         "y": [L, B, H],
     }
-    whole_numbers = {"lengths", *(("r", "r_zero", "r_sum") if record.codes else ())}
+    whole_numbers = {"lengths", *(("r", "r_zero", "r_sum") if record.is_quantized else ())}
     return {
         name: IRBuilder.name(
             name,
@@ -158,7 +158,7 @@ class Rows:
         size = (count * self.width,)
         names = ("h", "new", *(["c"] if record.kind == "LSTM" else ["z", "reset"] if record.kind == "GRU" else []))
         self.state = {name: T.alloc_buffer(size, "float32") for name in names}
-        self.rounded = RoundedStates(self, dot) if record.codes else None
+        self.quantized = QuantizedStates(self, dot) if record.is_quantized else None
 
     def emit(self) -> None:
         for name, buffer in self.state.items():
@@ -218,8 +218,8 @@ class Rows:
             place = length - 1 - step if record.reverse else step
             self.there.append(there)
             self.places.append(T.bind(tirx.Select(there, place, step)))
-        if self.rounded is not None:
-            self.rounded.round()
+        if self.quantized is not None:
+            self.quantized.quantize()
         sub = BLOCK // self.lanes
         {"LSTM": self.lstm, "GRU": self.gru, "RNN": self.rnn}[record.kind](T.int64(record.blocks * sub), sub)
         for row in range(self.count):
@@ -246,9 +246,9 @@ class Rows:
         """For each row and each of the gates the vector of sums at `inside` a block: of x, unless start is False, and
         of the rows of R times the elements of source."""
         record = self.record
-        if self.rounded is not None:
+        if self.quantized is not None:
             columns = [(block * record.gates + g) * BLOCK + inside for g in gates]
-            return self.rounded.sums(gates, columns, block, inside)
+            return self.quantized.sums(gates, columns, block, inside)
         made = [[T.alloc_buffer((self.lanes,), "float32") for _ in gates] for _ in range(self.count)]
         zero = tirx.const(0, "int64")
         for row, parts in enumerate(made):

@@ -1,6 +1,8 @@
-"""com.microsoft DynamicQuantizeLSTM: weights are bytes with scales. Where they are constants, inputs and states are
-rounded to bytes, too, as ONNX Runtime does: inputs of a call together, states of each step by themselves. Others are
-computed with as floats."""
+"""com.microsoft DynamicQuantizeLSTM: an LSTM with weights in 8 bits.
+
+Constant weights stay int8, and inputs and the states of each step are quantized, as in ONNX Runtime. Weights that are
+inputs of the model are dequantized to float32.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from tvm import relax
 from ...importing.compute import relax_call
 from ...importing.node import Node
 from ...importing.values import Value
+from ...tensorir.quantized_states import PACKED
 from ...tensorir.recurrence import BLOCK, Recurrence
-from ...tensorir.rounded_states import WORD
 from .. import op
 from ..cast import cast_to
 from ..integer_matmul import integer_product
@@ -44,63 +46,65 @@ def dynamic_quantize_lstm(
     """w [directions, I, 4 H], r [directions, H, 4 H]; scales and zero points [directions] or [directions, 4 H]."""
     parts = (w, w_scale, w_zero), (r, r_scale, r_zero)
     w, r = (_floats(node, *part) for part in parts)
-    known = [_Bytes.of(*part) for part in parts]
-    codes = _Codes(*known) if x.dtype == "float32" and None not in known else None  # type: ignore[arg-type]
-    return recurrent(node, "LSTM", x, w, r, bias, lengths, initial_h, initial_c, peepholes, codes)
+    w_values, r_values = (_Int8.from_constant(*part) for part in parts)
+    quantized = None
+    if x.dtype == "float32" and w_values is not None and r_values is not None:
+        quantized = _Int8Weights(w_values, r_values)
+    return recurrent(node, "LSTM", x, w, r, bias, lengths, initial_h, initial_c, peepholes, quantized)
 
 
 @dataclass(frozen=True)
-class _Bytes:
-    """Constant weights [directions, 4 H, inputs] as signed bytes; scales and zero points [directions, 4 H]."""
+class _Int8:
+    """Constant weights [directions, 4 H, inputs] as int8; scales and zero points [directions, 4 H]."""
 
-    codes: np.ndarray
+    values: np.ndarray
     scale: np.ndarray
     zero: np.ndarray
 
     @staticmethod
-    def of(codes: Value, scale: Value, zero: Value) -> _Bytes | None:
-        if codes.constant is None or scale.constant is None or zero.constant is None:
+    def from_constant(values: Value, scale: Value, zero: Value) -> _Int8 | None:
+        if values.constant is None or scale.constant is None or zero.constant is None:
             return None
-        middle = 128 if codes.dtype == "uint8" else 0
-        shape = codes.constant.shape[0], codes.constant.shape[2]
+        middle = 128 if values.dtype == "uint8" else 0
+        shape = values.constant.shape[0], values.constant.shape[2]
         spread = [
             np.broadcast_to(part.reshape(part.shape[0], -1), shape)
             for part in (scale.constant.astype(np.float32), zero.constant.astype(np.int32) - middle)
         ]
-        wide = codes.constant.astype(np.int32) - middle
-        return _Bytes(wide.astype(np.int8).transpose(0, 2, 1), *spread)
+        wide = values.constant.astype(np.int32) - middle
+        return _Int8(wide.astype(np.int8).transpose(0, 2, 1), *spread)
 
 
 @dataclass(frozen=True)
-class _Codes:
-    w: _Bytes
-    r: _Bytes
+class _Int8Weights:
+    w: _Int8
+    r: _Int8
 
-    def product(self, node: Node, x: Value, columns: int, place: Place) -> Value:
-        """Return what x [L, B, I], rounded, gives with W."""
-        there, at = place(*np.indices((self.w.codes.shape[2], columns)))
+    def multiply_inputs(self, node: Node, x: Value, columns: int, place: Place) -> Value:
+        """Return x [L, B, I], quantized, times W."""
+        there, at = place(*np.indices((self.w.values.shape[2], columns)))
         at = tuple(np.where(there, i, 0) for i in at)
-        codes = np.where(there, self.w.codes[at], 0).astype(np.int8)
+        values = np.where(there, self.w.values[at], 0).astype(np.int8)
         scale, zero = (np.where(there[0], part[at[0][0], at[1][0]], 0) for part in (self.w.scale, self.w.zero))
-        rounded, x_scale, x_zero = dynamically_quantised(node, x)
-        b = node.constant(codes)
-        sums = integer_product(node, rounded, b, x_zero, node.constant(zero.astype(np.int8)))
+        quantized, x_scale, x_zero = dynamically_quantised(node, x)
+        b = node.constant(values)
+        sums = integer_product(node, quantized, b, x_zero, node.constant(zero.astype(np.int8)))
         return scaled(node, sums, x, b, (x_scale, node.constant(scale)), None)
 
-    def tensors(self, node: Node, record: Recurrence, place: Place) -> dict[str, Value]:
+    def pack_recurrent(self, node: Node, record: Recurrence, place: Place) -> dict[str, Value]:
         """Return r, r_scale, r_zero and r_sum of the record."""
-        shape = record.blocks, record.words * WORD, record.gates, BLOCK
+        shape = record.blocks, record.packed_units * PACKED, record.gates, BLOCK
         there, at = place(*np.indices(shape))
         there &= np.arange(shape[1])[:, None, None] < record.units
         at = tuple(np.where(there, i, 0) for i in at)
-        codes = np.where(there, self.r.codes[at], 0).astype(np.int8)
+        values = np.where(there, self.r.values[at], 0).astype(np.int8)
         scale, zero = (np.where(there[:, 0], part[at[0][:, 0], at[1][:, 0]], 0) for part in (self.r.scale, self.r.zero))
-        words = codes.reshape(shape[0], record.words, WORD, *shape[2:]).transpose(0, 1, 3, 4, 2)
+        packed = values.reshape(shape[0], record.packed_units, PACKED, *shape[2:]).transpose(0, 1, 3, 4, 2)
         return {
-            "r": node.constant(np.ascontiguousarray(words).view("<i4")[..., 0]),
+            "r": node.constant(np.ascontiguousarray(packed).view("<i4")[..., 0]),
             "r_scale": node.constant(scale.reshape(-1).astype(np.float32)),
             "r_zero": node.constant(zero.reshape(-1).astype(np.int32)),
-            "r_sum": node.constant((codes.sum(1, dtype=np.int32) - record.units * zero).reshape(-1).astype(np.int32)),
+            "r_sum": node.constant((values.sum(1, dtype=np.int32) - record.units * zero).reshape(-1).astype(np.int32)),
         }
 
 
