@@ -13,6 +13,7 @@ from tvm.ir import prim
 
 from ..errors import NodeError
 from ..graph.donation import declared_alike
+from .open_sizes import stretched
 from .quantised import Quantised
 from .values import (
     MOST_BYTES,
@@ -201,29 +202,35 @@ class Node:
         """The sizes as a Relax shape."""
         return relax.ShapeExpr([tirx.IntImm("int64", d) if isinstance(d, int) else d for d in shape])
 
-    def cast_shape(self, value: Value, shape: Shape, name: str = "") -> Value:
+    def cast_shape(self, value: Value, shape: Shape, name: str = "", why: str = "") -> Value:
         """The same tensor, asserted at run time to have `shape` (sizes, in which new symbols are defined by it).
 
-        name is what errors call it, where it is no input of the node.
+        name is what errors call it, where it is no input of the node; why, where it is given, is the reason they say.
         """
         called = f"{self.where}: {name}" if name else self.name_of(value)
-        result = self._importer.cast_shape(value, shape, called)
+        result = self._importer.cast_shape(value, shape, called, why)
         assert result.expr is not None
         return self.checked(value, result.expr, shape)
 
     def unify(self, *values: Value) -> tuple[Value, ...]:
         """The values with the dimensions that must be equal for right-aligned broadcasting made so.
 
-        ONNX lets either of two unequal symbolic sizes be 1 at run time; that cannot be known here, so they are asserted
-        equal at run time, or one of them to be 1 where it cannot be more: a violation is an error, never a wrong
-        result. Raises NodeError for sizes known to differ.
+        ONNX lets either of two unequal symbolic sizes be 1 at run time. Where the model gives their common size a name
+        of its own, the run decides (open_sizes.py); else they are asserted equal at run time, or one of them to be 1
+        where it cannot be more: a violation is an error, never a wrong result. Raises NodeError for sizes known to
+        differ.
         """
         rank = max(v.rank for v in values)
         wanted: list[Size] = [1] * rank
+        named = self._names_of_result(rank)
+        is_open = [False] * rank
         for value in values:
             for axis, size in enumerate(value.shape, start=rank - value.rank):
                 now = wanted[axis]
-                if self._is_one_beside(now, size):
+                common = self._importer.common_sizes.of(now, size, named[axis])
+                if common is not None:
+                    wanted[axis], is_open[axis] = common, True
+                elif self._is_one_beside(now, size):
                     wanted[axis] = size
                 elif isinstance(size, int) and size != 1:
                     if isinstance(now, int) and now != size:
@@ -237,8 +244,35 @@ class Node:
                 for axis, size in enumerate(value.shape, start=rank - value.rank)
             )
             same = all(self.symbols.equal(a, b) for a, b in zip(target, value.shape))
-            result.append(value if same else self.cast_shape(value, target))
+            if any(is_open[rank - value.rank :]):
+                result.append(stretched(self, value, target))
+            else:
+                result.append(
+                    value if same else self.cast_shape(value, target, why=self._taken_for_equal(value, target))
+                )
         return tuple(result)
+
+    def _taken_for_equal(self, value: Value, shape: Shape) -> str:
+        """What errors say of sizes that inputs declare by two names; "" where there are none."""
+        pairs = (
+            (have, want)
+            for have, want in zip(value.shape, shape)
+            if self.symbols.is_declared(have) and self.symbols.is_declared(want) and not self.symbols.equal(have, want)
+        )
+        have, want = next(pairs, (None, None))
+        if have is None or want is None:
+            return ""
+        return (
+            f", as {as_text(have)} and {as_text(want)} are taken to be equal (if one may be 1, declare the result of "
+            "the node with a size of a third name)"
+        )
+
+    def _names_of_result(self, rank: int) -> list[str | None]:
+        """What the model calls the sizes of the first output, which has that rank; None for numbers and for nothing."""
+        shape = self._ir.outputs[0].shape if self._ir.outputs else None
+        if shape is None or len(shape) != rank:
+            return [None] * rank
+        return [dim.value if isinstance(dim, ir.SymbolicDim) else None for dim in shape]
 
     def _is_one_beside(self, size: Size, other: Size) -> bool:
         """Whether the size is 1, or has to be for broadcasting with another: such is what `x[:, :1]` or `x[:, -1:]`

@@ -12,6 +12,7 @@ from tvm import relax, tirx
 from ..errors import ModelError
 from .channels import channels_second_axes
 from .expected_sizes import ExpectedSizes
+from .open_sizes import CommonSizes
 from .origins import Builder
 from .quantised import Quantised
 from .size_kernel import size_kernel
@@ -32,6 +33,7 @@ class Tensors:
 
     def __init__(self) -> None:
         self.symbols = Symbols()
+        self.common_sizes = CommonSizes(self.symbols)
         self.builder = Builder()
         self.inside = ""  # which graph inside the model is lowered, for errors
         self.expected = ExpectedSizes()
@@ -116,8 +118,9 @@ class Tensors:
         if not self.inside:
             self.expected.add_condition(condition)
 
-    def cast_shape(self, value: Value, shape: Shape, name: str) -> Value:
-        """The value with that shape, asserted at run time; name says in the error what it is."""
+    def cast_shape(self, value: Value, shape: Shape, name: str, why: str = "") -> Value:
+        """The value with that shape, asserted at run time; name says in the error what it is, and why has its
+        reason."""
         if not self.inside:
             for have, want in zip(value.shape, shape):
                 self.expected.add(have, want)
@@ -127,7 +130,7 @@ class Tensors:
         rank = relax.TensorType(None, storage_dtype(value.dtype), ndim=len(storage_shape(value.dtype, shape)))
         forgotten = self.builder.match_cast(self.tensor(value), rank)
         result = self.builder.match_cast(forgotten, stored, f"assertion_{len(self._assertions)}")
-        self._assertions[result.name] = f"{name} must be [{', '.join(map(as_text, shape))}]"
+        self._assertions[result.name] = f"{name} must be [{', '.join(map(as_text, shape))}]{why}"
         return Value(value.dtype, shape, result, value.contents)
 
     def size_of(self, name: str, param: relax.Var) -> Value:

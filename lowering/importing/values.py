@@ -50,6 +50,10 @@ class Symbols:
             self._said[self._named[name].name] = name
         return self._named[name]
 
+    def is_declared(self, size: Size | str) -> bool:
+        """Whether inputs declare that size, or one of that name."""
+        return size in self._named if isinstance(size, str) else isinstance(size, tirx.Var) and size.name in self._said
+
     def fresh(self, hint: str, signed: bool = False) -> tirx.Var:
         """A size about which nothing is known but that it is not negative; a signed one may be."""
         stem = "".join(c if c.isalnum() and c.isascii() else "_" for c in hint) or "n"
