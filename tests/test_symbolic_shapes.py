@@ -510,6 +510,7 @@ _OPEN = {
     "integers": "(int64[A] x, int64[B] z) => (bool[C] y) { y = Less (x, z) }",
     "a kernel of ours": "(float[A,3] x, float[B,3] z) => (float[C,3] y) <float[C,3] s> "
     "{ s = Pow (x, z)  y = Softmax (s) }",
+    "a name and a formula": '(float["past + tokens"] x, float[tokens] z) => (float[tokens] y) { y = Add (x, z) }',
     "ranks": "(float[A,B,2] x, float[D,2] z) => (float[A,E,2] y) { y = Max (x, z) }",
 }
 

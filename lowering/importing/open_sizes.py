@@ -1,8 +1,9 @@
-"""Sizes that meet under two names, where the model calls their common size by a third one.
+"""Sizes that meet under two names, and may differ.
 
 ONNX lets either of two unequal sizes be 1. Exporters give two names to what is equal in every run, so that two names
 alone are taken for one size (`Node.unify`). A node whose result is declared with a third name says that its operands
-may differ: then the run decides, and operands are read with an index that stays at 0 where their size is 1.
+may differ, and so do a name and a formula (`tokens` and `past + tokens`): then the run decides, and operands are read
+with an index that stays at 0 where their size is 1.
 """
 
 from __future__ import annotations
@@ -39,18 +40,23 @@ class CommonSizes:
             result: What the model calls the size of the result.
 
         Returns:
-            An expression. None where the sizes are taken to be equal: either is no size of inputs, or the result has
-            no name of its own and neither size is a common one.
+            An expression. None where the sizes are taken to be equal: either is no size of inputs, or nothing says
+            that they differ.
         """
         ones, others = self._of(a), self._of(b)
         if not ones or not others or self._symbols.equal(a, b):
             return None
-        if len(ones) == len(others) == 1 and (result is None or self._symbols.is_declared(result)):
+        if len(ones) == len(others) == 1 and not self._differ(ones[0], others[0], result):
             return None
         every = sorted({var.name: var for var in (*ones, *others)}.values(), key=lambda var: var.name)
         common = functools.reduce(lambda size, var: tirx.Select(tirx.EQ(size, _ONE), var, size), every)
         self._members[str(common)] = every
         return common
+
+    def _differ(self, one: tirx.Var, other: tirx.Var, result: str | None) -> bool:
+        """Whether the model says that two sizes are not one: the result has a third name, or one name is a formula."""
+        formulas = [any(sign in str(self._symbols.as_dim(size)) for sign in "+-*/") for size in (one, other)]
+        return formulas[0] != formulas[1] or (result is not None and not self._symbols.is_declared(result))
 
     def _of(self, size: Size) -> list[tirx.Var]:
         return [size] if self._symbols.is_declared(size) else self._members.get(str(size), [])
