@@ -17,7 +17,7 @@ RTOL, ATOL = 1e-3, 1e-5
 # By how much an output may differ, of its root mean square, where numbers are rounded to less: what sound models show,
 # several times over.
 _ROUNDED = {
-    "float16": 2e-2, "bfloat16": 0.1, "fast": 0.1, "tf32": 2e-2,
+    "float32": 0.1, "float16": 2e-2, "bfloat16": 0.1, "fast": 0.1, "tf32": 2e-2,
     "weights f16": 1e-2, "weights int8": 0.1, "weights int4": 0.3, "cache int8": 0.1,
 }  # fmt: skip
 

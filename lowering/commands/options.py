@@ -30,7 +30,8 @@ WEIGHTS = "compress the constant matrices of products, and tables of embeddings"
 PRECISION = (
     "compute the products of a model of float32, and store weights and caches, in this type; fast: products of float32 "
     "and float16 in bfloat16 where the target multiplies it faster, with caches as they are; tf32, 3xtf32: multiply "
-    "float32 itself on tensor cores, rounded to TF32 or in two parts"
+    "float32 itself on tensor cores, rounded to TF32 or in two parts; float32: do not quantize what the model "
+    "quantizes while it runs"
 )
 
 SEED = (

@@ -76,7 +76,8 @@ def compile(
       (graph/precision.py). "fast" computes those of a model of float32 or float16 in bfloat16 where every target
       multiplies that faster, and leaves inputs, outputs and caches as they are. "tf32" and "3xtf32" leave the model
       float32, and have the GPU's tensor cores multiply matrices of it, with an error of 2^-11 of each operand, or in
-      two parts with about none (schedules/cuda/tensor_types.py).
+      two parts with about none (schedules/cuda/tensor_types.py). "float32" computes in floats what a model quantizes
+      while it runs, such as DynamicQuantizeLSTM (graph/float_activations.py).
     * `calls` are some calls, each arrays by the names of inputs, that show which numbers float16 cannot hold: what
       reads or makes them stays wide.
     * `seed` is that of random operators without an attribute `seed`: a number, by which every call draws the same

@@ -19,6 +19,7 @@ from ..graph.compressed_tables import compress_tables
 from ..graph.declared_sizes import with_sizes
 from ..graph.donation import donated_pairs
 from ..graph.experts import group_experts
+from ..graph.float_activations import keep_floats
 from ..graph.kept_caches import KeptCaches, keep_caches
 from ..graph.model import ModelLike, load_model
 from ..graph.paged_decoder import serve_decoder
@@ -96,7 +97,9 @@ def _load(model: ModelLike, options: Options) -> ir.Model:
 def _narrow(fused: ir.Model, options: Options, targets: Sequence[Target]) -> list[str]:
     """Narrow what is computed and stored, and return what there is to say of it."""
     notes: list[str | None] = []
-    if options.precision is not None and options.precision not in TF32:
+    if options.precision == "float32":
+        notes.append(keep_floats(fused))
+    elif options.precision is not None and options.precision not in TF32:
         linker = options.cc if options.target == "cpu" else None  # calls run here
         slower = set.intersection(*(set(target.slower_than_bfloat16) for target in targets))
         beyond = overflowing(fused, options.calls, functools.partial(compile, cc=linker)) if options.calls else ()
