@@ -36,6 +36,10 @@ Place = Callable[..., tuple[Any, Any]]
 class QuantizedWeights(Protocol):
     """W [directions, gates H, I] and R [directions, gates H, H] as int8."""
 
+    @property
+    def holds_lowest(self) -> bool:
+        """Whether -128 is among R's values."""
+
     def multiply_inputs(self, node: Node, x: Value, columns: int, place: Place) -> Value:
         """Return x [L, B, I] times W, float32 [L, B, columns]; `place` has the index of W's element [i, column]."""
 
@@ -154,6 +158,7 @@ def recurrent(
             peepholes=peepholes is not None,
             lengths=lengths is not None,
             is_quantized=quantized is not None,
+            holds_lowest=quantized is not None and quantized.holds_lowest,
         )
         tensors = _tensors(node, record, at, x, w, r, bias, quantized)
         tensors |= {name: _part(node, state, at) for name, state in states.items()}

@@ -1,14 +1,16 @@
-"""Quantized states of a recurrence: each step quantizes h to uint8 before its matmul with int8 R, as ONNX Runtime does.
+"""Quantized states of a recurrence: each step quantizes h before its matmul with int8 R, as ONNX Runtime does.
 
     scale = (max(h, 0) - min(h, 0)) / 255    zero = round(-min(h, 0) / scale)    q = round(h / scale) + zero
     sum over k of h R = scale r_scale (sum of q r - r_zero sum of q - zero r_sum)
 
-Each batch has its own scale and zero point. Accumulators are exact in int32.
+q and zero are uint8, or int8 and smaller by 128, which is the same sum. Each batch has its own scale and zero point.
+Accumulators are exact in int32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tvm import tirx
@@ -18,18 +20,28 @@ from tvm.script.ir_builder import tirx as T
 if TYPE_CHECKING:
     from .recurrence import Rows
 
-Dot = Callable[[Expr, Expr, Expr], Expr]
-"""An int32 accumulator plus the dot product of four uint8 by four int8 values: of packed lanes, or vectors of them."""
+
+@dataclass(frozen=True)
+class Dot:
+    """accumulate(total, a, b): an int32 accumulator plus the dot product of four states, int8 if is_signed and else
+    uint8, by four int8 values, of packed lanes or of vectors of them."""
+
+    accumulate: Callable[[Expr, Expr, Expr], Expr]
+    is_signed: bool = False
+
 
 PACKED = 4
 """Values of a packed 32-bit lane."""
 
 
-def plain_dot(total: Expr, a: Expr, b: Expr) -> Expr:
-    """Accumulate the dot product of one packed lane of each."""
+def _accumulate(total: Expr, a: Expr, b: Expr) -> Expr:
     for n in range(PACKED):
         total = total + (a >> 8 * n & 255) * (b << 24 - 8 * n >> 24)
     return total
+
+
+PLAIN_DOT = Dot(_accumulate)
+"""Of one packed lane of each, in operations of every machine."""
 
 
 class QuantizedStates:
@@ -37,7 +49,8 @@ class QuantizedStates:
 
     def __init__(self, rows: Rows, dot: Dot) -> None:
         self.rows, self.dot = rows, dot
-        self.values = T.alloc_buffer((rows.count * rows.width,), "uint8")
+        self.dtype, self.least = ("int8", -128) if dot.is_signed else ("uint8", 0)
+        self.values = T.alloc_buffer((rows.count * rows.width,), self.dtype)
         self.scale = T.alloc_buffer((rows.count,), "float32")
         self.zero, self.sum = (T.alloc_buffer((rows.count,), "int32") for _ in range(2))
 
@@ -47,15 +60,17 @@ class QuantizedStates:
             low, high = self._range(row)
             width = T.bind(high - low)
             scale = T.bind(tirx.Select(width > 0, width / 255.0, _float(1.0)))
-            zero = T.bind(tirx.nearbyint(tirx.min(tirx.max((0.0 - low) / scale, _float(0.0)), _float(255.0))))
+            zero = tirx.nearbyint(tirx.min(tirx.max((0.0 - low) / scale, _float(0.0)), _float(255.0)))
+            zero = T.bind(zero + _float(self.least))
             total = self._accumulator("int32", 0)
-            spread = [T.bind(self._spread(number)) for number in (scale, zero, _float(0.0), _float(255.0))]
+            bounds = _float(self.least), _float(self.least + 255)
+            spread = [T.bind(self._spread(number)) for number in (scale, zero, *bounds)]
 
             def write(at: Expr, h: Expr, spread: list[Expr] = spread, total: tirx.Buffer = total) -> None:
                 scale, zero, least, most = spread
                 number = self.rows.function("nearbyint", h / scale) + zero
                 value = T.bind(tirx.max(tirx.min(number, most), least).astype(self._vector("int32")))
-                self.rows.store(self.values, [at], value.astype(self._vector("uint8")))
+                self.rows.store(self.values, [at], value.astype(self._vector(self.dtype)))
                 self.rows.store(total, [0], self.rows.load(total, [0]) + value)
 
             self._each_vector(row, write)
@@ -103,7 +118,7 @@ class QuantizedStates:
                 first = k * PACKED + row * rows.width
                 word = T.bind(self._spread(T.reinterpret("int32", self.values[T.ramp(first, 1, PACKED)])))
                 for weight, part in zip(weights, parts):
-                    rows.store(part, [zero], self.dot(rows.load(part, [zero]), word, weight))
+                    rows.store(part, [zero], self.dot.accumulate(rows.load(part, [zero]), word, weight))
         return [
             [self._number(row, column, rows.load(part, [zero])) for column, part in zip(columns, parts)]
             for row, parts in enumerate(made)

@@ -22,7 +22,7 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from .quantized_states import PACKED, Dot, QuantizedStates, plain_dot
+from .quantized_states import PACKED, PLAIN_DOT, Dot, QuantizedStates
 from .regions import whole
 
 ATTRIBUTE = "lowering.recurrence"
@@ -48,8 +48,9 @@ class Recurrence:
     h [B, H], c [B, H] (LSTM), peepholes [3, blocks * BLOCK] for i, o, f, lengths int32 [B]; y [L, B, H], the last h and
     c. Behind its length a sequence has outputs of 0.
 
-    is_quantized: r [blocks, packed_units, gates, BLOCK] int32 holds packed int8. Each column of x has r_scale float32,
-    the zero point r_zero int32, and r_sum int32, the sum of its values minus the zero point.
+    is_quantized: r [blocks, packed_units, gates, BLOCK] int32 holds packed int8, among them -128 only if holds_lowest.
+    Each column of x has r_scale float32, the zero point r_zero int32, and r_sum int32, the sum of its values minus the
+    zero point.
     """
 
     kind: str
@@ -62,6 +63,7 @@ class Recurrence:
     peepholes: bool = False
     lengths: bool = False
     is_quantized: bool = False
+    holds_lowest: bool = False
 
     @property
     def gates(self) -> int:
@@ -102,7 +104,7 @@ def plain_recurrence(record: Recurrence) -> tirx.PrimFunc:
             T.reads([whole(buffers[name]) for name in record.inputs()])
             T.writes([whole(buffers[name]) for name in record.outputs()])
             with T.parallel(buffers["x"].shape[1]) as b:
-                Rows(record, buffers, b, 1, 1, lambda name, x: getattr(tirx, name)(x), plain_dot).emit()
+                Rows(record, buffers, b, 1, 1, lambda name, x: getattr(tirx, name)(x), PLAIN_DOT).emit()
     return builder.get()
 
 

@@ -11,11 +11,12 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
+from lowering.tensorir.quantized_states import Dot
 from lowering.tensorir.recurrence import ATTRIBUTE, BLOCK, Recurrence, Rows, declare
 
 from ..tiles import Space, Tiles
 from ..variant import Variant
-from .dot_int8 import dot
+from .dot_int8 import dot, dot_signed, multiplies_signed
 from .loops import split_among_threads
 from .vector import Machine, fixed, machine, of_vectors
 
@@ -59,7 +60,8 @@ def _kernel(problem: Recurrence, cpu: Machine, tiles: RecurrenceTiles) -> tirx.P
         assert value is not None
         return value
 
-    multiply = partial(dot, cpu=cpu)
+    is_signed = multiplies_signed(cpu, problem.holds_lowest)
+    multiply = Dot(partial(dot_signed if is_signed else dot, cpu=cpu), is_signed)
     with IRBuilder() as builder, T.prim_func(private=True):
         buffers = declare(problem)
         L, B, _ = buffers["x"].shape

@@ -19,7 +19,7 @@ from tvm.support import cc
 
 from lowering.compiling.compiler import compile_to
 from lowering.target import host_features, resolve
-from schedules.cpu.dot_int8 import dot
+from schedules.cpu.dot_int8 import dot, dot_signed, multiplies_signed
 from schedules.cpu.vector import SDOT, USDOT, VNNI_256, VNNI_512, Machine, load, machine, store
 
 HOST = Path(__file__).parents[1] / "targets" / "kernel_host.c"
@@ -33,20 +33,23 @@ WAYS = {
 }
 
 
-def kernel(cpu: Machine) -> tirx.PrimFunc:
+def kernel(cpu: Machine, is_signed: bool = False) -> tirx.PrimFunc:
     lanes = cpu.lanes("int32")
+    function = dot_signed if is_signed else dot
     with IRBuilder() as builder, T.prim_func():
         T.func_name("dot")
         total, a, b, y = (T.arg(name, T.buffer((lanes,), "int32")) for name in ("total", "a", "b", "y"))
-        store(y, dot(load(total, lanes, 0), load(a, lanes, 0), load(b, lanes, 0), cpu), 0)
+        store(y, function(load(total, lanes, 0), load(a, lanes, 0), load(b, lanes, 0), cpu), 0)
     return builder.get()
 
 
-def words(lanes: int) -> tuple[list[np.ndarray], np.ndarray]:
-    """Sums, bytes without and with a sign, four in each lane, and what must come out."""
+def words(lanes: int, is_signed: bool = False) -> tuple[list[np.ndarray], np.ndarray]:
+    """Sums, bytes without and with a sign, or both with a sign and no -128 among the second, four in each lane, and
+    what must come out."""
     rng = np.random.default_rng(0)
     a = rng.choice([0, 1, 127, 128, 254, 255], (lanes, 4)).astype(np.uint8)
-    b = rng.choice([-128, -127, -1, 0, 1, 127], (lanes, 4)).astype(np.int8)
+    a = (a ^ np.uint8(128)).view(np.int8) if is_signed else a
+    b = rng.choice([-127 if is_signed else -128, -127, -1, 0, 1, 127], (lanes, 4)).astype(np.int8)
     total = rng.integers(-(2**31), 2**31, lanes).astype(np.int32)
     want = total.astype(np.int64) + (a.astype(np.int64) * b.astype(np.int64)).sum(1)
     return [total, a.view(np.int32)[:, 0], b.view(np.int32)[:, 0]], want.astype(np.int32)
@@ -64,21 +67,43 @@ def test_sums_are_exact(way: str) -> None:
         np.testing.assert_array_equal(arguments[-1].numpy(), want)
 
 
+def test_sums_of_signed_bytes_are_exact() -> None:
+    """On a machine with AVX2; -128 times 127 twice is the largest pair."""
+    cpu, feature = WAYS["pairs in 256 bits"]
+    assert multiplies_signed(cpu, holds_lowest=False) and not multiplies_signed(cpu, holds_lowest=True)
+    if feature not in host_features():
+        return
+    target = resolve("cpu")[0].tvm
+    run = tvm.compile(tvm.IRModule({"dot": kernel(cpu, is_signed=True)}), target=target)["dot"]
+    given, want = words(cpu.lanes("int32"), is_signed=True)
+    arguments = [tvm.runtime.tensor(x) for x in (*given, given[0])]
+    run(*arguments)
+    np.testing.assert_array_equal(arguments[-1].numpy(), want)
+
+
 @pytest.mark.skipif(shutil.which("aarch64-linux-gnu-gcc") is None, reason="needs Debian's gcc-aarch64-linux-gnu")
 @pytest.mark.skipif(shutil.which("qemu-aarch64") is None, reason="needs Debian's qemu-user")
 @pytest.mark.parametrize(
-    ("target", "instruction"), [("aarch64+dotprod", SDOT), ("aarch64+i8mm", USDOT), ("aarch64", "")]
+    ("target", "instruction", "is_signed"),
+    [
+        ("aarch64+dotprod", SDOT, False),
+        ("aarch64+dotprod", SDOT, True),
+        ("aarch64+i8mm", USDOT, False),
+        ("aarch64", "", False),
+    ],
 )
-def test_sums_are_exact_on_aarch64(target: str, instruction: str, tmp_path: Path) -> None:
+def test_sums_are_exact_on_aarch64(target: str, instruction: str, is_signed: bool, tmp_path: Path) -> None:
     (made_for,) = resolve(f"cpu:{target}")
     cpu = machine(made_for.tvm)
     assert cpu.int8_dot == instruction
     library, host = tmp_path / "dot.so", tmp_path / "kernel_host"
     linker = cc.cross_compiler("aarch64-linux-gnu-gcc")
-    tvm.compile(tvm.IRModule({"dot": kernel(cpu)}), target=made_for.tvm).export_library(str(library), fcompile=linker)
+    tvm.compile(tvm.IRModule({"dot": kernel(cpu, is_signed)}), target=made_for.tvm).export_library(
+        str(library), fcompile=linker
+    )
     command = ["aarch64-linux-gnu-gcc", "-O1", "-rdynamic", "-I", tvm_ffi.libinfo.find_include_path(), HOST, "-o", host]
     subprocess.run([*command, "-ldl"], check=True)
-    given, want = words(cpu.lanes("int32"))
+    given, want = words(cpu.lanes("int32"), is_signed)
     emulated = ["qemu-aarch64", "-cpu", "max", "-L", "/usr/aarch64-linux-gnu"]
     shapes = ["i1", str(len(want))] * 4
     done = subprocess.run(

@@ -80,6 +80,10 @@ class _Int8Weights:
     w: _Int8
     r: _Int8
 
+    @property
+    def holds_lowest(self) -> bool:
+        return bool((self.r.values == -128).any())
+
     def multiply_inputs(self, node: Node, x: Value, columns: int, place: Place) -> Value:
         """Return x [L, B, I], quantized, times W."""
         there, at = place(*np.indices((self.w.values.shape[2], columns)))
