@@ -53,6 +53,21 @@ def encoder(seed: int = 0, dtype: Any = np.float32) -> onnx.ModelProto:
     return model
 
 
+@pytest.mark.parametrize("shape", ["T", "1,T", "1,1,T", "B,1,1,T", "B,2,1,T"])
+def test_masks_of_one_row_hide_beside_the_future(shape: str) -> None:
+    """onnx's evaluator hides from all queries what the first may not see; the standard spreads the mask before."""
+    text = f"""<ir_version: 10, opset_import: ["" : 24]>
+        m (float[B, 2, S, 8] q, float[B, 2, T, 8] k, bool[{shape}] mask) => (float[B, 2, S, 8] y)
+        {{ y = Attention <is_causal = 1> (q, k, k, mask) }}"""
+    rng, (batch, tokens) = np.random.default_rng(2), (2, 5)
+    sizes = {"1": 1, "2": 2, "B": batch, "T": tokens}
+    mask = rng.random([sizes[name] for name in shape.split(",")]) < 0.7
+    mask[..., 0] = True  # each query sees a key
+    q, k = (rng.standard_normal((batch, 2, tokens, 8)).astype(np.float32) for _ in "qk")
+    found = lowering.verify(onnx.parser.parse_model(text), inputs={"q": q, "k": k, "mask": mask})
+    assert found.first_difference is None, str(found)
+
+
 def test_what_is_made_up_fits_the_graph() -> None:
     graph, rng = ir.from_proto(encoder()).graph, np.random.default_rng(0)
     sizes = {"B": 40, "T": 16}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 
 from ..errors import LoweringError
@@ -48,9 +49,16 @@ def _loaded(model: ir.Model, against: Against) -> Callable[[dict[str, Any]], lis
     if against == "onnxruntime":
         session = _session(model)
         return lambda feeds: list(session.run(None, feeds))
+    return reference_evaluator(ir.to_proto(with_weights_inside(model)))
+
+
+def reference_evaluator(model: onnx.ModelProto) -> Callable[[dict[str, Any]], list[Any]]:
+    """Return onnx's reference evaluator of a model, with Attention as the standard has it."""
     from onnx.reference import ReferenceEvaluator
 
-    evaluator = ReferenceEvaluator(ir.to_proto(with_weights_inside(model)))
+    from .reference_attention import Attention
+
+    evaluator = ReferenceEvaluator(model, new_ops=[Attention])
     return lambda feeds: list(evaluator.run(None, feeds))
 
 
