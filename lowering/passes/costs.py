@@ -1,10 +1,10 @@
 """What a kernel costs: floating-point operations and bytes, as expressions of the sizes of its arguments.
 
 They are read off the function before it is scheduled, which says what is computed and not how. Operations are those of
-floating-point numbers that it names, a function such as exp counting as one. Only useful work counts: a matmul has two
-operations for each pair of elements, what its operands are made of counts once for each element, and dequantization
-not at all. Bytes are those of the arguments' elements that it needs, each once: of a table that is gathered from the
-rows that are asked for, of a product all.
+floating-point numbers that it names, a function such as exp counting as one. Only useful work counts: a matmul, also of
+integers, has two operations for each pair of elements, what its operands are made of counts once for each element, and
+dequantization not at all. Of a recurrence the matmuls with its states count. Bytes are those of the arguments' elements
+that it needs, each once: of a table that is gathered from the rows that are asked for, of a product all.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from ..profiling.expected import rate
 from ..tensorir.blocks import is_reduction
 from ..tensorir.expressions import Expr, children, is_float, is_function, loads, walk
 from ..tensorir.facts import Facts
+from ..tensorir.recurrence import ATTRIBUTE as RECURRENCE
+from ..tensorir.recurrence import Recurrence
 
 _OPERATIONS = prim.Add | prim.Sub | prim.Mul | prim.Div | prim.Max | prim.Min
 
@@ -42,6 +44,10 @@ def kernel_spec(name: str, func: tirx.PrimFunc, schedule: str) -> KernelSpec:
         problem = AttentionProblem.from_json(func.attrs[ATTRIBUTE])
         flops, size = _attention(problem, func)
         return KernelSpec(name, "attention", schedule, arguments, flops, size, rate("attention", schedule))
+    if func.attrs is not None and RECURRENCE in func.attrs:
+        return KernelSpec(
+            name, "other", schedule, arguments, _recurrence(func, names), "volume", rate("other", schedule)
+        )
     counter = _Counter(func)
     try:
         counter.statement(func.body, tirx.const(1, "int64"))
@@ -63,6 +69,12 @@ def _attention(problem: AttentionProblem, func: tirx.PrimFunc) -> tuple[str, str
         row += sum(scales)
     flops = f"{2 * (problem.head_dim + problem.v_head_dim)} * pairs"
     return flops, f"volume - {row} * unseen"
+
+
+def _recurrence(func: tirx.PrimFunc, names: _Names) -> str:
+    record = Recurrence.from_json(str(func.attrs[RECURRENCE]))
+    steps, batches, _ = func.params[0].shape
+    return f"{2 * record.gates * record.units**2} * {names.text(steps)} * {names.text(batches)}"
 
 
 class _Names:
@@ -209,7 +221,7 @@ class _Counter:
             node = pending.pop()
             if isinstance(node, ir.TensorLoad):
                 self.touch(node.source, node.indices)
-            elif _is_operation(node):
+            elif _is_operation(node) or (isinstance(node, _OPERATIONS) and node.ty == value.ty):
                 self.operations = self.operations + points
             if self._is_product(node):
                 self.operand(node.a)

@@ -29,6 +29,7 @@ _RATES = {
     ("other", "windows"): 0.08,
     ("other", "reduction"): 0.08,
     ("other", "several"): 0.08,
+    ("other", "recurrence"): 0.5,
     ("other", "loops"): 0.08,
     ("other", ""): 0.01,
 }
