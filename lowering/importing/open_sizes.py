@@ -65,6 +65,8 @@ class CommonSizes:
 def stretched(node: Node, value: Value, shape: Shape) -> Value:
     """Return the value broadcast to a shape of its rank; an error of the run where a size is neither 1 nor that."""
     same = [node.symbols.equal(have, want) or is_one(have) for have, want in zip(value.shape, shape)]
+    if all(same):
+        return value
     target = tuple(have if kept else want for have, want, kept in zip(value.shape, shape, same))
     tensor = node.tensor(value)
     for axis, (have, want, kept) in enumerate(zip(value.shape, shape, same)):
