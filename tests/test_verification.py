@@ -322,6 +322,40 @@ def test_a_served_decoder_with_sources() -> None:
         lowering.verify(other, artifact=model)
 
 
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("Eagle3DraftModel", {"static_cache": 24}),  # ids and hidden states of each token
+        ("Eagle3DraftModel", {"serve": lowering.Serve(40)}),
+        ("qwen3_tts@code_predictor", {"static_cache": 24}),  # embeddings
+    ],
+)
+def test_decoders_that_read_embeddings(name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    path = DECODER.parents[2] / "decoders" / f"{name}.onnx"
+    model = lowering.compile(path, **options)
+    result = lowering.verify(path, "onnxruntime", artifact=model)
+    assert result.first_difference is None
+    embeddings = [key for key, array in result.inputs.items() if array.ndim == 3 and array.dtype == np.float32]
+    assert embeddings
+    spec = model.manifest.decoder or model.manifest.served
+    assert spec is not None
+    tokens = {name: result.inputs[name][:, :7] for name in (spec.ids, *spec.per_token)}
+    again = lowering.verify(path, "onnxruntime", artifact=model, inputs=tokens)
+    assert again.first_difference is None and again.inputs[embeddings[0]].shape[1] == 7
+    wrong = {embeddings[0]: tokens[embeddings[0]][..., :-1]}
+    with pytest.raises(lowering.InputError, match=r"must be numbers \[batch, tokens, \d+\], not float32"):
+        lowering.verify(path, artifact=model, inputs=wrong)
+    if "serve" not in options:
+        prefill = Decoder.prefill
+        scaled = lambda given: {k: v * 2 if v.dtype.kind == "f" else v for k, v in given.items()}  # noqa: E731
+        monkeypatch.setattr(
+            Decoder,
+            "prefill",
+            lambda self, tokens, mask: prefill(self, scaled(tokens) if isinstance(tokens, dict) else tokens + 1, mask),
+        )
+        assert lowering.verify(path, "onnxruntime", artifact=model).first_difference is not None
+
+
 def test_serve_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(DECODER), "--serve", "24", "--cache", "int8"]) == 0
     out = capsys.readouterr().out

@@ -17,33 +17,33 @@ from ..manifest import SlotCaches, TensorSpec
 from ..runtime.checks import check_fixed
 from ..runtime.decoder_sources import fixed_inputs
 from ..runtime.model import Model
-from .made_up import feeds_of, made_up, taken
+from .chosen_tokens import Tokens, as_argument, given_tokens, part_of, random_tokens, shape_of
+from .made_up import feeds_of, taken
 from .references import Evaluate
 
 _PROMPT, _CALLS = 6, 4  # tokens where no size says otherwise, and calls behind the first
 
 
 class _Reader(Protocol):
-    def prefill(self, ids: Any, mask: Any) -> np.ndarray: ...
+    def prefill(self, ids: Any, mask: Any, /) -> np.ndarray: ...
 
     def fork(self) -> _Reader: ...
 
 
 @dataclass(frozen=True)
 class Session:
-    """Tokens [batch, all], which of them count (as padding does not), how many each call reads, those that a fork reads
-    in place of the second call's, and arrays for what is the same in every call."""
+    """Tokens of the batch, which of them count [batch, tokens] (as padding does not), how many each call reads, those
+    that a fork reads in place of the second call's, and arrays for what is the same in every call."""
 
     model: ir.Model
     compiled: Model
     output: str
-    ids: str
     mask: str  # "" where no input says which tokens count
     positions: str  # "" where no input says where they are
-    tokens: np.ndarray
+    tokens: Tokens
     counts: np.ndarray
     calls: tuple[int, ...]
-    forked: np.ndarray
+    forked: Tokens
     fixed: dict[str, Any]
 
     @property
@@ -62,7 +62,7 @@ class Session:
     def inputs(self) -> dict[str, Any]:
         """The arrays that were chosen, by the names of inputs."""
         masks = {self.mask: self.counts} if self.mask else {}
-        return {self.ids: self.tokens, **masks, **self.fixed}
+        return {**self.tokens, **masks, **self.fixed}
 
     def ours(self) -> list[np.ndarray]:
         """What the compiled decoder answers."""
@@ -77,11 +77,12 @@ class Session:
         for number, size in enumerate(self.calls):
             here = slice(end, end + size)
             fork = decoder.fork() if number == 1 else None
-            logits, counts = decoder.prefill(self.tokens[:, here], self.counts[:, here]), self.counts[:, here]
+            counts = self.counts[:, here]
+            logits = decoder.prefill(as_argument(part_of(self.tokens, (slice(None), here))), counts)
             # What a model says behind padding means nothing.
             found.append(logits[counts.astype(bool)] if logits.shape[:2] == counts.shape else logits)
             if fork is not None:  # what it reads must not become the decoder's
-                found.append(fork.prefill(self.forked, np.ones_like(self.forked)))
+                found.append(fork.prefill(as_argument(self.forked), np.ones(shape_of(self.forked), np.int64)))
             end += size
         return found
 
@@ -99,19 +100,21 @@ class _Growing:
         self._next = {name: present for name, present in kept.items() if name in self._types} | joint
         self._past = {name: empty_past(self._types[name], len(self._seen)) for name in self._next}
         unread = [value for value in taken(session.model) if not value.uses() and value.name not in session.inputs]
-        self._unread = {value.name: empty_past(value, len(self._seen)) for value in unread}
+        self._unread = {value.name or "": empty_past(value, len(self._seen)) for value in unread}
 
     def fork(self) -> _Growing:
         return copy.copy(self)  # nothing is written in place
 
-    def prefill(self, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    def prefill(self, tokens: np.ndarray | Tokens, mask: np.ndarray, /) -> np.ndarray:
         session, before = self._session, self._seen.shape[1]
         self._seen = np.concatenate([self._seen, mask], axis=1)
-        feeds = {**self._unread, session.ids: ids, **self._past}
+        by_name: Tokens = tokens if isinstance(tokens, dict) else {next(iter(session.tokens)): tokens}
+        feeds: dict[str, np.ndarray] = {**self._unread, **by_name, **self._past}
         if session.mask:
             feeds[session.mask] = self._seen
         if session.positions:
-            feeds[session.positions] = np.maximum(self._seen.cumsum(axis=1) - 1, 0)[:, before:]
+            positions = np.maximum(self._seen.cumsum(axis=1) - 1, 0)[:, before:]
+            feeds[session.positions] = of_rank(positions, self._types[session.positions])
         typed = {name: feeds[name].astype(self._numpy(name)) for name in feeds.keys() - self._past.keys()}
         results = dict(zip(self._outputs, self._evaluate({**feeds, **typed, **session.fixed})))
         self._past = {name: results[present] for name, present in self._next.items()}
@@ -133,22 +136,24 @@ def session(
 ) -> Session:
     """Tokens for a decoder, whose batch is 2 and whose first call reads 6 unless `sizes` or the model says otherwise.
 
-    The batch is padded on the left where the model takes a mask. `given` may hold the ids of all tokens, the mask that
+    The batch is padded on the left where the model takes a mask. `given` may hold all tokens, by input, the mask that
     says which of them count, and inputs that are the same in every call; the others are made up. Raises InputError for
-    a model without ids, and for caches that are given.
+    a model without tokens, and for caches that are given.
     """
     specs = {spec.name: spec for spec in compiled.inputs}
     spec = compiled.manifest.decoder
     assert spec is not None  # of every model with slots
     caches, ids, mask = {*compiled.manifest.donated, *spec.states, slots.length}, spec.ids, spec.mask
-    if not ids or len(specs[ids].dims) != 2:
-        raise InputError("verify finds no input [batch, tokens] of token ids, which pick rows of a table.")
+    if not ids:
+        raise InputError(
+            "verify finds no tokens of this decoder: no input [batch, tokens] picks rows of a table, nor is one float "
+            "[batch, tokens, width]."
+        )
     for name in given:
         if name in caches or name == spec.positions:
             raise InputError(f"a decoder keeps '{name}' itself: leave it out, and let it begin empty.")
-    if spec.per_token:
-        raise InputError(f"verify makes up token ids alone, and each token has a value of '{spec.per_token[0]}', too.")
-    others = fixed_inputs(compiled.manifest, (ids, mask, spec.positions))
+    per_token = [specs[name] for name in (ids, *spec.per_token)]
+    others = fixed_inputs(compiled.manifest, (ids, mask, spec.positions, *spec.per_token))
     check_fixed(sizes, compiled.manifest.ranges)
     known = {dim for spec in (specs[ids], *others) for dim in spec.dims}
     known |= {name for name, (low, high) in compiled.manifest.ranges.items() if low == high}
@@ -156,8 +161,9 @@ def session(
         if name not in known:
             raise InputError(f"the calls of a decoder do not choose dimension '{name}': leave it out.")
     batch, tokens = (_size(specs[ids], axis, sizes, default) for axis, default in ((0, 2), (1, _PROMPT)))
-    if ids in given:
-        batch, total = checked_ids(given[ids], ids).shape
+    read = given_tokens(per_token, given)
+    if read:
+        batch, total = shape_of(read)
         first = max(1, total - _CALLS)
         calls = (first,) + (1,) * (total - first)
     elif isinstance(specs[ids].dims[1], int):
@@ -166,10 +172,9 @@ def session(
         first = max(1, min(tokens, slots.capacity))
         calls = (first,) + (1,) * min(_CALLS, slots.capacity - first)
     sizes = {**sizes, **{name: batch for name in specs[ids].dims[:1] if isinstance(name, str)}}
-    shape = TensorSpec(ids, specs[ids].dtype, specs[ids].storage, (batch, sum(calls)))
-    chosen = made_up(model.graph, [shape], {}, rng)[ids]
-    second = made_up(model.graph, [TensorSpec(ids, shape.dtype, shape.storage, (batch, calls[-1]))], {}, rng)[ids]
-    counts = np.ones(chosen.shape, np.int64)
+    chosen = random_tokens(model.graph, per_token, (batch, sum(calls)), rng)
+    second = random_tokens(model.graph, per_token, (batch, calls[-1]), rng)
+    counts = np.ones((batch, sum(calls)), np.int64)
     if mask and not any(node.op_type == "GroupQueryAttention" for node in model.graph):  # which has no such padding
         hidden = rng.integers(0, calls[0] // 2 + 1, batch)
         counts[:, : calls[0]] = np.arange(calls[0]) >= hidden[:, None]
@@ -177,9 +182,8 @@ def session(
     kept = {*compiled.manifest.donated.values(), *spec.states.values()}
     output = next(spec.name for spec in compiled.outputs if spec.name not in kept)
     return Session(
-        model, compiled, output, ids, mask, spec.positions,
-        tokens=np.asarray(given.get(ids, chosen)), counts=_counts(given.get(mask, counts), chosen.shape), calls=calls,
-        forked=second, fixed=fixed,
+        model, compiled, output, mask, spec.positions, tokens={**chosen, **read},
+        counts=_counts(given.get(mask, counts), counts.shape), calls=calls, forked=second, fixed=fixed,
     )  # fmt: skip
 
 
@@ -217,12 +221,11 @@ def empty_past(past: ir.Value, batch: int) -> np.ndarray:
     return np.zeros((*front, batch, heads, 0, size), past.dtype.numpy())
 
 
-def checked_ids(ids: Any, name: str) -> np.ndarray:
-    """Raises InputError for what are no token ids."""
-    array = np.asarray(ids)
-    if array.ndim != 2 or array.dtype.kind not in "iu" or not array.size:
-        raise InputError(f"'{name}' must be integers [batch, tokens], not {array.dtype}{list(array.shape)}.")
-    return array
+def of_rank(positions: np.ndarray, value: ir.Value) -> np.ndarray:
+    """Return positions [B, S] as an input takes them: [n, B, S] where a token has several."""
+    assert value.shape is not None
+    front = value.shape[0] if len(value.shape) == 3 else None
+    return np.broadcast_to(positions, (front, *positions.shape)) if isinstance(front, int) else positions
 
 
 def _counts(mask: Any, shape: tuple[int, ...]) -> np.ndarray:

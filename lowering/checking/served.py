@@ -13,11 +13,12 @@ from ..errors import InputError
 from ..graph.joint_caches import joint_caches
 from ..graph.roles import Roles, find_roles
 from ..graph.served_states import carries_state, past_state
-from ..manifest import Manifest, ServedCache, TensorSpec
+from ..manifest import Manifest, ServedCache
 from ..runtime.model import Model
 from ..serving.batcher import Batcher
-from .decoding import checked_ids, empty_past, said
-from .made_up import made_up, specs_of, taken
+from .chosen_tokens import Tokens, as_argument, given_tokens, part_of, random_tokens, shape_of
+from .decoding import empty_past, of_rank, said
+from .made_up import specs_of, taken
 from .references import Evaluate
 from .request_sources import RequestSources, request_sources
 
@@ -27,34 +28,34 @@ _BEHIND = 8  # tokens behind the first block, where no size says otherwise
 
 @dataclass(frozen=True)
 class Requests:
-    """Tokens [requests, all] for a decoder, and how many of each request are its prompt; it reads on one by one.
-    sources are what each request has beside them.
+    """Tokens of requests for a decoder, and how many of each request are its prompt; it reads on one by one.
 
-    One request comes before each call, until some are there together; each leaves when all of its tokens are read. The
-    pools have room for all but one of those that are together, unless they share blocks.
+    sources are what each request has beside them. One request comes before each call, until some are there together;
+    each leaves when all of its tokens are read. The pools have room for all but one of those that are together, unless
+    they share blocks.
     """
 
     model: ir.Model
     compiled: Model
     served: ServedCache
-    tokens: np.ndarray
+    tokens: Tokens
     prompts: np.ndarray
     sources: RequestSources
 
     @property
     def names(self) -> list[str]:
         """What each of the results is of."""
-        output, total = self.compiled.outputs[0].name, self.tokens.shape[1]
+        output, (_, total) = self.compiled.outputs[0].name, shape_of(self.tokens)
         return [f"{output} of request {r}, {said(count, total)}" for r, count in enumerate(self.prompts)]
 
     @property
     def inputs(self) -> dict[str, Any]:
         """The arrays that were chosen, by the names of inputs."""
-        return {self.served.ids: self.tokens, **self.sources.arrays}
+        return {**self.tokens, **self.sources.arrays}
 
     def ours(self) -> list[np.ndarray]:
         """What the compiled decoder answers to each request, [answers, ...]."""
-        total, block = self.tokens.shape[1], self.served.tokens_per_block
+        (requests, total), block = shape_of(self.tokens), self.served.tokens_per_block
         batcher = Batcher(
             self.compiled,
             blocks=-(-total // block) * (_TOGETHER - 1) if self.served.pools else None,
@@ -62,19 +63,20 @@ class Requests:
             state_slots=_TOGETHER - 1 if self.served.states else None,
             source_blocks=None if self.served.sources is None else -(-self.sources.most // block) * (_TOGETHER - 1),
         )
-        tokens: dict[Hashable, np.ndarray] = dict(enumerate(self.tokens))
+        tokens: dict[Hashable, Tokens] = {request: part_of(self.tokens, request) for request in range(requests)}
         answers: dict[Hashable, list[np.ndarray]] = {request: [] for request in tokens}
         coming, there = list(enumerate(self.prompts)), 0
         while coming or there:
             if coming and there < _TOGETHER:
                 request, count = coming.pop(0)
-                batcher.add(request, tokens[request][:count], fixed=self.sources.fixed(request))
+                prompt = as_argument(part_of(tokens[request], slice(count)))
+                batcher.add(request, prompt, fixed=self.sources.fixed(request))
                 there += 1
             for name, answer in batcher.step().items():
                 answers[name].append(answer)
                 read = len(batcher.tokens(name))
                 if read < total:
-                    batcher.extend(name, int(tokens[name][read]))
+                    batcher.extend(name, as_argument(part_of(tokens[name], read)))
                 else:
                     batcher.free(name)
                     there -= 1
@@ -82,9 +84,10 @@ class Requests:
 
     def theirs(self, evaluate: Evaluate) -> list[np.ndarray]:
         """What the model as it was answers to each request alone, whose past begins empty."""
-        total = self.tokens.shape[1]
+        requests, total = shape_of(self.tokens)
         roles = _roles(self.model, self.compiled.manifest)
         counts = {roles.mask: np.ones((1, total)), roles.positions: np.arange(total)[None]}
+        tokens = dict(self.tokens)
         feeds: dict[str, np.ndarray] = {}
         of_sources = self.sources.feeds(0)
         for value in taken(self.model):
@@ -92,13 +95,15 @@ class Requests:
             assert dtype is not None
             if name in of_sources:
                 continue
-            if name == self.served.ids:
-                tokens = self.tokens.astype(dtype.numpy())
+            if name in tokens:
+                tokens[name] = tokens[name].astype(dtype.numpy())
+            elif name in counts:
+                feeds[name] = of_rank(counts[name], value).astype(dtype.numpy())
             else:
-                feeds[name] = counts[name].astype(dtype.numpy()) if name in counts else empty_past(value, 1)
+                feeds[name] = empty_past(value, 1)
         whole = [
-            evaluate({**feeds, **self.sources.feeds(request), self.served.ids: row[None]})[0][0]
-            for request, row in enumerate(tokens)
+            evaluate({**feeds, **self.sources.feeds(r), **part_of(tokens, slice(r, r + 1))})[0][0]
+            for r in range(requests)
         ]
         return [logits[prompt - 1 :] for logits, prompt in zip(whole, self.prompts)]
 
@@ -132,31 +137,29 @@ def requests(
     other inputs, for requests beyond the context, and for a model whose inputs have other names.
     """
     specs, setup = {spec.name: spec for spec in specs_of(model)}, compiled.manifest.setup
-    spec = specs[served.ids]
-    if len(spec.dims) != 2:
-        raise InputError(f"verify makes up token ids [batch, tokens], and '{served.ids}' takes embeddings.")
-    for name in (*served.per_token, *served.fixed):
-        raise InputError(f"verify makes up token ids alone, and requests have values of '{name}', too.")
+    per_token = [specs[name] for name in (served.ids, *served.per_token)]
+    spec = per_token[0]
+    for name in served.fixed:
+        raise InputError(f"verify makes up tokens and sources, and requests have values of '{name}', too.")
     sources = [] if setup is None else [specs[each.name] for each in setup.inputs if each.name in specs]
     for name in given:
-        if name not in (served.ids, *(each.name for each in sources)):
+        if name not in {each.name for each in (*per_token, *sources)}:
             raise InputError(f"a served decoder is given tokens and sources, and knows '{name}' itself: leave it out.")
     for name in sizes:
         if name not in {spec.dims[1], *(dim for each in sources for dim in each.dims[1:])}:
             raise InputError(f"the calls of a decoder do not choose dimension '{name}': leave it out.")
     roles = _roles(model, compiled.manifest)
-    names = (served.ids, roles.mask, roles.positions, *_kept(model, compiled.manifest))
+    names = (*(each.name for each in per_token), roles.mask, roles.positions, *_kept(model, compiled.manifest))
     _check_known(model, [*names, *(each.name for each in sources)], spec.dims[1] if sources else None)
     block = served.tokens_per_block
-    if served.ids in given:
-        tokens = checked_ids(given[served.ids], served.ids)
-    else:
-        total = sizes.get(str(spec.dims[1]), min(served.context, block + _BEHIND))
-        shape = TensorSpec(spec.name, spec.dtype, spec.storage, (_REQUESTS, total))
-        tokens = checked_ids(made_up(model.graph, [shape], {}, rng)[spec.name], spec.name)
-        if total > block:
-            tokens[1, :block] = tokens[0, :block]
-    count, total = tokens.shape
+    read = given_tokens(per_token, given)
+    total = sizes.get(str(spec.dims[1]), min(served.context, block + _BEHIND))
+    count, total = shape_of(read) if read else (_REQUESTS, total)
+    tokens = random_tokens(model.graph, per_token, (count, total), rng)
+    if total > block and count > 1:
+        for array in tokens.values():
+            array[1, :block] = array[0, :block]
+    tokens |= read
     if total > served.context:
         raise InputError(f"the requests have {total} tokens, and the model was compiled for at most {served.context}.")
     prompts = rng.integers(1, max(1, total - 1), count, endpoint=True)

@@ -1,0 +1,67 @@
+"""The tokens that `verify` gives a decoder: ids, embeddings, or several values of each token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import onnx_ir as ir
+
+from ..errors import InputError
+from ..manifest import TensorSpec
+from .made_up import made_up
+
+Tokens: TypeAlias = dict[str, np.ndarray]
+"""By input an array [batch, tokens] or [batch, tokens, width]; that of ids or embeddings comes first."""
+
+
+def random_tokens(
+    graph: ir.Graph, specs: Sequence[TensorSpec], shape: tuple[int, int], rng: np.random.Generator
+) -> Tokens:
+    """Return random tokens [batch, tokens]."""
+    sized = [TensorSpec(spec.name, spec.dtype, spec.storage, (*shape, *spec.dims[2:])) for spec in specs]
+    return made_up(graph, sized, {}, rng)
+
+
+def given_tokens(specs: Sequence[TensorSpec], given: Mapping[str, Any]) -> Tokens:
+    """Return the arrays that were given of these inputs.
+
+    Raises:
+        InputError: An array has another type or shape than its input, or other tokens than another one.
+    """
+    tokens = {spec.name: _checked(given[spec.name], spec) for spec in specs if spec.name in given}
+    shapes = {array.shape[:2] for array in tokens.values()}
+    if len(shapes) > 1:
+        raise InputError(f"{', '.join(tokens)} must have the same [batch, tokens], not {sorted(shapes)}.")
+    return tokens
+
+
+def part_of(tokens: Tokens, index: Any) -> Tokens:
+    """Return the values of some tokens."""
+    return {name: array[index] for name, array in tokens.items()}
+
+
+def as_argument(tokens: Tokens) -> Any:
+    """Return tokens as decoders take them: the array of one input, a mapping for several."""
+    return tokens if len(tokens) > 1 else next(iter(tokens.values()))
+
+
+def shape_of(tokens: Tokens) -> tuple[int, int]:
+    """Return batch and tokens."""
+    batch, count = next(iter(tokens.values())).shape[:2]
+    return batch, count
+
+
+def _checked(value: Any, spec: TensorSpec) -> np.ndarray:
+    array, width = np.asarray(value), spec.dims[2:]
+    is_id = not width and not spec.dtype.startswith(("float", "bfloat"))
+    if array.ndim != len(spec.dims) or array.shape[2:] != width or not array.size:
+        fits = False
+    else:
+        fits = array.dtype.kind in "iu" if is_id else array.dtype.kind in "fiuV"
+    if not fits:
+        form = ", ".join(map(str, ("batch", "tokens", *width)))
+        kind = "integers" if is_id else "numbers"
+        raise InputError(f"'{spec.name}' must be {kind} [{form}], not {array.dtype}{list(array.shape)}.")
+    return array
