@@ -13,6 +13,7 @@ from onnx_ir.passes import common
 
 from ..graph.legality import import_own_domain
 from .attention import FuseAttentionPass
+from .common_subexpressions import EliminateCommonSubexpressionsPass
 from .flattened_products import UnflattenProductsPass
 from .gelu import FuseGeluPass
 from .grouped_heads import GroupHeadsPass
@@ -33,7 +34,7 @@ PREPARE: list[tuple[str, ir.passes.InPlacePass]] = [
     ("upgrade_opset", UpgradeOpsetPass()),
     ("infer_sizes", InferSizesPass()),
     ("remove_no_ops", RemoveNoOpsPass()),
-    ("eliminate_common_subexpressions", common.CommonSubexpressionEliminationPass()),
+    ("eliminate_common_subexpressions", EliminateCommonSubexpressionsPass()),
 ]
 PASSES: list[tuple[str, ir.passes.InPlacePass]] = [
     ("fuse_stateful_conv", FuseStatefulConvPass()),
@@ -50,7 +51,7 @@ PASSES: list[tuple[str, ir.passes.InPlacePass]] = [
     ("group_heads", GroupHeadsPass()),  # behind fuse_attention: in front of what it made, too
 ]
 TIDY: list[tuple[str, ir.passes.InPlacePass]] = [
-    ("share_what_was_added", common.CommonSubexpressionEliminationPass()),
+    ("share_what_was_added", EliminateCommonSubexpressionsPass()),
     ("remove_unused_nodes", common.RemoveUnusedNodesPass()),
 ]
 
