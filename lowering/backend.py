@@ -8,7 +8,7 @@ onnx's own suite, onnx.backend.test.BackendTest, runs models through it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,19 +17,28 @@ from onnx.backend.base import Backend, BackendRep, Device, DeviceType
 
 from . import check, compile
 from .errors import InputError, LoweringError
+from .graph.model import load_model
+from .manifest import arguments
 from .runtime import Model
 from .target import resolve
 
+_LISTS = ("sequence_type", "optional_type")
 _TARGETS = {DeviceType.CPU: "cpu", DeviceType.CUDA: "cuda"}
 
 
 class PreparedModel(BackendRep):
-    """A compiled model that takes and gives arrays in the order of its inputs and outputs."""
+    """A compiled model that takes and gives arrays in the order of its inputs and outputs.
 
-    def __init__(self, model: Model) -> None:
-        self.model = model
+    Inputs and outputs that are sequences are lists of arrays, and optional ones without an element are None. A model
+    that takes such inputs is compiled when it runs, once for each number of elements that calls have.
+    """
 
-    def run(self, inputs: Any, **kwargs: Any) -> tuple[np.ndarray, ...]:
+    def __init__(self, names: Sequence[str], compile_for: Callable[[Mapping[str, Any]], Model]) -> None:
+        """names are those of the inputs; compile_for gives the model for the inputs of a call."""
+        self.names = names
+        self._compile_for = compile_for
+
+    def run(self, inputs: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Run the model.
 
         Args:
@@ -40,16 +49,68 @@ class PreparedModel(BackendRep):
 
         Raises:
             InputError: Inputs do not fit the model.
+            LoweringError: As `lowering.compile`, where the model takes sequences or optional values.
         """
         if isinstance(inputs, np.ndarray):
             inputs = [inputs]
         if not isinstance(inputs, Mapping):
-            names = [spec.name for spec in self.model.inputs]
-            if len(inputs) != len(names):
-                raise InputError(f"{len(inputs)} inputs are given, and the model has {len(names)}: {', '.join(names)}.")
-            inputs = dict(zip(names, inputs))
-        results = self.model.run({name: np.asarray(array) for name, array in inputs.items()})
-        return tuple(results[spec.name] for spec in self.model.outputs)
+            if len(inputs) != len(self.names):
+                names = ", ".join(self.names)
+                raise InputError(f"{len(inputs)} inputs are given, and the model has {len(self.names)}: {names}.")
+            inputs = dict(zip(self.names, inputs))
+        model = self._compile_for(inputs)
+        results = model.run({name: _as_arrays(value) for name, value in inputs.items()})
+        return tuple(results[each.name] for each in arguments(model.outputs, model.manifest.output_lists))
+
+
+class _CompiledByLengths:
+    """A model that takes sequences or optional values, and what was compiled of it for numbers of elements."""
+
+    def __init__(self, model: onnx.ModelProto, lists: Sequence[str], target: str, options: Mapping[str, Any]) -> None:
+        self._model, self._lists, self._target, self._options = model, lists, target, dict(options)
+        self._compiled: dict[tuple[Any, ...], Model] = {}
+
+    def __call__(self, inputs: Mapping[str, Any]) -> Model:
+        """Return the model for the lists that a call gives."""
+        given = {name: inputs.get(name) for name in self._lists}
+        ranks = {name: _rank(value) for name, value in given.items()}
+        counts = {
+            name: len(value) if isinstance(value, (list, tuple)) else int(value is not None)
+            for name, value in given.items()
+        }
+        key = (*counts.values(), *ranks.values())
+        if key not in self._compiled:
+            model = _with_ranks(self._model, ranks)
+            dims = {**self._options.get("dims", {}), **counts}
+            self._compiled[key] = compile(model, self._target, **{**self._options, "dims": dims})
+        return self._compiled[key]
+
+
+def _rank(value: Any) -> int | None:
+    """The number of dimensions of the arrays of a list; None where they have several, or there are none."""
+    ranks = {np.ndim(array) for array in value} if isinstance(value, (list, tuple)) else set()
+    return ranks.pop() if len(ranks) == 1 else None
+
+
+def _with_ranks(model: onnx.ModelProto, ranks: Mapping[str, int | None]) -> onnx.ModelProto:
+    """The model with those numbers of dimensions for sequences whose shape it does not declare."""
+    declared = onnx.ModelProto()
+    declared.CopyFrom(model)
+    for value in declared.graph.input:
+        kind = value.type.optional_type.elem_type if value.type.HasField("optional_type") else value.type
+        tensor = kind.sequence_type.elem_type.tensor_type
+        rank = ranks.get(value.name)
+        if kind.HasField("sequence_type") and rank is not None and not tensor.HasField("shape"):
+            tensor.shape.SetInParent()
+            for _ in range(rank):
+                tensor.shape.dim.add()
+    return declared
+
+
+def _as_arrays(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [np.asarray(array) for array in value]
+    return None if value is None else np.asarray(value)
 
 
 class LoweringBackend(Backend):
@@ -57,9 +118,12 @@ class LoweringBackend(Backend):
 
     @classmethod
     def is_compatible(cls, model: onnx.ModelProto, device: str = "CPU", **kwargs: Any) -> bool:
-        """Return whether every node can be lowered; docs/operators.md says of ONNX's node cases why some cannot."""
+        """Return whether every node can be lowered; docs/node_cases.md says of ONNX's node cases why some cannot.
+
+        Of a model that takes sequences or optional values, with an element each.
+        """
         try:
-            return check(model).ok
+            return check(model, dict.fromkeys(_lists(model), 1)).ok
         except LoweringError:
             return False
 
@@ -73,7 +137,15 @@ class LoweringBackend(Backend):
         """
         if not cls.supports_device(device):
             raise InputError(f"device '{device}' is not supported here. Use 'CPU', or 'CUDA' where there is a GPU.")
-        return PreparedModel(compile(model, _TARGETS[Device(device).type], **kwargs))
+        target = _TARGETS[Device(device).type]
+        lists = _lists(model)
+        if not lists:
+            compiled = compile(model, target, **kwargs)
+            return PreparedModel([spec.name for spec in compiled.inputs], lambda inputs: compiled)
+        load_model(model)  # refuses what is no legal model
+        defaults = {value.name for value in model.graph.initializer}
+        names = [value.name for value in model.graph.input if value.name not in defaults]
+        return PreparedModel(names, _CompiledByLengths(model, lists, target, kwargs))
 
     @classmethod
     def run_model(cls, model: onnx.ModelProto, inputs: Any, device: str = "CPU", **kwargs: Any) -> tuple[Any, ...]:
@@ -108,6 +180,11 @@ class LoweringBackend(Backend):
             return asked.type in _TARGETS and asked.device_id == 0 and bool(resolve(_TARGETS[asked.type]))
         except (AttributeError, ValueError, LoweringError):
             return False
+
+
+def _lists(model: onnx.ModelProto) -> list[str]:
+    """The inputs that are sequences or optional values."""
+    return [value.name for value in model.graph.input if value.type.WhichOneof("value") in _LISTS]
 
 
 def _model_of(

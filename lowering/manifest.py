@@ -10,14 +10,14 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from .records import decode
 
-FORMAT = 9
+FORMAT = 10
 FILE, CODE, WEIGHTS, HEADER, HOST = "manifest.json", "model.so", "weights.bin", "model.h", "host.hpp"
 MODEL, SETUP = "model", "setup"  # of an artifact: what its files of code begin with
 SIGNATURE = "manifest.sig"
@@ -46,6 +46,49 @@ class TensorSpec:
 
     def __str__(self) -> str:
         return f"{self.name}: {self.dtype}[{', '.join(map(str, self.dims))}]"
+
+
+@dataclass(frozen=True)
+class ListSpec:
+    """An input or output that is a list of tensors, or None.
+
+    The list is `count` tensors of the manifest's inputs (or outputs) from index `first` on. A count of None says that
+    the value is None in every call.
+    """
+
+    name: str
+    first: int
+    count: int | None
+
+    def __str__(self) -> str:
+        return f"{self.name}: {'None' if self.count is None else f'list of {self.count}'}"
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An input or output as a caller sees it: a tensor, a list of tensors, or None."""
+
+    name: str
+    tensors: tuple[TensorSpec, ...]
+    kind: Literal["tensor", "list", "none"]
+
+    def __str__(self) -> str:
+        if self.kind == "tensor":
+            return str(self.tensors[0])
+        if self.kind == "none":
+            return f"{self.name}: None"
+        return f"{self.name}: list of {len(self.tensors)} ({', '.join(map(str, self.tensors))})"
+
+
+def arguments(tensors: Sequence[TensorSpec], lists: Sequence[ListSpec]) -> list[Argument]:
+    """Return the inputs or outputs of a manifest in the order of the model, each list once."""
+    found: list[Argument] = []
+    end = 0
+    for spec in lists:
+        found += [Argument(t.name, (t,), "tensor") for t in tensors[end : spec.first]]
+        end = spec.first + (spec.count or 0)
+        found.append(Argument(spec.name, tuple(tensors[spec.first : end]), "none" if spec.count is None else "list"))
+    return [*found, *(Argument(t.name, (t,), "tensor") for t in tensors[end:])]
 
 
 @dataclass(frozen=True)
@@ -219,7 +262,7 @@ class Manifest:
     manifest itself; weights_blocks are those of the blocks of weights.bin, by which a load finds what is damaged
     (`block_digests`). architectures are those of the GPUs that it was built for, () for CPUs. threads is the default
     worker count, None for the caller's affinity. scheme and precision are the `weights` and the `precision` that it was
-    compiled with.
+    compiled with. input_lists and output_lists say which inputs and outputs are lists of tensors, or None.
 
     setup is the part of a decoder that runs once per sequence (graph/setup_part.py): those of its outputs that are
     inputs here, by name, are the same in every call. With `serve` it writes the pools of sources. It lies in the same
@@ -248,6 +291,8 @@ class Manifest:
     served: ServedCache | None = None  # with serve, likewise
     scheme: str | None = None
     precision: str | None = None
+    input_lists: tuple[ListSpec, ...] = ()
+    output_lists: tuple[ListSpec, ...] = ()
     part: str = MODEL
     setup: Manifest | None = None
     format: int = FORMAT

@@ -56,6 +56,7 @@ RULES = {
             "lowering.tensorir",
             "lowering.arithmetic",
             "lowering.errors",
+            "lowering.manifest",
         },
         True,
     ),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import unittest
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import node_cases
@@ -15,8 +17,6 @@ from onnx.backend.test.case import node as case_package
 
 import lowering
 import lowering.backend as backend
-from lowering.graph.model import load_model
-from lowering.importing.importer import import_model
 
 MODEL = parser.parse_model(
     '<ir_version: 10, opset_import: ["" : 21]> g (float[N, 3] x, float[3] b) => (float[N, 3] y, float[N, 3] z)'
@@ -27,7 +27,8 @@ X, B = np.arange(6, dtype=np.float32).reshape(2, 3), np.array([1, -2, 3], np.flo
 # Models of onnx's suite that need no download.
 CLASSES = ("Node", "Simple", "PyTorchConverted", "PyTorchOperator")
 
-# By operator a case: several outputs, small types, sizes of data, control flow, functions; and two that are refused.
+# By operator a case: several outputs, small types, sizes of data, control flow, functions, lists of tensors; and two
+# that are refused.
 SAMPLE = {
     "Attention": "test_attention_4d_gqa",
     "Cast": "test_cast_FLOAT_to_BFLOAT16",
@@ -37,8 +38,12 @@ SAMPLE = {
     "If": "test_if",
     "MatMul": "test_matmul_2d",
     "NonZero": "test_nonzero_example",
+    "OptionalHasElement": "test_optional_has_element_empty_optional_input",
+    "SequenceInsert": "test_sequence_insert_at_back",
+    "SequenceMap": "test_sequence_map_add_2_sequences",
     "SoftmaxCrossEntropyLoss": "test_sce_mean_log_prob",
     "Split": "test_split_variable_parts_1d_opset18",
+    "SplitToSequence": "test_split_to_sequence_1",
     "StringSplit": "test_string_split_basic",
     "TopK": "test_top_k",
 }
@@ -84,6 +89,27 @@ def test_devices() -> None:
         backend.prepare(MODEL, "NPU")
 
 
+LISTS = parser.parse_model(
+    '<ir_version: 10, opset_import: ["" : 21]> g (seq(float) s, float[N] x, optional(float[N]) o) => (seq(float[P]) t, '
+    "optional(float[N]) p, float[N] y) { t = SequenceInsert (s, x) p = Identity (o) y = Neg (x) }"
+)
+
+
+def test_lists_and_optional_values() -> None:
+    """Compiled for each number of elements, and for each number of dimensions where the model declares none."""
+    LISTS.graph.input[0].type.sequence_type.elem_type.tensor_type.ClearField("shape")
+    prepared = backend.prepare(LISTS)
+    for given in ([B], [B, B[:2]], [], [B], [X, X, X]):
+        for o in (None, B):
+            t, p, y = prepared.run([given, B, o])
+            for found, want in zip(t, [*given, B], strict=True):
+                np.testing.assert_array_equal(found, want)
+            assert (p is None) == (o is None)
+            np.testing.assert_array_equal(y, -B)
+    with pytest.raises(lowering.ModelError, match=r"Input 's' is Sequence.* of no declared shape"):
+        prepared.run({"s": [B, X], "x": B})
+
+
 def test_wrong_inputs_are_refused() -> None:
     with pytest.raises(lowering.InputError, match="1 inputs are given, and the model has 2: x, b"):
         backend.prepare(MODEL).run([X])
@@ -100,16 +126,32 @@ def test_what_cannot_be_lowered_is_not_compatible() -> None:
     assert not backend.is_compatible(model)
 
 
-class TestedBackend(backend.LoweringBackend):
-    """What the importer refuses is skipped: docs/operators.md says which node cases that are, and why."""
+@contextmanager
+def skipped_where_refused() -> Iterator[None]:
+    """What the compiler refuses is skipped: docs/node_cases.md says which cases that are, and why."""
+    try:
+        yield
+    except (lowering.ModelError, lowering.NodeError) as error:
+        raise unittest.SkipTest(str(error)) from error
 
+
+class TestedModel(backend.PreparedModel):
+    """A model that takes lists is compiled when it runs."""
+
+    __test__ = False  # for pytest
+
+    def run(self, inputs: Any, **kwargs: Any) -> tuple[Any, ...]:
+        with skipped_where_refused():
+            return super().run(inputs, **kwargs)
+
+
+class TestedBackend(backend.LoweringBackend):
     @classmethod
     def prepare(cls, model: onnx.ModelProto, device: str = "CPU", **kwargs: Any) -> backend.PreparedModel:
-        try:
-            import_model(load_model(model))
-        except lowering.LoweringError as error:
-            raise unittest.SkipTest(str(error)) from error
-        return super().prepare(model, device, **kwargs)
+        with skipped_where_refused():
+            prepared = super().prepare(model, device, **kwargs)
+        prepared.__class__ = TestedModel
+        return prepared
 
 
 def suite() -> unittest.TestSuite:

@@ -9,7 +9,8 @@ import onnx_ir as ir
 from ..errors import NodeError
 from ..fusion import fuse, keep_declared_outputs
 from ..fusion.sizes import InferSizesPass
-from ..graph.declared_sizes import Dims, ranges, with_sizes
+from ..graph.declared_sizes import Dims, ranges
+from ..graph.list_inputs import split_list_inputs
 from ..graph.model import ModelLike, load_model
 from ..importing.importer import Importer
 from ..notebook import table
@@ -63,10 +64,12 @@ def check(model: ModelLike, dims: Dims | None = None) -> Report:
     """Walks the whole model, bodies of If included, and collects every node that cannot be lowered.
 
     A node behind a blocked one is still examined, with the type that ONNX shape inference gives its input. Raises
-    ModelError if the model cannot be read at all. dims is as for `compile`.
+    ModelError if the model cannot be read at all. dims is as for `compile`: InputError is raised where the number of
+    elements of an input that is a sequence or an optional value is not said.
     """
-    given = with_sizes(load_model(model), dims or {})
-    ranges(dims or {}, given)  # refuses names that no input has
+    split = split_list_inputs(load_model(model), dims or {})
+    given = split.model
+    ranges(split.dims, given)  # refuses names that no input has
     nodes = sum(1 for _ in given.graph.all_nodes())
     loaded = fuse(given)
     importer = _imported(loaded)

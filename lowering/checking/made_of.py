@@ -12,7 +12,7 @@ from ..fusion.matching import dims, numbers
 from ..graph.joint_caches import halves, joint_caches
 from ..graph.model import dtype_name
 from ..graph.served_states import carries_state, past_state
-from ..manifest import SOURCE_TABLE, Manifest, ServedCache, TensorSpec
+from ..manifest import SOURCE_TABLE, ListSpec, Manifest, ServedCache, TensorSpec
 
 _HALVES = ("float16", "bfloat16")  # of caches, for a precision
 
@@ -33,7 +33,7 @@ def _differences(manifest: Manifest, model: ir.Model) -> Iterator[str]:
         computed |= {spec.name for spec in manifest.setup.outputs}
     ours = {spec.name: spec for part in parts for spec in part.inputs if spec.name not in computed}
     theirs = _inputs(model, has_halves=decodes)
-    outputs = {spec.name for part in parts for spec in part.outputs}
+    outputs = {name for part in parts for name in (*_names(part.outputs), *_names(part.output_lists))}
     yield from (f"it takes '{name}', which the model does not" for name in ours if name not in theirs)
     unread = {name for name, value in theirs.items() if not value.uses()} if manifest.slots is not None else set()
     yield from (f"the model takes '{name}', which it does not" for name in theirs if name not in {*ours, *unread})
@@ -45,6 +45,10 @@ def _differences(manifest: Manifest, model: ir.Model) -> Iterator[str]:
         halved = manifest.precision is not None and spec.dtype in _HALVES and dtype == "float32"
         if not (dtype == spec.dtype or halved) or not _fits(spec, shape):
             yield f"it takes {spec}, and the model {dtype}{'' if shape is None else shape}"
+
+
+def _names(specs: Iterable[TensorSpec | ListSpec]) -> list[str]:
+    return [spec.name for spec in specs]
 
 
 def _inputs(model: ir.Model, has_halves: bool) -> dict[str | None, ir.Value]:

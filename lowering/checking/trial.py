@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -19,9 +20,10 @@ from ..compiling.overflow import Call
 from ..errors import CompilerError, LoweringError
 from ..graph.model import dtype_name, load_model
 from ..graph.serve import Serve
-from ..manifest import Manifest
+from ..manifest import Argument, Manifest, arguments
 from ..runtime import Model
 from ..runtime.elements import ElementType
+from ..runtime.lists import take_apart
 from . import reproducer
 from .compare import Allowed, Comparison, beside_truth, compare
 from .decoding import Session, session
@@ -97,10 +99,13 @@ class Trial:
         feeds = feeds_of(model, manifest.inputs, manifest.ranges, given, sizes, rng, manifest.derived)
         narrow, declared = _halved(model, manifest)
         results = compiled.run({name: np.array(array, subok=True) for name, array in _retyped(feeds, narrow).items()})
+        results = dict(take_apart(results, [t.name for t in manifest.outputs], manifest.output_lists, "output"))
         feeds, results = _retyped(feeds, declared), _retyped(results, declared)
-        names = [value.name or "" for value in model.graph.outputs]
+        outputs = arguments(manifest.outputs, manifest.output_lists)
+        names = [tensor.name for output in outputs for tensor in output.tensors]
         actual = [results[name] for name in names]
-        return feeds, allowed, self._judged(model, names, actual, lambda run: run(feeds), evaluate, allowed)
+        compute = functools.partial(_tensors, feeds, outputs)
+        return feeds, allowed, self._judged(model, names, actual, compute, evaluate, allowed)
 
     def _judged(
         self,
@@ -153,6 +158,23 @@ class Trial:
         with suppress(LoweringError):  # of a file that is no legal model
             fails = bool(blamed(load_model(folder / reproducer.MODEL), part.feeds))
         return Reproducer(str(folder), reproducer.operators(part), len(model.graph), command, fails)
+
+
+def _tensors(feeds: Feeds, outputs: Sequence[Argument], evaluate: Evaluate) -> list[Any]:
+    """What an evaluator computes, the tensors of lists one by one.
+
+    Raises LoweringError for a list of another length than the compiled model gives.
+    """
+    found: list[Any] = []
+    for output, value in zip(outputs, evaluate(feeds), strict=True):
+        values = [value] if output.kind == "tensor" else [] if value is None else list(value)
+        if len(values) != len(output.tensors):
+            raise LoweringError(
+                f"output '{output.name}' has {len(values)} elements by the reference, and {len(output.tensors)} by the "
+                "compiled model."
+            )
+        found += values
+    return found
 
 
 def _alike(error: Exception, other: Exception) -> bool:

@@ -61,8 +61,15 @@ def _widen(value: ir.Value) -> bool:
         return False
     if value.const_value is not None and value.is_initializer():
         value.const_value = _wide_tensor(value.const_value)
-    value.type = ir.TensorType(ir.DataType.DOUBLE)  # a new one: copies of a model share their types
+    value.type = _wide_type(value.type)
     return True
+
+
+def _wide_type(kind: ir.TypeProtocol | None) -> ir.TypeProtocol:
+    """A new type: copies of a model share theirs."""
+    if isinstance(kind, (ir.SequenceType, ir.OptionalType)):
+        return type(kind)(_wide_type(kind.elem_type))
+    return ir.TensorType(ir.DataType.DOUBLE)
 
 
 def _widen_attributes(node: ir.Node) -> None:

@@ -16,11 +16,13 @@ from ..compiling.overflow import Call
 from ..errors import CompilerError, InputError, LoweringError
 from ..graph.declared_sizes import with_sizes
 from ..graph.legality import graphs
+from ..graph.list_inputs import split_list_inputs
 from ..graph.model import ModelLike, load_model
 from ..graph.random_seed import draws_random
 from ..graph.serve import Serve
 from ..notebook import table
 from ..runtime import Model, load
+from ..runtime.lists import take_apart
 from . import reproducer
 from .check import check
 from .compare import Comparison
@@ -86,8 +88,9 @@ def verify(
     others in their place (decoding.py), and the logits of each call are compared. A served decoder answers requests
     that come and go (served.py), and the reference each of them alone.
 
-    inputs gives some or all inputs; the others are made up by seed (made_up.py). sizes gives symbolic dimensions by
-    name; where it says nothing they are those of the inputs that are given, or 4. An element is close when
+    inputs gives some or all inputs, lists for sequences; the others are made up by seed (made_up.py). sizes gives
+    symbolic dimensions by name, and as dims of `compile` the numbers of tensors of inputs that are sequences or
+    optional values; where it says nothing they are those of the inputs that are given, or 4. An element is close when
     |ours - reference| <= atol + rtol * |reference|, 1e-5 and 1e-3 where neither is given. Where weights, precision or
     the model's own types round numbers to less, and neither is given, an output is close when it differs by less than a
     sound model's would, measured over all of it. An output that is not close is compared with one computed in float64,
@@ -100,8 +103,7 @@ def verify(
     ArtifactError for an artifact of another model, and LoweringError if the reference does not know the model's
     operators, before anything is compiled, or if it cannot run the model.
     """
-    loaded = load_model(model)
-    given, sizes = dict(inputs or {}), sizes or {}
+    loaded, given, sizes = _of_tensors(load_model(model), inputs or {}, sizes or {})
     trial = Trial(against, target, rtol, atol, weights, precision, tuple(donate), threads, static_cache, calls, serve)
     folder = None if reduce is None else Path(reduce)
     if artifact is not None and trial.has_options_of_compile:
@@ -136,6 +138,22 @@ def verify(
     if folder is None or result.first_difference is None:
         return result
     return replace(result, reproducer=trial.reproducer(loaded, feeds, folder, None))
+
+
+def _of_tensors(
+    model: ir.Model, inputs: Mapping[str, Any], sizes: Mapping[str, int]
+) -> tuple[ir.Model, dict[str, Any], dict[str, int]]:
+    """The model with the elements of its lists as inputs, which are as many as sizes or inputs say, and both for it."""
+    counts = {}
+    for value in model.graph.inputs:
+        name = value.name or ""
+        if not isinstance(value.type, ir.TensorType) and (name in sizes or name in inputs):
+            given = inputs.get(name)
+            held = len(given) if isinstance(given, (list, tuple)) else int(given is not None)
+            counts[name] = sizes.get(name, held)
+    split = split_list_inputs(model, counts)
+    given = take_apart(inputs, [spec.name for spec in specs_of(split.model)], split.lists, "input")
+    return split.model, dict(given), {name: size for name, size in sizes.items() if name not in counts}
 
 
 def _loaded(artifact: str | Path | Model, threads: int | None, model: ir.Model) -> Model:

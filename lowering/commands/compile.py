@@ -87,8 +87,14 @@ def _compile(arguments: argparse.Namespace) -> int:
         return 0
     for note in manifest.notes:
         print(f"note: {note}")
-    for title, tensors in (("inputs", manifest.inputs), ("outputs", manifest.outputs)):
+    listed = (
+        ("inputs", manifest.inputs, manifest.input_lists),
+        ("outputs", manifest.outputs, manifest.output_lists),
+    )
+    for title, tensors, lists in listed:
         print(f"{title}:")
+        for spec in lists:
+            print(f"  {spec}")
         for t in tensors:
             where = manifest.donated.get(t.name)
             print(f"  {t.name}: {t.dtype}{list(t.dims)}" + (f", donated to {where}" if where else ""))
@@ -110,6 +116,8 @@ def _summary(folder: Path, manifest: Manifest) -> dict[str, Any]:
         "target": manifest.target,
         "inputs": [asdict(tensor) for tensor in manifest.inputs],
         "outputs": [asdict(tensor) for tensor in manifest.outputs],
+        "input_lists": [asdict(spec) for spec in manifest.input_lists],
+        "output_lists": [asdict(spec) for spec in manifest.output_lists],
         "donated": manifest.donated,
         "ranges": manifest.ranges,
         "weights_bytes": sum(weight.nbytes for weight in manifest.weights),

@@ -75,8 +75,10 @@ def _about(files: Files, manifest: Manifest) -> Iterator[str]:
     listed = [("Inputs", manifest.inputs), ("Outputs", manifest.outputs)]
     if manifest.setup is not None:
         listed += [("Inputs of the setup", manifest.setup.inputs), ("Outputs of the setup", manifest.setup.outputs)]
+    lists = {"Inputs": manifest.input_lists, "Outputs": manifest.output_lists}
     for title, tensors in listed:
         yield f"{title}:"
+        yield from (f"  {spec}" for spec in lists.get(title, ()))
         for tensor in tensors:
             donated = manifest.donated.get(tensor.name) if title == "Inputs" else None
             yield f"  {tensor}" + (f", donated to {donated}" if donated else "")

@@ -21,7 +21,10 @@ TARGET = (
     "architectures: sm_80, sm_86, sm_89, sm_90a, sm_100, sm_120, with commas between"
 )
 
-DIM = "what is known of a symbolic dimension, by the model's name: batch=2, its size; tokens=1..512, its legal sizes"
+DIM = (
+    "what is known of a symbolic dimension, by the model's name: batch=2, its size; tokens=1..512, its legal sizes; of "
+    "an input that is a sequence its number of tensors, and of an optional one 1, or 0 for None"
+)
 
 RUNS = "the size of a symbolic dimension in a run, by the model's name; n=1,128: one run after the other"
 

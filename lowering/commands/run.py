@@ -18,12 +18,18 @@ def add(add_parser: Callable[..., Any]) -> None:
     r = add_parser(
         "run",
         help="run an artifact on .npy files",
-        description="Runs an artifact once and prints its outputs, or writes each into a file of its own. Needs no "
-        "compiler.",
+        description="Runs an artifact once and prints its outputs, or writes each into a file of its own; the arrays "
+        "of a list are NAME[0], NAME[1] and so on. Needs no compiler.",
         example="run out/ --input x=x.npy --output-dir results/",
     )
     r.add_argument("artifact", type=Path, help="the artifact folder")
-    r.add_argument("--input", action="append", default=[], metavar="NAME=FILE.npy", help="one per input")
+    r.add_argument(
+        "--input",
+        action="append",
+        default=[],
+        metavar="NAME=FILE.npy",
+        help="one per input; NAME[0], NAME[1] and so on for a list",
+    )
     r.add_argument(
         "--output-dir", type=Path, help="write every output as NAME.npy into this folder, odd characters as %%XX"
     )
@@ -37,11 +43,13 @@ def _run(arguments: argparse.Namespace) -> int:
     import numpy as np
 
     from ..runtime import load
+    from ..runtime.lists import take_apart
 
     model = load(arguments.artifact, threads=arguments.threads, verify_key=arguments.verify_key)
     outputs = model.run(arrays(arguments.input))
     found = []
-    for name, array in outputs.items():
+    names = [tensor.name for tensor in model.outputs]
+    for name, array in take_apart(outputs, names, model.manifest.output_lists, "output").items():
         place = None
         if arguments.output_dir is not None:
             place = arguments.output_dir / f"{quote(name, safe='')}.npy"

@@ -64,11 +64,18 @@ def compiled(model: ModelLike, options: Options, stand_in: Target | None = None,
     prepared = prepare_model(model, options, targets, dump)
     kept = prepared.kept
     setup = prepared.setup
-    legal, *of_setup = ranges(options.dims or {}, prepared.model, None if setup is None else setup.model)
+    legal, *of_setup = ranges(prepared.dims, prepared.model, None if setup is None else setup.model)
     compiling = _PartCompiler(options, targets, stand_in)
     lengths = () if kept.slots is None else (LENGTH,)
     part, unscheduled = compiling.compile(prepared.model, prepared.donated, lengths, prepared.notes, dump)
-    manifest = replace(part.manifest, ranges=legal, slots=kept.slots, decoder=kept.decoder, served=prepared.served)
+    manifest = replace(
+        part.manifest,
+        ranges=legal,
+        slots=kept.slots,
+        decoder=kept.decoder,
+        served=prepared.served,
+        input_lists=prepared.lists,
+    )
     parts = [replace(part, manifest=manifest)]
     if setup is not None:
         part, _ = compiling.compile(setup.model, setup.donated, (), (), None)
@@ -137,6 +144,7 @@ class _PartCompiler:
             calls=lowered.calls,
             scheme=options.weights,
             precision=options.precision,
+            output_lists=tuple(imported.output_lists),
         )
 
 

@@ -55,7 +55,9 @@ def compile(
     * `threads` is the default number of workers, at most 1024; None means the CPUs the calling thread may use.
     * `cc` names the compiler that links.
     * `dims` says what is known of symbolic dimensions: `{"batch": 1}` makes one a number, at which sizes and branches
-      (If) that it decides are computed now, and `{"tokens": (1, 512)}` bounds one, which calls then check.
+      (If) that it decides are computed now, and `{"tokens": (1, 512)}` bounds one, which calls then check. Of an input
+      that is a sequence it says the number of its tensors, `{"frames": 3}`, and of an optional one whether it is None,
+      0, or has an element, 1 (graph/list_inputs.py).
     * `static_cache=N` makes a decoder's growing past a cache of N slots, written in place, whose length is a new input
       (graph/static_cache.py); `Model.decoder` keeps it.
     * `weights="int8"` (a scale for each column), "int4" (a float16 scale for each column and 32 rows) or "f16"

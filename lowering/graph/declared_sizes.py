@@ -28,7 +28,7 @@ def forget_unknown_sizes(model: ir.Model) -> None:
             value.shape = ir.Shape([None if _said(dim) in _UNKNOWN else dim for dim in value.shape])
     taken = {_said(dim) for value in _values(model) for dim in value.shape or ()}
     for value in model.graph.inputs:
-        if value.shape is not None:
+        if value.shape is not None and isinstance(value.type, ir.TensorType):  # each tensor of a list has its own
             value.shape = ir.Shape(
                 [_name(value, axis, taken) if _said(dim) is None else dim for axis, dim in enumerate(value.shape)]
             )
@@ -51,7 +51,7 @@ def with_sizes(model: ir.Model, dims: Dims) -> ir.Model:
     sizes = {name: low for name, (low, high) in _bounds(dims).items() if low == high}
     if not sizes:
         return model
-    check_dimensions(sizes, _symbolic(model))
+    check_dimensions(sizes, symbolic_dimensions(model))
     model = model.clone()
     for value in _values(model):
         if value.shape is not None and any(_said(dim) in sizes for dim in value.shape):
@@ -66,14 +66,14 @@ def ranges(dims: Dims, model: ir.Model, setup: ir.Model | None = None) -> list[d
     too. Raises InputError for a dimension that no input of either has.
     """
     legal = _bounds(dims)
-    named = [_symbolic(part) for part in (model, setup) if part is not None]
+    named = [symbolic_dimensions(part) for part in (model, setup) if part is not None]
     fixed = {name for name, (low, high) in legal.items() if low == high}
     check_dimensions((name for name in legal if name not in fixed), set().union(*named))
     named[0] |= fixed
     return [{name: bounds for name, bounds in legal.items() if name in names} for names in named]
 
 
-def _symbolic(model: ir.Model) -> set[str]:
+def symbolic_dimensions(model: ir.Model) -> set[str]:
     """The names of the inputs' symbolic dimensions."""
     taken = [value for value in model.graph.inputs if value.name not in model.graph.initializers]
     return {dim for value in taken for dim in map(_said, value.shape or ()) if isinstance(dim, str)}

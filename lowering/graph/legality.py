@@ -25,6 +25,9 @@ DEEPEST = 32
 _NUMBERS = range(-(2**31), 2**31)
 _BOUNDED = {"axis": _NUMBERS, "axes": _NUMBERS, "batch_dims": range(2**31)}
 
+MOST_ELEMENTS = 512
+"""Of a sequence: each takes its part of the compiler's time."""
+
 OWN_DOMAIN, OWN_OPSET = "onnx_lowering", 25
 """Of the operators that the compiler itself puts into models. Attention of version 25 is that of ai.onnx with sinks."""
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import tvm
 
+from ..manifest import ListSpec
 from .expected_sizes import Linear
 from .origins import Origins
 from .quantised import Quantised
@@ -31,6 +32,7 @@ class Imported:
     weights: dict[str, np.ndarray | Quantised]
     inputs: list[Port]
     outputs: list[Port]
+    output_lists: list[ListSpec]
     strings: list[str]
     warnings: list[str]
     origins: Origins

@@ -27,13 +27,14 @@ from .function_body import function_body
 from .imported import Imported, Port
 from .node import Node
 from .origins import Builder
+from .outputs import output_ports, shape_contradiction, type_problem
 from .random_streams import RandomStreams
 from .tensors import Tensors, shape_expr, tensor_type
 from .type_rules import check_types
 from .undecided import UndecidedTypeError
 from .values import (
     MOST_SIZE,
-    SequenceValue,
+    AbsentValue,
     Shape,
     Value,
     as_text,
@@ -116,17 +117,17 @@ class Importer(Tensors):
                 raise
             output = relax.Tuple([self.tensor(v) for v in flatten_values(results)])
             self.builder.emit_func_output(output, params + self._weights.variables)
-        outputs = [self._as_port(v.name or "", r.dtype, r.shape) for v, r in zip(graph.outputs, results)]
+        outputs, lists = output_ports(graph.outputs, results, self._as_port)
         module, origins, weights = self.builder.finalize(), self.builder.origins, self._weights.contents
         derived = self.expected.derived((port.shape, port.dims) for port in ports)
         return Imported(
-            module, weights, ports, outputs, self.strings, self.warnings, origins, self._assertions, derived
+            module, weights, ports, outputs, lists, self.strings, self.warnings, origins, self._assertions, derived
         )
 
     def _port(self, value: ir.Value) -> Port:
         name = value.name or ""
         if not isinstance(value.type, ir.TensorType):
-            raise ModelError(f"Input '{name}' is a {value.type}; only tensors are supported.")
+            raise ModelError(f"Input '{name}' is a {value.type}, of which nobody has said how many tensors it has.")
         if value.shape is None:
             raise ModelError(f"Input '{name}' has no shape. Give it one (dimensions may be symbolic names).")
         shape = tuple(
@@ -143,19 +144,10 @@ class Importer(Tensors):
         for declared, computed in zip(self.model.graph.outputs, results):
             if declared.name in self._failed:
                 continue
-            if isinstance(computed, SequenceValue):
-                remedy = "Give out its tensors, by SequenceAt, or one of all, by ConcatFromSequence."
-                self._refuse_output(declared, "it is a sequence, and only tensors can be outputs.", remedy)
-                continue
-            if contradiction := _contradicts(declared, computed):
+            if problem := type_problem(declared, computed):
+                self._refuse_output(declared, *problem)
+            elif contradiction := shape_contradiction(declared, computed):
                 self.warnings.append(f"output '{declared.name}' {contradiction}, which counts")
-            if declared.dtype is None or dtype_name(declared.dtype) == computed.dtype:
-                continue
-            self._refuse_output(
-                declared,
-                f"its element type is declared {dtype_name(declared.dtype)}, but the nodes compute {computed.dtype}.",
-                "Correct the declaration, or the nodes that give it.",
-            )
 
     def _refuse_output(self, output: ir.Value, what: str, remedy: str) -> None:
         error = NodeError(f"output '{output.name}'", what, remedy)
@@ -291,7 +283,8 @@ class Importer(Tensors):
 
     def lower_node(self, node: ir.Node) -> None:
         version = self._opsets.get(_domain(node.domain), 1)
-        inputs = [None if v is None or not v.name else self._read(v) for v in node.inputs]
+        read = (None if v is None or not v.name else self._read(v) for v in node.inputs)
+        inputs = [None if isinstance(v, AbsentValue) else v for v in read]
         if self._unknown and any(v is not None and v.name in self._unknown for v in node.inputs):
             self.unexamined += 1
             self._values.update({v.name: self._stand_in(v) for v in node.outputs if v.name})
@@ -378,18 +371,6 @@ class Importer(Tensors):
             raise context.error(f"its ONNX function body cannot be lowered: {error}") from error
         finally:
             self._values, self._opsets, self.errors, self._declared_opset = outer
-
-
-def _contradicts(declared: ir.Value, computed: Value) -> str:
-    """How the shape that a model declares of an output differs from the computed one; "" where both can be true."""
-    if declared.shape is None:
-        return ""
-    if len(declared.shape) != computed.rank:
-        return f"is declared with {len(declared.shape)} dimensions, but the nodes compute {computed.rank}"
-    for axis, (says, is_) in enumerate(zip(declared.shape, computed.shape)):
-        if isinstance(says, int) and isinstance(is_, int) and says != is_:
-            return f"is declared {says} along axis {axis}, but the nodes compute {is_}"
-    return ""
 
 
 def _domain(name: str) -> str:

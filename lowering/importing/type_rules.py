@@ -15,6 +15,8 @@ _KINDS = {
     "float": "a float", "int": "an integer", "bool": "bool", "string": "string", "complex": "complex",
     _SEQUENCE: "a sequence",
 }  # fmt: skip
+_TAKES_HOLES = {"Identity", "OptionalHasElement"}
+"""Operators that take an optional value whether it has an element or not."""
 
 
 def check_types(node: Node, inputs: Sequence[Value | None], domain: str, operator: str) -> None:
@@ -26,9 +28,16 @@ def check_types(node: Node, inputs: Sequence[Value | None], domain: str, operato
     bound: dict[str, tuple[str, str]] = {}
     for index, value in enumerate(inputs):
         parameter = _parameter(parameters, index)
-        if value is None or parameter is None:
+        if parameter is None:
             continue
-        name, type_name, is_one_type = parameter
+        name, type_name, is_one_type, is_required = parameter
+        if value is None:
+            if is_required and operator not in _TAKES_HOLES:
+                raise node.error(
+                    f"input {name} is an optional value without an element, and must be there.",
+                    "Ask OptionalHasElement before, by an If; for an input of the model, compile with an element.",
+                )
+            continue
         kinds = allowed.get(type_name, frozenset((_kind(type_name),)))
         is_sequence = isinstance(value, SequenceValue)
         if (_SEQUENCE if is_sequence else _kind(value.dtype)) not in kinds:
@@ -50,8 +59,8 @@ def _described(value: Value) -> tuple[str, str]:
     return (_SEQUENCE, _KINDS[_SEQUENCE]) if isinstance(value, SequenceValue) else (_kind(value.dtype), value.dtype)
 
 
-_Parameter = tuple[str, str, bool]
-"""A name, the name of a type, and whether all that it takes have one type."""
+_Parameter = tuple[str, str, bool, bool]
+"""A name, the name of a type, whether all that it takes have one type, and whether it has to be there."""
 
 
 def _parameter(parameters: list[_Parameter], index: int) -> _Parameter | None:
@@ -60,8 +69,8 @@ def _parameter(parameters: list[_Parameter], index: int) -> _Parameter | None:
         return parameters[index]
     if not parameters or not parameters[-1][0].endswith("[]"):
         return None
-    name, type_name, is_one_type = parameters[-1]
-    return f"{name[:-1]}{index - len(parameters) + 1}]", type_name, is_one_type
+    name, *others = parameters[-1]
+    return f"{name[:-1]}{index - len(parameters) + 1}]", *others  # type: ignore[return-value]
 
 
 @functools.cache
@@ -71,9 +80,15 @@ def _schema(operator: str, version: int) -> tuple[list[_Parameter], dict[str, fr
         schema = onnx.defs.get_schema(operator, version)
     except onnx.defs.SchemaError:
         return None
-    variadic = onnx.defs.OpSchema.FormalParameterOption.Variadic
+    options = onnx.defs.OpSchema.FormalParameterOption
     parameters = [
-        (each.name + "[]" * (each.option == variadic), each.type_str, each.is_homogeneous) for each in schema.inputs
+        (
+            each.name + "[]" * (each.option == options.Variadic),
+            each.type_str,
+            each.is_homogeneous,
+            each.option == options.Single,
+        )
+        for each in schema.inputs
     ]
     kinds = {c.type_param_str: frozenset(map(_kind, c.allowed_type_strs)) for c in schema.type_constraints}
     return parameters, kinds

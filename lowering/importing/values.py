@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -170,6 +170,23 @@ class SequenceValue(Value):
     items: tuple[Value, ...] = ()
 
 
+@dataclass(frozen=True, eq=False)
+class AbsentValue(SequenceValue):
+    """An optional value without an element: no tensors. Nodes that read it see a hole."""
+
+
+ABSENT = AbsentValue("float32", ())
+
+
+def described(value: Value) -> str:
+    """Return how errors call the type of a value."""
+    if isinstance(value, AbsentValue):
+        return "an optional value without an element"
+    if isinstance(value, SequenceValue):
+        return f"a sequence of {len(value.items)} tensors of {value.dtype}"
+    return f"{value.dtype} of rank {value.rank}"
+
+
 def flatten_values(values: Iterable[Value]) -> list[Value]:
     """Return the tensors of values, those of sequences one after the other."""
     return [item for value in values for item in (value.items if isinstance(value, SequenceValue) else (value,))]
@@ -179,9 +196,7 @@ def unflatten_values(tensors: Iterable[Value], like: Iterable[Value]) -> list[Va
     """Return values of the kinds of `like` that `flatten_values` makes these tensors of."""
     rest = iter(tensors)
     return [
-        SequenceValue(value.dtype, (), items=tuple(islice(rest, len(value.items))))
-        if isinstance(value, SequenceValue)
-        else next(rest)
+        replace(value, items=tuple(islice(rest, len(value.items)))) if isinstance(value, SequenceValue) else next(rest)
         for value in like
     ]
 

@@ -23,7 +23,7 @@ from ..errors import NodeError
 from ..importing import symbolic
 from ..importing.node import Node
 from ..importing.undecided import UndecidedTypeError, names_given, names_read
-from ..importing.values import SequenceValue, Size, Value, flatten_values, unflatten_values
+from ..importing.values import SequenceValue, Size, Value, described, flatten_values, unflatten_values
 from . import op
 from .asserted import required
 from .reshape import reshape_to
@@ -49,7 +49,7 @@ def if_(node: Node, condition: Value) -> tuple[Value, ...]:
             raise UndecidedTypeError(inside, move) from None
         for k, (a, b) in enumerate(zip(*(values for _, values in branches))):
             if not _agree(a, b) or not _are_equal_sizes(a, b):
-                text = f"the branches give different types for output {k}: {_kind(a)} and {_kind(b)}."
+                text = f"the branches give different types for output {k}: {described(a)} and {described(b)}."
                 raise UndecidedTypeError(node.error(text), move)
     return tuple(_join(node, test, branches))
 
@@ -101,12 +101,6 @@ def _agree(a: Value, b: Value, is_truth: bool = False) -> bool:
 def _are_equal_sizes(a: Value, b: Value) -> bool:
     """Whether what may be shapes, arrays of known integers, have one length."""
     return not symbolic.known(a) or not symbolic.known(b) or a.shape == b.shape
-
-
-def _kind(value: Value) -> str:
-    if isinstance(value, SequenceValue):
-        return f"a sequence of {len(value.items)} tensors of {value.dtype}"
-    return f"{value.dtype} of rank {value.rank}"
 
 
 def _join(node: Node, test: relax.Expr, branches: Sequence[_Branch]) -> list[Value]:
@@ -167,7 +161,9 @@ def _move(node: Node, condition: Value, rest: Sequence[ir.Node], outputs: Sequen
     branches = [importer.branch(functools.partial(lower, name)) for name in _BRANCHES]
     for name, a, b in zip(frontier, *(values for _, values in branches)):
         if not _agree(a, b):
-            raise node.error(f"the branches lead to different types of '{name.name}': {_kind(a)} and {_kind(b)}.")
+            raise node.error(
+                f"the branches lead to different types of '{name.name}': {described(a)} and {described(b)}."
+            )
     importer.bind(frontier, _join(node, test, branches))
     return following[count:]
 
@@ -244,7 +240,7 @@ def _pairs(importers: Sequence[Importer], frontier: Sequence[ir.Value]) -> list[
 def _contradicting(node: Node, importers: Sequence[Importer], output: ir.Value) -> dict[int, NodeError]:
     """Return the branches that lead to another rank of an output than is declared; all, where that is not one."""
     values = [importer.value_of(output.name or "") for importer in importers]
-    kinds = " and ".join(_kind(value) for value in values if value is not None)
+    kinds = " and ".join(described(value) for value in values if value is not None)
     error = node.error(
         f"the branches give different types of '{output.name}', which is an output: {kinds}.",
         "Give both one shape, or fix the condition, with dims= (--dim) where it is on symbolic sizes.",

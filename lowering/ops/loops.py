@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from ..importing.compute import agreed, in_groups, number
 from ..importing.node import Node
-from ..importing.values import Size, Value
+from ..importing.values import ABSENT, Size, Value
 from . import op
 from .asserted import asserted
 from .contents import sizes as contents_of
@@ -33,8 +33,9 @@ _MOST_NODES = 1 << 9
 
 
 @op("Loop", since=1)
-def loop(node: Node, trips: Value | None, condition: Value | None, *carried: Value) -> tuple[Value, ...]:
+def loop(node: Node, trips: Value | None, condition: Value | None, *given: Value | None) -> tuple[Value, ...]:
     """The carried values behind the last step, and then what each step gives out, stacked."""
+    carried = [ABSENT if value is None else value for value in given]
     most = None if trips is None else contents_of(reshape_to(node, trips, (1,)))
     known = trips is None or (most is not None and isinstance(most[0], int))
     last = None if most is None or not known else int(most[0])

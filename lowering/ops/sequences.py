@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 import onnx
 
+from ..graph.legality import MOST_ELEMENTS
 from ..importing.node import Node
-from ..importing.values import SequenceValue, Size, Value
+from ..importing.values import ABSENT, SequenceValue, Size, Value
 from . import op
 from .asserted import asserted
 from .contents import sizes, static_axis
@@ -20,13 +21,10 @@ from .movement import concatenate, join, split_axis
 from .reshape import reshape_to
 from .run_time import bind
 
-_MOST_ITEMS = 512
-"""Each item takes its part of the compiler's time."""
-
 
 def _sequence(node: Node, dtype: str, items: Sequence[Value]) -> SequenceValue:
-    if len(items) > _MOST_ITEMS:
-        raise node.error(f"its sequence has {len(items)} tensors; at most {_MOST_ITEMS} are compiled.")
+    if len(items) > MOST_ELEMENTS:
+        raise node.error(f"its sequence has {len(items)} tensors; at most {MOST_ELEMENTS} are compiled.")
     return SequenceValue(dtype, (), items=tuple(items))
 
 
@@ -126,8 +124,8 @@ def _lengths(node: Node, size: Size, axis: int, lengths: Value | None) -> list[S
             f"the number of parts depends on dimension {axis}, which is the symbolic size {size}.",
             "Give it a number, with dims= (--dim), or the lengths of all parts as input split.",
         )
-    if size > each * _MOST_ITEMS:
-        raise node.error(f"its sequence has {-(-size // each)} tensors; at most {_MOST_ITEMS} are compiled.")
+    if size > each * MOST_ELEMENTS:
+        raise node.error(f"its sequence has {-(-size // each)} tensors; at most {MOST_ELEMENTS} are compiled.")
     return [min(each, size - begin) for begin in range(0, size, each)]
 
 
@@ -146,9 +144,7 @@ def concat_from_sequence(node: Node, sequence: SequenceValue) -> Value:
 
 @op("Optional", since=15)
 def optional(node: Node, element: Value | None = None) -> Value:
-    if element is None:
-        raise node.error("it gives an optional value without an element.", "Leave out what reads it.")
-    return element
+    return ABSENT if element is None else element
 
 
 @op("OptionalHasElement", since=15)

@@ -11,7 +11,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ..importing import symbolic
 from ..importing.node import Node
-from ..importing.values import Shape, Size, Value, product, storage_dtype
+from ..importing.values import ABSENT, Shape, Size, Value, product, storage_dtype
 from . import op
 from .asserted import no_negative
 from .contents import few, sizes
@@ -27,8 +27,8 @@ _FEW_POSITIONS = 32
 
 
 @op("Identity", since=1)
-def identity(node: Node, data: Value) -> Value:
-    return data
+def identity(node: Node, data: Value | None) -> Value:
+    return ABSENT if data is None else data
 
 
 @op("Constant", since=1)

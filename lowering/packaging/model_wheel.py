@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from ..errors import ArtifactError, InputError
-from ..manifest import Manifest
+from ..manifest import Manifest, arguments
 from ..runtime.checks import read_manifest
 from ..runtime.copies import copy_artifact
 from ..runtime.files import Files
@@ -77,6 +77,7 @@ def _metadata(manifest: Manifest) -> list[str]:
 
 
 def _description(manifest: Manifest, package: str) -> str:
-    tensors = [("input", t) for t in manifest.inputs] + [("output", t) for t in manifest.outputs]
-    lines = "\n".join(f"* {role} `{ascii(str(tensor))[1:-1]}`" for role, tensor in tensors)
+    named = [("input", a) for a in arguments(manifest.inputs, manifest.input_lists)]
+    named += [("output", a) for a in arguments(manifest.outputs, manifest.output_lists)]
+    lines = "\n".join(f"* {role} `{ascii(str(argument))[1:-1]}`" for role, argument in named)
     return _DESCRIPTION.format(target=manifest.target, package=package, tensors=lines)

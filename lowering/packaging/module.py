@@ -6,7 +6,7 @@ import keyword
 import re
 from collections.abc import Iterable
 
-from ..manifest import Manifest, TensorSpec
+from ..manifest import Argument, Manifest, TensorSpec, arguments
 
 ARTIFACT = "artifact"
 """Its folder in the package."""
@@ -66,21 +66,23 @@ _NUMPY = re.compile(r"float(16|32|64)|u?int(8|16|32|64)|complex(64|128)")
 
 def source(manifest: Manifest) -> str:
     """The text of the package's __init__.py, in ASCII."""
-    inputs, outputs = (identifiers(t.name for t in tensors) for tensors in (manifest.inputs, manifest.outputs))
-    taken = [_said(t) + _donated(manifest, t) for t in manifest.inputs]
-    given = [_said(t) for t in manifest.outputs]
-    fields = [f'    {name}: {_hint(t)}\n    """{said}"""' for name, t, said in zip(outputs, manifest.outputs, given)]
-    named = zip(inputs, manifest.inputs, taken)
+    takes = [a for a in arguments(manifest.inputs, manifest.input_lists) if a.kind != "none"]
+    gives = arguments(manifest.outputs, manifest.output_lists)
+    inputs, outputs = (identifiers(a.name for a in each) for each in (takes, gives))
+    taken = [_escaped(str(a)) + _donated(manifest, a) for a in takes]
+    given = [_escaped(str(a)) for a in gives]
+    fields = [f'    {name}: {_hint(a)}\n    """{said}"""' for name, a, said in zip(outputs, gives, given)]
+    named = zip(inputs, takes, taken)
     what = ["Runs the model; arrays have these types and shapes:\n"]
     what += [f"    {said if name == t.name else f'{name}, input {said}'}" for name, t, said in named]
     return _TEMPLATE.format(
         summary="\n".join([*(f"* input {said}" for said in taken), *(f"* output {said}" for said in given)]),
         artifact=ARTIFACT,
         fields="\n".join(["", *fields]),
-        parameters=", ".join(f"{name}: {_hint(t)}" for name, t in zip(inputs, manifest.inputs)),
+        parameters=", ".join(f"{name}: {_hint(a)}" for name, a in zip(inputs, takes)),
         what="\n".join(what),
-        inputs="\n".join(f"            {t.name!a}: {name}," for name, t in zip(inputs, manifest.inputs)),
-        outputs="\n".join(f"        {name}=outputs[{t.name!a}]," for name, t in zip(outputs, manifest.outputs)),
+        inputs="\n".join(f"            {a.name!a}: {name}," for name, a in zip(inputs, takes)),
+        outputs="\n".join(f"        {name}=outputs[{a.name!a}]," for name, a in zip(outputs, gives)),
     )
 
 
@@ -98,7 +100,14 @@ def identifiers(names: Iterable[str]) -> list[str]:
     return found
 
 
-def _hint(tensor: TensorSpec) -> str:
+def _hint(argument: Argument) -> str:
+    hints = list(dict.fromkeys(map(_hint_of_tensor, argument.tensors)))
+    if argument.kind == "tensor":
+        return hints[0]
+    return "None" if argument.kind == "none" else f"list[{' | '.join(hints) or 'Any'}]"
+
+
+def _hint_of_tensor(tensor: TensorSpec) -> str:
     if tensor.dtype == "string":
         return "NDArray[np.object_]"
     if tensor.dtype == "bool":
@@ -106,12 +115,8 @@ def _hint(tensor: TensorSpec) -> str:
     return f"NDArray[np.{tensor.dtype}]" if _NUMPY.fullmatch(tensor.dtype) else "NDArray[Any]"
 
 
-def _said(tensor: TensorSpec) -> str:
-    return _escaped(str(tensor))
-
-
-def _donated(manifest: Manifest, tensor: TensorSpec) -> str:
-    output = manifest.donated.get(tensor.name)
+def _donated(manifest: Manifest, argument: Argument) -> str:
+    output = manifest.donated.get(argument.name)
     return "" if output is None else f"; consumed, its memory becomes that of {_escaped(output)}"
 
 

@@ -136,6 +136,11 @@ class _Groups:
 
 def _batch_dimension(manifest: Manifest) -> str:
     """The dimension that all inputs and outputs have first, and nowhere else. Raises InputError where there is none."""
+    lists = (*manifest.input_lists, *manifest.output_lists)
+    if lists:
+        raise InputError(
+            f"'{lists[0].name}' is a list of arrays or None, and calls are joined along one axis of arrays."
+        )
     tensors = (*manifest.inputs, *manifest.outputs)
     firsts = {tensor.dims[0] if tensor.dims else None for tensor in tensors}
     batch = firsts.pop() if len(firsts) == 1 else None

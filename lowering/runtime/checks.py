@@ -94,8 +94,8 @@ def read_manifest(files: Files, key: VerifyingKey | None = None) -> Manifest:
     found = data.get("format") if isinstance(data, dict) else None
     if found != FORMAT:
         raise ArtifactError(
-            f"'{files.folder}' has artifact format {str(found)[:20]}, and this version of onnx-lowering reads format "
-            f"{FORMAT}: compile the model again."
+            f"'{files.folder}' has artifact format {str(found)[:20]}{_age(found)}, and this version of onnx-lowering "
+            f"reads format {FORMAT}: {_remedy(found)}compile the model again."
         )
     try:
         manifest = Manifest.from_dict(data)
@@ -107,6 +107,17 @@ def read_manifest(files: Files, key: VerifyingKey | None = None) -> Manifest:
     if wrong is not None:
         raise ArtifactError(f"'{path}' is damaged: it says that {wrong}. Compile the model again.")
     return manifest
+
+
+def _age(found: Any) -> str:
+    """How the format of an artifact compares with the one that is read."""
+    if type(found) is not int:
+        return ""
+    return ", which is older" if found < FORMAT else ", which is newer"
+
+
+def _remedy(found: Any) -> str:
+    return "install a newer one, or " if type(found) is int and found > FORMAT else ""
 
 
 def check_files(files: Files, manifest: Manifest) -> dict[str, bytes]:

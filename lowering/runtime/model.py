@@ -12,7 +12,7 @@ import numpy as np
 import tvm_ffi
 
 from ..errors import ArtifactError, InputError
-from ..manifest import FILE, MODEL, Manifest, SlotCaches, TensorSpec
+from ..manifest import FILE, MODEL, Manifest, SlotCaches, TensorSpec, arguments
 from .background import Answer, Background
 from .checks import check_room, checked_threads
 from .copies import copy_artifact
@@ -24,6 +24,7 @@ from .folders import replaced_folder
 from .graphs import Graph, check_graph
 from .inputs import Port, Sizes, check_apart, check_targets
 from .library import Instrument, Library, Machine
+from .lists import put_together, take_apart
 from .outputs import FromDLPack, OutputPort, check_output, kind_of, write_output
 from .pickling import packed, unpacked
 from .signature import SigningKey, sign
@@ -48,6 +49,10 @@ class Model:
     not NumPy's, in NumPy's otherwise. Inputs are read in place at any alignment; only strided ones are copied, and
     strings. Outputs are new arrays that own their memory, but for those that take over a donated input's: they are
     the array object that the caller passed. Any number of threads may run one model at the same time.
+
+    An input or output that is a sequence in the ONNX model is a list of arrays, as long as it was when the model was
+    compiled, and an optional one without an element is None. `inputs` and `outputs` name the tensors of lists, by which
+    they can be given one by one: x[0], x[1].
 
     `setup` is, for a decoder that reads an encoder's output, the model of what is computed of it once per sequence; its
     outputs are inputs of this model, by name. None for all others.
@@ -82,16 +87,18 @@ class Model:
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """Name, dtype and dims of every input, in order."""
+        """Name, dtype and dims of every tensor that a call takes, in order."""
         return self.manifest.inputs
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        """Name, dtype and dims of every output, in order."""
+        """Name, dtype and dims of every tensor that a call gives, in order."""
         return self.manifest.outputs
 
     def __repr__(self) -> str:
-        return f"Model({', '.join(map(str, self.inputs))} -> {', '.join(map(str, self.outputs))})"
+        taken = arguments(self.inputs, self.manifest.input_lists)
+        given = arguments(self.outputs, self.manifest.output_lists)
+        return f"Model({', '.join(map(str, taken))} -> {', '.join(map(str, given))})"
 
     def _repr_html_(self) -> str:
         from ..notebook import of_model  # what only runs needs no HTML
@@ -105,6 +112,8 @@ class Model:
         arrays that the model does not take, before any donated one is written, and for sizes that do not fit together
         inside the model.
         """
+        if self.manifest.input_lists:
+            inputs = self._taken_apart(inputs)
         strings = Dictionary(self.manifest.strings)
         from_dlpack, on_host = kind_of(inputs)
         shapes = [getattr(inputs.get(port.name), "shape", None) for port in self._ports]
@@ -126,6 +135,7 @@ class Model:
         Arrays in a GPU's memory are imported and not copied. Raises InputError for arrays that the model does not take,
         and for names that are not inputs.
         """
+        inputs = self._taken_apart(inputs, is_whole=False)
         _check_names(inputs, self.manifest.inputs)
         ports, strings = {port.name: port for port in self._ports}, Dictionary(self.manifest.strings)
         sizes: Sizes = {}
@@ -161,7 +171,8 @@ class Model:
         """
         if outputs is not None and not isinstance(outputs, Mapping):
             raise InputError(f"outputs must map names to arrays, not {type(outputs).__name__}.")
-        inputs = dict(inputs)  # the caller's may change
+        inputs = dict(self._taken_apart(inputs))  # the caller's may change
+        outputs = take_apart(outputs or {}, [t.name for t in self.outputs], self.manifest.output_lists, "output")
         strings = Dictionary(self.manifest.strings)
         from_dlpack, on_host = kind_of(inputs)
         gpu = check_graph(self.manifest, self.gpu, inputs, outputs) if graph else self.gpu
@@ -180,7 +191,7 @@ class Model:
         ]
         tensors = self._accept(ports, inputs, sizes, strings)
         targets: _Targets = {}
-        for name, array in (outputs or {}).items():
+        for name, array in outputs.items():
             spec = next((t for t in self.manifest.outputs if t.name == name), None)
             if spec is None:
                 raise InputError(f"there is no output '{name}'. The outputs are {_names(self.manifest.outputs)}.")
@@ -204,7 +215,7 @@ class Model:
                 for port, tensor in zip(self._outputs, results):
                     owner, array = memory.get(tensor.data_ptr()) or (None, None)
                     made[port.name] = array if owner == port.name else port.deliver(tensor, from_dlpack, strings)
-                return made
+                return put_together(made, self.outputs, self.manifest.output_lists)
 
             captured = Graph(self._library, gpu, (*tensors, *self._weights.argument), donated, delivered)
 
@@ -314,6 +325,10 @@ class Model:
         output = self.manifest.donated.get(name)
         return None if output is None else f"it is donated: its memory becomes output '{output}'"
 
+    def _taken_apart(self, inputs: Arrays, is_whole: bool = True) -> Arrays:
+        """The arrays of inputs, those of lists by the names of tensors. Raises InputError as `take_apart`."""
+        return take_apart(inputs, [t.name for t in self.inputs], self.manifest.input_lists, "input", is_whole)
+
     def _accept(self, ports: list[Port], inputs: Arrays, sizes: Sizes | None, strings: Dictionary) -> list[Tensor]:
         tensors = []
         for port in ports:
@@ -409,7 +424,7 @@ class Model:
             outputs[port.name] = port.deliver(tensor, from_dlpack, strings)
         for tensor, target in bound:
             write_output(tensor, target)
-        return outputs
+        return put_together(outputs, self.outputs, self.manifest.output_lists)
 
 
 def _check_names(arrays: Arrays, specs: tuple[TensorSpec, ...]) -> None:

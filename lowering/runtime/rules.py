@@ -20,6 +20,7 @@ from ..manifest import (
     WEIGHTS,
     CachePool,
     DecoderSpec,
+    ListSpec,
     Manifest,
     ServedCache,
     SlotCaches,
@@ -40,8 +41,10 @@ def contradictions(manifest: Manifest) -> Iterator[str]:
             yield f"two {role}s have one name"
         for spec in specs:
             yield from _tensor(role, spec)
-    if not manifest.outputs:
+    if not manifest.outputs and not manifest.output_lists:
         yield "it gives nothing"
+    yield from _lists("input", manifest.inputs, manifest.input_lists)
+    yield from _lists("output", manifest.outputs, manifest.output_lists)
     yield from _donated(manifest)
     for weight in manifest.weights:
         yield from _weight(weight)
@@ -69,6 +72,18 @@ def _tensor(role: str, spec: TensorSpec) -> Iterator[str]:
         yield f"{role} '{spec.name}' holds {spec.dtype} as {spec.storage}"
     if not _are_sizes([d for d in spec.dims if isinstance(d, int)]) or "" in spec.dims:
         yield f"{role} '{spec.name}' has the dimensions {list(spec.dims)}"
+
+
+def _lists(role: str, tensors: Sequence[TensorSpec], lists: Sequence[ListSpec]) -> Iterator[str]:
+    end, names = 0, {t.name for t in tensors}
+    for spec in lists:
+        count = spec.count or 0
+        if not end <= spec.first <= spec.first + count <= len(tensors) or count < 0:
+            yield f"{role} '{spec.name}' is {spec.count} of {len(tensors)} tensors from number {spec.first} on"
+        if spec.name in names:
+            yield f"two {role}s have one name"
+        end = spec.first + max(count, 0)
+        names.add(spec.name)
 
 
 def _donated(manifest: Manifest) -> Iterator[str]:

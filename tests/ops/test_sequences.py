@@ -91,7 +91,6 @@ REFUSED = {
     "s = SequenceEmpty () y = ConcatFromSequence <axis = 0> (s)": "is empty, so the shape",
     "s = SequenceConstruct (x, x) y = Relu (s)": "input X is a sequence, and must be a float",
     "y = SequenceAt (x, zero)": "input input_sequence is float32, and must be a sequence",
-    "y = SequenceConstruct (x, x)": "output 'y': it is a sequence, and only tensors can be outputs",
     """e = SequenceEmpty () shape = Shape (x) n = Gather (shape, zero)
         s = Loop (n, , e) <body = b (int64 i, bool go, seq(float[B, 6]) a) => (bool g, seq(float[B, 6]) c) {
         g = Identity (go) c = SequenceInsert (a, x) }> y = ConcatFromSequence <axis = 0> (s)""": "carries a sequence",

@@ -31,6 +31,7 @@ def folder(artifact: Callable[..., Path], tmp_path: Path) -> Path:
 
 
 SLOTS = {"capacity": 4, "length": "n", "tokens": None, "rings": {}, "rows": None}
+LIST = {"name": "s", "first": 0, "count": 1}
 SERVED = {
     "context": 8, "tokens_per_block": 4, "pools": [], "dtype": "", "scales": 0, "ids": "ids",
     "states": [{"name": "past", "layers": 1, "shape": [3], "dtype": "float32"}], "sources": None,
@@ -140,6 +141,15 @@ def test_mutations(name: str, redigested: bool, artifact: Callable[..., Path], t
         ({"ranges": {"n": [3, 2]}}, r"it says that dimension 'n' goes from 3 to 2"),
         ({"donated": {"past": "nowhere"}}, r"it says that input 'past' becomes output 'nowhere'"),
         ({"architectures": ["../x", "sm_80"]}, r"it says that '\.\./x' is an architecture"),
+        ({"input_lists": [LIST | {"count": 99}]}, r"input 's' is 99 of \d tensors from number 0 on"),
+        ({"input_lists": [LIST | {"count": -1}]}, r"input 's' is -1 of"),
+        ({"output_lists": [LIST | {"first": 9}]}, r"output 's' is 1 of \d tensors from number 9 on"),
+        ({"input_lists": [LIST, LIST | {"name": "t"}]}, r"input 't' is 1 of \d tensors from number 0 on"),
+        ({"input_lists": [LIST | {"name": "past"}]}, r"it says that two inputs have one name"),
+        (
+            {"output_lists": [LIST | {"count": "1"}]},
+            r"damaged: manifest\.output_lists\[0\]\.count must be a whole number",
+        ),
         ({"hashes": {}}, r"it says that there is no digest of model\.so"),
         ({"slots": {**SLOTS, "length": "past"}}, r"'past' is an input that holds a length"),
         ({"slots": {**SLOTS, "tokens": ["past", 9]}}, r"'n' is an input that holds a length"),
