@@ -22,7 +22,7 @@ from .layer_norm import FuseLayerNormPass
 from .linear_attention import FuseLinearAttentionPass
 from .moved_codes import MoveCodesPass
 from .no_ops import RemoveNoOpsPass
-from .opset import UpgradeOpsetPass
+from .opset import FIRST_LOWERED, UpgradeOpsetPass, opset
 from .rms_norm import FuseRmsNormPass
 from .rotary import FuseRotaryPass
 from .sizes import InferSizesPass
@@ -59,14 +59,15 @@ TIDY: list[tuple[str, ir.passes.InPlacePass]] = [
 def fuse(model: ir.Model) -> ir.Model:
     """The model with its patterns fused; the model itself, untouched, where none is found.
 
-    Weights are shared with the given model, not copied.
+    A model of an opset in which operators have no lowering is brought to a newer one in any case. Weights are shared
+    with the given model, not copied.
     """
     fused, modified = model.clone(), False
     for _, run in PREPARE:
         run(fused)
     for _, run in PASSES:
         modified |= run(fused).modified
-    if not modified:
+    if not modified and opset(model) not in range(1, FIRST_LOWERED):
         return model
     for _, run in TIDY:
         run(fused)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 from onnx import version_converter
@@ -16,6 +17,9 @@ _ONE_AXIS = 13
 # that is shorter than the keys, or of one key, means something else.
 FIRST, TARGET = 23, 24
 
+FIRST_LOWERED = 7
+"""Before, arithmetic and Gemm had an attribute for broadcasting."""
+
 # Initialisers up to this many elements go through the converter, which reads some: axes, shapes, scales.
 _SMALL = 64
 
@@ -24,6 +28,7 @@ class UpgradeOpsetPass(ir.passes.InPlacePass):
     """Brings ai.onnx to opset 24, by onnx's version converter.
 
     1. Below opset 23: converted. Initialisers are set aside, so that weights are neither copied nor serialised.
+       Below opset 7 second operands are reshaped before, so that they broadcast as in NumPy.
     2. From opset 23 on: left alone.
     3. Where the converter refuses an operator: left alone, and passes that need newer operators do nothing.
     """
@@ -34,6 +39,8 @@ class UpgradeOpsetPass(ir.passes.InPlacePass):
             return ir.passes.PassResult(model, modified=False)
         if version < _ONE_AXIS:
             InferSizesPass()(model)
+        if version < FIRST_LOWERED and not _align_operands(model):
+            return ir.passes.PassResult(model, modified=False)
         converted = _converted(model)
         if converted is None:
             return ir.passes.PassResult(model, modified=False)
@@ -49,6 +56,42 @@ class UpgradeOpsetPass(ir.passes.InPlacePass):
         remember_opset(model)
         model.graph, model.ir_version = graph, converted.ir_version
         return ir.passes.PassResult(model, modified=True)
+
+
+def _align_operands(model: ir.Model) -> bool:
+    """Give second operands the dimensions of size 1 by which they broadcast as in NumPy; return whether that can be.
+
+    Before opset 7 an attribute tells the axis of the first operand at which the second one begins, of which the
+    converter reads some, and slopes of PRelu begin at the channels.
+    """
+    for node in list(model.graph.all_nodes()):
+        begins = _second_begins(node)
+        if begins is None:
+            continue
+        first, second = node.inputs
+        if first is None or first.shape is None or second is None or second.shape is None:
+            return False
+        rank = len(second.shape)
+        behind = len(first.shape) - begins - rank
+        if behind > 0:
+            sizes = ir.tensor(np.array([0] * rank + [1] * behind, np.int64))
+            constant = ir.Node("", "Constant", [], [ir.AttrTensor("value", sizes)])
+            aligned = ir.Node("", "Reshape", [second, constant.outputs[0]])
+            assert node.graph is not None
+            node.graph.insert_before(node, [constant, aligned])
+            node.replace_input_with(1, aligned.outputs[0])
+            node.attributes.pop("axis", None)
+    return True
+
+
+def _second_begins(node: ir.Node) -> int | None:
+    """The axis of the first operand at which the second one begins, if the node says it."""
+    if node.domain not in ("", "ai.onnx") or len(node.inputs) != 2:
+        return None
+    if node.op_type == "PRelu":
+        return 1
+    is_told = node.attributes.get_int("broadcast", 0) and "axis" in node.attributes
+    return node.attributes.get_int("axis", 0) if is_told else None
 
 
 def opset(model: ir.Model) -> int:
