@@ -66,24 +66,29 @@ class PreparedModel(BackendRep):
 class _CompiledByLengths:
     """A model that takes sequences or optional values, and what was compiled of it for numbers of elements."""
 
-    def __init__(self, model: onnx.ModelProto, lists: Sequence[str], target: str, options: Mapping[str, Any]) -> None:
-        self._model, self._lists, self._target, self._options = model, lists, target, dict(options)
+    def __init__(self, model: onnx.ModelProto, target: str, options: Mapping[str, Any]) -> None:
+        self._model, self._target, self._options = model, target, dict(options)
         self._compiled: dict[tuple[Any, ...], Model] = {}
 
     def __call__(self, inputs: Mapping[str, Any]) -> Model:
         """Return the model for the lists that a call gives."""
-        given = {name: inputs.get(name) for name in self._lists}
-        ranks = {name: _rank(value) for name, value in given.items()}
-        counts = {
-            name: len(value) if isinstance(value, (list, tuple)) else int(value is not None)
-            for name, value in given.items()
-        }
+        counts, ranks = counts_and_ranks(self._model, inputs)
         key = (*counts.values(), *ranks.values())
         if key not in self._compiled:
-            model = _with_ranks(self._model, ranks)
+            model = with_ranks(self._model, ranks)
             dims = {**self._options.get("dims", {}), **counts}
             self._compiled[key] = compile(model, self._target, **{**self._options, "dims": dims})
         return self._compiled[key]
+
+
+def counts_and_ranks(model: onnx.ModelProto, inputs: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int | None]]:
+    """Return how many elements the sequences and optional values among inputs have, and of how many dimensions."""
+    given = {name: inputs.get(name) for name in _lists(model)}
+    counts = {
+        name: len(value) if isinstance(value, (list, tuple)) else int(value is not None)
+        for name, value in given.items()
+    }
+    return counts, {name: _rank(value) for name, value in given.items()}
 
 
 def _rank(value: Any) -> int | None:
@@ -92,8 +97,8 @@ def _rank(value: Any) -> int | None:
     return ranks.pop() if len(ranks) == 1 else None
 
 
-def _with_ranks(model: onnx.ModelProto, ranks: Mapping[str, int | None]) -> onnx.ModelProto:
-    """The model with those numbers of dimensions for sequences whose shape it does not declare."""
+def with_ranks(model: onnx.ModelProto, ranks: Mapping[str, int | None]) -> onnx.ModelProto:
+    """Return the model with those numbers of dimensions for sequences whose shape it does not declare."""
     declared = onnx.ModelProto()
     declared.CopyFrom(model)
     for value in declared.graph.input:
@@ -138,14 +143,13 @@ class LoweringBackend(Backend):
         if not cls.supports_device(device):
             raise InputError(f"device '{device}' is not supported here. Use 'CPU', or 'CUDA' where there is a GPU.")
         target = _TARGETS[Device(device).type]
-        lists = _lists(model)
-        if not lists:
+        if not _lists(model):
             compiled = compile(model, target, **kwargs)
             return PreparedModel([spec.name for spec in compiled.inputs], lambda inputs: compiled)
         load_model(model)  # refuses what is no legal model
         defaults = {value.name for value in model.graph.initializer}
         names = [value.name for value in model.graph.input if value.name not in defaults]
-        return PreparedModel(names, _CompiledByLengths(model, lists, target, kwargs))
+        return PreparedModel(names, _CompiledByLengths(model, target, kwargs))
 
     @classmethod
     def run_model(cls, model: onnx.ModelProto, inputs: Any, device: str = "CPU", **kwargs: Any) -> tuple[Any, ...]:

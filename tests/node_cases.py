@@ -9,18 +9,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import itertools
 import re
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import onnx.backend.test.case.node as case_package
 
 import lowering
+from lowering.backend import counts_and_ranks, with_ranks
+from lowering.graph.list_inputs import split_list_inputs
 from lowering.graph.model import load_model
 from lowering.importing.importer import import_model
 from lowering.ops import registered
@@ -60,13 +64,16 @@ _WIDE_ENOUGH = {
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its inputs and expected outputs in the order of the graph, and how close they must be."""
+    """A model, its inputs and expected outputs in the order of the graph, and how close they must be.
+
+    Sequences are lists of arrays, and optional values without an element are None.
+    """
 
     name: str
     operator: str
     model: onnx.ModelProto
-    inputs: tuple[np.ndarray, ...]
-    outputs: tuple[np.ndarray, ...]
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
     rtol: float
     atol: float
 
@@ -84,21 +91,26 @@ class Case:
 
     @property
     def wide_enough(self) -> bool:
-        """Whether all inputs and outputs are tensors of elements of 8 bits or more, and numbers."""
-        return all(
-            v.type.HasField("tensor_type") and v.type.tensor_type.elem_type in _WIDE_ENOUGH
-            for v in (*self.model.graph.input, *self.model.graph.output)
-        )
+        """Whether all inputs and outputs are of elements of 8 bits or more, and numbers."""
+        values = (*self.model.graph.input, *self.model.graph.output)
+        return all(_tensor_type(v.type).elem_type in _WIDE_ENOUGH for v in values)
+
+    @property
+    def named_inputs(self) -> dict[str, Any]:
+        return dict(zip((value.name for value in self.model.graph.input), self.inputs))
 
 
-SEQUENCES = {"SequenceInsert", "SplitToSequence"}
-"""Operators whose cases all have sequences as inputs or outputs of the model."""
+def _tensor_type(kind: onnx.TypeProto) -> onnx.TypeProto.Tensor:
+    """The type of a tensor, or of those that a sequence or an optional value holds."""
+    while not kind.HasField("tensor_type"):
+        kind = getattr(kind, kind.WhichOneof("value")).elem_type
+    return kind.tensor_type
 
 
 def operators() -> list[str]:
-    """The operators above, and all others of the standard that have a lowering and cases of tensors."""
+    """The operators above, and all others of the standard that have a lowering and cases."""
     others = {name for domain, name in registered() if domain in DOMAINS and name in _modules()}
-    return sorted({*OPERATORS, *EVERY_TYPE, *others} - SEQUENCES)
+    return sorted({*OPERATORS, *EVERY_TYPE, *others})
 
 
 def expandable() -> set[str]:
@@ -110,28 +122,84 @@ def expandable() -> set[str]:
 def cases(operator: str) -> list[Case]:
     """The cases of an operator of the standard, on the types that count."""
     modules = _modules()
-    for module in [modules[operator]] if operator in modules else modules.values():
+    for module in modules[operator] if operator in modules else itertools.chain(*modules.values()):
         _import(module)
     return [c for c in _found().get(operator, []) if operator in EVERY_TYPE or c.wide_enough]
 
 
 def every_case() -> dict[str, list[Case]]:
     """All cases of the installed onnx package by operator, whatever their types are."""
-    for module in _modules().values():
+    for module in itertools.chain(*_modules().values()):
         _import(module)
     return dict(sorted(_found().items()))
 
 
+@dataclass(frozen=True)
+class NodeModel:
+    """A case of any operator and type, with the inputs of its first call by name, and the outputs in order: arrays,
+    lists of them, and None."""
+
+    name: str
+    operator: str
+    proto: onnx.ModelProto
+    inputs: dict[str, Any]
+    outputs: Sequence[Any]
+
+
+def every_model(operator: str | None = None) -> Iterator[NodeModel]:
+    """Every case of the installed onnx package, or those of an operator of any domain."""
+    modules = _modules()
+    for module in itertools.chain(*modules.values()) if operator is None else modules[operator]:
+        _import(module)
+    first = {case.name: case.model.graph.node[0].op_type for case in case_package._NodeTestCases}
+    for case in case_package._NodeTestCases:
+        name = first.get(case.name.partition("_expanded")[0], first[case.name])
+        if operator in (None, name):
+            inputs, outputs = ([*map(_plain, values)] for values in case.data_sets[0])
+            named = dict(zip((value.name for value in case.model.graph.input), inputs))
+            yield NodeModel(case.name, name, case.model, named, outputs)
+
+
+def with_known_vectors(model: NodeModel) -> NodeModel:
+    """Inputs of one dimension or none become constants of the model, as exporters have them: axes, sizes, steps."""
+    proto = onnx.ModelProto()
+    proto.CopyFrom(model.proto)
+    inputs = dict(model.inputs)
+    for value in model.proto.graph.input:
+        array = inputs[value.name]
+        if isinstance(array, np.ndarray) and array.ndim < 2:
+            proto.graph.initializer.append(onnx.numpy_helper.from_array(array, value.name))
+            proto.graph.input.remove(value)
+            del inputs[value.name]
+    return dataclasses.replace(model, proto=proto, inputs=inputs)
+
+
+def fitted(model: onnx.ModelProto, inputs: dict[str, Any]) -> tuple[onnx.ModelProto, dict[str, int]]:
+    """The model as it can be compiled for these inputs, and its dims: how many elements lists have."""
+    counts, ranks = counts_and_ranks(model, inputs)
+    return with_ranks(model, ranks) if counts else model, counts
+
+
+def refusal_of(model: onnx.ModelProto, inputs: dict[str, Any]) -> str | None:
+    """Why a case cannot be lowered, in the compiler's words; None if it can be. Nothing is compiled."""
+    model, dims = fitted(model, inputs)
+    try:
+        import_model(split_list_inputs(load_model(model), dims).model)
+    except lowering.LoweringError as error:
+        return str(error)
+    return None
+
+
 @functools.cache
-def _modules() -> dict[str, str]:
-    """By operator, the module of onnx's that makes its cases. It has a class of the operator's name, which makes them
-    when it is imported: those of pooling take seconds."""
-    folder = Path(case_package.__file__).parent
-    return {
-        name: ".".join((case_package.__name__, *path.relative_to(folder).with_suffix("").parts))
-        for path in sorted(folder.rglob("*.py"))
-        for name in re.findall(r"^class (\w+)\(Base\)", path.read_text(), re.MULTILINE)
-    }
+def _modules() -> dict[str, list[str]]:
+    """By operator, the modules of onnx's that make its cases. They have a class of the operator's name, which makes
+    them when it is imported: those of pooling take seconds."""
+    folder, modules = Path(case_package.__file__).parent, dict[str, list[str]]()
+    for path in sorted(folder.rglob("*.py")):
+        module = ".".join((case_package.__name__, *path.relative_to(folder).with_suffix("").parts))
+        for name in re.findall(r"^class (\w+)\(Base\)", path.read_text(), re.MULTILINE):
+            modules.setdefault(name, []).append(module)
+    return modules
 
 
 @functools.cache
@@ -154,7 +222,7 @@ def _found() -> dict[str, list[Case]]:
         if stem not in _READ.operators:
             continue
         for inputs, outputs in case.data_sets:
-            arrays = ([_array(v) for v in values] for values in (inputs, outputs))
+            arrays = (map(_plain, values) for values in (inputs, outputs))
             operator = _READ.operators[stem]
             atol = max(case.atol, NOISE.get(operator, 0))
             made = Case(case.name, operator, case.model, *map(tuple, arrays), case.rtol, atol)
@@ -184,36 +252,41 @@ def with_constants(case: Case) -> Case:
     return dataclasses.replace(case, model=made, inputs=case.inputs[:1])
 
 
-def _array(value: object) -> np.ndarray:
-    return onnx.numpy_helper.to_array(value) if isinstance(value, onnx.TensorProto) else np.asarray(value, _kind(value))
-
-
-def _kind(value: object) -> type | None:
-    """Sequences and optionals are kept as objects: they are filtered by type, not looked at."""
-    return object if isinstance(value, (list, tuple)) or value is None else None
+def _plain(value: Any) -> Any:
+    """An array, a list of arrays, or None."""
+    if isinstance(value, (list, tuple)):
+        return [*map(_plain, value)]
+    if isinstance(value, onnx.TensorProto):
+        return onnx.numpy_helper.to_array(value)
+    return None if value is None else np.asarray(value)
 
 
 def run(case: Case) -> None:
     """Compiles, saves, loads and runs a case. Raises what the compiler raises, or AssertionError for a wrong output."""
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder) / "artifact"
-        lowering.compile(case.model).save(saved)
+        fitting, dims = fitted(case.model, case.named_inputs)
+        lowering.compile(fitting, dims=dims).save(saved)
         model = lowering.load(saved)
-        results = model.run(dict(zip((t.name for t in model.inputs), case.inputs)))
-        for spec, expected in zip(model.outputs, case.outputs, strict=True):
-            actual = results[spec.name]
-            expected = (
-                expected if not case.is_random else np.broadcast_to(actual, expected.shape).astype(expected.dtype)
-            )
-            assert_close(actual, expected, case.rtol, case.atol, spec.name)
+        results = model.run(case.named_inputs)
+        for name, expected in zip(results, case.outputs, strict=True):
+            actual = results[name]
+            if case.is_random:
+                expected = np.broadcast_to(actual, expected.shape).astype(expected.dtype)
+            assert_close(actual, expected, case.rtol, case.atol, name)
 
 
-def assert_close(actual: np.ndarray, expected: np.ndarray, rtol: float, atol: float, name: str = "") -> None:
-    """Type and shape must be the same, elements as close as onnx's own runner asks.
+def assert_close(actual: Any, expected: Any, rtol: float, atol: float, name: str = "") -> None:
+    """Type and shape must be the same, elements as close as onnx's own runner asks, and lists of one length.
 
     That runner allows bfloat16 two units in the last place. float16 gets the same: a model of several float16 nodes
     rounds between them, and expected values that were rounded in other places can be the less accurate ones.
     """
+    if isinstance(expected, list) or expected is None:
+        assert type(actual) is type(expected), f"{name}: {type(actual)} instead of {type(expected)}"
+        for one, other in zip(actual or (), expected or (), strict=True):
+            assert_close(one, other, rtol, atol, name)
+        return
     assert actual.dtype == expected.dtype, f"{name}: {actual.dtype} instead of {expected.dtype}"
     assert actual.shape == expected.shape, f"{name}: shape {actual.shape} instead of {expected.shape}"
     if expected.dtype == object:
@@ -227,11 +300,7 @@ def assert_close(actual: np.ndarray, expected: np.ndarray, rtol: float, atol: fl
 
 def refusal(case: Case) -> str | None:
     """Why the case cannot be lowered, in the compiler's words; None if it can be. Nothing is compiled."""
-    try:
-        import_model(load_model(case.model))
-    except lowering.LoweringError as error:
-        return str(error)
-    return None
+    return refusal_of(case.model, case.named_inputs)
 
 
 def refused(names: Iterable[str]) -> Iterator[tuple[Case, str]]:

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import node_cases
+import onnx
 import pytest
 from browser import what_is_cut
 from pages import blocks, follow
@@ -46,6 +48,21 @@ def test_the_site_is_built_without_a_warning_and_nothing_is_cut_off(tmp_path: Pa
 def test_operators_page_is_generated_anew() -> None:
     page = runpy.run_path(str(DOCS / "operators.py"))["page"]()
     assert (DOCS / "operators.md").read_text() == page, "run `python docs/operators.py`"
+
+
+@pytest.mark.parametrize(
+    "operator",
+    ["BatchNormalization", "Binarizer", "If", "Momentum", "Relu", "SequenceInsert", "StringSplit", "TreeEnsemble"],
+)
+def test_the_page_of_node_cases_is_generated_anew(operator: str) -> None:
+    """Of some operators: looking at all cases takes minutes."""
+    made = runpy.run_path(str(DOCS / "node_cases.py"))
+    text = (DOCS / "node_cases.md").read_text()
+    found = made["refusals"](node_cases.every_model(operator))
+    page = [line for line in text.splitlines() if line.startswith(f"| {operator} |")]
+    assert page == made["rows"](found), "run `python docs/node_cases.py`"
+    assert all(f"\n## {refusal.group().title}\n" in text for refusal in found)
+    assert f"\nonnx {onnx.__version__} has " in text
 
 
 @pytest.mark.parametrize("name", ["commands", "errors"])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import unittest
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import node_cases
@@ -148,15 +150,23 @@ class TestedModel(backend.PreparedModel):
 class TestedBackend(backend.LoweringBackend):
     @classmethod
     def prepare(cls, model: onnx.ModelProto, device: str = "CPU", **kwargs: Any) -> backend.PreparedModel:
+        tolerances = ("rtol", "atol")  # the suite hands on what it is told of a case
         with skipped_where_refused():
-            prepared = super().prepare(model, device, **kwargs)
+            prepared = super().prepare(model, device, **{k: v for k, v in kwargs.items() if k not in tolerances})
         prepared.__class__ = TestedModel
         return prepared
 
 
 def suite() -> unittest.TestSuite:
-    """The cases of onnx's suite for CPUs, but for those that are compared with draws of another generator."""
-    tests = BackendTest(TestedBackend, __name__).exclude("_cuda$")
+    """The cases of onnx's suite for CPUs, but for those that are compared with draws of another generator.
+
+    What is rounded between the nodes of a case is as close as float16 allows, and zeros that are sums of float32 are
+    not, as in tests/node_cases.py.
+    """
+    close = {case.name: {"atol": node_cases.NOISE["DFT"]} for case in node_cases.cases("DFT")}
+    halves = (case for case in node_cases.cases("Attention") if case.inputs[0].dtype == np.float16)
+    close |= {case.name: {"rtol": node_cases.TWO_UNITS["float16"]} for case in halves}
+    tests = BackendTest(TestedBackend, __name__, test_kwargs=close).exclude("_cuda$")
     for case in (case for operator in ("Bernoulli", "Dropout") for case in node_cases.cases(operator)):
         if case.is_random:
             tests.exclude(f"^{case.name}_cpu$")
@@ -172,6 +182,30 @@ def run(cases: unittest.TestSuite) -> tuple[int, int]:
     found = [f"{case.id()}: {text}" for case, text in (*result.failures, *result.errors)]
     assert not found, "\n".join(found)
     return result.testsRun - len(result.skipped), len(result.skipped)
+
+
+def check_of_known_vectors(operators: Iterable[str]) -> None:
+    """What docs/node_cases.md says of cases whose sizes, positions and conditions come with the call."""
+    for operator in operators:
+        refused = [m for m in node_cases.every_model(operator) if node_cases.refusal_of(m.proto, m.inputs)]
+        assert refused, operator
+        for model in map(node_cases.with_known_vectors, refused):
+            found = backend.prepare(model.proto).run(model.inputs)
+            for actual, expected in zip(found, model.outputs, strict=True):
+                node_cases.assert_close(actual, expected, 1e-3, 1e-6, model.name)
+
+
+def test_cases_whose_vectors_are_known() -> None:
+    check_of_known_vectors(["If", "Loop", "SequenceInsert", "SplitToSequence"])
+
+
+@pytest.mark.slow
+def test_all_cases_whose_vectors_are_known() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "node_cases.md").read_text()
+    table = page.partition("\n## Known by the call only\n")[2].partition("\n## ")[0]
+    operators = dict.fromkeys(re.findall(r"^\| (\w+) \| test_", table, re.MULTILINE))
+    assert operators
+    check_of_known_vectors(operators)
 
 
 def test_sample_of_onnx_suite(monkeypatch: pytest.MonkeyPatch) -> None:
