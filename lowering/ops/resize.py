@@ -6,7 +6,9 @@ result where its neighbours begin in X, and their weights. Then an element is a 
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -14,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from tvm import relax, te, tirx
+from tvm.script.ir_builder import tirx as T
 
 from ..importing import symbolic
 from ..importing.channels import as_computed
@@ -24,7 +27,7 @@ from . import op
 from .asserted import required
 from .contents import sizes as contents_of
 from .contents import static_axis
-from .kernels import compute
+from .kernels import compute, held, loops
 from .resized_axis import Along, Place, Settings, as_index, clamped, coordinate, neighbours, weight_at, wide
 from .run_time import bind, compute_sizes
 from .slice import cut
@@ -181,10 +184,33 @@ def _by_sizes(node: Node, x: Value, axes: Sequence[int], sizes: Value | None) ->
     if policy == "stretch":
         return [Along(axis, x.shape[axis], made, None) for axis, made in zip(axes, known)]
     given = [x.shape[axis] for axis in axes]
-    if not all(isinstance(size, int) and size for size in (*given, *known)):
-        raise node.error(f"keep_aspect_ratio_policy '{policy}' needs sizes that are positive numbers.")
+    if 0 in given or 0 in known:
+        raise node.error(f"keep_aspect_ratio_policy '{policy}' needs sizes that are positive.")
+    if not all(isinstance(size, int) for size in (*given, *known)):
+        return _by_ratios_of_run(node, x, axes, known, policy)
     scale = (min if policy == "not_larger" else max)(made / size for size, made in zip(given, known))
     return [Along(axis, size, int(scale * size + 0.5), scale) for axis, size in zip(axes, given)]
+
+
+def _by_ratios_of_run(node: Node, x: Value, axes: Sequence[int], known: Sequence[Size], policy: str) -> list[Along]:
+    """The same of sizes that the run tells: with the smallest or largest of all scales, in its arithmetic."""
+    given, choose = [x.shape[axis] for axis in axes], tirx.min if policy == "not_larger" else tirx.max
+
+    def scale() -> Any:
+        return functools.reduce(choose, (wide(made) / wide(size) for size, made in zip(given, known)))
+
+    def made() -> list[Any]:
+        legal = tirx.all(*(wide(size) > wide(0.0) for size in (*given, *known)))
+        products = [tirx.floor(held(scale()) * wide(size) + wide(0.5)) for size in given]
+        return [
+            tirx.if_then_else(tirx.all(legal, p < wide(_MOST)), as_index(p), tirx.const(-1, "int64")) for p in products
+        ]
+
+    sizes = [*given, *known]
+    (ratio,) = loops(node, "ratio", lambda out: T.buffer_store(out, scale(), [0]), [], [((1,), "float64")], sizes)
+    others = tuple(size for axis, size in enumerate(x.shape) if axis not in axes)
+    results = bind(node, compute_sizes(node, "resized", len(axes), made, [], sizes), (others, x.dtype))
+    return [Along(axis, size, result, ratio) for axis, size, result in zip(axes, given, results)]
 
 
 def _cropped(node: Node, changes: list[Along], roi: Value | None) -> list[Along]:
@@ -238,11 +264,12 @@ def _interpolated(node: Node, x: Value, settings: Settings, change: Along, dtype
         return clamped(as_index(base(coordinate(settings, index[0], place))) + first + index[1], place.given)
 
     def weight(index: Any, place: Place) -> Any:
-        at = coordinate(settings, index[0], place)
+        at = held(coordinate(settings, index[0], place))
+        before = held(base(at))
         number = index[1] + first
-        value = weight_at(settings, change, number.astype("float64") - (at - base(at)))
+        value = weight_at(settings, place.scale, number.astype("float64") - (at - before))
         if settings.exclude_outside:
-            where = as_index(base(at)) + number
+            where = held(as_index(before) + number)
             value = tirx.Select(tirx.all(where >= 0, where < place.given), value, wide(0.0))
         return value
 
@@ -253,25 +280,29 @@ def _interpolated(node: Node, x: Value, settings: Settings, change: Along, dtype
     if settings.exclude_outside or settings.antialias:
         weights = _normalised(node, weights)
     weights = node.emit(relax.op.astype(node.tensor(weights), acc))
-    tables = [change.table(node, "neighbours", neighbour, "int64", count), weights, *_outside(node, settings, change)]
+    tables = [change.table(node, "neighbours", neighbour, "int64", count), weights]
+    outside = _outside(node, settings, change)
     shape = (*stored.shape[:axis], change.made, *stored.shape[axis + 1 :])
 
-    def element(index: tuple[Any, ...], x: Any, neighbours: Any, weights: Any, *outside: Any) -> Any:
-        o = index[axis]
+    def term(index: tuple[Any, ...], k: Any, x: Any, neighbours: Any, weights: Any) -> Any:
+        return x(*index[:axis], neighbours(index[axis], k), *index[axis + 1 :]).astype(acc) * weights(index[axis], k)
 
-        def term(k: Any) -> Any:
-            return x(*index[:axis], neighbours(o, k), *index[axis + 1 :]).astype(acc) * weights(o, k)
+    def written_out(index: tuple[Any, ...], *reads: Any) -> Any:
+        terms = (term(index, tirx.const(k, "int64"), *reads[:3]) for k in range(count))
+        return _unless(reads[3:], index[axis], functools.reduce(operator.add, terms), settings)
 
-        if count <= _UNROLLED or outside:
-            total = term(tirx.const(0, "int64"))
-            for k in range(1, count):
-                total = total + term(tirx.const(k, "int64"))
-        else:
-            k = te.reduce_axis((0, count), name="k")
-            total = te.sum(term(k.var.astype("int64")), axis=[k])
-        return _unless(outside, o, total, settings)
+    def summed(index: tuple[Any, ...], *reads: Any) -> Any:
+        *tensors, extent = reads
+        k = te.reduce_axis((0, extent), name="k")
+        return te.sum(term(index, k.var.astype("int64"), *tensors), axis=[k])
 
-    return back(compute(node, "resize", element, [stored, *tables], shape, dtype=acc))
+    def inside(index: tuple[Any, ...], value: Any, *outside: Any) -> Any:
+        return _unless(outside, index[axis], value(*index), settings)
+
+    if isinstance(count, int) and count <= _UNROLLED:
+        return back(compute(node, "resize", written_out, [stored, *tables, *outside], shape, dtype=acc))
+    y = compute(node, "resize", summed, [stored, *tables], shape, sizes=[count], dtype=acc)
+    return back(compute(node, "inside", inside, [y, *outside], shape, dtype=acc) if outside else y)
 
 
 def _normalised(node: Node, weights: Value) -> Value:

@@ -13,7 +13,10 @@ from tvm.script.ir_builder import tirx as T
 from ..importing.node import Node
 from ..importing.values import Size, Value
 from ..tensorir.independent import independent
-from .kernels import loops
+from .kernels import held, loops
+from .run_time import bind, compute_sizes
+
+_MOST_NEIGHBOURS = 2**24  # elements that one place of a result weighs
 
 
 @dataclass(frozen=True)
@@ -46,23 +49,28 @@ class Along:
         known = known_scale(self)
         return known is None or known >= 1
 
-    def table(self, node: Node, name: str, body: Callable[..., Any], dtype: str, columns: int = 0) -> Value:
+    def scale_in_kernel(self, buffer: Any) -> Any:
+        """Return the scale as a kernel computes with it. buffer holds it where it is a tensor."""
+        if isinstance(self.scale, Value):
+            return buffer[tirx.const(0, "int64")]
+        return wide(self.made) / wide(self.given) if self.scale is None else wide(self.scale)
+
+    def table(self, node: Node, name: str, body: Callable[..., Any], dtype: str, columns: Size | None = None) -> Value:
         """body(index, place) at every place of the result: place has what the run knows of the axis.
 
         A kernel of its own: TVM does not fuse two functions that are given one symbol.
         """
         scale = [self.scale] if isinstance(self.scale, Value) else []
         roi = [] if self.roi is None else [self.roi]
-        shape = (self.made, columns) if columns else (self.made,)
+        shape = (self.made,) if columns is None else (self.made, columns)
 
         def statements(*buffers: Any) -> None:
             *reads, table = buffers
             zero, one = (tirx.const(n, "int64") for n in (0, 1))
-            scales = wide(self.made) / wide(self.given) if self.scale is None else self.scale
-            if scale:
-                scales = reads[0][zero]
             ends = (reads[-1][zero], reads[-1][one]) if roi else (wide(0.0), wide(1.0))
-            place = Place(self.given, self.made, wide(scales), ends, self.scale is None)
+            place = Place(
+                self.given, self.made, self.scale_in_kernel(reads[0] if scale else None), ends, self.scale is None
+            )
             with independent(*table.shape) as index:
                 T.buffer_store(table, body(index, place), list(index))
 
@@ -125,24 +133,43 @@ def as_index(value: Any) -> Any:
     return tirx.max(tirx.min(value, most), -most).astype("int64")
 
 
-def neighbours(node: Node, settings: Settings, change: Along) -> tuple[int, int]:
-    """How many elements are weighed, and where the first of them is."""
+def neighbours(node: Node, settings: Settings, change: Along) -> tuple[Size, Size]:
+    """Return how many elements are weighed, and where the first of them is.
+
+    With antialias they are as many as the scale asks for, which may be known to the run only.
+    """
     reach = 2 if settings.mode == "cubic" else 1
     if not settings.antialias:
         return 2 * reach, 1 - reach
     scale = known_scale(change)
     if scale is None:
-        raise node.error("attribute antialias needs a scale that is a number.", "Fix the sizes (dims), or give scales.")
+        before = _neighbours_of_run(node, reach, change)
+        return 2 + 2 * before, -before
     first = math.floor(-reach / min(scale, 1.0)) + 1
-    if 2 - 2 * first > 2**12:
+    if 2 - 2 * first > _MOST_NEIGHBOURS:
         raise node.error(f"a scale of {scale} weighs {2 - 2 * first} elements.", "Use a larger one.")
     return 2 - 2 * first, first
 
 
-def weight_at(settings: Settings, change: Along, distance: Any) -> Any:
+def _neighbours_of_run(node: Node, reach: int, change: Along) -> Size:
+    """Return the symbol of how many elements before the nearest one are weighed."""
+    scales = [change.scale] if isinstance(change.scale, Value) else []
+
+    def before(*buffers: Any) -> list[Any]:
+        scale = tirx.min(change.scale_in_kernel(buffers[0] if buffers else None), wide(1.0))
+        count = -as_index(tirx.floor(wide(-float(reach)) / scale)) - 1
+        return [tirx.if_then_else(wide(change.made) > wide(0.0), count, tirx.const(reach - 1, "int64"))]
+
+    counts = compute_sizes(node, "neighbours", 1, before, scales, [change.given, change.made])
+    (symbol,) = bind(node, counts, ((change.made, 2), "float64"))
+    return symbol
+
+
+def weight_at(settings: Settings, scale: Any, distance: Any) -> Any:
     """Of an element so far from the place asked for; with antialias before it is divided by the sum of all."""
-    scale = min(known_scale(change) or 1.0, 1.0) if settings.antialias else 1.0
-    x, one, zero = tirx.abs(distance * wide(scale)), wide(1.0), wide(0.0)
+    x, one, zero = tirx.abs(distance), wide(1.0), wide(0.0)
+    if settings.antialias:
+        x = x * held(tirx.min(scale, one))
     if settings.mode == "linear":
         return tirx.max(one - x, zero)
     a = settings.cubic

@@ -74,6 +74,88 @@ def test_scales_of_the_run() -> None:
             module.run({"x": x, "scales": np.asarray([1.0, hostile], np.float32)})
 
 
+def of_run(
+    input: str, axes: list[int], rank: int = 2, sizes: list[int] | None = None, **attributes: object
+) -> onnx.ModelProto:
+    """Of symbolic sizes, by an input of the run, or by constant sizes where there are any."""
+    names = ["x", "", "scales", ""] if input == "scales" else ["x", "", "", "sizes"]
+    node = helper.make_node("Resize", names, ["y"], axes=axes, **attributes)
+    inputs = [value_info("x", "float32", [f"d{k}" for k in range(rank)])]
+    constants = [numpy_helper.from_array(np.asarray(sizes, np.int64), "sizes")] if sizes else []
+    if not sizes:
+        inputs.append(value_info(input, "float32" if input == "scales" else "int64", [len(axes)]))
+    return model([node], inputs, [value_info("y", "float32", [f"y{k}" for k in range(rank)])], 19, constants)
+
+
+def agrees(proto: onnx.ModelProto, calls: list[tuple[tuple[int, ...], dict[str, np.ndarray]]]) -> None:
+    module, reference, rng = lowering.compile(proto), ReferenceEvaluator(proto), np.random.default_rng(5)
+    for shape, feeds in calls:
+        feeds = {"x": rng.standard_normal(shape).astype(np.float32), **feeds}
+        (want,) = reference.run(None, feeds)
+        found = np.asarray(module.run(feeds)["y"])
+        assert found.shape == want.shape
+        np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {"mode": "linear"},
+        {"mode": "cubic"},
+        {"mode": "cubic", "exclude_outside": 1, "cubic_coeff_a": -0.5},
+        {"mode": "linear", "coordinate_transformation_mode": "align_corners"},
+        {"mode": "linear", "coordinate_transformation_mode": "asymmetric", "exclude_outside": 1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("input", ["sizes", "scales", "constant sizes"])
+def test_antialias_of_run(input: str, attributes: dict[str, object]) -> None:
+    """Shrinking and growing, by factors that only the run knows."""
+    shapes = [(3, 17), (2, 5), (1, 40)]
+    if input == "constant sizes":
+        calls = [(shape, {}) for shape in shapes]
+    elif input == "sizes":
+        calls = [(s, {input: np.asarray([n])}) for s in shapes for n in (1, 4, 20)]
+    else:
+        calls = [(s, {input: np.asarray([n], np.float32)}) for s in shapes for n in (0.3, 0.71, 1.5)]
+    agrees(of_run(input, [1], sizes=[4] if input == "constant sizes" else None, antialias=1, **attributes), calls)
+
+
+def test_antialias_outside_of_a_crop() -> None:
+    """What lies outside of X is a number of the node, also where many elements are weighed."""
+    settings = {"mode": "linear", "coordinate_transformation_mode": "tf_crop_and_resize", "extrapolation_value": 9.0}
+    node = helper.make_node("Resize", ["x", "roi", "", "sizes"], ["y"], axes=[0], antialias=1, **settings)
+    constants = [numpy_helper.from_array(np.asarray([-0.2, 1.1], np.float32), "roi")]
+    inputs = [value_info("x", "float32", ["a"]), value_info("sizes", "int64", [1])]
+    proto = model([node], inputs, [value_info("y", "float32", ["b"])], 19, constants)
+    agrees(proto, [((n,), {"sizes": np.asarray([m])}) for n, m in ((30, 4), (12, 5), (6, 9))])
+
+
+@pytest.mark.parametrize("mode", ["nearest", "linear", "cubic"])
+@pytest.mark.parametrize("policy", ["not_larger", "not_smaller"])
+@pytest.mark.parametrize("known", [False, True])
+def test_aspect_ratio_of_run(mode: str, policy: str, known: bool) -> None:
+    """Of sizes that are symbols, by numbers or by an input."""
+    sizes = [[7, 8], [4, 30], [20, 3]]
+    shapes = [(6, 2, 9), (5, 1, 5), (12, 2, 4)]
+    for constant in sizes if known and mode == "linear" else sizes[:1]:
+        proto = of_run("sizes", [2, 0], 3, constant if known else None, mode=mode, keep_aspect_ratio_policy=policy)
+        feeds = [{}] if known else [{"sizes": np.asarray(n)} for n in sizes]
+        agrees(proto, list(itertools.product(shapes, feeds)))
+    if not known:
+        module = lowering.compile(proto)
+        for shape, hostile in (((6, 2, 9), [0, 3]), ((6, 2, 9), [2, -1]), ((0, 2, 9), [2, 2]), ((6, 1, 9), [2**62, 2])):
+            with pytest.raises(InputError):
+                module.run({"x": np.zeros(shape, np.float32), "sizes": np.asarray(hostile)})
+
+
+@pytest.mark.parametrize("mode", ["linear", "cubic"])
+@pytest.mark.parametrize("policy", ["not_larger", "not_smaller"])
+def test_antialias_with_aspect_ratio_of_run(mode: str, policy: str) -> None:
+    proto = of_run("sizes", [0, 1], mode=mode, keep_aspect_ratio_policy=policy, antialias=1)
+    agrees(proto, [(s, {"sizes": np.asarray(n)}) for s in ((20, 9), (5, 8)) for n in ([3, 4], [8, 30])])
+
+
 def test_between_convolutions() -> None:
     """With channels last, as convolutions compute."""
     rng = np.random.default_rng(2)
