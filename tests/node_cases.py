@@ -42,11 +42,12 @@ OPERATORS = (
     "TopK", "Transpose", "Trilu", "Unsqueeze", "Where",
 )  # fmt: skip
 
-# Operators whose cases must pass on every type; for the others, floats, integers and bools of 8 bits or more count.
+# Operators whose cases must pass on every type; for the others, those of strings and of floats,
+# integers and bools of 8 bits or more count.
 EVERY_TYPE = ("Attention", "FlexAttention", "TensorScatter")
 
 # Domains of the standard with operators that have cases here.
-DOMAINS = ("", "ai.onnx", "ai.onnx.preview")
+DOMAINS = ("", "ai.onnx", "ai.onnx.preview", "ai.onnx.ml")
 
 # Whose expected values are rounded sums of float32: zeros among them are noise.
 NOISE = {"DFT": 1e-6, "STFT": 1e-6}
@@ -57,7 +58,7 @@ _WIDE_ENOUGH = {
     getattr(onnx.TensorProto, name)
     for name in (
         "BOOL", "INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64", "FLOAT16", "BFLOAT16",
-        "FLOAT", "DOUBLE", "FLOAT8E4M3FN", "FLOAT8E4M3FNUZ", "FLOAT8E5M2", "FLOAT8E5M2FNUZ", "FLOAT8E8M0",
+        "FLOAT", "DOUBLE", "FLOAT8E4M3FN", "FLOAT8E4M3FNUZ", "FLOAT8E5M2", "FLOAT8E5M2FNUZ", "FLOAT8E8M0", "STRING",
     )
 }  # fmt: skip
 
@@ -91,7 +92,7 @@ class Case:
 
     @property
     def wide_enough(self) -> bool:
-        """Whether all inputs and outputs are of elements of 8 bits or more, and numbers."""
+        """Whether all inputs and outputs are of numbers of 8 bits or more, or of strings."""
         values = (*self.model.graph.input, *self.model.graph.output)
         return all(_tensor_type(v.type).elem_type in _WIDE_ENOUGH for v in values)
 

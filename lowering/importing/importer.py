@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import numpy as np
 import onnx
 import onnx_ir as ir
 from tvm import relax
@@ -25,7 +24,7 @@ from ..graph.legality import declared_opset
 from ..graph.model import dtype_name
 from .function_body import function_body
 from .imported import Imported, Port
-from .node import Node
+from .node import Node, array_of
 from .origins import Builder
 from .outputs import output_ports, shape_contradiction, type_problem
 from .random_streams import RandomStreams
@@ -121,7 +120,16 @@ class Importer(Tensors):
         module, origins, weights = self.builder.finalize(), self.builder.origins, self._weights.contents
         derived = self.expected.derived((port.shape, port.dims) for port in ports)
         return Imported(
-            module, weights, ports, outputs, lists, self.strings, self.warnings, origins, self._assertions, derived
+            module,
+            weights,
+            ports,
+            outputs,
+            lists,
+            list(self.strings),
+            self.warnings,
+            origins,
+            self._assertions,
+            derived,
         )
 
     def _port(self, value: ir.Value) -> Port:
@@ -241,7 +249,7 @@ class Importer(Tensors):
         other = copy.copy(self)
         other.builder, other.errors, other._weights = Builder(), None, self._weights.copy()
         other.builder._begin_binding_block()
-        other.warnings, other.strings, other._assertions = [], list(self.strings), dict(self._assertions)
+        other.warnings, other.strings, other._assertions = [], dict(self.strings), dict(self._assertions)
         other._values, other._materialised = dict(self._values), dict(self._materialised)
         other.first_to_check = dict(self.first_to_check)
         return other
@@ -270,10 +278,7 @@ class Importer(Tensors):
         tensor = value.const_value
         if tensor is None:
             raise ModelError(f"Initialiser '{value.name}' has no data.")
-        if isinstance(tensor, ir.StringTensor):
-            texts = [text.decode() for text in tensor.string_data()]
-            return self.constant(np.array(texts, dtype=object).reshape(tensor.numpy().shape))
-        return self.constant(tensor.numpy())
+        return self.constant(array_of(tensor))
 
     def _read(self, value: ir.Value) -> Value:
         known = self._values.get(value.name or "")

@@ -59,7 +59,7 @@ class Node:
                 raise self.error(f"attribute {name} is missing.", "Add it; the operator requires it.")
             return default
         if attribute.type == ir.AttributeType.TENSOR:
-            return attribute.as_tensor().numpy()
+            return array_of(attribute.as_tensor())
         if attribute.type in (ir.AttributeType.INTS, ir.AttributeType.FLOATS, ir.AttributeType.STRINGS):
             return list(attribute.value)
         return attribute.value
@@ -130,6 +130,10 @@ class Node:
     def quantised(self, matrix: Quantised) -> Value:
         """A constant matrix that products read as integers; what else reads it gets floats."""
         return self._importer.quantised(matrix)
+
+    def string_codes(self, texts: np.ndarray) -> np.ndarray:
+        """The int32 numbers that stand for strings in tensors: equal ones for equal strings."""
+        return self._importer.string_codes(texts)
 
     def sizes(self, contents: Any, dtype: str = "int64") -> Value:
         """A value whose contents are sizes (ints and TensorIR expressions), given as a nested list or object array."""
@@ -303,6 +307,13 @@ class Node:
     def importer(self) -> Importer:
         """For operators with control flow only."""
         return self._importer
+
+
+def array_of(tensor: ir.TensorProtocol) -> np.ndarray:
+    """The elements of a tensor of the model, strings as objects."""
+    if not isinstance(tensor, ir.StringTensor):
+        return tensor.numpy()
+    return np.array([text.decode() for text in tensor.string_data()], dtype=object).reshape(tensor.numpy().shape)
 
 
 def describe(node: ir.Node, version: int) -> str:

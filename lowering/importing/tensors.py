@@ -37,7 +37,7 @@ class Tensors:
         self.builder = Builder()
         self.inside = ""  # which graph inside the model is lowered, for errors
         self.expected = ExpectedSizes()
-        self.strings: list[str] = []
+        self.strings: dict[str, int] = {}  # their codes, which count from 0
         self._assertions: dict[str, str] = {}
         self._weights = Weights()
         self._materialised: dict[int, tuple[Value, relax.Expr]] = {}
@@ -75,17 +75,16 @@ class Tensors:
             return self.builder.emit(relax.op.permute_dims(value.channels_last, channels_second_axes(value.rank)))
         if value.dtype == "string":
             assert value.contents is not None
-            codes = np.array([self._code(s) for s in value.contents.flat], "int32").reshape(value.shape)
-            return self._weights.numbers(codes)
+            return self._weights.numbers(self.string_codes(value.contents))
         numbers = value.constant
         if numbers is not None:
             return self._weights.numbers(storage_array(numbers))
         return self._size_tensor(value)
 
-    def _code(self, text: str) -> int:
-        if text not in self.strings:
-            self.strings.append(text)
-        return self.strings.index(text)
+    def string_codes(self, texts: np.ndarray) -> np.ndarray:
+        """The int32 numbers that stand for strings: equal ones for equal strings."""
+        codes = [self.strings.setdefault(text, len(self.strings)) for text in texts.flat]
+        return np.array(codes, np.int32).reshape(texts.shape)
 
     def quantised(self, matrix: Quantised) -> Value:
         """A weight of the matrix's elements, which are computed only where they are not multiplied by."""

@@ -43,6 +43,7 @@ class Attack:
     them. Inputs in `parameters` are more often constants of the model than others, those in `fixed` always. The axes
     (input, axis) in `numbers` are rarely symbolic: the project wants numbers there. `close` is the relative tolerance
     beside that of the output's type. `results` are element types and ranks of the outputs, where onnx infers none.
+    `domain_opset` is the version of a domain other than ai.onnx.
     """
 
     op: str
@@ -51,6 +52,7 @@ class Attack:
     outputs: int = 1
     domain: str = ""
     opset: int = 24
+    domain_opset: int = 1
     parameters: Collection[int] = ()
     fixed: Collection[int] = ()
     numbers: Collection[tuple[int, int]] = ()
@@ -188,7 +190,7 @@ def _model(attack: Attack, names: list[str], declared: dict[int, list[int | str]
     ]
     opsets = [helper.make_opsetid("", attack.opset)]
     if attack.domain:
-        opsets.append(helper.make_opsetid(attack.domain, 1))
+        opsets.append(helper.make_opsetid(attack.domain, attack.domain_opset))
     outputs = [helper.make_empty_tensor_value_info(r) for r in results]
     graph = helper.make_graph([node], "attack", inputs, outputs, constants)
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)

@@ -1,10 +1,10 @@
-"""Unique: of elements and of slices, none of them included."""
+"""Unique, of elements and of slices, none of them included; LabelEncoder of ai.onnx.ml, of any keys."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from ..attack import Answer, Arrays, Attack, attacks, axis_of
+from ..attack import Answer, Arrays, Attack, attacks, axis_of, require
 from ..draw import INTEGERS, Draw
 
 
@@ -32,3 +32,26 @@ def unique(d: Draw, op: str) -> Attack:
         return [y, *(np.asarray(v, np.int64) for v in (firsts, inverse, counts))]
 
     return Attack(op, feed, rule, outputs=4, attributes=attributes)
+
+
+@attacks("LabelEncoder", domain="ai.onnx.ml")
+def label_encoder(d: Draw, op: str) -> Attack:
+    dtype, count = d.pick(("int64", "float32")), d.pick((1, 2, 7, 100))
+    keys = d.array(dtype, (count,), odd=0.3)
+    values = d.array("int64", (count if d.chance(0.9) else count + 1,))
+    rank, default = d.int(0, 3), d.int(-3, 3)
+    lists = {"int64": "keys_int64s", "float32": "keys_floats"}
+    attributes = {lists[dtype]: keys.tolist(), "values_int64s": values.tolist(), "default_int64": default}
+
+    def feed() -> Arrays:
+        x = d.array(dtype, d.shape(rank), odd=0.3)
+        return [np.where(d.rng.random(x.shape) < 0.5, d.rng.choice(keys, x.shape), x).astype(dtype)]
+
+    def rule(x: np.ndarray) -> Answer:
+        require(count == len(values), "keys and values")
+        y = np.full(x.shape, default)
+        for key, value in zip(keys, values):
+            y[(x == key) | ((key != key) & (x != x))] = value
+        return [y]
+
+    return Attack(op, feed, rule, domain="ai.onnx.ml", domain_opset=4, attributes=attributes, results=[("int64", rank)])
