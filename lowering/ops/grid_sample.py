@@ -74,7 +74,7 @@ class Along:
         0, and their weights if there are several; where is its coordinate in the grid."""
 
         def statements(grid: Any, *made: Any) -> None:
-            wide, half, one = _number(size, self.acc), tirx.const(0.5, self.acc), tirx.const(1.0, self.acc)
+            wide, half, one = number_of(size, self.acc), tirx.const(0.5, self.acc), tirx.const(1.0, self.acc)
             low, high = (half - half, wide - one) if self.corners else (-half, wide - half)
             with independent(*made[0].shape[:-1]) as index:
                 number = grid[(*index, tirx.const(where, "int64"))].astype(self.acc)
@@ -86,7 +86,7 @@ class Along:
                 elif self.padding == "reflection":
                     at = held(_reflected(at, low, high, self.acc))
                 before = held(tirx.floor(at))
-                first = held(_index(before))
+                first = held(far_index(before))
                 for k in range(self.count):
                     place = (*index, tirx.const(k, "int64"))
                     element = held(first + (k - (1 if self.count == 4 else 0)))
@@ -103,7 +103,7 @@ class Along:
         if self.padding == "zeros":
             return tirx.if_then_else(tirx.all(number >= 0, number < size), number, tirx.const(-1, "int64"))
         if self.padding == "reflection":  # neighbours lie outside where the place itself does not
-            number = held(_index(held(_reflected(number.astype(self.acc), low, high, self.acc))))
+            number = held(far_index(held(_reflected(number.astype(self.acc), low, high, self.acc))))
         return tirx.max(tirx.min(number, size - 1), zero)
 
 
@@ -143,11 +143,11 @@ def _sums(
     )
 
 
-def _number(size: Any, dtype: str) -> Any:
+def number_of(size: Any, dtype: str) -> Any:
     return tirx.const(size, dtype) if isinstance(size, int) else size.astype(dtype)
 
 
-def _index(value: Any) -> Any:
+def far_index(value: Any) -> Any:
     """A whole number as an index; what is none is far outside."""
     most = tirx.const(2.0**30, value.ty)
     value = tirx.max(tirx.min(value, most), -most)

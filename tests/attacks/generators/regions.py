@@ -1,4 +1,4 @@
-"""RoiAlign, AffineGrid, MaxUnpool and Col2Im: regions, batches, places and sizes that do not fit."""
+"""RoiAlign, AffineGrid, MaxUnpool, Col2Im and DeformConv: regions, batches, places and sizes that do not fit."""
 
 from __future__ import annotations
 
@@ -129,3 +129,35 @@ def col2im(d: Draw, op: str) -> Attack:
         return [result.astype(np.float32)]
 
     return Attack(op, feed, rule, attributes=attributes, parameters=[1, 2], opset=18)
+
+
+@attacks("DeformConv")
+def deform_conv(d: Draw, op: str) -> Attack:
+    group, groups, inner, kernel = d.pick((1, 2)), d.pick((1, 2)), d.pick((1, 2)), d.pick((1, 2))
+    attributes = {"group": group, "offset_group": groups, "pads": [d.int(0, 1) for _ in range(4)]}
+    use_mask = d.chance(0.5)
+
+    def feed() -> Arrays:
+        n, h, w = (0 if d.chance(0.03) else d.pick((1, 2, 5)) for _ in range(3))
+        before = attributes["pads"]
+        places = [h + before[0] + before[2] - kernel + 1, w + before[1] + before[3] - kernel + 1]
+        places = [max(size, 0) if d.chance(0.95) else d.int(0, 6) for size in places]
+        count = groups * kernel * kernel
+        offset = d.array("float32", (n, 2 * count if d.chance(0.95) else count, *places), odd=0.3, scale=2.0)
+        if offset.size:
+            offset.ravel()[0] = d.pick((np.nan, np.inf, -np.inf, 3e38, -1e30, 0))
+        x = d.array("float32", (n, group * inner, h, w), scale=1.0)
+        weights = d.array("float32", (group * 2, inner, kernel, kernel), scale=1.0)
+        mask = d.array("float32", (n if d.chance(0.95) else n + 1, count, *places), scale=1.0) if use_mask else None
+        return [x, weights, offset, None, mask]
+
+    def rule(x: np.ndarray, w: np.ndarray, offset: np.ndarray, bias: None, mask: np.ndarray | None = None) -> Answer:
+        require(w.shape[1] * group % groups == 0, "groups")
+        require(offset.shape[0] == len(x) and offset.shape[1] == 2 * groups * kernel * kernel, "offsets")
+        require(mask is None or len(mask) == len(x), "masks")
+        raise Unspecified("the values are those of tests/ops/test_deform_conv.py")
+
+    return Attack(
+        op, feed, rule, attributes=attributes, parameters=[1], numbers=[(0, 1), *((1, a) for a in range(4)), (2, 1)],
+        opset=22,
+    )  # fmt: skip
