@@ -207,6 +207,8 @@ def numpy_dtype(dtype: str) -> np.dtype:
 
 
 _STORAGE = {
+    "int2": "int8",
+    "uint2": "uint8",
     "int4": "int8",
     "uint4": "uint8",
     "float4_e2m1fn": "uint8",

@@ -20,7 +20,8 @@ _PLAIN = (
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
     "float16", "bfloat16", "float32", "float64",
 )  # fmt: skip
-_NIBBLES = ("int4", "uint4")
+_NARROW = {"int2": 2, "uint2": 2, "int4": 4, "uint4": 4}
+"""Integers of less than a byte, and their bits."""
 
 
 @op("Cast", since=6)
@@ -42,7 +43,7 @@ def cast_to(node: Node, data: Value, dtype: str) -> Value:
     if dtype == data.dtype:
         return data
     for name in (data.dtype, dtype):
-        if name not in (*_PLAIN, *_NIBBLES, *FORMATS, SCALE):
+        if name not in (*_PLAIN, *_NARROW, *FORMATS, SCALE):
             raise node.error(f"cannot cast {data.dtype} to {dtype}: type {name} is no number.")
     known = _contents(node, data, dtype)
     if known is not None:
@@ -62,14 +63,14 @@ def cast_to(node: Node, data: Value, dtype: str) -> Value:
         number = x(*index)
         if data.dtype in FORMATS or data.dtype == SCALE:
             number = decode(number, data.dtype)
-        elif data.dtype in _NIBBLES:
-            number = _from_nibble(number.astype("int64"), data.dtype)
+        elif data.dtype in _NARROW:
+            number = _from_low_bits(number.astype("int64"), data.dtype)
         if dtype == SCALE:
             return encode_scale(number.astype("float32"), saturate, mode)
         if dtype in FORMATS:
             return encode(number.astype("float64"), dtype, saturate)
-        if dtype in _NIBBLES:
-            return (number.astype("int64") & 15).astype(storage_dtype(dtype))  # higher bits are discarded
+        if dtype in _NARROW:
+            return (number.astype("int64") & _mask(dtype)).astype(storage_dtype(dtype))  # higher bits are discarded
         return number.astype(dtype)
 
     return compute(node, "cast", element, [data], data.shape, dtype=dtype)
@@ -86,10 +87,14 @@ def _contents(node: Node, data: Value, dtype: str) -> Value | None:
     return symbolic.elementwise(node, lambda a: a, data, dtype=dtype)
 
 
-def _from_nibble(code: Any, dtype: str) -> Any:
-    """The number that the low four bits of a byte stand for."""
-    low = code & 15
-    return (low ^ 8) - 8 if dtype == "int4" else low
+def _mask(dtype: str) -> int:
+    return (1 << _NARROW[dtype]) - 1
+
+
+def _from_low_bits(code: Any, dtype: str) -> Any:
+    """The number that the low bits of a byte stand for."""
+    low, sign = code & _mask(dtype), 1 << (_NARROW[dtype] - 1)
+    return low if dtype.startswith("u") else (low ^ sign) - sign
 
 
 @op("BitCast", since=26)

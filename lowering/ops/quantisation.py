@@ -25,10 +25,11 @@ from .float8 import FORMATS, encode
 from .kernels import compute
 from .reshape import reshape_to
 
-_BITS = {"int8": 8, "uint8": 8, "int4": 4, "uint4": 4}
+_BITS = {"int8": 8, "uint8": 8, "int4": 4, "uint4": 4, "int2": 4, "uint2": 4}
+"""In how many bits matrices of constants are kept."""
 _RANGES = {
-    **{f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (4, 8, 16)},
-    **{f"uint{bits}": (0, 2**bits - 1) for bits in (4, 8, 16)},
+    **{f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (2, 4, 8, 16)},
+    **{f"uint{bits}": (0, 2**bits - 1) for bits in (2, 4, 8, 16)},
 }
 _PRECISIONS = {"int32": "float64", "float8_e8m0fnu": "float32"}  # of a division by such a scale, as in NumPy
 
@@ -130,7 +131,7 @@ def _code(number: Any, zero: Any, dtype: str) -> Any:
     number = number if zero is None else number + zero
     low, high = (tirx.const(float(bound), str(number.ty.dtype)) for bound in _RANGES[dtype])
     number = tirx.min(tirx.max(number, low), high).astype("int32")
-    return (number & 15 if dtype == "uint4" else number).astype(storage_dtype(dtype))
+    return (number & _RANGES[dtype][1] if dtype in ("uint2", "uint4") else number).astype(storage_dtype(dtype))
 
 
 def _named(onnx_type: int) -> str | None:

@@ -14,6 +14,8 @@ _CARRIERS = {
     "float8_e5m2": "uint8",
     "float8_e5m2fnuz": "uint8",
     "float8_e8m0fnu": "uint8",
+    "int2": "int8",
+    "uint2": "uint8",
     "int4": "int8",
     "uint4": "uint8",
     "float4_e2m1fn": "uint8",
@@ -30,7 +32,7 @@ STORAGE = {
 """The type in which the compiled code sees elements, by the name that users see."""
 
 # Types that other array libraries lack: their arrays hold one byte per element instead, of the storage type.
-BYTES_ELSEWHERE = frozenset({"int4", "uint4", "float4_e2m1fn"})
+BYTES_ELSEWHERE = frozenset({"int2", "uint2", "int4", "uint4", "float4_e2m1fn"})
 
 
 def itemsize(storage: str) -> int:

@@ -13,7 +13,7 @@ import lowering
 from .expectations import FLOATS, INTEGERS, Expectations, imported
 
 FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
-NIBBLES = ("int4", "uint4")
+NARROW = ("int2", "uint2", "int4", "uint4")
 RNG = np.random.default_rng(0)
 
 
@@ -122,13 +122,13 @@ def test_from_narrow_floats() -> None:
 
 def test_narrow_integers() -> None:
     e = Expectations()
-    for source, least in (("int4", -8), ("uint4", 0)):
-        x = np.arange(least, least + 16).astype(source)
+    for source, least, count in (("int4", -8, 16), ("uint4", 0, 16), ("int2", -2, 4), ("uint2", 0, 4)):
+        x = np.arange(least, least + count).astype(source)
         for target in ("int8", "uint8", "int64", "float32", "float16", "bool"):
             e.expect("Cast", [x], x.astype(np.int64).astype(target), to=to(target))
     wide = np.arange(-20, 300, 7).astype(np.int32)
     floats = np.array([-8.0, -1.5, -0.5, 0.5, 3.9, 7.0], np.float32)
-    for target in NIBBLES:
+    for target in NARROW:
         e.expect("Cast", [wide], wide.astype(target), to=to(target))
         e.expect("Cast", [floats], floats.astype(np.int32).astype(target), to=to(target))
     e.check()

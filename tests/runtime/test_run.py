@@ -27,7 +27,7 @@ TYPES = [
     *((t, t) for t in ("float16", "float32", "float64", "bool", "int8", "int16", "int32", "int64")),
     *((t, t) for t in ("uint8", "uint16", "uint32", "uint64", "bfloat16")),
     *((f"float8_{t}", "uint8") for t in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")),
-    *(("int4", "int8"), ("uint4", "uint8"), ("float4_e2m1fn", "uint8")),
+    *(("int2", "int8"), ("uint2", "uint8"), ("int4", "int8"), ("uint4", "uint8"), ("float4_e2m1fn", "uint8")),
     *(("complex64", "uint64"), ("complex128", "uint64")),
 ]
 
