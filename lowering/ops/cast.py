@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 from tvm import DataType, relax, tirx
 
 from ..importing import symbolic
 from ..importing.channels import in_their_order
-from ..importing.compute import pointwise, widened
+from ..importing.compute import is_float, pointwise, widened
 from ..importing.node import Node
 from ..importing.values import Value, numpy_dtype, storage_dtype
 from . import op
@@ -42,6 +44,8 @@ def cast_to(node: Node, data: Value, dtype: str) -> Value:
     """The data with elements of another type, by the rules of the attributes saturate and round_mode."""
     if dtype == data.dtype:
         return data
+    if "string" in (data.dtype, dtype):
+        return _cast_texts(node, data, dtype)
     for name in (data.dtype, dtype):
         if name not in (*_PLAIN, *_NARROW, *FORMATS, SCALE):
             raise node.error(f"cannot cast {data.dtype} to {dtype}: type {name} is no number.")
@@ -74,6 +78,41 @@ def cast_to(node: Node, data: Value, dtype: str) -> Value:
         return number.astype(dtype)
 
     return compute(node, "cast", element, [data], data.shape, dtype=dtype)
+
+
+def _cast_texts(node: Node, data: Value, dtype: str) -> Value:
+    """To or from strings, of constants: numbers are written as NumPy writes them, and read as Python reads them."""
+    known = data.constant
+    if known is None:
+        raise node.error(
+            f"cannot cast {data.dtype} to {dtype}: the elements are known to the run only, and compiled code tells of "
+            "strings only whether they are equal.",
+            "Make the input a constant, or cast before or after the model.",
+        )
+    if dtype == "string":
+        return node.constant(known.astype(np.str_).astype(object))
+    numbers = [_number_in(node, text, dtype) for text in known.flat]
+    if not is_float(dtype):
+        return cast_to(node, node.constant(np.array(numbers, np.int64).reshape(known.shape)), dtype)
+    array = np.array(numbers, np.float64).reshape(known.shape)
+    if dtype in _PLAIN:
+        with np.errstate(over="ignore"):
+            return node.constant(array.astype(numpy_dtype(dtype)))
+    return cast_to(node, node.constant(array), dtype)
+
+
+def _number_in(node: Node, text: str, dtype: str) -> float | int:
+    """Read a number. Raises NodeError for what is none, or is none of the type."""
+    ranges = np.iinfo(dtype) if dtype in _PLAIN and dtype != "bool" and not is_float(dtype) else np.iinfo("int64")
+    try:
+        if is_float(dtype):
+            return float(text)
+        number = int(text) if re.fullmatch(r"\s*[+-]?\d+\s*", text) else int(float(text))
+    except (ValueError, OverflowError):
+        raise node.error(f"cannot cast the string '{text}' to {dtype}: it is not a number.") from None
+    if dtype == "bool" or not ranges.min <= number <= min(ranges.max, np.iinfo("int64").max):
+        raise node.error(f"cannot cast the string '{text}' to {dtype}.", "Cast it to float64, or int64, first.")
+    return number
 
 
 def _contents(node: Node, data: Value, dtype: str) -> Value | None:

@@ -6,11 +6,11 @@ import ml_dtypes
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 import lowering
 
-from .expectations import FLOATS, INTEGERS, Expectations, imported
+from .expectations import FLOATS, INTEGERS, Expectations, imported, model
 
 FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
 NARROW = ("int2", "uint2", "int4", "uint4")
@@ -176,3 +176,60 @@ def test_strings_and_complex_are_refused() -> None:
     for dtype in ("complex64", "string"):
         with pytest.raises(lowering.NodeError, match=rf"Cast-25 'the_node': cannot cast float32 to {dtype}"):
             imported("Cast", [("float32", [2])], to=onnx.TensorProto.DataType.Value(dtype.upper()))
+
+
+def cast_constant(x: np.ndarray, kind: int, like: bool = False) -> np.ndarray:
+    """What a model gives that casts a constant, by Cast, or by CastLike and an input of the type."""
+    attributes = {} if like else {"to": kind}
+    node = helper.make_node("CastLike" if like else "Cast", ["x", "like"] if like else ["x"], ["y"], **attributes)
+    inputs = [helper.make_tensor_value_info("like", kind, ["n"])] if like else []
+    outputs = [helper.make_tensor_value_info("y", kind, x.shape)]
+    proto = model([node], inputs, outputs, 25, [numpy_helper.from_array(x, "x")])
+    feeds = {"like": np.zeros(1, helper.tensor_dtype_to_np_dtype(kind))} if like and kind != TensorProto.STRING else {}
+    feeds = {"like": np.array(["a"], object)} if like and kind == TensorProto.STRING else feeds
+    return np.asarray(lowering.compile(proto).run(feeds)["y"])
+
+
+@pytest.mark.parametrize("like", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int64", "bool", "float64", "uint8"])
+def test_constants_to_strings(dtype: str, like: bool) -> None:
+    """As NumPy writes them, and with it onnx's evaluator."""
+    numbers = [0, 1, 7] if dtype in ("bool", "uint8", "int64") else [0.1, -1.5, 1e-7, 6e4, np.inf, np.nan, 3.0]
+    x = np.array(numbers).astype(dtype)
+    found = cast_constant(x, TensorProto.STRING, like)
+    assert found.dtype == object and found.tolist() == [str(element) for element in x]
+
+
+@pytest.mark.parametrize("like", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64", "float8_e4m3fn"])
+def test_constant_strings_to_floats(dtype: str, like: bool) -> None:
+    texts = np.array([["0.25", " -3 ", "1e2"], ["+INF", "-inf", "NaN"]], object)
+    want = np.array([[0.25, -3.0, 100.0], [np.inf, -np.inf, np.nan]])
+    if dtype.startswith("float8"):  # it has no infinity
+        texts, want = texts[:1], want[:1]
+    found = cast_constant(texts, to(dtype), like).astype(np.float32)
+    np.testing.assert_array_equal(found, want.astype(dtype).astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int32", "int8", "uint8", "int4"])
+def test_constant_strings_to_integers(dtype: str) -> None:
+    found = cast_constant(np.array(["3", "+4", " 05", "2.7"], object), to(dtype))
+    assert found.dtype == np.dtype(dtype) and found.astype(int).tolist() == [3, 4, 5, 2]
+    if dtype == "int64":  # beyond what float64 holds
+        assert cast_constant(np.array(["-9223372036854775807"], object), to(dtype)).tolist() == [-(2**63) + 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype", "words"),
+    [
+        ("four", "float32", "the string 'four' to float32: it is not a number"),
+        ("", "int64", "the string '' to int64: it is not a number"),
+        ("300", "uint8", "the string '300' to uint8"),
+        ("-1", "uint64", "the string '-1' to uint64"),
+        ("inf", "int32", "it is not a number"),
+        ("1", "bool", "the string '1' to bool"),
+    ],
+)
+def test_constant_strings_that_are_no_numbers(text: str, dtype: str, words: str) -> None:
+    with pytest.raises(lowering.NodeError, match=words):
+        cast_constant(np.array([text], object), to(dtype))

@@ -1,10 +1,10 @@
-"""Unique, of elements and of slices, none of them included; LabelEncoder of ai.onnx.ml, of any keys."""
+"""Unique, of elements and of slices, none of them included; LabelEncoder of ai.onnx.ml, of any keys; and n-grams."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from ..attack import Answer, Arrays, Attack, attacks, axis_of, require
+from ..attack import Answer, Arrays, Attack, Unspecified, attacks, axis_of, require
 from ..draw import INTEGERS, Draw
 
 
@@ -55,3 +55,23 @@ def label_encoder(d: Draw, op: str) -> Attack:
         return [y]
 
     return Attack(op, feed, rule, domain="ai.onnx.ml", domain_opset=4, attributes=attributes, results=[("int64", rank)])
+
+
+@attacks("TfIdfVectorizer")
+def tfidf_vectorizer(d: Draw, op: str) -> Attack:
+    count, rank = d.pick((1, 3, 40)), d.int(1, 2)
+    pool = [d.int(-2, 3) for _ in range(3 * count)]
+    indexes = [d.int(0, 5) for _ in range(2 * count)]
+    attributes = {
+        "mode": d.pick(("TF", "IDF")), "pool_int64s": pool, "ngram_counts": [0, d.pick((count, count, count + 1))],
+        "ngram_indexes": indexes, "min_gram_length": 1, "max_gram_length": 2,
+        "max_skip_count": d.pick((0, 1, 7, 2**40)),
+    }  # fmt: skip
+
+    def feed() -> Arrays:
+        return [d.rng.integers(-2, 4, d.shape(rank)).astype(np.int64)]
+
+    def rule(x: np.ndarray) -> Answer:
+        raise Unspecified("the values are those of tests/ops/test_strings.py")
+
+    return Attack(op, feed, rule, attributes=attributes, results=[("float32", rank)])
