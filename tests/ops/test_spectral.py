@@ -64,6 +64,87 @@ def test_stft(rank: int, window: str | None) -> None:
         module(**{**given, "x": given["x"][:, :15]})
 
 
+def transformed(x: np.ndarray, axis: int, length: int | None, inverse: int, onesided: int) -> np.ndarray:
+    z = x[..., 0].astype(np.float64) if x.shape[-1] == 1 else x[..., 0].astype(np.float64) + 1j * x[..., 1]
+    if inverse and onesided:
+        return np.fft.irfft(z, length, axis=axis)[..., None]
+    if onesided:
+        y = np.fft.fft(z, length, axis=axis)
+        y = y.take(range(y.shape[axis] // 2 + 1), axis)
+    else:
+        y = (np.fft.ifft if inverse else np.fft.fft)(z, length, axis=axis)
+    return np.stack([y.real, y.imag], axis=-1)
+
+
+FORMS = [(1, 0, 0), (1, 0, 1), (2, 0, 0), (2, 1, 0), (2, 1, 1), (1, 1, 0)]
+
+
+OF_RUN = ("axis", "length", "size", "axis and length")
+
+
+@pytest.mark.parametrize(
+    "of_run, parts, inverse, onesided",
+    [(n, *form) for k, form in enumerate(FORMS) for j, n in enumerate(OF_RUN) if form == (2, 1, 1) or (k + j) % 2],
+)
+def test_dft_of_run(of_run: str, parts: int, inverse: int, onesided: int) -> None:
+    """Axes, lengths and sizes that only the run knows."""
+    names = ["x", "n" if "length" in of_run else "", "axis"]
+    node = helper.make_node("DFT", names, ["y"], inverse=inverse, onesided=onesided)
+    dims = ["b", "n0" if of_run == "size" else 6, "c", parts]
+    inputs, constants = [value_info("x", "float32", dims)], []
+    for name in ("axis", "n"):
+        if (name == "axis" and "axis" in of_run) or (name == "n" and "length" in of_run):
+            inputs.append(value_info(name, "int64", []))
+    if "axis" not in of_run:
+        constants.append(numpy_helper.from_array(np.asarray(-3), "axis"))
+    proto = model([node], inputs, [value_info("y", "float32", [f"y{k}" for k in range(4)])], 20, constants)
+    module, rng = lowering.compile(proto), np.random.default_rng(4)
+    for axis, length in ((1, 4), (-4, 9), (2, 3)) if "axis" in of_run else ((1, 4), (1, 9), (1, 1)):
+        x = rng.standard_normal((2, 6 if of_run != "size" else length + 1, 5, parts)).astype(np.float32)
+        feeds = {"x": x, "axis": np.asarray(axis), "n": np.asarray(length)}
+        found = module.run({port.name: feeds[port.name] for port in module.inputs})["y"]
+        want = transformed(x, axis % 4, length if "length" in of_run else None, inverse, onesided)
+        assert np.shape(found) == want.shape
+        np.testing.assert_allclose(np.asarray(found), want, atol=2e-5)
+    hostile = {"axis": (3, -1, -5, 2**40), "n": (-1, 2**40)}
+    for name in hostile.keys() & {port.name for port in module.inputs}:
+        for number in hostile[name]:
+            with pytest.raises(InputError):
+                module.run({port.name: {**feeds, name: np.asarray(number)}[port.name] for port in module.inputs})
+
+
+@pytest.mark.parametrize("given", ["step", "length", "both", "window"])
+def test_stft_of_run(given: str) -> None:
+    names = ["x", "step", "w" if given == "window" else "", "" if given == "window" else "n"]
+    node = helper.make_node("STFT", names, ["y"])
+    inputs, constants = [value_info("x", "float32", ["b", "l", 1])], []
+    if given in ("step", "both"):
+        inputs.append(value_info("step", "int64", []))
+    else:
+        constants.append(numpy_helper.from_array(np.asarray(5), "step"))
+    if given in ("length", "both"):
+        inputs.append(value_info("n", "int64", []))
+    elif given == "window":
+        inputs.append(value_info("w", "float32", ["n"]))
+    else:
+        constants.append(numpy_helper.from_array(np.asarray(16), "n"))
+    module = lowering.compile(model([node], inputs, [value_info("y", "float32", ["b", "f", "k", 2])], 17, constants))
+    rng = np.random.default_rng(6)
+    for size, step, length in ((40, 5, 16), (33, 3, 7), (16, 9, 16)):
+        step, length = step if given in ("step", "both") else 5, 16 if given == "step" else length
+        x, w = rng.standard_normal((2, size)).astype(np.float32), rng.random(length).astype(np.float32)
+        frames = np.stack([x[:, at : at + length] for at in range(0, size - length + 1, step)], axis=1)
+        made = np.fft.rfft(frames * (w if given == "window" else 1), axis=2)
+        feeds = {"x": x[..., None], "step": np.asarray(step), "n": np.asarray(length), "w": w}
+        found = module.run({port.name: feeds[port.name] for port in module.inputs})["y"]
+        np.testing.assert_allclose(np.asarray(found), np.stack([made.real, made.imag], axis=-1), atol=2e-5)
+    hostile = {"step": (0, -3, -(2**62)), "n": (0, -1, 17, 2**50)}
+    for name in hostile.keys() & {port.name for port in module.inputs}:
+        for number in hostile[name]:
+            with pytest.raises(InputError):
+                module.run({port.name: {**feeds, name: np.asarray(number)}[port.name] for port in module.inputs})
+
+
 def test_refusals() -> None:
     node = helper.make_node("DFT", ["x"], ["y"])
     proto = model([node], [value_info("x", "float32", ["b", 8, 3])], [value_info("y", "float32", ["b", 8, 2])], 20)

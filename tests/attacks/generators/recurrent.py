@@ -141,7 +141,7 @@ def transforms(d: Draw, op: str) -> Attack:
         require(x.shape[2] in (1, 2), "parts")
         raise Unspecified("the values are those of tests/ops/test_spectral.py")
 
-    return Attack(op, feed, rule, fixed=[1, 2, 3], numbers=[(0, 1), (0, 2)], opset=20)
+    return Attack(op, feed, rule, parameters=[1, 2, 3], numbers=[(0, 2)], opset=20)
 
 
 @attacks("DynamicQuantizeLSTM", domain=MICROSOFT)
