@@ -72,7 +72,7 @@ def string_normalizer(node: Node, x: Value) -> Value:
         return _without(node, x, stopwords)
     if x.constant is None:
         what = f"case_change_action {action}" if action != "NONE" else "stopwords without is_case_sensitive"
-        raise _of_run(node, f"X, of whose letters {what} asks,")
+        raise _of_run(node, f"X, whose letters {what} needs,")
     change: Callable[[str], str] = str.lower if by_letters else str
     removed = {change(word) for word in stopwords}
     kept = [_CASES[action](text) for text in x.constant.flat if change(text) not in removed] or [""]
