@@ -26,6 +26,7 @@ from .values import (
     numpy_dtype,
     storage_dtype,
     storage_shape,
+    without_types,
 )
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class Node:
 
     def error(self, what: str, remedy: str = "") -> NodeError:
         """The error to raise when this node cannot be lowered: `what` blocks it, `remedy` is what the user can do."""
-        return NodeError(self.where, what, remedy)
+        return NodeError(self.where, without_types(what), without_types(remedy))
 
     def wants(self, output: int) -> bool:
         """Whether the node has that output, and it is no hole."""

@@ -30,6 +30,9 @@ MOST_BYTES = 2**46
 # Of a dimension that a model's own numbers make; TVM's 32-bit arithmetic ends soon behind it.
 MOST_SIZE = 10**9
 
+# What is quoted; a number as TVM prints it; the prefix of its functions.
+_PRINTED = re.compile(r"(?<!\w)('[^'\n]*')|T\.int64\((-?\d+)\)|\bT\.(?=[a-z])")
+
 # Operations in the expression of a size. What models write has a few tens; simplifying takes time that grows faster.
 _LONGEST = 32
 
@@ -112,7 +115,12 @@ def is_one(size: Size) -> bool:
 
 def as_text(size: Size) -> str:
     """A size for the reader."""
-    return re.sub(r"\bT\.(?!\d)", "", re.sub(r"T\.int64\((-?\d+)\)", r"\1", str(size)))
+    return without_types(str(size))
+
+
+def without_types(text: str) -> str:
+    """A text in which TVM has printed sizes, as a reader would write them. What is quoted is the user's, and stays."""
+    return _PRINTED.sub(lambda found: found[1] or found[2] or "", text)
 
 
 def is_long(size: Size) -> bool:
