@@ -159,3 +159,40 @@ def test_numbers_that_are_none(two: lowering.Model) -> None:
     for options in ({"most": 0}, {"wait": -1.0}, {"wait": float("nan")}, {"threads": 0}):
         with pytest.raises(InputError):
             lowering.Batching(two, **options)
+
+
+@pytest.mark.parametrize("way", ["submit", "batching"])
+def test_sixteen_threads_with_errors_among_them(two: lowering.Model, way: str) -> None:
+    """Results are those of single calls to the bit, and who is to blame gets the error: missing inputs, other ranks and
+    types, rows that differ."""
+    wrongs = [
+        (lambda inputs: inputs.pop("z"), "'z' is missing"),
+        (lambda inputs: inputs.update(q=inputs["x"]), "no input 'q'"),
+        (lambda inputs: inputs.update(x=inputs["x"][None]), "'x'"),
+        (lambda inputs: inputs.update(z=inputs["z"].astype("int8")), "'z'"),
+        (lambda inputs: inputs.update(z=np.concatenate([inputs["z"]] * 2)), "dimension"),
+    ]
+
+    def client(seed: int, batching: lowering.Batching) -> int:
+        rng = np.random.default_rng(seed)
+        begun = []
+        for _ in range(60):
+            inputs = request(rng, int(rng.integers(1, 5)), int(rng.integers(1, 3)))
+            words = None
+            if rng.random() < 0.2:
+                damage, words = wrongs[int(rng.integers(len(wrongs)))]
+                damage(inputs)
+            begun.append((inputs, words, (batching if way == "batching" else two).submit(inputs)))
+        for inputs, words, future in begun:
+            if words is None:
+                outputs, alone = future.result(60), two.run(inputs)
+                for name in ("y", "w"):
+                    np.testing.assert_array_equal(outputs[name], alone[name])
+            else:
+                with pytest.raises(InputError, match=words):
+                    future.result(60)
+        return sum(words is not None for _, words, _ in begun)
+
+    with lowering.Batching(two, most=16, wait=0.001) as batching, ThreadPoolExecutor(16) as pool:
+        errors = list(pool.map(client, range(16), [batching] * 16))
+    assert 100 < sum(errors) < 300
