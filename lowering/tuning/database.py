@@ -36,10 +36,9 @@ from ..target import Target
 from .architecture import Architecture, architecture
 from .choices import recorded
 from .record_lines import DatabaseError as DatabaseError
-from .record_lines import check_records, check_workloads
-from .task import MAIN
+from .shared_records import RECORDS, WORKLOADS, SharedRecords, locked
+from .shared_records import opened as opened
 
-_WORKLOADS, _RECORDS = "database_workload.json", "database_tuning_record.json"
 TRIALS, BEST = "trials", "best"
 _PACKED = ".xz"
 ARCHITECTURE, _JOURNAL = "architecture.json", "journal.jsonl"
@@ -76,9 +75,15 @@ class Database:
                 _replace(path, self.architecture.to_json())
         except OSError as error:
             raise DatabaseError(f"'{self.folder}' cannot be written: {error.strerror or error}.") from error
-        mend(self.folder / _JOURNAL)
-        self.trials, self._best = opened(self.folder / TRIALS), opened(self.folder / BEST)
+        with locked(self.folder):
+            mend(self.folder / _JOURNAL)
+            self._trials, self._best = (SharedRecords(self.folder / name) for name in (TRIALS, BEST))
         self._failures = [trial for trial in journal(self.folder) if trial.cause is not None]
+
+    @property
+    def trials(self) -> ms.database.MemoryDatabase:
+        """What was measured before this process began, and by itself."""
+        return self._trials.known
 
     def commit(
         self,
@@ -90,9 +95,8 @@ class Database:
     ) -> None:
         """Appends what was measured."""
         self._note(Trial(identity(task), recorded(trace) or "", seconds, predicted, time.time()))
-        workload = self.trials.commit_workload(task)
-        info = ms.arg_info.ArgInfo.from_prim_func(task[MAIN])
-        self.trials.commit_tuning_record(ms.database.TuningRecord(trace, workload, [seconds], target, info))
+        with locked(self.folder):
+            self._trials.commit(task, trace, seconds, target)
 
     def fail(self, task: tvm.IRModule, candidate: str, failed: Failed, predicted: float = 0.0) -> Trial:
         """Appends what failed."""
@@ -102,7 +106,9 @@ class Database:
         return trial
 
     def _note(self, trial: Trial) -> None:
-        append(self.folder / _JOURNAL, asdict(trial))
+        with locked(self.folder):
+            mend(self.folder / _JOURNAL)  # another process may have been killed since
+            append(self.folder / _JOURNAL, asdict(trial))
 
     def known(self, task: tvm.IRModule) -> dict[str, float]:
         """Seconds of the choices that were measured for a task."""
@@ -125,13 +131,12 @@ class Database:
 
     def settle(self, task: tvm.IRModule, trace: Trace, seconds: float, target: tvm.target.Target) -> None:
         """Appends the default, and what won a last comparison with it. Of several the fastest counts."""
-        workload = self._best.commit_workload(task)
-        info = ms.arg_info.ArgInfo.from_prim_func(task[MAIN])
-        self._best.commit_tuning_record(ms.database.TuningRecord(trace, workload, [seconds], target, info))
+        with locked(self.folder):
+            self._best.commit(task, trace, seconds, target)
 
     def settled(self, task: tvm.IRModule) -> ms.database.TuningRecord | None:
         """The fastest of these."""
-        return next(iter(records_of(self._best, task)), None)
+        return next(iter(records_of(self._best.known, task)), None)
 
 
 def identity(task: tvm.IRModule) -> str:
@@ -139,23 +144,7 @@ def identity(task: tvm.IRModule) -> str:
     return f"{structural_hash(task) & (2**64 - 1):016x}"
 
 
-def opened(folder: Path) -> ms.database.JSONDatabase:
-    """MetaSchedule's database in a folder, to be written. A last line that a killed writer left unfinished is cut off.
-
-    Raises DatabaseError.
-    """
-    for name in (_WORKLOADS, _RECORDS):
-        mend(folder / name)
-    check_records(folder / _RECORDS)
-    check_workloads(folder / _WORKLOADS)
-    try:
-        return ms.database.JSONDatabase(str(folder / _WORKLOADS), str(folder / _RECORDS), allow_missing=True)
-    except Exception as error:  # TVM raises what it likes
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise DatabaseError(f"'{folder}' holds no database of this version of TVM: {lines[-1]}") from error
-
-
-def records_of(database: ms.database.JSONDatabase, task: tvm.IRModule) -> list[ms.database.TuningRecord]:
+def records_of(database: ms.database.Database, task: tvm.IRModule) -> list[ms.database.TuningRecord]:
     """What was measured of a task, the fastest first. MetaSchedule's own answer leaves out what drew no samples."""
     if not database.has_workload(task):
         return []
@@ -214,7 +203,7 @@ def held(folder: Path) -> ms.database.JSONDatabase:
     """What a database in a folder holds at this moment, to be read. Nothing in it is touched: somebody may be writing,
     and nobody may write into an installed package. Raises DatabaseError.
     """
-    contents = {name: _contents(folder / name) for name in (_RECORDS, _WORKLOADS)}  # what is named is written first
+    contents = {name: _contents(folder / name) for name in (RECORDS, WORKLOADS)}  # what is named is written first
     with tempfile.TemporaryDirectory() as temporary:
         for name, data in contents.items():
             (Path(temporary) / name).write_bytes(data)
@@ -228,7 +217,7 @@ def best(folder: Path) -> list[ms.database.TuningRecord]:
 
 def pack(folder: Path) -> None:
     """Compresses what is settled for an architecture, whose folder this is: `held` reads it, nobody can add to it."""
-    for name in (_WORKLOADS, _RECORDS):
+    for name in (WORKLOADS, RECORDS):
         path = folder / BEST / name
         path.with_name(f"{name}{_PACKED}").write_bytes(lzma.compress(path.read_bytes()))
         path.unlink()

@@ -27,6 +27,7 @@ from .database import (
 )
 from .database import pack as pack_files
 from .ranks import of_the_estimate
+from .shared_records import locked
 from .task import is_current, shapes_of
 
 
@@ -74,11 +75,13 @@ def merge(sources: Sequence[Path], target: Path) -> None:
                 (mine / name).mkdir(parents=True, exist_ok=True)
             if not (mine / ARCHITECTURE).exists():
                 shutil.copy(part / ARCHITECTURE, mine)
-            scales = _scales(held(part / TRIALS), held(mine / TRIALS))
-            for name in (TRIALS, BEST):
-                _add(held(part / name), opened(mine / name), scales)
-            known = set(journal(mine))
-            write_journal(mine, [*journal(mine), *(t for t in _rescaled(journal(part), scales) if t not in known)])
+            with locked(mine):
+                scales = _scales(held(part / TRIALS), held(mine / TRIALS))
+                for name in (TRIALS, BEST):
+                    _add(held(part / name), opened(mine / name), scales)
+                known = set(journal(mine))
+                new = [trial for trial in _rescaled(journal(part), scales) if trial not in known]
+                write_journal(mine, [*journal(mine), *new])
 
 
 def prune(folder: Path, keep: int) -> int:
@@ -88,20 +91,26 @@ def prune(folder: Path, keep: int) -> int:
     """
     gone = 0
     for part in parts(folder):
-        old, best = held(part / TRIALS), held(part / BEST)
-        place = part / f".{TRIALS}"
-        shutil.rmtree(place, ignore_errors=True)
-        place.mkdir()
-        new = opened(place)
-        for workload in _workloads(old):
-            settled = {recorded(record.trace) for record in records_of(best, workload.mod)}
-            for rank, record in enumerate(records_of(old, workload.mod)):
-                if rank < keep or recorded(record.trace) in settled:
-                    _commit(new, record, seconds_of(record))
-                else:
-                    gone += 1
-        shutil.rmtree(part / TRIALS, ignore_errors=True)
-        place.rename(part / TRIALS)
+        with locked(part):
+            gone += _prune(part, keep)
+    return gone
+
+
+def _prune(part: Path, keep: int) -> int:
+    gone, old, best = 0, held(part / TRIALS), held(part / BEST)
+    place = part / f".{TRIALS}"
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir()
+    new = opened(place)
+    for workload in _workloads(old):
+        settled = {recorded(record.trace) for record in records_of(best, workload.mod)}
+        for rank, record in enumerate(records_of(old, workload.mod)):
+            if rank < keep or recorded(record.trace) in settled:
+                _commit(new, record, seconds_of(record))
+            else:
+                gone += 1
+    shutil.rmtree(part / TRIALS, ignore_errors=True)
+    place.rename(part / TRIALS)
     return gone
 
 

@@ -1,0 +1,141 @@
+"""Several processes write to one database at once: nothing is lost, and every record belongs to its own task."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from models import product
+from tvm.s_tir import meta_schedule as ms
+
+import lowering
+from lowering.target import resolve
+from lowering.tuning import database, upkeep
+from lowering.tuning.database import Database, held, identity, journal
+
+TARGET = resolve("cpu")[0]
+PRESETS = sorted((Path(database.__file__).parents[1] / "presets").glob("*/best"))
+
+Records = list[ms.database.TuningRecord]
+
+
+@pytest.fixture(scope="module")
+def records() -> Records:
+    """One of each of six tasks."""
+    (packed, *_) = (path for path in PRESETS if len(database.best(path.parent)) > 10)
+    by_task = {identity(record.workload.mod): record for record in database.best(packed.parent)}
+    return list(by_task.values())[:6]
+
+
+def part(folder: Path) -> Path:
+    (found,) = upkeep.parts(folder)
+    return found
+
+
+def held_of(folder: Path, name: str = database.TRIALS) -> list[tuple[str, float]]:
+    return sorted(
+        (identity(r.workload.mod), float(r.run_secs[0])) for r in held(folder / name).get_all_tuning_records()
+    )
+
+
+def commit(to: Database, record: ms.database.TuningRecord, seconds: float) -> None:
+    to.commit(record.workload.mod, record.trace, seconds, record.target)
+
+
+# Who commits which of the tasks, in order.
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [(0, 0), (1, 1)],
+        [(0, 0), (0, 1), (1, 2), (1, 0), (0, 3)],
+        [(k % 2, k) for k in range(6)],
+        [(k % 3, k) for k in (0, 1, 2, 2, 1, 0, 5, 4)],
+        [(0, 0), (1, 0), (2, 0), (0, 1)],
+    ],
+)
+def test_commits_in_turn(turns: list[tuple[int, int]], records: Records, tmp_path: Path) -> None:
+    writers = [Database(tmp_path, TARGET) for _ in range(3)]
+    for seconds, (writer, task) in enumerate(turns, 1):
+        commit(writers[writer], records[task], float(seconds))
+        writers[writer].settle(records[task].workload.mod, records[task].trace, float(seconds), records[task].target)
+    expected = sorted((identity(records[t].workload.mod), float(s)) for s, (_, t) in enumerate(turns, 1))
+    assert held_of(part(tmp_path)) == held_of(part(tmp_path), database.BEST) == expected
+    assert sorted((trial.task, trial.seconds) for trial in journal(part(tmp_path))) == expected
+    for writer, its in enumerate(writers):  # each knows its own
+        mine = {identity(records[t].workload.mod) for w, t in turns if w == writer}
+        assert {identity(r.workload.mod) for r in its.trials.get_all_tuning_records()} == mine
+
+
+def tear(folder: Path) -> None:
+    """As a writer that is killed leaves its lines."""
+    for path in (*folder.glob("*/database_*.json"), folder / "journal.jsonl"):
+        with path.open("a") as file:
+            file.write('["123')
+
+
+def shorten(folder: Path) -> None:
+    upkeep.prune(folder.parent, keep=0)
+
+
+def clear(folder: Path) -> None:
+    for path in folder.glob("*/database_*.json"):
+        path.unlink()
+
+
+@pytest.mark.parametrize(("meanwhile", "left"), [(tear, 2), (shorten, 1), (clear, 1)])
+def test_what_others_do_meanwhile(
+    meanwhile: Callable[[Path], None], left: int, records: Records, tmp_path: Path
+) -> None:
+    writer = Database(tmp_path, TARGET)
+    commit(writer, records[0], 1.0)
+    meanwhile(part(tmp_path))
+    commit(writer, records[1], 2.0)
+    expected = [(identity(record.workload.mod), seconds) for record, seconds in zip(records, (1.0, 2.0))]
+    assert held_of(part(tmp_path)) == sorted(expected[2 - left :])
+    assert [trial.seconds for trial in journal(part(tmp_path))] == [1.0, 2.0]
+
+
+def test_processes_at_once(records: Records, tmp_path: Path) -> None:
+    """Four of them, of 24 records each; lines of workloads are longer than what is written at once."""
+    children = []
+    for child in range(4):
+        process = os.fork()
+        if process == 0:
+            code = 1
+            try:
+                writer = Database(tmp_path, TARGET)
+                for k in range(24):
+                    commit(writer, records[(child + k) % 6], 100.0 * child + k)
+                code = 0
+            finally:
+                os._exit(code)
+        children.append(process)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 4
+    expected = [(identity(records[(c + k) % 6].workload.mod), 100.0 * c + k) for c in range(4) for k in range(24)]
+    assert held_of(part(tmp_path)) == sorted(expected)
+    assert len(journal(part(tmp_path))) == 96
+
+
+@pytest.mark.slow
+def test_two_tunings_at_once(tmp_path: Path) -> None:
+    """Of models of which each has tasks that the other does not have, beside one that both have."""
+    children = []
+    for rows in (8, 24):
+        process = os.fork()
+        if process == 0:
+            code = 1
+            try:
+                done = lowering.tune(product(), tmp_path, trials=16, sizes=[{"n": rows}, {"n": 64}])
+                code = int(done.interrupted or sum(o.trials for o in done.outcomes) < 16)
+            finally:
+                os._exit(code)
+        children.append(process)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0]
+    trials = held_of(part(tmp_path))
+    assert len(trials) >= 32 + 9  # with the defaults
+    assert sorted((t.task, t.seconds) for t in journal(part(tmp_path)) if t.seconds is not None) == trials
+    for rows in (8, 24, 64):
+        module = lowering.compile(product(rows=rows), database=tmp_path)
+        assert all(kernel.source for kernel in module.manifest.kernels)
