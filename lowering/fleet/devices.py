@@ -61,8 +61,7 @@ class Fleet:
         if "missing" in self.described:
             raise InputError(f"Devices with the key '{key}' have no GPU that works: {self.described['missing']}")
         self._workers = [threading.Thread(target=self._work, daemon=True) for _ in range(count)]
-        self._left = count
-        self._lock = threading.Lock()
+        self._lock, self._left = threading.Lock(), count
         for worker in self._workers:
             worker.start()
 
@@ -80,10 +79,11 @@ class Fleet:
         """The measurement of a library beside another one, in the folder of their arguments; its result may raise
         Failed, or InputError when no device is left."""
         work = _Work(library, baseline, pairs, trial, Future())
-        if self._left:
-            self._queue.put(work)
-        else:
-            work.done.set_exception(self._nobody())
+        with self._lock:  # the last worker abandons all that is queued, and nobody looks at what comes then
+            if self._left:
+                self._queue.put(work)
+            else:
+                work.done.set_exception(self._nobody())
         return work.done
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ import tvm
 from tvm.ir.utils import derived_object
 from tvm.s_tir import meta_schedule as ms
 
+from ..errors import InputError
 from ..measuring.isolated import Failed
 from ..measuring.measure import Measured
 from .capture import Call
@@ -184,10 +185,14 @@ class _Batch:
             self._begun.append((candidate, text, future))
 
     def finish(self, target: tvm.target.Target, progress: Callable[[Search], None]) -> None:
-        """Writes down what was measured, each as soon as it is."""
-        search = self.search
+        """Writes down what was measured, each as soon as it is. Raises InputError at the end where one could not be."""
+        search, nobody = self.search, None
         for candidate, text, future in self._begun:
-            result = future.result()
+            try:
+                result = future.result()
+            except InputError as error:  # of a device that was the last one, or is another kind
+                nobody = error
+                continue
             if result.error_msg is not None:
                 self._fail(candidate, text, failed(str(result.error_msg)))
             else:
@@ -198,6 +203,8 @@ class _Batch:
                 self._tell(candidate, seconds)
             progress(search)
         self._begun.clear()
+        if nobody is not None:
+            raise nobody
 
     def learn(self) -> None:
         """Tells the search and its model."""

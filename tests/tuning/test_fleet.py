@@ -35,12 +35,16 @@ sys.exit(main(["device", "--tracker", sys.argv[1], "--key", sys.argv[2]]))
 """
 
 
-@pytest.fixture(scope="module")
-def tracker() -> Iterator[tuple[str, int]]:
+def started() -> Tracker:
     with closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    tracker = Tracker("127.0.0.1", port, port + 20, silent=True)
+    return Tracker("127.0.0.1", port, port + 20, silent=True)
+
+
+@pytest.fixture(scope="module")
+def tracker() -> Iterator[tuple[str, int]]:
+    tracker = started()
     yield "127.0.0.1", tracker.port
     tracker.terminate()
 
@@ -94,6 +98,39 @@ def test_two_devices_one_of_which_dies(
     assert len(trials) >= 12 and all(trial.seconds for trial in trials)  # with two defaults
     module = lowering.compile(product(rows=64), database=tmp_path)
     assert all(kernel.source.startswith("tuned") for kernel in module.manifest.kernels)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2])
+def test_all_devices_die_and_their_tracker(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error says so, all that was measured is kept, and tuning goes on elsewhere."""
+    monkeypatch.setattr(fleet, "RUN_SECONDS", 3.0)
+    monkeypatch.setattr(fleet, "_PATIENCE", 6.0)
+    mine = started()
+    address = ("127.0.0.1", mine.port)
+    devices = [Device(address, "here") for _ in range(count)]
+    seen: list[int] = []
+
+    def kill_all(state: State) -> None:
+        seen.append(sum(search.trials for search in state.searches))
+        if seen[-1] >= 4:
+            mine.proc.kill()
+            for device in devices:
+                device.kill()
+
+    try:
+        with pytest.raises(InputError, match="No device with the key 'here' is left"):
+            lowering.tune(product(rows=64), tmp_path, tracker=address, keys=["here"], progress=kill_all)
+    finally:
+        mine.proc.kill()
+        for device in devices:
+            device.kill()
+    (folder,) = tmp_path.iterdir()
+    before = journal(folder)
+    assert len(before) >= 4 and all(trial.seconds for trial in before)
+    lowering.tune(product(rows=64), tmp_path, trials=2)
+    after = journal(folder)
+    assert after[: len(before)] == before and len(after) > len(before)
 
 
 @pytest.mark.slow
