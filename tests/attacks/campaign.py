@@ -44,7 +44,12 @@ def tabulated(outcomes: Iterable[Outcome]) -> Table:
 
 def text(table: Table) -> str:
     """Operators by how their calls ended; findings in columns behind the rest."""
-    kinds = [k for k in (*FINE, *FINDINGS) if any(row[k] for row in table.values())]
+    return table_text(table, (*FINE, *FINDINGS))
+
+
+def table_text(table: Table, columns: Sequence[str]) -> str:
+    """Rows by name, and their sums, in the columns that are not empty."""
+    kinds = [k for k in columns if any(row[k] for row in table.values())]
     width = max(map(len, table), default=0)
     lines = ["  ".join([" " * width, *kinds])]
     for name, row in [*sorted(table.items()), ("in all", sum(table.values(), Counter()))]:

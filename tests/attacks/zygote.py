@@ -24,7 +24,7 @@ from lowering.runtime.library import load_runtime
 from . import child
 
 
-def _warm() -> None:
+def warm() -> None:
     """Compiles something, and runs nothing: threads would not survive the fork."""
     kind = helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["n"])
     result = helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["n"])
@@ -41,7 +41,7 @@ def _attacked(request: dict[str, Any]) -> dict[str, Any]:
         if process == 0:
             _child(request, Path(folder), reading, writing)
         os.close(writing)
-        told, late = _read(reading, time.monotonic() + request["seconds"])
+        told, late = read_until(reading, time.monotonic() + request["seconds"])
         os.close(reading)
         if late:
             os.kill(process, signal.SIGKILL)
@@ -66,7 +66,8 @@ def _child(request: dict[str, Any], folder: Path, reading: int, writing: int) ->
         os._exit(code)
 
 
-def _read(descriptor: int, deadline: float) -> tuple[str, bool]:
+def read_until(descriptor: int, deadline: float) -> tuple[str, bool]:
+    """Return what a pipe says until its end, and whether the deadline came first."""
     data = b""
     while (left := deadline - time.monotonic()) > 0:
         if not select.select([descriptor], [], [], left)[0]:
@@ -80,7 +81,7 @@ def _read(descriptor: int, deadline: float) -> tuple[str, bool]:
 
 def main() -> None:
     del os.environ["LD_PRELOAD"]  # the linker's processes need none of it
-    _warm()
+    warm()
     print("ready", flush=True)
     for line in sys.stdin:
         print(json.dumps(_attacked(json.loads(line))), flush=True)
