@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from .database import (
 )
 from .database import pack as pack_files
 from .ranks import of_the_estimate
-from .shared_records import locked
+from .shared_records import RECORDS, WORKLOADS, locked
 from .task import is_current, shapes_of
 
 
@@ -97,20 +98,20 @@ def prune(folder: Path, keep: int) -> int:
 
 
 def _prune(part: Path, keep: int) -> int:
+    """Puts other records in place of those that are there, in one step; the workloads, which they number, stay."""
     gone, old, best = 0, held(part / TRIALS), held(part / BEST)
-    place = part / f".{TRIALS}"
-    shutil.rmtree(place, ignore_errors=True)
-    place.mkdir()
-    new = opened(place)
-    for workload in _workloads(old):
-        settled = {recorded(record.trace) for record in records_of(best, workload.mod)}
-        for rank, record in enumerate(records_of(old, workload.mod)):
-            if rank < keep or recorded(record.trace) in settled:
-                _commit(new, record, seconds_of(record))
-            else:
-                gone += 1
-    shutil.rmtree(part / TRIALS, ignore_errors=True)
-    place.rename(part / TRIALS)
+    with tempfile.TemporaryDirectory(prefix=f".{TRIALS}-", dir=part) as place:
+        shutil.copy(part / TRIALS / WORKLOADS, place)
+        (Path(place) / RECORDS).touch()
+        new = opened(Path(place))
+        for workload in _workloads(old):
+            settled = {recorded(record.trace) for record in records_of(best, workload.mod)}
+            for rank, record in enumerate(records_of(old, workload.mod)):
+                if rank < keep or recorded(record.trace) in settled:
+                    _commit(new, record, seconds_of(record))
+                else:
+                    gone += 1
+        (Path(place) / RECORDS).replace(part / TRIALS / RECORDS)
     return gone
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from models import product
@@ -95,6 +97,37 @@ def test_what_others_do_meanwhile(
     expected = [(identity(record.workload.mod), seconds) for record, seconds in zip(records, (1.0, 2.0))]
     assert held_of(part(tmp_path)) == sorted(expected[2 - left :])
     assert [trial.seconds for trial in journal(part(tmp_path))] == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("step", range(18))
+def test_a_prune_that_is_cut_short(
+    step: int, records: Records, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At any file that it moves or removes: all records are there, or those that it leaves."""
+    writer, steps = Database(tmp_path, TARGET), [0]
+    for seconds in (3.0, 1.0, 2.0):
+        for record in records[:2]:
+            commit(writer, record, seconds)
+    before, after = ([(t, s) for t, s in held_of(part(tmp_path)) if s <= most] for most in (3.0, 1.0))
+
+    def cut_short(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **options: Any) -> Any:
+            if steps[0] == step:
+                raise KeyboardInterrupt
+            steps[0] += 1
+            return function(*arguments, **options)
+
+        return run
+
+    for name in ("rename", "replace", "rmdir", "unlink"):
+        for module in (os, Path):
+            monkeypatch.setattr(module, name, cut_short(getattr(module, name)))
+    with suppress(KeyboardInterrupt):
+        upkeep.prune(tmp_path, keep=1)
+    monkeypatch.undo()
+    assert held_of(part(tmp_path)) in (before, after)
+    commit(Database(tmp_path, TARGET), records[2], 4.0)
+    assert (identity(records[2].workload.mod), 4.0) in held_of(part(tmp_path))
 
 
 def test_processes_at_once(records: Records, tmp_path: Path) -> None:
