@@ -20,6 +20,7 @@ from tvm.s_tir import Schedule, Trace
 from tvm.s_tir import meta_schedule as ms
 
 from ..compiling.build import warm_up
+from ..errors import InputError
 from ..measuring.batch import DEFAULT
 from ..measuring.isolated import Cause, Failed, Helper
 from ..measuring.machine import machine
@@ -35,14 +36,20 @@ _EXPECT_SECONDS = 120.0
 _WHOLE_SECONDS = 600.0  # of large models, each of the fewest turns can take long
 
 
+# In place of a cause: an InputError, which TVM would make a RuntimeError on the way.
+_NOBODY = "nobody"
+
+
 def failure(cause: str, text: str) -> str:
     """How a Failed travels through MetaSchedule, which knows messages only."""
     return f"{cause}: {text}"
 
 
 def failed(message: str) -> Failed:
-    """The Failed of such a message."""
+    """The Failed of such a message. Raises InputError where no device measured it."""
     cause, _, text = message.partition(": ")
+    if cause == _NOBODY:
+        raise InputError(text)
     return Failed(cast(Cause, cause), text)
 
 
@@ -188,6 +195,8 @@ class Trial(ms.runner.PyRunnerFuture):
             return ms.runner.RunnerResult([self._reference * self._measured.result().ratio], None)
         except Failed as error:
             return ms.runner.RunnerResult(None, failure(error.cause, error.text))
+        except InputError as error:
+            return ms.runner.RunnerResult(None, failure(_NOBODY, str(error)))
         finally:
             self._path.unlink(missing_ok=True)
 

@@ -188,13 +188,13 @@ class _Batch:
         """Writes down what was measured, each as soon as it is. Raises InputError at the end where one could not be."""
         search, nobody = self.search, None
         for candidate, text, future in self._begun:
-            try:
-                result = future.result()
-            except InputError as error:  # of a device that was the last one, or is another kind
-                nobody = error
-                continue
+            result = future.result()
             if result.error_msg is not None:
-                self._fail(candidate, text, failed(str(result.error_msg)))
+                try:
+                    self._fail(candidate, text, failed(str(result.error_msg)))
+                except InputError as error:  # the last device is gone, or one is of another kind
+                    nobody = error
+                    continue
             else:
                 seconds = search.known[text] = float(result.run_secs[0])
                 expected = predicted(search.model, search.context, candidate)

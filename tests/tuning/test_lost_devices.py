@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,8 @@ import pytest
 
 from lowering.errors import InputError
 from lowering.fleet import devices
-from lowering.tuning import scheduler
+from lowering.measuring.measure import Measured
+from lowering.tuning import local, scheduler
 
 
 class LateQueue(queue.SimpleQueue[Any]):
@@ -36,22 +38,22 @@ def test_what_is_submitted_as_the_last_device_goes(monkeypatch: pytest.MonkeyPat
         assert isinstance(done.exception(10), InputError)
 
 
-class Measuring:
-    """A future of MetaSchedule's: seconds, or an error."""
-
-    def __init__(self, seconds: float | None) -> None:
-        self.seconds = seconds
-
-    def result(self) -> Any:
-        if self.seconds is None:
-            raise InputError("No device is left.")
-        return SimpleNamespace(error_msg=None, run_secs=[self.seconds])
+def measuring(seconds: float | None, path: Path) -> local.Trial:
+    """What MetaSchedule is given for a measurement that ends in seconds, or without a device."""
+    done: Future[Measured] = Future()
+    if seconds is None:
+        done.set_exception(InputError("No device is left."))
+    else:
+        done.set_result(Measured(1.0, (seconds,), 0.0))
+    return local.Trial(path, done, 1.0)
 
 
 @pytest.mark.parametrize(
     "ends", [(None, 2.0), (2.0, None), (None, 2.0, None, 3.0), (1.0, None, None), (None, None), (None,)]
 )
-def test_what_was_measured_beside_it_is_kept(ends: Sequence[float | None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_measured_beside_it_is_kept(
+    ends: Sequence[float | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(scheduler, "predicted", lambda *_: 0.0)
     kept: list[float] = []
     database = SimpleNamespace(commit=lambda module, trace, seconds, *_: kept.append(seconds))
@@ -59,7 +61,7 @@ def test_what_was_measured_beside_it_is_kept(ends: Sequence[float | None], monke
     batch = scheduler._Batch.__new__(scheduler._Batch)
     batch.search, batch._told, batch._new = search, [], []
     candidate = SimpleNamespace(sch=SimpleNamespace(trace=None))
-    batch._begun = [(candidate, str(k), Measuring(seconds)) for k, seconds in enumerate(ends)]
+    batch._begun = [(candidate, str(k), measuring(seconds, tmp_path / str(k))) for k, seconds in enumerate(ends)]
     with pytest.raises(InputError, match="No device is left"):
         batch.finish(None, lambda search: None)
     assert kept == [seconds for seconds in ends if seconds] and not batch._begun
