@@ -74,7 +74,9 @@ def col2im(node: Node, x: Value, image_shape: Value, block_shape: Value) -> Valu
 
 def _sizes(node: Node, name: str, value: Value) -> list[Size]:
     """What the input says; sizes of the run are not negative."""
-    if value.rank != 1 or not isinstance(value.shape[0], int):
-        raise node.error(f"input {name} has the shape {list(value.shape)}.", "Make it [number of spatial axes].")
+    if value.rank != 1:
+        raise node.error(f"input {name} has rank {value.rank}.", "Make it [number of spatial axes].")
+    if not isinstance(value.shape[0], int):
+        raise node.error(f"input {name} has a symbolic length.", "Give it a fixed one, the number of spatial axes.")
     known = contents_of(value)
     return bind(node, value) if known is None else known

@@ -63,8 +63,12 @@ def test_what_does_not_fit(feeds: dict[str, Any], message: str) -> None:
 
 def test_refusals() -> None:
     ints, x = ("int64", [2]), ("float32", [1, 6, 6])
-    for inputs, message in (([x, ("int64", ["k"]), ints], "image_shape"), ([("float32", [1, 6]), ints, ints], "rank 2"),
-                            ([x, ints, ("int64", [3])], "block_shape 3")):  # fmt: skip
+    for inputs, message in (
+        ([x, ("int64", ["k"]), ints], "image_shape has a symbolic length"),
+        ([("float32", [1, 6]), ints, ints], "rank 2"),
+        ([x, ints, ("int64", [2, 2])], "block_shape has rank 2"),
+        ([x, ints, ("int64", [3])], "block_shape 3"),
+    ):
         with pytest.raises(lowering.NodeError, match=message):
             imported("Col2Im", inputs)
     with pytest.raises(lowering.NodeError, match="strides"):
