@@ -34,7 +34,7 @@ _NOT_FOLDED = {
     "LayerNormalization", "LinearAttention", "Loop", "LpNormalization", "LpPool", "MaxPool", "MaxUnpool", "Multinomial",
     "NonMaxSuppression", "PRelu", "QuantizeLinear", "RMSNormalization", "RNN", "RandomNormal", "RandomNormalLike",
     "RandomUniform", "RandomUniformLike", "Resize", "ReverseSequence", "RoiAlign", "RotaryEmbedding", "STFT", "Scan",
-    "Scatter", "ScatterElements", "ScatterND", "SequenceMap", "TensorScatter", "TopK", "Upsample",
+    "Scatter", "ScatterElements", "ScatterND", "SequenceMap", "TensorScatter", "TopK", "Unique", "Upsample",
 }  # fmt: skip
 
 

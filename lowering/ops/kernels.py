@@ -81,10 +81,20 @@ def loops(
             T.reads([whole(b) for b in inputs])
             T.writes([whole(b) for b in results])
             temporary = [T.sblock_alloc_buffer(_extents(storage_shape(d, s)), storage_dtype(d)) for s, d in scratch]
+            for buffer in temporary:
+                _keep(buffer)
             body(*inputs, *results, *temporary)
 
     used = [*sizes, *(d for s, _ in scratch for d in s)]
     return _primfunc(node, name, block, tensors, outputs, used, attributes or {})
+
+
+def _keep(buffer: Any) -> None:
+    """Write to a buffer before all loops. TVM allocates it in the innermost loop that holds all its uses, and takes
+    each turn's for its own (CompactBufferAllocation), also where the next turn reads what one has written."""
+    first = tirx.const(0, buffer.dtype)
+    with T.If(tirx.all(*(extent > 0 for extent in buffer.shape))), T.Then():
+        T.buffer_store(buffer, first, [0] * len(buffer.shape))
 
 
 def blocks(

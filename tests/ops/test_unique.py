@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx
 import pytest
+from onnx import helper, numpy_helper
 
 import lowering
 
@@ -52,6 +54,29 @@ def test_unique_of_nothing() -> None:
             "Unique", [np.zeros(0, np.float32)], np.zeros(0, np.float32), none, none, none, dims=[["n"]], **attributes
         )
     case.check()
+
+
+@pytest.mark.parametrize(
+    ("shape", "attributes"),
+    [
+        ((2, 1, 16), {"axis": -2, "sorted": 0}),
+        ((3, 1), {"axis": 1, "sorted": 0}),
+        ((2, 3, 4), {"axis": 1, "sorted": 0}),
+        ((2, 2, 5), {"axis": 2, "sorted": 0}),
+        ((7,), {"axis": 0, "sorted": 0}),
+        ((2, 3), {"sorted": 0}),
+        ((3, 1, 2), {"axis": 1}),
+    ],
+)
+def test_unique_of_constants(shape: tuple[int, ...], attributes: dict[str, int]) -> None:
+    """Which onnx's reference evaluator must not fold: it takes slices along the first axis instead."""
+    x = np.random.default_rng(1).integers(-1, 2, shape)
+    node = helper.make_node("Unique", ["x"], ["y", "firsts", "inverse", "counts"], **attributes)
+    results = [helper.make_tensor_value_info(name, onnx.TensorProto.INT64, None) for name in node.output]
+    graph = helper.make_graph([node], "unique", [], results, [numpy_helper.from_array(x, "x")])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    for actual, wanted in zip(lowering.compile(model).run({}).values(), expected(x, **attributes), strict=True):
+        np.testing.assert_array_equal(actual, wanted)
 
 
 def test_refusals() -> None:
