@@ -21,6 +21,7 @@ from .kernels import held, loops, serial
 from .reshape import reshape_to
 
 _MODES = ("TF", "IDF", "TFIDF")
+_MOST_PLACES = 2**24
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def _read_pool(node: Node, dtype: str) -> _Pool:
     items = numbers if texts is None else node.string_codes(np.array(texts, object)).tolist()
     places = _places_of_ngrams(node, items)
     ordered = sorted(places, key=lambda ngram: places[ngram])
-    count = max(node.attr("ngram_indexes")) + 1
+    count = max(node.attr("ngram_indexes"), default=-1) + 1
     lengths = np.array([len(ngram) for ngram in ordered], np.int64)
     return _Pool(
         np.searchsorted([places[ngram] for ngram in ordered], np.arange(count + 1)).astype(np.int64),
@@ -88,6 +89,10 @@ def _places_of_ngrams(node: Node, items: list[int]) -> dict[tuple[int, ...], int
             f"attribute ngram_indexes has {len(indexes)} elements from {min(indexes, default=0)} on, for {len(ngrams)} "
             "n-grams.",
             "Give each n-gram a place of the result.",
+        )
+    if max(indexes, default=0) >= _MOST_PLACES:
+        raise node.error(
+            f"attribute ngram_indexes asks for {max(indexes) + 1} places of the result.", f"Use {_MOST_PLACES} at most."
         )
     if not 1 <= shortest <= longest:
         raise node.error(f"attributes min_gram_length and max_gram_length are {shortest} and {longest}.")
