@@ -232,7 +232,7 @@ class Node:
         for value in values:
             for axis, size in enumerate(value.shape, start=rank - value.rank):
                 now = wanted[axis]
-                common = self._importer.common_sizes.of(now, size, named[axis])
+                common = None if self._importer.inside else self._importer.common_sizes.of(now, size, named[axis])
                 if common is not None:
                     wanted[axis], is_open[axis] = common, True
                 elif self._is_one_beside(now, size):

@@ -3,7 +3,8 @@
 ONNX lets either of two unequal sizes be 1. Exporters give two names to what is equal in every run, so that two names
 alone are taken for one size (`Node.unify`). A node whose result is declared with a third name says that its operands
 may differ, and so do a name and a formula (`tokens` and `past + tokens`): then the run decides, and operands are read
-with an index that stays at 0 where their size is 1.
+with an index that stays at 0 where their size is 1. In bodies, such as those that change the scores of an attention,
+two names stay one size.
 """
 
 from __future__ import annotations
