@@ -217,22 +217,23 @@ class Node:
         assert result.expr is not None
         return self.checked(value, result.expr, shape)
 
-    def unify(self, *values: Value) -> tuple[Value, ...]:
+    def unify(self, *values: Value, may_differ: bool = True) -> tuple[Value, ...]:
         """The values with the dimensions that must be equal for right-aligned broadcasting made so.
 
         ONNX lets either of two unequal symbolic sizes be 1 at run time. Where the model gives their common size a name
-        of its own, the run decides (open_sizes.py); else they are asserted equal at run time, or one of them to be 1
-        where it cannot be more: a violation is an error, never a wrong result. Raises NodeError for sizes known to
-        differ.
+        of its own, and may_differ, the run decides (open_sizes.py); else they are asserted equal at run time, or one
+        of them to be 1 where it cannot be more: a violation is an error, never a wrong result. Raises NodeError for
+        sizes known to differ.
         """
         rank = max(v.rank for v in values)
+        may_differ = may_differ and not self._importer.inside
         wanted: list[Size] = [1] * rank
         named = self._names_of_result(rank)
         is_open = [False] * rank
         for value in values:
             for axis, size in enumerate(value.shape, start=rank - value.rank):
                 now = wanted[axis]
-                common = None if self._importer.inside else self._importer.common_sizes.of(now, size, named[axis])
+                common = self._importer.common_sizes.of(now, size, named[axis]) if may_differ else None
                 if common is not None:
                     wanted[axis], is_open[axis] = common, True
                 elif self._is_one_beside(now, size):

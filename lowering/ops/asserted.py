@@ -90,7 +90,7 @@ def broadcast_to(node: Node, x: Value, *parameters: Value) -> tuple[Value, ...]:
         )
         for p in parameters
     ]
-    return node.unify(x, *ones)
+    return node.unify(x, *ones, may_differ=False)
 
 
 def inside(node: Node, indices: Value, *bounds: Size, of: str | Sequence[str], from_the_back: bool = True) -> Value:
