@@ -109,20 +109,46 @@ def quantise(
         raise InputError(f"the model '{source}' cannot be read: {error.strerror or error}.") from error
     except Exception as error:
         raise InputError(f"'{source}' is no ONNX model: {error}.") from error
-    products = {node.name for node in graph.node if node.op_type in PRODUCTS}
-    for name in exclude:
-        if name not in products:
-            known = ", ".join(sorted(filter(None, products))[:8])
-            raise InputError(f"exclude: the model has no product '{name}'. It has {known}, ...")
+    excluded = _names_of(graph, exclude)
     with tempfile.TemporaryDirectory(prefix=".quantise-", dir=target.parent) as folder:
         made = Path(folder) / target.name
         try:
-            _by_tool(source, made, calls or (), form, weights, by_column, exclude)
+            _by_tool(_named(source, graph, Path(folder)), made, calls or (), form, weights, by_column, excluded)
         except Exception as error:
             raise InputError(f"onnxruntime's tool cannot quantise the model: {error}") from error
         report = _report(source, made, graph, calls or (), form)
         os.replace(made, target)
     return report
+
+
+def _names_of(graph: onnx.GraphProto, exclude: Sequence[str]) -> list[str]:
+    """Name matmuls and convolutions without a name by their first outputs, in place, and return the names of those that
+    are excluded, by name or by output. Raises InputError for others."""
+    nodes = [node for node in graph.node if node.op_type in PRODUCTS]
+    names: dict[str, str] = {}
+    for node in nodes:
+        node.name = node.name or node.output[0]
+        names |= {node.name: node.name, node.output[0]: node.name}
+    for name in exclude:
+        if name not in names:
+            known = [node.name for node in nodes]
+            few = ", ".join(known[:8]) + (", ..." if len(known) > 8 else "")
+            raise InputError(
+                f"exclude: the model has no {', '.join(PRODUCTS)} called '{name}'. It has {few or 'none'}."
+            )
+    return [names[name] for name in exclude]
+
+
+def _named(source: Path, graph: onnx.GraphProto, folder: Path) -> Path:
+    """Return a file of the model whose nodes have the names of the graph's: itself, or a copy in the folder."""
+    model = onnx.load(source, load_external_data=False)
+    if [node.name for node in model.graph.node] == [node.name for node in graph.node]:
+        return source
+    onnx.external_data_helper.load_external_data_for_model(model, str(source.parent))
+    for node, named in zip(model.graph.node, graph.node):
+        node.name = named.name
+    onnx.save(model, folder / "named.onnx", save_as_external_data=model.ByteSize() > _MOST_BYTES)
+    return folder / "named.onnx"
 
 
 def _by_tool(

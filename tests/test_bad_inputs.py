@@ -431,5 +431,28 @@ def test_calls(case: str, folder: Path) -> None:
 def test_checkpoints_of_pytorch_are_recognized(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "model.pt", "w") as file:
         file.writestr("archive/data.pkl", b"\x80\x02")
-    with pytest.raises(lowering.ModelError, match=r"model\.pt is a zip file, as PyTorch.*torch\.onnx\.export"):
+    with pytest.raises(
+        lowering.ModelError, match=r"model\.pt is not an ONNX model: it is a zip file.*torch\.onnx\.exp"
+    ):
         lowering.compile(tmp_path / "model.pt")
+
+
+@pytest.mark.parametrize(
+    "begin, words",
+    [
+        (b"", "it is empty"),
+        (b"\x80\x02\x8a\nl\xfc", "it is a pickle, as old PyTorch checkpoints are. Export the module"),
+        (b'H\0\0\0\0\0\0\0{"a":{"dtype":"F32"', "it holds weights alone, as safetensors. Export the module"),
+        (b"GGUF\3\0\0\0", "it is a GGUF file"),
+        (b"\x1c\0\0\0ORTM", "it is in ONNX Runtime's own format"),
+        (b"version https://git-lfs.github.com/spec/v1\noid", "Fetch the file by `git lfs pull`"),
+        (b"\x1f\x8b\x08\0", "it is compressed by gzip"),
+        (b"<!DOCTYPE html>", "it is a page of HTML"),
+    ],
+)
+def test_files_of_other_formats_are_named(begin: bytes, words: str, tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").write_bytes(begin)
+    for command in (lowering.compile, lowering.check):
+        with pytest.raises(lowering.ModelError) as caught:
+            command(tmp_path / "model.onnx")
+        assert "is not an ONNX model" in str(caught.value) and words in str(caught.value)

@@ -124,7 +124,7 @@ def test_who_stops_reading_is_told_nothing(model: Path) -> None:
         (["compile", "MODEL", "-o", "out", "--target", "GPU"], "Did you mean cuda?"),
         (["compile", "MODEL", "-o", "out", "--target", "cuda:9.0"], "Did you mean cuda:sm_90a?"),
         (["compile", "MODEL", "-o", "out", "--target", "cpu:x86_64_v3"], "Did you mean cpu:x86-64-v3?"),
-        (["run", "MODEL"], "is no artifact: it is a model file: compile it first"),
+        (["run", "MODEL"], "is not an artifact: it is a model file: compile it first, by `onnx-lowering compile"),
         (["compile", "MODEL", "-o", "out", "--cc", "no-such-cc"], "'no-such-cc', which is not installed"),
         (["compile", "MODEL", "-o", "out", "--donate", "cache.*"], "matches no input. The inputs are: q, k, v."),
         (["compile", "MODEL", "-o", "out", "--donate", "q"], "input 'q' cannot be donated"),

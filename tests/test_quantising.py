@@ -58,9 +58,27 @@ def test_excluded_products_stay_floats(tmp_path: Path) -> None:
     every = quantise(tmp_path / "named.onnx", tmp_path / "a.onnx")
     fewer = quantise(tmp_path / "named.onnx", tmp_path / "b.onnx", exclude=names[:2])
     assert every.quantised - fewer.quantised == 2
-    with pytest.raises(InputError, match="no product 'nothing'"):
+    with pytest.raises(InputError, match=r"no MatMul, Gemm, Conv called 'nothing'\. It has node_"):
         quantise(tmp_path / "named.onnx", tmp_path / "c.onnx", exclude=["nothing"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.onnx", "b.onnx", "named.onnx"]
+
+
+@pytest.mark.parametrize("form", ["static", "dynamic"])
+def test_nodes_without_names_are_excluded_by_their_outputs(form: str, tmp_path: Path) -> None:
+    """As the report calls them; `--exclude ""` is an error, and excludes nothing."""
+    model = onnx.load(SAMPLE / "model.onnx")
+    assert not any(node.name for node in model.graph.node)
+    given = calls()
+    every = quantise(SAMPLE / "model.onnx", tmp_path / "a.onnx", given, form)  # type: ignore[arg-type]
+    worst = every.nodes[0]
+    assert worst.node == worst.tensor
+    fewer = quantise(SAMPLE / "model.onnx", tmp_path / "b.onnx", given, form, exclude=[worst.node])  # type: ignore[arg-type]
+    assert every.quantised - fewer.quantised == 1
+    outputs = {node.output[0] for node in onnx.load(tmp_path / "b.onnx").graph.node if node.op_type == worst.operator}
+    assert worst.tensor in outputs
+    with pytest.raises(InputError, match="Conv called ''"):
+        quantise(SAMPLE / "model.onnx", tmp_path / "c.onnx", given, form, exclude=[""])  # type: ignore[arg-type]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.onnx", "b.onnx"]
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,11 +16,9 @@ from . import schemas  # noqa: F401  (what onnxruntime writes passes onnx's chec
 from .declared_sizes import forget_unknown_sizes
 from .deprecated_norms import decompose_group_norms
 from .legality import check_attributes, check_bodies, check_domains, check_tensors, graphs
-from .model_file import check_model_file
+from .model_file import check_format, check_model_file
 from .sparse_tensors import make_dense
 from .undeclared import declare_inputs, declare_outputs, forget_unknown_types, is_incomplete, with_stand_ins
-
-_ZIP = b"PK\x03\x04"
 
 ModelLike = str | os.PathLike[str] | bytes | onnx.ModelProto | ir.Model
 
@@ -94,12 +92,7 @@ def _read(model: ModelLike) -> ir.Model:
     if isinstance(model, (str, os.PathLike)):
         path = Path(model)
         check_model_file(path)
-        with path.open("rb") as file:
-            if file.read(len(_ZIP)) == _ZIP:
-                raise ModelError(
-                    f"{path} is a zip file, as PyTorch's checkpoints and programs are, and no ONNX model: "
-                    "torch.onnx.export makes one of the module."
-                )
+        check_format(path)
         return _checked(lambda: onnx.checker.check_model(str(path)), lambda: _loaded(path))
     if not isinstance(model, (bytes, onnx.ModelProto)):
         raise ModelError(

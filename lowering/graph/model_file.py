@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import ModelError
@@ -24,6 +25,42 @@ def check_model_file(path: Path) -> None:
         raise ModelError(
             f"There is no file {path}." + (f" Did you mean {' or '.join(map(str, near))}?" if near else "")
         )
+
+
+def check_format(path: Path) -> None:
+    """Raise ModelError for a file that is known to be of another format, with what to do."""
+    with path.open("rb") as file:
+        begin = file.read(_BEGIN)
+    what = "it is empty. Write or download it again." if not begin else None
+    for is_of, words in _FORMATS:
+        if what is None and is_of(begin):
+            what = words
+    if what is not None:
+        raise ModelError(f"{path} is not an ONNX model: {what}")
+
+
+def _is_safetensors(begin: bytes) -> bool:
+    return begin[8:10] == b'{"' and 0 < int.from_bytes(begin[:8], "little") < 1 << 32
+
+
+_BEGIN = 64  # bytes that tell a format
+_EXPORT = "Export the module by torch.onnx.export."
+_FORMATS: tuple[tuple[Callable[[bytes], bool], str], ...] = (
+    (lambda b: b.startswith(b"PK\x03\x04"), f"it is a zip file, as PyTorch's checkpoints and programs are. {_EXPORT}"),
+    (
+        lambda b: b[:1] == b"\x80" and b[1:2] in b"\2\3\4\5",
+        f"it is a pickle, as old PyTorch checkpoints are. {_EXPORT}",
+    ),
+    (_is_safetensors, f"it holds weights alone, as safetensors. {_EXPORT}"),
+    (lambda b: b.startswith(b"GGUF"), "it is a GGUF file. Export the model it was made of."),
+    (lambda b: b[4:8] == b"ORTM", "it is in ONNX Runtime's own format. Compile the .onnx file it was made of."),
+    (
+        lambda b: b.startswith(b"version https://git-lfs"),
+        "it is a pointer of Git LFS. Fetch the file by `git lfs pull`.",
+    ),
+    (lambda b: b.startswith(b"\x1f\x8b"), "it is compressed by gzip. Unpack it."),
+    (lambda b: b.lower().startswith((b"<!doctype", b"<html")), "it is a page of HTML. Download the file itself."),
+)
 
 
 def _near(path: Path) -> list[Path]:

@@ -9,7 +9,6 @@ import weakref
 from pathlib import Path
 
 from ..errors import ArtifactError
-from ..manifest import FILE
 from .folders import being_replaced, is_part
 
 # Bytes per read of weights.
@@ -69,6 +68,15 @@ class Files:
                 position += sent
 
 
+def _no_artifact(path: Path) -> str:
+    """Return why nothing can be loaded from there: it is not a folder, or nothing."""
+    if not path.exists():
+        return f"there is no folder '{path}'. An artifact is a folder that `onnx-lowering compile` writes."
+    what = "a model file" if path.suffix == ".onnx" else "a file"
+    model = path.name if path.suffix == ".onnx" else "MODEL.onnx"
+    return f"'{path}' is not an artifact: it is {what}: compile it first, by `onnx-lowering compile {model} -o out/`."
+
+
 def _open(folder: Path) -> dict[str, int]:
     end = time.monotonic() + _PATIENCE
     while True:
@@ -82,10 +90,7 @@ def _open(folder: Path) -> dict[str, int]:
                     f"write it again, or rename '{moved}' back."
                 ) from error
             if not moved and not folder.is_dir():
-                what = f"it has no {FILE}"
-                if folder.is_file():
-                    what = "it is a model file: compile it first" if folder.suffix == ".onnx" else "it is a file"
-                raise ArtifactError(f"'{folder}' is no artifact: {what}.") from error
+                raise ArtifactError(_no_artifact(folder)) from error
             time.sleep(0.001)
             continue
         except (OSError, ValueError) as error:

@@ -63,7 +63,10 @@ def test_what_is_in_it(folder: Path) -> None:
 
 
 def test_no_artifact(tmp_path: Path) -> None:
-    refused(tmp_path / "nowhere", r"'.*nowhere' is no artifact: it has no manifest\.json\.")
+    refused(
+        tmp_path / "nowhere",
+        r"there is no folder '.*nowhere'\. An artifact is a folder that `onnx-lowering compile` writes\.",
+    )
 
 
 @pytest.mark.parametrize(
