@@ -334,6 +334,7 @@ class Model:
         for port in ports:
             array = inputs.get(port.name)
             if array is None:
+                _check_names(inputs, self.manifest.inputs)
                 raise InputError(f"input '{port.name}' is missing; the model takes {port.spec}.")
             tensors.append(port.accept(array, sizes, strings))
         if len(inputs) > len(tensors):

@@ -21,6 +21,7 @@ ONES = np.ones((2, 3), "f")
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"x": ONES}, r"input 'y' is missing; the model takes y: float32\[n, m\]\."),
+    ({"x": ONES, "z": ONES}, r"there is no input 'z'\. The inputs are x, y"),
     ({"x": ONES, "y": None}, r"input 'y' is missing"),
     ({"x": ONES, "y": ONES, "z": ONES}, r"there is no input 'z'\. The inputs are x, y\."),
     ({"x": ONES, "y": [[1.0]]}, r"input 'y' is a list; pass a NumPy array, or any array with __dlpack__ and dtype\."),
