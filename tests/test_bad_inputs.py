@@ -106,7 +106,7 @@ LOOP = """m (int64 n, bool go, float[4] x) => (float[4] y) {
 
 # What is in the file, and what the sentence must say.
 MODELS: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "no legal ONNX model"),
+    "empty": (b"", "is not an ONNX model: it is empty"),
     "words": (b"This is no model.", "ONNX model"),
     "cut off": (text(RELU)[:40], "ONNX model"),
     "no operator sets": (edited(RELU, lambda m: m.ClearField("opset_import")), "opset_import"),
@@ -305,7 +305,7 @@ COMMANDS = {
     "run good": "input 'x' is missing; the model takes x: float32[N]",
     f"run good {X3}": "input 'z' is missing",
     f"run good {X3} {Z3} --input q=x3.npy": "there is no input 'q'",
-    f"run good {X3} {Z4}": "ai.onnx.Add-24 'adds': input 'z' must be [N]; its size along axis 0 is 4, not 3",
+    f"run good {X3} {Z4}": "ai.onnx.Add-24 'adds': input 'z' must be [N], as M and N are taken to be equal",
     f"run good --input x=double.npy {Z3}": "input 'x' must be float32, not float64",
     f"run good --input x=matrix.npy {Z3}": "input 'x' must have 1 dimensions",
     f"run good --input x=gone.npy {Z3}": "gone.npy",
@@ -399,7 +399,7 @@ CALLS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "run nothing": (lambda f: lowering.load(f / "good").run({}), "input 'x' is missing"),
     "run other sizes": (
         lambda f: lowering.load(f / "good").run({"x": X, "z": np.zeros(4, np.float32)}),
-        "'adds': input 'z' must be [N]; its size along axis 0 is 4, not 3",
+        "'adds': input 'z' must be [N], as M and N are taken to be equal",
     ),
     "run a list": (lambda f: lowering.load(f / "good").run({"x": [1.0], "z": X}), "input 'x' is a list"),
     "run arrays without names": (
@@ -408,7 +408,7 @@ CALLS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "bind other sizes": (
         lambda f: lowering.load(f / "good").bind({"x": X, "z": np.zeros(4, np.float32)})(),
-        "'adds': input 'z' must be [N]; its size along axis 0 is 4, not 3",
+        "'adds': input 'z' must be [N], as M and N are taken to be equal",
     ),
     "bind an output that is not there": (
         lambda f: lowering.load(f / "good").bind({"x": X, "z": X}, {"q": X}),
