@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import onnx
@@ -64,20 +65,20 @@ def test_excluded_products_stay_floats(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["static", "dynamic"])
-def test_nodes_without_names_are_excluded_by_their_outputs(form: str, tmp_path: Path) -> None:
+def test_nodes_without_names_are_excluded_by_their_outputs(form: Literal["static", "dynamic"], tmp_path: Path) -> None:
     """As the report calls them; `--exclude ""` is an error, and excludes nothing."""
     model = onnx.load(SAMPLE / "model.onnx")
     assert not any(node.name for node in model.graph.node)
     given = calls()
-    every = quantise(SAMPLE / "model.onnx", tmp_path / "a.onnx", given, form)  # type: ignore[arg-type]
+    every = quantise(SAMPLE / "model.onnx", tmp_path / "a.onnx", given, form)
     worst = every.nodes[0]
     assert worst.node == worst.tensor
-    fewer = quantise(SAMPLE / "model.onnx", tmp_path / "b.onnx", given, form, exclude=[worst.node])  # type: ignore[arg-type]
+    fewer = quantise(SAMPLE / "model.onnx", tmp_path / "b.onnx", given, form, exclude=[worst.node])
     assert every.quantised - fewer.quantised == 1
     outputs = {node.output[0] for node in onnx.load(tmp_path / "b.onnx").graph.node if node.op_type == worst.operator}
     assert worst.tensor in outputs
     with pytest.raises(InputError, match="Conv called ''"):
-        quantise(SAMPLE / "model.onnx", tmp_path / "c.onnx", given, form, exclude=[""])  # type: ignore[arg-type]
+        quantise(SAMPLE / "model.onnx", tmp_path / "c.onnx", given, form, exclude=[""])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.onnx", "b.onnx"]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -497,50 +496,3 @@ def test_heads_that_are_what_remains() -> None:
     model.graph.value_info[0].type.tensor_type.shape.dim[2].dim_value = 3  # a declaration that is wrong
     with pytest.raises(lowering.InputError, match="elements and cannot be given the shape"):
         lowering.compile(model).run({"x": np.ones((1, 1, 40), np.float32), "w": weight})
-
-
-# -- sizes of two names, either of which may be 1 ---------------------------------------------------------------------
-
-_OPEN = {
-    "one node": "(float[A,3] x, float[B,3] z) => (float[C,3] y) { y = Add (x, z) }",
-    "what follows": "(float[A,3] x, float[B,3] z) => (float[C,3] y) <float[C,3] s> { s = Add (x, z)  y = Mul (s, x) }",
-    "two axes": "(float[A,B] x, float[D,E] z, float[F,1] c) => (float[G,H] y) <float[G,H] s> "
-    "{ s = Mul (x, z)  y = Sub (s, c) }",
-    "three operands": "(bool[D,1] c, float[A,3] x, float[B,3] z) => (float[G,3] y) { y = Where (c, x, z) }",
-    "a number beside": "(float[A,3] x, float[B,3] z) => (float[C,3] y) <float[1,1] c = {2}> { y = Max (x, z, c) }",
-    "integers": "(int64[A] x, int64[B] z) => (bool[C] y) { y = Less (x, z) }",
-    "a kernel of ours": "(float[A,3] x, float[B,3] z) => (float[C,3] y) <float[C,3] s> "
-    "{ s = Pow (x, z)  y = Softmax (s) }",
-    "a name and a formula": '(float["past + tokens"] x, float[tokens] z) => (float[tokens] y) { y = Add (x, z) }',
-    "ranks": "(float[A,B,2] x, float[D,2] z) => (float[A,E,2] y) { y = Max (x, z) }",
-}
-
-
-def _values(declared: onnx.ValueInfoProto, sizes: Mapping[str, int]) -> np.ndarray:
-    """Numbers between 0.5 and 2.5, or truth values, of the declared shape."""
-    kind = declared.type.tensor_type
-    shape = [sizes.get(dim.dim_param, dim.dim_value) for dim in kind.shape.dim]
-    return (RNG.random(shape) * 2 + 0.5).round(1).astype(onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type))
-
-
-@pytest.mark.parametrize("body", _OPEN.values(), ids=_OPEN)
-def test_sizes_whose_result_has_a_third_name_broadcast_at_run_time(body: str) -> None:
-    """Every choice of 1 and 4 for every size agrees with the reference; sizes that do not broadcast are an error."""
-    proto = model(body, 21)
-    shapes = [declared.type.tensor_type.shape for declared in proto.graph.input]
-    names = sorted({dim.dim_param for shape in shapes for dim in shape.dim} - {""})
-    choices = [dict(zip(names, sizes)) for sizes in itertools.product((1, 4), repeat=len(names))]
-    agree(proto, [{i.name: _values(i, sizes) for i in proto.graph.input} for sizes in choices])
-    module = lowering.compile(proto)
-    for sizes in ((2, 3, 4, 5, 6), (3, 0, 2, 3, 2)):
-        wrong = dict(zip(names, sizes))
-        with pytest.raises(lowering.InputError, match="does not broadcast to"):
-            module.run({i.name: _values(i, wrong) for i in proto.graph.input})
-
-
-def test_sizes_without_a_third_name_are_taken_to_be_equal() -> None:
-    """The error says how a model tells that they are not."""
-    proto = model("(float[A,3] x, float[B,3] z) => (float[A,3] y) { y = Add (x, z) }", 21)
-    module = lowering.compile(proto)
-    with pytest.raises(lowering.InputError, match=r"B and A are taken to be equal .* size of a third name"):
-        module.run({"x": floats(1, 3), "z": floats(4, 3)})

@@ -347,12 +347,13 @@ def test_decoders_that_read_embeddings(name: str, options: dict[str, Any], monke
         lowering.verify(path, artifact=model, inputs=wrong)
     if "serve" not in options:
         prefill = Decoder.prefill
-        scaled = lambda given: {k: v * 2 if v.dtype.kind == "f" else v for k, v in given.items()}  # noqa: E731
-        monkeypatch.setattr(
-            Decoder,
-            "prefill",
-            lambda self, tokens, mask: prefill(self, scaled(tokens) if isinstance(tokens, dict) else tokens + 1, mask),
-        )
+
+        def moved(self: Decoder, tokens: Any, mask: Any) -> np.ndarray:
+            by_name = tokens if isinstance(tokens, dict) else {"": tokens}
+            changed = {key: array + 1 if array.dtype.kind == "f" else array for key, array in by_name.items()}
+            return prefill(self, changed if isinstance(tokens, dict) else changed[""], mask)
+
+        monkeypatch.setattr(Decoder, "prefill", moved)
         assert lowering.verify(path, "onnxruntime", artifact=model).first_difference is not None
 
 

@@ -1,8 +1,8 @@
-"""What a model quantizes while it runs, in float32 on request.
+"""Dynamic quantization of activations, replaced by float32 on request.
 
-DynamicQuantizeLSTM becomes LSTM; DynamicQuantizeLinear in front of MatMulInteger and ConvInteger, and
-DynamicQuantizeMatMul, become MatMul and Conv of the numbers themselves. Weights are what their codes stand for. Such a
-model is larger and slower than the one that quantizes, and free of the rounding of its activations.
+DynamicQuantizeLSTM becomes LSTM; DynamicQuantizeLinear before MatMulInteger and ConvInteger, and DynamicQuantizeMatMul,
+become MatMul and Conv of the activations themselves. Weights are dequantized. Such a model is larger and slower than
+the one that quantizes, and free of the rounding of its activations.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..fusion.matching import Rewrite, array, dims, is_op, operand, remove_unuse
 
 _MICROSOFT = "com.microsoft"
 _FLOAT = ir.DataType.FLOAT
-_PRODUCTS = {"MatMulInteger": "MatMul", "ConvInteger": "Conv"}
+_MATMULS = {"MatMulInteger": "MatMul", "ConvInteger": "Conv"}
 
 
 def keep_floats(model: ir.Model) -> str:
@@ -40,8 +40,8 @@ def _replace_lstm(node: ir.Node) -> None:
     x, w, r, *states, w_scale, w_zero, r_scale, r_zero = node.inputs
     assert w is not None and r is not None
     matrices = [
-        rewrite.transpose(_floats(rewrite, codes, scale, zero, (0, 1, -1)), [0, 2, 1])
-        for codes, scale, zero in ((w, w_scale, w_zero), (r, r_scale, r_zero))
+        rewrite.transpose(_floats(rewrite, weights, scale, zero, (0, 1, -1)), [0, 2, 1])
+        for weights, scale, zero in ((w, w_scale, w_zero), (r, r_scale, r_zero))
     ]
     made = ir.node("LSTM", [x, *matrices, *states], node.attributes, num_outputs=len(node.outputs), name=node.name)
     rewrite.nodes.append(made)
@@ -59,29 +59,35 @@ def _replace_matmul(node: ir.Node) -> None:
 
 
 def _is_multiplied(node: ir.Node) -> bool:
-    """Whether bytes of a DynamicQuantizeLinear go into products alone, whose sums become floats."""
-    codes, _, zero = node.outputs
-    if codes.is_graph_output() or zero.is_graph_output() or not codes.uses():
+    """Whether a DynamicQuantizeLinear feeds matmuls alone, whose accumulators become floats and are scaled."""
+    quantized, scale, zero = node.outputs
+    if quantized.is_graph_output() or zero.is_graph_output() or not quantized.uses():
         return False
-    for product, place in codes.uses():
-        if not is_op(product, *_PRODUCTS) or place != 0 or len(product.inputs) < 3 or product.inputs[2] is not zero:
+    for matmul, position in quantized.uses():
+        if not is_op(matmul, *_MATMULS) or position != 0 or len(matmul.inputs) < 3 or matmul.inputs[2] is not zero:
             return False
-        sums = product.outputs[0]
-        if sums.is_graph_output() or not all(is_op(reader, "Cast") for reader, _ in sums.uses()):
+        accumulators = matmul.outputs[0]
+        if accumulators.is_graph_output() or not all(_is_float_cast(reader) for reader, _ in accumulators.uses()):
             return False
-    return all(is_op(reader, *_PRODUCTS) for reader, _ in zero.uses())
+    return all(is_op(reader, *_MATMULS) for reader, _ in zero.uses()) and all(
+        is_op(reader, "Mul") for reader, _ in scale.uses()
+    )
+
+
+def _is_float_cast(node: ir.Node) -> bool:
+    return is_op(node, "Cast") and node.attributes["to"].as_int() == _FLOAT
 
 
 def _replace_quantization(node: ir.Node) -> None:
-    """The numbers are multiplied in place of their codes, and their scale is 1."""
-    codes, scale, _ = node.outputs
-    for product in [reader for reader, _ in codes.uses()]:
-        rewrite = Rewrite(product)
-        weights, zero = operand(product, 1), product.inputs[3] if len(product.inputs) > 3 else None
-        of_channels = (-1, *[1] * (len(dims(weights)) - 1)) if product.op_type == "ConvInteger" else None
+    """Multiply the activations in place of their quantized values, whose scale becomes 1."""
+    quantized, scale, _ = node.outputs
+    for matmul in [reader for reader, _ in quantized.uses()]:
+        rewrite = Rewrite(matmul)
+        weights, zero = operand(matmul, 1), matmul.inputs[3] if len(matmul.inputs) > 3 else None
+        of_channels = (-1, *[1] * (len(dims(weights)) - 1)) if matmul.op_type == "ConvInteger" else None
         matrix = _floats(rewrite, weights, None, zero, of_channels)
         made = ir.node(
-            _PRODUCTS[product.op_type], [node.inputs[0], matrix], product.attributes, num_outputs=1, name=product.name
+            _MATMULS[matmul.op_type], [node.inputs[0], matrix], matmul.attributes, num_outputs=1, name=matmul.name
         )
         made.outputs[0].type = ir.TensorType(_FLOAT)
         rewrite.nodes.append(made)
@@ -94,24 +100,24 @@ def _replace_quantization(node: ir.Node) -> None:
 
 def _floats(
     rewrite: Rewrite,
-    codes: ir.Value,
+    quantized: ir.Value,
     scale: ir.Value | None,
     zero: ir.Value | None,
     spread: tuple[int, ...] | None = None,
 ) -> ir.Value:
-    """(codes - zero) scale; spread is the shape of scale and zero that broadcasts to codes, as Reshape takes it."""
-    known, *parts = (array(value) for value in (codes, scale, zero))
+    """Return (quantized - zero) scale; spread is the shape to which Reshape brings scale and zero."""
+    known, *parts = (array(value) for value in (quantized, scale, zero))
     if known is not None and all((part is None) == (value is None) for part, value in zip(parts, (scale, zero))):
         given, middle = (part if part is None or spread is None else _reshaped(part, spread) for part in parts)
         numbers = known.astype(np.float32)
         numbers = numbers if middle is None else numbers - middle.astype(np.float32)
         return rewrite.constant(numbers if given is None else numbers * given, _FLOAT)
-    floats = rewrite.cast(codes, _FLOAT)
+    floats = rewrite.cast(quantized, _FLOAT)
     for operator, value in (("Sub", zero), ("Mul", scale)):
         if value is not None:
             part = rewrite.cast(value, _FLOAT)
             part = part if spread is None else rewrite.emit("Reshape", [part, rewrite.integers(*spread)])
-            floats = rewrite.emit(operator, [floats, part], shape=dims(codes))
+            floats = rewrite.emit(operator, [floats, part], shape=dims(quantized))
     return floats
 
 

@@ -112,8 +112,7 @@ class Model:
         arrays that the model does not take, before any donated one is written, and for sizes that do not fit together
         inside the model.
         """
-        if self.manifest.input_lists:
-            inputs = self._taken_apart(inputs)
+        inputs = self._taken_apart(inputs)
         strings = Dictionary(self.manifest.strings)
         from_dlpack, on_host = kind_of(inputs)
         shapes = [getattr(inputs.get(port.name), "shape", None) for port in self._ports]
@@ -327,7 +326,8 @@ class Model:
 
     def _taken_apart(self, inputs: Arrays, is_whole: bool = True) -> Arrays:
         """The arrays of inputs, those of lists by the names of tensors. Raises InputError as `take_apart`."""
-        return take_apart(inputs, [t.name for t in self.inputs], self.manifest.input_lists, "input", is_whole)
+        lists = self.manifest.input_lists
+        return take_apart(inputs, [t.name for t in self.inputs], lists, "input", is_whole) if lists else inputs
 
     def _accept(self, ports: list[Port], inputs: Arrays, sizes: Sizes | None, strings: Dictionary) -> list[Tensor]:
         tensors = []
