@@ -135,3 +135,16 @@ def test_codes_that_others_read_stay_codes() -> None:
     module, expected = lowering.compile(proto, precision="float32"), ReferenceEvaluator(proto).run(None, {"x": x})
     for name, values in zip("qm", expected):
         np.testing.assert_array_equal(np.asarray(module(x=x)[name]), values)
+
+
+@pytest.mark.parametrize("reader", ["y = Cast <to = 7> (sums)", "f = Cast <to = 1> (sums)  y = Add (f, s)"])
+def test_accumulators_that_stay_integers_and_scales_that_are_added_stay(reader: str) -> None:
+    kind = "int64" if "to = 7" in reader else "float"
+    text = f"""<ir_version: 10, opset_import: ["" : 21]> g (float[L,4] x) => ({kind}[L,3] y) {{
+      q, s, z = DynamicQuantizeLinear (x)  sums = MatMulInteger (q, w, z)  {reader} }}"""
+    proto = onnx.parser.parse_model(text)
+    proto.graph.initializer.append(numpy_helper.from_array(np.arange(12, dtype=np.int8).reshape(4, 3), "w"))
+    x = np.random.default_rng(9).standard_normal((5, 4)).astype(np.float32)
+    (expected,) = ReferenceEvaluator(proto).run(None, {"x": x})
+    answer = np.asarray(lowering.compile(proto, precision="float32")(x=x)["y"])
+    np.testing.assert_allclose(answer, expected, rtol=1e-6, strict=True)
