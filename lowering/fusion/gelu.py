@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from .matching import Rewrite, dims, is_op, number, only_reader, operand, pairs
 from .node_pass import NodePass
-from .polynomial import Polynomial, alike, polynomial, product
+from .polynomial import Polynomial, alike, polynomial, prod
 
 _FIRST = 20  # Gelu
 
@@ -51,7 +51,7 @@ def _try_fuse(function: ir.Node) -> bool:
             outer: Polynomial | None = {0: 1.0}
             for value in factor:
                 term = polynomial(value, x)
-                outer = None if outer is None or term is None else product(outer, term)
+                outer = None if outer is None or term is None else prod(outer, term)
             if alike(outer, {1: 0.5}, x.dtype) and alike(polynomial(operand(function, 0), x), inner, x.dtype):
                 new = Rewrite(multiply)
                 attributes = {"approximate": "tanh"} if is_op(function, "Tanh") else {}

@@ -37,7 +37,7 @@ def polynomial(value: ir.Value, x: ir.Value, depth: int = _DEPTH) -> Polynomial 
     if is_op(node, "Sub"):
         return _sum(a, _scaled(b, -1.0))
     if is_op(node, "Mul"):
-        return product(a, b)
+        return prod(a, b)
     c = b.get(0, 0.0) if set(b) <= {0} else None
     if is_op(node, "Div"):
         return None if not c else _scaled(a, 1.0 / c)
@@ -45,7 +45,7 @@ def polynomial(value: ir.Value, x: ir.Value, depth: int = _DEPTH) -> Polynomial 
         return None
     power = a
     for _ in range(int(c) - 1):
-        power = product(power, a)
+        power = prod(power, a)
     return power
 
 
@@ -65,7 +65,7 @@ def _sum(a: Polynomial, b: Polynomial) -> Polynomial:
     return {k: a.get(k, 0.0) + b.get(k, 0.0) for k in {*a, *b}}
 
 
-def product(a: Polynomial, b: Polynomial) -> Polynomial:
+def prod(a: Polynomial, b: Polynomial) -> Polynomial:
     result: Polynomial = {}
     for j, c in a.items():
         for k, d in b.items():

@@ -74,7 +74,7 @@ def _widest(sizes: Sequence[Size]) -> Size:
     return next((s for s in sizes if isinstance(s, int)), sizes[0]) if sizes else 1
 
 
-def _product(sizes: Sequence[Size]) -> Any:
+def _prod(sizes: Sequence[Size]) -> Any:
     return (
         math.prod(sizes) if all(isinstance(s, int) for s in sizes) else settled(np.prod(np.array([1, *sizes], object)))
     )
@@ -94,7 +94,7 @@ def _reshape(sizes: Contents, node: ir.Node) -> list[Shape | None]:
         wanted = [given[k] if isinstance(w, int) and w == 0 else w for k, w in enumerate(wanted)]
     if any(isinstance(w, int) and w == -1 for w in wanted):
         rest = [w for w in wanted if not (isinstance(w, int) and w == -1)]
-        total, part = _product(given), _product(rest)
+        total, part = _prod(given), _prod(rest)
         missing = total // part if isinstance(total, int) and isinstance(part, int) else settled(total / part)
         wanted = [missing if isinstance(w, int) and w == -1 else w for w in wanted]
     return [wanted]

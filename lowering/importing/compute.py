@@ -206,7 +206,7 @@ def _reducer(function: Callable[[Element, Element], Element], identity: Callable
 
 
 total = Reducer(te.sum, _number(0))
-product = _reducer(lambda a, b: a * b, _number(1))
+prod = _reducer(lambda a, b: a * b, _number(1))
 largest = _reducer(maximum, lambda d: tirx.const(-math.inf, d) if is_float(str(d)) else tirx.min_value(d))
 smallest = _reducer(minimum, lambda d: tirx.const(math.inf, d) if is_float(str(d)) else tirx.max_value(d))
 

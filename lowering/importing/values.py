@@ -257,6 +257,6 @@ def empty(shape: Shape) -> bool:
     return any(isinstance(d, int) and d == 0 for d in shape)
 
 
-def product(sizes: Iterable[Size]) -> Size:
+def prod(sizes: Iterable[Size]) -> Size:
     """The product of sizes, 1 for none."""
     return math.prod(sizes)

@@ -12,7 +12,7 @@ from tvm import te, tirx
 
 from ..importing.compute import Element, Extent, agreed, read, reduced, require_numbers, total, with_shape
 from ..importing.node import Node
-from ..importing.values import Shape, Size, Value, is_one, product
+from ..importing.values import Shape, Size, Value, is_one, prod
 from . import op
 from .matmul import matrix_product, permuted, rounded
 
@@ -159,7 +159,7 @@ def _matrix(node: Node, value: Value, labels: Labels, batch: Labels, rows: Label
     """The value as [*batch, rows, columns]."""
     value = permuted(node, value, [labels.index(x) for x in (*batch, *rows, *columns)])
     head, middle = value.shape[: len(batch)], value.shape[len(batch) : len(batch) + len(rows)]
-    return _reshaped(node, value, (*head, product(middle), product(value.shape[len(batch) + len(rows) :])))
+    return _reshaped(node, value, (*head, prod(middle), prod(value.shape[len(batch) + len(rows) :])))
 
 
 def _reshaped(node: Node, value: Value, shape: Shape) -> Value:

@@ -23,7 +23,7 @@ from ..importing.compute import (
     maximum,
     minimum,
     pointwise,
-    product,
+    prod,
     read,
     relax_call,
     require_numbers,
@@ -162,7 +162,7 @@ def _integer_power(node: Node, base: Value, exponent: Value) -> Value:
             one = tirx.const(1, base.dtype)
             unit = tirx.any(b == 1, b == -1) if _signed(b) else b == 1
             factor = tirx.Select(tirx.any(e >= 0, unit), b, tirx.const(0, base.dtype))
-            return product.combine(tirx.Select(k.var.astype("int64") < count, factor, one), axis=k)
+            return prod.combine(tirx.Select(k.var.astype("int64") < count, factor, one), axis=k)
 
         return te.compute(broadcast_shape((base, exponent), rank), power, name="power")
 

@@ -9,7 +9,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ..importing.node import Node
-from ..importing.values import Value, product
+from ..importing.values import Value, prod
 from . import op
 from .asserted import asserted
 from .kernels import loops, serial
@@ -40,7 +40,7 @@ def non_max_suppression(
         _number(node, score_threshold, np.asarray([-np.inf], np.float32)),
     ]
     centred = bool(node.attr("center_point_box", 0))
-    rows = node.simplify(product((batch, classes, count)))
+    rows = node.simplify(prod((batch, classes, count)))
 
     def statements(
         boxes: Any, scores: Any, most: Any, iou: Any, least: Any, found: Any, total: Any, alive: Any

@@ -17,7 +17,7 @@ from tvm.script.ir_builder import tirx as T
 from ..importing import symbolic
 from ..importing.compute import Element, is_float, pointwise, require_numbers, widened
 from ..importing.node import Node
-from ..importing.values import Shape, Value, product
+from ..importing.values import Shape, Value, prod
 from ..tensorir.independent import independent
 from . import op
 from .asserted import required
@@ -162,7 +162,7 @@ def _upper_bits(word: Element, count: int, dtype: str) -> Element:
 def _drawn(node: Node, shape: Shape, dtype: str, words: int, element: Callable[[Words], Element]) -> Value:
     """A tensor whose every element is made of so many words of its own."""
     shape = tuple(map(node.simplify, shape))
-    count = node.simplify(product(shape))
+    count = node.simplify(prod(shape))
 
     def body(index: Any, read: Any) -> Element:
         (k,) = index

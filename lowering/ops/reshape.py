@@ -12,7 +12,7 @@ from tvm.script.ir_builder import tirx as T
 from ..importing import symbolic
 from ..importing.channels import as_computed
 from ..importing.node import Node
-from ..importing.values import Shape, Size, Value, empty, product
+from ..importing.values import Shape, Size, Value, empty, prod
 from . import op
 from .asserted import inside, required
 from .contents import constant_ints, few, movable, moved, sizes, static_axis
@@ -37,7 +37,7 @@ def reshape_to(node: Node, data: Value, shape: Shape) -> Value:
     if movable(data) and few(shape):
         assert data.contents is not None
         return moved(node, data, data.contents.reshape(shape))
-    have, want = product(data.shape), product(shape)
+    have, want = prod(data.shape), prod(shape)
     if isinstance(have, int) and isinstance(want, int) and have != want:
         raise node.error(f"{list(data.shape)} has {have} elements and cannot be given the shape {list(shape)}.")
     if not node.symbols.equal(have, want):
@@ -48,8 +48,8 @@ def reshape_to(node: Node, data: Value, shape: Shape) -> Value:
 
 def _of_as_many(node: Node, data: Value, shape: Shape) -> Value:
     """The data, if it has as many elements. Products of sizes may wrap and be the right number, but not in float64."""
-    have = product(data.shape)
-    legal = symbolic.equal(have, product(shape))
+    have = prod(data.shape)
+    legal = symbolic.equal(have, prod(shape))
     for size in shape:
         legal = symbolic.logical_and(legal, symbolic.less_or_equal(0, size))
     if sum(not isinstance(d, int) for d in shape) > 1:
@@ -109,7 +109,7 @@ def _reshape_dims(node: Node, data: Shape, wanted: list[Size], allow_zero: bool)
 
 
 def _quotient(node: Node, data: Shape, others: list[Size]) -> Size:
-    """product(data) / product(others): equal factors are cancelled first, since the simplifier does not do it."""
+    """prod(data) / prod(others): equal factors are cancelled first, since the simplifier does not do it."""
     have, divisor = _factors(data), []
     for factor in _factors(others):
         match = next((k for k, f in enumerate(have) if not isinstance(f, int) and node.symbols.equal(f, factor)), None)
@@ -117,7 +117,7 @@ def _quotient(node: Node, data: Shape, others: list[Size]) -> Size:
             divisor.append(factor)
         else:
             del have[match]
-    above, below = node.simplify(product(have)), node.simplify(product(divisor))
+    above, below = node.simplify(prod(have)), node.simplify(prod(divisor))
     if isinstance(above, int) and isinstance(below, int):
         if below == 0 or above % below:
             raise node.error(f"input shape does not divide the data of shape {list(data)} evenly, so -1 has no value.")
@@ -145,13 +145,13 @@ def _factors(dims: Any) -> list[Size]:
 def _run_time_dims(where: str, data: Shape, wanted: list[Any], allow_zero: bool) -> list[Any]:
     """`_reshape_dims` on expressions, for entries known at run time only."""
     one = _int64(1)
-    total = product(data) * one
+    total = prod(data) * one
     if not allow_zero:
         wanted = [tirx.Select(w == 0, data[k] * one, w) if k < len(data) else w for k, w in enumerate(wanted)]
     inferred = _count_true(w == -1 for w in wanted)
     with T.Assert(inferred <= 1, f"{where}: input shape holds -1 more than once.", "ValueError"):
         pass
-    known = product(tirx.Select(w == -1, one, w) for w in wanted) * one
+    known = prod(tirx.Select(w == -1, one, w) for w in wanted) * one
     return [tirx.if_then_else(w == -1, tirx.floordiv(total, tirx.max(known, one)), w) for w in wanted]
 
 
@@ -161,7 +161,7 @@ def flatten(node: Node, data: Value) -> Value:
     if not -data.rank <= axis <= data.rank:
         raise node.error(f"attribute axis is {axis} for data of rank {data.rank}.")
     axis += data.rank if axis < 0 else 0
-    return reshape_to(node, data, (product(data.shape[:axis]), product(data.shape[axis:])))
+    return reshape_to(node, data, (prod(data.shape[:axis]), prod(data.shape[axis:])))
 
 
 @op("Squeeze", since=1)

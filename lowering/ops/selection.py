@@ -12,7 +12,7 @@ from tvm.script.ir_builder import tirx as T
 from ..importing import symbolic
 from ..importing.compute import Reducer, is_float, largest, read, smallest
 from ..importing.node import Node
-from ..importing.values import Shape, Size, Value, product, storage_dtype
+from ..importing.values import Shape, Size, Value, prod, storage_dtype
 from ..tensorir.along_rows import ATTRIBUTE, RunningSum, Top, less, to_json
 from . import op
 from .asserted import inside, required
@@ -34,7 +34,7 @@ def _rows(node: Node, data: Value, axis: int) -> Value:
     """The data as [outer, n, inner], n being the axis."""
     if storage_dtype(data.dtype) != data.dtype:
         raise node.error(f"elements of type {data.dtype} have no order.", "Cast them to an ordinary number type.")
-    shape = (product(data.shape[:axis]), data.shape[axis], product(data.shape[axis + 1 :]))
+    shape = (prod(data.shape[:axis]), data.shape[axis], prod(data.shape[axis + 1 :]))
     return reshape_to(node, data, tuple(node.simplify(d) for d in shape))
 
 
@@ -207,7 +207,7 @@ def non_zero(node: Node, data: Value) -> Value:
 def compress(node: Node, data: Value, condition: Value) -> Value:
     axis = node.attr("axis", None)
     if axis is None:
-        data, axis = reshape_to(node, data, (product(data.shape),)), 0
+        data, axis = reshape_to(node, data, (prod(data.shape),)), 0
     axis = static_axis(node, axis, data.rank)
     if condition.rank != 1:
         raise node.error(f"input condition has rank {condition.rank}.", "Make it a vector.")
@@ -251,7 +251,7 @@ def _running(
         given = _rows(node, data, static_axis(node, int(np.ravel(axis.constant)[0]), data.rank))
         attributes = {ATTRIBUTE: to_json(what)} if sums else {}
     else:
-        given = reshape_to(node, data, (product(data.shape),))
+        given = reshape_to(node, data, (prod(data.shape),))
         axis = inside(node, axis, data.rank, of=f"the rank of {node.name_of(data, False)}")
         rest = [node.emit(relax.op.astype(node.tensor(reshape_to(node, axis, ())), _INT64))]
 

@@ -11,7 +11,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ..importing import symbolic
 from ..importing.node import Node
-from ..importing.values import ABSENT, Shape, Size, Value, product, storage_dtype
+from ..importing.values import ABSENT, Shape, Size, Value, prod, storage_dtype
 from . import op
 from .asserted import no_negative
 from .contents import few, sizes
@@ -55,7 +55,7 @@ def shape(node: Node, data: Value) -> Value:
 
 @op("Size", since=1)
 def size(node: Node, data: Value) -> Value:
-    return node.sizes(np.array(product(data.shape), object))
+    return node.sizes(np.array(prod(data.shape), object))
 
 
 @op("ConstantOfShape", since=9)

@@ -15,7 +15,7 @@ from tvm import tirx
 
 from ..importing import symbolic
 from ..importing.node import Node
-from ..importing.values import Shape, Size, Value, numpy_dtype, product
+from ..importing.values import Shape, Size, Value, numpy_dtype, prod
 from . import op
 from .asserted import asserted, required
 from .contents import sizes as contents_of
@@ -50,7 +50,7 @@ def _dft(node: Node, x: Value, length: Value | None, axis: int) -> Value:
     given = x.shape[axis]
     count = _whole(node, "dft_length", length, kind.places(given))
     if not isinstance(given, int) or not isinstance(count, int):
-        outer, inner = product(x.shape[:axis]), product(x.shape[axis + 1 : -1])
+        outer, inner = prod(x.shape[:axis]), prod(x.shape[axis + 1 : -1])
         made = _made(node, kind, count)
         x = required(node, x, symbolic.less_or_equal(0, count), "its transform has {} places.", count)
         shape = (*x.shape[:axis], made, *x.shape[axis + 1 : -1])
@@ -78,7 +78,7 @@ def _along_axis_of_run(node: Node, x: Value, length: Value | None, axis: Value) 
         places = held(zero + (kind.places(along) if count is None else count))
         made = held(kind.made(places))
         outer, inner = (
-            held(product(tirx.Select(is_there(k), zero + size, zero + 1) for k, size in enumerate(dims)))
+            held(prod(tirx.Select(is_there(k), zero + size, zero + 1) for k, size in enumerate(dims)))
             for is_there in (lambda k: at > k, lambda k: at < k)
         )
         legal = held(tirx.all(at >= 0, at < len(dims), along <= most, places >= 0, places <= most))

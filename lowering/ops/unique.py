@@ -14,7 +14,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ..importing.compute import require_numbers
 from ..importing.node import Node
-from ..importing.values import Shape, Value, product
+from ..importing.values import Shape, Value, prod
 from ..tensorir.along_rows import less
 from . import op
 from .cast import cast_to
@@ -34,10 +34,10 @@ def unique(node: Node, data: Value) -> tuple[Value, Value, Value, Value]:
     require_numbers(node, data)
     axis = node.attr("axis", None)
     if axis is None:
-        data, axis = reshape_to(node, data, (product(data.shape),)), 0
+        data, axis = reshape_to(node, data, (prod(data.shape),)), 0
     axis = static_axis(node, axis, data.rank)
     shape, order = data.shape, [axis, *(a for a in range(data.rank) if a != axis)]
-    width = product(size for k, size in enumerate(shape) if k != axis)
+    width = prod(size for k, size in enumerate(shape) if k != axis)
     compared = cast_to(node, data, "uint8") if data.dtype == "bool" else data
     rows = reshape_to(node, permuted(node, compared, order), (shape[axis], width))
     inverse, firsts, counts, total = _numbered(node, rows, bool(node.attr("sorted", 1)))

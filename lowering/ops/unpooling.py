@@ -13,7 +13,7 @@ from ..importing import symbolic
 from ..importing.channels import channels_second
 from ..importing.compute import is_float, largest
 from ..importing.node import Node
-from ..importing.values import Size, Value, product, storage_dtype
+from ..importing.values import Size, Value, prod, storage_dtype
 from ..tensorir.independent import independent
 from . import op
 from .asserted import asserted, inside, required
@@ -63,7 +63,7 @@ def _number(outer: Any, at: Sequence[Any], sizes: Sequence[Size], by_columns: bo
     number: Any = tirx.const(0, "int64")
     for axis in reversed(axes) if by_columns else axes:
         number = number * sizes[axis] + at[axis]
-    return outer * product(sizes) + number
+    return outer * prod(sizes) + number
 
 
 @op("MaxUnpool", since=9)
@@ -97,7 +97,7 @@ def max_unpool(node: Node, x: Value, places: Value, output_shape: Value | None =
             fits = symbolic.equal(wanted, least) if axis < 2 else symbolic.less_or_equal(least, wanted)
             text = f"input output_shape asks for {{}} elements along axis {axis}, and {{}} were pooled."
             x = required(node, x, fits, text, wanted, least)
-    places = inside(node, places, node.simplify(product(pooled)), of="what was pooled", from_the_back=False)
+    places = inside(node, places, node.simplify(prod(pooled)), of="what was pooled", from_the_back=False)
     places = node.emit(relax.op.astype(node.tensor(places), "int64"))
 
     def statements(x: Any, places: Any, y: Any) -> None:

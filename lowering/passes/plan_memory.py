@@ -70,7 +70,7 @@ class Terms:
             if a is None or b is None:
                 return None
             if isinstance(expr, prim.Mul):
-                return product(a, b)
+                return prod(a, b)
             return add(a, b, 1 if isinstance(expr, prim.Add) else -1)
         number = next((k for k, f in enumerate(self._factors) if tvm_ffi.structural_equal(f, expr)), None)
         if number is None:
@@ -85,7 +85,7 @@ class Terms:
         if all(c % _ALIGNMENT == 0 for c in size.values()):
             return size
         units = self.polynomial(tirx.floordiv(self.expression(size) + (_ALIGNMENT - 1), _ALIGNMENT))
-        return units and product(units, {(): _ALIGNMENT})
+        return units and prod(units, {(): _ALIGNMENT})
 
     def expression(self, polynomial: Polynomial) -> Expr:
         total: Expr = tirx.const(0, "int64")
@@ -103,7 +103,7 @@ def add(a: Polynomial, b: Polynomial, sign: int = 1) -> Polynomial:
     return {m: c for m, c in sums.items() if c}
 
 
-def product(a: Polynomial, b: Polynomial) -> Polynomial:
+def prod(a: Polynomial, b: Polynomial) -> Polynomial:
     result: Polynomial = {}
     for left, x in a.items():
         for right, y in b.items():

@@ -91,8 +91,8 @@ class BoundUpdate:
     ) -> None:
         self.update, self.buffers, self.length, self.target = update, buffers, length, target
         dims = list(buffers["cache"].shape)
-        self.rest, self.max_len = _product(dims[1 : update.axis]), dims[update.axis]
-        self.prefixes, self.suffix = dims[0] * self.rest, _product(dims[update.axis + 1 :])
+        self.rest, self.max_len = _prod(dims[1 : update.axis]), dims[update.axis]
+        self.prefixes, self.suffix = dims[0] * self.rest, _prod(dims[update.axis + 1 :])
 
     @staticmethod
     def declared(update: CacheUpdate, copy: bool) -> BoundUpdate:
@@ -127,7 +127,7 @@ class BoundUpdate:
         buffer = self.buffers[name]
         dtype = dtype or str(buffer.dtype)
         return T.decl_buffer(
-            [_product(buffer.shape) * _bytes(str(buffer.dtype)) // _bytes(dtype)], dtype, data=buffer.data
+            [_prod(buffer.shape) * _bytes(str(buffer.dtype)) // _bytes(dtype)], dtype, data=buffer.data
         )
 
     def first_position(self, prefix: Expr) -> Expr:
@@ -214,5 +214,5 @@ def _bytes(dtype: str) -> int:
     return max(1, DataType(dtype).bits * DataType(dtype).lanes // 8)
 
 
-def _product(sizes: Sequence[Expr]) -> Expr:
+def _prod(sizes: Sequence[Expr]) -> Expr:
     return functools.reduce(operator.mul, sizes, tirx.const(1, "int64"))

@@ -16,7 +16,7 @@ from tvm.script.ir_builder import tirx as T
 import lowering.ops
 from lowering.errors import InputError
 from lowering.importing.node import Node
-from lowering.importing.values import Value, product
+from lowering.importing.values import Value, prod
 from lowering.ops.kernels import loops, serial
 from lowering.ops.reshape import reshape_to
 from lowering.runtime import Model
@@ -29,7 +29,7 @@ def _kernel(statements: Callable[..., None]) -> Callable[[Node, Value], Value]:
     """A lowering by a kernel over the flat data: statements(n, x, out, scratch), behind a right Relu."""
 
     def lowered(node: Node, data: Value) -> Value:
-        flat = reshape_to(node, data, (product(data.shape),))
+        flat = reshape_to(node, data, (prod(data.shape),))
         zero = tirx.const(0, data.dtype)
 
         def body(x: Any, out: Any, scratch: Any) -> None:

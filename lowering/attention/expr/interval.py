@@ -155,7 +155,7 @@ def _difference(a: Interval, b: Interval) -> Interval:
     return _unless_nan(a[0] - b[1], "-inf"), _unless_nan(a[1] - b[0], "inf")
 
 
-def _product(a: Interval, b: Interval) -> Interval:
+def _multiply(a: Interval, b: Interval) -> Interval:
     ends = [x * y for x in dict.fromkeys(a) for y in dict.fromkeys(b)]
     low, _ = _outermost(_unless_nan(end, "-inf") for end in ends)
     _, high = _outermost(_unless_nan(end, "inf") for end in ends)
@@ -216,7 +216,7 @@ _CONDITIONS: dict[str, Callable[..., Interval]] = {
 _RULES: dict[str, Callable[..., Interval | None]] = {
     "add": _sum,
     "sub": _difference,
-    "mul": _product,
+    "mul": _multiply,
     "min": lambda a, b: (tirx.min(a[0], b[0]), tirx.min(a[1], b[1])),
     "max": lambda a, b: (tirx.max(a[0], b[0]), tirx.max(a[1], b[1])),
     "div": lambda a, b: _quotient(a, b) if isinstance(b[0], prim.FloatImm) else None,

@@ -14,7 +14,7 @@ from ...attention.store import Codec, CodeType
 from ...importing import symbolic
 from ...importing.compute import Element
 from ...importing.node import Node
-from ...importing.values import Value, product
+from ...importing.values import Value, prod
 from ..asserted import required
 from ..kernels import Read, compute
 
@@ -97,7 +97,7 @@ def _scale(node: Node, name: str, scale: Value, kind: str, heads: tuple[int, int
     if kind == "PER_CHANNEL":
         assert heads is not None
         wanted = heads[0] * heads[1]
-    count = node.simplify(product(scale.shape))
+    count = node.simplify(prod(scale.shape))
     text = f"{name} has {{}} elements, and quantisation {kind} takes {wanted}."
     scale = required(node, scale, symbolic.equal(count, wanted), text, count)
     flat = node.reshaped(scale, (wanted,))

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from ...graph.mixture import ACTIVATIONS, ALL, CHOSEN, GIVEN, Layer, Mixture, mixture_graph
 from ...importing.compute import number, with_shape
 from ...importing.node import Node
-from ...importing.values import Value, product
+from ...importing.values import Value, prod
 from .. import op
 from . import DOMAIN
 from .matmul_n_bits import unpacked
@@ -118,7 +118,7 @@ def _mixture(
         raise node.error(f"attribute k is {per_token}, and there are {experts} experts.", "Choose 1 to all of them.")
     parts = _gate_apart(node, layers)
     _check(node, parts, experts, width)
-    rows = node.simplify(product(x.shape[:-1]))
+    rows = node.simplify(prod(x.shape[:-1]))
     given = [x, *(with_shape(node, v, (rows, experts)) for v in (router, weights) if v is not None)]
     inputs = [_input(f"input_{n}", value) for n, value in enumerate(given)]
     normalizes = bool(node.attr("normalize_routing_weights", 0))

@@ -12,7 +12,7 @@ from ...attention.parameters import int64
 from ...attention.store import Codec, Pages, Store
 from ...importing.compute import number
 from ...importing.node import Node
-from ...importing.values import Value, product
+from ...importing.values import Value, prod
 from ..asserted import asserted
 from ..kernels import compute
 
@@ -40,7 +40,7 @@ class LayerPages:
 
 def _blocks(node: Node, cache: Value) -> Value:
     """[blocks, layers, 2, ...] as blocks of one layer and kind."""
-    count = node.simplify(product(cache.shape[:3]))
+    count = node.simplify(prod(cache.shape[:3]))
     return node.reshaped(cache, (count, *cache.shape[3:]))
 
 

@@ -10,7 +10,7 @@ from ...arithmetic import LARGEST_SIZE
 from ...attention.parameters import int64
 from ...importing.compute import number
 from ...importing.node import Node
-from ...importing.values import Value, product
+from ...importing.values import Value, prod
 from ..asserted import asserted
 from ..kernels import compute
 
@@ -27,4 +27,4 @@ def layer_states(node: Node, state_slots: Value, states: Value, requests: Value)
         return tirx.Select(tirx.all(slot >= 0, slot < slots), slot * layers + layer, int64(-LARGEST_SIZE))
 
     pages = compute(node, "pages", page, [state_slots], (*state_slots.shape, 1), [states.shape[0]])
-    return node.reshaped(states, (node.simplify(product(states.shape[:2])), *states.shape[2:])), pages
+    return node.reshaped(states, (node.simplify(prod(states.shape[:2])), *states.shape[2:])), pages

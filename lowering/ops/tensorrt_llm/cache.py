@@ -19,7 +19,7 @@ from ...attention.store import Beams, Codec, GivenRing, Pages, Store
 from ...importing import symbolic
 from ...importing.compute import number
 from ...importing.node import Node
-from ...importing.values import Shape, Size, Value, product, static
+from ...importing.values import Shape, Size, Value, prod, static
 from ..append import append
 from ..asserted import asserted, required
 from ..kernels import compute
@@ -91,7 +91,7 @@ def cache_of(
         rows, text = pool.shape[0], "past_key_value has {} rows, for {} requests and beams."
         pool = required(node, pool, symbolic.less_or_equal(requests.sequences, rows), text, rows, requests.sequences)
     block = tokens_per_block(node, pool, offsets is not None)
-    count = node.simplify(product(pool.shape[:-4]) * 2)
+    count = node.simplify(prod(pool.shape[:-4]) * 2)
     view = node.reshaped(pool, (count, heads, pool.shape[-2], size))
     table = _rows(node, requests, beams, settings) if offsets is None else None
     if offsets is not None:

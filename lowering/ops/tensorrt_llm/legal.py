@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ...importing.checks import TENSORRT_LLM
 from ...importing.node import Node
-from ...importing.values import Size, Value, is_one, product
+from ...importing.values import Size, Value, is_one, prod
 from ..asserted import legal_requests
 from .rotary import tables_of_angles
 from .settings import Settings
@@ -66,7 +66,7 @@ def _angles(settings: Settings, given: Mapping[str, Value]) -> list[Size]:
     names = [] if rotary is None else [name for name in tables_of_angles(rotary, given) if name.endswith("cos_sin")]
     if rotary is None or not names:
         return [-1, -1, -1]
-    positions = [product(given[name].shape) // rotary.dim for name in names]
+    positions = [prod(given[name].shape) // rotary.dim for name in names]
     return [*positions, rotary.original] if len(names) > 1 else [*positions, -1, -1]
 
 

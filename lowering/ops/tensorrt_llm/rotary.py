@@ -12,7 +12,7 @@ from tvm.ir import Expr
 
 from ...attention.parameters import int64
 from ...importing.node import Node
-from ...importing.values import Value, product
+from ...importing.values import Value, prod
 from ..asserted import asserted
 from ..kernels import compute
 from .requests import Requests, at_least_one
@@ -103,7 +103,7 @@ def _table(node: Node, value: Value, name: str, half: int) -> Value:
     if value.rank == 3:
         value = asserted(node, value, (value.shape[0], half, 2))
     else:
-        value = node.reshaped(value, (node.simplify(product(value.shape) // (2 * half)), half, 2))
+        value = node.reshaped(value, (node.simplify(prod(value.shape) // (2 * half)), half, 2))
     return at_least_one(node, name, value, 0)
 
 
