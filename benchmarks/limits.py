@@ -1,4 +1,4 @@
-"""What the machine could do: matrix products of the best library, and reading memory once.
+"""What the machine could do: matmuls of the best library, and reading memory once.
 
 Each limit is measured by several contenders, which take their turns beside those of a case; the fastest one counts.
 """
@@ -26,14 +26,14 @@ VECTOR = 64  # bytes
 def limits(work: Work, threads: int) -> tuple[dict[str, Form], float]:
     """Contenders by name, and how much of the work's unit one call of each does.
 
-    FLOPs: float32 matrix products of 2048^3 by PyTorch (MKL) and NumPy (OpenBLAS). Bytes: a streaming read of as many
+    FLOPs: float32 matmuls of 2048^3 by PyTorch (MKL) and NumPy (OpenBLAS). Bytes: a streaming read of as many
     bytes as the work has. A work of nothing has no limit. Where there are several threads, those that can also run on
     one do, which shows how the limit itself scales.
     """
     if not work.amount:
         return {}, 0.0
     if work.unit == "FLOP":
-        return _products(threads), 2.0 * _SIZE**3
+        return _matmuls(threads), 2.0 * _SIZE**3
     count = int(work.amount) // threads // VECTOR * threads
     forms = _reads(count, threads)
     if threads > 1:
@@ -45,7 +45,7 @@ def _form(call: Callable[[], object], threads: int) -> Form:
     return Form(lambda: Contender(call, lambda _: {}), threads)
 
 
-def _products(threads: int) -> dict[str, Form]:
+def _matmuls(threads: int) -> dict[str, Form]:
     rng = np.random.default_rng(0)
     a, b = (rng.standard_normal((_SIZE, _SIZE), np.float32) for _ in range(2))
     out = np.empty((_SIZE, _SIZE), np.float32)
@@ -57,13 +57,13 @@ def _products(threads: int) -> dict[str, Form]:
         return found
     x, y, z = (torch.from_numpy(array) for array in (a, b, out))
 
-    def product(count: int) -> None:
+    def matmul(count: int) -> None:
         torch.set_num_threads(count)
         torch.mm(x, y, out=z)
 
-    found["torch.mm"] = _form(partial(product, threads), threads)
+    found["torch.mm"] = _form(partial(matmul, threads), threads)
     if threads > 1:
-        found[f"torch.mm{ONE_THREAD}"] = _form(partial(product, 1), 1)
+        found[f"torch.mm{ONE_THREAD}"] = _form(partial(matmul, 1), 1)
     return found
 
 

@@ -35,7 +35,7 @@ _ABOUT = """## {title}
 
 {threads} of an {machine}, {dates}, float32 unless said otherwise, symbolic batch and lengths,
 {tuned}. {turns}; medians in milliseconds where no unit is said. *Of the limit* is what we reach of the fastest
-float32 matrix product of 2048^3 (MKL, OpenBLAS), or of the fastest streaming read of the same bytes; bfloat16, whose
+float32 matmul of 2048^3 (MKL, OpenBLAS), or of the fastest streaming read of the same bytes; bfloat16, whose
 units are faster, goes beyond 1. *Ratio* is the best peer's time by ours, where both compute with weights of one type;
 with int8 and int4 weights peers have float32. A dash is a refusal, *wrong* an answer that
 differs from float64. Versions: {versions}.

@@ -29,7 +29,7 @@ onnx-lowering compile model.onnx -o out/ --target cpu:x86-64-v3       # for anot
 onnx-lowering compile model.onnx -o out/ --target cuda:sm_80,sm_90a   # for GPUs (nvcc, or pip install '.[cuda]')
 onnx-lowering compile decoder.onnx -o out/ --static-cache 1024        # a decoder with in-place caches
 onnx-lowering compile decoder.onnx -o out/ --serve 2048 --cache int8  # packed requests over a paged cache
-onnx-lowering compile decoder.onnx -o out/ --weights int4             # matrices of products in 4 bits
+onnx-lowering compile decoder.onnx -o out/ --weights int4             # matrices of matmuls in 4 bits
 onnx-lowering compile model.onnx -o out/ --sign key.pem               # signed with Ed25519 (pip install '.[sign]'),
 onnx-lowering run out/ --input x=x.npy --verify-key key.pub           # ... for those who got it from elsewhere
 onnx-lowering verify model.onnx --against onnxruntime                 # compared with a reference, output by output

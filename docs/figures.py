@@ -117,7 +117,7 @@ def stages() -> Any:
     for name in ("llama-dynamo18-batch1", "mistral-past-dynamo18", "modernbert-dynamo23", "t5-dynamo18"):
         model = onnx.load(SAMPLES / name / "model.onnx")
         counts = {"exported": len(model.graph.node)}
-        for stage, module in _until("group_products", model):
+        for stage, module in _until("group_matmuls", model):
             if stage == "fused":
                 counts["attention found"] = sum(1 for _ in module.graph)
             elif stage in _STAGES:
@@ -130,7 +130,7 @@ _STAGES = {
     "legalize": "a kernel each",
     "eliminate_absorbed": "masks in attention",
     "eliminate_dead_functions": "fused",
-    "group_products": "products together",
+    "group_matmuls": "matmuls together",
 }
 
 TOKENS = 128

@@ -15,7 +15,7 @@ STAGES = [
     ("importer", "one function per\noperator version", "#d5e3f5"),
     ("Relax", "fused, caches\nin place", "#d5e3f5"),
     ("TensorIR", "AttentionProblem\nplain lowering", "#d9efdd"),
-    ("schedules", "online softmax tiles\nsplit-KV, products", "#d9efdd"),
+    ("schedules", "online softmax tiles\nsplit-KV, matmuls", "#d9efdd"),
     ("model.so", "weights, manifest\nC++ headers", "#f7ead7"),
 ]
 

@@ -6,7 +6,7 @@ import ast
 import operator
 from collections.abc import Callable, Mapping
 
-# No dimension is larger. Products of a few such numbers still fit into 64 bits.
+# No dimension is larger. Matmuls of a few such numbers still fit into 64 bits.
 LARGEST_SIZE = 2**40
 
 PAGE = 4096

@@ -1,7 +1,7 @@
-"""Products of a float model in 8 bits, by onnxruntime's tool, whose models other runtimes run too; and what that costs.
+"""Matmuls of a float model in 8 bits, by onnxruntime's tool, whose models other runtimes run too; and what that costs.
 
 onnxruntime's `quantization` is the tool that most quantised models were made with. It needs no training framework, and
-keeps to operators of ai.onnx for products; what it makes, this compiler multiplies in 8 bits. It is not installed with
+keeps to operators of ai.onnx for matmuls; what it makes, this compiler multiplies in 8 bits. It is not installed with
 this package: `pip install onnxruntime`.
 
     report = quantise("model.onnx", "model.int8.onnx", calls=[{"x": x}, ...])      # static: scales from these calls
@@ -27,7 +27,7 @@ from .machine import not_installed
 
 Call: TypeAlias = Mapping[str, np.ndarray]
 
-PRODUCTS = ("MatMul", "Gemm", "Conv")
+MATMULS = ("MatMul", "Gemm", "Conv")
 """What is quantised."""
 
 _MOST_BYTES = 2**31 - 2**20  # of a protobuf
@@ -35,7 +35,7 @@ _MOST_BYTES = 2**31 - 2**20  # of a protobuf
 
 @dataclass(frozen=True)
 class NodeError:
-    """How far a product, or an output of the model, is from the float model's: root mean square of the differences over
+    """How far a matmul, or an output of the model, is from the float model's: root mean square of the differences over
     that of the numbers, over all calls."""
 
     tensor: str
@@ -46,25 +46,25 @@ class NodeError:
 
 @dataclass(frozen=True)
 class Report:
-    """Bytes of both files, how many products there were and how many are in 8 bits, and errors by node, the largest
+    """Bytes of both files, how many matmuls there were and how many are in 8 bits, and errors by node, the largest
     first, and of the outputs; both empty without calls."""
 
     form: str
     bytes_before: int
     bytes_after: int
-    products: int
+    matmuls: int
     quantised: int
     nodes: tuple[NodeError, ...]
     outputs: tuple[NodeError, ...]
 
     def __str__(self) -> str:
         lines = [
-            f"{self.quantised} of {self.products} products in 8 bits ({self.form}), "
+            f"{self.quantised} of {self.matmuls} matmuls in 8 bits ({self.form}), "
             f"{self.bytes_before / 1e6:.1f} MB -> {self.bytes_after / 1e6:.1f} MB"
         ]
         lines += [f"output {each.tensor}: error {each.error:.2e}" for each in self.outputs]
         if self.nodes:
-            lines.append("products with the largest errors (leave some out by --exclude NAME):")
+            lines.append("matmuls with the largest errors (leave some out by --exclude NAME):")
             lines += [
                 f"  {each.error:.2e}  {each.operator} '{each.node}' giving '{each.tensor}'" for each in self.nodes[:10]
             ]
@@ -80,7 +80,7 @@ def quantise(
     by_column: bool = True,
     exclude: Sequence[str] = (),
 ) -> Report:
-    """Writes the model with its products in 8 bits to the file `output`, whole or not at all, and says what it costs.
+    """Writes the model with its matmuls in 8 bits to the file `output`, whole or not at all, and says what it costs.
 
     calls are inputs by name; with them the form is static by default: scales of activations are what the calls ask for,
     written between QuantizeLinear and DequantizeLinear. Dynamic scales are computed in every call. weights are int8 or
@@ -124,7 +124,7 @@ def quantise(
 def _names_of(graph: onnx.GraphProto, exclude: Sequence[str]) -> list[str]:
     """Name matmuls and convolutions without a name by their first outputs, in place, and return the names of those that
     are excluded, by name or by output. Raises InputError for others."""
-    nodes = [node for node in graph.node if node.op_type in PRODUCTS]
+    nodes = [node for node in graph.node if node.op_type in MATMULS]
     names: dict[str, str] = {}
     for node in nodes:
         node.name = node.name or node.output[0]
@@ -133,9 +133,7 @@ def _names_of(graph: onnx.GraphProto, exclude: Sequence[str]) -> list[str]:
         if name not in names:
             known = [node.name for node in nodes]
             few = ", ".join(known[:8]) + (", ..." if len(known) > 8 else "")
-            raise InputError(
-                f"exclude: the model has no {', '.join(PRODUCTS)} called '{name}'. It has {few or 'none'}."
-            )
+            raise InputError(f"exclude: the model has no {', '.join(MATMULS)} called '{name}'. It has {few or 'none'}.")
     return [names[name] for name in exclude]
 
 
@@ -159,7 +157,7 @@ def _by_tool(
     given: dict[str, Any] = {
         "weight_type": QuantType.QInt8 if weights == "int8" else QuantType.QUInt8,
         "per_channel": by_column,
-        "op_types_to_quantize": [*PRODUCTS] if form == "static" else ["MatMul", "Gemm"],
+        "op_types_to_quantize": [*MATMULS] if form == "static" else ["MatMul", "Gemm"],
         "nodes_to_exclude": list(exclude),
     }
     root = logging.getLogger()
@@ -188,26 +186,26 @@ class _Calls:
 
 def _report(source: Path, made: Path, graph: onnx.GraphProto, calls: Sequence[Call], form: str) -> Report:
     after = onnx.load(made).graph
-    left = {name for node in after.node if node.op_type in PRODUCTS for name in node.output}
+    left = {name for node in after.node if node.op_type in MATMULS for name in node.output}
     coded = {name for node in after.node if node.op_type == "DequantizeLinear" for name in node.output}
     floats = [
         node
         for node in after.node
-        if node.op_type in PRODUCTS and not {*node.input[:2]} <= coded and {*node.output} & left
+        if node.op_type in MATMULS and not {*node.input[:2]} <= coded and {*node.output} & left
     ]
-    products = [node for node in graph.node if node.op_type in PRODUCTS]
+    matmuls = [node for node in graph.node if node.op_type in MATMULS]
     nodes: list[NodeError] = []
     outputs: list[NodeError] = []
     if calls:
         kept = {name for node in after.node for name in node.output}
-        wanted = {node.output[0]: node for node in products if node.output[0] in kept}
+        wanted = {node.output[0]: node for node in matmuls if node.output[0] in kept}
         names = [*wanted, *(value.name for value in graph.output if value.name not in wanted)]
         errors = _errors(source, made, names, calls)
         nodes = [NodeError(name, node.op_type, node.name, errors[name]) for name, node in wanted.items()]
         outputs = [NodeError(value.name, "", "", errors[value.name]) for value in graph.output]
     size = source.stat().st_size + sum(path.stat().st_size for path in _external(source, graph))
     return Report(
-        form, size, made.stat().st_size, len(products), len(products) - len(floats),
+        form, size, made.stat().st_size, len(matmuls), len(matmuls) - len(floats),
         tuple(sorted(nodes, key=lambda each: -each.error)), tuple(outputs),
     )  # fmt: skip
 

@@ -35,13 +35,13 @@ RULES = {"llvm": cpu.RULES, "cuda": cuda.RULES}
 """By kind of target. A rule answers with variants, functions of the same parameters, or None for "not mine"."""
 
 ROW_BLOCKS = "row_blocks"
-"""The name of the rule that takes rows through several products (reading/row_parts.py), where a target has one."""
+"""The name of the rule that takes rows through several matmuls (reading/row_parts.py), where a target has one."""
 
 NORMED_MATMUL = "normed_matmul"
-"""The name of the rule that takes products whose rows are computed first, where a target has one."""
+"""The name of the rule that takes matmuls whose rows are computed first, where a target has one."""
 
 TAILED_MATMUL = "tailed_matmul"
-"""The name of the rule that takes products with tails (reading/tails.py), where a target has one."""
+"""The name of the rule that takes matmuls with tails (reading/tails.py), where a target has one."""
 
 _JOINS = {"llvm": cpu.joins, "cuda": cuda.joins}
 
@@ -84,7 +84,7 @@ def variants(func: tirx.PrimFunc, target: tvm.target.Target) -> tuple[str, Seque
 
 
 def joins(func: tirx.PrimFunc, target: tvm.target.Target) -> bool | None:
-    """Whether a function that holds products is one of the target's rule for these, and others may join it: False where
+    """Whether a function that holds matmuls is one of the target's rule for these, and others may join it: False where
     it is full, None where the rule does not take it."""
     return _JOINS[target.kind.name](func, target)
 

@@ -25,7 +25,7 @@ Space: TypeAlias = dict[str, tuple[Value, ...]]
 
 @dataclass(frozen=True)
 class Tiles(ABC):
-    """`problem` is what a kernel's rule has read: an AttentionProblem, products, nothing; `machine` its target's.
+    """`problem` is what a kernel's rule has read: an AttentionProblem, matmuls, nothing; `machine` its target's.
 
     version is raised when the kernel changes so that what was found for it before says nothing of it any more.
     """

@@ -289,11 +289,11 @@ def around_a_reduction(m: Model, x: Tensor) -> Tensor:
 
 
 def behind_a_matmul(m: Model, x: Tensor) -> Tensor:
-    """In the epilogue of a matrix product."""
+    """In the epilogue of a matmul."""
     a, b, x = m.tensor(x.dtype, (5, 16)), m.tensor(x.dtype, (16, 24)), m.tensor(x.dtype, (5, 24))
-    (product,) = m.node("MatMul", [a.name, b.name])
+    (matmul,) = m.node("MatMul", [a.name, b.name])
     condition = m.rng.random((5, 24)) < 0.5
-    (name,) = m.node("Where", [m.given(condition, "bool"), product, x.name])
+    (name,) = m.node("Where", [m.given(condition, "bool"), matmul, x.name])
     return Tensor(name, x.dtype, x.bits, x.compared & ~condition)
 
 

@@ -160,7 +160,7 @@ CASES = {
         {"table": ("float", f"8, {HEADS}")},
     ),
     "an input": Case("mask = Identity (given)", lambda i, j, given: given, {"given": ("bool", "B, 1, S, T")}, False),
-    "a product": Case(
+    "a matmul": Case(
         """fi = Cast<to=1> (i) fj = Cast<to=1> (j) p = MatMul (fi, fj) h = Constant<value_float=30.0>()
         mask = Less (p, h)""",
         lambda i, j: i * j < 30,

@@ -181,9 +181,9 @@ MODELS: dict[str, tuple[bytes, str]] = {
         text("m (float[3, 4] x, float[4] z) => (float[A, B] y) { [joins] y = Concat <axis = 1> (x, z) }"),
         "ai.onnx.Concat-24 'joins'",
     ),
-    "a product that does not fit": (
-        text("m (float[3, 4] x, float[5, 6] z) => (float[3, 6] y) { [product] y = MatMul (x, z) }"),
-        "ai.onnx.MatMul-24 'product'",
+    "a matmul that does not fit": (
+        text("m (float[3, 4] x, float[5, 6] z) => (float[3, 6] y) { [matmul] y = MatMul (x, z) }"),
+        "ai.onnx.MatMul-24 'matmul'",
     ),
     "Reshape to negative sizes": (
         text("m (float[12] x) => (float[A, B] y) <int64[2] s = {-2, -6}> { [reshapes] y = Reshape (x, s) }"),

@@ -27,7 +27,7 @@ B, S, H, D, WIDTH, ROWS = 3, 37, 4, 16, 256, 500
 
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Embeddings, causal attention with grouped heads, and a gated product, of any batch and length."""
+    """Embeddings, causal attention with grouped heads, and a gated matmul, of any batch and length."""
     model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["" : 24]>
         m (int64[batch, tokens] ids, bool spare) => (float[batch, tokens, {WIDTH}] y) {{
           x = Gather (table, ids)
@@ -59,7 +59,7 @@ def test_work_of_a_known_model(artifact: Path) -> None:
     by_node = {node.split()[-1]: call for call in profile.calls for node in call.nodes}
     rows = B * S
     assert by_node["q"] is by_node["k"] and by_node["q"].flops == 2 * rows * 64 * (H + H // 2) * D
-    # Pairs below the diagonal, two products of D each, for every query head.
+    # Pairs below the diagonal, two matmuls of D each, for every query head.
     assert by_node["a"].flops == 4 * D * H * B * S * (S + 1) // 2
     assert by_node["a"].bytes == 4 * rows * D * (H + 2 * H // 2 + H)
     # Swish: an exponential, a sum, a quotient, and the sign.

@@ -1,4 +1,4 @@
-"""Heads are read and written where products leave them: nothing is transposed for attention and caches."""
+"""Heads are read and written where matmuls leave them: nothing is transposed for attention and caches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""precision=: products in half precision, norms and softmax in float32, inputs and outputs as they were."""
+"""precision=: matmuls in half precision, norms and softmax in float32, inputs and outputs as they were."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_what_stays_float32(precision: Precision) -> None:
     assert types["Softmax"] == types["Add"] == {"FLOAT"}  # what hides keys is no number of float16
     assert [str(v.dtype) for v in (*fused.graph.inputs, *fused.graph.outputs)] == ["FLOAT", "BOOL", "FLOAT", "FLOAT"]
     assert {str(v.dtype) for v in fused.graph.initializers.values() if v.name.startswith("w")} == {half}
-    assert note.startswith(f"precision: 3 products are computed in {precision}")
+    assert note.startswith(f"precision: 3 matmuls are computed in {precision}")
     assert "beyond its range" not in note
 
 
@@ -129,7 +129,7 @@ def test_branches_read_float32() -> None:
         np.testing.assert_allclose(got, want, atol=2e-2)
 
 
-def test_nothing_changes_without_products() -> None:
+def test_nothing_changes_without_matmuls() -> None:
     proto = onnx.parser.parse_model(
         '<ir_version: 10, opset_import: ["" : 23]> m (float[n] x) => (float[n] y) { h = Exp (x) y = Add (h, x) }'
     )
@@ -146,12 +146,12 @@ HERE = bool({"avx512_bf16"} & set(host_features()))
 
 @pytest.mark.parametrize("name", ["llama-past-dynamo23", "whisper-past-dynamo23-f16", "distilbert-traced17"])
 def test_fast(name: str) -> None:
-    """Products in bfloat16 where the machine has them, and the model's own types outside, those of caches too."""
+    """Matmuls in bfloat16 where the machine has them, and the model's own types outside, those of caches too."""
     path = SAMPLES / name / "model.onnx"
     model, graph = lowering.compile(path, precision="fast"), load_model(path).graph
     (note,) = (note for note in model.manifest.notes if note.startswith("precision"))
     assert note.startswith("precision: fast changes nothing") != HERE
-    assert ("products are computed in bfloat16" in note) == HERE
+    assert ("matmuls are computed in bfloat16" in note) == HERE
     declared = {value.name: ir.DataType(value.dtype).numpy().name for value in (*graph.inputs, *graph.outputs)}
     assert {spec.name: spec.dtype for spec in (*model.inputs, *model.outputs)} == declared
     for file in sorted(path.parent.glob("*.npz")):
@@ -163,7 +163,7 @@ def test_fast(name: str) -> None:
 
 
 def test_fast_is_not_for_every_machine() -> None:
-    """Without products of bfloat16 a model is what it was; an attention that reads a cache is so everywhere."""
+    """Without matmuls of bfloat16 a model is what it was; an attention that reads a cache is so everywhere."""
     path = SAMPLES / "llama-past-dynamo23" / "model.onnx"
     other = lowering.compile(path, "cpu:x86-64-v3", precision="fast")
     assert [note for note in other.manifest.notes if note.startswith("precision: fast changes nothing")]
@@ -207,14 +207,14 @@ def large(scale: float) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
 
 
 def test_numbers_that_float16_cannot_hold(tmp_path: Path) -> None:
-    """On calls that have them, what they pass through stays float32; the products before and behind do not."""
+    """On calls that have them, what they pass through stays float32; the matmuls before and behind do not."""
     proto, call = large(1000)
     want = onnx.reference.ReferenceEvaluator(proto).run(None, call)
     plain = lowering.compile(proto, precision="float16").run(call)
     assert not np.isfinite(plain["y"]).all()
     module = lowering.compile(proto, precision="float16", calls=[{"x": call["x"] * 0, "hide": call["hide"]}, call])
     assert any(
-        "2 products are computed in float16" in note and "3 of these for" in note for note in module.manifest.notes
+        "2 matmuls are computed in float16" in note and "3 of these for" in note for note in module.manifest.notes
     )
     for found, right in zip(module.run(call).values(), want):
         np.testing.assert_allclose(found, right, rtol=2e-2, atol=2e-3)

@@ -36,7 +36,7 @@ def test_models_in_8_bits(form: str, tmp_path: Path) -> None:
     operators = {(node.domain, node.op_type) for node in onnx.load(made).graph.node}
     assert ("", "MatMulInteger" if form == "dynamic" else "QuantizeLinear") in operators
     assert not {domain for domain, _ in operators} - {""}
-    assert 0 < report.quantised <= report.products
+    assert 0 < report.quantised <= report.matmuls
     assert report.nodes[0].error == max(each.error for each in report.nodes) > 0
     session, model = onnxruntime.InferenceSession(made, session_options()), lowering.compile(made)
     assert lowering.verify(made, "onnxruntime").first_difference is None
@@ -50,7 +50,7 @@ def test_models_in_8_bits(form: str, tmp_path: Path) -> None:
             assert np.abs(ours[value.name] - theirs).max() < 0.1 * np.ptp(right) + 1e-6
 
 
-def test_excluded_products_stay_floats(tmp_path: Path) -> None:
+def test_excluded_matmuls_stay_floats(tmp_path: Path) -> None:
     model = onnx.load(SAMPLE / "model.onnx")
     for number, node in enumerate(model.graph.node):  # the samples have no names
         node.name = f"node_{number}"
@@ -88,7 +88,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = tmp_path / "q.onnx"
     command = ["quantise", str(SAMPLE / "model.onnx"), "-o", str(made), *given]
     assert main(command) == 0
-    assert "products in 8 bits (static)" in capsys.readouterr().out and made.is_file()
+    assert "matmuls in 8 bits (static)" in capsys.readouterr().out and made.is_file()
     assert main([*command, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["nodes"][0]["error"] > 0
 

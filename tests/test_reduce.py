@@ -59,17 +59,17 @@ def tanh(graph: onnx.GraphProto) -> None:
 
 
 def fused(graph: onnx.GraphProto) -> None:
-    """The bias of a product is subtracted where Tanh reads the sum: neither is wrong alone."""
+    """The bias of a matmul is subtracted where Tanh reads the sum: neither is wrong alone."""
     made = {name: node for node in graph.node for name in node.output}
     for node in graph.node:
         bias = made.get(node.input[0]) if node.op_type == "Tanh" else None
-        product = made.get(bias.input[0]) if bias is not None and bias.op_type == "Add" else None
-        if bias is not None and product is not None and product.op_type == "MatMul":
+        matmul = made.get(bias.input[0]) if bias is not None and bias.op_type == "Add" else None
+        if bias is not None and matmul is not None and matmul.op_type == "MatMul":
             bias.op_type = "Sub"
 
 
 def crash(graph: onnx.GraphProto) -> None:
-    """A pass fails on a product whose bias a Tanh reads."""
+    """A pass fails on a matmul whose bias a Tanh reads."""
     before = [node.op_type for node in graph.node]
     fused(graph)
     if [node.op_type for node in graph.node] != before:

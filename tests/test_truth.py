@@ -25,7 +25,7 @@ def norm() -> onnx.ModelProto:
 
 
 def cancelling() -> onnx.ModelProto:
-    """A softmax of sums, to which the difference of two large and equal products is added."""
+    """A softmax of sums, to which the difference of two large and equal matmuls is added."""
     model, rng = (
         onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 23]> m (float[N, 96] x) => (float[N, 8] y) {
           large = Constant <value = float {30000.0}> ()

@@ -18,7 +18,7 @@ OUTPUTS = {
     "the shape of an input": "m (float[2, 3] x) => (float[2, 3] y) { y = Relu (x) }",
     "turned": "m (float[N, 3] x) => (float[3, N] y) { a = Exp (x) y = Transpose (a) }",
     "of another type": "m (float[N, 3] x) => (int64[2] y) { y = Shape (x) }",
-    "a product": f"m (float[N, 3] x) => (float[N, 4] y) {W} {{ y = MatMul (x, w) }}",
+    "a matmul": f"m (float[N, 3] x) => (float[N, 4] y) {W} {{ y = MatMul (x, w) }}",
     "of numbers alone": "m (float[N, 3] x) => (int64[2] y) { y = Constant <value_ints = [1, 0]> () }",
     "of a size that data decides": "m (float[N, 3] x) => (int64[A, B] y) { y = NonZero (x) }",
     "of a body": """m (float[N, 3] x) => (float[N, 3] y) { t = Constant <value_int = 3> ()

@@ -27,7 +27,7 @@ ROWS, POSITIONS, WIDTH = 50, 12, 96
 
 
 def encoder(seed: int = 0, dtype: Any = np.float32) -> onnx.ModelProto:
-    """Embeddings of ids and positions, and two products; what a mask hides is 0."""
+    """Embeddings of ids and positions, and two matmuls; what a mask hides is 0."""
     text = """<ir_version: 10, opset_import: ["" : 23]>
         m (int64[B, T] ids, int64[B, T] position_ids, int64[B, T] attention_mask) => (float[B, T, 96] y) {
           e = Gather (words, ids)

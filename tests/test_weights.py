@@ -1,4 +1,4 @@
-"""compile(weights=...): constant matrices of products in fewer bits, what it costs, and what is left alone."""
+"""compile(weights=...): constant matrices of matmuls in fewer bits, what it costs, and what is left alone."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ ROUNDED = {
 
 
 @pytest.mark.parametrize(("scheme", "most"), [("f16", 0.7), ("int8", 0.5), ("int4", 0.4)])
-def test_products_of_compressed_weights(scheme: Scheme, most: float, tmp_path: Path) -> None:
+def test_matmuls_of_compressed_weights(scheme: Scheme, most: float, tmp_path: Path) -> None:
     """As with the rounded weights, up to rounding; smaller; said in a note."""
     rng = np.random.default_rng(0)
     model = perceptron(rng)
@@ -69,7 +69,7 @@ def test_products_of_compressed_weights(scheme: Scheme, most: float, tmp_path: P
     size = (tmp_path / "out" / "weights.bin").stat().st_size
     assert size < most * sum(numpy_helper.to_array(tensor).nbytes for tensor in model.graph.initializer)
     (note,) = module.manifest.notes
-    assert note.startswith(f"2 constant matrices of products are {scheme}")
+    assert note.startswith(f"2 constant matrices of matmuls are {scheme}")
 
     rounded = ROUNDED[scheme]
     same = replaced(model, {"up": rounded, "down": lambda w: rounded(w.T).T})
@@ -83,7 +83,7 @@ def test_products_of_compressed_weights(scheme: Scheme, most: float, tmp_path: P
 )
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_tables_are_rows_of_codes(scheme: Scheme, name: str, most: float, dtype: str, tmp_path: Path) -> None:
-    """Also one that a product reads as well; wrong ids are errors as before, and zeros stay zeros."""
+    """Also one that a matmul reads as well; wrong ids are errors as before, and zeros stay zeros."""
     text = """<ir_version: 10, opset_import: ["" : 21]>
         tied (int64[N] ids) => (T[N, 96] x, T[N, 500] y, T[500, 96] same) {
           x = Gather (table, ids)

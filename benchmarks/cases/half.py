@@ -1,4 +1,4 @@
-"""float16 models at published widths with their products in bfloat16, by `precision="fast"`, as OpenVINO has them."""
+"""float16 models at published widths with their matmuls in bfloat16, by `precision="fast"`, as OpenVINO has them."""
 
 from __future__ import annotations
 

@@ -99,5 +99,5 @@ def cases() -> list[NodeCase]:
         case("pooling by L2, 3 x 3", "LpPool", "x", image, {}, kernel_shape=[3, 3]),
         case("L2 over the first and last axis", "ReduceL2", "x axes", {"x": ("float32", (64, 100, 30))},
              {"axes": np.array([0, 2])}),
-        case("product of integers", "MatMulInteger", "x w", {"x": ("uint8", (128, 128))}, narrow),
+        case("matmul of integers", "MatMulInteger", "x w", {"x": ("uint8", (128, 128))}, narrow),
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Matrix products with constant weights, and what follows them in a transformer.
+"""matmuls with constant weights, and what follows them in a transformer.
 
 Symbols: M rows, K and N the weight's sizes.
 """

@@ -33,7 +33,7 @@ _WAYS: dict[str, tuple[str, bool, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class QuantisedCase(PublishedWidths):
-    """An export with its products in 8 bits, by one of `_WAYS`; static scales come from the inputs of the call."""
+    """An export with its matmuls in 8 bits, by one of `_WAYS`; static scales come from the inputs of the call."""
 
     way: str
 

@@ -62,7 +62,7 @@ class BertCase(Case):
         return evaluated(self.model(), self.feeds(), ("hidden",))
 
     def work(self) -> Work:
-        """Products of weights, and of scores and values."""
+        """Matmuls of weights, and of scores and values."""
         c = BERT
         per_token = c.layers * (2 * (4 * c.hidden * c.hidden + 2 * c.hidden * c.inner) + 4 * self.S * c.hidden)
         return Work(float(self.B * self.S * per_token), "FLOP")
@@ -135,9 +135,9 @@ def bert(config: BertConfig = BERT) -> onnx.ModelProto:
     c, g = config, Graph(seed=0)
 
     def linear(x: str, inputs: int, outputs: int, name: str) -> str:
-        product = g.node("MatMul", x, g.weight(inputs, outputs, name=f"{name}.weight"), name=f"{name}.product")
+        matmul = g.node("MatMul", x, g.weight(inputs, outputs, name=f"{name}.weight"), name=f"{name}.matmul")
         bias = g.rng.standard_normal(outputs, np.float32) * 0.1
-        return g.node("Add", product, g.constant(bias, f"{name}.bias"), name=name)
+        return g.node("Add", matmul, g.constant(bias, f"{name}.bias"), name=name)
 
     def norm(x: str, name: str) -> str:
         scale, bias = np.ones(c.hidden, np.float32), g.rng.standard_normal(c.hidden, np.float32) * 0.1

@@ -20,7 +20,7 @@ so is P."""
 @dataclass(frozen=True)
 class Sizes:
     """What is symbolic in a kernel. lengths holds the valid keys of each batch, or the write indices of an update; of a
-    product only q_len counts, the rows of A."""
+    matmul only q_len counts, the rows of A."""
 
     batch: int
     q_len: int

@@ -24,8 +24,8 @@ from lowering.attention.problem import AttentionProblem
 from schedules.cuda.decode_tiles import DecodeTiles, DecodeTiming
 from schedules.cuda.device import DEVICES
 from schedules.cuda.few_rows_tiles import FewRowsTiles, RowsTiming
+from schedules.cuda.matmul_reader import Shape
 from schedules.cuda.matmul_tiles import WgmmaMatmulTiles
-from schedules.cuda.products import Shape
 
 TIMINGS = Path(__file__).parents[1] / "results" / "gpu" / "h200_tiles.jsonl"
 PAGE = Path(__file__).parents[2] / "docs" / "cuda_tile_models.md"
@@ -108,23 +108,23 @@ def decode_model() -> Model:
 
 
 def many_rows() -> dict[str, list[Timing]]:
-    return product_timings("many rows", WgmmaMatmulTiles, 1 << 20)
+    return matmul_timings("many rows", WgmmaMatmulTiles, 1 << 20)
 
 
-def product_timings(kernel: str, kind: type, most: int) -> dict[str, list[Timing]]:
+def matmul_timings(kernel: str, kind: type, most: int) -> dict[str, list[Timing]]:
     """Return timings of GEMMs with at most so many rows, by shape."""
     found: dict[str, list[Timing]] = {}
     for row in rows():
         if row["kernel"] == kernel and row["m"] <= most:
-            shape = Shape("float16", 1, row["m"], row["n"], row["k"], row["products"])
-            name = f"{row['m']} rows of {row['n']} x {row['k']}{' (gate)' if row['products'] > 1 else ''}"
+            shape = Shape("float16", 1, row["m"], row["n"], row["k"], row["matmuls"])
+            name = f"{row['m']} rows of {row['n']} x {row['k']}{' (gate)' if row['matmuls'] > 1 else ''}"
             found.setdefault(name, []).append(Timing(shape, kind(**row["tiles"]), row["us"]))
     return found
 
 
 def few_rows_model() -> Model:
     rough = RowsTiming(3000, 32768, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1)
-    return Model("Few rows; n x k of the weight", rough, product_timings("few rows", FewRowsTiles, 8))
+    return Model("Few rows; n x k of the weight", rough, matmul_timings("few rows", FewRowsTiles, 8))
 
 
 HEADER = """# Models of GPU tiles

@@ -116,17 +116,17 @@ class Peer:
             arrays[name].T.contiguous() if transposed else arrays[name] for name in ("w", "w3") if name in arrays
         ]
 
-        def product(w: torch.Tensor) -> torch.Tensor:
+        def matmul(w: torch.Tensor) -> torch.Tensor:
             if transposed:
                 return functional.linear(x, w, b)
             return x @ w if b is None else torch.addmm(b, x, w)
 
         def call() -> torch.Tensor:
-            y = product(weights[0])
+            y = matmul(weights[0])
             if case.form == "gelu":
                 return functional.gelu(y)
             if case.form == "SwiGLU":
-                return functional.silu(y) * product(weights[1])
+                return functional.silu(y) * matmul(weights[1])
             return y if r is None else r + y
 
         return self._contender(call)

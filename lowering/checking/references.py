@@ -65,8 +65,8 @@ def reference_evaluator(model: onnx.ModelProto) -> Callable[[dict[str, Any]], li
 def session_options() -> Any:
     """Options of a session of onnxruntime whose results others are held against.
 
-    On x86-64 without dot products of bytes it adds up two products of uint8 and int8 in 16 bits, which saturate; this
-    asks for products that do not.
+    On x86-64 without dot products of bytes it adds up two matmuls of uint8 and int8 in 16 bits, which saturate; this
+    asks for matmuls that do not.
     """
     import onnxruntime
 

@@ -28,10 +28,10 @@ DIM = (
 
 RUNS = "the size of a symbolic dimension in a run, by the model's name; n=1,128: one run after the other"
 
-WEIGHTS = "compress the constant matrices of products, and tables of embeddings"
+WEIGHTS = "compress the constant matrices of matmuls, and tables of embeddings"
 
 PRECISION = (
-    "compute the products of a model of float32, and store weights and caches, in this type; fast: products of float32 "
+    "compute the matmuls of a model of float32, and store weights and caches, in this type; fast: matmuls of float32 "
     "and float16 in bfloat16 where the target multiplies it faster, with caches as they are; tf32, 3xtf32: multiply "
     "float32 itself on tensor cores, rounded to TF32 or in two parts; float32: do not quantize what the model "
     "quantizes while it runs"

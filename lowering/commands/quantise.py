@@ -16,9 +16,9 @@ def add(add_parser: Callable[..., Any]) -> None:
     """Its options."""
     q = add_parser(
         "quantise",
-        help="write a float model with its products in 8 bits, and tell the error by node",
+        help="write a float model with its matmuls in 8 bits, and tell the error by node",
         description="Makes a model of 8 bits of a float one by onnxruntime's tool, with scales from the calls that "
-        "are given, or computed in each call, and tells how far every product and output is from the float model's.",
+        "are given, or computed in each call, and tells how far every matmul and output is from the float model's.",
         example="quantise model.onnx -o model.int8.onnx --calls first.npz --calls second.npz",
     )
     q.add_argument("model", type=Path, help="the .onnx file")
@@ -29,7 +29,7 @@ def add(add_parser: Callable[..., Any]) -> None:
     q.add_argument("--dynamic", action="store_true", help="scales from each call, also with --calls")
     q.add_argument("--weights", choices=("int8", "uint8"), default="int8", help="the type of weights (int8)")
     q.add_argument("--per-tensor", action="store_true", help="one scale for a matrix, not one for each column")
-    q.add_argument("--exclude", action="append", default=[], metavar="NODE", help="a product that stays in floats")
+    q.add_argument("--exclude", action="append", default=[], metavar="NODE", help="a matmul that stays in floats")
     add_json(q)
     q.set_defaults(run=_quantise)
 

@@ -59,7 +59,7 @@ def compiled(model: ModelLike, options: Options, stand_in: Target | None = None,
     if options.precision in TF32 and not all(target.architecture for target in targets):
         raise InputError(
             f"precision='{options.precision}' is how tensor cores of GPUs multiply float32, and "
-            f"target='{options.target}' has none. Leave it out: a CPU computes such products in float32."
+            f"target='{options.target}' has none. Leave it out: a CPU computes such matmuls in float32."
         )
     prepared = prepare_model(model, options, targets, dump)
     kept = prepared.kept
@@ -102,7 +102,7 @@ class _PartCompiler:
         lengths are the inputs whose content is a symbol.
         """
         options, notes = self.options, list(notes)
-        products = options.precision if options.precision in TF32 else None
+        matmuls = options.precision if options.precision in TF32 else None
         # What a GPU has in its memory the host does not read.
         checks = options.checks and not any(target.architecture for target in self.targets)
         with progress.stage("importing"):
@@ -117,7 +117,7 @@ class _PartCompiler:
             kernels = Kernels(runs_on)
             known = kernels if dump is None else None  # who looks inside wants to see all that is scheduled
             with progress.stage("lowering"):
-                lowered = lower(imported, each, pairs, notes, dump, options.weights, choose, runs_on, products, known)
+                lowered = lower(imported, each, pairs, notes, dump, options.weights, choose, runs_on, matmuls, known)
             libraries.append(_built(lowered, runs_on, kernels))
             unscheduled.append(lowered.unscheduled)
             if not each.architecture:

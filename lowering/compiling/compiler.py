@@ -61,7 +61,7 @@ def compile(
     * `static_cache=N` makes a decoder's growing past a cache of N slots, written in place, whose length is a new input
       (graph/static_cache.py); `Model.decoder` keeps it.
     * `weights="int8"` (a scale for each column), "int4" (a float16 scale for each column and 32 rows) or "f16"
-      compresses the constant matrices of products, and tables of embeddings by rows, in 8 bits for int4 too
+      compresses the constant matrices of matmuls, and tables of embeddings by rows, in 8 bits for int4 too
       (graph/compressed_tables.py). Sums stay float32; biases and convolutions stay as they are. What it costs is a note
       of the manifest.
     * `database` is a folder of `tune`, whose records for this target pick the tiles of kernels, before presets do; the
@@ -73,7 +73,7 @@ def compile(
     * `checks=False` leaves out what runs look at in the tables of serving operators (starts, lengths, pages, blocks):
       no request is refused then, and kernels still touch no memory but their arrays; docs/serving.md has the rules and
       their cost.
-    * `precision="float16"` or "bfloat16" computes the products of a model of float32 in that type, and stores their
+    * `precision="float16"` or "bfloat16" computes the matmuls of a model of float32 in that type, and stores their
       weights and a decoder's caches so; norms, softmax and sums stay float32, as do inputs and outputs
       (graph/precision.py). "fast" computes those of a model of float32 or float16 in bfloat16 where every target
       multiplies that faster, and leaves inputs, outputs and caches as they are. "tf32" and "3xtf32" leave the model

@@ -186,8 +186,8 @@ _UNUSED_ON_CPUS = (
 
 
 def _with_needed_features(func: tirx.PrimFunc, target: tvm.target.Target) -> tvm.target.Target:
-    """The target without products of bytes where the kernel does not ask for them: of what it finds in loops by itself,
-    LLVM 22 makes such products of which it adds up a part (combineVPDPBUSDPattern, sums of 8 to 16)."""
+    """The target without matmuls of bytes where the kernel does not ask for them: of what it finds in loops by itself,
+    LLVM 22 makes such matmuls of which it adds up a part (combineVPDPBUSDPattern, sums of 8 to 16)."""
     config = dict(target.export())
     if not _VNNI & set(config.get("mattr", ())) or _multiplies_bytes(func):
         return target
@@ -199,7 +199,7 @@ _VNNI = {"+avx512vnni", "+avxvnni"}
 
 
 def _multiplies_bytes(func: tirx.PrimFunc) -> bool:
-    """Whether the kernel has an instruction for products of bytes."""
+    """Whether the kernel has an instruction for matmuls of bytes."""
     numbers = [codegen.llvm_lookup_intrinsic_id(name) for name in (VNNI_512, VNNI_256)]
     found: list[tvm.ir.Call] = []
 

@@ -50,7 +50,7 @@ class Options:
             raise InputError(f"checks={self.checks!r} is neither True nor False.")
         if self.precision is not None and self.precision not in PRECISIONS:
             raise InputError(
-                f"precision={self.precision!r} is no type to compute products in. Use {', '.join(PRECISIONS)}, or "
+                f"precision={self.precision!r} is no type to compute matmuls in. Use {', '.join(PRECISIONS)}, or "
                 "leave it out: then every node is computed in the model's own type."
             )
         if isinstance(self.calls, Mapping) or not all(isinstance(call, Mapping) for call in self.calls):

@@ -34,16 +34,17 @@ from ..passes.convolutions import lower_convolutions
 from ..passes.donation import donate
 from ..passes.equal_functions import merge_equal_functions
 from ..passes.fold_constants import fold_constants
-from ..passes.group_products import group_products
+from ..passes.fuse_epilogues import fuse_epilogues
+from ..passes.fuse_norm_prologues import fuse_norm_prologues
+from ..passes.group_matmuls import group_matmuls
 from ..passes.hold_divisions import hold_divisions
 from ..passes.hold_floats import WITH_ZEROS, hold_floats
 from ..passes.join_launches import join_launches
 from ..passes.join_rows import join_rows
 from ..passes.kernels import Scheduled
 from ..passes.kernels import schedule as schedule_kernels
-from ..passes.mark_products import mark_products
-from ..passes.mark_products import note as note_of_products
-from ..passes.norms_into_products import norms_into_products
+from ..passes.mark_matmuls import mark_matmuls
+from ..passes.mark_matmuls import note as note_of_matmuls
 from ..passes.one_shape import one_shape
 from ..passes.pack_weights import pack_weights
 from ..passes.plan_memory import plan_memory
@@ -55,7 +56,6 @@ from ..passes.rows_into_caches import rows_into_caches
 from ..passes.shape_errors import shape_errors
 from ..passes.size_classes import size_classes
 from ..passes.sizes_first import sizes_first
-from ..passes.tails_into_products import tails_into_products
 from ..target import Target
 from . import progress
 
@@ -91,21 +91,21 @@ def lower(
     scheme: Scheme | None = None,
     choose: Choose | None = None,
     runs_on: Target | None = None,
-    products: str | None = None,
+    matmuls: str | None = None,
     known: Known | None = None,
 ) -> Lowered:
     """Runs the passes.
 
     donated maps the position of a consumed input to the output that takes over its memory. What could not be done in
     place is said in `notes`, and what it cost to compress constant matrices by `scheme`. choose picks variants and
-    tiles (schedules/variant.py). runs_on is what kernels are made for, where that is not the target. products is how
+    tiles (schedules/variant.py). runs_on is what kernels are made for, where that is not the target. matmuls is how
     a GPU's tensor cores compute those of float32, "tf32" or "3xtf32"; None leaves them to other code. known tells which
     kernels have code already and are left as they are.
     """
     runs_on = runs_on or target
     t = relax.transform
     weights: dict[str, np.ndarray] = {}
-    on_tensor_cores = (*HALF, *(["float32"] if products else []))
+    on_tensor_cores = (*HALF, *(["float32"] if matmuls else []))
     origins = imported.origins
     kernels: tuple[KernelSpec, ...] = ()
     calls: tuple[CallSpec, ...] = ()
@@ -135,8 +135,8 @@ def lower(
     def schedule(mod: tvm.IRModule) -> tvm.IRModule:
         nonlocal kernels, calls, unscheduled
         mod, kernels, calls, unscheduled = schedule_kernels(mod, runs_on.tvm, origins, choose, known)
-        if products is not None:
-            notes.append(note_of_products(mod, products))
+        if matmuls is not None:
+            notes.append(note_of_matmuls(mod, matmuls))
         return mod
 
     def of_calls(rewrite: Callable[[Scheduled], Scheduled]) -> Pass:
@@ -185,16 +185,16 @@ def lower(
         ("fuse_tir", t.FuseTIR()),
         ("eliminate_dead_functions", t.DeadCodeElimination()),
         ("merge_equal_functions", merge_equal_functions),
-        ("mark_products", lambda mod: mark_products(mod, products)),
-        ("group_products", traced(lambda mod, of: group_products(mod, target.tvm, of))),
+        ("mark_matmuls", lambda mod: mark_matmuls(mod, matmuls)),
+        ("group_matmuls", traced(lambda mod, of: group_matmuls(mod, target.tvm, of))),
         # GPUs have no kernel for what it makes.
         ("join_rows", traced(lambda mod, of: join_rows(mod, target.tvm, of) if not target.architecture else (mod, of))),
-        ("norms_into_products", for_gpu(traced(lambda mod, of: norms_into_products(mod, target.tvm, of)))),
+        ("fuse_norm_prologues", for_gpu(traced(lambda mod, of: fuse_norm_prologues(mod, target.tvm, of)))),
         # Fusion may move a reader behind a write: only now is the order of execution final.
         ("to_non_dataflow", t.ToNonDataflow()),
         ("donate", lambda mod: donate(mod, donated, notes)),
         # Behind donation, which says what is updated in place.
-        ("tails_into_products", for_gpu(traced(lambda mod, of: tails_into_products(mod, target.tvm, of)))),
+        ("fuse_epilogues", for_gpu(traced(lambda mod, of: fuse_epilogues(mod, target.tvm, of)))),
         # How it runs
         ("schedule", schedule),
         ("rows_into_caches", on_gpu(of_calls(rows_into_caches))),

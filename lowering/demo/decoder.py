@@ -47,7 +47,7 @@ class Graph:
         return name
 
     def weight(self, *shape: int, name: str, scale: float | None = None) -> str:
-        """Normal numbers times `scale`; without one, products by it keep the size of activations."""
+        """Normal numbers times `scale`; without one, matmuls by it keep the size of activations."""
         scale = 1 / np.sqrt(shape[0]) if scale is None else scale
         return self.constant((self.rng.standard_normal(shape) * scale).astype(np.float32), name)
 

@@ -14,10 +14,10 @@ from onnx_ir.passes import common
 from ..graph.legality import import_own_domain
 from .attention import FuseAttentionPass
 from .common_subexpressions import EliminateCommonSubexpressionsPass
-from .flattened_products import UnflattenProductsPass
+from .flattened_matmuls import UnflattenMatmulsPass
 from .gelu import FuseGeluPass
 from .grouped_heads import GroupHeadsPass
-from .integer_products import FuseIntegerProductsPass
+from .integer_matmuls import FuseIntegerMatmulsPass
 from .layer_norm import FuseLayerNormPass
 from .linear_attention import FuseLinearAttentionPass
 from .moved_codes import MoveCodesPass
@@ -40,8 +40,8 @@ PASSES: list[tuple[str, ir.passes.InPlacePass]] = [
     ("fuse_stateful_conv", FuseStatefulConvPass()),
     ("fuse_linear_attention", FuseLinearAttentionPass()),  # first: it tells the sizes of what comes after
     ("move_codes", MoveCodesPass()),
-    ("fuse_integer_products", FuseIntegerProductsPass()),
-    ("unflatten_products", UnflattenProductsPass()),
+    ("fuse_integer_matmuls", FuseIntegerMatmulsPass()),
+    ("unflatten_matmuls", UnflattenMatmulsPass()),
     ("fuse_layer_norm", FuseLayerNormPass()),
     ("fuse_rms_norm", FuseRmsNormPass()),
     ("fuse_gelu", FuseGeluPass()),

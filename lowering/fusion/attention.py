@@ -66,22 +66,22 @@ class FuseAttentionPass(NodePass):
         return _try_fuse(node)
 
 
-def _try_fuse(product: ir.Node) -> bool:
-    behind = _behind_the_softmax(product)
+def _try_fuse(matmul: ir.Node) -> bool:
+    behind = _behind_the_softmax(matmul)
     if behind is None:
         return False
     given, subtracted = find_subtracted_maximum(operand(behind[-1], 0))
     sink, scores = _sink_and_scores(given, behind)
     if scores is None:
         return False
-    nodes = [product, *behind, *subtracted, *(sink.nodes if sink is not None else ()), *scores.nodes]
-    if not closed(set(nodes), product.outputs[0]):
+    nodes = [matmul, *behind, *subtracted, *(sink.nodes if sink is not None else ()), *scores.nodes]
+    if not closed(set(nodes), matmul.outputs[0]):
         return False
-    q, by_q = _scaled(operand(scores.product, 0))
-    kt, by_k = _scaled(operand(scores.product, 1))
+    q, by_q = _scaled(operand(scores.matmul, 0))
+    kt, by_k = _scaled(operand(scores.matmul, 1))
     views = [dims(node.outputs[0]) for node in (*behind, *scores.nodes) if is_op(node, "Reshape")]
     scale = scores.scale * by_q * by_k
-    attention = _Attention(product, behind[-1], q, kt, operand(product, 1), scores, sink, scale)
+    attention = _Attention(matmul, behind[-1], q, kt, operand(matmul, 1), scores, sink, scale)
     if not attention.sizes_fit(views) or not attention.types_fit() or not 0 <= attention.scale < math.inf:
         return False
     attention.replace(nodes)
@@ -99,9 +99,9 @@ def _sink_and_scores(given: ir.Value, behind: list[ir.Node]) -> tuple[Sink | Non
     return sink, find_scores(sink.scores, sink.scale, sink.masks)
 
 
-def _behind_the_softmax(product: ir.Node) -> list[ir.Node] | None:
-    """Cases 3, 8 and 10, and the Reshape of case 9: from the second product back to the Softmax, which is the last."""
-    value, nodes = operand(product, 0), []
+def _behind_the_softmax(matmul: ir.Node) -> list[ir.Node] | None:
+    """Cases 3, 8 and 10, and the Reshape of case 9: from the second matmul back to the Softmax, which is the last."""
+    value, nodes = operand(matmul, 0), []
     while (node := producer(value, "Cast", "Reshape", "Slice", "Split", "Where", "Softmax")) is not None:
         nodes.append(node)
         if is_op(node, "Softmax"):
@@ -134,7 +134,7 @@ class _Attention:
     """What the new node is made of. heads is B and H where the first of three dimensions is B * H, groups is Hkv and G
     of five."""
 
-    product: ir.Node
+    matmul: ir.Node
     softmax: ir.Node
     q: ir.Value
     kt: ir.Value
@@ -156,7 +156,7 @@ class _Attention:
     @property
     def dtype(self) -> ir.DataType:
         """The type of the new node: that of Q, or the widest in which a mask was added."""
-        return max(self.scores.masks.types([self.scores.product.outputs[0].dtype]), key=lambda dtype: dtype.itemsize)
+        return max(self.scores.masks.types([self.scores.matmul.outputs[0].dtype]), key=lambda dtype: dtype.itemsize)
 
     def sizes_fit(self, views: list[tuple[Size, ...]]) -> bool:
         """Whether nothing broadcasts but what Attention broadcasts, too; finds the heads. views are the shapes to which
@@ -176,20 +176,20 @@ class _Attention:
         elif rank == 4:
             fit = not views and known(q[1]) and kt[1] == v[1] and kt[1] in (1, q[1])
         else:
-            self.heads = _heads(views, q[0], dims(self.scores.product.outputs[0]))
+            self.heads = _heads(views, q[0], dims(self.scores.matmul.outputs[0]))
             fit = self.heads is not None and (len(v) == rank or v[:2] == self.heads)
         if self.sink is not None and not (fit and self.sink.has_heads(self.shape[1])):
             return False
         return fit and self.scores.masks.fit(self.shape, q[0])
 
     def types_fit(self) -> bool:
-        computed = [node.outputs[0] for node in (self.scores.product, self.softmax, self.product)]
+        computed = [node.outputs[0] for node in (self.scores.matmul, self.softmax, self.matmul)]
         values = [self.q, self.kt, self.v, *computed]
         types = [value.dtype for value in values if value.dtype in _PRECISIONS]
         if len(types) < len(values) or {ir.DataType.FLOAT16, ir.DataType.BFLOAT16} <= {*types, self.dtype}:
             return False
-        _, _, v, product, softmax, _ = (dtype.itemsize for dtype in types if dtype is not None)
-        return v <= self.dtype.itemsize and product <= softmax
+        _, _, v, matmul, softmax, _ = (dtype.itemsize for dtype in types if dtype is not None)
+        return v <= self.dtype.itemsize and matmul <= softmax
 
     def emit_operands(self, new: Rewrite, v_heads: Heads) -> tuple[ir.Value, ir.Value, ir.Value]:
         """Emit Q, K and V of four dimensions."""
@@ -200,7 +200,7 @@ class _Attention:
         return q, k, split_heads(new, self.v, v_heads)
 
     def replace(self, nodes: list[ir.Node]) -> None:
-        new, result, dtype = Rewrite(self.product), self.product.outputs[0], self.dtype
+        new, result, dtype = Rewrite(self.matmul), self.matmul.outputs[0], self.dtype
         v_heads = self.heads if len(dims(self.v)) == 3 else None
         q, k, v = (new.cast(x, dtype) for x in self.emit_operands(new, v_heads))
 

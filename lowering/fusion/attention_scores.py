@@ -1,4 +1,4 @@
-"""What happens to the scores between the product of Q and K and the softmax."""
+"""What happens to the scores between the matmul of Q and K and the softmax."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _NO_MASKS = Masks()
 
 @dataclass(frozen=True)
 class Scores:
-    """softmax's input is softcap(scale * product) + masks; `nodes` lie between.
+    """softmax's input is softcap(scale * matmul) + masks; `nodes` lie between.
 
-    While the chain is read backwards, `scale` multiplies what is still to be read, and `product` is any node of it.
+    While the chain is read backwards, `scale` multiplies what is still to be read, and `matmul` is any node of it.
     """
 
-    product: ir.Node
+    matmul: ir.Node
     scale: float = 1.0
     softcap: float = 0.0
     masks: Masks = field(default_factory=Masks)
@@ -40,7 +40,7 @@ def _read(value: ir.Value, so_far: Scores) -> Scores | None:
         return None
     so_far = replace(so_far, nodes=(*so_far.nodes, node))
     if is_op(node, "MatMul"):
-        return replace(so_far, product=node)
+        return replace(so_far, matmul=node)
     if is_op(node, "Reshape") or (is_op(node, "Cast") and widens(node)):
         return _read(operand(node, 0), so_far)
     if is_op(node, "Mul", "Div"):

@@ -17,10 +17,10 @@ _ROOT = math.sqrt(2 / math.pi)
 
 
 class FuseGeluPass(NodePass):
-    """Makes one Gelu of x / 2 (1 + f(x)), in any order of its products.
+    """Makes one Gelu of x / 2 (1 + f(x)), in any order of its matmuls.
 
     1. f = erf(x / sqrt(2)): approximate is none. The root as a divisor or a factor.
-    2. f = tanh(sqrt(2 / pi) (x + 0.044715 x^3)): approximate is tanh. The cube as a Pow or as products.
+    2. f = tanh(sqrt(2 / pi) (x + 0.044715 x^3)): approximate is tanh. The cube as a Pow or as matmuls.
 
     Other constants, another x outside than inside, and a 1 + f(x) that anybody else reads refuse the match.
     """

@@ -20,7 +20,7 @@ def mean_of(value: ir.Value) -> ir.Value | None:
 
 
 def square_of(value: ir.Value) -> ir.Value | None:
-    """x where the value is x^2, as a power or a product."""
+    """x where the value is x^2, as a power or a matmul."""
     node = producer(value, "Pow", "Mul")
     if node is None:
         return None

@@ -21,7 +21,7 @@ class FuseRotaryPass(NodePass):
     """Makes one RotaryEmbedding of pairs of dimensions that are turned by angles.
 
     1. x cos + turned(x) sin, where turned(x) is Concat(-x2, x1), its parts by Slice or Split, the minus as Neg or a
-       product with -1. cos and sin hold every angle twice: proven by how they were computed (Concat(f, f) before or
+       matmul with -1. cos and sin hold every angle twice: proven by how they were computed (Concat(f, f) before or
        after Cos and Sin, Tile), or by the numbers of a table.
     2. The same interleaved: turned(x) is -x2 and x1 stacked behind a new last axis and flattened; cos and sin hold
        every angle twice in a row.
@@ -137,8 +137,8 @@ def _by_halves(node: ir.Node) -> _Rotation | None:
                 continue
             for left, right in pairs(second):
                 if (x2, cos) in _factors(left) and (x1, sin) in _factors(right):
-                    products = [operand(first, 0), operand(first, 1), left, right]
-                    nodes = [node, *halves.nodes, first, second, *(n for v in products if (n := v.producer()))]
+                    matmuls = [operand(first, 0), operand(first, 1), left, right]
+                    nodes = [node, *halves.nodes, first, second, *(n for v in matmuls if (n := v.producer()))]
                     return _Rotation(a.source, cos, sin, halves.interleaved, False, tuple(nodes))
     return None
 

@@ -3,7 +3,7 @@
 Gather(table, ids) becomes Cast(Gather(codes, ids)) * Gather(scales, ids), of standard operators: codes int8 [V, H],
 scales float32 [V, 1], both for the scheme int8 and for int4. A row that is looked up has no other rows to make up for
 its error, so that its elements keep 8 bits, as quantisers of language models have it. The scheme f16 stores float16. A
-table that a product reads too, transposed, is packed for that beside it (passes/pack_weights.py).
+table that a matmul reads too, transposed, is packed for that beside it (passes/pack_weights.py).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Models whose products are computed in half precision, on request.
+"""Models whose matmuls are computed in half precision, on request.
 
-Products (MatMul, Gemm, Conv, Attention, Einsum) take operands in float16 or bfloat16, and their weights are stored
+Matmuls (MatMul, Gemm, Conv, Attention, Einsum) take operands in float16 or bfloat16, and their weights are stored
 so. What is made of their results element by element, or moves them, goes on in that type where somebody reads it so,
 as do the norms, which read and write it and compute in float32, as ONNX has it (stash_type). Everything else, such as
 softmax and other exponentials, sums, positions and angles, stays float32, with Casts in between, which become part of
-the kernels around them. Sums of products are float32 in any case.
+the kernels around them. Sums of matmuls are float32 in any case.
 
 Inputs and outputs keep their types, except for caches: a decoder that gets its past keys back as its present ones keeps
 them in half precision.
@@ -35,7 +35,7 @@ TYPES: dict[str, ir.DataType] = {
 
 _REPLACED = {"float32": ir.DataType.FLOAT, "float16": ir.DataType.FLOAT16}
 
-_PRODUCTS = {"MatMul", "Gemm", "Conv", "Attention", "Einsum"}
+_MATMULS = {"MatMul", "Gemm", "Conv", "Attention", "Einsum"}
 
 # Mixtures of experts of com.microsoft are matmuls, but for the inputs that stay as they are: logits, and the scales of
 # quantized matrices.
@@ -69,7 +69,7 @@ def use_precision(
     beyond are values that the type cannot hold: nodes that read or make one are not narrowed.
     """
     if precision == "fast" and not slower:
-        return "precision: fast changes nothing for a target that has no products of bfloat16"
+        return "precision: fast changes nothing for a target that has no matmuls of bfloat16"
     InferSizesPass()(model)
     replaced = slower if precision == "fast" else ("float32",)
     sources = {_REPLACED[name] for name in replaced}
@@ -101,11 +101,11 @@ class _Converter:
         self.read_wide = self.only_read_wide(nodes, set(caches.values()))
         for past in caches:
             self.make_narrow(past)
-        kept = products = 0
+        kept = matmuls = 0
         for node in nodes:
             floats = [value for value in node.outputs if value.dtype in self.sources]
             if self.is_narrow(node):
-                products += _is_product(node)
+                matmuls += _is_matmul(node)
                 for place, value in self.float_inputs(node):
                     node.replace_input_with(place, self.as_type(value, self.dtype, node))
                 for value in floats:
@@ -121,7 +121,7 @@ class _Converter:
             if not value.uses() and value.name is not None and not value.is_graph_output():
                 self.graph.initializers.pop(value.name)
         name = self.dtype.name.lower()
-        note = f"precision: {products} products are computed in {name}, {kept} other nodes keep their type"
+        note = f"precision: {matmuls} matmuls are computed in {name}, {kept} other nodes keep their type"
         if self.held_wide:
             note += f"; {self.held_wide} of these for numbers that {name} cannot hold"
         if self.clipped:
@@ -154,7 +154,7 @@ class _Converter:
         found: set[ir.Node] = set()
         for node in reversed(nodes):
             readers = [reader for output in node.outputs for reader, _ in output.uses()]
-            wanted = any(reader.op_type in _PRODUCTS | _FOLLOW and reader not in found for reader in readers)
+            wanted = any(reader.op_type in _MATMULS | _FOLLOW and reader not in found for reader in readers)
             if node.op_type in _FOLLOW and not wanted and not caches & set(node.outputs):
                 found.add(node)
         return found
@@ -180,16 +180,16 @@ class _Converter:
 
     def is_narrow(self, node: ir.Node) -> bool:
         """Whether the node is to read and write half precision."""
-        if not (is_op(node, *_PRODUCTS, *_FOLLOW) or is_attention(node) or _is_mixture(node)):
+        if not (is_op(node, *_MATMULS, *_FOLLOW) or is_attention(node) or _is_mixture(node)):
             return False
         if not any(True for _ in self.float_inputs(node)) or not self.is_legal(node) or node in self.wide:
             return False
-        if not _is_product(node) and node in self.read_wide:
+        if not _is_matmul(node) and node in self.read_wide:
             return False
         if self.is_beyond(node):
             self.held_wide += 1
             return False
-        if _is_product(node):
+        if _is_matmul(node):
             return True
         places = _DATA.get(node.op_type)
         deciding = [v for k, v in enumerate(node.inputs) if v is not None and (places is None or k in places)]
@@ -291,5 +291,5 @@ def _is_mixture(node: ir.Node) -> bool:
     return node.domain == "com.microsoft" and node.op_type in _MIXTURES
 
 
-def _is_product(node: ir.Node) -> bool:
-    return node.op_type in _PRODUCTS or _is_mixture(node)
+def _is_matmul(node: ir.Node) -> bool:
+    return node.op_type in _MATMULS or _is_mixture(node)

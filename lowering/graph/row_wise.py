@@ -95,7 +95,7 @@ def _own(node: ir.Node, tokens: Size) -> int:
     return -1 if axis is None else axis
 
 
-def _product(node: ir.Node, tokens: Size) -> bool:
+def _matmul(node: ir.Node, tokens: Size) -> bool:
     """Rows times a matrix without rows, or a matrix of each row times another of it."""
     rank = len(dims(operand(node, 0)))
     if node.op_type == "MatMul" and rank == len(dims(operand(node, 1))):
@@ -153,7 +153,7 @@ def _norm(node: ir.Node, tokens: Size) -> bool:
 
 
 _RULES: dict[str, Callable[[ir.Node, Size], bool]] = {
-    **dict.fromkeys(("MatMul", "Gemm", "MatMulNBits", "FusedMatMul"), _product),
+    **dict.fromkeys(("MatMul", "Gemm", "MatMulNBits", "FusedMatMul"), _matmul),
     **dict.fromkeys(_RESHAPES, _reshape),
     **dict.fromkeys(_NORMS, _norm),
     **dict.fromkeys(("Softmax", "LogSoftmax", "LpNormalization", "TopK"),

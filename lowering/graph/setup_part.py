@@ -27,7 +27,7 @@ from ..manifest import SOURCE_LENGTHS
 from .cache_forms import LENGTH_AXIS, MASK, NONPAD, K, V, split_heads, use_opset_24
 from .random_seed import RANDOM
 
-_PRODUCTS = (
+_MATMULS = (
     "Attention", "Conv", "DynamicQuantizeMatMul", "Einsum", "Gemm", "MatMul", "MatMulBnb4", "MatMulInteger",
     "MatMulNBits", "QLinearMatMul",
 )  # fmt: skip
@@ -114,8 +114,8 @@ def _made_by_products(graph: ir.Graph, kinds: dict[ir.Value, _Kind]) -> dict[ir.
     for node in graph:
         if kinds[node.outputs[0]] != _Kind.SOURCE or is_op(node, "Shape", "Size"):
             continue
-        is_product = node.op_type in _PRODUCTS or node.outputs[0] in attended
-        if is_product or any(value in made for value in node.inputs):
+        is_matmul = node.op_type in _MATMULS or node.outputs[0] in attended
+        if is_matmul or any(value in made for value in node.inputs):
             made |= dict.fromkeys(node.outputs)
     return made
 

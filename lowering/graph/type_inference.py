@@ -84,7 +84,7 @@ def infer_conv_rank(context: Any) -> dict[int, Kind]:
     return {0: _tensor(element, dims)}
 
 
-def infer_product(context: Any) -> dict[int, Kind]:
+def infer_matmul(context: Any) -> dict[int, Kind]:
     (element, a), (_, b) = _input(context, 0), _input(context, 1)
     if not a or not b or min(len(a), len(b)) < 2:
         return {0: _tensor(element, None)}
@@ -97,7 +97,7 @@ def infer_product(context: Any) -> dict[int, Kind]:
     return {0: _tensor(element, [*longer[:-2], a[-2], b[-1]])}
 
 
-def infer_packed_product(context: Any) -> dict[int, Kind]:
+def infer_packed_matmul(context: Any) -> dict[int, Kind]:
     element, dims = _input(context, 0)
     return {0: _tensor(element, None if dims is None else [*dims[:-1], _number(context, "N")])}
 

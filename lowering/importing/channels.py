@@ -1,6 +1,6 @@
 """Channels last: tensors [N, C, D1, ...] that are computed as [N, D1, ..., C].
 
-ONNX has channels in the second place. With channels last a convolution is a product of matrices whose rows are read
+ONNX has channels in the second place. With channels last a convolution is a matmul whose rows are read
 where they are, and vectors run along channels wherever windows slide. So convolutions and pools compute in that order,
 and leave their results in it (`Value.channels_last`). What is defined element by element goes on so, and a
 transposition stands only where something needs ONNX's order.

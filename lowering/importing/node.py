@@ -129,7 +129,7 @@ class Node:
         return self._importer.constant(np.asarray(array))
 
     def quantised(self, matrix: Quantised) -> Value:
-        """A constant matrix that products read as integers; what else reads it gets floats."""
+        """A constant matrix that matmuls read as integers; what else reads it gets floats."""
         return self._importer.quantised(matrix)
 
     def string_codes(self, texts: np.ndarray) -> np.ndarray:

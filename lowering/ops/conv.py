@@ -1,6 +1,6 @@
 """ONNX Conv over any number of spatial axes: [N, C, D1, ...] with weights [M, C / group, k1, ...] gives [N, M, ...].
 
-All of it happens with channels last (importing/channels.py). It is a product of matrices (passes/convolutions.py) over
+All of it happens with channels last (importing/channels.py). It is a matmul (passes/convolutions.py) over
 data with its padding around it; with one channel in a group it is a sum over windows (schedules/cpu/sliding.py).
 """
 
@@ -16,7 +16,7 @@ from ..importing.values import Size, Value, empty
 from . import op
 from .asserted import asserted, divisible
 from .kernels import compute
-from .matmul import matrix_product, permuted, rounded
+from .matmul import emit_matmul, permuted, rounded
 from .reshape import reshape_to
 from .window import Window, fitting
 
@@ -78,7 +78,7 @@ def convolved(node: Node, x: Value, w: Value, window: Window, group: int) -> Val
     """x [N, D1, ..., C] with weights [k1, ..., C / group, M], in the type of the sums."""
     inside = w.shape[-2]  # channels of a group
     by_product = len(window.kernel) in _CONVOLUTIONS and (group == 1 or (w.constant is not None and inside > 1))
-    summed = _as_product if by_product and not empty((inside, w.shape[-1])) else summed_over_windows
+    summed = _as_matmul if by_product and not empty((inside, w.shape[-1])) else summed_over_windows
     return summed(node, x, w, window, group)
 
 
@@ -88,11 +88,11 @@ def transposed(node: Node, w: Value) -> Value:
     return permuted(node, w, axes) if w.constant is None else node.constant(w.constant.transpose(axes))
 
 
-def _as_product(node: Node, x: Value, w: Value, window: Window, group: int) -> Value:
+def _as_matmul(node: Node, x: Value, w: Value, window: Window, group: int) -> Value:
     if group == 1 and window.elements == 1 and set(window.strides) == {1} and not window.leaves:
         shape = w.shape[-2:]
         matrix = reshape_to(node, w, shape) if w.constant is None else node.constant(w.constant.reshape(shape))
-        return matrix_product(node, x, matrix)
+        return emit_matmul(node, x, matrix)
     axes = _AXES[-len(window.kernel) :]
     dtype = widened(x.dtype)
     y = _CONVOLUTIONS[len(window.kernel)](

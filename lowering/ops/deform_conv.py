@@ -23,7 +23,7 @@ from .asserted import asserted, divisible
 from .conv import kernel_of, vector_of
 from .grid_sample import far_index, number_of
 from .kernels import compute, held, loops
-from .matmul import matrix_product, permuted, rounded
+from .matmul import emit_matmul, permuted, rounded
 from .reshape import reshape_to
 from .window import Window, fitting
 
@@ -134,11 +134,11 @@ def _multiplied(node: Node, rows: Value, w: Value, outer: Shape, inner: int, out
     batch, group, *places = outer
     matrix = _matrix(node, w, group, inner, outputs)
     if group == 1:
-        return matrix_product(node, reshape_to(node, rows, (batch, *places, inner)), matrix)
+        return emit_matmul(node, reshape_to(node, rows, (batch, *places, inner)), matrix)
     count: Size = 1
     for size in places:
         count = count * size
-    y = matrix_product(node, reshape_to(node, rows, (batch, group, count, inner)), matrix)
+    y = emit_matmul(node, reshape_to(node, rows, (batch, group, count, inner)), matrix)
     return reshape_to(node, permuted(node, y, [0, 2, 1, 3]), (batch, *places, group * outputs))
 
 

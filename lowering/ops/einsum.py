@@ -1,4 +1,4 @@
-"""ONNX Einsum: matrix products where the equation has some, else a kernel that sums products over its indices."""
+"""ONNX Einsum: matmuls where the equation has some, else a kernel that sums matmuls over its indices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..importing.compute import Element, Extent, agreed, read, reduced, require_
 from ..importing.node import Node
 from ..importing.values import Shape, Size, Value, is_one, prod
 from . import op
-from .matmul import matrix_product, permuted, rounded
+from .matmul import emit_matmul, permuted, rounded
 
 Label = str | int
 Labels = tuple[Label, ...]
@@ -26,11 +26,11 @@ def einsum(node: Node, *values: Value) -> Value:
     require_numbers(node, *values)
     operands, result = _parse(node, node.attr("equation"), [v.rank for v in values])
     values = tuple(_agreed(node, values, operands))
-    while (pair := _product_inside(values, operands, result)) is not None:
-        values, operands = _with_product(node, values, operands, *pair)
+    while (pair := _matmul_inside(values, operands, result)) is not None:
+        values, operands = _with_matmul(node, values, operands, *pair)
     roles = _roles(operands[0], operands[1], result) if len(operands) == 2 else None
     if roles is not None:
-        return _as_product(node, values[0], values[1], operands, result, roles)
+        return _as_matmul(node, values[0], values[1], operands, result, roles)
 
     def kernel(*tensors: te.Tensor) -> te.Tensor:
         return _sum_of_products(tensors, operands, result, values[0].dtype)
@@ -87,12 +87,12 @@ def _merged(node: Node, label: Label, a: Size, b: Size) -> Size:
     return agreed(node, f"label '{label}' of the equation", a, b)
 
 
-# -- as a matrix product ----------------------------------------------------------------------------------------------
+# -- as a matmul ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Roles:
-    """What each label of a product of two operands does."""
+    """What each label of a matmul of two operands does."""
 
     batch: Labels  # in both and in the result
     rows: Labels  # in the first and in the result
@@ -101,7 +101,7 @@ class _Roles:
 
 
 def _roles(a: Labels, b: Labels, result: Labels) -> _Roles | None:
-    """None where the equation is no matrix product of at least one row, column and inner label."""
+    """None where the equation is no matmul of at least one row, column and inner label."""
     roles = _Roles(
         batch=tuple(x for x in result if x in a and x in b),
         rows=tuple(x for x in result if x in a and x not in b),
@@ -115,10 +115,10 @@ def _roles(a: Labels, b: Labels, result: Labels) -> _Roles | None:
     return roles if whole and plain and roles.rows and roles.columns and roles.inner else None
 
 
-def _product_inside(
+def _matmul_inside(
     values: Sequence[Value], operands: Sequence[Labels], result: Labels
 ) -> tuple[int, int, Labels] | None:
-    """Of three operands or more the first two that make a matrix product, and its labels: those that the others or the
+    """Of three operands or more the first two that make a matmul, and its labels: those that the others or the
     result have. Multiplied first they leave fewer sums of fewer factors than all operands at once. None, too, where a
     dimension broadcasts."""
     sized = {(x, is_one(size)) for value, labels in zip(values, operands) for x, size in zip(labels, value.shape)}
@@ -133,23 +133,23 @@ def _product_inside(
     return None
 
 
-def _with_product(
+def _with_matmul(
     node: Node, values: tuple[Value, ...], operands: list[Labels], i: int, j: int, made: Labels
 ) -> tuple[tuple[Value, ...], list[Labels]]:
-    """The operands with a product in place of two of them."""
+    """The operands with a matmul in place of two of them."""
     pair = [operands[i], operands[j]]
     roles = _roles(pair[0], pair[1], made)
     assert roles is not None
-    made_of_two = _as_product(node, values[i], values[j], pair, made, roles)
+    made_of_two = _as_matmul(node, values[i], values[j], pair, made, roles)
     rest = [k for k in range(len(values)) if k not in (i, j)]
     return (made_of_two, *(values[k] for k in rest)), [made, *(operands[k] for k in rest)]
 
 
-def _as_product(node: Node, a: Value, b: Value, operands: Sequence[Labels], result: Labels, roles: _Roles) -> Value:
+def _as_matmul(node: Node, a: Value, b: Value, operands: Sequence[Labels], result: Labels, roles: _Roles) -> Value:
     sizes = {x: d for labels, v in zip(operands, (a, b)) for x, d in zip(labels, v.shape)}
     left = _matrix(node, a, operands[0], roles.batch, roles.rows, roles.inner)
     right = _matrix(node, b, operands[1], roles.batch, roles.inner, roles.columns)
-    y = rounded(node, matrix_product(node, left, right), a.dtype)
+    y = rounded(node, emit_matmul(node, left, right), a.dtype)
     y = _reshaped(node, y, (*y.shape[: len(roles.batch)], *(sizes[x] for x in (*roles.rows, *roles.columns))))
     order = (*roles.batch, *roles.rows, *roles.columns)
     return permuted(node, y, [order.index(x) for x in result])

@@ -1,6 +1,6 @@
 """Convolutions of bytes: ONNX ConvInteger and QLinearConv. Sums are exact in int32, as in integer_matmul.py.
 
-One of all channels is a product of patches [windows, k1 ... C], which are bytes still, with the weights [k1 ... C, M];
+One of all channels is a matmul of patches [windows, k1 ... C], which are bytes still, with the weights [k1 ... C, M];
 places outside the data hold the zero point. One of groups is a sum over windows.
 """
 
@@ -17,7 +17,7 @@ from ..importing.values import Value
 from . import op
 from .cast import cast_to
 from .conv import read_operands, summed_over_windows, vector_of
-from .integer_matmul import BYTES, along, integer_product, requantised
+from .integer_matmul import BYTES, along, integer_matmul, requantised
 from .kernels import compute
 from .reshape import reshape_to
 from .window import Window
@@ -67,7 +67,7 @@ def _convolved(node: Node, x: Value, w: Value, x_zero: Value | None, w_zero: Val
         matrix = reshape_to(node, w, shape)
     else:
         matrix = node.constant(w.constant.reshape(math.prod(w.constant.shape[:-1]), w.constant.shape[-1]))
-    return integer_product(node, _patches(node, x, x_zero, window), matrix, x_zero, w_zero)
+    return integer_matmul(node, _patches(node, x, x_zero, window), matrix, x_zero, w_zero)
 
 
 def _centred(node: Node, value: Value, zero: Value | None) -> Value:

@@ -1,4 +1,4 @@
-"""Products of matrices of bytes: ONNX MatMulInteger and QLinearMatMul.
+"""Matmuls of matrices of bytes: ONNX MatMulInteger and QLinearMatMul.
 
 Sums are exact in int32, as ONNX has them, modulo 2^32. The first matrix becomes one of unsigned bytes and the second
 one of signed bytes, with zero points to match, which is what machines multiply; zero points are taken off the sums:
@@ -17,7 +17,7 @@ from ..importing.values import Size, Value, is_one
 from . import op
 from .asserted import asserted
 from .cast import cast_to
-from .matmul import matrix_product
+from .matmul import emit_matmul
 from .quantisation import quantised
 from .reshape import reshape_to
 
@@ -29,7 +29,7 @@ _MIDDLE = 128  # between what a byte without and one with a sign stand for
 def matmul_integer(node: Node, a: Value, b: Value, a_zero: Value | None = None, b_zero: Value | None = None) -> Value:
     """https://onnx.ai/onnx/operators/onnx__MatMulInteger.html; zero points for the tensor, for rows of A or columns of
     B."""
-    return integer_product(node, a, b, a_zero, b_zero)
+    return integer_matmul(node, a, b, a_zero, b_zero)
 
 
 @op("QLinearMatMul", since=10)
@@ -44,10 +44,10 @@ def qlinear_matmul(
     y_scale: Value,
     y_zero: Value,
 ) -> Value:
-    """The product's numbers over y_scale, rounded to nearest even, plus y_zero, saturated:
+    """The matmul's numbers over y_scale, rounded to nearest even, plus y_zero, saturated:
     https://onnx.ai/onnx/operators/onnx__QLinearMatMul.html"""
     scales = of_rows(node, a_scale, a, b), of_columns(node, b_scale, b), of_rows(node, y_scale, a, b)
-    return requantised(node, integer_product(node, a, b, a_zero, b_zero), *scales, of_rows(node, y_zero, a, b))
+    return requantised(node, integer_matmul(node, a, b, a_zero, b_zero), *scales, of_rows(node, y_zero, a, b))
 
 
 def requantised(node: Node, sums: Value, a_scale: Value, b_scale: Value, y_scale: Value, y_zero: Value) -> Value:
@@ -60,7 +60,7 @@ def requantised(node: Node, sums: Value, a_scale: Value, b_scale: Value, y_scale
     )
 
 
-def integer_product(node: Node, a: Value, b: Value, a_zero: Value | None, b_zero: Value | None) -> Value:
+def integer_matmul(node: Node, a: Value, b: Value, a_zero: Value | None, b_zero: Value | None) -> Value:
     """sum over k of (a - a_zero) (b - b_zero), int32 modulo 2^32: numpy.matmul of A [..., M, K] and B [..., K, N], each
     uint8 or int8. Zero points have the type of what they are of, for the tensor, or for rows [M] and columns [N].
 
@@ -75,14 +75,14 @@ def integer_product(node: Node, a: Value, b: Value, a_zero: Value | None, b_zero
         b_zero = None if b_zero is None else along(node, b_zero, b.shape[-1] if b.rank > 1 else None)
         a = reshape_to(node, a, (1, *a.shape)) if row else a
         b = reshape_to(node, b, (*b.shape, 1)) if column else b
-        y = integer_product(node, a, b, a_zero, b_zero)
+        y = integer_matmul(node, a, b, a_zero, b_zero)
         kept = [n for k, n in enumerate(y.shape) if not (row and k == y.rank - 2) and not (column and k == y.rank - 1)]
         return reshape_to(node, y, tuple(kept))
     a_zero = None if a_zero is None else of_rows(node, a_zero, a, b)
     b_zero = None if b_zero is None else of_columns(node, b_zero, b)
     a, a_zero = _as_bytes(node, a, a_zero, "uint8")
     b, b_zero = _as_bytes(node, b, b_zero, "int8")
-    y = matrix_product(node, a, b, "int32")
+    y = emit_matmul(node, a, b, "int32")
     if a_zero is not None:
         sums = _sums(node, b, b.rank - 2)
         if b_zero is not None:

@@ -1,4 +1,4 @@
-"""Matrix products: ONNX MatMul and Gemm.
+"""matmuls: ONNX MatMul and Gemm.
 
 They become relax.op.matmul (with permute_dims and add), where the weight packing pass and the matrix kernels find them.
 Half precision is accumulated in float32 and rounded once.
@@ -19,7 +19,7 @@ from .asserted import broadcast_to
 from .kernels import compute
 
 
-def matrix_product(node: Node, a: Value, b: Value, sums: str | None = None) -> Value:
+def emit_matmul(node: Node, a: Value, b: Value, sums: str | None = None) -> Value:
     """A B as numpy.matmul has it, in the type of the sums: `sums`, or else float32 for half precision."""
     require_numbers(node, a, b)
     if a.rank == 0 or b.rank == 0:
@@ -35,7 +35,7 @@ def matrix_product(node: Node, a: Value, b: Value, sums: str | None = None) -> V
     out_dtype = inside if inside != a.dtype else None
     y = node.emit(relax.op.matmul(node.tensor(a), node.tensor(b), out_dtype=out_dtype))
     if a_shape[column] == 0:  # sums of nothing, which no kernel begins
-        return compute(node, "no_product", lambda *_: tirx.const(0, inside), [a, b], y.shape, dtype=inside)
+        return compute(node, "no_matmul", lambda *_: tirx.const(0, inside), [a, b], y.shape, dtype=inside)
     return y
 
 
@@ -53,7 +53,7 @@ def permuted(node: Node, value: Value, axes: Sequence[int]) -> Value:
 
 @op("MatMul", since=1)
 def matmul(node: Node, a: Value, b: Value) -> Value:
-    return rounded(node, matrix_product(node, a, b), a.dtype)
+    return rounded(node, emit_matmul(node, a, b), a.dtype)
 
 
 @op("Gemm", since=7)
@@ -68,7 +68,7 @@ def gemm_accumulator(node: Node, a: Value, b: Value, c: Value | None) -> Value:
         raise node.error(f"A and B have ranks {a.rank} and {b.rank}.", "Gemm takes matrices; MatMul takes any rank.")
     a = permuted(node, a, [1, 0]) if node.attr("transA", 0) else a
     b = permuted(node, b, [1, 0]) if node.attr("transB", 0) else b
-    y = _scaled(node, matrix_product(node, a, b), "alpha")
+    y = _scaled(node, emit_matmul(node, a, b), "alpha")
     if c is not None and node.attr("beta", 1.0) != 0.0:
         y, c = broadcast_to(node, y, c)
         y = relax_call(node, relax.op.add, y, _scaled(node, rounded(node, c, y.dtype), "beta"))

@@ -1,7 +1,7 @@
 """QuantizeLinear and DequantizeLinear: integers and small floats with scales and zero points, for the tensor, along an
 axis, or in blocks.
 
-A constant matrix of integers stays one (lowering/importing/quantised.py): products read it as it is.
+A constant matrix of integers stays one (lowering/importing/quantised.py): matmuls read it as it is.
 """
 
 from __future__ import annotations

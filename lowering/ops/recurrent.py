@@ -1,4 +1,4 @@
-"""ONNX LSTM, GRU and RNN (https://onnx.ai/onnx/operators/onnx__LSTM.html): a product of all inputs, then a recurrence
+"""ONNX LSTM, GRU and RNN (https://onnx.ai/onnx/operators/onnx__LSTM.html): a matmul of all inputs, then a recurrence
 for each direction (lowering/tensorir/recurrence.py). Computed in float32."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..tensorir.recurrence import BLOCK, GATES, Activation, Recurrence, plain_re
 from . import op
 from .asserted import asserted
 from .kernels import compute
-from .matmul import matrix_product, permuted, rounded
+from .matmul import emit_matmul, permuted, rounded
 from .movement import join
 from .reshape import reshape_to
 from .slice import cut
@@ -268,12 +268,12 @@ def _tensors(
         return place
 
     if quantized is not None:
-        product, tensors = (
+        matmul, tensors = (
             quantized.multiply_inputs(node, x, columns, of_w),
             quantized.pack_recurrent(node, record, of_r),
         )
     else:
-        product = matrix_product(node, x, _arranged(node, w, (record_width(w), columns), of_w))
+        matmul = emit_matmul(node, x, _arranged(node, w, (record_width(w), columns), of_w))
         tensors = {"r": _arranged(node, r, (blocks, units, gates, BLOCK), of_r)}
     if bias is not None:
         halves = [
@@ -281,8 +281,8 @@ def _tensors(
             _arranged(node, bias, (columns,), of_bias(1, not record.linear_before_reset)),
         ]
         for half in halves:
-            product = node.emit(relax.op.add(node.tensor(product), node.tensor(half)))
-    tensors["x"] = product
+            matmul = node.emit(relax.op.add(node.tensor(matmul), node.tensor(half)))
+    tensors["x"] = matmul
     if record.linear_before_reset:
         first = (gates + 2) * units
         recurrent = node.constant(np.zeros(blocks * BLOCK, np.float32))

@@ -1,6 +1,6 @@
-"""ONNX DFT and STFT as products with matrices of cosines and sines: constants where all sizes are numbers.
+"""ONNX DFT and STFT as matmuls with matrices of cosines and sines: constants where all sizes are numbers.
 
-A complex signal has real and imaginary parts side by side in its last axis, so that a transform is one real product:
+A complex signal has real and imaginary parts side by side in its last axis, so that a transform is one real matmul:
 [..., n * parts] by [n * parts, frequencies * 2].
 """
 
@@ -21,7 +21,7 @@ from .asserted import asserted, required
 from .contents import sizes as contents_of
 from .contents import static_axis
 from .kernels import compute, held
-from .matmul import matrix_product, permuted, rounded
+from .matmul import emit_matmul, permuted, rounded
 from .reshape import reshape_to
 from .run_time import bind, compute_sizes
 
@@ -61,7 +61,7 @@ def _dft(node: Node, x: Value, length: Value | None, axis: int) -> Value:
         rows = _cut(node, rows, count)
     taken = min(given, count)
     matrix = _matrix(taken, count, kind).astype(numpy_dtype(x.dtype))
-    y = _product(node, rows, node.constant(matrix), (kind.made(count), kind.parts_made))
+    y = _matmul(node, rows, node.constant(matrix), (kind.made(count), kind.parts_made))
     return permuted(node, y, list(np.argsort(order)))
 
 
@@ -106,7 +106,7 @@ def _of_run(node: Node, x: Value, kind: _Kind, around: Shape, counts: tuple[Size
     outer, given, inner = around
     rows = permuted(node, reshape_to(node, x, (outer, given, inner, kind.parts)), [0, 2, 1, 3])
     matrix = _matrix_of_run(node, given, counts, kind, x.dtype)
-    y = _product(node, rows, matrix, (counts[1], kind.parts_made))
+    y = _matmul(node, rows, matrix, (counts[1], kind.parts_made))
     return reshape_to(node, permuted(node, y, [0, 2, 1, 3]), (*shape, kind.parts_made))
 
 
@@ -148,7 +148,7 @@ def stft(
         return value * weigh[0](place) if weigh else value
 
     rows = compute(node, "frames", element, [signal, *weights], (batch, frames, count, kind.parts), sizes=[step])
-    return _product(node, rows, matrix, (made, kind.parts_made))
+    return _matmul(node, rows, matrix, (made, kind.parts_made))
 
 
 def _frames(node: Node, frame_step: Value, length: Size, count: Size) -> tuple[Size, Size]:
@@ -246,7 +246,7 @@ def _matrix(taken: int, count: int, kind: _Kind) -> np.ndarray:
         both = np.stack([np.cos(angle) * twice[:, None], -np.sin(angle) * twice[:, None]], axis=1)
         return both.reshape(taken * 2, count)
     sign = 1.0 if kind.inverse else -1.0
-    # Of the product of indices only the remainder counts, which floats hold exactly.
+    # Of the matmul of indices only the remainder counts, which floats hold exactly.
     angle = 2 * np.pi * (np.outer(np.arange(taken), np.arange(made)) % max(count, 1)) / max(count, 1)
     cos, sin = np.cos(angle), sign * np.sin(angle)
     real = np.stack([cos, sin], axis=2)  # of a real part: [place, frequency, part]
@@ -284,9 +284,9 @@ def _matrix_of_run(node: Node, given: Size, counts: tuple[Size, Size], kind: _Ki
     return compute(node, "waves", element, [], tuple(map(node.simplify, shape)), sizes=[counts[0]], dtype=dtype)
 
 
-def _product(node: Node, rows: Value, matrix: Value, made: Shape) -> Value:
+def _matmul(node: Node, rows: Value, matrix: Value, made: Shape) -> Value:
     """rows [..., n, parts] by the matrix, [..., *made]."""
     outer = rows.shape[:-2]
     flat = reshape_to(node, rows, (*outer, matrix.shape[0]))
-    y = rounded(node, matrix_product(node, flat, matrix), rows.dtype)
+    y = rounded(node, emit_matmul(node, flat, matrix), rows.dtype)
     return reshape_to(node, y, (*outer, *made))

@@ -1,6 +1,6 @@
-"""Attention and cache updates that find heads where they are: behind their rows, as products leave them.
+"""Attention and cache updates that find heads where they are: behind their rows, as matmuls leave them.
 
-Models split the columns of a product into heads and transpose, as Attention and TensorScatter want heads before rows,
+Models split the columns of a matmul into heads and transpose, as Attention and TensorScatter want heads before rows,
 and transpose what comes out. Kernels read and write rows in any order, so that nothing need be moved.
 """
 

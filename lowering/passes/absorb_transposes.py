@@ -1,6 +1,6 @@
-"""Products that read transposed operands where they are.
+"""Matmuls that read transposed operands where they are.
 
-A product x y of two activations with x or y transposed becomes one whose loads are: kernels read or pack operands in
+A matmul x y of two activations with x or y transposed becomes one whose loads are: kernels read or pack operands in
 any order, and a transposition of its own would read and write all of them.
 """
 
@@ -23,7 +23,7 @@ _SUMMED_IN = {"float64": {"float64"}, "float32": {"float32", "float16", "bfloat1
 def absorb_transposes(
     mod: tvm.IRModule, target: tvm.target.Target, on_tensor_cores: Sequence[str] = HALF
 ) -> tvm.IRModule:
-    """The module with matrix products of floating-point numbers in `main` that transpose by themselves.
+    """The module with matmuls of floating-point numbers in `main` that transpose by themselves.
 
     For GPUs only those of types that tensor cores multiply, as TVM schedules the others. Sums of half precision are in
     float32.

@@ -63,6 +63,6 @@ class Compression:
         error = (self.squares[0] / max(self.squares[1], np.finfo(np.float64).tiny)) ** 0.5
         left = f"; {self.left} could not be" if self.left else ""
         return (
-            f"{self.compressed} constant matrices of products are {how}: {after:.1f} MiB instead of {before:.1f}, "
+            f"{self.compressed} constant matrices of matmuls are {how}: {after:.1f} MiB instead of {before:.1f}, "
             f"root mean square error {error:.2g} of theirs{left}"
         )

@@ -1,11 +1,11 @@
-"""Convolutions as products of matrices: a row is a patch of the data, read where it is, and the matrix that of the
+"""Convolutions as matmuls: a row is a patch of the data, read where it is, and the matrix that of the
 weights [k1 ... C, M].
 
-The product is implicit: k runs over a patch, and matrix kernels (schedules/cpu/blocked.py, schedules/cuda/products.py)
-find the runs of it that are consecutive. Constant weights are packed for CPUs (pack_weights.py). On GPUs patches of
-types that tensor cores do not multiply are copied, for dlight's schedule of products. Groups are products of their own,
-several at a time where each is narrower than a vector (`Groups`); those without constant weights, and those on GPUs,
-are left to TVM.
+The matmul is implicit: k runs over a patch, and matrix kernels (schedules/cpu/blocked.py,
+schedules/cuda/matmul_reader.py) find the runs of it that are consecutive. Constant weights are packed for CPUs
+(pack_weights.py). On GPUs patches of types that tensor cores do not multiply are copied, for dlight's schedule of
+matmuls. Groups are products of their own, several at a time where each is narrower than a vector (`Groups`); those
+without constant weights, and those on GPUs, are left to TVM.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..tensorir.expressions import Expr
 from .constants import FLOATS
 from .main_function import rewritten
 
-OUT_ELEMENTWISE_FUSABLE = 4  # TVM's pattern kind of a product: element-wise operations behind it fuse with it
+OUT_ELEMENTWISE_FUSABLE = 4  # TVM's pattern kind of a matmul: element-wise operations behind it fuse with it
 
 # An element is in as many patches as windows overlap there: what computes it must not be fused into its copies.
 _OPAQUE = 8
@@ -75,10 +75,10 @@ def read_convolution(call: relax.Call) -> Convolution | None:
     return Convolution(kernel, strides, dilations, int(call.attrs.groups), str(call.ty.dtype))
 
 
-def implicit_product(
+def implicit_matmul(
     convolution: Convolution, x: te.Tensor, shape: Sequence[Expr], element: Callable[[Expr, Expr], Expr]
 ) -> te.Tensor:
-    """The product, of that shape, with a matrix whose float32 elements are element(k, j); sums are in float32."""
+    """The matmul, of that shape, with a matrix whose float32 elements are element(k, j); sums are in float32."""
     k = te.reduce_axis((0, convolution.depth(x.shape[-1])), name="k")
 
     def sum_of_products(n: Expr, *index: Expr) -> Expr:
@@ -92,14 +92,14 @@ def implicit_product(
 
 @dataclass(frozen=True)
 class Groups:
-    """`count` products of `together` groups each: what one group has of the weights of another is 0."""
+    """`count` matmuls of `together` groups each: what one group has of the weights of another is 0."""
 
     count: int
     together: int
 
     @staticmethod
     def of(groups: int, outputs: int, lanes: int) -> Groups:
-        """So many groups of so many channels each that a product fills a vector, if any do."""
+        """So many groups of so many channels each that a matmul fills a vector, if any do."""
         together = next((n for n in range(1, groups + 1) if groups % n == 0 and n * outputs >= lanes), groups)
         return Groups(groups // together, together)
 
@@ -117,10 +117,10 @@ class Groups:
         return found
 
 
-def grouped_product(
+def grouped_matmul(
     convolution: Convolution, groups: Groups, x: te.Tensor, shape: Sequence[Expr], panels: te.Tensor
 ) -> te.Tensor:
-    """The products [N, windows, count, M / count] with matrices [K, M / count] that are stored as panels
+    """The matmuls [N, windows, count, M / count] with matrices [K, M / count] that are stored as panels
     [count, panels, K, nr]; shape is that of the convolution."""
     *_, depth, nr = panels.shape
     channels = x.shape[-1] // groups.count
@@ -139,7 +139,7 @@ def grouped_product(
 def lower_convolutions(
     mod: tvm.IRModule, target: tvm.target.Target, on_tensor_cores: Sequence[str] = HALF
 ) -> tvm.IRModule:
-    """The module with products in place of Relax's convolutions in `main`. on_tensor_cores are the types of elements
+    """The module with matmuls in place of Relax's convolutions in `main`. on_tensor_cores are the types of elements
     that a GPU's multiply."""
     return rewritten(mod, _Lowerer(mod, FLOATS if target.kind.name == "llvm" else on_tensor_cores))
 
@@ -170,7 +170,7 @@ class _Lowerer(PyExprMutator):
             out_dtype = None if convolution.dtype == str(x.ty.dtype) else convolution.dtype
             return relax.op.matmul(emit(patches), matrix, out_dtype=out_dtype)
         return self.builder_.call_te(
-            lambda x, shape, b: implicit_product(convolution, x, shape, lambda k, j: b(k, j).astype("float32")),
+            lambda x, shape, b: implicit_matmul(convolution, x, shape, lambda k, j: b(k, j).astype("float32")),
             x,
             call.ty.shape,
             matrix,

@@ -4,7 +4,7 @@ They are read off the function before it is scheduled, which says what is comput
 floating-point numbers that it names, a function such as exp counting as one. Only useful work counts: a matmul, also of
 integers, has two operations for each pair of elements, what its operands are made of counts once for each element, and
 dequantization not at all. Of a recurrence the matmuls with its states count. Bytes are those of the arguments' elements
-that it needs, each once: of a table that is gathered from the rows that are asked for, of a product all.
+that it needs, each once: of a table that is gathered from the rows that are asked for, of a matmul all.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def kernel_spec(name: str, func: tirx.PrimFunc, schedule: str) -> KernelSpec:
         flops, size = names.text(counter.simplify(counter.operations)), names.text(counter.bytes())
     except _Unknown:
         flops, size = "0", "volume"
-    kind = "matmul" if counter.product else "other"
+    kind = "matmul" if counter.has_matmul else "other"
     return KernelSpec(name, kind, schedule, arguments, flops, size, rate(kind, schedule))
 
 
@@ -127,7 +127,7 @@ class _Counter:
         self.arguments = [p for p in func.params if tirx.is_buffer_var(p)]
         self.operations: Expr = _zero()
         self.touched: dict[tirx.Buffer, Expr] = {}
-        self.product = False  # whether any sum of products of different elements is among it: a matrix product
+        self.has_matmul = False  # whether any sum of products of different elements is among it: a matmul
         self.facts = Facts.of(func)
         for size in self.facts.largest:
             self.facts.analyzer.bind(size, ir.Range(0, 1 << 40), allow_override=True)
@@ -160,8 +160,8 @@ class _Counter:
                     self._made_of[iter_var.var] = self._loops(value)
                 reduces = any(map(is_reduction, stmt.block.iter_vars))
                 store = stmt.block.body
-                if reduces and isinstance(store, tirx.BufferStore) and any(map(self._is_product, walk(store.value))):
-                    self.product = True
+                if reduces and isinstance(store, tirx.BufferStore) and any(map(self._is_matmul, walk(store.value))):
+                    self.has_matmul = True
                     self.touch(store.buffer, store.indices)
                     self.matmul(store.value, points)
                 else:
@@ -223,7 +223,7 @@ class _Counter:
                 self.touch(node.source, node.indices)
             elif _is_operation(node) or (isinstance(node, _OPERATIONS) and node.ty == value.ty):
                 self.operations = self.operations + points
-            if self._is_product(node):
+            if self._is_matmul(node):
                 self.operand(node.a)
                 self.operand(node.b)
             else:
@@ -260,7 +260,7 @@ class _Counter:
                 found |= {node} if node in self._extents else self._made_of.get(node, set())
         return found
 
-    def _is_product(self, node: Expr) -> bool:
+    def _is_matmul(self, node: Expr) -> bool:
         """Whether elements of two tensors at different indices are multiplied here."""
         if not isinstance(node, prim.Mul):
             return False

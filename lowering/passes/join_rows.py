@@ -1,7 +1,7 @@
-"""Products of bytes whose rows are reduced and multiplied again become one function, so that no kernel need write to
+"""Matmuls of bytes whose rows are reduced and multiplied again become one function, so that no kernel need write to
 memory what lies between them: attention as tools quantise it, whose scores and probabilities are codes.
 
-A product, functions that read its results, and a product of what they make of them are joined where the matrices are
+A matmul, functions that read its results, and a matmul of what they make of them are joined where the matrices are
 computed, nobody else reads anything between, and the target has a kernel that takes rows through all of it
 (schedules/reading/row_parts.py). The function says which of its stages were one before. Nothing is computed otherwise.
 """
@@ -16,7 +16,7 @@ from tvm import ir, relax
 from tvm.relax.expr_functor import mutator
 
 import schedules
-from schedules.reading.product import read_product
+from schedules.reading.matmul import read_matmul
 
 from ..importing.origins import Origins, bindings
 from .main_function import BlockMutator, rewritten
@@ -56,15 +56,15 @@ class _Joiner(BlockMutator):
         return [new for n, binding in enumerate(given) for new in instead.get(n, [binding])]
 
     def multiplies_bytes(self, binding: relax.Binding) -> bool:
-        """Whether a call's function holds products, all of bytes."""
+        """Whether a call's function holds matmuls, all of bytes."""
         name = callee(binding)
         if name is not None and name not in self.of_bytes:
-            products = [product for stage in self.calls.stages(binding) or () if (product := read_product(stage))]
-            self.of_bytes[name] = bool(products) and all(product.acc == "int32" for product in products)
+            matmuls = [matmul for stage in self.calls.stages(binding) or () if (matmul := read_matmul(stage))]
+            self.of_bytes[name] = bool(matmuls) and all(matmul.acc == "int32" for matmul in matmuls)
         return name is not None and self.of_bytes[name]
 
     def chain(self, given: Sequence[relax.Binding], read: Sequence[list[relax.Var]], first: int) -> list[int]:
-        """Where the product, what reads its results and the next product are; empty where others read them, too. read
+        """Where the matmul, what reads its results and the next matmul are; empty where others read them, too. read
         is what each binding reads."""
         inside, places, uses = {given[first].var}, [first], 0
         for n in range(first + 1, len(given)):
@@ -75,7 +75,7 @@ class _Joiner(BlockMutator):
             if stages is None:
                 return []
             places, uses = [*places, n], uses + own
-            if any(map(read_product, stages)):
+            if any(map(read_matmul, stages)):
                 alone = uses == sum(self.readers[var] for var in inside)
                 return places if alone and self.multiplies_bytes(given[n]) else []
             inside.add(given[n].var)
@@ -102,5 +102,5 @@ class _Joiner(BlockMutator):
 
     def by_weights(self, call: StageCall) -> bool:
         """Whether a call multiplies by constants: all rows share what is made of them, not those of a block."""
-        matrices = [self.calls.names.get(p.b.source) for p in map(read_product, call.stages) if p is not None]
+        matrices = [self.calls.names.get(p.b.source) for p in map(read_matmul, call.stages) if p is not None]
         return any(matrix in self.weights or isinstance(matrix, ir.GenericConst) for matrix in matrices)

@@ -9,7 +9,7 @@ import tvm
 from tvm import ir, relax, tirx
 
 import schedules
-from schedules.reading.product import WEIGHTS
+from schedules.reading.matmul import WEIGHTS
 from schedules.variant import Choose
 
 from ..attention.pairs import count_pairs

@@ -1,7 +1,7 @@
 """Packs weights for matrix kernels, once, while compiling: here for CPUs, and in weights_by_column.py for GPUs.
 
-A product x W with a constant matrix W becomes a product with W stored in panels (panels.py). Transposes and casts
-between the weight and the product are done on the way. A weight that has other readers is kept too. bfloat16 that meets
+A matmul x W with a constant matrix W becomes a matmul with W stored in panels (panels.py). Transposes and casts
+between the weight and the matmul are done on the way. A weight that has other readers is kept too. bfloat16 that meets
 bfloat16 is stored in pairs of successive rows where the machine multiplies such pairs.
 
 Quantised matrices stay integers and scales (schedules/reading/codes.py), and float ones become so when a scheme is
@@ -30,8 +30,8 @@ from .convolutions import (
     OUT_ELEMENTWISE_FUSABLE,
     Convolution,
     Groups,
-    grouped_product,
-    implicit_product,
+    grouped_matmul,
+    implicit_matmul,
     read_convolution,
 )
 from .grouped_weights import GroupedCall, read_grouped
@@ -48,7 +48,7 @@ from .panels import (
 )
 from .weights_by_column import weights_by_column
 
-_MIN_COLUMNS = 4  # products with fewer are dot products: nothing to pack
+_MIN_COLUMNS = 4  # matmuls with fewer are dot products: nothing to pack
 
 
 def pack_weights(
@@ -62,7 +62,7 @@ def pack_weights(
     """The module with `main` multiplying by packed weights, and its weights in the order of its parameters.
 
     weights holds main's parameters behind the first `num_input`, by name; those that nobody reads any more are dropped.
-    Only matrices of float32, float16 and bfloat16 on the right of a product are packed; sums are in float32. scheme
+    Only matrices of float32, float16 and bfloat16 on the right of a matmul are packed; sums are in float32. scheme
     says what float matrices become: int8 with a scale for each column, int4 with a scale for each column and 32 rows,
     or f16. What that cost is said in `notes`. Quantised weights with other readers become floats. on_tensor_cores are
     the types of elements that a GPU's multiply.
@@ -88,7 +88,7 @@ def _by_panel(
 
 @mutator
 class _Packer(PyExprMutator):
-    """Rewrites products; `packed` holds the new parameters and their contents, by weight and what was done to it."""
+    """Rewrites matmuls; `packed` holds the new parameters and their contents, by weight and what was done to it."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class _Packer(PyExprMutator):
         if matrix is None or matrix.ndim != 2 or matrix.shape[1] < _MIN_COLUMNS or x.ty.ndim < 1:
             return call
         if types == {"uint8", "int32"} and isinstance(matrix, np.ndarray) and matrix.dtype.name == "int8":
-            return self.product_of_bytes(x, steps, matrix)
+            return self.matmul_of_bytes(x, steps, matrix)
         if not {*types, matrix.dtype.name} <= set(FLOATS):
             return call
         pairs = self.cpu.bf16_dot and matrix.dtype.name == x.ty.dtype == "bfloat16"
@@ -128,17 +128,17 @@ class _Packer(PyExprMutator):
             steps = (*steps, "pairs")
         if steps not in self.packed:
             self.pack(steps, matrix, pairs)
-        return self.product(x, steps, matrix.shape[1], str(call.ty.dtype))
+        return self.matmul(x, steps, matrix.shape[1], str(call.ty.dtype))
 
-    def product_of_bytes(self, x: relax.Expr, steps: tuple[str, ...], matrix: np.ndarray) -> relax.Expr:
-        """A product in int32 of bytes, those of x without a sign."""
+    def matmul_of_bytes(self, x: relax.Expr, steps: tuple[str, ...], matrix: np.ndarray) -> relax.Expr:
+        """A matmul in int32 of bytes, those of x without a sign."""
         steps = (*steps, "quads")
         if steps not in self.packed:
             self.element[steps] = element_of_quad
             self.keep(steps, {"packed": pack_quads(matrix, panel_width(matrix.shape[1], self.cpu, "int32"))})
-        return self.product(x, steps, matrix.shape[1], "int32")
+        return self.matmul(x, steps, matrix.shape[1], "int32")
 
-    def product(self, x: relax.Expr, steps: tuple[str, ...], columns: int, dtype: str) -> relax.Expr:
+    def matmul(self, x: relax.Expr, steps: tuple[str, ...], columns: int, dtype: str) -> relax.Expr:
         """x times a packed matrix."""
         element = self.element[steps]
         return self.builder_.call_te(
@@ -175,7 +175,7 @@ class _Packer(PyExprMutator):
             self.store(steps, matrix, pairs, panel_width(matrix.shape[1], self.cpu))
         element = self.element[steps]
         return self.builder_.call_te(
-            lambda x, shape, *parts: implicit_product(convolution, x, shape, functools.partial(element, list(parts))),
+            lambda x, shape, *parts: implicit_matmul(convolution, x, shape, functools.partial(element, list(parts))),
             x,
             call.ty.shape,
             *(var for var, _ in self.packed[steps]),
@@ -192,15 +192,15 @@ class _Packer(PyExprMutator):
             matrices = groups.matrices(weights)
             nr = panel_width(matrices[0].shape[1], self.cpu)
             self.keep(steps, {"packed": np.stack([pack(matrix, nr) for matrix in matrices])})
-        products = self.builder_.call_te(
-            lambda x, shape, panels: grouped_product(convolution, groups, x, shape, panels),
+        matmuls = self.builder_.call_te(
+            lambda x, shape, panels: grouped_matmul(convolution, groups, x, shape, panels),
             call.args[0],
             call.ty.shape,
             *(var for var, _ in self.packed[steps]),
             primfunc_name_hint="packed_convolution",
             primfunc_attrs={"op_pattern": OUT_ELEMENTWISE_FUSABLE},
         )
-        return relax.op.reshape(self.builder_.emit(products), call.ty.shape)
+        return relax.op.reshape(self.builder_.emit(matmuls), call.ty.shape)
 
     def pack(self, steps: tuple[str, ...], matrix: np.ndarray | Quantised, pairs: bool) -> None:
         """Stores a matrix [K, N], compressed if asked for, in panels."""

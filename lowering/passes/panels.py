@@ -1,4 +1,4 @@
-"""Constant matrices in panels, and products with them: what matrix kernels read (schedules/reading/codes.py).
+"""Constant matrices in panels, and matmuls with them: what matrix kernels read (schedules/reading/codes.py).
 
 Panel p of a matrix [K, N] holds columns p * nr to p * nr + nr - 1, and the nr elements of each row are consecutive.
 Columns behind the last are zeros. Panels of one column are the matrix by columns.

@@ -11,7 +11,7 @@ import tvm
 import tvm_ffi
 from tvm import ir, relax, tirx
 
-from schedules.reading.product import PRODUCTS, read_product
+from schedules.reading.matmul import MATMULS, read_matmul
 from schedules.reading.row_parts import PARTS
 from schedules.reading.stages import Axis, Stage, read_stages, renamed, write_stages
 from schedules.reading.tails import Update
@@ -31,7 +31,7 @@ class StageCall:
     """A call of a function of stages, over tensors and symbols of the caller, of which `outputs` are results.
 
     nodes are the ONNX nodes that it computes; binding is what it was read from, while that is all it is. multiplied is
-    how products of float32 are computed (PRODUCTS), "" as usual; parts are how many stages belong together (PARTS).
+    how matmuls of float32 are computed (MATMULS), "" as usual; parts are how many stages belong together (PARTS).
     updates of caches come behind the stages.
     """
 
@@ -59,8 +59,8 @@ class StageCall:
         free = (node for expr in used for node in walk(expr) if isinstance(node, tirx.Var) and node not in known)
         given = [*self.inputs(), *dict.fromkeys(free)]
         func = write_stages(self.stages, [*given, *self.outputs], self._write_updates)
-        if self.multiplied and any(map(read_product, self.stages)):
-            func = func.with_attr(PRODUCTS, self.multiplied)
+        if self.multiplied and any(map(read_matmul, self.stages)):
+            func = func.with_attr(MATMULS, self.multiplied)
         if self.parts:
             func = func.with_attr(PARTS, list(self.parts))
         return func, given
@@ -138,7 +138,7 @@ class StageCalls:
             tensors.setdefault(stage.output, tirx.decl_buffer(shape, stage.output.dtype, stage.output.name))
         outputs, nodes = [self.tensors[result] for result in results], self.origins.get(binding.var.name, ())
         moved = [_renamed(stage, tensors, symbols) for stage in stages]
-        multiplied = str(func.attrs.get(PRODUCTS, ""))
+        multiplied = str(func.attrs.get(MATMULS, ""))
         return StageCall(value.args[0].name_hint, moved, outputs, nodes, multiplied, binding)
 
     def bound(self, item: StageCall, kind: type[relax.Var], builder: relax.BlockBuilder) -> list[relax.Binding]:

@@ -1,6 +1,6 @@
 """Constant matrices for GPUs, whose kernels read a column's elements at successive k (schedules/cuda/matmul_rows.py).
 
-x W with a constant W [K, N] becomes a product with its columns, one behind the other, stored while compiling: where W
+x W with a constant W [K, N] becomes a matmul with its columns, one behind the other, stored while compiling: where W
 is of a type that tensor cores multiply, or integers with scales, which stay so and are expanded on the way there. What
 a model transposes itself is read where it is (absorb_transposes.py), but for what is compressed.
 """
@@ -30,7 +30,7 @@ def weights_by_column(
     compression: Compression | None,
     on_tensor_cores: Sequence[str],
 ) -> tuple[tvm.IRModule, Weights]:
-    """The module with such products in `main`, and its weights; see `with_parameters`."""
+    """The module with such matmuls in `main`, and its weights; see `with_parameters`."""
     packer = _Packer(mod, weights, compression, on_tensor_cores)
     body = packer.visit_expr(mod["main"].body)
     made = [part for parts in packer.made.values() for part in parts]
@@ -39,7 +39,7 @@ def weights_by_column(
 
 @mutator
 class _Packer(PyExprMutator):
-    """Rewrites products; `made` are the new parameters and their contents, by what a matrix is made from: none of a
+    """Rewrites matmuls; `made` are the new parameters and their contents, by what a matrix is made from: none of a
     matrix that stays where it is."""
 
     def __init__(

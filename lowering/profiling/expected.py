@@ -1,6 +1,6 @@
 """How long a kernel should take: from its work, the rule that made its code, and what the machine can do.
 
-A guard against cliffs: a product that no rule for products takes is a hundred times slower than it could be, and
+A guard against cliffs: a matmul that no rule for matmuls takes is a hundred times slower than it could be, and
 nothing else would say so. Compiling warns of it, and `bench` shows expectation and measurement side by side.
 """
 
@@ -54,7 +54,7 @@ def seconds(kernel: KernelSpec, flops: int, size: int, limits: Limits) -> float:
 
 
 def is_left_over(kernel: KernelSpec) -> bool:
-    """Whether no rule made its code, or it is a product of matrices that the rule for products does not take."""
+    """Whether no rule made its code, or it is a matmul that the rule for matmuls does not take."""
     return (kernel.kind, kernel.schedule) not in _RATES
 
 
@@ -68,7 +68,7 @@ def warnings(kernels: Iterable[KernelSpec], calls: Sequence[CallSpec]) -> list[s
         share = max(flops, _BALANCE * size) / max(flops / kernel.rate, _BALANCE * size)
         if share < SLOW:
             nodes = ", ".join(dict.fromkeys(n for call in calls if call.kernel == kernel.name for n in call.nodes))
-            why = "no kernel for products takes it" if kernel.kind == "matmul" else "no rule takes it"
+            why = "no kernel for matmuls takes it" if kernel.kind == "matmul" else "no rule takes it"
             found.append(
                 f"{nodes or kernel.name} runs by the rule '{kernel.schedule}' at about {share:.0%} of what a machine "
                 f"can do, as {why}."

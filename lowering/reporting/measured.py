@@ -96,7 +96,7 @@ def timeline(profile: Profile) -> Iterator[Node]:
         anchor = "start" if not value else "middle"
         parts.append(E("text", units.time(value * 1e-6) if value else "0", x=f"{x:.1f}", y=56, text_anchor=anchor))
     caption = "One run, the middle one by its length"
-    kinds = ((kind, name) for kind, name in (("matmul", "products"), ("attention", "attention"), ("other", "others")))
+    kinds = ((kind, name) for kind, name in (("matmul", "matmuls"), ("attention", "attention"), ("other", "others")))
     legend = E("ul", (E("li", E("span", class_=f"swatch {kind}"), name) for kind, name in kinds), class_="legend")
     yield E("figure", svg(_LONG + 30, _ROW, parts, label=caption), E("figcaption", caption, legend))
 

@@ -56,7 +56,7 @@ def read_weights(files: Files, manifest: Manifest, whole: bool) -> memoryview:
     Processes share it by forking after the load. whole looks at all of it, however large it is. Raises ArtifactError
     where it is not what the manifest was written with, or does not fit into memory.
 
-    A product that waits for its weights takes 0.6 to 0.9 of the time that it does with pages of 4 KiB.
+    A matmul that waits for its weights takes 0.6 to 0.9 of the time that it does with pages of 4 KiB.
     """
     if WEIGHTS not in manifest.hashes:
         return memoryview(b"")

@@ -56,7 +56,7 @@ def cubin(source: str) -> bytes:
     arch = str(tvm.target.Target.current().attrs["arch"])
     code, said = machine_code(source, arch)
     for line in filter(None, map(str.strip, said.splitlines())):
-        # Spills cost some speed; that products wait for each other (C7508 and its like) is a fault of ours.
+        # Spills cost some speed; that matmuls wait for each other (C7508 and its like) is a fault of ours.
         _LOG.log(logging.INFO if "spilled" in line else logging.WARNING, "%s: %s", arch, line)
     return code
 

@@ -2,7 +2,7 @@
 
     for each batch, step by step:    sums = x_t + h R^T for each gate,    h, and the cell c of an LSTM, by the gates
 
-x_t = X_t W^T + biases is a product of the whole sequence, computed before. Units lie in blocks of BLOCK, and of each
+x_t = X_t W^T + biases is a matmul of the whole sequence, computed before. Units lie in blocks of BLOCK, and of each
 block the gates side by side, behind zeros for units that there are not: x [L, B, blocks * gates * BLOCK] and
 R [blocks, H, gates, BLOCK], so that a block of a row of R is read in one go. The code is the same for one unit at a
 time and for vectors of them.

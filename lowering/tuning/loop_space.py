@@ -1,6 +1,6 @@
 """The space of loops: what MetaSchedule's own rules make of a function in blocks.
 
-For functions that none of our kernels for attention and products takes. What is searched is a schedule, with tiling,
+For functions that none of our kernels for attention and matmuls takes. What is searched is a schedule, with tiling,
 vectors, threads and unrolling; a candidate's text is the hash of what came out.
 """
 

@@ -76,7 +76,7 @@ class PrefillTiles(Tiles):
         return rules
 
     def estimate(self, problem: AttentionProblem, cpu: Machine) -> float:
-        """Of a pair of a query row and a key: both products in their register tiles, the softmax, the share of what a
+        """Of a pair of a query row and a key: both matmuls in their register tiles, the softmax, the share of what a
         tile of keys costs each row; and what tiles at the edges, and under a causal diagonal, compute for nothing."""
         lanes = cpu.lanes(problem.acc_dtype)
         vectors = -(-problem.v_head_dim // lanes)

@@ -1,4 +1,4 @@
-"""One product by panels of B: where panels lie, how they are made, and the micro-kernel (the loops: matmul.py)."""
+"""One matmul by panels of B: where panels lie, how they are made, and the micro-kernel (the loops: matmul.py)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lowering.tensorir.facts import Facts
 
 from ..reading.stages import Axis
 from ..reading.values import read
-from .code_product import accumulate_codes
 from .loops import vector_loop
 from .operands import Operands
 from .panels import PanelTiles, is_width
+from .quantized_matmul import accumulate_codes
 from .results import Values
 from .runs import Runs, find_runs
 from .vector import LINE, Register, convert, fixed, load, prefetch, splat, store, transpose
@@ -33,21 +33,21 @@ class Blocked:
     """
 
     def __init__(self, operands: Operands, tiles: PanelTiles) -> None:
-        self.tiles, self.lanes, self.acc = tiles, operands.results.lanes, operands.product.acc
-        self.operands, self.product, self.results = operands, operands.product, operands.results
+        self.tiles, self.lanes, self.acc = tiles, operands.results.lanes, operands.matmul.acc
+        self.operands, self.matmul, self.results = operands, operands.matmul, operands.results
         self.cpu = self.results.cpu
         self.choose_panels()
-        product = self.product
-        self.a_offsets = self.offsets(product.a, [substitute(index, self.results.point) for index in product.a.indices])
+        matmul = self.matmul
+        self.a_offsets = self.offsets(matmul.a, [substitute(index, self.results.point) for index in matmul.a.indices])
         self.a_step = self.operands.stride(self.a_offsets[0], self.k.var)
         self.runs: Runs | None = None
-        if product.codes is None:
+        if matmul.codes is None:
             self.choose_runs()
-        if self.words is not None or product.codes is not None:
+        if self.words is not None or matmul.codes is not None:
             apart = self.is_dense(self.a_offsets, self.k.var, self.together)
         else:
             apart = not uses(self.a_step, {self.k.var})
-        fits = self.words is not None or product.a.ty == self.acc
+        fits = self.words is not None or matmul.a.ty == self.acc
         self.a_in_place: bool = fits and (apart or self.runs is not None)
 
     @property
@@ -56,16 +56,16 @@ class Blocked:
 
     def choose_panels(self) -> None:
         """Sets nr, kc, words, and where B lies: in panels as it is stored, or else where they are made from."""
-        product, lanes = self.product, self.lanes
+        matmul, lanes = self.matmul, self.lanes
         self.kc = self.tiles.kc
-        if product.codes is not None:
-            self.nr, self.b_in_place, block = product.codes.nr, True, product.codes.block
+        if matmul.codes is not None:
+            self.nr, self.b_in_place, block = matmul.codes.nr, True, matmul.codes.block
             self.kc = max(self.kc // block, 1) * block if block else self.kc
             self.set_step(None)
             return
-        words = words_for(str(product.a.ty), str(product.b.ty), self.acc, self.cpu)
+        words = words_for(str(matmul.a.ty), str(matmul.b.ty), self.acc, self.cpu)
         steps = [words] if self.acc == "int32" else [None, words] if words is not None else [None]
-        stored = [size.value for size in product.b.source.shape[-2:] if isinstance(size, tirx.IntImm)]
+        stored = [size.value for size in matmul.b.source.shape[-2:] if isinstance(size, tirx.IntImm)]
         known = self.results.facts
         # Whichever form B is stored in; the last is what is made where it is in neither.
         for step in steps:
@@ -75,16 +75,16 @@ class Blocked:
                 self.set_step(step)
                 self.nr = nr
                 indices = self.b_panel(nr)
-                self.b_offsets = self.offsets(product.b, indices)
+                self.b_offsets = self.offsets(matmul.b, indices)
                 self.b_in_place = self.is_panel(indices)
                 if self.b_in_place:
                     return
 
     def choose_runs(self) -> None:
         """Sets runs, if there are any; kc becomes a multiple of their length."""
-        a, zero = self.product.a, tirx.const(0, "int64")
-        # By index: what is behind a product with a symbolic size does not cancel.
-        steps = [self.results.simplify(i - substitute(i, {self.product.k.var: zero})) for i in a.indices]
+        a, zero = self.matmul.a, tirx.const(0, "int64")
+        # By index: what is behind a matmul with a symbolic size does not cancel.
+        steps = [self.results.simplify(i - substitute(i, {self.matmul.k.var: zero})) for i in a.indices]
         values = [self.results.simplify(at) for at in self.of_step(offset(a.source.shape, steps))]
         whole = self.words is None or self.is_whole
         runs = None if self.uses_rows(values[0]) or not whole else find_runs(values, self.k, self.results)
@@ -95,11 +95,11 @@ class Blocked:
             self.kc = max(self.kc // length, 1) * length
 
     def uses_rows(self, expr: Expr) -> bool:
-        return uses(expr, {self.results.m, *(axis.var for axis in (*self.product.rows, *self.product.batch))})
+        return uses(expr, {self.results.m, *(axis.var for axis in (*self.matmul.rows, *self.matmul.batch))})
 
     def set_step(self, words: Words | None) -> None:
         """Steps along k of one value, or of those of a word."""
-        k = self.product.k
+        k = self.matmul.k
         self.words, self.together = words, 1 if words is None else words.together
         n = self.together
         self.k = k if n == 1 else Axis(tirx.Var("word", "int64"), self.results.simplify((k.extent + (n - 1)) // n))
@@ -111,7 +111,7 @@ class Blocked:
     def of_step(self, expr: Expr) -> list[Expr]:
         """An expression of the value of k, for each value of step k."""
         first = self.k.var * self.together
-        return [substitute(expr, {self.product.k.var: first + n}) for n in range(self.together)]
+        return [substitute(expr, {self.matmul.k.var: first + n}) for n in range(self.together)]
 
     def offsets(self, operand: ir.TensorLoad, indices: list[Expr]) -> list[Expr]:
         """Where the elements of step k lie."""
@@ -125,15 +125,15 @@ class Blocked:
 
     def b_panel(self, nr: int) -> list[Expr]:
         """Indices of B at column c of a panel of nr columns."""
-        columns = self.product.j.extent
+        columns = self.matmul.j.extent
         self.facts.bind(self.results.c, 0, tirx.const(nr, "int64"))
         self.facts.bind(self.results.panel, 0, (columns + nr - 1) // nr)
-        j = {self.product.j.var: self.results.panel * nr + self.results.c}
-        return [self.results.simplify(substitute(index, j)) for index in self.product.b.indices]
+        j = {self.matmul.j.var: self.results.panel * nr + self.results.c}
+        return [self.results.simplify(substitute(index, j)) for index in self.matmul.b.indices]
 
     def is_panel(self, indices: list[Expr]) -> bool:
         """Whether the columns of a panel are consecutive, the last panel is padded, and panels have no gaps."""
-        bounds = zip(indices, self.product.b.source.shape)
+        bounds = zip(indices, self.matmul.b.source.shape)
         return (
             self.is_dense(self.b_offsets, self.results.c, self.together)
             and is_int(self.operands.stride(self.b_offsets[0], self.k.var), self.together * self.nr)
@@ -147,7 +147,7 @@ class Blocked:
 
     @property
     def panels(self) -> Expr:
-        return (self.product.j.extent + (self.nr - 1)) // self.nr
+        return (self.matmul.j.extent + (self.nr - 1)) // self.nr
 
     @property
     def k_blocks(self) -> Expr:
@@ -155,7 +155,7 @@ class Blocked:
 
     def columns_of(self, values: Values) -> Expr:
         """How many columns a panel has."""
-        nr, columns = self.nr, self.product.j.extent
+        nr, columns = self.nr, self.matmul.j.extent
         if is_int(self.results.simplify(columns % nr), 0):
             return tirx.const(nr, "int64")
         return fixed(tirx.min(tirx.const(nr, "int64"), columns - values[self.results.panel] * nr))
@@ -219,7 +219,7 @@ class Blocked:
     @property
     def asks(self) -> bool:
         """Whether strips ask for what is needed next: not where panels are made, and where codes wait to be widened."""
-        return self.b_in_place and self.product.codes is None
+        return self.b_in_place and self.matmul.codes is None
 
     def ask_for_next(self, k0: Expr, depth: Expr, number: Expr, strips: Expr) -> Callable[[Expr], None] | None:
         """What a strip calls at each step k to ask for its share of the block of the panel behind this one.
@@ -230,7 +230,7 @@ class Blocked:
         if not self.asks:
             return None
         width = self.nr * self.together
-        of_line = LINE // DataType(self.product.b.ty).itemsize
+        of_line = LINE // DataType(self.matmul.b.ty).itemsize
         size = fixed(depth * width)
         start = fixed(self.at(self.b_offsets[0], k=k0, c=tirx.const(0, "int64")) + size + number * size // strips)
         share, bits = fixed(tirx.const(1 << 8, "int64") // strips), tirx.const(8, "int64")  # a fixed-point number
@@ -343,7 +343,7 @@ class Blocked:
 
         The tile begins as zeros where k0 is 0. ask(k) is called at each step.
         """
-        p = self.product
+        p = self.matmul
         vectors = range(0, self.nr, self.lanes)
         a = self.operands.a
         if strip is None:

@@ -10,11 +10,11 @@
         Y = sum w_s O_s / sum w_s l_s                        0 where no key was visible
 
 Vectors lie along D: a key is read once, in the order of memory, and meets all R rows that share it while it is in the
-first-level cache. W pairs of a row and a key at a time give W vectors of products; added up crosswise they are one
+first-level cache. W pairs of a row and a key at a time give W vectors of matmuls; added up crosswise they are one
 vector of W scores. While a tile is worked on, the next one is fetched: hardware loses the stream at each turn from K to
 V, which halves the bandwidth.
 
-On machines with products of bfloat16 pairs, Q, K, V and P are words of two (kv_tile.py), if rows of K and V are as long
+On machines with matmuls of bfloat16 pairs, Q, K, V and P are words of two (kv_tile.py), if rows of K and V are as long
 as a vector of words.
 
 The number of splits follows the longest sequence of the batch, not the capacity of the cache, and each sequence is cut
@@ -275,19 +275,19 @@ class _Split:
                     self.tile_of_scores([row], [j + n for n in range(W)])
         with T.serial(self.keys % W) as k, T.serial(self.rows) as r:
             j = fixed(self.keys // W * W + k)
-            ((last,),) = self.products([r], [j])
+            ((last,),) = self.matmuls([r], [j])
             T.buffer_store(self.S, reduce_lanes(last.value, lambda x, y: x + y), [r * kv + j])
 
     def tile_of_scores(self, rows: list[Expr], keys: list[Expr]) -> None:
         """S of as many pairs as a vector has lanes."""
-        products = self.products(rows, keys)
-        sums = fixed(sum_each([x.value for row in products for x in row]))
+        matmuls = self.matmuls(rows, keys)
+        sums = fixed(sum_each([x.value for row in matmuls for x in row]))
         for n, r in enumerate(rows):
             lanes = list(range(n * len(keys), (n + 1) * len(keys)))
             s = sums if len(rows) == 1 else tirx.Shuffle([sums], lanes)
             store(self.S, s, r * self.tiles.kv + keys[0])
 
-    def products(self, rows: list[Expr], keys: list[Expr]) -> list[list[Register]]:
+    def matmuls(self, rows: list[Expr], keys: list[Expr]) -> list[list[Register]]:
         """For each row and key, a vector whose lanes add up to Q_r . K_j."""
         W, full = self.Wk, self.kv.D // self.Wk
         s = [[Register(splat(0.0, W, self.acc)) for _ in keys] for _ in rows]
@@ -304,11 +304,11 @@ class _Split:
             for r, sums in zip(rows, s):
                 q = T.bind(only_fresh(load(self.Q, W, (r * self.chunks + n) * W)))
                 for x, key in zip(sums, k):
-                    x.value = self.kv.add_product(x.value, q, key, leave_out=False)
+                    x.value = self.kv.add_matmul(x.value, q, key, leave_out=False)
 
         with T.serial(full) as n:
             add(n, fixed(n.astype("int64") * W), None)
-        if full < self.chunks:  # the last vector overlaps the one before: each product counts once
+        if full < self.chunks:  # the last vector overlaps the one before: each matmul counts once
             d = self.kv.k_starts[-1]
             add(full, T.int64(d), at(T.int32(d), W) >= splat(full * W, W, "int32"))
         return s

@@ -1,7 +1,7 @@
-"""AVX512-BF16: products of pairs of bfloat16 numbers, added to float32, at twice the rate of float32 arithmetic.
+"""AVX512-BF16: matmuls of pairs of bfloat16 numbers, added to float32, at twice the rate of float32 arithmetic.
 
 A word is 32 bits that hold two numbers that are multiplied with those of another word; buffers hold words as float32,
-whose bits nothing looks at. The products are exact; sums are rounded to nearest even and flush denormals to zero
+whose bits nothing looks at. The matmuls are exact; sums are rounded to nearest even and flush denormals to zero
 (Intel 64 and IA-32 Architectures Software Developer's Manual, VDPBF16PS).
 """
 

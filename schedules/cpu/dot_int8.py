@@ -1,4 +1,4 @@
-"""Products of four bytes, of which the second have a sign, added up in int32: exact, whatever the machine.
+"""Matmuls of four bytes, of which the second have a sign, added up in int32: exact, whatever the machine.
 
 A word is 32 bits that hold four bytes, which are multiplied with those of another word. AVX-512 VNNI and AVX-VNNI have
 an instruction for that (VPDPBUSD, which does not saturate), and so has AArch64 with i8mm (USDOT). With dotprod alone it
@@ -8,7 +8,7 @@ and add pairs of them (VPMADDWD), and to 32 bits where there is no such instruct
 
 Where both have a sign, AVX2 multiplies the absolute value of the first by the second with the first one's sign
 (VPSIGNB, VPMADDUBSW): four instructions in place of seven. -128 of the first is 128 then, which is right; of the second
-it must not occur. Pairs of products stay below 2^15.
+it must not occur. Pairs of matmuls stay below 2^15.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ _ERF = (
 )
 _ERF_LIMIT = 4.0  # erf rounds to 1 from here on
 
-# ln(2) in two parts; the first has 15 trailing zeros, so that its product with a small integer is exact.
+# ln(2) in two parts; the first has 15 trailing zeros, so that its matmul with a small integer is exact.
 _LN2_HIGH, _LN2_LOW = 0.693145751953125, 1.428606765330187e-06
 
 _MAGIC = 1.5 * 2.0**23  # adding it leaves the nearest integer in the low bits of the sum

@@ -11,7 +11,7 @@
 
 S is kept transposed, as in prefill.py. Tables that scores read get their gradients pair by pair; whose elements batches
 or heads share, they go through one after the other. A pair that is not visible has P = dS = 0; where what it reads may
-not be finite, such products are left out, as 0 * NaN = NaN.
+not be finite, such matmuls are left out, as 0 * NaN = NaN.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lowering.attention.gradient import ATTRIBUTE, BoundGradient, GradientParame
 from lowering.attention.plain_gradient import add_to_table, clear_tables
 
 from ..variant import Variant
-from .gradient_products import TileProducts, whole_vectors
+from .gradient_matmuls import TileMatmuls, whole_vectors
 from .gradient_tiles import GradientTiles
 from .vector import (
     LOG2_E,
@@ -123,7 +123,7 @@ class _Head:
             v=(keys * self.Dv, self.acc),
         )
         self.panel = tiles.qk_vectors * W
-        self.product = TileProducts(tiles, W, self.acc, self.operand)
+        self.matmul = TileMatmuls(tiles, W, self.acc, self.operand)
 
     def emit(self) -> None:
         keys, zero = T.int64(1) * self.bound.bound.T, tirx.const(0, self.acc)
@@ -255,18 +255,18 @@ class _Head:
         with T.If(full):
             with T.Then():
                 self.pairs(masked=False)
-                self.products(leave_out=False)
+                self.matmuls(leave_out=False)
             with T.Else():
                 self.pairs(masked=True)
                 if not self.bound.bound.scores.has_mask:
-                    self.products(leave_out=False)
+                    self.matmuls(leave_out=False)
                     return
                 finite = self.all_finite(("k", self.D), ("v", self.Dv), self.keys)
                 with T.If(tirx.all(finite != 0, self.finite_rows != 0)):
                     with T.Then():
-                        self.products(leave_out=False)
+                        self.matmuls(leave_out=False)
                     with T.Else():
-                        self.products(leave_out=True)
+                        self.matmuls(leave_out=True)
 
     def pairs(self, masked: bool) -> None:
         """P and dS, in register tiles of qk_keys x qk_vectors; keys behind the last repeat it, and are not read."""
@@ -275,11 +275,11 @@ class _Head:
             keys = [fixed(tirx.min(block * t.qk_keys + n, self.keys - 1)) for n in range(t.qk_keys)]
             places = [fixed(block * t.qk_keys + n) for n in range(t.qk_keys)]
             column = [fixed(panel * self.panel + c * self.W) for c in range(t.qk_vectors)]
-            s = self.product.transposed("k", self.D, self.memory["Qt"], keys, panel)
+            s = self.matmul.transposed("k", self.D, self.memory["Qt"], keys, panel)
             for n, j in enumerate(keys):
                 for c, r in enumerate(column):
                     self.probability(fixed(s[n][c].value), r, j, places[n], masked)
-            dp = self.product.transposed("v", self.Dv, self.memory["dYt"], keys, panel)
+            dp = self.matmul.transposed("v", self.Dv, self.memory["dYt"], keys, panel)
             for n, j in enumerate(keys):
                 for c, r in enumerate(column):
                     self.gradient_of_score(fixed(dp[n][c].value), r, j, places[n], masked)
@@ -364,13 +364,13 @@ class _Head:
 
     # Sums over rows, and over keys.
 
-    def products(self, leave_out: bool) -> None:
+    def matmuls(self, leave_out: bool) -> None:
         """dV_j, dK_j and dQ_i, each of which the pairs of this tile add to."""
         scale, keys = self.bound.bound.scores.scale, (self.b, self.hk, self.j0)
         by_key = self.memory["P"], self.tiles.q, 1
-        self.product.add(by_key, ("dy", self.Dv), self.bound.buffers["dv"], keys, (self.keys, self.here), leave_out)
+        self.matmul.add(by_key, ("dy", self.Dv), self.bound.buffers["dv"], keys, (self.keys, self.here), leave_out)
         by_key = self.memory["dS"], self.tiles.q, 1
         dk = self.bound.buffers["dk"]
-        self.product.add(by_key, ("q", self.D), dk, keys, (self.keys, self.here), leave_out, scale)
+        self.matmul.add(by_key, ("q", self.D), dk, keys, (self.keys, self.here), leave_out, scale)
         by_row = self.memory["dS"], 1, self.tiles.q
-        self.product.add(by_row, ("k", self.D), self.memory["dQ"], None, (self.here, self.keys), leave_out)
+        self.matmul.add(by_row, ("k", self.D), self.memory["dQ"], None, (self.here, self.keys), leave_out)

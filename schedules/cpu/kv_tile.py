@@ -24,7 +24,7 @@ def load_query(bound: Bound, cpu: Machine, place: tuple[Expr, Expr, Expr], d: Ex
 
 
 def comes_in_pairs(p: AttentionProblem, cpu: Machine, in_place: bool = False) -> bool:
-    """Whether tiles, unpacked or read where they lie, are words for products of pairs (dot_bf16.py)."""
+    """Whether tiles, unpacked or read where they lie, are words for matmuls of pairs (dot_bf16.py)."""
     half = {*p.stored_types} == {"bfloat16"} and p.acc_dtype == "float32"
     wide = p.v_head_dim >= LANES and (not in_place or min(p.head_dim, p.v_head_dim) >= 2 * LANES)
     return cpu.bf16_dot and half and p.head_dim % 2 == 0 and wide
@@ -49,7 +49,7 @@ class KeyValueTile:
     Where it takes tables to find a key, the tile keeps the offsets of its `most` rows. Codes are multiplied by their
     scales; one that is all K's, or all V's, is a `factor` of scores, or of O, which the kernel applies.
 
-    On machines with products of bfloat16 pairs (`pairs`), tiles hold words: K pairs of neighbours in a row, V pairs of
+    On machines with matmuls of bfloat16 pairs (`pairs`), tiles hold words: K pairs of neighbours in a row, V pairs of
     neighbouring rows. Then d counts words of a key, and j pairs of values. Words of V that are made at each use
     (`zips`) come in an order of their own, which `in_order` undoes in O.
     """
@@ -203,10 +203,10 @@ class KeyValueTile:
             offset = (self.memory[f"{name}_rows"][j] if place is None else place) + d
         else:
             offset = places.offset(name, self.b, self.hk, self.start + j, d)
-        product, narrow = fixed(decoded(raw, acc) * self.scale(name, offset, lanes)), places.product_type()
+        matmul, narrow = fixed(decoded(raw, acc) * self.scale(name, offset, lanes)), places.product_type()
         if narrow == acc:
-            return product
-        return convert(fixed(convert(product, narrow, self.cpu)), acc, self.cpu)
+            return matmul
+        return convert(fixed(convert(matmul, narrow, self.cpu)), acc, self.cpu)
 
     def factor(self, name: str) -> Expr | None:
         """What all of k, or all of v, is to be multiplied by, if there is such a number."""
@@ -308,7 +308,7 @@ class KeyValueTile:
             for k, r in enumerate(rows):
                 weight = T.bind(splat(p(r, j), self.Wv, acc))
                 for n, register in enumerate(o[k]):
-                    register.value = self.add_product(register.value, weight, v[n], leave_out)
+                    register.value = self.add_matmul(register.value, weight, v[n], leave_out)
 
         with T.serial(keys // 2 if self.zips else (keys + 1) // 2 if self.pairs else keys) as j:
             for n in columns:
@@ -321,7 +321,7 @@ class KeyValueTile:
             for n, register in zip(columns, o[k]):
                 store(O, register.value, (r * self.vectors + n) * self.Wv)
 
-    def add_product(self, total: Expr, weight: Expr, v: Expr, leave_out: bool) -> Expr:
+    def add_matmul(self, total: Expr, weight: Expr, v: Expr, leave_out: bool) -> Expr:
         """total + weight * v, of one key or of the two of a word."""
         if self.pairs:
             return dot(total, weight, non_zero(v, weight) if leave_out else v)

@@ -14,7 +14,7 @@ from .linear_head import Head, total_of
 from .vector import Register, fixed, like, load, splat, store, transpose
 
 _Rows: TypeAlias = tuple[str, str, Expr]
-"""A tile, the tile of its products with keys, and the first row of both."""
+"""A tile, the tile of its matmuls with keys, and the first row of both."""
 
 
 class Chunk:
@@ -114,10 +114,10 @@ class Chunk:
 
         self.head.row(D, vector)
         if self.head.p.decay == 1:
-            product = Register(tirx.const(1.0, ACC))
+            matmul = Register(tirx.const(1.0, ACC))
             with T.serial(T.int64(C)) as i:
-                product.value = product.value * memory["a"][i]
-            T.buffer_store(memory["a"], product.value, [T.int64(C - 1)])
+                matmul.value = matmul.value * memory["a"][i]
+            T.buffer_store(memory["a"], matmul.value, [T.int64(C - 1)])
 
     def columns(self, first: Expr, count: int) -> None:
         """So many vectors of columns of a chunk."""

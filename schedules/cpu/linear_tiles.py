@@ -17,7 +17,7 @@ class LinearTiles(Tiles):
     chunk: int
     """Tokens that are worked on together: C. Multiple of W and of rows."""
     rows: int
-    """The register tile of a product: rows of tokens, or of the state, ..."""
+    """The register tile of a matmul: rows of tokens, or of the state, ..."""
     vectors: int
     """... times vectors of a row of the state."""
     step_vectors: int

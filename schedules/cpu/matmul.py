@@ -1,27 +1,27 @@
-"""Matrix products C = A B with a fused epilogue, blocked for registers and caches.
+"""matmuls C = A B with a fused epilogue, blocked for registers and caches.
 
 The blocking is that of K. Goto and R. van de Geijn, "Anatomy of High-Performance Matrix Multiplication", ACM TOMS
 34(3), 2008, with their names: a register tile of mr x nr elements of C is accumulated over kc values of k from mr rows
 of A, read in place, and a panel of B: nr columns, stored so that the nr elements of each k are consecutive.
 
     for each block of mc rows and panel of nr columns                    among threads
-        for each product whose sums are read together
+        for each matmul whose sums are read together
             for each block of kc values of k                             blocked.py
                 panel of B -> scratch, unless B is stored in panels
                 for each mr rows                                         the micro-kernel
                     C tile[mr, nr] += A[mr, kc] panel[kc, nr]            in mr * nr / lanes registers
-                    behind the last k of the last product: C tiles -> bias, activation, residual -> output
+                    behind the last k of the last matmul: C tiles -> bias, activation, residual -> output
 
 Strips of rows are as equal as they can be (mr + 1 rows are two halves, not mr and one), each with a micro-kernel of its
-height, so nothing is read or written out of bounds, and a product with one row streams B at memory bandwidth. Columns
+height, so nothing is read or written out of bounds, and a matmul with one row streams B at memory bandwidth. Columns
 that are left over are zeros of the panel.
 
-Several products (product.py) run in one pass over the rows: those of a group have a tile each, and one epilogue;
+Several matmuls (matmul.py) run in one pass over the rows: those of a group have a tile each, and one epilogue;
 groups, such as queries, keys and values, are panels of one long row of tasks.
 
-Where B is not stored in panels, few rows or columns are not worth packing it (thin_product.py).
+Where B is not stored in panels, few rows or columns are not worth packing it (gemv.py).
 
-Pairs of bfloat16, where the machine multiplies them, and four bytes, whose products are added up in int32, are words
+Pairs of bfloat16, where the machine multiplies them, and four bytes, whose matmuls are added up in int32, are words
 (words.py): a step along k takes as many values, a panel's elements are words of successive k, and what is missing in
 the last one is zeros.
 """
@@ -39,25 +39,25 @@ from tvm.script.ir_builder import tirx as T
 
 from lowering.tensorir.expressions import Expr, is_int
 
-from ..reading.product import read_groups
+from ..reading.matmul import read_groups
 from ..reading.selection import read_selection
 from ..reading.stages import Stage, read_stages
 from ..reading.values import flat_view
 from ..variant import Variant
 from .blocked import Blocked
+from .gemv import ThinTiles, is_thin, thin_kernels
 from .loops import split_among_threads
 from .operands import Operands
 from .panels import PanelTiles, is_width
 from .results import Results, Values
-from .thin_product import ThinTiles, is_thin, thin_kernels
 from .vector import Machine, fixed, machine, workspace
 
 Plan = list[list[Blocked]]
-"""Kernels of the products of each group."""
+"""Kernels of the matmuls of each group."""
 
 
 def matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
-    """Blocked kernels for float products with element-wise stages around them; None for anything else."""
+    """Blocked kernels for float matmuls with element-wise stages around them; None for anything else."""
     kernels = plan(func, target)
     if kernels is None:
         return None
@@ -89,7 +89,7 @@ def plan_stages(
     groups = read_groups(stages, parameters)
     if not groups:
         return None
-    codes = [product.codes for group in groups for product in group.products if product.codes is not None]
+    codes = [matmul.codes for group in groups for matmul in group.matmuls if matmul.codes is not None]
     if not all(is_width(c.nr, cpu.lanes("float32")) for c in codes):
         return None
     tiles = tiles or PanelTiles.default(groups, cpu)
@@ -99,7 +99,7 @@ def plan_stages(
     kernels = []
     for group in groups:
         results = Results(func, stages, group, cpu, selection)
-        kernels.append([Blocked(Operands(results, product), tiles) for product in group.products])
+        kernels.append([Blocked(Operands(results, matmul), tiles) for matmul in group.matmuls])
     if len(_every(kernels)) > 1 or selection is not None:
         return kernels if _in_one_pass(kernels) else None
     first = kernels[0][0]
@@ -107,9 +107,9 @@ def plan_stages(
 
 
 def joins(func: tirx.PrimFunc, target: tvm.target.Target) -> bool | None:
-    """Whether products by other stored matrices may join a function that `matmul` takes; None where it does not."""
+    """Whether matmuls by other stored matrices may join a function that `matmul` takes; None where it does not."""
     kernels = plan(func, target)
-    return None if kernels is None else all(b.b_in_place and not b.product.batch for b in _every(kernels))
+    return None if kernels is None else all(b.b_in_place and not b.matmul.batch for b in _every(kernels))
 
 
 def _emit(func: tirx.PrimFunc, kernels: Plan, thin: ThinTiles) -> tirx.PrimFunc:
@@ -135,12 +135,12 @@ def _every(kernels: Plan) -> list[Blocked]:
 
 
 def _in_one_pass(kernels: Plan) -> bool:
-    """Whether several products can be summed up side by side: equal rows, stored panels, as wide within a group."""
+    """Whether several matmuls can be summed up side by side: equal rows, stored panels, as wide within a group."""
     first = kernels[0][0].results
     return all(
         b.b_in_place
         and b.nr == group[0].nr
-        and not b.product.batch
+        and not b.matmul.batch
         and is_int(first.simplify(b.results.rows - first.rows), 0)
         for group in kernels
         for b in group
@@ -169,7 +169,7 @@ def _first_possible(
 
 
 def _blocked(kernels: Plan) -> None:
-    """The loops of this file's head, for groups of products."""
+    """The loops of this file's head, for groups of matmuls."""
     every = _every(kernels)
     results = every[0].results
     tiles = every[0].tiles
@@ -249,14 +249,14 @@ def panel_memory(group: list[Blocked], most: int) -> dict[str, tuple[int | Expr,
 def sum_panel(
     group: list[Blocked], values: Values, panel: Expr, first: Expr, rows: Expr, scratch: dict[str, tirx.Buffer]
 ) -> None:
-    """One panel's columns of a group's products for `rows` rows from `first` on."""
+    """One panel's columns of a group's matmuls for `rows` rows from `first` on."""
     results, last = group[0].results, group[-1]
     values = {**values, results.panel: fixed(panel)}
     columns = last.columns_of(values)
     tiles = [scratch[f"tile{n}"] for n in range(len(group))]
 
     def finish(row: Expr, place: Expr) -> None:
-        """A row of the block, whose sums of the last product are in row `place` of its tile."""
+        """A row of the block, whose sums of the last matmul are in row `place` of its tile."""
         sums = [(tile, fixed((place if b is last else row) * b.nr)) for b, tile in zip(group, tiles)]
         results.store(last.operands.memory, values, sums, fixed(first + row), last.column, columns)
 

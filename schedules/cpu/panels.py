@@ -11,7 +11,7 @@ from tvm import tirx
 
 from lowering.tensorir.expressions import Expr
 
-from ..reading.product import Group
+from ..reading.matmul import Group
 from ..reading.stages import volume
 from ..tiles import Space
 from .cycles import L1, L2, L2_LINE, TYPICAL, overflow, register_tile
@@ -43,19 +43,19 @@ class PanelTiles(LoopTiles):
     many_tasks: int = 16
     """Panels that keep threads busy: one that is packed then serves all rows."""
     waiting_rows: int = 2
-    """A product of codes and so many rows is done before the next elements of B are there: they are asked for, ..."""
+    """A matmul of codes and so many rows is done before the next elements of B are there: they are asked for, ..."""
     ahead: int = 4096
     """... so many bytes ahead, and scales a quarter of that."""
 
     @classmethod
     def default(cls, problem: Sequence[Group], machine: Machine) -> PanelTiles:
         """Integers of several codes wait in registers, too."""
-        products = [product for group in problem for product in group.products]
-        columns = products[0].j.extent
-        acc = products[0].acc
+        matmuls = [matmul for group in problem for matmul in group.matmuls]
+        columns = matmuls[0].j.extent
+        acc = matmuls[0].acc
         vectors = panel_width(columns.value if isinstance(columns, tirx.IntImm) else None, machine, acc)
         vectors //= machine.lanes(acc)
-        if any(product.codes is not None and product.codes.group > 1 for product in products):
+        if any(matmul.codes is not None and matmul.codes.group > 1 for matmul in matmuls):
             return PanelTiles(vectors=vectors, mr=5, mc=140)
         return PanelTiles(vectors=vectors)
 
@@ -75,7 +75,7 @@ class PanelTiles(LoopTiles):
 
     def rules(self, problem: Sequence[Group], machine: Machine) -> dict[str, bool]:
         widest, registers = _widest(machine), machine.registers
-        codes = [product.codes for group in problem for product in group.products if product.codes is not None]
+        codes = [matmul.codes for group in problem for matmul in group.matmuls if matmul.codes is not None]
         wide = max((c.nr // machine.lanes("float32") for c in codes), default=self.vectors)
         needed = self.mr * wide + wide + 1 + (wide if any(c.group > 1 for c in codes) else 0)
         return super().rules(problem, machine) | {
@@ -94,8 +94,8 @@ class PanelTiles(LoopTiles):
         hold it, and tiles that wait for another block of k."""
         total, lanes = 0.0, machine.lanes(problem[0].acc)
         for group in problem:
-            for product in group.products:
-                rows, columns, depth = (_known(n) for n in (volume(product.rows), product.j.extent, product.k.extent))
+            for matmul in group.matmuls:
+                rows, columns, depth = (_known(n) for n in (volume(matmul.rows), matmul.j.extent, matmul.k.extent))
                 strips = max(-(-rows // self.mr), 1)
                 panels = -(-columns // (self.vectors * lanes))
                 step = register_tile(rows / strips, self.vectors)
@@ -114,7 +114,7 @@ def _known(size: Expr) -> int:
 
 
 def panel_width(columns: int | None, cpu: Machine, acc: str = "float32") -> int:
-    """nr for a product with so many columns (None: not known): that of the least work, and the widest among those.
+    """nr for a matmul with so many columns (None: not known): that of the least work, and the widest among those.
 
     v vectors take mr * v multiplications and mr + v loads for each k; few accumulators wait for one another.
     """

@@ -355,7 +355,7 @@ class _QueryTile:
                 for k in range(t.qk_keys):
                     key = T.bind(splat(self.kv.k(row[k], d), W, self.acc))
                     for c in range(t.qk_vectors):
-                        s[k][c].value = self.kv.add_product(s[k][c].value, key, q[c], leave_out=False)
+                        s[k][c].value = self.kv.add_matmul(s[k][c].value, key, q[c], leave_out=False)
             for c in range(t.qk_vectors):
                 r = fixed(panel * self.panel + c * W)
                 largest = []

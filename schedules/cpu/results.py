@@ -1,4 +1,4 @@
-"""C of a group of products: its rows and columns, and what becomes of the sums."""
+"""C of a group of matmuls: its rows and columns, and what becomes of the sums."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tvm.script.ir_builder import tirx as T
 from lowering.tensorir.expressions import Expr, offset, substitute
 from lowering.tensorir.facts import Facts
 
-from ..reading.product import Group
+from ..reading.matmul import Group
 from ..reading.selection import Selection
 from ..reading.stages import Axis, Stage, unravel, volume
 from ..reading.values import Evaluator
@@ -38,7 +38,7 @@ class Results:
         self.stages, self.group, self.cpu, self.selection = stages, group, cpu, selection
         self.lanes = cpu.lanes(group.acc)
         self.facts = Facts.of(func)
-        first = group.products[0]
+        first = group.matmuls[0]
         self.m, self.c, self.panel = (tirx.Var(name, "int64") for name in ("m", "c", "panel"))
         self.j = first.j.var
         self.batch_axes = first.batch
@@ -53,13 +53,13 @@ class Results:
         return self.facts.simplify(expr)
 
     def in_batch(self, index: Expr) -> Values:
-        """The batch axes at the batch's product of this number."""
+        """The batch axes at the batch's matmul of this number."""
         return {axis.var: fixed(value) for axis, value in zip(self.batch_axes, unravel(index, self.batch_axes))}
 
     def _indices(self, column: Expr) -> list[Expr]:
         """The place in C of row m and this column."""
         where = {**self.point, self.j: column}
-        return [self.simplify(substitute(index, where)) for index in self.group.products[0].stage.indices]
+        return [self.simplify(substitute(index, where)) for index in self.group.matmuls[0].stage.indices]
 
     def ask(self, memory: Memory, values: Values, row: Expr, height: Expr, column: Expr, columns: int) -> None:
         """Prefetches the lines that so many rows and columns of C will be stored to, while they are summed up."""
@@ -81,12 +81,12 @@ class Results:
     ) -> None:
         """What the stages make of a row of C, stored.
 
-        Its columns `column`, in terms of c, are buffer[start + c] of the (buffer, start) of each product.
+        Its columns `column`, in terms of c, are buffer[start + c] of the (buffer, start) of each matmul.
         """
         point = self._indices(column)
         known = {
-            product.stage.output: [(point, buffer[start + self.c])]
-            for product, (buffer, start) in zip(self.group.products, sums)
+            matmul.stage.output: [(point, buffer[start + self.c])]
+            for matmul, (buffer, start) in zip(self.group.matmuls, sums)
         }
         outputs = self.group.outputs
         results = [tirx.BufferLoad(output, point) for output in outputs]

@@ -1,4 +1,4 @@
-"""Products whose rows are reduced and multiplied again, such as attention whose scores and probabilities are codes.
+"""Matmuls whose rows are reduced and multiplied again, such as attention whose scores and probabilities are codes.
 
     for each block of rows of a batch                                among threads
         scores[rows, keys]         = A B, and its epilogue           by panels of B, as in matmul.py
@@ -71,19 +71,19 @@ class RowBlockTiles(LoopTiles):
 
 
 def row_blocks(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
-    """Blocks of rows among threads, for functions of parts (row_parts.py) that are products of bytes, with reductions
+    """Blocks of rows among threads, for functions of parts (row_parts.py) that are matmuls of bytes, with reductions
     of their rows between; None for anything else."""
     read = read_row_parts(func)
     if read is None:
         return None
     cpu = machine(target)
     kernels = [_kernel(func, part, cpu) for part in read.parts]
-    products = [kernel for kernel in kernels if isinstance(kernel, list)]
-    rank = len(read.groups[0].products[0].stage.axes) - 1
+    matmuls = [kernel for kernel in kernels if isinstance(kernel, list)]
+    rank = len(read.groups[0].matmuls[0].stage.axes) - 1
     needs = {
         "sums are of bytes": all(group.acc == "int32" for group in read.groups),
-        "matrices are no weights": not any(kernel[0].b_in_place for kernel in products),
-        "products go by panels": len(products) == len(read.groups),
+        "matrices are no weights": not any(kernel[0].b_in_place for kernel in matmuls),
+        "matmuls go by panels": len(matmuls) == len(read.groups),
         "rows are reduced one by one": all(k.rank == rank for k in kernels if isinstance(k, RowKernel)),
     }
     if not fits("row blocks", needs):
@@ -93,7 +93,7 @@ def row_blocks(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] 
 
 
 def _kernel(func: tirx.PrimFunc, part: Part, cpu: Machine) -> list[Blocked] | RowKernel | None:
-    """What computes a part: the kernel of the product, or the one of rows. None where it is no product by panels."""
+    """What computes a part: the kernel of the matmul, or the one of rows. None where it is no matmul by panels."""
     if part.group is None:
         return RowKernel(func, part.stages, cpu, ReductionTiles.default(part.stages, cpu), part.parameters)
     plan = plan_stages(func, part.stages, part.parameters, cpu)
@@ -112,8 +112,8 @@ class _Blocks:
     def __init__(self, func: tirx.PrimFunc, read: RowParts, cpu: Machine, tiles: RowBlockTiles) -> None:
         self.read, self.tiles = read, tiles
         self.parts = [(part, _kernel(func, part, cpu)) for part in read.parts]
-        self.products = [kernel for _, kernel in self.parts if isinstance(kernel, list)]
-        self.results = self.products[0][0].results
+        self.matmuls = [kernel for _, kernel in self.parts if isinstance(kernel, list)]
+        self.results = self.matmuls[0][0].results
         self.given: Memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, func.params)}
 
     def write(self) -> None:
@@ -164,13 +164,13 @@ class _Blocks:
     def rows(
         self, kernel: RowKernel, number: Expr, first: Expr, height: Expr, scratch: dict[tirx.Buffer, tirx.Buffer]
     ) -> None:
-        """A part without a product, row by row."""
-        product = self.read.groups[0].products[0]
+        """A part without a matmul, row by row."""
+        matmul = self.read.groups[0].matmuls[0]
         values = self.results.in_batch(number)
         with T.serial(height) as r:
-            places = unravel(fixed(first + r), product.rows)
-            at = {**values, **{axis.var: fixed(place) for axis, place in zip(product.rows, places)}}
-            axes = product.stage.axes[:-1]
+            places = unravel(fixed(first + r), matmul.rows)
+            at = {**values, **{axis.var: fixed(place) for axis, place in zip(matmul.rows, places)}}
+            axes = matmul.stage.axes[:-1]
             kernel.row([tirx.const(0, "int64") if is_int(axis.extent, 1) else at[axis.var] for axis in axes], scratch)
 
     def workspace(self, most: Expr) -> dict[str, tirx.Buffer]:
@@ -179,8 +179,8 @@ class _Blocks:
         sizes: dict[str, tuple[int | Expr, str]] = {}
         for n, buffer in enumerate(self.read.between):
             sizes[f"between_{n}"] = most * buffer.shape[-1], buffer.dtype
-        for product in self.products:
-            for name, (size, dtype) in panel_memory(product, self.tiles.rows).items():
+        for matmul in self.matmuls:
+            for name, (size, dtype) in panel_memory(matmul, self.tiles.rows).items():
                 sizes[name] = max(size, sizes.get(name, (0, dtype))[0]), dtype
         for _, kernel in self.parts:
             if isinstance(kernel, RowKernel):

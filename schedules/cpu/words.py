@@ -29,7 +29,7 @@ class Words:
 
 
 def words_for(a: str, b: str, acc: str, cpu: Machine) -> Words | None:
-    """Words of such numbers, whose products are added up in `acc`; None where they are multiplied one by one."""
+    """Words of such numbers, whose matmuls are added up in `acc`; None where they are multiplied one by one."""
     if cpu.bf16_dot and a == b == "bfloat16":
         return Words(2, dot_bf16.words_of, _pair, dot_bf16.dot, partial(dot_bf16.using_dot, True))
     if acc == "int32":

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from lowering.attention.problem import AttentionProblem
 
 from ..tiles import Space, Tiles
-from .cycles import BARRIER, EXPANSION, EXPONENTIALS, LANES, LATENCY, LAUNCH, SHARED, TYPICAL, load, step, warp_products
+from .cycles import BARRIER, EXPANSION, EXPONENTIALS, LANES, LATENCY, LAUNCH, SHARED, TYPICAL, load, step, warp_matmuls
 from .device import Device
 from .kv_codes import arriving_bytes
 from .shared_tile import CHUNK
@@ -85,18 +85,18 @@ class MmaTiles(Tiles):
         }
 
     def estimate(self, problem: AttentionProblem, device: Device) -> float:
-        """Tiles of keys of the busiest multiprocessor: products, softmax, shared memory and cache beside each other,
+        """Tiles of keys of the busiest multiprocessor: matmuls, softmax, shared memory and cache beside each other,
         and what a warp waits for that no other block hides."""
         d, dv = padded(problem.head_dim), problem.v_head_dim
         chunks = self.kv * (d + dv) // CHUNK
         tile, arriving = 2 * CHUNK * chunks, arriving_bytes(problem) * chunks
-        rate = warp_products(device)
-        products = 2 * self.q * self.kv * (d + dv) / rate
+        rate = warp_matmuls(device)
+        matmuls = 2 * self.q * self.kv * (d + dv) / rate
         softmax = self.q * self.kv / EXPONENTIALS + self.q * dv / LANES  # which rescales O for each tile
         expansion, moved = (EXPANSION * CHUNK * chunks / LANES, 2 * arriving + tile) if problem.coded else (0, tile)
         operands = self.warps * tile + (0 if self.q_in_registers else 2 * self.q * d)
-        units = max(products, softmax + expansion, (moved + operands) / SHARED, arriving / device.cache)
-        own = (products + softmax + expansion) * 4 / min(self.warps, 4)  # a warp has a quarter of the units
+        units = max(matmuls, softmax + expansion, (moved + operands) / SHARED, arriving / device.cache)
+        own = (matmuls + softmax + expansion) * 4 / min(self.warps, 4)  # a warp has a quarter of the units
         hidden = own / 2 if self.stages == 1 else (self.stages - 1) * own
         registers = self.registers(problem) + ADDRESSES
         tiles = _row_blocks(problem, self.q)
@@ -152,7 +152,7 @@ class WgmmaTiles(Tiles):
     stages: int = 2
     """Tiles of K, and of V, in shared memory."""
     ping_pong: bool = True
-    """Whether consumers take turns at the tensor cores, so that one's softmax runs beside another's products."""
+    """Whether consumers take turns at the tensor cores, so that one's softmax runs beside another's matmuls."""
     y_apart: bool = False
     """Whether Y_i leaves from a place of its own, while the next Q comes, or from that of Q_i."""
     split: int = 512
@@ -219,13 +219,13 @@ class WgmmaTiles(Tiles):
         """The same, where consumers share all units, in turns or as they meet, and copies are `stages` ahead."""
         d, dv = padded(problem.head_dim), problem.v_head_dim
         tile = 2 * self.kv * (d + dv)
-        products = 2 * self.q * self.kv * (d + dv) / device.tensor_cores
+        matmuls = 2 * self.q * self.kv * (d + dv) / device.tensor_cores
         softmax = self.q * self.kv / EXPONENTIALS + self.q * dv / LANES  # which rescales O for each tile
         operands = self.consumers * (tile + 2 * 64 * d)
-        units = max(products, softmax, (tile + operands) / SHARED, tile / device.cache)
-        own = (products + softmax) / self.consumers + 2 * BARRIER  # of a consumer, which reaches all units
+        units = max(matmuls, softmax, (tile + operands) / SHARED, tile / device.cache)
+        own = (matmuls + softmax) / self.consumers + 2 * BARRIER  # of a consumer, which reaches all units
         in_turns = max(units, own)
-        side_by_side = (in_turns + products + softmax) / 2  # they meet as it happens
+        side_by_side = (in_turns + matmuls + softmax) / 2  # they meet as it happens
         each = max(in_turns if self.ping_pong and self.consumers > 1 else side_by_side, LATENCY / (self.stages - 1))
         group = packed_heads(problem)
         tiles = _row_blocks(problem, self.q, group)

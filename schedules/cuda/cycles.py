@@ -48,8 +48,8 @@ _RESERVED = 1024  # bytes of shared memory that a block takes beside its own
 _WARP_INSTRUCTIONS = {90: 0.62, 100: 0.31}  # of the rate of tensor cores, where mma.sync is not their best
 
 
-def warp_products(device: Device) -> float:
-    """Operations of a multiprocessor in a cycle in products by mma.sync."""
+def warp_matmuls(device: Device) -> float:
+    """Operations of a multiprocessor in a cycle in matmuls by mma.sync."""
     return device.tensor_cores * _WARP_INSTRUCTIONS.get(device.generation, 1.0)
 
 

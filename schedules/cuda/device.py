@@ -20,7 +20,7 @@ class Device:
     multiprocessors: int
     """Blocks run on so many at a time."""
     tensor_cores: int
-    """Operations of a multiprocessor in a cycle, in products of half precision with sums in float32, by its best
+    """Operations of a multiprocessor in a cycle, in matmuls of half precision with sums in float32, by its best
     instructions (architecture white papers; GeForce cards have half of what their data center siblings have)."""
     cache: int
     """Bytes that the second-level cache gives a multiprocessor in a cycle, roughly."""

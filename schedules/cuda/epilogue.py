@@ -10,11 +10,11 @@ from lowering.tensorir.expressions import Expr, offset, substitute
 
 from ..reading.values import Evaluator, flat_view
 from .chunks import Row, evaluate, result_registers, store
-from .products import Products
+from .matmul_reader import Matmuls
 from .ptx import fixed, put
 
 Sum = Callable[[Expr], Expr]
-"""Of a product, at a column of the chunk."""
+"""Of a matmul, at a column of the chunk."""
 
 
 HALF = 8
@@ -29,23 +29,23 @@ class Epilogue:
 
     apart = HALF
 
-    def __init__(self, products: Products) -> None:
-        self.products, facts = products, products.facts
-        self.memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, products.func.params)}
-        self.row = Row(facts, products.j, products.columns)
-        group = products.group
-        point = [facts.simplify(substitute(i, products.point)) for i in group.products[0].stage.indices]
-        self.sums = [tirx.Var(f"sum{n}", product.acc) for n, product in enumerate(group.products)]
-        known = {product.stage.output: [(point, var)] for product, var in zip(group.products, self.sums)}
+    def __init__(self, matmuls: Matmuls) -> None:
+        self.matmuls, facts = matmuls, matmuls.facts
+        self.memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, matmuls.func.params)}
+        self.row = Row(facts, matmuls.j, matmuls.columns)
+        group = matmuls.group
+        point = [facts.simplify(substitute(i, matmuls.point)) for i in group.matmuls[0].stage.indices]
+        self.sums = [tirx.Var(f"sum{n}", matmul.acc) for n, matmul in enumerate(group.matmuls)]
+        known = {matmul.stage.output: [(point, var)] for matmul, var in zip(group.matmuls, self.sums)}
         wanted = [tirx.BufferLoad(output, point) for output in group.outputs]
         stored = [output.dtype for output in group.outputs]
         self.places = [facts.simplify(offset(output.shape, point)) for output in group.outputs]
-        self.program = Evaluator.of(products.stages, self.memory).program(wanted, facts, known, stored, rounds=False)
+        self.program = Evaluator.of(matmuls.stages, self.memory).program(wanted, facts, known, stored, rounds=False)
         self.width = self.row.width(self.places)
 
     def store(self, where: Mapping[tirx.Var, Expr], row: Expr, column: Expr, sums: Sequence[Sum]) -> None:
         """C at a row and `width` columns from that one on, all of which exist. where: the batch axes."""
-        values = {**where, self.products.m: fixed(row.astype("int64"))}
+        values = {**where, self.matmuls.m: fixed(row.astype("int64"))}
         first = fixed(column.astype("int64"))
         results = result_registers(self.program, len(self.places), self.width)
 
@@ -54,8 +54,8 @@ class Epilogue:
                 put(register, x, result)
 
         evaluate(self.row, self.program, self.width, values, first, keep, dict(zip(self.sums, sums)))
-        for output, place, register in zip(self.products.group.outputs, self.places, results):
-            at = fixed(substitute(place, {**values, self.products.j: first}))
+        for output, place, register in zip(self.matmuls.group.outputs, self.places, results):
+            at = fixed(substitute(place, {**values, self.matmuls.j: first}))
             self.put(output, at, register)
 
     def put(self, output: tirx.Buffer, at: Expr, chunk: tirx.Buffer) -> None:
@@ -68,10 +68,10 @@ class Epilogue:
 
 
 class Ends:
-    """What becomes of the results of products: they are stored."""
+    """What becomes of the results of matmuls: they are stored."""
 
-    def epilogue(self, products: Products) -> Epilogue:
-        return Epilogue(products)
+    def epilogue(self, matmuls: Matmuls) -> Epilogue:
+        return Epilogue(matmuls)
 
     def behind(self) -> None:
         """Launches behind kernels whose results have been stored."""

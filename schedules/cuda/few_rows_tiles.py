@@ -10,7 +10,7 @@ from typing import ClassVar
 from ..tiles import Space, Tiles
 from .cycles import TYPICAL, held
 from .device import Device
-from .products import Shape
+from .matmul_reader import Shape
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class FewRowsTiles(Tiles):
         """Pieces of c chunks that are on their way."""
         return max(self.ahead // c, 1)
 
-    def places(self, products: int, c: int) -> int:
+    def places(self, matmuls: int, c: int) -> int:
         """Of 16 bytes that a thread has in shared memory; where B is codes, c chunks of it are one place."""
-        return self.pieces(c) * (2 * products + self.rows // 8 * c)
+        return self.pieces(c) * (2 * matmuls + self.rows // 8 * c)
 
     @classmethod
     def space(cls, problem: Shape, device: Device) -> Space:
@@ -75,20 +75,20 @@ class FewRowsTiles(Tiles):
             f"ahead = {self.ahead} must be positive": self.ahead > 0,
             f"rows = {self.rows} must be a multiple of 8 up to 64": self.rows in range(8, 65, 8),
             f"{shared} bytes of shared memory are more than {device.shared_memory}": shared <= device.shared_memory,
-            "the sums leave no registers": self.rows // 2 * problem.products <= 128,
+            "the sums leave no registers": self.rows // 2 * problem.matmuls <= 128,
         }
 
     def shared_memory(self, shape: Shape) -> int:
-        """Bytes per block: what is on its way, and in its place the warps' sums of 16 columns of each product, 20
+        """Bytes per block: what is on its way, and in its place the warps' sums of 16 columns of each matmul, 20
         apart."""
-        sums = 4 * self.warps * 20 * self.rows * shape.products
-        return max(16 * self.threads * self.places(shape.products, shape.chunks), sums)
+        sums = 4 * self.warps * 20 * self.rows * shape.matmuls
+        return max(16 * self.threads * self.places(shape.matmuls, shape.chunks), sums)
 
     def estimate(self, problem: Shape, device: Device, timing: RowsTiming = TIMING) -> float:
         """Reading B, which takes longer by what tiles waste of the rate of memory."""
         columns, depth = problem.columns or TYPICAL, problem.depth or TYPICAL
         each = (problem.batch or 1) * -(-columns // 16) / device.multiprocessors
-        size = problem.type.bytes * depth * 16 * problem.products  # of a block
+        size = problem.type.bytes * depth * 16 * problem.matmuls  # of a block
         at_once = held(device, self.threads, _FEW_ROWS_REGISTERS, self.shared_memory(problem))
         stride = self.warps * self.ahead * 4 * problem.type.chunk  # of k: what a block asks for at a time
         in_flight = min(max(each, 1), at_once) * size * min(stride / depth, 1)
@@ -124,8 +124,8 @@ class FewRowsTiles(Tiles):
         if problem.chunks > 1:
             tiles = FewRowsTiles(8, 4, rows)
         elif rows > 16:
-            tiles = FewRowsTiles(16 if problem.products == 1 else 8, 2, rows)
-        elif problem.products == 1 and not 1.1 < each < 2.5:
+            tiles = FewRowsTiles(16 if problem.matmuls == 1 else 8, 2, rows)
+        elif problem.matmuls == 1 and not 1.1 < each < 2.5:
             tiles = FewRowsTiles(8, 8, rows)
         else:
             tiles = FewRowsTiles(16, 2, rows)

@@ -1,11 +1,11 @@
-"""Softmax in the registers of tensor-core products.
+"""Softmax in the registers of tensor-core matmuls.
 
-The accumulator of a product of 16 rows (what each warp holds of m64nN of wgmma) lies in registers in groups of 8
+The accumulator of a matmul of 16 rows (what each warp holds of m64nN of wgmma) lies in registers in groups of 8
 columns: with g = lane // 4 and t = lane % 4, a thread has rows g and g + 8 and, in group n, columns 8 n + 2 t and
 8 n + 2 t + 1. Four registers per group: element 4 n + 2 r + x is row g + 8 r, column 8 n + 2 t + x. The four threads of
 a quad share two rows, so row maxima and sums are two shuffles away.
 
-Packed in 16 bits, two groups are the operand A of the next product: P needs no shuffle and no memory.
+Packed in 16 bits, two groups are the operand A of the next matmul: P needs no shuffle and no memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class OnlineSoftmax:
     """m, l and what masks ask for, of the two rows that a thread has of S [16, B_c]; see the module's text.
 
     `rows` are query head and query row of the thread's rows, in int32; rows behind the last one are legal. With `split`
-    a sink is left to others. Scores are kept as they come from the product where nothing but the scale happens to them:
+    a sink is left to others. Scores are kept as they come from the matmul where nothing but the scale happens to them:
     `unit` makes exponents of base 2 of them.
     """
 

@@ -1,4 +1,4 @@
-"""The rule for products of matrices on tensor cores, with sums in float32: in half precision, and of float32 as TF32
+"""The rule for matmuls on tensor cores, with sums in float32: in half precision, and of float32 as TF32
 where a function asks for it."""
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .device import Device, device
 from .epilogue import Ends
 from .few_rows_tiles import FewRowsTiles
 from .matmul_mma import matmul_mma
+from .matmul_reader import Matmuls, Order, Shape, matmuls_of_runs, read_matmuls
 from .matmul_rows import Group, matmul_rows, takes
 from .matmul_runs import BATCHED, matmul_runs
 from .matmul_tiles import MatmulTiles, WgmmaMatmulTiles
 from .matmul_wgmma import matmul_wgmma
-from .products import Order, Products, Shape, products_of_runs, read_products
 from .reach import Reach, reach
 
 MOST = 3
@@ -37,14 +37,14 @@ one group is multiplied alone."""
 
 
 def matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
-    """Products of one matrix with others, in groups of one product or two; None for anything else."""
+    """Matmuls of one matrix with others, in groups of one matmul or two; None for anything else."""
     found = plan(func)
     if found is None:
         return None
 
     def emit(tiles: dict[str, Any]) -> tirx.PrimFunc:
         with IRBuilder() as builder, T.prim_func():
-            emit_products(found, tiles, gpu, Ends())
+            emit_matmuls(found, tiles, gpu, Ends())
         return func.with_body(builder.get().body).without_attr(FORM)
 
     gpu = device(target)
@@ -52,13 +52,13 @@ def matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | No
 
 
 def widest(found: list[Group]) -> Shape:
-    """The shape of the products with most columns."""
-    return max((products.shape for products, *_ in found), key=lambda shape: shape.columns or 0)
+    """The shape of the matmuls with most columns."""
+    return max((matmuls.shape for matmuls, *_ in found), key=lambda shape: shape.columns or 0)
 
 
 def together(found: list[Group]) -> Shape:
-    """That of all products side by side."""
-    columns = [products.shape.columns for products, *_ in found]
+    """That of all matmuls side by side."""
+    columns = [matmuls.shape.columns for matmuls, *_ in found]
     known = [n for n in columns if n is not None]
     return dataclasses.replace(widest(found), columns=sum(known) if len(known) == len(columns) else None)
 
@@ -97,48 +97,48 @@ def tiles_of(found: list[Group], gpu: Device) -> dict[str, dict[str, Any]]:
 
 def _reaches(group: Group) -> tuple[Reach, list[Reach]] | None:
     """The operands as TMA reaches them, A along k; None where one is out of reach."""
-    products, a, bs = group
-    parts = [reach(products, operand) for operand in (a, *bs)]
+    matmuls, a, bs = group
+    parts = [reach(matmuls, operand) for operand in (a, *bs)]
     there = [part for part in parts if part is not None]
     return (there[0], there[1:]) if len(there) == len(parts) and a.order is Order.K else None
 
 
 def plan(func: tirx.PrimFunc) -> list[Group] | None:
     """How `matmul` reads a function, or None where it does not take it. Several groups multiply one A, one by one."""
-    return planned(read_products(func) or ())
+    return planned(read_matmuls(func) or ())
 
 
-def planned(of_products: Sequence[Products]) -> list[Group] | None:
+def planned(of_matmuls: Sequence[Matmuls]) -> list[Group] | None:
     """The groups with their operands, if the kernels take them."""
     found: list[Group] = []
-    for products in of_products:
-        operands = products.operands()
-        if operands is None or len(products.group.products) > 2:
+    for matmuls in of_matmuls:
+        operands = matmuls.operands()
+        if operands is None or len(matmuls.group.matmuls) > 2:
             return None
-        found.append((products, *operands))
+        found.append((matmuls, *operands))
     if len(found) > 1:
         first, a, _ = found[0]
-        alone = all(len(bs) == 1 and not products.batch_axes for products, _, bs in found)
-        same = all(first.same_a(a, products, other) for products, other, _ in found[1:])
+        alone = all(len(bs) == 1 and not matmuls.batch_axes for matmuls, _, bs in found)
+        same = all(first.same_a(a, matmuls, other) for matmuls, other, _ in found[1:])
         if len(found) > MOST or not alone or not same:
             return None
     return found or None
 
 
 def runs_of(found: list[Group]) -> list[Group]:
-    """Groups whose rows choose their matrices by a table, as products of the rows of one matrix."""
-    return planned(products_of_runs(found[0][0].func) or ()) or []
+    """Groups whose rows choose their matrices by a table, as matmuls of the rows of one matrix."""
+    return planned(matmuls_of_runs(found[0][0].func) or ()) or []
 
 
 def joins(func: tirx.PrimFunc, target: tvm.target.Target) -> bool | None:
-    """Whether one more product by another matrix may join a function that `matmul` takes; None where it does not."""
+    """Whether one more matmul by another matrix may join a function that `matmul` takes; None where it does not."""
     found = plan(func)
     if found is None:
         return None
-    return len(found) < MOST and all(len(bs) == 1 and not products.batch_axes for products, _, bs in found)
+    return len(found) < MOST and all(len(bs) == 1 and not matmuls.batch_axes for matmuls, _, bs in found)
 
 
-def emit_products(found: list[Group], tiles: dict[str, Any], gpu: Device, ends: Ends) -> None:
+def emit_matmuls(found: list[Group], tiles: dict[str, Any], gpu: Device, ends: Ends) -> None:
     """Emits the kernels and their launches into the function that is open: few rows by one kernel for all groups, more
     by one for each, that the tiles are for."""
 
@@ -180,17 +180,17 @@ def emit_products(found: list[Group], tiles: dict[str, Any], gpu: Device, ends: 
 
 def _by_wgmma(group: Group, tiles: dict[str, Any]) -> None:
     """Rows that are no more than a tile of "low" ones has, by those."""
-    reaches, products = _reaches(group), group[0]
+    reaches, matmuls = _reaches(group), group[0]
     assert reaches is not None
 
     def emit(*tiles: WgmmaMatmulTiles) -> None:
-        matmul_wgmma(products, *reaches, *tiles)
+        matmul_wgmma(matmuls, *reaches, *tiles)
 
     low, wide = tiles.get("low"), [tiles[name] for name in ("tiles", "narrow") if name in tiles]
     if low is None:
         emit(*wide)
     else:
-        either(products.facts.simplify(products.rows <= low.m), lambda: emit(low), lambda: emit(*wide))
+        either(matmuls.facts.simplify(matmuls.rows <= low.m), lambda: emit(low), lambda: emit(*wide))
 
 
 def either(condition: Expr, then: Callable[[], None], otherwise: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Tiles of the result of products of matrices: how many, in which order, and how their steps along k are dealt out.
+"""Tiles of the result of matmuls: how many, in which order, and how their steps along k are dealt out.
 
 Where tiles do not fill the GPU their steps are in shares: all of them in a row, tile by tile, are cut into equal ones.
 A split of k has several shares for each tile; stream-K (Osama et al., arXiv:2301.03598) one for each block, wherever
@@ -17,8 +17,8 @@ from lowering.tensorir.expressions import Expr
 
 from ..reading.stages import unravel
 from .host import multiprocessors, on_host
+from .matmul_reader import Matmuls
 from .matmul_tiles import MatmulTiles, WgmmaMatmulTiles
-from .products import Products
 from .ptx import fixed, int32
 
 Where: TypeAlias = dict[tirx.Var, Expr]
@@ -60,15 +60,15 @@ class Grid:
     A tile is that of a cluster of so many blocks, whose own lie below each other.
     """
 
-    def __init__(self, products: Products, tiles: MatmulTiles | WgmmaMatmulTiles, cluster: int = 1) -> None:
-        self.products, self.tiles = products, tiles
-        self.count = len(products.group.products)
-        self.each = tiles.n // self.count  # columns of a product
-        self.rows, self.columns = on_host(products.rows), on_host(products.columns)
-        self.depth, self.batch = on_host(products.depth), on_host(products.batch)
+    def __init__(self, matmuls: Matmuls, tiles: MatmulTiles | WgmmaMatmulTiles, cluster: int = 1) -> None:
+        self.matmuls, self.tiles = matmuls, tiles
+        self.count = len(matmuls.group.matmuls)
+        self.each = tiles.n // self.count  # columns of a matmul
+        self.rows, self.columns = on_host(matmuls.rows), on_host(matmuls.columns)
+        self.depth, self.batch = on_host(matmuls.depth), on_host(matmuls.batch)
         self.n_tiles = on_host(tirx.ceildiv(self.columns, self.each))
         self.high = T.int64(tiles.m * cluster)
-        if products.selection is not None and isinstance(tiles, WgmmaMatmulTiles):
+        if matmuls.selection is not None and isinstance(tiles, WgmmaMatmulTiles):
             self.high = self._low(tiles)
         self.m_tiles = on_host(tirx.ceildiv(self.rows, self.high))
         self.steps = on_host(tirx.ceildiv(self.depth, tiles.k))
@@ -121,7 +121,7 @@ class Grid:
 
     def where(self, batch: Expr) -> Where:
         """The batch axes at the batch of that number."""
-        axes = self.products.batch_axes
+        axes = self.matmuls.batch_axes
         return {axis.var: fixed(i) for axis, i in zip(axes, unravel(fixed(batch.astype("int64")), axes))}
 
     def part(self, tile: Expr, part: Expr) -> Piece:

@@ -1,4 +1,4 @@
-"""Products of matrices by mma.sync: tiles of A and B come through shared memory by asynchronous copies.
+"""Matmuls of matrices by mma.sync: tiles of A and B come through shared memory by asynchronous copies.
 
     for each tile of m x n of C, and each part of k, a block                      warps_m x warps_n warps
         for each step of k values                                                 a ring of `stages`
@@ -26,16 +26,16 @@ from .epilogue import Epilogue
 from .expansion import Expansion
 from .host import multiprocessors
 from .matmul_grid import Grid
+from .matmul_reader import Matmuls, Operand, Order
 from .matmul_sums import Fragment, Sums
 from .matmul_tiles import MatmulTiles
-from .products import Operand, Order, Products
 from .ptx import WARP, fixed, put, registers, shared_memory, unrolled
 from .shared_tile import SharedTile
 
 
-def matmul_mma(products: Products, a: Operand, bs: list[Operand], tiles: MatmulTiles) -> None:
+def matmul_mma(matmuls: Matmuls, a: Operand, bs: list[Operand], tiles: MatmulTiles) -> None:
     """Emits the kernel and its launches into the function that is open."""
-    epilogue, grid = Epilogue(products), Grid(products, tiles)
+    epilogue, grid = Epilogue(matmuls), Grid(matmuls, tiles)
     with T.If(grid.blocks > 0), T.Then():
         grid.split(multiprocessors())
         sums = Sums(grid, epilogue)
@@ -77,9 +77,9 @@ class _Tile:
         block, part, self.thread = place
         self.piece = grid.part(block, part)
         self.place = self.piece.place
-        shape = grid.products.shape
+        shape = grid.matmuls.shape
         self.type, (a, bs) = shape.type, operands
-        self.warp_n = grid.each // tiles.warps_n  # columns of a product that a warp has
+        self.warp_n = grid.each // tiles.warps_n  # columns of a matmul that a warp has
         elements = tiles.shared_memory(shape) // self.type.bytes
         self.memory = shared_memory(elements, self.type.element, 128)
         self.stage = (tiles.m + tiles.n) * tiles.k
@@ -153,7 +153,7 @@ class _Tile:
                             self.type.multiply_add(c, ours, theirs)
 
     def store(self) -> None:
-        size = self.tiles.shared_memory(self.grid.products.shape) // 4
+        size = self.tiles.shared_memory(self.grid.matmuls.shape) // 4
         memory = T.decl_buffer((size,), "float32", data=self.memory.data, scope="shared.dyn")
         mine = fixed(self.warp * (16 * self.sums.pitch(self.warp_n)))
         for m in range(self.m_blocks):
@@ -223,7 +223,7 @@ class _Loader:
             put(self.tile.memory, place.indices[0] + x, T.if_then_else(there, self.memory[source], zero))
 
     def reader(self, at: Expr, outer: Expr, first: bool) -> Callable[[Sequence[ptx.Element], Expr, Expr], None]:
-        """(words, n, k): words := the operands of the n-th 16 rows (or columns) from `outer` on, and the k-th product.
+        """(words, n, k): words := the operands of the n-th 16 rows (or columns) from `outer` on, and the k-th matmul.
 
         first: as operand A of mma.sync, whose matrices come in another order than those of B.
         """

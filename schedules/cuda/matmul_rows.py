@@ -1,13 +1,13 @@
-"""Products with few rows, which take as long as B takes to be read: decoding.
+"""Matmuls with few rows, which take as long as B takes to be read: decoding.
 
 B lies in rows of k, one for each column of C, and is what mma.sync calls A: 16 of its rows by 16 values of k, times 8
 rows of x, the other operand. k is summed in whatever order, so that a thread asks for 16 bytes at a time: of row g of B
-it has k = 8 t to 8 t + 7 of each piece of 32, which are the operands of two products. In float32 these numbers are half
+it has k = 8 t to 8 t + 7 of each piece of 32, which are the operands of two matmuls. In float32 these numbers are half
 as large. A thread copies its own chunks of both to shared memory, several pieces ahead, and nobody else looks at them.
 Of a matrix of codes 16 bytes are c = 2 or 4 times as many k, which are expanded in registers.
 
     for each 16 columns of C, a block                              warps share k: pieces of 32 c, `ahead` / c at once
-        sums [16, rows] += B [16, 32 c] x [rows, 32 c]^T           2 c products for each 8 rows
+        sums [16, rows] += B [16, 32 c] x [rows, 32 c]^T           2 c matmuls for each 8 rows
         the sums of the warps meet in shared memory -> epilogue.py
 
 Rows of x may be computed by the block itself, in front, while its first columns of B are on their way (normed_rows.py).
@@ -31,17 +31,17 @@ from .epilogue import HALF, Ends, Epilogue, row_of
 from .few_rows_tiles import FewRowsTiles
 from .host import on_host
 from .matmul_grid import Place
+from .matmul_reader import Matmuls, Operand, Order, chunks_at_once
 from .normed_rows import NormedPieces, NormedRows
 from .pieces import Pieces, Ring
-from .products import Operand, Order, Products, chunks_at_once
 from .ptx import WARP, fixed, put, registers, unrolled
 from .shared_tile import CHUNK
 
 COLUMNS, PIECE = 2 * HALF, 4  # rows of B, and chunks of k that a warp has of each
 PITCH = COLUMNS + 4  # floats of a row of sums in shared memory: threads of a fragment meet each bank once
 
-Group: TypeAlias = tuple[Products, Operand, list[Operand]]
-"""Products whose sums are read together, with A and their Bs."""
+Group: TypeAlias = tuple[Matmuls, Operand, list[Operand]]
+"""Matmuls whose sums are read together, with A and their Bs."""
 
 
 def takes(groups: Sequence[Group]) -> bool:
@@ -58,14 +58,14 @@ def matmul_rows(
     groups: Sequence[Group], tiles: FewRowsTiles, device: Device, ends: Ends, normed: NormedRows | None = None
 ) -> None:
     """Emits the kernel and its launch, for at most `tiles.rows` rows, into the function that is open. Several groups
-    multiply the same A, one product each: blocks for one are behind those for the others. A may be made of `normed`, by
+    multiply the same A, one matmul each: blocks for one are behind those for the others. A may be made of `normed`, by
     every block for itself; the first one stores it, too."""
     rows = on_host(groups[0][0].rows)
-    shared = max(tiles.shared_memory(products.shape) for products, *_ in groups)
-    sizes = [on_host(tirx.ceildiv(products.columns, COLUMNS)) for products, *_ in groups]
-    counts = [on_host(size * products.batch) for size, (products, *_) in zip(sizes, groups)]
-    columns = [on_host(products.columns) for products, *_ in groups]
-    epilogues = [ends.epilogue(products) for products, *_ in groups]
+    shared = max(tiles.shared_memory(matmuls.shape) for matmuls, *_ in groups)
+    sizes = [on_host(tirx.ceildiv(matmuls.columns, COLUMNS)) for matmuls, *_ in groups]
+    counts = [on_host(size * matmuls.batch) for size, (matmuls, *_) in zip(sizes, groups)]
+    columns = [on_host(matmuls.columns) for matmuls, *_ in groups]
+    epilogues = [ends.epilogue(matmuls) for matmuls, *_ in groups]
     blocks = on_host(sum(counts[1:], counts[0]))
     with (
         T.If(blocks * rows > 0),
@@ -99,7 +99,7 @@ def matmul_rows(
 
 
 class Columns:
-    """The code of one block: 16 columns of each product, rows from that of its place on."""
+    """The code of one block: 16 columns of each matmul, rows from that of its place on."""
 
     def __init__(
         self,
@@ -114,22 +114,22 @@ class Columns:
         """waits: whether earlier kernels may still run. normed: what A is made of, and whether it is stored by this
         block, which may be out of the question."""
         self.waits, self.normed = waits, normed
-        self.products, self.a, self.bs = group
-        products = self.products
+        self.matmuls, self.a, self.bs = group
+        matmuls = self.matmuls
         self.tiles, self.epilogue, self.ring, self.thread = tiles, epilogue, ring, ring.thread
         self.m0, self.n0, self.where = place.m0, place.n0, place.where
         self.lane, self.warp = fixed(self.thread % WARP), fixed(self.thread // WARP)
         self.g, self.t = fixed(self.lane // 4), fixed(self.lane % 4)
-        self.type, self.blocks = products.shape.type, tiles.rows // 8
+        self.type, self.blocks = matmuls.shape.type, tiles.rows // 8
         self.sums = [registers(self.blocks * 4, "float32") for _ in self.bs]
 
     def emit(self, rows: Expr, columns: Expr) -> None:
         """rows: how many there are from the first one on."""
         rows, columns = fixed(rows.astype("int32")), fixed(columns.astype("int32"))
-        is_selected = self.products.is_selected
+        is_selected = self.matmuls.is_selected
         if is_selected and self.waits:  # an earlier kernel has written which matrices these are
             ptx.wait_for_earlier_kernels()
-        depth = fixed(self.products.depth.astype("int32"))
+        depth = fixed(self.matmuls.depth.astype("int32"))
         c = chunks_at_once(self.bs[0].codes)
         ahead = self.tiles.pieces(c)
 
@@ -162,7 +162,7 @@ class Columns:
                 pieces.fetch(piece, *at)
 
         # What no kernel writes need not wait for any.
-        early = not is_selected and all(map(self.products.is_weight, self.bs))
+        early = not is_selected and all(map(self.matmuls.is_weight, self.bs))
         if early:
             for piece in range(ahead):
                 fetch(0, piece, every[: -self.blocks])

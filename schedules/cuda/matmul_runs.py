@@ -34,15 +34,15 @@ def matmul_runs(group: Group, tiles: FewRowsTiles, device: Device, ends: Ends) -
     """Emit the kernel and its launch into the function that is open.
 
     Args:
-        group: Products of the rows of one matrix, with A and their Bs.
+        group: Matmuls of the rows of one matrix, with A and their Bs.
         tiles: Of a block.
         device: The GPU.
         ends: What becomes of results.
     """
-    products, selection = group[0], group[0].selection
+    matmuls, selection = group[0], group[0].selection
     assert selection is not None
-    epilogue = ends.epilogue(products)
-    rows, columns = on_host(products.rows), on_host(products.columns)
+    epilogue = ends.epilogue(matmuls)
+    rows, columns = on_host(matmuls.rows), on_host(matmuls.columns)
     high = on_host(tirx.ceildiv(rows, T.int64(tiles.rows)))
     blocks = on_host(high * tirx.ceildiv(columns, T.int64(COLUMNS)))
     with (
@@ -51,7 +51,7 @@ def matmul_runs(group: Group, tiles: FewRowsTiles, device: Device, ends: Ends) -
         T.launch_thread("blockIdx.x", blocks.astype("int32")) as block,
         T.launch_thread("threadIdx.x", tiles.warps * WARP) as thread,
     ):
-        ring = Ring(thread, tiles.threads, tiles.shared_memory(products.shape), 0)
+        ring = Ring(thread, tiles.threads, tiles.shared_memory(matmuls.shape), 0)
         if device.begins_early:
             ptx.wait_for_earlier_kernels()
         count = fixed(high.astype("int32"))

@@ -1,4 +1,4 @@
-"""Sums of products, from the registers of warps to the output: through shared memory, and where they are of a part of a
+"""Sums of matmuls, from the registers of warps to the output: through shared memory, and where they are of a part of a
 tile through the device's memory too.
 
 A warp has sums of 16 rows as fragments (ptx.py): they go to shared memory, from where its threads take whole chunks of
@@ -29,7 +29,7 @@ Fragment = Callable[[Expr, int], Expr]
 
 
 class Sums:
-    """What becomes of sums. `partial` holds those of parts of tiles: [slots, products, rows, columns]. Along the steps
+    """What becomes of sums. `partial` holds those of parts of tiles: [slots, matmuls, rows, columns]. Along the steps
     of all tiles the next part is in the next share or of the next tile: the sum of both numbers is that of its slot."""
 
     def __init__(self, grid: Grid, epilogue: Epilogue) -> None:
@@ -39,7 +39,7 @@ class Sums:
         self.partial = T.alloc_buffer((size,), "float32")
 
     def pitch(self, columns: int) -> int:
-        """Floats of a row in shared memory that holds so many columns of each product."""
+        """Floats of a row in shared memory that holds so many columns of each matmul."""
         return self.grid.count * columns + PAD
 
     def store(
@@ -50,7 +50,7 @@ class Sums:
         memory: tuple[tirx.Buffer, Expr],
         lane: Expr,
     ) -> None:
-        """16 rows by some columns of each product, by a warp. rows: the first row, the first column, so many columns;
+        """16 rows by some columns of each matmul, by a warp. rows: the first row, the first column, so many columns;
         memory: where the warp has room for them."""
         width, (row0, column0, columns), (shared, mine) = self.epilogue.width, rows, memory
         pitch, across = self.pitch(columns), columns // width
@@ -83,9 +83,9 @@ class Sums:
                 put(ours, x, of(x))
             store(self.partial, fixed(self.at(slot, p, row) + (place[1] - piece.place.n0)), ours)
 
-    def at(self, slot: Expr, product: int, row: Expr) -> Expr:
+    def at(self, slot: Expr, matmul: int, row: Expr) -> Expr:
         """Where a row of a slot begins."""
-        return ((slot * self.grid.count + product) * self.grid.high + row) * self.grid.each
+        return ((slot * self.grid.count + matmul) * self.grid.high + row) * self.grid.each
 
     def add_parts(self) -> None:
         """The launch that adds parts of tiles, a thread for `width` columns of a row."""

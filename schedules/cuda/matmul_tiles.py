@@ -1,4 +1,4 @@
-"""Tiles of the CUDA kernels for products of matrices."""
+"""Tiles of the CUDA kernels for matmuls."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..tiles import Space, Tiles
-from .cycles import BARRIER, LATENCY, SHARED, TYPICAL, load, step, warp_products
+from .cycles import BARRIER, LATENCY, SHARED, TYPICAL, load, step, warp_matmuls
 from .device import Device
-from .products import Shape
+from .matmul_reader import Shape
 
 STORED = 0.35
 """Cycles of an element of C from registers to memory, where nothing is beside it. Fitted to timings of an H200 ..."""
@@ -31,7 +31,7 @@ class MatmulTiles(Tiles):
     m: int
     """Rows per block."""
     n: int
-    """Columns per block, of all products together."""
+    """Columns per block, of all matmuls together."""
     k: int
     """Values of k that are in shared memory at a time; a multiple of 16."""
     warps_m: int
@@ -75,14 +75,14 @@ class MatmulTiles(Tiles):
 
     def rules(self, problem: Shape, device: Device) -> dict[str, bool]:
         shared, chunk = self.shared_memory(problem), problem.type.chunk
-        each = self.n // problem.products
+        each = self.n // problem.matmuls
         columns = each // self.warps_n
-        accumulators = self.warp_m * columns * problem.products // 32
-        whole = self.m % self.warps_m == 0 and self.n % (problem.products * self.warps_n) == 0
+        accumulators = self.warp_m * columns * problem.matmuls // 32
+        whole = self.m % self.warps_m == 0 and self.n % (problem.matmuls * self.warps_n) == 0
         return {
-            f"n = {self.n} must be {problem.products} times a power of two": _is_power(each),
+            f"n = {self.n} must be {problem.matmuls} times a power of two": _is_power(each),
             f"m = {self.m} must be a power of two": _is_power(self.m),
-            f"a warp must have {problem.products} times 16 columns and 16 rows, or more": (
+            f"a warp must have {problem.matmuls} times 16 columns and 16 rows, or more": (
                 whole and columns >= 16 and self.warp_m >= 16
             ),
             f"k = {self.k} must be 16, 32 or 64": self.k in (16, 32, 64),
@@ -100,18 +100,18 @@ class MatmulTiles(Tiles):
         }
 
     def estimate(self, problem: Shape, device: Device) -> float:
-        """Steps along k of the busiest multiprocessor: products, shared memory and cache beside each other."""
-        rows, columns = problem.rows or TYPICAL, (problem.columns or TYPICAL) * problem.products
+        """Steps along k of the busiest multiprocessor: matmuls, shared memory and cache beside each other."""
+        rows, columns = problem.rows or TYPICAL, (problem.columns or TYPICAL) * problem.matmuls
         batch, depth = problem.batch or 1, problem.depth or TYPICAL
-        products = 2 * self.m * self.n * self.k / (warp_products(device) * problem.type.rate)
+        matmuls = 2 * self.m * self.n * self.k / (warp_matmuls(device) * problem.type.rate)
         arrive = problem.type.bytes * (self.m + self.n) * self.k
         warps = self.warps_m * self.warps_n
         read = problem.type.bytes * self.k * (self.m * self.warps_n + self.n * self.warps_m)
         accumulators = self.m * self.n // (32 * warps)
         tiles = batch * -(-rows // self.m) * -(-columns // self.n)
         busiest = load(tiles, device, self.threads, min(accumulators + _ADDRESSES, 255), self.shared_memory(problem))
-        units = max(products, (arrive + read) / SHARED, arrive / device.cache)
-        own = products * 4 / min(warps, 4) + BARRIER
+        units = max(matmuls, (arrive + read) / SHARED, arrive / device.cache)
+        own = matmuls * 4 / min(warps, 4) + BARRIER
         alone = own + max(LATENCY - (self.stages - 1) * own, 0.0)
         steps = -(-depth // self.k)
         return math.log(busiest.blocks * (steps * step(units, alone, busiest.at_once) + LATENCY))
@@ -122,10 +122,10 @@ class MatmulTiles(Tiles):
         float32), or half of it where that would leave most of the GPU idle."""
         k = 64 // problem.type.bytes
         stages = 4 if device.shared_memory >= 128 << 10 else 3
-        rows, columns = problem.rows or 1 << 20, (problem.columns or 1 << 20) * problem.products
+        rows, columns = problem.rows or 1 << 20, (problem.columns or 1 << 20) * problem.matmuls
         tiles = (problem.batch or 1) * -(-rows // 128) * -(-columns // 128)
         if rows <= 64 or tiles < device.multiprocessors // 2:
-            return MatmulTiles(64, 64, k, 2, 2 if problem.products <= 2 else 1, stages)
+            return MatmulTiles(64, 64, k, 2, 2 if problem.matmuls <= 2 else 1, stages)
         return MatmulTiles(128, 128, k, 2, 2, stages)
 
 
@@ -136,7 +136,7 @@ class WgmmaMatmulTiles(Tiles):
     consumers: int
     """Warpgroups that multiply, 64 rows each: 1 or 2."""
     n: int
-    """Columns per tile, of all products together."""
+    """Columns per tile, of all matmuls together."""
     stages: int
     """Tiles of A, and of B, in shared memory."""
     consumer_registers: int
@@ -153,13 +153,13 @@ class WgmmaMatmulTiles(Tiles):
     cluster: int = 1
     """Blocks below each other that bring tiles of B together, each a part for all: 1 or 2."""
     ping_pong: bool = False
-    """Whether two consumers have tiles of their own, in turn, so that one stores beside the products of the other."""
+    """Whether two consumers have tiles of their own, in turn, so that one stores beside the matmuls of the other."""
 
     version: ClassVar[int] = 2
     k: ClassVar[int] = 64
     """Values of k that arrive together: 128 bytes, the width of a swizzled tile."""
     piece: ClassVar[int] = 32
-    """Columns of 16 rows, of all products together, that a warp stores at a time."""
+    """Columns of 16 rows, of all matmuls together, that a warp stores at a time."""
 
     @property
     def m(self) -> int:
@@ -195,13 +195,13 @@ class WgmmaMatmulTiles(Tiles):
         }
 
     def rules(self, problem: Shape, device: Device) -> dict[str, bool]:
-        shared, each = self.shared_memory(problem), self.n // problem.products
+        shared, each = self.shared_memory(problem), self.n // problem.matmuls
         taken = self.consumers * self.consumer_registers + self.producer_registers
         at_launch = 65536 // (128 * (self.consumers + 1)) // 8 * 8
         counts = (self.consumer_registers, self.producer_registers)
         return {
             f"consumers = {self.consumers} must be 1 or 2": self.consumers in (1, 2),
-            f"n = {self.n} must be {problem.products} times 64, 128 or 256": each in (64, 128, 256),
+            f"n = {self.n} must be {problem.matmuls} times 64, 128 or 256": each in (64, 128, 256),
             f"n = {self.n} leaves no registers": self.n // 2 + 40 <= self.consumer_registers,
             f"stages = {self.stages} must be at least 2": self.stages >= 2,
             f"{counts} registers must be multiples of 8 from 24 to 256": all(n in range(24, 257, 8) for n in counts),
@@ -216,17 +216,17 @@ class WgmmaMatmulTiles(Tiles):
 
     def estimate(self, problem: Shape, device: Device) -> float:
         """Steps along k of the busiest multiprocessor, copies `stages` ahead, and what stores take between tiles, of
-        which ping-pong hides a part beside the products of the other consumer."""
-        rows, columns = problem.rows or TYPICAL, (problem.columns or TYPICAL) * problem.products
+        which ping-pong hides a part beside the matmuls of the other consumer."""
+        rows, columns = problem.rows or TYPICAL, (problem.columns or TYPICAL) * problem.matmuls
         batch, depth = problem.batch or 1, problem.depth or TYPICAL
-        products = 2 * self.m * self.n * self.k / device.tensor_cores
+        matmuls = 2 * self.m * self.n * self.k / device.tensor_cores
         arrive = 2 * (self.m + self.n) * self.k
         asked = 2 * (self.m + self.n / self.cluster) * self.k
         read = 2 * self.k * (self.m + self.n * self.m // 64)
         tiles = batch * -(-rows // (self.m * self.cluster)) * -(-columns // self.n)
         turns, steps = self.busiest(tiles, device.multiprocessors // self.cluster, -(-depth // self.k))
         shared = max(arrive, read) / SHARED  # beside each other
-        each = max(products, shared, asked / (device.cache * CACHE_RATE), LATENCY / (self.stages - 1))
+        each = max(matmuls, shared, asked / (device.cache * CACHE_RATE), LATENCY / (self.stages - 1))
         stored = self.m * self.n * STORED + LATENCY
         if self.ping_pong:
             stored *= HIDDEN
@@ -246,12 +246,12 @@ class WgmmaMatmulTiles(Tiles):
         many = dataclasses.replace(
             problem, rows=problem.rows or 1 << 20, columns=problem.columns or 1 << 20, depth=problem.depth or 1 << 20
         )
-        rows, columns = many.rows or 0, (many.columns or 0) * problem.products
+        rows, columns = many.rows or 0, (many.columns or 0) * problem.matmuls
 
         def tiles(m: int, n: int) -> int:
             return (problem.batch or 1) * -(-rows // m) * -(-columns // n)
 
-        if tiles(128, 256) >= device.multiprocessors and columns > 128 * problem.products:
+        if tiles(128, 256) >= device.multiprocessors and columns > 128 * problem.matmuls:
             cooperative = WgmmaMatmulTiles(2, 256, 4, 232, 40, split_steps=10, cluster=2)
             in_turn = dataclasses.replace(cooperative, stages=5, ping_pong=True)
             return min(cooperative, in_turn, key=lambda each: each.estimate(many, device))
@@ -267,7 +267,7 @@ class WgmmaMatmulTiles(Tiles):
     def low(cls, problem: Shape) -> WgmmaMatmulTiles:
         """For up to 64 rows: k in many parts, so that each multiprocessor reads its share of B. On an H200 16 to 28 %
         faster than the kernel for few rows with 32 or 64."""
-        return cls(1, 64 * problem.products, 6, 200, 24, split_steps=4)
+        return cls(1, 64 * problem.matmuls, 6, 200, 24, split_steps=4)
 
     @classmethod
     def for_runs(cls) -> tuple[WgmmaMatmulTiles, WgmmaMatmulTiles]:

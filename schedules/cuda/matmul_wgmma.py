@@ -1,13 +1,13 @@
-"""Products of matrices on Hopper (sm_90a): TMA, wgmma, and warpgroups of their own for both, as in CUTLASS.
+"""Matmuls of matrices on Hopper (sm_90a): TMA, wgmma, and warpgroups of their own for both, as in CUTLASS.
 
     producer warpgroup                          consumer warpgroups, 64 rows of the tile each
     for each tile of this block                 for each tile of this block
         for each step of 64 values of k             for each step
-            A [m, 64], B [n, 64] -> ring                C += A B^T, one step's products behind the next one's
+            A [m, 64], B [n, 64] -> ring                C += A B^T, one step's matmuls behind the next one's
                                                     C -> epilogue, while the next tile's steps arrive
 
 That is cooperative. By ping-pong consumers have tiles of 64 rows of their own, in turn, so that the epilogue of one
-runs beside the products of the other:
+runs beside the matmuls of the other:
 
     consumer 0    tile 0: C += A B^T, turn to 1    C -> epilogue                      tile 2 ...
     consumer 1                                     tile 1: C += A B^T, turn to 0      C -> epilogue
@@ -39,10 +39,10 @@ from . import wgmma
 from .epilogue import Epilogue
 from .host import multiprocessors, on_host
 from .matmul_grid import Grid, Piece, Place
+from .matmul_reader import Matmuls, Order
 from .matmul_sums import Fragment, Sums
 from .matmul_tiles import WgmmaMatmulTiles
 from .pipeline import WARPGROUP, Ring, initialise, named_arrive, named_sync, specialise
-from .products import Order, Products
 from .ptx import WARP, fixed, int32, put, registers, shared_memory, synchronise, synchronise_cluster
 from .reach import Reach
 from .runs import each_run
@@ -56,32 +56,32 @@ _MANY = 4  # clusters above each other of which the last may be part empty
 
 
 def matmul_wgmma(
-    products: Products, a: Reach, bs: list[Reach], tiles: WgmmaMatmulTiles, narrow: WgmmaMatmulTiles | None = None
+    matmuls: Matmuls, a: Reach, bs: list[Reach], tiles: WgmmaMatmulTiles, narrow: WgmmaMatmulTiles | None = None
 ) -> None:
     """Emits the kernels and their launches into the function that is open. A lies in chunks along k.
 
     Sizes that are too small for `tiles`, as they leave multiprocessors or half of a cluster without work, get `narrow`
     ones, or no clusters. So do rows that choose their matrices, where few choose the same one.
     """
-    epilogue, facts = Epilogue(products), products.facts
-    if products.selection is not None:
+    epilogue, facts = Epilogue(matmuls), matmuls.facts
+    if matmuls.selection is not None:
         tiles = dataclasses.replace(tiles, cluster=1)  # runs end anywhere: blocks have no rows of one matrix in common
-    m_tiles = tirx.ceildiv(products.rows, tiles.m)
+    m_tiles = tirx.ceildiv(matmuls.rows, tiles.m)
     even = tirx.EQ(tirx.floormod(m_tiles, tiles.cluster), tirx.const(0, "int64"))
     whole = facts.simplify(tirx.any(even, m_tiles >= _MANY * tiles.cluster))
     single = dataclasses.replace(tiles, cluster=1) if narrow is None else narrow
 
     def emit(tiles: WgmmaMatmulTiles) -> None:
-        _emit(products, a, bs, tiles, epilogue)
+        _emit(matmuls, a, bs, tiles, epilogue)
 
     if narrow is None and isinstance(whole, tirx.IntImm):
         emit(tiles if whole.value else single)
         return
-    if products.selection is not None:
-        whole = products.rows >= LONG_RUNS * products.selection.count
+    if matmuls.selection is not None:
+        whole = matmuls.rows >= LONG_RUNS * matmuls.selection.count
     elif narrow is not None:
-        columns = tirx.ceildiv(products.columns * len(bs), tiles.n)
-        whole = tirx.all(whole, m_tiles * columns * products.batch >= multiprocessors())
+        columns = tirx.ceildiv(matmuls.columns * len(bs), tiles.n)
+        whole = tirx.all(whole, m_tiles * columns * matmuls.batch >= multiprocessors())
     with T.If(on_host(whole) > 0):
         with T.Then():
             emit(tiles)
@@ -89,15 +89,15 @@ def matmul_wgmma(
             emit(single)
 
 
-def _emit(products: Products, a: Reach, bs: list[Reach], tiles: WgmmaMatmulTiles, epilogue: Epilogue) -> None:
-    grid = Grid(products, tiles, tiles.cluster)
+def _emit(matmuls: Matmuls, a: Reach, bs: list[Reach], tiles: WgmmaMatmulTiles, epilogue: Epilogue) -> None:
+    grid = Grid(matmuls, tiles, tiles.cluster)
     with T.If(grid.blocks > 0), T.Then():
         most = multiprocessors() if tiles.blocks is None else T.int64(tiles.blocks)
         clusters = on_host(tirx.max(tirx.truncdiv(most, tiles.cluster), T.int64(1)))
-        grid.deal(clusters) if products.selection is None else grid.keep_whole()
+        grid.deal(clusters) if matmuls.selection is None else grid.keep_whole()
         sums = Sums(grid, epilogue)
         _launch(grid, sums, a, bs, tiles, clusters)
-        if products.selection is None:
+        if matmuls.selection is None:
             with T.If(grid.shares > 0), T.Then():
                 sums.add_parts()
 
@@ -202,7 +202,7 @@ class _Block:
         # Of the block in its cluster, and of that; computed anew where they are needed.
         self.rank, self.cluster = tirx.truncmod(block, tiles.cluster), tirx.truncdiv(block, tiles.cluster)
         self.clusters = clusters.astype("int32")
-        shape = grid.products.shape
+        shape = grid.matmuls.shape
         words = tiles.shared_memory(shape) // 4
         self.memory = shared_memory(words, "uint32", _ALIGNMENT)
         self.barriers = T.alloc_buffer((2 * tiles.stages,), "uint64", scope="shared", align=8)
@@ -224,7 +224,7 @@ class _Block:
             synchronise_cluster()  # the other block may still let go of slots here
 
     def each_turn(self, body: Callable[[_Turn], None]) -> None:
-        selection = self.grid.products.selection
+        selection = self.grid.matmuls.selection
         self.each_tile(body) if selection is None else self.each_run_of_tiles(selection, body)
 
     def each_run_of_tiles(self, selection: Selection, body: Callable[[_Turn], None]) -> None:
@@ -306,7 +306,7 @@ class _Block:
                 with T.unroll(self.grid.each // 2) as n:
                     put(c, n, T.float32(0))
             for c in C:
-                wgmma.fence(c)  # nothing may touch it from here on, until all products are done
+                wgmma.fence(c)  # nothing may touch it from here on, until all matmuls are done
             if ping_pong:
                 self.take_turn(w, turn)
             with T.serial(turn.steps) as n:
@@ -317,7 +317,7 @@ class _Block:
                 for c, b, b_tile in zip(C, b_maps, b_tiles):
                     ours = a_tile + (slot * (a_map.words * 4 // wgmma.UNIT)).astype("uint64")
                     theirs = b_tile + (slot * (b.words * 4 // wgmma.UNIT)).astype("uint64")
-                    wgmma.add_product(self.grid.products.shape.dtype, c, ours, theirs, self.tiles.k, b.along_k)
+                    wgmma.add_matmul(self.grid.matmuls.shape.dtype, c, ours, theirs, self.tiles.k, b.along_k)
                 wgmma.commit()
                 wgmma.wait(1)
                 with T.If(n > 0), T.Then():
@@ -352,7 +352,7 @@ class _Block:
 
     def store(self, turn: _Turn, C: list[tirx.Buffer], warp: tuple[Expr, Expr], lane: Expr) -> None:
         """The 16 rows of a warp, that of a number in a consumer, some columns at a time."""
-        words = self.tiles.shared_memory(self.grid.products.shape) // 4
+        words = self.tiles.shared_memory(self.grid.matmuls.shape) // 4
         memory = T.decl_buffer((words,), "float32", data=self.memory.data, scope="shared.dyn")
         columns = self.tiles.piece // self.grid.count
         consumer, warp_of_consumer = warp

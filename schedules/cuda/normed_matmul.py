@@ -1,6 +1,6 @@
-"""The rule for products whose rows are computed first: norms in front of them (lowering/passes/norms_into_products.py).
+"""The rule for matmuls whose rows are computed first: norms in front of them (lowering/passes/fuse_norm_prologues.py).
 
-With few rows the blocks of the product compute them (normed_rows.py). With more that would be done too often: a launch
+With few rows the blocks of the matmul compute them (normed_rows.py). With more that would be done too often: a launch
 computes them, and others multiply.
 """
 
@@ -23,16 +23,16 @@ from ..reading.stages import Stage
 from ..variant import Variant
 from .device import Device, device
 from .epilogue import Ends
-from .matmul import either, emit_products, planned, tiles_of, together, widest
+from .matmul import either, emit_matmuls, planned, tiles_of, together, widest
+from .matmul_reader import matmuls_of
 from .matmul_rows import Group, matmul_rows, takes
 from .normed_rows import NormedRows, most_rows
 from .normed_tiles import NormedRowsTiles, NormTiles
-from .products import products_of
 from .reduction import emit_rows, read_rows
 
 
 def normed_matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
-    """A function of two parts, rows with reductions and products of them; None for any other, and where rows are too
+    """A function of two parts, rows with reductions and matmuls of them; None for any other, and where rows are too
     many, or too long."""
     parts = cut_parts(func)
     found = read_normed(func, *parts) if parts is not None and len(parts) == 2 else None
@@ -61,27 +61,27 @@ def emit_normed(groups: list[Group], normed: NormedRows, tiles: dict[str, Any], 
 
     def otherwise() -> None:
         emit_rows(normed.rows, tiles["norm"])
-        emit_products(groups, tiles, gpu, ends)
+        emit_matmuls(groups, tiles, gpu, ends)
 
     fits = groups[0][0].facts.simplify(groups[0][0].rows <= normed.most)
     either(fits, lambda: matmul_rows(groups, tiles["normed"], gpu, ends, normed), otherwise)
 
 
 def read_normed(func: tirx.PrimFunc, first: list[Stage], second: list[Stage]) -> tuple[list[Group], NormedRows] | None:
-    """The products, and A, of which row m begins at m K; at least one row may be computed by a block."""
-    rows, groups = read_rows(func, first), planned(products_of(func, second) or ())
+    """The matmuls, and A, of which row m begins at m K; at least one row may be computed by a block."""
+    rows, groups = read_rows(func, first), planned(matmuls_of(func, second) or ())
     if rows is None or groups is None or not takes(groups):
         return None
-    products, a, _ = groups[0]
-    depth = products.depth
+    matmuls, a, _ = groups[0]
+    depth = matmuls.depth
     whole = [stage for stage in rows.kept if not stage.reduce]
-    if products.dtype not in HALF or products.batch_axes or not isinstance(depth, tirx.IntImm):
+    if matmuls.dtype not in HALF or matmuls.batch_axes or not isinstance(depth, tirx.IntImm):
         return None
     if [stage.output for stage in whole] != [a.buffer] or len(whole[0].axes) != rows.rank + 1:
         return None
-    in_rows = products.facts.simplify(a.start - products.m * depth)
+    in_rows = matmuls.facts.simplify(a.start - matmuls.m * depth)
     most = most_rows(depth.value)
-    many = isinstance(products.rows, tirx.IntImm) and products.rows.value > most
-    if not is_int(in_rows, 0) or not prim.expr_deep_equal(a.along, products.k) or most == 0 or many:
+    many = isinstance(matmuls.rows, tirx.IntImm) and matmuls.rows.value > most
+    if not is_int(in_rows, 0) or not prim.expr_deep_equal(a.along, matmuls.k) or most == 0 or many:
         return None
     return groups, NormedRows(rows, depth.value)

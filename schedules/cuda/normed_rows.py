@@ -1,4 +1,4 @@
-"""Rows that a block makes for itself in shared memory, of what the rows of a norm are made of: A of a product.
+"""Rows that a block makes for itself in shared memory, of what the rows of a norm are made of: A of a matmul.
 
 A norm of few rows takes a launch and next to no time. Whoever multiplies its rows can make them: a block has them after
 a read of the second-level cache and one meeting of its warps, while its first weights are on their way.

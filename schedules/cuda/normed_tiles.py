@@ -1,4 +1,4 @@
-"""Tiles of products whose rows are computed first (normed_matmul.py), but for those of the products themselves; the
+"""Tiles of matmuls whose rows are computed first (normed_matmul.py), but for those of the matmuls themselves; the
 problem is their shape."""
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from typing import Any
 from ..tiles import Space
 from .device import Device
 from .few_rows_tiles import FewRowsTiles
+from .matmul_reader import Shape
 from .normed_rows import most_rows, shared_memory
-from .products import Shape
 from .reduction import RowReductionTiles
 
 
@@ -30,8 +30,8 @@ class NormTiles(RowReductionTiles):
 class NormedRowsTiles(FewRowsTiles):
     """Of the launch whose blocks compute the few rows that they multiply: of these nothing is on its way."""
 
-    def places(self, products: int, c: int) -> int:
-        return self.pieces(c) * 2 * products
+    def places(self, matmuls: int, c: int) -> int:
+        return self.pieces(c) * 2 * matmuls
 
     def rules(self, problem: Shape, device: Device) -> dict[str, bool]:
         rows = shared_memory(problem.depth or 0)

@@ -15,7 +15,7 @@ from lowering.tensorir.expressions import Expr, substitute
 from . import ptx
 from .expansion import Expansion
 from .matmul_grid import Where
-from .products import Operand
+from .matmul_reader import Operand
 from .ptx import CHUNK_BYTES, fixed, put, registers, shared_memory
 from .tensor_types import TensorType
 

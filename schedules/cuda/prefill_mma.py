@@ -10,7 +10,7 @@
             O   = diag(exp(m - m')) O + P V_j,  m = m'
         Y_i = diag(1 / l) O                                  0 where l = 0: no key was visible
 
-Each warp has 16 or 32 rows of its own, whose O, S, m and l are in registers: P leaves the products of Q K^T in the
+Each warp has 16 or 32 rows of its own, whose O, S, m and l are in registers: P leaves the matmuls of Q K^T in the
 layout in which those of P V take it. K_j and V_j come through shared memory by asynchronous copies. Tiles that some row
 does not see in full go first, then the others without mask code.
 
@@ -328,14 +328,14 @@ class _QueryTile:
                     ptx.pack(self.problem.dtype, P[x], S[step * 8 + x * 2], S[step * 8 + x * 2 + 1])
             with unrolled(self.o_columns // 2) as pair:
                 ptx.load_matrices([self.operand[x] for x in range(4)], read(step * 16, pair * 2), transposed=True)
-                self.add_products(pair * 2, 2)
+                self.add_matmuls(pair * 2, 2)
             if self.o_columns % 2:
                 last = read(step * 16, self.o_columns - 1)
                 ptx.load_matrices([self.operand[x] for x in range(2)], last, transposed=True)
-                self.add_products(self.o_columns - 1, 1)
+                self.add_matmuls(self.o_columns - 1, 1)
 
-    def add_products(self, column: Expr | int, count: int) -> None:
-        """O += the products of the fragments of P with those of V for so many groups of 8 columns."""
+    def add_matmuls(self, column: Expr | int, count: int) -> None:
+        """O += the matmuls of the fragments of P with those of V for so many groups of 8 columns."""
         for P, O in zip(self.P, self.O):
             for x in range(count):
                 self.multiply_add(O, column + x, [P[y] for y in range(4)], x)

@@ -10,7 +10,7 @@
 
 Q [64 W, D], K [B_c, D] and V [B_c, Dv] come by TMA, and so does Y go; S, P and O stay in registers: S = Q K^T has both
 operands in shared memory, O += P V takes P from registers. Warpgroups take turns at the tensor cores, so that the
-softmax of one runs beside the products of another ("ping-pong"); registers move from the producer to the consumers.
+softmax of one runs beside the matmuls of another ("ping-pong"); registers move from the producer to the consumers.
 
 All heads that share keys meet them in one tile: its rows are those of G heads in turn, which TMA gathers. The grid has
 as many blocks as the machine has multiprocessors, each of which works through its list of query tiles: the expensive
@@ -233,7 +233,7 @@ class _Consumer:
                         self.release(self.K, fill + 1)
                         softmax.step(S, *self.tile(share, j), words)
                         # V has long arrived. Without something that it cannot move across, ptxas waits for O first,
-                        # and computes no exponential beside the products.
+                        # and computes no exponential beside the matmuls.
                         self.V.wait(fill)
                         wgmma.wait(0, O, P)
                         self.release(self.V, fill)
@@ -280,7 +280,7 @@ class _Consumer:
         return share.tiles.first(u), share.tiles.full(u), share.tiles.number(u)
 
     def ask(self, softmax: OnlineSoftmax, share: _Share, j: Expr) -> MaskWords | None:
-        """The elements of a mask tensor for tile j from the last, on their way beside the products."""
+        """The elements of a mask tensor for tile j from the last, on their way beside the matmuls."""
         if not self.bound.scores.has_tensor:
             return None
         u = share.back(j)
@@ -290,7 +290,7 @@ class _Consumer:
         """S := Q K^T, begun."""
         p, tiles = self.problem, self.tiles
         at = self.K.slot(fill) * (self.block.k_words * 4 // wgmma.UNIT)
-        wgmma.product_ss(
+        wgmma.mma_ss(
             p.dtype, self.S, self.q_tile, self.k_tile + at.astype("uint64"), (tiles.kv, p.head_dim), (ROWS, tiles.kv)
         )
 
@@ -298,10 +298,10 @@ class _Consumer:
         """O += P V, begun."""
         p, tiles = self.problem, self.tiles
         at = self.V.slot(fill) * (self.block.v_words * 4 // wgmma.UNIT)
-        wgmma.product_rs(p.v_dtype, self.O, self.P, self.v_tile + at.astype("uint64"), (p.v_head_dim, tiles.kv))
+        wgmma.mma_rs(p.v_dtype, self.O, self.P, self.v_tile + at.astype("uint64"), (p.v_head_dim, tiles.kv))
 
     def release(self, ring: Ring, fill: Expr) -> None:
-        """Every warp lets go for itself: its share of the products is done, another's may not be."""
+        """Every warp lets go for itself: its share of the matmuls is done, another's may not be."""
         ring.release(fill, self.lane)
 
     # Turns at the tensor cores: consumer w waits at named barrier 1 + w for consumer w - 1.

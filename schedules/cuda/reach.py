@@ -1,4 +1,4 @@
-"""Operands of products of matrices as tensors of TMA: chunks of 16 bytes, equally far apart along each axis."""
+"""Operands of matmuls as tensors of TMA: chunks of 16 bytes, equally far apart along each axis."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tvm import tirx
 
 from lowering.tensorir.expressions import Expr, is_int, substitute, uses
 
-from .products import Operand, Order, Products
+from .matmul_reader import Matmuls, Operand, Order
 from .shared_tile import CHUNK
 
 
@@ -22,9 +22,9 @@ class Reach:
     """Batch axes that it has, with their extents and strides."""
 
 
-def reach(products: Products, operand: Operand) -> Reach | None:
+def reach(matmuls: Matmuls, operand: Operand) -> Reach | None:
     """The operand for TMA: in chunks at all sizes, and equally far apart along every axis; None for any other."""
-    simplify, axes = products.facts.simplify, products.matrices
+    simplify, axes = matmuls.facts.simplify, matmuls.matrices
     start, along = operand.start, operand.along
     if operand.condition is not None or operand.order is Order.NONE or operand.codes is not None:
         return None

@@ -21,7 +21,7 @@ from lowering.tensorir.blocks import FORM
 from lowering.tensorir.expressions import Expr, is_int, offset, substitute
 from lowering.tensorir.facts import Facts
 
-from ..reading.product import read_product
+from ..reading.matmul import read_matmul
 from ..reading.reducers import Combine, read_term
 from ..reading.shared_axes import several, shared_rank
 from ..reading.stages import Axis, Stage, read_stages, unravel, volume
@@ -73,7 +73,7 @@ class RowReductionTiles(Tiles):
 
 
 def reduction(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
-    """Functions whose reductions give one number for each row, but for products of matrices; None for anything else."""
+    """Functions whose reductions give one number for each row, but for matmuls; None for anything else."""
     stages = read_stages(func)
     rows = None if stages is None else read_rows(func, stages)
     if rows is None:
@@ -111,7 +111,7 @@ class Rows:
 
 def read_rows(func: tirx.PrimFunc, stages: list[Stage]) -> Rows | None:
     """The stages of a function, or some of them, by rows; None where they are anything else."""
-    if not any(stage.reduce for stage in stages) or any(map(read_product, stages)):
+    if not any(stage.reduce for stage in stages) or any(map(read_matmul, stages)):
         return None
     kept = [stage for stage in stages if stage.reduce or stage.output in set(func.params)]
     rank = shared_rank(kept, stages)
@@ -122,7 +122,7 @@ def read_rows(func: tirx.PrimFunc, stages: list[Stage]) -> Rows | None:
 
 
 def _starts_from_nothing(stage: Stage) -> bool:
-    """Whether the reduction's initial value may be counted by every thread: 0 of a sum, 1 of a product, any extreme."""
+    """Whether the reduction's initial value may be counted by every thread: 0 of a sum, 1 of a matmul, any extreme."""
     neutral = {prim.Add: 0.0, prim.Mul: 1.0}.get(type(stage.value))
     initial = stage.init.value if isinstance(stage.init, prim.FloatImm | prim.IntImm) else None
     return read_term(stage) is not None and (neutral is None or neutral == initial)

@@ -1,4 +1,4 @@
-"""The rule for products with tails (tails.py), whose rows may be computed first (normed_matmul.py)."""
+"""The rule for matmuls with tails (tails.py), whose rows may be computed first (normed_matmul.py)."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from lowering.tensorir.blocks import FORM
 from ..reading.tails import cut_tails
 from ..variant import Variant
 from .device import device
-from .matmul import emit_products, planned, tiles_of, widest
+from .matmul import emit_matmuls, planned, tiles_of, widest
+from .matmul_reader import matmuls_of
 from .matmul_rows import takes
 from .normed_matmul import emit_normed, read_normed, tiles_of_normed
-from .products import products_of
 from .tails import Tails
 from .threads import ThreadTiles
 
 
 def tailed_matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
-    """Products that the kernel for few rows takes, with tails that it can compute; None for anything else."""
+    """Matmuls that the kernel for few rows takes, with tails that it can compute; None for anything else."""
     cut = cut_tails(func)
     if cut is None:
         return None
@@ -33,7 +33,7 @@ def tailed_matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Varian
         found = read_normed(func, *parts)
         groups, normed = found if found is not None else (None, None)
     else:
-        groups = planned(products_of(func, parts[0]) or ()) if len(parts) == 1 else None
+        groups = planned(matmuls_of(func, parts[0]) or ()) if len(parts) == 1 else None
     if groups is None or not takes(groups) or not _can_end(func, groups, Tails(func, tails, ThreadTiles())):
         return None
     gpu = device(target)
@@ -42,7 +42,7 @@ def tailed_matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Varian
         ends = Tails(func, tails, tiles["tails"])
         with IRBuilder() as builder, T.prim_func():
             if normed is None:
-                emit_products(groups, tiles, gpu, ends)
+                emit_matmuls(groups, tiles, gpu, ends)
             else:
                 emit_normed(groups, normed, tiles, gpu, ends)
         return func.with_body(builder.get().body).without_attr(FORM)
@@ -57,8 +57,8 @@ def _can_end(func: tirx.PrimFunc, groups: list[Any], ends: Tails) -> bool:
     """Whether the blocks of few rows can compute the tails."""
     with IRBuilder(), T.prim_func():
         try:
-            for products, *_ in groups:
-                ends.epilogue(products)
+            for matmuls, *_ in groups:
+                ends.epilogue(matmuls)
         except ValueError:
             return False
     return True

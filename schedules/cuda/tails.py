@@ -1,4 +1,4 @@
-"""Tails of products (reading/tails.py): by the blocks of few rows themselves, behind other kernels by a launch.
+"""Tails of matmuls (reading/tails.py): by the blocks of few rows themselves, behind other kernels by a launch.
 
 A rotation reads two elements of a head that are D / 2 apart. Blocks of few rows have 16 columns: eight of the first
 half of a head, and those that they are rotated with. Results that have tails are stored all the same.
@@ -21,7 +21,7 @@ from .chunks import CHUNK, Row, evaluate, result_registers, store
 from .computed_rows import CacheRows, row_size
 from .elementwise import Chunks
 from .epilogue import HALF, Ends, Epilogue, Sum
-from .products import Products
+from .matmul_reader import Matmuls
 from .ptx import fixed, put
 from .threads import ThreadTiles, each
 
@@ -38,18 +38,18 @@ class Tails(Ends):
     def __init__(self, func: tirx.PrimFunc, tails: Sequence[Tail], tiles: ThreadTiles) -> None:
         self.func, self.tails, self.tiles = func, tails, tiles
 
-    def epilogue(self, products: Products) -> Epilogue:
+    def epilogue(self, matmuls: Matmuls) -> Epilogue:
         """Raises ValueError where a tail is not made of pairs that are D / 2 apart, or results are several."""
-        outputs = products.group.outputs
+        outputs = matmuls.group.outputs
         tail = next((tail for tail in self.tails if tail.rows in outputs), None)
         if tail is None:
-            return Epilogue(products)
-        if len(outputs) > 1 or len(products.group.products) > 1 or products.batch_axes:
-            raise ValueError("A tail is of one result of one product.")
+            return Epilogue(matmuls)
+        if len(outputs) > 1 or len(matmuls.group.matmuls) > 1 or matmuls.batch_axes:
+            raise ValueError("A tail is of one result of one matmul.")
         if tail.update is not None and row_size(tail.update.record) is None:
             raise ValueError("Rows of the cache are no whole chunks.")
         into = self.into(tail)
-        return PairedEpilogue(products, tail, into) if tail.stages else TailedEpilogue(products, into)
+        return PairedEpilogue(matmuls, tail, into) if tail.stages else TailedEpilogue(matmuls, into)
 
     def behind(self) -> None:
         """A launch for all tails, which read the results where they were stored."""
@@ -89,8 +89,8 @@ class Tails(Ends):
 class TailedEpilogue(Epilogue):
     """Stores results, and what is made of them."""
 
-    def __init__(self, products: Products, into: Put) -> None:
-        super().__init__(products)
+    def __init__(self, matmuls: Matmuls, into: Put) -> None:
+        super().__init__(matmuls)
         self.into = into
 
     def put(self, output: tirx.Buffer, at: Expr, chunk: tirx.Buffer) -> None:
@@ -101,19 +101,19 @@ class TailedEpilogue(Epilogue):
 class PairedEpilogue(Epilogue):
     """Of columns that are half a head apart: stores both, and what is made of them."""
 
-    def __init__(self, products: Products, tail: Tail, into: Put) -> None:
-        self.products, self.tail, self.into = products, tail, into
+    def __init__(self, matmuls: Matmuls, tail: Tail, into: Put) -> None:
+        self.matmuls, self.tail, self.into = matmuls, tail, into
         *_, H, D = tail.stages[0].output.shape
         if not isinstance(D, tirx.IntImm) or D.value % (2 * CHUNK):
             raise ValueError("Heads have no halves of whole chunks.")
-        self.memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, products.func.params)}
-        self.head_dim, self.apart, self.facts = D.value, D.value // 2, products.facts.copy()
+        self.memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, matmuls.func.params)}
+        self.head_dim, self.apart, self.facts = D.value, D.value // 2, matmuls.facts.copy()
         self.h, self.i = tirx.Var("h", "int64"), tirx.Var("i", "int64")
         half = tirx.const(self.apart, "int64")
         self.facts.bind(self.h, 0, H)
         self.facts.bind(self.i, 0, half)
         self.row = Row(self.facts, self.i, half)
-        self.sums = [tirx.Var(name, products.group.acc) for name in ("low", "high")]
+        self.sums = [tirx.Var(name, matmuls.group.acc) for name in ("low", "high")]
         outputs, points = self.find_program()
         self.outputs = outputs
         self.places = [self.facts.simplify(offset(x.shape, point)) for x, point in zip(outputs, points)]
@@ -123,11 +123,11 @@ class PairedEpilogue(Epilogue):
 
     def find_program(self) -> tuple[list[tirx.Buffer], list[list[Expr]]]:
         """What is stored, and at which points: element i of head h, and that half a head from there."""
-        tail, sums = self.tail, self.products.group.products[0].stage
-        *rows, _ = [substitute(index, self.products.point) for index in sums.indices]
+        tail, sums = self.tail, self.matmuls.group.matmuls[0].stage
+        *rows, _ = [substitute(index, self.matmuls.point) for index in sums.indices]
         dims = [self.i, self.i + self.apart]
         columns = self.simplified([[*rows, self.h * self.head_dim + d] for d in dims])
-        stages = [stage for stage in (*self.products.stages, *tail.stages) if not stage.reduce]
+        stages = [stage for stage in (*self.matmuls.stages, *tail.stages) if not stage.reduce]
         evaluator, made = Evaluator.of(stages, self.memory), tail.stages[-1].output
         shape = tail.stages[0].output.shape
         for order in _ORDERS:
@@ -157,7 +157,7 @@ class PairedEpilogue(Epilogue):
         """Both halves, of which the first one begins at that column; `sums` has one behind the other."""
         first = fixed((column % self.head_dim).astype("int64"))
         head = fixed((column // self.head_dim).astype("int64"))
-        values = {**where, self.products.m: fixed(row.astype("int64")), self.h: head}
+        values = {**where, self.matmuls.m: fixed(row.astype("int64")), self.h: head}
         results = result_registers(self.program, len(self.outputs), CHUNK)
 
         def keep(x: Expr, found: list[Expr]) -> None:

@@ -2,8 +2,8 @@
 fraction.
 
 "tf32" rounds operands to TF32. "3xtf32" makes of each a sum of two such numbers, big + small, and adds three of the
-four products, small big + big small + big big, as CUTLASS does (Ootomo and Yokota, 2022): what is left out is 2^-22 of
-a product or less, about what sums in float32 lose. Both round to nearest, ties away from zero.
+four matmuls, small big + big small + big big, as CUTLASS does (Ootomo and Yokota, 2022): what is left out is 2^-22 of
+a matmul or less, about what sums in float32 lose. Both round to nearest, ties away from zero.
 
 Infinity is 1 + inf there, so that it meets nothing but big: inf - inf, or inf times a small that is 0, would be NaN
 where float32 has infinity. Numbers beyond TF32's largest, 3.401e38, count as infinity, and those so small that TF32 has
@@ -38,7 +38,7 @@ class TensorType:
     operand: str
     """The type that tensor cores are given."""
     terms: tuple[tuple[int, int], ...] = ((0, 0),)
-    """The parts of A and of B whose products are added, in order."""
+    """The parts of A and of B whose matmuls are added, in order."""
 
     @property
     def chunk(self) -> int:
@@ -47,7 +47,7 @@ class TensorType:
 
     @property
     def depth(self) -> int:
-        """Values of k of one product."""
+        """Values of k of one matmul."""
         return 2 * self.chunk
 
     @property
@@ -57,7 +57,7 @@ class TensorType:
 
     @property
     def rate(self) -> float:
-        """How many products of elements a product of half precision takes the time of."""
+        """How many matmuls of elements a matmul of half precision takes the time of."""
         return 2 / self.bytes / len(self.terms)
 
     def split(self, words: tirx.Buffer, count: int) -> None:

@@ -3,7 +3,7 @@
 A tile lies in shared memory as panels of 64 columns: rows of 128 bytes, whose eight 16-byte chunks are swizzled (chunk
 c of row r is at c ^ (r mod 8)), as wgmma reads them and so that a column of rows meets no bank twice. Where a head's
 dimension is no multiple of 64, the last panel has its full width: what is read outside the tensor is 0, which costs
-shared memory but neither traffic nor products, as those stop at the last column. Rows behind the last one are 0 too,
+shared memory but neither traffic nor matmuls, as those stop at the last column. Rows behind the last one are 0 too,
 and not written.
 """
 

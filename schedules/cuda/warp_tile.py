@@ -1,6 +1,6 @@
-"""The products of an attention of 16 query rows by one warp: mma.sync on tiles in shared memory.
+"""The matmuls of an attention of 16 query rows by one warp: mma.sync on tiles in shared memory.
 
-S and O lie in registers as fragments.py says; P leaves the products of Q K^T in the layout in which those of P V take
+S and O lie in registers as fragments.py says; P leaves the matmuls of Q K^T in the layout in which those of P V take
 it.
 """
 
@@ -51,14 +51,14 @@ class WarpTile:
         with unrolled(self.keys // 16) as step:
             with unrolled(columns // 2) as pair:
                 ptx.load_matrices([self.kv[x] for x in range(4)], v_at(step * 16, pair * 2), transposed=True)
-                self.add_products(step, pair * 2, 2)
+                self.add_matmuls(step, pair * 2, 2)
             if columns % 2:
                 last = v_at(step * 16, columns - 1)
                 ptx.load_matrices([self.kv[x] for x in range(2)], last, transposed=True)
-                self.add_products(step, columns - 1, 1)
+                self.add_matmuls(step, columns - 1, 1)
 
-    def add_products(self, step: Expr, column: Expr | int, count: int) -> None:
-        """The products of 16 keys of P with V at so many columns of 8 of O."""
+    def add_matmuls(self, step: Expr, column: Expr | int, count: int) -> None:
+        """The matmuls of 16 keys of P with V at so many columns of 8 of O."""
         for x in range(count):
             o = [self.O[(column + x) * 4 + y] for y in range(4)]
             p = [self.P[step * 4 + y] for y in range(4)]

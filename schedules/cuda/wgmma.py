@@ -1,8 +1,8 @@
-"""Products of a warpgroup: wgmma.mma_async of m64nNk16 (PTX ISA 9.7.17), 16-bit operands, float32 sums.
+"""Matmuls of a warpgroup: wgmma.mma_async of m64nNk16 (PTX ISA 9.7.17), 16-bit operands, float32 sums.
 
 Operands in shared memory are tiles of `tma.py`: panels of 64 columns of 16 bits, 128-byte swizzle, addressed by
 descriptors that count in units of 16 bytes. wgmma reads and writes registers while the program goes on: `fence` says to
-nvcc where it may not move them, before the first product and after the wait (T.cuda.wgmma.noop_barrier of TVM 0.27 is
+nvcc where it may not move them, before the first matmul and after the wait (T.cuda.wgmma.noop_barrier of TVM 0.27 is
 broken).
 """
 
@@ -15,7 +15,7 @@ from tvm.script.ir_builder import tirx as T
 from .ptx import SHORT
 from .tma import COLUMNS, ROW_BYTES, SWIZZLE_128B
 
-K = 16  # depth of one product
+K = 16  # depth of one matmul
 UNIT = 16  # bytes
 K_STEP = K * 2 // UNIT  # along a row
 ROW_STEP = K * ROW_BYTES // UNIT  # 16 rows down
@@ -25,7 +25,7 @@ def descriptor(memory: tirx.Buffer, at: Expr | int, rows: int) -> Expr:
     """Of the tile of so many rows at memory[at] (words): uint64, in which a sum moves the start by units.
 
     Core matrices of 8 rows are 64 units apart, panels so many as 8 per row; the latter counts where the tile is read
-    transposed (V), as a tile read along its rows (Q, K) never leaves a panel within one product.
+    transposed (V), as a tile read along its rows (Q, K) never leaves a panel within one matmul.
     """
     buffer = T.alloc_buffer((1,), "uint64", scope="local")
     panel = rows * ROW_BYTES // UNIT
@@ -38,13 +38,13 @@ def descriptor(memory: tirx.Buffer, at: Expr | int, rows: int) -> Expr:
 
 
 def begin(*registers: tirx.Buffer) -> None:
-    """Before products that read or write these registers."""
+    """Before matmuls that read or write these registers."""
     for buffer in registers:
         fence(buffer)
     T.evaluate(T.ptx.wgmma.fence.sync.aligned())
 
 
-def product_ss(dtype: str, C: tirx.Buffer, a: Expr, b: Expr, shape: tuple[int, int], rows: tuple[int, int]) -> None:
+def mma_ss(dtype: str, C: tirx.Buffer, a: Expr, b: Expr, shape: tuple[int, int], rows: tuple[int, int]) -> None:
     """C [64, N] := A B^T of tiles in shared memory, A [64, K], B [N, K]; shape is (N, K), rows those of the tiles."""
     n, k = shape
     for step in range(-(-k // K)):
@@ -58,7 +58,7 @@ def product_ss(dtype: str, C: tirx.Buffer, a: Expr, b: Expr, shape: tuple[int, i
     T.evaluate(T.ptx.wgmma.commit_group.sync.aligned())
 
 
-def product_rs(dtype: str, C: tirx.Buffer, A: tirx.Buffer, b: Expr, shape: tuple[int, int]) -> None:
+def mma_rs(dtype: str, C: tirx.Buffer, A: tirx.Buffer, b: Expr, shape: tuple[int, int]) -> None:
     """C [64, N] += A B, A [64, K] in registers, the tile B [K, N] in shared memory; shape is (N, K).
 
     Where N is no multiple of 64, each panel of B has a product of its own: no layout of CuTe's says what one over a
@@ -76,7 +76,7 @@ def product_rs(dtype: str, C: tirx.Buffer, A: tirx.Buffer, b: Expr, shape: tuple
     T.evaluate(T.ptx.wgmma.commit_group.sync.aligned())
 
 
-def add_product(dtype: str, C: tirx.Buffer, a: Expr, b: Expr, k: int, along_k: bool) -> None:
+def add_matmul(dtype: str, C: tirx.Buffer, a: Expr, b: Expr, k: int, along_k: bool) -> None:
     """C [64, N] += A B of tiles in shared memory, A [64, K] along k; B along k, [N, K], or across, in panels of 64
     columns [K, 64]. K is at most the 64 of a panel. A group is not ended."""
     n = 2 * int(C.shape[0])
@@ -87,12 +87,12 @@ def add_product(dtype: str, C: tirx.Buffer, a: Expr, b: Expr, k: int, along_k: b
 
 
 def commit() -> None:
-    """Ends a group of products."""
+    """Ends a group of matmuls."""
     T.evaluate(T.ptx.wgmma.commit_group.sync.aligned())
 
 
 def wait(pending: int, *registers: tirx.Buffer) -> None:
-    """Waits until so many products are left; from here on the registers can be used."""
+    """Waits until so many matmuls are left; from here on the registers can be used."""
     T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(pending))
     for buffer in registers:
         fence(buffer)

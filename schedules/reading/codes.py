@@ -8,7 +8,7 @@ k. Like other weights, codes are stored in panels of nr columns:
              scales float [panels, K / block, nr]
              zeros  int8 or float [panels, K / block, nr], or none: they are 0
 
-`element` says this as an expression, which is all that a product needs; `read_codes` finds it again there.
+`element` says this as an expression, which is all that a matmul needs; `read_codes` finds it again there.
 """
 
 from __future__ import annotations

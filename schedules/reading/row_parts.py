@@ -1,7 +1,7 @@
-"""Functions that were several, between which only whole rows pass: products and what is done to their rows.
+"""Functions that were several, between which only whole rows pass: matmuls and what is done to their rows.
 
 Of such a function an attribute says how many stages each part has. Between the parts lie tensors that have the axes of
-the products' rows first: a part reads of them what it needs for a row in that very row, so that a block of rows can go
+the matmuls' rows first: a part reads of them what it needs for a row in that very row, so that a block of rows can go
 through all parts before the next one is begun.
 """
 
@@ -15,7 +15,7 @@ from tvm.ir import prim
 
 from lowering.tensorir.expressions import is_int, loads
 
-from .product import Group, read_groups
+from .matmul import Group, read_groups
 from .stages import Axis, Stage, read_stages
 
 PARTS = "lowering.row_parts"
@@ -25,7 +25,7 @@ PARTS = "lowering.row_parts"
 @dataclass(frozen=True, eq=False)
 class Part:
     """Some stages of a function. parameters are the tensors that it does not make, or that others read; `group` is that
-    of its product, if it has one."""
+    of its matmul, if it has one."""
 
     stages: list[Stage]
     parameters: set[tirx.Buffer]
@@ -34,7 +34,7 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class RowParts:
-    """The parts, of which the first and the last are products, with the same batch axes and rows; and the tensors
+    """The parts, of which the first and the last are matmuls, with the same batch axes and rows; and the tensors
     between them."""
 
     parts: list[Part]
@@ -81,21 +81,21 @@ def _part(stages: list[Stage], shared: set[tirx.Buffer]) -> Part:
     inputs = {node.source for stage in stages for node in loads(stage.value)} - {stage.output for stage in stages}
     parameters = inputs | ({stage.output for stage in stages} & shared)
     groups = read_groups(stages, parameters)
-    one = groups is not None and len(groups) == 1 and len(groups[0].products) == 1
+    one = groups is not None and len(groups) == 1 and len(groups[0].matmuls) == 1
     return Part(stages, parameters, groups[0] if groups and one else None)
 
 
 def _rows(groups: Sequence[Group]) -> tuple[Axis, ...] | None:
-    """The axes of batches and rows, in this order, that all products have; None where they differ."""
-    first = groups[0].products[0]
+    """The axes of batches and rows, in this order, that all matmuls have; None where they differ."""
+    first = groups[0].matmuls[0]
     axes = first.stage.axes[:-1]
-    for product in (group.products[0] for group in groups):
-        own = product.stage.axes[:-1]
+    for matmul in (group.matmuls[0] for group in groups):
+        own = matmul.stage.axes[:-1]
         several = [axis for axis in own if not is_int(axis.extent, 1)]
-        split = sum(axis in several for axis in product.batch)
+        split = sum(axis in several for axis in matmul.batch)
         if len(own) != len(axes) or split != sum(not is_int(axis.extent, 1) for axis in first.batch):
             return None
-        if any((axis in product.batch) != (n < split) for n, axis in enumerate(several)):
+        if any((axis in matmul.batch) != (n < split) for n, axis in enumerate(several)):
             return None
         if not all(prim.expr_deep_equal(a.extent, b.extent) for a, b in zip(own, axes)):
             return None

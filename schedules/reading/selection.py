@@ -1,6 +1,6 @@
-"""Products in which each row chooses one of several matrices by a table: grouped GEMM.
+"""Matmuls in which each row chooses one of several matrices by a table: grouped GEMM.
 
-Before: C[r, j] = sum over k of A[r, k] * B[table[r], k, j], a batch of products of one row. After: the product of all
+Before: C[r, j] = sum over k of A[r, k] * B[table[r], k, j], a batch of matmuls of one row. After: the matmul of all
 rows that choose the same matrix, whose number is a variable.
 """
 
@@ -15,7 +15,7 @@ from tvm.ir import prim
 
 from lowering.tensorir.expressions import Expr, is_int, rewrite, walk
 
-from .product import Group, Product
+from .matmul import Group, Matmul
 
 
 @dataclass(frozen=True)
@@ -31,18 +31,18 @@ class Selection:
         return tirx.max(tirx.min(number, tirx.const(self.count - 1, "int64")), tirx.const(0, "int64"))
 
     def apply(self, group: Group) -> Group:
-        """Return the products of the rows of one matrix: what was their batch are their rows."""
-        return dataclasses.replace(group, products=tuple(map(self._apply, group.products)))
+        """Return the matmuls of the rows of one matrix: what was their batch are their rows."""
+        return dataclasses.replace(group, matmuls=tuple(map(self._apply, group.matmuls)))
 
-    def _apply(self, product: Product) -> Product:
-        codes = product.codes
+    def _apply(self, matmul: Matmul) -> Matmul:
+        codes = matmul.codes
         if codes is not None:
             zero = None if codes.zero is None else self._select(codes.zero)
             codes = dataclasses.replace(
                 codes, load=self._select(codes.load), scale=self._select(codes.scale), zero=zero
             )
         return dataclasses.replace(
-            product, b=self._select(product.b), batch=(), rows=product.batch, codes=codes, selector=None
+            matmul, b=self._select(matmul.b), batch=(), rows=matmul.batch, codes=codes, selector=None
         )
 
     def _select(self, load: ir.TensorLoad) -> ir.TensorLoad:
@@ -53,14 +53,14 @@ class Selection:
 
 
 def read_selection(groups: Sequence[Group]) -> Selection | None:
-    """Return how rows choose their matrices, in all products alike; None where they do not."""
-    first = groups[0].products[0]
+    """Return how rows choose their matrices, in all matmuls alike; None where they do not."""
+    first = groups[0].matmuls[0]
     if first.selector is None:
         return None
     table = first.selector.source
-    products = [product for group in groups for product in group.products]
-    codes = [product.codes for product in products if product.codes is not None]
-    loads = [*(p.b for p in products), *(load for c in codes for load in (c.load, c.scale, c.zero) if load is not None)]
+    matmuls = [matmul for group in groups for matmul in group.matmuls]
+    codes = [matmul.codes for matmul in matmuls if matmul.codes is not None]
+    loads = [*(p.b for p in matmuls), *(load for c in codes for load in (c.load, c.scale, c.zero) if load is not None)]
     indices = (index for load in loads for index in load.indices)
     counts = {n for index in indices for node in walk(index) if (n := _count(node, table)) is not None}
     return Selection(table, tirx.Var("group", "int64"), *counts) if len(counts) == 1 else None

@@ -1,7 +1,7 @@
-"""Products with tails: what becomes of a result, in one function with it.
+"""Matmuls with tails: what becomes of a result, in one function with it.
 
 A decoder's keys are rotated and go to their slots in a cache, its values go there as they are, its queries are rotated.
-The stages of such a function are those of the products (in parts, where a norm stands in front: row_parts.py), then
+The stages of such a function are those of the matmuls (in parts, where a norm stands in front: row_parts.py), then
 those of each tail; behind them stand updates of caches. An attribute says which results have tails.
 """
 
@@ -62,7 +62,7 @@ class Update:
 
 @dataclass(frozen=True, eq=False)
 class Tail:
-    """What is made of `rows`, a result [..., N] of a product.
+    """What is made of `rows`, a result [..., N] of a matmul.
 
     stages: the rows as heads, [..., H, D] with N = H D, and element-wise ones, of which the last one is the result;
     none where the rows themselves are. update: where that goes; None for a parameter, like any other.
@@ -78,7 +78,7 @@ def to_json(tails: Sequence[TailSpec]) -> str:
 
 
 def cut_tails(func: tirx.PrimFunc) -> tuple[list[list[Stage]], list[Tail]] | None:
-    """The parts of the products, and the tails, of a function that has some; None of any other."""
+    """The parts of the matmuls, and the tails, of a function that has some; None of any other."""
     if func.attrs is None or TAILS not in func.attrs:
         return None
     specs = [TailSpec(**each) for each in json.loads(str(func.attrs[TAILS]))]

@@ -62,7 +62,7 @@ CASES: dict[str, tuple[Callable[[], tvm.ir.Expr], tuple[float, bool, str]]] = {
     "a bias by pair": (lambda: S + BY_PAIR[I, J], (0.0, True, "")),
     "by the score itself": (lambda: where(tirx.isnan(S), S, HIDDEN), (0.0, True, "")),
     "other numbers": (lambda: where(J <= I, S, number(-1e9)), (0.0, True, "")),
-    "a product": (lambda: S * where(J <= I, number(1.0), number(2.0)), (0.0, True, "")),
+    "a matmul": (lambda: S * where(J <= I, number(1.0), number(2.0)), (0.0, True, "")),
     "a mask inside a function": (lambda: tirx.exp(where(J <= I, S, HIDDEN)), (0.0, True, "")),
 }
 

@@ -106,7 +106,7 @@ def by_nvrtc() -> Iterator[None]:
 
 
 def main() -> None:
-    from product_code import machine_code_of
+    from matmul_code import machine_code_of
     from second_ptxas import used
 
     parser = argparse.ArgumentParser(description=__doc__)

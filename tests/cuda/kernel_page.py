@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1]))  # what the tests of products import
+sys.path.append(str(Path(__file__).parents[1]))  # what the tests of matmuls import
 
 from loop_kernels import compiled
 from loop_model import beside
@@ -43,14 +43,14 @@ that is partial. Decoding needs no launch for that: each warp bounds the next 32
 leaves out those that no row of its block sees. Kernels for the types that tensor cores do not take (float32, float64)
 have a warp for a row, which reads all keys and evaluates the mask for each.
 
-score_mod is evaluated for each pair of each tile that is left, in float32, on the registers that the product leaves.
+score_mod is evaluated for each pair of each tile that is left, in float32, on the registers that the matmul leaves.
 What it says more than once is computed once. Functions are CUDA's accurate ones (`tanhf`, not `tanh.approx`).
 Captured arrays are read from global memory where they are used. `tests/cuda/test_machine_code.py` looks at masks,
 windows, sinks, caps and formulas at every head size: with default tiles no register is put into memory, but for 8 bytes
 of formulas at head sizes of 64 and 96 on sm_90a. On sm_100 and sm_120 no loop puts any there; around it ptxas keeps up
 to ten numbers in memory, whatever the tiles, which a block stores and loads once.
 
-`tests/cuda/test_skipped_tiles.py` counts the products of whole calls under emulation: exactly those of the tiles in
+`tests/cuda/test_skipped_tiles.py` counts the matmuls of whole calls under emulation: exactly those of the tiles in
 which something is visible, for causal masks, windows, documents, masks by head and blocks; of documents with a mask of
 positions inside of them all tiles of one document, as bounds of these positions do not know that it is one.
 `tests/cuda/test_flex.py` compares results with float64.
@@ -61,7 +61,7 @@ A thread's columns of S are pairs of neighbouring keys. Where rows of a mask hav
 begins at an even key, a pair is a word of memory: 16 bits of bool, 32 of half precision, 64 of float32, by one load
 (`lowering/attention/mask_pairs.py`, `schedules/cuda/mask_words.py`). So a warp asks for half as much as element by
 element, and for half of the sectors: rows lie apart, and a sector is asked for again for each element of a thread in
-it. On Hopper the words of a tile, 24 for 96 keys, are asked for behind the products of Q K^T and before the wait for
+it. On Hopper the words of a tile, 24 for 96 keys, are asked for behind the matmuls of Q K^T and before the wait for
 them; in decoding before the wait for K and V. Rows of an odd size, tiles that begin at an odd key, and pairs of which a
 row sees one key are read element by element, so that nothing is read that no row sees.
 `tests/cuda/test_mask_words.py` counts loads and compares with float64.
@@ -72,8 +72,8 @@ What nvcc makes of the prefill kernels with their default tiles, float16, every 
 bytes of stack, instructions that spill registers, and those of the loop over tiles of keys, on the way of a tile that
 needs no mask code. HMMA and HGMMA multiply matrices, LDSM reads their operands from shared memory, LDGSTS (cp.async)
 and UTMALDG (TMA) bring tiles there, MUFU evaluates exponentials. UTMALDG are counted in the whole kernel, as a
-warpgroup of its own brings the tiles; waits (WARPGROUP) are for products, of which several are on their way at a time,
-and *beside* are the exponentials between the wait for S and that for O, which run beside the products of P V.
+warpgroup of its own brings the tiles; waits (WARPGROUP) are for matmuls, of which several are on their way at a time,
+and *beside* are the exponentials between the wait for S and that for O, which run beside the matmuls of P V.
 
 | target | head_dim | mask | tiles | registers | stack | spilt | *MMA | LDSM | LDGSTS, UTMALDG | MUFU | waits | beside |
 |---|---|---|---|---|---|---|---|---|---|---|---|---|
@@ -90,8 +90,8 @@ def page() -> str:
         + "".join(prefill_row(*row) for row in rows)
         + CODED
         + "".join(coded_rows(*row) for row in itertools.product(("sm_80", "sm_90a"), (64, 128, 256), CODECS))
-        + PRODUCTS
-        + "".join(product_row(name, case) for name, case in (*AUDITED.items(), *IN_TF32.items()))
+        + MATMULS
+        + "".join(matmul_row(name, case) for name, case in (*AUDITED.items(), *IN_TF32.items()))
         + loop_table()
     )
 
@@ -137,13 +137,13 @@ def coded_rows(arch: str, dim: int, name: str) -> str:
     return "".join(lines)
 
 
-PRODUCTS = """
-## Products of matrices
+MATMULS = """
+## Matmuls of matrices
 
-The kernels for C [M, N] = A [M, K] B with their default tiles, M symbolic unless said. *gate* is the product of two
-results of one A, one of them under an activation; a residual is added before C is stored. Products of float32 say how
+The kernels for C [M, N] = A [M, K] B with their default tiles, M symbolic unless said. *gate* is the matmul of two
+results of one A, one of them under an activation; a residual is added before C is stored. Matmuls of float32 say how
 they are computed; on sm_90a blocks are clusters of two, and consumers multiply by ping-pong, where that is written. Of
-the loop along k, which may have several steps, are counted products, reads of operands and copies (UTMALDG in the whole
+the loop along k, which may have several steps, are counted matmuls, reads of operands and copies (UTMALDG in the whole
 kernel), and all instructions of it.
 
 | target | M, N, K | B | epilogue | tiles | registers | spills | *MMA | LDSM | LDGSTS / UTMALDG | instructions |
@@ -151,7 +151,7 @@ kernel), and all instructions of it.
 """
 
 
-def product_row(name: str, case: Any) -> str:
+def matmul_row(name: str, case: Any) -> str:
     arch = name.split(",")[0]
     variant = first_variant(case, arch)
     tiles, code = variant.tiles["tiles"], machine_code(variant.make(), arch)
@@ -161,7 +161,7 @@ def product_row(name: str, case: Any) -> str:
     shown = f"{tiles.m} x {tiles.n} x {tiles.k}, {tiles.stages} stages"
     shown += ", clusters" if getattr(tiles, "cluster", 1) > 1 else ""
     shown += ", ping-pong" if getattr(tiles, "ping_pong", False) else ""
-    epilogue = f"{case.epilogue}, {case.products}" if case.products else case.epilogue
+    epilogue = f"{case.epilogue}, {case.matmuls}" if case.matmuls else case.epilogue
     columns = [arch, sizes, order, epilogue, shown, code.registers, code.spills, *counts]
     return f"| {' | '.join(map(str, columns))} |\n"
 

@@ -17,7 +17,7 @@ from schedules.cuda.matmul_tiles import MatmulTiles, WgmmaMatmulTiles
 
 RECORD = Path(__file__).parent / "peers" / "loops.json"
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_120")
-LARGE = ("sm_80", "sm_120", "sm_90a", "sm_90a, gate", "sm_90a, ping-pong")  # of the audited products
+LARGE = ("sm_80", "sm_120", "sm_90a", "sm_90a, gate", "sm_90a, ping-pong")  # of the audited matmuls
 
 
 class Compiled(NamedTuple):
@@ -57,8 +57,8 @@ def attention_name(head_dim: int, causal: bool, dtype: str = "float16") -> str:
 
 
 @functools.cache
-def product(name: str) -> Kernel:
-    """The loop along k of an audited product of matrices."""
+def matmul(name: str) -> Kernel:
+    """The loop along k of an audited matmul."""
     # What imports the emulator is imported where it is needed: records of other kernels need none.
     from test_matmul_on_gpus import AUDITED, first_variant
 
@@ -71,7 +71,7 @@ def product(name: str) -> Kernel:
     cluster, in_turn = (tiles.cluster, tiles.ping_pong) if isinstance(tiles, WgmmaMatmulTiles) else (1, False)
     together = f", clusters of {cluster}" if cluster > 1 else ""
     return Kernel(
-        name=f"product, {AUDITED[name].epilogue}{', ping-pong' if in_turn else ''}",
+        name=f"matmul, {AUDITED[name].epilogue}{', ping-pong' if in_turn else ''}",
         arch=arch,
         tiles=f"{tiles.m} x {tiles.n} x {tiles.k}{together}",
         steps=code.steps,

@@ -52,7 +52,7 @@ class Gpu:
 
     @property
     def peak(self) -> float:
-        """TFLOP/s of products in half precision with sums in float32."""
+        """TFLOP/s of matmuls in half precision with sums in float32."""
         return self.device.tensor_cores * self.device.multiprocessors * self.clock / 1e12
 
 
@@ -76,12 +76,12 @@ class Step:
     shared: int
     """Bytes that the warp reads or writes in shared memory, but for copies from outside."""
     event: str = ""
-    """HMMA, a product that the next one waits for; HGMMA, which goes on beside what follows; HGMMA., the last one of a
+    """HMMA, a matmul that the next one waits for; HGMMA, which goes on beside what follows; HGMMA., the last one of a
     group; `wait n` for all but n groups; nothing, at the end of the loop."""
     operations: int = 0
-    """Of the product, this warp's share."""
+    """Of the matmul, this warp's share."""
     operands: int = 0
-    """Bytes that the product reads in shared memory itself, this warp's share."""
+    """Bytes that the matmul reads in shared memory itself, this warp's share."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Kernel:
     warps: int
     """That run the loop at a time on a multiprocessor, of all blocks there."""
     work: int
-    """Operations of products for one tile of keys, or step along k, of a block."""
+    """Operations of matmuls for one tile of keys, or step along k, of a block."""
     brought: int
     """Bytes of operands that arrive in a block's shared memory for that ..."""
     read: int
@@ -178,9 +178,9 @@ def _pipes(steps: Iterable[Step], warps: int, device: Device) -> dict[str, float
 
 
 def _in_step(steps: tuple[Step, ...], warps: int, device: Device) -> float:
-    """Cycles once through the loop, in the long run, where products queue and warps wait for them all together. Tiles
+    """Cycles once through the loop, in the long run, where matmuls queue and warps wait for them all together. Tiles
     have always arrived."""
-    now = products = 0.0  # when the warps are at the last event they waited for; when the last product is done
+    now = matmuls = 0.0  # when the warps are at the last event they waited for; when the last matmul is done
     since: list[Step] = []
     groups: list[float] = []
     ends = []
@@ -189,13 +189,13 @@ def _in_step(steps: tuple[Step, ...], warps: int, device: Device) -> float:
         reached = now + max(_pipes(since, warps, device).values())
         taken = warps * max(step.operations / device.tensor_cores, step.operands / SHARED)
         if step.event == "HMMA":
-            now, since = max(reached, products), []
-            products = now + taken
+            now, since = max(reached, matmuls), []
+            matmuls = now + taken
         elif step.event.startswith("HGMMA"):
             issued = now + _pipes(since, warps, device)["issue"]
-            products = max(issued, products) + taken
+            matmuls = max(issued, matmuls) + taken
             if step.event.endswith("."):
-                groups.append(products)
+                groups.append(matmuls)
         elif step.event:
             unfinished = int(step.event.removeprefix("wait "))
             now, since = max(reached, *groups[: len(groups) - unfinished][-1:], 0.0), []
@@ -206,7 +206,7 @@ def _in_step(steps: tuple[Step, ...], warps: int, device: Device) -> float:
 
 
 def beside(steps: Sequence[Step]) -> int:
-    """Exponentials between the wait for all groups of products but one and that for the last: beside those of P V."""
+    """Exponentials between the wait for all groups of matmuls but one and that for the last: beside those of P V."""
     found, open_since = 0, False
     for step in steps:
         found += step.exponentials if open_since else 0

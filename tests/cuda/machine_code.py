@@ -139,10 +139,10 @@ def decode_alone(p: AttentionProblem, arch: str) -> tirx.PrimFunc:
     return builder.get()
 
 
-def products(p: AttentionProblem, tiles: MmaTiles | WgmmaTiles) -> int:
-    """Products that a warp needs for a tile of keys, of 16 x 8 x 16, or of 64 x n x 16 by wgmma."""
+def matmuls(p: AttentionProblem, tiles: MmaTiles | WgmmaTiles) -> int:
+    """Matmuls that a warp needs for a tile of keys, of 16 x 8 x 16, or of 64 x n x 16 by wgmma."""
     if isinstance(tiles, WgmmaTiles):
-        panels = 1 if p.v_head_dim % 64 == 0 else -(-p.v_head_dim // 64)  # a product of each, where they are not whole
+        panels = 1 if p.v_head_dim % 64 == 0 else -(-p.v_head_dim // 64)  # a matmul of each, where they are not whole
         return padded(p.head_dim) // 16 + tiles.kv // 16 * panels
     scores = tiles.kv // 8 * (padded(p.head_dim) // 16)
     return tiles.row_blocks * (scores + tiles.kv // 16 * (p.v_head_dim // 8))

@@ -1,4 +1,4 @@
-"""Which kernels exported models get on GPUs, what machine code their products are, and how right they are under the
+"""Which kernels exported models get on GPUs, what machine code their matmuls are, and how right they are under the
 emulation.
 
 `python tests/cuda/model_kernels.py FOLDER` writes docs/cuda_models.md about the exports in a folder, which
@@ -21,7 +21,7 @@ from lowering.manifest import Manifest
 sys.path.append(str(Path(__file__).parents[1]))
 import cuda_emulation as emulated
 import exported
-from product_code import Product, products
+from matmul_code import Matmul, matmuls
 
 PAGE = Path(__file__).parents[2] / "docs" / "cuda_models.md"
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100", "sm_120")
@@ -38,7 +38,7 @@ decoder with its caches. Each is compiled with `precision=` for each architectur
 emulation, thread by thread, on the inputs that were kept with it: one token, and 70 for each of 2 rows. No two
 architectures share all kernels (tiles differ), so that none is left out. Nothing here has run on a GPU.
 
-*products* are those of matrices and convolutions, of which so many are *on* tensor cores by their machine code (below);
+*matmuls* are those of matrices and convolutions, of which so many are *on* tensor cores by their machine code (below);
 *attention*, *cache*, *elements* (element-wise, also by tiles where they transpose), *rows* (norms, softmax, other
 reductions, running sums), *joined* (concatenations) and *several* of these in one launch are kernels of ours; *sizes*
 are functions by one thread, which store a few numbers; *TVM* are functions that dlight schedules. The *error* is the
@@ -47,11 +47,11 @@ model in that precision.
 
 """
 
-PRODUCTS = """
-## Products
+MATMULS = """
+## Matmuls
 
-Instructions on tensor cores in the machine code of every product and attention, launch by launch: HGMMA (wgmma) and
-HMMA (mma.sync); `-` is a launch without any. A product has kernels for few rows and for several, where operands allow
+Instructions on tensor cores in the machine code of every matmul and attention, launch by launch: HGMMA (wgmma) and
+HMMA (mma.sync); `-` is a launch without any. A matmul has kernels for few rows and for several, where operands allow
 it, then one for many, or two on Hopper, with large and with narrow tiles, and behind each one that adds parts of tiles;
 queries, keys and values in one function have those for many each, and behind them one that rotates and stores. An
 attention has a kernel for decoding, one that brings parts of keys together, and what prefill needs. Counts are those of
@@ -90,26 +90,26 @@ class Outcome:
     precision: Precision
     arch: str
     manifest: Manifest
-    products: list[Product]
+    matmuls: list[Matmul]
     error: float
     error_of_pytorch: float
 
     def row(self) -> str:
-        matrices = [product for product in self.products if product.kind != "attention"]
+        matrices = [matmul for matmul in self.matmuls if matmul.kind != "attention"]
         kinds = Counter(k.schedule for k in self.manifest.kernels if k.kind not in ("matmul", "conv"))
-        counts = [len(matrices), sum(product.on_tensor_cores for product in matrices)]
+        counts = [len(matrices), sum(matmul.on_tensor_cores for matmul in matrices)]
         counts += [sum(kinds[rule] for rule in rules) for rules in _RULES.values()]
         columns = [self.model, self.precision, self.arch, *counts, f"{self.error:.1e}", f"{self.error_of_pytorch:.1e}"]
         return f"| {' | '.join(map(str, columns))} |\n"
 
 
 def outcome(folder: Path, arch: str, precision: Precision) -> Outcome:
-    manifest, found = products(folder / "model.onnx", arch, precision)
+    manifest, found = matmuls(folder / "model.onnx", arch, precision)
     _, error = emulated.run(exported.measured, str(folder), arch, precision, arch=arch, timeout=900)
     of_pytorch = json.loads((folder / "half.json").read_text())[precision]
     made = Outcome(folder.name, precision, arch, manifest, found, error, of_pytorch)
     print(made.row(), end="", flush=True)
-    elsewhere = [product.name for product in found if not product.on_tensor_cores]
+    elsewhere = [matmul.name for matmul in found if not matmul.on_tensor_cores]
     if elsewhere or error > BARS[precision]:
         raise SystemExit(f"off tensor cores: {elsewhere}; the error is {error:.1e}")
     return made
@@ -118,15 +118,15 @@ def outcome(folder: Path, arch: str, precision: Precision) -> Outcome:
 def page(outcomes: list[Outcome]) -> str:
     models = list(dict.fromkeys(o.model for o in outcomes))
     by_model = {model: [o for o in outcomes if o.model == model] for model in models}
-    heads = ["model", "type", "target", "products", "on", *_RULES, "error", "PyTorch"]
+    heads = ["model", "type", "target", "matmuls", "on", *_RULES, "error", "PyTorch"]
     text = f"{HEADER}| {' | '.join(heads)} |\n|{'---|' * len(heads)}\n"
-    text += "".join(o.row() for o in outcomes) + PRODUCTS
+    text += "".join(o.row() for o in outcomes) + MATMULS
     for model, mine in by_model.items():
         cells: dict[tuple[str, str], dict[str, list[str]]] = {}
         for o in mine:
-            for product in o.products:
-                of = cells.setdefault((product.name, operators(product.nodes)), {})
-                of.setdefault(o.arch, []).append(str(product))
+            for matmul in o.matmuls:
+                of = cells.setdefault((matmul.name, operators(matmul.nodes)), {})
+                of.setdefault(o.arch, []).append(str(matmul))
         for (name, nodes), of in cells.items():
             columns = [model, f"`{name}`", nodes, *(" / ".join(dict.fromkeys(of.get(a, []))) for a in ARCHITECTURES)]
             text += f"| {' | '.join(columns)} |\n"

@@ -42,7 +42,7 @@ _ATTENTION = (
 )
 
 # Tiles, whose, and warpgroups that share one: 2, or 1 by turns.
-_PRODUCTS = ((128, 256, "Cooperative"), (64, 256, "Pingpong"), (128, 128, "Pingpong"))
+_MATMULS = ((128, 256, "Cooperative"), (64, 256, "Pingpong"), (128, 128, "Pingpong"))
 
 
 def flash_attention(checkout: Path) -> Iterator[Kernel]:
@@ -65,12 +65,12 @@ def flash_attention(checkout: Path) -> Iterator[Kernel]:
 
 
 def cutlass() -> Iterator[Kernel]:
-    """Products of matrices: by mma.sync, and on Hopper in clusters of two blocks, that share B."""
+    """Matmuls of matrices: by mma.sync, and on Hopper in clusters of two blocks, that share B."""
     yield by_warps()
-    for m, n, schedule in _PRODUCTS:
+    for m, n, schedule in _MATMULS:
         defined = (f"-DTILE_M={m}", f"-DTILE_N={n}", "-DCLUSTER=2", f"-DSCHEDULE={schedule}")
         yield Kernel(
-            name=f"product, {schedule.lower()}",
+            name=f"matmul, {schedule.lower()}",
             arch="sm_90a",
             tiles=f"{m} x {n} x 64, clusters of 2",
             steps=steps(_loop("cutlass_sm90.cu", "sm_90a", defined)),
@@ -82,10 +82,10 @@ def cutlass() -> Iterator[Kernel]:
 
 
 def by_warps() -> Kernel:
-    """CUTLASS's product by mma.sync. 230 registers leave room for two blocks of four warps."""
+    """CUTLASS's matmul by mma.sync. 230 registers leave room for two blocks of four warps."""
     brought = 2 * (128 + 128) * 32
     loop = steps(_loop("cutlass_sm80.cu", "sm_80", ()))
-    return Kernel("product", "sm_80", "128 x 128 x 32", loop, 8, 2 * 128 * 128 * 32, brought, brought)
+    return Kernel("matmul", "sm_80", "128 x 128 x 32", loop, 8, 2 * 128 * 128 * 32, brought, brought)
 
 
 def _loop(source: str, arch: str, flags: Sequence[str]) -> list[Instruction]:

@@ -25,7 +25,7 @@ class Instruction:
 
     @property
     def operations(self) -> int:
-        """Multiplications and additions of a product of matrices by one warp, 0 of anything else."""
+        """Multiplications and additions of a matmul by one warp, 0 of anything else."""
         if self.opcode == "HGMMA":  # of a warpgroup, that is four warps
             m, n, k = map(int, self.modifiers[0].split("x"))
             return 2 * m * n * k // 4
@@ -51,7 +51,7 @@ class Loop:
     header: int
     body: frozenset[int]
     path: tuple[int, ...]
-    """Once through it: of all ways from the header back there, one with the most products, of these with the most
+    """Once through it: of all ways from the header back there, one with the most matmuls, of these with the most
     copies into shared memory, and of these a shortest. What it leaves out is code for tiles that need a mask, and the
     last turns, which copy nothing; inner loops, which wait, are over at once."""
 
@@ -73,8 +73,8 @@ def read(text: str) -> list[Function]:
 
 
 def main_loop(functions: list[Function]) -> list[Instruction]:
-    """The path through the loop over tiles, or steps along k: of the innermost loops with products, that with the
-    fewest instructions for a product, which is the one for tiles without mask code. Empty where no loop multiplies."""
+    """The path through the loop over tiles, or steps along k: of the innermost loops with matmuls, that with the
+    fewest instructions for a matmul, which is the one for tiles without mask code. Empty where no loop multiplies."""
     candidates = []
     for function in functions:
         for loop in _multiplying(function):
@@ -84,7 +84,7 @@ def main_loop(functions: list[Function]) -> list[Instruction]:
 
 
 def multiplying(function: Function) -> list[frozenset[int]]:
-    """The innermost loops with products, all of their instructions by number."""
+    """The innermost loops with matmuls, all of their instructions by number."""
     return [loop.body for loop in _multiplying(function)]
 
 

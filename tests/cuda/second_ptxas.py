@@ -87,7 +87,7 @@ def main() -> None:
     }
     for name, case in AUDITED.items():
         arch = name.split(",")[0]
-        kernels[f"product, {name}"] = (first_variant(case, arch).make(), arch)
+        kernels[f"matmul, {name}"] = (first_variant(case, arch).make(), arch)
     with tempfile.TemporaryDirectory() as folder:
         ptxas = Path(sys.argv[1]) if len(sys.argv) > 1 else installed(Path(folder))
         assert ptxas, "the package index is not reached"

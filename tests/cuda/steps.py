@@ -233,12 +233,12 @@ def copies_of_a_step() -> list[str]:
     return [call.name + names[call.stream] for call in calls[last + 1 :] if call.name not in FREE]
 
 
-def product_by_tensor_maps() -> list[tuple[float, int]]:
-    """Of each step: how far a replayed product is from the same that is not, and how many tensor maps were made."""
+def matmul_by_tensor_maps() -> list[tuple[float, int]]:
+    """Of each step: how far a replayed matmul is from the same that is not, and how many tensor maps were made."""
     rng = np.random.default_rng(0)
     weight = onnx.numpy_helper.from_array(rng.standard_normal((128, 264)).astype("float16"), "w")
     text = """<ir_version: 11, opset_import: ["" : 24]>
-    product (float16[n, 128] x, float16[128, 264] w) => (float16[n, 264] y) { y = MatMul (x, w) }"""
+    matmul (float16[n, 128] x, float16[128, 264] w) => (float16[n, 264] y) { y = MatMul (x, w) }"""
     proto = onnx.parser.parse_model(text)
     proto.graph.initializer.append(weight)
     del proto.graph.input[1]

@@ -106,7 +106,7 @@ def test_decode(name: str) -> None:
 
 
 SIZE: dict[str, Any] = {"m": 128, "n": 128, "k": 128, "tiles": None, "sizes": ({},)}
-PRODUCTS = {
+MATMULS = {
     "[N, K], residual": Case(**SIZE, b_transposed=True, epilogue="residual"),
     "[K, N], bias": Case(**SIZE),
     "A across k": Case(**SIZE, a_transposed=True, epilogue="none"),
@@ -114,12 +114,12 @@ PRODUCTS = {
     "bfloat16": Case(**SIZE, dtype="bfloat16"),
     "few rows": Case(**SIZE | {"m": 8, "k": 1024}, b_transposed=True),
 }
-ON = [(arch, name) for arch in ("sm_80", "sm_90a") for name in PRODUCTS]
+ON = [(arch, name) for arch in ("sm_80", "sm_90a") for name in MATMULS]
 
 
 @pytest.mark.parametrize(("arch", "name"), thinned(ON, 13))
-def test_products(arch: str, name: str) -> None:
-    case = PRODUCTS[name]
+def test_matmuls(arch: str, name: str) -> None:
+    case = MATMULS[name]
     module = emulated.module({"main": first_variant(case, arch).make()}, arch=arch)
     is_good(measured((module, case.arrays({})[0])))
 

@@ -1,4 +1,4 @@
-"""Clusters of blocks: the emulator reports what they do wrong, and products of matrices in them are right."""
+"""Clusters of blocks: the emulator reports what they do wrong, and matmuls in them are right."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_what_clusters_cannot_be() -> None:
         launch("not_awaited", [2], [128], y)
 
 
-# ---- products of matrices
+# ---- matmuls
 
 PAIR = WgmmaMatmulTiles(1, 64, 3, 160, 24, swizzle=2, split_steps=100, blocks=4, cluster=2)
 GATE = WgmmaMatmulTiles(2, 128, 3, 160, 24, swizzle=2, split_steps=2, cluster=2)
@@ -95,7 +95,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", thinned(CASES, 3))
-def test_products(name: str) -> None:
+def test_matmuls(name: str) -> None:
     """Rows of whole clusters, so many that the last may be part empty, and too few, which another launch is for."""
     case = CASES[name]
     check(case, made(case, "sm_90a"), TURNS)
@@ -105,7 +105,7 @@ SMALL = Case(m=256, n=72, k=400, tiles=WgmmaMatmulTiles(1, 64, 3, 160, 24, 2, 10
 
 
 @pytest.mark.no_gpu
-def test_nothing_can_be_left_out_of_products() -> None:
+def test_nothing_can_be_left_out_of_matmuls() -> None:
     """But what a warp waits for behind its last rows. Among the steps are those of the cluster."""
     arrays, want = SMALL.arrays({})
 
@@ -153,7 +153,7 @@ def of_a_model() -> float:
     """The largest difference from float64, at rows for both launches."""
     weight = np.random.default_rng(1).standard_normal((64, 264)).astype("float16")
     text = """<ir_version: 10, opset_import: ["" : 23]>
-    product (float16[m, 64] x, float16[64, 264] w) => (float16[m, 264] y) { y = MatMul (x, w) }"""
+    matmul (float16[m, 64] x, float16[64, 264] w) => (float16[m, 264] y) { y = MatMul (x, w) }"""
     model = onnx.parser.parse_model(text)
     model.graph.initializer.append(onnx.numpy_helper.from_array(weight, "w"))
     del model.graph.input[1]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tvm
 from attention_cases import Case, arrays, check, outputs
-from machine_code import HEAD_DIMS, decode_alone, machine_code, prefill, products
+from machine_code import HEAD_DIMS, decode_alone, machine_code, matmuls, prefill
 from machine_code import problem as prefill_problem
 from thinned import thinned
 from tvm.script.ir_builder import IRBuilder
@@ -213,11 +213,11 @@ ALL = list(itertools.product(("sm_80", "sm_89", "sm_90a"), HEAD_DIMS, KINDS, (Fa
 @pytest.mark.no_gpu
 @pytest.mark.parametrize(("arch", "head_dim", "name", "causal"), thinned(ALL, len(ALL)))
 def test_nothing_is_spilled(arch: str, head_dim: int, name: str, causal: bool) -> None:
-    """No register in memory, no conversion of integers, and no product more than tiles ask for."""
+    """No register in memory, no conversion of integers, and no matmul more than tiles ask for."""
     p = coded(head_dim, name, causal)
     func, tiles = prefill(p, arch)
     many, few = machine_code(func, arch), machine_code(decode_alone(p, arch), arch)
-    assert many.loop["HMMA"] == products(p, tiles)
+    assert many.loop["HMMA"] == matmuls(p, tiles)
     for code in (many, few):
         assert (code.spills, code.stack) == (0, 0) and not code.said
         assert not code.loop["I2F"] and not code.loop["I2FP"] and code.loop["LDGSTS"]

@@ -92,7 +92,7 @@ def model(case: Case) -> onnx.ModelProto:
 
 
 def outputs(case: Case) -> tuple[list[str], list[int], dict[int, tuple[np.ndarray, np.ndarray]]]:
-    """Schedules of the products, bytes of weights, and x and y by number of rows. In the emulation's process."""
+    """Schedules of the matmuls, bytes of weights, and x and y by number of rows. In the emulation's process."""
     compiled = lowering.compile(model(case), f"cuda:{case.arch}")
     found = {}
     for rows in ROWS:
@@ -103,17 +103,17 @@ def outputs(case: Case) -> tuple[list[str], list[int], dict[int, tuple[np.ndarra
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_products_with_codes(name: str) -> None:
+def test_matmuls_with_codes(name: str) -> None:
     case = CASES[name]
     schedules, sizes, found = emulated.run(outputs, case, arch=case.arch, timeout=300)
     assert set(schedules) == ({"ordinary"} if case.dtype == "float32" else {"matmul"})
     count, elements = 1 + case.gate, case.k * case.n
     assert sum(sizes) <= count * (elements * case.bits // 8 + 8 * -(-elements // case.block))
     for rows, (x, y) in found.items():
-        products = [x.astype("float64") @ matrix(case, seed)[1] for seed in range(count)]
-        want: Any = products[0]
+        matmuls = [x.astype("float64") @ matrix(case, seed)[1] for seed in range(count)]
+        want: Any = matmuls[0]
         if case.gate:
-            want = products[0] / (1 + np.exp(-products[0])) * products[1]
+            want = matmuls[0] / (1 + np.exp(-matmuls[0])) * matmuls[1]
         rounding = float(ml_dtypes.finfo(case.dtype).eps)
         np.testing.assert_allclose(
             y.astype("float64"), want, rtol=4 * rounding, atol=2 * rounding * np.abs(want).max(), err_msg=str(rows)

@@ -10,7 +10,7 @@ import onnx
 import pytest
 import sass
 import second_ptxas
-from product_code import machine_code_of
+from matmul_code import machine_code_of
 from tvm import tirx
 
 from benchmarks.gpu.bundling.models import in_half

@@ -24,7 +24,7 @@ def random(shape: tuple[int, ...], short: str) -> np.ndarray:
     return RNG.standard_normal(shape).astype(DTYPES[short])
 
 
-def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """a [m, k] times b [n, k], in float32."""
     return a.astype("float32") @ b.astype("float32").T
 
@@ -72,14 +72,14 @@ def test_mma(short: str, transposed: bool) -> None:
     stored = np.ascontiguousarray(b.T) if transposed else b
     out = np.full((16, 8), np.nan, "float32")
     out = emulated.launch(MMA, f"mma_{short}_{int(transposed)}", [1], [32], [a, stored, out], arch="sm_80")[2]
-    np.testing.assert_allclose(out, product(a, b), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(out, matmul(a, b), rtol=1e-5, atol=1e-5)
 
 
 # ---- wgmma: D [64, n] = A [64, K] B [K, n]; tiles come by bulk tensor copies, panel beside panel
 
 
 @dataclass(frozen=True)
-class Product:
+class Matmul:
     n: int
     short: str
     a_in_registers: bool = False
@@ -126,15 +126,15 @@ extern "C" __global__ void __launch_bounds__(128) {self.name}(const __grid_const
 }}"""
 
 
-PRODUCTS = [
-    Product(8, "f16"),
-    Product(64, "bf16", b_transposed=True),
-    Product(128, "f16", a_transposed=True),
-    Product(192, "bf16", a_transposed=True, b_transposed=True),
-    Product(256, "f16", a_in_registers=True, b_transposed=True),
-    Product(24, "bf16", a_in_registers=True),
+MATMULS = [
+    Matmul(8, "f16"),
+    Matmul(64, "bf16", b_transposed=True),
+    Matmul(128, "f16", a_transposed=True),
+    Matmul(192, "bf16", a_transposed=True, b_transposed=True),
+    Matmul(256, "f16", a_in_registers=True, b_transposed=True),
+    Matmul(24, "bf16", a_in_registers=True),
 ]
-SOURCE = Path(__file__).with_name("tiles.cu").read_text() + "\n".join(p.kernel() for p in PRODUCTS)
+SOURCE = Path(__file__).with_name("tiles.cu").read_text() + "\n".join(p.kernel() for p in MATMULS)
 
 
 def tile(rows: int, swizzle: int, transposed: bool) -> tuple[np.ndarray, tuple[int, int], int]:
@@ -157,7 +157,7 @@ def tile(rows: int, swizzle: int, transposed: bool) -> tuple[np.ndarray, tuple[i
     )
 
 
-def wgmma(p: Product, swizzle: int, left_out: int = 0, **named: str) -> tuple[np.ndarray, np.ndarray]:
+def wgmma(p: Matmul, swizzle: int, left_out: int = 0, **named: str) -> tuple[np.ndarray, np.ndarray]:
     """What the kernel computes, and what it should."""
     a, b = random((64, K), p.short), random((p.n, K), p.short)
     (ta, box_a, bytes_a), (tb, box_b, bytes_b) = tile(64, swizzle, p.a_transposed), tile(p.n, swizzle, p.b_transposed)
@@ -166,7 +166,7 @@ def wgmma(p: Product, swizzle: int, left_out: int = 0, **named: str) -> tuple[np
     arguments = [TensorMap(2, box_a, swizzle), TensorMap(3, box_b, swizzle), *stored, out, ta, tb, np.int32(left_out)]
     values = [Value(x) if isinstance(x, np.ndarray) and x.dtype == "int32" else x for x in arguments]
     result = emulated.launch(SOURCE, p.name, [1], [128], values, shared_bytes=bytes_a + bytes_b, **named)
-    return result[4], product(a, b)
+    return result[4], matmul(a, b)
 
 
 class Value:
@@ -182,13 +182,13 @@ class Value:
 # A transposed B consists of whole panels.
 SWIZZLED = [
     (p, swizzle)
-    for p, swizzle in itertools.product(PRODUCTS, [0, 32, 64, 128])
+    for p, swizzle in itertools.product(MATMULS, [0, 32, 64, 128])
     if not (p.b_transposed and p.n * 2 % max(swizzle, 16))
 ]
 
 
 @pytest.mark.parametrize("p, swizzle", SWIZZLED, ids=str)
-def test_wgmma(p: Product, swizzle: int) -> None:
+def test_wgmma(p: Matmul, swizzle: int) -> None:
     for order, arrivals in [("ascending", "late"), ("descending", "at once"), ("ascending", "last first")]:
         out, expected = wgmma(p, swizzle, order=order, arrivals=arrivals)
         np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-4)
@@ -197,10 +197,10 @@ def test_wgmma(p: Product, swizzle: int) -> None:
 @pytest.mark.no_gpu
 @pytest.mark.parametrize("arrivals", emulated.ARRIVALS)
 @pytest.mark.parametrize("order", emulated.ORDERS)
-@pytest.mark.parametrize("p", [PRODUCTS[1], PRODUCTS[4]], ids=["A in memory", "A in registers"])
+@pytest.mark.parametrize("p", [MATMULS[1], MATMULS[4]], ids=["A in memory", "A in registers"])
 @pytest.mark.parametrize(
     "left_out, why", [(1, "without a wgmma.fence"), (2, "register that a wgmma in flight"), (4, "race: .*wgmma")]
 )
-def test_wgmma_with_a_step_left_out(p: Product, left_out: int, why: str, order: str, arrivals: str) -> None:
+def test_wgmma_with_a_step_left_out(p: Matmul, left_out: int, why: str, order: str, arrivals: str) -> None:
     with pytest.raises(EmulationError, match=why):
         wgmma(p, 128, left_out, order=order, arrivals=arrivals)

@@ -9,8 +9,8 @@ import numpy as np
 import onnx
 import pytest
 from early_launch import faults
+from matmul_code import machine_code_of
 from onnx import helper, numpy_helper
-from product_code import machine_code_of
 
 import lowering
 

@@ -169,7 +169,7 @@ layer (float[B, 4, 1, 32] q, float[B, 2, 1, 32] new_k, float[B, 2, 1, 32] new_v,
 
 
 def decoding(is_joined: bool) -> tuple[list[CallSpec], int, dict[str, np.ndarray]]:
-    """Of what a layer of a decoder does between its products, for one token of two sequences each: the calls of
+    """Of what a layer of a decoder does between its matmuls, for one token of two sequences each: the calls of
     kernels, how many launches they are, and what comes out."""
     with ExitStack() as apart:
         for name in () if is_joined else ("join_launches", "rows_into_caches"):

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.no_gpu
 
 SOURCE = Path(__file__).with_name("layouts") / "layouts.cpp"
 _DESCRIPTOR = re.compile(r"ptx_wgmma_encode_matrix_descriptor\(\(&\(\w+\[0\]\)\), .*?, (\d+), (\d+), (\d+)\);")
-_PRODUCT = re.compile(r"ptx_wgmma_f16_(ss|rs)_mma_async\w*_m64n(\d+)k16_f32_f16_f16((?:_\d)+)\((.*)\);")
+_MATMUL = re.compile(r"ptx_wgmma_f16_(ss|rs)_mma_async\w*_m64n(\d+)k16_f32_f16_f16((?:_\d)+)\((.*)\);")
 
 
 def descriptors(source: str) -> list[tuple[int, int]]:
@@ -30,12 +30,12 @@ def descriptors(source: str) -> list[tuple[int, int]]:
 
 
 def steps(source: str, kind: str, operand: int) -> list[int]:
-    """How far from the start of its tile each product of a kind reads an operand, for one loop of them."""
+    """How far from the start of its tile each matmul of a kind reads an operand, for one loop of them."""
     found = []
-    for which, _, _, arguments in _PRODUCT.findall(source):
+    for which, _, _, arguments in _MATMUL.findall(source):
         if which != kind:
             continue
-        # Behind registers come one or two descriptors, and whether the product adds.
+        # Behind registers come one or two descriptors, and whether the matmul adds.
         part = _split(arguments)[-3 + operand if kind == "ss" else -2]
         moved = re.search(r"\+ \(uint64_t\)(\d+)ULL\)$", part)
         found.append(int(moved[1]) if moved else 0)
@@ -54,7 +54,7 @@ def _split(arguments: str) -> list[str]:
 
 
 def lines() -> list[str]:
-    """A call for each tile of attention at three head sizes, and of products with B in either order."""
+    """A call for each tile of attention at three head sizes, and of matmuls with B in either order."""
     found = []
     for dim in (64, 128, 256):
         func, tiles = prefill(problem(dim, False), "sm_90a")

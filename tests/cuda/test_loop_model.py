@@ -8,7 +8,7 @@ import itertools
 import math
 
 import pytest
-from loop_kernels import ARCHITECTURES, LARGE, attention, compiled, product, recorded
+from loop_kernels import ARCHITECTURES, LARGE, attention, compiled, matmul, recorded
 from loop_model import GPUS, Bound, Gpu, Kernel, beside, bound, steps
 from peer_kernels import by_warps, compiler
 from sass import loops, main_loop, read, successors
@@ -94,11 +94,11 @@ def test_counted_by_hand() -> None:
     assert (b.binding, b.inside, b.share) == ("tensor", 1, 1)
 
 
-def test_products_by_warps_counted_by_hand() -> None:
+def test_matmuls_by_warps_counted_by_hand() -> None:
     """mma.sync on A100: two of 8 cycles, hidden by 3 reads of 16 cycles each and by 11 of 2 cycles."""
-    product = "HMMA.16816.F32 R4, R8, R12, R4 ;"
+    matmul = "HMMA.16816.F32 R4, R8, R12, R4 ;"
     load, add, jump = "LDSM.16.M88.4 R8, [R2] ;", "FFMA R3, R3, R3, R3 ;", "@P0 BRA `(.L_x_0) ;"
-    lines = [product, load, load, load, product, *11 * [add], jump]
+    lines = [matmul, load, load, load, matmul, *11 * [add], jump]
     text = ".section .text.kernel,\n.L_x_0:\n" + "\n".join(f"/*{n:04x}*/ {line}" for n, line in enumerate(lines))
     kernel = Kernel("kernel", "sm_80", "", steps(main_loop(read(text))), 4, 4 * 2 * 4096, 0, 0)
     b = bound(kernel, GPUS["sm_80"])
@@ -120,7 +120,7 @@ def test_what_is_changed_is_noticed() -> None:
     overlapped = bound(listed(early), H100)
     assert overlapped.pipes == before.pipes and overlapped.in_step == before.in_step - 12
     assert beside(listed(early).steps) == 2
-    # An exponential before products that nothing waits for, and two after them.
+    # An exponential before matmuls that nothing waits for, and two after them.
     unwaited = "".join(line + "\n" for line in early.splitlines() if "WARPGROUP" not in line)
     unwaited = unwaited.replace("BSSY B0,", "MUFU.EX2 R25, R25 ;\n/*0000*/ BSSY B0,")
     assert bound(listed(unwaited), H100).alone == 3 * 8
@@ -129,7 +129,7 @@ def test_what_is_changed_is_noticed() -> None:
 
 
 GOAL = 0.85
-"""The least share of tensor cores of the busiest pipe in attention; in products of large tiles it is 0.9."""
+"""The least share of tensor cores of the busiest pipe in attention; in matmuls of large tiles it is 0.9."""
 
 
 def test_attention_on_hopper() -> None:
@@ -142,9 +142,9 @@ def test_attention_on_hopper() -> None:
     assert b.pipes["issue"] < 1.15 * bound(theirs, H100).pipes["issue"]
 
 
-def test_product_on_hopper() -> None:
+def test_matmul_on_hopper() -> None:
     """128 x 256 x 64 in 1024 cycles, for which the cache would be too slow if no cluster shared B."""
-    kernel = product("sm_90a")
+    kernel = matmul("sm_90a")
     b = bound(kernel, H100)
     steps_of_k = kernel.operations / kernel.work
     assert b.pipes["tensor"] == b.pipes["shared"] == 1024 * steps_of_k and b.inside == 1
@@ -186,8 +186,8 @@ def test_attention_is_bound_by_tensor_cores(arch: str, head_dim: int, causal: bo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LARGE)
-def test_products_are_bound_by_tensor_cores(name: str) -> None:
-    kernel = product(name)
+def test_matmuls_are_bound_by_tensor_cores(name: str) -> None:
+    kernel = matmul(name)
     b = bound(kernel, GPUS[kernel.arch])
     if name == "sm_90a, gate":  # which reads A for both of its halves
         assert b.inside == pytest.approx(1024 / 1152)

@@ -1,4 +1,4 @@
-"""The machine code of attention: no registers in memory, no product more than tiles ask for, none waited for alone."""
+"""The machine code of attention: no registers in memory, no matmul more than tiles ask for, none waited for alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from loop_model import beside
-from machine_code import HEAD_DIMS, decode_alone, machine_code, prefill, problem, products
+from machine_code import HEAD_DIMS, decode_alone, machine_code, matmuls, prefill, problem
 from prefill_cases import formula
 from thinned import thinned
 
@@ -27,13 +27,13 @@ def check(arch: str, p: AttentionProblem) -> None:
     assert (code.spills, code.stack) == (0, 0)
     assert code.registers * tiles.threads <= 65536 and not code.said
     if isinstance(tiles, MmaTiles):
-        assert code.loop["HMMA"] == products(p, tiles)
+        assert code.loop["HMMA"] == matmuls(p, tiles)
         return
-    assert code.whole["HGMMA"] % products(p, tiles) == 0
+    assert code.whole["HGMMA"] % matmuls(p, tiles) == 0
     assert code.whole["WARPGROUP"] < code.whole["HGMMA"] / 2, "wgmma is serialised"
-    assert beside(code.steps) >= tiles.kv / 2, "no exponential is evaluated beside the products of P V"
+    assert beside(code.steps) >= tiles.kv / 2, "no exponential is evaluated beside the matmuls of P V"
     assert code.whole["UTMALDG"] and code.whole["UTMASTG"], "tiles do not come and go by TMA"
-    assert code.loop["HGMMA"] == products(p, tiles)
+    assert code.loop["HGMMA"] == matmuls(p, tiles)
 
 
 @pytest.mark.parametrize(("arch", "head_dim", "causal"), QUICK)

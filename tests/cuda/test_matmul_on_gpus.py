@@ -1,4 +1,4 @@
-"""Products of matrices on tensor cores, emulated: right for every order of operands, size, epilogue and split of k."""
+"""Matmuls of matrices on tensor cores, emulated: right for every order of operands, size, epilogue and split of k."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tvm import te, tirx, topi
 
 from schedules.cuda.matmul import joins, matmul
 from schedules.cuda.matmul_tiles import MatmulTiles, WgmmaMatmulTiles
-from schedules.reading.product import PRODUCTS
+from schedules.reading.matmul import MATMULS
 from schedules.variant import Variant
 
 Arrays = list[np.ndarray]
@@ -38,10 +38,10 @@ class Case:
     a_transposed: bool = False
     b_transposed: bool = False
     epilogue: str = "bias"
-    """bias, residual, float32, gate (two products), or none."""
+    """bias, residual, float32, gate (two matmuls), or none."""
     tiles: MatmulTiles | None = SMALL
     sizes: tuple[dict[str, int], ...] = ({"m": 1}, {"m": 45})
-    products: str = ""
+    matmuls: str = ""
     """tf32 or 3xtf32, of float32."""
 
     def function(self) -> tirx.PrimFunc:
@@ -57,7 +57,7 @@ class Case:
         shape = (*outer, n, k) if self.b_transposed else (*outer, k, n)
         bs = [te.placeholder(shape, self.dtype, name) for name in names]
 
-        def product(b: te.Tensor) -> te.Tensor:
+        def matmul(b: te.Tensor) -> te.Tensor:
             step = te.reduce_axis((0, k), "step")
 
             def element(*index: Any) -> Any:
@@ -68,7 +68,7 @@ class Case:
 
             return te.compute((*outer, m, n), element, b.op.name)
 
-        sums = [topi.cast(product(b), self.dtype) for b in bs]
+        sums = [topi.cast(matmul(b), self.dtype) for b in bs]
         given = [a, *bs]
         if self.epilogue == "bias":
             given.append(te.placeholder((n,), self.dtype, "bias"))
@@ -81,7 +81,7 @@ class Case:
         else:
             result = topi.cast(sums[0], "float32") if self.epilogue == "float32" else sums[0]
         func = te.create_prim_func([*given, result])
-        return func.with_attr(PRODUCTS, self.products) if self.products else func
+        return func.with_attr(MATMULS, self.matmuls) if self.matmuls else func
 
     def arrays(self, sizes: dict[str, int]) -> tuple[Arrays, np.ndarray]:
         """Random inputs with infinity and NaN nowhere, and what is right, in float64."""
@@ -137,11 +137,11 @@ def check(case: Case, module: emulated.Module, turns: list[tuple[Any, Any]]) -> 
         arrays, want = case.arrays(sizes)
         for order, arrivals in turns:
             got = module.call("main", arrays, order=order, arrivals=arrivals)[-1].astype("float64")
-            # Sums of products of normal numbers are as large as the root of their count.
+            # Sums of matmuls of normal numbers are as large as the root of their count.
             scale = math.sqrt(sizes.get("k", case.k if isinstance(case.k, int) else 1)) * (
                 np.abs(want).max() / max(np.abs(want).std(), 1e-9) if case.epilogue == "gate" else 1
             )
-            eps = EPS[case.products or case.dtype]
+            eps = EPS[case.matmuls or case.dtype]
             np.testing.assert_allclose(got, want, rtol=2 * eps, atol=2 * eps * scale, err_msg=f"{case} {sizes}")
 
 
@@ -215,14 +215,14 @@ def test_few_rows(name: str) -> None:
     check(case, made(case, rows=8 if case.epilogue == "gate" else 16), TURNS[:2])
 
 
-def three_products(m: Any, depth: int, widths: tuple[int, ...]) -> tirx.PrimFunc:
+def three_matmuls(m: Any, depth: int, widths: tuple[int, ...]) -> tirx.PrimFunc:
     """A by three matrices of their own widths, the first with a bias: queries, keys and values."""
     k = tirx.IntImm("int64", depth)
     a = te.placeholder((m, k), "float16", "a")
     bs = [te.placeholder((tirx.IntImm("int64", n), k), "float16", f"b{i}") for i, n in enumerate(widths)]
     bias = te.placeholder((tirx.IntImm("int64", widths[0]),), "float16", "bias")
 
-    def product(b: te.Tensor) -> te.Tensor:
+    def matmul(b: te.Tensor) -> te.Tensor:
         step = te.reduce_axis((0, k), "step")
 
         def element(i: Any, j: Any) -> Any:
@@ -230,7 +230,7 @@ def three_products(m: Any, depth: int, widths: tuple[int, ...]) -> tirx.PrimFunc
 
         return topi.cast(te.compute((m, b.shape[0]), element, b.op.name), "float16")
 
-    q, *rest = map(product, bs)
+    q, *rest = map(matmul, bs)
     return te.create_prim_func([a, *bs, bias, topi.add(q, bias), *rest])
 
 
@@ -238,7 +238,7 @@ def three_products(m: Any, depth: int, widths: tuple[int, ...]) -> tirx.PrimFunc
 def test_queries_keys_and_values_are_one_function(arch: str) -> None:
     """Few rows by one launch for all three, more by one each."""
     widths, depth = (72, 24, 40), 264
-    func = three_products(tirx.Var("m", "int64"), depth, widths)
+    func = three_matmuls(tirx.Var("m", "int64"), depth, widths)
     target = tvm.target.Target({"kind": "cuda", "arch": arch}, host="llvm")
     assert joins(func, target) is False  # it is full
     (variant, *_) = matmul(func, target) or []
@@ -280,7 +280,7 @@ def test_illegal_tiles_are_refused() -> None:
 
 
 @pytest.mark.no_gpu
-def test_other_products_are_left() -> None:
+def test_other_matmuls_are_left() -> None:
     target = tvm.target.Target({"kind": "cuda", "arch": "sm_80"}, host="llvm")
     a, b = (te.placeholder((tirx.IntImm("int64", 8), tirx.IntImm("int64", 8)), "float32", name) for name in "ab")
     assert matmul(te.create_prim_func([a, b, topi.matmul(a, b)]), target) is None

@@ -14,7 +14,7 @@ import onnx
 import pytest
 import tvm_ffi
 from cuda_emulation import device
-from product_code import products
+from matmul_code import matmuls
 from thinned import thinned
 
 import lowering
@@ -41,36 +41,36 @@ MODELS: list[tuple[str, str, Precision | None]] = [
 @pytest.mark.parametrize(("name", "arch", "precision"), thinned(MODELS, 4))
 def test_sample(name: str, arch: str, precision: Precision | None) -> None:
     kernels, worst = emulated.run(exported.measured, SAMPLES / name, arch, precision, arch=arch, timeout=500)
-    assert worst < BARS[precision] and kernels["products"] > 0
-    assert kernels["products by ordinary" if precision is None else "products by matmul"] == kernels["products"]
+    assert worst < BARS[precision] and kernels["matmuls"] > 0
+    assert kernels["matmuls by ordinary" if precision is None else "matmuls by matmul"] == kernels["matmuls"]
 
 
 @pytest.mark.slow
 def test_a_sample_of_float16() -> None:
     folder = SAMPLES / "whisper-past-dynamo23-f16"
     kernels, worst = emulated.run(exported.measured, folder, "sm_80", None, arch="sm_80", timeout=500)
-    assert worst < BARS["float16"] and kernels["products by matmul"] == kernels["products"] > 0
+    assert worst < BARS["float16"] and kernels["matmuls by matmul"] == kernels["matmuls"] > 0
 
 
 @pytest.mark.no_gpu
 @pytest.mark.parametrize(("name", "arch", "precision"), thinned([m for m in MODELS if m[2] is not None], 6))
-def test_products_are_on_tensor_cores(name: str, arch: str, precision: Precision) -> None:
+def test_matmuls_are_on_tensor_cores(name: str, arch: str, precision: Precision) -> None:
     """By the machine code of every launch. (Attentions have heads too narrow for that in samples.)"""
-    manifest, found = products(SAMPLES / name / "model.onnx", arch, precision)
-    own = [product for product in found if product.kind != "attention"]
+    manifest, found = matmuls(SAMPLES / name / "model.onnx", arch, precision)
+    own = [matmul for matmul in found if matmul.kind != "attention"]
     assert {kernel.name for kernel in manifest.kernels if kernel.kind in ("matmul", "conv")} == {p.name for p in own}
-    assert own and all(product.on_tensor_cores for product in own), [str(product) for product in own]
+    assert own and all(matmul.on_tensor_cores for matmul in own), [str(matmul) for matmul in own]
 
 
 @pytest.mark.no_gpu
 @pytest.mark.slow
-def test_products_of_float32_are_not() -> None:
-    _, found = products(SAMPLES / "distilbert-traced17" / "model.onnx", "sm_80", None)
-    assert found and not any(product.on_tensor_cores for product in found)
+def test_matmuls_of_float32_are_not() -> None:
+    _, found = matmuls(SAMPLES / "distilbert-traced17" / "model.onnx", "sm_80", None)
+    assert found and not any(matmul.on_tensor_cores for matmul in found)
 
 
 def greedy() -> tuple[list[str], bool]:
-    """A decoder that ends in ArgMax: the rules that its functions without products got, and whether each token is that
+    """A decoder that ends in ArgMax: the rules that its functions without matmuls got, and whether each token is that
     of the largest logit."""
     folder = SAMPLES / "llama-past-dynamo23"
     model = onnx.load(folder / "model.onnx")

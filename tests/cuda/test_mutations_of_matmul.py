@@ -1,4 +1,4 @@
-"""No barrier, wait or fence of the kernels for products of matrices can be left out unnoticed."""
+"""No barrier, wait or fence of the kernels for matmuls can be left out unnoticed."""
 
 from __future__ import annotations
 

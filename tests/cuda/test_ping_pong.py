@@ -1,4 +1,4 @@
-"""Products on Hopper by ping-pong: consumers have tiles of their own, and one stores while the other multiplies."""
+"""Matmuls on Hopper by ping-pong: consumers have tiles of their own, and one stores while the other multiplies."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from test_matmul_on_gpus import AUDITED, Case, check, first_variant, made
 from thinned import thinned
 
 from schedules.cuda.device import DEVICES
+from schedules.cuda.matmul_reader import Shape
 from schedules.cuda.matmul_tiles import WgmmaMatmulTiles
-from schedules.cuda.products import Shape
 
 # Seven steps along k go twice round a ring of three, after which the parity of a fill is that of the first again.
 ALONE = WgmmaMatmulTiles(2, 64, 3, 160, 24, swizzle=2, split_steps=100, blocks=2, ping_pong=True)
@@ -86,7 +86,7 @@ def test_a_wrong_turn_is_found(name: str) -> None:
 
 @pytest.mark.no_gpu
 def test_machine_code() -> None:
-    """A consumer gives its turn away before it waits for the last products and stores; nothing spills."""
+    """A consumer gives its turn away before it waits for the last matmuls and stores; nothing spills."""
     func = first_variant(AUDITED["sm_90a, ping-pong"], "sm_90a").make()
     _, sass, said = disassembled(func, "sm_90a")
     (function,) = (f for f in read(sass) if turns(f))
@@ -108,15 +108,15 @@ def turns(function: Function) -> list[Instruction]:
 
 
 @pytest.mark.no_gpu
-@pytest.mark.parametrize("products", (1, 2))
-def test_a_short_k_is_multiplied_in_turn(products: int) -> None:
+@pytest.mark.parametrize("matmuls", (1, 2))
+def test_a_short_k_is_multiplied_in_turn(matmuls: int) -> None:
     """By default, and by what a tuner tries first; a long one by both consumers together. Tiles of 64 rows read B twice
     as often as those of 128, which the cache does not give for long."""
     device = DEVICES["sm_90a"]
 
     def tiles(depth: int | None, rows: int | None = None) -> WgmmaMatmulTiles:
-        found = WgmmaMatmulTiles.default(Shape("float16", None, rows, 4096, depth, products), device)
-        found.check(Shape("float16", None, rows, 4096, depth, products), device)
+        found = WgmmaMatmulTiles.default(Shape("float16", None, rows, 4096, depth, matmuls), device)
+        found.check(Shape("float16", None, rows, 4096, depth, matmuls), device)
         return found
 
     assert [tiles(depth).ping_pong for depth in (64, 512, 2048, 8192, None)] == [True, True, True, False, False]

@@ -87,7 +87,7 @@ def test_equals_the_reference(name: str) -> None:
 
 @pytest.mark.parametrize("turn", range(len(TURNS)))
 def test_whatever_comes_first(turn: int) -> None:
-    """Threads in both orders; copies and products as late as may be, at once, and the newest first."""
+    """Threads in both orders; copies and matmuls as late as may be, at once, and the newest first."""
     p, _ = KERNELS["ragged causal cache"]
     inputs = draw(p, 2, 200, 150)
     close(kernels.call("ragged causal cache", inputs, turn)[0], expected(p, inputs)[0], p)

@@ -42,5 +42,5 @@ def test_prefill(arch: str, head_dim: int, causal: bool) -> None:
 
 
 @pytest.mark.parametrize("name", test_matmul_on_gpus.AUDITED)
-def test_products(name: str) -> None:
+def test_matmuls(name: str) -> None:
     test_matmul_on_gpus.test_machine_code(name)

@@ -20,9 +20,9 @@ KINDS = {
 @pytest.mark.parametrize("arch", KINDS)
 def test_a_name_is_that_of_one_type(arch: str) -> None:
     """By whatever else the kernels hold, which TVM numbers: an artifact's kernels are one file."""
-    product = first_variant(Case(n=4096, k=1024, b_transposed=True, tiles=None), arch).make()
+    matmul = first_variant(Case(n=4096, k=1024, b_transposed=True, tiles=None), arch).make()
     attention, _ = prefill(problem(64, True), arch)
-    declared = [found for func in (product, attention) for found in DECLARED.findall(emitted(func, arch))]
+    declared = [found for func in (matmul, attention) for found in DECLARED.findall(emitted(func, arch))]
     types = {name: (align, kind) for align, kind, name in declared}
     assert set(types.values()) == KINDS[arch] and len(declared) >= 3
     assert sorted(types.values()) == sorted(KINDS[arch]), "a name for each type"

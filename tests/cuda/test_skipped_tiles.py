@@ -1,4 +1,4 @@
-"""Tiles of keys that nobody sees are not multiplied: matrix products are counted, and compared with the mask."""
+"""Tiles of keys that nobody sees are not multiplied: matmuls are counted, and compared with the mask."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import cuda_emulation as emulated
 import numpy as np
 import pytest
 from cuda_emulation import device
-from machine_code import products
+from machine_code import matmuls
 from prefill_cases import formula, problem
 
 sys.path.append(str(Path(__file__).parents[1] / "flex"))
@@ -61,7 +61,7 @@ MASKS = {
 
 
 def counted(name: str, rows: int, arch: str) -> int:
-    """How many products a call takes. Called in the emulation's process."""
+    """How many matmuls a call takes. Called in the emulation's process."""
     masked, kind = MASKS[name], ("batch", HEADS, rows, DIM)
     specs = specs_of(masked.captures)
     settings = settings_of(None, masked.mask, specs, "float16", None, DIM, masked.blocks)
@@ -74,9 +74,9 @@ def counted(name: str, rows: int, arch: str) -> int:
     given = {"q": q, "k": k, "v": k, **masked.captures}
     if masked.blocks is not None:
         given[model.inputs[3].name] = SHOWN[:, :, : -(-rows // 128)].astype("i1")
-    device.take_products()
+    device.take_matmuls()
     model.run(given)
-    return device.take_products()
+    return device.take_matmuls()
 
 
 def seen_tiles(dense: np.ndarray, rows: int, keys: int) -> int:
@@ -118,7 +118,7 @@ def test_prefill(name: str, arch: str) -> None:
     shown, rows = dense("documents without a mask" if name == "documents" else name, KEYS), tiles.q
     if arch == "sm_90a" and name not in BY_HEAD:  # heads that share keys are rows of one tile
         shown, rows = shown[:1], tiles.q // HEADS
-    assert found == seen_tiles(shown, rows, tiles.kv) * workers * products(p, tiles)
+    assert found == seen_tiles(shown, rows, tiles.kv) * workers * matmuls(p, tiles)
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_a_disturbed_capture_says_so_and_is_made_by_the_next_call() -> None:
 
 
 def test_tensor_maps_are_part_of_a_graph() -> None:
-    found = emulated.run(steps.product_by_tensor_maps, arch="sm_90a", timeout=500)
+    found = emulated.run(steps.matmul_by_tensor_maps, arch="sm_90a", timeout=500)
     assert [difference for difference, _ in found] == [0, 0, 0]
     assert not emulated.counts() or found[0][1] > 0
     assert [maps for _, maps in found[1:]] == [0, 0]

@@ -1,4 +1,4 @@
-"""Products on Hopper whose steps along k are dealt out evenly, wherever tiles end: stream-K."""
+"""Matmuls on Hopper whose steps along k are dealt out evenly, wherever tiles end: stream-K."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def test_equals_float64(name: str) -> None:
     check(case, made(case, "sm_90a"), TURNS)
 
 
-def products(module: emulated.Module, arrays: list[Any]) -> int:
-    """How many products of wgmma a call takes."""
-    emulated.run(device.take_products, arch="sm_90a")
+def matmuls(module: emulated.Module, arrays: list[Any]) -> int:
+    """How many matmuls of wgmma a call takes."""
+    emulated.run(device.take_matmuls, arch="sm_90a")
     module.call("main", arrays)
-    return emulated.run(device.take_products, arch="sm_90a")
+    return emulated.run(device.take_matmuls, arch="sm_90a")
 
 
 # By steps of each tile, and tiles: what each of three blocks multiplies, in steps.
@@ -77,8 +77,8 @@ def test_blocks_have_equal_shares(steps: int) -> None:
     modules = [module.with_source(re.sub(pattern, text, source)) for text in alone]
     for tiles, want in DEALT[steps].items():
         arrays, _ = case.arrays({"m": 64 * tiles})
-        found = [products(each, arrays) for each in modules]
-        each = products(module, arrays) // sum(want)
+        found = [matmuls(each, arrays) for each in modules]
+        each = matmuls(module, arrays) // sum(want)
         assert each and found == [n * each for n in want]
         most = THREE.busiest(tiles, 3, steps)[1]  # as the tuner has it, with what parts cost
         assert max(want) <= most <= max(want) + 2
@@ -135,7 +135,7 @@ def replayed() -> list[tuple[float, bool, int]]:
     rng, (rows, depth, columns) = np.random.default_rng(2), (48, 34 * 64, 67 * 128)  # 67 tiles for 132 multiprocessors
     weight = rng.standard_normal((depth, columns)).astype("float16")
     text = f"""<ir_version: 10, opset_import: ["" : 23]>
-    product (float16[{rows}, {depth}] x, float16[{depth}, {columns}] w) => (float16[{rows}, {columns}] y) {{
+    matmul (float16[{rows}, {depth}] x, float16[{depth}, {columns}] w) => (float16[{rows}, {columns}] y) {{
         y = MatMul (x, w)
     }}"""
     model = onnx.parser.parse_model(text)
@@ -162,4 +162,4 @@ def test_a_model_and_its_graph() -> None:
     for worst, same, launches in emulated.run(replayed, arch="sm_90a", timeout=500):
         assert (
             worst < 0.25 and same and (launches == 2 or not emulated.counts())
-        )  # sums of 2176 products are up to about 250: half a step of float16
+        )  # sums of 2176 matmuls are up to about 250: half a step of float16

@@ -1,4 +1,4 @@
-"""What becomes of queries, keys and values, computed by the product itself: which are taken, and what comes out."""
+"""What becomes of queries, keys and values, computed by the matmul itself: which are taken, and what comes out."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import pytest
 import sass
 from cuda_emulation import device
 from cuda_emulation.processes import environment
+from matmul_code import machine_code_of
 from onnx import helper, numpy_helper
-from product_code import machine_code_of
 from steps import work
 from thinned import thinned
 
@@ -43,7 +43,7 @@ class Case:
     norm: bool = True
     bias: bool = False
     rows: bool = False
-    """Whether caches have rows of all heads, as the products give them; nothing is rotated then."""
+    """Whether caches have rows of all heads, as the matmuls give them; nothing is rotated then."""
     rotary: str = "RotaryEmbedding"
     """Or "halves", the same of other operators; "pairs", of neighbours; "" for none."""
     mode: str = "linear"

@@ -1,4 +1,4 @@
-"""Products of float32 on tensor cores, emulated: as TF32, and in two parts as accurate as float32."""
+"""Matmuls of float32 on tensor cores, emulated: as TF32, and in two parts as accurate as float32."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from schedules.cuda.ptx import put
 SAMPLES = Path(__file__).parents[1] / "exports" / "samples"
 
 
-def float32(products: str, **fields: Any) -> Case:
-    return Case(dtype="float32", products=products, **fields)
+def float32(matmuls: str, **fields: Any) -> Case:
+    return Case(dtype="float32", matmuls=matmuls, **fields)
 
 
 CASES = {
@@ -182,7 +182,7 @@ BARS = {"tf32": 3e-3, "3xtf32": 2e-6}
 def test_sample(name: str, arch: str, precision: str) -> None:
     kernels, worst = emulated.run(exported.measured, SAMPLES / name, arch, precision, arch=arch, timeout=500)
     assert worst < BARS[precision]
-    assert kernels["products by matmul"] == kernels["products"] > 0
+    assert kernels["matmuls by matmul"] == kernels["matmuls"] > 0
 
 
 CONVOLUTIONS = """
@@ -217,7 +217,7 @@ def test_convolutions(precision: str) -> None:
     got, want, notes = emulated.run(convolved, precision, "cuda:sm_80", arch="sm_80", timeout=300)
     for name, array in want.items():
         np.testing.assert_allclose(got[name], array, atol=BARS[precision] * np.ptp(array), err_msg=name)
-    assert "precision: 3 kernels of products compute in TF32" in notes and "0 others" in notes
+    assert "precision: 3 kernels of matmuls compute in TF32" in notes and "0 others" in notes
 
 
 @pytest.mark.no_gpu
@@ -225,11 +225,11 @@ def test_records_of_one_way_are_none_of_another() -> None:
     """What was tuned for TF32 is found for TF32 alone."""
     shapes, target = [(16, 72), (72, 96), (96,), (16, 96)], tvm.target.Target({"kind": "cuda", "arch": "sm_80"}, "llvm")
     names = set()
-    for products in ("tf32", "3xtf32"):
-        task = tiles_task(float32(products).function(), shapes, target)
+    for matmuls in ("tf32", "3xtf32"):
+        task = tiles_task(float32(matmuls).function(), shapes, target)
         assert task is not None
         names.add(identity(task))
-    plain = dataclasses.replace(float32("tf32"), products="")
+    plain = dataclasses.replace(float32("tf32"), matmuls="")
     assert len(names) == 2 and tiles_task(plain.function(), shapes, target) is None
 
 

@@ -64,7 +64,7 @@ def test_defaults_are_close_to_the_fastest() -> None:
 
 @pytest.mark.parametrize("rows", (16, 32))
 def test_kernels_for_more_rows(rows: int) -> None:
-    for timings in tile_models.product_timings("few rows", FewRowsTiles, rows).values():
+    for timings in tile_models.matmul_timings("few rows", FewRowsTiles, rows).values():
         if timings[0].problem.rows == rows:
             tiles = FewRowsTiles.several(timings[0].problem, GPU, rows)
             assert taken(timings, tiles, ("warps", "ahead", "rows")) < 1.05 * fastest(timings)

@@ -28,5 +28,5 @@ __all__ = [
 
 
 def counts() -> bool:
-    """Return whether calls of the driver, accesses to memory and products are counted: a real GPU counts none."""
+    """Return whether calls of the driver, accesses to memory and matmuls are counted: a real GPU counts none."""
     return not card.is_used()

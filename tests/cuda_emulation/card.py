@@ -2,7 +2,7 @@
 
 What tests hand to the emulation's worker then runs on the first GPU of this machine. Code for an older architecture is
 compiled for the GPU that is here, from the same CUDA C++ with the older architecture's macros: PTX of sm_80 is legal on
-sm_90. Orders of threads and arrivals of copies are the hardware's, and nobody counts calls, accesses or products.
+sm_90. Orders of threads and arrivals of copies are the hardware's, and nobody counts calls, accesses or matmuls.
 """
 
 import functools

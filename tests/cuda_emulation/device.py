@@ -84,14 +84,14 @@ def leave_out(step: int) -> bool:
     return bool(_library.emu_leave_out(step))
 
 
-def take_products() -> int:
-    """How many products of matrices there were since the last time: a warp's mma.sync counts one, as does a
+def take_matmuls() -> int:
+    """How many matmuls there were since the last time: a warp's mma.sync counts one, as does a
     warpgroup's wgmma. 0 on a real GPU."""
     if card.is_used():
         return 0
     assert _library is not None
-    _library.emu_take_products.restype = ctypes.c_longlong
-    return _library.emu_take_products()
+    _library.emu_take_matmuls.restype = ctypes.c_longlong
+    return _library.emu_take_matmuls()
 
 
 def set_counting(on: bool) -> None:

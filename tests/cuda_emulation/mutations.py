@@ -17,7 +17,7 @@ _STEP = re.compile(
     r"|barrier|fence|wait|commit)\w*)\([^;\"]*\));",
     re.MULTILINE,
 )
-# copies and products, which are work; launches follow each other in the emulation anyway
+# copies and matmuls, which are work; launches follow each other in the emulation anyway
 _NO_STEP = re.compile(r"async_bulk_tensor_|mma_async|griddepcontrol")
 # functions that only keep the compiler from moving registers
 _EMPTY = re.compile(r'__device__ void (\w+)\([^)]*\) \{(?:(?!^\}).)*?asm volatile\(\s*""', re.MULTILINE | re.DOTALL)

@@ -38,7 +38,7 @@ class Outcome:
     """What became of one model. reason says why it does not compile or run, "" where it does; errors has one entry per
     shape setting. Of the attentions, `attentions` are nodes after fusion and `unfused` softmaxes that are left; `masks`
     have a mask, of which `formulas` never exist as tensors. slow are the kernels with arithmetic that no rule takes,
-    products outside the rule for products among them. steps is the error of 64 tokens read one by one into slot caches,
+    matmuls outside the rule for matmuls among them. steps is the error of 64 tokens read one by one into slot caches,
     None for models without a growing cache.
     """
 

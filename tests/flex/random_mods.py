@@ -19,7 +19,7 @@ Sizes = Mapping[str, int]
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-LARGEST = 2**24  # of an integer that arithmetic goes on with: sums and products stay below 2^31
+LARGEST = 2**24  # of an integer that arithmetic goes on with: sums and matmuls stay below 2^31
 OPERATIONS = 8  # of a mod, about: kernels of long ones compile for minutes
 NEAR = 1e-4  # of what two numbers must differ by, for rounding not to change how they compare
 
@@ -106,7 +106,7 @@ class Drawn:
     def _float(self, depth: int, score: bool = False) -> Float:
         kinds = ["number", "element", "integer", *(["s"] * 3 if score else [])]
         if self._goes_on(depth):
-            kinds = ["sum", "difference", "product", "quotient", "function", "where", "least", "absolute", "truth"]
+            kinds = ["sum", "difference", "matmul", "quotient", "function", "where", "least", "absolute", "truth"]
         kind = self.rng.choice(kinds)
         if kind == "s":
             return Float("s", 12.0)
@@ -123,7 +123,7 @@ class Drawn:
         a, b = self._float(depth - 1, score), self._float(depth - 1, score)
         if kind in ("sum", "difference"):
             return Float(f"({a.text} {'+' if kind == 'sum' else '-'} {b.text})", a.most + b.most)
-        if kind == "product":
+        if kind == "matmul":
             return Float(f"({a.text} * {b.text})", a.most * b.most)
         if kind == "quotient":
             return Float(f"({a.text} / (abs({b.text}) + 0.5))", 2 * a.most)
@@ -182,7 +182,7 @@ class Drawn:
         kinds = ["index", "index", "index", "number", "element"]
         if self._goes_on(depth):
             kinds = ["sum", "difference", "scaled", "quotient", "rest", "least", "clip", "absolute", "bits", "shift",
-                     "by element", "product", "where", "invert", "truth", "wide", "element", "index"]  # fmt: skip
+                     "by element", "matmul", "where", "invert", "truth", "wide", "element", "index"]  # fmt: skip
         kind = self.rng.choice(kinds)
         if kind == "index":
             name = self.rng.choice("bhiijj")
@@ -223,10 +223,10 @@ class Drawn:
             return Int(f"({a.text} + {b.text})", _both(lambda x, y: (x[0] + y[0], x[1] + y[1]), a, b), a.most + b.most)
         if kind == "difference":
             return Int(f"({a.text} - {b.text})", _both(lambda x, y: (x[0] - y[1], x[1] - y[0]), a, b), a.most + b.most)
-        if kind == "product":
+        if kind == "matmul":
             ends = None
             if _constant(a.text) is not None or _constant(b.text) is not None:
-                ends = _both(lambda x, y: (min(products := [p * q for p in x for q in y]), max(products)), a, b)
+                ends = _both(lambda x, y: (min(matmuls := [p * q for p in x for q in y]), max(matmuls)), a, b)
             return _small(Int(f"({a.text} * ({b.text}))", ends, a.most * b.most))
         if kind == "least":
             name = self.rng.choice(["minimum", "maximum"])

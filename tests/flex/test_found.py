@@ -71,8 +71,8 @@ def test_reads_in_reads_at_vectors_of_heads_and_rows() -> None:
         lambda s, b, h, i, j: (i - j) * (s + (2 * i + 1)) / 16,
     ],
 )
-def test_products_of_scores_and_integers(mod: Callable[..., Any]) -> None:
-    """TVM's analysis of sets of integers stumbles over such a product of floats."""
+def test_matmuls_of_scores_and_integers(mod: Callable[..., Any]) -> None:
+    """TVM's analysis of sets of integers stumbles over such a matmul of floats."""
     check(mod, None)
 
 

@@ -60,7 +60,7 @@ def clipped(s, b, h, i, j, *, at, x):
     return s + x[flex.clip(at[i], -2, 100)] + x[flex.maximum(at[i], at[j])] + x[flex.minimum(at[j], 3)]
 
 
-def products(s, b, h, i, j, *, at, x):
+def matmuls(s, b, h, i, j, *, at, x):
     return s + x[at[i] * at[i]] + x[abs(at[i]) * abs(at[j])]
 
 
@@ -85,7 +85,7 @@ def masks(b, h, i, j, *, at, x):
 
 
 MODS = (direct, shifted, scaled, multiplied, distance, magnitude, divided, divided_by_data, bits, clipped, chosen)
-MODS += (products, chained, converted, squared)
+MODS += (matmuls, chained, converted, squared)
 
 
 def extremes(dtype: str, count: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Gelu and Swish, whatever the order of their products."""
+"""Gelu and Swish, whatever the order of their matmuls."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TANH = (
     "p = Mul (c, x) q = Mul (p, x) r = Add (q, one) s = Mul (x, a) u = Mul (s, r)",  # BLOOM
     "p = Pow (x, three) q = Mul (ac, p) r = Mul (a, x) u = Add (q, r)",
 )
-PRODUCTS = (
+MATMULS = (
     "h = Mul (half, t) y = Mul (x, h)",
     "h = Mul (x, half) y = Mul (h, t)",
     "h = Mul (x, t) y = Mul (h, half)",
@@ -49,21 +49,21 @@ PRODUCTS = (
 )
 
 
-@pytest.mark.parametrize("products", PRODUCTS)
+@pytest.mark.parametrize("matmuls", MATMULS)
 @pytest.mark.parametrize("erf", ERF)
-def test_gelu_case_1_erf(erf: str, products: str) -> None:
-    result = same(model(f"{erf} {products}"), {"Gelu": 1, "Erf": 0, "Mul": 0, "Add": 0})
+def test_gelu_case_1_erf(erf: str, matmuls: str) -> None:
+    result = same(model(f"{erf} {matmuls}"), {"Gelu": 1, "Erf": 0, "Mul": 0, "Add": 0})
     assert "approximate" not in next(n for n in result.graph if n.op_type == "Gelu").attributes
 
 
-@pytest.mark.parametrize("products", PRODUCTS)
+@pytest.mark.parametrize("matmuls", MATMULS)
 @pytest.mark.parametrize("tanh", TANH)
-def test_gelu_case_2_tanh(tanh: str, products: str) -> None:
-    same(model(f"{tanh} f = Tanh (u) t = Add (f, one) {products}"), {"Gelu": 1, "Tanh": 0, "Mul": 0, "Add": 0})
+def test_gelu_case_2_tanh(tanh: str, matmuls: str) -> None:
+    same(model(f"{tanh} f = Tanh (u) t = Add (f, one) {matmuls}"), {"Gelu": 1, "Tanh": 0, "Mul": 0, "Add": 0})
 
 
 def test_gelu_with_constants_of_half_precision() -> None:
-    same(model(f"{TANH[0]} f = Tanh (u) t = Add (f, one) {PRODUCTS[0]}", "float16"), {"Gelu": 1}, 6e-3, 6e-3)
+    same(model(f"{TANH[0]} f = Tanh (u) t = Add (f, one) {MATMULS[0]}", "float16"), {"Gelu": 1}, 6e-3, 6e-3)
 
 
 @pytest.mark.parametrize(
@@ -74,8 +74,8 @@ def test_gelu_with_constants_of_half_precision() -> None:
         "u = Div (x, root) f = Erf (u) t = Add (f, one) h = Mul (half, t) y = Mul (z, h)",
         "u = Div (x, root) f = Erf (u) t = Add (f, one) h = Mul (two, t) y = Mul (x, h)",
         "u = Div (x, root) f = Erf (u) t = Add (f, one) h = Mul (half, t) g = Mul (x, h) y = Add (t, g)",
-        f"p = Pow (x, three) q = Mul (c, p) r = Add (z, q) u = Mul (a, r) f = Tanh (u) t = Add (f, one) {PRODUCTS[0]}",
-        f"p = Pow (x, three) q = Mul (c, p) r = Add (x, q) u = Mul (c, r) f = Tanh (u) t = Add (f, one) {PRODUCTS[0]}",
+        f"p = Pow (x, three) q = Mul (c, p) r = Add (z, q) u = Mul (a, r) f = Tanh (u) t = Add (f, one) {MATMULS[0]}",
+        f"p = Pow (x, three) q = Mul (c, p) r = Add (x, q) u = Mul (c, r) f = Tanh (u) t = Add (f, one) {MATMULS[0]}",
     ],
 )
 def test_gelu_refuses(nodes: str) -> None:
@@ -110,5 +110,5 @@ def test_swish_refuses(nodes: str) -> None:
     untouched(model(nodes))
 
 
-def test_swiglu_keeps_its_product() -> None:
+def test_swiglu_keeps_its_matmul() -> None:
     same(model("s = Sigmoid (x) g = Mul (x, s) y = Mul (g, z)"), {"Swish": 1, "Mul": 1})

@@ -62,7 +62,7 @@ class Writer:
         q, kt, v = self.q(heads), self.kt(heads, kv_heads), self.values("v", heads, kv_heads, V_HEAD)
         if flat:
             q, v, kt = self.reshape(q, [-1, 3, HEAD]), self.reshape(v, [-1, 5, V_HEAD]), self.reshape(kt, [-1, HEAD, 5])
-        scores = self.scaled_product(q, kt)
+        scores = self.scaled_matmul(q, kt)
         if flat:
             scores = self.reshape(scores, [2, heads, 3, 5])
         if self.yes():
@@ -121,7 +121,7 @@ class Writer:
         pair = [x, self.constant(factor, self.dtype)]
         return self.node("Mul", *(pair if self.yes() else pair[::-1]))
 
-    def scaled_product(self, q: str, kt: str) -> str:
+    def scaled_matmul(self, q: str, kt: str) -> str:
         q = self.scaled(q) if self.yes() else q
         kt = self.scaled(kt) if self.yes() else kt
         scores = self.node("MatMul", q, kt)

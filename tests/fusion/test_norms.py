@@ -79,7 +79,7 @@ def test_rms_norm_refuses(nodes: str) -> None:
     untouched(model(nodes))
 
 
-def test_a_factor_of_rows_stays_a_product() -> None:
+def test_a_factor_of_rows_stays_a_matmul() -> None:
     nodes = f"sq = Mul (x, x) {MEAN} r = Sqrt (e) n = Div (x, r) y = Mul (n, rows)"
     same(model(nodes), {"RMSNormalization": 1, "Mul": 1})
 

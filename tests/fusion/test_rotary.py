@@ -14,7 +14,7 @@ COLUMNS = "xs = Reshape ({x}, columns) x1 = Gather <axis = -1> (xs, s0) x2 = Gat
 TURNED = "n = Neg (x2) t = Concat <axis = -1> (n, x1)"
 STACKED = "n = Neg (x2) na = Unsqueeze (n, last) xa = Unsqueeze (x1, last) st = Concat <axis = -1> (na, xa) "
 STACKED += "t = Reshape (st, {flat})"
-PRODUCT = "a = Mul ({x}, cos) b = Mul (t, sin) {y} = Add (a, b)"
+MATMUL = "a = Mul ({x}, cos) b = Mul (t, sin) {y} = Add (a, b)"
 
 # cos and sin [1, S, R / 2] of positions p [1, S, 1], then with every angle twice, then where they broadcast.
 ANGLES = "f = Mul (p, inverse)"
@@ -60,19 +60,19 @@ def fill(nodes: str, x: str = "x", y: str = "y", rotated: int = 8) -> str:
 @pytest.mark.parametrize("angles", DOUBLED[False])
 @pytest.mark.parametrize("parts", [HALVES, SPLIT])
 def test_case_1_halves(angles: str, parts: str) -> None:
-    same(model(fill(f"{angles} {BROADCAST} {parts} {TURNED} {PRODUCT}")), {"RotaryEmbedding": 1, "Neg": 0, "Split": 0})
+    same(model(fill(f"{angles} {BROADCAST} {parts} {TURNED} {MATMUL}")), {"RotaryEmbedding": 1, "Neg": 0, "Split": 0})
 
 
 @pytest.mark.parametrize("angles", DOUBLED[True])
 @pytest.mark.parametrize("parts", [EVERY_OTHER, COLUMNS])
 def test_case_2_interleaved(angles: str, parts: str) -> None:
-    result = same(model(fill(f"{angles} {BROADCAST} {parts} {STACKED} {PRODUCT}")), {"RotaryEmbedding": 1, "Neg": 0})
+    result = same(model(fill(f"{angles} {BROADCAST} {parts} {STACKED} {MATMUL}")), {"RotaryEmbedding": 1, "Neg": 0})
     (node,) = (n for n in result.graph if n.op_type == "RotaryEmbedding")
     assert node.attributes["interleaved"].as_int() == 1
 
 
 @pytest.mark.parametrize("minus", ["n = Mul (x2, minus)", "n = Mul (minus, x2)"])
-def test_case_1_minus_as_a_product_and_operands_the_other_way_round(minus: str) -> None:
+def test_case_1_minus_as_a_matmul_and_operands_the_other_way_round(minus: str) -> None:
     nodes = f"minus = Constant <value_float = -1.0> () {DOUBLED[False][0]} {BROADCAST} {HALVES} {minus}"
     same(
         model(fill(f"{nodes} t = Concat <axis = 3> (n, x1) a = Mul (cos, x) b = Mul (sin, t) y = Add (b, a)")),
@@ -97,7 +97,7 @@ def test_case_3_by_halves(interleaved: bool) -> None:
     ["xr = Slice (x, i0, i4, last, i1) xp = Slice (x, i4, i8, last, i1)", "xr, xp = Split <axis = -1> (x, parts)"],
 )
 def test_case_4_partial(take: str) -> None:
-    nodes = f"{take} {DOUBLED[False][0]} {BROADCAST} {HALVES} {TURNED} {PRODUCT} y = Concat <axis = -1> (yr, xp)"
+    nodes = f"{take} {DOUBLED[False][0]} {BROADCAST} {HALVES} {TURNED} {MATMUL} y = Concat <axis = -1> (yr, xp)"
     result = same(model(fill(nodes, "xr", "yr", 4), 4), {"RotaryEmbedding": 1, "Concat": 1, "Neg": 0})
     (node,) = (n for n in result.graph if n.op_type == "RotaryEmbedding")
     assert node.attributes["rotary_embedding_dim"].as_int() == 4
@@ -107,7 +107,7 @@ def test_case_4_a_rest_of_another_value_is_no_partial_rotation() -> None:
     nodes = (
         f"xr = Slice (x, i0, i4, last, i1) z = Exp (x) xp = Slice (z, i4, i8, last, i1) {DOUBLED[False][0]} {BROADCAST}"
     )
-    nodes += f"{HALVES} {TURNED} {PRODUCT} y = Concat <axis = -1> (yr, xp)"
+    nodes += f"{HALVES} {TURNED} {MATMUL} y = Concat <axis = -1> (yr, xp)"
     same(model(fill(nodes, "xr", "yr", 4), 4), {"RotaryEmbedding": 1, "Concat": 2})
 
 
@@ -115,7 +115,7 @@ def test_case_4_a_rest_of_another_value_is_no_partial_rotation() -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_case_5_heads_behind_the_sequence(rotated: int, interleaved: bool) -> None:
     parts, turned = (EVERY_OTHER, STACKED) if interleaved else (HALVES, TURNED)
-    nodes = f"{DOUBLED[interleaved][0]} {BROADCAST} {parts} {turned} {PRODUCT}"
+    nodes = f"{DOUBLED[interleaved][0]} {BROADCAST} {parts} {turned} {MATMUL}"
     if rotated == 8:
         nodes = fill(nodes)
     else:
@@ -127,7 +127,7 @@ def test_case_5_heads_behind_the_sequence(rotated: int, interleaved: bool) -> No
 @pytest.mark.parametrize("p", ["1, S, 1", "B, S, 1"])
 def test_angles_of_one_batch_or_of_all(p: str) -> None:
     nodes = DOUBLED[False][0].replace("Tile", "Tile")
-    same(model(fill(f"{nodes} {BROADCAST} {HALVES} {TURNED} {PRODUCT}"), p=p), {"RotaryEmbedding": 1})
+    same(model(fill(f"{nodes} {BROADCAST} {HALVES} {TURNED} {MATMUL}"), p=p), {"RotaryEmbedding": 1})
 
 
 @pytest.mark.parametrize("ids", ["S", "B, S"])
@@ -137,7 +137,7 @@ def test_tables_hold_every_angle_twice_by_their_numbers(ids: str) -> None:
     nodes = "c0 = Gather (ct, ids) s0_ = Gather (st_, ids) " + (
         BROADCAST if ids != "S" else "cos = Identity (c0) sin = Identity (s0_)"
     )
-    nodes = fill(f"{nodes} {HALVES} {TURNED} {PRODUCT}")
+    nodes = fill(f"{nodes} {HALVES} {TURNED} {MATMUL}")
     text = f"(float[B, 2, S, 8] x, int64[{ids}] ids) => (float[B, 2, S, 8] y) {{ {nodes} }}"
     same(parse(text, 18, weights(8) | tables), {"RotaryEmbedding": 1, "Neg": 0})
     tables["ct"][3, 1] += 0.5
@@ -147,14 +147,14 @@ def test_tables_hold_every_angle_twice_by_their_numbers(ids: str) -> None:
 @pytest.mark.parametrize(
     "nodes",
     [
-        f"{{twice}} {HALVES} n = Neg (x1) t = Concat <axis = -1> (x2, n) {PRODUCT}",  # turned the other way round
-        f"{{twice}} {HALVES} n = Neg (x1) t = Concat <axis = -1> (n, x2) {PRODUCT}",
+        f"{{twice}} {HALVES} n = Neg (x1) t = Concat <axis = -1> (x2, n) {MATMUL}",  # turned the other way round
+        f"{{twice}} {HALVES} n = Neg (x1) t = Concat <axis = -1> (n, x2) {MATMUL}",
         f"{{twice}} {HALVES} {TURNED} z = Exp (x) a = Mul (z, cos) b = Mul (t, sin) y = Add (a, b)",
         f"{{twice}} {HALVES} {TURNED} a = Mul (x, cos) b = Mul (t, sin) y = Sub (a, b)",
-        f"{{twice}} x1 = Slice (x, i0, i3, last, i1) x2 = Slice (x, i3, i8, last, i1) {TURNED} {PRODUCT}",
-        f"{{in_a_row}} {HALVES} {TURNED} {PRODUCT}",  # angles of pairs that are not turned
-        f"{{twice}} {EVERY_OTHER} {STACKED} {PRODUCT}",
-        f"{{different}} {HALVES} {TURNED} {PRODUCT}",
+        f"{{twice}} x1 = Slice (x, i0, i3, last, i1) x2 = Slice (x, i3, i8, last, i1) {TURNED} {MATMUL}",
+        f"{{in_a_row}} {HALVES} {TURNED} {MATMUL}",  # angles of pairs that are not turned
+        f"{{twice}} {EVERY_OTHER} {STACKED} {MATMUL}",
+        f"{{different}} {HALVES} {TURNED} {MATMUL}",
     ],
 )
 def test_refuses(nodes: str) -> None:
@@ -166,4 +166,4 @@ def test_refuses(nodes: str) -> None:
 
 
 def test_angles_that_do_not_change_along_the_sequence_refuse() -> None:
-    untouched(model(fill(f"{DOUBLED[False][0]} {BROADCAST} {HALVES} {TURNED} {PRODUCT}"), p="1, 1, 1"))
+    untouched(model(fill(f"{DOUBLED[False][0]} {BROADCAST} {HALVES} {TURNED} {MATMUL}"), p="1, 1, 1"))

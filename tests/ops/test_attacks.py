@@ -76,7 +76,7 @@ def test_a_large_recipe_takes_no_memory_before_the_run() -> None:
         compiled.run({"x": np.zeros(1, np.float32)})
 
 
-def test_products_of_sizes_of_empty_inputs_do_not_wrap() -> None:
+def test_matmuls_of_sizes_of_empty_inputs_do_not_wrap() -> None:
     """[n, 0] times [0, m] is [n, m], whatever n and m are."""
     model = onnx.parser.parse_model(
         """<ir_version: 10, opset_import: ["" : 21]>

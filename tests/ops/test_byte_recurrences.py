@@ -102,7 +102,7 @@ def test_rounds_inputs_and_states(
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("by_column", [False, True])
 def test_beside_onnxruntime(tmp_path: Path, batch: int, by_column: bool) -> None:
-    """Its tool, with weights that no machine's products of bytes saturate."""
+    """Its tool, with weights that no machine's matmuls of bytes saturate."""
     rng = np.random.default_rng(3)
     arrays = {"w": (2, 4 * 24, 10), "r": (2, 4 * 24, 24), "b": (2, 8 * 24)}
     weights = {n: (rng.standard_normal(s) * 0.3).astype(np.float32) for n, s in arrays.items()}

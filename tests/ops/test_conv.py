@@ -97,7 +97,7 @@ def test_max_pool_ignores_padding() -> None:
 
 
 def test_rules() -> None:
-    """Convolutions are products with packed weights where groups have several channels; else sums over windows."""
+    """Convolutions are matmuls with packed weights where groups have several channels; else sums over windows."""
     shapes = {"dense": (16, 8, 3, 3), "one": (16, 8, 1, 1), "groups": (16, 2, 3, 3), "depthwise": (8, 1, 5, 5)}
     rules = {"dense": "matmul", "one": "matmul", "groups": "matmul", "depthwise": "windows"}
     for name, shape in shapes.items():

@@ -132,7 +132,7 @@ def test_floats(dtype: str) -> None:
     case.check()
 
 
-def test_constant_exponents_become_products() -> None:
+def test_constant_exponents_become_matmuls() -> None:
     for exponent, kernels in ((2.0, {"power"}), (3.0, {"power"}), (0.5, {"power"})):
         proto = onnx.parser.parse_model(
             f'<ir_version: 10, opset_import: ["" : 20]> g (float[N] x) => (float[N] y) '

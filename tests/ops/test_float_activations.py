@@ -127,10 +127,10 @@ def test_dynamic_quantize_matmul(constant: bool) -> None:
 def test_codes_that_others_read_stay_codes() -> None:
     """An output of the model is among them: quantization is what the model is for."""
     node = helper.make_node("DynamicQuantizeLinear", ["x"], ["q", "s", "z"])
-    product = helper.make_node("MatMulInteger", ["q", "w", "z"], ["m"])
+    matmul = helper.make_node("MatMulInteger", ["q", "w", "z"], ["m"])
     outputs = [value_info("q", "uint8", ["L", 4]), value_info("m", "int32", ["L", 3])]
     weights = [numpy_helper.from_array(np.arange(12, dtype=np.int8).reshape(4, 3), "w")]
-    proto = model([node, product], [value_info("x", "float32", ["L", 4])], outputs, 21, weights)
+    proto = model([node, matmul], [value_info("x", "float32", ["L", 4])], outputs, 21, weights)
     x = np.random.default_rng(8).standard_normal((5, 4)).astype(np.float32)
     module, expected = lowering.compile(proto, precision="float32"), ReferenceEvaluator(proto).run(None, {"x": x})
     for name, values in zip("qm", expected):

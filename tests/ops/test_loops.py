@@ -112,7 +112,7 @@ NESTED = """m (float[S, 4] x, float[4] h, int64 inner, float[Q] other) => (float
     <float[4, 4] W = {WEIGHTS}> {
     size = Shape (other) w = Exp (h) zero = Constant <value_float = 0.0> () axis = Constant <value_ints = [0]> ()
     last, all = Scan <num_scan_inputs = 1, body = b (float[4] s, float[4] at) => (float[4] t, float[4] o) {
-        row = Unsqueeze (s, axis) product = MatMul (row, W) flat = Squeeze (product, axis) f = CastLike (size, s)
+        row = Unsqueeze (s, axis) matmul = MatMul (row, W) flat = Squeeze (matmul, axis) f = CastLike (size, s)
         some = Add (flat, f) more = Tanh (some)
         r = Loop (inner, , more) <body = c (int64 i, bool g, float[4] u) => (bool go, float[4] v) {
             go = Identity (g) sum = Add (u, at) v = Mul (sum, w) }>
@@ -222,8 +222,8 @@ def test_outputs_of_sizes_that_depend_on_data() -> None:
 REPEATED = """m (int64[S, 3] x) => (int64[S, K] y)
     <int64[1] one = {1}, int64 zero = {0}, int64 first = {1}, int64 second = {2}, int64[1] axis = {0}> {
     y = Scan <num_scan_inputs = 1, body = b (int64[3] s) => (int64[M] row) {
-        n = Gather (s, zero) a = Gather (s, first) b = Gather (s, second) product = Mul (a, b)
-        size = Unsqueeze (n, axis) ones = Expand (one, size) row = Mul (ones, product) }> (x) }"""
+        n = Gather (s, zero) a = Gather (s, first) b = Gather (s, second) matmul = Mul (a, b)
+        size = Unsqueeze (n, axis) ones = Expand (one, size) row = Mul (ones, matmul) }> (x) }"""
 
 
 def test_a_step_whose_kernels_join_before_their_size_is_known() -> None:

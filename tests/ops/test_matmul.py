@@ -1,4 +1,4 @@
-"""Matrix products: every rank and type, sizes that must agree, Einsum by equation, and how they look in Relax."""
+"""matmuls: every rank and type, sizes that must agree, Einsum by equation, and how they look in Relax."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ def test_gemm(dtype: str) -> None:
     for trans_a, trans_b, c_shape in ((0, 0, (5,)), (1, 0, (3, 1)), (0, 1, ()), (1, 1, (3, 5))):
         a, b = random((4, 3) if trans_a else (3, 4), dtype), random((5, 4) if trans_b else (4, 5), dtype)
         c = random(c_shape, dtype)
-        product = wide(a.T if trans_a else a) @ wide(b.T if trans_b else b)
+        matmul = wide(a.T if trans_a else a) @ wide(b.T if trans_b else b)
         dims = [("p", "q"), ("r", "s"), None]
-        y = (2 * product + 3 * wide(c)).astype(dtype)
+        y = (2 * matmul + 3 * wide(c)).astype(dtype)
         case.expect("Gemm", [a, b, c], y, dims=dims, transA=trans_a, transB=trans_b, alpha=2.0, beta=3.0)
-        case.expect("Gemm", [a, b], product.astype(dtype), dims=dims[:2], transA=trans_a, transB=trans_b)
+        case.expect("Gemm", [a, b], matmul.astype(dtype), dims=dims[:2], transA=trans_a, transB=trans_b)
     case.check()
 
 
@@ -122,7 +122,7 @@ def test_einsum() -> None:
     case.check()
 
 
-def test_products_inside_of_an_equation() -> None:
+def test_matmuls_inside_of_an_equation() -> None:
     """Of three operands two are multiplied first: no kernel sums over all labels at once."""
     shapes = [("float32", [*labels]) for labels in ("bhst", "bthd", "hde")]
     text = str(imported("Einsum", shapes, opset=20, equation="bhst,bthd,hde->bhse").module["main"])

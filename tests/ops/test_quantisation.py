@@ -1,4 +1,4 @@
-"""QuantizeLinear; DequantizeLinear: computed at run time, and as constant matrices of products that stay integers."""
+"""QuantizeLinear; DequantizeLinear: computed at run time, and as constant matrices of matmuls that stay integers."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_small_floats(dtype: str) -> None:
         ("uint2", 1, 16, True),
     ],
 )
-def test_products_read_integers(dtype: str, axis: int, size: int, transposed: bool) -> None:
+def test_matmuls_read_integers(dtype: str, axis: int, size: int, transposed: bool) -> None:
     """The weights of the artifact are no larger than the model's integers and scales, and padding."""
     rows, columns = 100, 128
     shape = (columns, rows) if transposed else (rows, columns)

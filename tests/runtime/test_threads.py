@@ -330,7 +330,7 @@ for task in mine:
 
 
 def test_little_work_of_one_task_does_not_leave_the_next_loop_alone() -> None:
-    """A product of one row whose depth only the run tells, then one that is enough for all threads."""
+    """A matmul of one row whose depth only the run tells, then one that is enough for all threads."""
     text = """<ir_version: 10, opset_import: ["" : 23]>
         m (float[1, K] a, float[K, 8] b, float[256, 256] x) => (float[1, 8] y, float[256, 256] z) {
           y = MatMul (a, b)

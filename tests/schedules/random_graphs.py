@@ -1,4 +1,4 @@
-"""Random graphs of element-wise functions, reductions, movements and products, each with the same in float64."""
+"""Random graphs of element-wise functions, reductions, movements and matmuls, each with the same in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products with matrices of 4 and 8 bit codes against float64: any block, zeros, odd sizes, any number of rows."""
+"""Matmuls with matrices of 4 and 8 bit codes against float64: any block, zeros, odd sizes, any number of rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention in products of bfloat16 pairs: the instruction is used, and answers are as right as its weights can be."""
+"""Attention in matmuls of bfloat16 pairs: the instruction is used, and answers are as right as its weights can be."""
 
 from __future__ import annotations
 

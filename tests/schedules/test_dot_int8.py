@@ -125,7 +125,7 @@ def test_sums_are_exact_on_aarch64(target: str, instruction: str, is_signed: boo
         ("x86-64-v3", r"vpmaddwd .*%ymm"),
     ],
 )
-def test_products_of_a_model_use_what_the_target_has(target: str, instruction: str, tmp_path: Path) -> None:
+def test_matmuls_of_a_model_use_what_the_target_has(target: str, instruction: str, tmp_path: Path) -> None:
     model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 21]>
         m (uint8[n, 64] a) => (int32[n, 32] y) <int8[64, 32] b> { y = MatMulInteger (a, b) }""")
     del model.graph.initializer[:]

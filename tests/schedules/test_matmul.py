@@ -1,4 +1,4 @@
-"""Matrix products against NumPy in float64: packed weights and two activations, odd sizes, epilogues, vector widths."""
+"""matmuls against NumPy in float64: packed weights and two activations, odd sizes, epilogues, vector widths."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def compile_main(
 ) -> Callable[..., np.ndarray]:
     """A Relax function through packing, legalisation, fusion and schedules, as a function of arrays.
 
-    Every product must have been replaced by a kernel.
+    Every matmul must have been replaced by a kernel.
     """
     weights = weights or {}
     builder = relax.BlockBuilder()
@@ -56,9 +56,9 @@ def compile_main(
     with target:
         passes = [t.LegalizeOps(), t.AnnotateTIROpPattern(), t.FuseOps(), t.FuseTIR(), t.DeadCodeElimination()]
         mod = tvm.transform.Sequential(passes)(mod)
-        products = [g for g, f in mod.functions_items() if isinstance(f, tirx.PrimFunc) and "matmul" in g.name_hint]
-        assert products
-        assert all(matmul(mod[g], target) is not None for g in products)
+        matmuls = [g for g, f in mod.functions_items() if isinstance(f, tirx.PrimFunc) and "matmul" in g.name_hint]
+        assert matmuls
+        assert all(matmul(mod[g], target) is not None for g in matmuls)
         mod = schedules.apply(mod, target)
     vm = relax.VirtualMachine(tvm.compile(mod, target), tvm.cpu())
 
@@ -116,7 +116,7 @@ EPILOGUES: dict[str, tuple[Callable, Callable]] = {
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize(("target", "columns"), [(WIDE, 200), (V3, 33)], ids=["wide", "v3"])
 def test_epilogues_are_fused(epilogue: str, target: tvm.target.Target, columns: int) -> None:
-    """Rows in two symbolic dimensions; each product and what follows it is one kernel."""
+    """Rows in two symbolic dimensions; each matmul and what follows it is one kernel."""
     symbolic, exact = EPILOGUES[epilogue]
     rng = np.random.default_rng(1)
     batch, length = tirx.Var("batch", "int64"), tirx.Var("length", "int64")
@@ -235,8 +235,8 @@ def test_transposed_rows() -> None:
         check(run(x, y), x.T.astype("float64") @ y.T.astype("float64"), "float32", 2 * depth)
 
 
-PRODUCTS = """<ir_version: 10, opset_import: ["" : 21]>
-products (float[b, m, k] x, float[b, k, n] y, float[b, k, m] turned_x, float[b, n, k] turned_y, float[k, 3] narrow)
+MATMULS = """<ir_version: 10, opset_import: ["" : 21]>
+matmuls (float[b, m, k] x, float[b, k, n] y, float[b, k, m] turned_x, float[b, n, k] turned_y, float[k, 3] narrow)
       => (float[b, m, n] xy, float[b, m, n] xyt, float[b, m, n] xty, float[b, m, n] xtyt, float[b, m, 3] xn) {
     xt = Transpose<perm = [0, 2, 1]>(turned_x)
     yt = Transpose<perm = [0, 2, 1]>(turned_y)
@@ -249,12 +249,12 @@ products (float[b, m, k] x, float[b, k, n] y, float[b, k, m] turned_x, float[b, 
 
 
 @pytest.fixture(scope="module")
-def products() -> lowering.Model:
-    return lowering.compile(parser.parse_model(PRODUCTS))
+def matmuls() -> lowering.Model:
+    return lowering.compile(parser.parse_model(MATMULS))
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_unaligned_operands_and_results(products: lowering.Model, threads: int) -> None:
+def test_unaligned_operands_and_results(matmuls: lowering.Model, threads: int) -> None:
     """Streams, dot products and blocks, large enough that two threads share each."""
     rng = np.random.default_rng(0)
     for batch, rows, depth, columns in ((1, 1, 301, 517), (2, 5, 203, 260), (1, 77, 131, 90), (3, 150, 67, 19)):
@@ -266,10 +266,10 @@ def test_unaligned_operands_and_results(products: lowering.Model, threads: int) 
             name: unaligned(np.full((batch, rows, 3 if name == "xn" else columns), np.nan, np.float32))
             for name in ("xy", "xyt", "xty", "xtyt", "xn")
         }
-        products.bind(arrays, results, threads=threads)()
+        matmuls.bind(arrays, results, threads=threads)()
         expected = x.astype("float64") @ y.astype("float64")
         for name in ("xy", "xyt", "xty", "xtyt"):
             check(results[name], expected, "float32", 2 * depth)
         check(results["xn"], x.astype("float64") @ narrow.astype("float64"), "float32", 2 * depth)
-        for name, array in products.run(arrays, threads=threads).items():
+        for name, array in matmuls.run(arrays, threads=threads).items():
             np.testing.assert_array_equal(array, results[name])

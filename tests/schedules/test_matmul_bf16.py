@@ -1,4 +1,4 @@
-"""Matrix products of bfloat16 pairs against NumPy in float64: any sizes, odd depths, both ways to store an operand."""
+"""matmuls of bfloat16 pairs against NumPy in float64: any sizes, odd depths, both ways to store an operand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TARGETS = {
 RUNS = TARGETS if "avx512_bf16" in host_features() else {"widened": TARGETS["widened"]}
 
 
-def product(builder: relax.BlockBuilder, x: relax.Expr, w: relax.Expr) -> relax.Expr:
+def emit_matmul(builder: relax.BlockBuilder, x: relax.Expr, w: relax.Expr) -> relax.Expr:
     return relax.op.matmul(x, w, out_dtype="float32")
 
 
@@ -33,10 +33,10 @@ def exact(x: np.ndarray, w: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("target", RUNS.values(), ids=RUNS)
 @pytest.mark.parametrize(("depth", "columns"), [(37, 71), (1, 16), (64, 5), (2051, 33)])
 def test_any_number_of_rows(target: tvm.target.Target, depth: int, columns: int) -> None:
-    """Products are exact, and sums are those of float32: nothing but the order of additions differs."""
+    """Matmuls are exact, and sums are those of float32: nothing but the order of additions differs."""
     rng = np.random.default_rng(0)
     w = draw(rng, (depth, columns), "bfloat16")
-    run = compile_main({"x": ((tirx.Var("m", "int64"), depth), "bfloat16")}, product, target, {"w": w})
+    run = compile_main({"x": ((tirx.Var("m", "int64"), depth), "bfloat16")}, matmul, target, {"w": w})
     for rows in (*range(1, 10), 71, 145):
         x = draw(rng, (rows, depth), "bfloat16")
         check(run(x), exact(x, w), "float32", depth)
@@ -47,7 +47,7 @@ def test_rows_and_columns_do_not_leak(target: tvm.target.Target) -> None:
     """A row's last number of an odd depth is alone in its word, not with the next row's first."""
     rng = np.random.default_rng(0)
     w = draw(rng, (35, 70), "bfloat16")
-    run = compile_main({"x": ((tirx.Var("m", "int64"), 35), "bfloat16")}, product, target, {"w": w})
+    run = compile_main({"x": ((tirx.Var("m", "int64"), 35), "bfloat16")}, matmul, target, {"w": w})
     x = draw(rng, (9, 35), "bfloat16")
     x[[2, 5], 0] = np.nan, np.inf
     y = run(x)
@@ -95,7 +95,7 @@ def test_a_weight_in_two_types(target: tvm.target.Target) -> None:
 
     def body(builder: relax.BlockBuilder, x: relax.Expr, y: relax.Expr, w: relax.Expr) -> relax.Expr:
         widened = relax.op.matmul(x, builder.emit(relax.op.astype(w, "float32")))
-        return builder.emit(relax.op.add(builder.emit(widened), builder.emit(product(builder, y, w))))
+        return builder.emit(relax.op.add(builder.emit(widened), builder.emit(emit_matmul(builder, y, w))))
 
     run = compile_main({"x": ((3, 36), "float32"), "y": ((3, 36), "bfloat16")}, body, target, {"w": w})
     x, y = draw(rng, (3, 36), "float32"), draw(rng, (3, 36), "bfloat16")
@@ -110,7 +110,7 @@ def test_pairs_become_the_instruction(name: str, dtype: str, used: int) -> None:
     builder = relax.BlockBuilder()
     x, w = (relax.Var(name, relax.TensorType(shape, dtype)) for name, shape in {"x": (7, 30), "w": (30, 64)}.items())
     with builder.function("main", [x, w], attrs={"num_input": 1}):
-        builder.emit_func_output(builder.emit(product(builder, x, w)))
+        builder.emit_func_output(builder.emit(emit_matmul(builder, x, w)))
     weights = {"w": draw(np.random.default_rng(0), (30, 64), dtype)}
     mod, _ = pack_weights(builder.finalize(), weights, TARGETS[name])
     kernel = matmul(mod["packed_matmul"], TARGETS[name])[0].make()

@@ -32,7 +32,7 @@ def placeholder(name: str, *shape: int, dtype: str = "float32") -> te.Tensor:
     return te.placeholder([tirx.IntImm("int64", n) for n in shape], dtype, name)
 
 
-def product(m: int, n: int, k: int, transposed: bool = False) -> tirx.PrimFunc:
+def matmul(m: int, n: int, k: int, transposed: bool = False) -> tirx.PrimFunc:
     a, b = placeholder("a", m, k), placeholder("b", *((n, k) if transposed else (k, n)))
     return te.create_prim_func([a, b, topi.matmul(a, b, transp_b=transposed)])
 
@@ -48,7 +48,7 @@ def total() -> tirx.PrimFunc:
 
 
 def codes() -> tirx.PrimFunc:
-    """Two products of bytes, and a reduction of the first one's rows between."""
+    """Two matmuls of bytes, and a reduction of the first one's rows between."""
     q, k, v = (placeholder(n, 2, *shape, dtype=t) for n, shape, t in (
         ("q", (130, 8), "uint8"), ("k", (8, 64), "int8"), ("v", (64, 32), "int8"),
     ))  # fmt: skip
@@ -68,9 +68,9 @@ def codes() -> tirx.PrimFunc:
 
 FUNCTIONS: dict[str, tuple[Callable[[], tirx.PrimFunc], tvm.target.Target]] = {
     "attention": (lambda: plain(attention()), CPU),
-    "product": (lambda: product(37, 50, 70), CPU),
-    "product, few rows": (lambda: product(7, 90, 70), CPU),
-    "product, few rows, transposed": (lambda: product(3, 90, 70, transposed=True), CPU),
+    "matmul": (lambda: matmul(37, 50, 70), CPU),
+    "matmul, few rows": (lambda: matmul(7, 90, 70), CPU),
+    "matmul, few rows, transposed": (lambda: matmul(3, 90, 70, transposed=True), CPU),
     "element-wise": (sweep, CPU),
     "reduction": (total, CPU),
     "rows of codes": (codes, CPU),
@@ -146,8 +146,8 @@ def test_a_gpu_has_all_its_kernels_as_variants() -> None:
 
 
 def test_choices_that_do_not_exist_are_refused() -> None:
-    module = tvm.IRModule({"main": product(37, 50, 70)})
-    (variant,) = variants("product")
+    module = tvm.IRModule({"main": matmul(37, 50, 70)})
+    (variant,) = variants("matmul")
     for choice, message in (
         (Choice("tiles", {}), "There is no variant 'tiles'; there are panels"),
         (Choice("panels", {"rows": variant.tiles["panels"]}), "has no kernel 'rows'"),

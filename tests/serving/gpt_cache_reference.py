@@ -124,12 +124,12 @@ def to_e4m3(values: np.ndarray) -> np.ndarray:
 
 
 def quantise(values: np.ndarray, scale: np.float32, dtype: np.dtype) -> np.ndarray:
-    """sat(rne(float32(values) * scale)), the product in float32."""
-    product = values.astype(np.float32) * np.float32(scale)
+    """sat(rne(float32(values) * scale)), the matmul in float32."""
+    matmul = values.astype(np.float32) * np.float32(scale)
     if dtype == np.dtype(np.int8):
-        return np.clip(np.rint(product), -128, 127).astype(np.int8)
+        return np.clip(np.rint(matmul), -128, 127).astype(np.int8)
     assert dtype == E4M3, dtype
-    return to_e4m3(product)
+    return to_e4m3(matmul)
 
 
 def slot_of(call: Call, token: int, block_size: int | None) -> int:

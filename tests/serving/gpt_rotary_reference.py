@@ -23,7 +23,7 @@ ROTARY = ("rope_gptj", "rope_gpt_neox", "long_rope", "yarn")
 IMPLIED = {"long_rope": "longrope", "yarn": "yarn"}
 
 ANGLE_ERROR = 2.0**-21  # what an implementation in float32 may lose of an angle, as a part of it
-PRODUCT_ERROR = 2.0**-22  # and of a rotated value besides, as a part of both members of the pair
+MATMUL_ERROR = 2.0**-22  # and of a rotated value besides, as a part of both members of the pair
 
 
 def enumeration(value: Any, names: Sequence[str]) -> str:
@@ -118,7 +118,7 @@ class Rotation:
         half = self.dim // 2
         for k in range(half):
             first, second = (2 * k, 2 * k + 1) if self.adjacent else (k, k + half)
-            slack = PRODUCT_ERROR
+            slack = MATMUL_ERROR
             if self.table is not None:
                 cos, sin = float(self.table[position, k, 0]), float(self.table[position, k, 1])
                 largest = max(abs(cos), abs(sin))

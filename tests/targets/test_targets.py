@@ -102,7 +102,7 @@ def test_missing_cross_linker_is_one_sentence(monkeypatch: pytest.MonkeyPatch, t
 
 @pytest.mark.skipif(shutil.which("aarch64-linux-gnu-gcc") is None, reason="needs Debian's gcc-aarch64-linux-gnu")
 def test_aarch64_expands_weights_in_vectors(tmp_path: Path) -> None:
-    """A product with a matrix of 4 bits is code of that machine, which turns vectors of integers into floats."""
+    """A matmul with a matrix of 4 bits is code of that machine, which turns vectors of integers into floats."""
     model = onnx.parser.parse_model("""
     <ir_version: 10, opset_import: ["" : 21]>
     model (float[n, 64] x) => (float[n, 32] y) <float[64, 32] w = {0}> { y = MatMul (x, w) }

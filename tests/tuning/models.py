@@ -16,19 +16,19 @@ from lowering.tuning.build import compiled
 K, N = 96, 160
 
 
-def product(rows: int | str = "n", seed: int = 0) -> onnx.ModelProto:
+def matmul(rows: int | str = "n", seed: int = 0) -> onnx.ModelProto:
     """relu(x W + b), then a softmax."""
     rng = np.random.default_rng(seed)
     weights = {"W": rng.standard_normal((K, N)), "b": rng.standard_normal(N)}
     nodes = [
-        helper.make_node("MatMul", ["x", "W"], ["m"], name="product"),
+        helper.make_node("MatMul", ["x", "W"], ["m"], name="matmul"),
         helper.make_node("Add", ["m", "b"], ["s"]),
         helper.make_node("Relu", ["s"], ["r"]),
         helper.make_node("Softmax", ["r"], ["y"], name="softmax"),
     ]
     graph = helper.make_graph(
         nodes,
-        "product",
+        "matmul",
         [helper.make_tensor_value_info("x", TensorProto.FLOAT, [rows, K])],
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, [rows, N])],
         [numpy_helper.from_array(w.astype(np.float32), name) for name, w in weights.items()],

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import models
 import pytest
-from models import product
+from models import matmul
 
 import lowering
 from lowering.commands.cli import main
@@ -40,9 +40,9 @@ def measured(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four candidates of each kernel of `product`."""
+    """Four candidates of each kernel of `matmul`."""
     folder = tmp_path_factory.mktemp("batch")
-    tuning = lowering.tune(product(rows=64), folder / "database", trials=4, export=folder / "candidates")
+    tuning = lowering.tune(matmul(rows=64), folder / "database", trials=4, export=folder / "candidates")
     assert [o.trials for o in tuning.outcomes] == [4, 4, 4]  # the softmax has two: tiles and loops
     return folder / "candidates"
 
@@ -67,9 +67,9 @@ def test_round_trip(exported: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     filed = json.loads(capsys.readouterr().out)["filed"]
     assert (filed["tasks"], filed["trials"]) == (3, 12)
     assert lowering.file_results(batch, database, "cpu").trials == 0
-    module = lowering.compile(product(rows=64), database=database)
+    module = lowering.compile(matmul(rows=64), database=database)
     assert all(kernel.source.startswith("tuned") for kernel in module.manifest.kernels)
-    lowering.tune(product(rows=64), database, trials=4, export=tmp_path / "next")
+    lowering.tune(matmul(rows=64), database, trials=4, export=tmp_path / "next")
     (folder,) = database.iterdir()
     before = {trial.candidate for trial in journal(folder)}
     assert len(before) == 15  # three defaults
@@ -114,7 +114,7 @@ def test_killed_in_the_middle(exported: Path, tmp_path: Path) -> None:
 def test_refusals(exported: Path, tmp_path: Path) -> None:
     batch = copied(exported, tmp_path)
     with pytest.raises(InputError, match="is not empty"):
-        lowering.tune(product(rows=64), tmp_path / "d", export=batch)
+        lowering.tune(matmul(rows=64), tmp_path / "d", export=batch)
     with pytest.raises(InputError, match=r"holds no candidates: batch\.json is missing"):
         measure(tmp_path)
     data = json.loads((batch / BATCH).read_text())

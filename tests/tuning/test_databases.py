@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from models import product
+from models import matmul
 from tvm.s_tir import meta_schedule as ms
 
 import lowering
@@ -24,8 +24,8 @@ from lowering.tuning.ranks import rank_correlation
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Of two sessions: 8 and 24 rows, then 8 rows with another seed."""
     found = [tmp_path_factory.mktemp(name) for name in ("one", "other")]
-    lowering.tune(product(), found[0], budget=600, trials=16, sizes=[{"n": 8}, {"n": 24}])
-    lowering.tune(product(), found[1], budget=600, trials=8, sizes=[{"n": 8}], seed=5)
+    lowering.tune(matmul(), found[0], budget=600, trials=16, sizes=[{"n": 8}, {"n": 24}])
+    lowering.tune(matmul(), found[1], budget=600, trials=8, sizes=[{"n": 8}], seed=5)
     return found
 
 
@@ -94,7 +94,7 @@ def test_a_merge_holds_both_in_the_seconds_of_the_target(folders: list[Path], tm
     assert records(target, "trials") == both[2] and len(best(merged)) == len(upkeep.show(target)) + sum(
         s.settled is not None and s.settled < s.default for s in upkeep.show(target)
     )
-    module = lowering.compile(product(), database=target)
+    module = lowering.compile(matmul(), database=target)
     assert all(kernel.source for kernel in module.manifest.kernels)
 
 
@@ -116,7 +116,7 @@ def test_an_export_is_all_that_compile_needs(
     assert json.loads(capsys.readouterr().out) == {"output": str(tmp_path / "out")}
     assert records(tmp_path / "out", "trials") == 0
     sources = [
-        [k.source for k in lowering.compile(product(), database=folder).manifest.kernels]
+        [k.source for k in lowering.compile(matmul(), database=folder).manifest.kernels]
         for folder in (folders[0], tmp_path / "out")
     ]
     assert sources[0] == sources[1] and all(sources[0])

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from cuda_emulation.processes import environment
-from models import product
+from models import matmul
 from tvm.rpc import connect_tracker
 from tvm.rpc.tracker import Tracker
 
@@ -92,7 +92,7 @@ def test_two_devices_one_of_which_dies(
             devices[0].kill()
 
     try:
-        tuning = lowering.tune(product(rows=64), tmp_path, trials=10, tracker=tracker, keys=["here"], progress=kill_one)
+        tuning = lowering.tune(matmul(rows=64), tmp_path, trials=10, tracker=tracker, keys=["here"], progress=kill_one)
     finally:
         for device in devices:
             device.kill()
@@ -101,7 +101,7 @@ def test_two_devices_one_of_which_dies(
     (folder,) = tmp_path.iterdir()
     trials = journal(folder)
     assert len(trials) >= 12 and all(trial.seconds for trial in trials)  # with two defaults
-    module = lowering.compile(product(rows=64), database=tmp_path)
+    module = lowering.compile(matmul(rows=64), database=tmp_path)
     assert all(kernel.source.startswith("tuned") for kernel in module.manifest.kernels)
 
 
@@ -124,7 +124,7 @@ def test_all_devices_die_and_their_tracker(count: int, tmp_path: Path, monkeypat
 
     try:
         with pytest.raises(InputError, match="No device with the key 'here' is left"):
-            lowering.tune(product(rows=64), tmp_path, tracker=address, keys=["here"], progress=kill_all)
+            lowering.tune(matmul(rows=64), tmp_path, tracker=address, keys=["here"], progress=kill_all)
     finally:
         mine.proc.kill()
         for device in devices:
@@ -132,7 +132,7 @@ def test_all_devices_die_and_their_tracker(count: int, tmp_path: Path, monkeypat
     (folder,) = tmp_path.iterdir()
     before = journal(folder)
     assert len(before) >= 4 and all(trial.seconds for trial in before)
-    lowering.tune(product(rows=64), tmp_path, trials=2)
+    lowering.tune(matmul(rows=64), tmp_path, trials=2)
     after = journal(folder)
     assert after[: len(before)] == before and len(after) > len(before)
 
@@ -142,7 +142,7 @@ def test_two_keys_in_one_session(tracker: tuple[str, int], tmp_path: Path) -> No
     """Both are this machine, so that what the second measures is the first one's architecture, too."""
     devices = [Device(tracker, key) for key in ("one", "other")]
     try:
-        tuning = lowering.tune(product(rows=64), tmp_path, trials=4, tracker=tracker, keys=["one", "other"])
+        tuning = lowering.tune(matmul(rows=64), tmp_path, trials=4, tracker=tracker, keys=["one", "other"])
     finally:
         for device in devices:
             device.kill()
@@ -158,11 +158,11 @@ def test_a_rack_of_gpus(tracker: tuple[str, int], tmp_path: Path, monkeypatch: p
     cards, plain = [Device(tracker, "card", gpu) for _ in range(2)], Device(tracker, "plain")
     options = {"target": "cuda:sm_80", "trials": 4, "tracker": tracker}
     try:
-        tuning = lowering.tune(product(rows=8), tmp_path, keys=["card"], effort="quick", **options)
+        tuning = lowering.tune(matmul(rows=8), tmp_path, keys=["card"], effort="quick", **options)
         with pytest.raises(InputError, match=r"key 'plain' have no GPU that works: this machine has no"):
-            lowering.tune(product(rows=8), tmp_path, keys=["plain"], **options)
+            lowering.tune(matmul(rows=8), tmp_path, keys=["plain"], **options)
         with pytest.raises(InputError, match="with the key 'card' are sm_80, not sm_90a"):
-            lowering.tune(product(rows=8), tmp_path, keys=["card"], **options | {"target": "cuda:sm_90a"})
+            lowering.tune(matmul(rows=8), tmp_path, keys=["card"], **options | {"target": "cuda:sm_90a"})
     finally:
         for device in (*cards, plain):
             device.kill()
@@ -173,8 +173,8 @@ def test_a_rack_of_gpus(tracker: tuple[str, int], tmp_path: Path, monkeypatch: p
 
 def test_refusals(tracker: tuple[str, int], tmp_path: Path) -> None:
     with pytest.raises(InputError, match="has no device with the key 'nobody'"):
-        lowering.tune(product(rows=64), tmp_path, tracker=tracker, keys=["nobody"])
+        lowering.tune(matmul(rows=64), tmp_path, tracker=tracker, keys=["nobody"])
     with pytest.raises(InputError, match="name at least one"):
-        lowering.tune(product(rows=64), tmp_path, tracker=tracker)
+        lowering.tune(matmul(rows=64), tmp_path, tracker=tracker)
     with pytest.raises(InputError, match=r"No tracker answers at 127\.0\.0\.1:1"):
-        lowering.tune(product(rows=64), tmp_path, tracker=("127.0.0.1", 1), keys=["here"])
+        lowering.tune(matmul(rows=64), tmp_path, tracker=("127.0.0.1", 1), keys=["here"])

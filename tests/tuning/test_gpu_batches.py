@@ -14,7 +14,7 @@ from pathlib import Path
 import onnx
 import pytest
 from cuda_emulation.processes import environment
-from models import product
+from models import matmul
 from onnx import TensorProto, helper
 
 import lowering
@@ -75,7 +75,7 @@ def test_round_trip_of_tiles(arch: str, tmp_path: Path, monkeypatch: pytest.Monk
 def test_loops_on_the_gpu_that_is_here(tmp_path: Path) -> None:
     """Live: what is not ours is scheduled by MetaSchedule's rules for GPUs."""
     command = [sys.executable, "-m", "lowering", "tune", str(tmp_path / "model.onnx"), "--target", "cuda:sm_80"]
-    onnx.save(product(rows=8), tmp_path / "model.onnx")
+    onnx.save(matmul(rows=8), tmp_path / "model.onnx")
     here = {**os.environ, **environment("sm_80")}
     options = ["--database", str(tmp_path / "database"), "--trials", "4", "--effort", "quick"]
     done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=600, cwd=ROOT, env=here)
@@ -84,7 +84,7 @@ def test_loops_on_the_gpu_that_is_here(tmp_path: Path) -> None:
     trials = journal(part)
     assert len(trials) >= 6 and all(trial.seconds for trial in trials)  # with two defaults
     assert sum(trial.candidate == DEFAULT for trial in trials) == 2
-    module = lowering.compile(product(rows=8), "cuda:sm_80", database=tmp_path / "database")
+    module = lowering.compile(matmul(rows=8), "cuda:sm_80", database=tmp_path / "database")
     assert {kernel.source.partition(" ")[0] for kernel in module.manifest.kernels} <= {"tuned", ""}
 
 

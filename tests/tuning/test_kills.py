@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from models import product
+from models import matmul
 
 import lowering
 from lowering.tuning import upkeep
@@ -44,7 +44,7 @@ def check_whole(database: Path) -> int:
 def test_twenty_kills(tmp_path: Path) -> None:
     """Of the process alone, or with its helpers, which end with it."""
     rng = np.random.default_rng(0)
-    onnx.save(product(rows=32), tmp_path / "model.onnx")
+    onnx.save(matmul(rows=32), tmp_path / "model.onnx")
     database = tmp_path / "database"
     command = [sys.executable, "-m", "lowering", "tune", "model.onnx", "--database", "database"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -73,7 +73,7 @@ def test_twenty_kills(tmp_path: Path) -> None:
     done = subprocess.run([*command, "--trials", "2"], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert check_whole(database) >= counts[-1] and upkeep.show(database)
-    module = lowering.compile(product(rows=32), database=database)
+    module = lowering.compile(matmul(rows=32), database=database)
     assert all(kernel.source for kernel in module.manifest.kernels)
 
 

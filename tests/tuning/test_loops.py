@@ -22,12 +22,12 @@ from lowering.tuning.task import loops_task, tiles_task
 K, N = 96, 160
 
 
-def product(rows: int | str, dtype: str = "int32") -> onnx.ModelProto:
+def matmul(rows: int | str, dtype: str = "int32") -> onnx.ModelProto:
     """x W. None of our kernels takes one of integers."""
     kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
     graph = helper.make_graph(
-        [helper.make_node("MatMul", ["x", "W"], ["y"], name="product")],
-        "product",
+        [helper.make_node("MatMul", ["x", "W"], ["y"], name="matmul")],
+        "matmul",
         [helper.make_tensor_value_info("x", kind, [rows, K])],
         [helper.make_tensor_value_info("y", kind, [rows, N])],
         [numpy_helper.from_array(WEIGHT.astype(dtype), "W")],
@@ -41,7 +41,7 @@ WEIGHT = np.random.default_rng(0).integers(-99, 99, (K, N), np.int32)
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, lowering.Tuning]:
     folder = tmp_path_factory.mktemp("database")
-    return folder, lowering.tune(product("n"), folder, trials=30, sizes=[{"n": 64}])
+    return folder, lowering.tune(matmul("n"), folder, trials=30, sizes=[{"n": 64}])
 
 
 @pytest.mark.parametrize("rows", [64, "n"])
@@ -52,7 +52,7 @@ def test_loops_win_and_are_used(tuned: tuple[Path, lowering.Tuning], rows: int |
     assert loops.gain > 1.4 and not loops.failures
     assert loops.in_model is not None and loops.in_model < 1 / 1.1
     assert tuning.whole_gain is not None and tuning.whole_gain > 1.1
-    module = lowering.compile(product(rows), database=folder)
+    module = lowering.compile(matmul(rows), database=folder)
     (kernel,) = module.manifest.kernels
     assert kernel.schedule == "loops" and kernel.source == f"tuned {loops.gain:.2f}x"
     rng = np.random.default_rng(1)
@@ -70,20 +70,20 @@ def test_other_versions_of_the_default_are_other_tasks(
     from schedules.cpu.reduction import ReductionTiles
 
     monkeypatch.setattr(ReductionTiles, "version", ReductionTiles.version + 1)
-    module = lowering.compile(product(64), database=tuned[0])
+    module = lowering.compile(matmul(64), database=tuned[0])
     assert {k.schedule for k in module.manifest.kernels} >= {"reduction"}
     assert "loops" not in {k.schedule for k in module.manifest.kernels}
 
 
 def first_candidates(seed: int) -> list[str]:
     target = resolve("cpu:x86-64-v3")[0].tvm
-    functions = compiled(product(64), Options("cpu:x86-64-v3", threads=1)).unscheduled[0]
+    functions = compiled(matmul(64), Options("cpu:x86-64-v3", threads=1)).unscheduled[0]
     func = next(f for name, f in functions.items() if "matmul" in name)
     task = loops_task(func, [tuple(int(n) for n in p.shape) for p in func.params], target)
     assert task is not None
     space = LoopSpace(task, target, 1)
     assert not space.is_empty
-    context = Context(task, space.target, space.generator(), strategy(), "product", seed + 1)
+    context = Context(task, space.target, space.generator(), strategy(), "matmul", seed + 1)
     context.pre_tuning(16, 8, database=ms.database.MemoryDatabase(), cost_model=ms.cost_model.RandomModel(seed=seed))
     return [annotated(c.sch.mod) or "" for c in context.generate_measure_candidates()]
 
@@ -94,9 +94,9 @@ def test_the_same_seed_gives_the_same_candidates() -> None:
     assert len(first) == 8 and DEFAULT not in first
 
 
-def test_kernels_of_attention_and_products_have_no_loops() -> None:
+def test_kernels_of_attention_and_matmuls_have_no_loops() -> None:
     target = resolve("cpu:x86-64-v3")[0].tvm
-    functions = compiled(product(64, "float32"), Options("cpu:x86-64-v3", threads=1)).unscheduled[0]
+    functions = compiled(matmul(64, "float32"), Options("cpu:x86-64-v3", threads=1)).unscheduled[0]
     tasks = [
         (tiles_task(func, shapes, target), loops_task(func, shapes, target))
         for func in functions.values()

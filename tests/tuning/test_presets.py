@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from models import K, expected, product
+from models import K, expected, matmul
 from tvm.s_tir import meta_schedule as ms
 
 import lowering
@@ -24,7 +24,7 @@ from lowering.tuning.tile_space import TileSpace
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tuned")
-    lowering.tune(product(rows=8), folder, budget=300, trials=8)
+    lowering.tune(matmul(rows=8), folder, budget=300, trials=8)
     return folder
 
 
@@ -59,7 +59,7 @@ def win(folder: Path) -> None:
 
 def sources(rows: int | str = 8, **options: Any) -> set[str]:
     """Where the tiles of the kernels are from, without how good they were."""
-    kernels = lowering.compile(product(rows=rows), **options).manifest.kernels
+    kernels = lowering.compile(matmul(rows=rows), **options).manifest.kernels
     return {kernel.source.partition(" ")[0] for kernel in kernels}
 
 
@@ -76,9 +76,9 @@ def test_what_nobody_tuned_takes_the_tiles_of_the_nearest_sizes(tuned: Path, tmp
     shutil.copytree(tuned, tmp_path / "database")
     win(tmp_path / "database")
     x = np.random.default_rng(0).standard_normal((12, K)).astype(np.float32)
-    module = lowering.compile(product(rows=12), database=tmp_path / "database")
+    module = lowering.compile(matmul(rows=12), database=tmp_path / "database")
     assert "tuned of nearby sizes" in {kernel.source for kernel in module.manifest.kernels}
-    np.testing.assert_allclose(module.run({"x": x})["y"], expected(product(), x), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(module.run({"x": x})["y"], expected(matmul(), x), rtol=1e-4, atol=1e-6)
     assert sources(rows=8, database=tmp_path / "database") == {"tuned"}
     assert sources(rows=30, database=tmp_path / "database") == {""}
     assert sources(rows="n", database=tmp_path / "database") == {"tuned"}  # those that were tuned

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import product
+from models import matmul
 
 import lowering
 from lowering.measuring.isolated import Failed
@@ -35,7 +35,7 @@ def easy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tune(folder: Path, **options: Any) -> lowering.Tuning:
-    return lowering.tune(product(), folder, trials=4, sizes=[SIZES], effort="quick", **options)
+    return lowering.tune(matmul(), folder, trials=4, sizes=[SIZES], effort="quick", **options)
 
 
 def defaults_alone(folder: Path) -> bool:
@@ -91,6 +91,6 @@ def test_presets_are_candidates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(LocalBench, "whole_runs", answer(0.8))
     choices = {(o.name, o.searched): o.choice for o in tune(tmp_path / "presets").outcomes if o.gain > 1}
     monkeypatch.setattr(lookup, "PRESETS", tmp_path / "presets")
-    tuning = lowering.tune(product(), tmp_path / "database", trials=0, sizes=[SIZES])
+    tuning = lowering.tune(matmul(), tmp_path / "database", trials=0, sizes=[SIZES])
     found = {(o.name, o.searched): o.choice for o in tuning.outcomes if o.gain > 1}
     assert choices and found == choices

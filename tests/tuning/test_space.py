@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import tvm
-from models import K, N, product
+from models import K, N, matmul
 from tvm.s_tir import Schedule
 from tvm.s_tir import meta_schedule as ms
 from tvm_ffi import structural_equal
@@ -39,10 +39,10 @@ def attention_shapes(rows: int, keys: int) -> list:
 
 @cache
 def functions(rows: int | str) -> dict:
-    return compiled(product(rows), Options("cpu:x86-64-v4")).unscheduled[0]
+    return compiled(matmul(rows), Options("cpu:x86-64-v4")).unscheduled[0]
 
 
-def product_task(rows: int, target: tvm.target.Target = V4.tvm) -> tvm.IRModule:
+def matmul_task(rows: int, target: tvm.target.Target = V4.tvm) -> tvm.IRModule:
     (func,) = [f for name, f in functions("n").items() if "matmul" in name]
     shapes = [(rows, K), *[tuple(int(n) for n in p.shape) for p in func.params[1:-1]], (rows, N)]
     task = tiles_task(func, shapes, target)
@@ -68,7 +68,7 @@ def test_every_sample_is_legal_and_dull_fields_are_not_drawn(target, rows: int, 
 
 
 def test_the_default_is_in_the_space_and_its_trace_gives_it() -> None:
-    task = product_task(16)
+    task = matmul_task(16)
     space = TileSpace(task, V4.tvm)
     trace = space.default_trace(task)
     assert recorded(trace) == space.default
@@ -82,10 +82,10 @@ def test_the_default_is_in_the_space_and_its_trace_gives_it() -> None:
 
 def search(seed: int) -> list[str]:
     """The choices of a first batch, and of one after results that depend on the choice alone."""
-    task = product_task(16)
+    task = matmul_task(16)
     space = TileSpace(task, V4.tvm)
     model = TileModel(space, seed)
-    context = Context(task, V4.tvm, space.generator(), strategy(), "product", seed + 1)
+    context = Context(task, V4.tvm, space.generator(), strategy(), "matmul", seed + 1)
     database = ms.database.MemoryDatabase()
     workload = database.commit_workload(task)
     info = ms.arg_info.ArgInfo.from_prim_func(task["main"])

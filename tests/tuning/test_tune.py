@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 import pytest
 import tvm
-from models import expected, product
+from models import expected, matmul
 from this_machine import WIDEST
 from tvm import tirx
 
@@ -37,11 +37,11 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, lowering.Tuning]:
-    """A database for `product` with 2 and with 64 rows."""
+    """A database for `matmul` with 2 and with 64 rows."""
     folder = tmp_path_factory.mktemp("database")
     states: list[float] = []
     tuning = lowering.tune(
-        product(), folder, trials=12, sizes=[{"n": 2}, {"n": 64}], progress=lambda state: states.append(state.left)
+        matmul(), folder, trials=12, sizes=[{"n": 2}, {"n": 64}], progress=lambda state: states.append(state.left)
     )
     assert len(states) > 12 and states[0] > states[-1] > 0
     return folder, tuning
@@ -59,14 +59,14 @@ def test_every_trial_is_in_the_database(tuned: tuple[Path, lowering.Tuning]) -> 
     assert sum(o.trials for o in tuning.outcomes) == 12
     assert not any(o.failures or o.why for o in tuning.outcomes)
     assert sum({o.name: o.share for o in tuning.outcomes}.values()) == pytest.approx(1, abs=0.1)
-    assert {o.nodes[0] for o in tuning.outcomes} == {"MatMul product", "Softmax softmax"}
+    assert {o.nodes[0] for o in tuning.outcomes} == {"MatMul matmul", "Softmax softmax"}
     assert all(o.gain == 1 or o.gain > 1.03 for o in tuning.outcomes) and tuning.gain >= 1
     data = json.loads(next(folder.glob("*/architecture.json")).read_text())
     assert data["kind"] == tuning.database.name.split("-")[0]
 
 
 def test_compile_uses_it_and_says_so(tuned: tuple[Path, lowering.Tuning]) -> None:
-    model = product()
+    model = matmul()
     module = lowering.compile(model, database=tuned[0])
     assert all(kernel.source.startswith("tuned ") for kernel in module.manifest.kernels)
     assert not any(kernel.source for kernel in lowering.compile(model).manifest.kernels)
@@ -76,9 +76,9 @@ def test_compile_uses_it_and_says_so(tuned: tuple[Path, lowering.Tuning]) -> Non
 
 
 def test_a_model_with_other_weights_and_fixed_sizes_finds_its_records(tuned: tuple[Path, lowering.Tuning]) -> None:
-    module = lowering.compile(product(rows=64, seed=1), database=tuned[0])
+    module = lowering.compile(matmul(rows=64, seed=1), database=tuned[0])
     assert [k.source.split()[0] for k in module.manifest.kernels] == ["tuned", "tuned"]
-    module = lowering.compile(product(rows=63), database=tuned[0])
+    module = lowering.compile(matmul(rows=63), database=tuned[0])
     assert not any(k.source[-1:] == "x" for k in module.manifest.kernels)  # at most tiles of nearby sizes
 
 
@@ -86,7 +86,7 @@ def test_it_goes_on_where_it_was(tuned: tuple[Path, lowering.Tuning], tmp_path: 
     folder = tmp_path / "database"
     shutil.copytree(tuned[0], folder)
     before = trials(folder)
-    tuning = lowering.tune(product(rows=64), folder, trials=6)
+    tuning = lowering.tune(matmul(rows=64), folder, trials=6)
     assert trials(folder) == before + sum(o.trials for o in tuning.outcomes)
     reference = {o.nodes: o.default for o in tuned[1].outcomes if "64x" in o.name}
     assert {o.nodes: o.default for o in tuning.outcomes} == reference
@@ -98,12 +98,12 @@ def test_records_of_other_architectures_and_versions_are_ignored(
     folder = tmp_path / "database"
     shutil.copytree(tuned[0], folder)
     other = "x86-64-v4" if WIDEST == "x86-64-v3" else "x86-64-v3"
-    foreign = compile_to(tmp_path / "foreign", product(), f"cpu:{other}", database=folder)
+    foreign = compile_to(tmp_path / "foreign", matmul(), f"cpu:{other}", database=folder)
     assert not any(k.source for k in foreign.kernels)
     from schedules.cpu.panels import PanelTiles
 
     monkeypatch.setattr(PanelTiles, "version", PanelTiles.version + 1)
-    sources = {k.kind: k.source for k in lowering.compile(product(), database=folder).manifest.kernels}
+    sources = {k.kind: k.source for k in lowering.compile(matmul(), database=folder).manifest.kernels}
     assert sources["matmul"] == "" and sources["other"] != ""
 
 
@@ -113,9 +113,9 @@ def test_a_choice_that_became_illegal_is_ignored(tuned: tuple[Path, lowering.Tun
     monkeypatch.setattr(
         PanelTiles, "rules", lambda self, problem, machine: {"never": self.default(problem, machine) == self}
     )
-    module = lowering.compile(product(), database=tuned[0])
+    module = lowering.compile(matmul(), database=tuned[0])
     x = np.ones((2, 96), np.float32)
-    np.testing.assert_allclose(module.run({"x": x})["y"], expected(product(), x), rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(module.run({"x": x})["y"], expected(matmul(), x), rtol=1e-4, atol=1e-7)
 
 
 def poison(func: tirx.PrimFunc, kind: str) -> tirx.PrimFunc:
@@ -144,20 +144,20 @@ def test_poisoned_candidates_are_told_by_cause_and_never_chosen(
 
     monkeypatch.setattr(local.Workshop, "build", poisoned)
     monkeypatch.setattr(trial_of_one, "RUN_SECONDS", 1.0)
-    tuning = lowering.tune(product(rows=16), tmp_path / "database", trials=8)
+    tuning = lowering.tune(matmul(rows=16), tmp_path / "database", trials=8)
     causes = {cause for o in tuning.outcomes for cause in o.failures}
     assert causes == {"build", "wrong", "hang"}
     kept = [trial.candidate for trial in journal(tuning.database) if trial.cause is not None]
     assert len(kept) == sum(sum(o.failures.values()) for o in tuning.outcomes)
     assert not {recorded(r.trace) for r in best(tuning.database)} & set(kept)
-    module = lowering.compile(product(rows=16), database=tmp_path / "database")
+    module = lowering.compile(matmul(rows=16), database=tmp_path / "database")
     x = np.ones((16, 96), np.float32)
-    np.testing.assert_allclose(module.run({"x": x})["y"], expected(product(), x), rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(module.run({"x": x})["y"], expected(matmul(), x), rtol=1e-4, atol=1e-7)
 
 
 def test_killed_in_the_middle(tmp_path: Path) -> None:
     """A second process goes on from the records of one that was killed, though its last line is torn."""
-    onnx.save(product(rows=32), tmp_path / "model.onnx")
+    onnx.save(matmul(rows=32), tmp_path / "model.onnx")
     command = [sys.executable, "-m", "lowering", "tune", "model.onnx", "--database", "database"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen([*command, "--budget", "10m"], cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL)
@@ -183,14 +183,14 @@ def test_an_interrupt_keeps_what_was_found(tmp_path: Path) -> None:
         if state.at_work is not None and state.at_work.trials == 3 and state.step == "searching":
             raise KeyboardInterrupt
 
-    tuning = lowering.tune(product(rows=8), tmp_path, budget=300, progress=interrupt)
+    tuning = lowering.tune(matmul(rows=8), tmp_path, budget=300, progress=interrupt)
     assert tuning.interrupted and max(o.trials for o in tuning.outcomes) == 3
-    module = lowering.compile(product(rows=8), database=tmp_path)
+    module = lowering.compile(matmul(rows=8), database=tmp_path)
     assert all(kernel.source for kernel in module.manifest.kernels)
 
 
 def test_what_there_was_no_time_for_is_said(tmp_path: Path) -> None:
-    tuning = lowering.tune(product(rows=8), tmp_path, budget=0.1)
+    tuning = lowering.tune(matmul(rows=8), tmp_path, budget=0.1)
     assert {o.why for o in tuning.outcomes} == {"the time was over before it was begun"} and tuning.gain == 1
 
 
@@ -207,17 +207,17 @@ def test_what_there_was_no_time_for_is_said(tmp_path: Path) -> None:
 )
 def test_numbers_that_make_no_sense(options: dict, words: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=words):
-        lowering.tune(product(), tmp_path / "database", **options)
+        lowering.tune(matmul(), tmp_path / "database", **options)
 
 
 def test_a_database_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(lowering.LoweringError, match="cannot be written"):
-        lowering.tune(product(), tmp_path / "file", budget=5)
+        lowering.tune(matmul(), tmp_path / "file", budget=5)
     database = Database(tmp_path, resolve("cpu")[0])
     (database.folder / "best" / "database_workload.json").write_text("[nothing]\n")
     with pytest.raises(lowering.LoweringError, match="is damaged: line 1 is not a workload"):
-        lowering.compile(product(), database=tmp_path)
+        lowering.compile(matmul(), database=tmp_path)
 
 
 def test_the_nearest_size_counts() -> None:
@@ -232,8 +232,8 @@ def test_the_nearest_size_counts() -> None:
 
 def test_a_target_that_names_no_machine_finds_what_was_tuned_for_it(tmp_path: Path) -> None:
     """Whichever machine measured: here this one, which `cpu` is not asked about where it has more than its level."""
-    lowering.tune(product(rows=8), tmp_path, f"cpu:{WIDEST}", trials=2)
+    lowering.tune(matmul(rows=8), tmp_path, f"cpu:{WIDEST}", trials=2)
     here, level = (set(resolve(target)[0].cpu_features) for target in ("cpu", f"cpu:{WIDEST}"))
     for target, tuned in ((f"cpu:{WIDEST}", True), ("cpu", here == level)):
-        kernels = lowering.compile(product(rows=8), target, database=tmp_path).manifest.kernels
+        kernels = lowering.compile(matmul(rows=8), target, database=tmp_path).manifest.kernels
         assert any(kernel.source.startswith("tuned") for kernel in kernels) == tuned

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import product
+from models import matmul
 from tvm.s_tir import meta_schedule as ms
 
 import lowering
@@ -160,7 +160,7 @@ def test_two_tunings_at_once(tmp_path: Path) -> None:
         if process == 0:
             code = 1
             try:
-                done = lowering.tune(product(), tmp_path, trials=16, sizes=[{"n": rows}, {"n": 64}])
+                done = lowering.tune(matmul(), tmp_path, trials=16, sizes=[{"n": rows}, {"n": 64}])
                 code = int(done.interrupted or sum(o.trials for o in done.outcomes) < 16)
             finally:
                 os._exit(code)
@@ -170,5 +170,5 @@ def test_two_tunings_at_once(tmp_path: Path) -> None:
     assert len(trials) >= 32 + 9  # with the defaults
     assert sorted((t.task, t.seconds) for t in journal(part(tmp_path)) if t.seconds is not None) == trials
     for rows in (8, 24, 64):
-        module = lowering.compile(product(rows=rows), database=tmp_path)
+        module = lowering.compile(matmul(rows=rows), database=tmp_path)
         assert all(kernel.source for kernel in module.manifest.kernels)

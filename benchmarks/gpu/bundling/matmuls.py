@@ -10,7 +10,7 @@ from typing import Any
 from tvm import te, tirx, topi
 
 from lowering.records import decode
-from schedules.reading.product import WEIGHTS
+from schedules.reading.matmul import WEIGHTS
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Matmul:
         a = te.placeholder((m, k), self.dtype, "a")
         bs = [te.placeholder((n, k) if self.transposed else (k, n), self.dtype, name) for name in self.factors]
 
-        def product(b: te.Tensor) -> te.Tensor:
+        def matmul(b: te.Tensor) -> te.Tensor:
             step = te.reduce_axis((0, k), "step")
 
             def element(i: Any, j: Any) -> Any:
@@ -52,7 +52,7 @@ class Matmul:
 
             return topi.cast(te.compute((m, n), element, b.op.name), self.dtype)
 
-        given, sums = [a, *bs], [product(b) for b in bs]
+        given, sums = [a, *bs], [matmul(b) for b in bs]
         result = sums[0]
         if self.epilogue == "bias":
             given.append(te.placeholder((n,), self.dtype, "bias"))

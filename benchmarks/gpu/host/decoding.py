@@ -21,7 +21,7 @@ TOLERANCE = 2e-2  # of logits, relative to their range: sixteen layers in float1
 
 
 class Decoder(torch.nn.Module):
-    """As PyTorch's users write it for torch.compile: caches that stay, one product for Q, K and V."""
+    """As PyTorch's users write it for torch.compile: caches that stay, one matmul for Q, K and V."""
 
     def __init__(self, config: dict[str, Any], weights: dict[str, torch.Tensor], capacity: int) -> None:
         super().__init__()

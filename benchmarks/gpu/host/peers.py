@@ -153,8 +153,8 @@ class _FlashInfer:
 
 
 def _cublas(problem: Any, memory: Torch, arrays: Arrays) -> Callable[[], torch.Tensor]:
-    """PyTorch's own products, which are cuBLAS's, with the bias in it; a gate is two of them, and more kernels."""
-    return partial(_product, problem, *(arrays[name] for name in ("a", *problem.factors)), bias=arrays.get("bias"))
+    """PyTorch's own matmuls, which are cuBLAS's, with the bias in it; a gate is two of them, and more kernels."""
+    return partial(_matmul, problem, *(arrays[name] for name in ("a", *problem.factors)), bias=arrays.get("bias"))
 
 
 def _compiled(problem: Any, memory: Torch) -> Peer:
@@ -162,12 +162,12 @@ def _compiled(problem: Any, memory: Torch) -> Peer:
     import torch._inductor.config
 
     torch._inductor.config.compile_threads = 1
-    call = torch.compile(partial(_product, problem), dynamic=False)
+    call = torch.compile(partial(_matmul, problem), dynamic=False)
     names = ("a", *problem.factors)
     return lambda arrays: partial(call, *(arrays[name] for name in names), bias=arrays.get("bias"))
 
 
-def _product(problem: Any, a: torch.Tensor, b: torch.Tensor, *up: torch.Tensor, bias: Any) -> torch.Tensor:
+def _matmul(problem: Any, a: torch.Tensor, b: torch.Tensor, *up: torch.Tensor, bias: Any) -> torch.Tensor:
     b, *up = (factor.T if problem.transposed else factor for factor in (b, *up))
     if bias is not None:
         return torch.addmm(bias, a, b)

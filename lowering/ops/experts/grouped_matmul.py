@@ -18,7 +18,7 @@ from .. import op
 from ..matmul import rounded
 from ..microsoft.matmul_n_bits import read_weight
 
-_FUSABLE = 4  # TVM's pattern kind of a product: element-wise operations after it fuse with it
+_FUSABLE = 4  # TVM's pattern kind of a matmul: element-wise operations after it fuse with it
 
 
 @op("GroupedMatMul", since=1, domain=OWN_DOMAIN)

@@ -170,7 +170,7 @@ def _wide(index: Expr) -> Expr:
 
 
 def _saturated(index: Expr) -> Expr:
-    """The index, whose sums and products stop at 2^62."""
+    """The index, whose sums and matmuls stop at 2^62."""
     if index.dtype != "int64":
         return index
     index = replace(index, args=tuple(map(_saturated, index.args)))

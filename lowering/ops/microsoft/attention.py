@@ -14,7 +14,7 @@ from .. import op
 from ..asserted import asserted
 from ..attend import attend, concatenated, heads_first, mask_of
 from ..kernels import compute
-from ..matmul import matrix_product, rounded
+from ..matmul import emit_matmul, rounded
 from . import DOMAIN
 from .masks import Padding, Scores, biased, filter_value, padding
 from .projections import check_floats, head_size, packed_bias, part
@@ -38,7 +38,7 @@ def attention(
         raise node.error("input past_sequence_length is given.", "Export with a growing cache.")
     check_floats(node, input=x, weights=weights, bias=bias, past=past)
     widths = projected_widths(node, x, weights)
-    qkv = matrix_product(node, x, weights)
+    qkv = emit_matmul(node, x, weights)
     if bias is not None:
         bias = packed_bias(node, bias, sum(widths))
         qkv = relax_call(node, relax.op.add, qkv, rounded(node, bias, qkv.dtype))

@@ -9,7 +9,7 @@ from ...importing.compute import relax_call
 from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
-from ..matmul import matrix_product, permuted, rounded
+from ..matmul import emit_matmul, permuted, rounded
 from . import DOMAIN
 
 
@@ -17,7 +17,7 @@ from . import DOMAIN
 @op("FusedMatMul", since=1, domain=DOMAIN)
 def fused_matmul(node: Node, a: Value, b: Value) -> Value:
     """alpha A' B', rounded once, for A' and B' with their axes in another order."""
-    y = matrix_product(node, _transposed(node, a, "A"), _transposed(node, b, "B"))
+    y = emit_matmul(node, _transposed(node, a, "A"), _transposed(node, b, "B"))
     alpha = node.attr("alpha", 1.0)
     if alpha != 1.0:
         y = relax_call(node, relax.op.multiply, y, node.constant(np.array(alpha, y.dtype)))

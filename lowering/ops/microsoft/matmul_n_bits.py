@@ -1,4 +1,4 @@
-"""com.microsoft MatMulNBits: a product with a weight of 2, 4 or 8 bits per element, which stays in 4 or 8.
+"""com.microsoft MatMulNBits: a matmul with a weight of 2, 4 or 8 bits per element, which stays in 4 or 8.
 
 Block n of row r of the weight has elements (q - z) * scale; q lies in B, lowest bits first, and z is 2^(bits - 1) where
 no zero points are given.
@@ -14,7 +14,7 @@ from ...importing.node import Node
 from ...importing.quantised import Quantised
 from ...importing.values import Value
 from .. import op
-from ..matmul import matrix_product, rounded
+from ..matmul import emit_matmul, rounded
 from . import DOMAIN
 
 
@@ -34,7 +34,7 @@ def matmul_n_bits(
     if node.attr("weight_prepacked", 0):
         raise node.error("attribute weight_prepacked is not 0.", "Export the weight in the operator's own layout.")
     weight = read_weight(node, packed, scales, zero_points, node.attr("N"), np.dtype(a.dtype))
-    y = matrix_product(node, a, node.quantised(weight.transpose((1, 0))))
+    y = emit_matmul(node, a, node.quantised(weight.transpose((1, 0))))
     if bias is not None:
         y = relax_call(node, relax.op.add, y, rounded(node, bias, y.dtype))
     return rounded(node, y, a.dtype)

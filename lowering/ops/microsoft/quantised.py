@@ -1,4 +1,4 @@
-"""com.microsoft operators of bytes: sums and functions of dequantised numbers, and products with their scales.
+"""com.microsoft operators of bytes: sums and functions of dequantised numbers, and matmuls with their scales.
 
 Each is what its ai.onnx parts are: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md
 """
@@ -17,7 +17,7 @@ from .. import op
 from ..activation import softmax_over
 from ..cast import cast_to
 from ..contents import static_axis
-from ..integer_matmul import along, integer_product, of_columns, of_rows
+from ..integer_matmul import along, integer_matmul, of_columns, of_rows
 from ..matmul import permuted
 from ..movement import concat, where
 from ..pooling import averaged, global_average_pool
@@ -151,7 +151,7 @@ def matmul_integer_to_float(
     bias: Value | None = None,
 ) -> Value:
     """MatMulInteger times both scales, plus the bias."""
-    return scaled(node, integer_product(node, a, b, a_zero, b_zero), a, b, (a_scale, b_scale), bias)
+    return scaled(node, integer_matmul(node, a, b, a_zero, b_zero), a, b, (a_scale, b_scale), bias)
 
 
 @op("DynamicQuantizeMatMul", since=1, domain=DOMAIN)
@@ -160,7 +160,7 @@ def dynamic_quantize_matmul(
 ) -> Value:
     """DynamicQuantizeLinear of A, and MatMulIntegerToFloat."""
     codes, scale, zero = dynamically_quantised(node, a)
-    return scaled(node, integer_product(node, codes, b, zero, b_zero), a, b, (scale, b_scale), bias)
+    return scaled(node, integer_matmul(node, codes, b, zero, b_zero), a, b, (scale, b_scale), bias)
 
 
 @op("QGemm", since=1, domain=DOMAIN)
@@ -183,7 +183,7 @@ def qgemm(
     a = permuted(node, a, [1, 0]) if node.attr("transA", 0) else a
     if node.attr("transB", 0):
         b = permuted(node, b, [1, 0]) if b.constant is None else node.constant(b.constant.T)
-    sums = integer_product(node, a, b, a_zero, b_zero)
+    sums = integer_matmul(node, a, b, a_zero, b_zero)
     if c is not None:
         sums = relax_call(node, relax.op.add, sums, c)
     y = scaled(node, sums, a, b, (a_scale, b_scale), None, node.attr("alpha", 1.0))

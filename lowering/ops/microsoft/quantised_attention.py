@@ -6,7 +6,7 @@ from ...importing.node import Node
 from ...importing.values import Value
 from .. import op
 from ..cast import cast_to
-from ..integer_matmul import along, integer_product
+from ..integer_matmul import along, integer_matmul
 from ..matmul import rounded
 from . import DOMAIN
 from .attention import attended, projected_widths
@@ -36,7 +36,7 @@ def q_attention(
     widths = projected_widths(node, x, weights)
     x_scale, weight_scale, wide = (cast_to(node, v, "float32") for v in (x_scale, weight_scale, bias))
     x_zero = None if x_zero is None else along(node, x_zero)
-    sums = integer_product(node, x, weights, x_zero, weight_zero)
+    sums = integer_matmul(node, x, weights, x_zero, weight_zero)
     wide = packed_bias(node, wide, sum(widths))
     qkv = scaled(node, sums, x, weights, (along(node, x_scale), weight_scale), wide)
     return attended(node, rounded(node, qkv, bias.dtype), widths, mask_index, past, None)

@@ -18,7 +18,7 @@ from ...tensorir.quantized_states import PACKED
 from ...tensorir.recurrence import BLOCK, Recurrence
 from .. import op
 from ..cast import cast_to
-from ..integer_matmul import integer_product
+from ..integer_matmul import integer_matmul
 from ..matmul import permuted
 from ..quantisation import dynamically_quantised
 from ..recurrent import Place, recurrent
@@ -92,7 +92,7 @@ class _Int8Weights:
         scale, zero = (np.where(there[0], part[at[0][0], at[1][0]], 0) for part in (self.w.scale, self.w.zero))
         quantized, x_scale, x_zero = dynamically_quantised(node, x)
         b = node.constant(values)
-        sums = integer_product(node, quantized, b, x_zero, node.constant(zero.astype(np.int8)))
+        sums = integer_matmul(node, quantized, b, x_zero, node.constant(zero.astype(np.int8)))
         return scaled(node, sums, x, b, (x_scale, node.constant(scale)), None)
 
     def pack_recurrent(self, node: Node, record: Recurrence, place: Place) -> dict[str, Value]:

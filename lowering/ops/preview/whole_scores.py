@@ -10,14 +10,14 @@ from tvm import relax, te, tirx
 from ...importing.compute import Element, largest, read, reduced, relax_call, total
 from ...importing.node import Node
 from ...importing.values import Value
-from ..matmul import matrix_product, permuted, rounded
+from ..matmul import emit_matmul, permuted, rounded
 
 
 def scores(node: Node, q: Value, k: Value, scale: float, dtype: str) -> Value:
     """scale Q K^T in dtype, for Q [B, Hq, S, D] and K [B, Hkv, T, D]."""
-    product = _by_head(node, q, permuted(node, k, (0, 1, 3, 2)))
-    factor = node.constant(np.array(scale, product.dtype))
-    return rounded(node, relax_call(node, relax.op.multiply, product, factor), dtype)
+    matmul = _by_head(node, q, permuted(node, k, (0, 1, 3, 2)))
+    factor = node.constant(np.array(scale, matmul.dtype))
+    return rounded(node, relax_call(node, relax.op.multiply, matmul, factor), dtype)
 
 
 def probabilities(node: Node, scores: Value) -> Value:
@@ -35,7 +35,7 @@ def _by_head(node: Node, a: Value, b: Value) -> Value:
     batch, heads, rows, width = a.shape
     shared = b.shape[1]
     together = node.reshaped(a, (batch, shared, node.simplify(rows * (heads // shared)), width))
-    return node.reshaped(matrix_product(node, together, b), (batch, heads, rows, b.shape[3]))
+    return node.reshaped(emit_matmul(node, together, b), (batch, heads, rows, b.shape[3]))
 
 
 def _softmax(x: te.Tensor) -> te.Tensor:

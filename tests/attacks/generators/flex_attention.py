@@ -35,7 +35,7 @@ BODIES: dict[str, tuple[str, Change, Needed]] = {
         lambda s, i, j, table: s + table[-1 - j],
         lambda rows, keys: keys,
     ),
-    "by product": (
+    "by matmul": (
         "at = Mul(i, j) b = Gather(table, at) c = CastLike(b, s) r = Add(s, c)",
         lambda s, i, j, table: s + table[i * j],
         lambda rows, keys: (rows - 1) * (keys - 1) + 1,

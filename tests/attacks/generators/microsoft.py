@@ -249,7 +249,7 @@ def rotary(d: Draw, op: str) -> Attack:
 _WIDTHS = ((0, -1), (1, -1), (2, -1))
 
 
-def _softmax_product(q: np.ndarray, k: np.ndarray, v: np.ndarray, bias: np.ndarray) -> np.ndarray:
+def _softmax_matmul(q: np.ndarray, k: np.ndarray, v: np.ndarray, bias: np.ndarray) -> np.ndarray:
     """Attention of [B, H, S, D], [B, H, T, D], [B, H, T, D] with added scores, in float64."""
     scores = q.astype(np.float64) @ k.swapaxes(-1, -2).astype(np.float64) / np.sqrt(q.shape[-1]) + bias
     scores = np.exp(scores - scores.max(-1, keepdims=True))
@@ -310,7 +310,7 @@ def multi_head(d: Draw, op: str) -> Attack:
             added = added + np.where(keep, 0, -10000.0)[:, None, None]
         if not (q.size and v.size):
             raise Unspecified("attention to nothing")
-        return [_joined(_softmax_product(*(_heads(x, heads) for x in (q, k, v)), added))]
+        return [_joined(_softmax_matmul(*(_heads(x, heads) for x in (q, k, v)), added))]
 
     return _attack(op, feed, rule, attributes={"num_heads": heads}, parameters={4, 5}, numbers=_WIDTHS)
 
@@ -351,7 +351,7 @@ def projected(d: Draw, op: str) -> Attack:
             added = added + np.where(mask != 0, 0, -10000.0)[:, None, None]
         if not (x.size and v.size):
             raise Unspecified("attention to nothing")
-        return [_joined(_softmax_product(q, k, v, added))]
+        return [_joined(_softmax_matmul(q, k, v, added))]
 
     attributes = {"num_heads": heads, "unidirectional": causal}
     return _attack(op, feed, rule, attributes=attributes, parameters={1, 2}, numbers=_WIDTHS)
@@ -408,7 +408,7 @@ def grouped(d: Draw, op: str) -> Attack:
         hidden = np.arange(total) > np.arange(rows)[:, None] + before
         added = np.where(hidden, -np.inf, 0.0)
         keys, values = (np.repeat(x, group, 1) for x in (keys, values))
-        return [_joined(_softmax_product(_heads(q, kv * group), keys, values, added))]
+        return [_joined(_softmax_matmul(_heads(q, kv * group), keys, values, added))]
 
     attributes = {**said, **({"local_window_size": window} if window != -1 else {})}
     numbers = [*_WIDTHS, (3, 1), (3, 3), (4, 1), (4, 3)]

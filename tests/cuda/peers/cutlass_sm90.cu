@@ -1,4 +1,4 @@
-// CUTLASS's product of matrices for Hopper. nvcc is told TILE_M, TILE_N, CLUSTER (blocks that share their tiles of B) and
+// CUTLASS's matmul for Hopper. nvcc is told TILE_M, TILE_N, CLUSTER (blocks that share their tiles of B) and
 // SCHEDULE (Cooperative or Pingpong). float16, A [M, K] and B [N, K] in rows of k, sums in float32.
 #include "cutlass/epilogue/collective/collective_builder.hpp"
 #include "cutlass/gemm/collective/collective_builder.hpp"

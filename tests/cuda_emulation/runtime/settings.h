@@ -16,7 +16,7 @@ struct Settings {
   int left_out = -1;                     // number of the step that kernels are to leave out, see mutations.py
   bool reached = false;                  // whether a thread came to it
   bool counting = false;                 // whether accesses to memory are counted, see accesses.h
-  long long products = 0;                // that warps (mma.sync) and warpgroups (wgmma) have begun
+  long long matmuls = 0;                // that warps (mma.sync) and warpgroups (wgmma) have begun
 };
 
 extern Settings settings;
@@ -29,11 +29,12 @@ extern "C" void emu_set_device(int capability, int multiprocessors, size_t share
 extern "C" void emu_set_order(int descending, int arrivals, int races);
 // Leaves out a step from now on (-1: none); whether the one before it was reached.
 extern "C" int emu_leave_out(int step);
-// How many products of matrices there were since the last time this was asked for.
-extern "C" long long emu_take_products();
+// How many matmuls there were since the last time this was asked for.
+extern "C" long long emu_take_matmuls();
 // Counts accesses from now on, or no longer.
 extern "C" void emu_set_counting(int on);
 // Those of the launches since the last time this was asked for, in the lines that accesses.py reads.
 extern "C" const char* emu_take_accesses();
-// Why the last call of the driver or runtime that failed did so; "" since the start or the last time this was asked for.
+// Why the last call of the driver or runtime that failed did so; "" since the start or the last time this was asked
+// for.
 extern "C" const char* emu_take_failure();

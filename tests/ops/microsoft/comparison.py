@@ -24,7 +24,7 @@ Select = Callable[[list[np.ndarray]], list[np.ndarray]]
 
 def factors(rng: np.random.Generator, dtype: str, *shape: int) -> np.ndarray:
     """Bytes by which uint8 is multiplied, such that onnxruntime is exact on every machine: without dot products of
-    bytes it adds up two products in 16 bits, which saturate where int8 has more than 7 bits."""
+    bytes it adds up two matmuls in 16 bits, which saturate where int8 has more than 7 bits."""
     low, high = (0, 255) if dtype == "uint8" else (-64, 63)
     return rng.integers(low, high, shape, dtype=dtype, endpoint=True)
 

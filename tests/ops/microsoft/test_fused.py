@@ -1,4 +1,4 @@
-"""com.microsoft activations, normalisations and matrix products against onnxruntime."""
+"""com.microsoft activations, normalisations and matmuls against onnxruntime."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def test_precision_narrows_experts() -> None:
     compiled = lowering.compile(given, precision="float16")
     found = compiled.run({"x0": x, "x1": router})["y"]
     expected = mixture(x, router, weights, None, k=2, **SWIGLU)
-    assert any("1 products" in note for note in compiled.manifest.notes)
+    assert any("1 matmuls" in note for note in compiled.manifest.notes)
     assert {weight.storage for weight in compiled.manifest.weights} == {"float16"}
     np.testing.assert_allclose(found, expected, rtol=0, atol=6e-3 * np.abs(expected).max())
 

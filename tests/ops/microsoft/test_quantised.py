@@ -50,7 +50,7 @@ def codes(dtype: str, *shape: int) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8"])
 @pytest.mark.parametrize("name", ["QLinearAdd", "QLinearMul"])
-def test_sums_and_products(name: str, dtype: str) -> None:
+def test_sums_and_matmuls(name: str, dtype: str) -> None:
     a, b, zero = codes(dtype, 2, 7, 33), codes(dtype, 33), codes(dtype)
     run(name, {"a": a, "s1": SCALES["s1"], "z1": zero, "b": b, "s2": SCALES["s2"], "z2": codes(dtype),
                "s3": SCALES["s3"], "z3": codes(dtype)}, dtype, 3)  # fmt: skip
@@ -104,7 +104,7 @@ def test_pools(dtype: str, shape: tuple[int, ...], attributes: dict[str, Any], l
 
 @pytest.mark.parametrize("by_column", [False, True])
 @pytest.mark.parametrize("of_b", ["uint8", "int8"])
-def test_products_of_matrices(of_b: str, by_column: bool) -> None:
+def test_matmuls_of_matrices(of_b: str, by_column: bool) -> None:
     scale = RNG.uniform(0.01, 0.02, 50 if by_column else ()).astype(np.float32)
     zero, bias = codes(of_b, *scale.shape), RNG.standard_normal(50).astype(np.float32)
     b, a = factors(RNG, of_b, 37, 50), RNG.standard_normal((2, 9, 37)).astype(np.float32)

@@ -130,7 +130,7 @@ CASES = {
         lambda s, i, j: s + np.pad(s, [(0, 0)] * 3 + [(1, 0)])[..., :-1],
         None,
     ),
-    "by a product": Case(
+    "by a matmul": Case(
         "t = Transpose<perm=[0, 1, 3, 2]>(s) p = MatMul(s, t) m = ReduceMean(p, last) r = Add(s, m)",
         lambda s, i, j: s + (s @ s.swapaxes(-1, -2)).mean(-1, keepdims=True),
         None,

@@ -1,4 +1,4 @@
-"""Norms that blocks of the products behind them compute where rows are few: which are taken, and what comes out."""
+"""Norms that blocks of the matmuls behind them compute where rows are few: which are taken, and what comes out."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 import tvm
 from cuda_emulation import device
 from cuda_emulation.mutations import survivors
+from matmul_code import machine_code_of
 from onnx import helper, numpy_helper
-from product_code import machine_code_of
 from steps import work
 from tvm import te, tirx, topi
 
@@ -118,7 +118,7 @@ def measured(name: str, arch: str) -> tuple[list[CallSpec], list[int], float]:
 
 @pytest.mark.parametrize("arch", TARGETS)
 @pytest.mark.parametrize("name", CASES)
-def test_norms_in_products(name: str, arch: str) -> None:
+def test_norms_in_matmuls(name: str, arch: str) -> None:
     calls, launches, worst = emulated.run(measured, name, arch, arch=arch, timeout=500)
     case = CASES[name]
     most = MOST[case.k]
@@ -139,7 +139,7 @@ def function(m: int, k: int, n: int) -> tirx.PrimFunc:
         value = x[i, along].astype("float32")
         return te.sum(value * value, axis=along)
 
-    def product(i: tirx.Var, j: tirx.Var) -> Any:
+    def matmul(i: tirx.Var, j: tirx.Var) -> Any:
         return te.sum(normed[i, step].astype("float32") * w[j, step].astype("float32"), axis=step)
 
     squares = te.compute((M,), square, "squares")
@@ -147,7 +147,7 @@ def function(m: int, k: int, n: int) -> tirx.PrimFunc:
         topi.cast(x, "float32"), te.compute((M, one), lambda i, _: tirx.rsqrt(squares[i] / k + EPSILON))
     )
     normed = topi.cast(scaled, "float16")
-    y = topi.cast(te.compute((M, N), product, "sums"), "float16")
+    y = topi.cast(te.compute((M, N), matmul, "sums"), "float16")
     return te.create_prim_func([x, w, normed, y]).with_attr(PARTS, [5, 2])
 
 

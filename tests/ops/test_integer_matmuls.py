@@ -1,4 +1,4 @@
-"""Products and convolutions of bytes: exact on every machine, for whatever zero points; whole models quantised by
+"""Matmuls and convolutions of bytes: exact on every machine, for whatever zero points; whole models quantised by
 onnxruntime."""
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def exact(given: dict[str, np.ndarray | None]) -> np.ndarray:
     a, b, a_zero, b_zero = (None if x is None else x.astype(np.int64) for x in given.values())
     assert a is not None and b is not None
     a_zero = a_zero[:, None] if a_zero is not None and a_zero.ndim else a_zero
-    product = (a - (0 if a_zero is None else a_zero)) @ (b - (0 if b_zero is None else b_zero))
-    return np.asarray(product.astype(np.int32))
+    matmul = (a - (0 if a_zero is None else a_zero)) @ (b - (0 if b_zero is None else b_zero))
+    return np.asarray(matmul.astype(np.int32))
 
 
 def drawn(rng: random.Random, data: np.random.Generator) -> tuple[dict[str, np.ndarray | None], set[str]]:
@@ -71,7 +71,7 @@ def drawn(rng: random.Random, data: np.random.Generator) -> tuple[dict[str, np.n
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_products_are_exact(seed: int) -> None:
+def test_matmuls_are_exact(seed: int) -> None:
     rng, data = random.Random(seed), np.random.default_rng(seed)
     given, known = drawn(rng, data)
     symbolic = rng.random() < 0.5 and (given["a_zero"] is None or given["a_zero"].ndim == 0)
@@ -102,7 +102,7 @@ def test_sizes_that_the_run_decides(batch: tuple[int, ...], target: str) -> None
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("low", [-128, 127])
 def test_sums_are_neither_saturated_nor_rounded(target: str, low: int) -> None:
-    """Pairs of products leave 16 bits; sums of 70,000 leave 32, and are what is left modulo 2^32."""
+    """Pairs of matmuls leave 16 bits; sums of 70,000 leave 32, and are what is left modulo 2^32."""
     given: dict[str, np.ndarray | None] = {
         "a": np.full((2, 70_000), 255, np.uint8),
         "b": np.full((70_000, 5), low, np.int8),
@@ -115,7 +115,7 @@ def test_sums_are_neither_saturated_nor_rounded(target: str, low: int) -> None:
 
 @pytest.mark.parametrize("depth", [8, 15, 16, 40])
 def test_bytes_that_the_model_widens_itself(depth: int) -> None:
-    """LLVM makes products of bytes of such loops where the machine has them, wrong ones in version 22."""
+    """LLVM makes matmuls of bytes of such loops where the machine has them, wrong ones in version 22."""
     nodes = [helper.make_node("Cast", [name], [f"{name}_wide"], to=onnx.TensorProto.INT32) for name in "ab"]
     nodes.append(helper.make_node("MatMul", ["a_wide", "b_wide"], ["y"]))
     inputs = [value_info("a", "uint8", (3, depth)), value_info("b", "int8", (depth,))]

@@ -1,4 +1,4 @@
-"""Products of matrices as kernels for GPUs read them: where chunks of A and B are, and what becomes of the sums.
+"""Matmuls of matrices as kernels for GPUs read them: where chunks of A and B are, and what becomes of the sums.
 
 Tensor cores take k in steps of 16, or 8 in TF32, and memory gives 16 bytes at a time: eight elements of half precision,
 or four of float32, a chunk. An operand lies in chunks along k (A of most models, a stored weight) or along its other
@@ -20,7 +20,7 @@ from lowering.tensorir.facts import Facts
 
 from ..half_precision import HALF
 from ..reading.codes import Codes
-from ..reading.product import PRODUCTS, WEIGHTS, Group, read_groups
+from ..reading.matmul import MATMULS, WEIGHTS, Group, read_groups
 from ..reading.selection import Selection, read_selection
 from ..reading.stages import Axis, Stage, read_stages, unravel, volume
 from .tensor_types import TENSOR_TYPES, TensorType
@@ -51,7 +51,7 @@ class Shape:
     rows: int | None
     columns: int | None
     depth: int | None
-    products: int
+    matmuls: int
     """Whose sums are read together."""
     chunks: int = 1
     """Of k in 16 bytes of a row of B: more than one where B is quantized."""
@@ -79,15 +79,15 @@ class Operand:
     """Of such a matrix: which of the stored columns its first one is, an expression of the batch axes."""
 
 
-class Products:
-    """The products of a function, with one A, and free variables: batch axes as themselves, row m and column j.
+class Matmuls:
+    """The matmuls of a function, with one A, and free variables: batch axes as themselves, row m and column j.
 
     dtype is how they are multiplied, of TENSOR_TYPES. With a selection rows are those of one matrix."""
 
     def __init__(
         self, func: tirx.PrimFunc, stages: list[Stage], group: Group, dtype: str, selection: Selection | None = None
     ) -> None:
-        first = group.products[0]
+        first = group.matmuls[0]
         self.func, self.stages, self.group, self.selection = func, stages, group, selection
         self.dtype, self.chunk = dtype, TENSOR_TYPES[dtype].chunk
         self.facts = Facts.of(func)
@@ -110,14 +110,14 @@ class Products:
     @property
     def is_selected(self) -> bool:
         """Whether each row, a batch of its own, chooses its matrix by a table."""
-        return self.group.products[0].selector is not None
+        return self.group.matmuls[0].selector is not None
 
     @property
     def shape(self) -> Shape:
         sizes = (self.batch, self.rows, self.columns, self.depth)
         batch, rows, columns, depth = (size.value if isinstance(size, tirx.IntImm) else None for size in sizes)
-        chunks = chunks_at_once(self.group.products[0].codes)
-        return Shape(self.dtype, batch, rows, columns, depth, len(self.group.products), chunks)
+        chunks = chunks_at_once(self.group.matmuls[0].codes)
+        return Shape(self.dtype, batch, rows, columns, depth, len(self.group.matmuls), chunks)
 
     def is_weight(self, b: Operand) -> bool:
         """Whether no kernel of the model writes B."""
@@ -129,16 +129,16 @@ class Products:
         return weights.issuperset(parts)
 
     def operands(self) -> tuple[Operand, list[Operand]] | None:
-        """A, and B of each product; None where elements are not where a kernel could find them."""
+        """A, and B of each matmul; None where elements are not where a kernel could find them."""
         ours, theirs = [], []
-        for product in self.group.products:
-            point = {**self.point, product.k.var: self.k}
-            places = ([substitute(index, point) for index in load.indices] for load in (product.a, product.b))
-            a = self._operand(product.a.source, next(places), self.m, self.rows)
-            if product.codes is None:
-                b = self._operand(product.b.source, next(places), self.j, self.columns)
+        for matmul in self.group.matmuls:
+            point = {**self.point, matmul.k.var: self.k}
+            places = ([substitute(index, point) for index in load.indices] for load in (matmul.a, matmul.b))
+            a = self._operand(matmul.a.source, next(places), self.m, self.rows)
+            if matmul.codes is None:
+                b = self._operand(matmul.b.source, next(places), self.j, self.columns)
             else:
-                b = self._codes(product.codes, next(places)[0])
+                b = self._codes(matmul.codes, next(places)[0])
             if a is None or b is None:
                 return None
             ours.append(a)
@@ -147,7 +147,7 @@ class Products:
         same = all(a.buffer.same_as(first.buffer) and _equal(a.start, first.start) for a in ours)
         return (first, theirs) if same else None
 
-    def same_a(self, ours: Operand, other: Products, theirs: Operand) -> bool:
+    def same_a(self, ours: Operand, other: Matmuls, theirs: Operand) -> bool:
         """Whether two groups multiply the same A, row by row."""
         rows = [(axis.extent, theirs.extent) for axis, theirs in zip(self.row_axes, other.row_axes)]
         start = substitute(theirs.start, {other.m: self.m})
@@ -159,7 +159,7 @@ class Products:
 
     def _operand(self, buffer: tirx.Buffer, indices: list[Expr], outer: tirx.Var, extent: Expr) -> Operand | None:
         simplify, k = self.facts.simplify, self.k
-        # By index: what is behind a product with a symbolic size does not cancel.
+        # By index: what is behind a matmul with a symbolic size does not cancel.
         starts = [simplify(substitute(index, {k: tirx.const(0, "int64")})) for index in indices]
         steps = [simplify(index - start) for index, start in zip(indices, starts)]
         along, start = (simplify(offset(buffer.shape, part)) for part in (steps, starts))
@@ -216,38 +216,38 @@ class Products:
         return tirx.all(*(tirx.EQ(c, tirx.const(0, "int64")) for c in left)) if left else True
 
 
-def read_products(func: tirx.PrimFunc) -> list[Products] | None:
-    """A function that is groups of products, with element-wise stages around them, of half precision, or of float32
+def read_matmuls(func: tirx.PrimFunc) -> list[Matmuls] | None:
+    """A function that is groups of matmuls, with element-wise stages around them, of half precision, or of float32
     that it wants multiplied as TF32: each group; or None."""
     stages = read_stages(func)
-    return products_of(func, stages) if stages else None
+    return matmuls_of(func, stages) if stages else None
 
 
-def products_of_runs(func: tirx.PrimFunc) -> list[Products] | None:
-    """Where rows choose their matrices by a table, the products of the rows of one matrix."""
+def matmuls_of_runs(func: tirx.PrimFunc) -> list[Matmuls] | None:
+    """Where rows choose their matrices by a table, the matmuls of the rows of one matrix."""
     stages = read_stages(func)
     groups = read_groups(stages, set(func.params)) if stages else None
     selection = read_selection(groups) if groups else None
-    return products_of(func, stages, selection) if stages and selection is not None else None
+    return matmuls_of(func, stages, selection) if stages and selection is not None else None
 
 
-def products_of(func: tirx.PrimFunc, stages: list[Stage], selection: Selection | None = None) -> list[Products] | None:
+def matmuls_of(func: tirx.PrimFunc, stages: list[Stage], selection: Selection | None = None) -> list[Matmuls] | None:
     """Of the stages of a function, or some of them, between which and the others stand parameters. With a selection
     rows are those of one matrix."""
     groups = read_groups(stages, set(func.params))
     if not groups:
         return None
-    products = [product for group in groups for product in group.products]
-    loads = [load for product in products for load in (product.a, *(() if product.codes else (product.b,)))]
+    matmuls = [matmul for group in groups for matmul in group.matmuls]
+    loads = [load for matmul in matmuls for load in (matmul.a, *(() if matmul.codes else (matmul.b,)))]
     types = {str(load.ty) for load in loads}
-    if types == {"float32"} and PRODUCTS in func.attrs and not any(product.codes for product in products):
-        types = {str(func.attrs[PRODUCTS])}
+    if types == {"float32"} and MATMULS in func.attrs and not any(matmul.codes for matmul in matmuls):
+        types = {str(func.attrs[MATMULS])}
     elif len(types) > 1 or not types <= set(HALF):
         return None
     if selection is not None:
         groups = [selection.apply(group) for group in groups]
     (dtype,) = types
-    return [Products(func, stages, group, dtype, selection) for group in groups]
+    return [Matmuls(func, stages, group, dtype, selection) for group in groups]
 
 
 def _equal(a: Expr, b: Expr) -> bool:

@@ -1,4 +1,4 @@
-"""Which machine code the products of a model become: that of its own artifact, by nvcc."""
+"""Which machine code the matmuls of a model become: that of its own artifact, by nvcc."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TENSOR_CORES = ("HGMMA", "HMMA")
 
 
 @dataclass(frozen=True)
-class Product:
+class Matmul:
     """A function that multiplies matrices: its kind, the ONNX nodes that it computes, and for each of its launches how
     many instructions of which kind multiply on tensor cores, 0 of "" where none does. With tails, the last launch may
     be theirs."""
@@ -53,8 +53,8 @@ class Product:
         return ", ".join(f"{count} {opcode}" if count else "-" for opcode, count in self.launches)
 
 
-def products(model: ModelLike, arch: str, precision: Precision | None) -> tuple[Manifest, list[Product]]:
-    """Compiles the model, and reads the machine code of its products and attentions."""
+def matmuls(model: ModelLike, arch: str, precision: Precision | None) -> tuple[Manifest, list[Matmul]]:
+    """Compiles the model, and reads the machine code of its matmuls and attentions."""
     manifest, functions = machine_code_of(model, arch, precision)
     launches = {function.name: Counter(i.opcode for i in function.instructions) for function in functions}
     nodes = {call.kernel: call.nodes for call in reversed(manifest.calls)}
@@ -64,7 +64,7 @@ def products(model: ModelLike, arch: str, precision: Precision | None) -> tuple[
             own = [name for name in launches if re.fullmatch(rf"{re.escape(kernel.name)}_kernel(_\d+)?", name)]
             counts = tuple(_multiplying(launches[name]) for name in sorted(own, key=_number))
             tails = kernel.schedule == "tailed_matmul"
-            found.append(Product(kernel.name, kernel.kind, nodes[kernel.name], counts, tails))
+            found.append(Matmul(kernel.name, kernel.kind, nodes[kernel.name], counts, tails))
     return manifest, found
 
 

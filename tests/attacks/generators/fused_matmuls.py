@@ -8,7 +8,7 @@ import numpy as np
 
 from ..attack import MICROSOFT, Answer, Arrays, Attack, attacks, require
 from ..draw import Draw
-from .products import conv, gemm, quantised
+from .matmul_reader import conv, gemm, quantised
 from .shapes import trilu
 
 

@@ -1,4 +1,4 @@
-"""The two products of tiles that gradients of attention consist of, in registers."""
+"""The two matmuls of tiles that gradients of attention consist of, in registers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Operand = Callable[[str, int, Expr, Expr, int], Expr]
 """Elements [d, d + w) of a row of an operand, called with its name, the size of its rows, the row, d and w."""
 
 
-class TileProducts:
-    """Products of operands and tiles in the type acc, with vectors of W lanes."""
+class TileMatmuls:
+    """Matmuls of operands and tiles in the type acc, with vectors of W lanes."""
 
     def __init__(self, tiles: GradientTiles, W: int, acc: str, operand: Operand) -> None:
         self.tiles, self.W, self.acc, self.operand = tiles, W, acc, operand

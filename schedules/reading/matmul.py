@@ -1,4 +1,4 @@
-"""Reading products of matrices from a function's stages."""
+"""Reading matmuls from a function's stages."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..half_precision import HALF
 from .codes import Codes, read_codes
 from .stages import Axis, Stage, same_axes
 
-PRODUCTS = "lowering.products"
-"""Attribute of a function whose products of float32 are computed otherwise than in float32: "tf32" or "3xtf32", where
+MATMULS = "lowering.matmuls"
+"""Attribute of a function whose matmuls of float32 are computed otherwise than in float32: "tf32" or "3xtf32", where
 the target can (schedules/cuda/tensor_types.py)."""
 
 WEIGHTS = "lowering.weights"
@@ -27,7 +27,7 @@ _TYPES = {"float64": ("float64",), "float32": ("float32", *HALF), "int32": ("uin
 
 
 @dataclass(frozen=True)
-class Product:
+class Matmul:
     """C[batch, rows, j] = sum over k of A[batch, rows, k] * B[batch, k, j].
 
     A and B are loads at those axes; `rows` are the axes that B does not depend on, taken together as M rows. Where the
@@ -58,19 +58,19 @@ class Product:
 
 @dataclass(frozen=True)
 class Group:
-    """Products with the same axes whose sums are read together, and the outputs that are made of them."""
+    """Matmuls with the same axes whose sums are read together, and the outputs that are made of them."""
 
-    products: tuple[Product, ...]
+    matmuls: tuple[Matmul, ...]
     outputs: tuple[tirx.Buffer, ...]
 
     @property
     def acc(self) -> str:
         """The type of the sums, one for all."""
-        return self.products[0].acc
+        return self.matmuls[0].acc
 
 
-def read_product(stage: Stage) -> Product | None:
-    """The stage as a product of matrices, or None."""
+def read_matmul(stage: Stage) -> Matmul | None:
+    """The stage as a matmul, or None."""
     value = stage.value
     if len(stage.reduce) != 1 or len(stage.axes) < 1 or not isinstance(value, prim.Add):
         return None
@@ -95,46 +95,46 @@ def read_product(stage: Stage) -> Product | None:
         return None
     if selector is not None and (rows or len(batch) != 1):
         return None
-    return Product(stage, a, b, batch, rows, j, k, codes, selector)
+    return Matmul(stage, a, b, batch, rows, j, k, codes, selector)
 
 
 def read_groups(stages: list[Stage], parameters: set[tirx.Buffer]) -> list[Group] | None:
-    """The products among the stages, those whose sums meet in one group; None where the stages are anything else.
+    """The matmuls among the stages, those whose sums meet in one group; None where the stages are anything else.
 
-    In whatever order they stand: products are of parameters, and what reads their sums, or what was made of them, does
+    In whatever order they stand: matmuls are of parameters, and what reads their sums, or what was made of them, does
     so at its own point. A stage that reads nothing of them is computed where it is read, such as a bias in another type
     or the activation of a gate; as a parameter it is one more output of a group with its axes.
     """
-    products: list[Product] = []
-    made: dict[tirx.Buffer, set[int]] = {}  # of which products what a stage writes is made
+    matmuls: list[Matmul] = []
+    made: dict[tirx.Buffer, set[int]] = {}  # of which matmuls what a stage writes is made
     alone: list[Stage] = []  # parameters that are made of none
     for stage in stages:
         if stage.reduce:
-            product = read_product(stage)
-            if product is None or not all(source in parameters for source in product.sources()):
+            matmul = read_matmul(stage)
+            if matmul is None or not all(source in parameters for source in matmul.sources()):
                 return None
-            made[stage.output] = {len(products)}
-            products.append(product)
+            made[stage.output] = {len(matmuls)}
+            matmuls.append(matmul)
             continue
         own = [node for node in loads(stage.value) if node.source in made]
         if own and not all(all(map(prim.expr_deep_equal, node.indices, stage.indices)) for node in own):
             return None
         if own:
             made[stage.output] = set().union(*(made[node.source] for node in own))
-            if not all(same_axes(stage, products[n].stage) for n in made[stage.output]):
+            if not all(same_axes(stage, matmuls[n].stage) for n in made[stage.output]):
                 return None
         elif stage.output in parameters:
             alone.append(stage)
     groups = _joined(list(made.values()))
     outputs = [[buffer for buffer in made if buffer in parameters and made[buffer] <= group] for group in groups]
     for stage in alone:
-        place = next((n for n, group in enumerate(groups) if same_axes(stage, products[min(group)].stage)), None)
+        place = next((n for n, group in enumerate(groups) if same_axes(stage, matmuls[min(group)].stage)), None)
         if place is None:
             return None
         outputs[place].append(stage.output)
-    found = [Group(_aligned([products[n] for n in sorted(g)]), tuple(made)) for g, made in zip(groups, outputs)]
-    kinds = {(p.acc, None if p.selector is None else p.selector.source) for p in products}
-    return found if len(kinds) == 1 and all(group.outputs and _alike(group.products) for group in found) else None
+    found = [Group(_aligned([matmuls[n] for n in sorted(g)]), tuple(made)) for g, made in zip(groups, outputs)]
+    kinds = {(p.acc, None if p.selector is None else p.selector.source) for p in matmuls}
+    return found if len(kinds) == 1 and all(group.outputs and _alike(group.matmuls) for group in found) else None
 
 
 def _joined(sets: list[set[int]]) -> list[set[int]]:
@@ -146,22 +146,22 @@ def _joined(sets: list[set[int]]) -> list[set[int]]:
     return sorted(found, key=min)
 
 
-def _aligned(products: list[Product]) -> tuple[Product, ...]:
-    """The products over the axes of the first one."""
-    first = products[0].stage
-    found = [products[0]]
-    for product in products[1:]:
-        values = {axis.var: of_first.var for axis, of_first in zip(product.stage.axes, first.axes)}
-        stage = dataclasses.replace(product.stage, axes=first.axes, value=substitute(product.stage.value, values))
-        aligned = read_product(stage)
+def _aligned(matmuls: list[Matmul]) -> tuple[Matmul, ...]:
+    """The matmuls over the axes of the first one."""
+    first = matmuls[0].stage
+    found = [matmuls[0]]
+    for matmul in matmuls[1:]:
+        values = {axis.var: of_first.var for axis, of_first in zip(matmul.stage.axes, first.axes)}
+        stage = dataclasses.replace(matmul.stage, axes=first.axes, value=substitute(matmul.stage.value, values))
+        aligned = read_matmul(stage)
         assert aligned is not None
         found.append(aligned)
     return tuple(found)
 
 
-def _alike(products: tuple[Product, ...]) -> bool:
+def _alike(matmuls: tuple[Matmul, ...]) -> bool:
     """Whether all have the same batch and rows."""
-    return all(p.batch == products[0].batch and p.rows == products[0].rows for p in products)
+    return all(p.batch == matmuls[0].batch and p.rows == matmuls[0].rows for p in matmuls)
 
 
 def _acc(stage: Stage) -> str:

@@ -1,4 +1,4 @@
-"""Products among other operators, in every order: gates, residuals, casts, reshapes, splits, static and symbolic."""
+"""Matmuls among other operators, in every order: gates, residuals, casts, reshapes, splits, static and symbolic."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Graph:
         self.nodes: list[tuple[Any, Callable[..., Any]]] = []
         self.constants: dict[str, np.ndarray] = {}
         self.values: dict[str, int] = {"x": 32}
-        self.product(wide=draw(st.booleans()))
-        kinds = [self.product, self.unary, self.binary, self.gate, self.bias, self.cast, self.heads, self.split]
+        self.matmul(wide=draw(st.booleans()))
+        kinds = [self.matmul, self.unary, self.binary, self.gate, self.bias, self.cast, self.heads, self.split]
         for _ in range(steps):
             draw(st.sampled_from(kinds))()
         read = {name for node, _ in self.nodes for name in node.input}
@@ -56,7 +56,7 @@ class Graph:
     def pick(self, channels: int | None = None) -> str:
         return self.draw(st.sampled_from([v for v, c in self.values.items() if channels in (None, c)][-5:]))
 
-    def product(self, wide: bool = False, of: str | None = None) -> str:
+    def matmul(self, wide: bool = False, of: str | None = None) -> str:
         x = of or self.pick()
         depth, columns = self.values[x], 64 if wide else self.draw(st.sampled_from([32, 40, 64, 5]))
         w = (self.rng.standard_normal((depth, columns)) / depth**0.5).astype("float32")
@@ -80,10 +80,10 @@ class Graph:
         return name
 
     def gate(self) -> None:
-        """Two products of one value, one of them activated, multiplied."""
+        """Two matmuls of one value, one of them activated, multiplied."""
         x = self.pick()
-        gate = self.product(wide=True, of=x)
-        up = self.product(wide=True, of=x)
+        gate = self.matmul(wide=True, of=x)
+        up = self.matmul(wide=True, of=x)
         self.binary(self.unary(gate), up)
 
     def bias(self) -> None:
@@ -111,8 +111,8 @@ class Graph:
         self.values[self.node("Reshape", [y, back], lambda v, _: v.reshape(*v.shape[:2], width))] = width
 
     def split(self) -> None:
-        """Gate and up in one product, as some models have it."""
-        x = self.product(wide=True)
+        """Gate and up in one matmul, as some models have it."""
+        x = self.matmul(wide=True)
         cut = self.constant(np.array([32, 32], np.int64))
         names = [f"v{len(self.nodes)}_{n}" for n in range(2)]
         self.nodes.append(
@@ -151,7 +151,7 @@ def graphs(draw: st.DrawFn) -> Graph:
 
 
 def check(graph: Graph) -> lowering.Model:
-    """Every product by the kernel for products, and right for every size."""
+    """Every matmul by the kernel for matmuls, and right for every size."""
     model = lowering.compile(graph.model())
     kernels = [kernel for kernel in model.manifest.kernels if kernel.kind == "matmul"]
     assert kernels and {kernel.schedule for kernel in kernels} == {"matmul"}, kernels
@@ -170,7 +170,7 @@ def check(graph: Graph) -> lowering.Model:
 
 @given(graphs())
 @settings(LIMITS, max_examples=8)
-def test_every_product_is_a_product(graph: Graph) -> None:
+def test_every_matmul_is_a_matmul(graph: Graph) -> None:
     check(graph)
 
 
@@ -187,7 +187,7 @@ def test_many_graphs(graph: Graph) -> None:
 
 
 @pytest.mark.parametrize("widths", [[8] * 14, [24, 8, 40] * 5], ids=["alike", "unlike"])
-def test_many_products_of_one_tensor_are_several_kernels(widths: list[int]) -> None:
+def test_many_matmuls_of_one_tensor_are_several_kernels(widths: list[int]) -> None:
     """Six at most are one: code would grow with all."""
     rng = np.random.default_rng(len(widths))
     x = rng.standard_normal((3, 16)).astype(np.float32)

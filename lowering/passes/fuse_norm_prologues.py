@@ -1,8 +1,8 @@
 """A norm and the products of its rows become one function, where the target has a kernel for both, on GPUs.
 
-With few rows, as in a decode step, the norm costs a launch; the blocks of the product can compute it, each for itself
+With few rows, as in a decode step, the norm costs a launch; the blocks of the matmul can compute it, each for itself
 (schedules/cuda/normed_matmul.py). What the norm makes stays a result of the function: others may read it, and where
-rows are many it is written to memory as ever, and the product reads it there.
+rows are many it is written to memory as ever, and the matmul reads it there.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from tvm import relax
 from tvm.relax.expr_functor import mutator
 
 import schedules
-from schedules.reading.product import read_product
+from schedules.reading.matmul import read_matmul
 
 from ..importing.origins import Origins
 from .main_function import BlockMutator, rewritten
 from .stage_calls import Asked, StageCall, StageCalls, variables
 
 
-def norms_into_products(mod: tvm.IRModule, target: tvm.target.Target, origins: Origins) -> tuple[tvm.IRModule, Origins]:
+def fuse_norm_prologues(mod: tvm.IRModule, target: tvm.target.Target, origins: Origins) -> tuple[tvm.IRModule, Origins]:
     """The module, and where its calls come from."""
     joiner = _Joiner(mod, target, origins)
     return rewritten(mod, joiner), joiner.calls.origins
@@ -49,12 +49,12 @@ class _Joiner(BlockMutator):
             seen.update(read)
         return [new for n, binding in enumerate(given) for new in instead.get(n, [binding])]
 
-    def one(self, norm: relax.Binding, product: relax.Binding, kind: type[relax.Var]) -> list[relax.Binding]:
+    def one(self, norm: relax.Binding, matmul: relax.Binding, kind: type[relax.Var]) -> list[relax.Binding]:
         """Both as one call; none where the target has no kernel for it."""
-        first, second = self.calls.stages(norm), self.calls.stages(product)
-        if first is None or second is None or any(map(read_product, first)) or not any(map(read_product, second)):
+        first, second = self.calls.stages(norm), self.calls.stages(matmul)
+        if first is None or second is None or any(map(read_matmul, first)) or not any(map(read_matmul, second)):
             return []
-        a, b = self.calls.read(norm, first, kind), self.calls.read(product, second, kind)
+        a, b = self.calls.read(norm, first, kind), self.calls.read(matmul, second, kind)
         call = StageCall(
             f"{a.name}_{b.name}", [*a.stages, *b.stages], [*a.outputs, *b.outputs],
             tuple(dict.fromkeys((*a.nodes, *b.nodes))), "", parts=(len(a.stages), len(b.stages)),
@@ -64,6 +64,6 @@ class _Joiner(BlockMutator):
             return []
         bound = self.calls.bound(call, kind, self.builder_)
         if len(b.outputs) > 1:
-            self.fields[product.var] = [self.calls.names[buffer] for buffer in b.outputs]
-            bound.append(relax.VarBinding(product.var, relax.Tuple(self.fields[product.var])))
+            self.fields[matmul.var] = [self.calls.names[buffer] for buffer in b.outputs]
+            bound.append(relax.VarBinding(matmul.var, relax.Tuple(self.fields[matmul.var])))
         return bound

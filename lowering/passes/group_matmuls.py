@@ -1,11 +1,11 @@
-"""Which functions products are computed in: what the matrix kernel takes is in a function of its own, and whole.
+"""Which functions matmuls are computed in: what the matrix kernel takes is in a function of its own, and whole.
 
 Fusion puts operators together by the order in which they stand. What the target's matrix kernel takes is another
 question, which this pass asks it (schedules.joins), after fusion:
 
-1. A function that holds a product and is not taken as it is, is cut: products stand alone, with the element-wise stages
+1. A function that holds a matmul and is not taken as it is, is cut: matmuls stand alone, with the element-wise stages
    around them that the kernel takes.
-2. Products of one matrix with several constant ones (gate and up, queries, keys and values) become one function, in
+2. Matmuls of one matrix with several constant ones (gate and up, queries, keys and values) become one function, in
    which what reads several of them is computed from the sums. A sum that nobody else reads is never stored.
 """
 
@@ -20,7 +20,7 @@ from tvm import relax, tirx
 from tvm.relax.expr_functor import mutator
 
 import schedules
-from schedules.reading.product import read_product
+from schedules.reading.matmul import read_matmul
 from schedules.reading.stages import Stage
 
 from ..importing.origins import Origins, bindings
@@ -29,8 +29,8 @@ from .main_function import BlockMutator, rewritten
 from .stage_calls import Asked, StageCall, StageCalls, variables
 
 
-def group_products(mod: tvm.IRModule, target: tvm.target.Target, origins: Origins) -> tuple[tvm.IRModule, Origins]:
-    """The module, which FuseTIR wrote, with other functions around its products, and where these come from."""
+def group_matmuls(mod: tvm.IRModule, target: tvm.target.Target, origins: Origins) -> tuple[tvm.IRModule, Origins]:
+    """The module, which FuseTIR wrote, with other functions around its matmuls, and where these come from."""
     grouper = _Grouper(mod, target, origins)
     return rewritten(mod, grouper), grouper.calls.origins
 
@@ -38,7 +38,7 @@ def group_products(mod: tvm.IRModule, target: tvm.target.Target, origins: Origin
 _Item: TypeAlias = StageCall | relax.Binding
 
 _MOST = 6
-"""Products of a function. Code grows with each, and the time to compile it by more than that: products of one style
+"""Matmuls of a function. Code grows with each, and the time to compile it by more than that: matmuls of one style
 vector, or of a source that all layers look at, are dozens. One layer has five: queries, keys, values, gate and up.
 """
 
@@ -58,7 +58,7 @@ class _Grouper(BlockMutator):
         items: list[_Item] = []
         for binding in given:
             stages = self.calls.stages(binding)
-            holds = stages is not None and any(read_product(stage) for stage in stages)
+            holds = stages is not None and any(read_matmul(stage) for stage in stages)
             call = self.calls.read(binding, stages, kind) if stages is not None and holds else None
             parts = [] if call is None else self.cut(call, kind)
             if call is None or (len(call.outputs) > 1 and len(parts) == 1):
@@ -81,14 +81,14 @@ class _Grouper(BlockMutator):
     # -- what belongs together ----------------------------------------------------------------------------------------
 
     def cut(self, call: StageCall, kind: type[relax.Var]) -> list[StageCall]:
-        """The call, or calls of its parts where the kernel takes a product in it, but not with all that is there."""
+        """The call, or calls of its parts where the kernel takes a matmul in it, but not with all that is there."""
         if self.joins(call) is not None:
             return [call]
         taken = [bool(stage.reduce) and self.joins(_part(call, [stage])) is not None for stage in call.stages]
         if not any(taken):
             return [call]
         parts: list[list[Stage]] = []
-        holds = False  # a product that the kernel takes is in the last part
+        holds = False  # a matmul that the kernel takes is in the last part
         for stage, is_taken in zip(call.stages, taken):
             wider = [*parts[-1], stage] if parts else [stage]
             if not (holds or is_taken) or self.joins(_part(call, wider)) is not None:
@@ -105,7 +105,7 @@ class _Grouper(BlockMutator):
         return calls
 
     def joined(self, items: Sequence[_Item]) -> list[_Item]:
-        """Products of one tensor with constant ones as one call, at the place of the first."""
+        """Matmuls of one tensor with constant ones as one call, at the place of the first."""
         result: list[_Item] = []
         made: dict[tirx.Buffer, int] = {}  # by what item of the result
         first: dict[tirx.Buffer, int] = {}  # the item that multiplies a tensor
@@ -127,16 +127,16 @@ class _Grouper(BlockMutator):
         return result
 
     def factor(self, call: StageCall) -> tirx.Buffer | None:
-        """The tensor that all products of a call multiply by constant matrices."""
+        """The tensor that all matmuls of a call multiply by constant matrices."""
         if not self.joins(call):
             return None
-        sources = {p.a.source for p in map(read_product, call.stages) if p is not None}
+        sources = {p.a.source for p in map(read_matmul, call.stages) if p is not None}
         return sources.pop() if len(sources) == 1 else None
 
     def both(self, a: _Item, b: StageCall) -> StageCall | None:
         """Two calls as one; None where the kernel does not take it, or they are too many."""
         assert isinstance(a, StageCall)
-        if sum(read_product(stage) is not None for stage in (*a.stages, *b.stages)) > _MOST:
+        if sum(read_matmul(stage) is not None for stage in (*a.stages, *b.stages)) > _MOST:
             return None
         read = Counter(self.calls.names[buffer] for buffer in b.inputs() if buffer in self.calls.names)
         inside = [

@@ -1,4 +1,4 @@
-"""Products and functions of bytes. Scales are powers of two, so that what is rounded to a code is exact in float32."""
+"""Matmuls and functions of bytes. Scales are powers of two, so that what is rounded to a code is exact in float32."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from ..attack import MICROSOFT, Answer, Arrays, Attack, Unspecified, attacks, axis_of, broadcast_of, require
 from ..draw import Draw
-from .products import conv
+from .matmul_reader import conv
 from .reductions import pool, whole_pool
 
 BYTES = ("uint8", "int8")
@@ -52,7 +52,7 @@ def _centred(x: np.ndarray, zero: np.ndarray | None, axis: int) -> np.ndarray:
     return _wide(x) - _wide(zero).reshape([-1, *[1] * (-axis - 1)])
 
 
-def _product(a: np.ndarray, b: np.ndarray, a_zero: np.ndarray | None, b_zero: np.ndarray | None) -> np.ndarray:
+def _matmul(a: np.ndarray, b: np.ndarray, a_zero: np.ndarray | None, b_zero: np.ndarray | None) -> np.ndarray:
     require(a.shape[-1] == b.shape[-2 if b.ndim > 1 else -1], f"{a.shape} times {b.shape}")
     broadcast_of(a.shape[:-2], b.shape[:-2])
     if b.ndim == 1 and b_zero is not None and b_zero.ndim and b_zero.shape != (1,):
@@ -107,7 +107,7 @@ def matmul_integer(d: Draw, op: str) -> Attack:
         return [a, b, *zeros]
 
     def rule(a: np.ndarray, b: np.ndarray, a_zero: Any = None, b_zero: Any = None) -> Answer:
-        return [_product(a, b, a_zero, b_zero).astype(np.int32)]
+        return [_matmul(a, b, a_zero, b_zero).astype(np.int32)]
 
     return Attack(op, feed, rule, opset=21, parameters={1, 2, 3})
 
@@ -124,9 +124,9 @@ def qlinear_matmul(d: Draw, op: str) -> Attack:
 
     def rule(*given: np.ndarray) -> Answer:
         a, a_scale, a_zero, b, b_scale, b_zero, y_scale, y_zero = given
-        product = _product(a, b, a_zero, b_zero)
+        matmul = _matmul(a, b, a_zero, b_zero)
         require(b_scale.ndim == 0 or b_scale.shape == b_zero.shape, "scales and zero points of B differ")
-        return [_codes(product * (a_scale.astype(float) * b_scale), y_scale.astype(float), y_zero)]
+        return [_codes(matmul * (a_scale.astype(float) * b_scale), y_scale.astype(float), y_zero)]
 
     return Attack(op, feed, rule, opset=21, parameters={3, 4, 5})
 
@@ -318,7 +318,7 @@ def to_float(d: Draw, op: str) -> Attack:
             a, b, b_scale, b_zero, bias = (*arrays, None)[:5]
             a_scale, a_zero, a = np.float32(1), np.zeros((), np.uint8), a.astype(np.uint8)
         require(b_scale.ndim == 0 or b_scale.shape == b_zero.shape, "scales and zero points of B differ")
-        y = _product(a, b, a_zero, b_zero) * (a_scale.astype(float) * b_scale)
+        y = _matmul(a, b, a_zero, b_zero) * (a_scale.astype(float) * b_scale)
         require(bias is None or bias.shape == y.shape[-1:], "bias")
         return [(y if bias is None else y + bias).astype(np.float32)]
 
@@ -346,7 +346,7 @@ def qgemm(d: Draw, op: str) -> Attack:
 
     def rule(*arrays: Any) -> Answer:
         a, a_scale, a_zero, b, b_scale, b_zero, c, y_scale, y_zero = (*arrays, None, None, None)[:9]
-        y = _product(a.T if turned[0] else a, b.T if turned[1] else b, a_zero, b_zero)
+        y = _matmul(a.T if turned[0] else a, b.T if turned[1] else b, a_zero, b_zero)
         require(c is None or c.shape in (y.shape[-1:], (1,)), "C")
         y = (y if c is None else y + c) * (0.5 * a_scale.astype(float) * b_scale)
         return [y.astype(np.float32) if y_scale is None else _codes(y, y_scale.astype(float), y_zero)]

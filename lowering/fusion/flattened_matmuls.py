@@ -1,4 +1,4 @@
-"""Products whose rows were put into one dimension, and taken apart again behind: MatMul takes them as they are."""
+"""Matmuls whose rows were put into one dimension, and taken apart again behind: MatMul takes them as they are."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from .node_pass import NodePass
 from .opset import FIRST
 
 
-class UnflattenProductsPass(NodePass):
+class UnflattenMatmulsPass(NodePass):
     """Makes MatMul and Add of a Gemm between two Reshapes, X -> [M, K] and [M, N] -> Y [.., N].
 
-    What stands in front and behind, norms, activations and residuals, has all dimensions of Y; so has the product then,
+    What stands in front and behind, norms, activations and residuals, has all dimensions of Y; so has the matmul then,
     and they can be computed with it. Gemm has a bias or none, and B [K, N] or, with transB, [N, K].
 
     1. X [.., K].
     2. X [.., H, D], heads of an attention, which become one dimension on the way.
 
     Factors alpha and beta, a bias with rows of its own, dimensions that are not provably those of X, integers, and
-    products of which anybody reads the flat form refuse the match.
+    matmuls of which anybody reads the flat form refuse the match.
     """
 
     since = FIRST
@@ -50,7 +50,7 @@ def _try_unflatten(gemm: ir.Node) -> bool:
     if inner != (k,):
         x = new.emit("Reshape", [x, new.integers(*[0] * len(outer), k)], shape=(*outer, k))
     matrix = new.transpose(b, [1, 0]) if attribute(gemm, "transB", 0) else b
-    product = new.emit("MatMul", [x, matrix], shape=dims(y))
-    result = product if bias is None else new.emit("Add", [product, bias], shape=dims(y))
+    matmul = new.emit("MatMul", [x, matrix], shape=dims(y))
+    result = matmul if bias is None else new.emit("Add", [matmul, bias], shape=dims(y))
     new.replace([before, gemm, after], y, result)
     return True

@@ -1,4 +1,4 @@
-"""Products with few rows or few columns of matrices that are not stored in panels: nothing is worth being packed.
+"""Matmuls with few rows or few columns of matrices that are not stored in panels: nothing is worth being packed.
 
 Each element of the large matrix is used a few times only, so it is read once, in the order in which it is stored:
 
@@ -89,7 +89,7 @@ def is_thin(o: Operands) -> bool:
 
 def dots(o: Operands, tiles: ThinTiles, few_rows: bool) -> None:
     """Few rows of A, or few columns of B, times each column of B, or row of A, whose elements are consecutive."""
-    lanes, few, many, acc = o.results.lanes, o.results.rows, o.results.columns, o.product.acc
+    lanes, few, many, acc = o.results.lanes, o.results.rows, o.results.columns, o.matmul.acc
     sides = [(o.a, o.a_offset, o.results.m), (o.b, o.b_offset, o.results.j)]
     if not few_rows:
         few, many, sides = many, few, sides[::-1]
@@ -171,7 +171,7 @@ def dots(o: Operands, tiles: ThinTiles, few_rows: bool) -> None:
 
 def stream(o: Operands, tiles: ThinTiles) -> None:
     """Few rows of A times B, whose rows are read from end to end, several at a time."""
-    lanes, acc = o.results.lanes, o.product.acc
+    lanes, acc = o.results.lanes, o.matmul.acc
     unroll, strip = tiles.depth, tiles.strip
     vectors = fixed(o.results.columns // lanes)
     fitting = tirx.max(tiles.sums // lanes // tirx.max(o.results.rows, 1), 1)

@@ -1,4 +1,4 @@
-"""Products of dequantised bytes: products of the bytes, whose sums are exact."""
+"""Matmuls of dequantised bytes: matmuls of the bytes, whose sums are exact."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .node_pass import NodePass
 
 _BYTES = (ir.DataType.UINT8, ir.DataType.INT8)
 _MOST = 2**31 // 255**2
-"""Products of differences of bytes whose sum fits int32."""
+"""Matmuls of differences of bytes whose sum fits int32."""
 
 _MOST_CODES = 2**30 // 255
 """What a row's codes may add up to, where the bytes that they are multiplied by are anything: half of what fits."""
 
 
-class FuseIntegerProductsPass(NodePass):
-    """Makes integer products of float products of which both operands are DequantizeLinear of bytes, one scale for the
+class FuseIntegerMatmulsPass(NodePass):
+    """Makes integer matmuls of float matmuls of which both operands are DequantizeLinear of bytes, one scale for the
     first and one for all or for each output of the second.
 
     1. MatMul: MatMulInteger, Cast, Mul by both scales.

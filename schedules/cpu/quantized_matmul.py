@@ -1,4 +1,4 @@
-"""The micro-kernel of a product whose matrix is of codes: integers in blocks, each with a scale (codes.py)."""
+"""The micro-kernel of a matmul whose matrix is of codes: integers in blocks, each with a scale (codes.py)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def accumulate_codes(
     `Blocked.micro_kernel` does for numbers; row i of A begins at starts[i] of `a`."""
     cpu = b.cpu
     vectors, group = range(0, b.nr, b.lanes), codes.group
-    panel = fixed(substitute(codes.first_panel(b.product.j.var), b.values) + b.values[b.results.panel])
+    panel = fixed(substitute(codes.first_panel(b.matmul.j.var), b.values) + b.values[b.results.panel])
     stored, blocks = codes.load.source.shape[1], codes.scale.source.shape[1]
     memory = b.operands.memory
     whole = codes.block or b.kc  # the length of a block
@@ -61,7 +61,7 @@ def accumulate_codes(
 
     with T.serial(depth // whole) as n:
         block(n * whole, whole)
-    rest = b.product.k.extent.value % whole
+    rest = b.matmul.k.extent.value % whole
     if rest:
         with T.If(depth % whole != 0), T.Then():
             block(depth - rest, rest)

@@ -1,11 +1,11 @@
-"""What becomes of a product's results is computed by the product, where the target has a kernel for both, on GPUs.
+"""What becomes of a matmul's results is computed by the matmul, where the target has a kernel for both, on GPUs.
 
 The keys of a decoder are rotated and stored in a cache, its values are stored there, its queries are rotated: in a
 decode step a launch that reads three small tensors from memory and writes them again. With few rows the blocks of the
-product do it (schedules/cuda/tails.py); with more, a launch behind the product.
+matmul do it (schedules/cuda/tails.py); with more, a launch behind the matmul.
 
 A result has a tail where one function alone reads it: an update of a cache in place, or an element-wise one, whose
-result may go to such an update. The product moves to the place of the last of them, unless what stands between touches
+result may go to such an update. The matmul moves to the place of the last of them, unless what stands between touches
 the same memory.
 """
 
@@ -20,7 +20,7 @@ from tvm.ir import prim
 from tvm.relax.expr_functor import mutator
 
 import schedules
-from schedules.reading.product import read_product
+from schedules.reading.matmul import read_matmul
 from schedules.reading.row_parts import PARTS
 from schedules.reading.stages import Axis, Stage
 from schedules.reading.tails import TAILS, TailSpec, Update, to_json
@@ -35,7 +35,7 @@ from .stage_calls import Asked, StageCall, StageCalls, variables
 _FEWEST = 2  # tails: of one alone there may be no launch less
 
 
-def tails_into_products(mod: tvm.IRModule, target: tvm.target.Target, origins: Origins) -> tuple[tvm.IRModule, Origins]:
+def fuse_epilogues(mod: tvm.IRModule, target: tvm.target.Target, origins: Origins) -> tuple[tvm.IRModule, Origins]:
     """The module, without dataflow blocks, and where its calls come from."""
     joiner = _Joiner(mod, target, origins)
     return rewritten(mod, joiner), joiner.calls.origins
@@ -43,7 +43,7 @@ def tails_into_products(mod: tvm.IRModule, target: tvm.target.Target, origins: O
 
 @dataclass(frozen=True)
 class _Tail:
-    """Of output `number` of a product: the place in the block of what is made of it, and of the update, None for none;
+    """Of output `number` of a matmul: the place in the block of what is made of it, and of the update, None for none;
     `views` are what stands between."""
 
     number: int
@@ -74,7 +74,7 @@ class _Joiner(BlockMutator):
         instead: dict[int, list[relax.Binding]] = {}
         for n, binding in enumerate(given):
             stages = self.calls.stages(binding)
-            if stages is not None and any(map(read_product, stages)):
+            if stages is not None and any(map(read_matmul, stages)):
                 instead |= self.joined(block, n, stages, kind)
         return [new for n, binding in enumerate(given) for new in instead.get(n, [binding])]
 
@@ -83,7 +83,7 @@ class _Joiner(BlockMutator):
     def joined(
         self, block: _Block, n: int, stages: list[Stage], kind: type[relax.Var]
     ) -> dict[int, list[relax.Binding]]:
-        """What stands in the place of which bindings where product n has tails; {} where it has none."""
+        """What stands in the place of which bindings where matmul n has tails; {} where it has none."""
         tails = [tail for views in block.results(n) if (tail := self.tail(block, *views)) is not None]
         if len(tails) < _FEWEST or not any(self.does_more(block, tail) for tail in tails):
             return {}
@@ -131,10 +131,10 @@ class _Joiner(BlockMutator):
     def bound(
         self, block: _Block, n: int, stages: list[Stage], tails: Sequence[_Tail], kind: type[relax.Var]
     ) -> list[relax.Binding]:
-        """The call of the product with its tails, and what is taken of it; [] where the target has no kernel for it."""
-        product = block.given[n]
-        attributes = self.mod[kernel_of(product)].attrs
-        call = self.calls.read(product, stages, kind)
+        """The call of the matmul with its tails, and what is taken of it; [] where the target has no kernel for it."""
+        matmul = block.given[n]
+        attributes = self.mod[kernel_of(matmul)].attrs
+        call = self.calls.read(matmul, stages, kind)
         parts = [int(count) for count in attributes.get(PARTS, (len(stages),))]
         all_stages, outputs = list(call.stages), list(call.outputs)
         names, nodes = [call.name], dict.fromkeys(call.nodes)
@@ -192,7 +192,7 @@ class _Joiner(BlockMutator):
         block: _Block,
         n: int,
         item: StageCall,
-        product: StageCall,
+        matmul: StageCall,
         tails: Sequence[tuple[_Tail, Update | None]],
         kind: type[relax.Var],
     ) -> list[relax.Binding]:
@@ -200,7 +200,7 @@ class _Joiner(BlockMutator):
         number: Mapping[tirx.Var, int] = {param: k for k, param in enumerate([*given, *item.outputs])}
         described, caches = [], []
         for tail, update in tails:
-            rows, has_stages = number[product.outputs[tail.number]], tail.made is not None
+            rows, has_stages = number[matmul.outputs[tail.number]], tail.made is not None
             if tail.update is None or update is None:
                 described.append(TailSpec(rows, has_stages))
                 continue
@@ -230,7 +230,7 @@ class _Joiner(BlockMutator):
             bound.append(relax.VarBinding(var, self.builder_.normalize(relax.TupleGetItem(every, k))))
         var = block.given[n].var
         if var not in results:
-            self.fields[var] = results[: len(product.outputs)]
+            self.fields[var] = results[: len(matmul.outputs)]
         return bound
 
     def moved_checks(
@@ -298,7 +298,7 @@ class _Block:
         return None
 
     def shown(self, n: int, tail: _Tail) -> relax.Expr:
-        """What a tail's function reads of what product n makes."""
+        """What a tail's function reads of what matmul n makes."""
         assert tail.made is not None
         read = variables(self.given[tail.made].value)
         return next(var for place in (n, *tail.views) if (var := self.given[place].var) in read)

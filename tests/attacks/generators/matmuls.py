@@ -1,4 +1,4 @@
-"""Products of matrices, convolutions, and the numbers that they multiply in fewer bits."""
+"""Matmuls of matrices, convolutions, and the numbers that they multiply in fewer bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products of dequantised bytes become integer products; others, and those that int32 might not hold, stay."""
+"""Matmuls of dequantised bytes become integer matmuls; others, and those that int32 might not hold, stay."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_conv(w: str, c: str) -> None:
         f"{A} b = DequantizeLinear (w, s) y = Gemm <alpha = 2.0> (a, b)",
     ],
 )
-def test_other_products_stay(nodes: str) -> None:
+def test_other_matmuls_stay(nodes: str) -> None:
     shape = "(uint8[N, 5] x) => (float[N, 6] y)"
     untouched(parse(f"{shape} {{ {nodes} }}", 21, WEIGHTS))
 
