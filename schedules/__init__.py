@@ -37,11 +37,11 @@ RULES = {"llvm": cpu.RULES, "cuda": cuda.RULES}
 ROW_BLOCKS = "row_blocks"
 """The name of the rule that takes rows through several matmuls (reading/row_parts.py), where a target has one."""
 
-NORMED_MATMUL = "normed_matmul"
+PROLOGUE_MATMUL = "prologue_matmul"
 """The name of the rule that takes matmuls whose rows are computed first, where a target has one."""
 
-TAILED_MATMUL = "tailed_matmul"
-"""The name of the rule that takes matmuls with tails (reading/tails.py), where a target has one."""
+EPILOGUE_MATMUL = "epilogue_matmul"
+"""The name of the rule that takes matmuls with epilogues (reading/epilogues.py), where a target has one."""
 
 _JOINS = {"llvm": cpu.joins, "cuda": cuda.joins}
 

@@ -2,9 +2,9 @@
 
 The keys of a decoder are rotated and stored in a cache, its values are stored there, its queries are rotated: in a
 decode step a launch that reads three small tensors from memory and writes them again. With few rows the blocks of the
-matmul do it (schedules/cuda/tails.py); with more, a launch behind the matmul.
+matmul do it (schedules/cuda/fused_epilogues.py); with more, a launch behind the matmul.
 
-A result has a tail where one function alone reads it: an update of a cache in place, or an element-wise one, whose
+A result has an epilogue where one function alone reads it: an update of a cache in place, or an element-wise one, whose
 result may go to such an update. The matmul moves to the place of the last of them, unless what stands between touches
 the same memory.
 """
@@ -20,10 +20,10 @@ from tvm.ir import prim
 from tvm.relax.expr_functor import mutator
 
 import schedules
+from schedules.reading.epilogues import EPILOGUES, EpilogueSpec, Update, to_json
 from schedules.reading.matmul import read_matmul
 from schedules.reading.row_parts import PARTS
 from schedules.reading.stages import Axis, Stage
-from schedules.reading.tails import TAILS, TailSpec, Update, to_json
 
 from ..importing.checks import checked, checked_instead
 from ..importing.origins import Origins, bindings
@@ -32,7 +32,7 @@ from .calls_of_kernels import Memory, is_view, kernel_of, places_in
 from .main_function import BlockMutator, rewritten
 from .stage_calls import Asked, StageCall, StageCalls, variables
 
-_FEWEST = 2  # tails: of one alone there may be no launch less
+_FEWEST = 2  # epilogues: of one alone there may be no launch less
 
 
 def fuse_epilogues(mod: tvm.IRModule, target: tvm.target.Target, origins: Origins) -> tuple[tvm.IRModule, Origins]:
@@ -42,7 +42,7 @@ def fuse_epilogues(mod: tvm.IRModule, target: tvm.target.Target, origins: Origin
 
 
 @dataclass(frozen=True)
-class _Tail:
+class _FusedEpilogue:
     """Of output `number` of a matmul: the place in the block of what is made of it, and of the update, None for none;
     `views` are what stands between."""
 
@@ -83,25 +83,25 @@ class _Joiner(BlockMutator):
     def joined(
         self, block: _Block, n: int, stages: list[Stage], kind: type[relax.Var]
     ) -> dict[int, list[relax.Binding]]:
-        """What stands in the place of which bindings where matmul n has tails; {} where it has none."""
-        tails = [tail for views in block.results(n) if (tail := self.tail(block, *views)) is not None]
-        if len(tails) < _FEWEST or not any(self.does_more(block, tail) for tail in tails):
+        """What stands in the place of which bindings where matmul n has epilogues; {} where it has none."""
+        epilogues = [epilogue for views in block.results(n) if (epilogue := self.epilogue(block, *views)) is not None]
+        if len(epilogues) < _FEWEST or not any(self.does_more(block, epilogue) for epilogue in epilogues):
             return {}
-        mine = {n, *(place for tail in tails for place in (*tail.places, *tail.views))}
-        last = max(place for tail in tails for place in tail.places)
+        mine = {n, *(place for epilogue in epilogues for place in (*epilogue.places, *epilogue.views))}
+        last = max(place for epilogue in epilogues for place in epilogue.places)
         behind = block.moved_along(mine, last)
-        if behind is None or not block.are_apart(n, tails, mine):
+        if behind is None or not block.are_apart(n, epilogues, mine):
             return {}
-        bound = self.bound(block, n, stages, tails, kind)
+        bound = self.bound(block, n, stages, epilogues, kind)
         if not bound:
             return {}
         gone: dict[int, list[relax.Binding]] = {place: [] for place in (*mine, *behind)}
         return gone | {last: [*bound, *(block.given[place] for place in behind)]}
 
-    def tail(self, block: _Block, number: int, views: Sequence[int], reader: int) -> _Tail | None:
+    def epilogue(self, block: _Block, number: int, views: Sequence[int], reader: int) -> _FusedEpilogue | None:
         """Of an output, or of what is viewed of it, that one binding alone reads."""
         if self.is_update(block, reader):
-            return _Tail(number, None, reader, tuple(views))
+            return _FusedEpilogue(number, None, reader, tuple(views))
         stages = self.calls.stages(block.given[reader])
         one = isinstance(block.given[reader].var.ty, relax.TensorType)
         if stages is None or not one or any(stage.reduce for stage in stages):
@@ -111,14 +111,14 @@ class _Joiner(BlockMutator):
             return None
         alone = block.alone(block.given[reader].var)
         if alone is not None and self.is_update(block, alone[1]):
-            return _Tail(number, reader, alone[1], (*views, *alone[0]))
-        return _Tail(number, reader, None, tuple(views))
+            return _FusedEpilogue(number, reader, alone[1], (*views, *alone[0]))
+        return _FusedEpilogue(number, reader, None, tuple(views))
 
-    def does_more(self, block: _Block, tail: _Tail) -> bool:
+    def does_more(self, block: _Block, epilogue: _FusedEpilogue) -> bool:
         """Whether it does more than to transpose: that is all that becomes of results in encoders, where rows are many
         and nothing would be gained."""
-        made = [] if tail.made is None else self.calls.stages(block.given[tail.made]) or []
-        return tail.update is not None or any(not isinstance(stage.value, ir.TensorLoad) for stage in made)
+        made = [] if epilogue.made is None else self.calls.stages(block.given[epilogue.made]) or []
+        return epilogue.update is not None or any(not isinstance(stage.value, ir.TensorLoad) for stage in made)
 
     def is_update(self, block: _Block, place: int) -> bool:
         """Whether it is one of a cache, in place."""
@@ -129,9 +129,10 @@ class _Joiner(BlockMutator):
     # -- the call of all ----------------------------------------------------------------------------------------------
 
     def bound(
-        self, block: _Block, n: int, stages: list[Stage], tails: Sequence[_Tail], kind: type[relax.Var]
+        self, block: _Block, n: int, stages: list[Stage], epilogues: Sequence[_FusedEpilogue], kind: type[relax.Var]
     ) -> list[relax.Binding]:
-        """The call of the matmul with its tails, and what is taken of it; [] where the target has no kernel for it."""
+        """The call of the matmul with its epilogues, and what is taken of it; [] where the target has no kernel for
+        it."""
         matmul = block.given[n]
         attributes = self.mod[kernel_of(matmul)].attrs
         call = self.calls.read(matmul, stages, kind)
@@ -139,12 +140,12 @@ class _Joiner(BlockMutator):
         all_stages, outputs = list(call.stages), list(call.outputs)
         names, nodes = [call.name], dict.fromkeys(call.nodes)
         updates: list[Update | None] = []
-        for tail in tails:
-            rows = call.outputs[tail.number]
-            if tail.made is not None:
-                made = block.given[tail.made]
+        for epilogue in epilogues:
+            rows = call.outputs[epilogue.number]
+            if epilogue.made is not None:
+                made = block.given[epilogue.made]
                 read = self.calls.read(made, self.calls.stages(made) or [], kind)
-                heads = self.heads(rows, block.shown(n, tail))
+                heads = self.heads(rows, block.shown(n, epilogue))
                 if heads is None:
                     return []
                 all_stages += [heads, *read.stages]
@@ -152,17 +153,17 @@ class _Joiner(BlockMutator):
                 names.append(read.name)
                 nodes |= dict.fromkeys(read.nodes)
                 rows = read.stages[-1].output
-                if tail.update is None:
+                if epilogue.update is None:
                     outputs += read.outputs
-            update = None if tail.update is None else self.update(block.given[tail.update], rows)
-            if tail.update is not None:
+            update = None if epilogue.update is None else self.update(block.given[epilogue.update], rows)
+            if epilogue.update is not None:
                 if update is None:
                     return []
-                nodes |= dict.fromkeys(self.calls.origins.get(block.given[tail.update].var.name, ()))
+                nodes |= dict.fromkeys(self.calls.origins.get(block.given[epilogue.update].var.name, ()))
             updates.append(update)
         item = StageCall("_".join(names), all_stages, outputs, tuple(nodes), call.multiplied, None, tuple(parts),
                          tuple(update for update in updates if update is not None))  # fmt: skip
-        return self.called(block, n, item, call, list(zip(tails, updates)), kind)
+        return self.called(block, n, item, call, list(zip(epilogues, updates)), kind)
 
     def update(self, binding: relax.Binding, rows: tirx.Buffer) -> Update | None:
         """The update of a cache, with these rows for its own, in which they are viewed; None where they are others."""
@@ -193,27 +194,27 @@ class _Joiner(BlockMutator):
         n: int,
         item: StageCall,
         matmul: StageCall,
-        tails: Sequence[tuple[_Tail, Update | None]],
+        epilogues: Sequence[tuple[_FusedEpilogue, Update | None]],
         kind: type[relax.Var],
     ) -> list[relax.Binding]:
         function, given = item.function()
         number: Mapping[tirx.Var, int] = {param: k for k, param in enumerate([*given, *item.outputs])}
         described, caches = [], []
-        for tail, update in tails:
-            rows, has_stages = number[matmul.outputs[tail.number]], tail.made is not None
-            if tail.update is None or update is None:
-                described.append(TailSpec(rows, has_stages))
+        for epilogue, update in epilogues:
+            rows, has_stages = number[matmul.outputs[epilogue.number]], epilogue.made is not None
+            if epilogue.update is None or update is None:
+                described.append(EpilogueSpec(rows, has_stages))
                 continue
             places = [number[buffer] for buffer in update.inputs()]
-            described.append(TailSpec(rows, has_stages, update.record.to_json(), *places))
-            caches.append((places[0], block.given[tail.update].var))
-        function = function.with_attr(TAILS, to_json(described))
+            described.append(EpilogueSpec(rows, has_stages, update.record.to_json(), *places))
+            caches.append((places[0], block.given[epilogue.update].var))
+        function = function.with_attr(EPILOGUES, to_json(described))
         found = self.asked(function)
-        if found is None or found[0] != schedules.TAILED_MATMUL:
+        if found is None or found[0] != schedules.EPILOGUE_MATMUL:
             return []
         results = [self.calls.names[buffer] for buffer in item.outputs]
         arguments = [self.calls.names.get(var, var) for var in given]
-        bound = list(self.moved_checks(block, [tail for tail, _ in tails], arguments))
+        bound = list(self.moved_checks(block, [epilogue for epilogue, _ in epilogues], arguments))
         variable = self.builder_.add_func(function, item.name)
         variables_ = [*results, *(var for _, var in caches)]
         types = [var.ty for var in variables_]
@@ -234,10 +235,10 @@ class _Joiner(BlockMutator):
         return bound
 
     def moved_checks(
-        self, block: _Block, tails: Sequence[_Tail], arguments: list[relax.Expr]
+        self, block: _Block, epilogues: Sequence[_FusedEpilogue], arguments: list[relax.Expr]
     ) -> Iterator[relax.Binding]:
         """Checks of sizes of what is not there any more, as checks of the first tensor that is taken."""
-        for place in sorted({place for tail in tails for place in tail.views}):
+        for place in sorted({place for epilogue in epilogues for place in epilogue.views}):
             binding = block.given[place]
             if checked(binding.value) is None:
                 continue
@@ -297,21 +298,21 @@ class _Block:
             views, var = (*views, place), binding.var
         return None
 
-    def shown(self, n: int, tail: _Tail) -> relax.Expr:
-        """What a tail's function reads of what matmul n makes."""
-        assert tail.made is not None
-        read = variables(self.given[tail.made].value)
-        return next(var for place in (n, *tail.views) if (var := self.given[place].var) in read)
+    def shown(self, n: int, epilogue: _FusedEpilogue) -> relax.Expr:
+        """What an epilogue's function reads of what matmul n makes."""
+        assert epilogue.made is not None
+        read = variables(self.given[epilogue.made].value)
+        return next(var for place in (n, *epilogue.views) if (var := self.given[place].var) in read)
 
-    def are_apart(self, n: int, tails: Sequence[_Tail], mine: set[int]) -> bool:
-        """Whether each tail reads one thing that is made here, and nothing else reads or writes a cache."""
+    def are_apart(self, n: int, epilogues: Sequence[_FusedEpilogue], mine: set[int]) -> bool:
+        """Whether each epilogue reads one thing that is made here, and nothing else reads or writes a cache."""
         inner = {self.given[place].var for place in mine}
-        places = [place for tail in tails for place in tail.places]
+        places = [place for epilogue in epilogues for place in epilogue.places]
         if any(sum(var in inner for var in variables(self.given[place].value)) != 1 for place in places):
             return False
-        updates = [tail.update for tail in tails if tail.update is not None]
+        updates = [epilogue.update for epilogue in epilogues if epilogue.update is not None]
         written = [name for place in updates for name in self.touched[place][1] - {self.given[place].var}]
-        others = [n, *(tail.made for tail in tails if tail.made is not None)]
+        others = [n, *(epilogue.made for epilogue in epilogues if epilogue.made is not None)]
         read = set().union(*(self.touched[place][0] for place in others))
         return len(written) == len(set(written)) and not read & set(written)
 

@@ -1,7 +1,7 @@
 """A norm and the products of its rows become one function, where the target has a kernel for both, on GPUs.
 
 With few rows, as in a decode step, the norm costs a launch; the blocks of the matmul can compute it, each for itself
-(schedules/cuda/normed_matmul.py). What the norm makes stays a result of the function: others may read it, and where
+(schedules/cuda/prologue_matmul.py). What the norm makes stays a result of the function: others may read it, and where
 rows are many it is written to memory as ever, and the matmul reads it there.
 """
 
@@ -60,7 +60,7 @@ class _Joiner(BlockMutator):
             tuple(dict.fromkeys((*a.nodes, *b.nodes))), "", parts=(len(a.stages), len(b.stages)),
         )  # fmt: skip
         found = self.asked(call.function()[0])
-        if found is None or found[0] != schedules.NORMED_MATMUL:
+        if found is None or found[0] != schedules.PROLOGUE_MATMUL:
             return []
         bound = self.calls.bound(call, kind, self.builder_)
         if len(b.outputs) > 1:

@@ -11,10 +11,10 @@ import tvm
 import tvm_ffi
 from tvm import ir, relax, tirx
 
+from schedules.reading.epilogues import Update
 from schedules.reading.matmul import MATMULS, read_matmul
 from schedules.reading.row_parts import PARTS
 from schedules.reading.stages import Axis, Stage, read_stages, renamed, write_stages
-from schedules.reading.tails import Update
 
 from ..importing.origins import Origins
 from ..tensorir.expressions import Expr, loads, walk

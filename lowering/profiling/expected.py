@@ -16,8 +16,8 @@ from .limits import Limits
 # such as exp counts as one operation and takes about twenty.
 _RATES = {
     ("matmul", "matmul"): 0.9,
-    ("matmul", "normed_matmul"): 0.9,
-    ("matmul", "tailed_matmul"): 0.9,
+    ("matmul", "prologue_matmul"): 0.9,
+    ("matmul", "epilogue_matmul"): 0.9,
     ("matmul", "windows"): 0.4,
     ("matmul", "row_blocks"): 0.2,
     ("matmul", "loops"): 0.3,

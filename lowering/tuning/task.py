@@ -37,7 +37,7 @@ _OURS = "lowering."
 _KEPT = ("tirx.noalias", "s_tir")
 
 # Rules for whose functions no schedule of loops comes near.
-_BEYOND_LOOPS = ("attention", "matmul", "normed_matmul", "tailed_matmul", "row_blocks", "cache_update")
+_BEYOND_LOOPS = ("attention", "matmul", "prologue_matmul", "epilogue_matmul", "row_blocks", "cache_update")
 
 Shapes: TypeAlias = Sequence[tuple[int, ...] | int]
 """Of arguments: shapes of tensors, and numbers."""

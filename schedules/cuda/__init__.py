@@ -7,17 +7,17 @@ from .append import append
 from .attention import attention
 from .concat import concat
 from .elementwise import elementwise
+from .epilogue_matmul import epilogue_matmul
 from .expert_sort import expert_sort
 from .gradient import gradient
 from .linear import linear
 from .matmul import joins as joins
 from .matmul import matmul
-from .normed_matmul import normed_matmul
 from .ordinary import one_number, ordinary
+from .prologue_matmul import prologue_matmul
 from .reduction import reduction
 from .running_sum import running_sum
 from .scatter import cache_update
-from .tailed_matmul import tailed_matmul
 from .top_few import top_few
 from .top_k import top_k
 from .transposition import transposition
@@ -28,8 +28,8 @@ RULES: tuple[Rule, ...] = (
     linear,
     append,
     cache_update,
-    tailed_matmul,
-    normed_matmul,
+    epilogue_matmul,
+    prologue_matmul,
     matmul,
     transposition,
     elementwise,

@@ -10,7 +10,8 @@ Of a matrix of codes 16 bytes are c = 2 or 4 times as many k, which are expanded
         sums [16, rows] += B [16, 32 c] x [rows, 32 c]^T           2 c matmuls for each 8 rows
         the sums of the warps meet in shared memory -> epilogue.py
 
-Rows of x may be computed by the block itself, in front, while its first columns of B are on their way (normed_rows.py).
+Rows of x may be computed by the block itself, in front, while its first columns of B are on their way
+(prologue_rows.py).
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from .few_rows_tiles import FewRowsTiles
 from .host import on_host
 from .matmul_grid import Place
 from .matmul_reader import Matmuls, Operand, Order, chunks_at_once
-from .normed_rows import NormedPieces, NormedRows
 from .pieces import Pieces, Ring
+from .prologue_rows import ProloguePieces, PrologueRows
 from .ptx import WARP, fixed, put, registers, unrolled
 from .shared_tile import CHUNK
 
@@ -55,7 +56,7 @@ def takes(groups: Sequence[Group]) -> bool:
 
 
 def matmul_rows(
-    groups: Sequence[Group], tiles: FewRowsTiles, device: Device, ends: Ends, normed: NormedRows | None = None
+    groups: Sequence[Group], tiles: FewRowsTiles, device: Device, ends: Ends, normed: PrologueRows | None = None
 ) -> None:
     """Emits the kernel and its launch, for at most `tiles.rows` rows, into the function that is open. Several groups
     multiply the same A, one matmul each: blocks for one are behind those for the others. A may be made of `normed`, by
@@ -109,7 +110,7 @@ class Columns:
         place: Place,
         ring: Ring,
         waits: bool,
-        normed: tuple[NormedRows, Expr | None] | None,
+        normed: tuple[PrologueRows, Expr | None] | None,
     ) -> None:
         """waits: whether earlier kernels may still run. normed: what A is made of, and whether it is stored by this
         block, which may be out of the question."""
@@ -139,10 +140,10 @@ class Columns:
 
         end = fixed(self.m0 + rows)
         ours = [[pieces_of(b, self.n0 + self.g + r * self.epilogue.apart, columns) for r in range(2)] for b in self.bs]
-        theirs: Sequence[Pieces | NormedPieces] = (
+        theirs: Sequence[Pieces | ProloguePieces] = (
             [pieces_of(self.a, self.m0 + self.g + r * 8, end) for r in range(self.blocks)]
             if self.normed is None
-            else [NormedPieces(self.normed[0], self.ring, (self.g, self.g < rows), c)]
+            else [ProloguePieces(self.normed[0], self.ring, (self.g, self.g < rows), c)]
         )
         every = [*(pieces for pair in ours for pieces in pair), *theirs]
         for sums in self.sums:
@@ -156,7 +157,7 @@ class Columns:
             k = fixed(turn * stride + (self.warp * ahead + piece) * each + self.t * (each // PIECE))
             return k, k < depth
 
-        def fetch(turn: Expr | int, piece: int, some: Sequence[Pieces | NormedPieces]) -> None:
+        def fetch(turn: Expr | int, piece: int, some: Sequence[Pieces | ProloguePieces]) -> None:
             at = place(turn, piece)
             for pieces in some:
                 pieces.fetch(piece, *at)
@@ -186,7 +187,7 @@ class Columns:
                 ptx.commit_copies()
         self.finish(rows, columns)
 
-    def make(self, normed: NormedRows, stores: Expr | None, rows: Expr) -> None:
+    def make(self, normed: PrologueRows, stores: Expr | None, rows: Expr) -> None:
         """A, in shared memory."""
         normed.emit(rows, self.tiles.warps, self.epilogue.memory, (self.ring.memory, self.thread), stores)
 

@@ -14,12 +14,15 @@ from lowering.choices import Precision
 
 def measured(folder: str | Path, arch: str, precision: Precision | None) -> tuple[Counter[str], float]:
     """Kernels of a model by the rule that made them, "matmuls" and "matmuls by" their rule, with norms in front and
-    tails or without, apart; and the largest difference from PyTorch in float64, relative to the range of the output."""
+    epilogues or without, apart; and the largest difference from PyTorch in float64, relative to the range of the
+    output."""
     model = lowering.compile(Path(folder) / "model.onnx", f"cuda:{arch}", precision=precision)
     kernels: Counter[str] = Counter()
     for kernel in model.manifest.kernels:
         if kernel.kind in ("matmul", "conv"):
-            kernels.update(["matmuls", f"matmuls by {kernel.schedule.removeprefix('normed_').removeprefix('tailed_')}"])
+            kernels.update(
+                ["matmuls", f"matmuls by {kernel.schedule.removeprefix('prologue_').removeprefix('epilogue_')}"]
+            )
         else:
             kernels[kernel.schedule] += 1
     types = {spec.name: np.dtype(getattr(ml_dtypes, spec.dtype, spec.dtype)) for spec in model.inputs}

@@ -29,14 +29,14 @@ TENSOR_CORES = ("HGMMA", "HMMA")
 @dataclass(frozen=True)
 class Matmul:
     """A function that multiplies matrices: its kind, the ONNX nodes that it computes, and for each of its launches how
-    many instructions of which kind multiply on tensor cores, 0 of "" where none does. With tails, the last launch may
-    be theirs."""
+    many instructions of which kind multiply on tensor cores, 0 of "" where none does. With epilogues, the last launch
+    may be theirs."""
 
     name: str
     kind: str
     nodes: tuple[str, ...]
     launches: tuple[tuple[str, int], ...]
-    tails: bool = False
+    epilogues: bool = False
 
     @property
     def on_tensor_cores(self) -> bool:
@@ -45,7 +45,7 @@ class Matmul:
         counts = [count for _, count in self.launches]
         if self.kind == "attention":
             return any(counts)
-        if self.tails and not counts[-1]:
+        if self.epilogues and not counts[-1]:
             counts = counts[:-1]
         return bool(counts and counts[0]) and all(before or here for before, here in itertools.pairwise(counts))
 
@@ -63,8 +63,8 @@ def matmuls(model: ModelLike, arch: str, precision: Precision | None) -> tuple[M
         if kernel.kind in ("matmul", "conv", "attention"):
             own = [name for name in launches if re.fullmatch(rf"{re.escape(kernel.name)}_kernel(_\d+)?", name)]
             counts = tuple(_multiplying(launches[name]) for name in sorted(own, key=_number))
-            tails = kernel.schedule == "tailed_matmul"
-            found.append(Matmul(kernel.name, kernel.kind, nodes[kernel.name], counts, tails))
+            epilogues = kernel.schedule == "epilogue_matmul"
+            found.append(Matmul(kernel.name, kernel.kind, nodes[kernel.name], counts, epilogues))
     return manifest, found
 
 

@@ -51,7 +51,7 @@ def code() -> Code:
         patch.setattr(cubin, "machine_code", lambda text, arch: (sources.append(text), original(text, arch))[1])
         manifest, functions = machine_code_of(decoder(), ARCH, donate=["cache_.*"])
     schedules = {kernel.schedule for kernel in manifest.kernels}
-    assert {"several", "tailed_matmul", "attention"} <= schedules, schedules
+    assert {"several", "epilogue_matmul", "attention"} <= schedules, schedules
     (source,) = sources
     return Code(source, functions)
 

@@ -1,7 +1,8 @@
-"""Tails of matmuls (reading/tails.py): by the blocks of few rows themselves, behind other kernels by a launch.
+"""FusedEpilogues of matmuls (reading/epilogues.py): by the blocks of few rows themselves, behind other kernels by a
+launch.
 
 A rotation reads two elements of a head that are D / 2 apart. Blocks of few rows have 16 columns: eight of the first
-half of a head, and those that they are rotated with. Results that have tails are stored all the same.
+half of a head, and those that they are rotated with. Results that have epilogues are stored all the same.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from tvm.script.ir_builder import tirx as T
 
 from lowering.tensorir.expressions import Expr, offset, substitute
 
+from ..reading.epilogues import FusedEpilogue
 from ..reading.stages import Axis, Stage
-from ..reading.tails import Tail
 from ..reading.values import Evaluator, flat_view
 from .chunks import CHUNK, Row, evaluate, result_registers, store
 from .computed_rows import CacheRows, row_size
@@ -32,35 +33,35 @@ _ORDERS = ((0, 1, 2, 3), (0, 2, 1, 3))
 """Axes of what is made of heads [batch, rows, H, D], by that of heads: as they are, or heads first."""
 
 
-class Tails(Ends):
+class FusedEpilogues(Ends):
     """Written where the IRBuilder stands."""
 
-    def __init__(self, func: tirx.PrimFunc, tails: Sequence[Tail], tiles: ThreadTiles) -> None:
-        self.func, self.tails, self.tiles = func, tails, tiles
+    def __init__(self, func: tirx.PrimFunc, epilogues: Sequence[FusedEpilogue], tiles: ThreadTiles) -> None:
+        self.func, self.epilogues, self.tiles = func, epilogues, tiles
 
     def epilogue(self, matmuls: Matmuls) -> Epilogue:
-        """Raises ValueError where a tail is not made of pairs that are D / 2 apart, or results are several."""
+        """Raises ValueError where an epilogue is not made of pairs that are D / 2 apart, or results are several."""
         outputs = matmuls.group.outputs
-        tail = next((tail for tail in self.tails if tail.rows in outputs), None)
-        if tail is None:
+        epilogue = next((epilogue for epilogue in self.epilogues if epilogue.rows in outputs), None)
+        if epilogue is None:
             return Epilogue(matmuls)
         if len(outputs) > 1 or len(matmuls.group.matmuls) > 1 or matmuls.batch_axes:
-            raise ValueError("A tail is of one result of one matmul.")
-        if tail.update is not None and row_size(tail.update.record) is None:
+            raise ValueError("An epilogue is of one result of one matmul.")
+        if epilogue.update is not None and row_size(epilogue.update.record) is None:
             raise ValueError("Rows of the cache are no whole chunks.")
-        into = self.into(tail)
-        return PairedEpilogue(matmuls, tail, into) if tail.stages else TailedEpilogue(matmuls, into)
+        into = self.into(epilogue)
+        return PairedEpilogue(matmuls, epilogue, into) if epilogue.stages else UpdatingEpilogue(matmuls, into)
 
     def behind(self) -> None:
-        """A launch for all tails, which read the results where they were stored."""
+        """A launch for all epilogues, which read the results where they were stored."""
         memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, self.func.params)}
-        stages = [tail.stages or [_itself(tail.rows)] for tail in self.tails]
+        stages = [epilogue.stages or [_itself(epilogue.rows)] for epilogue in self.epilogues]
         parts = [Chunks(self.func, own, own[-1:], memory) for own in stages]
         count = sum((part.count for part in parts[1:]), parts[0].count)
-        into = [self.into(tail) for tail in self.tails]
+        into = [self.into(epilogue) for epilogue in self.epilogues]
 
         def emit(n: int, number: Expr) -> None:
-            """The code of the chunk with that number, behind those of the first n tails."""
+            """The code of the chunk with that number, behind those of the first n epilogues."""
 
             def own() -> None:
                 parts[n].emit(number, lambda stage, at, chunk: into[n](stage.output, at, chunk))
@@ -77,16 +78,16 @@ class Tails(Ends):
         with each(count, self.tiles) as number:
             emit(0, number)
 
-    def into(self, tail: Tail) -> Put:
-        """What stores chunks of what a tail makes."""
-        if tail.update is not None:
-            cache = CacheRows(tail.update.bound())
+    def into(self, epilogue: FusedEpilogue) -> Put:
+        """What stores chunks of what an epilogue makes."""
+        if epilogue.update is not None:
+            cache = CacheRows(epilogue.update.bound())
             return lambda _, at, chunk: cache.put(at, chunk)
-        memory = flat_view(tail.stages[-1].output)
+        memory = flat_view(epilogue.stages[-1].output)
         return lambda _, at, chunk: store(memory, at, chunk)
 
 
-class TailedEpilogue(Epilogue):
+class UpdatingEpilogue(Epilogue):
     """Stores results, and what is made of them."""
 
     def __init__(self, matmuls: Matmuls, into: Put) -> None:
@@ -101,9 +102,9 @@ class TailedEpilogue(Epilogue):
 class PairedEpilogue(Epilogue):
     """Of columns that are half a head apart: stores both, and what is made of them."""
 
-    def __init__(self, matmuls: Matmuls, tail: Tail, into: Put) -> None:
-        self.matmuls, self.tail, self.into = matmuls, tail, into
-        *_, H, D = tail.stages[0].output.shape
+    def __init__(self, matmuls: Matmuls, epilogue: FusedEpilogue, into: Put) -> None:
+        self.matmuls, self.epilogue, self.into = matmuls, epilogue, into
+        *_, H, D = epilogue.stages[0].output.shape
         if not isinstance(D, tirx.IntImm) or D.value % (2 * CHUNK):
             raise ValueError("Heads have no halves of whole chunks.")
         self.memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, matmuls.func.params)}
@@ -123,19 +124,19 @@ class PairedEpilogue(Epilogue):
 
     def find_program(self) -> tuple[list[tirx.Buffer], list[list[Expr]]]:
         """What is stored, and at which points: element i of head h, and that half a head from there."""
-        tail, sums = self.tail, self.matmuls.group.matmuls[0].stage
+        epilogue, sums = self.epilogue, self.matmuls.group.matmuls[0].stage
         *rows, _ = [substitute(index, self.matmuls.point) for index in sums.indices]
         dims = [self.i, self.i + self.apart]
         columns = self.simplified([[*rows, self.h * self.head_dim + d] for d in dims])
-        stages = [stage for stage in (*self.matmuls.stages, *tail.stages) if not stage.reduce]
-        evaluator, made = Evaluator.of(stages, self.memory), tail.stages[-1].output
-        shape = tail.stages[0].output.shape
+        stages = [stage for stage in (*self.matmuls.stages, *epilogue.stages) if not stage.reduce]
+        evaluator, made = Evaluator.of(stages, self.memory), epilogue.stages[-1].output
+        shape = epilogue.stages[0].output.shape
         for order in _ORDERS:
             same = len(made.shape) == len(shape) == len(order)
             if not same or not all(prim.expr_deep_equal(made.shape[n], shape[k]) for n, k in enumerate(order)):
                 continue
             points = self.simplified([[[*rows, self.h, d][k] for k in order] for d in dims])
-            outputs, points = [tail.rows, tail.rows, made, made], [*columns, *points]
+            outputs, points = [epilogue.rows, epilogue.rows, made, made], [*columns, *points]
             wanted = [tirx.BufferLoad(*place) for place in zip(outputs, points)]
             stored = [output.dtype for output in outputs]
             try:
@@ -169,7 +170,7 @@ class PairedEpilogue(Epilogue):
         evaluate(self.row, self.program, CHUNK, values, first, keep, elements)
         for output, place, register in zip(self.outputs, self.places, results):
             at = fixed(substitute(place, {**values, self.i: first}))
-            if output is self.tail.rows:
+            if output is self.epilogue.rows:
                 self.put(output, at, register)
             else:
                 self.into(output, at, register)

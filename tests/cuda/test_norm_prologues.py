@@ -21,8 +21,8 @@ from tvm import te, tirx, topi
 
 import lowering
 from lowering.manifest import CallSpec
-from schedules.cuda.normed_matmul import normed_matmul
-from schedules.cuda.normed_tiles import NormedRowsTiles
+from schedules.cuda.prologue_matmul import prologue_matmul
+from schedules.cuda.prologue_tiles import PrologueRowsTiles
 from schedules.reading.row_parts import PARTS
 from schedules.variant import Variant
 
@@ -153,7 +153,7 @@ def function(m: int, k: int, n: int) -> tirx.PrimFunc:
 
 def variants(arch: str, m: int, k: int = 200, n: int = 40) -> list[Variant]:
     target = tvm.target.Target({"kind": "cuda", "arch": arch}, host="llvm")
-    return list(normed_matmul(function(m, k, n), target) or [])
+    return list(prologue_matmul(function(m, k, n), target) or [])
 
 
 @pytest.mark.no_gpu
@@ -170,7 +170,7 @@ def test_no_wait_can_be_left_out() -> None:
         found = zip((normed, want), after[-2:], strict=True)
         return all(np.allclose(b.astype("float64"), a, rtol=2e-3, atol=5e-2, equal_nan=True) for a, b in found)
 
-    module = emulated.module({"main": variants("sm_80", m)[0].make(normed=NormedRowsTiles(2, 2))}, arch="sm_80")
+    module = emulated.module({"main": variants("sm_80", m)[0].make(normed=PrologueRowsTiles(2, 2))}, arch="sm_80")
     # The last copies, of nothing, go to places behind the sums, which would reach there with more warps.
     redundant = ["ptx_cp_async_wait_group_async_wait_group_0"]
     assert [step.name for step in survivors(module, "main", arrays, right)] == redundant
@@ -189,7 +189,7 @@ def test_machine_code(name: str, arch: str) -> None:
     """Nothing goes to memory that registers should hold; weights are on their way before the rows are asked for."""
     manifest, functions = machine_code_of(CASES[name].model(), arch)
     (kernel,) = manifest.kernels
-    assert kernel.schedule == "normed_matmul"
+    assert kernel.schedule == "prologue_matmul"
     first = next(f for f in functions if f.name == f"{kernel.name}_kernel")
     opcodes = [instruction.opcode for instruction in first.instructions]
     assert "HMMA" in opcodes and not {"LDL", "STL"} & set(opcodes)

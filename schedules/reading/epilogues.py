@@ -1,8 +1,8 @@
-"""Matmuls with tails: what becomes of a result, in one function with it.
+"""Matmuls with epilogues: what becomes of a result, in one function with it.
 
 A decoder's keys are rotated and go to their slots in a cache, its values go there as they are, its queries are rotated.
 The stages of such a function are those of the matmuls (in parts, where a norm stands in front: row_parts.py), then
-those of each tail; behind them stand updates of caches. An attribute says which results have tails.
+those of each epilogue; behind them stand updates of caches. An attribute says which results have epilogues.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from lowering.tensorir.scatter import BoundUpdate, CacheUpdate
 from .row_parts import cut_parts
 from .stages import Stage
 
-TAILS = "lowering.tails"
-"""Attribute of a function: its tails, as JSON of TailSpec."""
+EPILOGUES = "lowering.epilogues"
+"""Attribute of a function: its epilogues, as JSON of EpilogueSpec."""
 
 
 @dataclass(frozen=True)
-class TailSpec:
-    """A tail by numbers of the function's parameters: the result that it reads; whether it has stages; the record of an
-    update ("" for none), and its cache and write indices (-1 for none)."""
+class EpilogueSpec:
+    """An epilogue by numbers of the function's parameters: the result that it reads; whether it has stages; the record
+    of an update ("" for none), and its cache and write indices (-1 for none)."""
 
     rows: int
     has_stages: bool
@@ -61,7 +61,7 @@ class Update:
 
 
 @dataclass(frozen=True, eq=False)
-class Tail:
+class FusedEpilogue:
     """What is made of `rows`, a result [..., N] of a matmul.
 
     stages: the rows as heads, [..., H, D] with N = H D, and element-wise ones, of which the last one is the result;
@@ -73,21 +73,21 @@ class Tail:
     update: Update | None
 
 
-def to_json(tails: Sequence[TailSpec]) -> str:
-    return json.dumps([asdict(tail) for tail in tails])
+def to_json(epilogues: Sequence[EpilogueSpec]) -> str:
+    return json.dumps([asdict(epilogue) for epilogue in epilogues])
 
 
-def cut_tails(func: tirx.PrimFunc) -> tuple[list[list[Stage]], list[Tail]] | None:
-    """The parts of the matmuls, and the tails, of a function that has some; None of any other."""
-    if func.attrs is None or TAILS not in func.attrs:
+def cut_epilogues(func: tirx.PrimFunc) -> tuple[list[list[Stage]], list[FusedEpilogue]] | None:
+    """The parts of the matmuls, and the epilogues, of a function that has some; None of any other."""
+    if func.attrs is None or EPILOGUES not in func.attrs:
         return None
-    specs = [TailSpec(**each) for each in json.loads(str(func.attrs[TAILS]))]
+    specs = [EpilogueSpec(**each) for each in json.loads(str(func.attrs[EPILOGUES]))]
     parts = cut_parts(_without_updates(func, sum(bool(spec.update) for spec in specs)))
     if parts is None:
         return None
     first = len(parts) - sum(spec.has_stages for spec in specs)
     own = iter(parts[first:])
-    return parts[:first], [_tail(func, spec, next(own) if spec.has_stages else []) for spec in specs]
+    return parts[:first], [_epilogue(func, spec, next(own) if spec.has_stages else []) for spec in specs]
 
 
 def _without_updates(func: tirx.PrimFunc, count: int) -> tirx.PrimFunc:
@@ -97,11 +97,11 @@ def _without_updates(func: tirx.PrimFunc, count: int) -> tirx.PrimFunc:
     return func.with_body(s_tir.SBlockRealize([], True, block))
 
 
-def _tail(func: tirx.PrimFunc, spec: TailSpec, stages: list[Stage]) -> Tail:
+def _epilogue(func: tirx.PrimFunc, spec: EpilogueSpec, stages: list[Stage]) -> FusedEpilogue:
     params = list(func.params)
     rows = params[spec.rows]
     if not spec.update:
-        return Tail(rows, stages, None)
+        return FusedEpilogue(rows, stages, None)
     indices = params[spec.indices] if spec.indices >= 0 else None
     made = stages[-1].output if stages else rows
-    return Tail(rows, stages, Update(CacheUpdate.from_json(spec.update), made, params[spec.cache], indices))
+    return FusedEpilogue(rows, stages, Update(CacheUpdate.from_json(spec.update), made, params[spec.cache], indices))

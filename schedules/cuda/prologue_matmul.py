@@ -1,6 +1,6 @@
-"""The rule for matmuls whose rows are computed first: norms in front of them (lowering/passes/fuse_norm_prologues.py).
+"""The rule for matmuls whose rows are computed first: norm prologue of them (lowering/passes/fuse_norm_prologues.py).
 
-With few rows the blocks of the matmul compute them (normed_rows.py). With more that would be done too often: a launch
+With few rows the blocks of the matmul compute them (prologue_rows.py). With more that would be done too often: a launch
 computes them, and others multiply.
 """
 
@@ -26,16 +26,16 @@ from .epilogue import Ends
 from .matmul import either, emit_matmuls, planned, tiles_of, together, widest
 from .matmul_reader import matmuls_of
 from .matmul_rows import Group, matmul_rows, takes
-from .normed_rows import NormedRows, most_rows
-from .normed_tiles import NormedRowsTiles, NormTiles
+from .prologue_rows import PrologueRows, most_rows
+from .prologue_tiles import NormTiles, PrologueRowsTiles
 from .reduction import emit_rows, read_rows
 
 
-def normed_matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
+def prologue_matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
     """A function of two parts, rows with reductions and matmuls of them; None for any other, and where rows are too
     many, or too long."""
     parts = cut_parts(func)
-    found = read_normed(func, *parts) if parts is not None and len(parts) == 2 else None
+    found = read_prologue_matmul(func, *parts) if parts is not None and len(parts) == 2 else None
     if found is None:
         return None
     groups, normed = found
@@ -43,20 +43,22 @@ def normed_matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Varian
 
     def emit(tiles: dict[str, Any]) -> tirx.PrimFunc:
         with IRBuilder() as builder, T.prim_func():
-            emit_normed(groups, normed, tiles, gpu, Ends())
+            emit_prologue_matmul(groups, normed, tiles, gpu, Ends())
         return func.with_body(builder.get().body).without_attr(FORM)
 
-    by_name = tiles_of_normed(groups, gpu)
+    by_name = prologue_tiles(groups, gpu)
     return [Variant(name, widest(groups), gpu, tiles, emit) for name, tiles in by_name.items()]
 
 
-def tiles_of_normed(groups: list[Group], gpu: Device) -> dict[str, dict[str, Any]]:
+def prologue_tiles(groups: list[Group], gpu: Device) -> dict[str, dict[str, Any]]:
     """By variant, the tiles of its kernels; the default first."""
-    own = {"normed": NormedRowsTiles.default(together(groups), gpu), "norm": NormTiles.default(widest(groups), gpu)}
+    own = {"normed": PrologueRowsTiles.default(together(groups), gpu), "norm": NormTiles.default(widest(groups), gpu)}
     return {name: {**tiles, **own} for name, tiles in tiles_of(groups, gpu).items()}
 
 
-def emit_normed(groups: list[Group], normed: NormedRows, tiles: dict[str, Any], gpu: Device, ends: Ends) -> None:
+def emit_prologue_matmul(
+    groups: list[Group], normed: PrologueRows, tiles: dict[str, Any], gpu: Device, ends: Ends
+) -> None:
     """Emits the kernels and their launches into the function that is open."""
 
     def otherwise() -> None:
@@ -67,7 +69,9 @@ def emit_normed(groups: list[Group], normed: NormedRows, tiles: dict[str, Any], 
     either(fits, lambda: matmul_rows(groups, tiles["normed"], gpu, ends, normed), otherwise)
 
 
-def read_normed(func: tirx.PrimFunc, first: list[Stage], second: list[Stage]) -> tuple[list[Group], NormedRows] | None:
+def read_prologue_matmul(
+    func: tirx.PrimFunc, first: list[Stage], second: list[Stage]
+) -> tuple[list[Group], PrologueRows] | None:
     """The matmuls, and A, of which row m begins at m K; at least one row may be computed by a block."""
     rows, groups = read_rows(func, first), planned(matmuls_of(func, second) or ())
     if rows is None or groups is None or not takes(groups):
@@ -84,4 +88,4 @@ def read_normed(func: tirx.PrimFunc, first: list[Stage], second: list[Stage]) ->
     many = isinstance(matmuls.rows, tirx.IntImm) and matmuls.rows.value > most
     if not is_int(in_rows, 0) or not prim.expr_deep_equal(a.along, matmuls.k) or most == 0 or many:
         return None
-    return groups, NormedRows(rows, depth.value)
+    return groups, PrologueRows(rows, depth.value)

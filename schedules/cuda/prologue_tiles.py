@@ -1,4 +1,4 @@
-"""Tiles of matmuls whose rows are computed first (normed_matmul.py), but for those of the matmuls themselves; the
+"""Tiles of matmuls whose rows are computed first (prologue_matmul.py), but for those of the matmuls themselves; the
 problem is their shape."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from ..tiles import Space
 from .device import Device
 from .few_rows_tiles import FewRowsTiles
 from .matmul_reader import Shape
-from .normed_rows import most_rows, shared_memory
+from .prologue_rows import most_rows, shared_memory
 from .reduction import RowReductionTiles
 
 
@@ -27,7 +27,7 @@ class NormTiles(RowReductionTiles):
 
 
 @dataclass(frozen=True)
-class NormedRowsTiles(FewRowsTiles):
+class PrologueRowsTiles(FewRowsTiles):
     """Of the launch whose blocks compute the few rows that they multiply: of these nothing is on its way."""
 
     def places(self, matmuls: int, c: int) -> int:
@@ -48,7 +48,7 @@ class NormedRowsTiles(FewRowsTiles):
         return {**super().space(problem, device), "rows": (8,)}
 
     @classmethod
-    def default(cls, problem: Shape, device: Device) -> NormedRowsTiles:
+    def default(cls, problem: Shape, device: Device) -> PrologueRowsTiles:
         """As where rows are read."""
         tiles = FewRowsTiles.default(problem, device)
         return cls(tiles.warps, tiles.ahead)

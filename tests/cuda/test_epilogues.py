@@ -106,7 +106,7 @@ class Case:
         inputs, outputs = ({n: [fixed.get(d, d) for d in dims] for n, dims in x.items()} for x in (inputs, outputs))
         graph = helper.make_graph(
             nodes,
-            "tails",
+            "epilogues",
             [helper.make_tensor_value_info(n, kind, dims) for n, dims in inputs.items()]
             + ([helper.make_tensor_value_info("at", onnx.TensorProto.INT64, [fixed["B"]])] if self.cached else []),
             [helper.make_tensor_value_info(n, kind, dims) for n, dims in outputs.items()],
@@ -247,11 +247,11 @@ def measured(name: str, arch: str) -> tuple[list[str], list[int], float]:
 
 
 @pytest.mark.parametrize(("name", "arch"), thinned(itertools.product(CASES, TARGETS), 3))
-def test_tails(name: str, arch: str) -> None:
+def test_epilogues(name: str, arch: str) -> None:
     rules, launches, worst = emulated.run(measured, name, arch, arch=arch, timeout=500)
     case = CASES[name]
     assert worst < 4
-    assert ("tailed_matmul" in rules) == case.joined
+    assert ("epilogue_matmul" in rules) == case.joined
     if len(rules) > 1:
         return
     for (batch, tokens), count in zip(SIZES if case.sizes is None else [case.sizes], launches, strict=True):
@@ -270,7 +270,7 @@ def test_machine_code(name: str, arch: str) -> None:
     kernels are done. From sm_100 on ptxas keeps a few numbers there that are of use around the loop."""
     manifest, functions = machine_code_of(CASES[name].model(), arch, donate=("cache_k", "cache_v"))
     (kernel,) = manifest.kernels
-    assert kernel.schedule == "tailed_matmul"
+    assert kernel.schedule == "epilogue_matmul"
     first = next(f for f in functions if f.name == f"{kernel.name}_kernel")
     spills = [at for at, each in enumerate(first.instructions) if each.opcode in ("LDL", "STL")]
     assert any(each.opcode == "HMMA" for each in first.instructions)

@@ -47,7 +47,7 @@ def shared_memory(depth: int) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class NormedRows:
+class PrologueRows:
     """A [rows, depth] in half precision, by the stages that compute it, the last of which is A itself."""
 
     rows: Rows
@@ -83,7 +83,7 @@ class NormedRows:
 class _NormedRow(OneRow):
     def __init__(
         self,
-        normed: NormedRows,
+        normed: PrologueRows,
         warps: int,
         memory: dict[tirx.Buffer, tirx.Buffer],
         place: tuple[tirx.Buffer, Expr],
@@ -113,10 +113,10 @@ class _NormedRow(OneRow):
                 store_words(A, at, words, WORDS)
 
 
-class NormedPieces:
+class ProloguePieces:
     """What `Pieces` are, of a row that the block has made: c chunks of k at a time."""
 
-    def __init__(self, normed: NormedRows, ring: Ring, place: tuple[Expr, Expr], c: int) -> None:
+    def __init__(self, normed: PrologueRows, ring: Ring, place: tuple[Expr, Expr], c: int) -> None:
         """place: the row, and whether it exists."""
         self.memory, self.c = ring.memory, c
         self.start, self.exists = fixed(place[0] * (pitch(normed.depth) // 2)), fixed(place[1])
