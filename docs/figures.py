@@ -219,12 +219,10 @@ def draw_online_softmax(data: Any) -> None:
 
 def draw_tiles(data: Any) -> None:
     figure, axes = plt.subplots(figsize=(7, 2.8))
-    for (name, found), colour in zip(data.items(), (BLUE, ORANGE, GREEN)):
+    for (name, found), color in zip(data.items(), (BLUE, ORANGE, GREEN)):
         sizes = list(found["blocks"])
-        axes.plot(
-            range(len(sizes)), [100 * share for share in found["blocks"].values()], "o-", color=colour, label=name
-        )
-        axes.axhline(100 * found["exact"], color=colour, linestyle=":", linewidth=1)
+        axes.plot(range(len(sizes)), [100 * share for share in found["blocks"].values()], "o-", color=color, label=name)
+        axes.axhline(100 * found["exact"], color=color, linestyle=":", linewidth=1)
         axes.set_xticks(range(len(sizes)), [f"{size} x {size}" for size in sizes])
     axes.set_ylim(0)
     axes.set_ylabel("% of pairs computed")
@@ -246,12 +244,12 @@ def draw_masks(data: Any) -> None:
 
 def draw_stages(data: Any) -> None:
     figure, axes = plt.subplots(figsize=(7, 3.2))
-    for (name, counts), colour in zip(data.items(), (BLUE, ORANGE, GREEN, GREY)):
-        axes.plot(range(len(counts)), list(counts.values()), "o-", color=colour, label=name)
+    for (name, counts), color in zip(data.items(), (BLUE, ORANGE, GREEN, GREY)):
+        axes.plot(range(len(counts)), list(counts.values()), "o-", color=color, label=name)
         for k, count in enumerate(counts.values()):
             if k in (0, len(counts) - 1):
                 axes.annotate(str(count), (k, count), (6 if k else -6, 0), textcoords="offset points",
-                              ha="left" if k else "right", va="center", color=colour, fontsize=8)  # fmt: skip
+                              ha="left" if k else "right", va="center", color=color, fontsize=8)  # fmt: skip
     stages = next(iter(data.values()))
     axes.set_xticks(range(len(stages)), [f"{'nodes' if k < 2 else 'kernels'},\n{s}" for k, s in enumerate(stages)])
     axes.tick_params(axis="x", labelsize=7.5)

@@ -40,7 +40,7 @@ def pictures() -> dict[str, MaskPicture]:
         "document_by_batch": drawn(masks.document_by_batch, document=IDS),
         "shared_prefix": drawn(masks.shared_prefix, **answers),
         "tree": drawn(masks.tree, 16, 32, 1, ancestors=masks.ancestors_of(TREE), context=np.array([16])),
-        "neighbourhood": drawn(masks.neighbourhood((16, 16), 7), block=4),
+        "neighborhood": drawn(masks.neighborhood((16, 16), 7), block=4),
         "sliding_tile": drawn(masks.sliding_tile((24, 24), 4, 3), 576, 576, 16),
         "block_sparse": drawn(masks.block_sparse(16), block=16, shown=SHOWN),
     }

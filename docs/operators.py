@@ -42,7 +42,7 @@ depend on data.
 
 Models may be as long and as wide as memory allows. Bodies and functions inside each other lie at most {deepest} deep.
 With all functions inlined, a file of n nodes may have {most:,} + {each} n nodes. A size is at most 2^40, and so is the
-number of elements of an input, output or initialiser.
+number of elements of an input, output or initializer.
 
 | domain | operator | since versions | node cases | CUDA |
 |---|---|---|---|---|

@@ -22,8 +22,8 @@ STAGES = [
 
 def main() -> None:
     figure, axes = plt.subplots(figsize=(11, 1.7))
-    for k, (name, detail, colour) in enumerate(STAGES):
-        axes.add_patch(plt.Rectangle((k * 2, 0), 1.6, 1, facecolor=colour, edgecolor="#445566"))
+    for k, (name, detail, color) in enumerate(STAGES):
+        axes.add_patch(plt.Rectangle((k * 2, 0), 1.6, 1, facecolor=color, edgecolor="#445566"))
         axes.text(k * 2 + 0.8, 0.7, name, ha="center", va="center", fontsize=12, weight="bold")
         axes.text(k * 2 + 0.8, 0.33, detail, ha="center", va="center", fontsize=8)
         if k:

@@ -42,7 +42,7 @@ SENTENCES = [
 
 
 class Embedder(torch.nn.Module):
-    """The encoder with mean pooling over the valid tokens and L2 normalisation, as its model card describes."""
+    """The encoder with mean pooling over the valid tokens and L2 normalization, as its model card describes."""
 
     def __init__(self, encoder: torch.nn.Module) -> None:
         super().__init__()

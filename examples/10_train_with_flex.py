@@ -80,14 +80,14 @@ def train(attend: Attend, steps: int) -> list[float]:
     """The loss of each step."""
     torch.manual_seed(0)
     model, losses = Decoder(attend), []
-    optimiser = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for _ in range(steps):
         ids = torch.randint(WORDS, (BATCH, LENGTH))
         logits = model(ids)[:, BACK:]
         loss = functional.cross_entropy(logits.reshape(-1, WORDS), ids[:, :-BACK].reshape(-1))
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
         losses.append(loss.item())
     return losses
 

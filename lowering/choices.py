@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, TypeAlias, get_args
 
 Scheme: TypeAlias = Literal["int8", "int4", "f16"]
-"""How constant matrices are held (importing/quantised.py)."""
+"""How constant matrices are held (importing/quantized.py)."""
 
 Precision: TypeAlias = Literal["float32", "float16", "bfloat16", "fast", "tf32", "3xtf32"]
 """How matmuls of floats are computed (graph/precision.py); float32 also what a model quantizes while it runs

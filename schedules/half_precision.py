@@ -1,7 +1,7 @@
 """Half precision inside kernels: elements are widened when they are loaded, computed with in float32, and rounded once
 when they are stored.
 
-bfloat16 is integer arithmetic here. TVM 0.27 legalises its casts only in some statements, and crashes on others.
+bfloat16 is integer arithmetic here. TVM 0.27 legalizes its casts only in some statements, and crashes on others.
 """
 
 from __future__ import annotations

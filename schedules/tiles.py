@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Value: TypeAlias = int | bool | None
 
 Space: TypeAlias = dict[str, tuple[Value, ...]]
-"""By field, values in an order in which neighbours are alike."""
+"""By field, values in an order in which neighbors are alike."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Tiles(ABC):
         return all(self.rules(problem, machine).values())
 
     def nearest_legal(self, problem: Any, machine: Any) -> Self:
-        """The legal record of the space that is fewest steps away, a step being to a neighbouring value of a field.
+        """The legal record of the space that is fewest steps away, a step being to a neighboring value of a field.
 
         Raises ValueError where nothing in the space is legal.
         """
@@ -74,10 +74,10 @@ class Tiles(ABC):
                 return found
             for axis, values in enumerate(space.values()):
                 for k in (places[axis] - 1, places[axis] + 1):
-                    neighbour = (*places[:axis], k, *places[axis + 1 :])
-                    if 0 <= k < len(values) and neighbour not in seen:
-                        seen.add(neighbour)
-                        heapq.heappush(queue, (steps + 1, neighbour))
+                    neighbor = (*places[:axis], k, *places[axis + 1 :])
+                    if 0 <= k < len(values) and neighbor not in seen:
+                        seen.add(neighbor)
+                        heapq.heappush(queue, (steps + 1, neighbor))
         raise ValueError(f"No {type(self).__name__} are legal for {problem} on {machine}.")
 
     def to_data(self) -> dict[str, Value]:

@@ -73,7 +73,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Modules with dear fixtures come first: towards the end workers take tests from each other, and what two of them
+    """Modules with dear fixtures come first: toward the end workers take tests from each other, and what two of them
     have of one module, both make fixtures for."""
     items.sort(key=lambda item: item.path.parent.name not in DEAR)
     if config.getoption("gpu"):

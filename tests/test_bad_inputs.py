@@ -137,9 +137,9 @@ MODELS: dict[str, tuple[bytes, str]] = {
         "tensor name: w) raw_data size (12 bytes)",
     ),
     "missing elements": (with_weight(lambda t: t.float_data.extend([1.0] * 3)), "w"),
-    "an initialiser of no element type": (with_weight(lambda t: t.ClearField("data_type")), "data_type"),
-    "an initialiser of an unknown type": (with_weight(lambda t: setattr(t, "data_type", 77)), "w"),
-    "surplus elements": (with_weight(lambda t: t.float_data.extend([1.0] * 7)), "initialiser 'w' is FLOAT[4]"),
+    "an initializer of no element type": (with_weight(lambda t: t.ClearField("data_type")), "data_type"),
+    "an initializer of an unknown type": (with_weight(lambda t: setattr(t, "data_type", 77)), "w"),
+    "surplus elements": (with_weight(lambda t: t.float_data.extend([1.0] * 7)), "initializer 'w' is FLOAT[4]"),
     "an input of no element type": (
         edited(RELU, lambda m: setattr(m.graph.input[0].type.tensor_type, "elem_type", 0)),
         "'x' has no element type",

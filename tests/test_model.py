@@ -144,7 +144,7 @@ def test_missing_external_data_is_a_plain_error(tmp_path: Path) -> None:
         lowering.compile(path)
 
 
-def test_initialiser_that_is_also_an_input_is_its_default() -> None:
+def test_initializer_that_is_also_an_input_is_its_default() -> None:
     model = parse("m (float[2] x, float[2] w) => (float[2] y) { y = Add (x, w) }")
     model.graph.initializer.append(numpy_helper.from_array(np.array([1, 2], np.float32), "w"))
     module = lowering.compile(model)

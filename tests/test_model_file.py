@@ -50,7 +50,7 @@ def test_names_that_are_like_it(name: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["check", "compile -o out", "verify", "tune --database t --budget 1m", "quantise -o q"]
+    "command", ["check", "compile -o out", "verify", "tune --database t --budget 1m", "quantize -o q"]
 )
 def test_before_the_compiler_is_imported(command: str, folder: Path) -> None:
     code = "import sys; sys.modules['tvm'] = None; from lowering.commands.cli import main; sys.exit(main(sys.argv[1:]))"

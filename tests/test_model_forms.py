@@ -1,4 +1,4 @@
-"""Models in the forms that exporters of many years left them: opsets 11 to 25, initialisers that nobody reads or that
+"""Models in the forms that exporters of many years left them: opsets 11 to 25, initializers that nobody reads or that
 are twice the same, names of any characters, half precision with islands of float32."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HIDDEN = 6
 
 
 def attention_block(opset: int) -> onnx.ModelProto:
-    """Causal attention of x [B, S, 2 * HIDDEN] split into Q = V and K, then a normalisation: operators that changed how
+    """Causal attention of x [B, S, 2 * HIDDEN] split into Q = V and K, then a normalization: operators that changed how
     they take axes, splits and lengths between the opsets 11 and 25, each as its version has it."""
     nodes: list[onnx.NodeProto] = []
     constants: list[onnx.TensorProto] = []
@@ -56,10 +56,10 @@ def attention_block(opset: int) -> onnx.ModelProto:
     masked = node("Where", visible, scores, constant(-np.inf, "float32"))
     attended = node("MatMul", node("Softmax", masked, axis=2), q)
     mean = with_axes("ReduceMean", 18, attended, [-1], keepdims=1)
-    centred = node("Sub", attended, mean)
-    squares = with_axes("ReduceSum", 13, node("Mul", centred, centred), [-1], keepdims=1)
+    centered = node("Sub", attended, mean)
+    squares = with_axes("ReduceSum", 13, node("Mul", centered, centered), [-1], keepdims=1)
     bounded = node("Clip", squares, constant(0.5, "float32"))
-    nodes.append(helper.make_node("Div", [centred, node("Sqrt", bounded)], ["y"]))
+    nodes.append(helper.make_node("Div", [centered, node("Sqrt", bounded)], ["y"]))
     graph = helper.make_graph(
         nodes,
         "block",
@@ -82,13 +82,13 @@ def test_opset(opset: int) -> None:
     scores = np.where(np.tri(5, dtype=bool), q @ k.transpose(0, 2, 1), -np.inf)
     p = np.exp(scores - scores.max(-1, keepdims=True))
     attended = p / p.sum(-1, keepdims=True) @ q
-    centred = attended - attended.mean(-1, keepdims=True)
-    expected = centred / np.sqrt(np.maximum((centred**2).sum(-1, keepdims=True), 0.5))
+    centered = attended - attended.mean(-1, keepdims=True)
+    expected = centered / np.sqrt(np.maximum((centered**2).sum(-1, keepdims=True), 0.5))
     actual = lowering.compile(attention_block(opset)).run({"x": x})["y"]
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_initialisers_listed_as_inputs_as_old_files_must() -> None:
+def test_initializers_listed_as_inputs_as_old_files_must() -> None:
     model = onnx.parser.parse_model("""<ir_version: 3, opset_import: ["" : 11]>
         m (float[N, 2] x, float[2] w) => (float[N, 2] y) <float[2] w = {2.0, 3.0}> { y = Mul (x, w) }""")
     module = lowering.compile(model)
@@ -96,7 +96,7 @@ def test_initialisers_listed_as_inputs_as_old_files_must() -> None:
     np.testing.assert_array_equal(module.run({"x": np.ones((3, 2), np.float32)})["y"], [[2, 3]] * 3)
 
 
-def test_unused_and_duplicate_initialisers_are_stored_once_or_never() -> None:
+def test_unused_and_duplicate_initializers_are_stored_once_or_never() -> None:
     rng = np.random.default_rng(0)
     w, other = rng.standard_normal((2, 16, 16)).astype(np.float32)
     other[:-1] = w[:-1]  # differ in their last rows only

@@ -461,10 +461,10 @@ def test_a_loop_of_the_run() -> None:
 def test_quotients_of_sizes_that_are_zero() -> None:
     """By 0 they are 0, as between other integers; a quotient whose divisor cancels has none."""
     model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 23]>
-        g (float[n, m] x) => (int64[a] quotient, int64[b] remainder, int64[c] cancelled)
+        g (float[n, m] x) => (int64[a] quotient, int64[b] remainder, int64[c] canceled)
           <int64[1] zero = {0}, int64[1] one = {1}, int64[1] six = {6}> {
           shape = Shape (x) n = Slice (shape, zero, one) m = Slice (shape, one, six)
-          quotient = Div (six, n) remainder = Mod (m, n) wider = Mul (n, six) cancelled = Div (wider, n)
+          quotient = Div (six, n) remainder = Mod (m, n) wider = Mul (n, six) canceled = Div (wider, n)
         }""")
     module = lowering.compile(model)
     for n, m in ((4, 7), (0, 3), (3, 0)):

@@ -24,7 +24,7 @@ def norm() -> onnx.ModelProto:
           y = LayerNormalization (moved, scale) }""")
 
 
-def cancelling() -> onnx.ModelProto:
+def canceling() -> onnx.ModelProto:
     """A softmax of sums, to which the difference of two large and equal matmuls is added."""
     model, rng = (
         onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 23]> m (float[N, 96] x) => (float[N, 8] y) {
@@ -45,7 +45,7 @@ def cancelling() -> onnx.ModelProto:
     return model
 
 
-@pytest.mark.parametrize("model", [norm(), cancelling()], ids=["norm", "cancelling"])
+@pytest.mark.parametrize("model", [norm(), canceling()], ids=["norm", "canceling"])
 def test_an_ill_conditioned_output_is_as_close_as_the_reference(
     model: onnx.ModelProto, monkeypatch: pytest.MonkeyPatch
 ) -> None:

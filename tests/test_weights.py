@@ -14,7 +14,7 @@ from onnx.reference import ReferenceEvaluator
 
 import lowering
 from lowering.choices import Scheme
-from lowering.importing.quantised import quantise
+from lowering.importing.quantized import quantize
 
 
 def perceptron(rng: np.random.Generator) -> onnx.ModelProto:
@@ -42,7 +42,7 @@ def perceptron(rng: np.random.Generator) -> onnx.ModelProto:
 
 
 def replaced(model: onnx.ModelProto, change: dict[str, Callable[[np.ndarray], np.ndarray]]) -> onnx.ModelProto:
-    """The model with other initialisers."""
+    """The model with other initializers."""
     new = onnx.ModelProto()
     new.CopyFrom(model)
     for k, tensor in enumerate(new.graph.initializer):
@@ -54,8 +54,8 @@ def replaced(model: onnx.ModelProto, change: dict[str, Callable[[np.ndarray], np
 
 ROUNDED = {
     "f16": lambda w: w.astype(np.float16).astype(np.float32),
-    "int8": lambda w: quantise(w, 8).array(),
-    "int4": lambda w: quantise(w, 4).array(),
+    "int8": lambda w: quantize(w, 8).array(),
+    "int4": lambda w: quantize(w, 4).array(),
 }
 
 

@@ -21,7 +21,7 @@ from . import (
     linear,
     matmul,
     published,
-    quantised,
+    quantized,
     transformers,
 )
 from .case import Case
@@ -41,7 +41,7 @@ _KINDS = (
     exported,
     exporter,
     published,
-    quantised,
+    quantized,
     half,
 )
 

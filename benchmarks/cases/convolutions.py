@@ -123,7 +123,7 @@ def _resnext(g: _Graph) -> str:
 
 
 def _convnext(g: _Graph) -> str:
-    """Two blocks of ConvNeXt-Tiny's first stage, whose normalisation and matmuls have channels last."""
+    """Two blocks of ConvNeXt-Tiny's first stage, whose normalization and matmuls have channels last."""
     x = "x"
     for _ in range(2):
         y = g.add("Transpose", g.conv(x, 96, 96, 7, group=96, act=""), perm=[0, 2, 3, 1])

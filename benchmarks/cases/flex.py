@@ -49,7 +49,7 @@ VARIANTS = {
     "soft cap": Variant(score=flex.mods.soft_cap(20.0)),
     "ALiBi": Variant(score=flex.mods.alibi, captures=_slopes),
     "prefix of 512": Variant(mask=flex.masks.prefix_lm(512)),
-    "neighbourhood": Variant(mask=flex.masks.neighbourhood((32, 64), 13)),
+    "neighborhood": Variant(mask=flex.masks.neighborhood((32, 64), 13)),
 }
 
 

@@ -32,8 +32,8 @@ def _mods(case: FlexCase) -> tuple[Mod, Mod]:
     captured = {name: torch.from_numpy(x) for name, x in case.captures.items()}
 
     def near(at: Any, key: Any, extent: int) -> Any:
-        centre = at.clamp(6, extent - 1 - 6)
-        return (key - centre).abs() <= 6
+        center = at.clamp(6, extent - 1 - 6)
+        return (key - center).abs() <= 6
 
     mods: dict[str, tuple[Mod, Mod]] = {
         "full": (None, None),
@@ -43,7 +43,7 @@ def _mods(case: FlexCase) -> tuple[Mod, Mod]:
         "soft cap": (lambda s, b, h, i, j: 20.0 * torch.tanh(s / 20.0), None),
         "ALiBi": (lambda s, b, h, i, j: s + captured["slopes"][h] * (j - i), None),
         "prefix of 512": (None, lambda b, h, i, j: (j < 512) | (i >= j)),
-        "neighbourhood": (None, lambda b, h, i, j: near(i // 64, j // 64, 32) & near(i % 64, j % 64, 64)),
+        "neighborhood": (None, lambda b, h, i, j: near(i // 64, j // 64, 32) & near(i % 64, j % 64, 64)),
     }
     return mods[case.variant]
 

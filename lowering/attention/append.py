@@ -1,4 +1,4 @@
-"""Append: new rows of keys and values go into a store, with bias, rotary embedding and quantisation on their way.
+"""Append: new rows of keys and values go into a store, with bias, rotary embedding and quantization on their way.
 
     for each batch b, new row i < row_counts[b] and head h:       t = starts[b] + i, n = row_starts[b] + i
         x = the D elements of row n, + bias                        float32
@@ -250,7 +250,7 @@ def append_in_place(append: Append) -> tirx.PrimFunc:
 
 
 def in_place(function: tirx.PrimFunc) -> tirx.PrimFunc:
-    """The in-place form of a copying append, recognised by its attribute `lowering.append`."""
+    """The in-place form of a copying append, recognized by its attribute `lowering.append`."""
     return append_in_place(Append.from_json(str(function.attrs[ATTRIBUTE])))
 
 

@@ -1,6 +1,6 @@
-"""A mask tensor read two elements at a time: those of two neighbouring keys, as one word.
+"""A mask tensor read two elements at a time: those of two neighboring keys, as one word.
 
-Threads of a GPU that hold scores in the fragments of tensor cores have pairs of neighbouring keys. Where a row of the
+Threads of a GPU that hold scores in the fragments of tensor cores have pairs of neighboring keys. Where a row of the
 mask has an even number of elements and the first key is even, a pair begins at a multiple of its size, and has both of
 its elements: one load brings them. Sizes tell, when the kernel runs; elsewhere a word is put together of elements.
 """

@@ -175,7 +175,7 @@ class Places:
         return self.buffers["kv_scale" if joint else f"{name}_scale"], [*part, int64(h), T.int64(1) * d]
 
     def group(self) -> int:
-        """How many elements share a scale, which are neighbours in memory; 0 if all of k, and all of v, do, or
+        """How many elements share a scale, which are neighbors in memory; 0 if all of k, and all of v, do, or
         `channels`."""
         assert self.problem.store.codec is not None
         return self.problem.store.codec.group

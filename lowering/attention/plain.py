@@ -122,7 +122,7 @@ class Row:
         with self.alone():
             self.bound.places.store_ends(self.b, self.h, self.i, self.m[0], self.l[0])
         with self.elements(self.problem.v_head_dim) as (place, d):
-            self.bound.places.store_y(self.b, self.h, self.i, d, self.normalised(self.o[place]))
+            self.bound.places.store_y(self.b, self.h, self.i, d, self.normalized(self.o[place]))
 
     def store_qk(self, mode: int) -> None:
         """The row of the qk output: scores and probabilities are computed again rather than kept."""
@@ -136,7 +136,7 @@ class Row:
             self.put_qk(j, self.minus_infinity if mode == 2 else self.zero)
         with self.visible_keys() as j:
             s = self.logit(j)
-            p = self.normalised(T.exp(s - self.shift(self.m[0])))
+            p = self.normalized(T.exp(s - self.shift(self.m[0])))
             self.put_qk(j, s if mode == 2 else p)
 
     @contextmanager
@@ -177,7 +177,7 @@ class Row:
         """What the exponents are relative to: m, but 0 where m = -inf, so that -inf - m is no NaN."""
         return tirx.Select(tirx.EQ(m, self.minus_infinity), self.zero, m)
 
-    def normalised(self, value: Expr) -> Expr:
+    def normalized(self, value: Expr) -> Expr:
         return tirx.Select(tirx.EQ(self.l[0], self.zero), self.zero, value / self.l[0])
 
     def put_qk(self, j: Expr, value: Expr) -> None:

@@ -69,12 +69,12 @@ CodeType: TypeAlias = Literal["int8", "float8_e4m3fn", "int4"]
 class Codec:
     """Elements are stored in the type `dtype` and mean dtype * scale.
 
-    group says how many neighbours in a row of a head share a scale: then scales are a buffer like the store's own, of
+    group says how many neighbors in a row of a head share a scale: then scales are a buffer like the store's own, of
     D / group elements in a row, and the product is one of scale_dtype, rounded to it. 0: one scale for all keys, and
     one for all values; or, with channels, a [heads, D] buffer for all keys and one for all values ([2, heads, D] where
     they are in one buffer).
 
-    Of int4 two neighbours share a byte, the first in its low bits; each is stored plus 8.
+    Of int4 two neighbors share a byte, the first in its low bits; each is stored plus 8.
     """
 
     dtype: CodeType

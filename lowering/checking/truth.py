@@ -44,7 +44,7 @@ def in_float64(model: ir.Model, against: Against, compute: Callable[[Evaluate], 
 def widened(model: ir.Model) -> ir.Model | None:
     """The model with float64 in place of all narrower floats, but for codes of 8 and 4 bits; None if it has none.
 
-    Types of values, initialisers, constants and what names a type are replaced, so that nothing is rounded on the way.
+    Types of values, initializers, constants and what names a type are replaced, so that nothing is rounded on the way.
     """
     model = model.clone()
     found = False

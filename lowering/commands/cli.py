@@ -16,12 +16,13 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from .. import deprecated
 from ..errors import LoweringError
 from ..machine import get_compiler, runtime_alone
 from ..version import VERSION
-from . import bench, cache, check, compile, completion, demo, doctor, inspect, package, quantise, run, tune, verify
+from . import bench, cache, check, compile, completion, demo, doctor, inspect, package, quantize, run, tune, verify
 
-_COMMANDS = (compile, tune, run, bench, inspect, verify, quantise, check, package, doctor, cache, completion, demo)
+_COMMANDS = (compile, tune, run, bench, inspect, verify, quantize, check, package, doctor, cache, completion, demo)
 
 _DESCRIPTION = (
     "Compiles ONNX models ahead of time, with attention as tiled kernels. What comes out is a folder, an artifact, "
@@ -47,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     parser = _parser()
     completion.answer(parser)
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args(_with_new_name(sys.argv[1:] if argv is None else argv))
     try:
         if "model" in arguments and vars(arguments).get("import_results") is None:  # which reads no model
             _check_model(arguments.model)
@@ -63,6 +64,15 @@ def main(argv: list[str] | None = None) -> int:
             traceback.print_exc()
         print(_sentence(arguments, error), file=sys.stderr)
         return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _with_new_name(argv: list[str]) -> list[str]:
+    """Return the arguments with the new name of a command whose name has changed."""
+    if not argv or argv[0] not in deprecated.COMMANDS:
+        return argv
+    new = deprecated.COMMANDS[argv[0]]
+    print(f"warning: the command {argv[0]} is now {new}", file=sys.stderr)
+    return [new, *argv[1:]]
 
 
 def _check_model(path: Path) -> None:

@@ -50,7 +50,7 @@ class DumpFolder:
 
 
 def _without_weights(model: ir.Model) -> ir.Model:
-    """A copy whose large initialisers are inputs."""
+    """A copy whose large initializers are inputs."""
     copy = model.clone()
     graph = copy.graph
     for name, value in list(graph.initializers.items()):

@@ -31,7 +31,7 @@ class DecoderConfig:
 
 
 class Graph:
-    """Collects nodes and initialisers; every method returns the name of what it made."""
+    """Collects nodes and initializers; every method returns the name of what it made."""
 
     def __init__(self, seed: int) -> None:
         self.nodes: list[onnx.NodeProto] = []

@@ -13,13 +13,13 @@ from .report import Report
 
 _OURS = "onnx-lowering-runtime" if runtime_alone() else "onnx-lowering"
 # Extras of users; others are for work on the project.
-_EXTRAS = ("cuda", "fleet", "quantise", "sign", "tune", "bench", "completion")
+_EXTRAS = ("cuda", "fleet", "quantize", "sign", "tune", "bench", "completion")
 # Packages and versions that are known to fail together, by prefix: what happens, and what to install.
 _KNOWN_BAD = [
     (
         ("apache-tvm", "0.27.0.post1"),
         ("apache-tvm-ffi", "0.1.15."),
-        "the process ends with a segmentation fault where TensorIR is serialised, as tuning does",
+        "the process ends with a segmentation fault where TensorIR is serialized, as tuning does",
         "pip install apache-tvm-ffi==0.1.14.post1",
     ),
 ]

@@ -1,6 +1,6 @@
 """Pictures of the states of blocks: SVG, written by hand so that it needs nothing, and what matplotlib draws.
 
-Colours of SVG are such that they show on a light and on a dark background.
+Colors of SVG are such that they show on a light and on a dark background.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WIDTH = 440
 _MOST_CELLS, _MOST_PIXELS = 64, 1024
 _MOST_LINES = 40
 _LINE = 17
-_COLOUR, _GREY = "#3b82c8", "#808080"
+_COLOR, _GREY = "#3b82c8", "#808080"
 _STRETCHED = 8
 
 
@@ -58,13 +58,13 @@ def svg(states: np.ndarray, title: str, summary: Sequence[str]) -> str:
     ]
     for shade in range(1, 5):
         if (chosen := cells == shade).any():
-            lines.append(f'<path fill="{_COLOUR}" fill-opacity="{shade / 4}" d="{_path(chosen)}"/>')
+            lines.append(f'<path fill="{_COLOR}" fill-opacity="{shade / 4}" d="{_path(chosen)}"/>')
     grid = _grid(rows, columns, width, height)
     lines.append(f'</svg><path fill="none" stroke="{_GREY}" stroke-width=".5" d="{grid}"/>')
     for at, (word, shade) in enumerate((("full", 4), ("partial", 2), ("skipped", 0))):
         x, y = 1 + 80 * at, height + 11
         box = f'<rect x="{x}" y="{y}" width="11" height="11" stroke="{_GREY}" stroke-width=".5" '
-        lines.append(box + f'fill="{_COLOUR}" fill-opacity="{shade / 4}"/>' + _text(x + 17, y + 10, word))
+        lines.append(box + f'fill="{_COLOR}" fill-opacity="{shade / 4}"/>' + _text(x + 17, y + 10, word))
     lines += [_text(1, height + 4 + _LINE * at, line) for at, line in enumerate((title, *summary), 2)]
     return "\n".join((*lines, "</svg>")) + "\n"
 
@@ -104,7 +104,7 @@ def figure(
         from matplotlib.patches import Patch
     except ImportError as error:
         raise InputError(f"'{path}' is not drawn: {not_installed('matplotlib')} An SVG needs none.") from error
-    colours = LinearSegmentedColormap.from_list("states", ["#f2f4f7", "#9dc0e4", _COLOUR])
+    colors = LinearSegmentedColormap.from_list("states", ["#f2f4f7", "#9dc0e4", _COLOR])
     drawn = Figure(figsize=(6, 6.5), layout="constrained")
     drawn.suptitle("\n".join((title, *summary)), fontsize=9, x=0.02, ha="left")
     axes = drawn.subplots()
@@ -112,11 +112,11 @@ def figure(
     if states.size:
         means, step = scaled(states, _MOST_PIXELS)
         tall, wide = (count * step * size for count, size in zip(means.shape, block_size))
-        axes.imshow(means, colours, vmin=0, vmax=FULL, extent=(0, wide, tall, 0), interpolation="nearest")
+        axes.imshow(means, colors, vmin=0, vmax=FULL, extent=(0, wide, tall, 0), interpolation="nearest")
     axes.set(xlim=(0, keys), ylim=(rows, 0), xlabel="key", ylabel="row")
     axes.set_aspect("equal" if max(rows, keys) <= _STRETCHED * min(rows, keys) else "auto")
     patches = [
-        Patch(fc=colours(x), ec=_GREY, label=word) for x, word in ((1.0, "full"), (0.5, "partial"), (0.0, "skipped"))
+        Patch(fc=colors(x), ec=_GREY, label=word) for x, word in ((1.0, "full"), (0.5, "partial"), (0.0, "skipped"))
     ]
     drawn.legend(handles=patches, loc="outside lower left", ncols=3, frameon=False)
     if path.suffix[1:] not in drawn.canvas.get_supported_filetypes():

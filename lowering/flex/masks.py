@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ..deprecated import renamed_attribute
 from ..errors import InputError
 from .mod import Composed, Mod
 from .tables import ancestors_of as ancestors_of
@@ -188,8 +189,8 @@ def tree(b: Any, h: Any, i: Any, j: Any, *, ancestors: Any, context: Any) -> Any
 # -- of images, and of blocks -----------------------------------------------------------------------------------------
 
 
-def neighbourhood(shape: Sequence[int], kernel: int | Sequence[int]) -> Mod:
-    """Neighbourhood attention: positions are those of an image or a video, row by row, and each sees a window around
+def neighborhood(shape: Sequence[int], kernel: int | Sequence[int]) -> Mod:
+    """Neighborhood attention: positions are those of an image or a video, row by row, and each sees a window around
     its own, which at an edge is moved inside.
 
     shape is (height, width), or that of any other number of axes; kernel is the size of the window, for all axes or for
@@ -211,7 +212,7 @@ def sliding_tile(shape: Sequence[int], tile: int | Sequence[int], window: int | 
     (`tile_order`), and each sees the tiles of a window around its own, which at an edge is moved inside. Blocks of a
     tile are hidden or full, and none is partial.
 
-    shape is as for `neighbourhood`; tile is the size of a tile, and window that of the window, in tiles.
+    shape is as for `neighborhood`; tile is the size of a tile, and window that of the window, in tiles.
 
     Raises InputError for an image that is not cut without rest.
 
@@ -246,8 +247,8 @@ def _near(row: Any, key: Any, sizes: Sequence[int], extents: Sequence[int]) -> A
         size, extent = sizes[axis], extents[axis]
         at, other = (row % extent, key % extent) if axis else (row, key)
         row, key = row // extent, key // extent
-        centre = clip(at, size // 2, extent - 1 - (size - 1) // 2)
-        near = (other >= centre - size // 2) & (other <= centre + (size - 1) // 2)
+        center = clip(at, size // 2, extent - 1 - (size - 1) // 2)
+        near = (other >= center - size // 2) & (other <= center + (size - 1) // 2)
         shown = near if shown is None else near & shown
     return shown
 
@@ -269,3 +270,10 @@ def _per_axis(name: str, given: int | Sequence[int], axes: Sequence[int]) -> tup
     if len(sizes) != len(axes) or any(size < 1 for size in sizes):
         raise InputError(f"{name} is {given!r}: give one number, or {len(axes)}, of 1 or more.")
     return sizes
+
+
+_RENAMED = {"neighbourhood": "neighborhood"}
+
+
+def __getattr__(name: str) -> Any:
+    return renamed_attribute(__name__, name, _RENAMED, globals())

@@ -56,7 +56,7 @@ class Work:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class MaskPicture:
-    """The blocks of one batch and head of a mask, as text where it is printed (coloured by rich), as a picture in a
+    """The blocks of one batch and head of a mask, as text where it is printed (colored by rich), as a picture in a
     notebook or in a file.
 
     states int8 [row blocks, key blocks] are 0 (hidden), 1 (partial) or 2 (full). work counts them, and total those of

@@ -97,7 +97,7 @@ def ceil(x: Any) -> Any:
 
 
 def cast(x: Any, dtype: Any) -> Any:
-    """x in another type; integers are cut towards 0, truth values are 0 and 1."""
+    """x in another type; integers are cut toward 0, truth values are 0 and 1."""
     return t.cast(x, dtype) if _is_traced(x) else np.asarray(x).astype(dtype)[()]
 
 

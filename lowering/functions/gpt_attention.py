@@ -119,7 +119,7 @@ def gpt_attention(
     use_one_more_block: bool = False,
     use_fp8_context_fmha: bool = False,
     multi_block_mode: bool | int | None = None,
-    attend_current_unquantised: bool = True,
+    attend_current_unquantized: bool = True,
     trt_mmha_compat: bool = False,
     relative_attention_bidirectional: bool = False,
     return_lse: bool = False,

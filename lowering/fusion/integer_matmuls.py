@@ -1,4 +1,4 @@
-"""Matmuls of dequantised bytes: matmuls of the bytes, whose sums are exact."""
+"""Matmuls of dequantized bytes: matmuls of the bytes, whose sums are exact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Codes that would be dequantised, moved, and quantised again: the codes themselves are moved."""
+"""Codes that would be dequantized, moved, and quantized again: the codes themselves are moved."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class MoveCodesPass(NodePass):
         joined = producer(value, "Concat")
         if codes is None and joined is not None and _is_one(node) and closed({joined, node}, result):
             taken.append(joined)
-            parts = [_moved(part, node, new, taken) or _quantised(part, node, new) for part in joined.inputs if part]
+            parts = [_moved(part, node, new, taken) or _quantized(part, node, new) for part in joined.inputs if part]
             codes = new.emit("Concat", parts, joined.attributes, shape=dims(value))
         if codes is None:
             return False
@@ -50,7 +50,7 @@ class MoveCodesPass(NodePass):
 
 
 def _moved(value: ir.Value, like: ir.Node, new: Rewrite, taken: list[ir.Node]) -> ir.Value | None:
-    """The codes of a value, if it is a chain of moves behind a DequantizeLinear of what `like` quantises to; the nodes
+    """The codes of a value, if it is a chain of moves behind a DequantizeLinear of what `like` quantizes to; the nodes
     of the chain are added to `taken`."""
     moves: list[ir.Node] = []
     while (move := producer(value, *_MOVES)) is not None and value.shape is not None:
@@ -70,7 +70,7 @@ def _moved(value: ir.Value, like: ir.Node, new: Rewrite, taken: list[ir.Node]) -
     return codes if moves else new.emit("Identity", [codes], shape=dims(codes))
 
 
-def _quantised(value: ir.Value, like: ir.Node, new: Rewrite) -> ir.Value:
+def _quantized(value: ir.Value, like: ir.Node, new: Rewrite) -> ir.Value:
     return new.emit(
         "QuantizeLinear", [value, *like.inputs[1:]], like.attributes, dtype=like.outputs[0].dtype, shape=dims(value)
     )

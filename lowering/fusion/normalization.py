@@ -65,7 +65,7 @@ def _root(value: ir.Value, power: float) -> ir.Value | None:
 
 
 class Chain:
-    """The nodes behind a normalised value, taken one after the other."""
+    """The nodes behind a normalized value, taken one after the other."""
 
     def __init__(self, node: ir.Node) -> None:
         self.nodes = [node]

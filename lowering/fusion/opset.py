@@ -20,14 +20,14 @@ FIRST, TARGET = 23, 24
 FIRST_LOWERED = 7
 """Before, arithmetic and Gemm had an attribute for broadcasting."""
 
-# Initialisers up to this many elements go through the converter, which reads some: axes, shapes, scales.
+# Initializers up to this many elements go through the converter, which reads some: axes, shapes, scales.
 _SMALL = 64
 
 
 class UpgradeOpsetPass(ir.passes.InPlacePass):
     """Brings ai.onnx to opset 24, by onnx's version converter.
 
-    1. Below opset 23: converted. Initialisers are set aside, so that weights are neither copied nor serialised.
+    1. Below opset 23: converted. Initializers are set aside, so that weights are neither copied nor serialized.
        Below opset 7 second operands are reshaped before, so that they broadcast as in NumPy.
     2. From opset 23 on: left alone.
     3. Where the converter refuses an operator: left alone, and passes that need newer operators do nothing.
@@ -46,7 +46,7 @@ class UpgradeOpsetPass(ir.passes.InPlacePass):
             return ir.passes.PassResult(model, modified=False)
         weights = dict(model.graph.initializers)
         graph = converted.graph
-        defaults = {value.name for value in model.graph.inputs}  # initialisers that are inputs stay inputs
+        defaults = {value.name for value in model.graph.inputs}  # initializers that are inputs stay inputs
         for value in [v for v in graph.inputs if v.name in weights]:
             assert value.name is not None
             if value.name not in defaults:
@@ -100,7 +100,7 @@ def opset(model: ir.Model) -> int:
 
 
 def _converted(model: ir.Model) -> ir.Model | None:
-    """A copy in the target opset, in which large initialisers are inputs without data; None if that cannot be."""
+    """A copy in the target opset, in which large initializers are inputs without data; None if that cannot be."""
     copy = model.clone()
     for name, value in list(copy.graph.initializers.items()):
         tensor = value.const_value

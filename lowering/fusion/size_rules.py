@@ -254,7 +254,7 @@ def _arithmetic(function: Callable[[Any, Any], Any]) -> Callable[[Contents, ir.N
 
 def _quotient(a: np.ndarray, b: np.ndarray) -> Any:
     if any(isinstance(x, int) and x < 0 for x in [*a.flat, *b.flat]):
-        raise UnknownError  # ONNX rounds towards zero
+        raise UnknownError  # ONNX rounds toward zero
     return a // b
 
 

@@ -2,7 +2,7 @@
 
 Gather(table, ids) becomes Cast(Gather(codes, ids)) * Gather(scales, ids), of standard operators: codes int8 [V, H],
 scales float32 [V, 1], both for the scheme int8 and for int4. A row that is looked up has no other rows to make up for
-its error, so that its elements keep 8 bits, as quantisers of language models have it. The scheme f16 stores float16. A
+its error, so that its elements keep 8 bits, as quantizers of language models have it. The scheme f16 stores float16. A
 table that a matmul reads too, transposed, is packed for that beside it (passes/pack_weights.py).
 """
 
@@ -91,7 +91,7 @@ def _are_angles(value: ir.Value) -> bool:
 
 
 def _compressed(graph: ir.Graph, table: ir.Value, scheme: str) -> _Table | None:
-    """The table in new initialisers; None where that is no smaller, or cannot hold it."""
+    """The table in new initializers; None where that is no smaller, or cannot hold it."""
     assert table.const_value is not None
     array, bits = table.const_value.numpy(), 16 if scheme == "f16" else 8
     if array.dtype.itemsize * 8 <= bits:

@@ -158,7 +158,7 @@ def _text(name: ir.OperatorIdentifier) -> str:
 
 
 def check_tensors(model: ir.Model) -> None:
-    """Raises ModelError for an initialiser whose data is not what its type and shape say, for impossible sizes, and for
+    """Raises ModelError for an initializer whose data is not what its type and shape say, for impossible sizes, and for
     inputs and outputs whose element type is unknown."""
     for graph in graphs(model):
         _check_names(graph)
@@ -171,8 +171,8 @@ def check_tensors(model: ir.Model) -> None:
                 _check_value(value)
         for value in graph.initializers.values():
             if value.const_value is None:
-                raise ModelError(f"initialiser '{value.name}' has no data.")
-            _check_tensor(f"initialiser '{value.name}'", value.const_value)
+                raise ModelError(f"initializer '{value.name}' has no data.")
+            _check_tensor(f"initializer '{value.name}'", value.const_value)
 
 
 def _check_names(graph: ir.Graph) -> None:

@@ -33,7 +33,7 @@ _FUSED_AGAIN = {
 # What onnx's checker says of models that are repaired.
 _REPAIRED = ("topologically sorted", "GroupNormalization is deprecated")
 
-# Protobuf cannot serialise more, which the checker would need to do.
+# Protobuf cannot serialize more, which the checker would need to do.
 _PROTOBUF_LIMIT = 2**31 - 1
 
 

@@ -48,7 +48,7 @@ class Positions:
                 self._data.update(node.outputs)
             elif any(value in self._varying or (is_size and value in self._data) for value in read):
                 self._varying.update(node.outputs)
-        # of node outputs and inputs: initialisers are what they are
+        # of node outputs and inputs: initializers are what they are
         self._computed = {v for node in model.graph for v in node.outputs if v not in self._data} | told
 
     def __contains__(self, value: ir.Value | None) -> bool:

@@ -1,4 +1,4 @@
-"""Schemas of what onnxruntime's optimisers write, for onnx's checker and its inference of types and shapes.
+"""Schemas of what onnxruntime's optimizers write, for onnx's checker and its inference of types and shapes.
 
 LayerNormalization came into ai.onnx with opset 17 and SimplifiedLayerNormalization not at all, but onnxruntime has both
 there. Its other operators are those of lowering/ops/microsoft. The compiler's own Attention has a schema, too.

@@ -1,7 +1,7 @@
 """What the operators of this package are made of: Relax operators, pointwise kernels and reductions.
 
 Kernels, for operators that Relax lacks or gets wrong, are tensor expressions. Each stage is one te.compute of scalar
-arithmetic, which TVM fuses with its neighbours. Half precision is widened to float32 where it is read, and rounded once
+arithmetic, which TVM fuses with its neighbors. Half precision is widened to float32 where it is read, and rounded once
 where a result is written.
 """
 
@@ -78,7 +78,7 @@ def with_shape(node: Node, value: Value, shape: Sequence[Size]) -> Value:
 def relax_call(node: Node, operator: Callable[..., relax.Expr], *values: Value, dtype: str | None = None) -> Value:
     """A Relax operator over broadcast values of a number type; dtype is the result's (default: of the first value).
 
-    For operators of one machine instruction: passes recognise them, and rounding half precision each time is right.
+    For operators of one machine instruction: passes recognize them, and rounding half precision each time is right.
     """
     require_numbers(node, *values)
     values = node.unify(*values)
@@ -108,7 +108,7 @@ def pointwise(
 
     The function gets and returns scalar TensorIR expressions; half precision reaches it as float32. Constants of one
     element reach it as immediates. name is the kernel's, by default the function's. The function must not use tirx.Let:
-    TVM 0.27 does not legalise bfloat16 inside the value of a let.
+    TVM 0.27 does not legalize bfloat16 inside the value of a let.
     """
     require_numbers(node, *values)
     values = node.unify(*values)
@@ -220,7 +220,7 @@ def reduced(
 ) -> te.Tensor:
     """element(*index) combined over the axes of an index space of that shape; they stay, with size 1.
 
-    Where an axis is empty at run time the result is undefined: TVM initialises a reduction in its first step.
+    Where an axis is empty at run time the result is undefined: TVM initializes a reduction in its first step.
     """
     variables = {axis: te.reduce_axis((0, shape[axis]), f"k{axis}") for axis in sorted(axes)}
 

@@ -15,7 +15,7 @@ from .values import SequenceValue, Value
 def function_body(node: ir.Node, version: int, inputs: Sequence[Value | None]) -> ir.Function | None:
     """The body of the node's operator with the node's attributes filled in, or None where the standard gives none.
 
-    Context-dependent bodies (Attention, RotaryEmbedding, ...) are specialised to the input types and ranks.
+    Context-dependent bodies (Attention, RotaryEmbedding, ...) are specialized to the input types and ranks.
     """
     try:
         schema: Any = onnx.defs.get_schema(node.op_type, version, node.domain)

@@ -10,7 +10,7 @@ import tvm
 from ..manifest import ListSpec
 from .expected_sizes import Linear
 from .origins import Origins
-from .quantised import Quantised
+from .quantized import Quantized
 from .values import Shape
 
 
@@ -29,7 +29,7 @@ class Imported:
     """A model in Relax, under the conventions of docs/architecture.md."""
 
     module: tvm.IRModule
-    weights: dict[str, np.ndarray | Quantised]
+    weights: dict[str, np.ndarray | Quantized]
     inputs: list[Port]
     outputs: list[Port]
     output_lists: list[ListSpec]

@@ -250,7 +250,7 @@ class Importer(Tensors):
         other.builder, other.errors, other._weights = Builder(), None, self._weights.copy()
         other.builder._begin_binding_block()
         other.warnings, other.strings, other._assertions = [], dict(self.strings), dict(self._assertions)
-        other._values, other._materialised = dict(self._values), dict(self._materialised)
+        other._values, other._materialized = dict(self._values), dict(self._materialized)
         other.first_to_check = dict(self.first_to_check)
         return other
 
@@ -277,7 +277,7 @@ class Importer(Tensors):
     def _initializer(self, value: ir.Value) -> Value:
         tensor = value.const_value
         if tensor is None:
-            raise ModelError(f"Initialiser '{value.name}' has no data.")
+            raise ModelError(f"Initializer '{value.name}' has no data.")
         return self.constant(array_of(tensor))
 
     def _read(self, value: ir.Value) -> Value:

@@ -14,7 +14,7 @@ from tvm.ir import prim
 from ..errors import NodeError
 from ..graph.donation import declared_alike
 from .open_sizes import stretched
-from .quantised import Quantised
+from .quantized import Quantized
 from .values import (
     MOST_BYTES,
     Shape,
@@ -128,9 +128,9 @@ class Node:
         """A value with known numbers; becomes a tensor only where one is needed."""
         return self._importer.constant(np.asarray(array))
 
-    def quantised(self, matrix: Quantised) -> Value:
+    def quantized(self, matrix: Quantized) -> Value:
         """A constant matrix that matmuls read as integers; what else reads it gets floats."""
-        return self._importer.quantised(matrix)
+        return self._importer.quantized(matrix)
 
     def string_codes(self, texts: np.ndarray) -> np.ndarray:
         """The int32 numbers that stand for strings in tensors: equal ones for equal strings."""
@@ -145,7 +145,7 @@ class Node:
         return Value(dtype, array.shape, contents=simplified)
 
     def tensor(self, value: Value) -> relax.Expr:
-        """The value as a Relax tensor of its storage type; known contents are materialised here and only here."""
+        """The value as a Relax tensor of its storage type; known contents are materialized here and only here."""
         return self._importer.tensor(value)
 
     def emit(self, expr: relax.Expr, dtype: str | None = None) -> Value:

@@ -130,7 +130,7 @@ def absolute(a: Size) -> Size:
 
 
 def divide(symbols: Symbols, a: Size, b: Size) -> Size:
-    """a / b rounded towards zero, as ONNX and C divide integers; of numbers 0 where the divisor is 0.
+    """a / b rounded toward zero, as ONNX and C divide integers; of numbers 0 where the divisor is 0.
 
     For signs that are known it is the floor, which the simplifier understands better: hence `symbols`.
     """

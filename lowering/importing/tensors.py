@@ -14,7 +14,7 @@ from .channels import channels_second_axes
 from .expected_sizes import ExpectedSizes
 from .open_sizes import CommonSizes
 from .origins import Builder
-from .quantised import Quantised
+from .quantized import Quantized
 from .size_kernel import size_kernel
 from .values import Shape, Size, Symbols, Value, as_text, is_long, storage_array, storage_dtype, storage_shape
 from .weights import Weights
@@ -40,19 +40,19 @@ class Tensors:
         self.strings: dict[str, int] = {}  # their codes, which count from 0
         self._assertions: dict[str, str] = {}
         self._weights = Weights()
-        self._materialised: dict[int, tuple[Value, relax.Expr]] = {}
+        self._materialized: dict[int, tuple[Value, relax.Expr]] = {}
 
     @contextmanager
     def scope(self) -> Iterator[Scope]:
         """What is emitted inside is a sequence of its own, whose value is what is set as its result."""
-        known, scope = dict(self._materialised), Scope()
+        known, scope = dict(self._materialized), Scope()
         self.builder._begin_binding_block()
         try:
             yield scope
             value = self.builder.emit(scope.result)
         finally:
             block = self.builder._end_block()
-            self._materialised = known  # what was made inside cannot be read outside
+            self._materialized = known  # what was made inside cannot be read outside
         scope.sequence = relax.SeqExpr([block], value)
 
     def constant(self, array: np.ndarray) -> Value:
@@ -64,13 +64,13 @@ class Tensors:
         if value.expr is not None:
             return value.expr
         source = value.contents if value.contents is not None else value.channels_last
-        known = self._materialised.get(id(source))
+        known = self._materialized.get(id(source))
         if known is None:
             # The value is kept with the result: an id is only unique while its object lives.
-            known = self._materialised[id(source)] = (value, self._materialise(value))
+            known = self._materialized[id(source)] = (value, self._materialize(value))
         return known[1]
 
-    def _materialise(self, value: Value) -> relax.Expr:
+    def _materialize(self, value: Value) -> relax.Expr:
         if value.channels_last is not None:
             return self.builder.emit(relax.op.permute_dims(value.channels_last, channels_second_axes(value.rank)))
         if value.dtype == "string":
@@ -86,9 +86,9 @@ class Tensors:
         codes = [self.strings.setdefault(text, len(self.strings)) for text in texts.flat]
         return np.array(codes, np.int32).reshape(texts.shape)
 
-    def quantised(self, matrix: Quantised) -> Value:
+    def quantized(self, matrix: Quantized) -> Value:
         """A weight of the matrix's elements, which are computed only where they are not multiplied by."""
-        return Value(matrix.dtype.name, matrix.shape, self._weights.quantised(matrix))
+        return Value(matrix.dtype.name, matrix.shape, self._weights.quantized(matrix))
 
     def _size_tensor(self, value: Value) -> relax.Expr:
         """A tensor of sizes that is computed at run time."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 from tvm import relax
 
-from .quantised import Quantised
+from .quantized import Quantized
 
 # Constants below this many bytes are embedded in the code, where TVM can fold them.
 _EMBED_BYTES = 256
@@ -21,24 +21,24 @@ class Weights:
     def __init__(self) -> None:
         self.variables: list[relax.Var] = []
         self._arrays: dict[str, np.ndarray] = {}
-        self._quantised: dict[str, Quantised] = {}
+        self._quantized: dict[str, Quantized] = {}
         # By element type, shape and first bytes.
         self._alike: dict[tuple[str, tuple[int, ...], bytes], list[relax.Var]] = {}
 
     def copy(self) -> Weights:
         """Return a copy, to which weights can be added by itself."""
         other = Weights()
-        other.variables, other._arrays, other._quantised = (
+        other.variables, other._arrays, other._quantized = (
             list(self.variables),
             dict(self._arrays),
-            dict(self._quantised),
+            dict(self._quantized),
         )
         other._alike = {key: list(alike) for key, alike in self._alike.items()}
         return other
 
     @property
-    def contents(self) -> dict[str, np.ndarray | Quantised]:
-        return {**self._arrays, **self._quantised}
+    def contents(self) -> dict[str, np.ndarray | Quantized]:
+        return {**self._arrays, **self._quantized}
 
     def numbers(self, array: np.ndarray) -> relax.Expr:
         """A constant, or a weight."""
@@ -56,9 +56,9 @@ class Weights:
         alike.append(self._variable(name, array.shape, array.dtype.name))
         return alike[-1]
 
-    def quantised(self, matrix: Quantised) -> relax.Var:
-        name = f"quantised_{len(self._quantised)}"
-        self._quantised[name] = matrix
+    def quantized(self, matrix: Quantized) -> relax.Var:
+        name = f"quantized_{len(self._quantized)}"
+        self._quantized[name] = matrix
         return self._variable(name, matrix.shape, matrix.dtype.name)
 
     def _variable(self, name: str, shape: tuple[int, ...], dtype: str) -> relax.Var:

@@ -1,6 +1,6 @@
 """One kernel: is its answer right, and how long does it take beside another one?
 
-Both run in turns on the same arguments, and their ratio is what counts: a neighbour on the machine slows both. The
+Both run in turns on the same arguments, and their ratio is what counts: a neighbor on the machine slows both. The
 time of one thread is that for which it had a CPU, so that what others run is not counted; that of several, and of a
 GPU, is wall time.
 """

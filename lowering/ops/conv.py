@@ -20,7 +20,7 @@ from .matmul import emit_matmul, permuted, rounded
 from .reshape import reshape_to
 from .window import Window, fitting
 
-# Relax's convolutions, which packing and legalisation know, by the number of spatial axes.
+# Relax's convolutions, which packing and legalization know, by the number of spatial axes.
 _CONVOLUTIONS = {1: relax.op.nn.conv1d, 2: relax.op.nn.conv2d, 3: relax.op.nn.conv3d}
 _AXES = "DHW"
 

@@ -102,7 +102,7 @@ class Along:
         zero = tirx.const(0, "int64")
         if self.padding == "zeros":
             return tirx.if_then_else(tirx.all(number >= 0, number < size), number, tirx.const(-1, "int64"))
-        if self.padding == "reflection":  # neighbours lie outside where the place itself does not
+        if self.padding == "reflection":  # neighbors lie outside where the place itself does not
             number = held(far_index(held(_reflected(number.astype(self.acc), low, high, self.acc))))
         return tirx.max(tirx.min(number, size - 1), zero)
 

@@ -17,7 +17,7 @@ from ..importing.values import Value
 from . import op
 from .cast import cast_to
 from .conv import read_operands, summed_over_windows, vector_of
-from .integer_matmul import BYTES, along, integer_matmul, requantised
+from .integer_matmul import BYTES, along, integer_matmul, requantized
 from .kernels import compute
 from .reshape import reshape_to
 from .window import Window
@@ -49,7 +49,7 @@ def qlinear_conv(
     if bias is not None:
         sums = relax_call(node, relax.op.add, sums, vector_of(node, bias, w.shape[0]))
     scales = along(node, x_scale), along(node, w_scale, w.shape[0]), along(node, y_scale)
-    return channels_second(node, requantised(node, sums, *scales, along(node, y_zero)))
+    return channels_second(node, requantized(node, sums, *scales, along(node, y_zero)))
 
 
 def _convolved(node: Node, x: Value, w: Value, x_zero: Value | None, w_zero: Value | None) -> Value:
@@ -61,7 +61,7 @@ def _convolved(node: Node, x: Value, w: Value, x_zero: Value | None, w_zero: Val
     w_zero = None if w_zero is None else along(node, w_zero, w.shape[0])
     x, w, window, group = read_operands(node, x, w)
     if group > 1:
-        return summed_over_windows(node, _centred(node, x, x_zero), _centred(node, w, w_zero), window, group)
+        return summed_over_windows(node, _centered(node, x, x_zero), _centered(node, w, w_zero), window, group)
     shape = window.elements * x.shape[-1], w.shape[-1]
     if w.constant is None:
         matrix = reshape_to(node, w, shape)
@@ -70,7 +70,7 @@ def _convolved(node: Node, x: Value, w: Value, x_zero: Value | None, w_zero: Val
     return integer_matmul(node, _patches(node, x, x_zero, window), matrix, x_zero, w_zero)
 
 
-def _centred(node: Node, value: Value, zero: Value | None) -> Value:
+def _centered(node: Node, value: Value, zero: Value | None) -> Value:
     """Numbers less their zero point, in int32."""
     wide = cast_to(node, value, "int32")
     return wide if zero is None else relax_call(node, relax.op.subtract, wide, cast_to(node, zero, "int32"))

@@ -18,7 +18,7 @@ from . import op
 from .asserted import asserted
 from .cast import cast_to
 from .matmul import emit_matmul
-from .quantisation import quantised
+from .quantization import quantized
 from .reshape import reshape_to
 
 BYTES = ("uint8", "int8")
@@ -47,15 +47,15 @@ def qlinear_matmul(
     """The matmul's numbers over y_scale, rounded to nearest even, plus y_zero, saturated:
     https://onnx.ai/onnx/operators/onnx__QLinearMatMul.html"""
     scales = of_rows(node, a_scale, a, b), of_columns(node, b_scale, b), of_rows(node, y_scale, a, b)
-    return requantised(node, integer_matmul(node, a, b, a_zero, b_zero), *scales, of_rows(node, y_zero, a, b))
+    return requantized(node, integer_matmul(node, a, b, a_zero, b_zero), *scales, of_rows(node, y_zero, a, b))
 
 
-def requantised(node: Node, sums: Value, a_scale: Value, b_scale: Value, y_scale: Value, y_zero: Value) -> Value:
+def requantized(node: Node, sums: Value, a_scale: Value, b_scale: Value, y_scale: Value, y_zero: Value) -> Value:
     """Sums [...] int32 in units of a_scale b_scale as bytes in units of y_scale, of the type of y_zero; scales are of
     any float type, and all four broadcast to the sums."""
     scales = [cast_to(node, scale, "float32") for scale in (a_scale, b_scale, y_scale)]
     factor = pointwise(node, lambda a, b, y: a * b / y, *scales, name="scale")
-    return quantised(
+    return quantized(
         node, relax_call(node, relax.op.multiply, cast_to(node, sums, "float32"), factor), y_zero, y_zero.dtype
     )
 

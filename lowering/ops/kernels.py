@@ -1,6 +1,6 @@
 """Two ways to write a kernel for an operator that moves or selects data, with symbolic sizes as parameters.
 
-`compute` says what one element of the result is: TVM fuses such a kernel with its neighbours. `loops` is for what is
+`compute` says what one element of the result is: TVM fuses such a kernel with its neighbors. `loops` is for what is
 no map over the result (scatter, sort, running sums): its statements are written with the IRBuilder, and nothing is
 fused into them.
 """

@@ -39,7 +39,7 @@ def non_max_suppression(
         _number(node, iou_threshold, np.asarray([0], np.float32)),
         _number(node, score_threshold, np.asarray([-np.inf], np.float32)),
     ]
-    centred = bool(node.attr("center_point_box", 0))
+    centered = bool(node.attr("center_point_box", 0))
     rows = node.simplify(prod((batch, classes, count)))
 
     def statements(
@@ -71,7 +71,7 @@ def non_max_suppression(
                     T.buffer_store(state, state[0] + 1, [0])
                     T.buffer_store(alive, tirx.const(0, "int64"), [best])
                     with serial(count) as i, T.If(alive[i] > 0), T.Then():
-                        over = _overlap(boxes, b, best, i, centred) > iou[0]
+                        over = _overlap(boxes, b, best, i, centered) > iou[0]
                         T.buffer_store(alive, tirx.Select(over, tirx.const(0, "int64"), alive[i]), [i])
 
     made = [((rows, 3), "int64"), ((1,), "int64")]
@@ -89,13 +89,13 @@ def _number(node: Node, value: Value | None, default: np.ndarray) -> Value:
     return reshape_to(node, value, (1,))
 
 
-def _overlap(boxes: Any, b: Any, i: Any, j: Any, centred: bool) -> Any:
+def _overlap(boxes: Any, b: Any, i: Any, j: Any, centered: bool) -> Any:
     """The area that two boxes share over that of both together; 0 where one has none."""
     zero, half = tirx.const(0.0, "float32"), tirx.const(0.5, "float32")
 
     def ends(box: Any, axis: int) -> tuple[Any, Any]:
         x, y = (boxes[b, box, tirx.const(k, "int64")] for k in (axis, axis + 2))
-        if centred:
+        if centered:
             return x - y * half, x + y * half
         return tirx.min(x, y), tirx.max(x, y)
 

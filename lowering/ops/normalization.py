@@ -1,6 +1,6 @@
-"""Normalisation: ONNX LayerNormalization, RMSNormalization, and the instance, group, batch and Lp kinds.
+"""Normalization: ONNX LayerNormalization, RMSNormalization, and the instance, group, batch and Lp kinds.
 
-Statistics are computed in float32 (float64 where stash_type or the data ask for it), the variance from centred data,
+Statistics are computed in float32 (float64 where stash_type or the data ask for it), the variance from centered data,
 since a sum of squares would cancel. Scale and bias are applied before the only rounding to the type of the result.
 """
 
@@ -64,10 +64,10 @@ def _stage_one_dtype(dtype: str, stash: str) -> str:
     return "float64" if "float64" in (dtype, stash) else "float32"
 
 
-def over_last_axes(node: Node, x: Value, parameters: Sequence[Value], centred: bool, epsilon: float = 1e-5) -> Value:
+def over_last_axes(node: Node, x: Value, parameters: Sequence[Value], centered: bool, epsilon: float = 1e-5) -> Value:
     """(x - mean) / sqrt(variance + epsilon) * scale + bias over the axes from attribute axis on.
 
-    Without centred the mean is taken for 0. parameters are scale, whose type is that of the result, and the bias if
+    Without centered the mean is taken for 0. parameters are scale, whose type is that of the result, and the bias if
     there is one. epsilon is what the attribute is by default.
     """
     require_numbers(node, x, *parameters)
@@ -77,7 +77,7 @@ def over_last_axes(node: Node, x: Value, parameters: Sequence[Value], centred: b
 
     def kernel(x: te.Tensor, scale: te.Tensor, *bias: te.Tensor) -> te.Tensor:
         s = statistics(x)
-        mean = s.mean() if centred else None
+        mean = s.mean() if centered else None
         inverse = s.scale(mean)
 
         def result(*index: Element) -> Element:
@@ -107,7 +107,7 @@ def layer_normalization(
     node: Node, x: Value, scale: Value, bias: Value | None = None
 ) -> tuple[Value, Value | None, Value | None]:
     """Y, Mean and InvStdDev. The last two are computed on their own: inference does not ask for them."""
-    y = over_last_axes(node, x, [scale] if bias is None else [scale, bias], centred=True)
+    y = over_last_axes(node, x, [scale] if bias is None else [scale, bias], centered=True)
     statistics, stash = _last_axes(node, x), _stash_dtype(node)
 
     def mean(t: te.Tensor) -> te.Tensor:
@@ -127,7 +127,7 @@ def _cast(tensor: te.Tensor, dtype: str) -> te.Tensor:
 
 @op("RMSNormalization", since=23)
 def rms_normalization(node: Node, x: Value, scale: Value) -> Value:
-    return over_last_axes(node, x, [scale], centred=False)
+    return over_last_axes(node, x, [scale], centered=False)
 
 
 # -- over channels: x is [N, C, D1, ...], scale and bias are [C] ------------------------------------------------------
@@ -147,7 +147,7 @@ def _over_groups(node: Node, x: Value, scale: Value, bias: Value, groups: int | 
     """Statistics over the channels of a group and all positions. groups None means one channel per group."""
     require_numbers(node, x, scale, bias)
     x, scale, bias = over_channels(node, x, scale, bias)
-    if scale.shape == (0,):  # nothing to normalise, nor a group of channels to divide by
+    if scale.shape == (0,):  # nothing to normalize, nor a group of channels to divide by
         return x
     if groups is not None:
         x = divisible(node, x, 1, groups, "num_groups")

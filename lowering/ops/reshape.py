@@ -109,7 +109,7 @@ def _reshape_dims(node: Node, data: Shape, wanted: list[Size], allow_zero: bool)
 
 
 def _quotient(node: Node, data: Shape, others: list[Size]) -> Size:
-    """prod(data) / prod(others): equal factors are cancelled first, since the simplifier does not do it."""
+    """prod(data) / prod(others): equal factors are canceled first, since the simplifier does not do it."""
     have, divisor = _factors(data), []
     for factor in _factors(others):
         match = next((k for k, f in enumerate(have) if not isinstance(f, int) and node.symbols.equal(f, factor)), None)

@@ -1,7 +1,7 @@
 """ONNX Resize (https://onnx.ai/onnx/operators/onnx__Resize.html) and Upsample: one axis after the other.
 
 Of each axis small tables are computed first, in float64 as the standard's formulas have it: for every place of the
-result where its neighbours begin in X, and their weights. Then an element is a sum of a few, or one of X.
+result where its neighbors begin in X, and their weights. Then an element is a sum of a few, or one of X.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .asserted import required
 from .contents import sizes as contents_of
 from .contents import static_axis
 from .kernels import compute, held, loops
-from .resized_axis import Along, Place, Settings, as_index, clamped, coordinate, neighbours, weight_at, wide
+from .resized_axis import Along, Place, Settings, as_index, clamped, coordinate, neighbors, weight_at, wide
 from .run_time import bind, compute_sizes
 from .slice import cut
 
@@ -38,7 +38,7 @@ _COORDINATES = (
 _ROUNDINGS = ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil")
 _POLICIES = ("stretch", "not_larger", "not_smaller")
 _MOST = 2.0**40  # places of a result
-_UNROLLED = 8  # neighbours whose sum is written out
+_UNROLLED = 8  # neighbors whose sum is written out
 
 
 @op("Upsample", since=7)
@@ -255,12 +255,12 @@ def _nearest(node: Node, x: Value, settings: Settings, change: Along, dtype: str
 
 def _interpolated(node: Node, x: Value, settings: Settings, change: Along, dtype: str) -> Value:
     """In the type of the sums."""
-    count, first = neighbours(node, settings, change)
+    count, first = neighbors(node, settings, change)
 
     def base(at: Any) -> Any:
         return tirx.ceil(at) - wide(1.0)  # an element counts as the second of two, as in the standard
 
-    def neighbour(index: Any, place: Place) -> Any:
+    def neighbor(index: Any, place: Place) -> Any:
         return clamped(as_index(base(coordinate(settings, index[0], place))) + first + index[1], place.given)
 
     def weight(index: Any, place: Place) -> Any:
@@ -278,14 +278,14 @@ def _interpolated(node: Node, x: Value, settings: Settings, change: Along, dtype
     axis = order.index(change.axis)
     weights = change.table(node, "weights", weight, "float64", count)
     if settings.exclude_outside or settings.antialias:
-        weights = _normalised(node, weights)
+        weights = _normalized(node, weights)
     weights = node.emit(relax.op.astype(node.tensor(weights), acc))
-    tables = [change.table(node, "neighbours", neighbour, "int64", count), weights]
+    tables = [change.table(node, "neighbors", neighbor, "int64", count), weights]
     outside = _outside(node, settings, change)
     shape = (*stored.shape[:axis], change.made, *stored.shape[axis + 1 :])
 
-    def term(index: tuple[Any, ...], k: Any, x: Any, neighbours: Any, weights: Any) -> Any:
-        return x(*index[:axis], neighbours(index[axis], k), *index[axis + 1 :]).astype(acc) * weights(index[axis], k)
+    def term(index: tuple[Any, ...], k: Any, x: Any, neighbors: Any, weights: Any) -> Any:
+        return x(*index[:axis], neighbors(index[axis], k), *index[axis + 1 :]).astype(acc) * weights(index[axis], k)
 
     def written_out(index: tuple[Any, ...], *reads: Any) -> Any:
         terms = (term(index, tirx.const(k, "int64"), *reads[:3]) for k in range(count))
@@ -305,14 +305,14 @@ def _interpolated(node: Node, x: Value, settings: Settings, change: Along, dtype
     return back(compute(node, "inside", inside, [y, *outside], shape, dtype=acc) if outside else y)
 
 
-def _normalised(node: Node, weights: Value) -> Value:
+def _normalized(node: Node, weights: Value) -> Value:
     total = node.emit(relax.op.sum(node.tensor(weights), axis=[1], keepdims=True))
 
     def share(index: Any, weight: Any, total: Any) -> Any:
         sum_of = total(index[0], tirx.const(0, "int64"))
         return weight(*index) / tirx.Select(sum_of == wide(0.0), wide(1.0), sum_of)
 
-    return compute(node, "normalised", share, [weights, total], weights.shape)
+    return compute(node, "normalized", share, [weights, total], weights.shape)
 
 
 def _outside(node: Node, settings: Settings, change: Along) -> list[Value]:

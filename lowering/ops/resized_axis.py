@@ -1,4 +1,4 @@
-"""What Resize computes along one axis: coordinates in X, neighbours and weights, in float64 as the standard has it."""
+"""What Resize computes along one axis: coordinates in X, neighbors and weights, in float64 as the standard has it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..tensorir.independent import independent
 from .kernels import held, loops
 from .run_time import bind, compute_sizes
 
-_MOST_NEIGHBOURS = 2**24  # elements that one place of a result weighs
+_MOST_NEIGHBORS = 2**24  # elements that one place of a result weighs
 
 
 @dataclass(frozen=True)
@@ -114,12 +114,12 @@ def coordinate(settings: Settings, o: Any, place: Place) -> Any:
         first, last = place.roi
         span = (last - first) * (given - one)
         return tirx.Select(rest == zero, span * half, o * span / safe) + first * (given - one)
-    centre = (o + half) / scale - half
+    center = (o + half) / scale - half
     if settings.coordinates == "pytorch_half_pixel":
-        return tirx.Select(rest == zero, -half, centre)
+        return tirx.Select(rest == zero, -half, center)
     if settings.coordinates == "half_pixel_symmetric":
-        return centre + given * half * (one - made / length)
-    return centre
+        return center + given * half * (one - made / length)
+    return center
 
 
 def clamped(index: Any, given: Any) -> Any:
@@ -133,7 +133,7 @@ def as_index(value: Any) -> Any:
     return tirx.max(tirx.min(value, most), -most).astype("int64")
 
 
-def neighbours(node: Node, settings: Settings, change: Along) -> tuple[Size, Size]:
+def neighbors(node: Node, settings: Settings, change: Along) -> tuple[Size, Size]:
     """Return how many elements are weighed, and where the first of them is.
 
     With antialias they are as many as the scale asks for, which may be known to the run only.
@@ -143,15 +143,15 @@ def neighbours(node: Node, settings: Settings, change: Along) -> tuple[Size, Siz
         return 2 * reach, 1 - reach
     scale = known_scale(change)
     if scale is None:
-        before = _neighbours_of_run(node, reach, change)
+        before = _neighbors_of_run(node, reach, change)
         return 2 + 2 * before, -before
     first = math.floor(-reach / min(scale, 1.0)) + 1
-    if 2 - 2 * first > _MOST_NEIGHBOURS:
+    if 2 - 2 * first > _MOST_NEIGHBORS:
         raise node.error(f"a scale of {scale} weighs {2 - 2 * first} elements.", "Use a larger one.")
     return 2 - 2 * first, first
 
 
-def _neighbours_of_run(node: Node, reach: int, change: Along) -> Size:
+def _neighbors_of_run(node: Node, reach: int, change: Along) -> Size:
     """Return the symbol of how many elements before the nearest one are weighed."""
     scales = [change.scale] if isinstance(change.scale, Value) else []
 
@@ -160,7 +160,7 @@ def _neighbours_of_run(node: Node, reach: int, change: Along) -> Size:
         count = -as_index(tirx.floor(wide(-float(reach)) / scale)) - 1
         return [tirx.if_then_else(wide(change.made) > wide(0.0), count, tirx.const(reach - 1, "int64"))]
 
-    counts = compute_sizes(node, "neighbours", 1, before, scales, [change.given, change.made])
+    counts = compute_sizes(node, "neighbors", 1, before, scales, [change.given, change.made])
     (symbol,) = bind(node, counts, ((change.made, 2), "float64"))
     return symbol
 

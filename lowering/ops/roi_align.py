@@ -119,7 +119,7 @@ def _side(low: Any, high: Any, made: int, scale: float, half: bool, ratio: int, 
 def _place(
     start: Any, size: Any, p: Any, i: Any, samples: Any, extent: Any, number: Any
 ) -> tuple[Any, Any, Any, Any, Any]:
-    """Whether a sample is in X, its neighbours along an axis, and their weights."""
+    """Whether a sample is in X, its neighbors along an axis, and their weights."""
     dtype = number(0).ty
     at = held(start + p.astype(dtype) * size + (i.astype(dtype) + number(0.5)) * size / samples)
     wide = extent.astype(dtype) if isinstance(extent, tirx.Var) else number(extent)

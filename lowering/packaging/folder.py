@@ -1,4 +1,4 @@
-"""`package`: an artifact with its runtime, headers, an application and licences, as a folder or a tarball."""
+"""`package`: an artifact with its runtime, headers, an application and licenses, as a folder or a tarball."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..runtime.checks import check_version, read_manifest
 from ..runtime.copies import copy_artifact
 from ..runtime.files import Files
 from ..runtime.folders import replaced_folder
-from .libraries import Libraries, find_libraries, machine_of, our_licence
+from .libraries import Libraries, find_libraries, machine_of, our_license
 from .texts import cmake, library_names, notice, readme
 
 _HERE = Path(__file__).parent
@@ -74,10 +74,10 @@ def _fill(folder: Path, files: Files, manifest: Manifest, libraries: Libraries) 
     for name in ("tvm", "dlpack"):
         shutil.copytree(libraries.headers / name, folder / "include" / name)
     (folder / "licenses").mkdir()
-    for name, text in libraries.licences.items():
+    for name, text in libraries.licenses.items():
         (folder / "licenses" / name).write_bytes(text)
     shutil.copy(_HERE / "main.cc", folder / "main.cc")
-    (folder / "LICENSE").write_bytes(our_licence())
+    (folder / "LICENSE").write_bytes(our_license())
     (folder / "NOTICE").write_text(notice(libraries), "utf-8")
     (folder / "CMakeLists.txt").write_text(cmake(manifest), "utf-8")
     (folder / "README.md").write_text(readme(manifest, libraries.machine), "utf-8")

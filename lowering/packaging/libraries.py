@@ -1,4 +1,4 @@
-"""The runtime libraries that wheels of TVM brought, with their headers and licences; nothing is imported."""
+"""The runtime libraries that wheels of TVM brought, with their headers and licenses; nothing is imported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TVM, _FFI = "apache-tvm", "apache-tvm-ffi"
 @dataclass(frozen=True)
 class Libraries:
     """Files to ship. versions are those of the packages that they are of, by name, tags those
-    of apache-tvm's wheel; licences are texts by file name."""
+    of apache-tvm's wheel; licenses are texts by file name."""
 
     ffi: Path
     runtime: Path
@@ -26,7 +26,7 @@ class Libraries:
     headers: Path
     versions: dict[str, str]
     tags: list[str]
-    licences: dict[str, bytes]
+    licenses: dict[str, bytes]
 
     @property
     def machine(self) -> str:
@@ -53,7 +53,7 @@ def find_libraries(folder: Path | None = None, machine: str | None = None) -> Li
             raise ArtifactError(f"'{place}' is missing: install {package}=={found[package].version} again.")
         return place
 
-    licences = {f"{name}-{path}": text for name, each in found.items() for path, text in _licences(each)}
+    licenses = {f"{name}-{path}": text for name, each in found.items() for path, text in _licenses(each)}
     libraries = Libraries(
         ffi=file(_FFI, "tvm_ffi/lib/libtvm_ffi.so"),
         runtime=file(_TVM, "tvm/lib/libtvm_runtime.so"),
@@ -61,7 +61,7 @@ def find_libraries(folder: Path | None = None, machine: str | None = None) -> Li
         headers=file(_FFI, "tvm_ffi/include"),
         tags=[line.split()[1] for line in (found[_TVM].read_text("WHEEL") or "").splitlines() if line[:4] == "Tag:"],
         versions={name: distribution.version for name, distribution in found.items()},
-        licences=licences,
+        licenses=licenses,
     )
     if machine not in (None, libraries.machine):
         where = "installed here" if folder is None else f"in '{folder}'"
@@ -72,11 +72,11 @@ def find_libraries(folder: Path | None = None, machine: str | None = None) -> Li
     return libraries
 
 
-def our_licence() -> bytes:
-    return next(text for name, text in _licences(_distribution("onnx-lowering", None)) if name == "LICENSE")
+def our_license() -> bytes:
+    return next(text for name, text in _licenses(_distribution("onnx-lowering", None)) if name == "LICENSE")
 
 
-def _licences(distribution: metadata.Distribution) -> Iterator[tuple[str, bytes]]:
+def _licenses(distribution: metadata.Distribution) -> Iterator[tuple[str, bytes]]:
     """Texts that the distribution was installed with, and names for them."""
     for path in distribution.files or []:
         if path.name.startswith(("LICENSE", "NOTICE")) and path.suffix in ("", ".txt"):

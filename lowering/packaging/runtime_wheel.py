@@ -15,7 +15,7 @@ from pathlib import Path
 from ..errors import ArtifactError
 from ..machine import SHIPPED, VERSION_FILE
 from ..version import VERSION
-from .libraries import find_libraries, our_licence
+from .libraries import find_libraries, our_license
 from .wheel import Wheel
 
 NAME = "onnx-lowering-runtime"
@@ -48,8 +48,8 @@ def write_runtime_wheel(folder: Path, runtime: Path | None = None) -> Path:
     files[f"{place}/{VERSION_FILE}"] = libraries.versions["apache-tvm"].encode()
     info = f"onnx_lowering_runtime-{VERSION}.dist-info"
     files[f"{info}/entry_points.txt"] = b"[console_scripts]\nonnx-lowering = lowering.commands.cli:main\n"
-    licences = {"LICENSE": our_licence(), **{n: t for n, t in libraries.licences.items() if "-ffi-" not in n}}
-    files |= {f"{info}/licenses/{name}": text for name, text in licences.items()}
+    licenses = {"LICENSE": our_license(), **{n: t for n, t in libraries.licenses.items() if "-ffi-" not in n}}
+    files |= {f"{info}/licenses/{name}": text for name, text in licenses.items()}
     wheel = Wheel(
         NAME,
         VERSION,
@@ -57,7 +57,7 @@ def write_runtime_wheel(folder: Path, runtime: Path | None = None) -> Path:
         [
             "Summary: Runs artifacts of onnx-lowering, without a compiler",
             "License-Expression: Apache-2.0",
-            *(f"License-File: {name}" for name in licences),
+            *(f"License-File: {name}" for name in licenses),
             "Requires-Python: >=3.10",
             f"Requires-Dist: apache-tvm-ffi=={libraries.versions['apache-tvm-ffi']}",
             "Requires-Dist: numpy>=2.1",

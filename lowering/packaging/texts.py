@@ -105,9 +105,9 @@ def cmake(manifest: Manifest) -> str:
 
 
 def notice(libraries: Libraries) -> str:
-    """What is whose, and the notices of others, which their licence wants to be passed on."""
+    """What is whose, and the notices of others, which their license wants to be passed on."""
     packages = "\n".join(f"* {name} {version}" for name, version in libraries.versions.items())
-    others = [text.decode().strip() for name, text in libraries.licences.items() if name.endswith("NOTICE")]
+    others = [text.decode().strip() for name, text in libraries.licenses.items() if name.endswith("NOTICE")]
     return "\n\n".join([_NOTICE.format(packages=packages).strip(), *others]) + "\n"
 
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 import numpy as np
 
 from ..choices import Scheme
-from ..importing.quantised import INT4_BLOCK, Quantised, quantise
+from ..importing.quantized import INT4_BLOCK, Quantized, quantize
 
 _MIN_BLOCK = 8  # rows that share a scale; with fewer, scales would be as large as the matrix
 
 
-def plain(weight: np.ndarray | Quantised) -> np.ndarray:
+def plain(weight: np.ndarray | Quantized) -> np.ndarray:
     """The elements, in the weight's type."""
-    return weight.array() if isinstance(weight, Quantised) else weight
+    return weight.array() if isinstance(weight, Quantized) else weight
 
 
-def stored(matrix: np.ndarray | Quantised, compression: Compression | None) -> np.ndarray | Quantised:
+def stored(matrix: np.ndarray | Quantized, compression: Compression | None) -> np.ndarray | Quantized:
     """What becomes of a matrix [K, N] that is packed: compressed if asked for; floats where blocks are short."""
     if isinstance(matrix, np.ndarray) and compression is not None:
         matrix = compression.compress(matrix)
-    short = isinstance(matrix, Quantised) and min(matrix.block[0], matrix.shape[0]) < _MIN_BLOCK
+    short = isinstance(matrix, Quantized) and min(matrix.block[0], matrix.shape[0]) < _MIN_BLOCK
     return plain(matrix) if short else matrix
 
 
@@ -33,14 +33,14 @@ class Compression:
         self.bytes = [0, 0]  # of the compressed matrices: before and after
         self.squares = [0.0, 0.0]  # of their errors, and of their elements
 
-    def compress(self, matrix: np.ndarray) -> np.ndarray | Quantised:
+    def compress(self, matrix: np.ndarray) -> np.ndarray | Quantized:
         """A float matrix [K, N] in the scheme; as it is where that is no smaller, or cannot hold it."""
         bits = {"f16": 16, "int8": 8, "int4": 4}[self.scheme]
         if matrix.dtype.itemsize * 8 <= bits or not np.isfinite(matrix).all() or matrix.shape[0] < _MIN_BLOCK:
             self.left += 1
             return matrix
         with np.errstate(over="ignore"):
-            smaller = matrix.astype(np.float16) if bits == 16 else quantise(matrix, bits)
+            smaller = matrix.astype(np.float16) if bits == 16 else quantize(matrix, bits)
         exact, array = matrix.astype(np.float32), plain(smaller).astype(np.float32)
         if not np.isfinite(array).all():
             self.left += 1

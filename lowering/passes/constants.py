@@ -8,7 +8,7 @@ import numpy as np
 import tvm
 from tvm import relax
 
-from ..importing.quantised import Quantised
+from ..importing.quantized import Quantized
 from .compression import plain
 
 Weights = dict[str, np.ndarray]
@@ -21,13 +21,13 @@ class Constants:
 
     def __init__(
         self,
-        weights: Mapping[str, np.ndarray | Quantised],
+        weights: Mapping[str, np.ndarray | Quantized],
         parameters: set[relax.Var],
         lookup: Callable[[relax.Var], relax.Expr | None],
     ) -> None:
         self.weights, self.parameters, self.lookup = weights, parameters, lookup
 
-    def of(self, expr: relax.Expr) -> tuple[tuple[str, ...], np.ndarray | Quantised | None]:
+    def of(self, expr: relax.Expr) -> tuple[tuple[str, ...], np.ndarray | Quantized | None]:
         """The weight that `expr` is made from, with the name and what was done to it; None when there is more to it."""
         if isinstance(expr, relax.Var) and expr in self.parameters:
             name = expr.name
@@ -67,10 +67,10 @@ def with_parameters(
     main: relax.Function,
     body: relax.Expr,
     made: Iterable[tuple[relax.Var, np.ndarray]],
-    weights: Mapping[str, np.ndarray | Quantised],
+    weights: Mapping[str, np.ndarray | Quantized],
 ) -> tuple[tvm.IRModule, Weights]:
     """The module with that body of `main`, and its weights in the order of its parameters: those behind the first
-    `num_input`, then the new ones, without any that nobody reads. Quantised ones that are still read become floats."""
+    `num_input`, then the new ones, without any that nobody reads. Quantized ones that are still read become floats."""
     new = list(made)
     inputs = list(main.params[: int(main.attrs["num_input"])])
     candidates = [*main.params[len(inputs) :], *(var for var, _ in new)]

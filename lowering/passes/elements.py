@@ -1,6 +1,6 @@
 """Elements of Relax tensors as scalar expressions: what a chain of kernels computes at one point.
 
-After legalisation every producer is a TensorIR function that stores a value at every point of its output. Substituting
+After legalization every producer is a TensorIR function that stores a value at every point of its output. Substituting
 producers into their readers, point by point, gives an element of the last tensor as one expression; where that stops,
 it loads from a tensor that is computed as before: a leaf. No operator is known here, only their kernels.
 """

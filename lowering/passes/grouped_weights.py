@@ -10,7 +10,7 @@ import numpy as np
 import tvm
 from tvm import relax, te
 
-from ..importing.quantised import Quantised
+from ..importing.quantized import Quantized
 from ..tensorir.grouped import GROUPS, grouped_matmul
 from .convolutions import OUT_ELEMENTWISE_FUSABLE
 from .panels import Element
@@ -42,7 +42,7 @@ class GroupedCall:
             primfunc_attrs={"op_pattern": OUT_ELEMENTWISE_FUSABLE},
         )
 
-    def pad(self, matrix: np.ndarray | Quantised, nr: int) -> np.ndarray | Quantised:
+    def pad(self, matrix: np.ndarray | Quantized, nr: int) -> np.ndarray | Quantized:
         """Return the matrices [K, groups * columns] with zeros after each, up to a multiple of nr columns."""
         if self.columns % nr == 0:
             return matrix

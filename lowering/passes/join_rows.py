@@ -1,5 +1,5 @@
 """Matmuls of bytes whose rows are reduced and multiplied again become one function, so that no kernel need write to
-memory what lies between them: attention as tools quantise it, whose scores and probabilities are codes.
+memory what lies between them: attention as tools quantize it, whose scores and probabilities are codes.
 
 A matmul, functions that read its results, and a matmul of what they make of them are joined where the matrices are
 computed, nobody else reads anything between, and the target has a kernel that takes rows through all of it

@@ -4,7 +4,7 @@ A matmul x W with a constant matrix W becomes a matmul with W stored in panels (
 between the weight and the matmul are done on the way. A weight that has other readers is kept too. bfloat16 that meets
 bfloat16 is stored in pairs of successive rows where the machine multiplies such pairs.
 
-Quantised matrices stay integers and scales (schedules/reading/codes.py), and float ones become so when a scheme is
+Quantized matrices stay integers and scales (schedules/reading/codes.py), and float ones become so when a scheme is
 asked for.
 """
 
@@ -23,7 +23,7 @@ from schedules.cpu.vector import Machine, machine
 from schedules.half_precision import HALF
 
 from ..choices import Scheme
-from ..importing.quantised import Quantised
+from ..importing.quantized import Quantized
 from .compression import Compression, stored
 from .constants import FLOATS, Constants, Weights, parameters_for, with_parameters
 from .convolutions import (
@@ -53,7 +53,7 @@ _MIN_COLUMNS = 4  # matmuls with fewer are dot products: nothing to pack
 
 def pack_weights(
     mod: tvm.IRModule,
-    weights: dict[str, np.ndarray | Quantised],
+    weights: dict[str, np.ndarray | Quantized],
     target: tvm.target.Target,
     scheme: Scheme | None = None,
     notes: list[str] | None = None,
@@ -64,7 +64,7 @@ def pack_weights(
     weights holds main's parameters behind the first `num_input`, by name; those that nobody reads any more are dropped.
     Only matrices of float32, float16 and bfloat16 on the right of a matmul are packed; sums are in float32. scheme
     says what float matrices become: int8 with a scale for each column, int4 with a scale for each column and 32 rows,
-    or f16. What that cost is said in `notes`. Quantised weights with other readers become floats. on_tensor_cores are
+    or f16. What that cost is said in `notes`. Quantized weights with other readers become floats. on_tensor_cores are
     the types of elements that a GPU's multiply.
     """
     compression = None if scheme is None else Compression(scheme)
@@ -78,7 +78,7 @@ def pack_weights(
 
 
 def _by_panel(
-    mod: tvm.IRModule, weights: dict[str, np.ndarray | Quantised], cpu: Machine, compression: Compression | None
+    mod: tvm.IRModule, weights: dict[str, np.ndarray | Quantized], cpu: Machine, compression: Compression | None
 ) -> tuple[tvm.IRModule, Weights]:
     packer = _Packer(mod, weights, cpu, compression)
     body = packer.visit_expr(mod["main"].body)
@@ -93,7 +93,7 @@ class _Packer(PyExprMutator):
     def __init__(
         self,
         mod: tvm.IRModule,
-        weights: dict[str, np.ndarray | Quantised],
+        weights: dict[str, np.ndarray | Quantized],
         cpu: Machine,
         compression: Compression | None,
     ) -> None:
@@ -202,13 +202,13 @@ class _Packer(PyExprMutator):
         )
         return relax.op.reshape(self.builder_.emit(matmuls), call.ty.shape)
 
-    def pack(self, steps: tuple[str, ...], matrix: np.ndarray | Quantised, pairs: bool) -> None:
+    def pack(self, steps: tuple[str, ...], matrix: np.ndarray | Quantized, pairs: bool) -> None:
         """Stores a matrix [K, N], compressed if asked for, in panels."""
         self.store(steps, stored(matrix, self.compression), pairs, panel_width(matrix.shape[1], self.cpu))
 
-    def store(self, steps: tuple[str, ...], matrix: np.ndarray | Quantised, pairs: bool, nr: int) -> None:
+    def store(self, steps: tuple[str, ...], matrix: np.ndarray | Quantized, pairs: bool, nr: int) -> None:
         """Stores a matrix [K, N] in panels of nr columns, of pairs of rows if asked for."""
-        if isinstance(matrix, Quantised):
+        if isinstance(matrix, Quantized):
             parts, self.element[steps] = codes_in_panels(matrix, nr)
         elif pairs:
             parts, self.element[steps] = {"packed": pack_pairs(matrix, nr)}, element_of_pair

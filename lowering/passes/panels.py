@@ -15,7 +15,7 @@ from tvm import te, topi
 
 from schedules.reading.codes import NIBBLES, element, pack_nibbles
 
-from ..importing.quantised import Quantised
+from ..importing.quantized import Quantized
 
 
 def pack(matrix: np.ndarray, nr: int) -> np.ndarray:
@@ -63,7 +63,7 @@ def element_of_quad(parts: list[te.Tensor], k: tvm.ir.Expr, j: tvm.ir.Expr) -> t
     return panels(j // nr, k // 4, j % nr, k % 4).astype("int32")
 
 
-def codes_in_panels(matrix: Quantised, nr: int) -> tuple[dict[str, np.ndarray], Element]:
+def codes_in_panels(matrix: Quantized, nr: int) -> tuple[dict[str, np.ndarray], Element]:
     """The parts of a matrix [K, N], and its elements."""
     depth, columns = matrix.shape
     block = matrix.block[0] if matrix.block[0] < depth else 0

@@ -16,7 +16,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from schedules.cuda.ptx import CHUNK_BYTES
 
-from ..importing.quantised import Quantised
+from ..importing.quantized import Quantized
 from .compression import Compression, stored
 from .constants import FLOATS, Constants, Weights, parameters_for, with_parameters
 from .convolutions import OUT_ELEMENTWISE_FUSABLE
@@ -26,7 +26,7 @@ from .panels import Element, codes_in_panels, pack, packed_matmul, plain_element
 
 def weights_by_column(
     mod: tvm.IRModule,
-    weights: dict[str, np.ndarray | Quantised],
+    weights: dict[str, np.ndarray | Quantized],
     compression: Compression | None,
     on_tensor_cores: Sequence[str],
 ) -> tuple[tvm.IRModule, Weights]:
@@ -45,7 +45,7 @@ class _Packer(PyExprMutator):
     def __init__(
         self,
         mod: tvm.IRModule,
-        weights: dict[str, np.ndarray | Quantised],
+        weights: dict[str, np.ndarray | Quantized],
         compression: Compression | None,
         on_tensor_cores: Sequence[str],
     ) -> None:
@@ -86,17 +86,17 @@ class _Packer(PyExprMutator):
             return call
         if steps not in self.made:
             matrices = stored(matrices, self.compression)
-            if isinstance(matrices, Quantised):
+            if isinstance(matrices, Quantized):
                 parts, self.elements[steps] = codes_in_panels(matrices, 1)
             else:
                 parts, self.elements[steps] = {"columns": pack(matrices, 1)}, plain_element
             self.made[steps] = parameters_for(steps, parts, self.weights)
         return grouped.emit(self.builder_, [var for var, _ in self.made[steps]], self.elements[steps], 1)
 
-    def parts(self, steps: tuple[str, ...], matrix: np.ndarray | Quantised, dtype: str) -> Weights:
+    def parts(self, steps: tuple[str, ...], matrix: np.ndarray | Quantized, dtype: str) -> Weights:
         """What a matrix [K, N] that an x of that type is multiplied by is stored as; nothing where it stays."""
         matrix = stored(matrix, self.compression)
-        if isinstance(matrix, Quantised):
+        if isinstance(matrix, Quantized):
             parts, self.elements[steps] = codes_in_panels(matrix, 1)
             return parts
         compressed = self.compression is not None and matrix.dtype == np.float16 != np.dtype(dtype)

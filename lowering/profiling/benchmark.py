@@ -54,7 +54,7 @@ class Profile:
     """What `bench` measured.
 
     seconds is the median of whole runs, percentiles are those of them. cpu_seconds is the median of the time
-    that all threads of the process took, which a noisy neighbour does not make longer. calls are the kernels of one
+    that all threads of the process took, which a noisy neighbor does not make longer. calls are the kernels of one
     run, in order; what is missing to the whole is the virtual machine, Python, and the memory of results. timeline has
     the begin of each in one run, the middle one by length, and how long it took there. peer is the median of the runs
     of another runtime, if there was one, which took turns with ours.

@@ -114,13 +114,13 @@ def picture(profile: Profile, path: Path) -> None:
         raise InputError(f"'{path}' is not drawn: {not_installed('matplotlib')}") from error
     costs = list(profile.by_kernel().items())[:_COSTLIEST]
     kinds = {call.kernel.name: call.kernel.kind for call in profile.calls}
-    colours = {"matmul": "tab:blue", "attention": "tab:orange", "other": "tab:green"}
+    colors = {"matmul": "tab:blue", "attention": "tab:orange", "other": "tab:green"}
     figure = Figure(figsize=(9, 1.2 + 0.3 * len(costs)), layout="constrained")
     axes = figure.subplots()
     for row, (name, cost) in enumerate(costs):
-        colour = colours[kinds[name]]
-        axes.barh(row, cost.seconds * 1e3, color=colour, alpha=0.35)
-        axes.barh(row, min(cost.of_limit, 1.0) * cost.seconds * 1e3, color=colour)
+        color = colors[kinds[name]]
+        axes.barh(row, cost.seconds * 1e3, color=color, alpha=0.35)
+        axes.barh(row, min(cost.of_limit, 1.0) * cost.seconds * 1e3, color=color)
         axes.text(cost.seconds * 1e3, row, f" {cost.of_limit:.0%}", va="center")
     axes.set_yticks(range(len(costs)), [f"{name} ({cost.calls})" for name, cost in costs])
     axes.invert_yaxis()

@@ -3,7 +3,7 @@
  * whose text names the ONNX node. None allocates unless it fails.
  */
 #define _GNU_SOURCE
-#pragma GCC optimize("O3") /* vectorises loops of unknown length */
+#pragma GCC optimize("O3") /* vectorizes loops of unknown length */
 #include "checks.h"
 
 /* -- indices ------------------------------------------------------------------------------------------------------ */
@@ -50,7 +50,8 @@ static TVMFFIByteArray line(TVMFFIByteArray text, size_t k) {
     }
 }
 
-static int refuse_index(const TVMFFIAny* args, const DLTensor* tensor, int64_t at, size_t k, int64_t low, int64_t last) {
+static int refuse_index(const TVMFFIAny* args, const DLTensor* tensor, int64_t at, size_t k, int64_t low,
+                        int64_t last) {
     int64_t place[64], rest = at;
     for (int axis = tensor->ndim - 1; axis >= 0 && axis < 64; --axis) {
         place[axis] = rest % tensor->shape[axis];
@@ -72,8 +73,8 @@ static int refuse_index(const TVMFFIAny* args, const DLTensor* tensor, int64_t a
 }
 
 /* lowering_check_indices(indices, bounds, from_the_back, name, bounded) -> indices
- * Element i must be less than bounds[i mod count], and not negative or, if from_the_back, at least minus that. name says
- * whose indices they are, line k of `bounded` what bounds[k] is the size of. */
+ * Element i must be less than bounds[i mod count], and not negative or, if from_the_back, at least minus that. name
+ * says whose indices they are, line k of `bounded` what bounds[k] is the size of. */
 CHECK(check_indices) {
     (void)self, (void)count;
     const DLTensor* tensor = tensor_of(&args[0]);

@@ -110,7 +110,7 @@ static inline void sort_spans(Spans* spans) {
     }
 }
 
-/* The second of two neighbours that overlap, of sorted spans; NULL if none do. Where any two overlap, neighbours do. */
+/* The second of two neighbors that overlap, of sorted spans; NULL if none do. Where any two overlap, neighbors do. */
 static inline const Span* overlapping(const Spans* spans) {
     for (int64_t i = 1; i < spans->count; ++i) {
         if (spans->items[i].begin < spans->items[i - 1].end) return &spans->items[i];

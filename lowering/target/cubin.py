@@ -88,7 +88,7 @@ def _by_nvcc(nvcc: str, source: str, arch: str) -> tuple[bytes, str]:
         path = Path(folder) / "kernels.cu"
         path.write_text(source)
         code = f"arch=compute_{arch.removeprefix('sm_')},code={arch}"
-        # TVM's code has variables that nobody reads: of the front end's warnings nothing is to be learnt.
+        # TVM's code has variables that nobody reads: of the front end's warnings nothing is to be learned.
         said = ["-Xcudafe", "-w", "-Xptxas", "-warn-spills"]
         command = [nvcc, "--cubin", "-O3", *said, "-gencode", code, *_FLAGS, "--expt-relaxed-constexpr"]
         done = subprocess.run([*command, path, "-o", path.with_suffix(".cubin")], capture_output=True, text=True)

@@ -63,7 +63,7 @@ def rewrite(expr: Expr, replace: Callable[[Expr], Expr | None]) -> Expr:
 
     As deep as memory allows: no recursion.
     """
-    # Operands' results, each behind its left neighbours'. A node comes up twice: at first its operands are put on top
+    # Operands' results, each behind its left neighbors'. A node comes up twice: at first its operands are put on top
     # of it, and when they are done it takes their results.
     results: list[Expr] = []
     todo: list[tuple[Expr, list[Expr] | None]] = [(expr, None)]

@@ -75,7 +75,7 @@ def update_in_place(update: CacheUpdate) -> tirx.PrimFunc:
 
 
 def in_place(function: tirx.PrimFunc) -> tirx.PrimFunc:
-    """The in-place form of a copying cache update, recognised by its attribute `lowering.scatter`."""
+    """The in-place form of a copying cache update, recognized by its attribute `lowering.scatter`."""
     return update_in_place(CacheUpdate.from_json(str(function.attrs[ATTRIBUTE])))
 
 

@@ -29,7 +29,7 @@ from .task import BLOCK, KERNEL, MAIN
 _VARIANT = "lowering.variant"
 _SAMPLE = "SampleCategorical"
 
-# Mutations go to a neighbouring value, which is alike, or anywhere.
+# Mutations go to a neighboring value, which is alike, or anywhere.
 _NEAR = 0.6
 
 
@@ -183,7 +183,7 @@ class _Round(ms.postproc.PyPostproc):
 
 @derived_object
 class _Redraw(ms.mutator.PyMutator):
-    """Draws one sample again, most often a neighbour; MetaSchedule has no mutator for plain categoricals."""
+    """Draws one sample again, most often a neighbor; MetaSchedule has no mutator for plain categoricals."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -118,7 +118,7 @@ class Blocked:
         return [self.results.simplify(position) for position in self.of_step(offset(operand.source.shape, indices))]
 
     def is_dense(self, offsets: list[Expr], var: tirx.Var, step: int) -> bool:
-        """Whether elements of a step are neighbours, and `step` elements from those at var + 1."""
+        """Whether elements of a step are neighbors, and `step` elements from those at var + 1."""
         return is_int(self.operands.stride(offsets[0], var), step) and all(
             is_int(self.results.simplify(position - offsets[0]), n) for n, position in enumerate(offsets)
         )

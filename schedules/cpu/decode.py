@@ -188,7 +188,7 @@ class _Split:
 
     def emit(self) -> None:
         self.load_queries()
-        self.initialise()
+        self.initialize()
         found = self.bound.keys.of_tile(self.b, T.int64(0), self.bound.S)
         ranges = [(fixed(lo), fixed(hi)) for lo, hi in found]
         total = fixed(length(ranges))
@@ -252,7 +252,7 @@ class _Split:
             for n, d in enumerate(self.kv.k_starts):
                 store(self.Q, vector(h, i, d), (r * self.chunks + n) * self.Wk)
 
-    def initialise(self) -> None:
+    def initialize(self) -> None:
         with T.serial(self.rows) as r:
             T.buffer_store(self.m, tirx.const(float("-inf"), self.acc), [r])
             store(self.l, splat(0.0, self.Wk, self.acc), r * self.Wk)

@@ -49,8 +49,8 @@ class KeyValueTile:
     Where it takes tables to find a key, the tile keeps the offsets of its `most` rows. Codes are multiplied by their
     scales; one that is all K's, or all V's, is a `factor` of scores, or of O, which the kernel applies.
 
-    On machines with matmuls of bfloat16 pairs (`pairs`), tiles hold words: K pairs of neighbours in a row, V pairs of
-    neighbouring rows. Then d counts words of a key, and j pairs of values. Words of V that are made at each use
+    On machines with matmuls of bfloat16 pairs (`pairs`), tiles hold words: K pairs of neighbors in a row, V pairs of
+    neighboring rows. Then d counts words of a key, and j pairs of values. Words of V that are made at each use
     (`zips`) come in an order of their own, which `in_order` undoes in O.
     """
 
@@ -221,7 +221,7 @@ class KeyValueTile:
         return [fixed(tirx.Select(x == like(0.0, x), x, x * like(factor, x))) for x in o]
 
     def scale(self, name: str, offset: Expr, lanes: int) -> Expr:
-        """The scales of so many neighbours of one row. A row is whole groups, and so is a vector, or a group is whole
+        """The scales of so many neighbors of one row. A row is whole groups, and so is a vector, or a group is whole
         vectors; else they are read one by one."""
         places, acc = self.bound.places, self.bound.problem.acc_dtype
         group = places.group()

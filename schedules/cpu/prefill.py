@@ -66,7 +66,7 @@ def prefill(bound: Bound, tiles: PrefillTiles, cpu: Machine, more_than: int = 0)
         T.parallel(T.int64(1) * bound.B * heads * count) as work,
     ):
         b, hk, turn = fixed(work // (heads * count)), fixed(work // count % heads), fixed(work % count)
-        # First, last, second, last but one: late rows cost more under a causal mask, and threads take neighbours.
+        # First, last, second, last but one: late rows cost more under a causal mask, and threads take neighbors.
         tile = T.bind(tirx.Select(turn % 2 == 0, turn // 2, count - 1 - turn // 2))
         r0 = fixed(tile * tiles.q)
         if not bound.problem.packed:
@@ -144,7 +144,7 @@ class _QueryTile:
         With `careful` it leaves out no such keys, and reads no value with weight 0, which may be infinite.
         """
         self.careful = careful
-        self.initialise()
+        self.initialize()
         hidden = (tirx.const(x, self.acc) for x in (HIDDEN, float("-inf")))
         threshold = fixed(tirx.Select(careful == 0, *hidden))
         skipped = Register(tirx.const(0, "int32"))
@@ -252,7 +252,7 @@ class _QueryTile:
                 for k, x in enumerate(transpose([vector(row, d) for row in rows])):
                     store(self.Q, x, column + (d + k) * self.panel)
 
-    def initialise(self) -> None:
+    def initialize(self) -> None:
         """m, l, O before the first key, and [lo, hi): the keys that each row sees before the mask tensor."""
         with T.serial(self.tiles.q) as r:
             h, i = self.head_and_row(fixed(tirx.min(self.r0 + r, self.rows - 1)))

@@ -1,4 +1,4 @@
-"""Functions with reductions: softmax, normalisations, means, and matmuls that are no blocked matmul.
+"""Functions with reductions: softmax, normalizations, means, and matmuls that are no blocked matmul.
 
 The leading axes that all stages share are the rows. A thread takes a row through all stages before it goes on to the
 next: what is one number per row stays in a register, what is an element of the row in the nearest cache.

@@ -26,7 +26,7 @@ class Runs:
 
 def find_runs(values: list[Expr], k: Axis, results: Results) -> Runs | None:
     """The runs of steps k, whose values lie so far behind those of step 0: one, or those of a word, which must be
-    neighbours. None where all steps are one run, and where there are none."""
+    neighbors. None where all steps are one run, and where there are none."""
     behind, facts = values[0], results.facts
     parts = [n for n in walk(behind) if isinstance(n, prim.FloorDiv | prim.FloorMod) and uses(n.a, {k.var})]
     if not parts or not all(isinstance(node.b, tirx.IntImm) for node in parts):
@@ -40,7 +40,7 @@ def find_runs(values: list[Expr], k: Axis, results: Results) -> Runs | None:
     if uses(step, {number, within}) or not is_int(results.simplify(k.extent % length), 0):
         return None
     together = len(values)
-    neighbours = all(is_int(results.simplify(at - in_run[0]), n) for n, at in enumerate(in_run))
-    if together > 1 and not (neighbours and is_int(step, together)):
+    neighbors = all(is_int(results.simplify(at - in_run[0]), n) for n, at in enumerate(in_run))
+    if together > 1 and not (neighbors and is_int(step, together)):
         return None
     return Runs(length, behind, step)

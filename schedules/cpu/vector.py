@@ -129,7 +129,7 @@ def cover(length: int, lanes: int) -> tuple[int, list[int]]:
     """(w, starts): vectors of w lanes that cover [0, length) and never leave it.
 
     w is `lanes`, or the largest power of two that fits a shorter row. The last vector overlaps the one before where w
-    does not divide the length, so a row is read and written without a scalar tail and without touching its neighbour.
+    does not divide the length, so a row is read and written without a scalar tail and without touching its neighbor.
     """
     w = min(lanes, 2 ** int(math.log2(length)))
     return w, [min(start, length - w) for start in range(0, length, w)]
@@ -342,7 +342,7 @@ def _round_to_bf16(x: Expr) -> Expr:
 
 
 def _widen_f16(x: Expr) -> Expr:
-    """float16 to float32 by integers: a multiplication rebiases the exponent, and normalises subnormals."""
+    """float16 to float32 by integers: a multiplication rebiases the exponent, and normalizes subnormals."""
     half = fixed(cast(reinterpret(x, "uint16"), "uint32"))
     magnitude = fixed(T.bitwise_and(half, like(0x7FFF, half)))
     scaled = reinterpret(T.shift_left(magnitude, like(13, half)), "float32")

@@ -1,7 +1,7 @@
 """What a function computes along a row, by chunks of successive elements that a thread has.
 
 A chunk is eight elements, where the row's length is a multiple of that: what is read and stored at successive places
-goes in pieces of 16 bytes then. Otherwise it is one element, and neighbouring threads have neighbouring ones.
+goes in pieces of 16 bytes then. Otherwise it is one element, and neighboring threads have neighboring ones.
 """
 
 from __future__ import annotations

@@ -155,11 +155,11 @@ class _Split:
         ptx.wait_for_copies(tiles.stages - 1)
         if self.codes is not None and self.codes.in_query:
             self.scale_queries(self.codes)
-        ptx.synchronise()
+        ptx.synchronize()
         with T.serial(self.steps) as u:
             words = self.ask(softmax, u) if self.bound.scores.has_tensor else None
             ptx.wait_for_copies(tiles.stages - 2)
-            ptx.synchronise_warp()
+            ptx.synchronize_warp()
             self.load(u + (tiles.stages - 1))
             with self.if_shown():
                 t = self.warp + u * tiles.warps
@@ -169,7 +169,7 @@ class _Split:
                 softmax.rescale(warp.O, softmax.alpha, self.problem.v_head_dim)
                 softmax.pack(warp.S, warp.P)
                 warp.accumulate(self.read("v", u))
-        ptx.synchronise()  # all tiles have been read
+        ptx.synchronize()  # all tiles have been read
         self.keep(softmax, warp)
 
     def ask(self, softmax: OnlineSoftmax, u: Expr) -> MaskWords:
@@ -254,9 +254,9 @@ class _Split:
             return self.tile(name, u)
         tile = SharedTile(self.memory, self.expanded, self.chunks[name])
         if name == "v":
-            ptx.synchronise_warp()  # no lane reads K any longer
+            ptx.synchronize_warp()  # no lane reads K any longer
         self.rings[name].expand(tirx.truncmod(u, self.tiles.stages), tile)
-        ptx.synchronise_warp()
+        ptx.synchronize_warp()
         return tile
 
     def load(self, u: Expr) -> None:
@@ -317,7 +317,7 @@ class _Split:
                 put(
                     memory, o_start + place * pitch + column * 8 + self.lane % 4 * 2 + x, warp.O[column * 4 + r * 2 + x]
                 )
-        ptx.synchronise()
+        ptx.synchronize()
         with T.serial(-(-ROWS // W)) as n:
             row = fixed(n * W + self.warp)
             r = fixed(self.r0 + row)

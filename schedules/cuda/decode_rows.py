@@ -3,7 +3,7 @@
     a warp for each query row and split of the visible keys: the online softmax of plain.py, whose (m, l, O) is kept
     a warp for each query row: as in partial.py
 
-Neighbouring warps have the rows that share keys, which they so find in the caches.
+Neighboring warps have the rows that share keys, which they so find in the caches.
 """
 
 from __future__ import annotations

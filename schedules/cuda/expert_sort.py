@@ -19,7 +19,7 @@ from lowering.tensorir.expressions import Expr
 from ..reading.values import flat_view
 from ..variant import Variant
 from .device import device
-from .ptx import WARP, ballot, fixed, put, reduce_warp, registers, synchronise
+from .ptx import WARP, ballot, fixed, put, reduce_warp, registers, synchronize
 from .threads import ThreadTiles
 
 
@@ -80,7 +80,7 @@ def _first_place(counts: tirx.Buffer, warps: int, thread: tuple[Expr, Expr]) -> 
         total = fixed(reduce_warp(counts[n], lambda a, b: a + b))
         with T.If(tirx.EQ(lane, 0)), T.Then():
             put(shared, n * warps + warp, total)
-    synchronise()
+    synchronize()
     place = registers(1, "int64")
     put(place, 0, T.int64(0))
     with T.serial(warps) as other:

@@ -32,7 +32,7 @@ class FiniteValues:
         marks = slots * (values.rows + self.warps)
         self.keys = T.alloc_buffer((marks,), "int32", scope="shared", align=4)  # ..., then whether a warp set any
 
-    def initialise(self, thread: Expr, threads: int) -> None:
+    def initialize(self, thread: Expr, threads: int) -> None:
         """By so many threads of the block, before they meet."""
         count = int(self.keys.shape[0])
         with T.serial(-(-count // threads)) as turn:

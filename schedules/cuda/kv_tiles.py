@@ -71,7 +71,7 @@ class KeyValueTiles(ABC):
     def wait(self) -> None:
         """The group that comes next is there, and all threads are here."""
         ptx.wait_for_copies(self.pending)
-        ptx.synchronise()
+        ptx.synchronize()
 
     def load(self, name: str, u: Expr) -> None:
         """Asks for tile u of k or v, if there is one."""
@@ -134,7 +134,7 @@ class CodedTiles(KeyValueTiles):
     def await_tile(self, name: str, u: Expr) -> None:
         ptx.wait_for_copies(self.pending)
         self.rings[name].expand(u % self.tiles.stages, self.tile(name, u))
-        ptx.synchronise()
+        ptx.synchronize()
         self.load(name, u + self.tiles.stages)
 
     def copy(self, name: str, u: Expr, first: Expr, end: Expr) -> None:

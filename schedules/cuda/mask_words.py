@@ -1,6 +1,6 @@
 """Elements of a mask tensor for the rows that a thread has of S [16, B_c], in registers before S is there.
 
-A thread's columns are pairs of neighbouring keys (fragments.py): where the mask lies so that each is a word of memory,
+A thread's columns are pairs of neighboring keys (fragments.py): where the mask lies so that each is a word of memory,
 that is one load. What a row may not see is not read, and hidden: an end of its keys may cut a pair.
 """
 

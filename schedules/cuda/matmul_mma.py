@@ -108,12 +108,12 @@ class _Tile:
             self.expand(first + s, tirx.const(s, "int32"), last)
         with T.serial(last - first) as n:
             ptx.wait_for_copies(tiles.stages - 2)
-            ptx.synchronise()
+            ptx.synchronize()
             step, slot = first + n + (tiles.stages - 1), (n + (tiles.stages - 1)) % tiles.stages
             self.load(step, slot, last)
             self.multiply(n % tiles.stages)
             self.expand(step, slot, last)
-        ptx.synchronise()  # sums take the place of the stages, into which no copy is on its way any more
+        ptx.synchronize()  # sums take the place of the stages, into which no copy is on its way any more
         self.store()
 
     def load(self, step: Expr, slot: Expr, last: Expr) -> None:

@@ -206,7 +206,7 @@ class Columns:
         size = count * most * PITCH  # of a warp
         # In the place of what has been read; the last copies, of nothing, may be on their way there.
         ptx.wait_for_copies(0)
-        ptx.synchronise()
+        ptx.synchronize()
         memory = T.decl_buffer((self.tiles.warps * size,), "float32", data=self.ring.memory.data, scope="shared.dyn")
         for p, sums in enumerate(self.sums):
             for r in range(self.blocks):
@@ -214,7 +214,7 @@ class Columns:
                     row, column = self.t * 2 + y % 2 + r * 8, self.g + y // 2 * HALF
                     at = self.warp * size + (p * most + row) * PITCH + column
                     put(memory, at, sums[r * 4 + y])
-        ptx.synchronise()
+        ptx.synchronize()
         width = self.epilogue.width
         across, threads = COLUMNS // width, self.tiles.warps * WARP
         with T.serial(-(-most * across // threads)) as turn:

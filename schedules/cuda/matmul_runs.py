@@ -61,7 +61,7 @@ def matmul_runs(group: Group, tiles: FewRowsTiles, device: Device, ends: Ends) -
             ring.taken = 0
             place = Place(start, n0, {selection.group: number})
             Columns(group, tiles, epilogue, place, ring, False, None).emit(end - start, columns)
-            ptx.synchronise()  # the ring is free for the next run
+            ptx.synchronize()  # the ring is free for the next run
 
         behind = fixed(tirx.min(first + tiles.rows, rows.astype("int32")))
         each_run(epilogue.memory[selection.table], selection, first, behind, run)

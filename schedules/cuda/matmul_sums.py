@@ -59,7 +59,7 @@ class Sums:
             with unrolled(columns // 8) as n:
                 for y in range(4):
                     put(shared, own + n * 8 + (y // 2 * 8 * pitch + y % 2), fragment(n, y))
-        ptx.synchronise_warp()
+        ptx.synchronize_warp()
         all_columns = int32(self.grid.columns)
         with T.serial(16 * across // WARP) as n:
             chunk = fixed(n * WARP + lane)
@@ -73,7 +73,7 @@ class Sums:
                         self.epilogue.store(piece.place.where, row, column, sums)
                     with T.Else():
                         self.keep(piece, (row, column), sums)
-        ptx.synchronise_warp()
+        ptx.synchronize_warp()
 
     def keep(self, piece: Piece, place: tuple[Expr, Expr], sums: list[Sum]) -> None:
         slot, row = piece.slot.astype("int64"), place[0] - piece.place.m0

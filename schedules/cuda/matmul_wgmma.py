@@ -42,8 +42,8 @@ from .matmul_grid import Grid, Piece, Place
 from .matmul_reader import Matmuls, Order
 from .matmul_sums import Fragment, Sums
 from .matmul_tiles import WgmmaMatmulTiles
-from .pipeline import WARPGROUP, Ring, initialise, named_arrive, named_sync, specialise
-from .ptx import WARP, fixed, int32, put, registers, shared_memory, synchronise, synchronise_cluster
+from .pipeline import WARPGROUP, Ring, initialize, named_arrive, named_sync, specialize
+from .ptx import WARP, fixed, int32, put, registers, shared_memory, synchronize, synchronize_cluster
 from .reach import Reach
 from .runs import each_run
 from .tma import COLUMNS, L2_PROMOTION_128B, ROW_BYTES, ROW_WORDS, SWIZZLE_128B
@@ -216,12 +216,12 @@ class _Block:
         self.behind = at
 
     def emit(self) -> None:
-        initialise(self.thread, [self.ring])
+        initialize(self.thread, [self.ring])
         together = self.tiles.cluster > 1
-        synchronise_cluster() if together else synchronise()
-        specialise(self.tiles, self.thread, self.produce, self.consume)
+        synchronize_cluster() if together else synchronize()
+        specialize(self.tiles, self.thread, self.produce, self.consume)
         if together:
-            synchronise_cluster()  # the other block may still let go of slots here
+            synchronize_cluster()  # the other block may still let go of slots here
 
     def each_turn(self, body: Callable[[_Turn], None]) -> None:
         selection = self.grid.matmuls.selection

@@ -38,7 +38,7 @@ class Ring:
         """The first barrier behind those of the ring."""
         return self.first + 2 * self.slots
 
-    def initialise(self) -> None:
+    def initialize(self) -> None:
         """By one thread, before a fence and a barrier of the block."""
         for slot in range(self.slots):
             for at, arrivals in (
@@ -82,15 +82,15 @@ class Ring:
         return tirx.truncmod(tirx.truncdiv(n, self.slots), 2)
 
 
-def initialise(thread: Expr, rings: Iterable[Ring]) -> None:
+def initialize(thread: Expr, rings: Iterable[Ring]) -> None:
     """Rings are ready behind the next barrier of the block."""
     with T.If(tirx.EQ(thread, 0)), T.Then():
         for ring in rings:
-            ring.initialise()
+            ring.initialize()
         T.evaluate(T.ptx.fence.mbarrier_init.release.cluster())
 
 
-def specialise(
+def specialize(
     tiles: WgmmaTiles | WgmmaMatmulTiles, thread: Expr, produce: Callable[[], None], consume: Callable[[Expr], None]
 ) -> None:
     """The first warpgroup lets one thread produce, the others consume; consume is given the consumer's number.

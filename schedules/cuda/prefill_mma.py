@@ -201,7 +201,7 @@ class _QueryTile:
                 put(turn, 0, tirx.Select(again, tirx.const(CLEAN, "int32"), tirx.const(MINUS + 1, "int32")))
             with T.If(tirx.all(turn[0] != CLEAN, self.alone)), T.Then():
                 self.store_y(now)
-                ptx.synchronise()
+                ptx.synchronize()
 
     def is_not_finite(self) -> Expr:
         """Whether this thread's part of O holds a NaN or an infinity: perhaps an invisible one, times P = 0."""
@@ -214,7 +214,7 @@ class _QueryTile:
 
     def attend(self, turn: Expr | None) -> None:
         """O, m and l of the tile, in a pass of that kind."""
-        self.initialise()
+        self.initialize()
         q = Rows(self.bound, "q", self.b, self.h, self.thread, self.tiles.threads)
         q.copy(self.Q, self.i0, self.tiles.q, self.rows)
         self.kv.begin(self.start)
@@ -265,11 +265,11 @@ class _QueryTile:
             marked = tirx.any(magnitude > infinity, bits == infinity + sign)
             new = tirx.Select(turn == CLEAN, clean, tirx.Select(marked, one, 0))
             T.buffer_store(self.memory, T.reinterpret(self.problem.dtype, new.astype("uint16")), [at])
-        ptx.synchronise()
+        ptx.synchronize()
 
     # The parts of a step.
 
-    def initialise(self) -> None:
+    def initialize(self) -> None:
         """m, l and O before the first key."""
         for O, softmax in zip(self.O, self.softmax):
             softmax.start()
@@ -371,7 +371,7 @@ class _QueryTile:
         Q_i, which may still be on its way if no key was visible.
         """
         ptx.wait_for_copies(0)
-        ptx.synchronise()
+        ptx.synchronize()
         h = ptx.fresh(self.h)
         if turn is not None:
             with T.If(turn >= PLUS), T.Then():
@@ -389,7 +389,7 @@ class _QueryTile:
                     ptx.pack(self.problem.dtype, word, O[at], O[at + 1])
                     place = self.Y.at(row + r * 8, column)
                     ptx.store_shared(self.memory[place.indices[0] + self.lane % 4 * 2], word)
-        ptx.synchronise_warp()
+        ptx.synchronize_warp()
         chunks = 16 * self.M * self.o_columns
         with T.serial(-(-chunks // WARP), unroll=4) as n:
             chunk = fixed(n * WARP + self.lane)

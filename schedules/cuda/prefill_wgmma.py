@@ -42,8 +42,8 @@ from .finite_values import FiniteValues
 from .fragments import OnlineSoftmax
 from .mask_words import MaskWords
 from .partial import Partial
-from .pipeline import WARPGROUP, Ring, initialise, named_arrive, named_sync, specialise
-from .ptx import WARP, fixed, fresh, int32, pack, put, registers, shared_memory, synchronise
+from .pipeline import WARPGROUP, Ring, initialize, named_arrive, named_sync, specialize
+from .ptx import WARP, fixed, fresh, int32, pack, put, registers, shared_memory, synchronize
 from .scheduler import Scheduler
 from .survey import Survey
 from .tma import ROW_WORDS, TensorMap, fence_async, stored
@@ -135,11 +135,11 @@ class _Block:
         return _Share(tiles, fixed(first + count - 1), count)
 
     def emit(self) -> None:
-        initialise(self.thread, [*map(self.Q, range(self.tiles.consumers)), self.K, self.V])
+        initialize(self.thread, [*map(self.Q, range(self.tiles.consumers)), self.K, self.V])
         if self.finite is not None:
-            self.finite.initialise(self.thread, self.tiles.threads)
-        synchronise()
-        specialise(self.tiles, self.thread, self.produce, lambda w: _Consumer(self, w).emit())
+            self.finite.initialize(self.thread, self.tiles.threads)
+        synchronize()
+        specialize(self.tiles, self.thread, self.produce, lambda w: _Consumer(self, w).emit())
 
     def produce(self) -> None:
         """One thread: Q, K and V of every query tile on their way."""

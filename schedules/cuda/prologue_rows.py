@@ -77,7 +77,7 @@ class PrologueRows:
         """
         with T.serial(rows.astype("int64")) as row:
             _NormedRow(self, warps, memory, place, row, stores).emit(row)
-            ptx.synchronise()
+            ptx.synchronize()
 
 
 class _NormedRow(OneRow):

@@ -197,17 +197,17 @@ def all_registers() -> AbstractContextManager[object]:
     return T.attr(one, "tirx.launch_bounds_min_blocks_per_sm", one)
 
 
-def synchronise() -> None:
+def synchronize() -> None:
     """__syncthreads()"""
     T.evaluate(T.cuda.cta_sync())
 
 
-def synchronise_warp() -> None:
+def synchronize_warp() -> None:
     """__syncwarp()"""
     T.evaluate(T.cuda.warp_sync())
 
 
-def synchronise_cluster() -> None:
+def synchronize_cluster() -> None:
     """barrier.cluster: of all blocks of the cluster, whose shared memory is there for each other from here on, or until
     here."""
     T.evaluate(T.ptx["barrier.cluster.arrive.release"]())
@@ -259,7 +259,7 @@ def ballot(condition: Expr) -> Expr:
 
 
 def reduce_quad(value: Expr, combine: Callable[[Expr, Expr], Expr]) -> Expr:
-    """Combines the values of four neighbouring threads, which hold the same rows of a fragment; all four get it."""
+    """Combines the values of four neighboring threads, which hold the same rows of a fragment; all four get it."""
     for lanes in (1, 2):
         value = fixed(combine(fixed(value), shuffle_xor(value, lanes)))
     return value

@@ -14,7 +14,7 @@ from .shared_tile import CHUNK
 
 @dataclass(frozen=True)
 class Reach:
-    """An operand as a tensor of TMA: elements between neighbours along its rows (or columns), and along batch axes."""
+    """An operand as a tensor of TMA: elements between neighbors along its rows (or columns), and along batch axes."""
 
     operand: Operand
     outer: Expr

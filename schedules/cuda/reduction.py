@@ -32,7 +32,7 @@ from .chunks import CHUNK, Row, evaluate, result_registers, store
 from .cycles import BARRIER, LATENCY, TYPICAL
 from .device import Device, device
 from .host import on_host
-from .ptx import WARP, fixed, put, reduce_warp, registers, synchronise
+from .ptx import WARP, fixed, put, reduce_warp, registers, synchronize
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ class OneRow:
         (shared, first), total = self.meeting(dtype), registers(1, dtype)
         with T.If(tirx.EQ(tirx.truncmod(self.thread, WARP), 0)), T.Then():
             put(shared, first + tirx.truncdiv(self.thread, WARP), value)
-        synchronise()
+        synchronize()
         put(total, 0, initial)
         with T.serial(warps) as n:
             put(total, 0, combine(total[0], shared[first + n]))

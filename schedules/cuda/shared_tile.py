@@ -24,7 +24,7 @@ class SharedTile:
     others and leaves every chunk in its row.
 
     down: of elements of 32 bits, which ldmatrix cannot transpose: a warp reads 8 successive ones of 4 successive rows,
-    each thread its own. Two chunks of each row are to differ from those of the others then, and stay neighbours.
+    each thread its own. Two chunks of each row are to differ from those of the others then, and stay neighbors.
     """
 
     def __init__(self, memory: tirx.Buffer, start: Expr | int, chunks: int, down: bool = False) -> None:

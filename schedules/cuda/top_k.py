@@ -20,7 +20,7 @@ from ..reading.values import flat_view
 from ..variant import Variant
 from .device import device
 from .host import on_host
-from .ptx import fixed, put, registers, synchronise
+from .ptx import fixed, put, registers, synchronize
 from .threads import ThreadTiles, each
 
 THREADS = 512
@@ -98,7 +98,7 @@ class _Network:
                 with T.If(first + own < self.all), T.Then():
                     place = tirx.bitwise_and(first + own, self.padded - 1) if is_first else self.order[first + own]
                     put(shared, own, place)
-            synchronise()
+            synchronize()
             with T.serial(largest - smallest + 1) as more:
                 size = fixed(smallest + more)
                 close = fixed(tirx.min(size, T.int64(_BITS)))
@@ -107,7 +107,7 @@ class _Network:
                     # Of one row whose places are fewer than those of a block there may be no pair for a thread.
                     with T.If(first + 2 * thread < self.all), T.Then():
                         self._step(shared, first, thread, distance, size)
-                    synchronise()
+                    synchronize()
             with T.serial(2) as half:
                 own = fixed(half * THREADS + thread)
                 with T.If(first + own < self.all), T.Then():

@@ -23,12 +23,12 @@ from ..reading.values import Evaluator, Program, flat_view
 from ..variant import Variant
 from .chunks import Row, evaluate, result_registers, store
 from .host import on_host
-from .ptx import fixed, put, synchronise, unrolled
+from .ptx import fixed, put, synchronize, unrolled
 
 SIDE = 32
 _PITCH = SIDE + 1  # by which a column of the tile meets each bank once
 _ROWS = 8  # that the threads of a block have at a time
-_FEW = 16  # elements of an axis along which neighbouring threads need not lie
+_FEW = 16  # elements of an axis along which neighboring threads need not lie
 
 
 def transposition(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
@@ -133,7 +133,7 @@ class _Kernel:
                         here = {**values, read.var: a}
                         evaluate(line, program, 1, here, b, lambda x, found: put(result, x, found[0]))
                         store(tile, row * _PITCH + across, result)
-                synchronise()
+                synchronize()
                 with unrolled(SIDE // _ROWS) as n:
                     row = fixed(n * _ROWS + down)
                     a, b, there = at(row, across)

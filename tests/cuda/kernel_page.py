@@ -57,7 +57,7 @@ positions inside of them all tiles of one document, as bounds of these positions
 
 ## Mask tensors
 
-A thread's columns of S are pairs of neighbouring keys. Where rows of a mask have an even number of elements, and a tile
+A thread's columns of S are pairs of neighboring keys. Where rows of a mask have an even number of elements, and a tile
 begins at an even key, a pair is a word of memory: 16 bits of bool, 32 of half precision, 64 of float32, by one load
 (`lowering/attention/mask_pairs.py`, `schedules/cuda/mask_words.py`). So a warp asks for half as much as element by
 element, and for half of the sectors: rows lie apart, and a sector is asked for again for each element of a thread in

@@ -48,7 +48,7 @@ def test_boxes_for_both(order: emulated.Order, arrivals: emulated.Arrivals) -> N
 
 
 LEFT_OUT = {
-    1: r"not initialised|race: ",  # meeting first
+    1: r"not initialized|race: ",  # meeting first
     2: r"a block that has ended",  # and last
     4: r"deadlock|race: ",  # letting go at the other block
     8: r"deadlock: .*bytes missing",  # copies for both

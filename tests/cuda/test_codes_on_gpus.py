@@ -17,7 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 from tvm import te, tirx
 
 import lowering
-from lowering.importing.quantised import quantise
+from lowering.importing.quantized import quantize
 from lowering.passes.panels import codes_in_panels, packed_matmul
 from schedules.cuda.few_rows_tiles import FewRowsTiles
 from schedules.cuda.matmul import matmul
@@ -147,12 +147,12 @@ def size(n: int) -> tirx.IntImm:
 def function(rows: int | None, k: int, n: int, bits: int) -> tuple[tirx.PrimFunc, list[np.ndarray], np.ndarray]:
     """x W by itself for so many rows, None for any; W and what it is in float64."""
     m = tirx.Var("m", "int64") if rows is None else size(rows)
-    quantised = quantise(np.random.default_rng(bits).standard_normal((k, n)).astype("float32"), bits)
-    parts, element = codes_in_panels(quantised, 1)
+    quantized = quantize(np.random.default_rng(bits).standard_normal((k, n)).astype("float32"), bits)
+    parts, element = codes_in_panels(quantized, 1)
     x = te.placeholder((m, size(k)), "float16", "x")
     stored = [te.placeholder(list(map(size, array.shape)), str(array.dtype), name) for name, array in parts.items()]
     func = te.create_prim_func([x, *stored, packed_matmul(x, stored, size(n), "float16", element)])
-    return func, list(parts.values()), quantised.array().astype("float64")
+    return func, list(parts.values()), quantized.array().astype("float64")
 
 
 def variant_of(func: tirx.PrimFunc, arch: str) -> Variant:

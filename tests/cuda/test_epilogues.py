@@ -45,7 +45,7 @@ class Case:
     rows: bool = False
     """Whether caches have rows of all heads, as the matmuls give them; nothing is rotated then."""
     rotary: str = "RotaryEmbedding"
-    """Or "halves", the same of other operators; "pairs", of neighbours; "" for none."""
+    """Or "halves", the same of other operators; "pairs", of neighbors; "" for none."""
     mode: str = "linear"
     cached: bool = True
     """Otherwise keys and values are outputs."""
@@ -210,7 +210,7 @@ CASES = {
     "one token": Case(sizes=(1, 1)),
     "as many as say that few are never": Case(sizes=(2, 40)),
     "one cache for both": Case(one_cache=True, joined=False),
-    "pairs of neighbours": Case(rotary="pairs", joined=False),
+    "pairs of neighbors": Case(rotary="pairs", joined=False),
     "caches are read before": Case(reads_cache="before"),
     "a cache is read between the updates": Case(reads_cache="between", joined=False),
 }

@@ -103,7 +103,7 @@ OWN = (
         single=True,
     ),
     Case("pages", None, masks.paged(masks.causal, 16), pages),
-    Case("an image", None, masks.neighbourhood((16, 12), (5, 4))),
+    Case("an image", None, masks.neighborhood((16, 12), (5, 4))),
     Case("tiles of an image", None, masks.sliding_tile((12, 16), 4, 3)),
     Case("dilated", None, masks.dilated(21, 3)),
     Case("a tree", None, masks.tree, grown),

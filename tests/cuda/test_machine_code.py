@@ -30,7 +30,7 @@ def check(arch: str, p: AttentionProblem) -> None:
         assert code.loop["HMMA"] == matmuls(p, tiles)
         return
     assert code.whole["HGMMA"] % matmuls(p, tiles) == 0
-    assert code.whole["WARPGROUP"] < code.whole["HGMMA"] / 2, "wgmma is serialised"
+    assert code.whole["WARPGROUP"] < code.whole["HGMMA"] / 2, "wgmma is serialized"
     assert beside(code.steps) >= tiles.kv / 2, "no exponential is evaluated beside the matmuls of P V"
     assert code.whole["UTMALDG"] and code.whole["UTMASTG"], "tiles do not come and go by TMA"
     assert code.loop["HGMMA"] == matmuls(p, tiles)

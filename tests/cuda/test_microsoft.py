@@ -14,7 +14,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2]))
 
 TARGET = "cuda:sm_80"
-MODULES = ("test_paged_attention", "test_decoder_attention", "test_quantised_caches")
+MODULES = ("test_paged_attention", "test_decoder_attention", "test_quantized_caches")
 
 
 def check(module: str, number: int, calls: int) -> None:

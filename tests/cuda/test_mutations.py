@@ -1,4 +1,4 @@
-"""The emulation notices every step of synchronisation that is missing, so kernels that pass have what they need.
+"""The emulation notices every step of synchronization that is missing, so kernels that pass have what they need.
 
 A kernel's test is one line: `survivors` leaves out one step after the other.
 """

@@ -111,7 +111,7 @@ def test_hidden_values_do_not_leak(name: str) -> None:
 
 @pytest.mark.no_gpu
 @pytest.mark.parametrize("y_apart", (False, True))
-def test_every_step_of_synchronisation_counts(y_apart: bool) -> None:
+def test_every_step_of_synchronization_counts(y_apart: bool) -> None:
     """Barriers, waits and fences, left out one by one, over several query tiles, full ones and ones to clean.
 
     Without turns, which make the kernel fast and not right.

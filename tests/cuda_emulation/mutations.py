@@ -1,4 +1,4 @@
-"""Does the emulation notice what is missing? Kernels in which each synchronising step can be left out, one at a time.
+"""Does the emulation notice what is missing? Kernels in which each synchronizing step can be left out, one at a time.
 
 All steps stay in one build: a guard that the emulator evaluates when a thread reaches the step decides.
 """
@@ -25,7 +25,7 @@ _EMPTY = re.compile(r'__device__ void (\w+)\([^)]*\) \{(?:(?!^\}).)*?asm volatil
 
 @dataclass(frozen=True)
 class Step:
-    """A statement of a kernel that synchronises: its number, and its text."""
+    """A statement of a kernel that synchronizes: its number, and its text."""
 
     number: int
     kernel: str

@@ -24,7 +24,7 @@ def build(model: Model, past: bool, size: Size, half: bool) -> nn.Module:
     torch.manual_seed(0)
     config = model.build_config(size)
     inner = getattr(transformers, model.architecture)(config)
-    _randomise(inner, model.gain)
+    _randomize(inner, model.gain)
     wrapper = {
         ("encoder", False): Encoder,
         ("decoder", False): Decoder,
@@ -39,7 +39,7 @@ def build(model: Model, past: bool, size: Size, half: bool) -> nn.Module:
     return wrapper.eval().half() if half else wrapper.eval()
 
 
-def _randomise(module: nn.Module, gain: float) -> None:
+def _randomize(module: nn.Module, gain: float) -> None:
     """Matrices that multiply the variance by gain^2, embeddings of unit variance, biases and norms that are seen."""
     embeddings = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
     transposed = {id(m.weight) for m in module.modules() if isinstance(m, transformers.pytorch_utils.Conv1D)}

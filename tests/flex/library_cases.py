@@ -127,12 +127,12 @@ MASKS = {
         13,
         {"ancestors": np.stack([masks.ancestors_of(PARENTS), masks.ancestors_of([-1, *range(8)])]), "context": CONTEXT},
     ),
-    "neighbourhood": Case(masks.neighbourhood((5, 7), 3), in_image((5, 7), (3, 3)), 35, 35),
-    "neighbourhood, even": Case(masks.neighbourhood((5, 6), (4, 2)), in_image((5, 6), (4, 2)), 30, 30),
-    "neighbourhood larger than the image": Case(
-        masks.neighbourhood((3, 6), (9, 6)), lambda b, h, i, j: True, 18, 18
+    "neighborhood": Case(masks.neighborhood((5, 7), 3), in_image((5, 7), (3, 3)), 35, 35),
+    "neighborhood, even": Case(masks.neighborhood((5, 6), (4, 2)), in_image((5, 6), (4, 2)), 30, 30),
+    "neighborhood larger than the image": Case(
+        masks.neighborhood((3, 6), (9, 6)), lambda b, h, i, j: True, 18, 18
     ),
-    "neighbourhood of a video": Case(masks.neighbourhood((3, 4, 3), (2, 3, 1)), in_image((3, 4, 3), (2, 3, 1)), 36, 36),
+    "neighborhood of a video": Case(masks.neighborhood((3, 4, 3), (2, 3, 1)), in_image((3, 4, 3), (2, 3, 1)), 36, 36),
     "sliding_tile": Case(
         masks.sliding_tile((6, 10), (2, 2), (3, 3)), in_tiles((6, 10), (2, 2), (3, 3)), 60, 60
     ),

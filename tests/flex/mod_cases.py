@@ -221,8 +221,8 @@ def hidden_rows(b, h, i, j, *, hidden):
 
 def natten(b, h, i, j):
     row, column, key_row, key_column = i // 8, i % 8, j // 8, j % 8
-    centre_row, centre_column = clip(row, 2, 13), clip(column, 2, 5)
-    return (abs(centre_row - key_row) <= 2) & (abs(centre_column - key_column) <= 2)
+    center_row, center_column = clip(row, 2, 13), clip(column, 2, 5)
+    return (abs(center_row - key_row) <= 2) & (abs(center_column - key_column) <= 2)
 
 
 def by_head(b, h, i, j, *, window):

@@ -60,7 +60,7 @@ def scores_of(q: np.ndarray, k: np.ndarray, scale: float = SIZE**-0.5) -> np.nda
 def test_a_mask_shows_what_its_oracle_does(name: str) -> None:
     case = MASKS[name]
     shape, shown = (BATCHES, HEADS, case.rows, case.keys), visible(case)
-    assert shown.any() and (not shown.all() or name in ("full", "neighbourhood larger than the image"))
+    assert shown.any() and (not shown.all() or name in ("full", "neighborhood larger than the image"))
     on_grids = case.mod(*np.ogrid[tuple(map(slice, shape))], **case.captures)
     np.testing.assert_array_equal(np.broadcast_to(on_grids, shape), shown)
     compiled = flex.create_block_mask(case.mod, *shape, BLOCK_SIZE=1, captures=case.captures)
@@ -203,8 +203,8 @@ def test_new_pages_need_no_new_kernel() -> None:
         (lambda: masks.documents([3, 4], [-1]), "one for each document"),
         (lambda: masks.ancestors_of([-1, 1]), "parent of node 1 is 1"),
         (lambda: masks.sliding_tile((6, 7), 2, 3), "without rest"),
-        (lambda: masks.neighbourhood((6, 7), (3, 3, 3)), "give one number, or 2"),
-        (lambda: masks.neighbourhood((6, 7), 0), "of 1 or more"),
+        (lambda: masks.neighborhood((6, 7), (3, 3, 3)), "give one number, or 2"),
+        (lambda: masks.neighborhood((6, 7), 0), "of 1 or more"),
         (lambda: mods.t5_buckets(2), "give 4 buckets or more"),
         (lambda: mods.t5_buckets(32, 8), "beyond the 8"),
     ],
@@ -243,7 +243,7 @@ def test_a_mod_that_is_made_anew_is_known() -> None:
     """Calls of one kind are found without being traced again."""
 
     def made(window: int) -> Any:
-        return masks.and_masks(masks.document(masks.sliding_window(window)), masks.neighbourhood((4, 5), 3))
+        return masks.and_masks(masks.document(masks.sliding_window(window)), masks.neighborhood((4, 5), 3))
 
     assert fingerprint(made(3)) == fingerprint(made(3)) is not None
     assert fingerprint(made(3)) != fingerprint(made(4))

@@ -37,7 +37,7 @@ def counted(shown: np.ndarray, size: tuple[int, int]) -> tuple[np.ndarray, Work]
 MASKS: dict[str, Callable[..., Any]] = {
     "causal": flex.masks.causal,
     "window": flex.masks.sliding_window(20),
-    "image": flex.masks.neighbourhood((7, 11), (3, 6)),
+    "image": flex.masks.neighborhood((7, 11), (3, 6)),
     "hidden": lambda b, h, i, j: j < 0,
     "full": flex.masks.full,
     "stripes": lambda b, h, i, j: j % 6 < 3,
@@ -122,14 +122,14 @@ def test_text_is_scaled_down_to_the_terminal(columns: int, monkeypatch: pytest.M
     assert columns == 1 or set(shades.flat) >= {0, 2, 4}
 
 
-def test_rich_colours_the_same_text() -> None:
+def test_rich_colors_the_same_text() -> None:
     picture = flex.show(flex.masks.causal, Q_LEN=64, KV_LEN=64, BLOCK_SIZE=8)
-    plain, coloured = io.StringIO(), io.StringIO()
+    plain, colored = io.StringIO(), io.StringIO()
     Console(file=plain, width=100).print(picture)
-    Console(file=coloured, width=100, force_terminal=True, color_system="standard").print(picture)
+    Console(file=colored, width=100, force_terminal=True, color_system="standard").print(picture)
     assert plain.getvalue().rstrip("\n") == "\n".join(picture.text(100))
-    assert "\x1b[34m█" in coloured.getvalue()
-    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured.getvalue()) == plain.getvalue()
+    assert "\x1b[34m█" in colored.getvalue()
+    assert re.sub(r"\x1b\[[0-9;]*m", "", colored.getvalue()) == plain.getvalue()
 
 
 @pytest.mark.parametrize(("rows", "keys"), [(0, 0), (0, 300), (5, 0)])
@@ -158,7 +158,7 @@ def drawn(svg: str) -> dict[float, list[tuple[int, int, int]]]:
 
 
 def test_svg_draws_every_block() -> None:
-    picture = flex.show(flex.masks.neighbourhood((8, 8), 5), Q_LEN=64, KV_LEN=64, BLOCK_SIZE=(4, 2))
+    picture = flex.show(flex.masks.neighborhood((8, 8), 5), Q_LEN=64, KV_LEN=64, BLOCK_SIZE=(4, 2))
     opacity = np.zeros(picture.states.shape)
     for shade, boxes in drawn(picture._repr_html_()).items():
         for y, x, width in boxes:
@@ -202,7 +202,7 @@ def test_blocks_of_a_png_lie_where_their_pairs_do(tmp_path: Path) -> None:
     picture.save(tmp_path / "mask.png")
     pixels = imread(tmp_path / "mask.png")[..., :3] * 255
     skipped, partial = (
-        (np.abs(pixels - colour).max(-1) < 3).sum() for colour in ([0xF2, 0xF4, 0xF7], [0x9D, 0xC0, 0xE4])
+        (np.abs(pixels - color).max(-1) < 3).sum() for color in ([0xF2, 0xF4, 0xF7], [0x9D, 0xC0, 0xE4])
     )
     assert partial / (partial + skipped) == pytest.approx(8 * 5 / (11 * 47), rel=0.1)
 

@@ -18,7 +18,7 @@ SIZES = {"B": 2, "S": 3, "T": 5, "P": 2, "N": 4}
 
 
 def parse(graph: str, opset: int = 18, weights: dict[str, np.ndarray] | None = None) -> onnx.ModelProto:
-    """A model from its inputs, outputs and nodes in text; weights are initialisers."""
+    """A model from its inputs, outputs and nodes in text; weights are initializers."""
     model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : {opset}]> m {graph}')
     for name, array in (weights or {}).items():
         model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))

@@ -81,7 +81,7 @@ def test_patterns_in_the_branches_of_an_if() -> None:
 
 
 def test_weights_are_neither_copied_nor_read(tmp_path: Path) -> None:
-    """64 MiB of external data: fusing allocates far less, and the initialiser is the one that was loaded."""
+    """64 MiB of external data: fusing allocates far less, and the initializer is the one that was loaded."""
     rows = 2**14
     text = f"(float[N, {rows}] x) => (float[N, 1024] y) {{ a = MatMul (x, w) s = Sigmoid (a) y = Mul (a, s) }}"
     path = tmp_path / "model.onnx"
@@ -112,7 +112,7 @@ def test_small_external_data_is_found(tmp_path: Path) -> None:
     np.testing.assert_allclose(lowering.compile(path).run(inputs)["y"], wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_an_initialiser_that_is_an_input_stays_one() -> None:
+def test_an_initializer_that_is_an_input_stays_one() -> None:
     model = parse(
         "(float[N, 70] x, float[70] w) => (float[N, 70] y) { a = Mul (x, w) s = Sigmoid (a) y = Mul (a, s) }", 13
     )

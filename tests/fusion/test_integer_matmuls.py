@@ -1,4 +1,4 @@
-"""Matmuls of dequantised bytes become integer matmuls; others, and those that int32 might not hold, stay."""
+"""Matmuls of dequantized bytes become integer matmuls; others, and those that int32 might not hold, stay."""
 
 from __future__ import annotations
 

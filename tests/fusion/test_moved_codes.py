@@ -1,4 +1,4 @@
-"""Codes that are dequantised, moved and quantised again as they were stay what they are."""
+"""Codes that are dequantized, moved and quantized again as they were stay what they are."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ GROWING = """<ir_version: 10, opset_import: ["" : 21]>
 
 
 def growing(outputs: str, scale: str = "t", more: str = "") -> onnx.ModelProto:
-    """A cache that is quantised, grows by what is quantised with it, and is read with its heads repeated."""
+    """A cache that is quantized, grows by what is quantized with it, and is read with its heads repeated."""
     return onnx.parser.parse_model(GROWING.format(outputs=outputs, scale=scale, more=more))
 
 

@@ -62,7 +62,7 @@ class Expectations:
     ) -> None:
         """A node of that operator gives the expected arrays. dims gives the declared dimensions of the inputs: names
         are symbolic, and belong to this node; by default they are the numbers of the arrays. The inputs at the
-        positions `constant` are initialisers."""
+        positions `constant` are initializers."""
         k = len(self.nodes)
         names = []
         for j, array in enumerate(inputs):

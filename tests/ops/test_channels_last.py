@@ -18,7 +18,7 @@ RNG = np.random.default_rng(0)
 CHAINS = {
     "residual": "a = Conv<pads=[1,1,1,1]>(x, w0, b) r = Relu(a) c = Conv<pads=[1,1,1,1]>(r, w0) y = Add(c, x)",
     "scale": "a = Conv(x, w1, b) g = GlobalAveragePool(a) e = Conv(g, w1) s = Sigmoid(e) m = Mul(a, s) y = Conv(m, w1)",
-    "normalise": "a = Conv(x, w1) n = BatchNormalization(a, b, b, b, v) c = Clip(n, low, high) y = Conv(c, w1)",
+    "normalize": "a = Conv(x, w1) n = BatchNormalization(a, b, b, b, v) c = Clip(n, low, high) y = Conv(c, w1)",
     "pools": "a = Conv(x, w1) p = MaxPool<kernel_shape=[2,2]>(a) q = AveragePool<kernel_shape=[2,3]>(p)"
     " y = Conv(q, w1)",
     "concat": "a = Conv(x, w1) c = Conv(x, w1, b) d = Concat<axis=1>(a, c) p, q = Split<axis=1, num_outputs=2>(d)"

@@ -1,4 +1,4 @@
-"""Matmuls and convolutions of bytes: exact on every machine, for whatever zero points; whole models quantised by
+"""Matmuls and convolutions of bytes: exact on every machine, for whatever zero points; whole models quantized by
 onnxruntime."""
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def test_convolutions_are_those_of_onnxruntime(seed: int) -> None:
     np.testing.assert_array_equal(lowering.compile(whole, TARGETS[seed % len(TARGETS)]).run(feed)["y"], want)
 
 
-def test_dynamic_quantisation_of_zeros() -> None:
+def test_dynamic_quantization_of_zeros() -> None:
     """Where all numbers are 0, so are all codes."""
     made = helper.make_node("DynamicQuantizeLinear", ["x"], ["y", "s", "z"])
     outputs = [value_info("y", "uint8", ["n"]), value_info("s", "float32", ()), value_info("z", "uint8", ())]
@@ -201,11 +201,11 @@ RUNS = [pytest.param(*run, marks=() if run in QUICK else pytest.mark.slow) for r
 
 
 @pytest.mark.parametrize(("name", "form"), RUNS)
-def test_quantised_exports_are_as_near_as_onnxruntime(name: str, form: str, tmp_path: Path) -> None:
+def test_quantized_exports_are_as_near_as_onnxruntime(name: str, form: str, tmp_path: Path) -> None:
     """Of quantize_dynamic and quantize_static: errors from float64 are those of onnxruntime, and answers a step of
-    quantisation from its own at most."""
+    quantization from its own at most."""
     options = dict(FORMS)[form]
-    path, source = tmp_path / "quantised.onnx", SAMPLES / name / "model.onnx"
+    path, source = tmp_path / "quantized.onnx", SAMPLES / name / "model.onnx"
     calls = [dict(np.load(call)) for call in sorted((SAMPLES / name).glob("*.npz"))]
     feeds = [{n: x for n, x in arrays.items() if not n.startswith("=")} for arrays in calls]
     if "quant_format" in options:

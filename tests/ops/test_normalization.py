@@ -1,4 +1,4 @@
-"""Normalisation: every axis and type, statistics as outputs, scales that broadcast, data far from zero."""
+"""Normalization: every axis and type, statistics as outputs, scales that broadcast, data far from zero."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def wide(x: np.ndarray) -> np.ndarray:
     return x.astype("float64")
 
 
-def standardised(x: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+def standardized(x: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
     x = wide(x)
     return (x - x.mean(axis=axes, keepdims=True)) / np.sqrt(x.var(axis=axes, keepdims=True) + 1e-5)
 
@@ -29,7 +29,7 @@ def test_over_the_last_axes(dtype: str) -> None:
     for axis in (0, 1, -1):
         axes, shape = tuple(range(axis % 3, 3)), x.shape[axis:]
         scale, bias = (RNG.standard_normal(shape).astype(dtype) for _ in range(2))
-        y = standardised(x, axes) * wide(scale)
+        y = standardized(x, axes) * wide(scale)
         case.expect("LayerNormalization", [x, scale], y.astype(dtype), dims=[SYMBOLIC, None], axis=axis)
         case.expect("LayerNormalization", [x, scale, bias], (y + wide(bias)).astype(dtype), axis=axis)
         mean_square = (wide(x) ** 2).mean(axis=axes, keepdims=True)
@@ -55,7 +55,7 @@ def test_statistics_are_outputs_of_the_stash_type() -> None:
 def test_variance_far_from_zero() -> None:
     """The mean of squares less the square of the mean would be 0 or negative here."""
     x = (10_000 + np.arange(64) % 2).astype("float32").reshape(1, 64)
-    y = standardised(x, (1,)).astype("float32")  # -1 and 1: the mean and the variance are exact
+    y = standardized(x, (1,)).astype("float32")  # -1 and 1: the mean and the variance are exact
     case = Expectations()
     case.expect("LayerNormalization", [x, np.ones(64, "float32")], y)
     case.check()
@@ -82,9 +82,9 @@ def test_over_channels(dtype: str) -> None:
     gain, offset = wide(scale).reshape(6, 1, 1), wide(bias).reshape(6, 1, 1)
     dims = [("n", 6, "h", "w"), None, None]
     case = Expectations()
-    y = standardised(x, (2, 3)) * gain + offset
+    y = standardized(x, (2, 3)) * gain + offset
     case.expect("InstanceNormalization", [x, scale, bias], y.astype(dtype), dims=dims)
-    y = standardised(x.reshape(2, 3, 2, 5, 3), (2, 3, 4)).reshape(x.shape) * gain + offset
+    y = standardized(x.reshape(2, 3, 2, 5, 3), (2, 3, 4)).reshape(x.shape) * gain + offset
     case.expect("GroupNormalization", [x, scale, bias], y.astype(dtype), dims=dims, num_groups=3)
     variance = np.abs(scale) + np.array(1, dtype)
     y = (wide(x) - offset) / np.sqrt(wide(variance).reshape(6, 1, 1) + 1e-5) * gain + offset

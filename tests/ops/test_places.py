@@ -45,11 +45,11 @@ def test_places_that_are_no_numbers() -> None:
     assert found[3] == 1 and found[2] == 0
 
 
-@pytest.mark.parametrize("centred", [0, 1])
+@pytest.mark.parametrize("centered", [0, 1])
 @pytest.mark.parametrize("constant", [True, False])
-def test_non_max_suppression(centred: int, constant: bool) -> None:
+def test_non_max_suppression(centered: int, constant: bool) -> None:
     names = ["most", "iou", "least"]
-    node = helper.make_node("NonMaxSuppression", ["boxes", "scores", *names], ["y"], center_point_box=centred)
+    node = helper.make_node("NonMaxSuppression", ["boxes", "scores", *names], ["y"], center_point_box=centered)
     values = [np.asarray([4], np.int64), np.asarray([0.4], np.float32), np.asarray([0.2], np.float32)]
     inputs = [value_info("boxes", "float32", ["n", "b", 4]), value_info("scores", "float32", ["n", "c", "b"])]
     if not constant:

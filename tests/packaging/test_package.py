@@ -120,7 +120,7 @@ def test_an_application_of_cmake_links_with_the_model(artifact: Path, tmp_path: 
     check_host([tmp_path / "build" / "mine"], tmp_path / "app")
 
 
-def test_licences(artifact: Path, tmp_path: Path) -> None:
+def test_licenses(artifact: Path, tmp_path: Path) -> None:
     main(["package", str(artifact), "--to", str(tmp_path / "app")])
     names = {p.name for p in (tmp_path / "app" / "licenses").iterdir()}
     assert {"apache-tvm-LICENSE", "apache-tvm-NOTICE", "apache-tvm-ffi-LICENSE", "apache-tvm-ffi-NOTICE"} <= names

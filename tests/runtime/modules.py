@@ -135,7 +135,7 @@ def shared(folder: Path) -> Path:
 
 
 def sums(folder: Path, dtype: str = "float32", shape: Sequence[int | str] = ("n", "m"), **fields: object) -> Path:
-    """z = x + y, elementwise, through vectorised code."""
+    """z = x + y, elementwise, through vectorized code."""
     inputs = [spec(name, dtype, *shape) for name in "xy"]
     return build(folder, inputs, [spec("z", dtype, *shape)], lambda b, i, w: [b.emit(relax.op.add(*i))], **fields)
 

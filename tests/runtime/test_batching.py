@@ -119,7 +119,7 @@ def test_many_threads(two: lowering.Model) -> None:
     assert len(counted.rows) < 160
 
 
-def test_cancelled_and_closed(two: lowering.Model) -> None:
+def test_canceled_and_closed(two: lowering.Model) -> None:
     counted, rng = Counted(two, 0.1), np.random.default_rng(4)
     batching = lowering.Batching(counted, wait=0.0)
     first, second = (batching.submit(request(rng, 1)) for _ in range(2))

@@ -53,8 +53,8 @@ def _softmax(x: np.ndarray, axis: int) -> np.ndarray:
 
 
 def _layer_norm(x: np.ndarray, scale: np.ndarray, bias: np.ndarray) -> np.ndarray:
-    centred = x - x.mean(-1, keepdims=True)
-    return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + _EPSILON) * scale + bias
+    centered = x - x.mean(-1, keepdims=True)
+    return centered / np.sqrt((centered**2).mean(-1, keepdims=True) + _EPSILON) * scale + bias
 
 
 class Graph:

@@ -15,7 +15,7 @@ from tvm import relax, tirx
 
 import lowering
 import schedules
-from lowering.importing.quantised import Quantised
+from lowering.importing.quantized import Quantized
 from lowering.passes.absorb_transposes import absorb_transposes
 from lowering.passes.pack_weights import pack_weights
 from schedules.cpu.matmul import matmul
@@ -31,9 +31,9 @@ def compile_main(
     params: dict[str, tuple[tuple, str]],
     body: Callable[..., relax.Expr],
     target: tvm.target.Target,
-    weights: Mapping[str, np.ndarray | Quantised] | None = None,
+    weights: Mapping[str, np.ndarray | Quantized] | None = None,
 ) -> Callable[..., np.ndarray]:
-    """A Relax function through packing, legalisation, fusion and schedules, as a function of arrays.
+    """A Relax function through packing, legalization, fusion and schedules, as a function of arrays.
 
     Every matmul must have been replaced by a kernel.
     """

@@ -1,4 +1,4 @@
-"""Transpositions in tiles against NumPy: element types, permutations, odd and short axes, neighbours that fuse."""
+"""Transpositions in tiles against NumPy: element types, permutations, odd and short axes, neighbors that fuse."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def key_value_cache(
                 if scales is None:
                     cache[place] = x
                 else:
-                    cache[place], scales[place] = quantise(x, quant_group)
+                    cache[place], scales[place] = quantize(x, quant_group)
 
     shape = (int(kvstarts[-1]), heads, head_dim)
     packed = np.zeros(shape, current_key.dtype), np.zeros(shape, current_key.dtype)
@@ -81,12 +81,12 @@ def key_value_cache(
         for kind, to in enumerate(packed):
             for t, h in np.ndindex(int(kvstarts[b + 1] - kvstarts[b]), heads):
                 place = at(kind, h, b, t)
-                to[kvstarts[b] + t, h] = cache[place] if scales is None else dequantise(cache[place], scales[place])
+                to[kvstarts[b] + t, h] = cache[place] if scales is None else dequantize(cache[place], scales[place])
     key, value = (np.repeat(x, num_repeat, axis=1) for x in packed)
     return key, value, cache, scale
 
 
-def quantise(x: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
+def quantize(x: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
     """Codes [D], int8 in -127 to 127, and scales [D / group], in x's type as is all arithmetic, of x, [D]."""
     groups = x.reshape(-1, group)
     steps, floor = np.array(127, x.dtype), np.array(1e-5, x.dtype)
@@ -96,7 +96,7 @@ def quantise(x: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
     return codes.astype(np.int8).reshape(x.shape), scales
 
 
-def dequantise(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+def dequantize(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Codes [D] times their scales [D / group], rounded to the scales' type."""
     groups = codes.reshape(len(scales), -1).astype(scales.dtype)
     return (groups * scales[:, None]).reshape(codes.shape)

@@ -30,7 +30,7 @@ PPL = {"CPU": (0, 4, 12), "CPU, long": (1, 200, 10), "CUDA": (2, 1, 2), "CUDA, l
 MICROSOFT = {
     "PagedAttention": "test_paged_attention",
     "DecoderMaskedMultiHeadAttention, MultiHeadAttention over caches with room": "test_decoder_attention",
-    "GroupQueryAttention over codes": "test_quantised_caches",
+    "GroupQueryAttention over codes": "test_quantized_caches",
 }
 
 # What a call says of each feature of the cases.
@@ -40,8 +40,8 @@ ARGUMENTS = {
     "chunks": "host_past_key_value_lengths", "cache": "past_key_value, use_cache", "pool": "host_kv_cache_pool_mapping",
     "holder": "host_kv_cache_pool_pointers", "offsets_rank": "kv_cache_block_offsets",
     "entries": "kv_cache_block_offsets", "tokens_per_block": "past_key_value", "layer": "layer_idx",
-    "quantised": "kv_cache_quant_mode", "scales": "kv_orig_quant_scale, kv_quant_orig_scale",
-    "attend_current_unquantised": "attend_current_unquantised", "fp8_context_fmha": "use_fp8_context_fmha",
+    "quantized": "kv_cache_quant_mode", "scales": "kv_orig_quant_scale, kv_quant_orig_scale",
+    "attend_current_unquantized": "attend_current_unquantized", "fp8_context_fmha": "use_fp8_context_fmha",
     "window": "host_max_attention_window_sizes", "windows_per_layer": "host_max_attention_window_sizes",
     "sinks": "host_sink_token_length", "sink_form": "host_sink_token_length", "one_more_block": "use_one_more_block",
     "streamingllm": "streamingllm", "beams": "cache_indirection", "long_lengths": "sequence_length",

@@ -165,7 +165,7 @@ class Attention:
     def round_trips(self, request: Request) -> bool:
         """Whether this call's K and V are used as they come back from the cache."""
         fp8 = self.call.use_fp8_context_fmha and not request.generation
-        return self.call.quantised and (fp8 or not self.call.attend_current_unquantised)
+        return self.call.quantized and (fp8 or not self.call.attend_current_unquantized)
 
     def own(self, token: Token, request: Request, turn: Rotation | None, position: int) -> np.ndarray:
         """float64 (Hkv, D): this call's K or V as attention uses it, K of streamingllm turned to `position`."""
@@ -362,13 +362,13 @@ def cache_bounds(qkv: Any, **arguments: Any) -> tuple[list[np.ndarray], list[np.
 
 
 def uncertain_keys(qkv: Any, **arguments: Any) -> np.ndarray:
-    """bool (rows, Hkv, D): rotated keys of this call that float32 may quantise to either of two values.
+    """bool (rows, Hkv, D): rotated keys of this call that float32 may quantize to either of two values.
 
     Where this call's own keys take the round trip, such a key changes the context by more than rounding does.
     """
     attention = Attention(Call(qkv=qkv, **arguments))
     result = np.zeros((len(attention.x), attention.call.kv_heads, attention.call.hidden_size_per_head), bool)
-    if not attention.call.quantised:
+    if not attention.call.quantized:
         return result
     for token in attention.tokens():
         if token.which == 0 and token.row >= 0:

@@ -83,7 +83,7 @@ class Call:
     use_one_more_block: bool = False
     use_fp8_context_fmha: bool = False
     multi_block_mode: Any = None
-    attend_current_unquantised: bool = True
+    attend_current_unquantized: bool = True
     trt_mmha_compat: bool = False
     relative_attention_bidirectional: bool = False
     return_lse: bool = False
@@ -113,7 +113,7 @@ class Call:
         return int(np.asarray(self.host_sink_token_length).reshape(-1)[0])
 
     @property
-    def quantised(self) -> bool:
+    def quantized(self) -> bool:
         return bool(self.use_cache and int(self.kv_cache_quant_mode) & (INT8_MODE | FP8_MODE))
 
 
@@ -123,7 +123,7 @@ def to_e4m3(values: np.ndarray) -> np.ndarray:
     return np.clip(values, np.float32(-E4M3_MAX), np.float32(E4M3_MAX)).astype(E4M3)
 
 
-def quantise(values: np.ndarray, scale: np.float32, dtype: np.dtype) -> np.ndarray:
+def quantize(values: np.ndarray, scale: np.float32, dtype: np.dtype) -> np.ndarray:
     """sat(rne(float32(values) * scale)), the matmul in float32."""
     matmul = values.astype(np.float32) * np.float32(scale)
     if dtype == np.dtype(np.int8):
@@ -177,7 +177,7 @@ class Cache:
         for name in ("kv_orig_quant_scale", "kv_quant_orig_scale"):
             array = getattr(call, name)
             scales = None
-            if call.quantised:
+            if call.quantized:
                 flat = np.asarray(array, np.float32).reshape(-1)
                 scales = (flat[0], flat[-1])  # of K and of V
             setattr(self, name, scales)
@@ -209,7 +209,7 @@ class Cache:
         """Values of T as they are stored."""
         if self.kv_orig_quant_scale is None:
             return values
-        return quantise(values, self.kv_orig_quant_scale[which], self.dtype)
+        return quantize(values, self.kv_orig_quant_scale[which], self.dtype)
 
     def read(self, request: int, beam: int, which: int, token: int) -> np.ndarray:
         return self.used(self.place(request, beam, which, token), which)

@@ -29,7 +29,7 @@ def attributes(case: Features) -> dict[str, Any]:
     if case.cache == "none":
         result["use_cache"] = False
     for name, value, default in (
-        ("attend_current_unquantised", case.attend_current_unquantised, True),
+        ("attend_current_unquantized", case.attend_current_unquantized, True),
         ("use_fp8_context_fmha", case.fp8_context_fmha, False),
         ("use_one_more_block", case.one_more_block, False),
         ("streamingllm", case.streamingllm, False),

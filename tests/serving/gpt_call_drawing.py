@@ -84,9 +84,9 @@ class Drawing(RowDrawing):
         case = self.case
         if case.cache == "none":
             return
-        if case.quantised != "none":
+        if case.quantized != "none":
             self.add_scales()
-        dtype = CACHES.get(case.quantised, self.T)
+        dtype = CACHES.get(case.quantized, self.T)
         attention = Attention(Call(**self.arguments))
         reads, writes = self.places_read(attention, False), self.places_written(attention.requests)
         self.read, self.written = reads, writes
@@ -113,11 +113,11 @@ class Drawing(RowDrawing):
     def add_scales(self) -> None:
         """Scales with which some values saturate; there and back differ, so that neither can stand for the other."""
         several = 2 if self.case.scales == "two" else 1
-        top = 127.0 if self.case.quantised == "int8" else 448.0
+        top = 127.0 if self.case.quantized == "int8" else 448.0
         there = [top / self.rng.uniform(1.5, 2.5) for _ in range(several)]
         self.arguments["kv_orig_quant_scale"] = between_nan(there)
         self.arguments["kv_quant_orig_scale"] = between_nan([self.rng.uniform(0.8, 1.2) / s for s in there])
-        mode = INT8_MODE if self.case.quantised == "int8" else FP8_MODE
+        mode = INT8_MODE if self.case.quantized == "int8" else FP8_MODE
         self.arguments["kv_cache_quant_mode"] = mode | (3 if self.case.redundant else 0)
 
     def add_pools(self, reads: set[Place], writes: set[Place], dtype: np.dtype) -> None:
@@ -191,11 +191,11 @@ class Drawing(RowDrawing):
         return layer, layers, pool, pools, mapping
 
     def settle_keys(self) -> None:
-        """Draw keys again that float32 may quantise either way, where this call reads its own keys back."""
+        """Draw keys again that float32 may quantize either way, where this call reads its own keys back."""
         case = self.case
-        if case.quantised == "none" or self.cross:
+        if case.quantized == "none" or self.cross:
             return
-        if case.attend_current_unquantised and not case.fp8_context_fmha:
+        if case.attend_current_unquantized and not case.fp8_context_fmha:
             return
         first, count = self.heads * case.head_size, self.kv_heads * case.head_size
         for _ in range(40):

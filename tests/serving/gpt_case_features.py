@@ -37,9 +37,9 @@ class Features:
     entries: str  # as a manager numbers blocks; K and V anywhere; blocks only read shared
     tokens_per_block: Any
     layer: int
-    quantised: str
+    quantized: str
     scales: str
-    attend_current_unquantised: bool
+    attend_current_unquantized: bool
     fp8_context_fmha: bool
     window: str
     windows_per_layer: bool
@@ -91,9 +91,9 @@ DOMAINS: dict[str, tuple[Any, ...]] = {
     "entries": (NA, "manager", "anywhere", "shared"),
     "tokens_per_block": (NA, 2, 4, 8),
     "layer": (0, 1, 2),
-    "quantised": ("none", "int8", "fp8"),
+    "quantized": ("none", "int8", "fp8"),
     "scales": (NA, "one", "two"),
-    "attend_current_unquantised": (True, False),
+    "attend_current_unquantized": (True, False),
     "fp8_context_fmha": (False, True),
     "window": ("none", "wide", "narrow"),
     "windows_per_layer": (False, True),
@@ -138,7 +138,7 @@ FIRST: dict[str, tuple[Any, ...]] = {"cache": ("none", "contiguous", "contiguous
 
 # what a plain case mostly has, so that not every case has everything at once
 PLAIN: dict[str, Any] = {
-    "qkv_bias": False, "quantised": "none", "window": "none", "sinks": "none", "streamingllm": False, "beams": "none",
+    "qkv_bias": False, "quantized": "none", "window": "none", "sinks": "none", "streamingllm": False, "beams": "none",
     "mask": "causal", "relative_bias": "none", "logn": False, "softcap": False, "cross": "none", "fp8_output": False,
     "compat": False, "tp": (1, 0), "fp8_context_fmha": False, "one_more_block": False,
 }  # fmt: skip
@@ -166,7 +166,7 @@ def _only_where(feature: str, values: tuple[Any, ...], *dependants: str) -> Iter
 FORBIDDEN: tuple[dict[str, tuple[Any, ...]], ...] = (
     *_only_where("phase", ("context", "mixed"), "chunks"),
     *_only_where("cache", ("paged",), "pool", "holder", "offsets_rank", "entries", "tokens_per_block"),
-    *_only_where("quantised", ("int8", "fp8"), "scales"),
+    *_only_where("quantized", ("int8", "fp8"), "scales"),
     *_only_where("sinks", _others("sinks", "none"), "sink_form"),
     *_only_where("mask", ("custom_mask",), "mask_form"),
     *_only_where("mask", ("blocksparse",), "homo_head_pattern"),
@@ -178,13 +178,13 @@ FORBIDDEN: tuple[dict[str, tuple[Any, ...]], ...] = (
     # without a cache: contexts alone, and no argument of a cache
     _never(cache="none", phase=("generation", "mixed")),
     _never(cache="none", chunks="later"),
-    _never(cache="none", quantised=("int8", "fp8")),
+    _never(cache="none", quantized=("int8", "fp8")),
     _never(cache="none", beams=(1, 2, 3)),
     _never(cache="none", streamingllm=True),
     _never(rows="padded", phase="mixed"),
     _never(pool="many", offsets_rank=4),
     _never(pool="many", holder="array"),
-    _never(quantised=("none", "int8"), fp8_context_fmha=True),
+    _never(quantized=("none", "int8"), fp8_context_fmha=True),
     _never(fp8_context_fmha=True, logn=True),  # which comes first, rounding to e4m3 or logn, is left open
     _never(window="none", windows_per_layer=True),
     _never(cache=("none", "contiguous"), one_more_block=True),
@@ -260,9 +260,9 @@ def pairs(features: Features) -> Iterator[Pair]:
 # three features at a time that have gone wrong elsewhere
 TRAPS: dict[str, Values] = {
     "window, sinks, paged ring with a bubble": {"window": "narrow", "sinks": "bubble", "cache": "paged"},
-    "beams, paged, int8": {"beams": (2, 3), "cache": "paged", "quantised": "int8", "phase": ("generation", "mixed")},
-    "beams, paged, fp8": {"beams": (2, 3), "cache": "paged", "quantised": "fp8", "phase": ("generation", "mixed")},
-    "chunks, ring, quantised": {"chunks": "later", "window": "narrow", "quantised": ("int8", "fp8")},
+    "beams, paged, int8": {"beams": (2, 3), "cache": "paged", "quantized": "int8", "phase": ("generation", "mixed")},
+    "beams, paged, fp8": {"beams": (2, 3), "cache": "paged", "quantized": "fp8", "phase": ("generation", "mixed")},
+    "chunks, ring, quantized": {"chunks": "later", "window": "narrow", "quantized": ("int8", "fp8")},
     "dynamic, mixed": {"scaling": "dynamic", "phase": "mixed", "table": "none", "rotary_dim": ("two", "half", "all")},
     "longrope, mixed": {"scaling": "longrope", "phase": "mixed", "table": "none"},
     "custom mask, chunks, GQA": {"mask": "custom_mask", "chunks": "later", "heads": ((4, 2), (6, 2), (8, 2))},
@@ -275,7 +275,7 @@ TRAPS: dict[str, Values] = {
     "window, context, T cache": {
         "window": "narrow",
         "phase": "context",
-        "quantised": "none",
+        "quantized": "none",
         "cache": ("contiguous", "paged"),
     },
     "compat, window, generation": {

@@ -82,7 +82,7 @@ def _attributes() -> Iterator[Defect]:
             if argument.startswith("position"):
                 features = {"position": "learned_absolute"}
             yield Defect(line, f"{argument} {value!r}", unmasked | features, replaced((argument,), **{argument: value}))
-    yield Defect("an unknown argument", "colour", {}, replaced(("colour",), colour=1), TypeError)
+    yield Defect("an unknown argument", "color", {}, replaced(("color",), color=1), TypeError)
 
 
 def _refused() -> Iterator[Defect]:

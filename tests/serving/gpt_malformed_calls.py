@@ -55,7 +55,7 @@ def _missing() -> Iterator[Defect]:
         _without("kv_cache_block_offsets", *POOLS),
     )
     for argument in ("kv_orig_quant_scale", "kv_quant_orig_scale"):
-        yield Defect(line, f"no {argument}", {"quantised": ("int8", "fp8")}, _without(argument))
+        yield Defect(line, f"no {argument}", {"quantized": ("int8", "fp8")}, _without(argument))
     given = {"cross": ("wide", "narrow"), "cross_rows": ("packed", "padded")}
     yield Defect(line, "no lengths of the encoder", given, _without("encoder_input_lengths"))
     yield Defect(line, "no cross_kv", given, _without("cross_kv"))
@@ -289,18 +289,18 @@ def _caches() -> Iterator[Defect]:
     yield Defect(line, "two requests", paged | contexts, _twice_written, times=3)
     steps = {"phase": "generation", "beams": (2, 3)} | SELF
     yield Defect(line, "two beams", paged | steps, _twice_written, times=3)
-    line = "quantised mode and cache dtype that disagree, or both modes"
+    line = "quantized mode and cache dtype that disagree, or both modes"
     blame = ("kv_cache_quant_mode", *POOLS)
     for kind, mode, other in (("int8", 64, 128), ("fp8", 128, 64)):
-        quantised = {"quantised": kind, "fp8_context_fmha": False}
-        yield Defect(line, f"{kind} without its mode", quantised, replaced(blame, kv_cache_quant_mode=0))
-        yield Defect(line, f"{kind} with the other mode", quantised, replaced(blame, kv_cache_quant_mode=other))
-        yield Defect(line, f"{kind} with both modes", quantised, replaced(blame, kv_cache_quant_mode=64 | 128))
+        quantized = {"quantized": kind, "fp8_context_fmha": False}
+        yield Defect(line, f"{kind} without its mode", quantized, replaced(blame, kv_cache_quant_mode=0))
+        yield Defect(line, f"{kind} with the other mode", quantized, replaced(blame, kv_cache_quant_mode=other))
+        yield Defect(line, f"{kind} with both modes", quantized, replaced(blame, kv_cache_quant_mode=64 | 128))
         scales = {name: np.ones(1, np.float32) for name in ("kv_orig_quant_scale", "kv_quant_orig_scale")}
-        plain = CACHED | {"quantised": "none"}
+        plain = CACHED | {"quantized": "none"}
         yield Defect(line, f"mode {mode} of a cache in T", plain, replaced(blame, kv_cache_quant_mode=mode, **scales))
     fmha = replaced(("use_fp8_context_fmha",), use_fp8_context_fmha=True)
-    yield Defect("section 3: needs mode 128", "fp8 context", CACHED | {"quantised": ("none", "int8")}, fmha)
+    yield Defect("section 3: needs mode 128", "fp8 context", CACHED | {"quantized": ("none", "int8")}, fmha)
     yield Defect("section 3: exactly one of the two", "a pool twice", PAGED, _two_pools)
 
 

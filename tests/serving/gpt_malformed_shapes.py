@@ -258,7 +258,7 @@ def _caches() -> Iterator[Defect]:
         yield Defect(
             LINE, f"{kind} of another rank", features | {"head_size": (16, 32)}, _cut_pool(lambda x: x[..., 0])
         )
-        yield Defect(LINE, f"{kind} of another float", features | {"quantised": "none"}, _other_float)
+        yield Defect(LINE, f"{kind} of another float", features | {"quantized": "none"}, _other_float)
     yield Defect(LINE, "cache of fewer rows", {"cache": "contiguous"}, _few_rows)
     plain = {"window": "none", "sinks": "none", "phase": "context", "chunks": "first", "tokens_per_block": 2} | SELF
     yield Defect(LINE, "3 tokens per block", plain | {"pool": ("rank 5", "rank 6")}, _cut_pool(_three_tokens))
@@ -277,7 +277,7 @@ def _caches() -> Iterator[Defect]:
     yield Defect(LINE, "blocks in float32", one, _changed(name, _singles))
     yield Defect(LINE, "blocks of one pool of several", {"pool": "many"}, _changed(name, lambda x: x[0], *POOLS))
     for name in ("kv_orig_quant_scale", "kv_quant_orig_scale"):
-        scaled = {"quantised": ("int8", "fp8")}
+        scaled = {"quantized": ("int8", "fp8")}
         yield Defect(LINE, f"three of {name}", scaled, _changed(name, lambda x: np.ones(3, np.float32)))
         yield Defect(LINE, f"{name} in float64", scaled, _changed(name, _doubles))
 

@@ -39,7 +39,7 @@ class Shared:
 
 
 class Client:
-    """A thread's own requests, one after the other: answered, cancelled on the way, refused, or failed."""
+    """A thread's own requests, one after the other: answered, canceled on the way, refused, or failed."""
 
     def __init__(self, shared: Shared, thread: int) -> None:
         self.shared, self.rng = shared, np.random.default_rng(thread)
@@ -49,7 +49,7 @@ class Client:
         for name in self.names:
             prompt = self.rng.integers(0, UNREADABLE, self.rng.integers(1, 20)).tolist()
             self._refused(name, prompt)
-            kind = self.rng.choice(["answered", "answered", "cancelled", "unreadable"])
+            kind = self.rng.choice(["answered", "answered", "canceled", "unreadable"])
             if kind == "unreadable":
                 prompt[int(self.rng.integers(len(prompt)))] = UNREADABLE
             self._request(name, prompt, int(self.rng.integers(1, 12)), kind)
@@ -69,14 +69,14 @@ class Client:
         with self.shared.lock:
             self.shared.answers[name] = []
             self.shared.batcher.add(name, prompt)
-        turns = int(self.rng.integers(0, 6)) if kind == "cancelled" else 10_000
+        turns = int(self.rng.integers(0, 6)) if kind == "canceled" else 10_000
         while True:
             with self.shared.lock:
                 if turns == 0 or self._has_ended(name, prompt, count, kind):
                     break
                 self.shared.step()
             turns -= 1
-        assert turns or kind == "cancelled"
+        assert turns or kind == "canceled"
         if turns == 0:
             with self.shared.lock:
                 if name not in self.shared.failed:

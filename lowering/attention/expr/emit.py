@@ -39,7 +39,7 @@ def emit(
     """TensorIR for the expression where its indices have these values, of which one may be a vector.
 
     What occurs in it more than once is kept, and so is what is divided, which TVM's lowering of divisions repeats: with
-    copies of copies TVM is busy for minutes. Sums are cheap, and as indices they say which elements are neighbours.
+    copies of copies TVM is busy for minutes. Sums are cheap, and as indices they say which elements are neighbors.
     """
     counts = Counter(node for node in expr.walk() if node.args and node.op != "sum")
     repeated = {node for node, count in counts.items() if count > 1}

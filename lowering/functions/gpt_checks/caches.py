@@ -163,7 +163,7 @@ def _offsets(given: Any, pools: int, which: int, rows: Rows) -> np.ndarray:
 def _scale(name: str, given: Any, mode: Any) -> None:
     if given is None:
         refuse(
-            f"{name} is missing, and kv_cache_quant_mode {mode} asks for a quantised cache", "give an array of float32"
+            f"{name} is missing, and kv_cache_quant_mode {mode} asks for a quantized cache", "give an array of float32"
         )
     if array(name, given, FLOAT32).shape not in ((1,), (2,)):
         refuse(

@@ -14,7 +14,7 @@ INT8, FP8 = 64, 128  # flags of kv_cache_quant_mode; its other bits mean nothing
 
 _FLAGS = (
     "do_cross_attention", "use_cache", "streamingllm", "use_one_more_block", "use_fp8_context_fmha",
-    "attend_current_unquantised", "trt_mmha_compat", "relative_attention_bidirectional",
+    "attend_current_unquantized", "trt_mmha_compat", "relative_attention_bidirectional",
     "block_sparse_homo_head_pattern",
 )  # fmt: skip
 _OF_CACHES = (

@@ -66,7 +66,7 @@ def _side_by_side(
         depth, columns = node.attr("K"), node.attr("N")
         count = number(node, "dimension 0 of the weights", weights.shape[0])
         matrix = read_weight(node, weights, scales, zero_points, count * columns, dtype)
-        return node.quantised(matrix.transpose((1, 0))), depth, columns
+        return node.quantized(matrix.transpose((1, 0))), depth, columns
     array = weights.constant
     if array is None:
         raise node.error("the weights are computed at run time.", "Make them initializers.")

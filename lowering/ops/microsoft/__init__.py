@@ -1,4 +1,4 @@
-"""Operators of the domain com.microsoft, as the optimisers of onnxruntime and Olive write them.
+"""Operators of the domain com.microsoft, as the optimizers of onnxruntime and Olive write them.
 
 Their meaning is that of onnxruntime's schemas and CPU kernels
 (https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md). One file per family; files are found by

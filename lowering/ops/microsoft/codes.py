@@ -98,7 +98,7 @@ def _scale(node: Node, name: str, scale: Value, kind: str, heads: tuple[int, int
         assert heads is not None
         wanted = heads[0] * heads[1]
     count = node.simplify(prod(scale.shape))
-    text = f"{name} has {{}} elements, and quantisation {kind} takes {wanted}."
+    text = f"{name} has {{}} elements, and quantization {kind} takes {wanted}."
     scale = required(node, scale, symbolic.equal(count, wanted), text, count)
     flat = node.reshaped(scale, (wanted,))
     if heads is None:

@@ -1,4 +1,4 @@
-"""com.microsoft EmbedLayerNormalization and QEmbedLayerNormalization: sums of rows of tables, normalised.
+"""com.microsoft EmbedLayerNormalization and QEmbedLayerNormalization: sums of rows of tables, normalized.
 
 Tables of bytes stay bytes: what is looked up is made a number where it is added.
 """
@@ -22,7 +22,7 @@ from ..matmul import rounded
 from ..normalization import over_last_axes
 from . import DOMAIN
 from .normalization import FUSED_EPSILON
-from .quantised import dequantised
+from .quantized import dequantized
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def embed_layer_normalization(
         assert segments is not None
         lookups.append(_Lookup("segment_embedding", segments, segment_ids))
     total = _sum_of_rows(node, lookups, widened(words.dtype))
-    y = over_last_axes(node, total, [gamma, beta], centred=True, epsilon=FUSED_EPSILON)
+    y = over_last_axes(node, total, [gamma, beta], centered=True, epsilon=FUSED_EPSILON)
     return y, _mask_index(node, ids, mask), rounded(node, total, words.dtype)
 
 
@@ -102,8 +102,8 @@ def q_embed_layer_normalization(
         assert segments is not None and segments_scale is not None and segments_zero is not None
         lookups.append(_of_bytes(node, "segment_embedding", segments, segment_ids, segments_scale, segments_zero))
     total = _sum_of_rows(node, lookups, "float32")
-    vectors = [dequantised(node, gamma, gamma_scale, gamma_zero), dequantised(node, beta, beta_scale, beta_zero)]
-    y = over_last_axes(node, total, vectors, centred=True, epsilon=FUSED_EPSILON)
+    vectors = [dequantized(node, gamma, gamma_scale, gamma_zero), dequantized(node, beta, beta_scale, beta_zero)]
+    y = over_last_axes(node, total, vectors, centered=True, epsilon=FUSED_EPSILON)
     return y, _mask_index(node, ids, mask)
 
 

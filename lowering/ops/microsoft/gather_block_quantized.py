@@ -40,7 +40,7 @@ def gather_block_quantized(
     if size < 1:
         raise node.error(f"attribute block_size is {size}.", "Use a power of 2 from 16 on.")
     if data.constant is None or scales.constant is None or (zero_points is not None and zero_points.constant is None):
-        raise node.error("data, scales or zero_points are computed at run time.", "Make them initialisers.")
+        raise node.error("data, scales or zero_points are computed at run time.", "Make them initializers.")
     stored = bits if data.dtype == "uint8" else 8  # bits of a code in the model's tensors
     codes = _codes(data.constant, stored)
     axis = static_axis(node, node.attr("gather_axis", 0), codes.ndim)
@@ -59,8 +59,8 @@ def gather_block_quantized(
             )
     packed = _packed(codes - middle, bits)
     tensors = [indices, packed_value := node.constant(packed), node.constant(scales.constant.astype(np.float32))]
-    centred = bool((zeros == middle).all())
-    if not centred:
+    centered = bool((zeros == middle).all())
+    if not centered:
         tensors.append(node.constant((zeros - middle).astype(np.int8)))
     half = packed_value.dtype == "uint8"
     rows, end = shape[axis], axis + indices.rank

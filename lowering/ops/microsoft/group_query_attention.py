@@ -30,7 +30,7 @@ from ..rotary_embedding import Head, rotate
 from ..run_time import bind
 from . import DOMAIN
 from .codes import Codes, cache_codes
-from .projections import check_floats, head_sink_of, head_size, normalised, part
+from .projections import check_floats, head_sink_of, head_size, normalized, part
 
 
 @op("GroupQueryAttention", since=1, domain=DOMAIN)
@@ -66,8 +66,8 @@ def group_query_attention(
     heads = node.attr("num_heads"), node.attr("kv_num_heads")
     q, k, v = _projections(node, heads, query, key, value)
     size, rows = q.shape[2] // heads[0], q.shape[1]
-    q = normalised(node, q, heads[0], q_norm_weight, "q_norm_epsilon")
-    k = normalised(node, k, heads[1], k_norm_weight, "k_norm_epsilon")
+    q = normalized(node, q, heads[0], q_norm_weight, "q_norm_epsilon")
+    k = normalized(node, k, heads[1], k_norm_weight, "k_norm_epsilon")
     new = _NewTokens(node, seqlens_k, total_sequence_length, q)
     if node.attr("do_rotary", 0):
         if cos_cache is None or sin_cache is None:
@@ -116,7 +116,7 @@ def group_query_attention(
 def _refuse(node: Node, query_seqlens: Value | None) -> None:
     for name, remedy in (
         ("sliding_window_cache", "Use a cache of all tokens; local_window_size still skips the old ones."),
-        ("qk_output", "Remove the output: the scores are never materialised."),
+        ("qk_output", "Remove the output: the scores are never materialized."),
     ):
         if node.attr(name, 0):
             raise node.error(f"attribute {name} is {node.attr(name)}.", remedy)

@@ -11,7 +11,7 @@ from tvm import relax
 
 from ...importing.compute import relax_call
 from ...importing.node import Node
-from ...importing.quantised import Quantised
+from ...importing.quantized import Quantized
 from ...importing.values import Value
 from .. import op
 from ..matmul import emit_matmul, rounded
@@ -30,11 +30,11 @@ def matmul_n_bits(
 ) -> Value:
     """A [..., K] times the weight [K, N], plus bias [N]; rounded once."""
     if g_idx is not None:
-        raise node.error("input g_idx reorders the groups of the weight.", "Quantise without act_order.")
+        raise node.error("input g_idx reorders the groups of the weight.", "Quantize without act_order.")
     if node.attr("weight_prepacked", 0):
         raise node.error("attribute weight_prepacked is not 0.", "Export the weight in the operator's own layout.")
     weight = read_weight(node, packed, scales, zero_points, node.attr("N"), np.dtype(a.dtype))
-    y = emit_matmul(node, a, node.quantised(weight.transpose((1, 0))))
+    y = emit_matmul(node, a, node.quantized(weight.transpose((1, 0))))
     if bias is not None:
         y = relax_call(node, relax.op.add, y, rounded(node, bias, y.dtype))
     return rounded(node, y, a.dtype)
@@ -42,7 +42,7 @@ def matmul_n_bits(
 
 def read_weight(
     node: Node, packed: Value, scales: Value, zero_points: Value | None, columns: int, dtype: np.dtype
-) -> Quantised:
+) -> Quantized:
     """Return the weight [columns, K], as attributes K, bits and block_size say it is packed."""
     rows, size = (node.attr(name) for name in ("K", "block_size"))
     bits = node.attr("bits", 4)
@@ -51,7 +51,7 @@ def read_weight(
     blocks = -(-rows // size)
     q, scale, zeros = (None if v is None else v.constant for v in (packed, scales, zero_points))
     if q is None or scale is None or (zero_points is not None and zeros is None):
-        raise node.error("B, scales or zero_points are computed at run time.", "Make them initialisers.")
+        raise node.error("B, scales or zero_points are computed at run time.", "Make them initializers.")
     for name, array, count in (
         ("B", q, columns * blocks * size * bits // 8),
         ("scales", scale, columns * blocks),
@@ -69,7 +69,7 @@ def read_weight(
         z = zeros.reshape(columns, blocks).astype(np.float32) - middle
     q = unpacked(q.reshape(columns * blocks, -1), bits).reshape(columns, -1)[:, :rows]
     codes = (q.astype(np.int16) - middle).astype(np.int8)
-    return Quantised(codes, scale.reshape(columns, blocks), z, (1, size), max(bits, 4), dtype)
+    return Quantized(codes, scale.reshape(columns, blocks), z, (1, size), max(bits, 4), dtype)
 
 
 def unpacked(packed: np.ndarray, bits: int) -> np.ndarray:

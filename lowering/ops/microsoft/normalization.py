@@ -1,4 +1,4 @@
-"""Normalisation as onnxruntime's optimisers fuse it: with the residual sum, and in older opsets."""
+"""Normalization as onnxruntime's optimizers fuse it: with the residual sum, and in older opsets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from . import DOMAIN
 
 FUSED_EPSILON = 1e-12  # the default of the fused operators
 
-# onnxruntime's optimisers put LayerNormalization into models of opsets that did not have it yet.
+# onnxruntime's optimizers put LayerNormalization into models of opsets that did not have it yet.
 op("LayerNormalization", since=1)(layer_normalization)
 
 
@@ -24,7 +24,7 @@ op("LayerNormalization", since=1)(layer_normalization)
 def simplified_layer_normalization(node: Node, x: Value, scale: Value) -> Value:
     """RMSNormalization. onnxruntime has it in ai.onnx too, where the standard does not."""
     _no_statistics(node, 1)
-    return over_last_axes(node, x, [scale], centred=False)
+    return over_last_axes(node, x, [scale], centered=False)
 
 
 @op("SkipLayerNormalization", since=1, domain=DOMAIN)
@@ -32,7 +32,7 @@ def skip_layer_normalization(
     node: Node, x: Value, skip: Value, gamma: Value, beta: Value | None = None, bias: Value | None = None
 ) -> tuple[Value, None, None, Value]:
     """LayerNormalization of x + skip + bias, and that sum."""
-    return _skip_normalization(node, [x, skip, bias], [gamma, beta], centred=True)
+    return _skip_normalization(node, [x, skip, bias], [gamma, beta], centered=True)
 
 
 @op("SkipSimplifiedLayerNormalization", since=1, domain=DOMAIN)
@@ -40,13 +40,13 @@ def skip_simplified_layer_normalization(
     node: Node, x: Value, skip: Value, gamma: Value, bias: Value | None = None
 ) -> tuple[Value, None, None, Value]:
     """RMSNormalization of x + skip + bias, and that sum."""
-    return _skip_normalization(node, [x, skip, bias], [gamma], centred=False)
+    return _skip_normalization(node, [x, skip, bias], [gamma], centered=False)
 
 
 def _skip_normalization(
-    node: Node, terms: Sequence[Value | None], parameters: Sequence[Value | None], centred: bool
+    node: Node, terms: Sequence[Value | None], parameters: Sequence[Value | None], centered: bool
 ) -> tuple[Value, None, None, Value]:
-    """The sum is normalised before it is rounded to half precision."""
+    """The sum is normalized before it is rounded to half precision."""
     _no_statistics(node, 1, 2)
     x, skip, bias = terms
     assert x is not None and skip is not None
@@ -57,7 +57,7 @@ def _skip_normalization(
     given = list(broadcast_to(node, *(term for term in (x, skip, bias) if term is not None)))
     dtype = given[0].dtype
     total = pointwise(node, lambda *x: sum(x[1:], x[0]), *given, dtype=widened(dtype), name="residual")
-    y = over_last_axes(node, total, [v for v in vectors if v is not None], centred, FUSED_EPSILON)
+    y = over_last_axes(node, total, [v for v in vectors if v is not None], centered, FUSED_EPSILON)
     return y, None, None, rounded(node, total, dtype)
 
 

@@ -34,7 +34,7 @@ from ..rotary_embedding import Head, rotate
 from ..run_time import bind
 from . import DOMAIN
 from .codes import Codes, cache_codes
-from .projections import check_floats, head_sink_of, head_size, normalised, part
+from .projections import check_floats, head_sink_of, head_size, normalized, part
 
 _FLOATS = ("float32", "float16", "bfloat16")
 
@@ -73,7 +73,7 @@ def paged_attention(
     size, tokens = q.shape[2] // shape.heads, q.shape[1]
     if (q_norm_weight is None) != (k_norm_weight is None):
         raise node.error("one of q_norm_weight and k_norm_weight is given.", "Give both or none.")
-    q, k = normalised(node, q, shape.heads, q_norm_weight), normalised(node, k, shape.kv_heads, k_norm_weight)
+    q, k = normalized(node, q, shape.heads, q_norm_weight), normalized(node, k, shape.kv_heads, k_norm_weight)
     _check_cache_types(node, {"k": key_cache, "v": value_cache})
     codes = cache_codes(node, (shape.kv_heads, size), q.dtype, (("k", key_cache, k_scale), ("v", value_cache, v_scale)))
     caches = _Caches(node, shape, size, codes, key_cache, value_cache, block_table)

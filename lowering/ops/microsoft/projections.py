@@ -74,7 +74,7 @@ def packed_bias(node: Node, bias: Value, total: int) -> Value:
     return asserted(node, bias, (total,))
 
 
-def normalised(node: Node, x: Value, heads: int, weight: Value | None, epsilon: str = "qk_norm_epsilon") -> Value:
+def normalized(node: Node, x: Value, heads: int, weight: Value | None, epsilon: str = "qk_norm_epsilon") -> Value:
     """Every head of x [B, S, H * D] over the root of its mean square, times weight [D]; x without a weight. epsilon is
     the attribute that says so, if it is there, else qk_norm_epsilon."""
     if weight is None:
@@ -85,7 +85,9 @@ def normalised(node: Node, x: Value, heads: int, weight: Value | None, epsilon: 
     agreed(node, "the size of a weight of the norms of heads", weight.shape[0], split[3])
     y = node.reshaped(x, split)
     weight = asserted(node, weight, split[3:])
-    y = over_last_axes(node, y, [weight], centred=False, epsilon=node.attr(epsilon, node.attr("qk_norm_epsilon", 1e-6)))
+    y = over_last_axes(
+        node, y, [weight], centered=False, epsilon=node.attr(epsilon, node.attr("qk_norm_epsilon", 1e-6))
+    )
     return rounded(node, node.reshaped(y, x.shape), x.dtype)
 
 

@@ -20,11 +20,11 @@ from .. import op
 from ..cast import cast_to
 from ..integer_matmul import integer_matmul
 from ..matmul import permuted
-from ..quantisation import dynamically_quantised
+from ..quantization import dynamically_quantized
 from ..recurrent import Place, recurrent
 from ..reshape import reshape_to
 from . import DOMAIN
-from .quantised import scaled
+from .quantized import scaled
 
 
 @op("DynamicQuantizeLSTM", since=1, domain=DOMAIN)
@@ -90,7 +90,7 @@ class _Int8Weights:
         at = tuple(np.where(there, i, 0) for i in at)
         values = np.where(there, self.w.values[at], 0).astype(np.int8)
         scale, zero = (np.where(there[0], part[at[0][0], at[1][0]], 0) for part in (self.w.scale, self.w.zero))
-        quantized, x_scale, x_zero = dynamically_quantised(node, x)
+        quantized, x_scale, x_zero = dynamically_quantized(node, x)
         b = node.constant(values)
         sums = integer_matmul(node, quantized, b, x_zero, node.constant(zero.astype(np.int8)))
         return scaled(node, sums, x, b, (x_scale, node.constant(scale)), None)

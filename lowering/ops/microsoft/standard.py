@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .. import op
 from ..movement import trilu
-from ..quantisation import dequantize_linear, quantize_linear
+from ..quantization import dequantize_linear, quantize_linear
 from . import DOMAIN
 
 op("QuantizeLinear", since=1, domain=DOMAIN)(quantize_linear)

@@ -35,7 +35,7 @@ class Mod:
             if len(values) != 1:
                 raise node.error(
                     f"the graph {name} has {len(values)} {what}s.",
-                    f"Give it one, {mod._wanted}; what else it needs can be an initialiser of it, or a value around "
+                    f"Give it one, {mod._wanted}; what else it needs can be an initializer of it, or a value around "
                     "the node, which it may name.",
                 )
         given = graph.inputs[0]

@@ -126,7 +126,7 @@ class _Call:
         if self.stream is not None:
             old = self.streamed_keys(cache, self.stream)
             return [old, self.own_keys(cache)], projected(self.node, cache, self.rows, requests)
-        unseen = settings.codes is not None and (settings.unquantised or settings.fp8_context)
+        unseen = settings.codes is not None and (settings.unquantized or settings.fp8_context)
         if not (windowed or unseen or self.beams > 1):
             cache = projected(self.node, cache, self.rows, requests)
             how = self.scoring("all", windowed=False)
@@ -189,7 +189,7 @@ class _Call:
         if cache is None:
             return [over(Store("thd", Offset()), own, encoder.counts)], None
         after = self.with_encoder(cache, flat, encoder)
-        if settings.codes is None or not settings.unquantised or settings.fp8_context:
+        if settings.codes is None or not settings.unquantized or settings.fp8_context:
             return [over(after.store, after.tensors, encoder.lengths)], after
         old = over(cache.store, cache.tensors, encoder.cached)
         return [old, over(Store("thd", Offset()), own, encoder.counts)], after

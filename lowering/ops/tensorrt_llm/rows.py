@@ -67,7 +67,7 @@ class Projections:
     ) -> Value:
         settings, codes, heads = self.settings, self.settings.codes, self.settings.kv_heads
         rows = self._projected(node, name, first, heads, dtype, angles)
-        if factors is None or scales is None or codes is None or (settings.unquantised and not settings.fp8_context):
+        if factors is None or scales is None or codes is None or (settings.unquantized and not settings.fp8_context):
             return rows
         late = settings.streaming and angles is not None  # what is cached has not turned yet
         known = self._projected(node, name, first, heads, dtype, None) if late else rows
@@ -78,7 +78,7 @@ class Projections:
         known = self._each(node, name, known, through, (factors, scales), "float32" if late else dtype)
         if late:
             known = self._turned(node, name, known, angles, dtype)
-        return self._in_context(node, name, known, rows) if settings.unquantised else known
+        return self._in_context(node, name, known, rows) if settings.unquantized else known
 
     # Steps are kernels of their own where an element of the one before is read more than once: written out in place
     # of it, codes of turned rows are expressions of thousands of operations.

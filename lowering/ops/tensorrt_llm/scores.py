@@ -165,7 +165,7 @@ def _window(settings: Settings, tables: Tables, keys: Keys, windowed: bool) -> W
 
 
 def _sparse(settings: Settings) -> Callable[[Expr, Expr, Expr], Expr]:
-    """Blocks of a row's own neighbourhood, and of every head's stripes."""
+    """Blocks of a row's own neighborhood, and of every head's stripes."""
     sparse = settings.sparse
     step = 0 if sparse.homogeneous else max(1, sparse.stride // (settings.heads * settings.tp_size))
     first = settings.tp_rank * settings.heads

@@ -58,7 +58,7 @@ class BlockSparse:
 
 @dataclass(frozen=True)
 class Settings:
-    """All of them; codes is the type of a quantised cache, or None."""
+    """All of them; codes is the type of a quantized cache, or None."""
 
     heads: int
     kv_heads: int
@@ -80,7 +80,7 @@ class Settings:
     streaming: bool
     one_more_block: bool
     fp8_context: bool
-    unquantised: bool  # attend_current_unquantised
+    unquantized: bool  # attend_current_unquantized
     compatible: bool  # trt_mmha_compat
     splits: int | None  # multi_block_mode
 
@@ -137,7 +137,7 @@ def settings_of(node: Node) -> Settings:
         streaming=_flag(node, "streamingllm", 0),
         one_more_block=_flag(node, "use_one_more_block", 0),
         fp8_context=fp8_context,
-        unquantised=_flag(node, "attend_current_unquantised", 1),
+        unquantized=_flag(node, "attend_current_unquantized", 1),
         compatible=_flag(node, "trt_mmha_compat", 0),
         splits=_splits(node),
     )

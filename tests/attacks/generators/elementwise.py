@@ -157,7 +157,7 @@ def division(d: Draw, op: str) -> Attack:
                 raise Unspecified("an integer divided by 0")
             if x.dtype.kind == "i" and (y == -1).any() and (x == np.iinfo(x.dtype).min).any():
                 raise Unspecified("a quotient out of range")
-            if op == "Div":  # towards zero, in exact numbers; the reference goes through floats
+            if op == "Div":  # toward zero, in exact numbers; the reference goes through floats
                 a, b = (np.broadcast_to(v, shape).astype(object) for v in (x, y))
                 return [np.asarray(np.sign(a) * np.sign(b) * (abs(a) // abs(b)), object).astype(x.dtype)]
         return None

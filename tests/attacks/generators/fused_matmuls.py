@@ -8,7 +8,7 @@ import numpy as np
 
 from ..attack import MICROSOFT, Answer, Arrays, Attack, attacks, require
 from ..draw import Draw
-from .matmul_reader import conv, gemm, quantised
+from .matmul_reader import conv, gemm, quantized
 from .shapes import trilu
 
 
@@ -66,7 +66,7 @@ def microsoft_trilu(d: Draw, op: str) -> Attack:
 
 @attacks("QuantizeLinear", "DequantizeLinear", domain=MICROSOFT)
 def microsoft_quantize(d: Draw, op: str) -> Attack:
-    return replace(quantised(d, op), domain=MICROSOFT, opset=21)
+    return replace(quantized(d, op), domain=MICROSOFT, opset=21)
 
 
 @attacks("Inverse", domain=MICROSOFT)

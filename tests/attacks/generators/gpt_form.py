@@ -35,7 +35,7 @@ _INT = tuple(name for name in DEFAULTS if name not in (*INPUTS, *_FUNCTION_ONLY,
 ATTRIBUTES = (*_INT, *FLOAT, "rope_scaling_config")
 FLAGS = (
     *("do_cross_attention", "use_cache", "streamingllm", "use_one_more_block", "use_fp8_context_fmha"),
-    *("attend_current_unquantised", "trt_mmha_compat", "relative_attention_bidirectional"),
+    *("attend_current_unquantized", "trt_mmha_compat", "relative_attention_bidirectional"),
     "block_sparse_homo_head_pattern",
 )
 LEAST = {

@@ -40,7 +40,7 @@ def _codes(numbers: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.ndarr
     return np.clip(np.rint(over) + zero.astype(float), ends.min, ends.max).astype(zero.dtype)
 
 
-def _centred(x: np.ndarray, zero: np.ndarray | None, axis: int) -> np.ndarray:
+def _centered(x: np.ndarray, zero: np.ndarray | None, axis: int) -> np.ndarray:
     """x less its zero point, which is one number, or a vector along an axis."""
     if zero is None:
         return _wide(x)
@@ -57,7 +57,7 @@ def _matmul(a: np.ndarray, b: np.ndarray, a_zero: np.ndarray | None, b_zero: np.
     broadcast_of(a.shape[:-2], b.shape[:-2])
     if b.ndim == 1 and b_zero is not None and b_zero.ndim and b_zero.shape != (1,):
         raise Unspecified("zero points of columns of a vector")
-    return np.asarray(np.matmul(_centred(a, a_zero, -2), _centred(b, b_zero, -1)))
+    return np.asarray(np.matmul(_centered(a, a_zero, -2), _centered(b, b_zero, -1)))
 
 
 def _matrices(d: Draw) -> Callable[[], tuple[np.ndarray, np.ndarray]]:
@@ -134,15 +134,15 @@ def qlinear_matmul(d: Draw, op: str) -> Attack:
 @attacks("ConvInteger", "QLinearConv")
 def integer_conv(d: Draw, op: str) -> Attack:
     """As Conv, of numbers less their zero points."""
-    base, kinds, quantised = conv(d, "Conv"), (d.pick(BYTES), d.pick(BYTES)), op == "QLinearConv"
-    with_zeros, by_channel, biased = quantised or d.chance(0.6), d.chance(0.4), d.chance(0.5)
+    base, kinds, quantized = conv(d, "Conv"), (d.pick(BYTES), d.pick(BYTES)), op == "QLinearConv"
+    with_zeros, by_channel, biased = quantized or d.chance(0.6), d.chance(0.4), d.chance(0.5)
 
     def feed() -> Arrays:
         shapes = [x.shape for x in base.feed()[:2] if x is not None]
         x, w = (d.array(kind, shape) for kind, shape in zip(kinds, shapes))
         channels = (w.shape[0],) if by_channel else ()
         zeros = [_zero(d, x.dtype.name), _zero(d, w.dtype.name, channels)]
-        if not quantised:
+        if not quantized:
             return [x, w, *(zeros if with_zeros else [])]
         bias = [d.rng.integers(-999, 999, w.shape[0]).astype(np.int32)] if biased else []
         return [x, _scale(d), zeros[0], w, _scale(d, channels), zeros[1], _scale(d) * 16, _zero(d, kinds[0]), *bias]
@@ -157,7 +157,7 @@ def integer_conv(d: Draw, op: str) -> Attack:
         return found[0]
 
     def rule(*given: Any) -> Answer:
-        if not quantised:
+        if not quantized:
             x, w, x_zero, w_zero = (*given, None, None)[:4]
             return [sums(x, w, x_zero, w_zero).astype(np.int32)]
         x, x_scale, x_zero, w, w_scale, w_zero, y_scale, y_zero, bias = (*given, None)[:9]
@@ -168,7 +168,7 @@ def integer_conv(d: Draw, op: str) -> Attack:
         factor = x_scale.astype(float) * (w_scale.reshape(along) if w_scale.size > 1 else w_scale.reshape(()))
         return [_codes(y * factor, y_scale.astype(float), y_zero)]
 
-    parameters = {3, 4, 5} if quantised else {1, 3}
+    parameters = {3, 4, 5} if quantized else {1, 3}
     return Attack(op, feed, rule, opset=21, attributes=base.attributes, parameters=parameters)
 
 

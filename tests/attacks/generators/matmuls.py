@@ -208,11 +208,11 @@ def conv_transpose(d: Draw, op: str) -> Attack:
     return Attack(op, feed, rule, attributes=attributes, opset=22, parameters={1, 2}, close=1e-3)
 
 
-# -- quantised numbers ------------------------------------------------------------------------------------------------
+# -- quantized numbers ------------------------------------------------------------------------------------------------
 
 
 @attacks("QuantizeLinear", "DequantizeLinear")
-def quantised(d: Draw, op: str) -> Attack:
+def quantized(d: Draw, op: str) -> Attack:
     rank, kind, form = d.int(1, 4), d.pick(("int8", "uint8", "int16", "uint16")), d.pick(("tensor", "axis", "blocks"))
     axis, block = d.axis(rank), d.pick((1, 2, 3, *((-1, 2**62) if d.chance(0.2) else ())))
     zero = d.chance(0.7)

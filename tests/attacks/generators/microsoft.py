@@ -1,4 +1,4 @@
-"""com.microsoft: what onnxruntime's optimisers write. onnx has no reference for them: answers and rules are written
+"""com.microsoft: what onnxruntime's optimizers write. onnx has no reference for them: answers and rules are written
 from onnxruntime's documentation of each, whose kernels the tests of tests/ops/microsoft compare with."""
 
 from __future__ import annotations
@@ -140,9 +140,9 @@ def rows_of_codes(d: Draw, op: str) -> Attack:
 
 
 @attacks("SkipLayerNormalization", "SkipSimplifiedLayerNormalization", "SimplifiedLayerNormalization", domain=MICROSOFT)
-def normalisation(d: Draw, op: str) -> Attack:
-    skip, centred = op.startswith("Skip"), op == "SkipLayerNormalization"
-    extra = d.int(0, 2 if centred else 1) if skip else 0
+def normalization(d: Draw, op: str) -> Attack:
+    skip, centered = op.startswith("Skip"), op == "SkipLayerNormalization"
+    extra = d.int(0, 2 if centered else 1) if skip else 0
 
     def feed() -> Arrays:
         shape = d.shape(3)
@@ -160,9 +160,9 @@ def normalisation(d: Draw, op: str) -> Attack:
         if not x.size:
             raise Unspecified("a mean of nothing")
         gamma, *more = (v.astype(np.float64) for v in vectors)
-        beta = more.pop(0) if centred and more else 0.0
+        beta = more.pop(0) if centered and more else 0.0
         total = x.astype(np.float64) + (0 if other is None else other) + (more[0] if more else 0.0)
-        y = total - total.mean(-1, keepdims=True) if centred else total
+        y = total - total.mean(-1, keepdims=True) if centered else total
         y = y / np.sqrt((y**2).mean(-1, keepdims=True) + 1e-5) * gamma + beta
         return [y.astype(np.float32)]
 
@@ -198,7 +198,7 @@ def embedding(d: Draw, op: str) -> Attack:
             within(index, len(rows))
         x = words[ids].astype(np.float64) + places[given] + (table[kinds] if segments else 0)
         if not x.size:
-            raise Unspecified("nothing to normalise")
+            raise Unspecified("nothing to normalize")
         x = x - x.mean(-1, keepdims=True)
         y = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * rest[0] + rest[1]
         return [y.astype(np.float32), np.zeros(ids.shape[0], np.int32)]

@@ -145,7 +145,7 @@ def transforms(d: Draw, op: str) -> Attack:
 
 
 @attacks("DynamicQuantizeLSTM", domain=MICROSOFT)
-def quantised_lstm(d: Draw, op: str) -> Attack:
+def quantized_lstm(d: Draw, op: str) -> Attack:
     units, width, by_column = d.pick((1, 3, 16)), d.pick((1, 4)), d.chance(0.5)
 
     def feed() -> Arrays:

@@ -1,4 +1,4 @@
-"""Operators that reduce or normalise along axes: Reduce*, ArgMax, Softmax, the norms, the pools."""
+"""Operators that reduce or normalize along axes: Reduce*, ArgMax, Softmax, the norms, the pools."""
 
 from __future__ import annotations
 
@@ -143,8 +143,8 @@ def over_last_axes(d: Draw, op: str) -> Attack:
         if not x.size:
             return [x]
         axes, wide = tuple(range(a, x.ndim)), x.astype(np.float64)
-        centred = wide - wide.mean(axes, keepdims=True) if op == "LayerNormalization" else wide
-        normal = centred / np.sqrt((centred**2).mean(axes, keepdims=True) + 1e-5)
+        centered = wide - wide.mean(axes, keepdims=True) if op == "LayerNormalization" else wide
+        normal = centered / np.sqrt((centered**2).mean(axes, keepdims=True) + 1e-5)
         if dtype == "float16":
             normal = normal.astype(np.float16).astype(np.float64)
         result = normal * scale.astype(np.float64) + (0 if offset is None else offset.astype(np.float64))

@@ -61,7 +61,7 @@ class Comparison:
         """A node of the operator.
 
         outputs are types, "" for that of the first input, None for a hole. dims gives symbolic dimensions of inputs,
-        whose names belong to this node. Inputs at the positions `constant` are initialisers. select picks from the
+        whose names belong to this node. Inputs at the positions `constant` are initializers. select picks from the
         results what is defined. tolerance is a factor.
         """
         k = len(self.nodes)

@@ -24,7 +24,7 @@ def paged_attention(given: Arrays, attributes: dict[str, Any]) -> tuple[np.ndarr
     blocks, block = key_cache.shape[:2]
     if "q_norm_weight" in given:
         epsilon = attributes.get("qk_norm_epsilon", 1e-6)
-        q, k = (_normalised(x, given[f"{n}_norm_weight"], epsilon, dtype) for x, n in ((q, "q"), (k, "k")))
+        q, k = (_normalized(x, given[f"{n}_norm_weight"], epsilon, dtype) for x, n in ((q, "q"), (k, "k")))
     table, ends = given["block_table"], given["cumulative_sequence_length"]
     sequences = []
     for b, past in enumerate(given["past_seqlens"].tolist()):
@@ -92,7 +92,7 @@ def _rows(given: Arrays, heads: int, kv_heads: int) -> tuple[np.ndarray, np.ndar
     return q, k, v
 
 
-def _normalised(x: np.ndarray, weight: np.ndarray, epsilon: float, dtype: Any) -> np.ndarray:
+def _normalized(x: np.ndarray, weight: np.ndarray, epsilon: float, dtype: Any) -> np.ndarray:
     wide = x.astype(np.float64)
     mean = (wide**2).mean(-1, keepdims=True)
     return (wide / np.sqrt(mean + epsilon) * weight.astype(np.float64)).astype(dtype)

@@ -1,4 +1,4 @@
-"""com.microsoft activations, normalisations and matmuls against onnxruntime."""
+"""com.microsoft activations, normalizations and matmuls against onnxruntime."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_bias_split_gelu() -> None:
     assert_close(run("BiasSplitGelu", x, bias), expected.astype(np.float32), "BiasSplitGelu")
 
 
-def test_normalisations() -> None:
+def test_normalizations() -> None:
     case = Comparison(opset=14)  # before LayerNormalization came into ai.onnx
     for dtype in ("float32", "float16"):
         x, skip, gamma, beta, bias = (normal(*s, dtype=dtype) for s in ((2, 3, 9), (2, 3, 9), (9,), (9,), (9,)))
@@ -157,7 +157,7 @@ F = "float32"
             "MatMulNBits",
             [(F, (2, 32)), ("uint8", (5, 1, 16)), (F, (5,))],
             {"N": 5, "K": 32, "block_size": 32},
-            "initialisers",
+            "initializers",
         ),
         (
             "MatMulNBits",

@@ -1,4 +1,4 @@
-"""Whole models of com.microsoft operators: a decoder as onnxruntime-genai builds it, and optimised exports."""
+"""Whole models of com.microsoft operators: a decoder as onnxruntime-genai builds it, and optimized exports."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_a_cache_without_room_is_an_error() -> None:
 
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small BERT with random weights, as PyTorch's tracing exporter writes it: that is what the optimisers know."""
+    """A small BERT with random weights, as PyTorch's tracing exporter writes it: that is what the optimizers know."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.BertConfig(
@@ -199,9 +199,9 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow  # needs torch
 @pytest.mark.parametrize("form", ["Attention", "MultiHeadAttention", "of the session"])
-def test_optimised_bert(bert: Path, tmp_path: Path, form: str) -> None:
+def test_optimized_bert(bert: Path, tmp_path: Path, form: str) -> None:
     path = str(tmp_path / "fused.onnx")
-    if form == "of the session":  # the optimisations that any session of onnxruntime does
+    if form == "of the session":  # the optimizations that any session of onnxruntime does
         options = onnxruntime.SessionOptions()
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
         options.optimized_model_filepath = path
@@ -229,6 +229,6 @@ def test_optimised_bert(bert: Path, tmp_path: Path, form: str) -> None:
 
 
 def _types(path: str, names: Any) -> list[Any]:
-    """The optimiser makes int32 inputs of int64 ones."""
+    """The optimizer makes int32 inputs of int64 ones."""
     kinds = {v.name: v.type.tensor_type.elem_type for v in onnx.load(path).graph.input}
     return [helper.tensor_dtype_to_np_dtype(kinds[name]) for name in names]

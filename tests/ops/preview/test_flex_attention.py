@@ -225,7 +225,7 @@ def test_refuses_graphs_of_any_other_number_of_tensors(what: str, count: int) ->
         import_model(ir.from_proto(proto))
     assert f"the graph score_mod has {count} {what}s" in caught.value.what
     assert f"Give it one, float32[B, {HEADS}, S, N]" in caught.value.remedy
-    assert "an initialiser of it, or a value around the node" in caught.value.remedy
+    assert "an initializer of it, or a value around the node" in caught.value.remedy
 
 
 def test_check_names_nodes_inside_graphs() -> None:

@@ -13,7 +13,7 @@ _LARGEST = {4: 7, 8: 127}
 
 
 @dataclass(frozen=True, eq=False)
-class Quantised:
+class Quantized:
     """A matrix [R, C] with elements (code - zero) * scale, rounded to `dtype`.
 
     codes is int8 [R, C], of 8 bits or of 4 (-8 to 7). scales is [ceil(R / r), ceil(C / c)] for blocks of r x c
@@ -41,14 +41,14 @@ class Quantised:
     def ndim(self) -> int:
         return 2
 
-    def transpose(self, axes: Sequence[int]) -> Quantised:
+    def transpose(self, axes: Sequence[int]) -> Quantized:
         """The matrix with its axes in another order."""
         zeros = None if self.zeros is None else self.zeros.transpose(axes)
         rows, columns = (self.block[axis] for axis in axes)
         codes, scales = self.codes.transpose(axes), self.scales.transpose(axes)
         return replace(self, codes=codes, scales=scales, zeros=zeros, block=(rows, columns))
 
-    def astype(self, dtype: np.dtype) -> Quantised:
+    def astype(self, dtype: np.dtype) -> Quantized:
         return replace(self, dtype=np.dtype(dtype))
 
     def of_blocks(self, values: np.ndarray) -> np.ndarray:
@@ -65,8 +65,8 @@ class Quantised:
         return (values * self.of_blocks(self.scales.astype(np.float32))).astype(self.dtype)
 
 
-def quantise(matrix: np.ndarray, bits: int) -> Quantised:
-    """The nearest Quantised of a matrix [K, N] of finite floats, without zeros.
+def quantize(matrix: np.ndarray, bits: int) -> Quantized:
+    """The nearest Quantized of a matrix [K, N] of finite floats, without zeros.
 
     8 bits: a float32 scale for each column. 4 bits: a float16 scale for each column and 32 successive k, so that the
     element of largest magnitude is -8 times the scale; float32 where float16 has no such number.
@@ -90,4 +90,4 @@ def quantise(matrix: np.ndarray, bits: int) -> Quantised:
     divisors[divisors == 0] = 1
     largest_code = _LARGEST[bits]
     codes = np.rint(padded / divisors[:, None]).clip(-largest_code - 1, largest_code).astype(np.int8)
-    return Quantised(codes.reshape(-1, columns)[:rows], scales, None, (block, 1), bits, matrix.dtype)
+    return Quantized(codes.reshape(-1, columns)[:rows], scales, None, (block, 1), bits, matrix.dtype)

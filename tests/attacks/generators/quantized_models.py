@@ -1,4 +1,4 @@
-"""QAttention and QEmbedLayerNormalization: what onnxruntime's quantiser makes of the operators of floats, by whose
+"""QAttention and QEmbedLayerNormalization: what onnxruntime's quantizer makes of the operators of floats, by whose
 rules the numbers go."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""com.microsoft QAttention: Attention whose input and weights are bytes, as the quantiser of onnxruntime writes it."""
+"""com.microsoft QAttention: Attention whose input and weights are bytes, as the quantizer of onnxruntime writes it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..matmul import rounded
 from . import DOMAIN
 from .attention import attended, projected_widths
 from .projections import check_floats, packed_bias
-from .quantised import scaled
+from .quantized import scaled
 
 
 @op("QAttention", since=1, domain=DOMAIN)

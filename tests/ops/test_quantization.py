@@ -58,7 +58,7 @@ def test_values(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in RANGES if dtype != "uint2"])
-def test_quantised_values(dtype: str) -> None:
+def test_quantized_values(dtype: str) -> None:
     """Ties, what does not fit, and quotients in each precision."""
     case = Expectations()
     low, high = RANGES[dtype] if dtype != "int16" else (-(2**15), 2**15)
@@ -163,5 +163,5 @@ def test_types_that_differ_are_refused() -> None:
     shapes = [("float32", (4,)), ("float32", ()), ("int8", ())]
     with pytest.raises(lowering.NodeError, match="output_dtype is uint8, and y_zero_point has type int8"):
         imported("QuantizeLinear", shapes, output_dtype=TensorProto.UINT8)
-    with pytest.raises(lowering.NodeError, match="cannot quantise to int32"):
+    with pytest.raises(lowering.NodeError, match="cannot quantize to int32"):
         imported("QuantizeLinear", shapes[:2], output_dtype=TensorProto.INT32)

@@ -1,4 +1,4 @@
-"""com.microsoft operators of bytes: sums and functions of dequantised numbers, and matmuls with their scales.
+"""com.microsoft operators of bytes: sums and functions of dequantized numbers, and matmuls with their scales.
 
 Each is what its ai.onnx parts are: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md
 """
@@ -21,11 +21,11 @@ from ..integer_matmul import along, integer_matmul, of_columns, of_rows
 from ..matmul import permuted
 from ..movement import concat, where
 from ..pooling import averaged, global_average_pool
-from ..quantisation import dynamically_quantised, quantised
+from ..quantization import dynamically_quantized, quantized
 from . import DOMAIN
 
 
-def dequantised(node: Node, x: Value, scale: Value, zero: Value | None) -> Value:
+def dequantized(node: Node, x: Value, scale: Value, zero: Value | None) -> Value:
     """(x - zero) scale, float32."""
     number, scale = cast_to(node, x, "float32"), along(node, scale)
     if zero is not None:
@@ -37,7 +37,7 @@ def dequantised(node: Node, x: Value, scale: Value, zero: Value | None) -> Value
 def _bytes(node: Node, numbers: Value, scale: Value, zero: Value | None, dtype: str) -> Value:
     """The numbers over the scale as integers of that type, which is that of the zero point if there is one."""
     over = relax_call(node, relax.op.divide, numbers, along(node, scale))
-    return quantised(node, over, None if zero is None else along(node, zero), dtype)
+    return quantized(node, over, None if zero is None else along(node, zero), dtype)
 
 
 _BINARY = {"QLinearAdd": relax.op.add, "QLinearMul": relax.op.multiply}
@@ -56,8 +56,8 @@ def binary(
     c_scale: Value,
     c_zero: Value | None = None,
 ) -> Value:
-    """Of the dequantised numbers, which broadcast; C is of the type of A, uint8 or int8."""
-    numbers = dequantised(node, a, a_scale, a_zero), dequantised(node, b, b_scale, b_zero)
+    """Of the dequantized numbers, which broadcast; C is of the type of A, uint8 or int8."""
+    numbers = dequantized(node, a, a_scale, a_zero), dequantized(node, b, b_scale, b_zero)
     return _bytes(node, relax_call(node, _BINARY[node.op_type], *numbers), c_scale, c_zero, a.dtype)
 
 
@@ -65,7 +65,7 @@ def binary(
 def qlinear_sigmoid(
     node: Node, x: Value, x_scale: Value, x_zero: Value | None, y_scale: Value, y_zero: Value | None = None
 ) -> Value:
-    y = pointwise(node, tirx.sigmoid, dequantised(node, x, x_scale, x_zero), name="sigmoid")
+    y = pointwise(node, tirx.sigmoid, dequantized(node, x, x_scale, x_zero), name="sigmoid")
     return _bytes(node, y, y_scale, y_zero, x.dtype)
 
 
@@ -78,7 +78,7 @@ def qlinear_leaky_relu(
     def leaky_relu(x: Any) -> Any:
         return tirx.Select(x >= tirx.const(0.0, "float32"), x, x * tirx.const(alpha, "float32"))
 
-    y = pointwise(node, leaky_relu, dequantised(node, x, x_scale, x_zero), name="leaky_relu")
+    y = pointwise(node, leaky_relu, dequantized(node, x, x_scale, x_zero), name="leaky_relu")
     return _bytes(node, y, y_scale, y_zero, x.dtype)
 
 
@@ -89,7 +89,7 @@ def qlinear_softmax(
     """Along an axis; of models below opset 13, along it and all behind it."""
     axis = static_axis(node, node.attr("axis", -1), x.rank)
     axes = [axis] if node.attr("opset", 13) >= 13 else list(range(axis, x.rank))
-    return _bytes(node, softmax_over(node, dequantised(node, x, x_scale, x_zero), axes), y_scale, y_zero, x.dtype)
+    return _bytes(node, softmax_over(node, dequantized(node, x, x_scale, x_zero), axes), y_scale, y_zero, x.dtype)
 
 
 @op("QLinearConcat", since=1, domain=DOMAIN)
@@ -99,7 +99,7 @@ def qlinear_concat(node: Node, y_scale: Value, y_zero: Value, *parts: Value) -> 
         raise node.error(
             f"{len(parts)} inputs are behind Y_zero_point.", "Give each part with its scale and zero point."
         )
-    numbers = [dequantised(node, *parts[n : n + 3]) for n in range(0, len(parts), 3)]
+    numbers = [dequantized(node, *parts[n : n + 3]) for n in range(0, len(parts), 3)]
     return _bytes(node, concat(node, *numbers), y_scale, y_zero, y_zero.dtype)
 
 
@@ -116,7 +116,7 @@ def qlinear_where(
     z_scale: Value,
     z_zero: Value,
 ) -> Value:
-    numbers = dequantised(node, x, x_scale, x_zero), dequantised(node, y, y_scale, y_zero)
+    numbers = dequantized(node, x, x_scale, x_zero), dequantized(node, y, y_scale, y_zero)
     return _bytes(node, where(node, condition, *numbers), z_scale, z_zero, x.dtype)
 
 
@@ -130,7 +130,7 @@ def qlinear_pool(
     if x.rank < 3:
         raise node.error(f"X has rank {x.rank}.", "X is [N, C, D1, ...].")
     last = node.attr("channels_last", 0)
-    numbers = dequantised(node, x, x_scale, x_zero)
+    numbers = dequantized(node, x, x_scale, x_zero)
     numbers = channels_second(node, numbers) if last else numbers
     if node.op_type == "QLinearGlobalAveragePool":
         y = global_average_pool(node, numbers)
@@ -159,7 +159,7 @@ def dynamic_quantize_matmul(
     node: Node, a: Value, b: Value, b_scale: Value, b_zero: Value | None = None, bias: Value | None = None
 ) -> Value:
     """DynamicQuantizeLinear of A, and MatMulIntegerToFloat."""
-    codes, scale, zero = dynamically_quantised(node, a)
+    codes, scale, zero = dynamically_quantized(node, a)
     return scaled(node, integer_matmul(node, codes, b, zero, b_zero), a, b, (scale, b_scale), bias)
 
 

@@ -1,4 +1,4 @@
-"""onnx-lowering quantise: legal models that onnxruntime runs too, errors by node, and nothing half written."""
+"""onnx-lowering quantize: legal models that onnxruntime runs too, errors by node, and nothing half written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import lowering
 from lowering.checking.references import session_options
 from lowering.commands.cli import main
 from lowering.errors import InputError
-from lowering.quantising import quantise
+from lowering.quantizing import quantize
 
 SAMPLE = Path(__file__).parent / "exports" / "samples" / "distilbert-traced17"
 
@@ -31,12 +31,12 @@ def calls() -> list[dict[str, np.ndarray]]:
 @pytest.mark.parametrize("form", ["static", "dynamic"])
 def test_models_in_8_bits(form: str, tmp_path: Path) -> None:
     made, given = tmp_path / "q.onnx", calls()
-    report = quantise(SAMPLE / "model.onnx", made, given, form)  # type: ignore[arg-type]
+    report = quantize(SAMPLE / "model.onnx", made, given, form)  # type: ignore[arg-type]
     onnx.checker.check_model(onnx.load(made), full_check=True)
     operators = {(node.domain, node.op_type) for node in onnx.load(made).graph.node}
     assert ("", "MatMulInteger" if form == "dynamic" else "QuantizeLinear") in operators
     assert not {domain for domain, _ in operators} - {""}
-    assert 0 < report.quantised <= report.matmuls
+    assert 0 < report.quantized <= report.matmuls
     assert report.nodes[0].error == max(each.error for each in report.nodes) > 0
     session, model = onnxruntime.InferenceSession(made, session_options()), lowering.compile(made)
     assert lowering.verify(made, "onnxruntime").first_difference is None
@@ -56,11 +56,11 @@ def test_excluded_matmuls_stay_floats(tmp_path: Path) -> None:
         node.name = f"node_{number}"
     onnx.save(model, tmp_path / "named.onnx")
     names = [node.name for node in model.graph.node if node.op_type in ("MatMul", "Gemm")]
-    every = quantise(tmp_path / "named.onnx", tmp_path / "a.onnx")
-    fewer = quantise(tmp_path / "named.onnx", tmp_path / "b.onnx", exclude=names[:2])
-    assert every.quantised - fewer.quantised == 2
+    every = quantize(tmp_path / "named.onnx", tmp_path / "a.onnx")
+    fewer = quantize(tmp_path / "named.onnx", tmp_path / "b.onnx", exclude=names[:2])
+    assert every.quantized - fewer.quantized == 2
     with pytest.raises(InputError, match=r"no MatMul, Gemm, Conv called 'nothing'\. It has node_"):
-        quantise(tmp_path / "named.onnx", tmp_path / "c.onnx", exclude=["nothing"])
+        quantize(tmp_path / "named.onnx", tmp_path / "c.onnx", exclude=["nothing"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.onnx", "b.onnx", "named.onnx"]
 
 
@@ -70,15 +70,15 @@ def test_nodes_without_names_are_excluded_by_their_outputs(form: Literal["static
     model = onnx.load(SAMPLE / "model.onnx")
     assert not any(node.name for node in model.graph.node)
     given = calls()
-    every = quantise(SAMPLE / "model.onnx", tmp_path / "a.onnx", given, form)
+    every = quantize(SAMPLE / "model.onnx", tmp_path / "a.onnx", given, form)
     worst = every.nodes[0]
     assert worst.node == worst.tensor
-    fewer = quantise(SAMPLE / "model.onnx", tmp_path / "b.onnx", given, form, exclude=[worst.node])
-    assert every.quantised - fewer.quantised == 1
+    fewer = quantize(SAMPLE / "model.onnx", tmp_path / "b.onnx", given, form, exclude=[worst.node])
+    assert every.quantized - fewer.quantized == 1
     outputs = {node.output[0] for node in onnx.load(tmp_path / "b.onnx").graph.node if node.op_type == worst.operator}
     assert worst.tensor in outputs
     with pytest.raises(InputError, match="Conv called ''"):
-        quantise(SAMPLE / "model.onnx", tmp_path / "c.onnx", given, form, exclude=[""])
+        quantize(SAMPLE / "model.onnx", tmp_path / "c.onnx", given, form, exclude=[""])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.onnx", "b.onnx"]
 
 
@@ -86,7 +86,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [str(path) for path in sorted(SAMPLE.glob("*.npz"))]
     given = [option for path in files for option in ("--calls", path)]
     made = tmp_path / "q.onnx"
-    command = ["quantise", str(SAMPLE / "model.onnx"), "-o", str(made), *given]
+    command = ["quantize", str(SAMPLE / "model.onnx"), "-o", str(made), *given]
     assert main(command) == 0
     assert "matmuls in 8 bits (static)" in capsys.readouterr().out and made.is_file()
     assert main([*command, "--json"]) == 0
@@ -110,7 +110,7 @@ def test_refusals(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.onnx").write_bytes((SAMPLE / "model.onnx").read_bytes())
-    assert main(["quantise", "model.onnx", *arguments]) == 1
+    assert main(["quantize", "model.onnx", *arguments]) == 1
     assert words in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
 
@@ -118,4 +118,4 @@ def test_refusals(
 def test_a_file_that_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "text.onnx").write_text("no model")
     with pytest.raises(InputError, match="is no ONNX model"):
-        quantise(tmp_path / "text.onnx", tmp_path / "q.onnx")
+        quantize(tmp_path / "text.onnx", tmp_path / "q.onnx")

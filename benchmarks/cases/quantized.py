@@ -1,4 +1,4 @@
-"""Models at published widths as onnxruntime's tools quantise them: on the way or with calibrated scales."""
+"""Models at published widths as onnxruntime's tools quantize them: on the way or with calibrated scales."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lowering.checking.references import session_options
 from .case import Arrays, Bar, error
 from .exported import PublishedWidths, exports_module
 
-GROUP = "quantised"
+GROUP = "quantized"
 _MODELS = ("bert", "vit", "gpt2", "llama", "qwen2")
 _EXPORTS = exports_module("forms")
 # Type of weights, by column, and for calibrated scales the format.
@@ -32,26 +32,26 @@ _WAYS: dict[str, tuple[str, bool, str]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuantisedCase(PublishedWidths):
+class QuantizedCase(PublishedWidths):
     """An export with its matmuls in 8 bits, by one of `_WAYS`; static scales come from the inputs of the call."""
 
     way: str
 
     @cached_property
     def tolerance(self) -> float:
-        """Of quantisation. With scales of one call and random weights the tool's own runtime may be further off than
+        """Of quantization. With scales of one call and random weights the tool's own runtime may be further off than
         0.1: whoever is a fifth further than that is wrong."""
         import onnxruntime
 
-        session = onnxruntime.InferenceSession(self._quantised.SerializeToString(), session_options())
+        session = onnxruntime.InferenceSession(self._quantized.SerializeToString(), session_options())
         answers = dict(zip((output.name for output in session.get_outputs()), session.run(None, self.feeds())))
         return max(0.1, 1.2 * max(error(answers[name], wanted) for name, wanted in self.expected().items()))
 
     def model(self) -> onnx.ModelProto:
-        return self._quantised
+        return self._quantized
 
     @cached_property
-    def _quantised(self) -> onnx.ModelProto:
+    def _quantized(self) -> onnx.ModelProto:
         from onnxruntime.quantization import QuantFormat, QuantType, quantize_dynamic, quantize_static
 
         weights, by_column, form = _WAYS[self.way]
@@ -77,14 +77,14 @@ class _Once:
         return next(self.calls, None)
 
 
-def cases() -> list[QuantisedCase]:
+def cases() -> list[QuantizedCase]:
     """Encoders with a prompt, decoders with a token behind a past."""
     found = []
     for export in _EXPORTS.published():
         decodes = export.model not in ("bert", "vit")
         if export.model in _MODELS and export.opset == 18 and export.form == "symbolic" and export.past == decodes:
             found += [
-                QuantisedCase(
+                QuantizedCase(
                     name=f"{export.name}, {way}", group=GROUP, bar=Bar(ratio=1.0), export=export.name,
                     past=export.past, way=way,
                 )

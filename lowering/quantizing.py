@@ -1,11 +1,11 @@
 """Matmuls of a float model in 8 bits, by onnxruntime's tool, whose models other runtimes run too; and what that costs.
 
-onnxruntime's `quantization` is the tool that most quantised models were made with. It needs no training framework, and
+onnxruntime's `quantization` is the tool that most quantized models were made with. It needs no training framework, and
 keeps to operators of ai.onnx for matmuls; what it makes, this compiler multiplies in 8 bits. It is not installed with
 this package: `pip install onnxruntime`.
 
-    report = quantise("model.onnx", "model.int8.onnx", calls=[{"x": x}, ...])      # static: scales from these calls
-    report = quantise("model.onnx", "model.int8.onnx")                             # dynamic: scales from each call
+    report = quantize("model.onnx", "model.int8.onnx", calls=[{"x": x}, ...])      # static: scales from these calls
+    report = quantize("model.onnx", "model.int8.onnx")                             # dynamic: scales from each call
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .machine import not_installed
 Call: TypeAlias = Mapping[str, np.ndarray]
 
 MATMULS = ("MatMul", "Gemm", "Conv")
-"""What is quantised."""
+"""What is quantized."""
 
 _MOST_BYTES = 2**31 - 2**20  # of a protobuf
 
@@ -53,13 +53,13 @@ class Report:
     bytes_before: int
     bytes_after: int
     matmuls: int
-    quantised: int
+    quantized: int
     nodes: tuple[NodeError, ...]
     outputs: tuple[NodeError, ...]
 
     def __str__(self) -> str:
         lines = [
-            f"{self.quantised} of {self.matmuls} matmuls in 8 bits ({self.form}), "
+            f"{self.quantized} of {self.matmuls} matmuls in 8 bits ({self.form}), "
             f"{self.bytes_before / 1e6:.1f} MB -> {self.bytes_after / 1e6:.1f} MB"
         ]
         lines += [f"output {each.tensor}: error {each.error:.2e}" for each in self.outputs]
@@ -71,7 +71,7 @@ class Report:
         return "\n".join(lines)
 
 
-def quantise(
+def quantize(
     model: str | Path,
     output: str | Path,
     calls: Sequence[Call] | None = None,
@@ -98,7 +98,7 @@ def quantise(
     if form not in ("static", "dynamic") or weights not in ("int8", "uint8"):
         raise InputError(f"form={form!r} and weights={weights!r}: use 'static' or 'dynamic', 'int8' or 'uint8'.")
     if form == "static" and not calls:
-        raise InputError("static scales are those of calls: give some (--calls FILE.npz), or quantise dynamically.")
+        raise InputError("static scales are those of calls: give some (--calls FILE.npz), or quantize dynamically.")
     if not target.parent.is_dir():
         raise InputError(f"there is no folder '{target.parent}' to write '{target.name}' to.")
     if target.exists() and source.exists() and target.samefile(source):
@@ -110,12 +110,12 @@ def quantise(
     except Exception as error:
         raise InputError(f"'{source}' is no ONNX model: {error}.") from error
     excluded = _names_of(graph, exclude)
-    with tempfile.TemporaryDirectory(prefix=".quantise-", dir=target.parent) as folder:
+    with tempfile.TemporaryDirectory(prefix=".quantize-", dir=target.parent) as folder:
         made = Path(folder) / target.name
         try:
             _by_tool(_named(source, graph, Path(folder)), made, calls or (), form, weights, by_column, excluded)
         except Exception as error:
-            raise InputError(f"onnxruntime's tool cannot quantise the model: {error}") from error
+            raise InputError(f"onnxruntime's tool cannot quantize the model: {error}") from error
         report = _report(source, made, graph, calls or (), form)
         os.replace(made, target)
     return report

@@ -264,9 +264,9 @@ def node(changes: dict[int, Any], **more: Any) -> Any:
     ("changes", "more", "message"),
     [
         ({12: None}, {}, "k_scale is missing"),
-        ({12: ("float32", (3,))}, {}, "k_scale has 3 elements, and quantisation PER_TENSOR takes 1"),
+        ({12: ("float32", (3,))}, {}, "k_scale has 3 elements, and quantization PER_TENSOR takes 1"),
         ({12: ("float16", (1,))}, {}, "k_scale is float16"),
-        ({}, {"v_quant_type": "PER_CHANNEL"}, "v_scale has 1 elements, and quantisation PER_CHANNEL takes 32"),
+        ({}, {"v_quant_type": "PER_CHANNEL"}, "v_scale has 1 elements, and quantization PER_CHANNEL takes 32"),
         ({}, {"k_quant_type": "PER_GROUP"}, "k_quant_type is 'PER_GROUP'"),
         ({}, {"kv_cache_bit_width": 4}, "kv_cache_bit_width is 4, for caches of 8 bits"),
         ({4: ("uint8", ("b", 2, "m", 16))}, {}, "the caches are int8 and uint8"),

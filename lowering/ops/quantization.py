@@ -1,7 +1,7 @@
 """QuantizeLinear and DequantizeLinear: integers and small floats with scales and zero points, for the tensor, along an
 axis, or in blocks.
 
-A constant matrix of integers stays one (lowering/importing/quantised.py): matmuls read it as it is.
+A constant matrix of integers stays one (lowering/importing/quantized.py): matmuls read it as it is.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tvm import relax, tirx
 from ..importing import symbolic
 from ..importing.compute import pointwise, relax_call
 from ..importing.node import Node
-from ..importing.quantised import Quantised
+from ..importing.quantized import Quantized
 from ..importing.values import MOST_SIZE, Value, storage_dtype
 from . import op
 from .asserted import asserted
@@ -45,7 +45,7 @@ def quantize_linear(node: Node, x: Value, scale: Value, zero: Value | None = Non
     if zero is not None and zero.dtype != dtype:
         raise node.error(f"output_dtype is {dtype}, and y_zero_point has type {zero.dtype}.", "Leave output_dtype out.")
     if dtype not in _RANGES and dtype not in FORMATS:
-        raise node.error(f"cannot quantise to {dtype}.", f"Use one of {', '.join((*_RANGES, *FORMATS))}.")
+        raise node.error(f"cannot quantize to {dtype}.", f"Use one of {', '.join((*_RANGES, *FORMATS))}.")
     precise = precise or _PRECISIONS.get(scale.dtype, scale.dtype)
     wide = "float64" if precise == "float64" else "float32"
     scale, zero, axis, size = _blocks(node, x, scale, zero, "y")
@@ -72,7 +72,7 @@ def dequantize_linear(node: Node, x: Value, scale: Value, zero: Value | None = N
     scale, zero, axis, size = _blocks(node, x, scale, zero, "x")
     matrix = _matrix(x, scale, zero, axis, size, np.dtype(dtype))
     if matrix is not None:
-        return node.quantised(matrix)
+        return node.quantized(matrix)
 
     def element(index: Any, x: Any, s: Any, z: Any = None) -> Any:
         place = _place(index, scale, axis, size)
@@ -87,10 +87,10 @@ def dequantize_linear(node: Node, x: Value, scale: Value, zero: Value | None = N
 
 @op("DynamicQuantizeLinear", since=11)
 def dynamic_quantize_linear(node: Node, x: Value) -> tuple[Value, ...]:
-    return dynamically_quantised(node, x)
+    return dynamically_quantized(node, x)
 
 
-def dynamically_quantised(node: Node, x: Value) -> tuple[Value, Value, Value]:
+def dynamically_quantized(node: Node, x: Value) -> tuple[Value, Value, Value]:
     """Bytes of x [...] float32, their scale and zero point, so that codes reach from the smallest number, or 0, to the
     largest, or 0: https://onnx.ai/onnx/operators/onnx__DynamicQuantizeLinear.html
 
@@ -111,11 +111,11 @@ def dynamically_quantised(node: Node, x: Value) -> tuple[Value, Value, Value]:
 
     scale = pointwise(node, scale_of, low, high, name="scale")
     zero = pointwise(node, zero_of, low, scale, dtype="uint8", name="zero_point")
-    y = quantised(node, relax_call(node, relax.op.divide, x, scale), zero, "uint8")
+    y = quantized(node, relax_call(node, relax.op.divide, x, scale), zero, "uint8")
     return y, scale, zero
 
 
-def quantised(node: Node, numbers: Value, zero: Value | None, dtype: str) -> Value:
+def quantized(node: Node, numbers: Value, zero: Value | None, dtype: str) -> Value:
     """Numbers [...] float32, which are over their scale, as integers: rounded to nearest even, plus a zero point,
     saturated."""
     if zero is None:
@@ -142,7 +142,7 @@ def _named(onnx_type: int) -> str | None:
 def _blocks(node: Node, x: Value, scale: Value, zero: Value | None, name: str) -> tuple[Value, Value | None, int, int]:
     """Scale, zero point, axis and block size, where a vector of one element, but for blocks, is for the tensor.
 
-    name: what the node calls the quantised tensor.
+    name: what the node calls the quantized tensor.
     """
     size = min(node.attr("block_size", 0), MOST_SIZE)
     if not size:
@@ -175,7 +175,7 @@ def _place(index: Any, scale: Value, axis: int, size: int) -> Any:
     return (index[axis],) if scale.rank else ()
 
 
-def _matrix(x: Value, scale: Value, zero: Value | None, axis: int, size: int, dtype: np.dtype) -> Quantised | None:
+def _matrix(x: Value, scale: Value, zero: Value | None, axis: int, size: int, dtype: np.dtype) -> Quantized | None:
     """The result as a matrix of codes, if all of it is constant."""
     codes, scales, zeros = (None if v is None else v.constant for v in (x, scale, zero))
     if x.rank != 2 or x.dtype not in _BITS or codes is None or scales is None or (zero is not None and zeros is None):
@@ -192,7 +192,7 @@ def _matrix(x: Value, scale: Value, zero: Value | None, axis: int, size: int, dt
     z = np.full(shape, -middle, np.int16)
     if zeros is not None:
         z = zeros.astype(np.int16).reshape(shape) - middle
-    return Quantised(
+    return Quantized(
         numbers.astype(np.int8),
         scales.reshape(shape),
         z.astype(np.int8) if z.any() else None,

@@ -1,4 +1,4 @@
-"""The command that makes a model of 8 bits: quantise."""
+"""The command that makes a model of 8 bits: quantize."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..deprecated import with_old_fields
 from .options import call
 from .printed import add_json, print_json
 
@@ -15,11 +16,11 @@ from .printed import add_json, print_json
 def add(add_parser: Callable[..., Any]) -> None:
     """Its options."""
     q = add_parser(
-        "quantise",
+        "quantize",
         help="write a float model with its matmuls in 8 bits, and tell the error by node",
         description="Makes a model of 8 bits of a float one by onnxruntime's tool, with scales from the calls that "
         "are given, or computed in each call, and tells how far every matmul and output is from the float model's.",
-        example="quantise model.onnx -o model.int8.onnx --calls first.npz --calls second.npz",
+        example="quantize model.onnx -o model.int8.onnx --calls first.npz --calls second.npz",
     )
     q.add_argument("model", type=Path, help="the .onnx file")
     q.add_argument("-o", "--output", type=Path, required=True, help="the .onnx file to write")
@@ -31,13 +32,13 @@ def add(add_parser: Callable[..., Any]) -> None:
     q.add_argument("--per-tensor", action="store_true", help="one scale for a matrix, not one for each column")
     q.add_argument("--exclude", action="append", default=[], metavar="NODE", help="a matmul that stays in floats")
     add_json(q)
-    q.set_defaults(run=_quantise)
+    q.set_defaults(run=_quantize)
 
 
-def _quantise(arguments: argparse.Namespace) -> int:
-    from ..quantising import quantise
+def _quantize(arguments: argparse.Namespace) -> int:
+    from ..quantizing import quantize
 
-    report = quantise(
+    report = quantize(
         arguments.model,
         arguments.output,
         [call(path) for path in arguments.calls],
@@ -47,7 +48,7 @@ def _quantise(arguments: argparse.Namespace) -> int:
         arguments.exclude,
     )
     if arguments.json:
-        print_json(dataclasses.asdict(report))
+        print_json(with_old_fields(dataclasses.asdict(report)))
     else:
         print(report)
     return 0

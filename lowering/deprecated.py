@@ -1,0 +1,34 @@
+"""Public names of version 0.1 that have changed, which work for one more series (docs/versions.md).
+
+Python warns with DeprecationWarning, the command line with a line on standard error; either names the replacement. JSON
+documents have renamed fields under both names.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+COMMANDS = {"quantise": "quantize"}
+"""Old names of commands, with the new ones."""
+
+FIELDS = {"quantized": "quantised", "matmuls": "products"}
+"""New names of fields in JSON that commands print, with the old ones."""
+
+
+def renamed_attribute(module: str, name: str, renamed: Mapping[str, str], attributes: Mapping[str, Any]) -> Any:
+    """Return the attribute of a module that `name` was renamed to, with a warning.
+
+    Raises AttributeError if no attribute had that name.
+    """
+    if name not in renamed:
+        raise AttributeError(f"module '{module}' has no attribute '{name}'")
+    new = renamed[name]
+    warnings.warn(f"{module}.{name} is now {module}.{new}.", DeprecationWarning, stacklevel=3)
+    return attributes[new]
+
+
+def with_old_fields(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a JSON object with its renamed fields under both names."""
+    return {**document, **{FIELDS[name]: value for name, value in document.items() if name in FIELDS}}

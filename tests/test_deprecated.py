@@ -1,0 +1,30 @@
+"""Old public names work, and warn."""
+
+from __future__ import annotations
+
+import pytest
+
+from lowering import deprecated
+from lowering.commands.cli import main
+from lowering.flex import masks
+
+
+@pytest.mark.parametrize(("old", "new"), deprecated.COMMANDS.items())
+def test_commands(old: str, new: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([old, "--help"])
+    captured = capsys.readouterr()
+    assert ended.value.code == 0 and f"usage: onnx-lowering {new}" in captured.out
+    assert captured.err == f"warning: the command {old} is now {new}\n"
+
+
+def test_masks() -> None:
+    with pytest.warns(DeprecationWarning, match=r"lowering\.flex\.masks\.neighbourhood is now .*\.neighborhood"):
+        old = masks.neighbourhood
+    assert old is masks.neighborhood
+    with pytest.raises(AttributeError, match="has no attribute 'nowhere'"):
+        _ = masks.nowhere
+
+
+def test_json() -> None:
+    assert deprecated.with_old_fields({"quantized": 3, "nodes": []}) == {"quantized": 3, "quantised": 3, "nodes": []}
