@@ -85,7 +85,7 @@ class MmaTiles(Tiles):
         }
 
     def estimate(self, problem: AttentionProblem, device: Device) -> float:
-        """Tiles of keys of the busiest multiprocessor: matmuls, softmax, shared memory and cache beside each other,
+        """Tiles of keys of the busiest SM: matmuls, softmax, shared memory and cache beside each other,
         and what a warp waits for that no other block hides."""
         d, dv = padded(problem.head_dim), problem.v_head_dim
         chunks = self.kv * (d + dv) // CHUNK
@@ -158,7 +158,7 @@ class WgmmaTiles(Tiles):
     split: int = 512
     """Keys are split to keep the GPU busy, but into parts of at least so many keys of the cache."""
     blocks: int | None = None
-    """Most blocks of the grid, where some multiprocessors are for others; None is as many as the GPU has."""
+    """Most blocks of the grid, where some SMs are for others; None is as many as the GPU has."""
 
     @property
     def q(self) -> int:
@@ -230,7 +230,7 @@ class WgmmaTiles(Tiles):
         group = packed_heads(problem)
         tiles = _row_blocks(problem, self.q, group)
         splits = _splits(problem, tiles, self.split, device)
-        blocks = -(-tiles * splits // device.multiprocessors)
+        blocks = -(-tiles * splits // device.sm_count)
         keys = _key_tiles(problem, self.q // group, self.kv) / splits
         return math.log(blocks * (keys * each + LATENCY * (1 if self.y_apart else 2)) + _merging(splits))
 
@@ -270,7 +270,7 @@ def _row_blocks(problem: AttentionProblem, q: int, group: int = 1) -> int:
 
 def _splits(problem: AttentionProblem, tiles: int, least: int, device: Device) -> int:
     """Into how many parts of at least so many keys the kernels split the keys of so many blocks of query rows."""
-    return max(min(device.multiprocessors // tiles, -(-(problem.kv_len or TYPICAL) // least)), 1)
+    return max(min(device.sm_count // tiles, -(-(problem.kv_len or TYPICAL) // least)), 1)
 
 
 def _merging(splits: int) -> int:

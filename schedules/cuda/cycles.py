@@ -1,7 +1,7 @@
-"""A rough model of a GPU, in cycles of its multiprocessors: what tiles should cost before anything is measured.
+"""A rough model of a GPU, in cycles of its SMs: what tiles should cost before anything is measured.
 
 It orders a tuner's first candidates, and only differences between tiles of one problem count. A kernel takes as long
-as the multiprocessor with the most blocks. Blocks there share units, each of which does so much in a cycle (a roofline
+as the SM with the most blocks. Blocks there share units, each of which does so much in a cycle (a roofline
 per step); a block alone also waits for its own results, which only other blocks hide.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from .device import Device
 
 EXPONENTIALS = 16
-"""Of a multiprocessor in a cycle."""
+"""Of an SM in a cycle."""
 
 LANES = 128
 """Of arithmetic in float32."""
@@ -41,7 +41,7 @@ SMOOTH = 3
 CLOCK = 1.5e9
 """Cycles of a second, roughly."""
 
-_REGISTERS, _WARPS = 65536, 64  # of a multiprocessor
+_REGISTERS, _WARPS = 65536, 64  # of an SM
 _RESERVED = 1024  # bytes of shared memory that a block takes beside its own
 
 
@@ -49,20 +49,20 @@ _WARP_INSTRUCTIONS = {90: 0.62, 100: 0.31}  # of the rate of tensor cores, where
 
 
 def warp_matmuls(device: Device) -> float:
-    """Operations of a multiprocessor in a cycle in matmuls by mma.sync."""
+    """Operations of an SM in a cycle in matmuls by mma.sync."""
     return device.tensor_cores * _WARP_INSTRUCTIONS.get(device.generation, 1.0)
 
 
 @dataclass(frozen=True)
 class Load:
-    """Of the busiest multiprocessor: the blocks that it has in all, and how many at a time."""
+    """Of the busiest SM: the blocks that it has in all, and how many at a time."""
 
     blocks: int
     at_once: int
 
 
 def held(device: Device, threads: int, registers: int, shared_memory: int) -> int:
-    """Return how many blocks a multiprocessor holds, of so many threads, registers per thread and bytes of shared
+    """Return how many blocks an SM holds, of so many threads, registers per thread and bytes of shared
     memory."""
     warps = -(-threads // 32)
     fit = min(
@@ -75,7 +75,7 @@ def held(device: Device, threads: int, registers: int, shared_memory: int) -> in
 
 def load(blocks: int, device: Device, threads: int, registers: int, shared_memory: int) -> Load:
     """Blocks of so many threads, registers per thread and bytes of shared memory, shared out."""
-    most = -(-blocks // device.multiprocessors)
+    most = -(-blocks // device.sm_count)
     return Load(most, max(min(held(device, threads, registers, shared_memory), most), 1))
 
 
@@ -90,7 +90,7 @@ class Waves:
 
     blocks: int
     at_once: int
-    """Blocks that a multiprocessor holds."""
+    """Blocks that an SM holds."""
     device: Device
 
     def cycles(self, size: float, alone: float, uneven: float) -> float:
@@ -100,7 +100,7 @@ class Waves:
         ends and fills more than half of the slots, but not all, its first blocks take the slots that are free and
         leave the others unevenly shared out: `uneven` says what a slot that stays empty costs.
         """
-        waves = self.blocks / (self.at_once * self.device.multiprocessors)
+        waves = self.blocks / (self.at_once * self.device.sm_count)
         whole = int(waves) if waves > 1 else 0
         shares = [1.0] * whole + ([waves - whole] if waves > whole else [])
         total = 0.0
@@ -114,5 +114,5 @@ class Waves:
 
 def least_seconds(flops: int, size: int, device: Device) -> float:
     """The shortest time for so many operations, or to read and write so many bytes."""
-    each = CLOCK * device.multiprocessors
+    each = CLOCK * device.sm_count
     return max(flops / (each * device.tensor_cores), size / (each * device.memory))

@@ -43,7 +43,7 @@ from .coded_rows import CodedRows
 from .decode_tiles import DecodeTiles
 from .device import Device
 from .fragments import OnlineSoftmax
-from .host import multiprocessors, on_host
+from .host import on_host, sm_count
 from .kv_codes import KvCodes, arriving_bytes
 from .mask_words import MaskWords
 from .partial import KeySplits, Partial, each_element, merged
@@ -64,7 +64,7 @@ def decode(bound: Bound, tiles: DecodeTiles, gpu: Device) -> None:
     row_blocks = on_host(tirx.ceildiv(tirx.min(T.int64(1) * bound.S, T.int64(most)) * p.group, ROWS))
     heads = on_host(T.int64(1) * bound.B * p.kv_heads)
     with T.If(heads * row_blocks > 0), T.Then():
-        wanted = multiprocessors() * tiles.per_multiprocessor if tiles.blocks is None else T.int64(tiles.blocks)
+        wanted = sm_count() * tiles.per_sm if tiles.blocks is None else T.int64(tiles.blocks)
         by_blocks = tirx.truncdiv(wanted, heads * row_blocks)
         by_keys = tirx.truncdiv(T.int64(1) * bound.T + (tiles.split - 1), T.int64(tiles.split))
         by_size = tirx.max(tirx.min(by_blocks, by_keys), T.int64(1))

@@ -18,7 +18,7 @@ from lowering.attention.bound import Bound
 from lowering.attention.keys import Range, length
 
 from .decode_tiles import RowTiles
-from .host import multiprocessors, on_host
+from .host import on_host, sm_count
 from .partial import KeySplits, Partial
 from .plain import WarpRow, plain
 from .ptx import WARP, fixed, put
@@ -30,7 +30,7 @@ def decode_rows(bound: Bound, tiles: RowTiles) -> None:
     Any problem without qk output.
     """
     rows = on_host(T.int64(1) * bound.B * bound.problem.q_heads * bound.S)
-    wanted = multiprocessors() * tiles.per_multiprocessor if tiles.warps is None else T.int64(tiles.warps)
+    wanted = sm_count() * tiles.per_sm if tiles.warps is None else T.int64(tiles.warps)
     by_warps = tirx.truncdiv(wanted, tirx.max(rows, T.int64(1)))
     by_size = tirx.min(by_warps, tirx.truncdiv(T.int64(1) * bound.T + (tiles.split - 1), T.int64(tiles.split)))
     splits = on_host(by_size if bound.problem.splits is None else T.int64(bound.problem.splits))

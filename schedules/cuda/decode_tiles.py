@@ -53,10 +53,10 @@ class DecodeTiles(Tiles):
     """Tiles of K and V of a warp in shared memory, all but one of which are on their way."""
     split: int
     """Sequences are split to keep the GPU busy, but into parts of at least so many keys of the cache."""
-    per_multiprocessor: int = 2
-    """Thread blocks that keep each multiprocessor busy."""
+    per_sm: int = 2
+    """Thread blocks that keep each SM busy."""
     blocks: int | None = None
-    """Thread blocks in all, where some multiprocessors are for others; None is those of all that the GPU has."""
+    """Thread blocks in all, where some SMs are for others; None is those of all that the GPU has."""
     rows: int = 64
     """The most packed query rows that the kernel is for: every 16 read K and V again, from the second-level cache."""
     ahead: int = 4
@@ -84,7 +84,7 @@ class DecodeTiles(Tiles):
             "warps": (1, 2, 4, 8),
             "stages": (2, 3, 4, 6),
             "split": (32, 64, 128, 256, 512, 1024),
-            "per_multiprocessor": (1, 2, 3, 4),
+            "per_sm": (1, 2, 3, 4),
             "blocks": (None,),
             "rows": (16, 32, 64, 128),
             "ahead": (1, 2, 4, 8),
@@ -96,9 +96,7 @@ class DecodeTiles(Tiles):
             f"keys = {self.keys} must be a multiple of 16": self.keys > 0 and self.keys % 16 == 0,
             f"warps = {self.warps} must be from 1 to 32": 1 <= self.warps <= 32,
             f"stages = {self.stages} must be 2 or more": self.stages >= 2,
-            "split, per_multiprocessor, rows and ahead must be positive": (
-                min(self.split, self.per_multiprocessor, self.rows, self.ahead) > 0
-            ),
+            "split, per_sm, rows and ahead must be positive": (min(self.split, self.per_sm, self.rows, self.ahead) > 0),
             f"{shared} bytes of shared memory are more than {device.shared_memory}": shared <= device.shared_memory,
         }
 
@@ -107,7 +105,7 @@ class DecodeTiles(Tiles):
         d, dv, keys = padded(problem.head_dim), problem.v_head_dim, problem.kv_len or TYPICAL
         rows = problem.group * (problem.q_len or 1)
         blocks = (problem.batch or 1) * problem.kv_heads * -(-rows // 16)
-        wanted = self.blocks or self.per_multiprocessor * device.multiprocessors
+        wanted = self.blocks or self.per_sm * device.sm_count
         splits = max(min(wanted // blocks, -(-keys // self.split)), 1)
         key = (d + dv) // CHUNK * arriving_bytes(problem)
         registers = min(dv // 2 + self.keys // 2 + ADDRESSES, REGISTERS)
@@ -135,7 +133,7 @@ class DecodeTiles(Tiles):
         keys = 32 if padded(problem.head_dim) + problem.v_head_dim <= 128 else 16
         typical = [dataclasses.replace(problem, batch=b, kv_len=n, q_len=1) for b, n in TYPICAL_CACHES]
         candidates = [
-            DecodeTiles(keys, warps, stages, split=128, per_multiprocessor=each, rows=rows)
+            DecodeTiles(keys, warps, stages, split=128, per_sm=each, rows=rows)
             for each in (1, 2)
             for warps, stages in ((8, 2), (4, 4), (4, 3), (4, 2), (2, 3), (2, 2), (1, 2))
         ]
@@ -149,10 +147,10 @@ class RowTiles(Tiles):
 
     split: int
     """Keys are split to keep the GPU busy, but into parts of at least so many keys of the cache."""
-    per_multiprocessor: int = 32
-    """Warps that keep each multiprocessor busy: half of what it can hold."""
+    per_sm: int = 32
+    """Warps that keep each SM busy: half of what it can hold."""
     warps: int | None = None
-    """Warps in all, where some multiprocessors are for others; None is those of all that the GPU has."""
+    """Warps in all, where some SMs are for others; None is those of all that the GPU has."""
     block: int = 4
     """Warps per thread block."""
     keys: int = 4
@@ -164,7 +162,7 @@ class RowTiles(Tiles):
     def space(cls, problem: AttentionProblem, device: Device) -> Space:
         return {
             "split": (8, 16, 32, 64, 128),
-            "per_multiprocessor": (8, 16, 32, 64),
+            "per_sm": (8, 16, 32, 64),
             "warps": (None,),
             "block": (1, 2, 4, 8),
             "keys": (1, 2, 4, 8),
@@ -172,9 +170,9 @@ class RowTiles(Tiles):
         }
 
     def rules(self, problem: AttentionProblem, device: Device) -> dict[str, bool]:
-        least = min(self.split, self.per_multiprocessor, self.keys, self.ahead)
+        least = min(self.split, self.per_sm, self.keys, self.ahead)
         return {
-            "split, per_multiprocessor, keys and ahead must be positive": least > 0,
+            "split, per_sm, keys and ahead must be positive": least > 0,
             f"block = {self.block} must be from 1 to 32": 1 <= self.block <= 32,
         }
 
@@ -182,7 +180,7 @@ class RowTiles(Tiles):
         """Waiting for keys, which so many warps do at once, or the cache that they read; and merging the splits."""
         keys = problem.kv_len or TYPICAL
         rows = (problem.batch or 1) * problem.q_heads * (problem.q_len or 1)
-        wanted = self.warps or self.per_multiprocessor * device.multiprocessors
+        wanted = self.warps or self.per_sm * device.sm_count
         splits = max(min(wanted // rows, -(-keys // self.split)), 1)
         busiest = load(-(-rows * splits // self.block), device, 32 * self.block, ADDRESSES, 0)
         size = 4 * (problem.head_dim + problem.v_head_dim)

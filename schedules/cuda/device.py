@@ -9,7 +9,7 @@ import tvm
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU architecture. Cards differ in caches and multiprocessors; those here are one card's, for speed alone."""
+    """A GPU architecture. Cards differ in caches and SMs; those here are one card's, for speed alone."""
 
     arch: str
     """As nvcc's -arch takes it."""
@@ -17,15 +17,15 @@ class Device:
     """Bytes of shared memory that one block may use (CUDA C++ Programming Guide, table of compute capabilities)."""
     l2: int
     """Bytes of the second-level cache."""
-    multiprocessors: int
+    sm_count: int
     """Blocks run on so many at a time."""
     tensor_cores: int
-    """Operations of a multiprocessor in a cycle, in matmuls of half precision with sums in float32, by its best
+    """Operations of an SM in a cycle, in matmuls of half precision with sums in float32, by its best
     instructions (architecture white papers; GeForce cards have half of what their data center siblings have)."""
     cache: int
-    """Bytes that the second-level cache gives a multiprocessor in a cycle, roughly."""
+    """Bytes that the second-level cache gives an SM in a cycle, roughly."""
     memory: int
-    """Bytes that the device's memory gives a multiprocessor in a cycle."""
+    """Bytes that the device's memory gives an SM in a cycle."""
 
     @property
     def generation(self) -> int:

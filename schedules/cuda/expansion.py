@@ -2,7 +2,7 @@
 
 Columns lie one behind the other, each with its codes along k: int8, or int32 with 8 codes of 4 bits each. An element is
 (code - zero) * scale in float32, rounded to half precision. Codes become floats without a conversion, of which a
-multiprocessor does few in a cycle: as the low bits of 2^23.
+SM does few in a cycle: as the low bits of 2^23.
 """
 
 from __future__ import annotations

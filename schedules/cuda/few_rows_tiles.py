@@ -20,7 +20,7 @@ class RowsTiming:
     launch: float = 3000
     """Cycles of a launch."""
     enough: float = 34000
-    """Bytes that a multiprocessor should have on their way."""
+    """Bytes that an SM should have on their way."""
     shortage: float = 0.18
     """What it costs, of the time, to have half of that ..."""
     surplus: float = 0.16
@@ -32,7 +32,7 @@ class RowsTiming:
     last_wave: float = 0.135
     """For the share of the last wave that is empty."""
     alone: float = 0.285
-    """For blocks of 128 KiB of which a multiprocessor holds one at a time."""
+    """For blocks of 128 KiB of which an SM holds one at a time."""
 
 
 _FEW_ROWS_REGISTERS = 40  # of a thread, for 8 rows and one GEMM: shared memory limits blocks before these do
@@ -87,7 +87,7 @@ class FewRowsTiles(Tiles):
     def estimate(self, problem: Shape, device: Device, timing: RowsTiming = TIMING) -> float:
         """Reading B, which takes longer by what tiles waste of the rate of memory."""
         columns, depth = problem.columns or TYPICAL, problem.depth or TYPICAL
-        each = (problem.batch or 1) * -(-columns // 16) / device.multiprocessors
+        each = (problem.batch or 1) * -(-columns // 16) / device.sm_count
         size = problem.type.bytes * depth * 16 * problem.matmuls  # of a block
         at_once = held(device, self.threads, _FEW_ROWS_REGISTERS, self.shared_memory(problem))
         stride = self.warps * self.ahead * 4 * problem.type.chunk  # of k: what a block asks for at a time
@@ -120,7 +120,7 @@ class FewRowsTiles(Tiles):
         many; of 32 rows of two GEMMs they leave room for a second block. Quantized weights come in pieces of up to
         four chunks, which have to be there at once.
         """
-        each = (problem.batch or 1) * -(-(problem.columns or 1 << 20) // 16) / device.multiprocessors
+        each = (problem.batch or 1) * -(-(problem.columns or 1 << 20) // 16) / device.sm_count
         if problem.chunks > 1:
             tiles = FewRowsTiles(8, 4, rows)
         elif rows > 16:

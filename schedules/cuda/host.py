@@ -5,7 +5,7 @@ from __future__ import annotations
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
-CUDA, MULTIPROCESSORS = 2, 7  # DLDeviceType, TVM's DeviceAttrKind
+CUDA, SM_COUNT = 2, 7  # DLDeviceType, TVM's DeviceAttrKind
 
 
 def on_host(value: Expr) -> Expr:
@@ -19,6 +19,6 @@ def on_host(value: Expr) -> Expr:
     return T.bind(place[0])
 
 
-def multiprocessors() -> Expr:
-    """How many multiprocessors the first GPU has: int64, asked for when the kernel is launched."""
-    return on_host(T.call_packed("runtime.GetDeviceAttr", CUDA, 0, MULTIPROCESSORS))
+def sm_count() -> Expr:
+    """How many SMs the first GPU has: int64, asked for when the kernel is launched."""
+    return on_host(T.call_packed("runtime.GetDeviceAttr", CUDA, 0, SM_COUNT))

@@ -1,7 +1,7 @@
 """Codes of keys and values (lowering/attention/store.py), expanded to the half precision that tensor cores multiply.
 
 Every int4, int8 and float8_e4m3fn is a number of float16 and of bfloat16 too: expanding rounds nothing. It takes no
-conversion, of which a multiprocessor does few in a cycle, but a sum or product of two numbers at a time: integers
+conversion, of which an SM does few in a cycle, but a sum or product of two numbers at a time: integers
 become the low bits of a power of two, which is taken off again; exponent and mantissa of a float8, put where those of
 half precision are, are a number that is too small by a power of two. From sm_89 on an instruction makes float16 of it.
 

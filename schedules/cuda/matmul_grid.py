@@ -16,7 +16,7 @@ from tvm.script.ir_builder import tirx as T
 from lowering.tensorir.expressions import Expr
 
 from ..reading.stages import unravel
-from .host import multiprocessors, on_host
+from .host import on_host, sm_count
 from .matmul_reader import Matmuls
 from .matmul_tiles import MatmulTiles, WgmmaMatmulTiles
 from .ptx import fixed, int32
@@ -75,9 +75,9 @@ class Grid:
         self.blocks = on_host(self.m_tiles * self.n_tiles * self.batch)
 
     def _low(self, tiles: WgmmaMatmulTiles) -> Expr:
-        """Rows of a tile where they choose their matrices: so few that each multiprocessor has two tiles. How many
+        """Rows of a tile where they choose their matrices: so few that each SM has two tiles. How many
         matrices a tile reads, not how many rows it has, is what it costs."""
-        at_once = multiprocessors() if tiles.blocks is None else T.int64(tiles.blocks)
+        at_once = sm_count() if tiles.blocks is None else T.int64(tiles.blocks)
         rows = tirx.ceildiv(self.rows * self.n_tiles, 2 * at_once)
         return on_host(tirx.max(tirx.min(rows, T.int64(tiles.m)), T.int64(1)))
 

@@ -24,7 +24,7 @@ from lowering.tensorir.expressions import Expr, substitute
 from . import ptx
 from .epilogue import Epilogue
 from .expansion import Expansion
-from .host import multiprocessors
+from .host import sm_count
 from .matmul_grid import Grid
 from .matmul_reader import Matmuls, Operand, Order
 from .matmul_sums import Fragment, Sums
@@ -37,7 +37,7 @@ def matmul_mma(matmuls: Matmuls, a: Operand, bs: list[Operand], tiles: MatmulTil
     """Emits the kernel and its launches into the function that is open."""
     epilogue, grid = Epilogue(matmuls), Grid(matmuls, tiles)
     with T.If(grid.blocks > 0), T.Then():
-        grid.split(multiprocessors())
+        grid.split(sm_count())
         sums = Sums(grid, epilogue)
         conditions = [operand.condition for operand in (a, *bs) if operand.condition is not None]
 

@@ -19,7 +19,7 @@ HIDDEN = 0.6
 """... and the share of them that ping-pong does not hide (docs/cuda_tile_models.md)."""
 
 CACHE_RATE = 1.5
-"""By how much tiles that several blocks ask for arrive faster than the cache's rate for a multiprocessor."""
+"""By how much tiles that several blocks ask for arrive faster than the cache's rate for an SM."""
 
 _ADDRESSES = 72  # registers of a thread beside its accumulators
 
@@ -100,7 +100,7 @@ class MatmulTiles(Tiles):
         }
 
     def estimate(self, problem: Shape, device: Device) -> float:
-        """Steps along k of the busiest multiprocessor: matmuls, shared memory and cache beside each other."""
+        """Steps along k of the busiest SM: matmuls, shared memory and cache beside each other."""
         rows, columns = problem.rows or TYPICAL, (problem.columns or TYPICAL) * problem.matmuls
         batch, depth = problem.batch or 1, problem.depth or TYPICAL
         matmuls = 2 * self.m * self.n * self.k / (warp_matmuls(device) * problem.type.rate)
@@ -124,7 +124,7 @@ class MatmulTiles(Tiles):
         stages = 4 if device.shared_memory >= 128 << 10 else 3
         rows, columns = problem.rows or 1 << 20, (problem.columns or 1 << 20) * problem.matmuls
         tiles = (problem.batch or 1) * -(-rows // 128) * -(-columns // 128)
-        if rows <= 64 or tiles < device.multiprocessors // 2:
+        if rows <= 64 or tiles < device.sm_count // 2:
             return MatmulTiles(64, 64, k, 2, 2 if problem.matmuls <= 2 else 1, stages)
         return MatmulTiles(128, 128, k, 2, 2, stages)
 
@@ -149,7 +149,7 @@ class WgmmaMatmulTiles(Tiles):
     """What a part of a tile costs, in steps. Where tiles do not fill the GPU, k is split into parts of at least so
     many; steps are dealt out evenly where that saves what two parts cost."""
     blocks: int | None = None
-    """Most blocks of the grid, where some multiprocessors are for others; None is as many as the GPU has."""
+    """Most blocks of the grid, where some SMs are for others; None is as many as the GPU has."""
     cluster: int = 1
     """Blocks below each other that bring tiles of B together, each a part for all: 1 or 2."""
     ping_pong: bool = False
@@ -215,7 +215,7 @@ class WgmmaMatmulTiles(Tiles):
         }
 
     def estimate(self, problem: Shape, device: Device) -> float:
-        """Steps along k of the busiest multiprocessor, copies `stages` ahead, and what stores take between tiles, of
+        """Steps along k of the busiest SM, copies `stages` ahead, and what stores take between tiles, of
         which ping-pong hides a part beside the matmuls of the other consumer."""
         rows, columns = problem.rows or TYPICAL, (problem.columns or TYPICAL) * problem.matmuls
         batch, depth = problem.batch or 1, problem.depth or TYPICAL
@@ -224,7 +224,7 @@ class WgmmaMatmulTiles(Tiles):
         asked = 2 * (self.m + self.n / self.cluster) * self.k
         read = 2 * self.k * (self.m + self.n * self.m // 64)
         tiles = batch * -(-rows // (self.m * self.cluster)) * -(-columns // self.n)
-        turns, steps = self.busiest(tiles, device.multiprocessors // self.cluster, -(-depth // self.k))
+        turns, steps = self.busiest(tiles, device.sm_count // self.cluster, -(-depth // self.k))
         shared = max(arrive, read) / SHARED  # beside each other
         each = max(matmuls, shared, asked / (device.cache * CACHE_RATE), LATENCY / (self.stages - 1))
         stored = self.m * self.n * STORED + LATENCY
@@ -251,7 +251,7 @@ class WgmmaMatmulTiles(Tiles):
         def tiles(m: int, n: int) -> int:
             return (problem.batch or 1) * -(-rows // m) * -(-columns // n)
 
-        if tiles(128, 256) >= device.multiprocessors and columns > 128 * problem.matmuls:
+        if tiles(128, 256) >= device.sm_count and columns > 128 * problem.matmuls:
             cooperative = WgmmaMatmulTiles(2, 256, 4, 232, 40, split_steps=10, cluster=2)
             in_turn = dataclasses.replace(cooperative, stages=5, ping_pong=True)
             return min(cooperative, in_turn, key=lambda each: each.estimate(many, device))
@@ -260,12 +260,12 @@ class WgmmaMatmulTiles(Tiles):
 
     @classmethod
     def narrow(cls) -> WgmmaMatmulTiles:
-        """For sizes whose large tiles are fewer than multiprocessors."""
+        """For sizes whose large tiles are fewer than SMs."""
         return WgmmaMatmulTiles(2, 128, 6, 160, 24)
 
     @classmethod
     def low(cls, problem: Shape) -> WgmmaMatmulTiles:
-        """For up to 64 rows: k in many parts, so that each multiprocessor reads its share of B. On an H200 16 to 28 %
+        """For up to 64 rows: k in many parts, so that each SM reads its share of B. On an H200 16 to 28 %
         faster than the kernel for few rows with 32 or 64."""
         return cls(1, 64 * problem.matmuls, 6, 200, 24, split_steps=4)
 

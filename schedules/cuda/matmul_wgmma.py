@@ -12,7 +12,7 @@ runs beside the matmuls of the other:
     consumer 0    tile 0: C += A B^T, turn to 1    C -> epilogue                      tile 2 ...
     consumer 1                                     tile 1: C += A B^T, turn to 0      C -> epilogue
 
-The grid has as many blocks as the machine has multiprocessors. Two blocks below each other may be a cluster: each
+The grid has as many blocks as the machine has SMs. Two blocks below each other may be a cluster: each
 brings half of a tile of B, for both (multicast), so that the second-level cache is asked for it once. A slot of the
 ring is empty when the consumers of both have let go of it. Where tiles of rows are few and odd there are no clusters,
 as half of one would have no rows, and where tiles are few there are narrow ones: the host chooses between two launches.
@@ -37,7 +37,7 @@ from lowering.tensorir.expressions import Expr
 from ..reading.selection import Selection
 from . import wgmma
 from .epilogue import Epilogue
-from .host import multiprocessors, on_host
+from .host import on_host, sm_count
 from .matmul_grid import Grid, Piece, Place
 from .matmul_reader import Matmuls, Order
 from .matmul_sums import Fragment, Sums
@@ -60,7 +60,7 @@ def matmul_wgmma(
 ) -> None:
     """Emits the kernels and their launches into the function that is open. A lies in chunks along k.
 
-    Sizes that are too small for `tiles`, as they leave multiprocessors or half of a cluster without work, get `narrow`
+    Sizes that are too small for `tiles`, as they leave SMs or half of a cluster without work, get `narrow`
     ones, or no clusters. So do rows that choose their matrices, where few choose the same one.
     """
     epilogue, facts = Epilogue(matmuls), matmuls.facts
@@ -81,7 +81,7 @@ def matmul_wgmma(
         whole = matmuls.rows >= LONG_RUNS * matmuls.selection.count
     elif narrow is not None:
         columns = tirx.ceildiv(matmuls.columns * len(bs), tiles.n)
-        whole = tirx.all(whole, m_tiles * columns * matmuls.batch >= multiprocessors())
+        whole = tirx.all(whole, m_tiles * columns * matmuls.batch >= sm_count())
     with T.If(on_host(whole) > 0):
         with T.Then():
             emit(tiles)
@@ -92,7 +92,7 @@ def matmul_wgmma(
 def _emit(matmuls: Matmuls, a: Reach, bs: list[Reach], tiles: WgmmaMatmulTiles, epilogue: Epilogue) -> None:
     grid = Grid(matmuls, tiles, tiles.cluster)
     with T.If(grid.blocks > 0), T.Then():
-        most = multiprocessors() if tiles.blocks is None else T.int64(tiles.blocks)
+        most = sm_count() if tiles.blocks is None else T.int64(tiles.blocks)
         clusters = on_host(tirx.max(tirx.truncdiv(most, tiles.cluster), T.int64(1)))
         grid.deal(clusters) if matmuls.selection is None else grid.keep_whole()
         sums = Sums(grid, epilogue)

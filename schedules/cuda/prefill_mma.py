@@ -15,7 +15,7 @@ layout in which those of P V take it. K_j and V_j come through shared memory by 
 does not see in full go first, then the others without mask code.
 
 Invisible scores are replaced by -inf, never added to, as they may be NaN, and keys that no row of the tile sees are
-read as zeros. Where there are fewer tiles than multiprocessors, keys are split as in decode.py.
+read as zeros. Where there are fewer tiles than SMs, keys are split as in decode.py.
 
 A value that only some rows see may be infinite or NaN too, and 0 * NaN = NaN: then the tile is computed
 again, with such values taken out of V, and what they do to the rows that see them computed apart.
@@ -39,7 +39,7 @@ from . import kv_codes, ptx
 from .attention_tiles import MmaTiles, padded
 from .device import Device
 from .fragments import OnlineSoftmax
-from .host import multiprocessors, on_host
+from .host import on_host, sm_count
 from .kv_tiles import CodedTiles, HalfTiles, KeyValueTiles, Work
 from .partial import Partial
 from .ptx import WARP, fixed, int32, put, registers, shared_memory, unrolled
@@ -79,7 +79,7 @@ def prefill_mma(bound: Bound, tiles: MmaTiles, gpu: Device, more_than: int = 0) 
     tile_count = on_host(tirx.ceildiv(T.int64(1) * bound.S, tiles.q))
     with T.If(batch * tile_count > 0), T.Then():
         survey = Survey(bound, tiles.q, tiles.kv, tiles.warps)
-        by_blocks = tirx.truncdiv(multiprocessors(), batch * tile_count * bound.problem.q_heads)
+        by_blocks = tirx.truncdiv(sm_count(), batch * tile_count * bound.problem.q_heads)
         by_keys = tirx.ceildiv(T.int64(1) * bound.T, T.int64(tiles.split))
         splits = on_host(tirx.max(tirx.min(by_blocks, by_keys), T.int64(1)))
         partial = Partial(bound, splits, group=1, careful=bound.rows_differ, least=more_than + 1)

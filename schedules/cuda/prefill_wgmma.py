@@ -13,9 +13,9 @@ operands in shared memory, O += P V takes P from registers. Warpgroups take turn
 softmax of one runs beside the matmuls of another ("ping-pong"); registers move from the producer to the consumers.
 
 All heads that share keys meet them in one tile: its rows are those of G heads in turn, which TMA gathers. The grid has
-as many blocks as the machine has multiprocessors, each of which works through its list of query tiles: the expensive
+as many blocks as the machine has SMs, each of which works through its list of query tiles: the expensive
 ones (late rows, under a causal mask) first, all heads whose K and V fit the second-level cache together. Where that
-leaves multiprocessors idle, keys are split as in decode.py, and a second launch puts the parts (m, l, O) together.
+leaves SMs idle, keys are split as in decode.py, and a second launch puts the parts (m, l, O) together.
 
 Keys run from last to first. A tile that every row sees in full runs without mask code. In any other tile invisible
 scores are replaced by -inf; and where V is not finite there it is replaced by 0, as 0 * NaN = NaN, while rows that do

@@ -192,7 +192,7 @@ def copy_from_shared(to: Element, source: Element) -> None:
 
 def all_registers() -> AbstractContextManager[object]:
     """Around the whole of a kernel: a thread may have as many registers as there are. Else the CUDA compiler moves some
-    to memory where that lets one more block on a multiprocessor."""
+    to memory where that lets one more block on an SM."""
     one = tirx.const(1, "int32")
     return T.attr(one, "tirx.launch_bounds_min_blocks_per_sm", one)
 

@@ -14,7 +14,7 @@ from lowering.attention.parameters import int64
 
 from .attention_tiles import WgmmaTiles
 from .device import Device
-from .host import multiprocessors, on_host
+from .host import on_host, sm_count
 from .ptx import fixed, int32
 
 _SHARE = 10  # pairs leave at most one in so many without work
@@ -25,7 +25,7 @@ class Scheduler:
     """Made by the host, read by a kernel whose grid has `blocks` blocks.
 
     Packs of `group` query heads whose K and V fit the second-level cache together are worked on together. Where there
-    are fewer query tiles than multiprocessors, the keys of each are cut into `splits` parts, each of which is work of
+    are fewer query tiles than SMs, the keys of each are cut into `splits` parts, each of which is work of
     its own.
 
     Under a causal mask late rows are dear and early ones cheap. A block takes both ends of a pack in turn then, the
@@ -39,7 +39,7 @@ class Scheduler:
         self.packs_of_batch = p.q_heads // group
         q_tiles = on_host(tirx.ceildiv(int64(bound.S) * group, T.int64(tiles.q)))
         packs = on_host(int64(bound.B) * self.packs_of_batch)
-        most = multiprocessors() if tiles.blocks is None else T.int64(tiles.blocks)
+        most = sm_count() if tiles.blocks is None else T.int64(tiles.blocks)
         by_keys = tirx.ceildiv(int64(bound.T), T.int64(tiles.split))
         self.splits = on_host(tirx.max(tirx.min(tirx.truncdiv(most, q_tiles * packs), by_keys), T.int64(1)))
         kv_bytes = (int64(bound.T) + 1) * (2 * (p.head_dim + p.v_head_dim))

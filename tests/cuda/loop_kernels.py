@@ -83,7 +83,7 @@ def matmul(name: str) -> Kernel:
 
 
 def _warps(arch: str, tiles: Any, code: MachineCode, shared_memory: int) -> int:
-    """That run the loop on a multiprocessor: of as many blocks as fit there. A producer's are not among them."""
+    """That run the loop on an SM: of as many blocks as fit there. A producer's are not among them."""
     blocks = load(1 << 20, DEVICES[arch], tiles.threads, code.registers, shared_memory).at_once
     consumers = 4 * tiles.consumers if isinstance(tiles, WgmmaTiles | WgmmaMatmulTiles) else tiles.threads // 32
     return blocks * consumers

@@ -1,4 +1,4 @@
-"""How fast a kernel's main loop can be, from its machine code: the cycles that each pipe of a multiprocessor needs.
+"""How fast a kernel's main loop can be, from its machine code: the cycles that each pipe of an SM needs.
 
 A pipe does so much in a cycle (a roofline of many roofs); nothing is known here of latencies, of stalls on registers,
 of bank conflicts, of clocks that fall under load, or of what runs before and after the loop.
@@ -15,7 +15,7 @@ from sass import Instruction
 from schedules.cuda.cycles import EXPONENTIALS, LANES, SHARED
 from schedules.cuda.device import DEVICES, Device
 
-SCHEDULERS = 4  # of a multiprocessor, an instruction of a warp each in a cycle
+SCHEDULERS = 4  # of an SM, an instruction of a warp each in a cycle
 _WARP = 32
 _ALU_LANES = 64  # of integers, comparisons, selections and conversions (CUDA C++ Programming Guide, arithmetic)
 _FP32 = {"FADD", "FMUL", "FFMA", "HADD2", "HMUL2", "HFMA2", "IMAD", "IMUL"}  # integers are multiplied there
@@ -53,7 +53,7 @@ class Gpu:
     @property
     def peak(self) -> float:
         """TFLOP/s of matmuls in half precision with sums in float32."""
-        return self.device.tensor_cores * self.device.multiprocessors * self.clock / 1e12
+        return self.device.tensor_cores * self.device.sm_count * self.clock / 1e12
 
 
 GPUS = {
@@ -93,7 +93,7 @@ class Kernel:
     tiles: str
     steps: tuple[Step, ...]
     warps: int
-    """That run the loop at a time on a multiprocessor, of all blocks there."""
+    """That run the loop at a time on an SM, of all blocks there."""
     work: int
     """Operations of matmuls for one tile of keys, or step along k, of a block."""
     brought: int
@@ -109,7 +109,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Bound:
-    """Cycles once through the loop, of all warps of a multiprocessor."""
+    """Cycles once through the loop, of all warps of an SM."""
 
     pipes: dict[str, float]
     """Of each pipe, on its own."""
@@ -133,7 +133,7 @@ class Bound:
 
     @property
     def inside(self) -> float:
-        """The share of tensor cores of the busiest pipe of the multiprocessor, that is but for the cache."""
+        """The share of tensor cores of the busiest pipe of the SM, that is but for the cache."""
         return self.pipes["tensor"] / max(self.alone, *(n for name, n in self.pipes.items() if name != "L2"))
 
     @property
@@ -143,7 +143,7 @@ class Bound:
 
     def tflops(self, cycles: float) -> float:
         """Of the GPU, if once through takes so many cycles."""
-        return self.kernel.operations / cycles * self.gpu.device.multiprocessors * self.gpu.clock / 1e12
+        return self.kernel.operations / cycles * self.gpu.device.sm_count * self.gpu.clock / 1e12
 
 
 def bound(kernel: Kernel, gpu: Gpu) -> Bound:

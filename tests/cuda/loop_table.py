@@ -15,7 +15,7 @@ A model of the main loops, of ours and of others': FlashAttention-3 (forward, co
 tiles) and CUTLASS, as `tests/cuda/peer_kernels.py` recorded them with nvcc {nvcc} and the headers of CUTLASS
 {cutlass}. The loop is read from the machine code (`tests/cuda/sass.py`): the innermost one with matmuls, on the
 shortest way through it that multiplies all, which is that of a tile without a mask. `tests/cuda/loop_model.py` adds up
-what that needs of a multiprocessor, in cycles for a tile of keys, or a step along k, of a block:
+what that needs of an SM, in cycles for a tile of keys, or a step along k, of a block:
 
 * *tensor*: matmuls, from the shapes in the instructions, at the published rate of the card;
 * *issue*: instructions of all warps that run the loop, one for each of four schedulers in a cycle;
@@ -24,7 +24,7 @@ what that needs of a multiprocessor, in cycles for a tile of keys, or a step alo
 * *shared*: what warps read in shared memory, what wgmma reads there for each warpgroup on its own, and what is copied
   there, 128 bytes in a cycle;
 * *L2*: what comes from the second-level cache, less where a cluster shares it, at so many bytes in a cycle of a
-  multiprocessor:
+  SM:
   {caches}.
   These are rough, and no property of the code: *inside* is the share of tensor cores of the busiest pipe but for the
   cache; the bound has the cache in it;
@@ -51,7 +51,7 @@ COLUMNS = (
 CONCLUSIONS = """
 What the table says:
 
-* Attention on H100 at head sizes of 128 and 256 is bound by tensor cores inside of the multiprocessor, and a little
+* Attention on H100 at head sizes of 128 and 256 is bound by tensor cores inside of the SM, and a little
   before that by the cache, which gives K and V to every block alone; FlashAttention-3 shares them between two blocks
   where there is no mask. At the same tiles its loops have about a tenth fewer instructions than ours; of exponentials,
   ours have all beside the matmuls of P V and FlashAttention-3's, by this compiler, few, so that it relies on turns.
@@ -62,7 +62,7 @@ What the table says:
   and blocks alone, which are left to few rows, for 48. The matmul of a gate has A read in shared memory for each of
   its halves.
 * By ping-pong a tile of B is read in shared memory, and asked of the cache, for 64 rows and not for 128. That bounds
-  the loop at four fifths inside of the multiprocessor and at two thirds of a cooperative one by the cache, ours as
+  the loop at four fifths inside of the SM and at two thirds of a cooperative one by the cache, ours as
   CUTLASS's. What it hides is not part of the table: on an H200 a store of a cooperative tile costs some 12,000 cycles,
   of which ping-pong hides two fifths. So ping-pong is the default up to a k of about 4096
   ([measured](cuda_measured.md)).

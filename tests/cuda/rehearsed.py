@@ -38,7 +38,7 @@ FAULTS = {"hanging": ("sleep", 1000), "dying": ("abort",)}
 def kernels_and_cases() -> tuple[dict[str, Kernel], dict[str, Case]]:
     """A case of each operation, one of them with tiles other than the default and with faulty kernels."""
     p = attention_problem("f16", 64, q_heads=4, kv_heads=2)
-    tiles = {"tiles": {"keys": 16, "warps": 2, "stages": 2, "split": 64, "per_multiprocessor": 1}}
+    tiles = {"tiles": {"keys": 16, "warps": 2, "stages": 2, "split": 64, "per_sm": 1}}
     decode = attention_kernel("decode", "decode", p, ((1, 1, 77),))
     other = attention_kernel("decode", "k16w2s2p64m1", p, ((1, 1, 77),), variant="decode", tiles=tiles)
     update = CacheUpdate("float16", (None, 2, None, 16), None, 2)

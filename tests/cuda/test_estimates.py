@@ -67,7 +67,7 @@ def test_what_is_known_to_be_slow_is_last() -> None:
     assert MmaTiles(q=256, kv=32, warps=8).estimate(p, a100) > good
     best = WgmmaTiles.default(p, h100).estimate(p, h100)
     assert WgmmaTiles(1, 32, 240, 24, ping_pong=False).estimate(p, h100) > best + math.log(1.5)
-    alone = dataclasses.replace(problem(1, 128, batch=1), kv_len=16384)  # eight heads for 108 multiprocessors
+    alone = dataclasses.replace(problem(1, 128, batch=1), kv_len=16384)  # eight heads for 108 SMs
     split = DecodeTiles.default(alone, a100)
     whole = DecodeTiles(split.keys, split.warps, split.stages, split=16384)
     assert whole.estimate(alone, a100) > split.estimate(alone, a100) + math.log(2.5)

@@ -179,7 +179,7 @@ def test_attention_is_bound_by_tensor_cores(arch: str, head_dim: int, causal: bo
     ours = bound(kernel, Gpu(arch, device, 1.0)).cycles / kernel.operations * kernel.work
     share_of_keys = 0.5 if causal else 1.0
     assert p.batch and p.q_len and p.kv_len
-    tiles_each = -(-p.batch * p.q_heads * p.q_len // tiles.q // device.multiprocessors) * p.kv_len / tiles.kv
+    tiles_each = -(-p.batch * p.q_heads * p.q_len // tiles.q // device.sm_count) * p.kv_len / tiles.kv
     ratio = math.exp(tiles.estimate(p, device)) / (ours * tiles_each * share_of_keys)
     assert 0.9 < ratio < 1.25, ratio
 

@@ -22,7 +22,7 @@ import lowering
 from lowering.runtime import tensors
 from schedules.cuda.matmul_tiles import WgmmaMatmulTiles
 
-# Of 64 x 64 on three multiprocessors, which are given as the most blocks; two steps are what the ends of a share cost.
+# Of 64 x 64 on three SMs, which are given as the most blocks; two steps are what the ends of a share cost.
 THREE = WgmmaMatmulTiles(1, 64, 3, 160, 24, swizzle=2, split_steps=1, blocks=3)
 PAIRS = dataclasses.replace(THREE, blocks=6, cluster=2)
 IN_TURN = dataclasses.replace(PAIRS, consumers=2, ping_pong=True)
@@ -132,7 +132,7 @@ def test_a_wrong_share_is_found(name: str) -> None:
 
 def replayed() -> list[tuple[float, bool, int]]:
     """Of each call: the largest difference from float64, whether a replayed graph gives the same bits, and launches."""
-    rng, (rows, depth, columns) = np.random.default_rng(2), (48, 34 * 64, 67 * 128)  # 67 tiles for 132 multiprocessors
+    rng, (rows, depth, columns) = np.random.default_rng(2), (48, 34 * 64, 67 * 128)  # 67 tiles for 132 SMs
     weight = rng.standard_normal((depth, columns)).astype("float16")
     text = f"""<ir_version: 10, opset_import: ["" : 23]>
     matmul (float16[{rows}, {depth}] x, float16[{depth}, {columns}] w) => (float16[{rows}, {columns}] y) {{

@@ -55,7 +55,7 @@ def taken(timings: list[Timing], tiles: object, names: tuple[str, ...]) -> float
 def test_defaults_are_close_to_the_fastest() -> None:
     for timings in DECODE.timings.values():
         default = DecodeTiles.default(timings[0].problem, GPU)
-        us = taken(timings, default, ("keys", "warps", "stages", "split", "per_multiprocessor"))
+        us = taken(timings, default, ("keys", "warps", "stages", "split", "per_sm"))
         assert us < 1.05 * fastest(timings)
     for timings in FEW_ROWS.timings.values():
         us = taken(timings, FewRowsTiles.default(timings[0].problem, GPU), ("warps", "ahead"))

@@ -18,9 +18,9 @@ ARRIVALS: tuple[Arrivals, ...] = ("late", "at once", "last first")
 
 
 class Properties(NamedTuple):
-    """What is pretended of a GPU: number of multiprocessors, KB of shared memory that a block may use."""
+    """What is pretended of a GPU: number of SMs, KB of shared memory that a block may use."""
 
-    multiprocessors: int
+    sm_count: int
     shared_memory: int
 
 
@@ -60,16 +60,16 @@ def pretend() -> None:
 
 def set_arch(arch: str) -> None:
     """Pretends a GPU of an architecture: "sm_80", "sm_90a", ..."""
-    capability, multiprocessors, shared_memory = properties_of(arch)
+    capability, SMs, shared_memory = properties_of(arch)
     assert _library is not None
-    _library.emu_set_device(capability, multiprocessors, ctypes.c_size_t(shared_memory))
+    _library.emu_set_device(capability, SMs, ctypes.c_size_t(shared_memory))
 
 
 def properties_of(arch: str) -> tuple[int, int, int]:
-    """Compute capability, multiprocessors, bytes of shared memory."""
+    """Compute capability, SMs, bytes of shared memory."""
     capability = int("".join(c for c in arch if c.isdigit()))
-    multiprocessors, shared_memory = PROPERTIES[capability]
-    return capability, multiprocessors, shared_memory << 10
+    SMs, shared_memory = PROPERTIES[capability]
+    return capability, SMs, shared_memory << 10
 
 
 def set_order(order: Order = "ascending", arrivals: Arrivals = "late", races: bool = True) -> None:

@@ -122,7 +122,7 @@ def test_unknown_architectures_name_the_known_ones() -> None:
 
 
 def test_host_code_asks_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of multiprocessors is that of the GPU whose arrays a call has."""
+    """The number of SMs is that of the GPU whose arrays a call has."""
     seen: list[ir.Expr] = []
     rewrite = own_device._rewritten
 

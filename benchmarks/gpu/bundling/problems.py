@@ -84,7 +84,7 @@ def matmul_kernel(name: str, contender: str, p: Matmul, *, variant: str = "", ti
     """It is checked with rows for each of its kernels, fewer where matrices are large."""
     checks = (1, 16, 45, 131, 300) if p.columns * p.depth < 1 << 20 else (1, 131)
     if p.depth <= SHORT:
-        checks = (*checks, 4300)  # tiles enough for all multiprocessors
+        checks = (*checks, 4300)  # tiles enough for all SMs
     return Kernel(
         f"{contender} {name}", contender, "matmul", p.to_json(), p.parameters, "c", TOLERANCE[p.dtype],
         tuple(Sizes(1, m, 1) for m in checks), variant or contender, tiles or {},

@@ -17,7 +17,7 @@ WORDS = 4  # of a chunk of 16 bytes
 THREADS = 256  # per block
 
 
-MULTIPROCESSORS = 132  # of an H100 and an H200
+SM_COUNT = 132  # of an H100 and an H200
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Read:
         """What `to_json` wrote."""
         return decode(Read, json.loads(text), "the read")
 
-    def function(self, blocks: int = 8 * MULTIPROCESSORS, ahead: int = 4) -> tirx.PrimFunc:
+    def function(self, blocks: int = 8 * SM_COUNT, ahead: int = 4) -> tirx.PrimFunc:
         """data int32 [chunks, WORDS], found int32 [warps]: the exclusive or of what each warp has read.
 
         blocks are those of the launch, whose warps must divide those of the record; ahead chunks of a thread are on

@@ -1,7 +1,7 @@
 """Kernels with tiles other than their defaults, as contenders of one case: what the defaults should be.
 
 Names of contenders have the initial of each field with its value: k16w8s2p128m1 has tiles of 16 keys, 8 warps, 2
-stages, splits of 128 keys and 1 block on a multiprocessor.
+stages, splits of 128 keys and 1 block on an SM.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Iterable
 from ..plan import LIMITS, Case, Kernel, Sizes, Tiles
 from .matmuls import Matmul, matmul_of
 from .problems import DECODE_CHECKS, GQA, TYPES, Parts, attention_kernel, attention_problem, cache_bytes, matmul_kernel
-from .reading import MULTIPROCESSORS, THREADS, WARP, Read
+from .reading import SM_COUNT, THREADS, WARP, Read
 
-ROWS_OF_MANY = 8448  # 66 tiles of 128: a cluster for each pair of multiprocessors
+ROWS_OF_MANY = 8448  # 66 tiles of 128: a cluster for each pair of SMs
 
 _DECODE = [(16, 8, 2, 128, 1), (16, 4, 4, 128, 1), (16, 4, 3, 256, 1), (16, 4, 3, 128, 2), (16, 4, 2, 256, 2),
            (16, 2, 3, 64, 2), (16, 2, 2, 64, 4), (32, 2, 2, 128, 2), (16, 4, 2, 512, 2)]  # fmt: skip
-_DECODE_FIELDS = {"k": "keys", "w": "warps", "s": "stages", "p": "split", "m": "per_multiprocessor"}
+_DECODE_FIELDS = {"k": "keys", "w": "warps", "s": "stages", "p": "split", "m": "per_sm"}
 _FEW_FIELDS = {"w": "warps", "a": "ahead", "r": "rows"}
 _WGMMA_FIELDS = {"g": "consumers", "n": "n", "s": "stages", "p": "split_steps"}
 
@@ -41,8 +41,8 @@ def parts() -> list[Parts]:
 
 
 def _reads() -> Parts:
-    """The limit of what only reads: by so many blocks on a multiprocessor."""
-    blocks = {per: per * MULTIPROCESSORS for per in (8, 4, 16)}
+    """The limit of what only reads: by so many blocks on an SM."""
+    blocks = {per: per * SM_COUNT for per in (8, 4, 16)}
     read = Read(max(blocks.values()) * THREADS // WARP)
     checks = (Sizes(1, 1, 5), Sizes(1, 1, 1_000_003))
 

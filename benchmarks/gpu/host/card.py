@@ -39,7 +39,7 @@ class Card:
     def about(self) -> dict[str, Any]:
         """What the GPU is, and the versions of what runs on it."""
         return {
-            "multiprocessors": torch.cuda.get_device_properties(0).multi_processor_count,
+            "SMs": torch.cuda.get_device_properties(0).multi_processor_count,
             "l2": self.l2,
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
@@ -115,7 +115,7 @@ class Rehearsal(Card):
 
     def about(self) -> dict[str, Any]:
         versions = {"torch": torch.__version__, "cuda": "none", "cudnn": "none"}
-        return {"multiprocessors": 0, "l2": self.l2, **versions}
+        return {"SMs": 0, "l2": self.l2, **versions}
 
     def memory(self, seed: int) -> Torch:
         return HostTorch(seed)
