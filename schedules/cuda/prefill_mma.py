@@ -41,11 +41,11 @@ from .device import Device
 from .fragments import OnlineSoftmax
 from .host import on_host, sm_count
 from .kv_tiles import CodedTiles, HalfTiles, KeyValueTiles, Work
+from .mask_prepass import MaskPrepass
 from .partial import Partial
 from .ptx import WARP, fixed, int32, put, registers, shared_memory, unrolled
 from .row_copies import Rows
 from .shared_tile import CHUNK, SharedTile
-from .survey import Survey
 
 MOST_BLOCKS = 65535
 """Of a grid, along z."""
@@ -78,13 +78,13 @@ def prefill_mma(bound: Bound, tiles: MmaTiles, gpu: Device, more_than: int = 0) 
     batch = on_host(T.int64(1) * bound.B)
     tile_count = on_host(tirx.ceildiv(T.int64(1) * bound.S, tiles.q))
     with T.If(batch * tile_count > 0), T.Then():
-        survey = Survey(bound, tiles.q, tiles.kv, tiles.warps)
+        prepass = MaskPrepass(bound, tiles.q, tiles.kv, tiles.warps)
         by_blocks = tirx.truncdiv(sm_count(), batch * tile_count * bound.problem.q_heads)
         by_keys = tirx.ceildiv(T.int64(1) * bound.T, T.int64(tiles.split))
         splits = on_host(tirx.max(tirx.min(by_blocks, by_keys), T.int64(1)))
         partial = Partial(bound, splits, group=1, careful=bound.rows_differ, least=more_than + 1)
         codes = kv_codes.KvCodes(bound, gpu) if bound.problem.coded else None
-        _launch(bound, tiles, codes, survey, partial, (batch, tile_count))
+        _launch(bound, tiles, codes, prepass, partial, (batch, tile_count))
         partial.merge(lambda b: int32(splits))
 
 
@@ -92,7 +92,7 @@ def _launch(
     bound: Bound,
     tiles: MmaTiles,
     codes: kv_codes.KvCodes | None,
-    survey: Survey,
+    prepass: MaskPrepass,
     partial: Partial,
     sizes: tuple[Expr, Expr],
 ) -> None:
@@ -110,7 +110,7 @@ def _launch(
         i0 = fixed((int32(tile_count) - 1 - x) * tiles.q)  # late rows may see more, so they go first
         with partial.if_served(b), bound.if_there(b, i0):
             place = b, h, fixed(tirx.truncdiv(h, p.group)), i0
-            _QueryTile(bound, tiles, codes, survey, partial, place, split, thread).emit()
+            _QueryTile(bound, tiles, codes, prepass, partial, place, split, thread).emit()
 
 
 Reader = Callable[[Expr | int, Expr | int], ptx.Element]
@@ -124,7 +124,7 @@ class _QueryTile:
         bound: Bound,
         tiles: MmaTiles,
         codes: kv_codes.KvCodes | None,
-        survey: Survey,
+        prepass: MaskPrepass,
         partial: Partial,
         place: tuple[Expr, Expr, Expr, Expr],
         split: Expr,
@@ -143,7 +143,7 @@ class _QueryTile:
         self.q = registers(self.M * 4 * (self.d_steps if tiles.q_in_registers else 1), "uint32")
         self.P, self.operand = [registers(4, "uint32") for _ in range(self.M)], registers(4, "uint32")
         self.rows = tirx.Cast("int32", T.int64(1) * bound.rows(self.b))
-        self.keys = survey.key_tiles(self.b, self.h, self.i0)
+        self.keys = prepass.key_tiles(self.b, self.h, self.i0)
         self.find_tiles()
         work = Work(self.b, self.hk, thread, self.keys_of, self.stop)
         self.kv: KeyValueTiles

@@ -40,12 +40,12 @@ from .attention_tiles import WgmmaTiles, packed_heads
 from .device import Device
 from .finite_values import FiniteValues
 from .fragments import OnlineSoftmax
+from .mask_prepass import MaskPrepass
 from .mask_words import MaskWords
 from .partial import Partial
 from .pipeline import WARPGROUP, Ring, initialize, named_arrive, named_sync, specialize
 from .ptx import WARP, fixed, fresh, int32, pack, put, registers, shared_memory, synchronize
 from .scheduler import Scheduler
-from .survey import Survey
 from .tma import ROW_WORDS, TensorMap, fence_async, stored
 
 ROWS = 64  # of a consumer
@@ -63,13 +63,13 @@ def prefill_wgmma(bound: Bound, tiles: WgmmaTiles, device: Device) -> None:
         maps = {name: TensorMap.of(bound, name, tiles.kv) for name in "kv"}
         maps |= {name: TensorMap.of(bound, name, ROWS, group) for name in "qy"}
         scheduler = Scheduler(bound, tiles, device, group)
-        survey = Survey(bound, tiles.q // group, tiles.kv, tiles.threads // WARP)
+        prepass = MaskPrepass(bound, tiles.q // group, tiles.kv, tiles.threads // WARP)
         partial = Partial(bound, scheduler.splits, group=group, careful=False)
         with (
             T.launch_thread("blockIdx.x", scheduler.blocks) as block,
             T.launch_thread("threadIdx.x", tiles.threads) as thread,
         ):
-            _Block(bound, tiles, maps, scheduler, survey, partial, (block, thread)).emit()
+            _Block(bound, tiles, maps, scheduler, prepass, partial, (block, thread)).emit()
         partial.merge(lambda b: int32(scheduler.splits))
 
 
@@ -96,12 +96,12 @@ class _Block:
         tiles: WgmmaTiles,
         maps: dict[str, TensorMap],
         scheduler: Scheduler,
-        survey: Survey,
+        prepass: MaskPrepass,
         partial: Partial,
         place: tuple[Expr, Expr],
     ) -> None:
         self.bound, self.problem, self.tiles = bound, bound.problem, tiles
-        self.maps, self.scheduler, self.survey, self.partial = maps, scheduler, survey, partial
+        self.maps, self.scheduler, self.prepass, self.partial = maps, scheduler, prepass, partial
         self.block, self.thread = place
         self.q_words, self.k_words, self.v_words, self.y_words = (maps[name].bytes // 4 for name in "qkvy")
         if not tiles.y_apart:  # Y_i takes the place of Q_i
@@ -127,7 +127,7 @@ class _Block:
         """The key tiles of a part of the query tile at (batch, pack, packed row)."""
         b, pack, r0 = place
         group = self.partial.group
-        tiles = self.survey.key_tiles(b, fixed(pack * group), fixed(tirx.truncdiv(r0, group)))
+        tiles = self.prepass.key_tiles(b, fixed(pack * group), fixed(tirx.truncdiv(r0, group)))
         splits = fixed(int32(self.scheduler.splits))
         each = fixed(tirx.truncdiv(tiles.count + splits - 1, splits))
         first = tirx.min(split * each, tiles.count)

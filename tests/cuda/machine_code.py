@@ -38,7 +38,7 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 
 @dataclass(frozen=True)
 class MachineCode:
-    """Of a kernel and its survey. Opcodes (HMMA, LDSM, ...) are counted in the `whole`, and in the main `loop`, on the
+    """Of a kernel and its prepass. Opcodes (HMMA, LDSM, ...) are counted in the `whole`, and in the main `loop`, on the
     way of a tile that needs no mask code."""
 
     registers: int

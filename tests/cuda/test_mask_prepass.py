@@ -15,8 +15,8 @@ from tvm.script.ir_builder import tirx as T
 from lowering.attention.bound import Bound
 from lowering.attention.formula import Formula
 from lowering.attention.problem import AttentionProblem
+from schedules.cuda.mask_prepass import MaskPrepass
 from schedules.cuda.ptx import fixed, put, registers
-from schedules.cuda.survey import Survey
 
 ROWS, KEYS = 32, 16
 BATCH, Q_LEN, KV_LEN = 2, 75, 150
@@ -59,13 +59,13 @@ def masked(name: str) -> AttentionProblem:
     return problem(dtype="float32", mask=formula)
 
 
-def surveyed(p: AttentionProblem) -> tirx.PrimFunc:
+def prepassed(p: AttentionProblem) -> tirx.PrimFunc:
     """Y[b, h, tile * ROWS] := how many tiles there are, how many need mask code, and of each the first key and the one
     behind the last."""
     with IRBuilder() as builder, T.prim_func():
         T.func_name("attention")
         bound = Bound(p, scope="local")
-        survey = Survey(bound, ROWS, KEYS, warps=3)
+        prepass = MaskPrepass(bound, ROWS, KEYS, warps=3)
         tiles = tirx.ceildiv(T.int64(1) * bound.S, ROWS)
         with (
             T.launch_thread("blockIdx.x", (T.int64(1) * bound.B * p.q_heads * tiles).astype("int32")) as block,
@@ -73,7 +73,7 @@ def surveyed(p: AttentionProblem) -> tirx.PrimFunc:
         ):
             b, rest = fixed(block // (p.q_heads * tiles)), fixed(block % (p.q_heads * tiles))
             h, i0 = fixed(rest // tiles), fixed(rest % tiles * ROWS)
-            keys, masked = survey.key_tiles(b, h, i0), registers(1, "int32")
+            keys, masked = prepass.key_tiles(b, h, i0), registers(1, "int32")
             with T.If(thread == 0), T.Then():
                 put(masked, 0, tirx.const(0, "int32"))
                 with T.serial(keys.count) as u:
@@ -87,7 +87,7 @@ def surveyed(p: AttentionProblem) -> tirx.PrimFunc:
 
 @pytest.fixture(scope="module")
 def kernels() -> emulated.Module:
-    functions = {f"survey_{k}": surveyed(masked(name)) for k, name in enumerate(CASES)}
+    functions = {f"prepass_{k}": prepassed(masked(name)) for k, name in enumerate(CASES)}
     return emulated.module(functions, arch="sm_80")
 
 
@@ -98,7 +98,7 @@ def test_finds_the_keys_that_count(name: str, kernels: emulated.Module) -> None:
     empty = {letter: np.zeros((BATCH, 2, KV_LEN, 64), np.float32) for letter in "kv"}
     given = {"q": np.zeros_like(y), **empty, "y": y, "size_0": SIZE, "table_0": TABLE}
     names = p.parameters()
-    after = kernels.call(f"survey_{[*CASES].index(name)}", [given[n] for n in names])
+    after = kernels.call(f"prepass_{[*CASES].index(name)}", [given[n] for n in names])
     found = after[names.index("y")][:, :, ::ROWS]
     counts, hides = element(name, p)
     for b, h, tile in np.ndindex(found.shape[:3]):

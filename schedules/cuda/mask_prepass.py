@@ -4,7 +4,7 @@ launch before finds out.
 Tiles of keys that the formula hides from all rows are not worked on, wherever they are, and those that it shows in full
 need no mask code. So a causal mask, a window, documents or blocks cost what they show, whatever nodes made them.
 
-A warp surveys a tile of rows: a lane bounds the formula (interval analysis) in every 32nd tile of keys, and the warp
+A warp bounds a tile of rows: a lane bounds the formula (interval analysis) in every 32nd tile of keys, and the warp
 lists those that are left. Where a finite number hides keys, a row that sees nothing better gives them weight: then only
 what -inf hides is left out. A list takes four bytes for each tile of keys that there could be.
 """
@@ -29,10 +29,10 @@ _MASKED, _ALL, _END, _FIRST = range(4)
 the first key of each tile. Those that need mask code stand at the front, the others end with the room of the list."""
 
 
-class Survey:
+class MaskPrepass:
     """Made by the host before the launch of a kernel with tiles of `rows` query rows and `keys` keys, which asks it.
 
-    There are query rows. Blocks of the survey have `warps` warps.
+    There are query rows. Blocks of the pre-pass have `warps` warps.
     """
 
     def __init__(self, bound: Bound, rows: int, keys: int, warps: int) -> None:
@@ -75,11 +75,11 @@ class Survey:
 class _Listed(KeyTiles):
     """Tiles of a list, those that need mask code first. Ranges are of the list's places, `size` for each tile."""
 
-    def __init__(self, survey: Survey, at: Expr) -> None:
-        self.memory, self.tiles = survey.memory, fixed(at + _FIRST)
-        self.masked, count, self.last = (fixed(survey.memory[at + n]) for n in (_MASKED, _ALL, _END))
-        self.gap = fixed(survey.room - count)
-        size = survey.keys
+    def __init__(self, prepass: MaskPrepass, at: Expr) -> None:
+        self.memory, self.tiles = prepass.memory, fixed(at + _FIRST)
+        self.masked, count, self.last = (fixed(prepass.memory[at + n]) for n in (_MASKED, _ALL, _END))
+        self.gap = fixed(prepass.room - count)
+        size = prepass.keys
         super().__init__([(T.int32(0), count * size)], [(self.masked * size, count * size)], size, fixed)
 
     def first(self, u: Expr) -> Expr:
@@ -102,10 +102,10 @@ class _Listed(KeyTiles):
 class _QueryTile:
     """The code of one warp. Tiles of keys have numbers from the first one that the record lets some row see."""
 
-    def __init__(self, survey: Survey, place: tuple[Expr, Expr, Expr], lane: Expr, at: Expr) -> None:
-        self.survey, self.bound, self.size, self.lane, self.at = survey, survey.bound, survey.keys, lane, at
+    def __init__(self, prepass: MaskPrepass, place: tuple[Expr, Expr, Expr], lane: Expr, at: Expr) -> None:
+        self.prepass, self.bound, self.size, self.lane, self.at = prepass, prepass.bound, prepass.keys, lane, at
         self.b, self.h, self.i0 = place
-        self.i1 = fixed(tirx.min(self.i0 + survey.rows, T.int64(1) * self.bound.rows(self.b)))
+        self.i1 = fixed(tirx.min(self.i0 + prepass.rows, T.int64(1) * self.bound.rows(self.b)))
         ((lo, hi),) = self.bound.keys.of_tile(self.b, self.i0, self.i1)
         ((all_lo, all_hi),) = self.bound.keys.of_all(self.b, self.i0, self.i1)
         self.lo, self.hi, self.seen_by_all = fixed(lo), fixed(hi), (fixed(all_lo), fixed(all_hi))
@@ -138,9 +138,9 @@ class _QueryTile:
         with T.serial(tirx.ceildiv(self.count, T.int64(WARP))) as n:
             self.look(fixed(n * WARP))
         with T.If(self.lane == 0), T.Then():
-            put(self.survey.memory, self.at + _MASKED, self.masked[0])
-            put(self.survey.memory, self.at + _ALL, self.masked[0] + self.full[0])
-            put(self.survey.memory, self.at + _END, int32(self.hi))
+            put(self.prepass.memory, self.at + _MASKED, self.masked[0])
+            put(self.prepass.memory, self.at + _ALL, self.masked[0] + self.full[0])
+            put(self.prepass.memory, self.at + _END, int32(self.hi))
 
     def look(self, first: Expr) -> None:
         """At 32 tiles from number `first` on."""
@@ -159,7 +159,7 @@ class _QueryTile:
             if self.bound.scores.skips_numbers:
                 self.remember(t, highest)
         self.append(masked[0], self.masked, key, lambda n: n)
-        self.append(full[0], self.full, key, lambda n: self.survey.room - 1 - n)
+        self.append(full[0], self.full, key, lambda n: self.prepass.room - 1 - n)
 
     def remember(self, t: Expr, highest: Expr) -> None:
         """Whether a number hides the tile, or else that it counts."""
@@ -176,7 +176,7 @@ class _QueryTile:
         before = T.bitwise_and(lanes, (T.uint32(1) << self.lane.astype("uint32")) - T.uint32(1))
         with T.If(wanted), T.Then():
             n = fixed(count[0] + tirx.popcount(before).astype("int32"))
-            put(self.survey.memory, self.at + _FIRST + place(n), int32(key))
+            put(self.prepass.memory, self.at + _FIRST + place(n), int32(key))
         put(count, 0, count[0] + tirx.popcount(lanes).astype("int32"))
 
     def some_row_sees_nothing(self) -> Expr:
