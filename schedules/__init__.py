@@ -12,7 +12,7 @@ from tvm import tirx
 from lowering.tensorir.blocks import FORM
 
 from . import cpu, cuda
-from .declined import listening
+from .rejections import collect_rejections
 from .variant import Choose, Code, Variant, described, made
 
 ATTRIBUTE = "lowering.schedule"
@@ -26,7 +26,7 @@ CODE = "lowering.code"
 
 CONSIDERED = "lowering.considered"
 """Of a function that was looked at, as JSON: which variants the rule had, which of them runs with which tiles
-(variant.described), and which kernels declined, by what they need (declined.py). For those who read a dump."""
+(variant.described), and which kernels rejected, by what they need (rejections.py). For those who read a dump."""
 
 LOOPS = "loops"
 """In place of a rule's name: the function is scheduled by what is not ours (variant.Code)."""
@@ -92,12 +92,12 @@ def joins(func: tirx.PrimFunc, target: tvm.target.Target) -> bool | None:
 def _scheduled(
     func: tirx.PrimFunc, target: tvm.target.Target, choose: Choose | None, known: Known | None
 ) -> tirx.PrimFunc:
-    with listening() as declined:
+    with collect_rejections() as rejected:
         rule, found = variants(func, target) or ("", ())
     choice = None if choose is None else choose(func, found)
-    noted: dict[str, Any] = {"declined": {each.kernel: each.needs for each in declined}}
+    noted: dict[str, Any] = {"rejected": {each.kernel: each.needs for each in rejected}}
     if not found and choice is None:
-        return func.with_attr(CONSIDERED, json.dumps(noted)) if declined else func
+        return func.with_attr(CONSIDERED, json.dumps(noted)) if rejected else func
     marks = {ATTRIBUTE: LOOPS if isinstance(choice, Code) else rule}
     if choice is not None and choice.source:
         marks[SOURCE] = choice.source

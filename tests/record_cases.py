@@ -130,7 +130,7 @@ def page() -> str:
     lines = [
         "# The record, field by field",
         "",
-        "Every kernel answers the whole of `lowering/attention/problem.py`, or declines by rule and leaves the problem",
+        "Every kernel answers the whole of `lowering/attention/problem.py`, or reject by rule and leaves the problem",
         "to the plain kernel of its target. A number says how many random cases covered a field on a kernel, against",
         "float64, with NaN and infinities in what is not visible. `python tests/record_cases.py` writes this page from",
         about,
@@ -148,7 +148,7 @@ NOTES = (
     "* **qk output**: the matrix of scores exists then, so that there is nothing to tile: plain kernels serve it.",
     "* **CUDA decode, mma**: tensor cores take 16 bits, and codes that become them on the way: keys of multiples of",
     "  16 elements, groups of multiples of 8 and, with scales of float16, an even number of them in a row. Other",
-    "  codes and types decline: the kernel of warps by rows (`CUDA rows`) reads them.",
+    "  codes and types reject: the kernel of warps by rows (`CUDA rows`) reads them.",
     "* **CUDA wgmma** (Hopper): dense rows and stores. TMA would write whole tiles of Y over rows of the next batch,",
     "  and looks no slot up; such problems run by mma there.",
 )

@@ -1,5 +1,5 @@
 """What the page of `inspect --html` says of an attention: the tiles that its kernel visits, what a mask shows whatever
-its tables are, and why kernels declined."""
+its tables are, and why kernels rejected."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ def test_why_kernels_decline() -> None:
 
     half = {"dtype": "float16", "v_dtype": "float16"}
     gpu = noted(problem(**half, head_dim=6), {"kind": "cuda", "arch": "sm_90a"})
-    assert gpu["declined"] == {"mma": ["sizes of heads are multiples of 8"]} and gpu["variants"] == ["rows"]
+    assert gpu["rejected"] == {"mma": ["sizes of heads are multiples of 8"]} and gpu["variants"] == ["rows"]
     older = noted(problem(**half), {"kind": "cuda", "arch": "sm_80"})
-    assert older["declined"] == {"wgmma": ["the GPU is a Hopper"]} and older["chosen"]["variant"] == "mma"
+    assert older["rejected"] == {"wgmma": ["the GPU is a Hopper"]} and older["chosen"]["variant"] == "mma"
     cpu = noted(problem(qk_mode=0), {"kind": "llvm", "mcpu": "x86-64-v3"})
-    assert cpu == {"declined": {"tiled": ["the scores themselves are no output"]}}
+    assert cpu == {"rejected": {"tiled": ["the scores themselves are no output"]}}

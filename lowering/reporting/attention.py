@@ -151,13 +151,13 @@ def _chosen(problem: AttentionProblem, choice: Mapping[str, Any]) -> Iterator[No
     most = most_decoded(problem, choice.get("chosen"))
     if most:
         yield E("p", f"Up to {most} query row{'s' if most > 1 else ''} go by 'decode', more by 'prefill'.")
-    declined = choice.get("declined", {})
-    if declined:
-        yield E("p", "Declined:")
-        rows = ((kernel, "; ".join(needs)) for kernel, needs in declined.items())
+    rejected = choice.get("rejected", {})
+    if rejected:
+        yield E("p", "Rejection:")
+        rows = ((kernel, "; ".join(needs)) for kernel, needs in rejected.items())
         yield table(("kernel", "needs that do not hold"), rows)
     else:
-        yield E("p", "No kernel declined.")
+        yield E("p", "No kernel rejected.")
 
 
 def _maps(

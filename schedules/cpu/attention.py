@@ -11,7 +11,7 @@ from lowering.attention.bound import Bound
 from lowering.attention.parameters import Parameters
 from lowering.attention.problem import ATTRIBUTE, AttentionProblem
 
-from ..declined import fits
+from ..rejections import fits
 from ..variant import Variant
 from .attention_tiles import DecodeTiles, PrefillTiles
 from .decode import decode

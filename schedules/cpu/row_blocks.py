@@ -21,10 +21,10 @@ from tvm.script.ir_builder import tirx as T
 
 from lowering.tensorir.expressions import Expr, is_int
 
-from ..declined import fits
 from ..reading.row_parts import Part, RowParts, read_row_parts
 from ..reading.stages import unravel
 from ..reading.values import flat_view
+from ..rejections import fits
 from ..tiles import Space
 from ..variant import Variant
 from .blocked import Blocked

@@ -12,7 +12,7 @@ from tvm.script.ir_builder import tirx as T
 from lowering.attention.bound import Bound
 from lowering.attention.problem import ATTRIBUTE, AttentionProblem, Mask
 
-from ..declined import fits
+from ..rejections import fits
 from ..variant import Variant
 from .attention_tiles import MmaTiles, WgmmaTiles
 from .decode import decode

@@ -34,7 +34,7 @@ from lowering.attention.bound import Bound
 from lowering.attention.expr.emit import widened
 from lowering.attention.problem import AttentionProblem
 
-from ..declined import fits
+from ..rejections import fits
 from . import kv_codes, ptx
 from .attention_tiles import MmaTiles, padded
 from .device import Device

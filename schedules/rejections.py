@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Declined:
+class Rejection:
     """A kernel, and what it needs that does not hold."""
 
     kernel: str
     needs: tuple[str, ...]
 
 
-_HEARD: ContextVar[list[Declined] | None] = ContextVar("heard", default=None)
+_HEARD: ContextVar[list[Rejection] | None] = ContextVar("heard", default=None)
 
 
 def fits(kernel: str, needs: Mapping[str, bool]) -> bool:
@@ -24,14 +24,14 @@ def fits(kernel: str, needs: Mapping[str, bool]) -> bool:
     broken = tuple(need for need, holds in needs.items() if not holds)
     heard = _HEARD.get()
     if broken and heard is not None:
-        heard.append(Declined(kernel, broken))
+        heard.append(Rejection(kernel, broken))
     return not broken
 
 
 @contextmanager
-def listening() -> Iterator[list[Declined]]:
-    """Gives a list that fills with what kernels decline inside."""
-    heard: list[Declined] = []
+def collect_rejections() -> Iterator[list[Rejection]]:
+    """Gives a list that fills with what kernels reject inside."""
+    heard: list[Rejection] = []
     token = _HEARD.set(heard)
     try:
         yield heard
