@@ -24,7 +24,7 @@ CALLS = 5  # of every problem
 ON_CPU = range(1000, 1600)
 ON_CUDA = range(2000, 2120)
 ON_TENSOR_CORES = range(3000, 3120)
-FEW_ROWS = 16  # of the heads that share keys, up to which "CUDA decode" serves here
+SMALL_M = 16  # of the heads that share keys, up to which "CUDA decode" serves here
 
 Field = Callable[[AttentionProblem], bool]
 
@@ -95,7 +95,7 @@ def on_cpu(case: Case) -> set[str]:
 
 def on_tensor_cores(case: Case) -> set[str]:
     assert takes(case.problem)
-    most = FEW_ROWS // case.problem.group
+    most = SMALL_M // case.problem.group
     return {"CUDA decode" if rows <= most else "CUDA mma" for rows in rows_of(case)}
 
 

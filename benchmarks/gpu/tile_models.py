@@ -23,9 +23,9 @@ from scipy.stats import spearmanr
 from lowering.attention.problem import AttentionProblem
 from schedules.cuda.decode_tiles import DecodeTiles, DecodeTiming
 from schedules.cuda.device import DEVICES
-from schedules.cuda.few_rows_tiles import FewRowsTiles, RowsTiming
 from schedules.cuda.matmul_reader import Shape
 from schedules.cuda.matmul_tiles import WgmmaMatmulTiles
+from schedules.cuda.small_m_tiles import RowsTiming, SmallMTiles
 
 TIMINGS = Path(__file__).parents[1] / "results" / "gpu" / "h200_tiles.jsonl"
 PAGE = Path(__file__).parents[2] / "docs" / "cuda_tile_models.md"
@@ -124,7 +124,7 @@ def matmul_timings(kernel: str, kind: type, most: int) -> dict[str, list[Timing]
 
 def few_rows_model() -> Model:
     rough = RowsTiming(3000, 32768, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1)
-    return Model("Few rows; n x k of the weight", rough, matmul_timings("few rows", FewRowsTiles, 8))
+    return Model("Few rows; n x k of the weight", rough, matmul_timings("few rows", SmallMTiles, 8))
 
 
 HEADER = """# Models of GPU tiles

@@ -86,7 +86,7 @@ class AttentionProblem:
     sink, -inf where there are none. By it attentions over parts of the keys are merged. max asks for an output like it:
     the largest of these scores.
 
-    splits says into how many parts kernels for few rows cut the keys (split-KV); None: as many as sizes ask for.
+    splits says into how many parts small-M kernels cut the keys (split-KV); None: as many as sizes ask for.
 
     Raises ValueError for a record that no operator means.
     """

@@ -4,7 +4,7 @@ A launch takes a microsecond or two in which the GPU does nothing else, and a de
 says at its begin that the next may be launched, as soon as all of its blocks are there, and waits for the one before it
 to end, memory and all, before it reads or writes anything. So each is on its SMs by the time its turn
 comes, and in between it may do what needs nothing of the others: kernels that read weights begin to (schedules/cuda/
-matmul_rows.py). They wait where they stand; for all others the wait is put here.
+small_m_matmul.py). They wait where they stand; for all others the wait is put here.
 
 What is launched so waits for kernels alone in another way; behind copies and events it is launched as ever.
 

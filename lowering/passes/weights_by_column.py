@@ -1,4 +1,5 @@
-"""Constant matrices for GPUs, whose kernels read a column's elements at successive k (schedules/cuda/matmul_rows.py).
+"""Constant matrices for GPUs, whose kernels read a column's elements at successive k
+(schedules/cuda/small_m_matmul.py).
 
 x W with a constant W [K, N] becomes a matmul with its columns, one behind the other, stored while compiling: where W
 is of a type that tensor cores multiply, or integers with scales, which stay so and are expanded on the way there. What

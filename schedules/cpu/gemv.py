@@ -1,4 +1,4 @@
-"""Matmuls with few rows or few columns of matrices that are not stored in panels: nothing is worth being packed.
+"""Small-M matmuls or few columns of matrices that are not stored in panels: nothing is worth being packed.
 
 Each element of the large matrix is used a few times only, so it is read once, in the order in which it is stored:
 
@@ -27,7 +27,7 @@ _ZERO = tirx.const(0, "int64")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ThinTiles(LoopTiles):
+class GemvTiles(LoopTiles):
     """Tiles of `dots` and `stream`."""
 
     few: int = 8
@@ -42,8 +42,8 @@ class ThinTiles(LoopTiles):
     """... for so many rows of sums."""
 
     @classmethod
-    def default(cls, problem: Any, machine: Machine) -> ThinTiles:
-        return ThinTiles(depth=8 if machine.registers >= 32 else 4)
+    def default(cls, problem: Any, machine: Machine) -> GemvTiles:
+        return GemvTiles(depth=8 if machine.registers >= 32 else 4)
 
     @classmethod
     def space(cls, problem: Any, machine: Machine) -> Space:
@@ -65,8 +65,8 @@ class ThinTiles(LoopTiles):
         }
 
 
-def thin_kernels(o: Operands, tiles: ThinTiles) -> list[tuple[Expr, Callable[[], None]]]:
-    """Kernels for few rows or columns, each with the condition on sizes on which it is the one to take."""
+def gemv_kernels(o: Operands, tiles: GemvTiles) -> list[tuple[Expr, Callable[[], None]]]:
+    """Small-M kernels or columns, each with the condition on sizes on which it is the one to take."""
     found: list[tuple[Expr, Callable[[], None]]] = []
     most, lanes = min(tiles.few, o.results.lanes), o.results.lanes
     if is_int(o.stride(o.b_offset, o.k), 1):
@@ -78,7 +78,7 @@ def thin_kernels(o: Operands, tiles: ThinTiles) -> list[tuple[Expr, Callable[[],
     return found
 
 
-def is_thin(o: Operands) -> bool:
+def is_gemv(o: Operands) -> bool:
     """Whether there are so few columns that a kernel for vectors of columns is no use, and `dots` is none either."""
     columns, depth = o.results.columns, o.depth
     if not isinstance(columns, tirx.IntImm) or columns.value >= 4:
@@ -87,7 +87,7 @@ def is_thin(o: Operands) -> bool:
     return short or columns.value == 1 or not is_int(o.stride(o.a_offset, o.k), 1)
 
 
-def dots(o: Operands, tiles: ThinTiles, few_rows: bool) -> None:
+def dots(o: Operands, tiles: GemvTiles, few_rows: bool) -> None:
     """Few rows of A, or few columns of B, times each column of B, or row of A, whose elements are consecutive."""
     lanes, few, many, acc = o.results.lanes, o.results.rows, o.results.columns, o.matmul.acc
     sides = [(o.a, o.a_offset, o.results.m), (o.b, o.b_offset, o.results.j)]
@@ -169,7 +169,7 @@ def dots(o: Operands, tiles: ThinTiles, few_rows: bool) -> None:
     split_among_threads(o.results.batch * chunks, o.results.batch * few * many * o.depth, tiles.parallel_work, task)
 
 
-def stream(o: Operands, tiles: ThinTiles) -> None:
+def stream(o: Operands, tiles: GemvTiles) -> None:
     """Few rows of A times B, whose rows are read from end to end, several at a time."""
     lanes, acc = o.results.lanes, o.matmul.acc
     unroll, strip = tiles.depth, tiles.strip

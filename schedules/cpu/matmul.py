@@ -19,7 +19,7 @@ that are left over are zeros of the panel.
 Several matmuls (matmul.py) run in one pass over the rows: those of a group have a tile each, and one epilogue;
 groups, such as queries, keys and values, are panels of one long row of tasks.
 
-Where B is not stored in panels, few rows or columns are not worth packing it (gemv.py).
+Where B is not stored in panels, small M or N are not worth packing it (gemv.py).
 
 Pairs of bfloat16, where the machine multiplies them, and four bytes, whose matmuls are added up in int32, are words
 (words.py): a step along k takes as many values, a panel's elements are words of successive k, and what is missing in
@@ -45,7 +45,7 @@ from ..reading.stages import Stage, read_stages
 from ..reading.values import flat_view
 from ..variant import Variant
 from .blocked import Blocked
-from .gemv import ThinTiles, is_thin, thin_kernels
+from .gemv import GemvTiles, gemv_kernels, is_gemv
 from .loops import split_among_threads
 from .operands import Operands
 from .panels import PanelTiles, is_width
@@ -62,12 +62,12 @@ def matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | No
     if kernels is None:
         return None
     groups, cpu = [group[0].results.group for group in kernels], machine(target)
-    tiles = {"panels": kernels[0][0].tiles, "thin": ThinTiles.default(groups, cpu)}
+    tiles = {"panels": kernels[0][0].tiles, "gemv": GemvTiles.default(groups, cpu)}
 
     def emit(tiles: dict[str, Any]) -> tirx.PrimFunc:
         wanted = kernels if tiles["panels"] == kernels[0][0].tiles else plan(func, target, tiles["panels"])
         assert wanted is not None
-        return _emit(func, wanted, tiles["thin"])
+        return _emit(func, wanted, tiles["gemv"])
 
     return [Variant("panels", groups, cpu, tiles, emit)]
 
@@ -103,7 +103,7 @@ def plan_stages(
     if len(_every(kernels)) > 1 or selection is not None:
         return kernels if _in_one_pass(kernels) else None
     first = kernels[0][0]
-    return None if _may_be_thin(first) and is_thin(first.operands) else kernels
+    return None if _may_be_gemv(first) and is_gemv(first.operands) else kernels
 
 
 def joins(func: tirx.PrimFunc, target: tvm.target.Target) -> bool | None:
@@ -112,19 +112,19 @@ def joins(func: tirx.PrimFunc, target: tvm.target.Target) -> bool | None:
     return None if kernels is None else all(b.b_in_place and not b.matmul.batch for b in _every(kernels))
 
 
-def _emit(func: tirx.PrimFunc, kernels: Plan, thin: ThinTiles) -> tirx.PrimFunc:
+def _emit(func: tirx.PrimFunc, kernels: Plan, gemv: GemvTiles) -> tirx.PrimFunc:
     operands = kernels[0][0].operands
     with IRBuilder() as builder, T.prim_func():
         memory = {buffer: flat_view(buffer) for buffer in filter(tirx.is_buffer_var, func.params)}
         for b in _every(kernels):
             b.operands.open(memory)
-        special = thin_kernels(operands, thin) if _may_be_thin(kernels[0][0]) else []
+        special = gemv_kernels(operands, gemv) if _may_be_gemv(kernels[0][0]) else []
         _first_possible(operands.results, special, lambda: _blocked(kernels))
     return func.with_body(builder.get().body)
 
 
-def _may_be_thin(b: Blocked) -> bool:
-    """Whether there are other kernels for few rows or columns: B is not stored in panels, rows of A lie in memory as
+def _may_be_gemv(b: Blocked) -> bool:
+    """Whether there are other small-M kernels or columns: B is not stored in panels, rows of A lie in memory as
     one, not as patches do, and numbers are no bytes."""
     operands = b.operands
     return not b.b_in_place and b.acc != "int32" and operands.is_linear(operands.a_offset, operands.k)

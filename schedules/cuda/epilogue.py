@@ -18,7 +18,7 @@ Sum = Callable[[Expr], Expr]
 
 
 HALF = 8
-"""Columns of C, successive ones, that the kernel for few rows has in each half of a block."""
+"""Columns of C, successive ones, that the small-M kernel has in each half of a block."""
 
 
 class Epilogue:

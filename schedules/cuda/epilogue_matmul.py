@@ -17,13 +17,13 @@ from .device import device
 from .fused_epilogues import FusedEpilogues
 from .matmul import emit_matmuls, planned, tiles_of, widest
 from .matmul_reader import matmuls_of
-from .matmul_rows import takes
 from .prologue_matmul import emit_prologue_matmul, prologue_tiles, read_prologue_matmul
+from .small_m_matmul import takes
 from .threads import ThreadTiles
 
 
 def epilogue_matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
-    """Matmuls that the kernel for few rows takes, with epilogues that it can compute; None for anything else."""
+    """Matmuls that the small-M kernel takes, with epilogues that it can compute; None for anything else."""
     cut = cut_epilogues(func)
     if cut is None:
         return None
@@ -59,7 +59,7 @@ def epilogue_matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Vari
 
 
 def _can_end(func: tirx.PrimFunc, groups: list[Any], ends: FusedEpilogues) -> bool:
-    """Whether the blocks of few rows can compute the epilogues."""
+    """Whether the small-M blocks can compute the epilogues."""
     with IRBuilder(), T.prim_func():
         try:
             for matmuls, *_ in groups:

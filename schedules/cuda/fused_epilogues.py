@@ -1,4 +1,4 @@
-"""FusedEpilogues of matmuls (reading/epilogues.py): by the blocks of few rows themselves, behind other kernels by a
+"""FusedEpilogues of matmuls (reading/epilogues.py): by the small-M blocks themselves, behind other kernels by a
 launch.
 
 A rotation reads two elements of a head that are D / 2 apart. Blocks of few rows have 16 columns: eight of the first

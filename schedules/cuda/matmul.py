@@ -19,20 +19,20 @@ from ..half_precision import HALF
 from ..variant import Variant
 from .device import Device, device
 from .epilogue import Ends
-from .few_rows_tiles import FewRowsTiles
 from .matmul_mma import matmul_mma
 from .matmul_reader import Matmuls, Order, Shape, matmuls_of_runs, read_matmuls
-from .matmul_rows import Group, matmul_rows, takes
 from .matmul_runs import BATCHED, matmul_runs
 from .matmul_tiles import MatmulTiles, WgmmaMatmulTiles
 from .matmul_wgmma import matmul_wgmma
 from .reach import Reach, reach
+from .small_m_matmul import Group, small_m_matmul, takes
+from .small_m_tiles import SmallMTiles
 
 MOST = 3
 """Groups of one function: queries, keys and values."""
 
-FEW_ROWS = ("rows", "sixteen", "several")
-"""Kernels for few rows: up to 8, 16 and 32 by default. On Hopper "low" tiles of wgmma are in place of the last, where
+SMALL_M = ("rows", "sixteen", "several")
+"""Small-M kernels: up to 8, 16 and 32 by default. On Hopper "low" tiles of wgmma are in place of the last, where
 one group is multiplied alone."""
 
 
@@ -68,17 +68,17 @@ def tiles_of(found: list[Group], gpu: Device) -> dict[str, dict[str, Any]]:
     shape = widest(found)
     few: dict[str, Any] = {}
     if takes(found) and found[0][0].is_selected:
-        few = {"rows": FewRowsTiles.default(shape, gpu)}
+        few = {"rows": SmallMTiles.default(shape, gpu)}
         runs = runs_of(found)
         if gpu.generation == 90 and runs and all(map(_reaches, runs)):
             wide, narrow = WgmmaMatmulTiles.for_runs()
             return {"wgmma": {"tiles": wide, "narrow": narrow, **few}}
-        few["several"] = FewRowsTiles.several(shape, gpu, 32)
+        few["several"] = SmallMTiles.several(shape, gpu, 32)
     elif takes(found):
-        few = {"rows": FewRowsTiles.default(together(found), gpu)}
+        few = {"rows": SmallMTiles.default(together(found), gpu)}
         for name, rows in (("sixteen", 16), ("several", 32)):
             if shape.rows is None or shape.rows > list(few.values())[-1].rows:
-                few[name] = FewRowsTiles.several(together(found), gpu, rows)
+                few[name] = SmallMTiles.several(together(found), gpu, rows)
     # By a name of its own in TF32: what was tuned for one way to multiply says nothing of the others.
     kinds: dict[str, Any] = {"mma" if shape.dtype in HALF else shape.dtype: MatmulTiles}
     if gpu.generation == 90 and shape.dtype in HALF and all(_reaches(group) for group in found):
@@ -150,16 +150,16 @@ def emit_matmuls(found: list[Group], tiles: dict[str, Any], gpu: Device, ends: E
                 _by_wgmma(group, tiles)
         ends.behind()
 
-    def by_rows(few: list[FewRowsTiles]) -> None:
+    def by_rows(few: list[SmallMTiles]) -> None:
         """The first of these tiles that is for so many rows."""
         if not few:
             many()
             return
         first = found[0][0]
         fits = first.facts.simplify(first.rows <= few[0].rows)
-        either(fits, lambda: matmul_rows(found, few[0], gpu, ends), lambda: by_rows(few[1:]))
+        either(fits, lambda: small_m_matmul(found, few[0], gpu, ends), lambda: by_rows(few[1:]))
 
-    few = [tiles[name] for name in FEW_ROWS if name in tiles]
+    few = [tiles[name] for name in SMALL_M if name in tiles]
     runs = runs_of(found) if few and found[0][0].is_selected else []
     if not runs:
         by_rows(few)

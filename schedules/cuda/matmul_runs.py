@@ -2,10 +2,10 @@
 
     for each 16 columns of C and `tiles.rows` successive rows, a block      blocks of the same columns side by side
         for each run of rows with one matrix                                 at most as long as the block is high
-            the sums of matmul_rows.py, for rows from the first of the run on
+            the sums of small_m_matmul.py, for rows from the first of the run on
 
 A matrix is read once for each block that has rows of it. Few rows are a batch: each has blocks of its own
-(matmul_rows.py).
+(small_m_matmul.py).
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from lowering.tensorir.expressions import Expr
 from . import ptx
 from .device import Device
 from .epilogue import Ends
-from .few_rows_tiles import FewRowsTiles
 from .host import on_host
 from .matmul_grid import Place
-from .matmul_rows import COLUMNS, Columns, Group
 from .pieces import Ring
 from .ptx import WARP, fixed
 from .runs import each_run
+from .small_m_matmul import COLUMNS, Columns, Group
+from .small_m_tiles import SmallMTiles
 
 BATCHED = {"rows": 64, "wgmma": 8}
 """Up to so many rows are a batch, by the kernel for more: a block for each has more of memory on its way."""
 
 
-def matmul_runs(group: Group, tiles: FewRowsTiles, device: Device, ends: Ends) -> None:
+def matmul_runs(group: Group, tiles: SmallMTiles, device: Device, ends: Ends) -> None:
     """Emit the kernel and its launch into the function that is open.
 
     Args:

@@ -25,10 +25,10 @@ from .device import Device, device
 from .epilogue import Ends
 from .matmul import either, emit_matmuls, planned, tiles_of, together, widest
 from .matmul_reader import matmuls_of
-from .matmul_rows import Group, matmul_rows, takes
 from .prologue_rows import PrologueRows, most_rows
-from .prologue_tiles import NormTiles, PrologueRowsTiles
+from .prologue_tiles import NormTiles, PrologueSmallMTiles
 from .reduction import emit_rows, read_rows
+from .small_m_matmul import Group, small_m_matmul, takes
 
 
 def prologue_matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Variant] | None:
@@ -52,7 +52,7 @@ def prologue_matmul(func: tirx.PrimFunc, target: tvm.target.Target) -> list[Vari
 
 def prologue_tiles(groups: list[Group], gpu: Device) -> dict[str, dict[str, Any]]:
     """By variant, the tiles of its kernels; the default first."""
-    own = {"normed": PrologueRowsTiles.default(together(groups), gpu), "norm": NormTiles.default(widest(groups), gpu)}
+    own = {"normed": PrologueSmallMTiles.default(together(groups), gpu), "norm": NormTiles.default(widest(groups), gpu)}
     return {name: {**tiles, **own} for name, tiles in tiles_of(groups, gpu).items()}
 
 
@@ -66,7 +66,7 @@ def emit_prologue_matmul(
         emit_matmuls(groups, tiles, gpu, ends)
 
     fits = groups[0][0].facts.simplify(groups[0][0].rows <= normed.most)
-    either(fits, lambda: matmul_rows(groups, tiles["normed"], gpu, ends, normed), otherwise)
+    either(fits, lambda: small_m_matmul(groups, tiles["normed"], gpu, ends, normed), otherwise)
 
 
 def read_prologue_matmul(

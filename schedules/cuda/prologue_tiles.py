@@ -8,10 +8,10 @@ from typing import Any
 
 from ..tiles import Space
 from .device import Device
-from .few_rows_tiles import FewRowsTiles
 from .matmul_reader import Shape
 from .prologue_rows import most_rows, shared_memory
 from .reduction import RowReductionTiles
+from .small_m_tiles import SmallMTiles
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class NormTiles(RowReductionTiles):
 
 
 @dataclass(frozen=True)
-class PrologueRowsTiles(FewRowsTiles):
+class PrologueSmallMTiles(SmallMTiles):
     """Of the launch whose blocks compute the few rows that they multiply: of these nothing is on its way."""
 
     def places(self, matmuls: int, c: int) -> int:
@@ -48,7 +48,7 @@ class PrologueRowsTiles(FewRowsTiles):
         return {**super().space(problem, device), "rows": (8,)}
 
     @classmethod
-    def default(cls, problem: Shape, device: Device) -> PrologueRowsTiles:
+    def default(cls, problem: Shape, device: Device) -> PrologueSmallMTiles:
         """As where rows are read."""
-        tiles = FewRowsTiles.default(problem, device)
+        tiles = SmallMTiles.default(problem, device)
         return cls(tiles.warps, tiles.ahead)

@@ -131,7 +131,7 @@ def prefill(p: AttentionProblem, arch: str) -> tuple[tirx.PrimFunc, MmaTiles | W
 
 
 def decode_alone(p: AttentionProblem, arch: str) -> tirx.PrimFunc:
-    """The kernel for few rows, whatever their number, with its default tiles."""
+    """The small-M kernel, whatever their number, with its default tiles."""
     gpu = DEVICES[arch]
     with IRBuilder() as builder, T.prim_func():
         T.func_name("attention")

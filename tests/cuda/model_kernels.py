@@ -51,7 +51,7 @@ MATMULS = """
 ## Matmuls
 
 Instructions on tensor cores in the machine code of every matmul and attention, launch by launch: HGMMA (wgmma) and
-HMMA (mma.sync); `-` is a launch without any. A matmul has kernels for few rows and for several, where operands allow
+HMMA (mma.sync); `-` is a launch without any. A matmul has small-M kernels and for several, where operands allow
 it, then one for many, or two on Hopper, with large and with narrow tiles, and behind each one that adds parts of tiles;
 queries, keys and values in one function have those for many each, and behind them one that rotates and stores. An
 attention has a kernel for decoding, one that brings parts of keys together, and what prefill needs. Counts are those of

@@ -19,9 +19,9 @@ from tvm import te, tirx
 import lowering
 from lowering.importing.quantized import quantize
 from lowering.passes.panels import codes_in_panels, packed_matmul
-from schedules.cuda.few_rows_tiles import FewRowsTiles
 from schedules.cuda.matmul import matmul
 from schedules.cuda.matmul_tiles import MatmulTiles
+from schedules.cuda.small_m_tiles import SmallMTiles
 from schedules.variant import Variant
 
 
@@ -165,7 +165,7 @@ def variant_of(func: tirx.PrimFunc, arch: str) -> Variant:
 def test_nothing_can_be_left_out(rows: int, bits: int, redundant: list[str]) -> None:
     func, parts, w = function(rows, 224, 40, bits)
     many = {"tiles": MatmulTiles(32, 32, 32, 2, 1, 3, split_steps=100)}
-    tiles = many if rows > 16 else {"rows": FewRowsTiles(2, 2)}  # more than one turn for a warp
+    tiles = many if rows > 16 else {"rows": SmallMTiles(2, 2)}  # more than one turn for a warp
     module = emulated.module({"main": variant_of(func, "sm_80").make(**tiles)}, arch="sm_80")
     x = np.random.default_rng(0).standard_normal((rows, 224)).astype("float16")
     want = x.astype("float64") @ w
@@ -181,7 +181,7 @@ def test_nothing_can_be_left_out(rows: int, bits: int, redundant: list[str]) -> 
 def test_a_piece_is_there_as_a_whole(rows: int, bits: int) -> None:
     """However little tiles ask for ahead: 16 bytes of quantized values are several chunks of k."""
     func, parts, w = function(rows, 512, 40, bits)
-    tiles = FewRowsTiles(4, 1, 16 if rows <= 16 else 32)
+    tiles = SmallMTiles(4, 1, 16 if rows <= 16 else 32)
     variant = variant_of(func, "sm_80")
     assert tiles.shared_memory(variant.problem) >= 16 * tiles.threads * (2 + tiles.rows // 8 * 16 // bits)
     x = np.random.default_rng(rows).standard_normal((rows, 512)).astype("float16")

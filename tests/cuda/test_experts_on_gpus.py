@@ -54,7 +54,7 @@ def test_like_the_cpu(dtype: str, weights: Any, bound: float) -> None:
 
 
 def test_many_rows_are_multiplied_by_wgmma() -> None:
-    """Each of the three grouped matmuls has a kernel for few rows, and one for long runs and one for short ones."""
+    """Each of the three grouped matmuls has a small-M kernel, and one for long runs and one for short ones."""
     _, functions = machine_code_of(model("float16"), "sm_90a")
     opcodes = [{line.opcode for line in f.instructions} for f in functions if "grouped_matmul" in f.name]
     assert len([used for used in opcodes if "HGMMA" in used]) == 6 and len(opcodes) == 9

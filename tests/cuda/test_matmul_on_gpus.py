@@ -119,7 +119,7 @@ def first_variant(case: Case, arch: str = "sm_80") -> Variant:
 
 
 def made(case: Case, arch: str = "sm_80", rows: int | None = None) -> emulated.Module:
-    """rows: the most for which the kernel for few rows is taken."""
+    """rows: the most for which the small-M kernel is taken."""
     variant = first_variant(case, arch)
     tiles: dict[str, Any] = {} if case.tiles is None else {"tiles": case.tiles}
     if case.tiles is not None and "low" in variant.tiles:

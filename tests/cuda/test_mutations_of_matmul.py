@@ -10,15 +10,15 @@ import pytest
 from cuda_emulation.mutations import survivors
 from test_matmul_on_gpus import Case, first_variant
 
-from schedules.cuda.few_rows_tiles import FewRowsTiles
 from schedules.cuda.matmul_tiles import MatmulTiles, WgmmaMatmulTiles
+from schedules.cuda.small_m_tiles import SmallMTiles
 
 pytestmark = pytest.mark.no_gpu
 
 # By architecture, case and tiles: every loop goes round often enough to need all of its steps.
 KERNELS: dict[str, tuple[str, Case, dict[str, Any]]] = {
     "mma": ("sm_80", Case(m=50, n=40, k=200), {"tiles": MatmulTiles(32, 32, 32, 2, 1, 3, split_steps=100)}),
-    "rows": ("sm_80", Case(m=5, n=40, k=200, b_transposed=True), {"rows": FewRowsTiles(2, 2)}),
+    "rows": ("sm_80", Case(m=5, n=40, k=200, b_transposed=True), {"rows": SmallMTiles(2, 2)}),
     "wgmma": ("sm_90a", Case(m=70, n=264, k=400), {"tiles": WgmmaMatmulTiles(1, 64, 3, 160, 24, 2, 100, blocks=2)}),
 }
 # Behind what a warp stores of its last rows nobody waits.

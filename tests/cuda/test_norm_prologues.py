@@ -22,7 +22,7 @@ from tvm import te, tirx, topi
 import lowering
 from lowering.manifest import CallSpec
 from schedules.cuda.prologue_matmul import prologue_matmul
-from schedules.cuda.prologue_tiles import PrologueRowsTiles
+from schedules.cuda.prologue_tiles import PrologueSmallMTiles
 from schedules.reading.row_parts import PARTS
 from schedules.variant import Variant
 
@@ -158,7 +158,7 @@ def variants(arch: str, m: int, k: int = 200, n: int = 40) -> list[Variant]:
 
 @pytest.mark.no_gpu
 def test_no_wait_can_be_left_out() -> None:
-    """Of the kernel for few rows, with two warps that go round several times."""
+    """Of the small-M kernel, with two warps that go round several times."""
     rng, m, k, n = np.random.default_rng(0), 5, 200, 40
     x, w = (rng.standard_normal(shape).astype("float16") for shape in ((m, k), (n, k)))
     wide = x.astype("float64")
@@ -170,7 +170,7 @@ def test_no_wait_can_be_left_out() -> None:
         found = zip((normed, want), after[-2:], strict=True)
         return all(np.allclose(b.astype("float64"), a, rtol=2e-3, atol=5e-2, equal_nan=True) for a, b in found)
 
-    module = emulated.module({"main": variants("sm_80", m)[0].make(normed=PrologueRowsTiles(2, 2))}, arch="sm_80")
+    module = emulated.module({"main": variants("sm_80", m)[0].make(normed=PrologueSmallMTiles(2, 2))}, arch="sm_80")
     # The last copies, of nothing, go to places behind the sums, which would reach there with more warps.
     redundant = ["ptx_cp_async_wait_group_async_wait_group_0"]
     assert [step.name for step in survivors(module, "main", arrays, right)] == redundant

@@ -10,7 +10,7 @@ import cuda_emulation as emulated
 import pytest
 from attention_cases import made
 from emulated_records import equals_the_reference
-from record_cases import CALLS, FEW_ROWS, ON_TENSOR_CORES
+from record_cases import CALLS, ON_TENSOR_CORES, SMALL_M
 
 from schedules.cuda.attention import attention_kernel
 from schedules.cuda.attention_tiles import MmaTiles, WgmmaTiles
@@ -30,7 +30,7 @@ def kernels(seeds: range, arch: str) -> emulated.Module:
         p = made(seed, CALLS, tensor_cores=True)[0].problem
         assert takes(p)
         prefill = ON_HOPPER if gpu.generation == 90 and p.dense else PREFILL
-        decode = dataclasses.replace(DecodeTiles.default(p, gpu), blocks=12, split=16, rows=FEW_ROWS)
+        decode = dataclasses.replace(DecodeTiles.default(p, gpu), blocks=12, split=16, rows=SMALL_M)
         functions[f"attention_{seed}"] = attention_kernel(p, gpu, prefill, decode)
     return emulated.module(functions, arch=arch)
 

@@ -7,12 +7,12 @@ import pytest
 from benchmarks.gpu import tile_models
 from benchmarks.gpu.tile_models import GPU, Model, Timing
 from schedules.cuda.decode_tiles import DecodeTiles
-from schedules.cuda.few_rows_tiles import FewRowsTiles
 from schedules.cuda.matmul_tiles import WgmmaMatmulTiles
+from schedules.cuda.small_m_tiles import SmallMTiles
 
 pytestmark = pytest.mark.no_gpu
 
-DECODE, FEW_ROWS = tile_models.decode_model(), tile_models.few_rows_model()
+DECODE, SMALL_M = tile_models.decode_model(), tile_models.few_rows_model()
 # Of weights whose tiles differ by a tenth at most, or of which two waves and a bit are read, the order is less sure.
 CLOSE = ("2048 x 2048", "128256 x 2048", "6144 x 4096")
 
@@ -23,16 +23,16 @@ def test_decode_attention_left_out_of_the_fit(shape: str) -> None:
     assert correlation >= 0.8 and chosen < 1.05
 
 
-@pytest.mark.parametrize("shape", FEW_ROWS.timings)
+@pytest.mark.parametrize("shape", SMALL_M.timings)
 def test_few_rows_left_out_of_the_fit(shape: str) -> None:
-    correlation, chosen = FEW_ROWS.left_out(shape)
+    correlation, chosen = SMALL_M.left_out(shape)
     assert chosen < 1.055
     assert correlation >= 0.6 or shape.endswith(CLOSE)
 
 
 def test_constants_are_those_of_the_fit() -> None:
     """But for rounding: as good as what the timings give."""
-    for model, constants in ((DECODE, DecodeTiles.TIMING), (FEW_ROWS, FewRowsTiles.TIMING)):
+    for model, constants in ((DECODE, DecodeTiles.TIMING), (SMALL_M, SmallMTiles.TIMING)):
         shapes = list(model.timings)
         ours, fitted = (square(model, each, shapes) for each in (constants, model.fitted(shapes)))
         assert ours < 1.05 * fitted
@@ -57,16 +57,16 @@ def test_defaults_are_close_to_the_fastest() -> None:
         default = DecodeTiles.default(timings[0].problem, GPU)
         us = taken(timings, default, ("keys", "warps", "stages", "split", "per_sm"))
         assert us < 1.05 * fastest(timings)
-    for timings in FEW_ROWS.timings.values():
-        us = taken(timings, FewRowsTiles.default(timings[0].problem, GPU), ("warps", "ahead"))
+    for timings in SMALL_M.timings.values():
+        us = taken(timings, SmallMTiles.default(timings[0].problem, GPU), ("warps", "ahead"))
         assert us < 1.055 * fastest(timings)
 
 
 @pytest.mark.parametrize("rows", (16, 32))
 def test_kernels_for_more_rows(rows: int) -> None:
-    for timings in tile_models.matmul_timings("few rows", FewRowsTiles, rows).values():
+    for timings in tile_models.matmul_timings("few rows", SmallMTiles, rows).values():
         if timings[0].problem.rows == rows:
-            tiles = FewRowsTiles.several(timings[0].problem, GPU, rows)
+            tiles = SmallMTiles.several(timings[0].problem, GPU, rows)
             assert taken(timings, tiles, ("warps", "ahead", "rows")) < 1.05 * fastest(timings)
 
 

@@ -87,7 +87,7 @@ def _decode() -> Parts:
 
 
 def _few_rows() -> Parts:
-    """One row and eight: tiles of the kernel for few rows."""
+    """One row and eight: tiles of the small-M kernel."""
     kernels: list[Kernel] = []
     cases: list[Case] = []
     for name, matrix in _MATRICES.items():
@@ -100,7 +100,7 @@ def _few_rows() -> Parts:
 
 
 def _some_rows() -> Parts:
-    """16 to 64 rows, as many as are served at once: tiles of the kernel for few rows, and of wgmma."""
+    """16 to 64 rows, as many as are served at once: tiles of the small-M kernel, and of wgmma."""
     kernels: list[Kernel] = []
     cases: list[Case] = []
     for name in ("4096 x 4096", "gate 8192 x 2048", "2048 x 8192"):

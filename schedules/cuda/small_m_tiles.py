@@ -1,4 +1,4 @@
-"""Tiles of the CUDA kernel for matmuls of few rows (matmul_rows.py)."""
+"""Tiles of the CUDA kernel for small-M matmuls (small_m_matmul.py)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .matmul_reader import Shape
 
 @dataclass(frozen=True)
 class RowsTiming:
-    """What `FewRowsTiles.estimate` takes for granted. Fitted to timings of an H200 (benchmarks/gpu/tile_models.py)."""
+    """What `SmallMTiles.estimate` takes for granted. Fitted to timings of an H200 (benchmarks/gpu/tile_models.py)."""
 
     launch: float = 3000
     """Cycles of a launch."""
@@ -35,12 +35,12 @@ class RowsTiming:
     """For blocks of 128 KiB of which an SM holds one at a time."""
 
 
-_FEW_ROWS_REGISTERS = 40  # of a thread, for 8 rows and one GEMM: shared memory limits blocks before these do
+_SMALL_M_REGISTERS = 40  # of a thread, for 8 rows and one GEMM: shared memory limits blocks before these do
 
 
 @dataclass(frozen=True)
-class FewRowsTiles(Tiles):
-    """Tiles of `matmul_rows`."""
+class SmallMTiles(Tiles):
+    """Tiles of `small_m_matmul`."""
 
     warps: int
     """Warps per block, which share k."""
@@ -89,7 +89,7 @@ class FewRowsTiles(Tiles):
         columns, depth = problem.columns or TYPICAL, problem.depth or TYPICAL
         each = (problem.batch or 1) * -(-columns // 16) / device.sm_count
         size = problem.type.bytes * depth * 16 * problem.matmuls  # of a block
-        at_once = held(device, self.threads, _FEW_ROWS_REGISTERS, self.shared_memory(problem))
+        at_once = held(device, self.threads, _SMALL_M_REGISTERS, self.shared_memory(problem))
         stride = self.warps * self.ahead * 4 * problem.type.chunk  # of k: what a block asks for at a time
         in_flight = min(max(each, 1), at_once) * size * min(stride / depth, 1)
         waves = each / at_once
@@ -106,14 +106,14 @@ class FewRowsTiles(Tiles):
         return math.log(timing.launch + each * size / device.memory) + wasted
 
     @classmethod
-    def default(cls, problem: Shape, device: Device) -> FewRowsTiles:
+    def default(cls, problem: Shape, device: Device) -> SmallMTiles:
         """Return the tiles for up to 8 rows with the best estimate, of those that have enough of B on its way."""
-        tiles = [FewRowsTiles(warps, ahead) for warps, ahead in ((8, 8), (16, 4), (4, 8), (16, 2), (8, 4), (8, 2))]
+        tiles = [SmallMTiles(warps, ahead) for warps, ahead in ((8, 8), (16, 4), (4, 8), (16, 2), (8, 4), (8, 2))]
         many = dataclasses.replace(problem, columns=problem.columns or 1 << 20)
         return min((each.fitting(problem, device) for each in tiles), key=lambda each: each.estimate(many, device))
 
     @classmethod
-    def several(cls, problem: Shape, device: Device, rows: int) -> FewRowsTiles:
+    def several(cls, problem: Shape, device: Device, rows: int) -> SmallMTiles:
         """Return the tiles for up to 16 or 32 rows: what an H200 is fastest with, or within 5 % of it.
 
         16 warps keep enough on its way. Of 16 rows 8 warps with more ahead are faster where all blocks are one wave, or
@@ -122,16 +122,16 @@ class FewRowsTiles(Tiles):
         """
         each = (problem.batch or 1) * -(-(problem.columns or 1 << 20) // 16) / device.sm_count
         if problem.chunks > 1:
-            tiles = FewRowsTiles(8, 4, rows)
+            tiles = SmallMTiles(8, 4, rows)
         elif rows > 16:
-            tiles = FewRowsTiles(16 if problem.matmuls == 1 else 8, 2, rows)
+            tiles = SmallMTiles(16 if problem.matmuls == 1 else 8, 2, rows)
         elif problem.matmuls == 1 and not 1.1 < each < 2.5:
-            tiles = FewRowsTiles(8, 8, rows)
+            tiles = SmallMTiles(8, 8, rows)
         else:
-            tiles = FewRowsTiles(16, 2, rows)
+            tiles = SmallMTiles(16, 2, rows)
         return tiles.fitting(problem, device)
 
-    def fitting(self, problem: Shape, device: Device) -> FewRowsTiles:
+    def fitting(self, problem: Shape, device: Device) -> SmallMTiles:
         """With less on its way, where there is no room for so much."""
         tiles = self
         while tiles.ahead > 1 and tiles.shared_memory(problem) > device.shared_memory:

@@ -1,4 +1,4 @@
-"""Matmuls with few rows, which take as long as B takes to be read: decoding.
+"""Small-M matmuls, which take as long as B takes to be read: decoding.
 
 B lies in rows of k, one for each column of C, and is what mma.sync calls A: 16 of its rows by 16 values of k, times 8
 rows of x, the other operand. k is summed in whatever order, so that a thread asks for 16 bytes at a time: of row g of B
@@ -29,7 +29,6 @@ from ..reading.stages import unravel
 from . import ptx
 from .device import Device
 from .epilogue import HALF, Ends, Epilogue, row_of
-from .few_rows_tiles import FewRowsTiles
 from .host import on_host
 from .matmul_grid import Place
 from .matmul_reader import Matmuls, Operand, Order, chunks_at_once
@@ -37,6 +36,7 @@ from .pieces import Pieces, Ring
 from .prologue_rows import ProloguePieces, PrologueRows
 from .ptx import WARP, fixed, put, registers, unrolled
 from .shared_tile import CHUNK
+from .small_m_tiles import SmallMTiles
 
 COLUMNS, PIECE = 2 * HALF, 4  # rows of B, and chunks of k that a warp has of each
 PITCH = COLUMNS + 4  # floats of a row of sums in shared memory: threads of a fragment meet each bank once
@@ -55,8 +55,8 @@ def takes(groups: Sequence[Group]) -> bool:
     return along_k and len(pieces) == 1 and whole
 
 
-def matmul_rows(
-    groups: Sequence[Group], tiles: FewRowsTiles, device: Device, ends: Ends, normed: PrologueRows | None = None
+def small_m_matmul(
+    groups: Sequence[Group], tiles: SmallMTiles, device: Device, ends: Ends, normed: PrologueRows | None = None
 ) -> None:
     """Emits the kernel and its launch, for at most `tiles.rows` rows, into the function that is open. Several groups
     multiply the same A, one matmul each: blocks for one are behind those for the others. A may be made of `normed`, by
@@ -105,7 +105,7 @@ class Columns:
     def __init__(
         self,
         group: Group,
-        tiles: FewRowsTiles,
+        tiles: SmallMTiles,
         epilogue: Epilogue,
         place: Place,
         ring: Ring,
